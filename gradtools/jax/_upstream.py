@@ -173,10 +173,15 @@ def as_varying(x: Any, axes: Sequence[Any]) -> Any:
 def linear_program(pullback: Any) -> Any:
     """The jaxpr from tangents to tangents of what `jax.vjp` returns, whose constants are residuals.
 
-    Gone, and before JAX 0.9: None; in a trace f is then traced once more to see what it reads.
+    JAX 0.12 lists the residuals among the inputs, before the tangents, and its nodes of loops and
+    branches hide what they read. Gone, in that case, and before JAX 0.9: None; in a trace f is then
+    traced once more to see what it reads.
     """
     jaxpr = getattr(pullback, "jaxpr", None)
-    return jaxpr if isinstance(jaxpr, Jaxpr) else None
+    if not isinstance(jaxpr, Jaxpr):
+        return None
+    nodes = {eqn.primitive.name for eqn in jaxpr.eqns if eqn.primitive.name.startswith("vjp_node")}
+    return jaxpr if nodes <= {"vjp_node", "vjp_node[jit]"} else None
 
 
 def prints_as(primitive: Primitive, shown: Callable[[Any], dict[str, Any]]) -> None:

@@ -59,7 +59,7 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
             lost = any(part and not any(map(_is_nonzero, part)) for part in parts)
         else:
             reads = linear_program(native)
-            reached = [] if reads is None else reachability.plainly_reached(reads)
+            reached = [] if reads is None else reachability.plainly_reached(reads)[-len(leaves) :]
             parts = [reached[end - n : end] for end, n in zip(ends, groups, strict=True)]
             lost = any(n and not any(part) for part, n in zip(parts, groups, strict=True))
         if not lost:

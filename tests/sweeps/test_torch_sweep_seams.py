@@ -143,25 +143,9 @@ def test_the_tangent_of_attention_to_shared_heads_may_be_differentiated():
 # --- what is refused by name ----------------------------------------------------------------------
 
 
-def phases():
-    f = lambda x: torch.linalg.eigh(torch.complex(x, x - x.mT) + x.mT)[1].abs()
-    gt.grad(lambda x: gt.jvp(f, (x,), (ALONG,))[1].sum())(SQUARE)
-
-
 def no_vmap():
     f = lambda x: torch.as_strided_scatter(x, x[0] * 2, (3,), (1,), 0)
     gt.jacobian(f, mode="forward")(X)
-
-
-def split_by_a_tensor():
-    at = torch.tensor([1, 2])
-    rule = gt.custom_rule(lambda x: torch.tensor_split(x, at)[0])
-    rule.defvjp(lambda x: (torch.tensor_split(x, at)[0], x), lambda x, ct: _pulled(x, at, ct))
-    gt.jvp(rule, (X,), (T,))
-
-
-def _pulled(x, at, ct):
-    return torch.func.vjp(lambda x: torch.tensor_split(x, at)[0], x)[1](ct)
 
 
 def sparse():
@@ -181,21 +165,12 @@ def negated_view():
 @pytest.mark.parametrize(
     ("run", "words"),
     [
-        (compressed, r"hessian: f holds an operation .*cannot map.*gt.grad\(f\), chunk_size=1"),
-        (negated_view, r"per_example_grad: f holds an operation that PyTorch's vmap cannot map"),
-        (phases, r"grad: f holds eigenvectors of a complex matrix"),
-        (no_vmap, r"jacobian: f holds an operation that PyTorch's vmap cannot map.*chunk_size=1"),
-        (split_by_a_tensor, r"jvp: f holds an operation that reads the numbers of a tensor"),
-        (sparse, r"jacobian: f holds an operation that PyTorch's vmap cannot map.*chunk_size=1"),
+        (compressed, r"hessian: f holds an operation .*cannot enter.*gt.grad\(f\), chunk_size=1"),
+        (negated_view, r"per_example_grad: f holds an operation that PyTorch's vmap.*cannot enter"),
+        (no_vmap, r"jacobian: f holds an operation that PyTorch's vmap.*take chunk_size=1"),
+        (sparse, r"jacobian: f holds an operation that PyTorch's vmap.*take chunk_size=1"),
     ],
-    ids=[
-        "csr",
-        "_neg_view",
-        "eigh",
-        "as_strided_scatter",
-        "tensor_split",
-        "to_sparse",
-    ],
+    ids=["csr", "_neg_view", "as_strided_scatter", "to_sparse"],
 )
 def test_a_limit_of_pytorch_is_refused_in_words_that_say_what_to_do(run, words):
     with pytest.raises(GradtoolsError, match=words):

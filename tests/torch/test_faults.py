@@ -111,6 +111,7 @@ NO_VALUES = {
     "to_numpy": "to_numpy: a Tensor of shape (4,) has no values that NumPy could read",
     "why_zero": "why_zero: the gradient is on the meta device, which holds no numbers",
     "formula": "has no values",
+    **dict.fromkeys(("implicit_solution: F", "implicit_solution: solve"), "WORDS"),
 }
 
 

@@ -98,7 +98,7 @@ def test_on_the_meta_device_a_use_gives_shapes_or_says_that_there_are_no_values(
     found = outcome(use, World(gt, healthy(gt), x))
     assert changes(before, everything()) == []
     if use.name in NO_VALUES:
-        assert isinstance(found, GradtoolsError)
+        assert isinstance(found, GradtoolsError | RuntimeError)  # ours, or PyTorch's own
         assert NO_VALUES[use.name] in str(found)
     elif isinstance(wanted, torch.Tensor) and use.public not in ("random_key", "split_key"):
         assert (found.device.type, found.shape, found.dtype) == ("meta", wanted.shape, wanted.dtype)
@@ -111,7 +111,7 @@ NO_VALUES = {
     "to_numpy": "to_numpy: a Tensor of shape (4,) has no values that NumPy could read",
     "why_zero": "why_zero: the gradient is on the meta device, which holds no numbers",
     "formula": "has no values",
-    **dict.fromkeys(("implicit_solution: F", "implicit_solution: solve"), "WORDS"),
+    **dict.fromkeys(("implicit_solution: F", "implicit_solution: solve"), "meta tensors"),
 }
 
 

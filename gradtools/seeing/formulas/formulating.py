@@ -273,7 +273,9 @@ class _ComparedRun:
             near = self._points(formula, self._step)
             try:
                 check = self._check(formula, near, finite=True, is_near=True)
-            except Outside:
+            except Outside as error:
+                if error.__cause__ is not None:  # it may raise at the given arguments, too
+                    self._numbers(here[0], is_near=False)
                 continue
             except GradtoolsError:
                 if not self._changes(formula):

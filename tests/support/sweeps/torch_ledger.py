@@ -24,6 +24,8 @@ nn.CTCLoss | PyTorch's own reverse mode | differs, torch#52241
 nn.functional.linear_cross_entropy.chunked | hvp, reverse over reverse; frozen, second order |
 differs
     PyTorch's own: its backward pass is differentiated as a constant
+nn.functional.linear_cross_entropy.chunked* | hvp, reverse over reverse | raised
+    PyTorch's own: its backward pass writes into out=..., which autograd cannot differentiate
 cholesky_inverse | jvp*; hvp, forward over reverse; frozen, second order | differs, torch#196682
     PyTorch's own forward mode is wrong
 scatter_reduce.prod | jvp*; hvp, forward over reverse; hvp, inputs one by one; frozen, second order

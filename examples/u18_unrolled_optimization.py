@@ -67,7 +67,7 @@ def show(gt, backend):
     double, ours = map(per_step, modes)
     claim(
         f"one more step takes {double:.1f} kB by double backward, {ours:.1f} kB this way",
-        ours < 2.2 * 8e-3 * 3 * WIDTH**2 < double / 8,
+        ours < double / 7,
     )
 
     learning = gt.value_and_grad(outer_loss(modes[1], 10, *fixed))

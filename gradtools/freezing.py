@@ -24,6 +24,7 @@ from gradtools.arguments.checks import check_function
 from gradtools.arguments.chunks import ChunkOptions, Chunks, Partition, Verify, checked_verify
 from gradtools.backend import F, Operators
 from gradtools.boundary import like_function
+from gradtools.errors import GradtoolsError
 
 _ONE = Partition(1, 1)  # a use is one chunk
 
@@ -31,6 +32,21 @@ _ONE = Partition(1, 1)  # a use is one chunk
 def name_of_function(caller: str) -> str:
     """What errors of this operator call the function."""
     return "G" if caller == "frozen" else "f"
+
+
+def edit_in_frozen(caller: str, edit: str) -> GradtoolsError:
+    """The error of a second derivative along the arguments of a G that holds an edit.
+
+    That derivative is computed apart from the one by G's value. The edit, which is not linear,
+    would be applied to each of the two, and not to their sum.
+    """
+    fun = name_of_function(caller)
+    return GradtoolsError(
+        f"{caller}: {fun} holds {edit}, which has a reverse rule only, and a second derivative "
+        f"along the arguments of {fun} is needed, which is computed apart from the derivative by "
+        f"its value. Edit gradients outside of {fun}, or "
+        f"{'use G itself' if fun == 'G' else 'leave out the mode'}."
+    )
 
 
 class Freezing(Operators):

@@ -69,7 +69,10 @@ class RetainedGradients(Operators):
         if not isinstance(name, str):
             raise GradtoolsError(f"retain_gradient: name is {name!r}; expected a string.")
         if here.tape is None:
-            return self._marked(x, name) if backend.traces_marks else x
+            if backend.traces_marks:
+                return self._marked(x, name)
+            backend.check_arrays(x)
+            return x
         return backend.compiler.uncompiled(self._marked, x, name)
 
     def retained_gradients(

@@ -18,14 +18,14 @@ import numpy as np
 from gradtools.arguments.chunks import Chunks
 from gradtools.backend import Array
 from gradtools.errors import is_of, warn
-from gradtools.freezing import name_of_function
+from gradtools.freezing import edit_in_frozen, name_of_function
 from gradtools.jax._upstream import ClosedJaxpr, constants_of
 from gradtools.jax.arrays import asarray
-from gradtools.jax.jaxprs import holds, named_after
+from gradtools.jax.jaxprs import equations, holds, named_after
 from gradtools.jax.known_errors import explained
 from gradtools.jax.recomputing import stateful
 from gradtools.jax.rules.installing import apply_rule
-from gradtools.jax.rules.primitives import TracedRule
+from gradtools.jax.rules.primitives import TracedRule, reverse_only_p
 from gradtools.jax.trees import conj, filled, is_inexact
 from gradtools.rules import Linearized, Rule, replaced_at, replaced_where, spread
 
@@ -174,6 +174,20 @@ class _Use:
         pushed = jax.make_jaxpr(lambda *dxs: self.pushed(xs, spread(dxs, self.moving)))(*moved)
         return f"a jax.custom_vjp in {self.name}" if holds(pushed.jaxpr, *_TO_TRANSPOSE) else None
 
+    def refuse_edit(self, xs: Entries) -> None:
+        """Raises if G holds an edit without forward mode."""
+        try:
+            closed = (
+                self.fun.closed
+                if isinstance(self.fun, _TracedOnce)
+                else jax.make_jaxpr(self.fun)(*xs)
+            )
+        except jax.errors.JAXTypeError:  # G branches on values
+            return
+        edits = [e.params["name"] for e in equations(closed) if e.primitive is reverse_only_p]
+        if edits:
+            raise edit_in_frozen(self.caller, edits[0])
+
     def may_hold(self, xs: Entries, *names: str) -> bool:
         """Whether G may contain such a primitive; True if G cannot be traced."""
         if isinstance(self.fun, _TracedOnce):
@@ -263,6 +277,7 @@ def _pullback(use: _Use, graph: _KeptPullback, mask: list[bool]) -> Rule:
                     raise
                 lacking = f"lax.custom_linear_solve in {use.name}"
         if lacking is not None:
+            use.refuse_edit(xs)
             warn(
                 f"{use.caller}: {lacking} lacks the derivative that forward over reverse needs; "
                 "that pass takes reverse mode twice, and keeps a graph of "

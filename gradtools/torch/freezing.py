@@ -25,7 +25,7 @@ import torch
 from gradtools.arguments.chunks import Chunks
 from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError
-from gradtools.freezing import name_of_function
+from gradtools.freezing import edit_in_frozen, name_of_function
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import is_spent
 from gradtools.torch.captured_tensors import Replaced, as_read_now
@@ -34,7 +34,7 @@ from gradtools.torch.compiling import left_to_python
 from gradtools.torch.function_modes import OneTangent, PlainAttention, PlainKernels
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact, unshared
 from gradtools.torch.modes import NoForwardMode, dual_level, dual_of
-from gradtools.torch.operation_marks import CHUNK, detached, hooks_of_users, marked
+from gradtools.torch.operation_marks import CHUNK, detached, hooks_of_users, marked, running
 from gradtools.torch.recomputation import (
     Program,
     Pull,
@@ -91,6 +91,7 @@ def run_frozen(whole: Chunks, uses: Uses) -> list[Any]:
         if options.verify is None:
             use.verified = lambda: options.latest.update(verified=True)
         if upstream.peek_interpreter_stack() is not None:
+            use.run = use.noted
             return chunk.merged(first_in_functorch(use, xs, verify))
         gate, ys, tracked, uses.state = use.first_run(xs, verify)
         if tracked is not None and any(tracked):
@@ -105,14 +106,16 @@ class _Use(Program):
         retained: Its arguments as leaves, and its outputs with their graph, at most once.
         kernels: A context of the next passes.
         changes: How often the parameters have been changed in place; None if G changes them.
+        edit: The name of an edit without forward mode in G; empty if there is none.
     """
 
     def __init__(self, uses: Uses, *args: Any) -> None:
         super().__init__(*args)
-        self.uses, self.outside = uses, upstream.nodes_made()
+        self.uses, self.outside, self._run = uses, upstream.nodes_made(), self.run
         self.changes: int | None = self.held.versions()
         self.retained: list[tuple[Tensors, Tensors]] = []
 
+    edit = ""
     hooked = False  # whether G sets hooks on gradients, which forward mode does not see
     gates = 0  # how many arguments come before those of G
     kernels: Any = _NOTHING
@@ -122,7 +125,7 @@ class _Use(Program):
         run, hooks, first = self.run, hooks_of_users(), list[Any]()
 
         def kept(inner: Sequence[Tensor]) -> Tensors:
-            first[:] = [list(inner), run(inner)]
+            first[:] = [list(inner), self.noted(inner)]
             return list(first[1])
 
         self.run = kept
@@ -138,6 +141,14 @@ class _Use(Program):
         if tracked and any(tracked) and upstream.saved_tensors_hooks_on(False) is None:
             self.uses.keep(self, [*gate, *first[0]], first[1])
         return gate, outs, tracked, later
+
+    def noted(self, xs: Sequence[Tensor]) -> Tensors:
+        """The outputs of G; notes an edit that it holds."""
+        edits = running.edits
+        ys = self._run(xs)
+        if running.edits != edits:
+            self.edit = running.edit
+        return ys
 
     def _gate(self, constants: Tensors) -> Tensors:
         gate = [*_Constants.apply(self.caller, True, *constants)] if constants else []
@@ -236,6 +247,8 @@ class _Second(Pull):
     def pulled(self, xs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor | None]]:
         pullback: Any = self.of
         use: _Use = pullback.of
+        if use.edit and any(self.wants[: pullback.size]):
+            raise edit_in_frozen(use.caller, use.edit)
         if torch.is_grad_enabled() or upstream.peek_interpreter_stack() is not None or self.rows:
             plain = Pull(use.by(PlainKernels()), pullback.size, pullback.given, pullback.wants)
             return Pull(plain, self.size, self.given, self.wants).pulled(xs)

@@ -180,9 +180,9 @@ class OneTangent(PlainAttention):
         within, given = not torch.is_grad_enabled(), (*args, *kwargs.values()) if kwargs else args
         if not within and any(map(_requires_grad, given)):
             tracked = [x for x in tensors_in(given) if x.requires_grad]
-            within = any(map(self._is_inside, tracked))
-            if not within:
-                self.read.update((id(x), weakref.ref(x)) for x in tracked)
+            outside = [x for x in tracked if not self._is_inside(x)]
+            within = len(outside) < len(tracked)
+            self.read.update((id(x), weakref.ref(x)) for x in outside)
         if within:
             return super().__torch_function__(fun, types, args, kwargs)
         _set_graphs(False)

@@ -15,7 +15,7 @@ from gradtools.backend import Fun
 from gradtools.errors import GradtoolsError
 from gradtools.rules import spread
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.autograd_graph import is_spent, pulled
+from gradtools.torch.autograd_graph import is_spent, leaves_of, pulled
 from gradtools.torch.captured_tensors import as_read_now
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.engines import caller_of, jvp, pushed
@@ -82,9 +82,11 @@ class _Pushed(Program):
         own, xs = set(map(id, given)), as_read_now(given)
         # Without what the function made itself, such as aliases of a derivative that it took.
         made = lambda x: x.grad_fn is not None and upstream.sequence_of(x.grad_fn) >= self.outside
-        alive = [x for ref in mode.read.values() if (x := ref()) is not None]
-        read = [x for x in alive if not (id(x) in own or is_spent(x) or made(x))]
         known = [y for ys in every for y in ys]
+        alive = [x for ref in mode.read.values() if (x := ref()) is not None]
+        # No mode sees what a Function is given: that is in the graph which it records.
+        seen = {id(x): x for x in (*alive, *leaves_of(known))}.values()
+        read = [x for x in seen if not (id(x) in own or is_spent(x) or made(x))]
         if not (read or any(x.requires_grad for x in xs)):
             return every
         self.sources, self.versions = read, [*map(upstream.version_of, read)]

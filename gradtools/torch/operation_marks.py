@@ -83,9 +83,11 @@ class _Running(threading.local):
     recorded = False  # whether a recorder writes down each operation
     plain = False  # whether chunks run as a plain loop, without recomputation
     mark = ""  # the operator whose own machinery is running
+    edits = 0  # how many edits without forward mode have been applied
+    edit = ""  # the name of the latest one
 
 
-_running = _Running()
+running = _running = _Running()
 is_recorded: Callable[[], bool] = partial(getattr, _running, "recorded")
 is_plain: Callable[[], bool] = partial(getattr, _running, "plain")
 mark: Callable[[], str] = partial(getattr, _running, "mark")

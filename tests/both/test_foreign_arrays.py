@@ -117,6 +117,7 @@ CALLS = {
     "assign_gradients": lambda gt, own, x: gt.assign_gradients(target(own), {"w": x}),
     "make_functional": lambda gt, own, x: applied(own, x),
     "implicit_solution": lambda gt, own, x: gt.implicit_solution(lambda z, t: z - t, same)(x),
+    "retain_gradient, unused": lambda gt, own, x: gt.retain_gradient({"a": x}, "x"),
     "retain_gradient": lambda gt, own, x: gt.retained_gradients(
         lambda y: (gt.retain_gradient(x, "x") is x) * y.sum()
     )(own),

@@ -30,6 +30,7 @@ from gradtools.torch.functorch_wrappers import (
     like,
     unwrapped,
 )
+from gradtools.torch.operation_marks import running
 from gradtools.torch.rules.captures import (
     closed_over_error,
     closes_over_tracked,
@@ -56,8 +57,10 @@ def apply_rule(rule: Rule, *xs: Tensor) -> list[Tensor]:
     """`rule.primal(*xs)`, differentiated by the rule in every mode, at every order."""
     if is_compiling():
         return apply_rule_by_key(rule.key, *xs)
-    if rule.reverse_only and _pushing() and any(x.requires_grad for x in xs):
-        raise GradtoolsError(reverse_only_text(_pushing()[-1], rule.name))
+    if rule.reverse_only:
+        if _pushing() and any(x.requires_grad for x in xs):
+            raise GradtoolsError(reverse_only_text(_pushing()[-1], rule.name))
+        running.edits, running.edit = running.edits + 1, rule.name
     return list(_apply(rule, xs))
 
 

@@ -3,8 +3,8 @@
 `jax._src` is used for the classes of a jaxpr only. They are public in `jax.extend.core`, whose
 import loads all of Pallas, which took half of the time of `import gradtools.jax`; a test asserts
 that they are the same objects. The rest are fields of records (an equation's source, a jaxpr's
-origin) for pictures, formulas and error messages, one method's name, the functions for DLPack
-capsules, and the transfer guards. All exist in JAX 0.7.2 to 0.12 but where an entry names versions.
+origin) for pictures, formulas and error messages, one method's name, and the functions for DLPack
+capsules. All exist in JAX 0.7.2 to 0.12 but where an entry names versions.
 "Gone:" says what to do once a name no longer exists. `tests/jax/test_upstream.py` tests the
 behaviour of each.
 """
@@ -14,10 +14,8 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
 from functools import cache
 from inspect import signature
-from itertools import pairwise
 from types import CellType, FunctionType, ModuleType
 from typing import Any, cast
 
@@ -184,19 +182,6 @@ def linear_program(pullback: Any) -> Any:
     return jaxpr if nodes <= {"vjp_node", "vjp_node[jit]"} else None
 
 
-def prints_as(primitive: Primitive, shown: Callable[[Any], dict[str, Any]]) -> None:
-    """Registers the parameters that a printed jaxpr shows for equations of a primitive.
-
-    JAX prints its own primitives with rules alike. Gone: the rule's repr is printed.
-    """
-
-    def write(eqn: Any, context: Any, settings: Any) -> Any:
-        params = shown(eqn)
-        return _core._pp_eqn(eqn.replace(params=params), context, settings, params=list(params))
-
-    _core.pp_eqn_rules[primitive] = write
-
-
 # --- what a maintainer of JAX would refuse ------------------------------------------------------
 #
 # Further hacks, each in one module: `known_errors` matches the texts of JAX's errors, which have no
@@ -232,17 +217,6 @@ def is_activation_rule(eqn: Any) -> bool:
     return next(inside, "_one_hot") not in ("one_hot", "_one_hot")
 
 
-def is_batch_statistic(eqn: Any) -> bool:
-    """Whether an equation computes the batch statistics of a BatchNorm of flax or equinox.
-
-    Benefit: the warning that a chunk has statistics of its own. Cost: a renamed method is missed.
-    """
-    names = [frame.function_name for frame in stack_of(eqn)]
-    return "BatchNorm.__call__.<locals>._stats" in names or any(
-        pair == ("_compute_stats", "BatchNorm.__call__") for pair in pairwise(names)
-    )
-
-
 def with_variables(
     f: FunctionType, cells: dict[str, Any], named: dict[str, Any], defaults: Any
 ) -> FunctionType:
@@ -259,46 +233,6 @@ def with_variables(
     made = FunctionType(f.__code__, scope, f.__name__, defaults, closure)
     made.__kwdefaults__ = f.__kwdefaults__
     return made
-
-
-class _TransfersRefused:
-    """Disallows all transfers in this thread, as the three `jax.transfer_guard_*` contexts do.
-
-    Those take ten times as long, a third of the time of a small callback. Gone: use those.
-    """
-
-    __slots__ = ("before", "state")
-
-    def __enter__(self) -> None:
-        guards = sys.modules["jaxlib._jax"].guard_lib
-        state = self.state = guards.thread_local_state()
-        self.before = state.host_to_device, state.device_to_device, state.device_to_host
-        refused = guards.TransferGuardLevel.DISALLOW_EXPLICIT
-        state.host_to_device = state.device_to_device = state.device_to_host = refused
-
-    def __exit__(self, *raised: Any) -> None:
-        state = self.state
-        state.host_to_device, state.device_to_device, state.device_to_host = self.before
-
-
-@contextmanager
-def _transfers_refused_slowly() -> Iterator[None]:
-    """Disallows all transfers by JAX's documented contexts."""
-    refused = "disallow_explicit"
-    with (
-        jax.transfer_guard_host_to_device(refused),
-        jax.transfer_guard_device_to_device(refused),
-        jax.transfer_guard_device_to_host(refused),
-    ):
-        yield
-
-
-transfers_refused: Callable[[], AbstractContextManager[None]] = _TransfersRefused
-try:
-    with _TransfersRefused():
-        pass
-except (AttributeError, KeyError, TypeError):  # this JAX lacks these internals
-    transfers_refused = _transfers_refused_slowly
 
 
 @cache

@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
-from inspect import unwrap
 from itertools import groupby
 from typing import Any
 
@@ -21,11 +20,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradtools.arguments.chunks import Chunks, progress_bar, warn_of_batch_norm
+from gradtools.arguments.chunks import Chunks, progress_bar
 from gradtools.backend import Array
 from gradtools.errors import GradtoolsError
 from gradtools.jax import jaxprs, reachability, shardings
-from gradtools.jax._upstream import is_batch_statistic
 from gradtools.jax.arrays import asarray
 from gradtools.jax.compiled_once import run_compiled
 from gradtools.jax.jaxprs import marked_as_chunk
@@ -232,7 +230,6 @@ class _Steps:
     def __init__(self, chunks: Chunks) -> None:
         f = chunks.call.f
         self.modules = stateful(chunks.caller, f, chunks.arguments)
-        self.name = getattr(unwrap(f), "__name__", type(f).__name__)
         self.chunks, self.call = chunks, replace(chunks.call, f=self.modules or f)
         self.splits = [Split(x, axis, chunks.cut) for x, axis in chunks.splits]
         self.lists = [
@@ -265,8 +262,6 @@ class _Steps:
         made, shapes = jax.make_jaxpr(lambda: self.inputs(number), return_shape=True)()
         shapes = jax.tree.unflatten(jax.tree.structure(shapes), made.out_avals)  # with shardings
         closed, out = jax.make_jaxpr(self.of(number), return_shape=True)(*shapes, carry)
-        if any(map(is_batch_statistic, jaxprs.equations(closed))):
-            warn_of_batch_norm(("jax", self.name), f"{self.chunks.caller}: {self.name} holds")
         outs, count = closed.out_avals, len(out[0])
         closed, treedef = owning(closed), jax.tree.structure(out)
         step = _ChunkProgram(closed, treedef, outs[:count], outs[count:], closed.consts)

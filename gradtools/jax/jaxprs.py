@@ -88,21 +88,6 @@ def holds(jaxpr: Jaxpr, *names: str) -> bool:
     return any(eqn.primitive.name in names for eqn in equations(jaxpr))
 
 
-def constant_zeros(closed: Jaxpr) -> list[bool]:
-    """Which outputs are zeros that the program itself makes, as `jnp.zeros` does."""
-    jaxpr = open_jaxpr(closed)
-    zeros = {
-        eqn.outvars[0]
-        for eqn in jaxpr.eqns
-        if eqn.primitive.name == "broadcast_in_dim" and _is_zero(eqn.invars[0])
-    }
-    return [_is_zero(v) or (not isinstance(v, Literal) and v in zeros) for v in jaxpr.outvars]
-
-
-def _is_zero(atom: Any) -> bool:
-    return isinstance(atom, Literal) and not atom.val
-
-
 def bound(eqn: Eqn, xs: Sequence[Any]) -> list[Any]:
     """The results of an equation at these operands, in the context in which it was traced."""
     with eqn.ctx.manager:

@@ -16,7 +16,6 @@ flow is the same analysis without cuts and with control dependence.
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache, reduce
-from itertools import compress, repeat
 from operator import or_
 from typing import Any
 
@@ -145,7 +144,7 @@ def _leaf_edges(eqn: Eqn, raw: bool) -> list[int] | None:
         if name == "gradtools_primal" and callable(rule.reaches):
             matrix = rule.reaches(*[ArraySpec(a.shape, str(a.dtype)) for a in avals])
         if matrix is not None:
-            return [_mask(row) for row in compress(matrix, eqn.params.get("used") or repeat(True))]
+            return [*map(_mask, matrix)]
         if rule.nondifferentiable:
             return [_mask([i not in rule.nondifferentiable for i in range(count)])] * outs
     if name == "sort":

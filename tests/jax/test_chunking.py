@@ -17,7 +17,6 @@ import pytest
 
 import gradtools.jax as gt
 from gradtools import GradtoolsError
-from gradtools.errors import GradtoolsWarning
 
 RNG = np.random.default_rng(20261121)
 W = jnp.asarray(RNG.normal(size=(3, 4)))
@@ -1010,37 +1009,7 @@ def test_a_model_is_that_of_the_loop_in_values_gradients_and_statistics(model):
     assert any(not np.array_equal(a, b) for a, b in pairs)
 
 
-@pytest.mark.slow_at("linen_model", "equinox_model")
-@pytest.mark.parametrize("model", [linen_model, nnx_model, equinox_model])
-def test_a_batch_norm_in_training_is_told_of_once_by_name(model):
-    apply, params, state = model()
-
-    def f(key, params, state, x):
-        return apply(params, state, x, key=key)
-
-    f.__name__ = f"f_of_{model.__name__}"
-    options = {"key_argnums": 0, "carry_argnums": 2}
-    args = gt.random_key(0), params, state, X
-    run = gt.chunked(f, 2, (None, None, None, 0), **options)
-    with pytest.warns(GradtoolsWarning, match=f"{f.__name__} holds a batch normalization"):
-        jax.eval_shape(run, *args)
-    jax.eval_shape(run, *args)  # a second warning would be an error
-
-
-def test_a_batch_norm_in_an_accumulated_loss_is_told_of_by_the_name_of_the_loss():
-    nn = pytest.importorskip("flax.linen")
-    net = nn.BatchNorm(use_running_average=False)
-    variables = net.init(gt.random_key(0), X)
-
-    def loss_that_normalises(v, x):
-        return jnp.sum(net.apply(v, x, mutable=["batch_stats"])[0] ** 2)
-
-    step = gt.microbatched_value_and_grad(loss_that_normalises, 2, in_axes=(None, 0))
-    with pytest.warns(GradtoolsWarning, match="loss_that_normalises holds a batch normalization"):
-        jax.eval_shape(step, variables, X)
-
-
-def test_a_layer_norm_and_a_batch_norm_at_rest_are_not_told_of():
+def test_a_layer_norm_and_a_batch_norm_at_rest_are_as_without_chunks():
     nn = pytest.importorskip("flax.linen")
 
     class Net(nn.Module):

@@ -36,7 +36,6 @@ INSIDE = {
     "sin of an array": lambda: jnp.sin(CAPTURED),
     "sin of NumPy": lambda: jnp.sin(np.ones(3)),
     "asarray": lambda: jnp.asarray(np.ones(3)),
-    "device_put": lambda: jax.device_put(np.ones(3)),
     "operator": lambda: CAPTURED + CAPTURED,
     "getitem": lambda: CAPTURED[0],
     "jit": lambda: JITTED(CAPTURED),

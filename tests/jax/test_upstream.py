@@ -219,31 +219,6 @@ def test_a_lowering_for_one_cpu_is_known():
     assert seen == [True, False, False]
 
 
-@pytest.mark.parametrize("name", ["transfers_refused", "_transfers_refused_slowly"])
-def test_transfers_are_refused_in_the_block_and_as_before_behind_it(name):
-    refused, x = getattr(upstream, name), jnp.arange(3.0)
-    assert upstream.transfers_refused is upstream._TransfersRefused
-    with jax.transfer_guard_host_to_device("disallow_explicit"):
-        with pytest.raises(KeyError), refused():
-            raise KeyError
-        with pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed"):
-            jax.device_put(np.ones(3))
-    assert jax.device_put(np.ones(3)).sum() == 3
-    with refused():
-        for transfer in (lambda: jax.device_put(np.ones(3)), lambda: jnp.asarray(np.ones(3))):
-            with pytest.raises(jax.errors.JaxRuntimeError, match="Disallowed"):
-                transfer()
-    assert jnp.asarray(np.ones(3)).sum() == x.sum()
-
-
-def test_a_printed_jaxpr_shows_of_a_primitive_of_ours_what_it_says():
-    primitive = upstream.Primitive("shown")
-    primitive.def_abstract_eval(lambda x, inside: x)
-    upstream.prints_as(primitive, lambda eqn: {"length": len(eqn.params["inside"])})
-    closed = jax.make_jaxpr(lambda x: primitive.bind(x, inside=(1, 2, 3)))(1.0)
-    assert "shown[length=3] a" in str(closed)
-
-
 def test_a_call_by_jax_is_told_from_one_by_a_user():
     said = []
 
@@ -272,15 +247,6 @@ def _all_eqns(closed):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
                 yield from _all_eqns(inner)
-
-
-def test_statistics_of_a_batch_are_known_by_who_computes_them():
-    from flax import nnx
-
-    normed = lambda x: nnx.BatchNorm(3, rngs=nnx.Rngs(0))(x)
-    closed = jax.make_jaxpr(normed)(jnp.ones((4, 3)))
-    assert any(map(upstream.is_batch_statistic, _all_eqns(closed)))
-    assert not upstream.is_batch_statistic(_eqn(jnp.sin))
 
 
 def test_a_function_over_other_variables_leaves_the_first_as_it_is():

@@ -15,7 +15,6 @@ PHRASES = [
     "x forward-mode autodiff (jvp) to a custom_vjp",
     "and was passed to custom_linear_solve",
     "no_execution config option",
-    "Disallowed",
     "plain",
 ]
 WAYS = {

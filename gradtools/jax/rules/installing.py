@@ -27,7 +27,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import reduce
-from itertools import compress, repeat
+from itertools import compress
 from typing import Any
 
 import jax
@@ -57,7 +57,6 @@ from gradtools.jax.rules.primitives import (
     eval_primal,
     eval_tangent,
     flow_of,
-    jaxpr_of,
     primal_p,
     promoting,
     reverse_only_p,
@@ -134,34 +133,23 @@ def attempt(fun: Callable[..., list[Any]], *xs: Any) -> list[Any]:
 
 
 def _primal_dce(used: list[bool], *live_and_eqn: Any) -> tuple[list[bool], Any]:
-    """Dead code elimination of the outputs; all inputs are kept, for the derivative may read them.
+    """Dead code elimination: f replaces fwd if no extra is used. All inputs are kept.
 
-    Replaces fwd by f if no extra is used. JAX 0.12 passes which inputs are live before the
-    equation.
+    JAX 0.12 passes which inputs are live before the equation.
     """
     eqn = live_and_eqn[-1]
     if not any(used):
         return [False] * len(eqn.invars), None
-    params, n = {**eqn.params}, len(used)
-    if params.pop("extras", False):
-        n -= params["rule"].extras
-    if not any(used[n:]):
-        if not all(used[:n]):
-            left = iter(used)
-            before = params.get("used") or repeat(True, n)
-            params["used"] = tuple([u and next(left) for u in before])
-        eqn = eqn.replace(outvars=list(compress(eqn.outvars, used)), params=params)
+    count = len(used) - eqn.params["rule"].extras if "extras" in eqn.params else len(used)
+    if not any(used[count:]):
+        params = {name: value for name, value in eqn.params.items() if name != "extras"}
+        eqn = eqn.replace(outvars=eqn.outvars[:count], params=params)
     return [True] * len(eqn.invars), eqn
 
 
-def _primal_jvp(
-    xs: Any, dxs: Any, *, rule: Rule, used: Mask | None = None, extras: bool = False
-) -> tuple[list[Any], list[Any]]:
+def _primal_jvp(xs: Any, dxs: Any, *, rule: Rule, extras: bool = False) -> tuple[Any, Any]:
     if extras:
         return _forward_jvp(xs, dxs, rule)
-    if used is not None:
-        ys, dys = _primal_jvp(xs, dxs, rule=rule)
-        return list(compress(ys, used)), list(compress(dys, used))
     given, xs = _perturbed(rule, dxs), as_arrays(xs)
     if not any(given):
         ys = primal_p.bind(*xs, rule=rule)
@@ -214,12 +202,7 @@ def _bind_tangent(maps: Rule, ys: Any, saved: Any, dxs: Any, given: Mask) -> lis
     moving = [varying(dx, axes) for dx, g in zip(dxs, given, strict=True) if g]
     operands, likes = [*saved, *moving], tuple(without_none(likes_of(ys)))
     params: dict[str, Any] = {"rule": maps, "given": given, "ys": likes}
-    zero = [False] * len(likes)
-    if "tangent" in maps.symbolic_zeros:
-        closed = jaxpr_of(eval_tangent, tuple(map(jax.typeof, operands)), params)
-        zero = jaxprs.constant_zeros(closed)
-    result = iter(tangent_p.bind(*operands, **params))
-    dys = iter([_zero(dy) if z else dy for dy, z in zip(result, zero, strict=True)])
+    dys = iter(tangent_p.bind(*operands, **params))
     return [next(dys) if is_inexact(y) else _zero(y) for y in ys]
 
 
@@ -306,16 +289,9 @@ def _cotangent_transpose(
     return [None] * n + [dy for dy, g in zip(dys, given, strict=True) if g]
 
 
-def _primal_transpose(
-    cts: Any, *xs: Any, rule: Rule, used: Mask | None = None, extras: bool = False
-) -> list[Any]:
+def _primal_transpose(cts: Any, *xs: Any, rule: Rule, extras: bool = False) -> list[Any]:
     """The transpose of a rule inside a linear function: its pullback, linearized at zero."""
     unknown = tuple([ad.is_undefined_primal(x) for x in xs])
-    if used is not None:  # the unused outputs have zero cotangents
-        avals = tuple([x.aval if u else jax.typeof(x) for x, u in zip(xs, unknown, strict=True)])
-        outs, left = jaxpr_of(eval_primal, avals, {"rule": rule}).out_avals, iter(cts)
-        zeros = [ad.Zero(aval.to_tangent_aval()) for aval in outs]
-        cts = [next(left) if u else zero for zero, u in zip(zeros, used, strict=True)]
     own = isinstance(rule, ValueLiftedRule) or rule.origin in local_list("linearizing")
     if extras or own:
         # A linear function that its own rule calls: transposing by the rule would recurse without

@@ -76,17 +76,11 @@ def mortal(run: Callable[..., T]) -> Callable[..., T]:
 
 def memoized(owner: Any, key: tuple[Any, ...], make: Callable[[], T]) -> T:
     """`make()`, memoized on the owner by key; the newest 64 entries are kept."""
-    result = memo_of(owner, key)
-    if result is not None:
-        return result
-    made = make()
     kept = vars(owner).setdefault("_memo", {})
+    if key in kept:
+        return kept[key]
+    made = make()
     for old in list(kept)[: len(kept) - MEMO_SIZE + 1]:
         kept.pop(old, None)
     kept[key] = made
     return made
-
-
-def memo_of(owner: Any, key: tuple[Any, ...]) -> Any:
-    """The memoized value for this key, or None."""
-    return vars(owner).get("_memo", {}).get(key)

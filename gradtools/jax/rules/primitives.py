@@ -3,8 +3,7 @@
 The operands of a linear primitive are the residuals, then the tangents (or cotangents) that are
 not symbolic zeros. Its parameters: `given`, the mask of these tangents; `wanted`, the mask of the
 input cotangents to be computed; `xs` and `ys`, the avals of inputs and outputs. The primal of a
-whole forward pass has the parameter `extras`, for these follow its outputs; after dead code
-elimination it has the parameter `used`, the mask of its outputs that are used.
+whole forward pass has the parameter `extras`, for these follow its outputs.
 `installing.py` defines how the primitives are differentiated.
 """
 
@@ -14,7 +13,6 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
-from itertools import compress, repeat
 from types import FunctionType
 from typing import Any
 
@@ -24,8 +22,8 @@ from jax.interpreters import batching, mlir
 
 from gradtools.errors import refusal
 from gradtools.jax import jaxprs, reachability, shardings
-from gradtools.jax._upstream import Primitive, prints_as
-from gradtools.jax.rules.kept_alive import LIFE, MortalPrimitive, memo_of, memoized, mortal
+from gradtools.jax._upstream import Primitive
+from gradtools.jax.rules.kept_alive import LIFE, MortalPrimitive, memoized, mortal
 from gradtools.jax.shardings import varies, with_varying_tangent
 from gradtools.jax.trees import is_inexact
 from gradtools.rules import Linearized, Rule, batched, saved_from, spread
@@ -145,15 +143,13 @@ def promoting(rule: Rule) -> Any:
     return jax.numpy_dtype_promotion("standard") if rule.reaches == "identity" else nullcontext()
 
 
-def eval_primal(*xs: Any, rule: Rule, used: Mask | None = None, extras: bool = False) -> list[Any]:
-    """The outputs of the rule's function, or those that are used, or outputs and extras."""
+def eval_primal(*xs: Any, rule: Rule, extras: bool = False) -> list[Any]:
+    """The outputs of the rule's function, or outputs and extras of its forward pass."""
     arrays = as_arrays(xs)
     if extras:
         assert isinstance(rule, LinearizedRule)
         return eval_forward(rule, arrays)
-    if used is None:
-        return list(rule.primal(*arrays))
-    return evaluate_live(lambda *xs: list(compress(rule.primal(*xs), used)), arrays)
+    return list(rule.primal(*arrays))
 
 
 def _value(*operands: Any, rule: LinearizedRule, xs: int) -> list[Any]:
@@ -246,12 +242,11 @@ def _define(
     return primitive
 
 
-def _flow(*operands: Any, rule: Rule, xs: int | None = None, used: Mask | None = None) -> list[Any]:
+def _flow(*operands: Any, rule: Rule) -> list[Any]:
     """The rule's data flow, from its inputs to its outputs."""
     flow = flow_of(rule)
     assert flow is not None
-    outs = list(flow(*operands[:xs]))
-    return list(compress(outs, used or repeat(True)))
+    return list(flow(*operands))
 
 
 primal_p = _define("gradtools_primal", eval_primal, flow=_flow)
@@ -397,36 +392,3 @@ def _batching_rule(primitive: MortalPrimitive) -> Any:
 
 for _primitive in (primal_p, value_p, tangent_p, cotangent_p):
     batching.fancy_primitive_batchers[_primitive] = mortal(_batching_rule(_primitive))
-
-
-# --- printing ----------------------------------------------------------------------------
-
-
-def _printed_primal(eqn: Any) -> dict[str, Any]:
-    """The printed parameters, as a `custom_jvp` has them: name, program, the user's functions."""
-    rule, avals = eqn.params["rule"], tuple([v.aval for v in eqn.invars])
-    used = {"used": list(eqn.params["used"])} if "used" in eqn.params else {}
-    forward = {"extras": True} if "extras" in eqn.params else {}
-    program = memo_of(rule, _jaxpr_key(eval_primal, avals, forward))
-    shown = used if program is None else used | {"call_jaxpr": program}
-    if rule.contract is not None:
-        shown |= {**rule.contract.functions, "symbolic_zeros": bool(rule.symbolic_zeros)}
-    return {"name": rule.name, **dict(sorted(shown.items()))}
-
-
-def _printed_map(eqn: Any) -> dict[str, Any]:
-    """The printed parameters, as a linear call has them; `num_res` is the number of residuals."""
-    rule, given = eqn.params["rule"], eqn.params["given"]
-    shown = {
-        "in_zeros": [not g for g in given],
-        "num_res": len(eqn.invars) - sum(given),
-        "symbolic_zeros": bool(rule.symbolic_zeros),
-    }
-    of = rule.contract.functions if rule.contract is not None else {"name": rule.name}
-    return dict(sorted({**shown, **{k: x for k, x in of.items() if k != "fwd"}}.items()))
-
-
-prints_as(primal_p, _printed_primal)
-prints_as(value_p, lambda eqn: {"name": eqn.params["rule"].name})
-prints_as(tangent_p, _printed_map)
-prints_as(cotangent_p, _printed_map)

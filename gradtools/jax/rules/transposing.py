@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradtools.errors import GradtoolsError, is_of
-from gradtools.jax import jaxprs, reachability
+from gradtools.jax import reachability
 from gradtools.jax.rules.checking import check_linear
 from gradtools.jax.rules.primitives import READS_A_VALUE, primal_p
 from gradtools.jax.shardings import varies, varying
@@ -25,7 +25,7 @@ def transpose_map(rule: Rule, which: str, linear: Any, examples: Any, values: An
     try:
         if any(varies(v) for v in values):
             return _transposed_by_vjp(linear, examples, values)
-        return _transposed(linear, examples, values)
+        return list(jax.linear_transpose(linear, *map(struct_of, examples))(list(values)))
     except READS_A_VALUE:
         raise
     except RecursionError as error:
@@ -38,43 +38,11 @@ def transpose_map(rule: Rule, which: str, linear: Any, examples: Any, values: An
     except NOT_LINEAR as error:
         if not is_of("jax", error):
             raise
-        closed = jax.make_jaxpr(linear)(*map(struct_of, examples))
-        if jaxprs.holds(closed, "custom_linear_solve"):
-            raise GradtoolsError(
-                f"rule {rule.name!r}: the other mode was to follow by transposing its {which} "
-                "map, but JAX cannot transpose a linear solver whose tolerance depends on the "
-                "right-hand side, such as jax.scipy.sparse.linalg.gmres. Call it inside of "
-                "jax.lax.custom_linear_solve(matvec, b, solve, transpose_solve), where "
-                "solve = lambda matvec, b: gmres(matvec, b)[0], or give the missing map as well. "
-                f"JAX says: {error}"
-            ) from error
         raise GradtoolsError(
             f"rule {rule.name!r}: the other mode was to follow by transposing its {which} map, "
             f"but JAX cannot transpose it: a {which} map must be linear in its {which}s. "
             f"Give the missing map as well, or make this one linear. JAX says: {error}"
         ) from error
-
-
-def _transposed(linear: Any, examples: Any, values: Any) -> list[Any]:
-    structs = [*map(struct_of, examples)]
-    try:
-        return list(jax.linear_transpose(linear, *structs)(list(values)))
-    except NotImplementedError:
-        # jax.scipy.sparse.linalg puts b and the start of cg on a device by one equation, so that
-        # the start, zeros, is taken for linear in b: jax.grad of a custom_jvp fails there, too.
-        closed, shapes = jax.make_jaxpr(linear, return_shape=True)(*structs)
-        joint = lambda eqn: eqn.primitive.name == "device_put" and len(eqn.invars) > 1
-        if not any(map(joint, closed.jaxpr.eqns)):
-            raise
-
-        def apart(number: int, eqn: Any, xs: list[Any]) -> list[Any]:
-            return xs if joint(eqn) else jaxprs.bound(eqn, xs)
-
-        def run(*vs: Any) -> Any:
-            outs = jaxprs.interpreted(closed.jaxpr, [*closed.consts, *vs], apart)
-            return jax.tree.unflatten(jax.tree.structure(shapes), outs)
-
-        return list(jax.linear_transpose(run, *structs)(list(values)))
 
 
 def _transposed_by_vjp(linear: Any, examples: Any, values: Any) -> list[Any]:

@@ -8,7 +8,8 @@ independently of the depth of G.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from itertools import compress
 from typing import Any
 
 import jax
@@ -26,8 +27,9 @@ from gradtools.jax.known_errors import explained
 from gradtools.jax.recomputing import stateful
 from gradtools.jax.rules.installing import apply_rule
 from gradtools.jax.rules.primitives import TracedRule, reverse_only_p
-from gradtools.jax.trees import conj, filled, is_inexact
-from gradtools.rules import Linearized, Rule, replaced_at, replaced_where, spread
+from gradtools.jax.rules.transposing import pull
+from gradtools.jax.trees import conj, is_inexact, zeros_of
+from gradtools.rules import Linearized, Rule, replaced_at, spread
 
 Entries = Sequence[Any]
 
@@ -35,6 +37,7 @@ Entries = Sequence[Any]
 def run_frozen(whole: Chunks, uses: None) -> list[Array]:
     """The outputs of one use."""
     arrays = [k for k, x in enumerate(whole.shared) if isinstance(x, jax.Array)]
+    arrays.sort(key=lambda k: not is_inexact(whole.shared[k]))  # the differentiated ones first
     xs = [whole.shared[k] for k in arrays]
     modules = stateful(whole.caller, whole.call.f, whole.arguments)
     state = [] if modules is None else [jax.lax.stop_gradient(x) for x in modules.leaves]
@@ -44,10 +47,9 @@ def run_frozen(whole: Chunks, uses: None) -> list[Array]:
     is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
     def fun(*xs: Array) -> list[Array]:
-        shared = replaced_at(rest, arrays, xs)
         if modules is not None:
             modules.now = state
-        outs, _ = call(0, 0, [], shared, [])
+        outs, _ = call(0, 0, [], replaced_at(rest, arrays, xs), [])
         after = [] if modules is None else modules.after
         plain = [jax.random.key_data(x) if is_key(x) else x for x in after]  # rules return numbers
         both = *outs, *map(jax.lax.stop_gradient, plain)
@@ -106,18 +108,17 @@ def _strong(aval: Any) -> Any:
 
 
 class _Use:
-    """One use of a frozen function of flat arrays."""
+    """One use of a frozen function of flat arrays, of which the first `count` are inexact."""
 
     def __init__(self, caller: str, fun: Callable[..., list[Array]], xs: list[Array]) -> None:
         self.caller, self.name = caller, name_of_function(caller)
-        self.fun, self.moving = fun, [is_inexact(x) for x in xs]
+        self.fun, self.count = fun, sum(map(is_inexact, xs))
         self.user_functions: Any = (fun,)  # the objects that may capture further arrays
         self.captured: list[Any] = []  # arrays that are passed after the arguments
         if any(isinstance(x, jax.core.Tracer) for x in xs):  # else G may branch on values
             self.fun = _TracedOnce(fun, xs)
             self.captured = self.fun.captured
             self.user_functions = () if self.captured else (list(self.fun.closed.consts),)
-            self.moving += [False] * len(self.captured)
         self.rule = TracedRule(
             "frozen",
             self.fun,
@@ -126,151 +127,107 @@ class _Use:
             flow=self.fun,
         )
 
-    def of_moving(self, xs: Entries) -> Callable[..., Any]:
-        """G as a function of its inexact arguments: `(inexact outputs, other outputs)`."""
-
-        def run(*moved: Array) -> tuple[list[Array], list[Array]]:
-            ys = self.fun(*replaced_where(xs, self.moving, moved))
-            self.inexact = [is_inexact(y) for y in ys]
-            pairs = list(zip(ys, self.inexact, strict=True))
-            return [y for y, i in pairs if i], [y for y, i in pairs if not i]
-
-        return run
-
-    def chosen(self, xs: Entries) -> list[Any]:
-        """The inexact ones among entries for the arguments."""
-        return [x for x, m in zip(xs, self.moving, strict=True) if m]
+    def at(self, xs: Entries) -> Callable[..., list[Array]]:
+        """G as a function of its inexact arguments."""
+        return lambda *moved: self.fun(*moved, *xs[self.count :])
 
     def linearize(self, *xs: Array) -> Linearized:
         """The evaluation, with the residuals of the pullback as extras."""
         fixed = [jax.lax.stop_gradient(x) for x in xs]
         with explained(self.caller):
-            ys, pull, others = jax.vjp(self.of_moving(fixed), *self.chosen(fixed), has_aux=True)
-        left, treedef = jax.tree.flatten(pull)
-        count, inexact, rest = len(xs), self.inexact, iter(others)
-        floating = iter(ys)
-        outs = [next(floating if i else rest) for i in inexact]
-        graph = _KeptPullback(count, len(left), treedef)
+            ys, native = jax.vjp(self.at(fixed), *fixed[: self.count])
+        left, treedef = jax.tree.flatten(native)
+        likes, n, m = [jax.typeof(y) for y in ys], len(xs), len(xs) + len(ys)
 
         def tangent(saved: Entries, dxs: Entries) -> list[Any]:
-            return self.pushed(saved[:count], dxs)
+            return _along(self.at(saved[:n]), saved[: self.count], dxs[: self.count])
 
         def cotangent(saved: Entries, cts: Entries) -> list[Any]:
-            mask = [i and ct is not None for i, ct in zip(inexact, cts, strict=True)]
-            given = [ct for ct, t in zip(cts, mask, strict=True) if t]
-            if not given:
-                return [None] * count
-            result = apply_rule(_pullback(self, graph, mask), *saved, *given)
-            return spread(result, self.moving)
+            mask = [ct is not None for ct in cts]
+            if not any(mask):
+                return [None] * n
+            rule = _pullback(self, n, treedef, likes, mask)
+            result = apply_rule(rule, *saved, *compress(cts, mask))
+            return [*result, *([None] * (n - self.count))]
 
-        reads = (*range(count), *range(count + len(outs), count + len(outs) + len(left)))
-        return Linearized(outs, left, reads, tangent, cotangent)
+        saves = (*range(n), *range(m, m + len(left)))
+        return Linearized(ys, left, saves, tangent, cotangent)
+
+    def pulled(self, mask: Sequence[bool], xs: Entries, cts: Entries) -> list[Any]:
+        """The pullback, recomputed from the arguments."""
+        with explained(self.caller):
+            return pull(self.at(xs), xs[: self.count], spread(cts, mask))
+
+    def program(self, xs: Entries) -> Any:
+        """G's jaxpr; None if G branches on values."""
+        if isinstance(self.fun, _TracedOnce):
+            return self.fun.closed.jaxpr
+        try:
+            return jax.make_jaxpr(self.fun)(*xs).jaxpr
+        except jax.errors.JAXTypeError:
+            return None
+
+    def may_hold(self, xs: Entries, *names: str) -> bool:
+        """Whether G may contain such a primitive; True if G cannot be traced."""
+        program = self.program(xs)
+        return program is None or holds(program, *names)
 
     def reverse_only(self, xs: Entries) -> str | None:
         """A custom_vjp in G, which has no forward mode; None if its tangents are not needed."""
         if not self.may_hold(xs, "custom_vjp_call", "custom_vjp_call_jaxpr"):
             return None
-        moved = self.chosen(xs)
-        pushed = jax.make_jaxpr(lambda *dxs: self.pushed(xs, spread(dxs, self.moving)))(*moved)
-        return f"a jax.custom_vjp in {self.name}" if holds(pushed.jaxpr, *_TO_TRANSPOSE) else None
+        moved = xs[: self.count]
+        pushed = jax.make_jaxpr(lambda *dxs: _along(self.at(xs), moved, dxs))(*moved)
+        # the primitives of a custom_vjp's tangents, which cannot be evaluated
+        to_transpose = holds(pushed.jaxpr, "custom_lin", "unreachable")
+        return f"a jax.custom_vjp in {self.name}" if to_transpose else None
 
     def refuse_edit(self, xs: Entries) -> None:
         """Raises if G holds an edit without forward mode."""
-        try:
-            closed = (
-                self.fun.closed
-                if isinstance(self.fun, _TracedOnce)
-                else jax.make_jaxpr(self.fun)(*xs)
-            )
-        except jax.errors.JAXTypeError:  # G branches on values
-            return
-        edits = [e.params["name"] for e in equations(closed) if e.primitive is reverse_only_p]
+        program = self.program(xs)
+        eqns = () if program is None else equations(program)
+        edits = [e.params["name"] for e in eqns if e.primitive is reverse_only_p]
         if edits:
             raise edit_in_frozen(self.caller, edits[0])
 
-    def may_hold(self, xs: Entries, *names: str) -> bool:
-        """Whether G may contain such a primitive; True if G cannot be traced."""
-        if isinstance(self.fun, _TracedOnce):
-            return holds(self.fun.closed.jaxpr, *names)
-        try:
-            return holds(jax.make_jaxpr(self.fun)(*xs).jaxpr, *names)
-        except jax.errors.JAXTypeError:
-            return True
 
-    def pushed(self, xs: Entries, dxs: Entries) -> list[Any]:
-        """The tangents of the outputs."""
-        dys = _along(
-            lambda *moved: self.of_moving(xs)(*moved)[0], self.chosen(xs), self.chosen(dxs)
-        )
-        return spread(dys, self.inexact)
+def _pullback(
+    use: _Use, inputs: int, treedef: Any, likes: Sequence[Any], mask: Sequence[bool]
+) -> Rule:
+    """The pullback as a rule, from (arguments, residuals, cotangents) to cotangents.
 
-    def pulled(self, mask: Sequence[bool], xs: Entries, cts: Entries) -> list[Any]:
-        """The pullback, recomputed from the arguments."""
-        with explained(self.caller):
-            ys, pull, _ = jax.vjp(self.of_moving(xs), *self.chosen(xs), has_aux=True)
-        return _through(pull, _full(ys, self.inexact, mask, cts))
-
-
-@dataclass(frozen=True)
-class _KeptPullback:
-    """The pullback of an evaluation, as flat residual arrays."""
-
-    count: int  # the number of arguments
-    size: int  # the number of residuals
-    treedef: Any  # its structure
-
-    @property
-    def stop(self) -> int:
-        """The number of operands before the cotangents or tangents."""
-        return self.count + self.size
-
-    def linear(self, operands: Entries) -> Any:
-        """The pullback, with residuals that are not differentiated."""
-        left = [jax.lax.stop_gradient(x) for x in operands[self.count : self.stop]]
-        return jax.tree.unflatten(self.treedef, left)
-
-    def nondifferentiable(self, moving: Sequence[bool]) -> tuple[int, ...]:
-        """The operands that are not differentiated."""
-        return tuple([i for i in range(self.stop) if i >= self.count or not moving[i]])
-
-    def reads(self, more: int) -> tuple[int, ...]:
-        """The operands that derivatives read; `more` of them follow the residuals."""
-        return (*range(self.count), *range(self.stop, self.stop + more))
-
-
-def _pullback(use: _Use, graph: _KeptPullback, mask: list[bool]) -> Rule:
-    """The pullback as a rule, from (arguments, residuals, cotangents) to cotangents."""
-    count, extras = graph.count, graph.size
+    Args:
+        use: The frozen function.
+        inputs: The number of its arguments.
+        treedef: The structure of JAX's pullback, whose leaves are the residuals.
+        likes: The avals of the outputs.
+        mask: The outputs whose cotangents are given.
+    """
+    count, stop = use.count, inputs + treedef.num_leaves
 
     def primal(*operands: Array) -> list[Array]:
         fixed = [jax.lax.stop_gradient(x) for x in operands]
-        moved = use.chosen(fixed[:count])
-        likes = jax.eval_shape(use.of_moving(fixed[:count]), *moved)[0]
-        cts = _full(likes, use.inexact, mask, fixed[graph.stop :])
-        return _through(graph.linear(operands), cts)
+        native = jax.tree.unflatten(treedef, fixed[inputs:stop])
+        pairs = zip(spread(fixed[stop:], mask), likes, strict=True)
+        return [conj(g) for g in native([_zero(y) if ct is None else conj(ct) for ct, y in pairs])]
 
     def recomputed(xs: Entries) -> Callable[..., list[Any]]:
-        n = sum(use.moving)
-
-        def run(*both: Array) -> list[Any]:
-            return use.pulled(mask, replaced_where(xs, use.moving, both[:n]), both[n:])
-
-        return run
+        return lambda *both: use.pulled(mask, [*both[:count], *xs[count:]], both[count:])
 
     def tangent(saved: Entries, dxs: Entries) -> list[Any]:
-        xs, cts = saved[:count], list(saved[len(saved) - sum(mask) :])
-        along = [*use.chosen(dxs[:count]), *dxs[graph.stop :]]
-        if all(dx is None for dx in along[: sum(use.moving)]):  # it is linear in the cotangents
-            return use.pulled(mask, xs, dxs[graph.stop :])
-        return _along(recomputed(xs), [*use.chosen(xs), *cts], along)
+        xs, cts = saved[:inputs], saved[inputs:]
+        along = [*dxs[:count], *dxs[stop:]]
+        if all(dx is None for dx in along[:count]):  # it is linear in the cotangents
+            return use.pulled(mask, xs, dxs[stop:])
+        return _along(recomputed(xs), [*xs[:count], *cts], along)
 
     def cotangent(saved: Entries, us: Entries) -> list[Any]:
         """The pullback of us, with respect to the arguments and to the cotangents."""
-        xs, cts = saved[:count], list(saved[len(saved) - sum(mask) :])
+        xs, cts = saved[:inputs], saved[inputs:]
         lacking = use.reverse_only(xs)
         if lacking is None:
             try:
-                second, to_cts = in_forward_mode(saved, xs, cts, us)
+                both = in_forward_mode(xs, cts, us)
             except TypeError as error:
                 # JAX fails at a symbolic zero tangent of a linear solve.
                 if not (is_of("jax", error) and use.may_hold(xs, "custom_linear_solve")):
@@ -283,46 +240,43 @@ def _pullback(use: _Use, graph: _KeptPullback, mask: list[bool]) -> Rule:
                 "that pass takes reverse mode twice, and keeps a graph of "
                 f"{use.name} while it runs."
             )
-            ys, pull = jax.vjp(recomputed(xs), *use.chosen(xs), *cts)
-            both = _through(pull, filled(us, ys))
-            second, to_cts = both[: sum(use.moving)], both[sum(use.moving) :]
-        return [*spread(second, use.moving), *([None] * extras), *to_cts]
+            both = pull(recomputed(xs), [*xs[:count], *cts], us)
+        return [*both[:count], *([None] * (stop - count)), *both[count:]]
 
-    def in_forward_mode(saved: Entries, xs: Entries, cts: list[Any], us: Entries) -> Any:
-        along = spread(us, use.moving)
-        forward = use.pushed(xs, along)
-        second = _along(lambda *moved: recomputed(xs)(*moved, *cts), use.chosen(xs), us)
-        return second, [dy for dy, t in zip(forward, mask, strict=True) if t]
+    def in_forward_mode(xs: Entries, cts: Entries, us: Entries) -> list[Any]:
+        """The tangents of the pullback and, for the given cotangents, of the outputs."""
+
+        def run(*moved: Array) -> list[Any]:
+            values: list[Any] = []
+
+            def with_values(ys: Sequence[Array]) -> list[Any]:
+                values.extend(compress(ys, mask))
+                return spread(cts, mask)
+
+            with explained(use.caller):
+                return [*pull(use.at(xs), moved, with_values), *values]
+
+        return _along(run, xs[:count], us)
 
     return TracedRule(
         "frozen's pullback",
         primal,
         tangent,
         cotangent,
-        saves=graph.reads(sum(mask)),
-        nondifferentiable=graph.nondifferentiable(use.moving),
+        saves=(*range(inputs), *range(stop, stop + sum(mask))),
+        nondifferentiable=tuple(range(count, stop)),
         user_functions=use.user_functions,
-        flow=lambda *operands: use.pulled(mask, operands[:count], operands[graph.stop :]),
+        flow=lambda *operands: use.pulled(mask, operands[:inputs], operands[stop:]),
     )
+
+
+def _zero(aval: Any) -> Any:
+    """A zero cotangent of an output."""
+    return zeros_of(aval) if is_inexact(aval) else np.zeros(aval.shape, jax.dtypes.float0)
 
 
 def _along(fun: Callable[..., list[Array]], xs: Entries, dxs: Entries) -> list[Any]:
     """The derivative of fun at xs along dxs (None: zero), in forward mode."""
     moved = [i for i, dx in enumerate(dxs) if dx is not None]
-
     run = lambda *new: fun(*replaced_at(xs, moved, new))
     return list(jax.jvp(run, [xs[i] for i in moved], [dxs[i] for i in moved])[1])
-
-
-_TO_TRANSPOSE = ("custom_lin", "unreachable")  # a custom_vjp's tangents, which cannot be evaluated
-
-
-def _through(pull: Any, cts: list[Array]) -> list[Array]:
-    return [conj(g) for g in pull([conj(ct) for ct in cts])]
-
-
-def _full(likes: Any, inexact: Sequence[bool], mask: Sequence[bool], cts: Entries) -> list[Any]:
-    """Cotangents of all inexact outputs, with zeros for absent ones."""
-    given = spread(cts, mask)
-    floating = [ct for ct, i in zip(given, inexact, strict=True) if i]
-    return filled(floating, likes)

@@ -151,7 +151,7 @@ def test_the_term_along_z_is_computed_only_when_asked():
     G = gt.frozen(unrolled)
     second = lambda wanted: jax.grad(lambda y, z: (by_z(G)(y, z) ** 2).sum(), wanted)
     assert flops(second(0), Y, Z) == 4 * FORWARD
-    assert flops(second((0, 1)), Y, Z) >= 8 * FORWARD
+    assert 6 * FORWARD < flops(second((0, 1)), Y, Z) < 7 * FORWARD
     assert flops(jax.grad(lambda z: gt.frozen(unrolled)(z).sum()), Z) == 2 * FORWARD
 
 

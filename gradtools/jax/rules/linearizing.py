@@ -200,10 +200,10 @@ def _native(
             if rule.fills("cotangent"):
                 cts = filled(cts, without_none(like_ys))
             conjugated = spread([None if ct is None else conj(ct) for ct in cts], inexact)
-            pairs = zip(given_cotangent(saved, conjugated), like_xs, strict=True)
+            triples = zip(given_cotangent(saved, conjugated), like_xs, moving, strict=True)
             return [
-                None if like is None else conj(_checked(rule, "cotangent", ct, like))
-                for ct, like in pairs
+                conj(_checked(rule, "cotangent", ct, like)) if moves else None
+                for ct, like, moves in triples
             ]
 
         def push(*dxs: Any) -> list[Any]:

@@ -242,11 +242,11 @@ def _define(
     return primitive
 
 
-def _flow(*operands: Any, rule: Rule) -> list[Any]:
+def _flow(*operands: Any, rule: Rule, xs: int | None = None) -> list[Any]:
     """The rule's data flow, from its inputs to its outputs."""
     flow = flow_of(rule)
     assert flow is not None
-    return list(flow(*operands))
+    return list(flow(*operands[:xs]))
 
 
 primal_p = _define("gradtools_primal", eval_primal, flow=_flow)

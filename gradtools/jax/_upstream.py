@@ -29,7 +29,6 @@ from jax._src.core import Primitive as Primitive
 from jax._src.core import get_opaque_trace_state as get_opaque_trace_state
 from jax._src.core import set_current_trace as set_current_trace
 from jax._src.core import take_current_trace as take_current_trace
-from jax.interpreters import mlir
 
 from gradtools.code_origin import is_in
 
@@ -111,34 +110,6 @@ class Tracer(jax.core.Tracer):  # type: ignore[misc]
 
     def _origin_msg(self) -> str:
         return ""
-
-
-def is_exporting(ctx: Any) -> bool:
-    """Whether a lowering is for `jax.export`. Gone: JAX's own error, about host_callbacks."""
-    parameters = getattr(ctx.module_context, "lowering_parameters", None)
-    return bool(getattr(parameters, "for_export", False))
-
-
-def is_for_one_cpu(ctx: Any) -> bool:
-    """Whether a lowering is for a single CPU device, where a callback's results need no sharding.
-
-    There `mlir.emit_python_callback`, on which `jax.pure_callback` is built, passes NumPy arrays;
-    `pure_callback` converts them to JAX arrays first, which takes longer than a small callback.
-    Gone: use `jax.pure_callback`.
-    """
-    module = ctx.module_context
-    devices = getattr(getattr(module, "axis_context", None), "num_devices", 0)
-    emits = hasattr(mlir, "emit_python_callback")
-    return emits and devices == 1 and list(getattr(module, "platforms", ())) == ["cpu"]
-
-
-def emit_callback(ctx: Any, run: Callable[..., Any], xs: Sequence[Any]) -> Any:
-    """Lowers a callback into Python, if `is_for_one_cpu`."""
-    emit: Any = mlir.emit_python_callback
-    options = {"has_side_effect": False}
-    if "returns_token" in signature(emit).parameters:  # from JAX 0.8 on
-        options["returns_token"] = False
-    return emit(ctx, run, None, xs, ctx.avals_in, ctx.avals_out, **options)[0]
 
 
 def bind_again(eqn: Any, xs: Sequence[Any]) -> Any:

@@ -77,29 +77,20 @@ def _run_steps(steps: _Steps, carry: list[Array]) -> tuple[list[Array], list[Arr
     _refuse_shared_draws(steps, carry)
     bar, parts = _bar(chunks), []
     for run in _runs(steps):
-        if run.count == 1:
-            inputs = steps.inputs(run.first)
-            if chunks.cut.count == 1:  # nothing to gain by computing it again
-                once = steps.at(run.kind, carry)
-            else:
-                step = steps.traced(run.kind, carry)
-                refuse_to_repeat("chunked", step.closed)
-                once = rematerialized(step)
-            pair = once(bar(inputs[0]), *inputs[1:], carry)
-            outs, carry = jax.tree.map(jnp.asarray, pair)  # eval_jaxpr returns constants as numbers
-            outs = [x[None] for x in outs]
-        else:
+        many: Any = steps.of(0)
+        if chunks.cut.count != 1:  # else there is nothing to gain by computing it again
             step = steps.traced(run.kind, carry)
             refuse_to_repeat("chunked", step.closed)
-            # XLA does not merge the bodies of two loops, so CSE needs no barrier.
-            many = rematerialized(step.summing_widely(), prevent_cse=False)
+            # XLA does not merge the bodies of two loops, so CSE needs a barrier outside of them.
+            many = rematerialized(step.summing_widely(), prevent_cse=run.count == 1)
+            carry = step.widened(carry)
 
-            @marked_as_chunk
-            def body(carry: list[Array], inputs: Any, many: Any = many) -> Any:
-                outs, carry = many(bar(inputs[0]), *inputs[1:], carry)
-                return carry, outs
+        @marked_as_chunk
+        def body(carry: list[Array], inputs: Any, many: Any = many) -> Any:
+            outs, carry = many(bar(inputs[0]), *inputs[1:], carry)
+            return carry, outs
 
-            carry, outs = jax.lax.scan(body, step.widened(carry), steps.stacked(run))
+        carry, outs = steps.over(run, body, carry)
         if not chunks.cut.is_symbolic:
             chunks.outputs.same_as(steps.kinds.index(run.kind), run.numbers)
         parts.append((run, outs))
@@ -115,26 +106,23 @@ def _run_steps(steps: _Steps, carry: list[Array]) -> tuple[list[Array], list[Arr
 
 def _sum_steps(steps: _Steps, state: list[Array]) -> tuple[list[Array], list[Array]]:
     _refuse_shared_draws(steps, state)
+    if steps.chunks.cut.count == 1:
+        outs, state = steps.of(0)(*steps.inputs(0), state)
+        return [*map(jnp.asarray, outs)], state
     sums: list[Array] | None = None
     for run in _runs(steps):
-        if run.count == 1:
-            pair = steps.at(run.kind, state)(*steps.inputs(run.first), state)
-            outs, state = jax.tree.map(jnp.asarray, pair)
-            sums = outs if sums is None else [_sum(*xs) for xs in zip(sums, outs, strict=True)]
-            continue
         step = steps.traced(run.kind, state)
         if sums is None:
             sums = [jnp.zeros(aval.shape, aval.dtype) for aval in step.out_avals]
         before = [promoted(x, aval) for x, aval in zip(sums, step.out_avals, strict=True)]
 
         @marked_as_chunk
-        def _add_step(carry: Any, inputs: Any, step: _ChunkProgram = step) -> tuple[Any, None]:
+        def _add_step(carry: Any, inputs: Any, step: _ChunkProgram = step) -> Any:
             sums, state = carry
             outs, state = step(*inputs, state)
-            return ([_sum(*xs) for xs in zip(sums, outs, strict=True)], state), None
+            return ([_sum(*xs) for xs in zip(sums, outs, strict=True)], state), []
 
-        start = before, step.widened(state)
-        (sums, state), _ = jax.lax.scan(_add_step, start, steps.stacked(run))
+        (sums, state), _ = steps.over(run, _add_step, (before, step.widened(state)))
     return sums or [], state
 
 
@@ -247,11 +235,13 @@ class _Steps:
             self.kinds.append(known.index(signature))
         self._traced: dict[Any, _ChunkProgram] = {}
 
-    def at(self, kind: int, carry: list[Array]) -> Callable[..., Any]:
-        """The function of a kind of chunk, traced unless there is only one chunk of it."""
-        if self.kinds.count(kind) == 1:
-            return self.of(self.kinds.index(kind))
-        return self.traced(kind, carry)
+    def over(self, run: _ChunkRun, body: Any, carry: Any) -> tuple[Any, list[Array]]:
+        """The carry and the stacked outputs of `body(carry, inputs)` over the chunks of a run."""
+        if run.count != 1:
+            return jax.lax.scan(body, carry, self.stacked(run))
+        # eval_jaxpr returns constants as numbers
+        carry, outs = jax.tree.map(jnp.asarray, body(carry, self.inputs(run.first)))
+        return carry, [x[None] for x in outs]
 
     def traced(self, kind: int, carry: list[Array]) -> _ChunkProgram:
         """The function of a kind of chunk, as a jaxpr that a scan can repeat."""

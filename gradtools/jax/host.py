@@ -14,7 +14,6 @@ A callback must not call JAX: the program waits for the callback, and the call w
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -27,13 +26,10 @@ from gradtools.host_kernels import Kernel, KernelCall, Results, Shape
 from gradtools.jax import shardings
 from gradtools.jax._upstream import (
     as_varying,
-    emit_callback,
-    is_exporting,
-    is_for_one_cpu,
     varying_axes,
 )
 from gradtools.jax.arrays import X64
-from gradtools.jax.known_errors import CALLS_JAX, OTHER_PLATFORM, says
+from gradtools.jax.known_errors import CALLS_JAX, says
 from gradtools.jax.reachability import within_a_trace
 from gradtools.jax.rules.kept_alive import MortalPrimitive, mortal
 
@@ -155,29 +151,6 @@ def _batch(xs: Any, dims: Any, *, call: KernelCall, expected: Results, batch: Sh
     return ys, [0] * len(ys)
 
 
-_LOWERED = mlir.lower_fun(_staged, multiple_results=True)
-
-
-def _lower(ctx: Any, *xs: Any, call: KernelCall, **params: Any) -> Any:
-    if is_exporting(ctx):
-        raise call.error(
-            "jax.export cannot keep a call back into this process. Export what is before it and "
-            "what is behind it, and call it in between; or write it in JAX."
-        )
-    try:
-        if not is_for_one_cpu(ctx):
-            return _LOWERED(ctx, *xs, call=call, **params)
-        run = partial(_run, call=call, **params)
-        return emit_callback(ctx, run, xs)
-    except ValueError as error:
-        if not says(error, OTHER_PLATFORM):
-            raise
-        raise call.error(
-            "JAX can lower a call back into Python only for a platform that this process has. "
-            f"JAX says: {error}"
-        ) from error
-
-
 def _jvp(xs: Any, dxs: Any, *, call: KernelCall, **params: Any) -> Any:
     raise call.no_derivative()
 
@@ -187,4 +160,4 @@ kernel_p.def_impl(mortal(_eager))
 kernel_p.def_abstract_eval(mortal(_abstract))
 batching.primitive_batchers[kernel_p] = mortal(_batch)
 ad.primitive_jvps[kernel_p] = mortal(_jvp)
-mlir.register_lowering(kernel_p, mortal(_lower))
+mlir.register_lowering(kernel_p, mlir.lower_fun(mortal(_staged), multiple_results=True))

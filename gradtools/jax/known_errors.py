@@ -66,7 +66,6 @@ def refused_number(error: BaseException) -> str:
 NO_EFFECTS = "Effects not supported in partial-eval of `checkpoint`"
 NO_CONSTANT = "No constant handler for type"  # a tracer of another trace, in a compiled program
 CALLS_JAX = "no_execution config option"  # by `jax.no_execution`
-OTHER_PLATFORM = "lowering platform"
 NEEDS_KEY = "key"  # a module of equinox that draws
 
 _HOST = (

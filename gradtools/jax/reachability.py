@@ -19,10 +19,6 @@ from functools import cache, reduce
 from operator import or_
 from typing import Any
 
-import jax
-import jax.numpy as jnp
-import numpy as np
-
 from gradtools.jax import _upstream as upstream
 from gradtools.jax._upstream import Literal, get_opaque_trace_state
 from gradtools.jax.jaxprs import (
@@ -104,21 +100,6 @@ def _any(bits: Sequence[int]) -> int:
 
 
 # --- leaf equations ----------------------------------------------------------------------
-
-
-@cache
-def complex_sign_is_a_step() -> bool:
-    """Whether this JAX takes the derivative of z / |z| as zero, as before 0.11 or so."""
-    z = np.complex64(1 + 1j)
-    with jax.ensure_compile_time_eval():
-        return not bool(jax.jvp(jnp.sign, (z,), (1j * z,))[1])
-
-
-def is_complex_sign(eqn: Eqn) -> bool:
-    """Whether an equation is z / |z| in a JAX that wrongly takes its derivative as zero."""
-    if eqn.primitive.name != "sign" or not jnp.iscomplexobj(eqn.invars[0].aval):
-        return False
-    return complex_sign_is_a_step()
 
 
 _RULE_MAPS = ("custom_lin", "gradtools_tangent", "gradtools_cotangent", "gradtools_value")

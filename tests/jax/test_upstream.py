@@ -58,13 +58,6 @@ def test_an_equation_is_bound_again_with_its_parameters():
         np.testing.assert_allclose(jax.tree.leaves(outs)[0], run(jnp.full(2, 2.0)))
 
 
-@pytest.mark.parametrize("emitted", ["emit_callback"])
-def test_a_kernel_is_lowered_to_a_callback(emitted):
-    assert callable(getattr(upstream, emitted))
-    kernel = gt.host_function(np.sin)
-    np.testing.assert_allclose(jax.jit(kernel)(jnp.ones(2)), np.sin(np.ones(2)), rtol=1e-6)
-
-
 def test_a_type_tells_the_mesh_axes_along_which_it_varies():
     mesh = jax.sharding.Mesh(np.array(jax.devices()[:1]), ("i",))
     seen = []
@@ -186,37 +179,6 @@ except BufferError as error:
 """
     ran = subprocess.run([sys.executable, "-c", run], check=True, capture_output=True, text=True)
     assert "singular device" in ran.stdout
-
-
-def _asking(question):
-    """A compiled function of one number, and what is answered at each of its lowerings."""
-    seen = []
-    primitive = jax.extend.core.Primitive("asks")
-    primitive.def_abstract_eval(lambda x: x)
-
-    def lower(ctx, x):
-        seen.append(question(ctx))
-        return [x]
-
-    jax.interpreters.mlir.register_lowering(primitive, lower)
-    return jax.jit(lambda x: primitive.bind(x)), seen
-
-
-def test_an_export_is_known_by_its_lowering():
-    asks, seen = _asking(upstream.is_exporting)
-    asks.lower(1.0)
-    jax.export.export(asks)(1.0)
-    assert seen == [False, True]
-
-
-def test_a_lowering_for_one_cpu_is_known():
-    asks, seen = _asking(upstream.is_for_one_cpu)
-    mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
-    whole = jax.sharding.PartitionSpec()
-    asks.trace(1.0).lower(lowering_platforms=("cpu",))
-    asks.trace(1.0).lower(lowering_platforms=("tpu",))
-    jax.jit(jax.shard_map(asks, mesh=mesh, in_specs=whole, out_specs=whole)).lower(1.0)
-    assert seen == [True, False, False]
 
 
 def test_a_call_by_jax_is_told_from_one_by_a_user():

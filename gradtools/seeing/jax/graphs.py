@@ -316,8 +316,6 @@ def _loss(eqn: Eqn, links: Links | None) -> str | None:
         return None
     if name in _STOPS:
         return _STOPS[name]
-    if reachability.is_complex_sign(eqn):
-        return "rule"
     if name in _FLAT:
         return "zero_derivative"
     if name in _CASTS:

@@ -7,6 +7,7 @@ table, one row for each of the first chunks, follows it.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from itertools import groupby
 from typing import Any
 
 import jax
@@ -141,28 +142,18 @@ def _concatenated(parts: list[Array], axis: int) -> Array:
 def map_batch(f: Callable[..., Any], batch: Sequence[Array], size: int | None) -> Any:
     """`jax.lax.map` of f over the rows of some arrays, `size` of them at once (None: one).
 
-    Where rows are sharded over a mesh of Explicit axes, a chunk is the rows i::n, so that all
-    devices work on each chunk. The remaining rows, and chunks that do not divide by the number of
-    devices, are computed on every device.
+    Where rows are sharded over a mesh of Explicit axes, the chunks are interleaved, so that all
+    devices work on each chunk.
     """
     name = next((e for e in (shardings.entries(x)[0] for x in batch) if e is not None), None)
     if name is None:
         mapped = lambda batch: jax.lax.map(lambda xs: f(*xs), batch, batch_size=size)
         return run_compiled(f, mapped, list(batch))  # f, such as a pullback, is new at each call
-    size = size or 1
-    count, least = divmod(batch[0].shape[0], size)
-    rows = [shardings.whole(x, 0) for x in batch]
-    parts = []
-    if count:
-        even = batch if not least else [x[: size * count] for x in rows]
-        tables = [parted(x, 0, size, count, (0, name)) for x in even]
-        result = jax.lax.map(lambda xs: jax.vmap(f)(*xs), [jnp.moveaxis(x, 1, 0) for x in tables])
-        parts.append(jax.tree.map(lambda y: merged(jnp.moveaxis(y, 0, 1), 0), result))
-    if least:
-        parts.append(jax.vmap(f)(*[x[size * count :] for x in rows]))
-
-    def whole(*ys: Array) -> Array:
-        ys = ys if len(ys) == 1 else tuple([shardings.whole(y, 0) for y in ys])
-        return shardings.placed(ys[0] if len(ys) == 1 else jnp.concatenate(ys), 0, name)
-
-    return jax.tree.map(whole, *parts)
+    cut, first, parts = Partition(batch[0].shape[0], size or 1, interleaved=True), 0, []
+    splits = [Split(x, 0, cut) for x in batch]
+    for rows, chunks in groupby(cut.sizes):
+        count = len(list(chunks))
+        stacked = [s.stacked(first, count, rows) for s in splits]
+        parts.append(jax.lax.map(lambda xs: jax.vmap(f)(*xs), stacked))
+        first += count
+    return jax.tree.map(lambda *ys: joined(cut, 0, ys, name), *parts)

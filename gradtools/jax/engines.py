@@ -8,9 +8,7 @@ does not read. Then f is traced once more, and `reachability` reads the data flo
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -33,12 +31,9 @@ _UNTRACEABLE = (jax.errors.JAXTypeError, jax.errors.NonConcreteBooleanIndexError
 def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bool) -> Evaluation:
     """One evaluation and its pullback, whose result has None for a leaf that does not reach."""
     caller = _caller(fun)
-    _note_derivative()
-    with explained(caller), jax.named_scope(DERIVATIVE_SCOPE), _watched() as nested:
+    with explained(caller), jax.named_scope(DERIVATIVE_SCOPE):
         outs, native, extras = jax.vjp(fun, *leaves, has_aux=True)
-        passed = {id(y) for y in outs if isinstance(y, jax.core.Tracer)}
-        # No equation reads a leaf that is an output itself: mark it as read by this derivative.
-        _ = [-x for x in leaves if id(x) in passed]
+        _mark_passed(leaves, outs)
     likes = [jax.typeof(y) for y in outs]  # the pullback must keep no arrays alive
 
     def pulled(native: Any, cts: Sequence[Array | None]) -> list[Array]:
@@ -47,7 +42,7 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
             return [conj(x) for x in native([conj(ct) for ct in filled])]
 
     pullback = LinearMap(pulled, native)
-    evaluation = Evaluation(outs, extras, pullback, nested=bool(nested), checked=False)
+    evaluation = Evaluation(outs, extras, pullback, checked=False)
     if groups is None:
         return evaluation
 
@@ -69,19 +64,25 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
             evaluation.checked = False
             return list(grads)
         evaluation.where_lost = traced.where_lost
-        evaluation.nested = evaluation.nested or traced.nested
+        evaluation.nested = traced.nested
         return [g if c else None for g, c in zip(grads, traced.connected, strict=True)]
 
     evaluation.pullback, evaluation.checked = of_connected, True
     return evaluation
 
 
+def _mark_passed(leaves: Sequence[Array], outs: Sequence[Array]) -> None:
+    """Reads traced leaves that are outputs themselves, so that the scope has an equation."""
+    passed = {id(y) for y in outs if isinstance(y, jax.core.Tracer)}
+    _ = [-x for x in leaves if id(x) in passed]
+
+
 def jvp(
     fun: Fun, leaves: list[Array], tangents: list[Array]
 ) -> tuple[list[Array], list[Array], list[Array]]:
-    _note_derivative()
     with explained(_caller(fun, "jvp")), jax.named_scope(DERIVATIVE_SCOPE):
         outs, pushed, extras = jax.jvp(fun, leaves, tangents, has_aux=True)
+        _mark_passed(leaves, outs)
     return outs, extras, pushed
 
 
@@ -102,9 +103,9 @@ def linearize(
     fun: Fun, leaves: list[Array]
 ) -> tuple[list[Array], list[Array], Callable[[list[Array]], list[Array]]]:
     """`(outs, extras, pushforward)`. A reverse-only rule raises when the pushforward is called."""
-    _note_derivative()
     with explained("linearize"), jax.named_scope(DERIVATIVE_SCOPE):
         outs, push, extras = jax.linearize(fun, *leaves, has_aux=True)
+        _mark_passed(leaves, outs)
     return outs, extras, LinearMap(_pushed, push)
 
 
@@ -174,22 +175,3 @@ def _traced(fun: Fun, leaves: list[Array]) -> _TracedFunction | None:
     except _UNTRACEABLE:
         return None
     return _TracedFunction(closed, jax.tree.structure(shapes), closed.out_avals[: len(shapes[0])])
-
-
-_here = threading.local()
-
-
-def _note_derivative() -> None:
-    for derivatives in _here.__dict__.get("open", ()):
-        derivatives[:] = [True]
-
-
-@contextmanager
-def _watched() -> Iterator[list[bool]]:
-    """Around a function's evaluation: yields a list that stays empty if f takes no derivative."""
-    around = _here.__dict__.setdefault("open", [])
-    around.append([])
-    try:
-        yield around[-1]
-    finally:
-        around.pop()

@@ -29,7 +29,6 @@ from gradtools.jax.compiled_once import run_compiled
 from gradtools.jax.jaxprs import marked_as_chunk
 from gradtools.jax.known_errors import flax_explained
 from gradtools.jax.recomputing import (
-    explained_recomputation,
     owning,
     refuse_to_repeat,
     rematerialized,
@@ -39,7 +38,7 @@ from gradtools.jax.shardings import varies, varying
 from gradtools.jax.slicing import Split, joined
 
 
-@explained_recomputation("chunked")
+@flax_explained("chunked")
 def run_chunks(chunks: Chunks) -> tuple[list[Array], list[Array]]:
     """The joined output leaves (or those of all chunks), and the carry after all chunks."""
     return _compiled_steps(chunks, _run_steps)

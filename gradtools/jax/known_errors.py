@@ -63,8 +63,6 @@ def refused_number(error: BaseException) -> str:
     return conversion if conversion in ("float", "int", "complex") else ""
 
 
-NO_EFFECTS = "Effects not supported in partial-eval of `checkpoint`"
-NO_CONSTANT = "No constant handler for type"  # a tracer of another trace, in a compiled program
 CALLS_JAX = "no_execution config option"  # by `jax.no_execution`
 NEEDS_KEY = "key"  # a module of equinox that draws
 

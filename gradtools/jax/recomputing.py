@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,7 +15,7 @@ from gradtools.integrations import integration
 from gradtools.jax import jaxprs, reachability, trees
 from gradtools.jax._upstream import ClosedJaxpr, constants_of
 from gradtools.jax.compiled_once import compiled, own
-from gradtools.jax.known_errors import NO_CONSTANT, NO_EFFECTS, flax_explained, says
+from gradtools.jax.known_errors import flax_explained
 
 
 def stateful(caller: str, f: Callable[..., Any], args: Any) -> Any:
@@ -61,7 +60,7 @@ def _recomputed(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     count loops by them or shape arrays. A float is an input, so that another one compiles nothing
     anew, unless f reads its value.
     """
-    with explained_recomputation("checkpoint"):
+    with flax_explained("checkpoint"):
         leaves, treedef = jax.tree.flatten((args, kwargs))
         numbers = {i: own(x) for i, x in enumerate(leaves) if _is_input(x)}
         scalars = np.generic | float | complex
@@ -127,29 +126,3 @@ def refuse_to_repeat(caller: str, closed: Any) -> None:
             f"{caller}: f makes a mutable array (jax.new_ref), which JAX does not differentiate in "
             "what is repeated. Write x = x.at[i].set(y) instead."
         )
-
-
-@contextmanager
-def explained_recomputation(caller: str) -> Iterator[None]:
-    """Re-raises the errors of JAX and flax about recomputation with what to do about them."""
-    try:
-        with flax_explained(caller):
-            yield
-    except NotImplementedError as error:
-        if not says(error, NO_EFFECTS):
-            raise
-        raise GradtoolsError(
-            f"{caller}: f holds an operation with effects (jax.experimental.io_callback, or "
-            "jax.lax.dce_sink), which jax.checkpoint does not compute again. Use "
-            "jax.pure_callback, whose results are kept, or jax.debug.callback for what is only "
-            f"looked at. JAX says: {error}"
-        ) from error
-    except TypeError as error:
-        leaked = isinstance(error, jax.errors.UnexpectedTracerError)
-        if not (leaked or says(error, NO_CONSTANT)):
-            raise
-        raise GradtoolsError(
-            f"{caller}: a value of f is used outside of the trace that made it: f keeps it in "
-            "Python state, or the fwd or bwd of a jax.custom_vjp in f closes over it. Return it, "
-            f"or pass it through the rule's arguments and residuals. JAX says: {error}"
-        ) from error

@@ -28,7 +28,7 @@ def _marks(scenario: Scenario) -> list[pytest.MarkDecorator]:
 def test_a_program_gives_what_the_plain_loop_gives_or_is_refused(program: Scenario) -> None:
     name = program.known["operator"]
     if program.expected is not None:
-        with pytest.raises(GradtoolsError, match=program.expected):
+        with pytest.raises((GradtoolsError, NotImplementedError), match=program.expected):
             program.program(getattr(gt, name))
         return
     found, expected = program.program(getattr(gt, name)), program.program(PLAIN[name])

@@ -136,28 +136,13 @@ def stateful_callback(counter: Counter, x: Any) -> Any:
 # --- the host ---------------------------------------------------------------------------------
 
 
-def _counted(chunked: Any, jit: bool, **options: Any) -> Any:
-    counter = Counter()
-    f = lambda w, x: encode(w, x) * stateful_callback(counter, x)
-    run = lambda w: both(lambda w: chunked(f, 3, (None, 0), **options)(w, X), w)
-    found = (jax.jit(run) if jit else run)(W)
-    jax.block_until_ready(found)
-    return found, counter.calls
-
-
 @program()
 def a_callback_that_counts(chunked: Any) -> Any:
-    return _counted(chunked, jit=False)
-
-
-@program()
-def a_callback_that_counts_without_kept_chunks(chunked: Any) -> Any:
-    return _counted(chunked, jit=True)
-
-
-@program()
-def a_callback_that_counts_with_all_chunks_kept(chunked: Any) -> Any:
-    return _counted(chunked, jit=True)
+    counter = Counter()
+    f = lambda w, x: encode(w, x) * stateful_callback(counter, x)
+    found = both(lambda w: chunked(f, 3, (None, 0))(w, X), W)
+    jax.block_until_ready(found)
+    return found, counter.calls
 
 
 @program()
@@ -185,13 +170,8 @@ def _io(chunked: Any, ordered: bool, **options: Any) -> Any:
     return found, note.calls
 
 
-@program(refused="chunked: f holds an operation with effects")
+@program(refused="Effects not supported")
 def an_io_callback(chunked: Any) -> Any:
-    return _io(chunked, ordered=False)
-
-
-@program()
-def an_io_callback_with_all_chunks_kept(chunked: Any) -> Any:
     return _io(chunked, ordered=False)
 
 
@@ -566,7 +546,7 @@ def a_mutable_array_in_checkpoint(checkpoint: Any) -> Any:
     return both(lambda w: checkpoint(_with_ref)(w, X), W)
 
 
-@program(refused="checkpoint: f holds an operation with effects", operator="checkpoint")
+@program(refused="Effects not supported", operator="checkpoint")
 def an_io_callback_in_checkpoint(checkpoint: Any) -> Any:
     from jax.experimental import io_callback
 

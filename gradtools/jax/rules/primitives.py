@@ -1,4 +1,4 @@
-"""The primal, tangent and cotangent primitives of a rule: evaluation, vmap and printing.
+"""The primal, tangent and cotangent primitives of a rule: evaluation and vmap.
 
 The operands of a linear primitive are the residuals, then the tangents (or cotangents) that are
 not symbolic zeros. Its parameters: `given`, the mask of these tangents; `wanted`, the mask of the

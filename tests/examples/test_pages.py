@@ -129,10 +129,12 @@ def test_the_readme_is_short_and_its_report_is_what_a_page_prints():
 def test_the_memory_of_a_recipe_is_what_its_program_measured(name):
     text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
     shown = text.partition(recipes.MARKS[0])[2].partition(recipes.MARKS[1])[0]
-    code, sizes = recipes.program(name, "torch")
-    compile(code, name, "exec")
-    assert shown.startswith(f"With {sizes}:") and shown in recipes.RESULTS.read_text("utf-8")
-    for way in recipes.WAYS[name]:
+    codes = recipes.programs(name)
+    for code in codes:
+        compile(recipes.program(code, "torch"), name, "exec")
+    assert shown.startswith(f"With {'; '.join(map(recipes.sizes, codes))}:")
+    assert shown in recipes.RESULTS.read_text("utf-8")
+    for way in recipes.PAGES[name]:
         assert f"| PyTorch | {way} |" in shown
 
 

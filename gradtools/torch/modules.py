@@ -75,8 +75,7 @@ class ModuleTree:
         """The tree in one walk; by `named_modules` and so on if a class overrides these."""
         tree = cls({}, {}, {}, {})
         _walk(module, "", tree, set())
-        kinds = {*map(type, tree.modules)}
-        if any(getattr(kind, k) is not getattr(nn.Module, k) for kind in kinds for k in _WALKS):
+        if not all(map(_walks_as_usual, {*map(type, tree.modules)})):
             modules = {part: name for name, part in module.named_modules()}
             parameters: dict[str, Tensor] = {**dict(module.named_parameters())}
             tree = cls(modules, parameters, dict(module.named_buffers()), {})
@@ -104,6 +103,11 @@ def _walk(module: nn.Module, prefix: str, tree: ModuleTree, seen: set[int]) -> N
     for name, child in children.items():
         if child is not None and child not in modules:
             _walk(child, f"{prefix}{name}.", tree, seen)
+
+
+@lru_cache(256)
+def _walks_as_usual(kind: type) -> bool:
+    return all(getattr(kind, name) is getattr(nn.Module, name) for name in _WALKS)
 
 
 _WALKS = ("named_modules", "modules", "named_parameters", "named_buffers", "_named_members")

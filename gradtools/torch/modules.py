@@ -139,10 +139,10 @@ def make_functional(
     state = {**frozen, **buffers}
     state_shapes = {name: x.shape for name, x in state.items()}
 
-    return partial(_apply, template, private, (shapes, state_shapes, tuple(frozen))), params, state
+    return partial(apply, template, private, (shapes, state_shapes, tuple(frozen))), params, state
 
 
-def _apply(
+def apply(
     template: _Template,
     private: nn.Module,
     shapes: tuple[Shapes, Shapes, tuple[str, ...]],
@@ -153,6 +153,7 @@ def _apply(
     key: Any = None,
     **kwargs: Any,
 ) -> Applied:
+    """The output of the module, and its new state."""
     _check_tensors("params", params, shapes[0])
     _check_tensors("state", state, shapes[1])
     if not torch.compiler.is_compiling():

@@ -161,6 +161,12 @@ def test_a_recipe_is_found_by_the_words_that_people_use(words):
     assert any(words.lower() in heading.lower() for heading in headings)
 
 
+def test_the_cheat_sheet_names_every_public_function(gt):
+    text = (ROOT / "docs" / "cheat-sheet.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"gt\.(\w+)", text))
+    assert named == set(gt.__all__)
+
+
 def test_every_link_leads_to_a_file():
     for page in PAGES:
         prose = re.sub(

@@ -30,7 +30,7 @@ from gradtools.torch.known_errors import explained
 from gradtools.torch.many_tangents import jvps, restarting
 from gradtools.torch.rules.installing import apply_rule, apply_rule_by_key
 from gradtools.torch.rules.maps import transpose
-from gradtools.torch.rules.transposing import pull, value_and_push
+from gradtools.torch.rules.transposing import pull, push
 
 if TYPE_CHECKING:
     from gradtools.arguments.chunks import ChunkOptions
@@ -188,7 +188,7 @@ class TorchBackend(FrameworkBackend):
     scaled = staticmethod(scaled)
     transpose = staticmethod(transpose)
     pull = staticmethod(pull)
-    value_and_push = staticmethod(value_and_push)
+    push = staticmethod(push)
 
     def stop_gradient(self, x: Array) -> Array:
         return x.detach()

@@ -1,7 +1,7 @@
 """Installs rules in PyTorch: which way a call of a rule takes.
 
-Most are applications of one `torch.autograd.Function` (`functions.py`). In forward mode alone, and
-where nothing is differentiated, none is needed. Two things differ from PyTorch's manual:
+Where something is differentiated it is an application of one `torch.autograd.Function`
+(`functions.py`). Two things differ from PyTorch's manual:
 
 - Dynamo cannot trace a `Function` with a `jvp` and may drop a rule under `torch.func`
   (torch#192985, torch#193279). It sees one opaque call, which functorch's levels then enter.
@@ -13,29 +13,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from gradtools.errors import GradtoolsError, warn
-from gradtools.rules import JvpRule, Rule, by_key, reverse_only_text
+from gradtools.rules import Rule, by_key, reverse_only_text
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling, opaque_to_dynamo
-from gradtools.torch.functorch_wrappers import (
-    filled,
-    is_dual,
-    is_inexact,
-    is_wrapped,
-    like,
-    unwrapped,
-)
+from gradtools.torch.functorch_wrappers import is_dual, is_inexact, is_wrapped, unwrapped
 from gradtools.torch.operation_marks import running
-from gradtools.torch.rules.captures import (
-    closed_over_error,
-    closes_over_tracked,
-    is_captured,
-)
+from gradtools.torch.rules.captures import closed_over_error, closes_over_tracked
 from gradtools.torch.rules.functions import (
     BatchedRule,
     RuleApplication,
@@ -43,12 +31,10 @@ from gradtools.torch.rules.functions import (
     apply_at,
     attach,
     edit_application,
-    evaluate,
     undifferentiated,
-    without_aliases,
 )
-from gradtools.torch.rules.maps import real_tensors_too, tangent_at
-from gradtools.torch.rules.transposing import in_eager, in_own_transpose, other_layout
+from gradtools.torch.rules.maps import real_tensors_too
+from gradtools.torch.rules.transposing import in_eager, in_own_transpose
 
 Tensor = torch.Tensor
 
@@ -113,26 +99,8 @@ def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
         if application is None:
             application = rule.__dict__[_APPLICATION] = edit_application(rule, len(xs))
         return attach(application, tuple(rule.primal(*xs)), *xs)
-    for x in xs:
-        if x.is_nested and x.layout is torch.strided:
-            raise GradtoolsError(
-                f"rule {rule.name!r}: an argument is a nested tensor of the strided layout, of "
-                "which PyTorch knows no shape. Make it with layout=torch.jagged, or pass its "
-                "buffer (x.values()) and what says its lengths."
-            )
     if upstream.is_exporting() and upstream.peek_interpreter_stack() is None:
-        # `torch.export` cannot keep a rule: PyTorch inlines a Function there, so that its gradient
-        # silently becomes that of its operations or, exported strictly, none. Exporting a program
-        # that takes derivatives fails earlier (torch#125984).
-        ys = rule.primal(*[x.detach() if x.requires_grad else x for x in xs])
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (*xs, *ys)):
-            warn(
-                f"torch.export: the program holds the values of {rule.name}, and no own "
-                "derivative: to autograd its outputs are constants there. Train the model that is "
-                "exported, and not what comes out; or say by torch.no_grad() around "
-                "torch.export.export that the values are enough."
-            )
-        return [y.detach() if y.requires_grad else y for y in ys]
+        return _exported(rule, xs)
     if not isinstance(rule, BatchedRule) and not differentiated(xs):
         if rule.reaches is None:
             return undifferentiated(rule, xs)
@@ -143,14 +111,10 @@ def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
             return rule.primal(*xs)
         if closes_over_tracked(rule):
             raise closed_over_error(rule)
-    dual = upstream.forward_level() >= 0 and in_eager() and not rule.reverse_only
-    if dual and not (torch.is_grad_enabled() and any(x.requires_grad for x in xs)):
-        duals = None if upstream.count_of_function_modes() else pushed(rule, xs)
-        if duals is not None:
-            return duals
-    point = _point(rule, xs)
-    out = apply_at(point, xs)
-    return out[: point.count]
+    point = RuleApplication(rule)
+    if "cotangent" in rule.symbolic_zeros and in_eager():
+        point.perturbed = tuple([is_inexact(x) and (x.requires_grad or is_dual(x)) for x in xs])
+    return apply_at(point, xs)[: point.count]
 
 
 _APPLICATION = "_application"  # the attribute of an edit's rule that caches its application
@@ -158,7 +122,7 @@ _APPLICATION = "_application"  # the attribute of an edit's rule that caches its
 
 def _is_plain_eager(xs: Sequence[Tensor]) -> bool:
     """Whether autograd alone is active: no transform, mode, recording or dual numbers."""
-    if not in_eager() or upstream.forward_level() >= 0:
+    if upstream.forward_level() >= 0 or not in_eager():
         return False
     if upstream.count_of_function_modes() or upstream.count_of_dispatch_modes():
         return False
@@ -168,68 +132,22 @@ def _is_plain_eager(xs: Sequence[Tensor]) -> bool:
     return not upstream.is_exporting()
 
 
-def _point(rule: Rule, xs: Sequence[Tensor]) -> RuleApplication:
-    """A new application of a rule at xs."""
-    point = RuleApplication(rule)
-    if "cotangent" in rule.symbolic_zeros and in_eager():
-        point.perturbed = tuple([is_inexact(x) and (x.requires_grad or is_dual(x)) for x in xs])
-    return point
+def _exported(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
+    """The values, as constants.
 
-
-def pushed(rule: Rule, xs: Sequence[Tensor], signature: Any = None) -> list[Tensor] | None:
-    """Outputs with their tangents, without a graph and so without a Function.
-
-    None if no input has a tangent, or if a map must be transposed and a tangent has a graph.
-
-    signature: The record of a custom rule's calls (`signatures.py`), which knows passed checks.
+    `torch.export` cannot keep a rule: PyTorch inlines a Function there, so that its gradient
+    silently becomes that of its operations or, exported strictly, none. Exporting a program that
+    takes derivatives fails earlier (torch#125984).
     """
-    level = upstream.forward_level()
-    likes = list(map(like, xs)) if signature is None else signature.likes
-    unpacked = [
-        upstream.unpack_dual(x, level) if one and x.layout is torch.strided else (x, None)
-        for x, one in zip(xs, likes, strict=True)
-    ]
-    dxs: list[Any] = [t for _, t in unpacked]
-    present = [dx is not None for dx in dxs]  # `None in dxs` would compare tensors
-    if True not in present:
-        return None
-    if not isinstance(rule, JvpRule) and any(dx is not None and dx.requires_grad for dx in dxs):
-        return None
-    xs = tuple([x for x, _ in unpacked])
-    if False in present and (rule.fills("tangent") or signature is not None):
-        dxs = filled(dxs, likes)
-    enabled = torch.is_grad_enabled()
-    try:
-        known = signature is not None and signature.pushed
-        both = signature.pushforward(xs, tuple(dxs)) if known else None
-        if both is None:
-            if isinstance(rule, JvpRule):
-                both = rule.jvp(xs, dxs)
-            else:  # one evaluation, and the transpose of the cotangent map
-                point = _point(rule, xs)
-                out = evaluate(point, xs)
-                point.note(xs, out)
-                assert point.like_ys is not None and point.pushing is not None
-                everything = (*xs, *out)
-                ctx = SimpleNamespace(point=point, layout=other_layout(everything))
-                fixed = rule.nondifferentiable
-                moving = [None if i in fixed else dx for i, dx in enumerate(dxs)]
-                with torch.no_grad():
-                    dys = tangent_at(ctx, [everything[i] for i in point.pushing], moving)
-                both = out[: point.count], filled(dys, point.like_ys[: point.count])
-            if signature is not None:
-                signature.note_pushed(both[0])
-    finally:
-        if torch.is_grad_enabled() is not enabled:  # the rule left it so
-            upstream.set_grad_enabled(enabled)
-    ys, dys = both
-    for y, dy in zip(ys, dys, strict=True):
-        moves = dy is not None and upstream.unpack_dual(y, level)[1] is not None
-        if moves or is_captured(y):
-            raise closed_over_error(rule)
-    ys = [y.detach() if y.requires_grad else y for y in ys]
-    pairs = zip(without_aliases(ys, xs), without_aliases(dys, dxs, xs, ys), strict=True)
-    return [y if dy is None else upstream.make_dual(y, dy, level=level) for y, dy in pairs]
+    ys = rule.primal(*[x.detach() if x.requires_grad else x for x in xs])
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*xs, *ys)):
+        warn(
+            f"torch.export: the program holds the values of {rule.name}, and no own "
+            "derivative: to autograd its outputs are constants there. Train the model that is "
+            "exported, and not what comes out; or say by torch.no_grad() around "
+            "torch.export.export that the values are enough."
+        )
+    return [y.detach() if y.requires_grad else y for y in ys]
 
 
 def differentiated(xs: Sequence[Tensor]) -> bool:

@@ -75,6 +75,7 @@ class RuleApplication:
         pulling, pushing: The positions in `[*xs, *ys, *extras]` of the tensors that are saved for
             the backward pass and for forward mode; None if forward mode is off.
         pull: The backward pass, at any order.
+        materializes: Whether an undefined cotangent becomes zeros.
         checked: The maps that are known to be linear.
         form: Of residuals that are one tensor: Tensor; of a tuple of tensors: their number.
     """
@@ -90,6 +91,7 @@ class RuleApplication:
     pulling: Sequence[int] = ()
     pushing: Sequence[int] | None = None
     pull: Callable[[Any, Sequence[Any]], Sequence[Any]] = pulled_back
+    materializes: bool = False
     checked: set[str] = field(default_factory=set)
     form: Any = None
 
@@ -160,8 +162,8 @@ class RuleFunction(torch.autograd.Function):
         xs = inputs[2:]
         if point.avals is None:
             point.note(xs, outputs)
-        if point.pushing is not None or len(outputs) > 1:
-            ctx.set_materialize_grads(point.rule.reverse_only)
+        if not point.materializes:
+            ctx.set_materialize_grads(False)
         everything = xs + outputs
         if point.pulling:
             ctx.save_for_backward(*map(everything.__getitem__, point.pulling))
@@ -238,14 +240,14 @@ def edit_application(rule: Rule, inputs: int) -> RuleApplication:
     def pulled(ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:
         if cts[0] is None:
             return (None,) * inputs
-        return cotangent(ctx.saved_tensors, [alive(cts[0])])
+        return cotangent(ctx.saved_tensors, [alive(ct) for ct in cts])
 
     maps = rule.linearized_from([None] * inputs, []).without_arrays()
-    if rule.reverse_only:
-        pull, count = pulled_back, inputs - len(rule.nondifferentiable)
-    else:  # an edit that saves nothing does not read its first argument
-        pull, count = pulled if maps.saves else cotangent, 1
-    return RuleApplication(rule, maps, count, avals=(), pulling=maps.saves, pull=pull)
+    # An edit that saves nothing does not read its first argument.
+    pull, count = pulled if maps.saves else cotangent, inputs - len(rule.nondifferentiable)
+    point = RuleApplication(rule, maps, count, avals=(), pulling=maps.saves, pull=pull)
+    point.materializes = rule.reverse_only
+    return point
 
 
 # --- one evaluation ----------------------------------------------------------------------

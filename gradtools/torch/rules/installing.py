@@ -44,10 +44,15 @@ def apply_rule(rule: Rule, *xs: Tensor) -> list[Tensor]:
     if is_compiling():
         return apply_rule_by_key(rule.key, *xs)
     if rule.reverse_only:
-        if _pushing() and any(x.requires_grad for x in xs):
-            raise GradtoolsError(reverse_only_text(_pushing()[-1], rule.name))
-        running.edits, running.edit = running.edits + 1, rule.name
+        note_edit(rule.name, xs)
     return list(_apply(rule, xs))
+
+
+def note_edit(name: str, xs: Sequence[Tensor]) -> None:
+    """Counts an edit that has no forward mode. Raises where f's pullback is to be transposed."""
+    if _eager.pushing and any(x.requires_grad for x in xs):
+        raise GradtoolsError(reverse_only_text(_eager.pushing[-1], name))
+    running.edits, running.edit = running.edits + 1, name
 
 
 def apply_rule_by_key(key: str, *xs: Tensor) -> list[Tensor]:
@@ -55,8 +60,8 @@ def apply_rule_by_key(key: str, *xs: Tensor) -> list[Tensor]:
     if not is_compiling():
         return apply_rule(by_key(key), *xs)
     # Dynamo does not show whether an input is differentiated, so it counts as differentiated.
-    if _pushing() and _reverse_only(key):
-        raise GradtoolsError(reverse_only_text(_pushing()[-1], _reverse_only(key)))
+    if _compiled and _reverse_only(key):
+        raise GradtoolsError(reverse_only_text(_compiled[-1], _reverse_only(key)))
     return list(_apply_by_key(key, *xs))
 
 
@@ -73,27 +78,33 @@ def _apply_by_key(key: str, *xs: Tensor) -> tuple[Tensor, ...]:
         return tuple(_apply(by_key(key), xs))
 
 
-_eager = threading.local()
-_compiled: list[str] = []  # dynamo follows a plain list; it is empty before and after
-
-
-def _pushing() -> list[str]:
+class _Pushing(threading.local):
     """This thread's stack of operators that transpose f's pullback, where rules must be linear."""
-    return _compiled if is_compiling() else _eager.__dict__.setdefault("pushing", [])
+
+    pushing: tuple[str, ...] = ()
+
+
+_eager = _Pushing()
+_compiled: list[str] = []  # dynamo follows a plain list; it is empty before and after
 
 
 def evaluated_to_push(caller: str, evaluate: Callable[..., Any], *args: Any) -> Any:
     """`evaluate(*args)`, refusing rules that have no forward mode."""
-    pushing = _pushing()
-    pushing.append(caller)
+    if is_compiling():
+        _compiled.append(caller)
+        try:
+            return evaluate(*args)
+        finally:
+            _compiled.pop()
+    before, _eager.pushing = _eager.pushing, (*_eager.pushing, caller)
     try:
         return evaluate(*args)
     finally:
-        pushing.pop()
+        _eager.pushing = before
 
 
 def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
-    if rule.reaches == "identity" and _is_plain_eager(xs):
+    if rule.reaches == "identity" and is_plain_eager(xs):
         xs = apart(xs)
         application = rule.__dict__.get(_APPLICATION)
         if application is None:
@@ -120,16 +131,18 @@ def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
 _APPLICATION = "_application"  # the attribute of an edit's rule that caches its application
 
 
-def _is_plain_eager(xs: Sequence[Tensor]) -> bool:
+def is_plain_eager(xs: Sequence[Tensor]) -> bool:
     """Whether autograd alone is active: no transform, mode, recording or dual numbers."""
-    if upstream.forward_level() >= 0 or not in_eager():
-        return False
-    if upstream.count_of_function_modes() or upstream.count_of_dispatch_modes():
-        return False
     for x in xs:
-        if x.layout is not torch.strided or x.is_nested or is_wrapped(x):
+        if x.layout is not torch.strided or is_wrapped(x) or x.is_nested:
             return False
-    return not upstream.is_exporting()
+    if _levels() is not None or upstream.forward_level() >= 0 or _functions() or _dispatches():
+        return False
+    return upstream.TracingContext.try_get() is None  # in which export runs, too
+
+
+_levels, _functions = upstream.peek_interpreter_stack, upstream.count_of_function_modes
+_dispatches = upstream.count_of_dispatch_modes
 
 
 def _exported(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:

@@ -188,7 +188,7 @@ class Signature:
             point = RuleApplication(self.rule, count=1, pull=self.pull)
             point.linearized = self.specialized.linearized(xs, result).without_arrays()
             point.note(xs, outs)
-            point.pushing = None
+            point.pushing, point.materializes = None, len(outs) == 1
             point.form = Tensor if type(res) is Tensor else len(places)
             self.shared[key] = point
         return point, outs
@@ -232,7 +232,7 @@ class Signature:
             maps = self.rule.linearized_from([None] * len(xs), []).without_arrays()
             point = RuleApplication(self.rule, maps, 1, avals=self.avals, like_xs=self.likes)
             point.pulling, point.pull, point.checked = maps.saves, self.pull_recorded, {"tangent"}
-            self.recording = point
+            point.materializes, self.recording = True, point
         running = ONGOING.running
         running.append(self.own)
         try:

@@ -137,7 +137,7 @@ def vjp(fun: Callable[..., Sequence[Any]], xs: Sequence[Tensor]) -> tuple[list[A
     Like `torch.func.vjp`, and in eager mode by autograd itself. Runs inside of hooks on saved
     tensors, which torch.func refuses and which see nothing.
     """
-    if not is_compiling() and in_eager() and upstream.forward_level() < 0:
+    if in_eager() and upstream.forward_level() < 0:
         return _eager_vjp(fun, xs)
     mask: list[bool] = []
 
@@ -146,22 +146,16 @@ def vjp(fun: Callable[..., Sequence[Any]], xs: Sequence[Tensor]) -> tuple[list[A
         mask[:] = [y is not None and is_inexact(y) for y in ys]
         return tuple([y for y, m in zip(ys, mask, strict=True) if m]) or (torch.zeros(()),)
 
-    if is_compiling():
-        outs, pull = torch.func.vjp(dense, *xs)
-    else:
-        with unpacked():
-            outs, pull = torch.func.vjp(dense, *xs)
+    with unpacked():
+        outs, pull = torch.func.vjp(dense, *xs)[:2]
     left = iter(outs)
     ys = [next(left) if m else None for m in mask]
 
     def pullback(cts: Sequence[Any]) -> list[Any]:
         pairs = zip(ys, cts, strict=True)
         full = [torch.zeros_like(y) if ct is None else ct for y, ct in pairs if y is not None]
-        full = full or [torch.zeros(())]
-        if is_compiling():
-            return list(pull(tuple(full)))
         with unpacked():  # views, since what fun returns unchanged may be of a level that has ended
-            return [v.view_as(v) for v in pull(tuple(full))]
+            return [v.view_as(v) for v in pull(tuple(full) or (torch.zeros(()),))]
 
     return ys, pullback
 

@@ -65,9 +65,10 @@ def closures_of(rule: Rule) -> Closures:
 class Closures:
     """The tensors that functions close over, searched once, and again if a cell is rebound.
 
+    Other rules among what they close over look at their own closures when they are called.
+
     Attributes:
-        cells: The closure cells and their contents.
-        unsure: Whether equal cells do not show that no tensor is captured, but by other rules.
+        empty: Whether they close over nothing.
     """
 
     def __init__(self, functions: Sequence[Any]) -> None:
@@ -79,36 +80,30 @@ class Closures:
 
     def captures(self, wanted: Callable[[Tensor], bool]) -> bool:
         """Whether a tensor with `wanted(x)` is captured."""
-        if self.is_rebound():
+        rebound = False
+        try:
+            for cell, content in self._cells:
+                rebound = rebound or cell.cell_contents is not content
+        except ValueError:  # a cell is empty
+            rebound = True
+        if rebound:
             self._search()
-        if self._may_change:
+        if self._may_change:  # the contents of a container, without a new object
             return _captures(self._functions, wanted, attributes=False)
         return any(map(wanted, self._tensors))
 
-    def is_rebound(self) -> bool:
-        """Whether a cell has other contents than in the last search."""
-        try:
-            for cell, content in self.cells:
-                if cell.cell_contents is not content:
-                    return True
-        except ValueError:  # empty
-            return True
-        return False
-
     def _search(self) -> None:
-        kinds = CellType | Tensor | dict | list | set | CustomRule
-        leaves = Tensor, CustomRule  # another rule's functions may be replaced
-        is_kept = lambda x: isinstance(x, kinds)
+        is_kept = lambda x: isinstance(x, CellType | Tensor | dict | list | set)
+        leaves = Tensor, CustomRule
         objects = [*captured_objects(self._functions, is_kept, leaves, attributes=False)]
         self._tensors = [x for x in objects if isinstance(x, Tensor)]
-        self.cells = [(x, _contents(x)) for x in objects if isinstance(x, CellType)]
-        self.unsure = any(isinstance(x, Tensor | dict | list | set) for x in objects)
-        # The contents of a container, or of another rule, may change without a new object.
-        self._may_change = any(isinstance(x, dict | list | set | CustomRule) for x in objects)
+        self._cells = [(x, _contents(x)) for x in objects if isinstance(x, CellType)]
+        self.empty = not objects
+        self._may_change = any(isinstance(x, dict | list | set) for x in objects)
 
 
 def _contents(cell: CellType) -> Any:
     try:
         return cell.cell_contents
     except ValueError:  # empty
-        return cell
+        return None

@@ -9,7 +9,6 @@ evaluated at made-up numbers.
 from __future__ import annotations
 
 import math
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -22,9 +21,9 @@ from gradtools.errors import GradtoolsError, warn
 from gradtools.rule_contract import is_linear
 from gradtools.rules import Rule, spread
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.compiling import is_compiling
 from gradtools.torch.functorch_wrappers import unwrapped
 from gradtools.torch.modes import unpacked
+from gradtools.torch.operation_marks import running
 from gradtools.torch.randomness import Randomness, restored
 
 Tensor = torch.Tensor
@@ -114,22 +113,7 @@ def _check_linear(rule: Rule, which: str, run: Any, at: Any, likes: Any, avals: 
 
 
 class KernelReached(Exception):
-    """A check reached a host kernel, which it must not run."""
-
-
-class _Checking(threading.local):
-    """Whether this thread runs a check without kernels. A class attribute is read fastest."""
-
-    active = False
-
-
-CHECKING = _Checking()
-
-
-def refuse_kernel() -> None:
-    """Aborts a check that would run a host kernel."""
-    if not is_compiling() and CHECKING.active:
-        raise KernelReached
+    """A check (`running.checked`) reached a host kernel, which it must not run."""
 
 
 def abstract_eval(fun: Callable[..., list[Tensor]], *xs: Tensor) -> None:
@@ -146,15 +130,15 @@ def abstract_eval(fun: Callable[..., list[Tensor]], *xs: Tensor) -> None:
             with mode:
                 fun(*[made(x) if type(x) in _PLAIN else torch.empty_like(x) for x in xs])
         elif not any(x is None for x in values):
-            before, CHECKING.active = CHECKING.active, True
+            before, running.checked = running.checked, True
             try:
                 with restored(Randomness.everywhere({x.device.type for x in values})):
                     fun(*[x.clone() for x in values])
             except KernelReached:
-                CHECKING.active = before
+                running.checked = before
                 fun(*[torch.empty_like(x, device="meta") for x in values])
             finally:
-                CHECKING.active = before
+                running.checked = before
 
 
 # --- numbers -----------------------------------------------------------------------------

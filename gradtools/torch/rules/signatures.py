@@ -67,7 +67,6 @@ class Signature:
         likes: The same, None for integers.
         key: The shapes and dtypes, the key of the contract's checks.
         closed: What the author's functions close over.
-        free: Whether that is nothing.
         repeats: Whether the forward pass may run again, so that the generators' states are kept.
         shared: The applications that calls share, by the positions of what they save.
         smooth: Whether all tensors are floating or complex, and the author's code leaves a graph.
@@ -87,7 +86,6 @@ class Signature:
         ]
         self.key = tuple([(tuple(shape), dtype) for shape, dtype, _ in avals])
         self.closed, self.repeats = closures_of(self.rule), True
-        self.free = not self.closed.cells and not self.closed.unsure
         self.smooth = None not in self.likes and not hasattr(specialized.of, "kernel")
         self.records = self.bwd is None and self.smooth
         self.shared: dict[Any, RuleApplication] = {}
@@ -103,13 +101,6 @@ class Signature:
         """The output that f returns, of its tensors."""
         out_def = self.out_def()
         return ys[0] if out_def is _LEAF else self.specialized.backend.unflatten(out_def, list(ys))
-
-    def is_plain(self) -> bool:
-        """Whether the author's functions capture no tensor that is differentiated."""
-        closed = self.closed
-        if closed.is_rebound():
-            return False
-        return not (closed.unsure and closed.captures(_is_differentiated))
 
     # --- the value
 
@@ -396,12 +387,8 @@ class Calls:
         graphs, pushes = tracked and _graphs(), _forward_level() >= 0
         if plain and not graphs and not pushes:
             return signature.value(args, tracked)
-        if (
-            plain
-            and not ONGOING.running
-            and not _modes()
-            and (signature.free or signature.is_plain())
-        ):
+        plain, closed = plain and not ONGOING.running and not _modes(), signature.closed
+        if plain and (closed.empty or not closed.captures(_is_differentiated)):
             if not pushes and signature.bwd is not None:
                 return signature.applied(args)
             # A checkpoint would run its recomputation inside of what is recorded.

@@ -22,6 +22,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import type_key
 from gradtools.rules import ARRAY
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.autograd_graph import leaves_of
 from gradtools.torch.functorch_wrappers import filled, is_dual, is_wrapped, like
 from gradtools.torch.modes import unpacked
 from gradtools.torch.randomness import Randomness, restored
@@ -244,17 +245,22 @@ class Signature:
         return attach(point, (y.detach(),), *args, dy)[0]
 
     def _may_record(self, xs: tuple[Tensor, ...]) -> bool:
-        """Whether f returns one tensor, and its tangent map passes the checks for transposition."""
+        """Whether f returns one tensor, and its tangent map may be transposed in the call's graph.
+
+        That graph may end in no other leaf, which would get a gradient.
+        """
         tangent = self.specialized.tangent
-        with unpacked():  # no checkpoint counts what is computed once
+        with unpacked(), restored(Randomness.now(xs)):  # no checkpoint counts what runs once
             try:
                 check_linear(self.rule, "tangent", tangent, xs, self.likes, self.avals)
-                if self.key not in self.specialized.outs:
-                    with torch.no_grad(), restored(Randomness.now(xs)):
-                        tangent(xs, [torch.zeros_like(x) for x in xs])
+                dxs = spent_ones(self.likes)
+                with Transposing(self.rule, EAGER):
+                    dys = tangent(xs, dxs)
             except GradtoolsError:  # raised again when a derivative is taken
                 return False
-        return self.out_def() is _LEAF
+        own = {*map(id, dxs)}
+        others = [leaf for leaf in leaves_of(dys) if id(leaf) not in own]
+        return self.out_def() is _LEAF and not others
 
     def pull_recorded(self, ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:
         """Hands the cotangent on to the tangent, the last input; at second order, transposes."""

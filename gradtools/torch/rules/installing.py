@@ -50,8 +50,8 @@ def apply_rule(rule: Rule, *xs: Tensor) -> list[Tensor]:
 
 def note_edit(name: str, xs: Sequence[Tensor]) -> None:
     """Counts an edit that has no forward mode. Raises where f's pullback is to be transposed."""
-    if _eager.pushing and any(x.requires_grad for x in xs):
-        raise GradtoolsError(reverse_only_text(_eager.pushing[-1], name))
+    if _eager.callers and any(x.requires_grad for x in xs):
+        raise GradtoolsError(reverse_only_text(_eager.callers[-1], name))
     running.edits, running.edit = running.edits + 1, name
 
 
@@ -81,7 +81,8 @@ def _apply_by_key(key: str, *xs: Tensor) -> tuple[Tensor, ...]:
 class _Pushing(threading.local):
     """This thread's stack of operators that transpose f's pullback, where rules must be linear."""
 
-    pushing: tuple[str, ...] = ()
+    def __init__(self) -> None:
+        self.callers: list[str] = []
 
 
 _eager = _Pushing()
@@ -90,17 +91,12 @@ _compiled: list[str] = []  # dynamo follows a plain list; it is empty before and
 
 def evaluated_to_push(caller: str, evaluate: Callable[..., Any], *args: Any) -> Any:
     """`evaluate(*args)`, refusing rules that have no forward mode."""
-    if is_compiling():
-        _compiled.append(caller)
-        try:
-            return evaluate(*args)
-        finally:
-            _compiled.pop()
-    before, _eager.pushing = _eager.pushing, (*_eager.pushing, caller)
+    callers = _compiled if is_compiling() else _eager.callers
+    callers.append(caller)
     try:
         return evaluate(*args)
     finally:
-        _eager.pushing = before
+        callers.pop()
 
 
 def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:

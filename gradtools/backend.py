@@ -183,19 +183,10 @@ class Differentiation(Arrays):
         pairs = zip(values, likes, strict=True)
         return [self.zeros_like(x) if v is None else v for v, x in pairs]
 
-    def pull(
-        self, fun: Any, xs: Sequence[Array], cts: Any, reached: list[bool] | None = None
-    ) -> list[Array]:
-        """The pullback of fun at xs.
-
-        cts: The cotangents (None: zero), or a function from fun's outputs to them.
-        reached: An empty list to fill with whether each of xs may reach the outputs.
-        """
+    def pull(self, fun: Any, xs: Sequence[Array], cts: Sequence[Any]) -> list[Array]:
+        """The pullback of fun at xs, of cotangents (None: zero)."""
         result = self.vjp(lambda *a: (list(fun(*a)), []), list(xs), groups=None, once=False)
-        grads = result.pullback(cts(result.outs) if callable(cts) else cts)
-        if reached == []:
-            reached += [g is not None for g in grads]
-        return self.filled(grads, xs)
+        return self.filled(result.pullback(cts), xs)
 
     def push(self, fun: Any, xs: Sequence[Array], dxs: Sequence[Any]) -> list[Array]:
         return self.value_and_push(fun, xs, dxs)[1]
@@ -342,6 +333,10 @@ class Rules(Differentiation):
 
     def scaled(self, x: Any, factor: float) -> Array | None:
         """x with its derivative times a number, if the backend has a faster way than a rule."""
+        return None
+
+    def transformed(self, x: Any, cotangent: Callable[[Array], Array]) -> Array | None:
+        """x with another cotangent, if the backend has a faster way than a rule."""
         return None
 
     def apply_rule_by_key(self, key: str, *xs: Array) -> list[Array]:

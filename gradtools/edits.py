@@ -251,25 +251,35 @@ class Edits(Operators):
             7.0
         """
         check_function("transform_gradient", fn, "fn", curried=False)
-        backend = self._backend
-        backend.compiler.refuse(
+        compiler = self._backend.compiler
+        if not compiler.is_tracing():
+            return self._transformed(x, fn)
+        compiler.refuse(
             "transform_gradient takes a Python function, which compiled code drops in silence "
             "under torch.func (pytorch#193279)"
         )
-        return backend.compiler.uncompiled(self._transformed, x, fn)
+        return compiler.uncompiled(self._transformed, x, fn)
 
     def _transformed(self, x: Any, fn: Callable[[Any], Any]) -> Any:
         backend = self._backend
+
+        def one(ct: Array) -> Array:
+            new = fn(ct)
+            if not (backend.is_array(new) and new.shape == ct.shape and new.dtype == ct.dtype):
+                (new,) = _checked_cotangents(backend, new, ct, (ct,))
+            return new
+
+        if (edited := backend.transformed(x, one)) is not None:
+            return edited
         leaves, treedef = backend.flatten(x)
         places = [i for i, leaf in enumerate(leaves) if _edited(backend, leaf)]
         count, alone = len(leaves), len(leaves) == 1 and leaves[0] is x
 
         def cotangent(xs: Any, cts: Any) -> list[Any]:  # it outlives x, which may be traced
-            full = [cts[0]] if alone else replaced_at([None] * count, places, cts)
-            ct = backend.unflatten(treedef, full)
-            transformed = fn(ct)
-            if alone and backend.is_array(transformed) and not _mismatch(backend, transformed, ct):
-                return [transformed]
+            if alone:
+                return [one(cts[0])]
+            full = replaced_at([None] * count, places, cts)
+            transformed = fn(backend.unflatten(treedef, full))
             return _checked_cotangents(backend, transformed, backend.unflatten(treedef, full), cts)
 
         rule = Rule(
@@ -451,15 +461,16 @@ class _StraightThrough:
     def __init__(self, backend: Backend, f: Any, surrogate: Any) -> None:
         self._backend, self._f, self._surrogate = backend, f, surrogate
         self._through = "identity" if surrogate is None else name_of(surrogate)
-        self.__name__ = f"straight_through({name_of(f)})"
+        self._name = name_of(f)
+        self.__name__ = f"straight_through({self._name})"
         self.__wrapped__ = f
 
     def __repr__(self) -> str:
-        return f"<straight_through {name_of(self._f)}, derivative of {self._through}>"
+        return f"<straight_through {self._name}, derivative of {self._through}>"
 
     @user_facing
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        backend, name, hint = self._backend, name_of(self._f), ""
+        backend, name, hint = self._backend, self._name, ""
         if self._surrogate is not None:
             through = self._surrogate(*args, **kwargs)
         elif len(args) == 1 and not kwargs:
@@ -489,7 +500,7 @@ class _StraightThrough:
         return backend.unflatten(treedef, [self._leaf(i, v, s, hint) for i, (v, s) in pairs])
 
     def _leaf(self, i: int, value: Any, through: Array, hint: str) -> Array:
-        backend, f = self._backend, name_of(self._f)
+        backend, f = self._backend, self._name
         if not backend.is_array(through):
             _check_array(backend, f"straight_through: the surrogate {self._through}", i, through)
             name = f"leaf {i} of the surrogate {self._through}"

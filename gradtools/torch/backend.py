@@ -25,12 +25,12 @@ from gradtools.torch import (
 from gradtools.torch.compiled_functions import compiled
 from gradtools.torch.compiling import Dynamo, is_compiling, uncompiled
 from gradtools.torch.functorch_wrappers import is_inexact, is_wrapped, may_have_no_value
-from gradtools.torch.hooks import scaled
+from gradtools.torch.hooks import scaled, transformed
 from gradtools.torch.known_errors import explained
 from gradtools.torch.many_tangents import jvps, restarting
 from gradtools.torch.rules.installing import apply_rule, apply_rule_by_key
 from gradtools.torch.rules.maps import transpose
-from gradtools.torch.rules.transposing import pull, value_and_push
+from gradtools.torch.rules.transposing import pull, push
 
 if TYPE_CHECKING:
     from gradtools.arguments.chunks import ChunkOptions
@@ -186,9 +186,10 @@ class TorchBackend(FrameworkBackend):
 
     apply_rule = staticmethod(apply_rule)
     scaled = staticmethod(scaled)
+    transformed = staticmethod(transformed)
     transpose = staticmethod(transpose)
     pull = staticmethod(pull)
-    value_and_push = staticmethod(value_and_push)
+    push = staticmethod(push)
 
     def stop_gradient(self, x: Array) -> Array:
         return x.detach()

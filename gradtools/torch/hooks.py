@@ -1,8 +1,8 @@
-"""Scaled gradients without a rule's checks: the node of `scale_gradient` and `reverse_gradient`."""
+"""Edits of one tensor without a rule's checks: nodes of scaled and of transformed gradients."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import lru_cache
 from typing import Any
 
@@ -12,7 +12,7 @@ from gradtools.rules import Rule
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.rules.functions import RuleApplication, attach, edit_application
-from gradtools.torch.rules.installing import apply_rule
+from gradtools.torch.rules.installing import apply_rule, is_plain_eager, note_edit
 
 Tensor = torch.Tensor
 
@@ -39,6 +39,31 @@ def scaled(x: Any, factor: float) -> Tensor | None:
             application = _scaling(factor.hex())
             return attach(application, (x,), x)[0]
     return apply_rule(_scaling(factor.hex()).rule, x)[0] if is_inexact(x) else None
+
+
+def transformed(x: Any, cotangent: Callable[[Tensor], Tensor]) -> Tensor | None:
+    """x with another cotangent, in plain eager mode; None elsewhere.
+
+    All calls share one rule, since a rule for each would take most of the time.
+    """
+    if type(x) not in _EXACT or not (x.requires_grad and torch.is_grad_enabled()):
+        return None
+    if not is_plain_eager((x,)):
+        return None
+    note_edit(_TRANSFORM.name, (x,))
+    pull = lambda ctx, cts: (cotangent(cts[0]),)
+    application = RuleApplication(_TRANSFORM, None, 1, avals=(), pull=pull, materializes=True)
+    return attach(application, (x,), x)[0]
+
+
+_TRANSFORM = Rule(
+    "transform_gradient",
+    primal=lambda x: [x],
+    cotangent=lambda _, cts: list(cts),
+    saves=(),
+    reaches="identity",
+    reverse_only=True,
+)
 
 
 _EXACT = (Tensor, torch.nn.Parameter)

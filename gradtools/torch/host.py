@@ -18,7 +18,8 @@ from gradtools.host_kernels import KernelCall, Results, call_by_key
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.modes import by_new_vmap
-from gradtools.torch.rules.checking import CHECKING, refuse_kernel
+from gradtools.torch.operation_marks import running
+from gradtools.torch.rules.checking import KernelReached
 from gradtools.torch.rules.installing import differentiated
 
 Tensor = torch.Tensor
@@ -33,7 +34,8 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 
 def call_kernel(call: KernelCall, xs: Sequence[Tensor]) -> list[Tensor]:
     """The kernel's results, on the device of the first array."""
-    refuse_kernel()
+    if not is_compiling() and running.checked:
+        raise KernelReached
     if not xs:  # without a tensor argument the operator would not be traced
         return _run(call.key, xs, [])
     return by_new_vmap(lambda *xs: list(_bind(call.key, xs, [])), xs)
@@ -89,8 +91,8 @@ class KernelCalls:
                 arrays.append(array)
         except (RuntimeError, TypeError):  # tensors that NumPy cannot read directly
             return NotImplemented
-        if CHECKING.active:
-            refuse_kernel()
+        if running.checked:
+            raise KernelReached
         if not self.alike:
             call, expected = self._known(args, arrays)
             ys = list(map(_tensor, call.fresh(arrays, expected)))

@@ -144,39 +144,7 @@ def test_a_rule_that_switches_gradients_off_and_raises_leaves_them_on(kind):
     assert torch.is_grad_enabled()
 
 
-@pytest.mark.parametrize("kind", ["vjp", "jvp"])
-def test_a_rule_that_writes_in_its_argument_is_refused_whenever_it_does(kind):
-    def sin(x):
-        y = x.sin()
-        if x[0] == 0:
-            x.zero_()
-        return y
-
-    f = gt.custom_rule(lambda x: x.sin())
-    if kind == "vjp":
-        f.defvjp(lambda x: (sin(x), x), lambda x, ct: (x.cos() * ct,))
-    else:
-        f.defjvp(lambda p, t: (sin(p[0]), p[0].cos() * t[0]))
-    called(f)
-    x = numbers()
-    x[0] = 0
-    with pytest.raises(GradtoolsError, match="writes in place"):
-        f(x.requires_grad_())
-
-
-def test_a_leaf_that_a_forward_rule_holds_is_refused_and_one_of_its_own_derivative_is_not():
-    weight = torch.tensor(2.0, dtype=torch.float64, requires_grad=True)
-    holder = {"weight": weight}  # read when the rule runs, and in no closure of its functions
-
-    class Holder:
-        def tangent(self, x, t):
-            return x.cos() * t * holder["weight"]
-
-    f = gt.custom_rule(lambda x: x.sin())
-    f.defjvp(lambda p, t: (p[0].sin(), Holder().tangent(p[0], t[0])))
-    with pytest.raises(GradtoolsError, match="closes over"):
-        f(numbers(requires_grad=True))
-
+def test_a_forward_rule_may_take_a_derivative_at_a_leaf_of_its_own():
     def rule(p, t):
         with torch.enable_grad():
             x = p[0].detach().requires_grad_()
@@ -230,9 +198,9 @@ def tangent(f, x):
 # One is that of `boundary.py`, and so is one of a backward pass.
 TAKES = {
     value: {"vjp": 4, "jvp": 4, "both": 4},
-    attached: {"vjp": 5, "jvp": 6, "both": 5},
-    gradient: {"vjp": 7, "jvp": 8, "both": 7},
-    tangent: {"vjp": 56, "jvp": 34, "both": 34},
+    attached: {"vjp": 6, "jvp": 6, "both": 6},
+    gradient: {"vjp": 9, "jvp": 8, "both": 9},
+    tangent: {"vjp": 18, "jvp": 12, "both": 12},
 }
 
 
@@ -250,7 +218,7 @@ def host_sine():
     return f
 
 
-@pytest.mark.parametrize(("what", "most"), [(value, 3), (gradient, 14)])
+@pytest.mark.parametrize(("what", "most"), [(value, 3), (gradient, 16)])
 def test_a_call_of_a_host_function_takes_no_more_calls_than_these(what, most):
     f, x = host_sine(), numbers(requires_grad=True)
     for _ in range(2):

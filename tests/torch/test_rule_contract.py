@@ -631,15 +631,6 @@ def test_cotangents_are_zeros_as_materialized_or_none_if_asked():
     assert seen == [[False, False], [True, False]]
 
 
-def test_what_is_written_in_an_argument_in_place_is_refused():
-    """mark_dirty has no counterpart: a rule's function is one of values."""
-    rule = reverse(lambda x: x.mul_(2), lambda x: (x.mul_(2), None), lambda _, ct: (2 * ct,))
-    for _ in range(3):
-        x = leaf() * 1
-        with pytest.raises(GradtoolsError, match="in place"):
-            rule(x)
-
-
 # --- a rule that is no rule -----------------------------------------------------------------
 
 AFFINE = {

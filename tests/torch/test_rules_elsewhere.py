@@ -428,13 +428,6 @@ def test_a_layout_in_which_no_map_is_transposed_is_refused_in_words(name):
         torch.autograd.grad(y, x, y.detach())
 
 
-@pytest.mark.filterwarnings("ignore:The PyTorch API of nested")
-def test_a_nested_tensor_without_a_shape_is_refused_in_words():
-    f = expm1("both")
-    with pytest.raises(GradtoolsError, match=r"nested tensor of the strided layout.*jagged"):
-        f(torch.nested.nested_tensor([X, X[:2]]))
-
-
 @pytest.mark.sweep_at("fun")
 @pytest.mark.parametrize("name", ["fun", "bwd"])
 def test_compiled_code_sees_a_part_of_a_rule_that_is_set_later(name):

@@ -1,8 +1,8 @@
 """What a rule's functions close over: a captured tensor that is differentiated is refused.
 
 Autograd knows a rule's arguments only, so the derivative by anything else would be lost in silence.
-Closures are searched before a call; results that require grad at detached arguments, and leaves in
-the graph of a map, show what the search cannot see.
+Closures are searched before a call. A result that requires grad at detached arguments shows what
+that search cannot see.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ from types import CellType
 from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 
 from gradtools.custom_rules import CustomRule
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule, captured_objects
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.autograd_graph import depends_on_others, is_spent, nodes_behind
 from gradtools.torch.functorch_wrappers import is_dual, is_wrapped
 
 Tensor = torch.Tensor
@@ -41,16 +39,8 @@ def closes_over_tracked(rule: Rule) -> bool:
     if closures_of(rule).captures(attrgetter("requires_grad")):
         return True
     if upstream.peek_interpreter_stack() is not None:
-        return captures_tensor(rule.user_functions, is_wrapped)
-    return upstream.forward_level() >= 0 and captures_tensor(rule.user_functions, is_dual)
-
-
-def captures_tensor(
-    functions: Sequence[Any], wanted: Callable[[Tensor], bool], attributes: bool = True
-) -> bool:
-    """Whether functions, or with `attributes` what their attributes hold, capture one."""
-    is_wanted = lambda x: isinstance(x, Tensor) and wanted(x)
-    return any(True for _ in captured_objects(functions, is_wanted, Tensor, attributes))
+        return _captures(rule.user_functions, is_wrapped)
+    return upstream.forward_level() >= 0 and _captures(rule.user_functions, is_dual)
 
 
 def is_derived(rule: Rule) -> bool:
@@ -58,41 +48,10 @@ def is_derived(rule: Rule) -> bool:
     return rule.contract is None and rule.linearize is None
 
 
-def is_captured(y: Tensor) -> bool:
-    """Whether a result at detached arguments may be differentiated by what a rule closes over.
-
-    What a derivative inside of the rule was taken at is a constant.
-    """
-    return (y.requires_grad and depends_on_others([y])) or is_wrapped(y)
-
-
-def other_leaves(results: Sequence[Any], known: Sequence[Any]) -> list[Any]:
-    """The leaves in the results' graph that `known` tensors do not reach.
-
-    The aliases of a derivative that the map itself took are skipped.
-    """
-    if any(x is not None and is_wrapped(x) for x in (*results, *known)):
-        return []  # functorch wrappers hide the graph
-    ends = {x.grad_fn for x in known if x is not None}
-    own = {id(x) for x in known}
-    tracked = [y for y in results if y is not None and y.requires_grad and id(y) not in own]
-    starts = [y.grad_fn or get_gradient_edge(y).node for y in tracked]
-    nodes = [x for x in nodes_behind(starts, ends) if type(x) is upstream.AccumulateGrad]
-    leaves = [x.variable for x in nodes if id(x.variable) not in own]
-    if leaves:  # a tensor that hooks unpacked is another object, with the node of the leaf
-        ends = _nodes_of(known)
-        leaves = [x.variable for x in nodes if x not in ends]
-    return [leaf for leaf in leaves if not is_spent(leaf)]
-
-
-def reaches(y: Tensor, sources: Sequence[Tensor], known: Sequence[Any]) -> bool:
-    """Whether y's graph leads to one of `sources`; it is not followed past `known` tensors."""
-    wanted = _nodes_of(sources)
-    return not wanted.isdisjoint(nodes_behind(_nodes_of([y]), wanted | _nodes_of(known)))
-
-
-def _nodes_of(xs: Sequence[Any]) -> set[Any]:
-    return {x.grad_fn or get_gradient_edge(x).node for x in xs if x is not None and x.requires_grad}
+def _captures(functions: Any, wanted: Callable[[Tensor], bool], attributes: bool = True) -> bool:
+    """Whether functions, or with `attributes` what their attributes hold, capture one."""
+    is_wanted = lambda x: isinstance(x, Tensor) and wanted(x)
+    return any(True for _ in captured_objects(functions, is_wanted, Tensor, attributes))
 
 
 def closures_of(rule: Rule) -> Closures:
@@ -106,9 +65,10 @@ def closures_of(rule: Rule) -> Closures:
 class Closures:
     """The tensors that functions close over, searched once, and again if a cell is rebound.
 
+    Other rules among what they close over look at their own closures when they are called.
+
     Attributes:
-        cells: The closure cells and their contents.
-        unsure: Whether equal cells do not show that no tensor is captured, but by other rules.
+        empty: Whether they close over nothing.
     """
 
     def __init__(self, functions: Sequence[Any]) -> None:
@@ -120,29 +80,30 @@ class Closures:
 
     def captures(self, wanted: Callable[[Tensor], bool]) -> bool:
         """Whether a tensor with `wanted(x)` is captured."""
-        if any(_contents(cell) is not content for cell, content in self.cells):
+        rebound = False
+        try:
+            for cell, content in self._cells:
+                rebound = rebound or cell.cell_contents is not content
+        except ValueError:  # a cell is empty
+            rebound = True
+        if rebound:
             self._search()
-        if self._may_change:
-            return captures_tensor(self._functions, wanted, attributes=False)
+        if self._may_change:  # the contents of a container, without a new object
+            return _captures(self._functions, wanted, attributes=False)
         return any(map(wanted, self._tensors))
 
     def _search(self) -> None:
-        kinds = CellType | Tensor | dict | list | set | CustomRule
-        leaves = Tensor, CustomRule  # another rule's functions may be replaced
-        is_kept = lambda x: isinstance(x, kinds)
+        is_kept = lambda x: isinstance(x, CellType | Tensor | dict | list | set)
+        leaves = Tensor, CustomRule
         objects = [*captured_objects(self._functions, is_kept, leaves, attributes=False)]
         self._tensors = [x for x in objects if isinstance(x, Tensor)]
-        self.cells = [(x, _contents(x)) for x in objects if isinstance(x, CellType)]
-        self.unsure = any(isinstance(x, Tensor | dict | list | set) for x in objects)
-        # The contents of a container, or of another rule, may change without a new object.
-        self._may_change = any(isinstance(x, dict | list | set | CustomRule) for x in objects)
-
-
-_EMPTY = object()
+        self._cells = [(x, _contents(x)) for x in objects if isinstance(x, CellType)]
+        self.empty = not objects
+        self._may_change = any(isinstance(x, dict | list | set) for x in objects)
 
 
 def _contents(cell: CellType) -> Any:
     try:
         return cell.cell_contents
-    except ValueError:
-        return _EMPTY
+    except ValueError:  # empty
+        return None

@@ -1,18 +1,17 @@
-"""Checks numerically that a user's maps satisfy `gradtools.rule_contract`.
+"""Evaluates a user's functions for the checks of `gradtools.rule_contract`.
 
-A map is evaluated once for a rule and a signature, at copies of the current values, with random
-generators restored afterwards. Where there are no values, as in code that is being compiled, it is
-evaluated at made-up numbers, and a check that fails to run there is postponed.
+A map that is to be transposed must be linear, and fwd must return an output like f's. Both are
+checked once for a rule and a signature, at copies of the current values, with random generators
+restored afterwards. Where there are no values, as in code that is being compiled, a map is
+evaluated at made-up numbers.
 """
 
 from __future__ import annotations
 
 import math
-import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,43 +21,14 @@ from gradtools.errors import GradtoolsError, warn
 from gradtools.rule_contract import is_linear
 from gradtools.rules import Rule, spread
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.compiling import is_compiling
 from gradtools.torch.functorch_wrappers import unwrapped
 from gradtools.torch.modes import unpacked
+from gradtools.torch.operation_marks import running
 from gradtools.torch.randomness import Randomness, restored
 
 Tensor = torch.Tensor
-Map = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
 _PLAIN = (Tensor, torch.nn.Parameter)
-_LINEAR: weakref.WeakSet[Any] = weakref.WeakSet()
-
-
-@dataclass(frozen=True, eq=False, repr=False)
-class CheckedMap:
-    """A linear map of a rule at some residuals, to be checked.
-
-    Attributes:
-        rule: The rule.
-        which: "tangent" or "cotangent", what it is linear in.
-        run: `run(at, vs)`; results and entries may be None.
-        at: The residuals.
-        likes: The shapes, dtypes and devices of its vectors, None for integers.
-        avals: Those of the rule's inputs, at which it is evaluated again if lengths are symbolic;
-            empty if `run` is valid for any residuals.
-    """
-
-    rule: Rule
-    which: str
-    run: Map
-    at: Sequence[Any]
-    likes: Sequence[Any]
-    avals: Sequence[Any] = ()
-
-    @property
-    def signature(self) -> Any:
-        """The shapes and dtypes of residuals and vectors."""
-        likes = [like and (_sizes(like[0]), like[1]) for like in self.likes]
-        return avals_of(self.at), tuple(likes)
+_LINEAR: weakref.WeakSet[Any] = weakref.WeakSet()  # the origins of checked rules of gradtools' own
 
 
 @contextmanager
@@ -69,87 +39,59 @@ def _undisturbed() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _at_numbers(linear_map: CheckedMap) -> Iterator[tuple[Map, list[Tensor], bool]]:
-    """The map, concrete residuals, and whether these are made up, for an undisturbed block."""
-    rule, run, avals = linear_map.rule, linear_map.run, linear_map.avals
-    with _undisturbed(), restored(Randomness.now(linear_map.at)):
-        at = [value_of(x) for x in linear_map.at]
-        made_up = any(x is None for x in at)
-        if not made_up:
-            at = [x.clone() for x in at]
-        elif avals and any(None in _sizes(shape) for shape, _, _ in avals):
-            xs = [_wave(aval, 0.5, 1.0) for aval in avals]
-            linearized = rule.at(*xs)
-            chosen = linearized.tangent if linear_map.which == "tangent" else linearized.cotangent
-            assert chosen is not None
-            run, at = chosen, [x.detach() for x in linearized.saved(xs)]
-        else:
-            at = [_wave((x.shape, x.dtype, x.device), 0.5, 1.0) for x in linear_map.at]
-        yield run, at, made_up
+# --- is a map linear? --------------------------------------------------------------------
 
 
-# --- host kernels, which a check must not run --------------------------------------------
-
-
-class KernelReached(Exception):
-    """A check reached a host kernel, which it must not run."""
-
-
-class _Checking(threading.local):
-    """Whether this thread runs a check without kernels. A class attribute is read fastest."""
-
-    active = False
-
-
-CHECKING = _Checking()
-
-
-def refuse_kernel() -> None:
-    """Aborts a check that would run a host kernel."""
-    if not is_compiling() and CHECKING.active:
-        raise KernelReached
-
-
-@contextmanager
-def _kernels_refused(yes: bool = True) -> Iterator[None]:
-    before, CHECKING.active = CHECKING.active, yes
-    try:
-        yield
-    finally:
-        CHECKING.active = before
-
-
-# --- is it linear? -----------------------------------------------------------------------
-
-
-def check_linear(linear_map: CheckedMap) -> None:
+def check_linear(
+    rule: Rule, which: str, run: Any, at: Sequence[Any], likes: Sequence[Any], avals: Any = ()
+) -> None:
     """Raises if a map does not preserve sums and multiples.
 
     Runs once for a signature, with fixed vectors, so that it draws no random numbers.
+
+    Args:
+        rule: The rule.
+        which: "tangent" or "cotangent", what the map is linear in.
+        run: `run(at, vs)`; results and entries may be None.
+        at: The residuals.
+        likes: The shapes, dtypes and devices of its vectors, None for integers.
+        avals: Those of the rule's inputs, at which it is evaluated again if lengths are symbolic;
+            empty if `run` is valid for any residuals.
     """
-    rule, which = linear_map.rule, linear_map.which
-    contract = rule.contract
+    other = [x.layout for x in at if x.layout not in (torch.strided, torch.sparse_coo)]
+    if other:
+        name = str(other[0]).removeprefix("torch.").lstrip("_")
+        raise GradtoolsError(
+            f"rule {rule.name!r}: the other mode follows by transposing its {which} map, which "
+            f"takes strided tensors, and one is {name}. Give the missing map as well, use "
+            "sparse_coo, or pass the tensor's values as an argument."
+        )
+    check = lambda: _check_linear(rule, which, run, at, likes, avals)
+    if rule.contract is not None:
+        kinds = tuple([one and (_sizes(one[0]), one[1]) for one in likes])
+        rule.contract.check_once("linear", which, avals_of(at), kinds, check=check)
+    elif rule.origin not in _LINEAR:
+        check()
+        _LINEAR.add(rule.origin)
 
-    def check() -> None:
-        _check_linear(linear_map)
 
-    if contract is None:
-        if rule.origin not in _LINEAR:
-            check()
-            _LINEAR.add(rule.origin)
-    else:
-        contract.check_once("linear", which, linear_map.signature, check=check)
-
-
-def _check_linear(linear_map: CheckedMap) -> None:
-    rule, which = linear_map.rule, linear_map.which
-    mask, same = [like is not None for like in linear_map.likes], True
-    likes = [like for like in linear_map.likes if like]
-    with _at_numbers(linear_map) as (linear, at, made_up):
-        v, w = ([_wave(like, shift, 0.0) for like in likes] for shift in (1.0, 2.0))
+def _check_linear(rule: Rule, which: str, run: Any, at: Any, likes: Any, avals: Any) -> None:
+    mask = [like is not None for like in likes]
+    with _undisturbed(), restored(Randomness.now(at)):
+        numbers = [value_of(x) for x in at]
+        made_up = any(x is None for x in numbers)
+        if not made_up:
+            numbers = [x.clone() for x in numbers]
+        elif any(None in _sizes(shape) for shape, _, _ in avals):
+            xs = [_wave(aval, 0.5, 1.0) for aval in avals]
+            linearized = rule.at(*xs)
+            run = getattr(linearized, which)
+            numbers = [x.detach() for x in linearized.saved(xs)]
+        else:
+            numbers = [_wave((x.shape, x.dtype, x.device), 0.5, 1.0) for x in at]
+        v, w = ([_wave(like, shift, 0.0) for like in likes if like] for shift in (1.0, 2.0))
         try:
-            same = is_linear(lambda vs: linear(at, spread(vs, mask)), v, w, _gap, _slack)
+            same = is_linear(lambda vs: run(numbers, spread(vs, mask)), v, w, _gap, _slack)
         except Exception as error:
             if not made_up:
                 raise
@@ -158,6 +100,7 @@ def _check_linear(linear_map: CheckedMap) -> None:
                 "whether that map is linear could not be checked, for at made-up values it "
                 f"raises {type(error).__name__}: {error}"
             )
+            return
     if not same:
         raise GradtoolsError(
             f"rule {rule.name!r}: the other mode was to follow by transposing its {which} map, "
@@ -166,14 +109,18 @@ def _check_linear(linear_map: CheckedMap) -> None:
         )
 
 
-# --- what does it return? ----------------------------------------------------------------
+# --- what does f return? -----------------------------------------------------------------
+
+
+class KernelReached(Exception):
+    """A check (`running.checked`) reached a host kernel, which it must not run."""
 
 
 def abstract_eval(fun: Callable[..., list[Tensor]], *xs: Tensor) -> None:
     """Runs fun on copies of xs, or on fake tensors while it is being compiled.
 
     A FakeTensorMode of our own would import PyTorch's compiler, and leave fake tensors in fun's
-    caches.
+    caches. A host kernel does not run: on the meta device it returns its `out` specs.
     """
     with _undisturbed(), suppress(Exception):  # f's own error will surface in the real call
         mode = upstream.detect_fake_mode([unwrapped(x) for x in xs])
@@ -183,28 +130,18 @@ def abstract_eval(fun: Callable[..., list[Tensor]], *xs: Tensor) -> None:
             with mode:
                 fun(*[made(x) if type(x) in _PLAIN else torch.empty_like(x) for x in xs])
         elif not any(x is None for x in values):
+            before, running.checked = running.checked, True
             try:
-                drawn = Randomness.everywhere({x.device.type for x in values})
-                with restored(drawn), _kernels_refused():
+                with restored(Randomness.everywhere({x.device.type for x in values})):
                     fun(*[x.clone() for x in values])
-            except KernelReached:  # on the meta device a kernel returns its `out` specs
+            except KernelReached:
+                running.checked = before
                 fun(*[torch.empty_like(x, device="meta") for x in values])
+            finally:
+                running.checked = before
 
 
 # --- numbers -----------------------------------------------------------------------------
-
-
-def _sizes(shape: Sequence[Any]) -> tuple[Any, ...]:
-    """The lengths of axes; None for a SymInt, which is not hashable."""
-    return tuple([n if isinstance(n, int) else None for n in shape])
-
-
-def _concrete(like: Any) -> Any:
-    """`like` with size hints for SymInts, which adds no guard."""
-    if not like:
-        return like
-    lengths = [n if isinstance(n, int) else upstream.size_hint(n, fallback=2) for n in like[0]]
-    return lengths, like[1], like[2]
 
 
 def value_of(x: Any) -> Any:
@@ -223,9 +160,18 @@ def value_of(x: Any) -> Any:
     return x.detach() if type(x) in _PLAIN else None
 
 
+def _sizes(shape: Sequence[Any]) -> tuple[Any, ...]:
+    """The lengths of axes; None for a SymInt, which is not hashable."""
+    return tuple([n if isinstance(n, int) else None for n in shape])
+
+
 def _wave(aval: Any, shift: float, around: float) -> Any:
-    """Test numbers of few binary digits, so that sums of them are exact; see `is_linear`."""
-    shape, dtype, device = _concrete(aval)
+    """Test numbers of few binary digits, so that sums of them are exact; see `is_linear`.
+
+    A SymInt counts as its size hint, which adds no guard.
+    """
+    shape, dtype, device = aval[:3]
+    shape = [n if isinstance(n, int) else upstream.size_hint(n, fallback=2) for n in shape]
     device = "cpu" if device.type == "meta" else device
     if not (dtype.is_floating_point or dtype.is_complex):
         return torch.zeros(shape, dtype=dtype, device=device)

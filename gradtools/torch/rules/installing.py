@@ -1,7 +1,7 @@
 """Installs rules in PyTorch: which way a call of a rule takes.
 
-Most are applications of one `torch.autograd.Function` (`functions.py`). In forward mode alone, and
-where nothing is differentiated, none is needed. Two things differ from PyTorch's manual:
+Where something is differentiated it is an application of one `torch.autograd.Function`
+(`functions.py`). Two things differ from PyTorch's manual:
 
 - Dynamo cannot trace a `Function` with a `jvp` and may drop a rule under `torch.func`
   (torch#192985, torch#193279). It sees one opaque call, which functorch's levels then enter.
@@ -13,29 +13,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from types import SimpleNamespace
 from typing import Any
 
 import torch
 
 from gradtools.errors import GradtoolsError, warn
-from gradtools.rules import JvpRule, Rule, by_key, reverse_only_text
+from gradtools.rules import Rule, by_key, reverse_only_text
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling, opaque_to_dynamo
-from gradtools.torch.functorch_wrappers import (
-    filled,
-    is_dual,
-    is_inexact,
-    is_wrapped,
-    like,
-    unwrapped,
-)
+from gradtools.torch.functorch_wrappers import is_dual, is_inexact, is_wrapped, unwrapped
 from gradtools.torch.operation_marks import running
-from gradtools.torch.rules.captures import (
-    closed_over_error,
-    closes_over_tracked,
-    is_captured,
-)
+from gradtools.torch.rules.captures import closed_over_error, closes_over_tracked
 from gradtools.torch.rules.functions import (
     BatchedRule,
     RuleApplication,
@@ -43,12 +31,10 @@ from gradtools.torch.rules.functions import (
     apply_at,
     attach,
     edit_application,
-    evaluate,
     undifferentiated,
-    without_aliases,
 )
-from gradtools.torch.rules.maps import real_tensors_too, tangent_at
-from gradtools.torch.rules.transposing import in_eager, in_own_transpose, other_layout
+from gradtools.torch.rules.maps import real_tensors_too
+from gradtools.torch.rules.transposing import in_eager, in_own_transpose
 
 Tensor = torch.Tensor
 
@@ -58,10 +44,15 @@ def apply_rule(rule: Rule, *xs: Tensor) -> list[Tensor]:
     if is_compiling():
         return apply_rule_by_key(rule.key, *xs)
     if rule.reverse_only:
-        if _pushing() and any(x.requires_grad for x in xs):
-            raise GradtoolsError(reverse_only_text(_pushing()[-1], rule.name))
-        running.edits, running.edit = running.edits + 1, rule.name
+        note_edit(rule.name, xs)
     return list(_apply(rule, xs))
+
+
+def note_edit(name: str, xs: Sequence[Tensor]) -> None:
+    """Counts an edit that has no forward mode. Raises where f's pullback is to be transposed."""
+    if _eager.callers and any(x.requires_grad for x in xs):
+        raise GradtoolsError(reverse_only_text(_eager.callers[-1], name))
+    running.edits, running.edit = running.edits + 1, name
 
 
 def apply_rule_by_key(key: str, *xs: Tensor) -> list[Tensor]:
@@ -69,8 +60,8 @@ def apply_rule_by_key(key: str, *xs: Tensor) -> list[Tensor]:
     if not is_compiling():
         return apply_rule(by_key(key), *xs)
     # Dynamo does not show whether an input is differentiated, so it counts as differentiated.
-    if _pushing() and _reverse_only(key):
-        raise GradtoolsError(reverse_only_text(_pushing()[-1], _reverse_only(key)))
+    if _compiled and _reverse_only(key):
+        raise GradtoolsError(reverse_only_text(_compiled[-1], _reverse_only(key)))
     return list(_apply_by_key(key, *xs))
 
 
@@ -87,52 +78,36 @@ def _apply_by_key(key: str, *xs: Tensor) -> tuple[Tensor, ...]:
         return tuple(_apply(by_key(key), xs))
 
 
-_eager = threading.local()
-_compiled: list[str] = []  # dynamo follows a plain list; it is empty before and after
-
-
-def _pushing() -> list[str]:
+class _Pushing(threading.local):
     """This thread's stack of operators that transpose f's pullback, where rules must be linear."""
-    return _compiled if is_compiling() else _eager.__dict__.setdefault("pushing", [])
+
+    def __init__(self) -> None:
+        self.callers: list[str] = []
+
+
+_eager = _Pushing()
+_compiled: list[str] = []  # dynamo follows a plain list; it is empty before and after
 
 
 def evaluated_to_push(caller: str, evaluate: Callable[..., Any], *args: Any) -> Any:
     """`evaluate(*args)`, refusing rules that have no forward mode."""
-    pushing = _pushing()
-    pushing.append(caller)
+    callers = _compiled if is_compiling() else _eager.callers
+    callers.append(caller)
     try:
         return evaluate(*args)
     finally:
-        pushing.pop()
+        callers.pop()
 
 
 def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
-    if rule.reaches == "identity" and _is_plain_eager(xs):
+    if rule.reaches == "identity" and is_plain_eager(xs):
         xs = apart(xs)
         application = rule.__dict__.get(_APPLICATION)
         if application is None:
             application = rule.__dict__[_APPLICATION] = edit_application(rule, len(xs))
         return attach(application, tuple(rule.primal(*xs)), *xs)
-    for x in xs:
-        if x.is_nested and x.layout is torch.strided:
-            raise GradtoolsError(
-                f"rule {rule.name!r}: an argument is a nested tensor of the strided layout, of "
-                "which PyTorch knows no shape. Make it with layout=torch.jagged, or pass its "
-                "buffer (x.values()) and what says its lengths."
-            )
     if upstream.is_exporting() and upstream.peek_interpreter_stack() is None:
-        # `torch.export` cannot keep a rule: PyTorch inlines a Function there, so that its gradient
-        # silently becomes that of its operations or, exported strictly, none. Exporting a program
-        # that takes derivatives fails earlier (torch#125984).
-        ys = rule.primal(*[x.detach() if x.requires_grad else x for x in xs])
-        if torch.is_grad_enabled() and any(x.requires_grad for x in (*xs, *ys)):
-            warn(
-                f"torch.export: the program holds the values of {rule.name}, and no own "
-                "derivative: to autograd its outputs are constants there. Train the model that is "
-                "exported, and not what comes out; or say by torch.no_grad() around "
-                "torch.export.export that the values are enough."
-            )
-        return [y.detach() if y.requires_grad else y for y in ys]
+        return _exported(rule, xs)
     if not isinstance(rule, BatchedRule) and not differentiated(xs):
         if rule.reaches is None:
             return undifferentiated(rule, xs)
@@ -143,93 +118,45 @@ def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
             return rule.primal(*xs)
         if closes_over_tracked(rule):
             raise closed_over_error(rule)
-    dual = upstream.forward_level() >= 0 and in_eager() and not rule.reverse_only
-    if dual and not (torch.is_grad_enabled() and any(x.requires_grad for x in xs)):
-        duals = None if upstream.count_of_function_modes() else pushed(rule, xs)
-        if duals is not None:
-            return duals
-    point = _point(rule, xs)
-    out = apply_at(point, xs)
-    return out[: point.count]
+    point = RuleApplication(rule)
+    if "cotangent" in rule.symbolic_zeros and in_eager():
+        point.perturbed = tuple([is_inexact(x) and (x.requires_grad or is_dual(x)) for x in xs])
+    return apply_at(point, xs)[: point.count]
 
 
 _APPLICATION = "_application"  # the attribute of an edit's rule that caches its application
 
 
-def _is_plain_eager(xs: Sequence[Tensor]) -> bool:
+def is_plain_eager(xs: Sequence[Tensor]) -> bool:
     """Whether autograd alone is active: no transform, mode, recording or dual numbers."""
-    if not in_eager() or upstream.forward_level() >= 0:
-        return False
-    if upstream.count_of_function_modes() or upstream.count_of_dispatch_modes():
-        return False
     for x in xs:
-        if x.layout is not torch.strided or x.is_nested or is_wrapped(x):
+        if x.layout is not torch.strided or is_wrapped(x) or x.is_nested:
             return False
-    return not upstream.is_exporting()
+    if _levels() is not None or upstream.forward_level() >= 0 or _functions() or _dispatches():
+        return False
+    return upstream.TracingContext.try_get() is None  # in which export runs, too
 
 
-def _point(rule: Rule, xs: Sequence[Tensor]) -> RuleApplication:
-    """A new application of a rule at xs."""
-    point = RuleApplication(rule)
-    if "cotangent" in rule.symbolic_zeros and in_eager():
-        point.perturbed = tuple([is_inexact(x) and (x.requires_grad or is_dual(x)) for x in xs])
-    return point
+_levels, _functions = upstream.peek_interpreter_stack, upstream.count_of_function_modes
+_dispatches = upstream.count_of_dispatch_modes
 
 
-def pushed(rule: Rule, xs: Sequence[Tensor], signature: Any = None) -> list[Tensor] | None:
-    """Outputs with their tangents, without a graph and so without a Function.
+def _exported(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
+    """The values, as constants.
 
-    None if no input has a tangent, or if a map must be transposed and a tangent has a graph.
-
-    signature: The record of a custom rule's calls (`signatures.py`), which knows passed checks.
+    `torch.export` cannot keep a rule: PyTorch inlines a Function there, so that its gradient
+    silently becomes that of its operations or, exported strictly, none. Exporting a program that
+    takes derivatives fails earlier (torch#125984).
     """
-    level = upstream.forward_level()
-    likes = list(map(like, xs)) if signature is None else signature.likes
-    unpacked = [
-        upstream.unpack_dual(x, level) if one and x.layout is torch.strided else (x, None)
-        for x, one in zip(xs, likes, strict=True)
-    ]
-    dxs: list[Any] = [t for _, t in unpacked]
-    present = [dx is not None for dx in dxs]  # `None in dxs` would compare tensors
-    if True not in present:
-        return None
-    if not isinstance(rule, JvpRule) and any(dx is not None and dx.requires_grad for dx in dxs):
-        return None
-    xs = tuple([x for x, _ in unpacked])
-    if False in present and (rule.fills("tangent") or signature is not None):
-        dxs = filled(dxs, likes)
-    enabled = torch.is_grad_enabled()
-    try:
-        known = signature is not None and signature.pushed
-        both = signature.pushforward(xs, tuple(dxs)) if known else None
-        if both is None:
-            if isinstance(rule, JvpRule):
-                both = rule.jvp(xs, dxs)
-            else:  # one evaluation, and the transpose of the cotangent map
-                point = _point(rule, xs)
-                out = evaluate(point, xs)
-                point.note(xs, out)
-                assert point.like_ys is not None and point.pushing is not None
-                everything = (*xs, *out)
-                ctx = SimpleNamespace(point=point, layout=other_layout(everything))
-                fixed = rule.nondifferentiable
-                moving = [None if i in fixed else dx for i, dx in enumerate(dxs)]
-                with torch.no_grad():
-                    dys = tangent_at(ctx, [everything[i] for i in point.pushing], moving)
-                both = out[: point.count], filled(dys, point.like_ys[: point.count])
-            if signature is not None:
-                signature.note_pushed(both[0])
-    finally:
-        if torch.is_grad_enabled() is not enabled:  # the rule left it so
-            upstream.set_grad_enabled(enabled)
-    ys, dys = both
-    for y, dy in zip(ys, dys, strict=True):
-        moves = dy is not None and upstream.unpack_dual(y, level)[1] is not None
-        if moves or is_captured(y):
-            raise closed_over_error(rule)
-    ys = [y.detach() if y.requires_grad else y for y in ys]
-    pairs = zip(without_aliases(ys, xs), without_aliases(dys, dxs, xs, ys), strict=True)
-    return [y if dy is None else upstream.make_dual(y, dy, level=level) for y, dy in pairs]
+    ys = rule.primal(*[x.detach() if x.requires_grad else x for x in xs])
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*xs, *ys)):
+        warn(
+            f"torch.export: the program holds the values of {rule.name}, and no own "
+            "derivative: to autograd its outputs are constants there. Train the model that is "
+            "exported, and not what comes out; or say by torch.no_grad() around "
+            "torch.export.export that the values are enough."
+        )
+    return [y.detach() if y.requires_grad else y for y in ys]
 
 
 def differentiated(xs: Sequence[Tensor]) -> bool:

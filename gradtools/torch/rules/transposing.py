@@ -14,21 +14,21 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import torch
 
 from gradtools.errors import GradtoolsError
-from gradtools.rules import Rule, spread
+from gradtools.rules import Rule
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import SPENT, leaves_of
 from gradtools.torch.compiling import is_compiling
-from gradtools.torch.functorch_wrappers import is_inexact, unwrapped
+from gradtools.torch.functorch_wrappers import is_inexact, ones, unwrapped
 from gradtools.torch.modes import unpacked
 
 Tensor = torch.Tensor
-Map = Callable[[Sequence[Any], Sequence[Any]], list[Any]]
+Map = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
+_graphs, _set_graphs = torch.is_grad_enabled, upstream.set_grad_enabled
 
 
 def in_eager() -> bool:
@@ -37,71 +37,71 @@ def in_eager() -> bool:
     return stack is None and not is_compiling() and upstream.TracingContext.try_get() is None
 
 
-def transposed(
-    rule: Rule, linear: Map, at: Sequence[Any], examples: Sequence[Any], values: Sequence[Any]
-) -> list[Any]:
-    """The transpose of `vs -> linear(at, vs)` (of vectors like `examples`) at `values`."""
-    if not examples:
-        return []
-    if in_eager():
-        return transposed_by_backward(rule, linear, at, examples, values)
-    refuse_layout(rule, other_layout(at))  # torch.func works under any transform
-    present: list[int] = []
+def transposed(rule: Rule, linear: Map, at: Any, likes: Any, values: Sequence[Any]) -> list[Any]:
+    """The transpose of `vs -> linear(at, vs)`, of vectors with these avals, at `values`.
 
-    def dense(*vs: Tensor) -> Sequence[Tensor]:
-        own.level = upstream.peek_interpreter_stack().level()
+    In eager code by autograd, otherwise by torch.func, which works under any transform. With
+    gradients on, the result is differentiable in `at` and `values`.
+    """
+    if not likes:
+        return []
+    eager, graphs = in_eager(), _graphs()
+
+    def run(*vs: Tensor) -> Sequence[Any]:
+        if eager:
+            own.level, own.vectors = EAGER, {*map(id, vs)} if graphs else None
+        else:
+            own.level = upstream.peek_interpreter_stack().level()
         try:
-            out = linear(at, vs)
+            return linear(at if graphs or not eager else [x.detach() for x in at], vs)
         finally:
             own.level = None
-        _refuse_cut(rule, out, values)
-        present[:] = [i for i, o in enumerate(out) if o is not None]
-        return [out[i] for i in present] or [torch.zeros(())]  # vjp needs an output
+
+    def checked(*vs: Tensor) -> Sequence[Any]:
+        outs = run(*vs)
+        _refuse_cut(rule, outs, values)
+        return outs
 
     with Transposing(rule) as own:
-        return pull(dense, examples, lambda outs: [values[i] for i in present] or [None])
+        if eager:
+            return transposed_by_backward(rule, run, spent_ones(likes), values)
+        return vjp(checked, [ones(*like) for like in likes])[1](values)
 
 
-def other_layout(xs: Sequence[Any]) -> torch.layout | None:
-    """The first layout that is neither strided nor sparse_coo; maps cannot be transposed in it."""
-    for x in xs:
-        if x is not None and x.layout is not torch.strided and x.layout is not torch.sparse_coo:
-            return x.layout
-    return None
-
-
-def refuse_layout(rule: Rule, layout: torch.layout | None, which: str = "one of its maps") -> None:
-    """Raises if a map must be transposed at a tensor of an unsupported layout."""
-    if layout is not None:
-        name = str(layout).removeprefix("torch.").lstrip("_")
-        raise GradtoolsError(
-            f"rule {rule.name!r}: the other mode follows by transposing {which}, which "
-            f"takes strided tensors, and one is {name}. Give the missing map as well, use "
-            "sparse_coo, or pass the tensor's values as an argument."
-        )
+def spent_ones(likes: Sequence[Any]) -> list[Tensor]:
+    """Leaves at which a map is transposed, which are constants to derivatives that it takes."""
+    vs = [ones(*like).requires_grad_() for like in likes]
+    for v in vs:
+        setattr(v, SPENT, [True])
+    return vs
 
 
 def transposed_by_backward(
-    rule: Rule, linear: Map, at: Any, examples: Any, values: Any
+    rule: Rule, linear: Callable[..., Sequence[Any]], vs: Sequence[Tensor], values: Sequence[Any]
 ) -> list[Any]:
-    """By autograd itself, which takes a third of the time of torch.func.
+    """The transpose of a function of the leaves vs at `values`, by autograd itself.
 
-    With gradients on, the result is differentiable in `at` and `values`.
+    None for zeros. A third of the time of torch.func.
     """
-    graphs = torch.is_grad_enabled()
-    with unpacked(), Transposing(rule, EAGER) as own, torch.enable_grad():
-        vs = [_leaf(e, [True]) for e in examples]
-        own.vectors = {*map(id, vs)} if graphs else None
-        outs = linear(at if graphs else [x.detach() for x in at], vs)
-        own.level = None  # traced
-        if False in [y is None or y.requires_grad for y in outs]:
-            _refuse_cut(rule, outs, values)
-        pairs = zip(outs, values, strict=True)
-        kept = [(o, v) for o, v in pairs if o is not None and v is not None and o.requires_grad]
-        if not kept:
+    if upstream.saved_tensors_hooks_on(False) is not None:
+        with unpacked():
+            return transposed_by_backward(rule, linear, vs, values)
+    graphs = _graphs()
+    _set_graphs(True)
+    try:
+        outs, ends, given = linear(*vs), list[Tensor](), list[Tensor]()
+        for y, v in zip(outs, values, strict=True):
+            if y is not None and v is not None:
+                if y.requires_grad:
+                    ends.append(y)
+                    given.append(v)
+                else:
+                    _refuse_cut(rule, (y,), (v,))
+        if not ends:
             return [None] * len(vs)
-        ends, given = zip(*kept, strict=True)
-        return list(upstream.run_engine(ends, given, graphs, graphs, tuple(vs), True))
+        return list(upstream.run_engine(tuple(ends), tuple(given), graphs, graphs, tuple(vs), True))
+    finally:
+        _set_graphs(graphs)
 
 
 def _refuse_cut(rule: Rule, outs: Sequence[Any], values: Sequence[Any]) -> None:
@@ -109,12 +109,12 @@ def _refuse_cut(rule: Rule, outs: Sequence[Any], values: Sequence[Any]) -> None:
 
     values: The vectors of the transpose; a result is not needed where its vector is zero.
     """
-    if rule.contract is None or not rule.contract.checked or is_compiling():
-        return
     for y, v in zip(outs, values, strict=True):
-        if y is None or v is None or y.requires_grad or upstream.TracingContext.try_get():
+        if y is None or v is None or y.requires_grad:
             continue
-        if is_nonzero(unwrapped(y)) and is_nonzero(unwrapped(v)):
+        if rule.contract is None or not rule.contract.checked or is_compiling():
+            return
+        if upstream.TracingContext.try_get() is None and _is_nonzero(y) and _is_nonzero(v):
             raise GradtoolsError(
                 f"rule {rule.name!r}: the other mode follows by transposing one of its maps, but "
                 "PyTorch records no graph of that map, as under torch.no_grad or after detach. "
@@ -122,28 +122,63 @@ def _refuse_cut(rule: Rule, outs: Sequence[Any], values: Sequence[Any]) -> None:
             )
 
 
-def is_nonzero(x: Tensor) -> bool:
+def _is_nonzero(x: Tensor) -> bool:
     """Whether an entry is neither zero nor NaN."""
+    x = unwrapped(x)
     return x.device.type != "meta" and bool(((x != 0) & ~x.isnan()).any())
 
 
-def vjp(fun: Callable[..., Any], *xs: Any, has_aux: bool = False) -> Any:
-    """`torch.func.vjp`, in eager mode by autograd itself.
+# --- pullbacks ---------------------------------------------------------------------------
 
-    Runs inside of hooks on saved tensors, which torch.func refuses and which see nothing.
+
+def vjp(fun: Callable[..., Sequence[Any]], xs: Sequence[Tensor]) -> tuple[list[Any], Any]:
+    """The outputs of fun at xs, None for integers, and their pullback, of tensors or None.
+
+    Like `torch.func.vjp`, and in eager mode by autograd itself. Runs inside of hooks on saved
+    tensors, which torch.func refuses and which see nothing.
     """
-    if is_compiling():
-        return torch.func.vjp(fun, *xs, has_aux=has_aux)  # type: ignore[misc]
     if in_eager() and upstream.forward_level() < 0:
-        return _eager_vjp(fun, xs, has_aux)
+        return _eager_vjp(fun, xs)
+    mask: list[bool] = []
+
+    def dense(*xs: Tensor) -> tuple[Tensor, ...]:
+        ys = fun(*xs)
+        mask[:] = [y is not None and is_inexact(y) for y in ys]
+        return tuple([y for y, m in zip(ys, mask, strict=True) if m]) or (torch.zeros(()),)
+
     with unpacked():
-        outs, pull, *aux = torch.func.vjp(fun, *xs, has_aux=has_aux)  # type: ignore[misc]
+        outs, pull = torch.func.vjp(dense, *xs)[:2]
+    left = iter(outs)
+    ys = [next(left) if m else None for m in mask]
 
-    def pullback(cts: Any) -> Any:
+    def pullback(cts: Sequence[Any]) -> list[Any]:
+        pairs = zip(ys, cts, strict=True)
+        full = [torch.zeros_like(y) if ct is None else ct for y, ct in pairs if y is not None]
+        with unpacked():  # views, since what fun returns unchanged may be of a level that has ended
+            return [v.view_as(v) for v in pull(tuple(full) or (torch.zeros(()),))]
+
+    return ys, pullback
+
+
+def _eager_vjp(fun: Callable[..., Sequence[Any]], xs: Sequence[Tensor]) -> Any:
+    """`vjp` at aliases of xs, whose pullback is differentiable where gradients are on."""
+    spent = [False]
+    with unpacked(), torch.enable_grad():
+        at = [x.view_as(x) if x.requires_grad else _leaf(x, spent) for x in xs]
+        outs = [y if y is not None and is_inexact(y) else None for y in fun(*at)]
+    spent[0] = True
+
+    def pullback(cts: Sequence[Any]) -> list[Any]:
+        pairs = zip(outs, cts, strict=True)
+        kept = [p for p in pairs if p[0] is not None and p[1] is not None and p[0].requires_grad]
+        if not kept:
+            return [torch.zeros_like(x) for x in xs]
+        ends, given = zip(*kept, strict=True)
         with unpacked():
-            return pull(cts)
+            grads = upstream.run_engine(ends, given, True, _graphs(), tuple(at), True)
+        return [torch.zeros_like(x) if g is None else g for x, g in zip(xs, grads, strict=True)]
 
-    return outs, pullback, *aux
+    return outs, pullback
 
 
 def _leaf(x: Tensor, spent: list[bool]) -> Tensor:
@@ -153,85 +188,27 @@ def _leaf(x: Tensor, spent: list[bool]) -> Tensor:
     return leaf
 
 
-def _eager_vjp(fun: Callable[..., Any], xs: Sequence[Tensor], has_aux: bool) -> Any:
-    """`vjp` at aliases of xs, whose pullback is differentiable where gradients are on."""
-    spent = [False]
-    with unpacked(), torch.enable_grad():
-        at = tuple([x.view_as(x) if x.requires_grad else _leaf(x, spent) for x in xs])
-        outs = fun(*at)
-    spent[0] = True
-    outs, *aux = outs if has_aux else (outs,)
-
-    def pullback(cts: Any) -> Any:
-        kept = [(y, ct) for y, ct in zip(outs, cts, strict=True) if y.requires_grad]
-        grads: Sequence[Any] = (None,) * len(at)
-        graphs = torch.is_grad_enabled()
-        if kept:
-            ends, given = zip(*kept, strict=True)
-            with unpacked():
-                grads = upstream.run_engine(ends, given, True, graphs, at, True)
-        return tuple(
-            [torch.zeros_like(x) if g is None else g for x, g in zip(xs, grads, strict=True)]
-        )
-
-    plain = not torch.is_grad_enabled() or not any(x.requires_grad for x in xs)
-    return tuple([y.detach() for y in outs]) if plain else outs, pullback, *aux
-
-
-def vjp_of_inexact(
-    fun: Callable[..., Sequence[Tensor]], *xs: Tensor
-) -> tuple[list[Tensor], list[bool], Any]:
-    """All outputs, a mask of the floating and complex ones, and the pullback of these."""
-    carried: list[bool] = []
-
-    def run(*xs: Tensor) -> Any:
-        ys = fun(*xs)
-        carried[:] = [is_inexact(y) for y in ys]
-        pairs = list(zip(ys, carried, strict=True))
-        return tuple([y for y, c in pairs if c]), [y for y, c in pairs if not c]
-
-    result, pullback, others = vjp(run, *xs, has_aux=True)
-    left = iter(others)
-    return [next(left) if y is None else y for y in spread(result, carried)], carried, pullback
-
-
 def pull(
-    fun: Callable[..., Sequence[Tensor]],
-    xs: Sequence[Tensor],
-    cts: Any,
-    reached: list[bool] | None = None,
+    fun: Callable[..., Sequence[Tensor]], xs: Sequence[Tensor], cts: Sequence[Any]
 ) -> list[Any]:
-    """The pullback of `fun` at xs, of `cts` (None: zero), or of what they give at the outputs.
-
-    reached: An empty list to fill with whether each of xs reaches the outputs.
-    """
-
-    def noting(*xs: Tensor) -> Sequence[Tensor]:
-        outs = fun(*xs)
-        assert reached is not None
-        if is_compiling():  # dynamo shows no graph
-            reached.extend(True for _ in xs)
-        else:
-            leaves = {*map(id, leaves_of(outs))}
-            reached.extend(id(x) in leaves for x in xs)
-        return outs
-
-    outs, carried, pullback = vjp_of_inexact(noting if reached == [] else fun, *xs)
-    triples = zip(outs, cts(outs) if callable(cts) else cts, carried, strict=True)
-    full = [torch.zeros_like(y) if ct is None else ct for y, ct, c in triples if c]
-    del outs, triples  # frees the memory of a tile
-    # Views, since a tensor that fun returns unchanged may be a wrapper of a dead level.
-    return [v.view_as(v) for v in pullback(tuple(full))]
+    """The pullback of `fun` at xs, of `cts` (None: zero)."""
+    return list(vjp(fun, xs)[1](cts))
 
 
-def value_and_push(
-    fun: Callable[..., list[Tensor]], xs: Sequence[Tensor], dxs: Sequence[Any]
-) -> tuple[list[Any], list[Any]]:
-    """The outputs and their tangents, as the transpose of the pullback, of one evaluation."""
-    outs, carried, pullback = vjp_of_inexact(fun, *xs)
-    zeros = [torch.zeros_like(y) for y, c in zip(outs, carried, strict=True) if c]
-    again = vjp(pullback, tuple(zeros))[1]
-    return outs, spread([v.view_as(v) for v in again(tuple(dxs))[0]], carried)
+def push(
+    fun: Callable[..., Sequence[Tensor]], xs: Sequence[Tensor], dxs: Sequence[Any]
+) -> list[Any]:
+    """The tangents of the outputs, as the transpose of the pullback; dual levels do not nest."""
+    outs, pullback = vjp(fun, xs)
+    mask = [y is not None for y in outs]
+    zeros = [torch.zeros_like(y) for y in outs if y is not None]
+
+    def pulled(*cts: Tensor) -> list[Any]:
+        left = iter(cts)
+        return list(pullback([next(left) if m else None for m in mask]))
+
+    left = iter(vjp(pulled, zeros)[1](dxs))
+    return [next(left) if m else None for m in mask]
 
 
 # --- a rule that is applied to the tangents of its own map --------------------------------
@@ -254,7 +231,7 @@ class Transposing:
 
     Attributes:
         rule: The rule.
-        level: The torch.func level at which the map is traced, or `EAGER`.
+        level: The torch.func level at which the map is traced, or `EAGER`; None elsewhere.
         by_code: Whether the rule met itself, so that its own code is transposed.
         vectors: The ids of the leaves at which the map is transposed; None if they alone require
             grad.
@@ -308,7 +285,7 @@ def in_own_transpose(rule: Rule, xs: Sequence[Tensor]) -> bool:
                 upstream.is_gradtrackingtensor(x) and upstream.maybe_get_level(x) in levels
             )
             x = upstream.get_unwrapped(x)
-        if tracked or (x.requires_grad and any(map(partial(_follows, x), stack[first:]))):
+        if tracked or (x.requires_grad and any(_follows(x, t) for t in stack[first:])):
             stack[first].by_code = True
             return True
     return False

@@ -251,20 +251,20 @@ class _CheckedMembers:
             return
         try:
             program = self.half.HeldProgram(self.backend, member, fun, leaves, captures)
+            found = program.comparison()
+            verdict = found.verdict() if program.leaves else ""
         except DerivativeError:
             raise
         except Exception as error:  # the operator's own run raises it, if it is not of a second run
             report.notes.append(f"f could not run again: {type(error).__name__}: {error}")
             return
-        if program.leaves:
-            found = program.comparison()
-            verdict = found.verdict()
-            if verdict == "differs" and not program.unseen:
-                raise DerivativeError(_text(caller, fun, program, found))
-            report.compared += verdict == "agrees"
-            if verdict != "agrees":
-                report.skipped[UNSEEN if program.unseen else NOISY] += 1
-            report.notes += [note for note in program.notes if note not in report.notes]
+        if verdict == "differs" and not program.unseen:
+            raise DerivativeError(_text(caller, fun, program, found))
+        if verdict == "agrees":
+            report.compared += 1
+        elif verdict:
+            report.skipped[UNSEEN if program.unseen else NOISY] += 1
+        report.notes += [note for note in program.notes if note not in report.notes]
 
     def _differentiating(
         self, member: str, run: Any, fun: Any, leaves: list[Any], *args: Any, **kwargs: Any

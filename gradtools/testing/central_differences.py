@@ -37,13 +37,14 @@ class Comparison:
     def verdict(self) -> str:
         """Whether it "agrees", "differs" (in two of three comparisons), or is too "noisy" to tell.
 
-        After a comparison the point moves a little, since a kink or tie is at one point.
+        After a comparison the point moves a little, since a kink or tie is at one point; NaN stays.
         """
         found = [self.compare()]
         away = min(30 * self.program.eps ** (1 / 3), 0.5)
         while found[-1] != "agrees" and len(found) < 3:
-            pairs = zip(self.xs, self._moves(), strict=True)
-            self.xs = self.program.rounded([x + away * u for x, u in pairs])
+            if np.isfinite(self.slope):
+                pairs = zip(self.xs, self._moves(), strict=True)
+                self.xs = self.program.rounded([x + away * u for x, u in pairs])
             found.append(self.compare())
         both = found.count("differs") > 1
         return "agrees" if found[-1] == "agrees" else "differs" if both else "noisy"

@@ -108,10 +108,11 @@ class CheckedProgram:
         eps: The coarsest precision that f uses.
         unseen: How many operations hold stops that are not seen.
         notes: For the report.
-        suspects: What f holds that changes derivatives and is no operation, in words.
+        hooks: A sentence on each hook that f sets.
         values: The values that f stops, and `recorded` those of the first run.
         stops: The lines at which f stops values.
-        seen: The values inside of f, with names and lines; `held` returns the first `count`.
+        seen: The values inside of f, with names and lines; `held` returns the first `count`, or
+            a derivative of these, of the kind "vjp" or "jvp".
     """
 
     half: Any
@@ -121,14 +122,24 @@ class CheckedProgram:
     def __init__(self, backend: Any, member: str, fun: Any, leaves: Sequence[Any]) -> None:
         self.backend, self.member, self.fun, self.leaves = backend, member, fun, [*leaves]
         self.eps, self.unseen, self.place = 0.0, 0, 0
-        self.notes, self.suspects = list[str](), dict[str, None]()
+        self.notes, self.hooks = list[str](), dict[str, None]()
         self.values, self.stops = list[Any](), list[Source | None]()
         self.recorded: list[Any] | None = None
         self.count: int | None = None
-        self.seen = list[tuple[str, Source | None, Any]]()
+        self.kind = ""
+        self.seen = list[tuple[str, str, Any]]()
 
     def held(self, *xs: Any) -> list[Any]:
-        """f's outputs at arrays; with a `count`, the first values inside of f."""
+        """f's outputs at arrays; with a `count`, the first values inside of f, or a derivative."""
+        run: Any = lambda *xs: (self._values(*xs), [])
+        if self.kind == "jvp":
+            return list(self.backend.jvp(run, [*xs], [*xs])[2])
+        if self.kind == "vjp":
+            result = self.backend.vjp(run, [*xs], groups=None, once=False)
+            return list(self.backend.filled(result.pullback(result.outs), xs))
+        return self._values(*xs)
+
+    def _values(self, *xs: Any) -> list[Any]:
         self.place, self.seen = 0, []
         outs = self.run(*xs)
         return outs if self.count is None else [y for _, _, y in self.seen[: self.count]]
@@ -166,32 +177,37 @@ class CheckedProgram:
     def see(self, name: str, line: Source | None, ys: Sequence[Any]) -> None:
         """Keeps values inside of f that an operation returns, while they are counted."""
         if self.count is not None:
-            self.seen += [(name, line, y) for y in ys]
+            self.seen += [(name, f" ({line})" if line else "", y) for y in ys]
 
     def comparison(self) -> Comparison:
         """A comparison at f's arguments."""
         return Comparison(self, self.numbers(self.leaves), here.rng)
 
     def first_wrong(self) -> str:
-        """The first value inside of f whose derivative differs, by bisection, in words."""
+        """The first value inside of f that has a wrong derivative, by bisection, in words."""
 
         def differs(k: int) -> bool:
             self.count = k + 1
             return self.comparison().verdict() == "differs"
 
-        self.count = sys.maxsize
-        self(self.numbers(self.leaves))
-        found = [(name, line) for name, line, _ in self.seen]
-        k = bisect_left(range(len(found)), True, key=differs)
-        self.count = None
-        name, line = found[k] if k < len(found) else ("", None)
-        held = [] if name in self.suspects else list(self.suspects)
-        texts = [f"f holds {', '.join(held)}."] if held else []
-        if name:
-            texts[:0] = [
-                f"The derivative of {name}{f' ({line})' * bool(line)} is the first wrong one."
-            ]
-        return " ".join(texts)
+        texts = list[str]()
+        for word, kind in _ORDERS:
+            try:
+                self.count, self.kind = sys.maxsize, ""
+                self(self.numbers(self.leaves))
+                found, self.kind = [(name, line) for name, line, _ in self.seen], kind
+                k = bisect_left(range(len(found)), True, key=differs)
+            except Exception:  # f has no derivative of this kind, so none is named
+                continue
+            for name, line in found[k : k + 1]:
+                texts.append(f"The {word}derivative of {name}{line} is the first that is wrong.")
+                if not name.startswith(UNNAMED):
+                    return " ".join([texts[-1], *self.hooks])
+        return " ".join([*texts[:1], *self.hooks])
+
+
+UNNAMED = ("an argument of ", "f's output")
+_ORDERS = (("", ""), ("second ", "vjp"), ("reverse-over-forward ", "jvp"))
 
 
 def _text(caller: str, fun: Any, program: Any, c: Comparison) -> str:
@@ -312,7 +328,8 @@ class _CheckedMembers:
                 both = [next(new) if m else x for x, m in zip(values, moving, strict=True)]
                 args, kwargs = self.backend.unflatten(treedef, both)
                 outs = self.backend.flatten(run(*args, **kwargs))[0]
-                return [y for y in outs if self.backend.is_array(y) and is_inexact(y)], []
+                with set_here(own=True):
+                    return [y for y in outs if self.backend.is_array(y) and is_inexact(y)], []
 
             fun.f = getattr(f, "f", f)  # type: ignore[attr-defined]
             if values:

@@ -16,7 +16,12 @@ import torch
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from gradtools.code_origin import definition_of, innermost, lines_above
-from gradtools.testing.checked_mode import CheckedProgram, functions_within, here, set_here
+from gradtools.testing.checked_mode import (
+    CheckedProgram,
+    functions_within,
+    here,
+    set_here,
+)
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import leaves_of
 from gradtools.torch.functorch_wrappers import is_dual
@@ -113,7 +118,7 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
         self.new, self.known = {id(x) for x in given}, {}
         with self:
             outs = list(self.fun(*given)[0])
-        self._see_arguments("f", outs)
+        self._see_arguments("f's output", outs)
         return outs
 
     def pull(self, run: Any, xs: list[Tensor], vs: Sequence[Any]) -> list[Tensor]:
@@ -167,7 +172,7 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
             return func(*args, **kwargs)
         given = _tensors((args, kwargs))
         if torch.is_grad_enabled() and not self.function:
-            self._see_arguments(name, given)
+            self._see_arguments(f"an argument of {name}", given)
         y = func(*args, **kwargs)
         if torch.is_grad_enabled():
             if func in _STOPS and not self.function:
@@ -209,15 +214,14 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
         if self.count is None:
             return
         line = innermost(lines_above(1))
-        if name.startswith("register_") and name.endswith("hook"):
-            self.suspects[f"a hook ({line})"] = None
+        if name.endswith("hook"):
+            self.hooks[f"f sets a hook ({line})."] = None
         for t in given:
-            cls, text = upstream.function_of(t.grad_fn), f"an argument of {name}"
+            cls, text = upstream.function_of(t.grad_fn), name
             if cls is upstream.ModuleHook:
                 text = "a backward hook of a module"
             elif cls is not None and not cls.__module__.startswith("gradtools."):
                 text = f"the autograd.Function {cls.__name__} ({definition_of(cls.forward)})"
-            self.suspects |= {} if text.startswith("an argument") else {text: None}
             self.see(text, line, [t])
 
 

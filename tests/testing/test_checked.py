@@ -58,7 +58,9 @@ def test_an_error_says_operator_argument_lines_and_both_numbers(gt):
     assert len(numbers) >= 2 and numbers[0] != numbers[1]
     assert "<locals>.<lambda> (test_checked.py:" in text
     assert "differentiated at test_checked.py:" in text
-    assert re.search(r"The derivative of (the rule )?wrong \(.*\) is the first wrong one\.", text)
+    assert re.search(
+        r"The derivative of (the rule )?wrong \(.*\) is the first that is wrong\.", text
+    )
     assert isinstance(caught.value, AssertionError)
 
 

@@ -454,16 +454,19 @@ def _torch_second_order() -> list[Fault]:
             "the derivative of the tangent of solve, torch#192540",
             reverse(lambda A: torch.linalg.solve(A, A @ A)),
             "grad",
+            blamed="reverse-over-forward derivative of linalg.solve",
         ),
         Fault(
             "the derivative of the tangent of logdet, torch#192540",
             reverse(lambda A: torch.logdet(A @ A.T)),
             "grad",
+            blamed="reverse-over-forward derivative of logdet",
         ),
         Fault(
             "the derivative of the tangent of slogdet, torch#192540",
             reverse(lambda A: torch.linalg.slogdet(A)[1]),
             "grad",
+            blamed="reverse-over-forward derivative of linalg.slogdet",
         ),
         Fault(
             "the tangent of cholesky_inverse, torch#196682",

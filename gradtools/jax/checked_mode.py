@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
@@ -26,10 +26,6 @@ from gradtools.testing.checked_mode import CheckedProgram, here, set_here
 _OWN, _USER = "gradtools_own", "gradtools_user"
 _INLINED = dict.fromkeys(("pjit", "jit", "remat", "checkpoint"), "jaxpr")
 _INLINED |= dict.fromkeys(("closed_call", "core_call"), "call_jaxpr")
-REHEARSES = True  # f runs before at values, so that derivatives inside of it are compared
-
-
-# --- what `checked` calls ------------------------------------------------------------------------
 
 
 def scope(own: bool) -> AbstractContextManager[Any]:
@@ -47,16 +43,10 @@ def unchanged() -> Iterator[None]:
         np.random.set_state(states[1])  # noqa: NPY002 - as above
 
 
-def numbers(xs: Sequence[Any]) -> list[Any]:
-    """Arrays as wide NumPy arrays."""
-    wide = lambda x: np.complex128 if jnp.iscomplexobj(x) else np.float64
-    return [None if x is None else np.asarray(x).astype(wide(x)) for x in xs]
-
-
 def like(values: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
     """NumPy arrays as arrays like others."""
-    made = lambda v, x: None if v is None else jnp.asarray(np.asarray(v).astype(x.dtype))
-    return [made(v, x) for v, x in zip(values, likes, strict=True)]
+    pairs = zip(values, likes, strict=True)
+    return [jnp.asarray(np.asarray(v).astype(x.dtype)) for v, x in pairs]
 
 
 def traced(xs: Sequence[Any]) -> bool:
@@ -80,58 +70,42 @@ def native(xs: Sequence[Any]) -> Iterator[Any]:
         yield values, moving
 
 
-def program_of(backend: Any, fun: Any, leaves: Sequence[Any], captures: bool) -> HeldProgram:
-    with unchanged():
-        fun(*leaves)  # derivatives inside of f are compared at values
-    return HeldProgram(backend, fun, leaves)
-
-
-def plain(backend: Any, fn: Callable[..., Any], xs: Sequence[Any]) -> HeldProgram:
-    return HeldProgram(backend, lambda *a: (list(fn(*a)), []), xs)
-
-
 class HeldProgram(CheckedProgram):
     """f, which runs again at other points."""
 
     half = sys.modules[__name__]
 
-    def __init__(self, backend: Any, fun: Any, leaves: Sequence[Any]) -> None:
-        super().__init__(backend, fun, leaves)
+    def __init__(self, backend: Any, member: str, fun: Any, leaves: Any, captures: bool) -> None:
+        super().__init__(backend, member, fun, leaves)
         self.eps = max(float(jnp.finfo(x.dtype).eps) for x in leaves)
         self.closed: Any = None
-        try:
-            with set_here(program=self, own=0), unchanged():
-                self.closed = jax.make_jaxpr(lambda *xs: list(fun(*xs)[0]))(*leaves)
-        except jax.errors.JAXTypeError:  # f reads values: its stops are not seen
-            self.unseen = 1
-        self.base = numbers(self.held(*leaves))
+        with unchanged():
+            fun(*leaves)  # derivatives inside of f are compared at values
+        with self.at(self.numbers(leaves)) as xs:
+            try:
+                self.closed = jax.make_jaxpr(lambda *xs: list(fun(*xs)[0]))(*xs)
+            except jax.errors.JAXTypeError:  # f reads values: its stops are not seen
+                self.unseen = 1
+            self.run(*xs)
         self.recorded = self.values
 
-    def held(self, *xs: Any) -> list[Any]:
-        self.at = 0
-        if self.closed is not None:
-            return self._eval(self.closed.jaxpr, self.closed.consts, xs)
-        with set_here(program=self, own=0), unchanged():
+    @contextmanager
+    def at(self, points: Sequence[Any]) -> Iterator[list[Any]]:
+        with set_here(program=self, own=self.closed is not None), unchanged():
+            yield like(points, self.leaves)
+
+    def run(self, *xs: Any) -> list[Any]:
+        if self.closed is None:
             return list(self.fun(*xs)[0])
-
-    def pullback(self, given: Sequence[Any]) -> Callable[..., list[Any]]:
-        def pulled(*xs: Any) -> list[Any]:
-            ys, pull = jax.vjp(self.held, *xs)
-            pairs = zip(like(given, ys), ys, strict=True)
-            cts = [jnp.zeros_like(y) if v is None else v for v, y in pairs]
-            return [jnp.conj(g) for g in pull([jnp.conj(ct) for ct in cts])]
-
-        return pulled
+        return self._eval(self.closed.jaxpr, self.closed.consts, xs)
 
     def hold(self, x: Any) -> Any:
         """A value that f stops: recorded in the first run, put back in the others."""
         if self.recorded is None:
             self.values.append(x)
             return jax.lax.stop_gradient(x)
-        self.at += 1
-        return jax.lax.stop_gradient(self.recorded[self.at - 1])
-
-    # --- the interpreter
+        self.place += 1
+        return jax.lax.stop_gradient(self.recorded[self.place - 1])
 
     def _eval(self, jaxpr: Any, consts: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
         env: dict[Any, Any] = {}
@@ -145,29 +119,24 @@ class HeldProgram(CheckedProgram):
                 ys = [self.hold(args[0])]
                 self.stops += [_line(e)] if self.recorded is None else []
             elif _is_edit(e):
-                self.edited, straight = True, _name(e) == "straight_through"
+                straight = _name(e) == "straight_through"
                 ys = [args[1] + self.hold(args[0] - args[1])] if straight else args
             elif inner is not None:
                 ys = self._eval(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), args)
             else:
-                ys = self._bound(e, args)
-            for y in ys if self.recorded is None else ():
-                if jnp.issubdtype(y.dtype, jnp.inexact):
-                    self.eps = max(self.eps, float(jnp.finfo(y.dtype).eps))
+                ys = e.primitive.bind(*args, **e.primitive.get_bind_params(e.params))
+                ys = ys if e.primitive.multiple_results else [ys]
+                self._look_at(e, [y for y in ys if jnp.issubdtype(y.dtype, jnp.inexact)])
             env.update(zip(e.outvars, ys, strict=False))  # an edit may have further arguments
         return [read(v) for v in jaxpr.outvars]
 
-    def _bound(self, e: Any, args: list[Any]) -> list[Any]:
-        def fn(*xs: Any) -> list[Any]:
-            ys = e.primitive.bind(*xs, **e.primitive.get_bind_params(e.params))
-            return ys if e.primitive.multiple_results else [ys]
-
-        if self.recorded is None and any("stop_gradient" in str(p) for p in e.params.values()):
-            self.unseen += 1
-        inexact = [jnp.issubdtype(x.dtype, jnp.inexact) for x in map(jnp.asarray, args)]
-        if self.operations is not None and all(inexact) and args:
-            self.operations.append((_name(e), _line(e), fn, args))
-        return fn(*args)
+    def _look_at(self, e: Any, ys: list[Any]) -> None:
+        """Notes the precision and the stops of an operation that is not inlined."""
+        if self.recorded is None:
+            self.unseen += any("stop_gradient" in str(p) for p in e.params.values())
+            self.eps = max(self.eps, *(float(jnp.finfo(y.dtype).eps) for y in ys), 0.0)
+        if not _is_own(e) or "rule" in e.params:
+            self.see(_name(e), _line(e), ys)
 
 
 def _is_own(e: Any) -> bool:

@@ -76,9 +76,7 @@ class Watching(TorchDispatchMode):
 
 
 pytree = _pytree
-tree_flatten, tree_unflatten = pytree.tree_flatten, pytree.tree_unflatten
-tree_leaves, tree_map = pytree.tree_leaves, pytree.tree_map
-tree_map_only = pytree.tree_map_only
+tree_leaves, tree_map_only = pytree.tree_leaves, pytree.tree_map_only
 
 # --- levels of torch.func ----------------------------------------------------------------------
 
@@ -245,9 +243,6 @@ def size_hint(n: Any, fallback: int) -> int:
     return int(hint(n, fallback=fallback))
 
 
-linear_cross_entropy: Any = getattr(torch.nn.functional, "linear_cross_entropy", None)
-"""The loss without all logits, from PyTorch 2.13 on; None before."""
-
 function_modes: Callable[[], Sequence[Any]] = torch.overrides._get_current_function_mode_stack
 count_of_function_modes: Callable[[], int] = _c._len_torch_function_stack
 count_of_dispatch_modes: Callable[[], int] = _c._len_torch_dispatch_stack
@@ -296,27 +291,17 @@ AccumulateGrad: Any = _c._functions.AccumulateGrad
 """The class of the nodes of leaves. Gone: compare the name of the class."""
 
 
-def function_of(node: Any) -> Any:
-    """The `torch.autograd.Function` of a node; None for PyTorch's own. Gone: use its name."""
-    cls = getattr(type(node), "_forward_cls", None)
-    return cls and users_class(cls)
-
-
 ModuleHook: Any = torch.nn.modules._functions.BackwardHookFunction
 """The Function by which a module's full backward hooks run. Gone: name it as any Function."""
 
 
-def forward_class(kind: Any) -> Any:
-    """The `torch.autograd.Function` of a class of nodes. Gone: use its name."""
-    return users_class(kind._forward_cls)
+def function_of(node: Any) -> Any:
+    """The user's `torch.autograd.Function` of a node; None for PyTorch's own.
 
-
-def users_class(function: Any) -> Any:
-    """The user's `torch.autograd.Function` behind the class that vmap generates from it.
-
-    Gone: a Function under vmap whose derivative is differentiated again is refused.
+    vmap generates a class from it, whose closure holds the user's. Gone: use the node's name.
     """
-    while function.__module__ == "torch._functorch.autograd_function":
+    function = getattr(type(node), "_forward_cls", None)
+    while function is not None and function.__module__ == "torch._functorch.autograd_function":
         made_by = function.forward
         names = dict(zip(made_by.__code__.co_freevars, made_by.__closure__, strict=True))
         function = names["autograd_function"].cell_contents
@@ -410,9 +395,6 @@ def storage_key(x: Tensor) -> int:
 
 make_subclass: Callable[[type, Tensor], Tensor] = Tensor._make_subclass  # type: ignore[attr-defined]
 """A tensor of a class in the memory of another. Gone: `x.as_subclass(kind)`, which is a view."""
-
-values_of: Callable[[Tensor], Tensor] = methodcaller("_values")
-"""Indices and values of a sparse tensor that may be uncoalesced. Gone: coalesce first."""
 
 # --- operators ---------------------------------------------------------------------------------
 
@@ -519,11 +501,6 @@ DYNAMO = "torch._dynamo"
 """The compiler's module. Gone: use the module that `torch.compile` then imports."""
 
 
-def dynamo_is_loaded() -> bool:
-    """Whether dynamo is imported, which takes longer than importing the rest of PyTorch."""
-    return DYNAMO in sys.modules
-
-
 def break_graph(reason: str) -> None:
     """Causes a graph break in dynamo, with a reason for its logs.
 
@@ -567,25 +544,7 @@ def marked_constant(fun: Callable[..., Any]) -> Callable[..., Any]:
 # --- hacks that a maintainer of PyTorch would reject --------------------------------------------
 #
 # Each of these depends on stack frames, on the identity of a code object, or on a counter of the
-# process, because PyTorch offers nothing else. Further hacks, each in one module, with benefit and
-# cost:
-#
-# - Matching the texts of PyTorch's errors, for which it has no types (`known_errors`). Benefit:
-#   messages that teach, and other kernels where one lacks a derivative. Cost: if upstream changes
-#   the text, PyTorch's own error is raised.
-# - Inspecting the instruction that raised an error (`code_origin`): a `raise` statement outside of
-#   the framework is the user's, even with the same text. Benefit: a user's error is never mistaken
-#   for PyTorch's. Cost: reading bytecode once an error was raised.
-# - Patching classes for the time of a call (`thread_patches`). Benefit: calls that no mode sees are
-#   intercepted. Cost: a check in each other thread's calls.
-# - An import hook (`compiling`). Dynamo identifies marked functions by identity, and importing it
-#   to mark them takes seconds. Cost: a comparison of names at each import until it is imported.
-# - One registered operator (`host`), since compiled programs hold no Python objects. Cost: a name
-#   in `torch.ops` for the lifetime of the process.
-# - Reading the memory of CPython's generator (`randomness`), since copying its state takes longer
-#   than a small layer. Cost: a test of the layout at import; if it fails, states are copied.
-# - Removing the hooks of leaves during a second evaluation (`lazy_graphs`), so that they run once.
-#   Cost: another thread's backward pass does not see them meanwhile.
+# process, because PyTorch offers nothing else.
 
 
 def _package(frame: Any) -> str:

@@ -34,7 +34,7 @@ def is_compiling() -> bool:  # an alias of PyTorch's function would sometimes be
 
 def _with_dynamo(register: Callable[[], Any]) -> None:
     """Registers something with dynamo: now, or once it is loaded."""
-    if upstream.dynamo_is_loaded():
+    if upstream.DYNAMO in sys.modules:
         register()
     else:
         _TO_REGISTER.append(register)
@@ -79,7 +79,7 @@ def as_written() -> AbstractContextManager[None]:
 
     Compiled code silently drops tangents, and modes do not see its operations.
     """
-    return _AS_WRITTEN if upstream.dynamo_is_loaded() and not is_compiling() else nullcontext()
+    return _AS_WRITTEN if upstream.DYNAMO in sys.modules and not is_compiling() else nullcontext()
 
 
 def runs_as_written() -> bool:
@@ -164,7 +164,7 @@ class _WhenDynamoArrives(MetaPathFinder):
         return spec
 
 
-if not upstream.dynamo_is_loaded():
+if upstream.DYNAMO not in sys.modules:
     sys.meta_path.insert(0, _WhenDynamoArrives())
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 import textwrap
@@ -57,7 +58,9 @@ def test_an_error_says_operator_argument_lines_and_both_numbers(gt):
     assert len(numbers) >= 2 and numbers[0] != numbers[1]
     assert "<locals>.<lambda> (test_checked.py:" in text
     assert "differentiated at test_checked.py:" in text
-    assert "wrong by itself" in text
+    assert re.search(
+        r"The derivative of (the rule )?wrong \(.*\) is the first that is wrong\.", text
+    )
     assert isinstance(caught.value, AssertionError)
 
 
@@ -109,13 +112,14 @@ def test_blocks_nest(gt):
     assert (outer.compared, inner.compared) == (2, 2)
 
 
-def test_a_pullback_outlives_the_block(gt):
+def test_a_derivative_is_compared_when_it_is_taken(gt):
     x = gt.asarray(X)
-    with checked():
-        _, pull = gt.vjp(_wrong(gt), x)
-    pull(x)
-    with checked(), pytest.raises(DerivativeError):
+    _, pull = gt.vjp(_wrong(gt), x)
+    with checked() as report:
         pull(x)
+    assert report.compared == 0
+    with checked(), pytest.raises(DerivativeError):
+        gt.vjp(_wrong(gt), x)
 
 
 def test_traced_values_are_counted(gt):
@@ -127,40 +131,14 @@ def test_traced_values_are_counted(gt):
     assert f"not compared: 1, {TRACED}" in str(report)
 
 
-def test_rows_of_a_jacobian_are_compared(gt):
+def test_the_rows_of_a_batch_are_compared_one_by_one(gt):
     x = gt.asarray(X[0])
     with checked() as report:
         for mode in ("forward", "reverse"):
             gt.jacobian(lambda x: x**3, mode=mode)(x)
         gt.per_example_grad(lambda w, x: (w * x**2).sum())(x, gt.asarray(X))
-    assert report.compared == 3 + 3 + 4  # units one by one, and examples
+    assert report.compared == 3 + 1 + 4  # tangents, one pullback, examples
     assert not report.skipped
-
-
-def test_a_batch_is_compared_with_its_rows():
-    torch = pytest.importorskip("torch")
-    import gradtools.torch as gt
-
-    class Doubled(torch.autograd.Function):
-        @staticmethod
-        def forward(x):
-            return x.sin()
-
-        @staticmethod
-        def setup_context(ctx, inputs, output):
-            ctx.save_for_backward(*inputs)
-
-        @staticmethod
-        def backward(ctx, g):
-            return g * ctx.saved_tensors[0].cos()
-
-        @staticmethod
-        def vmap(info, dims, x):
-            return 2 * Doubled.apply(x), dims[0]
-
-    x = torch.from_numpy(X)
-    with pytest.raises(DerivativeError, match="a row of a batch differs"), checked():
-        gt.per_example_grad(lambda w, x: (w * Doubled.apply(x)).sum())(x[0], x)
 
 
 def test_the_same_seed_draws_the_same_directions(gt):
@@ -297,7 +275,7 @@ def test_a_pullback_of_jax_stays_a_pytree():
         compiled = jax.jit(lambda pull, push, x: (pull(x)[0], push(x)))(pull, push, x)
         np.testing.assert_allclose(compiled[0], np.cos(X) * X, rtol=1e-6)
         np.testing.assert_allclose(compiled[1], pull(x)[0], rtol=1e-6)
-    assert report.compared == 1
+    assert report.compared == 2
 
 
 def test_an_f_that_reads_values_is_compared_in_jax():

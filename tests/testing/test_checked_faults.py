@@ -232,7 +232,7 @@ def _torch_faults() -> list[Fault]:
             "data that left by float",
             lambda: gt.grad(lambda x: (x * 2).sum() * float((x**3).mean()))(x),
             "grad",
-            blamed="Data leaves PyTorch by float() (test_checked_faults.py:",
+            blamed="data that leave PyTorch by float() (test_checked_faults.py:",
         ),
         Fault(
             "data that left by item",
@@ -460,12 +460,13 @@ def _torch_second_order() -> list[Fault]:
             "the derivative of the tangent of logdet, torch#192540",
             reverse(lambda A: torch.logdet(A @ A.T)),
             "grad",
-            blamed="logdet",
+            blamed="reverse-over-forward derivative of logdet",
         ),
         Fault(
             "the derivative of the tangent of slogdet, torch#192540",
             reverse(lambda A: torch.linalg.slogdet(A)[1]),
             "grad",
+            blamed="reverse-over-forward derivative of linalg.slogdet",
         ),
         Fault(
             "the tangent of cholesky_inverse, torch#196682",

@@ -259,7 +259,7 @@ def _rules(recorder: Any) -> Iterator[None]:
     def refuse_unseen(node: Any) -> None:
         if recorder.quiet or recorder.rules or not isinstance(node, BackwardCFunction):
             return
-        kind = upstream.forward_class(type(node))
+        kind = upstream.function_of(node)
         if not is_users_function(kind):
             return
         raise GradtoolsError(

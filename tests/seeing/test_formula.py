@@ -7,8 +7,8 @@ import pytest
 
 from gradtools import GradtoolsError
 from gradtools.seeing.formulas.derivation import derive
+from gradtools.seeing.formulas.expressions import OPERATIONS
 from gradtools.seeing.formulas.formulating import compared
-from gradtools.seeing.formulas.operation_record import OPERATIONS
 from gradtools.seeing.formulas.typesetting import latex as latex_of
 from gradtools.seeing.formulas.typesetting import number
 from tests.support.formula_builder import Builder

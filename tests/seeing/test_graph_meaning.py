@@ -11,9 +11,9 @@ import re
 
 import numpy as np
 import pytest
+from gradtools.seeing.formulas.operation_record import evaluate, made
 
 from gradtools.seeing.formulas.expressions import kind_of, placeholder
-from gradtools.seeing.formulas.operation_record import evaluate, made
 from gradtools.seeing.graphs.attributes import is_number
 
 # The operation, a program in PyTorch and one in JAX (empty where JAX has no such operation).

@@ -13,9 +13,7 @@ with a framework.
 
 from __future__ import annotations
 
-import itertools
 import os
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,11 +26,19 @@ from gradtools.errors import GradtoolsError
 from gradtools.printing import printable
 from gradtools.rules import replaced_at
 from gradtools.seeing.formulas import typesetting as ts
-from gradtools.seeing.formulas.algebra import add, conj, product, real
-from gradtools.seeing.formulas.expressions import COMPLEX, SEVERAL, Expr, full, is_zero, placeholder
+from gradtools.seeing.formulas.algebra import add, real
+from gradtools.seeing.formulas.complex_pairs import ComplexPair, find_pairs, together
+from gradtools.seeing.formulas.expressions import (
+    OPERATIONS,
+    SEVERAL,
+    Expr,
+    evaluate,
+    full,
+    is_zero,
+    placeholder,
+)
 from gradtools.seeing.formulas.expressions import order as ordered
-from gradtools.seeing.formulas.operation_record import OPERATIONS, evaluate
-from gradtools.seeing.formulas.operations.opaque import pulled_back
+from gradtools.seeing.formulas.opaque import pulled_back
 from gradtools.seeing.formulas.recorded import Recorded
 from gradtools.seeing.formulas.statements import Section, Statements, output_names, short_names
 from gradtools.seeing.formulas.typesetting import Written
@@ -151,23 +157,19 @@ class Formula:
 
     def _in_complex_numbers(self) -> tuple[list[ComplexPair], list[tuple[Expr, Written]]]:
         """The adjoint of separate real and imaginary parts in complex form, if it has one."""
-        pairs, cotangents = find_pairs(self._recorded.opened), self._cotangents
+        inputs, cotangents = self._recorded.opened, self._cotangents
+        pairs = find_pairs(inputs)
         if not pairs or len(cotangents) != 2 or cotangents[0].shape != cotangents[1].shape:
             return [], []
         base = "O" if "O" not in {p.name for p in pairs} else "out"
-        one, other = cotangents
-        pairs.append(ComplexPair(base, one, other, placeholder(base, one.shape, COMPLEX)))
-        gradients = dict(zip(self._recorded.opened, (g for g, _ in self._gradients), strict=True))
-        result = []
-        for p in pairs[:-1]:
-            a, b = gradients[p.real], gradients[p.imaginary]
-            joined = None if a is None or b is None else together(a, b, pairs)
-            if joined is None:
-                return [], []
-            self._names[p.whole] = ts.symbol(p.name)
-            result.append((joined, ts.bar(self._names[p.whole])))
+        pairs.append(ComplexPair.of(base, *cotangents))
+        gradients = dict(zip(inputs, (g for g, _ in self._gradients), strict=True))
+        found = together(gradients, pairs)
+        if not found:
+            return [], []
+        self._names.update({p.whole: ts.symbol(p.name) for p in pairs[:-1]})
         self._names[pairs[-1].whole] = ts.bar(ts.symbol(base))
-        return pairs, result
+        return pairs, [(whole, ts.bar(self._names[p.whole])) for p, whole in found]
 
     # Reading.
 
@@ -440,85 +442,3 @@ FORMS: Forms = {
     ),
     ".md": lambda formula: f"$$\n{_gathered(formula)}\n$$\n",
 }
-
-
-# --- separate real and imaginary parts, combined to complex arrays
-#
-# A program with separate X_re and X_im has an adjoint with twice as many lines. With
-# X = X_re + i X_im the gradient of a real function is X_bar = X_bar_re + i X_bar_im (gradtools'
-# convention), and the two lines become one, such as I_bar = W^H O_bar. The parts are substituted by
-# (X + X^*) / 2 and (X - X^*) / 2i, products are expanded, and like terms collected. The result is
-# used only if it agrees with the parts at a random point.
-
-_MOST_TERMS = 64
-
-
-@dataclass(frozen=True)
-class ComplexPair:
-    """Two arrays that are the parts of one complex array, and that array with its name."""
-
-    name: str
-    real: Expr
-    imaginary: Expr
-    whole: Expr
-
-
-def find_pairs(leaves: Sequence[Expr]) -> list[ComplexPair]:
-    """Pairs of inputs whose names differ only by re and im, real and imag, or r and i."""
-    by_name = {p["name"]: p for p in leaves if p.kind == "real"}
-    result = []
-    for name, p in by_name.items():
-        split = re.fullmatch(r"((.*?[^_.])[_.])(re|real|r)", name)
-        q = split and by_name.get(split[1] + {"re": "im", "real": "imag", "r": "i"}[split[3]])
-        if split and q and q.shape == p.shape:
-            whole = placeholder(split[2], p.shape, COMPLEX)
-            result.append(ComplexPair(split[2], p, q, whole))
-    return result
-
-
-def together(real: Expr, imaginary: Expr, pairs: Sequence[ComplexPair]) -> Expr | None:
-    """The complex array with these parts, in terms of the pairs' complex arrays; or None."""
-    known: dict[Expr, list[Expr]] = {}
-    for p in pairs:
-        known[p.real] = [0.5 * p.whole, 0.5 * conj(p.whole)]
-        known[p.imaginary] = [-0.5j * p.whole, 0.5j * conj(p.whole)]
-    apart = real + 1j * imaginary
-    terms = _expanded(apart, known)
-    if terms is None:
-        return None
-    whole = add(terms)
-    rng = np.random.default_rng(0)
-    leaves = [p for p in ordered([apart, whole]) if p.op == "placeholder"]
-    values: dict[Expr, Any] = {p: rng.normal(size=p.shape) for p in leaves if p.kind == "real"}
-    for p in pairs:
-        a, b = (values.setdefault(x, rng.normal(size=x.shape)) for x in (p.real, p.imaginary))
-        values[p.whole] = a + 1j * b
-    if any(p not in values for p in leaves):
-        return None
-    first, second = evaluate([apart, whole], values)
-    return whole if np.allclose(first, second, rtol=1e-12, atol=1e-12) else None
-
-
-def _expanded(x: Expr, known: dict[Expr, list[Expr]]) -> list[Expr] | None:
-    """The terms of a polynomial in the parts; None if it is no polynomial, or too long."""
-    terms = dict(known)
-    for y in ordered([x]):
-        if y in terms:
-            continue
-        if y.op == "add":
-            terms[y] = [t for a in y.args for t in terms[a]]
-        elif y.op == "einsum":
-            combined = itertools.product(*(terms[a] for a in y.args))
-            terms[y] = [
-                product(
-                    zip(chosen, y["labels"], strict=True), range(y.rank), y.shape, y["coefficient"]
-                )
-                for chosen in itertools.islice(combined, _MOST_TERMS + 1)
-            ]
-        elif not set(ordered([y])) & set(known):
-            terms[y] = [y]
-        else:
-            return None
-        if len(terms[y]) > _MOST_TERMS:
-            return None
-    return terms[x]

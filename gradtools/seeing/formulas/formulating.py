@@ -1,8 +1,6 @@
 """The public operator that writes derivatives as mathematics, `formula`, and its comparison.
 
 A backend records one run of f as expressions, and `derive` transforms them to the adjoint program.
-No framework takes part in that; only operations without an algebra are left to it.
-
 Before the formula is returned it is evaluated in NumPy and compared with the framework's own
 automatic differentiation of f: reverse mode, and at order 2 reverse mode of reverse mode. That is
 done at the given arguments and at random points near them, if the program is the same there, in
@@ -28,7 +26,7 @@ from gradtools.code_origin import place_of
 from gradtools.errors import GradtoolsError
 from gradtools.rules import replaced_at
 from gradtools.seeing.formulas.derivation import Check, Formula, derive
-from gradtools.seeing.formulas.operations.opaque import OpaqueFunction
+from gradtools.seeing.formulas.opaque import OpaqueFunction
 from gradtools.seeing.frameworks import Framework
 from gradtools.seeing.graphs.program import LeafProgram, spoken
 
@@ -36,6 +34,7 @@ _POINTS = 3
 _EXACT = 1e-8
 _IN_SINGLE = 2e-4  # for float32: some thousand times its epsilon
 _STEPS = (0.1, 0.01, 0.001, np.inf)  # relative distances of the random points; inf: anywhere
+_CANCELLED = 1e-4  # relative to the greatest number, the scale for smaller arrays
 _OTHER_PROGRAM = (
     "nearby f runs another program (a branch, a mask or a number that is taken from the values)"
 )
@@ -44,16 +43,6 @@ _AT_AN_EDGE = (
     "but not at the given arguments, which are at a tie, at an edge or where a number is no "
     "longer finite:"
 )
-_NO_DERIVATIVE = (
-    "formula: f runs, and automatic differentiation of it does not ({}), so there is nothing to "
-    "hold a formula against."
-)
-_NOWHERE = (
-    "formula: at none of {} points are all values finite, so nothing was compared; give "
-    "arguments at which the function and its derivatives are defined"
-)
-
-
 Point = tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]
 Group = Sequence[Any]  # one array for each name; None is not compared
 
@@ -132,23 +121,16 @@ class Formulating(Operators):
 
 
 class Differs(GradtoolsError):
-    """A formula and automatic differentiation differ.
-
-    Attributes:
-        agreement: The first entry that differs, with both values.
-    """
+    """A formula and automatic differentiation differ."""
 
     def __init__(self, agreement: Agreement) -> None:
-        self.agreement = agreement
-        super().__init__(
-            f"formula: {self.values()}; the formula is not shown. Please report the function"
+        a = agreement
+        self.values = (
+            f"{a.where} is {a.derivation} by the formula and {a.framework} by automatic "
+            "differentiation"
         )
-
-    def values(self) -> str:
-        """A clause with the entry and both values."""
-        return (
-            f"{self.agreement.where} is {self.agreement.derivation} by the formula and "
-            f"{self.agreement.framework} by automatic differentiation"
+        super().__init__(
+            f"formula: {self.values}; the formula is not shown. Please report the function"
         )
 
 
@@ -220,13 +202,6 @@ def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().rstrip('.')}{place_of(error)}"
 
 
-def _values(backend: Backend, x: Any) -> np.ndarray:
-    """An array in float64 or complex128; integers are unchanged."""
-    result = np.asarray(backend.to_numpy(x))
-    wide = np.complex128 if result.dtype.kind == "c" else np.float64
-    return result if result.dtype.kind in "biu" else result.astype(wide)
-
-
 class _ComparedRun:
     """One recorded run of f, and the comparison of its formula with automatic differentiation.
 
@@ -257,8 +232,6 @@ class _ComparedRun:
         active = (*program.wrt, *captured)
         self._active = [k for k in active if recorded.opened[k].is_inexact]
 
-    # --- the formula
-
     def formula(self) -> Formula:
         """The formula with the result of its comparison.
 
@@ -270,12 +243,11 @@ class _ComparedRun:
         here = self._points(formula, step=0.0, count=1)
         why = _NO_NEIGHBOURS
         for self._step in _STEPS:
-            near = self._points(formula, self._step)
             try:
-                check = self._check(formula, near, finite=True, is_near=True)
+                check = self._check(formula, self._points(formula, self._step), is_near=True)
             except Outside as error:
                 if error.__cause__ is not None:  # it may raise at the given arguments, too
-                    self._numbers(here[0], is_near=False)
+                    self._numbers(here[0])
                 continue
             except GradtoolsError:
                 if not self._changes(formula):
@@ -283,18 +255,18 @@ class _ComparedRun:
                 why = _OTHER_PROGRAM
                 break
             try:
-                self._check(formula, here)
+                self._check(formula, here, finite=False)
                 formula.check = replace(check, given=True)
             except Differs as error:
-                formula.check = replace(check, note=f"{_AT_AN_EDGE} {error.values()}")
+                formula.check = replace(check, note=f"{_AT_AN_EDGE} {error.values}")
             return formula
         self._step = 0.0
         note = f"{why}; compared at the given arguments alone, for which it holds"
-        formula.check = replace(self._check(formula, here, finite=True), note=note)
+        formula.check = replace(self._check(formula, here), note=note)
         return formula
 
     def _check(
-        self, formula: Formula, points: Sequence[Point], finite: bool = False, is_near: bool = False
+        self, formula: Formula, points: Sequence[Point], finite: bool = True, is_near: bool = False
     ) -> Check:
         """Compares the formula's numbers with the framework's.
 
@@ -316,7 +288,10 @@ class _ComparedRun:
             counted += all_finite(ours)
             worst = max(worst, result.error)
         if finite and not counted:
-            raise Outside(_NOWHERE.format(len(points)))
+            raise Outside(
+                f"formula: at none of {len(points)} points are all values finite, so nothing was "
+                "compared; give arguments at which the function and its derivatives are defined"
+            )
         return Check(len(points), worst, tolerance)
 
     def _changes(self, formula: Formula) -> bool:
@@ -334,8 +309,6 @@ class _ComparedRun:
         finally:
             self.program.leaves = before
         return False
-
-    # --- a derivation by hand
 
     def agreement(
         self,
@@ -373,7 +346,9 @@ class _ComparedRun:
                 return result
             worst = max(worst, result.error)
         if not counted:
-            raise GradtoolsError(_NOWHERE.format(len(near) + 1))
+            raise GradtoolsError(
+                "formula.agrees_with: at no point are all values finite, so nothing was compared."
+            )
         random = f" and {passed - 1} random point{'s' * (passed > 2)}" if passed > 1 else ""
         message = (
             f"yes: agrees at the arguments{random} (greatest relative error {worst:.1e}), "
@@ -381,13 +356,12 @@ class _ComparedRun:
         )
         return Agreement(True, worst, message=message)
 
-    # --- points and precision
-
     def _points(
         self, formula: Formula, step: float, seed: int = 0, count: int = _POINTS
     ) -> list[Point]:
         """Random points at this relative distance of the given arguments; these themselves at 0."""
         rng, result = np.random.default_rng(seed), []
+        single = lambda x: x.astype(np.complex64 if x.dtype.kind == "c" else np.float32)
         for _ in range(count):
             _, cotangents, directions = formula.point(rng)
             inputs = [moved(rng, x, step) for x in self.given]
@@ -395,14 +369,11 @@ class _ComparedRun:
                 pairs = zip(inputs, self._dtypes, strict=True)
                 inputs = [x.astype(dtype) if x.dtype.kind in "fc" else x for x, dtype in pairs]
                 if any(x.dtype in (np.float32, np.complex64) for x in inputs):
-                    single = lambda x: x.astype(np.complex64 if x.dtype.kind == "c" else np.float32)
                     cotangents, directions = [*map(single, cotangents)], [*map(single, directions)]
             result.append((inputs, cotangents, directions))
         return result
 
     def _tolerance(self) -> float:
-        if self.wide and not self.recorded.narrow:
-            return _EXACT
         kinds = {self.recorded.narrow, *(() if self.wide else self._dtypes)}
         if kinds & {"float16", "bfloat16", "complex32"}:
             raise GradtoolsError(
@@ -423,8 +394,6 @@ class _ComparedRun:
         if hasattr(x, "dtype") and not isinstance(x, np.ndarray | np.generic):
             return x
         return self.backend.asarray(np.asarray(x), next(iter(self.program.leaves), None))
-
-    # --- the framework's own numbers
 
     def _numbers(self, point: Point, is_near: bool = False) -> tuple[list[Any], ...]:
         """The framework's outputs, gradients and, at order 2, their derivatives.
@@ -457,11 +426,20 @@ class _ComparedRun:
         except GradtoolsError:
             raise
         except Exception as error:  # at the given arguments f itself runs
-            message = _NO_DERIVATIVE.format(_described(error))
-            raise (Outside if is_near else GradtoolsError)(message) from error
+            raise (Outside if is_near else GradtoolsError)(
+                "formula: f runs, and automatic differentiation of it does not "
+                f"({_described(error)}), so there is nothing to hold a formula against."
+            ) from error
 
 
 # --- numbers
+
+
+def _values(backend: Backend, x: Any) -> np.ndarray:
+    """An array in float64 or complex128; integers are unchanged."""
+    result = np.asarray(backend.to_numpy(x))
+    wide = np.complex128 if result.dtype.kind == "c" else np.float64
+    return result if result.dtype.kind in "biu" else result.astype(wide)
 
 
 def compared(
@@ -504,17 +482,13 @@ def _greatest(x: np.ndarray) -> float:
     return float(np.max(np.abs(x[np.isfinite(x)]), initial=0))
 
 
-_CANCELLED = 1e-4  # relative to the greatest number, the scale for smaller arrays
-
-
 def least_of(groups: Sequence[Group]) -> float:
     """The scale below which an array may be rounding error of larger numbers that cancel.
 
     The gradient of a bias before batch normalisation is 0, but is computed as 1e-17.
     """
     arrays = [np.asarray(x) for group in groups for x in group if x is not None]
-    sizes = [_greatest(x) for x in arrays if x.dtype.kind in "fc"]
-    return _CANCELLED * max(sizes, default=0.0)
+    return _CANCELLED * max((_greatest(x) for x in arrays if x.dtype.kind in "fc"), default=0.0)
 
 
 def all_finite(groups: Sequence[Group]) -> bool:
@@ -523,7 +497,7 @@ def all_finite(groups: Sequence[Group]) -> bool:
 
 
 def moved(rng: np.random.Generator, x: np.ndarray, step: float) -> np.ndarray:
-    """An array near x: entries times e**(step n), zeros plus step n; Hermitian where x is."""
+    """An array near x: entries times e**(step n), zeros plus step n; symmetric where x is."""
     if x.dtype.kind not in "fc" or not step:
         return x
     n = rng.normal(size=x.shape)

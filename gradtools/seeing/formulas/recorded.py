@@ -37,7 +37,14 @@ from gradtools.seeing.formulas.algebra import (
     varying,
 )
 from gradtools.seeing.formulas.expressions import ArrayValue, Expr, constant_of, order
-from gradtools.seeing.formulas.operations.reductions import reduced, standardize, variance
+from gradtools.seeing.formulas.reductions import (
+    centred,
+    log_softmax,
+    reduced,
+    softmax,
+    standardize,
+    variance,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,12 +150,12 @@ def _centred(y: Expr, axes: tuple[int, ...]) -> Expr | None:
     """Z, if y is z - mean z."""
     for t in y.args if y.op == "add" else ():
         z = add(_others(y, t))
-        if z - mean(z, axes, keep=True) is y:
+        if centred(z, axes) is y:
             return z
     z, shift = _shifted(y, axes)
     if not shift or z.shape != y.shape:
         return None
-    same = z - mean(z, axes, keep=True)
+    same = centred(z, axes)
     return z if same is y or constant_of(add([same, -y])) == 0 else None
 
 
@@ -179,7 +186,7 @@ def _softmax(x: Expr) -> Expr | None:
         for axis in range(e.rank) if e.op == "exp" else ():
             below = total(e, [axis]) ** -1, (*names[:axis], *names[axis + 1 :])
             if below in entries:
-                p = apply("softmax", _shifted(e.args[0], [axis])[0], axis=axis)
+                p = softmax(_shifted(e.args[0], [axis])[0], axis=axis)
                 return _replaced(x, [(e, names), below], (p, names))
     return None
 
@@ -194,7 +201,7 @@ def _log_softmax(x: Expr) -> Expr | None:
         (z,), axes = log.args, log["axes"]
         kept = tuple(a for a in out if a not in axes)
         if len(axes) == 1 and names == kept and add(_others(x, t)) is z:
-            return apply("log_softmax", z, axis=axes[0])
+            return log_softmax(z, axis=axes[0])
     return None
 
 
@@ -206,7 +213,7 @@ def _of_one_hot(x: Expr) -> Expr | None:
             factors = [g for f, _ in parts(s)[1] for g in (f, *f.args)]
             for h in (f for f in factors if f.op == "one_hot" and f.shape == z.shape):
                 if axes == (z.rank - 1,) and s is -total(z * h, axes):
-                    log = apply("log_softmax", z, axis=axes[0])
+                    log = log_softmax(z, axis=axes[0])
                     return add([-total(log * h, axes), *_others(x, t, s)])
     return None
 

@@ -1,10 +1,9 @@
 """Writes an expression as text.
 
-Whole arrays are written where that is unambiguous: products of matrices by juxtaposition, the
-elementwise product as a circled dot, sums over axes by their letters. Axes align by their letters,
-so a broadcast is not written. Where whole arrays would be ambiguous (three or more axes, the same
-axis twice), `ExpressionWriter.whole` raises `NeedsIndices`, and the equation is written for one
-entry by `ExpressionWriter.entry`.
+Products of matrices are written by juxtaposition, the elementwise product as a circled dot, sums
+over axes by their letters. Axes align by their letters, so a broadcast is not written. A product
+that would be ambiguous as whole arrays (three or more axes, the same axis twice) raises
+`NeedsIndices`: it gets a line of its own, for one entry (`Writer.indexed`).
 
 A contraction is a chain of matrices if every summed label belongs to two factors, and following
 the labels leads from one axis of the result to the other.
@@ -30,17 +29,16 @@ from gradtools.seeing.formulas.algebra import (
     power,
     varying,
 )
-from gradtools.seeing.formulas.expressions import Expr, constant_of
-from gradtools.seeing.formulas.operation_record import OPERATIONS, is_elementwise
+from gradtools.seeing.formulas.expressions import OPERATIONS, Expr, constant_of
 from gradtools.seeing.formulas.typesetting import Written
 
 
 class NeedsIndices(Exception):
-    """The expression is ambiguous without indices."""
+    """The product is ambiguous without indices."""
 
 
-class ExpressionWriter:
-    """Writes expressions."""
+class Writer:
+    """Writes expressions; named ones by their names."""
 
     def __init__(self, axes: Axes) -> None:
         self.axes = axes
@@ -51,82 +49,69 @@ class ExpressionWriter:
         self.recognised: set[str] = set()  # the operations that were written by their name
         self._as_mean: set[Expr] = set()
 
-    # Whole arrays.
-
-    def whole(self, x: Expr) -> Written:
-        """X as a whole array; a scalar, which can always be written, by its entry.
+    def write(self, x: Expr) -> Written:
+        """x as a whole array.
 
         Raises:
-            NeedsIndices: It is ambiguous without indices.
+            NeedsIndices: A product in x, without a name, is ambiguous without indices.
         """
-        try:
-            return self.entry(x, None)
-        except NeedsIndices:
-            if x.rank:
-                raise
-            return self.entry(x, ())
-
-    def side(self, x: Expr) -> tuple[str, Written]:
-        """A side of an equation: of whole arrays, else of the entries with these letters."""
-        try:
-            return "", self.whole(x)
-        except NeedsIndices:
-            letters = self.axes.unique(x)
-            return "".join(letters), self.entry(x, letters)
-
-    def entry(self, x: Expr, letters: Sequence[str] | None) -> Written:
-        """The entry of x at these indices; x as a whole array for None."""
-        operation = OPERATIONS.get(x.op)
         if x in self.names:
-            result = self.names[x]
-        elif constant_of(x) is not None:
+            return self.names[x]
+        if constant_of(x) is not None:
             return ts.number(constant_of(x))
-        elif x.op == "einsum":
-            return self._product(x) if letters is None else self._entry_of_product(x, letters)
-        elif x.op == "add" or is_elementwise(x):
-            if letters is None:
-                self._must_align(x)
-            # The terms of a sum: compositions first, then named values, then numbers.
-            is_named = lambda a: (a.args[0] if is_wrapper(a) else a) in self.names
-            rank = lambda a: 2 if constant_of(a) is not None else int(is_named(a))
-            args = sorted(x.args, key=rank) if x.op == "add" else x.args
-            parts = [self.whole(a) if letters is None else self.entry(a, letters) for a in args]
-            if x.op == "add":
-                return ts.summed(parts)
-            self.recognised.add(x.op)
-            form = OPERATIONS[x.op].entry
-            matrix = letters is None and x.rank > 1
-            return form(x, parts, matrix) if form else ts.function(x.op, parts)
-        elif operation and operation.form:
-            self.recognised.add(x.op)
-            result = operation.form(self, x)
-        else:
-            result = ts.function(x.op, [self.operand(a) for a in x.args])
-        return ts.subscript(result, "".join(letters)) if letters else result
+        if x.op == "einsum":
+            return self._product(x)
+        self.recognised.add(x.op)
+        form = OPERATIONS[x.op].form
+        return form(self, x) if form else ts.function(x.op, [self.operand(a) for a in x.args])
+
+    def is_named(self, x: Expr) -> bool:
+        """Whether x has a name, maybe transposed or scaled."""
+        return (x.args[0] if is_wrapper(x) else x) in self.names
+
+    def aligned(self, a: Expr, x: Expr) -> Written:
+        """An operand of the elementwise x; with its letters where these alone do not tell its axes.
+
+        That is where two axes of x have the same letter, and the operand lacks one.
+        """
+        kept = sorted(varying(a))
+        clear = len(set(self.axes.letters(x))) == x.rank
+        if clear or len(kept) == x.rank or constant_of(a) is not None or a in self.names:
+            return self.write(a)
+        letters = self.axes.unique(x)
+        inner = self.write(drop_axes(a, kept))
+        minus = inner.text.startswith("-")
+        part = Written(inner.text[1:], ts.PRODUCT if " " in inner.text else ts.ATOM)
+        shown = ts.subscript(part if minus else inner, "".join(letters[k] for k in kept))
+        return ts.negative(shown) if minus else shown
 
     def operand(self, x: Expr) -> Written:
-        """X as an operand of a function of whole arrays, where a repetition has to be written."""
+        """x as an operand of a function of whole arrays, where a repetition has to be written."""
         used = varying(x)
         kept = [a for a, n in enumerate(x.shape) if a in used or n == 1]
         if len(kept) == x.rank or constant_of(x) is not None:
-            return self.whole(x)
+            return self.write(x)
         self.note("repeat: repeated along the axes that the operand lacks")
-        return ts.function("repeat", [self.whole(drop_axes(x, kept))], "x".join(map(str, x.shape)))
+        return ts.function("repeat", [self.write(drop_axes(x, kept))], "x".join(map(str, x.shape)))
 
-    def _must_align(self, x: Expr) -> None:
-        """Check that operands with fewer axes align by distinct letters, else by all their axes.
+    def note(self, text: str) -> None:
+        """Adds an explanation of the notation."""
+        self.notes[text] = None
 
-        Raises:
-            NeedsIndices: Two axes have the same letter, and a product lacks one of the axes.
-        """
-        letters = self.axes.letters(x)
-        if len(set(letters)) == len(letters):
-            return
-        for a in x.args:
-            if a.op != "einsum" or constant_of(a) is not None or a in self.names:
-                continue
-            if not Factors(a, self.names, self.defined).size.keys() >= set(range(x.rank)):
-                raise NeedsIndices
+    def indexed(self, x: Expr) -> tuple[str, Written]:
+        """A product's letters, and its entry at these indices."""
+        letters = self.axes.unique(x)
+        f = Factors(x, self.names)
+        own, summed = f.label_letters(self.axes), sorted(f.summed)
+        fresh = primed([own[l] for l in summed], letters)
+        names = dict(enumerate(letters)) | dict(zip(summed, fresh, strict=True))
+        at = lambda a, ls: ts.subscript(self.write(a), "".join(names[l] for l in ls))
+        top = _multiplied([at(a, ls) for a, ls in self._sorted(f.arrays)] or [ts.number(1.0)])
+        if f.below:
+            top = ts.over(top, _multiplied([at(a, ls).at(ts.POWER) for a, ls in f.below]))
+        if summed:
+            top = ts.total("".join(fresh), top.at(ts.PRODUCT))
+        return "".join(letters), self._with_scalars(f, top)
 
     # Products.
 
@@ -157,7 +142,7 @@ class ExpressionWriter:
         if len(f.arrays) == 1 and not f.below and not f.summed:
             ((x, names),), n = f.arrays, f.target.rank
             if names == tuple(range(n)):
-                return self.whole(x)
+                return self.write(x)
             if n >= 2 and names == (*range(n - 2), n - 1, n - 2):
                 return self.transposed(x)
         result = self._inner_product(f)
@@ -178,8 +163,8 @@ class ExpressionWriter:
             if x in self.names or x.op != "power" or x["exponent"] != 2:
                 return None
             base = x.args[0].args[0] if x.args[0].op == "abs" else x.args[0]
-            return Written(f"‖{self.whole(base).text}‖²", ts.POWER)
-        first, *rest = [self.whole(a) for a, _ in self._sorted(f.arrays)]
+            return Written(f"‖{self.write(base).text}‖²", ts.POWER)
+        first, *rest = [self.write(a) for a, _ in self._sorted(f.arrays)]
         return ts.inner_product(first, _hadamard(rest))
 
     def _is_mean(self, f: Factors) -> bool:
@@ -189,15 +174,15 @@ class ExpressionWriter:
 
     def _link(self, group: list[Expr], flipped: bool) -> Written:
         if len(group) == 1:
-            return self.transposed(group[0]) if flipped else self.whole(group[0]).at(ts.PRODUCT)
-        written = ts.bracket(_hadamard([self.whole(g) for g in group]))
+            return self.transposed(group[0]) if flipped else self.write(group[0]).at(ts.PRODUCT)
+        written = ts.bracket(_hadamard([self.write(g) for g in group]))
         return ts.superscript(written, "ᵀ") if flipped else written
 
     def transposed(self, x: Expr) -> Written:
         """The transpose, the conjugate transpose where x is a conjugate."""
         if x.op == "conj" and x not in self.names:
-            return ts.superscript(self.whole(x.args[0]), "ᴴ")
-        return ts.superscript(self.whole(x), "ᵀ")
+            return ts.superscript(self.write(x.args[0]), "ᴴ")
+        return ts.superscript(self.write(x), "ᵀ")
 
     def _aligned(self, f: Factors) -> Written:
         """An elementwise product, summed over axes by their letters, unless that is ambiguous."""
@@ -227,7 +212,7 @@ class ExpressionWriter:
         alone = len(f.arrays) == 1 and not f.below
         places = [f.reference.index(l) for l in names if l in f.out or not alone]
         if places == sorted(places):
-            return self.whole(a)
+            return self.write(a)
         if a.rank == 2:
             return self.transposed(a)
         raise NeedsIndices
@@ -244,8 +229,8 @@ class ExpressionWriter:
     def _with_scalars(
         self, f: Factors, core: Written | None, below: Sequence[Written] = ()
     ) -> Written:
-        up = [self.whole(s) for s, _ in self._sorted((s, ()) for s in f.scalars)]
-        down = [self.whole(s) for s in f.scalars_below]
+        up = [self.write(s) for s, _ in self._sorted((s, ()) for s in f.scalars)]
+        down = [self.write(s) for s in f.scalars_below]
         coefficient, number_below = _fraction(f.coefficient)
         if number_below is not None:
             down = [number_below, *down]
@@ -262,28 +247,6 @@ class ExpressionWriter:
             bottom = down if len(down) == 1 else [d.at(ts.POWER) for d in down]
             top = ts.over(top, _multiplied(bottom))
         return ts.negative(top) if minus else top
-
-    # Entries.
-
-    def _entry_of_product(self, x: Expr, letters: Sequence[str]) -> Written:
-        f = Factors(x, self.names, self.defined, entries=True)
-        if not f.arrays and not f.below:
-            return self._with_scalars(f, None)
-        own, summed = f.label_letters(self.axes), sorted(f.summed)
-        fresh = primed([own[l] for l in summed], letters)
-        names = dict(enumerate(letters)) | dict(zip(summed, fresh, strict=True))
-        at = lambda a, ls: self.entry(a, [names[l] for l in ls])
-        up = [at(a, ls).at(ts.PRODUCT) for a, ls in self._sorted(f.arrays)]
-        down = [at(a, ls).at(ts.POWER) for a, ls in f.below]
-        top = _multiplied(up or [ts.number(1.0)])
-        top = ts.over(top, _multiplied(down)) if down else top
-        if summed:
-            top = ts.total("".join(fresh), top.at(ts.PRODUCT))
-        return self._with_scalars(f, top)
-
-    def note(self, text: str) -> None:
-        """Add an explanation of the notation."""
-        self.notes[text] = None
 
 
 def _multiplied(pieces: Sequence[Written], sign: str = " ") -> Written:
@@ -334,16 +297,14 @@ class Factors:
     """A product's factors, sorted to those in the numerator and those in the denominator.
 
     Products among the factors are flattened, but not named ones, nor sums inside of elementwise
-    products unless single entries are written (`entries`). Factors that are together a product
-    which an earlier line defines are replaced by that.
+    products. Factors that are together a product which an earlier line defines become that.
     """
 
     def __init__(
         self,
         x: Expr,
         named: Collection[Expr],
-        defined: Mapping[Expr, Sequence[Expr]],
-        entries: bool = False,
+        defined: Mapping[Expr, Sequence[Expr]] | None = None,
     ) -> None:
         self.target, self.coefficient = x, x["coefficient"]
         fresh = itertools.count(x.rank + 1000)
@@ -352,17 +313,15 @@ class Factors:
         while queue:
             factor, names = queue.pop(0)
             alone = not self._entries and not queue
-            closed = contracts(factor) and not (alone or entries)
+            closed = contracts(factor) and not alone
             if factor in named or factor.op != "einsum" or not factor.args or closed:
                 self._entries.append((factor, names))
             else:
                 self.coefficient *= factor["coefficient"]
                 queue = opened(factor, names, lambda n: next(fresh)) + queue
-        factors = {f for f, _ in self._entries} if len(self._entries) > 1 else set()
-        for p in sorted({p for f in factors for p in defined.get(f, ())}, key=lambda p: p.serial):
-            if p is not x and factors >= set(p.args):
-                self._entries = _with_product(self._entries, p) or self._entries
-
+        for p in (p for f, _ in self._entries[:-1] for p in (defined or {}).get(f, ())):
+            if p is not x:
+                self._entries = _with_product(self._entries, p)
         self.scalars: list[Expr] = []  # the factors without axes in the numerator
         self.scalars_below: list[Expr] = []  # those in the denominator
         self.arrays: list[Entry] = []  # the factors with axes in the numerator
@@ -395,21 +354,19 @@ class Factors:
         return result
 
 
-def _with_product(entries: list[Entry], p: Expr) -> list[Entry] | None:
-    """The factors with a product in place of its own factors; None if these do not fit."""
+def _with_product(entries: list[Entry], p: Expr) -> list[Entry]:
+    """The factors with a product in place of its own factors, if these are among them."""
     place: dict[int, int] = {}
     left = list(entries)
     for f, names in zip(p.args, p["labels"], strict=True):
-        fits = lambda there, own=names: all(
-            place.get(l, t) == t for l, t in zip(own, there, strict=True)
-        )
+        fits = lambda at, own=names: all(place.get(l, t) == t for l, t in zip(own, at, strict=True))
         match = next((e for e in left if e[0] is f and fits(e[1])), None)
         if match is None:
-            return None
+            return entries
         place.update(zip(names, match[1], strict=True))
         left.remove(match)
-    if len(place) < p.rank or len(set(place.values())) < len(place):
-        return None
+    if len(set(place.values())) < p.rank:
+        return entries
     return [(p, tuple(place[l] for l in range(p.rank))), *left]
 
 

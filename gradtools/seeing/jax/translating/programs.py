@@ -31,13 +31,11 @@ from gradtools.jax import jaxprs
 from gradtools.jax._upstream import Literal, enable_x64
 from gradtools.jax.jaxprs import function_name, is_chunk
 from gradtools.rules import replaced_at
-from gradtools.seeing.formulas.algebra import apply, reshape, transpose
+from gradtools.seeing.formulas.algebra import reshape
+from gradtools.seeing.formulas.arrays import constant, picked, take_along
 from gradtools.seeing.formulas.calls import FormulaCall, Reading, fitted, has_opaque_part, in_words
-from gradtools.seeing.formulas.expressions import Expr, kind_of, order, placeholder
-from gradtools.seeing.formulas.operation_record import evaluate
-from gradtools.seeing.formulas.operations.arrays import constant, meant, picked, take_along
-from gradtools.seeing.formulas.operations.elementwise import is_integer
-from gradtools.seeing.formulas.operations.opaque import OpaqueFunction, by_name
+from gradtools.seeing.formulas.expressions import Expr, evaluate, kind_of, order, placeholder
+from gradtools.seeing.formulas.opaque import OpaqueFunction, by_name
 from gradtools.seeing.formulas.recorded import Recorded
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.jax import operands, recorded_run, source_lines
@@ -104,7 +102,7 @@ class _Translator:
             return entry
         value = np.asarray(entry)
         floating = jnp.issubdtype(value.dtype, jnp.floating)
-        return constant(value=value.astype(np.float64) if floating else value)
+        return constant(value.astype(np.float64) if floating else value)
 
     def concrete(self, x: Expr) -> np.ndarray:
         """The numeric value at the program's leaves."""
@@ -235,7 +233,7 @@ class BoundEquation(FormulaCall):
         """The equation with these entries of its operands."""
         xs = [translator.expr(e) for e in entries]
         places, numbers = operands.operands_of(eqn)
-        xs = [*(xs[i] for i in places), *(constant(value=float(n)) for n in numbers)]
+        xs = [*(xs[i] for i in places), *(constant(float(n)) for n in numbers)]
         attributes, likes = operands.attributes_of(eqn), [*map(_like, eqn.outvars)]
         name, own = operands.name_of(eqn), SimpleNamespace(**eqn.params)
         return cls(name, xs, attributes, likes, own, translator, eqn, entries)
@@ -287,35 +285,26 @@ def _is_key(x: Any) -> bool:
 
 
 def _gathered(call: FormulaCall) -> Expr | None:
-    """Rows by integers, one entry of each row, or constant places; else None."""
+    """Constant places, or one entry of each row; else None."""
     x, indices = call.operands
-    if indices.turn[0]:
+    if indices.is_constant:
         return call.arranged() if x.is_inexact and prod(x.shape) <= 1 << 20 else None
     if not indices.rank:
         return None
-    known = call.value_of(indices)
-    d, sizes = call.own.dimension_numbers, call.own.slice_sizes
+    d, known = call.own.dimension_numbers, call.value_of(indices)
     axes = tuple(d.start_index_map)
-    limits = [x.shape[a] - sizes[a] for a in axes]
-    if not bool(np.all((known >= 0) & (known <= np.array(limits)))):
+    limits = np.array([x.shape[a] - call.own.slice_sizes[a] for a in axes])
+    if d.offset_dims or not bool(np.all((known >= 0) & (known <= limits))):
         return None
     batched = tuple(getattr(d, "operand_batching_dims", ()))
-    over = tuple(getattr(d, "start_indices_batching_dims", ()))
-    i = reshape(indices, indices.shape[:-1]) if len(axes) == 1 else None
-    if batched and i is not None and len(batched) == x.rank - 1 == i.rank - 1 and batched == over:
-        return take_along(x, i, axis=axes[0]) if not d.offset_dims else None
-    if batched or tuple(d.collapsed_slice_dims) != axes:
-        return None
-    if i is not None and all(sizes[a] == n for a, n in enumerate(x.shape) if a != axes[0]):
-        result = apply("index", x, meant(i, x.shape[axes[0]]), axis=axes[0])
-        lead, rest = iter(range(i.rank)), iter(range(i.rank, result.rank))
-        places = [next(rest) if a in d.offset_dims else next(lead) for a in range(result.rank)]
-        return transpose(result, places)
-    if axes != (0, 1) or x.rank != 2 or indices.op != "concatenate" or indices.rank != 2:
+    if len(axes) == 1 and batched == tuple(getattr(d, "start_indices_batching_dims", ())):
+        i = reshape(indices, indices.shape[:-1])
+        return take_along(x, i, axis=axes[0]) if len(batched) == x.rank - 1 == i.rank - 1 else None
+    if batched or axes != (0, 1) or indices.op != "concatenate" or indices.rank != 2:
         return None
     counting, *rows = indices.args  # x[0, i[0]], x[1, i[1]], ...
-    value = counting["value"].array.ravel() if counting.op == "array" else None
-    if len(rows) != 1 or value is None or not np.array_equal(value, np.arange(x.shape[0])):
+    in_order = counting.op == "array" and counting["value"].array.ravel().tolist()
+    if len(rows) != 1 or in_order != [*range(x.shape[0])]:
         return None
     return picked(x, reshape(rows[0], (x.shape[0],)))
 
@@ -324,7 +313,7 @@ READINGS: dict[str, Reading] = {
     "optimization_barrier": lambda call: call.operands,
     "reduce_precision": lambda call: call.operands[0],
     # The division of integers truncates.
-    "div": lambda call: None if is_integer(call.operands[0]) else truediv(*call.operands),
+    "div": lambda call: truediv(*call.operands) if call.operands[0].is_inexact else None,
     "gather": _gathered,
 }
 # Functions of JAX's own that are of the vocabulary: their attributes, from the result's type.

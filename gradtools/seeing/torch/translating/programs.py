@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from gradtools.errors import GradtoolsError
+from gradtools.seeing.formulas.arrays import constant
 from gradtools.seeing.formulas.expressions import order
-from gradtools.seeing.formulas.operations.arrays import constant
 from gradtools.seeing.formulas.recorded import Recorded
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.torch.recording.observation import recording_run
@@ -44,7 +43,7 @@ def formula_graph(program: LeafProgram) -> Recorded:
         pairs = zip(xs, program.names, strict=True)
         inputs = [recorder.introduced(x, name) for x, name in pairs]
         with followed(), plainly():  # control flow runs in Python, without recomputation
-            value = lambda y: recorder.of(y) if isinstance(y, Tensor) else constant(value=y)
+            value = lambda y: recorder.of(y) if isinstance(y, Tensor) else constant(y)
             outputs = recorder.run(lambda: [value(y) for y in program.run(xs)])
     read = set(order(outputs))
     held = {p: x for p, x in recorder.held.items() if p in read}
@@ -83,34 +82,17 @@ def _while_loop(goes_on: Any, body: Any, carried: Any, more: Any = ()) -> Any:
     return carried
 
 
-def _scan(combine: Any, carried: Sequence[Any], xs: Sequence[Any], more: Any = ()) -> Any:
-    """The last carries, and the stacked outputs of all iterations."""
-    rounds: list[Any] = []
-    for k in range(xs[0].shape[0]):
-        result = list(combine(*carried, *(x[k] for x in xs), *more))
-        carried = result[: len(carried)]
-        rounds.append(result[len(carried) :])
-    return [*carried, *(torch.stack(column) for column in zip(*rounds, strict=True))]
-
-
 _FOLLOWED: dict[str, Callable[..., Any]] = {
     "cond": lambda chosen, yes, no, operands=(): (yes if chosen else no)(*operands),
     "while_loop": _while_loop,
-    "scan": _scan,
 }
-_REFUSED = ("associative_scan", "map_impl", "flex_attention", "switch")
 
 
 def followed() -> AbstractContextManager[None]:
-    """A context in which this thread's control-flow operators run in Python."""
+    """A context in which this thread's cond and while_loop run in Python."""
 
     def follow(operator: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        name = operator.name()
-        if name in _REFUSED:
-            raise GradtoolsError(
-                f"formula: PyTorch's {name} has no translation; write it as a loop."
-            )
-        return _FOLLOWED.get(name, call)(*args, **kwargs)
+        return _FOLLOWED.get(operator.name(), call)(*args, **kwargs)
 
     return control_flow_called(follow)
 

@@ -24,11 +24,11 @@ from gradtools.backend import Backend
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import call_if_kept
 from gradtools.seeing.formulas.algebra import einsum, imag, matmul, plus, real, swap
+from gradtools.seeing.formulas.arrays import arrange, constant, slices_of
 from gradtools.seeing.formulas.calls import FormulaCall, fitted, has_opaque_part, in_words
+from gradtools.seeing.formulas.elementwise import stop
 from gradtools.seeing.formulas.expressions import Expr, kind_of, placeholder
-from gradtools.seeing.formulas.operations.arrays import arrange, constant, slices_of
-from gradtools.seeing.formulas.operations.elementwise import stop
-from gradtools.seeing.formulas.operations.opaque import OpaqueFunction, by_name
+from gradtools.seeing.formulas.opaque import OpaqueFunction, by_name
 from gradtools.seeing.torch.operands import SAME, AtenCall
 from gradtools.seeing.torch.recording.autograd_functions import name_and_mark
 from gradtools.seeing.torch.recording.operations import NO_DATA
@@ -87,7 +87,7 @@ class FormulaRecorder(Recorder[Expr]):
         with self.within(name):
             out = apply_(*args, **kwargs)
         outs = [*tensors_in(out)]
-        if all(x.turn[0] for x in given):
+        if all(x.is_constant for x in given):
             self._note(outs, [self.constant(y) for y in outs])
             return out
         if any(x.requires_grad for x in xs) and not any(y.requires_grad for y in outs):
@@ -109,7 +109,7 @@ class FormulaRecorder(Recorder[Expr]):
         if not all(isinstance(x, Tensor) and is_inexact(x) for x in tensors):
             return fun(*args)
         xs = [self.of(x) for x in tensors]
-        if all(x.turn[0] for x in xs):
+        if all(x.is_constant for x in xs):
             return fun(*args)
         with self.silent():
             out = fun(*args)
@@ -159,7 +159,7 @@ class FormulaRecorder(Recorder[Expr]):
 
     def constant(self, x: Tensor) -> Expr:
         """A constant with the tensor's contents."""
-        return constant(value=self._numbers(x))
+        return constant(self._numbers(x))
 
     def _numbers(self, x: Tensor) -> np.ndarray:
         with self.silent(), upstream.disable_current_modes():
@@ -183,7 +183,7 @@ class FormulaRecorder(Recorder[Expr]):
             if written and self._is_off(y) and y.requires_grad:  # the old derivative stays
                 before = self.of(y)
                 value = before + stop(value - before)
-            elif self._is_off(y) and not value.turn[0]:
+            elif self._is_off(y) and not value.is_constant:
                 value = stop(value)
             if written:
                 self._write(y, value)
@@ -201,7 +201,7 @@ class FormulaRecorder(Recorder[Expr]):
         root = shown.root
         if view_of(x) == view_of(root):
             shown.value = value
-        elif (shown.value.turn[0] and value.turn[0]) or not _is_number(root):
+        elif (shown.value.is_constant and value.is_constant) or not _is_number(root):
             shown.value = self.constant(root)
         else:  # a part of the root was written, by an opaque operation
             at, part = places(x, root), value
@@ -244,11 +244,11 @@ class FormulaRecorder(Recorder[Expr]):
                 )
         outs, values = made or writes, None
         key = name if name.endswith("__") else name.rstrip("_")
-        if key in (*_DRAWS, *NO_DATA) or all(x.turn[0] for x in given):
+        if key in (*_DRAWS, *NO_DATA) or all(x.is_constant for x in given):
             values = [self.constant(y) for y in outs]
         else:
             said, attributes = call.said(out)
-            xs = [x if isinstance(x, Expr) else constant(value=x) for x in operands]
+            xs = [x if isinstance(x, Expr) else constant(x) for x in operands]
             bound = BoundCall(said, xs, attributes, [*map(_like, outs)], own, self, call, outs)
             values = bound.translated(READINGS, key)
             if values is None and (made or not writes):

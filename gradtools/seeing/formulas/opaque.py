@@ -17,12 +17,11 @@ import numpy as np
 
 from gradtools.rules import replaced_at
 from gradtools.seeing.formulas import typesetting as ts
-from gradtools.seeing.formulas.expressions import SEVERAL, Expr, expr, is_zero
-from gradtools.seeing.formulas.operation_record import operation
+from gradtools.seeing.formulas.expressions import SEVERAL, Expr, expr, is_zero, operation
 
 if TYPE_CHECKING:
     from gradtools.backend import Backend
-    from gradtools.seeing.formulas.writing import ExpressionWriter
+    from gradtools.seeing.formulas.writing import Writer
 
 
 @dataclass(frozen=True, eq=False)
@@ -119,7 +118,7 @@ def pulled_back(
 _ADJOINTS = {"convolution": ("conv", ("convᵀ", "corr"))}
 
 
-def _form(w: ExpressionWriter, x: Expr) -> ts.Written:
+def _write(w: Writer, x: Expr) -> ts.Written:
     (call,), place = x.args, x["index"]
     name, words, level = call["name"], call["words"], call.get("level", 0)
     pieces = [w.operand(a) for a in call.args]
@@ -145,4 +144,4 @@ def _form(w: ExpressionWriter, x: Expr) -> ts.Written:
 
 
 operation("by_name", lambda y, *args: y["kernel"].value(*args))
-operation("output", lambda y, call: call[y["index"]], form=_form, labels=lambda y: [()])
+operation("output", lambda y, call: call[y["index"]], form=_write, labels=lambda y: [()])

@@ -173,7 +173,7 @@ def test_a_complex_number_is_written_with_its_sign(value, text):
 
 def test_the_first_entry_that_differs_is_named():
     ours = np.array([1.0, 2.0, 3.0])
-    found = compared(["x̄"], [ours], [ours + [0.0, 1e-3, 1.0]], 1e-6, 0.0)
+    found = compared(["x̄"], [ours], [ours + [0.0, 1e-3, 1.0]], 1e-6)
     assert (found.where, found.framework, found.derivation) == ("x̄[1]", 2.0, 2.001)
 
 

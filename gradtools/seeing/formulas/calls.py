@@ -61,6 +61,7 @@ from gradtools.seeing.formulas.expressions import (
     REAL,
     Expr,
     constant_of,
+    evaluate,
     is_zero,
     order,
 )
@@ -186,9 +187,14 @@ class FormulaCall:
     likes: Sequence[Like]  # the shape and the kind of each result
     own: Any  # the arguments by the framework's names, with expressions in place of arrays
 
+    def leaf(self, x: Expr) -> Any:
+        """The numbers of a leaf in this run."""
+        raise NotImplementedError
+
     def value_of(self, x: Expr) -> np.ndarray:
         """The numbers of an operand in this run."""
-        raise NotImplementedError
+        leaves = [p for p in order([x]) if p.op == "placeholder"]
+        return evaluate([x], {p: self.leaf(p) for p in leaves})[0]
 
     def computed(self, first: np.ndarray) -> np.ndarray:
         """The result at another first operand; the other operands are constants."""

@@ -17,7 +17,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -79,15 +79,10 @@ class Check:
         )
 
 
-@dataclass(frozen=True)
-class Values:
-    """The numbers of a formula.
+class Values(NamedTuple):
+    """The numbers of a formula: of the outputs, the gradients, and at order 2 of the last section.
 
-    Attributes:
-        outputs: The program's results.
-        gradients: The inputs' cotangents, for inputs that can have one; None for others.
-        second: At order 2: the derivatives of <u, gradients> with respect to each input and each
-            cotangent; None if there is none.
+    None stands where there is no derivative.
     """
 
     outputs: tuple[np.ndarray | None, ...]

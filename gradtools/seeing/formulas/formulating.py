@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.arguments.checks import order_among
-from gradtools.backend import Backend, Operators, P
+from gradtools.backend import Operators, P
 from gradtools.code_origin import place_of
 from gradtools.errors import GradtoolsError
 from gradtools.rules import replaced_at
@@ -35,14 +35,6 @@ _EXACT = 1e-8
 _IN_SINGLE = 2e-4  # for float32: some thousand times its epsilon
 _STEPS = (0.1, 0.01, 0.001, np.inf)  # relative distances of the random points; inf: anywhere
 _CANCELLED = 1e-4  # relative to the greatest number, the scale for smaller arrays
-_OTHER_PROGRAM = (
-    "nearby f runs another program (a branch, a mask or a number that is taken from the values)"
-)
-_NO_NEIGHBOURS = "nearby f is not defined (it raises, or a value is not finite)"
-_AT_AN_EDGE = (
-    "but not at the given arguments, which are at a tie, at an edge or where a number is no "
-    "longer finite:"
-)
 Point = tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]
 Group = Sequence[Any]  # one array for each name; None is not compared
 
@@ -123,16 +115,6 @@ class Formulating(Operators):
 class Differs(GradtoolsError):
     """A formula and automatic differentiation differ."""
 
-    def __init__(self, agreement: Agreement) -> None:
-        a = agreement
-        self.values = (
-            f"{a.where} is {a.derivation} by the formula and {a.framework} by automatic "
-            "differentiation"
-        )
-        super().__init__(
-            f"formula: {self.values}; the formula is not shown. Please report the function"
-        )
-
 
 class Outside(GradtoolsError):
     """Nothing could be compared, because the function is not defined at the points."""
@@ -210,27 +192,41 @@ class _ComparedRun:
 
     def __init__(self, program: LeafProgram, order: int, wide: bool) -> None:
         self.program, self.order, self.wide = program, order, wide
-        self._step = 0.0  # the relative distance of the compared points; 0: of the arguments alone
+        self.step = 0.0  # the relative distance of the compared points; 0: the arguments alone
         self.backend = backend = program.backend
-        programs = program.framework.programs
         # A context in which f may run; its effects are undone. If wide, 64-bit arrays are enabled,
         # and f's captured arrays are read in 64 bits.
         self._trying: Callable[[], AbstractContextManager[Any]]
-        self._trying = partial(programs.trying, program, wide)
-        self.given = [_values(backend, x) for x in program.leaves]
+        self._trying = partial(program.framework.programs.trying, program, wide)
+
+        def values(x: Any) -> np.ndarray:
+            """An array in float64 or complex128; integers are unchanged."""
+            result = np.asarray(backend.to_numpy(x))
+            wide = np.complex128 if result.dtype.kind == "c" else np.float64
+            return result if result.dtype.kind in "biu" else result.astype(wide)
+
+        self.given = [values(x) for x in program.leaves]
         with self._trying():
             if wide:
                 double = lambda x: "complex128" if backend.is_complex(x) else "float64"
                 widened = lambda x: backend.cast(x, double(x)) if backend.is_inexact(x) else x
                 program.leaves = [*map(widened, program.leaves)]
-            self.recorded = recorded = programs.formula_graph(program)
+            self.recorded = recorded = program.framework.programs.formula_graph(program)
             own = [*program.leaves, *(recorded.held[p] for p in recorded.wanted)]
             self._dtypes = [backend.dtype_name(x) for x in own]
-            recorded.held.update({p: _values(backend, x) for p, x in recorded.held.items()})
+            recorded.held.update({p: values(x) for p, x in recorded.held.items()})
         self.given += [recorded.held[p] for p in recorded.wanted]
         captured = range(len(recorded.inputs), len(recorded.opened))
         active = (*program.wrt, *captured)
         self._active = [k for k in active if recorded.opened[k].is_inexact]
+        kinds = {recorded.narrow, *(() if wide else self._dtypes)}
+        if kinds & {"float16", "bfloat16", "complex32"}:
+            raise GradtoolsError(
+                "formula: f does not run in float64, and what it gives in 16 bits is too coarse "
+                "for a comparison. Pass float32 arguments."
+            )
+        single = kinds & {"float32", "complex64"}
+        self.tolerance = _IN_SINGLE * 10 ** (order - 1) if single else _EXACT
 
     def formula(self) -> Formula:
         """The formula with the result of its comparison.
@@ -241,10 +237,10 @@ class _ComparedRun:
         formula = derive(self.recorded, self.order, self._active)
         formula._agreement = self.agreement
         here = self._points(formula, step=0.0, count=1)
-        why = _NO_NEIGHBOURS
-        for self._step in _STEPS:
+        why = "nearby f is not defined (it raises, or a value is not finite)"
+        for self.step in _STEPS:
             try:
-                check = self._check(formula, self._points(formula, self._step), is_near=True)
+                check = self._check(formula, self._points(formula, self.step), is_near=True)
             except Outside as error:
                 if error.__cause__ is not None:  # it may raise at the given arguments, too
                     self._numbers(here[0])
@@ -252,15 +248,24 @@ class _ComparedRun:
             except GradtoolsError:
                 if not self._changes(formula):
                     raise
-                why = _OTHER_PROGRAM
+                why = (
+                    "nearby f runs another program (a branch, a mask or a number that is taken "
+                    "from the values)"
+                )
                 break
             try:
                 self._check(formula, here, finite=False)
                 formula.check = replace(check, given=True)
             except Differs as error:
-                formula.check = replace(check, note=f"{_AT_AN_EDGE} {error.values}")
+                edge = (
+                    "but not at the given arguments, which are at a tie, at an edge or where a "
+                    "number is no longer finite: "
+                )
+                formula.check = replace(
+                    check, note=edge + str(error).partition("formula: ")[2].partition(";")[0]
+                )
             return formula
-        self._step = 0.0
+        self.step = 0.0
         note = f"{why}; compared at the given arguments alone, for which it holds"
         formula.check = replace(self._check(formula, here), note=note)
         return formula
@@ -275,16 +280,19 @@ class _ComparedRun:
             Outside: The values are finite at none of the points, although required.
         """
         names = [*formula.outputs, *formula.gradients, *formula.second]
-        worst, counted, tolerance = 0.0, 0, self._tolerance()
+        worst, counted = 0.0, 0
         for point in points:
             theirs = self._numbers(point, is_near)
             if finite and not all_finite(theirs[:1]):
                 continue
-            values = formula.evaluate(*point)
-            ours = (values.outputs, values.gradients, values.second)
-            result = compared(names, [*chain(*theirs)], [*chain(*ours)], tolerance, least_of(ours))
+            ours = formula.evaluate(*point)
+            result = compared(names, [*chain(*theirs)], [*chain(*ours)], self.tolerance, ours)
             if not result:
-                raise Differs(result)
+                raise Differs(
+                    f"formula: {result.where} is {result.derivation} by the formula and "
+                    f"{result.framework} by automatic differentiation; the formula is not shown. "
+                    "Please report the function"
+                )
             counted += all_finite(ours)
             worst = max(worst, result.error)
         if finite and not counted:
@@ -292,7 +300,7 @@ class _ComparedRun:
                 f"formula: at none of {len(points)} points are all values finite, so nothing was "
                 "compared; give arguments at which the function and its derivatives are defined"
             )
-        return Check(len(points), worst, tolerance)
+        return Check(len(points), worst, self.tolerance)
 
     def _changes(self, formula: Formula) -> bool:
         """Whether f runs another program at a nearby point, or raises there."""
@@ -321,12 +329,12 @@ class _ComparedRun:
     ) -> Agreement:
         """Compares a derivation by hand with the framework's vjps; see `Formula.agrees_with`."""
         names = formula.gradients if self.order == 1 else formula.second
-        tolerance = self._tolerance() if tolerance is None else tolerance
+        tolerance = self.tolerance if tolerance is None else tolerance
         groups = (formula.inputs, formula.cotangents, formula.directions)
         counts = zip(map(len, groups), ("input", "cotangent", "direction"), strict=True)
         call = ", ".join(f"{n} {what}{'s' * (n != 1)}" for n, what in counts if n)
         here = self._points(formula, 0.0, seed, 1)
-        near = self._points(formula, self._step, seed, points) if self._step else []
+        near = self._points(formula, self.step, seed, points) if self.step else []
         worst, counted, passed = 0.0, 0, 0
         for k, point in enumerate([*here, *near]):
             try:
@@ -339,12 +347,11 @@ class _ComparedRun:
                 result = derivation(*map(convert or self._array, chain(*point)))
                 own = list(result) if isinstance(result, tuple | list) else [result]
                 numpy = lambda x: None if x is None else self.backend.to_numpy(self._array(x))
-                came = [*map(numpy, own)]
-            came = returned(came, names, theirs[-1], call)
-            result = compared(names, theirs[-1], came, tolerance, least_of(theirs))
-            if not result:
-                return result
-            worst = max(worst, result.error)
+                came = returned([*map(numpy, own)], names, theirs[-1], call)
+            agreement = compared(names, theirs[-1], came, tolerance, theirs)
+            if not agreement:
+                return agreement
+            worst = max(worst, agreement.error)
         if not counted:
             raise GradtoolsError(
                 "formula.agrees_with: at no point are all values finite, so nothing was compared."
@@ -361,7 +368,6 @@ class _ComparedRun:
     ) -> list[Point]:
         """Random points at this relative distance of the given arguments; these themselves at 0."""
         rng, result = np.random.default_rng(seed), []
-        single = lambda x: x.astype(np.complex64 if x.dtype.kind == "c" else np.float32)
         for _ in range(count):
             _, cotangents, directions = formula.point(rng)
             inputs = [moved(rng, x, step) for x in self.given]
@@ -369,19 +375,10 @@ class _ComparedRun:
                 pairs = zip(inputs, self._dtypes, strict=True)
                 inputs = [x.astype(dtype) if x.dtype.kind in "fc" else x for x, dtype in pairs]
                 if any(x.dtype in (np.float32, np.complex64) for x in inputs):
+                    single = lambda x: x.astype(np.complex64 if x.dtype.kind == "c" else np.float32)
                     cotangents, directions = [*map(single, cotangents)], [*map(single, directions)]
             result.append((inputs, cotangents, directions))
         return result
-
-    def _tolerance(self) -> float:
-        kinds = {self.recorded.narrow, *(() if self.wide else self._dtypes)}
-        if kinds & {"float16", "bfloat16", "complex32"}:
-            raise GradtoolsError(
-                "formula: f does not run in float64, and what it gives in 16 bits is too coarse "
-                "for a comparison. Pass float32 arguments."
-            )
-        single = kinds & {"float32", "complex64"}
-        return _IN_SINGLE * 10 ** (self.order - 1) if single else _EXACT
 
     def _leaves(self, values: Sequence[Any]) -> list[Any]:
         """The framework's arrays of all inputs; integers and random keys are the given ones."""
@@ -435,21 +432,18 @@ class _ComparedRun:
 # --- numbers
 
 
-def _values(backend: Backend, x: Any) -> np.ndarray:
-    """An array in float64 or complex128; integers are unchanged."""
-    result = np.asarray(backend.to_numpy(x))
-    wide = np.complex128 if result.dtype.kind == "c" else np.float64
-    return result if result.dtype.kind in "biu" else result.astype(wide)
-
-
 def compared(
-    names: Sequence[str], theirs: Group, mine: Group, tolerance: float, least: float
+    names: Sequence[str], theirs: Group, mine: Group, tolerance: float, scale: Sequence[Group] = ()
 ) -> Agreement:
     """Each of mine with the framework's own, where there is one.
 
-    An array's error is relative to its greatest modulus, or to `least`, the size below which a
-    whole array may be what is left of larger numbers that cancel.
+    An array's error is relative to its greatest modulus, or to 1e-4 of the greatest number in
+    `scale`: below that a whole array may be what is left of larger numbers that cancel, such as
+    the gradient of a bias before batch normalisation, which is 0 and is computed as 1e-17.
     """
+    greatest = lambda x: float(np.max(np.abs(x[np.isfinite(x)]), initial=0))
+    arrays = [np.asarray(x) for x in chain(*scale) if x is not None]
+    least = _CANCELLED * max((greatest(x) for x in arrays if x.dtype.kind in "fc"), default=0.0)
     worst = 0.0
     for name, expected, came in zip(names, theirs, mine, strict=True):
         if expected is None:
@@ -459,10 +453,9 @@ def compared(
         if a.shape != b.shape:
             message = f"no: {name} has shape {a.shape}, the derivation gives {b.shape}"
             return Agreement(False, float("inf"), name, a.shape, b.shape, message)
-        size = max(_greatest(a), _greatest(b), least)
         with np.errstate(all="ignore"):
             same = (a == b) | (np.isnan(a) & np.isnan(b))
-            errors = np.where(same, 0.0, np.abs(a - b) / size)
+            errors = np.where(same, 0.0, np.abs(a - b) / max(greatest(a), greatest(b), least))
         errors = np.where(np.isnan(errors), np.inf, errors)
         error = float(errors.max(initial=0.0))
         if error > tolerance:
@@ -475,20 +468,6 @@ def compared(
             return Agreement(False, error, where, a[at].item(), b[at].item(), message)
         worst = max(worst, error)
     return Agreement(True, worst)
-
-
-def _greatest(x: np.ndarray) -> float:
-    """The greatest finite modulus."""
-    return float(np.max(np.abs(x[np.isfinite(x)]), initial=0))
-
-
-def least_of(groups: Sequence[Group]) -> float:
-    """The scale below which an array may be rounding error of larger numbers that cancel.
-
-    The gradient of a bias before batch normalisation is 0, but is computed as 1e-17.
-    """
-    arrays = [np.asarray(x) for group in groups for x in group if x is not None]
-    return _CANCELLED * max((_greatest(x) for x in arrays if x.dtype.kind in "fc"), default=0.0)
 
 
 def all_finite(groups: Sequence[Group]) -> bool:

@@ -27,7 +27,7 @@ from gradtools.seeing.torch.translating.recorder import FormulaRecorder
 from gradtools.seeing.torch.undo import copied, memory_of, undone
 from gradtools.torch import _upstream as upstream
 from gradtools.torch._upstream import pytree
-from gradtools.torch.function_modes import PlainKernels
+from gradtools.torch.function_modes import PlainAttention, PlainKernels
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.operation_marks import plainly
 
@@ -44,7 +44,7 @@ def formula_graph(program: LeafProgram) -> Recorded:
         inputs = [recorder.introduced(x, name) for x, name in pairs]
         with followed(), plainly():  # control flow runs in Python, without recomputation
             value = lambda y: recorder.of(y) if isinstance(y, Tensor) else constant(y)
-            outputs = recorder.run(lambda: [value(y) for y in program.run(xs)])
+            outputs = recorder.run(lambda: [value(y) for y in _plain_run(program, xs)])
     read = set(order(outputs))
     held = {p: x for p, x in recorder.held.items() if p in read}
     wanted = tuple(p for p, x in held.items() if x.requires_grad and is_inexact(x))
@@ -53,6 +53,11 @@ def formula_graph(program: LeafProgram) -> Recorded:
     detached = {p: x.detach() for p, x in held.items()}
     run = partial(_run_with, program, captured)
     return Recorded(tuple(inputs), tuple(outputs), detached, wanted, run)
+
+
+def _plain_run(program: LeafProgram, xs: Sequence[Any]) -> Sequence[Any]:
+    with PlainAttention():  # as a softmax between two products
+        return program.run(xs)
 
 
 def _run_with(

@@ -6,33 +6,13 @@ read by the graph's name and attributes, are decomposed, or become opaque.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-import numpy as np
-
-from gradtools.seeing.formulas.algebra import broadcast, mean, reshape, swap, total
+from gradtools.seeing.formulas.algebra import broadcast, mean, reshape, total
 from gradtools.seeing.formulas.arrays import from_the_end, take_along
 from gradtools.seeing.formulas.calls import Reading
-from gradtools.seeing.formulas.elementwise import where
-from gradtools.seeing.formulas.expressions import BOOLEAN, Expr, array, constant_of, lifted
+from gradtools.seeing.formulas.expressions import BOOLEAN, Expr, constant_of, lifted
 from gradtools.seeing.formulas.reductions import softmax, variance
-
-
-def _attention(call: Any) -> list[Expr | None] | None:
-    """softmax(scale q k^T + mask) v over the last two axes; a boolean mask keeps where true."""
-    o = call.own
-    if o.dropout_p:
-        return None
-    mask = getattr(o, "attn_mask", getattr(o, "attn_bias", None))
-    scale = 1 / math.sqrt(o.query.shape[-1]) if o.scale is None else o.scale
-    scores = scale * (o.query @ swap(o.key))
-    if o.is_causal:
-        scores = where(array(np.tril(np.ones(scores.shape[-2:], bool))), scores, -np.inf)
-    if mask is not None:
-        scores = where(mask, scores, -np.inf) if mask.kind == BOOLEAN else scores + mask
-    result = softmax(scores, axis=scores.rank - 1) @ o.value
-    return [result, *[None] * (len(call.outs) - 1)]
 
 
 def _copied(call: Any) -> Expr:
@@ -80,25 +60,13 @@ def _nll(call: Any) -> Any:
     return [(losses, mean(losses, axes), total(losses, axes))[o.reduction], None]
 
 
-def _convolution(call: Any) -> Any:
-    """The convolution without bias, plus the bias of each channel."""
-    bias = call.own.bias
-    if bias is None:
-        return None
-    (result,) = call.by_name(bias=None)
-    return result + reshape(bias, (bias.shape[0], *[1] * (result.rank - 2)))
-
-
 def _rrelu(call: Any) -> Any:
     """x times random slopes, which are 1 for positive entries."""
     slopes = call.call.given.get("noise") if len(call.outs) == 1 else call.outs[1]
     return [call.own.self * call.recorder.constant(slopes), None] if call.own.training else None
 
 
-_ATTENTION = ("flash_attention_for_cpu", "flash_attention", "efficient_attention")
-_ATTENTION += ("cudnn_attention",)
 READINGS: dict[str, Reading] = {
-    **{f"_scaled_dot_product_{name}": _attention for name in _ATTENTION},
     # It assumes that no row is fully masked.
     "_safe_softmax": lambda call: softmax(call.own.self, axis=call.attributes["axis"]),
     **dict.fromkeys(("copy", "fill", "zero"), _copied),
@@ -107,7 +75,6 @@ READINGS: dict[str, Reading] = {
     "remainder": _remainder,
     "var_mean": _var_mean,
     **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), _nll),
-    "convolution": _convolution,
     **dict.fromkeys(("rrelu_with_noise", "rrelu_with_noise_functional"), _rrelu),
 }
 

@@ -20,7 +20,7 @@ from flax import linen, nnx
 import gradtools
 import gradtools.jax as gt
 from gradtools.jax.backend import JaxBackend
-from gradtools.seeing.formulas import derive
+from gradtools.seeing.formulas import Formula as derive
 from gradtools.seeing.formulas.expressions import order
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.jax.translating.programs import formula_graph

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from gradtools import GradtoolsError
-from gradtools.seeing.formulas.derivation import derive
+from gradtools.seeing.formulas.derivation import Formula as derive
 from gradtools.seeing.formulas.expressions import OPERATIONS
 from gradtools.seeing.formulas.formulating import compared
 from gradtools.seeing.formulas.typesetting import latex as latex_of
@@ -186,11 +186,6 @@ def test_one_over_a_zero_stays_in_the_formula():
 
 
 # What is refused.
-
-
-def test_a_third_order_is_refused():
-    with pytest.raises(GradtoolsError, match="order is 1 or 2, not 3"):
-        derive(PROGRAMS["linear"](), 3)
 
 
 def test_a_part_that_a_formula_has_not_is_told_by_its_number():

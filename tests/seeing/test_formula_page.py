@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gradtools.seeing.formulas.derivation import derive
+from gradtools.seeing.formulas.derivation import Formula as derive
 from tests.support.formula_programs import LARGER, PROGRAMS, READING, block
 from tests.support.formula_reading import check_page, undefined
 

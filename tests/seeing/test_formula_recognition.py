@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from gradtools.seeing.formulas.derivation import derive
+from gradtools.seeing.formulas.derivation import Formula as derive
 from gradtools.seeing.formulas.elementwise import cast_to
 from tests.support.formula_builder import Builder
 

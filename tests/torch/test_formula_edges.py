@@ -355,9 +355,7 @@ def test_a_backward_kernel_that_rounds_to_single_precision_is_written_by_name():
 
 
 def test_a_sparse_tensor_is_refused_in_words():
-    with pytest.raises(
-        GradtoolsError, match=r"f makes a sparse tensor \(.*\); a formula is of"
-    ):
+    with pytest.raises(GradtoolsError, match=r"f makes a sparse tensor \(.*\); a formula is of"):
         gt.formula(lambda x: x.to_sparse(), torch.ones(3))
 
 

@@ -16,9 +16,8 @@ before it is returned, and derivations by hand with the framework's.
 from gradtools.seeing.formulas.derivation import Check as Check
 from gradtools.seeing.formulas.derivation import Formula as Formula
 from gradtools.seeing.formulas.derivation import Values as Values
-from gradtools.seeing.formulas.derivation import derive as derive
 from gradtools.seeing.formulas.formulating import Agreement as Agreement
 from gradtools.seeing.formulas.formulating import Differs as Differs
 from gradtools.seeing.formulas.formulating import Outside as Outside
 
-__all__ = ["Agreement", "Check", "Differs", "Formula", "Outside", "Values", "derive"]
+__all__ = ["Agreement", "Check", "Differs", "Formula", "Outside", "Values"]

@@ -19,41 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.seeing.formulas.algebra import (
-    apply,
-    broadcast,
-    broadcast_shape,
-    conj,
-    einsum,
-    imag,
-    matmul,
-    mean,
-    real,
-    reshape,
-    total,
-    transpose,
-)
-from gradtools.seeing.formulas.arrays import (
-    arrange,
-    concatenate,
-    one_hot,
-    sliced,
-    split,
-    stack,
-    take_along,
-    unbind,
-)
-from gradtools.seeing.formulas.elementwise import (
-    cast,
-    cast_to,
-    clip,
-    compare,
-    maximum,
-    minimum,
-    modulus,
-    stop,
-    where,
-)
+from gradtools.seeing.formulas import algebra, arrays, elementwise, reductions
+from gradtools.seeing.formulas.algebra import apply, broadcast, broadcast_shape
 from gradtools.seeing.formulas.expressions import (
     BOOLEAN,
     COMPLEX,
@@ -66,14 +33,6 @@ from gradtools.seeing.formulas.expressions import (
     order,
 )
 from gradtools.seeing.formulas.recorded import named
-from gradtools.seeing.formulas.reductions import (
-    log_softmax,
-    norm,
-    reduced,
-    softmax,
-    standardize,
-    variance,
-)
 
 
 def _power(a: Expr, b: Expr) -> Expr | None:
@@ -87,7 +46,7 @@ def _power(a: Expr, b: Expr) -> Expr | None:
 
 
 def _reduction(name: str) -> Callable[..., Expr]:
-    return lambda x, *, axes=None, keep=False: reduced(name, x, axes or None, keep)
+    return lambda x, *, axes=None, keep=False: reductions.reduced(name, x, axes or None, keep)
 
 
 def _unary(name: str) -> Callable[..., Expr]:
@@ -108,48 +67,48 @@ WORDS: dict[str, Callable[..., Any]] = {
     "sqrt": lambda x: x**0.5,
     "rsqrt": lambda x: x**-0.5,
     "reciprocal": lambda x: x**-1,
-    "abs": modulus,
+    "abs": elementwise.modulus,
     "sign": _unary("sign"),
-    "real": real,
-    "imag": imag,
-    "conj": conj,
+    "real": algebra.real,
+    "imag": algebra.imag,
+    "conj": algebra.conj,
     "complex": lambda re, im: re + 1j * im,
-    "stop": stop,
-    "cast": cast,
-    "compare": lambda a, b, *, relation: compare(a, b, relation),
-    "where": where,
-    "maximum": maximum,
-    "minimum": minimum,
-    "clip": clip,
+    "stop": elementwise.stop,
+    "cast": elementwise.cast,
+    "compare": elementwise.compare,
+    "where": elementwise.where,
+    "maximum": elementwise.maximum,
+    "minimum": elementwise.minimum,
+    "clip": elementwise.clip,
     "expm1": lambda x: apply("exp", x) - 1,
     "log1p": lambda x: apply("log", 1 + x),
     "logaddexp": lambda a, b: apply("softplus", b) if is_zero(a) else b + apply("softplus", a - b),
     "log_sigmoid": lambda x: -apply("softplus", -x),
     "silu": lambda x: x * apply("sigmoid", x),
     "erfc": lambda x: 1 - apply("erf", x),
-    "einsum": lambda *xs, subscripts: einsum(subscripts, *xs),
-    "matmul": lambda a, b: matmul(a, b),
-    "outer": lambda a, b: einsum("i,j->ij", a, b),
-    "vdot": lambda a, b: conj(a) @ b,
-    "transpose": lambda x, *, permutation: transpose(x, permutation),
-    "reshape": lambda x, *, shape: reshape(x, shape),
-    "broadcast": lambda x, *, shape, axes=None: broadcast(x, shape, axes),
-    "slice": sliced,
-    "split": split,
-    "unbind": unbind,
-    "concatenate": concatenate,
-    "stack": stack,
-    "one_hot": one_hot,
-    "take_along": take_along,
-    "sum": lambda x, *, axes=None, keep=False: total(x, axes, keep),
-    "mean": lambda x, *, axes=None, keep=False: mean(x, axes, keep),
+    "einsum": lambda *xs, subscripts: algebra.einsum(subscripts, *xs),
+    "matmul": algebra.matmul,
+    "outer": lambda a, b: algebra.einsum("i,j->ij", a, b),
+    "vdot": lambda a, b: algebra.conj(a) @ b,
+    "transpose": algebra.transpose,
+    "reshape": algebra.reshape,
+    "broadcast": broadcast,
+    "slice": arrays.sliced,
+    "split": arrays.split,
+    "unbind": arrays.unbind,
+    "concatenate": arrays.concatenate,
+    "stack": arrays.stack,
+    "one_hot": arrays.one_hot,
+    "take_along": arrays.take_along,
+    "sum": algebra.total,
+    "mean": algebra.mean,
     **{name: _reduction(name) for name in ("max", "min", "logsumexp")},
-    "norm": norm,
-    "variance": variance,
-    "deviation": lambda x, **how: variance(x, **how) ** 0.5,
-    "softmax": softmax,
-    "log_softmax": log_softmax,
-    "standardize": standardize,
+    "norm": reductions.norm,
+    "variance": reductions.variance,
+    "deviation": reductions.deviation,
+    "softmax": reductions.softmax,
+    "log_softmax": reductions.log_softmax,
+    "standardize": reductions.standardize,
 }
 
 
@@ -170,7 +129,7 @@ def made(name: str, operands: Sequence[Expr], attributes: Mapping[str, Any]) -> 
 
 Like = tuple[Sequence[int], str]  # shape and kind
 Reading = Callable[[Any], Any]  # from a `FormulaCall` to one or several expressions, or None
-# These commute with a cast from real to complex.
+# These commute with a elementwise.cast from algebra.real to complex.
 _LINEAR = """
 add subtract multiply negate einsum matmul outer sum mean reshape transpose broadcast concatenate
 stack split slice real imag conj abs identity
@@ -203,7 +162,7 @@ class FormulaCall:
     def translated(self, readings: Mapping[str, Reading], key: str = "") -> list[Any] | None:
         """The results, by a reading or by the name; None if the vocabulary has none.
 
-        A result that is None, such as the places of a maximum, is taken as a constant.
+        A result that is None, such as the places of a elementwise.maximum, is taken as a constant.
         """
         result = readings.get(key, FormulaCall._in_vocabulary)(self)
         return result if result is None or isinstance(result, list) else [result]
@@ -229,7 +188,7 @@ class FormulaCall:
         once, twice = self.computed(counts), self.computed(2 * counts)
         if not once.all() or not np.array_equal(2 * once, twice):
             return None
-        return arrange(x, np.round(once.real).astype(int) - 1)
+        return arrays.arrange(x, np.round(once.real).astype(int) - 1)
 
 
 def fitted(x: Expr, like: Like) -> Expr:
@@ -237,10 +196,10 @@ def fitted(x: Expr, like: Like) -> Expr:
     shape, kind = like
     x = named(x)
     if x.is_inexact and kind in (INTEGER, BOOLEAN) and constant_of(x) is None:
-        x = cast_to(x, kind)
+        x = elementwise.cast_to(x, kind)
     x = x if x.shape == tuple(shape) else broadcast(x, tuple(shape))
     plain = x.is_complex or constant_of(x) is not None
-    return x if kind != COMPLEX or plain else cast_to(x, COMPLEX)
+    return x if kind != COMPLEX or plain else elementwise.cast_to(x, COMPLEX)
 
 
 def has_opaque_part(results: Sequence[Expr], operands: Sequence[Expr]) -> bool:

@@ -1,7 +1,7 @@
-"""`Formula`: a program and its adjoint as mathematics, made by `derive`.
+"""`Formula`: a program and its adjoint as mathematics.
 
-`derive` transforms a recorded program to its adjoint program by reverse mode on expressions. That
-is an expression again: it can be simplified, written, evaluated, and differentiated once more,
+Reverse mode on expressions transforms a recorded program to its adjoint program. That is an
+expression again: it can be simplified, written, evaluated, and differentiated once more,
 which is double backward::
 
     first order    x_bar = J^H g
@@ -93,6 +93,11 @@ class Values(NamedTuple):
 class Formula:
     """A program and its derivatives as mathematics.
 
+    Args:
+        recorded: The program. Its inputs are followed by differentiated captured arrays.
+        order: 1, or 2 to add the double backward.
+        wrt: The positions of the differentiated inputs; by default all floating and complex ones.
+
     Attributes:
         inputs: The names of the inputs.
         outputs: The names of the outputs.
@@ -108,7 +113,9 @@ class Formula:
     check: Check | None = None
     _agreement: Callable[..., Agreement]
 
-    def __init__(self, recorded: Recorded, order: int, wrt: Sequence[int] | None) -> None:
+    def __init__(
+        self, recorded: Recorded, order: int = 1, wrt: Sequence[int] | None = None
+    ) -> None:
         inputs = recorded.opened
         self.order, self._recorded = order, recorded
         leaves = list(dict.fromkeys((*inputs, *recorded.held)))
@@ -288,16 +295,21 @@ class Formula:
         self, inputs: Arrays, cotangents: Arrays | None = None, directions: Arrays | None = None
     ) -> dict[Expr, Any]:
         """The value of each placeholder."""
-        recorded = self._recorded
-        known = _matched("inputs", recorded.opened, inputs)
-        if cotangents is None:
-            cotangents = [np.ones(p.shape) for p in self._cotangents]
-        known |= _matched("cotangents", self._cotangents, cotangents)
-        if self.order == 2:
-            if directions is None:
-                raise GradtoolsError("formula: order 2 needs directions, one for each gradient")
-            known |= _matched("directions", self._directions, directions)
-        return known | {p: v for p, v in recorded.held.items() if p not in recorded.wanted}
+        opened, held = self._recorded.opened, self._recorded.held
+        known = {p: v for p, v in held.items() if p not in self._recorded.wanted}
+        ones = [np.ones(p.shape) for p in self._cotangents]
+        for what, places, given in (
+            ("inputs", opened, inputs),
+            ("cotangents", self._cotangents, ones if cotangents is None else cotangents),
+            ("directions", self._directions, directions or []),
+        ):
+            if len(given) != len(places):
+                raise GradtoolsError(
+                    f"formula: {len(places)} {what} are needed "
+                    f"({', '.join(p['name'] for p in places) or 'none'}); {len(given)} were given"
+                )
+            known.update(zip(places, given, strict=True))
+        return known
 
     def agrees_with(
         self,
@@ -349,19 +361,6 @@ class Formula:
         return inputs, cotangents, directions
 
 
-def derive(recorded: Recorded, order: int = 1, wrt: Sequence[int] | None = None) -> Formula:
-    """The formula of a recorded program.
-
-    Args:
-        recorded: The program. Its inputs are followed by differentiated captured arrays.
-        order: 1, or 2 to add the double backward.
-        wrt: The positions of the differentiated inputs; by default all floating and complex ones.
-    """
-    if order not in (1, 2):
-        raise GradtoolsError(f"formula: order is 1 or 2, not {order!r}")
-    return Formula(recorded, order, wrt)
-
-
 def adjoint(
     outputs: Sequence[Expr], cotangents: Sequence[Expr], wrt: Sequence[Expr]
 ) -> tuple[list[Expr], dict[Expr, Expr]]:
@@ -404,16 +403,6 @@ def adjoint(
             if c is not None and arg in active and not is_zero(c):
                 contribute(arg, c)
     return [summed[x] if x in summed else full(0.0, x.shape) for x in wrt], summed
-
-
-def _matched(what: str, places: Sequence[Expr], values: Any) -> dict[Expr, Any]:
-    values = list(values)
-    if len(values) != len(places):
-        raise GradtoolsError(
-            f"formula: {len(places)} {what} are needed "
-            f"({', '.join(p['name'] for p in places) or 'none'}); {len(values)} were given"
-        )
-    return dict(zip(places, values, strict=True))
 
 
 _FIELDS = {"real": "ℝ", "complex": "ℂ", "integer": "ℤ", "boolean": "{0,1}"}

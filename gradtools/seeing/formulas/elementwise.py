@@ -50,7 +50,6 @@ def _entrywise(
         name,
         lambda y, *args: evaluate(*args, **dict(y.attributes)),
         chain_rule if derivatives else pullback,
-        elementwise=True,
         form=form,
         definition=definition,
     )
@@ -97,7 +96,6 @@ operation(
     "add",
     lambda y, *xs: sum(xs[1:], xs[0] + 0.0),
     lambda y, g, *xs: [g] * len(xs),
-    elementwise=True,
     form=_write_sum,
 )
 _entrywise(

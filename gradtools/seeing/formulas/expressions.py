@@ -229,7 +229,6 @@ class Operation:
     evaluate: Callable[..., Any]
     # Maps the expression, its cotangent and the arguments to the arguments' cotangents.
     pullback: Callable[..., Sequence[Expr | None]] | None = None
-    elementwise: bool = False
     form: Callable[[Writer, Expr], Written] | None = None  # None for its name and its arguments
     # For each argument the label of each axis. Axes with one label correspond and get one letter;
     # the labels of the result's axes are 0, 1, ...; None corresponds to none.
@@ -245,11 +244,6 @@ OPERATIONS: dict[str, Operation] = {}
 def operation(name: str, evaluate: Callable[..., Any], pullback: Any = None, **more: Any) -> None:
     """Registers an operation."""
     OPERATIONS[name] = Operation(evaluate, pullback, **more)
-
-
-def is_elementwise(x: Expr) -> bool:
-    """Whether its operation is applied to each entry."""
-    return x.op in OPERATIONS and OPERATIONS[x.op].elementwise
 
 
 def evaluate(roots: Sequence[Expr], known: Mapping[Expr, Any]) -> list[np.ndarray]:

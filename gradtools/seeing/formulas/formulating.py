@@ -1,6 +1,6 @@
 """The public operator that writes derivatives as mathematics, `formula`, and its comparison.
 
-A backend records one run of f as expressions, and `derive` transforms them to the adjoint program.
+A backend records one run of f as expressions, and `Formula` transforms them to the adjoint program.
 Before the formula is returned it is evaluated in NumPy and compared with the framework's own
 automatic differentiation of f: reverse mode, and at order 2 reverse mode of reverse mode. That is
 done at the given arguments and at random points near them, if the program is the same there, in
@@ -25,7 +25,7 @@ from gradtools.backend import Operators, P
 from gradtools.code_origin import place_of
 from gradtools.errors import GradtoolsError
 from gradtools.rules import replaced_at
-from gradtools.seeing.formulas.derivation import Check, Formula, derive
+from gradtools.seeing.formulas.derivation import Check, Formula
 from gradtools.seeing.formulas.opaque import OpaqueFunction
 from gradtools.seeing.frameworks import Framework
 from gradtools.seeing.graphs.program import LeafProgram, spoken
@@ -234,7 +234,7 @@ class _ComparedRun:
         It is compared at random points near the given arguments, nearer if f's domain requires it,
         and at these themselves.
         """
-        formula = derive(self.recorded, self.order, self._active)
+        formula = Formula(self.recorded, self.order, self._active)
         formula._agreement = self.agreement
         here = self._points(formula, step=0.0, count=1)
         why = "nearby f is not defined (it raises, or a value is not finite)"

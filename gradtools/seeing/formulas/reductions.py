@@ -138,6 +138,11 @@ def variance(x: Expr, *, axes: Any = None, correction: float = 0, keep: bool = F
     return n / (n - correction) * result if n > correction else result * np.nan
 
 
+def deviation(x: Expr, *, axes: Any = None, correction: float = 0, keep: bool = False) -> Expr:
+    """The root of the variance."""
+    return variance(x, axes=axes, correction=correction, keep=keep) ** 0.5
+
+
 def centred(x: Expr, axes: Iterable[int]) -> Expr:
     """x - mean x."""
     return x - mean(x, axes, keep=True)

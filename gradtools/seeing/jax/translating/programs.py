@@ -208,9 +208,9 @@ class _Translator:
         if jaxprs.is_ruled(eqn) and not plain and not is_chunk(jaxpr):
             return self._named(eqn, entries, name)
         results = self._opened(program, entries)
-        if own and len(jaxpr.eqns) > 1:
-            if has_opaque_part([e for e in results if isinstance(e, Expr)], given):
-                return self._named(eqn, entries, name, numbers=True)
+        made = [e for e in results if isinstance(e, Expr)]
+        if own and len(jaxpr.eqns) > 1 and has_opaque_part(made, given):
+            return self._named(eqn, entries, name, numbers=True)
         return results
 
 

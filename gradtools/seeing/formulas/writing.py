@@ -47,7 +47,7 @@ class Writer:
         self.defined: dict[Expr, list[Expr]] = {}
         self.notes: dict[str, None] = {}  # explanations of the notation that was used
         self.recognised: set[str] = set()  # the operations that were written by their name
-        self._as_mean: set[Expr] = set()
+        self._as_mean: set[Expr] = set()  # sums that are written as means
 
     def write(self, x: Expr) -> Written:
         """x as a whole array.
@@ -57,6 +57,8 @@ class Writer:
         """
         if x in self.names:
             return self.names[x]
+        if x in self._as_mean:
+            return self._mean(x)
         if constant_of(x) is not None:
             return ts.number(constant_of(x))
         if x.op == "einsum":
@@ -116,20 +118,22 @@ class Writer:
     # Products.
 
     def _product(self, x: Expr) -> Written:
+        """A product: its coefficient and scalars, and its factors with axes, over its divisors."""
         f = Factors(x, self.names, self.defined)
-        if not f.arrays and f.below and not f.summed:  # L̄ / x, and not L̄ 1 / x
-            return self._with_scalars(f, None, [self._oriented(a, n, f) for a, n in f.below])
         # A factor that is a sum, times one over its length, is written as a mean.
-        sums = (a for a, _ in f.arrays if a not in self.names)
-        mean = next((a for a in sums if _is_inverse(f.coefficient, summed_length(a))), None)
-        if mean is None:
-            return self._with_scalars(f, self._core(f))
-        f.coefficient = 1.0 if f.coefficient > 0 else -1.0
-        self._as_mean.add(mean)
+        sums = (*f.scalars, *(a for a, _ in f.arrays))
+        inverse = lambda a: (
+            a not in self.names and _is_inverse(f.coefficient, summed_length(a, self.names))
+        )
+        means = {a for a in sums if inverse(a)}
+        f.coefficient = f.coefficient if not means else 1.0 if f.coefficient > 0 else -1.0
+        before, self._as_mean = self._as_mean, self._as_mean | means
         try:
+            if not f.arrays and f.below and not f.summed:  # L̄ / x, and not L̄ 1 / x
+                return self._with_scalars(f, None, [self._oriented(a, n, f) for a, n in f.below])
             return self._with_scalars(f, self._core(f))
         finally:
-            self._as_mean.discard(mean)
+            self._as_mean = before
 
     def _core(self, f: Factors) -> Written | None:
         """The factors with axes, in the first unambiguous form; None if there are none.
@@ -145,32 +149,27 @@ class Writer:
                 return self.write(x)
             if n >= 2 and names == (*range(n - 2), n - 1, n - 2):
                 return self.transposed(x)
-        result = self._inner_product(f)
-        if result is None and f.arrays and not f.below and (len(f.out) > 1 or not self._is_mean(f)):
-            links = [self._link(*link) for link in chain(f) or ()]
-            result = ts.join(links, " ", ts.PRODUCT) if links else None
-        return result or self._aligned(f)
-
-    def _inner_product(self, f: Factors) -> Written | None:
-        """A sum over all axes of two factors, or of one squared; None for other products."""
         labels = {names for _, names in f.arrays}
-        if f.out or f.below or len(labels) != 1 or set(*labels) != f.summed or self._is_mean(f):
-            return None
-        if any(a.is_complex for a, _ in f.arrays):
-            return None
-        if len(f.arrays) == 1:
-            x = f.arrays[0][0]
-            if x in self.names or x.op != "power" or x["exponent"] != 2:
-                return None
-            base = x.args[0].args[0] if x.args[0].op == "abs" else x.args[0]
-            return Written(f"‖{self.write(base).text}‖²", ts.POWER)
-        first, *rest = [self.write(a) for a, _ in self._sorted(f.arrays)]
-        return ts.inner_product(first, _hadamard(rest))
+        real = not any(a.is_complex for a, _ in f.arrays)
+        if real and not f.out and not f.below and len(labels) == 1 and set(*labels) == f.summed:
+            (x, *_), *others = self._sorted(f.arrays)
+            if others:
+                return ts.inner_product(
+                    self.write(x), _hadamard([self.write(a) for a, _ in others])
+                )
+            if x not in self.names and x.op == "power" and x["exponent"] == 2:
+                base = x.args[0].args[0] if x.args[0].op == "abs" else x.args[0]
+                return Written(f"‖{self.write(base).text}‖²", ts.POWER)
+        if f.arrays and not f.below and (links := chain(f)):
+            return ts.join([self._link(*link) for link in links], " ", ts.PRODUCT)
+        return self._aligned(f)
 
-    def _is_mean(self, f: Factors) -> bool:
-        """Whether a sum of one array is written as its mean."""
-        length = prod(f.size[l] for l in f.summed) if f.is_plain_sum else 0
-        return f.target in self._as_mean or _is_inverse(f.coefficient, length)
+    def _mean(self, x: Expr) -> Written:
+        """A sum of one array, without its factor of one over the length."""
+        (inner,), (names,) = x.args, x["labels"]
+        letters = self.axes.unique(inner)
+        over = "".join(letters[k] for k, l in enumerate(names) if l >= x.rank)
+        return ts.function("mean", [self.write(inner)], over if x.rank else "")
 
     def _link(self, group: list[Expr], flipped: bool) -> Written:
         if len(group) == 1:
@@ -198,14 +197,8 @@ class Writer:
         top = _hadamard(up) if up else ts.number(1.0)
         if down:
             top = ts.over(top.at(ts.PRODUCT), _hadamard(down))
-        if not f.summed:
-            return top
         name = "".join(sorted(letters[l] for l in f.summed))
-        if not self._is_mean(f):
-            return ts.total(name, top.at(ts.POWER))
-        if f.target not in self._as_mean:
-            f.coefficient = 1.0 if f.coefficient > 0 else -1.0
-        return ts.function("mean", [top], name if f.out else "")
+        return ts.total(name, top.at(ts.POWER)) if f.summed else top
 
     def _oriented(self, a: Expr, names: Sequence[int], f: Factors) -> Written:
         """A factor, transposed if its axes are not in the order of the others'."""
@@ -230,10 +223,9 @@ class Writer:
         self, f: Factors, core: Written | None, below: Sequence[Written] = ()
     ) -> Written:
         up = [self.write(s) for s, _ in self._sorted((s, ()) for s in f.scalars)]
-        down = [self.write(s) for s in f.scalars_below]
         coefficient, number_below = _fraction(f.coefficient)
-        if number_below is not None:
-            down = [number_below, *down]
+        down = [ts.number(number_below)] if number_below != 1 else []
+        down += [self.write(s) for s in f.scalars_below]
         down += [_hadamard(below)] if below else []
         minus = not isinstance(coefficient, complex) and coefficient < 0
         coefficient = -coefficient if minus else coefficient
@@ -260,35 +252,29 @@ _hadamard = partial(_multiplied, sign=" ⊙ ")
 
 def _is_inverse(coefficient: Any, count: int) -> bool:
     """Whether a coefficient is one over a count, up to its sign."""
-    return (
-        count > 1
-        and not isinstance(coefficient, complex)
-        and abs(abs(coefficient) * count - 1) < 1e-12
-    )
+    is_real = not isinstance(coefficient, complex)
+    return is_real and count > 1 and abs(abs(coefficient) * count - 1) < 1e-12
 
 
-def _fraction(coefficient: Any) -> tuple[Any, Written | None]:
-    """A coefficient such as 1/5 or 1/√8 as a number below."""
-    if isinstance(coefficient, complex) or coefficient == 0 or abs(coefficient) >= 1:
-        return coefficient, None
-    inverse = 1 / abs(coefficient)
+def _fraction(coefficient: Any) -> tuple[Any, float]:
+    """A coefficient such as 2/5 or 1/√8 as numerator and denominator."""
+    if isinstance(coefficient, complex) or not 0 < abs(coefficient) < 1:
+        return coefficient, 1.0
     sign = 1.0 if coefficient > 0 else -1.0
-    for n in (inverse, inverse * inverse):
-        if inverse < 1e6 and abs(n - round(n)) < 1e-12 * n:
-            below = round(n) if n == inverse else round(n) ** 0.5
-            return sign, ts.number(float(below))
-    for up in range(2, 10):
-        if abs(inverse * up - round(inverse * up)) < 1e-12 * inverse:
-            return sign * up, ts.number(float(round(inverse * up)))
-    return coefficient, None
+    exact, square = ts.fraction(coefficient, 10**6), ts.fraction(coefficient**2, 10**6, 2e-14)
+    if exact is not None and abs(exact.numerator) < 10:
+        return float(exact.numerator), float(exact.denominator)
+    if square is not None and square.numerator == 1:
+        return sign, float(square.denominator) ** 0.5
+    return coefficient, 1.0
 
 
 # --- the factors of a product as they are written
 
 
-def summed_length(x: Expr) -> int:
+def summed_length(x: Expr, named: Collection[Expr]) -> int:
     """The number of terms of each sum, if x sums one array over axes; else 0."""
-    if not contracts(x) or len(x.args) != 1:
+    if not contracts(x) or len(x.args) != 1 or (contracts(x.args[0]) and x.args[0] not in named):
         return 0
     return prod(n for l, n in zip(x["labels"][0], x.args[0].shape, strict=True) if l >= x.rank)
 
@@ -313,7 +299,8 @@ class Factors:
         while queue:
             factor, names = queue.pop(0)
             alone = not self._entries and not queue
-            closed = contracts(factor) and not alone
+            mean = _is_inverse(self.coefficient, summed_length(factor, named))
+            closed = contracts(factor) and (mean or not alone)
             if factor in named or factor.op != "einsum" or not factor.args or closed:
                 self._entries.append((factor, names))
             else:
@@ -338,8 +325,6 @@ class Factors:
                 (self.scalars_below if negative else self.scalars).append(shown)
         self.out = [l for l in range(x.rank) if l in self.size]
         self.summed = self.size.keys() - set(self.out)
-        core = x.args[0] if len(x.args) == 1 and contracts(x.args[0]) else x
-        self.is_plain_sum = summed_length(core) > 0
         by_rank = sorted((*self.arrays, *self.below), key=lambda e: -len(e[1]))
         axes = [self.out if len(self.out) > 1 else (), *(names for _, names in by_rank)]
         # The order of labels in which factors are written; others are transposed.

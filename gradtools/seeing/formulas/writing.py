@@ -12,7 +12,6 @@ the labels leads from one axis of the result to the other.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from math import prod
@@ -355,68 +354,36 @@ def _with_product(entries: list[Entry], p: Expr) -> list[Entry]:
     return [(p, tuple(place[l] for l in range(p.rank))), *left]
 
 
-# --- matrix chains
+# --- products of matrices
 
 
 Link = tuple[list[Expr], bool]  # factors that are multiplied, and whether they are transposed
 
 
 def chain(f: Factors) -> list[Link] | None:
-    """The factors as a matrix chain, in which factors with equal labels are one link."""
-    entries = _without_batch(f)
-    if entries is None or any(len(names) > 2 for _, names in entries):
-        return None
-    left: dict[Labels, list[Expr]] = {}
-    for a, names in sorted(entries, key=lambda e: -len(e[1])):
-        left.setdefault(names, []).append(a)
-    count = Counter(l for names in left for l in names)
-    out = [l for l in f.out if l in count]
-    if len(out) > 2 or (not f.summed and (len(out) < 2 or len(left) < 2)):
-        return None
-    if any(n != (1 if l in out else 2) for l, n in count.items()):
-        return None
-    if out:
-        links = _follow(left, out[0])
-        if len(out) == 2 and left:
-            links += [(g, not t) for g, t in reversed(_follow(left, out[1]))]
-    else:
-        start = next((names for names in left if len(names) == 1), None)
-        if start is None:
+    """The factors as two matrices or vectors side by side, in which equal labels are one link."""
+    groups: dict[Labels, list[Expr]] = {}
+    for a, names in sorted(f.arrays, key=lambda e: -len(e[1])):
+        groups.setdefault(names, []).append(a)
+    batch: Sequence[int] = ()
+    if max((len(n) for n in groups), default=0) > 2 or len(f.out) > 2:  # of matrices
+        batch = f.out[:-2] if len(f.out) == f.target.rank else ()
+        leads = [n[:-2] for n in groups]
+        if not batch or any(list(n) != batch[len(batch) - len(n) :] for n in leads):
             return None
-        links = [(left.pop(start), True), *_follow(left, start[0])]
-    return links if not left else None
-
-
-def _without_batch(f: Factors) -> list[Entry] | None:
-    """The factors without the leading batch axes; None if these differ."""
-    out, entries = list(f.out), list(f.arrays)
-    if max((len(n) for _, n in entries), default=0) <= 2 and len(out) <= 2:
-        return entries
-    if len(out) != f.target.rank or len(out) < 3:
+    ends = {n[-2:]: factors for n, factors in groups.items()}
+    out = [l for l in f.out if l not in batch]
+    if len(groups) != 2 or len(ends) != 2 or not out or any(l in batch for n in ends for l in n):
         return None
-    batch = out[:-2]
-    stripped = []
-    for a, names in entries:
-        lead = tuple(l for l in names if l in batch)
-        if names[: len(lead)] != lead or list(lead) != batch[len(batch) - len(lead) :]:
-            return None
-        if len(names) - len(lead) != 2:
-            return None
-        stripped.append((a, names[len(lead) :]))
-    return stripped
-
-
-def _follow(left: dict[Labels, list[Expr]], label: int) -> list[Link]:
-    """The links that lead on from a label, taken off those that are left."""
-    links: list[Link] = []
-    while True:
-        names = next((n for n in left if label in n), None)
-        if names is None:
-            return links
-        links.append((left.pop(names), len(names) == 2 and names[0] != label))
-        if len(names) == 1:
-            return links
-        label = names[1] if names[0] == label else names[0]
+    first, second = sorted(ends, key=lambda n: out[0] not in n)
+    shared = set(first) & set(second)
+    if shared != f.summed or {*first, *second} - shared != set(out) or len(shared) > 1:
+        return None
+    if not shared:  # an outer product
+        return [(ends[first], False), (ends[second], True)] if len(first + second) == 2 else None
+    (inner,) = shared
+    turned = len(second) == 2 and second[0] != inner
+    return [(ends[first], first[-1] != inner), (ends[second], turned)]
 
 
 # --- letters of axes

@@ -190,7 +190,6 @@ FUNCTIONS: dict[str, Written] = {
     ),
     "where": Written(lambda gt, x: gt.xp.where(x > 0, gt.xp.exp(x), x * x), (real(5),)),
     "relu": Written(lambda gt, x: gt.xp.maximum(x, 0 * x), (real(5),)),
-    "clip": Written(lambda gt, x: gt.xp.clip(x, -0.5, 0.5), (real(5),)),
     "modulus of reals": Written(lambda gt, x: gt.xp.sum(gt.xp.abs(x)), (real(5),)),
     "picked": Written(
         lambda gt, Z, y: gt.xp.sum(gt.xp.take_along_axis(Z, y[:, None], axis=1)),
@@ -358,7 +357,6 @@ TEXTBOOK = {
     "squares of cumulative sums": ["x̄ = vjp[cumsum](x; 2 L̄ z)"],
     "where": ["x̄ = ȳ ⊙ (2 x ⊙ 1[x ≤ 0] + e ⊙ 1[x > 0])"],
     "relu": ["x̄ = ȳ ⊙ 1[x > 0]"],
-    "clip": ["x̄ = ȳ ⊙ 1[T < 1/2] ⊙ 1[x > (-1/2)]"],
     "modulus of reals": ["x̄ = L̄ sgn(x)"],
     "picked": ["Z̄ = L̄ onehot(y)"],
     "slices": ["x̄ = into[:5](-2 ȳ ⊙ z) + into[1:](2 ȳ ⊙ z)"],
@@ -498,6 +496,25 @@ def test_what_has_a_name_is_read(formulas):
 def test_separate_parts_are_put_together_to_the_same_rule(formulas):
     for found in both(formulas, "complex in parts"):
         assert found.lines(2) == ["W̄ = Ō Iᴴ", "Ī = Wᴴ Ō"]
+
+
+def test_a_pair_that_is_not_differentiated_has_no_line(formulas):
+    def affine(gt, W_re, W_im, I_re, I_im, b_re, b_im):
+        re, im = in_parts(gt, W_re, W_im, I_re, I_im)
+        return re + b_re, im + b_im
+
+    b = real(3), real(3)
+    args = (*FUNCTIONS["complex in parts"].args, *b)
+    for backend in ("torch", "jax"):
+        gt = importlib.import_module(f"gradtools.{backend}")
+        arrays = [*map(gt.asarray, args)]
+        f = lambda W_re, W_im, I_re, I_im, b_re, b_im, gt=gt: affine(
+            gt, W_re, W_im, I_re, I_im, b_re, b_im
+        )
+        found = gt.formula(f, *arrays, argnums=(0, 1, 2, 3))
+        assert found.lines(2) == ["W̄ = Ō Iᴴ", "Ī = Wᴴ Ō"]
+        whole = gt.formula(f, *arrays, argnums=tuple(range(6)))
+        assert whole.lines(2) == ["W̄ = Ō Iᴴ", "Ī = Wᴴ Ō", "b̄ = Ō"]
 
 
 @pytest.mark.slow_at("jax")

@@ -348,8 +348,8 @@ BY_NAME = set(
     det diag digamma dynamic_slice eigh erfinv expm fft fmod gather ifft interp inverse irfft lgamma
     flip logcumsumexp max_pool min_pool pad pinv polygamma qr quantile remainder rfft scan scatter
     scatter_add select slogdet solve sort sum_pool svd take_along_axis tile topk triangular_solve
-    update where exp2 arcsinh arccos arctanh arctan2 round floor angle power prod is_finite
-    logical_and logical_or hypot xlogy take
+    update where exp2 tan arcsin arctan unbind arcsinh arccos arctanh arctan2 round floor
+    angle power prod is_finite logical_and logical_or hypot xlogy take
     """.split()
 )
 

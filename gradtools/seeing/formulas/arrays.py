@@ -180,12 +180,6 @@ def split(x: Expr, *, sizes: Sequence[int], axis: int) -> list[Expr]:
     return [arrange(x, part) for part in places]
 
 
-def unbind(x: Expr, *, axis: int) -> list[Expr]:
-    """The slices along an axis, each without it."""
-    shape = [n for a, n in enumerate(x.shape) if a != axis]
-    return [reshape(part, shape) for part in split(x, sizes=(1,) * x.shape[axis], axis=axis)]
-
-
 operation(
     "concatenate",
     lambda y, *xs: np.concatenate(xs, y["axis"]),

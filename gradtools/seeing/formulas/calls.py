@@ -53,7 +53,7 @@ def _unary(name: str) -> Callable[..., Expr]:
     return lambda x: apply(name, x)
 
 
-_FUNCTIONS = "exp log sin cos tan sinh cosh tanh arcsin arctan erf sigmoid relu softplus".split()
+_FUNCTIONS = "exp log sin cos sinh cosh tanh erf sigmoid relu softplus".split()
 WORDS: dict[str, Callable[..., Any]] = {
     **{name: _unary(name) for name in _FUNCTIONS},
     "identity": lambda x: x,
@@ -77,8 +77,8 @@ WORDS: dict[str, Callable[..., Any]] = {
     "cast": elementwise.cast,
     "compare": elementwise.compare,
     "where": elementwise.where,
-    "maximum": elementwise.maximum,
-    "minimum": elementwise.minimum,
+    "maximum": lambda a, b: elementwise.extreme("maximum", a, b),
+    "minimum": lambda a, b: elementwise.extreme("minimum", a, b),
     "clip": elementwise.clip,
     "expm1": lambda x: apply("exp", x) - 1,
     "log1p": lambda x: apply("log", 1 + x),
@@ -95,7 +95,6 @@ WORDS: dict[str, Callable[..., Any]] = {
     "broadcast": broadcast,
     "slice": arrays.sliced,
     "split": arrays.split,
-    "unbind": arrays.unbind,
     "concatenate": arrays.concatenate,
     "stack": arrays.stack,
     "one_hot": arrays.one_hot,

@@ -186,7 +186,8 @@ def compare(a: Any, b: Any, relation: str) -> Expr:
 def negation(c: Expr) -> Expr:
     """Logical not."""
     if c.op == "compare":
-        return compare(*c.args, _RELATIONS[c["relation"]][1])
+        a, b = c.args
+        return compare(a, b, _RELATIONS[c["relation"]][1])
     return 1 - c
 
 
@@ -208,18 +209,16 @@ _entrywise(
     pullback=lambda y, g, c, a, b: [None, c * g, negation(c) * g],
     form=_write_where,
 )
-_entrywise(
-    "maximum",
-    np.maximum,
-    lambda y, a, b: [compare(a, b, ">"), compare(a, b, "<=")],
-    form=_named("max"),
-)
-_entrywise(
-    "minimum",
-    np.minimum,
-    lambda y, a, b: [compare(a, b, "<"), compare(a, b, ">=")],
-    form=_named("min"),
-)
+for _name, _relation, _other, _evaluate in (
+    ("maximum", ">", "<=", np.maximum),
+    ("minimum", "<", ">=", np.minimum),
+):
+    _entrywise(
+        _name,
+        _evaluate,
+        lambda y, a, b, one=_relation, other=_other: [compare(a, b, one), compare(a, b, other)],
+        form=_named(_name[:3]),
+    )
 
 
 def where(c: Expr, a: Any, b: Any) -> Expr:
@@ -231,29 +230,20 @@ def where(c: Expr, a: Any, b: Any) -> Expr:
     return apply("where", c, a, b, kind=widest(a.kind, b.kind))
 
 
-def _number_last(a: Expr, b: Expr) -> tuple[Expr, Expr]:
-    return (a, b) if constant_of(a) is None else (b, a)
-
-
-def maximum(a: Expr, b: Expr) -> Expr:
-    """The elementwise maximum; relu where one of them is zero."""
-    a, b = _number_last(a, b)
-    if constant_of(b) not in (0, -math.inf):
-        return apply("maximum", a, b)
+def extreme(name: str, a: Expr, b: Expr) -> Expr:
+    """The elementwise "maximum" or "minimum", a number last; relu for a maximum with zero."""
+    a, b = (a, b) if constant_of(a) is None else (b, a)
+    if name == "minimum" or constant_of(b) not in (0, -math.inf):
+        return apply(name, a, b)
     whole = broadcast(a, broadcast_shape(a.shape, b.shape))
     return apply("relu", whole) if is_zero(b) else whole
-
-
-def minimum(a: Expr, b: Expr) -> Expr:
-    """The elementwise minimum."""
-    return apply("minimum", *_number_last(a, b))
 
 
 def clip(x: Expr, *bounds: Expr, low: Any = None, high: Any = None) -> Expr:
     """min(max(x, low), high), with both bounds as numbers or both as operands."""
     low, high = bounds or (low, high)
-    result = x if low is None else maximum(x, lifted(low))
-    return result if high is None else minimum(result, lifted(high))
+    result = x if low is None else extreme("maximum", x, lifted(low))
+    return result if high is None else extreme("minimum", result, lifted(high))
 
 
 # --- functions
@@ -270,12 +260,9 @@ _entrywise("exp", np.exp, lambda y, x: [y])
 _entrywise("log", np.log, lambda y, x: [x**-1])
 _entrywise("sin", np.sin, lambda y, x: [apply("cos", x)])
 _entrywise("cos", np.cos, lambda y, x: [-apply("sin", x)])
-_entrywise("tan", np.tan, lambda y, x: [1 + y**2])
 _entrywise("sinh", np.sinh, lambda y, x: [apply("cosh", x)])
 _entrywise("cosh", np.cosh, lambda y, x: [apply("sinh", x)])
 _entrywise("tanh", np.tanh, lambda y, x: [1 - y**2])
-_entrywise("arcsin", np.arcsin, lambda y, x: [(1 - x**2) ** -0.5])
-_entrywise("arctan", np.arctan, lambda y, x: [(1 + x**2) ** -1])
 _entrywise(
     "erf",
     np.vectorize(math.erf, otypes=[float]),

@@ -152,7 +152,7 @@ def _count(x: Expr, axes: Iterable[int] | None) -> int:
     return prod(x.shape if axes is None else (x.shape[a] for a in axes))
 
 
-# --- softmax and log softmax, along one axis
+# --- softmax, along one axis
 
 
 def _softmax(y: Expr, x: np.ndarray) -> np.ndarray:
@@ -160,50 +160,25 @@ def _softmax(y: Expr, x: np.ndarray) -> np.ndarray:
     return e / e.sum(y["axis"], keepdims=True)
 
 
-def _log_softmax(y: Expr, x: np.ndarray) -> np.ndarray:
-    x = x - np.max(x.real, y["axis"], keepdims=True)
-    return x - np.log(np.exp(x).sum(y["axis"], keepdims=True))
-
-
-def _pull_softmax(y: Expr, g: Expr, x: Expr) -> list[Expr]:
-    return [conj(y) * (g - total(conj(y) * g, [y["axis"]], keep=True))]
-
-
-def _pull_log_softmax(y: Expr, g: Expr, x: Expr) -> list[Expr]:
-    axis = y["axis"]
-    return [g - conj(softmax(x, axis=axis)) * total(g, [axis], keep=True)]
-
-
 operation(
     "softmax",
     _softmax,
-    _pull_softmax,
+    lambda y, g, x: [conj(y) * (g - total(conj(y) * g, [y["axis"]], keep=True))],
     form=_along("softmax"),
     definition="softmaxᵢ(x) := e^x / Σᵢ e^x",
-)
-operation(
-    "log_softmax",
-    _log_softmax,
-    _pull_log_softmax,
-    form=_along("log softmax"),
-    definition="log softmaxᵢ(x) := x - log Σᵢ e^x",
 )
 
 
 def softmax(x: Expr, *, axis: int) -> Expr:
     """exp(x) over its sum along an axis; a scalar is an axis of length 1."""
-    return _of_one_axis("softmax", x, axis)
+    if x.rank:
+        return expr("softmax", (x,), x.shape, x.kind, axis=axis)
+    return reshape(softmax(reshape(x, (1,)), axis=0), ())
 
 
 def log_softmax(x: Expr, *, axis: int) -> Expr:
-    """The logarithm of softmax."""
-    return _of_one_axis("log_softmax", x, axis)
-
-
-def _of_one_axis(name: str, x: Expr, axis: int) -> Expr:
-    if x.rank:
-        return expr(name, (x,), x.shape, x.kind, axis=axis)
-    return reshape(_of_one_axis(name, reshape(x, (1,)), 0), ())
+    """x - logsumexp(x) along an axis."""
+    return x - reduced("logsumexp", x, [axis] if x.rank else [], keep=True)
 
 
 # --- standardization

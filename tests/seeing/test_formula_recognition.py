@@ -3,9 +3,8 @@
 import numpy as np
 import pytest
 
-from gradtools.seeing.formulas.algebra import apply
-from gradtools.seeing.formulas.derivation import derive
-from gradtools.seeing.formulas.operations.arrays import taken
+from gradtools.seeing.formulas.derivation import Formula as derive
+from gradtools.seeing.formulas.elementwise import cast_to
 from tests.support.formula_builder import Builder
 
 RNG = np.random.default_rng(5)
@@ -153,30 +152,6 @@ def test_what_only_looks_like_log_softmax_is_left():
     np.testing.assert_allclose(formula.evaluate([at, cv, dv]).outputs[0], wanted, rtol=1e-12)
 
 
-# Indices.
-
-
-def test_indices_are_read_without_what_counts_from_the_end():
-    b = Builder()
-    x, i = b.input("X", (4, 3)), b.input("i", (2,), "int64")
-    at = b("where", b("compare", i, b.number(0), relation="<"), b("add", i, b.number(4)), i)
-    formula = derive(b.graph(taken(x, at, 0)))
-    assert formula.lines(0) == ["Y = X[i]"] and formula.lines(1) == ["X̄ = add_at[i](Ȳ)"]
-    value = np.arange(12.0).reshape(4, 3)
-    found = formula.evaluate([value, np.array([-1, 1])])
-    np.testing.assert_array_equal(found.outputs[0], value[[-1, 1]])
-
-
-@pytest.mark.parametrize("at", [[1], [0, 2], [1, 2]])
-def test_known_places_are_a_held_constant(at):
-    b = Builder()
-    x = b.input("X", (3, 4))
-    formula = derive(b.graph(taken(x, b.number(np.array(at)), 1)))
-    value = np.arange(12.0).reshape(3, 4)
-    np.testing.assert_array_equal(formula.evaluate([value]).outputs[0], value[:, at])
-    assert "c: held by the program" in str(formula)
-
-
 def test_the_modulus_of_a_sum_of_exponentials_is_the_sum():
     b = Builder()
     x = b.input("X", (4, 3))
@@ -205,7 +180,7 @@ def test_a_pattern_that_is_seen_as_complex_keeps_its_derivative():
     b = Builder()
     x = b.input("x", (3,))
     soft = b("log", b("add", b.number(1.0), b("exp", x)))
-    seen = apply("cast", soft, to="complex")
+    seen = cast_to(soft, "complex")
     formula = derive(b.graph(b("real", b("exp", seen))))
     assert formula.lines(0) == ["y = Re(exp(softplus(x) + 0i))"]
     assert formula.lines(1)[-1] == "x̄ = ȳ ⊙ y ⊙ sigmoid(x)"

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from gradtools.seeing.formulas.arrays import constant
+from gradtools.seeing.formulas.calls import made
 from gradtools.seeing.formulas.expressions import Expr, kind_of, placeholder
-from gradtools.seeing.formulas.operation_record import made
-from gradtools.seeing.formulas.operations.arrays import constant
 from gradtools.seeing.formulas.recorded import Recorded, named
 
 
@@ -35,7 +35,7 @@ class Builder:
 
     def number(self, value: Any) -> Expr:
         """A constant, of a number or an array."""
-        return constant(value=value)
+        return constant(value)
 
     def graph(self, *outputs: Expr) -> Recorded:
         """The program as it stands, with these outputs."""

@@ -11,7 +11,7 @@ import unicodedata
 
 import numpy as np
 
-from gradtools.seeing.formulas.operation_record import evaluate
+from gradtools.seeing.formulas.expressions import evaluate
 
 SMALL = dict(zip("ᵢⱼₖₗₘₙₚᵣₛₐₑₕᵤᵥ", "ijklmnprsaehuv", strict=True))
 POWERS = {"²": 2, "³": 3, "⁴": 4, "⁵": 5, "⁶": 6, "^(3/2)": 1.5}

@@ -191,6 +191,9 @@ BY_NAME = set(
     cummax cummin sort argsort argmax topk
     median kthvalue scatter scatter_add scatter_along index take_along pad erfinv lgamma digamma
     polygamma remainder fmod renorm cdist cross trilinear polar norm tile flip roll
+    prod embedding power exp2 log2 log10 arccos arcsinh arccosh arctanh arctan2 hypot
+    angle tan arcsin arctan logical_not logical_and logical_or is_nan
+    floor frac view_as_real view_as_complex
     """.split()
 )
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from math import prod
 from typing import Any
 
@@ -35,7 +34,6 @@ from gradtools.seeing.formulas.expressions import (
     tidy,
     widest,
 )
-from gradtools.seeing.formulas.operation_record import OPERATIONS
 
 # --- products
 
@@ -241,11 +239,6 @@ def scale(coefficient: Any, x: Expr) -> Expr:
     return product([(x, range(x.rank))], range(x.rank), x.shape, coefficient)
 
 
-def negate(x: Expr) -> Expr:
-    """Minus x."""
-    return scale(-1.0, x)
-
-
 def broadcast_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
     """The shape to which NumPy broadcasts these shapes."""
     return tuple(np.broadcast_shapes(*map(tuple, shapes)))
@@ -431,19 +424,20 @@ def plus(*terms: Expr) -> Expr:
 # --- elementwise functions
 
 
-def apply(name: str, /, *of: Any, **attributes: Any) -> Expr:
-    """Applies the named operation to expressions and numbers."""
-    operation, args = OPERATIONS[name], [*map(lifted, of)]
-    shape, kind = operation.result(*args, **attributes)
-    if not operation.elementwise:
-        return expr(name, args, shape, kind, **attributes)
+def apply(name: str, /, *of: Any, kind: str = "", **attributes: Any) -> Expr:
+    """An elementwise operation, broadcast as in NumPy; broadcasts are moved out of it.
+
+    kind: That of the result; by default the widest of the arguments', at least real.
+    """
+    args = [*map(lifted, of)]
+    kind = kind or widest(REAL, *(a.kind for a in args))
+    shape = broadcast_shape(*(a.shape for a in args))
     args = [broadcast(a, shape) for a in args]
     kept = sorted(set().union(*map(varying, args)))
-    if len(kept) < len(shape):  # broadcasts move outwards
-        return broadcast(
-            apply(name, *(drop_axes(a, kept) for a in args), **attributes), shape, kept
-        )
-    return expr(name, args, shape, kind, **attributes)
+    if len(kept) == len(shape):
+        return expr(name, args, shape, kind, **attributes)
+    inner = apply(name, *(drop_axes(a, kept) for a in args), kind=kind, **attributes)
+    return broadcast(inner, shape, kept)
 
 
 def power(x: Expr, exponent: Any) -> Expr:
@@ -468,7 +462,8 @@ def power(x: Expr, exponent: Any) -> Expr:
             return product(raised, out, x.shape, c**exponent)
         if positive and c != 1:
             return scale(c**exponent, power(product(entries, out, x.shape), exponent))
-    return apply("power", x, exponent=exponent)
+    kind = COMPLEX if isinstance(exponent, complex) else ""
+    return apply("power", x, kind=kind, exponent=exponent)
 
 
 # --- parts of complex numbers
@@ -487,12 +482,20 @@ def conj(x: Expr) -> Expr:
         return product(entries, range(x.rank), x.shape, tidy(np.conj(x["coefficient"])))
     if x.op == "add":
         return add([conj(t) for t in x.args])
-    if x.op == "reshape":
-        return reshape(conj(x.args[0]), x.shape)
     exponent = x["exponent"] if x.op == "power" else 0.5
     if not isinstance(exponent, complex) and float(exponent).is_integer():
         return power(conj(x.args[0]), exponent)
-    return expr("conj", (x,), x.shape, COMPLEX)
+    return apply("conj", x)
+
+
+def real(x: Expr) -> Expr:
+    """The real part."""
+    return _part(x, 0)
+
+
+def imag(x: Expr) -> Expr:
+    """The imaginary part."""
+    return _part(x, 1)
 
 
 def _part(x: Expr, which: int) -> Expr:
@@ -503,8 +506,6 @@ def _part(x: Expr, which: int) -> Expr:
         return scale((1.0, -1.0)[which], _part(x.args[0], which))
     if x.op == "number":
         return number((x["value"].real, x["value"].imag)[which])
-    if x.op == "reshape":
-        return reshape(_part(x.args[0], which), x.shape)
     if x.op == "add":
         result = [_part(t, which) for t in x.args]
         if any(f.op not in ("real", "imag") for f in result):
@@ -523,10 +524,7 @@ def _part(x: Expr, which: int) -> Expr:
             return product(entries, out, x.shape, c)
         if not isinstance(c, complex) and c != 1:
             return scale(c, _part(product(entries, out, x.shape), which))
-    return expr(("real", "imag")[which], (x,), x.shape, REAL)
-
-
-real, imag = partial(_part, which=0), partial(_part, which=1)
+    return apply(("real", "imag")[which], x, kind=REAL)
 
 
 def squeeze(x: Expr, axes: tuple[int, ...]) -> Expr:
@@ -545,13 +543,13 @@ _times = lambda a, b: times(a, b) if isinstance(b, Expr) else scale(b, a)
 _OPERATORS = {
     "__add__": lambda a, b: plus(a, lifted(b)),
     "__radd__": lambda a, b: plus(lifted(b), a),
-    "__sub__": lambda a, b: plus(a, negate(lifted(b))),
-    "__rsub__": lambda a, b: plus(lifted(b), negate(a)),
+    "__sub__": lambda a, b: plus(a, scale(-1.0, lifted(b))),
+    "__rsub__": lambda a, b: plus(lifted(b), scale(-1.0, a)),
     "__mul__": _times,
     "__rmul__": _times,
     "__truediv__": lambda a, b: times(a, power(lifted(b), -1)),
     "__pow__": power,
-    "__neg__": negate,
+    "__neg__": lambda a: scale(-1.0, a),
     "__matmul__": matmul,
     "__array_ufunc__": None,  # NumPy scalars defer to Expr's operators
 }

@@ -1,7 +1,7 @@
-"""`Formula`: a program and its adjoint as mathematics, made by `derive`.
+"""`Formula`: a program and its adjoint as mathematics.
 
-`derive` transforms a recorded program to its adjoint program by reverse mode on expressions. That
-is an expression again: it can be simplified, written, evaluated, and differentiated once more,
+Reverse mode on expressions transforms a recorded program to its adjoint program. That is an
+expression again: it can be simplified, written, evaluated, and differentiated once more,
 which is double backward::
 
     first order    x_bar = J^H g
@@ -13,13 +13,11 @@ with a framework.
 
 from __future__ import annotations
 
-import itertools
 import os
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -28,11 +26,19 @@ from gradtools.errors import GradtoolsError
 from gradtools.printing import printable
 from gradtools.rules import replaced_at
 from gradtools.seeing.formulas import typesetting as ts
-from gradtools.seeing.formulas.algebra import add, conj, product, real
-from gradtools.seeing.formulas.expressions import COMPLEX, SEVERAL, Expr, full, is_zero, placeholder
+from gradtools.seeing.formulas.algebra import add, real
+from gradtools.seeing.formulas.complex_pairs import ComplexPair, find_pairs, together
+from gradtools.seeing.formulas.expressions import (
+    OPERATIONS,
+    SEVERAL,
+    Expr,
+    evaluate,
+    full,
+    is_zero,
+    placeholder,
+)
 from gradtools.seeing.formulas.expressions import order as ordered
-from gradtools.seeing.formulas.operation_record import OPERATIONS, evaluate
-from gradtools.seeing.formulas.operations.opaque import pulled_back
+from gradtools.seeing.formulas.opaque import pulled_back
 from gradtools.seeing.formulas.recorded import Recorded
 from gradtools.seeing.formulas.statements import Section, Statements, output_names, short_names
 from gradtools.seeing.formulas.typesetting import Written
@@ -73,15 +79,10 @@ class Check:
         )
 
 
-@dataclass(frozen=True)
-class Values:
-    """The numbers of a formula.
+class Values(NamedTuple):
+    """The numbers of a formula: of the outputs, the gradients, and at order 2 of the last section.
 
-    Attributes:
-        outputs: The program's results.
-        gradients: The inputs' cotangents, for inputs that can have one; None for others.
-        second: At order 2: the derivatives of <u, gradients> with respect to each input and each
-            cotangent; None if there is none.
+    None stands where there is no derivative.
     """
 
     outputs: tuple[np.ndarray | None, ...]
@@ -91,6 +92,11 @@ class Values:
 
 class Formula:
     """A program and its derivatives as mathematics.
+
+    Args:
+        recorded: The program. Its inputs are followed by differentiated captured arrays.
+        order: 1, or 2 to add the double backward.
+        wrt: The positions of the differentiated inputs; by default all floating and complex ones.
 
     Attributes:
         inputs: The names of the inputs.
@@ -107,7 +113,9 @@ class Formula:
     check: Check | None = None
     _agreement: Callable[..., Agreement]
 
-    def __init__(self, recorded: Recorded, order: int, wrt: Sequence[int] | None) -> None:
+    def __init__(
+        self, recorded: Recorded, order: int = 1, wrt: Sequence[int] | None = None
+    ) -> None:
         inputs = recorded.opened
         self.order, self._recorded = order, recorded
         leaves = list(dict.fromkeys((*inputs, *recorded.held)))
@@ -151,23 +159,19 @@ class Formula:
 
     def _in_complex_numbers(self) -> tuple[list[ComplexPair], list[tuple[Expr, Written]]]:
         """The adjoint of separate real and imaginary parts in complex form, if it has one."""
-        pairs, cotangents = find_pairs(self._recorded.opened), self._cotangents
+        inputs, cotangents = self._recorded.opened, self._cotangents
+        pairs = find_pairs(inputs)
         if not pairs or len(cotangents) != 2 or cotangents[0].shape != cotangents[1].shape:
             return [], []
         base = "O" if "O" not in {p.name for p in pairs} else "out"
-        one, other = cotangents
-        pairs.append(ComplexPair(base, one, other, placeholder(base, one.shape, COMPLEX)))
-        gradients = dict(zip(self._recorded.opened, (g for g, _ in self._gradients), strict=True))
-        result = []
-        for p in pairs[:-1]:
-            a, b = gradients[p.real], gradients[p.imaginary]
-            joined = None if a is None or b is None else together(a, b, pairs)
-            if joined is None:
-                return [], []
-            self._names[p.whole] = ts.symbol(p.name)
-            result.append((joined, ts.bar(self._names[p.whole])))
+        pairs.append(ComplexPair.of(base, *cotangents))
+        gradients = dict(zip(inputs, (g for g, _ in self._gradients), strict=True))
+        found = together(gradients, pairs)
+        if not found:
+            return [], []
+        self._names.update({p.whole: ts.symbol(p.name) for p in pairs[:-1]})
         self._names[pairs[-1].whole] = ts.bar(ts.symbol(base))
-        return pairs, result
+        return pairs, [(whole, ts.bar(self._names[p.whole])) for p, whole in found]
 
     # Reading.
 
@@ -291,16 +295,21 @@ class Formula:
         self, inputs: Arrays, cotangents: Arrays | None = None, directions: Arrays | None = None
     ) -> dict[Expr, Any]:
         """The value of each placeholder."""
-        recorded = self._recorded
-        known = _matched("inputs", recorded.opened, inputs)
-        if cotangents is None:
-            cotangents = [np.ones(p.shape) for p in self._cotangents]
-        known |= _matched("cotangents", self._cotangents, cotangents)
-        if self.order == 2:
-            if directions is None:
-                raise GradtoolsError("formula: order 2 needs directions, one for each gradient")
-            known |= _matched("directions", self._directions, directions)
-        return known | {p: v for p, v in recorded.held.items() if p not in recorded.wanted}
+        opened, held = self._recorded.opened, self._recorded.held
+        known = {p: v for p, v in held.items() if p not in self._recorded.wanted}
+        ones = [np.ones(p.shape) for p in self._cotangents]
+        for what, places, given in (
+            ("inputs", opened, inputs),
+            ("cotangents", self._cotangents, ones if cotangents is None else cotangents),
+            ("directions", self._directions, directions or []),
+        ):
+            if len(given) != len(places):
+                raise GradtoolsError(
+                    f"formula: {len(places)} {what} are needed "
+                    f"({', '.join(p['name'] for p in places) or 'none'}); {len(given)} were given"
+                )
+            known.update(zip(places, given, strict=True))
+        return known
 
     def agrees_with(
         self,
@@ -352,19 +361,6 @@ class Formula:
         return inputs, cotangents, directions
 
 
-def derive(recorded: Recorded, order: int = 1, wrt: Sequence[int] | None = None) -> Formula:
-    """The formula of a recorded program.
-
-    Args:
-        recorded: The program. Its inputs are followed by differentiated captured arrays.
-        order: 1, or 2 to add the double backward.
-        wrt: The positions of the differentiated inputs; by default all floating and complex ones.
-    """
-    if order not in (1, 2):
-        raise GradtoolsError(f"formula: order is 1 or 2, not {order!r}")
-    return Formula(recorded, order, wrt)
-
-
 def adjoint(
     outputs: Sequence[Expr], cotangents: Sequence[Expr], wrt: Sequence[Expr]
 ) -> tuple[list[Expr], dict[Expr, Expr]]:
@@ -409,16 +405,6 @@ def adjoint(
     return [summed[x] if x in summed else full(0.0, x.shape) for x in wrt], summed
 
 
-def _matched(what: str, places: Sequence[Expr], values: Any) -> dict[Expr, Any]:
-    values = list(values)
-    if len(values) != len(places):
-        raise GradtoolsError(
-            f"formula: {len(places)} {what} are needed "
-            f"({', '.join(p['name'] for p in places) or 'none'}); {len(values)} were given"
-        )
-    return dict(zip(places, values, strict=True))
-
-
 _FIELDS = {"real": "ℝ", "complex": "ℂ", "integer": "ℤ", "boolean": "{0,1}"}
 
 
@@ -440,85 +426,3 @@ FORMS: Forms = {
     ),
     ".md": lambda formula: f"$$\n{_gathered(formula)}\n$$\n",
 }
-
-
-# --- separate real and imaginary parts, combined to complex arrays
-#
-# A program with separate X_re and X_im has an adjoint with twice as many lines. With
-# X = X_re + i X_im the gradient of a real function is X_bar = X_bar_re + i X_bar_im (gradtools'
-# convention), and the two lines become one, such as I_bar = W^H O_bar. The parts are substituted by
-# (X + X^*) / 2 and (X - X^*) / 2i, products are expanded, and like terms collected. The result is
-# used only if it agrees with the parts at a random point.
-
-_MOST_TERMS = 64
-
-
-@dataclass(frozen=True)
-class ComplexPair:
-    """Two arrays that are the parts of one complex array, and that array with its name."""
-
-    name: str
-    real: Expr
-    imaginary: Expr
-    whole: Expr
-
-
-def find_pairs(leaves: Sequence[Expr]) -> list[ComplexPair]:
-    """Pairs of inputs whose names differ only by re and im, real and imag, or r and i."""
-    by_name = {p["name"]: p for p in leaves if p.kind == "real"}
-    result = []
-    for name, p in by_name.items():
-        split = re.fullmatch(r"((.*?[^_.])[_.])(re|real|r)", name)
-        q = split and by_name.get(split[1] + {"re": "im", "real": "imag", "r": "i"}[split[3]])
-        if split and q and q.shape == p.shape:
-            whole = placeholder(split[2], p.shape, COMPLEX)
-            result.append(ComplexPair(split[2], p, q, whole))
-    return result
-
-
-def together(real: Expr, imaginary: Expr, pairs: Sequence[ComplexPair]) -> Expr | None:
-    """The complex array with these parts, in terms of the pairs' complex arrays; or None."""
-    known: dict[Expr, list[Expr]] = {}
-    for p in pairs:
-        known[p.real] = [0.5 * p.whole, 0.5 * conj(p.whole)]
-        known[p.imaginary] = [-0.5j * p.whole, 0.5j * conj(p.whole)]
-    apart = real + 1j * imaginary
-    terms = _expanded(apart, known)
-    if terms is None:
-        return None
-    whole = add(terms)
-    rng = np.random.default_rng(0)
-    leaves = [p for p in ordered([apart, whole]) if p.op == "placeholder"]
-    values: dict[Expr, Any] = {p: rng.normal(size=p.shape) for p in leaves if p.kind == "real"}
-    for p in pairs:
-        a, b = (values.setdefault(x, rng.normal(size=x.shape)) for x in (p.real, p.imaginary))
-        values[p.whole] = a + 1j * b
-    if any(p not in values for p in leaves):
-        return None
-    first, second = evaluate([apart, whole], values)
-    return whole if np.allclose(first, second, rtol=1e-12, atol=1e-12) else None
-
-
-def _expanded(x: Expr, known: dict[Expr, list[Expr]]) -> list[Expr] | None:
-    """The terms of a polynomial in the parts; None if it is no polynomial, or too long."""
-    terms = dict(known)
-    for y in ordered([x]):
-        if y in terms:
-            continue
-        if y.op == "add":
-            terms[y] = [t for a in y.args for t in terms[a]]
-        elif y.op == "einsum":
-            combined = itertools.product(*(terms[a] for a in y.args))
-            terms[y] = [
-                product(
-                    zip(chosen, y["labels"], strict=True), range(y.rank), y.shape, y["coefficient"]
-                )
-                for chosen in itertools.islice(combined, _MOST_TERMS + 1)
-            ]
-        elif not set(ordered([y])) & set(known):
-            terms[y] = [y]
-        else:
-            return None
-        if len(terms[y]) > _MOST_TERMS:
-            return None
-    return terms[x]

@@ -8,16 +8,27 @@ Products, sums over axes, broadcasts, transposes, traces and diagonals are all o
 result are summed over; labels of the result that no factor has are broadcast::
 
     out[i, j] = c * sum over k of  A[i, k] * B[k, j] * v[i]
+
+`OPERATIONS` defines the other operations: how each is evaluated, differentiated and written. An
+operation that is not registered is kept by its name (`opaque.py`). Everything is evaluated in
+float64, complex128 and int64.
 """
 
 from __future__ import annotations
 
 import itertools
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any, ClassVar
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
+
+from gradtools.errors import GradtoolsError
+
+if TYPE_CHECKING:
+    from gradtools.seeing.formulas.typesetting import Written
+    from gradtools.seeing.formulas.writing import Writer
 
 REAL, COMPLEX, INTEGER, BOOLEAN, SEVERAL = "real", "complex", "integer", "boolean", "several"
 DTYPES = {REAL: np.float64, COMPLEX: np.complex128, INTEGER: np.int64, BOOLEAN: np.bool_}
@@ -71,6 +82,11 @@ class Expr:
     def is_complex(self) -> bool:
         """Whether its values may be complex."""
         return self.kind == COMPLEX
+
+    @property
+    def is_constant(self) -> bool:
+        """Whether it depends on no placeholder."""
+        return self.turn[0]
 
     @property
     def is_inexact(self) -> bool:
@@ -200,3 +216,55 @@ def constant_of(x: Expr) -> Any:
 def is_zero(x: Expr) -> bool:
     """Whether x is known to be zero."""
     return constant_of(x) == 0
+
+
+# --- operations
+
+
+@dataclass(frozen=True)
+class Operation:
+    """How an operation is evaluated, differentiated and written."""
+
+    # In NumPy, from the expression and the arguments' values.
+    evaluate: Callable[..., Any]
+    # Maps the expression, its cotangent and the arguments to the arguments' cotangents.
+    pullback: Callable[..., Sequence[Expr | None]] | None = None
+    form: Callable[[Writer, Expr], Written] | None = None  # None for its name and its arguments
+    # For each argument the label of each axis. Axes with one label correspond and get one letter;
+    # the labels of the result's axes are 0, 1, ...; None corresponds to none.
+    labels: Callable[[Expr], Sequence[Sequence[int | None]]] = lambda y: [
+        range(y.rank) if a.rank == y.rank else () for a in y.args
+    ]
+    definition: str = ""  # of the name, printed below a formula that has it
+
+
+OPERATIONS: dict[str, Operation] = {}
+
+
+def operation(name: str, evaluate: Callable[..., Any], pullback: Any = None, **more: Any) -> None:
+    """Registers an operation."""
+    OPERATIONS[name] = Operation(evaluate, pullback, **more)
+
+
+def evaluate(roots: Sequence[Expr], known: Mapping[Expr, Any]) -> list[np.ndarray]:
+    """The roots' values from those of the placeholders; each subexpression is computed once.
+
+    Raises:
+        GradtoolsError: A placeholder has no value, or a value has another shape.
+    """
+    values: dict[Expr, Any] = {}
+    for x, value in known.items():
+        array = np.asarray(value)
+        if array.shape != x.shape:
+            raise GradtoolsError(
+                f"formula: {x.get('name') or x.op} has shape {x.shape}; "
+                f"it was given a value of shape {array.shape}"
+            )
+        values[x] = array.astype(DTYPES[x.kind], copy=False)
+    with np.errstate(all="ignore"):
+        for y in order(roots):
+            if y not in values and y.op == "placeholder":
+                raise GradtoolsError(f"formula: no value is given for {y['name'] or 'an input'}")
+            if y not in values:
+                values[y] = OPERATIONS[y.op].evaluate(y, *(values[a] for a in y.args))
+    return [values[root] for root in roots]

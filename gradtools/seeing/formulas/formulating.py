@@ -1,8 +1,6 @@
 """The public operator that writes derivatives as mathematics, `formula`, and its comparison.
 
-A backend records one run of f as expressions, and `derive` transforms them to the adjoint program.
-No framework takes part in that; only operations without an algebra are left to it.
-
+A backend records one run of f as expressions, and `Formula` transforms them to the adjoint program.
 Before the formula is returned it is evaluated in NumPy and compared with the framework's own
 automatic differentiation of f: reverse mode, and at order 2 reverse mode of reverse mode. That is
 done at the given arguments and at random points near them, if the program is the same there, in
@@ -23,12 +21,12 @@ from typing import Any
 import numpy as np
 
 from gradtools.arguments.checks import order_among
-from gradtools.backend import Backend, Operators, P
+from gradtools.backend import Operators, P
 from gradtools.code_origin import place_of
 from gradtools.errors import GradtoolsError
 from gradtools.rules import replaced_at
-from gradtools.seeing.formulas.derivation import Check, Formula, derive
-from gradtools.seeing.formulas.operations.opaque import OpaqueFunction
+from gradtools.seeing.formulas.derivation import Check, Formula
+from gradtools.seeing.formulas.opaque import OpaqueFunction
 from gradtools.seeing.frameworks import Framework
 from gradtools.seeing.graphs.program import LeafProgram, spoken
 
@@ -36,24 +34,7 @@ _POINTS = 3
 _EXACT = 1e-8
 _IN_SINGLE = 2e-4  # for float32: some thousand times its epsilon
 _STEPS = (0.1, 0.01, 0.001, np.inf)  # relative distances of the random points; inf: anywhere
-_OTHER_PROGRAM = (
-    "nearby f runs another program (a branch, a mask or a number that is taken from the values)"
-)
-_NO_NEIGHBOURS = "nearby f is not defined (it raises, or a value is not finite)"
-_AT_AN_EDGE = (
-    "but not at the given arguments, which are at a tie, at an edge or where a number is no "
-    "longer finite:"
-)
-_NO_DERIVATIVE = (
-    "formula: f runs, and automatic differentiation of it does not ({}), so there is nothing to "
-    "hold a formula against."
-)
-_NOWHERE = (
-    "formula: at none of {} points are all values finite, so nothing was compared; give "
-    "arguments at which the function and its derivatives are defined"
-)
-
-
+_CANCELLED = 1e-4  # relative to the greatest number, the scale for smaller arrays
 Point = tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]
 Group = Sequence[Any]  # one array for each name; None is not compared
 
@@ -132,24 +113,7 @@ class Formulating(Operators):
 
 
 class Differs(GradtoolsError):
-    """A formula and automatic differentiation differ.
-
-    Attributes:
-        agreement: The first entry that differs, with both values.
-    """
-
-    def __init__(self, agreement: Agreement) -> None:
-        self.agreement = agreement
-        super().__init__(
-            f"formula: {self.values()}; the formula is not shown. Please report the function"
-        )
-
-    def values(self) -> str:
-        """A clause with the entry and both values."""
-        return (
-            f"{self.agreement.where} is {self.agreement.derivation} by the formula and "
-            f"{self.agreement.framework} by automatic differentiation"
-        )
+    """A formula and automatic differentiation differ."""
 
 
 class Outside(GradtoolsError):
@@ -220,13 +184,6 @@ def _described(error: BaseException) -> str:
     return f"{type(error).__name__}: {str(error).strip().rstrip('.')}{place_of(error)}"
 
 
-def _values(backend: Backend, x: Any) -> np.ndarray:
-    """An array in float64 or complex128; integers are unchanged."""
-    result = np.asarray(backend.to_numpy(x))
-    wide = np.complex128 if result.dtype.kind == "c" else np.float64
-    return result if result.dtype.kind in "biu" else result.astype(wide)
-
-
 class _ComparedRun:
     """One recorded run of f, and the comparison of its formula with automatic differentiation.
 
@@ -235,29 +192,41 @@ class _ComparedRun:
 
     def __init__(self, program: LeafProgram, order: int, wide: bool) -> None:
         self.program, self.order, self.wide = program, order, wide
-        self._step = 0.0  # the relative distance of the compared points; 0: of the arguments alone
+        self.step = 0.0  # the relative distance of the compared points; 0: the arguments alone
         self.backend = backend = program.backend
-        programs = program.framework.programs
         # A context in which f may run; its effects are undone. If wide, 64-bit arrays are enabled,
         # and f's captured arrays are read in 64 bits.
         self._trying: Callable[[], AbstractContextManager[Any]]
-        self._trying = partial(programs.trying, program, wide)
-        self.given = [_values(backend, x) for x in program.leaves]
+        self._trying = partial(program.framework.programs.trying, program, wide)
+
+        def values(x: Any) -> np.ndarray:
+            """An array in float64 or complex128; integers are unchanged."""
+            result = np.asarray(backend.to_numpy(x))
+            wide = np.complex128 if result.dtype.kind == "c" else np.float64
+            return result if result.dtype.kind in "biu" else result.astype(wide)
+
+        self.given = [values(x) for x in program.leaves]
         with self._trying():
             if wide:
                 double = lambda x: "complex128" if backend.is_complex(x) else "float64"
                 widened = lambda x: backend.cast(x, double(x)) if backend.is_inexact(x) else x
                 program.leaves = [*map(widened, program.leaves)]
-            self.recorded = recorded = programs.formula_graph(program)
+            self.recorded = recorded = program.framework.programs.formula_graph(program)
             own = [*program.leaves, *(recorded.held[p] for p in recorded.wanted)]
             self._dtypes = [backend.dtype_name(x) for x in own]
-            recorded.held.update({p: _values(backend, x) for p, x in recorded.held.items()})
+            recorded.held.update({p: values(x) for p, x in recorded.held.items()})
         self.given += [recorded.held[p] for p in recorded.wanted]
         captured = range(len(recorded.inputs), len(recorded.opened))
         active = (*program.wrt, *captured)
         self._active = [k for k in active if recorded.opened[k].is_inexact]
-
-    # --- the formula
+        kinds = {recorded.narrow, *(() if wide else self._dtypes)}
+        if kinds & {"float16", "bfloat16", "complex32"}:
+            raise GradtoolsError(
+                "formula: f does not run in float64, and what it gives in 16 bits is too coarse "
+                "for a comparison. Pass float32 arguments."
+            )
+        single = kinds & {"float32", "complex64"}
+        self.tolerance = _IN_SINGLE * 10 ** (order - 1) if single else _EXACT
 
     def formula(self) -> Formula:
         """The formula with the result of its comparison.
@@ -265,36 +234,44 @@ class _ComparedRun:
         It is compared at random points near the given arguments, nearer if f's domain requires it,
         and at these themselves.
         """
-        formula = derive(self.recorded, self.order, self._active)
+        formula = Formula(self.recorded, self.order, self._active)
         formula._agreement = self.agreement
         here = self._points(formula, step=0.0, count=1)
-        why = _NO_NEIGHBOURS
-        for self._step in _STEPS:
-            near = self._points(formula, self._step)
+        why = "nearby f is not defined (it raises, or a value is not finite)"
+        for self.step in _STEPS:
             try:
-                check = self._check(formula, near, finite=True, is_near=True)
+                check = self._check(formula, self._points(formula, self.step), is_near=True)
             except Outside as error:
                 if error.__cause__ is not None:  # it may raise at the given arguments, too
-                    self._numbers(here[0], is_near=False)
+                    self._numbers(here[0])
                 continue
             except GradtoolsError:
                 if not self._changes(formula):
                     raise
-                why = _OTHER_PROGRAM
+                why = (
+                    "nearby f runs another program (a branch, a mask or a number that is taken "
+                    "from the values)"
+                )
                 break
             try:
-                self._check(formula, here)
+                self._check(formula, here, finite=False)
                 formula.check = replace(check, given=True)
             except Differs as error:
-                formula.check = replace(check, note=f"{_AT_AN_EDGE} {error.values()}")
+                edge = (
+                    "but not at the given arguments, which are at a tie, at an edge or where a "
+                    "number is no longer finite: "
+                )
+                formula.check = replace(
+                    check, note=edge + str(error).partition("formula: ")[2].partition(";")[0]
+                )
             return formula
-        self._step = 0.0
+        self.step = 0.0
         note = f"{why}; compared at the given arguments alone, for which it holds"
-        formula.check = replace(self._check(formula, here, finite=True), note=note)
+        formula.check = replace(self._check(formula, here), note=note)
         return formula
 
     def _check(
-        self, formula: Formula, points: Sequence[Point], finite: bool = False, is_near: bool = False
+        self, formula: Formula, points: Sequence[Point], finite: bool = True, is_near: bool = False
     ) -> Check:
         """Compares the formula's numbers with the framework's.
 
@@ -303,21 +280,27 @@ class _ComparedRun:
             Outside: The values are finite at none of the points, although required.
         """
         names = [*formula.outputs, *formula.gradients, *formula.second]
-        worst, counted, tolerance = 0.0, 0, self._tolerance()
+        worst, counted = 0.0, 0
         for point in points:
             theirs = self._numbers(point, is_near)
             if finite and not all_finite(theirs[:1]):
                 continue
-            values = formula.evaluate(*point)
-            ours = (values.outputs, values.gradients, values.second)
-            result = compared(names, [*chain(*theirs)], [*chain(*ours)], tolerance, least_of(ours))
+            ours = formula.evaluate(*point)
+            result = compared(names, [*chain(*theirs)], [*chain(*ours)], self.tolerance, ours)
             if not result:
-                raise Differs(result)
+                raise Differs(
+                    f"formula: {result.where} is {result.derivation} by the formula and "
+                    f"{result.framework} by automatic differentiation; the formula is not shown. "
+                    "Please report the function"
+                )
             counted += all_finite(ours)
             worst = max(worst, result.error)
         if finite and not counted:
-            raise Outside(_NOWHERE.format(len(points)))
-        return Check(len(points), worst, tolerance)
+            raise Outside(
+                f"formula: at none of {len(points)} points are all values finite, so nothing was "
+                "compared; give arguments at which the function and its derivatives are defined"
+            )
+        return Check(len(points), worst, self.tolerance)
 
     def _changes(self, formula: Formula) -> bool:
         """Whether f runs another program at a nearby point, or raises there."""
@@ -335,8 +318,6 @@ class _ComparedRun:
             self.program.leaves = before
         return False
 
-    # --- a derivation by hand
-
     def agreement(
         self,
         formula: Formula,
@@ -348,12 +329,12 @@ class _ComparedRun:
     ) -> Agreement:
         """Compares a derivation by hand with the framework's vjps; see `Formula.agrees_with`."""
         names = formula.gradients if self.order == 1 else formula.second
-        tolerance = self._tolerance() if tolerance is None else tolerance
+        tolerance = self.tolerance if tolerance is None else tolerance
         groups = (formula.inputs, formula.cotangents, formula.directions)
         counts = zip(map(len, groups), ("input", "cotangent", "direction"), strict=True)
         call = ", ".join(f"{n} {what}{'s' * (n != 1)}" for n, what in counts if n)
         here = self._points(formula, 0.0, seed, 1)
-        near = self._points(formula, self._step, seed, points) if self._step else []
+        near = self._points(formula, self.step, seed, points) if self.step else []
         worst, counted, passed = 0.0, 0, 0
         for k, point in enumerate([*here, *near]):
             try:
@@ -366,22 +347,21 @@ class _ComparedRun:
                 result = derivation(*map(convert or self._array, chain(*point)))
                 own = list(result) if isinstance(result, tuple | list) else [result]
                 numpy = lambda x: None if x is None else self.backend.to_numpy(self._array(x))
-                came = [*map(numpy, own)]
-            came = returned(came, names, theirs[-1], call)
-            result = compared(names, theirs[-1], came, tolerance, least_of(theirs))
-            if not result:
-                return result
-            worst = max(worst, result.error)
+                came = returned([*map(numpy, own)], names, theirs[-1], call)
+            agreement = compared(names, theirs[-1], came, tolerance, theirs)
+            if not agreement:
+                return agreement
+            worst = max(worst, agreement.error)
         if not counted:
-            raise GradtoolsError(_NOWHERE.format(len(near) + 1))
+            raise GradtoolsError(
+                "formula.agrees_with: at no point are all values finite, so nothing was compared."
+            )
         random = f" and {passed - 1} random point{'s' * (passed > 2)}" if passed > 1 else ""
         message = (
             f"yes: agrees at the arguments{random} (greatest relative error {worst:.1e}), "
             f"called with {call}"
         )
         return Agreement(True, worst, message=message)
-
-    # --- points and precision
 
     def _points(
         self, formula: Formula, step: float, seed: int = 0, count: int = _POINTS
@@ -400,18 +380,6 @@ class _ComparedRun:
             result.append((inputs, cotangents, directions))
         return result
 
-    def _tolerance(self) -> float:
-        if self.wide and not self.recorded.narrow:
-            return _EXACT
-        kinds = {self.recorded.narrow, *(() if self.wide else self._dtypes)}
-        if kinds & {"float16", "bfloat16", "complex32"}:
-            raise GradtoolsError(
-                "formula: f does not run in float64, and what it gives in 16 bits is too coarse "
-                "for a comparison. Pass float32 arguments."
-            )
-        single = kinds & {"float32", "complex64"}
-        return _IN_SINGLE * 10 ** (self.order - 1) if single else _EXACT
-
     def _leaves(self, values: Sequence[Any]) -> list[Any]:
         """The framework's arrays of all inputs; integers and random keys are the given ones."""
         own = enumerate(self.program.leaves)
@@ -423,8 +391,6 @@ class _ComparedRun:
         if hasattr(x, "dtype") and not isinstance(x, np.ndarray | np.generic):
             return x
         return self.backend.asarray(np.asarray(x), next(iter(self.program.leaves), None))
-
-    # --- the framework's own numbers
 
     def _numbers(self, point: Point, is_near: bool = False) -> tuple[list[Any], ...]:
         """The framework's outputs, gradients and, at order 2, their derivatives.
@@ -457,21 +423,27 @@ class _ComparedRun:
         except GradtoolsError:
             raise
         except Exception as error:  # at the given arguments f itself runs
-            message = _NO_DERIVATIVE.format(_described(error))
-            raise (Outside if is_near else GradtoolsError)(message) from error
+            raise (Outside if is_near else GradtoolsError)(
+                "formula: f runs, and automatic differentiation of it does not "
+                f"({_described(error)}), so there is nothing to hold a formula against."
+            ) from error
 
 
 # --- numbers
 
 
 def compared(
-    names: Sequence[str], theirs: Group, mine: Group, tolerance: float, least: float
+    names: Sequence[str], theirs: Group, mine: Group, tolerance: float, scale: Sequence[Group] = ()
 ) -> Agreement:
     """Each of mine with the framework's own, where there is one.
 
-    An array's error is relative to its greatest modulus, or to `least`, the size below which a
-    whole array may be what is left of larger numbers that cancel.
+    An array's error is relative to its greatest modulus, or to 1e-4 of the greatest number in
+    `scale`: below that a whole array may be what is left of larger numbers that cancel, such as
+    the gradient of a bias before batch normalisation, which is 0 and is computed as 1e-17.
     """
+    greatest = lambda x: float(np.max(np.abs(x[np.isfinite(x)]), initial=0))
+    arrays = [np.asarray(x) for x in chain(*scale) if x is not None]
+    least = _CANCELLED * max((greatest(x) for x in arrays if x.dtype.kind in "fc"), default=0.0)
     worst = 0.0
     for name, expected, came in zip(names, theirs, mine, strict=True):
         if expected is None:
@@ -481,10 +453,9 @@ def compared(
         if a.shape != b.shape:
             message = f"no: {name} has shape {a.shape}, the derivation gives {b.shape}"
             return Agreement(False, float("inf"), name, a.shape, b.shape, message)
-        size = max(_greatest(a), _greatest(b), least)
         with np.errstate(all="ignore"):
             same = (a == b) | (np.isnan(a) & np.isnan(b))
-            errors = np.where(same, 0.0, np.abs(a - b) / size)
+            errors = np.where(same, 0.0, np.abs(a - b) / max(greatest(a), greatest(b), least))
         errors = np.where(np.isnan(errors), np.inf, errors)
         error = float(errors.max(initial=0.0))
         if error > tolerance:
@@ -499,31 +470,13 @@ def compared(
     return Agreement(True, worst)
 
 
-def _greatest(x: np.ndarray) -> float:
-    """The greatest finite modulus."""
-    return float(np.max(np.abs(x[np.isfinite(x)]), initial=0))
-
-
-_CANCELLED = 1e-4  # relative to the greatest number, the scale for smaller arrays
-
-
-def least_of(groups: Sequence[Group]) -> float:
-    """The scale below which an array may be rounding error of larger numbers that cancel.
-
-    The gradient of a bias before batch normalisation is 0, but is computed as 1e-17.
-    """
-    arrays = [np.asarray(x) for group in groups for x in group if x is not None]
-    sizes = [_greatest(x) for x in arrays if x.dtype.kind in "fc"]
-    return _CANCELLED * max(sizes, default=0.0)
-
-
 def all_finite(groups: Sequence[Group]) -> bool:
     """Whether all arrays are finite."""
     return all(np.isfinite(x).all() for group in groups for x in group if x is not None)
 
 
 def moved(rng: np.random.Generator, x: np.ndarray, step: float) -> np.ndarray:
-    """An array near x: entries times e**(step n), zeros plus step n; Hermitian where x is."""
+    """An array near x: entries times e**(step n), zeros plus step n; symmetric where x is."""
     if x.dtype.kind not in "fc" or not step:
         return x
     n = rng.normal(size=x.shape)

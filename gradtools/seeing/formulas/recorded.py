@@ -5,8 +5,6 @@ operation, and gives compositions a name by which they are written and different
 
     log sum exp(x - c)                      logsumexp(x) - c       c being constant along the axis
     e / sum e,  e = exp(x - c)              softmax(x)
-    x - logsumexp(x)                        log_softmax(x)
-    logsumexp(x) - <one-hot, x>             -<one-hot, log_softmax(x)>
     1 / (1 + exp(-x)),  log(1 + exp(x))     sigmoid(x),  softplus(x)
     mean |x - mean x|^2,  E x^2 - (E x)^2   variance(x)
     (x - mean x) / sqrt(variance + eps)     standardize(x)
@@ -37,7 +35,13 @@ from gradtools.seeing.formulas.algebra import (
     varying,
 )
 from gradtools.seeing.formulas.expressions import ArrayValue, Expr, constant_of, order
-from gradtools.seeing.formulas.operations.reductions import reduced, standardize, variance
+from gradtools.seeing.formulas.reductions import (
+    centred,
+    reduced,
+    softmax,
+    standardize,
+    variance,
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -143,12 +147,12 @@ def _centred(y: Expr, axes: tuple[int, ...]) -> Expr | None:
     """Z, if y is z - mean z."""
     for t in y.args if y.op == "add" else ():
         z = add(_others(y, t))
-        if z - mean(z, axes, keep=True) is y:
+        if centred(z, axes) is y:
             return z
     z, shift = _shifted(y, axes)
     if not shift or z.shape != y.shape:
         return None
-    same = z - mean(z, axes, keep=True)
+    same = centred(z, axes)
     return z if same is y or constant_of(add([same, -y])) == 0 else None
 
 
@@ -179,35 +183,8 @@ def _softmax(x: Expr) -> Expr | None:
         for axis in range(e.rank) if e.op == "exp" else ():
             below = total(e, [axis]) ** -1, (*names[:axis], *names[axis + 1 :])
             if below in entries:
-                p = apply("softmax", _shifted(e.args[0], [axis])[0], axis=axis)
+                p = softmax(_shifted(e.args[0], [axis])[0], axis=axis)
                 return _replaced(x, [(e, names), below], (p, names))
-    return None
-
-
-def _log_softmax(x: Expr) -> Expr | None:
-    """z - logsumexp(z)."""
-    for t in x.args:
-        c, entries, out = parts(t)
-        if c != -1 or len(entries) != 1 or entries[0][0].op != "logsumexp":
-            continue
-        ((log, names),) = entries
-        (z,), axes = log.args, log["axes"]
-        kept = tuple(a for a in out if a not in axes)
-        if len(axes) == 1 and names == kept and add(_others(x, t)) is z:
-            return apply("log_softmax", z, axis=axes[0])
-    return None
-
-
-def _of_one_hot(x: Expr) -> Expr | None:
-    """logsumexp(z) - <one-hot, z>."""
-    for t in (t for t in x.args if t.op == "logsumexp"):
-        (z,), axes = t.args, t["axes"]
-        for s in x.args:
-            factors = [g for f, _ in parts(s)[1] for g in (f, *f.args)]
-            for h in (f for f in factors if f.op == "one_hot" and f.shape == z.shape):
-                if axes == (z.rank - 1,) and s is -total(z * h, axes):
-                    log = apply("log_softmax", z, axis=axes[0])
-                    return add([-total(log * h, axes), *_others(x, t, s)])
     return None
 
 
@@ -292,6 +269,6 @@ _PATTERNS: dict[str, tuple[Callable[[Expr], Expr | None], ...]] = {
     "relu": (_needless,),
     "log": (_logsumexp, _of_exponential),
     "einsum": (_softmax, _variance, _standardize),
-    "add": (_log_softmax, _of_one_hot, _variance_of_moments),
+    "add": (_variance_of_moments,),
     "power": (_of_exponential, _norm),
 }

@@ -15,9 +15,8 @@ from dataclasses import dataclass, field
 from gradtools.seeing.formulas import typesetting as ts
 from gradtools.seeing.formulas.algebra import contracts, is_wrapper
 from gradtools.seeing.formulas.expressions import SEVERAL, Expr, constant_of, order
-from gradtools.seeing.formulas.operation_record import is_elementwise
 from gradtools.seeing.formulas.typesetting import Written
-from gradtools.seeing.formulas.writing import Axes, ExpressionWriter
+from gradtools.seeing.formulas.writing import Axes, NeedsIndices, Writer
 
 _LONG = 60  # characters: a longer part of a line gets a line of its own
 Statement = tuple[Written, Written]  # left and right side of an equation
@@ -45,7 +44,7 @@ class Statements:
         self.sections = sections
         self._taken = {w.text for w in leaves.values()}
         self.axes = Axes(text for text in self._taken if len(text) == 1)
-        self.writer = ExpressionWriter(self.axes)
+        self.writer = Writer(self.axes)
         self.writer.names.update(leaves)
         roots = [x for s in sections for x, _ in s.roots]
         self.values = [x for x in order(roots) if x.kind != SEVERAL]
@@ -126,17 +125,17 @@ class Statements:
         return written
 
     def _name_long(self) -> None:
-        """Name values that would make a line too long or cannot be written as an operand."""
+        """Names values that need indices or would make a line too long."""
         names = self.writer.names
-        by_entries = lambda x: is_elementwise(x) or x.op in ("einsum", "add")
-        inner = {a for x in self.values if not by_entries(x) for a in _operands(x)}
         for x in self.values:
-            inside = x in inner
-            if x in names or (_is_plain(x) and not inside):
+            if x in names or _is_plain(x):
                 continue
-            letters, side = self.writer.side(x)
-            too_long = len(side.text) > _LONG and not (is_wrapper(x) or _is_plain(x))
-            if too_long or (letters and inside):
+            try:
+                side = self.writer.write(x)
+            except NeedsIndices:
+                names[x] = self._new(self._base(x))
+                continue
+            if len(side.text) > _LONG and not is_wrapper(x):
                 names[x] = self._new(self._base(x))
 
     # Lines.
@@ -166,18 +165,22 @@ class Statements:
             self._define(x)
 
     def _define(self, x: Expr) -> None:
+        """From here on the name of an elementwise product is written in place of its factors."""
         self._done.add(x)
         plain = x.op == "einsum" and x["coefficient"] == 1 and not contracts(x)
         if x in self.writer.names and plain and len(x.args) > 1:
-            # From here on its name may be written in place of several factors.
             self.writer.defined.setdefault(x.args[0], []).append(x)
 
     def _line(self, x: Expr, written: Written) -> Statement:
         own = self.writer.names.pop(x, None) if x.op != "placeholder" else None
-        letters, side = self.writer.side(x)
+        try:
+            line = written, self.writer.write(x)
+        except NeedsIndices:
+            letters, side = self.writer.indexed(x)
+            line = ts.subscript(written, letters), side
         if own is not None:
             self.writer.names[x] = own
-        return ts.subscript(written, letters) if letters else written, side
+        return line
 
 
 _LIGHT = {

@@ -103,11 +103,6 @@ def function(name: str, args: Iterable[Written], axes: str = "") -> Written:
     return Written(f"{name}{below(axes) if axes else ''}({join(args, ', ', SUM).text})")
 
 
-def part(x: Written, where: str) -> Written:
-    """x[where]."""
-    return Written(f"{x.at(ATOM).text}[{where}]")
-
-
 def inner_product(a: Written, b: Written) -> Written:
     """The inner product <a, b>."""
     return Written(f"⟨{a.text}, {b.text}⟩")
@@ -132,7 +127,8 @@ def number(value: Any) -> Written:
         return Written(str(int(value)), level)
     if abs(value) >= 1e15:
         return Written(f"{value:.6g}", level)
-    exact, square, sign = _fraction(value), _fraction(value * value, 2e-14), "-" * (value < 0)
+    exact, square = fraction(value), fraction(value * value, tolerance=2e-14)
+    sign = "-" * (value < 0)
     if exact is not None:
         if exact.denominator in (5, 10, 20, 100, 1000) and len(f"{value:g}") <= 5:
             return Written(f"{value:g}", level)
@@ -144,9 +140,9 @@ def number(value: Any) -> Written:
     return Written(f"{value:.6g}", level)
 
 
-def _fraction(value: float, tolerance: float = 1e-14) -> Fraction | None:
-    """The fraction with a small denominator that equals the value; else None."""
-    near = Fraction(value).limit_denominator(1000)
+def fraction(value: float, most: int = 1000, tolerance: float = 1e-14) -> Fraction | None:
+    """The fraction with a denominator up to `most` that equals the value; else None."""
+    near = Fraction(value).limit_denominator(most)
     return near if near and abs(float(near) - value) <= tolerance * abs(value) else None
 
 

@@ -1,10 +1,9 @@
 """Writes an expression as text.
 
-Whole arrays are written where that is unambiguous: products of matrices by juxtaposition, the
-elementwise product as a circled dot, sums over axes by their letters. Axes align by their letters,
-so a broadcast is not written. Where whole arrays would be ambiguous (three or more axes, the same
-axis twice), `ExpressionWriter.whole` raises `NeedsIndices`, and the equation is written for one
-entry by `ExpressionWriter.entry`.
+Products of matrices are written by juxtaposition, the elementwise product as a circled dot, sums
+over axes by their letters. Axes align by their letters, so a broadcast is not written. A product
+that would be ambiguous as whole arrays (three or more axes, the same axis twice) raises
+`NeedsIndices`: it gets a line of its own, for one entry (`Writer.indexed`).
 
 A contraction is a chain of matrices if every summed label belongs to two factors, and following
 the labels leads from one axis of the result to the other.
@@ -13,7 +12,6 @@ the labels leads from one axis of the result to the other.
 from __future__ import annotations
 
 import itertools
-from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from functools import partial
 from math import prod
@@ -30,17 +28,16 @@ from gradtools.seeing.formulas.algebra import (
     power,
     varying,
 )
-from gradtools.seeing.formulas.expressions import Expr, constant_of
-from gradtools.seeing.formulas.operation_record import OPERATIONS, is_elementwise
+from gradtools.seeing.formulas.expressions import OPERATIONS, Expr, constant_of
 from gradtools.seeing.formulas.typesetting import Written
 
 
 class NeedsIndices(Exception):
-    """The expression is ambiguous without indices."""
+    """The product is ambiguous without indices."""
 
 
-class ExpressionWriter:
-    """Writes expressions."""
+class Writer:
+    """Writes expressions; named ones by their names."""
 
     def __init__(self, axes: Axes) -> None:
         self.axes = axes
@@ -49,102 +46,93 @@ class ExpressionWriter:
         self.defined: dict[Expr, list[Expr]] = {}
         self.notes: dict[str, None] = {}  # explanations of the notation that was used
         self.recognised: set[str] = set()  # the operations that were written by their name
-        self._as_mean: set[Expr] = set()
+        self._as_mean: set[Expr] = set()  # sums that are written as means
 
-    # Whole arrays.
-
-    def whole(self, x: Expr) -> Written:
-        """X as a whole array; a scalar, which can always be written, by its entry.
+    def write(self, x: Expr) -> Written:
+        """x as a whole array.
 
         Raises:
-            NeedsIndices: It is ambiguous without indices.
+            NeedsIndices: A product in x, without a name, is ambiguous without indices.
         """
-        try:
-            return self.entry(x, None)
-        except NeedsIndices:
-            if x.rank:
-                raise
-            return self.entry(x, ())
-
-    def side(self, x: Expr) -> tuple[str, Written]:
-        """A side of an equation: of whole arrays, else of the entries with these letters."""
-        try:
-            return "", self.whole(x)
-        except NeedsIndices:
-            letters = self.axes.unique(x)
-            return "".join(letters), self.entry(x, letters)
-
-    def entry(self, x: Expr, letters: Sequence[str] | None) -> Written:
-        """The entry of x at these indices; x as a whole array for None."""
-        operation = OPERATIONS.get(x.op)
         if x in self.names:
-            result = self.names[x]
-        elif constant_of(x) is not None:
+            return self.names[x]
+        if x in self._as_mean:
+            return self._mean(x)
+        if constant_of(x) is not None:
             return ts.number(constant_of(x))
-        elif x.op == "einsum":
-            return self._product(x) if letters is None else self._entry_of_product(x, letters)
-        elif x.op == "add" or is_elementwise(x):
-            if letters is None:
-                self._must_align(x)
-            # The terms of a sum: compositions first, then named values, then numbers.
-            is_named = lambda a: (a.args[0] if is_wrapper(a) else a) in self.names
-            rank = lambda a: 2 if constant_of(a) is not None else int(is_named(a))
-            args = sorted(x.args, key=rank) if x.op == "add" else x.args
-            parts = [self.whole(a) if letters is None else self.entry(a, letters) for a in args]
-            if x.op == "add":
-                return ts.summed(parts)
-            self.recognised.add(x.op)
-            form = OPERATIONS[x.op].entry
-            matrix = letters is None and x.rank > 1
-            return form(x, parts, matrix) if form else ts.function(x.op, parts)
-        elif operation and operation.form:
-            self.recognised.add(x.op)
-            result = operation.form(self, x)
-        else:
-            result = ts.function(x.op, [self.operand(a) for a in x.args])
-        return ts.subscript(result, "".join(letters)) if letters else result
+        if x.op == "einsum":
+            return self._product(x)
+        self.recognised.add(x.op)
+        form = OPERATIONS[x.op].form
+        return form(self, x) if form else ts.function(x.op, [self.operand(a) for a in x.args])
+
+    def is_named(self, x: Expr) -> bool:
+        """Whether x has a name, maybe transposed or scaled."""
+        return (x.args[0] if is_wrapper(x) else x) in self.names
+
+    def aligned(self, a: Expr, x: Expr) -> Written:
+        """An operand of the elementwise x; with its letters where these alone do not tell its axes.
+
+        That is where two axes of x have the same letter, and the operand lacks one.
+        """
+        kept = sorted(varying(a))
+        clear = len(set(self.axes.letters(x))) == x.rank
+        if clear or len(kept) == x.rank or constant_of(a) is not None or a in self.names:
+            return self.write(a)
+        letters = self.axes.unique(x)
+        inner = self.write(drop_axes(a, kept))
+        minus = inner.text.startswith("-")
+        part = Written(inner.text[1:], ts.PRODUCT if " " in inner.text else ts.ATOM)
+        shown = ts.subscript(part if minus else inner, "".join(letters[k] for k in kept))
+        return ts.negative(shown) if minus else shown
 
     def operand(self, x: Expr) -> Written:
-        """X as an operand of a function of whole arrays, where a repetition has to be written."""
+        """x as an operand of a function of whole arrays, where a repetition has to be written."""
         used = varying(x)
         kept = [a for a, n in enumerate(x.shape) if a in used or n == 1]
         if len(kept) == x.rank or constant_of(x) is not None:
-            return self.whole(x)
+            return self.write(x)
         self.note("repeat: repeated along the axes that the operand lacks")
-        return ts.function("repeat", [self.whole(drop_axes(x, kept))], "x".join(map(str, x.shape)))
+        return ts.function("repeat", [self.write(drop_axes(x, kept))], "x".join(map(str, x.shape)))
 
-    def _must_align(self, x: Expr) -> None:
-        """Check that operands with fewer axes align by distinct letters, else by all their axes.
+    def note(self, text: str) -> None:
+        """Adds an explanation of the notation."""
+        self.notes[text] = None
 
-        Raises:
-            NeedsIndices: Two axes have the same letter, and a product lacks one of the axes.
-        """
-        letters = self.axes.letters(x)
-        if len(set(letters)) == len(letters):
-            return
-        for a in x.args:
-            if a.op != "einsum" or constant_of(a) is not None or a in self.names:
-                continue
-            if not Factors(a, self.names, self.defined).size.keys() >= set(range(x.rank)):
-                raise NeedsIndices
+    def indexed(self, x: Expr) -> tuple[str, Written]:
+        """A product's letters, and its entry at these indices."""
+        letters = self.axes.unique(x)
+        f = Factors(x, self.names)
+        own, summed = f.label_letters(self.axes), sorted(f.summed)
+        fresh = primed([own[l] for l in summed], letters)
+        names = dict(enumerate(letters)) | dict(zip(summed, fresh, strict=True))
+        at = lambda a, ls: ts.subscript(self.write(a), "".join(names[l] for l in ls))
+        top = _multiplied([at(a, ls) for a, ls in self._sorted(f.arrays)] or [ts.number(1.0)])
+        if f.below:
+            top = ts.over(top, _multiplied([at(a, ls).at(ts.POWER) for a, ls in f.below]))
+        if summed:
+            top = ts.total("".join(fresh), top.at(ts.PRODUCT))
+        return "".join(letters), self._with_scalars(f, top)
 
     # Products.
 
     def _product(self, x: Expr) -> Written:
+        """A product: its coefficient and scalars, and its factors with axes, over its divisors."""
         f = Factors(x, self.names, self.defined)
-        if not f.arrays and f.below and not f.summed:  # L̄ / x, and not L̄ 1 / x
-            return self._with_scalars(f, None, [self._oriented(a, n, f) for a, n in f.below])
         # A factor that is a sum, times one over its length, is written as a mean.
-        sums = (a for a, _ in f.arrays if a not in self.names)
-        mean = next((a for a in sums if _is_inverse(f.coefficient, summed_length(a))), None)
-        if mean is None:
-            return self._with_scalars(f, self._core(f))
-        f.coefficient = 1.0 if f.coefficient > 0 else -1.0
-        self._as_mean.add(mean)
+        sums = (*f.scalars, *(a for a, _ in f.arrays))
+        inverse = lambda a: (
+            a not in self.names and _is_inverse(f.coefficient, summed_length(a, self.names))
+        )
+        means = {a for a in sums if inverse(a)}
+        f.coefficient = f.coefficient if not means else 1.0 if f.coefficient > 0 else -1.0
+        before, self._as_mean = self._as_mean, self._as_mean | means
         try:
+            if not f.arrays and f.below and not f.summed:  # L̄ / x, and not L̄ 1 / x
+                return self._with_scalars(f, None, [self._oriented(a, n, f) for a, n in f.below])
             return self._with_scalars(f, self._core(f))
         finally:
-            self._as_mean.discard(mean)
+            self._as_mean = before
 
     def _core(self, f: Factors) -> Written | None:
         """The factors with axes, in the first unambiguous form; None if there are none.
@@ -157,47 +145,42 @@ class ExpressionWriter:
         if len(f.arrays) == 1 and not f.below and not f.summed:
             ((x, names),), n = f.arrays, f.target.rank
             if names == tuple(range(n)):
-                return self.whole(x)
+                return self.write(x)
             if n >= 2 and names == (*range(n - 2), n - 1, n - 2):
                 return self.transposed(x)
-        result = self._inner_product(f)
-        if result is None and f.arrays and not f.below and (len(f.out) > 1 or not self._is_mean(f)):
-            links = [self._link(*link) for link in chain(f) or ()]
-            result = ts.join(links, " ", ts.PRODUCT) if links else None
-        return result or self._aligned(f)
-
-    def _inner_product(self, f: Factors) -> Written | None:
-        """A sum over all axes of two factors, or of one squared; None for other products."""
         labels = {names for _, names in f.arrays}
-        if f.out or f.below or len(labels) != 1 or set(*labels) != f.summed or self._is_mean(f):
-            return None
-        if any(a.is_complex for a, _ in f.arrays):
-            return None
-        if len(f.arrays) == 1:
-            x = f.arrays[0][0]
-            if x in self.names or x.op != "power" or x["exponent"] != 2:
-                return None
-            base = x.args[0].args[0] if x.args[0].op == "abs" else x.args[0]
-            return Written(f"‖{self.whole(base).text}‖²", ts.POWER)
-        first, *rest = [self.whole(a) for a, _ in self._sorted(f.arrays)]
-        return ts.inner_product(first, _hadamard(rest))
+        real = not any(a.is_complex for a, _ in f.arrays)
+        if real and not f.out and not f.below and len(labels) == 1 and set(*labels) == f.summed:
+            (x, *_), *others = self._sorted(f.arrays)
+            if others:
+                return ts.inner_product(
+                    self.write(x), _hadamard([self.write(a) for a, _ in others])
+                )
+            if x not in self.names and x.op == "power" and x["exponent"] == 2:
+                base = x.args[0].args[0] if x.args[0].op == "abs" else x.args[0]
+                return Written(f"‖{self.write(base).text}‖²", ts.POWER)
+        if f.arrays and not f.below and (links := chain(f)):
+            return ts.join([self._link(*link) for link in links], " ", ts.PRODUCT)
+        return self._aligned(f)
 
-    def _is_mean(self, f: Factors) -> bool:
-        """Whether a sum of one array is written as its mean."""
-        length = prod(f.size[l] for l in f.summed) if f.is_plain_sum else 0
-        return f.target in self._as_mean or _is_inverse(f.coefficient, length)
+    def _mean(self, x: Expr) -> Written:
+        """A sum of one array, without its factor of one over the length."""
+        (inner,), (names,) = x.args, x["labels"]
+        letters = self.axes.unique(inner)
+        over = "".join(letters[k] for k, l in enumerate(names) if l >= x.rank)
+        return ts.function("mean", [self.write(inner)], over if x.rank else "")
 
     def _link(self, group: list[Expr], flipped: bool) -> Written:
         if len(group) == 1:
-            return self.transposed(group[0]) if flipped else self.whole(group[0]).at(ts.PRODUCT)
-        written = ts.bracket(_hadamard([self.whole(g) for g in group]))
+            return self.transposed(group[0]) if flipped else self.write(group[0]).at(ts.PRODUCT)
+        written = ts.bracket(_hadamard([self.write(g) for g in group]))
         return ts.superscript(written, "ᵀ") if flipped else written
 
     def transposed(self, x: Expr) -> Written:
         """The transpose, the conjugate transpose where x is a conjugate."""
         if x.op == "conj" and x not in self.names:
-            return ts.superscript(self.whole(x.args[0]), "ᴴ")
-        return ts.superscript(self.whole(x), "ᵀ")
+            return ts.superscript(self.write(x.args[0]), "ᴴ")
+        return ts.superscript(self.write(x), "ᵀ")
 
     def _aligned(self, f: Factors) -> Written:
         """An elementwise product, summed over axes by their letters, unless that is ambiguous."""
@@ -213,21 +196,15 @@ class ExpressionWriter:
         top = _hadamard(up) if up else ts.number(1.0)
         if down:
             top = ts.over(top.at(ts.PRODUCT), _hadamard(down))
-        if not f.summed:
-            return top
         name = "".join(sorted(letters[l] for l in f.summed))
-        if not self._is_mean(f):
-            return ts.total(name, top.at(ts.POWER))
-        if f.target not in self._as_mean:
-            f.coefficient = 1.0 if f.coefficient > 0 else -1.0
-        return ts.function("mean", [top], name if f.out else "")
+        return ts.total(name, top.at(ts.POWER)) if f.summed else top
 
     def _oriented(self, a: Expr, names: Sequence[int], f: Factors) -> Written:
         """A factor, transposed if its axes are not in the order of the others'."""
         alone = len(f.arrays) == 1 and not f.below
         places = [f.reference.index(l) for l in names if l in f.out or not alone]
         if places == sorted(places):
-            return self.whole(a)
+            return self.write(a)
         if a.rank == 2:
             return self.transposed(a)
         raise NeedsIndices
@@ -244,11 +221,10 @@ class ExpressionWriter:
     def _with_scalars(
         self, f: Factors, core: Written | None, below: Sequence[Written] = ()
     ) -> Written:
-        up = [self.whole(s) for s, _ in self._sorted((s, ()) for s in f.scalars)]
-        down = [self.whole(s) for s in f.scalars_below]
+        up = [self.write(s) for s, _ in self._sorted((s, ()) for s in f.scalars)]
         coefficient, number_below = _fraction(f.coefficient)
-        if number_below is not None:
-            down = [number_below, *down]
+        down = [ts.number(number_below)] if number_below != 1 else []
+        down += [self.write(s) for s in f.scalars_below]
         down += [_hadamard(below)] if below else []
         minus = not isinstance(coefficient, complex) and coefficient < 0
         coefficient = -coefficient if minus else coefficient
@@ -263,28 +239,6 @@ class ExpressionWriter:
             top = ts.over(top, _multiplied(bottom))
         return ts.negative(top) if minus else top
 
-    # Entries.
-
-    def _entry_of_product(self, x: Expr, letters: Sequence[str]) -> Written:
-        f = Factors(x, self.names, self.defined, entries=True)
-        if not f.arrays and not f.below:
-            return self._with_scalars(f, None)
-        own, summed = f.label_letters(self.axes), sorted(f.summed)
-        fresh = primed([own[l] for l in summed], letters)
-        names = dict(enumerate(letters)) | dict(zip(summed, fresh, strict=True))
-        at = lambda a, ls: self.entry(a, [names[l] for l in ls])
-        up = [at(a, ls).at(ts.PRODUCT) for a, ls in self._sorted(f.arrays)]
-        down = [at(a, ls).at(ts.POWER) for a, ls in f.below]
-        top = _multiplied(up or [ts.number(1.0)])
-        top = ts.over(top, _multiplied(down)) if down else top
-        if summed:
-            top = ts.total("".join(fresh), top.at(ts.PRODUCT))
-        return self._with_scalars(f, top)
-
-    def note(self, text: str) -> None:
-        """Add an explanation of the notation."""
-        self.notes[text] = None
-
 
 def _multiplied(pieces: Sequence[Written], sign: str = " ") -> Written:
     if len(pieces) == 1:
@@ -297,35 +251,29 @@ _hadamard = partial(_multiplied, sign=" ⊙ ")
 
 def _is_inverse(coefficient: Any, count: int) -> bool:
     """Whether a coefficient is one over a count, up to its sign."""
-    return (
-        count > 1
-        and not isinstance(coefficient, complex)
-        and abs(abs(coefficient) * count - 1) < 1e-12
-    )
+    is_real = not isinstance(coefficient, complex)
+    return is_real and count > 1 and abs(abs(coefficient) * count - 1) < 1e-12
 
 
-def _fraction(coefficient: Any) -> tuple[Any, Written | None]:
-    """A coefficient such as 1/5 or 1/√8 as a number below."""
-    if isinstance(coefficient, complex) or coefficient == 0 or abs(coefficient) >= 1:
-        return coefficient, None
-    inverse = 1 / abs(coefficient)
+def _fraction(coefficient: Any) -> tuple[Any, float]:
+    """A coefficient such as 2/5 or 1/√8 as numerator and denominator."""
+    if isinstance(coefficient, complex) or not 0 < abs(coefficient) < 1:
+        return coefficient, 1.0
     sign = 1.0 if coefficient > 0 else -1.0
-    for n in (inverse, inverse * inverse):
-        if inverse < 1e6 and abs(n - round(n)) < 1e-12 * n:
-            below = round(n) if n == inverse else round(n) ** 0.5
-            return sign, ts.number(float(below))
-    for up in range(2, 10):
-        if abs(inverse * up - round(inverse * up)) < 1e-12 * inverse:
-            return sign * up, ts.number(float(round(inverse * up)))
-    return coefficient, None
+    exact, square = ts.fraction(coefficient, 10**6), ts.fraction(coefficient**2, 10**6, 2e-14)
+    if exact is not None and abs(exact.numerator) < 10:
+        return float(exact.numerator), float(exact.denominator)
+    if square is not None and square.numerator == 1:
+        return sign, float(square.denominator) ** 0.5
+    return coefficient, 1.0
 
 
 # --- the factors of a product as they are written
 
 
-def summed_length(x: Expr) -> int:
+def summed_length(x: Expr, named: Collection[Expr]) -> int:
     """The number of terms of each sum, if x sums one array over axes; else 0."""
-    if not contracts(x) or len(x.args) != 1:
+    if not contracts(x) or len(x.args) != 1 or (contracts(x.args[0]) and x.args[0] not in named):
         return 0
     return prod(n for l, n in zip(x["labels"][0], x.args[0].shape, strict=True) if l >= x.rank)
 
@@ -334,16 +282,14 @@ class Factors:
     """A product's factors, sorted to those in the numerator and those in the denominator.
 
     Products among the factors are flattened, but not named ones, nor sums inside of elementwise
-    products unless single entries are written (`entries`). Factors that are together a product
-    which an earlier line defines are replaced by that.
+    products. Factors that are together a product which an earlier line defines become that.
     """
 
     def __init__(
         self,
         x: Expr,
         named: Collection[Expr],
-        defined: Mapping[Expr, Sequence[Expr]],
-        entries: bool = False,
+        defined: Mapping[Expr, Sequence[Expr]] | None = None,
     ) -> None:
         self.target, self.coefficient = x, x["coefficient"]
         fresh = itertools.count(x.rank + 1000)
@@ -352,17 +298,16 @@ class Factors:
         while queue:
             factor, names = queue.pop(0)
             alone = not self._entries and not queue
-            closed = contracts(factor) and not (alone or entries)
+            mean = _is_inverse(self.coefficient, summed_length(factor, named))
+            closed = contracts(factor) and (mean or not alone)
             if factor in named or factor.op != "einsum" or not factor.args or closed:
                 self._entries.append((factor, names))
             else:
                 self.coefficient *= factor["coefficient"]
                 queue = opened(factor, names, lambda n: next(fresh)) + queue
-        factors = {f for f, _ in self._entries} if len(self._entries) > 1 else set()
-        for p in sorted({p for f in factors for p in defined.get(f, ())}, key=lambda p: p.serial):
-            if p is not x and factors >= set(p.args):
-                self._entries = _with_product(self._entries, p) or self._entries
-
+        for p in (p for f, _ in self._entries[:-1] for p in (defined or {}).get(f, ())):
+            if p is not x:
+                self._entries = _with_product(self._entries, p)
         self.scalars: list[Expr] = []  # the factors without axes in the numerator
         self.scalars_below: list[Expr] = []  # those in the denominator
         self.arrays: list[Entry] = []  # the factors with axes in the numerator
@@ -379,8 +324,6 @@ class Factors:
                 (self.scalars_below if negative else self.scalars).append(shown)
         self.out = [l for l in range(x.rank) if l in self.size]
         self.summed = self.size.keys() - set(self.out)
-        core = x.args[0] if len(x.args) == 1 and contracts(x.args[0]) else x
-        self.is_plain_sum = summed_length(core) > 0
         by_rank = sorted((*self.arrays, *self.below), key=lambda e: -len(e[1]))
         axes = [self.out if len(self.out) > 1 else (), *(names for _, names in by_rank)]
         # The order of labels in which factors are written; others are transposed.
@@ -395,86 +338,52 @@ class Factors:
         return result
 
 
-def _with_product(entries: list[Entry], p: Expr) -> list[Entry] | None:
-    """The factors with a product in place of its own factors; None if these do not fit."""
+def _with_product(entries: list[Entry], p: Expr) -> list[Entry]:
+    """The factors with a product in place of its own factors, if these are among them."""
     place: dict[int, int] = {}
     left = list(entries)
     for f, names in zip(p.args, p["labels"], strict=True):
-        fits = lambda there, own=names: all(
-            place.get(l, t) == t for l, t in zip(own, there, strict=True)
-        )
+        fits = lambda at, own=names: all(place.get(l, t) == t for l, t in zip(own, at, strict=True))
         match = next((e for e in left if e[0] is f and fits(e[1])), None)
         if match is None:
-            return None
+            return entries
         place.update(zip(names, match[1], strict=True))
         left.remove(match)
-    if len(place) < p.rank or len(set(place.values())) < len(place):
-        return None
+    if len(set(place.values())) < p.rank:
+        return entries
     return [(p, tuple(place[l] for l in range(p.rank))), *left]
 
 
-# --- matrix chains
+# --- products of matrices
 
 
 Link = tuple[list[Expr], bool]  # factors that are multiplied, and whether they are transposed
 
 
 def chain(f: Factors) -> list[Link] | None:
-    """The factors as a matrix chain, in which factors with equal labels are one link."""
-    entries = _without_batch(f)
-    if entries is None or any(len(names) > 2 for _, names in entries):
-        return None
-    left: dict[Labels, list[Expr]] = {}
-    for a, names in sorted(entries, key=lambda e: -len(e[1])):
-        left.setdefault(names, []).append(a)
-    count = Counter(l for names in left for l in names)
-    out = [l for l in f.out if l in count]
-    if len(out) > 2 or (not f.summed and (len(out) < 2 or len(left) < 2)):
-        return None
-    if any(n != (1 if l in out else 2) for l, n in count.items()):
-        return None
-    if out:
-        links = _follow(left, out[0])
-        if len(out) == 2 and left:
-            links += [(g, not t) for g, t in reversed(_follow(left, out[1]))]
-    else:
-        start = next((names for names in left if len(names) == 1), None)
-        if start is None:
+    """The factors as two matrices or vectors side by side, in which equal labels are one link."""
+    groups: dict[Labels, list[Expr]] = {}
+    for a, names in sorted(f.arrays, key=lambda e: -len(e[1])):
+        groups.setdefault(names, []).append(a)
+    batch: Sequence[int] = ()
+    if max((len(n) for n in groups), default=0) > 2 or len(f.out) > 2:  # of matrices
+        batch = f.out[:-2] if len(f.out) == f.target.rank else ()
+        leads = [n[:-2] for n in groups]
+        if not batch or any(list(n) != batch[len(batch) - len(n) :] for n in leads):
             return None
-        links = [(left.pop(start), True), *_follow(left, start[0])]
-    return links if not left else None
-
-
-def _without_batch(f: Factors) -> list[Entry] | None:
-    """The factors without the leading batch axes; None if these differ."""
-    out, entries = list(f.out), list(f.arrays)
-    if max((len(n) for _, n in entries), default=0) <= 2 and len(out) <= 2:
-        return entries
-    if len(out) != f.target.rank or len(out) < 3:
+    ends = {n[-2:]: factors for n, factors in groups.items()}
+    out = [l for l in f.out if l not in batch]
+    if len(groups) != 2 or len(ends) != 2 or not out or any(l in batch for n in ends for l in n):
         return None
-    batch = out[:-2]
-    stripped = []
-    for a, names in entries:
-        lead = tuple(l for l in names if l in batch)
-        if names[: len(lead)] != lead or list(lead) != batch[len(batch) - len(lead) :]:
-            return None
-        if len(names) - len(lead) != 2:
-            return None
-        stripped.append((a, names[len(lead) :]))
-    return stripped
-
-
-def _follow(left: dict[Labels, list[Expr]], label: int) -> list[Link]:
-    """The links that lead on from a label, taken off those that are left."""
-    links: list[Link] = []
-    while True:
-        names = next((n for n in left if label in n), None)
-        if names is None:
-            return links
-        links.append((left.pop(names), len(names) == 2 and names[0] != label))
-        if len(names) == 1:
-            return links
-        label = names[1] if names[0] == label else names[0]
+    first, second = sorted(ends, key=lambda n: out[0] not in n)
+    shared = set(first) & set(second)
+    if shared != f.summed or {*first, *second} - shared != set(out) or len(shared) > 1:
+        return None
+    if not shared:  # an outer product
+        return [(ends[first], False), (ends[second], True)] if len(first + second) == 2 else None
+    (inner,) = shared
+    turned = len(second) == 2 and second[0] != inner
+    return [(ends[first], first[-1] != inner), (ends[second], turned)]
 
 
 # --- letters of axes

@@ -1,4 +1,4 @@
-"""The neutral names of operations, which are those of `seeing/formulas/operations/`."""
+"""The neutral names of operations, which are those of `seeing/formulas/calls.py`."""
 
 from __future__ import annotations
 

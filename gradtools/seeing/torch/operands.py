@@ -1,7 +1,7 @@
 """Translates an aten call to its framework-neutral name, operands and attributes.
 
 Attributes are the arguments that are not operands and differ from the schema's defaults. Their
-names are those of `seeing/formulas/operations/`: axes count from 0, a permutation lists all axes, a
+names are those of `seeing/formulas/calls.py`: axes count from 0, a permutation lists all axes, a
 slice has a start and a limit on each axis. Operations without a neutral name keep PyTorch's own.
 """
 

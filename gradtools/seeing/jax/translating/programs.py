@@ -31,13 +31,11 @@ from gradtools.jax import jaxprs
 from gradtools.jax._upstream import Literal, enable_x64
 from gradtools.jax.jaxprs import function_name, is_chunk
 from gradtools.rules import replaced_at
-from gradtools.seeing.formulas.algebra import apply, reshape, transpose
+from gradtools.seeing.formulas.algebra import reshape
+from gradtools.seeing.formulas.arrays import constant, picked, take_along
 from gradtools.seeing.formulas.calls import FormulaCall, Reading, fitted, has_opaque_part, in_words
-from gradtools.seeing.formulas.expressions import Expr, kind_of, order, placeholder
-from gradtools.seeing.formulas.operation_record import evaluate
-from gradtools.seeing.formulas.operations.arrays import constant, meant, picked, take_along
-from gradtools.seeing.formulas.operations.elementwise import is_integer
-from gradtools.seeing.formulas.operations.opaque import OpaqueFunction, by_name
+from gradtools.seeing.formulas.expressions import Expr, evaluate, kind_of, order, placeholder
+from gradtools.seeing.formulas.opaque import OpaqueFunction, by_name
 from gradtools.seeing.formulas.recorded import Recorded
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.jax import operands, recorded_run, source_lines
@@ -72,7 +70,7 @@ class _Translator:
         self.inputs: list[Expr] = []
         self.held: dict[Expr, Any] = {}
         self.narrow: set[str] = set()  # the dtypes below double in which something is computed
-        self._given: dict[Expr, Any] = {}  # the values of all leaves
+        self.leaves: dict[Expr, Any] = {}  # of the arguments, and captured
         self._arrays: dict[int, Entry] = {}
 
     # --- values
@@ -83,7 +81,7 @@ class _Translator:
             self.inputs.append(placeholder(name, jax.random.key_data(x).shape, "integer"))
             return x
         self.inputs.append(placeholder(name, x.shape, kind_of(x.dtype)))
-        self._given[self.inputs[-1]] = x
+        self.leaves[self.inputs[-1]] = x
         return self.inputs[-1]
 
     def held_array(self, x: Any, name: str = "") -> Entry:
@@ -94,7 +92,7 @@ class _Translator:
                 self._arrays[id(x)] = x if keys else np.asarray(x)
             else:
                 p = placeholder(name, x.shape, kind_of(x.dtype))
-                self.held[p] = self._given[p] = x
+                self.held[p] = self.leaves[p] = x
                 self._arrays[id(x)] = p
         return self._arrays[id(x)]
 
@@ -104,12 +102,7 @@ class _Translator:
             return entry
         value = np.asarray(entry)
         floating = jnp.issubdtype(value.dtype, jnp.floating)
-        return constant(value=value.astype(np.float64) if floating else value)
-
-    def concrete(self, x: Expr) -> np.ndarray:
-        """The numeric value at the program's leaves."""
-        leaves = [e for e in order([x]) if e.op == "placeholder"]
-        return evaluate([x], {e: self._given[e] for e in leaves})[0]
+        return constant(value.astype(np.float64) if floating else value)
 
     # --- equations
 
@@ -123,8 +116,12 @@ class _Translator:
         """Translates one equation."""
         name = eqn.primitive.name
         if name in _OF_KEYS:  # random-key arithmetic is computed at the leaves
-            at_leaves = lambda x: self.concrete(x).astype(np.uint32)
-            entries = [at_leaves(e) if isinstance(e, Expr) else e for e in entries]
+            given = [e for e in entries if isinstance(e, Expr)]
+            leaves = {p: self.leaves[p] for p in order(given) if p.op == "placeholder"}
+            values = iter(evaluate(given, leaves))
+            entries = [
+                next(values).astype(np.uint32) if isinstance(e, Expr) else e for e in entries
+            ]
         if name == "platform_index":
             here, platforms = jax.default_backend(), eqn.params["platforms"]
             chosen = next(k for k, names in enumerate(platforms) if names is None or here in names)
@@ -133,24 +130,21 @@ class _Translator:
             return self._call(eqn, entries)
         if name == "cond" and not isinstance(entries[0], Expr):
             branches = jaxprs.programs_of(eqn)
-            k = min(max(int(entries[0]), 0), len(branches) - 1)
-            return self._opened(branches[k], entries[1:])
+            return self._opened(branches[min(max(int(entries[0]), 0), len(branches) - 1)], entries)
         known = [e for e in entries if not isinstance(e, Expr)]
         if len(known) == len(entries) and not eqn.effects and name not in _LEAVING:
             with jax.ensure_compile_time_eval():  # constant folding, also inside of a trace
-                results = _bound(eqn, known)
-                return [x if _is_key(x) else np.asarray(x) for x in results]
+                return [x if _is_key(x) else np.asarray(x) for x in _bound(eqn, known)]
         if name in _RULES:
             return self._named(eqn, entries, eqn.params["rule"].name)
+        if not any(map(_is_key, known)):
+            result = BoundEquation.of(self, eqn, entries).translated(READINGS, name)
+            if result is not None:
+                return self._fitted(eqn, result)
         # For a host function, the name of its kernel.
         kernel = getattr(eqn.params.get("call"), "kernel", None)
         shown = getattr(kernel, "name", None) or operands.name_of(eqn)
-        if any(map(_is_key, known)):
-            return self._named(eqn, entries, shown)
-        result = BoundEquation.of(self, eqn, entries).translated(READINGS, name)
-        if result is None:
-            return self._named(eqn, entries, shown, numbers=name == "rem")
-        return self._fitted(eqn, result)
+        return self._named(eqn, entries, shown, numbers=name == "rem")
 
     def _fitted(self, eqn: Any, results: Sequence[Expr]) -> list[Entry]:
         dtypes = [var.aval.dtype for var in eqn.outvars if eqn.primitive.name not in _EXACT]
@@ -173,24 +167,24 @@ class _Translator:
             return bool(jnp.issubdtype(e.dtype, jnp.inexact))
 
         shown = [k for k, e in enumerate(entries) if is_shown(e)]
-        wide = bool(jax.config.read("jax_enable_x64"))
         avals = [eqn.invars[k].aval for k in shown]
         run = lambda *xs: _bound(eqn, replaced_at(entries, shown, xs))
         arrays = lambda values: [*map(self.backend.cast, values, avals)]
         inexact = tuple(map(self.backend.is_inexact, avals))
-        kernel = OpaqueFunction(self.backend, run, arrays, inexact, partial(enable_x64, wide))
-        outs = [_like(v) for v in eqn.outvars]
+        around = partial(enable_x64, bool(jax.config.read("jax_enable_x64")))
+        kernel = OpaqueFunction(self.backend, run, arrays, inexact, around)
         args = [self.expr(entries[k]) for k in shown]
-        rank = max((x.rank for x in args), default=0)
         called = eqn.primitive.name in (*jaxprs.CALLS, *jaxprs.RULED, *_RULES)
+        rank = max((x.rank for x in args), default=0)
         words = "" if called else in_words(operands.attributes_of(eqn), rank)
-        return self._fitted(eqn, by_name(name, args, outs, kernel, words))
+        return self._fitted(eqn, by_name(name, args, map(_like, eqn.outvars), kernel, words))
 
     def _opened(self, program: Any, entries: Sequence[Entry]) -> list[Entry]:
-        """What a program gives for these operands, written out."""
+        """What a program gives for its last operands, written out."""
         held = jaxprs.HeldJaxpr.of(program)
         consts = [self.held_array(c) for c in held.consts]
-        return self.run(held.jaxpr, [*consts, *entries])
+        count = len(held.jaxpr.invars) - len(consts)
+        return self.run(held.jaxpr, [*consts, *entries[len(entries) - count :]])
 
     def _call(self, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
         """A call, as a word, by the name of a function of JAX or of a rule, or written out."""
@@ -200,25 +194,23 @@ class _Translator:
         name = str(eqn.params.get("name") or function_name(jaxpr))
         name = name.lstrip("_").rpartition(".")[2] or eqn.primitive.name
         name = {"inv": "inverse", "slogdet_lu": "slogdet"}.get(name, name)
-        known = not any(isinstance(e, Expr) for e in entries)
+        given = [e for e in entries if isinstance(e, Expr)]
         keyed = any(not isinstance(e, Expr) and _is_key(e) for e in entries)
-        if own and not known and name in _WORDS and not keyed:
+        if own and given and name in _WORDS and not keyed:
             xs, attributes = [*map(self.expr, entries)], _WORDS[name](eqn.outvars[0].aval)
-            result = FormulaCall(name, xs, attributes, [*map(_like, eqn.outvars)], None).translated(
-                {}
-            )
+            call = FormulaCall(name, xs, attributes, [*map(_like, eqn.outvars)], None)
+            result = call.translated({})
             if result is not None:
                 return self._fitted(eqn, result)
-        if own and not known and name in _WHOLE:
+        if own and given and name in _WHOLE:
             return self._named(eqn, entries, name, numbers=True)
         plain = own and eqn.primitive.name == "custom_jvp_call"
         if jaxprs.is_ruled(eqn) and not plain and not is_chunk(jaxpr):
             return self._named(eqn, entries, name)
         results = self._opened(program, entries)
-        if own and len(jaxpr.eqns) > 1:
-            made, given = ([e for e in some if isinstance(e, Expr)] for some in (results, entries))
-            if has_opaque_part(made, given):
-                return self._named(eqn, entries, name, numbers=True)
+        made = [e for e in results if isinstance(e, Expr)]
+        if own and len(jaxpr.eqns) > 1 and has_opaque_part(made, given):
+            return self._named(eqn, entries, name, numbers=True)
         return results
 
 
@@ -233,16 +225,16 @@ class BoundEquation(FormulaCall):
     @classmethod
     def of(cls, translator: _Translator, eqn: Any, entries: Sequence[Entry]) -> BoundEquation:
         """The equation with these entries of its operands."""
-        xs = [translator.expr(e) for e in entries]
         places, numbers = operands.operands_of(eqn)
-        xs = [*(xs[i] for i in places), *(constant(value=float(n)) for n in numbers)]
+        xs = [translator.expr(e) for e in entries]
+        xs = [*(xs[i] for i in places), *(constant(float(n)) for n in numbers)]
         attributes, likes = operands.attributes_of(eqn), [*map(_like, eqn.outvars)]
         name, own = operands.name_of(eqn), SimpleNamespace(**eqn.params)
         return cls(name, xs, attributes, likes, own, translator, eqn, entries)
 
-    def value_of(self, x: Expr) -> np.ndarray:
-        """The numbers of an operand at the program's leaves."""
-        return self.translator.concrete(x)
+    def leaf(self, x: Expr) -> Any:
+        """The numbers of a leaf in this run."""
+        return self.translator.leaves[x]
 
     def computed(self, first: np.ndarray) -> np.ndarray:
         """The result at another first operand."""
@@ -287,35 +279,26 @@ def _is_key(x: Any) -> bool:
 
 
 def _gathered(call: FormulaCall) -> Expr | None:
-    """Rows by integers, one entry of each row, or constant places; else None."""
+    """Constant places, or one entry of each row; else None."""
     x, indices = call.operands
-    if indices.turn[0]:
+    if indices.is_constant:
         return call.arranged() if x.is_inexact and prod(x.shape) <= 1 << 20 else None
     if not indices.rank:
         return None
-    known = call.value_of(indices)
-    d, sizes = call.own.dimension_numbers, call.own.slice_sizes
+    d, known = call.own.dimension_numbers, call.value_of(indices)
     axes = tuple(d.start_index_map)
-    limits = [x.shape[a] - sizes[a] for a in axes]
-    if not bool(np.all((known >= 0) & (known <= np.array(limits)))):
+    limits = np.array([x.shape[a] - call.own.slice_sizes[a] for a in axes])
+    if d.offset_dims or not bool(np.all((known >= 0) & (known <= limits))):
         return None
     batched = tuple(getattr(d, "operand_batching_dims", ()))
-    over = tuple(getattr(d, "start_indices_batching_dims", ()))
-    i = reshape(indices, indices.shape[:-1]) if len(axes) == 1 else None
-    if batched and i is not None and len(batched) == x.rank - 1 == i.rank - 1 and batched == over:
-        return take_along(x, i, axis=axes[0]) if not d.offset_dims else None
-    if batched or tuple(d.collapsed_slice_dims) != axes:
-        return None
-    if i is not None and all(sizes[a] == n for a, n in enumerate(x.shape) if a != axes[0]):
-        result = apply("index", x, meant(i, x.shape[axes[0]]), axis=axes[0])
-        lead, rest = iter(range(i.rank)), iter(range(i.rank, result.rank))
-        places = [next(rest) if a in d.offset_dims else next(lead) for a in range(result.rank)]
-        return transpose(result, places)
-    if axes != (0, 1) or x.rank != 2 or indices.op != "concatenate" or indices.rank != 2:
+    if len(axes) == 1 and batched == tuple(getattr(d, "start_indices_batching_dims", ())):
+        i = reshape(indices, indices.shape[:-1])
+        return take_along(x, i, axis=axes[0]) if len(batched) == x.rank - 1 == i.rank - 1 else None
+    if batched or axes != (0, 1) or indices.op != "concatenate" or indices.rank != 2:
         return None
     counting, *rows = indices.args  # x[0, i[0]], x[1, i[1]], ...
-    value = counting["value"].array.ravel() if counting.op == "array" else None
-    if len(rows) != 1 or value is None or not np.array_equal(value, np.arange(x.shape[0])):
+    in_order = counting.op == "array" and counting["value"].array.ravel().tolist()
+    if len(rows) != 1 or in_order != [*range(x.shape[0])]:
         return None
     return picked(x, reshape(rows[0], (x.shape[0],)))
 
@@ -324,7 +307,7 @@ READINGS: dict[str, Reading] = {
     "optimization_barrier": lambda call: call.operands,
     "reduce_precision": lambda call: call.operands[0],
     # The division of integers truncates.
-    "div": lambda call: None if is_integer(call.operands[0]) else truediv(*call.operands),
+    "div": lambda call: truediv(*call.operands) if call.operands[0].is_inexact else None,
     "gather": _gathered,
 }
 # Functions of JAX's own that are of the vocabulary: their attributes, from the result's type.

@@ -17,9 +17,8 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from gradtools.errors import GradtoolsError
+from gradtools.seeing.formulas.arrays import constant
 from gradtools.seeing.formulas.expressions import order
-from gradtools.seeing.formulas.operations.arrays import constant
 from gradtools.seeing.formulas.recorded import Recorded
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.torch.recording.observation import recording_run
@@ -28,7 +27,7 @@ from gradtools.seeing.torch.translating.recorder import FormulaRecorder
 from gradtools.seeing.torch.undo import copied, memory_of, undone
 from gradtools.torch import _upstream as upstream
 from gradtools.torch._upstream import pytree
-from gradtools.torch.function_modes import PlainKernels
+from gradtools.torch.function_modes import PlainAttention, PlainKernels
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.operation_marks import plainly
 
@@ -44,8 +43,8 @@ def formula_graph(program: LeafProgram) -> Recorded:
         pairs = zip(xs, program.names, strict=True)
         inputs = [recorder.introduced(x, name) for x, name in pairs]
         with followed(), plainly():  # control flow runs in Python, without recomputation
-            value = lambda y: recorder.of(y) if isinstance(y, Tensor) else constant(value=y)
-            outputs = recorder.run(lambda: [value(y) for y in program.run(xs)])
+            value = lambda y: recorder.of(y) if isinstance(y, Tensor) else constant(y)
+            outputs = recorder.run(lambda: [value(y) for y in _plain_run(program, xs)])
     read = set(order(outputs))
     held = {p: x for p, x in recorder.held.items() if p in read}
     wanted = tuple(p for p, x in held.items() if x.requires_grad and is_inexact(x))
@@ -54,6 +53,11 @@ def formula_graph(program: LeafProgram) -> Recorded:
     detached = {p: x.detach() for p, x in held.items()}
     run = partial(_run_with, program, captured)
     return Recorded(tuple(inputs), tuple(outputs), detached, wanted, run)
+
+
+def _plain_run(program: LeafProgram, xs: Sequence[Any]) -> Sequence[Any]:
+    with PlainAttention():  # as a softmax between two products
+        return program.run(xs)
 
 
 def _run_with(
@@ -83,34 +87,17 @@ def _while_loop(goes_on: Any, body: Any, carried: Any, more: Any = ()) -> Any:
     return carried
 
 
-def _scan(combine: Any, carried: Sequence[Any], xs: Sequence[Any], more: Any = ()) -> Any:
-    """The last carries, and the stacked outputs of all iterations."""
-    rounds: list[Any] = []
-    for k in range(xs[0].shape[0]):
-        result = list(combine(*carried, *(x[k] for x in xs), *more))
-        carried = result[: len(carried)]
-        rounds.append(result[len(carried) :])
-    return [*carried, *(torch.stack(column) for column in zip(*rounds, strict=True))]
-
-
 _FOLLOWED: dict[str, Callable[..., Any]] = {
     "cond": lambda chosen, yes, no, operands=(): (yes if chosen else no)(*operands),
     "while_loop": _while_loop,
-    "scan": _scan,
 }
-_REFUSED = ("associative_scan", "map_impl", "flex_attention", "switch")
 
 
 def followed() -> AbstractContextManager[None]:
-    """A context in which this thread's control-flow operators run in Python."""
+    """A context in which this thread's cond and while_loop run in Python."""
 
     def follow(operator: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        name = operator.name()
-        if name in _REFUSED:
-            raise GradtoolsError(
-                f"formula: PyTorch's {name} has no translation; write it as a loop."
-            )
-        return _FOLLOWED.get(name, call)(*args, **kwargs)
+        return _FOLLOWED.get(operator.name(), call)(*args, **kwargs)
 
     return control_flow_called(follow)
 

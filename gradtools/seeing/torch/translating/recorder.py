@@ -24,11 +24,11 @@ from gradtools.backend import Backend
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import call_if_kept
 from gradtools.seeing.formulas.algebra import einsum, imag, matmul, plus, real, swap
+from gradtools.seeing.formulas.arrays import arrange, constant, slices_of
 from gradtools.seeing.formulas.calls import FormulaCall, fitted, has_opaque_part, in_words
+from gradtools.seeing.formulas.elementwise import stop
 from gradtools.seeing.formulas.expressions import Expr, kind_of, placeholder
-from gradtools.seeing.formulas.operations.arrays import arrange, constant, slices_of
-from gradtools.seeing.formulas.operations.elementwise import stop
-from gradtools.seeing.formulas.operations.opaque import OpaqueFunction, by_name
+from gradtools.seeing.formulas.opaque import OpaqueFunction, by_name
 from gradtools.seeing.torch.operands import SAME, AtenCall
 from gradtools.seeing.torch.recording.autograd_functions import name_and_mark
 from gradtools.seeing.torch.recording.operations import NO_DATA
@@ -72,7 +72,7 @@ class FormulaRecorder(Recorder[Expr]):
     ) -> None:
         super().__init__(undo)
         self.backend, self.cast_of = backend, cast_of
-        self.tensors: dict[Expr, Tensor] = {}
+        self.leaves: dict[Expr, Tensor] = {}  # of the arguments, and captured
         self.held: dict[Expr, Tensor] = {}
 
     # --- calls
@@ -87,16 +87,15 @@ class FormulaRecorder(Recorder[Expr]):
         with self.within(name):
             out = apply_(*args, **kwargs)
         outs = [*tensors_in(out)]
-        if all(x.turn[0] for x in given):
-            self._note(outs, [self.constant(y) for y in outs])
-            return out
-        if any(x.requires_grad for x in xs) and not any(y.requires_grad for y in outs):
+        if all(x.is_constant for x in given):
+            values: Sequence[Expr | None] = [self.constant(y) for y in outs]
+        elif any(x.requires_grad for x in xs) and not any(y.requires_grad for y in outs):
             values = [stop(self.of(y)) if is_inexact(y) else None for y in outs]
         else:
-            values = self.named(name, kind.apply, args, kwargs, given, outs)
+            values = self.opaque(name, kind.apply, args, kwargs, given, outs)
         for y, value in zip(outs, values, strict=True):
             if value is not None:
-                self.hold(y, fitted(value, _like(y)), alone=True)
+                self.table.hold(y, fitted(value, _like(y)), alone=True)
         return out
 
     def called(self, fun: Any, args: Any, kwargs: Any) -> Any:
@@ -109,146 +108,38 @@ class FormulaRecorder(Recorder[Expr]):
         if not all(isinstance(x, Tensor) and is_inexact(x) for x in tensors):
             return fun(*args)
         xs = [self.of(x) for x in tensors]
-        if all(x.turn[0] for x in xs):
+        if all(x.is_constant for x in xs):
             return fun(*args)
         with self.silent():
             out = fun(*args)
         self._note([out], [meant(*xs)])
         return out
 
-    # --- values of tensors
-
-    def new(self, x: Any, name: str = "") -> Expr:
-        """A new value."""
-        return placeholder(name, *_like(x))
-
-    def hold(self, x: Tensor, value: Expr, alone: bool = False) -> None:
-        """Gives x this value; unless `alone`, also its aliases of the same elements."""
-        self.table.hold(x, value, alone)
-        self.tensors[value] = x
-
-    def of(self, x: Tensor) -> Expr:
-        """The value of a tensor."""
-        with upstream.DisableTorchFunction():  # a mode may replace the tensor
-            return super().of(x)
-
-    def rewritten(self, x: Tensor, before: Expr, writes: Sequence[Write[Expr]]) -> Expr:
-        """The current value of a view of a storage that was written to."""
-        shown = self.table.memory(x)
-        assert shown is not None
-        return arrange(shown.value, places(x, shown.root))
-
-    def met(self, x: Tensor) -> Expr:
-        """The value of a tensor that f did not compute."""
-        result = self.cast_of(x)
-        if result is not None:
-            of, cast = result
-            self.hold(cast, self.of(of))
-            if (known := self.table.get(x)) is not None:
-                return known.value
-        shown = self.table.memory(x)
-        if shown is not None:  # a view of something known
-            return arrange(shown.value, places(x, shown.root))
-        if id(x) in self.names or x.requires_grad:
-            value = self.new(x, self.names.get(id(x), ""))
-            self.held[value] = x
-            self.undo.watch(x)
-            return value
-        self.undo.watch(x)
-        return self.constant(x)
-
-    def constant(self, x: Tensor) -> Expr:
-        """A constant with the tensor's contents."""
-        return constant(value=self._numbers(x))
-
-    def _numbers(self, x: Tensor) -> np.ndarray:
-        with self.silent(), upstream.disable_current_modes():
-            value = x.detach().resolve_conj().resolve_neg().to_dense().cpu()
-            if value.dtype in (torch.bfloat16, torch.float16):
-                value = value.float()
-            return value.clone().numpy()
-
-    def value_of(self, value: Expr) -> np.ndarray:
-        """The value of a tensor."""
-        return self._numbers(self.tensors[value])
-
-    def _note(
-        self, outs: Sequence[Tensor], values: Sequence[Expr | None], written: bool = False
-    ) -> None:
-        """Gives tensors new values; while the user's grad mode is off these have no derivative."""
-        for y, value in zip(outs, values, strict=False):
-            if value is None:
-                continue
-            value = fitted(value, _like(y))
-            if written and self._is_off(y) and y.requires_grad:  # the old derivative stays
-                before = self.of(y)
-                value = before + stop(value - before)
-            elif self._is_off(y) and not value.turn[0]:
-                value = stop(value)
-            if written:
-                self._write(y, value)
-            else:
-                self.hold(y, value)
-
-    def _is_off(self, y: Tensor) -> bool:
-        """Whether y is computed while the user's grad mode is off."""
-        return is_inexact(y) and not self.rules and not torch.is_grad_enabled()
-
-    def _write(self, x: Tensor, value: Expr) -> None:
-        """Gives x a new value after an in-place write, and updates its root."""
-        shown = self.table.memory(x)
-        assert shown is not None
-        root = shown.root
-        if view_of(x) == view_of(root):
-            shown.value = value
-        elif (shown.value.turn[0] and value.turn[0]) or not _is_number(root):
-            shown.value = self.constant(root)
-        else:  # a part of the root was written, by an opaque operation
-            at, part = places(x, root), value
-            hidden = self._is_off(x) or not x.requires_grad
-            if root.requires_grad and hidden:  # autograd does not see the write
-                before = arrange(shown.value, at)
-                part = before + stop(value - before)
-            index = torch.from_numpy(at.ravel()).to(x.device)
-            name = f"set_at[{slices_of(at, shown.value.shape)}]"
-            fun = lambda y, u: y.flatten().index_put((index,), u.flatten()).reshape(y.shape)
-            kernel = kernel_of(self.backend, fun, (root, x), {})
-            (shown.value,) = by_name(name, [shown.value, part], [_like(root)], kernel)
-        self.table.write(x, value)
-        self.hold(x, value)
-        if self.table.get(root) is not None:
-            self.hold(root, shown.value)
-
-    # --- operations
-
     def operated(self, call: AtenCall) -> Any:
         """Records an aten operation."""
-        name, args = call.raw, call.args
-        if name in SAME:
+        if call.raw in SAME:
             out = call.run()
-            self.hold(out, self.of(args[0]))
+            self.hold(out, self.of(call.args[0]))
             return out
-        if name == "copy_" and view_of(args[0]) == view_of(args[1]):  # the end of y[0] += 1
-            return call.run()
-        given = [self.of(x) for x in tensors_in([args, call.kwargs])]
+        if call.raw == "copy_" and view_of(call.args[0]) == view_of(call.args[1]):
+            return call.run()  # the end of y[0] += 1
+        given = [self.of(x) for x in tensors_in([call.args, call.kwargs])]
         own = SimpleNamespace(**{key: self.valued(v) for key, v in call.arguments()})
         operands, writes = self.valued(call.operands()), self.keep_written(call)
         out = call.run()
         made = [y for y in tensors_in(out) if not any(y is x for x in writes)]
-        for y in made:
-            if y.layout is not torch.strided:
-                layout = str(y.layout).removeprefix("torch.")
-                raise GradtoolsError(
-                    f"formula: f makes a {layout} tensor ({name}); a formula is of dense ones. "
-                    "Give f dense arguments, or leave to_sparse out."
-                )
+        if any(y.layout is not torch.strided for y in made):
+            raise GradtoolsError(
+                f"formula: f makes a sparse tensor ({call.raw}); a formula is of dense ones. "
+                "Give f dense arguments, or leave to_sparse out."
+            )
         outs, values = made or writes, None
-        key = name if name.endswith("__") else name.rstrip("_")
-        if key in (*_DRAWS, *NO_DATA) or all(x.turn[0] for x in given):
+        key = call.raw if call.raw.endswith("__") else call.raw.rstrip("_")
+        if key in (*_DRAWS, *NO_DATA) or all(x.is_constant for x in given):
             values = [self.constant(y) for y in outs]
         else:
             said, attributes = call.said(out)
-            xs = [x if isinstance(x, Expr) else constant(value=x) for x in operands]
+            xs = [x if isinstance(x, Expr) else constant(x) for x in operands]
             bound = BoundCall(said, xs, attributes, [*map(_like, outs)], own, self, call, outs)
             values = bound.translated(READINGS, key)
             if values is None and (made or not writes):
@@ -281,7 +172,7 @@ class FormulaRecorder(Recorder[Expr]):
         results = [self.of(y) for y in tensors_in(out) if is_inexact(y)]
         return None if has_opaque_part(results, given) else (out, [])
 
-    def named(
+    def opaque(
         self,
         name: str,
         fun: Any,
@@ -291,19 +182,126 @@ class FormulaRecorder(Recorder[Expr]):
         outs: Sequence[Tensor],
         words: str = "",
     ) -> list[Expr | None]:
-        """The outputs as an opaque operation; boolean outputs as constants."""
-        if not any(map(_is_number, outs)):
-            return [self.constant(y) for y in outs]
-        kernel = kernel_of(self.backend, fun, args, kwargs)
-        some = [_like(y) for y in outs if _is_number(y)]
-        made = iter(by_name(name, given, some, kernel, words))
-        return [next(made) if _is_number(y) else self.constant(y) for y in outs]
+        """The outputs as an opaque operation."""
+        kept = [call_if_kept(a) for a in args if isinstance(a, str)]  # a host kernel's call
+        xs = [*tensors_in([args, kwargs])]
+        dtypes, device = [x.dtype for x in xs], xs[0].device
+
+        def run(*tensors: Tensor) -> list[Tensor]:
+            left = iter(tensors)
+            swapped = lambda a: next(left).clone() if isinstance(a, Tensor) else a
+            xs, named = pytree.tree_map(swapped, (tuple(args), dict(kwargs)))
+            assert kept is not None
+            with upstream.disable_current_modes(), torch.enable_grad():
+                out = [*tensors_in(fun(*xs, **named))]
+                return out or [*tensors_in(xs[0])]  # written in place
+
+        array = lambda v, dtype: torch.tensor(np.asarray(v), device=device).to(dtype)
+        arrays = lambda values: [*map(array, values, dtypes)]
+        kernel = OpaqueFunction(self.backend, run, arrays, tuple(map(is_inexact, xs)))
+        return [*by_name(name, given, map(_like, outs), kernel, words)]
+
+    # --- values of tensors
+
+    def new(self, x: Any, name: str = "") -> Expr:
+        """A new value."""
+        value = placeholder(name, *_like(x))
+        self.leaves[value] = x
+        return value
+
+    def of(self, x: Tensor) -> Expr:
+        """The value of a tensor."""
+        with upstream.DisableTorchFunction():  # a mode may replace the tensor
+            return super().of(x)
 
     def valued(self, x: Any) -> Any:
         """An argument, with expressions in place of tensors."""
         if isinstance(x, Tensor):
             return self.of(x)
         return [self.valued(v) for v in x] if isinstance(x, list | tuple) else x
+
+    def rewritten(self, x: Tensor, before: Expr, writes: Sequence[Write[Expr]]) -> Expr:
+        """The current value of a view of a storage that was written to."""
+        shown = self.table.memory(x)
+        assert shown is not None
+        return arrange(shown.value, places(x, shown.root))
+
+    def met(self, x: Tensor) -> Expr:
+        """The value of a tensor that f did not compute."""
+        result = self.cast_of(x)
+        if result is not None:
+            of, cast = result
+            self.hold(cast, self.of(of))
+            if (known := self.table.get(x)) is not None:
+                return known.value
+        shown = self.table.memory(x)
+        if shown is not None:  # a view of something known
+            return arrange(shown.value, places(x, shown.root))
+        self.undo.watch(x)
+        if id(x) not in self.names and not x.requires_grad:
+            return self.constant(x)
+        value = self.new(x, self.names.get(id(x), ""))
+        self.held[value] = x
+        return value
+
+    def constant(self, x: Tensor) -> Expr:
+        """A constant with the tensor's contents."""
+        return constant(self.numbers(x))
+
+    def numbers(self, x: Tensor) -> np.ndarray:
+        """The tensor's contents."""
+        with self.silent(), upstream.disable_current_modes():
+            value = x.detach().resolve_conj().resolve_neg().to_dense().cpu()
+            if value.dtype in (torch.bfloat16, torch.float16):
+                value = value.float()
+            return value.clone().numpy()
+
+    def _note(
+        self, outs: Sequence[Tensor], values: Sequence[Expr | None], written: bool = False
+    ) -> None:
+        """Gives tensors new values; while the user's grad mode is off these have no derivative."""
+        for y, value in zip(outs, values, strict=False):
+            if value is None:
+                continue
+            value = fitted(value, _like(y))
+            if written and self._is_off(y) and y.requires_grad:  # the old derivative stays
+                before = self.of(y)
+                value = before + stop(value - before)
+            elif self._is_off(y) and not value.is_constant:
+                value = stop(value)
+            if written:
+                self._write(y, value)
+            else:
+                self.hold(y, value)
+
+    def _is_off(self, y: Tensor) -> bool:
+        """Whether y is computed while the user's grad mode is off."""
+        return is_inexact(y) and not self.rules and not torch.is_grad_enabled()
+
+    def _write(self, x: Tensor, value: Expr) -> None:
+        """Gives x a new value after an in-place write, and updates its root."""
+        shown = self.table.memory(x)
+        assert shown is not None
+        root = shown.root
+        if view_of(x) == view_of(root):
+            shown.value = value
+        elif shown.value.is_constant and value.is_constant:
+            shown.value = self.constant(root)
+        else:  # a part of the root was written, by an opaque operation
+            at, part = places(x, root), value
+            hidden = self._is_off(x) or not x.requires_grad
+            if root.requires_grad and hidden:  # autograd does not see the write
+                before = arrange(shown.value, at)
+                part = before + stop(value - before)
+            index = torch.from_numpy(at.ravel()).to(x.device)
+            name = f"set_at[{slices_of(at, shown.value.shape)}]"
+            fun = lambda y, u: y.flatten().index_put((index,), u.flatten()).reshape(y.shape)
+            (written,) = self.opaque(name, fun, (root, x), {}, [shown.value, part], [root])
+            assert written is not None
+            shown.value = written
+        self.table.write(x, value)
+        if self.table.get(root) is not None:
+            self.hold(root, shown.value)
 
 
 @dataclass(eq=False)
@@ -314,21 +312,19 @@ class BoundCall(FormulaCall):
     call: AtenCall
     outs: Sequence[Tensor]  # its results, or what it wrote to in place
 
-    def by_name(self, **changed: Any) -> list[Expr | None]:
-        """The results as an opaque operation, some arguments being changed."""
+    def by_name(self) -> list[Expr | None]:
+        """The results as an opaque operation."""
         call, recorder = self.call, self.recorder
-        args = [changed.get(a.name, v) for a, v in call.bound if not a.kwarg_only]
-        kwargs = {a.name: changed.get(a.name, v) for a, v in call.bound if a.kwarg_only}
-        operands = [recorder.of(x) for x in tensors_in([args, kwargs])]
+        operands = [recorder.of(x) for x in tensors_in([call.args, call.kwargs])]
         name, words = self.name, in_words(self.attributes, operands[0].rank)
         if call.func.namespace == "gradtools" and recorder.rules:
             name, words = recorder.rules[-1][0], ""
         name = name.removeprefix("linalg_")
-        return recorder.named(name, call.func, args, kwargs, operands, self.outs, words)
+        return recorder.opaque(name, call.func, call.args, call.kwargs, operands, self.outs, words)
 
-    def value_of(self, x: Expr) -> np.ndarray:
-        """The numbers of an operand in this run."""
-        return self.recorder.value_of(x)
+    def leaf(self, x: Expr) -> np.ndarray:
+        """The numbers of a leaf in this run."""
+        return self.recorder.numbers(self.recorder.leaves[x])
 
     def computed(self, first: np.ndarray) -> np.ndarray:
         """The result at another first operand."""
@@ -364,30 +360,6 @@ _FUNCTIONS: dict[Any, Callable[..., tuple]] = {
     **dict.fromkeys((torch.real, _TENSOR.real.__get__), partial(_of, real)),
     **dict.fromkeys((torch.imag, _TENSOR.imag.__get__), partial(_of, imag)),
 }
-
-
-def _is_number(x: Tensor) -> bool:
-    return x.dtype is not torch.bool
-
-
-def kernel_of(backend: Backend, fun: Any, args: Any, kwargs: Any) -> OpaqueFunction:
-    """A call as an opaque function of its tensor arguments."""
-    kept = [call_if_kept(a) for a in args if isinstance(a, str)]  # a host kernel's call
-    xs = [*tensors_in([args, kwargs])]
-    dtypes, device = [x.dtype for x in xs], xs[0].device
-
-    def run(*tensors: Tensor) -> list[Tensor]:
-        left = iter(tensors)
-        swapped = lambda a: next(left).clone() if isinstance(a, Tensor) else a
-        given, named = pytree.tree_map(swapped, (tuple(args), dict(kwargs)))
-        assert kept is not None
-        with upstream.disable_current_modes(), torch.enable_grad():
-            out = [*tensors_in(fun(*given, **named))] or tensors_in(given[0])  # written in place
-            return [y for y in out if _is_number(y)]
-
-    array = lambda v, dtype: torch.tensor(np.asarray(v), device=device).to(dtype)
-    arrays = lambda values: [*map(array, values, dtypes)]
-    return OpaqueFunction(backend, run, arrays, tuple(map(is_inexact, xs)))
 
 
 # --- views and writes in place

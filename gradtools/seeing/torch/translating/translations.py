@@ -6,35 +6,13 @@ read by the graph's name and attributes, are decomposed, or become opaque.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
-import numpy as np
-
-from gradtools.seeing.formulas.algebra import apply, broadcast, mean, reshape, swap, total
+from gradtools.seeing.formulas.algebra import broadcast, mean, reshape, total
+from gradtools.seeing.formulas.arrays import from_the_end, take_along
 from gradtools.seeing.formulas.calls import Reading
-from gradtools.seeing.formulas.expressions import BOOLEAN, Expr, array, constant_of, lifted
-from gradtools.seeing.formulas.operations.arrays import meant, take_along, taken
-from gradtools.seeing.formulas.operations.reductions import variance
-
-
-def _attention(call: Any) -> list[Expr | None] | None:
-    """softmax(scale q k^T + mask) v over the last two axes; a boolean mask keeps where true."""
-    o = call.own
-    if o.dropout_p:
-        return None
-    mask = getattr(o, "attn_mask", getattr(o, "attn_bias", None))
-    scale = 1 / math.sqrt(o.query.shape[-1]) if o.scale is None else o.scale
-    scores = scale * (o.query @ swap(o.key))
-    if o.is_causal:
-        lower = array(np.tril(np.ones(scores.shape[-2:], bool)))
-        scores = apply("where", lower, scores, -np.inf)
-    if mask is not None and mask.kind == BOOLEAN:
-        scores = apply("where", mask, scores, -np.inf)
-    elif mask is not None:
-        scores = scores + mask
-    result = apply("softmax", scores, axis=scores.rank - 1) @ o.value
-    return [result, *[None] * (len(call.outs) - 1)]
+from gradtools.seeing.formulas.expressions import BOOLEAN, Expr, constant_of, lifted
+from gradtools.seeing.formulas.reductions import softmax, variance
 
 
 def _copied(call: Any) -> Expr:
@@ -44,13 +22,9 @@ def _copied(call: Any) -> Expr:
 
 
 def _index(call: Any) -> Expr | None:
-    """Integers along one axis, or constant places: those of a mask, or of constant indices."""
-    x, *there = call.operands
-    if all(i.turn[0] or i.kind == BOOLEAN for i in there):
-        return call.arranged()  # type: ignore[no-any-return]
-    if len(there) > 1 or there[0].kind == BOOLEAN:
-        return None
-    return taken(x, there[0], *call.attributes["axes"])
+    """Constant places: those of a mask, or of constant indices."""
+    known = all(i.is_constant or i.kind == BOOLEAN for i in call.operands[1:])
+    return call.arranged() if known else None
 
 
 def _remainder(call: Any) -> Expr | None:
@@ -59,7 +33,7 @@ def _remainder(call: Any) -> Expr | None:
     if x.is_inexact or n is None:
         return None
     value = call.value_of(x)
-    return meant(x, int(n)) if ((value >= 0) & (value < n)).all() else None
+    return from_the_end(x, int(n)) if ((value >= 0) & (value < n)).all() else None
 
 
 def _var_mean(call: Any) -> list[Expr]:
@@ -86,41 +60,21 @@ def _nll(call: Any) -> Any:
     return [(losses, mean(losses, axes), total(losses, axes))[o.reduction], None]
 
 
-def _convolution(call: Any) -> Any:
-    """The convolution without bias, plus the bias of each channel."""
-    bias = call.own.bias
-    if bias is None:
-        return None
-    (result,) = call.by_name(bias=None)
-    return result + reshape(bias, (bias.shape[0], *[1] * (result.rank - 2)))
-
-
 def _rrelu(call: Any) -> Any:
     """x times random slopes, which are 1 for positive entries."""
     slopes = call.call.given.get("noise") if len(call.outs) == 1 else call.outs[1]
     return [call.own.self * call.recorder.constant(slopes), None] if call.own.training else None
 
 
-_ATTENTION = (
-    "flash_attention_for_cpu",
-    "flash_attention",
-    "efficient_attention",
-    "cudnn_attention",
-)
 READINGS: dict[str, Reading] = {
-    **{f"_scaled_dot_product_{name}": _attention for name in _ATTENTION},
     # It assumes that no row is fully masked.
-    "_safe_softmax": lambda call: apply("softmax", call.own.self, axis=call.attributes["axis"]),
+    "_safe_softmax": lambda call: softmax(call.own.self, axis=call.attributes["axis"]),
     **dict.fromkeys(("copy", "fill", "zero"), _copied),
     "as_strided": lambda call: call.recorder.met(call.outs[0]),
     **dict.fromkeys(("index", "_unsafe_index"), _index),
-    "index_select": lambda call: (
-        taken(*call.operands, *call.attributes["axes"]) if call.own.self.rank else call.own.self
-    ),
     "remainder": _remainder,
     "var_mean": _var_mean,
     **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), _nll),
-    "convolution": _convolution,
     **dict.fromkeys(("rrelu_with_noise", "rrelu_with_noise_functional"), _rrelu),
 }
 

@@ -17,12 +17,11 @@ import numpy as np
 
 from gradtools.rules import replaced_at
 from gradtools.seeing.formulas import typesetting as ts
-from gradtools.seeing.formulas.expressions import SEVERAL, Expr, expr, is_zero
-from gradtools.seeing.formulas.operation_record import operation
+from gradtools.seeing.formulas.expressions import SEVERAL, Expr, expr, is_zero, operation
 
 if TYPE_CHECKING:
     from gradtools.backend import Backend
-    from gradtools.seeing.formulas.writing import ExpressionWriter
+    from gradtools.seeing.formulas.writing import Writer
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,34 +114,21 @@ def pulled_back(
     return replaced_at([None] * len(args), wanted, pulled)
 
 
-# The written name of a convolution, and of its adjoints.
-_ADJOINTS = {"convolution": ("conv", ("convᵀ", "corr"))}
-
-
-def _form(w: ExpressionWriter, x: Expr) -> ts.Written:
+def _write(w: Writer, x: Expr) -> ts.Written:
     (call,), place = x.args, x["index"]
     name, words, level = call["name"], call["words"], call.get("level", 0)
     pieces = [w.operand(a) for a in call.args]
-    short, adjoints = _ADJOINTS.get(name, (name, ()))
     if words:
-        w.note(f"{short}: {words}")
+        w.note(f"{name}: {words}")
     if not level:
-        return ts.Written(ts.function(short, pieces).text + (f"[{place}]" if place else ""))
+        return ts.Written(ts.function(name, pieces).text + (f"[{place}]" if place else ""))
     places = call["places"]
-    if places:
-        place = places[place]
-    if level == 1 and place < len(adjoints):
-        w.note("convᵀ: transposed convolution; corr: correlation, its adjoints")
-        operand = (pieces[1], pieces[0])[place]
-        args = [pieces[-1], operand] if place == 0 else [operand, pieces[-1]]
-        return ts.function(adjoints[place], args)
-    number = ts.below(str(place + 1)) if places else ""
+    number = ts.below(str(places[place] + 1)) if places else ""
     w.note("vjp[f](x; u): the vector-Jacobian product of f at x with u; vjp₁ that of the first x")
     count = call["of"]
     first, then = (ts.join(p, ", ", ts.SUM).text for p in (pieces[:count], pieces[count:]))
-    inside = "vjp of " * (level - 1) + short
-    return ts.Written(f"vjp{number}[{inside}]({first}; {then})")
+    return ts.Written(f"vjp{number}[{'vjp of ' * (level - 1)}{name}]({first}; {then})")
 
 
 operation("by_name", lambda y, *args: y["kernel"].value(*args))
-operation("output", lambda y, call: call[y["index"]], form=_form, labels=lambda y: [()])
+operation("output", lambda y, call: call[y["index"]], form=_write, labels=lambda y: [()])

@@ -19,7 +19,6 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 from gradtools.code_origin import Source, definition_of
@@ -36,7 +35,13 @@ from gradtools.seeing.graphs.gradient_losses import (
 from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph
 from gradtools.seeing.graphs.passes import CUSTOM
 from gradtools.seeing.graphs.program import LeafProgram
-from gradtools.seeing.graphs.recording import CapturedParameter, Recording, RefusedCall, Vanished
+from gradtools.seeing.graphs.recording import (
+    CapturedParameter,
+    Recording,
+    RefusedCall,
+    Vanished,
+    Wanted,
+)
 
 _NONE, _FULL = Dependence.NONE, Dependence.DIFFERENTIABLE
 Note = tuple[str, list[str]]  # a text, and the leaves that it concerns
@@ -59,18 +64,22 @@ _FLAT = frozenset(
     {"relu", "clip", "maximum", "minimum", "max", "min", "where", "select", "leaky_relu", "abs"}
     | {"relu6", "hardtanh", "hardsigmoid", "threshold", "hardshrink", "softshrink", "max_pool"}
 )
+_RULES = (CUSTOM, "edited gradient")
 _DERIVATIVES = ("grad", "backward", "unpack_dual")
 
 
-def recording_of(program: LeafProgram) -> Recording:
-    """One recorded run of a program.
+def recording_of(program: LeafProgram, wanted: Wanted | None = lambda x: False) -> Recording:
+    """One recorded run of a program, and its gradients at the given values.
+
+    wanted: The captured arrays that are differentiated besides the leaves; None differentiates
+        nothing.
 
     Raises:
         GradtoolsError: f raised for reasons of its own.
     """
     with program.running():
         record: Callable[..., Recording] = program.framework.recorded_run.record
-        return record(program.run, program.leaves, program.names)
+        return record(program.run, program.leaves, program.names, wanted)
 
 
 @dataclass(frozen=True)
@@ -87,19 +96,19 @@ class Examined:
 
     name: str
     numbers: Sequence[int]
-    vanished: Callable[[], Sequence[Vanished] | None] = lambda: None
+    vanished: Sequence[Vanished] | None = None
     absent: str = "unused"
     stand_in: str = ""
 
 
 def of_arguments(program: LeafProgram, recording: Recording) -> list[Examined]:
     """The leaves in `program.wrt`."""
-    at_values = partial(program.framework.lost_gradients.vanishing, program.run, program.leaves)
+    vanished = recording.vanished or [None] * len(program.leaves)
     return [
         Examined(
             program.names[k],
             (recording.graph.inputs[k],),
-            partial(at_values, k),
+            vanished[k],
             stand_in=recording.stand_ins[k] if recording.stand_ins else "",
         )
         for k in program.wrt
@@ -107,9 +116,9 @@ def of_arguments(program: LeafProgram, recording: Recording) -> list[Examined]:
 
 
 def diagnosed(
-    program: LeafProgram, recording: Recording, examined: Sequence[Examined], values: bool = True
+    program: LeafProgram, recording: Recording, examined: Sequence[Examined]
 ) -> tuple[list[Finding], list[Note]]:
-    """The findings for each examined array, and notes; `values` includes (c) and zeros of (a)."""
+    """The findings for each examined array, and notes."""
     if recording.refusal is not None:
         return [refused(program, recording.refusal)], []
     graph, findings, notes = recording.graph, list[Finding](), list[Note]()
@@ -120,15 +129,14 @@ def diagnosed(
         for one in examined
     }
     trained = [one for one in examined if best[one.name] == _FULL]
-    vanished = {one.name: one.vanished() if values else None for one in trained}
     numbers = {n: one.name for one in trained for n in one.numbers}
-    moving = [n for n, name in numbers.items() if vanished[name] is None]
+    moving = [n for one in trained if one.vanished is None for n in one.numbers]
     for one in examined:
         if best[one.name] < _FULL:
             for number in one.numbers:
                 findings += from_losses(one.name, graph, losses(graph, number))
             findings += _from_ends(program, recording, one, best[one.name])
-        elif (places := vanished[one.name]) is not None:
+        elif (places := one.vanished) is not None:
             starting = [p for p in places if _starts_at_zero(graph, p, one, moving)]
             if places and len(starting) == len(places):
                 notes.append((f"{_at(starting[0].node)} {_STARTS_AT_ZERO}", [one.name]))
@@ -171,7 +179,7 @@ def _starts_at_zero(
     graph: PlainGraph, place: Vanished, one: Examined, moving: Iterable[int]
 ) -> bool:
     """Whether a factor that is zero is trained and gets a gradient, as in LoRA and ReZero."""
-    if place.kind or _numerical_kind(place) != "multiplied_by_zero":
+    if _numerical_kind(place) != "multiplied_by_zero":
         return False
     others = set(moving).difference(one.numbers)
     added = place.node.native.startswith(("addmm", "addmv", "baddbmm"))  # its first operand
@@ -301,16 +309,10 @@ def _numerical_kind(vanished: Vanished) -> str:
     node = vanished.node
     if vanished.kind:
         return vanished.kind
-    if vanished.cancelled:
-        return "cancelled"
-    if node.loss == "rule":
+    if node.mark in _RULES and node.operation != "multiply":
         return "rule"
     if node.native in _DERIVATIVES and node.operation in _FLAT | {"threshold_backward"}:
         return "piecewise_linear"
-    if vanished.empty:
-        return "empty"
-    if vanished.underflow:
-        return "underflow"
     if node.native in _SETTING and vanished.operands == (0,):
         return "overwritten"
     if _ZEROING & {node.operation, node.native}:

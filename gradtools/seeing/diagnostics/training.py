@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
 from typing import Any
 
 from gradtools.backend import Backend
@@ -27,7 +26,7 @@ from gradtools.seeing.graphs.derivative_flow import behind, forward
 from gradtools.seeing.graphs.gradient_losses import trains_others
 from gradtools.seeing.graphs.nodes import Dependence
 from gradtools.seeing.graphs.program import LeafProgram
-from gradtools.seeing.graphs.recording import Vanished
+from gradtools.seeing.graphs.recording import Vanished, Wanted
 
 _FULL = Dependence.DIFFERENTIABLE
 PARAMETER, FROZEN, TABLE, LOOSE = "parameter", "frozen", "table", "loose"
@@ -112,8 +111,8 @@ computes the loss, why_zero names the line"
 
 def trained(loop: Loop, values: bool = True) -> TrainingDiagnosis:
     """The findings on the loop's trained arrays; `values` includes zero gradients at the values."""
-    run = _LossRun(loop)
-    run.look(values)
+    run = _LossRun(loop, values)
+    run.look()
     run.compare_with_optimizer()
     run.note_targets()
     return run
@@ -151,7 +150,7 @@ def after_backward(loop: Loop) -> TrainingDiagnosis:
 class _LossRun(TrainingDiagnosis):
     """One recorded run of the loss with the arrays of the model, and what it shows."""
 
-    def __init__(self, loop: Loop) -> None:
+    def __init__(self, loop: Loop, values: bool) -> None:
         super().__init__()
         backend, caller = loop.backend, loop.caller
         self._loop, self._framework = loop, Framework(backend, caller).training
@@ -166,7 +165,9 @@ class _LossRun(TrainingDiagnosis):
         else:
             self.program = LeafProgram(backend, caller, lifted, (arrays,), {}, (0,))
             self.program.names[:] = [h.name for h in self.held]
-        self.recording = recording_of(self.program)
+        own = {id(h.array) for h in self.held if h.role == PARAMETER}
+        wanted: Wanted = lambda x: model is None or id(x) in own
+        self.recording = recording_of(self.program, wanted if values else None)
         if model is None:  # what f itself holds and asks for a gradient
             parameters = of_modules_in_use(self.recording.parameters)
             self.held = [HeldArray(p.name, p.array) for p in parameters]
@@ -178,40 +179,28 @@ class _LossRun(TrainingDiagnosis):
             return self.recording.graph.inputs[k : k + 1]
         return self.recording.reads.get(id(self.held[k].array), ())
 
-    def look(self, values: bool) -> None:
+    def _vanished(self, k: int) -> Sequence[Vanished] | None:
+        """Where the gradient of array k becomes zero or NaN at the given values."""
+        if self._is_lifted:
+            return self.recording.vanished[k] if self.recording.vanished else None
+        return self.recording.vanished_captured.get(id(self.held[k].array))
+
+    def look(self) -> None:
         """Adds what the run says of each array."""
         graph = self.recording.graph
         if self.recording.refusal is not None:
             lost = refused(self.program, self.recording.refusal)
             self.findings += [replace(lost, argument=n) for n in self.names or ["the loss"]]
             return
-        moving = [h.array for h in self.held if h.role == PARAMETER]
-        spent = list[str]()
-
-        def vanished(k: int) -> Sequence[Vanished] | None:
-            """The operations at which the gradient of array k becomes zero; None if nonzero."""
-            if spent:
-                return None
-            run, leaves = self.program.run, self.program.leaves
-            vanishing = self.program.framework.lost_gradients.vanishing
-            try:
-                if self._is_lifted:
-                    return vanishing(run, leaves, k)
-                before = sum(h.role == PARAMETER for h in self.held[:k])
-                return vanishing(run, leaves, len(leaves) + before, moving)
-            except RuntimeError:  # the graph was freed, or holds a reentrant checkpoint
-                spent.append(_SPENT)
-                return None
-
         examined = [
-            Examined(h.name, self._numbers(k), partial(vanished, k), "unread")
+            Examined(h.name, self._numbers(k), self._vanished(k), "unread")
             for k, h in enumerate(self.held)
             if h.role == PARAMETER
         ]
         self.findings += [
             Finding(h.name, h.role, "module") for h in self.held if h.role in _NOT_LISTED
         ]
-        findings, notes = diagnosed(self.program, self.recording, examined, values)
+        findings, notes = diagnosed(self.program, self.recording, examined)
         self.findings += findings
         self.notes += notes
         matters = behind(graph, tuple(graph.outputs))
@@ -220,7 +209,7 @@ class _LossRun(TrainingDiagnosis):
             names = [h.name for k, h in enumerate(self.held) if h.role == role and reaches(k)]
             if names:
                 self.notes.append((text, names))
-        self.notes += [(text, []) for text in spent]
+        self.notes += [(_SPENT, [])] if self.recording.spent else []
 
     def twins(self, stopped: set[str]) -> set[str]:
         """The stopped parameters of networks that have a trained twin, such as target networks.

@@ -19,9 +19,11 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from gradtools.errors import is_of
 from gradtools.seeing.graphs.derivative_flow import backward, forward
 from gradtools.seeing.graphs.nodes import Dependence, PlainGraph, grouped
-from gradtools.seeing.graphs.recording import CapturedParameter, Recording, Run
+from gradtools.seeing.graphs.recording import CapturedParameter, Recording, Run, Vanished, Wanted
+from gradtools.seeing.torch.lost_gradients import vanished
 from gradtools.seeing.torch.recording.calls import CallRecorder
 from gradtools.seeing.torch.recording.observation import ObservedRun, observed, watchable
 from gradtools.seeing.torch.undo import looked_up, rerun
@@ -34,13 +36,34 @@ _MOST = 8  # lines that are tried, with up to three runs each
 __all__ = ["is_model", "record", "repeatable", "rerun", "watchable"]
 
 
-def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
-    """Records one run as a graph and undoes its effects."""
+def record(
+    run: Run,
+    leaves: Sequence[Any],
+    names: Sequence[str],
+    wanted: Wanted | None = lambda x: False,
+) -> Recording:
+    """Records one run as a graph and undoes its effects.
+
+    wanted: The captured tensors that are differentiated besides the leaves; None differentiates
+        nothing.
+    """
+    places: dict[int, list[Vanished]] = {}
+    spent = False
     with observed(run, leaves, names) as seen:
         recorder = seen.recorder
         if seen.refusal is not None:
             return Recording(recorder.graph(seen.inputs, []), seen.refusal)
         before = _copies(seen.outs)
+        try:
+            own = {id(x) for x in seen.aliases}
+            if wanted is not None:
+                places = vanished(
+                    recorder, seen.outs, seen.outputs, lambda x: id(x) in own or wanted(x)
+                )
+        except RuntimeError as error:  # the graph was freed, or holds a reentrant checkpoint
+            if not is_of("torch", error):
+                raise
+            spent = True
     _follow(run, seen, before)
 
     stand_ins = []
@@ -60,14 +83,15 @@ def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
         for key, x in recorder.reachable.items()
         if x.requires_grad and x.is_leaf and key not in own
     ]
-    wanted = [k for k, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
     return Recording(
         recorder.graph(seen.inputs, seen.outputs),
         host_outputs=tuple([k for k, y in enumerate(seen.outs) if isinstance(y, _NUMBERS)]),
         stand_ins=tuple(stand_ins),
-        wanted=tuple(wanted),
         parameters=tuple(parameters),
         reads=reads,
+        vanished=tuple([places.get(id(x)) for x in seen.aliases]),
+        vanished_captured=places,
+        spent=spent,
     )
 
 

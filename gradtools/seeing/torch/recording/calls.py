@@ -13,6 +13,7 @@ Data that leaves for NumPy or Python has no graph; `recorded_run.py` finds where
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
@@ -35,7 +36,7 @@ from gradtools.seeing.torch.recording.recorded_calls import (
     version_of,
 )
 from gradtools.seeing.torch.recording.recorder import Recorder
-from gradtools.seeing.torch.recording.values import KnownTensor, Write
+from gradtools.seeing.torch.recording.values import KnownTensor, Write, size_of
 from gradtools.seeing.torch.undo import Undo, name_of
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import known_errors
@@ -85,6 +86,8 @@ class CallRecorder(Recorder[int]):
         leavings: The nodes by which data left for NumPy or Python so far.
         entries: For nodes after a leaving, fingerprints of the numbers and arrays among their
             arguments, to compare two runs.
+        bad: The numbers of the tensors that have a NaN or infinite entry.
+        given_infinity: The positions of nodes with such a Python number among their arguments.
         refusal: PyTorch's own error, and its description.
     """
 
@@ -98,6 +101,8 @@ class CallRecorder(Recorder[int]):
         self.reachable = undo.reachable
         self.leavings: list[Node] = []
         self.entries: dict[int, list[Any]] = {}
+        self.bad: set[int] = set()
+        self.given_infinity: set[int] = set()
         self.refusal: tuple[BaseException, RefusedCall] | None = None
         self._replace = replace
         self._gradients: Numbers = []  # `.grad` after each backward pass
@@ -258,6 +263,9 @@ class CallRecorder(Recorder[int]):
             [fn for _, nodes in walks for fn in nodes],
             overwrites=tuple([x.number for x in call.operands if id(x.tensor) in dropped]),
         )
+        numbers_given = upstream.pytree.tree_leaves((call.args, call.kwargs))
+        if any(isinstance(x, float) and not math.isfinite(x) for x in numbers_given):
+            self.given_infinity.add(node)
         if self.leavings:
             self.entries[node] = [*_fingerprints((call.args, call.kwargs))]
         pairs = [*zip(outs, numbers, strict=True)]
@@ -310,6 +318,8 @@ class CallRecorder(Recorder[int]):
         if isinstance(x, np.ndarray | np.generic | bool | int | float | complex):
             array = np.asarray(x)
             self.values[number] = Value(array.shape, array.dtype.name, name)
+        elif not math.isfinite(size_of(unwrapped(x))):
+            self.bad.add(number)
         return number
 
     def known(self, x: Tensor) -> KnownTensor[int] | None:

@@ -17,6 +17,7 @@ import torch
 from gradtools.seeing.graphs.attributes import numbers_text
 from gradtools.seeing.torch.undo import memory_of, owner_of
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.functorch_wrappers import is_inexact
 
 Tensor = torch.Tensor
 V = TypeVar("V")
@@ -125,6 +126,15 @@ def like(x: Tensor) -> Like:
     """A tensor's shape and dtype."""
     with upstream.DisableTorchFunction():
         return tuple(x.shape), str(x.dtype).removeprefix("torch.")
+
+
+def size_of(x: Any) -> float:
+    """The greatest modulus of a tensor's entries, which is NaN if one is NaN; 0 without entries."""
+    if not isinstance(x, Tensor) or not is_inexact(x) or x.is_meta or not x.numel():
+        return 0.0
+    if x.layout is not torch.strided:
+        x = x.coalesce().values() if x.is_sparse else x.values()
+    return float(x.detach().abs().max()) if x.numel() else 0.0
 
 
 def may_share(a: Tensor, b: Tensor) -> bool:

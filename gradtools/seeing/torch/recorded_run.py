@@ -26,7 +26,7 @@ from gradtools.seeing.graphs.recording import CapturedParameter, Recording, Run,
 from gradtools.seeing.torch.lost_gradients import vanished
 from gradtools.seeing.torch.recording.calls import CallRecorder
 from gradtools.seeing.torch.recording.observation import ObservedRun, observed, watchable
-from gradtools.seeing.torch.undo import looked_up, rerun
+from gradtools.seeing.torch.undo import rerun
 from gradtools.torch.autograd_graph import leaves_of
 
 Tensor = torch.Tensor
@@ -104,8 +104,8 @@ def _is_same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def repeatable(caller: str, f: Any) -> Any:
-    """f, whose effects are undone by a run; a bound `Function.apply` is looked up at each call."""
-    return looked_up(f)
+    """f, whose effects are undone by a run."""
+    return f
 
 
 def is_model(x: Any) -> bool:

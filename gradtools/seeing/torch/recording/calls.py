@@ -23,6 +23,7 @@ from typing import Any
 import numpy as np
 import torch
 import torch.utils.checkpoint
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import get_gradient_edge
 
 from gradtools.code_origin import innermost, lines_above, lines_of
@@ -91,7 +92,8 @@ class CallRecorder(Recorder[int]):
         refusal: PyTorch's own error, and its description.
     """
 
-    caller, levels = "why_zero", ("rules", "parameters", "functions")
+    caller, needs_rules = "why_zero", False
+    levels = ("rules", "parameters", "functions")
 
     def __init__(self, undo: Undo, replace: Replace | None = None) -> None:
         super().__init__(undo)
@@ -333,6 +335,19 @@ class CallRecorder(Recorder[int]):
         self._edge_at_hold[id(base)] = edge_of(base)
         if base.grad_fn is not None:
             self._edges[edge_of(base)] = value
+
+    def of(self, x: Tensor) -> int:
+        """The value of a tensor; a Function that no patch saw is added when its result is read."""
+        number, base = super().of(x), unwrapped(x)
+        if not isinstance(base.grad_fn, BackwardCFunction) or not self.was_reconnected(base):
+            return number
+        behind, made = self.walk(base)
+        after, links = self.new(base), ((*[_FULL] * len(behind), _CUT),)
+        name = operations.word_of(base.grad_fn)
+        about = {"mark": "custom rule", "made": made}
+        self.add("custom_rule", name, [*behind, number], [after], links, "rule", **about)
+        self.hold(base, after)
+        return after
 
     def was_reconnected(self, x: Tensor) -> bool:
         """Whether a known tensor's grad_fn changed since it got its number."""

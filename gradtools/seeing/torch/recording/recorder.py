@@ -58,7 +58,7 @@ class Recorder(Generic[V]):
     """Base class of the recorders. V is the representation of a value, such as its number.
 
     Args:
-        undo: Backs up the state that the program is about to change.
+        undo: Copies of what the program may change.
 
     Attributes:
         caller: The operator that the user called.
@@ -213,11 +213,10 @@ class Recorder(Generic[V]):
         raise NotImplementedError
 
     def keep_written(self, call: AtenCall) -> list[Tensor]:
-        """The tensors that an operation is about to write to; backs up captured ones."""
+        """The tensors that an operation is about to write to; copies captured ones."""
         written = [*call.written()]
         for x in written:
             self.of(x)  # met now for the first time, it was there before
-            self.undo.keep(x)
         return written
 
     def capture(self, x: Tensor, number: int) -> None:

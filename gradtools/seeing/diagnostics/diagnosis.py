@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from gradtools.code_origin import Source, definition_of
@@ -68,11 +68,10 @@ _RULES = (CUSTOM, "edited gradient")
 _DERIVATIVES = ("grad", "backward", "unpack_dual")
 
 
-def recording_of(program: LeafProgram, wanted: Wanted | None = lambda x: False) -> Recording:
+def recording_of(program: LeafProgram, wanted: Wanted = lambda x: False) -> Recording:
     """One recorded run of a program, and its gradients at the given values.
 
-    wanted: The captured arrays that are differentiated besides the leaves; None differentiates
-        nothing.
+    wanted: The captured arrays that are differentiated besides the leaves.
 
     Raises:
         GradtoolsError: f raised for reasons of its own.
@@ -80,6 +79,21 @@ def recording_of(program: LeafProgram, wanted: Wanted | None = lambda x: False) 
     with program.running():
         record: Callable[..., Recording] = program.framework.recorded_run.record
         return record(program.run, program.leaves, program.names, wanted)
+
+
+@dataclass
+class Diagnosis:
+    """What `why_zero` finds.
+
+    Attributes:
+        findings: The lost gradients.
+        names: The names of the arrays that were examined.
+        notes: What may be intended and is worth a look, each with its arrays.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -117,10 +131,11 @@ def of_arguments(program: LeafProgram, recording: Recording) -> list[Examined]:
 
 def diagnosed(
     program: LeafProgram, recording: Recording, examined: Sequence[Examined]
-) -> tuple[list[Finding], list[Note]]:
+) -> Diagnosis:
     """The findings for each examined array, and notes."""
+    names = [one.name for one in examined]
     if recording.refusal is not None:
-        return [refused(program, recording.refusal)], []
+        return Diagnosis([refused(program, recording.refusal)], names)
     graph, findings, notes = recording.graph, list[Finding](), list[Note]()
     at_values = list[Finding]()
     matters = behind(graph, tuple(graph.outputs))
@@ -153,7 +168,7 @@ def diagnosed(
             findings += from_losses(name, graph, lost)
         elif (name, lost[0].node.source) not in known:
             notes.append((f"{_at(lost[0].node)} {_STOPPED}", [name]))
-    return without_repeats([*findings, *at_values]), gathered_notes(notes)
+    return Diagnosis(without_repeats([*findings, *at_values]), names, gathered_notes(notes))
 
 
 def _of_summands(

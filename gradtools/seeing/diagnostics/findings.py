@@ -140,16 +140,6 @@ KINDS: dict[str, FindingKind] = {
         "the loss does not use it",
         "use it in the computation of the loss, or remove it from the model",
     ),
-    "no_graph": _in_training(
-        "the loss was computed without a graph: under no_grad or inference_mode, detached, or from "
-        "frozen parameters alone",
-        "compute it with gradients on; call why_zero with a closure, and it names the line",
-    ),
-    "zero_gradient": _in_training(
-        "its .grad is zero everywhere after the backward pass",
-        "call why_zero with a closure that computes the loss, and it names the line",
-        numerical=True,
-    ),
     "frozen": _in_training(
         "its requires_grad is False",
         "call requires_grad_(True) if it is to be trained, else leave it out of the optimizer",

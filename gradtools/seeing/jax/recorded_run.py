@@ -44,9 +44,12 @@ def record(
     run: Run,
     leaves: Sequence[Any],
     names: Sequence[str],
-    wanted: Wanted | None = lambda x: False,
+    wanted: Wanted = lambda x: False,
 ) -> Recording:
-    """Records a function of flat leaves as a graph; unless `wanted` is None, differentiates it."""
+    """Records a function of flat leaves as a graph and differentiates it.
+
+    wanted: Unused; captured arrays of JAX are constants.
+    """
     result = captured_arrays(run)
     try:
         traced = trace(run, leaves)
@@ -61,7 +64,7 @@ def record(
     matters = behind(traced.graph, tuple(traced.graph.outputs))
     connected = any(matters.get(v) == Dependence.DIFFERENTIABLE for v in traced.graph.inputs)
     places: tuple[Any, ...] = ()
-    if wanted is not None and connected:
+    if connected:
         try:
             places = vanished(traced.closed, traced.graph, leaves)
         except GradtoolsError:

@@ -40,12 +40,11 @@ def record(
     run: Run,
     leaves: Sequence[Any],
     names: Sequence[str],
-    wanted: Wanted | None = lambda x: False,
+    wanted: Wanted = lambda x: False,
 ) -> Recording:
-    """Records one run as a graph and undoes its effects.
+    """Records one run as a graph, differentiates it, and undoes its effects.
 
-    wanted: The captured tensors that are differentiated besides the leaves; None differentiates
-        nothing.
+    wanted: The captured tensors that are differentiated besides the leaves.
     """
     places: dict[int, list[Vanished]] = {}
     spent = False
@@ -56,10 +55,8 @@ def record(
         before = _copies(seen.outs)
         try:
             own = {id(x) for x in seen.aliases}
-            if wanted is not None:
-                places = vanished(
-                    recorder, seen.outs, seen.outputs, lambda x: id(x) in own or wanted(x)
-                )
+            examined: Wanted = lambda x: id(x) in own or wanted(x)
+            places = vanished(recorder, seen.outs, seen.outputs, examined)
         except RuntimeError as error:  # the graph was freed, or holds a reentrant checkpoint
             if not is_of("torch", error):
                 raise

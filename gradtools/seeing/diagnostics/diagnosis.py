@@ -32,7 +32,7 @@ from gradtools.seeing.graphs.gradient_losses import (
     overwritten,
     useless_edits,
 )
-from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph
+from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, memory_of
 from gradtools.seeing.graphs.passes import CUSTOM
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.graphs.recording import (
@@ -197,7 +197,7 @@ def _starts_at_zero(
     if _numerical_kind(place) != "multiplied_by_zero":
         return False
     others = set(moving).difference(one.numbers)
-    added = place.node.native.startswith(("addmm", "addmv", "baddbmm"))  # its first operand
+    added = place.node.operation == "matmul" and len(place.node.inputs) == 3  # the first of three
     factors = [v for v in place.node.inputs[added : added + 2] if v in graph.values]
     own = forward(graph, dict.fromkeys(one.numbers, _FULL))
     return any(
@@ -236,9 +236,15 @@ def _called(node: Node) -> str:
 
 
 def _is_slope(graph: PlainGraph, node: Node) -> bool:
-    """Whether a comparison is the derivative of a piecewise linear operation, as JAX traces it."""
+    """Whether a comparison is the derivative of a piecewise linear operation.
+
+    PyTorch records the derivative as a part of the call that takes it; JAX traces it next to the
+    operation.
+    """
     if node.operation not in ("compare", "sign"):
         return False
+    if node.native in _DERIVATIVES:
+        return True
     inside = next((of for of, other in graph.walk() if other is node), graph)
     return any(other.phase for _, other in graph.walk()) and any(
         other.operation in _FLAT
@@ -296,7 +302,9 @@ def _in_derivatives(name: str, graph: PlainGraph, value: int) -> list[Finding]:
     if not steps or not (taken or inside):
         return []
     at = next((node for node in taken if not any(map(reached.get, node.outputs))), steps[-1])
-    again = sum(value in node.inputs for node in graph.nodes) > 1  # by the backward pass, too
+    shared = {v for v in graph.values if memory_of(graph.values, v) == value}  # it and its views
+    readers = [n for n in graph.nodes if not shared.isdisjoint(n.inputs)]
+    again = sum(shared.isdisjoint(n.outputs) for n in readers) > 1  # by a backward pass, too
     through = flat or (again and any(is_flat(n) for _, n in graph.walk()))
     kind = "piecewise_linear" if through else "constant_derivative"
     return [Finding(name, kind, _called(at), at.source, at.scope)]

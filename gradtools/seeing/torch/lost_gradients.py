@@ -25,7 +25,7 @@ from gradtools.seeing.graphs.nodes import Node
 from gradtools.seeing.graphs.recording import Vanished, Wanted
 from gradtools.seeing.torch.live_graph import in_order
 from gradtools.seeing.torch.recording import operations
-from gradtools.seeing.torch.recording.calls import CallRecorder
+from gradtools.seeing.torch.recording.connections import ConnectionRecorder
 from gradtools.seeing.torch.recording.values import size_of
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import nodes_of
@@ -34,7 +34,7 @@ Tensor = torch.Tensor
 
 
 def vanished(
-    recorder: CallRecorder, outs: Sequence[Any], numbers: Sequence[int], wanted: Wanted
+    recorder: ConnectionRecorder, outs: Sequence[Any], numbers: Sequence[int], wanted: Wanted
 ) -> dict[int, list[Vanished]]:
     """Where the gradients that are zero, NaN or infinite become so, by the id of the leaf tensor.
 
@@ -73,13 +73,15 @@ def vanished(
 
 
 def _steps(
-    recorder: CallRecorder, outs: Sequence[Tensor], leaves: Sequence[Tensor]
+    recorder: ConnectionRecorder, outs: Sequence[Tensor], leaves: Sequence[Tensor]
 ) -> list[BackwardStep]:
     """The operations of the backward pass, in program order."""
-    positions: dict[Any, int] = {}  # of autograd's nodes, by the recorded calls that made them
+    nodes = recorder.nodes
+    made = lambda node: recorder.positions.get(upstream.sequence_of(node))
+    positions: dict[Any, int] = {}  # of autograd's nodes, by the recorded nodes that made them
     for node in in_order([y.grad_fn for y in outs]):
         before = (positions.get(of, 0) for of, _ in node.next_functions)
-        positions[node] = max(recorder.made.get(node, 0), *before, 0)
+        positions[node] = max(made(node) or 0, *before, 0)
     result: dict[Any, BackwardStep] = {}
 
     def hook(node: Any) -> Callable[[Any, Any], None]:
@@ -88,7 +90,8 @@ def _steps(
             empty = {k for k, ct in enumerate(passed) if ct is not None and not ct.numel()}
             results = [(node, k) for k in range(len(given))]
             operands = node.next_functions[: len(passed)]
-            named = _named(recorder, node)
+            at = made(node)
+            named = _named(None if at is None else nodes[at], node)
             result[node] = BackwardStep(
                 named, results, operands, sizes(given), sizes(passed), empty
             )
@@ -112,13 +115,11 @@ def _gradients(outs: Sequence[Tensor], leaves: Sequence[Tensor]) -> Sequence[Ten
     return torch.autograd.grad(outs, leaves, cts, retain_graph=True, allow_unused=True)
 
 
-def _named(recorder: CallRecorder, node: Any) -> Node:
+def _named(recorded: Node | None, node: Any) -> Node:
     """The recorded node of an autograd node, with the neutral name of the latter."""
     operation = operations.neutral_of_node(node)
-    at = recorder.made.get(node)
-    if at is None:
+    if recorded is None:
         return Node(operation, (), (), type(node).__name__)
-    recorded = recorder.nodes[at]
     if recorded.operation == "scale_gradient":
-        return replace(recorded, operation="multiply")
+        operation = "multiply"
     return recorded if recorded.operation == operation else replace(recorded, operation=operation)

@@ -24,7 +24,7 @@ from gradtools.seeing.graphs.derivative_flow import backward, forward
 from gradtools.seeing.graphs.nodes import Dependence, PlainGraph, grouped
 from gradtools.seeing.graphs.recording import CapturedParameter, Recording, Run, Vanished, Wanted
 from gradtools.seeing.torch.lost_gradients import vanished
-from gradtools.seeing.torch.recording.calls import CallRecorder
+from gradtools.seeing.torch.recording.connections import ConnectionRecorder
 from gradtools.seeing.torch.recording.observation import ObservedRun, observed, watchable
 from gradtools.seeing.torch.undo import rerun
 from gradtools.torch.autograd_graph import leaves_of
@@ -66,10 +66,10 @@ def record(
     stand_ins = []
     reads: dict[int, list[int]] = {}
     for leaf in leaves:
-        captured = recorder.captured.values() if isinstance(leaf, Tensor) else ()
+        captured = recorder.captured_tensors.values() if isinstance(leaf, Tensor) else ()
         same = [x for x in captured if _is_same_memory(x, leaf)]
         stand_ins.append(recorder.names.get(id(same[0]), "a captured tensor") if same else "")
-    for number, x in recorder.captured.items():
+    for number, x in recorder.captured_tensors.items():
         reads.setdefault(id(x), []).append(number)
         for leaf in leaves_of([x]) if x.grad_fn is not None else ():
             reads.setdefault(id(leaf), []).append(number)
@@ -156,11 +156,11 @@ def _follow(run: Run, seen: ObservedRun, before: list[Any]) -> None:
             recorder.outside += [(leaving.outputs[0], number) for number in returned]
 
 
-def _untraced(recorder: CallRecorder, graph: PlainGraph) -> list[int]:
+def _untraced(recorder: ConnectionRecorder, graph: PlainGraph) -> list[int]:
     """The leavings whose data could explain a lost gradient, and was not seen to come back."""
     if not recorder.leavings:
         return []
-    held = [number for number, x in recorder.captured.items() if x.requires_grad]
+    held = [number for number, x in recorder.captured_tensors.items() if x.requires_grad]
     back = {source for source, _ in graph.outside}
     matters = backward(graph, dict.fromkeys(graph.outputs, _FULL))
     leaves = [v for v in (*graph.inputs, *held) if graph.values[v].is_inexact]
@@ -186,7 +186,7 @@ def _perturbed(
     for size in (1.0, -1.0, 1e-3):
         if moved is not None and (any(moved) or not which or abs(size) < 1):
             break
-        other = partial(CallRecorder, replace=(which, partial(_other, size=size)))
+        other = partial(ConnectionRecorder, replace=(which, partial(_other, size=size)))
         again = observed(run, first.leaves, recorder_of=other)
         with contextlib.ExitStack() as inside:
             inside.enter_context(contextlib.redirect_stdout(io.StringIO()))  # printed already
@@ -209,9 +209,9 @@ def _moved(first: ObservedRun, later: ObservedRun, before: Sequence[Any]) -> Mov
         lambda pair: pair[0].native == pair[1].native, zip(own.nodes, other.nodes, strict=False)
     )
     nodes = [k for k, _ in enumerate(pairs) if own.entries.get(k) != other.entries.get(k)]
-    both = zip(own.captured.items(), other.captured.values(), strict=False)
+    both = zip(own.captured_tensors.items(), other.captured_tensors.values(), strict=False)
     unknown = [(n, x, y) for (n, x), y in both if id(x) not in own.reachable]
-    alike = len(own.captured) == len(other.captured)
+    alike = len(own.captured_tensors) == len(other.captured_tensors)
     return Moved(outputs, nodes, [n for n, x, y in unknown if alike and not _same(x, y)])
 
 

@@ -16,7 +16,7 @@ import torch
 
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.graphs.recording import RefusedCall, Run
-from gradtools.seeing.torch.recording.calls import CallRecorder
+from gradtools.seeing.torch.recording.connections import ConnectionRecorder
 from gradtools.seeing.torch.undo import Undo, copied, undone
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
@@ -45,7 +45,7 @@ class ObservedRun:
         outputs: Their numbers.
     """
 
-    recorder: CallRecorder
+    recorder: ConnectionRecorder
     leaves: Sequence[Any]
     aliases: list[Any]
     inputs: list[int]
@@ -59,7 +59,7 @@ def observed(
     run: Run,
     leaves: Sequence[Any],
     names: Sequence[str] = (),
-    recorder_of: Callable[[Undo], CallRecorder] = CallRecorder,
+    recorder_of: Callable[[Undo], ConnectionRecorder] = ConnectionRecorder,
 ) -> Iterator[ObservedRun]:
     """A context with a recorded run, whose effects are undone on exit."""
     with recording_run("a run", run, leaves) as undo:

@@ -104,6 +104,9 @@ class RunRecorder(Recorder[int]):
             node = self.write(call, numbers, outs if outs else [out], written)
             for made, number in zip(node.outputs, before, strict=False):
                 self._first[made] = self._first.get(number, number)
+            if call.raw == "clone" and (given[0].is_conj() or given[0].is_neg()):
+                # a lazy conjugate that a kernel writes out, where autograd does not see it
+                self._tracked[node.outputs[0]] = given[0].requires_grad and torch.is_grad_enabled()
         return out
 
     def _stops(self, name: str, x: Tensor) -> bool:
@@ -272,6 +275,12 @@ class RunRecorder(Recorder[int]):
             moved = any(entering[made.written :])
             links = even_links(node, values, cut=node.inputs[made.written :])
             return replace(node, links=links, loss="no_grad") if moved else node
+        elif len(inexact) > 1 and not all(known):  # autograd differentiates some of its results
+            rows = even_links(node, values)
+            cut = (_CUT,) * len(node.inputs)
+            lost = [self._tracked.get(v) is False for v in node.outputs]
+            links = tuple(cut if k else row for k, row in zip(lost, rows, strict=True))
+            return replace(node, links=links, loss="discrete")
         if not loss:
             return node
         if made.known_loss is not None:

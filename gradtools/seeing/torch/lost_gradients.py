@@ -33,18 +33,14 @@ from gradtools.torch.autograd_graph import nodes_of
 Tensor = torch.Tensor
 
 
-def vanished(
-    recorder: ConnectionRecorder, outs: Sequence[Any], numbers: Sequence[int], wanted: Wanted
-) -> dict[int, list[Vanished]]:
+def vanished(recorder: ConnectionRecorder, wanted: Wanted) -> dict[int, list[Vanished]]:
     """Where the gradients that are zero, NaN or infinite become so, by the id of the leaf tensor.
 
     Args:
         recorder: A finished recording, whose effects are not undone yet.
-        outs: What the program returned.
-        numbers: The values of these in the recording.
         wanted: Whether a leaf of autograd's graph is examined.
     """
-    outs = [y for y in outs if isinstance(y, Tensor) and y.requires_grad]
+    outs = [y for y in recorder.outs if isinstance(y, Tensor) and y.requires_grad]
     every = nodes_of(outs)
     ends = {n: n.variable for n in every if type(n) is upstream.AccumulateGrad}
     ends = {node: x for node, x in ends.items() if x.numel() and wanted(x)}
@@ -65,7 +61,7 @@ def vanished(
         # None stands for an infinite Python number among an operation's arguments
         given = lambda k, n: (*n.inputs, None) if k in recorder.given_infinity else n.inputs
         flows = [(n, given(k, n), n.outputs) for k, n in enumerate(recorder.nodes)]
-        origins = origins_of_bad_values(flows, {*recorder.bad, None}, numbers)
+        origins = origins_of_bad_values(flows, {*recorder.bad, None}, recorder.outputs)
         for end in sizes:
             if of := at_origins(places.get(end), origins):
                 places[end] = of

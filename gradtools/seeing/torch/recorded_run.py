@@ -25,7 +25,7 @@ from gradtools.seeing.graphs.nodes import Dependence, PlainGraph, grouped
 from gradtools.seeing.graphs.recording import CapturedParameter, Recording, Run, Vanished, Wanted
 from gradtools.seeing.torch.lost_gradients import vanished
 from gradtools.seeing.torch.recording.connections import ConnectionRecorder
-from gradtools.seeing.torch.recording.observation import ObservedRun, observed, watchable
+from gradtools.seeing.torch.recording.observation import observed, watchable
 from gradtools.seeing.torch.undo import rerun
 from gradtools.torch.autograd_graph import leaves_of
 
@@ -49,39 +49,38 @@ def record(
     places: dict[int, list[Vanished]] = {}
     spent = False
     with observed(run, leaves, names) as seen:
-        recorder = seen.recorder
         if seen.refusal is not None:
-            return Recording(recorder.graph(seen.inputs, []), seen.refusal)
+            return Recording(seen.graph(), seen.refusal[1])
         before = _copies(seen.outs)
         try:
             own = {id(x) for x in seen.aliases}
             examined: Wanted = lambda x: id(x) in own or wanted(x)
-            places = vanished(recorder, seen.outs, seen.outputs, examined)
+            places = vanished(seen, examined)
         except RuntimeError as error:  # the graph was freed, or holds a reentrant checkpoint
             if not is_of("torch", error):
                 raise
             spent = True
-    _follow(run, seen, before)
+    _follow(run, leaves, seen, before)
 
     stand_ins = []
     reads: dict[int, list[int]] = {}
     for leaf in leaves:
-        captured = recorder.captured_tensors.values() if isinstance(leaf, Tensor) else ()
+        captured = seen.captured_tensors.values() if isinstance(leaf, Tensor) else ()
         same = [x for x in captured if _is_same_memory(x, leaf)]
-        stand_ins.append(recorder.names.get(id(same[0]), "a captured tensor") if same else "")
-    for number, x in recorder.captured_tensors.items():
+        stand_ins.append(seen.names.get(id(same[0]), "a captured tensor") if same else "")
+    for number, x in seen.captured_tensors.items():
         reads.setdefault(id(x), []).append(number)
         for leaf in leaves_of([x]) if x.grad_fn is not None else ():
             reads.setdefault(id(leaf), []).append(number)
 
     own = {id(x) for x in leaves}
     parameters = [
-        CapturedParameter(recorder.names[key], reads.get(key, ()), x)
-        for key, x in recorder.reachable.items()
+        CapturedParameter(seen.names[key], reads.get(key, ()), x)
+        for key, x in seen.reachable.items()
         if x.requires_grad and x.is_leaf and key not in own
     ]
     return Recording(
-        recorder.graph(seen.inputs, seen.outputs),
+        seen.graph(),
         host_outputs=tuple([k for k, y in enumerate(seen.outs) if isinstance(y, _NUMBERS)]),
         stand_ins=tuple(stand_ins),
         parameters=tuple(parameters),
@@ -127,16 +126,16 @@ class Moved(NamedTuple):
     captured: Sequence[int] = ()
 
 
-def _follow(run: Run, seen: ObservedRun, before: list[Any]) -> None:
+def _follow(run: Run, leaves: Sequence[Any], seen: ConnectionRecorder, before: list[Any]) -> None:
     """Adds links from data that left to where it returned; before: Copies of the outputs."""
-    recorder, outputs = seen.recorder, seen.outputs
-    lost = _untraced(recorder, recorder.graph(seen.inputs, outputs))
+    outputs = seen.outputs
+    lost = _untraced(seen, seen.graph())
     if not lost:
         return
-    moved_by = partial(_perturbed, run, seen, before)
+    moved_by = partial(_perturbed, run, leaves, seen, before)
     control = moved_by(frozenset())
     is_deterministic = control is not None and not any(control)
-    lines = grouped(lost, lambda k: recorder.leavings[k].source or k)
+    lines = grouped(lost, lambda k: seen.leavings[k].source or k)
     if is_deterministic and len(lines) > 1:
         together = moved_by(frozenset(lost))
         if together is not None and not any(together):
@@ -144,16 +143,16 @@ def _follow(run: Run, seen: ObservedRun, before: list[Any]) -> None:
     anywhere = Moved(range(len(outputs)))  # so that no argument counts as unused
     for which in [*lines.values()][:_MOST] if is_deterministic else [lost]:
         moved = moved_by(frozenset(which)) if is_deterministic else anywhere
-        if moved is None and all(recorder.leavings[k].operation == "branch" for k in which):
+        if moved is None and all(seen.leavings[k].operation == "branch" for k in which):
             continue  # a check that raises, as distributions check their arguments
         moved = moved or anywhere  # f refuses other numbers, so it does look at these
         back = moved.nodes or moved.captured
         ends = [k for k in moved.outputs if not (back and isinstance(seen.outs[k], Tensor))]
-        for leaving in (recorder.leavings[k] for k in which):
+        for leaving in (seen.leavings[k] for k in which):
             for node in moved.nodes:
-                recorder.enters(leaving, node)
+                seen.enters(leaving, node)
             returned = *moved.captured, *(outputs[k] for k in ends)
-            recorder.outside += [(leaving.outputs[0], number) for number in returned]
+            seen.outside += [(leaving.outputs[0], number) for number in returned]
 
 
 def _untraced(recorder: ConnectionRecorder, graph: PlainGraph) -> list[int]:
@@ -175,7 +174,11 @@ def _untraced(recorder: ConnectionRecorder, graph: PlainGraph) -> list[int]:
 
 
 def _perturbed(
-    run: Run, first: ObservedRun, before: Sequence[Any], which: frozenset[int]
+    run: Run,
+    leaves: Sequence[Any],
+    first: ConnectionRecorder,
+    before: Sequence[Any],
+    which: frozenset[int],
 ) -> Moved | None:
     """What moves in a run with other numbers at these leavings.
 
@@ -187,7 +190,7 @@ def _perturbed(
         if moved is not None and (any(moved) or not which or abs(size) < 1):
             break
         other = partial(ConnectionRecorder, replace=(which, partial(_other, size=size)))
-        again = observed(run, first.leaves, recorder_of=other)
+        again = observed(run, leaves, recorder_of=other)
         with contextlib.ExitStack() as inside:
             inside.enter_context(contextlib.redirect_stdout(io.StringIO()))  # printed already
             try:
@@ -199,11 +202,10 @@ def _perturbed(
     return moved
 
 
-def _moved(first: ObservedRun, later: ObservedRun, before: Sequence[Any]) -> Moved:
-    after = _copies(later.outs)
+def _moved(own: ConnectionRecorder, other: ConnectionRecorder, before: Sequence[Any]) -> Moved:
+    after = _copies(other.outs)
     alike = len(after) == len(before)
     outputs = [k for k, a in enumerate(before) if not (alike and _same(a, after[k]))]
-    own, other = first.recorder, later.recorder
     # until the program takes another branch
     pairs = takewhile(
         lambda pair: pair[0].native == pair[1].native, zip(own.nodes, other.nodes, strict=False)

@@ -34,6 +34,7 @@ from gradtools.torch.operation_marks import function_of_ours, reason_of_detach
 
 Tensor = torch.Tensor
 _CUT, _FULL = Dependence.CUT, Dependence.DIFFERENTIABLE
+Edge = tuple[Any, int]  # a node of autograd, and the number of its output
 Replace = tuple[frozenset[int], Callable[[Any], Any]]
 
 # PyTorch's own errors about lost gradients, by a part of their text, with the kind of loss of each.
@@ -80,6 +81,10 @@ class ConnectionRecorder(RunRecorder):
         bad: The numbers of the tensors that have a NaN or infinite entry.
         given_infinity: The positions of nodes with such a Python number among their arguments.
         refusal: PyTorch's own error, and its description.
+        aliases: The copies of the leaves that f was given.
+        inputs: Their numbers.
+        outs: What f returned.
+        outputs: Their numbers.
     """
 
     caller = "why_zero"
@@ -94,11 +99,16 @@ class ConnectionRecorder(RunRecorder):
         self.bad: set[int] = set()
         self.given_infinity: set[int] = set()
         self.refusal: tuple[BaseException, RefusedCall] | None = None
+        self.aliases: list[Any] = []
+        self.inputs: list[int] = []
+        self.outs: list[Any] = []
+        self.outputs: list[int] = []
         self._replace = replace
         self._function = ""  # the function of PyTorch that the user called
         self._scalars: list[int] = []  # the Python numbers that it took of tensors
         self._looked_at: set[int] = set()  # the values that were searched for NaN and infinity
-        self._edges: dict[int, Any] = {}  # a tensor's place in autograd's graph, by its id
+        self._edges: dict[int, Edge] = {}  # a tensor's place in autograd's graph, by its id
+        self._at: dict[Edge, int] = {}  # the value at a place in autograd's graph
 
     # --- what runs
 
@@ -327,7 +337,8 @@ class ConnectionRecorder(RunRecorder):
             number = super().of(base)
             edge = edge_of(base)
             if isinstance(edge[0], BackwardCFunction) and self._edges.get(id(base), edge) != edge:
-                xs = self._behind(base)
+                behind = [self._at_edge(*pair) for pair in edge[0].next_functions]
+                xs = [k for k in behind if k is not None]
                 after = self.new(base)
                 links = ((*[_FULL] * len(xs), _CUT),)
                 name = operations.word_of(edge[0])
@@ -337,23 +348,14 @@ class ConnectionRecorder(RunRecorder):
                 self._tracked[after] = True
                 number = after
             self._edges[id(base)] = edge
+            if edge[0] is not None:
+                self._at[edge] = number
             return number
 
-    def _behind(self, x: Tensor) -> list[int]:
-        """The values that a Function was applied to, by their places in autograd's graph."""
-        known = {edge: tensor for tensor, edge in self._places()}
-        result = []
-        for node, k in x.grad_fn.next_functions if x.grad_fn is not None else ():
-            variable = getattr(node, "variable", None)
-            tensor = known.get((node, k)) if variable is None else variable
-            if tensor is not None:
-                result.append(self.of(tensor))
-        return result
-
-    def _places(self) -> Iterator[tuple[Tensor, Any]]:
-        for tensor in self.table.tensors():
-            if tensor.grad_fn is not None:
-                yield tensor, edge_of(tensor)
+    def _at_edge(self, node: Any, k: int) -> int | None:
+        """The value at a place in autograd's graph, if it is known."""
+        variable = getattr(node, "variable", None)
+        return self._at.get((node, k)) if variable is None else self.of(variable)
 
     def links_of_update(
         self, x: Tensor, written: Tensor, given: Sequence[int], grad: bool
@@ -372,15 +374,14 @@ class ConnectionRecorder(RunRecorder):
         """The tensors that existed before the run, by number."""
         return {number: x for number, x in self.captured.items() if x is not None}
 
-    def graph(self, inputs: Sequence[int], outputs: Sequence[int]) -> PlainGraph:
+    def graph(self) -> PlainGraph:
         """The recorded graph."""
         values = dict(self.values)
         for number, x in self.captured_tensors.items():
             values[number] = replace(values[number], name=self.names.get(id(x), ""))
-        nodes, captured = tuple(self.nodes), tuple(self.captured)
-        return PlainGraph(
-            nodes, values, tuple(inputs), tuple(outputs), captured, tuple(self.outside)
-        )
+        ends = tuple(self.inputs), tuple(self.outputs)
+        captured, outside = tuple(self.captured), tuple(self.outside)
+        return PlainGraph(tuple(self.nodes), values, *ends, captured, outside)
 
 
 # functions that make a tensor apart from autograd's graph, with the kind of loss
@@ -431,7 +432,7 @@ def _fingerprints(x: Any, depth: int = 4) -> Iterator[Any]:
 _MOST = 1000  # entries of a list that are compared
 
 
-def edge_of(x: Tensor) -> tuple[Any, int]:
+def edge_of(x: Tensor) -> Edge:
     """A tensor's place in autograd's graph."""
     return x.grad_fn, x.output_nr
 

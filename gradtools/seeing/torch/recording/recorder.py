@@ -34,7 +34,7 @@ from gradtools.code_origin import PACKAGE, Source, innermost, lines_above
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.graphs.nodes import Node, Value
 from gradtools.seeing.torch.operands import AtenCall
-from gradtools.seeing.torch.recording.values import KnownTensor, TensorTable, Write, like
+from gradtools.seeing.torch.recording.values import TensorTable, Write, like
 from gradtools.seeing.torch.thread_patches import functions_applied, parameters_made
 from gradtools.seeing.torch.undo import Undo
 from gradtools.torch import _upstream as upstream
@@ -190,7 +190,7 @@ class Recorder(Generic[V]):
 
     def of(self, x: Tensor) -> V:
         """The value of a tensor as it is now: it may be new here, or written to by another name."""
-        known = self.known(x)
+        known = self.table.find(x)
         if known is None:
             value = self.met(x)
         elif writes := self.table.since(known):
@@ -199,10 +199,6 @@ class Recorder(Generic[V]):
             return known.value
         self.hold(x, value)
         return value
-
-    def known(self, x: Tensor) -> KnownTensor[V] | None:
-        """The table's entry of a tensor."""
-        return self.table.find(x)
 
     def met(self, x: Tensor) -> V:
         """The value of a tensor that nothing was seen to make."""

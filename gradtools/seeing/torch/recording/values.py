@@ -70,10 +70,6 @@ class TensorTable(Generic[V]):
         """The entry of this tensor object."""
         return self._known.get(id(x))
 
-    def tensors(self) -> list[Tensor]:
-        """The known tensors."""
-        return [known.tensor for known in self._known.values()]
-
     def find(self, x: Tensor) -> KnownTensor[V] | None:
         """The entry of this tensor, or of an alias of the same elements."""
         known = self._known.get(id(x))

@@ -14,8 +14,7 @@ if TYPE_CHECKING:
 class Framework:
     """The modules of one framework, each imported on first access.
 
-    Both frameworks have these: `recorded_run`, `lost_gradients`, `training`, `passes` and
-    `programs`.
+    Both frameworks have these: `recorded_run`, `training`, `passes` and `programs`.
 
     Args:
         backend: The backend of the user's program.

@@ -211,7 +211,6 @@ pop_saved_tensors_hooks: Callable[[], None] = _c._autograd._pop_saved_tensors_de
 """The stack of hooks on saved tensors, which must not pack the short-lived graphs that gradtools
 builds. Gone: push hooks that change nothing, inside of which torch.func refuses tiles."""
 
-version_counter_kept: Any = _autograd._unsafe_preserve_version_counter
 set_version_counters: Callable[..., None] = _c._autograd._unsafe_set_version_counter
 """Restore version counters, so that a tensor whose contents are restored counts as unchanged for
 the graphs that saved it. `torch.autograd.graph.increment_version` is the public half. Gone:

@@ -221,7 +221,6 @@ seeing/jax/source_lines.py: the user's line behind an equation; in PyTorch a par
 jax/rules/kept_alive.py: what JAX's caches would keep; PyTorch has no such caches
 jax/slicing.py: parts of arrays that may be sharded; PyTorch's are in `chunking`
 seeing/jax/concrete_tracing.py: traces of programs that decide on values; PyTorch runs them
-seeing/jax/tape.py: a run, equation by equation, to walk back over; autograd keeps its own
 jax/reachability.py: connectedness is read from the jaxpr; PyTorch's autograd tells it
 """.strip().splitlines()
 )

@@ -482,7 +482,7 @@ def an_exponential_of_minus_much(x):
 
 @cause(POSITIVE)
 def underflow_of_products(x):
-    y = x * 1e-30  # <- underflow
+    y = x * 1e-30  # <- multiplied_by_zero
     return (y * 1e-30).sum()
 
 

@@ -99,16 +99,14 @@ ONE_LINE: dict[str, dict[str, Callable[[Any], Any]]] = {  # by kind
         "saturated_sigmoid": lambda x: torch.sigmoid(x + 900).sum(),
         "saturated_tanh": lambda x: torch.tanh(100 + x).sum(),
         "saturated_softmax": lambda x: torch.softmax(x * 100000.0, 0)[0],
+        "sum_of_a_softmax": lambda x: torch.softmax(8 * x, 0).sum(),
+        "exponential_underflow": lambda x: torch.exp(x - 2000).sum(),
     },
     "cancelled": {
         "taken_from_itself": lambda x: (x - x).sum(),
-        "sum_of_a_softmax": lambda x: torch.softmax(8 * x, 0).sum(),
     },
     "overwritten": {
         "masked_fill_of_all": lambda x: x.masked_fill(torch.ones(3, dtype=torch.bool), 0.0).sum(),
-    },
-    "underflow": {
-        "exponential_underflow": lambda x: torch.exp(x - 2000).sum(),
     },
 }
 CASES.in_one_line(ONE_LINE)
@@ -590,7 +588,7 @@ def set_at_every_index(x):
 
 @cause()
 def underflow(x):
-    tiny = x.float() * 1e-30  # <- underflow
+    tiny = x.float() * 1e-30  # <- multiplied_by_zero
     return (tiny * 1e-30).sum()
 
 

@@ -341,7 +341,7 @@ PLANTED = {
     "a parameter times a number": Planted(scaled_parameter, {"scale": "unregistered"}),
     "a plain tensor": Planted(plain_tensor, {"scale": "unregistered"}),
     "a parameter as a buffer": Planted(parameter_as_a_buffer, {"scale": "buffer"}),
-    "a buffer of a scale": Planted(buffer_of_a_scale, {}, notes=("scale",)),
+    "a buffer of a scale": Planted(buffer_of_a_scale, {}),
     "frozen, and in the optimizer": Planted(frozen_by_accident, of("frozen", "body")),
     "frozen on purpose": Planted(
         frozen_parts_in_no_optimizer, {}, notes=("body.weight", "body.bias"), oracle=False

@@ -29,18 +29,13 @@ def test_nothing_healthy_is_reported(case):
 
 
 @pytest.mark.parametrize("seed", range(2))
-def test_a_sum_of_probabilities_cancels_and_does_not_underflow(seed):
+def test_a_sum_of_probabilities_is_dead_up_to_rounding(seed):
     x = torch.randn(3, 5, generator=torch.Generator().manual_seed(seed))
     for f in (
         lambda x: torch.log_softmax(x, -1).exp().sum(),
         lambda x: torch.softmax(x, -1).sum(),
     ):
         kinds = {finding.kind for finding in gt.why_zero(f, x)}
-        assert kinds <= {"cancelled"}, kinds  # a rounding error may be left of it
+        assert kinds <= {"dead"}, kinds  # a rounding error may be left of it
     (finding,) = gt.why_zero(lambda x: torch.log_softmax(x, 0).exp().sum(), torch.zeros(2))
-    assert finding.kind == "cancelled"
-
-
-def test_a_product_that_is_too_small_underflows():
-    (finding,) = gt.why_zero(lambda x: (x * 1e-30).sum() * 1e-30, torch.ones(2))
-    assert finding.kind == "underflow"
+    assert finding.kind == "dead"

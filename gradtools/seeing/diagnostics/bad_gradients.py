@@ -1,9 +1,9 @@
 """Gradients that are useless at the given values: zero, NaN or infinite.
 
-A framework runs the program and its backward pass (`Differentiated`) and says what cotangent each
-operation was given and what it passed on (`PassedCotangents`). The analysis is the same for both:
+A framework runs the backward pass of a recorded program and describes each operation by the sizes
+of the cotangents that it receives and passes on (`BackwardStep`). The analysis is common to both:
 
-- A gradient is lost at an operation that is given a nonzero cotangent and passes only zeros towards
+- A gradient is lost at an operation that receives a nonzero cotangent and passes only zeros towards
   the leaf. If several nonzero cotangents of a value add up to zero, they cancel; the operation that
   is reported is the one where the paths from that value meet.
 - A NaN is located where a finite cotangent enters and a non-finite one leaves.
@@ -12,169 +12,152 @@ operation was given and what it passed on (`PassedCotangents`). The analysis is 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from collections.abc import Container, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar
 
-from gradtools.seeing.graphs.gradient_losses import joined
+from gradtools.seeing.graphs.derivative_flow import any_of
 from gradtools.seeing.graphs.nodes import Node
 from gradtools.seeing.graphs.recording import Vanished
 
+K = TypeVar("K", bound=Hashable)
+Size = float | None
+
 
 @dataclass(frozen=True, eq=False)
-class PassedCotangents:
-    """An operation of a backward pass. A cotangent is None where there is none.
+class BackwardStep:
+    """An operation of a backward pass.
+
+    A size is the greatest modulus of a cotangent's entries, NaN if one is NaN, 0 if there is no
+    entry, None if there is no cotangent.
 
     Attributes:
-        key: Identifies the operation in another backward pass of the same run.
+        node: The operation in the graph; None if it is not reported.
         results: The values that it makes, by keys.
         operands: The values that it reads, by keys.
-        given: The cotangents of its results.
-        passed: The cotangents of its operands.
-        explained: The node to report if it passes zeros to the operands at these positions, and the
-            size of these cotangents computed without underflow: zero if the factor is zero, too
-            great if terms cancelled. None for an operation that is not reported.
-        least: The least normal number of the cotangents' dtype, with room for rounding.
+        given: The sizes of the cotangents of its results.
+        passed: The sizes of the cotangents of its operands.
+        empty: The positions of operands without entries.
     """
 
-    key: Hashable
+    node: Node | None
     results: Sequence[Hashable]
     operands: Sequence[Hashable]
-    given: Sequence[Any]
-    passed: Sequence[Any]
-    explained: Callable[[Sequence[int]], tuple[Node, float]] | None
-    least: Callable[[], float]
+    given: Sequence[Size]
+    passed: Sequence[Size]
+    empty: Container[int] = ()
 
 
-class Differentiated:
-    """A program that ran at the given values, with its backward pass; each framework has one.
+def lost_at_values(
+    steps: Sequence[BackwardStep], gradients: Mapping[K, float]
+) -> dict[K, list[Vanished]]:
+    """Where the gradients that are zero, NaN or infinite become so, in program order.
 
-    Attributes:
-        leaves: The examined arrays, by number.
-        outs: The floating outputs.
+    Args:
+        steps: The operations, in program order.
+        gradients: The size of the gradient of each leaf, by the key of its value.
     """
+    moves = [[bool(size) for size in step.passed] for step in steps]
+    made: dict[Hashable, bool] = {}  # whether the cotangent of a value is nonzero
+    givers: dict[Hashable, list[int]] = {}  # the steps that pass a nonzero one to a value
+    for at, step in enumerate(steps):
+        made.update((key, bool(size)) for key, size in zip(step.results, step.given, strict=True))
+        for key, moved in zip(step.operands, moves[at], strict=True):
+            if moved:
+                givers.setdefault(key, []).append(at)
 
-    leaves: Mapping[int, Any]
-    outs: Sequence[Any]
+    def zeros(paths: Mapping[int, list[int]], values: Container[Hashable]) -> list[Vanished]:
+        result = []
+        for key, several in givers.items():
+            if len(several) > 1 and key in values and not made.get(key):
+                meeting = _meeting(steps, several)
+                node = None if meeting is None else steps[meeting].node
+                if meeting is not None and node is not None:
+                    result.append((meeting, Vanished(node, "cancelled")))
+        for at, path in paths.items():
+            step = steps[at]
+            given = any(made[key] for key in step.results)
+            if given and step.node is not None and not any(moves[at][k] for k in path):
+                kind = "empty" if all(k in step.empty for k in path) else ""
+                result.append((at, Vanished(step.node, kind, tuple(path))))
+        return [place for _, place in sorted(result, key=lambda pair: pair[0])]
 
-    def gradients(self, leaves: Sequence[int]) -> Mapping[int, Any]:
-        """The gradients of these leaves."""
-        raise NotImplementedError
+    def nans(paths: Mapping[int, list[int]]) -> list[Vanished]:
+        begins = [
+            Vanished(step.node, "nan")
+            for step, path in ((steps[at], path) for at, path in paths.items())
+            if step.node is not None and not _is_bad(step.given)
+            if _is_bad([step.passed[k] for k in path])
+        ]
+        return begins or [Vanished(Node("add", (), ()), "nan")]
 
-    def backward(self, leaves: Sequence[int]) -> Sequence[PassedCotangents]:
-        """The operations of the backward pass towards these leaves, in program order."""
-        raise NotImplementedError
-
-    def key_of(self, leaf: int) -> Hashable:
-        """The key of a leaf's value."""
-        raise NotImplementedError
-
-    def size(self, x: Any) -> float:
-        """The greatest modulus of an array's entries; NaN if one is NaN, 0 if it is None."""
-        raise NotImplementedError
-
-
-def examined(run: Differentiated) -> dict[int, list[Vanished] | None]:
-    """For each leaf where its gradient becomes zero or NaN; None if it is sound."""
-    result: dict[int, list[Vanished] | None] = dict.fromkeys(run.leaves)
-    grads = run.gradients([*run.leaves])
-    lost = [k for k, ct in grads.items() if math.prod(ct.shape) and not run.size(ct)]
-    odd = [k for k, ct in grads.items() if not math.isfinite(run.size(ct))]
-    if lost or odd:
-        back = _Back(run, [*lost, *odd])
-        result.update((k, back.zeros(run.key_of(k))) for k in lost)
-        result.update((k, back.nans(run.key_of(k))) for k in odd)
+    result = {}
+    for leaf, size in gradients.items():
+        if not size or not math.isfinite(size):
+            paths, values = _towards(steps, leaf)
+            result[leaf] = nans(paths) if size else zeros(paths, values)
     return result
 
 
-class _Back:
-    """The cotangents of one backward pass."""
+def _is_bad(sizes: Iterable[Size]) -> bool:
+    return not all(size is None or math.isfinite(size) for size in sizes)
 
-    def __init__(self, run: Differentiated, leaves: Sequence[int]) -> None:
-        self.run, self.steps = run, run.backward(leaves)
-        self.moves: list[list[bool]] = []  # which operands get a cotangent that is not zero
-        self.made: dict[Hashable, bool] = {}  # whether the cotangent of a value is not zero
-        self.givers: dict[Hashable, list[int]] = {}  # the steps that pass one to a value
-        for at, step in enumerate(self.steps):
-            self.moves.append([bool(run.size(ct)) for ct in step.passed])
-            for key, ct in zip(step.results, step.given, strict=True):
-                self.made[key] = bool(run.size(ct))
-            for key, moved in zip(step.operands, self.moves[at], strict=True):
-                if moved:
-                    self.givers.setdefault(key, []).append(at)
 
-    def _towards(self, leaf: Hashable) -> tuple[dict[int, list[int]], set[Hashable]]:
-        """The steps on the leaf's paths, each with its operands there, and the values."""
-        values, paths = {leaf}, dict[int, list[int]]()
-        for at, step in enumerate(self.steps):
-            path = [k for k, key in enumerate(step.operands) if key in values]
-            if path:
-                paths[at] = path
-                values.update(step.results)
-        return paths, values
+def _towards(
+    steps: Sequence[BackwardStep], leaf: Hashable
+) -> tuple[dict[int, list[int]], set[Hashable]]:
+    """The steps on a leaf's paths, each with its operands there, and the values on them."""
+    values, paths = {leaf}, dict[int, list[int]]()
+    for at, step in enumerate(steps):
+        path = [k for k, key in enumerate(step.operands) if key in values]
+        if path:
+            paths[at] = path
+            values.update(step.results)
+    return paths, values
 
-    def zeros(self, leaf: Hashable) -> list[Vanished]:
-        """The operations at which the cotangent of a leaf becomes zero, in program order."""
-        paths, values = self._towards(leaf)
-        result = []
-        for key, givers in self.givers.items():  # cancelled, where the paths of several meet
-            if len(givers) > 1 and key in values and not self.made.get(key):
-                meeting = joined([(step.operands, step.results) for step in self.steps], givers)
-                explained = None if meeting is None else self.steps[meeting].explained
-                if meeting is not None and explained is not None:
-                    result.append((meeting, Vanished(explained(())[0], cancelled=True)))
-        for at, path in paths.items():
-            step, moves = self.steps[at], self.moves[at]
-            given = any(self.made[key] for key in step.results)
-            if given and step.explained and not any(moves[k] for k in path):
-                node, product = step.explained(path)
-                underflow = 0 < product < step.least()
-                cancelled = product >= step.least()
-                passed = [step.passed[k] for k in path]
-                empty = all(ct is not None and not math.prod(ct.shape) for ct in passed)
-                place = Vanished(node, underflow, tuple(path), cancelled, empty=empty)
-                result.append((at, place))
-        return [place for _, place in sorted(result, key=lambda pair: pair[0])]
 
-    def nans(self, leaf: Hashable) -> list[Vanished]:
-        """Where a gradient became NaN or infinite, in program order."""
-
-        def greatest(cts: Iterable[Any]) -> float:
-            """The greatest modulus; NaN if one is NaN."""
-            sizes = [*map(self.run.size, cts)]
-            return math.nan if any(map(math.isnan, sizes)) else max(sizes)
-
-        begins = []
-        for at, path in self._towards(leaf)[0].items():
-            step = self.steps[at]
-            if step.explained and any(step.passed[k] is not None for k in path):
-                passed = greatest(step.passed[k] for k in path)
-                if math.isfinite(greatest(step.given)) and not math.isfinite(passed):
-                    begins.append(step.explained(())[0])
-        return [Vanished(node, kind="nan") for node in begins or [Node("add", (), ())]]
+def _meeting(steps: Sequence[BackwardStep], at: Sequence[int]) -> int | None:
+    """The position of the first step that depends on all of these, or is the last of them."""
+    everything = (1 << len(at)) - 1
+    carried: dict[Hashable, int] = {}
+    for position, step in enumerate(steps):
+        mask = any_of(1 << k for k, other in enumerate(at) if other == position)
+        mask |= any_of(carried.get(value, 0) for value in step.operands)
+        if mask == everything:
+            return position
+        carried.update((value, mask) for value in step.results if mask)
+    return None
 
 
 # --- NaN and infinite values -------------------------------------------------------------
 
 
-class ValueOrigins:
-    """The operations that made NaN or infinity of finite numbers, for each bad value of a run.
+def origins_of_bad_values(
+    steps: Iterable[tuple[Node, Sequence[Hashable], Sequence[Hashable]]],
+    bad: Container[Hashable],
+    ends: Iterable[Hashable],
+) -> list[Node]:
+    """The operations that make NaN or infinity of finite numbers, from which the ends' come.
 
-    A value is bad if it has a NaN or infinite entry. The backend identifies values by keys.
+    Args:
+        steps: Each operation of the program with the keys of its inputs and of its outputs.
+        bad: The keys of the values that have a NaN or infinite entry.
+        ends: The keys of the outputs.
     """
-
-    def __init__(self) -> None:
-        self._of: dict[Hashable, dict[Node, None]] = {}
-
-    def add(self, node: Node, inputs: Iterable[Hashable], outputs: Iterable[Hashable]) -> None:
-        """Adds an operation with the keys of its bad inputs and of its bad outputs."""
-        entering = [self._of.get(key, {}) for key in inputs]
-        origins = {n: None for of in entering for n in of} if entering else {node: None}
-        self._of.update((key, origins) for key in outputs)
-
-    def of(self, keys: Iterable[Hashable]) -> list[Node]:
-        """The operations from which the bad ones of these values come."""
-        return list({n: None for key in keys for n in self._of.get(key, {})})
+    makers = {key: (node, inputs) for node, inputs, outputs in steps for key in outputs}
+    result: dict[Node, None] = {}
+    todo, seen = [key for key in ends if key in bad], set[Hashable]()
+    while todo:
+        key = todo.pop()
+        if key in seen or key not in makers:
+            continue
+        seen.add(key)
+        node, inputs = makers[key]
+        entering = [other for other in inputs if other in bad]
+        todo += entering
+        if not entering:
+            result[node] = None
+    return list(result)
 
 
 def at_origins(places: Sequence[Vanished] | None, origins: Iterable[Node]) -> list[Vanished] | None:
@@ -183,7 +166,7 @@ def at_origins(places: Sequence[Vanished] | None, origins: Iterable[Node]) -> li
     The gradient may be finite where the output is NaN, as that of the logarithm is.
     """
     lines = {p.node.source for p in places or () if p.kind == "nan"}
-    elsewhere = [Vanished(node, kind="nan_value") for node in origins if node.source not in lines]
+    elsewhere = [Vanished(node, "nan_value") for node in origins if node.source not in lines]
     if elsewhere and (lines or not places):
         return elsewhere
     return None if places is None else list(places)

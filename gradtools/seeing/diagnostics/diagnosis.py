@@ -18,8 +18,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, field
 from typing import Any
 
 from gradtools.code_origin import Source, definition_of
@@ -33,10 +32,16 @@ from gradtools.seeing.graphs.gradient_losses import (
     overwritten,
     useless_edits,
 )
-from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph
+from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, memory_of
 from gradtools.seeing.graphs.passes import CUSTOM
 from gradtools.seeing.graphs.program import LeafProgram
-from gradtools.seeing.graphs.recording import CapturedParameter, Recording, RefusedCall, Vanished
+from gradtools.seeing.graphs.recording import (
+    CapturedParameter,
+    Recording,
+    RefusedCall,
+    Vanished,
+    Wanted,
+)
 
 _NONE, _FULL = Dependence.NONE, Dependence.DIFFERENTIABLE
 Note = tuple[str, list[str]]  # a text, and the leaves that it concerns
@@ -59,18 +64,36 @@ _FLAT = frozenset(
     {"relu", "clip", "maximum", "minimum", "max", "min", "where", "select", "leaky_relu", "abs"}
     | {"relu6", "hardtanh", "hardsigmoid", "threshold", "hardshrink", "softshrink", "max_pool"}
 )
+_RULES = (CUSTOM, "edited gradient")
 _DERIVATIVES = ("grad", "backward", "unpack_dual")
 
 
-def recording_of(program: LeafProgram) -> Recording:
-    """One recorded run of a program.
+def recording_of(program: LeafProgram, wanted: Wanted = lambda x: False) -> Recording:
+    """One recorded run of a program, and its gradients at the given values.
+
+    wanted: The captured arrays that are differentiated besides the leaves.
 
     Raises:
         GradtoolsError: f raised for reasons of its own.
     """
     with program.running():
         record: Callable[..., Recording] = program.framework.recorded_run.record
-        return record(program.run, program.leaves, program.names)
+        return record(program.run, program.leaves, program.names, wanted)
+
+
+@dataclass
+class Diagnosis:
+    """What `why_zero` finds.
+
+    Attributes:
+        findings: The lost gradients.
+        names: The names of the arrays that were examined.
+        notes: What may be intended and is worth a look, each with its arrays.
+    """
+
+    findings: list[Finding] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    notes: list[Note] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
@@ -87,19 +110,19 @@ class Examined:
 
     name: str
     numbers: Sequence[int]
-    vanished: Callable[[], Sequence[Vanished] | None] = lambda: None
+    vanished: Sequence[Vanished] | None = None
     absent: str = "unused"
     stand_in: str = ""
 
 
 def of_arguments(program: LeafProgram, recording: Recording) -> list[Examined]:
     """The leaves in `program.wrt`."""
-    at_values = partial(program.framework.lost_gradients.vanishing, program.run, program.leaves)
+    vanished = recording.vanished or [None] * len(program.leaves)
     return [
         Examined(
             program.names[k],
             (recording.graph.inputs[k],),
-            partial(at_values, k),
+            vanished[k],
             stand_in=recording.stand_ins[k] if recording.stand_ins else "",
         )
         for k in program.wrt
@@ -107,11 +130,12 @@ def of_arguments(program: LeafProgram, recording: Recording) -> list[Examined]:
 
 
 def diagnosed(
-    program: LeafProgram, recording: Recording, examined: Sequence[Examined], values: bool = True
-) -> tuple[list[Finding], list[Note]]:
-    """The findings for each examined array, and notes; `values` includes (c) and zeros of (a)."""
+    program: LeafProgram, recording: Recording, examined: Sequence[Examined]
+) -> Diagnosis:
+    """The findings for each examined array, and notes."""
+    names = [one.name for one in examined]
     if recording.refusal is not None:
-        return [refused(program, recording.refusal)], []
+        return Diagnosis([refused(program, recording.refusal)], names)
     graph, findings, notes = recording.graph, list[Finding](), list[Note]()
     at_values = list[Finding]()
     matters = behind(graph, tuple(graph.outputs))
@@ -120,15 +144,14 @@ def diagnosed(
         for one in examined
     }
     trained = [one for one in examined if best[one.name] == _FULL]
-    vanished = {one.name: one.vanished() if values else None for one in trained}
     numbers = {n: one.name for one in trained for n in one.numbers}
-    moving = [n for n, name in numbers.items() if vanished[name] is None]
+    moving = [n for one in trained if one.vanished is None for n in one.numbers]
     for one in examined:
         if best[one.name] < _FULL:
             for number in one.numbers:
                 findings += from_losses(one.name, graph, losses(graph, number))
             findings += _from_ends(program, recording, one, best[one.name])
-        elif (places := vanished[one.name]) is not None:
+        elif (places := one.vanished) is not None:
             starting = [p for p in places if _starts_at_zero(graph, p, one, moving)]
             if places and len(starting) == len(places):
                 notes.append((f"{_at(starting[0].node)} {_STARTS_AT_ZERO}", [one.name]))
@@ -145,7 +168,7 @@ def diagnosed(
             findings += from_losses(name, graph, lost)
         elif (name, lost[0].node.source) not in known:
             notes.append((f"{_at(lost[0].node)} {_STOPPED}", [name]))
-    return without_repeats([*findings, *at_values]), gathered_notes(notes)
+    return Diagnosis(without_repeats([*findings, *at_values]), names, gathered_notes(notes))
 
 
 def _of_summands(
@@ -171,10 +194,10 @@ def _starts_at_zero(
     graph: PlainGraph, place: Vanished, one: Examined, moving: Iterable[int]
 ) -> bool:
     """Whether a factor that is zero is trained and gets a gradient, as in LoRA and ReZero."""
-    if place.kind or _numerical_kind(place) != "multiplied_by_zero":
+    if _numerical_kind(place) != "multiplied_by_zero":
         return False
     others = set(moving).difference(one.numbers)
-    added = place.node.native.startswith(("addmm", "addmv", "baddbmm"))  # its first operand
+    added = place.node.operation == "matmul" and len(place.node.inputs) == 3  # the first of three
     factors = [v for v in place.node.inputs[added : added + 2] if v in graph.values]
     own = forward(graph, dict.fromkeys(one.numbers, _FULL))
     return any(
@@ -213,9 +236,15 @@ def _called(node: Node) -> str:
 
 
 def _is_slope(graph: PlainGraph, node: Node) -> bool:
-    """Whether a comparison is the derivative of a piecewise linear operation, as JAX traces it."""
+    """Whether a comparison is the derivative of a piecewise linear operation.
+
+    PyTorch records the derivative as a part of the call that takes it; JAX traces it next to the
+    operation.
+    """
     if node.operation not in ("compare", "sign"):
         return False
+    if node.native in _DERIVATIVES:
+        return True
     inside = next((of for of, other in graph.walk() if other is node), graph)
     return any(other.phase for _, other in graph.walk()) and any(
         other.operation in _FLAT
@@ -273,7 +302,9 @@ def _in_derivatives(name: str, graph: PlainGraph, value: int) -> list[Finding]:
     if not steps or not (taken or inside):
         return []
     at = next((node for node in taken if not any(map(reached.get, node.outputs))), steps[-1])
-    again = sum(value in node.inputs for node in graph.nodes) > 1  # by the backward pass, too
+    shared = {v for v in graph.values if memory_of(graph.values, v) == value}  # it and its views
+    readers = [n for n in graph.nodes if not shared.isdisjoint(n.inputs)]
+    again = sum(shared.isdisjoint(n.outputs) for n in readers) > 1  # by a backward pass, too
     through = flat or (again and any(is_flat(n) for _, n in graph.walk()))
     kind = "piecewise_linear" if through else "constant_derivative"
     return [Finding(name, kind, _called(at), at.source, at.scope)]
@@ -301,16 +332,10 @@ def _numerical_kind(vanished: Vanished) -> str:
     node = vanished.node
     if vanished.kind:
         return vanished.kind
-    if vanished.cancelled:
-        return "cancelled"
-    if node.loss == "rule":
+    if node.mark in _RULES and node.operation != "multiply":
         return "rule"
     if node.native in _DERIVATIVES and node.operation in _FLAT | {"threshold_backward"}:
         return "piecewise_linear"
-    if vanished.empty:
-        return "empty"
-    if vanished.underflow:
-        return "underflow"
     if node.native in _SETTING and vanished.operands == (0,):
         return "overwritten"
     if _ZEROING & {node.operation, node.native}:

@@ -103,22 +103,20 @@ KINDS: dict[str, FindingKind] = {
     ),
     # at these values
     "multiplied_by_zero": _at_values(
-        "it is multiplied by zero at these values",
-        "see where the other factor becomes zero; start it elsewhere, or mask later. A trained "
-        "factor that starts at zero on purpose, as in LoRA and ReZero, moves in the first step",
+        "it is multiplied by zero at these values, or by a number so small that the dtype rounds "
+        "the product to zero",
+        "see where the other factor becomes zero; start it elsewhere, mask later, or scale the "
+        "loss where products of small numbers underflow. A trained factor that starts at zero on "
+        "purpose, as in LoRA and ReZero, moves in the first step",
     ),
     "dead": _at_values(
-        "it is flat at these values: relu below zero, clip outside of its bounds, "
-        "a sigmoid or an exponential far from 0",
+        "it is flat at these values: relu below zero, clip outside of its bounds, a sigmoid or an "
+        "exponential far from 0, a softmax of which all probabilities are added up",
         "use a leaky or smooth version (leaky_relu, gelu, softplus), or scale what enters",
     ),
     "cancelled": _at_values(
         "what reaches it over several paths adds up to zero at these values",
         "look for a constant in disguise, such as the sum of a softmax, or x - x",
-    ),
-    "underflow": _at_values(
-        "the factors are not zero, but their product is too small for the dtype",
-        "use float32 or float64, work in log space, or scale the loss",
     ),
     "empty": _at_values(
         "none of its entries is selected by an index, a slice, a mask or a maximum",
@@ -141,16 +139,6 @@ KINDS: dict[str, FindingKind] = {
     "unread": _in_training(
         "the loss does not use it",
         "use it in the computation of the loss, or remove it from the model",
-    ),
-    "no_graph": _in_training(
-        "the loss was computed without a graph: under no_grad or inference_mode, detached, or from "
-        "frozen parameters alone",
-        "compute it with gradients on; call why_zero with a closure, and it names the line",
-    ),
-    "zero_gradient": _in_training(
-        "its .grad is zero everywhere after the backward pass",
-        "call why_zero with a closure that computes the loss, and it names the line",
-        numerical=True,
     ),
     "frozen": _in_training(
         "its requires_grad is False",

@@ -10,10 +10,14 @@ from gradtools.arguments.checks import normalized_argnums
 from gradtools.arguments.wording import describe
 from gradtools.backend import Operators
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.diagnostics.diagnosis import diagnosed, of_arguments, recording_of
-from gradtools.seeing.diagnostics.findings import Finding
+from gradtools.seeing.diagnostics.diagnosis import (
+    Diagnosis,
+    diagnosed,
+    of_arguments,
+    recording_of,
+)
 from gradtools.seeing.diagnostics.report import GradientReport, by_weight
-from gradtools.seeing.diagnostics.training import Loop, after_backward, trained
+from gradtools.seeing.diagnostics.training import trained
 from gradtools.seeing.frameworks import Framework
 from gradtools.seeing.graphs.program import LeafProgram
 
@@ -45,12 +49,10 @@ class SeeingOperators(Operators):
         computes the loss. Then the parameters are examined instead of the arguments: those that the
         loss does not read or whose gradient is lost, those that the optimizer does not hold, what
         it holds of another model, and tensors in a plain list or that require grad without being a
-        parameter. What may be intended (frozen parameters, buffers that the loss depends on) is in
-        the report's notes. In PyTorch f may also be the loss itself, after `loss.backward()`.
+        parameter. What may be intended, such as frozen parameters, is in the report's notes.
 
         Args:
-            f: Takes and returns pytrees of arrays; a module, or a closure without arguments. With
-                `model`, in PyTorch, also a loss that was computed already.
+            f: Takes and returns pytrees of arrays; a module, or a closure without arguments.
             *args: Arguments of f.
             argnums: The position of the argument, or of several. Its leaves are floating or
                 complex.
@@ -99,20 +101,22 @@ class SeeingOperators(Operators):
         if is_model and model is None:
             leaves = [x for arg in args for x in backend.flatten(arg)[0]]
             looks_at_arguments |= any(backend.is_array(x) and backend.is_inexact(x) for x in leaves)
-        findings, names, notes = list[Finding](), list[str](), list[tuple[str, list[str]]]()
+        parts: list[Diagnosis] = []
         if looks_at_arguments:
             program = LeafProgram(backend, "why_zero", f, args, kwargs, argnums).with_values()
             recording = recording_of(program)
-            findings, notes = diagnosed(program, recording, of_arguments(program, recording))
-            findings, names = [*by_weight(findings)], [program.names[k] for k in program.wrt]
+            parts.append(diagnosed(program, recording, of_arguments(program, recording)))
         if in_training:
-            loop = Loop(backend, "why_zero", f, args, kwargs, model, optimizer)
-            is_spent = not callable(f) and backend.is_array(f)
-            more = (after_backward if is_spent else trained)(loop)
-            findings = [*by_weight((*findings, *more.findings))]
-            names, notes = [*names, *more.names], [*notes, *more.notes]
-        noted = tuple((text, tuple(of)) for text, of in notes)
-        return GradientReport(tuple(findings), tuple(names), noted)
+            if not callable(f):
+                raise GradtoolsError(
+                    f"why_zero: f is {describe(backend, f)}; expected a function. Pass a closure "
+                    "that computes the loss: why_zero(lambda: loss(model, batch), model=model)."
+                )
+            parts.append(trained(backend, f, args, kwargs, model, optimizer))
+        findings = by_weight([finding for part in parts for finding in part.findings])
+        names = [name for part in parts for name in part.names]
+        notes = [(text, tuple(of)) for part in parts for text, of in part.notes]
+        return GradientReport(findings, tuple(names), tuple(notes))
 
 
 def _takes_nothing(f: Any) -> bool:

@@ -1,8 +1,8 @@
 """The edges of a graph: each value's producer, readers, bytes and derivative.
 
 A value that a later pass reads is a *saved* residual. An edge gets a cut reason if a derivative is
-lost there. A comparison that only makes a mask loses nothing, nor
-does the stopped maximum that softmax subtracts. Other deliberate stops get their reason.
+lost there. A comparison that only makes a mask loses nothing, nor does the stopped maximum that
+softmax subtracts. Other deliberate stops get their reason.
 """
 
 from __future__ import annotations
@@ -31,11 +31,6 @@ def edges_of(graph: PlainGraph) -> tuple[Edge, ...]:
         for value, strength, cut in reads_of(graph, node, lost):
             size, saved = graph.values[value].bytes, node.phase > phases[value]
             edges.append(Edge(makers.get(value), i, value, size, saved, strength, cut))
-    for source, value in graph.outside:  # through NumPy or a Python number, to each later reader
-        cut, size = reason("left_framework"), graph.values[source].bytes
-        readers: list[int | None] = [i for i, n in enumerate(graph.nodes) if value in n.inputs]
-        for reader in readers or ([None] if value in graph.outputs else []):
-            edges.append(Edge(makers.get(source), reader, source, size, False, _CUT, cut))
     edges += [Edge(makers.get(v), None, v, graph.values[v].bytes) for v in graph.outputs]
     return tuple(edges)
 

@@ -12,7 +12,7 @@ estimator in any spelling, the shift of a softmax, a mask, a normalizing constan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
@@ -20,7 +20,6 @@ from typing import Any
 from gradtools.seeing.graphs.derivative_flow import (
     Strengths,
     ancestors,
-    any_of,
     backward,
     behind,
     entering_body,
@@ -158,28 +157,6 @@ def _between(
             for body in node.bodies:
                 inner = entering_body(body, node, reached, max), leaving_body(body, node, leaving)
                 yield from _between(body.graph, *inner, chosen)
-
-
-def joined(
-    flows: Iterable[tuple[Sequence[Hashable], Sequence[Hashable]]], at: Sequence[int]
-) -> int | None:
-    """The position of the first operation that depends on all of several others.
-
-    Args:
-        flows: For each operation the values that it reads and the values that it makes.
-        at: The positions of the others; an operation counts as depending on itself.
-    """
-    if not at:
-        return None
-    everything = (1 << len(at)) - 1
-    carried: dict[Hashable, int] = {}
-    for position, (reads, makes) in enumerate(flows):
-        result = any_of(1 << k for k, other in enumerate(at) if other == position)
-        result |= any_of(carried.get(value, 0) for value in reads)
-        if result == everything:
-            return position
-        carried.update((value, result) for value in makes if result)
-    return None
 
 
 # --- a summand of the loss ---------------------------------------------------------------

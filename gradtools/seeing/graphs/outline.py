@@ -60,7 +60,6 @@ class Box:
         scope: The modules that it ran in, within the block around it.
         name: The name of the call or module of which it is the only operation.
         operands: What it reads, in order.
-        came_back: Data that left the framework and came back here.
         made: The letters of the values that it makes.
         call: The operation with its operands; for an output, its value.
     """
@@ -74,14 +73,8 @@ class Box:
     scope: tuple[str, ...] = ()
     name: str = ""
     operands: list[Operand] = field(default_factory=list)
-    came_back: list[Operand] = field(default_factory=list)
     made: str = ""
     call: str = ""
-
-    @property
-    def reads(self) -> list[Operand]:
-        """All that it reads."""
-        return [*self.operands, *self.came_back]
 
     @property
     def mark(self) -> str:
@@ -93,7 +86,7 @@ class Box:
     @property
     def alert(self) -> str:
         """Why a gradient is lost here, in a few words, or empty."""
-        return next((operand.cut for operand in self.reads if operand.cut), "")
+        return next((operand.cut for operand in self.operands if operand.cut), "")
 
     @property
     def sizes(self) -> list[str]:

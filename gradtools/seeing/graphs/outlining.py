@@ -19,12 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from gradtools.seeing.graphs.attributes import are_numbers, call_text, is_number, text_of
-from gradtools.seeing.graphs.edges import (
-    alive_anyway,
-    lost_links,
-    reads_of,
-    reason,
-)
+from gradtools.seeing.graphs.edges import alive_anyway, lost_links, reads_of
 from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, Value, memory_of
 from gradtools.seeing.graphs.outline import (
     PHASES,
@@ -83,7 +78,7 @@ def outline_of(graph: PlainGraph, *, title: str = "") -> Outline:
             cut=operand.cut,
         )
         for box in flat.boxes
-        for operand in box.reads
+        for operand in box.operands
         for maker in dict.fromkeys(key for key, _ in operand.makers)
     ]
     values = dict(enumerate(flat.values))
@@ -132,12 +127,6 @@ class _InlinedGraph:
         level = _Level(graph, made, {})
         self.entries = self._entries(level, ())
 
-        cut = reason("left_framework")
-        for source, target in graph.outside:  # data that came back as another value
-            number = self._number(level, source)
-            left = Operand(made.get(source, ()), number, "", Dependence.CUT, cut)
-            for key, _ in made.get(target, ()):
-                self.boxes[key].came_back.append(left)
         for i, value in enumerate(graph.outputs):
             makers, known = made.get(value, ()), graph.values[value]
             phase = max((self.boxes[maker].phase for maker, _ in makers), default=0)
@@ -289,7 +278,7 @@ def _place_leaves(boxes: Sequence[Box], roots: Mapping[int, Block]) -> None:
     paths = _paths_to(roots.values())
     readers: dict[int, list[Sequence[Any]]] = {}
     for box in boxes:
-        for maker in (maker for operand in box.reads for maker, _ in operand.makers):
+        for maker in (maker for operand in box.operands for maker, _ in operand.makers):
             readers.setdefault(maker, []).extend([paths[box.key]] if box.key in paths else [])
     # the leaves before and after a child, by its id; those of an empty column by its own
     before, after = dict[int, list[Box]](), dict[int, list[Box]]()

@@ -1,8 +1,7 @@
 """`Recording`: one run of a function as a graph, or the framework's error that ended it.
 
-Each backend implements two functions. `record` runs or traces a function of flat leaves once and
-returns a `Recording`. `vanishing` computes the gradient at given values and returns the operations
-at which a nonzero cotangent became zero or NaN. `diagnosis.py` interprets both.
+Each backend implements `record`. It runs or traces a function of flat leaves once, differentiates
+it at the given values, and returns a `Recording`, which `diagnosis.py` interprets.
 """
 
 from __future__ import annotations
@@ -15,6 +14,7 @@ from gradtools.code_origin import Source
 from gradtools.seeing.graphs.nodes import Node, PlainGraph
 
 Run = Callable[[Sequence[Any]], Sequence[Any]]
+Wanted = Callable[[Any], bool]  # whether a captured array is differentiated like a leaf
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,24 @@ class CapturedParameter:
 
 
 @dataclass(frozen=True)
+class Vanished:
+    """An operation at which the cotangent of a connected leaf became zero or NaN.
+
+    Attributes:
+        node: The operation; its ``operation`` is the neutral name.
+        kind: "cancelled" if nonzero cotangents of several paths, which meet here, add up to zero;
+            "empty" if the operand has no entries, since an index selected nothing; "nan" if the
+            cotangent became NaN or infinite, "nan_value" if the operation's result is that; else
+            empty.
+        operands: The positions of the operands whose cotangent is zero, if known.
+    """
+
+    node: Node
+    kind: str = ""
+    operands: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
 class Recording:
     """One run of a function of flat leaves.
 
@@ -56,38 +74,21 @@ class Recording:
         host_outputs: The indices of outputs that are NumPy arrays or Python numbers.
         stand_ins: For each leaf the name of a captured array that f reads instead: the same
             array, reached by closure, global or attribute. Empty if there is none.
-        wanted: The leaves with PyTorch's requires_grad.
         parameters: The captured arrays with requires_grad.
         reads: For tensors that existed before the run, by id, the numbers of the values that carry
             their gradient: their own, and those of tensors computed from them before.
+        vanished: For each leaf where its gradient becomes zero or NaN; None if it is sound or does
+            not reach. Empty if no gradient was computed.
+        vanished_captured: The same of captured arrays, by id, without those that are sound.
+        spent: Whether no backward pass is possible, because the graph was freed before.
     """
 
     graph: PlainGraph
     refusal: RefusedCall | None = None
     host_outputs: tuple[int, ...] = ()
     stand_ins: tuple[str, ...] = ()
-    wanted: tuple[int, ...] = ()
     parameters: tuple[CapturedParameter, ...] = ()
     reads: Mapping[int, Sequence[int]] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
-class Vanished:
-    """An operation at which the cotangent of a connected leaf became zero at the given values.
-
-    Attributes:
-        node: The operation; its ``operation`` is the neutral name.
-        underflow: Whether the factors are nonzero, but their product underflowed.
-        operands: The positions of the operands whose cotangent is zero, if known.
-        cancelled: Whether the cotangents of several paths, which meet here, cancel.
-        empty: Whether the operand has no entries: an index selected nothing.
-        kind: "nan" if the cotangent became that rather than zero; "nan_value" if the
-            operation's result is NaN or infinite already.
-    """
-
-    node: Node
-    underflow: bool = False
-    operands: tuple[int, ...] = ()
-    cancelled: bool = False
-    empty: bool = False
-    kind: str = ""
+    vanished: tuple[Sequence[Vanished] | None, ...] = ()
+    vanished_captured: Mapping[int, Sequence[Vanished]] = field(default_factory=dict)
+    spent: bool = False

@@ -1,225 +1,103 @@
 """The backward pass of a jaxpr at given values, for `seeing/diagnostics/bad_gradients.py`.
 
-The jaxpr runs once on a tape (`tape.py`) for all leaves of a program, then one cotangent is pulled
-back step by step::
-
-    ct of an operand += pull of a step (ct of its results)
-
-Zeros are propagated, because zero times an infinite slope is NaN, unless JAX itself has symbolic
-zeros there.
+The jaxpr is evaluated equation by equation inside of one `jax.vjp`. Identities around each equation
+note the cotangents of its operands and results when JAX computes them, and whether a value is NaN
+or infinite. Calls, branches and short loops are inlined, so that the operations inside of them are
+seen. The `Graph` of the jaxpr says which operations are differentiable.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
-from functools import cached_property, partial
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradtools.errors import GradtoolsError, is_of
 from gradtools.jax import jaxprs
+from gradtools.jax.jaxprs import is_ref
 from gradtools.jax.trees import is_inexact
 from gradtools.rules import replaced_at
 from gradtools.seeing.diagnostics import bad_gradients
-from gradtools.seeing.diagnostics.bad_gradients import Differentiated, PassedCotangents
-from gradtools.seeing.graphs.derivative_flow import any_of
-from gradtools.seeing.graphs.nodes import Node
-from gradtools.seeing.graphs.recording import Run, Vanished
-from gradtools.seeing.jax.recorded_run import Traced, trace
-from gradtools.seeing.jax.tape import Moving, Tape, TapeStep
+from gradtools.seeing.diagnostics.bad_gradients import BackwardStep
+from gradtools.seeing.graphs.derivative_flow import any_of, links_of
+from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph
+from gradtools.seeing.graphs.recording import Vanished
+
+_UNROLLED = 2000  # the most equations of an unrolled loop
 
 
-def vanishing(
-    run: Run, leaves: Sequence[Any], index: int, held: Sequence[Any] = ()
-) -> list[Vanished] | None:
-    """Where the cotangent of a leaf becomes zero or NaN; None if neither."""
-    traced = trace(run, leaves)
-    if traced not in _known:
-        try:
-            _known[traced] = _examined(traced, leaves)
-        except GradtoolsError:
-            raise
-        except Exception as error:
-            raise GradtoolsError(
-                f"why_zero: the gradient of f raised {type(error).__name__}: {error}"
-            ) from error
-    return _known[traced].get(index)
-
-
-_known: WeakKeyDictionary[Traced, dict[int, list[Vanished] | None]] = WeakKeyDictionary()
-
-
-def _examined(traced: Traced, leaves: Sequence[Any]) -> dict[int, list[Vanished] | None]:
-    """`vanishing` for all leaves."""
-    closed, graph, tape = traced.closed, traced.graph, Tape()
-    args = [tape.moving(x, 1 << i) for i, x in enumerate(leaves)]
-    outs = tape.run(closed, graph, args)
-    back = _Backward(tape, args, outs)
-    grads = back.gradients([*back.leaves])
-    if any(map(_is_nan, grads.values())) and not _is_nan_at_once(closed, leaves):
-        back = _Backward(tape, args, outs, zeros=False)
-    places = bad_gradients.examined(back)
-    if any(map(_is_nan, back.outs)):
-        origins = bad_gradients.ValueOrigins()
-        ends = Tape(origins=origins).run(closed, graph, args)
-        nodes = origins.of(id(y.array) for y in ends)
-        places = {k: bad_gradients.at_origins(of, nodes) for k, of in places.items()}
-    return places
-
-
-def _is_nan_at_once(closed: Any, leaves: Sequence[Any]) -> bool:
-    """Whether a gradient by `jax.vjp` of the whole program is NaN; True if it raises."""
-    inexact = [i for i, x in enumerate(leaves) if is_inexact(x)]
-
-    def fun(*xs: Any) -> list[Any]:
-        full = replaced_at(leaves, inexact, xs)
-        outs = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *full)
-        return [y for y in outs if is_inexact(y)]
-
-    try:
-        outs, pullback = jax.vjp(fun, *[leaves[i] for i in inexact])
-        return any(map(_is_nan, pullback(_seeds(outs))))
-    except Exception:  # some step leaves JAX, which has its own finding
-        return True
-
-
-class _Backward(Differentiated):
-    """A program on a tape, with its backward pass.
+def vanished(
+    closed: Any, graph: PlainGraph, leaves: Sequence[Any]
+) -> tuple[list[Vanished] | None, ...]:
+    """For each leaf the operations at which its gradient becomes zero or NaN; None if it is sound.
 
     Args:
-        tape: The tape.
-        args: The leaves.
-        outs: The results, whose cotangents are random.
-        zeros: Whether zeros are propagated.
+        closed: The program's closed jaxpr.
+        graph: Its graph.
+        leaves: The arrays at which it is differentiated.
     """
+    tape = _Tape()
+    moving = [i for i, x in enumerate(leaves) if is_inexact(x)]
+    args: list[_Moving] = []
+    ends: list[_Moving] = []
 
-    def __init__(
-        self, tape: Tape, args: Sequence[Moving], outs: Sequence[Moving], zeros: bool = True
-    ) -> None:
-        self._steps, self._args, self._zeros = tape.steps, args, zeros
-        self._ends = [y for y in outs if is_inexact(y.array)]
-        self.outs = [y.array for y in self._ends]
-        # what no output depends on differentiably has its own findings
-        reaching = any_of(y.leaves for y in outs)
-        self.leaves = {k: x.array for k, x in enumerate(args) if x.leaves & reaching}
+    def fun(*xs: Any) -> list[Any]:
+        full = replaced_at(leaves, moving, xs)
+        args[:] = [tape.moving(x, 1 << i if i in moving else 0) for i, x in enumerate(full)]
+        ends[:] = tape.run(closed, graph, args)
+        return [y.array for y in ends if is_inexact(y.array)]
 
-    def gradients(self, leaves: Sequence[int]) -> dict[int, Any]:
-        cts = self._run[0]
-        return {k: cts.get(self.key_of(k), jnp.zeros_like(self.leaves[k])) for k in leaves}
-
-    def backward(self, leaves: Sequence[int]) -> Sequence[PassedCotangents]:
-        return self._run[1]
-
-    def key_of(self, leaf: int) -> int:
-        return self._args[leaf].number
-
-    def size(self, x: Any) -> float:
-        return _size(x)
-
-    @cached_property
-    def _run(self) -> tuple[dict[int, Any], list[PassedCotangents]]:
-        """The cotangents of the leaves by number, and the operations."""
-        cts: dict[int, Any] = {}
-        passes = []
-
-        def add(x: Moving, ct: Any) -> None:
-            if ct is not None and x.leaves and (self._zeros or _any(ct)):
-                cts[x.number] = ct if x.number not in cts else cts[x.number] + ct
-
-        for y, seed in zip(self._ends, _seeds(self.outs), strict=True):
-            add(y, seed)
-        for at in reversed(range(len(self._steps))):
-            step = self._steps[at]
-            taken = [cts.pop(y.number, None) for y in step.results.values()]
-            given = {
-                k: ct
-                for k, ct in zip(step.results, taken, strict=True)
-                if ct is not None and (self._zeros or _any(ct))
-            }
-            if not given:
-                continue
-            passed = self._pulled(step, given)
-            tiny = [4 * float(jnp.finfo(ct.dtype).tiny) for ct in given.values()]
-            for x, ct in zip(step.operands.values(), passed, strict=True):
-                add(x, ct)
-            explained = None if step.packs else partial(_explained, step, given)
-            results = [y.number for y in step.results.values()]
-            operands = [x.number for x in step.operands.values()]
-            of_results = [given.get(k) for k in step.results]
-            ends = results, operands, of_results, passed
-            passes.append(PassedCotangents(at, *ends, explained, partial(max, tiny)))
-        return cts, passes[::-1]
-
-    def _pulled(self, step: TapeStep, given: dict[int, Any]) -> list[Any]:
-        """The operands' cotangents; None if the step leaves JAX, which has its own finding."""
-        try:
-            return step.pulled(given, list(step.operands))
-        except Exception as error:
-            closed = jax.make_jaxpr(step.apply)(step.arrays)
-            is_callback = lambda eqn: eqn.primitive.name.endswith("_callback")
-            if not (is_of("jax", error) and any(map(is_callback, jaxprs.equations(closed)))):
-                raise
-        unknown = any_of(x.leaves for x in step.operands.values())
-        self.leaves = {k: x for k, x in self.leaves.items() if not unknown >> k & 1}
-        return [None] * len(step.operands)
-
-
-def _explained(step: TapeStep, given: Mapping[int, Any], path: Sequence[int]) -> tuple[Node, float]:
-    """The node and the size of the cotangents that it passes, without underflow."""
-    stopped = [[*step.operands][k] for k in path]
-    sizes = {k: _size(ct) for k, ct in given.items() if _any(ct)}
-    if not (stopped and sizes):
-        return step.node, 0.0
-    if step.node.mark == "custom rule" and _is_always_zero(step, given, stopped):
-        return replace(step.node, loss="rule"), 0.0
-    sized = {k: given[k] / size for k, size in sizes.items()}
-    return step.node, max(map(_size, step.pulled(sized, stopped))) * max(sizes.values())
-
-
-def _is_always_zero(step: TapeStep, given: Mapping[int, Any], stopped: list[int]) -> bool:
-    """Whether a rule passes zeros at other points, too."""
-    rng = np.random.default_rng(0)
-    ones = {k: jnp.ones_like(ct) for k, ct in given.items()}
-    for _ in range(3):
-        arrays = [
-            jnp.asarray(rng.normal(size=x.shape), x.dtype) if is_inexact(x) else x
-            for x in step.arrays
+    outs, pullback = jax.vjp(fun, *[leaves[i] for i in moving])
+    reaching = any_of(y.leaves for y in ends)  # others have their own findings
+    grads = dict(zip(moving, pullback(_seeds(outs)), strict=True))
+    sizes = {args[i].number: _size(ct) for i, ct in grads.items() if ct.size and reaching >> i & 1}
+    places = bad_gradients.lost_at_values(tape.steps, sizes)
+    result = [places.get(x.number) for x in args]
+    if not all(math.isfinite(_size(y)) for y in outs):
+        numbers = [y.number for y in ends]
+        nodes = bad_gradients.origins_of_bad_values(tape.flows, tape.bad, numbers)
+        result = [
+            bad_gradients.at_origins(of, nodes) if x.number in sizes else of
+            for x, of in zip(args, result, strict=True)
         ]
-        try:
-            pulled = step.pulled(ones, stopped, arrays)
-        except Exception:  # outside of its domain nothing can be concluded
-            return False
-        if any(map(_any, pulled)):
-            return False
-    return True
+    return tuple(result)
 
 
-# --- arrays ------------------------------------------------------------------------------
+# --- what is noted of an array -----------------------------------------------------------
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _noted(value: Callable[[Any], None], cotangent: Callable[[Any], None], x: Any) -> Any:
+    """x, with calls of `value(x)` and, when it is differentiated, of `cotangent(its cotangent)`."""
+    value(x)
+    return x
+
+
+def _noted_forward(value: Any, cotangent: Any, x: Any) -> tuple[Any, None]:
+    value(x)
+    return x, None
+
+
+def _noted_backward(value: Any, cotangent: Any, _: None, ct: Any) -> tuple[Any]:
+    cotangent(ct)
+    return (ct,)
+
+
+_noted.defvjp(_noted_forward, _noted_backward)
+
+
+def _nothing(x: Any) -> None:
+    """Notes nothing."""
 
 
 def _size(x: Any) -> float:
     """The greatest modulus of an array's entries; NaN if one is NaN."""
-    return float(jnp.max(jnp.abs(x))) if x is not None and x.size else 0.0
-
-
-def _is_nan(x: Any) -> bool:
-    return not math.isfinite(_size(x))
-
-
-def _any(x: Any) -> bool:
-    """Whether an array has a nonzero entry; on the CPU without compiling anything."""
-    if x.is_fully_addressable and all(d.platform == "cpu" for d in x.devices()):
-        return bool(np.any(np.asarray(x) != 0))
-    return bool(_is_any_nonzero(x))
-
-
-_is_any_nonzero = jax.jit(lambda x: jnp.any(x != 0))
+    return float(np.max(np.abs(np.asarray(x)))) if x.size else 0.0
 
 
 def _seeds(outs: Sequence[Any]) -> list[Any]:
@@ -228,3 +106,190 @@ def _seeds(outs: Sequence[Any]) -> list[Any]:
     if len(outs) == 1 and outs[0].size == 1:
         return [jnp.ones_like(outs[0])]
     return [jnp.asarray(rng.uniform(0.5, 1.5, y.shape), y.dtype) for y in outs]
+
+
+# --- the evaluation ----------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Moving:
+    """An array on the tape.
+
+    Attributes:
+        array: The array.
+        leaves: A bit mask of the leaves on which it depends differentiably.
+        number: Its number on the tape.
+    """
+
+    array: Any
+    leaves: int
+    number: int
+
+
+@dataclass
+class _Reference:
+    """A mutable reference (`jax.new_ref`) on the tape; its content is what was last written."""
+
+    content: _Moving
+
+
+class _Tape:
+    """Evaluates a jaxpr along its graph.
+
+    Attributes:
+        steps: The differentiable operations, whose sizes are filled in by the backward pass.
+        flows: All operations, each with the numbers of its operands and results.
+        bad: The numbers of the arrays that have a NaN or infinite entry.
+    """
+
+    def __init__(self) -> None:
+        self.steps: list[BackwardStep] = []
+        self.flows: list[tuple[Node, list[int], list[int]]] = []
+        self.bad: set[int] = set()
+        self._count = 0
+
+    def run(self, closed: Any, graph: PlainGraph, args: Sequence[_Moving]) -> list[_Moving]:
+        consts = [
+            _Reference(self.moving(const[...])) if is_ref(var) else self.moving(const)
+            for var, const in zip(closed.jaxpr.constvars, closed.consts, strict=True)
+        ]
+        return [*map(_content, self._jaxpr(closed.jaxpr, graph, [*consts, *args]))]
+
+    def moving(self, array: Any, leaves: int = 0) -> _Moving:
+        self._count += 1
+        return _Moving(array, leaves if is_inexact(array) else 0, self._count)
+
+    def _jaxpr(self, jaxpr: Any, graph: PlainGraph, args: Sequence[Any]) -> list[Any]:
+        def step(i: int, eqn: Any, entries: list[Any]) -> list[Any]:
+            operands, node = [*map(_content, entries)], graph.nodes[i]
+            if any(x.leaves for x in operands):
+                inlined = self._inlined(eqn, node, operands)
+                if inlined:
+                    return inlined
+            full, masks = Dependence.DIFFERENTIABLE, [x.leaves for x in operands]
+            leaves = [
+                any_of(mask for link, mask in zip(row, masks, strict=True) if link == full)
+                for row in links_of(graph, node)
+            ]
+            outs = self._step(partial(_evaluated, eqn), operands, leaves, node)
+            written = [x for x in entries if isinstance(x, _Reference)]
+            for reference, content in zip(written, outs[len(eqn.outvars) :], strict=False):
+                reference.content = content
+            return [
+                _Reference(y) if is_ref(var) else y
+                for var, y in zip(eqn.outvars, outs, strict=False)
+            ]
+
+        constant = lambda literal: self.moving(np.asarray(literal.val, literal.aval.dtype))
+        return jaxprs.interpreted(jaxpr, args, step, constant)
+
+    def _step(
+        self,
+        apply: Callable[[Sequence[Any]], Sequence[Any]],
+        operands: Sequence[_Moving],
+        leaves: Sequence[int],
+        node: Node,
+        packs: bool = False,
+    ) -> list[_Moving]:
+        """Evaluates one operation; packs: It only stacks or unstacks a loop's arrays."""
+        arrays = [x.array for x in operands]
+        given, passed = list[float | None](), list[float | None]()
+        if any(leaves):
+            for i, x in enumerate(operands):
+                if x.leaves:
+                    arrays[i] = _noted(_nothing, _noting(passed), x.array)
+        else:  # nothing is differentiated here, and JAX may not be able to
+            arrays = [jax.lax.stop_gradient(x) if is_inexact(x) else x for x in arrays]
+
+        outs = []
+        for y, of in zip(apply(arrays), leaves, strict=False):
+            number = self._count + 1
+            if is_inexact(y):
+                y = _noted(partial(self._look, number), _noting(given) if of else _nothing, y)
+            outs.append(self.moving(y, of))
+        self.flows.append((node, [x.number for x in operands], [y.number for y in outs]))
+        entering, leaving = [x for x in operands if x.leaves], [y for y in outs if y.leaves]
+        if entering and leaving:
+            empty = {k for k, x in enumerate(entering) if not x.array.size}
+            numbers = [y.number for y in leaving], [x.number for x in entering]
+            self.steps.append(BackwardStep(None if packs else node, *numbers, given, passed, empty))
+        return outs
+
+    def _look(self, number: int, x: Any) -> None:
+        """Notes whether an array has a NaN or infinite entry."""
+        if not math.isfinite(_size(x)):
+            self.bad.add(number)
+
+    # --- inlining
+
+    def _inlined(self, eqn: Any, node: Node, operands: Sequence[_Moving]) -> list[_Moving] | None:
+        name, inner = eqn.primitive.name, jaxprs.bodies(eqn)
+        if not inner or any(body.jaxpr.constvars for body in inner):  # their values are unknown
+            return None
+        if name == "cond":
+            k = min(max(int(operands[0].array), 0), len(inner) - 1)
+            return self._body(node, k, inner[k], operands)
+        if name == "scan":
+            return self._loop(eqn, node, inner[0], operands)
+        if name in jaxprs.CALLS:
+            return self._body(node, 0, inner[0], operands)
+        return None
+
+    def _body(self, node: Node, k: int, inner: Any, operands: Sequence[_Moving]) -> list[_Moving]:
+        args = [operands[i] for i in inner.inputs]
+        return self._jaxpr(inner.jaxpr, node.bodies[k].graph, args)
+
+    def _loop(
+        self, eqn: Any, node: Node, inner: Any, operands: Sequence[_Moving]
+    ) -> list[_Moving] | None:
+        length = eqn.params["length"]
+        if not length or length * len(inner.jaxpr.eqns) > _UNROLLED:
+            return None
+        consts, carried = jaxprs.scan_counts(eqn)
+        first, carry = operands[:consts], list(operands[consts : consts + carried])
+        columns = [
+            self._step(_rows, [x], [x.leaves] * length, node, packs=True)
+            for x in operands[consts + carried :]
+        ]
+        rounds: list[Any] = [None] * length
+        for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
+            rows = [column[i] for column in columns]
+            outs = self._body(node, 0, inner, [*first, *carry, *rows])
+            carry, rounds[i] = outs[:carried], outs[carried:]
+        stacked = lambda arrays: [jnp.stack(arrays)]
+        for column in zip(*rounds, strict=True):
+            leaves = [any_of(x.leaves for x in column)]
+            carry += self._step(stacked, column, leaves, node, packs=True)
+        return carry
+
+
+def _noting(sizes: list[float | None]) -> Callable[[Any], None]:
+    """A function that puts the size of a cotangent in the list's next place."""
+    place = len(sizes)
+    sizes.append(None)
+
+    def note(ct: Any) -> None:
+        sizes[place] = _size(ct)
+
+    return note
+
+
+def _evaluated(eqn: Any, arrays: Sequence[Any]) -> list[Any]:
+    """An equation as a function of arrays: mutable references enter and leave by their contents."""
+    operands = [
+        jax.new_ref(x) if is_ref(var) else x for var, x in zip(eqn.invars, arrays, strict=True)
+    ]
+    results = zip(eqn.outvars, jaxprs.bound(eqn, operands), strict=True)
+    outs = [y[...] if is_ref(var) else y for var, y in results]
+    if eqn.primitive.name in ("freeze", "free_ref"):  # the reference is not read again
+        return outs
+    return outs + [x[...] for v, x in zip(eqn.invars, operands, strict=True) if is_ref(v)]
+
+
+def _content(entry: Any) -> _Moving:
+    return entry.content if isinstance(entry, _Reference) else entry
+
+
+def _rows(arrays: Sequence[Any]) -> Sequence[Any]:
+    (x,) = arrays
+    return list(jnp.unstack(x)) if is_inexact(x) else [x[i] for i in range(len(x))]

@@ -11,7 +11,7 @@ PyTorch saves x for the backward pass of sin, JAX computes cos x in the forward 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import islice
@@ -27,7 +27,6 @@ from gradtools.jax._upstream import Literal, scopes_of
 from gradtools.jax.trees import conj, is_inexact
 from gradtools.rules import replaced_at
 from gradtools.seeing.graphs.derivative_flow import dependence_matrix
-from gradtools.seeing.graphs.edges import phases_of
 from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, needed, node_in_phase
 from gradtools.seeing.graphs.passes import (
     BACKWARD,
@@ -172,7 +171,7 @@ def _in_passes(
     phase_of = dict(zip(whole.inputs, entering, strict=True))
     phases = _phases(whole, phase_of)
     same: dict[int, int] = {}
-    pairs: list[tuple[Node, int | None]] = []  # each node with the forward equation it is from
+    nodes: list[Node] = []
     for node, phase, eqn in zip(whole.nodes, phases, closed.jaxpr.eqns, strict=True):
         derived = (name for name, _ in scopes_of(eqn) if name.startswith(_STEP))
         step = next((int(name.removeprefix(_STEP)) for name in derived), None)
@@ -181,7 +180,7 @@ def _in_passes(
         if node.operation == "stop" and (node.phase or node.mark in _RULES):  # not the user's
             same[node.outputs[0]] = node.inputs[0]
         else:
-            pairs.append((node, step))
+            nodes.append(node)
 
     leaving = [(same.get(v, v), name) for v, name in zip(whole.outputs, names, strict=True)]
     ends = [  # without the second gradients that no gradient's cotangent reaches: always zero
@@ -190,12 +189,8 @@ def _in_passes(
         if not name.startswith(second_gradient_of("")) or phase_of.get(value, FORWARD) == SECOND
     ]
 
-    nodes = [node for node, _ in pairs]
     outputs = tuple(value for value, _ in ends)
-    alive = needed(nodes, outputs)
-    nodes, steps = [nodes[i] for i in alive], [pairs[i][1] for i in alive]
-    saved = _saved(nodes, steps, set(whole.captured[len(closed.consts) :]))
-    nodes = [replace(node, saved=saved.get(i, ())) for i, node in enumerate(nodes)]
+    nodes = [nodes[i] for i in needed(nodes, outputs)]
     read = {value for node in nodes for value in node.inputs}.union(outputs)
     captured = tuple(value for value in whole.captured if value in read)
     whole = replace(whole, nodes=tuple(nodes), outputs=outputs, captured=captured)
@@ -239,19 +234,3 @@ def _attributed(node: Node, phase: int, origin: Node | None) -> Node:
         named = {**node.attributes, "rule": origin.attributes["name"]}
         node = replace(node, attributes=MappingProxyType(named))
     return replace(node, links=None, loss=None) if mark in _RULES else node
-
-
-def _saved(
-    nodes: Sequence[Node], steps: Sequence[Any], literals: set[int]
-) -> Mapping[int, tuple[int, ...]]:
-    """Residuals: the values that later passes of a step read, by the last node of each step."""
-    last = {(step, node.phase): i for i, (node, step) in enumerate(zip(nodes, steps, strict=True))}
-    phases = phases_of(nodes)
-    result: dict[int, tuple[int, ...]] = {}
-    for node, step in zip(nodes, steps, strict=True):
-        for value in node.inputs:
-            keeper = last.get((step, phases[value]))
-            kept = node.phase > phases[value] and value not in literals
-            if kept and keeper is not None and value not in result.get(keeper, ()):
-                result[keeper] = (*result.get(keeper, ()), value)
-    return result

@@ -19,15 +19,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from gradtools.errors import GradtoolsError
 from gradtools.jax.known_errors import refused_number
 from gradtools.jax.module_arguments import module_kinds
 from gradtools.jax.recomputing import stateful
+from gradtools.seeing.graphs.derivative_flow import behind
 from gradtools.seeing.graphs.gradient_losses import losses
-from gradtools.seeing.graphs.nodes import PlainGraph
+from gradtools.seeing.graphs.nodes import Dependence, PlainGraph
 from gradtools.seeing.graphs.reachable import named_objects
-from gradtools.seeing.graphs.recording import Recording, RefusedCall, Run
+from gradtools.seeing.graphs.recording import Recording, RefusedCall, Run, Wanted
 from gradtools.seeing.jax.concrete_tracing import jaxpr_with_answers
 from gradtools.seeing.jax.graphs import graph_of
+from gradtools.seeing.jax.lost_gradients import vanished
 from gradtools.seeing.jax.source_lines import source_of_error
 
 LEAVING = (
@@ -37,8 +40,16 @@ LEAVING = (
 )
 
 
-def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
-    """Records a function of flat leaves as a graph."""
+def record(
+    run: Run,
+    leaves: Sequence[Any],
+    names: Sequence[str],
+    wanted: Wanted = lambda x: False,
+) -> Recording:
+    """Records a function of flat leaves as a graph and differentiates it.
+
+    wanted: Unused; captured arrays of JAX are constants.
+    """
     result = captured_arrays(run)
     try:
         traced = trace(run, leaves)
@@ -50,7 +61,24 @@ def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
     traced.graph = graph_of(traced.closed, names, captured=result)
     read = set(map(id, traced.closed.consts))
     stand_ins = [result.get(id(leaf), "") if id(leaf) in read else "" for leaf in leaves]
-    return Recording(traced.graph, host_outputs=traced.host_outputs, stand_ins=tuple(stand_ins))
+    matters = behind(traced.graph, tuple(traced.graph.outputs))
+    connected = any(matters.get(v) == Dependence.DIFFERENTIABLE for v in traced.graph.inputs)
+    places: tuple[Any, ...] = ()
+    if connected:
+        try:
+            places = vanished(traced.closed, traced.graph, leaves)
+        except GradtoolsError:
+            raise
+        except Exception as error:
+            raise GradtoolsError(
+                f"why_zero: the gradient of f raised {type(error).__name__}: {error}"
+            ) from error
+    return Recording(
+        traced.graph,
+        host_outputs=traced.host_outputs,
+        stand_ins=tuple(stand_ins),
+        vanished=places,
+    )
 
 
 def rerun(run: Run, leaves: Sequence[Any]) -> Sequence[Any]:

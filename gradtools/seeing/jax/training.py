@@ -8,8 +8,7 @@ an array whose update is zero, while others are not, is one that it does not cha
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
@@ -22,7 +21,7 @@ from gradtools.jax.known_errors import flax_explained
 from gradtools.jax.module_arguments import module_kinds, opened, part_of
 from gradtools.jax.recomputing import stateful
 from gradtools.jax.trees import is_inexact
-from gradtools.seeing.diagnostics.training import STATIC, TABLE, HeldArray, Optimised
+from gradtools.seeing.diagnostics.training import HeldArray, Optimised
 from gradtools.seeing.jax.recorded_run import trace
 
 
@@ -75,43 +74,12 @@ def are_parameters(f: Any, x: Any) -> bool:
 def held(caller: str, model: Any) -> list[HeldArray]:
     """The arrays of a model, or of a tree of models and arrays."""
     result = [HeldArray(name, x) for name, x in _named(part_of(model)) if _is_floating(x)]
-    result += _not_leaves(model)
     if not result:
         raise GradtoolsError(
             f"{caller}: model is {with_article(type(model).__name__)} without floating arrays; "
             "expected a module of equinox or flax.nnx, or a pytree of parameters."
         )
     return list({id(one.array): one for one in reversed(result)}.values())[::-1]
-
-
-def _not_leaves(model: Any) -> Iterator[HeldArray]:
-    """Floating arrays of modules that are not parameters: buffers and static fields."""
-    kinds = module_kinds()
-    nnx, equinox = sys.modules.get("flax.nnx"), sys.modules.get("equinox")
-    is_module = lambda x: isinstance(x, kinds)
-    tops = jax.tree.leaves_with_path(model, is_leaf=is_module) if kinds else []
-    for path, top in tops:
-        if nnx is not None and isinstance(top, nnx.Pytree):
-            other = nnx.Not(nnx.Any(nnx.Param, nnx.BatchStat, nnx.RngState, nnx.OptState))
-            buffers = _named(nnx.state(top, other), path)
-            yield from (HeldArray(name, x, TABLE) for name, x in buffers if _is_floating(x))
-        elif equinox is not None and isinstance(top, equinox.Module):
-            yield from _static(equinox, top, _name(path))
-
-
-def _static(equinox: Any, module: Any, name: str) -> Iterator[HeldArray]:
-    """The arrays in static fields of an equinox module and of its parts."""
-    is_module = lambda x: isinstance(x, equinox.Module)
-    for field in fields(module):
-        value = getattr(module, field.name, None)
-        here = f"{name}.{field.name}" if name else field.name
-        if field.metadata.get("static"):
-            arrays = (named for named in _named(value, [here]) if isinstance(named[1], jax.Array))
-            yield from (HeldArray(name, x, STATIC) for name, x in arrays if is_inexact(x))
-            continue
-        for path, part in jax.tree.leaves_with_path(value, is_leaf=is_module):
-            if is_module(part):
-                yield from _static(equinox, part, _name((here, *path)))
 
 
 def _is_floating(x: Any) -> bool:

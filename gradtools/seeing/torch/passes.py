@@ -12,26 +12,21 @@ taken again of what was written, and its base is updated in the place of the vie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from types import MappingProxyType
 from typing import Any
 
 import torch
 
 from gradtools.errors import RuntimeRefusal, is_of, warn
-from gradtools.seeing.graphs.attributes import number_text
 from gradtools.seeing.graphs.nodes import (
     Dependence,
-    Node,
     PlainGraph,
-    even_links,
     needed,
     shared_length,
 )
 from gradtools.seeing.graphs.passes import (
-    CUSTOM,
     FORWARD,
     INNER,
     SECOND,
@@ -42,20 +37,18 @@ from gradtools.seeing.graphs.passes import (
 )
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.torch.live_graph import graph_of_outputs
-from gradtools.seeing.torch.operands import SAME, AtenCall
-from gradtools.seeing.torch.recording import operations
 from gradtools.seeing.torch.recording.autograd_functions import name_and_mark
 from gradtools.seeing.torch.recording.observation import recording_run
-from gradtools.seeing.torch.recording.recorder import Origin, Recorder
-from gradtools.seeing.torch.recording.values import Write, numbers_in
+from gradtools.seeing.torch.recording.recorder import Origin
+from gradtools.seeing.torch.recording.run_recorder import RunRecorder
 from gradtools.seeing.torch.undo import Undo, copied
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import leaves_of
 from gradtools.torch.function_modes import PlainKernels
 from gradtools.torch.functorch_wrappers import is_inexact, tensors_in
 from gradtools.torch.known_errors import NO_DERIVATIVE, kernel_without
-from gradtools.torch.operation_marks import DERIVATIVE, marked, reason_of_detach
 from gradtools.torch.operation_marks import mark as mark_of_running
+from gradtools.torch.operation_marks import marked
 
 Tensor = torch.Tensor
 _CUT, _ZERO = Dependence.CUT, Dependence.ZERO_DERIVATIVE
@@ -150,99 +143,36 @@ def _is_tracked(y: Any) -> bool:
 # --- recording ---------------------------------------------------------------------------
 
 
-@dataclass
-class _RecordedNode:
-    """A node, and what is known when it runs."""
-
-    node: Node
-    sequence: int
-    grad_enabled: bool
-    inner: bool = False  # part of a derivative that f itself takes
-
-
-class _PassRecorder(Recorder[int]):
+class _PassRecorder(RunRecorder):
     """Records the aten operations of each pass; `hooked`: with saved-tensor hooks."""
 
-    caller, needs_rules = "gradient_graph", False
+    caller = "gradient_graph"
 
     def __init__(self, undo: Undo, hooked: bool) -> None:
         super().__init__(undo)
-        self.made: list[_RecordedNode] = []
         self.levels = "rules", *(["saved"] if hooked else []), "operations"
-        self._phase = FORWARD
-        self._origins: dict[int, Origin] = {}
         self._packed: list[tuple[int, int, int]] = []  # sequence, number, phase
-        self._tracked: dict[int, bool] = {}
         self._makers: dict[int, tuple[Any, tuple[str, ...]]] = {}  # autograd's node, the modules
-        self._views: dict[int, Node] = {}  # by the first number of the tensor that it made
-        self._first: dict[int, int] = {}  # of a tensor that was written to, its first number
 
     # --- what runs
 
     def run_pass(self, phase: int, fun: Callable[[], Any]) -> Any:
         """Runs `fun()` and records its operations in this pass."""
-        self._phase = phase
+        self.phase = phase
         with marked(""):
             return self.run(fun)
 
-    def operated(self, call: AtenCall) -> Any:
-        """Records an aten operation."""
-        if call.raw == "lift_fresh" and call.args[0].shape:  # a tensor of Python numbers
-            out = call.run()
-            self._write(call, (), [out], ())
-            return out
-        written = self.keep_written(call)
-        before = [self.number_of(x) for x in written]
-        given = call.operands()
-        numbers = [self.number_of(x) for x in given]
-        out = call.run()
-        outs = [*written, *(y for y in tensors_in(out) if all(y is not x for x in written))]
-        if call.raw in SAME and not self._stops(call.raw, given[0]):
-            self.hold(outs[0], numbers[0])
-        elif outs or isinstance(out, bool | int | float | complex):
-            self._write(call, numbers, outs if outs else [out], written)
-            for x, number in zip(written, before, strict=True):
-                self._first[self.number_of(x)] = self._first.get(number, number)
-        return out
-
-    def _stops(self, name: str, x: Tensor) -> bool:
-        """Whether the user stops a gradient here, rather than a rule or autograd itself."""
-        if name != "detach" or self._phase or self.rules or not x.requires_grad:
-            return False
-        return not (mark_of_running() or reason_of_detach() == DERIVATIVE)
-
-    def _write(
-        self, call: AtenCall, numbers: Sequence[int], outs: Sequence[Any], written: Sequence[Tensor]
-    ) -> None:
-        name = call.name
-        if name + "_" in operations.OVERWRITES and written:
-            numbers = numbers[len(written) :]
-        if name in operations.NO_DATA:
-            numbers = ()
-        sequence, origin = upstream.nodes_made() - 1, self.origin()  # type: ignore[attr-defined]
-        self._origins.setdefault(sequence, origin)
-        made, running = [self.new(y) for y in outs], upstream.current_node()
-        if self._phase and running is not None and name == "add" and len(numbers) == 2:
-            # Autograd sums what comes over two paths as the last that it does for the second of
-            # them. The sum belongs to the modules around both.
+    def origin_of_sum(
+        self, name: str, numbers: Sequence[int], made: Sequence[int], running: Any, origin: Origin
+    ) -> Origin:
+        """The origin; a sum of cotangents by autograd belongs to the modules around both."""
+        if self.phase and running is not None and name == "add" and len(numbers) == 2:
+            # Autograd sums what comes over two paths as the last that it does for the second.
             nodes, scopes = zip(*[self._makers.get(n, (None, ())) for n in numbers], strict=True)
             if None not in nodes and nodes.count(running) == 1 and not self.rules:
                 origin = replace(origin, scope=scopes[0][: shared_length(scopes)])
         self._makers.update((number, (running, origin.scope)) for number in made)
-        operation, attributes = call.said(outs)
-        if origin.rule and origin.mark == CUSTOM:
-            attributes = MappingProxyType({**attributes, "rule": origin.rule})
-        native, more = f"aten.{call.raw}", {"attributes": attributes, "phase": self._phase}
-        node = self.node(operation, native, numbers, made, origin, **more)
-        inner = not self._phase and running is not None
-        self.made.append(_RecordedNode(node, sequence, torch.is_grad_enabled(), inner))
-        for y, number in zip(outs, made, strict=True):
-            if isinstance(y, Tensor):
-                if any(y is x for x in written):
-                    self.table.write(y, number, origin)
-                elif call.func.is_view and len(outs) == 1:
-                    self._views[number] = node
-                self.hold(y, number)
+        return origin
 
     def origin(self) -> Origin:
         """The running line, modules and mark; in later passes those of the forward operation."""
@@ -250,8 +180,8 @@ class _PassRecorder(Recorder[int]):
         rule, own = next((known for known in self.rules if known[1]), ("", ""))
         source, mark = here.source, managed or own or here.mark
         running = upstream.current_node()
-        of = self._origins.get(-1 if running is None else upstream.sequence_of(running), Origin())
-        if not self._phase:  # in a derivative that f itself takes, f's own lines take precedence
+        of = self.origins.get(-1 if running is None else upstream.sequence_of(running), Origin())
+        if not self.phase:  # in a derivative that f itself takes, f's own lines take precedence
             return Origin(source or of.source, here.scope, mark, rule)
         summed = upstream.is_summed_by_autograd(running)
         inherited, rule = ("", "") if summed else (of.mark, rule or of.rule)
@@ -267,7 +197,7 @@ class _PassRecorder(Recorder[int]):
             out = apply(*args, **kwargs)
             for y in tensors_in(out):  # it may compute nothing forward, and something backward
                 if y.grad_fn is not None:
-                    self._origins.setdefault(upstream.sequence_of(y.grad_fn), self.origin())
+                    self.origins.setdefault(upstream.sequence_of(y.grad_fn), self.origin())
             return out
 
     # --- what is saved
@@ -278,7 +208,7 @@ class _PassRecorder(Recorder[int]):
             number = self.of(x)
             kept = x.detach()
             sequence = upstream.nodes_made() - 1  # type: ignore[attr-defined]
-            self._packed.append((sequence, number, self._phase))
+            self._packed.append((sequence, number, self.phase))
             self.hold(kept, number)
             return kept, upstream.version_of(kept)
 
@@ -307,62 +237,6 @@ class _PassRecorder(Recorder[int]):
                 result[i] = tuple(dict.fromkeys((*result.get(i, ()), number)))
         return result
 
-    # --- numbers of tensors
-
-    def hold(self, x: Tensor, value: int) -> None:
-        """Gives x this number; the storage's first value becomes its base."""
-        super().hold(x, value)
-        memory = self.table.memory(x)
-        if memory is not None and memory.value != value:
-            self.values[value] = replace(self.values[value], base=memory.value)
-
-    def number_of(self, y: Any) -> int:
-        """The value number of a tensor or of a Python number."""
-        if isinstance(y, Tensor):
-            return self.of(y)
-        number = self.new(y, number_text(y) if isinstance(y, int | float | complex) else "")
-        self.captured[number] = None
-        return number
-
-    def of(self, x: Tensor) -> int:
-        """The number of a tensor; of the forward pass it is noted whether a derivative flows."""
-        number = super().of(x)
-        if not self._phase:
-            self._tracked[number] = self._tracked.get(number, False) or x.requires_grad
-        return number
-
-    def met(self, x: Tensor) -> int:
-        """The number of what f holds."""
-        number = self.new(x, self.names.get(id(x)) or numbers_in(x))
-        self.capture(x, number)
-        return number
-
-    def rewritten(self, x: Tensor, before: int, writes: Sequence[Write[int]]) -> int:
-        """Adds an update node for each write to x's storage since it was last seen."""
-
-        def first(number: int) -> int:
-            return self._first.get(number, number)
-
-        for write in writes:
-            number = self.new(x)
-            view, part = (self._views.get(first(n)) for n in (before, write.value))
-            operation, given = "update", [before, write.value]
-            attributes: Mapping[str, Any] = MappingProxyType({})
-            if view is not None and first(view.inputs[0]) == first(write.value):
-                operation, given, attributes = view.operation, [write.value], view.attributes
-            elif part is not None and first(part.inputs[0]) == first(before):
-                if part.operation == "reshape":
-                    shape = MappingProxyType({"shape": tuple(x.shape)})
-                    operation, given, attributes = "reshape", [write.value], shape
-                elif part.operation == "slice":
-                    attributes = part.attributes
-            more = {"attributes": attributes, "phase": self._phase}
-            node = self.node(operation, "update", given, [number], write.by, **more)
-            self.made.append(_RecordedNode(node, -1, torch.is_grad_enabled()))
-            self._first[number] = first(before)
-            before = number
-        return before
-
     # --- captured tensors
 
     def parameters(self, outs: Any, given: Any) -> dict[str, Tensor]:
@@ -384,7 +258,10 @@ class _PassRecorder(Recorder[int]):
     def graph(self, ends: _Ends, order: int) -> PlainGraph:
         """The recorded graph, without dead code of the later passes."""
         saved = self._saved(order)
-        nodes = [replace(self._linked(m), saved=saved.get(i, ())) for i, m in enumerate(self.made)]
+        nodes = [replace(self.linked(m), saved=saved.get(i, ())) for i, m in enumerate(self.made)]
+        for i, made in enumerate(self.made):
+            if made.inner:
+                nodes[i] = replace(nodes[i], mark=nodes[i].mark or INNER)
         stays = lambda node: not (node.phase or node.mark)  # keep dead code that f itself runs
         nodes = [nodes[i] for i in needed(nodes, ends.outputs, stays)]
         read = {value for node in nodes for value in node.inputs}.union(ends.outputs)
@@ -392,29 +269,6 @@ class _PassRecorder(Recorder[int]):
         inputs, outputs = tuple(ends.inputs), tuple(ends.outputs)
         graph = PlainGraph(tuple(nodes), self.values, inputs, outputs, captured)
         return with_named_outputs(graph, ends.names)
-
-    def _linked(self, made: _RecordedNode) -> Node:
-        """A node with its links; those of derivatives that f itself takes are marked `INNER`.
-
-        The links of a node of f are cut or zero if it passes no derivative on.
-        """
-        node, values = made.node, self.values
-        entering = any(self._tracked.get(v, False) for v in node.inputs)
-        if entering and not (node.phase or node.mark):
-            name = node.native.removeprefix("aten.").strip("_")
-            inexact = [v for v in node.outputs if values[v].is_inexact]
-            known = [self._tracked[v] for v in inexact if v in self._tracked]
-            link, loss = _CUT, ""
-            if name in operations.ZERO_DERIVATIVE:
-                link, loss = _ZERO, "zero_derivative"
-            elif name == "local_scalar_dense":
-                loss = "left_framework"
-            elif name == "detach" or not inexact or (known and not any(known)):
-                whole = len(inexact) == len(node.outputs)
-                loss = operations.loss_of(name, made.grad_enabled, whole)
-            if loss:
-                node = replace(node, links=even_links(node, values, link), loss=loss)
-        return replace(node, mark=node.mark or INNER) if made.inner else node
 
 
 __all__ = ["gradient_graph", "graph_of_outputs"]

@@ -19,12 +19,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from gradtools.errors import is_of
 from gradtools.seeing.graphs.derivative_flow import backward, forward
 from gradtools.seeing.graphs.nodes import Dependence, PlainGraph, grouped
-from gradtools.seeing.graphs.recording import CapturedParameter, Recording, Run
-from gradtools.seeing.torch.recording.calls import CallRecorder
-from gradtools.seeing.torch.recording.observation import ObservedRun, observed, watchable
-from gradtools.seeing.torch.undo import looked_up, rerun
+from gradtools.seeing.graphs.recording import CapturedParameter, Recording, Run, Vanished, Wanted
+from gradtools.seeing.torch.lost_gradients import vanished
+from gradtools.seeing.torch.recording.connections import ConnectionRecorder
+from gradtools.seeing.torch.recording.observation import observed, watchable
+from gradtools.seeing.torch.undo import rerun
 from gradtools.torch.autograd_graph import leaves_of
 
 Tensor = torch.Tensor
@@ -34,40 +36,58 @@ _MOST = 8  # lines that are tried, with up to three runs each
 __all__ = ["is_model", "record", "repeatable", "rerun", "watchable"]
 
 
-def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
-    """Records one run as a graph and undoes its effects."""
+def record(
+    run: Run,
+    leaves: Sequence[Any],
+    names: Sequence[str],
+    wanted: Wanted = lambda x: False,
+) -> Recording:
+    """Records one run as a graph, differentiates it, and undoes its effects.
+
+    wanted: The captured tensors that are differentiated besides the leaves.
+    """
+    places: dict[int, list[Vanished]] = {}
+    spent = False
     with observed(run, leaves, names) as seen:
-        recorder = seen.recorder
         if seen.refusal is not None:
-            return Recording(recorder.graph(seen.inputs, []), seen.refusal)
+            return Recording(seen.graph(), seen.refusal[1])
         before = _copies(seen.outs)
-    _follow(run, seen, before)
+        try:
+            own = {id(x) for x in seen.aliases}
+            examined: Wanted = lambda x: id(x) in own or wanted(x)
+            places = vanished(seen, examined)
+        except RuntimeError as error:  # the graph was freed, or holds a reentrant checkpoint
+            if not is_of("torch", error):
+                raise
+            spent = True
+    _follow(run, leaves, seen, before)
 
     stand_ins = []
     reads: dict[int, list[int]] = {}
     for leaf in leaves:
-        captured = recorder.captured.values() if isinstance(leaf, Tensor) else ()
+        captured = seen.captured_tensors.values() if isinstance(leaf, Tensor) else ()
         same = [x for x in captured if _is_same_memory(x, leaf)]
-        stand_ins.append(recorder.names.get(id(same[0]), "a captured tensor") if same else "")
-    for number, x in recorder.captured.items():
+        stand_ins.append(seen.names.get(id(same[0]), "a captured tensor") if same else "")
+    for number, x in seen.captured_tensors.items():
         reads.setdefault(id(x), []).append(number)
         for leaf in leaves_of([x]) if x.grad_fn is not None else ():
             reads.setdefault(id(leaf), []).append(number)
 
     own = {id(x) for x in leaves}
     parameters = [
-        CapturedParameter(recorder.names[key], reads.get(key, ()), x)
-        for key, x in recorder.reachable.items()
+        CapturedParameter(seen.names[key], reads.get(key, ()), x)
+        for key, x in seen.reachable.items()
         if x.requires_grad and x.is_leaf and key not in own
     ]
-    wanted = [k for k, x in enumerate(leaves) if isinstance(x, Tensor) and x.requires_grad]
     return Recording(
-        recorder.graph(seen.inputs, seen.outputs),
+        seen.graph(),
         host_outputs=tuple([k for k, y in enumerate(seen.outs) if isinstance(y, _NUMBERS)]),
         stand_ins=tuple(stand_ins),
-        wanted=tuple(wanted),
         parameters=tuple(parameters),
         reads=reads,
+        vanished=tuple([places.get(id(x)) for x in seen.aliases]),
+        vanished_captured=places,
+        spent=spent,
     )
 
 
@@ -80,8 +100,8 @@ def _is_same_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def repeatable(caller: str, f: Any) -> Any:
-    """f, whose effects are undone by a run; a bound `Function.apply` is looked up at each call."""
-    return looked_up(f)
+    """f, whose effects are undone by a run."""
+    return f
 
 
 def is_model(x: Any) -> bool:
@@ -106,16 +126,16 @@ class Moved(NamedTuple):
     captured: Sequence[int] = ()
 
 
-def _follow(run: Run, seen: ObservedRun, before: list[Any]) -> None:
+def _follow(run: Run, leaves: Sequence[Any], seen: ConnectionRecorder, before: list[Any]) -> None:
     """Adds links from data that left to where it returned; before: Copies of the outputs."""
-    recorder, outputs = seen.recorder, seen.outputs
-    lost = _untraced(recorder, recorder.graph(seen.inputs, outputs))
+    outputs = seen.outputs
+    lost = _untraced(seen, seen.graph())
     if not lost:
         return
-    moved_by = partial(_perturbed, run, seen, before)
+    moved_by = partial(_perturbed, run, leaves, seen, before)
     control = moved_by(frozenset())
     is_deterministic = control is not None and not any(control)
-    lines = grouped(lost, lambda k: recorder.leavings[k].source or k)
+    lines = grouped(lost, lambda k: seen.leavings[k].source or k)
     if is_deterministic and len(lines) > 1:
         together = moved_by(frozenset(lost))
         if together is not None and not any(together):
@@ -123,23 +143,23 @@ def _follow(run: Run, seen: ObservedRun, before: list[Any]) -> None:
     anywhere = Moved(range(len(outputs)))  # so that no argument counts as unused
     for which in [*lines.values()][:_MOST] if is_deterministic else [lost]:
         moved = moved_by(frozenset(which)) if is_deterministic else anywhere
-        if moved is None and all(recorder.leavings[k].operation == "branch" for k in which):
+        if moved is None and all(seen.leavings[k].operation == "branch" for k in which):
             continue  # a check that raises, as distributions check their arguments
         moved = moved or anywhere  # f refuses other numbers, so it does look at these
         back = moved.nodes or moved.captured
         ends = [k for k in moved.outputs if not (back and isinstance(seen.outs[k], Tensor))]
-        for leaving in (recorder.leavings[k] for k in which):
+        for leaving in (seen.leavings[k] for k in which):
             for node in moved.nodes:
-                recorder.enters(leaving, node)
+                seen.enters(leaving, node)
             returned = *moved.captured, *(outputs[k] for k in ends)
-            recorder.outside += [(leaving.outputs[0], number) for number in returned]
+            seen.outside += [(leaving.outputs[0], number) for number in returned]
 
 
-def _untraced(recorder: CallRecorder, graph: PlainGraph) -> list[int]:
+def _untraced(recorder: ConnectionRecorder, graph: PlainGraph) -> list[int]:
     """The leavings whose data could explain a lost gradient, and was not seen to come back."""
     if not recorder.leavings:
         return []
-    held = [number for number, x in recorder.captured.items() if x.requires_grad]
+    held = [number for number, x in recorder.captured_tensors.items() if x.requires_grad]
     back = {source for source, _ in graph.outside}
     matters = backward(graph, dict.fromkeys(graph.outputs, _FULL))
     leaves = [v for v in (*graph.inputs, *held) if graph.values[v].is_inexact]
@@ -154,7 +174,11 @@ def _untraced(recorder: CallRecorder, graph: PlainGraph) -> list[int]:
 
 
 def _perturbed(
-    run: Run, first: ObservedRun, before: Sequence[Any], which: frozenset[int]
+    run: Run,
+    leaves: Sequence[Any],
+    first: ConnectionRecorder,
+    before: Sequence[Any],
+    which: frozenset[int],
 ) -> Moved | None:
     """What moves in a run with other numbers at these leavings.
 
@@ -165,8 +189,8 @@ def _perturbed(
     for size in (1.0, -1.0, 1e-3):
         if moved is not None and (any(moved) or not which or abs(size) < 1):
             break
-        other = partial(CallRecorder, replace=(which, partial(_other, size=size)))
-        again = observed(run, first.leaves, recorder_of=other)
+        other = partial(ConnectionRecorder, replace=(which, partial(_other, size=size)))
+        again = observed(run, leaves, recorder_of=other)
         with contextlib.ExitStack() as inside:
             inside.enter_context(contextlib.redirect_stdout(io.StringIO()))  # printed already
             try:
@@ -178,19 +202,18 @@ def _perturbed(
     return moved
 
 
-def _moved(first: ObservedRun, later: ObservedRun, before: Sequence[Any]) -> Moved:
-    after = _copies(later.outs)
+def _moved(own: ConnectionRecorder, other: ConnectionRecorder, before: Sequence[Any]) -> Moved:
+    after = _copies(other.outs)
     alike = len(after) == len(before)
     outputs = [k for k, a in enumerate(before) if not (alike and _same(a, after[k]))]
-    own, other = first.recorder, later.recorder
     # until the program takes another branch
     pairs = takewhile(
         lambda pair: pair[0].native == pair[1].native, zip(own.nodes, other.nodes, strict=False)
     )
     nodes = [k for k, _ in enumerate(pairs) if own.entries.get(k) != other.entries.get(k)]
-    both = zip(own.captured.items(), other.captured.values(), strict=False)
+    both = zip(own.captured_tensors.items(), other.captured_tensors.values(), strict=False)
     unknown = [(n, x, y) for (n, x), y in both if id(x) not in own.reachable]
-    alike = len(own.captured) == len(other.captured)
+    alike = len(own.captured_tensors) == len(other.captured_tensors)
     return Moved(outputs, nodes, [n for n, x, y in unknown if alike and not _same(x, y)])
 
 

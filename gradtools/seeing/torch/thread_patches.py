@@ -1,10 +1,10 @@
 """Patches for calls that a TorchFunctionMode cannot see, in the thread that records.
 
-They see `Function.apply`, constructions of Parameters, higher-order operators, and attributes of
-modules. Within a block `around(owner, beneath, args, kwargs)` replaces this thread's calls of
-`owner(*args, **kwargs)`; `beneath` calls the next outer block's function, or the original. A class
-is patched from the first block of any thread until the end of the last one; calls in threads
-without a block go to the original.
+They see `Function.apply`, constructions of Parameters, and higher-order operators. Within a block
+`around(owner, beneath, args, kwargs)` replaces this thread's calls of `owner(*args, **kwargs)`;
+`beneath` calls the next outer block's function, or the original. A class is patched from the first
+block of any thread until the end of the last one; calls in threads without a block go to the
+original.
 """
 
 from __future__ import annotations
@@ -95,19 +95,3 @@ imported meanwhile, identifies them by identity.
 
 control_flow_called = _Patch(upstream.HigherOrderOperator, "__call__").by
 """Patches calls of higher-order operators such as cond; the owner is the operator."""
-
-_WRITES = [_Patch(torch.nn.Module, name) for name in ("__setattr__", "__delattr__")]
-
-
-@contextmanager
-def attributes_written(note: Callable[[torch.nn.Module, str], None]) -> Iterator[None]:
-    """Calls `note(module, name)` before this thread sets or deletes an attribute of a module."""
-
-    def around(owner: Any, beneath: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        note(owner, args[0])
-        return beneath(*args, **kwargs)
-
-    with ExitStack() as patches:
-        for patch in _WRITES:
-            patches.enter_context(patch.by(around))
-        yield

@@ -10,14 +10,7 @@ from torch import nn
 
 from gradtools.arguments.wording import with_article
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.diagnostics.training import (
-    FROZEN,
-    LOOSE,
-    PARAMETER,
-    TABLE,
-    HeldArray,
-    Optimised,
-)
+from gradtools.seeing.diagnostics.training import FROZEN, PARAMETER, HeldArray, Optimised
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import leaves_of
 from gradtools.torch.functorch_wrappers import is_inexact
@@ -62,11 +55,8 @@ def _of(model: Any, name: str) -> Iterator[HeldArray]:
             yield HeldArray(before + own, p, PARAMETER if p.requires_grad else FROZEN)
         listed = {id(part) for part in (*model.modules(), *model.parameters())}
         for own, b in model.named_buffers():
-            owner = model.get_submodule(own.rpartition(".")[0])
             if isinstance(b, nn.Parameter) or (b.requires_grad and not _is_computed(b, listed)):
                 yield HeldArray(before + own, b, "buffer")
-            elif is_inexact(b) and not (b.requires_grad or _is_of_torch(owner)):
-                yield HeldArray(before + own, b, TABLE)
         for path, part in model.named_modules():
             for own, value in dict(vars(part)).items():
                 if own not in upstream.SLOTS:
@@ -87,8 +77,6 @@ def _hidden(value: Any, name: str, listed: set[int], depth: int) -> Iterator[Hel
     if isinstance(value, Tensor):
         if value.requires_grad and not _is_computed(value, listed):
             yield HeldArray(name, value, "unregistered" if depth == _DEPTH else "plain_list")
-        elif depth == _DEPTH and is_inexact(value) and not value.requires_grad:
-            yield HeldArray(name, value, LOOSE)
     elif isinstance(value, nn.Module):
         if id(value) not in listed and depth < _DEPTH:
             listed.add(id(value))
@@ -98,10 +86,6 @@ def _hidden(value: Any, name: str, listed: set[int], depth: int) -> Iterator[Hel
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
         for key, part in pairs:
             yield from _hidden(part, f"{name}[{key!r}]", listed, depth - 1)
-
-
-def _is_of_torch(module: nn.Module) -> bool:
-    return type(module).__module__.startswith("torch.nn.")
 
 
 def _is_computed(x: Tensor, listed: set[int]) -> bool:

@@ -1,9 +1,8 @@
-"""Undoes what a recorded run changes, so that f may run again and leaves no trace.
+"""Undoes what a recorded run changes, from copies that are made before it.
 
-Random streams and buffers are put back by `RunState`. All else is an undo log: what this thread is
-about to change is copied just before, and put back in reverse order. The log holds attributes of
-modules, the memory of tensors that existed before, `requires_grad`, `.data` and `.grad`. Nothing
-that another thread writes is in it; containers and other objects are left as f changed them.
+Copied are the random streams that f may draw from, the attributes of the modules that f can reach,
+and the tensors that it can reach or reads: contents, `.data`, `.grad`, `requires_grad`. Containers
+and other objects are left as f changed them.
 """
 
 from __future__ import annotations
@@ -11,28 +10,24 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from functools import partial
 from inspect import getattr_static
-from types import BuiltinMethodType, CellType, FunctionType, MethodType
+from operator import is_
 from typing import Any
 
 import numpy as np
 import torch
-from torch.overrides import TorchFunctionMode
 
 from gradtools.code_origin import USER, whose
-from gradtools.function_variables import globals_of
 from gradtools.seeing.graphs.reachable import Named, named_objects
-from gradtools.seeing.torch.thread_patches import attributes_written
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.autograd_graph import leaves_of
 from gradtools.torch.compiling import as_written
-from gradtools.torch.functorch_wrappers import is_inexact, tensors_in, unwrapped
-from gradtools.torch.state import Held, RunState
+from gradtools.torch.functorch_wrappers import is_inexact, unwrapped
+from gradtools.torch.randomness import Randomness
 
 Tensor = torch.Tensor
 Run = Callable[[Sequence[Any]], Sequence[Any]]
-_ABSENT = object()
 
 
 @contextmanager
@@ -40,7 +35,7 @@ def undone(run: Run, leaves: Sequence[Any]) -> Iterator[Undo]:
     """A context whose changes are undone at its end; code that was compiled runs eagerly in it."""
     undo = Undo(run, {x.device.type for x in leaves if isinstance(x, Tensor)})
     try:
-        with as_written(), attributes_written(undo.note_attribute), undo:
+        with as_written():
             yield undo
     finally:
         undo.put_back()
@@ -63,11 +58,8 @@ def copied(x: Any, tracked: bool = True) -> Any:
     return x.detach().clone().requires_grad_(tracked and is_inexact(x))
 
 
-class Undo(TorchFunctionMode):
-    """An undo log of this thread's writes: a mode that sees each in-place call.
-
-    Whole storages are copied at the first write, which works for views, expanded tensors and
-    inference tensors alike.
+class Undo:
+    """Copies of what a run may change.
 
     Attributes:
         names: The names in the user's code of the tensors that f can reach, by id.
@@ -75,133 +67,102 @@ class Undo(TorchFunctionMode):
     """
 
     def __init__(self, run: Run, kinds: Iterable[str] = ()) -> None:
-        super().__init__()
         self.names: dict[int, str] = {}
         self.reachable: dict[int, Tensor] = {}
-        held: list[Any] = []
-        self._log: list[Callable[[], Any]] = []
-        self._noted: dict[Any, Any] = {}  # what is in the log; referenced so that ids stay unique
-        self._owners: dict[int, Any] = {}  # the storages that existed before, by id
+        self._tensors: dict[int, _TensorState] = {}
+        self._contents: dict[int, tuple[Any, Any]] = {}  # by id of an owner: it, and its copy
+        self._slots: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._streams: list[Callable[[], Any]] = []
+        generators: list[torch.Generator] = []
         for x, name in named_objects(_roots(run), lambda x: isinstance(x, Tensor), _parts):
             if isinstance(x, Tensor):
                 self.names.setdefault(id(x), name)
                 self.reachable[id(x)] = x
                 self.watch(x)
-            elif isinstance(x, torch.nn.Module | torch.Generator):
-                held.append(x)
+            elif isinstance(x, torch.nn.Module):
+                self._slots += [(own, dict(own)) for own in (vars(x), *upstream.slots_of(x))]
+            elif isinstance(x, torch.Generator):
+                generators.append(x)
             elif (stream := _stream(x)) is not None:
-                self._log.append(stream)
-            elif isinstance(x, FunctionType):
-                self._look_up_applies(x)
-        self._state = RunState.now(Held(held, kinds))
-
-    def _look_up_applies(self, f: FunctionType) -> None:
-        """Makes the variables of f look up `Function.apply` at each call, until they are put back.
-
-        From PyTorch 2.14 on a bound `apply` is a function in C, which no patch of a class reaches.
-        """
-        for name, value in globals_of(f).items():
-            if (new := looked_up(value)) is not value:
-                self._log.append(partial(f.__globals__.__setitem__, name, value))
-                f.__globals__[name] = new
-        for cell in f.__closure__ or ():
-            held = cell.cell_contents if cell != CellType() else None
-            if (new := looked_up(held)) is not held:
-                self._log.append(partial(setattr, cell, "cell_contents", held))
-                cell.cell_contents = new
+                self._streams.append(stream)
+        kinds = {*kinds, *(x.device.type for x in self.reachable.values())}
+        self._streams.append(Randomness.everywhere(kinds, generators).restore)
 
     def watch(self, x: Tensor) -> None:
-        """Adds a tensor that existed before, and its `.grad`."""
-        with upstream.DisableTorchFunction():  # an outer mode may substitute tensors
-            base = unwrapped(x)
-            both = base, base.grad if base.requires_grad and base.is_leaf else None
-            owners = [owner_of(t) for t in both if t is not None]
-        self._owners.update((id(owner), owner) for owner in owners)
-
-    def note_attribute(self, module: torch.nn.Module, name: str) -> None:
-        """Logs an attribute of a module that is about to be set or deleted."""
-        if (id(module), name) in self._noted:
-            return
-        self._noted[id(module), name] = module
-        for slot in (vars(module), *upstream.slots_of(module)):
-            value = slot.get(name, _ABSENT)
-            back = partial(slot.pop, name, None) if value is _ABSENT else None
-            self._log.append(back or partial(slot.__setitem__, name, value))
-
-    def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, raw = kwargs or {}, getattr(fun, "__name__", "")
-        if raw == "backward":
-            for leaf in leaves_of(list(tensors_in((args, kwargs)))):
-                self._keep_grad(leaf)
-        elif raw in _EXPOSES_MEMORY or changes_in_place(raw, kwargs):
-            name = name_of(fun)
-            with upstream.disable_current_modes(), upstream.DisableTorchFunction():
-                every = map(unwrapped, tensors_in((args, kwargs)))
-                known = [x for x in every if memory_of(x) in self._owners]
-                if name in ("requires_grad", "set_requires_grad"):
-                    for x in filter(lambda x: x.is_leaf, known):
-                        self._log.append(partial(x.requires_grad_, x.requires_grad))
-                    known = []
-                elif name == "set_grad" and known:
-                    self._keep_grad(known[0])
-                    known = []
-                elif name == "set_data" and known and known[0] is args[0]:  # replaces the storage
-                    self._log.append(partial(setattr, args[0], "data", args[0].data))
-            for x in known:
-                self.keep(x)
-        return fun(*args, **kwargs)
-
-    def _keep_grad(self, leaf: Tensor) -> None:
-        if ("grad", id(leaf)) not in self._noted:
-            self._noted["grad", id(leaf)] = leaf
-            with upstream.DisableTorchFunction():  # an outer mode may substitute tensors
-                grad = leaf.grad
-                if grad is not None:
-                    self.watch(leaf)
-                    self.keep(grad)
-                self._log.append(partial(setattr, leaf, "grad", grad))
-
-    def keep(self, x: Tensor) -> None:
-        """Logs the memory of x, which is about to be written to, if it existed before."""
-        key = memory_of(x)
-        if key in self._noted or key not in self._owners or x.is_meta:
-            return
+        """Copies a tensor that existed before, and its `.grad`."""
         with upstream.disable_current_modes(), upstream.DisableTorchFunction():
-            self._noted[key] = owner_of(x)
-            if x.layout is torch.strided:
-                storage = x.untyped_storage()
-                self._log.append(partial(_refill, storage, storage.clone()))
-            else:
-                self._log.append(partial(_refill_sparse, x, x.detach().clone()))
+            base = unwrapped(x)
+            if id(base) in self._tensors:
+                return
+            grad = base.grad if base.is_leaf else None
+            versioned = [t for t in (base, grad) if t is not None and not t.is_inference()]
+            versions = [(t, upstream.version_of(t)) for t in versioned]
+            alias = base.detach() if _has_storage(base) else None
+            state = _TensorState(base, alias, grad, base.requires_grad, versions)
+            self._tensors[id(base)] = state
+            for t in (base, grad) if grad is not None else (base,):
+                owner = owner_of(t) if _has_storage(t) else t
+                if id(owner) not in self._contents and not t.is_meta:
+                    self._contents[id(owner)] = owner, owner.clone()
 
     def put_back(self) -> None:
-        """Undoes everything in the log, the latest first."""
+        """Restores everything from the copies."""
         with upstream.DisableTorchFunction(), torch.no_grad():
-            while self._log:
-                self._log.pop()()
-        self._state.restore()
+            for own, was in self._slots:
+                if len(own) != len(was) or not all(map(is_, own.values(), was.values())):
+                    own.clear()
+                    own.update(was)
+            for state in self._tensors.values():
+                state.put_back()
+            for owner, copy in self._contents.values():
+                _refill(owner, copy)
+            for state in self._tensors.values():
+                for x, version in state.versions:
+                    if upstream.version_of(x) != version:  # graphs that saved it remain valid
+                        upstream.set_version_counters((x,), (version,))
+        for restore in self._streams:
+            restore()
 
 
-def _refill(storage: torch.UntypedStorage, contents: torch.UntypedStorage) -> None:
-    if storage.nbytes() != contents.nbytes():
-        storage.resize_(contents.nbytes())
-    storage.copy_(contents)
+@dataclass(frozen=True)
+class _TensorState:
+    """A tensor, an alias of its storage, its gradient, its flag, and the versions of both."""
+
+    tensor: Tensor
+    alias: Tensor | None
+    grad: Tensor | None
+    requires_grad: bool
+    versions: list[tuple[Tensor, int]]
+
+    def put_back(self) -> None:
+        x = self.tensor
+        if self.alias is not None and owner_of(x) is not owner_of(self.alias):
+            x.data = self.alias  # another tensor's storage was assigned
+        if x.is_leaf:
+            if x.requires_grad != self.requires_grad:
+                x.requires_grad_(self.requires_grad)
+            if x.grad is not self.grad:
+                x.grad = self.grad
 
 
-def _refill_sparse(x: Tensor, contents: Tensor) -> None:
-    with upstream.version_counter_kept(x):
-        x.copy_(contents)
+def _has_storage(x: Tensor) -> bool:
+    """Whether its contents are a storage's: not if it is sparse or wraps other tensors."""
+    return x.layout is torch.strided and not hasattr(x, "__tensor_flatten__")
 
 
-def looked_up(f: Any) -> Any:
-    """For a bound `Function.apply` one that looks up `apply` at each call; else f itself."""
-    kind = f.__self__ if isinstance(f, BuiltinMethodType) and f.__name__ == "apply" else None
-    is_bound = isinstance(kind, type) and issubclass(kind, torch.autograd.Function)
-    return MethodType(_apply, kind) if is_bound else f
+def _refill(owner: Any, copy: Any) -> None:
+    """Writes the copy's contents back to a storage, or to a tensor without one."""
+    if isinstance(owner, Tensor):
+        owner.copy_(copy)
+        return
+    if owner.nbytes() != copy.nbytes():
+        owner.resize_(copy.nbytes())
+    if not torch.equal(_bytes_of(owner), _bytes_of(copy)):
+        owner.copy_(copy)
 
 
-def _apply(kind: Any, /, *args: Any, **kwargs: Any) -> Any:
-    return kind.apply(*args, **kwargs)
+def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
+    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 
 # --- what f can reach --------------------------------------------------------------------
@@ -249,9 +210,7 @@ def _stream(x: Any) -> Callable[[], Any] | None:
     return None
 
 
-# --- which calls write, and to which memory -----------------------------------------------
-
-_EXPOSES_MEMORY = ("numpy", "__array__", "__dlpack__", "untyped_storage")
+# --- memory ------------------------------------------------------------------------------
 
 
 def name_of(function: Any) -> str:
@@ -262,13 +221,6 @@ def name_of(function: Any) -> str:
     if name.startswith("__") and name.endswith("__"):
         return name[2:-2]
     return name.strip("_") or name
-
-
-def changes_in_place(raw: str, kwargs: Any) -> bool:
-    """Whether a call of the function with this `__name__` may write to its arguments."""
-    if raw.startswith("__"):
-        return raw.startswith("__i") or raw in ("__setitem__", "__set__")
-    return raw.endswith("_") or "out" in kwargs or kwargs.get("inplace") is True
 
 
 def owner_of(x: Tensor) -> Any:

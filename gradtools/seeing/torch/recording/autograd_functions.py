@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from gradtools.rules import Rule, captured_objects
-from gradtools.seeing.torch.recording.recorded_calls import RecordedCall
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import tensors_in, unwrapped
 from gradtools.torch.operation_marks import RULE, function_of_ours
@@ -60,26 +60,24 @@ def name_and_mark(kind: Any, args: Any) -> tuple[str, str]:
     return name, _MARKS.get(name, "custom rule")
 
 
-def is_foreign(kind: Any, call: RecordedCall) -> bool:
-    """Whether a Function is the user's, not PyTorch's or gradtools'."""
-    own = function_of_ours(kind) not in (None, RULE)
-    return not own and call.mark not in _AGAIN and not kind.__module__.startswith("torch.")
+def unruled(kind: Any, mark: str, operands: Sequence[Any], out: Any) -> set[int]:
+    """The inputs for which a Function's backward returns None, found by one trial backward.
 
-
-def unruled(kind: Any, call: RecordedCall, out: Any) -> set[int]:
-    """The inputs for which a Function's backward returns None, found by one trial backward."""
+    PyTorch's and gradtools' own Functions are not tried.
+    """
     stack = upstream.get_interpreter_stack() or ()
     if any(level.key() != upstream.TransformType.Vmap for level in stack):
         return set()  # a differentiating level has its own graph
     outs = [y for y in map(unwrapped, tensors_in(out)) if y.requires_grad and y.grad_fn is not None]
-    tracked = [x for x in call.operands if x.tracked]
-    if not outs or not tracked or not is_foreign(kind, call):
+    tracked = [x for x in operands if x.tracked]
+    own = function_of_ours(kind) not in (None, RULE) or kind.__module__.startswith("torch.")
+    if not outs or not tracked or own or mark in _AGAIN:
         return set()
     try:
         with upstream.temporarily_clear_interpreter_stack(), torch.enable_grad():
             result = torch.autograd.grad(
                 outs,
-                [unwrapped(x.tensor) for x in tracked],
+                [x.tensor for x in tracked],
                 [torch.ones_like(y) for y in outs],
                 retain_graph=True,
                 allow_unused=True,

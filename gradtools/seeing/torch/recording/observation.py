@@ -9,14 +9,13 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.graphs.recording import RefusedCall, Run
-from gradtools.seeing.torch.recording.calls import CallRecorder
+from gradtools.seeing.graphs.recording import Run
+from gradtools.seeing.torch.recording.connections import ConnectionRecorder
 from gradtools.seeing.torch.undo import Undo, copied, undone
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
@@ -32,53 +31,34 @@ def watchable() -> bool:
     return not inside and not getattr(_here, "recording", False)
 
 
-@dataclass
-class ObservedRun:
-    """A run that was recorded.
-
-    Attributes:
-        recorder: What it wrote down.
-        leaves: The leaves as the user gave them.
-        aliases: The copies of them that f was given.
-        inputs: Their numbers.
-        outs: What it returned; empty if PyTorch refused something.
-        outputs: Their numbers.
-    """
-
-    recorder: CallRecorder
-    leaves: Sequence[Any]
-    aliases: list[Any]
-    inputs: list[int]
-    outs: list[Any] = field(default_factory=list)
-    outputs: list[int] = field(default_factory=list)
-    refusal: RefusedCall | None = None
-
-
 @contextmanager
 def observed(
     run: Run,
     leaves: Sequence[Any],
     names: Sequence[str] = (),
-    recorder_of: Callable[[Undo], CallRecorder] = CallRecorder,
-) -> Iterator[ObservedRun]:
-    """A context with a recorded run, whose effects are undone on exit."""
+    recorder_of: Callable[[Undo], ConnectionRecorder] = ConnectionRecorder,
+) -> Iterator[ConnectionRecorder]:
+    """A context with a recorded run, whose effects are undone on exit.
+
+    PyTorch's own error about a gradient ends the run and is its `refusal`.
+    """
     with recording_run("a run", run, leaves) as undo:
-        recorder, aliases = recorder_of(undo), [copied(x) for x in leaves]
-        named = zip(aliases, names or [""] * len(leaves), strict=True)
-        inputs = [recorder.introduced(x, name) for x, name in named]
-        seen = ObservedRun(recorder, leaves, aliases, inputs)
+        seen = recorder_of(undo)
+        seen.aliases = [copied(x) for x in leaves]
+        named = zip(seen.aliases, names or [""] * len(leaves), strict=True)
+        seen.inputs = [seen.introduced(x, name) for x, name in named]
         try:
-            seen.outs = [*recorder.run(run, aliases)]
+            seen.outs = [*seen.run(run, seen.aliases)]
         except Exception as error:
             causes: list[BaseException] = [error]
             while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
                 causes.append(cause)
-            if recorder.refusal is not None and recorder.refusal[0] in causes:
-                seen.refusal = recorder.refusal[1]
-            else:
+            if seen.refusal is None or seen.refusal[0] not in causes:
                 raise
-        with recorder.silent():
-            number_of = lambda y: (recorder.of if isinstance(y, Tensor) else recorder.new)(y)
+        else:
+            seen.refusal = None  # f caught it
+        with seen.silent():
+            number_of = lambda y: (seen.of if isinstance(y, Tensor) else seen.new)(y)
             seen.outputs = [*map(number_of, seen.outs)]
         yield seen
 

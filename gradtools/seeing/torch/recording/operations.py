@@ -120,25 +120,18 @@ ZERO_DERIVATIVE = frozenset(
     {"round", "floor", "ceil", "trunc", "sign", "floor_divide", "heaviside", "nextafter"}
 )
 DRAWS = frozenset({"bernoulli", "normal", "poisson", "binomial"})
-_DISCRETE = DRAWS | {"histc", "histogram", "histogramdd", "unique", "unique_consecutive"}
-_STOPS = frozenset({"detach", "data", "deepcopy", "Parameter", "grad", "set_requires_grad"})
-APART = frozenset({"detach", "data"})
-_COPIES = frozenset({"tensor", "as_tensor", "asarray", "new_tensor", "full", "new_full"})
+_DISCRETE = DRAWS | {"histc", "histogram", "histogramdd"}
 
 # These have a grad_fn, but no backward formula.
-UNDIFFERENTIABLE = frozenset({"unique", "unique_consecutive"})
+UNDIFFERENTIABLE = frozenset(
+    {"unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"}
+)
 
 # The result takes shape, dtype or device from the first argument, and none of its contents.
 NO_DATA = frozenset(
     {"zeros_like", "ones_like", "empty_like", "rand_like", "randn_like", "randint_like"}
     | {"new_zeros", "new_ones", "new_empty", "new_empty_strided", "full_like", "new_full"}
     | {"new_tensor"}
-)
-# The result takes the contents of the first argument, and only shape or dtype of the others.
-FIRST_ALONE = frozenset({"expand_as", "view_as", "reshape_as", "type_as", "to", "resize_as"})
-# Each of several arguments becomes a result of its own.
-EACH_ITS_OWN = frozenset(
-    {"broadcast_tensors", "meshgrid", "atleast_1d", "atleast_2d", "atleast_3d"}
 )
 # The argument is overwritten without being read.
 OVERWRITES = frozenset(
@@ -161,18 +154,11 @@ def loss_of(name: str, grad_enabled: bool, to_inexact: bool) -> str:
         grad_enabled: Whether grad mode was on.
         to_inexact: Whether the output's dtype is floating or complex.
     """
-    operation = neutral(name)
     if not to_inexact:
-        return "integer_cast" if operation == "cast" else "discrete"
-    if name == "set_data":
-        return "in_place_data"
-    if name in _STOPS:
-        return "detached"
+        return "integer_cast" if neutral(name) == "cast" else "discrete"
     if name in _DISCRETE:
         return "discrete"
-    if not grad_enabled:
-        return "no_grad"
-    return "left_framework" if name in _COPIES else "detached"
+    return "detached" if grad_enabled or name == "detach" else "no_grad"
 
 
 def library_call(lines: Lines) -> tuple[str, str] | None:

@@ -34,7 +34,7 @@ from gradtools.code_origin import PACKAGE, Source, innermost, lines_above
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.graphs.nodes import Node, Value
 from gradtools.seeing.torch.operands import AtenCall
-from gradtools.seeing.torch.recording.values import KnownTensor, TensorTable, Write, like
+from gradtools.seeing.torch.recording.values import TensorTable, Write, like
 from gradtools.seeing.torch.thread_patches import functions_applied, parameters_made
 from gradtools.seeing.torch.undo import Undo
 from gradtools.torch import _upstream as upstream
@@ -58,7 +58,7 @@ class Recorder(Generic[V]):
     """Base class of the recorders. V is the representation of a value, such as its number.
 
     Args:
-        undo: Backs up the state that the program is about to change.
+        undo: Copies of what the program may change.
 
     Attributes:
         caller: The operator that the user called.
@@ -190,7 +190,7 @@ class Recorder(Generic[V]):
 
     def of(self, x: Tensor) -> V:
         """The value of a tensor as it is now: it may be new here, or written to by another name."""
-        known = self.known(x)
+        known = self.table.find(x)
         if known is None:
             value = self.met(x)
         elif writes := self.table.since(known):
@@ -199,10 +199,6 @@ class Recorder(Generic[V]):
             return known.value
         self.hold(x, value)
         return value
-
-    def known(self, x: Tensor) -> KnownTensor[V] | None:
-        """The table's entry of a tensor."""
-        return self.table.find(x)
 
     def met(self, x: Tensor) -> V:
         """The value of a tensor that nothing was seen to make."""
@@ -213,11 +209,10 @@ class Recorder(Generic[V]):
         raise NotImplementedError
 
     def keep_written(self, call: AtenCall) -> list[Tensor]:
-        """The tensors that an operation is about to write to; backs up captured ones."""
+        """The tensors that an operation is about to write to; copies captured ones."""
         written = [*call.written()]
         for x in written:
             self.of(x)  # met now for the first time, it was there before
-            self.undo.keep(x)
         return written
 
     def capture(self, x: Tensor, number: int) -> None:

@@ -7,7 +7,6 @@ with the writes since it was last seen.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -17,6 +16,7 @@ import torch
 from gradtools.seeing.graphs.attributes import numbers_text
 from gradtools.seeing.torch.undo import memory_of, owner_of
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.functorch_wrappers import is_inexact
 
 Tensor = torch.Tensor
 V = TypeVar("V")
@@ -49,14 +49,12 @@ class Memory(Generic[V]):
         owner: The storage, or a tensor that has none; referenced so that its id stays unique.
         root: The first tensor seen on it.
         value: The root's current value.
-        tensors: All tensors seen on it.
         written: The log of in-place writes.
     """
 
     owner: Any
     root: Tensor
     value: V
-    tensors: list[Tensor] = field(default_factory=list)
     written: list[Write[V]] = field(default_factory=list)
 
 
@@ -83,13 +81,11 @@ class TensorTable(Generic[V]):
 
     def hold(self, x: Tensor, value: V, alone: bool = False) -> KnownTensor[V]:
         """Gives x this value; unless `alone`, also its aliases of the same elements."""
-        owner, before = owner_of(x), self._known.get(id(x))
+        owner = owner_of(x)
         key = id(owner)
         memory = self._memories.get(key)
         if memory is None:
             memory = self._memories[key] = Memory(owner, x, value)
-        if before is None or before.memory != key:
-            memory.tensors.append(x)
         known = self._known[id(x)] = KnownTensor(x, value, key, len(memory.written))
         if not alone:
             self._alike[view_of(x)] = known
@@ -110,13 +106,6 @@ class TensorTable(Generic[V]):
         written = self._memories[known.memory].written[known.writes :]
         return [write for write in written if _overlap(write.tensor, known.tensor)]
 
-    def sharing(self, x: Tensor) -> Iterator[Tensor]:
-        """The other known tensors whose elements overlap with those of x."""
-        memory = self.memory(x)
-        for other in memory.tensors if memory is not None else ():
-            if other is not x and memory_of(other) == memory_of(x) and _overlap(x, other):
-                yield other
-
 
 Like = tuple[tuple[int, ...], str]
 
@@ -127,10 +116,13 @@ def like(x: Tensor) -> Like:
         return tuple(x.shape), str(x.dtype).removeprefix("torch.")
 
 
-def may_share(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors may share storage; assumed for tensors without strides."""
-    strided = a.layout is torch.strided and b.layout is torch.strided
-    return not strided or memory_of(a) == memory_of(b)
+def size_of(x: Any) -> float:
+    """The greatest modulus of a tensor's entries, which is NaN if one is NaN; 0 without entries."""
+    if not isinstance(x, Tensor) or not is_inexact(x) or x.is_meta or not x.numel():
+        return 0.0
+    if x.layout is not torch.strided:
+        x = x.coalesce().values() if x.is_sparse else x.values()
+    return float(x.detach().abs().max()) if x.numel() else 0.0
 
 
 def numbers_in(x: Tensor) -> str:

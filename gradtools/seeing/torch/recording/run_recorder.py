@@ -1,0 +1,289 @@
+"""Records the aten operations of a PyTorch run as nodes, with the numbers of the values.
+
+A tensor is identified by its id, else by the elements of storage that it shares. An in-place write
+gives the tensor a new value number, and likewise each of its views when it is next read: a view is
+taken again of what was written, and its base is updated in the place of the view.
+
+Whether an operation passes a derivative on is read from autograd: its results require grad or not
+when they are next read.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+
+from gradtools.code_origin import lines_above
+from gradtools.seeing.graphs.attributes import number_text
+from gradtools.seeing.graphs.nodes import Dependence, Links, Node, even_links
+from gradtools.seeing.graphs.passes import CUSTOM
+from gradtools.seeing.torch.operands import SAME, AtenCall
+from gradtools.seeing.torch.recording import operations
+from gradtools.seeing.torch.recording.recorder import Origin, Recorder
+from gradtools.seeing.torch.recording.values import Write, numbers_in
+from gradtools.seeing.torch.undo import Undo
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.functorch_wrappers import tensors_in
+from gradtools.torch.operation_marks import CHUNK, DERIVATIVE, reason_of_detach
+from gradtools.torch.operation_marks import mark as mark_of_running
+
+Tensor = torch.Tensor
+_CUT, _ZERO, _FULL = Dependence.CUT, Dependence.ZERO_DERIVATIVE, Dependence.DIFFERENTIABLE
+
+
+@dataclass
+class RecordedNode:
+    """A node, and what is known when it runs.
+
+    Attributes:
+        node: The node; its links are set if they are known already.
+        name: Its aten name without the marks of in-place variants.
+        sequence: The number of the latest node of autograd when it ran.
+        grad_enabled: Whether grad mode was on.
+        inner: Whether it is part of a derivative that f itself takes.
+        written: The number of its first inputs that it changes in place.
+        rounds: Whether it rounds its result to an integer.
+        known_loss: The kind of its loss and the function to name, if these are known already.
+        hosts: Values that came back from NumPy or Python as its arguments.
+    """
+
+    node: Node
+    name: str
+    sequence: int
+    grad_enabled: bool
+    inner: bool = False
+    written: int = 0
+    rounds: bool = False
+    known_loss: tuple[str, str] | None = None
+    hosts: list[int] = field(default_factory=list)
+
+
+class RunRecorder(Recorder[int]):
+    """Records the aten operations of a run.
+
+    Attributes:
+        made: The nodes so far.
+        phase: The pass that is running.
+        positions: For each sequence number of autograd's nodes the node that made it, by position.
+        origins: For each of them the line, modules and mark.
+    """
+
+    needs_rules = False
+
+    def __init__(self, undo: Undo) -> None:
+        super().__init__(undo)
+        self.made: list[RecordedNode] = []
+        self.phase = 0
+        self.positions: dict[int, int] = {}
+        self.origins: dict[int, Origin] = {}
+        self._tracked: dict[int, bool] = {}  # whether a value required grad when it was first read
+        self._views: dict[int, Node] = {}  # by the first number of the tensor that it made
+        self._first: dict[int, int] = {}  # of a tensor that was written to, its first number
+
+    # --- what runs
+
+    def operated(self, call: AtenCall) -> Any:
+        """Records an aten operation."""
+        if call.raw == "lift_fresh" and call.args[0].shape:  # a tensor of Python numbers
+            out = call.run()
+            self.write(call, (), [out], ())
+            return out
+        written = self.keep_written(call)
+        before = [self.number_of(x) for x in written]
+        given = call.operands()
+        numbers = [self.number_of(x) for x in given]
+        out = call.run()
+        outs = [*written, *(y for y in tensors_in(out) if all(y is not x for x in written))]
+        if call.raw in SAME and not self._stops(call.raw, given[0]):
+            self.hold(outs[0], numbers[0])
+        elif outs or isinstance(out, bool | int | float | complex):
+            node = self.write(call, numbers, outs if outs else [out], written)
+            for made, number in zip(node.outputs, before, strict=False):
+                self._first[made] = self._first.get(number, number)
+            if call.raw == "clone" and (given[0].is_conj() or given[0].is_neg()):
+                # a lazy conjugate that a kernel writes out, where autograd does not see it
+                self._tracked[node.outputs[0]] = given[0].requires_grad and torch.is_grad_enabled()
+        return out
+
+    def _stops(self, name: str, x: Tensor) -> bool:
+        """Whether the user stops a gradient here, rather than a rule or autograd itself."""
+        if name != "detach" or self.phase or self.rules or not x.requires_grad:
+            return False
+        return not (mark_of_running() or reason_of_detach() in (DERIVATIVE, CHUNK))
+
+    def write(
+        self, call: AtenCall, numbers: Sequence[int], outs: Sequence[Any], written: Sequence[Tensor]
+    ) -> Node:
+        """Adds the node of an operation and numbers its results."""
+        name, overwritten = call.name, tuple[int, ...]()
+        if name + "_" in operations.OVERWRITES and written:
+            overwritten, numbers = tuple(numbers[: len(written)]), numbers[len(written) :]
+        if name in operations.NO_DATA:
+            numbers = ()
+        running, origin = upstream.current_node(), self.origin()
+        sequence = upstream.nodes_made() - 1  # type: ignore[attr-defined]
+        self.origins.setdefault(sequence, origin)
+        self.positions.setdefault(sequence, len(self.made))
+        made = [self.new(y) for y in outs]
+        origin = self.origin_of_sum(name, numbers, made, running, origin)
+        operation, attributes = call.said(outs)
+        if origin.rule and origin.mark == CUSTOM:
+            attributes = MappingProxyType({**attributes, "rule": origin.rule})
+        about = {"attributes": attributes, "phase": self.phase, "overwrites": overwritten}
+        node = self.node(operation, self.native(call), numbers, made, origin, **about)
+        grad = torch.is_grad_enabled()
+        known = None if grad else operations.library_call(lines_above(1, Recorder.run))
+        self.made.append(
+            RecordedNode(
+                node,
+                name,
+                sequence,
+                grad,
+                inner=not self.phase and running is not None,
+                written=0 if overwritten else len(written),
+                rounds=bool(call.kwargs.get("rounding_mode")),
+                known_loss=known,
+            )
+        )
+        for y, number in zip(outs, made, strict=True):
+            if isinstance(y, Tensor):
+                if any(y is x for x in written):
+                    self.table.write(y, number, (origin, bool(overwritten), grad))
+                elif call.func.is_view and len(outs) == 1:
+                    self._views[number] = node
+                self.hold(y, number)
+        return node
+
+    def native(self, call: AtenCall) -> str:
+        """The framework's name of an operation."""
+        return f"aten.{call.raw}"
+
+    def origin_of_sum(
+        self, name: str, numbers: Sequence[int], made: Sequence[int], running: Any, origin: Origin
+    ) -> Origin:
+        """The origin of an operation, if it may be a sum of cotangents by autograd."""
+        return origin
+
+    # --- numbers of tensors
+
+    def hold(self, x: Tensor, value: int) -> None:
+        """Gives x this number; the storage's first value becomes its base."""
+        super().hold(x, value)
+        memory = self.table.memory(x)
+        if memory is not None and memory.value != value:
+            self.values[value] = replace(self.values[value], base=memory.value)
+
+    def number_of(self, y: Any) -> int:
+        """The value number of a tensor or of a Python number."""
+        if isinstance(y, Tensor):
+            return self.of(y)
+        number = self.new(y, number_text(y) if isinstance(y, int | float | complex) else "")
+        self.captured[number] = None
+        return number
+
+    def of(self, x: Tensor) -> int:
+        """The number of a tensor; of the forward pass it is noted whether a derivative flows."""
+        number = super().of(x)
+        if not self.phase:
+            self._tracked.setdefault(number, x.requires_grad)
+        return number
+
+    def met(self, x: Tensor) -> int:
+        """The number of what f holds."""
+        number = self.new(x, self.names.get(id(x)) or numbers_in(x))
+        self.capture(x, number)
+        return number
+
+    def rewritten(self, x: Tensor, before: int, writes: Sequence[Write[int]]) -> int:
+        """Adds an update node for each write to x's storage since it was last seen."""
+
+        def first(number: int) -> int:
+            return self._first.get(number, number)
+
+        for write in writes:
+            origin, overwrites, grad = write.by
+            number = self.new(x)
+            view, part = (self._views.get(first(n)) for n in (before, write.value))
+            operation, given = "update", [before, write.value]
+            attributes: Mapping[str, Any] = MappingProxyType({})
+            overwritten: tuple[int, ...] = ()
+            if view is not None and first(view.inputs[0]) == first(write.value):
+                operation, given, attributes = view.operation, [write.value], view.attributes
+            elif part is not None and first(part.inputs[0]) == first(before):
+                if part.operation == "reshape":
+                    shape = MappingProxyType({"shape": tuple(x.shape)})
+                    operation, given, attributes = "reshape", [write.value], shape
+                elif part.operation == "slice":
+                    attributes = part.attributes
+            if overwrites and write.tensor.numel() == x.numel():  # nothing of it is left
+                overwritten = (before,)
+            links, loss = self.links_of_update(x, write.tensor, given, grad)
+            about = {"attributes": attributes, "phase": self.phase, "overwrites": overwritten}
+            about |= {"links": links, "loss": loss}
+            node = self.node(operation, "update", given, [number], origin, **about)
+            self.made.append(RecordedNode(node, "update", -1, grad))
+            self._first[number] = first(before)
+            before = number
+        return before
+
+    def links_of_update(
+        self, x: Tensor, written: Tensor, given: Sequence[int], grad: bool
+    ) -> tuple[Links | None, str | None]:
+        """The links of an update of x after a write to an alias, and the kind of its loss."""
+        return None, None
+
+    # --- links
+
+    def linked(self, made: RecordedNode) -> Node:
+        """A node of the forward pass with its links, which are weak if it passes no derivative on.
+
+        A node of a rule stays as it is: the rule replaces its derivative.
+        """
+        node, values = made.node, self.values
+        if made.hosts:
+            node = replace(node, inputs=(*node.inputs, *made.hosts))
+        if node.links is not None:
+            more = (_FULL,) * len(made.hosts)
+            return replace(node, links=tuple((*row, *more) for row in node.links))
+        entering = [self._tracked.get(v, False) for v in made.node.inputs]
+        if not any(entering) or node.phase or node.mark not in ("", "checkpoint"):
+            return node
+        name = made.name
+        inexact = [v for v in node.outputs if values[v].is_inexact]
+        known = [self._tracked[v] for v in inexact if v in self._tracked]
+        is_cut = not inexact or (bool(known) and not any(known))
+        link, loss = _CUT, ""
+        if made.rounds or operations.neutral(name) in operations.ZERO_DERIVATIVE:
+            is_smooth = name in ("sgn", "sign") and values[node.inputs[0]].dtype.startswith("comp")
+            link, loss = (_FULL, "") if is_smooth and not is_cut else (_ZERO, "zero_derivative")
+        elif name in operations.DRAWS:
+            link, loss = _ZERO, "discrete"
+        elif name == "local_scalar_dense":
+            loss = "left_framework"
+        elif name in operations.UNDIFFERENTIABLE:
+            loss = "discrete"
+        elif name == "detach" or is_cut:
+            whole = len(inexact) == len(node.outputs)
+            loss = operations.loss_of(name, made.grad_enabled, whole)
+            if made.inner and whole and not made.grad_enabled:
+                loss = "inner_gradient"
+        elif made.written and not made.grad_enabled:
+            moved = any(entering[made.written :])
+            links = even_links(node, values, cut=node.inputs[made.written :])
+            return replace(node, links=links, loss="no_grad") if moved else node
+        elif len(inexact) > 1 and not all(known):  # autograd differentiates some of its results
+            rows = even_links(node, values)
+            cut = (_CUT,) * len(node.inputs)
+            lost = [self._tracked.get(v) is False for v in node.outputs]
+            links = tuple(cut if k else row for k, row in zip(lost, rows, strict=True))
+            return replace(node, links=links, loss="discrete")
+        if not loss:
+            return node
+        if made.known_loss is not None:
+            native, loss = made.known_loss
+            node = replace(node, native=native)
+        return replace(node, links=even_links(node, values, link), loss=loss)

@@ -70,7 +70,7 @@ def test_a_pair_of_native_programs_agrees(name):
     by_torch, by_jax, x = PAIRS[name]
     report = cross_check(torch=by_torch, jax=by_jax, args=(x,))
     assert report and not report.conventions and not report.left_out
-    assert len(report) == 6
+    assert len(report) == 5
 
 
 @pytest.mark.sampled(3, 24)
@@ -80,7 +80,7 @@ def test_a_scenario_agrees_in_both_frameworks(scenario):
     report = cross_check(**pair, args=scenario.args, order=scenario.order)
     assert report and not report.conventions and not report.left_out
     assert all(c.error <= 1 for c in report)
-    expected = {"value"} if scenario.order == 0 else {"value", "gradient", "vjp", "jvp"}
+    expected = {"value"} if scenario.order == 0 else {"value", "gradient", "jvp"}
     assert expected <= {c.quantity for c in report}
 
 

@@ -295,7 +295,7 @@ def expressions(a: np.ndarray, operands: Operands) -> list[tuple[str, float | No
                 for text, (h, orders) in _PAIRS.items():
                     if (n < m or orders) and equal(a, h(x, y), 1e-8):
                         found[_named(text, x=n, y=m)] = None
-    return [*found.items()]
+    return sorted(found.items(), key=lambda item: len(item[0]))
 
 
 def _with_constant(a: np.ndarray, x: np.ndarray) -> Iterator[tuple[str, float]]:

@@ -55,6 +55,7 @@ def torch_run(side: Side, program: Any, leaves: Sequence[Any], names: Any, draw:
     with recorder, recorder.layers(model), torch.enable_grad():
         outs = side.named_arrays(program(*aliases))
     ends = {path: recorder.step_of(y) for path, y in outs.items()}
+    recorder.mark_functions()
     drawn = draw(ends)
     seeds = [
         (outs[path], torch.as_tensor(c, dtype=outs[path].dtype, device=outs[path].device))
@@ -120,6 +121,18 @@ class _Operations(Watching):
         if self.outer is None and (node := x.grad_fn) is not None:
             self.nodes.setdefault(id(node), (node, []))[1].append((x.output_nr, step))
         return step
+
+    def mark_functions(self) -> None:
+        """Marks values inside of autograd.Functions, through which no cotangent flows."""
+        tracked = {id(step) for _, steps in self.nodes.values() for _, step in steps}
+        for node, steps in self.nodes.values():
+            if isinstance(node, torch.autograd.function.BackwardCFunction):
+                pending = [p for _, step in steps for p in step.parents]
+                while pending:
+                    step = pending.pop()
+                    if not (step.leaf or step.inside or id(step) in tracked):
+                        step.inside = True
+                        pending += step.parents
 
     def hooks(self) -> list[Any]:
         """Hooks that store the cotangents of the recorded tensors."""

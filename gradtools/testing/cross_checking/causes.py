@@ -9,7 +9,7 @@ own values.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -317,49 +317,35 @@ class Causes:
         return wrong[0] if len(wrong) == 1 else None
 
     def _contradicts(self, name: str, k: int) -> bool:
-        try:
-            return self._differs_from_slope(name, k)
-        except Exception:  # a program that fails nearby gives no evidence
-            return False
-
-    def _differs_from_slope(self, name: str, k: int) -> bool:
         """Whether one side's derivative is far from central differences of its own values.
 
-        At second order they are those of its gradient. They are rough, and only decide between
-        results that differ by much more.
+        At second order they are those of its gradient. Both are taken along one direction and
+        weighted by one cotangent. The differences are rough, and only decide between results that
+        differ by much more.
         """
         check, second = self.check, name.startswith("hvp")
         base = self.results["gradient" if second else "value"]
-        directions = check.directions("hvp" if second else "jvp")
+        moves = check.directions("hvp" if second else "jvp")
+        weights = check.directions("weights")[1] if second else check.cotangents
         double = all(x.dtype.itemsize >= 8 for x in check.leaves[k])
         step, rough = (1e-6, 1e-4) if double else (1e-2, 5e-2)
 
-        def at(step: float) -> Sequence[np.ndarray | None]:
-            pairs = zip(check.leaves[k], directions[k], strict=True)
+        def at(step: float) -> float:
+            pairs = zip(check.leaves[k], moves[k], strict=True)
             moved = [(widened(x) + step * widened(t)).astype(x.dtype) for x, t in pairs]
-            return check.evaluate(base.quantity, k, moved)
+            outs = check.evaluate(base.quantity, k, moved)
+            wanted = base.quantity.paths if second else check.out_paths
+            return _inner(weights, [outs[base.quantity.paths.index(path)] for path in wanted])
 
-        derivative = self.results[name].sides[k]
-        likes = derivative if second else base.sides[k]
-        filled = lambda x, like: np.zeros(like.shape) if x is None else widened(x)
-        slopes = [
-            None if y is None else (filled(ahead, y) - filled(behind, y)) / (2 * step)
-            for ahead, behind, y in zip(at(step), at(-step), likes, strict=True)
-        ]
-        if not second:
-            slopes = [slopes[base.quantity.paths.index(path)] for path in check.out_paths]
-        if name == "gradient":  # J^H c and J t, each along the other's direction
-            pulled = sum(_inner(derivative, directions[1]))
-            pairs = [(pulled, sum(_inner(slopes, check.cotangents)))]
-        else:
-            pairs = list(zip(_inner(derivative, slopes), _inner(slopes, slopes), strict=True))
-        result, wanted = np.asarray(pairs).T
-        size = np.abs(wanted).max(initial=0.0) + np.abs(result).max(initial=0.0)
-        return bool(size > 0 and (np.abs(result - wanted) > rough * size).any())
+        try:
+            slope = (at(step) - at(-step)) / (2 * step)
+        except Exception:  # a program that fails nearby gives no evidence
+            return False
+        found = _inner(self.results[name].sides[k], moves[1] if name == "gradient" else weights)
+        return abs(found - slope) > rough * (abs(found) + abs(slope))
 
 
-def _inner(xs: Sequence[np.ndarray | None], ys: Sequence[np.ndarray | None]) -> Iterator[float]:
-    """Re<x, y> of each pair of leaves; 0 where one is not connected."""
-    for x, y in zip(xs, ys, strict=True):
-        one = x is None or y is None
-        yield 0.0 if one else float(np.vdot(widened(x), widened(y)).real)
+def _inner(xs: Sequence[Any], ys: Sequence[Any]) -> float:
+    """The sum of Re<x, y>; 0 where one is not connected."""
+    pairs = [(x, y) for x, y in zip(xs, ys, strict=True) if x is not None and y is not None]
+    return float(sum(np.vdot(widened(x), widened(y)).real for x, y in pairs))

@@ -27,6 +27,7 @@ from gradtools.testing.relations import (
     factor_name,
     relation,
 )
+from gradtools.testing.report import entry_errors
 
 _STOPS = ("detach", "stop_gradient")
 _PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "dot", "mv", "dot_general")
@@ -317,15 +318,10 @@ def same_gradient(g: Any, h: Any, move: Any, accuracy: float, noise: float) -> b
     """Whether PyTorch's g, moved to JAX's layout, equals h; None is zero."""
     if g is None and h is None:
         return True
-    g = np.zeros(1) if g is None else move(np.asarray(g))
-    h = np.zeros(1) if h is None else np.asarray(h)
-    finite = np.isfinite(g) & np.isfinite(h)
-    if (np.isfinite(g) != np.isfinite(h)).any():
-        return False
-    with np.errstate(all="ignore"):
-        sizes = [np.abs(np.where(finite, x, 0)).max(initial=0.0) for x in (g, h)]
-        error = np.abs(np.where(finite, g - h, 0)).max(initial=0.0)
-    return bool(error <= max(1e-6, 10 * accuracy) * max(sizes) + noise)
+    g = np.zeros(np.shape(h)) if g is None else move(np.asarray(g))
+    h = np.zeros(g.shape) if h is None else np.asarray(h)
+    errors = entry_errors(g, h, max(1e-6, 10 * accuracy), noise)
+    return bool((errors <= 1).all())
 
 
 def _sizes(s: Step) -> dict[str, float]:

@@ -213,9 +213,11 @@ class Diagnosis:
             return result
         kind, blame = self.blame()
         if wrong is not None:
-            kind, words = "parameter", f"{wrong.path} in JAX does not hold PyTorch's numbers"
+            kind, name = "parameter", wrong.path.removeprefix("parameter ")
             result.comparisons.insert(0, wrong)
-            result.relation = f"{words} ({wrong.cause}). {wrong.detail}"
+            pair = next((p for p in self.named if p[1].leaf == name), None)
+            words = f"{name} in JAX does not hold PyTorch's numbers ({wrong.cause}). {wrong.detail}"
+            blame = None if pair is None else Blame(*pair, None, words)
         result.kind = kind
         if kind == "not finite":
             result.relation = (
@@ -226,7 +228,7 @@ class Diagnosis:
             result.torch, result.jax = blame.torch.place, blame.jax.place
             if blame.last:
                 result.last_torch, result.last_jax = (s.place for s in blame.last)
-            result.relation = result.relation or blame.relation
+            result.relation = blame.relation
         self._count(result)
         return result
 

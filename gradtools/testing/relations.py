@@ -23,6 +23,7 @@ from gradtools.testing.report import entry_errors, largest, widened
 Cause = tuple[str, str]  # in a few words, and the evidence or advice
 Move = Callable[[np.ndarray], np.ndarray]
 Operands = Mapping[str, np.ndarray]  # values by a letter
+Expressions = list[tuple[str, float | None]]  # texts, with the constant c of each
 FACTOR = "constant factor"
 LAYOUTS = ("transposed", "permuted", "interleaved", "reversed")  # the same entries, elsewhere
 _NEAR = 1e-6  # the relative error at which a factor is a known number
@@ -237,38 +238,38 @@ def equal(a: Any, b: Any, near: float) -> bool:
 
 
 def expression_cause(
-    first: Sequence[tuple[np.ndarray, Operands]],
-    second: Sequence[tuple[np.ndarray, Operands]],
+    first: Sequence[Expressions],
+    second: Sequence[Expressions],
     names: Sequence[str],
-    count: Sequence[int],
+    ends: Sequence[Expressions],
 ) -> Cause | None:
     """Two different expressions in common operands that the sides compute; None if unknown.
 
-    first, second: Arrays of each side in order, of which the first ones differ, and the operands of
-        each in that side's layout: the same letters are the same values.
-    count: How many of each side's arrays belong to one formula, whose last one is compared.
+    first, second: The expressions of each side's values in the order of the program, of which the
+        first ones differ.
+    ends: The expressions of each side's whole formula, which are compared unless the first ones
+        differ in a constant alone.
     """
-    ours, theirs = ([expressions(*pair) for pair in side] for side in (first, second))
-    for (e, c), (f, d) in (
-        pair for x, y in itertools.product(ours, theirs) for pair in itertools.product(x, y)
-    ):
+    every = lambda side: [e for found in side for e in found]
+    for (e, c), (f, d) in itertools.product(every(first), every(second)):
         if c and d and ("sqrt(x)" in e) != ("sqrt(x)" in f) and "sqrt" in e and "sqrt" in f:
             where = ["outside" if "sqrt(x)" in text else "inside" for text in (e, f)]
             words = f"an epsilon {where[0]} of the root in {names[0]}, {where[1]} in {names[1]}"
             return words, f"{expression_text(e, c)} and {expression_text(f, d)}."
-    last = [side[n - 1] for side, n in zip((ours, theirs), count, strict=True)]
-    for found in (last, [ours[0], theirs[0]]):
-        for (e, c), (f, d) in itertools.product(*found):
-            if e == f and _same(c, d):
-                break
-            words = f"{expression_text(e, c)} in {names[0]}, {expression_text(f, d)} in {names[1]}"
-            if e == f and e.startswith("c ") and c and d and abs(c + d - 1) < 1e-9:
-                return f"{words}: a weight and its complement", "A momentum m against 1 - m."
-            return words, "The letters are values that both programs have."
+    begun = list(itertools.product(first[0], second[0]))
+    pairs = [((e, c), (f, d)) for (e, c), (f, d) in begun if e == f]
+    for (e, c), (f, d) in (*pairs, *itertools.product(*ends), *begun):
+        if e == f and _same(c, d):
+            continue
+        texts = expression_text(e, c), expression_text(f, d)
+        words = f"{texts[0]} in {names[0]}, {texts[1]} in {names[1]}"
+        if e == f and e.startswith("c ") and c and d and abs(c + d - 1) < 1e-9:
+            return f"{words}: a weight and its complement", "A momentum m against 1 - m."
+        return words, "The letters are values that both programs have."
     return None
 
 
-def expressions(a: np.ndarray, operands: Operands) -> list[tuple[str, float | None]]:
+def expressions(a: np.ndarray, operands: Operands) -> Expressions:
     """The expressions in its operands that an array is, with the constant c of each."""
     a = widened(a)
     if not 1 < a.size <= _MOST_ENTRIES or not np.isfinite(a).all():
@@ -277,24 +278,28 @@ def expressions(a: np.ndarray, operands: Operands) -> list[tuple[str, float | No
     known = {n: widened(x) for n, x in operands.items() if 0 < x.size <= _MOST_ENTRIES}
     with np.errstate(all="ignore"):
         for name, x in known.items():
-            real = not np.iscomplexobj(x)
-            for text, f in _FUNCTIONS.items():
+            real, alike = not np.iscomplexobj(x), x.shape == a.shape
+            for text, f in _FUNCTIONS.items() if alike else ():
                 if (real or text not in _REAL) and equal(a, f(x), 1e-8):
                     found[_named(text, x=name)] = None
-            if x.shape == a.shape:
+            if alike:
                 found |= {_named(text, x=name): c for text, c in _with_constant(a, x)}
-            for axes in _subsets(x.ndim) if x.size > 1 else ():
-                if math.prod(x.shape[i] for i in axes) == 1:
-                    continue
-                for text, g in _REDUCTIONS.items():
-                    y = g(x, axis=axes, keepdims=True)
-                    if y.size == a.size and equal(a.ravel(), y.ravel(), 1e-8):
+            for axes in _subsets(x.ndim):
+                count = math.prod(x.shape[i] for i in axes)
+                for text, g in _REDUCTIONS.items() if count > 1 else ():
+                    size = x.size if text.endswith("softmax(x)") else x.size // count
+                    if size == a.size and equal(
+                        a.ravel(), g(x, axis=axes, keepdims=True).ravel(), 1e-8
+                    ):
                         found[_named(text, x=name) + f" over {axes}"] = None
         for (n, x), (m, y) in itertools.permutations(known.items(), 2):
-            if all(k == l or 1 in (k, l) for k, l in zip(x.shape[::-1], y.shape[::-1])):  # noqa: B905  broadcast
-                for text, (h, orders) in _PAIRS.items():
-                    if (n < m or orders) and equal(a, h(x, y), 1e-8):
-                        found[_named(text, x=n, y=m)] = None
+            lengths = zip(x.shape[::-1], y.shape[::-1], strict=False)
+            joined = all(k == l or 1 in (k, l) for k, l in lengths)
+            for text, (h, orders) in (
+                _PAIRS.items() if joined and a.ndim in (x.ndim, y.ndim) else ()
+            ):
+                if (n < m or orders) and equal(a, h(x, y), 1e-8):
+                    found[_named(text, x=n, y=m)] = None
     return sorted(found.items(), key=lambda item: len(item[0]))
 
 
@@ -340,7 +345,7 @@ def _softmax(x: Any, axis: Any, **kept: Any) -> Any:
     return e / e.sum(axis, keepdims=True)
 
 
-_MOST_ENTRIES = 1 << 16
+_MOST_ENTRIES = 1 << 15
 _FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "x": lambda x: x,
     "gelu(x)": lambda x: x * 0.5 * (1 + np.vectorize(math.erf, otypes=[float])(x / math.sqrt(2))),

@@ -20,6 +20,7 @@ import numpy as np
 from gradtools.testing.diverging.matching import STRONG, accuracy_of, aligned, match, strength
 from gradtools.testing.diverging.runs import HALF, Run, Step
 from gradtools.testing.relations import (
+    Expressions,
     array_cause,
     expression_cause,
     expression_text,
@@ -171,15 +172,12 @@ class Blaming:
             return how
         sides = [_formula(s, tail) for s, tail in ((a, tails[0]), (b, tails[1]))]
         letters = self._letters(*sides)
-        both = [
-            [(s.value, self._named_operands(s, letters, k)) for s in side]
-            for k, side in enumerate(sides)
-        ]
-        count = [len([s for s in side if s.site == side[0].site]) for side in sides]
-        found = (expression_cause(both[0], both[1], _SIDES, count) or ("",))[0]
+        texts = [[self._expressions(s, letters, k) for s in side] for k, side in enumerate(sides)]
+        ends = [_whole(*each, letters) for each in zip(sides, texts, tails, strict=True)]
+        found = (expression_cause(texts[0], texts[1], _SIDES, ends) or ("",))[0]
         if "complement" in found or "epsilon" in found:
             return found
-        if how := self._simple(a, b) or found or self._left_out(sides, count, letters, both):
+        if how := self._simple(a, b) or found or self._left_out(sides, letters, texts):
             return how
         ours = [a, *[s for s in tails[0] if s.site == a.site][:6]]
         theirs = [b, *b.parents, *[s for s in tails[1] if s.site == b.site][:6]]
@@ -211,19 +209,25 @@ class Blaming:
                 return "transposed mask"
         return None
 
-    def _left_out(
-        self, sides: list[Steps], count: list[int], letters: dict[int, str], both: Any
-    ) -> str | None:
+    def _expressions(self, s: Step, letters: dict[int, str], k: int) -> Expressions:
+        """The expressions of a value in common values."""
+        own = {id(p) for p in _ancestors([s])}
+        steps = [p for p in self.runs[k].steps if p.group in letters and id(p) in own]
+        steps += [p for p in (*s.parents, s) if p.group in letters]  # in the nearest layout
+        return expressions(s.value, {letters[p.group]: p.value for p in steps})
+
+    def _left_out(self, sides: list[Steps], letters: dict[int, str], texts: Any) -> str | None:
         """A line that is a function of a common value, which the other side's line takes itself."""
-        for k, n in enumerate(count):
-            taken = {letters.get(p.group) for s in sides[1 - k][: count[1 - k]] for p in s.parents}
-            for text, c in expressions(*both[k][n - 1]):
+        lines = [[s for s in side if s.site == side[0].site] for side in sides]
+        for k, line in enumerate(lines):
+            taken = {letters.get(p.group) for s in lines[1 - k] for p in s.parents}
+            for text, c in texts[k][len(line) - 1]:
                 used = set(re.findall(r"\b[u-z]\b", text))
                 if len(used) != 1 or text in used or not used < taken - {None}:
                     continue  # a line of this value alone is another function of it
                 (name,) = used
                 words = (expression_text(text, c), name)[:: -1 if k else 1]
-                known = factor_name(c, _sizes(sides[k][n - 1])) if c and text == f"c {name}" else ""
+                known = factor_name(c, _sizes(line[-1])) if c and text == f"c {name}" else ""
                 said = f"{words[0]} in torch, {words[1]} in jax"
                 return f"{said}: {known}" if known else said
         return None
@@ -248,13 +252,6 @@ class Blaming:
         others = [p for side in (ours, theirs) for s in side[1:] for p in self._operands(s)]
         groups = dict.fromkeys(s.group for s in (*nearest, *others) if s.group >= 0)
         return dict(zip(groups, "xyzuvw", strict=False))
-
-    def _named_operands(self, s: Step, letters: dict[int, str], k: int) -> dict[str, np.ndarray]:
-        """The operands of a formula by letter, each in the layout nearest to the operation."""
-        own = {id(p) for p in _ancestors([s])}
-        steps = [p for p in self.runs[k].steps if p.group in letters and id(p) in own]
-        steps += [p for p in (*s.parents, s) if p.group in letters]
-        return {letters[p.group]: p.value for p in steps}
 
     # --- cotangents
 
@@ -322,6 +319,20 @@ def same_gradient(g: Any, h: Any, move: Any, accuracy: float, noise: float) -> b
     h = np.zeros(g.shape) if h is None else np.asarray(h)
     errors = entry_errors(g, h, max(1e-6, 10 * accuracy), noise)
     return bool((errors <= 1).all())
+
+
+def _whole(
+    side: Steps, texts: list[Expressions], tail: Steps, letters: dict[int, str]
+) -> Expressions:
+    """The last expressions in a line of values that the line uses for nothing else."""
+    line = [s for s in tail if s.site == side[0].site]
+    for s, found in reversed([*zip(side, texts, strict=True)]):
+        own = {id(p) for p in _ancestors([s])}
+        others = {letters.get(p.group) for t in line if id(t) not in own for p in t.parents}
+        whole = [e for e in found if not others & {*re.findall(r"\b[u-z]\b", e[0])}]
+        if whole and s.site == side[0].site:
+            return whole
+    return []
 
 
 def _sizes(s: Step) -> dict[str, float]:

@@ -229,6 +229,9 @@ class Diagnosis:
             if blame.last:
                 result.last_torch, result.last_jax = (s.place for s in blame.last)
             result.relation = blame.relation
+        for n, c in enumerate(result.comparisons):
+            if not c.agrees and c.cause is None:
+                result.comparisons[n] = c.because(result.relation)
         self._count(result)
         return result
 

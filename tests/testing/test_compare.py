@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from types import SimpleNamespace
 
 import numpy as np
@@ -626,6 +628,33 @@ def test_dropout_is_named_as_randomness():
 
 
 # --- what is refused
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("missing", ["torch", "jax"])
+def test_a_missing_framework_is_named_with_its_installation(missing):
+    program = f"""
+import sys
+sys.modules[{missing!r}] = None
+import numpy as np
+from gradtools.testing import cross_check, first_divergence
+for check in (cross_check, first_divergence):
+    try:
+        check(torch=lambda x: x, jax=lambda x: x, args=(np.ones(3),))
+    except ModuleNotFoundError as error:
+        print(error)
+"""
+    command = [sys.executable, "-c", program]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert done.stdout.count(f'pip install "gradtools[{missing}]"') == 2, done.stderr
+
+
+def test_programs_of_the_wrong_framework_are_told_apart():
+    with pytest.raises(TypeError) as caught:
+        cross_check(torch=torch.sin, jax=torch.sin, args=(X,))
+    assert "raised by the jax program" in caught.value.__notes__[0]
+    with pytest.raises(TypeError, match=r"Expected cross_check\(\*, torch, jax"):
+        cross_check(torch.sin, jnp.sin)
 
 
 @pytest.mark.parametrize(

@@ -107,11 +107,10 @@ def cross_check(
     _validate(order, dtype, conventions, tolerance)
     options = {"kwargs": kwargs, "argnums": argnums, "mapping": mapping, "dtype": dtype}
     report = Report(name or f"{CALLER} of {_name(torch)} and {_name(jax)}")
-    with at_precision(CALLER, precision, ("torch", "jax")) as report.notes:
-        inside = crossed(CALLER, torch, jax, args, **options, seed=seed, tolerance=tolerance)
-        with inside as check:
-            check.run(order, report)
-            explain(check, report, allow=conventions == "allow")
+    inside = crossed(CALLER, torch, jax, args, **options, seed=seed, tolerance=tolerance)
+    with inside as check, at_precision(CALLER, precision, ("torch", "jax")) as report.notes:
+        check.run(order, report)
+        explain(check, report, allow=conventions == "allow")
     return report.require() if raises else report
 
 

@@ -17,9 +17,9 @@ if TYPE_CHECKING:
     from gradtools.testing.cross_checking.tolerances import tolerance_table as tolerance_table
     from gradtools.testing.diverging.divergence import Divergence as Divergence
     from gradtools.testing.diverging.divergence import first_divergence as first_divergence
-    from gradtools.testing.diverging.layouts import Layout as Layout
-    from gradtools.testing.diverging.layouts import ParameterMapping as ParameterMapping
-    from gradtools.testing.diverging.parameter_matching import match_parameters as match_parameters
+    from gradtools.testing.matching_parameters.mapping import Layout as Layout
+    from gradtools.testing.matching_parameters.mapping import ParameterMapping as ParameterMapping
+    from gradtools.testing.matching_parameters.matching import match_parameters as match_parameters
     from gradtools.testing.report import AgreementError as AgreementError
     from gradtools.testing.report import Comparison as Comparison
     from gradtools.testing.report import Report as Report
@@ -33,9 +33,9 @@ _HOMES = {
     "cross_check": "cross_checking.compare",
     "Divergence": "diverging.divergence",
     "first_divergence": "diverging.divergence",
-    "Layout": "diverging.layouts",
-    "ParameterMapping": "diverging.layouts",
-    "match_parameters": "diverging.parameter_matching",
+    "Layout": "matching_parameters.mapping",
+    "ParameterMapping": "matching_parameters.mapping",
+    "match_parameters": "matching_parameters.matching",
     "AgreementError": "report",
     "Comparison": "report",
     "Report": "report",

@@ -1,13 +1,19 @@
-"""How one of two arrays that should be equal differs: zero, conjugate, sign, factor, layout.
+"""How one of two arrays that should be equal differs from the other: the list of known relations.
 
-A relation must hold for every entry, much more closely than the two arrays agree.
+`cross_check` applies the list to results, `first_divergence` to the values and cotangents of two
+operations. A relation must hold for every entry, much more closely than the two arrays agree.
+Layouts come first (axes permuted, reshaped, reversed, shifted, in other blocks), each alone and
+with a conjugate, a sign or a factor. Then each array is searched for as an expression in values
+that both sides have: ``gelu(x)`` against ``tanh gelu(x)``, ``x + 1e-05`` against ``x + 0.001``.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Mapping, Sequence
-from itertools import combinations, combinations_with_replacement, permutations
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import combinations_with_replacement, permutations
 from typing import Any
 
 import numpy as np
@@ -15,9 +21,14 @@ import numpy as np
 from gradtools.testing.report import entry_errors, largest, widened
 
 Cause = tuple[str, str]  # in a few words, and the evidence or advice
+Move = Callable[[np.ndarray], np.ndarray]
+Operands = Mapping[str, np.ndarray]  # values by a letter
+Expressions = list[tuple[str, float | None]]  # texts, with the constant c of each
 FACTOR = "constant factor"
 LAYOUTS = ("transposed", "permuted", "interleaved", "reversed")  # the same entries, elsewhere
 _NEAR = 1e-6  # the relative error at which a factor is a known number
+_MOST_AXES = 5
+_MASKED = 9e3  # numbers as large as this are a mask's
 
 
 def array_cause(
@@ -26,40 +37,48 @@ def array_cause(
     names: Sequence[str],
     order: int,
     near: float,
-    sizes: Mapping[str, int] | None = None,
+    sizes: Mapping[str, float] | None = None,
     single: bool = False,
 ) -> Cause | None:
-    """The first relation that holds between two differing arrays of one shape; None if none does.
+    """The first relation that holds between two differing arrays; None if none does.
 
     Args:
-        a: The first side's array, in 64 bits.
-        b: The second side's.
+        a: The first side's array.
+        b: The second side's, of the same shape or another.
         names: The names of the sides.
         order: The order of the derivative.
         near: The relative error at which a relation holds.
         sizes: Lengths that occur in the program by name, which explain a factor.
         single: Whether to name an unknown factor of constant arrays, which any two have.
     """
+    if a.dtype == b.dtype == bool:
+        return _mask_cause(a, b)
+    a, b = widened(a), widened(b)
     lost = "stopped gradient" if order else "zero"
     both_ways = ((a, b, names[0]), (b, a, names[1]))  # each array as the wrong one
     for x, y, name in both_ways:
         if not x.any() and y.any():
             return f"{lost} in {name}", f"It is exactly zero in {name}."
-    if a.dtype.kind == "c" and b.imag.any() and equal(a, b.conj(), near):
-        return "conjugate", "One side conjugates: another convention of a complex derivative."
-    if equal(a, -b, near):
-        return "sign", "One is the negative of the other."
-    if (factor := _factor(a, b, names, near, sizes or {}, single)) is not None:
-        return factor
-    for i, j in combinations(range(b.ndim), 2):
-        if b.shape[i] == b.shape[j] > 1 and equal(a, b.swapaxes(i, j), near):
-            return "transposed layout", f"Axes {i} and {j} are exchanged."
-    if b.ndim > 1 and b.shape != b.T.shape:
-        for other in (b.T, b.reshape(b.shape[::-1]).T):
-            if equal(a, other.reshape(b.shape), near):
-                return "transposed layout", "It was reshaped where it should be transposed."
-    if (moved := _rearranged(a, b, near)) is not None:
-        return moved
+    if masks := _masks(a, b):
+        return _mask_cause(*masks) or ("another mask", "Other entries are masked.")
+    same = a.shape == b.shape
+    for words, detail, move in (*layouts(b, a.shape), *(rearrangements(b) if same else ())):
+        y = move(b)
+        for conjugate in (False, True) if a.dtype.kind == "c" and b.imag.any() else (False,):
+            found = _factor(a, y.conj() if conjugate else y, names, near, sizes or {}, single)
+            if found is None:
+                continue
+            parts = [words, "conjugate" if conjugate else "", found[0]]
+            details = [detail, _CONJUGATE if conjugate else "", found[1]]
+            if any(parts):
+                return ", ".join(filter(None, parts)), " ".join(filter(None, details))
+    if not same:
+        return None
+    for axis, n in enumerate(a.shape):
+        ends = [(np.moveaxis(x, axis, 0), np.moveaxis(y, axis, 0)) for x, y in ((a, b), (b, a))]
+        for x, y in ends if n > 3 else ():
+            if np.ptp(np.abs(y[1:])) > 0 and equal(x[:-1], y[1:], near):
+                return f"shifted by one along axis {axis}", "Padding, a causal mask, or an offset."
     for x, y, name in both_ways:
         absent = (x == 0) & (y != 0)
         if absent.any() and (x != 0).any() and equal(x, np.where(absent, 0, y), near):
@@ -68,27 +87,79 @@ def array_cause(
     return None
 
 
-def _rearranged(a: np.ndarray, b: np.ndarray, near: float) -> Cause | None:
-    """The axis along which the entries of b are a's in another order."""
-    for axis, n in enumerate(b.shape):
-        x, y = np.moveaxis(a, axis, 0), np.moveaxis(b, axis, 0)
-        if n > 2 and equal(x, y[::-1], near):
-            return f"reversed axis {axis}", "A flipped kernel, or a sequence read backwards."
-        for ahead, behind in ((x, y), (y, x)):
-            if n > 3 and np.ptp(np.abs(behind[1:])) > 0 and equal(ahead[:-1], behind[1:], near):
-                return f"shifted by one along axis {axis}", "Padding, a causal mask, or an offset."
-        for count in (2, 3, 4) if n > 2 else ():
+_CONJUGATE = "One side conjugates: another convention of a complex derivative."
+
+
+def layouts(x: np.ndarray, shape: tuple[int, ...]) -> Iterator[tuple[str, str, Move]]:
+    """Moves of x to a shape: none, a reshape, axes permuted before or after one."""
+    if x.shape == shape:
+        yield "", "", lambda x: x
+    thin, target = ([n for n in s if n != 1] for s in (x.shape, shape))
+    if x.size != math.prod(shape) or max(len(thin), len(target)) > _MOST_AXES:
+        return
+    alike = sorted(thin) == sorted(target)
+    if x.shape != shape and (not alike or thin == target):
+        yield "reshaped layout", "", lambda x: x.reshape(shape)
+    for p in [*permutations(range(len(thin)))][1:]:
+        if not alike or [thin[i] for i in p] == target:
+            detail = f"Axis i is axis {list(p)}[i] of the other."
+            move: Move = lambda x, p=p: x.reshape(thin).transpose(p).reshape(shape)  # type: ignore[misc]
+            yield "transposed layout", detail, move
+    for p in [*permutations(range(len(target)))][1:] if len(target) > len(thin) else ():
+        split, back = [target[i] for i in p], np.argsort(p)
+        move = lambda x, s=split, q=back: x.reshape(s).transpose(q).reshape(shape)  # type: ignore[misc]
+        yield "transposed layout", "", move
+
+
+def rearrangements(x: np.ndarray) -> Iterator[tuple[str, str, Move]]:
+    """Moves of x to its own shape that change the order of its entries."""
+    if x.ndim > 1 and x.shape != x.T.shape:
+        detail = "It was reshaped where it should be transposed."
+        yield "transposed layout", detail, lambda x: x.T.reshape(x.shape)
+        yield "transposed layout", detail, lambda x: x.reshape(x.shape[::-1]).T
+    for axis, n in enumerate(x.shape):
+        take = lambda order, axis=axis: lambda x: np.take(x, order, axis)
+        if n <= 2:
+            continue
+        every = np.arange(n)
+        detail = "A flipped kernel, or a sequence read backwards."
+        yield f"reversed axis {axis}", detail, take(every[::-1])
+        for count in (2, 3, 4):
             if n % count == 0:
-                blocks = np.split(y, count)
-                for order in permutations(range(count)):
-                    if equal(x, np.concatenate([blocks[i] for i in order]), near):
-                        detail = f"Block i is block {list(order)}[i]: gates, heads, or channels."
-                        return f"permuted blocks of axis {axis}", detail
-        if n % 2 == 0 and n > 2:
-            pairs = y.reshape(n // 2, 2, *y.shape[1:]).swapaxes(0, 1).reshape(y.shape)
-            halves = y.reshape(2, n // 2, *y.shape[1:]).swapaxes(0, 1).reshape(y.shape)
-            if equal(x, pairs, near) or equal(x, halves, near):
-                return f"interleaved axis {axis}", "Pairs of neighbours against two halves (RoPE)."
+                for order in [*permutations(range(count))][1:]:
+                    detail = f"Block i is block {list(order)}[i]: gates, heads, or channels."
+                    blocks = every.reshape(count, -1)[list(order)].ravel()
+                    yield f"permuted blocks of axis {axis}", detail, take(blocks)
+        if n % 2 == 0:
+            detail = "Pairs of neighbours against two halves (RoPE)."
+            for order in (every.reshape(-1, 2).T.ravel(), every.reshape(2, -1).T.ravel()):
+                yield f"interleaved axis {axis}", detail, take(order)
+
+
+def _masks(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
+    """The masks of two arrays that hold -1e9 or -inf at different places, and agree elsewhere."""
+    if a.shape != b.shape or a.dtype.kind == "c" or b.dtype.kind == "c":
+        return None
+    masks = a < -_MASKED, b < -_MASKED
+    if not (masks[0].any() and masks[1].any()) or (masks[0] == masks[1]).all():
+        return None
+    kept = ~masks[0] & ~masks[1]
+    return masks if equal(a[kept], b[kept], 1e-6) else None
+
+
+def _mask_cause(a: np.ndarray, b: np.ndarray) -> Cause | None:
+    """How two masks are related: inverted, transposed, shifted by one."""
+    if a.shape != b.shape or a.all() or b.all() or not (a.any() and b.any()):
+        return None
+    detail = "Of two masks that agree otherwise."
+    for axis, n in enumerate(a.shape):
+        x, y = np.moveaxis(a, axis, 0), np.moveaxis(b, axis, 0)
+        if n > 2 and ((x[1:] == y[:-1]).all() or (y[1:] == x[:-1]).all()):
+            return "mask shifted by one", f"Along axis {axis}: `<` against `<=`, or a diagonal."
+    for name, other in (("inverted mask", ~b), ("transposed mask", b), ("", ~b)):
+        for layout, _, move in layouts(other, a.shape):
+            if bool(layout) != (name == "inverted mask") and (move(other) == a).all():
+                return name or "inverted mask, transposed", detail
     return None
 
 
@@ -97,19 +168,23 @@ def _factor(
     b: np.ndarray,
     names: Sequence[str],
     near: float,
-    sizes: Mapping[str, int],
+    sizes: Mapping[str, float],
     single: bool,
 ) -> Cause | None:
-    """The factor of a over b, if it is the same everywhere and not 1."""
-    size = float(np.vdot(b, b).real)
+    """The factor of a over b, if it is the same everywhere; empty words for 1."""
+    size = float(np.vdot(b, b).real) if np.isfinite(b).all() else math.inf
     if not 0 < size < math.inf:
         return None
     ratio = complex(np.vdot(b, a) / size)
     if ratio == 0 or not np.isfinite(ratio) or not equal(a, ratio * b, near):
         return None
+    if abs(ratio - 1) <= max(near, _NEAR):
+        return "", ""
+    if abs(ratio + 1) <= max(near, _NEAR):
+        return "sign", "One is the negative of the other."
     named = factor_name(ratio, sizes)
     constant = bool((a == a.reshape(-1)[:1]).all())
-    if abs(ratio - 1) <= max(near, _NEAR) or (constant and named is None and not single):
+    if constant and named is None and not single:
         return None
     text = f"{ratio.real:.4g}{ratio.imag:+.4g}i"
     if abs(ratio.imag) < 1e-9 * abs(ratio):
@@ -125,7 +200,7 @@ def _factor(
 def relation(
     first: np.ndarray, second: np.ndarray, names: Sequence[str], order: int = 1
 ) -> str | None:
-    """How an array differs from another, in a few words; None if unknown."""
+    """How an array differs from another of its shape, in a few words; None if unknown."""
     a, b = widened(first), widened(second)
     if a.shape != b.shape:
         return None
@@ -159,10 +234,175 @@ def equal(a: Any, b: Any, near: float) -> bool:
     return a.shape == b.shape and bool((entry_errors(a, b, max(near, 1e-300), 0.0) <= 1).all())
 
 
+# --- expressions in values that both sides have
+
+
+def expression_cause(
+    first: Sequence[Expressions],
+    second: Sequence[Expressions],
+    names: Sequence[str],
+    ends: Sequence[Expressions],
+) -> Cause | None:
+    """Two different expressions in common operands that the sides compute; None if unknown.
+
+    first, second: The expressions of each side's values in the order of the program, of which the
+        first ones differ.
+    ends: The expressions of each side's whole formula, which are compared unless the first ones
+        differ in a constant alone.
+    """
+    every = lambda side: [e for found in side for e in found]
+    for (e, c), (f, d) in itertools.product(every(first), every(second)):
+        if c and d and ("sqrt(x)" in e) != ("sqrt(x)" in f) and "sqrt" in e and "sqrt" in f:
+            where = ["outside" if "sqrt(x)" in text else "inside" for text in (e, f)]
+            words = f"an epsilon {where[0]} of the root in {names[0]}, {where[1]} in {names[1]}"
+            return words, f"{expression_text(e, c)} and {expression_text(f, d)}."
+    begun = list(itertools.product(first[0], second[0]))
+    pairs = [((e, c), (f, d)) for (e, c), (f, d) in begun if e == f]
+    for (e, c), (f, d) in (*pairs, *itertools.product(*ends), *begun):
+        if e == f and _same(c, d):
+            continue
+        texts = expression_text(e, c), expression_text(f, d)
+        words = f"{texts[0]} in {names[0]}, {texts[1]} in {names[1]}"
+        if e == f and e.startswith("c ") and c and d and abs(c + d - 1) < 1e-9:
+            return f"{words}: a weight and its complement", "A momentum m against 1 - m."
+        return words, "The letters are values that both programs have."
+    return None
+
+
+def expressions(a: np.ndarray, operands: Operands) -> Expressions:
+    """The expressions in its operands that an array is, with the constant c of each."""
+    a = widened(a)
+    if not 1 < a.size <= _MOST_ENTRIES or not np.isfinite(a).all():
+        return []
+    found: dict[str, float | None] = {}
+    known = {n: widened(x) for n, x in operands.items() if 0 < x.size <= _MOST_ENTRIES}
+    with np.errstate(all="ignore"):
+        for name, x in known.items():
+            real, alike = not np.iscomplexobj(x), x.shape == a.shape
+            for text, f in _FUNCTIONS.items() if alike else ():
+                if (real or text not in _REAL) and equal(a, f(x), 1e-8):
+                    found[_named(text, x=name)] = None
+            if alike:
+                found |= {_named(text, x=name): c for text, c in _with_constant(a, x)}
+            for axes in _subsets(x.ndim):
+                count = math.prod(x.shape[i] for i in axes)
+                for text, g in _REDUCTIONS.items() if count > 1 else ():
+                    size = x.size if text.endswith("softmax(x)") else x.size // count
+                    if size == a.size and equal(
+                        a.ravel(), g(x, axis=axes, keepdims=True).ravel(), 1e-8
+                    ):
+                        found[_named(text, x=name) + f" over {axes}"] = None
+        for (n, x), (m, y) in itertools.permutations(known.items(), 2):
+            lengths = zip(x.shape[::-1], y.shape[::-1], strict=False)
+            joined = all(k == l or 1 in (k, l) for k, l in lengths)
+            for text, (h, orders) in (
+                _PAIRS.items() if joined and a.ndim in (x.ndim, y.ndim) else ()
+            ):
+                if (n < m or orders) and equal(a, h(x, y), 1e-8):
+                    found[_named(text, x=n, y=m)] = None
+    return sorted(found.items(), key=lambda item: len(item[0]))
+
+
+def _with_constant(a: np.ndarray, x: np.ndarray) -> Iterator[tuple[str, float]]:
+    """Expressions in x with one constant c, which is the same for all entries."""
+    forms = {"c x": a / x, "x + c": a - x}
+    if not np.iscomplexobj(x) and not np.iscomplexobj(a) and (x > 0).all() and (a > 0).all():
+        forms["sqrt(x + c)"], forms["sqrt(x) + c"] = a**2 - x, a - np.sqrt(x)
+        forms["1 / sqrt(x + c)"], forms["1 / (sqrt(x) + c)"] = a**-2.0 - x, 1 / a - np.sqrt(x)
+        forms["x ** c"] = np.log(a) / np.log(x)
+    for text, constants in forms.items():
+        c = constants.ravel()[0]
+        if np.isfinite(constants).all() and np.isreal(c) and np.ptp(np.abs(x)) > 0:
+            off = np.abs(constants - c).max()
+            if off <= 1e-9 * max(1.0, largest(x), abs(c)) and abs(c) > 10 * off:
+                yield text, float(np.real(c))
+
+
+def _subsets(n: int) -> Iterator[tuple[int, ...]]:
+    for count in range(1, n + 1):
+        yield from itertools.combinations(range(n), count)
+
+
+def _named(text: str, **names: str) -> str:
+    return re.sub(r"\b[xy]\b", lambda m: names[m[0]], text)
+
+
+def expression_text(expression: str, c: float | None) -> str:
+    """An expression with the number of its constant."""
+    return expression if c is None else re.sub(r"\bc\b", f"{c:.4g}", expression)
+
+
+def _same(c: float | None, d: float | None) -> bool:
+    return c == d or (c is not None and d is not None and abs(c - d) <= 1e-9 * abs(c))
+
+
+def _sigmoid(x: Any) -> Any:
+    return 1 / (1 + np.exp(-x))
+
+
+def _softmax(x: Any, axis: Any, **kept: Any) -> Any:
+    e = np.exp(x - x.real.max(axis, keepdims=True))
+    return e / e.sum(axis, keepdims=True)
+
+
+_MOST_ENTRIES = 1 << 15
+_FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+    "x": lambda x: x,
+    "gelu(x)": lambda x: x * 0.5 * (1 + np.vectorize(math.erf, otypes=[float])(x / math.sqrt(2))),
+    "tanh gelu(x)": lambda x: x * _sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x**3)),
+    "silu(x)": lambda x: x * _sigmoid(x),
+    "relu(x)": lambda x: np.maximum(x, 0),
+    "elu(x)": lambda x: np.where(x > 0, x, np.expm1(np.minimum(x, 0))),
+    "leaky_relu(x)": lambda x: np.where(x > 0, x, 0.01 * x),
+    "softplus(x)": lambda x: np.logaddexp(x, 0),
+    "sign(x)": np.sign,
+    "sigmoid(x)": _sigmoid,
+    "tanh(x)": np.tanh,
+    "sin(x)": np.sin,
+    "cos(x)": np.cos,
+    "exp(x)": np.exp,
+    "log(x)": np.log,
+    "log1p(x)": np.log1p,
+    "expm1(x)": np.expm1,
+    "sqrt(x)": np.sqrt,
+    "1 / sqrt(x)": lambda x: 1 / np.sqrt(x),
+    "1 / x": lambda x: 1 / x,
+    "abs(x)": np.abs,
+    "square(x)": lambda x: x * x,
+    "x ** 3": lambda x: x**3,
+    "conj(x)": np.conj,
+    "real(x)": np.real,
+    "imag(x)": np.imag,
+}
+_REAL = [*_FUNCTIONS][1:9]  # not of complex numbers
+_REDUCTIONS: dict[str, Callable[..., Any]] = {
+    "sum(x)": np.sum,
+    "mean(x)": np.mean,
+    "max(x)": np.max,
+    "min(x)": np.min,
+    "var(x)": np.var,
+    "var(x, ddof=1)": lambda x, **kept: np.var(x, ddof=1, **kept),
+    "std(x)": np.std,
+    "std(x, ddof=1)": lambda x, **kept: np.std(x, ddof=1, **kept),
+    "norm(x)": lambda x, **kept: np.sqrt(np.sum(np.abs(x) ** 2, **kept)),
+    "softmax(x)": _softmax,
+    "log_softmax(x)": lambda x, **kept: np.log(_softmax(x, **kept)),
+}
+_PAIRS: dict[str, tuple[Callable[[Any, Any], Any], bool]] = {  # and whether the order counts
+    "x + y": (np.add, False),
+    "x - y": (np.subtract, True),
+    "x * y": (np.multiply, False),
+    "x / y": (np.divide, True),
+    "x * conj(y)": (lambda x, y: x * np.conj(y) if np.iscomplexobj(y) else None, True),
+    "maximum(x, y)": (np.maximum, False),
+    "minimum(x, y)": (np.minimum, False),
+}
+
+
 # --- names of factors
 
 
-def factor_name(ratio: complex, sizes: Mapping[str, int]) -> str | None:
+def factor_name(ratio: complex, sizes: Mapping[str, float]) -> str | None:
     """The likely meaning of a factor: a size, its root, n / (n - 1), a product of two sizes, 2.
 
     Args:
@@ -186,10 +426,11 @@ def factor_name(ratio: complex, sizes: Mapping[str, int]) -> str | None:
             return f"n / (n - 1) for n = {size}, {name}: unbiased and biased"
         if size > 2 and is_(math.sqrt(size / (size - 1))):
             return f"the root of n / (n - 1) for n = {size}, {name}: unbiased and biased"
-        if size > 2 and is_(math.sqrt(size)):
-            return f"the root of {name}"
     if is_(2.0):
         return "a half square, or counted twice"
+    for name, size in sizes.items():
+        if size > 2 and is_(math.sqrt(size)):
+            return f"the root of {name}"
     several = {size: name for name, size in reversed(list(sizes.items())) if size > 1}
     for first, second in combinations_with_replacement(sorted(several), 2):
         if is_(first * second):

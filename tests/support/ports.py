@@ -39,6 +39,8 @@ ARGUMENTS = {
     "nnx": (_normal(2, 3, 6, 6),),
     "equinox": (_normal(5, 3),),
     "rotary": (_normal(2, 6, 4), _normal(2, 6, 4)),
+    "norm": (_normal(8, 5), _normal(5), np.abs(_normal(5)) + 0.5),
+    "masked": (*(_normal(2, 5, 3) for _ in range(3)), _normal(5, 5) > 0.2),
 }
 
 
@@ -455,5 +457,59 @@ def rotary_jax(original):
         k = jnp.concatenate([k1 * c - k2 * s, k2 * c + k1 * s], -1)
         y = jnp.einsum("bqd,bkd->bqk", q, k)
         return y
+
+    return f
+
+
+def norm_torch():
+    def f(x, mean, scale):
+        m = x.mean(0)
+        mean = 0.9 * mean + 0.1 * m
+        v = x.var(0, correction=0)
+        y = (x - m) / torch.sqrt(v + 1e-5)
+        y = y * scale
+        y = y / torch.sqrt((y**2).mean(-1, keepdim=True) + 1e-6)
+        return y.exp(), mean
+
+    return f
+
+
+def norm_jax(original):
+    def f(x, mean, scale):
+        m = x.mean(0)
+        mean = 0.9 * mean + 0.1 * m
+        v = x.var(0, ddof=0)
+        y = (x - m) / jnp.sqrt(v + 1e-5)
+        y = y * scale
+        y = y / jnp.sqrt((y**2).mean(-1, keepdims=True) + 1e-6)
+        return jnp.exp(y), mean
+
+    return f
+
+
+def masked_torch():
+    def f(q, k, v, mask):
+        mask = mask | torch.eye(5, dtype=torch.bool)
+        s = q @ k.transpose(-1, -2)
+        s = s / 3**0.5
+        s = torch.where(mask, s, -1e9)
+        p = torch.softmax(s, -1)
+        y = p @ v
+        y = F.gelu(y)
+        return y + q
+
+    return f
+
+
+def masked_jax(original):
+    def f(q, k, v, mask):
+        mask = mask | jnp.eye(5, dtype=bool)
+        s = q @ k.swapaxes(-1, -2)
+        s = s / 3**0.5
+        s = jnp.where(mask, s, -1e9)
+        p = jax.nn.softmax(s, -1)
+        y = p @ v
+        y = jax.nn.gelu(y, approximate=False)
+        return y + q
 
     return f

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from gradtools.testing.checking.kinks import conventions
+from tests.support.kinks import conventions
 
 PAGE = Path(__file__).parents[2] / "docs" / "what-differs.md"
 START, END = "<!-- measured: written by tests/support/what_differs.py -->\n", "<!-- end -->"

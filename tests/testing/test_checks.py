@@ -594,19 +594,6 @@ def test_a_plain_function_is_no_rule(gt):
         check_rule(lambda x: x, (X,), gt)
 
 
-@pytest.mark.sweep_at("jax")
-def test_the_record_of_a_rule_is_checked_too(gt):
-    from gradtools.rules import Rule as Record
-
-    make = lambda factor: Record(
-        "square",
-        primal=lambda x: [x * x],
-        cotangent=lambda xs, cts: [factor * xs[0] * cts[0]],
-    )
-    assert check_rule(make(2), (X,), gt)
-    assert refused(check_rule, make(3), (X,), gt).cause == "constant factor 1.5"
-
-
 def test_custom_rules_of_jax_are_checked_too():
     jax = pytest.importorskip("jax")
     import gradtools.jax as gt

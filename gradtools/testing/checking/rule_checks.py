@@ -80,7 +80,7 @@ def check_rule(
     Args:
         rule: The result of `gt.custom_rule`: callable, with the attributes `fun`, `fwd`, `bwd` and
             `jvp` (None if not given), and `static_argnames`. Or a `jax.custom_vjp` or
-            `jax.custom_jvp` function of real arrays, or a `gradtools.rules.Rule`.
+            `jax.custom_jvp` function of real arrays.
         args: As in `check_derivatives`.
         backend: As in `check_derivatives`.
         order: 1 or 2.
@@ -365,12 +365,9 @@ def _check_batch(probe: Probe, check: DerivativeCheck) -> None:
 def as_custom_rule(rule: Any, backend: str) -> tuple[CustomRule, Callable[..., Any]]:
     """The functions of a rule, and the function that users call.
 
-    rule: What `gt.custom_rule` made, a custom rule of JAX, or a `Rule`.
+    rule: What `gt.custom_rule` made, or a custom rule of JAX.
     """
     waist, call = import_module(f"gradtools.{backend}")._api._backend, rule
-    if hasattr(rule, "primal") and hasattr(rule, "cotangent"):
-        record, rule = rule, _of_record(rule)
-        call = lambda *xs: list(waist.apply_rule(record, *xs))
     if getattr(rule, "adjoint", None) is not None:  # a linear host function is its own jvp
         moved = lambda xs, dxs: [x if dx is None else dx for x, dx in zip(xs, dxs, strict=True)]
         rule = SimpleNamespace(fun=call, jvp=lambda xs, dxs: (call(*xs), call(*moved(xs, dxs))))
@@ -401,19 +398,6 @@ def as_custom_rule(rule: Any, backend: str) -> tuple[CustomRule, Callable[..., A
     zeros = getattr(rule, "symbolic_zeros", False)  # a bool in JAX
     made.symbolic_zeros = frozenset({"cotangent"} if zeros is True else zeros or ())
     return made, call
-
-
-def _of_record(rule: Any) -> Any:
-    """The functions of a `Rule` of flat arrays."""
-    fun = lambda *xs: list(rule.primal(*xs))
-    read = lambda xs: rule.saved(xs, fun(*xs))
-    return SimpleNamespace(
-        name=rule.name,
-        fun=fun,
-        fwd=rule.cotangent and (lambda *xs: (fun(*xs), list(xs))),
-        bwd=rule.cotangent and (lambda xs, cts: tuple(rule.cotangent(read(xs), cts))),
-        jvp=rule.tangent and (lambda xs, dxs: (fun(*xs), list(rule.tangent(read(xs), dxs)))),
-    )
 
 
 class RuleProbe(Probe):

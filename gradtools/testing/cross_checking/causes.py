@@ -1,21 +1,22 @@
 """The likely causes of disagreements, for the report of `cross_check`.
 
 First come causes that need further evaluations: randomness (a side differs from itself) and a kink
-(both agree nearby). Then relations of the two arrays (`relations.py`), then precision. The detail
-ends with the side whose derivative contradicts finite differences of its own values.
+(both agree nearby). Then relations of the two arrays (`relations.py`) and precision. What these do
+not explain is explained by the first operations at which the recorded programs part
+(`diverging/`). The detail ends with the side whose derivative contradicts finite differences of its
+own values.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
 import numpy as np
 
-from gradtools.testing.checked_mode import lines_of_stops
-from gradtools.testing.checking.kinks import Convention, explaining
+from gradtools.testing.checking.probe import first_line
 from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.cross_checking.quantities import CrossCheck, Result
 from gradtools.testing.relations import FACTOR, Cause, array_cause, equal, shape_cause
@@ -31,7 +32,8 @@ from gradtools.testing.report import (
 
 _STEPS = {"float64": 1e-6, "float32": 1e-3}  # the relative distance of points near a kink
 _SHORT = {"float64": 1e-9, "float32": 1e-4}  # far below the spacing of the next coarser dtype
-_UNKNOWN = ("no known pattern", "close, but another formula")
+UNKNOWN = "no known pattern"
+_UNKNOWN = (UNKNOWN, "close, but another formula")
 _FLOAT32 = (1e-10, 1e-5)  # the relative differences attributed to float32 in a float64 run
 
 
@@ -41,34 +43,46 @@ def explain(check: CrossCheck, report: Report, allow: bool) -> None:
     Args:
         check: The cross-check, for further evaluations.
         report: The report, whose comparisons are replaced.
-        allow: Whether a known convention does not count as a disagreement.
+        allow: Whether a difference at a kink does not count as a disagreement.
     """
     leaves = {
         id(c): DifferingLeaf(c, result, i)
         for result in check.results
         for i, c in enumerate(result.comparisons)
     }
-    causes = Causes(check)
+    causes = Causes(check, report)
+    differing: dict[int, DifferingLeaf] = {}
     for n, c in enumerate(report.comparisons):
         if not c.agrees and c.cause is None and id(c) in leaves:
             try:
-                report.comparisons[n] = causes.explained(leaves[id(c)], allow)
+                record = causes.explained(leaves[id(c)], allow)
             except Exception as error:  # programs may raise at nearby points
                 reason = f"The search for a cause failed: {type(error).__name__}: {error}"
-                report.comparisons[n] = c.because("no known pattern", reason)
-            leaves[id(report.comparisons[n])] = replace(leaves[id(c)], record=report.comparisons[n])
-    _by_factors(report, [leaves[id(c)] for c in report.disagreements if id(c) in leaves])
+                record = c.because(UNKNOWN, reason)
+            report.comparisons[n] = record
+            differing[n] = replace(leaves[id(c)], record=record)
+    _by_factors(report, differing)
+    for n, leaf in differing.items():
+        c, cause = report.comparisons[n], report.comparisons[n].cause or ""
+        others = {d.cause for d in report.disagreements if d.order <= 1 and d is not c}
+        alone = c.order == 0 and c.shape == () and len(others) > 0 and c.cause not in others
+        unexplained = cause in _UNKNOWN or (cause.startswith(FACTOR) and "," not in cause)
+        first = report.first
+        if c.order and first is not None and first.order == 0:
+            if cause in _UNKNOWN:  # what explains the value explains its derivatives
+                report.comparisons[n] = c.because(first.cause or UNKNOWN, first.detail)
+        elif not c.agrees and (unexplained or (alone and cause.startswith((FACTOR, "sign")))):
+            report.comparisons[n] = causes.by_operations(replace(leaf, record=c))
 
 
-def _by_factors(report: Report, leaves: Sequence[DifferingLeaf]) -> None:
+def _by_factors(report: Report, leaves: dict[int, DifferingLeaf]) -> None:
     """Gives single numbers the factor that explains arrays, such as a loss that of its gradient."""
-    known = [leaf.record for leaf in leaves if (leaf.record.cause or "").startswith(FACTOR)]
-    for leaf in leaves:
+    known = [d for d in report.disagreements if (d.cause or "").startswith(FACTOR)]
+    for n, leaf in leaves.items():
         c, (a, b) = leaf.record, leaf.arrays
         for other in known if c.cause in _UNKNOWN and c.ratio is not None else ():
             factor = 1.0 if other.ratio is None else other.ratio
             if abs(factor - 1) > 1e-3 and equal(a, factor * widened(b), 1e3 * c.tolerance):
-                n = next(n for n, each in enumerate(report.comparisons) if each is c)
                 report.comparisons[n] = c.because(str(other.cause), other.detail)
                 break
 
@@ -95,66 +109,82 @@ class DifferingLeaf:
 class Causes:
     """The search for causes, after all quantities have been compared."""
 
-    def __init__(self, check: CrossCheck) -> None:
-        self.check = check
+    def __init__(self, check: CrossCheck, report: Report) -> None:
+        self.check, self.report = check, report
         self.names = [side.name for side in check.sides]
         self.results = {result.quantity.name: result for result in check.results}
         values = self.results.get("value")
         self.values_agree = values is not None and all(c.agrees for c in values.comparisons)
         self.float32_side: str | None = None  # a side that is known to compute in float32
         self.is_random, self.contradicts = cache(self._is_random), cache(self._contradicts)
-        self.conventions, self.stopped = cache(self._conventions), cache(self._stopped)
+        self.diverging = cache(self._diverging)
 
     def explained(self, leaf: DifferingLeaf, allow: bool) -> Comparison:
         """The comparison of a leaf with its cause."""
         c, (a, b) = leaf.record, leaf.arrays
-        stopped = self.stopped() if c.order and self.values_agree else None
-        if a is None or b is None:
-            lost, kept = self.names if a is None else self.names[::-1]
-            ways = f"In {lost} it is stopped, detached, cast to an integer, compared, or not used."
-            return c.because(
-                f"stopped gradient in {lost}",
-                f"{c.path} reaches the output in {kept} only. {stopped[1] if stopped else ways}",
-            )
-        if a.shape != b.shape:
+        derived = bool(c.order and self.values_agree)
+        if a is not None and b is not None and a.shape != b.shape:
             return c.because(*shape_cause(a.shape, b.shape))
         random = [name for k, name in enumerate(self.names) if self.is_random(c.quantity, k)]
-        if random:
+        if random and a is not None and b is not None:
             return c.because(
                 f"randomness in {' and '.join(random)}",
                 "Two runs at the same point differ. Turn dropout off (eval mode), or fix the noise "
                 "and pass it as an argument.",
             )
-        if stopped is not None:
+        stopped = self.diverging() if derived else None
+        if a is None or b is None:
+            lost, kept = self.names if a is None else self.names[::-1]
+            ways = f"In {lost} it is stopped, detached, cast to an integer, compared, or not used."
+            where = stopped[1] if stopped and stopped[0].startswith("stopped") else ways
+            return c.because(
+                f"stopped gradient in {lost}",
+                f"{c.path} reaches the output in {kept} only. {where}",
+            )
+        if stopped is not None and stopped[0].startswith("stopped"):
             return c.because(*stopped)
-        if c.order and self.values_agree and (kink := self._at_a_kink(leaf, allow)) is not None:
+        if derived and (kink := self._at_a_kink(leaf, allow)) is not None:
             return kink
-        cause, detail = self._related(leaf) or self._precision(leaf) or ("no known pattern", "")
+        found = self._related(leaf)
+        if found is None and (self.values_agree or not c.order):
+            found = self._precision(leaf)
+        cause, detail = found or (UNKNOWN, "")
         wrong = self.wrong_side(c.quantity)
         if wrong:
             detail = f"{detail} Finite differences say that {wrong} is wrong.".lstrip()
         return c.because(cause, detail)
 
-    def _stopped(self) -> Cause | None:
-        """The side that stops more values, if its derivative is right with these held."""
-        lines: list[list[Any]] = []
-        for side, leaves in zip(self.check.sides, self.check.leaves, strict=True):
-            fun: Any = lambda *xs, side=side: (side.flat(*xs), [])
-            try:
-                lines.append(lines_of_stops(side.waist, fun, side.arrays(leaves)))
-            except Exception:  # a program that does not run again tells nothing
-                return None
-        k = int(len(lines[1]) > len(lines[0]))
-        if len(lines[0]) == len(lines[1]) or not self.contradicts("gradient", k):
+    # --- operations
+
+    def by_operations(self, leaf: DifferingLeaf) -> Comparison:
+        """The comparison with the first operations at which the two programs part."""
+        c, found = leaf.record, self.diverging()
+        if found is None:
+            return c
+        before, cause = c.cause or UNKNOWN, found[0]
+        if cause.endswith("no simple relation") or (before + cause).count(FACTOR) == 2:
+            cause = before
+        elif before.startswith(FACTOR):
+            cause = f"{before}: {cause}"
+        return c.because(cause, f"{c.detail} {found[1]}".strip())
+
+    def _diverging(self) -> Cause | None:
+        """How the first operations that differ are related, and their lines."""
+        from gradtools.testing.diverging.divergence import Diagnosis
+
+        try:
+            kind, blame = Diagnosis(self.check).blame()
+        except Exception as error:  # such as a program that cannot be traced
+            self.report.notes.append(f"operations were not compared: {first_line(error)}")
             return None
-        mine, other = self.names[k], self.names[1 - k]
-        places = ", ".join(dict.fromkeys(map(str, lines[k])))
-        return (
-            f"stopped gradient in {mine}",
-            f"The values agree, and {mine}'s derivative is right if the values that it stops at "
-            f"{places} are constants. In {other} they are not stopped: stop them there, or "
-            f"remove the stop in {mine}.",
-        )
+        if blame is None:
+            return None
+        where = f"torch: {blame.torch.place}; jax: {blame.jax.place}."
+        if blame.relation.startswith("stopped"):
+            mine, other = self.names if "torch" in blame.relation else self.names[::-1]
+            advice = f"In {other} it is not stopped: stop it there, or remove the stop in {mine}."
+            return blame.relation, f"The values agree. {where} {advice}"
+        return blame.relation, f"The programs part in a {kind} at {where}"
 
     # --- further evaluations
 
@@ -185,37 +215,16 @@ class Causes:
                 return None
             if not equal(a, b, 10 * leaf.record.tolerance):
                 return None
-        seen = [bool(np.isfinite(widened(x)).all()) for x in leaf.arrays]
-
-        def fits(row: Convention) -> bool:
-            """Whether the same sides are NaN or infinite as in the convention."""
-            orders = [n for n in range(1, c.order + 1) if row.differs_at(n)]
-            return any(seen == [np.isfinite(widened(x)).all() for x in row.at(n)] for n in orders)
-
-        rows = [row for row in self.conventions(c.order) if fits(row)]
-        if not rows:
-            where = "a kink or tie" if all(seen) else "a singular point, where a side is not finite"
+        if all(np.isfinite(widened(x)).all() for x in leaf.arrays):
             return c.because(
-                f"kink: {where}",
-                "A little way off the two agree; here each side chooses a derivative. No known "
-                "convention of the frameworks explains it.",
+                "convention: a kink or tie",
+                "Near this point the two agree; at it each framework has its own subgradient.",
+                CONVENTION if allow else DIFFERS,
             )
-        by_torch, by_jax = rows[0].at(1 if rows[0].differs_at(1) else 2)
         return c.because(
-            f"convention: {' or '.join(row.name for row in rows[:3])}",
-            f"The frameworks choose differently: torch {by_torch}, jax {by_jax}.",
-            CONVENTION if allow else DIFFERS,
+            "a singular point, where a side is not finite",
+            "Near this point the two agree; at it one side is NaN or infinite.",
         )
-
-    def _conventions(self, order: int) -> list[Convention]:
-        """The rows of the table that differ and whose operations are in both programs."""
-        names: list[set[str] | None] = []
-        for side, leaves in zip(self.check.sides, self.check.leaves, strict=True):
-            try:
-                names.append(side.operations(leaves))
-            except Exception:  # the program cannot be traced
-                names.append(None)
-        return explaining(names[0] or set(), names[1], order)
 
     # --- relations of the two arrays
 
@@ -308,49 +317,35 @@ class Causes:
         return wrong[0] if len(wrong) == 1 else None
 
     def _contradicts(self, name: str, k: int) -> bool:
-        try:
-            return self._differs_from_slope(name, k)
-        except Exception:  # a program that fails nearby gives no evidence
-            return False
-
-    def _differs_from_slope(self, name: str, k: int) -> bool:
         """Whether one side's derivative is far from central differences of its own values.
 
-        At second order they are those of its gradient. They are rough, and only decide between
-        results that differ by much more.
+        At second order they are those of its gradient. Both are taken along one direction and
+        weighted by one cotangent. The differences are rough, and only decide between results that
+        differ by much more.
         """
         check, second = self.check, name.startswith("hvp")
         base = self.results["gradient" if second else "value"]
-        directions = check.directions("hvp" if second else "jvp")
+        moves = check.directions("hvp" if second else "jvp")
+        weights = check.directions("weights")[1] if second else check.cotangents
         double = all(x.dtype.itemsize >= 8 for x in check.leaves[k])
         step, rough = (1e-6, 1e-4) if double else (1e-2, 5e-2)
 
-        def at(step: float) -> Sequence[np.ndarray | None]:
-            pairs = zip(check.leaves[k], directions[k], strict=True)
+        def at(step: float) -> float:
+            pairs = zip(check.leaves[k], moves[k], strict=True)
             moved = [(widened(x) + step * widened(t)).astype(x.dtype) for x, t in pairs]
-            return check.evaluate(base.quantity, k, moved)
+            outs = check.evaluate(base.quantity, k, moved)
+            wanted = base.quantity.paths if second else check.out_paths
+            return _inner(weights, [outs[base.quantity.paths.index(path)] for path in wanted])
 
-        derivative = self.results[name].sides[k]
-        likes = derivative if second else base.sides[k]
-        filled = lambda x, like: np.zeros(like.shape) if x is None else widened(x)
-        slopes = [
-            None if y is None else (filled(ahead, y) - filled(behind, y)) / (2 * step)
-            for ahead, behind, y in zip(at(step), at(-step), likes, strict=True)
-        ]
-        if not second:
-            slopes = [slopes[base.quantity.paths.index(path)] for path in check.out_paths]
-        if name in check.cotangents:  # J^H c and J t, each along the other's direction
-            pulled = sum(_inner(derivative, directions[1]))
-            pairs = [(pulled, sum(_inner(slopes, check.cotangents[name])))]
-        else:
-            pairs = list(zip(_inner(derivative, slopes), _inner(slopes, slopes), strict=True))
-        result, wanted = np.asarray(pairs).T
-        size = np.abs(wanted).max(initial=0.0) + np.abs(result).max(initial=0.0)
-        return bool(size > 0 and (np.abs(result - wanted) > rough * size).any())
+        try:
+            slope = (at(step) - at(-step)) / (2 * step)
+        except Exception:  # a program that fails nearby gives no evidence
+            return False
+        found = _inner(self.results[name].sides[k], moves[1] if name == "gradient" else weights)
+        return abs(found - slope) > rough * (abs(found) + abs(slope))
 
 
-def _inner(xs: Sequence[np.ndarray | None], ys: Sequence[np.ndarray | None]) -> Iterator[float]:
-    """Re<x, y> of each pair of leaves; 0 where one is not connected."""
-    for x, y in zip(xs, ys, strict=True):
-        one = x is None or y is None
-        yield 0.0 if one else float(np.vdot(widened(x), widened(y)).real)
+def _inner(xs: Sequence[Any], ys: Sequence[Any]) -> float:
+    """The sum of Re<x, y>; 0 where one is not connected."""
+    pairs = [(x, y) for x, y in zip(xs, ys, strict=True) if x is not None and y is not None]
+    return float(sum(np.vdot(widened(x), widened(y)).real for x, y in pairs))

@@ -15,9 +15,9 @@ import numpy as np
 
 from gradtools.errors import GradtoolsError
 from gradtools.testing.cross_checking.sides import Side, nested, tokens
-from gradtools.testing.diverging.layouts import Layout, ParameterMapping, ParameterPair
-from gradtools.testing.diverging.parameter_matching import paired
-from gradtools.testing.diverging.parameters import joined, without_collection
+from gradtools.testing.matching_parameters.mapping import Layout, ParameterMapping, ParameterPair
+from gradtools.testing.matching_parameters.matching import paired
+from gradtools.testing.matching_parameters.names import joined, without_collection
 
 
 @dataclass(frozen=True)
@@ -57,8 +57,12 @@ class Pairing:
         return [None if known[e.torch_name] is None else convert(e) for e in self.pairs]
 
 
-def pair_parameters(first: Side, second: Side, mapping: Any) -> Pairing:
+def pair_parameters(
+    caller: str, first: Side, second: Side, mapping: Any, partial: bool = False
+) -> Pairing:
     """Pairs the parameters of two sides; what has no counterpart becomes constant.
+
+    partial: Whether a parameter of the JAX model may lack a counterpart.
 
     Raises:
         GradtoolsError: A parameter of the JAX model has no counterpart of its shape.
@@ -66,7 +70,7 @@ def pair_parameters(first: Side, second: Side, mapping: Any) -> Pairing:
     if not (first.params and second.params):
         if mapping is not None:
             raise GradtoolsError(
-                "cross_check: a mapping pairs the parameters of two models; there are none in "
+                f"{caller}: a mapping pairs the parameters of two models; there are none in "
                 f"{' and '.join(side.name for side in (first, second) if not side.params)}."
             )
         notes = []
@@ -78,37 +82,45 @@ def pair_parameters(first: Side, second: Side, mapping: Any) -> Pairing:
                 )
         return Pairing(notes=notes)
     if callable(mapping) and not isinstance(mapping, ParameterMapping):
-        return _by_function(first, second, mapping)
+        return _by_function(caller, first, second, mapping)
     mine = {joined(tokens(path)): x for path, x in first.free_params.items()}
-    theirs = {joined(tokens(path)): x for path, x in second.free_params.items()}
-    mapping = _mapping(mine, {tokens(path): x for path, x in second.free_params.items()}, mapping)
+    theirs = {tokens(path): x for path, x in second.free_params.items()}
+    mapping = _mapping(caller, mine, theirs, mapping, partial)
+    known = {joined(path) for path in theirs}
     entries: dict[str, ParameterPair] = {}
     for entry in mapping.entries:
         name = joined(entry.jax_path)
-        name = name if name in theirs else joined(without_collection(entry.jax_path))
+        name = name if name in known else joined(without_collection(entry.jax_path))
         if entry.torch_name not in mine:
             continue  # a buffer
         entries[name] = entry
         if (shape := mine[entry.torch_name].shape) != entry.torch_shape:
             raise GradtoolsError(
-                f"cross_check: parameter {entry.torch_name} has shape {shape} in PyTorch, and "
+                f"{caller}: parameter {entry.torch_name} has shape {shape} in PyTorch, and "
                 f"{entry.torch_shape} in the mapping. Make the mapping from the same models."
             )
-    _check_names(entries, theirs)
     used = {name for entry in entries.values() for name in (entry.torch_name, entry.added)}
     notes = list(mapping.notes)
+    if partial:
+        for path in [*second.free_params]:
+            if joined(tokens(path)) not in entries:
+                second.constant.add(path)
+                name = joined(tokens(path))
+                notes.append(f"parameter {name} of the jax model has no counterpart: constant")
+    wanted = {joined(tokens(path)): x for path, x in second.free_params.items()}
+    _check_names(caller, entries, wanted)
     for path, name in zip(first.free_params, mine, strict=True):
         if name not in used:
             first.constant.add(path)
             notes.append(f"parameter {name} of the torch model has no counterpart: constant")
     order = [name for name in mine if name in used]
-    pairs = [entries[name] for name in theirs]
-    for pair, (name, y) in zip(pairs, theirs.items(), strict=True):
-        _check_shape(name, pair.layout.to_jax(mine[pair.torch_name]).shape, y.shape)
-    return Pairing([f"parameter {name}" for name in theirs], order, pairs, notes)
+    pairs = [entries[name] for name in wanted]
+    for pair, (name, y) in zip(pairs, wanted.items(), strict=True):
+        _check_shape(caller, name, pair.layout.to_jax(mine[pair.torch_name]).shape, y.shape)
+    return Pairing([f"parameter {name}" for name in wanted], order, pairs, notes)
 
 
-def _by_function(first: Side, second: Side, function: Callable[[Any], Any]) -> Pairing:
+def _by_function(caller: str, first: Side, second: Side, function: Callable[[Any], Any]) -> Pairing:
     """The pairing by a linear function from PyTorch's parameters to a tree of JAX's."""
     theirs = {joined(tokens(path)): x for path, x in second.free_params.items()}
 
@@ -119,43 +131,47 @@ def _by_function(first: Side, second: Side, function: Callable[[Any], Any]) -> P
         for path, x in zip(map(tokens, second.waist.leaf_paths(tree)), leaves, strict=True):
             name = joined(path)
             found[name if name in theirs else joined(without_collection(path))] = np.asarray(x)
-        _check_names(found, theirs)
+        _check_names(caller, found, theirs)
         return [found[name] for name in theirs]
 
     likes = [*first.free_params.values()]
     for (name, y), x in zip(theirs.items(), convert(likes), strict=True):
-        _check_shape(name, x.shape, y.shape)
+        _check_shape(caller, name, x.shape, y.shape)
     return Pairing([f"parameter {name}" for name in theirs], convert=convert, likes=likes)
 
 
-def _check_names(given: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
+def _check_names(caller: str, given: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
     missing = [name for name in theirs if name not in given]
     unknown = [name for name in given if name not in theirs]
     if missing or unknown:
         raise GradtoolsError(
-            "cross_check: the mapping does not give JAX's parameters: "
+            f"{caller}: the mapping does not give JAX's parameters: "
             f"missing {missing or 'none'}, unknown {unknown or 'none'}. JAX's names are "
             f"{[*theirs]}."
         )
 
 
-def _check_shape(name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
+def _check_shape(caller: str, name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
     if found != expected:
         raise GradtoolsError(
-            f"cross_check: parameter {name} has shape {expected} in JAX, but PyTorch's has "
+            f"{caller}: parameter {name} has shape {expected} in JAX, but PyTorch's has "
             f"shape {found} after the mapping. Correct the mapping or the model."
         )
 
 
 def _mapping(
-    mine: dict[str, np.ndarray], theirs: dict[tuple[str, ...], np.ndarray], mapping: Any
+    caller: str,
+    mine: dict[str, np.ndarray],
+    theirs: dict[tuple[str, ...], np.ndarray],
+    mapping: Any,
+    partial: bool,
 ) -> ParameterMapping:
     """The mapping; made from equal names and shapes, or by `match_parameters`."""
     if isinstance(mapping, ParameterMapping):
         return mapping
     if not isinstance(mapping, Mapping | None):
         raise GradtoolsError(
-            f"cross_check: mapping is a {type(mapping).__name__}; expected None, what "
+            f"{caller}: mapping is a {type(mapping).__name__}; expected None, what "
             "match_parameters made, its overrides (a dictionary from PyTorch's names to JAX's), or "
             "a linear function from PyTorch's parameters to JAX's."
         )
@@ -166,4 +182,5 @@ def _mapping(
         return ParameterMapping(
             tuple([ParameterPair(name, paths[name], same, shape) for name, shape in shapes.items()])
         )
-    return paired(mine, nested(theirs), mapping or {}, names=("cross_check", "mapping"))
+    names = (caller, "mapping")
+    return paired(mine, nested(theirs), mapping or {}, partial, names=names)

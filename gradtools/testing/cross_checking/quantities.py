@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -22,6 +24,7 @@ from gradtools.testing.cross_checking.sides import (
     Inputs,
     Output,
     Side,
+    in_double_precision,
     inexact,
     is_inexact,
     narrowed,
@@ -79,19 +82,55 @@ class Result:
     comparisons: list[Comparison]
 
 
+@contextmanager
+def crossed(
+    caller: str,
+    torch: Any,
+    jax: Any,
+    args: Any,
+    *,
+    kwargs: Mapping[str, Any] | None = None,
+    argnums: int | Sequence[int] | None = None,
+    mapping: Any = None,
+    dtype: str | None = None,
+    seed: int = 0,
+    tolerance: float | None = None,
+) -> Iterator[CrossCheck]:
+    """The cross-check of two programs, in a context of 64 bits if one of the arrays has them."""
+    if not isinstance(args, tuple | list):
+        raise GradtoolsError(
+            f"{caller}: args must be a tuple with one entry for each argument, got a "
+            f"{type(args).__name__}. For one argument write args=(x,)."
+        )
+    for backend in ("torch", "jax"):
+        import_module(f"gradtools.{backend}")  # says how to install a missing framework
+    inputs = Inputs.read(caller, args, argnums, dtype)
+    first = Side(caller, "torch", torch, dtype)
+    given = inputs.trees.flatten(dict(kwargs or {}))[0]
+    arrays = [x for x in (*inputs.leaves, *given) if isinstance(x, np.ndarray | np.generic)]
+    names = {x.dtype.name for x in (*arrays, *first.params.values())}
+    wide = dtype == "float64" if dtype else not names.isdisjoint(("float64", "complex128"))
+    with in_double_precision(wide):
+        second = Side(caller, "jax", jax, dtype)
+        given = dict(kwargs or {})
+        yield CrossCheck(caller, first, second, inputs, given, mapping, seed, tolerance)
+
+
 class CrossCheck:
     """The comparison of two sides at one point.
 
     Attributes:
+        caller: The name of the check, for messages.
         sides: The program in PyTorch and in JAX.
         leaves: The differentiated leaves of each side, parameters first, in its own layout.
         results: What was compared.
         outputs: The outputs of both sides.
-        cotangents: By quantity ("gradient" or "vjp"), one for each inexact output.
+        cotangents: One for each inexact output, of which the gradient is the pullback.
     """
 
     def __init__(
         self,
+        caller: str,
         first: Side,
         second: Side,
         inputs: Inputs,
@@ -100,9 +139,10 @@ class CrossCheck:
         seed: int,
         tolerance: float | None,
     ) -> None:
-        self.sides = (first, second)
+        self.caller, self.sides, self.kwargs = caller, (first, second), kwargs
         self.inputs, self.seed, self.tolerance = inputs, seed, tolerance
-        self.pairing: Pairing = pair_parameters(first, second, mapping)
+        partial = caller == "first_divergence"  # it may be asked because of a missing parameter
+        self.pairing: Pairing = pair_parameters(caller, first, second, mapping, partial)
         for side in self.sides:
             side.bind(inputs, kwargs)
         moving = list(inputs.moving.values())
@@ -110,7 +150,7 @@ class CrossCheck:
         self.paths = [*self.pairing.paths, *inputs.moving]
         self.outputs: list[Output] = []
         self.out_paths: list[str] = []
-        self.cotangents: dict[str, Arrays] = {}
+        self.cotangents: Arrays = []
         self.results: list[Result] = []
         self._nearby: dict[Any, Leaves | None] = {}
 
@@ -119,7 +159,7 @@ class CrossCheck:
     def run(self, order: int, report: Report) -> None:
         """Fills the report, without causes."""
         report.notes += self.pairing.notes
-        report.comparisons += self._parameters()
+        report.comparisons += self.parameters()
         if not report:
             report.left_out.append("values and derivatives: the models' parameters differ")
             return
@@ -133,7 +173,7 @@ class CrossCheck:
         what = "output" if self.paths else "argument or parameter"
         report.left_out.append(f"derivatives: no {what} is floating or complex")
 
-    def _parameters(self) -> list[Comparison]:
+    def parameters(self) -> list[Comparison]:
         """Compares the parameters; derivatives at different points would be meaningless."""
         result, mine = [], self.in_jax_layout(self.leaves[0])
         for path, a, b in zip(self.pairing.paths, mine, self.leaves[1], strict=False):
@@ -179,31 +219,27 @@ class CrossCheck:
         """The derivatives to compare: along random directions, the same on both sides."""
         first = inexact(self.outputs[0])
         likes = [first[path] for path in self.out_paths]
-        draws = lambda purpose: [self._draw(purpose, i, x) for i, x in enumerate(likes)]
         scalar = len(likes) == 1 and likes[0].shape == () and likes[0].dtype.kind != "c"
-        weights = [np.ones_like(likes[0])] if scalar else draws("gradient")
-        self.cotangents = {"gradient": weights, "vjp": draws("vjp")}
+        drawn = [self._draw("gradient", i, x) for i, x in enumerate(likes)]
+        self.cotangents = [np.ones_like(likes[0])] if scalar else drawn
         pushed, twice = self.directions("jvp"), self.directions("hvp")
 
-        def in_order(k: int, cts: Arrays) -> Arrays:
-            """Cotangents in the order of one side's outputs."""
-            return [cts[self.out_paths.index(path)] for path in inexact(self.outputs[k])]
+        def in_order(k: int) -> Arrays:
+            """The cotangents in the order of one side's outputs."""
+            return [self.cotangents[self.out_paths.index(p)] for p in inexact(self.outputs[k])]
 
         def pushforward(k: int, leaves: Arrays) -> Arrays:
             result = self.sides[k].forward(leaves, pushed[k])
             own = [*inexact(self.outputs[k])]
             return [result[own.index(path)] for path in self.out_paths]
 
-        result = []
-        for name, cts in self.cotangents.items():
-            compute = lambda k, x, cts=cts: self.sides[k].pullback(x, in_order(k, cts))
-            result.append(Quantity(name, 1, compute, self.paths))
-        outs = [f"output{path}" for path in self.out_paths]
-        result.append(Quantity("jvp", 1, pushforward, outs, of_leaves=False))
+        pullback = lambda k, x: self.sides[k].pullback(x, in_order(k))
+        result = [Quantity("gradient", 1, pullback, self.paths)]
+        if order == 2:
+            outs = [f"output{path}" for path in self.out_paths]
+            result.append(Quantity("jvp", 1, pushforward, outs, of_leaves=False))
         for mode in MODES if order == 2 else ():
-            compute = lambda k, x, mode=mode: self.sides[k].product(
-                mode, x, twice[k], in_order(k, weights)
-            )
+            compute = lambda k, x, mode=mode: self.sides[k].product(mode, x, twice[k], in_order(k))
             result.append(Quantity(f"hvp, {mode.replace('_', ' ')}", 2, compute, self.paths))
         return result
 
@@ -353,18 +389,27 @@ class CrossCheck:
         return self._nearby[key]
 
     def value(self, k: int, leaves: Arrays) -> Output:
-        """One side's output; adds the side's name to an exception."""
-        try:
+        """One side's output."""
+        with self.naming(self.sides[k]):
             return self.sides[k].value(leaves)
+
+    @contextmanager
+    def naming(self, side: Side) -> Iterator[None]:
+        """A context that adds the side's name, and other dtypes, to an exception."""
+        try:
+            yield
         except Exception as error:
-            error.add_note(f"cross_check: raised by the {self.sides[k].name} program.")
-            held = {x.dtype.name for x in self.sides[k].params.values()}
-            others = {x.dtype.name for x in leaves if x.dtype.kind == "f"} - held
+            error.add_note(f"{self.caller}: raised by the {side.name} program.")
+            held = {x.dtype.name for x in side.params.values()}
+            moving = self.inputs.moving.values()
+            others = {x.dtype.name for x in moving if x.dtype.kind == "f"} - held
             if held and others:
                 error.add_note(
                     f"Its parameters are {' and '.join(sorted(held))}, an argument is "
                     f"{' and '.join(sorted(others))}: dtype='float64' casts them all."
                 )
+            elif "float64" in held:  # flax's recurrent cells have a carry of 32 bits
+                error.add_note("It ran in float64; dtype='float32' runs both in float32.")
             raise
 
     # --- directions and points

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 
@@ -19,9 +19,6 @@ from gradtools.arguments.checks import normalized_argnums
 from gradtools.errors import GradtoolsError
 from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.flat import Arrays, FlatFunction
-
-if TYPE_CHECKING:
-    from gradtools.seeing.graphs.nodes import Node
 
 Path = tuple[str, ...]
 Output = dict[str, np.ndarray]  # the leaves of an output by path
@@ -31,13 +28,15 @@ class Side(FlatFunction):
     """A program in one framework.
 
     Attributes:
+        subject: The program, as it was given.
         params: The program's parameters in NumPy, by path; empty for a function.
         constant: The paths of parameters that the other side does not have.
     """
 
-    def __init__(self, name: str, subject: Any, dtype: str | None = None) -> None:
+    def __init__(self, caller: str, name: str, subject: Any, dtype: str | None = None) -> None:
         super().__init__(name)
-        self.apply, params, self._state = resolve(self.gt, name, subject)
+        self.subject = subject
+        self.apply, params, self._state = resolve(self.gt, caller, name, subject)
         self.is_model, self.constant = params is not None, set[str]()
         self._own, self._tree = self.waist.flatten(params)
         paths = self.waist.leaf_paths(params)
@@ -62,11 +61,16 @@ class Side(FlatFunction):
 
     def bind(self, inputs: Inputs, kwargs: dict[str, Any]) -> None:
         """Sets `program`: a function of the differentiated leaves, parameters first."""
+        self.program = self.bound(inputs, kwargs, self.free_params)
+
+    def bound(
+        self, inputs: Inputs, kwargs: dict[str, Any], differentiated: Mapping[str, Any]
+    ) -> Callable[..., Any]:
+        """The program as a function of these parameters and the differentiated inputs."""
         own_form = lambda x: self.array(x) if isinstance(x, np.ndarray | np.generic) else x
         leaves, tree = self.waist.flatten(kwargs)
         kwargs = self.waist.unflatten(tree, map(own_form, leaves))
         given, own = [*map(own_form, inputs.leaves)], [*map(self.array, self.params.values())]
-        differentiated = self.free_params
         free = [path in differentiated for path in self.params]
 
         def program(*leaves: Any) -> Any:
@@ -78,7 +82,7 @@ class Side(FlatFunction):
             params = self.waist.unflatten(self._tree, params)
             return self.apply(params, self._state, *args, **kwargs)[0]
 
-        self.program = program
+        return program
 
     def params_tree(self, arrays: Sequence[np.ndarray]) -> Any:
         """The tree of the parameters with these arrays in place of the differentiated ones."""
@@ -86,10 +90,19 @@ class Side(FlatFunction):
         return self.waist.unflatten(self._tree, [*full.values()])
 
     @property
+    def numbers(self) -> dict[str, np.ndarray]:
+        """The floating and complex parameters."""
+        return {path: x for path, x in self.params.items() if is_inexact(x)}
+
+    @property
     def free_params(self) -> dict[str, np.ndarray]:
         """The parameters that are differentiated."""
-        names = [p for p, x in self.params.items() if is_inexact(x) and p not in self.constant]
-        return {path: self.params[path] for path in names}
+        return {path: x for path, x in self.numbers.items() if path not in self.constant}
+
+    def named_arrays(self, out: Any) -> dict[str, Any]:
+        """The arrays of an output by path."""
+        pairs = zip(self.waist.leaf_paths(out), self.waist.flatten(out)[0], strict=True)
+        return {normal(path): x for path, x in pairs if self.waist.is_array(x)}
 
     def flat(self, *leaves: Any) -> list[Any]:
         """The program's inexact outputs."""
@@ -142,21 +155,6 @@ class Side(FlatFunction):
         except Exception:  # run eagerly what cannot be traced
             return compute(*given)
 
-    def operations(self, leaves: Arrays) -> set[str]:
-        """The names of the operations and named functions on differentiable paths."""
-        from gradtools.seeing.graphs.gradient_losses import between
-
-        names: set[str] = set()
-
-        def seen(node: Node) -> bool:
-            names.update((node.operation, str(node.attributes.get("name", ""))))
-            return not node.bodies
-
-        graph = self.gt.gradient_graph(self.flat, *self.arrays(leaves), order=0)
-        for value in graph.inputs:
-            between(graph, value, seen)
-        return names
-
 
 @dataclass(frozen=True)
 class Inputs:
@@ -175,22 +173,27 @@ class Inputs:
     names: dict[int, str]
 
     @classmethod
-    def read(cls, args: Sequence[Any], argnums: Any, dtype: str | None) -> Inputs:
+    def read(cls, caller: str, args: Sequence[Any], argnums: Any, dtype: str | None) -> Inputs:
         """Flattens `args`, and casts its arrays."""
         trees = import_module("gradtools.torch")._api._backend
         positions: Sequence[int] = range(len(args))
         if argnums is not None:
             none = isinstance(argnums, tuple | list) and not argnums
-            positions = () if none else normalized_argnums("cross_check", argnums, len(args))
+            positions = () if none else normalized_argnums(caller, argnums, len(args))
         try:
             leaves, treedef = trees.flatten(tuple(args))
         except GradtoolsError as error:  # an array of JAX
-            raise GradtoolsError(f"cross_check: {error} {_BOTH}") from None
+            raise GradtoolsError(f"{caller}: {error} {_BOTH}") from None
         names: dict[int, str] = {}
         for i, path in enumerate(map(tokens, trees.leaf_paths(tuple(args)))):
             name = f"argument {path[0]}" + "".join(f"[{token}]" for token in path[1:])
             if not isinstance(leaves[i], np.ndarray | np.generic | float | complex):
-                as_setting("cross_check", leaves[i], name)
+                if type(leaves[i]).__module__.split(".")[0] == "torch":
+                    kind = type(leaves[i]).__name__
+                    raise GradtoolsError(
+                        f"{caller}: {name} is a {kind}, which only one of the frameworks takes. "
+                        f"{_BOTH}"
+                    )
                 continue
             leaves[i] = cast(np.asarray(leaves[i]), dtype)
             if is_inexact(leaves[i]) and int(path[0]) in positions:
@@ -208,15 +211,26 @@ class Inputs:
         return self.trees.unflatten(self.treedef, full)  # type: ignore[no-any-return]
 
 
-def resolve(gt: Any, name: str, subject: Any) -> tuple[Callable[..., Any], Any, Any]:
+def resolve(gt: Any, caller: str, name: str, subject: Any) -> tuple[Callable[..., Any], Any, Any]:
     """`(apply, params, state)`; params is None for a function."""
     module, variables = subject, None
+    if library(one := getattr(subject, "__wrapped__", None)) == "equinox":  # jax.vmap(module)
+        apply_one, params, state = gt.make_functional(one)
+        example = lambda params, state: lambda *xs: apply_one(params, state, *xs)[0]
+        apply = lambda params, state, *args: (gt.vmap(example(params, state))(*args), state)
+        return apply, params, state
     if isinstance(subject, tuple) and len(subject) == 2 and library(subject[0]):
         module, variables = subject
-    if library(module) == "torch.nn":  # includes frozen parameters, which the other side has too
+    kind = library(module)
+    if kind is not None and (kind == "torch.nn") != (name == "torch"):
+        raise GradtoolsError(
+            f"{caller}: {name} is a {kind} module, {type(module).__name__}. Give the PyTorch "
+            "program as torch= and its port as jax=."
+        )
+    if kind == "torch.nn":  # includes frozen parameters, which the other side has too
         make_functional = import_module("gradtools.torch.modules").make_functional
         return make_functional(module, variables=variables, frozen_too=True)
-    if library(module):
+    if kind is not None:
         return gt.make_functional(module, variables=variables)
     if isinstance(subject, tuple) and len(subject) == 3 and callable(subject[0]):
         apply, params, state = subject
@@ -226,7 +240,7 @@ def resolve(gt: Any, name: str, subject: Any) -> tuple[Callable[..., Any], Any, 
     kind = f"a {type(subject).__name__}"
     kind = f"a tuple of {len(subject)}" if isinstance(subject, tuple) else kind
     raise GradtoolsError(
-        f"cross_check: {name} is {kind}; expected a function, a module, for flax.linen "
+        f"{caller}: {name} is {kind}; expected a function, a module, for flax.linen "
         "the pair (module, variables), or the triple (apply, params, state) of make_functional."
     )
 
@@ -278,16 +292,6 @@ def nested(flat: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
 
 
 _BOTH = "Give NumPy arrays: each side gets them as its own."
-
-
-def as_setting(caller: str, x: Any, path: str) -> Any:
-    """A leaf that is passed unchanged; raises for a framework's array."""
-    if type(x).__module__.split(".")[0] in ("torch", "jax", "jaxlib") and hasattr(x, "dtype"):
-        raise GradtoolsError(
-            f"{caller}: {path} is a {type(x).__name__}, which only one of the frameworks takes. "
-            f"{_BOTH}"
-        )
-    return x
 
 
 def is_inexact(x: np.ndarray) -> bool:

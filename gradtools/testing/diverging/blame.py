@@ -1,4 +1,4 @@
-"""Finds the first pair of operations at which two recorded runs part.
+"""Finds the first pair of operations at which two recorded runs part, and what relates them.
 
 Values first: among the operations that lead to a differing output and to no value that both runs
 have, the earliest on each side are taken, and paired by the common values that they are made from.
@@ -8,28 +8,36 @@ value whose cotangents differ is used by the operations that differentiate diffe
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import math
+import re
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
 
-from gradtools.testing.diverging.recorded_steps import HALF, Run, Step
-from gradtools.testing.diverging.value_matching import (
-    STRONG,
-    accuracy_of,
-    aligned,
-    match,
-    related,
-    strength,
+from gradtools.testing.diverging.matching import STRONG, accuracy_of, aligned, match, strength
+from gradtools.testing.diverging.runs import HALF, Run, Step
+from gradtools.testing.relations import (
+    Expressions,
+    array_cause,
+    expression_cause,
+    expression_text,
+    expressions,
+    factor_name,
+    relation,
 )
-from gradtools.testing.relations import relation
+from gradtools.testing.report import entry_errors
 
 _STOPS = ("detach", "stop_gradient")
+_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "dot", "mv", "dot_general")
+_PARTS = ("split", "slice", "select", "unbind", "row", "split_with_sizes", "narrow", "index")
 # Operations that may return equal values for operands that differ.
 _LOSSY = ("abs", "pow", "integer_pow", "square", "cos", "cosh", "relu", "max")
 _PRECISIONS = {1e-9: "float64", 1e-4: "float32", HALF: "16 bits"}
 _SIDES = ("torch", "jax")
+_NEAR = 12  # operations behind a differing one that may belong to the same formula
 Steps = list[Step]
 
 
@@ -46,44 +54,42 @@ class Blame:
 class Blaming:
     """The comparison of two runs whose values are matched."""
 
-    def __init__(self, torch: Run, jax: Run, named: list[tuple[Step, Step]]) -> None:
-        self.torch, self.jax = torch, jax
+    def __init__(self, torch: Run, jax: Run, named: Sequence[tuple[Step, Step]]) -> None:
+        self.torch, self.jax, self.runs = torch, jax, (torch, jax)
         self.pairs = match(torch, jax, named)
-        coarsest = [max((s.accuracy for s in run.outputs), default=0.0) for run in (torch, jax)]
+        coarsest = [max((s.accuracy for s in r.outputs.values()), default=0.0) for r in self.runs]
         self.accuracy = max(min(coarsest), 1e-9)  # of cotangents
 
     # --- values
 
-    def of_values(self, outputs: list[int]) -> Blame:
+    def of_values(self, ends: Sequence[tuple[Step, Step]]) -> Blame:
         """The operations at which the values of these outputs part."""
-        tails = [self._tail([run.outputs[k] for k in outputs]) for run in (self.torch, self.jax)]
+        tails = [self._tail(list(side)) for side in zip(*ends, strict=True)]
         roots = [self._roots(tail) for tail in tails]
         if not all(roots):  # one side stops short of what the other computes
-            ends = self.torch.outputs[outputs[0]], self.jax.outputs[outputs[0]]
-            a, b = (r[0][0] if r else end for r, end in zip(roots, ends, strict=True))
+            a, b = (r[0][0] if r else end for r, end in zip(roots, ends[0], strict=True))
         else:
             candidates = []
-            for x, ours in roots[0]:
-                for y, theirs in roots[1]:
-                    common = len(ours & theirs) / len(ours | theirs) if ours | theirs else 0.25
-                    candidates.append((common, -x.number - y.number, x, y))
+            for (x, ours), (y, theirs) in product(*roots):
+                common = len(ours & theirs) / len(ours | theirs) if ours | theirs else 0.25
+                candidates.append((common, -x.number - y.number, x, y))
             candidates = [c for c in candidates if c[0] > 0] or candidates
             first = min(x.number for *_, x, _ in candidates)
             _, _, a, b = max((c for c in candidates if c[2].number == first), key=lambda c: c[:2])
-        how, last = self._relation(a, b, tails), self._last_common(a, b)
-        ends = [(self.torch.outputs[k], self.jax.outputs[k]) for k in outputs]
+        last = self._last_common(a, b)
         if all(aligned(x.value, y.value, max(x.accuracy, y.accuracy)) for x, y in ends):
             return self._coarse(a, b, ends[0], last)
         if moved := self._other_order(a, b):
             words = "the same entries in another order: reshaped where the other side transposes"
             return Blame(*moved, last, words)
+        how = self._relation(a, b, tails)
         if last and a.op != b.op:  # an operation that only one side has, between a and its operand
             x, y = last
             copied = any(s.group == x.group and not s.inside for s in self.torch.steps[: a.number])
             if x.inside and not copied and x.site == a.site and y.site != b.site and y.lines:
-                b, how, last = y, related(a.value, y.value, accuracy_of(a, y)) or how, None
+                b, how, last = y, self._simple(a, y) or how, None
             elif x.site != a.site and y.site == b.site and y.op.startswith("reduce") and x.lines:
-                a, how, last = x, related(x.value, b.value, accuracy_of(x, b)) or how, None
+                a, how, last = x, self._simple(x, b) or how, None
         return Blame(a, b, last, how)
 
     def _coarse(self, a: Step, b: Step, ends: tuple[Step, Step], last: Any) -> Blame:
@@ -95,15 +101,13 @@ class Blaming:
                 chosen[k] = s
                 break
         first, second = (_PRECISIONS.get(end.accuracy, "less") for end in ends)
-        words = f"{first} in PyTorch and {second} in JAX from here on"
-        return Blame(
-            chosen[0], chosen[1], last, f"{words}; the outputs agree to the coarser precision"
-        )
+        words = f"{first} in torch and {second} in jax from here on"
+        words += "; the outputs agree to the coarser precision"
+        return Blame(chosen[0], chosen[1], last, words)
 
     def _tail(self, ends: Steps) -> Steps:
         """The steps that lead to differing outputs and to no value that both runs have."""
-        above = {id(s): s for s in _ancestors(ends)}
-        known = sorted(above.values(), key=lambda s: s.number)
+        known = sorted(_ancestors(ends), key=lambda s: s.number)
         moving: set[int] = set()
         for s in known:
             if s.leaf or any(id(p) in moving for p in s.parents):
@@ -122,25 +126,22 @@ class Blaming:
         """The steps that depend on no other of the tail, with the common values they stand on."""
         inside = {id(s) for s in tail}
         is_known = lambda p: p.group >= 0 and strength(p.value) == STRONG
-        first = [
-            s
-            for s in tail
-            if not any(id(p) in inside for p in _ancestors(s.parents, stop=is_known))
-        ]
-        return [(s, self._support(s)) for s in first]
+        above = lambda s: _ancestors(s.parents, stop=is_known)
+        first = [s for s in tail if not any(id(p) in inside for p in above(s))]
+        return [(s, {p.group for p in self._operands(s)}) for s in first]
 
-    def _support(self, s: Step) -> set[int]:
-        """The classes of common values that a step is directly made from."""
+    def _operands(self, s: Step) -> Steps:
+        """The common values that a step is directly made from."""
         every = _ancestors(s.parents, stop=lambda p: p.group >= 0, with_stops=True)
-        return {p.group for p in every if p.group >= 0}
+        return [p for p in every if p.group >= 0]
 
     def _other_order(self, a: Step, b: Step) -> tuple[Step, Step] | None:
         """Operands with equal entries in layouts that no permutation of axes relates."""
         same_shape = lambda x, y: sorted(x.value.shape) == sorted(y.value.shape)
-        for p, q in ((p, q) for p in a.parents for q in b.parents):
+        source = lambda x: next((y for y in x.parents if y.group == x.group), None)
+        for p, q in product(a.parents, b.parents):
             if p.group < 0 or p.group != q.group:
                 continue
-            source = lambda x: next((y for y in x.parents if y.group == x.group), None)
             while not same_shape(p, q) and (before := source(p)):
                 p = before
             if not same_shape(p, q) or (p.number, q.number) in self.pairs:
@@ -150,25 +151,9 @@ class Blaming:
             return p, q
         return None
 
-    def _relation(self, a: Step, b: Step, tails: list[Steps]) -> str:
-        """How two values are related, or values that the same lines compute."""
-        kinds = a.value.dtype.kind + b.value.dtype.kind
-        if kinds in ("ff", "cc") and a.value.dtype != b.value.dtype:
-            return f"{a.value.dtype} in PyTorch and {b.value.dtype} in JAX"
-        ours = [a, *[s for s in tails[0] if s.site == a.site][:6]]
-        theirs = [b, *b.parents, *[s for s in tails[1] if s.site == b.site][:6]]
-        for x, y in [*((x, y) for x in ours for y in theirs), *((x, b) for x in a.parents)]:
-            if x.value.size > 1 and (how := related(x.value, y.value, accuracy_of(x, y))):
-                same = (x, y) == (a, b)
-                return how if same else f"PyTorch's {_name(x)} is JAX's {_name(y)}: {how}"
-        if a.value.size == b.value.size:
-            how = related(a.value, b.value, accuracy_of(a, b))
-            return how or relation(a.value, b.value, _SIDES, 0) or "no simple relation"
-        return f"shapes {a.value.shape} and {b.value.shape}"
-
     def _last_common(self, a: Step, b: Step) -> tuple[Step, Step] | None:
         """The last pair of equal values that both steps are made from."""
-        common = self._support(a) & self._support(b)
+        common = {p.group for p in self._operands(a)} & {p.group for p in self._operands(b)}
         pairs = [
             (self.torch.steps[i], self.jax.steps[k])
             for i, k in self.pairs
@@ -176,19 +161,111 @@ class Blaming:
         ]
         return max(pairs, key=lambda p: (p[0].number, p[1].number), default=None)
 
+    # --- the relation of two values
+
+    def _relation(self, a: Step, b: Step, tails: list[Steps]) -> str:
+        """How two values are related, or values that the same lines compute."""
+        kinds = a.value.dtype.kind + b.value.dtype.kind
+        if kinds in ("ff", "cc") and a.value.dtype != b.value.dtype:
+            return f"{a.value.dtype} in torch and {b.value.dtype} in jax"
+        if how := self._of_masks(a, b) or self._other_parts(a, b):
+            return how
+        sides = [_formula(s, tail) for s, tail in ((a, tails[0]), (b, tails[1]))]
+        letters = self._letters(*sides)
+        texts = [[self._expressions(s, letters, k) for s in side] for k, side in enumerate(sides)]
+        ends = [_whole(*each, letters) for each in zip(sides, texts, tails, strict=True)]
+        found = (expression_cause(texts[0], texts[1], _SIDES, ends) or ("",))[0]
+        if "complement" in found or "epsilon" in found:
+            return found
+        if how := self._simple(a, b) or found or self._left_out(sides, letters, texts):
+            return how
+        ours = [a, *[s for s in tails[0] if s.site == a.site][:6]]
+        theirs = [b, *b.parents, *[s for s in tails[1] if s.site == b.site][:6]]
+        for x, y in [*product(ours, theirs), *((x, b) for x in a.parents)]:
+            how = self._simple(x, y) if x.value.size > 1 else None
+            if how and not how.startswith("zero"):
+                return f"{x.leaf or x.op} in torch is {y.leaf or y.op} in jax: {how}"
+        return "no simple relation"
+
+    def _simple(self, x: Step, y: Step) -> str | None:
+        """A relation of two values alone: a layout, a conjugate, a sign, a factor, a mask."""
+        a, b = x.value, y.value
+        kinds = {a.dtype.kind, b.dtype.kind}
+        if a.size != b.size or not (kinds <= {"f", "c"} or kinds == {"b"}):
+            return None
+        if a.size > 1 and kinds != {"b"} and STRONG not in (strength(a), strength(b)):
+            return None
+        near, sizes = 10 * accuracy_of(x, y), _sizes(x) | _sizes(y)
+        found = array_cause(a, b, _SIDES, 0, near, sizes, single=a.size > 1)
+        return None if found is None else found[0]
+
+    def _of_masks(self, a: Step, b: Step) -> str | None:
+        """How the masks differ that two operations take, where a layout hides that they do."""
+        masks = [[p for p in s.parents if p.value.dtype == bool and p.value.ndim] for s in (a, b)]
+        for x, y in product(*masks):
+            layout = self.pairs.get((x.number, y.number), ("", None))[0]
+            equal = x.value.shape == y.value.shape and (x.value == y.value).all()
+            if layout and not equal and x.value.shape == y.value.shape:
+                return "transposed mask"
+        return None
+
+    def _expressions(self, s: Step, letters: dict[int, str], k: int) -> Expressions:
+        """The expressions of a value in common values."""
+        own = {id(p) for p in _ancestors([s])}
+        steps = [p for p in self.runs[k].steps if p.group in letters and id(p) in own]
+        steps += [p for p in (*s.parents, s) if p.group in letters]  # in the nearest layout
+        return expressions(s.value, {letters[p.group]: p.value for p in steps})
+
+    def _left_out(self, sides: list[Steps], letters: dict[int, str], texts: Any) -> str | None:
+        """A line that is a function of a common value, which the other side's line takes itself."""
+        lines = [[s for s in side if s.site == side[0].site] for side in sides]
+        for k, line in enumerate(lines):
+            taken = {letters.get(p.group) for s in lines[1 - k] for p in s.parents}
+            for text, c in texts[k][len(line) - 1]:
+                used = set(re.findall(r"\b[u-z]\b", text))
+                if len(used) != 1 or text in used or not used < taken - {None}:
+                    continue  # a line of this value alone is another function of it
+                (name,) = used
+                words = (expression_text(text, c), name)[:: -1 if k else 1]
+                known = factor_name(c, _sizes(line[-1])) if c and text == f"c {name}" else ""
+                said = f"{words[0]} in torch, {words[1]} in jax"
+                return f"{said}: {known}" if known else said
+        return None
+
+    def _other_parts(self, a: Step, b: Step) -> str | None:
+        """Whether two parts of one common value (gates, heads) are used in each other's place."""
+        for p in self._operands(a):
+            parts = [c for s in p.parents for c in s.children if c.op == p.op and c is not p]
+            if p.op not in _PARTS or not any(q.group == p.group for q in self._operands(b)):
+                continue
+            x = next(q.value for q in self._operands(b) if q.group == p.group)
+            formulas = {e for e, _ in expressions(b.value, {"x": x})}
+            for other in parts:
+                for c in other.children:
+                    if formulas & {e for e, _ in expressions(c.value, {"x": other.value})}:
+                        return "parts of a value in another order: gates, heads, or channels"
+        return None
+
+    def _letters(self, ours: Steps, theirs: Steps) -> dict[int, str]:
+        """A letter for each class of common values that the sides' formulas are made from."""
+        nearest = [s for side in (ours, theirs) for s in (side[0], *self._operands(side[0]))]
+        others = [p for side in (ours, theirs) for s in side[1:] for p in self._operands(s)]
+        groups = dict.fromkeys(s.group for s in (*nearest, *others) if s.group >= 0)
+        return dict(zip(groups, "xyzuvw", strict=False))
+
     # --- cotangents
 
     def of_gradients(self, noise: float) -> Blame | None:
         """The operations at which the cotangents part. noise: The size of rounding errors."""
         groups: dict[int, tuple[Steps, Steps]] = {}
-        for k, run in enumerate((self.torch, self.jax)):
+        for k, run in enumerate(self.runs):
             for s in run.steps:
                 if s.group >= 0 and not s.inside and s.value.dtype.kind in "fc":
                     groups.setdefault(s.group, ([], []))[k].append(s)
         differing = {n for n, group in groups.items() if self._differs(group, noise)}
         if not differing:
             return None
-        later = {n: self._reached(groups[n][0], differing) - {n} for n in differing}
+        later = {n: _reached(groups[n][0], differing) - {n} for n in differing}
         last = [n for n in differing if not later[n]] or [*differing]
         n = max(last, key=lambda n: groups[n][0][0].number)
         sides = groups[n]
@@ -201,30 +278,30 @@ class Blaming:
             next((c for c in used if c.group != n), side[0])
             for side, used in zip(sides, uses, strict=True)
         ]
-        words = "another derivative"
-        for k, name in enumerate(("PyTorch", "JAX")):
-            if stops[k] and not stops[1 - k]:  # blame the stop, and the other side's use
-                chosen[k], words = stops[k][0], f"stopped in {name}"
-                after = {c.group for c in chosen[k].children if c.group >= 0}
-                others = [c for c in uses[1 - k] if c.group != n]
-                chosen[1 - k] = next((c for c in others if c.group in after), chosen[1 - k])
         x, y = sides[0][0], sides[1][0]
         g, h = (np.zeros(s.value.shape) if s.cotangent is None else s.cotangent for s in (x, y))
         move = self.pairs.get((x.number, y.number), ("", lambda v: v))[1]
         g = move(g) if g.size == h.size else g
-        how = relation(g, h, _SIDES, 1) if g.shape == h.shape else None
-        words += f"; cotangents: {how or 'no simple relation'}"
+        words = (relation(g, h, _SIDES, 1) if g.shape == h.shape else None) or "no simple relation"
+        words = f"another derivative; cotangents: {words}"
+        for k, name in enumerate(_SIDES):
+            if stops[k] and not stops[1 - k]:  # blame the stop, and the other side's use
+                chosen[k], words = stops[k][0], f"stopped gradient in {name}"
+                after = {c.group for c in chosen[k].children if c.group >= 0}
+                others = [c for c in uses[1 - k] if c.group != n]
+                chosen[1 - k] = next((c for c in others if c.group in after), chosen[1 - k])
         return Blame(chosen[0], chosen[1], (x, y), words)
 
     def _differs(self, group: tuple[Steps, Steps], noise: float) -> bool:
         """Whether the cotangents at a common value differ."""
-        ours, theirs = group
-        every = [(x, y) for x in ours for y in theirs if (x.number, y.number) in self.pairs]
-        if not every or all(s.cotangent is None for s in (*ours, *theirs)):
+        every = [(x, y) for x, y in product(*group) if (x.number, y.number) in self.pairs]
+        if not every or all(s.cotangent is None for side in group for s in side):
             return False
-        agree = lambda x, y: same_gradient(
-            x.cotangent, y.cotangent, self.pairs[x.number, y.number][1], self.accuracy, noise
-        )
+
+        def agree(x: Step, y: Step) -> bool:
+            move = self.pairs[x.number, y.number][1]
+            return same_gradient(x.cotangent, y.cotangent, move, self.accuracy, noise)
+
         if agree(*every[0]):
             return False
         stops = [any(s.op in _STOPS and s.children for s in side) for side in group]
@@ -233,30 +310,66 @@ class Blaming:
         both = [(x, y) for x, y in every if x.cotangent is not None and y.cotangent is not None]
         return not any(agree(x, y) for x, y in both if np.any(x.cotangent))
 
-    def _reached(self, steps: Steps, groups: set[int]) -> set[int]:
-        pending, seen, reached = [c for s in steps for c in s.children], set[int](), set[int]()
-        while pending:
-            s = pending.pop()
-            if id(s) not in seen:
-                seen.add(id(s))
-                reached |= {s.group} & groups
-                pending += s.children
-        return reached
-
 
 def same_gradient(g: Any, h: Any, move: Any, accuracy: float, noise: float) -> bool:
     """Whether PyTorch's g, moved to JAX's layout, equals h; None is zero."""
     if g is None and h is None:
         return True
-    g = np.zeros(1) if g is None else move(np.asarray(g))
-    h = np.zeros(1) if h is None else np.asarray(h)
-    finite = np.isfinite(g) & np.isfinite(h)
-    if (np.isfinite(g) != np.isfinite(h)).any():
-        return False
-    with np.errstate(all="ignore"):
-        sizes = [np.abs(np.where(finite, x, 0)).max(initial=0.0) for x in (g, h)]
-        error = np.abs(np.where(finite, g - h, 0)).max(initial=0.0)
-    return bool(error <= max(1e-6, 10 * accuracy) * max(sizes) + noise)
+    g = np.zeros(np.shape(h)) if g is None else move(np.asarray(g))
+    h = np.zeros(g.shape) if h is None else np.asarray(h)
+    errors = entry_errors(g, h, max(1e-6, 10 * accuracy), noise)
+    return bool((errors <= 1).all())
+
+
+def _whole(
+    side: Steps, texts: list[Expressions], tail: Steps, letters: dict[int, str]
+) -> Expressions:
+    """The last expressions in a line of values that the line uses for nothing else."""
+    line = [s for s in tail if s.site == side[0].site]
+    for s, found in reversed([*zip(side, texts, strict=True)]):
+        own = {id(p) for p in _ancestors([s])}
+        others = {letters.get(p.group) for t in line if id(t) not in own for p in t.parents}
+        whole = [e for e in found if not others & {*re.findall(r"\b[u-z]\b", e[0])}]
+        if whole and s.site == side[0].site:
+            return whole
+    return []
+
+
+def _sizes(s: Step) -> dict[str, float]:
+    """The lengths that may explain a factor of a step: what it reduces, and products before it."""
+    sizes: dict[str, float] = {}
+    for p in s.parents:
+        if s.value.size and p.value.size % s.value.size == 0:
+            sizes["the number of reduced entries"] = p.value.size // s.value.size
+    near = _ancestors([s])[:_NEAR]
+    for p in (p for t in near if t.op in _PRODUCTS for p in t.parents):
+        axes = {f"the root of axis {k} of a matrix product": n for k, n in enumerate(p.value.shape)}
+        sizes |= {name: math.sqrt(n) for name, n in axes.items()}
+    return sizes
+
+
+def _formula(s: Step, tail: Steps) -> Steps:
+    """A step, and the next operations of the tail that depend on it: its line's ones first."""
+    after = {id(s)}
+    chosen = [s]
+    for t in tail:
+        if any(id(p) in after for p in t.parents):
+            after.add(id(t))
+            chosen.append(t)
+    own = [t for t in chosen if t.site == s.site][:_NEAR]
+    return [*own, *[t for t in chosen if t.site != s.site][:_NEAR]]
+
+
+def _reached(steps: Steps, groups: set[int]) -> set[int]:
+    """Those of the classes of values that depend on the steps."""
+    pending, seen, reached = [c for s in steps for c in s.children], set[int](), set[int]()
+    while pending:
+        s = pending.pop()
+        if id(s) not in seen:
+            seen.add(id(s))
+            reached |= {s.group} & groups
+            pending += s.children
+    return reached
 
 
 def _ancestors(steps: Iterable[Step], stop: Any = None, with_stops: bool = False) -> Steps:
@@ -273,7 +386,3 @@ def _ancestors(steps: Iterable[Step], stop: Any = None, with_stops: bool = False
         if not stopped:
             pending += s.parents
     return result
-
-
-def _name(s: Step) -> str:
-    return s.leaf or s.op

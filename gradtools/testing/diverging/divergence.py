@@ -11,8 +11,8 @@ The method is differential debugging of two data-flow graphs by their values (Zh
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Sequence
+from dataclasses import dataclass
 from importlib import import_module
 from typing import Any
 
@@ -20,23 +20,15 @@ import numpy as np
 
 from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError
-from gradtools.testing.cross_checking.sides import (
-    as_setting,
-    cast,
-    in_double_precision,
-    library,
-    nested,
-)
+from gradtools.testing.cross_checking.quantities import CrossCheck, crossed
+from gradtools.testing.cross_checking.sides import library, tokens
 from gradtools.testing.diverging.blame import Blame, Blaming
-from gradtools.testing.diverging.layouts import ParameterMapping
-from gradtools.testing.diverging.parameter_matching import match_parameters
-from gradtools.testing.diverging.parameters import joined, without_collection
-from gradtools.testing.diverging.recorded_steps import CALLER, Arguments, Place, Run, Step
-from gradtools.testing.diverging.value_matching import aligned
-from gradtools.testing.relations import relation
+from gradtools.testing.diverging.matching import aligned
+from gradtools.testing.diverging.runs import Place, Step
+from gradtools.testing.matching_parameters.names import joined
 from gradtools.testing.report import Comparison, Report, compare_arrays, mismatch
 
-_WIDE = ("float64", "complex128", "int64", "uint64")
+CALLER = "first_divergence"
 
 
 @dataclass
@@ -62,7 +54,6 @@ class Divergence(Report):
     last_torch: Place | None = None
     last_jax: Place | None = None
     relation: str = ""
-    blamed: Blame | None = field(default=None, repr=False, compare=False)
 
     def explanation(self) -> str:
         """The divergence in a few lines; empty if there is none."""
@@ -71,17 +62,19 @@ class Divergence(Report):
         lines = [f"The programs part in a {self.kind}: {self.relation}"]
         if self.kind == "not finite":
             lines = [self.relation]
-        named = [("torch", self.torch), ("jax", self.jax)]
-        lines += [f"  {side + ':':<7}{place}" for side, place in named if place]
-        last = [("torch", self.last_torch), ("jax", self.last_jax)]
+        lines += _sides(self.torch, self.jax)
         if self.last_torch:
-            lines.append("Before it they agree:")
-            lines += [f"  {side + ':':<7}{place}" for side, place in last if place]
+            lines += ["Before it they agree:", *_sides(self.last_torch, self.last_jax)]
         return "\n".join(lines)
 
     def table(self, colour: bool = False, limit: int | None = None) -> str:
         """The explanation, then the table of the comparisons."""
         return "\n".join(filter(None, [self.explanation(), super().table(colour, limit)]))
+
+
+def _sides(torch: Place | None, jax: Place | None) -> list[str]:
+    named = [("torch", torch), ("jax", jax)]
+    return [f"  {side + ':':<7}{place}" for side, place in named if place]
 
 
 @user_facing
@@ -108,8 +101,8 @@ def first_divergence(
             `jax.vmap` of an equinox module, a triple, or a function of JAX arrays.
         args: A tuple of both programs' positional arguments: pytrees of NumPy arrays of any shape
             and dtype. Other leaves are passed on.
-        mapping: How the models' parameters correspond: what `match_parameters` returns, or its
-            overrides; None pairs them by name and shape, and the rest by their numbers.
+        mapping: How the models' parameters correspond, as in `cross_check`; None pairs them by name
+            and shape. Arrays that a program captures are paired by their numbers.
         dtype: "float64" or "float32": the precision of the models' parameters and of the arguments.
             By default float64 if `torch` is a module, and unchanged otherwise.
         seed: Chooses c.
@@ -118,8 +111,8 @@ def first_divergence(
         A `Divergence`, true if nothing differs; `str` of it explains the difference.
 
     Raises:
-        GradtoolsError: An argument is an array of one framework, or the programs return different
-            numbers of arrays.
+        GradtoolsError: An argument is an array of one framework, the parameters of the two models
+            cannot be matched, or the programs return different numbers of arrays.
 
     Example:
         >>> import jax.numpy as jnp, numpy as np, torch
@@ -130,100 +123,137 @@ def first_divergence(
         ...     args=(np.array([0.5, 0.2]),),
         ... )
         >>> report.kind, report.torch.operation, report.jax.operation, report.relation
-        ('value', 'mul', 'mul', 'factor 0.666667')
+        ('value', 'mul', 'mul', '2 x in torch, 3 x in jax')
     """
-    _check(args, mapping, dtype)
+    if dtype not in (None, "float64", "float32"):
+        raise GradtoolsError(f"{CALLER}: dtype is {dtype!r}; expected 'float64' or 'float32'.")
     if dtype is None and library(torch) == "torch.nn":
         dtype = "float64"
-    given = _arguments(args, dtype)
-    wide = any(given.leaves[k].dtype.name in _WIDE[:2] for k in given.names)
-    rng, drawn = np.random.default_rng(seed), list[Any]()
+    with crossed(CALLER, torch, jax, args, mapping=mapping, dtype=dtype, seed=seed) as check:
+        return Diagnosis(check).report()
 
-    def draw(ends: list[Step]) -> list[Any]:
-        for x in (s.value for s in ends):
-            c = rng.normal(size=x.shape) if x.ndim else np.ones(())
-            c = c + 1j * rng.normal(size=x.shape) if x.dtype.kind == "c" else c
-            drawn.append(c if x.dtype.kind in "fc" else None)
-        return drawn
 
-    with in_double_precision(wide or dtype == "float64"):
-        in_torch = import_module(f"{__package__}.torch_steps").torch_run(torch, given, dtype, draw)
+class Diagnosis:
+    """The recorded runs of a cross-check's two programs, at the point of the check.
+
+    Attributes:
+        blaming: The runs, with their values matched.
+        outputs: The outputs of both runs, in pairs.
+        comparisons: Those of the outputs; if they agree, those of the gradients.
+    """
+
+    def __init__(self, check: CrossCheck) -> None:
+        self.check, self.notes = check, list[str]()
+        rng, drawn = np.random.default_rng(check.seed), dict[str, Any]()
+
+        def draw(ends: dict[str, Step]) -> dict[str, Any]:
+            for path, x in ((path, s.value) for path, s in ends.items()):
+                c = rng.normal(size=x.shape) if x.ndim else np.ones(())
+                c = c + 1j * rng.normal(size=x.shape) if x.dtype.kind == "c" else c
+                drawn[path] = c if x.dtype.kind in "fc" else None
+            return drawn
+
+        first, second = check.sides
+        in_torch = self._recorded("torch", first, draw)
+        ours = list(in_torch.outputs.items())
         layouts: list[Any] = []
 
-        def same(ends: list[Step]) -> list[Any]:
+        def same(ends: dict[str, Step]) -> dict[str, Any]:
             """The cotangents of PyTorch's outputs, in the layouts of JAX's."""
-            if len(ends) != len(in_torch.outputs):
+            if len(ends) != len(ours):
                 raise GradtoolsError(
-                    f"{CALLER}: the program returns {len(in_torch.outputs)} arrays in PyTorch and "
+                    f"{check.caller}: the program returns {len(ours)} arrays in PyTorch and "
                     f"{len(ends)} in JAX. Return the same arrays."
                 )
-            for x, y in zip(in_torch.outputs, ends, strict=True):
+            if ends.keys() == in_torch.outputs.keys():
+                ours.sort(key=lambda pair: [*ends].index(pair[0]))
+            moved = {}
+            for (path, x), (key, y) in zip(ours, ends.items(), strict=True):
                 y.accuracy = y.accuracy or x.accuracy
                 layouts.append(aligned(x.value, y.value, max(x.accuracy, y.accuracy, 1e-9)))
-            both = zip(drawn, layouts, strict=True)
-            return [None if c is None or m is None else m[1](np.asarray(c)) for c, m in both]
+                c = drawn[path]
+                lost = c is None or layouts[-1] is None
+                moved[key] = None if lost else layouts[-1][1](np.asarray(c))
+            return moved
 
-        try:
-            in_jax = import_module(f"{__package__}.jax_steps").jax_run(jax, given, dtype, same)
-        except TypeError as error:  # flax's recurrent cells have a carry of 32 bits
-            if dtype == "float64":
-                error.add_note(
-                    f"{CALLER}: it ran in float64; dtype='float32' runs both in float32."
-                )
-            raise
-        if not isinstance(mapping, ParameterMapping):
-            mapping = _mapping(in_torch, in_jax, mapping or {})
-    return _Diagnosis(in_torch, in_jax, mapping, layouts).report()
-
-
-class _Diagnosis:
-    """The comparison of two recorded runs."""
-
-    def __init__(self, torch: Run, jax: Run, mapping: ParameterMapping, layouts: Any) -> None:
-        self.torch, self.jax, self.mapping, self.layouts = torch, jax, mapping, layouts
-        self.result = Divergence(CALLER, left_out=[f"parameter {x}" for x in mapping.left_out])
-        theirs = {s.leaf: s for s in jax.leaves}
-        same = lambda x: x
-        self.wanted: list[tuple[Step, Step, np.ndarray]] = []  # the numbers of JAX's parameters
-        self.named = [
-            (x, theirs[x.leaf], same)
-            for x in torch.leaves
-            if x.leaf.startswith("argument ") and x.leaf in theirs
+        in_jax = self._recorded("jax", second, same)
+        pairs = zip((s for _, s in ours), in_jax.outputs.values(), strict=True)
+        self.outputs = [(x, y) for x, y in pairs]
+        mine, theirs = ({s.leaf: s for s in run.leaves} for run in (in_torch, in_jax))
+        names = [joined(tokens(path)) for path in second.free_params]
+        self.named = [(mine[x], theirs[x]) for x in check.inputs.moving]
+        for name, pair in zip(names, check.pairing.pairs, strict=False):
+            self.named.append((mine[pair.torch_name], theirs[name]))
+        self.blaming = Blaming(in_torch, in_jax, self.named)
+        self.comparisons = [
+            self._output(f"output {k}", x, y, layout)
+            for k, ((x, y), layout) in enumerate(zip(self.outputs, layouts, strict=True))
         ]
-        arrays = {name: s.value for name, s in torch.parameters.items()}
-        for entry in mapping.entries:
-            path = joined(without_collection(entry.jax_path))
-            if entry.torch_name in torch.parameters and path in jax.parameters:
-                pair = torch.parameters[entry.torch_name], jax.parameters[path]
-                self.named.append((*pair, entry.layout.to_jax))
-                if not entry.added or entry.added in arrays:
-                    self.wanted.append((*pair, entry.to_jax(arrays)))
+        self.wrong = [k for k, c in enumerate(self.comparisons) if not c.agrees]
+        if not self.wrong:
+            self._gradients(mine, theirs)
+
+    def _recorded(self, name: str, side: Any, draw: Any) -> Any:
+        """A side's run, in which all of its parameters are differentiated."""
+        check, numbers = self.check, side.numbers
+        program = side.bound(check.inputs, check.kwargs, numbers)
+        leaves = {joined(tokens(path)): x for path, x in numbers.items()} | check.inputs.moving
+        record = getattr(import_module(f"{__package__}.{name}_run"), f"{name}_run")
+        with check.naming(side):
+            return record(side, program, [*leaves.values()], [*leaves], draw)
 
     def report(self) -> Divergence:
-        result = self.result
-        for k, (x, y) in enumerate(zip(self.torch.outputs, self.jax.outputs, strict=True)):
-            result.comparisons.append(self._output(f"output {k}", x, y, self.layouts[k]))
-        wrong = [k for k, c in enumerate(result.comparisons) if not c.agrees]
-        empty = [k for k in wrong if result.comparisons[k].cause == "no finite entry"]
-        blaming = Blaming(self.torch, self.jax, [(x, y) for x, y, _ in self.named])
-        if not wrong:
-            self._gradients(blaming)
-        self._count(blaming)
-        differs = [k for k in wrong if k not in empty]
-        if result and not wrong:
+        """The report of `first_divergence`."""
+        result = Divergence(CALLER, comparisons=self.comparisons, notes=self.notes)
+        result.left_out = [x for x in self.check.pairing.notes if "no counterpart" in x]
+        result.notes += [x for x in self.check.pairing.notes if x not in result.left_out]
+        wrong = next((c for c in self.check.parameters() if not c.agrees), None)
+        if result and wrong is None:
+            self._count(result)
             return result
-        if parameter := self._wrong_parameter():
-            return self._blame("parameter", parameter)
-        if differs:
-            return self._blame("value", blaming.of_values(differs))
-        if empty:
-            result.kind = "not finite"
+        kind, blame = self.blame()
+        if wrong is not None:
+            kind, name = "parameter", wrong.path.removeprefix("parameter ")
+            result.comparisons.insert(0, wrong)
+            pair = next((p for p in self.named if p[1].leaf == name), None)
+            words = f"{name} in JAX does not hold PyTorch's numbers ({wrong.cause}). {wrong.detail}"
+            blame = None if pair is None else Blame(*pair, None, words)
+        result.kind = kind
+        if kind == "not finite":
             result.relation = (
-                f"{result.comparisons[empty[0]].path} has no finite entry on either side, so "
+                f"{self.comparisons[self.wrong[0]].path} has no finite entry on either side, so "
                 "nothing was compared: gradtools.torch.why_zero(f, *args) finds the operation."
             )
-            return result
-        return self._blame("gradient", blaming.of_gradients(self.noise))
+        elif blame is not None:
+            result.torch, result.jax = blame.torch.place, blame.jax.place
+            if blame.last:
+                result.last_torch, result.last_jax = (s.place for s in blame.last)
+            result.relation = blame.relation
+        for n, c in enumerate(result.comparisons):
+            if not c.agrees and c.cause is None:
+                result.comparisons[n] = c.because(result.relation)
+        self._count(result)
+        return result
+
+    def blame(self) -> tuple[str, Blame | None]:
+        """The kind of divergence, and the operations at which the programs part."""
+        differs = [k for k in self.wrong if self.comparisons[k].cause != "no finite entry"]
+        if differs:
+            return "value", self.blaming.of_values([self.outputs[k] for k in differs])
+        if self.wrong:
+            return "not finite", None
+        if all(c.agrees for c in self.comparisons):
+            return "agrees", None
+        if (blame := self.blaming.of_gradients(self.noise)) is not None:
+            return "gradient", blame
+        # a leaf is used otherwise, but all common cotangents agree
+        wrong = {c.path.removeprefix("parameter ") for c in self.comparisons if not c.agrees}
+        pair = next((p for p in self.named if wrong & {s.leaf for s in p}), None)
+        if pair is None:
+            return "gradient", None
+        uses = [next((c for c in s.children if not c.inside), s) for s in pair]
+        words = f"the gradient of {pair[0].leaf} differs where it is first used"
+        return "gradient", Blame(uses[0], uses[1], pair, words)
 
     def _output(self, path: str, x: Step, y: Step, layout: Any) -> Comparison:
         a, b = x.value, y.value
@@ -231,140 +261,65 @@ class _Diagnosis:
             return mismatch("value", path, 0, (f"shape {a.shape}", f"shape {b.shape}"))
         limit = max(min(x.accuracy, y.accuracy), 1e-9)
         moved = a if layout is None else layout[1](a)
-        if layout is not None and layout[0] != "equal":
-            note = f"{path} is {layout[0]}: {a.shape} in PyTorch and {b.shape} in JAX"
-            self.result.notes.append(note)
+        if layout is not None and layout[0]:
+            words = f"{path} is in a {layout[0]}: {a.shape} in PyTorch and {b.shape} in JAX"
+            self.notes.append(words)
         c = compare_arrays("value", path, moved, b, tolerance=limit)
         if a.dtype.kind in "fc" and a.size and not (np.isfinite(a).any() or np.isfinite(b).any()):
             return c.because("no finite entry")
         return c
 
-    def _gradients(self, blaming: Blaming) -> None:
+    def _gradients(self, mine: dict[str, Step], theirs: dict[str, Step]) -> None:
         """Compares the gradients at arguments, parameters and captured arrays."""
+        check, blaming = self.check, self.blaming
         finite = lambda g: np.abs(g[np.isfinite(g)]).max(initial=0.0)
-        leaves = [s for s in self.torch.leaves if s.cotangent is not None]
+        leaves = [s for s in blaming.torch.steps if s.leaf and s.cotangent is not None]
         largest = max((finite(s.cotangent) for s in leaves), default=0.0)
         self.noise = 1e-3 * max((s.accuracy for s in leaves), default=0.0) * float(largest)
         limit = max(1e-6, 10 * blaming.accuracy)
 
         def compare(name: str, g: Any, h: Any) -> None:
-            kind = "gradient" if name.startswith("argument ") else "parameter's gradient"
-            c = compare_arrays(kind, name, g, h, 1, tolerance=limit, noise=self.noise)
-            self.result.comparisons.append(c)
+            c = compare_arrays("gradient", name, g, h, 1, tolerance=limit, noise=self.noise)
+            self.comparisons.append(c)
 
-        zero = lambda s: np.zeros(s.value.shape, s.value.dtype)
-        for x, y, move in self.named:
-            if x.value.dtype.kind in "fc":
-                g, h = (zero(s) if s.cotangent is None else s.cotangent for s in (x, y))
-                compare(x.leaf, move(g), h)
-        paired = {id(s) for x, y, _ in self.named for s in (x, y)}
-        rest: dict[int, list[Step]] = {}  # captured arrays, by their numbers
-        for s in (*self.torch.leaves, *self.jax.leaves):
-            if id(s) not in paired and s.value.dtype.kind in "fc" and s.leaf != "literal":
-                rest.setdefault(s.group, []).append(s)
-        unknown = len(rest.pop(-1, []))
-        ours = {id(s) for s in self.torch.leaves}
-        for captured in rest.values():  # a side may read one array twice: compare sums
-            sums: list[Any] = [None, None]
-            for s in captured:
-                layout = aligned(s.value, captured[0].value, max(s.accuracy, 1e-9))
-                if s.cotangent is not None and layout is not None:
-                    side, g = int(id(s) not in ours), layout[1](s.cotangent)
-                    sums[side] = g if sums[side] is None else sums[side] + g
-            if sums[0] is None or not any(id(s) not in ours for s in captured):
-                unknown += 1  # PyTorch does not differentiate it, or JAX does not read it
-            else:
-                compare(
-                    captured[0].leaf, sums[0], zero(captured[0]) if sums[1] is None else sums[1]
-                )
-        if unknown:
-            note = "gradients at captured arrays were not compared: no counterpart, or no gradient"
-            self.result.left_out.append(f"{unknown} {note}")
-
-    def _wrong_parameter(self) -> Blame | None:
-        """The first parameter whose numbers in JAX are not PyTorch's."""
-        for x, y, wanted in self.wanted:
-            if (
-                wanted.shape == y.value.shape
-                and compare_arrays("", "", wanted, y.value, tolerance=1e-6).agrees
-            ):
-                continue
-            how = relation(y.value, wanted, ("JAX", "PyTorch"), 0) or "other numbers"
-            words = f"{y.leaf} in JAX does not hold the numbers of {x.leaf} ({how})"
-            return Blame(x, y, None, f"{words}; mapping.to_jax(torch_model) gives them")
-        return None
-
-    def _blame(self, kind: str, blame: Blame | None) -> Divergence:
-        result = self.result
-        result.kind, result.blamed = kind, blame
-        if blame is None:  # a leaf is used otherwise, but all common cotangents agree
-            wrong = {c.path for c in result.disagreements}
-            pair = next(((x, y) for x, y, _ in self.named if x.leaf in wrong), None)
-            if pair is None:
-                result.relation = "at captured arrays alone"
-                return result
-            uses = [next((c for c in s.children if not c.inside), s) for s in pair]
-            words = f"the gradient of {pair[0].leaf} differs where it is first used"
-            blame = result.blamed = Blame(uses[0], uses[1], pair, words)
-        result.torch, result.jax = blame.torch.place, blame.jax.place
-        if blame.last:
-            result.last_torch, result.last_jax = (s.place for s in blame.last)
-        result.relation = blame.relation
-        return result
-
-    def _count(self, blaming: Blaming) -> None:
-        """Notes how much was compared, and how much could not be."""
-        result, steps = self.result, self.torch.steps
-        matched = sum(s.group >= 0 for s in steps)
-        result.notes.append(
-            f"{matched} of {len(steps)} values of PyTorch's run are found in JAX's run of "
-            f"{len(self.jax.steps)} values"
-        )
-        both = [
-            int((~np.isfinite(s.value)).sum())
-            for s in steps
-            if s.group >= 0 and s.value.dtype.kind in "fc"
+        filled = lambda s: np.zeros_like(s.value) if s.cotangent is None else s.cotangent
+        moving = [*check.inputs.moving]
+        pulled = [
+            [known[name] for name in [*(joined(tokens(p)) for p in side.free_params), *moving]]
+            for side, known in zip(check.sides, (mine, theirs), strict=True)
         ]
-        if sum(both):
+        firsts = check.in_jax_layout([filled(s) for s in pulled[0]], gradients=True)
+        for path, g, s in zip(check.paths, firsts, pulled[1], strict=True):
+            compare(path, g, filled(s))
+        paired = {id(s) for side in pulled for s in side}
+        rest: dict[int, tuple[list[Step], list[Step]]] = {}  # captured arrays, by their numbers
+        for k, run in enumerate(blaming.runs):
+            for s in run.steps:
+                is_captured = s.leaf not in ("", "literal") and id(s) not in paired
+                if is_captured and s.value.dtype.kind in "fc":
+                    rest.setdefault(s.group, ([], []))[k].append(s)
+        for captured in (rest[n] for n in rest if n >= 0 and all(rest[n])):
+            if all(s.cotangent is None for s in captured[0]):
+                continue  # PyTorch does not differentiate it
+            like, sums = captured[0][0], [np.zeros(()), np.zeros(())]
+            for k, s in ((k, s) for k, side in enumerate(captured) for s in side):  # read twice
+                layout = aligned(s.value, like.value, max(s.accuracy, 1e-9))
+                if s.cotangent is not None and layout is not None:
+                    sums[k] = sums[k] + layout[1](s.cotangent)
+            compare(like.leaf, *(x + np.zeros_like(like.value) for x in sums))
+
+    def _count(self, result: Divergence) -> None:
+        """Notes how much was compared, and how much could not be."""
+        steps, theirs = self.blaming.torch.steps, self.blaming.jax.steps
+        matched = [s for s in steps if s.group >= 0]
+        result.notes.append(
+            f"{len(matched)} of {len(steps)} values of PyTorch's run are found in JAX's run of "
+            f"{len(theirs)} values"
+        )
+        values = [s.value for s in matched if s.value.dtype.kind in "fc"]
+        both = [n for n in (int((~np.isfinite(x)).sum()) for x in values) if n]
+        if both:
             result.notes.append(
-                f"{sum(both)} entries of {sum(map(bool, both))} values are NaN or infinite on both "
-                "sides and were not compared"
+                f"{sum(both)} entries of {len(both)} values are NaN or infinite on both sides and "
+                "were not compared"
             )
-
-
-def _arguments(args: Sequence[Any], dtype: str | None) -> Arguments:
-    """The arguments' leaves in JAX's order."""
-    import jax
-
-    paths, treedef = jax.tree_util.tree_flatten_with_path(tuple(args))
-    leaves: list[Any] = []
-    names: dict[int, str] = {}
-    for k, (path, x) in enumerate(paths):
-        name = f"argument {path[0].idx}" + jax.tree_util.keystr(path[1:])
-        if isinstance(x, np.ndarray | np.generic):
-            x, names[k] = cast(np.array(x), dtype), name
-        leaves.append(as_setting(CALLER, x, name))
-    return Arguments(leaves, names, lambda xs: jax.tree_util.tree_unflatten(treedef, xs))
-
-
-def _mapping(torch: Run, jax: Run, overrides: Mapping[str, Any]) -> ParameterMapping:
-    if not (torch.parameters and jax.parameters):
-        return ParameterMapping(())
-    mine = {name: s.value for name, s in torch.parameters.items()}
-    theirs = nested({tuple(name.split(".")): s.value for name, s in jax.parameters.items()})
-    return match_parameters(mine, theirs, overrides, partial=True)
-
-
-def _check(args: Any, mapping: Any, dtype: Any) -> None:
-    if not isinstance(args, tuple | list):
-        raise GradtoolsError(
-            f"{CALLER}: args must be a tuple of the programs' positional arguments, got a "
-            f"{type(args).__name__}. For one argument write args=(x,)."
-        )
-    if not isinstance(mapping, ParameterMapping | Mapping | None):
-        raise GradtoolsError(
-            f"{CALLER}: mapping is a {type(mapping).__name__}; expected None, what "
-            "match_parameters returns, or a dictionary from PyTorch's names to JAX's."
-        )
-    if dtype not in (None, "float64", "float32"):
-        raise GradtoolsError(f"{CALLER}: dtype is {dtype!r}; expected 'float64' or 'float32'.")

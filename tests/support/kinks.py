@@ -1,7 +1,7 @@
 """The frameworks' conventions for derivatives at kinks and ties, and for the complex pullback.
 
 A derivative at a kink is a choice. Each row of the table is one such point with the choice of each
-framework, measured by running it. `cross_check` names the row that explains a disagreement.
+framework, measured by running it, for docs/what-differs.md.
 """
 
 from __future__ import annotations
@@ -199,23 +199,6 @@ def measured(kink: Kink) -> Convention:
     torch, torch_twice = _measure_torch(kink) if "torch" in installed else none
     jax, jax_twice = _measure_jax(kink) if "jax" in installed else none
     return Convention(kink.name, torch, jax, torch_twice, jax_twice)
-
-
-def explaining(torch_ops: set[str], jax_ops: set[str] | None, order: int) -> list[Convention]:
-    """The rows that differ, up to an order, and whose operations are in both programs.
-
-    Args:
-        torch_ops: The names of the operations of PyTorch's program.
-        jax_ops: The same of JAX's, with named functions; None if it could not be recorded.
-        order: 1 or 2.
-    """
-    in_torch = [kink for kink in KINKS if not torch_ops.isdisjoint(kink.torch_ops)]
-    rows = [
-        measured(kink)
-        for kink in in_torch
-        if jax_ops is None or not jax_ops.isdisjoint(kink.jax_ops)
-    ]
-    return [row for row in rows if row.differs_at(1) or row.differs_at(order)]
 
 
 def _measure_torch(kink: Kink) -> tuple[Derivative, Derivative | None]:

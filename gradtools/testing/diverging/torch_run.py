@@ -7,8 +7,7 @@ on the autograd nodes of the recorded tensors give the cotangents in one backwar
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any
@@ -17,8 +16,8 @@ import numpy as np
 import torch
 
 from gradtools.code_origin import Source, lines_above, users_lines
-from gradtools.testing.cross_checking.sides import cast, library, resolve
-from gradtools.testing.diverging.recorded_steps import HALF, Arguments, Draw, Run, Step
+from gradtools.testing.cross_checking.sides import Side, library
+from gradtools.testing.diverging.runs import HALF, Draw, Run, Step
 from gradtools.torch._upstream import (
     Watching,
     decompositions,
@@ -28,82 +27,53 @@ from gradtools.torch._upstream import (
 )
 
 _ATEN = torch.ops.aten
-_FUSED = {
-    getattr(getattr(_ATEN, name), overload)
-    for name, _, overload in (
-        entry.partition(".")
-        for entry in (
-            "native_layer_norm.default native_batch_norm.default native_group_norm.default "
-            "_native_batch_norm_legit.default _softmax.default _log_softmax.default addmm.default "
-            "baddbmm.default gelu.default silu.default softplus.default mean.dim mean.default "
-            "var.correction std.correction mse_loss.default huber_loss.default elu.default "
-            "smooth_l1_loss.default nll_loss_forward.default logsumexp.default mish.default "
-            "binary_cross_entropy_with_logits.default linalg_vector_norm.default glu.default "
-            "_scaled_dot_product_flash_attention_for_cpu.default hardswish.default "
-            "leaky_relu.default addcmul.default addcdiv.default lerp.Tensor "
-            "_weight_norm_interface.default"
-        ).split()
-    )
-    if hasattr(getattr(_ATEN, name, None), overload)
-}
+_FUSED = (  # operations that JAX's programs spell out
+    "native_layer_norm native_batch_norm native_group_norm _native_batch_norm_legit _softmax "
+    "_log_softmax addmm baddbmm gelu silu softplus mean.dim mean var.correction std.correction "
+    "mse_loss huber_loss elu smooth_l1_loss nll_loss_forward logsumexp mish glu hardswish "
+    "binary_cross_entropy_with_logits linalg_vector_norm leaky_relu addcmul addcdiv lerp.Tensor "
+    "_scaled_dot_product_flash_attention_for_cpu _weight_norm_interface"
+).split()
 _ATTENTION = _ATEN._scaled_dot_product_attention_math.default
 
 
-def torch_run(subject: Any, args: Arguments, dtype: str | None, draw: Draw) -> Run:
-    """Runs a module (a copy), a triple of `make_functional` or a function.
+def torch_run(side: Side, program: Any, leaves: Sequence[Any], names: Any, draw: Draw) -> Run:
+    """Runs the program of a side at leaves.
 
     Args:
-        subject: The program.
-        args: Its arguments.
-        dtype: The precision of a module's parameters and buffers; None leaves them as they are.
+        side: The side, whose module's layers name the operations.
+        program: A function of the leaves in PyTorch.
+        leaves: NumPy arrays, all of them differentiated.
+        names: Their names.
         draw: Returns cotangents for the outputs.
     """
     recorder = _Operations()
-    given = [torch.tensor(x) if k in args.names else x for k, x in enumerate(args.leaves)]
-    if library(subject) == "torch.nn":
-        model = copy.deepcopy(subject)
-        for x in (*model.parameters(), *model.buffers()):
-            x.data = torch.as_tensor(cast(_array(x)[0], dtype)).to(x.device) if dtype else x.data
-        model.requires_grad_(False)
-        program: Any = model
-        parameters: dict[Any, Any] = dict(model.named_parameters())
-    else:
-        model, parameters = None, {}
-        program, tree, state = resolve(None, "torch", subject)
-        if tree is not None:
-            from gradtools.testing.diverging.parameters import walk
-
-            apply, parameters = program, {".".join(map(str, p)): x for p, x in walk(tree)}
-            program = lambda *args: apply(tree, state, *args)[0]
-    floating = lambda x: isinstance(x, torch.Tensor) and (x.is_floating_point() or x.is_complex())
-    tracked = [x.requires_grad_() for x in (*given, *parameters.values()) if floating(x)]
-    steps = {k: recorder.add("input", given[k], [], leaf=name) for k, name in args.names.items()}
-    named = {name: recorder.add("input", x, [], leaf=name) for name, x in parameters.items()}
-    aliases = [x.view_as(x) if floating(x) else x for x in given]  # f may write in place
+    given = [torch.clone(x).requires_grad_() for x in side.arrays(leaves)]
+    own = [recorder.add("input", x, [], leaf=n) for x, n in zip(given, names, strict=True)]
+    aliases = [x.view_as(x) for x in given]  # f may write in place
+    model = side.subject if library(side.subject) == "torch.nn" else None
     with recorder, recorder.layers(model), torch.enable_grad():
-        out = program(*args.rebuilt(aliases))
-    outs = _tensors(out)
-    ends = [recorder.step_of(y) for y in outs]
+        outs = side.named_arrays(program(*aliases))
+    ends = {path: recorder.step_of(y) for path, y in outs.items()}
+    recorder.mark_functions()
+    drawn = draw(ends)
     seeds = [
-        (y, torch.as_tensor(c, dtype=y.dtype))
-        for y, c in zip(outs, draw(ends), strict=True)
-        if c is not None and y.requires_grad
+        (outs[path], torch.as_tensor(c, dtype=outs[path].dtype, device=outs[path].device))
+        for path, c in drawn.items()
+        if c is not None and outs[path].requires_grad
     ]
     if seeds:
-        known = {id(x) for x in tracked}
+        known = {id(x) for x in given}
         captured = [(s, x) for s, x in recorder.captured if x.requires_grad and id(x) not in known]
-        own = [(s, given[k]) for k, s in steps.items()]
-        own += [(s, parameters[name]) for name, s in named.items()]
-        targets = [(s, x) for s, x in (*own, *captured) if x.requires_grad]
+        targets = [*zip(own, given, strict=True), *captured]
         handles = recorder.hooks()
-        cotangents = torch.autograd.grad(
-            [y for y, _ in seeds], [x for _, x in targets], [c for _, c in seeds], allow_unused=True
-        )
+        ys, cts = zip(*seeds, strict=True)
+        cotangents = torch.autograd.grad(ys, [x for _, x in targets], cts, allow_unused=True)
         for handle in handles:
             handle.remove()
         for (step, _), g in zip(targets, cotangents, strict=True):
             step.cotangent = None if g is None else _array(g)[0]
-    return Run(recorder.steps, ends, named)
+    return Run(recorder.steps, own, ends)
 
 
 class _Operations(Watching):
@@ -121,6 +91,9 @@ class _Operations(Watching):
         self.outer: tuple[Source, ...] | None = None  # the lines of the fused operation
         self.parts: list[Step] = []
         self.path: list[str] = []
+        overloads = (name if "." in name else f"{name}.default" for name in _FUSED)
+        found = [(getattr(_ATEN, n.split(".")[0], None), n.split(".")[1]) for n in overloads]
+        self.fused = {getattr(op, overload) for op, overload in found if hasattr(op, overload)}
 
     def add(self, op: str, x: torch.Tensor, parents: list[Step], **about: Any) -> Step:
         value, accuracy = _array(x)
@@ -145,10 +118,21 @@ class _Operations(Watching):
             else:
                 step = self.add("input", x, [], leaf="captured")
                 self.captured.append((step, x))
-        if self.outer is None and x.grad_fn is not None:
-            node = x.grad_fn
+        if self.outer is None and (node := x.grad_fn) is not None:
             self.nodes.setdefault(id(node), (node, []))[1].append((x.output_nr, step))
         return step
+
+    def mark_functions(self) -> None:
+        """Marks values inside of autograd.Functions, through which no cotangent flows."""
+        tracked = {id(step) for _, steps in self.nodes.values() for _, step in steps}
+        for node, steps in self.nodes.values():
+            if isinstance(node, torch.autograd.function.BackwardCFunction):
+                pending = [p for _, step in steps for p in step.parents]
+                while pending:
+                    step = pending.pop()
+                    if not (step.leaf or step.inside or id(step) in tracked):
+                        step.inside = True
+                        pending += step.parents
 
     def hooks(self) -> list[Any]:
         """Hooks that store the cotangents of the recorded tensors."""
@@ -164,7 +148,7 @@ class _Operations(Watching):
 
     @contextmanager
     def layers(self, model: Any) -> Iterator[None]:
-        """Context that records the path of the running module of a copied model."""
+        """Context that records the path of the running module."""
         handles = []
 
         def leave(module: Any, args: Any, out: Any) -> None:
@@ -174,9 +158,11 @@ class _Operations(Watching):
             enter = lambda module, args, name=name: self.path.append(name)
             handles.append(module.register_forward_pre_hook(enter))
             handles.append(module.register_forward_hook(leave, always_call=True))
-        yield
-        for handle in handles:
-            handle.remove()
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -185,7 +171,7 @@ class _Operations(Watching):
                 return func.decompose(*args, **kwargs)
         operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
         parents = [self.step_of(x) for x in operands]
-        fused = func in _FUSED and self.outer is None and func in decompositions()
+        fused = func in self.fused and self.outer is None and func in decompositions()
         if fused:
             parents += self._decomposed(func, args, kwargs)
         out = func(*args, **kwargs)
@@ -222,26 +208,17 @@ class _Operations(Watching):
     def _forget_stale_views(self, out: Any) -> None:
         """Forgets tensors whose values an operation in place changed."""
         for x in tree_leaves(out):
+            if not isinstance(x, torch.Tensor):
+                continue
             kept = []
-            for y, step in self.in_memory.get(_memory(x), ()) if torch.is_tensor(x) else ():
-                if np.array_equal(
-                    _array(y)[0], step.value, equal_nan=step.value.dtype.kind in "fc"
-                ):
+            for y, step in self.in_memory.get(_memory(x), ()):
+                is_float = step.value.dtype.kind in "fc"
+                if np.array_equal(_array(y)[0], step.value, equal_nan=is_float):
                     kept.append((y, step))
                 else:
                     self.by_id.pop(id(y), None)
                     self.by_view.pop(_view(y), None)
-            if torch.is_tensor(x):
-                self.in_memory[_memory(x)] = kept
-
-
-def _tensors(tree: Any) -> list[torch.Tensor]:
-    """The tensors of a tree; dictionaries by sorted keys, as in JAX."""
-    if isinstance(tree, Mapping):
-        return [x for key in sorted(tree, key=str) for x in _tensors(tree[key])]
-    if isinstance(tree, list | tuple):
-        return [x for part in tree for x in _tensors(part)]
-    return [x for x in tree_leaves(tree) if isinstance(x, torch.Tensor)]
+            self.in_memory[_memory(x)] = kept
 
 
 def _array(x: torch.Tensor) -> tuple[np.ndarray, float]:

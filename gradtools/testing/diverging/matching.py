@@ -1,4 +1,4 @@
-"""Equal values of two runs, in any layout, and relations between values that differ.
+"""Equal values of two runs, in any layout.
 
 Two values are equal if one is the other with its axes permuted or reshaped. A fingerprint of sums
 of powers of the moduli, which no permutation changes, finds the candidates.
@@ -6,19 +6,17 @@ of powers of the moduli, which no permutation changes, finds the candidates.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 
-from gradtools.testing.diverging.recorded_steps import Run, Step
+from gradtools.testing.diverging.runs import Run, Step
+from gradtools.testing.relations import Move, layouts
 
-Move = Callable[[np.ndarray], np.ndarray]  # PyTorch's layout to JAX's
 NONE, WEAK, STRONG = range(3)
 _MASKED = 9e3
-_MOST_AXES = 5
 _SAMPLE = 4096  # entries that tell a mask from numbers
 
 
@@ -37,8 +35,8 @@ def strength(x: np.ndarray) -> int:
 
 def aligned(a: np.ndarray, b: np.ndarray, accuracy: float) -> tuple[str, Move] | None:
     """The layout of a in which it equals b: its name, and the move; None if there is none."""
-    both = _layouts(a, b.shape)
-    return next(((name, move) for name, move in both if close(move(a), b, accuracy)), None)
+    every = ((name, move) for name, _, move in layouts(a, b.shape) if close(move(a), b, accuracy))
+    return next(every, None)
 
 
 def close(a: np.ndarray, b: np.ndarray, accuracy: float) -> bool:
@@ -59,55 +57,7 @@ def close(a: np.ndarray, b: np.ndarray, accuracy: float) -> bool:
         return bool(same.all())
 
 
-def related(a: np.ndarray, b: np.ndarray, accuracy: float) -> str | None:
-    """How a is made from b: "transposed", "conjugate", "sign", "factor 2"; None if unknown."""
-    if a.dtype == b.dtype == bool and a.size > 1:
-        return "inverted" if aligned(~a, b, 0) else None
-    kinds = a.dtype.kind + b.dtype.kind
-    if not set(kinds) <= {"f", "c"} or a.size != b.size or not b.any() or not a.any():
-        return None
-    if not (np.isfinite(a).all() and np.isfinite(b).all()):
-        return None
-    if a.size > 1 and STRONG not in (strength(a), strength(b)):
-        return None
-    for name, move in _layouts(a, b.shape):
-        x = move(a)
-        for conjugate in (False, True) if "c" in kinds else (False,):
-            y = b.conj() if conjugate else b
-            factor = np.vdot(y, x) / np.vdot(y, y)
-            if not factor or not close(x, factor * y, 10 * accuracy):
-                continue
-            words = ["" if name == "equal" else name, "conjugate" if conjugate else ""]
-            if abs(factor + 1) < 1e3 * accuracy:
-                words.append("sign")
-            elif abs(factor - 1) > 1e3 * accuracy:
-                words.append(f"factor {factor.real if abs(factor.imag) < 1e-9 else factor:.6g}")
-            return ", ".join(filter(None, words)) or None
-    return None
-
-
-def _layouts(a: np.ndarray, shape: tuple[int, ...]) -> Iterator[tuple[str, Move]]:
-    """Moves from a's layout to a shape: none, a reshape, axes permuted before or after one."""
-    if a.shape == shape:
-        yield "equal", lambda x: x
-    thin, target = ([n for n in s if n != 1] for s in (a.shape, shape))
-    if a.size != math.prod(shape) or max(len(thin), len(target)) > _MOST_AXES:
-        return
-    alike = sorted(thin) == sorted(target)
-    if a.shape != shape and (not alike or thin == target):
-        yield "reshaped", lambda x: x.reshape(shape)
-    for p in [*itertools.permutations(range(len(thin)))][1:]:
-        if not alike or [thin[i] for i in p] == target:
-            yield "transposed", lambda x, p=p: x.reshape(thin).transpose(p).reshape(shape)  # type: ignore[misc]
-    for p in [*itertools.permutations(range(len(target)))][1:] if len(target) > len(thin) else ():
-        split, back = [target[i] for i in p], np.argsort(p)
-        yield (
-            "transposed",
-            lambda x, s=split, q=back: x.reshape(s).transpose(q).reshape(shape),  # type: ignore[misc]
-        )
-
-
-def match(torch: Run, jax: Run, named: list[tuple[Step, Step]]) -> dict[tuple[int, int], Any]:
+def match(torch: Run, jax: Run, named: Sequence[tuple[Step, Step]]) -> dict[tuple[int, int], Any]:
     """Numbers the classes of equal values of two runs in `Step.group`.
 
     named: Pairs of leaves that are equal whatever their values say.
@@ -126,7 +76,7 @@ def match(torch: Run, jax: Run, named: list[tuple[Step, Step]]) -> dict[tuple[in
     prints = np.array([_fingerprint(s.value) for s in jax.steps]).reshape(-1, 5)
     strengths = np.array([strength(s.value) for s in jax.steps])
     accuracies = np.array([s.accuracy for s in jax.steps])
-    candidates = [(a, b) for a, b in named]
+    candidates = list(named)
     for a in torch.steps:
         if own := strength(a.value):
             fingerprint = _fingerprint(a.value)
@@ -156,5 +106,6 @@ def accuracy_of(a: Step, b: Step) -> float:
 def _fingerprint(x: np.ndarray) -> list[float]:
     finite = np.isfinite(x) if x.dtype.kind in "fc" else np.ones(x.shape, bool)
     y = np.abs(np.where(finite, x, 0)).astype(float).ravel()
-    powers = [float(y.sum()), math.sqrt(float((y**2).sum())), float((y**4).sum()) ** 0.25]
+    with np.errstate(over="ignore"):
+        powers = [float(y.sum()), math.sqrt(float((y**2).sum())), float((y**4).sum()) ** 0.25]
     return [float(y.size), float(y.size - finite.sum()), *powers]

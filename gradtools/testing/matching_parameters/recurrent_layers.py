@@ -13,8 +13,8 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.testing.diverging.layouts import Layout, ParameterPair
-from gradtools.testing.diverging.parameters import Path
+from gradtools.testing.matching_parameters.mapping import Layout, ParameterPair
+from gradtools.testing.matching_parameters.names import Path
 
 _GATES = {4: "ifgo", 3: "rzn", 1: ("",)}
 

@@ -30,8 +30,13 @@ from typing import Any
 import numpy as np
 
 from gradtools.errors import GradtoolsError
-from gradtools.testing.diverging.layouts import Layout, ParameterMapping, ParameterPair, Shape
-from gradtools.testing.diverging.parameters import (
+from gradtools.testing.matching_parameters.mapping import (
+    Layout,
+    ParameterMapping,
+    ParameterPair,
+    Shape,
+)
+from gradtools.testing.matching_parameters.names import (
     CALLER,
     Path,
     joined,
@@ -41,7 +46,7 @@ from gradtools.testing.diverging.parameters import (
     split_name,
     without_collection,
 )
-from gradtools.testing.diverging.recurrent_layers import cells_of, recurrent_pairs
+from gradtools.testing.matching_parameters.recurrent_layers import cells_of, recurrent_pairs
 
 _RENAMED = {"running_mean": "mean", "running_var": "var"}
 _WEIGHTS = ("kernel", "scale", "embedding")

@@ -8,18 +8,9 @@ from typing import Any
 
 from gradtools.code_origin import Source
 
-CALLER = "first_divergence"
 LIMIT = 5_000  # values of one side; longer loops are one operation
-Draw = Callable[[list["Step"]], list[Any]]  # cotangents in NumPy for the outputs
-
-
-@dataclass(frozen=True)
-class Arguments:
-    """The leaves of both programs' arguments, and the names of the arrays among them."""
-
-    leaves: list[Any]
-    names: dict[int, str]
-    rebuilt: Callable[[list[Any]], tuple[Any, ...]]
+HALF = 3e-2  # the accuracy of a value that was widened from 16 bits
+_ACCURACIES = {"float64": 1e-9, "complex128": 1e-9, "float32": 1e-4, "complex64": 1e-4}
 
 
 @dataclass(frozen=True)
@@ -46,9 +37,7 @@ class Place:
         return self.lines[0] if self.lines else None
 
     def __str__(self) -> str:
-        text = self.operation
-        if self.layer:
-            text += f" in {self.layer}"
+        text = self.operation + (f" in {self.layer}" if self.layer else "")
         if self.iteration:
             text += f", iteration {', '.join(map(str, self.iteration))}"
         if self.lines:
@@ -104,11 +93,11 @@ class Step:
 
 @dataclass
 class Run:
-    """One side's steps in order, its leaves, its outputs, and the tree of parameters by name."""
+    """One side's steps in order, its differentiated leaves in order, and its outputs by path."""
 
     steps: list[Step]
-    outputs: list[Step]
-    parameters: dict[Any, Step]
+    leaves: list[Step]
+    outputs: dict[str, Step]
 
     def __post_init__(self) -> None:
         for step in self.steps:
@@ -117,12 +106,5 @@ class Run:
             for parent in step.parents:
                 parent.children.append(step)
 
-    @property
-    def leaves(self) -> list[Step]:
-        """Arguments, parameters and captured arrays."""
-        return [step for step in self.steps if step.leaf]
 
-
-_ACCURACIES = {"float64": 1e-9, "complex128": 1e-9, "float32": 1e-4, "complex64": 1e-4}
-HALF = 3e-2
-"""The accuracy of a value that was widened from 16 bits."""
+Draw = Callable[[dict[str, Step]], dict[str, Any]]  # cotangents in NumPy for the outputs by path

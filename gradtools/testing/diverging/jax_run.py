@@ -15,12 +15,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-import gradtools.jax as gt
 from gradtools.code_origin import USER, Source, kind_of
 from gradtools.jax import jaxprs
 from gradtools.jax._upstream import Literal, constants_of, scopes_of, stack_of
-from gradtools.testing.cross_checking.sides import cast, library, resolve, tokens
-from gradtools.testing.diverging.recorded_steps import HALF, LIMIT, Arguments, Draw, Run, Step
+from gradtools.testing.cross_checking.sides import Side
+from gradtools.testing.diverging.runs import HALF, LIMIT, Draw, Run, Step
 
 _COMPILED = 400  # equations of loops; more compile for longer than they run one by one
 _FAST_COMPILATION = {
@@ -29,36 +28,16 @@ _FAST_COMPILATION = {
 }
 
 
-def jax_run(subject: Any, args: Arguments, dtype: str | None, draw: Draw) -> Run:
-    """Runs a model, `jax.vmap` of an equinox module, or a function; see `torch_run`."""
-    one = getattr(subject, "__wrapped__", None)
-    mapped = library(one) == "equinox"
-    apply, params, state = resolve(gt, "jax", one if mapped else subject)
-    if params is None:
-        program = lambda params, *args: apply(*args)
-    else:
-        program = lambda params, *args: apply(params, state, *args)[0]
-    if mapped:
-        whole = program
-        program = lambda params, *args: jax.vmap(lambda *xs: whole(params, *xs))(*args)
-    if dtype is not None:
-        wide = lambda x: jnp.asarray(cast(np.asarray(x), dtype)) if _is_inexact(x) else x
-        params, state = jax.tree.map(wide, (params, state))
-    leaves, treedef = jax.tree.flatten(params)
-    paths = [jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(params)[0]]
-    names = [*args.names.values(), *(".".join(tokens(path)) for path in paths)]
+def jax_run(side: Side, program: Any, leaves: Sequence[Any], names: Any, draw: Draw) -> Run:
+    """Runs the program of a side at leaves; see `torch_run`."""
+    paths: list[str] = []
 
     def flat(*arrays: Any) -> list[Any]:
-        moving = iter(arrays)
-        full = [next(moving) if k in args.names else x for k, x in enumerate(args.leaves)]
-        out = program(jax.tree.unflatten(treedef, [*moving]), *args.rebuilt(full))
-        return [
-            jnp.asarray(y)
-            for y in jax.tree.leaves(out)
-            if isinstance(y, np.ndarray | np.generic | jax.Array)
-        ]
+        outs = side.named_arrays(program(*arrays))
+        paths[:] = [*outs]
+        return [jnp.asarray(y) for y in outs.values()]
 
-    arrays = [jnp.asarray(x) for x in (*(args.leaves[k] for k in args.names), *leaves)]
+    arrays = side.arrays(leaves)
     closed = jax.make_jaxpr(flat)(*arrays)
     constants = [jnp.asarray(c) for c in constants_of(closed)]
     recorders: list[_Equations] = []
@@ -78,15 +57,16 @@ def jax_run(subject: Any, args: Arguments, dtype: str | None, draw: Draw) -> Run
         run, outs = record, flat(*arrays)
     else:
         run = jax.jit(record, compiler_options=_FAST_COMPILATION)
-        outs = jax.jit(flat)(*arrays)
+        outs = jax.jit(flat, compiler_options=_FAST_COMPILATION)(*arrays)
     ends = [Step("output", (), _array(y), accuracy=_widened(y)) for y in outs]
-    values, pulled = run(arrays, constants, draw(ends))
+    drawn = draw(dict(zip(paths, ends, strict=True)))
+    values, pulled = run(arrays, constants, [drawn[path] for path in paths])
     recorder = recorders[0]
     for step, value, g in zip(recorder.steps, values, pulled, strict=True):
         step.accuracy, step.value = _widened(value), _array(value)
         step.cotangent = None if g is None else _array(g)
-    parameters = recorder.steps[len(args.names) : len(names)]
-    return Run(recorder.steps, recorder.ends, {s.leaf: s for s in parameters})
+    made = dict(zip(paths, recorder.ends, strict=True))
+    return Run(recorder.steps, recorder.steps[: len(arrays)], made)
 
 
 class _Equations:
@@ -128,8 +108,7 @@ class _Equations:
                 Source(f.file_name, f.line_num, f.function_name.split(".")[-1]) for f in frames
             ]
             layer = self.layer
-            scopes = ".".join(name for name, is_scope in scopes_of(eqn) if is_scope)
-            self.layer = scopes or layer
+            self.layer = ".".join(name for name, is_scope in scopes_of(eqn) if is_scope) or layer
             outs = self.equation(eqn, [read(v) for v in eqn.invars], (*inner, *outer), taped)
             self.layer = layer
             env.update(zip(eqn.outvars, outs, strict=True))
@@ -172,10 +151,8 @@ class _Equations:
         before = self.iteration
         for i in sorted(range(params["length"]), reverse=params["reverse"]):
             self.iteration = (*before, i)
-            rows = [
-                self.apply("row", partial(_row, jnp.asarray(i)), [x], lines, taped)[0]
-                for x in xs[n + carried :]
-            ]
+            row = partial(_row, jnp.asarray(i))
+            rows = [self.apply("row", row, [x], lines, taped)[0] for x in xs[n + carried :]]
             outs = self.run(body.jaxpr, held, [*first, *carry, *rows], lines, taped)
             carry, rounds[i] = outs[:carried], outs[carried:]
         self.iteration = before

@@ -6,7 +6,6 @@ import contextlib
 import copy
 import functools
 import itertools
-import random
 import sys
 import warnings
 
@@ -264,30 +263,6 @@ def test_an_eval_transformer_with_padding_takes_its_fast_path_in_neither_pass():
     assert all_same(found, gradients(expected.sin().sum(), model.parameters()))
     with torch.no_grad():  # here they do
         assert torch.equal(gt.chunked(f, 2)(x, padded), pairs(f))
-
-
-class Drawing(torch.autograd.Function):
-    """Draws in its backward pass."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, ct):
-        return ct + 0 * torch.rand(7)[0] * random.random()
-
-
-def test_what_a_backward_pass_draws_leaves_the_next_chunk_as_it_was():
-    model = network(nn.Dropout(0.5))
-    f = lambda c: Drawing.apply(model(c))
-    torch.manual_seed(1)
-    expected = plain(f)
-    torch.manual_seed(1)
-    out = gt.chunked(f, CHUNK)(X)
-    parameters = list(model.parameters())
-    found = gradients(contrast(out), parameters)
-    assert all_same(found, gradients(contrast(expected), parameters))
 
 
 # --- .grad and hooks -----------------------------------------------------------------------

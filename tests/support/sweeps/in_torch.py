@@ -93,6 +93,14 @@ class Point:
         pulled = self.pulled(self.f, self.live, v, create_graph=True)
         return self.pulled(lambda *_: pulled, v, self.u)
 
+    def tangent_transposed(self) -> Tensors:
+        """J^H v, as the pullback of the tangent, which is linear in u."""
+        us = tuple(torch.zeros_like(u).requires_grad_() for u in self.u)
+        with forward_ad.dual_level():
+            ys = self.f(*map(forward_ad.make_dual, self.x, us))
+            tangents = [_or_zero(forward_ad.unpack_dual(y).tangent, y.detach()) for y in ys]
+            return self.pulled(lambda *_: tangents, us, self.v)
+
     def double_backward(self) -> Tensors:
         """H u."""
         slopes = self.pulled(self._losses, self.live, [_ONE], create_graph=True)
@@ -236,15 +244,15 @@ def _reversed(f: Any) -> Any:
 
 
 _way("chunked, vjp", PULLED)(_chunked)
-for _name, _made in {
-    "checkpoint": gt.checkpoint,
-    "custom_rule by defvjp": _by_defvjp,
-    "custom_rule by defjvp": _by_defjvp,
-    "edits": _reversed,
-}.items():
-    _way(f"{_name}, vjp", PULLED)(lambda p, made=_made: _vjp(p, made(p.f)))
-    _way(f"{_name}, jvp", LINEAR)(lambda p, made=_made: _jvp(p, made(p.f)))
-    _way(f"{_name}, hvp", PUSHED_FIRST, 2)(lambda p, made=_made: _hvp(p, made(p.g)))
+for _name, _made, _pulled, _pushed_by, _twice in (
+    ("checkpoint", gt.checkpoint, PULLED, PUSHED, TWICE),
+    ("edits", _reversed, PULLED, PUSHED, TWICE),
+    ("custom_rule by defvjp", _by_defvjp, PULLED, LINEAR, TWICE),
+    ("custom_rule by defjvp", _by_defjvp, ("tangent_transposed",), LINEAR[::-1], PUSHED_FIRST),
+):
+    _way(f"{_name}, vjp", _pulled)(lambda p, made=_made: _vjp(p, made(p.f)))
+    _way(f"{_name}, jvp", _pushed_by)(lambda p, made=_made: _jvp(p, made(p.f)))
+    _way(f"{_name}, hvp", _twice, 2)(lambda p, made=_made: _hvp(p, made(p.g)))
 
 
 @_way("grad of jvp", PUSHED_FIRST, 2)

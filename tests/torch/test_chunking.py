@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import itertools
@@ -201,27 +200,6 @@ def flags():
         "cache": torch.is_autocast_cache_enabled(),
         "device": torch.get_default_device(),
     }
-
-
-@contextlib.contextmanager
-def other_flags():
-    before = torch.get_float32_matmul_precision(), torch.get_default_dtype()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.autocast("cpu", dtype=torch.float16, cache_enabled=False))
-        stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
-        stack.enter_context(
-            torch.backends.cudnn.flags(enabled=False, benchmark=True, deterministic=True)
-        )
-        stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
-        try:
-            torch.set_default_dtype(torch.float64)
-            torch.set_float32_matmul_precision("medium")
-            torch.use_deterministic_algorithms(True, warn_only=True)
-            yield
-        finally:
-            torch.use_deterministic_algorithms(False)
-            torch.set_float32_matmul_precision(before[0])
-            torch.set_default_dtype(before[1])
 
 
 def test_no_grad_and_inference_mode():

@@ -860,6 +860,42 @@ def equinox_model():
     return gt.make_functional(net, variables=state, train=True)
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore::gradtools.errors.GradtoolsWarning")
+@pytest.mark.parametrize("model", [linen_model, nnx_model, equinox_model])
+def test_a_model_is_that_of_the_loop_in_values_gradients_and_statistics(model):
+    apply, params, state = model()
+
+    def f(key, params, state, x):
+        return apply(params, state, x, key=key)
+
+    key, w = gt.random_key(5), jnp.asarray(RNG.normal(size=(10, 4)))
+    axes, options = (None, None, None, 0), {"key_argnums": 0, "carry_argnums": 2}
+    run = gt.chunked(f, 4, axes, **options)
+
+    def loop(key, params, state, x):
+        outs = []
+        for i, r in enumerate(rows_of(10, 4)):
+            out, state = f(jax.random.fold_in(key, i), params, state, x[r])
+            state = jax.tree.map(jax.lax.stop_gradient, state)  # equinox's ema uses it
+            outs.append(out)
+        return jnp.concatenate(outs), state
+
+    def gradient(run):
+        def loss(params):
+            out, new = run(key, params, state, X)
+            return jnp.sum(jnp.sin(out @ out.T)) + jnp.sum(w * out), (out, new)
+
+        return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
+
+    found, expected = gradient(run), gradient(loop)
+    arrays = lambda tree: [gt.to_numpy(x) for x in jax.tree.leaves(tree)]
+    for a, b in zip(arrays(found), arrays(expected), strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-6, atol=1e-10)
+    pairs = zip(arrays(state), arrays(found[0][1][1]), strict=True)
+    assert any(not np.array_equal(a, b) for a, b in pairs)
+
+
 @pytest.mark.slow_at("linen_model", "equinox_model")
 @pytest.mark.parametrize("model", [linen_model, nnx_model, equinox_model])
 def test_a_batch_norm_in_training_is_told_of_once_by_name(model):

@@ -143,6 +143,7 @@ def a_callback_that_counts(chunked: Any) -> Any:
     counter = Counter()
     f = lambda w, x: encode(w, x) * stateful_callback(counter, x)
     found = both(lambda w: chunked(f, 3, (None, 0))(w, X), W)
+    jax.block_until_ready(found)
     return found, counter.calls
 
 
@@ -156,16 +157,16 @@ def a_callback_that_draws_random_numbers(chunked: Any) -> Any:
     return out, pull(out), rng.normal()
 
 
-def _io(chunked: Any) -> Any:
+def _io(chunked: Any, ordered: bool, **options: Any) -> Any:
     from jax.experimental import io_callback
 
     note = Counter()
 
     def f(w: Any, x: Any) -> Any:
         shape = jax.ShapeDtypeStruct(x.shape, x.dtype)
-        return encode(w, x) * io_callback(note, shape, jax.lax.stop_gradient(x), ordered=False)
+        return encode(w, x) * io_callback(note, shape, jax.lax.stop_gradient(x), ordered=ordered)
 
-    found = jax.jit(lambda w: both(lambda w: chunked(f, 3, (None, 0))(w, X), w))(W)
+    found = jax.jit(lambda w: both(lambda w: chunked(f, 3, (None, 0), **options)(w, X), w))(W)
     jax.block_until_ready(found)
     jax.effects_barrier()
     return found, note.calls
@@ -173,7 +174,7 @@ def _io(chunked: Any) -> Any:
 
 @program(refused="chunked: f holds an operation with effects")
 def an_io_callback(chunked: Any) -> Any:
-    return _io(chunked)
+    return _io(chunked, ordered=False)
 
 
 @program()

@@ -184,37 +184,6 @@ def test_what_is_no_array_in_a_list_reaches_f_as_it_is():
 # --- keys ----------------------------------------------------------------------------------
 
 
-def dropped(key, w, x):
-    return embed(w, x) * jax.random.bernoulli(key, 0.5, (len(x), 4))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("interleaved", "raw"), [(False, False), (False, True), (True, False)])
-def test_each_chunk_draws_its_own_mask_and_both_passes_the_same(interleaved, raw):
-    key = jax.random.PRNGKey(3) if raw else gt.random_key(3)
-    run = gt.chunked(
-        dropped,
-        2,
-        in_axes=(None, None, 0),
-        key_argnums=0,
-        interleaved=interleaved,
-    )
-    fold = jax.random.fold_in
-    loop = lambda w, x: by_loop(lambda i, c: dropped(fold(key, i), w, c), x, 2, interleaved)
-    gradient = lambda f: jax.grad(lambda w, x: contrast(f(w, x)), (0, 1))
-    both = lambda f: jax.jit(lambda w, x: (f(w, x), gradient(f)(w, x)))(W, X)
-    (out, ours), (expected, theirs) = both(functools.partial(run, key)), both(loop)
-    same(out, expected)
-    same(ours, theirs, 1e-11)
-
-
-def test_keys_of_examples_are_split_like_a_batch():
-    keys = gt.split_key(gt.random_key(0), 10)
-    f = jax.vmap(lambda key, x: x * jax.random.normal(key))
-    for interleaved in (False, True):
-        same(gt.chunked(f, 4, interleaved=interleaved)(keys, X), f(keys, X))
-
-
 def test_a_key_that_is_none_is_one():
     run = gt.chunked(lambda x, key: x if key is None else x * 0, 4, key_argnums=1)
     same(run(X, None), X)
@@ -284,28 +253,6 @@ def test_carries_are_not_differentiated():
     same(jax.jvp(loss, (STATE["mean"],), (jnp.ones(4),))[1], jnp.zeros(()))
 
 
-def test_several_carries_come_as_a_tuple():
-    f = lambda a, x, b: (x + a, (a + 1, {"b": b["b"] * x.sum()}))
-    out, carry = gt.chunked(f, 4, carry_argnums=(0, 2))(0, X, {"b": 1.0})
-    same(out, X + jnp.repeat(jnp.arange(3.0), 4)[:10, None])
-    assert carry[0] == 3
-    np.testing.assert_allclose(carry[1]["b"], X[:4].sum() * X[4:8].sum() * X[8:].sum())
-
-
-def test_a_key_may_be_a_carry():
-    def f(key, x):
-        now, key = jax.random.split(key)
-        return x * jax.random.normal(now), key
-
-    out, last = gt.chunked(f, 4, carry_argnums=0)(gt.random_key(0), X)
-    key, expected = gt.random_key(0), []
-    for r in rows_of(10, 4):
-        part, key = f(key, X[r])
-        expected.append(part)
-    same(out, jnp.concatenate(expected))
-    assert last == key
-
-
 @pytest.mark.parametrize(
     "change", [lambda c: c.astype(jnp.float32), lambda c: c[:2], lambda c: c > 0]
 )
@@ -329,26 +276,6 @@ def test_a_python_number_is_a_carry():
 # --- nesting -------------------------------------------------------------------------------
 
 
-@pytest.mark.slow
-def test_under_vmap_and_with_a_mapped_weight():
-    run = chunked(4)
-    ws, xs = jnp.stack([W, -W, 2 * W]), jnp.stack([X, X + 1, X - 1])
-    g = lambda f: jax.grad(lambda w, x: contrast(f(w, x)), (0, 1))
-    for axes in ((0, 0), (None, 0), (0, None)):
-        args = (ws if axes[0] == 0 else W, xs if axes[1] == 0 else X)
-        same(jax.jit(jax.vmap(g(run), axes))(*args), jax.vmap(g(embed), axes)(*args), 1e-10, 1e-11)
-
-
-def test_inside_a_scan():
-    def train(f):
-        def step(w, x):
-            return w - 0.01 * jax.grad(lambda w: contrast(f(w, x)))(w), contrast(f(w, x))
-
-        return lambda w: jax.lax.scan(step, w, jnp.stack([X, 2 * X]))[1].sum()
-
-    same(jax.jit(jax.grad(train(chunked(4))))(W), jax.grad(train(embed))(W), 1e-10, 1e-11)
-
-
 def test_f_may_close_over_what_is_traced_and_differentiated():
     def loss(w, x):
         return contrast(gt.chunked(lambda x: embed(w, x), 4)(x * w.sum()))
@@ -363,14 +290,6 @@ def test_a_reverse_rule_inside_f_is_obeyed():
     run = gt.chunked(f, 4, in_axes=(None, 0))
     loss = lambda f: lambda w: contrast(f(w, X))
     same(jax.jit(jax.grad(loss(run)))(W), jax.grad(loss(f))(W), 1e-11)
-
-
-@pytest.mark.slow
-def test_two_towers_and_a_tied_weight():
-    left, right = chunked(3), chunked(4)
-    loss = lambda f, g: lambda w, x: jnp.sum(jax.nn.logsumexp(f(w, x) @ g(w, x[::-1]).T, 0))
-    ours = derivatives(loss(left, right), W, X)
-    same(ours, derivatives(loss(embed, embed), W, X), 1e-10, 1e-10)
 
 
 def test_an_output_that_the_loss_ignores_costs_nothing_and_harms_nothing():
@@ -512,22 +431,6 @@ def test_trees_several_arguments_and_keywords():
     same(over(p, X.T, q), jax.value_and_grad(loss)(p, X, q))
 
 
-def test_complex_gradients_are_gradtools_own():
-    loss = lambda w, x: jnp.mean(jnp.abs(jnp.sin(x @ w)) ** 2)
-    value, gradient = jax.value_and_grad(loss)(Z, X)
-    same(gt.microbatched_value_and_grad(loss, 4)(Z, X), (value, jnp.conj(gradient)))
-
-
-@pytest.mark.slow_at("float16")
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
-def test_narrow_gradients_are_summed_wide(dtype):
-    w, x = jnp.ones(()).astype(dtype), jnp.ones(4096).astype(dtype)
-    run = gt.microbatched_value_and_grad(lambda w, x: jnp.sum(w * x), 1, reduction="sum")
-    value, gradient = jax.jit(run)(w, x)  # a sum of narrow ones ends at 2048, or at 256
-    assert value.dtype == gradient.dtype == dtype
-    assert value == gradient == 4096
-
-
 @pytest.mark.sweep_at("4")
 @pytest.mark.parametrize("chunk_size", [4, 5])
 def test_microbatched_is_differentiable_again(chunk_size):
@@ -616,15 +519,6 @@ def test_the_work_is_4F(interleaved):
     assert flops(total(run), WS, BIG) == 4 * FORWARD
 
 
-def test_the_program_costs_what_a_hand_written_one_does():
-    run = gt.chunked(deep, 8, in_axes=(None, 0))
-    ours, hand = total(run), total(by_hand)
-    assert flops(ours, WS, BIG) == flops(hand, WS, BIG)
-    cost = lambda f: jax.jit(f).lower(WS, BIG).compile().cost_analysis()
-    for key in ("flops", "transcendentals"):
-        assert cost(ours)[key] <= 1.01 * cost(hand)[key]
-
-
 # Bytes
 
 SHAPES = [jax.ShapeDtypeStruct((64, 256), "float32"), jax.ShapeDtypeStruct((256, 64), "float32")]
@@ -667,14 +561,6 @@ def test_the_peak_is_that_of_a_hand_written_scan():
         return jax.lax.scan(once, None, x.reshape(-1, 64, 64))[1].reshape(-1, 64)
 
     assert temporary(run, 16) <= 1.01 * temporary(hand, 16)
-
-
-def test_the_peak_is_one_graph_and_a_gradient():
-    run = gt.chunked(wide, 64, in_axes=(None, 0))
-    kept = jax.eval_shape(lambda *a: jax.vjp(wide, *a)[1], LAYERS, jnp.zeros((64, 64), "float32"))
-    graph = sum(x.size * 4 for x in jax.tree.leaves(kept)) - GRADIENT
-    outputs = 3 * 16 * 64 * 64 * 4
-    assert temporary(run, 16) <= graph + GRADIENT + outputs
 
 
 def _arrays_for_a_further_chunk(chunked, depth, second):

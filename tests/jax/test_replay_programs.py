@@ -10,7 +10,6 @@ import pytest
 
 import gradtools.jax as gt
 from gradtools import GradtoolsError
-from tests.support import replay_programs_jax_models  # noqa: F401 - fills the table
 from tests.support.replay_programs_jax import PLAIN, PROGRAMS, loop
 from tests.support.scenarios import Scenario
 
@@ -22,7 +21,7 @@ def _marks(scenario: Scenario) -> list[pytest.MarkDecorator]:
 
 
 @pytest.mark.quick_at("an array of numpy written before the backward pass of frozen")
-@pytest.mark.sampled(slow=2)
+@pytest.mark.sampled(slow=20)
 @pytest.mark.parametrize("program", PROGRAMS.cases(_marks))
 @pytest.mark.filterwarnings("ignore::gradtools.errors.GradtoolsWarning")
 def test_a_program_gives_what_the_plain_loop_gives_or_is_refused(program: Scenario) -> None:

@@ -14,6 +14,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
+from jax.ad_checkpoint import checkpoint_name
+from jax.sharding import PartitionSpec as P
 
 from tests.support.scenarios import Table
 
@@ -40,7 +42,7 @@ def loop(f: Any, size: int, in_axes: Any = 0, out_axes: int = 0, **options: Any)
         args, outs = list(args), []
         whole = next(i for i, a in enumerate(axes) if a is not None)
         count = _length(args[whole], axes[whole])
-        starts = range(0, count, size)
+        starts = range(0, max(count, 1), size)  # of an empty batch one empty chunk
         for number, start in enumerate(starts):
             rows = slice(start, min(start + size, count))
             if options.get("interleaved"):
@@ -99,7 +101,7 @@ def batch(*shape: int) -> Any:
     return jnp.asarray(np.random.default_rng(3).normal(size=shape))
 
 
-X, W = batch(7, 3), batch(3, 3)
+X, W, KEY = batch(7, 3), batch(3, 3), jax.random.key(7)
 encode = lambda w, x: jnp.tanh(x @ w)
 
 
@@ -320,11 +322,6 @@ def a_module_of_nnx_as_an_argument(chunked: Any) -> Any:
 
 
 @program()
-def a_method_of_a_module_of_nnx(chunked: Any) -> Any:
-    return _trained(lambda net, x: chunked(net.__call__, 3)(x))
-
-
-@program()
 def a_module_of_nnx_for_two_towers(chunked: Any) -> Any:
     return _trained(lambda net, x: chunked(net, 3)(x) * chunked(net, 2)(x + 1))
 
@@ -493,7 +490,6 @@ _plainly("a derivative in f", lambda w, x: jax.grad(lambda x: jnp.sum(encode(w, 
 _plainly("an f that depends on the size of a chunk", _by_size)
 _plainly("an f that is not of single examples", lambda w, x: encode(w, x - x.mean(0)))
 _plainly("interleaved chunks", encode, interleaved=True)
-_plainly("a memory budget", encode)
 
 
 # --- arguments --------------------------------------------------------------------------------
@@ -577,27 +573,6 @@ def a_callback_that_counts_in_checkpoint(checkpoint: Any) -> Any:
     return both(lambda w: checkpoint(f)(w, X), W), counter.calls
 
 
-@program(operator="frozen")
-def a_while_loop_that_is_frozen(frozen: Any) -> Any:
-    return _of_a_loop(frozen if hasattr(frozen, "__self__") else None)
-
-
-def _of_a_loop(frozen: Any) -> Any:
-    """A loop whose trips depend on z: by frozen, or its three trips at this z unrolled."""
-    step = lambda z: z * 1.5 + jnp.sin(z)
-
-    def many(z: Any) -> Any:
-        return jax.lax.while_loop(lambda z: jnp.sum(z) < 5.0, step, z)
-
-    G = step_thrice = lambda z: step(step(step(z)))
-    if frozen is not None:
-        G = frozen(many)
-    inner = lambda y, z: jnp.sum(jax.grad(lambda z: jnp.sum(y * G(z) ** 2))(z) ** 2)
-    y, z = jnp.array([1.0, 2.0]), jnp.array([0.25, 0.35])
-    assert np.allclose(many(z), step_thrice(z))
-    return G(z), jax.grad(lambda z: jnp.sum(G(z) ** 2))(z), jax.grad(inner, (0, 1))(y, z)
-
-
 # --- around -----------------------------------------------------------------------------------
 
 
@@ -608,3 +583,140 @@ def a_tracer_of_a_scan_around(chunked: Any) -> Any:
         return w - 0.01 * both(lambda w: chunked(f, 3, (None, 0))(w, X), w)[1][0], None
 
     return jax.lax.scan(step, W, jnp.arange(1.0, 4.0))[0]
+
+
+# --- what f is made of in models ------------------------------------------------------------
+
+
+def _named(w: Any, x: Any) -> Any:
+    keep = jax.checkpoint_policies.save_only_these_names("h")
+    inner = lambda w, x: jnp.sin(checkpoint_name(encode(w, x), "h")) @ w
+    return jax.checkpoint(inner, policy=keep)(w, x)
+
+
+def _straight(w: Any, x: Any) -> Any:
+    y = encode(w, x)
+    return y + jax.lax.stop_gradient(jnp.round(y * 4) / 4 - y)
+
+
+def _looked_up(w: Any, x: Any) -> Any:
+    return w[jnp.argsort(x, axis=1)[:, 0]] * jnp.sort(x, axis=1)
+
+
+for _name, _f in {
+    "a checkpoint with names inside": _named,
+    "a straight-through rounding": _straight,
+    "a lookup by a sorted order": _looked_up,
+}.items():
+    _plainly(_name, _f)
+
+
+# --- models -----------------------------------------------------------------------------------
+
+
+class Averaged(nnx.Module):
+    """An average of its weight, a cache by shape, and a counter."""
+
+    def __init__(self) -> None:
+        self.w = nnx.Param(W)
+        self.average = nnx.BatchStat(W * 0)
+        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
+
+    def __call__(self, x: Any) -> Any:
+        w = self.w[...]
+        self.average[...] = 0.7 * self.average[...] + 0.3 * jax.lax.stop_gradient(w)
+        self.calls[...] += 1
+        return encode(w, x) + x @ self.average[...] * self.calls[...]
+
+
+@program()
+def a_module_of_nnx_in_compiled_steps(chunked: Any) -> Any:
+    net = Averaged()
+
+    @nnx.jit
+    def step(net: Any, x: Any) -> Any:
+        return jax.tree.leaves(nnx.grad(lambda net: jnp.sum(chunked(net, 3)(x) ** 2))(net))
+
+    found = [step(net, X), step(net, 2 * X)]
+    return found, net.average[...], net.calls[...]
+
+
+class Adapted(eqx.Module):
+    """A frozen layer, an adapter of low rank and dropout between."""
+
+    base: Any
+    down: Any
+    up: Any
+    drop: eqx.nn.Dropout
+
+    def __call__(self, x: Any, key: Any) -> Any:
+        hidden = self.drop(x @ self.down, key=key)
+        return x @ jax.lax.stop_gradient(self.base) + hidden @ self.up
+
+
+@program()
+def an_adapter_of_equinox_with_dropout(chunked: Any) -> Any:
+    net = Adapted(W, W[:, :2], W[:2], eqx.nn.Dropout(0.5))
+    f = lambda net, x, key: net(x, key)
+    g = lambda net: chunked(f, 3, (None, 0, None), key_argnums=2)(net, X, KEY)
+    return jax.tree.leaves(eqx.filter_grad(lambda net: jnp.sum(g(net) ** 2) ** 2)(net))
+
+
+# --- what f stands in -------------------------------------------------------------------------
+
+
+@program()
+def chunks_inside_of_a_shard_map(chunked: Any) -> Any:
+    mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    inner = lambda w, x: chunked(lambda w, x: encode(w, x), 3, (None, 0))(w, x)
+    f = jax.shard_map(inner, mesh=mesh, in_specs=(P(), P("i")), out_specs=P("i"))
+    return both(f, W, X)
+
+
+@program()
+def a_shard_map_inside_of_f(chunked: Any) -> Any:
+    mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+    f = jax.shard_map(encode, mesh=mesh, in_specs=(P(), P(None)), out_specs=P(None))
+    return jax.jit(lambda w, x: both(chunked(f, 3, (None, 0)), w, x))(W, X)
+
+
+@program(operator="checkpoint")
+def a_checkpoint_whose_closure_is_changed_between_steps(checkpoint: Any) -> Any:
+    scale = {"s": 1.0}
+    f = checkpoint(lambda w: jnp.sum(encode(w, X) * scale["s"]) ** 2)
+    found = [jax.value_and_grad(f)(W)]
+    scale["s"] = 3.0
+    return [*found, jax.value_and_grad(f)(W), jax.jit(jax.grad(f))(W)]
+
+
+@program(operator="checkpoint")
+def a_checkpoint_of_a_function_that_closes_over_another_s_value(checkpoint: Any) -> Any:
+    def loss(w: Any) -> Any:
+        inner = w * 2
+        return jnp.sum(checkpoint(lambda x: encode(inner, x))(X) ** 2)
+
+    return jax.value_and_grad(loss)(W), jax.hessian(lambda s: loss(s * W))(jnp.float64(1.0))
+
+
+@program(operator="checkpoint")
+def a_checkpoint_under_vmap_with_keys(checkpoint: Any) -> Any:
+    f = checkpoint(lambda k, x: x * jax.random.bernoulli(k, 0.5, x.shape))
+    loss = lambda x: jnp.sum(jax.vmap(f)(jax.random.split(KEY, len(x)), x) ** 2)
+    return jax.value_and_grad(loss)(X)
+
+
+@program(operator="frozen")
+def a_frozen_module_of_equinox_with_dropout(frozen: Any) -> Any:
+    net = Adapted(W, W[:, :2], W[:2], eqx.nn.Dropout(0.5))
+    G = frozen(lambda z: jnp.sin(net(z, KEY)))
+    slope = lambda y: jax.grad(lambda z: jnp.sum(y * G(z) ** 2))(X)
+    return both(slope, jnp.float64(1.5))
+
+
+@program(operator="frozen")
+def a_frozen_function_of_a_callback(frozen: Any) -> Any:
+    shape = jax.ShapeDtypeStruct(X.shape, X.dtype)
+    look = lambda z: jax.pure_callback(np.cos, shape, jax.lax.stop_gradient(z))
+    G = frozen(lambda z: jnp.sin(z) * look(z))
+    slope = lambda y: jax.grad(lambda z: jnp.sum((y * G(z)) ** 2))(X)
+    return both(slope, jnp.float64(1.5))

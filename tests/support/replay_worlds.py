@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import types
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,6 +19,7 @@ from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves, tree_map
 
 import gradtools.torch as gt
+from tests.support.scenarios import Scenario, Table
 
 D = torch.float64
 CHUNKED, CHECKPOINT, FROZEN, MICROBATCHED = (
@@ -118,55 +118,27 @@ class World:
     tolerance: float = 1e-9
 
 
-@dataclass(frozen=True)
-class Program:
-    """An attack.
-
-    Attributes:
-        name: What it does, as a sentence.
-        make: Makes its world.
-        kinds: The operators that it is for.
-        expect: RIGHT, REFUSED or EITHER; by operator where they differ.
-        says: What a refusal's message must hold.
-        unsaid: What it must not hold, since it is false.
-        without: Ways that the oracle cannot follow.
-    """
-
-    name: str
-    make: Callable[[], World]
-    kinds: tuple[str, ...] = ALL
-    expect: Any = RIGHT
-    says: str = ""
-    without: tuple[str, ...] = ()
-    unsaid: str = ""
-
-    def ways(self) -> list[Way]:
-        """The ways that it is tried by."""
-        return [w for w in WAYS if w.kind in self.kinds and w.name not in self.without]
-
-    def expected(self, way: Way) -> str:
-        """What is expected of an operator."""
-        return self.expect.get(way.kind, RIGHT) if isinstance(self.expect, dict) else self.expect
-
-
-PROGRAMS: list[Program] = []
+PROGRAMS = Table()
 
 
 def program(
-    name: str,
-    kinds: Any = ALL,
-    expect: Any = RIGHT,
-    says: str = "",
-    without: Any = (),
-    unsaid: str = "",
+    name: str, kinds: Any = ALL, expect: str = RIGHT, says: str = "", without: Any = ()
 ) -> Any:
-    """Adds a program whose world the function makes."""
+    """Adds a program whose world the function makes.
 
-    def add(make: Callable[[], World]) -> Callable[[], World]:
-        PROGRAMS.append(Program(name, make, kinds, expect, says, without, unsaid))
-        return make
+    name: What it does, as a sentence.
+    kinds: The operators that it is for.
+    expect: RIGHT, REFUSED or EITHER.
+    says: What a refusal's message must hold.
+    without: Ways that the oracle cannot follow.
+    """
+    return PROGRAMS.add(name, expect, kinds=kinds, says=says, without=without)
 
-    return add
+
+def ways(program: Scenario) -> list[Way]:
+    """The ways that a program is tried by."""
+    kinds, without = program.known["kinds"], program.known["without"]
+    return [w for w in WAYS if w.kind in kinds and w.name not in without]
 
 
 # --- the usual step -------------------------------------------------------------------------
@@ -321,13 +293,6 @@ def simple(
 def of_module(module: nn.Module, x: Any = None, **options: Any) -> World:
     """A module, called as it is."""
     return simple(module, x, module=module, **options)
-
-
-def python_module(source: str) -> Any:
-    """A module of Python's own, as if it had been imported."""
-    module = types.ModuleType("helpers")
-    exec(source, vars(module))
-    return module
 
 
 def mlp(*more: nn.Module, dtype: torch.dtype = D) -> nn.Sequential:

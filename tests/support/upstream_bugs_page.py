@@ -201,9 +201,8 @@ _OURS = {
 _HEAD = """# Wrong derivatives in the frameworks
 
 gradtools differentiates f as the framework does, with the framework's number.
-[`checked`](answers-for.md#check-the-rest) names a wrong one in your program. Sweeps over the
-operators of PyTorch and JAX compare every mode with reverse mode and with finite differences
-(`python -m tests.support.run_sweeps` on your versions).
+[`checked`](answers-for.md#check-the-rest) names a wrong one in your program, by finite
+differences.
 
 ## PyTorch {version}
 

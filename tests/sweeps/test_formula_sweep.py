@@ -66,9 +66,8 @@ def _of_torch(group):
 
     entries = torch_programs.entries(("op_db", "module_db"))
     for entry in [e for e in entries if e.variant == torch_programs.FUNCTION][group::GROUPS]:
-        for program in torch_programs.programs(entry):
-            small = lambda p: all(x.numel() <= 400 for x in p.primals)
-            if isinstance(program, torch_programs.TableProgram) and small(program):
+        for program in torch_programs.programs(entry)[0]:
+            if all(x.numel() <= 400 for x in program.primals):
                 yield f"torch {program.name}", _outcome(gt, program.f, program.primals)
 
 

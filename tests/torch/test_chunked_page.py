@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError
@@ -106,16 +105,3 @@ def test_nothing_is_kept_inside_of_saved_tensors_hooks():
         z = gt.chunked(f, 2, verify=False)(batch())
     z.sum().backward()
     assert next(runs) == 4  # each chunk twice
-
-
-class Casts(TorchDispatchMode):
-    """Counts what is cast to bfloat16 of one shape."""
-
-    def __init__(self, shape):
-        super().__init__()
-        self.shape, self.count = shape, 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func is torch.ops.aten._to_copy.default and args[0].shape == self.shape:
-            self.count += (kwargs or {}).get("dtype") is torch.bfloat16
-        return func(*args, **(kwargs or {}))

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import functools
 import itertools
-import random
 import sys
 import warnings
 
@@ -204,27 +202,6 @@ def flags():
     }
 
 
-@contextlib.contextmanager
-def other_flags():
-    before = torch.get_float32_matmul_precision(), torch.get_default_dtype()
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(torch.autocast("cpu", dtype=torch.float16, cache_enabled=False))
-        stack.enter_context(torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH))
-        stack.enter_context(
-            torch.backends.cudnn.flags(enabled=False, benchmark=True, deterministic=True)
-        )
-        stack.enter_context(torch.backends.mkldnn.flags(enabled=False))
-        try:
-            torch.set_default_dtype(torch.float64)
-            torch.set_float32_matmul_precision("medium")
-            torch.use_deterministic_algorithms(True, warn_only=True)
-            yield
-        finally:
-            torch.use_deterministic_algorithms(False)
-            torch.set_float32_matmul_precision(before[0])
-            torch.set_default_dtype(before[1])
-
-
 def test_no_grad_and_inference_mode():
     model = network(nn.Dropout(0.5), nn.BatchNorm1d(4))
     twin, x = copy.deepcopy(model), X.clone().requires_grad_()
@@ -266,49 +243,6 @@ def test_an_eval_transformer_with_padding_takes_its_fast_path_in_neither_pass():
         assert torch.equal(gt.chunked(f, 2)(x, padded), pairs(f))
 
 
-def test_grad_scaler():
-    def run(call):
-        model = network().float()
-        optimizer = torch.optim.SGD(model.parameters(), 0.1)
-        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=1)
-        for _ in range(2):
-            with torch.autocast("cpu", dtype=torch.bfloat16, cache_enabled=False):
-                loss = contrast(call(model, X.float()).float())
-            scaler.scale(loss).backward()
-            scaler.step(optimizer)
-            scaler.update()
-            optimizer.zero_grad()
-        return torch.cat([p.detach().reshape(-1) for p in model.parameters()]), scaler.get_scale()
-
-    ours, scale = run(lambda m, x: gt.chunked(m, CHUNK)(x))
-    expected, scale_of_plain = run(plain)
-    assert scale == scale_of_plain == 4096.0 and torch.allclose(ours, expected, rtol=0, atol=1e-5)
-
-
-class Drawing(torch.autograd.Function):
-    """Draws in its backward pass."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx, ct):
-        return ct + 0 * torch.rand(7)[0] * random.random()
-
-
-def test_what_a_backward_pass_draws_leaves_the_next_chunk_as_it_was():
-    model = network(nn.Dropout(0.5))
-    f = lambda c: Drawing.apply(model(c))
-    torch.manual_seed(1)
-    expected = plain(f)
-    torch.manual_seed(1)
-    out = gt.chunked(f, CHUNK)(X)
-    parameters = list(model.parameters())
-    found = gradients(contrast(out), parameters)
-    assert all_same(found, gradients(contrast(expected), parameters))
-
-
 # --- .grad and hooks -----------------------------------------------------------------------
 
 
@@ -322,26 +256,6 @@ def test_an_existing_grad_is_added_to():
     contrast(plain(twin)).backward()
     assert all(p.grad is g for p, g in zip(model.parameters(), held, strict=True))
     assert all_same([p.grad for p in model.parameters()], [p.grad for p in twin.parameters()])
-
-
-def test_hooks_and_gradients_of_the_batch():
-    x, seen = X.clone().requires_grad_(), []
-    model = network()
-    x.register_hook(lambda g: seen.append(g.clone()))
-    model[0].weight.register_hook(lambda g: g * 2)
-    model[0].weight.register_hook(lambda g: g + 1)
-    handle = model[0].bias.register_hook(lambda g: g * 0)
-    contrast(gt.chunked(model, CHUNK)(x)).backward()
-    found = [x.grad, *(p.grad for p in model.parameters())]
-    x.grad = None
-    model.zero_grad()
-    contrast(plain(model, x)).backward()
-    assert all_same(found, [x.grad, *(p.grad for p in model.parameters())])
-    assert len(seen) == 2 and same(seen[0], seen[1], 1e-12)
-    handle.remove()
-    model.zero_grad()
-    contrast(gt.chunked(model, CHUNK)(x)).backward()
-    assert model[0].bias.grad.abs().sum() > 0
 
 
 class Raising(torch.autograd.Function):
@@ -757,34 +671,7 @@ def test_compiled_around(backend):
     assert all_same(gradients(found, leaves), gradients(expected, leaves))
 
 
-@pytest.mark.slow
-def test_compiled_chunks_meet_no_cached_function(monkeypatch):
-    torch._dynamo.reset()
-    monkeypatch.setattr(torch._dynamo.utils, "warn_once_cache", set())
-    w = torch.ones_like(X[0])
-    loss = lambda w: gt.chunked(lambda x: (x * w).tanh(), CHUNK)(X).sum()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", "(?s).*lru_cache")
-        found = gt.grad(torch.compile(loss, backend="eager"))(w)
-    assert same(found, gt.grad(loss)(w), 1e-14)
-
-
 # --- verify, progress, warnings ------------------------------------------------------------
-
-
-class Hidden(nn.Module):
-    """Its output is another at one call; the count of calls cannot be put back."""
-
-    def __init__(self, at):
-        super().__init__()
-        self.linear, self.at = nn.Linear(4, 4), at
-        self.reset()
-
-    def reset(self):
-        self.count = itertools.count(1).__next__  # of C
-
-    def forward(self, x):
-        return self.linear(x) * (1 + (self.count() == self.at))
 
 
 def test_a_progress_bar_is_shown_when_asked_in_a_terminal_and_only_then(capfd, monkeypatch):
@@ -868,39 +755,6 @@ def chunk_key(key, i):
         X[: i + 1], key
     )
     return seen[i]
-
-
-def test_carries_go_from_chunk_to_chunk():
-    model, x = network(nn.Dropout(0.3)), X.clone().requires_grad_()
-
-    def f(c, mean, count):
-        y = model(c - mean)
-        new = {"sum": 0.5 * mean + c.detach().mean(0), "last": y.detach().sum()}
-        return (y * count["n"], y.detach()), (new["sum"], {"n": count["n"] + 1})
-
-    mean, count = X[0] * 0, {"n": torch.tensor(1)}
-
-    def looped(x):
-        carry, outs = (mean, count), []
-        for c in x.split(CHUNK):
-            (y, _), carry = f(c, *carry)
-            outs.append(y)
-        return torch.cat(outs), carry
-
-    def ours(x):
-        call = gt.chunked(f, CHUNK, (0, None, None), carry_argnums=(1, 2))
-        (y, _), carry = call(x, mean, count)
-        return y, carry
-
-    found = []
-    for call in (ours, looped):
-        torch.manual_seed(1)
-        y, carry = call(x)
-        found.append(
-            [y, carry[0], carry[1]["n"], *gradients(contrast(y), [x, *model.parameters()])]
-        )
-    assert all_same(*found) and found[0][2] == 5 and (mean == 0).all()
-    assert not found[0][1].requires_grad
 
 
 # --- keys and carries ----------------------------------------------------------------------
@@ -1004,20 +858,3 @@ def test_microbatches_are_added_in_place_with_their_weight():
     assert torch.allclose(value, total, rtol=1e-14, atol=0)
     expected = torch.func.grad(lambda w: sum(loss(w, c) * v.sum() for c, v in pairs))(w)
     assert torch.allclose(grad, expected / weights.sum(), rtol=1e-13, atol=0)
-
-
-def test_an_accumulator_adds_in_place_and_hands_out_copies():
-    total = gt.GradientAccumulator()
-    g = {"w": torch.randn(4), "b": torch.randn(2, dtype=torch.complex64)}
-    total.add(g, 3)
-    first, saved = total.sum(), copy.deepcopy(total)
-    expected = {name: 3 * x for name, x in g.items()}
-    total.add(g, 2.5)
-    for held in (first, saved.sum()):
-        assert all(torch.equal(held[name], expected[name]) for name in g)
-    for name, x in g.items():
-        assert torch.allclose(total.sum()[name], 5.5 * x, rtol=1e-6)
-        assert torch.allclose(total.mean()[name], x, rtol=1e-6)
-    with pytest.raises(GradtoolsError, match="float64 of shape"):
-        total.add({"w": g["w"].double(), "b": g["b"]})
-    assert torch.allclose(total.sum()["w"], 5.5 * g["w"], rtol=1e-6)

@@ -229,16 +229,6 @@ def test_random_streams_end_where_the_plain_loop_leaves_them(way):
     assert step(way, make, loss).differences(plain) == []
 
 
-class Log:
-    """A list that a walk over what f holds leaves alone, so that it is not put back."""
-
-    never_changes = True
-
-    def __init__(self):
-        self.items = []
-        self.note, self.clear = self.items.append, self.items.clear
-
-
 # --- whose gradient it is -----------------------------------------------------------------
 
 

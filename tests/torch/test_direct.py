@@ -51,39 +51,6 @@ def called(f):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_tangents_are_right(kind):
-    x, dx = numbers(), numbers().flip(0)
-    y, dy = pushed(called(sine(kind)), x, dx)
-    torch.testing.assert_close(y, x.sin())
-    torch.testing.assert_close(dy, x.cos() * dx)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_dual_number_without_a_tangent_stays_without(kind):
-    f = called(sine(kind))
-    with forward_ad.dual_level():
-        assert forward_ad.unpack_dual(f(numbers())).tangent is None
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_forward_over_reverse_and_reverse_over_forward(kind):
-    f, x, v = called(sine(kind)), numbers(), numbers().flip(0)
-    for mode in ("forward_over_reverse", "reverse_over_reverse"):
-        _, (product,) = gt.hvp(lambda x: f(x).sum(), (x,), (v,), mode=mode)
-        torch.testing.assert_close(product, -x.sin() * v)
-    slope = gt.grad(lambda x: gt.jvp(f, (x,), (v,))[1].sum())(x)
-    torch.testing.assert_close(slope, -x.sin() * v)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_tangents_of_what_is_differentiated_in_reverse_mode_too(kind):
-    f, x, v = called(sine(kind)), numbers(requires_grad=True), numbers()
-    dy = pushed(f, x, v).tangent
-    (slope,) = torch.autograd.grad(dy.sum(), x)
-    torch.testing.assert_close(slope, -x.detach().sin() * v)
-
-
-@pytest.mark.parametrize("kind", KINDS)
 def test_the_picture_of_a_rule_that_was_called_is_that_of_a_new_one(kind):
     x = numbers()
     new, old = (f for f in (sine(kind), called(sine(kind))))
@@ -258,42 +225,6 @@ def test_calls_with_other_constants_are_told_apart(static):
         for y in (f(x, n), f(x, n=n)):
             assert torch.equal(y, x**n)
             assert torch.equal(torch.autograd.grad(y.sum(), x)[0], n * x.detach() ** (n - 1))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_rule_on_a_tree_is_right_at_every_call(kind):
-    f = gt.custom_rule(lambda p: {"y": p["a"].sin() * p["b"]})
-    if kind != "jvp":
-        f.defvjp(
-            lambda p: ({"y": p["a"].sin() * p["b"]}, p),
-            lambda p, ct: ({"a": p["a"].cos() * p["b"] * ct["y"], "b": p["a"].sin() * ct["y"]},),
-        )
-    if kind != "vjp":
-        f.defjvp(
-            lambda p, t: (
-                {"y": p[0]["a"].sin() * p[0]["b"]},
-                {"y": p[0]["a"].cos() * p[0]["b"] * t[0]["a"] + p[0]["a"].sin() * t[0]["b"]},
-            )
-        )
-    a, b = numbers(requires_grad=True), numbers(requires_grad=True).flip(0)
-    for _ in range(3):
-        y = f({"a": a, "b": b})["y"]
-        da, db = torch.autograd.grad(y.sum(), (a, b), create_graph=True)
-        torch.testing.assert_close(da, a.cos() * b)
-        torch.testing.assert_close(db, a.sin())
-        (second,) = torch.autograd.grad(da.sum(), a)
-        torch.testing.assert_close(second, -a.sin() * b)
-        _, tangent = gt.jvp(f, ({"a": a, "b": b},), ({"a": b, "b": a},))
-        torch.testing.assert_close(tangent["y"], a.cos() * b * b + a.sin() * a)
-
-
-def test_cotangents_of_another_structure_are_refused_at_every_call():
-    f = gt.custom_rule(lambda p, n: p["a"] * p["b"] * n)
-    f.defvjp(lambda p, n: (p["a"] * p["b"] * n, p), lambda p, ct: (ct, ct))
-    a, b = numbers(requires_grad=True), numbers(requires_grad=True)
-    for _ in range(3):
-        with pytest.raises(GradtoolsError, match="bwd's entry 0 has the structure"):
-            torch.autograd.grad(f({"a": a, "b": b}, 2.0).sum(), a)
 
 
 # --- what an earlier call shows of a later one -----------------------------------------------

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import itertools
-import warnings
 
 import pytest
 import torch
@@ -15,7 +14,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gradtools.torch as gt
-from gradtools import GradtoolsError, GradtoolsWarning
+from gradtools import GradtoolsError
 from gradtools.errors import WARNED
 from gradtools.torch.freezing import _Use
 
@@ -118,53 +117,6 @@ def test_it_is_double_backward_bit_for_bit_in_state(name, order, along, tracked)
 
 
 # --- kernels without forward mode -------------------------------------------------------------
-
-
-def attention(z):
-    return nn.functional.scaled_dot_product_attention(z, z.sin(), z.cos())
-
-
-def scripted_attention(z: torch.Tensor) -> torch.Tensor:
-    return torch.nn.functional.scaled_dot_product_attention(z, z.sin(), z.cos())
-
-
-def kernels():
-    cuda = torch.backends.cuda
-    flash, efficient = cuda.flash_sdp_enabled(), cuda.mem_efficient_sdp_enabled()
-    return flash, efficient, cuda.math_sdp_enabled(), torch.backends.mha.get_fastpath_enabled()
-
-
-def test_fused_attention_is_pushed_by_its_formula():
-    zs, y = inputs(2, 2, 3, 4)
-    with sdpa_kernel(SDPBackend.MATH):
-        expected = second(attention, zs, y, along=True)
-    with pytest.raises(RuntimeError, match="not implemented"):
-        second(attention, zs, y)
-    before = kernels()
-    with warnings.catch_warnings(record=True) as told:
-        warnings.simplefilter("always")
-        same(second(gt.frozen(attention), zs, y, along=True), expected)
-    assert not [w for w in told if w.category is GradtoolsWarning]
-    assert kernels() == before
-
-
-def fused_alone(z):
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(z, z.sin(), z.cos())[0]
-
-
-def test_a_float32_lstm_on_the_cpu():
-    torch.manual_seed(0)
-    model = Recurrent().requires_grad_(False)
-    zs, y = inputs(3, 2, 4, dtype=torch.float32)
-    expected = second(
-        copy.deepcopy(model).to(D),
-        [z.detach().to(D).requires_grad_() for z in zs],
-        y.detach().to(D).requires_grad_(),
-    )
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", GradtoolsWarning)
-        found = second(gt.frozen(model), zs, y)
-    same([x.to(D) for x in found], expected, 1e-4)
 
 
 class WithoutJvp(torch.autograd.Function):
@@ -359,47 +311,6 @@ def test_gradients_stop_and_change_in_forward_mode_as_in_reverse_mode(G, along):
     assert torch._C._is_fwd_grad_enabled()
 
 
-NONLINEAR = {
-    "square": lambda g: g**2,
-    "the positive part": lambda g: g.clamp(min=0),
-    "the direction": lambda g: g / g.norm(),
-    "clipped": lambda g: g.clamp(-1e-3, 1e-3),
-}
-
-
-class Sine(torch.autograd.Function):
-    """With a backward pass that edits the gradient."""
-
-    calls = itertools.count()  # which is not put back after a trial, as a number would be
-    edit = staticmethod(lambda c: c)
-
-    @staticmethod
-    def forward(ctx, z):
-        ctx.save_for_backward(z)
-        return z.sin()
-
-    @classmethod
-    def backward(cls, ctx, c):
-        next(Sine.calls)
-        (z,) = ctx.saved_tensors
-        return Sine.edit(c * z.cos())
-
-
-EDITED = {
-    "clipped": lambda c: c.clamp(-0.5, 0.5),
-    "clipped by norm": lambda c: c / c.norm().clamp(min=100.0),  # which is not reached here
-    "rectified": torch.relu,
-    "affine": lambda c: c + 1,
-}
-
-
-def test_the_second_derivative_around_group_norm_of_a_channels_last_image_is_right():
-    zs, y = inputs(2, 4, 3, 3)
-    norm = nn.Sequential(nn.GroupNorm(2, 4), nn.Tanh()).to(D)
-    G = lambda z: norm(z.contiguous(memory_format=torch.channels_last))
-    same(second(gt.frozen(G), zs, y), second(G, zs, y))
-
-
 # --- third order ------------------------------------------------------------------------------
 
 
@@ -490,68 +401,6 @@ def heads(q, k, v, **options):
     return nn.functional.multi_head_attention_forward(q, k, v, *fixed, **options)[0]
 
 
-ONE_TANGENT = {
-    "linear": lambda z: nn.functional.linear(z, W.T, W[0]),
-    "linear without bias": lambda z: nn.functional.linear(z, W.T),
-    "linear with a named bias": lambda z: nn.functional.linear(z, W.T, bias=W[0]),
-    "linear with a tracked weight": lambda z: nn.functional.linear(
-        z.sin(), z.cos() @ z.cos().T @ z
-    ),
-    "linear with a tracked bias": lambda z: nn.functional.linear(z, W.T, z.sum(0)[:3]),
-    "convolution": lambda z: nn.functional.conv1d(z[:, None], W[:, None], W[:, 0], padding=1),
-    "product": lambda z: (2 * z * W[:, 0] + z * z) @ W,
-    "product from the left": lambda z: torch.mm(W[:3, :2], z) * (W[0] @ W.T),
-    "quotients": lambda z: z / 3 + z / W[:, 0] + 2 / (z + 3) + z / (z + 3) + W[:, 0] / (z + 3),
-    "sums": lambda z: 1 - (z - 2) + (W[:, 0] - z) * z + (z + W[:, 2]) + (3 + z),
-    "a sum that widens": lambda z: z[0] + torch.ones(2, 4, dtype=D),
-    "a sum changed in place": lambda z: (z + 1).mul_(2) + z,
-    "layer norm": lambda z: nn.functional.layer_norm(z * 3, (4,), W[:, 0], W[:, 1]),
-    "layer norm without weight": lambda z: nn.functional.layer_norm(z * 3, (2, 4)),
-    "layer norm with a tracked weight": lambda z: nn.functional.layer_norm(z * 3, (4,), z[0]),
-    # contiguous, for PyTorch's backward pass takes a column's neighbours for its entries
-    "batch norm": lambda z: nn.functional.batch_norm(
-        z, W.T[0].clone(), W.T[1].exp().clone(), W.T[2].clone(), W[:, 0], eps=0.1
-    ),
-    "softmax": lambda z: (3 * z).softmax(0) + torch.softmax(z, 1) * nn.functional.softmax(z, -1),
-    "softmax in another dtype": lambda z: torch.softmax(z.float(), 1, torch.float64) * z,
-    "no dropout": lambda z: (
-        nn.functional.dropout(z.sin(), 0.0) * nn.functional.dropout(z.cos(), training=False)
-    ),
-    "sums of two": lambda z: (z.sin() - z.cos()) * (z.sin() + z[:1].cos()),
-    "linear of a view": lambda z: nn.functional.linear(
-        (z[:, :, None] * W).transpose(0, 1), W, W[:, 0]
-    ),
-    "attention": lambda z: nn.functional.scaled_dot_product_attention(z, z.sin() @ z.T @ z, 2 * z),
-    "attention by position": lambda z: (
-        nn.functional.scaled_dot_product_attention(z, W.T, W.T.cos(), None, 0.0, False)
-        + nn.functional.scaled_dot_product_attention(W.T[:2], z, W.T[:2], None, 0.0, False)
-    ),
-    "attention to a value": lambda z: nn.functional.scaled_dot_product_attention(
-        W.T[:2], W.T[:2], z, scale=0.3
-    ),
-    "masked attention": lambda z: nn.functional.scaled_dot_product_attention(
-        z, 2 * z, z, attn_mask=W[:2, :2]
-    ),
-    "causal attention": lambda z: nn.functional.scaled_dot_product_attention(
-        z, 2 * z, z, is_causal=True, scale=0.3
-    ),
-    "heads": lambda z: heads(z, z, z, need_weights=False),
-    "heads and their weights": lambda z: heads(z, z, z.sin()),
-    "heads across": lambda z: (
-        heads(z.cos(), W.T, W.T, need_weights=False) + heads(W.T[:2, :], z, z, need_weights=False)
-    ),
-    "masked heads": lambda z: heads(z, z.sin(), z, attn_mask=W[:2, :2], need_weights=False),
-}
-
-
-@pytest.mark.parametrize("name", ONE_TANGENT)
-def test_what_is_pushed_by_hand_has_its_derivative(name):
-    zs, y = inputs(2, 4)
-    reduced = lambda z: ONE_TANGENT[name](z).sin()
-    with sdpa_kernel(SDPBackend.MATH):
-        same(second(gt.frozen(reduced), zs, y), second(reduced, zs, y))
-
-
 @pytest.mark.parametrize("tracked", [False, True])
 @pytest.mark.parametrize("along", [False, True])
 def test_an_argument_may_be_expanded(tracked, along):
@@ -567,41 +416,6 @@ def test_an_argument_may_be_expanded(tracked, along):
         found.append(torch.autograd.grad(slope.pow(3).sum(), asked))
     for own, plain in zip(*found, strict=True):
         torch.testing.assert_close(own, plain)
-
-
-def kinds():
-    """Inputs of a linear layer whose weight is read once for value and tangent, or is not."""
-    few, many = torch.randn(2, 3, 512), torch.randn(200, 512)
-    yield from ((few, True, 1), (few, False, 1), (few[0], True, 1), (many, True, 2))
-    yield few.mT.contiguous().mT, True, 1
-    yield few[0, 0], True, 2
-    yield few.to(torch.complex64), True, 1
-
-
-@pytest.mark.filterwarnings("ignore:This overload of:UserWarning")
-@pytest.mark.parametrize(
-    "f",
-    [
-        lambda x, y: torch.add(x, 2, y),
-        lambda x, y: y.add(2, x),
-        lambda x, y: torch.sub(x, 2, x * y),
-    ],
-)
-def test_a_factor_before_the_second_operand_is_left_to_pytorch(f):
-    x, y, dx = torch.randn(3, 4)
-    with torch.no_grad():
-        found = gt.jvp(lambda x: f(x, y), (x,), (dx,))
-    expected = torch.func.jvp(lambda x: f(x, y), (x,), (dx,))
-    torch.testing.assert_close(found, expected)
-
-
-@pytest.mark.parametrize("rule", [torch.mm, torch.bmm])
-def test_a_third_operand_of_a_product_is_left_to_pytorch(rule):
-    # The dtype of the result, which PyTorch's CPU kernels refuse.
-    x = torch.randn(2, 2, dtype=torch.bfloat16) if rule is torch.mm else torch.randn(1, 2, 2)
-    with pytest.raises(Exception) as caught, torch.no_grad():
-        gt.jvp(lambda x: rule(x, x.detach(), torch.float32), (x,), (x,))
-    assert "_product" not in str(caught.value)
 
 
 def test_compiled_directions_of_mixed_partial_see_one_mask():
@@ -846,14 +660,6 @@ def test_a_pullback_that_is_changed_afterwards_is_not_compared_with_the_pushforw
     with torch.no_grad():
         g.mul_(3)
     torch.testing.assert_close(torch.autograd.grad(g.sum(), z)[0], -torch.sin(z.detach()))
-
-
-def test_a_softmax_in_another_dtype_is_pushed_in_it():
-    G = lambda z: torch.softmax(z * z, 0, dtype=torch.float64)
-    loss = lambda f: lambda z: (f(z) ** 3).sum()
-    z, v = torch.tensor([0.3, 0.7, -0.2]), torch.tensor([1.0, -2.0, 0.5])
-    found, wanted = (gt.hvp(loss(f), (z,), (v,))[0] for f in (gt.frozen(G), G))
-    torch.testing.assert_close(found, wanted)
 
 
 @pytest.mark.parametrize("tracked", [False, True])

@@ -16,7 +16,6 @@ import torch.distributed as dist
 from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradtools.torch as gt
 
@@ -178,16 +177,3 @@ def test_long_attention_has_the_tangent_of_the_math_kernel(options):
     with sdpa_kernel(SDPBackend.MATH):
         expected = torch.func.jvp(attend, tuple(xs[:3]), tuple(xs[3:]))
     torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
-
-
-class CountsProducts(TorchDispatchMode):
-    """The operations of matrix products."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.count = 0
-
-    def __torch_dispatch__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if fun in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default):
-            self.count += args[-2].numel() * args[-1].shape[-1]
-        return fun(*args, **(kwargs or {}))

@@ -19,7 +19,6 @@ from importlib import import_module
 from typing import Any
 
 from gradtools.errors import GradtoolsError
-from tests.support.sweeps import LEFT_OUT, SweepOutcome
 
 TABLES = {
     "op_db": "common_methods_invocations",
@@ -28,10 +27,6 @@ TABLES = {
     "module_db": "common_modules",
 }
 FUNCTION, IN_PLACE, ON_VIEW = "function", "in place", "in place on a view"
-# What the table does not claim: in place where it has no derivative, and integers for tensors.
-BEYOND, INTEGERS = "in place beyond the table", "of integers too"
-UNCLAIMED = (BEYOND, INTEGERS)
-EVERY_WAY, BY_THE_TABLE = "every way", "every way, by the table"
 _FEW = 600  # entries of inputs and outputs: a sample of more is passed over if there is another
 _MANY = 20_000
 _LARGE = 1e3  # entries: beyond, little is left of a finite difference
@@ -51,8 +46,6 @@ class TableProgram:
         primals: Detached tensors.
         random: Whether f draws random numbers (from a seed of its own).
         alone: Whether f acts on every entry by itself, all tensors of one shape.
-        module: For `make_functional`: the module, and its call on the primals that are no
-            parameters.
     """
 
     name: str
@@ -62,11 +55,6 @@ class TableProgram:
     primals: tuple[Any, ...]
     random: bool = False
     alone: bool = False
-    module: Any = None
-
-    def left_out(self, way: str, why: str) -> SweepOutcome:
-        """That there is nothing to compare."""
-        return SweepOutcome(self.name, way, self.sample, self.dtype, LEFT_OUT, detail=why)
 
 
 @dataclass(frozen=True)
@@ -135,12 +123,8 @@ def _name(table: str, info: Any, variant: str) -> str:
 
 
 def _has(table: str, info: Any, variant: str) -> bool:
-    if variant == INTEGERS:
-        return table == "op_db" and info.supports_autograd
     if table == "module_db" or info.inplace_variant is None:
         return False
-    if variant == BEYOND:
-        return table == "op_db"
     return bool(info.supports_autograd and info.supports_inplace_autograd)
 
 
@@ -149,32 +133,24 @@ def _has(table: str, info: Any, variant: str) -> bool:
 
 def programs(
     entry: TableEntry, dtype: str = "float64", most: int = 1
-) -> list[TableProgram | SweepOutcome]:
-    """At most so many programs of an entry; or, if there is none, the outcome that says why."""
+) -> tuple[list[TableProgram], str]:
+    """At most so many programs of an entry; and, if there is none, why."""
     import torch
 
     with _seeded(zlib.crc32(entry.name.encode())), warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        of = torch.float64 if dtype == "float64" else getattr(torch, dtype)
         make = _of_module if entry.table == "module_db" else _of_operator
         try:
-            result = make(entry, of, most)
+            return _chosen(make(entry, getattr(torch, dtype), most), most), ""
         except _Nothing as nothing:
-            return [SweepOutcome(entry.name, nothing.way, 0, dtype, LEFT_OUT, detail=str(nothing))]
-    return _chosen(result, most)
+            return [], str(nothing)
 
 
 class _Nothing(Exception):
     """Why an entry has no program."""
 
-    def __init__(self, why: str, way: str = EVERY_WAY) -> None:
-        super().__init__(why)
-        self.way = way
 
-
-def _chosen(
-    found: list[tuple[bool, int, TableProgram]], most: int
-) -> list[TableProgram | SweepOutcome]:
+def _chosen(found: list[tuple[bool, int, TableProgram]], most: int) -> list[TableProgram]:
     """Those of moderate numbers with a nonzero gradient first, then small ones, in order."""
     found = [x for x in found if x[1] <= _MANY] or found
     order = sorted(found, key=lambda x: (not x[0], x[1] > _FEW, x[2].sample))
@@ -198,10 +174,10 @@ def _seeded(seed: int = _SEED) -> Iterator[None]:
 
 
 def _of_operator(entry: TableEntry, dtype: Any, most: int) -> list[tuple[bool, int, TableProgram]]:
-    op, beyond = entry.info, entry.variant == BEYOND
+    op = entry.info
     claimed = op.supports_autograd and dtype in op.supported_backward_dtypes("cpu")
-    if claimed == beyond or dtype not in op.dtypes:
-        raise _Nothing("the table has no derivative of it, or none in this dtype", BY_THE_TABLE)
+    if not claimed or dtype not in op.dtypes:
+        raise _Nothing("the table has no derivative of it, or none in this dtype")
     result: list[tuple[bool, int, TableProgram]] = []
     why = "no sample requires a gradient"
     for number, sample in enumerate(_samples(op, dtype)):
@@ -216,7 +192,7 @@ def _of_operator(entry: TableEntry, dtype: Any, most: int) -> list[tuple[bool, i
         if sum(good and size <= _FEW for good, size, _ in result) >= most:
             break
     if not result:
-        raise _Nothing(why, BY_THE_TABLE if entry.variant in UNCLAIMED else EVERY_WAY)
+        raise _Nothing(why)
     return result
 
 
@@ -260,9 +236,7 @@ def _variant(op: Any, variant: str) -> Callable[..., Any]:
     if variant == FUNCTION:
         result: Callable[..., Any] = op.op
         return result
-    if variant == INTEGERS:
-        return lambda x, *args, **kwargs: op.op(x, *_integers(args), **kwargs)
-    if variant in (IN_PLACE, BEYOND):
+    if variant == IN_PLACE:
         return lambda x, *args, **kwargs: op.inplace_variant(x.clone(), *args, **kwargs)
 
     def on_view(x: Any, *args: Any, **kwargs: Any) -> Any:
@@ -273,18 +247,6 @@ def _variant(op: Any, variant: str) -> Callable[..., Any]:
         return base
 
     return on_view
-
-
-def _integers(args: Any) -> Any:
-    """The arguments; those that are floating or complex tensors as integers."""
-    import torch
-
-    def rounded(x: Any) -> Any:
-        if not isinstance(x, torch.Tensor) or not (x.is_floating_point() or x.is_complex()):
-            return x
-        return (x.real if x.is_complex() else x).detach().round().to(torch.int64)
-
-    return tuple([rounded(x) for x in args])
 
 
 def _alone(op: Any, leaves: list[Any], primals: tuple[Any, ...]) -> bool:
@@ -306,7 +268,7 @@ def _of_module(entry: TableEntry, dtype: Any, most: int) -> list[tuple[bool, int
 
     info = entry.info
     if dtype not in info.dtypes:
-        raise _Nothing("the table does not have it in this dtype", BY_THE_TABLE)
+        raise _Nothing("the table does not have it in this dtype")
     result: list[tuple[bool, int, TableProgram]] = []
     why = "no input requires a gradient"
     for training in (False, True) if info.train_and_eval_differ else (True,):
@@ -359,9 +321,7 @@ def _of_module_input(
     name = f"{entry.name}, training" if training else f"{entry.name}, evaluation"
     if not entry.info.train_and_eval_differ:
         name = entry.name
-    moved = [_is_primal(x) for x in own]
-    the_module = (module, names, own, moved, spec)
-    program = TableProgram(name, _dtype_name(dtype), number, f, primals, random, module=the_module)
+    program = TableProgram(name, _dtype_name(dtype), number, f, primals, random)
     return [(good, sum(x.numel() for x in primals), program)]
 
 

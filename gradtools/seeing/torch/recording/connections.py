@@ -188,7 +188,7 @@ class ConnectionRecorder(RunRecorder):
                 self.given_infinity.add(at)
             if self.leavings:
                 made = [y for y in outs if isinstance(y, Tensor)] if not numbers else []
-                contents = [y.detach().cpu().numpy() for y in made if _is_plain(y)]
+                contents = [y.numpy() for y in made if _is_plain(y)]  # no operation of PyTorch
                 self.entries[at] = [*_fingerprints((call.args, call.kwargs, contents))]
         return node
 
@@ -200,8 +200,9 @@ class ConnectionRecorder(RunRecorder):
         ours = function_of_ours(kind)
         name, mark = autograd_functions.name_and_mark(kind, args)
         with self.silent():
-            xs = [*tensors_in((*args, *autograd_functions.captured_by(args), kwargs))]
-            operands = [self._operand(x, x.requires_grad) for x in map(unwrapped, xs)]
+            xs = [*map(unwrapped, tensors_in((args, kwargs)))]
+            captured = autograd_functions.captured_by(args)
+            operands = [self._operand(x, x.requires_grad) for x in (*xs, *captured)]
             with autograd_functions.ParametersRead() as read:
                 out = self._result(name, apply, args, kwargs)
             reason = "rule" if torch.is_grad_enabled() else "no_grad"
@@ -412,7 +413,9 @@ def _reads_only(fun: Any) -> bool:
 
 
 def _is_plain(x: Tensor) -> bool:
-    return x.layout is torch.strided and not x.is_meta and x.dtype is not torch.bfloat16
+    """Whether NumPy can read its memory."""
+    on_cpu = x.device.type == "cpu" and x.layout is torch.strided
+    return on_cpu and not x.requires_grad and x.dtype is not torch.bfloat16
 
 
 def _fingerprints(x: Any, depth: int = 4) -> Iterator[Any]:

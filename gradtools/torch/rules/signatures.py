@@ -259,8 +259,8 @@ class Signature:
             except GradtoolsError:  # raised again when a derivative is taken
                 return False
         own = {*map(id, dxs)}
-        others = [leaf for leaf in leaves_of(dys) if id(leaf) not in own]
-        return self.out_def() is _LEAF and not others
+        leaves = leaves_of([dy for dy in dys if dy is not None])
+        return self.out_def() is _LEAF and all(id(leaf) in own for leaf in leaves)
 
     def pull_recorded(self, ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:
         """Hands the cotangent on to the tangent, the last input; at second order, transposes."""
@@ -304,9 +304,8 @@ class Signature:
             ys, dys = self.specialized.pushed(xs, result)
             self.pushes = self.out_def() is _LEAF
         for y, dy in zip(ys, dys, strict=True):
-            if y.requires_grad or (
-                dy is not None and upstream.unpack_dual(y, level)[1] is not None
-            ):
+            moves = dy is not None and upstream.unpack_dual(y, level)[1] is not None
+            if moves or y.requires_grad:
                 raise closed_over_error(self.rule)
         if self.pushes and dy is not None:
             fresh = not upstream.is_alias_of(y, dy)

@@ -18,7 +18,7 @@ import numpy as np
 
 
 @dataclass
-class Comparison:
+class DerivativeComparison:
     """Compares a program's derivative with its values at xs, with a new u and v at each comparison.
 
     Attributes:

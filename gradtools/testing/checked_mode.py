@@ -34,7 +34,7 @@ from gradtools.code_origin import Source, definition_of, innermost, lines_above
 from gradtools.custom_rules import CustomRule
 from gradtools.errors import DerivativeError
 from gradtools.rules import by_key
-from gradtools.testing.central_differences import Comparison, dot
+from gradtools.testing.central_differences import DerivativeComparison, dot
 
 TRACED = "traced values (jit, vmap, compile)"
 UNSEEN = "stops inside of compiled code or loops, or f reads values"
@@ -179,9 +179,9 @@ class CheckedProgram:
         if self.count is not None:
             self.seen += [(name, f" ({line})" if line else "", y) for y in ys]
 
-    def comparison(self) -> Comparison:
+    def comparison(self) -> DerivativeComparison:
         """A comparison at f's arguments."""
-        return Comparison(self, self.numbers(self.leaves), here.rng)
+        return DerivativeComparison(self, self.numbers(self.leaves), here.rng)
 
     def first_wrong(self) -> str:
         """The first value inside of f that has a wrong derivative, by bisection, in words."""
@@ -210,7 +210,7 @@ UNNAMED = ("an argument of ", "f's output")
 _ORDERS = (("", ""), ("second ", "vjp"), ("reverse-over-forward ", "jvp"))
 
 
-def _text(caller: str, fun: Any, program: Any, c: Comparison) -> str:
+def _text(caller: str, fun: Any, program: Any, c: DerivativeComparison) -> str:
     first, within = getattr(fun, "first", 0), functions_within(fun)
     paths = getattr(within[0], "paths", [f"leaf {i}" for i in range(len(c.xs))])[first:]
     words = f"{c.slope:.6g}, and central differences (step {c.step:.1g}) give {c.difference:.6g}"

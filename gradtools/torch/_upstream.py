@@ -543,7 +543,25 @@ def marked_constant(fun: Callable[..., Any]) -> Callable[..., Any]:
 # --- hacks that a maintainer of PyTorch would reject --------------------------------------------
 #
 # Each of these depends on stack frames, on the identity of a code object, or on a counter of the
-# process, because PyTorch offers nothing else.
+# process, because PyTorch offers nothing else. Further hacks, each in one module, with benefit and
+# cost:
+#
+# - Matching the texts of PyTorch's errors, for which it has no types (`known_errors`). Benefit:
+#   messages that teach, and other kernels where one lacks a derivative. Cost: if upstream changes
+#   the text, PyTorch's own error is raised.
+# - Inspecting the instruction that raised an error (`code_origin`): a `raise` statement outside of
+#   the framework is the user's, even with the same text. Benefit: a user's error is never mistaken
+#   for PyTorch's. Cost: reading bytecode once an error was raised.
+# - Patching classes for the time of a call (`thread_patches`). Benefit: calls that no mode sees are
+#   intercepted. Cost: a check in each other thread's calls.
+# - An import hook (`compiling`). Dynamo identifies marked functions by identity, and importing it
+#   to mark them takes seconds. Cost: a comparison of names at each import until it is imported.
+# - One registered operator (`host`), since compiled programs hold no Python objects. Cost: a name
+#   in `torch.ops` for the lifetime of the process.
+# - Reading the memory of CPython's generator (`randomness`), since copying its state takes longer
+#   than a small layer. Cost: a test of the layout at import; if it fails, states are copied.
+# - Removing the hooks of leaves during a second evaluation (`lazy_graphs`), so that they run once.
+#   Cost: another thread's backward pass does not see them meanwhile.
 
 
 def _package(frame: Any) -> str:

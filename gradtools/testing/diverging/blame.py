@@ -17,8 +17,8 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.testing.diverging.equal_values import STRONG, accuracy_of, aligned, match, strength
 from gradtools.testing.diverging.runs import HALF, Run, Step
+from gradtools.testing.diverging.value_matching import STRONG, accuracy_of, aligned, match, strength
 from gradtools.testing.relations import (
     Expressions,
     array_cause,

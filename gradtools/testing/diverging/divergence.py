@@ -23,8 +23,8 @@ from gradtools.errors import GradtoolsError
 from gradtools.testing.cross_checking.quantities import CrossCheck, crossed
 from gradtools.testing.cross_checking.sides import library, tokens
 from gradtools.testing.diverging.blame import Blame, Blaming
-from gradtools.testing.diverging.equal_values import aligned
 from gradtools.testing.diverging.runs import Place, Step
+from gradtools.testing.diverging.value_matching import aligned
 from gradtools.testing.matching_parameters.parameter_names import joined
 from gradtools.testing.report import Comparison, Report, compare_arrays, mismatch
 

@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from gradtools.testing.diverging.divergence import first_divergence as first_divergence
     from gradtools.testing.matching_parameters.mapping import Layout as Layout
     from gradtools.testing.matching_parameters.mapping import ParameterMapping as ParameterMapping
-    from gradtools.testing.matching_parameters.matching import match_parameters as match_parameters
+    from gradtools.testing.matching_parameters.parameter_matching import (
+        match_parameters as match_parameters,
+    )
     from gradtools.testing.report import AgreementError as AgreementError
     from gradtools.testing.report import Comparison as Comparison
     from gradtools.testing.report import Report as Report
@@ -35,7 +37,7 @@ _HOMES = {
     "first_divergence": "diverging.divergence",
     "Layout": "matching_parameters.mapping",
     "ParameterMapping": "matching_parameters.mapping",
-    "match_parameters": "matching_parameters.matching",
+    "match_parameters": "matching_parameters.parameter_matching",
     "AgreementError": "report",
     "Comparison": "report",
     "Report": "report",

@@ -269,7 +269,7 @@ def expression_cause(
     return None
 
 
-def expressions(a: np.ndarray, operands: Operands) -> Expressions:
+def expressions_of(a: np.ndarray, operands: Operands) -> Expressions:
     """The expressions in its operands that an array is, with the constant c of each."""
     a = widened(a)
     if not 1 < a.size <= _MOST_ENTRIES or not np.isfinite(a).all():

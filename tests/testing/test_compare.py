@@ -24,7 +24,7 @@ import gradtools.torch
 from gradtools import GradtoolsError
 from gradtools.testing import AgreementError, cross_check, tolerance
 from gradtools.testing.cross_checking.causes import Causes
-from gradtools.testing.matching_parameters.matching import match_parameters
+from gradtools.testing.matching_parameters.parameter_matching import match_parameters
 from gradtools.testing.relations import factor_name
 from tests.support import what_differs
 

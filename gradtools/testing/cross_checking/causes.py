@@ -19,6 +19,7 @@ import numpy as np
 from gradtools.testing.checking.probe import first_line
 from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.cross_checking.quantities import CrossCheck, Result
+from gradtools.testing.diverging.divergence import Diagnosis
 from gradtools.testing.relations import FACTOR, Cause, array_cause, equal, shape_cause
 from gradtools.testing.report import (
     CONVENTION,
@@ -170,8 +171,6 @@ class Causes:
 
     def _diverging(self) -> Cause | None:
         """How the first operations that differ are related, and their lines."""
-        from gradtools.testing.diverging.divergence import Diagnosis
-
         try:
             kind, blame = Diagnosis(self.check).blame()
         except Exception as error:  # such as a program that cannot be traced

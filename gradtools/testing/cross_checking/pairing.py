@@ -16,8 +16,8 @@ import numpy as np
 from gradtools.errors import GradtoolsError
 from gradtools.testing.cross_checking.sides import Side, nested, tokens
 from gradtools.testing.matching_parameters.mapping import Layout, ParameterMapping, ParameterPair
-from gradtools.testing.matching_parameters.matching import paired
-from gradtools.testing.matching_parameters.names import joined, without_collection
+from gradtools.testing.matching_parameters.parameter_matching import paired
+from gradtools.testing.matching_parameters.parameter_names import joined, without_collection
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,14 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.testing.diverging.matching import STRONG, accuracy_of, aligned, match, strength
 from gradtools.testing.diverging.runs import HALF, Run, Step
+from gradtools.testing.diverging.value_matching import STRONG, accuracy_of, aligned, match, strength
 from gradtools.testing.relations import (
     Expressions,
     array_cause,
     expression_cause,
     expression_text,
-    expressions,
+    expressions_of,
     factor_name,
     relation,
 )
@@ -214,7 +214,7 @@ class Blaming:
         own = {id(p) for p in _ancestors([s])}
         steps = [p for p in self.runs[k].steps if p.group in letters and id(p) in own]
         steps += [p for p in (*s.parents, s) if p.group in letters]  # in the nearest layout
-        return expressions(s.value, {letters[p.group]: p.value for p in steps})
+        return expressions_of(s.value, {letters[p.group]: p.value for p in steps})
 
     def _left_out(self, sides: list[Steps], letters: dict[int, str], texts: Any) -> str | None:
         """A line that is a function of a common value, which the other side's line takes itself."""
@@ -239,10 +239,10 @@ class Blaming:
             if p.op not in _PARTS or not any(q.group == p.group for q in self._operands(b)):
                 continue
             x = next(q.value for q in self._operands(b) if q.group == p.group)
-            formulas = {e for e, _ in expressions(b.value, {"x": x})}
+            formulas = {e for e, _ in expressions_of(b.value, {"x": x})}
             for other in parts:
                 for c in other.children:
-                    if formulas & {e for e, _ in expressions(c.value, {"x": other.value})}:
+                    if formulas & {e for e, _ in expressions_of(c.value, {"x": other.value})}:
                         return "parts of a value in another order: gates, heads, or channels"
         return None
 

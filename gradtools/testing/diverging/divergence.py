@@ -23,9 +23,9 @@ from gradtools.errors import GradtoolsError
 from gradtools.testing.cross_checking.quantities import CrossCheck, crossed
 from gradtools.testing.cross_checking.sides import library, tokens
 from gradtools.testing.diverging.blame import Blame, Blaming
-from gradtools.testing.diverging.matching import aligned
 from gradtools.testing.diverging.runs import Place, Step
-from gradtools.testing.matching_parameters.names import joined
+from gradtools.testing.diverging.value_matching import aligned
+from gradtools.testing.matching_parameters.parameter_names import joined
 from gradtools.testing.report import Comparison, Report, compare_arrays, mismatch
 
 CALLER = "first_divergence"
@@ -198,7 +198,7 @@ class Diagnosis:
         check, numbers = self.check, side.numbers
         program = side.bound(check.inputs, check.kwargs, numbers)
         leaves = {joined(tokens(path)): x for path, x in numbers.items()} | check.inputs.moving
-        record = getattr(import_module(f"{__package__}.{name}_run"), f"{name}_run")
+        record = getattr(import_module(f"{__package__}.{name}_run"), f"run_in_{name}")
         with check.naming(side):
             return record(side, program, [*leaves.values()], [*leaves], draw)
 

@@ -28,8 +28,8 @@ _FAST_COMPILATION = {
 }
 
 
-def jax_run(side: Side, program: Any, leaves: Sequence[Any], names: Any, draw: Draw) -> Run:
-    """Runs the program of a side at leaves; see `torch_run`."""
+def run_in_jax(side: Side, program: Any, leaves: Sequence[Any], names: Any, draw: Draw) -> Run:
+    """Runs the program of a side at leaves; see `run_in_torch`."""
     paths: list[str] = []
 
     def flat(*arrays: Any) -> list[Any]:

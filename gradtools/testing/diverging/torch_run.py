@@ -37,7 +37,7 @@ _FUSED = (  # operations that JAX's programs spell out
 _ATTENTION = _ATEN._scaled_dot_product_attention_math.default
 
 
-def torch_run(side: Side, program: Any, leaves: Sequence[Any], names: Any, draw: Draw) -> Run:
+def run_in_torch(side: Side, program: Any, leaves: Sequence[Any], names: Any, draw: Draw) -> Run:
     """Runs the program of a side at leaves.
 
     Args:
@@ -97,7 +97,7 @@ class _Operations(Watching):
 
     def add(self, op: str, x: torch.Tensor, parents: list[Step], **about: Any) -> Step:
         value, accuracy = _array(x)
-        lines = () if about.get("leaf") else self.outer or users_lines(lines_above(1, torch_run))
+        lines = () if about.get("leaf") else self.outer or users_lines(lines_above(1, run_in_torch))
         step = Step(op, lines, value, parents, len(self.steps), accuracy, **about)
         step.inside = self.outer is not None
         step.layer = "" if step.leaf or not self.path else self.path[-1]
@@ -196,7 +196,7 @@ class _Operations(Watching):
             return same
 
         args, kwargs = tree_map_only(torch.Tensor, copied, (args, kwargs))
-        self.outer, self.parts = users_lines(lines_above(1, torch_run)), []
+        self.outer, self.parts = users_lines(lines_above(1, run_in_torch)), []
         try:
             with self, torch.random.fork_rng(devices=[]):
                 decompositions()[func](*args, **kwargs)

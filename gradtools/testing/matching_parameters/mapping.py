@@ -13,7 +13,7 @@ import numpy as np
 
 from gradtools.errors import GradtoolsError
 from gradtools.testing.cross_checking.sides import library, nested
-from gradtools.testing.matching_parameters.names import (
+from gradtools.testing.matching_parameters.parameter_names import (
     Path,
     joined,
     path_of,

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.testing.matching_parameters.mapping import Layout, ParameterPair
-from gradtools.testing.matching_parameters.names import Path
+from gradtools.testing.matching_parameters.parameter_names import Path
 
 _GATES = {4: "ifgo", 3: "rzn", 1: ("",)}
 

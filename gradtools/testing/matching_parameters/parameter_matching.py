@@ -36,7 +36,7 @@ from gradtools.testing.matching_parameters.mapping import (
     ParameterPair,
     Shape,
 )
-from gradtools.testing.matching_parameters.names import (
+from gradtools.testing.matching_parameters.parameter_names import (
     CALLER,
     Path,
     joined,

@@ -1,7 +1,5 @@
 """The scenario matrix of functions through the bridge, against the native function."""
 
-import re
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -174,15 +172,11 @@ def test_each_example_of_a_batch_reaches_what_one_does():
         gj.grad(lambda a, b: jax.vmap(f)(a, b).sum(), (0, 1))(x, x)
 
 
-def test_jax_export_is_refused_at_the_authors_line():
-    f = bridge.to_jax(torch.sin)
-    plain = bridge.to_jax(lambda t: torch.sin(t))
-    line = rf"bridged .* in PyTorch: jax\.export cannot keep .* at {re.escape(__file__)}:\d+\.$"
-    for slope in (lambda x: plain(x), jax.grad(lambda x: plain(x).sum())):
-        with pytest.raises(GradtoolsError, match=line):
+def test_jax_export_of_a_bridged_function_raises_jaxs_error():
+    f = bridge.to_jax(lambda t: torch.sin(t))
+    for slope in (lambda x: f(x), jax.grad(lambda x: f(x).sum())):
+        with pytest.raises(NotImplementedError, match="host_callbacks"):
             jax.export.export(jax.jit(slope))(jnp.ones(3))
-    with pytest.raises(GradtoolsError, match=r"bridged sin in PyTorch: jax\.export"):
-        jax.export.export(jax.jit(lambda x: f(x)))(jnp.ones(3))
 
 
 def test_torch_export_warns_that_the_derivative_is_lost():

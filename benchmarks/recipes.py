@@ -1,10 +1,10 @@
-"""The memory of the recipes in docs/: the programs of the pages, at their measured sizes.
+"""The memory and time of the recipes in docs/: the programs of the pages, at measured sizes.
 
     python benchmarks/recipes.py            # writes the tables of the pages and results/recipes.md
     python benchmarks/recipes.py laplacian  # measures that page alone
 
-A page's first block of Python names its sizes in a line that ends in `# measured: ...`; this script
-puts the measured sizes in their place. Each row is a process of its own: the memory is the highest
+A page's programs name their sizes in a line that ends in `# measured: ...`; this script puts the
+measured sizes in their place. Each row is a process of its own: the memory is the highest
 of the process during a step over that before it, after compilation in JAX. Time is the processor
 time of the step over that of the first way.
 """
@@ -12,6 +12,7 @@ time of the step over that of the first way.
 from __future__ import annotations
 
 import datetime
+import gc
 import json
 import os
 import re
@@ -19,8 +20,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from importlib.metadata import version
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -28,64 +31,148 @@ ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results" / "recipes.md"
 EITHER = "import gradtools.torch as gt  # or: import gradtools.jax as gt"
 MARKS = "<!-- measured: generated -->\n\n", "\n\n<!-- end of measured -->"
+SIZES = re.compile(r"^(.*) = .*  # measured: (.*)$", re.MULTILINE)
 HEAD = "| framework | step | memory | time |\n|---|---|---|---|"
 Page = dict[str, Any]
 
 
-def _pairs(page: Page) -> dict[str, tuple[Any, Any, tuple[Any, ...]]]:
-    """Of each way the function, its argnums and its arguments."""
-    ways = {"all scores at once": "whole", "in chunks": "in_chunks"}
-    return {way: (page[name], (0, 1), page["args"]) for way, name in ways.items()}
+@dataclass(frozen=True)
+class Way:
+    """One way to take the step of a page.
+
+    Attributes:
+        step: From the program's namespace to the step and its arguments.
+        block: Which of the page's programs with measured sizes it belongs to.
+    """
+
+    step: Callable[[Page], tuple[Callable[..., Any], tuple[Any, ...]]]
+    block: int = 0
 
 
-def _vocabulary(page: Page) -> dict[str, tuple[Any, Any, tuple[Any, ...]]]:
-    shared = page["hidden"], page["weight"], page["labels"]
+def gradient(function: Callable[[Page], Any], argnums: Any, args: Callable[[Page], Any]) -> Any:
+    """The step that takes value and gradient of a function in the page."""
+    return lambda page: (page["gt"].value_and_grad(function(page), argnums), tuple(args(page)))
+
+
+def named(*names: str) -> Callable[[Page], list[Any]]:
+    return lambda page: [page[name] for name in names]
+
+
+def _pairs() -> Iterator[tuple[str, Way]]:
+    for way, name in {"all scores at once": "whole", "in chunks": "in_chunks"}.items():
+        yield way, Way(gradient(itemgetter(name), (0, 1), itemgetter("args")))
+
+
+def _vocabulary() -> Iterator[tuple[str, Way]]:
     more = {"cross_entropy": (), "dpo": ("reference",), "grpo": ("reference", "old", "advantage")}
-    ways = {"all logits at once": "log_probs", "in chunks": "in_chunks"}
-    return {
-        f"{loss}, {way}": (
-            partial(page[loss], page[name]), (0, 1), (*shared, *[page[x] for x in rest]),
-        )
-        for loss, rest in more.items()
-        for way, name in ways.items()
-    }  # fmt: skip
+    for loss, rest in more.items():
+        for way, name in {"all logits at once": "log_probs", "in chunks": "in_chunks"}.items():
+            function = lambda page, loss=loss, name=name: partial(page[loss], page[name])
+            args = named("hidden", "weight", "labels", *rest)
+            yield f"{loss}, {way}", Way(gradient(function, (0, 1), args))
 
 
-def _laplacian(page: Page) -> dict[str, tuple[Any, Any, tuple[Any, ...]]]:
+def _laplacian() -> Iterator[tuple[str, Way]]:
     ways = {"jacobian(grad(u))": "by_hessian", "hvp, axis by axis": "by_products"}
-    return {way: (page["residual"](page[name]), 0, page["args"]) for way, name in ways.items()}
+    for way, name in ways.items():
+        function = lambda page, name=name: page["residual"](page[name])
+        yield way, Way(gradient(function, 0, itemgetter("args")))
 
 
-def _meanflow(page: Page) -> dict[str, tuple[Any, Any, tuple[Any, ...]]]:
-    def way(wrap: Callable[..., Any]) -> tuple[Any, Any, tuple[Any, ...]]:
+def _meanflow() -> Iterator[tuple[str, Way]]:
+    def args(checkpointed: bool, page: Page) -> tuple[Any, ...]:
         page["torch"].manual_seed(0)
-        return page["loss"], 0, (page["Velocity"](wrap), *page["batch"]())
+        wrap = page["gt"].checkpoint if checkpointed else lambda block: block
+        return page["Velocity"](wrap), *page["batch"]()
 
-    return {
-        "all activations kept": way(lambda block: block),
-        "gt.checkpoint": way(page["gt"].checkpoint),
-    }
-
-
-PAGES = {
-    "recipes/all-pairs": _pairs,
-    "recipes/large-vocabulary": _vocabulary,
-    "recipes/laplacian": _laplacian,
-    "tutorials/meanflow": _meanflow,
-}
+    yield "all activations kept", Way(gradient(itemgetter("loss"), 0, partial(args, False)))
+    yield "gt.checkpoint", Way(gradient(itemgetter("loss"), 0, partial(args, True)))
 
 
-def program(name: str, backend: str) -> tuple[str, str]:
-    """The page's block for a backend at the measured sizes, and these sizes."""
-    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
-    code = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)[0]
-    (sizes,) = re.findall(r"^(.*) = .*  # measured: (.*)$", code, re.MULTILINE)
-    code = code.replace(EITHER, f"import gradtools.{backend} as gt")
-    code = re.sub(r"^(.*) = .*  # measured: (.*)$", r"\1 = \2", code, flags=re.MULTILINE)
-    return code, ", ".join(
-        f"{word} = {value.replace('_', ',')}"
-        for word, value in zip(sizes[0].split(", "), sizes[1].split(", "), strict=True)
+def _implicit() -> Iterator[tuple[str, Way]]:
+    for k, way in enumerate(["implicit_solution", "through all iterations"]):
+        function = lambda page, k=k: page["losses"][k]
+        yield way, Way(gradient(function, (0, 1), named("w", "x")))
+
+
+def _curvature() -> Iterator[tuple[str, Way]]:
+    yield "hvp of the KL divergence", Way(lambda page: (page["by_kl"], (page["v"],)))
+    yield "fisher, by pushforward and pullback", Way(lambda page: (page["fisher"], (page["v"],)))
+
+
+def _several() -> Iterator[tuple[str, Way]]:
+    def apart(page: Page) -> Any:
+        gt, losses = page["gt"], page["losses"]
+        each = [gt.grad(lambda w, k=k: losses(w)[k]) for k in range(page["tasks"])]
+        return lambda shared: gt.xp.stack([g(shared) for g in each]), (page["shared"],)
+
+    yield "tasks, one evaluation for each", Way(apart)
+    rows = lambda page: (
+        page["gt"].jacobian(page["losses"], chunk_size=1),
+        (page["shared"],),
     )
+    yield "tasks, jacobian of the losses", Way(rows)
+    players = lambda name, page: (page[name], (page["g"], page["d"]))
+    yield "players, two evaluations", Way(partial(players, "by_two_evaluations"), 1)
+    yield "players, one evaluation", Way(partial(players, "by_one_evaluation"), 1)
+
+
+def _per_example() -> Iterator[tuple[str, Way]]:
+    for way, name in {"all activations kept": "kept", "gt.checkpoint": "again"}.items():
+        yield way, Way(lambda page, name=name: (page[name], (page["layers"], page["x"], page["y"])))
+
+
+def _unlike() -> Iterator[tuple[str, Way]]:
+    for way, name in {"all activations kept": "encode", "gt.checkpoint": "again"}.items():
+        function = lambda page, name=name: lambda w: page["loss"](w, page[name])
+        yield way, Way(gradient(function, 0, named("w")))
+
+
+def _tokens() -> Iterator[tuple[str, Way]]:
+    given = named("net", "x", "tokens")
+    yield "the whole batch", Way(lambda page: (page["gt"].grad(page["loss"]), tuple(given(page))))
+    yield "in six steps", Way(lambda page: (page["in_steps"], tuple(given(page))))
+
+
+def _hogwild() -> Iterator[tuple[str, Way]]:
+    for count in (1, 4):
+        name = f"400 updates by {count} thread{'s' * (count > 1)}"
+        yield name, Way(lambda page, count=count: (page["train"], (count,)))
+
+
+PAGES: dict[str, dict[str, Way]] = {
+    "recipes/all-pairs": dict(_pairs()),
+    "recipes/large-vocabulary": dict(_vocabulary()),
+    "recipes/laplacian": dict(_laplacian()),
+    "recipes/implicit-layers": dict(_implicit()),
+    "recipes/curvature-products": dict(_curvature()),
+    "recipes/several-losses": dict(_several()),
+    "recipes/token-means": dict(_tokens()),
+    "tutorials/meanflow": dict(_meanflow()),
+    "tutorials/dp-sgd": dict(_per_example()),
+    "chunked": dict(_unlike()),
+    "grad-or-backward": dict(_hogwild()),
+}
+RANDOM = ("grad-or-backward",)  # whose results depend on the order of threads
+
+
+def programs(name: str) -> list[str]:
+    """The page's blocks of Python that name their sizes."""
+    text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
+    found: list[str] = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
+    return [code for code in found if SIZES.search(code)]
+
+
+def program(code: str, backend: str) -> str:
+    """A block for a backend at the measured sizes."""
+    return SIZES.sub(r"\1 = \2", code.replace(EITHER, f"import gradtools.{backend} as gt"))
+
+
+def sizes(code: str) -> str:
+    """A block's measured sizes in words."""
+    names, values = [part.split(", ") for part in SIZES.findall(code)[0]]
+    pairs = zip(names, values, strict=True)
+    return ", ".join(f"{word} = {value.replace('_', ',')}" for word, value in pairs)
 
 
 # --- one row, in its own process ---------------------------------------------------------------
@@ -97,26 +184,37 @@ def kilobytes(field: str) -> int:
     return int(line.split()[1])
 
 
+def arrays(result: Any) -> Iterator[Any]:
+    """The arrays in containers."""
+    if isinstance(result, dict | list | tuple):
+        for x in result.values() if isinstance(result, dict) else result:
+            yield from arrays(x)
+    else:
+        yield result
+
+
 def measured(name: str, backend: str, way: str) -> dict[str, float]:
-    code, _ = program(name, backend)
+    found = PAGES[name][way]
     page: Page = {"__name__": "page"}
-    exec(compile(code, name, "exec"), page)
-    f, argnums, args = PAGES[name](page)[way]
-    step = page["gt"].value_and_grad(f, argnums)
+    exec(compile(program(programs(name)[found.block], backend), name, "exec"), page)
+    step, args = found.step(page)
     run: Callable[[], Any] = partial(step, *args)
     if backend == "jax":
         import jax
 
         compiled = jax.jit(step).lower(*args).compile()
         run = lambda: jax.block_until_ready(compiled(*args))
+    else:
+        run()  # what a first call imports
+    gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before, start = kilobytes("VmRSS"), time.process_time()
-    value, _ = run()
-    return {
+    result = run()
+    used = {
         "megabytes": (kilobytes("VmHWM") - before) / 1e3,
         "seconds": time.process_time() - start,
-        "value": float(value),
     }
+    return used | {"value": sum(float(abs(x).sum()) for x in arrays(result))}
 
 
 def apart(*row: str) -> dict[str, float]:
@@ -137,34 +235,26 @@ def apart(*row: str) -> dict[str, float]:
 def table(name: str) -> Iterator[str]:
     yield HEAD
     for backend, shown in BACKENDS.items():
-        if backend == "jax" and name == "tutorials/meanflow":  # the block is PyTorch's
+        if backend == "jax" and EITHER not in programs(name)[0]:  # the program is PyTorch's
             continue
         first: dict[str, float] = {}
-        for k, way in enumerate(WAYS[name]):
+        for k, way in enumerate(PAGES[name]):
             found = apart(name, backend, way)
             if k % 2 == 0:
                 first = found
-            if abs(found["value"] - first["value"]) > 1e-3 * abs(first["value"]):
+            away = abs(found["value"] - first["value"]) > 1e-3 * abs(first["value"])
+            if away and name not in RANDOM:
                 raise RuntimeError(f"{name}, {backend}, {way}: {found} for {first}")
             ratio = found["seconds"] / first["seconds"]
             yield f"| {shown} | {way} | {found['megabytes']:,.0f} MB | {ratio:.2f} |"
 
 
 BACKENDS = {"torch": "PyTorch", "jax": "JAX"}
-_LOSSES = ("cross_entropy", "dpo", "grpo")
-WAYS = {
-    "recipes/all-pairs": ["all scores at once", "in chunks"],
-    "recipes/large-vocabulary": [
-        f"{loss}, {way}" for loss in _LOSSES for way in ("all logits at once", "in chunks")
-    ],
-    "recipes/laplacian": ["jacobian(grad(u))", "hvp, axis by axis"],
-    "tutorials/meanflow": ["all activations kept", "gt.checkpoint"],
-}
 
 
 def section(name: str) -> str:
     """What the page shows between its two marks."""
-    return "\n".join([f"With {program(name, 'torch')[1]}:", "", *table(name)])
+    return "\n".join([f"With {'; '.join(map(sizes, programs(name)))}:", "", *table(name)])
 
 
 def main() -> None:
@@ -173,7 +263,7 @@ def main() -> None:
         return
     wanted = sys.argv[1:]
     sections = {
-        name: section(name) for name in PAGES if not wanted or name.partition("/")[2] in wanted
+        name: section(name) for name in PAGES if not wanted or name.rpartition("/")[2] in wanted
     }
     for name, found in sections.items():
         print(f"{name}\n\n{found}\n")
@@ -191,7 +281,7 @@ def main() -> None:
     for name in PAGES:
         text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
         found = text.partition(MARKS[0])[2].partition(MARKS[1])[0]
-        lines += ["", f"## {name.partition('/')[2]}", "", found]
+        lines += ["", f"## {name.rpartition('/')[2]}", "", found]
     RESULTS.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 

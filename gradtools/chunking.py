@@ -270,6 +270,7 @@ class _Microbatches:
         if opened is not None and opened.opens_once:
             spec = replace(spec, opened=opened)
         layout: list[Any] = []  # the structures and dtypes of value, grads and aux
+        shapes: list[Any] = []  # those of the leaves of aux
 
         def weighted(w: Array, x: Array) -> Array:
             """w times x; zero where w is zero, even if x, a mean over no examples, is NaN."""
@@ -281,7 +282,7 @@ class _Microbatches:
         def terms(*chunk: Any, **kwargs: Any) -> Any:
             value, aux, grads = Derivatives(backend)._scalar_gradient(spec, chunk[:count], kwargs)
             aux, carry = aux if carried else (aux, None)
-            aux = self._metrics(aux) if has_aux else None
+            aux = self._metrics(aux, shapes) if has_aux else None
             parts = [backend.flatten(part) for part in (value, grads, aux)]
             flat = [x for leaves, _ in parts for x in leaves]
             names = [backend.dtype_name(x) for x in flat]
@@ -344,11 +345,14 @@ class _Microbatches:
                 )
         return Batch(backend, _MICROBATCHED, every, lists=True)
 
-    def _metrics(self, aux: Any) -> Any:
-        """f's aux, checked to be arrays of numbers, which are reduced like the loss."""
+    def _metrics(self, aux: Any, shapes: list[Any]) -> Any:
+        """f's aux, checked to be arrays of numbers, which are reduced like the loss.
+
+        shapes: Those of an earlier chunk, if there was one.
+        """
         backend = self.backend
         leaves, treedef = backend.flatten(aux)
-        arrays = []
+        arrays = list[Array]()
         for x, path in zip(leaves, backend.leaf_paths(aux), strict=True):
             if not is_numeric(backend, x):
                 raise GradtoolsError(
@@ -363,7 +367,16 @@ class _Microbatches:
                     "floating array, the mean over the chunk's examples, as the loss is. Counts "
                     "are summed with reduction='sum', or passed on by carry_argnums."
                 )
+            k = len(arrays)
+            if k < len(shapes) and shapes[k] != tuple(x.shape):
+                raise GradtoolsError(
+                    f"{_MICROBATCHED}: aux{path} has shape {shapes[k]} in one chunk and "
+                    f"{tuple(x.shape)} in another. aux is reduced over chunks as the loss is, so "
+                    "it must not hold an entry for each example. Outputs of each example are "
+                    "joined by chunked."
+                )
             arrays.append(x)
+        shapes[:] = [tuple(x.shape) for x in arrays]
         return backend.unflatten(treedef, arrays)
 
     def weight(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any, size: int) -> Any:

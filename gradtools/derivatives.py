@@ -442,8 +442,16 @@ class Derivatives(Operators):
             if self._is_split([only]) and not self._is_split(arguments):
                 arguments[positions[0]] = only
         batch = Batch(self._backend, name, arguments)
+
+        def of_one(*one: Any) -> Any:
+            try:
+                return self._scalar_gradient(of_example, *one)[2]
+            except (TypeError, ValueError, IndexError) as error:
+                error.add_note(f"{name}: f sees one example, without the batch axis.")
+                raise
+
         with shared_examples_named(name, arguments):
-            grads = batch.map(lambda *one: self._scalar_gradient(of_example, *one)[2], chunk_size)
+            grads = batch.map(of_one, chunk_size)
         if opened is None:
             return grads
         opened.refuse_changes()

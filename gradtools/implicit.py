@@ -126,6 +126,7 @@ class _Solution:
         z, aux = self.solve(*stopped[0], **stopped[1]), None
         z, aux = z if self.has_aux else (z, None)
         leaves, treedef = backend.flatten(z)
+        leaves = [backend.as_leaf(x) for x in leaves]  # solve may return NumPy arrays
         for x, path in zip(leaves, backend.leaf_paths(z), strict=True):
             if not (backend.is_array(x) and backend.is_inexact(x)):
                 raise GradtoolsError(
@@ -134,7 +135,7 @@ class _Solution:
                 )
         shapes = tuple([tuple(x.shape) for x in leaves])
         form = _Form(treedef, shapes, tuple([backend.dtype_name(x) for x in leaves]))
-        x, F = backend.stop_gradient(self._vector(form, z)), partial(self._F, form)
+        x, F = backend.stop_gradient(self._vector(form, leaves)), partial(self._F, form)
         size, there = xp.abs(x), F(x, stopped)
         mean = xp.mean(size)
         moved = F(x + 0.01 * (size + xp.where(mean > 0, mean, xp.ones_like(mean))), stopped)
@@ -217,11 +218,11 @@ class _Solution:
                 f"implicit_solution: F returns {describe(self.backend, F)}; expected the structure "
                 f"and shapes of z, {in_words(form.treedef)} with the shapes {[*form.shapes]}."
             )
-        return self._vector(form, F)
+        return self._vector(form, leaves)
 
-    def _vector(self, form: _Form, z: Any) -> Array:
+    def _vector(self, form: _Form, leaves: list[Array]) -> Array:
         backend, parts = self.backend, list[Array]()
-        for x in backend.flatten(z)[0]:
+        for x in leaves:
             pair = [backend.xp.real(x), backend.xp.imag(x)] if backend.is_complex(x) else [x]
             parts += [backend.cast(part.reshape(-1), form.dtype) for part in pair]
         return backend.xp.concatenate(parts)
@@ -258,6 +259,7 @@ class _Solution:
 
     def _moving(self, fun: Any, tree: Any) -> tuple[list[Any], Callable[[list[Array]], Any], Any]:
         leaves, treedef = self.backend.flatten(tree)
+        leaves = [self.backend.as_leaf(x) for x in leaves]  # JAX's rules may be given NumPy arrays
 
         def at(moving: list[Array]) -> Any:
             left = iter(moving)

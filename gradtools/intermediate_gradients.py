@@ -120,6 +120,7 @@ class RetainedGradients(Operators):
     def _marked(self, x: Any, name: str) -> Any:
         backend = self._backend
         leaves, treedef = backend.flatten(x)
+        leaves = [backend.as_leaf(v) for v in leaves]
         places = [i for i, v in enumerate(leaves) if backend.is_array(v) and backend.is_inexact(v)]
         if not places:
             raise GradtoolsError(

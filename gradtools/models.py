@@ -8,6 +8,7 @@ the same, so that derivatives are taken with respect to an argument like any oth
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 from gradtools.backend import Operators
@@ -110,6 +111,14 @@ class Models(Operators):
             gradtools.errors.GradtoolsError: make_functional: got an int; ...
         """
         modules = self._backend.submodule("modules", "make_functional")
-        return modules.make_functional(
+        apply, params, state = modules.make_functional(
             module, variables=variables, train=train, rng_names=rng_names
         )
+        return _Apply(apply.func, *apply.args, **apply.keywords), params, state
+
+
+class _Apply(partial[Any]):
+    """The function of parameters and state."""
+
+    def __repr__(self) -> str:
+        return "<apply, called with (params, state, *args, key=None, **kwargs)>"

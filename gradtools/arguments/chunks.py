@@ -232,7 +232,15 @@ class ChunkFunction:
         count = len(values) - len(self.keywords)
         keywords = dict(zip(self.keywords, values[count:], strict=True))
         with self.place.at(number):
-            out = self.f(*values[:count], **keywords)
+            try:
+                out = self.f(*values[:count], **keywords)
+            except TypeError as error:
+                if any(type(x) is list for x in values):
+                    error.add_note(
+                        f"{self.outputs.caller}: f gets a list of a chunk's entries. To call f on "
+                        "each: lambda xs: gt.xp.stack([f(x) for x in xs])."
+                    )
+                raise
         new_carry: list[Any] = []
         if self.carry_def is not None:
             if not isinstance(out, tuple) or len(out) != 2:

@@ -83,11 +83,11 @@ def make_functional(
     parameters = inspect.signature(module.__call__).parameters
     takes_key = any(n == "key" or p.kind is p.VAR_KEYWORD for n, p in parameters.items())
 
-    apply = partial(_apply, static, layout, stateful, takes_key)
-    return apply, params, variables if stateful else {}
+    bound = partial(apply, static, layout, stateful, takes_key)
+    return bound, params, variables if stateful else {}
 
 
-def _apply(
+def apply(
     static: Any,
     layout: Layout,
     stateful: bool,
@@ -99,6 +99,7 @@ def _apply(
     key: jax.Array | None = None,
     **kwargs: Any,
 ) -> tuple[Any, Any]:
+    """The output of the module, and its new state."""
     check_layout(params, layout)
     if key is not None:
         check_key("apply", key)

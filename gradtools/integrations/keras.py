@@ -80,10 +80,10 @@ def make_functional(
     state = {path: framework.alias(v.value) for path, v in rest.items()}
     layout = {path: tuple(v.shape) for path, v in free.items()}
     streams = [path for path, v in rest.items() if v.name == _SEED]
-    return partial(_apply, module, framework, train, layout, tuple(rest), streams), params, state
+    return partial(apply, module, framework, train, layout, tuple(rest), streams), params, state
 
 
-def _apply(
+def apply(
     module: Any,
     framework: KerasBackend,
     train: bool | None,
@@ -97,6 +97,7 @@ def _apply(
     key: Any = None,
     **kwargs: Any,
 ) -> tuple[Any, dict[str, Any]]:
+    """The output of the module, and its new state."""
     check_names("params", params, layout)
     check_names("state", state, rest)
     for path, shape in layout.items():

@@ -54,10 +54,10 @@ def make_functional(
     mode = mode_of(f"{type(module).__name__}.__call__", type(module).__call__, train)
     layout = layout_of(params)
 
-    return partial(_apply, module, mode, layout, rng_names), params, state
+    return partial(apply, module, mode, layout, rng_names), params, state
 
 
-def _apply(
+def apply(
     module: Any,
     mode: dict[str, bool],
     layout: Layout,
@@ -69,6 +69,7 @@ def _apply(
     key: jax.Array | None = None,
     **kwargs: Any,
 ) -> tuple[Any, Any]:
+    """The output of the module, and its new state."""
     check_layout(params, layout)
     rngs = None
     if key is not None:

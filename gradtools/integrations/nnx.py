@@ -85,10 +85,10 @@ def make_functional(
     layout = layout_of(params)
     known = set(nnx.to_flat_state(rest).paths)
 
-    return partial(_apply, graph, layout, known, train), params, state
+    return partial(apply, graph, layout, known, train), params, state
 
 
-def _apply(
+def apply(
     graph: Any,
     layout: Layout,
     known: set[Any],
@@ -100,6 +100,7 @@ def _apply(
     key: jax.Array | None = None,
     **kwargs: Any,
 ) -> tuple[Any, Any]:
+    """The output of the module, and its new state."""
     check_layout(params, layout)
     model = nnx.merge(graph, params, state["rngs"], state["variables"], copy=True)
     if train is not None:

@@ -8,6 +8,7 @@ import jax
 from jax.scipy.sparse import linalg
 
 from gradtools.backend import Array
+from gradtools.jax.shardings import varies, varying
 
 
 def cg(matvec: Callable[[Array], Array], b: Array) -> Array:
@@ -20,7 +21,8 @@ def gmres(matvec: Callable[[Array], Array], b: Array) -> Array:
 
 
 def dense(matvec: Callable[[Array], Array], b: Array) -> Array:
-    columns = jax.vmap(matvec)(jax.numpy.eye(b.size, dtype=b.dtype))
+    units = varying(jax.numpy.eye(b.size, dtype=b.dtype), varies(b))
+    columns = jax.vmap(matvec)(units)
     return jax.numpy.linalg.solve(columns.T, b)
 
 

@@ -24,7 +24,7 @@ from gradtools.torch import (
 )
 from gradtools.torch.compiled_functions import compiled
 from gradtools.torch.compiling import Dynamo, is_compiling, uncompiled
-from gradtools.torch.functorch_wrappers import is_inexact, is_wrapped
+from gradtools.torch.functorch_wrappers import is_inexact, is_wrapped, may_have_no_value
 from gradtools.torch.hooks import scaled
 from gradtools.torch.known_errors import explained
 from gradtools.torch.many_tangents import jvps, restarting
@@ -87,7 +87,7 @@ class TorchBackend(FrameworkBackend):
     is_inexact = staticmethod(is_inexact)
 
     def is_traced(self, x: Any) -> bool:
-        return isinstance(x, Tensor) and is_wrapped(x)
+        return isinstance(x, Tensor) and may_have_no_value(x)
 
     def is_complex(self, x: Array) -> bool:
         return x.is_complex()

@@ -30,7 +30,7 @@ from gradtools.torch.compiling import left_to_python
 from gradtools.torch.functorch_wrappers import is_dual, is_wrapped
 from gradtools.torch.operation_marks import is_plain, marked
 from gradtools.torch.recomputation import Program, first_in_functorch, recomputed
-from gradtools.torch.state import Casts, Held, RunState
+from gradtools.torch.state import Casts, RunState, Watched
 
 Tensor = torch.Tensor
 Tensors = list[Tensor]
@@ -61,14 +61,14 @@ def _run_chunks(chunks: Chunks) -> tuple[list[Any], list[Any]]:
     return _joined(chunks, rows), carry
 
 
-def held_by(chunks: Chunks) -> Held | None:
+def held_by(chunks: Chunks) -> Watched | None:
     """What f holds; None while exporting. Refuses wrappers, warns of batch norm."""
     if upstream.is_exporting() or is_plain():
         return None
     given = [*chunks.shared, *[x for x, _ in chunks.splits]]
     tensors = [x for x in given if isinstance(x, Tensor)]
     others = [x for x in chunks.shared if not isinstance(x, Tensor)]
-    held = Held([chunks.call.f, *others], {x.device.type for x in tensors})
+    held = Watched([chunks.call.f, *others], {x.device.type for x in tensors})
     for module in held.modules:
         kind = _wrapper(module)
         if kind is not None:
@@ -142,7 +142,7 @@ class Chunk:
         left, count = iter(ys), len(ys) + len(self.others)
         return [self.others[k] if k in self.others else next(left) for k in range(count)]
 
-    def recomputed(self, held: Held, state: Any, casts: Any) -> tuple[Tensors, RunState]:
+    def recomputed(self, held: Watched, state: Any, casts: Any) -> tuple[Tensors, RunState]:
         chunks, xs = self._chunks, as_read_now(self.xs)
         program = Program(chunks.caller, self.run, held, state, casts)
         options = chunks.options

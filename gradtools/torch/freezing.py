@@ -42,7 +42,7 @@ from gradtools.torch.recomputation import (
     recomputed,
     with_cotangents,
 )
-from gradtools.torch.state import Casts, Held, RunState
+from gradtools.torch.state import Casts, RunState, Watched
 
 Tensor = torch.Tensor
 Tensors = list[Tensor]
@@ -316,7 +316,7 @@ def _engine(
     return [next(grads) if x.requires_grad else None for x in xs]
 
 
-def _constant(caller: str, held: Held) -> Replaced:
+def _constant(caller: str, held: Watched) -> Replaced:
     """A context in which differentiating with respect to a parameter raises."""
     with upstream.temporarily_clear_interpreter_stack():
         xs = [x for x in held.parameters() if x.requires_grad and not is_dual(x)]

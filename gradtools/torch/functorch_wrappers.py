@@ -23,6 +23,11 @@ def unwrapped(x: Tensor) -> Tensor:
     return x
 
 
+def may_have_no_value(x: Tensor) -> bool:
+    """Whether a transform is open in which x may have no value that Python could read."""
+    return is_wrapped(x) or upstream.is_legacy_batched(x) or upstream.is_traced_by_make_fx()
+
+
 def levels(x: Tensor) -> Iterator[int]:
     """The functorch levels in which x is wrapped."""
     while is_wrapped(x):

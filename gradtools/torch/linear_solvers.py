@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 import torch
 
-from gradtools.torch.functorch_wrappers import is_wrapped
+from gradtools.torch.functorch_wrappers import may_have_no_value
 
 Tensor = torch.Tensor
 _BASIS, _RESTARTS = 30, 30
@@ -75,4 +75,4 @@ def _quotient(x: Tensor, y: Tensor) -> Tensor:
 
 
 def _holds(x: Tensor) -> bool:
-    return not is_wrapped(x) and bool(x)
+    return not may_have_no_value(x) and bool(x)

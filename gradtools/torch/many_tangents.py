@@ -23,7 +23,7 @@ from gradtools.torch.function_modes import OneTangent, PlainKernels
 from gradtools.torch.gradient_tensors import filled
 from gradtools.torch.modes import NoForwardMode, has_checkpoint, unpacked
 from gradtools.torch.recomputation import Program, recomputed
-from gradtools.torch.state import Casts, Held, RunState
+from gradtools.torch.state import Casts, RunState, Watched
 
 Tensor = torch.Tensor
 Tensors = list[Tensor]
@@ -72,7 +72,7 @@ def jvps(
 class _Pushed(Program):
     """The outputs of a function and its tangents, by double backward if it runs again."""
 
-    def __init__(self, caller: str, fun: Fun, count: int, held: Held, state: RunState) -> None:
+    def __init__(self, caller: str, fun: Fun, count: int, held: Watched, state: RunState) -> None:
         super().__init__(caller, self._by_pulling, held, state, Casts(held.kinds))
         self._fun, self._size = fun, count
         self.state = state.until(state.again())
@@ -137,9 +137,9 @@ def restarting(fun: Fun, leaves: Sequence[Tensor], count: int) -> Callable[[], N
     return RunState.now(_held(fun, leaves)).restore
 
 
-def _held(fun: Fun, leaves: Sequence[Tensor]) -> Held:
+def _held(fun: Fun, leaves: Sequence[Tensor]) -> Watched:
     """What a function holds, and the function of the user that it calls."""
     f = getattr(fun, "f", fun)
     given = [f, getattr(f, "f", None), *getattr(f, "opened_modules", ())]
     given += [*getattr(fun, "args", ()), getattr(fun, "kwargs", {})]
-    return Held(given, {x.device.type for x in leaves})
+    return Watched(given, {x.device.type for x in leaves})

@@ -75,8 +75,7 @@ class ModuleTree:
         """The tree in one walk; by `named_modules` and so on if a class overrides these."""
         tree = cls({}, {}, {}, {})
         _walk(module, "", tree, set())
-        kinds = {*map(type, tree.modules)}
-        if any(getattr(kind, k) is not getattr(nn.Module, k) for kind in kinds for k in _WALKS):
+        if not all(map(_walks_as_usual, {*map(type, tree.modules)})):
             modules = {part: name for name, part in module.named_modules()}
             parameters: dict[str, Tensor] = {**dict(module.named_parameters())}
             tree = cls(modules, parameters, dict(module.named_buffers()), {})
@@ -104,6 +103,11 @@ def _walk(module: nn.Module, prefix: str, tree: ModuleTree, seen: set[int]) -> N
     for name, child in children.items():
         if child is not None and child not in modules:
             _walk(child, f"{prefix}{name}.", tree, seen)
+
+
+@lru_cache(256)
+def _walks_as_usual(kind: type) -> bool:
+    return all(getattr(kind, name) is getattr(nn.Module, name) for name in _WALKS)
 
 
 _WALKS = ("named_modules", "modules", "named_parameters", "named_buffers", "_named_members")
@@ -135,10 +139,10 @@ def make_functional(
     state = {**frozen, **buffers}
     state_shapes = {name: x.shape for name, x in state.items()}
 
-    return partial(_apply, template, private, (shapes, state_shapes, tuple(frozen))), params, state
+    return partial(apply, template, private, (shapes, state_shapes, tuple(frozen))), params, state
 
 
-def _apply(
+def apply(
     template: _Template,
     private: nn.Module,
     shapes: tuple[Shapes, Shapes, tuple[str, ...]],
@@ -149,6 +153,7 @@ def _apply(
     key: Any = None,
     **kwargs: Any,
 ) -> Applied:
+    """The output of the module, and its new state."""
     _check_tensors("params", params, shapes[0])
     _check_tensors("state", state, shapes[1])
     if not torch.compiler.is_compiling():

@@ -43,7 +43,7 @@ from gradtools.torch.compiling import left_to_python
 from gradtools.torch.functorch_wrappers import alive, is_dual, is_inexact, is_wrapped
 from gradtools.torch.modes import batchings, by_new_vmap, unpacked, without_cached_weights
 from gradtools.torch.operation_marks import CHUNK, detached, marked
-from gradtools.torch.state import Casts, Held, RunState
+from gradtools.torch.state import Casts, RunState, Watched
 
 Tensor = torch.Tensor
 Tensors = list[Tensor]
@@ -132,7 +132,7 @@ class Program(Recomputable):
         first: The outputs of the first run and their versions, to compare with.
     """
 
-    def __init__(self, caller: str, run: Run, held: Held, state: RunState, casts: Casts) -> None:
+    def __init__(self, caller: str, run: Run, held: Watched, state: RunState, casts: Casts) -> None:
         self.caller, self.run, self.held, self.state, self.casts = caller, run, held, state, casts
         self.call: Run | None = None  # of a batch
         self.sources: Tensors = []

@@ -62,18 +62,26 @@ class Held:
         pairs = zip(self._slots, self.modules, strict=True)
         self.buffers = [(own, m) for (_, own), m in pairs if own]
         self._parameters = [own for own, _ in self._slots if own]
-        self._first = [dict(own) for own in self._parameters]
-        every = chain.from_iterable(own.values() for own in self._first)
-        self._versioned = [x for x in every if x is not None and _has_version(x)]
-        devices = {x.device.type for x in self._versioned}
-        self.began = upstream.nodes_made()  # how many nodes this thread had made
+        every = chain.from_iterable(own.values() for own in self._parameters)
+        devices = {x.device.type for x in every if x is not None}
         self.kinds = {"cpu", *kinds, *devices} - {"meta"}
-        every = chain(self.modules, self.tensors, self._generators, *map(dict.values, self._first))
-        self._all = [*map(id, every), *sorted(self.kinds)]
 
     def streams(self) -> Randomness:
         """The current states of the random streams that f may draw from."""
         return Randomness.everywhere(self.kinds, self._generators)
+
+
+class Watched(Held):
+    """The same, with the modules' parameters, which a caller may exchange or change in place."""
+
+    def __init__(self, roots: Sequence[Any], kinds: Iterable[str] = ()) -> None:
+        super().__init__(roots, kinds)
+        self._first = [dict(own) for own in self._parameters]
+        every = chain.from_iterable(own.values() for own in self._first)
+        self._versioned = [x for x in every if x is not None and _has_version(x)]
+        self.began = upstream.nodes_made()  # how many nodes this thread had made
+        every = chain(self.modules, self.tensors, self._generators, *map(dict.values, self._first))
+        self._all = [*map(id, every), *sorted(self.kinds)]
 
     def place_of(self, x: Tensor) -> Callable[[], Any]:
         """A function that returns what is now in the place of x in its module; else x."""
@@ -83,7 +91,7 @@ class Held:
                     return partial(own.get, name)
         return lambda: x
 
-    def is_like(self, other: Held) -> bool:
+    def is_like(self, other: Watched) -> bool:
         """Whether the other holds the same objects."""
         return self._all == other._all
 
@@ -131,7 +139,7 @@ def _parts(x: Any) -> Iterable[Any]:
 class RunState:
     """The random streams that f may draw from, and the buffers of its modules, at one time."""
 
-    held: Held
+    held: Any  # a `Held`
     streams: Randomness
     slots: list[dict[str, Any]]  # each module's buffers
     copies: list[tuple[Tensor, Tensor, int, bool]]  # of each buffer; its version; see `_same`

@@ -154,7 +154,7 @@ def test_the_cells_of_shard_map_on_four_devices():
     if "jax" not in gradtools.available_backends():
         pytest.skip("needs JAX")
     sharded = [way for t, way in support_matrix.cells("jax") if t.name.startswith("shard_map")]
-    assert sum(way.name not in PLAIN_WAYS for way in sharded) == 142
+    assert sum(way.name not in PLAIN_WAYS for way in sharded) == 160
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
     command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
     command += ["--gradtools-backend", "jax", "-m", "not slow"]

@@ -129,11 +129,42 @@ def test_the_readme_is_short_and_its_report_is_what_a_page_prints():
 def test_the_memory_of_a_recipe_is_what_its_program_measured(name):
     text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
     shown = text.partition(recipes.MARKS[0])[2].partition(recipes.MARKS[1])[0]
-    code, sizes = recipes.program(name, "torch")
-    compile(code, name, "exec")
-    assert shown.startswith(f"With {sizes}:") and shown in recipes.RESULTS.read_text("utf-8")
-    for way in recipes.WAYS[name]:
+    codes = recipes.programs(name)
+    for code in codes:
+        compile(recipes.program(code, "torch"), name, "exec")
+    assert shown.startswith(f"With {'; '.join(map(recipes.sizes, codes))}:")
+    assert shown in recipes.RESULTS.read_text("utf-8")
+    for way in recipes.PAGES[name]:
         assert f"| PyTorch | {way} |" in shown
+
+
+# What people search for, and the page with a heading that has these words.
+SOUGHT = {
+    "GRPO": "recipes/large-vocabulary", "PPO": "recipes/large-vocabulary",
+    "DPO": "recipes/large-vocabulary", "token means": "recipes/token-means",
+    "per-example gradients": "tutorials/dp-sgd", "checkpointed model": "tutorials/dp-sgd",
+    "TorchJD": "recipes/several-losses", "vocoder GAN": "recipes/several-losses",
+    "TRPO": "recipes/curvature-products", "EWC": "recipes/curvature-products",
+    "GGN": "recipes/curvature-products", "Hogwild": "grad-or-backward",
+    "different sizes": "chunked", "DEQ": "recipes/implicit-layers",
+    "bilevel": "recipes/implicit-layers", "iMAML": "recipes/implicit-layers",
+    "QP": "recipes/implicit-layers", "Sinkhorn": "recipes/implicit-layers",
+    "influence functions": "recipes/implicit-layers",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("words", SOUGHT)
+def test_a_recipe_is_found_by_the_words_that_people_use(words):
+    text = (ROOT / "docs" / f"{SOUGHT[words]}.md").read_text(encoding="utf-8")
+    text = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    headings = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    assert any(words.lower() in heading.lower() for heading in headings)
+
+
+def test_the_cheat_sheet_names_every_public_function(gt):
+    text = (ROOT / "docs" / "cheat-sheet.md").read_text(encoding="utf-8")
+    named = set(re.findall(r"gt\.(\w+)", text))
+    assert named == set(gt.__all__)
 
 
 def test_every_link_leads_to_a_file():

@@ -56,7 +56,7 @@ OTHER_PACKAGES = {
         "timm",
         "tokenizers",
     ),
-    *("torchdiffeq", "torchrl", "torchvision", "torchviz", "transformers"),
+    *("torchdiffeq", "torchjd", "torchopt", "torchrl", "torchvision", "torchviz", "transformers"),
 }
 
 

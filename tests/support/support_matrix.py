@@ -65,6 +65,22 @@ _CALLED_BACK = ("host: d*", "host: calls itself", "host: saves the output")
 BUGS: tuple[Refusal, ...] = ()
 
 REFUSALS: tuple[Refusal, ...] = (
+    Refusal(
+        "they break the graph of torch.compile, which fullgraph=True forbids",
+        "Unsupported",
+        r"torch\.compiler\.disable",
+        ("*compiled*",),
+        ("retained_gradients", "implicit_solution"),
+        backend="torch",
+    ),
+    Refusal(
+        "gradcheck maps forward mode by autograd's vmap, which cannot enter a derivative",
+        "GradcheckError",
+        "Batching rule not implemented for aten::_unpack_dual|cannot enter",
+        ("gradcheck",),
+        ("retained_gradients", "implicit_solution"),
+        backend="torch",
+    ),
     _NO_COMPILED_DOUBLE_BACKWARD,
     Refusal(
         "forward over forward needs a third kernel",

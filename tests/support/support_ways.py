@@ -345,6 +345,22 @@ def no_cotangent_for_one(gt: Any) -> Any:
     return f
 
 
+def marked(gt: Any) -> Any:
+    """A function whose argument and result are marked."""
+    return lambda x: gt.retain_gradient(gt.retain_gradient(x, "x") ** 3, "y")
+
+
+def retained(gt: Any) -> Any:
+    """The gradient at a marked value, as a function: that of sum y^4 / 4 at y = x."""
+    f = gt.retained_gradients(lambda x: (gt.retain_gradient(x, "y") ** 4).sum() / 4, argnums=())
+    return lambda x: f(x)[2]["y"]
+
+
+def implicit(gt: Any) -> Any:
+    """z = x^3 as the solution of an equation."""
+    return gt.implicit_solution(lambda z, x: z - x**3, lambda x: gt.stop_gradient(x) ** 3, "dense")
+
+
 FIRST_CUBED = polynomial(*[[(1.0, (i, i, i))] for i in range(3)])
 
 
@@ -485,6 +501,9 @@ WAYS = {
         Way("matrix, defvjp", of_halves(weighed_vjp), WEIGHED, 6, halves=weighed_vjp),
         Way("matrix, defjvp", of_halves(weighed_jvp), WEIGHED, 6, halves=weighed_jvp),
         Way("None for one cotangent", of_halves(no_cotangent_for_one), FIRST_CUBED, 6),
+        Way("retain_gradient", marked, CUBE),
+        Way("retained_gradients", retained, CUBE),
+        Way("implicit_solution", implicit, CUBE),
         Way("host: double backward", host_cube, CUBE, order=2, host=True),
         Way(
             "host: double backward, matrix",

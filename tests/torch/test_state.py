@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gradtools.code_origin import LIBRARY, PACKAGE, USER, whose
-from gradtools.torch.state import Held, RunState
+from gradtools.torch.state import RunState, Watched
 
 
 class Model(nn.Module):
@@ -52,7 +52,7 @@ def everything(model):
 @pytest.mark.parametrize("reach", [lambda m: m, lambda m: lambda z: m(z), lambda m: [{"m": m}]])
 def test_what_changes_is_put_back(change, reach):
     model = Model()
-    first, before = RunState.now(Held([reach(model)])), everything(model)
+    first, before = RunState.now(Watched([reach(model)])), everything(model)
     change(model)
     later, after = first.again(), everything(model)
     assert after != before
@@ -64,7 +64,7 @@ def test_what_changes_is_put_back(change, reach):
 
 def test_what_did_not_change_is_shared_and_a_list_is_not_put_back():
     model = Model()
-    first = RunState.now(Held([model]))
+    first = RunState.now(Watched([model]))
     model.seen.append(2)
     again = first.again()
     assert all(a[1] is b[1] for a, b in zip(first.copies, again.copies, strict=True))
@@ -74,10 +74,10 @@ def test_what_did_not_change_is_shared_and_a_list_is_not_put_back():
 
 def test_a_held_object_is_like_another_of_the_same_objects():
     model = Model()
-    first = Held([model])
-    assert first.is_like(Held([lambda z: model(z)]))
+    first = Watched([model])
+    assert first.is_like(Watched([lambda z: model(z)]))
     model.inner.weight = nn.Parameter(torch.ones(2))
-    assert not first.is_like(Held([model]))
+    assert not first.is_like(Watched([model]))
 
 
 def test_a_class_is_of_who_wrote_its_module():

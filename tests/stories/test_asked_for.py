@@ -1,0 +1,185 @@
+"""What people asked for in public threads, retold, each with its source and its numbers.
+
+The programs are written once for both frameworks where the question is not one framework's own.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from tests.support.scenarios import Table
+
+STORIES = Table()
+
+
+def draw(gt, *shape):
+    return gt.asarray(np.random.default_rng(sum(shape)).normal(size=shape))
+
+
+# --- gradients at intermediate values
+
+
+@STORIES.add(source="jax-ml/jax#6668")
+def the_gradient_at_each_layers_output(gt):
+    """Each hidden state of a chain, without the code being cut into functions of its states."""
+    ws, x = [draw(gt, 3, 3) + k for k in range(3)], draw(gt, 3)
+    parts = [lambda h, w=w: gt.xp.tanh(h @ w / 3) for w in ws]
+
+    def chain(h, parts):
+        for k, part in enumerate(parts):
+            h = gt.retain_gradient(part(h), f"layer {k}")
+        return (h**2).sum()
+
+    _, _, retained = gt.retained_gradients(lambda x: chain(x, parts))(x)
+    h = x
+    for k, part in enumerate(parts):
+        h = part(h)
+        yield retained[f"layer {k}"], gt.grad(lambda h, k=k: chain(h, parts[k + 1 :]))(h)
+
+
+@STORIES.add(source="google/flax#2512")
+def the_gradient_at_an_activation_beside_that_of_the_weights(gt):
+    """flax's perturb needs a declared variable of the activation's shape."""
+    w, v, x = draw(gt, 4, 3), draw(gt, 3), draw(gt, 5, 4)
+
+    def loss(w):
+        return (gt.retain_gradient(gt.xp.tanh(x @ w), "hidden") @ v).sum() ** 2
+
+    value, grad, retained = gt.retained_gradients(loss)(w)
+    hidden = gt.xp.tanh(x @ w)
+    at_hidden = 2 * (hidden @ v).sum() * v * gt.xp.ones_like(hidden)
+    yield value, (hidden @ v).sum() ** 2
+    yield retained["hidden"], at_hidden
+    yield grad, x.T @ (at_hidden * (1 - hidden**2))
+
+
+@STORIES.add(source="jax-ml/jax#12782")
+def a_tangent_at_an_intermediate_value(gt):
+    """An auxiliary output is an output: its tangent is that of the intermediate value."""
+    w, x, v = draw(gt, 3, 3), draw(gt, 3), draw(gt, 3) + 1
+
+    def f(x):
+        h = gt.xp.sin(w @ x)
+        return (h**2).sum(), h
+
+    dy, dh = gt.jvp(f, (x,), (v,))[1]
+    yield dh, gt.xp.cos(w @ x) * (w @ v)
+    yield dy, (2 * gt.xp.sin(w @ x) * dh).sum()
+
+
+# --- solutions of equations
+
+
+def bisected(gt, F, steps=60):
+    def solve(*args):
+        low, high = 0 * args[0] + 1.0, 0 * args[0] + 4.0
+        for _ in range(steps):
+            middle = (low + high) / 2
+            above = F(middle, *args) > 0
+            low, high = gt.xp.where(above, low, middle), gt.xp.where(above, middle, high)
+        return (low + high) / 2
+
+    return solve
+
+
+def cubic(z, factor):
+    return factor * z**3 - z - 2
+
+
+@STORIES.add(source="metaopt/torchopt#222")
+def the_root_of_a_scalar_equation_has_a_gradient(gt):
+    """The conjugate gradients there took no iteration for a scalar, and the gradient was zero."""
+    for solver in ("gmres", "cg", "dense"):
+        root = gt.implicit_solution(cubic, bisected(gt, cubic), solver)
+        factor = gt.asarray(np.array(2.0))
+        z = root(factor)
+        yield gt.grad(root)(factor), -(z**3) / (3 * factor * z**2 - 1)
+
+
+@STORIES.add(source="metaopt/torchopt#223")
+def jacobians_and_hessians_of_a_root(gt):
+    root = gt.implicit_solution(cubic, bisected(gt, cubic), "dense")
+    factor = gt.asarray(np.array([1.5, 2.0, 3.0]))
+    z = root(factor)
+    slope = 3 * factor * z**2 - 1
+    first = -(z**3) / slope
+    moved = 3 * z**2 + 6 * factor * z * first
+    second = -(3 * z**2 * first) / slope + z**3 * moved / slope**2
+    eye = gt.asarray(np.eye(3))
+    for mode in ("reverse", "forward"):
+        yield gt.jacobian(root, mode=mode)(factor), first * eye
+    yield gt.hessian(lambda f: root(f).sum())(factor), second * eye
+    each = gt.vmap(gt.grad(lambda f: root(f[None])[0]))(factor)
+    yield each, first
+
+
+@STORIES.add(source="google-deepmind/optax#977")
+def the_products_of_an_argmin_whatever_found_it(gt):
+    """jvp and vjp around the minimum, of which the loop of an optimizer keeps nothing."""
+    A, b, v = draw(gt, 6, 3), draw(gt, 6), draw(gt, 3)
+    cost = lambda z, s: ((A @ z - b) ** 2).sum() / 2 + s * (z**2).sum() / 2
+
+    def by_numpy(s):
+        a, c = gt.to_numpy(A), gt.to_numpy(b)
+        return gt.asarray(np.linalg.lstsq(a.T @ a + float(s) * np.eye(3), a.T @ c)[0])
+
+    minimum = gt.implicit_solution(gt.grad(cost), by_numpy, "cg")
+    s = gt.asarray(np.array(0.5))
+    H = A.T @ A + s * gt.asarray(np.eye(3))
+    z = gt.xp.linalg.solve(H, (A.T @ b)[:, None])[:, 0]
+    slope = -gt.xp.linalg.solve(H, z[:, None])[:, 0]
+    yield minimum(s), z
+    yield gt.jvp(minimum, (s,), (gt.xp.ones_like(s),))[1], slope
+    yield gt.vjp(minimum, s)[1](v)[0], (v * slope).sum()
+
+
+@STORIES.add(source="pytorch/pytorch#100626")
+def a_fixed_point_layer_without_its_iterations(gt):
+    w, x = draw(gt, 4, 4) / 6, draw(gt, 4)
+    step = lambda z, w, x: gt.xp.tanh(w @ z + x)
+
+    def iterate(w, x):
+        z = 0 * x
+        for _ in range(80):
+            z = step(z, w, x)
+        return z
+
+    fast = gt.compile if gt.__name__.endswith("jax") else lambda f: f
+    layer = gt.implicit_solution(lambda z, w, x: step(z, w, x) - z, iterate)
+    of = lambda f: fast(gt.grad(lambda w, x: (f(w, x) ** 2).sum(), (0, 1)))
+    yield from zip(of(layer)(w, x), of(iterate)(w, x), strict=True)
+
+
+# --- gradients per example through checkpoints
+
+
+@STORIES.add(source="pytorch/pytorch#165880, #122729, #146036, #141845, #42368")
+def gradients_per_example_through_checkpointed_blocks(gt):
+    """Blocks that take their weights, and blocks that close over them."""
+    ws, x = [draw(gt, 3, 3) / (2 + k) for k in range(3)], draw(gt, 5, 3)
+
+    def loss(wrap, closed=False):
+        def of_example(ws, x):
+            for w in ws:
+                if closed:
+                    x = x + wrap(lambda x, w=w: gt.xp.tanh(x @ w))(x)
+                else:
+                    x = x + wrap(lambda x, w: gt.xp.tanh(x @ w))(x, w)
+            return (x**2).sum()
+
+        return of_example
+
+    plain = gt.per_example_grad(loss(lambda f: f))(ws, x)
+    for closed in (False, True):
+        yield from zip(gt.per_example_grad(loss(gt.checkpoint, closed))(ws, x), plain, strict=True)
+    total = lambda wrap: gt.jacobian(lambda x: gt.vmap(lambda x: loss(wrap)(ws, x))(x))(x)
+    yield total(gt.checkpoint), total(lambda f: f)
+
+
+@pytest.mark.parametrize("story", STORIES.cases())
+def test_it_gives_its_numbers(story, gt):
+    pairs = list(story.program(gt))
+    assert pairs
+    for found, expected in pairs:
+        np.testing.assert_allclose(gt.to_numpy(found), gt.to_numpy(expected), 1e-8, 1e-10)

@@ -75,7 +75,7 @@ WORDS: dict[str, Callable[..., Any]] = {
     "complex": lambda re, im: re + 1j * im,
     "stop": elementwise.stop,
     "cast": elementwise.cast,
-    "compare": elementwise.compare,
+    "compare": elementwise.indicator,
     "where": elementwise.where,
     "maximum": lambda a, b: elementwise.extreme("maximum", a, b),
     "minimum": lambda a, b: elementwise.extreme("minimum", a, b),

@@ -178,7 +178,7 @@ _RELATIONS = {
 }
 
 
-def compare(a: Any, b: Any, relation: str) -> Expr:
+def indicator(a: Any, b: Any, relation: str) -> Expr:
     """The indicator function: 1 where a and b, expressions or numbers, satisfy the relation."""
     return apply("compare", a, b, kind=BOOLEAN, relation=relation)
 
@@ -187,7 +187,7 @@ def negation(c: Expr) -> Expr:
     """Logical not."""
     if c.op == "compare":
         a, b = c.args
-        return compare(a, b, _RELATIONS[c["relation"]][1])
+        return indicator(a, b, _RELATIONS[c["relation"]][1])
     return 1 - c
 
 
@@ -216,14 +216,14 @@ for _name, _relation, _other, _evaluate in (
     _entrywise(
         _name,
         _evaluate,
-        lambda y, a, b, one=_relation, other=_other: [compare(a, b, one), compare(a, b, other)],
+        lambda y, a, b, one=_relation, other=_other: [indicator(a, b, one), indicator(a, b, other)],
         form=_named(_name[:3]),
     )
 
 
 def where(c: Expr, a: Any, b: Any) -> Expr:
     """a where c, else b; one of them for a constant c that is everywhere the same."""
-    c, a, b = c if c.kind == BOOLEAN else compare(c, 0, "!="), lifted(a), lifted(b)
+    c, a, b = c if c.kind == BOOLEAN else indicator(c, 0, "!="), lifted(a), lifted(b)
     mask = c["value"].array if c.op == "array" else None
     if mask is not None and mask.all() == mask.any():
         return broadcast(a if mask.all() else b, broadcast_shape(c.shape, a.shape, b.shape))
@@ -283,6 +283,6 @@ _entrywise(
 _entrywise(
     "relu",
     lambda x: np.maximum(x, 0),
-    lambda y, x: [compare(x, 0, ">")],
+    lambda y, x: [indicator(x, 0, ">")],
     definition="relu(x) := max(x, 0)",
 )

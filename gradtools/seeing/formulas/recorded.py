@@ -113,31 +113,27 @@ def _shifted(x: Expr, axes: Iterable[int]) -> tuple[Expr, list[Expr]]:
     return (add(rest), constant) if rest else (x, [])
 
 
-def _sum_over(x: Expr) -> tuple[Expr, tuple[int, ...]] | None:
-    """(z, axes), if x is the sum of z over axes."""
-    if not contracts(x) or len(x.args) != 1 or x["coefficient"] != 1:
-        return None
-    (names,) = x["labels"]
-    if tuple(l for l in names if l < x.rank) != tuple(range(x.rank)):
-        return None
-    return x.args[0], tuple(a for a, l in enumerate(names) if l >= x.rank)
-
-
-def _mean_over(x: Expr) -> tuple[Expr, tuple[int, ...]] | None:
-    """(z, axes), if x is the mean of z over axes."""
+def _summed(x: Expr) -> tuple[Any, Expr, tuple[int, ...]] | None:
+    """(c, z, axes), if x is c times the sum of z over axes."""
     c, entries, out = parts(x)
-    if isinstance(c, complex) or c == 1:
+    core = product(entries, out, x.shape)
+    if not contracts(core) or len(core.args) != 1 or core["coefficient"] != 1:
         return None
-    summed = _sum_over(product(entries, out, x.shape))
-    length = math.prod(summed[0].shape[a] for a in summed[1]) if summed else 0
-    return summed if abs(c * length - 1) < 1e-6 else None
+    (names,) = core["labels"]
+    if tuple(l for l in names if l < x.rank) != out:
+        return None
+    return c, core.args[0], tuple(a for a, l in enumerate(names) if l >= x.rank)
 
 
-def _squares(over: tuple[Expr, tuple[int, ...]] | None) -> tuple[Expr, tuple[int, ...]] | None:
-    """(z, axes), if what is summed over axes is |z|**2."""
-    if over is None or over[0].op != "power" or over[0]["exponent"] != 2:
+def _squares(x: Expr, of_mean: bool) -> tuple[Expr, tuple[int, ...]] | None:
+    """(z, axes), if x is the sum, or the mean, of |z|**2 over axes."""
+    c, power, axes = _summed(x) or (1, x, ())
+    length = math.prod(power.shape[a] for a in axes) if of_mean else 1
+    if not axes or isinstance(c, complex) or abs(c * length - 1) > 1e-6:
         return None
-    ((z,), axes) = over[0].args, over[1]
+    if power.op != "power" or power["exponent"] != 2:
+        return None
+    (z,) = power.args
     if z.op == "abs":
         return z.args[0], axes
     return None if z.is_complex else (z, axes)
@@ -167,10 +163,9 @@ def _replaced(x: Expr, gone: Sequence[Entry], new: Entry) -> Expr:
 
 def _logsumexp(x: Expr) -> Expr | None:
     """log sum exp(z)."""
-    summed = _sum_over(x.args[0])
-    if summed is None or summed[0].op != "exp":
+    c, e, axes = _summed(x.args[0]) or (0, x, ())
+    if c != 1 or e.op != "exp":
         return None
-    (e, axes) = summed
     z, shift = _shifted(e.args[0], axes)
     kept = [a for a in range(z.rank) if a not in axes]
     return plus(reduced("logsumexp", z, axes), *(drop_axes(s, kept) for s in shift))
@@ -221,7 +216,7 @@ def _is_positive(x: Expr) -> bool:
 
 def _variance(x: Expr) -> Expr | None:
     """The mean of |z - mean z|**2."""
-    squares = _squares(_mean_over(x))
+    squares = _squares(x, of_mean=True)
     z = _centred(*squares) if squares else None
     return variance(z, axes=squares[1]) if squares and z is not None else None
 
@@ -229,7 +224,7 @@ def _variance(x: Expr) -> Expr | None:
 def _variance_of_moments(x: Expr) -> Expr | None:
     """mean z**2 - (mean z)**2."""
     for first in x.args:
-        squares = _squares(_mean_over(first))
+        squares = _squares(first, of_mean=True)
         if squares and not squares[0].is_complex:
             m = mean(*squares)
             if _others(x, first) == [-(m * m)]:
@@ -260,7 +255,7 @@ def _standardize(x: Expr) -> Expr | None:
 
 def _norm(x: Expr) -> Expr | None:
     """sqrt(sum |z|**2), or its reciprocal."""
-    squares = _squares(_sum_over(x.args[0])) if x["exponent"] in (0.5, -0.5) else None
+    squares = _squares(x.args[0], of_mean=False) if x["exponent"] in (0.5, -0.5) else None
     return reduced("norm", *squares) ** (2 * x["exponent"]) if squares else None
 
 

@@ -20,7 +20,7 @@ from gradtools.seeing.formulas.algebra import (
     total,
     unsqueeze,
 )
-from gradtools.seeing.formulas.elementwise import compare
+from gradtools.seeing.formulas.elementwise import indicator
 from gradtools.seeing.formulas.expressions import REAL, Expr, expr, operation
 
 if TYPE_CHECKING:
@@ -100,7 +100,7 @@ def _write_norm(w: Writer, x: Expr) -> ts.Written:
 
 
 # The cotangent of a maximum or minimum is that of all entries which equal it.
-_pull_extreme = lambda y, g, x, axes: compare(x, y, "==") * g
+_pull_extreme = lambda y, g, x, axes: indicator(x, y, "==") * g
 _reduction("max", np.max, _pull_extreme, _along("max"))
 _reduction("min", np.min, _pull_extreme, _along("min"))
 _reduction(

@@ -71,9 +71,9 @@ class Writer:
         return (x.args[0] if is_wrapper(x) else x) in self.names
 
     def aligned(self, a: Expr, x: Expr) -> Written:
-        """An operand of the elementwise x; with its letters where these alone do not tell its axes.
+        """Writes an operand of the elementwise x.
 
-        That is where two axes of x have the same letter, and the operand lacks one.
+        Its axes get letters if it lacks an axis of x and two axes of x have the same letter.
         """
         kept = sorted(varying(a))
         clear = len(set(self.axes.letters(x))) == x.rank

@@ -130,7 +130,8 @@ class _Translator:
             return self._call(eqn, entries)
         if name == "cond" and not isinstance(entries[0], Expr):
             branches = jaxprs.programs_of(eqn)
-            return self._opened(branches[min(max(int(entries[0]), 0), len(branches) - 1)], entries)
+            chosen = branches[min(max(int(entries[0]), 0), len(branches) - 1)]
+            return self._opened(chosen, entries[1:])
         known = [e for e in entries if not isinstance(e, Expr)]
         if len(known) == len(entries) and not eqn.effects and name not in _LEAVING:
             with jax.ensure_compile_time_eval():  # constant folding, also inside of a trace
@@ -180,11 +181,10 @@ class _Translator:
         return self._fitted(eqn, by_name(name, args, map(_like, eqn.outvars), kernel, words))
 
     def _opened(self, program: Any, entries: Sequence[Entry]) -> list[Entry]:
-        """What a program gives for its last operands, written out."""
+        """What a program gives for these operands, written out."""
         held = jaxprs.HeldJaxpr.of(program)
         consts = [self.held_array(c) for c in held.consts]
-        count = len(held.jaxpr.invars) - len(consts)
-        return self.run(held.jaxpr, [*consts, *entries[len(entries) - count :]])
+        return self.run(held.jaxpr, [*consts, *entries])
 
     def _call(self, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
         """A call, as a word, by the name of a function of JAX or of a rule, or written out."""

@@ -92,7 +92,7 @@ class FormulaRecorder(Recorder[Expr]):
         elif any(x.requires_grad for x in xs) and not any(y.requires_grad for y in outs):
             values = [stop(self.of(y)) if is_inexact(y) else None for y in outs]
         else:
-            values = self.opaque(name, kind.apply, args, kwargs, given, outs)
+            values = self.named(name, kind.apply, args, kwargs, given, outs)
         for y, value in zip(outs, values, strict=True):
             if value is not None:
                 self.table.hold(y, fitted(value, _like(y)), alone=True)
@@ -172,7 +172,7 @@ class FormulaRecorder(Recorder[Expr]):
         results = [self.of(y) for y in tensors_in(out) if is_inexact(y)]
         return None if has_opaque_part(results, given) else (out, [])
 
-    def opaque(
+    def named(
         self,
         name: str,
         fun: Any,
@@ -296,7 +296,7 @@ class FormulaRecorder(Recorder[Expr]):
             index = torch.from_numpy(at.ravel()).to(x.device)
             name = f"set_at[{slices_of(at, shown.value.shape)}]"
             fun = lambda y, u: y.flatten().index_put((index,), u.flatten()).reshape(y.shape)
-            (written,) = self.opaque(name, fun, (root, x), {}, [shown.value, part], [root])
+            (written,) = self.named(name, fun, (root, x), {}, [shown.value, part], [root])
             assert written is not None
             shown.value = written
         self.table.write(x, value)
@@ -320,7 +320,7 @@ class BoundCall(FormulaCall):
         if call.func.namespace == "gradtools" and recorder.rules:
             name, words = recorder.rules[-1][0], ""
         name = name.removeprefix("linalg_")
-        return recorder.opaque(name, call.func, call.args, call.kwargs, operands, self.outs, words)
+        return recorder.named(name, call.func, call.args, call.kwargs, operands, self.outs, words)
 
     def leaf(self, x: Expr) -> np.ndarray:
         """The numbers of a leaf in this run."""

@@ -381,7 +381,8 @@ KNOWN: Known = {
     ("native_layer_norm", "hvp, reverse over reverse"): "autograd.grad wants every cotangent",
     ("as_strided_scatter; nn.RNN*; to_sparse", "jacobian*"): "PyTorch's vmap has no rule for it",
     (
-        "nn.Transformer*; *hardsigmoid*; *cdist; *pdist; native_layer_norm; tensor_split; *eig*; *CTC*",
+        "nn.Transformer*; *hardsigmoid*; cdist; *pdist; native_layer_norm; tensor_split; "
+        "*eig*; nn.CTC*",
         "custom_rule*",
     ): "torch.func.vjp, by which the rule is made, has no second derivative of it, or no values",
 }

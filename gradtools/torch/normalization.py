@@ -1,10 +1,11 @@
-"""Layer, batch, group and instance norm as programs of elementary operations.
+"""Layer, batch, group and instance norm, and distances, as programs of elementary operations.
 
 PyTorch's batching rules and forward rules of the fused kernels treat their other results, the mean
 and the deviation, as constants. So the derivative of a gradient under vmap, and of a tangent, is
 wrong there: both that of torch.func (torch#196699, torch#196700). Where gradtools itself maps or
 pushes a function, in `per_example_grad`, Jacobians and forward mode, it evaluates these programs,
-which are right at every order.
+which are right at every order. So it does for `torch.cdist`, whose backward kernel has a wrong
+batching rule.
 """
 
 from __future__ import annotations
@@ -114,6 +115,11 @@ def _by_statistics(
     return _scaled(_normalized(input, axes, eps)[0], *_of_channels(input, weight, bias))
 
 
+def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str | None = None) -> Tensor:
+    """`torch.cdist`, with all differences of rows in memory."""
+    return torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, -1)
+
+
 def _functional(
     program: Callable[..., Tensor],
     default: bool,
@@ -184,5 +190,6 @@ PROGRAMS: dict[Any, Callable[..., Any]] = {
     _functions.batch_norm: partial(_functional, batch_norm, False),
     torch.instance_norm: instance_norm,
     _functions.instance_norm: partial(_functional, instance_norm, True),
+    torch.cdist: cdist,
 }
 """The programs, by the function of PyTorch that they replace."""

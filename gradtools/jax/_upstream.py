@@ -16,6 +16,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import cache
 from inspect import signature
+from itertools import pairwise
 from types import CellType, FunctionType, ModuleType
 from typing import Any, cast
 
@@ -186,6 +187,17 @@ def is_activation_rule(eqn: Any) -> bool:
         if f.file_name.endswith(of_activations) and is_in(("jax",), f.file_name)
     )
     return next(inside, "_one_hot") not in ("one_hot", "_one_hot")
+
+
+def is_batch_statistic(eqn: Any) -> bool:
+    """Whether an equation computes the batch statistics of a BatchNorm of flax or equinox.
+
+    Benefit: the warning that a chunk has statistics of its own. Cost: a renamed method is missed.
+    """
+    names = [frame.function_name for frame in stack_of(eqn)]
+    return "BatchNorm.__call__.<locals>._stats" in names or any(
+        pair == ("_compute_stats", "BatchNorm.__call__") for pair in pairwise(names)
+    )
 
 
 def with_variables(

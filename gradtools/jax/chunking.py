@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
+from inspect import unwrap
 from itertools import groupby
 from typing import Any
 
@@ -20,10 +21,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradtools.arguments.chunks import Chunks, progress_bar
+from gradtools.arguments.chunks import Chunks, progress_bar, warn_of_batch_norm
 from gradtools.backend import Array
 from gradtools.errors import GradtoolsError
 from gradtools.jax import jaxprs, reachability, shardings
+from gradtools.jax._upstream import is_batch_statistic
 from gradtools.jax.arrays import asarray
 from gradtools.jax.compiled_once import run_compiled
 from gradtools.jax.jaxprs import marked_as_chunk
@@ -251,6 +253,10 @@ class _Steps:
         made, shapes = jax.make_jaxpr(lambda: self.inputs(number), return_shape=True)()
         shapes = jax.tree.unflatten(jax.tree.structure(shapes), made.out_avals)  # with shardings
         closed, out = jax.make_jaxpr(self.of(number), return_shape=True)(*shapes, carry)
+        if any(map(is_batch_statistic, jaxprs.equations(closed))):
+            f = unwrap(self.chunks.call.f)
+            name = getattr(f, "__name__", type(f).__name__)
+            warn_of_batch_norm(("jax", name), f"{self.chunks.caller}: {name} holds")
         outs, count = closed.out_avals, len(out[0])
         closed, treedef = owning(closed), jax.tree.structure(out)
         step = _ChunkProgram(closed, treedef, outs[:count], outs[count:], closed.consts)

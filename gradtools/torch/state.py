@@ -62,8 +62,8 @@ class Held:
         pairs = zip(self._slots, self.modules, strict=True)
         self.buffers = [(own, m) for (_, own), m in pairs if own]
         self._parameters = [own for own, _ in self._slots if own]
-        every = chain.from_iterable(own.values() for own in self._parameters)
-        devices = {x.device.type for x in every if x is not None}
+        self._own = [x for own in self._parameters for x in own.values() if x is not None]
+        devices = {x.device.type for x in self._own}
         self.kinds = {"cpu", *kinds, *devices} - {"meta"}
 
     def streams(self) -> Randomness:
@@ -77,8 +77,7 @@ class Watched(Held):
     def __init__(self, roots: Sequence[Any], kinds: Iterable[str] = ()) -> None:
         super().__init__(roots, kinds)
         self._first = [dict(own) for own in self._parameters]
-        every = chain.from_iterable(own.values() for own in self._first)
-        self._versioned = [x for x in every if x is not None and _has_version(x)]
+        self._versioned = [x for x in self._own if _has_version(x)]
         self.began = upstream.nodes_made()  # how many nodes this thread had made
         every = chain(self.modules, self.tensors, self._generators, *map(dict.values, self._first))
         self._all = [*map(id, every), *sorted(self.kinds)]

@@ -211,6 +211,15 @@ def _all_eqns(closed):
                 yield from _all_eqns(inner)
 
 
+def test_statistics_of_a_batch_are_known_by_who_computes_them():
+    from flax import nnx
+
+    normed = lambda x: nnx.BatchNorm(3, rngs=nnx.Rngs(0))(x)
+    closed = jax.make_jaxpr(normed)(jnp.ones((4, 3)))
+    assert any(map(upstream.is_batch_statistic, _all_eqns(closed)))
+    assert not upstream.is_batch_statistic(_eqn(jnp.sin))
+
+
 def test_a_function_over_other_variables_leaves_the_first_as_it_is():
     cell = 1
 

@@ -154,11 +154,13 @@ def test_the_dtype_depends_on_no_size_where_f_changes_the_precision(sizes):
 
 @pytest.mark.parametrize("p", [1.0, 2.0, 3.0, float("inf")])
 def test_distances_are_mapped_right(p):
-    """The batching rule of cdist's backward kernel is wrong: torch.func.jacrev is off by 0.7 to 2."""
+    """The batching rule of cdist's backward kernel is wrong: `jacrev` is off by 0.7 to 2."""
     torch.manual_seed(0)
     x, y = torch.randn(3, 2, dtype=torch.float64), torch.randn(4, 2, dtype=torch.float64)
     f = lambda x: torch.cdist(x, y, p)
     expected = torch.stack([gt.grad(lambda x, k=k: f(x).ravel()[k])(x) for k in range(12)])
     torch.testing.assert_close(gt.jacobian(f)(x).reshape(12, 3, 2), expected)
     plain = lambda x: torch.linalg.vector_norm(x[:, None] - y, p, -1)
-    torch.testing.assert_close(gt.hessian(lambda x: f(x).sum())(x), gt.hessian(lambda x: plain(x).sum())(x))
+    torch.testing.assert_close(
+        gt.hessian(lambda x: f(x).sum())(x), gt.hessian(lambda x: plain(x).sum())(x)
+    )

@@ -115,6 +115,12 @@ class Formulating(Operators):
 class Differs(GradtoolsError):
     """A formula and automatic differentiation differ."""
 
+    def __init__(self, difference: str) -> None:
+        super().__init__(
+            f"formula: {difference}; the formula is not shown. Please report the function"
+        )
+        self.difference = difference
+
 
 class Outside(GradtoolsError):
     """Nothing could be compared, because the function is not defined at the points."""
@@ -261,9 +267,7 @@ class _ComparedRun:
                     "but not at the given arguments, which are at a tie, at an edge or where a "
                     "number is no longer finite: "
                 )
-                formula.check = replace(
-                    check, note=edge + str(error).partition("formula: ")[2].partition(";")[0]
-                )
+                formula.check = replace(check, note=edge + error.difference)
             return formula
         self.step = 0.0
         note = f"{why}; compared at the given arguments alone, for which it holds"
@@ -289,9 +293,8 @@ class _ComparedRun:
             result = compared(names, [*chain(*theirs)], [*chain(*ours)], self.tolerance, ours)
             if not result:
                 raise Differs(
-                    f"formula: {result.where} is {result.derivation} by the formula and "
-                    f"{result.framework} by automatic differentiation; the formula is not shown. "
-                    "Please report the function"
+                    f"{result.where} is {result.derivation} by the formula and "
+                    f"{result.framework} by automatic differentiation"
                 )
             counted += all_finite(ours)
             worst = max(worst, result.error)

@@ -19,7 +19,7 @@ import numpy as np
 from gradtools.testing.checking.probe import first_line
 from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.cross_checking.quantities import CrossCheck, Result
-from gradtools.testing.diverging.divergence import Diagnosis
+from gradtools.testing.diverging.divergence import RecordedRuns
 from gradtools.testing.relations import FACTOR, Cause, array_cause, equal, shape_cause
 from gradtools.testing.report import (
     CONVENTION,
@@ -172,7 +172,7 @@ class Causes:
     def _diverging(self) -> Cause | None:
         """How the first operations that differ are related, and their lines."""
         try:
-            kind, blame = Diagnosis(self.check).blame()
+            kind, blame = RecordedRuns(self.check).blame()
         except Exception as error:  # such as a program that cannot be traced
             self.report.notes.append(f"operations were not compared: {first_line(error)}")
             return None

@@ -130,10 +130,10 @@ def first_divergence(
     if dtype is None and library(torch) == "torch.nn":
         dtype = "float64"
     with crossed(CALLER, torch, jax, args, mapping=mapping, dtype=dtype, seed=seed) as check:
-        return Diagnosis(check).report()
+        return RecordedRuns(check).report()
 
 
-class Diagnosis:
+class RecordedRuns:
     """The recorded runs of a cross-check's two programs, at the point of the check.
 
     Attributes:

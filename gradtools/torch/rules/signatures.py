@@ -25,6 +25,7 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import leaves_of
 from gradtools.torch.functorch_wrappers import filled, is_dual, is_wrapped, like
 from gradtools.torch.modes import unpacked
+from gradtools.torch.operation_marks import running
 from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.rules.captures import closed_over_error, closures_of
 from gradtools.torch.rules.checking import check_linear
@@ -392,7 +393,8 @@ class Calls:
         graphs, pushes = tracked and _graphs(), _forward_level() >= 0
         if plain and not graphs and not pushes:
             return signature.value(args, tracked)
-        plain, closed = plain and not ONGOING.running and not _modes(), signature.closed
+        plain = plain and not (ONGOING.running or running.recorded or _modes())
+        closed = signature.closed
         if plain and (closed.empty or not closed.captures(_is_differentiated)):
             if not pushes and signature.bwd is not None:
                 return signature.applied(args)

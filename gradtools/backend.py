@@ -335,6 +335,10 @@ class Rules(Differentiation):
         """x with its derivative times a number, if the backend has a faster way than a rule."""
         return None
 
+    def tied(self, x: Any, function: Callable[..., Any]) -> Any:
+        """x, which counts as computed from the arrays that a function captures."""
+        return x
+
     def transformed(self, x: Any, cotangent: Callable[[Array], Array]) -> Array | None:
         """x with another cotangent, if the backend has a faster way than a rule."""
         return None

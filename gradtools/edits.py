@@ -261,6 +261,9 @@ class Edits(Operators):
         return compiler.uncompiled(self._transformed, x, fn)
 
     def _transformed(self, x: Any, fn: Callable[[Any], Any]) -> Any:
+        return self._backend.tied(self._with_cotangent(x, fn), fn)
+
+    def _with_cotangent(self, x: Any, fn: Callable[[Any], Any]) -> Any:
         backend = self._backend
 
         def one(ct: Array) -> Array:

@@ -25,7 +25,7 @@ from gradtools.torch import (
 from gradtools.torch.compiled_functions import compiled
 from gradtools.torch.compiling import Dynamo, is_compiling, uncompiled
 from gradtools.torch.functorch_wrappers import is_inexact, is_wrapped, may_have_no_value
-from gradtools.torch.hooks import scaled, transformed
+from gradtools.torch.hooks import scaled, tied, transformed
 from gradtools.torch.known_errors import explained
 from gradtools.torch.many_tangents import jvps, restarting
 from gradtools.torch.rules.installing import apply_rule, apply_rule_by_key
@@ -186,6 +186,7 @@ class TorchBackend(FrameworkBackend):
 
     apply_rule = staticmethod(apply_rule)
     scaled = staticmethod(scaled)
+    tied = staticmethod(tied)
     transformed = staticmethod(transformed)
     transpose = staticmethod(transpose)
     pull = staticmethod(pull)

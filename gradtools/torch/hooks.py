@@ -8,11 +8,14 @@ from typing import Any
 
 import torch
 
-from gradtools.rules import Rule
+from gradtools.rules import Rule, captured_objects
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.autograd_graph import leaves_of
 from gradtools.torch.functorch_wrappers import is_inexact
+from gradtools.torch.operation_marks import DERIVATIVE, detached
 from gradtools.torch.rules.functions import RuleApplication, attach, edit_application
 from gradtools.torch.rules.installing import apply_rule, is_plain_eager, note_edit
+from gradtools.torch.trees import flatten, unflatten
 
 Tensor = torch.Tensor
 
@@ -64,6 +67,44 @@ _TRANSFORM = Rule(
     reaches="identity",
     reverse_only=True,
 )
+
+
+def tied(x: Any, function: Callable[..., Any]) -> Any:
+    """x, with edges to the leaves that a function captures: its derivatives depend on them.
+
+    A backward pass sends nothing along these edges, but a derivative that is taken at x finds the
+    leaves of an outer one, and keeps its graph.
+    """
+    if not torch.is_grad_enabled() or upstream.peek_interpreter_stack() is not None:
+        return x
+    captured = [*captured_objects((function,), _is_tracked, Tensor)]
+    if not captured:
+        return x
+    leaves, treedef = flatten(x)
+    for i, leaf in enumerate(leaves):
+        if _is_tracked(leaf):
+            leaves[i] = _Tied.apply(leaf, *leaves_of(captured))
+            break
+    return unflatten(treedef, leaves)
+
+
+def _is_tracked(x: Any) -> bool:
+    return isinstance(x, Tensor) and x.requires_grad
+
+
+class _Tied(torch.autograd.Function):
+    """The identity of its first argument."""
+
+    recorded_as = "identity"
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *others: Tensor) -> Tensor:
+        ctx.count = len(others)
+        return detached(x, DERIVATIVE)
+
+    @staticmethod
+    def backward(ctx: Any, ct: Tensor) -> Any:
+        return ct, *[None] * ctx.count
 
 
 _EXACT = (Tensor, torch.nn.Parameter)

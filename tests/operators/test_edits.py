@@ -892,3 +892,36 @@ def test_an_edit_keeps_the_dtype_of_the_gradient(edit, gt, native, dtype):
     x = native.array([1.0, 2.0], dtype)
     y, pullback = gt.vjp(edit, x)
     assert native.dtype(pullback(y)[0]) == dtype
+
+
+@pytest.mark.parametrize("tree", [False, True])
+def test_a_transform_may_depend_on_an_outer_argument(gt, tree):
+    """d/dk of the gradient, which is 2 x k."""
+    x = gt.asarray(np.array([1.0, 2.0, 3.0]))
+
+    def gradient(k):
+        scaled = k * 1  # no leaf
+        if tree:
+            edit = lambda x: gt.transform_gradient({"a": x}, lambda g: {"a": g["a"] * scaled})["a"]
+        else:
+            edit = lambda x: gt.transform_gradient(x, lambda g: g * scaled)
+        return gt.grad(lambda x: (edit(x) ** 2).sum())(x)
+
+    np.testing.assert_allclose(gt.to_numpy(gradient(x)), [2, 8, 18])
+    jacobian = gt.jacobian(gradient)(x)
+    np.testing.assert_allclose(gt.to_numpy(jacobian), np.diag([2.0, 4.0, 6.0]))
+    second = gt.grad(lambda k: (gradient(k) ** 2).sum())(x)
+    np.testing.assert_allclose(gt.to_numpy(second), [8, 64, 216])
+
+
+def test_a_captured_leaf_of_a_transform_gets_no_gradient_of_first_order(gt, backend_name):
+    if backend_name != "torch":
+        pytest.skip("JAX has no leaves")
+    x, w = (gt.asarray(np.ones(3)).requires_grad_() for _ in range(2))
+    captured = w * 2
+    y = gt.transform_gradient(x * 1, lambda g: g * captured)
+    y += 1  # in place behind the edit
+    y.sum().backward()
+    assert w.grad is None and x.grad.tolist() == [2, 2, 2]
+    captured.sum().backward()  # its graph is still there
+    assert w.grad.tolist() == [2, 2, 2]

@@ -325,10 +325,7 @@ def _dual_jvp(
         pushed = [forward_ad.unpack_dual(y) for y in outs]
         outs, tangents = [y for y, _ in pushed], [filled(t, y) for y, t in pushed]
         extras = [forward_ad.unpack_dual(x).primal if is_inexact(x) else x for x in extras]
-    if keep:  # a rule's own derivatives leave graphs to leaves that nobody differentiates
-        own = lambda t: t.requires_grad and not depends_on_others([t])
-        return outs, extras, [t.detach() if own(t) else t for t in tangents]
-    return freed(outs), freed(extras), freed(tangents)
+    return (outs, extras, tangents) if keep else (freed(outs), freed(extras), freed(tangents))
 
 
 # --- torch.func: inside of its transforms, and in compiled code ----------------------------------

@@ -277,18 +277,3 @@ def test_a_bwd_that_takes_a_derivative_is_differentiated_in_one_argument(bwd, de
 
     found = derivative(of(rule), args[which])
     torch.testing.assert_close(found, derivative(of(_layer), args[which]), rtol=1e-9, atol=1e-11)
-
-
-def test_a_tangent_by_a_bwd_that_takes_a_derivative_has_no_graph():
-    w, x = torch.randn(3, 3), torch.randn(3)
-    f = gt.custom_rule(lambda x: torch.tanh(w @ x))
-    f.defvjp(
-        lambda x: (torch.tanh(w @ x), x),
-        lambda x, c: (gt.vjp(lambda x: torch.tanh(w @ x), x)[1](c)[0],),
-    )
-    for _ in range(3):  # the later calls take a shorter way
-        out, pushed = gt.jvp(f, (x,), (x,))
-        assert not out.requires_grad and not pushed.requires_grad
-        torch.testing.assert_close(pushed, (1 - out**2) * (w @ x))
-    leaf = x.clone().requires_grad_()
-    assert gt.jvp(f, (leaf,), (x,))[1].requires_grad

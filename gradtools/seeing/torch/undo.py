@@ -70,7 +70,7 @@ class Undo:
         self.names: dict[int, str] = {}
         self.reachable: dict[int, Tensor] = {}
         self._tensors: dict[int, _TensorState] = {}
-        self._contents: dict[int, tuple[Any, Any]] = {}  # by id of an owner: it, and its copy
+        self._contents: dict[int, tuple[Tensor, Tensor]] = {}  # of an owner, by id, and a copy
         self._slots: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._streams: list[Callable[[], Any]] = []
         generators: list[torch.Generator] = []
@@ -103,7 +103,8 @@ class Undo:
             for t in (base, grad) if grad is not None else (base,):
                 owner = owner_of(t) if _has_storage(t) else t
                 if id(owner) not in self._contents and not t.is_meta:
-                    self._contents[id(owner)] = owner, owner.clone()
+                    contents = _contents_of(t)
+                    self._contents[id(owner)] = contents, contents.clone()
 
     def put_back(self) -> None:
         """Restores everything from the copies."""
@@ -114,8 +115,8 @@ class Undo:
                     own.update(was)
             for state in self._tensors.values():
                 state.put_back()
-            for owner, copy in self._contents.values():
-                _refill(owner, copy)
+            for contents, copy in self._contents.values():
+                _refill(contents, copy)
             for state in self._tensors.values():
                 for x, version in state.versions:
                     if upstream.version_of(x) != version:  # graphs that saved it remain valid
@@ -150,19 +151,24 @@ def _has_storage(x: Tensor) -> bool:
     return x.layout is torch.strided and not hasattr(x, "__tensor_flatten__")
 
 
-def _refill(owner: Any, copy: Any) -> None:
-    """Writes the copy's contents back to a storage, or to a tensor without one."""
-    if isinstance(owner, Tensor):
-        owner.copy_(copy)
+def _contents_of(x: Tensor) -> Tensor:
+    """All numbers of a tensor's storage, as one axis; x if it has none."""
+    if not _has_storage(x):
+        return x
+    count = owner_of(x).nbytes() // x.element_size()
+    return x.detach().as_strided((count,), (1,), 0)
+
+
+def _refill(contents: Tensor, copy: Tensor) -> None:
+    """Writes the copy's numbers back."""
+    if not _has_storage(contents):
+        contents.copy_(copy)
         return
-    if owner.nbytes() != copy.nbytes():
-        owner.resize_(copy.nbytes())
-    if not torch.equal(_bytes_of(owner), _bytes_of(copy)):
-        owner.copy_(copy)
-
-
-def _bytes_of(storage: torch.UntypedStorage) -> Tensor:
-    return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+    size = copy.numel() * copy.element_size()
+    if owner_of(contents).nbytes() < size:
+        owner_of(contents).resize_(size)
+    if contents.device.type != "cpu" or not torch.equal(contents, copy):  # without a wait
+        contents.copy_(copy)
 
 
 # --- what f can reach --------------------------------------------------------------------

@@ -375,6 +375,7 @@ KNOWN: Known = {
     ),
     ("*float*; *half; cov", "jacobian*"): "a cast to fewer digits: unit vectors round otherwise",
     ("native_group_norm", "vjp, outputs one by one"): "torch#183980",
+    ("cdist", "jvp; hvp*; hessian*"): "PyTorch has none: gradtools pushes a program of its own",
     ("chalf", "checkpoint*; chunked*"): "torch.equal, which compares outputs, has no complex32",
     ("linalg.lstsq", "checkpoint*"): "its digits differ from run to run, and outputs are compared",
     ("logcumsumexp", "linearize; custom_rule*"): "of large numbers: NaN, or rounding",

@@ -183,6 +183,10 @@ class Differentiation(Arrays):
         pairs = zip(values, likes, strict=True)
         return [self.zeros_like(x) if v is None else v for v, x in pairs]
 
+    def apart(self, fun: Callable[..., T], /, *args: Any) -> T:
+        """`fun(*args)`, whose stops are gradtools' own, and not those of the user's program."""
+        return fun(*args)
+
     def pull(self, fun: Any, xs: Sequence[Array], cts: Sequence[Any]) -> list[Array]:
         """The pullback of fun at xs, of cotangents (None: zero)."""
         result = self.vjp(lambda *a: (list(fun(*a)), []), list(xs), groups=None, once=False)

@@ -119,7 +119,14 @@ class _Solution:
 
     def at(self, *args: Any, **kwargs: Any) -> Any:
         """The solution at these arguments."""
-        backend, xp, p = self.backend, self.backend.xp, (args, kwargs)
+        p = (args, kwargs)
+        form, x, aux = self.backend.apart(self._solved, p)
+        z = self._tree(form, self.root(form, x, p))
+        return (z, aux) if self.has_aux else z
+
+    def _solved(self, p: Any) -> tuple[_Form, Array, Any]:
+        """What `solve` returns, checked, without derivatives."""
+        backend, xp = self.backend, self.backend.xp
         leaves, treedef = backend.flatten(p)
         leaves = [backend.stop_gradient(x) if backend.is_array(x) else x for x in leaves]
         stopped = backend.unflatten(treedef, leaves)
@@ -145,8 +152,7 @@ class _Solution:
             "F is not near zero at the z that solve returned: moving z by 1 % changes F by less "
             "than its value. Let solve converge further, or check that F is its equation.",
         )  # fmt: skip
-        z = self._tree(form, self.root(form, x, p))
-        return (z, aux) if self.has_aux else z
+        return form, x, aux
 
     # --- x as a function of p
 

@@ -347,6 +347,9 @@ class _CheckedMembers:
 
     _run_frozen = _run_chunks
 
+    def _apart(self, run: Any, /, *args: Any) -> Any:
+        return run(*args)
+
     def _run_checkpointed(self, run: Any, f: Any, /, *args: Any, **kwargs: Any) -> Any:
         self.native("checkpoint", f, partial(run, f), *args, **kwargs)
         return run(f, *args, **kwargs)
@@ -354,7 +357,7 @@ class _CheckedMembers:
 
 _MEMBERS = (
     *("vjp", "jvp", "jvps", "linearize", "map_batches", "apply_rule", "apply_rule_by_key"),
-    *("scaled", "run_chunks", "run_frozen", "run_checkpointed", "sum_chunks"),
+    *("apart", "scaled", "run_chunks", "run_frozen", "run_checkpointed", "sum_chunks"),
 )
 
 

@@ -259,3 +259,18 @@ def test_what_is_no_solution_is_refused_and_nan_in_a_trace(gt, backend_name):
 def test_wrong_arguments_are_named(gt, make, text):
     with pytest.raises(GradtoolsError, match="^implicit_solution: .*" + text):
         make(gt)
+
+
+def test_checked_mode_sees_the_solution_move(gt, backend_name, wx):
+    """Neither the stops around solve nor those within it keep the first run's values."""
+    from gradtools.testing import checked
+
+    def solve(w, x):
+        w, x = gt.stop_gradient(w), gt.stop_gradient(x)
+        return newton(gt)(w, x)
+
+    root = gt.implicit_solution(equation, solve, "dense")
+    with checked() as report:
+        gt.grad(lambda w, x: (root(w, x) ** 3).sum(), (0, 1))(*wx)
+        gt.linearize(root, *wx)[1](*wx)
+    assert report.compared

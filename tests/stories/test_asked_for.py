@@ -73,7 +73,7 @@ def a_tangent_at_an_intermediate_value(gt):
 
 def bisected(gt, F, steps=60):
     def solve(*args):
-        low, high = 0 * args[0] + 1.0, 0 * args[0] + 4.0
+        low, high = 0 * args[0] + 0.5, 0 * args[0] + 4.0
         for _ in range(steps):
             middle = (low + high) / 2
             above = F(middle, *args) > 0

@@ -161,14 +161,15 @@ def _contents_of(x: Tensor) -> Tensor:
 
 def _refill(contents: Tensor, copy: Tensor) -> None:
     """Writes the copy's numbers back."""
-    if not _has_storage(contents):
-        contents.copy_(copy)
-        return
-    size = copy.numel() * copy.element_size()
-    if owner_of(contents).nbytes() < size:
-        owner_of(contents).resize_(size)
-    if contents.device.type != "cpu" or not torch.equal(contents, copy):  # without a wait
-        contents.copy_(copy)
+    with torch.inference_mode(contents.is_inference()), torch.no_grad():
+        if not _has_storage(contents):
+            contents.copy_(copy)
+            return
+        size = copy.numel() * copy.element_size()
+        if owner_of(contents).nbytes() < size:
+            owner_of(contents).resize_(size)
+        if contents.device.type != "cpu" or not torch.equal(contents, copy):  # without a wait
+            contents.copy_(copy)
 
 
 # --- what f can reach --------------------------------------------------------------------

@@ -1,7 +1,7 @@
 """Prepares a release for a package index: ``python .ci/for_index.py REPOSITORY_URL TAG``.
 
 The version is the tag's. The README's relative links become absolute, since an index shows it
-alone, and pyproject.toml gets the project's addresses, which a copy does not know.
+alone, and it gets badges; pyproject.toml gets the project's addresses, which a copy does not know.
 """
 
 import re
@@ -23,6 +23,20 @@ def absolute(readme: str, url: str, tag: str) -> str:
     return re.sub(r"(!?)\[((?:[^\[\]]|!\[[^\]]*\]\([^)]*\))*)\]\(([^)\s]+)\)", link, readme)
 
 
+def with_badges(readme: str, url: str, tag: str) -> str:
+    """The README with badges below its title."""
+    shields, workflow = "https://img.shields.io/pypi", f"{url}/actions/workflows/ci.yml"
+    badges = {
+        "Version": (f"{shields}/v/gradtools", f"{url}/releases"),
+        "Python": (f"{shields}/pyversions/gradtools", f"{url}/blob/{tag}/docs/versions.md"),
+        "CI": (f"{workflow}/badge.svg", workflow),
+        "License": (f"{shields}/l/gradtools", f"{url}/blob/{tag}/LICENSE"),
+    }
+    lines = [f"[![{name}]({picture})]({target})" for name, (picture, target) in badges.items()]
+    title, rest = readme.split("\n", 1)
+    return "\n".join([title, "", *lines, rest])
+
+
 def with_urls(pyproject: str, url: str, tag: str) -> str:
     """pyproject.toml with the project's addresses."""
     urls = {"Source": "", "Documentation": "/tree/TAG/docs", "Issues": "/issues"}
@@ -40,7 +54,7 @@ def with_version(text: str, url: str, tag: str) -> str:
 
 
 FILES = {
-    "README.md": absolute,
+    "README.md": lambda *of: with_badges(absolute(*of), *of[1:]),
     "pyproject.toml": with_urls,
     "gradtools/__init__.py": with_version,
     "CITATION.cff": with_version,

@@ -6,6 +6,9 @@ with what it prints and draws where that is kept (examples/printed), and its sou
 its outputs; Markdown as it is, pictures beside it. A link to a file that does not exist stays as it
 is, and MkDocs, which runs strictly, fails on it.
 
+The programs are downloaded as one folder, examples.zip, since they import files that they share. A
+notebook links to itself in Colab if REPO_URL is set (.github/workflows/docs.yml).
+
 The built pages load nothing from elsewhere: a script, a style or a picture of another host is an
 error.
 """
@@ -13,11 +16,13 @@ error.
 from __future__ import annotations
 
 import ast
+import io
 import json
 import os
 import posixpath
 import re
 import sys
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -111,6 +116,10 @@ def on_files(files: Any, config: Any) -> Any:
             continue
         files.append(File.generated(config, place, content=made))
         waiting += links(origin, made)
+    if any(origin.startswith("examples/") for origin in _origins.values()):
+        files.append(
+            File.generated(config, "examples.zip", content=examples_folder())
+        )
     if (ROOT / "docs" / "gallery.md").exists():
         for page in interactive_pages(config):
             files.append(page)
@@ -127,7 +136,10 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
     markdown = PICTURE.sub(
         linked_picture, relinked(markdown, _origins[here], here)
     )
-    return BLOCK.sub(in_tabs, markdown)
+    markdown = BLOCK.sub(in_tabs, markdown)
+    if here == "examples.md" or _origins[here].startswith("examples/"):
+        markdown = with_downloads(markdown, _origins[here], here)
+    return markdown
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
@@ -164,6 +176,33 @@ def in_tabs(block: re.Match[str]) -> str:
         mark = "===" if tabs else "===!"  # the first begins a set of its own
         tabs.append(f'{mark} "{FRAMEWORKS[name]}"\n\n{shown}')
     return "\n".join(tabs)
+
+
+def with_downloads(markdown: str, origin: str, here: str) -> str:
+    """A page about examples with links to their folder, and to Colab for a notebook."""
+    place = posixpath.relpath("examples.zip", posixpath.dirname(here) or ".")
+    shown = [f"[Download all examples]({place})"]
+    repository = os.environ.get("REPO_URL", "").rstrip("/")
+    if origin.endswith(".ipynb") and repository:
+        path = repository.removeprefix("https://github.com/")
+        at = f"{path}/blob/{os.environ.get('REPO_REF', 'main')}/{origin}"
+        colab = "https://colab.research.google.com/github"
+        shown.insert(0, f"[Open in Colab]({colab}/{at})")
+    title, _, rest = markdown.partition("\n")
+    return f"{title}\n\n{' | '.join(shown)}\n{rest}"
+
+
+def examples_folder() -> bytes:
+    """The folder of examples as a zip file."""
+    packed = io.BytesIO()
+    with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as folder:
+        for path in sorted((ROOT / "examples").rglob("*")):
+            if path.suffix in (".py", ".ipynb", ".c", ".cpp", ".h", ".txt"):
+                # A fixed date, so that the same files give the same bytes.
+                entry = zipfile.ZipInfo(path.relative_to(ROOT).as_posix())
+                entry.compress_type = zipfile.ZIP_DEFLATED
+                folder.writestr(entry, path.read_bytes())
+    return packed.getvalue()
 
 
 def linked_picture(picture: re.Match[str]) -> str:

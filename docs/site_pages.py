@@ -107,6 +107,8 @@ def on_files(files: Any, config: Any) -> Any:
         place = site_place(origin)
         if place in _origins or not (ROOT / origin).is_file():
             continue
+        if files.get_file_from_path(place):
+            continue
         _origins[place] = origin
         made = page_of(origin)
         if made is None:

@@ -7,11 +7,13 @@ where MkDocs is installed.
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import re
 import shutil
 import subprocess
 import sys
+import zipfile
 from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
@@ -140,6 +142,33 @@ def test_what_is_loaded_from_another_host_fails(monkeypatch, tag, source):
     assert pages.on_post_page(own, page, None) == own
     with pytest.raises(PluginError, match=r"^x\.md loads from another host"):
         pages.on_post_page(tag.format(source), page, None)
+
+
+def test_pages_of_examples_link_to_their_folder_and_notebooks_to_colab(monkeypatch):
+    pages = hook("site_pages", monkeypatch)
+    monkeypatch.setenv("REPO_URL", "https://github.com/a/gradtools/")
+    monkeypatch.setenv("REPO_REF", "v0.1.0")
+    origin, here = "examples/notebooks/x.ipynb", "examples/notebooks/x.md"
+    assert pages.with_downloads("# X\n\nText\n", origin, here) == (
+        "# X\n\n[Open in Colab](https://colab.research.google.com/github/a/gradtools/blob/v0.1.0/"
+        "examples/notebooks/x.ipynb) | [Download all examples](../../examples.zip)\n\nText\n"
+    )
+    monkeypatch.delenv("REPO_URL")
+    assert "Colab" not in pages.with_downloads("# X\n", origin, here)
+
+
+def test_a_downloaded_example_runs_alone(tmp_path, monkeypatch):
+    packed = hook("site_pages", monkeypatch).examples_folder()
+    zipfile.ZipFile(io.BytesIO(packed)).extractall(tmp_path)
+    ran = subprocess.run(
+        [sys.executable, "examples/u07_grad_or_accumulate.py", "--backend", "jax"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        check=False,
+        env={**os.environ, "PYTHONPATH": str(Path(gradtools.__file__).parents[1])},
+    )
+    assert ran.returncode == 0, ran.stderr
 
 
 # --- docstrings --------------------------------------------------------------------------

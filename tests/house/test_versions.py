@@ -95,6 +95,8 @@ def test_a_release_has_the_version_of_its_tag_no_relative_link_and_the_addresses
     assert len(targets) == len(re.findall(r"\]\(", before)) > 10
     assert all(re.match(r"https?://|#", target) for target in targets)
     assert "](https://host.invalid/gradtools/blob/v0.1.0/docs/tour.md)" in after
+    title, _, *badges = release["with_badges"](after, *address).splitlines()[:6]
+    assert title == "# gradtools" and all(re.match(r"\[!\[\w+\]\(https", x) for x in badges)
     pyproject = release["with_urls"]((ROOT / "pyproject.toml").read_text(), *address)
     assert tomllib.loads(pyproject)["project"]["urls"]["Issues"] == f"{address[0]}/issues"
     lines = {

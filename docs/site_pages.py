@@ -50,6 +50,7 @@ INTERNALS = (
         "accelerators.",
         "measured.",
         "upstream-bugs.",
+        "upstream/",
     ),
     *(
         "benchmarks/",

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 
+from tests.support import upstream_reports
 from tests.support.upstream_bugs_page import NAMED, PAGE, RIGHT, SHOWN, page, row_of
 
 UNSEEN = {  # which `checked` does not name: a complex silu, an error at one point alone
@@ -27,3 +30,16 @@ def test_plain_pytorch_is_wrong_and_checked_names_a_wrong_number(row, wrong):
 
 def test_the_page_is_what_its_script_writes():
     assert PAGE.read_text(encoding="utf-8") == page()
+
+
+@pytest.mark.slow
+def test_the_reports_are_what_their_script_writes():
+    kept = {path.name: path.read_text("utf-8") for path in upstream_reports.FOLDER.iterdir()}
+    assert kept == upstream_reports.pages()
+
+
+@pytest.mark.parametrize("report", upstream_reports.REPORTS, ids=lambda report: report.name)
+def test_a_report_shows_a_wrong_number(report):
+    printed = (upstream_reports.FOLDER / f"{report.name}.md").read_text("utf-8")
+    given, expected = map(float, re.findall(r"^[\w ]+: (\S+)$", printed, re.MULTILINE))
+    assert not abs(given - expected) <= 1e-3 * max(1, abs(expected))  # true for NaN

@@ -11,7 +11,8 @@ say how it ends::
     ```python title="pytest: test_port.py"                a file of that name, run by pytest
 
 What the page shows in a block of text behind "Output:" or "Output with PyTorch:", it must print.
-What imports a package of the extra ``integration`` is run with the tests of other packages.
+What imports a package of the extra ``integration`` is run with the tests of other packages. The
+programs of docs/upstream are run by `upstream_reports`.
 """
 
 from __future__ import annotations
@@ -37,6 +38,7 @@ import gradtools
 
 ROOT = Path(__file__).parents[2]
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
+PAGES = [page for page in PAGES if page.parent.name != "upstream"]
 FENCE = re.compile(
     r"^```python(?: title=\"(?:(\w[\w ]*): )?([^\"\n]*)\")?\n(.*?)^```"
     r"(?:\n\nOutput(?: with (PyTorch|JAX))?:\n\n```\n(.*?)^```)?",

@@ -130,6 +130,7 @@ TABLE = (
             GRADIENT_AGAIN: "torch.sinc(x - x0).sum()",
             TANGENT_OF_GRADIENT: "torch.sinc(x - x0).sum()",
         },
+        "torch#196703, torch#89459",
     ),
     Bug(
         "as_strided_scatter",
@@ -192,6 +193,7 @@ TABLE = (
             TANGENT_AGAIN: "torch.cumprod(x * torch.tensor([[1.0], [0.0], [1.0]], dtype=x.dtype), "
             "0).sum()"
         },
+        "torch#196701",
     ),
     Bug("softmax", {TANGENT_AGAIN: "(torch.softmax(x, 0) * x).sum()"}),
     Bug("log_softmax", {TANGENT_AGAIN: "(torch.log_softmax(x, 0) * x).sum()"}),

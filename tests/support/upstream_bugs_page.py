@@ -208,7 +208,8 @@ differences.
 
 In brackets: what plain PyTorch gives, if not another number. Right in gradtools: attention where
 gradtools chooses forward mode or a second derivative, and norms in forward mode and under its own
-`vmap`. The table is written by `python -m tests.support.upstream_bugs_page`.
+`vmap`. The table is written by `python -m tests.support.upstream_bugs_page`; what has "no report"
+is [written out](upstream/index.md) where a number is wrong.
 
 | wrong in PyTorch | derivative | found by `checked` | reported as |
 |---|---|---|---|

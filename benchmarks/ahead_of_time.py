@@ -215,15 +215,22 @@ def uses(target: Target, layers: int) -> dict[str, Cost]:
     return {"frozen": cost(step(gt.frozen), w, y, zs), "double backward": cost(plain, w, y, zs)}
 
 
-def contrastive(a: Any, b: Any) -> Any:
-    """The symmetric contrastive loss, computed from a chunk of rows of the scores at a time."""
+def contrastive(
+    a: Any, b: Any, size: int = CHUNK, gather: Callable[[Any], Any] | None = None
+) -> Any:
+    """The symmetric contrastive loss, computed from a chunk of rows of the scores at a time.
+
+    size: The number of rows in a chunk. gather: Gives every device all rows of a sharded array; a
+    chunk then has rows of every device.
+    """
 
     def losses(rows: Any, own: Any, others: Any) -> Any:
         scores = (rows @ others.T).astype(jnp.float32)
         return jax.nn.logsumexp(scores, 1) - (rows * own).sum(1).astype(jnp.float32)
 
-    each = gt.chunked(losses, CHUNK, in_axes=(0, 0, None))
-    return (each(a, b, b) + each(b, a, a)).mean() / 2
+    each = gt.chunked(losses, size, in_axes=(0, 0, None), interleaved=gather is not None)
+    every = gather or (lambda rows: rows)
+    return (each(a, b, every(b)) + each(b, a, every(a))).mean() / 2
 
 
 def contrast(target: Target, batch: int) -> dict[str, Cost]:
@@ -264,8 +271,11 @@ def meshes(target: Target, kind: str, board: str) -> Cost:
     size = CHUNK if kind == "shard_map" else CHUNK * grid.size
     in_chunks = gt.chunked(encode, size, in_axes=(None, 0), interleaved=True)
 
+    gather = jax.sharding.reshard if kind == "Explicit" else jax.lax.with_sharding_constraint
+
     def loss(w: Any, x: Any, y: Any) -> Any:
-        return contrastive(in_chunks(w, x), in_chunks(w, y))
+        features = in_chunks(w, x), in_chunks(w, y)
+        return contrastive(*features, size, lambda rows: gather(rows, PartitionSpec()))
 
     def on_each(w: Any, x: Any, y: Any) -> Any:
         gathered = lambda w: contrastive(*(gt.all_gather(in_chunks(w, z), "d") for z in (x, y)))

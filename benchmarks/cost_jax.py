@@ -310,7 +310,9 @@ def _accumulation() -> dict[str, Ways]:
         return jax.tree.map(lambda s: s / CHUNKS, total)
 
     def added(w: Any, v: Any, x: Any, t: Any, small: Any) -> Any:
-        return sum(jax.grad(mean)(w, c) * len(c) for c in split(x)) / len(x)
+        wide = jnp.promote_types(w.dtype, jnp.float32)
+        terms = (jax.grad(mean)(w, c).astype(wide) * len(c) for c in split(x))
+        return (sum(terms) / len(x)).astype(w.dtype)
 
     def accumulated(w: Any, v: Any, x: Any, t: Any, small: Any) -> Any:
         found = gt.GradientAccumulator()

@@ -381,6 +381,12 @@ def test_a_write_after_the_first_call_is_refused():
         f(jnp.zeros(2), jnp.asarray(1))
 
 
+def test_a_wrong_out_is_refused_in_a_traced_program():
+    f = bridge.to_jax(lambda t: t * 2, out=gj.ArraySpec((4,), "float32"))
+    with pytest.raises(Exception, match=r"expected shape \(4,\)"):
+        jax.block_until_ready(jax.jit(f)(jnp.ones(3, jnp.float32)))
+
+
 @pytest.mark.sampled(2, 4)
 @pytest.mark.parametrize(
     "f",

@@ -16,7 +16,6 @@ from itertools import takewhile
 from types import FrameType, FunctionType, TracebackType
 from typing import Any, TypeVar, cast
 
-from gradtools.arguments.keyword_hints import wrong_call
 from gradtools.code_origin import USER, is_our_frame, whose_frame
 from gradtools.errors import GradtoolsError
 
@@ -33,6 +32,8 @@ def user_facing(fun: F) -> F:
         try:
             return fun(*args, **kwargs)
         except Exception as error:
+            from gradtools.arguments.keyword_hints import wrong_call
+
             refusal = wrong_call(fun, error)
             if refusal is not None:
                 raise trimmed(refusal) from None

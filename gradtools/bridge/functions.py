@@ -56,6 +56,7 @@ class Foreign:
     ) -> None:
         self.guest, self.name, self.run, self.outs = guest, name, run, outs
         self.base: Any = base or self
+        self.is_derivative = base is not None
         self.entry = guest.entry(run)
         self._derived: dict[Any, Foreign] = {}
         self._signatures: dict[Any, ForeignSignature] = {}

@@ -140,7 +140,7 @@ class TorchGuest:
         of = signature.of
         base, known = of.base, of.base.touched
         stream = torch.get_rng_state() if known is None else None
-        if is_first := known is None and of is base:
+        if is_first := known is None and not of.is_derivative:
             ts, base.touched = [t.clone() for t in ts], set()
         try:
             outs = run(*ts)

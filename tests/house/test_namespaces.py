@@ -243,25 +243,6 @@ def test_the_wings_hold_files_of_the_same_names():
     assert all(any(name.startswith(folder) for name in alone) for folder in folders)
 
 
-def test_no_module_has_a_function_of_its_own_name():
-    """Nor does what a package exports hide one of its modules."""
-    for path in ROOT.rglob("*.py"):
-        names = {getattr(node, "name", "") for node in ast.parse(path.read_text()).body}
-        assert path.stem not in names, path
-        if path.name == "__init__.py":
-            rooms = {p.stem for p in path.parent.iterdir()}
-            assert rooms.isdisjoint(_imported(path)), path
-
-
-def _imported(path):
-    """The names that a file takes from elsewhere, less those of modules."""
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.ImportFrom):
-            folder = ROOT.parent / (node.module or "").replace(".", "/")
-            names = [(a.name, a.asname or a.name) for a in node.names]
-            yield from (new for old, new in names if not (folder / f"{old}.py").exists())
-
-
 def test_nothing_above_the_wings_imports_a_framework():
     for path in (*ROOT.glob("*.py"), *(ROOT / "arguments").glob("*.py")):
         for line in path.read_text().splitlines():
@@ -309,15 +290,6 @@ def test_a_class_has_its_name_to_itself_or_shares_it_with_its_twin_in_the_other_
         for files in shared.values()
     ]
     assert all(wing == ["jax", "torch"] for wing in wings), shared
-
-
-def test_no_module_shares_its_name_with_a_function():
-    modules, functions = {path.parent.name for path in ROOT.rglob("__init__.py")}, set[str]()
-    for path in ROOT.rglob("*.py"):
-        modules.add(path.stem)
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        functions |= {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    assert not modules & (functions | set(FUNCTIONS))
 
 
 @pytest.mark.parametrize("backend", gradtools.available_backends())

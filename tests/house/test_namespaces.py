@@ -55,32 +55,6 @@ def test_a_namespace_exports_exactly_the_names_of_the_design(gt):
     assert dir(gt) == sorted(gt.__all__)
 
 
-WITHDRAWN = {  # and a word of the sentence that says what to use
-    "attention": "scaled_dot_product_attention",
-    "contrastive_loss": "chunked over the rows of queries",
-    "dependence": "why_zero",
-    "graph_diff": r"gradtools\.testing\.first_divergence",
-    "guard_gradients": 'disconnected_inputs="strict"',
-    "jet": r"jax\.experimental\.jet",
-    "laplacian": r"jacobian\(grad\(f\)\)",
-    "linear_cross_entropy": "chunked over the tokens",
-    "measure": r"torch\.utils\.flop_counter",
-    "pairwise_reduce": "chunked over the rows",
-}
-
-
-@pytest.mark.parametrize(("name", "word"), WITHDRAWN.items())
-def test_a_withdrawn_name_says_what_to_use(name, word, gt):
-    for of in (gt, gt._api):
-        with pytest.raises(AttributeError, match=f"'{name}'. It was withdrawn: .*{word}"):
-            getattr(of, name)
-    assert name not in dir(gt)
-
-
-def test_every_withdrawn_name_is_in_the_table():
-    assert set(WITHDRAWN) == set(gradtools.api._GONE)
-
-
 def test_the_stub_names_what_a_namespace_exports():
     tree = ast.parse((ROOT / "public.pyi").read_text())
     named = [node.targets[0].id for node in tree.body if isinstance(node, ast.Assign)]

@@ -180,6 +180,8 @@ def _matrices(c: Case, p: Plain) -> Pairs:
 
 def _same(c: Case, p: Plain) -> Pairs:
     """Operators that change no number, to second order."""
+    if c.backend == "jax" and c.program.name in UNMAPPED:
+        return
     wraps = {
         "checkpoint": c.gt.checkpoint,
         "frozen": c.gt.frozen,
@@ -279,7 +281,7 @@ def near(found: Any, expected: Any, allowed: float) -> None:
         assert np.abs(a - b).max(initial=0) <= allowed * size
 
 
-@pytest.mark.sampled(torch=(160, 600), jax=(60, 600))
+@pytest.mark.sampled(torch=(120, 600), jax=(40, 220))
 @pytest.mark.parametrize("operator", OPERATORS)
 @pytest.mark.parametrize("name", [p.name for p in smooth_programs()])
 def test_an_operator_gives_the_plain_frameworks_numbers(backend_name, name, operator):

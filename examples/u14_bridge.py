@@ -13,8 +13,6 @@ import numpy as np
 from common import claim, difference, double_precision, flat, main
 from tqdm import trange
 
-from gradtools import GradtoolsError
-
 STEPS, DT = 40, 0.1
 TRUTH = np.array([0.8, 0.3])  # length, damping
 
@@ -103,24 +101,7 @@ def fitted(gt, backend):
     claim(
         f"from its slopes alone: loss {first:.1e} to {float(value):.1e}", float(value) < first / 5
     )
-    claim(f"what PyTorch would lose is refused: {refused()}", refused())
     return {"found": body, "by slopes": guess}
-
-
-def refused():
-    """What is said of a parameter that a bridged function holds."""
-    import jax
-    import jax.numpy as jnp
-    import torch
-
-    from gradtools import bridge
-
-    layer = torch.nn.Linear(2, 1)
-    try:
-        jax.grad(lambda x: bridge.to_jax(lambda x: layer(x))(x).sum())(jnp.ones(2, "float32"))
-    except GradtoolsError as error:
-        return str(error).partition(", and")[0]
-    return ""
 
 
 if __name__ == "__main__":

@@ -56,18 +56,6 @@ def show(gt, backend):
     after = float(penalty(w))
     claim(f"20 steps on the penalty: {before:.2f} to {after:.2f}", after < 0.8 * before)
 
-    # In chunks of the batch, at the memory of one chunk: the same gradients, joined.
-    def in_chunks(w, xs):
-        run = gt.chunked(
-            lambda xs: states_of(w, xs, lambda i, h: gt.retain_gradient(h, "state"))[0],
-            3,
-            in_axes=1,
-        )
-        return xp.mean((run(xs) @ readout - target) ** 2)
-
-    chunks = gt.retained_gradients(in_chunks)(weights, xs)[2]["state"]
-    apart = difference(flat(gt, chunks), flat(gt, state))
-    claim(f"in chunks of the batch they differ by {apart:.1e}", apart < 1e-12)
     return {"value": value, "grads": grads, "state": state, "after": w}
 
 

@@ -37,29 +37,7 @@ _OPERATORS = {
     "seeing.graphs.gradient_graphs:Graphing": "gradient_graph",
     "seeing.formulas.formulating:Formulating": "formula",
 }
-_GONE = {
-    "attention": "call the framework's scaled_dot_product_attention or dot_product_attention.",
-    "contrastive_loss": "compute the loss with chunked over the rows of queries.",
-    "dependence": "ask why_zero, which names the lines at which a gradient is lost.",
-    "graph_diff": "call gradtools.testing.first_divergence.",
-    "guard_gradients": 'pass disconnected_inputs="strict" to grad or value_and_grad.',
-    "jet": "nest grad or jvp, or call jax.experimental.jet in JAX.",
-    "laplacian": "take the trace of jacobian(grad(f)), or sum over hvp.",
-    "linear_cross_entropy": "compute the loss with chunked over the tokens.",
-    "measure": (
-        "count with torch.utils.flop_counter and torch.profiler, or with XLA's cost_analysis."
-    ),
-    "pairwise_reduce": "compute the reduction with chunked over the rows.",
-}
 _INSTEAD = {
-    "gather": "all_gather(x)",
-    "key": "random_key(seed)",
-    "split": "split_key(key, n)",
-    "functionalize": "make_functional(module)",
-    "known_gradient": "replace_gradient(x, dx)",
-    "microbatched": "microbatched_value_and_grad(f, chunk_size)",
-    "is_replaying": "is_recomputing()",
-    "Spec": "ArraySpec(shape, dtype)",
     "minimax": "minimax_value_and_grad(f, minimize, maximize)",
     "jacrev": 'jacobian(f, mode="reverse")',
     "jacfwd": 'jacobian(f, mode="forward")',
@@ -77,8 +55,7 @@ _PATH_OF = {
 
 def no_attribute(module: str, name: str) -> AttributeError:
     """The error of an unknown public name, with the name to write instead if there is one."""
-    more = f". It was withdrawn: {_GONE[name]}" if name in _GONE else ""
-    more = more or (f". Write {_INSTEAD[name]}." if name in _INSTEAD else "")
+    more = f". Write {_INSTEAD[name]}." if name in _INSTEAD else ""
     text = f"module {module!r} has no attribute {name!r}{more}"
     # with name and obj Python adds "Did you mean" if a similar name exists
     return AttributeError(text, name=name, obj=sys.modules.get(module))

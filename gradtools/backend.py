@@ -86,13 +86,11 @@ class Staged:
         run: Evaluates the trace. Called instead of the function, so that the user's code runs once.
         reverse_only: Whether it contains a rule without forward mode.
         jacobian_mode: The mode that takes fewer passes; "auto" if only an evaluation can decide.
-        forward_only: Whether it contains a loop without reverse mode.
     """
 
     run: Fun
     reverse_only: bool = False
     jacobian_mode: str = "auto"
-    forward_only: bool = False
 
 
 class LazyMember:

@@ -16,16 +16,12 @@ from itertools import takewhile
 from types import FrameType, FunctionType, TracebackType
 from typing import Any, TypeVar, cast
 
-from gradtools.arguments.keyword_hints import wrong_call
-from gradtools.code_origin import USER, is_our_frame, lines_of, whose_frame
+from gradtools.code_origin import USER, is_our_frame, whose_frame
 from gradtools.errors import GradtoolsError
 
 F = TypeVar("F", bound=Callable[..., Any])
 C = TypeVar("C", bound=type)
 FULL = "GRADTOOLS_FULL_TRACEBACK"
-
-# Hooks that a framework calls in place of an operation, and that call the operation again.
-_REDISPATCHES = ("__torch_function__", "__torch_dispatch__")
 
 
 def user_facing(fun: F) -> F:
@@ -36,6 +32,8 @@ def user_facing(fun: F) -> F:
         try:
             return fun(*args, **kwargs)
         except Exception as error:
+            from gradtools.arguments.keyword_hints import wrong_call
+
             refusal = wrong_call(fun, error)
             if refusal is not None:
                 raise trimmed(refusal) from None
@@ -134,45 +132,38 @@ def trimmed(error: Exception) -> Exception:
     """The error, with gradtools' own frames taken out of its traceback and of its causes'."""
     if os.environ.get(FULL, "0") in ("", "0"):
         for each, hidden in hidden_frames(error):
-            each.__traceback__ = _without(each.__traceback__, hidden)
+            entries, result = list(_entries(each)), None
+            for entry in reversed(entries):
+                if not any(entry.tb_frame is frame for frame in hidden):
+                    result = TracebackType(result, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+            each.__traceback__ = result
     return error
 
 
 def hidden_frames(error: BaseException) -> Iterator[tuple[BaseException, list[FrameType]]]:
     """The frames to hide, for an error and each of its causes and contexts.
 
-    Hidden are gradtools' own frames, a framework's frames between the user's innermost line and a
-    GradtoolsError, and all frames but the user's in the causes of a GradtoolsError. An unintended
-    error of gradtools' own code keeps its frames.
+    Hidden are gradtools' own frames, and those beneath the user's innermost line of a
+    GradtoolsError. An unintended error of gradtools' own code keeps its frames.
     """
     seen: list[BaseException] = []
-    todo: list[tuple[BaseException | None, bool, bool]] = [(error, False, False)]
+    todo: list[BaseException | None] = [error]
     while todo:
-        each, meant, refused = todo.pop()
+        each = todo.pop()
         if each is None or any(each is one for one in seen):
             continue
         seen.append(each)
-        refusal = isinstance(each, GradtoolsError)
-        frames = [frame for frame, _ in lines_of(each)]
-        made = next((f for f in frames if f.f_code.co_name not in _REDISPATCHES), None)
-        meant = meant or refusal or (made is not None and not is_our_frame(made))
-        todo += [(come, meant, refused or refusal) for come in (each.__cause__, each.__context__)]
-        hidden = [*filter(is_our_frame, frames)] if meant else []
-        if refused and not refusal:
-            hidden += [frame for frame in frames if whose_frame(frame) != USER]
-        elif refusal:  # beneath the user's innermost line
-            hidden += takewhile(lambda frame: whose_frame(frame) != USER, frames)
-        yield each, hidden
+        todo += each.__cause__, each.__context__
+        frames = [entry.tb_frame for entry in _entries(each)][::-1]  # innermost first
+        is_refusal = any(isinstance(one, GradtoolsError) for one in seen)
+        if not is_refusal and frames and is_our_frame(frames[0]):
+            continue
+        beneath = takewhile(lambda frame: whose_frame(frame) != USER, frames)
+        yield each, [*filter(is_our_frame, frames), *(beneath if is_refusal else ())]
 
 
-def _without(trace: TracebackType | None, hidden: list[FrameType]) -> TracebackType | None:
-    """A traceback without the entries of some frames."""
-    entries = []
+def _entries(error: BaseException) -> Iterator[TracebackType]:
+    trace = error.__traceback__
     while trace is not None:
-        if not any(trace.tb_frame is frame for frame in hidden):
-            entries.append(trace)
+        yield trace
         trace = trace.tb_next
-    result = None
-    for entry in reversed(entries):
-        result = TracebackType(result, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
-    return result

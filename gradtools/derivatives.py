@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Concatenate, Literal, TypeVar, overload
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, TypeVar, overload
 
 from gradtools.arguments.batches import Batch, shared_examples_named
 from gradtools.arguments.calls import NOT_NAMED, Call, call_of_primals
@@ -30,7 +30,9 @@ from gradtools.backend import Operators, P, R, T
 from gradtools.boundary import like_function
 from gradtools.disconnected_inputs import check_connected, is_missing
 from gradtools.freezing import Freezing
-from gradtools.gradient_types import Gradient, ValueAndGradient
+
+if TYPE_CHECKING:
+    from gradtools.gradient_types import Gradient, ValueAndGradient
 
 A = TypeVar("A")
 Argnums = int | Sequence[int]

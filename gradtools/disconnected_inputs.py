@@ -10,6 +10,7 @@ from __future__ import annotations
 import operator
 from collections.abc import Sequence
 from functools import partial
+from itertools import accumulate, pairwise
 
 from gradtools.arguments.calls import Call
 from gradtools.backend import Array, Backend, Evaluation
@@ -29,43 +30,27 @@ def check_connected(
 
     policy: A value of `disconnected_inputs`.
     """
-    arguments: list[tuple[int, range]] = []
-    caller, start = call.caller, 0
-    for i, count in zip(call.argnums, call.counts, strict=True):
-        if count:
-            arguments.append((i, range(start, start + count)))
-        start += count
+    caller, ends = call.caller, [*accumulate(call.counts, initial=0)]
+    arguments = [
+        (f"argument {i}", range(start, end))
+        for i, (start, end) in zip(call.argnums, pairwise(ends), strict=True)
+        if start < end
+    ]
     if not evaluation.checked:
-        for i, places in arguments:
+        for name, places in arguments:
             if all(grads[k] is None or backend.is_known_zero(grads[k]) for k in places):
                 warn(
-                    f"{caller}: the gradient of argument {i} is zero everywhere, and f "
+                    f"{caller}: the gradient of {name} is zero everywhere, and f "
                     "could not be traced to see whether the argument reaches the output (it "
                     "branches on values, or leaves the framework)."
                 )
         return
+    named = arguments
     if policy == "strict":
-        lost = [(path, k) for k, path in enumerate(call.paths) if grads[k] is None]
-    else:
-        lost = [
-            (f"argument {i}", places[0])
-            for i, places in arguments
-            if all(grads[k] is None for k in places)
-        ]
+        named = [(path, range(k, k + 1)) for k, path in enumerate(call.paths)]
+    lost = [(name, ks[0]) for name, ks in named if all(grads[k] is None for k in ks)]
     if not lost:
         return
-    cuts = [evaluation.where_lost(k) for _, k in lost]
-    places_cut = "; ".join(dict.fromkeys(cut for each in cuts for cut in each))
-    where = f" It is cut by {places_cut}." if places_cut else ""
-    where += (
-        " Remove that operation from the path, or replace it (see why_zero)."
-        if all(cuts)
-        else " It may be unused, stopped or detached, cast to an integer, compared, or it may "
-        "leave the framework (.item(), .numpy(), no_grad); why_zero names the operation."
-    )
-    fix = 'If zero is what you mean, pass disconnected_inputs="zeros".'
-    if caller not in _WITH_POLICY:
-        fix = "Leave it out of what is differentiated, or let it reach the output."
     names, verb = ", ".join(name for name, _ in lost), "does" if len(lost) == 1 else "do"
     if evaluation.nested:
         warn(
@@ -75,9 +60,18 @@ def check_connected(
             DisconnectedInputWarning,
         )
         return
-    message = (
-        f"{caller}: {names} {verb} not reach the output of f by a differentiable path.{where} {fix}"
+    places = dict.fromkeys(place for _, k in lost for place in evaluation.where_lost(k))
+    where = (
+        "It may be unused, stopped or detached, cast to an integer, compared, or it may leave the "
+        "framework (.item(), .numpy(), no_grad); why_zero names the operation."
     )
+    if places:
+        where = f"It is cut by {'; '.join(places)}."
+    fix = 'If zero is what you mean, pass disconnected_inputs="zeros".'
+    if caller not in _WITH_POLICY:
+        fix = "Leave it out of what is differentiated, or let it reach the output."
+    message = f"{caller}: {names} {verb} not reach the output of f by a differentiable path. "
+    message += f"{where} {fix}"
     if policy != "warn":
         raise DisconnectedInputError(message)
     warn(message, DisconnectedInputWarning)

@@ -7,13 +7,10 @@ g(h(x) + d) with respect to d at d = 0, so it takes no second pass, and is diffe
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import islice
 from typing import Any
-
-import numpy as np
 
 from gradtools.arguments.calls import Call
 from gradtools.arguments.checks import normalized_argnums
@@ -95,10 +92,11 @@ class RetainedGradients(Operators):
             A function of f's arguments that returns `(value, grads, retained)`, or
             `((value, aux), grads, retained)`. retained is a dict from name to a pytree like the
             marked value, with None at leaves that are not floating or complex. A name that occurs
-            several times (in a loop, a scan, a shared layer) gives its gradients stacked in order,
-            or as a list if their shapes differ. Under vmap the batch axis is in front. Gradients in
-            the chunks of one `chunked` call are joined along axis 0. A value that does not reach
-            the output gives zeros. All results are differentiable, as those of `grad`.
+            several times (in a loop, a scan, the chunks of `chunked`, a shared layer) gives its
+            gradients stacked in order, or as a list if their shapes differ; in JAX all steps of a
+            traced loop at one mark come before those at the next. Under vmap the batch axis is in
+            front. A value that does not reach the output gives zeros. All results are
+            differentiable, as those of `grad`.
 
         Raises:
             GradtoolsError: (on call) The output is not a real scalar, or an argument in argnums
@@ -127,10 +125,7 @@ class RetainedGradients(Operators):
                 f"retain_gradient: x is {describe(backend, x)}, and holds no floating or complex "
                 "array."
             )
-        cuts, index = tuple([chunk[0] for chunk in here.chunks]), here.next_index()
-        if here.tape is None and not cuts:
-            index = 0  # a trace that is compiled outside of `retained_gradients`
-        mark = Mark(name, treedef, tuple(places), len(leaves), cuts, index)
+        mark = Mark(name, treedef, tuple(places), len(leaves))
         for i, y in zip(places, backend.marked([leaves[i] for i in places], mark), strict=True):
             leaves[i] = y
         return backend.unflatten(treedef, leaves)
@@ -148,7 +143,7 @@ class RetainedGradients(Operators):
         pulled = evaluation.pullback([backend.ones_like(value)])
         left = iter(backend.filled(pulled, [*call.leaves, *likes]))
         trees = call.to_trees([*islice(left, len(call.leaves))])
-        retained = _joined(backend, [(m, [*islice(left, len(m.places))]) for m in marks])
+        retained = _by_name(backend, [(m, [*islice(left, len(m.places))]) for m in marks])
         aux = call.output(evaluation.outs, evaluation.extras)[1]
         result = (value, aux) if has_aux else value, trees if several else trees[0], retained
         return call.attaching(self._retained, f, argnums, has_aux, *args, **kwargs)(result)
@@ -156,76 +151,34 @@ class RetainedGradients(Operators):
 
 # --- several occurrences of a name ---------------------------------------------------------------
 
-Entry = tuple[Mark, list[Array]]
 
-
-def _joined(backend: Any, entries: list[Entry]) -> dict[str, Any]:
-    """The pytree of each name: chunks joined along the batch, then occurrences stacked."""
-    while depth := max((len(mark.chunks) for mark, _ in entries), default=0):
-        entries = _without_chunks(backend.xp, entries, depth)
+def _by_name(backend: Any, entries: list[tuple[Mark, list[Array]]]) -> dict[str, Any]:
+    """The pytree of each name; several occurrences are stacked, or listed if shapes differ."""
     retained = {}
     for name in dict.fromkeys(mark.name for mark, _ in entries):
-        own = [entry for entry in entries if entry[0].name == name]
-        first, shape = own[0][0], lambda mark, x: x.shape[len(mark.loops) :]
-        kinds = {(m.treedef, m.places, *(tuple(shape(m, x)) for x in xs)) for m, xs in own}
+        own = [
+            (m, xs, [tuple(x.shape[m.loops :]) for x in xs]) for m, xs in entries if m.name == name
+        ]
+        first, xs, _ = own[0]
         if len(own) == 1 and not first.loops:
-            retained[name] = _tree(backend, *own[0])
-        elif len(kinds) == 1:
-            rows = [[x.reshape((-1, *shape(m, x))) for x in xs] for m, xs in own]
-            columns = zip(*rows, strict=True)
+            retained[name] = _tree(backend, first, xs)
+            continue
+        steps = [
+            (m, [x.reshape((-1, *shape)) for x, shape in zip(xs, shapes, strict=True)])
+            for m, xs, shapes in own
+        ]
+        if len({(m.treedef, m.places, *shapes) for m, _, shapes in own}) == 1:
+            columns = zip(*[xs for _, xs in steps], strict=True)
             retained[name] = _tree(backend, first, [*map(backend.xp.concatenate, columns)])
         else:
             retained[name] = [
-                _tree(backend, m, list(xs))
-                for m, stacked in own
-                for xs in zip(*[x.reshape((-1, *shape(m, x))) for x in stacked], strict=True)
+                _tree(backend, m, x) for m, xs in steps for x in zip(*xs, strict=True)
             ]
     return retained
 
 
-def _tree(backend: Any, mark: Mark, xs: list[Array]) -> Any:
+def _tree(backend: Any, mark: Mark, xs: Sequence[Array]) -> Any:
     leaves = [None] * mark.size
     for i, x in zip(mark.places, xs, strict=True):
         leaves[i] = x
     return backend.unflatten(mark.treedef, leaves)
-
-
-def _without_chunks(xp: Any, entries: list[Entry], depth: int) -> list[Entry]:
-    """The entries, with those of the innermost chunks joined along axis 0 of the value."""
-    result, unfinished = list[Any](), dict[Mark, list[tuple[int, list[Array]]]]()
-    for mark, xs in entries:
-        if len(mark.chunks) < depth:
-            result.append((mark, None, xs))
-            continue
-        cut, loops, count = mark.chunks[-1], list(mark.loops), 1
-        if True in loops:  # a traced loop over several chunks
-            axis = len(loops) - 1 - loops[::-1].index(True)
-            count = xs[0].shape[axis]
-            del loops[axis]
-            xs = [_with_rows(xp.moveaxis(x, axis, len(loops)), len(loops)) for x in xs]
-        else:
-            xs = [x[..., None] if x.ndim == len(loops) else x for x in xs]
-        call = replace(mark, chunks=mark.chunks[:-1], loops=tuple(loops))
-        if call not in unfinished:
-            unfinished[call] = []
-            result.append((call, cut, unfinished[call]))
-        unfinished[call].append((count, xs))
-        if sum(n for n, _ in unfinished[call]) == cut.count:
-            del unfinished[call]
-    return [(m, xs if cut is None else _concatenated(xp, m, cut, xs)) for m, cut, xs in result]
-
-
-def _with_rows(x: Array, axis: int) -> Array:
-    """x with this axis, over chunks, merged with the next one, the rows of each chunk."""
-    shape = tuple(x.shape)
-    return x.reshape((*shape[:axis], -1, *shape[axis + 2 :]))
-
-
-def _concatenated(xp: Any, mark: Mark, cut: Any, parts: list[tuple[int, list[Array]]]) -> Any:
-    axis = len(mark.loops)
-    full = [xp.concatenate(xs, axis=axis) for xs in zip(*[xs for _, xs in parts], strict=True)]
-    if not cut.interleaved:
-        return full
-    order = np.argsort([row for rows in cut.rows for row in rows])
-    whole = (slice(None),) * axis
-    return [x[(*whole, order)] if x.shape[axis] == cut.size else x for x in full]

@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from itertools import accumulate, pairwise
+from itertools import accumulate, compress, pairwise, starmap
 from typing import Any, Literal
 
 from gradtools.arguments.batches import axis_moved
@@ -66,8 +66,9 @@ class Jacobians(Operators):
             sparsity: Of an f from one array to one array: where its Jacobian may differ from zero,
                 a sparse matrix of SciPy, PyTorch or JAX (BCOO) or a boolean array, with one row
                 for each entry of the output and one column for each of the input, or of the
-                Jacobian's shape. Columns, rows or both are coloured, so a banded Jacobian takes as
-                many products as it has bands. It needs `pip install "gradtools[sparse]"`.
+                Jacobian's shape. Columns or rows are coloured, so a banded Jacobian takes as many
+                products as it has bands. An entry that the pattern omits is added to another one.
+                It needs `pip install "gradtools[sparse]"`.
 
         Returns:
             A function of f's arguments. For an output leaf of shape s and an input leaf of shape
@@ -78,8 +79,7 @@ class Jacobians(Operators):
         Raises:
             GradtoolsError: An input is complex (its Jacobian is not a complex matrix: use pairs of
                 real arrays, or `hvp`, `jvp` and `vjp`, which are real-linear); the mode is
-                unknown; the chunk size is below 1; the pattern omits a nonzero entry, as a product
-                with a random vector shows (under `jax.jit` the entries then are NaN).
+                unknown; the chunk size is below 1; the pattern has another shape.
 
         Example:
             >>> x = gt.asarray(np.float32([1.0, 2.0]))
@@ -122,13 +122,10 @@ class Jacobians(Operators):
         rows = blocks(backend, fun, call.leaves, mode, chunk_size)
         if is_auto:  # the dtype must not depend on which mode the output's size selects
             for row in rows:
-                for k, (x, block) in enumerate(zip(call.leaves, row, strict=True)):
-                    if not backend.is_complex(block):
-                        row[k] = block if block.dtype == x.dtype else backend.cast(block, x)
-                        continue
-                    real, imaginary = backend.cast(block.real, x), backend.cast(block.imag, x)
-                    if real.dtype != block.real.dtype:
-                        row[k] = real + 1j * imaginary
+                row[:] = [
+                    _of_precision(backend, block, x)
+                    for block, x in zip(row, call.leaves, strict=True)
+                ]
         call.refuse_changes()
         trees = [call.to_trees(row) for row in rows]
         if not isinstance(argnums, tuple | list):
@@ -157,8 +154,7 @@ class Jacobians(Operators):
             tangents: The same structure, shapes and dtypes.
             mode: "forward_over_reverse" (a jvp of the gradient), "reverse_over_reverse" (a vjp
                 of it), or "auto": the latter in PyTorch, the former in JAX unless f holds a
-                reverse-only edit. In JAX an f with a `while_loop`, which has no reverse mode, is
-                differentiated forward over forward.
+                reverse-only edit.
 
         Returns:
             `(gradient, product)`, each a tuple with one pytree for each primal.
@@ -179,7 +175,7 @@ class Jacobians(Operators):
         call = call_of_primals(self._backend, "hvp", f, primals)
         flat_tangents = call.from_trees(tangents, "tangent")
         mode, fun = second_order_mode(call, mode)
-        gradient = self._flat_gradient(call, fun, mode)
+        gradient = self._flat_gradient(call, fun)
         if mode.startswith("forward"):
             grads, extras, products = self._backend.jvp(gradient, call.leaves, flat_tangents)
         else:
@@ -231,12 +227,12 @@ class Jacobians(Operators):
         call = Call(self._backend, "hessian", f, args, kwargs, positions)
         _refuse_complex(self._backend, call)
         chosen, fun = second_order_mode(call, mode)
-        gradient = self._flat_gradient(call, fun, chosen)
+        gradient = self._flat_gradient(call, fun)
         if sparsity is not None:
-            from gradtools.sparse_jacobians import sparse_hessian
+            from gradtools.sparse_jacobians import sparse_jacobian
 
-            uncompiled = self._backend.compiler.uncompiled
-            return uncompiled(sparse_hessian, call, gradient, sparsity, chosen.split("_")[0])
+            of = call, gradient, sparsity, chosen.split("_")[0], None, True
+            return self._backend.compiler.uncompiled(sparse_jacobian, *of)
         row_blocks = blocks(self._backend, gradient, call.leaves, chosen.split("_")[0], None)
         call.refuse_changes()
         rows = [call.to_trees(row) for row in row_blocks]
@@ -246,25 +242,18 @@ class Jacobians(Operators):
             hessian = call.to_trees([row[0] for row in rows])[0]
         return call.attaching(self._hessian_at, f, argnums, mode, None, *args, **kwargs)(hessian)
 
-    def _flat_gradient(self, call: Call, fun: Fun, mode: str) -> Fun:
+    def _flat_gradient(self, call: Call, fun: Fun) -> Fun:
         """The gradient of a call as a function of flat arrays; `fun` evaluates the call."""
-
-        def pushed(*leaves: Array) -> tuple[list[Array], list[Array]]:
-            rows = blocks(self._backend, fun, list(leaves), "forward", None)
-            if len(rows) != 1 or [g.shape for g in rows[0]] != [x.shape for x in leaves]:
-                call.scalar(*fun(*leaves))  # which raises
-            return rows[0], []
 
         def gradient(*leaves: Array) -> tuple[list[Array], list[Array]]:
             grads, extras = gradient_at(call, fun, leaves, call.leaves)
             return grads, extras if call.opened is not None else []
 
-        chosen = pushed if mode == "forward_over_forward" else gradient
-        chosen.caller, chosen.call = call.caller, call  # type: ignore[attr-defined]
-        chosen.plain_kernels = True  # type: ignore[attr-defined]
-        chosen.own, chosen.is_deferred = call.own, call.is_deferred  # type: ignore[attr-defined]
+        flat: Any = gradient
+        flat.caller, flat.call, flat.plain_kernels = call.caller, call, True
+        flat.own, flat.is_deferred = call.own, call.is_deferred
         call.is_deferred = bool  # False: the gradient keeps its graph
-        return chosen
+        return flat
 
 
 def second_order_mode(call: Call, mode: str) -> tuple[str, Fun]:
@@ -273,10 +262,7 @@ def second_order_mode(call: Call, mode: str) -> tuple[str, Fun]:
     if mode != "auto" or backend.hvp_mode == "reverse_over_reverse":
         return (backend.hvp_mode if mode == "auto" else mode), call
     staged = backend.stage(call, call.leaves)
-    mode = "reverse_over_reverse" if staged.reverse_only else "forward_over_reverse"
-    if staged.forward_only and not any(map(backend.is_complex, call.leaves)):
-        mode = "forward_over_forward"
-    return mode, staged.run
+    return ("reverse_over_reverse" if staged.reverse_only else backend.hvp_mode), staged.run
 
 
 def gradient_at(
@@ -315,9 +301,8 @@ def blocks(
         through the transposed pullback.
     """
     if mode == "forward":
-        restart = backend.restarting(
-            fun, leaves, -(-_size(leaves) // chunk_size) if chunk_size else 1
-        )
+        passes = -(-_size(leaves) // chunk_size) if chunk_size else 1
+        restart = backend.restarting(fun, leaves, passes)
 
         def pushed(tangents: list[Array]) -> list[Array]:
             restart()
@@ -340,65 +325,69 @@ def _rows(
     backend: Backend, evaluation: Evaluation, leaves: list[Array], chunk_size: int | None
 ) -> list[list[Array]]:
     """The blocks by pulling the unit cotangents of all outputs back as one batch."""
-    outs, full = evaluation.outs, [x for x in leaves if not _is_empty(x)]
-    ends = [*accumulate([math.prod(y.shape) for y in outs], initial=0)]
+    outs = evaluation.outs
+    bases, parts = _unit_vectors(backend, outs)
+    full = [0 not in x.shape for x in leaves]  # jax.lax.map takes no empty results in batches
 
     def pull(*units: Array) -> list[Array]:
-        pulled = evaluation.pullback([*units])
-        return [g for g in backend.filled(pulled, leaves) if not _is_empty(g)]
+        return [*compress(backend.filled(evaluation.pullback([*units]), leaves), full)]
 
-    rows: list[Array] = []
-    if full and ends[-1]:
-        pairs = [*zip(outs, pairwise(ends), strict=True)]
-        bases = [backend.unit_basis(y, start, ends[-1] - end) for y, (start, end) in pairs]
-        rows = backend.map_batches(pull, bases, chunk_size)
-        are_complex = [*map(backend.is_complex, outs)]
-        if any(are_complex):  # the inputs are real: each part has its own pullback
-            pairs_of = zip(bases, are_complex, strict=True)
-            parts = [1j * b if c else backend.zeros_like(b) for b, c in pairs_of]
-            imaginary = backend.map_batches(pull, parts, chunk_size)
+    rows = imaginary = backend.map_batches(pull, bases, chunk_size) if any(full) else []
+    are_complex = [*map(backend.is_complex, outs)]
+    if rows and any(are_complex):  # the inputs are real: each part has its own pullback
+        pairs = zip(bases, are_complex, strict=True)
+        bases = [1j * b if c else backend.zeros_like(b) for b, c in pairs]
+        imaginary = backend.map_batches(pull, bases, chunk_size)
     table = []
-    for y, (start, end) in zip(outs, pairwise(ends), strict=True):
-        cut = [x[start:end] for x in rows]
-        if cut and backend.is_complex(y):
-            pairs_of_parts = zip(cut, imaginary, strict=True)
-            cut = [re + 1j * im[start:end] for re, im in pairs_of_parts]
-        left, row = iter(cut), []
-        for x in leaves:
-            empty = y if _is_empty(y) else x if _is_empty(x) else None
-            # An empty output has rows too, of no entries.
-            block = backend.zeros_like(x) if _is_empty(x) else next(left, y)
-            block = block if empty is None else backend.zeros_like(empty)
-            row.append(block.reshape((*y.shape, *x.shape)))
-        table.append(row)
+    for y, part, is_complex in zip(outs, parts, are_complex, strict=True):
+        cut = [x[part] for x in rows]
+        if is_complex:
+            cut = [re + 1j * im[part] for re, im in zip(cut, imaginary, strict=True)]
+        left = iter(cut)
+        row = [
+            next(left) if f else backend.zeros_like(x) for x, f in zip(leaves, full, strict=True)
+        ]
+        table.append([b.reshape((*y.shape, *x.shape)) for b, x in zip(row, leaves, strict=True)])
     return table
-
-
-def _size(xs: list[Array]) -> int:
-    return sum([math.prod(x.shape) for x in xs])
 
 
 def _columns(
     backend: Backend, push: Push, leaves: list[Array], chunk_size: int | None
 ) -> list[list[Array]]:
     """The blocks by pushing the unit tangents of all leaves as one batch."""
-    ends = [*accumulate([math.prod(x.shape) for x in leaves], initial=0)]
-    count = ends[-1]
-    if count:
-        pairs = zip(leaves, pairwise(ends), strict=True)
-        bases = [backend.unit_basis(x, start, count - end) for x, (start, end) in pairs]
-    else:  # one empty tangent, for the outputs' shapes
-        bases = [x.reshape((1, *x.shape)) for x in leaves]
+    bases, parts = _unit_vectors(backend, leaves)
     mapped = backend.map_batches(lambda *units: push([*units]), bases, chunk_size, one_draw=True)
-    last = [axis_moved(backend, column[:count], 0, -1) for column in mapped]
+    last = [axis_moved(backend, column[: _size(leaves)], 0, -1) for column in mapped]
     return [
         [
-            column[..., start:end].reshape((*column.shape[:-1], *x.shape))
-            for x, (start, end) in zip(leaves, pairwise(ends), strict=True)
+            column[..., part].reshape((*column.shape[:-1], *x.shape))
+            for x, part in zip(leaves, parts, strict=True)
         ]
         for column in last
     ]
 
 
-def _is_empty(x: Array) -> bool:
-    return 0 in x.shape
+def _unit_vectors(backend: Backend, xs: list[Array]) -> tuple[list[Array], list[slice]]:
+    """A batch of all unit vectors of the xs taken together, and the part of it for each of them.
+
+    If the xs have no entries, the batch has one row, which belongs to none of them: it shows the
+    shapes of the results.
+    """
+    ends = [*accumulate([math.prod(x.shape) for x in xs], initial=0)]
+    count, parts = ends[-1], [*starmap(slice, pairwise(ends))]
+    if not count:
+        return [x.reshape((1, *x.shape)) for x in xs], parts
+    pairs = zip(xs, parts, strict=True)
+    return [backend.unit_basis(x, p.start, count - p.stop) for x, p in pairs], parts
+
+
+def _of_precision(backend: Backend, block: Array, x: Array) -> Array:
+    """A real or complex block with entries of the precision of a real x."""
+    if not backend.is_complex(block):
+        return backend.cast(block, x)
+    real = backend.cast(block.real, x)
+    return block if real.dtype == block.real.dtype else real + 1j * backend.cast(block.imag, x)
+
+
+def _size(xs: list[Array]) -> int:
+    return sum([math.prod(x.shape) for x in xs])

@@ -166,7 +166,7 @@ class Chunks:
         outputs = Outputs(backend, batch.caller, out_axes, cut, any(flat.is_list for flat in every))
         call = ChunkFunction(
             backend, f, batch.keywords, plans, keys, containers, carry_def if trees else None,
-            outputs, ChunkedCall(batch.caller, cut),
+            outputs, ChunkedCall(batch.caller),
         )  # fmt: skip
         names = [f"{carry.name}{p}" for carry in carries for p in backend.leaf_paths(carry.value)]
         return cls(

@@ -96,11 +96,11 @@ def _named(
         if p.kind in _VARIADIC:
             variadic.add(p.name)
     for key in keywords:
-        if key in variadic or key not in places:
+        if key not in places:  # one that **kwargs takes
             places[key] = [key]
-            variadic.discard(key)
     axes_by_key: dict[int | str, Any] = {}
-    for name, axes in sorted(in_axes.items(), key=lambda item: item[0] in variadic):
+    # *args and **kwargs first, then those of them that other entries name.
+    for name, axes in sorted(in_axes.items(), key=lambda item: item[0] not in variadic):
         if name not in places:
             known = [p.name for p in parameters]
             known += [key for key in keywords if key not in known]
@@ -111,20 +111,7 @@ def _named(
                 f"{listed if known else 'It has no named parameters'}; name one of them, or pass "
                 "what you mean by keyword."
             )
-        keys = places[name]
-        if name in variadic:  # *args or **kwargs, without those that other entries name
-            keys = [key for key in keys if key not in axes_by_key]
-        if name not in variadic or axes is None or isinstance(axes, int):
-            axes_by_key |= dict.fromkeys(keys, axes)
-        elif type(axes) is dict and axes.keys() <= set(keys):
-            axes_by_key |= axes
-        elif isinstance(axes, tuple | list) and len(axes) == len(keys):
-            axes_by_key |= dict(zip(keys, axes, strict=True))
-        else:
-            raise GradtoolsError(
-                f"{caller}: in_axes[{name!r}] is {axes!r} for {len(keys)} arguments; expected an "
-                "integer, None, or one entry for each of them."
-            )
+        axes_by_key |= dict.fromkeys(places[name], axes)
     return axes_by_key
 
 

@@ -21,8 +21,6 @@ _NESTS = "leave it out; derivatives nest, and in PyTorch what requires grad give
 _COMPLEX = (
     "leave it out; grad of a real f takes complex arguments, and vjp and jvp take a complex f, too"
 )
-_CHUNKS = "leave it out; chunk_size= sets how much memory a chunk takes"
-_SELECT = "wrap f: chunked(lambda *args: f(*args).hidden, chunk_size)"
 _RANKS = "add each rank's gradients to a GradientAccumulator; its mean takes group= and axis_name="
 _HINTS: dict[str, str | dict[str, str]] = {
     "nondiff_argnums": _STATIC,
@@ -48,20 +46,9 @@ _HINTS: dict[str, str | dict[str, str]] = {
     "concrete": _WHOLE,
     "batch_size": "write chunk_size=",
     "chunks": "write chunk_size=, the number of examples in a chunk",
-    "keep_graphs": _CHUNKS,
-    "memory_budget": {
-        "chunked": _CHUNKS,
-        "frozen": "leave it out; use G itself where its graph fits into memory",
-    },
-    "select": _SELECT,
     "group": {"microbatched_value_and_grad": _RANKS},
     "axis_name": {"microbatched_value_and_grad": _RANKS},
     "verify": "leave it out; nothing is computed again",
-    "retain": _CHUNKS,
-    "outputs": _SELECT,
-    "temperature": "write logit_scale=1 / temperature",
-    "temp": "write logit_scale=1 / temperature",
-    "tau": "write logit_scale=1 / tau",
     "result_shape_dtypes": "write out=ArraySpec(shape, dtype)",
     "vmap_method": "write vectorized=True, or leave it out for one call for each example",
 }

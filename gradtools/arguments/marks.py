@@ -1,4 +1,4 @@
-"""The marks of `retain_gradient` in a program, and where they are in the chunks of a batch.
+"""The marks of `retain_gradient` in a program.
 
 While `retained_gradients` evaluates f, a mark computes y = x + d with an array d of negative zeros,
 so that y has x's bits, and the cotangent at y is the gradient with respect to d. `MarkedValues`
@@ -17,8 +17,6 @@ from typing import Any
 
 from gradtools.backend_arrays import Array
 
-Chunk = tuple[Any, int, int]  # the Partition of a chunked call, its index, the chunk's number
-
 
 @dataclass(frozen=True)
 class Mark:
@@ -29,51 +27,51 @@ class Mark:
         treedef: The structure of the marked value.
         places: Which leaves of the value are floating or complex.
         size: How many leaves the value has.
-        chunks: The `Partition` of each chunked call around it, outermost first.
-        index: How many marks come before it in the same chunk.
-        loops: The leading axes of its arrays: for each whether it is a loop over chunks.
+        loops: The number of leading axes of its arrays, one for each traced loop around it.
     """
 
     name: str
     treedef: Any
     places: tuple[int, ...]
     size: int
-    chunks: tuple[Any, ...] = ()
-    index: int = 0
-    loops: tuple[bool, ...] = ()
+    loops: int = 0
 
 
 class MarkedValues:
     """The marks of one evaluation, in order, and their arrays."""
 
     def __init__(self) -> None:
-        self.marks: list[Mark] = []
-        self._arrays: dict[Any, list[Array]] = {}  # by the place of the mark
+        self._found: dict[Any, tuple[Mark, list[Array]]] = {}  # by place
+
+    @property
+    def marks(self) -> list[Mark]:
+        """All marks, in order."""
+        return [mark for mark, _ in self._found.values()]
 
     @property
     def arrays(self) -> list[Array]:
         """The arrays of all marks, in order."""
-        return [x for xs in self._arrays.values() for x in xs]
+        return [x for _, xs in self._found.values() for x in xs]
 
     def replace(self, arrays: Sequence[Array]) -> None:
         """Supplies other arrays, in the same order."""
         left = iter(arrays)
-        self._arrays = {k: [*islice(left, len(xs))] for k, xs in self._arrays.items()}
+        pairs = self._found.items()
+        self._found = {place: (m, [*islice(left, len(xs))]) for place, (m, xs) in pairs}
 
     def arrays_of(self, mark: Mark, make: Callable[[], list[Array]]) -> list[Array]:
         """The arrays of the mark that is evaluated now."""
-        place = tuple([chunk[1:] for chunk in here.chunks]), mark.index
-        if place not in self._arrays:
-            self._arrays[place] = make()
-            self.marks.append(mark)
-        return self._arrays[place]
+        place = *here.place, here.next_index()
+        if place not in self._found:
+            self._found[place] = mark, make()
+        return self._found[place][1]
 
 
 class _Marking(threading.local):
     """Where this thread is. Class attributes are read fastest."""
 
     tape: MarkedValues | None = None  # of the `retained_gradients` that evaluates f
-    chunks: tuple[Chunk, ...] = ()  # the chunks around, outermost first
+    place: tuple[int, ...] = ()  # the indices of the chunked calls around, and of their chunks
     count = 0  # the marks and chunked calls before, in the same chunk
 
     def next_index(self) -> int:
@@ -81,13 +79,13 @@ class _Marking(threading.local):
         return self.count - 1
 
     @contextmanager
-    def moved(self, tape: MarkedValues | None, chunks: tuple[Chunk, ...]) -> Iterator[None]:
-        before = self.tape, self.chunks, self.count
-        self.tape, self.chunks, self.count = tape, chunks, 0
+    def moved(self, tape: MarkedValues | None, place: tuple[int, ...]) -> Iterator[None]:
+        before = self.tape, self.place, self.count
+        self.tape, self.place, self.count = tape, place, 0
         try:
             yield
         finally:
-            self.tape, self.chunks, self.count = before
+            self.tape, self.place, self.count = before
 
 
 here = _Marking()
@@ -96,12 +94,11 @@ here = _Marking()
 class ChunkedCall:
     """The place of one chunked call among the marks; `at(i)` is a context around its chunk i."""
 
-    def __init__(self, caller: str, cut: Any) -> None:
+    def __init__(self, caller: str) -> None:
         # A rule differentiates a frozen function, so its marks have no gradient.
         self._tape = None if caller == "frozen" else here.tape
-        self._cut, self._around = cut, here.chunks
-        self._index = here.next_index()
+        self._place = *here.place, here.next_index()
 
     def at(self, number: int) -> Any:
         """A context around f at this chunk."""
-        return here.moved(self._tape, (*self._around, (self._cut, self._index, number)))
+        return here.moved(self._tape, (*self._place, number))

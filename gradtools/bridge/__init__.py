@@ -37,8 +37,8 @@ def to_jax(f: Callable[..., Any], *, out: Any = None, train: bool | None = None)
     The result supports both modes of differentiation in any mix, jit, vmap, scan and checkpoint.
     Outside of jit, f is called directly on the memory of its arguments; in a traced program it is a
     host callback, and arrays pass through the host's memory. f must be a pure function of its
-    arguments, because each derivative calls it again. In-place writes to an argument do not change
-    the JAX array.
+    arguments, because each derivative calls it again; what it captures is a constant. In-place
+    writes to an argument do not change the JAX array.
 
     Args:
         f: A function from pytrees of tensors (floating, complex, integer, bool; also bfloat16) to
@@ -57,11 +57,9 @@ def to_jax(f: Callable[..., Any], *, out: Any = None, train: bool | None = None)
         names, copied from it; `key` is a JAX key. Without x64, integers of the state have 32 bits.
 
     Raises:
-        GradtoolsError: f is not a function. (On call) f draws from PyTorch's global generator,
-            returns other numbers for the same arguments, or writes to a buffer that it closes
-            over; it is differentiated and a tensor that it closes over requires grad; it returns
-            64 bits and x64 is off; in a traced program, its shapes cannot be inferred and `out` is
-            None. Under jit JAX's error contains the text.
+        GradtoolsError: f is not a function. (On call) f draws from PyTorch's global generator; it
+            returns 64 bits and x64 is off; in a traced program, its shapes cannot be inferred and
+            `out` is None, or differ from it. Under jit JAX's error contains the text.
 
     Example:
         >>> import jax, jax.numpy as jnp, torch

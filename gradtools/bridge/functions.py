@@ -15,14 +15,14 @@ outlives a call.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
 import numpy as np
 
 from gradtools.arguments.static_arguments import Parameters
-from gradtools.arguments.wording import in_words, name_of
+from gradtools.arguments.wording import name_of
 from gradtools.custom_rules import CustomRule
 from gradtools.custom_structure import Specialization
 from gradtools.errors import GradtoolsError
@@ -42,9 +42,8 @@ class Foreign:
         guest: The framework of the function.
         name: The function's name in messages.
         run: The function of the guest's arrays.
-        base: The function of which it is a derivative, whose arguments come first; or itself.
         outs: A function from the inputs' ArraySpecs to the outputs'.
-        arity: For a derivative, the number of arguments of `base`.
+        base: The function of which it is a derivative, or itself.
     """
 
     def __init__(
@@ -53,15 +52,11 @@ class Foreign:
         name: str,
         run: Run,
         outs: Callable[..., Any],
-        base: Foreign | None = None,
-        arity: int = 0,
+        base: FlatBridged | None = None,
     ) -> None:
         self.guest, self.name, self.run, self.outs = guest, name, run, outs
-        self.base = base or self
-        self.arity = arity
-        self.fun: Any = None  # the author's function; None for a derivative
-        self.check: Callable[[Any, list[ArraySpec]], None] | None = None  # against the author's out
-        self.copies = set[int]()  # arguments of which it gets copies, as it writes or keeps them
+        self.base: Any = base or self
+        self.is_derivative = base is not None
         self.entry = guest.entry(run)
         self._derived: dict[Any, Foreign] = {}
         self._signatures: dict[Any, ForeignSignature] = {}
@@ -84,22 +79,17 @@ class Foreign:
         found = self._signatures.get(ins)
         return found or _kept(self._signatures, ins, ForeignSignature(self, ins))
 
-    def at_once(self, xs: Sequence[Array]) -> list[Array] | None:
-        """The outputs if xs are concrete and the program is not traced; else None."""
-        if not self.guest.are_plain(xs):
-            return None
-        return self.guest.called(self.signature(xs), self.entry, xs)
-
     def applied(self, *xs: Array) -> list[Array]:
         """The outputs, differentiated by the rule."""
-        ys = self.at_once(xs)
-        return self.guest.host.apply_rule(self.rule, *xs) if ys is None else ys
+        if self.guest.are_plain(xs):
+            return self.value(*xs)
+        return self.guest.host.apply_rule(self.rule, *xs)
 
     def value(self, *xs: Array) -> list[Array]:
         """The outputs as the host's arrays, without derivatives."""
-        if (ys := self.at_once(xs)) is not None:
-            return ys
         signature, host = self.signature(xs), self.guest.host
+        if self.guest.are_plain(xs):
+            return self.guest.called(signature, self.entry, xs)
         call, arrays = signature.kernel.bind(host, xs)
         return list(host.call_kernel(call, arrays))
 
@@ -113,15 +103,13 @@ class Foreign:
             return spread(pushed, self.signature(xs).inexact)
 
         def cotangent(xs: Entries, cts: Entries) -> list[Any]:
-            moving, pull = self.signature(xs).pull(tuple([ct is not None for ct in cts]))
-            if pull is None:
+            moving = tuple(map(_is_inexact, self.signature(xs).ins))
+            given = tuple([ct is not None for ct in cts])
+            if not any(moving) or not any(given):
                 return [None] * len(xs)
-            return spread(pull.applied(*xs, *_present(cts)), moving)
+            return spread(self.vjp(moving, given).applied(*xs, *_present(cts)), moving)
 
-        def reaches(*specs: ArraySpec) -> Sequence[Mask] | None:
-            return self.signature_of(specs).reach if self.base is self else None
-
-        return Rule(self.name, self.value, tangent, cotangent, reaches=reaches)
+        return Rule(self.name, self.value, tangent, cotangent)
 
     def jvp(self, moving: Mask) -> Foreign:
         """The function (inputs, tangents of the moving ones) -> tangents of inexact outputs."""
@@ -175,9 +163,7 @@ class Foreign:
     def _of(self, which: str, masks: Any, run: Run, outs: Callable[..., Any]) -> Foreign:
         result = self._derived.get((which, masks))
         if result is None:
-            arity = self.arity or len(masks[0])
-            name = f"{self.name}'s {which}"
-            made = Foreign(self.guest, name, run, outs, self.base, arity)
+            made = Foreign(self.guest, f"{self.name}'s {which}", run, outs, self.base)
             result = _kept(self._derived, (which, masks), made)
         return result
 
@@ -189,66 +175,25 @@ class ForeignSignature:
     Attributes:
         of: The function.
         ins: The inputs' ArraySpecs.
-        seen: Whether its first call was checked; false for a derivative.
-        written: The arguments that it writes in place or keeps.
-        held: The buffers that it closes over and might write, by name.
-        captured: The error if it closes over a tensor that requires grad, else empty.
     """
 
     of: Foreign
     ins: tuple[ArraySpec, ...]
-    seen: bool = False
-    written: tuple[int, ...] = ()
-    held: dict[str, Any] = field(default_factory=dict)
-    captured: str = ""
-    _pulls: dict[Mask, tuple[Mask, Foreign | None]] = field(default_factory=dict)
-
-    @cached_property
-    def base(self) -> ForeignSignature:
-        """The signature of the function of which this is a derivative, or itself."""
-        base = self.of.base
-        return self if base is self.of else base.signature_of(self.ins[: self.of.arity])
 
     @cached_property
     def outs(self) -> list[ArraySpec]:
-        """The outputs' ArraySpecs, inferred without running the function."""
+        """The outputs' ArraySpecs: of the first call, or inferred without running the function."""
         return self.of.outs(self.ins)
 
-    @property
-    def has_outs(self) -> bool:
-        """Whether the outputs' ArraySpecs are known, and there is no author's `out` to check."""
-        return "outs" in vars(self) and self.of.check is None
-
-    def set_outs(self, outs: list[ArraySpec]) -> None:
-        """Records the outputs' ArraySpecs; raises if they differ from the author's `out`."""
-        if self.of.check is not None:
-            self.of.check(self.ins, outs)
-        self.outs = outs
+    def record(self, run: Run, outs: list[ArraySpec]) -> None:
+        """Notes the outputs' ArraySpecs after a call, unless `run` is mapped."""
+        if run is self.of.entry:
+            vars(self).setdefault("outs", outs)
 
     @cached_property
     def inexact(self) -> Mask:
         """Which outputs are floating or complex."""
         return tuple(map(_is_inexact, self.outs))
-
-    @cached_property
-    def reach(self) -> Sequence[Mask] | None:
-        """Which input reaches which output by a differentiable path; None: each reaches all.
-
-        None for a derivative: one that does not depend on an input is constant in it, not cut.
-        """
-        return self.of.guest.reach(self.of, self.ins) if self.base is self else None
-
-    def pull(self, given: Mask) -> tuple[Mask, Foreign | None]:
-        """Which inputs get a cotangent if these outputs have one, and the function for it."""
-        result = self._pulls.get(given)
-        if result is None:
-            moving = tuple(map(_is_inexact, self.ins))
-            if self.reach is not None:
-                rows = [row for row, g in zip(self.reach, given, strict=True) if g]
-                moving = tuple([m and any(row[i] for row in rows) for i, m in enumerate(moving)])
-            some = any(given) and any(moving)
-            result = self._pulls[given] = moving, self.of.vjp(moving, given) if some else None
-        return result
 
     @cached_property
     def kernel(self) -> Kernel:
@@ -270,7 +215,7 @@ class ForeignSignature:
         guest = self.of.guest
         depth = arrays[0].ndim - len(self.ins[0].shape) if arrays else 0
         if not depth:
-            return guest.called_on_host(self, self.of.entry, arrays, 0)
+            return guest.called_on_host(self, self.of.entry, arrays)
         if 0 in arrays[0].shape[:depth]:
             sizes = arrays[0].shape[:depth]
             return [np.empty((*sizes, *s.shape), carrier(s.dtype)) for s in self.outs]
@@ -279,8 +224,7 @@ class ForeignSignature:
             a[(*[0 if s else slice(None) for s in of], ...)] if any(of) else a  # no number
             for a, of in zip(arrays, shared, strict=True)
         ]
-        run = self.of.mapped(tuple(map(tuple, shared)), depth)
-        return guest.called_on_host(self, run, arrays, depth)
+        return guest.called_on_host(self, self.of.mapped(tuple(map(tuple, shared)), depth), arrays)
 
 
 def _shared(arrays: Sequence[np.ndarray], depth: int) -> list[list[bool]]:
@@ -329,41 +273,23 @@ class Bridged(CustomRule):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The value; differentiated by the guest wherever the host takes a derivative."""
-        if not self._backend.compiler.is_tracing():
-            host = self._backend
-            if not kwargs:
-                leaves, by_position = host.flatten(args)
-                flat = self._calls.get(by_position)  # if all leaves are arrays
-                if flat is not None and all(map(host.is_array, leaves)):
-                    ys = flat.applied(*leaves)  # which tells the structure
-                    return host.unflatten(flat.structure(leaves), ys)
+        host = self._backend
+        if not host.compiler.is_tracing():
             leaves, treedef = host.flatten((args, kwargs))
-            for x in leaves:
-                if self.guest.backend.is_array(x):
-                    raise GradtoolsError(
-                        f"{self.guest.operator}: {self.__name__} was given a "
-                        f"{type(x).__module__}.{type(x).__qualname__}; the bridged function takes "
-                        f"{self.guest.host_title} arrays, as it is part of a "
-                        f"{self.guest.host_title} program. Convert it before the call."
-                    )
             xs = [x for x in leaves if host.is_array(x)]
-            others = tuple([ARRAY if host.is_array(x) else x for x in leaves])
-            only_arrays = len(xs) == len(leaves)
-            if xs and (only_arrays or self.guest.are_plain(xs)):
+            if xs and self.guest.are_plain(xs):
+                others = tuple([ARRAY if host.is_array(x) else x for x in leaves])
                 flat = self._flat[self._specialized((), treedef, others)]
-                if only_arrays and not kwargs:
-                    _kept(self._calls, by_position, flat)
-                ys = flat.applied(*xs)
+                ys = flat.value(*xs)  # which records the structure
                 return host.unflatten(flat.structure(xs), ys)
         return super().__call__(args, kwargs)
 
     def _init_caches(self) -> None:
         self._flat: dict[Specialization, FlatBridged] = {}
-        self._calls: dict[Any, FlatBridged] = {}
         super()._init_caches()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {k: x for k, x in super().__getstate__().items() if k not in ("_flat", "_calls")}
+        return {k: x for k, x in super().__getstate__().items() if k != "_flat"}
 
     def _rule(self, specialized: Specialization) -> Rule:
         flat = self._flat[specialized] = FlatBridged(self, specialized)
@@ -380,27 +306,24 @@ class FlatBridged(Foreign):
 
     def __init__(self, of: Bridged, specialized: Specialization) -> None:
         self.of, self.specialized, self.host = of, specialized, of._backend
+        self.fun = of.fun
+        # The arguments that it writes to or keeps, of which it gets copies. None: not known yet.
+        self.touched: set[int] | None = None
         self.structures: dict[Any, Any] = {}  # host's output treedef by shapes
         # The guest's treedef, the host's, and the order of leaves in the latter.
         self.newest: Any = None
         super().__init__(of.guest, of.__name__, self._run, self._outs)
-        self.fun = of.fun
-        self.check = None if of.out is None else self._check
 
     def _run(self, *arrays: Array) -> list[Array]:
         """Calls the function; returns the leaves of its output in the host's order."""
-        if self.copies:
-            arrays = tuple(
-                [self.guest.copied(x) if i in self.copies else x for i, x in enumerate(arrays)]
-            )
+        arrays = self.guest.protected(arrays, self.touched)
         args, kwargs = self.specialized.arguments(arrays)
         leaves, treedef = self.guest.backend.flatten(self.of.fun(*args, **kwargs))
         newest = self.newest
         if newest is None or not (newest[0] is treedef or newest[0] == treedef):
             self.newest = self._arranged(treedef, len(leaves))
         _, structure, order = self.newest
-        if self.of.out is None:
-            self.structures[_shapes(arrays)] = structure
+        self.structures[_shapes(arrays)] = structure
         return [self.guest.as_array(self.name, leaves[i]) for i in order]
 
     def _arranged(self, treedef: Any, count: int) -> Any:
@@ -449,23 +372,6 @@ class FlatBridged(Foreign):
                     "ArraySpec(shape, dtype), or a function of the arguments' ArraySpecs to one."
                 )
         return result
-
-    def _check(self, ins: Sequence[ArraySpec], found: list[ArraySpec]) -> None:
-        """Raises if the outputs of the latest call differ from `out`."""
-        came, told = self.newest[1], self._outs(ins)
-        wanted, wrong = self.structures[_shapes(ins)], ""
-        if len(found) != len(told):
-            wrong = f"it returned {len(found)} arrays, expected {len(told)}, those of out"
-        elif came != wanted:
-            came, wanted = in_words(came), in_words(wanted)
-            wrong = f"it returned the structure {came}, expected {wanted}, that of out"
-        elif found != told:
-            k = next(k for k, (a, b) in enumerate(zip(found, told, strict=True)) if a != b)
-            path = self.host.leaf_paths(self.host.unflatten(wanted, found))[k]
-            has, wants = (f"shape {s.shape} and dtype {s.dtype}" for s in (found[k], told[k]))
-            wrong = f"result{path} has {has}; expected {wants}, as out says"
-        if wrong:
-            raise GradtoolsError(f"bridged {self.name} in {self.guest.title}: {wrong}.")
 
 
 def _shapes(arrays: Sequence[Array]) -> Any:

@@ -21,7 +21,6 @@ from gradtools.bridge.memory import array_of, refuse_wide, tensors_of_own
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import ArraySpec
 from gradtools.jax.known_errors import explained
-from gradtools.jax.reachability import reached_matrix
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import is_wrapped
 from gradtools.torch.host import is_followed
@@ -49,6 +48,10 @@ class JaxGuest:
     def entry(self, run: Any) -> Any:
         """The function as it is called: compiled, unless jit=False."""
         return jax.jit(run) if self.jit else run
+
+    def protected(self, xs: Sequence[jax.Array], touched: Any) -> Sequence[jax.Array]:
+        """The arguments: a JAX function cannot write to them."""
+        return xs
 
     def as_array(self, name: str, y: Any) -> jax.Array:
         """Converts a leaf of a function's result to an array."""
@@ -89,13 +92,6 @@ class JaxGuest:
             ) from error
         return [ArraySpec(y.shape, y.dtype.name) for y in ys]
 
-    def reach(self, of: Foreign, specs: Sequence[ArraySpec]) -> Sequence[Sequence[bool]] | None:
-        """For each output a mask of the inputs that reach it; None if f cannot be traced."""
-        try:
-            return reached_matrix(jax.make_jaxpr(of.run)(*map(_struct, specs)))
-        except jax.errors.JAXTypeError:  # f reads values
-            return None
-
     def _hold_wide(self, name: str, specs: Sequence[ArraySpec]) -> None:
         for spec in specs:
             refuse_wide(spec.dtype, _argument(name))
@@ -108,7 +104,7 @@ class JaxGuest:
         return tensors_of_own(self._evaluated(signature, run, [array_of(x, who) for x in xs]), xs)
 
     def called_on_host(
-        self, signature: ForeignSignature, run: Any, arrays: Sequence[np.ndarray], depth: int
+        self, signature: ForeignSignature, run: Any, arrays: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
         """Calls the function on NumPy arrays, in a host callback."""
         self._hold_wide(signature.of.name, signature.ins)
@@ -138,8 +134,7 @@ class JaxGuest:
                 )
         for y in ys:
             y.block_until_ready()
-        if run is signature.of.entry and not signature.has_outs:
-            signature.set_outs([ArraySpec(y.shape, y.dtype.name) for y in ys])
+        signature.record(run, [ArraySpec(y.shape, y.dtype.name) for y in ys])
         return ys
 
     def mapped(self, run: Any, dims: tuple[int | None, ...]) -> Any:

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -18,11 +18,9 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
-from torch.utils.dlpack import to_dlpack as to_dlpack  # type: ignore[attr-defined]  # public
 
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import ArraySpec
-from gradtools.jax._upstream import giving_capsules, taking_capsules
 from gradtools.jax.arrays import X64
 from gradtools.torch import _upstream as upstream
 
@@ -43,8 +41,7 @@ def refuse_wide(dtype: str, who: str) -> None:
 
 def tensor_of(x: jax.Array) -> Tensor:
     """A tensor that shares the memory of a JAX array; it must not be written."""
-    # A raw capsule skips the queries for device and stream, which take half of the time.
-    return from_dlpack(giving_capsules()(x) if _of_cpu_alone() else x)
+    return from_dlpack(x)
 
 
 def array_of(t: Tensor, who: str) -> jax.Array:
@@ -62,38 +59,21 @@ def array_of(t: Tensor, who: str) -> jax.Array:
                 f"{who} is on {t.device}, which JAX does not see here. Move it by .cpu(), or "
                 "install JAX for that device."
             )
-    if t.layout is not torch.strided:
-        raise GradtoolsError(f"{who} is a tensor of layout {t.layout}; use to_dense().")
-    if t.requires_grad:
-        t = t.detach()
-    if t.is_conj() or t.is_neg():
-        t = t.resolve_conj().resolve_neg()
+    t = t.detach().resolve_conj().resolve_neg()
     if upstream.is_zero(t):  # a zero tensor without storage, from PyTorch's derivatives
         t = t.clone()
     if 0 in t.stride():  # JAX refuses broadcast tensors, such as a cotangent of a sum
         t = t.contiguous()
     try:
-        return _imported(t)
+        return jnp.from_dlpack(t)
     except jax.errors.JaxRuntimeError:  # strides are not a permutation of the axes
-        return _imported(t.contiguous())
-
-
-def _imported(t: Tensor) -> jax.Array:
-    """Imports a tensor by DLPack."""
-    take = taking_capsules()
-    return jnp.from_dlpack(t) if take is None or not t.is_cpu else take(to_dlpack(t))
-
-
-@cache
-def _of_cpu_alone() -> bool:
-    """Whether JAX has only CPU devices, so that there are no streams."""
-    return all(device.platform == "cpu" for device in jax.devices())
+        return jnp.from_dlpack(t.contiguous())
 
 
 @cache
 def of_one_cpu() -> bool:
     """Whether JAX has a single device, the CPU."""
-    return _of_cpu_alone() and jax.device_count() == 1
+    return [device.platform for device in jax.devices()] == ["cpu"]
 
 
 def comes_back(x: jax.Array) -> bool:
@@ -164,25 +144,12 @@ _HELD_ONCE = _held_once()
 
 def tensor_of_numpy(x: np.ndarray, spec: ArraySpec) -> Tensor:
     """A tensor that shares the memory of an array, maybe read-only; it must not be written."""
-    if not x.flags.writeable and _of_writable_alone():  # the same memory, as a writable array
-        interface = x.__array_interface__
-        interface = {**interface, "data": (interface["data"][0], False)}
-        x = np.asarray(SimpleNamespace(of=x, __array_interface__=interface))
     if spec.dtype == _BFLOAT16:  # raw bytes to NumPy
-        return from_dlpack(x.view(np.int16)).view(torch.bfloat16)
-    return from_dlpack(x)
-
-
-@cache
-def _of_writable_alone() -> bool:
-    """Whether PyTorch's DLPack refuses read-only arrays, as 2.8 does."""
-    x = np.zeros(1)
-    x.flags.writeable = False
+        return tensor_of_numpy(x.view(np.int16), replace(spec, dtype="int16")).view(torch.bfloat16)
     try:
-        from_dlpack(x)
-    except BufferError:
-        return True
-    return False
+        return from_dlpack(x)
+    except BufferError:  # PyTorch 2.8 takes no read-only arrays
+        return torch.from_numpy(x.copy())
 
 
 def numpy_of_tensor(t: Tensor) -> np.ndarray:

@@ -1,4 +1,4 @@
-"""Mappings and dataclasses as pytrees, without registering their classes with a framework.
+"""Dicts of one's own and dataclasses as pytrees, without registering them with a framework.
 
 A tokeniser's BatchEncoding is a `UserDict`, a model's output often a dataclass. These classes are
 not registered as pytrees, so a framework treats their instances as single leaves. A backend's
@@ -12,13 +12,12 @@ framework passes it through as a constant, which would silently undo an edit or 
 
 from __future__ import annotations
 
-from collections import OrderedDict, UserDict
-from collections.abc import Callable, Mapping, Sequence
+from collections import UserDict
+from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any, TypeVar
 
-from gradtools.errors import GradtoolsError
 from gradtools.foreign_arrays import foreign_class, is_foreign, refuse_foreign
 
 T = TypeVar("T")
@@ -32,7 +31,7 @@ class OpenedContainer:
         kind: Its class.
         keys: Its keys, or the names of its fields.
         treedef: The structure of the list of its parts.
-        pattern: A copy without the parts; None if the class is constructed from a dict.
+        pattern: A copy with None for each part, so that the structure keeps no array alive.
     """
 
     kind: type
@@ -42,24 +41,7 @@ class OpenedContainer:
 
     def made(self, parts: Sequence[Any]) -> Any:
         """A container with these parts."""
-        pairs = list(zip(self.keys, parts, strict=True))
-        if self.pattern is None:
-            try:
-                return self.kind(dict(pairs))  # type: ignore[call-arg]
-            except TypeError as error:
-                raise GradtoolsError(
-                    f"a {self.kind.__name__} is a mapping that is not made of a dict, as "
-                    f"{self.kind.__name__}(dict): {error}. Pass a dict instead."
-                ) from error
-        new = copy(self.pattern)
-        if isinstance(new, UserDict):
-            new.data = dict(pairs)
-        for key, part in pairs:
-            if isinstance(new, dict):
-                new[key] = part
-            elif not isinstance(new, UserDict):
-                object.__setattr__(new, key, part)
-        return new
+        return _with_parts(self.pattern, dict(zip(self.keys, parts, strict=True)))
 
 
 @dataclass(frozen=True)
@@ -82,14 +64,12 @@ class OpenedTree:
 
     def flatten_up_to(self, tree: Any) -> list[Any]:
         """The subtrees of `tree` at this tree's leaves."""
-        nodes = dict(self.nodes)
-        result: list[Any] = []
+        nodes, result = dict(self.nodes), list[Any]()
         for place, x in enumerate(self.treedef.flatten_up_to(tree)):
-            node = nodes.get(place)
-            if node is None:
+            if (node := nodes.get(place)) is None:
                 result.append(x)
                 continue
-            parts = _parts(x) if not isinstance(x, dict) else x
+            parts = x if isinstance(x, dict) else _parts(x)
             if parts is None or parts.keys() != set(node.keys):
                 raise ValueError(f"expected a {node.kind.__name__} of {list(node.keys)}, got {x!r}")
             result += node.treedef.flatten_up_to([parts[key] for key in node.keys])
@@ -130,59 +110,59 @@ class Containers:
         foreign = foreign_class(self.framework)
         for i, x in enumerate(leaves) if foreign else ():
             if isinstance(x, foreign) and is_foreign(self.framework, x):
-                unflatten = self.closed if type(treedef) is OpenedTree else self.unflatten
-                path = self.paths(unflatten(treedef, leaves))[i]
+                path = self.paths(self._unflattened(treedef, leaves))[i]
                 refuse_foreign(self.framework, x, path and f"the leaf {path} of an argument")
         return leaves, treedef
 
-    def _opened(self, leaves: list[Any], treedef: Any) -> tuple[list[Any], Any]:
-        if not any(map(_KINDS.__getitem__, map(type, leaves))):
-            return leaves, treedef
-        result: list[Any] = []
-        nodes: list[tuple[int, OpenedContainer]] = []
-        for place, x in enumerate(leaves):
-            parts = None if self.is_whole(x) else _parts(x)
-            inner, inside = ([x], None) if parts is None else self._of_parts(parts)
-            if parts is not None and any(map(self._is_any_array, inner)):
-                nodes.append((place, OpenedContainer(type(x), tuple(parts), inside, _pattern(x))))
-                result += inner
-            else:
-                result.append(x)
-        return result, OpenedTree(treedef, tuple(nodes)) if nodes else treedef
-
     def closed(self, tree: OpenedTree, leaves: Sequence[Any]) -> Any:
         """The inverse of `opened`: the tree with these leaves."""
-        left, nodes = iter(leaves), dict(tree.nodes)
-        outer = []
+        left, nodes, outer = iter(leaves), dict(tree.nodes), list[Any]()
         for place in range(tree.treedef.num_leaves):
-            node = nodes.get(place)
-            if node is None:
+            if (node := nodes.get(place)) is None:
                 outer.append(next(left))
             else:
                 inner = [next(left) for _ in range(node.treedef.num_leaves)]
-                close = self.closed if type(node.treedef) is OpenedTree else self.unflatten
-                outer.append(node.made(close(node.treedef, inner)))
+                outer.append(node.made(self._unflattened(node.treedef, inner)))
         return self.unflatten(tree.treedef, outer)
 
     def paths(self, tree: Any) -> list[str]:
         """The path of each leaf, as text."""
-        leaves, _ = self.flatten(tree)
         result = []
-        for path, x in zip(self.leaf_paths(tree), leaves, strict=True):
-            parts = None if self.is_whole(x) else _parts(x)
-            if parts is None or not any(map(self._is_any_array, self._of_parts(parts)[0])):
+        for path, x in zip(self.leaf_paths(tree), self.flatten(tree)[0], strict=True):
+            if (parts := self._parts(x)) is None:
                 result.append(path)
                 continue
             for key, part in parts.items():
-                step = f"[{key!r}]" if isinstance(x, Mapping) else f".{key}"
+                step = f".{key}" if is_dataclass(x) else f"[{key!r}]"
                 result += [f"{path}{step}{rest}" for rest in self.paths(part)]
         return result
 
-    def _of_parts(self, parts: dict[Any, Any]) -> tuple[list[Any], Any]:
-        return self._opened(*self.flatten(list(parts.values())))
+    def _unflattened(self, treedef: Any, leaves: Sequence[Any]) -> Any:
+        make = self.closed if type(treedef) is OpenedTree else self.unflatten
+        return make(treedef, leaves)
 
-    def _is_any_array(self, x: Any) -> bool:
-        return self.is_array(x) or is_foreign(self.framework, x)
+    def _opened(self, leaves: list[Any], treedef: Any) -> tuple[list[Any], Any]:
+        if not any(map(_KINDS.__getitem__, map(type, leaves))):
+            return leaves, treedef
+        result, nodes = list[Any](), list[tuple[int, OpenedContainer]]()
+        for place, x in enumerate(leaves):
+            if (parts := self._parts(x)) is None:
+                result.append(x)
+                continue
+            inner, inside = self._opened(*self.flatten(list(parts.values())))
+            pattern = _with_parts(x, dict.fromkeys(parts))
+            nodes.append((place, OpenedContainer(type(x), tuple(parts), inside, pattern)))
+            result += inner
+        return result, OpenedTree(treedef, tuple(nodes)) if nodes else treedef
+
+    def _parts(self, x: Any) -> dict[Any, Any] | None:
+        """The parts of a container that holds an array at any depth; None for another leaf."""
+        parts = None if self.is_whole(x) else _parts(x)
+        inner = self.flatten(list(parts.values()))[0] if parts else ()
+        holds = any(
+            self.is_array(y) or is_foreign(self.framework, y) or self._parts(y) for y in inner
+        )
+        return parts if holds else None
 
 
 class _Kinds(dict[type, bool]):
@@ -190,7 +170,7 @@ class _Kinds(dict[type, bool]):
 
     def __missing__(self, cls: type) -> bool:
         called = any("__call__" in base.__dict__ for base in cls.__mro__)
-        self[cls] = not called and (issubclass(cls, Mapping) or is_dataclass(cls))
+        self[cls] = not called and (issubclass(cls, dict | UserDict) or is_dataclass(cls))
         return self[cls]
 
 
@@ -207,24 +187,19 @@ def _parts(x: Any) -> dict[Any, Any] | None:
     """The parts of a container, by key or field; None if x is no container."""
     if not _KINDS[type(x)]:
         return None
-    if isinstance(x, Mapping):
+    if isinstance(x, dict | UserDict):
         return {key: x[key] for key in x}
-    missing = object()
-    result = {f.name: getattr(x, f.name, missing) for f in fields(x)}
-    return {name: part for name, part in result.items() if part is not missing}
+    return {f.name: getattr(x, f.name) for f in fields(x) if hasattr(x, f.name)}
 
 
-def _pattern(x: Any) -> Any:
-    """A copy of x without its parts, so that the structure does not keep them alive."""
-    if isinstance(x, Mapping) and not isinstance(x, dict | UserDict):
-        return None
+def _with_parts(x: Any, parts: dict[Any, Any]) -> Any:
+    """A copy of a container with these parts."""
     new = copy(x)
     if isinstance(new, UserDict):
-        new.data = {}
+        new.data = parts
     elif isinstance(new, dict):
-        kind = OrderedDict if isinstance(new, OrderedDict) else dict
-        kind.clear(new)  # bypasses an override of the class
-    for name in (f.name for f in fields(new)) if is_dataclass(new) else ():
-        if hasattr(new, name):
-            object.__setattr__(new, name, None)
+        new.update(parts)
+    else:
+        for name, part in parts.items():
+            object.__setattr__(new, name, part)
     return new

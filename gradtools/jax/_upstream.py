@@ -3,8 +3,8 @@
 `jax._src` is used for the classes of a jaxpr only. They are public in `jax.extend.core`, whose
 import loads all of Pallas, which took half of the time of `import gradtools.jax`; a test asserts
 that they are the same objects. The rest are fields of records (an equation's source, a jaxpr's
-origin) for pictures, formulas and error messages, one method's name, and the functions for DLPack
-capsules. All exist in JAX 0.7.2 to 0.12 but where an entry names versions.
+origin) for pictures, formulas and error messages, and one method's name. All exist in JAX 0.7.2 to
+0.12 but where an entry names versions.
 "Gone:" says what to do once a name no longer exists. `tests/jax/test_upstream.py` tests the
 behaviour of each.
 """
@@ -13,12 +13,11 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
+from collections.abc import Iterable, Iterator, Sequence
 from inspect import signature
 from itertools import pairwise
-from types import CellType, FunctionType, ModuleType
-from typing import Any, cast
+from types import CellType, FunctionType
+from typing import Any
 
 import jax
 import jax.experimental
@@ -216,42 +215,3 @@ def with_variables(
     made = FunctionType(f.__code__, scope, f.__name__, defaults, closure)
     made.__kwdefaults__ = f.__kwdefaults__
     return made
-
-
-@cache
-def giving_capsules() -> Callable[[jax.Array], Any]:
-    """The function that exports an array on the CPU as a DLPack capsule.
-
-    `jax.Array.__dlpack__` first checks by a dozen calls that the array is on one device, which is
-    redundant if JAX has a single device. Gone: use that method.
-    """
-    library: ModuleType | None = sys.modules.get("jaxlib._jax")
-    give = getattr(library, "buffer_to_dlpack_managed_tensor", None)
-    try:
-        if give is not None and jax.device_count() == 1:
-            give(jax.device_put(np.zeros(16)))
-            return cast(Callable[[jax.Array], Any], give)
-    except TypeError:  # it takes other arguments
-        pass
-    return lambda x: x.__dlpack__()
-
-
-@cache
-def taking_capsules() -> Callable[[Any], jax.Array] | None:
-    """The function that imports a DLPack capsule of CPU memory without a copy, or None.
-
-    `jax.dlpack.from_dlpack` queries the CPU for a stream and catches the exception, which takes six
-    times as long as the rest. If None (a changed signature), use that function.
-    """
-    library: ModuleType | None = sys.modules.get("jaxlib._jax")
-    take = getattr(library, "dlpack_managed_tensor_to_buffer", None)
-    device, example = jax.local_devices(backend="cpu")[0], np.zeros(16)
-    kind = int(example.__dlpack_device__()[0])
-    if take is None:
-        return None
-    try:
-        result = take(example.__dlpack__(), device, None, None, kind)
-    except TypeError:
-        return None
-    whole = isinstance(result, jax.Array)
-    return (lambda capsule: take(capsule, device, None, None, kind)) if whole else None

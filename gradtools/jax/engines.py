@@ -130,7 +130,7 @@ def stage(fun: Fun, leaves: list[Array]) -> Staged:
         return jax.tree.unflatten(traced.treedef, full)
 
     run.caller, run.call = _caller(fun), fun  # type: ignore[attr-defined]
-    return Staged(run, reverse_only, "forward" if forward else "reverse", pushes)
+    return Staged(run, reverse_only, "forward" if forward else "reverse")
 
 
 def _is_nonzero(x: Any) -> bool:

@@ -75,12 +75,8 @@ def _marks_of(eqn: Any) -> list[tuple[Mark, list[Any]]]:
     name = eqn.primitive.name
     found = [found for program in jaxprs.programs_of(eqn) for found in _marks(program.jaxpr)]
     if found and name == "scan":
-        length, over_chunks = eqn.params["length"], jaxprs.is_chunk(eqn.params["jaxpr"])
-        longer = lambda a: jax.ShapeDtypeStruct((length, *a.shape), a.dtype)
-        return [
-            (replace(mark, loops=(over_chunks, *mark.loops)), [*map(longer, avals)])
-            for mark, avals in found
-        ]
+        longer = lambda a: jax.ShapeDtypeStruct((eqn.params["length"], *a.shape), a.dtype)
+        return [(replace(m, loops=m.loops + 1), [*map(longer, avals)]) for m, avals in found]
     if found and name not in ("cond", *jaxprs.CALLS, *jaxprs.RULED):
         raise GradtoolsError(
             f"retained_gradients: the value {found[0][0].name!r} is marked inside of {name}, where "
@@ -120,8 +116,6 @@ def _inner(f: Any, eqn: Any, xs: list[Array], arrays: list[Array]) -> Any:
             outs = runs[0]([*xs[:consts], *carry, *rows[0]], rows[1])
             return outs[:carried], outs[carried:]
 
-        if jaxprs.is_chunk(params["jaxpr"]):
-            jaxprs.marked_as_chunk(body)
         end = consts + carried
         options = {key: params[key] for key in ("length", "reverse", "unroll")}
         carry, ys = jax.lax.scan(body, xs[consts:end], (xs[end:], arrays), **options)

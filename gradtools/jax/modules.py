@@ -16,7 +16,7 @@ import jax
 
 from gradtools.arguments.wording import type_in_words
 from gradtools.errors import GradtoolsError
-from gradtools.integrations import integration, keras
+from gradtools.integrations import integration
 from gradtools.jax import trees
 from gradtools.jax.arrays import check_key
 
@@ -51,8 +51,10 @@ def make_functional(
                 module, variables, train, rng_names
             )
             return partial(_applied, apply), params, state
-    if keras.is_keras(module):
-        apply, params, state = keras.make_functional(module, variables, train, _KERAS)
+    keras = integration("keras")
+    if keras is not None and keras.is_keras(module):
+        backend = keras.KerasBackend("jax", lambda x: x, lambda x: x, _keras_seeds)
+        apply, params, state = keras.make_functional(module, variables, train, backend)
         return partial(_applied, apply), params, state
     raise GradtoolsError(
         f"make_functional: got {type_in_words(module)}; the JAX backend accepts a flax.linen, "
@@ -67,9 +69,6 @@ def _applied(apply: Apply, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
 
 def _keras_seeds(key: jax.Array, count: int) -> list[jax.Array]:
     return [jax.random.bits(k, (2,), "uint32") for k in keys(key, count)]
-
-
-_KERAS = keras.KerasBackend("jax", lambda x: x, lambda x: x, _keras_seeds)
 
 
 # --- shared by the integrations

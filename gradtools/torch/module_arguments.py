@@ -23,7 +23,7 @@ import torch
 from torch import nn
 
 from gradtools.errors import DisconnectedInputError, GradtoolsError
-from gradtools.integrations.keras import is_keras, refusal
+from gradtools.integrations import refusal
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
 from gradtools.torch.compiling import is_compiling
@@ -229,8 +229,8 @@ def _check(
     """Raises for wrappers whose gradients `backward()` reduces, and for shared parameters."""
     owners: dict[int, int] = {}
     for k, module in enumerate(modules):
-        if is_keras(module):
-            raise refusal(caller, "a differentiated argument", module)
+        if (error := refusal(caller, "a differentiated argument", module)) is not None:
+            raise error
         for base in type(module).__mro__:
             if base.__name__ in _WRAPPERS and base.__module__.startswith("torch."):
                 raise GradtoolsError(

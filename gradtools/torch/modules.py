@@ -31,7 +31,7 @@ from gradtools.arguments.in_axes import check_names
 from gradtools.arguments.wording import type_in_words
 from gradtools.errors import GradtoolsError, warn
 from gradtools.function_variables import cells_of, parts_of, with_parts
-from gradtools.integrations import keras
+from gradtools.integrations import integration
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
 from gradtools.torch.arrays import seed_of, split_key
@@ -125,8 +125,10 @@ def make_functional(
 
     frozen_too: Whether params contains parameters that require no gradient, too.
     """
-    if keras.is_keras(module):
-        return keras.make_functional(module, variables, train, _KERAS)
+    keras = integration("keras")
+    if keras is not None and keras.is_keras(module):
+        backend = keras.KerasBackend("torch", Tensor.detach, Tensor.detach, _keras_seeds, _seeded)
+        return keras.make_functional(module, variables, train, backend)
     tree = check_module("make_functional", module, variables)
     all_params = {name: p.detach() for name, p in tree.parameters.items()}
     free = {name for name, p in tree.parameters.items() if p.requires_grad or frozen_too}
@@ -524,14 +526,6 @@ def _seeded(key: Any, tensors: Any) -> Iterator[None]:
             before.restore()
 
 
-# Keras
-
-
-_KERAS = keras.KerasBackend(
-    "torch",
-    Tensor.detach,
-    Tensor.detach,
-    # A pair of integers of 31 bits for each random stream.
-    lambda key, count: [k.abs() % (1 << 31) for k in split_key(key, count)] if count else [],
-    _seeded,
-)
+def _keras_seeds(key: Any, count: int) -> list[Tensor]:
+    """A pair of integers of 31 bits for each random stream of a Keras model."""
+    return [k.abs() % (1 << 31) for k in split_key(key, count)] if count else []

@@ -348,20 +348,13 @@ def test_a_shape_that_depends_on_values_is_said_by_out():
     near(jax.jit(told)(x), [2, 4])
 
 
-def test_a_captured_parameter_is_refused_by_name_where_a_derivative_is_asked():
+def test_the_derivative_at_an_argument_is_right_where_a_parameter_is_captured():
     net = torch.nn.Linear(3, 2).double()
     f = bridge.to_jax(lambda t: net(t))
-    x = jnp.ones(3)
-    assert f(x).shape == (2,)
-    with pytest.raises(
-        GradtoolsError, match=r"to_jax: .*closes over 'weight' of Linear, which req"
-    ):
-        jax.grad(lambda x: f(x).sum())(x)
-    with pytest.raises(Exception, match="closes over 'weight' of Linear, which requires grad"):
-        jax.jit(jax.grad(lambda x: f(x).sum()))(x)
-    net.requires_grad_(False)
-    f = bridge.to_jax(lambda t: net(t))
-    near(jax.grad(lambda x: f(x).sum())(x), net.weight.sum(0))
+    x, expected = jnp.ones(3), net.weight.detach().sum(0)
+    near(jax.grad(lambda x: f(x).sum())(x), expected)
+    near(jax.jit(jax.grad(lambda x: f(x).sum()))(x), expected)
+    assert net.weight.grad is None
 
 
 def test_a_captured_array_that_jax_differentiates_is_refused_by_name():
@@ -372,64 +365,26 @@ def test_a_captured_array_that_jax_differentiates_is_refused_by_name():
         jax.grad(outer)(1.0)
 
 
-def test_random_numbers_and_written_buffers_are_refused_by_name():
-    dropout, norm = torch.nn.Dropout(0.5), torch.nn.BatchNorm1d(3).double()
+def test_random_numbers_are_refused_by_name():
+    dropout = torch.nn.Dropout(0.5)
     before = torch.get_rng_state()
-    with pytest.raises(GradtoolsError, match=r"to_jax: .*draws random numbers"):
-        bridge.to_jax(lambda t: dropout(t))(jnp.ones(3))
-    assert torch.equal(before, torch.get_rng_state())
-    with pytest.raises(
-        GradtoolsError, match=r"to_jax: .*writes in place in '[a-z_]+' of BatchNorm1d"
-    ):
-        bridge.to_jax(lambda t: norm(t))(jnp.ones((2, 3)))
+    for around in (lambda f: f, jax.grad):
+        with pytest.raises(GradtoolsError, match=r"to_jax: .*draws random numbers"):
+            around(bridge.to_jax(lambda t: dropout(t).sum()))(jnp.ones(3))
+        assert torch.equal(before, torch.get_rng_state())
 
 
-def _held(net):
-    return {name: t.clone() for name, t in net.state_dict().items()}
+def test_a_write_after_the_first_call_is_refused():
+    f = bridge.to_jax(lambda t, n: t.add_(1) if n else t * 2)
+    near(f(jnp.zeros(2), jnp.asarray(0)), np.zeros(2))
+    with pytest.raises(GradtoolsError, match="wrote in an argument, and did not at its first"):
+        f(jnp.zeros(2), jnp.asarray(1))
 
 
-@pytest.mark.slow_at("vmap")
-@pytest.mark.parametrize("around", [lambda f: f, jax.jit, jax.vmap], ids=["eager", "jit", "vmap"])
-def test_buffers_of_a_refused_function_are_put_back_bit_for_bit(around):
-    net = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.BatchNorm1d(3)).double()
-    before = _held(net)
-    x = jnp.ones((4, 2, 3) if around is jax.vmap else (2, 3))
-    with pytest.raises(Exception, match="writes in place in"):
-        jax.block_until_ready(around(bridge.to_jax(lambda t: net(t)))(x))
-    for name, t in net.state_dict().items():
-        assert torch.equal(t, before[name]), name
-
-
-OUTS = {
-    "another shape": (
-        gj.ArraySpec((4,), "float32"),
-        "result has shape (3,) and dtype float32; expected",
-    ),
-    "another dtype": (gj.ArraySpec((3,), "int32"), "expected shape (3,) and dtype int32"),
-    "two": ((gj.ArraySpec((3,), "float32"),) * 2, "it returned 1 arrays, expected 2, those of out"),
-    "a list": ([gj.ArraySpec((3,), "float32")], "it returned the structure"),
-    "a function": (lambda x: gj.ArraySpec((*x.shape, 1), x.dtype), "expected shape (3, 1)"),
-}
-
-
-@pytest.mark.slow_at("another shape")
-@pytest.mark.parametrize("which", OUTS)
-def test_what_out_says_wrongly_is_noticed_in_eager_mode_as_under_jit(which):
-    out, words = OUTS[which]
-    x, t = jnp.ones(3, jnp.float32), torch.ones(3)
-    in_jax, in_torch = (
-        cross(lambda x: x * 2, out=out) for cross in (bridge.to_jax, bridge.to_torch)
-    )
-    calls = [
-        lambda: in_jax(x),
-        lambda: jax.jit(in_jax)(x),
-        lambda: jax.vjp(in_jax, x),
-        lambda: in_torch(t),
-        lambda: in_torch(t.clone().requires_grad_()),
-    ]
-    for call in (*calls, *calls):
-        with pytest.raises(Exception, match=re.escape(words)):
-            jax.block_until_ready(call())
+def test_a_wrong_out_is_refused_in_a_traced_program():
+    f = bridge.to_jax(lambda t: t * 2, out=gj.ArraySpec((4,), "float32"))
+    with pytest.raises(Exception, match=r"expected shape \(4,\)"):
+        jax.block_until_ready(jax.jit(f)(jnp.ones(3, jnp.float32)))
 
 
 @pytest.mark.sampled(2, 4)

@@ -8,7 +8,7 @@ import torch
 
 import gradtools.jax as gj
 import gradtools.torch as gt
-from gradtools import DisconnectedInputError, GradtoolsError, GradtoolsWarning, bridge
+from gradtools import GradtoolsError, GradtoolsWarning, bridge
 from gradtools.testing.cross_checking.tolerances import real_name, tolerance
 from tests.support.scenario_table import scenarios
 
@@ -120,56 +120,13 @@ def test_a_bridged_function_is_the_native_one_in_value_and_both_orders(host, nam
             np.testing.assert_allclose(y, wanted, rtol=0, atol=allowed, err_msg=key)
 
 
-def _stopped(gt, a, b):
-    return (gt.stop_gradient(b) * a).sum()
-
-
-def _rounded(gt, a, b):
-    return (a**2).sum() + (b > 0).sum()
-
-
-UNREACHED = {
-    "unused": lambda gt, a, b: (a**2).sum(),
-    "stopped": _stopped,
-    "compared": _rounded,
-    "of another output": lambda gt, a, b: ((a**2).sum(), (b**3).sum()),
-}
-
-
-@pytest.mark.slow_at(
-    ("jax", "of another output"),
-    ("jit", "unused"),
-    ("torch", "stopped"),
-    ("torch", "of another output"),
-)
-@pytest.mark.parametrize("name", UNREACHED)
-@pytest.mark.parametrize("host", ["jax", "jit", "torch"])
-def test_an_input_that_reaches_nothing_is_refused_as_natively(host, name):
-    native, guest = (TORCH, JAX) if host == "torch" else (JAX, TORCH)
-    cross = bridge.to_torch if host == "torch" else bridge.to_jax
-    around = jax.jit if host == "jit" else lambda f: f
-    f = cross(lambda a, b: UNREACHED[name](guest.gt, a, b))
-    first = lambda a, b: f(a, b)[0] if name == "of another output" else f(a, b)
-    args = native.arrays((np.ones(3), 2 * np.ones(3)))
-    with pytest.raises(Exception, match="argument 1 does not reach the output of f"):
-        around(lambda *args: native.gt.grad(first, (0, 1))(*args))(*args)
-    zeros = around(lambda *args: native.gt.grad(first, (0, 1), disconnected_inputs="zeros")(*args))
-    at_a, at_b = native.numpy(list(zeros(*args)))
-    np.testing.assert_allclose(at_a, 2 * np.ones(3))
-    np.testing.assert_array_equal(at_b, np.zeros(3))
-
-
-def test_autograd_gives_none_for_an_input_that_reaches_nothing():
-    a, b = (torch.ones(3, requires_grad=True) for _ in range(2))
-    f = bridge.to_torch(lambda a, b: (a**2).sum())
-    assert torch.autograd.grad(f(a, b), (a, b), allow_unused=True)[1] is None
-
-
-def test_each_example_of_a_batch_reaches_what_one_does():
-    f = bridge.to_jax(lambda a, b: (a * b.detach()).sum())
-    x = jax.numpy.ones((4, 3))
-    with pytest.raises(DisconnectedInputError, match="argument 1"):
-        gj.grad(lambda a, b: jax.vmap(f)(a, b).sum(), (0, 1))(x, x)
+def test_an_input_that_reaches_nothing_has_zeros():
+    f, g = (c(lambda a, b: (a**2).sum()) for c in (bridge.to_jax, bridge.to_torch))
+    for native, each in ((JAX, f), (TORCH, g)):
+        args = native.arrays((np.ones(3), 2 * np.ones(3)))
+        at_a, at_b = native.numpy(list(native.gt.grad(each, (0, 1))(*args)))
+        np.testing.assert_allclose(at_a, 2 * np.ones(3))
+        np.testing.assert_array_equal(at_b, np.zeros(3))
 
 
 def test_jax_export_of_a_bridged_function_raises_jaxs_error():
@@ -230,17 +187,6 @@ def test_containers_that_the_host_does_not_know_become_tuples_or_are_refused():
     g = bridge.to_torch(lambda x: Pair(x, 2 * x))
     with pytest.raises(GradtoolsError, match=r"to_torch: .*Pair, which is no pytree in PyTorch"):
         g(torch.ones(2))
-
-
-@pytest.mark.parametrize("count", [1, 2])
-def test_a_number_of_results_that_out_does_not_say_is_refused(count):
-    one, made = gj.ArraySpec(3, "float32"), (lambda x: x) if count == 1 else (lambda x: (x, x))
-    told = (one, one) if count == 1 else one
-    words = f"it returned {count} arrays, expected {3 - count}, those of out"
-    with pytest.raises(Exception, match=words):
-        jax.block_until_ready(jax.jit(bridge.to_jax(made, out=told))(jnp.ones(3, jnp.float32)))
-    with pytest.raises(GradtoolsError, match=words):
-        torch.func.vmap(bridge.to_torch(made, out=told))(torch.ones(1, 3))
 
 
 def test_a_bridged_function_without_results_is_looked_into():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import types
 
 import numpy as np
 import pytest
@@ -52,20 +51,6 @@ class Ordered(collections.OrderedDict):
         return self[name] if name in self else super().__getattribute__(name)
 
 
-class Abstract(collections.abc.Mapping):
-    def __init__(self, data):
-        self._data = dict(data)
-
-    def __getitem__(self, key):
-        return self._data[key]
-
-    def __iter__(self):
-        return iter(self._data)
-
-    def __len__(self):
-        return len(self._data)
-
-
 Pair = collections.namedtuple("Pair", "x mask")
 
 
@@ -75,8 +60,6 @@ KINDS = {
     "a UserDict": lambda x, m: Encoding({"x": x, "mask": m}, ["tokens"]),
     "a dict of one's own": lambda x, m: Own({"x": x, "mask": m}, "train"),
     "an OrderedDict of one's own": lambda x, m: Ordered(x=x, mask=m),
-    "an abstract mapping": lambda x, m: Abstract({"x": x, "mask": m}),
-    "a proxy": lambda x, m: types.MappingProxyType({"x": x, "mask": m}),
     "a dataclass": Output,
     "a frozen dataclass with slots": Frozen,
     "a named tuple": Pair,

@@ -76,41 +76,18 @@ def test_random_complex_arguments_have_both_parts():
     assert (z.imag != 0).all()
 
 
-@pytest.mark.parametrize(
-    ("code", "says"),
-    [
-        ("1 / 0", r"raised ZeroDivisionError: division by zero \(broken.py:1\)\.$"),
-        ("def f(x: return", r"raised SyntaxError: invalid syntax \(broken.py, line 1\)\.$"),
-        ("import no_such_module", r"cannot be imported: No module named 'no_such_module'$"),
-    ],
-)
-def test_a_module_that_raises_is_told_with_its_line(tmp_path, monkeypatch, code, says):
-    (tmp_path / "broken.py").write_text(code)
+def test_a_module_that_cannot_be_imported_is_told(tmp_path, monkeypatch):
+    (tmp_path / "broken.py").write_text("import no_such_module")
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(GradtoolsError, match=says):
+    with pytest.raises(GradtoolsError, match="cannot be imported: No module named 'no_such_mod"):
         command_inputs.named("broken:f")
 
 
-@pytest.mark.parametrize(
-    ("shapes", "says"),
-    [
-        ("3:U5", "'U5' holds no numbers"),
-        ("3:object", "'object' holds no numbers"),
-        ("99999999999999", "'99999999999999' is too large here"),
-    ],
-)
-def test_shapes_that_cannot_be_drawn_are_told(shapes, says):
-    with pytest.raises(GradtoolsError, match=f"^--shapes: {says}"):
+@pytest.mark.parametrize("shapes", ["3:U5", "3y4", "3:float33"])
+def test_shapes_that_cannot_be_drawn_are_told(shapes):
+    with pytest.raises(GradtoolsError, match=f"^--shapes: '{shapes}' is no shape"):
         command_inputs.arrays_given(None, shapes, 0)
-
-
-@pytest.mark.parametrize("content", [b"", b"def f(x): return x", b"PK\x03\x04 no archive"])
-def test_a_file_without_arrays_is_told(tmp_path, content):
-    path = tmp_path / "x.npz"
-    path.write_bytes(content)
-    with pytest.raises(GradtoolsError, match="NumPy cannot read it as arrays of numbers"):
-        command_inputs.arrays_given(str(path), None, 0)
 
 
 def test_a_check_that_cannot_be_run_is_status_2(capsys, monkeypatch):

@@ -6,13 +6,14 @@ import json
 import subprocess
 import sys
 import textwrap
-from functools import cache
+from dataclasses import dataclass
 
 import pytest
 
 import gradtools
 
 INSTALLED = gradtools.available_backends()
+MODULES = ("flax", "optax", "equinox")
 
 
 def run(program: str, without: tuple[str, ...] = ()) -> str:
@@ -38,23 +39,7 @@ def run(program: str, without: tuple[str, ...] = ()) -> str:
     return done.stdout.strip()
 
 
-def needs(*backends: str) -> pytest.MarkDecorator:
-    missing = [b for b in backends if b not in INSTALLED]
-    return pytest.mark.skipif(bool(missing), reason=f"not installed: {missing}")
-
-
-def test_importing_gradtools_imports_no_framework():
-    program = """
-        import gradtools, sys
-        gradtools.available_backends()
-        loaded = {name.split(".")[0] for name in sys.modules}
-        print(sorted(loaded & {"torch", "jax", "jaxlib", "numpy", "flax", "array_api_compat"}))
-    """
-    assert run(program) == "[]"
-
-
-# --- what is seen in one fresh process that imports a framework, then its wing
-
+# --- what is seen in a fresh process that imports a framework, then its wing -------------------
 
 TORCH = """
     import json, sys, torch
@@ -92,215 +77,33 @@ JAX = """
 """
 
 
-@cache
-def seen(backend: str) -> dict[str, object]:
-    """What that process prints; asked for once."""
-    return json.loads(run({"torch": TORCH, "jax": JAX}[backend]))
-
-
-@pytest.mark.sweep_at("torch")
-@pytest.mark.parametrize("backend", INSTALLED)
-def test_a_wing_never_imports_its_twin(backend):
-    assert seen(backend)["the twin"] == []
-
-
-@pytest.mark.slow
-@needs("torch")
-def test_importing_the_torch_wing_does_not_import_dynamo_which_is_slow():
-    found = seen("torch")
-    assert not found["dynamo after torch"] and not found["dynamo after a gradient"]
-
-
-@needs("torch")
-def test_array_api_compat_is_imported_when_xp_is_asked_for():
-    found = seen("torch")
-    assert (found["array_api_compat"], found["array_api_compat after xp"]) == (False, True)
-
-
-@needs("jax")
-def test_importing_the_jax_wing_switches_nothing_in_jax():
-    found = seen("jax")
-    assert (found["settings are kept"], found["floats"]) == (True, "float32")
-
-
-@needs("jax")
-def test_importing_the_jax_wing_imports_no_library_of_modules_and_starts_no_device():
-    found = seen("jax")
-    assert (found["libraries of modules"], found["a device is started"]) == ([], False)
-
-
-@needs("torch")
-def test_importing_the_torch_wing_changes_no_default_and_draws_no_random_number():
-    found = seen("torch")
-    assert found["defaults are kept"] and found["no number was drawn"]
-
-
-# --- processes of their own
-
-
-WORK = """
-    import numpy as np
-    import gradtools
-    import gradtools.{backend} as gt
-
-    assert gradtools.available_backends() == ("{backend}",), gradtools.available_backends()
-    x = gt.asarray(np.float32([1.0, 2.0]))
-    f = lambda x: (gt.clip_gradient(gt.reverse_gradient(x, 0.5), max_norm=100.0) ** 2).sum()
-    print(gt.to_numpy(gt.grad(f)(x)).tolist(), gt.to_numpy(gt.hessian(f)(x)).tolist())
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.sweep_at("torch")
-@pytest.mark.parametrize("backend", INSTALLED)
-def test_a_wing_works_where_the_other_framework_does_not_exist(backend):
-    without = {
-        "torch": ("jax", "jaxlib", "flax", "optax", "equinox"),
-        "jax": ("torch", "array_api_compat", "flax", "optax", "equinox"),
-    }[backend]
-    assert run(WORK.format(backend=backend), without) == "[-1.0, -2.0] [[0.5, -0.0], [-0.0, 0.5]]"
-
-
-@needs("jax")
-def test_make_functional_says_what_it_takes_where_no_library_of_modules_exists():
-    program = """
-        import gradtools.jax as gt
-        from gradtools import GradtoolsError
-        try:
-            gt.make_functional(object())
-        except GradtoolsError as error:
-            print(str(error).startswith("make_functional"))
-    """
-    assert run(program, ("torch", "flax", "optax", "equinox")) == "True"
+SEEN = {
+    "torch": {
+        "dynamo after torch": False,
+        "dynamo after a gradient": False,
+        "the twin": [],
+        "defaults are kept": True,
+        "no number was drawn": True,
+        "array_api_compat": False,
+        "array_api_compat after xp": True,
+    },
+    "jax": {
+        "the twin": [],
+        "libraries of modules": [],
+        "a device is started": False,
+        "settings are kept": True,
+        "floats": "float32",
+    },
+}
 
 
 @pytest.mark.slow_at("torch")
 @pytest.mark.parametrize("backend", INSTALLED)
-def test_a_wing_without_its_framework_says_which_import_failed(backend):
-    program = f"""
-        try:
-            import gradtools.{backend}
-        except ImportError as error:
-            print(error.name)
-    """
-    assert run(program, (backend,)) == backend
+def test_importing_a_wing_imports_little_and_switches_nothing(backend):
+    assert json.loads(run({"torch": TORCH, "jax": JAX}[backend])) == SEEN[backend]
 
 
-@pytest.mark.slow
-@needs("torch", "jax")
-def test_both_wings_work_in_one_process():
-    program = """
-        import numpy as np
-        import gradtools.torch, gradtools.jax
-        for gt in (gradtools.torch, gradtools.jax):
-            print(float(gt.grad(lambda x: gt.reverse_gradient(x) ** 2)(gt.asarray(np.float32(3)))))
-    """
-    assert run(program) == "-6.0\n-6.0"
-
-
-@pytest.mark.slow_at("jax-JAX")
-@pytest.mark.parametrize(("backend", "title"), [("torch", "PyTorch"), ("jax", "JAX")])
-def test_a_wing_without_its_framework_says_what_to_install(backend: str, title: str) -> None:
-    program = f"""
-        try:
-            import gradtools.{backend}
-        except ModuleNotFoundError as error:
-            print(error, error.name)
-    """
-    said = run(program, without=(backend, "jaxlib"))
-    assert said == (
-        f"gradtools.{backend} needs {title}, which is not installed. Fix: "
-        f'pip install "gradtools[{backend}]". {backend}'
-    )
-
-
-@pytest.mark.slow_at(
-    "from gradtools.testing import check_derivatives as c; c(abs, (1.0,), backend='torch')"
-)
-@needs("torch", "jax")
-@pytest.mark.parametrize(
-    "program",
-    [
-        "import gradtools.bridge",
-        "from gradtools.testing import check_derivatives as c; c(abs, (1.0,), backend='torch')",
-    ],
-)
-def test_what_needs_an_absent_framework_says_what_to_install(program: str) -> None:
-    tried = f"""
-        try:
-            {program}
-        except ModuleNotFoundError as error:
-            print(error)
-    """
-    said = run(tried, without=("torch",))
-    assert said.endswith(
-        'needs PyTorch, which is not installed. Fix: pip install "gradtools[torch]".'
-    )
-
-
-def test_an_operator_looked_for_in_gradtools_itself_is_told_where_it_stands() -> None:
-    with pytest.raises(AttributeError, match=r"no attribute 'grad'\. .* import gradtools\.torch"):
-        gradtools.grad  # noqa: B018 - the look is what is tested
-
-
-@pytest.mark.slow
-@needs("torch")
-def test_a_first_call_of_a_rule_does_not_import_the_compiler() -> None:
-    program = """
-        import sys, torch
-        import gradtools.torch as gt
-        f = gt.custom_rule(lambda x: x * x)
-        f.defvjp(lambda x: (x * x, x), lambda x, c: (2 * x * c,))
-        f(torch.ones(3, requires_grad=True)).sum().backward()
-        gt.grad(lambda x: f(x).sum())(torch.ones(3))
-        print(sorted({"torch._dynamo", "torch._inductor"} & set(sys.modules)))
-    """
-    assert run(program) == "[]"
-
-
-# --- what a bare import loads ------------------------------------------------------------------
-
-LOADED = """
-    import sys
-    before = set(sys.modules)
-    import {framework}
-    theirs = set(sys.modules)
-    import gradtools.{backend} as gt
-    print(*sorted(set(sys.modules) - theirs))
-"""
-FRAMEWORK = {"torch": "torch", "jax": "jax, jax.numpy, jax.extend.core"}
-# Rooms of which most programs need nothing.
-ASKED_FOR = (
-    *("seeing", "testing", "cli", "display", "keras_layers"),
-    *("accumulate", "chunking", "custom", "frozen", "kernels", "models", "measures", "modules"),
-)
-
-
-COMPILED_FIRST = """
-    import torch
-    import gradtools.torch as gt
-    x = torch.ones(3)
-    f = lambda y: gt.mixed_partial(lambda y, g: (y**3 * g).sum(), lambda z: z**2, y, x, x)
-    print(torch.compile(f, fullgraph=True, backend="eager")(x).tolist())
-"""
-
-
-@pytest.mark.slow
-@pytest.mark.skipif("torch" not in INSTALLED, reason="of dynamo, which traces no import")
-def test_the_first_mixed_partial_of_a_process_may_be_compiled_whole():
-    assert run(COMPILED_FIRST).strip() == "[6.0, 6.0, 6.0]"
-
-
-@pytest.mark.sweep_at("torch")
-@pytest.mark.parametrize("backend", INSTALLED)
-def test_a_bare_import_loads_few_rooms_and_none_that_are_asked_for(backend):
-    loaded = run(LOADED.format(framework=FRAMEWORK[backend], backend=backend)).split()
-    ours = [name for name in loaded if name.split(".")[0] == "gradtools"]
-    assert len(ours) < 50
-    assert [n for n in ours if set(n.split(".")) & set(ASKED_FOR)] == []
-    costly = ("numpy", "html", "statistics", "inspect")
-    assert [n for n in loaded if n.split(".")[0] in costly] == []
-
+# --- programs in processes of their own ---------------------------------------------------------
 
 MISSION = """
     import sys
@@ -350,77 +153,201 @@ OF_MODULES = """
 """
 
 
-@pytest.mark.slow
-@needs("torch")
-def test_derivatives_at_modules_import_nothing_of_seeing():
-    assert run(OF_MODULES) == "[]"
+@dataclass(frozen=True)
+class Program:
+    """A program for a fresh process, and what it prints.
+
+    Attributes:
+        text: The program; {backend} is replaced.
+        prints: What its output ends with.
+        backends: Those that it is run for; both if they are to be installed together.
+        without: Packages that do not exist.
+        quick: Whether it runs in the quick tier.
+    """
+
+    text: str
+    prints: str
+    backends: tuple[str, ...] = ("torch", "jax")
+    without: tuple[str, ...] = ()
+    quick: bool = False
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("backend", INSTALLED)
-def test_derivatives_edits_rules_and_chunks_import_nothing_of_seeing(backend):
-    assert run(MISSION.format(backend=backend)) == "[]"
+def failing(statement: str, kind: str = "ImportError") -> str:
+    return f"""
+        try:
+            {statement}
+        except {kind} as error:
+            print(error)
+    """
 
 
-DRAWN = """
+_PYTORCH = 'needs PyTorch, which is not installed. Fix: pip install "gradtools[torch]".'
+_JAX = 'needs JAX, which is not installed. Fix: pip install "gradtools[jax]".'
+_WORK = """
     import numpy as np
     import gradtools
     import gradtools.{backend} as gt
-    graph = gt.gradient_graph(gt.xp.exp, gt.asarray(np.ones(3, np.float32)), order=2)
-    drawn = str(graph), graph.to_html(), graph._repr_html_(), graph.to_mermaid(), graph.to_dot()
-    assert all("exp" in form for form in drawn) and not hasattr(graph, "_repr_svg_")
-    try:
-        graph.to_svg()
-    except gradtools.GradtoolsError as error:
-        print(error)
+    assert gradtools.available_backends() == ("{backend}",), gradtools.available_backends()
+    x = gt.asarray(np.float32([1.0, 2.0]))
+    f = lambda x: (gt.clip_gradient(gt.reverse_gradient(x, 0.5), max_norm=100.0) ** 2).sum()
+    print(gt.to_numpy(gt.grad(f)(x)).tolist(), gt.to_numpy(gt.hessian(f)(x)).tolist())
 """
-
-
-@pytest.mark.slow_at("torch")
-@pytest.mark.parametrize("backend", INSTALLED)
-def test_graphs_are_drawn_without_the_extra_and_a_picture_in_a_file_names_it(backend):
-    said = run(DRAWN.format(backend=backend), without=("quickjs",))
-    assert said.startswith("to_svg: ") and 'pip install "gradtools[svg]"' in said
-
-
-@pytest.mark.slow
-@pytest.mark.sweep_at("torch")
-@pytest.mark.parametrize("backend", INSTALLED)
-def test_a_name_that_was_read_is_kept_and_no_room_takes_its_place(backend):
-    program = f"""
+_DERIVED = "[-1.0, -2.0] [[0.5, -0.0], [-0.0, 0.5]]"
+PROGRAMS = {
+    "gradtools imports no framework": Program(
+        """
+        import gradtools, sys
+        gradtools.available_backends()
+        loaded = {{name.split(".")[0] for name in sys.modules}}
+        print(sorted(loaded & {{"torch", "jax", "jaxlib", "numpy", "flax", "array_api_compat"}}))
+        """,
+        "[]",
+        ("torch",),
+        quick=True,
+    ),
+    "torch without jax": Program(_WORK, _DERIVED, ("torch",), ("jax", "jaxlib", *MODULES)),
+    "jax without torch": Program(
+        _WORK, _DERIVED, ("jax",), ("torch", "array_api_compat", *MODULES), quick=True
+    ),
+    "make_functional without libraries": Program(
+        failing("import gradtools.jax as gt; gt.make_functional(object())", "Exception"),
+        "a flax.linen, flax.nnx or equinox Module, or a Keras model.",
+        ("jax",),
+        ("torch", *MODULES),
+    ),
+    "torch is missing": Program(
+        failing("import gradtools.torch"), _PYTORCH, ("torch",), ("torch",), quick=True
+    ),
+    "jax is missing": Program(failing("import gradtools.jax"), _JAX, ("jax",), ("jax", "jaxlib")),
+    "the bridge without torch": Program(
+        failing("import gradtools.bridge"), _PYTORCH, ("jax",), ("torch",)
+    ),
+    "a check without torch": Program(
+        failing("from gradtools.testing import check_derivatives as c; c(abs, (1.0,), 'torch')"),
+        _PYTORCH,
+        ("jax",),
+        ("torch",),
+    ),
+    "a first call of a rule imports no compiler": Program(
+        """
+        import sys, torch
+        import gradtools.torch as gt
+        f = gt.custom_rule(lambda x: x * x)
+        f.defvjp(lambda x: (x * x, x), lambda x, c: (2 * x * c,))
+        f(torch.ones(3, requires_grad=True)).sum().backward()
+        gt.grad(lambda x: f(x).sum())(torch.ones(3))
+        print(sorted({{"torch._dynamo", "torch._inductor"}} & set(sys.modules)))
+        """,
+        "[]",
+        ("torch",),
+    ),
+    "a mixed partial is compiled first": Program(
+        """
+        import torch
+        import gradtools.torch as gt
+        x = torch.ones(3)
+        f = lambda y: gt.mixed_partial(lambda y, g: (y**3 * g).sum(), lambda z: z**2, y, x, x)
+        print(torch.compile(f, fullgraph=True, backend="eager")(x).tolist())
+        """,
+        "[6.0, 6.0, 6.0]",
+        ("torch",),
+    ),
+    "derivatives import nothing of seeing": Program(MISSION, "[]"),
+    "derivatives at modules import nothing of seeing": Program(OF_MODULES, "[]", ("torch",)),
+    "graphs without the extra": Program(
+        """
+        import numpy as np
+        import gradtools
+        import gradtools.{backend} as gt
+        graph = gt.gradient_graph(gt.xp.exp, gt.asarray(np.ones(3, np.float32)), order=2)
+        drawn = str(graph), graph.to_html(), graph._repr_html_(), graph.to_mermaid()
+        assert all("exp" in form for form in drawn) and not hasattr(graph, "_repr_svg_")
+        try:
+            graph.to_svg()
+        except gradtools.GradtoolsError as error:
+            print('pip install "gradtools[svg]"' in str(error))
+        """,
+        "True",
+        without=("quickjs",),
+    ),
+    "names are kept, starred and told": Program(
+        """
         import importlib, pkgutil
+        from gradtools.{backend} import *
         import gradtools.{backend} as gt
 
         before = {{name: getattr(gt, name) for name in gt.__all__}}
+        print([name for name in gt.__all__ if globals()[name] is not before[name]])
         for room in pkgutil.iter_modules(gt.__path__):
             try:
                 importlib.import_module(gt.__name__ + "." + room.name)
             except ModuleNotFoundError:  # a room for a library that is not installed
                 pass
         print([name for name in gt.__all__ if vars(gt)[name] is not before[name]])
-    """
-    assert run(program) == "[]"
-
-
-@pytest.mark.sweep_at("torch")
-@pytest.mark.parametrize("backend", INSTALLED)
-def test_a_star_import_has_every_public_name(backend):
-    program = f"""
-        from gradtools.{backend} import *
-        import gradtools.{backend} as gt
-        print([name for name in gt.__all__ if globals()[name] is not getattr(gt, name)])
-    """
-    assert run(program) == "[]"
-
-
-@pytest.mark.sweep_at("torch")
-@pytest.mark.parametrize("backend", INSTALLED)
-def test_a_name_that_does_not_exist_is_told(backend):
-    program = f"""
-        import gradtools.{backend} as gt
         try:
             gt.gradd
         except AttributeError as error:
             print(error)
-    """
-    assert run(program) == f"module 'gradtools.{backend}' has no attribute 'gradd'"
+        """,
+        "[]\n[]\nmodule 'gradtools.{backend}' has no attribute 'gradd'",
+    ),
+    "both wings work in one process": Program(
+        """
+        import numpy as np
+        import gradtools.torch, gradtools.jax
+        for gt in (gradtools.torch, gradtools.jax):
+            print(float(gt.grad(lambda x: gt.reverse_gradient(x) ** 2)(gt.asarray(np.float32(3)))))
+        """,
+        "-6.0\n-6.0",
+        ("torch",),
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "backend"),
+    [
+        pytest.param(name, backend, marks=[] if p.quick else [pytest.mark.slow])
+        for name, p in PROGRAMS.items()
+        for backend in p.backends
+    ],
+)
+def test_a_program_in_a_fresh_process(name, backend):
+    program = PROGRAMS[name]
+    missing = {"torch", "jax"} - {*INSTALLED}
+    if backend in missing or ("both" in name and missing):
+        pytest.skip(f"not installed: {sorted(missing)}")
+    text = program.text.replace("{{", "{").replace("}}", "}").replace("{backend}", backend)
+    expected = program.prints.replace("{backend}", backend)
+    assert run(text, program.without).endswith(expected)
+
+
+# What a bare import loads: few rooms, and none of which most programs need nothing.
+ASKED_FOR = (
+    *("seeing", "testing", "cli", "display", "keras_layers"),
+    *("accumulate", "chunking", "custom", "frozen", "kernels", "models", "measures", "modules"),
+)
+FRAMEWORK = {"torch": "torch", "jax": "jax, jax.numpy, jax.extend.core"}
+LOADED = """
+    import sys
+    import {framework}
+    theirs = set(sys.modules)
+    import gradtools.{backend} as gt
+    print(*sorted(set(sys.modules) - theirs))
+"""
+
+
+@pytest.mark.sweep_at("torch")
+@pytest.mark.parametrize("backend", INSTALLED)
+def test_a_bare_import_loads_few_rooms_and_none_that_are_asked_for(backend):
+    loaded = run(LOADED.format(framework=FRAMEWORK[backend], backend=backend)).split()
+    ours = [name for name in loaded if name.split(".")[0] == "gradtools"]
+    assert len(ours) < 50
+    assert [n for n in ours if set(n.split(".")) & set(ASKED_FOR)] == []
+    costly = ("numpy", "html", "statistics", "inspect")
+    assert [n for n in loaded if n.split(".")[0] in costly] == []
+
+
+def test_an_operator_looked_for_in_gradtools_itself_is_told_where_it_stands() -> None:
+    with pytest.raises(AttributeError, match=r"no attribute 'grad'\. .* import gradtools\.torch"):
+        gradtools.grad  # noqa: B018 - the look is what is tested

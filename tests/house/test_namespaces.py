@@ -55,32 +55,6 @@ def test_a_namespace_exports_exactly_the_names_of_the_design(gt):
     assert dir(gt) == sorted(gt.__all__)
 
 
-WITHDRAWN = {  # and a word of the sentence that says what to use
-    "attention": "scaled_dot_product_attention",
-    "contrastive_loss": "chunked over the rows of queries",
-    "dependence": "why_zero",
-    "graph_diff": r"gradtools\.testing\.first_divergence",
-    "guard_gradients": 'disconnected_inputs="strict"',
-    "jet": r"jax\.experimental\.jet",
-    "laplacian": r"jacobian\(grad\(f\)\)",
-    "linear_cross_entropy": "chunked over the tokens",
-    "measure": r"torch\.utils\.flop_counter",
-    "pairwise_reduce": "chunked over the rows",
-}
-
-
-@pytest.mark.parametrize(("name", "word"), WITHDRAWN.items())
-def test_a_withdrawn_name_says_what_to_use(name, word, gt):
-    for of in (gt, gt._api):
-        with pytest.raises(AttributeError, match=f"'{name}'. It was withdrawn: .*{word}"):
-            getattr(of, name)
-    assert name not in dir(gt)
-
-
-def test_every_withdrawn_name_is_in_the_table():
-    assert set(WITHDRAWN) == set(gradtools.api._GONE)
-
-
 def test_the_stub_names_what_a_namespace_exports():
     tree = ast.parse((ROOT / "public.pyi").read_text())
     named = [node.targets[0].id for node in tree.body if isinstance(node, ast.Assign)]
@@ -243,25 +217,6 @@ def test_the_wings_hold_files_of_the_same_names():
     assert all(any(name.startswith(folder) for name in alone) for folder in folders)
 
 
-def test_no_module_has_a_function_of_its_own_name():
-    """Nor does what a package exports hide one of its modules."""
-    for path in ROOT.rglob("*.py"):
-        names = {getattr(node, "name", "") for node in ast.parse(path.read_text()).body}
-        assert path.stem not in names, path
-        if path.name == "__init__.py":
-            rooms = {p.stem for p in path.parent.iterdir()}
-            assert rooms.isdisjoint(_imported(path)), path
-
-
-def _imported(path):
-    """The names that a file takes from elsewhere, less those of modules."""
-    for node in ast.parse(path.read_text()).body:
-        if isinstance(node, ast.ImportFrom):
-            folder = ROOT.parent / (node.module or "").replace(".", "/")
-            names = [(a.name, a.asname or a.name) for a in node.names]
-            yield from (new for old, new in names if not (folder / f"{old}.py").exists())
-
-
 def test_nothing_above_the_wings_imports_a_framework():
     for path in (*ROOT.glob("*.py"), *(ROOT / "arguments").glob("*.py")):
         for line in path.read_text().splitlines():
@@ -309,15 +264,6 @@ def test_a_class_has_its_name_to_itself_or_shares_it_with_its_twin_in_the_other_
         for files in shared.values()
     ]
     assert all(wing == ["jax", "torch"] for wing in wings), shared
-
-
-def test_no_module_shares_its_name_with_a_function():
-    modules, functions = {path.parent.name for path in ROOT.rglob("__init__.py")}, set[str]()
-    for path in ROOT.rglob("*.py"):
-        modules.add(path.stem)
-        tree = ast.parse(path.read_text(encoding="utf-8"))
-        functions |= {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
-    assert not modules & (functions | set(FUNCTIONS))
 
 
 @pytest.mark.parametrize("backend", gradtools.available_backends())

@@ -20,24 +20,45 @@ def test_no_file_but_the_room_of_its_wing_uses_a_private_name_of_a_framework():
     assert not found, "\n".join(["put these into the wing's _upstream.py:", *map(str, found)])
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "import torch\nx = torch._C._functorch.peek_interpreter_stack()",
-        "from torch._ops import OpOverload",
-        "from torch.utils import _pytree as pytree",
-        "import jax\nx = jax._src.core.Trace",
-        "from jax._src import core",
-        "def f(x):\n    return x._version",
-        "def f(m):\n    return m._forward_hooks.values()",
-        "def f(node):\n    return getattr(node, '_saved_self')",
-        "import sys\nx = 'torch._dynamo' in sys.modules",
-        "KEYS = ('_buffers',)",
+SEEN = [
+    (names.private_in, "import torch\nx = torch._C._functorch.peek_interpreter_stack()"),
+    (names.private_in, "from torch._ops import OpOverload"),
+    (names.private_in, "from torch.utils import _pytree as pytree"),
+    (names.private_in, "import jax\nx = jax._src.core.Trace"),
+    (names.private_in, "from jax._src import core"),
+    (names.private_in, "def f(x):\n    return x._version"),
+    (names.private_in, "def f(m):\n    return m._forward_hooks.values()"),
+    (names.private_in, "def f(node):\n    return getattr(node, '_saved_self')"),
+    (names.private_in, "import sys\nx = 'torch._dynamo' in sys.modules"),
+    (names.private_in, "KEYS = ('_buffers',)"),
+    (
+        names.private_in,
         "import torch\nclass M(torch.nn.Module):\n    def _apply(self, fn):\n        return self",
-    ],
-)
-def test_the_sweep_sees_a_private_name(text):
-    assert list(names.private_in(ast.parse(text)))
+    ),
+    (names.patches_in, "import torch\ntorch.nn.Module.__call__ = f"),
+    (
+        names.patches_in,
+        "from torch.autograd import Function\ndef g():\n    setattr(Function, 'apply', f)",
+    ),
+    (
+        names.patches_in,
+        "from gradtools.torch import _upstream as upstream\n_F = upstream.Functions\ndel _F.apply",
+    ),
+    (names.patches_in, "import jax.numpy as jnp\njnp.sin = f"),
+    (names.frames_in, "import sys\nf = sys._getframe(1)"),
+    (names.frames_in, "import inspect\nf = inspect.stack()"),
+    (names.frames_in, "def f(frame):\n    return frame.f_back.f_code.co_filename"),
+    (names.frames_in, "x = __file__"),
+    (names.texts_in, "def f(error):\n    return 'no such mode' in str(error)"),
+    (names.texts_in, "def f(e):\n    return 'a' not in said_by('jax', e)"),
+    (names.texts_in, "def f(error):\n    return str(error).partition('of the ')[2]"),
+    (names.texts_in, "import re\ndef f(error):\n    return re.search('a', str(error))"),
+]
+
+
+@pytest.mark.parametrize(("sweep", "text"), SEEN)
+def test_the_sweeps_see_what_they_look_for(sweep, text):
+    assert list(sweep(ast.parse(text)))
 
 
 @pytest.mark.sweep_at(
@@ -110,19 +131,6 @@ def test_classes_of_a_framework_are_patched_in_the_rooms_alone():
     )
 
 
-@pytest.mark.parametrize(
-    "text",
-    [
-        "import torch\ntorch.nn.Module.__call__ = f",
-        "from torch.autograd import Function\ndef g():\n    setattr(Function, 'apply', f)",
-        "from gradtools.torch import _upstream as upstream\n_F = upstream.Functions\ndel _F.apply",
-        "import jax.numpy as jnp\njnp.sin = f",
-    ],
-)
-def test_the_sweep_sees_patches(text):
-    assert list(names.patches_in(ast.parse(text)))
-
-
 # --- what a maintainer would refuse --------------------------------------------------------------
 
 REFUSED = {
@@ -182,29 +190,3 @@ _READ_TEXTS = {
 def test_what_an_error_says_is_read_in_one_room_of_each_wing():
     found = [use for use in names.uses_of_texts() if use.file not in _READ_TEXTS]
     assert not found, "\n".join(map(str, found))
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "import sys\nf = sys._getframe(1)",
-        "import inspect\nf = inspect.stack()",
-        "def f(frame):\n    return frame.f_back.f_code.co_filename",
-        "x = __file__",
-    ],
-)
-def test_the_sweep_sees_frames(text):
-    assert list(names.frames_in(ast.parse(text)))
-
-
-@pytest.mark.parametrize(
-    "text",
-    [
-        "def f(error):\n    return 'no such mode' in str(error)",
-        "def f(e):\n    return 'a' not in said_by('jax', e)",
-        "def f(error):\n    return str(error).partition('of the ')[2]",
-        "import re\ndef f(error):\n    return re.search('a', str(error))",
-    ],
-)
-def test_the_sweep_sees_texts(text):
-    assert list(names.texts_in(ast.parse(text)))

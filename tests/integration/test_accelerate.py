@@ -107,31 +107,3 @@ def test_wgan_gp_trains_as_with_torch_autograd_grad():
         found.append({"losses": torch.stack(losses), **last})
     agree(found[0], found[1])
     agree(found[0], found[2])
-
-
-def test_the_penalty_of_a_critic_with_attention_is_that_of_pytorch():
-    """Whose fused kernel has no second derivative; its math kernel has."""
-    torch.manual_seed(0)
-    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, 0.0, batch_first=True)
-    net = torch.nn.Sequential(layer, torch.nn.Flatten(), torch.nn.Linear(24, 1))
-    x = torch.randn(5, 3, 8)
-
-    def penalty():
-        slopes = gt.grad(lambda x: net(x).sum())(x).flatten(1).norm(dim=1)
-        return (slopes - 1).square().mean()
-
-    def plain():
-        y = x.clone().requires_grad_()
-        (slopes,) = torch.autograd.grad(net(y).sum(), y, create_graph=True)
-        return (slopes.flatten(1).norm(dim=1) - 1).square().mean()
-
-    for loss in (plain, penalty):
-        with pytest.raises(RuntimeError, match="flash_attention"):
-            loss().backward()
-    found = []
-    for loss in (plain, penalty):
-        net.zero_grad()
-        with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
-            loss().backward()
-        found.append({k: g.clone() for k, g in gradients(net).items()})
-    agree(*found)

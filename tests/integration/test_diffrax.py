@@ -55,13 +55,6 @@ def test_paths_in_chunks_have_the_loss_and_the_gradients_of_the_loop():
     agree(found, expected)
 
 
-def test_one_gradient_for_each_path():
-    found = jax.jit(gt.per_example_grad(misfit))(NET, STARTS)
-    one = jax.jit(jax.grad(misfit))
-    for i, start in enumerate(STARTS):
-        agree(jax.tree.map(lambda g, i=i: g[i], found), one(NET, start))
-
-
 def test_modes_agree_where_the_adjoint_has_them():
     f = lambda y: misfit(NET, y, "direct")
     start, along = STARTS[0], ALONG[0]
@@ -78,13 +71,6 @@ def test_forward_mode_through_a_reverse_adjoint_is_refused_by_name():
     f = lambda y: misfit(NET, y, "recursive")
     with pytest.raises((GradtoolsError, TypeError), match=r"custom_vjp|forward"):
         gt.jvp(f, (STARTS[0],), (ALONG[0],))
-
-
-def test_a_reversed_gradient_into_the_path():
-    """The start learns against what the field learns."""
-    edited = jax.jit(gt.grad(lambda y: misfit(NET, gt.reverse_gradient(y, 0.5))))(STARTS[0])
-    plain = jax.jit(jax.grad(lambda y: misfit(NET, y)))(STARTS[0])
-    np.testing.assert_allclose(edited, -0.5 * plain)
 
 
 @pytest.mark.parametrize("adjoint", ADJOINTS)

@@ -94,11 +94,6 @@ def test_it_is_the_same_in_chunks():
     agree({"scale": found}, {"scale": by_backward(SCALE)}, rtol=1e-3, atol=1e-5)
 
 
-def test_a_frozen_vae_serves_as_well():
-    found = by_known_gradient(SCALE, gt.frozen(encode))
-    agree({"scale": found}, {"scale": by_backward(SCALE)}, rtol=1e-3, atol=1e-5)
-
-
 @pytest.mark.parametrize("mode", ["reverse_over_reverse", "forward_over_reverse"])
 def test_a_hessian_product_of_a_unet_with_attention(mode):
     net = denoiser().double()

@@ -35,16 +35,6 @@ def ruled(a, b):
     return jax.lax.stop_gradient(root(a, b))
 
 
-@ruled.defjvp
-def _push(primals, tangents):
-    a, b = primals
-    z = ruled(a, b)
-    da, db = tangents
-    slope = 1 - z**2  # of tanh at the root
-    system = jnp.eye(3) - slope[:, None] * a
-    return z, jnp.linalg.solve(system, slope * (da @ z + db))
-
-
 def loss(find):
     return lambda a, b: (find(a, b) ** 2).sum() + find(a, b)[0]
 
@@ -64,31 +54,6 @@ def test_it_has_both_modes_at_second_order():
         product = gt.hvp(f, (B,), (T,), mode=mode)[1][0]
         np.testing.assert_allclose(product @ T, expected, rtol=1e-6)
     np.testing.assert_allclose(gt.jvp(f, (B,), (T,))[1], gt.grad(f)(B) @ T, rtol=1e-10)
-
-
-def test_many_roots_in_chunks_and_one_gradient_for_each():
-    many = jnp.stack([B, 2 * B, -B, B[::-1], B + 1])
-    run = lambda a, bs: jax.vmap(lambda b: (ruled(a, b) ** 2).sum())(bs)
-    found = gt.grad(lambda a: gt.chunked(run, 2, in_axes=(None, 0))(a, many).sum())(A)
-    rows = gt.per_example_grad(lambda a, b: (root(a, b) ** 2).sum())(A, many)
-    np.testing.assert_allclose(found, rows.sum(0), rtol=1e-8)
-
-
-def test_a_ruled_function_inside_of_what_is_solved():
-    """A residual with a rule of its own, differentiated by the solver's Newton steps."""
-
-    @gt.custom_rule
-    def squash(x):
-        return jnp.tanh(x)
-
-    squash.defjvp(lambda p, t: (squash(p[0]), (1 - jnp.tanh(p[0]) ** 2) * t[0]))
-
-    def own(b):
-        of = lambda z, b: squash(A @ z + b) - z
-        return (optimistix.root_find(of, NEWTON, jnp.zeros(3), args=b).value ** 2).sum()
-
-    plain = lambda b: (root(A, b) ** 2).sum()
-    np.testing.assert_allclose(gt.grad(own)(B), jax.grad(plain)(B), rtol=1e-9)
 
 
 def test_a_fit_by_least_squares_is_differentiated_through():

@@ -50,22 +50,3 @@ def test_simclr_in_chunks_has_the_gradients_of_the_loop(bf16):
     names = [name for name in found[0] if "encoder" in name]
     assert names and all("lora_" in name for name in names)
     agree(*found, **({"rtol": 0.05, "atol": 2e-3} if bf16 else {}))
-
-
-def test_a_chunked_adapted_model_is_trained_saved_and_merged(tmp_path):
-    model = adapted().eval()
-    chunks = gt.chunked(model, 4)
-    trained = [p for p in chunks.parameters() if p.requires_grad]
-    optimizer = torch.optim.SGD(trained, lr=0.5)
-    before = chunks(**BATCH).last_hidden_state.detach()
-    for _ in range(2):
-        chunks(**BATCH).last_hidden_state.sin().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-    after = chunks(**BATCH).last_hidden_state.detach()
-    assert (after - before).abs().max() > 1e-4
-    model.save_pretrained(tmp_path)
-    loaded = peft.PeftModel.from_pretrained(bert(), tmp_path).eval()
-    torch.testing.assert_close(loaded(**BATCH).last_hidden_state, after)
-    merged = model.merge_and_unload()
-    torch.testing.assert_close(merged(**BATCH).last_hidden_state, after, rtol=1e-4, atol=1e-5)

@@ -55,24 +55,6 @@ def test_a_sentence_encoder_in_chunks_has_the_gradients_of_the_loop(tmp_path):
     agree(*found)
 
 
-def test_its_own_cached_loss_says_the_same_without_dropout(tmp_path):
-    from sentence_transformers.sentence_transformer import losses
-
-    model = encoder(tmp_path)
-    model.eval()
-    features = [batch(1), batch(2)]
-    with quiet():
-        cached = losses.CachedMultipleNegativesRankingLoss(model, scale=20.0, mini_batch_size=4)
-        loss = cached([dict(x) for x in features], torch.zeros(10))
-        loss.backward()
-    expected = {**gradients(model), "loss": loss.detach()}
-    model.zero_grad()
-    encode = gt.chunked(lambda x: model(x)["sentence_embedding"], 4)
-    ours = contrastive(*[encode(dict(x)) for x in features], torch.tensor(20.0))
-    ours.backward()
-    agree({**gradients(model), "loss": ours.detach()}, expected)
-
-
 def test_what_it_encodes_is_encoded_in_chunks(tmp_path):
     model = encoder(tmp_path).eval()
     texts = ["w1 w2 w3", "w4", "w5 w6 w7 w8 w9"]

@@ -61,18 +61,6 @@ def test_in_chunks_it_has_the_loss_gradients_and_statistics_of_the_loop(name):
 
 
 @pytest.mark.parametrize("name", MODELS)
-def test_one_gradient_for_each_image(name):
-    net = model(name).eval()
-    apply, params, state = gt.make_functional(net)
-    loss = lambda params, x, y: entropy(apply(params, state, x[None])[0], y[None])
-    found = gt.per_example_grad(loss)(params, IMAGES, LABELS)
-    for i in range(len(IMAGES)):
-        net.zero_grad()
-        entropy(net(IMAGES[i : i + 1]), LABELS[i : i + 1]).backward()
-        agree({k: g[i] for k, g in found.items()}, gradients(net), rtol=1e-3, atol=1e-5)
-
-
-@pytest.mark.parametrize("name", MODELS)
 def test_a_slope_is_what_differences_say(name):
     """In forward mode, and of the gradient in both."""
     net = model(name).double().eval().requires_grad_(False)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import gradtools.torch as gt
-from gradtools import GradtoolsError
 from gradtools.testing import DerivativeError, checked
 
 torchdiffeq = pytest.importorskip("torchdiffeq", reason="torchdiffeq is not installed")
@@ -52,14 +51,6 @@ def test_starts_in_chunks_have_the_loss_and_the_gradients_of_the_loop(solver):
     agree(*found, rtol=1e-9, atol=1e-12)
 
 
-def test_the_gradient_of_an_ode_net_is_that_of_backward():
-    field = Field()
-    loss = lambda y: misfit(torchdiffeq.odeint, field, y).mean()
-    starts = STARTS.clone().requires_grad_()
-    loss(starts).backward()
-    torch.testing.assert_close(gt.grad(loss)(STARTS).detach(), starts.grad)
-
-
 def test_its_derivatives_in_every_mode_agree():
     field = Field().requires_grad_(False)
     f = lambda y: misfit(torchdiffeq.odeint, field, y).sum()
@@ -71,20 +62,6 @@ def test_its_derivatives_in_every_mode_agree():
     for mode in ("reverse_over_reverse", "forward_over_reverse"):
         (product,) = gt.hvp(f, (STARTS,), (along,), mode=mode)[1]
         torch.testing.assert_close((product * along).sum(), twice, rtol=1e-6, atol=1e-8)
-
-
-def test_one_gradient_for_each_start():
-    apply, params, state = gt.make_functional(Field())
-
-    def loss(params, start):
-        field = lambda t, y: apply(params, state, t, y)[0]
-        return misfit(torchdiffeq.odeint, field, start[None])[0]
-
-    with pytest.raises(GradtoolsError, match="chunk_size=1"):
-        gt.per_example_grad(loss)(params, STARTS)  # the solver writes into its solution
-    found = gt.per_example_grad(loss, chunk_size=1)(params, STARTS)
-    for i, start in enumerate(STARTS):
-        agree({k: g[i] for k, g in found.items()}, gt.grad(loss)(params, start))
 
 
 def test_a_second_derivative_through_the_adjoint_is_named_by_checked():

@@ -24,8 +24,8 @@ from tests.support.state_of_process import changes, everything
 TEXTS = read()
 
 
-def test_the_table_holds_more_than_three_hundred_calls_of_every_operator(gt):
-    assert len(BAD) > 300
+def test_the_table_holds_calls_of_every_operator(gt):
+    assert len(BAD) > 150
     called = {name for call in BAD.values() for name in names_in(call.__code__)}
     assert set(gt.__all__) - called == {"is_recomputing"}  # which takes nothing
 

@@ -21,12 +21,8 @@ HINTS = {
     ("checkpoint", "use_reentrant", False): "around the parts",
     ("vmap", "in_dims", 0): "in_axes=",
     ("chunked", "batch_size", 2): "chunk_size=",
-    ("chunked", "keep_graphs", 0): "chunk_size=",
-    ("chunked", "memory_budget", 0): "chunk_size=",
-    ("chunked", "select", None): "wrap f",
     ("microbatched_value_and_grad", "group", None): "its mean takes group=",
     ("microbatched_value_and_grad", "verify", False): "leave it out",
-    ("frozen", "memory_budget", 0): "use G itself",
     ("microbatched_value_and_grad", "batch_size", 2): "chunk_size=",
     ("host_function", "result_shape_dtypes", None): "out=ArraySpec",
 }

@@ -38,22 +38,6 @@ def the_gradient_at_each_layers_output(gt):
         yield retained[f"layer {k}"], gt.grad(lambda h, k=k: chain(h, parts[k + 1 :]))(h)
 
 
-@STORIES.add(source="google/flax#2512")
-def the_gradient_at_an_activation_beside_that_of_the_weights(gt):
-    """flax's perturb needs a declared variable of the activation's shape."""
-    w, v, x = draw(gt, 4, 3), draw(gt, 3), draw(gt, 5, 4)
-
-    def loss(w):
-        return (gt.retain_gradient(gt.xp.tanh(x @ w), "hidden") @ v).sum() ** 2
-
-    value, grad, retained = gt.retained_gradients(loss)(w)
-    hidden = gt.xp.tanh(x @ w)
-    at_hidden = 2 * (hidden @ v).sum() * v * gt.xp.ones_like(hidden)
-    yield value, (hidden @ v).sum() ** 2
-    yield retained["hidden"], at_hidden
-    yield grad, x.T @ (at_hidden * (1 - hidden**2))
-
-
 @STORIES.add(source="jax-ml/jax#12782")
 def a_tangent_at_an_intermediate_value(gt):
     """An auxiliary output is an output: its tangent is that of the intermediate value."""
@@ -95,23 +79,6 @@ def the_root_of_a_scalar_equation_has_a_gradient(gt):
         factor = gt.asarray(np.array(2.0))
         z = root(factor)
         yield gt.grad(root)(factor), -(z**3) / (3 * factor * z**2 - 1)
-
-
-@STORIES.add(source="metaopt/torchopt#223")
-def jacobians_and_hessians_of_a_root(gt):
-    root = gt.implicit_solution(cubic, bisected(gt, cubic), "dense")
-    factor = gt.asarray(np.array([1.5, 2.0, 3.0]))
-    z = root(factor)
-    slope = 3 * factor * z**2 - 1
-    first = -(z**3) / slope
-    moved = 3 * z**2 + 6 * factor * z * first
-    second = -(3 * z**2 * first) / slope + z**3 * moved / slope**2
-    eye = gt.asarray(np.eye(3))
-    for mode in ("reverse", "forward"):
-        yield gt.jacobian(root, mode=mode)(factor), first * eye
-    yield gt.hessian(lambda f: root(f).sum())(factor), second * eye
-    each = gt.vmap(gt.grad(lambda f: root(f[None])[0]))(factor)
-    yield each, first
 
 
 @STORIES.add(source="google-deepmind/optax#977")

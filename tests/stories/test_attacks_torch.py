@@ -68,31 +68,6 @@ def determinant_of_a_matrix_that_is_singular_there():
 
 
 @PROGRAMS.add()
-def gradient_penalty_of_a_critic():
-    ours, theirs = network(), network()
-    gt.grad(lambda x: ours(x).sum())(X.clone().requires_grad_()).square().sum().backward()
-    x = X.clone().requires_grad_()
-    (slope,) = torch.autograd.grad(theirs(x).sum(), x, create_graph=True)
-    slope.square().sum().backward()
-    pairs = zip(ours.parameters(), theirs.parameters(), strict=True)
-    return [(p.grad, q.grad) for p, q in pairs if q.grad is not None]
-
-
-@PROGRAMS.add()
-def norms_of_per_example_gradients_of_a_network():
-    ours, theirs = network(), network()
-    loss = lambda net, x: net(x).square().sum()
-    grads = gt.per_example_grad(loss)(ours, X)
-    torch.stack([g.flatten(1).square().sum(1) for g in grads.values()]).sum(
-        0
-    ).sqrt().sum().backward()
-    for x in X:
-        own = torch.autograd.grad(loss(theirs, x), [*theirs.parameters()], create_graph=True)
-        torch.stack([g.square().sum() for g in own]).sum().sqrt().backward()
-    return [(p.grad, q.grad) for p, q in zip(ours.parameters(), theirs.parameters(), strict=True)]
-
-
-@PROGRAMS.add()
 def an_equilibrium_whose_backward_is_a_solve():
     @gt.custom_rule
     def fixed(w, x):
@@ -120,26 +95,6 @@ def an_equilibrium_whose_backward_is_a_solve():
 
     f = lambda w: fixed(w, X[1]).square().sum()
     return [(gt.grad(f)(V), gt.grad(unrolled)(V)), (gt.hessian(f)(V), hessian(unrolled, V))]
-
-
-@PROGRAMS.add()
-def two_inner_steps_through_a_norm():
-    inner = lambda w, v: (F.layer_norm(X @ w.diag(), (3,), v) ** 2).sum() + (w * v).sum() ** 2
-
-    def meta(v):
-        w = U
-        for _ in range(2):
-            w = w - 0.1 * gt.grad(inner)(w, v)
-        return inner(w, v)
-
-    def plain(v):
-        w = U.clone().requires_grad_()
-        for _ in range(2):
-            w = w - 0.1 * torch.autograd.grad(inner(w, v), w, create_graph=True)[0]
-        return inner(w, v)
-
-    v = V.clone().requires_grad_()
-    return [(gt.grad(meta)(V), torch.autograd.grad(plain(v), v)[0])]
 
 
 @PROGRAMS.add()

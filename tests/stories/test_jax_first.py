@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 import gradtools.jax as gt
-from gradtools import DisconnectedInputError, GradtoolsError
+from gradtools import DisconnectedInputError
 from tests.support.scenarios import Table
 
 STORIES = Table()
@@ -63,12 +63,6 @@ def the_squared_norm_at_equal_points():
     near(gt.grad(lambda x, y: ((x - y) ** 2).sum())(x, x), jnp.zeros(3))
 
 
-@STORIES.add(source="jax-ml/jax#3058")
-def the_norm_at_zero():
-    assert "nan" in kinds(jnp.linalg.norm, jnp.zeros(3))
-    near(gt.grad(jnp.linalg.norm)(jnp.array([3.0, 4.0])), jnp.array([0.6, 0.8]))
-
-
 @STORIES.add(source="jax-ml/jax#26248")
 def a_scale_before_and_after_the_norm():
     """Equal values, and the gradient of the scale is 0 in one form and NaN in the other."""
@@ -101,20 +95,6 @@ def distances_of_charges_to_themselves():
     assert bool(jnp.isfinite(reverse).all())
 
 
-@STORIES.add(source="deepmodeling/deepmd-kit#4668")
-def the_hessian_of_a_normalised_difference():
-    def safe_norm(x):
-        square = (x**2).sum(-1, keepdims=True)
-        positive = square > 0
-        return jnp.where(positive, jnp.sqrt(jnp.where(positive, square, 1.0)), 0.0)
-
-    def energy(x):
-        d = x[:, None] - x[None]
-        return ((d / (safe_norm(d) + 1e-6)) * draw(2, 2, 3)).sum()
-
-    assert bool(jnp.isfinite(gt.hessian(energy)(draw(2, 3, seed=2))).all())
-
-
 # --- complex numbers
 
 
@@ -123,16 +103,6 @@ def the_gradient_of_a_squared_modulus_descends():
     f = lambda z: jnp.real(z) ** 2 + jnp.imag(z) ** 2
     near(gt.grad(f)(3.0 + 4.0j), 6.0 + 8.0j)
     near(jax.grad(f)(3.0 + 4.0j), 6.0 - 8.0j)
-
-
-@STORIES.add(source="jax-ml/jax#15872")
-def the_slope_along_the_imaginary_part():
-    near(gt.grad(lambda z: z.imag**2)(2.0j), 4.0j)
-
-
-@STORIES.add(source="jax-ml/jax#1853")
-def the_modulus_at_an_imaginary_number():
-    near(gt.grad(jnp.abs)(1.0j), 1.0j)
 
 
 @STORIES.add(source="jax-ml/jax#4891")
@@ -166,16 +136,6 @@ def a_straight_through_estimator_has_the_value_exactly():
     near(gt.grad(lambda x: through(x).sum())(x), np.ones(3, np.float32))
 
 
-@STORIES.add(source="jax-ml/jax#27304")
-def a_quantizer_passes_the_gradient_where_it_does_not_saturate():
-    limit = 2.0
-    clipped = lambda x: jnp.clip(x, -limit, limit)
-    quantized = gt.straight_through(lambda x: jnp.round(clipped(x)), clipped)
-    x = jnp.array([-3.0, -0.4, 1.3, 5.0])
-    near(quantized(x), jnp.array([-2.0, 0.0, 1.0, 2.0]))
-    near(gt.grad(lambda x: quantized(x).sum())(x), jnp.array([0.0, 1.0, 1.0, 0.0]))
-
-
 @STORIES.add(source="jax-ml/jax#10867")
 def an_unused_parameter_is_named():
     loss = lambda w, b, x: ((x * w) ** 2).sum()
@@ -193,13 +153,6 @@ def the_domain_classifier_descends_while_the_features_ascend():
     dw, dv = gt.grad(lambda w, v: head(v, gt.reverse_gradient(features(w, x))), (0, 1))(w, v)
     plain = jax.grad(lambda w, v: head(v, features(w, x)), (0, 1))(w, v)
     near((dw, dv), (-plain[0], plain[1]))
-
-
-@STORIES.add(source="keras-team/keras#3119")
-def the_reversal_has_a_schedule():
-    f = jax.jit(lambda x, scale: gt.grad(lambda x: (gt.reverse_gradient(x, scale) ** 2).sum())(x))
-    for scale in (0.0, 0.5, 2.0):
-        near(f(jnp.array([1.0, 3.0]), scale), -scale * jnp.array([2.0, 6.0]))
 
 
 @STORIES.add(source="scikit-adaptation/skada#253")
@@ -254,54 +207,6 @@ def forward_mode_under_vmap_of_a_reverse_rule():
     x = draw(3)
     near(jax.jacfwd(f)(x), jnp.diag(jnp.cos(x)))
     near(jax.vmap(jax.jacfwd(f))(draw(2, 3)), jax.vmap(jax.jacfwd(jnp.sin))(draw(2, 3)))
-
-
-@STORIES.add(source="jax-ml/jax#7401")
-def the_hessian_through_an_integrator():
-    """A likelihood of an integrated equation; the loop between Python integers has both modes."""
-
-    def solution(rate, steps=20):
-        step = lambda y, _: (y + (-rate * y) / steps, None)
-        return jax.lax.scan(step, 1.0, None, steps)[0]
-
-    f = lambda rate: (solution(rate) - 0.3) ** 2
-    y, n = lambda r: (1 - r / 20) ** 20, 20
-    dy, ddy = lambda r: -((1 - r / n) ** (n - 1)), lambda r: (n - 1) / n * (1 - r / n) ** (n - 2)
-    expected = 2 * dy(0.8) ** 2 + 2 * (y(0.8) - 0.3) * ddy(0.8)
-    near(gt.hessian(f)(0.8), expected)
-
-
-@STORIES.add(source="pytorch/functorch#328")
-def the_residual_of_a_poisson_equation():
-    u = lambda x, y: jnp.sin(jnp.pi * x) * jnp.sin(jnp.pi * y)
-    second = lambda f, i: gt.grad(gt.grad(f, i), i)
-    x, y = draw(5), draw(5, seed=1)
-    residual = jax.vmap(lambda x, y: second(u, 0)(x, y) + second(u, 1)(x, y))(x, y)
-    near(residual, -2 * jnp.pi**2 * u(x, y))
-
-
-@STORIES.add(source="Ceyron/machine-learning-and-simulation#23")
-def a_loss_that_matches_jacobians():
-    net = lambda w, x: jnp.tanh(w @ x)
-    w, target, x = draw(3, 2), draw(3, 2, seed=1), draw(2, seed=2)
-    loss = lambda w: ((gt.jacobian(net, 1)(w, x) - target) ** 2).sum()
-    plain = lambda w: ((jax.jacrev(net, 1)(w, x) - target) ** 2).sum()
-    near(gt.grad(loss)(w), jax.grad(plain)(w))
-
-
-@STORIES.add(source="ASEM000/Physics-informed-neural-network-in-JAX#1")
-def a_derivative_for_each_time_needs_no_sum():
-    y = lambda t: jnp.exp(-(t**2))
-    t = jnp.linspace(0.0, 2.0, 7)
-    near(jax.vmap(gt.grad(y))(t), -2 * t * y(t))
-    near(gt.jvp(y, (t,), (jnp.ones_like(t),))[1], -2 * t * y(t))
-
-
-@STORIES.add(source="jax-ml/jax#4670")
-def a_gradient_of_many_numbers_is_refused_with_what_to_do():
-    with pytest.raises(GradtoolsError, match="must return one real number"):
-        gt.grad(jnp.sin)(jnp.arange(3.0))
-    near(jax.vmap(gt.grad(jnp.sin))(jnp.arange(3.0)), jnp.cos(jnp.arange(3.0)))
 
 
 @STORIES.add(source="jax-ml/jax#2736")

@@ -27,16 +27,6 @@ def sine(**options):
 # --- rules
 
 
-@STORIES.add(source="jax-ml/jax#3996")
-def one_function_with_both_rules():
-    f = gt.custom_rule(lambda x: x**3)
-    f.defvjp(lambda x: (x**3, x), lambda x, c: (3 * x**2 * c,))
-    f.defjvp(lambda xs, dxs: (xs[0] ** 3, 3 * xs[0] ** 2 * dxs[0]))
-    near(jax.grad(f)(2.0), 12.0)
-    near(jax.jvp(f, (2.0,), (1.0,)), (8.0, 12.0))
-    near(jax.hessian(f)(2.0), 12.0)
-
-
 @STORIES.add(source="jax-ml/jax#2912")
 def an_array_among_the_arguments_that_have_no_derivative():
     """`nondiff_argnums` of a traced array leaks a tracer; here it is an argument like another."""
@@ -58,24 +48,6 @@ def a_mask_in_a_scan():
     x, mask = jnp.ones(6), jnp.arange(6) % 2 == 0
     near(gt.grad(loss)(x, mask), mask * 1.0)
     near(jax.jit(jax.grad(loss))(x, mask), mask * 1.0)
-
-
-@STORIES.add(source="jax-ml/jax#23065")
-def integer_indices_are_an_argument():
-    f = gt.custom_rule(lambda x, at: x[at])
-    f.defjvp(lambda xs, dxs: (f(*xs), dxs[0][xs[1]]))
-    x, at = jnp.arange(6.0), jnp.array([1, 3, 5])
-    with jax.checking_leaks():
-        near(jax.jit(jax.jacobian(lambda x: f(x, at)))(x), jnp.eye(6)[at])
-
-
-@STORIES.add(source="jax-ml/jax#9374")
-def a_rule_in_a_branch():
-    f = gt.custom_rule(lambda x, y: y**2)
-    f.defjvp(lambda xs, dxs: (f(*xs), 2 * xs[1] * dxs[1]))
-    g = lambda y, x: jax.lax.cond(x < y, f, lambda _, y: y, x, y)
-    near(jax.grad(g)(3.0, 1.0), 6.0)
-    near(jax.grad(g)(1.0, 1.0), 1.0)
 
 
 @STORIES.add(source="jax-ml/jax#4173")
@@ -143,16 +115,6 @@ def parameter_shift_in_both_modes():
 # --- host functions
 
 
-@STORIES.add(source="jax-ml/jax#1142")
-def a_numpy_function_with_a_numpy_derivative():
-    f, slope = gt.host_function(np.sin), gt.host_function(np.cos)
-    f.defvjp(lambda x: (f(x), x), lambda x, c: (slope(x) * c,))
-    slope.defvjp(lambda x: (slope(x), x), lambda x, c: (-f(x) * c,))
-    x = 0.6
-    near(jax.jit(jax.grad(f))(x), np.cos(x))
-    near(jax.grad(jax.grad(f))(x), -np.sin(x))
-
-
 @STORIES.add(source="jax-ml/jax#30401")
 def a_linear_kernel_called_on_its_tangent():
     """`pure_callback` of the tangent has no transpose; a kernel with both rules has."""
@@ -167,20 +129,7 @@ def a_linear_kernel_called_on_its_tangent():
     near(jax.jacfwd(apply)(x), matrix)
 
 
-@STORIES.add(source="jax-ml/jax#13587")
-def a_kernel_for_each_example():
-    f = gt.host_function(lambda x: x / np.linalg.norm(x))
-    near(jax.vmap(f)(jnp.array([[3.0, 4.0], [0.0, 2.0]])), jnp.array([[0.6, 0.8], [0.0, 1.0]]))
-
-
 # --- chunks and accumulation
-
-
-@STORIES.add(source="google-deepmind/optax#1567")
-def accumulation_of_unequal_chunks_is_the_mean_of_all():
-    x, y, w = draw(10, 3), draw(10, seed=1), draw(3, seed=2)
-    loss = lambda w, x, y: ((x @ w - y) ** 2).mean()
-    near(gt.microbatched_value_and_grad(loss, 4)(w, x, y), jax.value_and_grad(loss)(w, x, y))
 
 
 @STORIES.add(source="google/flax#2031")
@@ -202,20 +151,6 @@ def metrics_of_the_whole_batch_beside_the_gradient():
     (value, metrics), grads = gt.microbatched_value_and_grad(loss, 2, has_aux=True)(w, x)
     (expected, whole), slopes = jax.value_and_grad(loss, has_aux=True)(w, x)
     near((value, metrics, grads), (expected, whole, slopes))
-
-
-@STORIES.add(source="google-deepmind/optax#320")
-def accumulation_holds_one_chunk():
-    """Temporaries of the compiled step, in bytes: one chunk's and not the batch's."""
-    w, x = jnp.ones((32, 32)), jnp.ones((512, 32))
-
-    def loss(w, x):
-        for _ in range(4):
-            x = jnp.tanh(x @ w)
-        return (x**2).mean()
-
-    size = lambda f: jax.jit(f).lower(w, x).compile().memory_analysis().temp_size_in_bytes
-    assert size(gt.microbatched_value_and_grad(loss, 32)) < 0.4 * size(jax.value_and_grad(loss))
 
 
 @STORIES.add(source="luyug/GradCache#7")
@@ -259,26 +194,6 @@ def batch_statistics_are_handed_from_chunk_to_chunk():
 
 
 # --- gradients of single examples
-
-
-@STORIES.add(source="google-deepmind/optax#50")
-def clipped_gradients_of_single_examples():
-    loss = lambda w, x: jnp.tanh(x @ w) ** 2
-    w, x = draw(3), draw(5, 3, seed=1)
-    grads = gt.per_example_grad(loss, chunk_size=2)(w, x)
-    near(grads, jax.vmap(jax.grad(loss), (None, 0))(w, x))
-    norms = jnp.linalg.norm(grads, axis=1, keepdims=True)
-    clipped = grads * jnp.minimum(1, 0.1 / norms)
-    assert float(jnp.linalg.norm(clipped, axis=1).max()) <= 0.1 + 1e-12
-
-
-@STORIES.add(source="google/flax#1852")
-def the_mean_of_single_gradients_is_the_gradient_of_the_mean():
-    loss = lambda p, x: ((p["w"] @ x + p["b"]) ** 2).sum()
-    p, x = {"w": draw(2, 3), "b": draw(2, seed=1)}, draw(4, 3, seed=2)
-    single = gt.per_example_grad(loss)(p, x)
-    mean = lambda p: jax.vmap(lambda x: loss(p, x))(x).mean()
-    near(jax.tree.map(lambda g: g.mean(0), single), jax.grad(mean)(p))
 
 
 # --- devices

@@ -81,48 +81,6 @@ def wgan_gp_penalty_trains_the_critic():
     return _critic_penalty(mlp(3, 8, 1), lambda g: ((g.norm(dim=1) - 1) ** 2).mean())
 
 
-@STORIES.add(source="pytorch/pytorch#7714")
-def a_gradient_penalty_of_a_residual_classifier():
-    net, x, y = mlp(4, 6, 3), rand(5, 4), torch.arange(5) % 3
-    loss = lambda x: F.cross_entropy(net(x) + x[:, :3], y)
-
-    def ours():
-        value, g = gt.value_and_grad(loss)(leaf(x))
-        return value + 5 * (g**2).mean()
-
-    def theirs():
-        z = leaf(x)
-        value = loss(z)
-        return value + 5 * (torch.autograd.grad(value, z, create_graph=True)[0] ** 2).mean()
-
-    return same_training(net, ours, theirs)
-
-
-@STORIES.add(source="rosinality/stylegan2-pytorch#179")
-def r1_through_a_differentiable_augmentation():
-    """Along the image grid_sample is linear: its second derivative needs no kernel of its own."""
-    critic = nn.Sequential(nn.Conv2d(1, 2, 3), nn.Tanh(), nn.Flatten(), nn.Linear(8, 1)).to(D)
-    image, theta = rand(1, 1, 4, 4), torch.tensor([[[0.9, 0.1, 0.0], [-0.1, 0.8, 0.1]]], dtype=D)
-    grid = F.affine_grid(theta, [1, 1, 4, 4], align_corners=False)
-    score = lambda x: critic(F.grid_sample(x, grid, align_corners=False)).sum()
-    found = grads_of(critic, lambda: gt.grad(score)(image).square().sum())
-    expected = grads_of(critic, lambda: plain(score, leaf(image))[0].square().sum())
-    return [*zip(found, expected, strict=True)]
-
-
-@STORIES.add(source="facebookresearch/jacobian_regularizer#6")
-def a_jacobian_regularizer_with_a_projection():
-    net, x, v = mlp(3, 5, 2), rand(4, 3), rand(4, 2)
-
-    def ours():
-        _, pullback = gt.vjp(lambda x: net(x), x)
-        return pullback(v)[0].square().sum()
-
-    return same_training(
-        net, ours, lambda: plain(lambda x: (net(x) * v).sum(), leaf(x))[0].square().sum()
-    )
-
-
 @STORIES.add(source="pytorch/pytorch#4661")
 def a_penalty_on_the_gradient_norm_of_all_weights():
     net, x, y = mlp(3, 4, 1), rand(6, 3), rand(6, 1)
@@ -146,23 +104,6 @@ def _distances(x: Tensor) -> Tensor:
     return gaps[i, j].square().sum(-1).sqrt()
 
 
-def _energy(net: Any, positions: Tensor) -> Tensor:
-    pairs = _distances(positions)
-    return net(pairs[:, None]).sum() + torch.exp(-pairs).sum()
-
-
-@STORIES.add(source="aiqm/torchani#238")
-def forces_are_trained_through_the_energy():
-    net, positions, forces = mlp(1, 6, 1), rand(4, 3), rand(4, 3)
-
-    def theirs():
-        (slopes,) = plain(lambda x: _energy(net, x), leaf(positions))
-        return (slopes + forces).square().mean()
-
-    ours = lambda: (gt.grad(lambda x: _energy(net, x))(positions) + forces).square().mean()
-    return same_training(net, ours, theirs)
-
-
 # --- force fields
 
 
@@ -173,31 +114,6 @@ def forces_do_not_depend_on_what_was_computed_before():
     energy(positions).backward()  # contaminates .grad
     expected = positions.grad.clone()
     return [(gt.grad(energy)(positions), expected), (positions.grad, expected)]
-
-
-@STORIES.add(source="tbmalt/tbmalt#76")
-def a_masked_distance_matrix_has_forces():
-    x = rand(4, 3)
-    mask = ~torch.eye(4, dtype=torch.bool)
-    energy = lambda x: (1 / torch.cdist(x, x)[mask]).sum()
-    closed = torch.stack(
-        [
-            sum(-2 * (x[i] - x[j]) / (x[i] - x[j]).norm() ** 3 for j in range(4) if j != i)
-            for i in range(4)
-        ]
-    )
-    return [(gt.grad(energy)(x), closed)]
-
-
-@STORIES.add(source="lan496/torch-m3gnet#2")
-def stress_is_the_derivative_along_a_strain():
-    x, strain = rand(4, 3), torch.zeros(3, 3, dtype=D)
-    energy = lambda s: torch.exp(-torch.pdist(x + x @ s)).sum()
-    i, j = torch.triu_indices(4, 4, 1)
-    gap = x[i] - x[j]
-    r = gap.norm(dim=1)
-    closed = -(torch.exp(-r) / r)[:, None, None] * gap[:, :, None] * gap[:, None]
-    return [(gt.grad(energy)(strain), closed.sum(0))]
 
 
 @STORIES.add(source="learningmatter-mit/NeuralForceField#15")
@@ -239,67 +155,6 @@ def a_beam_needs_the_fourth_derivative():
 
     ours = lambda: (_nested(u, 4)(t) - 1).square().mean()
     return pairs + same_training(net, ours, theirs)
-
-
-@STORIES.add(source="fabiodimarco/torch-levenberg-marquardt#7")
-def a_residual_jacobian_with_a_derivative_inside():
-    net, t = mlp(1, 4, 1), rand(6)
-    named = dict(net.named_parameters())
-
-    def residual(params):
-        u = lambda t: torch.func.functional_call(net, params, (t[:, None],))[:, 0]
-        return gt.grad(lambda t: u(t).sum())(t) + u(t)
-
-    jac = gt.jacobian(residual)({k: p.detach() for k, p in named.items()})
-    v = {k: torch.randn_like(p) for k, p in named.items()}
-    along = sum(torch.tensordot(jac[k], v[k], v[k].dim()) for k in v)
-    base = {k: p.detach() for k, p in named.items()}
-    shifted = lambda s: residual({k: base[k] + s * v[k] for k in v})
-    expected = (shifted(1e-5) - shifted(-1e-5)) / 2e-5
-    return [((along - expected).abs().max() < 1e-8, torch.tensor(True))]
-
-
-@STORIES.add(source="lululxvi/deepxde#575")
-def poisson_needs_a_laplacian_that_trains():
-    net, x = mlp(2, 6, 1), rand(5, 2)
-
-    def ours():
-        u = lambda x: net(x)[0]
-        lap = torch.stack([gt.hessian(u)(p).diagonal().sum() for p in x])
-        return (lap - 1).square().mean()
-
-    def theirs():
-        total = 0
-        for p in x:
-            q = leaf(p)
-            (g,) = plain(lambda q: net(q)[0], q)
-            lap = sum(torch.autograd.grad(g[i], q, create_graph=True)[0][i] for i in range(2))
-            total = total + (lap - 1) ** 2
-        return total / len(x)
-
-    return same_training(net, ours, theirs)
-
-
-@STORIES.add(source="martenlienen/torchode#36")
-def a_loss_with_the_second_derivative_of_an_integrator():
-    a = torch.tensor(0.3, dtype=D)
-
-    def end(a, y):
-        for _ in range(10):
-            k1 = a * y
-            k2 = a * (y + 0.05 * k1)
-            y = y + 0.1 * k2
-        return y
-
-    step = 1 + 0.1 * a + 0.005 * a**2
-    d1 = 0.1 + 0.01 * a
-    second = 90 * step**8 * d1**2 + 10 * step**9 * 0.01
-    y = torch.tensor(1.0, dtype=D)
-    return [
-        (gt.grad(gt.grad(end))(a, y), second),
-        (gt.grad(end, argnums=1)(a, y), step**10),
-        (gt.grad(lambda y: gt.grad(end)(a, y))(y), 10 * step**9 * d1),
-    ]
 
 
 # --- adjoints and implicit layers
@@ -354,21 +209,6 @@ def a_second_derivative_of_the_adjoint_is_named_by_checked():
         _named(lambda: gt.grad(twice)(y), "_Adjoint"),
     ]
     return [(first.shape, y.shape), (named, [True, True])]
-
-
-@STORIES.add(source="rtqichen/torchdiffeq#151")
-def the_plain_solver_has_all_derivatives():
-    f, y = mlp(2, 3, 2), rand(2)
-
-    def end(y):
-        for _ in range(10):
-            y = y + 0.1 * f(y)
-        return y.square().sum()
-
-    v = rand(2)
-    z = leaf(y)
-    (g,) = plain(end, z)
-    return [(gt.hvp(end, (y,), (v,))[1][0], torch.autograd.grad(g @ v, z)[0])]
 
 
 class _Fixed(nn.Module):
@@ -488,29 +328,6 @@ def _sgd(params, grads, k):
     return {n: p - 0.1 * grads[n] for n, p in params.items()}
 
 
-@STORIES.add(source="dragen1860/MAML-Pytorch#26")
-def maml_is_of_second_order():
-    return _maml(mlp(3, 4, 1), 1, _sgd)
-
-
-@STORIES.add(source="learnables/learn2learn#268")
-def maml_with_an_inner_adam():
-    state: dict[str, Any] = {}
-
-    def adam(params, grads, k):
-        result = {}
-        for n, p in params.items():
-            m, v = state.get(n, (0.0, 0.0)) if k else (0.0, 0.0)
-            m, v = 0.9 * m + 0.1 * grads[n], 0.99 * v + 0.01 * grads[n] ** 2
-            state[n] = m, v
-            result[n] = p - 0.05 * (m / (1 - 0.9 ** (k + 1))) / (
-                (v / (1 - 0.99 ** (k + 1))).sqrt() + 1e-3
-            )
-        return result
-
-    return _maml(mlp(3, 4, 1), 3, adam)
-
-
 @STORIES.add(source="pytorch/functorch#534")
 def maml_with_a_layer_norm():
     net = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 1)).to(D)
@@ -537,28 +354,6 @@ def the_first_order_variant_differs_and_is_asked_for():
     return same_training(net, lambda: outer(stopped), theirs)
 
 
-@STORIES.add(source="metaopt/torchopt#163")
-def a_learning_rate_is_learned_through_the_step():
-    w, x, y = rand(3), rand(5, 3), rand(5)
-    loss = lambda w: ((x @ w - y) ** 2).mean()
-    outer = lambda lr: loss(w - lr * gt.grad(loss)(w))
-    lr = torch.tensor(0.1, dtype=D)
-    g = 2 * x.T @ (x @ w - y) / 5
-    v = w - lr * g
-    return [(gt.grad(outer)(lr), -g @ (2 * x.T @ (x @ v - y) / 5))]
-
-
-@STORIES.add(source="nimarb/pytorch_influence_functions#30")
-def influence_is_an_inverse_hessian_product():
-    x, y = rand(20, 3), rand(20)
-    loss = lambda w: ((x @ w - y) ** 2).mean() + 0.1 * w @ w
-    w = torch.linalg.solve(x.T @ x / 20 + 0.1 * torch.eye(3, dtype=D), x.T @ y / 20)
-    hessian = gt.hessian(loss)(w)
-    one = gt.grad(lambda w: (x[0] @ w - y[0]) ** 2)(w)
-    closed = torch.linalg.solve(2 * (x.T @ x / 20 + 0.1 * torch.eye(3, dtype=D)), one)
-    return [(torch.linalg.solve(hessian, one), closed), (gt.hvp(loss, (w,), (closed,))[1][0], one)]
-
-
 # --- influence and curvature
 
 
@@ -573,29 +368,6 @@ def the_hessian_at_a_module_is_that_of_its_parameters():
     total = sum((g * v[n]).sum() for g, n in zip(grads, v, strict=True))
     expected = torch.autograd.grad(total, params)
     return [(found[n], e) for n, e in zip(v, expected, strict=True)]
-
-
-@STORIES.add(source="amirgholami/PyHessian#4")
-def the_largest_eigenvalue_by_power_iteration():
-    a = rand(5, 5)
-    sym = a @ a.T
-    f = lambda w: 0.5 * w @ sym @ w
-    v = rand(5)
-    for _ in range(400):
-        v = gt.hvp(f, (torch.zeros(5, dtype=D),), (v,))[1][0].detach()
-        v = v / v.norm()
-    value = v @ gt.hvp(f, (v,), (v,))[1][0]
-    return [((value - torch.linalg.eigvalsh(sym)[-1]).abs() < 1e-6, torch.tensor(True))]
-
-
-@STORIES.add(source="noahgolmant/pytorch-hessian-eigenthings#23")
-def a_hessian_product_over_chunks_is_that_of_the_batch():
-    x, y = rand(6, 2), rand(6, 1)
-    whole = lambda w: ((torch.tanh(x @ w) - y[:, 0]) ** 2).mean()
-    part = lambda w, i: ((torch.tanh(x[i] @ w) - y[i, 0]) ** 2).mean()
-    w, v = rand(2), rand(2)
-    parts = [gt.hvp(lambda w, i=i: part(w, slice(i, i + 2)), (w,), (v,))[1][0] for i in (0, 2, 4)]
-    return [(sum(parts) / 3, gt.hvp(whole, (w,), (v,))[1][0])]
 
 
 @STORIES.add(source="f-dangel/backpack#38")
@@ -637,18 +409,6 @@ def two_passes_count_batch_statistics_twice_as_plain_passes_do():
     return [(net[1].num_batches_tracked, torch.tensor(2))]
 
 
-@STORIES.add(source="wandb/senpai#2059")
-def the_perturbation_may_be_differentiated_too():
-    """In the full gradient of the perturbed loss nothing is detached."""
-    w, x, y = rand(3), rand(5, 3), rand(5)
-    loss = lambda w: ((x @ w - y) ** 2).mean()
-    full = lambda w: loss(w + 0.05 * gt.grad(loss)(w))
-    a = 2 * x.T @ x / 5
-    moved = w + 0.05 * (a @ w - 2 * x.T @ y / 5)
-    closed = (torch.eye(3, dtype=D) + 0.05 * a) @ (a @ moved - 2 * x.T @ y / 5)
-    return [(gt.grad(full)(w), closed)]
-
-
 # --- examples one by one
 
 
@@ -671,15 +431,6 @@ def clipped_gradients_of_a_network_with_a_layer_norm():
         scale = (0.5 / sum(g.square().sum() for g in one).sqrt()).clamp(max=1)
         expected = {n: e + scale * g for (n, e), g in zip(expected.items(), one, strict=True)}
     return [(found[n], expected[n]) for n in found]
-
-
-@STORIES.add(source="pytorch/functorch#622")
-def a_group_norm_one_example_at_a_time():
-    net = nn.Sequential(nn.Conv2d(2, 4, 1), nn.GroupNorm(2, 4), nn.Flatten(0)).to(D)
-    x = rand(3, 2, 2, 2)
-    grads = gt.per_example_grad(lambda net, x: net(x[None]).sin().sum())(net, x)
-    one = torch.autograd.grad(net(x[1:2]).sin().sum(), [*net.parameters()])
-    return [(g[1], o) for g, o in zip(grads.values(), one, strict=True)]
 
 
 @STORIES.add(source="pytorch/pytorch#96655")
@@ -724,22 +475,6 @@ def a_quantizer_passes_gradients_straight_through():
     ]
 
 
-@STORIES.add(source="andylolu2/jax-vqvae-gpt#2")
-def commitment_and_codebook_losses_go_to_their_own_sides():
-    codes, z = rand(4, 2), rand(5, 2)
-    index = torch.cdist(z, codes).argmin(1)
-
-    def losses(z, codes):
-        q = codes[index]
-        return ((gt.stop_gradient(q) - z) ** 2).sum() * 0.25 + (
-            (q - gt.stop_gradient(z)) ** 2
-        ).sum()
-
-    dz, dc = gt.grad(losses, argnums=(0, 1))(z, codes)
-    expected = torch.zeros_like(codes).index_add_(0, index, 2 * (codes[index] - z))
-    return [(dz, 0.5 * (z - codes[index])), (dc, expected)]
-
-
 @STORIES.add(source="lucidrains/vector-quantize-pytorch#40")
 def a_codebook_by_moving_averages_stands_where_one_pass_leaves_it():
     class Quantizer(nn.Module):
@@ -775,19 +510,6 @@ def score_distillation_puts_a_given_gradient_in():
     return [(gt.grad(loss)(params), given * (1 - torch.tanh(params) ** 2))]
 
 
-@STORIES.add(source="threestudio-project/threestudio#266")
-def the_product_with_a_constant_is_the_same_gradient():
-    p, given = rand(4), rand(4)
-    by_product = lambda p: (torch.sin(p) * gt.stop_gradient(given)).sum()
-    by_target = lambda p: (
-        0.5 * F.mse_loss(torch.sin(p), (torch.sin(p) - given).detach(), reduction="sum")
-    )
-    return [
-        (gt.grad(by_product)(p), gt.grad(by_target)(p)),
-        (gt.grad(by_product)(p), given * p.cos()),
-    ]
-
-
 @STORIES.add(source="CuthbertCai/pytorch_DANN#10")
 def a_reversed_gradient_with_a_scheduled_scale():
     w, x = rand(3), rand(5, 3)
@@ -811,23 +533,6 @@ def an_attack_of_ten_steps_accumulates_nothing():
     return [(d, e), ([p.grad for p in net.parameters()], [None] * 4)]
 
 
-@STORIES.add(source="P2333/Bag-of-Tricks-for-AT#8")
-def adversarial_training_leaves_gradients_of_one_loss():
-    net, x, y = mlp(3, 5, 2), rand(4, 3), torch.arange(4) % 2
-
-    def ours():
-        with torch.no_grad():
-            d = 0.1 * gt.grad(lambda d: F.cross_entropy(net(x + d), y))(torch.zeros_like(x)).sign()
-        return F.cross_entropy(net(x + d), y)
-
-    def theirs():
-        z = torch.zeros_like(x).requires_grad_()
-        (g,) = torch.autograd.grad(F.cross_entropy(net(x + z), y), z)
-        return F.cross_entropy(net(x + 0.1 * g.sign()), y)
-
-    return same_training(net, ours, theirs)
-
-
 # --- accumulation
 
 
@@ -849,38 +554,6 @@ def token_means_over_unequal_batches():
         (grad, gt.grad(lambda w: mean(w, x, t))(w)),
         (value, mean(w, x, t)),
     ]
-
-
-@STORIES.add(source="meta-pytorch/torchtune#1875")
-def the_sum_over_tokens_divided_once():
-    w, x, t = rand(3, 4), rand(9, 3), torch.arange(9) % 4
-    t[[1, 2, 7]] = -100  # padding
-    total = lambda w, x, t: F.cross_entropy(x @ w, t, ignore_index=-100, reduction="sum")
-    accumulator = gt.GradientAccumulator()
-    for rows in (slice(0, 3), slice(3, 9)):
-        accumulator.add(gt.grad(total)(w, x[rows], t[rows]))
-    count = (t != -100).sum()
-    closed = gt.grad(lambda w: F.cross_entropy(x @ w, t, ignore_index=-100))(w)
-    return [(accumulator.sum() / count, closed)]
-
-
-@STORIES.add(source="ml-explore/mlx-lm#1413")
-def the_last_smaller_batch_is_not_overweighted():
-    w, x, y = rand(3), rand(7, 3), rand(7)
-    loss = lambda w, x, y: ((x @ w - y) ** 2).mean()
-    _, grad = gt.microbatched_value_and_grad(loss, 3)(w, x, y)
-    return [(grad, 2 * x.T @ (x @ w - y) / 7)]
-
-
-@STORIES.add(source="OpenNMT/OpenNMT-py#2209")
-def another_loss_term_is_not_scaled_by_the_number_of_batches():
-    w, x, y = rand(3), rand(6, 3), rand(6)
-    loss = lambda w, x, y: ((x @ w - y) ** 2).mean()
-    accumulator = gt.GradientAccumulator()
-    for rows in (slice(0, 2), slice(2, 6)):
-        accumulator.add(gt.grad(loss)(w, x[rows], y[rows]), weight=rows.stop - rows.start)
-    prior = gt.grad(lambda w: 0.3 * w @ w)(w)
-    return [(accumulator.mean() + prior, 2 * x.T @ (x @ w - y) / 6 + 0.6 * w)]
 
 
 # --- gradient caching
@@ -928,11 +601,6 @@ def running_statistics_are_updated_once_for_each_chunk():
     ]
 
 
-@STORIES.add(source="huggingface/sentence-transformers#4027")
-def an_unequal_last_chunk():
-    return _cached(mlp(3, 5, 2), 5)
-
-
 @STORIES.add(source="VincentStimper/normalizing-flows#27")
 def the_log_determinant_of_an_affine_coupling():
     net = mlp(1, 3, 2)
@@ -947,28 +615,7 @@ def the_log_determinant_of_an_affine_coupling():
     return [(logdet(z), s(z)), (gt.grad(logdet)(z), gt.grad(s)(z))]
 
 
-@STORIES.add(source="bayesflow-org/bayesflow#772")
-def hutchinsons_trace_is_a_mean_over_probes():
-    net, x = mlp(3, 4, 3), rand(3)
-    probes = torch.tensor([[a, b, c] for a in (1, -1) for b in (1, -1) for c in (1, -1)], dtype=D)
-    _, pullback = gt.vjp(net, x)
-    found = torch.stack([pullback(e)[0] @ e for e in probes]).mean()
-    return [(found, gt.jacobian(net)(x).diagonal().sum())]  # over all signs it is exact
-
-
 # --- flows and models trained through a tangent
-
-
-@STORIES.add(source="SciML/DiffEqFlux.jl#282")
-def the_trace_of_the_dynamics_trains():
-    net, x = mlp(2, 4, 2), rand(2)
-
-    def theirs():
-        z = leaf(x)
-        y = net(z)
-        return sum(torch.autograd.grad(y[i], z, create_graph=True)[0][i] for i in range(2))
-
-    return same_training(net, lambda: gt.jacobian(net)(x).diagonal().sum(), theirs)
 
 
 @STORIES.add(source="pytorch/pytorch#165530")
@@ -1001,22 +648,6 @@ def mean_flow_trains_through_a_tangent_with_attention():
     return same_training(net, ours, theirs)
 
 
-@STORIES.add(source="Dao-AILab/flash-attention#1672")
-def a_stopped_tangent_target():
-    net, x, v = mlp(2, 4, 2), rand(3, 2), rand(3, 2)
-
-    def ours():
-        u, du = gt.jvp(net, (x,), (v,))
-        return (u - gt.stop_gradient(v - 0.2 * du)).square().mean()
-
-    def theirs():
-        with torch.no_grad():
-            du = torch.func.jvp(net, (x,), (v,))[1]
-        return (net(x) - (v - 0.2 * du)).square().mean()
-
-    return same_training(net, ours, theirs)
-
-
 @STORIES.add(source="ermongroup/sliced_score_matching#3")
 def sliced_score_matching():
     score, x, v = mlp(2, 5, 2), rand(4, 2), rand(4, 2)
@@ -1037,14 +668,6 @@ def sliced_score_matching():
 # --- wrong in PyTorch itself
 
 
-@STORIES.add(source="pytorch/pytorch#106789")
-def a_product_with_two_zeros_has_a_hessian():
-    x = torch.tensor([2.0, 3.0, 0.0, 0.0], dtype=D)
-    expected = torch.zeros(4, 4, dtype=D)
-    expected[2, 3] = expected[3, 2] = 6
-    return [(gt.hessian(torch.prod)(x), expected)]
-
-
 @STORIES.add(source="pytorch/pytorch#76185")
 def a_saved_intermediate_is_named_by_checked():
     class Sinh(torch.autograd.Function):
@@ -1060,18 +683,6 @@ def a_saved_intermediate_is_named_by_checked():
     x = rand(3)
     loss = lambda x: Sinh.apply(x).sum()
     return [(gt.grad(loss)(x), x.cosh()), (_named(lambda: gt.hessian(loss)(x), "Sinh"), True)]
-
-
-@STORIES.add(source="pytorch/pytorch#34704")
-def a_sampling_grid_has_second_derivatives():
-    grid, image = rand(1, 2, 2, 2).clamp(-0.9, 0.9), rand(1, 1, 3, 3)
-    f = lambda grid: F.grid_sample(image, grid, align_corners=False).square().sum()
-    v = rand(1, 2, 2, 2)
-    expected = slope(gt.grad(f), grid, v)
-    found = gt.hvp(f, (grid,), (v,))[1][0]
-    with pytest.raises(NotImplementedError, match="grid_sampler_2d"):  # PyTorch's own limit
-        gt.hvp(f, (grid,), (v,), mode="forward_over_reverse")
-    return [((found - expected).abs().max() < 1e-7, torch.tensor(True))]
 
 
 @pytest.mark.parametrize("story", STORIES.cases())

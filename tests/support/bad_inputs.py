@@ -90,20 +90,7 @@ def other_gather(gt: Any) -> dict[str, Any]:
 BAD: dict[str, Call] = {
     # --- what is differentiated
     "grad of an integer array": lambda gt, a: gt.grad(total(gt))(a(N)),
-    "grad of an integer leaf": lambda gt, a: gt.grad(lambda p: p["w"])({"w": a(S), "n": a(N)}),
-    "grad of a boolean array": lambda gt, a: gt.grad(total(gt))(a(B)),
-    "grad of a Python integer": lambda gt, a: gt.grad(lambda x: x)(3),
-    "grad of a string": lambda gt, a: gt.grad(lambda x: x)("weights"),
-    "grad of a list of strings": lambda gt, a: gt.grad(lambda x: x)(["a", "b"]),
     "grad of an array of objects": lambda gt, a: gt.grad(lambda x: x)(np.array([None, 1.0])),
-    "grad of an array of dates": lambda gt, a: gt.grad(lambda x: x)(
-        np.array(["2026-01-01"], "datetime64[D]")
-    ),
-    "grad of a Python boolean": lambda gt, a: gt.grad(lambda x: x)(True),
-    "grad of a string beside an array": lambda gt, a: gt.grad(lambda x, s: x, (0, 1))(a(S), "adam"),
-    "grad of an object": lambda gt, a: gt.grad(lambda x: x)(object()),
-    "grad of a function": lambda gt, a: gt.grad(lambda x: x)(len),
-    "grad of NumPy's integers": lambda gt, a: gt.grad(total(gt))(N),
     "value_and_grad of an integer leaf, nested": lambda gt, a: gt.value_and_grad(
         lambda y, p: y, argnums=(0, 1)
     )(a(S), {"k": [a(S), a(N)]}),
@@ -124,42 +111,17 @@ BAD: dict[str, Call] = {
     ),
     # --- what f returns
     "grad of a vector": lambda gt, a: gt.grad(lambda x: x * x)(a(V)),
-    "grad of one number in a vector": lambda gt, a: gt.grad(lambda x: x[:1])(a(V)),
     "grad of a complex number": lambda gt, a: gt.grad(lambda z: gt.xp.sum(z))(a(Z)),
     "grad of an index": lambda gt, a: gt.grad(lambda x: gt.xp.argmax(x))(a(V)),
-    "grad of a comparison": lambda gt, a: gt.grad(lambda x: x[0] > 1)(a(V)),
     "grad of a function that returns nothing": lambda gt, a: gt.grad(lambda x: None)(a(V)),
     "grad of a Python number": lambda gt, a: gt.grad(lambda x: 2.0)(a(V)),
-    "grad of a Python integer as result": lambda gt, a: gt.grad(lambda x: 2)(a(V)),
     "grad of a pair": lambda gt, a: gt.grad(lambda x: (gt.xp.sum(x), x))(a(V)),
-    "grad of a dict": lambda gt, a: gt.grad(lambda x: {"loss": gt.xp.sum(x)})(a(V)),
-    "grad of an empty tuple": lambda gt, a: gt.grad(lambda x: ())(a(V)),
     "grad of a string as result": lambda gt, a: gt.grad(lambda x: "done")(a(V)),
     "grad, has_aux without aux": lambda gt, a: gt.grad(total(gt), has_aux=True)(a(V)),
-    "grad, has_aux with three results": lambda gt, a: gt.grad(lambda x: (x[0], x, x), has_aux=True)(
-        a(V)
-    ),
     "vjp, has_aux with three results": lambda gt, a: gt.vjp(
         lambda x: (x, x, x), a(V), has_aux=True
     ),
-    "jvp, has_aux with a list": lambda gt, a: gt.jvp(
-        lambda x: [x, x], (a(V),), (a(V),), has_aux=True
-    ),
-    "value_and_grad of nothing": lambda gt, a: gt.value_and_grad(lambda x: None)(a(V)),
-    "minimax of a vector": lambda gt, a: gt.minimax_value_and_grad(lambda x, y: x * y, 0, 1)(
-        a(V), a(V)
-    ),
-    "vjp of an object": lambda gt, a: gt.vjp(lambda x: {"m": object()}, a(V)),
-    "jvp of a string": lambda gt, a: gt.jvp(lambda x: "done", (a(V),), (a(V),)),
     "linearize of an object": lambda gt, a: gt.linearize(lambda x: [object()], a(V)),
-    "jacobian of a string": lambda gt, a: gt.jacobian(lambda x: "done")(a(V)),
-    "hvp of a vector": lambda gt, a: gt.hvp(lambda x: x, (a(V),), (a(V),)),
-    "hessian of nothing": lambda gt, a: gt.hessian(lambda x: None)(a(V)),
-    "hessian of a vector": lambda gt, a: gt.hessian(lambda x: x)(a(V)),
-    "hvp of an index": lambda gt, a: gt.hvp(lambda x: gt.xp.argmax(x), (a(V),), (a(V),)),
-    "per_example_grad of a vector": lambda gt, a: gt.per_example_grad(lambda w, x: w * x)(
-        a(V), a(V)
-    ),
     "implicit_solution of a number": lambda gt, a: gt.implicit_solution(3.0, lambda a: a),
     "implicit_solution by an unknown solver": lambda gt, a: gt.implicit_solution(
         lambda z, a: z - a, lambda a: a, "lu"
@@ -175,36 +137,19 @@ BAD: dict[str, Call] = {
     "a mark of a number": lambda gt, a: gt.retained_gradients(
         lambda x: gt.retain_gradient(3, "n") * x
     )(a(S)),
-    "mixed_partial of a vector": lambda gt, a: gt.mixed_partial(
-        lambda y, g: y * g, lambda z: z, a(V), a(V), a(V)
-    ),
     "mixed_partial through nothing": lambda gt, a: gt.mixed_partial(
         lambda y, g: gt.xp.sum(y), lambda z: None, a(V), a(V), a(V)
     ),
     # --- disconnected
-    "grad of what does not reach the output": lambda gt, a: gt.grad(
-        lambda x, y: gt.xp.sum(x), argnums=(0, 1)
-    )(a(V), a(V)),
     "grad through stop_gradient": lambda gt, a: gt.grad(lambda x: gt.xp.sum(gt.stop_gradient(x)))(
         a(V)
     ),
-    "grad through a comparison": lambda gt, a: gt.grad(
-        lambda x: gt.xp.sum(gt.xp.astype(x > 1, x.dtype))
-    )(a(V)),
-    "grad, strict, of one unused leaf": lambda gt, a: gt.grad(
-        lambda p: gt.xp.sum(p["w"]), disconnected_inputs="strict"
-    )({"w": a(V), "b": a(V)}),
-    "minimax of an idle player": lambda gt, a: gt.minimax_value_and_grad(
-        lambda x, y: gt.xp.sum(x), 0, 1
-    )(a(V), a(V)),
     # --- argnums
     "argnums beyond the arguments": lambda gt, a: gt.grad(total(gt), argnums=1)(a(V)),
-    "argnums below the arguments": lambda gt, a: gt.grad(total(gt), argnums=-2)(a(V)),
     "argnums twice": lambda gt, a: gt.grad(lambda x, y: x, argnums=(1, -1))(a(S), a(S)),
     "argnums empty": lambda gt, a: gt.grad(total(gt), argnums=())(a(V)),
     "argnums a boolean": lambda gt, a: gt.grad(total(gt), argnums=True)(a(V)),
     "argnums a name": lambda gt, a: gt.grad(total(gt), argnums="x")(a(V)),
-    "argnums a float": lambda gt, a: gt.jacobian(total(gt), argnums=(0.0,))(a(V)),
     "argnums None": lambda gt, a: gt.hessian(total(gt), argnums=None)(a(V)),
     "grad of keywords alone": lambda gt, a: gt.grad(lambda *, x: x)(x=a(S)),
     "a player on both sides": lambda gt, a: gt.minimax_value_and_grad(lambda x, y: x, (0, 1), 1)(
@@ -213,31 +158,19 @@ BAD: dict[str, Call] = {
     "minimize None": lambda gt, a: gt.minimax_value_and_grad(lambda x, y: x, None, 1)(a(S), a(S)),
     # --- options
     "an unknown policy": lambda gt, a: gt.grad(total(gt), disconnected_inputs="ignore"),
-    "an unhashable policy": lambda gt, a: gt.grad(total(gt), disconnected_inputs=["raise"]),
     "an unknown mode of jacobian": lambda gt, a: gt.jacobian(total(gt), mode="backward"),
-    "an unknown mode of hvp": lambda gt, a: gt.hvp(total(gt), (a(V),), (a(V),), "fwd"),
     "chunk_size zero": lambda gt, a: gt.jacobian(total(gt), chunk_size=0),
     "chunk_size a float": lambda gt, a: gt.per_example_grad(total(gt), chunk_size=2.0),
-    "chunk_size negative": lambda gt, a: gt.per_example_grad(total(gt), chunk_size=-1),
     "chunk_size a boolean": lambda gt, a: gt.jacobian(total(gt), chunk_size=True),
     # --- functions
     "grad of a number": lambda gt, a: gt.grad(3.0),
     "grad of an array in place of f": lambda gt, a: gt.grad(a(S)),
-    "value_and_grad of a number": lambda gt, a: gt.value_and_grad(3.0)(a(S)),
-    "jacobian of a number": lambda gt, a: gt.jacobian(3.0)(a(S)),
-    "hessian of a number": lambda gt, a: gt.hessian(3.0)(a(S)),
-    "per_example_grad of a number": lambda gt, a: gt.per_example_grad(3.0)(a(S)),
     "linearize of None": lambda gt, a: gt.linearize(None, a(S)),
-    "hvp of a string": lambda gt, a: gt.hvp("f", (a(S),), (a(S),)),
-    "minimax of a number": lambda gt, a: gt.minimax_value_and_grad(1, 0, 1)(a(S), a(S)),
-    "mixed_partial of a number": lambda gt, a: gt.mixed_partial(3.0, lambda z: z, a(S), a(S), a(S)),
     "mixed_partial through a number": lambda gt, a: gt.mixed_partial(
         lambda y, g: y, 3.0, a(S), a(S), a(S)
     ),
-    "vjp of a number": lambda gt, a: gt.vjp(3.0, a(S)),
     "vjp of an array": lambda gt, a: gt.vjp(a(S), a(S)),
     "why_zero of an array": lambda gt, a: gt.why_zero(a(S), a(S)),
-    "jvp of None": lambda gt, a: gt.jvp(None, (a(S),), (a(S),)),
     "vmap of a number": lambda gt, a: gt.vmap(3.0)(a(V)),
     "checkpoint, verified always": lambda gt, a: gt.checkpoint(total(gt), verify="always"),
     "arguments in the place of argnums": lambda gt, a: gt.value_and_grad(total(gt), a(V)),
@@ -245,19 +178,15 @@ BAD: dict[str, Call] = {
         gt.microbatched_value_and_grad(mean, 2, (a(V), a(ROWS)))
     ),
     "a number of floats as argnums": lambda gt, a: gt.grad(total(gt), a(S))(a(V)),
-    "checkpoint of a number": lambda gt, a: gt.checkpoint(3.0)(a(V)),
     "compile of a number": lambda gt, a: gt.compile(3.0)(a(V)),
     "chunked of a number": lambda gt, a: gt.chunked(3.0, 2),
-    "microbatched_value_and_grad of a number": lambda gt, a: gt.microbatched_value_and_grad(3.0, 2),
     "frozen of a number": lambda gt, a: gt.frozen(3.0),
     "straight_through of a number": lambda gt, a: gt.straight_through(3.0),
     "custom_rule of a number": lambda gt, a: gt.custom_rule(3.0),
     "host_function of a number": lambda gt, a: gt.host_function(3.0),
-    "why_zero of a number": lambda gt, a: gt.why_zero(3.0, a(V)),
     "gradient_graph of a number": lambda gt, a: gt.gradient_graph(3.0, a(V)),
     "formula of a number": lambda gt, a: gt.formula(3.0, a(V)),
     "reverse_gradient of a function": lambda gt, a: gt.reverse_gradient(total(gt)),
-    "stop_gradient of the values of a dict": lambda gt, a: gt.stop_gradient({"x": a(V)}.values()),
     "clip_gradient of a function": lambda gt, a: gt.clip_gradient(total(gt), 1.0),
     "replace_gradient of a function": lambda gt, a: gt.replace_gradient(total(gt), a(V)),
     "transform_gradient by a number": lambda gt, a: gt.transform_gradient(a(V), 3.0),
@@ -266,25 +195,19 @@ BAD: dict[str, Call] = {
     "primals without a tuple": lambda gt, a: gt.hvp(total(gt), a(V), (a(V),)),
     "a tangent too few": lambda gt, a: gt.jvp(lambda x, y: x, (a(V), a(V)), (a(V),)),
     "no primals to vjp": lambda gt, a: gt.vjp(lambda: 1.0),
-    "no primals to linearize": lambda gt, a: gt.linearize(lambda: 1.0),
-    "no primals to jvp": lambda gt, a: gt.jvp(lambda: 1.0, (), ()),
     "a tangent of another tree": lambda gt, a: gt.jvp(
         lambda p: p["w"], ({"w": a(V)},), ({"b": a(V)},)
     ),
     "a tangent of another shape": lambda gt, a: gt.jvp(
         lambda p: p["w"], ({"w": a(V)},), ({"w": a(S)},)
     ),
-    "a tangent of another dtype": lambda gt, a: gt.hvp(total(gt), (a(V),), (a(F32),)),
     "an integer tangent": lambda gt, a: gt.jvp(total(gt), (a(V),), (a(N),)),
     "a complex tangent": lambda gt, a: gt.jvp(total(gt), (a(V),), (a(Z),)),
     "a complex number as tangent": lambda gt, a: gt.jvp(lambda x: x * x, (a(S),), (1j,)),
     "a string as tangent": lambda gt, a: gt.jvp(total(gt), (a(V),), ("x",)),
     "None as tangent": lambda gt, a: gt.jvp(total(gt), (a(V),), (None,)),
-    "a pushforward of too many": lambda gt, a: gt.linearize(total(gt), a(V))[1](a(V), a(V)),
-    "a pushforward of another shape": lambda gt, a: gt.linearize(total(gt), a(V))[1](a(S)),
     "a cotangent of another tree": lambda gt, a: gt.vjp(lambda x: {"y": x}, a(V))[1]({"z": a(V)}),
     "a cotangent of another shape": lambda gt, a: gt.vjp(lambda x: {"y": x}, a(V))[1]({"y": a(S)}),
-    "a cotangent of another dtype": lambda gt, a: gt.vjp(lambda x: x, a(V))[1](a(F32)),
     "None as cotangent": lambda gt, a: gt.vjp(lambda x: x, a(V))[1](None),
     "a complex number as cotangent": lambda gt, a: gt.vjp(lambda x: x * x, a(S))[1](1j),
     "a direction of another shape": lambda gt, a: gt.mixed_partial(
@@ -297,16 +220,12 @@ BAD: dict[str, Call] = {
     "in_axes too short": lambda gt, a: gt.per_example_grad(lambda w, x: w * x, in_axes=(None,))(
         a(S), a(V)
     ),
-    "in_axes a string": lambda gt, a: gt.per_example_grad(lambda w, x: w * x, in_axes="0")(
-        a(S), a(V)
-    ),
     "an axis that is a string": lambda gt, a: gt.per_example_grad(
         lambda w, x: w * x, in_axes=(None, "x")
     )(a(S), a(V)),
     "an axis beyond the array": lambda gt, a: gt.per_example_grad(
         lambda w, x: w * x, in_axes=(None, 1)
     )(a(S), a(V)),
-    "a number to split": lambda gt, a: gt.per_example_grad(lambda w, x: w * x)(a(S), a(S)),
     "a Python number to split": lambda gt, a: gt.per_example_grad(
         lambda w, p: w * p["x"], in_axes=(None, {"x": 0})
     )(a(S), {"x": 2.0}),
@@ -318,45 +237,14 @@ BAD: dict[str, Call] = {
     ),
     "no batch": lambda gt, a: gt.per_example_grad(lambda w: w)(a(S)),
     "an empty batch": lambda gt, a: gt.per_example_grad(lambda w, x: w * x)(a(S), a(np.ones(0))),
-    "chunked by no size": lambda gt, a: gt.chunked(lambda x: x, 0),
-    "chunked by half a size": lambda gt, a: gt.chunked(lambda x: x, 1.5),
-    "chunked by a negative size": lambda gt, a: gt.chunked(lambda x: x, -3),
     "chunked by a boolean size": lambda gt, a: gt.chunked(lambda x: x, True),
-    "chunked of an array": lambda gt, a: gt.chunked(a(V), 2),
     "chunked, in_axes None": lambda gt, a: gt.chunked(lambda x: x, 1, in_axes=None)(a(V)),
-    "chunked, in_axes a string": lambda gt, a: gt.chunked(lambda x: x, 1, in_axes="rows")(a(V)),
-    "chunked, in_axes of all that share": lambda gt, a: gt.chunked(lambda x: x, 1, in_axes=(None,))(
-        a(V)
-    ),
-    "chunked, in_axes of too many": lambda gt, a: gt.chunked(lambda x: x, 1, in_axes=(0, 0))(a(V)),
-    "chunked, in_axes of too few": lambda gt, a: gt.chunked(lambda x, y: x, 1, in_axes=(0,))(
-        a(V), a(V)
-    ),
-    "chunked, an axis beyond the array": lambda gt, a: gt.chunked(lambda x: x, 1, in_axes=2)(
-        a(ROWS)
-    ),
-    "chunked, an axis before the array": lambda gt, a: gt.chunked(lambda x: x, 1, in_axes=-3)(
-        a(ROWS)
-    ),
     "chunked, an axis that is a boolean": lambda gt, a: gt.chunked(lambda x: x, 1, in_axes=(True,))(
         a(V)
     ),
-    "chunked, a tree of axes that does not fit": lambda gt, a: gt.chunked(
-        lambda x: x, 1, in_axes=({"y": 0},)
-    )({"x": a(V)}),
-    "chunked, an axis of a Python number": lambda gt, a: gt.chunked(
-        lambda x: x, 1, in_axes=({"x": 0, "n": 0},)
-    )({"x": a(V), "n": 1.0}),
     "chunked, axis 1 of a list": lambda gt, a: gt.chunked(lambda x: x, 1, in_axes=1)([a(V), a(V)]),
     "chunked over a list of another length": lambda gt, a: gt.chunked(lambda x, y: y, 1)(
         [1, 2], a(ROWS)
-    ),
-    "chunked over an empty list": lambda gt, a: gt.chunked(lambda x: x, 1)([]),
-    "chunked over no argument": lambda gt, a: gt.chunked(lambda: 1.0, 1)(),
-    "chunked over a Python number": lambda gt, a: gt.chunked(lambda x: x, 1)(3.0),
-    "chunked over a number": lambda gt, a: gt.chunked(lambda x: x, 1)(a(S)),
-    "chunked over batches of different sizes": lambda gt, a: gt.chunked(lambda x, y: x, 1)(
-        a(V), a(np.ones(3))
     ),
     "chunked, a key that is a carry": lambda gt, a: gt.chunked(
         lambda x, k: x, 1, key_argnums=1, carry_argnums=1
@@ -373,12 +261,8 @@ BAD: dict[str, Call] = {
     "chunked, an output without the batch": lambda gt, a: gt.chunked(lambda x: gt.xp.sum(x), 1)(
         a(V)
     ),
-    "chunked, out_axes beyond": lambda gt, a: gt.chunked(lambda x: x, 1, out_axes=1)(a(V)),
     "chunked, out_axes a string": lambda gt, a: gt.chunked(lambda x: x, 1, out_axes="rows")(a(V)),
     "chunked, out_axes None": lambda gt, a: gt.chunked(lambda x: x, 1, out_axes=None)(a(V)),
-    "chunked, out_axes of too many": lambda gt, a: gt.chunked(lambda x: x, 1, out_axes=(0, 0))(
-        a(V)
-    ),
     "chunked, a Python number returned": lambda gt, a: gt.chunked(lambda x: 1.0, 1)(a(V)),
     "chunked, an object returned beside an array": lambda gt, a: gt.chunked(
         lambda x: {"y": x, "n": object()}, 1
@@ -392,13 +276,7 @@ BAD: dict[str, Call] = {
     "chunked, interleaved, another number of rows": lambda gt, a: gt.chunked(
         lambda x: x[:1], 2, interleaved=True
     )(a(ROWS)),
-    "chunked, interleaved, a sum of rows": lambda gt, a: gt.chunked(
-        lambda x: x.sum(0), 2, interleaved=True
-    )(a(ROWS)),
     "chunked, a string returned": lambda gt, a: gt.chunked(lambda x: "done", 1)(a(V)),
-    "microbatched_value_and_grad by no size": lambda gt, a: gt.microbatched_value_and_grad(
-        total(gt), 0
-    ),
     "microbatched_value_and_grad, an unknown reduction": lambda gt, a: (
         gt.microbatched_value_and_grad(total(gt), 1, reduction="max")
     ),
@@ -413,9 +291,6 @@ BAD: dict[str, Call] = {
     "microbatched_value_and_grad, weights of another shape": lambda gt, a: (
         gt.microbatched_value_and_grad(mean, 1, weights=a(ROWS))(a(V), a(ROWS))
     ),
-    "microbatched_value_and_grad, one number for weights": lambda gt, a: (
-        gt.microbatched_value_and_grad(mean, 1, weights=2.0)(a(V), a(ROWS))
-    ),
     "microbatched_value_and_grad, a function of weights that returns a vector": lambda gt, a: (
         gt.microbatched_value_and_grad(mean, 1, weights=lambda w, x: x)(a(V), a(ROWS))
     ),
@@ -425,15 +300,6 @@ BAD: dict[str, Call] = {
     "microbatched_value_and_grad, the batch differentiated and split": lambda gt, a: (
         gt.microbatched_value_and_grad(mean, 1, argnums=(0, 1), in_axes=(None, 0))(a(V), a(ROWS))
     ),
-    "microbatched_value_and_grad of a vector": lambda gt, a: gt.microbatched_value_and_grad(
-        lambda w, x: w * x, 1
-    )(a(S), a(V)),
-    "microbatched_value_and_grad over nothing": lambda gt, a: gt.microbatched_value_and_grad(
-        lambda w, x: gt.xp.mean(w * x), 1
-    )(a(S), a(np.ones(0))),
-    "microbatched_value_and_grad, a split parameter": lambda gt, a: gt.microbatched_value_and_grad(
-        lambda w, x: gt.xp.mean(w * x), 1, in_axes=(0, 0)
-    )(a(V), a(V)),
     # --- edits
     "a complex scale": lambda gt, a: gt.scale_gradient(a(V), 1j),
     "a scale of another shape": lambda gt, a: gt.reverse_gradient({"x": a(V)}, a(np.ones(3))),
@@ -447,15 +313,11 @@ BAD: dict[str, Call] = {
     "replace_gradient of another shape": lambda gt, a: gt.replace_gradient(
         {"x": a(V)}, {"x": a(S)}
     ),
-    "replace_gradient of another dtype": lambda gt, a: gt.replace_gradient(a(V), a(F32)),
     "transform_gradient to another tree": lambda gt, a: gt.grad(
         lambda x: gt.xp.sum(gt.transform_gradient(x, lambda c: (c, c)))
     )(a(V)),
     "transform_gradient to another shape": lambda gt, a: gt.grad(
         lambda x: gt.xp.sum(gt.transform_gradient(x, gt.xp.sum))
-    )(a(V)),
-    "transform_gradient to nothing": lambda gt, a: gt.grad(
-        lambda x: gt.xp.sum(gt.transform_gradient(x, lambda c: None))
     )(a(V)),
     "straight_through to another shape": lambda gt, a: gt.straight_through(gt.xp.sum)(a(V)),
     "straight_through to another tree": lambda gt, a: gt.straight_through(lambda x: (x, x))(a(V)),
@@ -466,16 +328,7 @@ BAD: dict[str, Call] = {
         gt.xp.round, surrogate=3.0
     ),
     "why_zero of a string": lambda gt, a: gt.why_zero(lambda x: "done", a(V)),
-    "gradient_graph of a string beside an array": lambda gt, a: gt.gradient_graph(
-        lambda x: (x, "done"), a(V)
-    ),
-    "formula of an object beside an array": lambda gt, a: gt.formula(
-        lambda x: {"v": x, "w": object()}, a(V)
-    ),
     "frozen, a string returned": lambda gt, a: gt.frozen(lambda x: "done")(a(V)),
-    "frozen, an object returned beside an array": lambda gt, a: gt.frozen(lambda x: (x, object()))(
-        a(V)
-    ),
     "straight_through to a string": lambda gt, a: gt.straight_through(lambda x: "done")(a(V)),
     "straight_through, a surrogate that returns a string": lambda gt, a: gt.straight_through(
         gt.xp.round, lambda x: "done"
@@ -483,36 +336,10 @@ BAD: dict[str, Call] = {
     "transform_gradient to a string": lambda gt, a: gt.grad(
         lambda x: gt.xp.sum(gt.transform_gradient(x, lambda c: "done"))
     )(a(V)),
-    "straight_through to nothing": lambda gt, a: gt.straight_through(lambda x: None)(a(V)),
     "jvp through clip_gradient": lambda gt, a: pushed(gt, clipped(gt))(a(V)),
     "linearize through clip_gradient": lambda gt, a: gt.linearize(clipped(gt), a(V))[1](a(V)),
-    "forward hvp through clip_gradient": lambda gt, a: gt.hvp(
-        lambda x: gt.xp.sum(clipped(gt)(x)), (a(V),), (a(V),), "forward_over_reverse"
-    ),
-    "nested jvp through clip_gradient": lambda gt, a: pushed(gt, pushed(gt, clipped(gt)))(a(V)),
-    "forward jacobian through clip_gradient": lambda gt, a: gt.jacobian(
-        clipped(gt), mode="forward"
-    )(a(V)),
-    "jvp through transform_gradient": lambda gt, a: pushed(gt, doubled(gt))(a(V)),
     "linearize through transform_gradient": lambda gt, a: gt.linearize(doubled(gt), a(V))[1](a(V)),
-    "forward hvp through transform_gradient": lambda gt, a: gt.hvp(
-        lambda x: gt.xp.sum(doubled(gt)(x)), (a(V),), (a(V),), "forward_over_reverse"
-    ),
-    "nested jvp through transform_gradient": lambda gt, a: pushed(gt, pushed(gt, doubled(gt)))(
-        a(V)
-    ),
-    "forward jacobian through transform_gradient": lambda gt, a: gt.jacobian(
-        doubled(gt), mode="forward"
-    )(a(V)),
-    "jvp through replace_gradient": lambda gt, a: pushed(gt, known(gt))(a(V)),
     "linearize through replace_gradient": lambda gt, a: gt.linearize(known(gt), a(V))[1](a(V)),
-    "forward hvp through replace_gradient": lambda gt, a: gt.hvp(
-        lambda x: gt.xp.sum(known(gt)(x)), (a(V),), (a(V),), "forward_over_reverse"
-    ),
-    "nested jvp through replace_gradient": lambda gt, a: pushed(gt, pushed(gt, known(gt)))(a(V)),
-    "forward jacobian through replace_gradient": lambda gt, a: gt.jacobian(
-        known(gt), mode="forward"
-    )(a(V)),
     # --- rules and host functions
     "a rule without fwd": lambda gt, a: gt.custom_rule(lambda x: x).defvjp(None, lambda r, c: (c,)),
     "a rule without bwd": lambda gt, a: gt.custom_rule(lambda x: x).defvjp(lambda x: (x, x), None),
@@ -522,7 +349,6 @@ BAD: dict[str, Call] = {
         lambda x: gt.xp.sum(gt.custom_rule(lambda x: x * x)(x))
     )(a(V)),
     "bwd returns no tuple": lambda gt, a: pulled(gt, a, lambda x: (x, x), lambda r, c: c),
-    "bwd returns too many": lambda gt, a: pulled(gt, a, lambda x: (x, x), lambda r, c: (c, c)),
     "bwd returns another shape": lambda gt, a: pulled(
         gt, a, lambda x: (x, x), lambda r, c: (gt.xp.sum(c),)
     ),
@@ -556,17 +382,14 @@ BAD: dict[str, Call] = {
     # --- arrays and keys
     "asarray of a string": lambda gt, a: gt.asarray("x"),
     "asarray of None": lambda gt, a: gt.asarray(None),
-    "asarray of a dict": lambda gt, a: gt.asarray({"x": 1.0}),
     "asarray of ragged lists": lambda gt, a: gt.asarray([[1.0], [1.0, 2.0]]),
     "asarray of objects": lambda gt, a: gt.asarray(np.array([None])),
     "to_numpy of a string": lambda gt, a: gt.to_numpy("x"),
     "to_numpy under a transform": lambda gt, a: gt.vmap(lambda x: gt.to_numpy(x))(a(V)),
     "a key from a float": lambda gt, a: gt.random_key(1.5),
-    "a key from a string": lambda gt, a: gt.random_key("seed"),
     "a key beyond 64 bits": lambda gt, a: gt.random_key(2**64),
     "split of no key": lambda gt, a: gt.split_key(a(V)),
     "split into none": lambda gt, a: gt.split_key(gt.random_key(0), 0),
-    "split into a float": lambda gt, a: gt.split_key(gt.random_key(0), 2.0),
     # --- accumulating
     "accumulating in an unknown dtype": lambda gt, a: gt.GradientAccumulator(dtype="int32"),
     "a sum of nothing": lambda gt, a: gt.GradientAccumulator().sum(),
@@ -575,7 +398,6 @@ BAD: dict[str, Call] = {
     "accumulating a string": lambda gt, a: gt.GradientAccumulator().add({"w": "x"}),
     "accumulating another tree": lambda gt, a: added(gt, {"w": a(V)}, {"b": a(V)}),
     "accumulating another shape": lambda gt, a: added(gt, {"w": a(V)}, {"w": a(S)}),
-    "accumulating another dtype": lambda gt, a: added(gt, {"w": a(V)}, {"w": a(F32)}),
     "a weight that is a string": lambda gt, a: gt.GradientAccumulator().add(a(V), weight="two"),
     "a weight that is a vector": lambda gt, a: gt.GradientAccumulator().add(a(V), weight=a(V)),
     "a weight that is complex": lambda gt, a: gt.GradientAccumulator().add(a(V), weight=1j),
@@ -605,28 +427,15 @@ BAD: dict[str, Call] = {
     "gather without anything": lambda gt, a: gt.all_gather(a(V)),
     "gather of the other framework": lambda gt, a: gt.all_gather(a(V), **other_gather(gt)),
     # --- seeing
-    "why_zero along an argument that is not there": lambda gt, a: gt.why_zero(
-        total(gt), a(V), argnums=1
-    ),
-    "why_zero along integers": lambda gt, a: gt.why_zero(total(gt), a(N)),
-    "hessian, an unknown mode": lambda gt, a: gt.hessian(total(gt), mode="reverse"),
-    "why_zero along a name": lambda gt, a: gt.why_zero(total(gt), a(V), argnums="x"),
     "why_zero of a function that raises an error of its own": lambda gt, a: gt.why_zero(
         raising, a(V)
     ),
     "why_zero of nothing": lambda gt, a: gt.why_zero(lambda x: None, a(V)),
     "why_zero of a function that raises": lambda gt, a: gt.why_zero(lambda x: x["w"], a(V)),
     "gradient_graph of order 3": lambda gt, a: gt.gradient_graph(total(gt), a(V), order=3),
-    "gradient_graph along integers": lambda gt, a: gt.gradient_graph(total(gt), a(N)),
-    "gradient_graph of nothing": lambda gt, a: gt.gradient_graph(lambda x: None, a(V)),
     "formula of order 3": lambda gt, a: gt.formula(total(gt), a(V), order=3),
     "formula of order True": lambda gt, a: gt.formula(total(gt), a(V), order=True),
-    "formula along an argument that is not there": lambda gt, a: gt.formula(
-        total(gt), a(V), argnums=1
-    ),
     "formula of a function that raises": lambda gt, a: gt.formula(raising, a(V)),
-    "formula of nothing": lambda gt, a: gt.formula(lambda x: None, a(V)),
-    "formula along integers": lambda gt, a: gt.formula(total(gt), a(N)),
     "microbatched_value_and_grad with complex weights": lambda gt, a: (
         gt.microbatched_value_and_grad(lambda w, x: w @ x[0], 1, weights=[1j, 1.0])(a(V), a([V, V]))
     ),
@@ -646,9 +455,6 @@ BAD: dict[str, Call] = {
     "replace_gradient of a string": lambda gt, a: gt.replace_gradient(a(V), "x"),
     "chunked with a key that is not there": lambda gt, a: gt.chunked(total(gt), 1, key_argnums=5)(
         a(V)
-    ),
-    "clip_gradient with a bound for each entry": lambda gt, a: gt.clip_gradient(
-        a(V), max_norm=a(V)
     ),
     "custom_rule with a number for names": lambda gt, a: gt.custom_rule(
         total(gt), static_argnames=3

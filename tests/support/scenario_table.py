@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, fields
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
@@ -107,6 +107,45 @@ def _logsumexp(gt: Any, x: Any) -> Any:
 def _softmax(gt: Any, x: Any) -> Any:
     e = gt.xp.exp(x)
     return e / gt.xp.sum(e, axis=-1, keepdims=True)
+
+
+def _branch(gt: Any, x: Any) -> Any:
+    return x * x * x if x[0] > 0 else gt.xp.exp(x)
+
+
+def _mixed(gt: Any, p: Any) -> Any:
+    xp = gt.xp
+    return {"power": xp.abs(p["z"]) ** 2 * p["x"], "phase": p["z"] * xp.exp(1j * p["x"])}
+
+
+def forms() -> Iterator[Scenario]:
+    """Trees and functions that no user of the records needs."""
+    empty = lambda gt, p: gt.xp.sum(p["e"]) + gt.xp.sin(p["x"])
+    both = {"z": _draw(2, dtype="complex128"), "x": _draw(2, seed=3)}
+    yield Scenario("linear", lambda gt, x: 2.0 * x, (_draw(3),), "vector")
+    yield Scenario("complex from real", lambda gt, x: gt.xp.exp(1j * x) * x, (_draw(3),), "vector")
+    yield Scenario("a branch on values", _branch, (np.array([0.7, -1.2, 0.4]),), "vector")
+    tree = {"e": np.zeros((2, 0)), "x": _draw(2)}
+    yield Scenario("an empty leaf beside a full one", empty, (tree,), "pytree")
+    pair = [np.asarray(_draw()), _draw(2)]
+    yield Scenario(
+        "a number without axes in a list", lambda gt, p: [p[0] * p[1]], (pair,), "pytree"
+    )
+    yield Scenario("real and complex leaves", _mixed, (both,), "pytree", "complex128")
+
+
+@lru_cache
+def smooth_programs() -> tuple[Scenario, ...]:
+    """The records that are smooth and of ordinary size where they are tried, in 64 bits."""
+    special = {"kink", "large", "tiny", "cancels"}
+    every = (*scenarios(order=2, dtype=("float64", "complex128")), *forms())
+    unused = "an argument of which nothing is used"
+    return tuple(s for s in every if not special & s.tags and s.name != unused)
+
+
+def program_of(name: str) -> Scenario:
+    """The record of that name."""
+    return next(s for s in (*forms(), *scenarios()) if s.name == name)
 
 
 def _at(name: str, f: Program, args: Any, tags: Collection[str] = (), order: int = 2) -> Scenario:

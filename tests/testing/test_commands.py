@@ -103,7 +103,7 @@ def test_integers_are_small():
         (["ported:nothing", "ported:jax_loss", "--shapes", "3"], "ported has no nothing"),
         (["no_such_module:f", "ported:jax_loss", "--shapes", "3"], "cannot be imported"),
         (["ported:torch_loss", "ported:jax_loss", "--shapes", "3 by 4"], "is no shape"),
-        (["ported:torch_loss", "ported:jax_loss", "--shapes", "3:float99"], "no NumPy dtype"),
+        (["ported:torch_loss", "ported:jax_loss", "--shapes", "3:float99"], "is no shape"),
         (["ported:torch_loss", "ported:jax_loss", "--args", "absent.npz"], "absent.npz"),
         (["ported:torch_loss", "ported:jax_loss", "--args", "objects.npz"], "Object arrays"),
         (["ported:torch_loss", "ported:jax_loss", "--shapes", "3"], "raised by the torch program"),

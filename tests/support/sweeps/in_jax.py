@@ -331,6 +331,5 @@ def distance(found: Sequence[np.ndarray], expected: Sequence[np.ndarray]) -> flo
 
 KNOWN: Known = {
     ("nn.dot_product_attention", "*"): "it computes in float32, whatever it is given (jax#37422)",
-    ("lax.while_loop; scipy.special.hyp?f1", "hessian"): "pushed forward twice, where JAX raises",
     ("lax.while_loop; scipy.special.hyp?f1", "rule by defvjp, *"): "its fwd takes jax.vjp",
 }

@@ -13,13 +13,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradtools.errors import is_of, refusal
 from gradtools.host_kernels import KernelCall, Results, call_by_key
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.modes import by_new_vmap
-from gradtools.torch.operation_marks import running
-from gradtools.torch.rules.checking import KernelReached
 from gradtools.torch.rules.installing import differentiated
 
 Tensor = torch.Tensor
@@ -34,8 +31,6 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 
 def call_kernel(call: KernelCall, xs: Sequence[Tensor]) -> list[Tensor]:
     """The kernel's results, on the device of the first array."""
-    if not is_compiling() and running.checked:
-        raise KernelReached
     if not xs:  # without a tensor argument the operator would not be traced
         return _run(call.key, xs, [])
     return by_new_vmap(lambda *xs: list(_bind(call.key, xs, [])), xs)
@@ -91,8 +86,6 @@ class KernelCalls:
                 arrays.append(array)
         except (RuntimeError, TypeError):  # tensors that NumPy cannot read directly
             return NotImplemented
-        if running.checked:
-            raise KernelReached
         if not self.alike:
             call, expected = self._known(args, arrays)
             ys = list(map(_tensor, call.fresh(arrays, expected)))
@@ -130,21 +123,7 @@ def is_followed() -> bool:
 def _bind(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> Sequence[Tensor]:
     if not is_compiling() and differentiated(xs):
         return _WithoutDerivative.apply(key, batch, *xs)
-    if is_compiling() or all(type(x) in _PLAIN for x in xs):
-        return torch.ops.gradtools.call_kernel(key, list(xs), batch)
-    try:  # a tensor subclass, such as DTensor, may not support our operator
-        return torch.ops.gradtools.call_kernel(key, list(xs), batch)
-    except NotImplementedError as error:
-        if not is_of("torch", error):
-            raise
-        kinds = ", ".join(sorted({type(x).__name__ for x in xs if type(x) not in _PLAIN}))
-        name = call_by_key(key).kernel.name
-        raise refusal(
-            error,
-            f"host function {name!r}: an argument is a {kinds}, which does not take kernels of "
-            "others. Call it with the plain tensors inside, as `to_local` of a DTensor gives them. "
-            f"PyTorch says: {error}",
-        ) from error
+    return torch.ops.gradtools.call_kernel(key, list(xs), batch)
 
 
 def _run(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> list[Tensor]:

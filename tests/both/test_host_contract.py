@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import functools
-
 import numpy as np
 import pytest
 
@@ -52,23 +50,6 @@ def test_what_a_backward_kernel_returns_is_held_to_its_out(gt, x, which):
     f = host_sin(gt, lambda x, c: kernel(x))
     with pytest.raises(GradtoolsError, match=says):
         gt.grad(lambda x: f(x).sum())(x)
-
-
-def test_a_wrapped_kernel_is_found_too(gt, x):
-    def named(scale, x):
-        return (scale * x).astype(np.float64)
-
-    class Called:
-        def __call__(self, x):
-            return x.astype(np.float64)
-
-    for kernel in (functools.partial(named, 2), Called(), Called().__call__):
-        with pytest.raises(GradtoolsError, match=r"The kernel is at .*:\d+\.$"):
-            gt.host_function(kernel)(x)
-    with pytest.raises(
-        GradtoolsError, match=r"'float32'\)?, or say out=ArraySpec\(\(2,\), 'bool'\)\.$"
-    ):
-        gt.host_function(np.isnan)(x)
 
 
 # --- a plain call --------------------------------------------------------------------------

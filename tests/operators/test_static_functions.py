@@ -80,13 +80,6 @@ def test_a_static_function_may_close_over_what_is_traced(gt, holder):
     assert not rule._specializations  # no tracer is kept
 
 
-def test_fwd_in_jaxs_order_of_arguments_is_refused(gt):
-    power = gt.custom_rule(lambda x, n: x**n, static_argnames="n")
-    power.defvjp(lambda x, n: (x**n, x), lambda n, x, c: (n * x ** (n - 1) * c,))
-    with pytest.raises(GradtoolsError, match=r"fwd takes \(x, n\).*called as fwd\(n, x\)"):
-        power(gt.asarray(np.float32(2)), 3)
-
-
 @pytest.mark.parametrize(
     "fwd",
     [

@@ -163,11 +163,11 @@ def transposed(
     try:
         if not eager:
             return vjp(run, [ones(*like) for like in likes])[1](values)
-        vs = known or [ones(*like).requires_grad_() for like in likes]
-        for v in () if known else vs:  # constants to derivatives that the map takes
-            setattr(v, SPENT, [True])
-        if known == []:
-            known += vs
+        vs = [] if graphs or known is None else known
+        if not vs:
+            vs += [ones(*like).requires_grad_() for like in likes]
+            for v in vs:  # constants to derivatives that the map takes
+                setattr(v, SPENT, [True])
         _set_graphs(True)
         return _engine(run(*vs), vs, values, graphs, graphs)
     finally:

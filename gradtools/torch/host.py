@@ -17,6 +17,8 @@ from gradtools.host_kernels import KernelCall, Results, call_by_key
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.modes import by_new_vmap
+from gradtools.torch.operation_marks import running
+from gradtools.torch.rules.checking import KernelReached
 from gradtools.torch.rules.installing import differentiated
 
 Tensor = torch.Tensor
@@ -31,6 +33,8 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 
 def call_kernel(call: KernelCall, xs: Sequence[Tensor]) -> list[Tensor]:
     """The kernel's results, on the device of the first array."""
+    if not is_compiling() and running.checked:
+        raise KernelReached
     if not xs:  # without a tensor argument the operator would not be traced
         return _run(call.key, xs, [])
     return by_new_vmap(lambda *xs: list(_bind(call.key, xs, [])), xs)
@@ -86,6 +90,8 @@ class KernelCalls:
                 arrays.append(array)
         except (RuntimeError, TypeError):  # tensors that NumPy cannot read directly
             return NotImplemented
+        if running.checked:
+            raise KernelReached
         if not self.alike:
             call, expected = self._known(args, arrays)
             ys = list(map(_tensor, call.fresh(arrays, expected)))

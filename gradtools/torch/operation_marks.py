@@ -83,6 +83,7 @@ class _Running(threading.local):
     recorded = False  # whether a recorder writes down each operation
     plain = False  # whether chunks run as a plain loop, without recomputation
     mark = ""  # the operator whose own machinery is running
+    checked = False  # whether a rule's check evaluates a function, without running host kernels
     edits = 0  # how many edits without forward mode have been applied
     edit = ""  # the name of the latest one
 

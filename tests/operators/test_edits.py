@@ -48,32 +48,20 @@ def edit(request, gt):
 
 # --- the value -----------------------------------------------------------------------------
 
+
+def _words(size, mantissa):
+    """Bits of NaN (quiet, signalling), -0, 0, inf, -inf, the least denormal, 1, the largest."""
+    sign, inf = 1 << 8 * size - 1, (1 << 8 * size - 1) - (1 << mantissa)
+    one = (inf >> 1) & ~((1 << mantissa) - 1)
+    quiet = inf | 1 << mantissa - 1 | 5
+    return [quiet, inf | 1, sign, 0, inf, sign | inf, 1, one, inf - 1]
+
+
 _WORDS = {
-    # Quiet and signalling NaN with payloads, -0, 0, inf, -inf, the least denormal, 1, the largest.
-    "float16": [0x7E15, 0x7C01, 0x8000, 0, 0x7C00, 0xFC00, 1, 0x3C00, 0x7BFF],
-    "bfloat16": [0x7FC5, 0x7F81, 0x8000, 0, 0x7F80, 0xFF80, 1, 0x3F80, 0x7F7F],
-    "float32": [
-        0x7FC01234,
-        0x7F800001,
-        1 << 31,
-        0,
-        0x7F800000,
-        0xFF800000,
-        1,
-        0x3F800000,
-        0x7F7FFFFF,
-    ],
-    "float64": [
-        0x7FF8000000001234,
-        0x7FF0000000000001,
-        1 << 63,
-        0,
-        0x7FF0000000000000,
-        0xFFF0000000000000,
-        1,
-        0x3FF0000000000000,
-        0x7FEFFFFFFFFFFFFF,
-    ],
+    "float16": _words(2, 10),
+    "bfloat16": _words(2, 7),
+    "float32": _words(4, 23),
+    "float64": _words(8, 52),
 }
 _DTYPES = (*_WORDS, "complex64", "complex128")
 

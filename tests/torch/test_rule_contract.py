@@ -612,6 +612,7 @@ OTHER = {
     "dtype": (lambda x: x * 2, lambda x: (x * 2).float()),
     "structure": (lambda x: (x, x), lambda x: [x, x]),
     "number": (lambda x: (x, x * 1), lambda x: (x, x * 1, x * 2)),
+    "reads numbers": (lambda x: x * float(x.sum()), lambda x: (x * float(x.sum())).float()),
 }
 
 
@@ -619,6 +620,8 @@ OTHER = {
 @pytest.mark.parametrize("given", ["fwd", "the forward rule"])
 @pytest.mark.parametrize("name", OTHER)
 def test_another_output_than_the_functions_is_refused(name, given, mode):
+    if name == "reads numbers" and mode.startswith("torch.func"):
+        pytest.skip("a transform of torch.func hides numbers")
     f, other = OTHER[name]
     rule = gt.custom_rule(f)
     if given == "fwd":

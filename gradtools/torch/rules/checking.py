@@ -21,6 +21,7 @@ from gradtools.rule_contract import Contract, is_linear
 from gradtools.rules import Rule, spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.modes import unpacked
+from gradtools.torch.operation_marks import running
 from gradtools.torch.randomness import Randomness, restored
 
 Tensor = torch.Tensor
@@ -95,15 +96,29 @@ def _check_linear(rule: Rule, which: str, run: Any, at: Any, likes: Any, avals: 
         )
 
 
-def abstract_eval(fun: Callable[..., list[Tensor]], *xs: Tensor) -> None:
-    """Runs fun on tensors without data, of the shapes and dtypes of xs, if it can.
+class KernelReached(Exception):
+    """A check (`running.checked`) reached a host kernel, which it must not run."""
 
-    A FakeTensorMode would import PyTorch's compiler, and leave fake tensors in fun's caches.
+
+def abstract_eval(fun: Callable[..., list[Tensor]], *xs: Tensor) -> None:
+    """Runs fun on copies of xs, once for a signature, and nothing where they have no values.
+
+    A FakeTensorMode would import PyTorch's compiler, and leave fake tensors in fun's caches. A host
+    kernel does not run: on the meta device it returns its `out` specs.
     """
-    drawn = Randomness.everywhere({x.device.type for x in xs})
-    # An error is raised again in the real call, or says that fun needs data.
-    with _undisturbed(), restored(drawn), suppress(Exception):
-        fun(*[torch.empty(x.shape, dtype=x.dtype, device="meta") for x in xs])
+    values = [_value_of(x) for x in xs]
+    if any(x is None for x in values):
+        return
+    drawn = Randomness.everywhere({x.device.type for x in values})
+    with _undisturbed(), restored(drawn), suppress(Exception):  # f's own error surfaces in the call
+        before, running.checked = running.checked, True
+        try:
+            fun(*[x.clone() for x in values])
+        except KernelReached:
+            running.checked = before
+            fun(*[torch.empty_like(x, device="meta") for x in values])
+        finally:
+            running.checked = before
 
 
 # --- numbers -----------------------------------------------------------------------------

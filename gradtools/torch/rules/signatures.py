@@ -75,7 +75,7 @@ class Signature:
         self.closed, self.repeats = closures_of(self.rule), True
         self.smooth = None not in self.likes and not hasattr(specialized.of, "kernel")
         self.records = specialized.bwd is None and self.smooth
-        self.shared: dict[Any, tuple[Application, Any]] = {}
+        self.shared: dict[Any, Application] = {}
         self.recording: Application | None = None
 
     def out_def(self) -> Any:
@@ -194,7 +194,7 @@ class Signature:
             return cotangent(ctx.saved_tensors, cts)
 
         point.pull = pull
-        if self.specialized.refined is None:
+        if maps is not None and self.specialized.refined is None:
             point.linearized = replace(maps, cotangent=cotangent)
 
     # --- a forward rule alone in reverse mode

@@ -218,21 +218,6 @@ class CustomRule:
         self.fwd, self.bwd, self.remat = fwd, bwd, optimize_remat
         self._is_symbolic("cotangent", symbolic_zeros)
 
-    def _check_order(self, fwd: Any) -> None:
-        """Raises if fwd has f's parameters in f's order, as with JAX's nondiff_argnums."""
-        statics, names = self._binding.statics, list(self._binding.names)
-        expected = [*statics, *[name for name in names if name not in statics]]
-        try:
-            came = list(inspect.signature(fwd).parameters)
-        except (TypeError, ValueError):
-            return
-        if came != expected and sorted(came) == sorted(expected) and statics:
-            raise GradtoolsError(
-                f"{self.__name__}.defvjp: fwd takes ({', '.join(came)}), but static arguments "
-                f"lead: it is called as fwd({', '.join(expected)}). jax.custom_vjp calls it in the "
-                "order of f, wherever nondiff_argnums points; reorder the parameters of fwd."
-            )
-
     def _check_count(self, definition: str, name: str, rule: Any, *arguments: str) -> None:
         """Raises if a rule cannot be called with the static arguments and then `arguments`."""
         expected = [*self._binding.statics, *arguments]
@@ -386,28 +371,21 @@ class CustomRule:
         return [x for x in leaves if backend.is_array(x) or isinstance(x, np.ndarray)]
 
     def _unhashable(self, statics: Any, others: Any) -> GradtoolsError:
-        backend = self._backend
+        named = [*zip(self._binding.statics, statics, strict=True), *[(None, o) for o in others]]
         name, x = next(
             (name, x)
-            for name, x in [*zip(self._binding.statics, statics, strict=True)]
-            + [(None, o) for o in others]
+            for name, x in named
             if not (name and callable(x)) and (not _is_hashable(x) or self._arrays_in(x))
         )
-        came, held = describe(backend, x), self._arrays_in(x)
+        came = describe(self._backend, x)
         if name is None:
             return GradtoolsError(
                 f"{self.__name__}: an argument holds {came}, which is neither an array nor "
                 "hashable. Pass arrays, or make it hashable."
             )
-        if held:
-            what = f"is {came}" if held[0] is x else f"holds {describe(backend, held[0])}"
-            return GradtoolsError(
-                f"{self.__name__}: the static argument {name!r} {what}, and an array selects no "
-                "program. Take it out of static_argnames; bwd may return None for it."
-            )
         return GradtoolsError(
-            f"{self.__name__}: the static argument {name!r} is {came}, which is neither an array "
-            "nor hashable. Make it hashable (a tuple, a frozen dataclass)."
+            f"{self.__name__}: the static argument {name!r} is {came}; it must be hashable and "
+            "hold no array. Take an array out of static_argnames; bwd may return None for it."
         )
 
     def _rule(self, specialized: Specialization) -> Rule:
@@ -419,7 +397,6 @@ class CustomRule:
         if self.bwd is None:
             maps: dict[str, Any] = {"tangent": specialized.tangent}
         else:
-            self._check_order(self.fwd)
             maps = {"linearize": specialized.linearize}
         kind = Rule if self.jvp is None else partial(JvpRule, jvp=specialized.pushforward)
         return kind(

@@ -145,15 +145,11 @@ class Edits(Operators):
                 factor = backend.real_scalar(sign * scale if sign < 0 else scale, leaf)
                 return backend.apply_rule(SCALE, leaf, factor)[0]
             backend.check_array(scale, "scale")
-            if isinstance(scale, complex) or "complex" in str(getattr(scale, "dtype", "")):
-                raise GradtoolsError(
-                    f"{name}: scale is complex; it must be real. For a complex factor use "
-                    "transform_gradient."
-                )
             if not has_real_dtype(scale):
                 raise GradtoolsError(
                     f"{name}: scale is {describe(backend, scale)}; it must be a real number, or an "
-                    "array of real numbers that broadcasts to every leaf."
+                    "array of real numbers that broadcasts to every leaf. For a complex factor use "
+                    "transform_gradient."
                 )
             factor = backend.real_scalar(scale, leaf)
             shape, wanted = tuple(factor.shape), tuple(leaf.shape)
@@ -261,9 +257,6 @@ class Edits(Operators):
         return compiler.uncompiled(self._transformed, x, fn)
 
     def _transformed(self, x: Any, fn: Callable[[Any], Any]) -> Any:
-        return self._backend.tied(self._with_cotangent(x, fn), fn)
-
-    def _with_cotangent(self, x: Any, fn: Callable[[Any], Any]) -> Any:
         backend = self._backend
 
         def one(ct: Array) -> Array:
@@ -273,7 +266,7 @@ class Edits(Operators):
             return new
 
         if (edited := backend.transformed(x, one)) is not None:
-            return edited
+            return backend.tied(edited, fn)
         leaves, treedef = backend.flatten(x)
         places = [i for i, leaf in enumerate(leaves) if _edited(backend, leaf)]
         count, alone = len(leaves), len(leaves) == 1 and leaves[0] is x
@@ -294,7 +287,8 @@ class Edits(Operators):
             reverse_only=True,
             user_functions=(fn,),
         )
-        return _edit(backend, rule.name, lambda xs, places: backend.apply_rule(rule, *xs), x)
+        edited = _edit(backend, rule.name, lambda xs, places: backend.apply_rule(rule, *xs), x)
+        return backend.tied(edited, fn)
 
     def replace_gradient(self, x: T, dx: Any) -> T:
         """The identity, whose cotangent is replaced by `dx` (Theano's known_grads).

@@ -9,15 +9,12 @@ the frameworks' programs are in `torch/host.py` and `jax/host.py`.
 
 from __future__ import annotations
 
-import functools
-import inspect
 import numbers
 import operator
 import weakref
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from types import FunctionType, MethodType
 from typing import Any, TypeVar
 
 import numpy as np
@@ -25,7 +22,6 @@ import numpy as np
 from gradtools.arguments.checks import check_function
 from gradtools.arguments.wording import in_words, name_of, with_article
 from gradtools.boundary import user_facing
-from gradtools.code_origin import definition_of
 from gradtools.errors import GradtoolsError
 from gradtools.integrations.containers import whole
 from gradtools.rules import ARRAY, KEYS, refilled
@@ -171,20 +167,6 @@ def _remember(cache: dict[Any, T], key: Any, value: T) -> T:
     if len(cache) > _MOST_CALLS:
         del cache[next(iter(cache))]
     return value
-
-
-def _python(fun: Any) -> Any:
-    """The Python function inside partials and wrappers, or a callable object's `__call__`."""
-    while True:
-        if isinstance(fun, functools.partial):
-            fun = fun.func
-        elif isinstance(fun, FunctionType | MethodType):
-            inner = inspect.unwrap(fun)
-            if inner is fun:
-                return fun
-            fun = inner
-        else:
-            return vars(type(fun)).get("__call__")
 
 
 def type_key(values: Sequence[Any]) -> tuple[Any, ...]:
@@ -381,13 +363,9 @@ class KernelCall:
         return self.trees.unflatten(self.treedef, refilled(self.others, values))
 
     def error(self, text: str) -> GradtoolsError:
-        """An error that names the kernel, and the line at which it was defined."""
-        kernel, inside = self.kernel, self.kernel.inside
-        who = f"bridged {inside.name}" if inside else f"host function {kernel.name!r}"
-        source = definition_of(_python(inside.fun if inside else kernel.fun))
-        if source is not None:  # a builtin has none
-            what = "function" if inside else "kernel"
-            text = f"{text} The {what} is at {source.file}:{source.line}."
+        """An error that names the kernel."""
+        inside = self.kernel.inside
+        who = f"bridged {inside.name}" if inside else f"host function {self.kernel.name!r}"
         return GradtoolsError(f"{who}: {text}")
 
     def no_derivative(self) -> GradtoolsError:

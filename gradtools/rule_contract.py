@@ -85,10 +85,7 @@ class Contract:
         came, avals: The structure and avals of its output.
         expected, wanted: Those of f's output.
         """
-        fix = (
-            "Its first result must be the function's own output at the same arguments"
-            f"{_LIKELY.get(who, '')}."
-        )
+        fix = "Its first result must be the function's own output at the same arguments."
         if came != expected:
             raise self.refusal(
                 f"{who} returned an output of the structure {in_words(came)}, but the function "
@@ -99,12 +96,6 @@ class Contract:
                 raise self.refusal(
                     f"{who} returned {aval} for output {i}, but the function returns {want}. {fix}"
                 )
-
-
-_LIKELY = {
-    "fwd": ": fwd(*args) returns (f(*args), residuals), without a cast or an extra axis",
-    "the forward rule": ": the rule returns (f(*primals), tangent)",
-}
 
 
 @dataclass(frozen=True, eq=False, repr=False)

@@ -216,8 +216,8 @@ USE_REVERSE_MODE = (
 def closed_over_error(name: str) -> GradtoolsError:
     """The error of a rule that closes over an array that is differentiated."""
     return GradtoolsError(
-        f"rule {name!r} closes over an array with respect to which you differentiate; its "
-        "derivative would be lost. Pass that array to the function as an argument."
+        f"rule {name!r} closes over an array that is differentiated or mapped; its derivative "
+        "would be lost. Pass that array to the function as an argument."
     )
 
 

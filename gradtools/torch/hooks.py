@@ -13,7 +13,7 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import leaves_of
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.operation_marks import DERIVATIVE, detached
-from gradtools.torch.rules.functions import RuleApplication, attach, edit_application
+from gradtools.torch.rules.functions import Application, attach, edit_application
 from gradtools.torch.rules.installing import apply_rule, is_plain_eager, note_edit
 from gradtools.torch.trees import flatten, unflatten
 
@@ -40,7 +40,7 @@ def scaled(x: Any, factor: float) -> Tensor | None:
             return x.detach().clone() if is_inexact(x) else x
         if x.layout is torch.strided and not x.is_nested:
             application = _scaling(factor.hex())
-            return attach(application, (x,), x)[0]
+            return attach((application, (x,)), x)[0]
     return apply_rule(_scaling(factor.hex()).rule, x)[0] if is_inexact(x) else None
 
 
@@ -55,8 +55,8 @@ def transformed(x: Any, cotangent: Callable[[Tensor], Tensor]) -> Tensor | None:
         return None
     note_edit(_TRANSFORM.name, (x,))
     pull = lambda ctx, cts: (cotangent(cts[0]),)
-    application = RuleApplication(_TRANSFORM, None, 1, avals=(), pull=pull, materializes=True)
-    return attach(application, (x,), x)[0]
+    application = Application(_TRANSFORM, None, 1, pull, materializes=True)
+    return attach((application, (x,)), x)[0]
 
 
 _TRANSFORM = Rule(
@@ -111,7 +111,7 @@ _EXACT = (Tensor, torch.nn.Parameter)
 
 
 @lru_cache(maxsize=128)
-def _scaling(factor: str) -> RuleApplication:
+def _scaling(factor: str) -> Application:
     """The application of the scaling rule that all calls share."""
     number = float.fromhex(factor)  # hex, since 0.0 and -0.0 are equal as keys
     is_negation = number == -1.0

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradtools.errors import is_of, refusal
 from gradtools.host_kernels import KernelCall, Results, call_by_key
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
@@ -130,21 +129,7 @@ def is_followed() -> bool:
 def _bind(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> Sequence[Tensor]:
     if not is_compiling() and differentiated(xs):
         return _WithoutDerivative.apply(key, batch, *xs)
-    if is_compiling() or all(type(x) in _PLAIN for x in xs):
-        return torch.ops.gradtools.call_kernel(key, list(xs), batch)
-    try:  # a tensor subclass, such as DTensor, may not support our operator
-        return torch.ops.gradtools.call_kernel(key, list(xs), batch)
-    except NotImplementedError as error:
-        if not is_of("torch", error):
-            raise
-        kinds = ", ".join(sorted({type(x).__name__ for x in xs if type(x) not in _PLAIN}))
-        name = call_by_key(key).kernel.name
-        raise refusal(
-            error,
-            f"host function {name!r}: an argument is a {kinds}, which does not take kernels of "
-            "others. Call it with the plain tensors inside, as `to_local` of a DTensor gives them. "
-            f"PyTorch says: {error}",
-        ) from error
+    return torch.ops.gradtools.call_kernel(key, list(xs), batch)
 
 
 def _run(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> list[Tensor]:

@@ -73,8 +73,8 @@ def test_a_static_array_is_refused_with_the_mend(gt, x):
     with pytest.raises(GradtoolsError, match="bwd may return None for it"):
         f(x, X)
     own = gt.asarray(X)  # one of PyTorch's has a hash, that of its place in memory
-    for held, says in ((own, "'n' is an array"), ((own,), "'n' holds an array"), ([X], "holds")):
-        with pytest.raises(GradtoolsError, match=f"{says}.* an array selects no program"):
+    for held in (own, (own,), [X]):
+        with pytest.raises(GradtoolsError, match=r"'n' is .* hold no array"):
             f(x, held)
 
 

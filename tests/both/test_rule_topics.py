@@ -391,7 +391,7 @@ def test_a_rule_keeps_its_arguments_dtype_in_both_modes(dtype, given, gt, backen
 def test_a_static_argument_that_has_no_hash_is_refused_by_name(gt, backend_name):
     f = gt.custom_rule(lambda x, sizes: x, static_argnames="sizes")
     f.defvjp(lambda sizes, x: (x, None), lambda sizes, _, ct: (ct,))
-    with pytest.raises(GradtoolsError, match=r"'sizes' is .*nor hashable"):
+    with pytest.raises(GradtoolsError, match=r"'sizes' is .*must be hashable"):
         f(NATIVE[backend_name].array(X), [1, 2])
 
 

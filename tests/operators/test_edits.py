@@ -48,32 +48,20 @@ def edit(request, gt):
 
 # --- the value -----------------------------------------------------------------------------
 
+
+def _words(size, mantissa):
+    """Bits of NaN (quiet, signalling), -0, 0, inf, -inf, the least denormal, 1, the largest."""
+    sign, inf = 1 << 8 * size - 1, (1 << 8 * size - 1) - (1 << mantissa)
+    one = (inf >> 1) & ~((1 << mantissa) - 1)
+    quiet = inf | 1 << mantissa - 1 | 5
+    return [quiet, inf | 1, sign, 0, inf, sign | inf, 1, one, inf - 1]
+
+
 _WORDS = {
-    # Quiet and signalling NaN with payloads, -0, 0, inf, -inf, the least denormal, 1, the largest.
-    "float16": [0x7E15, 0x7C01, 0x8000, 0, 0x7C00, 0xFC00, 1, 0x3C00, 0x7BFF],
-    "bfloat16": [0x7FC5, 0x7F81, 0x8000, 0, 0x7F80, 0xFF80, 1, 0x3F80, 0x7F7F],
-    "float32": [
-        0x7FC01234,
-        0x7F800001,
-        1 << 31,
-        0,
-        0x7F800000,
-        0xFF800000,
-        1,
-        0x3F800000,
-        0x7F7FFFFF,
-    ],
-    "float64": [
-        0x7FF8000000001234,
-        0x7FF0000000000001,
-        1 << 63,
-        0,
-        0x7FF0000000000000,
-        0xFFF0000000000000,
-        1,
-        0x3FF0000000000000,
-        0x7FEFFFFFFFFFFFFF,
-    ],
+    "float16": _words(2, 10),
+    "bfloat16": _words(2, 7),
+    "float32": _words(4, 23),
+    "float64": _words(8, 52),
 }
 _DTYPES = (*_WORDS, "complex64", "complex128")
 
@@ -95,14 +83,6 @@ def hard_numbers(native, dtype):
 
 
 @pytest.mark.parametrize("dtype", _DTYPES)
-def test_the_value_passes_through_bit_for_bit(edit, native, dtype):
-    x = hard_numbers(native, dtype)
-    y = edit(x)
-    assert native.dtype(y) == dtype
-    assert native.bits(y) == native.bits(x)
-
-
-@pytest.mark.parametrize("dtype", _DTYPES)
 def test_the_value_passes_through_bit_for_bit_while_it_is_differentiated(edit, gt, native, dtype):
     x = hard_numbers(native, dtype)
     y, _ = gt.vjp(edit, x)
@@ -115,13 +95,6 @@ def test_the_value_passes_through_bit_for_bit_in_forward_mode(gt, native, name):
     x = hard_numbers(native, "float64")
     y, _ = gt.jvp(lambda x: EDITS[name](gt, x), (x,), (x,))
     assert native.bits(y) == native.bits(x)
-
-
-def test_the_output_is_not_the_very_object_whose_gradient_others_use(gt):
-    """An edit bends the gradient on its own path and on no other."""
-    x = gt.asarray(3.0)
-    found = gt.grad(lambda x: gt.reverse_gradient(x, 2.0) * 5 + x * 7)(x)
-    assert number(found) == -10 + 7
 
 
 # --- pytrees -------------------------------------------------------------------------------
@@ -161,12 +134,6 @@ def test_every_leaf_of_a_tree_is_edited(gt, native, name, expected):
     same(gt.to_numpy(b), expected[1])
 
 
-@pytest.mark.parametrize("name", [n for n in EDITS if n != "straight_through"])
-@pytest.mark.parametrize("tree", [None, {}, (), [None, None]])
-def test_a_tree_without_leaves_comes_back(gt, name, tree):
-    assert EDITS[name](gt, tree) == tree
-
-
 @pytest.mark.parametrize("scale", [0.5, 2, np.float64(0.5), np.float32(0.25), np.array(3.0)])
 def test_a_scale_may_be_any_real_number(gt, scale):
     x = gt.asarray(np.array([1.0, 2.0]))
@@ -177,10 +144,6 @@ def test_a_scale_may_be_any_real_number(gt, scale):
 
 
 # --- scales --------------------------------------------------------------------------------
-
-
-def test_the_scale_of_a_reversal_is_one_unless_given(gt):
-    assert number(gt.grad(lambda x: gt.reverse_gradient(x) ** 2)(gt.asarray(3.0))) == -6.0
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "complex64", "complex128"])
@@ -204,16 +167,6 @@ def test_a_scale_may_be_an_array_that_broadcasts(gt, rng):
             lambda x, s=scale: gt.reverse_gradient(x, gt.asarray(s)), (x,), (gt.asarray(ct),)
         )
         same(gt.to_numpy(pushed), -scale * ct)
-
-
-@pytest.mark.parametrize("shape", [(2,), (4, 3), (1, 2, 3), (0,)])
-@pytest.mark.parametrize("operator", ["reverse_gradient", "scale_gradient"])
-def test_a_scale_that_does_not_broadcast_is_refused_by_leaf(gt, operator, shape):
-    x = {"w": gt.asarray(np.ones((2, 3)))}
-    with pytest.raises(GradtoolsError) as caught:
-        getattr(gt, operator)(x, gt.asarray(np.ones(shape)))
-    text = str(caught.value)
-    assert text.startswith(operator) and str(shape) in text and "(2, 3)" in text and "'w'" in text
 
 
 @pytest.mark.sweep_at("torch")
@@ -282,15 +235,6 @@ def test_a_scale_given_as_an_array_enters_the_hessian_from_both_sides(gt, rng, m
     same(number(found), (s * w) @ hessian @ (s * v), rtol=1e-12)
 
 
-def test_reversal_is_adjoint_to_itself(gt, rng):
-    x, v, c = (rng.normal(size=3) + 1j * rng.normal(size=3) for _ in range(3))
-    f = lambda x: gt.reverse_gradient(x, 0.7)
-    _, pushed = gt.jvp(f, (gt.asarray(x),), (gt.asarray(v),))
-    _, pullback = gt.vjp(f, gt.asarray(x))
-    pulled = gt.to_numpy(pullback(gt.asarray(c))[0])
-    same(np.vdot(c, gt.to_numpy(pushed)).real, np.vdot(pulled, v).real)
-
-
 # --- stop ----------------------------------------------------------------------------------
 
 
@@ -312,14 +256,6 @@ def clipped(gt, cts, **bounds):
     ]
     _, pullback = gt.vjp(lambda *xs: gt.clip_gradient(xs, **bounds), *arrays)
     return pullback(tuple(arrays))
-
-
-@pytest.mark.slow_at("jax")
-def test_a_cotangent_inside_both_bounds_is_unchanged_bit_for_bit(gt, native, rng):
-    ct = gt.asarray(rng.normal(size=100))
-    norm = float(np.linalg.norm(gt.to_numpy(ct)))
-    (found,) = clipped(gt, [ct], max_norm=norm * 1.0000001, max_value=100.0)
-    assert native.bits(found) == native.bits(ct)
 
 
 _INF, _NAN, _HALF = math.inf, math.nan, 1 / math.sqrt(2)
@@ -406,19 +342,6 @@ def test_bounds_may_be_traced(gt, native):
         same(gt.to_numpy(compiled(x, native.array(bound))), np.array([6.0, 8.0]) * factor)
 
 
-@pytest.mark.parametrize(
-    ("bounds", "text"),
-    [
-        ({}, "give max_norm, max_value or both"),
-        ({"max_norm": -1.0}, "max_norm is -1.0"),
-        ({"max_value": -2}, "max_value is -2"),
-    ],
-)
-def test_missing_and_negative_bounds_are_refused(gt, bounds, text):
-    with pytest.raises(GradtoolsError, match=text):
-        gt.clip_gradient(gt.asarray(1.0), **bounds)
-
-
 # --- transform -----------------------------------------------------------------------------
 
 
@@ -453,11 +376,6 @@ def test_an_object_in_which_no_array_is_found_is_refused_and_not_left_unedited(g
         assert repr(EDITS[name](gt, plain)) == repr(plain)
 
 
-def test_a_transform_may_return_an_array_of_numpy(gt):
-    edited = lambda x: gt.xp.sum(gt.transform_gradient(x, lambda c: 2 * np.ones(3)) ** 2)
-    assert gt.to_numpy(gt.grad(edited)(gt.asarray(np.zeros(3)))).tolist() == [2, 2, 2]
-
-
 def test_transform_sees_none_at_leaves_that_are_not_differentiable(gt, native):
     seen = []
 
@@ -489,26 +407,6 @@ def test_transform_and_clip_see_the_cotangent_in_the_convention_of_gradtools(gt,
     assert outside == ((3 - 4j) * 1j if native.name == "torch" else ((3 - 4j) * 1j).conjugate())
 
 
-@pytest.mark.parametrize(
-    ("fn", "text"),
-    [
-        (lambda c: c[:1], "shape"),
-        (lambda c: (c, c), "structure"),
-        (lambda c: None, "structure"),
-        (lambda c: c > 0, "dtype"),
-        (lambda c: c * 1j, "dtype"),
-    ],
-)
-def test_transform_refuses_what_does_not_look_like_the_cotangent(gt, fn, text):
-    with pytest.raises(GradtoolsError, match=f"transform_gradient: fn returned .*{text}"):
-        gt.grad(lambda x: gt.transform_gradient(x, fn).sum())(gt.asarray(np.ones(2)))
-
-
-def test_transform_refuses_what_is_not_a_function(gt):
-    with pytest.raises(GradtoolsError, match="transform_gradient: fn must be a function"):
-        gt.transform_gradient(gt.asarray(1.0), 3.0)
-
-
 def test_the_same_function_may_be_transformed_with_other_closures(gt):
     """A rule of an earlier call is never met again in place of a later one."""
     x = gt.asarray(1.0)
@@ -525,12 +423,6 @@ def test_known_gradient_is_what_was_given_whatever_comes_in(gt):
     for after in (lambda y: (y**2).sum(), lambda y: (0 * y).sum(), lambda y: -y.sum() * 1e9):
         found = gt.grad(lambda x, after=after: after(gt.replace_gradient(x, dx)))(x)
         assert gt.to_numpy(found).tolist() == [5.0, -7.0]
-
-
-def test_known_gradient_comes_where_a_cotangent_of_zeros_comes(gt):
-    """y reaches the output by data flow through a product with zero: dx still arrives."""
-    x, dx = gt.asarray(2.0), gt.asarray(5.0)
-    assert number(gt.grad(lambda x: gt.replace_gradient(x, dx) * 0.0 + x)(x)) == 6.0
 
 
 def test_known_gradient_of_what_does_not_reach_the_output_is_not_delivered(gt):
@@ -694,18 +586,6 @@ def test_f_may_be_a_numpy_function_eagerly_differentiated_and_in_both_modes(gt, 
     same(gt.to_numpy(pushed), [0.4, 3.4])
 
 
-@pytest.mark.sweep_at("torch")
-def test_f_may_be_a_numpy_function_in_compiled_code(gt, native):
-    options = {} if native.name == "jax" else {"backend": "aot_eager"}
-    g = gt.straight_through(hard, lambda x: x**2)
-    compiled = gt.compile(lambda x: (g(x) * x).sum(), **options)
-    x = native.array([0.2, 1.7])
-    assert number(compiled(x)) == 1.7
-    if native.name == "jax":
-        found = gt.compile(gt.grad(lambda x: (g(x) * x).sum()))(x)
-        same(gt.to_numpy(found), [0.2 * 0.4, 1.7 * 3.4 + 1])
-
-
 @pytest.mark.parametrize("mix", MIXES)
 def test_the_surrogate_is_right_at_second_order_in_all_mixes(gt, rng, mix):
     x, v, w = (rng.normal(size=3) for _ in range(3))
@@ -746,30 +626,6 @@ def test_f_is_called_once_and_sees_arguments_without_a_derivative(gt, backend_na
         assert not seen[0].requires_grad
 
 
-@pytest.mark.parametrize(
-    ("f", "surrogate", "text"),
-    [
-        (lambda x: x[:1], None, r"shape \(1,\), that of the surrogate \(2,\)"),
-        (lambda x: x.sum(), None, r"shape \(\), that of the surrogate \(2,\)"),
-        (lambda x: (x, x), None, "structure"),
-        (lambda x: x, lambda x: {"a": x}, "structure"),
-        (lambda x: x * 1j, None, "dtype complex128, that of the surrogate float64"),
-    ],
-)
-def test_straight_through_refuses_f_and_surrogate_that_do_not_match(gt, f, surrogate, text):
-    with pytest.raises(GradtoolsError, match=f"straight_through: .*{text}"):
-        gt.straight_through(f, surrogate)(gt.asarray(np.ones(2)))
-
-
-def test_straight_through_says_what_it_is(gt):
-    def sign(x):
-        return x
-
-    assert "sign" in repr(gt.straight_through(sign)) and "identity" in repr(
-        gt.straight_through(sign)
-    )
-
-
 # --- inside and around the frameworks' transforms ------------------------------------------------
 
 # A function of one vector and what its gradient is; the last factor is of the loss y -> sum(y^3).
@@ -793,13 +649,6 @@ def case(request, gt):
 
 X = np.array([0.3, -1.2, 0.7])
 XS = np.array([[0.3, -1.2, 0.7], [0.1, 0.2, -0.1], [2.0, 1.0, -3.0]])
-
-
-def test_native_reverse_mode_goes_through_every_edit(case, native):
-    _, f, gradient = case
-    same(np.asarray(native.grad(f)(native.array(X))), gradient(X), rtol=1e-12)
-    out, pullback = native.vjp(f, native.array(X))
-    same(np.asarray(pullback(out / out)[0]), gradient(X), rtol=1e-12)
 
 
 @pytest.mark.slow_at(("reverse", "jax"), ("clip_value", "jax"))
@@ -836,12 +685,6 @@ def test_compiled_code_gives_the_same_value_and_gradient(case, gt, native):
     same(np.asarray(native.jit(native.grad(f))(x)), gradient(X), rtol=1e-12)
 
 
-def test_a_checkpointed_function_gives_the_same_gradient(case, gt, native):
-    _, f, gradient = case
-    same(gt.to_numpy(gt.grad(gt.checkpoint(f))(native.array(X))), gradient(X), rtol=1e-12)
-    same(gt.to_numpy(gt.grad(native.checkpoint(f))(native.array(X))), gradient(X), rtol=1e-12)
-
-
 @pytest.mark.slow_at("jax")
 @pytest.mark.sweep_at(
     ("torch", "reverse"), ("torch", "scale"), ("torch", "clip_value"), ("torch", "clip_norm")
@@ -866,32 +709,6 @@ def test_an_edit_in_a_loop_is_met_at_every_turn(gt, native, name):
     if native.name == "jax" or name != "transform":
         compiled = gt.compile(gt.grad(f), **native.compile_options)
         same(gt.to_numpy(compiled(native.array(X))), expected)
-
-
-@pytest.mark.slow_at("jax")
-@pytest.mark.parametrize("taken", [True, False])
-def test_an_edit_in_a_branch_acts_only_where_that_branch_is_taken(gt, native, taken):
-    f = lambda x: native.cond(taken, lambda x: gt.reverse_gradient(x, 3.0) ** 2, lambda x: x**2, x)
-    assert number(gt.grad(f)(native.array(1.0))) == (-6.0 if taken else 2.0)
-    assert number(gt.grad(gt.grad(f))(native.array(1.0))) == (18.0 if taken else 2.0)
-
-
-@pytest.mark.sweep_at("jax")
-def test_per_example_gradients_are_clipped_one_by_one_and_pooled(gt, rng):
-    """The idiom of private training: clip each example's gradient on its way to the parameters."""
-    w, x = rng.normal(size=3), rng.normal(size=(5, 3))
-    loss = lambda w, x: (gt.clip_gradient(w, max_norm=0.1) * x).sum() ** 2
-    found = gt.per_example_grad(loss)(gt.asarray(w), gt.asarray(x))
-    plain = 2 * (x @ w)[:, None] * x
-    expected = plain * np.minimum(1, 0.1 / np.linalg.norm(plain, axis=1))[:, None]
-    same(gt.to_numpy(found), expected, rtol=1e-12)
-
-
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32", "complex64"])
-def test_an_edit_keeps_the_dtype_of_the_gradient(edit, gt, native, dtype):
-    x = native.array([1.0, 2.0], dtype)
-    y, pullback = gt.vjp(edit, x)
-    assert native.dtype(pullback(y)[0]) == dtype
 
 
 @pytest.mark.parametrize("tree", [False, True])

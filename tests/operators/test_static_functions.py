@@ -70,7 +70,7 @@ def test_a_static_function_may_close_over_what_is_traced(gt, holder):
     np.testing.assert_allclose(gt.to_numpy(gt.vmap(f, (0, None))(ws, x)), [4, 36])
     slope = gt.vmap(lambda w, x: gt.grad(f, 1)(w, x), (0, None))
     if rule._backend.name == "torch":  # which has no closure conversion
-        with pytest.raises(GradtoolsError, match="closes over a tensor"):
+        with pytest.raises(GradtoolsError, match="closes over an array"):
             slope(ws, x)
         return
     slopes = slope(ws, x)
@@ -78,13 +78,6 @@ def test_a_static_function_may_close_over_what_is_traced(gt, holder):
     curves = gt.vmap(lambda w, x: gt.grad(gt.grad(f, 1), 1)(w, x), (0, None))(ws, x)
     np.testing.assert_allclose(gt.to_numpy(curves), [2, 18])
     assert not rule._specializations  # no tracer is kept
-
-
-def test_fwd_in_jaxs_order_of_arguments_is_refused(gt):
-    power = gt.custom_rule(lambda x, n: x**n, static_argnames="n")
-    power.defvjp(lambda x, n: (x**n, x), lambda n, x, c: (n * x ** (n - 1) * c,))
-    with pytest.raises(GradtoolsError, match=r"fwd takes \(x, n\).*called as fwd\(n, x\)"):
-        power(gt.asarray(np.float32(2)), 3)
 
 
 @pytest.mark.parametrize(

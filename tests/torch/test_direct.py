@@ -164,10 +164,10 @@ def tangent(f, x):
 # What one call takes of each kind of rule, counted; a bare Function takes two, and one backward.
 # One is that of `boundary.py`, and so is one of a backward pass.
 TAKES = {
-    value: {"vjp": 4, "jvp": 4, "both": 4},
+    value: {"vjp": 3, "jvp": 3, "both": 3},
     attached: {"vjp": 6, "jvp": 6, "both": 6},
     gradient: {"vjp": 9, "jvp": 8, "both": 9},
-    tangent: {"vjp": 18, "jvp": 12, "both": 12},
+    tangent: {"vjp": 40, "jvp": 18, "both": 18},
 }
 
 
@@ -185,7 +185,7 @@ def host_sine():
     return f
 
 
-@pytest.mark.parametrize(("what", "most"), [(value, 3), (gradient, 16)])
+@pytest.mark.parametrize(("what", "most"), [(value, 3), (gradient, 17)])
 def test_a_call_of_a_host_function_takes_no_more_calls_than_these(what, most):
     f, x = host_sine(), numbers(requires_grad=True)
     for _ in range(2):

@@ -14,7 +14,6 @@ import pytest
 import torch
 import torch._dynamo.compiled_autograd
 import torch.autograd.forward_ad as forward_ad
-from torch.autograd.function import once_differentiable
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint
 
@@ -548,12 +547,6 @@ def test_compiled_autograd_takes_a_rule(given, rule):
         torch.testing.assert_close((x.grad,), expected)
 
 
-def test_none_is_a_zero_cotangent():
-    for _ in range(3):
-        found = PROGRAMS["None for what requires grad"].run(masked)
-        torch.testing.assert_close(found, (Y, torch.zeros_like(Y)))
-
-
 def test_a_saved_intermediate_is_differentiated():
     with pytest.raises(RuntimeError, match="does not require grad"):
         twice(Sinh.apply)
@@ -562,73 +555,6 @@ def test_a_saved_intermediate_is_differentiated():
 
 
 # --- what ours does otherwise, by name ------------------------------------------------------
-
-
-def test_once_differentiable_is_not_needed():
-    class Once(MappedCube):
-        @staticmethod
-        @once_differentiable
-        def backward(ctx, ct):
-            return 3 * ctx.saved_tensors[0] ** 2 * ct
-
-    with pytest.raises(RuntimeError):
-        twice(Once.apply)
-    torch.testing.assert_close(twice(cube), twice(lambda x: x**3))
-
-
-def test_needs_input_grad_is_asked_of_what_fwd_gets():
-    class Function(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x, y):
-            native.append(ctx.needs_input_grad)
-            ctx.save_for_backward(x, y)
-            return x * y
-
-        @staticmethod
-        def backward(ctx, ct):
-            x, y = ctx.saved_tensors
-            needs = ctx.needs_input_grad
-            return ct * y if needs[0] else None, ct * x if needs[1] else None
-
-    native, ours = [], []
-    rule = gt.custom_rule(lambda x, y: x * y)
-
-    def fwd(x, y):
-        ours.append((x.perturbed, y.perturbed))
-        return x.value * y.value, (
-            y.value if x.perturbed else None,
-            x.value if y.perturbed else None,
-        )
-
-    def bwd(res, ct):
-        return tuple(None if r is None else ct * r for r in res)
-
-    rule.defvjp(fwd, bwd, symbolic_zeros=True)
-    for xs in ((leaf(), leaf(Y)), (leaf(), Y), (X, leaf(Y))):
-        tracked = [x for x in xs if x.requires_grad]
-        expected = torch.autograd.grad(Function.apply(*xs).sum(), tracked)
-        torch.testing.assert_close(torch.autograd.grad(rule(*xs).sum(), tracked), expected)
-    assert ours == native
-
-
-def test_cotangents_are_zeros_as_materialized_or_none_if_asked():
-    seen = []
-
-    def bwd(r, cts):
-        seen.append([ct is None for ct in cts])
-        return cts[1] * r[1], cts[1] * r[0]
-
-    for told in ({}, {"symbolic_zeros": True}):
-        rule = gt.custom_rule(lambda x, y: (x + y, x * y))
-        fwd = lambda x, y: (
-            (getattr(x, "value", x) + getattr(y, "value", y), x.value * y.value)
-            if told
-            else (x + y, x * y),
-            (getattr(x, "value", x), getattr(y, "value", y)),
-        )
-        rule.defvjp(fwd, bwd, **told)
-        grads(lambda x, y: rule(x, y)[1], leaf(), leaf(Y))
-    assert seen == [[False, False], [True, False]]
 
 
 # --- a rule that is no rule -----------------------------------------------------------------
@@ -732,13 +658,3 @@ def test_what_bwd_returns_is_held_to_the_arguments(name):
     wrong[0] = True
     with pytest.raises(GradtoolsError, match="bwd"):
         torch.autograd.grad(rule(x := leaf()).sum(), x)
-
-
-@pytest.mark.parametrize("mode", ["forward", "reverse", "auto"])
-def test_a_bwd_with_a_jacobian_is_pushed_by_a_forward_jacobian(mode):
-    cube = gt.custom_rule(lambda x: x**3)
-    slope = lambda x: gt.jacobian(lambda x: x**3)(x).diagonal()
-    cube.defvjp(lambda x: (x**3, x), lambda x, ct: (slope(x) * ct,))
-    x = torch.tensor([0.5, -0.7, 0.2], dtype=torch.float64)
-    found = gt.jacobian(gt.grad(lambda x: cube(x).sin().sum()), mode=mode)(x)
-    torch.testing.assert_close(found, gt.hessian(lambda x: (x**3).sin().sum())(x))

@@ -174,7 +174,7 @@ def test_a_kernel_that_is_its_own_forward_rule_is_refused_in_reverse_mode():
     f = gt.host_function(lambda x: -x)
     f.defjvp(lambda p, t: (f(p[0]), f(t[0])))
     assert gt.jvp(f, (X,), (V,))[1].equal(-V)
-    with pytest.raises(GradtoolsError, match=r"applies .* itself to tangents.*defvjp"):
+    with pytest.raises(GradtoolsError, match=r"no derivative of its own.*defvjp"):
         gt.grad(lambda x: f(x).sum())(X)
 
 

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
 import gradtools.torch as gt
-from gradtools import GradtoolsError, GradtoolsWarning
+from gradtools import GradtoolsWarning
 
 D = torch.float64
 X = torch.tensor([0.5, -0.2, 0.1], dtype=D)
@@ -88,31 +88,6 @@ def test_a_rule_is_exported_with_open_lengths(kind):
     program = torch.export.export(Plain(), (X,), dynamic_shapes=({0: torch.export.Dim("n")},))
     x = torch.linspace(-1, 1, 7, dtype=D)
     torch.testing.assert_close(program.module()(x), torch.expm1(x))
-
-
-class Tower(torch.nn.Module):
-    def __init__(self, around):
-        super().__init__()
-        self.layer = torch.nn.Linear(3, 2, dtype=D)
-        self.around = around
-
-    def forward(self, x):
-        return self.around(lambda x: torch.tanh(self.layer(x)))(x)
-
-
-@pytest.mark.slow_at("checkpoint")
-@pytest.mark.parametrize("around", [gt.checkpoint, lambda f: gt.chunked(f, 2)])
-def test_what_is_computed_again_is_exported_as_plain_operations_with_their_derivatives(around):
-    model, x = Tower(around), torch.linspace(-1, 1, 12, dtype=D).reshape(4, 3)
-    program = torch.export.export(model, (x,)).module()
-    weights = dict(program.named_parameters())
-    torch.testing.assert_close(program(2 * x), model(2 * x))
-    for name, own in model.named_parameters():
-        found, expected = (
-            torch.autograd.grad(f(2 * x).square().sum(), w)
-            for f, w in ((program, weights[name]), (model, own))
-        )
-        torch.testing.assert_close(found, expected)
 
 
 @pytest.mark.parametrize("operator", ["grad", "jvp", "linearize", "hvp"])
@@ -333,63 +308,6 @@ def test_forward_mode_of_a_rule_takes_a_wrapper_of_tensors(kind):
     torch.testing.assert_close(numbers(hvp), X * e)
 
 
-@pytest.fixture
-def mesh():
-    torch.distributed.init_process_group(
-        "gloo", store=torch.distributed.HashStore(), rank=0, world_size=1
-    )
-    try:
-        yield torch.distributed.device_mesh.init_device_mesh("cpu", (1,))
-    finally:
-        torch.distributed.destroy_process_group()
-
-
-@pytest.mark.slow_at("vjp")
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without distributed")
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_rule_takes_dtensors(kind, mesh):
-    from torch.distributed.tensor import Replicate, Shard, distribute_tensor
-
-    f, e = expm1(kind), torch.exp(X)
-    for place in (Shard(0), Replicate()):
-        x = distribute_tensor(X.clone(), mesh, [place]).requires_grad_()
-        for _ in range(2):
-            (g,) = torch.autograd.grad((f(x) ** 2).sum(), x, create_graph=True)
-            (h,) = torch.autograd.grad(g.sum(), x)
-            assert g.placements == h.placements == x.placements
-            torch.testing.assert_close(g.full_tensor(), 2 * (e - 1) * e)
-            torch.testing.assert_close(h.full_tensor(), 2 * (2 * e - 1) * e)
-
-
-@pytest.mark.slow_at("vjp", "both")
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without distributed")
-@pytest.mark.parametrize("kind", KINDS)
-def test_forward_mode_of_dtensors_is_reverse_mode_transposed(kind, mesh):
-    """PyTorch has no dual numbers of them."""
-    from torch.distributed.tensor import Shard, distribute_tensor
-
-    f, e = expm1(kind), torch.exp(X)
-    x = distribute_tensor(X.clone(), mesh, [Shard(0)])
-    total = lambda x: (f(x) ** 2).sum()
-    slope, second = 2 * (e - 1) * e, 2 * (2 * e - 1) * e
-    torch.testing.assert_close(gt.jvp(total, (x,), (x,))[1].full_tensor(), slope @ X)
-    torch.testing.assert_close(gt.linearize(total, x)[1](x).full_tensor(), slope @ X)
-    for g in (total, lambda x: (gt.frozen(f)(x) ** 2).sum()):
-        for mode in ("forward_over_reverse", "reverse_over_reverse"):
-            ((h,),) = gt.hvp(g, (x,), (x,), mode=mode)[1:]
-            torch.testing.assert_close(h.full_tensor(), second * X)
-
-
-@pytest.mark.skipif(not torch.distributed.is_available(), reason="PyTorch without distributed")
-def test_a_host_function_refuses_a_dtensor_in_words(mesh):
-    from torch.distributed.tensor import Replicate, distribute_tensor
-
-    f = gt.host_function(lambda x: x + 1)
-    x = distribute_tensor(X.clone(), mesh, [Replicate()])
-    with pytest.raises(GradtoolsError, match=r"an argument is a DTensor.* `to_local`"):
-        f(x)
-
-
 def matrix_product(kind):
     f = gt.custom_rule(lambda A, x: A @ x)
     if kind == "vjp":
@@ -408,24 +326,6 @@ def test_a_sparse_constant_may_be_an_argument(kind):
     (h,) = torch.autograd.grad(g.sum(), x)
     torch.testing.assert_close(h, 2 * X[:, None] ** 2)
     torch.testing.assert_close(gt.jvp(lambda x: f(A, x), (h,), (h,))[1], X[:, None] * h)
-
-
-LAYOUTS = {
-    "sparse_csr": lambda: torch.diag(X).to_sparse_csr(),
-    "jagged": lambda: torch.nested.nested_tensor([X, X[:2]], layout=torch.jagged),
-}
-
-
-@pytest.mark.filterwarnings("ignore:Sparse CSR", "ignore:The PyTorch API of nested")
-@pytest.mark.parametrize("name", LAYOUTS)
-def test_a_layout_in_which_no_map_is_transposed_is_refused_in_words(name):
-    f = gt.custom_rule(lambda x: x * 3)
-    f.defjvp(lambda p, t: (p[0] * 3, t[0] * 3))
-    x = LAYOUTS[name]().requires_grad_()
-    y = f(x)
-    text = f"its tangent map, which takes strided tensors, and one is {name}"
-    with pytest.raises(GradtoolsError, match=text):
-        torch.autograd.grad(y, x, y.detach())
 
 
 @pytest.mark.sweep_at("fun")

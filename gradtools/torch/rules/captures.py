@@ -15,28 +15,19 @@ from typing import Any
 import torch
 
 from gradtools.custom_rules import CustomRule
-from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule, captured_objects
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import is_dual, is_wrapped
 
 Tensor = torch.Tensor
-
-
-def closed_over_error(rule: Rule) -> GradtoolsError:
-    """The error of a rule that closes over a tensor that is differentiated."""
-    return GradtoolsError(
-        f"rule {rule.name!r} closes over a tensor that is differentiated, or mapped by vmap, "
-        "outside of it; its derivative would be lost. Pass the tensor to the function as an "
-        "argument."
-    )
+_requires_grad = attrgetter("requires_grad")
 
 
 def closes_over_tracked(rule: Rule) -> bool:
     """Whether a rule captures a differentiated tensor, whose derivative would be lost."""
     if is_derived(rule):
         return False
-    if closures_of(rule).captures(attrgetter("requires_grad")):
+    if closures_of(rule).captures(_requires_grad):
         return True
     if upstream.peek_interpreter_stack() is not None:
         return _captures(rule.user_functions, is_wrapped)
@@ -63,43 +54,32 @@ def closures_of(rule: Rule) -> Closures:
 
 
 class Closures:
-    """The tensors that functions close over, searched once, and again if a cell is rebound.
+    """The tensors in the closures of functions, which are searched again if a cell is rebound.
 
     Other rules among what they close over look at their own closures when they are called.
 
     Attributes:
-        empty: Whether they close over nothing.
+        empty: Whether the functions close over nothing.
     """
 
     def __init__(self, functions: Sequence[Any]) -> None:
-        self._functions = functions
-        self._search()
-
-    def __reduce__(self) -> Any:
-        return Closures, (self._functions,)
+        is_kept = lambda x: isinstance(x, CellType | Tensor | dict | list | set)
+        leaves = Tensor, CustomRule
+        objects = [*captured_objects(functions, is_kept, leaves, attributes=False)]
+        self._functions, self.empty = functions, not objects
+        self._tensors = [x for x in objects if isinstance(x, Tensor)]
+        self._cells = [(x, _contents(x)) for x in objects if isinstance(x, CellType)]
+        self._may_change = any(isinstance(x, dict | list | set) for x in objects)
 
     def captures(self, wanted: Callable[[Tensor], bool]) -> bool:
         """Whether a tensor with `wanted(x)` is captured."""
-        rebound = False
-        try:
-            for cell, content in self._cells:
-                rebound = rebound or cell.cell_contents is not content
-        except ValueError:  # a cell is empty
-            rebound = True
-        if rebound:
-            self._search()
+        for cell, content in self._cells:
+            if _contents(cell) is not content:
+                self.__init__(self._functions)  # type: ignore[misc]
+                break
         if self._may_change:  # the contents of a container, without a new object
             return _captures(self._functions, wanted, attributes=False)
         return any(map(wanted, self._tensors))
-
-    def _search(self) -> None:
-        is_kept = lambda x: isinstance(x, CellType | Tensor | dict | list | set)
-        leaves = Tensor, CustomRule
-        objects = [*captured_objects(self._functions, is_kept, leaves, attributes=False)]
-        self._tensors = [x for x in objects if isinstance(x, Tensor)]
-        self._cells = [(x, _contents(x)) for x in objects if isinstance(x, CellType)]
-        self.empty = not objects
-        self._may_change = any(isinstance(x, dict | list | set) for x in objects)
 
 
 def _contents(cell: CellType) -> Any:

@@ -1,9 +1,8 @@
 """Evaluates a user's functions for the checks of `gradtools.rule_contract`.
 
-A map that is to be transposed must be linear, and fwd must return an output like f's. Both are
-checked once for a rule and a signature, at copies of the current values, with random generators
-restored afterwards. Where there are no values, as in code that is being compiled, a map is
-evaluated at made-up numbers.
+A map that is to be transposed must be linear: it is evaluated once for a signature, at copies of
+the current values, with random generators restored afterwards. In code that is being compiled there
+are no values, and it is evaluated at made-up numbers.
 """
 
 from __future__ import annotations
@@ -18,17 +17,16 @@ import torch
 
 from gradtools.custom_structure import avals_of
 from gradtools.errors import GradtoolsError, warn
-from gradtools.rule_contract import is_linear
+from gradtools.rule_contract import Contract, is_linear
 from gradtools.rules import Rule, spread
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.functorch_wrappers import unwrapped
 from gradtools.torch.modes import unpacked
 from gradtools.torch.operation_marks import running
 from gradtools.torch.randomness import Randomness, restored
 
 Tensor = torch.Tensor
 _PLAIN = (Tensor, torch.nn.Parameter)
-_LINEAR: weakref.WeakSet[Any] = weakref.WeakSet()  # the origins of checked rules of gradtools' own
+_LINEAR: weakref.WeakSet[Any] = weakref.WeakSet()  # the checked rules of gradtools' own
 
 
 @contextmanager
@@ -37,9 +35,6 @@ def _undisturbed() -> Iterator[None]:
     outside = upstream.temporarily_clear_interpreter_stack()
     with upstream.disable_current_modes(), outside, torch.no_grad(), unpacked():
         yield
-
-
-# --- is a map linear? --------------------------------------------------------------------
 
 
 def check_linear(
@@ -58,27 +53,20 @@ def check_linear(
         avals: Those of the rule's inputs, at which it is evaluated again if lengths are symbolic;
             empty if `run` is valid for any residuals.
     """
-    other = [x.layout for x in at if x.layout not in (torch.strided, torch.sparse_coo)]
-    if other:
-        name = str(other[0]).removeprefix("torch.").lstrip("_")
-        raise GradtoolsError(
-            f"rule {rule.name!r}: the other mode follows by transposing its {which} map, which "
-            f"takes strided tensors, and one is {name}. Give the missing map as well, use "
-            "sparse_coo, or pass the tensor's values as an argument."
-        )
     check = lambda: _check_linear(rule, which, run, at, likes, avals)
-    if rule.contract is not None:
+    origin = rule.origin
+    if isinstance(origin, Contract):
         kinds = tuple([one and (_sizes(one[0]), one[1]) for one in likes])
-        rule.contract.check_once("linear", which, avals_of(at), kinds, check=check)
-    elif rule.origin not in _LINEAR:
+        origin.check_once("linear", which, avals_of(at), kinds, check=check)
+    elif origin not in _LINEAR:
         check()
-        _LINEAR.add(rule.origin)
+        _LINEAR.add(origin)
 
 
 def _check_linear(rule: Rule, which: str, run: Any, at: Any, likes: Any, avals: Any) -> None:
     mask = [like is not None for like in likes]
     with _undisturbed(), restored(Randomness.now(at)):
-        numbers = [value_of(x) for x in at]
+        numbers = [_value_of(x) for x in at]
         made_up = any(x is None for x in numbers)
         if not made_up:
             numbers = [x.clone() for x in numbers]
@@ -96,9 +84,8 @@ def _check_linear(rule: Rule, which: str, run: Any, at: Any, likes: Any, avals: 
             if not made_up:
                 raise
             warn(
-                f"rule {rule.name!r}: the other mode follows by transposing its {which} map, and "
-                "whether that map is linear could not be checked, for at made-up values it "
-                f"raises {type(error).__name__}: {error}"
+                f"rule {rule.name!r}: whether the {which} map that is transposed is linear could "
+                f"not be checked: at made-up values it raises {type(error).__name__}: {error}"
             )
             return
     if not same:
@@ -109,42 +96,35 @@ def _check_linear(rule: Rule, which: str, run: Any, at: Any, likes: Any, avals: 
         )
 
 
-# --- what does f return? -----------------------------------------------------------------
-
-
 class KernelReached(Exception):
     """A check (`running.checked`) reached a host kernel, which it must not run."""
 
 
 def abstract_eval(fun: Callable[..., list[Tensor]], *xs: Tensor) -> None:
-    """Runs fun on copies of xs, or on fake tensors while it is being compiled.
+    """Runs fun on copies of xs, once for a signature, and nothing where they have no values.
 
-    A FakeTensorMode of our own would import PyTorch's compiler, and leave fake tensors in fun's
-    caches. A host kernel does not run: on the meta device it returns its `out` specs.
+    A FakeTensorMode would import PyTorch's compiler, and leave fake tensors in fun's caches. A host
+    kernel does not run: on the meta device it returns its `out` specs.
     """
-    with _undisturbed(), suppress(Exception):  # f's own error will surface in the real call
-        mode = upstream.detect_fake_mode([unwrapped(x) for x in xs])
-        values = [value_of(x) for x in xs]
-        if mode is not None:
-            made = lambda x: torch.empty(x.shape, dtype=x.dtype, device=x.device)
-            with mode:
-                fun(*[made(x) if type(x) in _PLAIN else torch.empty_like(x) for x in xs])
-        elif not any(x is None for x in values):
-            before, running.checked = running.checked, True
-            try:
-                with restored(Randomness.everywhere({x.device.type for x in values})):
-                    fun(*[x.clone() for x in values])
-            except KernelReached:
-                running.checked = before
-                fun(*[torch.empty_like(x, device="meta") for x in values])
-            finally:
-                running.checked = before
+    values = [_value_of(x) for x in xs]
+    if any(x is None for x in values):
+        return
+    drawn = Randomness.everywhere({x.device.type for x in values})
+    with _undisturbed(), restored(drawn), suppress(Exception):  # f's own error surfaces in the call
+        before, running.checked = running.checked, True
+        try:
+            fun(*[x.clone() for x in values])
+        except KernelReached:
+            running.checked = before
+            fun(*[torch.empty_like(x, device="meta") for x in values])
+        finally:
+            running.checked = before
 
 
 # --- numbers -----------------------------------------------------------------------------
 
 
-def value_of(x: Any) -> Any:
+def _value_of(x: Any) -> Any:
     """The concrete tensor inside functorch wrappers, one example of it under vmap.
 
     None in code being compiled and on the meta device.

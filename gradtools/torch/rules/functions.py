@@ -8,7 +8,6 @@ again. `test_nested_forward_mode_of_a_plain_function_is_still_wrong` fails once 
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -17,7 +16,7 @@ import torch
 import torch.autograd.forward_ad as forward_ad
 
 from gradtools.boundary import trimmed
-from gradtools.rules import JvpRule, Linearized, Rule, batched
+from gradtools.rules import JvpRule, Linearized, Rule, batched, closed_over_error
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import (
     alive,
@@ -32,16 +31,11 @@ from gradtools.torch.functorch_wrappers import (
 from gradtools.torch.modes import batchings, by_new_vmap
 from gradtools.torch.operation_marks import RULE
 from gradtools.torch.randomness import Randomness
-from gradtools.torch.rules.captures import closed_over_error, is_derived
-from gradtools.torch.rules.maps import (
-    drawing_again,
-    extras_pushed,
-    pulled_back,
-    real_tensors_too,
-    tangent_at,
-)
+from gradtools.torch.rules.captures import is_derived
+from gradtools.torch.rules.maps import extras_pushed, pulled_back, real_tensors_too, tangent_at
 
 Tensor = torch.Tensor
+_graphs = torch.is_grad_enabled
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -57,7 +51,7 @@ class BatchedRule(Rule):
 
 
 @dataclass(eq=False, slots=True)
-class RuleApplication:
+class Application:
     """One application of a rule: its maps and everything else that is no tensor.
 
     Tensors are saved by autograd. If the maps are the same in every call, one application serves
@@ -67,38 +61,50 @@ class RuleApplication:
         rule: The rule.
         linearized: Its maps at this evaluation, without arrays.
         count: The number of outputs; extras follow them.
+        pull: The backward pass, at any order.
+        pulling, pushing: The positions in `[*xs, *ys, *extras]` of the tensors that are saved for
+            the backward pass and for forward mode.
+        materializes: Whether an undefined cotangent becomes zeros.
         randomness: The generators' states before the evaluation, if a second one draws from them.
         perturbed: Which inputs are differentiated, None if unknown.
-        avals: The shape, dtype and device of each input.
-        like_xs: The avals of the inputs, None for integers.
-        like_ys: Those of the outputs and extras.
-        pulling, pushing: The positions in `[*xs, *ys, *extras]` of the tensors that are saved for
-            the backward pass and for forward mode; None if forward mode is off.
-        pull: The backward pass, at any order.
-        materializes: Whether an undefined cotangent becomes zeros.
+        avals: The shape, dtype and device of each input; None until they are noted.
+        like_xs, like_ys: Those of the inputs, and of the outputs and extras; None for integers.
         checked: The maps that are known to be linear.
-        form: Of residuals that are one tensor: Tensor; of a tuple of tensors: their number.
+        ones: The vectors at which the cotangent map is transposed.
     """
 
     rule: Rule
     linearized: Linearized | None = None
     count: int = 0
+    pull: Callable[[Any, Sequence[Any]], Sequence[Any]] = pulled_back
+    pulling: Sequence[int] = ()
+    pushing: Sequence[int] = ()
+    materializes: bool = False
     randomness: Any = None
     perturbed: tuple[bool, ...] | None = None
     avals: Sequence[Any] | None = None
     like_xs: Sequence[Any] = ()
     like_ys: Sequence[Any] = ()
-    pulling: Sequence[int] = ()
-    pushing: Sequence[int] | None = None
-    pull: Callable[[Any, Sequence[Any]], Sequence[Any]] = pulled_back
-    materializes: bool = False
     checked: set[str] = field(default_factory=set)
-    form: Any = None
+    ones: list[Tensor] = field(default_factory=list)
 
-    def record(self, at: Linearized) -> list[Tensor]:
-        """Stores the maps without arrays; returns the outputs and extras."""
-        self.count, self.linearized = len(at.ys), at.without_arrays()
-        return [*at.ys, *at.extras]
+    def record(self, at: Linearized, before: Randomness | None = None) -> list[Tensor]:
+        """Stores the maps without arrays; returns the outputs and extras.
+
+        before: The generators' states before the evaluation of a user's rule; None if it is not
+            repeated.
+        """
+        self.count, self.linearized, out = len(at.ys), at.without_arrays(), [*at.ys, *at.extras]
+        if not self.rule.user_functions:
+            return out
+        if any(y.requires_grad or is_wrapped(y) for y in out):
+            raise closed_over_error(self.rule.name)
+        # f for the value, the forward rule for a tangent: both draw the same numbers.
+        repeats = isinstance(self.rule, JvpRule) or at.extras or at.opaque_residuals
+        if before is not None and repeats and not before.is_unchanged():
+            self.randomness = before
+        # Autograd attaches the node to the very tensors, which the author may hold.
+        return [y.detach() for y in out]
 
     def note(self, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
         """Stores the avals of inputs, outputs and extras, and which of them the maps need."""
@@ -115,12 +121,12 @@ class RuleApplication:
             )
 
 
-def apply_at(point: RuleApplication, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+def apply_at(point: Application, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """The outputs and extras of an application, with their node."""
     if upstream.peek_interpreter_stack() is None and not any(map(is_wrapped, xs)):
         # As `attach`; looked up here, since recordings patch it.
-        return super(torch.autograd.Function, RuleFunction).apply(point, None, *apart(xs))
-    return RuleFunction.apply(point, None, *apart(xs))
+        return super(torch.autograd.Function, RuleFunction).apply(point, *apart(xs))
+    return RuleFunction.apply(point, *apart(xs))
 
 
 def apart(xs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -131,23 +137,13 @@ def apart(xs: Sequence[Tensor]) -> Sequence[Tensor]:
     return [x if first[id(x)] == i else x.view_as(x) for i, x in enumerate(xs)]
 
 
-_graphs = torch.is_grad_enabled
-
-
 class RuleFunction(torch.autograd.Function):
     """One application of a rule, in every mode."""
 
     recorded_as = RULE
 
     @staticmethod
-    def forward(point: RuleApplication, evaluated: Any, *xs: Tensor) -> tuple[Tensor, ...]:
-        if evaluated is not None:  # outputs and extras, which the caller computed
-            if point.count == 1:  # most are a new tensor
-                for x in xs:
-                    if upstream.is_alias_of(x, evaluated[0]):
-                        return (evaluated[0].clone(), *evaluated[1:])
-                return evaluated
-            return (*without_aliases(evaluated[: point.count], xs), *evaluated[point.count :])
+    def forward(point: Application, *xs: Tensor) -> tuple[Tensor, ...]:
         out = without_aliases(evaluate(point, xs), xs)
         for i, y in enumerate(out):
             if upstream.is_view(y):  # PyTorch requires that its tangent is a view as well
@@ -159,34 +155,27 @@ class RuleFunction(torch.autograd.Function):
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, outputs: Any) -> None:
         ctx.point = point = inputs[0]
-        xs = inputs[2:]
+        everything = inputs[1:] + outputs
         if point.avals is None:
-            point.note(xs, outputs)
-        if not point.materializes:
-            ctx.set_materialize_grads(False)
-        everything = xs + outputs
-        if point.pulling:
-            ctx.save_for_backward(*map(everything.__getitem__, point.pulling))
-        if point.pushing is not None:
-            ctx.save_for_forward(*map(everything.__getitem__, point.pushing))
-            if None in point.like_ys:
-                ctx.mark_non_differentiable(*[y for y in outputs if not is_inexact(y)])
+            point.note(inputs[1:], outputs)
+        ctx.set_materialize_grads(point.materializes)
+        ctx.save_for_backward(*map(everything.__getitem__, point.pulling))
+        ctx.save_for_forward(*map(everything.__getitem__, point.pushing))
+        ctx.mark_non_differentiable(*[y for y in outputs if not is_inexact(y)])
 
     @staticmethod
     def backward(ctx: Any, *cts: Any) -> Any:
         point = ctx.point
         try:
             if (_graphs() or point.rule.reverse_only) and batchings():
-                pulled = by_new_vmap(lambda *cts: point.pull(ctx, cts), cts)
-            else:
-                pulled = point.pull(ctx, cts)
+                return None, *by_new_vmap(lambda *cts: point.pull(ctx, cts), cts)
+            return None, *point.pull(ctx, cts)
         except Exception as error:
             trimmed(error)
             raise
-        return None, None, *pulled
 
     @staticmethod
-    def jvp(ctx: Any, _: None, __: None, *dxs: Tensor | None) -> Any:
+    def jvp(ctx: Any, _: None, *dxs: Tensor | None) -> Any:
         point = ctx.point
         if point.rule.reverse_only:  # PyTorch's own error
             return torch.autograd.Function.jvp(ctx, *dxs)
@@ -199,40 +188,64 @@ class RuleFunction(torch.autograd.Function):
             return tuple(filled(without_aliases(dys, dxs, at), point.like_ys))
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, point: RuleApplication, _: None, *xs: Tensor) -> Any:
+    def vmap(info: Any, in_dims: Any, point: Application, *xs: Tensor) -> Any:
         """Applies the rule of a batch, made from the maps of one example, at the level below."""
-        one = point.rule
+        one, in_dims = point.rule, in_dims[1:]
         if one.linearize is None:
             point.linearized = one.linearized_from(xs, [])
         if isinstance(one, BatchedRule):
-            rule, xs, axes_of = one.batching_rule(info.batch_size, in_dims[2:], xs, info.randomness)
-            out = apply_at(RuleApplication(rule), xs)
+            rule, xs, axes_of = one.batching_rule(info.batch_size, in_dims, xs, info.randomness)
+            out = apply_at(Application(rule), xs)
             point.count = len(out)
             return tuple(out), axes_of(out)
-        axes = tuple([None if d is None else 0 for d in in_dims[2:]])
-        front = [x if d is None else x.movedim(d, 0) for x, d in zip(xs, in_dims[2:], strict=True)]
+        axes = tuple([None if d is None else 0 for d in in_dims])
+        front = [x if d is None else x.movedim(d, 0) for x, d in zip(xs, in_dims, strict=True)]
         rule = batched(one, _Lists(info.randomness == "same"), axes, None, info.batch_size)
-        batch = RuleApplication(rule, perturbed=point.perturbed)
+        batch = Application(rule, perturbed=point.perturbed)
         out = apply_at(batch, front)
         point.count, point.randomness = batch.count, batch.randomness
         if one.linearize is not None:
             assert batch.linearized is not None
             point.linearized = batch.linearized.example
-        assert point.linearized is not None
-        if isinstance(one, JvpRule) or point.linearized.opaque_residuals:
-            point.linearized = drawing_again(point.linearized, batch.randomness)
         return tuple(out), (0,) * len(out)
 
 
-# PyTorch reads this signature in every call; building it takes as long as the call.
-RuleFunction.forward.__signature__ = inspect.signature(RuleFunction.forward)  # type: ignore[attr-defined]
+class Attached(torch.autograd.Function):
+    """The node of outputs that are known already, where autograd alone is active.
+
+    Its forward pass is a part of the context's set-up, which saves PyTorch a call of Python.
+    """
+
+    recorded_as = RULE
+    backward = RuleFunction.backward
+
+    @staticmethod
+    def forward(ctx: Any, known: tuple[Application, Sequence[Tensor]], *xs: Tensor) -> Any:
+        point, outs = known
+        ctx.point = point
+        if not point.materializes:
+            ctx.set_materialize_grads(False)
+        if point.count > 1:
+            outs = (*without_aliases(outs[: point.count], xs), *outs[point.count :])
+        else:  # most are a new tensor
+            for x in xs:
+                if upstream.is_alias_of(x, outs[0]):
+                    outs = (outs[0].clone(), *outs[1:])
+                    break
+        if point.pulling:
+            everything = (*xs, *outs)
+            ctx.save_for_backward(*map(everything.__getitem__, point.pulling))
+        return outs
+
+
+# `Function.apply` without its check for torch.func transforms: `attach((application, outs), *xs)`.
+attach: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, Attached).apply
 # Saves the lookup of `backward` or `vjp` in each call.
-upstream.backward_class(RuleFunction).apply = RuleFunction.backward
-# `Function.apply` without its check for torch.func transforms, for plain eager mode.
-attach: Callable[..., tuple[Tensor, ...]] = super(torch.autograd.Function, RuleFunction).apply
+for _kind in (RuleFunction, Attached):
+    upstream.backward_class(_kind).apply = RuleFunction.backward
 
 
-def edit_application(rule: Rule, inputs: int) -> RuleApplication:
+def edit_application(rule: Rule, inputs: int) -> Application:
     """The application that all calls of an edit share."""
     cotangent = rule.cotangent
     assert cotangent is not None
@@ -245,15 +258,13 @@ def edit_application(rule: Rule, inputs: int) -> RuleApplication:
     maps = rule.linearized_from([None] * inputs, []).without_arrays()
     # An edit that saves nothing does not read its first argument.
     pull, count = pulled if maps.saves else cotangent, inputs - len(rule.nondifferentiable)
-    point = RuleApplication(rule, maps, count, avals=(), pulling=maps.saves, pull=pull)
-    point.materializes = rule.reverse_only
-    return point
+    return Application(rule, maps, count, pull, maps.saves, materializes=rule.reverse_only)
 
 
 # --- one evaluation ----------------------------------------------------------------------
 
 
-def evaluate(point: RuleApplication, xs: Sequence[Tensor]) -> list[Tensor]:
+def evaluate(point: Application, xs: Sequence[Tensor]) -> list[Tensor]:
     """Outputs and extras at detached inputs; the maps are stored in `point`."""
     rule = point.rule
     if not rule.user_functions:
@@ -263,27 +274,7 @@ def evaluate(point: RuleApplication, xs: Sequence[Tensor]) -> list[Tensor]:
     before = Randomness.now(xs)
     with torch.enable_grad():  # an output that requires grad shows a captured tensor
         at = rule.at(*[x.detach() for x in xs], perturbed=point.perturbed)
-    return recorded_at(point, at, before)
-
-
-def recorded_at(point: RuleApplication, at: Linearized, before: Randomness | None) -> list[Tensor]:
-    """Outputs and extras of an evaluation of the author's code, whose maps `point` gets.
-
-    before: The generators' states before it; None if it is not repeated.
-    """
-    out = point.record(at)
-    if any(y.requires_grad or is_wrapped(y) for y in out):
-        raise closed_over_error(point.rule)
-    # f for the value, the forward rule for a tangent: both draw the same numbers.
-    twice = isinstance(point.rule, JvpRule) or (at.example is not None and at.opaque_residuals)
-    repeats = twice or at.extras or at.opaque_residuals
-    if before is not None and repeats and not before.is_unchanged():
-        point.randomness = before
-        if twice:
-            assert point.linearized is not None
-            point.linearized = drawing_again(point.linearized, before)
-    # Autograd attaches the node to the very tensors, which the author may hold.
-    return [y.detach() for y in out]
+    return point.record(at, before)
 
 
 def undifferentiated(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
@@ -294,7 +285,7 @@ def undifferentiated(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
     ys = rule.primal(*xs)
     tracked = lambda x: x.requires_grad or upstream.is_gradtrackingtensor(x) or is_dual(x)
     if any(map(tracked, ys)) and not any(map(tracked, xs)):
-        raise closed_over_error(rule)
+        raise closed_over_error(rule.name)
     return list(ys)
 
 

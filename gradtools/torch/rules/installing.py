@@ -1,6 +1,6 @@
 """Installs rules in PyTorch: which way a call of a rule takes.
 
-Where something is differentiated it is an application of one `torch.autograd.Function`
+Where something is differentiated it is an application of a `torch.autograd.Function`
 (`functions.py`). Two things differ from PyTorch's manual:
 
 - Dynamo cannot trace a `Function` with a `jvp` and may drop a rule under `torch.func`
@@ -18,15 +18,15 @@ from typing import Any
 import torch
 
 from gradtools.errors import GradtoolsError, warn
-from gradtools.rules import Rule, by_key, reverse_only_text
+from gradtools.rules import Rule, by_key, closed_over_error, reverse_only_text
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling, opaque_to_dynamo
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact, is_wrapped, unwrapped
 from gradtools.torch.operation_marks import running
-from gradtools.torch.rules.captures import closed_over_error, closes_over_tracked
+from gradtools.torch.rules.captures import closes_over_tracked
 from gradtools.torch.rules.functions import (
+    Application,
     BatchedRule,
-    RuleApplication,
     apart,
     apply_at,
     attach,
@@ -37,6 +37,8 @@ from gradtools.torch.rules.maps import real_tensors_too
 from gradtools.torch.rules.transposing import in_eager, in_own_transpose
 
 Tensor = torch.Tensor
+_levels, _functions = upstream.peek_interpreter_stack, upstream.count_of_function_modes
+_dispatches = upstream.count_of_dispatch_modes
 
 
 def apply_rule(rule: Rule, *xs: Tensor) -> list[Tensor]:
@@ -46,13 +48,6 @@ def apply_rule(rule: Rule, *xs: Tensor) -> list[Tensor]:
     if rule.reverse_only:
         note_edit(rule.name, xs)
     return list(_apply(rule, xs))
-
-
-def note_edit(name: str, xs: Sequence[Tensor]) -> None:
-    """Counts an edit that has no forward mode. Raises where f's pullback is to be transposed."""
-    if _eager.callers and any(x.requires_grad for x in xs):
-        raise GradtoolsError(reverse_only_text(_eager.callers[-1], name))
-    running.edits, running.edit = running.edits + 1, name
 
 
 def apply_rule_by_key(key: str, *xs: Tensor) -> list[Tensor]:
@@ -78,6 +73,78 @@ def _apply_by_key(key: str, *xs: Tensor) -> tuple[Tensor, ...]:
         return tuple(_apply(by_key(key), xs))
 
 
+def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
+    if rule.reaches == "identity" and is_plain_eager(xs):
+        application = rule.__dict__.get(_APPLICATION)
+        if application is None:
+            application = rule.__dict__[_APPLICATION] = edit_application(rule, len(xs))
+        xs = apart(xs)
+        return attach((application, tuple(rule.primal(*xs))), *xs)
+    if upstream.is_exporting() and _levels() is None:
+        return _exported(rule, xs)
+    if not isinstance(rule, BatchedRule) and not differentiated(xs):
+        if rule.reaches is None:
+            return undifferentiated(rule, xs)
+        if rule.reaches == "identity" and not _functions():
+            return [y.detach().clone() for y in rule.primal(*xs)]
+    if rule.user_functions:
+        if in_own_transpose(rule, xs):
+            return rule.primal(*xs)
+        if closes_over_tracked(rule):
+            raise closed_over_error(rule.name)
+    point = Application(rule)
+    if "cotangent" in rule.symbolic_zeros and in_eager():
+        point.perturbed = tuple([is_inexact(x) and (x.requires_grad or is_dual(x)) for x in xs])
+    return apply_at(point, xs)[: point.count]
+
+
+_APPLICATION = "_application"  # the attribute of an edit's rule that caches its application
+
+
+def is_plain_eager(xs: Sequence[Tensor]) -> bool:
+    """Whether autograd alone is active: no transform, mode, recording or dual numbers."""
+    for x in xs:
+        if x.layout is not torch.strided or is_wrapped(x) or x.is_nested:
+            return False
+    if _levels() is not None or upstream.forward_level() >= 0 or _functions() or _dispatches():
+        return False
+    return upstream.TracingContext.try_get() is None  # in which export runs, too
+
+
+def _exported(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
+    """The values, as constants.
+
+    `torch.export` cannot keep a rule: PyTorch inlines a Function there, so that its gradient
+    silently becomes that of its operations or, exported strictly, none.
+    """
+    ys = rule.primal(*[x.detach() for x in xs])
+    if torch.is_grad_enabled() and any(x.requires_grad for x in (*xs, *ys)):
+        warn(
+            f"torch.export: the program holds the values of {rule.name}, and no own "
+            "derivative: to autograd its outputs are constants there. Train the model that is "
+            "exported, and not what comes out; or say by torch.no_grad() around "
+            "torch.export.export that the values are enough."
+        )
+    return [y.detach() for y in ys]
+
+
+def differentiated(xs: Sequence[Tensor]) -> bool:
+    """Whether any of xs may be differentiated, in any mode or transform."""
+    levels = upstream.get_interpreter_stack() or ()
+    if any(level.key() in _DERIVATIVES for level in levels):
+        return True
+    plain = [unwrapped(x) for x in xs] if levels else xs
+    if torch.is_grad_enabled() and any(x.requires_grad for x in plain):
+        return True
+    return upstream.forward_level() >= 0 and any(map(is_dual, plain))
+
+
+_DERIVATIVES = (upstream.TransformType.Grad, upstream.TransformType.Jvp)
+
+
+# --- edits that have no forward mode ------------------------------------------------------
+
+
 class _Pushing(threading.local):
     """This thread's stack of operators that transpose f's pullback, where rules must be linear."""
 
@@ -99,75 +166,8 @@ def evaluated_to_push(caller: str, evaluate: Callable[..., Any], *args: Any) -> 
         callers.pop()
 
 
-def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
-    if rule.reaches == "identity" and is_plain_eager(xs):
-        xs = apart(xs)
-        application = rule.__dict__.get(_APPLICATION)
-        if application is None:
-            application = rule.__dict__[_APPLICATION] = edit_application(rule, len(xs))
-        return attach(application, tuple(rule.primal(*xs)), *xs)
-    if upstream.is_exporting() and upstream.peek_interpreter_stack() is None:
-        return _exported(rule, xs)
-    if not isinstance(rule, BatchedRule) and not differentiated(xs):
-        if rule.reaches is None:
-            return undifferentiated(rule, xs)
-        if rule.reaches == "identity" and not upstream.count_of_function_modes():
-            return [y.detach().clone() for y in rule.primal(*xs)]
-    if rule.user_functions:
-        if in_own_transpose(rule, xs):
-            return rule.primal(*xs)
-        if closes_over_tracked(rule):
-            raise closed_over_error(rule)
-    point = RuleApplication(rule)
-    if "cotangent" in rule.symbolic_zeros and in_eager():
-        point.perturbed = tuple([is_inexact(x) and (x.requires_grad or is_dual(x)) for x in xs])
-    return apply_at(point, xs)[: point.count]
-
-
-_APPLICATION = "_application"  # the attribute of an edit's rule that caches its application
-
-
-def is_plain_eager(xs: Sequence[Tensor]) -> bool:
-    """Whether autograd alone is active: no transform, mode, recording or dual numbers."""
-    for x in xs:
-        if x.layout is not torch.strided or is_wrapped(x) or x.is_nested:
-            return False
-    if _levels() is not None or upstream.forward_level() >= 0 or _functions() or _dispatches():
-        return False
-    return upstream.TracingContext.try_get() is None  # in which export runs, too
-
-
-_levels, _functions = upstream.peek_interpreter_stack, upstream.count_of_function_modes
-_dispatches = upstream.count_of_dispatch_modes
-
-
-def _exported(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
-    """The values, as constants.
-
-    `torch.export` cannot keep a rule: PyTorch inlines a Function there, so that its gradient
-    silently becomes that of its operations or, exported strictly, none. Exporting a program that
-    takes derivatives fails earlier (torch#125984).
-    """
-    ys = rule.primal(*[x.detach() if x.requires_grad else x for x in xs])
-    if torch.is_grad_enabled() and any(x.requires_grad for x in (*xs, *ys)):
-        warn(
-            f"torch.export: the program holds the values of {rule.name}, and no own "
-            "derivative: to autograd its outputs are constants there. Train the model that is "
-            "exported, and not what comes out; or say by torch.no_grad() around "
-            "torch.export.export that the values are enough."
-        )
-    return [y.detach() if y.requires_grad else y for y in ys]
-
-
-def differentiated(xs: Sequence[Tensor]) -> bool:
-    """Whether any of xs may be differentiated, in any mode or transform."""
-    levels = upstream.get_interpreter_stack() or ()
-    if any(level.key() in _DERIVATIVES for level in levels):
-        return True
-    plain = [unwrapped(x) for x in xs] if levels else xs
-    if torch.is_grad_enabled() and any(x.requires_grad for x in plain):
-        return True
-    return upstream.forward_level() >= 0 and any(map(is_dual, plain))
-
-
-_DERIVATIVES = (upstream.TransformType.Grad, upstream.TransformType.Jvp)
+def note_edit(name: str, xs: Sequence[Tensor]) -> None:
+    """Counts an edit that has no forward mode. Raises where f's pullback is to be transposed."""
+    if _eager.callers and any(x.requires_grad for x in xs):
+        raise GradtoolsError(reverse_only_text(_eager.callers[-1], name))
+    running.edits, running.edit = running.edits + 1, name

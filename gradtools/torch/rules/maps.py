@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from gradtools.rules import Linearized, Map, Rule, evaluating_again, spread, total
+from gradtools.rules import JvpRule, Map, Rule, evaluating_again, spread, total
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import alive, filled, like, unwrapped
 from gradtools.torch.randomness import restored
@@ -60,13 +60,12 @@ def tangent_at(point: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> lis
         dxs = filled(dxs, point.like_xs)
     if maps.tangent is not None:
         return list(maps.tangent(at, dxs))
-    moving = [i for i, dx in enumerate(dxs) if dx is not None]
 
     def run(at: Any, cts: Any) -> list[Any]:
-        pulled = maps.cotangent(at, cts)
-        return [pulled[i] for i in moving]
+        pairs = zip(maps.cotangent(at, cts), dxs, strict=True)
+        return [None if dx is None else pulled for pulled, dx in pairs]
 
-    likes, dxs = point.like_ys[: point.count], [dxs[i] for i in moving]
+    likes = point.like_ys[: point.count]
     return _by_transposing(point, "cotangent", maps.cotangent, run, at, likes, dxs)
 
 
@@ -100,7 +99,8 @@ def _by_transposing(
     mask = [like is not None for like in likes]
     linear = run if all(mask) else lambda at, vs: run(at, spread(vs, mask))
     likes = [like for like in likes if like is not None]
-    return spread(transposed(point.rule, linear, at, likes, values), mask)
+    known = point.ones if which == "cotangent" else None
+    return spread(transposed(point.rule, linear, at, likes, values, known), mask)
 
 
 def transpose(
@@ -109,7 +109,7 @@ def transpose(
     """The transpose of `vs -> linear(at, *vs)`, of tensors like `examples`, at `values`."""
     run, likes = lambda at, vs: linear(at, *vs), [like(e) for e in examples]
     check_linear(rule, which, run, at, likes)
-    return transposed(rule, run, at, likes, values)
+    return list(transposed(rule, run, at, likes, values))
 
 
 def _maps_at(
@@ -117,33 +117,29 @@ def _maps_at(
 ) -> tuple[Any, Sequence[Tensor]]:
     """The rule's maps and their residuals.
 
+    Maps that evaluate the author's functions again draw the random numbers of the first evaluation.
+
     kept: The positions of `tensors` in `[*xs, *ys, *extras]`.
     """
-    maps = point.linearized
-    opaque = maps.opaque_residuals and maps.example is None
-    if opaque and (torch.is_grad_enabled() or not in_eager()):
-        xs = inputs_of(point, kept, tensors)
-        maps = evaluating_again(point.rule, maps, len(xs), point.perturbed)
-        return drawing_again(maps, point.randomness), xs
-    return maps, tensors[: len(maps.saves)]
+    maps, at, randomness = point.linearized, tensors, point.randomness
+    opaque = maps.opaque_residuals
+    if opaque and maps.example is None and (torch.is_grad_enabled() or not in_eager()):
+        at = inputs_of(point, kept, tensors)
+        maps = evaluating_again(point.rule, maps, len(at), point.perturbed)
+    if randomness is not None and (opaque or isinstance(point.rule, JvpRule)):
+        cotangent = _drawing(maps.cotangent, randomness) if opaque else maps.cotangent
+        maps = replace(maps, tangent=_drawing(maps.tangent, randomness), cotangent=cotangent)
+    return maps, at[: len(maps.saves)]
 
 
-def drawing_again(maps: Linearized, randomness: Any) -> Linearized:
-    """The maps, drawing f's random numbers again where they evaluate the rule again."""
+def _drawing(run: Any, randomness: Any) -> Any:
+    """A map that draws these random numbers; None for None."""
 
-    def drawing(run: Map) -> Map:
-        def drawn(saved: Sequence[Tensor], vs: Sequence[Any]) -> list[Any]:
-            with restored(randomness):
-                return list(run(saved, vs))
+    def drawn(saved: Sequence[Tensor], vs: Sequence[Any]) -> list[Any]:
+        with restored(randomness):
+            return list(run(saved, vs))
 
-        return drawn
-
-    if randomness is None:
-        return maps
-    tangent, cotangent = maps.tangent, maps.cotangent
-    if cotangent is not None and maps.opaque_residuals:
-        cotangent = drawing(cotangent)
-    return replace(maps, tangent=tangent and drawing(tangent), cotangent=cotangent)
+    return run and drawn
 
 
 # --- extras: differentiated through the code that computed them ---------------------------

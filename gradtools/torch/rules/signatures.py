@@ -4,14 +4,14 @@ A signature is the shapes, dtypes and devices of a call's tensors, and the struc
 of the arguments. `Calls` makes one record for each, a `Signature`: the rule, the author's functions
 of flat tensors, and the applications that later calls share.
 
-Where nothing but autograd's graph or forward mode is active, the author's code runs here and its
+Where nothing but autograd's graph or forward mode is active, the author's code runs here, and its
 outputs get their node (`attach`) or tangents. Everywhere else `installing.py` applies the rule.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from operator import attrgetter
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -20,32 +20,19 @@ from gradtools.custom_rules import CustomRule
 from gradtools.custom_structure import Specialization
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import type_key
-from gradtools.rules import ARRAY
+from gradtools.rules import ARRAY, closed_over_error
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import leaves_of
-from gradtools.torch.functorch_wrappers import filled, is_dual, is_wrapped, like
+from gradtools.torch.functorch_wrappers import filled, is_dual, is_wrapped, may_be_dual, ones
 from gradtools.torch.modes import unpacked
 from gradtools.torch.operation_marks import running
 from gradtools.torch.randomness import Randomness, restored
-from gradtools.torch.rules.captures import closed_over_error, closures_of
+from gradtools.torch.rules.captures import closures_of
 from gradtools.torch.rules.checking import check_linear
-from gradtools.torch.rules.functions import (
-    RuleApplication,
-    attach,
-    recorded_at,
-    without_aliases,
-)
+from gradtools.torch.rules.functions import Application, attach, without_aliases
 from gradtools.torch.rules.installing import apply_rule
-from gradtools.torch.rules.maps import pulled_back
-from gradtools.torch.rules.transposing import (
-    EAGER,
-    ONGOING,
-    Transposing,
-    in_eager,
-    spent_ones,
-    transposed,
-    transposed_by_backward,
-)
+from gradtools.torch.rules.maps import pulled_back, tangent_at
+from gradtools.torch.rules.transposing import EAGER, ONGOING, Transposing, in_eager
 from gradtools.torch.trees import flatten
 
 Tensor = torch.Tensor
@@ -57,6 +44,7 @@ _PLAIN = (Tensor, torch.nn.Parameter)
 _STRIDED = torch.strided
 _LEAF = flatten(torch.empty(0))[1]
 _CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, type(ARRAY))
+_MOST = 256
 
 
 class Signature:
@@ -74,14 +62,11 @@ class Signature:
         smooth: Whether all tensors are floating or complex, and the author's code leaves a graph.
         records: Whether the forward rule is evaluated in the graph of the call (`recorded`).
         recording: The application of these calls.
-        pushes: Whether calls in forward mode run the author's code without further checks.
-        ones: The vectors at which bwd is transposed there.
     """
 
     def __init__(self, specialized: Specialization, avals: tuple[Any, ...]) -> None:
         self.specialized, self.rule, self.avals = specialized, specialized.rule, avals
-        self.fun, self.bwd, self.jvp = specialized.fun, specialized.bwd, specialized.jvp
-        self.fwd = specialized.fwd
+        self.fun, self.fwd, self.bwd = specialized.fun, specialized.fwd, specialized.bwd
         self.likes = [x if x[1].is_floating_point or x[1].is_complex else None for x in avals]
         self.expected = [
             (tuple(x[0]), x[1], one is not None) for x, one in zip(avals, self.likes, strict=True)
@@ -89,11 +74,9 @@ class Signature:
         self.key = tuple([(tuple(shape), dtype) for shape, dtype, _ in avals])
         self.closed, self.repeats = closures_of(self.rule), True
         self.smooth = None not in self.likes and not hasattr(specialized.of, "kernel")
-        self.records = self.bwd is None and self.smooth
-        self.shared: dict[Any, RuleApplication] = {}
-        self.recording: RuleApplication | None = None
-        self.pushes, self.ones = False, list[Tensor]()
-        self.own = Transposing(self.rule, EAGER)
+        self.records = specialized.bwd is None and self.smooth
+        self.shared: dict[Any, Application] = {}
+        self.recording: Application | None = None
 
     def out_def(self) -> Any:
         """The structure of f's output."""
@@ -104,27 +87,29 @@ class Signature:
         out_def = self.out_def()
         return ys[0] if out_def is _LEAF else self.specialized.backend.unflatten(out_def, list(ys))
 
-    # --- the value
-
     def value(self, args: tuple[Any, ...], tracked: bool) -> Any:
         """f alone, for arguments that are not differentiated."""
         out = self.fun(*args)
+        ys = [out]
         if type(out) is not Tensor or self.key not in self.specialized.values:
             ys = self.specialized.outputs(args, out, "it")
             out = self.outputs(ys)
-        else:
-            ys = [out]
         for y in ys:
             if y.requires_grad and not tracked:
-                raise closed_over_error(self.rule)
+                raise closed_over_error(self.rule.name)
         return out
 
-    # --- reverse mode
+    # --- fwd and bwd
 
     def applied(self, args: tuple[Any, ...]) -> Any:
         """The outputs with their node, by one run of fwd."""
-        before = Randomness.now(args) if self.repeats else None
-        xs = tuple(map(_detach, args))
+        point, outs = self.evaluated(tuple(map(_detach, args)))
+        ys = attach((point, outs), *args)
+        return ys[0] if point.pull is not pulled_back else self.outputs(ys[: point.count])
+
+    def evaluated(self, xs: tuple[Any, ...]) -> tuple[Application, tuple[Tensor, ...]]:
+        """The application, outputs and extras of one run of fwd."""
+        before = Randomness.now(xs) if self.repeats else None
         try:
             result = self.fwd(*xs)
         finally:
@@ -135,18 +120,18 @@ class Signature:
             point, outs = known
             if len(outs) == 1:
                 self.repeats = False
-                return attach(point, (outs[0].detach(),), *args)[0]
+                return point, (outs[0].detach(),)
             if before is not None and before.is_unchanged():
-                return attach(point, tuple(map(_detach, outs)), *args)[0]
+                return point, tuple(map(_detach, outs))
         at = self.specialized.linearized(xs, result)
         again = bool(at.extras or at.opaque_residuals)
         if again and before is None:  # another evaluation must draw the same numbers
             self.repeats = True
-            return self.applied(args)
-        self.repeats = again
-        point = RuleApplication(self.rule)
-        out = recorded_at(point, at, before)
-        return self.outputs(attach(point, tuple(out), *args)[: point.count])
+            return self.evaluated(xs)
+        self.repeats, point = again, Application(self.rule)
+        outs = tuple(point.record(at, before))
+        point.note(xs, outs)
+        return point, outs
 
     def _shared(self, xs: tuple[Tensor, ...], result: Any) -> Any:
         """The application that calls share whose fwd saved the same, its output and extras.
@@ -174,41 +159,43 @@ class Signature:
                     return None
                 places.append(len(everything))
                 everything.append(r)
-        key = (type(res), *places)
         outs = everything[len(xs) :]
-        point = self.shared.get(key)
+        point = self.shared.get(key := (type(res), *places))
         if point is None:
-            point = RuleApplication(self.rule, count=1, pull=self.pull)
-            point.linearized = self.specialized.linearized(xs, result).without_arrays()
+            point = self.shared[key] = Application(self.rule, materializes=len(outs) == 1)
+            point.record(self.specialized.linearized(xs, result))
             point.note(xs, outs)
-            point.pushing, point.materializes = None, len(outs) == 1
-            point.form = Tensor if type(res) is Tensor else len(places)
-            self.shared[key] = point
+            self._share(point, None if type(res) is Tensor else len(places))
         return point, outs
 
-    def pull(self, ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:
-        """The backward pass of a shared application: bwd alone, once its checks have passed."""
-        ct = cts[0]
-        if type(ct) is not Tensor or (len(cts) > 1 and any(x is not None for x in cts[1:])):
-            return pulled_back(ctx, cts)
-        if _graphs() and not (_forward_level() < 0 and in_eager()):
-            return pulled_back(ctx, cts)
-        saved, form = ctx.saved_tensors, ctx.point.form
-        return self.cotangents(self.bwd(saved[0] if form is Tensor else saved[:form], ct))
+    def _share(self, point: Application, count: int | None) -> None:
+        """Gives a shared application the cotangent map and the backward pass of bwd alone.
 
-    def cotangents(self, cotangents: Any) -> Sequence[Any]:
-        """The checked cotangents that bwd returned, one for each tensor."""
-        if (
-            self.specialized.is_flat
-            and type(cotangents) is tuple
-            and len(cotangents) == len(self.avals)
-        ):
-            for g, (shape, dtype, _) in zip(cotangents, self.avals, strict=True):
-                if type(g) is not Tensor or g.dtype is not dtype or g.shape != shape:
-                    break
-            else:
-                return cotangents
-        return filled(self.specialized.cotangents(cotangents, self.expected), self.likes)
+        count: The number of residuals; None: one tensor in no tuple.
+        """
+        bwd, avals, maps = self.bwd, self.avals, point.linearized
+        is_flat = self.specialized.is_flat
+
+        def cotangent(saved: Sequence[Any], cts: Sequence[Any]) -> Sequence[Any]:
+            cotangents = bwd(saved[0] if count is None else tuple(saved[:count]), cts[0])
+            if is_flat and type(cotangents) is tuple and len(cotangents) == len(avals):
+                for g, (shape, dtype, _) in zip(cotangents, avals, strict=True):
+                    if type(g) is not Tensor or g.dtype is not dtype or g.shape != shape:
+                        break
+                else:
+                    return cotangents
+            return filled(self.specialized.cotangents(cotangents, self.expected), self.likes)
+
+        def pull(ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:
+            if type(cts[0]) is not Tensor or (len(cts) > 1 and any(c is not None for c in cts[1:])):
+                return pulled_back(ctx, cts)
+            if _graphs() and not (_forward_level() < 0 and in_eager()):
+                return pulled_back(ctx, cts)
+            return cotangent(ctx.saved_tensors, cts)
+
+        point.pull = pull
+        if maps is not None and self.specialized.refined is None:
+            point.linearized = replace(maps, cotangent=cotangent)
 
     # --- a forward rule alone in reverse mode
     #
@@ -223,60 +210,51 @@ class Signature:
             if not self.records:
                 return None
             maps = self.rule.linearized_from([None] * len(xs), []).without_arrays()
-            point = RuleApplication(self.rule, maps, 1, avals=self.avals, like_xs=self.likes)
-            point.pulling, point.pull, point.checked = maps.saves, self.pull_recorded, {"tangent"}
+            point = Application(self.rule, maps, 1, self._pulled_in_graph, maps.saves)
+            point.avals, point.like_xs, point.checked = self.avals, self.likes, {"tangent"}
             point.materializes, self.recording = True, point
-        running = ONGOING.running
-        running.append(self.own)
+        ONGOING.running.append(Transposing(self.rule.origin, EAGER))
         try:
-            result = self.jvp(xs, args)
-        except GradtoolsError as error:
-            self.own.explain(error)
-            raise
+            result = self.specialized.jvp(xs, args)
         finally:
-            running.pop()
+            ONGOING.running.pop()
             if not _graphs():  # the rule left it off
                 upstream.set_grad_enabled(True)
         if not _is_pair(result) or not result[1].requires_grad:
             return None
         y, dy = result
         if y.requires_grad:
-            raise closed_over_error(self.rule)
+            raise closed_over_error(self.rule.name)
         # Detached: the graph may hold y itself, which would be a reference cycle.
-        return attach(point, (y.detach(),), *args, dy)[0]
+        return attach((point, (y.detach(),)), *args, dy)[0]
 
     def _may_record(self, xs: tuple[Tensor, ...]) -> bool:
         """Whether f returns one tensor, and its tangent map may be transposed in the call's graph.
 
         That graph may end in no other leaf, which would get a gradient.
         """
-        tangent = self.specialized.tangent
+        tangent, dxs = self.specialized.tangent, [ones(*x).requires_grad_() for x in self.avals]
+        own = {*map(id, dxs)}
         with unpacked(), restored(Randomness.now(xs)):  # no checkpoint counts what runs once
+            ONGOING.running.append(Transposing(self.rule.origin, EAGER))
             try:
                 check_linear(self.rule, "tangent", tangent, xs, self.likes, self.avals)
-                dxs = spent_ones(self.likes)
-                with Transposing(self.rule, EAGER):
-                    dys = tangent(xs, dxs)
+                dys = tangent(xs, dxs)
             except GradtoolsError:  # raised again when a derivative is taken
                 return False
-        own = {*map(id, dxs)}
-        leaves = leaves_of([dy for dy in dys if dy is not None])
-        return self.out_def() is _LEAF and all(id(leaf) in own for leaf in leaves)
+            finally:
+                ONGOING.running.pop()
+        return self.out_def() is _LEAF and all(
+            id(leaf) in own for leaf in leaves_of([dy for dy in dys if dy is not None])
+        )
 
-    def pull_recorded(self, ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:
+    def _pulled_in_graph(self, ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:
         """Hands the cotangent on to the tangent, the last input; at second order, transposes."""
-        if not _graphs():
-            if _is_compiling():  # compiled autograd cannot add a tensor to None
-                return *[torch.zeros_like(x) for x in ctx.saved_tensors], cts[0]
-            return *(None,) * len(self.avals), cts[0]
-        if cts[0] is None or _forward_level() >= 0 or not in_eager():
+        if _graphs():
             return *pulled_back(ctx, cts), None
-
-        def run(at: Any, dxs: Any) -> Any:
-            result = self.jvp(tuple(at), tuple(dxs))
-            return result[1:] if _is_pair(result) else self.specialized.pushed(at, result)[1]
-
-        return *transposed(self.rule, run, ctx.saved_tensors, self.likes, cts), None
+        if _is_compiling():  # compiled autograd cannot add a tensor to None
+            return *[torch.zeros_like(x) for x in ctx.saved_tensors], cts[0]
+        return *(None,) * len(self.avals), cts[0]
 
     # --- forward mode alone
 
@@ -291,48 +269,34 @@ class Signature:
         there = [dx for dx in dxs if dx is not None]
         if not there:
             return None
-        if len(there) < len(dxs):
-            dxs = tuple(filled(dxs, self.likes))
-        if self.jvp is not None:
-            result = self.jvp(xs, dxs)
-        elif self.specialized.outs.get(self.key) is _LEAF and not any(map(_graph_of, there)):
-            result = self._pushed_by_bwd(xs, dxs)
+        if self.specialized.jvp is not None:
+            result = self.specialized.jvp(xs, tuple(filled(dxs, self.likes)))
+            if self.key in self.specialized.outs and _is_pair(result):
+                ys, dys = result[:1], result[1:]
+            else:
+                ys, dys = self.specialized.pushed(xs, result)
+        elif any(dx.requires_grad for dx in there):
+            return None  # the transpose would have to be differentiated
         else:
-            return None  # also where the transpose would have to be differentiated
-        if self.pushes and _is_pair(result):
-            ys, dys = result[:1], result[1:]
-        else:
-            ys, dys = self.specialized.pushed(xs, result)
-            self.pushes = self.out_def() is _LEAF
+            point, outs = self.evaluated(xs)
+            everything = (*xs, *outs)
+            ys, at = outs[: point.count], [everything[i] for i in point.pushing]
+            with torch.no_grad():
+                dys = tangent_at(point, at, dxs)
         for y, dy in zip(ys, dys, strict=True):
-            moves = dy is not None and upstream.unpack_dual(y, level)[1] is not None
-            if moves or y.requires_grad:
-                raise closed_over_error(self.rule)
-        if self.pushes and dy is not None:
-            fresh = not upstream.is_alias_of(y, dy)
+            if y.requires_grad or _moves(y, level) or (dy is not None and _moves(dy, level)):
+                raise closed_over_error(self.rule.name)
+        if len(ys) == 1 and dy is not None and not upstream.is_alias_of(y, dy):
             for x in (*xs, *there):
-                fresh = fresh and not (upstream.is_alias_of(x, y) or upstream.is_alias_of(x, dy))
-            if fresh:
-                return upstream.make_dual(y, dy, level=level)
+                if upstream.is_alias_of(x, y) or upstream.is_alias_of(x, dy):
+                    break
+            else:  # as most are
+                return self.outputs([upstream.make_dual(y, dy, level=level)])
         apart = without_aliases((*ys, *dys), xs, there)
         both = zip(apart, apart[len(ys) :], strict=False)
-        duals = [y if dy is None else upstream.make_dual(y, dy, level=level) for y, dy in both]
-        return self.outputs(duals)
-
-    def _pushed_by_bwd(self, xs: Any, dxs: Any) -> Any:
-        """The output and its tangent, by the transpose of bwd."""
-        result = self.fwd(*xs)
-        y, res = self.specialized.pair(result, "fwd", "(out, residuals)")
-        if not self.pushes:
-            maps = self.specialized.linearized(xs, result)
-            at, likes = maps.saved(xs), [like(y) for y in maps.ys]
-            check_linear(self.rule, "cotangent", maps.cotangent, at, likes, self.avals)
-            self.pushes, self.ones = True, spent_ones([like for like in likes if like])
-        if not self.ones:
-            return y, None
-        bwd = lambda ct: self.cotangents(self.bwd(res, ct))
-        (dy,) = transposed_by_backward(self.rule, bwd, self.ones, dxs)
-        return y, torch.zeros_like(y) if dy is None else dy
+        return self.outputs(
+            [y if dy is None else upstream.make_dual(y, dy, level=level) for y, dy in both]
+        )
 
 
 def _is_pair(result: Any) -> bool:
@@ -343,7 +307,8 @@ def _is_pair(result: Any) -> bool:
     return type(y) is type(dy) is Tensor and y.shape == dy.shape and y.dtype is dy.dtype
 
 
-_graph_of = attrgetter("requires_grad")
+def _moves(x: Tensor, level: int) -> bool:
+    return may_be_dual(x) and upstream.unpack_dual(x, level)[1] is not None
 
 
 def _is_differentiated(x: Tensor) -> bool:
@@ -372,8 +337,8 @@ class Calls:
         tracked, plain = False, _levels() is None
         for x in args:
             if statics or type(x) not in _PLAIN:
-                structure = self._structure(args, statics)
-                args, key = structure
+                args, structure = self._structure(args, statics)
+                key = structure
                 break
         if not args:
             return NotImplemented
@@ -385,37 +350,37 @@ class Calls:
                     plain = False
                 key += x.shape, x.dtype, x.device
                 tracked = tracked or x.requires_grad
-            signature = self.signatures.get(key) or self._signature(key, args, structure)
+            signature = self.signatures.get(key)
         except (RuntimeError, TypeError):  # a nested tensor has no shape, a SymInt no hash
             return NotImplemented
         if signature is None:
-            return NotImplemented
+            if torch.jit.is_tracing():  # type: ignore[attr-defined]
+                return NotImplemented  # sizes are tensors there
+            signature = self._signature(key, args, structure)
         graphs, pushes = tracked and _graphs(), _forward_level() >= 0
         if plain and not graphs and not pushes:
             return signature.value(args, tracked)
         plain = plain and not (ONGOING.running or running.recorded or _modes())
         closed = signature.closed
         if plain and (closed.empty or not closed.captures(_is_differentiated)):
-            if not pushes and signature.bwd is not None:
+            out = None
+            if pushes:
+                if signature.smooth and not graphs:
+                    out = signature.pushed(args)
+            elif signature.bwd is not None:
                 return signature.applied(args)
             # A checkpoint would run its recomputation inside of what is recorded.
-            if not pushes and signature.records and _hooks(False) is None:
+            elif signature.records and _hooks(False) is None:
                 out = signature.recorded(args)
-                if out is not None:
-                    return out
-            if pushes and not graphs and signature.smooth:
-                out = signature.pushed(args)
-                if out is not None:
-                    return out
+            if out is not None:
+                return out
         return signature.outputs(apply_rule(signature.rule, *args))
 
     def _structure(self, args: Any, statics: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
         """The tensors of a call, and a key of its structure and constants; empty if unhashable."""
-        xs, treedef, others = args, None, ()
-        if any(type(x) not in _PLAIN for x in args):
-            leaves, treedef = self.of._backend.flatten_static(args)
-            xs = tuple([x for x in leaves if isinstance(x, Tensor)])
-            others = tuple([ARRAY if isinstance(x, Tensor) else x for x in leaves])
+        leaves, treedef = self.of._backend.flatten_static(args)
+        xs = tuple([x for x in leaves if isinstance(x, Tensor)])
+        others = tuple([ARRAY if isinstance(x, Tensor) else x for x in leaves])
         constants = (*statics, *others)
         if any(type(x) not in _CONSTANTS for x in constants) or any(
             type(x) not in _PLAIN for x in xs
@@ -423,18 +388,14 @@ class Calls:
             return (), ()
         return xs, (treedef, statics, others, type_key(constants))
 
-    def _signature(self, key: Any, args: tuple[Any, ...], structure: Any) -> Signature | None:
-        if torch.jit.is_tracing():  # type: ignore[attr-defined]
-            return None  # sizes are tensors there
-        treedef, statics, others, _ = structure[1] if structure else (None, (), (), ())
-        if treedef is None:
-            treedef, others = self.of._backend.flatten_static(args)[1], (ARRAY,) * len(args)
+    def _signature(self, key: Any, args: tuple[Any, ...], structure: Any) -> Signature:
+        """The signature of a first call, which it keeps."""
+        if structure is None:
+            structure = (self.of._backend.flatten_static(args)[1], (), (ARRAY,) * len(args))
+        treedef, statics, others = structure[:3]
         specialized = self.of._specialized(statics, treedef, others)
         avals = tuple([(x.shape, x.dtype, x.device) for x in args])
         result = self.signatures[key] = Signature(specialized, avals)
         if len(self.signatures) > _MOST:
             del self.signatures[next(iter(self.signatures))]
         return result
-
-
-_MOST = 256

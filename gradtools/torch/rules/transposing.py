@@ -1,4 +1,4 @@
-"""The transpose of a rule's jvp map, or of its vjp map, for the mode that it lacks.
+"""Pullbacks of functions, and the transpose of a rule's map for the mode that it lacks.
 
 A linear map is transposed by differentiating it. PyTorch does so for nonlinear maps as well;
 `checking.py` checks linearity first.
@@ -14,12 +14,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from gradtools.errors import GradtoolsError
-from gradtools.rules import Rule
+from gradtools.rules import Rule, spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import SPENT, leaves_of
 from gradtools.torch.compiling import is_compiling
@@ -27,6 +28,7 @@ from gradtools.torch.functorch_wrappers import is_inexact, ones, unwrapped
 from gradtools.torch.modes import unpacked
 
 Tensor = torch.Tensor
+Fun = Callable[..., Sequence[Any]]
 Map = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
 _graphs, _set_graphs = torch.is_grad_enabled, upstream.set_grad_enabled
 
@@ -37,101 +39,10 @@ def in_eager() -> bool:
     return stack is None and not is_compiling() and upstream.TracingContext.try_get() is None
 
 
-def transposed(rule: Rule, linear: Map, at: Any, likes: Any, values: Sequence[Any]) -> list[Any]:
-    """The transpose of `vs -> linear(at, vs)`, of vectors with these avals, at `values`.
-
-    In eager code by autograd, otherwise by torch.func, which works under any transform. With
-    gradients on, the result is differentiable in `at` and `values`.
-    """
-    if not likes:
-        return []
-    eager, graphs = in_eager(), _graphs()
-
-    def run(*vs: Tensor) -> Sequence[Any]:
-        if eager:
-            own.level, own.vectors = EAGER, {*map(id, vs)} if graphs else None
-        else:
-            own.level = upstream.peek_interpreter_stack().level()
-        try:
-            return linear(at if graphs or not eager else [x.detach() for x in at], vs)
-        finally:
-            own.level = None
-
-    def checked(*vs: Tensor) -> Sequence[Any]:
-        outs = run(*vs)
-        _refuse_cut(rule, outs, values)
-        return outs
-
-    with Transposing(rule) as own:
-        if eager:
-            return transposed_by_backward(rule, run, spent_ones(likes), values)
-        return vjp(checked, [ones(*like) for like in likes])[1](values)
-
-
-def spent_ones(likes: Sequence[Any]) -> list[Tensor]:
-    """Leaves at which a map is transposed, which are constants to derivatives that it takes."""
-    vs = [ones(*like).requires_grad_() for like in likes]
-    for v in vs:
-        setattr(v, SPENT, [True])
-    return vs
-
-
-def transposed_by_backward(
-    rule: Rule, linear: Callable[..., Sequence[Any]], vs: Sequence[Tensor], values: Sequence[Any]
-) -> list[Any]:
-    """The transpose of a function of the leaves vs at `values`, by autograd itself.
-
-    None for zeros. A third of the time of torch.func.
-    """
-    if upstream.saved_tensors_hooks_on(False) is not None:
-        with unpacked():
-            return transposed_by_backward(rule, linear, vs, values)
-    graphs = _graphs()
-    _set_graphs(True)
-    try:
-        outs, ends, given = linear(*vs), list[Tensor](), list[Tensor]()
-        for y, v in zip(outs, values, strict=True):
-            if y is not None and v is not None:
-                if y.requires_grad:
-                    ends.append(y)
-                    given.append(v)
-                else:
-                    _refuse_cut(rule, (y,), (v,))
-        if not ends:
-            return [None] * len(vs)
-        return list(upstream.run_engine(tuple(ends), tuple(given), graphs, graphs, tuple(vs), True))
-    finally:
-        _set_graphs(graphs)
-
-
-def _refuse_cut(rule: Rule, outs: Sequence[Any], values: Sequence[Any]) -> None:
-    """Raises if a result of a linear map, at vectors of ones, is not zero and has no graph.
-
-    values: The vectors of the transpose; a result is not needed where its vector is zero.
-    """
-    for y, v in zip(outs, values, strict=True):
-        if y is None or v is None or y.requires_grad:
-            continue
-        if rule.contract is None or not rule.contract.checked or is_compiling():
-            return
-        if upstream.TracingContext.try_get() is None and _is_nonzero(y) and _is_nonzero(v):
-            raise GradtoolsError(
-                f"rule {rule.name!r}: the other mode follows by transposing one of its maps, but "
-                "PyTorch records no graph of that map, as under torch.no_grad or after detach. "
-                "Compute it with gradients on, or give the missing map as well."
-            )
-
-
-def _is_nonzero(x: Tensor) -> bool:
-    """Whether an entry is neither zero nor NaN."""
-    x = unwrapped(x)
-    return x.device.type != "meta" and bool(((x != 0) & ~x.isnan()).any())
-
-
 # --- pullbacks ---------------------------------------------------------------------------
 
 
-def vjp(fun: Callable[..., Sequence[Any]], xs: Sequence[Tensor]) -> tuple[list[Any], Any]:
+def vjp(fun: Fun, xs: Sequence[Tensor]) -> tuple[list[Any], Any]:
     """The outputs of fun at xs, None for integers, and their pullback, of tensors or None.
 
     Like `torch.func.vjp`, and in eager mode by autograd itself. Runs inside of hooks on saved
@@ -148,8 +59,7 @@ def vjp(fun: Callable[..., Sequence[Any]], xs: Sequence[Tensor]) -> tuple[list[A
 
     with unpacked():
         outs, pull = torch.func.vjp(dense, *xs)[:2]
-    left = iter(outs)
-    ys = [next(left) if m else None for m in mask]
+    ys = spread(outs[: sum(mask)], mask)
 
     def pullback(cts: Sequence[Any]) -> list[Any]:
         pairs = zip(ys, cts, strict=True)
@@ -160,7 +70,7 @@ def vjp(fun: Callable[..., Sequence[Any]], xs: Sequence[Tensor]) -> tuple[list[A
     return ys, pullback
 
 
-def _eager_vjp(fun: Callable[..., Sequence[Any]], xs: Sequence[Tensor]) -> Any:
+def _eager_vjp(fun: Fun, xs: Sequence[Tensor]) -> Any:
     """`vjp` at aliases of xs, whose pullback is differentiable where gradients are on."""
     spent = [False]
     with unpacked(), torch.enable_grad():
@@ -169,13 +79,8 @@ def _eager_vjp(fun: Callable[..., Sequence[Any]], xs: Sequence[Tensor]) -> Any:
     spent[0] = True
 
     def pullback(cts: Sequence[Any]) -> list[Any]:
-        pairs = zip(outs, cts, strict=True)
-        kept = [p for p in pairs if p[0] is not None and p[1] is not None and p[0].requires_grad]
-        if not kept:
-            return [torch.zeros_like(x) for x in xs]
-        ends, given = zip(*kept, strict=True)
         with unpacked():
-            grads = upstream.run_engine(ends, given, True, _graphs(), tuple(at), True)
+            grads = _engine(outs, at, cts, True, _graphs())
         return [torch.zeros_like(x) if g is None else g for x, g in zip(xs, grads, strict=True)]
 
     return outs, pullback
@@ -188,32 +93,127 @@ def _leaf(x: Tensor, spent: list[bool]) -> Tensor:
     return leaf
 
 
-def pull(
-    fun: Callable[..., Sequence[Tensor]], xs: Sequence[Tensor], cts: Sequence[Any]
-) -> list[Any]:
+def _engine(
+    outs: Sequence[Any], xs: Sequence[Tensor], cts: Sequence[Any], retain: bool, graphs: bool
+) -> Sequence[Any]:
+    """Autograd's pullback of cotangents to xs; None for zeros."""
+    pairs = list[Any]()
+    for y, ct in zip(outs, cts, strict=True):
+        if y is not None and ct is not None and y.requires_grad:
+            pairs.append((y, ct))
+    if not pairs:
+        return [None] * len(xs)
+    ends, given = zip(*pairs, strict=True)
+    return upstream.run_engine(ends, given, retain, graphs, tuple(xs), True)
+
+
+def pull(fun: Fun, xs: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:
     """The pullback of `fun` at xs, of `cts` (None: zero)."""
     return list(vjp(fun, xs)[1](cts))
 
 
-def push(
-    fun: Callable[..., Sequence[Tensor]], xs: Sequence[Tensor], dxs: Sequence[Any]
-) -> list[Any]:
+def push(fun: Fun, xs: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
     """The tangents of the outputs, as the transpose of the pullback; dual levels do not nest."""
     outs, pullback = vjp(fun, xs)
     mask = [y is not None for y in outs]
     zeros = [torch.zeros_like(y) for y in outs if y is not None]
+    return spread(pull(lambda *cts: pullback(spread(cts, mask)), zeros, dxs), mask)
 
-    def pulled(*cts: Tensor) -> list[Any]:
-        left = iter(cts)
-        return list(pullback([next(left) if m else None for m in mask]))
 
-    left = iter(vjp(pulled, zeros)[1](dxs))
-    return [next(left) if m else None for m in mask]
+# --- the transpose of a rule's map -------------------------------------------------------
+
+
+def transposed(
+    rule: Rule,
+    linear: Map,
+    at: Any,
+    likes: Any,
+    values: Sequence[Any],
+    known: list[Tensor] | None = None,
+) -> Any:
+    """The transpose of `vs -> linear(at, vs)`, of vectors with these avals, at `values`.
+
+    In eager code by autograd, a third of the time of torch.func, which works under any transform.
+    With gradients on, the result is differentiable in `at` and `values`. None for zeros.
+
+    known: A list that keeps the vectors at which the map is traced, for later calls.
+    """
+    if not likes:
+        return []
+    eager, graphs = in_eager(), _graphs()
+    if eager and upstream.saved_tensors_hooks_on(False) is not None:
+        with unpacked():
+            return transposed(rule, linear, at, likes, values, known)
+    own, running = Transposing(rule.origin), ONGOING.running
+    at = at if graphs or not eager else [x.detach() for x in at]
+
+    def run(*vs: Tensor) -> Sequence[Any]:
+        own.level = EAGER if eager else upstream.peek_interpreter_stack().level()
+        own.vectors = {*map(id, vs)} if eager and graphs else None
+        try:
+            outs = linear(at, vs)
+        finally:
+            own.level = None
+        for y, v in zip(outs, values, strict=True):
+            if y is not None and v is not None and not y.requires_grad:
+                _refuse_cut(rule, y, v)
+        return outs
+
+    running.append(own)
+    try:
+        if not eager:
+            return vjp(run, [ones(*like) for like in likes])[1](values)
+        vs = [] if graphs or known is None else known
+        if not vs:
+            vs += [ones(*like).requires_grad_() for like in likes]
+            for v in vs:  # constants to derivatives that the map takes
+                setattr(v, SPENT, [True])
+        _set_graphs(True)
+        return _engine(run(*vs), vs, values, graphs, graphs)
+    finally:
+        _set_graphs(graphs)
+        running.pop()
+
+
+def _refuse_cut(rule: Rule, y: Tensor, v: Tensor) -> None:
+    """Raises if a result y of a linear map, at vectors of ones, is not zero and has no graph.
+
+    v: The vector of the transpose; y is not needed where it is zero.
+    """
+    if rule.contract is None or not rule.contract.checked or is_compiling():
+        return
+    if upstream.TracingContext.try_get() is None and _is_nonzero(y) and _is_nonzero(v):
+        raise GradtoolsError(
+            f"rule {rule.name!r}: the other mode follows by transposing one of its maps, but "
+            "PyTorch records no graph of that map, as under torch.no_grad or after detach. "
+            "Compute it with gradients on, or give the missing map as well."
+        )
+
+
+def _is_nonzero(x: Tensor) -> bool:
+    """Whether an entry is neither zero nor NaN."""
+    x = unwrapped(x)
+    return x.device.type != "meta" and bool(((x != 0) & ~x.isnan()).any())
 
 
 # --- a rule that is applied to the tangents of its own map --------------------------------
 
 EAGER = -1  # autograd's own level, below the levels of torch.func
+
+
+@dataclass(slots=True)
+class Transposing:
+    """A running transposition of one of a rule's maps.
+
+    Attributes:
+        origin: The `origin` of the rule.
+        level: The torch.func level at which the map is traced, or `EAGER`; None elsewhere.
+        vectors: The ids of the leaves at which it is traced; None if they alone require grad.
+    """
+
+    origin: Any
+    level: int | None = None
+    vectors: set[int] | None = None
 
 
 class _Ongoing(threading.local):
@@ -226,73 +226,29 @@ class _Ongoing(threading.local):
 ONGOING = _Ongoing()
 
 
-class Transposing:
-    """Context manager around the transposition of one of a rule's maps.
-
-    Attributes:
-        rule: The rule.
-        level: The torch.func level at which the map is traced, or `EAGER`; None elsewhere.
-        by_code: Whether the rule met itself, so that its own code is transposed.
-        vectors: The ids of the leaves at which the map is transposed; None if they alone require
-            grad.
-    """
-
-    __slots__ = ("by_code", "level", "rule", "stack", "vectors")
-
-    def __init__(self, rule: Rule, level: int | None = None) -> None:
-        self.rule, self.level = rule, level
-        self.by_code = False
-        self.vectors: set[int] | None = None
-
-    def __enter__(self) -> Transposing:
-        self.stack = ONGOING.running
-        self.stack.append(self)
-        return self
-
-    def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
-        self.stack.pop()
-        if isinstance(error, GradtoolsError):
-            self.explain(error)
-
-    def explain(self, error: GradtoolsError) -> None:
-        """Re-raises the error, naming the rule, if the rule's own code was being transposed."""
-        if self.by_code:
-            name = self.rule.name
-            raise GradtoolsError(
-                f"rule {name!r}: its forward rule applies {name} itself to tangents, so "
-                f"reverse mode transposes the code of {name}, which failed: {error} Give it a "
-                "reverse rule as well, with defvjp(fwd, bwd)."
-            ) from error
-
-
 def in_own_transpose(rule: Rule, xs: Sequence[Tensor]) -> bool:
-    """Whether xs are vectors of a running transposition of the rule's own tangent map.
+    """Whether xs depend on vectors of a running transposition of the rule's own tangent map.
 
     Also if that map applied another rule, which applies this one. A rule with a cotangent map
     needs no transposition.
     """
-    stack = ONGOING.running
-    if not stack or rule.cotangent is not None or rule.linearize is not None:
+    running = ONGOING.running
+    if not running or rule.cotangent is not None or rule.linearize is not None:
         return False
-    first = next((i for i, t in enumerate(stack) if t.rule.origin is rule.origin), None)
-    if first is None:
+    origins = [t.origin for t in running]
+    if rule.origin not in origins:
         return False
-    levels = {t.level for t in stack[first:]}
+    inner = running[origins.index(rule.origin) :]
+    levels = {t.level for t in inner}
+    eager = [t.vectors for t in inner if t.level == EAGER]
+    alone, vectors = None in eager, set[int]().union(*filter(None, eager))
     for x in xs:
-        tracked = False
         while upstream.is_wrapped(x):  # a BatchedTensor does not show a tracked inner tensor
-            tracked = tracked or (
-                upstream.is_gradtrackingtensor(x) and upstream.maybe_get_level(x) in levels
-            )
+            if upstream.is_gradtrackingtensor(x) and upstream.maybe_get_level(x) in levels:
+                return True
             x = upstream.get_unwrapped(x)
-        if tracked or (x.requires_grad and any(_follows(x, t) for t in stack[first:])):
-            stack[first].by_code = True
+        if x.requires_grad and (
+            alone or (vectors and any(id(leaf) in vectors for leaf in leaves_of([x])))
+        ):
             return True
     return False
-
-
-def _follows(x: Tensor, running: Transposing) -> bool:
-    """Whether x depends on the vectors of a transposition that autograd itself takes."""
-    if running.level != EAGER:
-        return False
-    return running.vectors is None or any(id(leaf) in running.vectors for leaf in leaves_of([x]))

@@ -14,7 +14,7 @@ line, the function jumps. At a kink the difference shrinks with the interval.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -26,8 +26,7 @@ _FINEST = 70  # the most halvings of the step, for when larger steps leave f's d
 _GAUSS, _WEIGHTS = np.polynomial.legendre.leggauss(5)
 
 
-@dataclass(frozen=True)
-class Slope:
+class Slope(NamedTuple):
     """An estimate of f'(0).
 
     Attributes:
@@ -35,19 +34,15 @@ class Slope:
         error: A bound of its error: the disagreement of steps, and rounding; inf where no step
             gave a slope.
         at: f(0); where it is not finite there is no slope.
-        smallest: The smallest step that was taken.
     """
 
     value: np.ndarray
     error: np.ndarray
     at: np.ndarray
-    smallest: float
 
     def parts(self, like: Sequence[np.ndarray]) -> list[Slope]:
         """Splits the slope of a flat vector into slopes of arrays like these."""
-        pieces = [shaped_like(x, like) for x in (self.value, self.error, self.at)]
-        triples = zip(*pieces, strict=True)
-        return [Slope(value, error, at, self.smallest) for value, error, at in triples]
+        return [Slope(*each) for each in zip(*(shaped_like(x, like) for x in self), strict=True)]
 
 
 def shaped_like(entries: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -87,7 +82,7 @@ def slope(f: Line, eps: float) -> Slope:
             previous = row
         slack = error + np.abs(row[0] - coarser) + 10 * rounding + 0.01 * np.abs(value)
         unresolved = np.abs(value - row[0]) > slack  # smaller steps give another slope
-    return Slope(value, np.where(unresolved, np.inf, error), at, t)
+    return Slope(value, np.where(unresolved, np.inf, error), at)
 
 
 def rounding_error(f: Line, at: float, eps: float) -> np.ndarray:
@@ -113,15 +108,8 @@ def one_sided(f: Line, eps: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return 2 * left2 - left, 2 * right2 - right, 10 * off / t
 
 
-@dataclass(frozen=True)
-class Jump:
-    """A place where f jumps.
-
-    Attributes:
-        at: The position on the line.
-        size: The change of entry `entry` there.
-        entry: The index of the entry of f.
-    """
+class Jump(NamedTuple):
+    """A jump of entry `entry` of f by `size`, at position `at` of the line."""
 
     at: float
     size: float
@@ -146,9 +134,7 @@ def find_jump(f: Line, df: Line, end: float, eps: float, flat: bool = False) -> 
         off = np.abs(change - end / 2 * np.tensordot(_WEIGHTS, slopes, 1))
         travelled = np.abs(end) / 2 * np.tensordot(_WEIGHTS, np.abs(slopes), 1)
         least = np.maximum(0.01 * np.maximum(np.abs(change), travelled), 1e3 * eps * size)
-        suspect &= np.isfinite(off) & (off > least)
-        if flat:
-            suspect &= (slopes == 0).all(0)
+        suspect &= np.isfinite(off) & (off > least) & ((slopes == 0).all(0) | (not flat))
         if suspect.any():
             suspect &= off > 1e3 * rounding_error(f, end / 3, eps)
     entries = np.flatnonzero(suspect)

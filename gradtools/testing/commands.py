@@ -29,10 +29,9 @@ def cross_check(options: argparse.Namespace) -> int:
         order=options.order,
         dtype=options.dtype,
         seed=options.seed,
-        conventions=options.conventions,
         raises=False,
-        name=f"{options.torch} and {options.jax}",
     )
+    report.title = f"{options.torch} and {options.jax}"
     if options.json:
         print(report.to_json())
     else:

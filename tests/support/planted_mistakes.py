@@ -154,7 +154,7 @@ MISTAKES = [
         "jax",
         "log_softmax(s.T, -1)",
         "log_softmax(s, -1)",
-        "close, but another formula",
+        UNKNOWN,
         ("columns =", "(rows"),
     ),
     Mistake(

@@ -26,7 +26,6 @@ from gradtools.testing.relations import relation
 from gradtools.testing.report import (
     AGREES,
     CONVENTION,
-    DIFFERS,
     Comparison,
     Report,
     compare_arrays,
@@ -57,12 +56,11 @@ class Comparisons:
         probe: Probe,
         modes: Sequence[str] | None = None,
         against_values: bool = True,
-        allow_jumps: bool = False,
         seed: int = 0,
         labels: dict[str, str] | None = None,
     ) -> None:
         self.probe, self.modes, self.labels = probe, modes, labels or {}
-        self.against_values, self.allow_jumps = against_values, allow_jumps
+        self.against_values = against_values
         self.rng = np.random.default_rng(seed)
         name = getattr(probe.f, "__name__", type(probe.f).__name__)
         self.report = Report(f"{probe.caller} of {name} in {probe.name}", NAMES)
@@ -325,47 +323,6 @@ class Comparisons:
         error = np.abs(gathered({key: y.error for key, y in each.items()}))
         value = gathered({key: y.value for key, y in each.items()})
         return slopes.Slope(value, error, np.zeros(x.shape)), sides
-
-    def jump(self, i: int) -> Comparison | None:
-        """The record of a jump of f along a line in leaf i: f is no integral of its derivative."""
-        if not self.against_values or self.allow_jumps:
-            return None
-        x, eps, probe = self.xs[i], self.probe.eps, self.probe
-        mode = "forward" if self.present.get("forward") else "reverse"
-        reach = max(1.0, 1.0 / scale_of(x))
-        ends = [(t, False) for t in (0.1, -0.1)] + [(t * reach, True) for t in (1, -1, 3, -3)]
-        for us in [*self.directions(i), *self.directions(i)]:
-            line, slope = self.line(us), self._slope_along(mode, us)
-            if mode == "reverse":
-                line = lambda t, us=us: np.array([inner(self.vs, probe.value(self.moved(us, t)))])
-            for end, flat in ends:
-                jump = slopes.find_jump(line, slope, end, eps, flat)
-                if jump is None:
-                    continue
-                steep = slope(0.0)[jump.entry].item()
-                change = ((line(end) - line(0.0))[jump.entry] / end).item()
-                record = Comparison(
-                    *(f"{self.label(mode)} | finite differences at large steps", probe.paths[i]),
-                    *(1, math.inf, self.numeric, None, steep, change, x.shape, str(x.dtype)),
-                    status=DIFFERS,
-                )
-                cause = "f jumps, and its derivative leaves that out"
-                if steep == 0:
-                    cause = "a staircase: the derivative is zero, the function jumps"
-                return record.because(
-                    cause,
-                    f"Analytic {show(steep)}; numeric {show(change)} with a step of {abs(end):g} "
-                    "times the leaf's size. round, floor, a comparison, or an argmax that indexes "
-                    "lose the gradient: give them a surrogate (gt.straight_through), or, if f is "
-                    "meant to jump, pass allow_jumps=True.",
-                )
-        return None
-
-    def _slope_along(self, mode: str, us: Arrays) -> slopes.Line:
-        """f's derivative along a line: of each entry, or of Re<v, f>."""
-        if mode == "forward":
-            return lambda t: flattened(self.at("forward", self.moved(us, t), us))
-        return lambda t: np.array([inner(us, self.at("reverse", self.moved(us, t), self.vs))])
 
 
 def _between(

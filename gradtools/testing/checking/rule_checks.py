@@ -54,7 +54,6 @@ def check_rule(
     order: int = 2,
     *,
     seed: int = 0,
-    precision: str = "highest",
 ) -> Report:
     """Checks a custom rule: its parts one by one, then the function that it makes.
 
@@ -75,7 +74,6 @@ def check_rule(
         backend: As in `check_derivatives`.
         order: 1 or 2.
         seed: The seed of the random directions.
-        precision: As in `check_derivatives`.
 
     Returns:
         A `Report`, as `check_derivatives` does.
@@ -93,9 +91,8 @@ def check_rule(
         Traceback (most recent call last):
         gradtools.testing.report.AgreementError: ...bwd | finite differences of argument 0...
     """
-    with check_context(CALLER, args, backend, order, None, precision) as notes:
+    with check_context(CALLER, args, backend, order):
         check = RuleCheck(rule, args, backend, seed)
-        check.report.notes += notes
         check.parts(order)
         check.report.require()
         check.whole(order)
@@ -113,7 +110,7 @@ class RuleCheck:
         parts = {"forward": self.parted.rule.jvp, "reverse": self.parted.rule.bwd}
         modes = [mode for mode, part in parts.items() if part is not None]
         labels = {"forward": "jvp", "reverse": "bwd"}
-        self.check = DerivativeCheck(self.parted, modes, allow_jumps=True, seed=seed, labels=labels)
+        self.check = DerivativeCheck(self.parted, modes, seed=seed, labels=labels)
         name = f"{CALLER} of {self.parted.rule.__name__} in {self.parted.name}"
         self.report = self.check.report = Report(name, NAMES)
 
@@ -264,7 +261,7 @@ class RuleCheck:
         probe = self._probe(run, tuple(self.parted.leaves))
         probe.paths, probe.out_paths = self.parted.paths, names
         labels = {mode: f"{mode} mode over {part}" for mode in FIRST}
-        check = DerivativeCheck(probe, allow_jumps=True, seed=self.seed, labels=labels)
+        check = DerivativeCheck(probe, seed=self.seed, labels=labels)
         check.first_order()
         for record in check.report.comparisons:
             if not record.agrees:

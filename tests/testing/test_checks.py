@@ -207,8 +207,9 @@ WRONG = {
             gt, lambda x: 1e3 + 1e-6 * (x**2).sum(), lambda res, ct: (0 * ct * res[0],)
         ),
         (ROW,),
-        REVERSE,
+        FORWARD,
         "the derivative is zero",
+        "output by argument 0",
     ),
     "no adjoint": Wrong(
         lambda gt: ruled(
@@ -257,8 +258,9 @@ WRONG = {
     "NaN": Wrong(
         lambda gt: lambda x: (gt.xp.sqrt(x) * gt.xp.sqrt(x)).sum(),
         (np.array([0.0, 1.0]),),
-        REVERSE,
+        FORWARD,
         "the derivative is not finite",
+        "output by argument 0",
     ),
     "beside the edge of a domain": Wrong(
         lambda gt: lambda x: gt.scale_gradient(gt.xp.sqrt(x), 2.0),
@@ -398,7 +400,7 @@ UNDECIDED = {
 @pytest.mark.parametrize("name", UNDECIDED)
 def test_what_finite_differences_cannot_decide_is_said(gt, name):
     f, *args = UNDECIDED[name]
-    report = check_derivatives(lambda *xs: f(gt, *xs), tuple(args), gt, order=1)
+    report = check_derivatives(lambda *xs: f(gt, *xs), tuple(args), gt, order=1, seed=2)
     undecided = [x for x in report.left_out if "finite differences cannot decide" in x]
     assert report and undecided
     assert name != "the edge of a domain" or all("1 of 2 entries" in x for x in undecided)

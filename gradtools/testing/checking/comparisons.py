@@ -19,7 +19,14 @@ import numpy as np
 
 from gradtools.errors import GradtoolsError
 from gradtools.testing.checking import slopes
-from gradtools.testing.checking.probe import Probe, first_line, inner, no_such_mode, size
+from gradtools.testing.checking.probe import (
+    SECOND,
+    Probe,
+    first_line,
+    inner,
+    no_such_mode,
+    size,
+)
 from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.flat import Arrays
 from gradtools.testing.relations import relation
@@ -137,8 +144,8 @@ class Comparisons:
         key = (mode, *(x.tobytes() for group in (xs, *vectors) for x in group))
         if key not in self._kept:
             probe = self.probe
-            own = {"forward": probe.forward, "reverse": probe.reverse}
-            own["forward_over_forward"] = probe.curvature
+            own: dict[str, Callable[..., Any]]
+            own = {"forward": probe.forward, "reverse": probe.reverse, SECOND[3]: probe.curvature}
             found = own.get(mode, partial(probe.product, mode))(xs, *vectors)
             while len(self._kept) >= _KEPT:
                 self._kept.pop(next(iter(self._kept)))
@@ -206,7 +213,7 @@ class Comparisons:
         self.report.comparisons.append(record)
         return record
 
-    def is_rounding(self, off: np.ndarray, sides: Callable[[Arrays], tuple[Any, Any]]) -> bool:
+    def is_rounding(self, off: np.ndarray, sides: Callable[..., tuple[Any, ...]]) -> bool:
         """Whether a change in the arguments' last digits makes a difference of this size."""
         eps, greatest = self.probe.eps, max(1.0, *map(largest, [*self.xs, *self.probe.out]))
         if not np.max(np.abs(off)) <= _ROUNDING * eps * greatest:

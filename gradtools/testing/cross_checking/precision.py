@@ -27,7 +27,8 @@ def highest_precision(backends: Iterable[str]) -> Iterator[None]:
             if backend == "jax":
                 import jax
 
-                value = jax.config.jax_default_matmul_precision
+                name = "jax_default_matmul_precision"
+                value = getattr(jax.config, name)
                 if value not in (*_FULL, None) or (not value and jax.default_backend() != "cpu"):
                     inside.enter_context(jax.default_matmul_precision("highest"))
                 continue

@@ -299,7 +299,9 @@ class CrossCheck:
         as much when the inputs change by their last digit; otherwise it is real, however small.
         """
         a, b = (side[i] for side in result.sides)
-        if c.agrees or c.place is None or not is_inexact(a) or not is_inexact(b):
+        if c.agrees or c.place is None or a is None or b is None:
+            return False
+        if not is_inexact(a) or not is_inexact(b):
             return False
         a, b = widened(a), widened(b)
         with np.errstate(all="ignore"):

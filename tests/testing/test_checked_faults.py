@@ -52,7 +52,6 @@ class Rules:
         self.kernel.defvjp(lambda x: (self.kernel(x), x), lambda x, ct: (ct * xp.sin(x),))
 
 
-RULE = "of {}rule "  # its name in the framework's words
 for _name, (_operator, _argument, _run) in {
     "grad": ("grad", "argument 0", lambda gt, r, x: gt.grad(total(r.rule))(x)),
     "a forward rule": ("jvp", "argument 0", lambda gt, r, x: gt.jvp(r.forward, (x,), (x,))),
@@ -213,12 +212,12 @@ def test_a_function_with_a_wrong_derivative_is_named(case, gt, backend_name, req
     name, xp = request.node.callspec.id.split("-", 1)[1], gt.xp
     forward, backward = (lambda *xs, f=f: f(xp, *xs) for f in case.program)
     f = native(backend_name, forward, backward, name)
-    x = gt.asarray(np.abs(X))
+    x = gt.asarray(np.abs(X) if name == "Adjoint" else X)
     args = (x, x + 1) if name == "Exchanged" else (x,)
     loss = lambda *xs: (f(*xs) * xs[0]).sum()
     kind = "Function " if backend_name == "torch" else "derivative of "
     run = lambda: gt.grad(loss, tuple(range(len(args))))(*args)
-    _check(run, "grad", case.expected[0], f"{kind}{name}")
+    _check(run, "grad", case.expected, f"{kind}{name}")
 
 
 # --- PyTorch: hooks, and data that leave the framework
@@ -268,7 +267,7 @@ def test_a_hook_or_data_that_leave_pytorch_are_named(case):
     import gradtools.torch as gt
 
     f = case.program(torch)
-    _check(lambda: gt.grad(f)(torch.from_numpy(X)), "grad", "argument 0", case.expected[0])
+    _check(lambda: gt.grad(f)(torch.from_numpy(X)), "grad", "argument 0", case.expected)
 
 
 def test_parameters_of_a_module_are_named():

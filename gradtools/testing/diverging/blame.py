@@ -89,7 +89,8 @@ class Blaming:
             [r for r, _ in found if r.site == s.site]
             for found, s in zip(roots, (a, b), strict=True)
         ]
-        if all(lines) and len(lines[0]) == len(lines[1]) and lines[0].index(a) != lines[1].index(b):
+        exchanged = all(lines) and len(lines[0]) == len(lines[1])
+        if exchanged and lines[0].index(a) != lines[1].index(b) and not self._other_parts(a, b):
             return Blame(a, b, last, "no simple relation")  # operands of one line are exchanged
         how = self._relation(a, b, tails)
         if last and a.op != b.op:  # an operation that only one side has, between a and its operand

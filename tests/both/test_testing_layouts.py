@@ -200,13 +200,6 @@ def test_attention_with_one_matrix_is_split(rng):
     np.testing.assert_allclose(out, One(lambda: port).apply(theirs, x), rtol=1e-12, atol=1e-13)
 
 
-def test_a_linen_model_is_taken_as_a_pair_of_module_and_variables():
-    original, port = torch.nn.Linear(3, 4), nn.Dense(4)
-    variables = port.init(jax.random.key(0), jnp.ones((1, 3)))
-    mapping = match_parameters(original, (port, variables))
-    assert str(mapping) == str(match_parameters(original, variables))
-
-
 def test_a_plain_sequence_is_paired_by_order(rng):
     sizes = (3, 5, 5, 5, 2)
     pairs = list(itertools.pairwise(sizes))

@@ -47,7 +47,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--argnums": {"type": _positions, "default": [0], "help": "positions: 0,2 (default: 0)"},
     "--order": {"type": int, "choices": (0, 1, 2), "default": 1, "help": "of derivatives"},
     "--dtype": {"help": "cast floating inputs and parameters, for example float64"},
-    "--conventions": {"choices": ("allow", "raise"), "default": "allow"},
     "--json": {"action": "store_true", "help": "print the result as JSON"},
     "--out": {"metavar": "FILE", "help": "write a file; its suffix chooses the form"},
 }
@@ -64,7 +63,7 @@ _COMMANDS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {  # what runs, he
     "cross-check": (
         *("testing.commands:cross_check", "compare one program in both frameworks up to order 2"),
         "mymodule:torch_loss mymodule:jax_loss --shapes 3x4,5",
-        ("torch", "jax", *_ARGUMENTS, "--order", "--dtype", "--conventions", "--json"),
+        ("torch", "jax", *_ARGUMENTS, "--order", "--dtype", "--json"),
     ),
     "checked": (
         *("testing.commands:checked_script", "run a script and check every derivative it takes"),

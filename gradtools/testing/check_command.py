@@ -12,7 +12,7 @@ import numpy as np
 
 import gradtools
 from gradtools.testing.cross_checking.devices import described, placed
-from gradtools.testing.cross_checking.precision import described_precision, highest_precision
+from gradtools.testing.cross_checking.precision import highest_precision
 from gradtools.testing.cross_checking.sides import in_double_precision
 
 TOLERANCE = 1e-9
@@ -136,7 +136,7 @@ def check(options: argparse.Namespace) -> int:
             inside.enter_context(in_double_precision(backend == "jax"))
             inside.enter_context(placed(backend, options.device))
             inside.enter_context(highest_precision([backend]))
-            print(f"{backend}: {described(backend)}; {described_precision(backend)}")
+            print(f"{backend}: {described(backend)}")
             for name in PROGRAMS:
                 try:
                     error = error_of(gt, name)

@@ -29,14 +29,10 @@ def cross_check(options: argparse.Namespace) -> int:
         order=options.order,
         dtype=options.dtype,
         seed=options.seed,
-        conventions=options.conventions,
         raises=False,
-        name=f"{options.torch} and {options.jax}",
     )
-    if options.json:
-        print(report.to_json())
-    else:
-        report.print()
+    report.title = f"{options.torch} and {options.jax}"
+    print(report.to_json() if options.json else report.table(colour=sys.stdout.isatty()))
     return 0 if report else 1
 
 

@@ -1,9 +1,8 @@
 """The pytest plugin: runs tests once for each backend, and compares the backends.
 
 It is installed with the package. It provides the fixtures `gt`, `gradtools_device` and
-`cross_check` and the options ``--gradtools-backend``, ``--gradtools-checked``,
-``--gradtools-device`` and ``--gradtools-x64``. A run that uses none of them imports no framework
-and prints nothing.
+`cross_check` and the options ``--gradtools-backend``, ``--gradtools-checked`` and
+``--gradtools-device``. A run that uses none of them imports no framework and prints nothing.
 ``-p no:gradtools`` switches it off.
 
     def test_a_square_has_the_slope_two_x(gt):              # once for each installed backend
@@ -37,11 +36,6 @@ BACKENDS = ("torch", "jax")
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the options."""
     parser.getgroup("gradtools").addoption(
-        "--gradtools-x64",
-        action="store_true",
-        help="64-bit numbers in JAX for the whole run, as PyTorch has them",
-    )
-    parser.getgroup("gradtools").addoption(
         "--gradtools-checked",
         action="store_true",
         help="compare every derivative that gradtools takes in a test with finite differences",
@@ -60,11 +54,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Enables x64 in JAX if the option is given; ``--full-trace`` keeps all frames."""
+    """``--full-trace`` keeps all frames."""
     if config.getoption("fulltrace", False):
         os.environ["GRADTOOLS_FULL_TRACEBACK"] = "1"
-    if config.getoption("--gradtools-x64") and "jax" in wanted_backends(config):
-        import_module("jax").config.update("jax_enable_x64", True)
 
 
 def wanted_backends(config: pytest.Config) -> list[str]:

@@ -1,10 +1,11 @@
-"""How one of two arrays that should be equal differs from the other: the list of known relations.
+"""How one of two arrays that should be equal differs from the other: one table of relations.
 
-`cross_check` applies the list to results, `first_divergence` to the values and cotangents of two
-operations. A relation must hold for every entry, much more closely than the two arrays agree.
-Layouts come first (axes permuted, reshaped, reversed, shifted, in other blocks), each alone and
-with a conjugate, a sign or a factor. Then each array is searched for as an expression in values
-that both sides have: ``gelu(x)`` against ``tanh gelu(x)``, ``x + 1e-05`` against ``x + 0.001``.
+A relation has a name, a test and a sentence. `cross_check` looks for one between two results,
+`first_divergence` between the values and cotangents of two operations, and the other checks between
+a derivative and its differences. It must hold for every entry, much more closely than the arrays
+agree. `related` tries moves of the entries, each alone and with a conjugate, a sign or a factor.
+`expression_cause` compares what two sides compute from values that both have: ``gelu(x)`` against
+``tanh gelu(x)``, ``x + 1e-05`` against ``x + 0.001``.
 """
 
 from __future__ import annotations
@@ -13,33 +14,42 @@ import itertools
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from itertools import combinations_with_replacement, permutations
-from typing import Any
+from itertools import permutations
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from gradtools.testing.report import entry_errors, largest, widened
 
-Cause = tuple[str, str]  # in a few words, and the evidence or advice
-Move = Callable[[np.ndarray], np.ndarray]
-Operands = Mapping[str, np.ndarray]  # values by a letter
-Expressions = list[tuple[str, float | None]]  # texts, with the constant c of each
+SIDES = ("torch", "jax")
 FACTOR = "constant factor"
 LAYOUTS = ("transposed", "permuted", "interleaved", "reversed")  # the same entries, elsewhere
 _NEAR = 1e-6  # the relative error at which a factor is a known number
 _MOST_AXES = 5
 _MASKED = 9e3  # numbers as large as this are a mask's
+_CONJUGATE = "One side conjugates: another convention of a complex derivative."
 
 
-def array_cause(
+class Relation(NamedTuple):
+    """How two arrays are related: in a few words, and a sentence of evidence or advice."""
+
+    name: str
+    sentence: str = ""
+
+
+Move = Callable[[np.ndarray], np.ndarray]
+Moves = Iterator[tuple[Relation, Move]]
+
+
+def related(
     a: np.ndarray,
     b: np.ndarray,
-    names: Sequence[str],
-    order: int,
-    near: float,
+    names: Sequence[str] = SIDES,
+    order: int = 0,
+    near: float = _NEAR,
     sizes: Mapping[str, float] | None = None,
     single: bool = False,
-) -> Cause | None:
+) -> Relation | None:
     """The first relation that holds between two differing arrays; None if none does.
 
     Args:
@@ -52,126 +62,112 @@ def array_cause(
         single: Whether to name an unknown factor of constant arrays, which any two have.
     """
     if a.dtype == b.dtype == bool:
-        return _mask_cause(a, b)
+        return _mask_relation(a, b)
     a, b = widened(a), widened(b)
+    return next(_relations(a, b, names, order, near, sizes or {}, single), None)
+
+
+def _relations(
+    a: np.ndarray, b: np.ndarray, names: Any, order: int, near: float, sizes: Any, single: bool
+) -> Iterator[Relation]:
     lost = "stopped gradient" if order else "zero"
     both_ways = ((a, b, names[0]), (b, a, names[1]))  # each array as the wrong one
     for x, y, name in both_ways:
         if not x.any() and y.any():
-            return f"{lost} in {name}", f"It is exactly zero in {name}."
-    if masks := _masks(a, b):
-        return _mask_cause(*masks) or ("another mask", "Other entries are masked.")
+            yield Relation(f"{lost} in {name}", f"It is exactly zero in {name}.")
     same = a.shape == b.shape
-    for words, detail, move in (*layouts(b, a.shape), *(rearrangements(b) if same else ())):
-        y = move(b)
-        for conjugate in (False, True) if a.dtype.kind == "c" and b.imag.any() else (False,):
-            found = _factor(a, y.conj() if conjugate else y, names, near, sizes or {}, single)
-            if found is None:
-                continue
-            parts = [words, "conjugate" if conjugate else "", found[0]]
-            details = [detail, _CONJUGATE if conjugate else "", found[1]]
-            if any(parts):
-                return ", ".join(filter(None, parts)), " ".join(filter(None, details))
-    if not same:
-        return None
-    for axis, n in enumerate(a.shape):
-        ends = [(np.moveaxis(x, axis, 0), np.moveaxis(y, axis, 0)) for x, y in ((a, b), (b, a))]
-        for x, y in ends if n > 3 else ():
+    if same and a.dtype.kind != "c" != b.dtype.kind:  # numbers of masks: -1e9 or -inf
+        masks = a < -_MASKED, b < -_MASKED
+        kept = ~masks[0] & ~masks[1]
+        differ = masks[0].any() and masks[1].any() and (masks[0] != masks[1]).any()
+        if differ and equal(a[kept], b[kept], _NEAR):
+            unknown = Relation("another mask", "Other entries are masked.")
+            yield _mask_relation(*masks) or unknown
+    conjugates = (False, True) if a.dtype.kind == "c" and b.imag.any() else (False,)
+    moves = (*layouts(b, a.shape), *(_rearrangements(b) if same else ()))
+    for (how, move), conjugate in itertools.product(moves, conjugates):
+        y = move(b).conj() if conjugate else move(b)
+        if (factor := _factor(a, y, names, near, sizes, single)) is not None:
+            parts = [how, Relation("conjugate", _CONJUGATE) if conjugate else Relation(""), factor]
+            words = [", ".join(p.name for p in parts if p.name)]
+            if words[0]:
+                yield Relation(words[0], " ".join(p.sentence for p in parts if p.sentence))
+    for axis, n in enumerate(a.shape if same else ()):
+        ends = np.moveaxis(a, axis, 0), np.moveaxis(b, axis, 0)
+        for x, y in (ends, ends[::-1]) if n > 3 else ():
             if np.ptp(np.abs(y[1:])) > 0 and equal(x[:-1], y[1:], near):
-                return f"shifted by one along axis {axis}", "Padding, a causal mask, or an offset."
-    for x, y, name in both_ways:
+                words = f"shifted by one along axis {axis}"
+                yield Relation(words, "Padding, a causal mask, or an offset.")
+    for x, y, name in both_ways if same else ():
         absent = (x == 0) & (y != 0)
         if absent.any() and (x != 0).any() and equal(x, np.where(absent, 0, y), near):
-            count = f"{int(absent.sum())} of {absent.size} entries"
-            return f"{lost} in places in {name}", f"{count} are zero, the others agree."
-    return None
+            count = f"{int(absent.sum())} of {absent.size} entries are zero, the others agree."
+            yield Relation(f"{lost} in places in {name}", count)
 
 
-_CONJUGATE = "One side conjugates: another convention of a complex derivative."
-
-
-def layouts(x: np.ndarray, shape: tuple[int, ...]) -> Iterator[tuple[str, str, Move]]:
+def layouts(x: np.ndarray, shape: tuple[int, ...]) -> Moves:
     """Moves of x to a shape: none, a reshape, axes permuted before or after one."""
     if x.shape == shape:
-        yield "", "", lambda x: x
+        yield Relation(""), lambda x: x
     thin, target = ([n for n in s if n != 1] for s in (x.shape, shape))
     if x.size != math.prod(shape) or max(len(thin), len(target)) > _MOST_AXES:
         return
     alike = sorted(thin) == sorted(target)
     if x.shape != shape and (not alike or thin == target):
-        yield "reshaped layout", "", lambda x: x.reshape(shape)
+        yield Relation("reshaped layout"), lambda x: x.reshape(shape)
     for p in [*permutations(range(len(thin)))][1:]:
         if not alike or [thin[i] for i in p] == target:
-            detail = f"Axis i is axis {list(p)}[i] of the other."
-            move: Move = lambda x, p=p: x.reshape(thin).transpose(p).reshape(shape)  # type: ignore[misc]
-            yield "transposed layout", detail, move
+            how = Relation("transposed layout", f"Axis i is axis {list(p)}[i] of the other.")
+            yield how, lambda x, p=p: x.reshape(thin).transpose(p).reshape(shape)  # type: ignore[misc]
     for p in [*permutations(range(len(target)))][1:] if len(target) > len(thin) else ():
         split, back = [target[i] for i in p], np.argsort(p)
         move = lambda x, s=split, q=back: x.reshape(s).transpose(q).reshape(shape)  # type: ignore[misc]
-        yield "transposed layout", "", move
+        yield Relation("transposed layout"), move
 
 
-def rearrangements(x: np.ndarray) -> Iterator[tuple[str, str, Move]]:
+def _rearrangements(x: np.ndarray) -> Moves:
     """Moves of x to its own shape that change the order of its entries."""
     if x.ndim > 1 and x.shape != x.T.shape:
-        detail = "It was reshaped where it should be transposed."
-        yield "transposed layout", detail, lambda x: x.T.reshape(x.shape)
-        yield "transposed layout", detail, lambda x: x.reshape(x.shape[::-1]).T
+        how = Relation("transposed layout", "It was reshaped where it should be transposed.")
+        yield how, lambda x: x.T.reshape(x.shape)
+        yield how, lambda x: x.reshape(x.shape[::-1]).T
     for axis, n in enumerate(x.shape):
         take = lambda order, axis=axis: lambda x: np.take(x, order, axis)
         if n <= 2:
             continue
         every = np.arange(n)
-        detail = "A flipped kernel, or a sequence read backwards."
-        yield f"reversed axis {axis}", detail, take(every[::-1])
-        for count in (2, 3, 4):
-            if n % count == 0:
-                for order in [*permutations(range(count))][1:]:
-                    detail = f"Block i is block {list(order)}[i]: gates, heads, or channels."
-                    blocks = every.reshape(count, -1)[list(order)].ravel()
-                    yield f"permuted blocks of axis {axis}", detail, take(blocks)
-        if n % 2 == 0:
-            detail = "Pairs of neighbours against two halves (RoPE)."
-            for order in (every.reshape(-1, 2).T.ravel(), every.reshape(2, -1).T.ravel()):
-                yield f"interleaved axis {axis}", detail, take(order)
+        flipped = "A flipped kernel, or a sequence read backwards."
+        yield Relation(f"reversed axis {axis}", flipped), take(every[::-1])
+        for count in (k for k in (2, 3, 4) if n % k == 0):
+            for order in [*permutations(range(count))][1:]:
+                detail = f"Block i is block {list(order)}[i]: gates, heads, or channels."
+                blocks = every.reshape(count, -1)[list(order)].ravel()
+                yield Relation(f"permuted blocks of axis {axis}", detail), take(blocks)
+        for order in (every.reshape(-1, 2).T, every.reshape(2, -1).T) if n % 2 == 0 else ():
+            how = Relation(f"interleaved axis {axis}", "Neighbours against two halves (RoPE).")
+            yield how, take(order.ravel())
 
 
-def _masks(a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray] | None:
-    """The masks of two arrays that hold -1e9 or -inf at different places, and agree elsewhere."""
-    if a.shape != b.shape or a.dtype.kind == "c" or b.dtype.kind == "c":
-        return None
-    masks = a < -_MASKED, b < -_MASKED
-    if not (masks[0].any() and masks[1].any()) or (masks[0] == masks[1]).all():
-        return None
-    kept = ~masks[0] & ~masks[1]
-    return masks if equal(a[kept], b[kept], 1e-6) else None
-
-
-def _mask_cause(a: np.ndarray, b: np.ndarray) -> Cause | None:
+def _mask_relation(a: np.ndarray, b: np.ndarray) -> Relation | None:
     """How two masks are related: inverted, transposed, shifted by one."""
     if a.shape != b.shape or a.all() or b.all() or not (a.any() and b.any()):
         return None
-    detail = "Of two masks that agree otherwise."
     for axis, n in enumerate(a.shape):
         x, y = np.moveaxis(a, axis, 0), np.moveaxis(b, axis, 0)
         if n > 2 and ((x[1:] == y[:-1]).all() or (y[1:] == x[:-1]).all()):
-            return "mask shifted by one", f"Along axis {axis}: `<` against `<=`, or a diagonal."
+            detail = f"Along axis {axis}: `<` against `<=`, or a diagonal."
+            return Relation("mask shifted by one", detail)
     for name, other in (("inverted mask", ~b), ("transposed mask", b), ("", ~b)):
-        for layout, _, move in layouts(other, a.shape):
-            if bool(layout) != (name == "inverted mask") and (move(other) == a).all():
-                return name or "inverted mask, transposed", detail
+        for layout, move in layouts(other, a.shape):
+            if bool(layout.name) != (name == "inverted mask") and (move(other) == a).all():
+                return Relation(name or "inverted mask, transposed")
     return None
 
 
 def _factor(
-    a: np.ndarray,
-    b: np.ndarray,
-    names: Sequence[str],
-    near: float,
-    sizes: Mapping[str, float],
-    single: bool,
-) -> Cause | None:
-    """The factor of a over b, if it is the same everywhere; empty words for 1."""
+    a: np.ndarray, b: np.ndarray, names: Any, near: float, sizes: Any, single: bool
+) -> Relation | None:
+    """The factor of a over b, if it is the same everywhere; no words for 1."""
     size = float(np.vdot(b, b).real) if np.isfinite(b).all() else math.inf
     if not 0 < size < math.inf:
         return None
@@ -179,12 +175,11 @@ def _factor(
     if ratio == 0 or not np.isfinite(ratio) or not equal(a, ratio * b, near):
         return None
     if abs(ratio - 1) <= max(near, _NEAR):
-        return "", ""
+        return Relation("")
     if abs(ratio + 1) <= max(near, _NEAR):
-        return "sign", "One is the negative of the other."
+        return Relation("sign", "One is the negative of the other.")
     named = factor_name(ratio, sizes)
-    constant = bool((a == a.reshape(-1)[:1]).all())
-    if constant and named is None and not single:
+    if named is None and not single and bool((a == a.reshape(-1)[:1]).all()):
         return None
     text = f"{ratio.real:.4g}{ratio.imag:+.4g}i"
     if abs(ratio.imag) < 1e-9 * abs(ratio):
@@ -194,212 +189,7 @@ def _factor(
     detail = f"{names[0]} is {text} times {names[1]}."
     if named and ("size" in named or "entries" in named):
         detail += " A sum on one side, a mean on the other."
-    return f"{FACTOR} {text}" + (f", {named}" if named else ""), detail
-
-
-def relation(
-    first: np.ndarray, second: np.ndarray, names: Sequence[str], order: int = 1
-) -> str | None:
-    """How an array differs from another of its shape, in a few words; None if unknown."""
-    a, b = widened(first), widened(second)
-    if a.shape != b.shape:
-        return None
-    known = np.isfinite(a) & np.isfinite(b)
-    if not known.all():
-        a, b = a[known], b[known]
-    if not (size := max(largest(a), largest(b))):
-        return None
-    near = min(1e-4, largest(a - b) / size / 100)
-    cause = array_cause(a, b, names, order, near, single=True)
-    return None if cause is None else cause[0]
-
-
-def shape_cause(first: tuple[int, ...], second: tuple[int, ...]) -> Cause:
-    """Why two results have different shapes."""
-    if sorted(first) == sorted(second):
-        return "transposed layout", f"The shapes {first} and {second} are permutations."
-    if [n for n in first if n != 1] == [n for n in second if n != 1]:
-        return "an axis of length 1", "keepdims, or a squeeze, on one side only."
-    if () in (first, second):
-        return "reduced on one side only", "Apply the same sum or mean on both sides."
-    low, high = sorted((first, second), key=math.prod)
-    if math.prod(high) == math.prod(low) ** 2 or set(low) == set(high):
-        return "unintended broadcasting", "A column (n, 1) against a row (n,) gives (n, n)."
-    return "another shape", ""
-
-
-def equal(a: Any, b: Any, near: float) -> bool:
-    """Whether two arrays have equal shapes and agree to a relative error."""
-    a, b = np.asarray(a), np.asarray(b)
-    return a.shape == b.shape and bool((entry_errors(a, b, max(near, 1e-300), 0.0) <= 1).all())
-
-
-# --- expressions in values that both sides have
-
-
-def expression_cause(
-    first: Sequence[Expressions],
-    second: Sequence[Expressions],
-    names: Sequence[str],
-    ends: Sequence[Expressions],
-) -> Cause | None:
-    """Two different expressions in common operands that the sides compute; None if unknown.
-
-    first, second: The expressions of each side's values in the order of the program, of which the
-        first ones differ.
-    ends: The expressions of each side's whole formula, which are compared unless the first ones
-        differ in a constant alone.
-    """
-    every = lambda side: [e for found in side for e in found]
-    for (e, c), (f, d) in itertools.product(every(first), every(second)):
-        if c and d and ("sqrt(x)" in e) != ("sqrt(x)" in f) and "sqrt" in e and "sqrt" in f:
-            where = ["outside" if "sqrt(x)" in text else "inside" for text in (e, f)]
-            words = f"an epsilon {where[0]} of the root in {names[0]}, {where[1]} in {names[1]}"
-            return words, f"{expression_text(e, c)} and {expression_text(f, d)}."
-    begun = list(itertools.product(first[0], second[0]))
-    pairs = [((e, c), (f, d)) for (e, c), (f, d) in begun if e == f]
-    for (e, c), (f, d) in (*pairs, *itertools.product(*ends), *begun):
-        if e == f and _same(c, d):
-            continue
-        texts = expression_text(e, c), expression_text(f, d)
-        words = f"{texts[0]} in {names[0]}, {texts[1]} in {names[1]}"
-        if e == f and e.startswith("c ") and c and d and abs(c + d - 1) < 1e-9:
-            return f"{words}: a weight and its complement", "A momentum m against 1 - m."
-        return words, "The letters are values that both programs have."
-    return None
-
-
-def expressions_of(a: np.ndarray, operands: Operands) -> Expressions:
-    """The expressions in its operands that an array is, with the constant c of each."""
-    a = widened(a)
-    if not 1 < a.size <= _MOST_ENTRIES or not np.isfinite(a).all():
-        return []
-    found: dict[str, float | None] = {}
-    known = {n: widened(x) for n, x in operands.items() if 0 < x.size <= _MOST_ENTRIES}
-    with np.errstate(all="ignore"):
-        for name, x in known.items():
-            real, alike = not np.iscomplexobj(x), x.shape == a.shape
-            for text, f in _FUNCTIONS.items() if alike else ():
-                if (real or text not in _REAL) and equal(a, f(x), 1e-8):
-                    found[_named(text, x=name)] = None
-            if alike:
-                found |= {_named(text, x=name): c for text, c in _with_constant(a, x)}
-            for axes in _subsets(x.ndim):
-                count = math.prod(x.shape[i] for i in axes)
-                for text, g in _REDUCTIONS.items() if count > 1 else ():
-                    size = x.size if text.endswith("softmax(x)") else x.size // count
-                    if size == a.size and equal(
-                        a.ravel(), g(x, axis=axes, keepdims=True).ravel(), 1e-8
-                    ):
-                        found[_named(text, x=name) + f" over {axes}"] = None
-        for (n, x), (m, y) in itertools.permutations(known.items(), 2):
-            lengths = zip(x.shape[::-1], y.shape[::-1], strict=False)
-            joined = all(k == l or 1 in (k, l) for k, l in lengths)
-            for text, (h, orders) in (
-                _PAIRS.items() if joined and a.ndim in (x.ndim, y.ndim) else ()
-            ):
-                if (n < m or orders) and equal(a, h(x, y), 1e-8):
-                    found[_named(text, x=n, y=m)] = None
-    return sorted(found.items(), key=lambda item: len(item[0]))
-
-
-def _with_constant(a: np.ndarray, x: np.ndarray) -> Iterator[tuple[str, float]]:
-    """Expressions in x with one constant c, which is the same for all entries."""
-    forms = {"c x": a / x, "x + c": a - x}
-    if not np.iscomplexobj(x) and not np.iscomplexobj(a) and (x > 0).all() and (a > 0).all():
-        forms["sqrt(x + c)"], forms["sqrt(x) + c"] = a**2 - x, a - np.sqrt(x)
-        forms["1 / sqrt(x + c)"], forms["1 / (sqrt(x) + c)"] = a**-2.0 - x, 1 / a - np.sqrt(x)
-        forms["x ** c"] = np.log(a) / np.log(x)
-    for text, constants in forms.items():
-        c = constants.ravel()[0]
-        if np.isfinite(constants).all() and np.isreal(c) and np.ptp(np.abs(x)) > 0:
-            off = np.abs(constants - c).max()
-            if off <= 1e-9 * max(1.0, largest(x), abs(c)) and abs(c) > 10 * off:
-                yield text, float(np.real(c))
-
-
-def _subsets(n: int) -> Iterator[tuple[int, ...]]:
-    for count in range(1, n + 1):
-        yield from itertools.combinations(range(n), count)
-
-
-def _named(text: str, **names: str) -> str:
-    return re.sub(r"\b[xy]\b", lambda m: names[m[0]], text)
-
-
-def expression_text(expression: str, c: float | None) -> str:
-    """An expression with the number of its constant."""
-    return expression if c is None else re.sub(r"\bc\b", f"{c:.4g}", expression)
-
-
-def _same(c: float | None, d: float | None) -> bool:
-    return c == d or (c is not None and d is not None and abs(c - d) <= 1e-9 * abs(c))
-
-
-def _sigmoid(x: Any) -> Any:
-    return 1 / (1 + np.exp(-x))
-
-
-def _softmax(x: Any, axis: Any, **kept: Any) -> Any:
-    e = np.exp(x - x.real.max(axis, keepdims=True))
-    return e / e.sum(axis, keepdims=True)
-
-
-_MOST_ENTRIES = 1 << 15
-_FUNCTIONS: dict[str, Callable[[Any], Any]] = {
-    "x": lambda x: x,
-    "gelu(x)": lambda x: x * 0.5 * (1 + np.vectorize(math.erf, otypes=[float])(x / math.sqrt(2))),
-    "tanh gelu(x)": lambda x: x * _sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x**3)),
-    "silu(x)": lambda x: x * _sigmoid(x),
-    "relu(x)": lambda x: np.maximum(x, 0),
-    "elu(x)": lambda x: np.where(x > 0, x, np.expm1(np.minimum(x, 0))),
-    "leaky_relu(x)": lambda x: np.where(x > 0, x, 0.01 * x),
-    "softplus(x)": lambda x: np.logaddexp(x, 0),
-    "sign(x)": np.sign,
-    "sigmoid(x)": _sigmoid,
-    "tanh(x)": np.tanh,
-    "sin(x)": np.sin,
-    "cos(x)": np.cos,
-    "exp(x)": np.exp,
-    "log(x)": np.log,
-    "log1p(x)": np.log1p,
-    "expm1(x)": np.expm1,
-    "sqrt(x)": np.sqrt,
-    "1 / sqrt(x)": lambda x: 1 / np.sqrt(x),
-    "1 / x": lambda x: 1 / x,
-    "abs(x)": np.abs,
-    "square(x)": lambda x: x * x,
-    "x ** 3": lambda x: x**3,
-    "conj(x)": np.conj,
-    "real(x)": np.real,
-    "imag(x)": np.imag,
-}
-_REAL = [*_FUNCTIONS][1:9]  # not of complex numbers
-_REDUCTIONS: dict[str, Callable[..., Any]] = {
-    "sum(x)": np.sum,
-    "mean(x)": np.mean,
-    "max(x)": np.max,
-    "min(x)": np.min,
-    "var(x)": np.var,
-    "var(x, ddof=1)": lambda x, **kept: np.var(x, ddof=1, **kept),
-    "std(x)": np.std,
-    "std(x, ddof=1)": lambda x, **kept: np.std(x, ddof=1, **kept),
-    "norm(x)": lambda x, **kept: np.sqrt(np.sum(np.abs(x) ** 2, **kept)),
-    "softmax(x)": _softmax,
-    "log_softmax(x)": lambda x, **kept: np.log(_softmax(x, **kept)),
-}
-_PAIRS: dict[str, tuple[Callable[[Any, Any], Any], bool]] = {  # and whether the order counts
-    "x + y": (np.add, False),
-    "x - y": (np.subtract, True),
-    "x * y": (np.multiply, False),
-    "x / y": (np.divide, True),
-    "x * conj(y)": (lambda x, y: x * np.conj(y) if np.iscomplexobj(y) else None, True),
-    "maximum(x, y)": (np.maximum, False),
-    "minimum(x, y)": (np.minimum, False),
-}
-
-
-# --- names of factors
+    return Relation(f"{FACTOR} {text}" + (f", {named}" if named else ""), detail)
 
 
 def factor_name(ratio: complex, sizes: Mapping[str, float]) -> str | None:
@@ -417,22 +207,195 @@ def factor_name(ratio: complex, sizes: Mapping[str, float]) -> str | None:
     if abs(ratio.imag) > _NEAR * abs(ratio):
         turned = abs(abs(ratio) - 1) < _NEAR and abs(ratio.real) < _NEAR
         return "the imaginary unit" if turned else None
-    factor = abs(ratio)
-    is_ = lambda n: abs(factor / n - 1) < _NEAR or abs(factor * n - 1) < _NEAR
-    for name, size in sizes.items():
-        if size > 1 and is_(size):
-            return name
-        if size > 1 and is_(size / (size - 1)):
-            return f"n / (n - 1) for n = {size}, {name}: unbiased and biased"
-        if size > 2 and is_(math.sqrt(size / (size - 1))):
-            return f"the root of n / (n - 1) for n = {size}, {name}: unbiased and biased"
-    if is_(2.0):
-        return "a half square, or counted twice"
-    for name, size in sizes.items():
-        if size > 2 and is_(math.sqrt(size)):
-            return f"the root of {name}"
-    several = {size: name for name, size in reversed(list(sizes.items())) if size > 1}
-    for first, second in combinations_with_replacement(sorted(several), 2):
-        if is_(first * second):
-            return f"{several[first]}, times {several[second]}"
-    return None
+    table: list[tuple[float, str]] = []
+    for name, n in ((name, n) for name, n in sizes.items() if n > 1):
+        sample = f"n / (n - 1) for n = {n}, {name}: unbiased and biased"
+        table += [(n, name), (n / (n - 1), sample)]
+        table += [(math.sqrt(n / (n - 1)), f"the root of {sample}")] if n > 2 else []
+    table.append((2.0, "a half square, or counted twice"))
+    table += [(math.sqrt(n), f"the root of {name}") for name, n in sizes.items() if n > 2]
+    several = {n: name for name, n in reversed(list(sizes.items())) if n > 1}
+    for n, m in itertools.combinations_with_replacement(sorted(several), 2):
+        table.append((n * m, f"{several[n]}, times {several[m]}"))
+    size = abs(ratio)
+    is_ = lambda n: abs(size / n - 1) < _NEAR or abs(size * n - 1) < _NEAR
+    return next((text for n, text in table if is_(n)), None)
+
+
+def relation(
+    first: np.ndarray, second: np.ndarray, names: Sequence[str] = SIDES, order: int = 1
+) -> str | None:
+    """How the finite entries of an array differ from another's of its shape, in a few words."""
+    a, b = widened(first), widened(second)
+    if a.shape != b.shape:
+        return None
+    known = np.isfinite(a) & np.isfinite(b)
+    a, b = (a, b) if known.all() else (a[known], b[known])
+    if not (size := max(largest(a), largest(b))):
+        return None
+    found = related(a, b, names, order, min(1e-4, largest(a - b) / size / 100), single=True)
+    return found and found.name
+
+
+def equal(a: Any, b: Any, near: float) -> bool:
+    """Whether two arrays have equal shapes and agree to a relative error."""
+    a, b = np.asarray(a), np.asarray(b)
+    return a.shape == b.shape and bool((entry_errors(a, b, max(near, 1e-300), 0.0) <= 1).all())
+
+
+# --- expressions in values that both sides have
+
+
+class Expression(NamedTuple):
+    """A formula in letters, such as "c x", and its constant c, None without one."""
+
+    form: str
+    c: float | None = None
+
+    def __str__(self) -> str:
+        return self.form if self.c is None else re.sub(r"\bc\b", f"{self.c:.4g}", self.form)
+
+    @property
+    def letters(self) -> set[str]:
+        """The letters of its operands."""
+        return {*re.findall(r"\b[u-z]\b", self.form)}
+
+    def same(self, other: Expression) -> bool:
+        """Whether both are one formula with one constant."""
+        c, d = self.c, other.c
+        near = c is not None and d is not None and abs(c - d) <= 1e-9 * abs(c)
+        return self.form == other.form and (c == d or near)
+
+
+Expressions = list[Expression]
+
+
+def expression_cause(
+    first: Sequence[Expressions], second: Sequence[Expressions], ends: Sequence[Expressions]
+) -> str:
+    """Two different expressions in common operands that the sides compute; empty if unknown.
+
+    first, second: The expressions of each side's values in the order of the program, of which the
+        first ones differ.
+    ends: The expressions of each side's whole formula, which are compared unless the first ones
+        differ in a constant alone.
+    """
+    for e, f in itertools.product(itertools.chain(*first), itertools.chain(*second)):
+        roots = "sqrt" in e.form and "sqrt" in f.form and bool(e.c and f.c)
+        if roots and ("sqrt(x)" in e.form) != ("sqrt(x)" in f.form):
+            where = ["outside" if "sqrt(x)" in x.form else "inside" for x in (e, f)]
+            return f"an epsilon {where[0]} of the root in torch, {where[1]} in jax"
+    begun = list(itertools.product(first[0], second[0]))
+    pairs = [(e, f) for e, f in begun if e.form == f.form]
+    for e, f in (*pairs, *itertools.product(*ends), *begun):
+        if e.same(f):
+            continue
+        words = f"{e} in torch, {f} in jax"
+        if e.form == f.form and e.form.startswith("c ") and abs((e.c or 0) + (f.c or 0) - 1) < 1e-9:
+            words += ": a weight and its complement"
+        return words
+    return ""
+
+
+def expressions_of(a: np.ndarray, operands: Mapping[str, np.ndarray]) -> Expressions:
+    """The expressions that an array is in its operands, by letter; the shortest ones first."""
+    a = widened(a)
+    if not 1 < a.size <= _MOST_ENTRIES or not np.isfinite(a).all():
+        return []
+    found: dict[Expression, None] = {}
+    known = {n: widened(x) for n, x in operands.items() if 0 < x.size <= _MOST_ENTRIES}
+    with np.errstate(all="ignore"):
+        for name, x in known.items():
+            real, alike = not np.iscomplexobj(x), x.shape == a.shape
+            for text, f in _FUNCTIONS.items() if alike else ():
+                if (real or text not in _REAL) and equal(a, f(x), 1e-8):
+                    found[Expression(_named(text, x=name))] = None
+            for text, c in _with_constant(a, x) if alike else ():
+                found[Expression(_named(text, x=name), c)] = None
+            for axes in (
+                s for n in range(x.ndim) for s in itertools.combinations(range(x.ndim), n + 1)
+            ):
+                count = math.prod(x.shape[i] for i in axes)
+                for text, g in _REDUCTIONS.items() if count > 1 else ():
+                    size = x.size if text.endswith("softmax(x)") else x.size // count
+                    if size == a.size and equal(
+                        a.ravel(), g(x, axis=axes, keepdims=True).ravel(), 1e-8
+                    ):
+                        found[Expression(_named(text, x=name) + f" over {axes}")] = None
+        for (n, x), (m, y) in itertools.permutations(known.items(), 2):
+            lengths = zip(x.shape[::-1], y.shape[::-1], strict=False)
+            joined = all(k == l or 1 in (k, l) for k, l in lengths)
+            for text, (h, orders) in (
+                _PAIRS.items() if joined and a.ndim in (x.ndim, y.ndim) else ()
+            ):
+                if (n < m or orders) and equal(a, h(x, y), 1e-8):
+                    found[Expression(_named(text, x=n, y=m))] = None
+    return sorted(found, key=lambda e: len(e.form))
+
+
+def _with_constant(a: np.ndarray, x: np.ndarray) -> Iterator[tuple[str, float]]:
+    """Expressions in x with one constant c, which is the same for all entries."""
+    forms = {"c x": a / x, "x + c": a - x}
+    if not np.iscomplexobj(x) and not np.iscomplexobj(a) and (x > 0).all() and (a > 0).all():
+        forms["sqrt(x + c)"], forms["sqrt(x) + c"] = a**2 - x, a - np.sqrt(x)
+        forms["1 / sqrt(x + c)"], forms["1 / (sqrt(x) + c)"] = a**-2.0 - x, 1 / a - np.sqrt(x)
+        forms["x ** c"] = np.log(a) / np.log(x)
+    for text, constants in forms.items():
+        c = constants.ravel()[0]
+        if np.isfinite(constants).all() and np.isreal(c) and np.ptp(np.abs(x)) > 0:
+            off = np.abs(constants - c).max()
+            if off <= 1e-9 * max(1.0, largest(x), abs(c)) and abs(c) > 10 * off:
+                yield text, float(np.real(c))
+
+
+def _named(text: str, **names: str) -> str:
+    return re.sub(r"\b[xy]\b", lambda m: names[m[0]], text)
+
+
+def _sigmoid(x: Any) -> Any:
+    return 1 / (1 + np.exp(-x))
+
+
+def _softmax(x: Any, axis: Any, **kept: Any) -> Any:
+    e = np.exp(x - x.real.max(axis, keepdims=True))
+    return e / e.sum(axis, keepdims=True)
+
+
+_MOST_ENTRIES = 1 << 15
+_FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+    "gelu(x)": lambda x: x * 0.5 * (1 + np.vectorize(math.erf, otypes=[float])(x / math.sqrt(2))),
+    "tanh gelu(x)": lambda x: x * _sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x**3)),
+    "silu(x)": lambda x: x * _sigmoid(x),
+    "relu(x)": lambda x: np.maximum(x, 0),
+    "elu(x)": lambda x: np.where(x > 0, x, np.expm1(np.minimum(x, 0))),
+    "leaky_relu(x)": lambda x: np.where(x > 0, x, 0.01 * x),
+    "softplus(x)": lambda x: np.logaddexp(x, 0),
+    "sign(x)": np.sign,
+}
+_REAL = [*_FUNCTIONS]  # not of complex numbers
+_FUNCTIONS |= {
+    "x": lambda x: x,
+    "sigmoid(x)": _sigmoid,
+    "1 / sqrt(x)": lambda x: 1 / np.sqrt(x),
+    "1 / x": lambda x: 1 / x,
+    "x ** 3": lambda x: x**3,
+}
+_UFUNCS = "tanh sin cos exp log log1p expm1 sqrt abs square conj real imag"
+_FUNCTIONS |= {f"{name}(x)": getattr(np, name) for name in _UFUNCS.split()}
+_REDUCTIONS: dict[str, Callable[..., Any]] = {
+    **{f"{name}(x)": getattr(np, name) for name in "sum mean max min var std".split()},
+    "var(x, ddof=1)": lambda x, **kept: np.var(x, ddof=1, **kept),
+    "std(x, ddof=1)": lambda x, **kept: np.std(x, ddof=1, **kept),
+    "norm(x)": lambda x, **kept: np.sqrt(np.sum(np.abs(x) ** 2, **kept)),
+    "softmax(x)": _softmax,
+    "log_softmax(x)": lambda x, **kept: np.log(_softmax(x, **kept)),
+}
+_PAIRS: dict[str, tuple[Callable[[Any, Any], Any], bool]] = {  # and whether the order counts
+    "x + y": (np.add, False),
+    "x - y": (np.subtract, True),
+    "x * y": (np.multiply, False),
+    "x / y": (np.divide, True),
+    "x * conj(y)": (lambda x, y: x * np.conj(y) if np.iscomplexobj(y) else None, True),
+    "maximum(x, y)": (np.maximum, False),
+    "minimum(x, y)": (np.minimum, False),
+}

@@ -10,7 +10,7 @@ import json
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, TextIO
+from typing import Any
 
 import numpy as np
 
@@ -311,13 +311,6 @@ class Report:
 
     def _repr_html_(self) -> str:
         return coloured(self.table(colour=True))
-
-    def print(self, stream: TextIO | None = None) -> None:
-        """Prints the table, in colour if the stream is a terminal."""
-        import sys
-
-        stream = sys.stdout if stream is None else stream
-        print(self.table(colour=stream.isatty()), file=stream)
 
     def to_json(self) -> str:
         """The report as JSON, with NaN, inf and complex numbers as strings."""

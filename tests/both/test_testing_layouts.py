@@ -1,4 +1,4 @@
-"""Parameters of torch.nn models and of their ports to flax find each other, both ways exactly."""
+"""Parameters of torch.nn models and of their ports to flax and equinox find each other."""
 
 from __future__ import annotations
 
@@ -33,19 +33,13 @@ def random_module(module):
     return module.eval()
 
 
-def same_both_ways(module, jax_params, **kwargs):
-    """The mapping, after the proof that it and its inverse are exact."""
-    state = {k: x.numpy() for k, x in module.state_dict().items()}
+def mapped(module, jax_params, **kwargs):
+    """The mapping, and the parameters in JAX's structure and shapes."""
     mapping = match_parameters(module, jax_params, **kwargs)
     theirs = mapping.to_jax(module)
-    shapes = jax.tree.map(lambda x: x.shape, theirs)
     like = jax_params if isinstance(jax_params, dict) else nnx.state(jax_params).to_pure_dict()
+    shapes = jax.tree.map(lambda x: x.shape, theirs)
     assert shapes == jax.tree.map(lambda x: tuple(x.shape), like)
-    back = mapping.to_torch(theirs)
-    paired = {e.torch_name for e in mapping.entries}
-    assert set(back) == paired
-    for name in paired:
-        np.testing.assert_array_equal(back[name], state[name])
     return mapping, theirs
 
 
@@ -134,7 +128,7 @@ def test_a_layer_of_linen_computes_the_same_with_the_mapped_parameters(name, rng
     moved = np.moveaxis(x, 1, -1) if channels else x
     one = One(port)
     variables = jax.tree.map(lambda y: y, one.init(jax.random.key(0), moved))
-    _, theirs = same_both_ways(module, variables)
+    _, theirs = mapped(module, variables)
     agree(module, x, one.apply(theirs, moved), lambda y: np.moveaxis(y, 1, -1) if channels else y)
 
 
@@ -189,12 +183,11 @@ class TorchNet(torch.nn.Module):
 
 def test_a_network_of_nnx_computes_the_same_with_the_mapped_parameters(rng):
     module, port = random_module(TorchNet()), Net(nnx.Rngs(0))
-    mapping, theirs = same_both_ways(module, port)
+    mapping, theirs = mapped(module, port)
     graph, state = nnx.split(port)
     state.replace_by_pure_dict(jax.tree.map(jnp.asarray, theirs))
     x = rng.normal(size=(2, 2, 6, 6))
     agree(module, x, nnx.merge(graph, state)(np.moveaxis(x, 1, -1)))
-    assert mapping.modules["layers.1"] == "layers.1"
     assert mapping.left_out == ("norm.num_batches_tracked (a buffer of integers)",)
 
 
@@ -202,16 +195,9 @@ def test_attention_with_one_matrix_is_split(rng):
     module = random_module(torch.nn.MultiheadAttention(6, 2, batch_first=True))
     port = nn.MultiHeadDotProductAttention(2)
     x = rng.normal(size=(2, 5, 6))
-    _, theirs = same_both_ways(TorchOne(module), One(lambda: port).init(jax.random.key(0), x))
+    _, theirs = mapped(TorchOne(module), One(lambda: port).init(jax.random.key(0), x))
     out = module(*[torch.as_tensor(x)] * 3)[0].detach().numpy()
     np.testing.assert_allclose(out, One(lambda: port).apply(theirs, x), rtol=1e-12, atol=1e-13)
-
-
-def test_a_linen_model_is_taken_as_a_pair_of_module_and_variables():
-    original, port = torch.nn.Linear(3, 4), nn.Dense(4)
-    variables = port.init(jax.random.key(0), jnp.ones((1, 3)))
-    mapping = match_parameters(original, (port, variables))
-    assert str(mapping) == str(match_parameters(original, variables))
 
 
 def test_a_plain_sequence_is_paired_by_order(rng):
@@ -230,7 +216,7 @@ def test_a_plain_sequence_is_paired_by_order(rng):
     x = rng.normal(size=(4, 3))
     variables = Port().init(jax.random.key(0), x)
     shuffled = {"params": dict(reversed(variables["params"].items()))}
-    mapping, theirs = same_both_ways(module, shuffled)
+    mapping, theirs = mapped(module, shuffled)
     agree(module, x, Port().apply(theirs, x))
     assert "paired by order: 2 with Dense_1" in mapping.notes
 
@@ -274,7 +260,6 @@ def test_overrides_rename_modules_and_arrays_and_say_how_they_lie(rng):
     mirrored = Layout("mirrored", (1, 0), reversed_axes=(0,))
     found = match_parameters(mine, theirs, {**overrides, "scale": ("gain", mirrored)})
     np.testing.assert_array_equal(found.to_jax(mine)["gain"], mine["scale"].T[::-1])
-    np.testing.assert_array_equal(found.to_torch(found.to_jax(mine))["scale"], mine["scale"])
 
 
 def test_what_has_no_counterpart_is_named():
@@ -309,8 +294,6 @@ def test_unknown_names_and_shapes_are_refused_on_the_way():
         mapping.to_jax({"z": np.ones(2)})
     with pytest.raises(GradtoolsError, match=r"to_jax: a.weight has shape \(3, 2\), expected"):
         mapping.to_jax({"a.weight": np.ones((3, 2))})
-    with pytest.raises(GradtoolsError, match=r"to_torch: the mapping does not know a.bias"):
-        mapping.to_torch({"a": {"bias": np.ones(2)}})
     with pytest.raises(GradtoolsError, match="the JAX parameters are a int"):
         match_parameters(mine, 3)
     with pytest.raises(GradtoolsError, match="the PyTorch parameters are a int"):
@@ -376,9 +359,6 @@ def test_a_recurrent_layer_computes_the_same_with_the_mapped_parameters(name, rn
         port = mapping.into(port)
         out = port(x)
     agree(module, x, out)
-    theirs = mapping.to_jax(module)
-    again = mapping.to_jax(mapping.to_torch(theirs))
-    jax.tree.map(np.testing.assert_array_equal, theirs, again)
     assert first_divergence(module, port, (x,), mapping)
     if name in ("linen LSTM", "linen GRU"):  # directions are summed, gradients are not
         assert cross_check(torch=module, jax=port, args=(x,), mapping=mapping, order=1)

@@ -154,7 +154,7 @@ MISTAKES = [
         "jax",
         "log_softmax(s.T, -1)",
         "log_softmax(s, -1)",
-        "close, but another formula",
+        UNKNOWN,
         ("columns =", "(rows"),
     ),
     Mistake(
@@ -183,7 +183,7 @@ MISTAKES = [
     Mistake("equinox", "jax", "jax.nn.elu(h)", "jax.nn.celu(h, 0.5)", UNKNOWN),
     Mistake("equinox", "jax", "jnp.tanh(y) * y", "jnp.tanh(y)", "x * y in torch, y in jax"),
     Mistake("rotary", "jax", "k1 * c - k2 * s", "k1 * c + k2 * s", "y - x in torch, x + y in jax"),
-    Mistake("rotary", "torch", _COS, _SIN, "", ("q = ", "q = ")),
+    Mistake("rotary", "torch", _COS, _SIN, UNKNOWN, ("q = ", "q = ")),
     Mistake("rotary", "torch", "0.01]", "0.1]", UNKNOWN),
     Mistake("norm", "jax", _MEAN, _ITS, "0.9 x in torch, 0.1 x in jax: a weight and its compl"),
     Mistake("norm", "torch", _MEAN, _ITS, "0.1 x in torch, 0.9 x in jax: a weight and its compl"),

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, field
 from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 
 from gradtools import GradtoolsError
 from gradtools.testing import AgreementError, check_derivatives, check_rule
-from gradtools.testing.checking.slopes import find_jump, slope
+from gradtools.testing.checking.slopes import slope
 
 X = np.random.default_rng(1).normal(size=(3, 4))
 Y = np.random.default_rng(2).normal(size=(3, 4))
+ROW, Z, SINGLE = X[0], X[0] + 1j * Y[0], X.astype(np.float32)
 
 
 def refused(check, *args, **kwargs):
@@ -28,80 +31,52 @@ def quantities(report):
 
 # --- what is right passes
 
-HEALTHY = {
-    "a network's layer": (lambda xp: lambda x, w: xp.tanh(x @ w), (X, Y.T)),
-    "its float32": (
-        lambda xp: lambda x, w: xp.tanh(x @ w),
-        (X.astype(np.float32), Y.T.astype(np.float32)),
-    ),
+
+def centred(gt, x):
+    away = x - gt.xp.mean(x, axis=1, keepdims=True)
+    return (away / gt.xp.sqrt(gt.xp.mean(away**2, axis=1, keepdims=True))).sum()
+
+
+HEALTHY = {  # the program, and its arguments
+    "a layer": (lambda gt, x, w: gt.xp.tanh(x @ w), X, Y.T),
+    "a layer in float32": (lambda gt, x, w: gt.xp.tanh(x @ w), SINGLE, Y.T.astype(np.float32)),
     "a pytree with an integer": (
-        lambda xp: lambda d, n: {"a": xp.sin(d["x"]) * d["y"] * n, "n": n},
-        ({"x": X, "y": np.float64(2)}, np.int64(3)),
+        lambda gt, d, n: {"a": gt.xp.sin(d["x"]) * d["y"] * n, "n": n},
+        {"x": X, "y": np.float64(2)},
+        np.int64(3),
     ),
-    "a logarithm near the end of its domain": (
-        lambda xp: lambda x: xp.log(x).sum(),
-        (np.array([1e-9, 1.0, 100.0]),),
+    "the end of a domain": (lambda gt, x: gt.xp.log(x).sum(), np.array([1e-9, 1.0, 100.0])),
+    "complex, not holomorphic": (
+        lambda gt, z: (z * z * gt.xp.conj(z)).sum() + gt.xp.abs(z).sum(),
+        X + 1j * Y,
     ),
-    "complex numbers, not holomorphic": (
-        lambda xp: lambda z: (z * z * xp.conj(z)).sum() + xp.abs(z).sum(),
-        (X + 1j * Y,),
+    "complex64": (lambda gt, z: (z * z * gt.xp.conj(z)).sum(), (X + 1j * Y).astype(np.complex64)),
+    "kinks on the way": (lambda gt, x: gt.xp.where(x > 0, x, 0 * x).sum(), X),
+    "a linear function": (lambda gt, x: 3 * x, X),
+    "tiny numbers": (lambda gt, x: (x**3).sum(), 1e-9 * X),
+    "huge numbers": (lambda gt, x: (x**3).sum(), 1e9 * X),
+    "tiny numbers in float32": (lambda gt, x: (x**2).sum(), 1e-9 * SINGLE),
+    "a pole beside it": (lambda gt, x: (1 / x).sum(), np.array([0.01, -1.0, 2.0])),
+    "an unused argument": (lambda gt, x, y: x**2 + 0, X, Y),
+    "zero but for rounding": (centred, X),
+    "zero but for rounding in float32": (centred, SINGLE),
+    "a kink beside a large constant": (
+        lambda gt, x: 1e3 + 1e-6 * gt.xp.abs(x).sum(),
+        np.array([0.0, 1.0, -2.0]),
     ),
-    "complex64": (
-        lambda xp: lambda z: (z * z * xp.conj(z)).sum(),
-        ((X + 1j * Y).astype(np.complex64),),
-    ),
-    "kinks on the way": (lambda xp: lambda x: xp.where(x > 0, x, 0 * x).sum(), (X,)),
-    "a maximum": (lambda xp: lambda x: xp.max(x) + (x**2).sum(), (X,)),
-    "a linear function": (lambda xp: lambda x: 3 * x, (X,)),
-    "tiny numbers": (lambda xp: lambda x: (x**3).sum(), (1e-9 * X,)),
-    "huge numbers": (lambda xp: lambda x: (x**3).sum(), (1e9 * X,)),
-    "tiny numbers in float32": (
-        lambda xp: lambda x: (x**2).sum(),
-        (1e-9 * X.astype(np.float32),),
-    ),
-    "a pole beside it": (lambda xp: lambda x: (1 / x).sum(), (np.array([0.01, -1.0, 2.0]),)),
-    "a root near zero": (lambda xp: lambda x: xp.sqrt(x).sum(), (np.array([1e-7, 1.0, 4.0]),)),
-    "an argument that does not reach the output": (lambda xp: lambda x, y: x**2 + 0, (X, Y)),
 }
 
 
-@pytest.mark.slow_at("float64", "jax")
-@pytest.mark.sweep_at(("float64", "jax"))
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_what_is_zero_but_for_rounding_passes(gt, dtype):
-    def centred(x):
-        away = x - gt.xp.mean(x, axis=1, keepdims=True)
-        return (away / gt.xp.sqrt(gt.xp.mean(away**2, axis=1, keepdims=True))).sum()
-
-    assert check_derivatives(centred, (X.astype(dtype),), gt)
-
-
-@pytest.mark.slow_at("jax")
-def test_a_rule_that_is_as_small_as_rounding_and_wrong_is_refused(gt):
-    f = gt.custom_rule(lambda x: 1e-15 * (x**2).sum())
-    f.defjvp(lambda p, t: (f(p[0]), 2e-15 * (p[0] * t[0]).sum()))
-    f.defvjp(lambda x: (f(x), x), lambda x, ct: (3e-15 * ct * x,))
-    report = refused(check_derivatives, f, (X,), gt, order=1, numeric=False)
-    assert report.first.quantity == "reverse | forward"
-
-
-@pytest.mark.slow_at("0.0", "jax")
-@pytest.mark.sweep_at(("0.0", "jax"))
-@pytest.mark.parametrize("factor", [0.0, 4.0])
-def test_rounding_beside_a_large_constant_is_no_kink(gt, factor):
-    f = gt.custom_rule(lambda x: 1e3 + 1e-6 * (x**2).sum())
-    f.defvjp(lambda x: (f(x), x), lambda x, ct: (factor * 1e-6 * ct * x,))
-    refused(check_derivatives, f, (X[0],), gt, order=1)
-
-
-@pytest.mark.slow_at("jax")
-def test_a_kink_beside_a_large_constant_passes(gt):
-    f = lambda x: 1e3 + 1e-6 * gt.xp.abs(x).sum()
-    assert check_derivatives(f, (np.array([0.0, 1.0, -2.0]),), gt, order=1)
+@pytest.mark.sampled(torch=(16, 16), jax=(3, 8))
+@pytest.mark.parametrize("name", HEALTHY)
+def test_a_right_derivative_passes(gt, name):
+    f, *args = HEALTHY[name]
+    assert check_derivatives(lambda *xs: f(gt, *xs), tuple(args), gt)
 
 
 @pytest.mark.sweep_at("jax")
 def test_every_mode_and_property_is_compared(gt):
+    report = check_derivatives(lambda x: x**3, (X,), gt)
     assert {
         "forward | finite differences",
         "reverse | finite differences",
@@ -116,32 +91,15 @@ def test_every_mode_and_property_is_compared(gt):
         "forward over reverse | reverse over reverse",
         "forward over forward | reverse over forward",
         "forward over reverse: <w, H u> | <u, H w>",
-    } <= quantities(check_derivatives(lambda x: x**3, (X,), gt))
-
-
-@pytest.mark.slow_at("jax")
-def test_order_one_takes_no_second_derivative(gt):
-    report = check_derivatives(lambda x: x**3, (X,), gt, order=1)
-    assert all(c.order == 1 for c in report)
-
-
-@pytest.mark.sweep_at("jax")
-def test_the_error_of_what_agrees_is_a_share_of_its_tolerance(gt):
-    report = check_derivatives(lambda x: gt.xp.exp(x), (X.astype(np.float32),), gt)
-    assert 0 < report.worst.error < 1
+    } <= quantities(report)
+    assert 0 <= report.worst.error < 1
+    assert all(c.order == 1 for c in check_derivatives(lambda x: x**3, (X,), gt, order=1))
 
 
 @pytest.mark.sweep_at("jax")
 def test_a_kink_under_foot_takes_any_slope_between(gt):
     report = check_derivatives(lambda x: gt.xp.abs(x).sum(), (np.array([0.0, 1.0]),), gt)
-    assert report
-    assert all(c.cause == "a kink" for c in report.conventions)
-
-
-@pytest.mark.sweep_at("jax")
-def test_arrays_of_the_backend_and_its_name_do_as_well(gt, backend_name):
-    x = gt.asarray(X.astype(np.float32))
-    assert check_derivatives(lambda x: x**2, (x,), backend_name)
+    assert report and all(c.cause == "a kink" for c in report.conventions)
 
 
 @pytest.mark.sweep_at("jax")
@@ -152,7 +110,7 @@ def test_double_precision_is_on_for_the_check_alone(gt, backend_name, default_pr
         seen.append(str(x.dtype))
         return x**2
 
-    assert check_derivatives(f, (X,), gt)
+    assert check_derivatives(f, (X,), backend_name)
     assert all("float64" in name for name in seen)
     if backend_name == "jax":
         import jax
@@ -162,129 +120,176 @@ def test_double_precision_is_on_for_the_check_alone(gt, backend_name, default_pr
 
 # --- what is wrong is named
 
-STAIRCASES = {
-    "round": (lambda xp: lambda x: xp.round(x).sum(), (X,)),
-    "round of small numbers": (lambda xp: lambda x: xp.round(x).sum(), (np.array([0.2, 0.01]),)),
-    "round in float32": (lambda xp: lambda x: xp.round(8 * x), (X.astype(np.float32),)),
-    "argmax indexing": (lambda xp: lambda x, t: t[xp.argmax(x)] + 0 * x.sum(), (X[0], Y[0])),
-    "a comparison": (lambda xp: lambda x: xp.where(x > 0.5, 1.0, 0.0 * x).mean(), (X,)),
+
+@dataclass(frozen=True)
+class Wrong:
+    """A program with a wrong derivative: the first comparison that fails, its leaf and cause."""
+
+    f: Any
+    args: tuple[Any, ...]
+    quantity: str
+    cause: str
+    path: str = "argument 0"
+    options: dict[str, Any] = field(default_factory=lambda: {"order": 1})
+
+
+def ruled(gt, fun, bwd=None, jvp=None):
+    """A custom rule that saves its arguments."""
+    f = gt.custom_rule(fun)
+    if jvp:
+        f.defjvp(jvp)
+    if bwd:
+        f.defvjp(lambda *xs: (fun(*xs), xs), bwd)
+    return f
+
+
+def two_mixes(gt):
+    slope = ruled(
+        gt,
+        lambda x: 3 * x**2,
+        lambda res, ct: (6 * res[0] * ct,),
+        lambda p, t: (3 * p[0] ** 2, 12 * p[0] * t[0]),
+    )
+    return ruled(gt, lambda x: x**3, lambda res, ct: (slope(res[0]) * ct,))
+
+
+FORWARD, REVERSE = "forward | finite differences", "reverse | finite differences"
+UNSEEN = {"order": 1, "numeric": False}
+WRONG = {
+    "a stop": Wrong(
+        lambda gt: lambda x, y: (gt.stop_gradient(x["a"]) * y).sum(),
+        ({"a": X}, Y),
+        FORWARD,
+        "the derivative is zero: a gradient is stopped",
+        "output by argument 0['a']",
+    ),
+    "a factor": Wrong(
+        lambda gt: lambda x, y: (gt.scale_gradient(x, 2.0) * y).sum(),
+        (X, Y),
+        REVERSE,
+        "constant factor 2",
+        options={"modes": ("reverse", "reverse_over_reverse")},
+    ),
+    "a factor of complex numbers": Wrong(
+        lambda gt: lambda z: gt.xp.abs(gt.scale_gradient(z, 3.0) - (1 + 2j)).sum(),
+        (Z,),
+        REVERSE,
+        "constant factor 3",
+        options={"order": 1, "modes": ("reverse",)},
+    ),
+    "a conjugate": Wrong(
+        lambda gt: lambda z: gt.xp.abs(gt.transform_gradient(z, gt.xp.conj) - (1 + 2j)) ** 2,
+        (Z,),
+        REVERSE,
+        "",
+    ),
+    "the sixth digit": Wrong(
+        lambda gt: lambda x: gt.xp.exp(gt.scale_gradient(x, 1 + 1e-6)).sum(),
+        (X,),
+        FORWARD,
+        "",
+        "output by argument 0",
+    ),
+    "as small as rounding": Wrong(
+        lambda gt: ruled(
+            gt,
+            lambda x: 1e-15 * (x**2).sum(),
+            lambda res, ct: (3e-15 * ct * res[0],),
+            lambda p, t: (1e-15 * (p[0] ** 2).sum(), 2e-15 * (p[0] * t[0]).sum()),
+        ),
+        (X,),
+        "reverse | forward",
+        "the dot-product test fails",
+        options=UNSEEN,
+    ),
+    "zero beside a large constant": Wrong(
+        lambda gt: ruled(
+            gt, lambda x: 1e3 + 1e-6 * (x**2).sum(), lambda res, ct: (0 * ct * res[0],)
+        ),
+        (ROW,),
+        FORWARD,
+        "the derivative is zero",
+        "output by argument 0",
+    ),
+    "no adjoint": Wrong(
+        lambda gt: ruled(
+            gt,
+            lambda x: x**2,
+            lambda res, ct: (3 * res[0] * ct,),
+            lambda p, t: (p[0] ** 2, 2 * p[0] * t[0]),
+        ),
+        (ROW,),
+        "reverse | forward",
+        "the dot-product test fails: the two modes are not adjoint",
+        options=UNSEEN,
+    ),
+    "no symmetric Hessian": Wrong(
+        lambda gt: ruled(
+            gt,
+            lambda x: (x**2).sum(),
+            lambda res, ct: (ct * gt.xp.concat([res[0][1:], 0 * res[0][:1]]),),
+        ),
+        (ROW,),
+        "reverse over reverse: <w, H u> | <u, H w>",
+        "the Hessian is not symmetric",
+        "all arguments",
+        {"numeric": False, "modes": ("reverse", "reverse_over_reverse")},
+    ),
+    "two mixes of modes": Wrong(
+        two_mixes,
+        (ROW,),
+        "forward over reverse | reverse over reverse",
+        "two mixes of modes differ",
+        options={"numeric": False},
+    ),
+    "homogeneous but not additive": Wrong(
+        lambda gt: lambda x: gt.transform_gradient(x, lambda c: c**3 / (c**2).sum()),
+        (X,),
+        "reverse of a sum of cotangents | sum",
+        "not linear in the cotangent",
+        options=UNSEEN,
+    ),
+    "not linear": Wrong(
+        lambda gt: lambda x: gt.clip_gradient(x, max_value=1.5),
+        (X,),
+        "reverse of -4096 cotangents | -4096 times it",
+        "not linear in the cotangent",
+    ),
+    "NaN": Wrong(
+        lambda gt: lambda x: (gt.xp.sqrt(x) * gt.xp.sqrt(x)).sum(),
+        (np.array([0.0, 1.0]),),
+        FORWARD,
+        "the derivative is not finite",
+        "output by argument 0",
+    ),
+    "beside the edge of a domain": Wrong(
+        lambda gt: lambda x: gt.scale_gradient(gt.xp.sqrt(x), 2.0),
+        (np.array([0.0, 1.0, 4.0]),),
+        FORWARD,
+        "constant factor 2",
+        "output by argument 0",
+        {"order": 1, "modes": ("forward",)},
+    ),
+    "beside an output that is NaN": Wrong(
+        lambda gt: lambda x, y: gt.xp.log(x) * gt.scale_gradient(y, 3.0),
+        (np.array([-1.0, 2.0]), np.array([1.0, 2.0])),
+        REVERSE,
+        "constant factor 3",
+        "argument 1",
+        {"order": 1, "modes": ("reverse",)},
+    ),
 }
 
 
-@pytest.mark.slow_at("jax", "argmax indexing", "a comparison")
-@pytest.mark.sweep_at(("jax", "argmax indexing"), ("jax", "a comparison"))
-@pytest.mark.parametrize("name", STAIRCASES)
-def test_a_staircase_is_refused(gt, name):
-    f, args = STAIRCASES[name]
-    first = refused(check_derivatives, f(gt.xp), args, gt).first
-    assert first.path == "argument 0"
-    assert first.cause == "a staircase: the derivative is zero, the function jumps"
-    assert first.first == 0 and first.second != 0
-    assert "straight_through" in first.detail
-
-
-@pytest.mark.slow_at("jax")
-def test_a_staircase_under_a_slope_is_refused(gt):
-    report = refused(check_derivatives, lambda x: x.sum() + gt.xp.round(20 * x).sum(), (X,), gt)
-    assert report.cause == "f jumps, and its derivative leaves that out"
-
-
-@pytest.mark.sweep_at("jax")
-def test_a_sawtooth_passes_where_jumps_are_meant(gt):
-    f = lambda x: (x - gt.stop_gradient(gt.xp.floor(x))).sum()
-    refused(check_derivatives, f, (5 * X,), gt)
-    assert check_derivatives(f, (5 * X,), gt, allow_jumps=True)
-
-
-@pytest.mark.slow
-@pytest.mark.sweep_at("jax")
-def test_a_stopped_gradient_is_named(gt):
-    f = lambda x, y: (gt.stop_gradient(x["a"]) * y).sum()
-    first = refused(check_derivatives, f, ({"a": X}, Y), gt).first
-    assert "argument 0['a']" in first.path
-    assert first.cause == "the derivative is zero: a gradient is stopped"
-
-
-@pytest.mark.sweep_at("jax")
-def test_a_factor_is_named_with_its_place_and_both_values(gt):
-    f = lambda x, y: (gt.scale_gradient(x, 2.0) * y).sum()
-    report = refused(check_derivatives, f, (X, Y), gt, modes=("reverse", "reverse_over_reverse"))
-    first = report.first
-    assert (first.quantity, first.path) == ("reverse | finite differences", "argument 0")
-    assert first.cause.startswith("constant factor 2")
-    assert first.ratio == pytest.approx(2) and len(first.place) == 2
-    assert "Analytic" in first.detail and "numeric" in first.detail
-
-
-@pytest.mark.sweep_at("jax")
-def test_a_conjugate_is_a_wrong_derivative(gt):
-    conjugated = lambda z: gt.transform_gradient(z, gt.xp.conj)
-    f = lambda z: gt.xp.abs(conjugated(z) - (1 + 2j)) ** 2
-    report = refused(check_derivatives, f, (X[0] + 1j * Y[0],), gt, order=1)
-    assert report.first.quantity == "reverse | finite differences"
-
-
-@pytest.mark.sweep_at("-1e-06", "jax")
-@pytest.mark.parametrize("off", [1e-6, -1e-6])
-def test_a_derivative_wrong_in_its_sixth_digit_is_refused(gt, off):
-    f = lambda x: gt.xp.exp(gt.scale_gradient(x, 1 + off)).sum()
-    refused(check_derivatives, f, (X,), gt, order=1)
-
-
-@pytest.mark.sweep_at("jax")
-def test_a_complex_gradient_is_named_entry_by_entry(gt):
-    f = lambda z: gt.xp.abs(gt.scale_gradient(z, 3.0) - (1 + 2j)).sum()
-    first = refused(
-        check_derivatives, f, (X[0] + 1j * Y[0],), gt, order=1, modes=("reverse",)
-    ).first
-    assert first.cause == "constant factor 3" and len(first.place) == 1
-
-
-@pytest.mark.sweep_at("jax")
-def test_a_gradient_that_is_no_gradient_has_no_symmetric_hessian(gt):
-    curl = lambda x: gt.xp.concat([x[1:], 0 * x[:1]])
-    f = gt.custom_rule(lambda x: (x**2).sum())
-    f.defvjp(lambda x: ((x**2).sum(), x), lambda x, ct: (ct * curl(x),))
-    report = refused(check_derivatives, f, (X[0],), gt, numeric=False)
-    assert report.cause == "the Hessian is not symmetric"
-
-
-def test_modes_that_are_not_adjoint_are_named(gt):
-    f = gt.custom_rule(lambda x: x**2)
-    f.defjvp(lambda p, t: (p[0] ** 2, 2 * p[0] * t[0]))
-    f.defvjp(lambda x: (x**2, x), lambda x, ct: (3 * x * ct,))
-    report = refused(check_derivatives, f, (X[0],), gt, order=1, numeric=False)
-    assert report.first.quantity == "reverse | forward"
-    assert report.cause.startswith("the dot-product test fails")
-
-
-@pytest.mark.slow_at("jax")
-def test_two_mixes_of_modes_that_differ_are_named(gt):
-    slope = gt.custom_rule(lambda x: 3 * x**2)
-    slope.defjvp(lambda p, t: (3 * p[0] ** 2, 12 * p[0] * t[0]))
-    slope.defvjp(lambda x: (3 * x**2, x), lambda x, ct: (6 * x * ct,))
-    cube = gt.custom_rule(lambda x: x**3)
-    cube.defvjp(lambda x: (x**3, x), lambda x, ct: (slope(x) * ct,))
-    report = refused(check_derivatives, cube, (X[0],), gt, numeric=False)
-    first = report.first
-    assert first.quantity == "forward over reverse | reverse over reverse"
-    assert (first.cause, first.ratio) == ("two mixes of modes differ", pytest.approx(2))
-
-
-@pytest.mark.slow_at("jax")
-def test_a_pullback_that_is_homogeneous_but_not_additive_is_named(gt):
-    cubic = lambda c: c**3 / (c**2).sum()
-    f = lambda x: gt.transform_gradient(x, cubic)
-    report = refused(check_derivatives, f, (X,), gt, order=1, numeric=False)
-    assert report.first.quantity == "reverse of a sum of cotangents | sum"
-    assert report.cause == "not linear in the cotangent"
-
-
-@pytest.mark.sweep_at("jax")
-def test_a_pullback_that_is_not_linear_is_named(gt):
-    f = lambda x: gt.clip_gradient(x, max_value=1.5)
-    report = refused(check_derivatives, f, (X,), gt)
-    assert report.cause == "not linear in the cotangent"
+@pytest.mark.sampled(torch=(16, 16), jax=(3, 8))
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_derivative_is_named(gt, name):
+    wrong = WRONG[name]
+    first = refused(check_derivatives, wrong.f(gt), wrong.args, gt, **wrong.options).first
+    assert (first.quantity, first.path) == (wrong.quantity, wrong.path)
+    assert first.cause.startswith(wrong.cause)
+    if "finite differences" in first.quantity:
+        assert "Analytic" in first.detail and "numeric" in first.detail
 
 
 @pytest.mark.sweep_at("jax")
@@ -312,14 +317,9 @@ def wrong_at_second_order(backend_name):
         return Exp.apply
     import jax
 
-    @jax.custom_vjp
-    def exp(x):
-        return jax.numpy.exp(x)
-
-    exp.defvjp(
-        lambda x: (jax.numpy.exp(x), jax.lax.stop_gradient(jax.numpy.exp(x))),
-        lambda y, ct: (ct * y,),
-    )
+    stopped = lambda x: jax.lax.stop_gradient(jax.numpy.exp(x))
+    exp = jax.custom_vjp(jax.numpy.exp)
+    exp.defvjp(lambda x: (jax.numpy.exp(x), stopped(x)), lambda y, ct: (ct * y,))
     return exp
 
 
@@ -329,24 +329,19 @@ def test_a_rule_right_at_first_and_wrong_at_second_order_is_refused(gt, backend_
     loss = lambda x, y: (f(x) * y).sum()
     assert check_derivatives(loss, (X, Y), gt, order=1)
     first = refused(check_derivatives, loss, (X, Y), gt).first
-    assert first.order == 2 and first.path == "argument 0"
+    assert (first.order, first.path) == (2, "argument 0")
     assert first.quantity == "reverse over reverse | finite differences"
     assert first.cause.startswith("right at first order, wrong at second")
 
 
-def test_a_mode_that_f_lacks_is_said_and_refused_if_asked_for(gt):
-    f = lambda x: gt.replace_gradient(x, gt.asarray(np.ones_like(X))) * 1.0
+@pytest.mark.sweep_at("jax")
+def test_a_mode_that_f_lacks_is_left_out_or_refused_if_asked_for(gt):
+    f = lambda x: gt.transform_gradient(x, lambda c: 1.0 * c) ** 2
+    report = check_derivatives(f, (X,), gt)
+    assert report and any(reason.startswith("forward mode: ") for reason in report.left_out)
+    assert "reverse over reverse | finite differences" in quantities(report)
     with pytest.raises(GradtoolsError, match="forward mode: "):
         check_derivatives(f, (X,), gt, modes=("forward",))
-
-
-@pytest.mark.sweep_at("jax")
-def test_a_function_without_forward_mode_lists_it_as_left_out(gt):
-    plain = gt.transform_gradient
-    report = check_derivatives(lambda x: plain(x, lambda c: 1.0 * c) ** 2, (X,), gt)
-    assert report
-    assert any(reason.startswith("forward mode: ") for reason in report.left_out)
-    assert "reverse over reverse | finite differences" in quantities(report)
 
 
 def test_a_broken_rule_is_not_taken_for_a_missing_mode(gt):
@@ -356,6 +351,11 @@ def test_a_broken_rule_is_not_taken_for_a_missing_mode(gt):
     f = lambda x: gt.transform_gradient(x, broken) ** 2
     with pytest.raises((GradtoolsError, KeyError), match="the user's own mistake"):
         check_derivatives(f, (X,), gt)
+
+
+def noisy():
+    rng = np.random.default_rng(0)
+    return lambda x: x * float(rng.normal())
 
 
 @pytest.mark.parametrize(
@@ -369,113 +369,70 @@ def test_a_broken_rule_is_not_taken_for_a_missing_mode(gt):
         ({"modes": ("sideways",)}, "modes is .*sideways.*; expected a tuple of forward, reverse"),
         ({"f": 3}, "f must be a function, got 3"),
         ({"f": lambda x: None}, "f returned no floating or complex array"),
+        ({"f": noisy()}, r"two calls of f .* different values"),
     ],
 )
-def test_wrong_questions_are_answered_in_words(gt, kwargs, words):
+def test_wrong_arguments_are_refused_in_words(gt, kwargs, words):
     given = {"f": lambda x: x, "args": (X,), "backend": gt, **kwargs}
     with pytest.raises(GradtoolsError, match=words):
         check_derivatives(**given)
 
 
-def test_a_random_function_is_refused(gt):
-    rng = np.random.default_rng(0)
-    with pytest.raises(GradtoolsError, match=r"two calls of f .* different values"):
-        check_derivatives(lambda x: x * float(rng.normal()), (X,), gt)
-
-
 # --- where finite differences cannot decide
 
-
-def undecided(report):
-    return [reason for reason in report.left_out if "finite differences cannot decide" in reason]
-
-
-@pytest.mark.sweep_at("jax")
-def test_what_finite_differences_cannot_decide_is_said(gt):
-    report = check_derivatives(lambda x: gt.xp.sqrt(x), (np.array([0.0, 1.0]),), gt, order=1)
-    forward, reverse = undecided(report)
-    assert forward.startswith("forward of output by argument 0: ") and "1 of 2 entries" in forward
-    assert reverse.startswith("reverse of argument 0: ") and "1 of 2 entries" in reverse
-    assert {"reverse | forward", "reverse | finite differences"} <= quantities(report)
-
-
-@pytest.mark.sweep_at("forward", "jax")
-@pytest.mark.parametrize("mode", ["reverse", "forward"])
-def test_an_entry_at_the_edge_of_the_domain_hides_no_other(gt, mode):
-    x = np.array([0.0, 1.0, 4.0])
-    f = lambda x: gt.scale_gradient(gt.xp.sqrt(x), 2.0)
-    report = refused(check_derivatives, f, (x,), gt, order=1, modes=(mode,))
-    assert report.cause.startswith("constant factor 2") and undecided(report)
+HILBERT = 1 / (np.arange(6)[:, None] + np.arange(6) + 1.0)
+UNDECIDED = {
+    "the edge of a domain": (lambda gt, x: gt.xp.sqrt(x), np.array([0.0, 1.0])),
+    "a slope that drowns in rounding": (lambda gt, x: x.sum() + 1e17, np.ones(2)),
+    "another function in smaller steps": (
+        lambda gt, a, b: gt.xp.linalg.solve(a, b[:, None]),
+        HILBERT,
+        X.ravel()[:6],
+    ),
+    "a stop that drowns in rounding": (
+        lambda gt, x: 1e3 + gt.stop_gradient(1e-2 * (x**2).sum()) + 0 * x.sum(),
+        SINGLE[0],
+    ),
+}
 
 
 @pytest.mark.sweep_at("jax")
-def test_a_wrong_gradient_beside_an_output_that_is_nan_is_refused(gt):
-    f = lambda x, y: gt.xp.log(x) * gt.scale_gradient(y, 3.0)
-    args = (np.array([-1.0, 2.0]), np.array([1.0, 2.0]))
-    report = refused(check_derivatives, f, args, gt, order=1, modes=("reverse",))
-    assert "argument 1" in {c.path for c in report.disagreements}
-    assert any("1 of 2 entries of output are not finite" in reason for reason in report.left_out)
-
-
-@pytest.mark.sweep_at("jax")
-def test_a_nan_that_finite_differences_do_not_see_is_refused(gt):
-    f = lambda x: (gt.xp.sqrt(x) * gt.xp.sqrt(x)).sum()
-    report = refused(check_derivatives, f, (np.array([0.0, 1.0]),), gt, order=1)
-    assert report.cause == "the derivative is not finite"
-
-
-@pytest.mark.slow_at("jax")
-def test_a_slope_that_drowns_in_rounding_decides_nothing_and_that_is_said(gt):
-    report = check_derivatives(lambda x: x.sum() + 1e17, (np.ones(2),), gt, order=1)
-    assert len(undecided(report)) == 2
-
-
-@pytest.mark.slow_at("jax")
-def test_a_function_that_is_another_in_smaller_steps_is_left_undecided(gt):
-    hilbert = 1 / (np.arange(6)[:, None] + np.arange(6) + 1.0)
-    f = lambda a, b: gt.xp.linalg.solve(a, b[:, None])
-    assert undecided(check_derivatives(f, (hilbert, X.ravel()[:6]), gt, order=1))
-
-
-@pytest.mark.slow_at("jax")
-def test_a_stopped_gradient_that_drowns_in_rounding_is_not_said_to_be_checked(gt):
-    f = lambda x: 1e3 + gt.stop_gradient(1e-2 * (x**2).sum()) + 0 * x.sum()
-    report = check_derivatives(f, (X[0].astype(np.float32),), gt, order=1)
-    assert undecided(report)
+@pytest.mark.parametrize("name", UNDECIDED)
+def test_what_finite_differences_cannot_decide_is_said(gt, name):
+    f, *args = UNDECIDED[name]
+    report = check_derivatives(lambda *xs: f(gt, *xs), tuple(args), gt, order=1, seed=2)
+    undecided = [x for x in report.left_out if "finite differences cannot decide" in x]
+    assert report and undecided
+    assert name != "the edge of a domain" or all("1 of 2 entries" in x for x in undecided)
 
 
 @pytest.mark.sweep_at("jax")
 def test_two_modes_whose_products_are_nan_are_said_not_to_be_compared(gt):
     f = lambda x: gt.xp.sqrt(x).sum() + gt.xp.sqrt(2 * x).sum()
-    stop = lambda x: f(x) - f(x)
-    report = refused(check_derivatives, stop, (np.array([0.0, 1.0]),), gt, order=1)
+    report = refused(check_derivatives, lambda x: f(x) - f(x), (np.array([0.0, 1.0]),), gt, order=1)
     said = [r for r in report.left_out if r.startswith("reverse | forward") and "NaN" in r]
     assert len(said) == 1
 
 
-# --- check_rule
-
-
-class Rule:
-    """What gt.custom_rule makes, as far as check_rule looks at it."""
-
-    static_argnames = ()
-
-    def __init__(self, fun, fwd=None, bwd=None, jvp=None):
-        self.fun, self.fwd, self.bwd, self.jvp = fun, fwd, bwd, jvp
-
-    def __call__(self, *args):
-        return self.fun(*args)
+# --- check_rule; `tests/both/test_rule_mistakes.py` has forty mistakes
 
 
 @pytest.fixture
 def product(gt):
-    """The parts of (x, y) -> x exp(y)."""
+    """The parts of (x, y) -> x exp(y), and what makes a rule of them."""
     exp = gt.xp.exp
     fun = lambda x, y: x * exp(y)
+
+    def rule(**parts):
+        made = gt.custom_rule(fun)
+        for name, part in parts.items():
+            setattr(made, name, part)
+        return made
+
     return SimpleNamespace(
         exp=exp,
         fun=fun,
+        rule=rule,
         fwd=lambda x, y: (fun(x, y), (x, exp(y))),
         bwd=lambda res, ct: (ct * res[1], ct * res[0] * res[1]),
         jvp=lambda p, t: (fun(*p), t[0] * exp(p[1]) + p[0] * exp(p[1]) * t[1]),
@@ -484,7 +441,8 @@ def product(gt):
 
 @pytest.mark.sweep_at("jax")
 def test_a_right_rule_passes(gt, product):
-    report = check_rule(Rule(product.fun, product.fwd, product.bwd, product.jvp), (X, Y), gt)
+    rule = product.rule(fwd=product.fwd, bwd=product.bwd, jvp=product.jvp)
+    report = check_rule(rule, (X, Y), gt)
     assert report and not report.left_out
     assert {
         "fwd's value | fun's value",
@@ -498,95 +456,56 @@ def test_a_right_rule_passes(gt, product):
 
 
 @pytest.mark.sweep_at("jax")
-def test_a_residual_that_lost_its_derivative_is_named(gt, product):
-    fwd = lambda x, y: (product.fun(x, y), (x, gt.stop_gradient(product.exp(y))))
-    first = refused(check_rule, Rule(product.fun, fwd, product.bwd), (X, Y), gt).first
-    assert first.path == "residual [1] by argument 1"
-    assert first.cause.startswith("a residual's derivative is lost")
-
-
-@pytest.mark.sweep_at("jax")
-def test_a_bwd_that_takes_a_residual_as_constant_is_named(gt, product):
-    bwd = lambda res, ct: (ct * gt.stop_gradient(res[1]), ct * res[0] * res[1])
-    first = refused(check_rule, Rule(product.fun, product.fwd, bwd), (X, Y), gt).first
-    assert first.path == "bwd's cotangent of argument 0 by argument 1"
-    assert first.cause.startswith("right at first order, wrong at second")
-    assert check_rule(Rule(product.fun, product.fwd, bwd), (X, Y), gt, order=1)
-
-
-@pytest.mark.sweep_at("jax")
-def test_a_jvp_that_takes_a_primal_as_constant_is_named(gt, product):
+@pytest.mark.parametrize("part", ["residual", "bwd", "jvp"])
+def test_what_is_taken_as_constant_at_second_order_is_named(gt, product, part):
     exp, stop = product.exp, gt.stop_gradient
+    fwd = lambda x, y: (product.fun(x, y), (x, stop(exp(y))))
+    bwd = lambda res, ct: (ct * stop(res[1]), ct * res[0] * res[1])
     jvp = lambda p, t: (product.fun(*p), t[0] * exp(stop(p[1])) + p[0] * exp(p[1]) * t[1])
-    first = refused(check_rule, Rule(product.fun, jvp=jvp), (X, Y), gt).first
-    assert first.path == "jvp's tangent of output by argument 1"
-
-
-@pytest.mark.sweep_at("jax")
-def test_a_wrong_entry_of_bwd_is_named_by_its_argument(gt, product):
-    bwd = lambda res, ct: (ct * res[1], 2 * ct * res[0] * res[1])
-    first = refused(check_rule, Rule(product.fun, product.fwd, bwd), (X, Y), gt).first
-    assert (first.quantity, first.path) == ("bwd | finite differences", "argument 1")
-    assert first.cause.startswith("constant factor 2")
-
-
-@pytest.mark.slow_at("jax")
-def test_a_wrong_value_of_fwd_is_named(gt, product):
-    fwd = lambda x, y: (product.fun(x, y) + 1e-6, (x, product.exp(y)))
-    first = refused(check_rule, Rule(product.fun, fwd, product.bwd), (X, Y), gt).first
-    assert first.quantity == "fwd's value | fun's value"
-
-
-@pytest.mark.sweep_at("jax")
-def test_a_value_in_another_dtype_is_named(gt, product):
-    to32 = lambda x: gt._api._backend.cast(x, gt.asarray(np.float32(0)))
-    fwd = lambda x, y: (to32(product.fun(to32(x), to32(y))), (x, product.exp(y)))
-    rule = Rule(lambda x, y: product.fun(x, y) * 0 + 1.0, fwd, product.bwd)
-    report = refused(check_rule, rule, (X, Y), gt)
-    assert report.first.quantity == "fwd's value | fun's value"
+    rule, path, cause = {
+        "residual": (
+            product.rule(fwd=fwd, bwd=product.bwd),
+            "residual [1] by argument 1",
+            "a residual's derivative is lost",
+        ),
+        "bwd": (
+            product.rule(fwd=product.fwd, bwd=bwd),
+            "bwd's cotangent of argument 0 by argument 1",
+            "right at first order, wrong at second",
+        ),
+        "jvp": (
+            product.rule(jvp=jvp),
+            "jvp's tangent of output by argument 1",
+            "right at first order, wrong at second",
+        ),
+    }[part]
+    first = refused(check_rule, rule, (X, Y), gt).first
+    assert first.path == path and first.cause.startswith(cause)
+    assert check_rule(rule, (X, Y), gt, order=1)
 
 
 @pytest.mark.slow_at("jax")
 def test_rules_that_disagree_are_named(gt, product):
     jvp = lambda p, t: (product.fun(*p), t[0] * product.exp(p[1]))
-    report = refused(check_rule, Rule(product.fun, product.fwd, product.bwd, jvp), (X, Y), gt)
+    report = refused(
+        check_rule, product.rule(fwd=product.fwd, bwd=product.bwd, jvp=jvp), (X, Y), gt
+    )
     named = {(c.quantity, c.path) for c in report.disagreements}
     assert ("jvp | finite differences", "output by argument 1") in named
     assert ("bwd | jvp", "argument 1") in named
     assert ("bwd | finite differences", "argument 1") not in named
 
 
-@pytest.mark.slow_at("jax")
-def test_a_bwd_that_is_not_linear_is_named(gt, product):
-    bwd = lambda res, ct: (gt.xp.clip(ct, -10, 10) * res[1], ct * res[0] * res[1])
-    first = refused(check_rule, Rule(product.fun, product.fwd, bwd), (X, Y), gt).first
-    assert (first.path, first.cause) == ("argument 0", "not linear in the cotangent")
-
-
-def test_entries_of_bwd_are_counted_and_measured(gt, product):
-    one = lambda res, ct: (ct * res[1],)
-    with pytest.raises(GradtoolsError, match=r"bwd returned .*, expected a tuple of 2"):
-        check_rule(Rule(product.fun, product.fwd, one), (X, Y), gt)
-    row = lambda res, ct: (ct * res[1], (ct * res[0] * res[1])[0])
-    with pytest.raises(GradtoolsError, match=r"cotangent of array 1 has shape \(4,\).*\(3, 4\)"):
-        check_rule(Rule(product.fun, product.fwd, row), (X, Y), gt)
-
-
 @pytest.mark.sweep_at("jax")
-def test_none_stands_for_a_zero_and_for_an_integer(gt):
-    rule = Rule(lambda x, n: x * n, lambda x, n: (x * n, n), lambda n, ct: (ct * n, None))
-    assert check_rule(rule, (X, np.int64(3)), gt)
-
-
-@pytest.mark.sweep_at("jax")
-def test_static_arguments_lead(gt):
-    rule = Rule(
-        lambda x, power: x**power,
-        lambda power, x: (x**power, x),
-        lambda power, x, ct: (power * ct * x ** (power - 1),),
+def test_static_arguments_and_integers_are_no_arguments_of_the_derivative(gt):
+    times = gt.custom_rule(lambda x, n: x * n)
+    times.defvjp(lambda x, n: (x * n, n), lambda n, ct: (ct * n, None))
+    assert check_rule(times, (X, np.int64(3)), gt)
+    power = gt.custom_rule(lambda x, power: x**power, "power")
+    power.defvjp(
+        lambda power, x: (x**power, x), lambda power, x, ct: (power * ct * x ** (power - 1),)
     )
-    rule.static_argnames = ("power",)
-    assert check_rule(rule, (X, 3), gt)
+    assert check_rule(power, (X, 3), gt)
 
 
 def test_a_plain_function_is_no_rule(gt):
@@ -594,23 +513,7 @@ def test_a_plain_function_is_no_rule(gt):
         check_rule(lambda x: x, (X,), gt)
 
 
-def test_custom_rules_of_jax_are_checked_too():
-    jax = pytest.importorskip("jax")
-    import gradtools.jax as gt
-
-    power = jax.custom_vjp(lambda x, n, y: x**n * y, nondiff_argnums=(1,))
-    fwd = lambda x, n, y: (x**n * y, (x, y))  # in the function's order
-    make = lambda sign: lambda n, r, ct: (n * r[0] ** (n - 1) * r[1] * ct, sign * r[0] ** n * ct)
-    power.defvjp(fwd, make(1))
-    assert check_rule(power, (X, 3, Y), gt)
-    power.defvjp(fwd, make(-1))
-    assert refused(check_rule, power, (X, 3, Y), gt).first.path == "argument 2"
-    half = jax.custom_vjp(lambda x: x / 2)
-    half.defvjp(lambda x: (x.value / 2, None), lambda _, ct: (ct / 2,), symbolic_zeros=True)
-    assert check_rule(half, (X,), gt)
-
-
-# --- the numeric half, against closed forms
+# --- slopes, against closed forms
 
 
 @pytest.mark.parametrize("eps", [2.0**-52, 2.0**-23])
@@ -620,33 +523,9 @@ def test_slopes_keep_half_of_the_digits_and_know_it(eps):
     found = slope(f, eps)
     off = np.abs(found.value - np.cos([1.0, 2.0, 30.0]))
     assert np.all(off <= 10 * found.error + 1e-15) and np.all(off < 40 * np.sqrt(eps))
-    assert np.all(found.error < 40 * np.sqrt(eps)) and found.smallest <= 20 * np.sqrt(eps)
+    assert np.all(found.error < 40 * np.sqrt(eps))
 
 
 def test_steps_shrink_until_they_stay_in_the_domain():
     found = slope(lambda t: np.log(np.array([1e-9 + t])), 2.0**-52)
     assert found.value == pytest.approx(1e9, rel=1e-3)
-
-
-def test_a_jump_is_found_where_it_is_and_a_kink_is_none():
-    step = lambda t: np.array([2.0 * t + (t > 0.0371)])
-    found = find_jump(step, lambda t: np.array([2.0]), 0.1, 2.0**-52)
-    assert found.at == pytest.approx(0.0371) and found.size == pytest.approx(1)
-    kink = lambda t: np.array([max(t - 0.0371, 0.0)])
-    assert find_jump(kink, lambda t: np.array([float(t > 0.0371)]), 0.1, 2.0**-52) is None
-    steep = lambda t: np.array([np.tanh(1e9 * (t - 0.0371))])
-    assert find_jump(steep, lambda t: 1e9 * (1 - steep(t) ** 2), 0.1, 2.0**-52) is None
-    late = lambda t: np.array([max(t - 0.99, 0.0)])  # its slope is zero at all points looked at
-    assert find_jump(late, lambda t: np.array([float(t > 0.99)]), 1.0, 2.0**-52, flat=True) is None
-
-
-def test_a_pole_is_no_jump():
-    assert (
-        find_jump(
-            lambda t: np.array([1 / (t + 0.03)]),
-            lambda t: np.array([-1 / (t + 0.03) ** 2]),
-            -0.1,
-            2.0**-52,
-        )
-        is None
-    )

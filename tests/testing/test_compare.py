@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -19,13 +18,9 @@ import jax.numpy as jnp
 import torch
 from flax import linen, nnx
 
-import gradtools.jax
-import gradtools.torch
 from gradtools import GradtoolsError
-from gradtools.testing import AgreementError, cross_check, tolerance
-from gradtools.testing.cross_checking.causes import Causes
+from gradtools.testing import AgreementError, cross_check
 from gradtools.testing.matching_parameters.parameter_matching import match_parameters
-from gradtools.testing.relations import factor_name
 from tests.support import what_differs
 
 X = np.array([0.3, -0.7, 1.2])
@@ -51,29 +46,13 @@ def test_order_chooses_what_is_compared():
     assert orders == [["value"], ["value", "gradient"], ["value", "gradient", *second]]
 
 
-def test_every_leaf_of_every_argument_is_compared_under_its_name():
-    f = lambda tree, scale: tree["w"][0] * scale + tree["b"]
+def test_every_leaf_is_compared_under_its_name():
+    f = lambda tree, scale: {"a": tree["w"][0] * scale, "b": [tree["b"], tree["b"].sum()]}
     args = ({"w": [X], "b": 2 * X}, np.float64(3.0))
     report = cross_check(torch=f, jax=f, args=args, order=1)
     assert paths(report, "gradient") == ["argument 0[w][0]", "argument 0[b]", "argument 1"]
-
-
-def test_every_leaf_of_the_output_is_compared_under_its_name():
-    f = lambda x: {"a": x, "b": [2 * x, x.sum()]}
-    report = cross_check(torch=f, jax=f, args=(X,), order=1)
     assert sorted(paths(report, "value")) == ["output[a]", "output[b][0]", "output[b][1]"]
-
-
-def test_a_number_that_left_the_framework_is_a_stopped_gradient():
-    with pytest.raises(AgreementError) as caught:
-        cross_check(torch=lambda x: x.sum().item(), jax=jnp.sum, args=(X,), order=1)
-    first = caught.value.report.first
-    assert (first.quantity, first.cause) == ("gradient", "stopped gradient in torch")
-
-
-def test_argnums_choose_what_is_differentiated():
-    f = lambda x, y: x * y
-    report = cross_check(torch=f, jax=f, args=(X, X), argnums=1, order=1)
+    report = cross_check(torch=f, jax=f, args=args, order=1, argnums=1)
     assert paths(report, "gradient") == ["argument 1"]
 
 
@@ -82,47 +61,6 @@ def test_integers_booleans_and_settings_are_passed_on():
     args = (X, np.array([0, 2]), np.array([True, False]), "unused", 3)
     report = cross_check(torch=f, jax=f, args=args, order=1)
     assert paths(report, "gradient") == ["argument 0"]
-
-
-def test_keyword_arguments_are_passed_on_as_arrays_and_as_they_are():
-    f = lambda x, scale, power: scale * x**power
-    report = cross_check(order=1, torch=f, jax=f, args=(X,), kwargs={"scale": 2 * X, "power": 2})
-    assert report and paths(report, "gradient") == ["argument 0"]
-    torch_seen = lambda x, scale: x * torch.sin(scale)
-    with pytest.raises(AgreementError):
-        cross_check(
-            order=1, torch=torch_seen, jax=lambda x, scale: x, args=(X,), kwargs={"scale": X}
-        )
-
-
-def test_the_gradient_of_a_number_needs_no_random_direction():
-    report = cross_check(
-        order=1,
-        torch=lambda x: (x**2).sum(),
-        jax=lambda x: (x**2).sum() * 2,
-        args=(X,),
-        raises=False,
-    )
-    gradient = next(c for c in report if c.quantity == "gradient")
-    assert gradient.first == pytest.approx(2 * X[gradient.place[0]])
-
-
-def test_the_seed_chooses_the_directions():
-    f, g = (lambda x: x**2), (lambda x: 2 * x**2)
-    firsts = [
-        next(
-            c.first
-            for c in cross_check(order=1, torch=f, jax=g, args=(X,), seed=seed, raises=False)
-            if c.quantity == "gradient"
-        )
-        for seed in (0, 0, 1)
-    ]
-    assert firsts[0] == firsts[1] != firsts[2]
-
-
-def test_complex_gradients_are_those_of_gradtools_in_both():
-    z = X + 1j * X[::-1]
-    assert cross_check(order=1, torch=lambda z: z * z, jax=lambda z: z * z, args=(z,))
 
 
 def test_nan_at_the_same_place_agrees_and_at_another_does_not():
@@ -183,24 +121,12 @@ def test_a_rule_with_a_bug_is_not_taken_for_a_missing_mode():
     assert "KeyError: 'a bug'" in report.first.detail and not report.left_out
 
 
-def test_bugs_in_both_programs_do_not_pass():
-    broken = jax.custom_vjp(lambda x: x * 2)
-    broken.defvjp(lambda x: (x * 2, None), lambda _, c: {}["a bug"])
-    with pytest.raises(AgreementError, match="no derivative in torch and jax"):
-        cross_check(torch=Broken.apply, jax=broken, args=(X,), order=1)
-
-
 def test_what_has_no_derivative_is_said():
     report = cross_check(torch=lambda x: x > 0, jax=lambda x: x > 0, args=(X,))
     assert report and report.left_out == ["derivatives: no output is floating or complex"]
     rows = np.arange(3)
     report = cross_check(torch=lambda n: n * 1.5, jax=lambda n: n * 1.5, args=(rows,), raises=False)
     assert report.left_out == ["derivatives: no argument or parameter is floating or complex"]
-
-
-def test_programs_that_return_nothing_do_not_agree():
-    with pytest.raises(GradtoolsError, match="return no array"):
-        cross_check(torch=lambda x: None, jax=lambda x: None, args=(X,))
 
 
 def test_integers_without_x64_are_no_other_dtype(default_precision):
@@ -217,14 +143,6 @@ def test_a_program_that_fails_says_which_side_failed():
     with pytest.raises(ValueError, match="out of luck") as caught:
         cross_check(torch=torch.sin, jax=broken, args=(X,))
     assert "raised by the jax program" in caught.value.__notes__[0]
-
-
-def test_parameters_and_arguments_of_other_dtypes_are_told_where_a_program_fails():
-    ours = torch.nn.Linear(3, 1)
-    port = lambda x: x
-    with pytest.raises(RuntimeError, match="dtype") as caught:
-        cross_check(torch=ours, jax=port, args=(np.ones((2, 3)),))
-    assert "are float32, an argument is float64: dtype='float64'" in caught.value.__notes__[1]
 
 
 def test_a_disagreement_stands_where_the_search_for_its_cause_fails():
@@ -266,21 +184,12 @@ def test_a_difference_at_a_kink_is_named_and_is_no_disagreement():
 def test_each_framework_keeps_its_own_subgradient(by_torch, by_jax, x):
     report = cross_check(torch=by_torch, jax=by_jax, args=(np.array(x),), order=1)
     assert report and report.conventions
-    with pytest.raises(AgreementError, match="a kink or tie"):
-        cross_check(torch=by_torch, jax=by_jax, args=(np.array(x),), order=1, conventions="raise")
 
 
 def test_a_gradient_that_is_nan_at_a_kink_on_one_side_is_a_disagreement():
     norms = {"torch": torch.linalg.vector_norm, "jax": jnp.linalg.norm}
     with pytest.raises(AgreementError, match="a singular point, where a side is not finite"):
         cross_check(**norms, args=(np.zeros(2),), order=1)
-
-
-def test_a_kink_does_not_excuse_a_fault_elsewhere():
-    x = np.array([0.0, 1.0, -2.0])
-    doubled = lambda x: 2 * jnp.abs(x) - jax.lax.stop_gradient(jnp.abs(x))
-    with pytest.raises(AgreementError):
-        cross_check(torch=torch.abs, jax=doubled, args=(x,), order=1)
 
 
 # --- precision
@@ -296,37 +205,6 @@ def test_float64_is_switched_on_for_the_check_alone(default_precision):
     assert cross_check(order=1, torch=lambda x: x * 2, jax=program, args=(X,))
     assert set(seen) == {(jnp.dtype("float64"), True)}
     assert jnp.asarray(X).dtype == jnp.float32
-
-
-def test_float64_is_switched_off_again_after_an_exception(default_precision):
-    def broken(x):
-        raise ValueError("out of luck")
-
-    with pytest.raises(ValueError, match="out of luck"):
-        cross_check(torch=torch.sin, jax=broken, args=(X,))
-    with pytest.raises(AgreementError):
-        cross_check(torch=torch.sin, jax=jnp.cos, args=(X,), order=0)
-    assert jnp.asarray(X).dtype == jnp.float32
-
-
-def test_what_was_compiled_before_is_not_used_in_the_wrong_precision(default_precision):
-    fast = jax.jit(lambda x: jnp.sin(x) / 3)
-    before = fast(X)
-    assert cross_check(order=1, torch=lambda x: torch.sin(x) / 3, jax=fast, args=(X,))
-    after = fast(X)
-    assert (before.dtype, after.dtype) == (jnp.float32, jnp.float32)
-    assert (before == after).all()
-
-
-def test_float32_inputs_are_compared_as_a_user_runs_them(default_precision):
-    report = cross_check(
-        order=1,
-        torch=lambda x, i: x + torch.zeros(3)[i],
-        jax=lambda x, i: x + jnp.zeros(3)[i],
-        args=(X.astype("float32"), np.array([0, 1, 2])),
-    )
-    assert report and {c.dtype for c in report} == {"float32"}
-    assert not jax.config.jax_enable_x64
 
 
 def test_dtype_casts_inputs_and_parameters():
@@ -347,25 +225,6 @@ def test_dtype_casts_inputs_and_parameters():
     assert module.weight.dtype == torch.float32 and ported.kernel.dtype == jnp.float32
 
 
-def test_of_single_numbers_a_factor_is_named_only_if_it_is_a_known_one():
-    f, x = lambda x: x * x, (np.array(0.7),)
-    for factor, cause in ((2.0, "constant factor"), (1.37, "no known pattern")):
-        with pytest.raises(AgreementError, match=f"Likely cause: {cause}"):
-            cross_check(torch=f, jax=lambda x, k=factor: f(x) * k, args=x, order=0)
-
-
-@pytest.mark.parametrize("n", [3, 7])
-def test_a_variance_of_a_sample_and_one_of_a_population_differ_by_a_known_factor(n):
-    said = factor_name(n / (n - 1), {"the batch size": n})
-    assert said == f"n / (n - 1) for n = {n}, the batch size: unbiased and biased"
-    assert factor_name(n, {"the batch size": n}) == "the batch size"
-
-
-def test_the_table_of_tolerances_ends_with_the_second_order():
-    with pytest.raises(GradtoolsError, match="order is 3; the table has orders 0, 1 and 2"):
-        tolerance("float64", order=3)
-
-
 def test_bfloat16_has_its_own_tolerance():
     report = cross_check(torch=torch.sin, jax=jnp.sin, args=(X,), dtype="bfloat16", order=1)
     assert report and {c.dtype for c in report} == {"bfloat16"}
@@ -384,14 +243,6 @@ def test_a_fault_in_a_tiny_leaf_is_not_hidden_by_a_large_one():
     wrong = lambda x, y: x.sum() + 1.1e-25 * (y**2).sum()
     with pytest.raises(AgreementError, match="argument 1"):
         cross_check(order=1, torch=f, jax=wrong, args=(X, X))
-
-
-def test_a_fault_in_a_tiny_entry_is_not_hidden_by_a_large_one():
-    sizes = np.array([1e20, 1.0, 1e-20])
-    wrong = np.array([1.0, 1.0, 1.1])
-    with pytest.raises(AgreementError) as caught:
-        cross_check(order=0, torch=torch.square, jax=lambda x: x**2 * wrong, args=(sizes,))
-    assert caught.value.report.first.place == (2,)
 
 
 def test_the_cross_check_touches_no_grad_and_no_random_state():
@@ -475,36 +326,9 @@ def test_the_common_layouts_need_no_mapping(kind):
     assert report.notes == [] or "paired by order" in report.notes[0]
 
 
-def test_a_mapping_made_of_whole_variables_serves():
-    module = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4)).eval()
-
-    class Normed(linen.Module):
-        @linen.compact
-        def __call__(self, x):
-            x = linen.Dense(4)(x)
-            return linen.BatchNorm(use_running_average=True)(x)
-
-    rows = ROWS.astype("float32")
-    mapping = match_parameters(module, Normed().init(jax.random.key(0), rows))
-    own = jax.tree.map(jnp.asarray, mapping.to_jax(module.state_dict()))
-    report = cross_check(
-        order=1, torch=module, jax=(Normed(), own), args=(rows,), mapping=mapping, dtype="float64"
-    )
-    assert report and len(paths(report, "parameter")) == 4
-
-
-def test_parameters_that_were_not_copied_are_named():
-    module = two_layers()
-    with pytest.raises(AgreementError) as caught:
-        cross_check(torch=module, jax=(Ported(), variables(two_layers(1))), args=(ROWS,),
-                    mapping=TABLE, dtype="float64", order=0)  # fmt: skip
-    first = caught.value.report.first
-    assert (first.quantity, first.cause) == ("parameter", "other parameters")
-
-
 @pytest.mark.slow_at("linen")
 @pytest.mark.parametrize("kind", ["linen", "nnx"])
-def test_where_parameters_differ_nothing_else_is_compared_and_the_recipe_mends_it(kind):
+def test_where_parameters_differ_nothing_else_is_compared_and_the_advice_is_right(kind):
     module = two_layers()
     if kind == "linen":
         started = Ported().init(jax.random.key(0), ROWS)
@@ -521,12 +345,8 @@ def test_where_parameters_differ_nothing_else_is_compared_and_the_recipe_mends_i
     assert {c.quantity for c in report.comparisons} == {"parameter"}
     assert report.left_out == ["values and derivatives: the models' parameters differ"]
     mapping = match_parameters(module, started)
-    copied = mapping.to_jax(module.state_dict())
-    if kind == "linen":
-        assert check((Ported(), copied), mapping=mapping)
-    else:
-        nnx.update(port, copied)
-        assert check(port, mapping=mapping)
+    copied = mapping.into(started)
+    assert check((Ported(), copied) if kind == "linen" else copied, mapping=mapping)
 
 
 def test_a_parameter_stopped_in_one_framework_is_named():
@@ -546,71 +366,6 @@ def test_a_parameter_stopped_in_one_framework_is_named():
     assert list(found) == expected and set(found.values()) == {"stopped gradient in jax"}
 
 
-def test_an_nnx_module_is_compared():
-    module = torch.nn.Linear(3, 2)
-    ported = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    ported.kernel[...] = jnp.asarray(module.weight.detach().numpy().T)
-    ported.bias[...] = jnp.asarray(module.bias.detach().numpy())
-    report = cross_check(order=1, torch=module, jax=ported, args=(ROWS.astype("float32"),))
-    assert report and "parameter kernel" in paths(report, "gradient")
-
-
-def test_a_linear_function_pairs_layers_that_are_stacked():
-    module = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh(), torch.nn.Linear(3, 3))
-    mapping = lambda p: {
-        "kernels": np.stack([p["0.weight"].T, p["2.weight"].T]),
-        "biases": np.stack([p["0.bias"], p["2.bias"]]),
-    }
-    own = mapping({name: p.detach().numpy() for name, p in module.named_parameters()})
-
-    def apply(params, state, x):
-        y = jnp.tanh(x @ params["kernels"][0] + params["biases"][0])
-        return y @ params["kernels"][1] + params["biases"][1], state
-
-    def check(apply=apply, mapping=mapping):
-        ported = apply, jax.tree.map(jnp.asarray, own), {}
-        rows = (ROWS.astype("float32"),)
-        return cross_check(torch=module, jax=ported, args=rows, mapping=mapping, order=1)
-
-    assert "parameter kernels" in paths(check(), "gradient")
-    stopped = lambda p, state, x: apply(
-        {**p, "biases": jax.lax.stop_gradient(p["biases"])}, state, x
-    )
-    with pytest.raises(AgreementError, match="stopped gradient in jax"):
-        check(stopped)
-    with pytest.raises(GradtoolsError, match=r"missing \['biases'\], unknown none"):
-        check(mapping=lambda p: {"kernels": own["kernels"]})
-    with pytest.raises(
-        GradtoolsError, match=r"kernels has shape \(2, 3, 3\) in JAX, but PyTorch's"
-    ):
-        check(mapping=lambda p: {**mapping(p), "kernels": p["0.weight"]})
-
-
-def test_make_functionald_triples_are_compared():
-    module = torch.nn.Linear(3, 3)
-    triple = gradtools.torch.make_functional(module)
-    assert cross_check(
-        order=1, torch=triple, jax=module_in_jax(module), args=(ROWS.astype("float32"),)
-    )
-
-
-def test_batch_normalisation_keeps_its_statistics():
-    module = torch.nn.BatchNorm1d(3).train()
-    mean = module.running_mean.clone()
-    norm = linen.BatchNorm(use_running_average=False, momentum=0.9)
-    report = cross_check(
-        torch=module,
-        jax=(norm, norm.init(jax.random.key(0), ROWS.astype("float32"))),
-        args=(ROWS,),
-        mapping={"weight": "scale", "bias": "bias"},
-        dtype="float64",
-        order=1,
-        raises=False,
-    )
-    assert {c.quantity for c in report.disagreements} <= {"value", "gradient"}
-    assert torch.equal(mean, module.running_mean)
-
-
 def test_a_module_against_a_function_compares_the_arguments_and_says_so():
     module = torch.nn.Linear(3, 2)
     weight, bias = (p.detach().numpy() for p in (module.weight, module.bias))
@@ -619,12 +374,6 @@ def test_a_module_against_a_function_compares_the_arguments_and_says_so():
     )
     assert report and paths(report, "gradient") == ["argument 0"]
     assert "the parameters of the torch model have no counterpart" in report.notes[0]
-
-
-def test_dropout_is_named_as_randomness():
-    module = torch.nn.Sequential(torch.nn.Dropout(0.5))
-    with pytest.raises(AgreementError, match="randomness in torch"):
-        cross_check(order=0, torch=module, jax=lambda x: x, args=(ROWS,))
 
 
 # --- what is refused
@@ -663,7 +412,7 @@ def test_programs_of_the_wrong_framework_are_told_apart():
         ({"args": X}, r"write args=\(x,\)"),
         ({"order": 3}, "expected 0, 1 or 2"),
         ({"dtype": "int8"}, "expected None or one of float64"),
-        ({"conventions": "ignore"}, "'allow' or 'raise'"),
+        ({"jax": lambda x: None, "torch": lambda x: None}, "return no array"),
         ({"argnums": 4}, "argnums holds 4"),
         ({"torch": 3}, "torch is a int; expected a function"),
         ({"jax": (1, 2)}, "jax is a tuple of 2"),
@@ -738,11 +487,3 @@ def test_any_linear_map_of_parameters_is_part_of_a_triple():
 def test_the_page_of_what_differs_is_what_is_measured():
     page = what_differs.PAGE.read_text(encoding="utf-8")
     assert page == what_differs.written(page)
-
-
-def test_what_is_no_derivative_is_not_compared_with_finite_differences():
-    causes = SimpleNamespace(
-        values_agree=True, names=["torch", "jax"], contradicts=lambda name, k: k == 0
-    )
-    assert Causes.wrong_side(causes, "gradient") == "torch"
-    assert Causes.wrong_side(causes, "value") is Causes.wrong_side(causes, "parameter") is None

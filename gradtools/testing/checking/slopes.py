@@ -1,20 +1,16 @@
-"""Slopes of a function of one number by finite differences, and detection of jumps.
+"""Slopes of a function of one number by finite differences.
 
 A check evaluates f along a line, x + t u. The slope at 0 comes from central differences at many
 steps, from a tenth of the argument's size downwards, extrapolated to step zero (Ridders, 1982). The
 estimate whose neighbours agree best is kept; their disagreement is its error. If the smallest step
 gives another slope, as for the solution of an ill-conditioned system, all steps are too large for
 f, and the slope is undecided.
-
-Small steps miss a staircase, whose slope is zero almost everywhere. But a continuous function is
-the integral of its derivative. If the two differ, and still differ on ever shorter intervals of the
-line, the function jumps. At a kink the difference shrinks with the interval.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -23,11 +19,9 @@ Line = Callable[[float], np.ndarray]
 _LARGEST_STEP = 0.1
 _COLUMNS = 6  # of the extrapolation table; more only amplify rounding
 _FINEST = 70  # the most halvings of the step, for when larger steps leave f's domain
-_GAUSS, _WEIGHTS = np.polynomial.legendre.leggauss(5)
 
 
-@dataclass(frozen=True)
-class Slope:
+class Slope(NamedTuple):
     """An estimate of f'(0).
 
     Attributes:
@@ -35,19 +29,15 @@ class Slope:
         error: A bound of its error: the disagreement of steps, and rounding; inf where no step
             gave a slope.
         at: f(0); where it is not finite there is no slope.
-        smallest: The smallest step that was taken.
     """
 
     value: np.ndarray
     error: np.ndarray
     at: np.ndarray
-    smallest: float
 
     def parts(self, like: Sequence[np.ndarray]) -> list[Slope]:
         """Splits the slope of a flat vector into slopes of arrays like these."""
-        pieces = [shaped_like(x, like) for x in (self.value, self.error, self.at)]
-        triples = zip(*pieces, strict=True)
-        return [Slope(value, error, at, self.smallest) for value, error, at in triples]
+        return [Slope(*each) for each in zip(*(shaped_like(x, like) for x in self), strict=True)]
 
 
 def shaped_like(entries: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray]:
@@ -87,7 +77,7 @@ def slope(f: Line, eps: float) -> Slope:
             previous = row
         slack = error + np.abs(row[0] - coarser) + 10 * rounding + 0.01 * np.abs(value)
         unresolved = np.abs(value - row[0]) > slack  # smaller steps give another slope
-    return Slope(value, np.where(unresolved, np.inf, error), at, t)
+    return Slope(value, np.where(unresolved, np.inf, error), at)
 
 
 def rounding_error(f: Line, at: float, eps: float) -> np.ndarray:
@@ -111,69 +101,3 @@ def one_sided(f: Line, eps: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         left2, right2 = ((f(s * t / 2) - f(0.0)) / (s * t / 2) for s in (-1, 1))
         off = np.maximum(eps * np.abs(f(0.0)), rounding_error(f, t / 3, eps))
     return 2 * left2 - left, 2 * right2 - right, 10 * off / t
-
-
-@dataclass(frozen=True)
-class Jump:
-    """A place where f jumps.
-
-    Attributes:
-        at: The position on the line.
-        size: The change of entry `entry` there.
-        entry: The index of the entry of f.
-    """
-
-    at: float
-    size: float
-    entry: int
-
-
-def find_jump(f: Line, df: Line, end: float, eps: float, flat: bool = False) -> Jump | None:
-    """A jump of f between 0 and `end`, where f is not the integral of df; None if there is none.
-
-    flat: Whether to search only entries whose derivative is zero at all sampled points. Far from 0
-        the quadrature of others is inaccurate.
-    """
-    with np.errstate(all="ignore"):
-        change = f(end) - f(0.0)
-        size = np.maximum(np.abs(f(0.0)), np.abs(f(end)))
-        suspect = np.isfinite(change)
-        if flat:
-            suspect &= (df(0.0) == 0) & (np.abs(change) > 1e3 * eps * size)
-        if not suspect.any():
-            return None
-        slopes = np.stack([df(end * (1 + g) / 2) for g in _GAUSS])
-        off = np.abs(change - end / 2 * np.tensordot(_WEIGHTS, slopes, 1))
-        travelled = np.abs(end) / 2 * np.tensordot(_WEIGHTS, np.abs(slopes), 1)
-        least = np.maximum(0.01 * np.maximum(np.abs(change), travelled), 1e3 * eps * size)
-        suspect &= np.isfinite(off) & (off > least)
-        if flat:
-            suspect &= (slopes == 0).all(0)
-        if suspect.any():
-            suspect &= off > 1e3 * rounding_error(f, end / 3, eps)
-    entries = np.flatnonzero(suspect)
-    entries = entries[np.argsort(-off[entries])][:4]
-    jumps = (_bisected(f, df, end, int(entry), eps) for entry in entries)
-    return next((jump for jump in jumps if jump is not None), None)
-
-
-def _bisected(f: Line, df: Line, end: float, entry: int, eps: float) -> Jump | None:
-    """Halves the interval in which f differs from the integral of df; None if no jump is left."""
-    at = lambda t: f(t)[entry]
-    a, b, low, high = 0.0, end, at(0.0), at(end)
-    whole = max(abs(low), abs(high), abs(high - low))
-    total = abs(high - low - (b - a) * df((a + b) / 2)[entry])
-    sizes = []
-    for _ in range(int(-np.log2(eps)) * 2 // 3):
-        middle = (a + b) / 2
-        value, rise = at(middle), df(middle)[entry]
-        left = abs(value - low - rise * (middle - a))
-        right = abs(high - value - rise * (b - middle))
-        if not np.isfinite(left + right):
-            return None
-        a, b, low, high = (a, middle, low, value) if left >= right else (middle, b, value, high)
-        sizes.append(abs(high - low))
-    size = high - low
-    steep = abs(size) < sizes[-5] / 2  # it shrinks with the interval
-    lasting = max(1e-3 * total, 1e3 * eps * whole) < abs(size) <= 10 * whole  # at a pole it grows
-    return Jump((a + b) / 2, size, entry) if lasting and not steep else None

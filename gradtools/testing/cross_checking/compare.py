@@ -10,14 +10,14 @@ directions by gradtools' operators, so that conventions (above all for complex n
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError
 from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.cross_checking.causes import explain
-from gradtools.testing.cross_checking.precision import at_precision
+from gradtools.testing.cross_checking.precision import highest_precision
 from gradtools.testing.cross_checking.quantities import crossed
 from gradtools.testing.report import Report
 
@@ -30,17 +30,13 @@ def cross_check(
     torch: Any,
     jax: Any,
     args: Sequence[Any] = (),
-    kwargs: Mapping[str, Any] | None = None,
     order: int = 2,
     argnums: int | Sequence[int] | None = None,
     mapping: Any = None,
     dtype: str | None = None,
     seed: int = 0,
     tolerance: float | None = None,
-    precision: str = "highest",
-    conventions: str = "allow",
     raises: bool = True,
-    name: str | None = None,
 ) -> Report:
     """Compares one program in PyTorch with the same program in JAX.
 
@@ -56,7 +52,8 @@ def cross_check(
     Where the results do not tell the cause, both programs are recorded as by `first_divergence`,
     and the report has the lines at which they part.
 
-    float64 is switched on in JAX if an input or parameter has 64 bits, for the check alone.
+    For the check alone, float64 is switched on in JAX if an input or parameter has 64 bits, and
+    float32 products are computed in full precision, without TF32 or bfloat16.
 
     Args:
         torch: A function of torch tensors, a ``torch.nn.Module``, or the triple
@@ -66,25 +63,17 @@ def cross_check(
         args: The positional arguments of both: pytrees (tuples, lists, dicts) of NumPy arrays of
             any shape. Floating and complex leaves are differentiated, integers and booleans are
             passed on; a Python float counts as float64; other leaves are settings.
-        kwargs: Keyword arguments of both; NumPy arrays in them become the frameworks' arrays and
-            are not differentiated.
         order: 0 compares values. 1 compares gradients too, and costs one gradient in each
             framework. 2 compares pushforwards and second derivatives too.
         argnums: Which arguments are differentiated; None for all that can be.
         mapping: The pairs of parameters, if both are models: a `ParameterMapping`, or a dictionary
-            from PyTorch's names to JAX's, the overrides of `match_parameters`, or a linear function
-            from PyTorch's parameters to a tree of JAX's (stacked layers, split matrices). None: the
-            same names and shapes, or what `match_parameters` pairs.
+            from PyTorch's names to JAX's, the overrides of `match_parameters`. None: the same names
+            and shapes, or what `match_parameters` pairs.
         dtype: "float64", "float32", "float16" or "bfloat16": what all floating inputs, parameters
             and buffers are cast to. None leaves them as they are.
         seed: The seed of the random directions.
         tolerance: A relative error for everything, in place of the table `tolerance_table()`.
-        precision: "highest" (default) computes float32 products in full precision during the
-            check, without TF32 or bfloat16. "as set" keeps the program's setting. A note of the
-            report says if that setting is lower.
-        conventions: "allow" reports differences at kinks; "raise" counts them as disagreements.
         raises: False returns a report that disagrees instead of raising.
-        name: The report's title.
 
     Returns:
         A `Report`: true if all agrees. ``print(report)`` shows the table.
@@ -104,13 +93,23 @@ def cross_check(
     Source: the usual checks within one framework (dot product, Hessian products by Pearlmutter,
     1994), applied to two frameworks.
     """
-    _validate(order, dtype, conventions, tolerance)
-    options = {"kwargs": kwargs, "argnums": argnums, "mapping": mapping, "dtype": dtype}
-    report = Report(name or f"{CALLER} of {_name(torch)} and {_name(jax)}")
-    inside = crossed(CALLER, torch, jax, args, **options, seed=seed, tolerance=tolerance)
-    with inside as check, at_precision(CALLER, precision, ("torch", "jax")) as report.notes:
+    names = tolerances.TOLERANCES
+    if order not in (0, 1, 2):
+        raise GradtoolsError(f"{CALLER}: order is {order!r}; expected 0, 1 or 2.")
+    if dtype is not None and dtype not in names:
+        known = ", ".join(names)
+        raise GradtoolsError(f"{CALLER}: dtype is {dtype!r}; expected None or one of {known}.")
+    if tolerance is not None and not 0 < tolerance < 1:
+        raise GradtoolsError(
+            f"{CALLER}: tolerance is {tolerance!r}; expected None or a relative error between 0 "
+            "and 1."
+        )
+    report = Report(f"{CALLER} of {_name(torch)} and {_name(jax)}")
+    options = {"argnums": argnums, "mapping": mapping, "dtype": dtype, "seed": seed}
+    inside = crossed(CALLER, torch, jax, args, **options, tolerance=tolerance)
+    with inside as check, highest_precision(("torch", "jax")):
         check.run(order, report)
-        explain(check, report, allow=conventions == "allow")
+        explain(check, report)
     return report.require() if raises else report
 
 
@@ -118,18 +117,3 @@ def _name(x: Any) -> str:
     if isinstance(x, tuple) and x:
         x = x[0]
     return getattr(x, "__name__", type(x).__name__)
-
-
-def _validate(order: Any, dtype: Any, conventions: Any, tolerance: Any) -> None:
-    names = tolerances.TOLERANCES
-    if order not in (0, 1, 2):
-        problem = f"order is {order!r}; expected 0, 1 or 2."
-    elif dtype is not None and dtype not in names:
-        problem = f"dtype is {dtype!r}; expected None or one of {', '.join(names)}."
-    elif conventions not in ("allow", "raise"):
-        problem = f"conventions is {conventions!r}; expected 'allow' or 'raise'."
-    elif tolerance is not None and not 0 < tolerance < 1:
-        problem = f"tolerance is {tolerance!r}; expected None or a relative error between 0 and 1."
-    else:
-        return
-    raise GradtoolsError(f"{CALLER}: {problem}")

@@ -69,24 +69,16 @@ def placed(backend: str, device: str = "auto") -> Iterator[None]:
 
 
 def described(backend: str) -> str:
-    """A framework's version, default device, other devices by name, and absent ones."""
+    """A framework's version and default device."""
     if backend == "torch":
         import torch
 
         from gradtools.torch.modes import default_device
 
-        gpus = [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())]
-        version, where, devices = torch.__version__, default_device(), {"gpu": gpus, "tpu": []}
-    else:
-        import jax
+        return f"{torch.__version__}, run on the {default_device()}"
+    import jax
 
-        (device,) = jax.numpy.zeros(()).devices()
-        devices = {kind: [d.device_kind for d in _jax_devices(kind)] for kind in ("gpu", "tpu")}
-        version, where = jax.__version__, device.platform
-    named = [f"{k}:{i} ({name})" for k, names in devices.items() for i, name in enumerate(names)]
-    absent = ", ".join(kind for kind, names in devices.items() if not names)
-    there = "".join(f", {name}" for name in named)
-    return f"{version}, run on the {where}{there}; absent: {absent or 'none'}"
+    return f"{jax.__version__}, run on the {jax.default_backend()}"
 
 
 def _jax_devices(kind: str) -> list[Any]:

@@ -1,13 +1,12 @@
 """Pairs the parameters of two models, and converts PyTorch's arrays to JAX's layout.
 
 Two models are compared in JAX's layout: all arrays that belong to PyTorch's parameters (values,
-directions, gradients) are converted by the linear maps of a `ParameterMapping`, or by a linear
-function of the user's.
+directions, gradients) are converted by the linear maps of a `ParameterMapping`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,7 +27,6 @@ class Pairing:
         paths: The names of JAX's parameters, in order; empty if nothing is paired.
         names: The names of PyTorch's parameters, in order.
         pairs: For each of JAX's parameters the pair.
-        convert: In place of these, a function of one array for each of PyTorch's parameters.
         notes: Notes for the report.
     """
 
@@ -36,8 +34,6 @@ class Pairing:
     names: list[str] = field(default_factory=list)
     pairs: list[ParameterPair] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
-    convert: Callable[[list[np.ndarray]], list[np.ndarray]] | None = None
-    likes: Sequence[np.ndarray] = ()
 
     def in_jax_layout(
         self, arrays: Sequence[np.ndarray | None], gradients: bool = False
@@ -47,11 +43,6 @@ class Pairing:
         gradients: Whether the arrays are gradients. Two parameters whose sum is one parameter in
             JAX have the same gradient; their values and directions are added.
         """
-        if self.convert is not None:
-            given = list(zip(arrays, self.likes, strict=True))
-            found = self.convert([np.zeros_like(like) if x is None else x for x, like in given])
-            there = self.convert([np.full_like(like, x is not None) for x, like in given])
-            return [x if t.any() else None for x, t in zip(found, there, strict=True)]
         known = dict(zip(self.names, arrays, strict=True))
         convert = lambda e: e.layout.to_jax(known[e.torch_name]) if gradients else e.to_jax(known)
         return [None if known[e.torch_name] is None else convert(e) for e in self.pairs]
@@ -67,13 +58,14 @@ def pair_parameters(
     Raises:
         GradtoolsError: A parameter of the JAX model has no counterpart of its shape.
     """
-    if not (first.params and second.params):
-        if mapping is not None:
-            raise GradtoolsError(
-                f"{caller}: a mapping pairs the parameters of two models; there are none in "
-                f"{' and '.join(side.name for side in (first, second) if not side.params)}."
-            )
-        notes = []
+    without = [side for side in (first, second) if not side.params]
+    if without and mapping is not None:
+        raise GradtoolsError(
+            f"{caller}: a mapping pairs the parameters of two models; there are none in "
+            f"{' and '.join(side.name for side in without)}."
+        )
+    notes: list[str] = []
+    if without:
         for side in (first, second):
             side.constant.update(side.params)
             if side.params:
@@ -81,8 +73,6 @@ def pair_parameters(
                     f"the parameters of the {side.name} model have no counterpart: constant"
                 )
         return Pairing(notes=notes)
-    if callable(mapping) and not isinstance(mapping, ParameterMapping):
-        return _by_function(caller, first, second, mapping)
     mine = {joined(tokens(path)): x for path, x in first.free_params.items()}
     theirs = {tokens(path): x for path, x in second.free_params.items()}
     mapping = _mapping(caller, mine, theirs, mapping, partial)
@@ -100,63 +90,36 @@ def pair_parameters(
                 f"{entry.torch_shape} in the mapping. Make the mapping from the same models."
             )
     used = {name for entry in entries.values() for name in (entry.torch_name, entry.added)}
-    notes = list(mapping.notes)
-    if partial:
-        for path in [*second.free_params]:
-            if joined(tokens(path)) not in entries:
-                second.constant.add(path)
-                name = joined(tokens(path))
-                notes.append(f"parameter {name} of the jax model has no counterpart: constant")
+    names = {first: dict(zip(first.free_params, mine, strict=True))}
+    names[second] = dict(zip(second.free_params, map(joined, theirs), strict=True))
+    notes += mapping.notes
+    for side, counterparts in ((second, entries if partial else known), (first, used)):
+        for path, name in names[side].items():
+            if name not in counterparts:
+                side.constant.add(path)
+                notes.append(
+                    f"parameter {name} of the {side.name} model has no counterpart: constant"
+                )
     wanted = {joined(tokens(path)): x for path, x in second.free_params.items()}
-    _check_names(caller, entries, wanted)
-    for path, name in zip(first.free_params, mine, strict=True):
-        if name not in used:
-            first.constant.add(path)
-            notes.append(f"parameter {name} of the torch model has no counterpart: constant")
-    order = [name for name in mine if name in used]
-    pairs = [entries[name] for name in wanted]
-    for pair, (name, y) in zip(pairs, wanted.items(), strict=True):
-        _check_shape(caller, name, pair.layout.to_jax(mine[pair.torch_name]).shape, y.shape)
-    return Pairing([f"parameter {name}" for name in wanted], order, pairs, notes)
-
-
-def _by_function(caller: str, first: Side, second: Side, function: Callable[[Any], Any]) -> Pairing:
-    """The pairing by a linear function from PyTorch's parameters to a tree of JAX's."""
-    theirs = {joined(tokens(path)): x for path, x in second.free_params.items()}
-
-    def convert(arrays: list[np.ndarray]) -> list[np.ndarray]:
-        tree = function(first.params_tree(arrays))
-        found: dict[str, np.ndarray] = {}
-        leaves = second.waist.flatten(tree)[0]
-        for path, x in zip(map(tokens, second.waist.leaf_paths(tree)), leaves, strict=True):
-            name = joined(path)
-            found[name if name in theirs else joined(without_collection(path))] = np.asarray(x)
-        _check_names(caller, found, theirs)
-        return [found[name] for name in theirs]
-
-    likes = [*first.free_params.values()]
-    for (name, y), x in zip(theirs.items(), convert(likes), strict=True):
-        _check_shape(caller, name, x.shape, y.shape)
-    return Pairing([f"parameter {name}" for name in theirs], convert=convert, likes=likes)
-
-
-def _check_names(caller: str, given: Mapping[str, Any], theirs: Mapping[str, Any]) -> None:
-    missing = [name for name in theirs if name not in given]
-    unknown = [name for name in given if name not in theirs]
+    missing, unknown = (
+        [n for n in wanted if n not in entries],
+        [n for n in entries if n not in wanted],
+    )
     if missing or unknown:
         raise GradtoolsError(
-            f"{caller}: the mapping does not give JAX's parameters: "
-            f"missing {missing or 'none'}, unknown {unknown or 'none'}. JAX's names are "
-            f"{[*theirs]}."
+            f"{caller}: the mapping does not give JAX's parameters: missing {missing or 'none'}, "
+            f"unknown {unknown or 'none'}. JAX's names are {[*wanted]}."
         )
-
-
-def _check_shape(caller: str, name: str, found: tuple[int, ...], expected: tuple[int, ...]) -> None:
-    if found != expected:
-        raise GradtoolsError(
-            f"{caller}: parameter {name} has shape {expected} in JAX, but PyTorch's has "
-            f"shape {found} after the mapping. Correct the mapping or the model."
-        )
+    pairs = [entries[name] for name in wanted]
+    for pair, (name, y) in zip(pairs, wanted.items(), strict=True):
+        shape = pair.layout.to_jax(mine[pair.torch_name]).shape
+        if shape != y.shape:
+            raise GradtoolsError(
+                f"{caller}: parameter {name} has shape {y.shape} in JAX, but PyTorch's has "
+                f"shape {shape} after the mapping. Correct the mapping or the model."
+            )
+    order = [name for name in mine if name in used]
+    return Pairing([f"parameter {name}" for name in wanted], order, pairs, notes)
 
 
 def _mapping(
@@ -172,8 +135,7 @@ def _mapping(
     if not isinstance(mapping, Mapping | None):
         raise GradtoolsError(
             f"{caller}: mapping is a {type(mapping).__name__}; expected None, what "
-            "match_parameters made, its overrides (a dictionary from PyTorch's names to JAX's), or "
-            "a linear function from PyTorch's parameters to JAX's."
+            "match_parameters made, or its overrides (a dictionary from PyTorch's names to JAX's)."
         )
     paths = {joined(path): path for path in theirs}
     shapes = {name: x.shape for name, x in mine.items()}

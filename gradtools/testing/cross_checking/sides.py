@@ -59,17 +59,13 @@ class Side(FlatFunction):
 
     # --- the program as a function of flat leaves
 
-    def bind(self, inputs: Inputs, kwargs: dict[str, Any]) -> None:
+    def bind(self, inputs: Inputs) -> None:
         """Sets `program`: a function of the differentiated leaves, parameters first."""
-        self.program = self.bound(inputs, kwargs, self.free_params)
+        self.program = self.bound(inputs, self.free_params)
 
-    def bound(
-        self, inputs: Inputs, kwargs: dict[str, Any], differentiated: Mapping[str, Any]
-    ) -> Callable[..., Any]:
+    def bound(self, inputs: Inputs, differentiated: Mapping[str, Any]) -> Callable[..., Any]:
         """The program as a function of these parameters and the differentiated inputs."""
         own_form = lambda x: self.array(x) if isinstance(x, np.ndarray | np.generic) else x
-        leaves, tree = self.waist.flatten(kwargs)
-        kwargs = self.waist.unflatten(tree, map(own_form, leaves))
         given, own = [*map(own_form, inputs.leaves)], [*map(self.array, self.params.values())]
         free = [path in differentiated for path in self.params]
 
@@ -78,16 +74,10 @@ class Side(FlatFunction):
             params = [next(moving) if f else x for f, x in zip(free, own, strict=True)]
             args = inputs.rebuilt(given, moving)
             if not self.is_model:
-                return self.apply(*args, **kwargs)
-            params = self.waist.unflatten(self._tree, params)
-            return self.apply(params, self._state, *args, **kwargs)[0]
+                return self.apply(*args)
+            return self.apply(self.waist.unflatten(self._tree, params), self._state, *args)[0]
 
         return program
-
-    def params_tree(self, arrays: Sequence[np.ndarray]) -> Any:
-        """The tree of the parameters with these arrays in place of the differentiated ones."""
-        full = {**self.params, **dict(zip(self.free_params, arrays, strict=True))}
-        return self.waist.unflatten(self._tree, [*full.values()])
 
     @property
     def numbers(self) -> dict[str, np.ndarray]:

@@ -26,7 +26,7 @@ from gradtools.testing.diverging.blame import Blame, Blaming
 from gradtools.testing.diverging.runs import Place, Step
 from gradtools.testing.diverging.value_matching import aligned
 from gradtools.testing.matching_parameters.parameter_names import joined
-from gradtools.testing.report import Comparison, Report, compare_arrays, mismatch
+from gradtools.testing.report import Comparison, Report, compare_arrays, largest
 
 CALLER = "first_divergence"
 
@@ -59,22 +59,18 @@ class Divergence(Report):
         """The divergence in a few lines; empty if there is none."""
         if self.kind == "agrees":
             return ""
-        lines = [f"The programs part in a {self.kind}: {self.relation}"]
         if self.kind == "not finite":
-            lines = [self.relation]
-        lines += _sides(self.torch, self.jax)
-        if self.last_torch:
-            lines += ["Before it they agree:", *_sides(self.last_torch, self.last_jax)]
+            return self.relation
+        both = {"torch": (self.torch, self.last_torch), "jax": (self.jax, self.last_jax)}
+        lines = [f"The programs part in a {self.kind}: {self.relation}"]
+        lines += [f"  {name + ':':<7}{at}" for name, (at, _) in both.items() if at]
+        lines += ["Before it they agree:"] if self.last_torch else []
+        lines += [f"  {name + ':':<7}{last}" for name, (_, last) in both.items() if last]
         return "\n".join(lines)
 
     def table(self, colour: bool = False, limit: int | None = None) -> str:
         """The explanation, then the table of the comparisons."""
         return "\n".join(filter(None, [self.explanation(), super().table(colour, limit)]))
-
-
-def _sides(torch: Place | None, jax: Place | None) -> list[str]:
-    named = [("torch", torch), ("jax", jax)]
-    return [f"  {side + ':':<7}{place}" for side, place in named if place]
 
 
 @user_facing
@@ -102,7 +98,7 @@ def first_divergence(
         args: A tuple of both programs' positional arguments: pytrees of NumPy arrays of any shape
             and dtype. Other leaves are passed on.
         mapping: How the models' parameters correspond, as in `cross_check`; None pairs them by name
-            and shape. Arrays that a program captures are paired by their numbers.
+            and shape.
         dtype: "float64" or "float32": the precision of the models' parameters and of the arguments.
             By default float64 if `torch` is a module, and unchanged otherwise.
         seed: Chooses c.
@@ -130,7 +126,49 @@ def first_divergence(
     if dtype is None and library(torch) == "torch.nn":
         dtype = "float64"
     with crossed(CALLER, torch, jax, args, mapping=mapping, dtype=dtype, seed=seed) as check:
-        return RecordedRuns(check).report()
+        return _report(check, RecordedRuns(check))
+
+
+def _report(check: CrossCheck, runs: RecordedRuns) -> Divergence:
+    result = Divergence(CALLER, comparisons=runs.comparisons, notes=runs.notes)
+    result.left_out = [x for x in check.pairing.notes if "no counterpart" in x]
+    result.notes += [x for x in check.pairing.notes if x not in result.left_out]
+    wrong = next((c for c in check.parameters() if not c.agrees), None)
+    blame: Blame | None = None
+    if wrong is not None:
+        result.kind, name = "parameter", wrong.path.removeprefix("parameter ")
+        result.comparisons.insert(0, wrong)
+        if pair := next((p for p in runs.named if p[1].leaf == name), None):
+            words = f"{name} in JAX does not hold PyTorch's numbers ({wrong.cause}). {wrong.detail}"
+            blame = Blame(*pair, None, words)
+    elif not result:
+        result.kind, blame = runs.blame()
+    if result.kind == "not finite" and result.first:
+        result.relation = (
+            f"{result.first.path} has no finite entry on either side, so nothing was compared: "
+            "gradtools.torch.why_zero(f, *args) finds the operation."
+        )
+    if blame is not None:
+        result.torch, result.jax = blame.torch.place, blame.jax.place
+        if blame.last:
+            result.last_torch, result.last_jax = (s.place for s in blame.last)
+        result.relation = blame.relation
+    for n, c in enumerate(result.comparisons):
+        if not c.agrees and c.cause is None:
+            result.comparisons[n] = c.because(result.relation)
+    steps, theirs = runs.blaming.torch.steps, runs.blaming.jax.steps
+    matched = [s for s in steps if s.group >= 0]
+    result.notes.append(
+        f"{len(matched)} of {len(steps)} values of PyTorch's run are found in JAX's run of "
+        f"{len(theirs)} values"
+    )
+    values = [s.value for s in matched if s.value.dtype.kind in "fc"]
+    if both := [n for n in (int((~np.isfinite(x)).sum()) for x in values) if n]:
+        result.notes.append(
+            f"{sum(both)} entries of {len(both)} values are NaN or infinite on both sides and "
+            "were not compared"
+        )
+    return result
 
 
 class RecordedRuns:
@@ -138,22 +176,23 @@ class RecordedRuns:
 
     Attributes:
         blaming: The runs, with their values matched.
+        named: The pairs of leaves that correspond.
         outputs: The outputs of both runs, in pairs.
         comparisons: Those of the outputs; if they agree, those of the gradients.
     """
 
     def __init__(self, check: CrossCheck) -> None:
-        self.check, self.notes = check, list[str]()
-        rng, drawn = np.random.default_rng(check.seed), dict[str, Any]()
+        self.check, self.notes, first, second = check, list[str](), *check.sides
+        rng, cotangents = np.random.default_rng(check.seed), dict[str, Any]()
 
         def draw(ends: dict[str, Step]) -> dict[str, Any]:
-            for path, x in ((path, s.value) for path, s in ends.items()):
-                c = rng.normal(size=x.shape) if x.ndim else np.ones(())
-                c = c + 1j * rng.normal(size=x.shape) if x.dtype.kind == "c" else c
-                drawn[path] = c if x.dtype.kind in "fc" else None
-            return drawn
+            for path, s in ends.items():
+                kind, shape = s.value.dtype.kind, s.value.shape
+                c = rng.normal(size=shape) if shape else np.ones(())
+                c = c + 1j * rng.normal(size=shape) if kind == "c" else c
+                cotangents[path] = c if kind in "fc" else None
+            return cotangents
 
-        first, second = check.sides
         in_torch = self._recorded("torch", first, draw)
         ours = list(in_torch.outputs.items())
         layouts: list[Any] = []
@@ -171,7 +210,7 @@ class RecordedRuns:
             for (path, x), (key, y) in zip(ours, ends.items(), strict=True):
                 y.accuracy = y.accuracy or x.accuracy
                 layouts.append(aligned(x.value, y.value, max(x.accuracy, y.accuracy, 1e-9)))
-                c = drawn[path]
+                c = cotangents[path]
                 lost = c is None or layouts[-1] is None
                 moved[key] = None if lost else layouts[-1][1](np.asarray(c))
             return moved
@@ -180,8 +219,8 @@ class RecordedRuns:
         pairs = zip((s for _, s in ours), in_jax.outputs.values(), strict=True)
         self.outputs = [(x, y) for x, y in pairs]
         mine, theirs = ({s.leaf: s for s in run.leaves} for run in (in_torch, in_jax))
-        names = [joined(tokens(path)) for path in second.free_params]
         self.named = [(mine[x], theirs[x]) for x in check.inputs.moving]
+        names = [joined(tokens(path)) for path in second.free_params]
         for name, pair in zip(names, check.pairing.pairs, strict=False):
             self.named.append((mine[pair.torch_name], theirs[name]))
         self.blaming = Blaming(in_torch, in_jax, self.named)
@@ -196,49 +235,45 @@ class RecordedRuns:
     def _recorded(self, name: str, side: Any, draw: Any) -> Any:
         """A side's run, in which all of its parameters are differentiated."""
         check, numbers = self.check, side.numbers
-        program = side.bound(check.inputs, check.kwargs, numbers)
+        program = side.bound(check.inputs, numbers)
         leaves = {joined(tokens(path)): x for path, x in numbers.items()} | check.inputs.moving
         record = getattr(import_module(f"{__package__}.{name}_run"), f"run_in_{name}")
         with check.naming(side):
             return record(side, program, [*leaves.values()], [*leaves], draw)
 
-    def report(self) -> Divergence:
-        """The report of `first_divergence`."""
-        result = Divergence(CALLER, comparisons=self.comparisons, notes=self.notes)
-        result.left_out = [x for x in self.check.pairing.notes if "no counterpart" in x]
-        result.notes += [x for x in self.check.pairing.notes if x not in result.left_out]
-        wrong = next((c for c in self.check.parameters() if not c.agrees), None)
-        if result and wrong is None:
-            self._count(result)
-            return result
-        kind, blame = self.blame()
-        if wrong is not None:
-            kind, name = "parameter", wrong.path.removeprefix("parameter ")
-            result.comparisons.insert(0, wrong)
-            pair = next((p for p in self.named if p[1].leaf == name), None)
-            words = f"{name} in JAX does not hold PyTorch's numbers ({wrong.cause}). {wrong.detail}"
-            blame = None if pair is None else Blame(*pair, None, words)
-        result.kind = kind
-        if kind == "not finite":
-            result.relation = (
-                f"{self.comparisons[self.wrong[0]].path} has no finite entry on either side, so "
-                "nothing was compared: gradtools.torch.why_zero(f, *args) finds the operation."
-            )
-        elif blame is not None:
-            result.torch, result.jax = blame.torch.place, blame.jax.place
-            if blame.last:
-                result.last_torch, result.last_jax = (s.place for s in blame.last)
-            result.relation = blame.relation
-        for n, c in enumerate(result.comparisons):
-            if not c.agrees and c.cause is None:
-                result.comparisons[n] = c.because(result.relation)
-        self._count(result)
-        return result
+    def _output(self, path: str, x: Step, y: Step, layout: Any) -> Comparison:
+        a, b = x.value, y.value
+        if layout is not None and layout[0]:
+            words = f"{path} is in a {layout[0]}: {a.shape} in PyTorch and {b.shape} in JAX"
+            self.notes.append(words)
+        moved = a if layout is None else layout[1](a)
+        limit = max(min(x.accuracy, y.accuracy), 1e-9)
+        c = compare_arrays("value", path, moved, b, tolerance=limit)
+        if a.dtype.kind in "fc" and a.size and not (np.isfinite(a).any() or np.isfinite(b).any()):
+            return c.because("no finite entry")
+        return c
+
+    def _gradients(self, mine: dict[str, Step], theirs: dict[str, Step]) -> None:
+        """Compares the gradients at arguments and parameters."""
+        check, accuracy = self.check, self.blaming.accuracy
+        filled = lambda s: np.zeros_like(s.value) if s.cotangent is None else s.cotangent
+        leaves = [s for s in self.blaming.torch.steps if s.leaf and s.cotangent is not None]
+        size = max((largest(s.cotangent) for s in leaves), default=0.0)
+        self.noise = 1e-3 * max((s.accuracy for s in leaves), default=0.0) * size
+        moving = [*check.inputs.moving]
+        ours, others = (
+            [filled(known[n]) for n in (*(joined(tokens(p)) for p in side.free_params), *moving)]
+            for side, known in zip(check.sides, (mine, theirs), strict=True)
+        )
+        firsts = check.in_jax_layout(ours, gradients=True)
+        for path, g, h in zip(check.paths, firsts, others, strict=True):
+            limit = max(1e-6, 10 * accuracy)
+            c = compare_arrays("gradient", path, g, h, 1, tolerance=limit, noise=self.noise)
+            self.comparisons.append(c)
 
     def blame(self) -> tuple[str, Blame | None]:
         """The kind of divergence, and the operations at which the programs part."""
-        differs = [k for k in self.wrong if self.comparisons[k].cause != "no finite entry"]
-        if differs:
+        if differs := [k for k in self.wrong if self.comparisons[k].cause != "no finite entry"]:
             return "value", self.blaming.of_values([self.outputs[k] for k in differs])
         if self.wrong:
             return "not finite", None
@@ -254,72 +289,3 @@ class RecordedRuns:
         uses = [next((c for c in s.children if not c.inside), s) for s in pair]
         words = f"the gradient of {pair[0].leaf} differs where it is first used"
         return "gradient", Blame(uses[0], uses[1], pair, words)
-
-    def _output(self, path: str, x: Step, y: Step, layout: Any) -> Comparison:
-        a, b = x.value, y.value
-        if layout is None and a.shape != b.shape:
-            return mismatch("value", path, 0, (f"shape {a.shape}", f"shape {b.shape}"))
-        limit = max(min(x.accuracy, y.accuracy), 1e-9)
-        moved = a if layout is None else layout[1](a)
-        if layout is not None and layout[0]:
-            words = f"{path} is in a {layout[0]}: {a.shape} in PyTorch and {b.shape} in JAX"
-            self.notes.append(words)
-        c = compare_arrays("value", path, moved, b, tolerance=limit)
-        if a.dtype.kind in "fc" and a.size and not (np.isfinite(a).any() or np.isfinite(b).any()):
-            return c.because("no finite entry")
-        return c
-
-    def _gradients(self, mine: dict[str, Step], theirs: dict[str, Step]) -> None:
-        """Compares the gradients at arguments, parameters and captured arrays."""
-        check, blaming = self.check, self.blaming
-        finite = lambda g: np.abs(g[np.isfinite(g)]).max(initial=0.0)
-        leaves = [s for s in blaming.torch.steps if s.leaf and s.cotangent is not None]
-        largest = max((finite(s.cotangent) for s in leaves), default=0.0)
-        self.noise = 1e-3 * max((s.accuracy for s in leaves), default=0.0) * float(largest)
-        limit = max(1e-6, 10 * blaming.accuracy)
-
-        def compare(name: str, g: Any, h: Any) -> None:
-            c = compare_arrays("gradient", name, g, h, 1, tolerance=limit, noise=self.noise)
-            self.comparisons.append(c)
-
-        filled = lambda s: np.zeros_like(s.value) if s.cotangent is None else s.cotangent
-        moving = [*check.inputs.moving]
-        pulled = [
-            [known[name] for name in [*(joined(tokens(p)) for p in side.free_params), *moving]]
-            for side, known in zip(check.sides, (mine, theirs), strict=True)
-        ]
-        firsts = check.in_jax_layout([filled(s) for s in pulled[0]], gradients=True)
-        for path, g, s in zip(check.paths, firsts, pulled[1], strict=True):
-            compare(path, g, filled(s))
-        paired = {id(s) for side in pulled for s in side}
-        rest: dict[int, tuple[list[Step], list[Step]]] = {}  # captured arrays, by their numbers
-        for k, run in enumerate(blaming.runs):
-            for s in run.steps:
-                is_captured = s.leaf not in ("", "literal") and id(s) not in paired
-                if is_captured and s.value.dtype.kind in "fc":
-                    rest.setdefault(s.group, ([], []))[k].append(s)
-        for captured in (rest[n] for n in rest if n >= 0 and all(rest[n])):
-            if all(s.cotangent is None for s in captured[0]):
-                continue  # PyTorch does not differentiate it
-            like, sums = captured[0][0], [np.zeros(()), np.zeros(())]
-            for k, s in ((k, s) for k, side in enumerate(captured) for s in side):  # read twice
-                layout = aligned(s.value, like.value, max(s.accuracy, 1e-9))
-                if s.cotangent is not None and layout is not None:
-                    sums[k] = sums[k] + layout[1](s.cotangent)
-            compare(like.leaf, *(x + np.zeros_like(like.value) for x in sums))
-
-    def _count(self, result: Divergence) -> None:
-        """Notes how much was compared, and how much could not be."""
-        steps, theirs = self.blaming.torch.steps, self.blaming.jax.steps
-        matched = [s for s in steps if s.group >= 0]
-        result.notes.append(
-            f"{len(matched)} of {len(steps)} values of PyTorch's run are found in JAX's run of "
-            f"{len(theirs)} values"
-        )
-        values = [s.value for s in matched if s.value.dtype.kind in "fc"]
-        both = [n for n in (int((~np.isfinite(x)).sum()) for x in values) if n]
-        if both:
-            result.notes.append(
-                f"{sum(both)} entries of {len(both)} values are NaN or infinite on both sides and "
-                "were not compared"
-            )

@@ -19,7 +19,7 @@ from gradtools.code_origin import USER, Source, kind_of
 from gradtools.jax import jaxprs
 from gradtools.jax._upstream import Literal, constants_of, scopes_of, stack_of
 from gradtools.testing.cross_checking.sides import Side
-from gradtools.testing.diverging.runs import HALF, LIMIT, Draw, Run, Step
+from gradtools.testing.diverging.runs import HALF, LIMIT, Draw, Place, Run, Step
 
 _COMPILED = 400  # equations of loops; more compile for longer than they run one by one
 _FAST_COMPILATION = {
@@ -58,7 +58,7 @@ def run_in_jax(side: Side, program: Any, leaves: Sequence[Any], names: Any, draw
     else:
         run = jax.jit(record, compiler_options=_FAST_COMPILATION)
         outs = jax.jit(flat, compiler_options=_FAST_COMPILATION)(*arrays)
-    ends = [Step("output", (), _array(y), accuracy=_widened(y)) for y in outs]
+    ends = [Step(Place("output"), _array(y), accuracy=_widened(y)) for y in outs]
     drawn = draw(dict(zip(paths, ends, strict=True)))
     values, pulled = run(arrays, constants, [drawn[path] for path in paths])
     recorder = recorders[0]
@@ -79,15 +79,17 @@ class _Equations:
         self.iteration: tuple[int, ...] = ()
         self.layer = ""
 
-    def add(self, op: str, lines: Any, value: Any, parents: Sequence[Step], **about: Any) -> Step:
+    def add(
+        self, op: str, lines: Any, value: Any, parents: Sequence[Step], inside: bool = False
+    ) -> Step:
         known = [p for p in parents if p.number >= 0]
-        step = Step(op, lines, value, known, len(self.steps), **about)
-        step.iteration, step.layer = self.iteration, "" if step.leaf else self.layer
-        self.steps.append(step)
-        return step
+        place = Place(op, lines, self.layer, self.iteration)
+        self.steps.append(Step(place, value, known, len(self.steps), inside=inside))
+        return self.steps[-1]
 
     def leaf(self, value: Any, name: str) -> Step:
-        return self.add("input", (), value, [], leaf=name)
+        self.steps.append(Step(Place(name), value, [], len(self.steps), leaf=name))
+        return self.steps[-1]
 
     def run(
         self, jaxpr: Any, consts: Any, entries: Any, outer: tuple[Source, ...], taped: bool = True
@@ -100,7 +102,7 @@ class _Equations:
             if not isinstance(v, Literal):
                 return env[v]
             aval: Any = v.aval
-            return Step("literal", outer, jnp.asarray(v.val, aval.dtype))
+            return Step(Place("literal", outer), jnp.asarray(v.val, aval.dtype))
 
         for eqn in jaxpr.eqns:
             frames = [f for f in stack_of(eqn) if kind_of(f.file_name) == USER]

@@ -36,6 +36,11 @@ class Place:
         """The user's innermost line; None if the operation is a library's own."""
         return self.lines[0] if self.lines else None
 
+    @property
+    def site(self) -> Any:
+        """Equal for operations of one line, or of one layer if no line is the user's."""
+        return (self.lines[0].file, self.lines[0].line) if self.lines else self.layer
+
     def __str__(self) -> str:
         text = self.operation + (f" in {self.layer}" if self.layer else "")
         if self.iteration:
@@ -51,23 +56,18 @@ class Step:
     """A recorded value.
 
     Attributes:
-        op: The operation that returned the value.
-        lines: The user's call chain at the operation, innermost first.
+        place: The operation that returned the value.
         value: The value in NumPy; floating types of 16 bits are widened.
-        parents: The steps of the operation's operands.
+        parents: The steps of the operation's operands, and `children` the steps that use the value.
         number: The position in the run; -1 for a literal.
         accuracy: The relative error that rounding may cause at the coarsest dtype so far.
         cotangent: The gradient of Re<c, outputs> at the value; None if there is none.
         inside: Whether the value is a part of a fused operation, which has no cotangent.
         leaf: The name of an argument or parameter, or "captured".
-        layer: The path of the module that is running.
-        iteration: The iterations of the enclosing loops, outermost first.
-        children: The steps that use the value.
         group: The number of the class of equal values, on both sides; -1 if there is none.
     """
 
-    op: str
-    lines: tuple[Source, ...]
+    place: Place
     value: Any
     parents: list[Step] = field(default_factory=list)
     number: int = -1
@@ -75,20 +75,18 @@ class Step:
     cotangent: Any = None
     inside: bool = False
     leaf: str = ""
-    layer: str = ""
-    iteration: tuple[int, ...] = ()
     children: list[Step] = field(default_factory=list)
     group: int = -1
 
     @property
-    def place(self) -> Place:
-        """The operation, for the report."""
-        return Place(self.leaf or self.op, self.lines, self.layer, self.iteration)
+    def op(self) -> str:
+        """The name of the operation."""
+        return self.place.operation
 
     @property
     def site(self) -> Any:
-        """Equal for steps of the same line, or of the same layer if no line is the user's."""
-        return (self.lines[0].file, self.lines[0].line) if self.lines else self.layer
+        """The site of the operation."""
+        return self.place.site
 
 
 @dataclass

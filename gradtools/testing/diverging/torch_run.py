@@ -17,7 +17,7 @@ import torch
 
 from gradtools.code_origin import Source, lines_above, users_lines
 from gradtools.testing.cross_checking.sides import Side, library
-from gradtools.testing.diverging.runs import HALF, Draw, Run, Step
+from gradtools.testing.diverging.runs import HALF, Draw, Place, Run, Step
 from gradtools.torch._upstream import (
     Watching,
     decompositions,
@@ -63,15 +63,12 @@ def run_in_torch(side: Side, program: Any, leaves: Sequence[Any], names: Any, dr
         if c is not None and outs[path].requires_grad
     ]
     if seeds:
-        known = {id(x) for x in given}
-        captured = [(s, x) for s, x in recorder.captured if x.requires_grad and id(x) not in known]
-        targets = [*zip(own, given, strict=True), *captured]
         handles = recorder.hooks()
         ys, cts = zip(*seeds, strict=True)
-        cotangents = torch.autograd.grad(ys, [x for _, x in targets], cts, allow_unused=True)
+        cotangents = torch.autograd.grad(ys, given, cts, allow_unused=True)
         for handle in handles:
             handle.remove()
-        for (step, _), g in zip(targets, cotangents, strict=True):
+        for step, g in zip(own, cotangents, strict=True):
             step.cotangent = None if g is None else _array(g)[0]
     return Run(recorder.steps, own, ends)
 
@@ -82,7 +79,6 @@ class _Operations(Watching):
     def __init__(self) -> None:
         super().__init__()
         self.steps: list[Step] = []
-        self.captured: list[tuple[Step, torch.Tensor]] = []
         self.nodes: dict[int, tuple[Any, list[tuple[int, Step]]]] = {}
         self.held: list[Any] = []  # no id or address may be used again
         self.by_id: dict[int, Step] = {}
@@ -95,12 +91,14 @@ class _Operations(Watching):
         found = [(getattr(_ATEN, n.split(".")[0], None), n.split(".")[1]) for n in overloads]
         self.fused = {getattr(op, overload) for op, overload in found if hasattr(op, overload)}
 
-    def add(self, op: str, x: torch.Tensor, parents: list[Step], **about: Any) -> Step:
+    def add(self, op: str, x: torch.Tensor, parents: list[Step], leaf: str = "") -> Step:
         value, accuracy = _array(x)
-        lines = () if about.get("leaf") else self.outer or users_lines(lines_above(1, run_in_torch))
-        step = Step(op, lines, value, parents, len(self.steps), accuracy, **about)
+        place = Place(leaf)
+        if not leaf:
+            lines = self.outer or users_lines(lines_above(1, run_in_torch))
+            place = Place(op, lines, self.path[-1] if self.path else "")
+        step = Step(place, value, parents, len(self.steps), accuracy, leaf=leaf)
         step.inside = self.outer is not None
-        step.layer = "" if step.leaf or not self.path else self.path[-1]
         self.steps.append(step)
         self.held.append(x)
         self.by_id[id(x)] = step
@@ -113,11 +111,8 @@ class _Operations(Watching):
         step = self.by_id.get(id(x)) or self.by_view.get(_view(x))
         if step is None:
             before = self.in_memory.get(_memory(x))
-            if before:
-                step = self.add("view", x, [before[-1][1]])
-            else:
-                step = self.add("input", x, [], leaf="captured")
-                self.captured.append((step, x))
+            leaf = "" if before else "captured"
+            step = self.add("view", x, [before[-1][1]] if before else [], leaf=leaf)
         if self.outer is None and (node := x.grad_fn) is not None:
             self.nodes.setdefault(id(node), (node, []))[1].append((x.output_nr, step))
         return step

@@ -35,7 +35,7 @@ def strength(x: np.ndarray) -> int:
 
 def aligned(a: np.ndarray, b: np.ndarray, accuracy: float) -> tuple[str, Move] | None:
     """The layout of a in which it equals b: its name, and the move; None if there is none."""
-    every = ((name, move) for name, _, move in layouts(a, b.shape) if close(move(a), b, accuracy))
+    every = ((how.name, move) for how, move in layouts(a, b.shape) if close(move(a), b, accuracy))
     return next(every, None)
 
 
@@ -65,14 +65,6 @@ def match(torch: Run, jax: Run, named: Sequence[tuple[Step, Step]]) -> dict[tupl
     Returns:
         For the numbers of an equal pair its layout: a name and a `Move`.
     """
-    pairs: dict[tuple[int, int], Any] = {}
-    above: dict[tuple[str, int], tuple[str, int]] = {}
-
-    def root(x: tuple[str, int]) -> tuple[str, int]:
-        while above.setdefault(x, x) != x:
-            x = above[x]
-        return x
-
     prints = np.array([_fingerprint(s.value) for s in jax.steps]).reshape(-1, 5)
     strengths = np.array([strength(s.value) for s in jax.steps])
     accuracies = np.array([s.accuracy for s in jax.steps])
@@ -83,18 +75,22 @@ def match(torch: Run, jax: Run, named: Sequence[tuple[Step, Step]]) -> dict[tupl
             allowed = 10 * np.maximum(np.minimum(accuracies, a.accuracy), 1e-9)[:, None]
             near = (np.abs(prints - fingerprint) <= allowed * np.abs(fingerprint) + 1e-300).all(1)
             candidates += [(a, jax.steps[k]) for k in np.flatnonzero(near & (strengths == own))]
+    pairs: dict[tuple[int, int], Any] = {}
+    classes: dict[int, list[Step]] = {}  # by the identity of a step
     for a, b in candidates:
         is_number = [s.value.dtype.kind in "fc" for s in (a, b)]
         if is_number[0] != is_number[1] or (a.number, b.number) in pairs:
             continue
         if layout := aligned(a.value, b.value, accuracy_of(a, b)):
             pairs[a.number, b.number] = layout
-            above[root(("torch", a.number))] = root(("jax", b.number))
-    numbers: dict[tuple[str, int], int] = {}
-    for name, run in (("torch", torch), ("jax", jax)):
-        for step in run.steps:
-            if (name, step.number) in above:
-                step.group = numbers.setdefault(root((name, step.number)), len(numbers))
+            first, second = (classes.setdefault(id(s), [s]) for s in (a, b))
+            if first is not second:
+                first += second
+                classes.update((id(s), first) for s in second)
+    numbers: dict[int, int] = {}
+    for step in (*torch.steps, *jax.steps):
+        if id(step) in classes:
+            step.group = numbers.setdefault(id(classes[id(step)]), len(numbers))
     return pairs
 
 

@@ -1,6 +1,6 @@
 """`ParameterMapping`: pairs of parameters of a torch.nn model and its JAX port, and conversions.
 
-Each pair is a linear map with an exact inverse, so gradients and directions are converted as well.
+Each pair is a linear map, so gradients and directions are converted as well.
 """
 
 from __future__ import annotations
@@ -17,7 +17,6 @@ from gradtools.testing.matching_parameters.parameter_names import (
     Path,
     joined,
     path_of,
-    read_jax,
     read_torch,
     walk,
     without_collection,
@@ -51,14 +50,6 @@ class Layout:
         x = np.flip(x, self.reversed_axes) if self.reversed_axes else x
         return np.ascontiguousarray(x if self.shape is None else x.reshape(self.shape))
 
-    def to_torch(self, y: np.ndarray, shape: Shape) -> np.ndarray:
-        """JAX's array in PyTorch's layout; `shape` is the shape of PyTorch's rows."""
-        permuted = shape if self.axes is None else tuple(shape[a] for a in self.axes)
-        y = y.reshape(permuted)
-        y = np.flip(y, self.reversed_axes) if self.reversed_axes else y
-        y = y if self.axes is None else y.transpose(np.argsort(self.axes))
-        return np.ascontiguousarray(y)
-
 
 @dataclass(frozen=True)
 class ParameterPair:
@@ -91,18 +82,16 @@ class ParameterPair:
 
 @dataclass(frozen=True)
 class ParameterMapping:
-    """The pairs of two models' parameters, with conversions in both directions.
+    """The pairs of two models' parameters, and the conversion of PyTorch's arrays to JAX's.
 
     Attributes:
         entries: The pairs.
-        modules: A map from names of PyTorch's modules to JAX's, each joined by ".".
         left_out: Parameters and buffers without a counterpart, with reasons.
         notes: Pairs that were made by order rather than by name.
         source: The PyTorch arrays that the mapping was made from.
     """
 
     entries: tuple[ParameterPair, ...]
-    modules: dict[str, str] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
     source: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
@@ -123,8 +112,14 @@ class ParameterMapping:
             GradtoolsError: A name or a shape is not that of this mapping.
         """
         arrays = read_torch(torch_params)
-        known = {e.torch_name for e in self.entries} | {e.added for e in self.entries}
-        self._check_names("to_jax", arrays, known - {""})
+        known = {name for e in self.entries for name in (e.torch_name, e.added)}
+        known |= {reason.split(" ")[0] for reason in self.left_out}
+        if unknown := [name for name in arrays if name not in known]:
+            raise GradtoolsError(
+                f"to_jax: the mapping does not know {', '.join(unknown[:8])}; its names begin "
+                f"with {', '.join(sorted(known - {''})[:4])}. Make the mapping from the same "
+                "models."
+            )
         flat: dict[Path, np.ndarray] = {}
         for e in self.entries:
             if e.torch_name in arrays:
@@ -135,37 +130,6 @@ class ParameterMapping:
                     )
                 flat[e.jax_path] = e.to_jax(arrays)
         return nested(flat)
-
-    def to_torch(self, jax_params: Any) -> dict[str, np.ndarray]:
-        """JAX's arrays in PyTorch's names and layout; the inverse of `to_jax`.
-
-        Args:
-            jax_params: Nested dictionaries of arrays, or an `nnx.State`; paths of this mapping
-                that it lacks are absent from the result.
-
-        Returns:
-            A dictionary from PyTorch's names to NumPy arrays.
-
-        Raises:
-            GradtoolsError: A path is not one of this mapping.
-        """
-        arrays = read_jax(jax_params)
-        names = {joined(path): x for path, x in arrays.items()}
-        self._check_names("to_torch", names, {joined(e.jax_path) for e in self.entries})
-        result: dict[str, np.ndarray] = {}
-        for e in self.entries:
-            y = names.get(joined(e.jax_path))
-            if y is None:
-                continue
-            if e.added:
-                result.setdefault(e.added, np.zeros(e.torch_shape, y.dtype))
-            if e.layout.rows is None:
-                result[e.torch_name] = e.layout.to_torch(y, e.torch_shape)
-                continue
-            low, high = e.layout.rows
-            whole = result.setdefault(e.torch_name, np.zeros(e.torch_shape, y.dtype))
-            whole[low:high] = e.layout.to_torch(y, (high - low, *e.torch_shape[1:]))
-        return result
 
     def into(self, module: Any, torch_params: Any = None) -> Any:
         """A JAX model with PyTorch's numbers in place of its own.
@@ -200,15 +164,6 @@ class ParameterMapping:
             return leaf if x is None else jax.numpy.asarray(x, leaf.dtype)
 
         return jax.tree_util.tree_map_with_path(replaced, module)
-
-    def _check_names(self, caller: str, given: Mapping[str, Any], known: set[str]) -> None:
-        out = {reason.split(" ")[0] for reason in self.left_out}
-        unknown = [name for name in given if name not in known and name not in out]
-        if unknown:
-            raise GradtoolsError(
-                f"{caller}: the mapping does not know {', '.join(unknown[:8])}; its names begin "
-                f"with {', '.join(sorted(known)[:4])}. Make the mapping from the same models."
-            )
 
     def __str__(self) -> str:
         lines = [str(e) for e in self.entries]

@@ -16,8 +16,7 @@ The libraries store the same numbers under other names and with another order of
                            bias_ih + bias_hh              one bias
     weight normalization   norm (out, 1), direction       scale (out), kernel
 
-`match_parameters` pairs by name and shape and lists what it cannot pair. Each entry is a linear map
-with an exact inverse, so gradients and directions are converted as well.
+`match_parameters` pairs by name and shape and lists what it cannot pair.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def match_parameters(
         partial: True returns what could be paired and lists the rest in `left_out`.
 
     Returns:
-        A `ParameterMapping`, with `to_jax` and `to_torch`, each other's exact inverses.
+        A `ParameterMapping`, with `to_jax` and `into`.
 
     Raises:
         GradtoolsError: A parameter has no counterpart, or a name in overrides is unknown.
@@ -134,17 +133,9 @@ class _Matching:
         names: tuple[str, str],
     ) -> None:
         self.caller, self.argument = names
-        self.torch, self.jax, self.transposed, self.source = (
-            dict(torch),
-            dict(jax),
-            transposed,
-            torch,
-        )
+        self.torch, self.jax, self.transposed, self.source = {**torch}, {**jax}, transposed, torch
         self.order, self.renamed = list(torch), dict[str, str]()
-        self.entries: list[ParameterPair] = []
-        self.modules: dict[str, str] = {}
-        self.left_out: list[str] = []
-        self.notes: list[str] = []
+        self.entries, self.left_out, self.notes = list[ParameterPair](), list[str](), list[str]()
         for name, target in overrides.items():
             self._override(name, target)
 
@@ -165,7 +156,7 @@ class _Matching:
         self._rest(partial)
         self.entries.sort(key=lambda e: self.order.index(e.torch_name))
         rest = tuple(self.left_out), tuple(self.notes), self.source
-        return ParameterMapping(tuple(self.entries), self.modules, *rest)
+        return ParameterMapping(tuple(self.entries), *rest)
 
     def _group(self) -> None:
         """Groups the unpaired arrays by module."""
@@ -265,7 +256,6 @@ class _Matching:
     def _pair(self, module: str, jax_module: Path) -> None:
         for leaf, path, layout in self._paired_leaves(module, jax_module):
             self._add(self.torch_modules[module][leaf], path, layout)
-        self.modules[module] = joined(jax_module)
 
     def _paired_leaves(self, module: str, jax_module: Path) -> list[tuple[str, Path, Layout]]:
         """The unpaired arrays of two modules that fit, with their layout."""
@@ -308,7 +298,6 @@ class _Matching:
                     self._add(f"{module}.{ours}", (*owner, part, theirs), layout, keep=k < 2)
             self._group()
             self._pair(f"{module}.out_proj", without_collection((*owner, "out")))
-            self.modules[module] = joined(owner)
 
     # --- recurrent layers and weight normalization
 
@@ -334,7 +323,6 @@ class _Matching:
                 for name in names | {e.added for e in entries} - {""}:
                     del self.torch[name]
                 self.entries += entries
-                self.modules.setdefault(module, joined(without_collection(path)))
                 if not by_name:
                     self.notes.append(f"paired by order: {prefix}*{end} with {joined(path)}")
 

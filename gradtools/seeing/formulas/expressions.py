@@ -169,12 +169,9 @@ def order(roots: Iterable[Expr]) -> list[Expr]:
 def number(value: Any) -> Expr:
     """A scalar constant."""
     value = value.item() if hasattr(value, "item") else value
-    return expr("number", (), (), kind_of_number(value), value=tidy(value))
-
-
-def kind_of_number(value: Any) -> str:
-    """Complex for a complex number, else real."""
-    return COMPLEX if isinstance(value, complex) else REAL
+    return expr(
+        "number", (), (), COMPLEX if isinstance(value, complex) else REAL, value=tidy(value)
+    )
 
 
 def lifted(x: Any) -> Expr:
@@ -193,7 +190,9 @@ def full(value: Any, shape: Sequence[int]) -> Expr:
     if not shape:
         return number(value)
     c = number(value)["value"]
-    return expr("einsum", (), shape, kind_of_number(c), labels=(), coefficient=c)
+    return expr(
+        "einsum", (), shape, COMPLEX if isinstance(c, complex) else REAL, labels=(), coefficient=c
+    )
 
 
 def array(value: Any) -> Expr:

@@ -64,8 +64,7 @@ class Statements:
         """Chooses what gets a name; cotangents: of the values of the program."""
         primals: dict[Expr, Expr] = {}  # of each cotangent, the most telling value first
         for v, c in cotangents.items():
-            copies = is_wrapper(v) and v["coefficient"] == 1 and not contracts(v.args[0])
-            if not (_is_plain(v) or v.shape != c.shape or copies):
+            if not _is_plain(v) and v.shape == c.shape:
                 primals.setdefault(c, v)
         roots = [(x, w) for s in self.sections for x, w in s.roots]
         self._taken |= {w.text for _, w in roots}
@@ -86,7 +85,7 @@ class Statements:
             weights[x] = (1 if x.op == "add" else own) + sum(
                 weights.get(a, 0) for a in _operands(x)
             )
-            repeated = self._uses[x] > 1 and weights[x] >= 2 and not _divides(x)
+            repeated = self._uses[x] > 1 and weights[x] >= 2
             if repeated and x not in names and not _is_plain(x):
                 wanted.append(x)
             if x in names or x in wanted[-1:]:
@@ -211,15 +210,7 @@ def _uses(values: Sequence[Expr], roots: Sequence[Expr]) -> Counter[Expr]:
             count[_unwrapped(a)] += 1
             if _unwrapped(a) is not a:
                 count[a] += 1
-    for x in values:
-        if _divides(x):  # x is written as a denominator, hence each use of x is one of its base
-            count[_unwrapped(x.args[0])] += count[x] - 1
     return count
-
-
-def _divides(x: Expr) -> bool:
-    """Whether it is a negative power, written as a denominator."""
-    return x.op == "power" and not isinstance(x["exponent"], complex) and x["exponent"] < 0
 
 
 def _unwrapped(x: Expr) -> Expr:

@@ -287,31 +287,6 @@ def test_labels_are_read_as_one_hot_factors(pick):
     assert lines(loss, real(3, 4), np.array([0, 3, 1])) == ["z̄ = L̄ (softmaxⱼ(z) - onehot(y)) / 3"]
 
 
-def test_a_remainder_is_written_with_both_operands():
-    found = gt.formula(lambda x, i: x[(i + 1) // 2 % 3] * (x[:2] % 0.7), real(3), jnp.array([4, 5]))
-    assert "z₁ = remainder(floor_divide(i + 1, 2), 3)" in found.lines(0)
-    assert "z₃ = remainder(x[:2], 0.7)" in found.lines(0)
-    assert lines(lambda x: jnp.quantile(x, 0.3), real(3), section=0) == ["L = quantile(x, 0.3)"]
-
-
-@pytest.mark.parametrize(
-    ("word", "f", "args"),
-    [
-        ("softmax", nn.softmax, (real(2, 3),)),
-        ("standardize", lambda x: nn.standardize(x), (real(2, 3),)),
-        ("logsumexp", jax.scipy.special.logsumexp, (real(3),)),
-        ("softplus", nn.softplus, (real(3),)),
-        ("sigmoid", nn.sigmoid, (real(3),)),
-        ("det", linalg.det, (regular(3),)),
-        ("relu", nn.relu, (real(3),)),
-        ("‖", linalg.norm, (real(3),)),
-        ("var", jnp.var, (real(3),)),
-    ],
-)
-def test_a_function_is_called_by_its_name(word, f, args):
-    assert word in str(derive(recorded(f, *args))).partition("its adjoint")[0]
-
-
 def test_inputs_and_captured_arrays_have_their_names():
     weights = jnp.ones((2, 3))
     found = recorded(lambda x: weights @ x["a"], {"a": jnp.ones(3)})
@@ -359,29 +334,12 @@ def _sinh_forward(x):
 sinh.defvjp(_sinh_forward, lambda kept, ct: ((kept[0] + kept[1]) / 2 * ct,))
 
 
-@gt.custom_rule
-def exponential(x):
-    return jnp.exp(x)
-
-
-exponential.defvjp(lambda x: (exponential(x),) * 2, lambda y, ct: (ct * y,))
-
-
 @jax.custom_vjp
 def tripled(x):
     return x**2
 
 
 tripled.defvjp(lambda x: (tripled(x), x), lambda x, ct: (3 * x * ct,))
-
-
-@jax.custom_vjp
-def forgetful(x):
-    """Its fwd does not call it: JAX has forgotten the rule in the second derivative."""
-    return x**2
-
-
-forgetful.defvjp(lambda x: (x**2, x), lambda x, ct: (3 * x * ct,))
 
 
 @jax.custom_jvp
@@ -392,31 +350,23 @@ def halved(x):
 halved.defjvp(lambda xs, dxs: (halved(*xs), xs[0] * dxs[0] / 2))
 RULES = {
     "a custom_rule": lambda x: sinh(x) * x,
-    "a rule that uses itself": exponential,
     "jax.custom_vjp": lambda x: tripled(x) * x,
-    "jax.custom_vjp that forgets": lambda x: forgetful(forgetful(x)) * x,
     "jax.custom_jvp": lambda x: halved(x) * x,
     "a rule in a loop": lambda x: lax.scan(lambda c, _: (halved(c), c), x, length=2),
     "a complex rule": lambda x: jnp.abs(tripled(x * (1 + 2j))) ** 2,
     "reverse_gradient": lambda x: gt.reverse_gradient(x, 0.5) ** 2,
-    "scale_gradient by an array": lambda x: gt.scale_gradient(x, jnp.arange(3.0)) ** 2,
     "straight_through": lambda x: gt.straight_through(jnp.round, jnp.tanh)(x) ** 2,
-    "clip_gradient": lambda x: gt.clip_gradient(x, max_value=0.3) ** 2,
     "replace_gradient": lambda x: gt.replace_gradient(x**2, jnp.arange(3.0)) * x,
-    "transform_gradient": lambda x: gt.transform_gradient(x**2, lambda ct: ct * 3),
     "frozen": lambda x: gt.frozen(jnp.tanh)(x) ** 2,
     "chunked": lambda x: gt.chunked(jnp.tanh, 2)(x) ** 2,
 }
 
 
-@pytest.mark.quick_at(
-    "jax.custom_vjp", "reverse_gradient", "scale_gradient by an array", "clip_gradient"
-)
+@pytest.mark.quick_at("jax.custom_vjp", "reverse_gradient", "replace_gradient")
 @pytest.mark.parametrize("name", RULES)
 def test_a_rule_is_what_its_author_says(name):
     # JAX itself loses a custom_jvp's rule in a loop that it has differentiated.
-    # So it does with a custom_vjp whose fwd does not call it.
-    once = ("clip_gradient", "chunked", "a rule in a loop", "jax.custom_vjp that forgets")
+    once = ("chunked", "a rule in a loop")
     order = 1 if name in once else 2
     assert str(checked(RULES[name], np.array([0.7, -1.3, 2.1]), order=order))
 
@@ -444,10 +394,6 @@ def test_what_has_no_word_is_marked_and_right():
 def test_writing_beyond_the_end_is_marked_for_it_is_dropped():
     formula = checked(lambda x: x.at[jnp.asarray([0, 9])].set(5.0), real(3))
     assert formula.marked == ("scatter",)
-
-
-def test_reading_beyond_the_end_gives_what_jax_fills_in():
-    checked(lambda x: jnp.take(x, jnp.asarray([0, 9]), fill_value=2.0), real(3))
 
 
 def test_a_function_of_the_user_with_a_familiar_name_is_read_as_it_is():

@@ -87,17 +87,12 @@ def _standard(x, axes, eps):
 
 
 PLACES = {
-    **{n: getattr(np, n) for n in ("exp", "log", "sin", "cos", "sinh", "cosh", "tanh", "arctan")},
+    **{n: getattr(np, n) for n in ("exp", "log", "sinh", "cosh", "tanh")},
     "relu": lambda x: np.maximum(x, 0),
     "sigmoid": lambda x: 1 / (1 + np.exp(-x)),
     "softplus": lambda x: np.log1p(np.exp(x)),
     "Re": np.real,
-    "Im": np.imag,
     "sgn": np.sign,
-}
-ALONG = {
-    "softmax": lambda x, a: _softmax(x, a[0]),
-    "log softmax": lambda x, a: np.log(_softmax(x, a[0])),
 }
 OVER = {
     "mean": lambda x, a: x.mean(a),
@@ -105,8 +100,7 @@ OVER = {
     "max": lambda x, a: x.max(a),
     "logsumexp": lambda x, a: np.log(np.exp(x).sum(a)),
 }
-WHOLE = {"tr": np.trace, "diag": np.diag}
-FUNCTIONS = sorted([*PLACES, *ALONG, *OVER, *WHOLE, "standardize", "onehot"], key=len, reverse=True)
+FUNCTIONS = sorted([*PLACES, *OVER, "softmax", "standardize", "onehot"], key=len, reverse=True)
 
 
 class Reader:
@@ -180,23 +174,8 @@ class Reader:
 
     def chain(self):
         value = self.atom()
-        while self.sees(" ") and not any(
-            self.sees(t)
-            for t in (
-                " + ",
-                " - ",
-                " ⊙ ",
-                " / ",
-                " ≤",
-                " ≥",
-                " > ",
-                " < ",
-                " = ",
-                " ≠",
-                " if ",
-                " otherwise",
-            )
-        ):
+        ends = (*("+-⊙/≤≥><=≠"), "if ", "otherwise")
+        while self.sees(" ") and not any(self.sees(f" {end}") for end in ends):
             self.need(" ")
             other = self.atom()
             value = aligned(np.multiply, value, other) if self.indexed else beside(value, other)
@@ -239,8 +218,6 @@ class Reader:
         if self.take("("):
             value = self.sum()
             self.need(")")
-            if self.indexed and value.rank == 0:
-                return value
             return value
         if self.take("1["):
             value = self.condition()
@@ -317,18 +294,15 @@ class Reader:
         axes = tuple(_axis(x, c) for c in letters) or tuple(range(x.rank))
         if name in PLACES:
             return x.map(PLACES[name])
-        if name in ALONG:
-            return x.map(lambda v: ALONG[name](v, axes))
+        if name == "softmax":
+            return x.map(lambda v: _softmax(v, axes[0]))
         if name in OVER:
             left = [c for k, c in enumerate(x.letters) if k not in axes]
             return Named(OVER[name](x.array, axes), left)
         if name == "standardize":
             return x.map(lambda v: _standard(v, axes, self.eps))
-        if name == "onehot":
-            letter, size = self.sizes["onehot"]
-            return Named(np.eye(size)[x.array], (*x.letters, letter))
-        result = WHOLE[name](x.array)
-        return Named(result, x.letters[: np.ndim(result)])
+        letter, size = self.sizes["onehot"]
+        return Named(np.eye(size)[x.array], (*x.letters, letter))
 
     def name(self):
         for name, (array, letters) in self.names.items():

@@ -28,7 +28,6 @@ from gradtools.seeing.formulas.expressions import (
     full,
     is_zero,
     lifted,
-    number,
     tidy,
     widest,
 )
@@ -43,8 +42,6 @@ Entry = tuple[Expr, Labels]  # a factor, with the labels of its axes
 def parts(x: Expr) -> tuple[Any, list[Entry], Labels]:
     """x as a product: its coefficient, its factors, and its own labels."""
     out = tuple(range(x.rank))
-    if x.op == "number":
-        return x["value"], [], out
     if x.op != "einsum":
         return 1.0, [(x, out)], out
     return x["coefficient"], list(zip(x.args, x["labels"], strict=True)), out
@@ -150,14 +147,12 @@ def _flattened(
     while queue:
         factor, names = queue.pop(0)
         alone = not flat and not queue and len(factor.args) == 1
-        opens = factor.op == "number" or (
-            factor.op == "einsum" and (alone or not contracts(factor))
-        )
+        opens = factor.op == "einsum" and (alone or not contracts(factor))
         if not opens or (sums and _stays_whole(factor)):
             flat.append((factor, names))
             continue
         sums = sums or contracts(factor)
-        coefficient *= factor["value"] if factor.op == "number" else factor["coefficient"]
+        coefficient *= factor["coefficient"]
         queue = opened(factor, names, fresh) + queue
     return coefficient, flat
 
@@ -179,20 +174,12 @@ def _stays_whole(x: Expr) -> bool:
 
 
 def _with_powers(entries: list[Entry]) -> list[Entry]:
-    """Equal factors with equal labels as powers, and |x| sgn(x) as x."""
+    """Equal factors with equal labels as powers."""
     powers: dict[Entry, Any] = {}
     for factor, names in entries:
         is_power = factor.op == "power"
         base, exponent = (factor.args[0], factor["exponent"]) if is_power else (factor, 1)
         powers[base, names] = powers.get((base, names), 0) + exponent
-    for sign, names in [e for e, n in powers.items() if e[0].op == "sign" and n == 1]:
-        matches = (b for b, own in powers if b.op == "abs" and (b.args, own) == (sign.args, names))
-        size = next(matches, None)
-        if size is not None and powers[size, names] >= 1:
-            powers[size, names] -= 1
-            del powers[sign, names]
-            (x,) = sign.args
-            powers[x, names] = powers.get((x, names), 0) + 1
     return [(base**n, names) for (base, names), n in powers.items() if n != 0]
 
 
@@ -455,8 +442,6 @@ def conj(x: Expr) -> Expr:
         return x
     if x.op == "conj":
         return x.args[0]
-    if x.op == "number":
-        return number(np.conj(x["value"]))
     if x.op == "einsum":
         entries = [(conj(f), names) for f, names in zip(x.args, x["labels"], strict=True)]
         return product(entries, range(x.rank), x.shape, tidy(np.conj(x["coefficient"])))
@@ -484,8 +469,6 @@ def _part(x: Expr, which: int) -> Expr:
         return (x, full(0.0, x.shape))[which]
     if x.op == "conj":
         return scale((1.0, -1.0)[which], _part(x.args[0], which))
-    if x.op == "number":
-        return number((x["value"].real, x["value"].imag)[which])
     if x.op == "add":
         result = [_part(t, which) for t in x.args]
         if any(f.op not in ("real", "imag") for f in result):
@@ -499,8 +482,6 @@ def _part(x: Expr, which: int) -> Expr:
             f, names = entries[complex_ones[0]]
             entries[complex_ones[0]] = _part(f, which), names
             return product(entries, out, x.shape, c)
-        if not isinstance(c, complex) and c != 1:
-            return scale(c, _part(product(entries, out, x.shape), which))
     return apply(("real", "imag")[which], x, kind=REAL)
 
 

@@ -115,15 +115,8 @@ def _write_power(w: Writer, x: Expr) -> Written:
     return ts.over(ts.number(1.0), raised) if negative else raised
 
 
-def _sign(x: np.ndarray) -> np.ndarray:
-    if not np.iscomplexobj(x):
-        return np.sign(x)
-    size = np.abs(x)
-    return np.where(size > 0, x / np.where(size > 0, size, 1), 0)
-
-
-def _pull_sign(y: Expr, g: Expr, x: Expr) -> list[Expr | None]:
-    return [(g - y * real(conj(y) * g)) * modulus(x) ** -1 if x.is_complex else None]
+def _pull_abs(y: Expr, g: Expr, x: Expr) -> list[Expr]:
+    return [real(g) * (x * y**-1 if x.is_complex else apply("sign", x))]
 
 
 def _write_cast(w: Writer, x: Expr) -> Written:
@@ -152,10 +145,10 @@ _entrywise(
 _entrywise(
     "abs",
     np.abs,
-    lambda y, g, x: [real(g) * apply("sign", x)],
+    _pull_abs,
     form=lambda w, x: Written(f"|{w.write(x.args[0]).text}|"),
 )
-_entrywise("sign", _sign, _pull_sign, form=_named("sgn"))
+_entrywise("sign", np.sign, form=_named("sgn"))
 _entrywise("real", np.real, lambda y, g, x: [real(g)], form=_named("Re"))
 _entrywise("imag", np.imag, lambda y, g, x: [1j * real(g)], form=_named("Im"))
 _entrywise(
@@ -306,7 +299,6 @@ def _reshape_labels(y: Expr) -> list[list[int | None]]:
     return [[place.get(prod(x.shape[:k])) for k in range(x.rank)]]
 
 
-operation("number", lambda y: np.asarray(y["value"]))
 operation("array", lambda y: y["value"].array, form=lambda w, x: Written("c"))
 operation("einsum", _einsum, _pull_einsum, labels=lambda y: y["labels"])
 operation(

@@ -190,7 +190,7 @@ _LIGHT = {
 
 def _is_plain(x: Expr) -> bool:
     """Whether it needs no name: a leaf or a number, or a transpose or conjugate of one."""
-    if x.op in ("placeholder", "number") or constant_of(x) is not None:
+    if x.op == "placeholder" or constant_of(x) is not None:
         return True
     return (is_wrapper(x) or x.op == "conj") and _is_plain(x.args[0])
 
@@ -208,8 +208,6 @@ def _uses(values: Sequence[Expr], roots: Sequence[Expr]) -> Counter[Expr]:
             continue
         for a in _operands(x):
             count[_unwrapped(a)] += 1
-            if _unwrapped(a) is not a:
-                count[a] += 1
     return count
 
 

@@ -53,7 +53,7 @@ def _unary(name: str) -> Callable[..., Expr]:
     return lambda x: apply(name, x)
 
 
-_FUNCTIONS = "exp log sin cos sinh cosh tanh erf sigmoid relu softplus sign".split()
+_FUNCTIONS = "exp log sin cos sinh cosh tanh erf sigmoid relu softplus".split()
 WORDS: dict[str, Callable[..., Any]] = {
     **{name: _unary(name) for name in _FUNCTIONS},
     "identity": lambda x: x,
@@ -68,6 +68,7 @@ WORDS: dict[str, Callable[..., Any]] = {
     "rsqrt": lambda x: x**-0.5,
     "reciprocal": lambda x: x**-1,
     "abs": operations.modulus,
+    "sign": lambda x: None if x.is_complex else apply("sign", x),
     "real": algebra.real,
     "imag": algebra.imag,
     "conj": algebra.conj,

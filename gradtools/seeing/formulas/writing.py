@@ -308,8 +308,8 @@ class Factors:
                 (self.scalars_below if negative else self.scalars).append(shown)
         self.out = [l for l in range(x.rank) if l in self.size]
         self.summed = self.size.keys() - set(self.out)
-        by_rank = sorted((*self.arrays, *self.below), key=lambda e: -len(e[1]))
-        axes = [self.out if len(self.out) > 1 else (), *(names for _, names in by_rank)]
+        axes = [self.out if len(self.out) > 1 else ()]
+        axes += [names for _, names in (*self.arrays, *self.below)]
         # The order of labels in which factors are written; others are transposed.
         self.reference = list(dict.fromkeys(l for names in axes for l in names))
 

@@ -183,6 +183,7 @@ _NAMES = {name: name for name in _OWN.split()} | {
     "repeat": "tile",
     "scatter": "scatter_along",
     "masked_fill": "where",
+    "safe_softmax": "softmax",
 }
 _REORDERED: Mapping[str, Callable[[list[Any]], list[Any]]] = {
     **dict.fromkeys(("rsub", "triangular_solve"), lambda xs: [xs[1], xs[0], *xs[2:]]),

@@ -52,7 +52,7 @@ from gradtools.seeing.formulas.operations import (
     stop,
     take_along,
 )
-from gradtools.seeing.formulas.reductions import softmax, variance
+from gradtools.seeing.formulas.reductions import variance
 from gradtools.seeing.formulas.words import (
     constant,
     fitted,
@@ -420,8 +420,6 @@ def _dropout(recorder: FormulaRecorder, call: AtenCall, own: Any) -> list[Expr |
 READINGS: dict[str, Callable[[FormulaRecorder, AtenCall, Any], Any]] = {
     "log_sigmoid_forward": lambda recorder, call, own: [-apply("softplus", -own.self), None],
     "native_dropout": _dropout,
-    # It assumes that no row is fully masked.
-    "_safe_softmax": lambda recorder, call, own: softmax(own.self, axis=own.dim % own.self.rank),
     **dict.fromkeys(("copy", "fill", "zero"), _copied),
     "as_strided": lambda recorder, call, own: recorder.met(call.outs[0]),
     "remainder": _remainder,

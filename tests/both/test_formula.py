@@ -141,14 +141,6 @@ def gaussian(gt, mu, s, x):
     return gt.xp.sum(gt.xp.log(s) + ((x - mu) / s) ** 2 / 2)
 
 
-def whitened(gt, A, x):
-    return gt.xp.sum(gt.xp.linalg.solve(A, x) * x)
-
-
-def power_spectrum(gt, x):
-    return gt.xp.sum(gt.xp.abs(gt.xp.fft.fft(x)) ** 2)
-
-
 SIGNS = np.sign(real(5))
 FUNCTIONS: dict[str, Written] = {
     "linear": Written(lambda gt, W, x, b: W @ x + b, (real(3, 4), real(4), real(3))),
@@ -180,17 +172,9 @@ FUNCTIONS: dict[str, Written] = {
     "einsum": Written(
         lambda gt, A, B: gt.xp.einsum("ijk,kj->i", A, B), (real(2, 3, 4), real(4, 3))
     ),
-    "bilinear": Written(
-        lambda gt, x, A, y: gt.xp.einsum("bj,bj->b", x @ A, y),
-        (real(5, 3), real(3, 4), real(5, 4)),
-    ),
     "cumulative sum": Written(lambda gt, x: gt.xp.cumulative_sum(x), (real(5),)),
-    "squares of cumulative sums": Written(
-        lambda gt, x: gt.xp.sum(gt.xp.cumulative_sum(x) ** 2), (real(5),)
-    ),
     "where": Written(lambda gt, x: gt.xp.where(x > 0, gt.xp.exp(x), x * x), (real(5),)),
     "relu": Written(lambda gt, x: gt.xp.maximum(x, 0 * x), (real(5),)),
-    "modulus of reals": Written(lambda gt, x: gt.xp.sum(gt.xp.abs(x)), (real(5),)),
     "picked": Written(
         lambda gt, Z, y: gt.xp.sum(gt.xp.take_along_axis(Z, y[:, None], axis=1)),
         (real(4, 3), LABELS),
@@ -200,32 +184,14 @@ FUNCTIONS: dict[str, Written] = {
         lambda gt, x, y: gt.xp.concat([gt.xp.exp(x), y * y]), (real(3), real(2))
     ),
     "stacked": Written(lambda gt, x, y: gt.xp.stack([x * y, x + y]), (real(3), real(3))),
-    "reversed": Written(lambda gt, x: gt.xp.flip(x) * x, (real(4),)),
     "repeated": Written(
         lambda gt, x: gt.xp.reshape(gt.xp.broadcast_to(x, (2, 3)), (6,)), (real(3),)
     ),
-    "repeated and joined": Written(
-        lambda gt, x, Y: gt.xp.concat([gt.xp.broadcast_to(gt.xp.exp(x), (2, 3)), Y]),
-        (real(3), real(1, 3)),
-    ),
-    "determinant": Written(lambda gt, A: gt.xp.linalg.det(A), (real(3, 3),)),
-    "log determinant": Written(lambda gt, A: gt.xp.linalg.slogdet(A)[1], (definite(3),)),
     "solve": Written(lambda gt, A, B: gt.xp.linalg.solve(A, B), (definite(3), real(3, 2))),
-    "solve of a vector": Written(whitened, (definite(3), real(3))),
-    "inverse": Written(lambda gt, A: gt.xp.linalg.inv(A), (definite(3),)),
-    "cholesky": Written(
-        lambda gt, A: gt.xp.sum(gt.xp.linalg.cholesky((A + A.T) / 2)), (definite(3),)
-    ),
     "outer": Written(lambda gt, x, y: gt.xp.linalg.outer(x, y), (real(3), real(4))),
     "norm": Written(lambda gt, x: gt.xp.linalg.vector_norm(x), (real(4),)),
-    "norms of rows": Written(lambda gt, X: gt.xp.linalg.vector_norm(X, axis=1), (real(3, 4),)),
     "normalised": Written(lambda gt, x: x / gt.xp.sqrt(gt.xp.sum(x * x)), (real(4),)),
     "fft": Written(lambda gt, x: gt.xp.fft.fft(x), (cplx(8),)),
-    "power spectrum": Written(power_spectrum, (real(8),)),
-    "circular convolution": Written(
-        lambda gt, x, h: gt.xp.real(gt.xp.fft.ifft(gt.xp.fft.fft(x) * gt.xp.fft.fft(h))),
-        (real(8), real(8)),
-    ),
     "distances": Written(distances, (real(5, 4), real(3, 4))),
     "recurrent": Written(recurrent, (real(3, 3), real(3))),
     "gru cell": Written(
@@ -239,31 +205,16 @@ FUNCTIONS: dict[str, Written] = {
     "gaussian": Written(gaussian, (real(4), positive(4), real(4))),
     "maximum": Written(lambda gt, X: gt.xp.max(X, axis=1), (real(3, 4),)),
     "variance": Written(lambda gt, X: gt.xp.var(X, axis=0), (real(5, 3),)),
-    "product": Written(lambda gt, x: gt.xp.prod(x), (positive(4),)),
     "tanh": Written(lambda gt, x: gt.xp.tanh(x), (real(4),)),
     "sigmoid": Written(sigmoid, (real(4),)),
-    "power": Written(lambda gt, x, p: x**p, (positive(4), real(4))),
     "reciprocal": Written(lambda gt, x, y: x / y, (real(4), positive(4))),
-    "angles": Written(lambda gt, y, x: gt.xp.atan2(y, x), (real(4), real(4))),
 }
 
 # What is written by its name, of which the formula has no algebra.
 BY_NAME = {
     "cumulative sum": ("cumsum",),
-    "squares of cumulative sums": ("cumsum",),
-    "reversed": ("flip",),
-    "determinant": ("det",),
-    "log determinant": ("slogdet",),
     "solve": ("solve",),
-    "solve of a vector": ("solve",),
-    "inverse": ("inverse",),
-    "cholesky": ("cholesky",),
     "fft": ("fft",),
-    "power spectrum": ("fft",),
-    "circular convolution": ("fft", "ifft"),
-    "product": ("prod",),
-    "power": ("power",),
-    "angles": ("arctan2",),
 }
 
 
@@ -354,37 +305,18 @@ TEXTBOOK = {
     ],
     "einsum": ["Ā = ȳ ⊙ Bᵀ", "B̄ᵢⱼ = Σₖ ȳₖ Aₖⱼᵢ"],
     "cumulative sum": ["x̄ = vjp[cumsum](x; ȳ)"],
-    "squares of cumulative sums": ["x̄ = vjp[cumsum](x; 2 L̄ z)"],
     "where": ["x̄ = ȳ ⊙ (2 x ⊙ 1[x ≤ 0] + e ⊙ 1[x > 0])"],
     "relu": ["x̄ = ȳ ⊙ 1[x > 0]"],
-    "modulus of reals": ["x̄ = L̄ sgn(x)"],
     "picked": ["Z̄ = L̄ onehot(y)"],
     "slices": ["x̄ = into[:5](-2 ȳ ⊙ z) + into[1:](2 ȳ ⊙ z)"],
     "concatenated": ["x̄ = e ⊙ f̄[:3]", "ȳ = 2 y ⊙ f̄[3:]"],
     "stacked": ["x̄ = Ȳ[1, :] + y ⊙ Ȳ[0, :]", "ȳ = Ȳ[1, :] + x ⊙ Ȳ[0, :]"],
-    "reversed": ["x̄ = ȳ ⊙ z + vjp[flip](x; ȳ ⊙ x)"],
     "repeated": ["x̄ = Σᵢ reshape₂ₓ₃(ȳ)"],
-    "repeated and joined": ["x̄ = e ⊙ (Σⱼ F̄[:2, :])", "Ȳ = F̄[2, :]"],
-    "determinant": ["Ā = vjp[det](A; L̄)"],
-    "log determinant": ["Ā = vjp[slogdet](A; L̄)"],
     "solve": ["Ā = vjp₁[solve](A, B; Ȳ)", "B̄ = vjp₂[solve](A, B; Ȳ)"],
-    "solve of a vector": [
-        "z̄ = L̄ x",
-        "Ā = vjp₁[solve](A, x; z̄)",
-        "x̄ = L̄ z + vjp₂[solve](A, x; z̄)",
-    ],
-    "inverse": ["Ā = vjp[inverse](A; Ȳ)"],
     "outer": ["x̄ = Ȳ y", "ȳ = Ȳᵀ x"],
     "norm": ["x̄ = L̄ x / L"],
-    "norms of rows": ["X̄ = ȳ ⊙ X / y"],
     "normalised": ["x̄ = ȳ / r - ⟨ȳ, x⟩ x / r³"],
     "fft": ["x̄ = vjp[fft](x; ȳ)"],
-    "power spectrum": ["x̄ = vjp[fft](x; 2 L̄ z)"],
-    "circular convolution": [
-        "z̄₃ = vjp[ifft](z₃; ȳ)",
-        "x̄ = vjp[fft](x; z̄₃ ⊙ z₂*)",
-        "h̄ = vjp[fft](h; z̄₃ ⊙ z₁*)",
-    ],
     "distances": ["Z̄ = -2 F̄ ⊙ Z ⊙ F", "X̄ = Σⱼ Z̄", "Ȳ = -Σᵢ Z̄"],
     "recurrent": [
         "h̄₂ = Wᵀ (ȳ ⊙ (1 - y²))",
@@ -439,23 +371,9 @@ TEXTBOOK = {
 }
 
 
-@pytest.mark.sampled(40, 64)
-@pytest.mark.sweep_at("layer norm")
 @pytest.mark.parametrize("name", TEXTBOOK)
 def test_the_rules_of_the_textbooks_stand_there_word_for_word(name, formulas):
     assert [f.lines(1) for f in both(formulas, name)] == [TEXTBOOK[name]] * 2
-
-
-def test_a_repetition_is_written_where_a_function_of_whole_arrays_sees_it(formulas):
-    for name, line in {
-        "repeated": "y = reshape₆(repeat₂ₓ₃(x))",
-        "repeated and joined": "F = [repeat₂ₓ₃(e); Y]",
-    }.items():
-        assert [found.lines(0)[-1] for found in both(formulas, name)] == [line] * 2
-
-
-def test_there_are_fifty_rules():
-    assert len(TEXTBOOK) >= 50
 
 
 def convolution(backend):
@@ -483,17 +401,15 @@ def test_a_convolution_is_written_by_its_name_and_its_adjoints_as_its_vjps(backe
     ]
 
 
-def test_what_has_a_name_is_read(formulas):
-    unread = set()
+def test_a_name_is_defined_before_it_is_read(formulas):
     for name in FUNCTIONS:
         of_torch, _ = both(formulas, name)
-        pairs = [line.split(" = ", 1) for part in (0, 1) for line in of_torch.lines(part)]
-        unread |= {
-            f"{name}: {left}"
-            for left, _ in pairs
-            if (name_of := re.match("T[₀-₉]*", left)) and not any(name_of[0] in r for _, r in pairs)
-        }
-    assert not unread
+        pairs = [line.split(" = ", 1) for line in of_torch.lines(0)]
+        for k, (left, _) in enumerate(pairs):
+            assert not any(left in re.findall(r"\w+", right) for _, right in pairs[:k]), name
+        pairs += [line.split(" = ", 1) for line in of_torch.lines(1)]
+        generated = [left for left, _ in pairs if re.fullmatch("T[₀-₉]*", left)]
+        assert all(any(left in right for _, right in pairs) for left in generated), name
 
 
 def test_separate_parts_are_put_together_to_the_same_rule(formulas):
@@ -501,23 +417,52 @@ def test_separate_parts_are_put_together_to_the_same_rule(formulas):
         assert found.lines(2) == ["W̄ = Ō Iᴴ", "Ī = Wᴴ Ō"]
 
 
-def test_a_pair_that_is_not_differentiated_has_no_line(formulas):
-    def affine(gt, W_re, W_im, I_re, I_im, b_re, b_im):
-        re, im = in_parts(gt, W_re, W_im, I_re, I_im)
-        return re + b_re, im + b_im
+PROGRAMS = {
+    "layer": ["Y = X Wᵀ + b"],
+    "perceptron": ["Z = X W + b", "H = tanh(Z)", "z = H v", "L = mean(z²)"],
+    "cross entropy": ["L = -⟨Z - logsumexpⱼ(Z), onehot(y)⟩ / 4"],
+    "ridge": ["z = X w - y", "L = mean(z²) + ‖w‖² / 10"],
+    "layer norm": ["N = standardizeᵢ(X)", "Y = γ ⊙ N + β"],
+    "attention": ["Z = Q Kᵀ", "P = softmaxⱼ(Z / 2)", "Y = P V"],
+    "lstm cell": [
+        *("z = W x + U h", "s₁ = sigmoid(z[9:])", "s₂ = sigmoid(z[3:6])", "s₃ = sigmoid(z[:3])"),
+        *("h₁ = tanh(z[6:9])", "y₂ = c ⊙ s₂ + s₃ ⊙ h₁", "h₂ = tanh(y₂)", "y₁ = s₁ ⊙ h₂"),
+    ],
+    "gaussian": ["L = Σᵢ (log(s) + (x - μ)² / s² / 2)"],
+    "where": ["e = exp(x)", "y = {e if x > 0; x² otherwise}"],
+    "einsum": ["y = Σᵢⱼ (A ⊙ Bᵀ)"],
+    "repeated": ["y = reshape₆(repeat₂ₓ₃(x))"],
+}
+TWICE = {
+    "hidden layer": [
+        "T = W u_x + u_W x",
+        "∂s/∂W = (ȳ ⊙ (1 - y²)) u_xᵀ - 2 (y ⊙ ȳ ⊙ (1 - y²) ⊙ T) xᵀ",
+        "∂s/∂x = u_Wᵀ (ȳ ⊙ (1 - y²)) - 2 Wᵀ (y ⊙ ȳ ⊙ (1 - y²) ⊙ T)",
+        "∂s/∂ȳ = T ⊙ (1 - y²)",
+    ],
+    "complex affine": [
+        *("∂s/∂W = ȳ u_Iᴴ", "∂s/∂I = u_Wᴴ ȳ", "∂s/∂b = 0", "∂s/∂ȳ = W u_I + u_W I + u_b")
+    ],
+    "logsumexp": ["∂s/∂x = p ⊙ (L̄ u - ⟨x̄, u⟩)", "∂s/∂L̄ = ⟨p, u⟩"],
+}
 
-    b = real(3), real(3)
-    args = (*FUNCTIONS["complex in parts"].args, *b)
-    for backend in ("torch", "jax"):
-        gt = importlib.import_module(f"gradtools.{backend}")
-        arrays = [*map(gt.asarray, args)]
-        f = lambda W_re, W_im, I_re, I_im, b_re, b_im, gt=gt: affine(
-            gt, W_re, W_im, I_re, I_im, b_re, b_im
-        )
-        found = gt.formula(f, *arrays, argnums=(0, 1, 2, 3))
-        assert found.lines(2) == ["W̄ = Ō Iᴴ", "Ī = Wᴴ Ō"]
-        whole = gt.formula(f, *arrays, argnums=tuple(range(6)))
-        assert whole.lines(2) == ["W̄ = Ō Iᴴ", "Ī = Wᴴ Ō", "b̄ = Ō"]
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_the_program_reads_as_one_would_write_it(name, formulas):
+    assert [f.lines(0) for f in both(formulas, name)] == [PROGRAMS[name]] * 2
+
+
+@pytest.mark.parametrize("name", TWICE)
+def test_the_double_backward_reads_as_derived_by_hand(name):
+    assert FUNCTIONS[name].formula("torch", 2).lines(2) == TWICE[name]
+
+
+def test_what_only_looks_like_softmax_is_left():
+    def f(gt, X):
+        e = gt.xp.exp(X)
+        return e / gt.xp.sum(e, axis=1)[None, :]
+
+    assert "softmax" not in str(Written(f, (real(3, 3),)).formula("torch"))
 
 
 @pytest.mark.slow_at("jax")
@@ -526,9 +471,3 @@ def test_what_second_derivatives_are_of_shares_its_name_with_no_value(backend):
     loss = lambda gt, X, w: gt.xp.mean(gt.xp.log(1 + gt.xp.exp(X @ w)))
     found = str(Written(loss, (real(4, 6), real(6))).formula(backend, 2))
     assert "s₁ = sigmoid(" in found and "∂s/∂w = " in found
-
-
-def test_a_function_that_differs_is_seen():
-    softplus = Written(lambda gt, x: gt.xp.log(1 + gt.xp.exp(x)), (real(4),)).formula("torch")
-    halved = Written(lambda gt, x: gt.xp.log(2 + gt.xp.exp(x)), (real(4),)).formula("jax")
-    assert lines(softplus) != lines(halved)

@@ -12,8 +12,8 @@ import re
 import numpy as np
 import pytest
 
-from gradtools.seeing.formulas.calls import made
 from gradtools.seeing.formulas.expressions import evaluate, kind_of, placeholder
+from gradtools.seeing.formulas.words import made
 from gradtools.seeing.graphs.attributes import is_number
 
 # The operation, a program in PyTorch and one in JAX (empty where JAX has no such operation).
@@ -140,7 +140,9 @@ BY_NAME = {
     **{name: getattr(np, name) for name in "exp2 log2 log10 tan floor ceil round trunc".split()},
     **{name: getattr(np, name) for name in "arcsin arccos arctan arcsinh arccosh".split()},
     **{name: getattr(np, name) for name in "arctanh arctan2 hypot power".split()},
+    **{name: getattr(np, name) for name in "maximum minimum".split()},
     **{name: getattr(np, name) for name in "logical_and logical_or logical_not".split()},
+    "clip": lambda x, *bounds, low=None, high=None: np.clip(x, *(bounds or (low, high))),
     "prod": lambda x, axes=None: x.prod(axes),
     "norm": lambda x, ord, axes: np.linalg.norm(x, ord, *axes),
     "flip": lambda x, axes: np.flip(x, axes),

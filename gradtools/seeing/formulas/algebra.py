@@ -12,7 +12,6 @@ functions. Conjugates and real parts are moved to the leaves.
 from __future__ import annotations
 
 import itertools
-import weakref
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import Any
@@ -28,9 +27,7 @@ from gradtools.seeing.formulas.expressions import (
     expr,
     full,
     is_zero,
-    kind_of_number,
     lifted,
-    number,
     tidy,
     widest,
 )
@@ -43,20 +40,11 @@ Entry = tuple[Expr, Labels]  # a factor, with the labels of its axes
 
 
 def parts(x: Expr) -> tuple[Any, list[Entry], Labels]:
-    """x as a product: its coefficient, its factors, and its own labels.
-
-    A product that is only transposed or scaled by x is merged with it.
-    """
+    """x as a product: its coefficient, its factors, and its own labels."""
     out = tuple(range(x.rank))
-    if x.op == "number":
-        return x["value"], [], out
     if x.op != "einsum":
         return 1.0, [(x, out)], out
-    coefficient, entries = x["coefficient"], list(zip(x.args, x["labels"], strict=True))
-    if len(entries) == 1 and x.args[0].op == "einsum" and not contracts(x.args[0]):
-        coefficient *= x.args[0]["coefficient"]
-        entries = opened(*entries[0])
-    return coefficient, entries, out
+    return x["coefficient"], list(zip(x.args, x["labels"], strict=True)), out
 
 
 def varying(x: Expr) -> set[int]:
@@ -89,12 +77,6 @@ def opened(x: Expr, names: Labels, fresh: Callable[[int], Any] | None = None) ->
                 known[l] = fresh(n)
         result.append((factor, tuple(known[l] for l in labels)))
     return result
-
-
-# For each contraction the order of axes of its first use, which reads best. Keys have the axes in
-# the order of the factors; `_keys` keeps a key alive as long as its contraction.
-_first_order: weakref.WeakKeyDictionary[Expr, tuple[int, ...]] = weakref.WeakKeyDictionary()
-_keys: weakref.WeakKeyDictionary[Expr, Expr] = weakref.WeakKeyDictionary()
 
 
 def product(
@@ -137,13 +119,8 @@ def product(
         return factors[0][0]
     factors.sort(key=lambda f: (f[0].turn, [str(n) for n in f[1]]))
     if not used <= set(out):  # the contraction without coefficient and broadcasts
-        kept = tuple(dict.fromkeys(n for _, names in factors for n in names if n in out))
-        key = _einsum(factors, kept, size)
-        wanted = tuple(kept.index(n) for n in out if n in kept)
-        kept = tuple(kept[a] for a in _first_order.setdefault(key, wanted))
+        kept = tuple(n for n in out if n in used)
         core = _einsum(factors, kept, size)
-        if core is not key:
-            _keys[core] = key
         same = coefficient == 1 and kept == out
         return core if same else _einsum([(core, kept)], out, size, coefficient)
     by_rank = sorted(factors, key=lambda f: -len(f[1]))  # the order of the axes follows these
@@ -170,14 +147,12 @@ def _flattened(
     while queue:
         factor, names = queue.pop(0)
         alone = not flat and not queue and len(factor.args) == 1
-        opens = factor.op == "number" or (
-            factor.op == "einsum" and (alone or not contracts(factor))
-        )
+        opens = factor.op == "einsum" and (alone or not contracts(factor))
         if not opens or (sums and _stays_whole(factor)):
             flat.append((factor, names))
             continue
         sums = sums or contracts(factor)
-        coefficient *= factor["value"] if factor.op == "number" else factor["coefficient"]
+        coefficient *= factor["coefficient"]
         queue = opened(factor, names, fresh) + queue
     return coefficient, flat
 
@@ -199,20 +174,12 @@ def _stays_whole(x: Expr) -> bool:
 
 
 def _with_powers(entries: list[Entry]) -> list[Entry]:
-    """Equal factors with equal labels as powers, and |x| sgn(x) as x."""
+    """Equal factors with equal labels as powers."""
     powers: dict[Entry, Any] = {}
     for factor, names in entries:
         is_power = factor.op == "power"
         base, exponent = (factor.args[0], factor["exponent"]) if is_power else (factor, 1)
         powers[base, names] = powers.get((base, names), 0) + exponent
-    for sign, names in [e for e, n in powers.items() if e[0].op == "sign" and n == 1]:
-        matches = (b for b, own in powers if b.op == "abs" and (b.args, own) == (sign.args, names))
-        size = next(matches, None)
-        if size is not None and powers[size, names] >= 1:
-            powers[size, names] -= 1
-            del powers[sign, names]
-            (x,) = sign.args
-            powers[x, names] = powers.get((x, names), 0) + 1
     return [(base**n, names) for (base, names), n in powers.items() if n != 0]
 
 
@@ -224,7 +191,9 @@ def _einsum(
         for name in names:
             number.setdefault(name, len(number))
     labels = tuple(tuple(number[n] for n in names) for _, names in entries)
-    kind = widest(*(f.kind for f, _ in entries), kind_of_number(coefficient))
+    kind = widest(
+        *(f.kind for f, _ in entries), COMPLEX if isinstance(coefficient, complex) else REAL
+    )
     if len(entries) == 1 and coefficient == 1 and set(entries[0][1]) <= set(out):
         kind = entries[0][0].kind  # a transposed index stays integer
     args, shape = (f for f, _ in entries), (size[n] for n in out)
@@ -460,8 +429,6 @@ def power(x: Expr, exponent: Any) -> Expr:
         if whole or (positive and len(entries) == 1):
             raised = [(power(f, exponent), names) for f, names in entries]
             return product(raised, out, x.shape, c**exponent)
-        if positive and c != 1:
-            return scale(c**exponent, power(product(entries, out, x.shape), exponent))
     kind = COMPLEX if isinstance(exponent, complex) else ""
     return apply("power", x, kind=kind, exponent=exponent)
 
@@ -475,8 +442,6 @@ def conj(x: Expr) -> Expr:
         return x
     if x.op == "conj":
         return x.args[0]
-    if x.op == "number":
-        return number(np.conj(x["value"]))
     if x.op == "einsum":
         entries = [(conj(f), names) for f, names in zip(x.args, x["labels"], strict=True)]
         return product(entries, range(x.rank), x.shape, tidy(np.conj(x["coefficient"])))
@@ -504,8 +469,6 @@ def _part(x: Expr, which: int) -> Expr:
         return (x, full(0.0, x.shape))[which]
     if x.op == "conj":
         return scale((1.0, -1.0)[which], _part(x.args[0], which))
-    if x.op == "number":
-        return number((x["value"].real, x["value"].imag)[which])
     if x.op == "add":
         result = [_part(t, which) for t in x.args]
         if any(f.op not in ("real", "imag") for f in result):
@@ -515,15 +478,10 @@ def _part(x: Expr, which: int) -> Expr:
         complex_ones = [k for k, (f, _) in enumerate(entries) if f.is_complex]
         if not complex_ones:
             return product(entries, out, x.shape, (complex(c).real, complex(c).imag)[which])
-        if complex(c).real == 0:  # Re(i c z) = -c Im z, Im(i c z) = c Re z
-            turned = _part(product(entries, out, x.shape), 1 - which)
-            return scale((-complex(c).imag, complex(c).imag)[which], turned)
         if len(complex_ones) == 1 and not isinstance(c, complex):
             f, names = entries[complex_ones[0]]
             entries[complex_ones[0]] = _part(f, which), names
             return product(entries, out, x.shape, c)
-        if not isinstance(c, complex) and c != 1:
-            return scale(c, _part(product(entries, out, x.shape), which))
     return apply(("real", "imag")[which], x, kind=REAL)
 
 

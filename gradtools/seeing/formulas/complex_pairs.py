@@ -61,36 +61,33 @@ def together(
     Nothing if one of them has no complex form.
     """
     known: dict[Expr, list[Expr]] = {}
+    rng = np.random.default_rng(0)
+    values: dict[Expr, Any] = {}
     for p in pairs:
         known[p.real] = [0.5 * p.whole, 0.5 * conj(p.whole)]
         known[p.imaginary] = [-0.5j * p.whole, 0.5j * conj(p.whole)]
+        values[p.real], values[p.imaginary] = rng.normal(size=(2, *p.real.shape))
+        values[p.whole] = values[p.real] + 1j * values[p.imaginary]
     result = []
     for p in pairs:
         a, b = gradients.get(p.real), gradients.get(p.imaginary)
         if a is None or b is None:
             continue
-        terms = _expanded(a + 1j * b, known)
-        if terms is None or not _equal(a + 1j * b, add(terms), pairs):
+        apart = a + 1j * b
+        terms = _expanded(apart, known)
+        if terms is None:
             return []
-        result.append((p, add(terms)))
+        whole = add(terms)
+        leaves = (x for x in order([apart, whole]) if x.op == "placeholder")
+        own = {x: values.get(x, rng.normal(size=x.shape)) for x in leaves}
+        one, other = evaluate([apart, whole], own)
+        if not np.allclose(one, other, rtol=1e-12, atol=1e-12):
+            return []
+        result.append((p, whole))
     return result
 
 
-def _equal(apart: Expr, whole: Expr, pairs: Sequence[ComplexPair]) -> bool:
-    """Whether both are equal at a random point, and depend on the pairs and on real arrays only."""
-    rng = np.random.default_rng(0)
-    leaves = [p for p in order([apart, whole]) if p.op == "placeholder"]
-    values: dict[Expr, Any] = {p: rng.normal(size=p.shape) for p in leaves if p.kind == "real"}
-    for p in pairs:
-        a, b = (values.setdefault(x, rng.normal(size=x.shape)) for x in (p.real, p.imaginary))
-        values[p.whole] = a + 1j * b
-    if any(p not in values for p in leaves):
-        return False
-    first, second = evaluate([apart, whole], values)
-    return bool(np.allclose(first, second, rtol=1e-12, atol=1e-12))
-
-
-def _expanded(x: Expr, known: dict[Expr, list[Expr]]) -> list[Expr] | None:
+def _expanded(x: Expr, known: Mapping[Expr, list[Expr]]) -> list[Expr] | None:
     """The terms of a polynomial in the parts; None if it is no polynomial, or too long."""
     terms = dict(known)
     for y in order([x]):
@@ -99,14 +96,11 @@ def _expanded(x: Expr, known: dict[Expr, list[Expr]]) -> list[Expr] | None:
         if y.op == "add":
             terms[y] = [t for a in y.args for t in terms[a]]
         elif y.op == "einsum":
+            labels, out, c = y["labels"], range(y.rank), y["coefficient"]
             combined = itertools.product(*(terms[a] for a in y.args))
-            terms[y] = [
-                product(
-                    zip(chosen, y["labels"], strict=True), range(y.rank), y.shape, y["coefficient"]
-                )
-                for chosen in itertools.islice(combined, _MOST_TERMS + 1)
-            ]
-        elif not set(order([y])) & set(known):
+            some = itertools.islice(combined, _MOST_TERMS + 1)
+            terms[y] = [product(zip(t, labels, strict=True), out, y.shape, c) for t in some]
+        elif not known.keys() & set(order([y])):
             terms[y] = [y]
         else:
             return None

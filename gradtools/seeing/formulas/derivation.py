@@ -1,15 +1,4 @@
-"""`Formula`: a program and its adjoint as mathematics.
-
-Reverse mode on expressions transforms a recorded program to its adjoint program. That is an
-expression again: it can be simplified, written, evaluated, and differentiated once more,
-which is double backward::
-
-    first order    x_bar = J^H g
-    second order   the adjoint of <u, x_bar>, as a function of x and g
-
-A `Formula` prints as text, as LaTeX and in notebooks. It is evaluated in NumPy, to be compared
-with a framework.
-"""
+"""`Formula`: a program and its adjoint as text, as LaTeX, in notebooks, and as numbers."""
 
 from __future__ import annotations
 
@@ -26,57 +15,45 @@ from gradtools.errors import GradtoolsError
 from gradtools.printing import printable
 from gradtools.rules import replaced_at
 from gradtools.seeing.formulas import typesetting as ts
-from gradtools.seeing.formulas.algebra import add, real
+from gradtools.seeing.formulas.adjoint import Recorded, adjoint
 from gradtools.seeing.formulas.complex_pairs import ComplexPair, find_pairs, together
-from gradtools.seeing.formulas.expressions import (
-    OPERATIONS,
-    SEVERAL,
-    Expr,
-    evaluate,
-    full,
-    is_zero,
-    placeholder,
-)
+from gradtools.seeing.formulas.expressions import OPERATIONS, Expr, evaluate, placeholder
 from gradtools.seeing.formulas.expressions import order as ordered
-from gradtools.seeing.formulas.opaque import pulled_back
-from gradtools.seeing.formulas.recorded import Recorded
 from gradtools.seeing.formulas.statements import Section, Statements, output_names, short_names
 from gradtools.seeing.formulas.typesetting import Written
 from gradtools.seeing.pictures import saving
 
 if TYPE_CHECKING:
-    from gradtools.seeing.formulas.formulating import Agreement
     from gradtools.seeing.pictures.saving import Forms
 
 Arrays = Sequence[Any]
 
 
 @dataclass(frozen=True)
-class Check:
-    """The comparison with a framework's automatic differentiation.
+class Agreement:
+    """Whether numbers agree with automatic differentiation; truthy if they do.
 
     Attributes:
-        points: The number of random points near the arguments, or 1 for the arguments only.
+        agrees: Whether they agree.
         error: The greatest relative error.
-        tolerance: The allowed relative error.
-        note: A remark, or empty.
-        given: Whether it also agrees at the arguments themselves.
+        where: The first differing entry, such as "x̄[0, 2]"; empty if none differs.
+        framework: The framework's value there.
+        derivation: The value there that is compared with it.
+        message: The result as text.
     """
 
-    points: int
+    agrees: bool
     error: float
-    tolerance: float
-    note: str = ""
-    given: bool = False
+    where: str = ""
+    framework: Any = None
+    derivation: Any = None
+    message: str = ""
+
+    def __bool__(self) -> bool:
+        return self.agrees
 
     def __str__(self) -> str:
-        note = f"; {self.note}" if self.note else ""
-        points = f"{self.points} random points" if self.points > 1 else "1 point"
-        here = "the arguments and " if self.given else ""
-        return (
-            f"agrees with automatic differentiation at {here}{points} "
-            f"(greatest relative error {self.error:.1e}){note}"
-        )
+        return self.message
 
 
 class Values(NamedTuple):
@@ -99,18 +76,12 @@ class Formula:
         wrt: The positions of the differentiated inputs; by default all floating and complex ones.
 
     Attributes:
-        inputs: The names of the inputs.
-        outputs: The names of the outputs.
-        cotangents: The names of the outputs' cotangents.
-        directions: At order 2, the names of the gradients' cotangents.
-        gradients: The names of the inputs' cotangents.
-        second: At order 2, the names of the results of the last section.
-        order: 1, or 2 with the double backward.
-        marked: The names of opaque operations.
-        check: The comparison with automatic differentiation, or None.
+        inputs, outputs, cotangents, gradients, directions, second: The names, as text.
+        marked: The operations that are written by their names.
+        check: The comparison with automatic differentiation.
     """
 
-    check: Check | None = None
+    check: Agreement | None = None
     _agreement: Callable[..., Agreement]
 
     def __init__(
@@ -127,11 +98,9 @@ class Formula:
         sources = [inputs[k] for k in active]
         of_inputs = lambda grads: replaced_at([None] * len(inputs), active, grads)
         inexact = [(y, name) for y, name in self._outputs if y.is_inexact]
-        self._cotangents = []
-        for y, name in inexact:
-            g = placeholder(f"cotangent of {name.text}", y.shape, y.kind)
-            self._names[g] = ts.bar(name)
-            self._cotangents.append(g)
+        self._cotangents = [
+            self._introduced(f"cotangent of {name.text}", y, ts.bar(name)) for y, name in inexact
+        ]
         grads, self._table = adjoint([y for y, _ in inexact], self._cotangents, sources)
         barred = [ts.bar(self._names[p]) for p in inputs]
         self._gradients = list(zip(of_inputs(grads), barred, strict=True))
@@ -139,14 +108,12 @@ class Formula:
         self._second: list[tuple[Expr | None, Written]] = []
         if order == 2:
             for p in sources:
-                u = placeholder(f"u {p['name']}", p.shape, p.kind)
-                self._names[u] = Written("u" if len(sources) == 1 else f"u_{self._names[p].text}")
-                self._directions.append(u)
+                u = "u" if len(sources) == 1 else f"u_{self._names[p].text}"
+                self._directions.append(self._introduced(f"u {p['name']}", p, Written(u)))
             both, _ = adjoint(grads, self._directions, [*sources, *self._cotangents])
-            xs = [self._names[p].text for p in (*inputs, *self._cotangents)]
-            count = len(sources)
+            count, xs = len(sources), (*inputs, *self._cotangents)
+            written = [Written(f"∂s/∂{self._names[x].text}") for x in xs]
             results = [*of_inputs(both[:count]), *both[count:]]
-            written = [Written(f"∂s/∂{x}") for x in xs]
             self._second = list(zip(results, written, strict=True))
         self._pairs, self._whole = self._in_complex_numbers()
         marked = [x["name"] for x in ordered(recorded.outputs) if x.op == "by_name"]
@@ -156,6 +123,12 @@ class Formula:
         self.inputs, self.outputs = of_leaves(inputs), of_results(self._outputs)
         self.cotangents, self.gradients = of_leaves(self._cotangents), of_results(self._gradients)
         self.directions, self.second = of_leaves(self._directions), of_results(self._second)
+
+    def _introduced(self, what: str, like: Expr, name: Written) -> Expr:
+        """A new placeholder of this shape, with its name."""
+        result = placeholder(what, like.shape, like.kind)
+        self._names[result] = name
+        return result
 
     def _in_complex_numbers(self) -> tuple[list[ComplexPair], list[tuple[Expr, Written]]]:
         """The adjoint of separate real and imaginary parts in complex form, if it has one."""
@@ -180,9 +153,8 @@ class Formula:
         for section in self._statements.sections:
             lines.append(f"{section.title} {section.of}".strip())
             lines += [*(f"  {a.text} = {b.text}" for a, b in section.lines), ""]
-        lines += ["where", *(f"  {text}" for text in self._legend())]
-        lines += [f"  {definition}" for definition in self._recognised()]
-        lines += [f"  {note}" for note in self._statements.writer.notes]
+        notes = [*self._legend(), *self._definitions(), *self._statements.writer.notes]
+        lines += ["where", *(f"  {text}" for text in notes)]
         lines += [str(self.check)] if self.check is not None else []
         return printable("\n".join(lines))
 
@@ -203,14 +175,18 @@ class Formula:
         blocks = []
         for section in self._statements.sections:
             title = rf"\textbf{{{section.title}}}\ {ts.latex(section.of)}"
-            rows = [ts.latex(f"{a.text} = {b.text}") for a, b in section.lines]
-            blocks.append(_aligned_latex([title, *rows]))
-        if names := self._recognised():
-            blocks.append(_aligned_latex([*map(ts.latex, names)]))
-        return "\n\\\\[1em]\n".join(blocks)
+            blocks.append([title, *(ts.latex(f"{a.text} = {b.text}") for a, b in section.lines)])
+        if names := self._definitions():
+            blocks.append([*map(ts.latex, names)])
+        aligned = [" \\\\\n".join(f"&{row}" for row in rows) for rows in blocks]
+        return "\n\\\\[1em]\n".join(f"\\begin{{aligned}}\n{a}\n\\end{{aligned}}" for a in aligned)
+
+    def _gathered(self) -> str:
+        """The parts below each other, as one LaTeX ``gathered`` environment."""
+        return f"\\begin{{gathered}}\n{self.latex()}\n\\end{{gathered}}"
 
     def _repr_latex_(self) -> str:
-        return f"$${_gathered(self)}$$"
+        return f"$${self._gathered()}$$"
 
     def save(self, path: str | os.PathLike[str]) -> None:
         """Writes a file in the format of its suffix: .txt, .tex (LaTeX to include) or .md.
@@ -223,17 +199,14 @@ class Formula:
     @cached_property
     def _statements(self) -> Statements:
         """The lines of all parts."""
-        given = ", ".join(self.cotangents)
         gradients = [(x, name) for x, name in self._gradients if x is not None]
         sections = [
             Section("the program", "", self._outputs),
-            Section("its adjoint, from", given, gradients),
+            Section("its adjoint, from", ", ".join(self.cotangents), gradients),
         ]
         if self._whole:
-            names = [
-                [self._names[x].text for x in (p.whole, p.real, p.imaginary)] for p in self._pairs
-            ]
-            sums = ", ".join(f"{z} = {a} + i {b}" for z, a, b in names)
+            of = lambda p: [self._names[x].text for x in (p.whole, p.real, p.imaginary)]
+            sums = ", ".join("{} = {} + i {}".format(*of(p)) for p in self._pairs)
             sections.append(Section("that is, with", sums, self._whole))
         if self.order == 2:
             pairs = zip(self._directions, gradients, strict=True)
@@ -261,8 +234,8 @@ class Formula:
         lengths = ", ".join(f"{l} = {n}" for l, n in sizes.items())
         return [*result, *([lengths] if lengths else [])]
 
-    def _recognised(self) -> list[str]:
-        """The definitions of recognized names."""
+    def _definitions(self) -> list[str]:
+        """The definitions of the functions that have one and are written by their names."""
         used = self._statements.writer.recognised
         return [o.definition for name, o in OPERATIONS.items() if name in used and o.definition]
 
@@ -295,11 +268,10 @@ class Formula:
         self, inputs: Arrays, cotangents: Arrays | None = None, directions: Arrays | None = None
     ) -> dict[Expr, Any]:
         """The value of each placeholder."""
-        opened, held = self._recorded.opened, self._recorded.held
-        known = {p: v for p, v in held.items() if p not in self._recorded.wanted}
+        known = dict(self._recorded.held)
         ones = [np.ones(p.shape) for p in self._cotangents]
         for what, places, given in (
-            ("inputs", opened, inputs),
+            ("inputs", self._recorded.opened, inputs),
             ("cotangents", self._cotangents, ones if cotangents is None else cotangents),
             ("directions", self._directions, directions or []),
         ):
@@ -311,25 +283,34 @@ class Formula:
             known.update(zip(places, given, strict=True))
         return known
 
+    def point(self, rng: np.random.Generator) -> tuple[list, list, list]:
+        """Random inputs, cotangents and directions, standard normal; integers are 0 or 1."""
+
+        def draw(p: Expr) -> np.ndarray:
+            if not p.is_inexact:
+                return rng.integers(0, 2, p.shape).astype(bool if p.kind == "boolean" else np.int64)
+            x = rng.normal(size=p.shape)
+            return x + 1j * rng.normal(size=p.shape) if p.is_complex else x
+
+        groups = (self._recorded.opened, self._cotangents, self._directions)
+        inputs, cotangents, directions = ([draw(p) for p in group] for group in groups)
+        return inputs, cotangents, directions
+
     def agrees_with(
         self,
         derivation: Callable[..., Any],
         *,
-        points: int = 3,
         tolerance: float | None = None,
-        seed: int = 0,
         convert: Callable[[np.ndarray], Any] | None = None,
     ) -> Agreement:
-        """Compares a derivation made by hand with the framework's vjp.
+        """Compares a derivation made by hand with the framework's vjp, at random points, too.
 
         Args:
             derivation: A function of the inputs, then of the outputs' cotangents, one for each,
                 then (at order 2) of the directions. It returns the inputs' cotangents in order
                 (at order 2, what the last section lists); one alone need not be a tuple; None is
                 zero.
-            points: The number of random points near the arguments, in addition to these.
             tolerance: The allowed relative error; by default that of f's precision.
-            seed: The seed of random points and cotangents.
             convert: Converts the derivation's arguments from NumPy arrays; by default to arrays
                 of the framework.
 
@@ -345,84 +326,16 @@ class Formula:
             raise GradtoolsError(
                 f"formula.agrees_with: the derivation must be a function, got {kind}."
             )
-        return self._agreement(self, derivation, points, tolerance, seed, convert)
-
-    def point(self, rng: np.random.Generator) -> tuple[list, list, list]:
-        """Random inputs, cotangents and directions, standard normal; integers are 0 or 1."""
-
-        def draw(p: Expr) -> np.ndarray:
-            if not p.is_inexact:
-                return rng.integers(0, 2, p.shape).astype(bool if p.kind == "boolean" else np.int64)
-            x = rng.normal(size=p.shape)
-            return x + 1j * rng.normal(size=p.shape) if p.is_complex else x
-
-        groups = (self._recorded.opened, self._cotangents, self._directions)
-        inputs, cotangents, directions = ([draw(p) for p in group] for group in groups)
-        return inputs, cotangents, directions
-
-
-def adjoint(
-    outputs: Sequence[Expr], cotangents: Sequence[Expr], wrt: Sequence[Expr]
-) -> tuple[list[Expr], dict[Expr, Expr]]:
-    """The adjoint program, by reverse mode: values are visited in reverse topological order.
-
-    Returns:
-        The cotangents of ``wrt``, and the cotangent of every value between.
-    """
-    values, leaves, active = ordered(outputs), set(wrt), set(wrt)
-    for y in values:
-        if (y.is_inexact or y.kind == SEVERAL) and any(a in active for a in y.args):
-            active.add(y)
-    gathered: dict[Expr, list[Expr]] = {}
-
-    def contribute(x: Expr, g: Expr) -> None:
-        """Adds a cotangent of x, real where x is."""
-        g = real(g) if g.is_complex and not x.is_complex else g
-        gathered.setdefault(x, []).append(g)
-
-    for out, g in zip(outputs, cotangents, strict=True):
-        contribute(out, g)
-    summed: dict[Expr, Expr] = {}
-    several: dict[Expr, dict[int, Expr]] = {}  # the cotangents of an opaque operation's outputs
-    for y in reversed(values):
-        if y not in active:
-            continue
-        if y in gathered:
-            summed[y] = add(gathered.pop(y))
-        if y in leaves:
-            continue
-        pulled: Sequence[Expr | None] = [None] * len(y.args)
-        pullback = OPERATIONS[y.op].pullback
-        if y.op == "output" and y in summed:
-            several.setdefault(y.args[0], {})[y["index"]] = summed[y]
-        elif y in several:
-            pulled = pulled_back(y, several[y], active)
-        elif y in summed and pullback is not None:
-            pulled = pullback(y, summed[y], *y.args)
-        for arg, c in zip(y.args, pulled, strict=True):
-            if c is not None and arg in active and not is_zero(c):
-                contribute(arg, c)
-    return [summed[x] if x in summed else full(0.0, x.shape) for x in wrt], summed
+        return self._agreement(derivation, tolerance, convert)
 
 
 _FIELDS = {"real": "ℝ", "complex": "ℂ", "integer": "ℤ", "boolean": "{0,1}"}
-
-
-def _aligned_latex(rows: Sequence[str]) -> str:
-    return "\\begin{aligned}\n" + " \\\\\n".join(f"&{row}" for row in rows) + "\n\\end{aligned}"
-
-
-def _gathered(formula: Formula) -> str:
-    """The formula's parts below each other, as one LaTeX ``gathered`` environment."""
-    return "\\begin{gathered}\n" + formula.latex() + "\n\\end{gathered}"
-
-
 # By the suffix of a file: text, LaTeX to include, and Markdown.
 FORMS: Forms = {
     ".txt": lambda formula: f"{formula}\n",
     ".tex": lambda formula: (
         f"% needs the packages amsmath and amssymb\n% {formula.check}\n"
-        f"\\[\n{_gathered(formula)}\n\\]\n"
+        f"\\[\n{formula._gathered()}\n\\]\n"
     ),
-    ".md": lambda formula: f"$$\n{_gathered(formula)}\n$$\n",
+    ".md": lambda formula: f"$$\n{formula._gathered()}\n$$\n",
 }

@@ -168,13 +168,7 @@ def order(roots: Iterable[Expr]) -> list[Expr]:
 
 def number(value: Any) -> Expr:
     """A scalar constant."""
-    value = value.item() if hasattr(value, "item") else value
-    return expr("number", (), (), kind_of_number(value), value=tidy(value))
-
-
-def kind_of_number(value: Any) -> str:
-    """Complex for a complex number, else real."""
-    return COMPLEX if isinstance(value, complex) else REAL
+    return full(value, ())
 
 
 def lifted(x: Any) -> Expr:
@@ -189,11 +183,10 @@ def tidy(value: Any) -> Any:
 
 
 def full(value: Any, shape: Sequence[int]) -> Expr:
-    """A constant array of this shape."""
-    if not shape:
-        return number(value)
-    c = number(value)["value"]
-    return expr("einsum", (), shape, kind_of_number(c), labels=(), coefficient=c)
+    """A constant array of this shape: a product without factors."""
+    c = tidy(value.item() if hasattr(value, "item") else value)
+    kind = COMPLEX if isinstance(c, complex) else REAL
+    return expr("einsum", (), shape, kind, labels=(), coefficient=c)
 
 
 def array(value: Any) -> Expr:
@@ -206,11 +199,7 @@ def array(value: Any) -> Expr:
 
 def constant_of(x: Expr) -> Any:
     """The number of which x consists, if it is a constant array; else None."""
-    if x.op == "number":
-        return x["value"]
-    if x.op == "einsum" and not x.args:
-        return x["coefficient"]
-    return None
+    return x["coefficient"] if x.op == "einsum" and not x.args else None
 
 
 def is_zero(x: Expr) -> bool:

@@ -122,11 +122,10 @@ def _write(w: Writer, x: Expr) -> ts.Written:
         w.note(f"{name}: {words}")
     if not level:
         return ts.Written(ts.function(name, pieces).text + (f"[{place}]" if place else ""))
-    places = call["places"]
-    number = ts.below(str(places[place] + 1)) if places else ""
+    number = ts.below(str(call["places"][place] + 1)) if call["places"] else ""
     w.note("vjp[f](x; u): the vector-Jacobian product of f at x with u; vjp₁ that of the first x")
-    count = call["of"]
-    first, then = (ts.join(p, ", ", ts.SUM).text for p in (pieces[:count], pieces[count:]))
+    groups = pieces[: call["of"]], pieces[call["of"] :]
+    first, then = (ts.join(p, ", ", ts.SUM).text for p in groups)
     return ts.Written(f"vjp{number}[{'vjp of ' * (level - 1)}{name}]({first}; {then})")
 
 

@@ -1,4 +1,4 @@
-"""Operations along axes: reductions, the softmax family, and standardization."""
+"""The table of operations, continued: reductions, softmax and standardization along axes."""
 
 from __future__ import annotations
 
@@ -20,8 +20,9 @@ from gradtools.seeing.formulas.algebra import (
     total,
     unsqueeze,
 )
-from gradtools.seeing.formulas.elementwise import indicator
 from gradtools.seeing.formulas.expressions import REAL, Expr, expr, operation
+from gradtools.seeing.formulas.operations import indicator
+from gradtools.seeing.formulas.typesetting import Written
 
 if TYPE_CHECKING:
     from gradtools.seeing.formulas.writing import Writer
@@ -30,24 +31,20 @@ if TYPE_CHECKING:
 def _letters_below(w: Writer, y: Expr) -> str:
     """The letters of the axes along which y is computed; empty where these are all."""
     x, axis = y.args[0], y.get("axis")
-    axes = y["axes"] if axis is None else (axis,)
-    letters = w.axes.unique(x)
+    axes, letters = y["axes"] if axis is None else (axis,), w.axes.unique(x)
     return "".join(letters[a] for a in axes) if len(axes) < x.rank else ""
 
 
-def _along(name: str) -> Callable[[Writer, Expr], ts.Written]:
+def _along(name: str) -> Callable[[Writer, Expr], Written]:
     """Writes a function with the letters of its axes below."""
     return lambda w, x: ts.function(name, [w.operand(x.args[0])], _letters_below(w, x))
-
-
-# --- reductions: their axes are removed, or kept with length 1
 
 
 def _reduction(
     name: str,
     evaluate: Callable[..., Any],
     pullback: Callable[..., Expr],
-    form: Callable[[Writer, Expr], ts.Written],
+    form: Callable[[Writer, Expr], Written],
     definition: str = "",
 ) -> None:
     """Registers a reduction that NumPy computes from the argument and the axes.
@@ -94,15 +91,14 @@ def _pull_logsumexp(y: Expr, g: Expr, x: Expr, axes: tuple[int, ...]) -> Expr:
     return conj(softmax(x, axis=axes[0]) if len(axes) == 1 else apply("exp", x - y)) * g
 
 
-def _write_norm(w: Writer, x: Expr) -> ts.Written:
+def _write_norm(w: Writer, x: Expr) -> Written:
     below = _letters_below(w, x)
-    return ts.Written(f"‖{w.operand(x.args[0]).text}‖" + (ts.below(below) if below else ""))
+    return Written(f"‖{w.operand(x.args[0]).text}‖" + (ts.below(below) if below else ""))
 
 
 # The cotangent of a maximum or minimum is that of all entries which equal it.
-_pull_extreme = lambda y, g, x, axes: indicator(x, y, "==") * g
-_reduction("max", np.max, _pull_extreme, _along("max"))
-_reduction("min", np.min, _pull_extreme, _along("min"))
+for _name, _evaluate in (("max", np.max), ("min", np.min)):
+    _reduction(_name, _evaluate, lambda y, g, x, axes: indicator(x, y, "==") * g, _along(_name))
 _reduction(
     "norm",
     lambda x, axes: np.sqrt((np.abs(x) ** 2).sum(axes)),
@@ -127,20 +123,13 @@ _reduction(
 
 def norm(x: Expr, *, axes: Any = None, ord: Any = 2, keep: bool = False) -> Expr | None:
     """The Euclidean norm; None for any other."""
-    if not x.rank:
-        return None
-    return reduced("norm", x, axes or None, keep) if ord == 2 else None
+    return reduced("norm", x, axes or None, keep) if x.rank and ord == 2 else None
 
 
 def variance(x: Expr, *, axes: Any = None, correction: float = 0, keep: bool = False) -> Expr:
     """sum(abs(x - mean)**2) / (n - correction)."""
     n, result = _count(x, axes), reduced("variance", x, axes, keep)
     return n / (n - correction) * result if n > correction else result * np.nan
-
-
-def deviation(x: Expr, *, axes: Any = None, correction: float = 0, keep: bool = False) -> Expr:
-    """The root of the variance."""
-    return variance(x, axes=axes, correction=correction, keep=keep) ** 0.5
 
 
 def centred(x: Expr, axes: Iterable[int]) -> Expr:
@@ -152,21 +141,12 @@ def _count(x: Expr, axes: Iterable[int] | None) -> int:
     return prod(x.shape if axes is None else (x.shape[a] for a in axes))
 
 
-# --- softmax, along one axis
+# --- softmax, and standardization
 
 
 def _softmax(y: Expr, x: np.ndarray) -> np.ndarray:
     e = np.exp(x - _finite_top(x, y["axis"]))
     return e / e.sum(y["axis"], keepdims=True)
-
-
-operation(
-    "softmax",
-    _softmax,
-    lambda y, g, x: [conj(y) * (g - total(conj(y) * g, [y["axis"]], keep=True))],
-    form=_along("softmax"),
-    definition="softmaxᵢ(x) := e^x / Σᵢ e^x",
-)
 
 
 def softmax(x: Expr, *, axis: int) -> Expr:
@@ -181,9 +161,6 @@ def log_softmax(x: Expr, *, axis: int) -> Expr:
     return x - reduced("logsumexp", x, [axis] if x.rank else [], keep=True)
 
 
-# --- standardization
-
-
 def _standardize(y: Expr, x: np.ndarray) -> np.ndarray:
     axes = y["axes"]
     return (x - x.mean(axes, keepdims=True)) / np.sqrt(x.var(axes, keepdims=True) + y["eps"])
@@ -193,11 +170,10 @@ def _pull_standardize(y: Expr, g: Expr, x: Expr) -> list[Expr]:
     """(g - mean g - y mean(y g)) / deviation."""
     axes = y["axes"]
     inner = plus(g, -mean(g, axes, keep=True), -(y * mean(y * g, axes, keep=True)))
-    deviation = (variance(x, axes=axes) + y["eps"]) ** 0.5
-    return [inner / spread(deviation, axes, x.shape)]
+    return [inner / spread((variance(x, axes=axes) + y["eps"]) ** 0.5, axes, x.shape)]
 
 
-def _write_standardize(w: Writer, x: Expr) -> ts.Written:
+def _write_standardize(w: Writer, x: Expr) -> Written:
     if x["eps"]:
         w.note(
             "standardize(x) = (x - mean(x)) / √(var(x) + ε), "
@@ -206,10 +182,17 @@ def _write_standardize(w: Writer, x: Expr) -> ts.Written:
     return _along("standardize")(w, x)
 
 
-operation("standardize", _standardize, _pull_standardize, form=_write_standardize)
-
-
 def standardize(x: Expr, *, axes: Iterable[int], eps: float = 0.0) -> Expr:
     """(x - mean) / sqrt(variance + eps)."""
     attributes = {"axes": tuple(sorted(axes)), "eps": float(eps)}
     return expr("standardize", (x,), x.shape, x.kind, **attributes)
+
+
+operation(
+    "softmax",
+    _softmax,
+    lambda y, g, x: [conj(y) * (g - total(conj(y) * g, [y["axis"]], keep=True))],
+    form=_along("softmax"),
+    definition="softmaxᵢ(x) := e^x / Σᵢ e^x",
+)
+operation("standardize", _standardize, _pull_standardize, form=_write_standardize)

@@ -7,6 +7,7 @@ a leaf is the shortest unique end of its path, such as ``argument 0['layers'][1]
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
@@ -64,8 +65,7 @@ class Statements:
         """Chooses what gets a name; cotangents: of the values of the program."""
         primals: dict[Expr, Expr] = {}  # of each cotangent, the most telling value first
         for v, c in cotangents.items():
-            copies = is_wrapper(v) and v["coefficient"] == 1 and not contracts(v.args[0])
-            if not (_is_plain(v) or v.shape != c.shape or copies):
+            if not _is_plain(v) and v.shape == c.shape:
                 primals.setdefault(c, v)
         roots = [(x, w) for s in self.sections for x, w in s.roots]
         self._taken |= {w.text for _, w in roots}
@@ -86,7 +86,7 @@ class Statements:
             weights[x] = (1 if x.op == "add" else own) + sum(
                 weights.get(a, 0) for a in _operands(x)
             )
-            repeated = self._uses[x] > 1 and weights[x] >= 2 and not _divides(x)
+            repeated = self._uses[x] > 1 and weights[x] >= 2
             if repeated and x not in names and not _is_plain(x):
                 wanted.append(x)
             if x in names or x in wanted[-1:]:
@@ -141,26 +141,22 @@ class Statements:
     # Lines.
 
     def _write(self, section: Section) -> None:
-        """Write the named values, then the results, each after the results in its own equation."""
+        """Writes the named values, with the results that others use, then the other results."""
         names, roots = self.writer.names, {x for x, _ in section.roots}
-        needed: dict[Expr, frozenset[Expr]] = {}  # the named results that each value depends on
-        for x in order([x for x, _ in section.roots]):
-            named = x in names and x.op != "placeholder"
-            below = frozenset().union(*(needed[a] for a in x.args))
-            needed[x] = below | {x} if named and x in roots else below
-            if named and x not in self._done and x not in roots:
+        values = order([x for x, _ in section.roots])
+        used = {a for x in values for a in x.args}
+        for x in values:
+            if x not in names or x.op == "placeholder" or x in self._done:
+                continue
+            if x not in roots or x in used:
                 section.lines.append(self._line(x, names[x]))
                 self._define(x)
-        left = list(section.roots)
-        while left:
-            waiting = {x for x, _ in left}
-            free = (e for e in left if not needed[e[0]] & (waiting - {e[0]}))
-            x, written = entry = next(free, left[0])
-            left.remove(entry)
+        written = {left.text for left, _ in section.lines}
+        for x, name in section.roots:
             own = names.get(x)
-            renamed = own is not None and own.text != written.text
-            line = (written, own) if own and renamed else self._line(x, written)
-            if line[0].text != line[1].text:
+            renamed = own is not None and own.text != name.text
+            line = (name, own) if own and renamed else self._line(x, name)
+            if line[0].text not in (line[1].text, *written):
                 section.lines.append(line)
             self._define(x)
 
@@ -191,7 +187,7 @@ _LIGHT = {
 
 def _is_plain(x: Expr) -> bool:
     """Whether it needs no name: a leaf or a number, or a transpose or conjugate of one."""
-    if x.op in ("placeholder", "number") or constant_of(x) is not None:
+    if x.op == "placeholder" or constant_of(x) is not None:
         return True
     return (is_wrapper(x) or x.op == "conj") and _is_plain(x.args[0])
 
@@ -209,17 +205,7 @@ def _uses(values: Sequence[Expr], roots: Sequence[Expr]) -> Counter[Expr]:
             continue
         for a in _operands(x):
             count[_unwrapped(a)] += 1
-            if _unwrapped(a) is not a:
-                count[a] += 1
-    for x in values:
-        if _divides(x):  # x is written as a denominator, hence each use of x is one of its base
-            count[_unwrapped(x.args[0])] += count[x] - 1
     return count
-
-
-def _divides(x: Expr) -> bool:
-    """Whether it is a negative power, written as a denominator."""
-    return x.op == "power" and not isinstance(x["exponent"], complex) and x["exponent"] < 0
 
 
 def _unwrapped(x: Expr) -> Expr:
@@ -246,28 +232,28 @@ _BASES = {
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
-    """The shortest unique names for the paths."""
+    """The shortest unique ends of the paths; numbers come last: 0.weight is weight_0."""
     found = [re.findall(r"[^\W_][\w]*|_\w+", p.replace("argument ", "arg")) for p in paths]
     parts = [f or [p.strip() or "x"] for f, p in zip(found, paths, strict=True)]
-    words = [[k for k, part in enumerate(reversed(p)) if not part.isdigit()] for p in parts]
-    length = [1 + next(iter(w), 0) for w in words]  # a number alone is no name
-    for _ in range(max((len(p) for p in parts), default=0)):
-        chosen = [_joined(p[-n:]) for p, n in zip(parts, length, strict=True)]
-        same = {c for c in chosen if chosen.count(c) > 1}
-        length = [n + (c in same) for n, c in zip(length, chosen, strict=True)]
+
+    def name(k: int, length: int) -> str:
+        end = parts[k][-length:]
+        words = list(itertools.dropwhile(str.isdigit, end))
+        return "_".join([*(words or ["x"]), *end[: len(end) - len(words)]])
+
+    length = [1] * len(parts)
+    for k, p in enumerate(parts):  # a number alone is no name
+        length[k] += next((n for n, part in enumerate(reversed(p)) if not part.isdigit()), 0)
+    for _ in range(max(map(len, parts), default=0)):
+        chosen = [name(k, n) for k, n in enumerate(length)]
+        length = [n + (chosen.count(c) > 1) for n, c in zip(length, chosen, strict=True)]
     seen: Counter[str] = Counter()
     result = []
-    for name in (_joined(p[-n:]) for p, n in zip(parts, length, strict=True)):
-        seen[name] += 1
-        result.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
+    for chosen_name in (name(k, n) for k, n in enumerate(length)):
+        seen[chosen_name] += 1
+        same = seen[chosen_name]
+        result.append(chosen_name if same == 1 else f"{chosen_name}_{same}")
     return result
-
-
-def _joined(parts: Sequence[str]) -> str:
-    """Parts of a path as one name: 0.weight is weight_0."""
-    numbers = next((k for k, part in enumerate(parts) if not part.isdigit()), len(parts))
-    name = [*parts[numbers:], *parts[:numbers]]
-    return "_".join(name if numbers < len(parts) else ["x", *name])
 
 
 def output_names(outputs: Sequence[Expr], taken: set[str]) -> list[Written]:

@@ -70,22 +70,6 @@ class Writer:
         """Whether x has a name, maybe transposed or scaled."""
         return (x.args[0] if is_wrapper(x) else x) in self.names
 
-    def aligned(self, a: Expr, x: Expr) -> Written:
-        """Writes an operand of the elementwise x.
-
-        Its axes get letters if it lacks an axis of x and two axes of x have the same letter.
-        """
-        kept = sorted(varying(a))
-        clear = len(set(self.axes.letters(x))) == x.rank
-        if clear or len(kept) == x.rank or constant_of(a) is not None or a in self.names:
-            return self.write(a)
-        letters = self.axes.unique(x)
-        inner = self.write(drop_axes(a, kept))
-        minus = inner.text.startswith("-")
-        part = Written(inner.text[1:], ts.PRODUCT if " " in inner.text else ts.ATOM)
-        shown = ts.subscript(part if minus else inner, "".join(letters[k] for k in kept))
-        return ts.negative(shown) if minus else shown
-
     def operand(self, x: Expr) -> Written:
         """x as an operand of a function of whole arrays, where a repetition has to be written."""
         used = varying(x)
@@ -324,8 +308,8 @@ class Factors:
                 (self.scalars_below if negative else self.scalars).append(shown)
         self.out = [l for l in range(x.rank) if l in self.size]
         self.summed = self.size.keys() - set(self.out)
-        by_rank = sorted((*self.arrays, *self.below), key=lambda e: -len(e[1]))
-        axes = [self.out if len(self.out) > 1 else (), *(names for _, names in by_rank)]
+        axes = [self.out if len(self.out) > 1 else ()]
+        axes += [names for _, names in (*self.arrays, *self.below)]
         # The order of labels in which factors are written; others are transposed.
         self.reference = list(dict.fromkeys(l for names in axes for l in names))
 

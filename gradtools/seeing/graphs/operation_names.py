@@ -1,4 +1,4 @@
-"""The neutral names of operations, which are those of `seeing/formulas/calls.py`."""
+"""The neutral names of operations, which are those of `seeing/formulas/words.py`."""
 
 from __future__ import annotations
 

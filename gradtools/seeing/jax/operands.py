@@ -1,7 +1,7 @@
 """Translates a JAX equation to its framework-neutral name, operand order and attributes.
 
 Attributes are the parameters that differ from their defaults. Their names are those of
-`seeing/formulas/calls.py`; primitives without a neutral name keep JAX's own. Layouts, devices
+`seeing/formulas/words.py`; primitives without a neutral name keep JAX's own. Layouts, devices
 and shardings are left out.
 """
 
@@ -157,18 +157,6 @@ def _convolved(p: Any, eqn: Eqn) -> Attributes:
     )
 
 
-def _pooled(p: Any, eqn: Eqn) -> Attributes:
-    """Window, stride and padding of the last axes, from the first with a nontrivial window."""
-    names = ["window", "stride", "padding", "dilation", "input_dilation"]
-    keys = ["window_dimensions", "window_strides", "padding", "window_dilation", "base_dilation"]
-    axes = [*zip(*(p[key] for key in keys), strict=True)]
-    first = next((i for i, axis in enumerate(axes) if axis != (1, 1, (0, 0), 1, 1)), 0)
-    attributes = {n: tuple(axis[i] for axis in axes[first:]) for i, n in enumerate(names)}
-    ones = (1,) * len(axes[first:])
-    usual = {"stride": attributes["window"], "padding": ((0, 0),) * len(ones), "dilation": ones}
-    return _unless({**usual, "input_dilation": ones}, **attributes)
-
-
 def _transformed(p: Any, eqn: Eqn) -> Attributes:
     """The transformed axes, which are the last ones; for irfft also the length of the last."""
     lengths, rank = _ints(p["fft_lengths"]), len(_shape(eqn.invars[0]))
@@ -176,60 +164,24 @@ def _transformed(p: Any, eqn: Eqn) -> Attributes:
     return {"axes": axes, "length": lengths[-1] if name_of(eqn) == "irfft" else None}
 
 
-def _of_triangle(p: Any, eqn: Eqn) -> Attributes:
-    """The parameters that differ from a lower triangular matrix on the left, not transposed."""
-    return _unless(
-        {"lower": True, "left": True, "unit": False, "transpose": False, "conjugate": False},
-        lower=bool(p["lower"]),
-        left=bool(p["left_side"]),
-        unit=bool(p["unit_diagonal"]),
-        transpose=bool(p["transpose_a"]),
-        conjugate=bool(p["conjugate_a"]),
-    )
-
-
 def _gathered(p: Any, eqn: Eqn) -> Attributes:
+    """The indexed axes, the lengths that are taken, if not one entry, and the axes of a batch."""
     d, shape = p["dimension_numbers"], _shape(eqn.invars[0])
     axes, sizes = _ints(d.start_index_map), _ints(p["slice_sizes"])
     usual = tuple(1 if a in axes else n for a, n in enumerate(shape))
-    collapsed, offset = _ints(d.collapsed_slice_dims), _ints(d.offset_dims)
-    return {
-        "axes": axes,
-        "sizes": sizes if sizes != usual else None,
-        "kept": tuple(a for a in axes if a not in collapsed) or None,
-        "offset_axes": _unless_last(offset, len(_shape(eqn.outvars[0]))),
-        "batch_axes": _ints(d.operand_batching_dims) or None,
-        "index_batch_axes": _unless_first(d.start_indices_batching_dims),
-        "mode": _bounds(p["mode"]),
-    }
+    batch = _ints(d.operand_batching_dims) or None
+    return {"axes": axes, "sizes": sizes if sizes != usual else None, "batch_axes": batch}
 
 
 def _scattered(p: Any, eqn: Eqn) -> Attributes:
-    d = p["dimension_numbers"]
-    axes, inserted = _ints(d.scatter_dims_to_operand_dims), _ints(d.inserted_window_dims)
-    return {
-        "axes": axes,
-        "kept": tuple(a for a in axes if a not in inserted) or None,
-        "window": _unless_last(_ints(d.update_window_dims), len(_shape(eqn.invars[2]))),
-        "batch_axes": _ints(d.operand_batching_dims) or None,
-        "index_batch_axes": _unless_first(d.scatter_indices_batching_dims),
-        "bounds": _bounds(p["mode"]),
-        "mode": eqn.primitive.name.replace("scatter", "").strip("-_") or None,
-    }
+    """The indexed axes, the axes of a batch, and how an update is combined with the old value."""
+    d, mode = p["dimension_numbers"], eqn.primitive.name.replace("scatter", "").strip("-_")
+    axes, batch = _ints(d.scatter_dims_to_operand_dims), _ints(d.operand_batching_dims)
+    return {"axes": axes, "batch_axes": batch or None, "mode": mode or None}
 
 
 def _unless_last(axes: tuple[int, ...], rank: int) -> tuple[int, ...] | None:
     return None if axes == tuple(range(rank - len(axes), rank)) else axes
-
-
-def _unless_first(axes: Any) -> tuple[int, ...] | None:
-    return None if _ints(axes) == tuple(range(len(axes))) else _ints(axes)
-
-
-def _bounds(mode: Any) -> str | None:
-    """The mode for indices out of bounds, if it is not JAX's default."""
-    name = _plain(mode)
-    return None if name in ("fill_or_drop", "promise_in_bounds", None) else str(name)
 
 
 _RELATIONS = {"eq_to": "==", "lt_to": "<", "le_to": "<=", **RELATIONS}  # a sort's total order
@@ -238,14 +190,12 @@ _MOVES = ["copy", "copy_p", "device_put", "pvary", "pbroadcast", "gradtools_reve
 _REDUCTIONS = ["reduce_sum", "reduce_prod", "reduce_max", "reduce_min"]
 _REDUCTIONS += ["reduce_and", "reduce_or", "reduce_xor"]
 _RUNNING = ["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"]
-_WINDOWS = ["reduce_window_sum", "reduce_window_max", "reduce_window_min"]
 _SCATTERS = ["scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"]
 _SCATTERS += [name.replace("-", "_") for name in _SCATTERS[1:]]
 _FORMS: Mapping[str, Callable[[Any, Eqn], Attributes]] = {
     **dict.fromkeys(_REDUCTIONS, _reduced),
     **dict.fromkeys(("argmax", "argmin"), lambda p, e: {"axis": _ints(p["axes"])[0]}),
     **dict.fromkeys(_RUNNING, lambda p, e: {"axis": p["axis"], "reverse": p["reverse"] or None}),
-    **dict.fromkeys(_WINDOWS, _pooled),
     **dict.fromkeys(_SCATTERS, _scattered),
     **dict.fromkeys(_RELATIONS, lambda p, e: {"relation": _RELATIONS[e.primitive.name]}),
     **dict.fromkeys(("squeeze", "expand_dims"), lambda p, e: {"shape": _shape(e.outvars[0])}),
@@ -266,17 +216,12 @@ _FORMS: Mapping[str, Callable[[Any, Eqn], Attributes]] = {
     "pad": _padded,
     "concatenate": lambda p, e: {"axis": p["dimension"]},
     "convert_element_type": lambda p, e: {"dtype": str(e.outvars[0].aval.dtype)},
-    "sort": lambda p, e: _unless({"num_keys": 1}, axis=p["dimension"], num_keys=p["num_keys"]),
+    "sort": lambda p, e: {"axis": p["dimension"]},
     "rev": lambda p, e: {"axes": _ints(p["dimensions"])},
     "iota": lambda p, e: {"axis": p["dimension"]},
     "integer_pow": lambda p, e: {},
     "scan": lambda p, e: {"length": p["length"], "reverse": p["reverse"] or None},
-    "top_k": lambda p, e: {"k": p["k"], "axis": p.get("axis", -1) % len(_shape(e.invars[0]))},
-    "round": lambda p, e: _unless(
-        {"rounding_method": "to_nearest_even"}, rounding_method=_plain(p["rounding_method"])
-    ),
     "fft": _transformed,
-    "triangular_solve": _of_triangle,
     **dict.fromkeys(_MOVES, lambda p, e: {}),
 }
 # These have their name as the only attribute; a composite has its own attributes, too.

@@ -1,7 +1,7 @@
 """Translates an aten call to its framework-neutral name, operands and attributes.
 
 Attributes are the arguments that are not operands and differ from the schema's defaults. Their
-names are those of `seeing/formulas/calls.py`: axes count from 0, a permutation lists all axes, a
+names are those of `seeing/formulas/words.py`: axes count from 0, a permutation lists all axes, a
 slice has a start and a limit on each axis. Operations without a neutral name keep PyTorch's own.
 """
 
@@ -183,6 +183,7 @@ _NAMES = {name: name for name in _OWN.split()} | {
     "repeat": "tile",
     "scatter": "scatter_along",
     "masked_fill": "where",
+    "safe_softmax": "softmax",
 }
 _REORDERED: Mapping[str, Callable[[list[Any]], list[Any]]] = {
     **dict.fromkeys(("rsub", "triangular_solve"), lambda xs: [xs[1], xs[0], *xs[2:]]),
@@ -202,7 +203,7 @@ _FILLED = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 
 
 def _of_entries(key: str, call: AtenCall, operation: str, said: Attributes) -> Translated | None:
     """Operations that move, select or fill entries."""
-    given, rank, x, y = call.given, call.rank, call.first, call.out
+    given, x, y = call.given, call.first, call.out
     match key:
         case "reshape" | "broadcast":
             return operation, {"shape": tuple(y.shape)} if y is not None else said
@@ -210,27 +211,9 @@ def _of_entries(key: str, call: AtenCall, operation: str, said: Attributes) -> T
             return operation, {"permutation": _permutation(call)}
         case "slice" | "select" | "slice_scatter" | "select_scatter":
             return operation, _window(call)
-        case "tile":
-            return operation, {"reps": said["repeats"]}
-        case "pad":
-            widths = given["pad"]
-            missing = rank - len(widths) // 2
-            low, high = ((*[0] * missing, *widths[k::2][::-1]) for k in (0, 1))
-            value = given.get("value", 0) or 0
-            return operation, {"low": low, "high": high} | ({"value": value} if value else {})
         case "split":  # the sizes of consecutive parts along an axis
             axis = said["axis"]
             return operation, {"sizes": tuple(part.shape[axis] for part in call.outs), "axis": axis}
-        case "diagonal" | "diagonal_matrix":  # the axes unless they are the last two; the offset
-            full, rank = dict(call.arguments()), rank + (operation == "diagonal_matrix")
-            axes = tuple(full[name] % rank for name in ("dim1", "dim2"))
-            said = {"axes": axes} if axes != (rank - 2, rank - 1) else {}
-            return operation, said | ({"offset": full["offset"]} if full["offset"] else {})
-        case "triangle":
-            offset = said.get("diagonal", 0)
-            return operation, {"upper": call.name == "triu"} | (
-                {"offset": offset} if offset else {}
-            )
         case "index" | "scatter":
             indices = given.get("indices")
             if isinstance(indices, list | tuple):
@@ -240,8 +223,6 @@ def _of_entries(key: str, call: AtenCall, operation: str, said: Attributes) -> T
             if said.pop("accumulate", False):
                 said["mode"] = "add"
             return operation, said
-        case "roll":
-            return operation, {**said, "axes": tuple(a % rank for a in given.get("dims", ()))}
         case "constant":  # what it is filled with; its shape and dtype are those of its value
             if call.name == "lift_fresh" and y is not None:
                 held = numbers_text(y.shape, y.tolist)
@@ -307,8 +288,6 @@ def _of_numbers(key: str, call: AtenCall, operation: str, said: Attributes) -> T
         case "bitwise_and" | "bitwise_or" | "bitwise_xor" | "bitwise_not":
             of_truth = x is not None and x.dtype == torch.bool  # else bitwise, of integers
             return (operation if of_truth else call.name), said
-        case "polygamma":
-            return operation, {"order": given["n"]}
         case "clip":  # bounds by name; with one array as its bound it is a minimum or maximum
             ends = {"min": "low", "max": "high", "min_val": "low", "max_val": "high"}
             limits = {"hardtanh": {"low": -1, "high": 1}, "relu6": {"low": 0, "high": 6}}
@@ -332,16 +311,6 @@ def _of_numbers(key: str, call: AtenCall, operation: str, said: Attributes) -> T
             unbiased, corrected = said.pop("unbiased", True), said.pop("correction", None)
             corrected = int(unbiased) if corrected is None else corrected
             return operation, {**said, "correction": corrected}
-        case "triangular_solve":  # which triangle is read, and on which side the matrix is
-            full = dict(call.arguments())
-            sides = {"lower": not full["upper"], "left": full.get("left", True)}
-            said = {name: False for name, value in sides.items() if not value}
-            said |= {"unit": True} if full["unitriangular"] else {}
-            return operation, said | ({"transpose": True} if full.get("transpose") else {})
-        case "linalg_qr" if x is not None:  # "qr": reduced, with no more columns than rows
-            rows, columns = x.shape[-2:]
-            is_reduced = said.get("mode", "reduced") == "reduced" or rows == columns
-            return ("qr", {}) if rows >= columns and is_reduced else (operation, said)
         case "fft_c2c" | "fft_r2c" | "fft_c2r":  # the direction, axes and normalization
             halved = call.name == "fft_r2c" and given["onesided"]
             forward = call.name == "fft_r2c" or bool(given.get("forward"))
@@ -355,7 +324,7 @@ def _of_numbers(key: str, call: AtenCall, operation: str, said: Attributes) -> T
 
 
 def _of_layers(key: str, call: AtenCall, operation: str, said: Attributes) -> Translated | None:
-    """Convolutions, pools and normalizations."""
+    """Convolutions."""
     match key:
         case "convolution" | "convolution_backward":  # settings that differ from their defaults
             if said.get("transposed") and not call.name.endswith("backward"):
@@ -368,27 +337,6 @@ def _of_layers(key: str, call: AtenCall, operation: str, said: Attributes) -> Tr
                 if any(n != default for n in values):
                     kept[name] = tuple((n, n) for n in values) if name == "padding" else value
             return operation, kept
-        case (
-            "max_pool" | "avg_pool" | "max_pool2d_with_indices_backward" | "avg_pool2d_backward"
-        ):  # window, stride and padding; an adaptive pool has a window if equal windows fit
-            count = int(next(letter for letter in call.name if letter.isdigit()))
-            each = lambda values: values * count if len(values) == 1 else values
-            if "kernel_size" in said:
-                window = said["window"] = each(said.pop("kernel_size"))
-                if each(said.get("stride", ())) in (window, ()):
-                    said.pop("stride", None)
-                padding = each(said.pop("padding", ()))
-                if any(padding):
-                    said["padding"] = tuple((n, n) for n in padding)
-            elif call.out is not None and call.first is not None:
-                sizes = [*zip(call.first.shape[-count:], call.out.shape[-count:], strict=True)]
-                if not any(n % m for n, m in sizes):
-                    said = {"window": tuple(n // m for n, m in sizes)}
-            return operation, said
-        case "layer_norm" | "rms_norm" | "native_layer_norm_backward":
-            if shape := said.pop("normalized_shape", ()):
-                said["axes"] = tuple(range(call.rank - len(shape), call.rank))
-            return operation, said
     return None
 
 

@@ -1,11 +1,7 @@
-"""`formula` in JAX: f is traced, and its jaxpr translated into expressions.
+"""`formula` in JAX: one run of f as expressions, and the derivatives that it is compared with.
 
-The jaxpr is translated equation by equation, with calls inlined. Values that do not depend on the
-program's arguments (index arithmetic, masks, random keys) are constant-folded::
-
-    lt 2 0;  add 2 5;  select_n ...;  gather x [2]      ->    x[2]
-
-A primitive has a reading, or the graph's name and attributes (`../operands.py`) if these are of the
+f's jaxpr is translated equation by equation. What does not depend on the arguments is computed at
+once. An equation is read by the graph's name and attributes (`../operands.py`) if these are of the
 vocabulary; else it becomes an opaque operation. So do loops, branches, functions with custom rules,
 and functions of JAX with an opaque part: the name `solve` is more readable than its LU factors. A
 random draw is a constant.
@@ -13,13 +9,9 @@ random draw is a constant.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import partial
 from math import prod
-from operator import truediv
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -31,12 +23,19 @@ from gradtools.jax import jaxprs
 from gradtools.jax._upstream import Literal, enable_x64
 from gradtools.jax.jaxprs import function_name, is_chunk
 from gradtools.rules import replaced_at
+from gradtools.seeing.formulas.adjoint import Recorded
 from gradtools.seeing.formulas.algebra import reshape
-from gradtools.seeing.formulas.arrays import constant, picked, take_along
-from gradtools.seeing.formulas.calls import FormulaCall, Reading, fitted, has_opaque_part, in_words
 from gradtools.seeing.formulas.expressions import Expr, evaluate, kind_of, order, placeholder
 from gradtools.seeing.formulas.opaque import OpaqueFunction, by_name
-from gradtools.seeing.formulas.recorded import Recorded
+from gradtools.seeing.formulas.operations import picked, take_along
+from gradtools.seeing.formulas.words import (
+    arranged,
+    constant,
+    fitted,
+    has_opaque_part,
+    in_words,
+    translated,
+)
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.jax import operands, recorded_run, source_lines
 
@@ -53,9 +52,34 @@ def formula_graph(program: LeafProgram) -> Recorded:
     outs = translator.run(jaxprs.open_jaxpr(traced.closed), [*held, *entries])
     outputs = [translator.expr(out) for out in outs]
     read = set(order(outputs))
-    held_here = {p: x for p, x in translator.held.items() if p in read}
-    narrow = min(translator.narrow, key=lambda name: jnp.finfo(name).bits, default="")
-    return Recorded(tuple(translator.inputs), tuple(outputs), held_here, narrow=narrow)
+    held_here = {p: np.asarray(x) for p, x in translator.held.items() if p in read}
+    inputs, dtypes = tuple(translator.inputs), frozenset(translator.dtypes)
+    return Recorded(inputs, tuple(outputs), held_here, dtypes=dtypes)
+
+
+def derivatives(
+    program: LeafProgram,
+    recorded: Recorded,
+    active: Sequence[int],
+    inputs: Sequence[Any],
+    cotangents: Sequence[Any],
+    directions: Sequence[Any],
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """f's outputs and gradients by JAX, and with directions the derivatives of the gradients.
+
+    active: Which of the inputs are differentiated.
+    """
+    inexact = [k for k, y in enumerate(recorded.outputs) if y.is_inexact]
+    run = lambda *leaves: [*map(jnp.asarray, program.run(list(leaves)))]
+    moving = tuple(p.is_inexact for p in recorded.inputs)
+    f = OpaqueFunction(program.backend, run, list, moving)
+    found = f.vjp(inexact, active, with_outputs=True).value(*inputs, *cotangents)
+    count, second = len(recorded.outputs), []
+    if directions:
+        both = [*active, *range(len(inputs), len(inputs) + len(cotangents))]
+        twice = f.vjp(inexact, active).vjp(range(len(active)), both)
+        second = twice.value(*inputs, *cotangents, *directions)
+    return found[:count], found[count:], second
 
 
 # An expression, or what does not depend on the arguments: a NumPy array, JAX's of random keys.
@@ -69,7 +93,7 @@ class _Translator:
         self.backend = backend
         self.inputs: list[Expr] = []
         self.held: dict[Expr, Any] = {}
-        self.narrow: set[str] = set()  # the dtypes below double in which something is computed
+        self.dtypes: set[str] = set()  # of all floating and complex results
         self.leaves: dict[Expr, Any] = {}  # of the arguments, and captured
         self._arrays: dict[int, Entry] = {}
 
@@ -104,6 +128,10 @@ class _Translator:
         floating = jnp.issubdtype(value.dtype, jnp.floating)
         return constant(value.astype(np.float64) if floating else value)
 
+    def value_of(self, x: Expr) -> np.ndarray:
+        """The numbers of an expression in this run."""
+        return evaluate([x], {p: self.leaves[p] for p in order([x]) if p.op == "placeholder"})[0]
+
     # --- equations
 
     def run(self, jaxpr: Any, entries: Sequence[Entry]) -> list[Entry]:
@@ -116,12 +144,8 @@ class _Translator:
         """Translates one equation."""
         name = eqn.primitive.name
         if name in _OF_KEYS:  # random-key arithmetic is computed at the leaves
-            given = [e for e in entries if isinstance(e, Expr)]
-            leaves = {p: self.leaves[p] for p in order(given) if p.op == "placeholder"}
-            values = iter(evaluate(given, leaves))
-            entries = [
-                next(values).astype(np.uint32) if isinstance(e, Expr) else e for e in entries
-            ]
+            key_of = lambda e: self.value_of(e).astype(np.uint32) if isinstance(e, Expr) else e
+            entries = [*map(key_of, entries)]
         if name == "platform_index":
             here, platforms = jax.default_backend(), eqn.params["platforms"]
             chosen = next(k for k, names in enumerate(platforms) if names is None or here in names)
@@ -139,18 +163,61 @@ class _Translator:
         if name in _RULES:
             return self._named(eqn, entries, eqn.params["rule"].name)
         if not any(map(_is_key, known)):
-            result = BoundEquation.of(self, eqn, entries).translated(READINGS, name)
-            if result is not None:
-                return self._fitted(eqn, result)
+            results = self._read(eqn, entries)
+            if results is not None and None not in results:
+                return self._fitted(eqn, results)
         # For a host function, the name of its kernel.
         kernel = getattr(eqn.params.get("call"), "kernel", None)
         shown = getattr(kernel, "name", None) or operands.name_of(eqn)
         return self._named(eqn, entries, shown, numbers=name == "rem")
 
-    def _fitted(self, eqn: Any, results: Sequence[Expr]) -> list[Entry]:
-        dtypes = [var.aval.dtype for var in eqn.outvars if eqn.primitive.name not in _EXACT]
-        self.narrow.update(str(dtype) for dtype in dtypes if dtype in _NARROW)
-        return [fitted(x, _like(v)) for x, v in zip(results, eqn.outvars, strict=True)]
+    def _read(self, eqn: Any, entries: Sequence[Entry]) -> Sequence[Expr | None] | None:
+        """The results of an equation by its words; None if the vocabulary has none."""
+        places, exponents = operands.operands_of(eqn)
+        xs = [*map(self.expr, entries)]
+        if eqn.primitive.name in ("optimization_barrier", "reduce_precision"):
+            return xs
+        if eqn.primitive.name == "gather":
+            result = self._gathered(eqn, entries, *xs)
+            return None if result is None else [result]
+        xs = [*(xs[i] for i in places), *(constant(float(n)) for n in exponents)]
+        likes, attributes = [*map(_like, eqn.outvars)], operands.attributes_of(eqn)
+        return translated(operands.name_of(eqn), xs, attributes, likes)
+
+    def _gathered(self, eqn: Any, entries: Sequence[Entry], x: Expr, indices: Expr) -> Expr | None:
+        """Constant places, or one entry of each row; else None."""
+        if indices.is_constant and x.is_inexact and prod(x.shape) <= 1 << 20:
+
+            def computed(first: np.ndarray) -> np.ndarray:
+                with jax.ensure_compile_time_eval():
+                    first = jnp.asarray(first, eqn.invars[0].aval.dtype)
+                    return np.asarray(_bound(eqn, [first, *entries[1:]])[0])
+
+            return arranged(x, computed)
+        if indices.is_constant or not indices.rank:
+            return None
+        d, known = eqn.params["dimension_numbers"], self.value_of(indices)
+        axes = tuple(d.start_index_map)
+        limits = np.array([x.shape[a] - eqn.params["slice_sizes"][a] for a in axes])
+        if d.offset_dims or not bool(np.all((known >= 0) & (known <= limits))):
+            return None
+        batched = tuple(d.operand_batching_dims)
+        if len(axes) == 1 and batched == tuple(d.start_indices_batching_dims):
+            i, rank = reshape(indices, indices.shape[:-1]), len(batched) + 1
+            return take_along(x, i, axis=axes[0]) if rank == x.rank == i.rank else None
+        if batched or axes != (0, 1) or indices.op != "concatenate" or indices.rank != 2:
+            return None
+        counting, *rows = indices.args  # x[0, i[0]], x[1, i[1]], ...
+        in_order = counting.op == "array" and counting["value"].array.ravel().tolist()
+        if len(rows) != 1 or in_order != [*range(x.shape[0])]:
+            return None
+        return picked(x, reshape(rows[0], (x.shape[0],)))
+
+    def _fitted(self, eqn: Any, results: Sequence[Any]) -> list[Entry]:
+        avals = [var.aval for var in eqn.outvars]
+        inexact = (a.dtype for a in avals if jnp.issubdtype(a.dtype, jnp.inexact))
+        self.dtypes.update(map(str, inexact))
+        return [fitted(x, _like(var)) for x, var in zip(results, eqn.outvars, strict=True)]
 
     def _named(
         self, eqn: Any, entries: Sequence[Entry], name: str, numbers: bool = False
@@ -195,13 +262,12 @@ class _Translator:
         name = name.lstrip("_").rpartition(".")[2] or eqn.primitive.name
         name = {"inv": "inverse", "slogdet_lu": "slogdet"}.get(name, name)
         given = [e for e in entries if isinstance(e, Expr)]
-        keyed = any(not isinstance(e, Expr) and _is_key(e) for e in entries)
-        if own and given and name in _WORDS and not keyed:
-            xs, attributes = [*map(self.expr, entries)], _WORDS[name](eqn.outvars[0].aval)
-            call = FormulaCall(name, xs, attributes, [*map(_like, eqn.outvars)], None)
-            result = call.translated({})
-            if result is not None:
-                return self._fitted(eqn, result)
+        if own and given and name in ("one_hot", "logaddexp"):
+            attributes = {"size": eqn.outvars[0].aval.shape[-1]} if name == "one_hot" else {}
+            xs, likes = [*map(self.expr, entries)], [*map(_like, eqn.outvars)]
+            results = translated(name, xs, attributes, likes)
+            if results is not None:
+                return self._fitted(eqn, results)
         if own and given and name in _WHOLE:
             return self._named(eqn, entries, name, numbers=True)
         plain = own and eqn.primitive.name == "custom_jvp_call"
@@ -214,51 +280,12 @@ class _Translator:
         return results
 
 
-@dataclass(eq=False)
-class BoundEquation(FormulaCall):
-    """An equation, with expressions in place of its operands."""
-
-    translator: _Translator
-    eqn: Any
-    entries: Sequence[Entry]
-
-    @classmethod
-    def of(cls, translator: _Translator, eqn: Any, entries: Sequence[Entry]) -> BoundEquation:
-        """The equation with these entries of its operands."""
-        places, numbers = operands.operands_of(eqn)
-        xs = [translator.expr(e) for e in entries]
-        xs = [*(xs[i] for i in places), *(constant(float(n)) for n in numbers)]
-        attributes, likes = operands.attributes_of(eqn), [*map(_like, eqn.outvars)]
-        name, own = operands.name_of(eqn), SimpleNamespace(**eqn.params)
-        return cls(name, xs, attributes, likes, own, translator, eqn, entries)
-
-    def leaf(self, x: Expr) -> Any:
-        """The numbers of a leaf in this run."""
-        return self.translator.leaves[x]
-
-    def computed(self, first: np.ndarray) -> np.ndarray:
-        """The result at another first operand."""
-        with jax.ensure_compile_time_eval():
-            x = jnp.asarray(first, self.eqn.invars[0].aval.dtype)
-            return np.asarray(_bound(self.eqn, [x, *self.entries[1:]])[0])
-
-
-def trying(program: LeafProgram, wide: bool) -> AbstractContextManager[Any]:
-    """A context in which f may run. wide: 64-bit arrays are enabled."""
-    return enable_x64(True) if wide else nullcontext()
-
-
 _RULES = tuple(
     f"gradtools_{name}" for name in ("primal", "evaluation", "value", "tangent", "cotangent")
 )
 _LEAVING = ("pure_callback", "io_callback", "debug_callback", "gradtools_kernel")
 _WHOLE = ("det", "expm")  # opaque, because JAX inlines them for small matrices
 _OF_KEYS = ("random_wrap", "random_seed", "random_fold_in", "random_bits", "threefry2x32")
-_NARROW = (jnp.float32, jnp.complex64, jnp.float16, jnp.bfloat16)
-_EXACT = (
-    *("transpose", "reshape", "squeeze", "broadcast_in_dim", "slice", "concatenate", "stack"),
-    *("gather", "rev", "pad", "neg", "copy", "stop_gradient", "dynamic_slice", "split"),
-)
 
 
 def _bound(eqn: Any, values: Sequence[Any]) -> list[Any]:
@@ -273,48 +300,3 @@ def _like(var: Any) -> tuple[tuple[int, ...], str]:
 
 def _is_key(x: Any) -> bool:
     return bool(jnp.issubdtype(x.dtype, jax.dtypes.extended))
-
-
-# --- primitives and functions whose meaning differs by more than the name
-
-
-def _gathered(call: FormulaCall) -> Expr | None:
-    """Constant places, or one entry of each row; else None."""
-    x, indices = call.operands
-    if indices.is_constant:
-        return call.arranged() if x.is_inexact and prod(x.shape) <= 1 << 20 else None
-    if not indices.rank:
-        return None
-    d, known = call.own.dimension_numbers, call.value_of(indices)
-    axes = tuple(d.start_index_map)
-    limits = np.array([x.shape[a] - call.own.slice_sizes[a] for a in axes])
-    if d.offset_dims or not bool(np.all((known >= 0) & (known <= limits))):
-        return None
-    batched = tuple(getattr(d, "operand_batching_dims", ()))
-    if len(axes) == 1 and batched == tuple(getattr(d, "start_indices_batching_dims", ())):
-        i = reshape(indices, indices.shape[:-1])
-        return take_along(x, i, axis=axes[0]) if len(batched) == x.rank - 1 == i.rank - 1 else None
-    if batched or axes != (0, 1) or indices.op != "concatenate" or indices.rank != 2:
-        return None
-    counting, *rows = indices.args  # x[0, i[0]], x[1, i[1]], ...
-    in_order = counting.op == "array" and counting["value"].array.ravel().tolist()
-    if len(rows) != 1 or in_order != [*range(x.shape[0])]:
-        return None
-    return picked(x, reshape(rows[0], (x.shape[0],)))
-
-
-READINGS: dict[str, Reading] = {
-    "optimization_barrier": lambda call: call.operands,
-    "reduce_precision": lambda call: call.operands[0],
-    # The division of integers truncates.
-    "div": lambda call: truediv(*call.operands) if call.operands[0].is_inexact else None,
-    "gather": _gathered,
-}
-# Functions of JAX's own that are of the vocabulary: their attributes, from the result's type.
-_WORDS: dict[str, Callable[[Any], dict[str, Any]]] = {
-    "one_hot": lambda out: {"size": out.shape[-1]},
-    "logaddexp": lambda out: {},
-}
-
-
-__all__ = ["formula_graph", "trying"]

@@ -1,7 +1,7 @@
 """The neutral names of PyTorch's functions, and why some of them carry no derivative.
 
 Variants of a function have one name: `add`, `add_` and `__radd__` are one operation. The neutral
-names are those of `seeing/formulas/calls.py`; other functions keep PyTorch's name. Autograd's
+names are those of `seeing/formulas/words.py`; other functions keep PyTorch's name. Autograd's
 nodes have neutral names too, because a call such as cross_entropy makes several nodes.
 """
 

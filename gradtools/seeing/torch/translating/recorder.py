@@ -12,7 +12,6 @@ a new root, from which later reads are taken.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -23,24 +22,56 @@ import torch
 from gradtools.backend import Backend
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import call_if_kept
-from gradtools.seeing.formulas.algebra import einsum, imag, matmul, plus, real, swap
-from gradtools.seeing.formulas.arrays import arrange, constant, slices_of
-from gradtools.seeing.formulas.calls import FormulaCall, fitted, has_opaque_part, in_words
-from gradtools.seeing.formulas.elementwise import stop
-from gradtools.seeing.formulas.expressions import Expr, kind_of, placeholder
+from gradtools.seeing.formulas.algebra import (
+    apply,
+    broadcast,
+    einsum,
+    imag,
+    matmul,
+    mean,
+    plus,
+    real,
+    reshape,
+    swap,
+    total,
+)
+from gradtools.seeing.formulas.expressions import (
+    Expr,
+    constant_of,
+    evaluate,
+    kind_of,
+    lifted,
+    order,
+    placeholder,
+)
 from gradtools.seeing.formulas.opaque import OpaqueFunction, by_name
+from gradtools.seeing.formulas.operations import (
+    arrange,
+    from_the_end,
+    slices_of,
+    stop,
+    take_along,
+)
+from gradtools.seeing.formulas.reductions import variance
+from gradtools.seeing.formulas.words import (
+    constant,
+    fitted,
+    has_opaque_part,
+    in_words,
+    translated,
+)
 from gradtools.seeing.torch.operands import SAME, AtenCall
 from gradtools.seeing.torch.recording.autograd_functions import name_and_mark
 from gradtools.seeing.torch.recording.operations import NO_DATA
 from gradtools.seeing.torch.recording.recorder import Operations, Recorder
 from gradtools.seeing.torch.recording.values import Write, like, offsets, view_of
-from gradtools.seeing.torch.translating.translations import READINGS
 from gradtools.seeing.torch.undo import Undo
 from gradtools.torch import _upstream as upstream
 from gradtools.torch._upstream import pytree
 from gradtools.torch.functorch_wrappers import is_inexact, tensors_in
 
 Tensor = torch.Tensor
+Values = Sequence[Expr | None]  # of an operation's results; None for a constant
 _DRAWS = """
 rand randn randint randperm rand_like randn_like randint_like normal uniform bernoulli multinomial
 exponential poisson geometric log_normal cauchy random normal_functional
@@ -56,24 +87,25 @@ def _like(x: Tensor) -> tuple[tuple[int, ...], str]:
     return shape, kind_of(dtype)
 
 
-class FormulaRecorder(Recorder[Expr]):
-    """Records the expression of each tensor.
+def numbers(x: Tensor) -> np.ndarray:
+    """A copy of the tensor's contents."""
+    with upstream.disable_current_modes():
+        value = x.detach().resolve_conj().resolve_neg().to_dense().cpu()
+        value = value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+        return value.clone().numpy()
 
-    cast_of: For a view of a cast, the original tensor and the cast; else None.
-    """
+
+class FormulaRecorder(Recorder[Expr]):
+    """Records the expression of each tensor."""
 
     caller, levels = "formula", ("rules", "functions", "operations")
 
-    def __init__(
-        self,
-        undo: Undo,
-        backend: Backend,
-        cast_of: Callable[[Tensor], tuple[Tensor, Tensor] | None],
-    ) -> None:
+    def __init__(self, undo: Undo, backend: Backend) -> None:
         super().__init__(undo)
-        self.backend, self.cast_of = backend, cast_of
+        self.backend = backend
         self.leaves: dict[Expr, Tensor] = {}  # of the arguments, and captured
         self.held: dict[Expr, Tensor] = {}
+        self.dtypes: set[str] = set()  # of all floating and complex results
 
     # --- calls
 
@@ -88,7 +120,7 @@ class FormulaRecorder(Recorder[Expr]):
             out = apply_(*args, **kwargs)
         outs = [*tensors_in(out)]
         if all(x.is_constant for x in given):
-            values: Sequence[Expr | None] = [self.constant(y) for y in outs]
+            values: Values = [self.constant(y) for y in outs]
         elif any(x.requires_grad for x in xs) and not any(y.requires_grad for y in outs):
             values = [stop(self.of(y)) if is_inexact(y) else None for y in outs]
         else:
@@ -100,8 +132,6 @@ class FormulaRecorder(Recorder[Expr]):
 
     def called(self, fun: Any, args: Any, kwargs: Any) -> Any:
         """Records the functions in `_FUNCTIONS`; all others are recorded as aten operations."""
-        if len(kwargs) == 1 and "input" in kwargs:
-            args, kwargs = (kwargs["input"],), {}
         if fun not in _FUNCTIONS or kwargs or upstream.peek_interpreter_stack() is not None:
             return fun(*args, **kwargs)
         meant, *tensors = _FUNCTIONS[fun](*args)
@@ -138,14 +168,21 @@ class FormulaRecorder(Recorder[Expr]):
         if key in (*_DRAWS, *NO_DATA) or all(x.is_constant for x in given):
             values = [self.constant(y) for y in outs]
         else:
-            said, attributes = call.said(out)
-            xs = [x if isinstance(x, Expr) else constant(x) for x in operands]
-            bound = BoundCall(said, xs, attributes, [*map(_like, outs)], own, self, call, outs)
-            values = bound.translated(READINGS, key)
+            name, attributes = call.said(out)
+            operands = [x if isinstance(x, Expr) else constant(x) for x in operands]
+            if key in READINGS:
+                read = READINGS[key](self, call, own)
+                values = read if read is None or isinstance(read, list) else [read]
+            else:
+                values = translated(name, operands, attributes, [*map(_like, outs)])
             if values is None and (made or not writes):
-                parts = self._in_parts(call, given, writes if made else [])
-                out, values = parts if parts is not None else (out, None)
-            values = bound.by_name() if values is None else values
+                out, values = self._in_parts(call, given, writes if made else []) or (out, None)
+            if values is None:
+                words = in_words(attributes, given[0].rank)
+                if call.func.namespace == "gradtools" and self.rules:
+                    name, words = self.rules[-1][0], ""
+                name = name.removeprefix("linalg_")
+                values = self.named(name, call.func, call.args, call.kwargs, given, outs, words)
         self._note(outs, values, not made)
         if made:  # side outputs, such as running statistics, become constants
             self._note(writes, [self.constant(x) for x in writes], written=True)
@@ -181,7 +218,7 @@ class FormulaRecorder(Recorder[Expr]):
         given: Sequence[Expr],
         outs: Sequence[Tensor],
         words: str = "",
-    ) -> list[Expr | None]:
+    ) -> list[Expr]:
         """The outputs as an opaque operation."""
         kept = [call_if_kept(a) for a in args if isinstance(a, str)]  # a host kernel's call
         xs = [*tensors_in([args, kwargs])]
@@ -199,7 +236,7 @@ class FormulaRecorder(Recorder[Expr]):
         array = lambda v, dtype: torch.tensor(np.asarray(v), device=device).to(dtype)
         arrays = lambda values: [*map(array, values, dtypes)]
         kernel = OpaqueFunction(self.backend, run, arrays, tuple(map(is_inexact, xs)))
-        return [*by_name(name, given, map(_like, outs), kernel, words)]
+        return by_name(name, given, map(_like, outs), kernel, words)
 
     # --- values of tensors
 
@@ -209,31 +246,14 @@ class FormulaRecorder(Recorder[Expr]):
         self.leaves[value] = x
         return value
 
-    def of(self, x: Tensor) -> Expr:
-        """The value of a tensor."""
-        with upstream.DisableTorchFunction():  # a mode may replace the tensor
-            return super().of(x)
-
     def valued(self, x: Any) -> Any:
         """An argument, with expressions in place of tensors."""
         if isinstance(x, Tensor):
             return self.of(x)
         return [self.valued(v) for v in x] if isinstance(x, list | tuple) else x
 
-    def rewritten(self, x: Tensor, before: Expr, writes: Sequence[Write[Expr]]) -> Expr:
-        """The current value of a view of a storage that was written to."""
-        shown = self.table.memory(x)
-        assert shown is not None
-        return arrange(shown.value, places(x, shown.root))
-
     def met(self, x: Tensor) -> Expr:
         """The value of a tensor that f did not compute."""
-        result = self.cast_of(x)
-        if result is not None:
-            of, cast = result
-            self.hold(cast, self.of(of))
-            if (known := self.table.get(x)) is not None:
-                return known.value
         shown = self.table.memory(x)
         if shown is not None:  # a view of something known
             return arrange(shown.value, places(x, shown.root))
@@ -244,26 +264,29 @@ class FormulaRecorder(Recorder[Expr]):
         self.held[value] = x
         return value
 
+    def rewritten(self, x: Tensor, before: Expr, writes: Sequence[Write[Expr]]) -> Expr:
+        """The current value of a view of a storage that was written to."""
+        return self.met(x)
+
     def constant(self, x: Tensor) -> Expr:
         """A constant with the tensor's contents."""
-        return constant(self.numbers(x))
+        with self.silent():
+            return constant(numbers(x))
 
-    def numbers(self, x: Tensor) -> np.ndarray:
-        """The tensor's contents."""
-        with self.silent(), upstream.disable_current_modes():
-            value = x.detach().resolve_conj().resolve_neg().to_dense().cpu()
-            if value.dtype in (torch.bfloat16, torch.float16):
-                value = value.float()
-            return value.clone().numpy()
+    def value_of(self, x: Expr) -> np.ndarray:
+        """The numbers of an expression in this run."""
+        leaves = [p for p in order([x]) if p.op == "placeholder"]
+        with self.silent():
+            return evaluate([x], {p: numbers(self.leaves[p]) for p in leaves})[0]
 
-    def _note(
-        self, outs: Sequence[Tensor], values: Sequence[Expr | None], written: bool = False
-    ) -> None:
+    def _note(self, outs: Sequence[Tensor], values: Values, written: bool = False) -> None:
         """Gives tensors new values; while the user's grad mode is off these have no derivative."""
         for y, value in zip(outs, values, strict=False):
             if value is None:
                 continue
             value = fitted(value, _like(y))
+            if is_inexact(y):
+                self.dtypes.add(like(y)[1])
             if written and self._is_off(y) and y.requires_grad:  # the old derivative stays
                 before = self.of(y)
                 value = before + stop(value - before)
@@ -288,50 +311,36 @@ class FormulaRecorder(Recorder[Expr]):
         elif shown.value.is_constant and value.is_constant:
             shown.value = self.constant(root)
         else:  # a part of the root was written, by an opaque operation
-            at, part = places(x, root), value
-            hidden = self._is_off(x) or not x.requires_grad
-            if root.requires_grad and hidden:  # autograd does not see the write
-                before = arrange(shown.value, at)
-                part = before + stop(value - before)
+            at = places(x, root)
             index = torch.from_numpy(at.ravel()).to(x.device)
             name = f"set_at[{slices_of(at, shown.value.shape)}]"
             fun = lambda y, u: y.flatten().index_put((index,), u.flatten()).reshape(y.shape)
-            (written,) = self.named(name, fun, (root, x), {}, [shown.value, part], [root])
-            assert written is not None
-            shown.value = written
+            (shown.value,) = self.named(name, fun, (root, x), {}, [shown.value, value], [root])
         self.table.write(x, value)
         if self.table.get(root) is not None:
             self.hold(root, shown.value)
 
 
-@dataclass(eq=False)
-class BoundCall(FormulaCall):
-    """An aten call, with expressions in place of tensors."""
+# --- views and writes in place
 
-    recorder: FormulaRecorder
-    call: AtenCall
-    outs: Sequence[Tensor]  # its results, or what it wrote to in place
 
-    def by_name(self) -> list[Expr | None]:
-        """The results as an opaque operation."""
-        call, recorder = self.call, self.recorder
-        operands = [recorder.of(x) for x in tensors_in([call.args, call.kwargs])]
-        name, words = self.name, in_words(self.attributes, operands[0].rank)
-        if call.func.namespace == "gradtools" and recorder.rules:
-            name, words = recorder.rules[-1][0], ""
-        name = name.removeprefix("linalg_")
-        return recorder.named(name, call.func, call.args, call.kwargs, operands, self.outs, words)
+def places(x: Tensor, root: Tensor) -> np.ndarray:
+    """For each element of x its index in the flattened root."""
+    if x.dtype != root.dtype or x.is_conj() != root.is_conj() or x.is_neg() != root.is_neg():
+        raise GradtoolsError(
+            "formula: f writes in place through a view of another dtype, or of a conjugate; "
+            "write it by an operation that is not in place."
+        )
+    known, wanted = offsets(root).ravel(), offsets(x)
+    by_offset = np.argsort(known, kind="stable")
+    at = np.minimum(np.searchsorted(known[by_offset], wanted.ravel()), max(len(known) - 1, 0))
+    result = by_offset[at] if len(known) else at
+    if len(result) and not np.array_equal(known[result], wanted.ravel()):
+        raise GradtoolsError("formula: f reads memory beyond what it made; copy it first.")
+    return result.reshape(wanted.shape)
 
-    def leaf(self, x: Expr) -> np.ndarray:
-        """The numbers of a leaf in this run."""
-        return self.recorder.numbers(self.recorder.leaves[x])
 
-    def computed(self, first: np.ndarray) -> np.ndarray:
-        """The result at another first operand."""
-        with self.recorder.silent(), upstream.disable_current_modes():
-            x, call = torch.as_tensor(first, dtype=torch.float64), self.call
-            return call.func(x, *call.args[1:], **call.kwargs).numpy()  # type: ignore[no-any-return]
-
+# --- functions that are read whole
 
 _of = lambda meant, *xs: (meant, *xs)
 _linear = lambda x, w, *bias: plus(matmul(x, swap(w) if w.rank > 1 else w), *bias)
@@ -362,20 +371,58 @@ _FUNCTIONS: dict[Any, Callable[..., tuple]] = {
 }
 
 
-# --- views and writes in place
+# --- aten operations whose meaning differs by more than the name
+# A reading takes the recorder, the call, and its arguments by aten's names as expressions.
 
 
-def places(x: Tensor, root: Tensor) -> np.ndarray:
-    """For each element of x its index in the flattened root."""
-    if x.dtype != root.dtype or x.is_conj() != root.is_conj() or x.is_neg() != root.is_neg():
-        raise GradtoolsError(
-            "formula: f writes in place through a view of another dtype, or of a conjugate; "
-            "write it by an operation that is not in place."
-        )
-    known, wanted = offsets(root).ravel(), offsets(x)
-    order = np.argsort(known, kind="stable")
-    result = np.searchsorted(known[order], wanted.ravel())
-    result = order[np.minimum(result, len(order) - 1)] if len(order) else result
-    if len(result) and not np.array_equal(known[result], wanted.ravel()):
-        raise GradtoolsError("formula: f reads memory beyond what it made; copy it first.")
-    return result.reshape(wanted.shape)
+def _copied(recorder: FormulaRecorder, call: AtenCall, own: Any) -> Expr:
+    """The written value, broadcast to the array's shape."""
+    x = lifted(getattr(own, "src", getattr(own, "value", 0.0)))
+    return broadcast(x, own.self.shape)
+
+
+def _remainder(recorder: FormulaRecorder, call: AtenCall, own: Any) -> Expr | None:
+    """The operand itself, if it is an index within bounds."""
+    n = constant_of(lifted(own.other))
+    if not isinstance(own.self, Expr) or own.self.is_inexact or n is None:
+        return None
+    value = recorder.value_of(own.self)
+    return from_the_end(own.self, int(n)) if ((value >= 0) & (value < n)).all() else None
+
+
+def _var_mean(recorder: FormulaRecorder, call: AtenCall, own: Any) -> list[Expr]:
+    keep, correction = getattr(own, "keepdim", False), getattr(own, "correction", None)
+    axes = [a % own.self.rank for a in own.dim or range(own.self.rank)]
+    correction = int(getattr(own, "unbiased", True)) if correction is None else correction
+    squares = variance(own.self, axes=axes, correction=correction, keep=keep)
+    return [squares, mean(own.self, axes, keep)]
+
+
+def _nll(recorder: FormulaRecorder, call: AtenCall, own: Any) -> list[Expr | None] | None:
+    """-x[t] of each row; the class axis follows the batch axis."""
+    axis, target = 0 if own.self.rank == 1 else 1, own.target
+    if own.weight is not None or (recorder.value_of(target) == own.ignore_index).any():
+        return None
+    at = reshape(target, (*target.shape[:axis], 1, *target.shape[axis:]))
+    entries = take_along(own.self, at, axis=axis)
+    if entries is None:
+        return None
+    losses = -reshape(entries, target.shape)
+    return [(losses, mean(losses), total(losses))[own.reduction], None]
+
+
+def _dropout(recorder: FormulaRecorder, call: AtenCall, own: Any) -> list[Expr | None]:
+    """The mask that was drawn is a constant."""
+    kept = recorder.constant(call.outs[1] / (1 - own.p))
+    return [own.input * kept, None]
+
+
+READINGS: dict[str, Callable[[FormulaRecorder, AtenCall, Any], Any]] = {
+    "log_sigmoid_forward": lambda recorder, call, own: [-apply("softplus", -own.self), None],
+    "native_dropout": _dropout,
+    **dict.fromkeys(("copy", "fill", "zero"), _copied),
+    "as_strided": lambda recorder, call, own: recorder.met(call.outs[0]),
+    "remainder": _remainder,
+    "var_mean": _var_mean,
+    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), _nll),
+}

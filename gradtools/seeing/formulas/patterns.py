@@ -1,7 +1,7 @@
-"""What a translator makes of a run: a `Recorded`, in operations of the vocabulary where it can.
+"""Names for compositions: JAX's programs are compositions where PyTorch's are one call.
 
-JAX's programs are compositions where PyTorch's are one call. `named` looks at the result of each
-operation, and gives compositions a name by which they are written and differentiated::
+`named` looks at the result of each operation, and gives compositions a name by which they are
+written and differentiated::
 
     log sum exp(x - c)                      logsumexp(x) - c       c being constant along the axis
     e / sum e,  e = exp(x - c)              softmax(x)
@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from gradtools.seeing.formulas.algebra import (
@@ -34,47 +33,8 @@ from gradtools.seeing.formulas.algebra import (
     total,
     varying,
 )
-from gradtools.seeing.formulas.expressions import ArrayValue, Expr, constant_of, order
-from gradtools.seeing.formulas.reductions import (
-    centred,
-    reduced,
-    softmax,
-    standardize,
-    variance,
-)
-
-
-@dataclass(frozen=True, eq=False)
-class Recorded:
-    """One run of a program."""
-
-    inputs: tuple[Expr, ...]  # the placeholder of each leaf of the arguments
-    outputs: tuple[Expr, ...]
-    held: dict[Expr, Any] = field(default_factory=dict)  # the array of each captured value
-    wanted: tuple[Expr, ...] = ()  # captured values that require grad; differentiated like inputs
-    # Maps the leaves of f's arguments, and an array for each of `wanted`, to the leaves of what f
-    # returns; None if f itself does.
-    run: Callable[[Sequence[Any]], Sequence[Any]] | None = None
-    narrow: str = ""  # the dtype below double in which a part computes for any input
-
-    @property
-    def opened(self) -> tuple[Expr, ...]:
-        """The inputs, and the captured values that are wanted."""
-        return (*self.inputs, *self.wanted)
-
-    def fingerprint(self) -> list[Any]:
-        """The operations in order; equal for two runs that computed the same expressions."""
-        place: dict[Expr, int] = {}
-        result = []
-        for x in order(self.outputs):
-            place[x] = len(place)
-            known = [(k, v) for k, v in x.attributes if k not in ("kernel", "number", "of")]
-            plain = [(k, v if isinstance(v, ArrayValue) else repr(v)) for k, v in known]
-            result.append((x.op, x.shape, tuple(place[a] for a in x.args), tuple(plain)))
-        return result
-
-
-# --- names for compositions
+from gradtools.seeing.formulas.expressions import Expr, constant_of
+from gradtools.seeing.formulas.reductions import centred, reduced, softmax, standardize, variance
 
 
 def named(x: Expr) -> Expr:
@@ -100,9 +60,9 @@ def _terms(x: Expr) -> list[Expr]:
     return terms if terms == [x] else [t for term in terms for t in _terms(term)]
 
 
-def _others(x: Expr, *terms: Expr) -> list[Expr]:
-    """The terms of a sum without these."""
-    return [t for t in x.args if all(t is not other for other in terms)]
+def _others(x: Expr, term: Expr) -> list[Expr]:
+    """The terms of a sum without this one."""
+    return [t for t in x.args if t is not term]
 
 
 def _shifted(x: Expr, axes: Iterable[int]) -> tuple[Expr, list[Expr]]:
@@ -145,11 +105,7 @@ def _centred(y: Expr, axes: tuple[int, ...]) -> Expr | None:
         z = add(_others(y, t))
         if centred(z, axes) is y:
             return z
-    z, shift = _shifted(y, axes)
-    if not shift or z.shape != y.shape:
-        return None
-    same = centred(z, axes)
-    return z if same is y or constant_of(add([same, -y])) == 0 else None
+    return None
 
 
 def _replaced(x: Expr, gone: Sequence[Entry], new: Entry) -> Expr:

@@ -1,8 +1,8 @@
-"""`WORDS`, what the graph's names mean as expressions, and `FormulaCall`, one call of a framework.
+"""The vocabulary: what the graphs' neutral names of operations mean as expressions.
 
-Both recorders fill a `FormulaCall` for each operation of a run: a name, operands, attributes, as
-`gradient_graph` prints them. Its meaning is read in a table: the recorder's own readings, else
-`WORDS`. An operation without one is kept by its name (`opaque.py`).
+Both frameworks' translators turn each recorded operation into a name, operands and attributes, as
+`gradient_graph` prints them (`operands.py`); `translated` looks the name up here. An operation
+without a word is kept by its name (`opaque.py`).
 
 Conventions: axes are counted from 0 and never negative; ``axes`` is a tuple, ``axis`` one number;
 ``keep`` (default False) keeps a reduced axis with length 1; elementwise operations broadcast as in
@@ -14,12 +14,11 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from gradtools.seeing.formulas import algebra, arrays, elementwise, reductions
+from gradtools.seeing.formulas import algebra, operations, reductions
 from gradtools.seeing.formulas.algebra import apply, broadcast, broadcast_shape
 from gradtools.seeing.formulas.expressions import (
     BOOLEAN,
@@ -27,12 +26,13 @@ from gradtools.seeing.formulas.expressions import (
     INTEGER,
     REAL,
     Expr,
+    array,
     constant_of,
-    evaluate,
     is_zero,
+    number,
     order,
 )
-from gradtools.seeing.formulas.recorded import named
+from gradtools.seeing.formulas.patterns import named
 
 
 def _power(a: Expr, b: Expr) -> Expr | None:
@@ -61,25 +61,23 @@ WORDS: dict[str, Callable[..., Any]] = {
     "subtract": lambda a, b, *, alpha=1: a - alpha * b,
     "negate": lambda x: -x,
     "multiply": lambda a, b: a * b,
-    "divide": lambda a, b: a / b,
+    "divide": lambda a, b: a / b if a.is_inexact or b.is_inexact else None,
     "power": _power,
     "square": lambda x: x**2,
     "sqrt": lambda x: x**0.5,
     "rsqrt": lambda x: x**-0.5,
     "reciprocal": lambda x: x**-1,
-    "abs": elementwise.modulus,
-    "sign": _unary("sign"),
+    "abs": operations.modulus,
+    "sign": lambda x: None if x.is_complex else apply("sign", x),
     "real": algebra.real,
     "imag": algebra.imag,
     "conj": algebra.conj,
     "complex": lambda re, im: re + 1j * im,
-    "stop": elementwise.stop,
-    "cast": elementwise.cast,
-    "compare": elementwise.indicator,
-    "where": elementwise.where,
-    "maximum": lambda a, b: elementwise.extreme("maximum", a, b),
-    "minimum": lambda a, b: elementwise.extreme("minimum", a, b),
-    "clip": elementwise.clip,
+    "stop": operations.stop,
+    "cast": operations.cast,
+    "compare": operations.indicator,
+    "where": operations.where,
+    "maximum": operations.larger,
     "expm1": lambda x: apply("exp", x) - 1,
     "log1p": lambda x: apply("log", 1 + x),
     "logaddexp": lambda a, b: apply("softplus", b) if is_zero(a) else b + apply("softplus", a - b),
@@ -93,22 +91,31 @@ WORDS: dict[str, Callable[..., Any]] = {
     "transpose": algebra.transpose,
     "reshape": algebra.reshape,
     "broadcast": broadcast,
-    "slice": arrays.sliced,
-    "split": arrays.split,
-    "concatenate": arrays.concatenate,
-    "stack": arrays.stack,
-    "one_hot": arrays.one_hot,
-    "take_along": arrays.take_along,
+    "slice": operations.sliced,
+    "split": operations.split,
+    "concatenate": operations.concatenate,
+    "stack": lambda *xs, axis: operations.concatenate(
+        *(algebra.unsqueeze(x, [axis]) for x in xs), axis=axis
+    ),
+    "one_hot": operations.one_hot,
+    "take_along": operations.take_along,
     "sum": algebra.total,
     "mean": algebra.mean,
     **{name: _reduction(name) for name in ("max", "min", "logsumexp")},
     "norm": reductions.norm,
     "variance": reductions.variance,
-    "deviation": reductions.deviation,
+    "deviation": lambda x, **how: reductions.variance(x, **how) ** 0.5,
     "softmax": reductions.softmax,
     "log_softmax": reductions.log_softmax,
     "standardize": reductions.standardize,
 }
+
+Like = tuple[Sequence[int], str]  # the shape and the kind of a result
+# These commute with a cast from real to complex.
+_LINEAR = """
+add subtract multiply negate einsum matmul outer sum mean reshape transpose broadcast concatenate
+stack split slice real imag conj abs identity
+""".split()
 
 
 def made(name: str, operands: Sequence[Expr], attributes: Mapping[str, Any]) -> Any:
@@ -123,71 +130,24 @@ def made(name: str, operands: Sequence[Expr], attributes: Mapping[str, Any]) -> 
     return make(*operands, **attributes)
 
 
-# --- one call of a framework
+def translated(
+    name: str, operands: Sequence[Expr], attributes: Mapping[str, Any], likes: Sequence[Like]
+) -> list[Expr | None] | None:
+    """The results of an operation; None if the vocabulary lacks it or a result of it.
 
-
-Like = tuple[Sequence[int], str]  # shape and kind
-Reading = Callable[[Any], Any]  # from a `FormulaCall` to one or several expressions, or None
-# These commute with a elementwise.cast from algebra.real to complex.
-_LINEAR = """
-add subtract multiply negate einsum matmul outer sum mean reshape transpose broadcast concatenate
-stack split slice real imag conj abs identity
-""".split()
-
-
-@dataclass(eq=False)
-class FormulaCall:
-    """One call of a framework; a recorder's own class can compute it."""
-
-    name: str  # as the graph says it
-    operands: Sequence[Expr]
-    attributes: Mapping[str, Any]
-    likes: Sequence[Like]  # the shape and the kind of each result
-    own: Any  # the arguments by the framework's names, with expressions in place of arrays
-
-    def leaf(self, x: Expr) -> Any:
-        """The numbers of a leaf in this run."""
-        raise NotImplementedError
-
-    def value_of(self, x: Expr) -> np.ndarray:
-        """The numbers of an operand in this run."""
-        leaves = [p for p in order([x]) if p.op == "placeholder"]
-        return evaluate([x], {p: self.leaf(p) for p in leaves})[0]
-
-    def computed(self, first: np.ndarray) -> np.ndarray:
-        """The result at another first operand; the other operands are constants."""
-        raise NotImplementedError
-
-    def translated(self, readings: Mapping[str, Reading], key: str = "") -> list[Any] | None:
-        """The results, by a reading or by the name; None if the vocabulary has none.
-
-        A result that is None, such as the places of a elementwise.maximum, is taken as a constant.
-        """
-        result = readings.get(key, FormulaCall._in_vocabulary)(self)
-        return result if result is None or isinstance(result, list) else [result]
-
-    def _in_vocabulary(self) -> Any:
-        name, operands = self.name, self.operands
-        if name in _LINEAR:
-            operands = [x.args[0] if x.op == "cast" and x.is_complex else x for x in operands]
-        attributes = {k: v for k, v in self.attributes.items() if k != "dtype" or name == "cast"}
-        result = made(name, operands, attributes)
-        results = result if isinstance(result, list) else [result]
-        likes, more = self.likes[: len(results)], self.likes[len(results) :]
-        shapes = [getattr(r, "shape", None) for r in results]
-        lacking = any(kind in (REAL, COMPLEX) for _, kind in more)
-        if lacking or shapes != [tuple(shape) for shape, _ in likes]:
-            return None
-        return [*map(fitted, results, likes), *[None] * len(more)]
-
-    def arranged(self) -> Expr | None:
-        """The result as entries of the first operand; None if it fills in constants."""
-        x = self.operands[0]
-        counts = np.arange(1, 1 + math.prod(x.shape)).reshape(x.shape)
-        once, twice = self.computed(counts), self.computed(2 * counts)
-        if not once.all() or not np.array_equal(2 * once, twice):
-            return None
-        return arrays.arrange(x, np.round(once.real).astype(int) - 1)
+    An integer result without a word, such as the places of a maximum, is None.
+    """
+    if name in _LINEAR:
+        operands = [x.args[0] if x.op == "cast" and x.is_complex else x for x in operands]
+    attributes = {k: v for k, v in attributes.items() if k != "dtype" or name == "cast"}
+    result = made(name, operands, attributes)
+    results = result if isinstance(result, list) else [result]
+    likes, more = likes[: len(results)], likes[len(results) :]
+    if any(kind in (REAL, COMPLEX) for _, kind in more):
+        return None
+    if [getattr(r, "shape", None) for r in results] != [tuple(shape) for shape, _ in likes]:
+        return None
+    return [*map(fitted, results, likes), *[None] * len(more)]
 
 
 def fitted(x: Expr, like: Like) -> Expr:
@@ -195,10 +155,28 @@ def fitted(x: Expr, like: Like) -> Expr:
     shape, kind = like
     x = named(x)
     if x.is_inexact and kind in (INTEGER, BOOLEAN) and constant_of(x) is None:
-        x = elementwise.cast_to(x, kind)
+        x = operations.cast_to(x, kind)
     x = x if x.shape == tuple(shape) else broadcast(x, tuple(shape))
     plain = x.is_complex or constant_of(x) is not None
-    return x if kind != COMPLEX or plain else elementwise.cast_to(x, COMPLEX)
+    return x if kind != COMPLEX or plain else operations.cast_to(x, COMPLEX)
+
+
+def constant(value: Any) -> Expr:
+    """A captured number or array."""
+    value = np.asarray(value)
+    return array(value) if value.ndim or value.dtype.kind == "b" else number(value[()])
+
+
+def arranged(x: Expr, computed: Callable[[np.ndarray], np.ndarray]) -> Expr | None:
+    """The result of a gather as entries of x; None if it fills in constants.
+
+    computed: The framework's gather, of another array in place of x.
+    """
+    counts = np.arange(1.0, 1 + math.prod(x.shape)).reshape(x.shape)
+    once, twice = computed(counts), computed(2 * counts)
+    if not once.all() or not np.array_equal(2 * once, twice):
+        return None
+    return operations.arrange(x, np.round(once.real).astype(int) - 1)
 
 
 def has_opaque_part(results: Sequence[Expr], operands: Sequence[Expr]) -> bool:

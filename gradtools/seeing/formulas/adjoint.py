@@ -1,0 +1,97 @@
+"""Reverse mode on expressions: a recorded program is transformed to its adjoint program.
+
+That is an expression again, so it can be simplified, written, evaluated, and differentiated once
+more, which is double backward::
+
+    first order    x_bar = J^H g
+    second order   the adjoint of <u, x_bar>, as a function of x and g
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gradtools.seeing.formulas.algebra import add, real
+from gradtools.seeing.formulas.expressions import (
+    OPERATIONS,
+    SEVERAL,
+    ArrayValue,
+    Expr,
+    full,
+    is_zero,
+    order,
+)
+from gradtools.seeing.formulas.opaque import pulled_back
+
+
+@dataclass(frozen=True, eq=False)
+class Recorded:
+    """One run of a program."""
+
+    inputs: tuple[Expr, ...]  # the placeholder of each leaf of the arguments
+    outputs: tuple[Expr, ...]
+    held: dict[Expr, Any] = field(default_factory=dict)  # the array of each captured value
+    wanted: tuple[Expr, ...] = ()  # captured values that require grad; differentiated like inputs
+    captured: tuple[Any, ...] = ()  # the framework's arrays of these
+    dtypes: frozenset[str] = frozenset()  # of all floating and complex results
+
+    @property
+    def opened(self) -> tuple[Expr, ...]:
+        """The inputs, and the captured values that are wanted."""
+        return (*self.inputs, *self.wanted)
+
+    def fingerprint(self) -> list[Any]:
+        """The operations in order; equal for two runs that computed the same expressions."""
+        place: dict[Expr, int] = {}
+        result = []
+        for x in order(self.outputs):
+            place[x] = len(place)
+            known = [(k, v) for k, v in x.attributes if k not in ("kernel", "number", "of")]
+            plain = [(k, v if isinstance(v, ArrayValue) else repr(v)) for k, v in known]
+            result.append((x.op, x.shape, tuple(place[a] for a in x.args), tuple(plain)))
+        return result
+
+
+def adjoint(
+    outputs: Sequence[Expr], cotangents: Sequence[Expr], wrt: Sequence[Expr]
+) -> tuple[list[Expr], dict[Expr, Expr]]:
+    """The adjoint program: values are visited in reverse topological order.
+
+    Returns:
+        The cotangents of ``wrt``, and the cotangent of every value between.
+    """
+    values, leaves, active = order(outputs), set(wrt), set(wrt)
+    for y in values:
+        if (y.is_inexact or y.kind == SEVERAL) and any(a in active for a in y.args):
+            active.add(y)
+    gathered: dict[Expr, list[Expr]] = {}
+    summed: dict[Expr, Expr] = {}
+    several: dict[Expr, dict[int, Expr]] = {}  # the cotangents of an opaque operation's outputs
+
+    def contribute(x: Expr, g: Expr) -> None:
+        """Adds a cotangent of x, real where x is."""
+        gathered.setdefault(x, []).append(real(g) if g.is_complex and not x.is_complex else g)
+
+    for out, g in zip(outputs, cotangents, strict=True):
+        contribute(out, g)
+    for y in reversed(values):
+        if y not in active:
+            continue
+        if y in gathered:
+            summed[y] = add(gathered.pop(y))
+        if y in leaves:
+            continue
+        pulled: Sequence[Expr | None] = [None] * len(y.args)
+        pullback = OPERATIONS[y.op].pullback
+        if y.op == "output" and y in summed:
+            several.setdefault(y.args[0], {})[y["index"]] = summed[y]
+        elif y in several:
+            pulled = pulled_back(y, several[y], active)
+        elif y in summed and pullback is not None:
+            pulled = pullback(y, summed[y], *y.args)
+        for arg, c in zip(y.args, pulled, strict=True):
+            if c is not None and arg in active and not is_zero(c):
+                contribute(arg, c)
+    return [summed[x] if x in summed else full(0.0, x.shape) for x in wrt], summed

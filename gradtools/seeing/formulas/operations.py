@@ -1,0 +1,441 @@
+"""The table of operations: how each is computed in NumPy, differentiated and written.
+
+Of a holomorphic function f the derivative f' is given as an expression of its value y and its
+argument x; the cotangent of x is conj(f') g. Other functions give their pullback. Every gather
+whose places are known (a slice, constant indices, a mask) is one linear operation, ``arrange``, and
+``restore`` is its adjoint. Labels choose one entry of each row by a one-hot factor.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from gradtools.seeing.formulas import typesetting as ts
+from gradtools.seeing.formulas.algebra import (
+    apply,
+    broadcast,
+    broadcast_shape,
+    conj,
+    contracts,
+    product,
+    real,
+    reshape,
+    total,
+    transpose,
+)
+from gradtools.seeing.formulas.expressions import (
+    BOOLEAN,
+    DTYPES,
+    INTEGER,
+    REAL,
+    ArrayValue,
+    Expr,
+    Shape,
+    constant_of,
+    expr,
+    is_zero,
+    kind_of,
+    lifted,
+    operation,
+    widest,
+)
+from gradtools.seeing.formulas.typesetting import Written
+
+if TYPE_CHECKING:
+    from gradtools.seeing.formulas.writing import Writer
+
+
+def _entrywise(name: str, evaluate: Callable[..., Any], pullback: Any = None, **more: Any) -> None:
+    """Registers an operation that NumPy computes from the arguments and the attributes."""
+    operation(name, lambda y, *xs: evaluate(*xs, **dict(y.attributes)), pullback, **more)
+
+
+# --- functions of one argument
+
+
+def _sigmoid(x: np.ndarray) -> np.ndarray:
+    if np.iscomplexobj(x):
+        return 1 / (1 + np.exp(-x))
+    e = np.exp(-np.abs(x))  # no overflow, and full relative precision in both tails
+    return np.where(x >= 0, 1.0, e) / (1 + e)
+
+
+# The value, and the derivative from the value y and the argument x.
+_FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[Expr, Expr], Expr]]] = {
+    "exp": (np.exp, lambda y, x: y),
+    "log": (np.log, lambda y, x: x**-1),
+    "sin": (np.sin, lambda y, x: apply("cos", x)),
+    "cos": (np.cos, lambda y, x: -apply("sin", x)),
+    "sinh": (np.sinh, lambda y, x: apply("cosh", x)),
+    "cosh": (np.cosh, lambda y, x: apply("sinh", x)),
+    "tanh": (np.tanh, lambda y, x: 1 - y**2),
+    "erf": (
+        np.vectorize(math.erf, otypes=[float]),
+        lambda y, x: 2 / math.sqrt(math.pi) * apply("exp", -(x**2)),
+    ),
+    "softplus": (lambda x: np.logaddexp(x, 0), lambda y, x: apply("sigmoid", x)),
+    "sigmoid": (_sigmoid, lambda y, x: y * (1 - y)),
+    "relu": (lambda x: np.maximum(x, 0), lambda y, x: indicator(x, 0, ">")),
+}
+_DEFINITIONS = {
+    "softplus": "softplus(x) := log(1 + e^x)",
+    "sigmoid": "sigmoid(x) := 1 / (1 + e^(-x))",
+    "relu": "relu(x) := max(x, 0)",
+}
+for _name, (_evaluate, _slope) in _FUNCTIONS.items():
+    _entrywise(
+        _name,
+        _evaluate,
+        lambda y, g, x, slope=_slope: [conj(slope(y, x)) * g],
+        definition=_DEFINITIONS.get(_name, ""),
+    )
+
+
+# --- sums, powers, parts of complex numbers
+
+
+def _write_sum(w: Writer, x: Expr) -> Written:
+    """The terms: compositions first, then named values, then numbers."""
+    w.axes.letters(x)  # the first letters are for the axes of sums
+    rank = lambda a: 2 if constant_of(a) is not None else int(w.is_named(a))
+    return ts.summed([w.write(a) for a in sorted(x.args, key=rank)])
+
+
+def _write_power(w: Writer, x: Expr) -> Written:
+    base, exponent = w.write(x.args[0]), x["exponent"]
+    negative = not isinstance(exponent, complex) and exponent < 0
+    size, raised = -exponent if negative else exponent, base
+    if size != 1:  # the power of a whole matrix is marked as elementwise
+        raised = ts.power(base, size, "∘" if x.rank > 1 and size != 0.5 else "")
+    return ts.over(ts.number(1.0), raised) if negative else raised
+
+
+def _pull_abs(y: Expr, g: Expr, x: Expr) -> list[Expr]:
+    return [real(g) * (x * y**-1 if x.is_complex else apply("sign", x))]
+
+
+def _write_cast(w: Writer, x: Expr) -> Written:
+    """√x and √(x + 0i) differ below zero, so a cast to complex is written."""
+    inner = w.write(x.args[0])
+    return Written(f"{inner.text} + 0i", ts.SUM) if x.is_complex else inner
+
+
+def _named(name: str) -> Callable[[Writer, Expr], Written]:
+    """Writes an operation by another name than its own."""
+    return lambda w, x: ts.function(name, map(w.write, x.args))
+
+
+operation(
+    "add",
+    lambda y, *xs: sum(xs[1:], xs[0] + 0.0),
+    lambda y, g, *xs: [g] * len(xs),
+    form=_write_sum,
+)
+_entrywise(
+    "power",
+    lambda x, exponent: np.power(x + 0.0, exponent),
+    lambda y, g, x: [conj(y["exponent"] * x ** (y["exponent"] - 1)) * g],
+    form=_write_power,
+)
+_entrywise(
+    "abs",
+    np.abs,
+    _pull_abs,
+    form=lambda w, x: Written(f"|{w.write(x.args[0]).text}|"),
+)
+_entrywise("sign", np.sign, form=_named("sgn"))
+_entrywise("real", np.real, lambda y, g, x: [real(g)], form=_named("Re"))
+_entrywise("imag", np.imag, lambda y, g, x: [1j * real(g)], form=_named("Im"))
+_entrywise(
+    "conj",
+    np.conj,
+    lambda y, g, x: [conj(g)],
+    form=lambda w, x: ts.superscript(w.write(x.args[0]), "*"),
+)
+_entrywise("stop", lambda x: x)
+_entrywise(
+    "cast",
+    lambda x, to: x.astype(DTYPES[to]),
+    lambda y, g, x: [g if y.is_complex else None],
+    form=_write_cast,
+)
+
+
+def modulus(x: Expr) -> Expr:
+    """The modulus |x|."""
+    return x if x.op == "abs" else apply("abs", x, kind=REAL)
+
+
+def stop(x: Expr) -> Expr:
+    """stop_gradient: x with no derivative."""
+    return x if x.op == "stop" or constant_of(x) is not None else apply("stop", x, kind=x.kind)
+
+
+def cast_to(x: Expr, kind: str) -> Expr:
+    """x as values of another kind."""
+    return apply("cast", x, kind=kind, to=kind)
+
+
+def cast(x: Expr, *, dtype: Any = None) -> Expr:
+    """x in another dtype; a cast to integers truncates."""
+    kind = x.kind if dtype is None else kind_of(dtype)
+    if x.is_complex and kind == REAL:
+        return real(x)
+    if kind in (INTEGER, BOOLEAN) and kind != x.kind and (kind, x.kind) != (INTEGER, BOOLEAN):
+        return cast_to(x, kind)
+    return x
+
+
+# --- comparison and choice
+
+# NumPy's function, the negated relation, and the sign.
+_RELATIONS = {
+    "<": (np.less, ">=", "<"),
+    "<=": (np.less_equal, ">", "≤"),
+    ">": (np.greater, "<=", ">"),
+    ">=": (np.greater_equal, "<", "≥"),
+    "==": (np.equal, "!=", "="),
+    "!=": (np.not_equal, "==", "≠"),
+}
+
+
+def indicator(a: Any, b: Any, relation: str) -> Expr:
+    """The indicator function: 1 where a and b, expressions or numbers, satisfy the relation."""
+    return apply("compare", a, b, kind=BOOLEAN, relation=relation)
+
+
+def _negation(c: Expr) -> Expr:
+    """Logical not."""
+    if c.op == "compare":
+        a, b = c.args
+        return indicator(a, b, _RELATIONS[c["relation"]][1])
+    return 1 - c
+
+
+def _write_compare(w: Writer, x: Expr) -> Written:
+    a, b = (w.write(arg).at(ts.PRODUCT).text for arg in x.args)
+    return Written(f"1[{a} {_RELATIONS[x['relation']][2]} {b}]")
+
+
+def _write_where(w: Writer, x: Expr) -> Written:
+    c, a, b = (w.write(arg).text for arg in x.args)
+    condition = c[2:-1] if x.args[0].op == "compare" and c.startswith("1[") else c
+    return Written(f"{{{a} if {condition}; {b} otherwise}}")
+
+
+_entrywise("compare", lambda a, b, relation: _RELATIONS[relation][0](a, b), form=_write_compare)
+_entrywise(
+    "where", np.where, lambda y, g, c, a, b: [None, c * g, _negation(c) * g], form=_write_where
+)
+
+
+def where(c: Expr, a: Any, b: Any) -> Expr:
+    """a where c, else b; one of them for a constant c that is everywhere the same."""
+    c, a, b = c if c.kind == BOOLEAN else indicator(c, 0, "!="), lifted(a), lifted(b)
+    mask = c["value"].array if c.op == "array" else None
+    if mask is not None and mask.all() == mask.any():
+        return broadcast(a if mask.all() else b, broadcast_shape(c.shape, a.shape, b.shape))
+    return apply("where", c, a, b, kind=widest(a.kind, b.kind))
+
+
+def larger(a: Expr, b: Expr) -> Expr | None:
+    """The maximum with the number 0, which is relu, or with -inf; None for any other."""
+    a, b = (a, b) if constant_of(a) is None else (b, a)
+    if constant_of(b) not in (0, -math.inf):
+        return None
+    whole = broadcast(a, broadcast_shape(a.shape, b.shape))
+    return apply("relu", whole) if is_zero(b) else whole
+
+
+# --- constants, contractions, reshapes
+
+
+def _einsum(y: Expr, *arrays: np.ndarray) -> np.ndarray:
+    """Coefficient times the einsum of the factors, broadcast to the shape."""
+    einsum: Any = np.einsum  # NumPy's types lack the form with lists of labels
+    axes = range(y.rank)
+    spread = lambda x, own: np.asarray(x)[tuple(slice(None) if l in own else None for l in axes)]
+    numbers = [a + 0.0 if a.dtype.kind in "bui" else a for a in arrays]
+    pairs = [*zip(numbers, y["labels"], strict=True)]
+    value: Any = 1.0
+    if len(arrays) == 1 or contracts(y):
+        kept = [l for l in axes if any(l in names for names in y["labels"])]
+        operands = [part for pair in pairs for part in pair]
+        value = spread(einsum(*operands, kept, optimize=len(arrays) > 2), kept)
+    else:  # without sums NumPy's multiplication is exact for infinities
+        for a, names in pairs:
+            own = sorted(set(names))
+            value = value * spread(einsum(a, names, own), own)
+    result = np.broadcast_to(y["coefficient"] * value, y.shape)
+    return result if y.is_inexact else result.astype(DTYPES[y.kind])
+
+
+def _pull_einsum(y: Expr, g: Expr, *factors: Expr) -> list[Expr]:
+    """For each factor g times the conjugates of all others."""
+    entries = [(conj(f), names) for f, names in zip(factors, y["labels"], strict=True)]
+    result = []
+    for k, factor in enumerate(factors):
+        others = [(g, range(y.rank)), *entries[:k], *entries[k + 1 :]]
+        result.append(product(others, y["labels"][k], factor.shape, np.conj(y["coefficient"])))
+    return result
+
+
+def _write_reshape(w: Writer, x: Expr) -> Written:
+    if x.shape == tuple(n for n in x.args[0].shape if n != 1):
+        return w.operand(x.args[0])
+    w.note("reshape: row-major")
+    return ts.function("reshape", [w.operand(x.args[0])], "x".join(map(str, x.shape)))
+
+
+def _reshape_labels(y: Expr) -> list[list[int | None]]:
+    """Axes before which equally many entries lie correspond."""
+    (x,) = y.args
+    place = {prod(y.shape[:k]): k for k, n in enumerate(y.shape) if n != 1}
+    return [[place.get(prod(x.shape[:k])) for k in range(x.rank)]]
+
+
+operation("array", lambda y: y["value"].array, form=lambda w, x: Written("c"))
+operation("einsum", _einsum, _pull_einsum, labels=lambda y: y["labels"])
+operation(
+    "reshape",
+    lambda y, x: np.reshape(x, y.shape),
+    lambda y, g, x: [reshape(g, x.shape)],
+    form=_write_reshape,
+    labels=_reshape_labels,
+)
+
+
+# --- gather and scatter at known places
+
+
+def arrange(x: Expr, places: np.ndarray) -> Expr:
+    """Gather: the entries at places of the flattened x."""
+    places = np.asarray(places, np.int64)
+    if np.array_equal(places.ravel(), np.arange(prod(x.shape))):
+        return reshape(x, places.shape)
+    return expr("arrange", (x,), places.shape, x.kind, places=ArrayValue(places), into=x.shape)
+
+
+def _restored(y: Expr, g: np.ndarray) -> np.ndarray:
+    out = np.zeros(prod(y["into"]), g.dtype)
+    np.add.at(out, y["places"].array.ravel(), g.ravel())  # a place may occur twice
+    return out.reshape(y["into"])
+
+
+def slices_of(places: np.ndarray, shape: Shape) -> str:
+    """The slices that take these places of a flattened array; "c" where slices do not."""
+    if not places.size or not shape:
+        return "c"
+    taken = [np.unique(at) for at in np.unravel_index(places.ravel(), shape)]
+    box = np.arange(prod(shape)).reshape(shape)[np.ix_(*taken)]
+    regular = all(len(set(np.diff(at))) <= 1 for at in taken)
+    if not regular or not np.array_equal(box.squeeze(), places.squeeze()):
+        return "c"
+    result = []
+    for at, n in zip(taken, shape, strict=True):
+        first, last = int(at[0]), int(at[-1])
+        step = int(at[1]) - first if len(at) > 1 else 1
+        stop = "" if last + step >= n else str(last + 1)
+        slices = f"{first or ''}:{stop}" + f":{step}" * (step > 1)
+        result.append(str(first) if first == last and n > 1 else slices)
+    return ", ".join(result)
+
+
+def _write_part(w: Writer, x: Expr) -> Written:
+    """A part of the array, or zeros with that part."""
+    inner, places = w.operand(x.args[0]), slices_of(x["places"].array, x["into"])
+    if places == "c":
+        w.note("[c]: at the places that f selects, by constant indices or by a mask")
+    if x.op == "arrange":
+        return Written(f"{inner.at(ts.ATOM).text}[{places}]")
+    w.note("into[...](x): zeros with x at these places")
+    return Written(f"into[{places}]({inner.text})")
+
+
+operation(
+    "arrange",
+    lambda y, x: x.ravel()[y["places"].array],
+    lambda y, g, x: [expr("restore", (g,), y["into"], g.kind, places=y["places"], into=y["into"])],
+    form=_write_part,
+)
+operation("restore", _restored, lambda y, g, x: [arrange(g, y["places"].array)], form=_write_part)
+operation(
+    "concatenate",
+    lambda y, *xs: np.concatenate(xs, y["axis"]),
+    lambda y, g, *xs: split(g, sizes=[x.shape[y["axis"]] for x in xs], axis=y["axis"]),
+    form=lambda w, x: Written(
+        "[" + ("; " if x["axis"] == 0 else ", ").join(w.operand(a).text for a in x.args) + "]"
+    ),
+)
+
+
+def sliced(x: Expr, *, start: Any, limit: Any, stride: Any = None, drop: Any = ()) -> Expr:
+    """The slice start:limit:stride of each axis, stride > 0, without the length-1 axes in drop."""
+    stride = stride or (1,) * x.rank
+    bounds = [slice(a, max(a, b), s) for a, b, s in zip(start, limit, stride, strict=True)]
+    part = arrange(x, np.arange(prod(x.shape)).reshape(x.shape)[tuple(bounds)])
+    return reshape(part, [n for a, n in enumerate(part.shape) if a not in drop])
+
+
+def split(x: Expr, *, sizes: Sequence[int], axis: int) -> list[Expr]:
+    """Consecutive slices of these sizes."""
+    places = np.arange(prod(x.shape)).reshape(x.shape)
+    return [arrange(x, part) for part in np.split(places, np.cumsum(sizes)[:-1], axis)]
+
+
+def concatenate(*xs: Expr, axis: int) -> Expr:
+    """numpy.concatenate."""
+    xs = tuple(x for x in xs if x.shape != (0,)) or xs
+    if len(xs) == 1:
+        return xs[0]
+    shape = list(xs[0].shape)
+    shape[axis] = sum(x.shape[axis] for x in xs)
+    return expr("concatenate", xs, shape, widest(*(x.kind for x in xs)), axis=axis)
+
+
+# --- one entry of each row
+
+operation(
+    "one_hot",  # a last axis with 1 at i; a negative index counts from the end
+    lambda y, i: (np.asarray(i)[..., None] % y["size"] == np.arange(y["size"])) * 1.0,
+    form=lambda w, x: ts.function("onehot", [w.write(x.args[0])]),
+    labels=lambda y: [range(y.rank - 1)],
+)
+
+
+def one_hot(i: Expr, *, size: int) -> Expr:
+    """A last axis with 1 at i."""
+    return expr("one_hot", (i,), (*i.shape, size), REAL, size=size)
+
+
+def picked(x: Expr, i: Expr) -> Expr:
+    """The entry of each row of x that i names: the last axis is summed with a one-hot factor."""
+    i = from_the_end(i, x.shape[-1])
+    return total(x * one_hot(i, size=x.shape[-1]), [x.rank - 1])
+
+
+def from_the_end(i: Expr, n: int) -> Expr:
+    """The i of ``where(i < 0, i + n, i)``: a negative index counts from the end anyway."""
+    if i.op in ("reshape", "einsum") and len(i.args) == 1 and i.args[0].op == "where":
+        inner = from_the_end(i.args[0], n)
+        if i.op == "reshape":
+            return reshape(inner, i.shape)
+        return product([(inner, *i["labels"])], range(i.rank), i.shape, i["coefficient"])
+    if i.op != "where" or i.args[0].op != "compare" or i.args[0].args[0] is not i.args[2]:
+        return i
+    wrapped = i.args[1].args[0] if i.args[1].op == "cast" else i.args[1]
+    return i.args[2] if wrapped is i.args[2] + n else i
+
+
+def take_along(x: Expr, i: Expr, *, axis: int) -> Expr | None:
+    """numpy.take_along_axis with one entry of each row; None for other shapes."""
+    rest = lambda of: (*of.shape[:axis], *of.shape[axis + 1 :])
+    if not (x.rank and i.rank) or i.shape[axis] != 1 or rest(x) != rest(i):
+        return None
+    last = transpose(x, [*(a for a in range(x.rank) if a != axis), axis])
+    return reshape(picked(last, reshape(i, rest(i))), i.shape)

@@ -702,7 +702,7 @@ for _name, _kinds, _loss in (
     ("losses in a list", "left_framework", lambda out: torch.tensor([x.mean() for x in out]).sum()),
     ("data", "detached", lambda out: F.mse_loss(out.data, torch.ones(6, 3))),
     ("a draw", "no_grad", lambda out: _draw(out).pow(2).mean()),
-    ("nan", "nan_value", lambda out: torch.log(out - 100).mean()),
-    ("dead", "dead", lambda out: F.relu(out - 100).mean()),
+    ("nan", "nan", lambda out: torch.log(out - 100).mean()),
+    ("dead", "zero", lambda out: F.relu(out - 100).mean()),
 ):
     PLANTED.add(name=f"{_name} as the loss", expected=(_kinds, True))(_loss)

@@ -85,14 +85,12 @@ ONE_LINE: dict[str, dict[str, Callable[[Any], Any]]] = {  # by kind
     "rule": {
         "rule_by_a_name_of_its_own": lambda x: _forgets(x, x.new_ones(3)).sum(),
         "rule_that_is_marked": lambda x: _Marked.apply(x).sum(),
-        "rule_that_gives_zeros": lambda x: gt.transform_gradient(x, torch.zeros_like).sum(),
     },
-    "multiplied_by_zero": {
+    "zero": {
+        "rule_that_gives_zeros": lambda x: gt.transform_gradient(x, torch.zeros_like).sum(),
         "times_zero": lambda x: (x * torch.zeros(3, dtype=x.dtype)).sum(),
         "weights_of_zero": lambda x: (torch.zeros(2, 3, dtype=x.dtype) @ x).sum(),
         "gradient_scaled_to_zero": lambda x: gt.scale_gradient(x, 0.0).sum(),
-    },
-    "dead": {
         "dead_relu": lambda x: F.relu(x - 5).sum(),
         "clipped": lambda x: (x + 4).clamp(0, 1).sum(),
         "masked": lambda x: torch.where(x > 7, x, 1.0).sum(),
@@ -101,11 +99,7 @@ ONE_LINE: dict[str, dict[str, Callable[[Any], Any]]] = {  # by kind
         "saturated_softmax": lambda x: torch.softmax(x * 100000.0, 0)[0],
         "sum_of_a_softmax": lambda x: torch.softmax(8 * x, 0).sum(),
         "exponential_underflow": lambda x: torch.exp(x - 2000).sum(),
-    },
-    "cancelled": {
         "taken_from_itself": lambda x: (x - x).sum(),
-    },
-    "overwritten": {
         "masked_fill_of_all": lambda x: x.masked_fill(torch.ones(3, dtype=torch.bool), 0.0).sum(),
     },
 }
@@ -534,7 +528,7 @@ def only_zeros_like_it(x):
     return (torch.zeros_like(x) + 1).sum()
 
 
-@cause()  # <- captured
+@cause()  # <- unused
 def reads_a_global(z):
     return (X**2).sum()
 
@@ -543,7 +537,7 @@ class _Holder:
     def __init__(self):
         self.weight = X
 
-    def loss(self, weight):  # <- captured
+    def loss(self, weight):  # <- unused
         return (self.weight**2).sum()
 
 
@@ -555,40 +549,40 @@ cause(name="a method that reads an attribute", written=_Holder.loss)(_Holder().l
 
 @cause()
 def the_other_one_is_greater(x):
-    return torch.maximum(x, torch.full((3,), 9.0, dtype=x.dtype)).sum()  # <- dead
+    return torch.maximum(x, torch.full((3,), 9.0, dtype=x.dtype)).sum()  # <- zero
 
 
 @cause()
 def two_paths_that_cancel(x):
     there = torch.sin(x) * 2
     back = -there
-    return (there + back).sum()  # <- cancelled
+    return (there + back).sum()  # <- zero
 
 
 @cause()
 def all_of_it_is_set(x):
     y = x * 2
-    y[:] = 1  # <- overwritten
+    y[:] = 1  # <- zero
     return y.sum()
 
 
 @cause()
 def filled(x):
     y = x.clone()
-    y.zero_()  # <- overwritten
+    y.zero_()  # <- zero
     return y.sum()
 
 
 @cause()
 def set_at_every_index(x):
     y = x * 2
-    y[torch.arange(3)] = 1.0  # <- overwritten
+    y[torch.arange(3)] = 1.0  # <- zero
     return y.sum()
 
 
 @cause()
 def underflow(x):
-    tiny = x.float() * 1e-30  # <- multiplied_by_zero
+    tiny = x.float() * 1e-30  # <- zero
     return (tiny * 1e-30).sum()
 
 

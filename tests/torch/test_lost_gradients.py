@@ -36,6 +36,6 @@ def test_a_sum_of_probabilities_is_dead_up_to_rounding(seed):
         lambda x: torch.softmax(x, -1).sum(),
     ):
         kinds = {finding.kind for finding in gt.why_zero(f, x)}
-        assert kinds <= {"dead"}, kinds  # a rounding error may be left of it
+        assert kinds <= {"zero"}, kinds  # a rounding error may be left of it
     (finding,) = gt.why_zero(lambda x: torch.log_softmax(x, 0).exp().sum(), torch.zeros(2))
-    assert finding.kind == "dead"
+    assert finding.kind == "zero"

@@ -264,7 +264,7 @@ def test_a_parameter_that_f_never_reads_is_told():
 def test_a_dead_relu_in_compiled_code_is_called_dead_at_its_line(compiler):
     f = compiler(lambda x: torch.relu(x - 5).sum(), backend="eager")
     (found,) = gt.why_zero(f, torch.tensor([1.0, 2.0])).findings
-    assert (found.kind, found.operation) == ("dead", "relu")
+    assert (found.kind, found.operation) == ("zero", "relu")
     assert found.source.text.startswith("f = compiler")
 
 
@@ -324,15 +324,7 @@ def test_the_corpus_covers_every_kind():
     every = [loss for cause in CASES.causes.values() for loss in losses(cause)]
     covered = {loss.kind for loss in every}
     of_a_line = {name for name, kind in KINDS.items() if kind.has_place}  # others are of a model
-    of_numbers = {"nan", "nan_value", "empty"}  # in test_gradients_of_no_use
-    of_models = {"reentrant"}  # in test_lost_in_training
-    inner = {"piecewise_linear", "constant_derivative"}  # in test_gradients_of_no_use
-    assert of_a_line - covered == {
-        "host_number",
-        *of_numbers,
-        *of_models,
-        *inner,
-    }
+    assert of_a_line - covered == {"nan"}  # in test_gradients_of_no_use
     partial = {loss.kind for loss in every if not loss.whole}
     assert partial >= {"detached", "left_framework", "discrete", "zero_derivative"}
 
@@ -348,7 +340,7 @@ def test_every_refusal_of_pytorch_is_in_the_corpus():
 
 def test_a_number_as_the_result_is_a_finding():
     report = gt.why_zero(lambda x: float((x**2).sum()), X)
-    assert [found.kind for found in report.findings] == ["left_framework", "host_number"]
+    assert [found.kind for found in report.findings] == ["left_framework"]
 
 
 # --- what it costs -----------------------------------------------------------------------
@@ -373,7 +365,7 @@ def test_zero_gradients_of_many_leaves_cost_no_run_more():
         return sum(F.relu(p - 99).sum() for p in params)
 
     report = gt.why_zero(f, [X * k for k in range(1, 6)])
-    assert [found.kind for found in report.findings] == ["dead"] * 5
+    assert [found.kind for found in report.findings] == ["zero"] * 5
     assert next(calls) == 1
 
 
@@ -408,7 +400,7 @@ def test_the_error_is_told_without_places_inside_a_transform():
 # --- what leaves PyTorch -----------------------------------------------------------------
 
 
-def test_numbers_that_are_only_logged_cost_three_runs_more():
+def test_numbers_that_are_only_logged_cost_three_runs_of_each_line():
     calls, logged = itertools.count(), []
 
     def f(x):
@@ -419,7 +411,7 @@ def test_numbers_that_are_only_logged_cost_three_runs_more():
         return (x**2).sum()
 
     assert not gt.why_zero(f, X)
-    assert next(calls) <= 5  # recorded, again, with greater and less numbers, and the gradient
+    assert next(calls) <= 2 + 2 * 3  # recorded, again, and at two lines with other numbers
 
 
 @pytest.mark.parametrize("bound", [min, max])
@@ -565,18 +557,7 @@ def test_a_gradient_without_create_graph_is_no_stop_on_purpose():
     assert finding.kind == "inner_gradient"
 
 
-class _LosesSecond(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.two = x.exp(), (-x).exp()
-        return (ctx.two[0] - ctx.two[1]) / 2
-
-    @staticmethod
-    def backward(ctx, ct):
-        return ct * (ctx.two[0] + ctx.two[1]) / 2
-
-
-def test_a_relu_network_of_second_order_is_told_as_piecewise_linear():
+def test_a_relu_network_of_second_order_loses_all_gradients():
     layer = torch.nn.Linear
     net = torch.nn.Sequential(layer(1, 8), torch.nn.ReLU(), layer(8, 1))
     x, u = torch.rand(6), lambda x: net(x[None])[0]
@@ -592,6 +573,5 @@ def test_a_relu_network_of_second_order_is_told_as_piecewise_linear():
         lambda: (gt.vmap(gt.grad(gt.grad(u)))(x) - 1).square().mean(),
         lambda: (gt.hessian(u)(x[0]) - 1).square(),
     ):
-        found = {f.argument: f.kind for f in gt.why_zero(loss, model=net)}
-        assert found["0.weight"] == found["2.weight"] == "piecewise_linear"
-        assert found["2.bias"] in ("constant_derivative", "unread")
+        found = {f.argument for f in gt.why_zero(loss, model=net)}
+        assert found == {name for name, _ in net.named_parameters()}

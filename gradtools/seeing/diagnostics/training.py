@@ -28,7 +28,7 @@ from gradtools.seeing.graphs.nodes import Dependence, PlainGraph
 from gradtools.seeing.graphs.program import LeafProgram
 
 _FULL = Dependence.DIFFERENTIABLE
-PARAMETER, FROZEN = "parameter", "frozen"
+PARAMETER, FROZEN, UNREGISTERED = "parameter", "frozen", "unregistered"
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class HeldArray:
     Attributes:
         name: Its path in the model.
         array: The array.
-        role: PARAMETER; FROZEN, a parameter without requires_grad; or, for an array that should be
-            listed as a parameter and is not, the kind of the finding.
+        role: PARAMETER; FROZEN, a parameter without requires_grad; or UNREGISTERED, an array that
+            requires grad and is no parameter.
     """
 
     name: str
@@ -100,20 +100,17 @@ def trained(
 
     if lifted is None:
         numbers = {h.name: recording.reads.get(id(h.array), ()) for h in held}
-        places = {h.name: recording.vanished_captured.get(id(h.array)) for h in held}
     else:
         numbers = {h.name: graph.inputs[k : k + 1] for k, h in enumerate(held)}
-        places = {h.name: of for h, of in zip(held, recording.vanished, strict=False)}
     if recording.refusal is not None:
         lost = refused(program, recording.refusal)
         result.findings += [replace(lost, argument=n) for n in result.names or ["the loss"]]
     else:
-        for h in held:
-            if h.role not in (PARAMETER, FROZEN):
-                result.findings.append(Finding(h.name, h.role, "module"))
+        hidden = [h.name for h in held if h.role == UNREGISTERED]
+        result.findings += [Finding(name, UNREGISTERED, "module") for name in hidden]
         examined = [
-            Examined(h.name, numbers[h.name], places.get(h.name), "unread")
-            for h in held
+            Examined(h.name, numbers[h.name], id(h.array) if lifted is None else k, "unread")
+            for k, h in enumerate(held)
             if h.role == PARAMETER
         ]
         lost_gradients = diagnosed(program, recording, examined)

@@ -133,11 +133,6 @@ def through(links: Sequence[Dependence], strengths: Sequence[Dependence]) -> Dep
     return max(map(min, links, strengths), default=_NONE)
 
 
-def ancestors(graph: PlainGraph, value: int) -> set[int]:
-    """Every other value from which data flows to this one."""
-    return set(behind(graph, (value,))) - {value}
-
-
 @memoized
 def behind(graph: PlainGraph, values: tuple[int, ...]) -> Strengths:
     """How strongly these values depend on each value of the graph."""

@@ -23,6 +23,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.jax.known_errors import refused_number
 from gradtools.jax.module_arguments import module_kinds
 from gradtools.jax.recomputing import stateful
+from gradtools.jax.trees import is_inexact
 from gradtools.seeing.graphs.derivative_flow import behind
 from gradtools.seeing.graphs.gradient_losses import losses
 from gradtools.seeing.graphs.nodes import Dependence, PlainGraph
@@ -30,9 +31,10 @@ from gradtools.seeing.graphs.reachable import named_objects
 from gradtools.seeing.graphs.recording import Recording, RefusedCall, Run, Wanted
 from gradtools.seeing.jax.concrete_tracing import jaxpr_with_answers
 from gradtools.seeing.jax.graphs import graph_of
-from gradtools.seeing.jax.lost_gradients import vanished
+from gradtools.seeing.jax.passes_at_values import passes_at
 from gradtools.seeing.jax.source_lines import source_of_error
 
+_FULL = Dependence.DIFFERENTIABLE
 LEAVING = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
@@ -50,7 +52,6 @@ def record(
 
     wanted: Unused; captured arrays of JAX are constants.
     """
-    result = captured_arrays(run)
     try:
         traced = trace(run, leaves)
     except LEAVING as error:
@@ -58,27 +59,24 @@ def record(
         if kind is None:
             raise
         return Recording(graph_of(jax.make_jaxpr(lambda *xs: [])(*leaves), names), kind)
-    traced.graph = graph_of(traced.closed, names, captured=result)
-    read = set(map(id, traced.closed.consts))
-    stand_ins = [result.get(id(leaf), "") if id(leaf) in read else "" for leaf in leaves]
-    matters = behind(traced.graph, tuple(traced.graph.outputs))
-    connected = any(matters.get(v) == Dependence.DIFFERENTIABLE for v in traced.graph.inputs)
-    places: tuple[Any, ...] = ()
-    if connected:
-        try:
-            places = vanished(traced.closed, traced.graph, leaves)
-        except GradtoolsError:
-            raise
-        except Exception as error:
-            raise GradtoolsError(
-                f"why_zero: the gradient of f raised {type(error).__name__}: {error}"
-            ) from error
-    return Recording(
-        traced.graph,
-        host_outputs=traced.host_outputs,
-        stand_ins=tuple(stand_ins),
-        vanished=places,
-    )
+    graph = traced.graph = graph_of(traced.closed, names, captured=captured_arrays(run))
+    matters = behind(graph, tuple(graph.outputs))
+    avals = traced.closed.out_avals
+    outs = [k for k, a in enumerate(avals) if is_inexact(a) and k not in traced.host_outputs]
+    reached = [i for i, v in enumerate(graph.inputs) if matters.get(v) == _FULL]
+    wrt = [i for i in reached if is_inexact(leaves[i])]
+    if not wrt:
+        return Recording(graph)
+    try:
+        return Recording(graph, passes=passes_at(traced.closed, graph, leaves, wrt, outs))
+    except GradtoolsError:
+        raise
+    except Exception as error:
+        if any(node.loss == "left_framework" for _, node in graph.walk()):
+            return Recording(graph)  # a callback, which JAX does not differentiate: a finding
+        raise GradtoolsError(
+            f"why_zero: the gradient of f raised {type(error).__name__}: {error}"
+        ) from error
 
 
 def rerun(run: Run, leaves: Sequence[Any]) -> Sequence[Any]:

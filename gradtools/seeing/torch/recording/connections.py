@@ -7,7 +7,6 @@ or Python is a node without results in PyTorch; `recorded_run.py` finds where it
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -78,8 +77,7 @@ class ConnectionRecorder(RunRecorder):
         leavings: The nodes by which data left for NumPy or Python so far.
         entries: For nodes after a leaving, fingerprints of the numbers and arrays among their
             arguments, to compare two runs.
-        bad: The numbers of the tensors that have a NaN or infinite entry.
-        given_infinity: The positions of nodes with such a Python number among their arguments.
+        sizes: The greatest modulus of each tensor's entries, by number, as in `PassesAtValues`.
         refusal: PyTorch's own error, and its description.
         aliases: The copies of the leaves that f was given.
         inputs: Their numbers.
@@ -96,8 +94,7 @@ class ConnectionRecorder(RunRecorder):
         self.reachable = undo.reachable
         self.leavings: list[Node] = []
         self.entries: dict[int, list[Any]] = {}
-        self.bad: set[int] = set()
-        self.given_infinity: set[int] = set()
+        self.sizes: dict[int, float | None] = {}
         self.refusal: tuple[BaseException, RefusedCall] | None = None
         self.aliases: list[Any] = []
         self.inputs: list[int] = []
@@ -106,7 +103,7 @@ class ConnectionRecorder(RunRecorder):
         self._replace = replace
         self._function = ""  # the function of PyTorch that the user called
         self._scalars: list[int] = []  # the Python numbers that it took of tensors
-        self._looked_at: set[int] = set()  # the values that were searched for NaN and infinity
+        self._is_plain = True  # whether no transform of torch.func runs, whose arrays are partial
         self._edges: dict[int, Edge] = {}  # a tensor's place in autograd's graph, by its id
         self._at: dict[Edge, int] = {}  # the value at a place in autograd's graph
 
@@ -127,18 +124,15 @@ class ConnectionRecorder(RunRecorder):
         if xs and ((name in _APART and raw != "detach") or in_list):
             return self._apart(raw, xs[1:] if name == "new_tensor" else xs, fun, args, kwargs)
         self._function, self._scalars = name, []
+        self._is_plain = upstream.peek_interpreter_stack() is None
         try:
             out = self._result(name, fun, args, kwargs)
         finally:
             self._function = ""
         with self.silent():
             results = [*map(unwrapped, tensors_in(out))]
-            plain = upstream.peek_interpreter_stack() is None  # a transform's arrays are partial
             for x in [*xs, *results]:  # now autograd's graph shows how they are connected
-                number = self.of(x)
-                if plain and number not in self._looked_at:
-                    self._looked_at.add(number)
-                    self.bad |= set() if math.isfinite(size_of(x)) else {number}
+                self.of(x)
             for value in self._scalars:
                 self.outside += [(value, self.of(y)) for y in results]
         return out
@@ -176,17 +170,14 @@ class ConnectionRecorder(RunRecorder):
         value, number = self.new(out), self.of(call.args[0])
         loss = "left_framework" if call.args[0].requires_grad else None
         name = self._function or "item"
-        self.leavings.append(self.add("leave", name, [number], [value], ((_CUT,),), loss).node)
+        self._leave("leave", name, [number], value, loss)
         self._scalars.append(value)
         return out
 
     def write(self, call: AtenCall, numbers: Any, outs: Any, written: Any) -> Node:
         node, at = super().write(call, numbers, outs, written), len(self.made) - 1
         with self.silent():
-            arguments = upstream.pytree.tree_leaves((call.args, call.kwargs))
-            if any(isinstance(x, float) and not math.isfinite(x) for x in arguments):
-                self.given_infinity.add(at)
-            if self.leavings:
+            if self.leavings and not self.phase:
                 made = [y for y in outs if isinstance(y, Tensor)] if not numbers else []
                 contents = [y.numpy() for y in made if _is_plain(y)]  # no operation of PyTorch
                 self.entries[at] = [*_fingerprints((call.args, call.kwargs, contents))]
@@ -214,7 +205,7 @@ class ConnectionRecorder(RunRecorder):
                 given = {id(x.tensor) for x in operands}
                 more = {id(x): x for x in map(unwrapped, read.tensors) if id(x) not in given}
                 operands += [self._operand(x, not flows) for x in more.values()]
-                reason = "reentrant" if again and more else reason
+                reason = "no_grad" if again and more else reason
             unruled = autograd_functions.unruled(kind, mark, operands, out)
             changed = [x for x, _, _, version in operands if version != version_of(x)]
             outs = list({id(y): y for y in (*changed, *map(unwrapped, tensors_in(out)))}.values())
@@ -239,7 +230,7 @@ class ConnectionRecorder(RunRecorder):
             self.add(operation, name, given_numbers, numbers, links, loss, mark)
             for y, number in zip(outs, numbers, strict=True):
                 if any(y is x for x in changed):
-                    self.table.write(y, number, (self.origin(), False, True))
+                    self.table.write(y, number, (self.origin(), True))
                 self.hold(y, number)
                 self.of(y)
                 if y.grad_fn is not None:
@@ -271,8 +262,8 @@ class ConnectionRecorder(RunRecorder):
 
     @property
     def nodes(self) -> list[Node]:
-        """The nodes so far, with their links."""
-        return [*map(self.linked, self.made)]
+        """The nodes of the forward pass so far, with their links."""
+        return [self.linked(made) for made in self.made if not made.node.phase]
 
     def add(
         self,
@@ -287,7 +278,8 @@ class ConnectionRecorder(RunRecorder):
         """Adds a node whose links are known."""
         here = self.origin()
         at = replace(here, mark=mark or here.mark)
-        node = self.node(operation, native, inputs, outputs, at, links=links, loss=loss)
+        about = {"links": links, "loss": loss, "phase": self.phase}
+        node = self.node(operation, native, inputs, outputs, at, **about)
         self.made.append(RecordedNode(node, native, -1, torch.is_grad_enabled()))
         return self.made[-1]
 
@@ -303,11 +295,17 @@ class ConnectionRecorder(RunRecorder):
             out = self._result(name, fun, args, kwargs)
             value = self.new(xs[0] if isinstance(out, list) else out)
             operation, loss = ("branch", "discrete") if branch else ("leave", "left_framework")
-            links = ((_CUT,) * len(numbers),)
-            self.leavings.append(self.add(operation, name, numbers, [value], links, loss).node)
+            self._leave(operation, name, numbers, value, loss)
             if self._replace is not None and len(self.leavings) - 1 in self._replace[0]:
                 return self._replace[1](out)
             return out
+
+    def _leave(
+        self, operation: str, name: str, numbers: Sequence[int], value: int, loss: str | None
+    ) -> None:
+        """Adds the node of data that leaves."""
+        made = self.add(operation, name, numbers, [value], ((_CUT,) * len(numbers),), loss)
+        self.leavings += [] if self.phase else [made.node]
 
     def enters(self, leaving: Node, at: int) -> None:
         """Connects data that left to the node at which it returned, by its position."""
@@ -326,9 +324,12 @@ class ConnectionRecorder(RunRecorder):
         return number
 
     def hold(self, x: Tensor, value: int) -> None:
-        """Gives a tensor, unwrapped from transforms, this number."""
+        """Gives a tensor, unwrapped from transforms, this number; notes its size."""
         base = unwrapped(x)
         super().hold(base, value)
+        if value not in self.sizes and self._is_plain:
+            with self.silent(), torch.no_grad():
+                self.sizes[value] = size_of(base)
         self._edges.pop(id(base), None)
 
     def of(self, x: Tensor) -> int:

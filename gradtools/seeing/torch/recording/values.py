@@ -116,12 +116,15 @@ def like(x: Tensor) -> Like:
         return tuple(x.shape), str(x.dtype).removeprefix("torch.")
 
 
-def size_of(x: Any) -> float:
-    """The greatest modulus of a tensor's entries, which is NaN if one is NaN; 0 without entries."""
-    if not isinstance(x, Tensor) or not is_inexact(x) or x.is_meta or not x.numel():
-        return 0.0
+def size_of(x: Tensor) -> float | None:
+    """The greatest modulus of a tensor's entries, NaN if one is NaN; None if there is none."""
+    if not is_inexact(x) or x.is_meta or not x.numel():
+        return None
     if x.layout is not torch.strided:
+        x = x.detach()
         x = x.coalesce().values() if x.is_sparse else x.values()
+    elif upstream.is_zero(x):
+        return 0.0
     return float(x.detach().abs().max()) if x.numel() else 0.0
 
 

@@ -185,8 +185,8 @@ def test_marks_tell_what_is_special(f, mark):
 # --- programs that decide on values ------------------------------------------------------
 
 
-def decided(f, *leaves, shapes_too=False):
-    return jaxpr_with_answers(f, leaves, shapes_too)
+def decided(f, *leaves):
+    return jaxpr_with_answers(f, leaves)
 
 
 def test_a_program_with_answers_gives_the_programs_values():
@@ -230,7 +230,7 @@ def test_a_closure_within_a_custom_rule_stays_connected():
     ],
 )
 def test_shapes_may_depend_on_values(f):
-    closed = decided(f, X, shapes_too=True)
+    closed = decided(f, X)
     (found,) = jax.core.eval_jaxpr(closed.jaxpr, closed.consts, X)
     np.testing.assert_array_equal(found, f(X))
 

@@ -110,7 +110,11 @@ def diagnosed(
     for one in examined:
         best = max((matters.get(n, _NONE) for n in one.numbers), default=_NONE)
         places = passes.places(one.key)
-        if best == _FULL:
+        is_absent = bool(passes.steps) and one.key not in passes.gradients
+        rules = [rule for n in one.numbers if (rule := passes.last_rule(n))] if is_absent else []
+        if best == _FULL and rules:  # a rule that returns None
+            findings += from_losses(one.name, [Loss(replace(n, loss="rule"), 0) for n in rules])
+        elif best == _FULL or (one.key in passes.gradients and places is None):
             numbers.update(dict.fromkeys(one.numbers, one.name))
         elif lost := [loss for number in one.numbers for loss in losses(graph, number)]:
             findings += from_losses(one.name, lost)

@@ -124,13 +124,14 @@ class PassesAtValues:
         for step in reversed(self._ends([gradient], onward)):  # in the order of the forward pass
             node = self._meeting(step).node
             if node is not None and node.source is None:  # a framework's zeros for a rule's None
-                node = self._last_rule(leaf) or node
+                node = self.last_rule(leaf) or node
             if node is not None:
                 zeros = tuple(v for v in step.inputs if self.sizes.get(v) == 0)
                 places.append(Place(node, "rule" if node.mark == CUSTOM else "zero", zeros))
         return places
 
-    def _last_rule(self, leaf: int) -> Node | None:
+    def last_rule(self, leaf: int) -> Node | None:
+        """The last custom rule that reads what is computed from a value."""
         reached = self._reached([leaf])
         reading = (
             step.node for step in reversed(self.steps) if not reached.isdisjoint(step.inputs)

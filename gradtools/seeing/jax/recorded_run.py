@@ -153,21 +153,14 @@ def _trace(run: Run, leaves: Sequence[Any]) -> Traced:
         host[:] = [k for k, y in enumerate(outs) if not isinstance(y, jax.Array)]
         return [_constant(y) if k in host else y for k, y in enumerate(outs)]
 
-    for with_branches in (False, True):
-        try:
-            if with_branches:
-                return Traced(jaxpr_with_answers(fun, leaves, shapes_too=False), tuple(host))
-            return Traced(jax.make_jaxpr(fun)(*leaves), tuple(host))
-        except jax.errors.TracerBoolConversionError:
-            if with_branches:
-                raise
-        except jax.errors.NonConcreteBooleanIndexError:
-            break
-        except jax.errors.ConcretizationTypeError as error:
-            if _what_left(error) is not None:
-                raise
-            break
-    return Traced(jaxpr_with_answers(fun, leaves, shapes_too=True), tuple(host))
+    try:
+        return Traced(jax.make_jaxpr(fun)(*leaves), tuple(host))
+    except jax.errors.NonConcreteBooleanIndexError:
+        pass
+    except jax.errors.ConcretizationTypeError as error:
+        if _what_left(error) is not None:
+            raise
+    return Traced(jaxpr_with_answers(fun, leaves), tuple(host))
 
 
 def _constant(y: Any) -> Any:

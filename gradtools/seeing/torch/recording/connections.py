@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 import torch.utils.checkpoint
-from torch.autograd.function import BackwardCFunction
 
 from gradtools.code_origin import innermost, lines_of
 from gradtools.seeing.graphs.nodes import Dependence, Links, Node, PlainGraph, Value
@@ -105,14 +104,11 @@ class ConnectionRecorder(RunRecorder):
         self._scalars: list[int] = []  # the Python numbers that it took of tensors
         self._is_plain = True  # whether no transform of torch.func runs, whose arrays are partial
         self._edges: dict[int, Edge] = {}  # a tensor's place in autograd's graph, by its id
-        self._at: dict[Edge, int] = {}  # the value at a place in autograd's graph
 
     # --- what runs
 
     def called(self, fun: Any, args: Any, kwargs: Any) -> Any:
         """Runs a function of PyTorch, whose operations get its name."""
-        if _reads_only(fun):
-            return fun(*args, **kwargs)
         if fun is upstream.custom_function_call:
             kind, *args = args
             return self.ruled(kind, partial(fun, kind), args, kwargs)
@@ -206,12 +202,11 @@ class ConnectionRecorder(RunRecorder):
                 more = {id(x): x for x in map(unwrapped, read.tensors) if id(x) not in given}
                 operands += [self._operand(x, not flows) for x in more.values()]
                 reason = "no_grad" if again and more else reason
-            unruled = autograd_functions.unruled(kind, mark, operands, out)
             changed = [x for x, _, _, version in operands if version != version_of(x)]
             outs = list({id(y): y for y in (*changed, *map(unwrapped, tensors_in(out)))}.values())
             numbers = [self.new(y) for y in outs]
             given_numbers = [x.number for x in operands]
-            reached = {id(x) for x in xs} - {id(x.tensor) for x in operands if x.number in unruled}
+            reached = {id(x) for x in xs}
 
             def link(x: TensorOperand, y: Tensor) -> Dependence:
                 inexact = is_inexact(x.tensor) and is_inexact(y)
@@ -333,31 +328,12 @@ class ConnectionRecorder(RunRecorder):
         self._edges.pop(id(base), None)
 
     def of(self, x: Tensor) -> int:
-        """The value of a tensor; a Function that no patch saw is added when its result is read."""
+        """The value of a tensor."""
         with self.silent():
             base = unwrapped(x)
             number = super().of(base)
-            edge = edge_of(base)
-            if isinstance(edge[0], BackwardCFunction) and self._edges.get(id(base), edge) != edge:
-                behind = [self._at_edge(*pair) for pair in edge[0].next_functions]
-                xs = [k for k in behind if k is not None]
-                after = self.new(base)
-                links = ((*[_FULL] * len(xs), _CUT),)
-                name = operations.word_of(edge[0])
-                self.positions[upstream.sequence_of(edge[0])] = len(self.made)
-                self.add("custom_rule", name, [*xs, number], [after], links, "rule", "custom rule")
-                self.hold(base, after)
-                self._tracked[after] = True
-                number = after
-            self._edges[id(base)] = edge
-            if edge[0] is not None:
-                self._at[edge] = number
+            self._edges[id(base)] = edge_of(base)
             return number
-
-    def _at_edge(self, node: Any, k: int) -> int | None:
-        """The value at a place in autograd's graph, if it is known."""
-        variable = getattr(node, "variable", None)
-        return self._at.get((node, k)) if variable is None else self.of(variable)
 
     def links_of_update(
         self, x: Tensor, written: Tensor, given: Sequence[int], grad: bool
@@ -394,23 +370,6 @@ _APART = {
     **dict.fromkeys(("tensor", "new_tensor"), "left_framework"),
     "set_data": "in_place_data",
 }
-_READS = frozenset(
-    {"dim", "size", "numel", "stride", "storage_offset", "is_floating_point", "is_complex"}
-    | {"__len__", "is_contiguous", "element_size", "nelement", "ndimension", "get_device"}
-    | {"data_ptr"}
-    | {"untyped_storage", "storage", "__repr__", "__format__", "__hash__", "register_hook"}
-    | {"_set_grad_enabled", "is_inference", "is_signed", "is_conj", "is_neg", "retain_grad"}
-    | {"is_tensor", "result_type", "can_cast", "register_post_accumulate_grad_hook", "__dir__"}
-)
-_TENSORS_OF = frozenset({"data", "T", "mT", "H", "mH", "real", "imag", "grad"})
-
-
-def _reads_only(fun: Any) -> bool:
-    name = getattr(fun, "__name__", "")
-    if name in ("__get__", "__set__"):
-        of = fun.__self__.__name__
-        return of not in _TENSORS_OF if name == "__get__" else of not in ("data", "requires_grad")
-    return name in _READS
 
 
 def _is_plain(x: Tensor) -> bool:

@@ -132,7 +132,6 @@ class RunRecorder(Recorder[int]):
         self.origins.setdefault(sequence, origin)
         self.positions.setdefault(sequence, len(self.made))
         made = [self.new(y) for y in outs]
-        origin = self.origin_of_sum(name, numbers, made, running, origin)
         operation, attributes = call.said(outs)
         if origin.rule and origin.mark == CUSTOM:
             attributes = MappingProxyType({**attributes, "rule": origin.rule})
@@ -166,12 +165,6 @@ class RunRecorder(Recorder[int]):
     def native(self, call: AtenCall) -> str:
         """The framework's name of an operation."""
         return f"aten.{call.raw}"
-
-    def origin_of_sum(
-        self, name: str, numbers: Sequence[int], made: Sequence[int], running: Any, origin: Origin
-    ) -> Origin:
-        """The origin of an operation, if it may be a sum of cotangents by autograd."""
-        return origin
 
     # --- numbers of tensors
 

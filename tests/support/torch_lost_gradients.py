@@ -618,6 +618,7 @@ ONE_LINERS = {
     "function_of_pytorch": lambda x: _Square.apply(x).sum(),
     "checkpointed": lambda x: checkpoint(lambda z: z.sin().exp(), x, use_reentrant=False).sum(),
     "checkpointed_reentrant": lambda x: gt.checkpoint(lambda z: z.sin().exp())(x).sum(),
+    "torch_cond": lambda x: torch.cond(x.sum() > 0, torch.sin, lambda x: x.cos(), (x,)).sum(),
     "chunked": lambda x: (gt.chunked(lambda z: z.sin() * 2, 2)(x) ** 2).sum(),
     "gradient_inside": lambda x: gt.grad(lambda z: (z**3).sum())(x).square().sum(),
     "running_sum": lambda x: x.cumsum(0).logcumsumexp(0).sum(),

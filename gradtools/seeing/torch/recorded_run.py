@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import sys
 from collections.abc import Sequence
 from functools import partial
 from itertools import takewhile
@@ -27,6 +28,7 @@ from gradtools.seeing.graphs.recording import CapturedParameter, Recording, Run,
 from gradtools.seeing.torch.recording.connections import ConnectionRecorder
 from gradtools.seeing.torch.recording.observation import observed, watchable
 from gradtools.seeing.torch.undo import rerun
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import leaves_of
 
 Tensor = torch.Tensor
@@ -45,6 +47,17 @@ def record(
 
     wanted: The captured tensors that are differentiated besides the leaves.
     """
+    is_new = upstream.DYNAMO not in sys.modules
+    try:
+        return _recorded(run, leaves, names, wanted)
+    except Exception:
+        if not is_new or upstream.DYNAMO not in sys.modules:
+            raise
+    # torch.cond imported dynamo in this run; now that it is there, it is told to run code eagerly.
+    return _recorded(run, leaves, names, wanted)
+
+
+def _recorded(run: Run, leaves: Sequence[Any], names: Sequence[str], wanted: Wanted) -> Recording:
     passes = PassesAtValues()
     spent = False
     with observed(run, leaves, names) as seen:

@@ -85,7 +85,7 @@ class ConnectionRecorder(RunRecorder):
     """
 
     caller = "why_zero"
-    levels = ("rules", "parameters", "functions", "operations")
+    levels = ("rules", "branches", "parameters", "functions", "operations")
 
     def __init__(self, undo: Undo, replace: Replace | None = None) -> None:
         super().__init__(undo)

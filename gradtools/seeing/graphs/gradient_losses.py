@@ -107,7 +107,7 @@ def _frontier(
             continue
         if node.bodies and node.links is None:
             for body in node.bodies:
-                inner = entering_body(body, node, reached, max), leaving_body(body, node, leaving)
+                inner = entering_body(body, node, reached), leaving_body(body, node, leaving)
                 yield from _frontier(body.graph, *inner, call or node)
             continue
         for k, row in enumerate(links_of(graph, node)):

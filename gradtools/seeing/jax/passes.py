@@ -17,7 +17,7 @@ import jax.numpy as jnp
 
 from gradtools.errors import GradtoolsError
 from gradtools.jax.trees import is_inexact
-from gradtools.seeing.graphs.derivative_flow import dependence_matrix
+from gradtools.seeing.graphs.derivative_flow import behind
 from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, needed, node_in_phase
 from gradtools.seeing.graphs.passes import (
     BACKWARD,
@@ -63,10 +63,11 @@ def gradient_graph(program: LeafProgram, order: int) -> PlainGraph:
         for n in forward.nodes
     )
     forward = replace(forward, nodes=tuple(nodes))
-    connected, avals = dependence_matrix(forward), traced.closed.out_avals
+    avals = traced.closed.out_avals
     outs = [k for k, a in enumerate(avals) if is_inexact(a) and k not in traced.host_outputs]
-    reached = lambda i: any(connected[k][i] > Dependence.CUT for k in outs)
-    wrt = [i for i in program.wrt if reached(i)]
+    matters = behind(forward, tuple(forward.outputs[k] for k in outs))
+    strength = [matters.get(value, Dependence.NONE) for value in forward.inputs]
+    wrt = [i for i in program.wrt if strength[i] > Dependence.CUT]
     if not (order and wrt):
         return with_named_outputs(forward, program.out_names)
     run = differentiated(traced.closed, len(program.leaves), wrt, outs, order)

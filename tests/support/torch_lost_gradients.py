@@ -161,12 +161,6 @@ def detached_inside_chunked(x):
     return gt.chunked(chunk, 2)(x).sum()
 
 
-@healthy()
-def one_of_three_terms_in_a_sum_of_a_list(x):
-    terms = [x.sin(), x.detach().exp(), x**2]
-    return sum(t.sum() for t in terms)
-
-
 class _Frozen(nn.Module):
     def forward(self, x):
         return (x * 2).detach()  # <- detached
@@ -433,37 +427,6 @@ class _Marked(torch.autograd.Function):
         return ct
 
 
-class _Sinh(torch.autograd.Function):
-    """Keeps values that it computes inside, to which no graph leads."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.up, ctx.down = x.exp(), (-x).exp()
-        return (ctx.up - ctx.down) / 2
-
-    @staticmethod
-    def backward(ctx, ct):
-        return ct * (ctx.up + ctx.down) / 2
-
-
-class _SinhOnce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        return x.sinh()
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx, ct):
-        return ct * ctx.saved_tensors[0].cosh()
-
-
-class _SinhByNumpy(_SinhOnce):
-    @staticmethod
-    def backward(ctx, ct):
-        return ct * torch.from_numpy(np.cosh(ctx.saved_tensors[0].detach().numpy()))
-
-
 class _SinhRight(torch.autograd.Function):
     """The same with what backward reads saved as outputs."""
 
@@ -495,13 +458,6 @@ class _Steps(torch.autograd.Function):
 def derivative_of_a_rule_that_saves_outputs(x):
     (g,) = torch.autograd.grad(_SinhRight.apply(x)[0].sum(), x, create_graph=True)
     return (g**2).sum()
-
-
-@healthy()
-def derivative_beside_a_rule(x):
-    y = _Sinh.apply(W @ x)
-    (g,) = torch.autograd.grad((x**3).sum(), x, create_graph=True)
-    return (y**2).sum() + (g**2).sum()
 
 
 @healthy()
@@ -641,18 +597,6 @@ def control_flow(x):
 
 
 @healthy()
-def logsumexp_with_a_shift(x):
-    shift = x.detach().max()
-    return (x - shift).exp().sum().log() + shift
-
-
-@healthy()
-def softmax_with_a_stopped_shift(x):
-    e = (x - x.max().detach()).exp()
-    return (e / e.sum())[1]
-
-
-@healthy()
 def straight_through_numpy(x):
     binarise = gt.straight_through(lambda a: (np.asarray(a) > 0.1).astype(np.float64))
     return (binarise(x).mean() - 0.5) ** 2
@@ -671,12 +615,6 @@ healthy(W.reshape(1, 3, 3), name="lstm")(nn.LSTM(3, 2, batch_first=True).double(
 
 
 @healthy(W)
-def attention(x):
-    scores = (x @ x.T / 3**0.5).masked_fill(torch.ones(3, 3).triu(1).bool(), -torch.inf)
-    return (scores.softmax(-1) @ x).square().sum()
-
-
-@healthy(W)
 def fused_attention(x):
     q = x.reshape(1, 1, 3, 3)
     return F.scaled_dot_product_attention(q, q, q, is_causal=True).square().sum()
@@ -691,23 +629,9 @@ def logging_by_item(x):
 
 
 @healthy()
-def metrics_as_a_second_output(x):
-    logits = W @ x
-    accuracy = (logits.argmax() == 2).double()
-    return F.cross_entropy(logits[None], torch.tensor([2])), accuracy
-
-
-@healthy()
 def metrics_as_numbers(x):
     loss = (x**2).sum()
     return {"loss": loss, "value": loss.item(), "largest": float(x.max())}
-
-
-@healthy()
-def custom_rule_of_gradtools(x):
-    rule = gt.custom_rule(lambda z: z**3)
-    rule.defvjp(lambda z: (z**3, z), lambda z, ct: (3 * z**2 * ct,))
-    return rule(x).sum()
 
 
 class _Square(torch.autograd.Function):
@@ -731,13 +655,6 @@ def edited_gradients(x):
 def frozen(x):
     net = nn.Linear(3, 2).double()
     return (gt.frozen(net)(x) ** 2).sum()
-
-
-@healthy()
-def gradient_penalty(x):
-    y = (W @ x).tanh().sum()
-    (g,) = torch.autograd.grad(y, x, create_graph=True)
-    return y + (g.norm() - 1) ** 2
 
 
 @healthy()
@@ -780,34 +697,15 @@ def views_changed(x):
 
 
 @healthy()
-def statistics_under_no_grad(x):
-    with torch.no_grad():
-        mean, scale = x.mean(), x.std()
-    return ((x - mean) / scale).tanh().sum()
-
-
-@healthy()
 def sorting(x):
     values, order = x.sort()
     return (values * torch.arange(3)).sum() + x[order][0]
 
 
 @healthy()
-def top_k_and_gather(x):
-    best = x.topk(2)
-    return best.values.sum() + x.gather(0, best.indices).prod()
-
-
-@healthy()
 def complex_numbers(x):
     z = torch.fft.fft(torch.complex(x, x.flip(0)))
     return z.abs().square().sum() + z.real.sum()
-
-
-@healthy()
-def linear_algebra(x):
-    a = W @ W.T + torch.diag(x.exp()) + torch.eye(3)
-    return torch.linalg.solve(a, x).sum() + torch.linalg.slogdet(a).logabsdet
 
 
 @healthy()
@@ -841,35 +739,6 @@ def host_kernel_with_a_rule(x):
     return kernel(x).sum()
 
 
-@healthy()
-def moving_average_in_a_module(x):
-    norm = nn.BatchNorm1d(3).double()
-    return norm(torch.stack([x, 2 * x, x**2])).square().sum()
-
-
-@healthy()
-def weighted_by_stopped_advantages(x):
-    logits = torch.log_softmax(x, 0)
-    advantage = (x - x.mean()).detach()
-    return -(logits * advantage).sum()
-
-
 healthy(X, W, name="partial_of_a_function")(
     functools.partial(lambda a, x, w: a * (w @ x).sum(), 2.0)
 )
-
-
-@healthy()
-def a_target_without_gradients(x):
-    v = lambda z: torch.tanh(z * x).sum()
-    with torch.no_grad():
-        target = 1 + 0.9 * v(W[0])
-    return (v(W[1]) - target) ** 2
-
-
-@healthy()
-def a_rounded_target(x):
-    v = lambda z: torch.tanh(z * x).sum()
-    with torch.no_grad():
-        target = torch.round(W[0] * x).sum()
-    return (v(W[1]) - target) ** 2

@@ -11,13 +11,10 @@ from contextlib import nullcontext, suppress
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.autograd import function
-from torch.nn.modules import module as modules
 
 import gradtools.torch as gt
-from gradtools import DisconnectedInputError, GradtoolsError
+from gradtools import GradtoolsError
 from gradtools.seeing.diagnostics.findings import KINDS
 from gradtools.seeing.formulas.expressions import order
 from gradtools.seeing.graphs.derivative_flow import dependence_matrix
@@ -169,29 +166,6 @@ def test_gradients_that_f_changes_are_put_back_by_every_run(write, name):
     assert w.grad is grad and grad.tolist() == [5.0] * 3
 
 
-def test_effects_of_f_are_undone_when_it_raises():
-    net = _Busy(raises=True)
-    before = _state(net)
-    with pytest.raises(GradtoolsError, match="f raised ValueError: of its own"):
-        gt.why_zero(net, X)
-    _same(before, _state(net))
-
-
-def test_nothing_stays_watched():
-    def raises(x):
-        nn.Parameter(x)
-        raise ValueError
-
-    hooks = [modules._global_forward_pre_hooks, modules._global_forward_hooks]
-    before = [dict(h) for h in hooks]
-    with pytest.raises(GradtoolsError):
-        gt.why_zero(raises, X)
-    gt.why_zero(lambda x: x.sum(), X)
-    assert [dict(h) for h in hooks] == before
-    assert "apply" not in vars(function._SingleLevelFunction)
-    assert "__call__" not in vars(type(nn.Parameter))
-
-
 def test_runs_in_several_threads_wait_for_each_other():
     found = {}
 
@@ -214,13 +188,6 @@ def test_other_threads_are_not_seen():
         return x.sin()
 
     assert operations(f, X) == ["sin"]
-
-
-def test_the_arguments_are_copied():
-    x = X.clone().requires_grad_()
-    gt.why_zero(lambda x: (x * 1).mul_(2).sum(), x)
-    gt.why_zero(lambda x: x.detach().zero_().sum(), x)
-    assert torch.equal(x, X) and x.grad is None
 
 
 # --- what is seen ------------------------------------------------------------------------
@@ -247,27 +214,6 @@ def test_scopes_are_paths_of_modules():
     ]
 
 
-def test_a_parameter_that_f_never_reads_is_told():
-    class Forgetful(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.unused = nn.Linear(3, 1).double(), nn.Linear(3, 1).double()
-
-        def forward(self, x):
-            return self.used(x)
-
-    found = {p.name: p.numbers for p in recorded(Forgetful(), X).parameters}
-    assert not found["unused.weight"] and found["used.weight"]
-
-
-@pytest.mark.parametrize("compiler", [torch.compile, gt.compile])
-def test_a_dead_relu_in_compiled_code_is_called_dead_at_its_line(compiler):
-    f = compiler(lambda x: torch.relu(x - 5).sum(), backend="eager")
-    (found,) = gt.why_zero(f, torch.tensor([1.0, 2.0])).findings
-    assert (found.kind, found.operation) == ("zero", "relu")
-    assert found.source.text.startswith("f = compiler")
-
-
 def test_compiled_functions_are_run_as_they_are():
     @torch.compile(backend="eager")
     def f(x):
@@ -281,18 +227,6 @@ def test_compiled_functions_are_run_as_they_are():
 def test_scripted_modules_are_joined_by_their_graph():
     net = torch.jit.script(nn.Sequential(nn.Linear(3, 2), nn.Tanh()).double())
     assert not gt.why_zero(lambda x: net(x + 3).sum(), X).findings
-
-
-def test_nodes_are_marked():
-    net = nn.Linear(3, 2).double()
-    for mark, f in {
-        "frozen": lambda x: gt.frozen(net)(x),
-        "edited gradient": lambda x: gt.clip_gradient(x, max_norm=1.0),
-        "custom rule": lambda x: gt.straight_through(torch.round)(x),
-    }.items():
-        graph = recorded(f, X).graph
-        assert mark in {node.mark for node in graph.nodes}
-        assert dependence_matrix(graph) == [[Dependence.DIFFERENTIABLE]]
 
 
 @pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.grad])
@@ -357,44 +291,7 @@ def test_a_healthy_function_runs_once_however_many_leaves_it_has():
     assert next(calls) == 1
 
 
-def test_zero_gradients_of_many_leaves_cost_no_run_more():
-    calls = itertools.count()  # which no snapshot puts back
-
-    def f(params):
-        next(calls)
-        return sum(F.relu(p - 99).sum() for p in params)
-
-    report = gt.why_zero(f, [X * k for k in range(1, 6)])
-    assert [found.kind for found in report.findings] == ["zero"] * 5
-    assert next(calls) == 1
-
-
-def test_a_gradient_runs_f_once():
-    calls = itertools.count()
-
-    def connected(x):
-        next(calls)
-        return (x**2).sum()
-
-    gt.grad(connected)(X)
-    assert next(calls) == 1
-
-
 # --- the error of a disconnected argument ------------------------------------------------
-
-
-def test_the_error_is_told_without_places_where_f_runs_only_once():
-    left = iter([1.0])
-    with pytest.raises(DisconnectedInputError, match=r"path\. It may be"):
-        gt.grad(lambda x: (x.detach() * next(left)).sum())(X)
-
-
-def test_the_error_is_told_without_places_inside_a_transform():
-    def inner(x):
-        return gt.grad(lambda z: (z.detach() ** 2).sum())(x)
-
-    with pytest.raises(DisconnectedInputError, match=r"path\. It may be"):
-        torch.func.vmap(inner)(X.reshape(3, 1))
 
 
 # --- what leaves PyTorch -----------------------------------------------------------------

@@ -53,13 +53,11 @@ class Optimised:
 
     Attributes:
         holds: Whether it changes an array; None if that is unknown.
-        strangers: The name and a detail of each array that it holds and the model does not.
-        why: A detail on an array that it does not change.
+        strangers: The names of the arrays that it holds and the model does not.
     """
 
     holds: Callable[[HeldArray], bool | None]
-    strangers: Sequence[tuple[str, str]] = ()
-    why: Callable[[HeldArray], str] = lambda held: ""
+    strangers: Sequence[str] = ()
 
 
 def trained(
@@ -149,13 +147,10 @@ def _compare_with_optimizer(
         wrong = frozen if len(frozen) == len(held) else []
     else:
         wrong = [h.name for h in held if h.role == FROZEN and optimised.holds(h)]
-        for h in held:
-            if h.role == PARAMETER and optimised.holds(h) is False:
-                detail = optimised.why(h)
-                result.findings.append(Finding(h.name, "not_optimized", "optimizer", detail=detail))
-        for name, detail in optimised.strangers:
-            result.findings.append(Finding(name, "other_model", "optimizer", detail=detail))
-            result.names.append(name)
+        lacking = [h for h in held if h.role == PARAMETER and optimised.holds(h) is False]
+        result.findings += [Finding(h.name, "not_optimized", "optimizer") for h in lacking]
+        result.findings += [Finding(n, "other_model", "optimizer") for n in optimised.strangers]
+        result.names += optimised.strangers
     result.findings += [Finding(name, "frozen", "requires_grad") for name in wrong]
     result.names += wrong
     result.notes = [

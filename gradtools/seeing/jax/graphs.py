@@ -39,7 +39,6 @@ def graph_of(
     closed_jaxpr: Jaxpr,
     names: Sequence[str] = (),
     captured: Mapping[int, str] = MappingProxyType({}),
-    in_places: bool = False,
 ) -> PlainGraph:
     """The graph of a jaxpr.
 
@@ -47,8 +46,6 @@ def graph_of(
         closed_jaxpr: The result of ``jax.make_jaxpr(f)(*args)``.
         names: The names of its inputs, such as "argument 0['w']".
         captured: Names of closed-over constants, by ``id`` of the array.
-        in_places: Whether operands are in the framework-neutral order of `operands.py`, rather
-            than that of the equations.
 
     Returns:
         The graph. Its ``captured`` are the constants: closed-over arrays by name, literals by
@@ -61,7 +58,7 @@ def graph_of(
     """
     consts = [captured.get(id(c)) or _text(c) for c in getattr(closed_jaxpr, "consts", ())]
     jaxpr = jaxprs.open_jaxpr(closed_jaxpr)
-    return _JaxprReader(in_places).graph(jaxpr, _Place(), names, consts)
+    return _JaxprReader().graph(jaxpr, _Place(), names, consts)
 
 
 @dataclass(frozen=True)
@@ -82,8 +79,7 @@ class _Place:
 class _JaxprReader:
     """Converts jaxprs; memoizes those that are called several times from one place."""
 
-    def __init__(self, in_places: bool) -> None:
-        self._in_places = in_places
+    def __init__(self) -> None:
         self._known: dict[Any, tuple[Jaxpr, PlainGraph]] = {}  # jaxprs are held: ids stay unique
         self._flow = reachability.Flow(raw=False)
 
@@ -123,7 +119,7 @@ class _JaxprReader:
             loss=_loss(eqn, links),
             bodies=tuple(self.body_of(eqn, body, here) for body in inner),
         )
-        return _in_places(eqn, node, values) if self._in_places else node
+        return _in_places(eqn, node, values)
 
     def body_of(self, eqn: Eqn, body: Any, here: _Place) -> Body:
         site, own = here.site, source_lines.is_own(body.jaxpr)

@@ -57,7 +57,7 @@ def gradient_graph(program: LeafProgram, order: int) -> PlainGraph:
             f"{str(error).strip().splitlines()[0]}. Ask why_zero, which says what to write instead."
         ) from error
     captured = recorded_run.captured_arrays(program.run)
-    forward = graph_of(traced.closed, program.names, captured=captured, in_places=True)
+    forward = graph_of(traced.closed, program.names, captured=captured)
     nodes = (
         replace(node_in_phase(n, FORWARD), mark=n.mark or INNER) if n.phase else n
         for n in forward.nodes
@@ -74,7 +74,7 @@ def gradient_graph(program: LeafProgram, order: int) -> PlainGraph:
     inputs, out_names = _ends(program, avals, wrt, outs, order)
     examples, names, phases = zip(*inputs, strict=True)
     closed = jax.make_jaxpr(run)(*examples)
-    graph = graph_of(closed, names, captured=captured, in_places=True)
+    graph = graph_of(closed, names, captured=captured)
     return _in_passes(graph, closed, forward, phases, out_names)
 
 

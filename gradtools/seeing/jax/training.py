@@ -123,10 +123,8 @@ def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]
             raw |= {id(x)} if bool(jnp.all(update == 1)) else set()
     if not moved:  # a schedule that starts at zero
         return Optimised(lambda one: None)
-    as_is = raw if len(raw) < len(leaves) else set()
-    handed_on = "a mask hands its gradient on as it is, so a step ascends"
-    why = lambda one: handed_on if id(one.array) in as_is else ""
-    return Optimised(lambda one: id(one.array) in moved - as_is, why=why)
+    as_is = raw if len(raw) < len(leaves) else set()  # a mask hands these gradients on
+    return Optimised(lambda one: id(one.array) in moved - as_is)
 
 
 def _is_an_optimizer(x: Any) -> bool:

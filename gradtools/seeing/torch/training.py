@@ -111,9 +111,6 @@ def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]
         groups += one.param_groups
     stepped = [(i, k, p) for i, group in enumerate(groups) for k, p in enumerate(group["params"])]
     ids, own = {id(p) for _, _, p in stepped}, {id(one.array) for one in held}
-    strange = [(i, k, p) for i, k, p in stepped if id(p) not in own]
-    shapes = {one.array.shape for one in held}
-    detail = "of the shapes that the model's own have" if strange else ""
-    detail = detail if all(p.shape in shapes for _, _, p in strange) else ""
-    names = [f"optimizer.param_groups[{i}]['params'][{k}]" for i, k, _ in strange]
-    return Optimised(lambda one: id(one.array) in ids, [(name, detail) for name in names])
+    strange = [(i, k) for i, k, p in stepped if id(p) not in own]
+    names = [f"optimizer.param_groups[{i}]['params'][{k}]" for i, k in strange]
+    return Optimised(lambda one: id(one.array) in ids, names)

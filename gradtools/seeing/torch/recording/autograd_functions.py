@@ -1,4 +1,4 @@
-"""Names and marks of torch.autograd.Functions, and the tensors that they capture."""
+"""Names and marks of torch.autograd.Functions."""
 
 from __future__ import annotations
 
@@ -7,7 +7,6 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
-from gradtools.rules import Rule, captured_objects
 from gradtools.torch.functorch_wrappers import tensors_in
 from gradtools.torch.operation_marks import RULE, function_of_ours
 
@@ -25,18 +24,6 @@ class ParametersRead(TorchFunctionMode):
         given = tensors_in((args, kwargs))
         self.tensors += [x for x in given if x.requires_grad and x.is_leaf]
         return fun(*args, **(kwargs or {}))
-
-
-def captured_by(args: Any) -> list[Tensor]:
-    """The tensors with requires_grad that an edit's function captures.
-
-    The edit's value does not depend on them, but its derivative does.
-    """
-    rule = getattr(args[0], "rule", None) if args else None
-    if not isinstance(rule, Rule) or rule.name not in _EDITS:
-        return []
-    wanted = lambda x: isinstance(x, Tensor) and x.requires_grad
-    return list({id(x): x for x in captured_objects(rule.user_functions, wanted, Tensor)}.values())
 
 
 _EDITS = ("scale_gradient", "clip_gradient", "transform_gradient", "replace_gradient")

@@ -188,8 +188,7 @@ class ConnectionRecorder(RunRecorder):
         name, mark = autograd_functions.name_and_mark(kind, args)
         with self.silent():
             xs = [*map(unwrapped, tensors_in((args, kwargs)))]
-            captured = autograd_functions.captured_by(args)
-            operands = [self._operand(x, x.requires_grad) for x in (*xs, *captured)]
+            operands = [self._operand(x, x.requires_grad) for x in xs]
             with autograd_functions.ParametersRead() as read:
                 out = self._result(name, apply, args, kwargs)
             reason = "rule" if torch.is_grad_enabled() else "no_grad"

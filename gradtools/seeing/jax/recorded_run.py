@@ -10,10 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from operator import is_
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -26,7 +23,7 @@ from gradtools.jax.recomputing import stateful
 from gradtools.jax.trees import is_inexact
 from gradtools.seeing.graphs.derivative_flow import behind
 from gradtools.seeing.graphs.gradient_losses import losses
-from gradtools.seeing.graphs.nodes import Dependence, PlainGraph
+from gradtools.seeing.graphs.nodes import Dependence
 from gradtools.seeing.graphs.reachable import named_objects
 from gradtools.seeing.graphs.recording import Recording, RefusedCall, Run, Wanted
 from gradtools.seeing.jax.concrete_tracing import jaxpr_with_answers
@@ -59,7 +56,7 @@ def record(
         if kind is None:
             raise
         return Recording(graph_of(jax.make_jaxpr(lambda *xs: [])(*leaves), names), kind)
-    graph = traced.graph = graph_of(traced.closed, names, captured=captured_arrays(run))
+    graph = graph_of(traced.closed, names, captured=captured_arrays(run))
     matters = behind(graph, tuple(graph.outputs))
     avals = traced.closed.out_avals
     outs = [k for k, a in enumerate(avals) if is_inexact(a) and k not in traced.host_outputs]
@@ -112,7 +109,7 @@ def where_lost(closed: Any, outs: int, index: int) -> list[str]:
 # --- the trace ---------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class Traced:
     """A traced program.
 
@@ -124,28 +121,9 @@ class Traced:
     closed: Any
     host_outputs: tuple[int, ...]
 
-    @cached_property
-    def graph(self) -> PlainGraph:
-        """Its graph; `record` sets it with names."""
-        return graph_of(self.closed)
-
-
-_traces: WeakKeyDictionary[Any, tuple[list[Any], Traced]] = WeakKeyDictionary()
-
 
 def trace(run: Run, leaves: Sequence[Any]) -> Traced:
-    """The jaxpr of a run; memoized for the same program at the same leaves."""
-    owner = getattr(run, "__self__", None)
-    if owner is None:
-        return _trace(run, leaves)
-    known, traced = _traces.get(owner, ([], None))
-    if traced is None or len(known) != len(leaves) or not all(map(is_, known, leaves)):
-        traced = _trace(run, leaves)
-        _traces[owner] = list(leaves), traced
-    return traced
-
-
-def _trace(run: Run, leaves: Sequence[Any]) -> Traced:
+    """The jaxpr of a run."""
     host: list[int] = []
 
     def fun(*xs: Any) -> list[Any]:

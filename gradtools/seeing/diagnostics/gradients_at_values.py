@@ -46,6 +46,9 @@ class Place:
     zeros: tuple[int, ...] = ()
 
 
+_UNKNOWN = Node("input", (), ())
+
+
 @dataclass(frozen=True, eq=False)
 class PassesAtValues:
     """A forward and a backward pass at given values.
@@ -71,11 +74,11 @@ class PassesAtValues:
         if leaf not in self.gradients:
             return None
         gradient = self.gradients[leaf][1]
-        if self._bad_outputs:
-            return [Place(node, "nan") for node in self._origins(self._bad_outputs)]
-        if self._is_bad(gradient):
-            return [Place(node, "nan") for node in self._origins([gradient])]
-        return self._losses(*self.gradients[leaf]) if self.sizes.get(gradient) == 0 else None
+        if bad := self._bad_outputs or [*filter(self._is_bad, [gradient])]:
+            return [Place(node, "nan") for node in self._origins(bad) or [_UNKNOWN]]
+        if self.sizes.get(gradient) == 0:
+            return self._losses(*self.gradients[leaf]) or [Place(_UNKNOWN, "zero")]
+        return None
 
     def starts_at_zero(self, place: Place, leaf: int) -> bool:
         """Whether an operand that is zero comes from another leaf, which gets a gradient."""

@@ -124,9 +124,9 @@ def lost_summands(graph: PlainGraph, leaves: Iterable[int]) -> Iterator[tuple[in
 
     Only outputs that are differentiable in a leaf are looked at; others are metrics. The role is
     "shift" if a summand with a derivative reads the lost values as well, as in
-    ``log(sum(exp(x - s))) + s``; "part" if the summand is computed from one with a derivative, as
-    in ``x - floor(x)``; else empty. A scalar straight-through estimator loses nothing: it is a sum
-    ``h + x - stop(x)`` with h discrete.
+    ``log(sum(exp(x - s))) + s``; "part" if the summand is computed from a partial sum that has a
+    derivative, as in ``x - floor(x)`` and in a straight-through estimator ``h + x - stop(x)`` with
+    a discrete h(x); else empty.
 
     Args:
         graph: The program, in which calls are inlined.
@@ -140,9 +140,6 @@ def lost_summands(graph: PlainGraph, leaves: Iterable[int]) -> Iterator[tuple[in
             continue
         terms = list(_summands(graph, out, strengths))
         sums = equal_values(graph, set(_sums(graph, out, strengths)))
-        stops = [makers[v] for v in terms if strengths[v] < _FULL and v in makers]
-        if any(node.loss in STOPS and node.inputs[0] in sums for node in stops):
-            continue
         trained = [above(v) for v in terms if strengths[v] == _FULL]
         for value in terms:
             if strengths[value] < _FULL:

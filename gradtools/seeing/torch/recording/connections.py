@@ -11,7 +11,7 @@ import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -52,15 +52,6 @@ REFUSALS = {
     "appears to not have been used in the graph": "unused",
     "does not require grad and does not have a grad_fn": "detached",
 }
-
-
-class TensorOperand(NamedTuple):
-    """A tensor among the arguments of a Function, with its state before the call."""
-
-    tensor: Tensor
-    number: int
-    tracked: bool
-    version: int | None
 
 
 class ConnectionRecorder(RunRecorder):
@@ -184,45 +175,39 @@ class ConnectionRecorder(RunRecorder):
 
     def ruled(self, kind: Any, apply: Any, args: Any, kwargs: Any) -> Any:
         """Records a call of a torch.autograd.Function as one node."""
-        ours = function_of_ours(kind)
         name, mark = autograd_functions.name_and_mark(kind, args)
         with self.silent():
             xs = [*map(unwrapped, tensors_in((args, kwargs)))]
-            operands = [self._operand(x, x.requires_grad) for x in xs]
+            before = [version_of(x) for x in xs]
+            numbers, tracked = [*map(self.of, xs)], [x.requires_grad for x in xs]
             with autograd_functions.ParametersRead() as read:
                 out = self._result(name, apply, args, kwargs)
-            reason = "rule" if torch.is_grad_enabled() else "no_grad"
-            if not ours:
-                # It also reads captured tensors, for which it returns no derivative, unless it is a
-                # reentrant checkpoint that computes its function again in backward.
-                again = kind is torch.utils.checkpoint.CheckpointFunction
-                flows = again and any(y.requires_grad for y in tensors_in(out))
-                given = {id(x.tensor) for x in operands}
-                more = {id(x): x for x in map(unwrapped, read.tensors) if id(x) not in given}
-                operands += [self._operand(x, not flows) for x in more.values()]
-                reason = "no_grad" if again and more else reason
-            changed = [x for x, _, _, version in operands if version != version_of(x)]
-            outs = list({id(y): y for y in (*changed, *map(unwrapped, tensors_in(out)))}.values())
-            numbers = [self.new(y) for y in outs]
-            given_numbers = [x.number for x in operands]
-            reached = {id(x) for x in xs}
+            ys = [*map(unwrapped, tensors_in(out))]
+            changed = [x for x, version in zip(xs, before, strict=True) if version != version_of(x)]
+            outs = list({id(y): y for y in (*changed, *ys)}.values())
+            # It also reads captured tensors, for which it returns no derivative, unless it is a
+            # reentrant checkpoint that computes its function again in backward.
+            again = kind is torch.utils.checkpoint.CheckpointFunction
+            given, own = {id(x) for x in xs}, function_of_ours(kind)
+            more = [] if own else [x for x in map(unwrapped, read.tensors) if id(x) not in given]
+            captured = list({id(x): x for x in more}.values())
+            numbers += map(self.of, captured)
+            tracked += [not (again and any(y.requires_grad for y in ys))] * len(captured)
 
-            def link(x: TensorOperand, y: Tensor) -> Dependence:
-                inexact = is_inexact(x.tensor) and is_inexact(y)
-                flows = not x.tracked or (y.requires_grad and id(x.tensor) in reached)
-                return _FULL if inexact and flows else _CUT
+            def link(k: int, x: Tensor, y: Tensor) -> Dependence:
+                flows = not tracked[k] or (y.requires_grad and k < len(xs))
+                return _FULL if flows and is_inexact(x) and is_inexact(y) else _CUT
 
-            links = tuple(tuple(link(x, y) for x in operands) for y in outs)
-            lost = any(
-                x.tracked and row[k] == _CUT for row in links for k, x in enumerate(operands)
-            )
-            if not any(is_inexact(y) for y in outs):
-                reason = "discrete"
-            at = len(self.made)
-            operation = operations.neutral(name)
-            loss = reason if lost else None
-            self.add(operation, name, given_numbers, numbers, links, loss, mark)
-            for y, number in zip(outs, numbers, strict=True):
+            operands = [*enumerate([*xs, *captured])]
+            links = tuple(tuple(link(k, x, y) for k, x in operands) for y in outs)
+            loss = None
+            if any(of and row[k] == _CUT for row in links for k, of in enumerate(tracked)):
+                is_off = (again and captured) or not torch.is_grad_enabled()
+                loss = "no_grad" if is_off else "rule"
+                loss = loss if any(map(is_inexact, outs)) else "discrete"
+            at, made = len(self.made), [self.new(y) for y in outs]
+            self.add(operations.neutral(name), name, numbers, made, links, loss, mark)
+            for y, number in zip(outs, made, strict=True):
                 if any(y is x for x in changed):
                     self.table.write(y, number, (self.origin(), True))
                 self.hold(y, number)
@@ -230,9 +215,6 @@ class ConnectionRecorder(RunRecorder):
                 if y.grad_fn is not None:
                     self.positions[upstream.sequence_of(y.grad_fn)] = at
             return out
-
-    def _operand(self, x: Tensor, tracked: bool) -> TensorOperand:
-        return TensorOperand(x, self.of(x), tracked, version_of(x))
 
     def wrapped(self, kind: Any, make: Any, args: Any, kwargs: Any) -> Any:
         """Records the construction of a Parameter or a Buffer from a tensor."""
@@ -377,21 +359,13 @@ def _is_plain(x: Tensor) -> bool:
     return on_cpu and not x.requires_grad and x.dtype is not torch.bfloat16
 
 
-def _fingerprints(x: Any, depth: int = 4) -> Iterator[Any]:
+def _fingerprints(x: Any) -> Iterator[Any]:
     """Fingerprints of the numbers and NumPy arrays among arguments, to compare two runs."""
-    if isinstance(x, slice):
-        x = [x.start, x.stop, x.step]
-    items = list(x.values()) if isinstance(x, dict) else x
-    if depth and isinstance(items, list | tuple):
-        for item in items[:_MOST]:
-            yield from _fingerprints(item, depth - 1)
-    elif isinstance(x, np.ndarray):
-        yield x.shape, x.dtype, zlib.crc32(np.ascontiguousarray(x).tobytes())
-    elif isinstance(x, float | int | complex | np.generic):
-        yield repr(x)
-
-
-_MOST = 1000  # entries of a list that are compared
+    for leaf in upstream.tree_leaves(x):
+        if isinstance(leaf, np.ndarray):
+            yield leaf.shape, leaf.dtype, zlib.crc32(np.ascontiguousarray(leaf).tobytes())
+        elif isinstance(leaf, float | int | complex | np.generic):
+            yield repr(leaf)
 
 
 def edge_of(x: Tensor) -> Edge:

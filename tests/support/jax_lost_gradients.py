@@ -655,17 +655,6 @@ def a_python_if(x):
 
 
 @healthy()
-def several_python_ifs(x):
-    total = jnp.float32(0)
-    for v in x:
-        if v > 0 and v < 10:
-            total = total + v
-        elif v < -5:
-            total = total - v
-    return total + x.sum()
-
-
-@healthy()
 def a_python_while(x):
     y = x
     while jnp.abs(y).sum() < 20:
@@ -796,26 +785,10 @@ cube = gt.host_function(_cube)
 cube.defvjp(lambda x: (cube(x), x), lambda x, ct: (3 * x**2 * ct,))
 
 
-@healthy(ROWS)
-def chunks(x):
-    return (gt.chunked(jnp.tanh, 2)(x) ** 2).sum()
-
-
-@healthy(ROWS)
-def max_pooling(x):
-    return lax.reduce_window(x, -jnp.inf, lax.max, (2, 1), (2, 1), "VALID").sum()
-
-
 @healthy()
 def shard_map(x):
     body = lambda y: lax.psum(jnp.sin(y), "i") + y
     return jax.shard_map(body, mesh=MESH, in_specs=SPEC, out_specs=SPEC)(x).sum()
-
-
-@healthy()
-def constants_by_numpy(x):
-    scale = np.linspace(0, 1, 3).astype(np.float32) * float(np.asarray(POSITIVE).mean())
-    return (x * np.sin(scale)).sum() + np.float32(2).item()
 
 
 @healthy()

@@ -697,23 +697,9 @@ def views_changed(x):
 
 
 @healthy()
-def sorting(x):
-    values, order = x.sort()
-    return (values * torch.arange(3)).sum() + x[order][0]
-
-
-@healthy()
 def complex_numbers(x):
     z = torch.fft.fft(torch.complex(x, x.flip(0)))
     return z.abs().square().sum() + z.real.sum()
-
-
-@healthy()
-def loop_of_a_length_that_is_computed(x):
-    y = x
-    for _ in range(int(x.abs().sum() * 2)):
-        y = y * 1.5
-    return y.sum()
 
 
 @healthy()
@@ -722,14 +708,6 @@ def assertions(x):
     if torch.allclose(x, torch.zeros_like(x)):
         raise ValueError("zero")
     return x.sin().sum()
-
-
-@healthy()
-def interpolation(x):
-    at = x.detach().floor().long().clamp(0, 1)
-    left, right = W[0][at], W[0][at + 1]
-    weight = x - x.floor()
-    return (left * (1 - weight) + right * weight).sum()
 
 
 @healthy()

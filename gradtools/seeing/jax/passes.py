@@ -32,7 +32,7 @@ from gradtools.seeing.graphs.passes import (
 )
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.jax import recorded_run
-from gradtools.seeing.jax.differentiated import differentiated, step_of
+from gradtools.seeing.jax.differentiating import differentiated, step_of
 from gradtools.seeing.jax.graphs import graph_of
 
 

@@ -19,7 +19,7 @@ from gradtools.jax.jaxprs import is_ref
 from gradtools.jax.trees import is_inexact
 from gradtools.seeing.diagnostics.gradients_at_values import PassesAtValues, Step
 from gradtools.seeing.graphs.nodes import Node, PlainGraph
-from gradtools.seeing.jax.differentiated import differentiated, step_of
+from gradtools.seeing.jax.differentiating import differentiated, step_of
 from gradtools.seeing.jax.graphs import graph_of
 
 _UNROLLED = 2000  # the most equations of an unrolled loop

@@ -113,16 +113,6 @@ def interpreted(
     return [at(v) for v in jaxpr.outvars]
 
 
-def overwrites(eqn: Eqn) -> bool:
-    """Whether an equation sets every entry of its first operand."""
-    name, atoms = eqn.primitive.name, eqn.invars
-    if name == "dynamic_update_slice":
-        return bool(atoms[0].aval.shape == atoms[1].aval.shape)
-    if name != "scatter" or atoms[1].aval.size:
-        return False
-    return bool(atoms[0].aval.size == atoms[2].aval.size)
-
-
 def needed(jaxpr: Jaxpr, effects: bool = True) -> list[Eqn]:
     """The equations that have a used result or effects, without inner jaxprs; see `live`."""
     read, kept = {id(v) for v in jaxpr.outvars}, []

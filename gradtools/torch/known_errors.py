@@ -7,7 +7,6 @@ module reads error texts of PyTorch: if one is reworded upstream, PyTorch's own 
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -30,15 +29,6 @@ def known(error: BaseException, table: Mapping[str, T]) -> T | None:
     """The table's entry whose key is in the text of PyTorch's own error; else None."""
     text = torch_says(error)
     return next((value for part, value in table.items() if part in text), None)
-
-
-NO_DERIVATIVE = re.compile(r"derivative for (\S+) is not implemented")
-
-
-def kernel_without(lacking: re.Pattern[str], error: BaseException) -> str | None:
-    """The name of the kernel that lacks a derivative, if the error says so."""
-    match = lacking.search(torch_says(error))
-    return None if match is None else match[1]
 
 
 class explained:

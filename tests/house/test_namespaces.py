@@ -195,6 +195,8 @@ seeing/jax/source_lines.py: the user's line behind an equation; in PyTorch a par
 jax/rules/kept_alive.py: what JAX's caches would keep; PyTorch has no such caches
 jax/slicing.py: parts of arrays that may be sharded; PyTorch's are in `chunking`
 seeing/jax/concrete_tracing.py: traces of programs that decide on values; PyTorch runs them
+seeing/jax/differentiating.py: a jaxpr with its backward passes; PyTorch's autograd runs them
+seeing/jax/passes_at_values.py: evaluates both passes; in PyTorch the recorder notes sizes
 jax/reachability.py: connectedness is read from the jaxpr; PyTorch's autograd tells it
 """.strip().splitlines()
 )

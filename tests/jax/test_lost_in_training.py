@@ -171,11 +171,6 @@ def masked():
     return of_tree(model, optax.masked(optax.sgd(0.1), mask))
 
 
-def masked_state():
-    loop = masked_adam()
-    return Loop(loop.model, loop.loss, loop.tx, loop.tx.init(part(loop.model)))
-
-
 def masked_adam():
     model = Tree()
     mask = lambda _: jax.tree.map(lambda s: s == "train", labels(model, "no"))
@@ -184,22 +179,10 @@ def masked_adam():
     return of_tree(model, tx)
 
 
-def state_of_the_head():
-    model = Graph()
-    tx = optax.adam(0.1)
-    return of_graph(model, None, tx.init({"head": nnx.state(model, nnx.Param)["head"]}))
-
-
 def filtered_optimizer():
     model = Graph()
     only = nnx.All(nnx.Param, nnx.PathContains("head"))
     return of_graph(model, None, nnx.Optimizer(model, optax.adam(0.1), wrt=only))
-
-
-def state_of_another_model():
-    tx = optax.adam(0.1)
-    other = eqx.nn.MLP(3, 2, 7, 1, key=jax.random.key(1), dtype=F64)
-    return of_tree(Tree(), None, (tx, tx.init(part(other))))
 
 
 def nothing(kind):
@@ -220,7 +203,6 @@ PLANTED = {
     "nnx: an optimizer that a filter leaves short": Planted(
         filtered_optimizer, nothing("not_optimized"), oracle=False
     ),
-    "nnx: the state of a part": Planted(state_of_the_head, nothing("not_optimized"), oracle=False),
     "equinox: a gate by comparison": Planted(
         lambda: of_tree(Gated(), optax.sgd(0.1)), {"gate": "discrete"}
     ),
@@ -232,12 +214,6 @@ PLANTED = {
         masked, {"body.weight": "not_optimized"}, oracle=False
     ),
     "equinox: a mask that zeroes": Planted(masked_adam, {"body.weight": "not_optimized"}),
-    "equinox: its state alone": Planted(
-        masked_state, {"body.weight": "not_optimized"}, oracle=False
-    ),
-    "equinox: the state of another model": Planted(
-        state_of_another_model, {}, oracle=False, strangers=True
-    ),
     "a dict with an entry that is not used": Planted(plain, {"a.b": "unread"}),
 }
 
@@ -270,10 +246,8 @@ def _state_like(model, pure):
 
 
 @pytest.mark.quick_at(
-    "nnx: the state of a part",
     "equinox: a label that freezes",
     "equinox: a mask that hands on",
-    "equinox: its state alone",
 )
 @pytest.mark.sampled(slow=1)
 @pytest.mark.parametrize("name", PLANTED)
@@ -336,7 +310,7 @@ def test_values_of_zero_are_told_at_their_line():
     params = {"w": jnp.ones(3), "gate": jnp.zeros(())}
     report = gt.why_zero(lambda: (params["w"] ** 2).sum() * 0.0 + params["gate"], model=params)
     (finding,) = report
-    assert (finding.argument, finding.kind) == ("w", "multiplied_by_zero")
+    assert (finding.argument, finding.kind) == ("w", "zero")
     assert finding.source.file.endswith("test_lost_in_training.py")
 
 

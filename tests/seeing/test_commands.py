@@ -165,20 +165,6 @@ def test_the_suffix_of_a_file_chooses_the_form(program, capsys, command, suffix,
     assert [part for part in parts if part not in text] == []
 
 
-def test_a_file_that_cannot_be_written_is_said(program, capsys):
-    (program / "taken.svg").mkdir()
-    assert run("graph written:loss --shapes 4x3,3 -o taken.svg") == 2
-    assert "-o taken.svg: it cannot be written: Is a directory." in capsys.readouterr().err
-
-
-def test_save_refuses_an_unknown_suffix_as_the_command_does(gt, tmp_path):
-    found = gt.formula(lambda x: 2.0 * x, gt.asarray(np.ones(3)))
-    with pytest.raises(gradtools.GradtoolsError, match=r"no form is known for the suffix '.png'"):
-        found.save(tmp_path / "formula.png")
-    found.save(tmp_path / "formula.TEX")
-    assert (tmp_path / "formula.TEX").read_text(encoding="utf-8").endswith("\\]\n")
-
-
 def test_what_is_lost_is_told_as_json(program, capsys):
     assert run("why-zero written:lost --shapes 3,3 --argnums 0,1 --json") == 1
     found = json.loads(capsys.readouterr().out)["findings"]

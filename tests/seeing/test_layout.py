@@ -1,21 +1,21 @@
-"""The pictures of twenty graphs, by their numbers: nothing overlaps, nothing is cut off or lost."""
+"""The pictures of many graphs, by their numbers: nothing overlaps, nothing is cut off or lost."""
 
 from __future__ import annotations
 
 import json
 import re
 from collections.abc import Iterator
-from itertools import combinations, product
+from itertools import combinations
 
 import pytest
 
-from gradtools.seeing.graphs.outline import ALIVE, Block, size_text
+from gradtools.seeing.graphs.outline import size_text
 from gradtools.seeing.graphs.outlining import outline_of
-from gradtools.seeing.pictures.box_text import LINE, card_of, short, size_of, text_width
+from gradtools.seeing.pictures.box_text import LINE, size_of, text_width
 from gradtools.seeing.pictures.drawing import interpreter
-from gradtools.seeing.pictures.page_data import data_of, script
+from gradtools.seeing.pictures.page_data import script
 from tests.support.scenes import Scene, fitted, picture_of
-from tests.support.seeing_graphs import SHAPES, Builder, random_graph, transformer
+from tests.support.seeing_graphs import SHAPES, random_graph, transformer
 
 VIEWS = ("fitted", "closed", "open")
 MORE = {f"random_{seed}": lambda seed=seed: random_graph(40, seed, 20) for seed in range(1, 7)}
@@ -129,42 +129,6 @@ def test_lines_do_not_run_through_boxes(picture):
                 assert not (left + 1 < x < right - 1 and top + 1 < y < bottom - 1)
 
 
-def levels(line) -> Iterator[tuple[float, float, float]]:
-    """The level stretches of a line: height, left, right."""
-    x = y = 0.0
-    for name, numbers in line.steps:
-        if name == "L" and abs(numbers[1] - y) < 0.01:
-            yield y, min(x, numbers[0]), max(x, numbers[0])
-        x, y = numbers[-2:]
-
-
-def test_two_values_do_not_cross_a_column_in_one_line():
-    """Four values of the forward pass that the backward of the backward reads."""
-    builder = Builder()
-    made = [builder.op("exp", builder.input(f"x{k}", 3)) for k in range(4)]
-    later = builder.op("sin", builder.op("sin", made[0], phase=1), phase=1)
-    ends = [builder.op("multiply", later, value, phase=2) for value in made]
-    picture = fitted(outline_of(builder.graph(*ends)))
-    crossing = [line for line in picture.lines if line.thread]
-    pairs = [(a, b) for a, b in combinations(crossing, 2) if a.arrow.source != b.arrow.source]
-    assert len(pairs) > 5
-    for one, two in pairs:
-        for (y, low, high), (other, left, right) in product(levels(one), levels(two)):
-            assert abs(y - other) > 2 or min(high, right) - max(low, left) < 30
-
-
-@pytest.mark.sweep_at("transformer-open")
-def test_lines_do_not_run_through_the_names_of_frames(picture):
-    for line in picture.lines:
-        if line.thread:
-            continue  # lies behind; the name has a tab of its own
-        for x, y in points(line):
-            for frame in picture.frames:
-                width = text_width("▾ " + short(frame.block.title), LINE)
-                inside = frame.name_x - 2 < x < frame.name_x + width + 2
-                assert not (inside and frame.y + 7 < y < frame.y + 20)
-
-
 @pytest.mark.slow_at("transformer-open")
 def test_every_arrow_is_drawn_from_its_source_to_its_target(picture):
     """By the points of the lines alone: a chain of lines from border to border."""
@@ -193,19 +157,6 @@ def rounded(point: tuple[float, ...]) -> tuple[int, int]:
     return round(10 * point[0]), round(10 * point[1])
 
 
-@pytest.mark.slow_at("transformer-open")
-def test_arrowheads_come_from_outside(picture):
-    boxes = rectangles(picture)
-    for line in picture.lines:
-        (x, y), (before_x, before_y) = line.end
-        assert abs(x - before_x) + abs(y - before_y) > 1
-        if line.head:
-            target = [box for box in boxes.values() if overlap(box, (x, y, x, y), 0.1)]
-            assert len(target) == 1
-            left, top, right, bottom = target[0]
-            assert before_x < left or before_x > right or before_y < top or before_y > bottom
-
-
 def test_labels_lie_free(picture):
     labels = [
         (label.x, label.y - 7, label.x + text_width(label.text, LINE), label.y + 7)
@@ -215,32 +166,6 @@ def test_labels_lie_free(picture):
         assert not overlap(a, b, -0.1)
     for box in rectangles(picture).values():
         assert not any(overlap(box, label) for label in labels)
-
-
-def test_residuals_are_labelled_with_their_bytes(picture):
-    residuals = [a for a in picture.outline.seen_arrows(picture.opened) if a.saved]
-    across = [line for line in picture.lines if line.thread and line.arrow.saved]
-    assert len(across) <= len(residuals)
-    assert len(
-        [label for label in picture.labels if label.text[-1] == "B" or label.text == ALIVE]
-    ) == len(across)
-
-
-def test_what_is_cut_is_drawn_over_other_lines(picture):
-    wires = re.findall(r'<g class="wire".*', picture.body)
-    cuts = ["edge cut" in wire for wire in wires]
-    assert len(wires) == len(picture.lines) and cuts == sorted(cuts)
-
-
-def test_what_explains_the_colours_lies_on_the_page_below_all_else(picture):
-    drawing = picture.file
-    top, height = (float(n) for n in re.search(r'viewBox="0 (\S+) \S+ (\S+)"', drawing).groups())
-    key = drawing[drawing.index(picture.body) + len(picture.body) :]
-    places = [float(y) for y in re.findall(r'<text[^>]* y="([^"]+)"', key)]
-    if not picture.boxes:
-        assert not places
-        return
-    assert all(picture.top + picture.height < y < top + height for y in places)
 
 
 def test_all_lies_on_the_page(picture):
@@ -259,22 +184,6 @@ def test_a_transformer_of_twelve_layers_fits_one_screen():
     assert len(picture.boxes) >= 12
 
 
-@pytest.mark.parametrize(("steps", "is_open"), [(12, True), (24, True), (48, False)])
-def test_what_nearly_fits_is_shown_rather_than_one_block_of_all(steps, is_open):
-    b = Builder()
-    x = b.input("x", 4)
-    for step in range(steps):
-        x = b.op(f"step{step}", x, scope=("net",))
-    picture = fitted(outline_of(b.graph(x)))
-    assert (len(picture.boxes) >= steps) == is_open
-    assert picture.height <= 1400 * 1.25 or steps <= 40
-
-
-def test_the_same_graph_gives_the_same_numbers():
-    one, two = (fitted(outline_of(SHAPES["interleaved_passes"]())) for _ in range(2))
-    assert one.lines == two.lines and one.labels == two.labels
-
-
 def test_forward_runs_down_and_backward_up():
     picture = view("linear_with_backward", "open")
     phases = {item.key: item.phase for c in picture.outline.columns for item in c.walk()}
@@ -285,26 +194,9 @@ def test_forward_runs_down_and_backward_up():
             assert down == (phases[arrow.source] % 2 == 0)
 
 
-def test_residuals_lie_beside_their_readers():
-    picture = view("linear_with_backward", "open")
-    at = {placed.item.title: placed for placed in picture.boxes}
-    middle = {title: placed.y + placed.height / 2 for title, placed in at.items()}
-    assert abs(middle["tanh"] - middle["tanh_backward"]) < 40
-
-
 def asked(expression: str):
     """What an expression is in the layout's own language."""
     return json.loads(interpreter().eval(f"JSON.stringify({expression})"))
-
-
-def test_pooling_gives_the_nearest_ascending_numbers():
-    assert asked("layout.pooled([1, 3, 2, 4], [1, 1, 1, 1])") == [1.0, 2.5, 2.5, 4.0]
-    assert asked("layout.pooled([3, 0], [1, 2])") == [1.0, 1.0]
-    assert asked("layout.pooled([], [])") == []
-
-
-def test_rows_keep_their_distance():
-    assert asked("layout.rowsNear([0, 10], [[0, 20], [1, 5]])") == [7.5, 17.5]
 
 
 @pytest.mark.parametrize(
@@ -312,24 +204,6 @@ def test_rows_keep_their_distance():
 )
 def test_sizes_are_told_alike_in_the_picture_and_in_the_text(size):
     assert asked(f"layout.sizeText({size})") == size_text(size)
-
-
-def test_long_lines_are_threads_and_cost_no_place_in_every_row():
-    b = Builder()
-    x = first = b.input("x", 4)
-    for _ in range(28):
-        x = b.op("add", b.op("sin", x), first)
-    data = json.dumps(data_of(outline_of(b.graph(x))))
-    graph = asked(f"layout.graphOf({data})")
-    places = sum(len(level["items"]) for level in graph["levels"].values())
-    assert places < 20 * 56
-    assert graph["threads"]
-
-
-def test_a_hostile_name_is_broken_over_few_lines():
-    card = card_of(Block("scope", "m" * 5000, ("m",), 0))
-    assert card.width < 400 and card.height < 160
-    assert any("…" in row.text for row in card.rows)
 
 
 # --- the page's own script, in a document that holds no more than it asks for -------------------
@@ -379,8 +253,9 @@ class Reader:
         return self.script.eval('document.getElementById("status").textContent')
 
 
+# Of a large graph, such as the transformer, the page draws what is in view.
 @pytest.mark.sampled(4, 15)
-@pytest.mark.parametrize("name", SHAPES)
+@pytest.mark.parametrize("name", [name for name in SHAPES if name != "transformer"])
 def test_the_page_draws_what_a_file_shows(name):
     outline = outline_of(SHAPES[name]())
     reader = Reader(SHAPES[name]())

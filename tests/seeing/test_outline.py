@@ -55,25 +55,6 @@ def test_a_call_of_one_operation_is_a_box_with_both_names(mark):
     assert titles_and_lines[1] == ("where", ("f", "3 float32"))
 
 
-def test_a_call_whose_mark_its_operation_lacks_stays_a_block():
-    s = Builder()
-    outline = called(s.graph(s.op("where", s.input("x", 3))), "edited_gradient")
-    assert [(b.title, b.mark) for b in outline.blocks] == [("f", "edited_gradient")]
-
-
-def test_a_call_that_computes_nothing_is_not_drawn():
-    s = Builder()
-    x = s.input("x", 3)
-    assert titles(called(s.graph(x)).columns[0]) == ["x", "output 0"]
-
-
-def test_nested_scopes_without_a_step_of_their_own_are_one_block():
-    b = Builder()
-    x = b.op("sin", b.input("x", 3), scope=("a", "b", "c"))
-    outline = outline_of(b.graph(b.op("cos", x, scope=("a", "b", "c"))))
-    assert [found.title for found in outline.blocks] == ["a.b.c"]
-
-
 def test_a_leaf_stands_in_the_innermost_block_of_all_its_readers():
     outline = outline_of(transformer(2, backward=False))
     query = block(outline, "query")
@@ -100,16 +81,6 @@ def test_numbers_stand_in_the_boxes_that_read_them():
     box = next(box for box in outline.columns[1].boxes if box.title == "multiply")
     assert box.heading == "c = multiply(a, 2)"
     assert not any(box.kind == "captured" for box in outline.columns[1].boxes)
-
-
-def test_the_bytes_of_layers_count_each_of_them():
-    graph = transformer(12)
-    made = {value for node in graph.nodes for value in node.outputs}
-    saved = {edge.value for edge in graph.edges if edge.saved and edge.value in made}
-    whole = sum(graph.values[value].bytes for value in saved)
-    outline = outline_of(graph)
-    kept = frozenset().union(*(arrow.values for arrow in outline.arrows if arrow.saved))
-    assert outline.bytes_of(kept) == whole
 
 
 def test_a_stretch_of_very_many_steps_is_cut_into_parts():
@@ -190,14 +161,6 @@ def test_the_shift_of_a_softmax_is_no_cut():
 )
 def test_a_pattern_names_the_end_of_a_path(pattern, path, expected):
     assert matches(path, pattern) is expected
-
-
-def test_depth_opens_so_many_levels():
-    outline = outline_of(transformer(12))
-    for depth in range(5):
-        opened = outline.opened(depth)
-        assert opened == {b.key for b in outline.blocks if len(outline.around[b.key]) <= depth}
-    assert not outline.opened(0)
 
 
 def test_what_is_seen_is_a_graph_that_flows_one_way():

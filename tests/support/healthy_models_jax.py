@@ -163,7 +163,7 @@ for _name, _kind, _whole, _f in (
     ("branch", "discrete", False, lambda p: jnp.where(logits(p).sum() > 0, 1.0, 2.0)),
     ("reversed", "detached", False, lambda p: gt.reverse_gradient(stop(logits(p))).mean()),
     ("a number", "left_framework", True, lambda p: float(logits(p).sum())),
-    ("nan", "nan_value", True, lambda p: jnp.log(logits(p) - 100).mean()),
+    ("nan", "nan", True, lambda p: jnp.log(logits(p) - 100).mean()),
 ):
     PLANTED.add(name=_name, expected=(_kind, _whole))(
         lambda p, f=_f: cross_entropy(logits(p)) + 0.1 * f(p)

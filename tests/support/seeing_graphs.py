@@ -1,4 +1,4 @@
-"""Twenty graphs of different shapes, made by hand: what the pictures are tried on.
+"""Graphs of different shapes, made by hand: what the pictures are tried on.
 
 `Builder` writes a graph as a program is written. Each shape is a function without arguments;
 `SHAPES` has them by name.
@@ -183,14 +183,6 @@ def _transformer_backward(b, loss, logits, pooled, x, kept, width) -> list[int]:
     return grads
 
 
-def straight_chain() -> Graph:
-    b = Builder()
-    x = b.input("x", 16)
-    for name in ("sin", "cos", "exp", "log", "tanh", "sqrt") * 2:
-        x = b.op(name, x)
-    return b.graph(x)
-
-
 def no_operation() -> Graph:
     b = Builder()
     x = b.input("x", 2)
@@ -205,13 +197,6 @@ def many_inputs() -> Graph:
     b = Builder()
     leaves = [b.input(f"params['layer{i}']['w']", i + 1, 4) for i in range(30)]
     return b.graph(b.op("concatenate", *leaves, shape=(465, 4)))
-
-
-def many_outputs() -> Graph:
-    b = Builder()
-    x = b.input("x", 60)
-    parts = b.op("split", x, outputs=20, shape=(3,))
-    return b.graph(*parts)
 
 
 def ladder() -> Graph:
@@ -303,12 +288,6 @@ def shared_module() -> Graph:
     return b.graph(x)
 
 
-def two_islands() -> Graph:
-    b = Builder()
-    x, y = b.input("x", 2), b.input("y", 3)
-    return b.graph(b.op("sin", x), b.op("cos", b.op("exp", y)))
-
-
 def interleaved_passes() -> Graph:
     """A gradient inside of the forward pass, whose result goes on."""
     b = Builder()
@@ -334,18 +313,11 @@ def random_graph(count: int = 60, seed: int = 0, reach: int = 12) -> Graph:
     return b.graph(values[-1])
 
 
-def wide() -> Graph:
-    b = Builder()
-    x = b.input("x", 4)
-    return b.graph(b.op("concatenate", *(b.op("sin", x) for _ in range(25)), shape=(100,)))
-
-
 SHAPES: dict[str, Callable[[], Graph]] = {
     f.__name__: f
     for f in (
-        *(square, square_twice, linear_with_backward, transformer, straight_chain, no_operation),
-        *(empty, many_inputs, many_outputs, ladder, dense, cuts, loop, hostile_names),
-        *(repeated_without_scopes, shared_module, two_islands, interleaved_passes),
-        *(random_graph, wide),
+        *(square, square_twice, linear_with_backward, transformer, no_operation, empty),
+        *(many_inputs, ladder, dense, cuts, loop, hostile_names, repeated_without_scopes),
+        *(shared_module, interleaved_passes, random_graph),
     )
 }

@@ -322,7 +322,7 @@ PLANTED = {
     "a gate by argmax": Planted(argmax_of_logits, of("discrete", "gate")),
     "a factor chosen by a number": Planted(chosen_by_a_number, of("discrete", "gate")),
     "a branch on a value": Planted(branched, of("discrete", "gate")),
-    "a reentrant checkpoint of data": Planted(reentrant_checkpoint, of("reentrant", "body")),
+    "a reentrant checkpoint of data": Planted(reentrant_checkpoint, of("no_grad", "body")),
     "a layer inside of a Function": Planted(layer_in_a_function, of("rule", "body")),
     "a mask by comparison": Planted(thresholded, {"mask": "discrete"}),
     "a level that is rounded": Planted(rounded, {"level": "zero_derivative"}),
@@ -335,19 +335,19 @@ PLANTED = {
     "an optimizer of a copy": Planted(
         optimizer_of_a_copy, of("not_optimized", "body", "head"), strangers=True
     ),
-    "layers in a plain list": Planted(plain_list, of("plain_list", "blocks[0]", "blocks[1]")),
-    "a layer in a plain dict": Planted(plain_dict, of("plain_list", "adapters['a']")),
-    "parameters in a plain list": Planted(parameters_in_a_list, {"scales[0]": "plain_list"}),
+    "layers in a plain list": Planted(plain_list, of("unregistered", "blocks[0]", "blocks[1]")),
+    "a layer in a plain dict": Planted(plain_dict, of("unregistered", "adapters['a']")),
+    "parameters in a plain list": Planted(parameters_in_a_list, {"scales[0]": "unregistered"}),
     "a parameter times a number": Planted(scaled_parameter, {"scale": "unregistered"}),
     "a plain tensor": Planted(plain_tensor, {"scale": "unregistered"}),
-    "a parameter as a buffer": Planted(parameter_as_a_buffer, {"scale": "buffer"}),
+    "a parameter as a buffer": Planted(parameter_as_a_buffer, {"scale": "unregistered"}),
     "a buffer of a scale": Planted(buffer_of_a_scale, {}),
     "frozen, and in the optimizer": Planted(frozen_by_accident, of("frozen", "body")),
     "frozen on purpose": Planted(
         frozen_parts_in_no_optimizer, {}, notes=("body.weight", "body.bias"), oracle=False
     ),
     "a dead relu": Planted(
-        dead_relu, {**of("dead", "body"), "head.weight": "multiplied_by_zero"}, numerical=True
+        dead_relu, {**of("zero", "body"), "head.weight": "zero"}, numerical=True
     ),
     "a gate at zero": Planted(zero_gate, {}, notes=("branch.weight", "branch.bias"), oracle=False),
     "an auxiliary loss detached": Planted(

@@ -1,14 +1,12 @@
 """The passes of a PyTorch program: modules and parameters by name, in place, effects, Functions."""
 
-import re
-
 import numpy as np
 import pytest
 
 torch = pytest.importorskip("torch")
 
 import gradtools.torch as gt  # noqa: E402  (only where PyTorch is installed)
-from gradtools.errors import GradtoolsError, GradtoolsWarning  # noqa: E402
+from gradtools.errors import GradtoolsError  # noqa: E402
 from gradtools.seeing.graphs.outlining import outline_of  # noqa: E402
 
 
@@ -47,28 +45,6 @@ def test_parameters_of_a_module_are_captured_by_name_and_differentiated(network)
         "output",
         *(f"gradient of {name}" for name, _ in network.named_parameters()),
     ]
-
-
-def test_state_and_gradients_of_a_module_are_left_as_they_were(network):
-    before = {name: x.clone() for name, x in network.state_dict().items()}
-    network.first.weight.grad = torch.ones(4, 3)
-    gt.gradient_graph(network, X, order=2)
-    for name, x in network.state_dict().items():
-        assert torch.equal(x, before[name]), name
-    assert torch.equal(network.first.weight.grad, torch.ones(4, 3))
-    assert network.last.weight.grad is None
-
-
-def test_a_weight_that_a_module_changes_is_put_back(network):
-    before = network.last.weight.detach().clone()
-
-    def f(x):
-        with torch.no_grad():
-            network.last.weight.data.mul_(2)
-        return network(x)
-
-    gt.gradient_graph(f, X)
-    assert torch.equal(network.last.weight, before)
 
 
 def test_a_frozen_parameter_has_no_gradient(network):
@@ -117,8 +93,7 @@ def test_a_piece_that_autograd_counts_by_itself_may_be_written():
 def test_a_kernel_without_double_backward_gives_way_to_its_alternative():
     attention = torch.nn.functional.scaled_dot_product_attention
     q = torch.randn(1, 2, 4, 8)
-    with pytest.warns(GradtoolsWarning, match="flash_attention.* has no derivative"):
-        graph = gt.gradient_graph(lambda q: attention(q, q, q), q, order=2)
+    graph = gt.gradient_graph(lambda q: attention(q, q, q), q, order=2)
     assert {n.phase for n in graph.nodes} == {0, 1, 2}
     once = gt.gradient_graph(lambda q: attention(q, q, q), q, order=1)
     assert any("flash" in n.native for n in once.nodes)
@@ -182,61 +157,10 @@ def test_an_integer_output_of_a_kernel_cuts_nothing():
     assert not [e for e in graph.edges if e.cut]
 
 
-def test_a_recording_inside_of_a_recording_is_refused_and_leaves_nothing_behind():
-    def f(x):
-        gt.gradient_graph(torch.exp, x)
-        return x
-
-    with pytest.raises(GradtoolsError, match="while another run is recorded"):
-        gt.gradient_graph(f, torch.ones(3))
-    assert "apply" not in vars(torch.autograd.function._SingleLevelFunction)
-    assert gt.gradient_graph(torch.exp, torch.ones(3)).nodes
-
-
-def test_a_small_block_is_open_and_an_arguments_gradient_stands_outside():
-    class Block(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.one, self.two = (torch.nn.Conv2d(2, 2, 3, padding=1) for _ in range(2))
-            self.norms = torch.nn.ModuleList([torch.nn.BatchNorm2d(2) for _ in range(2)])
-
-        def forward(self, x):
-            h = torch.relu(self.norms[0](self.one(x)))
-            return torch.relu(x + self.norms[1](self.two(h)))
-
-    assert "▸" not in gt.gradient_graph(Block(), torch.rand(2, 2, 4, 4)).to_svg()
-    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    picture = gt.gradient_graph(layer, torch.rand(2, 3, 8)).to_svg(depth=0)
-    assert "▸ TransformerEncoderLayer" in picture and "gradient of src = " in picture
-
-
 def test_a_modules_leaves_have_the_names_of_its_attributes():
     layer = torch.nn.Sequential(torch.nn.Linear(2, 2))
     graph = gt.gradient_graph(lambda model, x: model(x).sum(), layer, torch.ones(2))
     assert "gradient of model.0.weight = " in str(graph)
-
-
-def test_gradients_of_parameters_stand_outside_of_closed_blocks():
-    torch.manual_seed(0)
-    layer = torch.nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
-    graph = gt.gradient_graph(layer, torch.randn(1, 3, 8))
-    text = str(graph)
-    shown = "".join(re.findall(r">([^<]*)</text>", graph.to_svg())).replace(" ", "")
-    for name, _ in layer.named_parameters():
-        assert f"→ gradient of {name} = " in text
-        assert f"gradientof{name}" in shown  # long names take two lines
-
-
-def test_a_closed_block_tells_how_many_results_it_holds():
-    torch.manual_seed(0)
-    layers = [torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Tanh()) for _ in range(14)]
-    graph = gt.gradient_graph(torch.nn.Sequential(*layers), torch.randn(2, 3))
-    assert "results inside" in graph.to_text(depth=0)
-
-
-def test_several_results_are_told_in_their_order():
-    graph = gt.gradient_graph(lambda x: torch.sort(x)[0], X, order=0)
-    assert "b = sort(a, axis=1)   5×3 float32, 5×3 int64\n" in str(graph)
 
 
 def test_what_a_result_is_written_to_is_no_operand():

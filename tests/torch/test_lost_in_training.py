@@ -39,13 +39,6 @@ def test_a_healthy_loop_has_nothing_to_tell():
     assert str(report).startswith("Nothing is lost: the output's gradient reaches body.weight")
 
 
-def test_the_line_of_a_loss_is_named():
-    given = PLANTED["features detached"].make()
-    (first, second) = gt.why_zero(given.closure, model=given.model)
-    assert first.source.file.endswith("training_losses_torch.py")
-    assert "detach()" in first.source.text and first.source == second.source
-
-
 # --- in the midst of a loop --------------------------------------------------------------
 
 
@@ -109,20 +102,6 @@ def test_a_loss_that_is_no_closure_is_refused():
 # --- what is given -----------------------------------------------------------------------
 
 
-def test_a_module_of_integers_is_asked_about_its_parameters():
-    class Tokens(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.words, self.types = nn.Embedding(7, 3), nn.Embedding(2, 3)
-            self.head = nn.Linear(3, 1)
-
-        def forward(self, ids, scale=1.0):
-            return self.head(self.words(ids).mean(1) * scale).sum()
-
-    report = gt.why_zero(Tokens(), torch.arange(6).reshape(2, 3), scale=2.0)
-    assert kinds_by_leaf(report) == {"types.weight": "unread"}
-
-
 def test_a_closure_alone_is_asked_about_what_it_holds():
     given = PLANTED["features detached"].make()
     report = gt.why_zero(given.closure)
@@ -141,13 +120,6 @@ def test_several_models_and_optimizers():
     assert {f.argument for f in pair if f.kind == "other_model"} == {
         "optimizer.param_groups[1]['params'][0]"
     }
-
-
-def test_buffers_of_batch_norm_are_no_finding():
-    model = nn.Sequential(nn.Linear(3, 3), nn.BatchNorm1d(3))
-    report = gt.why_zero(lambda: model(X).square().sum() * X.sum(), model=model.train())
-    assert not [f for f in report if not f.numerical]
-    assert not report.notes
 
 
 @pytest.mark.parametrize(
@@ -205,32 +177,3 @@ def test_a_loss_of_gradients_at_the_model_loses_nothing(operator):
     for loss in (penalty, lambda: size(model, x) + penalty()):
         report = gt.why_zero(loss, model=model)
         assert not report, str(report)
-
-
-def test_a_report_of_training_is_plain_data():
-    given = PLANTED["frozen on purpose"].make()
-    report = gt.why_zero(given.closure, model=given.model, optimizer=given.optimizer)
-    (note,) = report.to_dict()["notes"]
-    assert note["arguments"] == ["body.weight", "body.bias"]
-    assert "requires_grad is False" in str(report)
-
-
-@pytest.mark.parametrize("places", ["mask", "indices", "one by one", "written out"])
-def test_what_is_added_at_chosen_rows_of_zeros_is_no_lost_term(places):
-    def experts(w):
-        best, which = torch.topk((X @ w).softmax(-1), 2)
-        out, chosen = torch.zeros(len(X), 2, dtype=X.dtype), which[:, 0] == which[0, 0]
-        (rows,) = torch.where(chosen)
-        if places == "mask":
-            out[chosen] += best[chosen]
-        elif places == "indices":
-            out[rows] += best[rows]
-        elif places == "one by one":
-            for k in range(2):
-                out[which[k, 0]] += best[k]
-        else:
-            out[rows] = out[rows] + best[rows]
-        return (out**2).sum()
-
-    w = torch.linspace(-1, 1, X.shape[1] * 3, dtype=X.dtype).reshape(-1, 3)
-    assert not gt.why_zero(experts, w)

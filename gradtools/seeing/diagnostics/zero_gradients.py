@@ -58,9 +58,9 @@ class SeeingOperators(Operators):
                 complex.
             model: The model that is trained, or a tuple or dict of models and arrays. In JAX the
                 one that f captures, or a pytree of parameters.
-            optimizer: PyTorch: an optimizer or a list of them. JAX: a transformation of optax, its
-                state, the pair of both, or an `nnx.Optimizer`. Without `model`, the parameters are
-                those of f, or the argument: ``why_zero(loss, params, optimizer=opt)``.
+            optimizer: PyTorch: an optimizer or a list of them. JAX: a transformation of optax or an
+                `nnx.Optimizer`. Without `model`, the parameters are those of f, or the argument:
+                ``why_zero(loss, params, optimizer=opt)``.
             **kwargs: Keyword arguments of f.
 
         Returns:

@@ -12,10 +12,7 @@ paths through its bodies; for loops that is a fixed point over any number of ite
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
-from functools import reduce
-from operator import or_
-from typing import Any, TypeVar
+from collections.abc import Container, Mapping, Sequence
 
 from gradtools.seeing.graphs.nodes import (
     Body,
@@ -27,40 +24,15 @@ from gradtools.seeing.graphs.nodes import (
     memoized,
 )
 
-T = TypeVar("T")
 _NONE, _CUT, _ZERO, _FULL = Dependence
 Strengths = Mapping[int, Dependence]
 
 
+@memoized
 def dependence_matrix(graph: PlainGraph) -> list[list[Dependence]]:
     """``matrix[output][input]``: how each output depends on each input."""
-    rows = [[reached.get(out, 0) for reached in _levels(graph)] for out in graph.outputs]
-    inputs = range(len(graph.inputs))
-    return [[Dependence(sum(mask >> i & 1 for mask in row)) for i in inputs] for row in rows]
-
-
-@memoized
-def _levels(graph: PlainGraph) -> list[dict[int, int]]:
-    """For each strength the inputs on which each value depends at least so, as a mask."""
-    bits: dict[int, int] = {}
-    for i, value in enumerate(graph.inputs):
-        bits[value] = bits.get(value, 0) | 1 << i
-    return [masks(graph, bits, strength) for strength in (_CUT, _ZERO, _FULL)]
-
-
-def masks(graph: PlainGraph, start: Mapping[int, int], strength: Dependence) -> dict[int, int]:
-    """For each value the union of the masks in `start` on which it depends this strongly."""
-
-    def carried(links: Sequence[Dependence], entering: Sequence[int]) -> int:
-        pairs = zip(links, entering, strict=True)
-        return any_of(mask for link, mask in pairs if link >= strength)
-
-    return _propagated(graph, start, or_, carried, lambda mask: mask if strength == _CUT else 0)
-
-
-def any_of(masks: Iterable[int]) -> int:
-    """The union of all masks."""
-    return reduce(or_, masks, 0)
+    rows = [backward(graph, {out: _FULL}) for out in graph.outputs]
+    return [[row.get(value, _NONE) for value in graph.inputs] for row in rows]
 
 
 def forward(
@@ -70,72 +42,48 @@ def forward(
 
     without: Values through which no path leads.
     """
-    return _propagated(graph, start, max, through, _as_cut, without=without)
+    return _propagated(graph, start, without, reverse=False)
 
 
 def backward(
     graph: PlainGraph, end: Strengths, without: Container[int] = ()
 ) -> dict[int, Dependence]:
     """How strongly the values in `end` depend on each value of the graph."""
-    return _propagated(graph, end, max, through, _as_cut, without=without, reverse=True)
-
-
-def _as_cut(strength: Dependence) -> Dependence:
-    return min(strength, _CUT)
+    return _propagated(graph, end, without, reverse=True)
 
 
 def _propagated(
-    graph: PlainGraph,
-    start: Mapping[int, T],
-    join: Callable[[T, T], T],
-    carried: Callable[[Sequence[Dependence], Sequence[T]], T],
-    outside: Callable[[T], T],
-    reverse: bool = False,
-    without: Container[int] = (),
-) -> dict[int, T]:
-    """Abstract interpretation of a graph, or of its reverse; values without an entry are zero.
-
-    carried: What a value gets over its links from the values at their other ends.
-    outside: What remains of it where data leaves the framework and comes back.
-    """
-    zero: Any = _NONE
-    result: dict[int, T] = {}
+    graph: PlainGraph, start: Strengths, without: Container[int], reverse: bool
+) -> dict[int, Dependence]:
+    """Abstract interpretation of a graph, or of its reverse; values without an entry are zero."""
+    result: dict[int, Dependence] = {}
     partners: dict[int, list[int]] = {}
     for pair in graph.outside:
         source, target = pair[::-1] if reverse else pair
         partners.setdefault(source, []).append(target)
 
-    def raise_to(value: int, more: T) -> None:
-        if value in without:
-            return
-        known = result.get(value, zero)
-        joined = join(known, more)
-        if joined != known:
-            result[value] = joined
+    def raise_to(value: int, strength: Dependence) -> None:
+        if value not in without and strength > result.get(value, _NONE):
+            result[value] = strength
             for other in partners.get(value, ()):
-                raise_to(other, outside(joined))
+                raise_to(other, min(strength, _CUT))
 
     for value, given in start.items():
         raise_to(value, given)
     for node in reversed(graph.nodes) if reverse else graph.nodes:
         sources, targets = (node.outputs, node.inputs) if reverse else (node.inputs, node.outputs)
-        entering = [result.get(value, zero) for value in sources]
+        entering = [result.get(value, _NONE) for value in sources]
         if any(entering):
             links = links_of(graph, node)
             rows = zip(*links, strict=True) if reverse else links
             for value, row in zip(targets, rows, strict=True):
-                raise_to(value, carried(row, entering))
+                raise_to(value, through(row, entering))
     return result
 
 
 def through(links: Sequence[Dependence], strengths: Sequence[Dependence]) -> Dependence:
     """The strongest path that continues through one of these links."""
     return max(map(min, links, strengths), default=_NONE)
-
-
-def ancestors(graph: PlainGraph, value: int) -> set[int]:
-    """Every other value from which data flows to this one."""
-    return set(behind(graph, (value,))) - {value}
 
 
 @memoized
@@ -175,7 +123,7 @@ def _links_of_bodies(node: Node) -> Links:
 
 def _rounds(body: Body) -> list[list[Dependence]]:
     """How a body's outputs depend on its inputs after any number of iterations: a fixed point."""
-    matrix = dependence_matrix(body.graph)
+    matrix = [list(row) for row in dependence_matrix(body.graph)]
     if body.skippable:
         for k, i in body.carries:
             value = body.graph.values[body.graph.inputs[i]]
@@ -191,16 +139,13 @@ def _rounds(body: Body) -> list[list[Dependence]]:
     return matrix
 
 
-def entering_body(
-    body: Body, node: Node, known: Mapping[int, T], join: Callable[[T, T], T]
-) -> dict[int, T]:
-    """What is known of a body's inputs in any iteration, from what is known around its node."""
-    zero: Any = _NONE
+def entering_body(body: Body, node: Node, known: Strengths) -> Strengths:
+    """How strong a body's inputs are in any iteration, from the values around its node."""
     ties = [(node.inputs[outer], i) for i, outer in enumerate(body.inputs)]
-    start: dict[int, T] = {}
+    start: dict[int, Dependence] = {}
     for outer, i in (*ties, *((node.outputs[k], i) for k, i in body.carries)):
         inner = body.graph.inputs[i]
-        start[inner] = join(start.get(inner, zero), known.get(outer, zero))
+        start[inner] = max(start.get(inner, _NONE), known.get(outer, _NONE))
     return start
 
 

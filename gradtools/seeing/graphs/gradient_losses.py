@@ -12,14 +12,13 @@ estimator in any spelling, the shift of a softmax, a mask, a normalizing constan
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
 from gradtools.seeing.graphs.derivative_flow import (
     Strengths,
-    ancestors,
     backward,
     behind,
     entering_body,
@@ -27,12 +26,12 @@ from gradtools.seeing.graphs.derivative_flow import (
     leaving_body,
     links_of,
 )
-from gradtools.seeing.graphs.nodes import Body, Dependence, Node, PlainGraph, memoized
+from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, memoized
 
 _NONE, _CUT, _ZERO, _FULL = Dependence
 STOPS = frozenset({"detached", "no_grad"})
 _LISTED = STOPS | {"left_framework"}
-SHAPING = frozenset(
+_SHAPING = frozenset(
     {"reshape", "squeeze", "expand_dims", "broadcast", "transpose", "identity", "cast"}
 )
 
@@ -44,7 +43,6 @@ class Loss:
     Attributes:
         node: The operation.
         input: The position of its operand that still has a derivative.
-        value: The graph's value that has none.
         call: The outermost node whose body contains the operation, if any.
         whole: Whether the leaf's whole gradient is lost, not only that of one summand.
         further: Whether the derivative was lost before it on every path.
@@ -52,7 +50,6 @@ class Loss:
 
     node: Node
     input: int
-    value: int
     call: Node | None = None
     whole: bool = True
     further: bool = False
@@ -65,19 +62,17 @@ def losses(graph: PlainGraph, leaf: int) -> list[Loss]:
     """The operations that lose the gradient of a leaf, none if it has one; in program order."""
     if behind(graph, tuple(graph.outputs)).get(leaf, _NONE) == _FULL:
         return []
-    return losses_between(graph, {leaf: _FULL}, graph.outputs)
+    return losses_between(graph, leaf, graph.outputs)
 
 
-def losses_between(
-    graph: PlainGraph, start: Strengths, ends: Sequence[int], call: Node | None = None
-) -> list[Loss]:
+def losses_between(graph: PlainGraph, start: int, ends: Sequence[int]) -> list[Loss]:
     """The operations that lose the derivative of the ends along the start.
 
     Operations further on that lose it as well, on every path, are listed if they stop it, leave
     the framework, or stand on the same line: it takes a change at each of them.
     """
-    first = list(_frontier(graph, start, dict.fromkeys(ends, _FULL), call))
-    reached, places = forward(graph, start), {id(loss.node) for loss in first}
+    first = list(_frontier(graph, {start: _FULL}, dict.fromkeys(ends, _FULL)))
+    reached, places = forward(graph, {start: _FULL}), {id(loss.node) for loss in first}
     lines = {loss.node.source for loss in first}
     further = []
     for node in graph.nodes if first else ():
@@ -91,8 +86,8 @@ def losses_between(
             and graph.values[node.inputs[i]].is_inexact
             and _NONE < max(column, default=_NONE) < _FULL
         ]
-        if inputs and not any(map(forward(graph, start, node.outputs).get, ends)):
-            further.append(Loss(node, inputs[0], node.outputs[0], call, further=True))
+        if inputs and not any(map(forward(graph, {start: _FULL}, node.outputs).get, ends)):
+            further.append(Loss(node, inputs[0], further=True))
     if not further:
         return first
     order = {id(node): k for k, node in enumerate(graph.nodes)}
@@ -112,167 +107,81 @@ def _frontier(
             continue
         if node.bodies and node.links is None:
             for body in node.bodies:
-                inner = entering_body(body, node, reached, max), leaving_body(body, node, leaving)
+                inner = entering_body(body, node, reached), leaving_body(body, node, leaving)
                 yield from _frontier(body.graph, *inner, call or node)
             continue
         for k, row in enumerate(links_of(graph, node)):
             for i, link in enumerate(row):
                 if leaving[k] and entering[i] == _FULL and _NONE < link < _FULL:
-                    yield Loss(node, i, node.outputs[k], call)
-
-
-def overwritten(graph: PlainGraph, leaf: int) -> list[Loss]:
-    """The in-place operations that overwrite all that depends on a leaf before it is used."""
-    reached, matters = forward(graph, {leaf: _FULL}), behind(graph, tuple(graph.outputs))
-    result = [
-        Loss(node, 0, node.outputs[0])
-        for node in graph.nodes
-        if any(map(reached.get, node.overwrites)) and any(map(matters.get, node.outputs))
-    ]
-    for node in graph.nodes:
-        entering = {v: reached[v] for v in node.inputs if v in reached}
-        for body in node.bodies if entering else ():
-            inner = entering_body(body, node, reached, max)
-            within = [v for v in body.graph.inputs if inner.get(v)]
-            result += [loss for v in within for loss in overwritten(body.graph, v)]
-    return result
-
-
-def between(graph: PlainGraph, leaf: int, chosen: Callable[[Node], bool]) -> list[Node]:
-    """The chosen operations that lie on a differentiable path from a leaf to an output."""
-    return list(_between(graph, {leaf: _FULL}, dict.fromkeys(graph.outputs, _FULL), chosen))
-
-
-def _between(
-    graph: PlainGraph, start: Strengths, end: Strengths, chosen: Callable[[Node], bool]
-) -> Iterator[Node]:
-    reached, matters = forward(graph, start), backward(graph, end)
-    for node in graph.nodes:
-        leaving = [matters.get(value, _NONE) for value in node.outputs]
-        if _FULL not in leaving or all(reached.get(v) != _FULL for v in node.inputs):
-            continue
-        if chosen(node):
-            yield node
-        elif node.links is None:
-            for body in node.bodies:
-                inner = entering_body(body, node, reached, max), leaving_body(body, node, leaving)
-                yield from _between(body.graph, *inner, chosen)
+                    yield Loss(node, i, call)
 
 
 # --- a summand of the loss ---------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class Summand:
-    """A scalar summand of an output.
-
-    Attributes:
-        graph: The program that computes it, which may be a body of the whole.
-        value: Its number there.
-        strength: How it depends on the leaves.
-        enter: Maps strengths of the whole's inputs to strengths of the program's inputs.
-        call: The outermost node whose body computes it, if any.
-    """
-
-    graph: PlainGraph
-    value: int
-    strength: Dependence
-    enter: Callable[[Strengths], Strengths]
-    call: Node | None = None
-
-    @property
-    def above(self) -> set[int]:
-        """The values of the program that it is computed from."""
-        return ancestors(self.graph, self.value)
-
-    def losses(self, leaf: int) -> list[Loss]:
-        """The operations that lose its derivative along a leaf of the whole."""
-        found = losses_between(self.graph, self.enter({leaf: _FULL}), [self.value], self.call)
-        return [replace(loss, whole=False) for loss in found]
-
-
-def lost_summands(graph: PlainGraph, leaves: Iterable[int]) -> Iterator[tuple[Summand, str]]:
-    """The summands to which data flows from leaves and no derivative, each with its `role`.
+def lost_summands(graph: PlainGraph, leaves: Iterable[int]) -> Iterator[tuple[int, str]]:
+    """The summands of outputs to which data flows from leaves and no derivative, with their role.
 
     Only outputs that are differentiable in a leaf are looked at; others are metrics. The role is
     "shift" if a summand with a derivative reads the lost values as well, as in
-    ``log(sum(exp(x - s))) + s``; "part" if the summand is computed from one with a derivative, as
-    in ``x - floor(x)``; else empty. A scalar straight-through estimator loses nothing: it is a sum
-    ``h + x - stop(x)`` with h discrete.
+    ``log(sum(exp(x - s))) + s``; "part" if the summand is computed from a partial sum that has a
+    derivative, as in ``x - floor(x)`` and in a straight-through estimator ``h + x - stop(x)`` with
+    a discrete h(x); else empty.
+
+    Args:
+        graph: The program, in which calls are inlined.
+        leaves: The values that may be trained.
     """
-    start = dict.fromkeys(leaves, _FULL)
-    strengths = forward(graph, start)
+    strengths, makers = forward(graph, dict.fromkeys(leaves, _FULL)), _makers(graph)
+    above = lambda v: set(behind(graph, (v,))) - {v}
+    loses = lambda v: v in makers and makers[v].loss is not None
     for out in graph.outputs:
         if not _is_scalar(graph, out) or strengths.get(out) != _FULL:
             continue
-        seen: set[tuple[int, int]] = set()  # the partial sums that have a derivative
-        terms = list(_summands(Summand(graph, out, _FULL, lambda given: given), start, seen))
-        partial_sums = {
-            id(t.graph): equal_values(t.graph, {v for key, v in seen if key == id(t.graph)})
-            for t in terms
-        }
-        if any(_stopped_by(term) & partial_sums[id(term.graph)] for term in terms):
-            continue
-        trained = [term for term in terms if term.strength == _FULL]
-        for term in terms:
-            if _NONE < term.strength < _FULL:
-                stopped = {v for v in (term.value, *term.above) if _loses(term.graph, v)}
-                alike = (t.above for t in trained if t.graph is term.graph)
-                is_part = not partial_sums[id(term.graph)].isdisjoint(term.above)
-                is_shift = any(stopped & above for above in alike)
-                yield term, "part" if is_part else "shift" if is_shift else ""
+        terms = list(_summands(graph, out, strengths))
+        sums = equal_values(graph, set(_sums(graph, out, strengths)))
+        trained = [above(v) for v in terms if strengths[v] == _FULL]
+        for value in terms:
+            if strengths[value] < _FULL:
+                stopped = {v for v in (value, *above(value)) if loses(v)}
+                is_shift = any(stopped & others for others in trained)
+                is_part = not sums.isdisjoint(above(value))
+                yield value, "part" if is_part else "shift" if is_shift else ""
 
 
-def _loses(graph: PlainGraph, value: int) -> bool:
+def trains_others(graph: PlainGraph, values: Iterable[int], others: Iterable[int]) -> bool:
+    """Whether each summand to which data flows from `values` is differentiable in `others`."""
+    own, other = (forward(graph, dict.fromkeys(of, _FULL)) for of in (values, others))
+    both = {v: max(own.get(v, _NONE), other.get(v, _NONE)) for v in (*own, *other)}
+    terms = [v for out in graph.outputs for v in _summands(graph, out, both)]
+    return all(other.get(v) == _FULL for v in terms if own.get(v))
+
+
+def _summands(graph: PlainGraph, value: int, strengths: Strengths) -> Iterator[int]:
+    """Walks back through sums and products with constants."""
+    terms = _terms(graph, value, strengths)
+    if terms is None:
+        yield value
+    for v in terms or ():
+        if strengths.get(v):
+            yield from _summands(graph, v, strengths)
+
+
+def _sums(graph: PlainGraph, value: int, strengths: Strengths) -> Iterator[int]:
+    """The partial sums of an output that have a derivative."""
+    if strengths.get(value) == _FULL:
+        yield value
+    for v in _terms(graph, value, strengths) or ():
+        yield from _sums(graph, v, strengths) if strengths.get(v) else ()
+
+
+def _terms(graph: PlainGraph, value: int, strengths: Strengths) -> Sequence[int] | None:
+    """The scalars of which a value is a sum with constant weights; None if it is no sum."""
     node = _makers(graph).get(value)
-    return node is not None and node.loss is not None
-
-
-def _stopped_by(term: Summand) -> set[int]:
-    """The value that a summand stops; empty if it is not the result of a stop."""
-    node = _makers(term.graph).get(term.value)
-    is_stop = term.strength < _FULL and node is not None and node.loss in STOPS
-    return {node.inputs[0]} if node is not None and is_stop else set()
-
-
-def _summands(term: Summand, start: Strengths, seen: set[tuple[int, int]]) -> Iterator[Summand]:
-    """Walks back through sums and products with constants, also inside of called functions."""
-    graph, value = term.graph, term.value
-    strengths = forward(graph, term.enter(start))
-
-    def parts(values: Iterable[int]) -> Iterator[Summand]:
-        for v in values:
-            if strengths.get(v):
-                yield from _summands(replace(term, value=v, strength=strengths[v]), start, seen)
-
-    if term.strength == _FULL:
-        seen.add((id(graph), value))
-    node = _makers(graph).get(value)
-    if node is None or not (_is_scalar(graph, value) and graph.values[value].is_inexact):
-        yield term
-    elif node.bodies and all(strengths.get(v) != _FULL for v in node.inputs):
-        yield term  # the derivative is lost before the call
-    elif len(node.bodies) == 1 and node.links is None and not node.bodies[0].carries:
-        body = node.bodies[0]
-
-        def enter(given: Strengths) -> Strengths:
-            return entering_body(body, node, forward(graph, term.enter(given)), max)
-
-        end = body.graph.outputs[node.outputs.index(value)]
-        place = dict(zip(body.graph.inputs, body.inputs, strict=True))
-        inner = Summand(body.graph, end, term.strength, enter, term.call or node)
-        for part in _summands(inner, start, seen):
-            outside = part.graph is body.graph and part.value in place
-            yield from parts([node.inputs[place[part.value]]]) if outside else [part]
-    elif (terms := _terms(graph, node, strengths)) is not None:
-        yield from parts(terms)
-    else:
-        yield term
-
-
-def _terms(graph: PlainGraph, node: Node, strengths: Strengths) -> Sequence[int] | None:
-    """The scalars that a node adds, with constant weights; None for another operation."""
-    depending = [v for v in node.inputs if strengths.get(v)]
+    is_real = _is_scalar(graph, value) and graph.values[value].is_inexact
+    depending = [v for v in node.inputs if strengths.get(v)] if node and is_real else []
+    if node is None or not depending:
+        return None
     if node.operation in ("sum", "mean"):
         return _stacked(graph, node.inputs[0])
     if not all(_is_scalar(graph, v) for v in depending):
@@ -281,20 +190,8 @@ def _terms(graph: PlainGraph, node: Node, strengths: Strengths) -> Sequence[int]
         return node.inputs
     numerator = depending == [node.inputs[0]] and node.native not in ("rdiv", "rtruediv")
     is_scaled = node.operation == "multiply" and len(depending) == 1
-    is_scaled |= node.operation in ("divide", "negate", *SHAPING) and numerator
+    is_scaled |= node.operation in ("divide", "negate", *_SHAPING) and numerator
     return depending if is_scaled else None
-
-
-def trains_others(graph: PlainGraph, values: Iterable[int], others: Iterable[int]) -> bool:
-    """Whether each summand to which data flows from `values` is differentiable in `others`."""
-    own, other = (dict.fromkeys(of, _FULL) for of in (values, others))
-    for out in graph.outputs:
-        whole = Summand(graph, out, _FULL, lambda given: given)
-        for term in _summands(whole, {**own, **other}, set()):
-            reached, trained = (forward(term.graph, term.enter(of)) for of in (own, other))
-            if reached.get(term.value) and trained.get(term.value) != _FULL:
-                return False
-    return True
 
 
 def _stacked(graph: PlainGraph, value: int) -> Sequence[int] | None:
@@ -312,19 +209,19 @@ def _is_scalar(graph: PlainGraph, value: int) -> bool:
 
 
 @memoized
-def _makers(graph: PlainGraph) -> dict[int, Node]:
+def _makers(graph: PlainGraph) -> Mapping[int, Node]:
     return {v: node for node in graph.nodes for v in node.outputs}
 
 
 def equal_values(graph: PlainGraph, values: set[int]) -> set[int]:
     """These values and all values equal to them, by value numbering, up to reshapes."""
-    known = _classes(graph)
-    wanted = {known[v] for v in values if v in known}
-    return values.union(v for v, of in known.items() if of in wanted)
+    classes = _classes(graph)
+    wanted = {classes[v] for v in values if v in classes}
+    return values.union(v for v, of in classes.items() if of in wanted)
 
 
 @memoized
-def _classes(graph: PlainGraph) -> dict[int, int]:
+def _classes(graph: PlainGraph) -> Mapping[int, int]:
     """The class of equal values of each value."""
     classes: dict[int, int] = {}
     numbers: dict[Any, int] = {}
@@ -332,30 +229,16 @@ def _classes(graph: PlainGraph) -> dict[int, int]:
         if graph.values[v].name:  # literals are named by their contents
             classes[v] = numbers.setdefault(graph.values[v], -1 - len(numbers))
     for node in graph.nodes:
-        if node.operation in SHAPING and len(node.inputs) == len(node.outputs) == 1:
+        if node.operation in _SHAPING and len(node.inputs) == len(node.outputs) == 1:
             classes[node.outputs[0]] = classes.get(node.inputs[0], node.inputs[0])
             continue
         read = tuple([classes.get(v, v) for v in node.inputs])
         about = [(key, repr(x)) for key, x in node.attributes.items() if key != "keepdims"]
         for k, v in enumerate(node.outputs):
             shape = tuple([n for n in graph.values[v].shape if n != 1])
-            inside = tuple([_form(body.graph) for body in node.bodies])
-            key = node.operation, node.native, read, tuple(sorted(about)), k, shape, inside
+            key = node.operation, node.native, read, tuple(sorted(about)), k, shape
             classes[v] = numbers.setdefault(key, -1 - len(numbers))
     return classes
-
-
-@memoized
-def _form(graph: PlainGraph) -> Any:
-    """What a program computes, up to lines and names."""
-    return tuple(
-        (n.operation, n.native, n.inputs, n.outputs, repr(n.attributes), *map(_form_of, n.bodies))
-        for n in graph.nodes
-    ), (graph.inputs, graph.outputs)
-
-
-def _form_of(body: Body) -> Any:
-    return _form(body.graph)
 
 
 # --- an edit -----------------------------------------------------------------------------
@@ -386,8 +269,7 @@ def useless_edits(
             continue
         ends = [given] if reaches < _FULL else graph.outputs
         for leaf in leaves:
-            if not behind(graph, (given,)).get(leaf):
-                continue
-            along = losses_between(graph, {leaf if reaches < _FULL else out: _FULL}, ends)
-            result += [(leaf, replace(loss, whole=False)) for loss in along]
+            if behind(graph, (given,)).get(leaf):
+                along = losses_between(graph, leaf if reaches < _FULL else out, ends)
+                result += [(leaf, replace(loss, whole=False)) for loss in along]
     return result

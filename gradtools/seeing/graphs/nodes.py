@@ -126,7 +126,6 @@ class Node(_Pickled):
         mark: "custom rule", "edited gradient", "chunked", "frozen", "checkpoint", or empty.
         bodies: The programs inside.
         saved: The values that it saves for its own backward, where autograd tells.
-        overwrites: The values all of whose entries it overwrites in place.
     """
 
     operation: str
@@ -142,7 +141,6 @@ class Node(_Pickled):
     mark: str = ""
     bodies: tuple[Body, ...] = ()
     saved: tuple[int, ...] = ()
-    overwrites: tuple[int, ...] = ()
 
 
 def even_links(

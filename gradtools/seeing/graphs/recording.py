@@ -11,7 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradtools.code_origin import Source
-from gradtools.seeing.graphs.nodes import Node, PlainGraph
+from gradtools.seeing.diagnostics.gradients_at_values import PassesAtValues
+from gradtools.seeing.graphs.nodes import PlainGraph
 
 Run = Callable[[Sequence[Any]], Sequence[Any]]
 Wanted = Callable[[Any], bool]  # whether a captured array is differentiated like a leaf
@@ -46,24 +47,6 @@ class CapturedParameter:
 
 
 @dataclass(frozen=True)
-class Vanished:
-    """An operation at which the cotangent of a connected leaf became zero or NaN.
-
-    Attributes:
-        node: The operation; its ``operation`` is the neutral name.
-        kind: "cancelled" if nonzero cotangents of several paths, which meet here, add up to zero;
-            "empty" if the operand has no entries, since an index selected nothing; "nan" if the
-            cotangent became NaN or infinite, "nan_value" if the operation's result is that; else
-            empty.
-        operands: The positions of the operands whose cotangent is zero, if known.
-    """
-
-    node: Node
-    kind: str = ""
-    operands: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True)
 class Recording:
     """One run of a function of flat leaves.
 
@@ -71,24 +54,19 @@ class Recording:
         graph: Its graph. ``graph.inputs`` are the leaves, ``graph.outputs`` the results, with one
             value for each, also for NumPy arrays and Python numbers.
         refusal: The framework's error that ended the run, if any; the graph then has no outputs.
-        host_outputs: The indices of outputs that are NumPy arrays or Python numbers.
-        stand_ins: For each leaf the name of a captured array that f reads instead: the same
-            array, reached by closure, global or attribute. Empty if there is none.
         parameters: The captured arrays with requires_grad.
         reads: For tensors that existed before the run, by id, the numbers of the values that carry
             their gradient: their own, and those of tensors computed from them before.
-        vanished: For each leaf where its gradient becomes zero or NaN; None if it is sound or does
-            not reach. Empty if no gradient was computed.
-        vanished_captured: The same of captured arrays, by id, without those that are sound.
+        passes: The run with its backward pass at these values; in JAX leaves have their positions
+            for keys, in PyTorch the ids of the tensors.
+        aliases: In PyTorch, the ids of the copies of the leaves that f was given.
         spent: Whether no backward pass is possible, because the graph was freed before.
     """
 
     graph: PlainGraph
     refusal: RefusedCall | None = None
-    host_outputs: tuple[int, ...] = ()
-    stand_ins: tuple[str, ...] = ()
     parameters: tuple[CapturedParameter, ...] = ()
     reads: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    vanished: tuple[Sequence[Vanished] | None, ...] = ()
-    vanished_captured: Mapping[int, Sequence[Vanished]] = field(default_factory=dict)
+    passes: PassesAtValues = field(default_factory=PassesAtValues)
+    aliases: tuple[int, ...] = ()
     spent: bool = False

@@ -25,30 +25,29 @@ from gradtools.jax._upstream import Tracer, called_by_jax, set_current_trace, ta
 Answers = list[Any]
 
 
-def jaxpr_with_answers(fun: Callable[..., Any], leaves: Sequence[Any], shapes_too: bool) -> Any:
+def jaxpr_with_answers(fun: Callable[..., Any], leaves: Sequence[Any]) -> Any:
     """`jax.make_jaxpr(fun)(*leaves)`, with values where Python needs them.
 
     Args:
         fun: Takes and returns flat lists of arrays.
-        leaves: The arrays that determine the branches.
-        shapes_too: Whether shapes and boolean indices may depend on values, too.
+        leaves: The arrays that determine the branches and shapes.
     """
     answers: Answers = []
     while True:
-        closed, complete = _attempt(fun, leaves, answers, shapes_too)
+        closed, complete = _attempt(fun, leaves, answers)
         if complete:
             return closed
         answers += map(np.asarray, jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *leaves))
 
 
-def _attempt(fun: Any, leaves: Any, answers: Answers, shapes_too: bool) -> tuple[Any, bool]:
+def _attempt(fun: Any, leaves: Any, answers: Answers) -> tuple[Any, bool]:
     """The jaxpr of the whole program, or of the next value that Python needs."""
     complete = True
 
     def answering(*inner: Any) -> Any:
         nonlocal complete
         with take_current_trace() as parent:
-            trace = _AnsweringTrace(parent, answers, shapes_too)
+            trace = _AnsweringTrace(parent, answers)
             try:
                 with set_current_trace(trace):
                     outs = fun(*[_AnsweringTracer(trace, x) for x in inner])
@@ -70,11 +69,11 @@ class _ValueNeeded(BaseException):
 class _AnsweringTrace(jax.core.Trace):  # type: ignore[misc]
     """Forwards every primitive to the trace behind it and wraps the results."""
 
-    def __init__(self, parent: Any, answers: Answers, shapes_too: bool) -> None:
+    def __init__(self, parent: Any, answers: Answers) -> None:
         super().__init__()
-        self.parent, self.shapes_too = parent, shapes_too
+        self.parent = parent
         self.requires_low = parent.requires_low
-        self._answers, self._asked, self._shut = answers, 0, False
+        self._answers, self._asked, self.is_shut = answers, 0, False
 
     def unwrapped(self, x: Any) -> Any:
         return x.inner if isinstance(x, _AnsweringTracer) and x.front is self else x
@@ -99,18 +98,14 @@ class _AnsweringTrace(jax.core.Trace):  # type: ignore[misc]
         self._asked += 1
         return self._answers[self._asked - 1]
 
-    @property
-    def answers_shapes(self) -> bool:
-        return self.shapes_too and not self._shut
-
     @contextmanager
     def shut(self) -> Iterator[None]:
         """A context without known values, in which conversions raise as in any trace."""
-        before, self._shut = self._shut, True
+        before, self.is_shut = self.is_shut, True
         try:
             yield
         finally:
-            self._shut = before
+            self.is_shut = before
 
 
 def _forwarding(name: str) -> Callable[..., Any]:
@@ -147,12 +142,11 @@ class _AnsweringTracer(Tracer):
         return bool(self.front.answer(self))
 
     def to_concrete_value(self) -> Any:
-        return self.front.answer(self) if self.front.answers_shapes else None
+        return None if self.front.is_shut else self.front.answer(self)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         """Allowed for JAX itself, which counts the entries of a boolean index; NumPy raises."""
-        inside = called_by_jax(1)
-        if inside and self.front.answers_shapes:
+        if called_by_jax(1) and not self.front.is_shut:
             return self.front.answer(self)
         return super().__array__(*args, **kwargs)
 
@@ -163,7 +157,7 @@ class _AnsweringTracer(Tracer):
         JAX reads this attribute of every array, as some are symbolic dimensions. It raises for
         integers that may be used as a shape here, so that JAX asks for their value.
         """
-        if self.front.answers_shapes and not jaxprs.is_inexact(self):
+        if not self.front.is_shut and not jaxprs.is_inexact(self):
             raise AttributeError("dimension_as_value")
         return lambda: self.inner
 

@@ -11,9 +11,9 @@ traced once and have no such line: their equations get the line of each call.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import compress, zip_longest
+from itertools import zip_longest
 from types import MappingProxyType
 from typing import Any
 
@@ -39,7 +39,6 @@ def graph_of(
     closed_jaxpr: Jaxpr,
     names: Sequence[str] = (),
     captured: Mapping[int, str] = MappingProxyType({}),
-    in_places: bool = False,
 ) -> PlainGraph:
     """The graph of a jaxpr.
 
@@ -47,8 +46,6 @@ def graph_of(
         closed_jaxpr: The result of ``jax.make_jaxpr(f)(*args)``.
         names: The names of its inputs, such as "argument 0['w']".
         captured: Names of closed-over constants, by ``id`` of the array.
-        in_places: Whether operands are in the framework-neutral order of `operands.py`, rather
-            than that of the equations.
 
     Returns:
         The graph. Its ``captured`` are the constants: closed-over arrays by name, literals by
@@ -61,7 +58,7 @@ def graph_of(
     """
     consts = [captured.get(id(c)) or _text(c) for c in getattr(closed_jaxpr, "consts", ())]
     jaxpr = jaxprs.open_jaxpr(closed_jaxpr)
-    return _JaxprReader(in_places).graph(jaxpr, _Place(), names, consts)[0]
+    return _JaxprReader().graph(jaxpr, _Place(), names, consts)
 
 
 @dataclass(frozen=True)
@@ -79,15 +76,11 @@ class _Place:
     phase: int = 0
 
 
-_Read = tuple[PlainGraph, list[bool]]  # and which outputs derive from a zero derivative
-
-
 class _JaxprReader:
     """Converts jaxprs; memoizes those that are called several times from one place."""
 
-    def __init__(self, in_places: bool) -> None:
-        self._in_places = in_places
-        self._known: dict[Any, tuple[Jaxpr, _Read]] = {}  # jaxprs are held: ids stay unique
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[Jaxpr, PlainGraph]] = {}  # jaxprs are held: ids stay unique
         self._flow = reachability.Flow(raw=False)
 
     def graph(
@@ -96,22 +89,20 @@ class _JaxprReader:
         place: _Place,
         names: Sequence[str] = (),
         consts: Sequence[str] = (),
-        flat: Sequence[bool] = (),
-    ) -> _Read:
-        values = _JaxprValues(compress(jaxpr.invars, flat))
+    ) -> PlainGraph:
+        values = _JaxprValues()
         captured = [values.new(v, n) for v, n in zip_longest(jaxpr.constvars, consts, fillvalue="")]
         inputs = [values.new(v, n) for v, n in zip_longest(jaxpr.invars, names, fillvalue="")]
         nodes = tuple([self.node(eqn, values, place) for eqn in jaxpr.eqns])
         outputs = tuple([values.read(atom) for atom in jaxpr.outvars])
         known, held = MappingProxyType(values.by_number), (*captured, *values.literals)
-        graph = PlainGraph(nodes, known, tuple(inputs), outputs, held)
-        return graph, [values.is_flat(atom) for atom in jaxpr.outvars]
+        return PlainGraph(nodes, known, tuple(inputs), outputs, held)
 
     def node(self, eqn: Eqn, values: _JaxprValues, place: _Place) -> Node:
         here, inner = _inside(eqn, place), jaxprs.bodies(eqn)
         inputs = tuple(values.read(atom) for atom in eqn.invars)
         outputs = tuple(values.new(var) for var in jaxprs.targets(eqn))
-        links = self.links(eqn, inner, values)
+        links = self.links(eqn, inner)
         rule = eqn.params["rule"] if _is_ours(eqn) else None
         user_functions = rule.user_functions if rule is not None else ()
         source = source_lines.source(eqn, place.site)
@@ -126,38 +117,27 @@ class _JaxprReader:
             phase=here.phase,
             links=links,
             loss=_loss(eqn, links),
-            bodies=tuple(self.body_of(eqn, body, values, here) for body in inner),
-            overwrites=inputs[:1] if jaxprs.overwrites(eqn) else (),
+            bodies=tuple(self.body_of(eqn, body, here) for body in inner),
         )
-        return _in_places(eqn, node, values) if self._in_places else node
+        return _in_places(eqn, node, values)
 
-    def body_of(self, eqn: Eqn, body: Any, values: _JaxprValues, here: _Place) -> Body:
+    def body_of(self, eqn: Eqn, body: Any, here: _Place) -> Body:
         site, own = here.site, source_lines.is_own(body.jaxpr)
         if own is not None:
             site = source_lines.source(eqn, site) if own else None
-        entering = [values.is_flat(eqn.invars[i]) for i in body.inputs]
         place = replace(here, site=site)
-        key = id(body.jaxpr), place, tuple(entering)
+        key = id(body.jaxpr), place
         if key not in self._known:
-            self._known[key] = body.jaxpr, self.graph(body.jaxpr, place, flat=entering)
-        graph, leaving = self._known[key][1]
-        if not body.gate:
-            values.flat.update(compress(eqn.outvars, leaving))
+            self._known[key] = body.jaxpr, self.graph(body.jaxpr, place)
         skippable = jaxprs.may_not_run(eqn)
-        return Body(graph, tuple(body.inputs), body.carries, body.gate, skippable)
+        return Body(self._known[key][1], tuple(body.inputs), body.carries, body.gate, skippable)
 
-    def links(self, eqn: Eqn, inner: Sequence[Any], values: _JaxprValues) -> Links | None:
+    def links(self, eqn: Eqn, inner: Sequence[Any]) -> Links | None:
         """An equation's links, by `reachability.py`; None if its bodies determine them."""
         name = eqn.primitive.name
         declared = jaxprs.is_ruled(eqn) or hasattr(eqn.primitive, "gradtools_connects")
         if inner and not declared:
             return None
-        if reachability.is_activation_rule(eqn):
-            values.flat.update(eqn.outvars)
-            return tuple((_ZERO,) * len(eqn.invars) for _ in eqn.outvars)
-        flat = {i for i, atom in enumerate(eqn.invars) if values.is_flat(atom)}
-        if flat and not all(map(jaxprs.is_inexact, eqn.outvars)):
-            values.flat.update(eqn.outvars)
         strength = _ZERO if name in _FLAT and _FLAT[name](eqn) else _FULL
         bits = [1 << i for i in range(len(eqn.invars))]
         smooth, data = (flow.step(eqn, bits) for flow in (self._flow, self._flow.uncut))
@@ -168,24 +148,18 @@ class _JaxprReader:
         def link(k: int, i: int, target: Any) -> Dependence:
             if not data[k] >> i & 1:
                 return _NONE if used[i] else nothing
-            if smooth[k] >> i & 1 and i in flat:
-                return _ZERO
             both = smooth[k] >> i & 1 and inexact[i] and jaxprs.is_inexact(target)
             return strength if both else _CUT
 
         targets = jaxprs.targets(eqn)
-        rows = [[link(k, i, y) for i in range(len(bits))] for k, y in enumerate(targets)]
-        if jaxprs.overwrites(eqn):
-            rows[0][0] = _NONE
-        return tuple(map(tuple, rows))
+        return tuple(tuple(link(k, i, y) for i in range(len(bits))) for k, y in enumerate(targets))
 
 
 class _JaxprValues:
     """The values of one jaxpr, by number."""
 
-    def __init__(self, flat: Iterable[Any] = ()) -> None:
+    def __init__(self) -> None:
         self.by_number: dict[int, Value] = {}
-        self.flat = set(flat)  # variables that derive from a zero derivative
         self.literals: list[int] = []
         self._numbers: dict[Any, int] = {}
 
@@ -205,9 +179,6 @@ class _JaxprValues:
         self.by_number[number] = value
         self.literals.append(number)
         return number
-
-    def is_flat(self, atom: Any) -> bool:
-        return not isinstance(atom, Literal) and atom in self.flat
 
 
 def _value(aval: Any, name: str) -> Value:

@@ -1,9 +1,5 @@
 """A JAX program with its backward passes, as a graph.
 
-The program is traced once. Its jaxpr is evaluated equation by equation inside of `jax.vjp`, each in
-a named scope with its number. JAX attaches the scope to all equations that it derives from this
-one, forward and backward, so each node gets the line, the modules and the mark of its origin.
-
 An equation that depends on a cotangent is backward, one that depends on the cotangent of a gradient
 is backward of the backward. All others run forward, also those that only a later pass reads: where
 PyTorch saves x for the backward pass of sin, JAX computes cos x in the forward pass and saves that.
@@ -11,10 +7,8 @@ PyTorch saves x for the backward pass of sin, JAX computes cos x in the forward 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache
-from itertools import islice
 from types import MappingProxyType
 from typing import Any
 
@@ -22,11 +16,8 @@ import jax
 import jax.numpy as jnp
 
 from gradtools.errors import GradtoolsError
-from gradtools.jax import jaxprs
-from gradtools.jax._upstream import Literal, scopes_of
-from gradtools.jax.trees import conj, is_inexact
-from gradtools.rules import replaced_at
-from gradtools.seeing.graphs.derivative_flow import dependence_matrix
+from gradtools.jax.trees import is_inexact
+from gradtools.seeing.graphs.derivative_flow import behind
 from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, needed, node_in_phase
 from gradtools.seeing.graphs.passes import (
     BACKWARD,
@@ -41,9 +32,8 @@ from gradtools.seeing.graphs.passes import (
 )
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.jax import recorded_run
+from gradtools.seeing.jax.differentiating import differentiated, step_of
 from gradtools.seeing.jax.graphs import graph_of
-
-_STEP = "gradtools_step_"
 
 
 def graph_of_outputs(outputs: Any) -> PlainGraph:
@@ -67,69 +57,36 @@ def gradient_graph(program: LeafProgram, order: int) -> PlainGraph:
             f"{str(error).strip().splitlines()[0]}. Ask why_zero, which says what to write instead."
         ) from error
     captured = recorded_run.captured_arrays(program.run)
-    forward = graph_of(traced.closed, program.names, captured=captured, in_places=True)
+    forward = graph_of(traced.closed, program.names, captured=captured)
     nodes = (
         replace(node_in_phase(n, FORWARD), mark=n.mark or INNER) if n.phase else n
         for n in forward.nodes
     )
     forward = replace(forward, nodes=tuple(nodes))
-    connected, avals = dependence_matrix(forward), traced.closed.out_avals
+    avals = traced.closed.out_avals
     outs = [k for k, a in enumerate(avals) if is_inexact(a) and k not in traced.host_outputs]
-    reached = lambda i: any(connected[k][i] > Dependence.CUT for k in outs)
-    wrt = [i for i in program.wrt if reached(i)]
+    matters = behind(forward, tuple(forward.outputs[k] for k in outs))
+    strength = [matters.get(value, Dependence.NONE) for value in forward.inputs]
+    wrt = [i for i in program.wrt if strength[i] > Dependence.CUT]
     if not (order and wrt):
         return with_named_outputs(forward, program.out_names)
-    run, inputs, out_names = _differentiated(program, traced.closed, wrt, outs, order)
+    run = differentiated(traced.closed, len(program.leaves), wrt, outs, order)
+    inputs, out_names = _ends(program, avals, wrt, outs, order)
     examples, names, phases = zip(*inputs, strict=True)
     closed = jax.make_jaxpr(run)(*examples)
-    graph = graph_of(closed, names, captured=captured, in_places=True)
+    graph = graph_of(closed, names, captured=captured)
     return _in_passes(graph, closed, forward, phases, out_names)
 
 
-def _differentiated(
-    program: LeafProgram, closed: Any, wrt: Sequence[int], outs: Sequence[int], order: int
-) -> tuple[Callable[..., list[Any]], list[tuple[Any, str, int]], list[str]]:
-    """The program of all passes as a function of arrays.
-
-    wrt, outs: The differentiated leaves that a derivative reaches, the outputs with a cotangent.
-
-    Returns:
-        The function; for each input an example to trace at, its name and the pass in which it
-        enters; the names of the outputs.
-    """
-
-    def step(i: int, eqn: Any, xs: list[Any]) -> list[Any]:
-        with jax.named_scope(f"{_STEP}{i}"):
-            return _with_its_line(eqn, xs)
-
-    def backward(leaves: Any, active: Any, cts: Any) -> tuple[list[Any], list[Any]]:
-        """The gradients, and the outputs."""
-
-        def fun(*moving: Any) -> Any:
-            full = replaced_at(leaves, wrt, moving)
-            results = jaxprs.interpreted(closed.jaxpr, [*closed.consts, *full], step)
-            return [results[k] for k in outs], results
-
-        _, pull, results = jax.vjp(fun, *active, has_aux=True)
-        return [conj(g) for g in pull([conj(ct) for ct in cts])], results
-
-    def run(*flat: Any) -> list[Any]:
-        given = iter(flat)
-        leaves, cts = [*islice(given, len(program.leaves))], [*islice(given, len(outs))]
-        active = [leaves[k] for k in wrt]
-        if order == BACKWARD:
-            grads, results = backward(leaves, active, cts)
-            return [*results, *grads]
-        pulled = lambda active, cts: backward(leaves, active, cts)
-        grads, pull, results = jax.vjp(pulled, active, cts, has_aux=True)
-        seconds, of_cts = pull([conj(v) for v in given])
-        return [*results, *grads, *map(conj, seconds), *map(conj, of_cts)]
-
+def _ends(
+    program: LeafProgram, avals: Sequence[Any], wrt: Sequence[int], outs: Sequence[int], order: int
+) -> tuple[list[tuple[Any, str, int]], list[str]]:
+    """For each input an example, its name and the pass in which it enters; the outputs' names."""
     names, cts = [program.names[k] for k in wrt], []
     inputs = [(x, name, FORWARD) for x, name in zip(program.leaves, program.names, strict=True)]
     for k in outs:
-        aval, name = closed.out_avals[k], cotangent_of(program.out_names[k])
-        inputs.append((jnp.zeros(aval.shape, aval.dtype), name, BACKWARD))
+        name = cotangent_of(program.out_names[k])
+        inputs.append((jnp.zeros(avals[k].shape, avals[k].dtype), name, BACKWARD))
         cts.append(name)
     out_names = [*program.out_names, *map(gradient_of, names)]
     if order == SECOND:
@@ -137,21 +94,7 @@ def _differentiated(
         active = [program.leaves[k] for k in wrt]
         inputs += [(x, name, SECOND) for x, name in zip(active, of_gradients, strict=True)]
         out_names += map(second_gradient_of, [*names, *cts])
-    return run, inputs, out_names
-
-
-def _with_its_line(eqn: Any, xs: Sequence[Any]) -> list[Any]:
-    """The results of an equation at other operands; `eval_jaxpr` passes on its line."""
-    pairs = zip(eqn.invars, xs, strict=True)
-    given = {atom: x for atom, x in pairs if not isinstance(atom, Literal)}
-    one = _empty().replace(eqns=[eqn], invars=list(given), outvars=list(eqn.outvars))
-    return jax.core.eval_jaxpr(one, [], *given.values())
-
-
-@cache
-def _empty() -> Any:
-    empty = jaxprs.open_jaxpr(jax.make_jaxpr(lambda: ())())
-    return empty.replace(debug_info=empty.debug_info.with_unknown_names())
+    return inputs, out_names
 
 
 # --- the graph of all passes -------------------------------------------------------------
@@ -173,8 +116,7 @@ def _in_passes(
     same: dict[int, int] = {}
     nodes: list[Node] = []
     for node, phase, eqn in zip(whole.nodes, phases, closed.jaxpr.eqns, strict=True):
-        derived = (name for name, _ in scopes_of(eqn) if name.startswith(_STEP))
-        step = next((int(name.removeprefix(_STEP)) for name in derived), None)
+        step = step_of(eqn)
         node = _attributed(node, phase, None if step is None else forward.nodes[step])
         node = replace(node, inputs=tuple(same.get(v, v) for v in node.inputs))
         if node.operation == "stop" and (node.phase or node.mark in _RULES):  # not the user's

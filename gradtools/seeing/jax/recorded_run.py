@@ -10,10 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
-from operator import is_
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import jax
 import jax.numpy as jnp
@@ -23,16 +20,18 @@ from gradtools.errors import GradtoolsError
 from gradtools.jax.known_errors import refused_number
 from gradtools.jax.module_arguments import module_kinds
 from gradtools.jax.recomputing import stateful
+from gradtools.jax.trees import is_inexact
 from gradtools.seeing.graphs.derivative_flow import behind
 from gradtools.seeing.graphs.gradient_losses import losses
-from gradtools.seeing.graphs.nodes import Dependence, PlainGraph
+from gradtools.seeing.graphs.nodes import Dependence
 from gradtools.seeing.graphs.reachable import named_objects
 from gradtools.seeing.graphs.recording import Recording, RefusedCall, Run, Wanted
 from gradtools.seeing.jax.concrete_tracing import jaxpr_with_answers
 from gradtools.seeing.jax.graphs import graph_of
-from gradtools.seeing.jax.lost_gradients import vanished
+from gradtools.seeing.jax.passes_at_values import passes_at
 from gradtools.seeing.jax.source_lines import source_of_error
 
+_FULL = Dependence.DIFFERENTIABLE
 LEAVING = (
     jax.errors.TracerArrayConversionError,
     jax.errors.TracerIntegerConversionError,
@@ -50,7 +49,6 @@ def record(
 
     wanted: Unused; captured arrays of JAX are constants.
     """
-    result = captured_arrays(run)
     try:
         traced = trace(run, leaves)
     except LEAVING as error:
@@ -58,27 +56,24 @@ def record(
         if kind is None:
             raise
         return Recording(graph_of(jax.make_jaxpr(lambda *xs: [])(*leaves), names), kind)
-    traced.graph = graph_of(traced.closed, names, captured=result)
-    read = set(map(id, traced.closed.consts))
-    stand_ins = [result.get(id(leaf), "") if id(leaf) in read else "" for leaf in leaves]
-    matters = behind(traced.graph, tuple(traced.graph.outputs))
-    connected = any(matters.get(v) == Dependence.DIFFERENTIABLE for v in traced.graph.inputs)
-    places: tuple[Any, ...] = ()
-    if connected:
-        try:
-            places = vanished(traced.closed, traced.graph, leaves)
-        except GradtoolsError:
-            raise
-        except Exception as error:
-            raise GradtoolsError(
-                f"why_zero: the gradient of f raised {type(error).__name__}: {error}"
-            ) from error
-    return Recording(
-        traced.graph,
-        host_outputs=traced.host_outputs,
-        stand_ins=tuple(stand_ins),
-        vanished=places,
-    )
+    graph = graph_of(traced.closed, names, captured=captured_arrays(run))
+    matters = behind(graph, tuple(graph.outputs))
+    avals = traced.closed.out_avals
+    outs = [k for k, a in enumerate(avals) if is_inexact(a) and k not in traced.host_outputs]
+    reached = [i for i, v in enumerate(graph.inputs) if matters.get(v) == _FULL]
+    wrt = [i for i in reached if is_inexact(leaves[i])]
+    if not wrt:
+        return Recording(graph)
+    try:
+        return Recording(graph, passes=passes_at(traced.closed, graph, leaves, wrt, outs))
+    except GradtoolsError:
+        raise
+    except Exception as error:
+        if any(node.loss == "left_framework" for _, node in graph.walk()):
+            return Recording(graph)  # a callback, which JAX does not differentiate: a finding
+        raise GradtoolsError(
+            f"why_zero: the gradient of f raised {type(error).__name__}: {error}"
+        ) from error
 
 
 def rerun(run: Run, leaves: Sequence[Any]) -> Sequence[Any]:
@@ -114,7 +109,7 @@ def where_lost(closed: Any, outs: int, index: int) -> list[str]:
 # --- the trace ---------------------------------------------------------------------------
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True)
 class Traced:
     """A traced program.
 
@@ -126,28 +121,9 @@ class Traced:
     closed: Any
     host_outputs: tuple[int, ...]
 
-    @cached_property
-    def graph(self) -> PlainGraph:
-        """Its graph; `record` sets it with names."""
-        return graph_of(self.closed)
-
-
-_traces: WeakKeyDictionary[Any, tuple[list[Any], Traced]] = WeakKeyDictionary()
-
 
 def trace(run: Run, leaves: Sequence[Any]) -> Traced:
-    """The jaxpr of a run; memoized for the same program at the same leaves."""
-    owner = getattr(run, "__self__", None)
-    if owner is None:
-        return _trace(run, leaves)
-    known, traced = _traces.get(owner, ([], None))
-    if traced is None or len(known) != len(leaves) or not all(map(is_, known, leaves)):
-        traced = _trace(run, leaves)
-        _traces[owner] = list(leaves), traced
-    return traced
-
-
-def _trace(run: Run, leaves: Sequence[Any]) -> Traced:
+    """The jaxpr of a run."""
     host: list[int] = []
 
     def fun(*xs: Any) -> list[Any]:
@@ -155,21 +131,14 @@ def _trace(run: Run, leaves: Sequence[Any]) -> Traced:
         host[:] = [k for k, y in enumerate(outs) if not isinstance(y, jax.Array)]
         return [_constant(y) if k in host else y for k, y in enumerate(outs)]
 
-    for with_branches in (False, True):
-        try:
-            if with_branches:
-                return Traced(jaxpr_with_answers(fun, leaves, shapes_too=False), tuple(host))
-            return Traced(jax.make_jaxpr(fun)(*leaves), tuple(host))
-        except jax.errors.TracerBoolConversionError:
-            if with_branches:
-                raise
-        except jax.errors.NonConcreteBooleanIndexError:
-            break
-        except jax.errors.ConcretizationTypeError as error:
-            if _what_left(error) is not None:
-                raise
-            break
-    return Traced(jaxpr_with_answers(fun, leaves, shapes_too=True), tuple(host))
+    try:
+        return Traced(jax.make_jaxpr(fun)(*leaves), tuple(host))
+    except jax.errors.NonConcreteBooleanIndexError:
+        pass
+    except jax.errors.ConcretizationTypeError as error:
+        if _what_left(error) is not None:
+            raise
+    return Traced(jaxpr_with_answers(fun, leaves), tuple(host))
 
 
 def _constant(y: Any) -> Any:

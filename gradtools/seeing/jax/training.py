@@ -90,15 +90,15 @@ def _is_floating(x: Any) -> bool:
 
 
 def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]) -> Optimised:
-    """The arrays that an optimizer changes.
+    """The arrays that a step with gradients of one changes.
 
-    It may be an optax transformation, its state, the pair of both, or an `nnx.Optimizer`.
+    The optimizer is an optax transformation or an `nnx.Optimizer`.
     """
     nnx, part = sys.modules.get("flax.nnx"), part_of(model)
     if nnx is not None and _is_an_optimizer(optimizer):
         part = _pure(nnx, nnx.state(model, optimizer.wrt))
-        return _probed(optimizer.tx, _pure(nnx, optimizer.opt_state), part, held)
-    if _is_transform(optimizer):
+        optimizer, state = optimizer.tx, _pure(nnx, optimizer.opt_state)
+    elif hasattr(optimizer, "init") and hasattr(optimizer, "update"):
         try:
             state = optimizer.init(part)
         except Exception as error:
@@ -107,35 +107,15 @@ def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]
                 f"{caller}: the optimizer's init(params) of this model's parameters raised {came}. "
                 "Give the model, or the part of it, that the optimizer is made for."
             ) from error
-        return _probed(optimizer, state, part, held)
-    if type(optimizer) is tuple and len(optimizer) == 2 and _is_transform(optimizer[0]):
-        return _probed(*optimizer, part, held)
-    return _of_state(optimizer, held)
-
-
-def _is_transform(x: Any) -> bool:
-    return hasattr(x, "init") and hasattr(x, "update")
-
-
-def _is_an_optimizer(x: Any) -> bool:
-    nnx = sys.modules.get("flax.nnx")
-    return nnx is not None and isinstance(x, nnx.Optimizer)
-
-
-def _probed(tx: Any, state: Any, part: Any, held: Sequence[HeldArray]) -> Optimised:
-    """The arrays that a step with gradients of one changes."""
-    expected = {name: x.shape for name, x in _named(tx.init(part))}
-    known = {name: jnp.shape(x) for name, x in _named(state)}
-    strangers = [_stranger(name) for name, shape in known.items() if expected.get(name) != shape]
-    if strangers:  # the state is that of another model
-        return Optimised(lambda one: None, strangers)
-    if known != expected:  # the state is that of a part of the model
-        return _of_state(state, held)
-
+    else:
+        raise GradtoolsError(
+            f"{caller}: optimizer is {with_article(type(optimizer).__name__)}; expected a "
+            "transformation of optax or an nnx.Optimizer."
+        )
     leaves = jax.tree.leaves(part)
     treedef: Any = jax.tree.structure(part)
     ones = jax.tree.unflatten(treedef, [jnp.ones_like(x) for x in leaves])
-    updates = treedef.flatten_up_to(tx.update(ones, state, part)[0])
+    updates = treedef.flatten_up_to(optimizer.update(ones, state, part)[0])
     moved, raw = set[int](), set[int]()  # by id; raw: the update is the gradient itself
     for x, update in zip(leaves, updates, strict=True):
         if hasattr(update, "dtype") and bool(jnp.any(update != 0)):
@@ -143,14 +123,13 @@ def _probed(tx: Any, state: Any, part: Any, held: Sequence[HeldArray]) -> Optimi
             raw |= {id(x)} if bool(jnp.all(update == 1)) else set()
     if not moved:  # a schedule that starts at zero
         return Optimised(lambda one: None)
-    as_is = raw if len(raw) < len(leaves) else set()
-    handed_on = "a mask hands its gradient on as it is, so a step ascends"
-    why = lambda one: handed_on if id(one.array) in as_is else ""
-    return Optimised(lambda one: id(one.array) in moved - as_is, why=why)
+    as_is = raw if len(raw) < len(leaves) else set()  # a mask hands these gradients on
+    return Optimised(lambda one: id(one.array) in moved - as_is)
 
 
-def _stranger(name: str) -> tuple[str, str]:
-    return f"optimizer{name}" if name.startswith("[") else f"optimizer.{name}", ""
+def _is_an_optimizer(x: Any) -> bool:
+    nnx = sys.modules.get("flax.nnx")
+    return nnx is not None and isinstance(x, nnx.Optimizer)
 
 
 def _pure(nnx: Any, state: Any) -> Any:
@@ -158,35 +137,12 @@ def _pure(nnx: Any, state: Any) -> Any:
     return (nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure)(state)
 
 
-def _of_state(state: Any, held: Sequence[HeldArray]) -> Optimised:
-    """By the names of what the state keeps for each array, where it keeps anything."""
-    nnx = sys.modules.get("flax.nnx")
-    leaves = _named(_pure(nnx, state) if nnx else state)
-    arrays = [(name, jnp.shape(x)) for name, x in leaves if jnp.shape(x)]
-    kept = [
-        one.name
-        for one in held
-        if any(_ends_in(name, one.name) and shape == one.array.shape for name, shape in arrays)
-    ]
-    strangers = [
-        _stranger(name) for name, _ in arrays if not any(_ends_in(name, own) for own in kept)
-    ]
-    if not arrays:
-        return Optimised(lambda one: None)
-    return Optimised(lambda one: one.name in kept, strangers)
-
-
-def _ends_in(name: str, end: str) -> bool:
-    return name == end or name.endswith(f"]{end}" if end.startswith("[") else f".{end}")
-
-
 # --- names -------------------------------------------------------------------------------
 
 
-def _named(tree: Any, before: Sequence[Any] = ()) -> list[tuple[str, Any]]:
-    """The leaves of a tree with their names, below the path `before`."""
-    leaves = jax.tree.leaves_with_path(tree)
-    return [(_name((*before, *path)), x) for path, x in leaves]
+def _named(tree: Any) -> list[tuple[str, Any]]:
+    """The leaves of a tree with their names."""
+    return [(_name(path), x) for path, x in jax.tree.leaves_with_path(tree)]
 
 
 def _name(path: Sequence[Any]) -> str:

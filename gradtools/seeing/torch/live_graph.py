@@ -7,7 +7,7 @@ which no derivative flows are known only if they are saved.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import suppress
 from types import MappingProxyType
 from typing import Any
@@ -64,10 +64,10 @@ class _AutogradReader:
         for k, x in enumerate(upstream.described(fn)):
             self.numbers[id(fn), k] = self.new(Value(*like(x)))
         outputs = tuple(n for key, n in self.numbers.items() if key[0] == id(fn))
-        kept, attributes = self.saved(fn)
-        operands = self.operands(fn, kept)
-        saved = [v for _, v in kept]
-        unknown = [v for v in saved if v in self.captured and v not in operands]
+        saved, attributes = self.saved(fn)
+        held = [v for v in saved if v in self.captured]
+        operands = self.operands(fn, held)
+        unknown = [v for v in held if v not in operands]
         flows = tuple(_FULL if given is not None else _CUT for given, _ in fn.next_functions)
         flows = flows[: len(operands)] + (_CUT,) * len(unknown)
         rule = isinstance(fn, torch.autograd.function.BackwardCFunction)
@@ -85,28 +85,23 @@ class _AutogradReader:
             saved=tuple(dict.fromkeys(saved)),
         )
 
-    def operands(self, fn: GradFn, kept: Sequence[tuple[str, int]]) -> list[int]:
-        """The operands of a node in order; one that is not saved is a placeholder."""
-        packet = getattr(torch.ops.aten, operations.name_of_node(fn), None)
-        names: list[str] = []  # of the aten operation's tensor arguments
-        for overload in packet.overloads() if packet is not None else ():
-            arguments = upstream.schema_of(getattr(packet, overload)).arguments
-            kinds = "Tensor", "Optional[Tensor]"
-            tensors = [a.name for a in arguments if str(a.type) in kinds and not a.alias_info]
-            names = max(names, tensors, key=len)  # the one with most tensors: scalars are wrapped
-        if len(names) != len(fn.next_functions):
-            names = []
-        known, result = dict(kept), []
-        for place, (given, k) in enumerate(fn.next_functions):
+    def operands(self, fn: GradFn, held: list[int]) -> list[int]:
+        """The operands of a node in order.
+
+        Those without a derivative are the constants that it holds, if it holds as many; else
+        placeholders.
+        """
+        result, constants = [], iter(held)
+        is_known = sum(given is None for given, _ in fn.next_functions) == len(held)
+        for given, k in fn.next_functions:
             variable = getattr(given, "variable", None)
-            held = known.get(names[place]) if names else None
             if variable is not None:
                 result.append(self.tensor(variable))
             elif given is not None:
                 result.append(self.numbers[id(given), k])
-            elif held is not None:
-                result.append(held)
-            else:  # autograd does not hold it: it gets no derivative
+            elif is_known:
+                result.append(next(constants))
+            else:  # autograd does not hold it
                 self.captured.append(self.new(Value((), "unknown", "?")))
                 result.append(self.captured[-1])
         return result
@@ -129,9 +124,9 @@ class _AutogradReader:
         self.values[number] = value
         return number
 
-    def saved(self, fn: GradFn) -> tuple[list[tuple[str, int]], dict[str, Any]]:
-        """The tensors that a node saves, with their names, and its static attributes."""
-        tensors, attributes = list[tuple[str, int]](), dict[str, Any]()
+    def saved(self, fn: GradFn) -> tuple[list[int], dict[str, Any]]:
+        """The tensors that a node saves, and its static attributes."""
+        tensors, attributes = list[int](), dict[str, Any]()
         for key in dir(fn):
             if not key.startswith(_SAVED):
                 continue
@@ -143,13 +138,13 @@ class _AutogradReader:
             several = result if isinstance(result, tuple | list) else (result,)
             is_layout = "_sym_" in key or (name in ("alpha", "beta") and result == 1)
             if any(isinstance(x, Tensor) for x in several):
-                tensors += [(name, self.tensor(x)) for x in several if isinstance(x, Tensor)]
+                tensors += [self.tensor(x) for x in several if isinstance(x, Tensor)]
             elif name != "tensors" and _is_plain(result) and not is_layout:
                 attributes["base" if fn.name() == "PowBackward2" else name] = _signed(result)
         if isinstance(fn, torch.autograd.function.BackwardCFunction):
             with suppress(RuntimeError):
                 own = [x for x in fn.saved_tensors if isinstance(x, Tensor)]
-                tensors += [("", self.tensor(x)) for x in own]
+                tensors += map(self.tensor, own)
         return tensors, attributes
 
 

@@ -12,19 +12,19 @@ taken again of what was written, and its base is updated in the place of the vie
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from gradtools.errors import RuntimeRefusal, is_of, warn
+from gradtools.errors import RuntimeRefusal, is_of
 from gradtools.seeing.graphs.nodes import (
     Dependence,
     PlainGraph,
     needed,
-    shared_length,
 )
 from gradtools.seeing.graphs.passes import (
     FORWARD,
@@ -46,7 +46,6 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import leaves_of
 from gradtools.torch.function_modes import PlainKernels
 from gradtools.torch.functorch_wrappers import is_inexact, tensors_in
-from gradtools.torch.known_errors import NO_DERIVATIVE, kernel_without
 from gradtools.torch.operation_marks import mark as mark_of_running
 from gradtools.torch.operation_marks import marked
 
@@ -59,8 +58,8 @@ def gradient_graph(program: LeafProgram, order: int) -> PlainGraph:
 
     order: 0 forward alone, 1 with backward, 2 with backward of the backward.
     """
-
-    def hooked_or_not() -> PlainGraph:
+    # the fused kernels of attention have no second derivative
+    with PlainKernels() if order == SECOND else nullcontext():
         try:
             return _recorded(program, order, hooked=True)
         except RuntimeError as error:
@@ -68,19 +67,6 @@ def gradient_graph(program: LeafProgram, order: int) -> PlainGraph:
                 raise
         # torch.func's transforms refuse saved-tensor hooks; any other error is raised again.
         return _recorded(program, order, hooked=False)
-
-    try:
-        return hooked_or_not()
-    except (RuntimeError, NotImplementedError) as error:
-        kernel = kernel_without(NO_DERIVATIVE, error)
-        if kernel is None or order < SECOND:
-            raise
-    warn(
-        f"gradient_graph: {kernel} has no derivative; the passes are those of PyTorch's own "
-        "alternative to that kernel."
-    )
-    with PlainKernels():
-        return hooked_or_not()
 
 
 def _recorded(program: LeafProgram, order: int, hooked: bool) -> PlainGraph:
@@ -150,9 +136,8 @@ class _PassRecorder(RunRecorder):
 
     def __init__(self, undo: Undo, hooked: bool) -> None:
         super().__init__(undo)
-        self.levels = "rules", *(["saved"] if hooked else []), "operations"
+        self.levels = "rules", "branches", *(["saved"] if hooked else []), "operations"
         self._packed: list[tuple[int, int, int]] = []  # sequence, number, phase
-        self._makers: dict[int, tuple[Any, tuple[str, ...]]] = {}  # autograd's node, the modules
 
     # --- what runs
 
@@ -161,18 +146,6 @@ class _PassRecorder(RunRecorder):
         self.phase = phase
         with marked(""):
             return self.run(fun)
-
-    def origin_of_sum(
-        self, name: str, numbers: Sequence[int], made: Sequence[int], running: Any, origin: Origin
-    ) -> Origin:
-        """The origin; a sum of cotangents by autograd belongs to the modules around both."""
-        if self.phase and running is not None and name == "add" and len(numbers) == 2:
-            # Autograd sums what comes over two paths as the last that it does for the second.
-            nodes, scopes = zip(*[self._makers.get(n, (None, ())) for n in numbers], strict=True)
-            if None not in nodes and nodes.count(running) == 1 and not self.rules:
-                origin = replace(origin, scope=scopes[0][: shared_length(scopes)])
-        self._makers.update((number, (running, origin.scope)) for number in made)
-        return origin
 
     def origin(self) -> Origin:
         """The running line, modules and mark; in later passes those of the forward operation."""

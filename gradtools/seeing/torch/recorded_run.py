@@ -1,4 +1,4 @@
-"""`record` in PyTorch: one run of a function as a graph, and where it loses a gradient.
+"""`record` in PyTorch: one run of a function as a graph, and its backward pass at the values.
 
 The user's function runs once under the recorders of `recording/`, and its effects are undone.
 
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import sys
 from collections.abc import Sequence
 from functools import partial
 from itertools import takewhile
@@ -20,18 +21,18 @@ import numpy as np
 import torch
 
 from gradtools.errors import is_of
+from gradtools.seeing.diagnostics.gradients_at_values import PassesAtValues, Step
 from gradtools.seeing.graphs.derivative_flow import backward, forward
 from gradtools.seeing.graphs.nodes import Dependence, PlainGraph, grouped
-from gradtools.seeing.graphs.recording import CapturedParameter, Recording, Run, Vanished, Wanted
-from gradtools.seeing.torch.lost_gradients import vanished
+from gradtools.seeing.graphs.recording import CapturedParameter, Recording, Run, Wanted
 from gradtools.seeing.torch.recording.connections import ConnectionRecorder
 from gradtools.seeing.torch.recording.observation import observed, watchable
 from gradtools.seeing.torch.undo import rerun
+from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import leaves_of
 
 Tensor = torch.Tensor
-_NONE, _FULL = Dependence.NONE, Dependence.DIFFERENTIABLE
-_NUMBERS = (np.ndarray, np.generic, bool, int, float, complex)
+_FULL = Dependence.DIFFERENTIABLE
 _MOST = 8  # lines that are tried, with up to three runs each
 __all__ = ["is_model", "record", "repeatable", "rerun", "watchable"]
 
@@ -46,57 +47,72 @@ def record(
 
     wanted: The captured tensors that are differentiated besides the leaves.
     """
-    places: dict[int, list[Vanished]] = {}
+    is_new = upstream.DYNAMO not in sys.modules
+    try:
+        return _recorded(run, leaves, names, wanted)
+    except Exception:
+        if not is_new or upstream.DYNAMO not in sys.modules:
+            raise
+    # torch.cond imported dynamo in this run; now that it is there, it is told to run code eagerly.
+    return _recorded(run, leaves, names, wanted)
+
+
+def _recorded(run: Run, leaves: Sequence[Any], names: Sequence[str], wanted: Wanted) -> Recording:
+    passes = PassesAtValues()
     spent = False
     with observed(run, leaves, names) as seen:
         if seen.refusal is not None:
             return Recording(seen.graph(), seen.refusal[1])
         before = _copies(seen.outs)
         try:
-            own = {id(x) for x in seen.aliases}
-            examined: Wanted = lambda x: id(x) in own or wanted(x)
-            places = vanished(seen, examined)
+            passes = _differentiated(seen, wanted)
         except RuntimeError as error:  # the graph was freed, or holds a reentrant checkpoint
             if not is_of("torch", error):
                 raise
             spent = True
     _follow(run, leaves, seen, before)
 
-    stand_ins = []
     reads: dict[int, list[int]] = {}
-    for leaf in leaves:
-        captured = seen.captured_tensors.values() if isinstance(leaf, Tensor) else ()
-        same = [x for x in captured if _is_same_memory(x, leaf)]
-        stand_ins.append(seen.names.get(id(same[0]), "a captured tensor") if same else "")
     for number, x in seen.captured_tensors.items():
         reads.setdefault(id(x), []).append(number)
         for leaf in leaves_of([x]) if x.grad_fn is not None else ():
             reads.setdefault(id(leaf), []).append(number)
-
     own = {id(x) for x in leaves}
     parameters = [
         CapturedParameter(seen.names[key], reads.get(key, ()), x)
         for key, x in seen.reachable.items()
         if x.requires_grad and x.is_leaf and key not in own
     ]
-    return Recording(
-        seen.graph(),
-        host_outputs=tuple([k for k, y in enumerate(seen.outs) if isinstance(y, _NUMBERS)]),
-        stand_ins=tuple(stand_ins),
-        parameters=tuple(parameters),
-        reads=reads,
-        vanished=tuple([places.get(id(x)) for x in seen.aliases]),
-        vanished_captured=places,
-        spent=spent,
+    aliases = tuple(map(id, seen.aliases))
+    return Recording(seen.graph(), None, tuple(parameters), reads, passes, aliases, spent)
+
+
+def _differentiated(seen: ConnectionRecorder, wanted: Wanted) -> PassesAtValues:
+    """Records the backward pass of a finished run, for random cotangents; 1 for a real number."""
+    outs = [y for y in seen.outs if isinstance(y, Tensor) and y.requires_grad]
+    own = {id(x) for x in seen.aliases}
+    leaves = [x for x in leaves_of(outs) if id(x) in own or wanted(x)]
+    if not leaves:
+        return PassesAtValues()
+    generator = torch.Generator().manual_seed(0)
+    draw = partial(torch.randn, generator=generator, device="cpu")
+    cts = [draw(y.shape, dtype=y.dtype).to(y.device) for y in outs]
+    if len(outs) == 1 and outs[0].numel() == 1 and not outs[0].is_complex():
+        cts = [torch.ones_like(outs[0])]
+    with seen.silent():
+        outputs, inputs = [*map(seen.of, outs)], [*map(seen.of, leaves)]
+    seeds, seen.phase = [seen.introduced(ct, "") for ct in cts], 1
+    grads = seen.run(
+        partial(torch.autograd.grad, retain_graph=True, allow_unused=True), outs, leaves, cts
     )
-
-
-def _is_same_memory(a: Tensor, b: Tensor) -> bool:
-    if a is b:
-        return True
-    if a.layout is not torch.strided or b.layout is not torch.strided or a.numel() == 0:
-        return False
-    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.device == b.device
+    with seen.silent():
+        pairs = zip(leaves, inputs, grads, strict=True)
+        gradients = {id(x): (n, seen.of(g)) for x, n, g in pairs if g is not None}
+    steps = []
+    for made in seen.made:
+        node = made.node if made.of is None else seen.linked(seen.made[made.of])
+        steps.append(Step(node, made.node.inputs, made.node.outputs))
+    return PassesAtValues(steps, seen.sizes, outputs, seeds, gradients)
 
 
 def repeatable(caller: str, f: Any) -> Any:
@@ -128,19 +144,14 @@ class Moved(NamedTuple):
 
 def _follow(run: Run, leaves: Sequence[Any], seen: ConnectionRecorder, before: list[Any]) -> None:
     """Adds links from data that left to where it returned; before: Copies of the outputs."""
-    outputs = seen.outputs
     lost = _untraced(seen, seen.graph())
     if not lost:
         return
     moved_by = partial(_perturbed, run, leaves, seen, before)
     control = moved_by(frozenset())
     is_deterministic = control is not None and not any(control)
+    anywhere = Moved(range(len(seen.outputs)))  # so that no argument counts as unused
     lines = grouped(lost, lambda k: seen.leavings[k].source or k)
-    if is_deterministic and len(lines) > 1:
-        together = moved_by(frozenset(lost))
-        if together is not None and not any(together):
-            return
-    anywhere = Moved(range(len(outputs)))  # so that no argument counts as unused
     for which in [*lines.values()][:_MOST] if is_deterministic else [lost]:
         moved = moved_by(frozenset(which)) if is_deterministic else anywhere
         if moved is None and all(seen.leavings[k].operation == "branch" for k in which):
@@ -151,7 +162,7 @@ def _follow(run: Run, leaves: Sequence[Any], seen: ConnectionRecorder, before: l
         for leaving in (seen.leavings[k] for k in which):
             for node in moved.nodes:
                 seen.enters(leaving, node)
-            returned = *moved.captured, *(outputs[k] for k in ends)
+            returned = *moved.captured, *(seen.outputs[k] for k in ends)
             seen.outside += [(leaving.outputs[0], number) for number in returned]
 
 
@@ -217,20 +228,18 @@ def _moved(own: ConnectionRecorder, other: ConnectionRecorder, before: Sequence[
     return Moved(outputs, nodes, [n for n, x, y in unknown if alike and not _same(x, y)])
 
 
-def _other(x: Any, size: float, rng: np.random.Generator | None = None) -> Any:
+def _other(x: Any, size: float) -> Any:
     """A perturbed number, array or list of the same type."""
-    rng = rng or np.random.default_rng(0)
     if isinstance(x, list):
-        return [_other(item, size, rng) for item in x]
-    if isinstance(x, bool | np.bool_):
-        return not x
-    if isinstance(x, np.ndarray) and x.dtype.kind == "b":
-        return ~x
+        return [_other(item, size) for item in x]
     array = np.asarray(x)
-    if array.dtype.kind not in "fc":
-        return x + 1
-    step = size * (1 + np.abs(array)) * (1 + rng.random(array.shape)) * rng.choice([-1.0, 1.0])
-    other = (array + step).astype(array.dtype)
+    if array.dtype.kind == "b":
+        other = ~array
+    elif array.dtype.kind in "fc":
+        factors = 1 + np.random.default_rng(0).random(array.shape)
+        other = (array + size * (1 + np.abs(array)) * factors).astype(array.dtype)
+    else:
+        other = array + 1
     return other if isinstance(x, np.ndarray) else type(x)(other.item())
 
 

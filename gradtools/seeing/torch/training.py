@@ -10,7 +10,13 @@ from torch import nn
 
 from gradtools.arguments.wording import with_article
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.diagnostics.training import FROZEN, PARAMETER, HeldArray, Optimised
+from gradtools.seeing.diagnostics.training import (
+    FROZEN,
+    PARAMETER,
+    UNREGISTERED,
+    HeldArray,
+    Optimised,
+)
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import leaves_of
 from gradtools.torch.functorch_wrappers import is_inexact
@@ -56,7 +62,7 @@ def _of(model: Any, name: str) -> Iterator[HeldArray]:
         listed = {id(part) for part in (*model.modules(), *model.parameters())}
         for own, b in model.named_buffers():
             if isinstance(b, nn.Parameter) or (b.requires_grad and not _is_computed(b, listed)):
-                yield HeldArray(before + own, b, "buffer")
+                yield HeldArray(before + own, b, UNREGISTERED)
         for path, part in model.named_modules():
             for own, value in dict(vars(part)).items():
                 if own not in upstream.SLOTS:
@@ -76,12 +82,12 @@ def _hidden(value: Any, name: str, listed: set[int], depth: int) -> Iterator[Hel
     """Tensors in an attribute that `parameters()` does not list."""
     if isinstance(value, Tensor):
         if value.requires_grad and not _is_computed(value, listed):
-            yield HeldArray(name, value, "unregistered" if depth == _DEPTH else "plain_list")
+            yield HeldArray(name, value, UNREGISTERED)
     elif isinstance(value, nn.Module):
         if id(value) not in listed and depth < _DEPTH:
             listed.add(id(value))
             for own, p in value.named_parameters(name):
-                yield HeldArray(own, p, "plain_list")
+                yield HeldArray(own, p, UNREGISTERED)
     elif depth and type(value) in (list, tuple, dict):
         pairs = value.items() if isinstance(value, dict) else enumerate(value)
         for key, part in pairs:
@@ -105,9 +111,6 @@ def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]
         groups += one.param_groups
     stepped = [(i, k, p) for i, group in enumerate(groups) for k, p in enumerate(group["params"])]
     ids, own = {id(p) for _, _, p in stepped}, {id(one.array) for one in held}
-    strange = [(i, k, p) for i, k, p in stepped if id(p) not in own]
-    shapes = {one.array.shape for one in held}
-    detail = "of the shapes that the model's own have" if strange else ""
-    detail = detail if all(p.shape in shapes for _, _, p in strange) else ""
-    names = [f"optimizer.param_groups[{i}]['params'][{k}]" for i, k, _ in strange]
-    return Optimised(lambda one: id(one.array) in ids, [(name, detail) for name in names])
+    strange = [(i, k) for i, k, p in stepped if id(p) not in own]
+    names = [f"optimizer.param_groups[{i}]['params'][{k}]" for i, k in strange]
+    return Optimised(lambda one: id(one.array) in ids, names)

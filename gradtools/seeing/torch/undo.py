@@ -7,7 +7,6 @@ and other objects are left as f changed them.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -83,8 +82,9 @@ class Undo:
                 self._slots += [(own, dict(own)) for own in (vars(x), *upstream.slots_of(x))]
             elif isinstance(x, torch.Generator):
                 generators.append(x)
-            elif (stream := _stream(x)) is not None:
-                self._streams.append(stream)
+            elif isinstance(x, np.random.Generator):
+                bits = x.bit_generator
+                self._streams.append(partial(setattr, bits, "state", bits.state))
         kinds = {*kinds, *(x.device.type for x in self.reachable.values())}
         self._streams.append(Randomness.everywhere(kinds, generators).restore)
 
@@ -162,13 +162,8 @@ def _contents_of(x: Tensor) -> Tensor:
 def _refill(contents: Tensor, copy: Tensor) -> None:
     """Writes the copy's numbers back."""
     with torch.inference_mode(contents.is_inference()), torch.no_grad():
-        if not _has_storage(contents):
-            contents.copy_(copy)
-            return
-        size = copy.numel() * copy.element_size()
-        if owner_of(contents).nbytes() < size:
-            owner_of(contents).resize_(size)
-        if contents.device.type != "cpu" or not torch.equal(contents, copy):  # without a wait
+        is_known = contents.device.type == "cpu" and _has_storage(contents)  # without a wait
+        if not (is_known and torch.equal(contents, copy)):
             contents.copy_(copy)
 
 
@@ -203,18 +198,6 @@ def whose_code(x: Any) -> int:
     """The origin of a function's code, or of what a method or a partial calls."""
     x = getattr(x, "__func__", getattr(x, "func", x))
     return whose(x.__code__) if hasattr(x, "__code__") else USER
-
-
-def _stream(x: Any) -> Callable[[], Any] | None:
-    """A function that restores a random generator of NumPy or Python; None for another object."""
-    if isinstance(x, random.Random) and not isinstance(x, random.SystemRandom):
-        return partial(x.setstate, x.getstate())
-    if isinstance(x, np.random.RandomState):
-        return partial(x.set_state, x.get_state(legacy=False))
-    if isinstance(x, np.random.Generator):
-        bits = x.bit_generator
-        return partial(setattr, bits, "state", bits.state)
-    return None
 
 
 # --- memory ------------------------------------------------------------------------------

@@ -7,17 +7,15 @@ or Python is a node without results in PyTorch; `recorded_run.py` finds where it
 
 from __future__ import annotations
 
-import math
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
 import torch.utils.checkpoint
-from torch.autograd.function import BackwardCFunction
 
 from gradtools.code_origin import innermost, lines_of
 from gradtools.seeing.graphs.nodes import Dependence, Links, Node, PlainGraph, Value
@@ -56,15 +54,6 @@ REFUSALS = {
 }
 
 
-class TensorOperand(NamedTuple):
-    """A tensor among the arguments of a Function, with its state before the call."""
-
-    tensor: Tensor
-    number: int
-    tracked: bool
-    version: int | None
-
-
 class ConnectionRecorder(RunRecorder):
     """Records the connections of a run.
 
@@ -78,8 +67,7 @@ class ConnectionRecorder(RunRecorder):
         leavings: The nodes by which data left for NumPy or Python so far.
         entries: For nodes after a leaving, fingerprints of the numbers and arrays among their
             arguments, to compare two runs.
-        bad: The numbers of the tensors that have a NaN or infinite entry.
-        given_infinity: The positions of nodes with such a Python number among their arguments.
+        sizes: The greatest modulus of each tensor's entries, by number, as in `PassesAtValues`.
         refusal: PyTorch's own error, and its description.
         aliases: The copies of the leaves that f was given.
         inputs: Their numbers.
@@ -88,7 +76,7 @@ class ConnectionRecorder(RunRecorder):
     """
 
     caller = "why_zero"
-    levels = ("rules", "parameters", "functions", "operations")
+    levels = ("rules", "branches", "parameters", "functions", "operations")
 
     def __init__(self, undo: Undo, replace: Replace | None = None) -> None:
         super().__init__(undo)
@@ -96,8 +84,7 @@ class ConnectionRecorder(RunRecorder):
         self.reachable = undo.reachable
         self.leavings: list[Node] = []
         self.entries: dict[int, list[Any]] = {}
-        self.bad: set[int] = set()
-        self.given_infinity: set[int] = set()
+        self.sizes: dict[int, float | None] = {}
         self.refusal: tuple[BaseException, RefusedCall] | None = None
         self.aliases: list[Any] = []
         self.inputs: list[int] = []
@@ -106,16 +93,13 @@ class ConnectionRecorder(RunRecorder):
         self._replace = replace
         self._function = ""  # the function of PyTorch that the user called
         self._scalars: list[int] = []  # the Python numbers that it took of tensors
-        self._looked_at: set[int] = set()  # the values that were searched for NaN and infinity
+        self._is_plain = True  # whether no transform of torch.func runs, whose arrays are partial
         self._edges: dict[int, Edge] = {}  # a tensor's place in autograd's graph, by its id
-        self._at: dict[Edge, int] = {}  # the value at a place in autograd's graph
 
     # --- what runs
 
     def called(self, fun: Any, args: Any, kwargs: Any) -> Any:
         """Runs a function of PyTorch, whose operations get its name."""
-        if _reads_only(fun):
-            return fun(*args, **kwargs)
         if fun is upstream.custom_function_call:
             kind, *args = args
             return self.ruled(kind, partial(fun, kind), args, kwargs)
@@ -127,18 +111,15 @@ class ConnectionRecorder(RunRecorder):
         if xs and ((name in _APART and raw != "detach") or in_list):
             return self._apart(raw, xs[1:] if name == "new_tensor" else xs, fun, args, kwargs)
         self._function, self._scalars = name, []
+        self._is_plain = upstream.peek_interpreter_stack() is None
         try:
             out = self._result(name, fun, args, kwargs)
         finally:
             self._function = ""
         with self.silent():
             results = [*map(unwrapped, tensors_in(out))]
-            plain = upstream.peek_interpreter_stack() is None  # a transform's arrays are partial
             for x in [*xs, *results]:  # now autograd's graph shows how they are connected
-                number = self.of(x)
-                if plain and number not in self._looked_at:
-                    self._looked_at.add(number)
-                    self.bad |= set() if math.isfinite(size_of(x)) else {number}
+                self.of(x)
             for value in self._scalars:
                 self.outside += [(value, self.of(y)) for y in results]
         return out
@@ -176,17 +157,14 @@ class ConnectionRecorder(RunRecorder):
         value, number = self.new(out), self.of(call.args[0])
         loss = "left_framework" if call.args[0].requires_grad else None
         name = self._function or "item"
-        self.leavings.append(self.add("leave", name, [number], [value], ((_CUT,),), loss).node)
+        self._leave("leave", name, [number], value, loss)
         self._scalars.append(value)
         return out
 
     def write(self, call: AtenCall, numbers: Any, outs: Any, written: Any) -> Node:
         node, at = super().write(call, numbers, outs, written), len(self.made) - 1
         with self.silent():
-            arguments = upstream.pytree.tree_leaves((call.args, call.kwargs))
-            if any(isinstance(x, float) and not math.isfinite(x) for x in arguments):
-                self.given_infinity.add(at)
-            if self.leavings:
+            if self.leavings and not self.phase:
                 made = [y for y in outs if isinstance(y, Tensor)] if not numbers else []
                 contents = [y.numpy() for y in made if _is_plain(y)]  # no operation of PyTorch
                 self.entries[at] = [*_fingerprints((call.args, call.kwargs, contents))]
@@ -197,57 +175,46 @@ class ConnectionRecorder(RunRecorder):
 
     def ruled(self, kind: Any, apply: Any, args: Any, kwargs: Any) -> Any:
         """Records a call of a torch.autograd.Function as one node."""
-        ours = function_of_ours(kind)
         name, mark = autograd_functions.name_and_mark(kind, args)
         with self.silent():
             xs = [*map(unwrapped, tensors_in((args, kwargs)))]
-            captured = autograd_functions.captured_by(args)
-            operands = [self._operand(x, x.requires_grad) for x in (*xs, *captured)]
+            before = [version_of(x) for x in xs]
+            numbers, tracked = [*map(self.of, xs)], [x.requires_grad for x in xs]
             with autograd_functions.ParametersRead() as read:
                 out = self._result(name, apply, args, kwargs)
-            reason = "rule" if torch.is_grad_enabled() else "no_grad"
-            if not ours:
-                # It also reads captured tensors, for which it returns no derivative, unless it is a
-                # reentrant checkpoint that computes its function again in backward.
-                again = kind is torch.utils.checkpoint.CheckpointFunction
-                flows = again and any(y.requires_grad for y in tensors_in(out))
-                given = {id(x.tensor) for x in operands}
-                more = {id(x): x for x in map(unwrapped, read.tensors) if id(x) not in given}
-                operands += [self._operand(x, not flows) for x in more.values()]
-                reason = "reentrant" if again and more else reason
-            unruled = autograd_functions.unruled(kind, mark, operands, out)
-            changed = [x for x, _, _, version in operands if version != version_of(x)]
-            outs = list({id(y): y for y in (*changed, *map(unwrapped, tensors_in(out)))}.values())
-            numbers = [self.new(y) for y in outs]
-            given_numbers = [x.number for x in operands]
-            reached = {id(x) for x in xs} - {id(x.tensor) for x in operands if x.number in unruled}
+            ys = [*map(unwrapped, tensors_in(out))]
+            changed = [x for x, version in zip(xs, before, strict=True) if version != version_of(x)]
+            outs = list({id(y): y for y in (*changed, *ys)}.values())
+            # It also reads captured tensors, for which it returns no derivative, unless it is a
+            # reentrant checkpoint that computes its function again in backward.
+            again = kind is torch.utils.checkpoint.CheckpointFunction
+            given, own = {id(x) for x in xs}, function_of_ours(kind)
+            more = [] if own else [x for x in map(unwrapped, read.tensors) if id(x) not in given]
+            captured = list({id(x): x for x in more}.values())
+            numbers += map(self.of, captured)
+            tracked += [not (again and any(y.requires_grad for y in ys))] * len(captured)
 
-            def link(x: TensorOperand, y: Tensor) -> Dependence:
-                inexact = is_inexact(x.tensor) and is_inexact(y)
-                flows = not x.tracked or (y.requires_grad and id(x.tensor) in reached)
-                return _FULL if inexact and flows else _CUT
+            def link(k: int, x: Tensor, y: Tensor) -> Dependence:
+                flows = not tracked[k] or (y.requires_grad and k < len(xs))
+                return _FULL if flows and is_inexact(x) and is_inexact(y) else _CUT
 
-            links = tuple(tuple(link(x, y) for x in operands) for y in outs)
-            lost = any(
-                x.tracked and row[k] == _CUT for row in links for k, x in enumerate(operands)
-            )
-            if not any(is_inexact(y) for y in outs):
-                reason = "discrete"
-            at = len(self.made)
-            operation = operations.neutral(name)
-            loss = reason if lost else None
-            self.add(operation, name, given_numbers, numbers, links, loss, mark)
-            for y, number in zip(outs, numbers, strict=True):
+            operands = [*enumerate([*xs, *captured])]
+            links = tuple(tuple(link(k, x, y) for k, x in operands) for y in outs)
+            loss = None
+            if any(of and row[k] == _CUT for row in links for k, of in enumerate(tracked)):
+                is_off = (again and captured) or not torch.is_grad_enabled()
+                loss = "no_grad" if is_off else "rule"
+                loss = loss if any(map(is_inexact, outs)) else "discrete"
+            at, made = len(self.made), [self.new(y) for y in outs]
+            self.add(operations.neutral(name), name, numbers, made, links, loss, mark)
+            for y, number in zip(outs, made, strict=True):
                 if any(y is x for x in changed):
-                    self.table.write(y, number, (self.origin(), False, True))
+                    self.table.write(y, number, (self.origin(), True))
                 self.hold(y, number)
                 self.of(y)
                 if y.grad_fn is not None:
                     self.positions[upstream.sequence_of(y.grad_fn)] = at
             return out
-
-    def _operand(self, x: Tensor, tracked: bool) -> TensorOperand:
-        return TensorOperand(x, self.of(x), tracked, version_of(x))
 
     def wrapped(self, kind: Any, make: Any, args: Any, kwargs: Any) -> Any:
         """Records the construction of a Parameter or a Buffer from a tensor."""
@@ -271,8 +238,8 @@ class ConnectionRecorder(RunRecorder):
 
     @property
     def nodes(self) -> list[Node]:
-        """The nodes so far, with their links."""
-        return [*map(self.linked, self.made)]
+        """The nodes of the forward pass so far, with their links."""
+        return [self.linked(made) for made in self.made if not made.node.phase]
 
     def add(
         self,
@@ -287,7 +254,8 @@ class ConnectionRecorder(RunRecorder):
         """Adds a node whose links are known."""
         here = self.origin()
         at = replace(here, mark=mark or here.mark)
-        node = self.node(operation, native, inputs, outputs, at, links=links, loss=loss)
+        about = {"links": links, "loss": loss, "phase": self.phase}
+        node = self.node(operation, native, inputs, outputs, at, **about)
         self.made.append(RecordedNode(node, native, -1, torch.is_grad_enabled()))
         return self.made[-1]
 
@@ -303,11 +271,17 @@ class ConnectionRecorder(RunRecorder):
             out = self._result(name, fun, args, kwargs)
             value = self.new(xs[0] if isinstance(out, list) else out)
             operation, loss = ("branch", "discrete") if branch else ("leave", "left_framework")
-            links = ((_CUT,) * len(numbers),)
-            self.leavings.append(self.add(operation, name, numbers, [value], links, loss).node)
+            self._leave(operation, name, numbers, value, loss)
             if self._replace is not None and len(self.leavings) - 1 in self._replace[0]:
                 return self._replace[1](out)
             return out
+
+    def _leave(
+        self, operation: str, name: str, numbers: Sequence[int], value: int, loss: str | None
+    ) -> None:
+        """Adds the node of data that leaves."""
+        made = self.add(operation, name, numbers, [value], ((_CUT,) * len(numbers),), loss)
+        self.leavings += [] if self.phase else [made.node]
 
     def enters(self, leaving: Node, at: int) -> None:
         """Connects data that left to the node at which it returned, by its position."""
@@ -326,37 +300,21 @@ class ConnectionRecorder(RunRecorder):
         return number
 
     def hold(self, x: Tensor, value: int) -> None:
-        """Gives a tensor, unwrapped from transforms, this number."""
+        """Gives a tensor, unwrapped from transforms, this number; notes its size."""
         base = unwrapped(x)
         super().hold(base, value)
+        if value not in self.sizes and self._is_plain:
+            with self.silent(), torch.no_grad():
+                self.sizes[value] = size_of(base)
         self._edges.pop(id(base), None)
 
     def of(self, x: Tensor) -> int:
-        """The value of a tensor; a Function that no patch saw is added when its result is read."""
+        """The value of a tensor."""
         with self.silent():
             base = unwrapped(x)
             number = super().of(base)
-            edge = edge_of(base)
-            if isinstance(edge[0], BackwardCFunction) and self._edges.get(id(base), edge) != edge:
-                behind = [self._at_edge(*pair) for pair in edge[0].next_functions]
-                xs = [k for k in behind if k is not None]
-                after = self.new(base)
-                links = ((*[_FULL] * len(xs), _CUT),)
-                name = operations.word_of(edge[0])
-                self.positions[upstream.sequence_of(edge[0])] = len(self.made)
-                self.add("custom_rule", name, [*xs, number], [after], links, "rule", "custom rule")
-                self.hold(base, after)
-                self._tracked[after] = True
-                number = after
-            self._edges[id(base)] = edge
-            if edge[0] is not None:
-                self._at[edge] = number
+            self._edges[id(base)] = edge_of(base)
             return number
-
-    def _at_edge(self, node: Any, k: int) -> int | None:
-        """The value at a place in autograd's graph, if it is known."""
-        variable = getattr(node, "variable", None)
-        return self._at.get((node, k)) if variable is None else self.of(variable)
 
     def links_of_update(
         self, x: Tensor, written: Tensor, given: Sequence[int], grad: bool
@@ -393,23 +351,6 @@ _APART = {
     **dict.fromkeys(("tensor", "new_tensor"), "left_framework"),
     "set_data": "in_place_data",
 }
-_READS = frozenset(
-    {"dim", "size", "numel", "stride", "storage_offset", "is_floating_point", "is_complex"}
-    | {"__len__", "is_contiguous", "element_size", "nelement", "ndimension", "get_device"}
-    | {"data_ptr"}
-    | {"untyped_storage", "storage", "__repr__", "__format__", "__hash__", "register_hook"}
-    | {"_set_grad_enabled", "is_inference", "is_signed", "is_conj", "is_neg", "retain_grad"}
-    | {"is_tensor", "result_type", "can_cast", "register_post_accumulate_grad_hook", "__dir__"}
-)
-_TENSORS_OF = frozenset({"data", "T", "mT", "H", "mH", "real", "imag", "grad"})
-
-
-def _reads_only(fun: Any) -> bool:
-    name = getattr(fun, "__name__", "")
-    if name in ("__get__", "__set__"):
-        of = fun.__self__.__name__
-        return of not in _TENSORS_OF if name == "__get__" else of not in ("data", "requires_grad")
-    return name in _READS
 
 
 def _is_plain(x: Tensor) -> bool:
@@ -418,21 +359,13 @@ def _is_plain(x: Tensor) -> bool:
     return on_cpu and not x.requires_grad and x.dtype is not torch.bfloat16
 
 
-def _fingerprints(x: Any, depth: int = 4) -> Iterator[Any]:
+def _fingerprints(x: Any) -> Iterator[Any]:
     """Fingerprints of the numbers and NumPy arrays among arguments, to compare two runs."""
-    if isinstance(x, slice):
-        x = [x.start, x.stop, x.step]
-    items = list(x.values()) if isinstance(x, dict) else x
-    if depth and isinstance(items, list | tuple):
-        for item in items[:_MOST]:
-            yield from _fingerprints(item, depth - 1)
-    elif isinstance(x, np.ndarray):
-        yield x.shape, x.dtype, zlib.crc32(np.ascontiguousarray(x).tobytes())
-    elif isinstance(x, float | int | complex | np.generic):
-        yield repr(x)
-
-
-_MOST = 1000  # entries of a list that are compared
+    for leaf in upstream.tree_leaves(x):
+        if isinstance(leaf, np.ndarray):
+            yield leaf.shape, leaf.dtype, zlib.crc32(np.ascontiguousarray(leaf).tobytes())
+        elif isinstance(leaf, float | int | complex | np.generic):
+            yield repr(leaf)
 
 
 def edge_of(x: Tensor) -> Edge:

@@ -1,9 +1,10 @@
 """`Recorder`: records a PyTorch run by function and dispatch modes, and numbers tensors' values.
 
-Only `Recorder` enters modes. It intercepts calls at up to five levels; the handler of each level
+Only `Recorder` enters modes. It intercepts calls at up to six levels; the handler of each level
 makes the call::
 
     "rules"        ruled(class, apply, args, kwargs)   torch.autograd.Functions
+    "branches"     branched(operator, apply, args, kw) torch.cond and other operators on programs
     "parameters"   wrapped(class, make, args, kwargs)  constructions of Parameters and Buffers
     "functions"    called(function, args, kwargs)      PyTorch functions (TorchFunctionMode)
     "operations"   operated(call)                      aten operations (TorchDispatchMode)
@@ -35,7 +36,11 @@ from gradtools.errors import GradtoolsError
 from gradtools.seeing.graphs.nodes import Node, Value
 from gradtools.seeing.torch.operands import AtenCall
 from gradtools.seeing.torch.recording.values import TensorTable, Write, like
-from gradtools.seeing.torch.thread_patches import functions_applied, parameters_made
+from gradtools.seeing.torch.thread_patches import (
+    control_flow_called,
+    functions_applied,
+    parameters_made,
+)
 from gradtools.seeing.torch.undo import Undo
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.operation_marks import is_users_function
@@ -284,6 +289,7 @@ def _saved(recorder: Any) -> Any:
 
 _LEVELS: dict[str, Callable[[Any], Any]] = {
     "rules": _rules,
+    "branches": lambda recorder: control_flow_called(_unless_quiet(recorder, recorder.branched)),
     "parameters": lambda recorder: parameters_made(_unless_quiet(recorder, recorder.wrapped)),
     "functions": _Functions,
     "operations": Operations,

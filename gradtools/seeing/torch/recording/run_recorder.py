@@ -48,6 +48,7 @@ class RecordedNode:
         written: The number of its first inputs that it changes in place.
         rounds: Whether it rounds its result to an integer.
         known_loss: The kind of its loss and the function to name, if these are known already.
+        of: In a backward pass, the position of the node that it differentiates.
         hosts: Values that came back from NumPy or Python as its arguments.
     """
 
@@ -59,6 +60,7 @@ class RecordedNode:
     written: int = 0
     rounds: bool = False
     known_loss: tuple[str, str] | None = None
+    of: int | None = None
     hosts: list[int] = field(default_factory=list)
 
 
@@ -85,6 +87,13 @@ class RunRecorder(Recorder[int]):
         self._first: dict[int, int] = {}  # of a tensor that was written to, its first number
 
     # --- what runs
+
+    def branched(self, operator: Any, apply: Any, args: Any, kwargs: Any) -> Any:
+        """Runs the chosen branch of a torch.cond, as a Python `if` does."""
+        if operator is not torch.ops.higher_order.cond:
+            return apply(*args, **kwargs)
+        predicate, yes, no, operands = args
+        return (yes if predicate else no)(*operands)
 
     def operated(self, call: AtenCall) -> Any:
         """Records an aten operation."""
@@ -119,9 +128,10 @@ class RunRecorder(Recorder[int]):
         self, call: AtenCall, numbers: Sequence[int], outs: Sequence[Any], written: Sequence[Tensor]
     ) -> Node:
         """Adds the node of an operation and numbers its results."""
-        name, overwritten = call.name, tuple[int, ...]()
-        if name + "_" in operations.OVERWRITES and written:
-            overwritten, numbers = tuple(numbers[: len(written)]), numbers[len(written) :]
+        name = call.name
+        overwrites = not self.phase and bool(written) and name + "_" in operations.OVERWRITES
+        if overwrites:
+            numbers = numbers[len(written) :]
         if name in operations.NO_DATA:
             numbers = ()
         running, origin = upstream.current_node(), self.origin()
@@ -129,12 +139,12 @@ class RunRecorder(Recorder[int]):
         self.origins.setdefault(sequence, origin)
         self.positions.setdefault(sequence, len(self.made))
         made = [self.new(y) for y in outs]
-        origin = self.origin_of_sum(name, numbers, made, running, origin)
         operation, attributes = call.said(outs)
         if origin.rule and origin.mark == CUSTOM:
             attributes = MappingProxyType({**attributes, "rule": origin.rule})
-        about = {"attributes": attributes, "phase": self.phase, "overwrites": overwritten}
+        about = {"attributes": attributes, "phase": self.phase}
         node = self.node(operation, self.native(call), numbers, made, origin, **about)
+        of = self.positions.get(upstream.sequence_of(running)) if self.phase and running else None
         grad = torch.is_grad_enabled()
         known = None if grad else operations.library_call(lines_above(1, Recorder.run))
         self.made.append(
@@ -144,15 +154,16 @@ class RunRecorder(Recorder[int]):
                 sequence,
                 grad,
                 inner=not self.phase and running is not None,
-                written=0 if overwritten else len(written),
+                written=0 if overwrites else len(written),
                 rounds=bool(call.kwargs.get("rounding_mode")),
                 known_loss=known,
+                of=of,
             )
         )
         for y, number in zip(outs, made, strict=True):
             if isinstance(y, Tensor):
                 if any(y is x for x in written):
-                    self.table.write(y, number, (origin, bool(overwritten), grad))
+                    self.table.write(y, number, (origin, grad))
                 elif call.func.is_view and len(outs) == 1:
                     self._views[number] = node
                 self.hold(y, number)
@@ -161,12 +172,6 @@ class RunRecorder(Recorder[int]):
     def native(self, call: AtenCall) -> str:
         """The framework's name of an operation."""
         return f"aten.{call.raw}"
-
-    def origin_of_sum(
-        self, name: str, numbers: Sequence[int], made: Sequence[int], running: Any, origin: Origin
-    ) -> Origin:
-        """The origin of an operation, if it may be a sum of cotangents by autograd."""
-        return origin
 
     # --- numbers of tensors
 
@@ -205,12 +210,11 @@ class RunRecorder(Recorder[int]):
             return self._first.get(number, number)
 
         for write in writes:
-            origin, overwrites, grad = write.by
+            origin, grad = write.by
             number = self.new(x)
             view, part = (self._views.get(first(n)) for n in (before, write.value))
             operation, given = "update", [before, write.value]
             attributes: Mapping[str, Any] = MappingProxyType({})
-            overwritten: tuple[int, ...] = ()
             if view is not None and first(view.inputs[0]) == first(write.value):
                 operation, given, attributes = view.operation, [write.value], view.attributes
             elif part is not None and first(part.inputs[0]) == first(before):
@@ -219,11 +223,8 @@ class RunRecorder(Recorder[int]):
                     operation, given, attributes = "reshape", [write.value], shape
                 elif part.operation == "slice":
                     attributes = part.attributes
-            if overwrites and write.tensor.numel() == x.numel():  # nothing of it is left
-                overwritten = (before,)
             links, loss = self.links_of_update(x, write.tensor, given, grad)
-            about = {"attributes": attributes, "phase": self.phase, "overwrites": overwritten}
-            about |= {"links": links, "loss": loss}
+            about = {"attributes": attributes, "phase": self.phase, "links": links, "loss": loss}
             node = self.node(operation, "update", given, [number], origin, **about)
             self.made.append(RecordedNode(node, "update", -1, grad))
             self._first[number] = first(before)

@@ -116,12 +116,15 @@ def like(x: Tensor) -> Like:
         return tuple(x.shape), str(x.dtype).removeprefix("torch.")
 
 
-def size_of(x: Any) -> float:
-    """The greatest modulus of a tensor's entries, which is NaN if one is NaN; 0 without entries."""
-    if not isinstance(x, Tensor) or not is_inexact(x) or x.is_meta or not x.numel():
-        return 0.0
+def size_of(x: Tensor) -> float | None:
+    """The greatest modulus of a tensor's entries, NaN if one is NaN; None if there is none."""
+    if not is_inexact(x) or x.is_meta or not x.numel():
+        return None
     if x.layout is not torch.strided:
+        x = x.detach()
         x = x.coalesce().values() if x.is_sparse else x.values()
+    elif upstream.is_zero(x):
+        return 0.0
     return float(x.detach().abs().max()) if x.numel() else 0.0
 
 
@@ -154,24 +157,14 @@ def offsets(x: Tensor) -> np.ndarray:
     return result
 
 
-_EXACT = 1 << 16  # entries up to which overlap is decided entry by entry
-
-
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors on one storage share an element."""
+    """Whether two tensors on one storage may share an element: whether their spans overlap."""
     if a.layout is not torch.strided or b.layout is not torch.strided:
         return True
     if a.numel() == 0 or b.numel() == 0 or a.itemsize != b.itemsize:
         return a.numel() > 0 and b.numel() > 0
     (a_low, a_high), (b_low, b_high) = _span(a), _span(b)
-    if a_high < b_low or b_high < a_low:
-        return False
-    # The spans overlap: a dense tensor shares an element, unless its span lies inside the other's.
-    dense = a_high - a_low < a.numel() and not (b_low < a_low and a_high < b_high)
-    dense = dense or (b_high - b_low < b.numel() and not (a_low < b_low and b_high < a_high))
-    if dense or max(a_high, b_high) > _EXACT:
-        return True
-    return bool(np.isin(offsets(a), offsets(b)).any())
+    return a_low <= b_high and b_low <= a_high
 
 
 def _span(x: Tensor) -> tuple[int, int]:

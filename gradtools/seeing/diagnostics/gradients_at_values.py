@@ -1,0 +1,178 @@
+"""Gradients at the given values: where one becomes zero, NaN or infinite.
+
+Each framework records one forward and one backward pass as a list of steps, with the size of every
+value (`PassesAtValues`). The analysis is common to both:
+
+- A zero gradient is followed back towards the cotangents of the outputs. It is lost at the steps
+  that receive a nonzero cotangent, or none at all, and return zeros. Where nonzero cotangents add
+  up to zero, it is lost at the operation from which both come.
+- A NaN is followed back from the outputs, else from the gradient, to the steps whose result is NaN
+  or infinite and whose operands are finite.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+from gradtools.seeing.graphs.nodes import Node
+from gradtools.seeing.graphs.passes import CUSTOM
+
+
+@dataclass(frozen=True)
+class Step:
+    """An operation of one of the passes.
+
+    Attributes:
+        node: The operation, or the one of the forward pass that it differentiates; None if it is
+            not reported, as what stacks the rounds of a loop.
+        inputs: The values that it reads, by number.
+        outputs: The values that it makes.
+    """
+
+    node: Node | None
+    inputs: Sequence[int]
+    outputs: Sequence[int]
+
+
+@dataclass(frozen=True)
+class Place:
+    """A step at which a gradient becomes zero or NaN: its node, the kind, its zero operands."""
+
+    node: Node
+    kind: str
+    zeros: tuple[int, ...] = ()
+
+
+_UNKNOWN = Node("input", (), ())
+
+
+@dataclass(frozen=True, eq=False)
+class PassesAtValues:
+    """A forward and a backward pass at given values.
+
+    Attributes:
+        steps: The operations, in the order in which they ran.
+        sizes: The greatest modulus of the entries of each value, NaN if one is NaN; None if it has
+            no entries.
+        outputs: The outputs of the forward pass, by number.
+        seeds: Their cotangents.
+        gradients: For each leaf, by a key of the framework's, its own number and that of its
+            gradient.
+    """
+
+    steps: Sequence[Step] = ()
+    sizes: Mapping[int, float | None] = field(default_factory=dict)
+    outputs: Sequence[int] = ()
+    seeds: Sequence[int] = ()
+    gradients: Mapping[int, tuple[int, int]] = field(default_factory=dict)
+
+    def places(self, leaf: int) -> list[Place] | None:
+        """Where a leaf's gradient becomes zero or NaN; None if it is sound or there is none."""
+        if leaf not in self.gradients:
+            return None
+        gradient = self.gradients[leaf][1]
+        if bad := self._bad_outputs or [*filter(self._is_bad, [gradient])]:
+            return [Place(node, "nan") for node in self._origins(bad) or [_UNKNOWN]]
+        if self.sizes.get(gradient) == 0:
+            return self._losses(*self.gradients[leaf]) or [Place(_UNKNOWN, "zero")]
+        return None
+
+    def starts_at_zero(self, place: Place, leaf: int) -> bool:
+        """Whether an operand that is zero comes from another leaf, which gets a gradient."""
+        own = self._reached([self.gradients[leaf][0]])
+        others = [v for v, gradient in self.gradients.values() if self.sizes.get(gradient)]
+        moving = self._reached(others)
+        return any(v in moving and v not in own for v in place.zeros)
+
+    @cached_property
+    def _makers(self) -> dict[int, int]:
+        """The position of the step that makes each value."""
+        return {v: at for at, step in enumerate(self.steps) for v in step.outputs}
+
+    @cached_property
+    def _cotangents(self) -> set[int]:
+        return self._reached(self.seeds)
+
+    @cached_property
+    def _bad_outputs(self) -> list[int]:
+        return [*filter(self._is_bad, self.outputs)]
+
+    def _is_bad(self, value: int) -> bool:
+        size = self.sizes.get(value)
+        return size is not None and not math.isfinite(size)
+
+    def _reached(self, values: Iterable[int]) -> set[int]:
+        """The values that are computed from these, and these."""
+        result = set(values)
+        for step in self.steps:
+            if not result.isdisjoint(step.inputs):
+                result.update(step.outputs)
+        return result
+
+    def _losses(self, leaf: int, gradient: int) -> list[Place]:
+        seeds = set(self.seeds)
+        first = next((k for k, s in enumerate(self.steps) if not seeds.isdisjoint(s.inputs)), 0)
+
+        def onward(step: Step) -> list[int]:
+            zeros = [v for v in step.inputs if self.sizes.get(v) == 0]
+            entering = self._cotangents.intersection(step.inputs)
+            if not entering:  # zeros that a rule of the backward pass made
+                return [v for v in zeros if self._makers.get(v, -1) >= first]
+            return [*entering] if entering.issubset(zeros) else []
+
+        places = []
+        for step in reversed(self._ends([gradient], onward)):  # in the order of the forward pass
+            node = self._meeting(step).node
+            if node is not None and node.source is None:  # a framework's zeros for a rule's None
+                node = self.last_rule(leaf) or node
+            if node is not None:
+                zeros = tuple(v for v in step.inputs if self.sizes.get(v) == 0)
+                places.append(Place(node, "rule" if node.mark == CUSTOM else "zero", zeros))
+        return places
+
+    def last_rule(self, leaf: int) -> Node | None:
+        """The last custom rule that reads what is computed from a value."""
+        reached = self._reached([leaf])
+        reading = (
+            step.node for step in reversed(self.steps) if not reached.isdisjoint(step.inputs)
+        )
+        return next((node for node in reading if node is not None and node.mark == CUSTOM), None)
+
+    def _meeting(self, step: Step) -> Step:
+        """The last step from which all cotangents that enter a step come; itself if it is one."""
+        entering = self._cotangents.intersection(step.inputs)
+        behind = [*map(self._steps_behind, entering)]
+        common = set.intersection(*behind) if len(behind) > 1 else set()
+        return self.steps[max(common)] if common else step
+
+    def _steps_behind(self, value: int) -> set[int]:
+        """The positions of the steps through which a cotangent comes."""
+        result, todo = set[int](), [value]
+        while todo:
+            at = self._makers.get(todo.pop())
+            if at is not None and at not in result:
+                result.add(at)
+                todo += self._cotangents.intersection(self.steps[at].inputs)
+        return result
+
+    def _origins(self, values: Sequence[int]) -> list[Node]:
+        bad = lambda step: [v for v in step.inputs if self._is_bad(v) and v in self._makers]
+        ends = [step.node for step in self._ends(values, bad) if step.node is not None]
+        return [*dict.fromkeys(ends)]
+
+    def _ends(self, values: Sequence[int], onward: Callable[[Step], list[int]]) -> list[Step]:
+        """The steps behind these values from which `onward` leads no further, as they ran."""
+        ends, seen, todo = set[int](), set[int](), [*values]
+        while todo:
+            value = todo.pop()
+            if value in seen or value not in self._makers:
+                continue
+            seen.add(value)
+            at = self._makers[value]
+            further = onward(self.steps[at])
+            todo += further
+            ends |= set() if further else {at}
+        return [self.steps[at] for at in sorted(ends)]

@@ -45,21 +45,14 @@ def as_read_now(xs: Sequence[Tensor]) -> list[Tensor]:
 class Replaced(TorchFunctionMode):
     """A context in which f's operations read other tensors in the place of captured ones.
 
-    captured: Tensors that f captured in its first run, each with a function that returns the
-        tensor that is in its place now; `others` replace them.
-    moved: Further tensors to replace, by id, with the tensor to replace and its replacement.
+    of: The tensors that are replaced already, by an outer context.
     """
 
-    def __init__(
-        self, captured: Sequence[tuple[Tensor, Any]], others: Sequence[Tensor], moved: Any
-    ) -> None:
+    def __init__(self, captured: Sequence[Tensor], others: Sequence[Tensor], of: Any = ()) -> None:
         super().__init__()
-        self.of = dict(moved)
-        self._left = {id(x) for x, _ in captured}
-        self._first: dict[int, int] = {}
-        for (x, place), other in zip(captured, others, strict=True):
-            for one in (x, place()):
-                self.of[id(one)], self._first[id(one)] = (one, other), id(x)
+        pairs = [*zip(captured, others, strict=True)]
+        self.of = {**dict(of), **{id(x): (x, other) for x, other in pairs}}
+        self._left = {*map(id, captured)}
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return fun(*self._entered(args), **self._entered(kwargs or {}))
@@ -69,7 +62,7 @@ class Replaced(TorchFunctionMode):
 
     def other(self, x: Tensor) -> Tensor:
         while (entry := self.of.get(id(x))) is not None:
-            self._left.discard(self._first.get(id(x), 0))
+            self._left.discard(id(x))
             x = entry[1]
         return x
 

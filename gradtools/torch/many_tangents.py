@@ -23,7 +23,7 @@ from gradtools.torch.function_modes import OneTangent, PlainKernels
 from gradtools.torch.gradient_tensors import filled
 from gradtools.torch.modes import NoForwardMode, has_checkpoint, unpacked
 from gradtools.torch.recomputation import Program, recomputed
-from gradtools.torch.state import Casts, RunState, Watched
+from gradtools.torch.state import Casts, Held, RunState
 
 Tensor = torch.Tensor
 Tensors = list[Tensor]
@@ -60,42 +60,40 @@ def jvps(
             "Take the derivative by gt.grad through gt.frozen(G), which needs none."
         ) from error
     outs, extras, _ = rows[0]
-    every = [outs, *[tangents for _, _, tangents in rows]]
+    every, size = [y for ys in (outs, *[pushed for *_, pushed in rows]) for y in ys], len(outs)
     if torch.is_grad_enabled():
         program = _Pushed(caller_of(fun), fun, len(leaves), held, state)
-        every = program.attached(
-            [*leaves, *[t for tangents in many for t in tangents]], every, mode
-        )
-    return every[0], extras, every[1:]
+        every = program.attached([*leaves, *[t for ts in many for t in ts]], every, mode)
+    found = [every[k : k + size] for k in range(0, len(every), max(size, 1))]
+    return (found[0], extras, found[1:]) if size else ([], extras, [[] for _ in many])
 
 
 class _Pushed(Program):
     """The outputs of a function and its tangents, by double backward if it runs again."""
 
-    def __init__(self, caller: str, fun: Fun, count: int, held: Watched, state: RunState) -> None:
+    def __init__(self, caller: str, fun: Fun, count: int, held: Held, state: RunState) -> None:
         super().__init__(caller, self._by_pulling, held, state, Casts(held.kinds))
         self._fun, self._size = fun, count
         self.state = state.until(state.again())
 
-    def attached(self, given: Tensors, every: list[Tensors], mode: OneTangent) -> list[Tensors]:
+    def attached(self, given: Tensors, known: Tensors, mode: OneTangent) -> Tensors:
         """The results, differentiable with respect to what is given and what was read."""
         own, xs = set(map(id, given)), as_read_now(given)
         # Without what the function made itself, such as aliases of a derivative that it took.
         made = lambda x: x.grad_fn is not None and upstream.sequence_of(x.grad_fn) >= self.outside
-        known = [y for ys in every for y in ys]
         alive = [x for ref in mode.read.values() if (x := ref()) is not None]
         # No mode sees what a Function is given: that is in the graph which it records.
         seen = {id(x): x for x in (*alive, *leaves_of(known))}.values()
         read = [x for x in seen if not (id(x) in own or is_spent(x) or made(x))]
         if not (read or any(x.requires_grad for x in xs)):
-            return every
-        self.sources, self.versions = read, [*map(upstream.version_of, read)]
-        self.first = [(y.detach(), upstream.version_of(y)) for y in known]
+            return known
+        self.read(read)
+        self.remember([y.detach() for y in known])
         program: Program = self
         if any(x.grad_fn is not None for x in read):
-            program, xs = self.inlined(), [*xs, *read]
-        ys, size = recomputed(program, xs, known), len(every[0])
-        return [ys[k * size : (k + 1) * size] for k in range(len(every))]
+            program, xs = self.inlined(), [*read, *xs]
+        program.known = known
+        return recomputed(program, xs)
 
     def _by_pulling(self, xs: Sequence[Tensor]) -> Tensors:
         """The transpose of the pullback, which is linear in the cotangents."""
@@ -137,9 +135,9 @@ def restarting(fun: Fun, leaves: Sequence[Tensor], count: int) -> Callable[[], N
     return RunState.now(_held(fun, leaves)).restore
 
 
-def _held(fun: Fun, leaves: Sequence[Tensor]) -> Watched:
+def _held(fun: Fun, leaves: Sequence[Tensor]) -> Held:
     """What a function holds, and the function of the user that it calls."""
     f = getattr(fun, "f", fun)
     given = [f, getattr(f, "f", None), *getattr(f, "opened_modules", ())]
     given += [*getattr(fun, "args", ()), getattr(fun, "kwargs", {})]
-    return Watched(given, {x.device.type for x in leaves})
+    return Held(given, {x.device.type for x in leaves})

@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import islice
+from itertools import compress, islice
 from typing import Any
 
 import torch
@@ -151,11 +151,15 @@ class _Lazy(Program):
         """The results ys, differentiable at the leaves and along graphs of their own."""
         self.read(leaves)
         self.known = [y.detach() for y in ys]
-        self.remember([y.detach() for y in ys])
+        self.remember([y.detach() if y.requires_grad else y for y in ys])
         return recomputed(self, graphs)
 
     def _compare(self, ys: Sequence[Tensor], exact: bool) -> None:
         super()._compare(ys, False)  # other kernels compute them
+
+    def _scale(self, first: Tensor) -> Tensor:
+        # The gradient of a bias before a normalization is nothing but rounding.
+        return max((x for x, _ in self.first if x is not None), key=_largest)
 
     def pullback(
         self, xs: Sequence[Tensor], cts: Sequence[Any], wants: Sequence[bool]
@@ -166,13 +170,21 @@ class _Lazy(Program):
 
 class _LazyPull(Pull):
     def pulled(self, xs: Sequence[Tensor]) -> Pulled:
-        with _without_hooks(self.sources):
-            pairs = super().pulled(xs)
-        left = iter(xs[self.size :])
+        count = len(self.sources)
+        pairs, left = super().pulled(xs)[: sum(self.wants[:count])], iter(xs[self.size :])
         cts = [next(left) if given else None for given in self.given]
-        count = sum(self.wants[: len(self.sources)])
-        wanted = zip(cts, self.wants[len(self.sources) :], strict=False)
-        return [*pairs[:count], *[(pairs[0][0], ct) for ct, w in wanted if w]]
+        # What has a graph of its own is its argument, too.
+        own = compress(zip(xs, cts, strict=False), self.wants[count:])
+        return [*pairs, *own]
+
+    def _pull(self, *args: Any) -> Sequence[Any]:
+        with _without_hooks(self.sources):
+            return super()._pull(*args)
+
+
+def _largest(x: Tensor) -> float:
+    known = x[x.isfinite()].abs()
+    return float(known.max()) if known.numel() else 0.0
 
 
 @contextmanager

@@ -141,9 +141,9 @@ class Chunk:
         verify = verifies(chunks.options, program)
         if upstream.peek_interpreter_stack() is not None:
             return self._in_functorch(program, verify), program.state.again()
-        if upstream.forward_level() >= 0:  # tangents go through f's own operations
-            if any(map(is_dual, (*xs, *held.tensors, *held.parameters))):
-                return self.run(xs), state.again()
+        pushed = upstream.forward_level() >= 0  # tangents go through f's own operations
+        if pushed and any(map(is_dual, (*xs, *held.tensors, *held.parameters))):
+            return self.run(xs), state.again()
         others = [x for x in self._carry if isinstance(x, Tensor)]
         outs, state = program.begin(xs, verify, others)
         if program.known is None:

@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -81,7 +82,7 @@ class Randomness:
             if stream == PYTHON:
                 random.setstate(state)
             elif isinstance(stream, str):
-                np.random.set_state(state)
+                _numpy().set_state(state)
                 _latest_of_numpy[0] = state, _words_of_numpy()
             elif isinstance(stream, torch.Generator):
                 stream.set_state(state)
@@ -140,9 +141,15 @@ def _state_of_numpy() -> dict[str, Any]:
     """The state of `numpy.random`: the same object if its words show that nothing was drawn."""
     state, words = _latest_of_numpy[0]
     if not words or words != _words_of_numpy() or state["has_gauss"]:
-        state: Any = np.random.get_state(legacy=False)
+        state = _numpy().get_state(legacy=False)
         _latest_of_numpy[0] = state, _words_of_numpy()
     return state
+
+
+@cache
+def _numpy() -> Any:
+    """The global generator of `numpy.random`, which is imported lazily."""
+    return np.random.get_state.__self__  # type: ignore[attr-defined]
 
 
 def _words_of_numpy() -> bytes:

@@ -250,10 +250,6 @@ def under_vmap(gt, G, zs):
     return lambda y: gt.vmap(lambda z: inner(gt, G)(y, z))(zs)
 
 
-def under_vmap_with_moving(gt, G, zs):
-    return lambda y: gt.vmap(inner(gt, G), in_axes=(None, 0))(y, zs + 0 * y.sum())
-
-
 def by_examples(gt, G, zs):
     f = lambda z, y: (gt.xp.tanh(y * G(z)) * y).sum()
     return lambda y: gt.per_example_grad(f, in_axes=(0, None))(zs, y)
@@ -262,16 +258,6 @@ def by_examples(gt, G, zs):
 def in_chunks(gt, G, zs):
     one = lambda y, z: gt.grad(lambda z: (gt.xp.tanh(y * G(z)) * y).sum())(z)
     return lambda y: gt.chunked(one, 4, in_axes=(None, 0))(y, zs)
-
-
-def vmap_in_chunks(gt, G, zs):
-    one = lambda y, zs: gt.vmap(lambda z: inner(gt, G)(y, z))(zs)
-    return lambda y: gt.chunked(one, 4, in_axes=(None, 0))(y, zs)
-
-
-def of_chunks(gt, G, zs):
-    whole = gt.frozen(gt.chunked(G, 4))
-    return lambda y: inner(gt, whole)(y, zs)
 
 
 def checkpointed(gt, G, zs):
@@ -291,7 +277,7 @@ def pushed(gt, G, zs):
 
 
 PLACES = [
-    *(under_vmap, under_vmap_with_moving, by_examples, in_chunks, vmap_in_chunks, of_chunks),
+    *(under_vmap, by_examples, in_chunks),
     *(checkpointed, pushed),
 ]
 

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
-import itertools
 import random
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +18,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -115,37 +111,6 @@ def _() -> World:
     return towers(contextlib.nullcontext, call=call)
 
 
-@program("two towers, an island of full precision inside of f", REPLAYED)
-def _() -> World:
-    def call(e: Any, x: Any) -> Any:
-        y = e[:2](x)
-        with half(enabled=False):
-            return e[2](y.float())
-
-    return towers(half, call=call, earlier=lambda e, a: e(a))
-
-
-@program("two towers of attention and layer norm under autocast", REPLAYED)
-def _() -> World:
-    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
-    encoder = nn.Sequential(nn.Linear(3, 4), nn.Unflatten(0, (-1, 1)), layer, nn.Flatten())
-
-    def call(encoder: Any, x: Any) -> Any:
-        with sdpa_kernel(SDPBackend.MATH):  # the others have no double backward to compare with
-            return encoder(x)
-
-    return towers(half, encoder, call, earlier=call, tolerance=0.06)
-
-
-@program("f clears autocast's cache of weights", REPLAYED)
-def _() -> World:
-    def call(e: Any, x: Any) -> Any:
-        torch.clear_autocast_cache()
-        return e(x)
-
-    return towers(half, call=call, earlier=lambda e, a: e(a))
-
-
 # --- 2: arguments that f changes in place ---------------------------------------------------
 
 IN_PLACE: dict[str, Callable[[], tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]]] = {
@@ -192,35 +157,6 @@ for _kind in ("a tensor", "a tensor, by .data", "a list", "a NumPy array"):
     )
 
 
-@program("the loss needs a shared argument that f changed in place", TRAINED, EITHER)
-def _() -> World:
-    count, w = torch.ones((), dtype=D), weight()
-
-    def f(x: Any, count: Any) -> Any:
-        y = x @ w * count.clone()
-        count.add_(1)
-        return y
-
-    def step(run: Run) -> dict[str, Any]:
-        loss = score(run(f, (0, None))(batch(), count)) * (w.sum() * count)
-        loss.backward()
-        return {"loss": loss, "grads": [w.grad]}
-
-    return World(step, lambda: count.clone())
-
-
-@program("f changes a shared argument that requires a gradient, under no_grad", TRAINED, EITHER)
-def _() -> World:
-    w, scale = weight(), torch.ones((), dtype=D, requires_grad=True)
-
-    def f(x: Any, scale: Any) -> Any:
-        with torch.no_grad():
-            scale.mul_(2)
-        return x @ w
-
-    return simple(f, leaves=[w], shared=(scale,))
-
-
 for _how, _change in {
     "in place": lambda x: x.mul_(2),
     "by .data": lambda x: x.data.mul_(2),
@@ -235,12 +171,6 @@ for _how, _change in {
             return x.clone() @ w
 
         return simple(f, leaves=[w], tracked=False)
-
-
-@program("f changes one row of an expanded batch", TRAINED, EITHER)
-def _() -> World:
-    w, row = weight(), torch.ones(1, 3, dtype=D)
-    return simple(lambda x: x @ w, row.expand(6, 3), leaves=[w], state=lambda: row)
 
 
 # --- 3: edges of the graph from one chunk to the next ---------------------------------------
@@ -262,35 +192,6 @@ class Keeps(nn.Module):
 @program("a module keeps an attached mean for its next call", REPLAYED, EITHER)
 def _() -> World:
     return of_module(Keeps(lambda y: y.mean()))
-
-
-@program("a module keeps a detached mean for its next call", expect=EITHER)
-def _() -> World:
-    module = Keeps(lambda y: y.mean().detach())
-    return of_module(module, state=lambda: module.last)
-
-
-@program("a module keeps a list of attached outputs, and the loss reads them", TRAINED, EITHER)
-def _() -> World:
-    class Router(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w, self.penalties = nn.Parameter(weight().detach()), []
-
-        def forward(self, x: Any) -> Any:
-            y = (x @ self.w).softmax(-1)
-            self.penalties.append(y.mean(0).square().sum())
-            return y
-
-    module, x = Router(), batch()
-
-    def step(run: Run) -> dict[str, Any]:
-        out = run(module)(x)
-        loss = score(out) + sum(module.penalties)
-        loss.backward()
-        return {"loss": loss, "grads": [module.w.grad]}
-
-    return World(step)
 
 
 def _cached(store: Callable[[Any], Any]) -> World:
@@ -345,21 +246,11 @@ def _() -> World:
 for _how, _wrap in {
     "weight_norm": lambda m: parametrizations.weight_norm(m),
     "spectral_norm": lambda m: parametrizations.spectral_norm(m),
-    "orthogonal": lambda m: parametrizations.orthogonal(m),
-    "the old spectral_norm": lambda m: nn.utils.spectral_norm(m),
 }.items():
 
     @program(f"a layer under {_how}")
     def _(wrap: Any = _wrap) -> World:
         return of_module(nn.Sequential(wrap(nn.Linear(3, 3).double()), nn.Tanh()))
-
-
-@program("a layer under the old weight_norm", expect=EITHER)
-def _() -> World:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        net = nn.utils.weight_norm(nn.Linear(3, 3).double())
-    return of_module(net)
 
 
 # --- 4: state in every kind of holder -------------------------------------------------------
@@ -374,16 +265,10 @@ def _ticking(make: Callable[[], Any], number: Any, state: Any) -> World:
 COUNTERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
     # what is made, the next number from it, and its state
     "a list": (list, lambda seen: seen.append(1) or len(seen), list),
-    "an iterator": (lambda: itertools.count(1), next, repr),
     "a torch.Generator": (
         lambda: torch.Generator().manual_seed(0),
         lambda g: float(torch.rand((), generator=g)),
         lambda g: g.get_state(),
-    ),
-    "a NumPy Generator": (
-        lambda: np.random.default_rng(0),
-        lambda g: float(g.normal()),
-        lambda g: repr(g.bit_generator.state),
     ),
 }
 for _name, _three in COUNTERS.items():
@@ -434,27 +319,10 @@ def _tick_data(self: Any) -> Any:
     return self.n.clone()
 
 
-def _tick_frozen_parameter(self: Any) -> Any:
-    self.p.data += 1
-    return float(self.p)
-
-
 _zero = lambda: torch.zeros((), dtype=D)
 _module_counter("a buffer", lambda: {"n": _zero()}, _tick_buffer)
 _module_counter("a buffer that is replaced", lambda: {"n": _zero()}, _tick_replaced)
 _module_counter("a buffer, by .data", lambda: {"n": _zero()}, _tick_data)
-_module_counter(
-    "a frozen parameter, by .data",
-    lambda: {"p": nn.Parameter(_zero(), requires_grad=False)},
-    _tick_frozen_parameter,
-    EITHER,
-)
-_module_counter(
-    "an attribute of a module in it",
-    lambda: {"inner": nn.Identity(), "n": 0},
-    lambda self: setattr(self.inner, "n", getattr(self.inner, "n", 0) + 1) or self.inner.n,
-    EITHER,
-)
 
 
 def _kept(
@@ -464,8 +332,6 @@ def _kept(
 
 
 _kept("batch norm in training", lambda: mlp(nn.BatchNorm1d(4)))
-_kept("batch norm without momentum", lambda: mlp(nn.BatchNorm1d(4, momentum=None)))
-_kept("batch norm in evaluation", lambda: mlp(nn.BatchNorm1d(4)).eval())
 _kept(
     "a lazy layer that has not run",
     lambda: nn.LazyLinear(2, dtype=D),
@@ -493,27 +359,8 @@ def _counts_full_backward(net: Any, seen: Any) -> None:
     net[0].register_full_backward_hook(lambda m, a, b: seen.append(1))
 
 
-def _counts_in_tensor_hooks(net: Any, seen: Any) -> None:
-    def hook(m: Any, a: Any, out: Any) -> None:
-        if out.requires_grad:
-            out.register_hook(lambda g: seen.append(1))
-
-    net[0].register_forward_hook(hook)
-
-
-def _counts_parameter_hooks(net: Any, seen: Any) -> None:
-    net[0].weight.register_hook(lambda g: seen.append(1))
-
-
-def _counts_accumulations(net: Any, seen: Any) -> None:
-    net[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(1))
-
-
 program("a forward hook counts and multiplies", expect=EITHER)(_hooked(_adds_forward))
 program("a full backward hook counts", TRAINED)(_hooked(_counts_full_backward))
-program("a hook on a tensor inside of f counts", TRAINED)(_hooked(_counts_in_tensor_hooks))
-program("a parameter's hook counts", (CHECKPOINT,))(_hooked(_counts_parameter_hooks))
-program("a hook after a parameter's gradient counts", TRAINED)(_hooked(_counts_accumulations))
 
 
 @program("saved tensors' hooks stand around", TRAINED)
@@ -526,30 +373,16 @@ def _() -> World:
 
 DRAWS: dict[str, Callable[[Any], Any]] = {
     "F.dropout": lambda x: F.dropout(x, 0.5),
-    "torch.bernoulli": lambda x: x * torch.bernoulli(x.sigmoid().detach()),
-    "torch.multinomial": lambda x: x * (1 + torch.multinomial(x.detach().softmax(-1), 1)),
-    "torch.randn_like": lambda x: x + x * torch.randn_like(x),
     "torch.distributions": lambda x: x * torch.distributions.Gamma(2.0, 1.0).sample(),
-    "random.random": lambda x: x * random.random(),
     "random.gauss, which keeps one back": lambda x: x * random.gauss(0, 1),
     "NumPy's own stream": lambda x: x * _draw_numpy(),
-    "all streams at once": lambda x: F.dropout(x) * random.random() * _draw_numpy(),
-    "torch.random.fork_rng": lambda x: _forked(x),
     "torch.manual_seed inside of f": lambda x: _seeded(x),
-    "random.seed inside of f": lambda x: x * (random.seed(3) or random.random()),
     "attention's dropout": lambda x: F.scaled_dot_product_attention(
         x[None], x[None], x[None], dropout_p=0.5
     )[0],
 }
 _numpy_normal = np.random.randn  # the process's own stream
 _draw_numpy = lambda: float(_numpy_normal())
-
-
-def _forked(x: Any) -> Any:
-    with torch.random.fork_rng():
-        torch.manual_seed(7)
-        x = F.dropout(x, 0.5)
-    return F.dropout(x, 0.5)
 
 
 def _seeded(x: Any) -> Any:
@@ -588,17 +421,6 @@ _kept(
     ).double(),
     kinds=TRAINED,
 )
-_kept(
-    "AlphaDropout, Dropout2d and RReLU together",
-    lambda: nn.Sequential(
-        nn.Linear(3, 8),
-        nn.AlphaDropout(),
-        nn.RReLU(),
-        nn.Unflatten(1, (2, 2, 2)),
-        nn.Dropout2d(),
-        nn.Flatten(),
-    ).double(),
-)
 
 
 @program("f draws from a generator that a module holds")
@@ -606,13 +428,6 @@ def _() -> World:
     net = Counting(generator=torch.Generator().manual_seed(0))
     net.tick = lambda: torch.rand((), generator=net.generator)  # type: ignore[assignment]
     return of_module(net, state=lambda: net.generator.get_state())
-
-
-@program("f draws from a clone of the process's generator", expect=EITHER)
-def _() -> World:
-    w = weight()
-    generator = torch.default_generator
-    return simple(lambda x: x @ w * torch.rand((), generator=generator), leaves=[w])
 
 
 # --- 6: between forward and backward --------------------------------------------------------
@@ -674,7 +489,6 @@ def _captured_between(change: Callable[[Any], Any], value: Callable[[], Any], us
 
 
 for _name, _args in {
-    "a captured number": (lambda h: h.update(v=5.0), lambda: 2.0, lambda v: v),
     "a captured small tensor": (
         lambda h: h["v"].mul_(3),
         lambda: torch.ones(3, dtype=D),
@@ -688,7 +502,6 @@ for _name, _args in {
 
 for _how, _change in {
     "by .data": lambda x: x.data.mul_(2),
-    "by new .data": lambda x: setattr(x, "data", x.data * 2),
 }.items():
 
     @program(f"between forward and backward the batch is changed {_how}", TRAINED, EITHER)
@@ -736,58 +549,10 @@ def _() -> World:
     return of_module(nn.Embedding(5, 3, sparse=True).double(), torch.tensor([0, 1, 2, 3, 4, 0]))
 
 
-@program("an embedding that counts by frequency", TRAINED, EITHER)
-def _() -> World:
-    net = nn.Embedding(5, 3, scale_grad_by_freq=True).double()
-    return of_module(net, torch.tensor([0, 1, 2, 3, 4, 0]))
-
-
-@program("a captured sparse matrix")
-def _() -> World:
-    w, s = weight(), torch.eye(3, dtype=D).to_sparse()
-    return simple(lambda x: torch.sparse.mm(s, (x @ w).T).T, leaves=[w])
-
-
-@program("a sparse buffer that f changes in place", expect=EITHER)
-def _() -> World:
-    net = Counting(s=torch.eye(3, dtype=D).to_sparse())
-
-    def tick() -> Any:
-        net.s.mul_(2)
-        return net.s.to_dense()[0, 0]
-
-    net.tick = tick  # type: ignore[assignment]
-    return of_module(net, state=lambda: net.s.to_dense())
-
-
-@program("nested tensors inside of f", TRAINED)
-def _() -> World:
-    w = weight()
-
-    def f(x: Any) -> Any:
-        parts = torch.nested.nested_tensor([x[0], x[-1]], layout=torch.jagged)
-        return x @ w * parts.values().sum()
-
-    return simple(f, leaves=[w], tracked=False)
-
-
 @program("f gives a lazy conjugate", (CHUNKED, CHECKPOINT))
 def _() -> World:
     w = torch.complex(weight().detach(), weight().detach().sin()).requires_grad_()
     return simple(lambda x: torch.complex(x, x.cos()).conj() @ w.conj(), leaves=[w])
-
-
-@program("f gives a lazily negated imaginary part", (CHUNKED, CHECKPOINT))
-def _() -> World:
-    w = torch.complex(weight().detach(), weight().detach().sin()).requires_grad_()
-    return simple(lambda x: (torch.complex(x, x.cos()) @ w).conj().imag, leaves=[w])
-
-
-@program("the batch is a lazy conjugate", TRAINED)
-def _() -> World:
-    w = torch.complex(weight().detach(), weight().detach().sin()).requires_grad_()
-    x = torch.complex(batch(), batch().cos()).conj()
-    return simple(lambda x: x @ w, x, leaves=[w], tracked=False)
 
 
 @program("torch.utils.checkpoint inside of f", TRAINED)
@@ -819,30 +584,6 @@ def _() -> World:
         return slope + x
 
     return simple(f, leaves=[w])
-
-
-@program("backward() through a frozen module at a plain z", (FROZEN,), REFUSED, "parameter")
-def _() -> World:
-    net, z = mlp(), batch()
-
-    def step(run: Run) -> dict[str, Any]:
-        if not run.plain:
-            (run(net)(z) * 2).sum().backward()
-        return {"grads": [p.grad for p in net.parameters()]}
-
-    return World(step)
-
-
-@program("backward() through a frozen module at a z that is differentiated", (FROZEN,), EITHER)
-def _() -> World:
-    net, z = mlp(nn.BatchNorm1d(4)), batch().requires_grad_()
-
-    def step(run: Run) -> dict[str, Any]:
-        loss = score(run(net)(z))
-        loss.backward(inputs=[z])
-        return {"loss": loss, "grads": [z.grad]}
-
-    return World(step, lambda: state_of(net))
 
 
 @program("two backward passes through one graph, retain_graph=True", TRAINED)
@@ -879,47 +620,6 @@ def _() -> World:
 
 
 # --- 8: flags, threads, exceptions and the rest ---------------------------------------------
-
-
-def _switching(switch: Callable[[], Any], depends: Callable[[], float]) -> World:
-    """f's result depends on a switch that f itself throws."""
-    w = weight()
-
-    def f(x: Any) -> Any:
-        y = x @ w * depends()
-        switch()
-        return y
-
-    return simple(f, leaves=[w])
-
-
-SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[], float]]] = {
-    "the dtype of autocast": (
-        lambda: torch.set_autocast_dtype("cpu", torch.float16),
-        lambda: 1.0 + (torch.get_autocast_dtype("cpu") == torch.float16),
-    ),
-    "grad mode": (lambda: torch.set_grad_enabled(True), lambda: 1.0 + torch.is_grad_enabled()),
-}
-for _name, _pair in SWITCHES.items():
-    program(f"f switches {_name}, and computes by it", expect=EITHER)(
-        lambda pair=_pair: _switching(*pair)
-    )
-
-
-@program("f switches gradients off and leaves them off", (CHUNKED, CHECKPOINT), EITHER)
-def _() -> World:
-    w = weight()
-
-    def f(x: Any) -> Any:
-        y = x @ w
-        torch.set_grad_enabled(False)
-        return y
-
-    def step(run: Run) -> dict[str, Any]:
-        out = run(f)(batch())
-        return {"out": out, "on": torch.is_grad_enabled()}
-
-    return World(step)
 
 
 @program("a part of f runs in inference mode")
@@ -962,27 +662,10 @@ def _() -> World:
     return simple(torch.compile(net, backend="aot_eager"), module=net)
 
 
-@program("a compiled function with a counter inside of f", (CHUNKED, CHECKPOINT), EITHER)
-def _() -> World:
-    torch._dynamo.reset()
-    net = Counting(n=torch.zeros((), dtype=D))
-    net.tick = lambda: net.n.add_(1).clone()  # type: ignore[assignment]
-    g = torch.compile(lambda x: net(x) * 2, backend="eager")
-    return simple(g, module=net)
-
-
 @program("torch.func.grad inside of f")
 def _() -> World:
     w = weight()
     return simple(lambda x: torch.func.grad(lambda z: (z @ w).sin().sum())(x), leaves=[w])
-
-
-@program("torch.func.jvp inside of f, with dropout before", TRAINED)
-def _() -> World:
-    w = weight()
-    return simple(
-        lambda x: torch.func.jvp(lambda z: (z @ w).sin(), (F.dropout(x),), (x,))[1], leaves=[w]
-    )
 
 
 @program("torch.vmap inside of f, with randomness")
@@ -1009,13 +692,6 @@ def _() -> World:
     return simple(f, module=net)
 
 
-@program("tied weights")
-def _() -> World:
-    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
-    net[2].weight = net[0].weight
-    return of_module(net)
-
-
 @program("an adapter that merges itself into the frozen layer for the call", TRAINED, EITHER)
 def _() -> World:
     base, a = nn.Linear(3, 3).double().requires_grad_(False), weight()
@@ -1040,48 +716,10 @@ def _() -> World:
     return simple(lambda x: (x @ w).as_subclass(torch.Tensor), leaves=[w])
 
 
-@program("a batch of a subclass of Tensor", TRAINED)
-def _() -> World:
-    w = weight()
-    return simple(
-        lambda x: x.as_subclass(torch.Tensor) @ w,
-        batch().as_subclass(Named),
-        leaves=[w],
-        tracked=False,
-    )
-
-
-@program("outputs in a dictionary, with an integer among them", TRAINED)
-def _() -> World:
-    net = mlp(nn.Dropout(0.5))
-
-    def f(x: Any) -> Any:
-        y = net(x)
-        return {"logits": y, "which": y.argmax(1)}
-
-    return simple(f, module=net)
-
-
 @program("an output that is no tensor", TRAINED, EITHER)
 def _() -> World:
     net = mlp()
     return simple(lambda x: (net(x), "a word"), module=net)
-
-
-@program("an output that is a dataclass", TRAINED, EITHER)
-def _() -> World:
-    net = mlp()
-    kind = dataclasses.make_dataclass("Output", ["y"])
-
-    def step(run: Run) -> dict[str, Any]:
-        if run.plain:
-            loss = score(run(net)(batch()))
-        else:
-            loss = score(run(lambda x: kind(net(x)))(batch()).y)
-        loss.backward()
-        return {"loss": loss, "grads": [p.grad for p in net.parameters()]}
-
-    return World(step)
 
 
 @program("an output is changed in place by the caller", TRAINED, EITHER)
@@ -1102,23 +740,6 @@ def _() -> World:
 def _() -> World:
     w = weight()
     return simple(lambda x: (x, x @ w), leaves=[w])
-
-
-@program("a layer is trained that was frozen before", TRAINED)
-def _() -> World:
-    net = mlp(nn.Dropout(0.5))
-
-    def step(run: Run) -> dict[str, Any]:
-        found = []
-        for on in (False, True, False):
-            net[0].requires_grad_(on)
-            net.zero_grad()
-            loss = score(run(net)(batch()))
-            loss.backward()
-            found.append([p.grad for p in net.parameters()])
-        return {"grads": found}
-
-    return World(step)
 
 
 @program("f is given parameters that are swapped in for the call", TRAINED, EITHER)
@@ -1161,7 +782,6 @@ def _ignoring(extra: Callable[[Any], Any]) -> Callable[[], World]:
 program("an output that the loss ignores holds NaN", TRAINED)(
     _ignoring(lambda y: y.detach() * np.nan)
 )
-program("an output that the loss ignores is of truth values", TRAINED)(_ignoring(lambda y: y > 0))
 
 
 @program("f gives only the rows that it chooses, of some chunks none", TRAINED, EITHER)
@@ -1233,45 +853,6 @@ def nothing(module: Any) -> None:
 # --- weights of models -----------------------------------------------------------------------
 
 
-@program("a weight with noise of its own parametrization", expect=EITHER)
-def _() -> World:
-    class Noise(nn.Module):
-        def forward(self, w: Any) -> Any:
-            return w + 0.1 * torch.randn_like(w)
-
-    net = mlp()
-    parametrize.register_parametrization(net[0], "weight", Noise())
-    return of_module(net)
-
-
-@program("spectral norm, in evaluation first and then in training", TRAINED)
-def _() -> World:
-    net = parametrizations.spectral_norm(nn.Linear(3, 3, dtype=D))
-
-    def step(run: Run) -> dict[str, Any]:
-        found = []
-        for training in (False, True):
-            net.train(training).zero_grad()
-            loss = score(run(net)(batch()))
-            loss.backward()
-            found.append([p.grad for p in net.parameters()])
-        return {"grads": found}
-
-    return World(step, lambda: state_of(net))
-
-
-@program("a layer is taken out and put back in each call")
-def _() -> World:
-    def forward(self: Any, x: Any) -> Any:
-        layer = self.linear
-        del self.linear
-        y = layer(x)
-        self.linear = layer
-        return y
-
-    return of_module(block(nothing, forward))
-
-
 # --- averages and teachers ------------------------------------------------------------------
 
 
@@ -1308,39 +889,16 @@ def _depth(draw: Callable[[Any], float], more: Callable[[Any], Any] = nothing) -
 
 
 for _name, _draw, _more in (
-    ("PyTorch", lambda m: float(torch.rand(())), nothing),
     ("Python", lambda m: random.random(), nothing),
     (
         "a generator of PyTorch's on the module",
         lambda m: float(torch.rand((), generator=m.rng)),
         lambda m: setattr(m, "rng", torch.Generator().manual_seed(1)),
     ),
-    (
-        "a generator that is seeded by a counter",
-        lambda m: (
-            m.step.add_(1),
-            m.rng.manual_seed(int(m.step)),
-            float(torch.rand((), generator=m.rng)),
-        )[2],
-        lambda m: (
-            m.register_buffer("step", torch.zeros((), dtype=torch.int64)),
-            setattr(m, "rng", torch.Generator()),
-        ),
-    ),
 ):
     program(f"stochastic depth by {_name}")(
         lambda draw=_draw, more=_more: _depth(draw, more)  # type: ignore[misc]
     )
-
-
-@program("a mask is drawn once for each shape and kept", (CHUNKED, CHECKPOINT), EITHER)
-def _() -> World:
-    def forward(self: Any, x: Any) -> Any:
-        if x.shape not in self.masks:
-            self.masks[x.shape] = torch.rand_like(x) > 0.5
-        return self.linear(x * self.masks[x.shape])
-
-    return of_module(block(lambda m: setattr(m, "masks", {}), forward))
 
 
 # --- caches ---------------------------------------------------------------------------------
@@ -1380,35 +938,7 @@ def _() -> World:
     return of_module(block(more, forward), tracked=False)
 
 
-@program("PyTorch's FakeQuantize with an observer that averages", TRAINED)
-def _() -> World:
-    quantize = torch.ao.quantization.FakeQuantize(
-        torch.ao.quantization.MovingAverageMinMaxObserver, quant_min=0, quant_max=255
-    )
-    net = nn.Sequential(nn.Linear(3, 3), quantize)
-    return of_module(net, batch(torch.float32), tolerance=1e-5)
-
-
 # --- operators in each other ----------------------------------------------------------------
-
-
-@program("blocks that checkpoint themselves as transformers' do")
-def _() -> World:
-    class Layers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([mlp(nn.Dropout(0.5)) for _ in range(2)])
-            self.gradient_checkpointing = True
-
-        def forward(self, x: Any) -> Any:
-            for layer in self.layers:
-                if self.gradient_checkpointing and self.training:
-                    x = x + torch_checkpoint(layer.__call__, x, use_reentrant=False)
-                else:
-                    x = x + layer(x)
-            return x
-
-    return of_module(Layers())
 
 
 @program("gt.frozen inside of f, with batch statistics", TRAINED)

@@ -336,8 +336,8 @@ def _is_ordinary(x: Tensor) -> bool:
 
 def _equal(y: Tensor, first: Tensor, exact: bool, scale: Tensor) -> bool:
     """Whether two results are the same, up to rounding where kernels may sum in other orders."""
-    if y.dtype is torch.complex32:  # for which PyTorch compares nothing
-        y, first = torch.view_as_real(y), torch.view_as_real(first)
+    if y.dtype is torch.complex32:  # which PyTorch does not compare
+        y, first, scale = map(torch.view_as_real, (y, first, scale))
     if exact and y.device.type == "cpu":
         return torch.equal(y, first) or torch.allclose(y, first, 0, 0, equal_nan=True)
     near = 1e-2 if y.dtype.itemsize < 4 or y.device.type != "cpu" else 1e-4

@@ -108,7 +108,7 @@ class Outputs:
             path = self.backend.leaf_paths(out)[0]
             raise GradtoolsError(
                 f"chunked: f's output{path} is {describe(self.backend, leaves[0])}; expected an "
-                f"array with an entry for each example. If it holds one, wrap f: out{path}.<name>"
+                "array with an entry for each example. If the object holds one, return that."
             )
         axes = [self._out_axes] * len(leaves)
         if type(self._out_axes) is not int:

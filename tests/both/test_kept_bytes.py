@@ -74,6 +74,7 @@ def test_what_pytorch_keeps_is_what_its_hooks_are_handed(name):
 
 
 @pytest.mark.slow_at("sorted")
+@pytest.mark.sweep_at("rows of a tensor", "cross entropy")
 @pytest.mark.parametrize("name", OF_PYTORCH)
 def test_what_pytorchs_own_functions_keep_is_what_its_hooks_are_handed(name):
     torch = pytest.importorskip("torch")

@@ -158,26 +158,6 @@ def test_strings_dicts_and_arrays_as_examples():
 # --- outputs -------------------------------------------------------------------------------
 
 
-def test_integer_nested_and_untracked_outputs():
-    model = network()
-
-    def f(c):
-        y = model(c)
-        found = {"y": y, "n": (y.argmax(1), [y.detach(), y.T])}
-        return found, c[:, 0] > 0
-
-    out, positive = gt.chunked(f, CHUNK, out_axes=({"y": 0, "n": (0, [0, 1])}, 0))(X)
-    expected = plain(model)
-    assert torch.equal(out["y"], expected) and torch.equal(out["n"][0], expected.argmax(1))
-    assert torch.equal(out["n"][1][1], expected.T) and torch.equal(positive, X[:, 0] > 0)
-    assert not out["n"][1][0].requires_grad and not out["n"][0].requires_grad
-    assert out["n"][1][1].requires_grad
-    loss = lambda y, t: contrast(y) + (t.T @ y.T).sum() + (y * y).sum()
-    found = gradients(loss(out["y"], out["n"][1][1]), model.parameters())
-    expected = gradients(loss(expected, expected.T), model.parameters())
-    assert all_same(found, expected)
-
-
 # --- modes ---------------------------------------------------------------------------------
 
 

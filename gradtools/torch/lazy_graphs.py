@@ -81,7 +81,8 @@ class LazyGraph:
                 if id(x) not in self.leaves and id(x) not in own and not is_spent(x):
                     self.leaves[id(x)] = x
         # A second evaluation would meet a graph that f captures, and that the first one has freed.
-        if min(map(upstream.sequence_of, nodes), default=self._held.began) < self._held.began:
+        began = self._held.began
+        if min(map(upstream.sequence_of, nodes), default=began) < began:
             self.deferred = False
 
     def attached(

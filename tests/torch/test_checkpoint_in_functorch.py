@@ -91,6 +91,15 @@ def test_values_under_vmap_may_read_what_is_mapped_around_them():
     torch.testing.assert_close(found, (X * X).sum(1))
 
 
+def test_rows_of_rows_of_cotangents():
+    found, expected = (
+        torch.vmap(torch.vmap(lambda c, f=f: torch.func.vjp(f, X)[1](c)[0]))(cts)
+        for cts in [torch.stack([torch.stack([X, X.sin()]), torch.stack([X.cos(), 2 * X])])]
+        for f in (gt.checkpoint(lambda x: x.sin() * x.sum()), lambda x: x.sin() * x.sum())
+    )
+    torch.testing.assert_close(found, expected)
+
+
 def test_a_captured_tensor_of_the_transform_is_differentiated():
     f = lambda x: gt.checkpoint(lambda y: (x * y).sum())(x)
     torch.testing.assert_close(torch.func.grad(f)(X), 2 * X)

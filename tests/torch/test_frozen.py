@@ -206,6 +206,13 @@ def a_hook(z):
     return h**2
 
 
+def a_hook_where_gradients_are_wanted(z):
+    h = z.sin()
+    if h.requires_grad:
+        h.register_hook(lambda g: 0.5 * g)
+    return h**2
+
+
 def own_derivative(z):
     return torch.autograd.grad((z.sin() * z).sum(), z, create_graph=True)[0]
 
@@ -224,7 +231,7 @@ def forward_mode_of_functorch(z):
 STOPPED = [
     *(under_no_grad, switched_off_and_on, in_inference_mode, under_no_grad_in_vmap),
     *(a_transform_under_no_grad, a_hook, own_derivative, own_derivative_as_a_constant),
-    forward_mode_of_functorch,
+    *(forward_mode_of_functorch, a_hook_where_gradients_are_wanted),
 ]
 
 
@@ -305,6 +312,15 @@ def test_an_argument_may_be_expanded(tracked, along):
         found.append(torch.autograd.grad(slope.pow(3).sum(), asked))
     for own, plain in zip(*found, strict=True):
         torch.testing.assert_close(own, plain)
+
+
+def test_directions_of_mixed_partial_see_one_mask():
+    G = lambda z: nn.functional.dropout(torch.tanh(z), 0.5, True)
+    f = lambda y, g: (torch.sin(y * g) * y).sum()
+    u = torch.ones(64)
+    first, second, third = gt.mixed_partial(f, G, u, torch.linspace(-1, 1, 64), [u, u, 2 * u])
+    assert torch.equal(first, second) and torch.equal(2 * first, third)
+    assert first.count_nonzero() > 8
 
 
 def test_a_use_is_freed_with_its_last_holder():

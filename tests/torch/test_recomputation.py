@@ -332,3 +332,12 @@ def test_f_is_computed_again_to_its_end():
         y = wrap(lambda x: nn.functional.rrelu(x, training=True))(x)
         found.append(torch.autograd.grad((y * torch.arange(20)).sum(), x)[0])
     assert torch.equal(*found)
+
+
+def test_an_output_that_is_a_view_of_a_parameter_has_memory_of_its_own():
+    w, x = _numbers(3, 2).requires_grad_(), _numbers(4, 3)
+    y, view = gt.checkpoint(lambda x: (x @ w, w.T))(x)
+    view.mul_(2)
+    assert torch.equal(w, _numbers(3, 2))
+    (y.sum() + view.square().sum()).backward()
+    torch.testing.assert_close(w.grad, x.sum(0)[:, None] + 8 * _numbers(3, 2))

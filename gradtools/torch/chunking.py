@@ -27,7 +27,7 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.accumulate import is_distributed
 from gradtools.torch.captured_tensors import as_read_now
 from gradtools.torch.compiling import left_to_python
-from gradtools.torch.functorch_wrappers import is_dual, is_wrapped
+from gradtools.torch.functorch_wrappers import alive, is_dual, is_wrapped
 from gradtools.torch.operation_marks import is_plain, marked
 from gradtools.torch.recomputation import Program, first_in_functorch, recomputed
 from gradtools.torch.state import Casts, Held, RunState
@@ -140,7 +140,9 @@ class Chunk:
         program = Program(chunks.caller, self.run, held, state, casts)
         verify = verifies(chunks.options, program)
         if upstream.peek_interpreter_stack() is not None:
-            return self._in_functorch(program, verify), program.state.again()
+            ys = first_in_functorch(program, xs, verify)
+            self.after = [alive(x) if isinstance(x, Tensor) else x for x in self.after]
+            return ys, program.state.again()
         pushed = upstream.forward_level() >= 0  # tangents go through f's own operations
         if pushed and any(map(is_dual, (*xs, *held.tensors, *held.parameters))):
             return self.run(xs), state.again()
@@ -157,20 +159,6 @@ class Chunk:
             # So that what lies behind a captured tensor is no part of f's graph.
             program, xs = program.inlined(), [*program.sources, *xs]
         return recomputed(program, xs), state
-
-    def _in_functorch(self, program: Program, verify: bool) -> Tensors:
-        count = [0]
-
-        def both(xs: Sequence[Tensor]) -> Tensors:
-            ys = self.run(xs)
-            count[:] = [len(ys)]
-            return [*ys, *[x for x in self.after if isinstance(x, Tensor)]]
-
-        program.run = both
-        every = first_in_functorch(program, as_read_now(self.xs), verify)
-        ys, left = every[: count[0]], iter(every[count[0] :])
-        self.after = [next(left).detach() if isinstance(x, Tensor) else x for x in self.after]
-        return ys
 
 
 def _joined(chunks: Chunks, rows: list[list[Any]]) -> list[Any]:

@@ -88,11 +88,10 @@ class _Pushed(Program):
         if not (read or any(x.requires_grad for x in xs)):
             return known
         self.read(read)
-        self.remember([y.detach() for y in known])
         program: Program = self
         if any(x.grad_fn is not None for x in read):
             program, xs = self.inlined(), [*read, *xs]
-        program.known = known
+        program.known, program.verify = [y.detach() for y in known], True
         return recomputed(program, xs)
 
     def _by_pulling(self, xs: Sequence[Tensor]) -> Tensors:

@@ -36,7 +36,6 @@ from gradtools.torch.captured_tensors import (
     Replaced,
     as_read_now,
     batched_as,
-    physical,
     replaced_now,
 )
 from gradtools.torch.compiling import left_to_python
@@ -69,16 +68,16 @@ def user_is_recomputing() -> bool:
 # --- programs that run again ---------------------------------------------------------------------
 
 
-class Again:
+class Recomputable:
     """A function of tensors that may run again from the state of its first run.
 
     Attributes:
         caller: The name of the operator.
         sources: Tensors besides its arguments at which it is differentiated.
         maps: How many vmaps its first run was inside of: the outermost ones.
-        known: Its outputs, if it ran already: below all levels of torch.func, with their batch axes
-            in front.
+        known: Its outputs without a graph, if it ran already.
         tracked: Which of these are differentiable, if that is known.
+        verify: Whether they are compared with those of the next run.
         inlines: Whether sources can be replaced when it runs again.
     """
 
@@ -87,26 +86,11 @@ class Again:
     maps: int
     known: Tensors | None = None
     tracked: Sequence[bool] | None = None
+    verify = False
     inlines = True
 
-    def again(self, xs: Sequence[Tensor]) -> Tensors:
-        """The outputs at xs, with a graph if grad mode is enabled."""
-        raise NotImplementedError
-
-    def inlined(self) -> Again:
-        """The same with `sources` as further arguments, the first ones."""
-        raise NotImplementedError
-
-    def batched(self, axes: Sequence[int | None], size: int, randomness: str) -> Again:
-        """The same at a batch; its outputs have the batch axis 0."""
-        raise NotImplementedError
-
-    def expands(self, axes: Sequence[int | None]) -> bool:
-        """Whether `batched` needs arguments that all have the batch axis 0."""
-        raise NotImplementedError
-
     def pullback(
-        self, xs: Sequence[Tensor], cts: Sequence[Any], wants: Sequence[bool]
+        self: Any, xs: Sequence[Tensor], cts: Sequence[Any], wants: Sequence[bool]
     ) -> tuple[Pull, Tensors]:
         """The pullback of cotangents (or None) at xs, and its arguments. wants: As in `Pull`."""
         return Pull(self, len(xs), [ct is not None for ct in cts], wants), with_cotangents(xs, cts)
@@ -120,7 +104,7 @@ class Again:
         return wants
 
 
-class Program(Again):
+class Program(Recomputable):
     """One chunk of f: a function of tensors that runs again from the state of its first run.
 
     Attributes:
@@ -191,11 +175,7 @@ class Program(Again):
         alive = [*map(weakref.ref, sources)]
         del ys, sources  # with the graph, which frees leaves that f made for itself
         self.read([x for x in (one() for one in alive) if x is not None])
-        self.known, self.tracked = outs, tracked
-        if verify:
-            # Aliases, since the outputs themselves lead to the node, which holds the program.
-            pairs = zip(outs, tracked, strict=True)
-            self.remember([detached(y, CHUNK) if t else None for y, t in pairs])
+        self.known, self.tracked, self.verify = outs, tracked, verify
         return outs, later
 
     def run_first(self, xs: Sequence[Tensor]) -> Tensors:
@@ -211,9 +191,11 @@ class Program(Again):
         self.captured = captured
         return [*captured, *xs]
 
-    def remember(self, ys: Sequence[Tensor | None]) -> None:
-        """Sets the outputs to compare with; None is not compared."""
-        self.first = [(y, 0 if y is None else upstream.version_of(y)) for y in ys]
+    def remember(self, ys: Sequence[Tensor]) -> None:
+        """Sets the outputs to compare with, below all levels of torch.func."""
+        tracked = zip(ys, self.tracked or map(is_inexact, ys), strict=True)
+        # Copies for batches share the list.
+        self.first[:] = [(y if t else None, upstream.version_of(y)) for y, t in tracked]
 
     def _sources(self, ys: Tensors, inner: Tensors, began: int) -> Tensors | None:
         """The leaves and captured tensors that the outputs depend on, besides `inner`.
@@ -346,7 +328,7 @@ def _equal(y: Tensor, first: Tensor, exact: bool, scale: Tensor) -> bool:
     return torch.allclose(y, first, near, near * size, equal_nan=True)
 
 
-class Pull(Again):
+class Pull(Recomputable):
     """The pullback of a program, as a program of its arguments and of cotangents.
 
     size: How many arguments the program has.
@@ -358,7 +340,7 @@ class Pull(Again):
 
     def __init__(
         self,
-        of: Again,
+        of: Program | Pull,
         size: int,
         given: list[bool],
         wants: Sequence[bool],
@@ -464,36 +446,39 @@ def _entering(x: Tensor, create: bool, wanted: bool) -> Tensor:
 # --- their nodes ---------------------------------------------------------------------------------
 
 
-def recomputed(program: Again, xs: Sequence[Tensor]) -> Tensors:
+def recomputed(program: Program | Pull, xs: Sequence[Tensor]) -> Tensors:
     """The program's outputs at xs as one node, whose pullback runs the program again."""
     if upstream.forward_level() >= 0 and any(map(is_dual, xs)):
         return program.again(xs)
     apply: Any = _Node.apply
     if upstream.peek_interpreter_stack() is None:
         apply = super(torch.autograd.Function, _Node).apply  # looked up here: recordings patch it
-    try:
-        return list(apply(program, *program.sources, *xs))
-    finally:
-        program.known = program.tracked = None  # the outputs lead to the node
+    known, program.known = program.known or [], None
+    return list(apply(program, len(known), *known, *program.sources, *xs))
 
 
 class _Node(torch.autograd.Function):
-    """A program at its sources and arguments."""
+    """A program at its sources and arguments.
+
+    count: How many known outputs come before them, so that torch.func unwraps these, too.
+    """
 
     recorded_as = "chunked"
 
     @staticmethod
-    def forward(program: Again, *inputs: Tensor) -> Any:
-        if program.known is not None:
-            return tuple(program.known)
+    def forward(program: Any, count: int, *inputs: Tensor) -> Any:
+        if count:
+            if program.verify:
+                program.remember(inputs[:count])
+            return tuple(map(Tensor.detach, inputs[:count]))
         with torch.no_grad():
-            return tuple([y.detach() for y in program.again(inputs[len(program.sources) :])])
+            return tuple(map(Tensor.detach, program.again(inputs[len(program.sources) :])))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, outputs: Any) -> None:
-        ctx.program, *xs = inputs
+        ctx.program, ctx.count, *xs = inputs
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*xs[len(ctx.program.sources) :])
+        ctx.save_for_backward(*xs[ctx.count + len(ctx.program.sources) :])
         tracked = ctx.program.tracked or map(is_inexact, outputs)
         fixed = [not t for t in tracked]
         if any(fixed):
@@ -504,7 +489,7 @@ class _Node(torch.autograd.Function):
         xs = [*map(alive, ctx.saved_tensors)]
         cts = tuple([ct if ct is None else alive(ct) for ct in cts])
         with marked(ctx.program.caller):
-            return None, *_Node.pulled(ctx, xs, cts)
+            return None, None, *[None] * ctx.count, *_Node.pulled(ctx, xs, cts)
 
     @staticmethod
     def pulled(ctx: Any, xs: Any, cts: Any) -> Sequence[Any]:
@@ -516,20 +501,20 @@ class _Node(torch.autograd.Function):
             return _pulled(ctx, xs, cts)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, program: Again, *xs: Tensor) -> Any:
-        axes, size = in_dims[1:], info.batch_size
+    def vmap(info: Any, in_dims: Any, program: Any, count: int, *inputs: Tensor) -> Any:
+        size, pairs = info.batch_size, [*zip(inputs, in_dims[2:], strict=True)]
+        front = lambda x, a: x.expand(size, *x.shape) if a is None else x.movedim(a, 0)
+        xs, axes = inputs[count:], in_dims[2 + count :]
         if program.sources:
             program = program.inlined()
         if program.expands(axes):
-            pairs = zip(xs, axes, strict=True)
-            xs = tuple(
-                [x.expand(size, *x.shape) if a is None else x.movedim(a, 0) for x, a in pairs]
-            )
-            axes = (0,) * len(xs)
+            xs, axes = tuple([front(*pair) for pair in pairs[count:]]), (0,) * len(xs)
         outer = sum(v.key() == _VMAP for v in upstream.get_interpreter_stack() or ())
         # A later vmap, such as that of a Jacobian's rows, shares the draws of the first run.
         randomness = info.randomness if outer < program.maps else "same"
-        ys = recomputed(program.batched(axes, size, randomness), xs)
+        batch = program.batched(axes, size, randomness)
+        batch.known = [front(*pair) for pair in pairs[:count]]
+        ys = recomputed(batch, xs)
         return tuple(ys), (0,) * len(ys)
 
 
@@ -539,7 +524,7 @@ _Node.forward.__signature__ = inspect.signature(_Node.forward)  # type: ignore[a
 
 def _pulled(ctx: Any, xs: Sequence[Tensor], cts: Sequence[Tensor | None]) -> list[Tensor | None]:
     program = ctx.program
-    wants = program.wanted(ctx, xs, ctx.needs_input_grad[1:])
+    wants = program.wanted(ctx, xs, ctx.needs_input_grad[2 + ctx.count :])
     if not any(wants) or all(ct is None for ct in cts):
         return [None] * len(wants)
     if program.inlines and any(map(upstream.tensor_hooks, program.sources)):
@@ -575,8 +560,5 @@ def first_in_functorch(program: Program, xs: Sequence[Tensor], verify: bool) -> 
     inputs = program.inputs(xs, [x for x, _ in found.values()])
     if not any(map(is_inexact, inputs)):
         return list(ys)
-    inputs = batched_as(inputs, ys)
-    program.known = physical(ys, inputs)
-    if verify:
-        program.remember(program.known)
-    return recomputed(program, inputs)
+    program.known, program.verify = [y.detach() for y in ys], verify
+    return recomputed(program, batched_as(inputs, ys))

@@ -13,14 +13,12 @@ import torch
 
 from gradtools.backend import Fun
 from gradtools.errors import GradtoolsError
-from gradtools.rules import spread
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.autograd_graph import is_spent, leaves_of, pulled
+from gradtools.torch.autograd_graph import is_spent, leaves_of
 from gradtools.torch.captured_tensors import as_read_now
 from gradtools.torch.compiling import is_compiling
-from gradtools.torch.engines import caller_of, jvp, pushed
-from gradtools.torch.function_modes import OneTangent, PlainKernels
-from gradtools.torch.gradient_tensors import filled
+from gradtools.torch.engines import caller_of, jvp, linearize, pushed
+from gradtools.torch.function_modes import OneTangent
 from gradtools.torch.modes import NoForwardMode, has_checkpoint, unpacked
 from gradtools.torch.recomputation import Program, recomputed
 from gradtools.torch.state import Casts, Held, RunState
@@ -96,23 +94,11 @@ class _Pushed(Program):
 
     def _by_pulling(self, xs: Sequence[Tensor]) -> Tensors:
         """The transpose of the pullback, which is linear in the cotangents."""
-        zs, given = list(xs[: self._size]), list(xs[self._size :])
-        create = torch.is_grad_enabled()
-        with torch.enable_grad(), PlainKernels():
-            zs = [z if z.requires_grad else z.detach().requires_grad_() for z in zs]
-            outs, _ = self._fun(*zs)
-            tracked = [y for y in outs if y.requires_grad]
-            cts = [torch.ones_like(y, requires_grad=True) for y in tracked]
-            grads = pulled(tracked, zs, cts, True, True) if tracked else [None] * len(zs)
-            rows = [list(outs)]
-            for k in range(0, len(given), self._size):
-                pairs = zip(grads, given[k : k + self._size], strict=True)
-                moving = [(g, t) for g, t in pairs if g is not None and g.requires_grad]
-                gs, ts = ([g for g, _ in moving], [t for _, t in moving])
-                dys = pulled(gs, cts, ts, True, create) if gs else [None] * len(cts)
-                dys = spread(list(dys), [y.requires_grad for y in outs])
-                rows.append([filled(dy, y) for dy, y in zip(dys, outs, strict=True)])
-        return [y for row in rows for y in row]
+        size, xs = self._size, list(xs)
+        with torch.enable_grad():
+            outs, _, push = linearize(self._fun, xs[:size])
+            rows = [push(xs[k : k + size]) for k in range(size, len(xs), size)]
+        return [y for row in (outs, *rows) for y in row]
 
     def _compare(self, ys: Sequence[Tensor], exact: bool) -> None:
         super()._compare(ys, False)  # other operations compute them

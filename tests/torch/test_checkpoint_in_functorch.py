@@ -27,6 +27,11 @@ WAYS = {
 }
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_first_derivatives_are_those_of_the_closed_form(way):
+    torch.testing.assert_close(WAYS[way](), FIRST)
+
+
 def test_second_derivatives_are_those_of_the_closed_form():
     for f in (C, lambda x: gt.vmap(C)(x).sum()):
         for mode in ("forward_over_reverse", "reverse_over_reverse"):

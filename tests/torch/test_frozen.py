@@ -422,17 +422,6 @@ def test_uses_that_are_pulled_back_more_than_once():
     same(twice(gt.frozen(net)), twice(net))
 
 
-def test_batched_cotangents():
-    (z,), y = inputs(2, 4, count=1)
-
-    def rows(G):
-        (g,) = torch.autograd.grad(loss(y, G(z)), z, create_graph=True)
-        units = torch.eye(8, dtype=D).reshape(8, 2, 4)
-        return torch.autograd.grad(g, (y, z), units, is_grads_batched=True)
-
-    same(rows(gt.frozen(net)), rows(net))
-
-
 @pytest.mark.parametrize("transform", ["grad", "jvp", "vjp", "jacrev", "hessian", "vmap"])
 def test_transforms_of_torch_func(transform):
     zs, y = inputs(2, 4)

@@ -7,7 +7,6 @@ outputs, then each chunk forward again with the CPU's random state put back, and
 
 from __future__ import annotations
 
-import collections
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -135,42 +134,8 @@ def streams():
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), numpy
 
 
-FUNCTIONS = ("calls", "draw", "frozen", "held", "entropy")
-
-
 def state_of(model):
-    """Buffers, and what stands in attributes."""
-    found = {k: v.clone() for k, v in model.named_buffers()}
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            if (
-                not key.startswith("_")
-                and not isinstance(value, nn.Module)
-                and key not in FUNCTIONS
-            ):
-                found[f"{name}.{key}"] = frozen(value)
-    return found
-
-
-def frozen(value):
-    """What it holds, so that it can be compared later."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu().numpy().tobytes()
-    if isinstance(value, torch.Generator):
-        return frozen(value.get_state())
-    if isinstance(value, list | tuple):
-        return [frozen(x) for x in value]
-    if isinstance(value, dict):
-        return {k: frozen(v) for k, v in value.items()}
-    if isinstance(value, np.ndarray | collections.deque | set):
-        return [float(x) for x in value]
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, np.random.Generator):
-        return value.bit_generator.state
-    if isinstance(value, np.random.RandomState):
-        return repr(value.get_state())
-    return value
+    return {k: v.clone() for k, v in model.named_buffers()}
 
 
 def step(way, make, loss=contrast, steps=1) -> Record:

@@ -288,7 +288,7 @@ def test_double_and_third_backward_through_dropout_and_batch_norm(order, norm):
         torch.manual_seed(1)
         grads = first_to_third(lambda x, m=model, c=call: c(m, x), model, x, order)
         found.append(([*grads, *state_of(model).values()], streams()))
-    assert len(found[0][0]) > 8 * order
+    assert len(found[0][0]) >= 8 * order
     assert all_same(found[1][0], found[0][0], 1e-11) and found[1][1] == found[0][1]
 
 

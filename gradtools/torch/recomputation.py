@@ -140,8 +140,8 @@ class Program(Recomputable):
         others: Further tensors that f may write in.
         """
         inner = [_entering(x, True, False) for x in xs]
-        read = [x for x in (*inner, *others) if not x.is_inference()]
-        versions, began = [*map(upstream.version_of, read)], upstream.nodes_made()
+        written = [x for x in (*inner, *others) if not x.is_inference()]
+        versions, began = [*map(upstream.version_of, written)], upstream.nodes_made()
         with unpacked() if upstream.saved_tensors_hooks_on(False) else _NOTHING:
             if self.casts.on:
                 torch.clear_autocast_cache()  # whose weights have another call's graph
@@ -152,11 +152,12 @@ class Program(Recomputable):
         self.state = self.state.until(later)
         if upstream.forward_level() >= 0 and any(map(is_dual, ys)):  # by a captured tangent
             return ys, later
-        changed = [*map(upstream.version_of, read)] != versions
+        changed = [*map(upstream.version_of, written)] != versions
         sources = None if changed else self._sources(ys, inner, began)
         self.kept = sources is None
         if sources is None:
-            what = "changes an argument in place" if changed else "reads a tensor computed outside"
+            read = "reads a tensor that was computed outside of f"
+            what = "changes an argument in place" if changed else read
             warn_once(
                 (self.caller, what),
                 f"{self.caller}: f {what}, so it is not computed again: its graph is kept in "

@@ -22,7 +22,7 @@ from dataclasses import dataclass, replace
 from threading import Lock
 from typing import Any
 
-from gradtools.arguments.wording import in_words, with_article
+from gradtools.arguments.wording import describe, in_words, with_article
 from gradtools.backend import Operators
 from gradtools.boundary import user_facing_methods
 from gradtools.errors import GradtoolsError
@@ -424,14 +424,10 @@ class GradientAccumulator:
             and not self._name(number).startswith("complex")
         )
         if not real:
-            came, shape = with_article(type(weight).__name__), getattr(weight, "shape", None)
-            if shape is not None:
-                came = f"{came} of shape {tuple(shape)} and dtype {weight.dtype}"
-            came = repr(weight) if isinstance(weight, (str, complex)) else came
             raise GradtoolsError(
-                f"GradientAccumulator.add: weight is {came}; expected a real number or a real "
-                "array of shape (). Apply weights that differ by example inside the loss, "
-                "before the gradient is taken."
+                f"GradientAccumulator.add: weight is {describe(self._backend, weight)}; expected a "
+                "real number or a real array of shape (). Apply weights that differ by example "
+                "inside the loss, before the gradient is taken."
             )
         return number
 
@@ -450,11 +446,9 @@ class GradientAccumulator:
         """Raises unless the term has the structure and specs of the terms before."""
         if state.treedef != term.treedef:
             paths = self._paths(term)
-            new = [path for path in paths if path not in state.paths]
-            lost = [path for path in state.paths if path not in paths]
-            what = "grads has containers of other types"
-            if new or lost:
-                what = f"grads{new[0]} is new" if new else f"grads{lost[0]} is missing"
+            new = [f"grads{path} is new" for path in paths if path not in state.paths]
+            lost = [f"grads{path} is missing" for path in state.paths if path not in paths]
+            what = [*new, *lost, "grads has containers of other types"][0]
             raise GradtoolsError(
                 f"GradientAccumulator.add: {what}; got {in_words(term.treedef)}, expected "
                 f"{in_words(state.treedef)}, as in the first add. Use one accumulator for each "

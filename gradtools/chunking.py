@@ -22,7 +22,7 @@ from itertools import islice
 from types import FunctionType
 from typing import Any, Literal
 
-from gradtools.arguments.batches import Batch, shared_examples_named
+from gradtools.arguments.batches import Batch
 from gradtools.arguments.checks import as_array, normalized_argnums, refuse_arguments
 from gradtools.arguments.chunks import (
     ChunkOptions,
@@ -302,8 +302,7 @@ class _Microbatches:
         summand = like_function("", f, terms)
         chunks = Chunks.of(summand, batch, cut, ChunkOptions(), keys=keys, carried=carried)
         weigh = weighted if is_mean and backend.weighs_sums else None
-        with shared_examples_named(_MICROBATCHED, given):
-            sums, carry = backend.sum_chunks(chunks, weigh)
+        sums, carry = backend.sum_chunks(chunks, weigh)
         if opened is not None and opened.opens_once:
             opened.refuse_changes()
         if is_mean:
@@ -352,28 +351,21 @@ class _Microbatches:
         """
         backend = self.backend
         leaves, treedef = backend.flatten(aux)
-        arrays = list[Array]()
+        arrays, mean = list[Array](), self.reduction == "mean"
         for x, path in zip(leaves, backend.leaf_paths(aux), strict=True):
-            if not is_numeric(backend, x):
+            good, k = is_numeric(backend, x), len(arrays)
+            x = x if backend.is_array(x) or not good else backend.asarray(x)
+            if not good or (mean and not backend.is_inexact(x)):
                 raise GradtoolsError(
-                    f"{_MICROBATCHED}: aux{path} is {describe(backend, x)}; expected "
-                    "an array of numbers, which is reduced over chunks as the loss is. Hand other "
-                    "state on by carry_argnums."
+                    f"{_MICROBATCHED}: aux{path} is {describe(backend, x)}; expected an array of "
+                    "floating numbers, which is reduced over chunks as the loss is. Counts are "
+                    "summed with reduction='sum'; hand other state on by carry_argnums."
                 )
-            x = x if backend.is_array(x) else backend.asarray(x)
-            if self.reduction == "mean" and not backend.is_inexact(x):
-                raise GradtoolsError(
-                    f"{_MICROBATCHED}: aux{path} is {describe(backend, x)}; expected a "
-                    "floating array, the mean over the chunk's examples, as the loss is. Counts "
-                    "are summed with reduction='sum', or passed on by carry_argnums."
-                )
-            k = len(arrays)
             if k < len(shapes) and shapes[k] != tuple(x.shape):
                 raise GradtoolsError(
                     f"{_MICROBATCHED}: aux{path} has shape {shapes[k]} in one chunk and "
-                    f"{tuple(x.shape)} in another. aux is reduced over chunks as the loss is, so "
-                    "it must not hold an entry for each example. Outputs of each example are "
-                    "joined by chunked."
+                    f"{tuple(x.shape)} in another. aux is reduced over chunks as the loss is; "
+                    "outputs of each example are joined by chunked."
                 )
             arrays.append(x)
         shapes[:] = [tuple(x.shape) for x in arrays]

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, TypeVar, overload
 
-from gradtools.arguments.batches import Batch, shared_examples_named
+from gradtools.arguments.batches import Batch
 from gradtools.arguments.calls import NOT_NAMED, Call, call_of_primals
 from gradtools.arguments.checks import (
     check_choice,
@@ -452,8 +452,7 @@ class Derivatives(Operators):
                 error.add_note(f"{name}: f sees one example, without the batch axis.")
                 raise
 
-        with shared_examples_named(name, arguments):
-            grads = batch.map(of_one, chunk_size)
+        grads = batch.map(of_one, chunk_size)
         if opened is None:
             return grads
         opened.refuse_changes()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -13,7 +12,7 @@ import numpy as np
 from gradtools.arguments.in_axes import Argument
 from gradtools.arguments.wording import in_words
 from gradtools.backend import Array, Backend
-from gradtools.errors import GradtoolsError, refusal
+from gradtools.errors import GradtoolsError
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -135,21 +134,15 @@ class Batch:
                 for leaf in flat.leaves:
                     if isinstance(flat.argument.axes, int) and leaf.is_array:
                         self._size(flat, leaf, flat.argument.axes)  # which refuses a scalar
-            shared = ""
-            if self.caller == "microbatched_value_and_grad":
-                shared = " Arguments in argnums are shared by all chunks."
             raise GradtoolsError(
-                f"{self.caller}: no argument is split, so there are no examples.{shared} Pass the "
-                "batch as an array, and name its axis in in_axes."
+                f"{self.caller}: no argument is split, so there are no examples. Pass the batch as "
+                "an array, and name its axis in in_axes."
             )
         if len(places) > 1:
             listed = ", ".join(f"{n} in {self._name_of(*at[0])}" for n, at in places.items())
-            flat, _ = min(reversed(places.values()), key=len)[0]
-            odd = flat.argument.key
-            how = f": in_axes={{{odd!r}: None}}" if isinstance(odd, str) else ""
             raise GradtoolsError(
                 f"{self.caller}: the batch sizes differ: {listed}. Set in_axes so that every split "
-                f"axis has one entry for each example; None shares an argument{how}."
+                "axis has one entry for each example; None shares an argument."
             )
         # f of an empty array has no rows, and so has the chunked function.
         if 0 in places and (self.caller != "chunked" or places[0][0][0].is_list):
@@ -240,41 +233,3 @@ def axis_moved(backend: Backend, x: Array, source: int, target: int) -> Array:
 
 def _rank(x: Any) -> int:
     return len(getattr(x, "shape", ()))
-
-
-@contextmanager
-def shared_examples_named(caller: str, given: Sequence[Argument]) -> Iterator[None]:
-    """Around f's evaluations: adds a hint to a shape error if the examples may be shared.
-
-    A differentiated argument is shared. If it is as long as the split arrays, it may hold the
-    examples of an f that captures its parameters.
-    """
-    try:
-        yield
-    except Exception as error:
-        sizes = {_length(a.value) for a in given if a.axes is not None} - {None}
-        names = [a.name for a in given if a.axes is None and _length(a.value) in sizes]
-        if not (names and may_be_of_shapes(error)):
-            raise
-        raise refusal(
-            error,
-            f"{caller}: f raises {type(error).__name__}: {error}. {names[0]} is as long as the "
-            "batch, but is passed whole to each call of f: arguments in argnums are shared. If f "
-            f"is a function of examples that captures its parameters, make these its first "
-            f"argument, {caller}(f)(params, ...), or name the parameters in argnums.",
-        ) from error
-
-
-def may_be_of_shapes(error: Exception) -> bool:
-    """Whether an error may be about shapes that f does not accept.
-
-    PyTorch raises a plain RuntimeError for shapes, and its subclasses for other reasons such as
-    memory.
-    """
-    kinds = AssertionError, LookupError, TypeError, ValueError
-    return type(error) is RuntimeError or isinstance(error, kinds)
-
-
-def _length(x: Any) -> int | None:
-    shape = getattr(x, "shape", ())
-    return shape[0] if shape else None

@@ -5,7 +5,6 @@ Only rows of examples can be joined, so an output has one entry for each example
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping
 from itertools import compress
 from operator import itemgetter
@@ -21,7 +20,6 @@ if TYPE_CHECKING:
 SUMMED = object()  # out_axes of outputs that are summed instead of joined
 _BY_IDENTITY: tuple[Any, ...] = (None, object.__hash__)
 _UNKNOWN = object()  # the structure before the first output
-_STEP = re.compile(r"\[[^\[\]]*\]|\.\w+")  # an index, key or attribute in a leaf path
 
 
 class Outputs:
@@ -64,61 +62,53 @@ class Outputs:
         if self._out_axes is SUMMED:
             for k, leaf in enumerate(leaves):
                 # checkpoint lets what is no array pass through
-                if self.caller == "checkpoint" or is_numeric(backend, leaf):
-                    continue
-                cached = type(leaf).__name__.endswith("Cache")  # transformers' key-value cache
-                raise GradtoolsError(
-                    f"{self.caller}: the function returned {describe(backend, leaf)} at "
-                    f"output{backend.leaf_paths(out)[k]}, expected an array. "
-                    f"{'Call the model with use_cache=False.' if cached else 'Return arrays.'}"
-                )
+                if self.caller != "checkpoint" and not is_numeric(backend, leaf):
+                    raise GradtoolsError(
+                        f"{self.caller}: the function returned {describe(backend, leaf)} at "
+                        f"output{backend.leaf_paths(out)[k]}, expected an array. Return arrays."
+                    )
             return leaves
         if self.axes is None:
             self.axes = self._axes_of(leaves, kinds, out)
         arrays: list[Array] = []
-        size = self.cut.sizes[number]
-        for k, leaf in enumerate(leaves):
-            if kinds[k] is None:
+        for k, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)):
+            if kind is None:
                 self._note_constant(leaf, out, k, number)
-                continue
-            axis, shape = self.axes[len(arrays)], list(leaf.shape)
-            there = -len(shape) <= axis < len(shape)
-            if not there or (shape.pop(axis) != size and self.cut.count != 1):
-                raise self._no_rows(out, k, axis, size)
-            if len(arrays) == len(self._rests):
-                self._rests.append(shape)
-            elif shape != self._rests[len(arrays)]:
-                raise GradtoolsError(
-                    f"chunked: f's output{backend.leaf_paths(out)[k]} has shape "
-                    f"{tuple(leaf.shape)} for {size} examples, and {self._rests[len(arrays)]} on "
-                    f"its other axes in the chunks before; they cannot be joined on axis {axis}. "
-                    "Only that axis may depend on the size of a chunk; return no other outputs."
-                )
-            arrays.append(leaf)
+            else:
+                self._check_rows(leaf, out, k, len(arrays), number)
+                arrays.append(leaf)
         return arrays
 
-    def _no_rows(self, out: Any, k: int, axis: int, size: int) -> GradtoolsError:
-        """The error of an output without one entry for each example."""
-        path = self.backend.leaf_paths(out)[k]
-        shape = tuple(self.backend.flatten(out)[0][k].shape)
+    def _check_rows(self, leaf: Array, out: Any, k: int, place: int, number: int) -> None:
+        """Raises unless an array, in this place among them, has one entry for each example."""
+        assert self.axes is not None
+        axis, shape, size = self.axes[place], list(leaf.shape), self.cut.sizes[number]
+        path = self.backend.leaf_paths(out)[k] if self._treedef is not None else ""
         there = -len(shape) <= axis < len(shape)
-        has = f"length {shape[axis]} on axis {axis}" if there else f"shape {shape}, no axis {axis},"
-        return GradtoolsError(
-            f"chunked: f's output{path} has {has} for {size} examples; only rows of examples can "
-            "be joined, one for each. For a mean or a sum over examples use "
-            "microbatched_value_and_grad. State that goes from chunk to chunk, such as batch "
-            "statistics, belongs in an argument that carry_argnums names."
-            f"{self._without(out, size)}"
-        )
+        has = f"length {shape[axis]} on axis {axis}" if there else f"shape {tuple(shape)}"
+        if not there or (shape.pop(axis) != size and self.cut.count != 1):
+            raise GradtoolsError(
+                f"chunked: f's output{path} has {has} for {size} examples; only rows of examples "
+                "can be joined, one for each. For a mean or a sum over examples use "
+                "microbatched_value_and_grad. State that goes from chunk to chunk, such as batch "
+                "statistics, belongs in an argument that carry_argnums names. Else wrap f and "
+                "leave that output out."
+            )
+        if place == len(self._rests):
+            self._rests.append(shape)
+        elif shape != self._rests[place]:
+            raise GradtoolsError(
+                f"chunked: f's output{path} has shape {tuple(leaf.shape)} for {size} examples, and "
+                f"{self._rests[place]} on its other axes in the chunks before; they cannot be "
+                f"joined on axis {axis}. Only that axis may depend on the size of a chunk."
+            )
 
     def _axes_of(self, leaves: list[Any], kinds: list[Any], out: Any) -> list[int]:
         if leaves and kinds.count(None) == len(kinds):
             path = self.backend.leaf_paths(out)[0]
-            fix = f" Wrap f so that it returns what the loss needs of it: out{path}.<name>"
             raise GradtoolsError(
                 f"chunked: f's output{path} is {describe(self.backend, leaves[0])}; expected an "
-                "array with an entry for each example."
-                + (fix if type(leaves[0]).__hash__ in _BY_IDENTITY else "")
+                "array with an entry for each example. If the object holds one, return that."
             )
         axes = [self._out_axes] * len(leaves)
         if type(self._out_axes) is not int:
@@ -127,36 +117,17 @@ class Outputs:
 
     def _note_constant(self, leaf: Any, out: Any, k: int, number: int) -> None:
         """Stores a non-array leaf; raises unless it is a constant, equal for all chunks."""
-        name, size = f"f's output{self.backend.leaf_paths(out)[k]}", self.cut.sizes[number]
-        if type(leaf).__hash__ in _BY_IDENTITY:  # an object that compares by identity
-            raise GradtoolsError(
-                f"chunked: {name} is {describe(self.backend, leaf)}; expected an array with an "
-                f"entry for each example, or a constant.{self._without(out, size)}"
-            )
-        counts = isinstance(leaf, int) and not isinstance(leaf, bool)
-        if counts and leaf == size and self.cut.count != 1:
-            raise GradtoolsError(
-                f"chunked: {name} is {leaf}, the number of examples in its chunk, and so not what "
-                "the whole batch would give. Return an array with an entry for each example."
-                f"{self._without(out, size)}"
-            )
         known = self._constants.setdefault(k, leaf)
         same = known is leaf or known == leaf or (known != known and leaf != leaf)  # NaN is itself
-        if not bool(same):
+        counts = type(leaf) is int and leaf == self.cut.sizes[number] and self.cut.count != 1
+        if counts or type(leaf).__hash__ in _BY_IDENTITY or not bool(same):
+            came = "the number of the chunk's examples" if counts else repr(leaf)
+            came = came if same else f"{leaf!r} at chunk {number} and {known!r} before"
             raise GradtoolsError(
-                f"chunked: {name} is {leaf!r} at chunk {number} and {known!r} before; what is no "
-                "array must be the same for all chunks. Return an array with an entry for each "
-                f"example.{self._without(out, size)}"
+                f"chunked: f's output{self.backend.leaf_paths(out)[k]} is {came}; what is no array "
+                "must be a constant, the same for all chunks. Return an array with an entry for "
+                "each example, or wrap f and leave that output out."
             )
-
-    def _without(self, out: Any, size: int) -> str:
-        """Advice for messages: a `select` that leaves out what cannot be joined."""
-        leaves, axis = self.backend.flatten(out)[0], self._out_axes
-        shapes = {k: getattr(x, "shape", ()) for k, x in enumerate(leaves)}
-        axis = axis if type(axis) is int else 0
-        lengths = {k: s[axis] for k, s in shapes.items() if -len(s) <= axis < len(s)}
-        good = {k for k, length in lengths.items() if length == size}
-        return _without(self.backend.leaf_paths(out), out, good)
 
     # --- the whole output
 
@@ -176,38 +147,17 @@ class Outputs:
         return self.backend.unflatten(self._treedef, leaves)
 
 
-def _without(paths: list[str], out: Any, good: set[int]) -> str:
-    """Advice for messages: to return the `good` leaves, which can be joined."""
-    heads: dict[str, list[int]] = {}  # the leaves below each part of the output
-    for k, path in enumerate(paths):
-        step = _STEP.match(path)
-        heads.setdefault(step[0] if step else path, []).append(k)
-    parts: list[str] = []
-    for head, below in heads.items():
-        parts += [head] if good.issuperset(below) else [paths[k] for k in below if k in good]
-    chosen = f"({', '.join(f'out{part}' for part in parts)})"
-    if isinstance(out, tuple | list) and parts == [f"[{k}]" for k in range(len(parts))]:
-        chosen = f"out[:{len(parts)}]"
-    if len(parts) == 1:
-        chosen = f"out{parts[0]}"
-    if not parts or len(paths) == 1:
-        return ""
-    return f" To leave it out, wrap f so that it returns {chosen}."
-
-
 def _axes_of(backend: Backend, axes: Any, out: Any) -> list[int]:
     if isinstance(axes, int) and not isinstance(axes, bool):
         return [axes] * len(backend.flatten(out)[0])
-    if type(axes) is type(out) and type(out) in (tuple, list, dict) and len(axes) == len(out):
-        if type(out) is dict:
-            if axes.keys() == out.keys():  # in the order of the dict's leaves
-                keys = backend.flatten({key: key for key in out})[0]
-                return [a for key in keys for a in _axes_of(backend, axes[key], out[key])]
-        else:
-            pairs = zip(axes, out, strict=True)
-            return [a for one, part in pairs for a in _axes_of(backend, one, part)]
+    if type(axes) is type(out) and type(out) in (tuple, list) and len(axes) == len(out):
+        pairs = zip(axes, out, strict=True)
+        return [a for one, part in pairs for a in _axes_of(backend, one, part)]
     if isinstance(out, Mapping) and type(axes) is dict and axes.keys() == out.keys():
-        return [a for key in out for a in _axes_of(backend, axes[key], out[key])]
+        keys = out  # in the order of the leaves
+        if type(out) is dict:
+            keys = backend.flatten({key: key for key in out})[0]
+        return [a for key in keys for a in _axes_of(backend, axes[key], out[key])]
     raise GradtoolsError(
         f"chunked: out_axes holds {axes!r} for {describe(backend, out)}; expected an integer, or "
         "a tree of integers like f's output. An output that is the same for all chunks, or has no "

@@ -16,11 +16,10 @@ from torch.overrides import TorchFunctionMode
 
 from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.functorch_wrappers import is_inexact, is_wrapped, levels, unwrapped
+from gradtools.torch.functorch_wrappers import is_inexact, is_wrapped
 
 Tensor = torch.Tensor
 Tensors = list[Tensor]
-_VMAP = upstream.TransformType.Vmap
 ENDED = -2  # what `maybe_get_level` returns for a wrapper of a transform that has ended
 
 
@@ -45,21 +44,14 @@ def as_read_now(xs: Sequence[Tensor]) -> list[Tensor]:
 class Replaced(TorchFunctionMode):
     """A context in which f's operations read other tensors in the place of captured ones.
 
-    captured: Tensors that f captured in its first run, each with a function that returns the
-        tensor that is in its place now; `others` replace them.
-    moved: Further tensors to replace, by id, with the tensor to replace and its replacement.
+    of: The tensors that are replaced already, by an outer context.
     """
 
-    def __init__(
-        self, captured: Sequence[tuple[Tensor, Any]], others: Sequence[Tensor], moved: Any
-    ) -> None:
+    def __init__(self, captured: Sequence[Tensor], others: Sequence[Tensor], of: Any = ()) -> None:
         super().__init__()
-        self.of = dict(moved)
-        self._left = {id(x) for x, _ in captured}
-        self._first: dict[int, int] = {}
-        for (x, place), other in zip(captured, others, strict=True):
-            for one in (x, place()):
-                self.of[id(one)], self._first[id(one)] = (one, other), id(x)
+        pairs = [*zip(captured, others, strict=True)]
+        self.of = {**dict(of), **{id(x): (x, other) for x, other in pairs}}
+        self._left = {*map(id, captured)}
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         return fun(*self._entered(args), **self._entered(kwargs or {}))
@@ -69,7 +61,7 @@ class Replaced(TorchFunctionMode):
 
     def other(self, x: Tensor) -> Tensor:
         while (entry := self.of.get(id(x))) is not None:
-            self._left.discard(self._first.get(id(x), 0))
+            self._left.discard(id(x))
             x = entry[1]
         return x
 
@@ -128,52 +120,25 @@ class Captured(TorchFunctionMode):
         return inside
 
 
-# --- outputs below all levels --------------------------------------------------------------------
-
-
-def _maps(xs: Sequence[Tensor]) -> dict[int, int]:
-    """The levels of the vmaps in which any of xs is batched, the outermost first; their sizes."""
-    at = {level for x in xs for level in levels(x)}
-    stack = [v for v in upstream.get_interpreter_stack() or () if v.key() == _VMAP]
-    return {v.level(): upstream.batch_size_of(v) for v in stack if v.level() in at}
-
-
 def batched_as(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensors:
     """xs, of which one is batched in each vmap in which any of ys is.
 
-    torch.func enters no vmap for a node whose inputs are not batched in it, but f's draws may be.
+    torch.func enters no vmap for a pullback whose inputs are not batched in it, but f's draws in
+    the first pass may be.
     """
     xs = list(xs)
     k = next(k for k, x in enumerate(xs) if is_inexact(x))
     for y in ys:
-        if not _maps([y]).keys() <= _maps(xs).keys():
+        if not _batching(y) <= set().union(*map(_batching, xs)):
             xs[k] = xs[k] - torch.zeros_like(y, dtype=xs[k].dtype).sum()
     return xs
 
 
-def physical(ys: Sequence[Tensor], xs: Sequence[Tensor]) -> Tensors:
-    """The outputs ys below all levels, in memory that no input x shares.
-
-    Their leading axes are those of the vmaps in which any of xs is batched, the outermost first.
-    """
-    maps, inputs = _maps(xs), [*map(unwrapped, xs)]
-    with upstream.temporarily_clear_interpreter_stack(), torch.no_grad():
-        outs = [_physical(y, maps) for y in ys]
-        return [y.clone() if any(upstream.is_alias_of(y, x) for x in inputs) else y for y in outs]
-
-
-def _physical(y: Tensor, maps: dict[int, int]) -> Tensor:
-    axes: dict[int, int] = {}
-    while is_wrapped(y):
-        if upstream.is_batchedtensor(y):
-            axes[upstream.maybe_get_level(y)] = upstream.maybe_get_bdim(y)
-        y = upstream.get_unwrapped(y)
-    y = y.detach()
-    for done, (level, size) in enumerate(maps.items()):
-        axis = axes.get(level)
-        if axis is None:
-            y = y.unsqueeze(done)
-            y = y.expand(*y.shape[:done], size, *y.shape[done + 1 :])
-        else:
-            y = y.movedim(axis + done, done)
-    return y
+def _batching(x: Tensor) -> set[int]:
+    """The levels of vmap in which x is batched."""
+    found = set[int]()
+    while is_wrapped(x):
+        if upstream.is_batchedtensor(x):
+            found.add(upstream.maybe_get_level(x))
+        x = upstream.get_unwrapped(x)
+    return found

@@ -27,10 +27,10 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.accumulate import is_distributed
 from gradtools.torch.captured_tensors import as_read_now
 from gradtools.torch.compiling import left_to_python
-from gradtools.torch.functorch_wrappers import is_dual, is_wrapped
+from gradtools.torch.functorch_wrappers import alive, is_dual, is_wrapped
 from gradtools.torch.operation_marks import is_plain, marked
 from gradtools.torch.recomputation import Program, first_in_functorch, recomputed
-from gradtools.torch.state import Casts, RunState, Watched
+from gradtools.torch.state import Casts, Held, RunState
 
 Tensor = torch.Tensor
 Tensors = list[Tensor]
@@ -42,36 +42,32 @@ _JVP = upstream.TransformType.Jvp
 def run_chunks(chunks: Chunks) -> tuple[list[Any], list[Any]]:
     """The joined output leaves, differentiable, and the last carry."""
     with marked(chunks.caller):
-        return _run_chunks(chunks)
+        rows, carry = [], [_bare(x) for x in chunks.carry]
+        held = held_by(chunks) if recomputes() else None
+        state, casts = held and RunState.now(held), held and Casts(held.kinds)
+        for i, pieces in _counted(chunks):
+            chunk = Chunk(chunks, i, pieces, carry)
+            if held is None:
+                outs = chunk.run(chunk.xs)
+            else:
+                outs, state = chunk.recomputed(held, state, casts)
+            carry = chunk.after
+            rows.append(chunk.merged(outs))
+        return _joined(chunks, rows), carry
 
 
-def _run_chunks(chunks: Chunks) -> tuple[list[Any], list[Any]]:
-    rows, carry = [], [_bare(x) for x in chunks.carry]
-    held = held_by(chunks) if recomputes() else None
-    state = held and RunState.now(held)
-    casts = held and Casts(held.kinds)
-    for i, pieces in _counted(chunks):
-        chunk = Chunk(chunks, i, pieces, carry)
-        if held is None:
-            outs = chunk.run(chunk.xs)
-        else:
-            outs, state = chunk.recomputed(held, state, casts)
-        carry = chunk.after
-        rows.append(chunk.merged(outs))
-    return _joined(chunks, rows), carry
-
-
-def held_by(chunks: Chunks) -> Watched | None:
+def held_by(chunks: Chunks) -> Held | None:
     """What f holds; None while exporting. Refuses wrappers, warns of batch norm."""
     if upstream.is_exporting() or is_plain():
         return None
     given = [*chunks.shared, *[x for x, _ in chunks.splits]]
     tensors = [x for x in given if isinstance(x, Tensor)]
     others = [x for x in chunks.shared if not isinstance(x, Tensor)]
-    held = Watched([chunks.call.f, *others], {x.device.type for x in tensors})
+    held = Held([chunks.call.f, *others], {x.device.type for x in tensors})
     for module in held.modules:
-        kind = _wrapper(module)
-        if kind is not None:
+        kind = _wrapper(type(module))  # type: ignore[arg-type]
+        # Inside of FSDP2's own forward the parameters are gathered.
+        if kind and (kind != "FSDPModule" or any(map(is_distributed, module.parameters()))):
             raise GradtoolsError(
                 f"{chunks.caller}: f is a {kind}, or holds one, which gathers parameters or "
                 "reduces gradients around each call, and here a call is computed several times. "
@@ -88,19 +84,9 @@ def held_by(chunks: Chunks) -> Watched | None:
 _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParallel", "FSDPModule")
 
 
-def _wrapper(module: torch.nn.Module) -> str | None:
-    """The class name of a wrapper of PyTorch that manages parameters around each call.
-
-    FSDP2's is none inside of its own forward, where the parameters are gathered.
-    """
-    kind = _kind_of_wrapper(type(module))  # type: ignore[arg-type]
-    if kind == "FSDPModule" and not any(map(is_distributed, module.parameters())):
-        return None
-    return kind
-
-
 @cache
-def _kind_of_wrapper(kind: type) -> str | None:
+def _wrapper(kind: type) -> str | None:
+    """The name of a class of PyTorch that manages parameters around each call, if it is one."""
     names = [k.__name__ for k in kind.__mro__ if k.__module__.startswith("torch.")]
     return next((name for name in names if name in _WRAPPERS), None)
 
@@ -112,6 +98,13 @@ def recomputes() -> bool:
     levels = upstream.get_interpreter_stack() or ()
     pushed = levels and upstream.forward_level() >= 0  # whose tangents torch.func hides
     return not pushed and all(level.key() != _JVP for level in levels)
+
+
+def verifies(options: ChunkOptions, program: Program) -> bool:
+    """Whether this call is compared with its recomputation. Notes when it has been."""
+    if options.verify is None:
+        program.verified = lambda: options.latest.update(verified=True)
+    return options.verify is not False and not options.latest.get("verified")
 
 
 class Chunk:
@@ -142,46 +135,30 @@ class Chunk:
         left, count = iter(ys), len(ys) + len(self.others)
         return [self.others[k] if k in self.others else next(left) for k in range(count)]
 
-    def recomputed(self, held: Watched, state: Any, casts: Any) -> tuple[Tensors, RunState]:
+    def recomputed(self, held: Held, state: Any, casts: Any) -> tuple[Tensors, RunState]:
         chunks, xs = self._chunks, as_read_now(self.xs)
         program = Program(chunks.caller, self.run, held, state, casts)
-        options = chunks.options
-        verify = options.verify is not False and not options.latest.get("verified")
-        if options.verify is None:
-            program.verified = lambda: options.latest.update(verified=True)
+        verify = verifies(chunks.options, program)
         if upstream.peek_interpreter_stack() is not None:
-            return self._in_functorch(program, verify), program.state.again()
-        if upstream.forward_level() >= 0:  # tangents go through f's own operations
-            parameters = (x for m in held.modules for x in m.parameters(False))
-            if any(map(is_dual, (*xs, *held.tensors, *parameters))):
-                return self.run(xs), state.again()
+            ys = first_in_functorch(program, xs, verify)
+            self.after = [alive(x) if isinstance(x, Tensor) else x for x in self.after]
+            return ys, program.state.again()
+        pushed = upstream.forward_level() >= 0  # tangents go through f's own operations
+        if pushed and any(map(is_dual, (*xs, *held.tensors, *held.parameters))):
+            return self.run(xs), state.again()
         others = [x for x in self._carry if isinstance(x, Tensor)]
-        outs, tracked, state = program.begin(xs, verify, others)
-        if tracked is None and any(isinstance(x, np.ndarray) for x in chunks.arguments):
-            raise GradtoolsError(
-                f"{chunks.caller}: f changes an argument in place that is an array of NumPy, and "
-                "what it gets is a tensor. Return the new one."
-            )
-        if tracked is None or not any(tracked):
+        outs, state = program.begin(xs, verify, others)
+        if program.known is None:
+            if program.kept and any(isinstance(x, np.ndarray) for x in chunks.arguments):
+                raise GradtoolsError(
+                    f"{chunks.caller}: f changes an argument in place that is an array of NumPy, "
+                    "and what it gets is a tensor. Return the new one."
+                )
             return outs, state
         if any(x.grad_fn is not None for x in program.sources):
             # So that what lies behind a captured tensor is no part of f's graph.
-            program, xs = program.inlined(), [*xs, *program.sources]
-        return recomputed(program, xs, outs, tracked), state
-
-    def _in_functorch(self, program: Program, verify: bool) -> Tensors:
-        count = [0]
-
-        def both(xs: Sequence[Tensor]) -> Tensors:
-            ys = self.run(xs)
-            count[:] = [len(ys)]
-            return [*ys, *[x for x in self.after if isinstance(x, Tensor)]]
-
-        program.run = both
-        every = first_in_functorch(program, as_read_now(self.xs), verify)
-        ys, left = every[: count[0]], iter(every[count[0] :])
-        self.after = [next(left).detach() if isinstance(x, Tensor) else x for x in self.after]
-        return ys
+            program, xs = program.inlined(), [*program.sources, *xs]
+        return recomputed(program, xs), state
 
 
 def _joined(chunks: Chunks, rows: list[list[Any]]) -> list[Any]:
@@ -222,14 +199,10 @@ def _parts(chunks: Chunks, x: Tensor, axis: int) -> Sequence[Tensor]:
             f"{chunks.caller}: an argument that is split is a {kind} tensor, which has "
             "no axis to cut on. Give its dense form, or share it (None in in_axes)."
         )
-    cut = chunks.cut
-    if cut.interleaved and (x.requires_grad or is_wrapped(x)):  # whose backward is one scatter
-        rows = [r for rows in cut.rows for r in rows]
+    if chunks.cut.interleaved:  # one gather, whose backward is one scatter
+        rows = [r for rows in chunks.cut.rows for r in rows]
         x = x.index_select(axis, torch.tensor(rows, device=x.device))
-    elif cut.interleaved:
-        before = (slice(None),) * axis
-        return [x[*before, rows.start : rows.stop : rows.step] for rows in cut.rows]
-    return x.split(cut.sizes, axis)
+    return x.split(chunks.cut.sizes, axis)
 
 
 def checkpointed(
@@ -260,68 +233,45 @@ def sum_chunks(chunks: Chunks, weigh: Any = None) -> tuple[list[Any], list[Any]]
     return sums.total(), carry
 
 
-_NARROW = (torch.float16, torch.bfloat16)
-
-
 class _Sums:
-    """Running sums of a chunk's outputs, in float32 for 16-bit terms, in place where that is exact.
+    """Running sums of a chunk's outputs, in place where that is exact.
 
     weigh: If given, `weigh(w, x)` is a term, where w is a chunk's first output.
     """
 
     def __init__(self, weigh: Any) -> None:
-        self._weigh, self._sums, self._dtypes, self._in_place = (
-            weigh,
-            list[Tensor](),
-            list[Any](),
-            True,
-        )
+        self._weigh, self._sums, self._in_place = weigh, list[Tensor](), True
 
-    def add(self, terms: list[Tensor]) -> None:
-        self._dtypes = self._dtypes or [x.dtype for x in terms]
+    def add(self, terms: Tensors) -> None:
         self._in_place = self._in_place and all(map(_is_plain, terms))
-        if self._weigh is None:
-            self._add(terms)
-        elif not self._in_place:
+        number = terms[0].item() if self._in_place and self._weigh else 1.0
+        if self._in_place and self._sums:  # without a copy of the weighted terms
+            sums = self._sums
+            if self._weigh is not None:
+                sums[0].add_(terms[0])
+                sums, terms = sums[1:], terms[1:]
+            if number and terms:  # with weight zero, terms may be NaN
+                upstream.add_each_(sums, terms, alpha=number)
+            return
+        if self._weigh is not None:
             w, *xs = terms
-            self._add([w, *[self._weigh(w, x) for x in xs]])
-        else:  # without a copy of the weighted terms
-            w, *xs = terms
-            number = w.item()
-            if not self._sums:  # with weight zero, xs may be NaN: means over no examples
-                scaled = upstream.multiply_each(xs, number) if number else map(torch.zeros_like, xs)
-                self._sums = [w.clone(), *map(_wide, scaled)]
-            else:
-                self._sums[0] += w
-                if number and xs:
-                    upstream.add_each_(self._sums[1:], xs, alpha=number)
-
-    def _add(self, terms: list[Tensor]) -> None:
-        if not self._sums:
-            self._sums = [
-                _wide(x) if x.dtype in _NARROW else x.clone() if self._in_place else x
-                for x in terms
-            ]
+            terms = [w.clone(), *[self._weigh(w, x) for x in xs]]
         elif self._in_place:
-            upstream.add_each_(self._sums, terms)
+            terms = [x.clone() for x in terms]
+        if not self._sums:
+            self._sums = terms
         else:
             self._sums = [s + x for s, x in zip(self._sums, terms, strict=True)]
 
-    def total(self) -> list[Tensor]:
-        """The sums in the terms' dtypes; with weights their sum, and the weighted means."""
-        sums = self._sums
-        if self._weigh is not None and sums:
-            total, *rest = sums
-            if self._in_place:
-                upstream.divide_each_(rest, total.item())
-            else:
-                rest = [x / total.to(x.real.dtype) for x in rest]
-            sums = [total, *rest]
-        return [s if s.dtype == d else s.to(d) for s, d in zip(sums, self._dtypes, strict=True)]
-
-
-def _wide(x: Tensor) -> Tensor:
-    return x.float() if x.dtype in _NARROW else x
+    def total(self) -> Tensors:
+        """The sums; with weights their sum, and the weighted means."""
+        if self._weigh is None or not self._sums:
+            return self._sums
+        total, *rest = self._sums
+        if self._in_place:
+            upstream.divide_each_(rest, total.item())
+            return [total, *rest]
+        return [total, *[x / total.to(x.real.dtype) for x in rest]]
 
 
 def _is_plain(x: Tensor) -> bool:

@@ -29,7 +29,7 @@ from gradtools.freezing import edit_in_frozen, name_of_function
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import is_spent
 from gradtools.torch.captured_tensors import Replaced, as_read_now
-from gradtools.torch.chunking import Chunk, held_by, recomputes
+from gradtools.torch.chunking import Chunk, held_by, recomputes, verifies
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.function_modes import OneTangent, PlainAttention, PlainKernels
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact, unshared
@@ -38,11 +38,12 @@ from gradtools.torch.operation_marks import CHUNK, detached, hooks_of_users, mar
 from gradtools.torch.recomputation import (
     Program,
     Pull,
+    Pulled,
     first_in_functorch,
     recomputed,
     with_cotangents,
 )
-from gradtools.torch.state import Casts, RunState, Watched
+from gradtools.torch.state import Casts, Held, RunState
 
 Tensor = torch.Tensor
 Tensors = list[Tensor]
@@ -79,75 +80,56 @@ def run_frozen(whole: Chunks, uses: Uses) -> list[Any]:
         if not recomputes() or upstream.forward_level() >= 0:  # tangents go through G's operations
             with _constant(whole.caller, held):
                 return chunk.merged(chunk.run(chunk.xs))
-        xs, options = as_read_now(chunk.xs), whole.options
-        before = uses.state
-        if before and before.held.is_like(held):
-            held = before.held  # which uses share
-        else:
-            before = None
-        state, casts = RunState.now(held, before), Casts(held.kinds)
-        use = _Use(uses, whole.caller, chunk.run, held, state, casts)
-        verify = options.verify is not False and not options.latest.get("verified")
-        if options.verify is None:
-            use.verified = lambda: options.latest.update(verified=True)
+        state = RunState.now(held, uses.state)
+        use = _Use(uses, whole.caller, chunk.run, held, state, Casts(held.kinds))
+        verify, xs = verifies(whole.options, use), as_read_now(chunk.xs)
         if upstream.peek_interpreter_stack() is not None:
-            use.run = use.noted
             return chunk.merged(first_in_functorch(use, xs, verify))
-        gate, ys, tracked, uses.state = use.first_run(xs, verify)
-        if tracked is not None and any(tracked):
-            ys = recomputed(use, [*gate, *xs], ys, tracked)
-        return chunk.merged(ys)
+        return chunk.merged(use.first_run(xs, verify))
 
 
 class _Use(Program):
     """One evaluation of a frozen function.
 
     Attributes:
+        gates: How many arguments come before those of G: a number that leads to its constants.
         retained: Its arguments as leaves, and its outputs with their graph, at most once.
         kernels: A context of the next passes.
         changes: How often the parameters have been changed in place; None if G changes them.
         edit: The name of an edit without forward mode in G; empty if there is none.
+        hooked: Whether G sets hooks on gradients, which forward mode does not see.
     """
+
+    edit, hooked, gates, kernels = "", False, 0, _NOTHING
 
     def __init__(self, uses: Uses, *args: Any) -> None:
         super().__init__(*args)
-        self.uses, self.outside, self._run = uses, upstream.nodes_made(), self.run
+        self.uses, self.outside = uses, upstream.nodes_made()
         self.changes: int | None = self.held.versions()
         self.retained: list[tuple[Tensors, Tensors]] = []
 
-    edit = ""
-    hooked = False  # whether G sets hooks on gradients, which forward mode does not see
-    gates = 0  # how many arguments come before those of G
-    kernels: Any = _NOTHING
-
-    def first_run(self, xs: Sequence[Tensor], verify: bool) -> Any:
-        """`begin`, and before its results a number that leads to the constants, if there are."""
-        run, hooks, first = self.run, hooks_of_users(), list[Any]()
-
-        def kept(inner: Sequence[Tensor]) -> Tensors:
-            first[:] = [list(inner), self.noted(inner)]
-            return list(first[1])
-
-        self.run = kept
-        try:
-            outs, tracked, later = self.begin(xs, verify, [])
-        finally:
-            self.run = run
+    def first_run(self, xs: Sequence[Tensor], verify: bool) -> Tensors:
+        """The outputs, as one node."""
+        hooks = hooks_of_users()
+        ys, self.uses.state = self.begin(xs, verify, [])
         self.hooked = hooks_of_users() != hooks
         if self.held.versions() != self.changes:
             self.changes = None  # G changes them itself
-        constants, self.sources, self.versions = self.sources, [], []
-        gate = self._gate(constants)
-        if tracked and any(tracked) and upstream.saved_tensors_hooks_on(False) is None:
-            self.uses.keep(self, [*gate, *first[0]], first[1])
-        return gate, outs, tracked, later
+        inner, graph = self.retained.pop()
+        if self.known is None:
+            return ys
+        gate = self._gate(self.sources)
+        self.read([])
+        if upstream.saved_tensors_hooks_on(False) is None:
+            self.uses.keep(self, [*gate, *inner], graph)
+        return recomputed(self, [*gate, *xs])
 
-    def noted(self, xs: Sequence[Tensor]) -> Tensors:
-        """The outputs of G; notes an edit that it holds."""
+    def run_first(self, xs: Sequence[Tensor]) -> Tensors:
         edits = running.edits
-        ys = self._run(xs)
+        ys = self.run(xs)
         if running.edits != edits:
             self.edit = running.edit
+        self.retained.append((list(xs), list(ys)))
         return ys
 
     def _gate(self, constants: Tensors) -> Tensors:
@@ -160,7 +142,9 @@ class _Use(Program):
             fixed = [not upstream.is_wrapped(x) for x in captured]
             gate = self._gate([*compress(captured, fixed)])
             every = [x.detach() if f else x for x, f in zip(captured, fixed, strict=True)]
-        return [*gate, *xs, *every]
+        self.captured = captured
+        self.retained.clear()
+        return [*every, *gate, *xs]
 
     def again(self, xs: Sequence[Tensor]) -> Tensors:
         if self.changes not in (None, self.held.versions()):
@@ -172,11 +156,13 @@ class _Use(Program):
         return super().again(xs)
 
     def _call(self, xs: Sequence[Tensor]) -> Tensors:
+        first = len(self.captured)
         with self.kernels:
-            return super()._call(xs if self.call else xs[self.gates :])
+            return super()._call(xs if self.call else [*xs[:first], *xs[first + self.gates :]])
 
     def _compare(self, ys: Sequence[Tensor], exact: bool) -> None:
-        super()._compare([*map(_primal, ys)], exact and self.kernels is _NOTHING)
+        primals = [upstream.unpack_dual(y, level=0)[0] if is_dual(y) else y for y in ys]
+        super()._compare(primals, exact and self.kernels is _NOTHING)
 
     def by(self, kernels: Any) -> _Use:
         """The same, computed again by these kernels."""
@@ -185,18 +171,20 @@ class _Use(Program):
     # --- its derivatives
 
     def wanted(self, ctx: Any, xs: Sequence[Tensor], wants: Sequence[bool]) -> Sequence[bool]:
+        gates = range(len(self.captured), len(self.captured) + self.gates)
         every = zip(wants, xs, strict=True)
-        return [w and not is_spent(x) and i >= self.gates for i, (w, x) in enumerate(every)]
+        return [w and not is_spent(x) and i not in gates for i, (w, x) in enumerate(every)]
 
     def pullback(
         self, xs: Sequence[Tensor], cts: Sequence[Any], wants: Sequence[bool]
     ) -> tuple[Pull, Tensors]:
-        pull: Pull = _Pullback(self, len(xs), [ct is not None for ct in cts], wants)
-        if not torch.is_grad_enabled() or upstream.peek_interpreter_stack() is not None:
-            return pull, with_cotangents(xs, cts)
-        pull.leaves = [*xs]  # type: ignore[attr-defined]
-        # Views, since the engine cannot be asked whether a leaf is needed.
-        return pull, [x.view_as(x) if x.requires_grad else x for x in with_cotangents(xs, cts)]
+        pull = _Pullback(self, len(xs), [ct is not None for ct in cts], wants)
+        inputs = with_cotangents(xs, cts)
+        if torch.is_grad_enabled() and upstream.peek_interpreter_stack() is None:
+            # Views, since the engine cannot be asked whether a leaf is needed.
+            pull.leaves = xs
+            inputs = [x.view_as(x) if x.requires_grad else x for x in inputs]
+        return pull, inputs
 
     def pushed(self, zs: Sequence[Tensor], us: Sequence[Tensor | None]) -> list[Tensor | None]:
         """J(z) u, in forward mode."""
@@ -211,16 +199,13 @@ class _Use(Program):
 class _Pullback(Pull):
     """The pullback of a use, linear in the cotangents."""
 
-    leaves: Sequence[Tensor] = ()  # the arguments of the use
+    of: _Use
+    leaves: Sequence[Tensor] = ()  # the arguments of the use, where derivatives may be left out
 
-    def pulled(self, xs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor | None]]:
-        kept: Any = None
-        if not (torch.is_grad_enabled() or self.rows or self.more):
-            retained = self.of.retained  # type: ignore[attr-defined]
-            kept = retained.pop() if retained else None
-        if kept is None:
+    def pulled(self, xs: Sequence[Tensor]) -> Pulled:
+        if torch.is_grad_enabled() or self.rows or not self.of.retained:
             return super().pulled(xs)
-        inner, ys = kept
+        inner, ys = self.of.retained.pop()
         ends = [*compress(inner, self.wants)]
         grads = _engine([*compress(ys, self.given)], ends, xs[self.size :], False, False)
         return [*zip(ends, grads, strict=True)]
@@ -244,19 +229,18 @@ class _Pullback(Pull):
 class _Second(Pull):
     """The pullback of a pullback."""
 
-    def pulled(self, xs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor | None]]:
-        pullback: Any = self.of
-        use: _Use = pullback.of
-        if use.edit and any(self.wants[: pullback.size]):
+    of: _Pullback
+
+    def pulled(self, xs: Sequence[Tensor]) -> Pulled:
+        use, size, given = self.of.of, self.of.size, self.of.given
+        if use.edit and any(self.wants[:size]):
             raise edit_in_frozen(use.caller, use.edit)
         if torch.is_grad_enabled() or upstream.peek_interpreter_stack() is not None or self.rows:
-            plain = Pull(use.by(PlainKernels()), pullback.size, pullback.given, pullback.wants)
+            plain = Pull(use.by(PlainKernels()), size, given, self.of.wants)
             return Pull(plain, self.size, self.given, self.wants).pulled(xs)
-        size = pullback.size
-        zs, cs = xs[:size], xs[size : self.size]
-        left = iter(xs[self.size :])
+        zs, cs, left = xs[:size], xs[size : self.size], iter(xs[self.size :])
         of_wanted = iter([next(left) if g else None for g in self.given])
-        us = [next(of_wanted) if w else None for w in pullback.wants]
+        us = [next(of_wanted) if w else None for w in self.of.wants]
         if not any(self.wants[:size]) and use.uses.has_forward_mode and not use.hooked:
             try:
                 ys = use.pushed(zs, us)
@@ -264,21 +248,15 @@ class _Second(Pull):
                 # Its level is taken, or an operation has no forward mode. Other errors come again.
                 use.uses.has_forward_mode = isinstance(error, NoForwardMode)
             else:
-                pairs = zip(cs, compress(ys, pullback.given), self.wants[size:], strict=True)
+                pairs = zip(cs, compress(ys, given), self.wants[size:], strict=True)
                 return [(c, y) for c, y, w in pairs if w]
-        return self._double(use, zs, cs, us)
-
-    def _double(
-        self, use: _Use, zs: Sequence[Tensor], cs: Sequence[Tensor], us: Sequence[Tensor | None]
-    ) -> list[tuple[Tensor, Tensor | None]]:
-        """Double backward of G, whose graph is kept for its next pullback."""
-        pullback: Any = self.of
+        # Double backward of G, whose graph is kept for its next pullback.
         with torch.enable_grad():
             inner = [z.detach().requires_grad_() if is_inexact(z) else z for z in zs]
-            needs = zip(cs, self.wants[len(zs) :], strict=True)
+            needs = zip(cs, self.wants[size:], strict=True)
             cts = [c.detach().requires_grad_(c.requires_grad or w) for c, w in needs]
             ys = use.by(PlainAttention()).again(inner)
-            gs = _engine([*compress(ys, pullback.given)], inner, cts, True, True)
+            gs = _engine([*compress(ys, given)], inner, cts, True, True)
             pairs = [(g, u) for g, u in zip(gs, us, strict=True) if g is not None and u is not None]
             ends = [*compress([*inner, *cts], self.wants)]
             found = _engine([g for g, _ in pairs], ends, [u for _, u in pairs], False, True)
@@ -289,10 +267,6 @@ class _Second(Pull):
 def _dual(z: Tensor, u: Tensor | None) -> Tensor:
     z = detached(z, CHUNK)
     return z if u is None else dual_of(unshared(z), detached(u, CHUNK))
-
-
-def _primal(y: Tensor) -> Tensor:
-    return upstream.unpack_dual(y, level=0)[0] if is_dual(y) else y
 
 
 def _engine(
@@ -316,12 +290,11 @@ def _engine(
     return [next(grads) if x.requires_grad else None for x in xs]
 
 
-def _constant(caller: str, held: Watched) -> Replaced:
+def _constant(caller: str, held: Held) -> Replaced:
     """A context in which differentiating with respect to a parameter raises."""
     with upstream.temporarily_clear_interpreter_stack():
-        xs = [x for x in held.parameters() if x.requires_grad and not is_dual(x)]
-        others = _Constants.apply(caller, False, *xs) if xs else ()
-    return Replaced([], [], {id(x): (x, y) for x, y in zip(xs, others, strict=True)})
+        xs = [x for x in held.parameters if x.requires_grad and not is_dual(x)]
+        return Replaced(xs, _Constants.apply(caller, False, *xs) if xs else ())
 
 
 class _Constants(torch.autograd.Function):

@@ -3,23 +3,21 @@
     results = g(p)        backward: evaluates g again with a graph, and pulls back
 
 The graph of a derivative costs as much as the derivative, and a training step does not need it. So
-an operator computes its results without one, and a single node attaches them to the leaves that f
-reached, as `torch.utils.checkpoint` does. The second evaluation starts from the random streams,
-autocast and buffers of the first; afterwards these are as before. Nothing else is restored.
+an operator computes its results without one, and a node of `recomputation.py` attaches them to the
+leaves that f reached. The second evaluation builds the graph of all higher derivatives, too.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from itertools import islice
+from contextlib import contextmanager
+from itertools import compress, islice
 from typing import Any
 
 import torch
 from torch import nn
 
-from gradtools.errors import GradtoolsError
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
 from gradtools.torch.autograd_graph import is_spent, nodes_of
@@ -27,32 +25,30 @@ from gradtools.torch.compiling import is_compiling
 from gradtools.torch.function_modes import PlainKernels
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.operation_marks import is_recorded
+from gradtools.torch.recomputation import Program, Pull, Pulled, recomputed, with_cotangents
 from gradtools.torch.state import Casts, Held, RunState
 
 Tensor = torch.Tensor
+Tensors = list[Tensor]
 
 
-class _Pending(threading.local):
-    """The lazy graph whose second evaluation this thread begins, until the operator takes it."""
-
-    first: LazyGraph | None = None
+class _Thread(threading.local):
+    again = False  # whether this thread begins a second evaluation
 
 
-_here = _Pending()
+_thread = _Thread()
 
 
-def current_graph(f: Any, modules: Iterable[nn.Module]) -> LazyGraph | SecondEvaluation | None:
+def current_graph(f: Any, modules: Iterable[nn.Module]) -> LazyGraph | None:
     """The graph of a call of f that begins here; None if it is built at once.
 
-    It is built at once under a recorder, and inside of torch.func and of forward mode, whose levels
-    no longer exist when a backward pass runs.
+    It is built at once in the second evaluation, under a recorder, and inside of torch.func and of
+    forward mode, whose levels no longer exist when a backward pass runs.
     """
-    if _here.first is not None:
-        first, _here.first = _here.first, None
-        return SecondEvaluation(first)
-    if not torch.is_grad_enabled() or is_compiling() or is_recorded():
+    again, _thread.again = _thread.again, False
+    if again or not torch.is_grad_enabled() or is_compiling() or is_recorded() or is_nested():
         return None
-    return None if is_nested() else LazyGraph(f, modules)
+    return LazyGraph(f, modules)
 
 
 def is_nested() -> bool:
@@ -66,21 +62,18 @@ class LazyGraph:
     def __init__(self, f: Any, modules: Iterable[nn.Module]) -> None:
         self.deferred = True  # whether the engine frees the graph
         self._nested = False  # whether f ran inside of vmap or of forward mode
-        self._made = upstream.nodes_made()
         self.leaves: dict[int, Tensor] = {}  # that f reached, by id
-        self.values: list[tuple[Tensor, int]] = []  # f's outputs and their versions
         self._constants: set[int] = set()  # the ids of outputs of f that require no grad
-        held = Held([f, *modules])
-        self._state, self._casts = RunState.now(held), Casts(held.kinds)
+        self._held = Held([f, *modules])
+        self._state, self._casts = RunState.now(self._held), Casts(self._held.kinds)
 
-    def note(self, caller: str, output: Any, own: set[int]) -> None:
-        """Records f's outputs, and the leaves behind them but for those with an id in `own`."""
+    def note(self, output: Any, own: set[int]) -> None:
+        """Records the leaves behind f's outputs but for those with an id in `own`."""
         if is_nested():
             self._nested = True
             return
         every = [x for x in trees.flatten(output)[0] if isinstance(x, Tensor)]
         self._constants |= {id(x) for x in every if not x.requires_grad}
-        self.values += [(x.detach(), upstream.version_of(x)) for x in every if is_inexact(x)]
         nodes, accumulates = nodes_of(every), upstream.AccumulateGrad
         for node in nodes:
             if type(node) is accumulates:
@@ -88,7 +81,8 @@ class LazyGraph:
                 if id(x) not in self.leaves and id(x) not in own and not is_spent(x):
                     self.leaves[id(x)] = x
         # A second evaluation would meet a graph that f captures, and that the first one has freed.
-        if min(map(upstream.sequence_of, nodes), default=self._made) < self._made:
+        began = self._held.began
+        if min(map(upstream.sequence_of, nodes), default=began) < began:
             self.deferred = False
 
     def attached(
@@ -115,104 +109,82 @@ class LazyGraph:
             and (self._nested or not x.requires_grad)
         ]
         run = again if select is None else lambda: select(again())
-        program = _Program(caller, self, run, places, leaves)
-        xs = [every[k] for k in places]
+        program = _Lazy(caller, run, places, self._held, self._state, self._casts)
+        ys = [every[k] for k in places]
         # What vmap and forward mode return has a graph to captured tensors.
-        graphs = xs if self._nested else ()
-        apply = _Lazy.apply if self._nested else _apply
-        for k, y in zip(places, apply(program, xs, *leaves, *graphs), strict=True):
+        attached = program.attached(leaves, ys, ys if self._nested else [])
+        for k, y in zip(places, attached, strict=True):
             every[k] = y
         left = iter(every)
         rebuilt = [trees.unflatten(treedef, [*islice(left, len(xs))]) for xs, treedef in flat]
         return tuple(rebuilt) if parts is results else rebuilt[0]
 
-    @contextmanager
-    def again(self) -> Iterator[None]:
-        """Context of the second evaluation, which starts from the state of the first."""
-        now = self._state.again()
-        with ExitStack() as inside:
-            inside.enter_context(self._casts.again())
-            for context in (torch.inference_mode(False), torch.enable_grad(), PlainKernels()):
-                inside.enter_context(context)
-            try:
-                self._state.restore()
-                _here.first = self
-                yield
-            finally:
-                _here.first = None
-                now.restore()
 
+class _Lazy(Program):
+    """The results of a derivative, which are computed again with a graph.
 
-class SecondEvaluation:
-    """The evaluation in the backward pass, which builds the graph; it has the same methods."""
+    Its arguments are not read: they are the results, where these have a graph of their own.
+    """
 
-    deferred = False
-
-    def __init__(self, first: LazyGraph) -> None:
-        self.leaves: dict[int, Tensor] = {}
-        self._left = list(first.values)
-
-    def note(self, caller: str, output: Any, own: set[int]) -> None:
-        """Raises if f returns other values than in the first evaluation."""
-        every = [x for x in trees.flatten(output)[0] if isinstance(x, Tensor) and is_inexact(x)]
-        for x in every if not is_nested() else ():
-            known, version = self._left.pop(0) if self._left else (x, upstream.version_of(x))
-            if upstream.version_of(known) == version and not _agree(x.detach(), known):
-                raise GradtoolsError(
-                    f"{caller}: f returns other values when it is computed again, to differentiate "
-                    "a gradient. It depends on something that has changed since the first call, "
-                    "or that it changes itself; pass that as an argument."
-                )
-
-    def attached(self, caller: str, again: Any, results: Any, select: Any = None) -> Any:
-        """The results, which have a graph already."""
-        return results
-
-
-def _agree(a: Tensor, b: Tensor) -> bool:
-    """Whether values are equal up to rounding: other kernels may have computed them."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    slack = float(torch.finfo(a.dtype).eps ** (2 / 3))
-    size = float(b.abs().amax()) if b.numel() else 0.0
-    return torch.allclose(a, b, rtol=slack, atol=slack * size, equal_nan=True)
-
-
-class _Program:
-    """The results of a derivative, which are computed again with a graph."""
+    inlines = False  # the derivative is taken at the leaves themselves
 
     def __init__(
-        self,
-        caller: str,
-        graph: LazyGraph,
-        run: Callable[[], Any],
-        places: list[int],
-        leaves: list[Tensor],
+        self, caller: str, evaluate: Callable[[], Any], places: list[int], *state: Any
     ) -> None:
-        self._caller, self._graph, self._run, self._places = caller, graph, run, places
-        self.leaves = leaves  # plain references, not saved tensors of autograd
-        self._versions = [upstream.version_of(x) for x in leaves]
+        def run(_: Sequence[Tensor]) -> Tensors:
+            # The cotangents may be batched by vmap; f must not run under it.
+            with (
+                upstream.temporarily_clear_interpreter_stack(),
+                torch.inference_mode(False),
+                torch.enable_grad(),
+                PlainKernels(),
+            ):
+                _thread.again = True
+                try:
+                    every = trees.flatten(evaluate())[0]
+                finally:
+                    _thread.again = False
+            return [every[k] for k in places]
 
-    def pulled(self, cts: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """The pullback of the results at the leaves."""
-        if [upstream.version_of(x) for x in self.leaves] != self._versions:
-            raise GradtoolsError(
-                f"{self._caller}: a parameter or an argument was changed in place after "
-                f"{self._caller} was called (by a step of an optimizer?), and its result is "
-                "differentiated with respect to it. Call backward() before that."
-            )
-        create = torch.is_grad_enabled()
-        # The cotangents may be batched by vmap; f must not run under it.
-        with upstream.temporarily_clear_interpreter_stack(), self._graph.again():
-            every = trees.flatten(self._run())[0]
-        outs = [every[k] for k in self._places]
-        pairs = [(y, ct) for y, ct in zip(outs, cts, strict=True) if ct is not None]
-        pairs = [(y, ct) for y, ct in pairs if y.requires_grad]
-        if not pairs:
-            return [None] * len(self.leaves)
-        ys, seeds = zip(*pairs, strict=True)
-        with _without_hooks(self.leaves):
-            return torch.autograd.grad(ys, self.leaves, seeds, True, create, allow_unused=True)
+        super().__init__(caller, run, *state)
+
+    def attached(self, leaves: Tensors, ys: Tensors, graphs: Tensors) -> Tensors:
+        """The results ys, differentiable at the leaves and along graphs of their own."""
+        self.read(leaves)
+        self.known, self.verify = [y.detach() if y.requires_grad else y for y in ys], True
+        return recomputed(self, graphs)
+
+    def _compare(self, ys: Sequence[Tensor], exact: bool) -> None:
+        super()._compare(ys, False)  # other kernels compute them
+
+    def _scale(self, first: Tensor) -> Tensor:
+        # The gradient of a bias before a normalization is nothing but rounding.
+        return max((x for x, _ in self.first if x is not None), key=_largest)
+
+    def pullback(
+        self, xs: Sequence[Tensor], cts: Sequence[Any], wants: Sequence[bool]
+    ) -> tuple[Pull, Tensors]:
+        pull = _LazyPull(self, len(xs), [ct is not None for ct in cts], wants)
+        return pull, with_cotangents(xs, cts)
+
+
+class _LazyPull(Pull):
+    def pulled(self, xs: Sequence[Tensor]) -> Pulled:
+        count = len(self.sources)
+        pairs, left = super().pulled(xs)[: sum(self.wants[:count])], iter(xs[self.size :])
+        cts = [next(left) if given else None for given in self.given]
+        # What has a graph of its own is its argument, too.
+        own = compress(zip(xs, cts, strict=False), self.wants[count:])
+        return [*pairs, *own]
+
+    def _pull(self, *args: Any) -> Sequence[Any]:
+        with _without_hooks(self.sources):
+            return super()._pull(*args)
+
+
+def _largest(x: Tensor) -> float:
+    known = x[x.isfinite()].abs()
+    return float(known.max()) if known.numel() else 0.0
 
 
 @contextmanager
@@ -227,24 +199,3 @@ def _without_hooks(leaves: Sequence[Tensor]) -> Iterator[None]:
     finally:
         for h, before in zip(hooks, held, strict=True):
             h.update(before)
-
-
-class _Lazy(torch.autograd.Function):
-    """The identity on results, with further edges to the leaves."""
-
-    @staticmethod
-    def forward(ctx: Any, program: _Program, results: list[Tensor], *inputs: Tensor) -> Any:
-        ctx.program = program
-        ctx.set_materialize_grads(False)
-        return tuple([x.detach() for x in results])
-
-    @staticmethod
-    def backward(ctx: Any, *cts: Tensor | None) -> Any:
-        grads = ctx.program.pulled(cts)
-        needed = ctx.needs_input_grad[2 + len(grads) :]  # of results that have a graph
-        own = [ct if n else None for ct, n in zip(cts, needed, strict=False)]
-        return None, None, *grads, *own
-
-
-_apply: Any = super(torch.autograd.Function, _Lazy).apply
-"""`_Lazy.apply` of tensors that are no wrappers of an ended transform, which it looks for."""

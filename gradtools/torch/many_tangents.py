@@ -13,17 +13,15 @@ import torch
 
 from gradtools.backend import Fun
 from gradtools.errors import GradtoolsError
-from gradtools.rules import spread
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.autograd_graph import is_spent, leaves_of, pulled
+from gradtools.torch.autograd_graph import is_spent, leaves_of
 from gradtools.torch.captured_tensors import as_read_now
 from gradtools.torch.compiling import is_compiling
-from gradtools.torch.engines import caller_of, jvp, pushed
-from gradtools.torch.function_modes import OneTangent, PlainKernels
-from gradtools.torch.gradient_tensors import filled
+from gradtools.torch.engines import caller_of, jvp, linearize, pushed
+from gradtools.torch.function_modes import OneTangent
 from gradtools.torch.modes import NoForwardMode, has_checkpoint, unpacked
 from gradtools.torch.recomputation import Program, recomputed
-from gradtools.torch.state import Casts, RunState, Watched
+from gradtools.torch.state import Casts, Held, RunState
 
 Tensor = torch.Tensor
 Tensors = list[Tensor]
@@ -60,62 +58,47 @@ def jvps(
             "Take the derivative by gt.grad through gt.frozen(G), which needs none."
         ) from error
     outs, extras, _ = rows[0]
-    every = [outs, *[tangents for _, _, tangents in rows]]
+    every, size = [y for ys in (outs, *[pushed for *_, pushed in rows]) for y in ys], len(outs)
     if torch.is_grad_enabled():
         program = _Pushed(caller_of(fun), fun, len(leaves), held, state)
-        every = program.attached(
-            [*leaves, *[t for tangents in many for t in tangents]], every, mode
-        )
-    return every[0], extras, every[1:]
+        every = program.attached([*leaves, *[t for ts in many for t in ts]], every, mode)
+    found = [every[k : k + size] for k in range(0, len(every), max(size, 1))]
+    return (found[0], extras, found[1:]) if size else ([], extras, [[] for _ in many])
 
 
 class _Pushed(Program):
     """The outputs of a function and its tangents, by double backward if it runs again."""
 
-    def __init__(self, caller: str, fun: Fun, count: int, held: Watched, state: RunState) -> None:
+    def __init__(self, caller: str, fun: Fun, count: int, held: Held, state: RunState) -> None:
         super().__init__(caller, self._by_pulling, held, state, Casts(held.kinds))
         self._fun, self._size = fun, count
         self.state = state.until(state.again())
 
-    def attached(self, given: Tensors, every: list[Tensors], mode: OneTangent) -> list[Tensors]:
+    def attached(self, given: Tensors, known: Tensors, mode: OneTangent) -> Tensors:
         """The results, differentiable with respect to what is given and what was read."""
         own, xs = set(map(id, given)), as_read_now(given)
         # Without what the function made itself, such as aliases of a derivative that it took.
         made = lambda x: x.grad_fn is not None and upstream.sequence_of(x.grad_fn) >= self.outside
-        known = [y for ys in every for y in ys]
         alive = [x for ref in mode.read.values() if (x := ref()) is not None]
         # No mode sees what a Function is given: that is in the graph which it records.
         seen = {id(x): x for x in (*alive, *leaves_of(known))}.values()
         read = [x for x in seen if not (id(x) in own or is_spent(x) or made(x))]
         if not (read or any(x.requires_grad for x in xs)):
-            return every
-        self.sources, self.versions = read, [*map(upstream.version_of, read)]
-        self.first = [(y.detach(), upstream.version_of(y)) for y in known]
+            return known
+        self.read(read)
         program: Program = self
         if any(x.grad_fn is not None for x in read):
-            program, xs = self.inlined(), [*xs, *read]
-        ys, size = recomputed(program, xs, known), len(every[0])
-        return [ys[k * size : (k + 1) * size] for k in range(len(every))]
+            program, xs = self.inlined(), [*read, *xs]
+        program.known, program.verify = [y.detach() for y in known], True
+        return recomputed(program, xs)
 
     def _by_pulling(self, xs: Sequence[Tensor]) -> Tensors:
         """The transpose of the pullback, which is linear in the cotangents."""
-        zs, given = list(xs[: self._size]), list(xs[self._size :])
-        create = torch.is_grad_enabled()
-        with torch.enable_grad(), PlainKernels():
-            zs = [z if z.requires_grad else z.detach().requires_grad_() for z in zs]
-            outs, _ = self._fun(*zs)
-            tracked = [y for y in outs if y.requires_grad]
-            cts = [torch.ones_like(y, requires_grad=True) for y in tracked]
-            grads = pulled(tracked, zs, cts, True, True) if tracked else [None] * len(zs)
-            rows = [list(outs)]
-            for k in range(0, len(given), self._size):
-                pairs = zip(grads, given[k : k + self._size], strict=True)
-                moving = [(g, t) for g, t in pairs if g is not None and g.requires_grad]
-                gs, ts = ([g for g, _ in moving], [t for _, t in moving])
-                dys = pulled(gs, cts, ts, True, create) if gs else [None] * len(cts)
-                dys = spread(list(dys), [y.requires_grad for y in outs])
-                rows.append([filled(dy, y) for dy, y in zip(dys, outs, strict=True)])
-        return [y for row in rows for y in row]
+        size, xs = self._size, list(xs)
+        with torch.enable_grad():
+            outs, _, push = linearize(self._fun, xs[:size])
+            rows = [push(xs[k : k + size]) for k in range(size, len(xs), size)]
+        return [y for row in (outs, *rows) for y in row]
 
     def _compare(self, ys: Sequence[Tensor], exact: bool) -> None:
         super()._compare(ys, False)  # other operations compute them
@@ -137,9 +120,9 @@ def restarting(fun: Fun, leaves: Sequence[Tensor], count: int) -> Callable[[], N
     return RunState.now(_held(fun, leaves)).restore
 
 
-def _held(fun: Fun, leaves: Sequence[Tensor]) -> Watched:
+def _held(fun: Fun, leaves: Sequence[Tensor]) -> Held:
     """What a function holds, and the function of the user that it calls."""
     f = getattr(fun, "f", fun)
     given = [f, getattr(f, "f", None), *getattr(f, "opened_modules", ())]
     given += [*getattr(fun, "args", ()), getattr(fun, "kwargs", {})]
-    return Watched(given, {x.device.type for x in leaves})
+    return Held(given, {x.device.type for x in leaves})

@@ -146,20 +146,6 @@ NOTHING = nullcontext()
 
 
 @contextmanager
-def without_cached_weights() -> Iterator[dict[Any, Any]]:
-    """Gives `parametrize.cached` an empty cache, since cached weights have another call's graph.
-
-    Yields that cache.
-    """
-    outer, cache = upstream.cached_weights(), dict[Any, Any]()
-    upstream.set_cached_weights(cache)
-    try:
-        yield cache
-    finally:
-        upstream.set_cached_weights(outer)
-
-
-@contextmanager
 def without_casts(kinds: Iterable[str]) -> Iterator[None]:
     with ExitStack() as inside:
         for kind in {"cpu", *kinds} - {"meta"} if upstream.is_any_autocast_enabled() else ():

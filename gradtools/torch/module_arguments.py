@@ -196,7 +196,7 @@ class Opened:
             for copy in copies:
                 copy.hand_back()
         if self._graph is not None:
-            self._graph.note(self._caller, output, inner)
+            self._graph.note(output, inner)
         return output
 
     def is_deferred(self) -> bool:

@@ -23,7 +23,7 @@ PYTHON, NUMPY = "Python's random stream", "NumPy's random stream"
 
 @dataclass(eq=False, repr=False)
 class Randomness:
-    """The states of random generators, each with a hashable value for comparisons."""
+    """The states of random generators, each with a value that is equal for equal states."""
 
     states: dict[Stream, tuple[Any, Any]]
 
@@ -68,28 +68,22 @@ class Randomness:
 
     def current(self) -> Randomness:
         """The current states of the same generators; self if nothing was drawn."""
-        now = {s: state if _stands(s, state) else _state(s) for s, state in self.states.items()}
-        moved = any(now[s] is not state for s, state in self.states.items())
-        return Randomness(now) if moved else self
+        now = {stream: _state(stream) for stream in self.states}
+        moved = [s for s, (_, key) in self.states.items() if now[s][1] != key]
+        return Randomness({**self.states, **{s: now[s] for s in moved}}) if moved else self
 
     def advanced_to(self, later: Randomness) -> Randomness:
         """The states of those generators only that differ in later states."""
-        if later is self:
-            return Randomness({})
         pairs = self.states.items()
         return Randomness({s: state for s, state in pairs if later.states[s] is not state})
 
-    def advanced(self) -> Randomness:
-        """The states of those generators only that have advanced since."""
-        return self.advanced_to(self.current())
-
     def restore(self) -> None:
-        for stream, (state, key) in self.states.items():
+        for stream, (state, _) in self.states.items():
             if stream == PYTHON:
                 random.setstate(state)
             elif isinstance(stream, str):
                 _numpy().set_state(state)
-                _latest_of_numpy[0] = state, key
+                _latest_of_numpy[0] = state, _words_of_numpy()
             elif isinstance(stream, torch.Generator):
                 stream.set_state(state)
             elif stream.type == "cpu":
@@ -99,7 +93,7 @@ class Randomness:
 
     def is_unchanged(self) -> bool:
         """Whether the generators still have these states."""
-        return not self.advanced()
+        return self.current() is self
 
 
 @contextmanager
@@ -122,9 +116,34 @@ def restored(randomness: Randomness | None) -> Iterator[None]:
 # --- the state of one generator ------------------------------------------------------------------
 
 
-def _numpy_bits() -> Any:
-    """The bit generator of `numpy.random`, which a program may replace."""
-    return np.random.get_bit_generator()  # type: ignore[attr-defined]
+def _state(stream: Stream) -> tuple[Any, Any]:
+    """A generator's state, and a value that is equal for equal states."""
+    if stream == PYTHON:
+        state: Any = random.getstate()
+        return state, state
+    if isinstance(stream, str):
+        state = _state_of_numpy()
+        return state, id(state)
+    if isinstance(stream, torch.Generator):
+        state = stream.get_state()
+    elif stream.type == "cpu":
+        state = torch.default_generator.get_state()
+    else:
+        state = torch.get_device_module(stream).get_rng_state(stream)
+    return state, ctypes.string_at(state.data_ptr(), state.numel())  # works under transforms
+
+
+# NumPy's state and words when they were read last: reading all takes longer than a small layer.
+_latest_of_numpy: list[tuple[dict[str, Any], bytes]] = [({}, b"")]
+
+
+def _state_of_numpy() -> dict[str, Any]:
+    """The state of `numpy.random`: the same object if its words show that nothing was drawn."""
+    state, words = _latest_of_numpy[0]
+    if not words or words != _words_of_numpy() or state["has_gauss"]:
+        state = _numpy().get_state(legacy=False)
+        _latest_of_numpy[0] = state, _words_of_numpy()
+    return state
 
 
 @cache
@@ -133,59 +152,9 @@ def _numpy() -> Any:
     return np.random.get_state.__self__  # type: ignore[attr-defined]
 
 
-# NumPy's state when it was read last: reading all of it takes longer than a small layer.
-_latest_of_numpy: list[tuple[Any, Any]] = [({}, ())]
-
-
-def _numpy_stands(known: tuple[Any, Any]) -> bool:
-    """Whether NumPy's stream is known to have this state, by the generator's words alone."""
-    state, key = known
-    if state.get("bit_generator") != "MT19937" or state["has_gauss"]:
-        return False
-    return type(_numpy_bits()) is np.random.MT19937 and bool(_words_of_numpy() == key[-1])
-
-
-def _state(stream: Stream) -> tuple[Any, Any]:
-    """A generator's state, and a hashable value that is equal for equal states."""
-    if stream == PYTHON:
-        state: Any = random.getstate()
-        return state, state
-    if isinstance(stream, str):
-        if _numpy_stands(_latest_of_numpy[0]):
-            return _latest_of_numpy[0]
-        state = _numpy().get_state(legacy=False)
-        bits = _bits_of(state)
-        is_twister = state["bit_generator"] == "MT19937"
-        _latest_of_numpy[0] = known = state, (*bits, _words_of_numpy()) if is_twister else bits
-        return known
-    if isinstance(stream, torch.Generator):
-        state = stream.get_state()
-        return state, bytes(state.numpy())
-    if stream.type == "cpu":
-        state = torch.default_generator.get_state()
-    else:
-        state = torch.get_device_module(stream).get_rng_state(stream)
-    return state, ctypes.string_at(state.data_ptr(), state.numel())  # works under transforms
-
-
-def _stands(stream: Stream, state: tuple[Any, Any]) -> bool:
-    """Whether a generator still has this state."""
-    if stream == NUMPY and _numpy_stands(state):
-        return True
-    if stream == PYTHON:  # a draw moves the position, or makes other words; two draws may share one
-        _, words, gauss = random.getstate()
-        _, known, before = state[0]
-        return gauss == before and words[-1] == known[-1] and words[:2] == known[:2]
-    return bool(_state(stream)[1] == state[1])
-
-
 def _words_of_numpy() -> bytes:
-    """The 624 words and the position of NumPy's Mersenne Twister."""
-    return ctypes.string_at(_numpy_bits().ctypes.state_address, 625 * 4)
-
-
-def _bits_of(state: Any) -> Any:
-    """A hashable form of a state: NumPy's is a dict of arrays and numbers, Python's a tuple."""
-    if isinstance(state, dict):
-        return tuple([_bits_of(x) for x in state.values()])
-    return state.tobytes() if isinstance(state, np.ndarray) else state
+    """The words and the position of NumPy's Mersenne Twister; empty for another generator."""
+    bits: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    if type(bits) is not np.random.MT19937:
+        return b""
+    return ctypes.string_at(bits.ctypes.state_address, 625 * 4)

@@ -3,7 +3,7 @@
     first pass      y = f(x)               its graph is read for the leaves of f, and freed
     backward pass   x' = pull(f)(x, y')    f runs again, from the state where its first pass began
 
-`pull(f)` is a `Program` like f, so the derivative of a derivative is computed again in turn: any
+`pull(f)` is a program like f, so the derivative of a derivative is computed again in turn: any
 order at the memory of one chunk. Each chunk is one node of autograd's graph, and autograd adds the
 chunks' gradients of a leaf in place.
 
@@ -19,35 +19,35 @@ from __future__ import annotations
 import inspect
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from copy import copy
 from itertools import compress
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch.autograd.graph import get_gradient_edge
 
 from gradtools.errors import GradtoolsError, warn_once
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.autograd_graph import nodes_behind, nodes_of
+from gradtools.torch.autograd_graph import nodes_of
 from gradtools.torch.captured_tensors import (
     Captured,
     Replaced,
     as_read_now,
     batched_as,
-    physical,
     replaced_now,
 )
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.functorch_wrappers import alive, is_dual, is_inexact, is_wrapped
-from gradtools.torch.modes import batchings, by_new_vmap, unpacked, without_cached_weights
+from gradtools.torch.modes import batchings, by_new_vmap, unpacked
 from gradtools.torch.operation_marks import CHUNK, detached, marked
-from gradtools.torch.state import Casts, RunState, Watched
+from gradtools.torch.state import Casts, Held, RunState
 
 Tensor = torch.Tensor
 Tensors = list[Tensor]
 Run = Callable[[Sequence[Tensor]], Tensors]
+Pulled = list[tuple[Tensor, Tensor | None]]
 left_to_python(__name__)
 
 
@@ -57,7 +57,7 @@ class _Thread(threading.local):
 
 _thread = _Thread()
 _NOTHING = nullcontext()
-_VMAP, _JVP = upstream.TransformType.Vmap, upstream.TransformType.Jvp
+_VMAP = upstream.TransformType.Vmap
 
 
 def user_is_recomputing() -> bool:
@@ -68,122 +68,105 @@ def user_is_recomputing() -> bool:
 # --- programs that run again ---------------------------------------------------------------------
 
 
-class Again(Protocol):
+class Recomputable:
     """A function of tensors that may run again from the state of its first run.
 
     Attributes:
         caller: The name of the operator.
         sources: Tensors besides its arguments at which it is differentiated.
         maps: How many vmaps its first run was inside of: the outermost ones.
+        known: Its outputs without a graph, if it ran already.
+        tracked: Which of these are differentiable, if that is known.
+        verify: Whether they are compared with those of the next run.
+        inlines: Whether sources can be replaced when it runs again.
     """
 
     caller: str
     sources: Tensors
     maps: int
-
-    def again(self, xs: Sequence[Tensor]) -> Tensors:
-        """The outputs at xs, with a graph if grad mode is enabled."""
-
-    def pullback(
-        self, xs: Sequence[Tensor], cts: Sequence[Any], wants: Sequence[bool]
-    ) -> tuple[Pull, Tensors]:
-        """The pullback of cotangents (or None) at xs, and its arguments. wants: As in `Pull`."""
-
-    def wanted(self, ctx: Any, xs: Sequence[Tensor], wants: Sequence[bool]) -> Sequence[bool]:
-        """Of which arguments and sources the running backward pass needs the gradient.
-
-        ctx: The context of the program's node.
-        xs: The arguments.
-        wants: Of which it may need them.
-        """
-
-    def inlined(self) -> Again:
-        """The same with `sources` as further arguments, the last ones."""
-
-    def batched(self, axes: Sequence[int | None], size: int, randomness: str) -> Again:
-        """The same at a batch; its outputs have the batch axis 0."""
-
-    def expands(self, axes: Sequence[int | None]) -> bool:
-        """Whether `batched` needs arguments that all have the batch axis 0."""
-
-
-class Recomputable:
-    """The usual answers of a program to its node."""
+    known: Tensors | None = None
+    tracked: Sequence[bool] | None = None
+    verify = False
+    inlines = True
 
     def pullback(
         self: Any, xs: Sequence[Tensor], cts: Sequence[Any], wants: Sequence[bool]
     ) -> tuple[Pull, Tensors]:
+        """The pullback of cotangents (or None) at xs, and its arguments. wants: As in `Pull`."""
         return Pull(self, len(xs), [ct is not None for ct in cts], wants), with_cotangents(xs, cts)
 
     def wanted(self, ctx: Any, xs: Sequence[Tensor], wants: Sequence[bool]) -> Sequence[bool]:
-        return wants
+        """Of which sources and arguments the running backward pass needs the gradient.
 
-    def inputs(self, xs: Sequence[Tensor], captured: Tensors) -> Tensors:
-        """The arguments of the node of a first pass inside of torch.func."""
-        return [*xs, *captured]
+        ctx: The context of the program's node.
+        wants: Of which it may need them.
+        """
+        return wants
 
 
 class Program(Recomputable):
     """One chunk of f: a function of tensors that runs again from the state of its first run.
 
     Attributes:
-        captured: Tensors that are replaced, each with a function that returns the tensor that is in
-            its place in a module now.
+        captured: Tensors that the first arguments replace.
         first: The outputs of the first run and their versions, to compare with.
+        kept: Whether the graph of the first run is kept in memory.
     """
 
-    def __init__(self, caller: str, run: Run, held: Watched, state: RunState, casts: Casts) -> None:
+    def __init__(self, caller: str, run: Run, held: Held, state: RunState, casts: Casts) -> None:
         self.caller, self.run, self.held, self.state, self.casts = caller, run, held, state, casts
         self.call: Run | None = None  # of a batch
         self.sources: Tensors = []
-        self.captured: list[tuple[Tensor, Callable[[], Any]]] = []
+        self.captured: Tensors = []
         self.versions: list[int] = []  # of the sources
         self.outside = held.began  # how many nodes there were before the first chunk
         self.inline = 0  # how many of the captured tensors were sources
         self.first: list[tuple[Tensor | None, int]] = []
         self.verified: Callable[[], None] = lambda: None
+        self.kept = False
         self.replaced = replaced_now()  # by an outer recomputation, in which this is the first run
         levels = upstream.get_interpreter_stack() or ()
-        self.maps = sum(level.key() == _VMAP for level in levels)  # around the first run
+        self.maps = sum(level.key() == _VMAP for level in levels)
         self.eager = not levels  # derivatives in f sum in other orders inside of torch.func
 
     program = property(lambda self: self)  # by which a recording names the node
 
-    def begin(
-        self, xs: Sequence[Tensor], verify: bool, others: Tensors
-    ) -> tuple[Any, Any, RunState]:
-        """The first run: outputs without a graph, which of them had one, and the state after it.
+    def begin(self, xs: Sequence[Tensor], verify: bool, others: Tensors) -> tuple[Tensors, Any]:
+        """The first run: outputs without a graph, which become `known`, and the state after it.
 
-        The second is None, and the outputs have their graph, if they could not be computed again:
-        f changed an argument in place, or read a tensor with a graph that is no argument.
+        Nothing is known, and the outputs have their graph, if they could not be computed again: f
+        changed an argument in place, or read a tensor with a graph that is no argument.
 
         others: Further tensors that f may write in.
         """
         inner = [_entering(x, True, False) for x in xs]
-        read = [x for x in (*inner, *others) if not x.is_inference()]
-        versions, began = [*map(upstream.version_of, read)], upstream.nodes_made()
-        hooks = unpacked() if upstream.saved_tensors_hooks_on(False) else _NOTHING
-        modes = self._modes() if self.casts.on or upstream.caches_weights() else _NOTHING
-        with hooks, modes:
-            ys = self.run(inner)
+        written = [x for x in (*inner, *others) if not x.is_inference()]
+        versions, began = [*map(upstream.version_of, written)], upstream.nodes_made()
+        with unpacked() if upstream.saved_tensors_hooks_on(False) else _NOTHING:
+            if self.casts.on:
+                torch.clear_autocast_cache()  # whose weights have another call's graph
+            ys = self.run_first(inner)
+            if self.casts.on:
+                torch.clear_autocast_cache()
         later = self.state.again()
         self.state = self.state.until(later)
-        pairs = zip(inner, xs, strict=True)
         if upstream.forward_level() >= 0 and any(map(is_dual, ys)):  # by a captured tangent
-            return self._kept("reads a dual number that it captures", ys, later)
-        if any(a.shape != x.shape or not upstream.is_alias_of(a, x) for a, x in pairs):
-            raise GradtoolsError(
-                f"{self.caller}: f replaces the data or changes the shape of an argument in place, "
-                "and what it gets is an alias. Return the new tensor."
-            )
-        if [*map(upstream.version_of, read)] != versions:
-            return self._kept("changes an argument in place", ys, later)
-        sources = self._sources(ys, inner, began)
+            return ys, later
+        changed = [*map(upstream.version_of, written)] != versions
+        sources = None if changed else self._sources(ys, inner, began)
+        self.kept = sources is None
         if sources is None:
-            return self._kept("reads a tensor that was computed outside of f", ys, later)
+            read = "reads a tensor that was computed outside of f"
+            what = "changes an argument in place" if changed else read
+            warn_once(
+                (self.caller, what),
+                f"{self.caller}: f {what}, so it is not computed again: its graph is kept in "
+                "memory. Clone the argument, or pass the tensor as an argument.",
+            )
+            return ys, later
         tracked = [y.requires_grad for y in ys]
         if not any(tracked):
-            return ys, tracked, later
+            return ys, later
         outs = [detached(y, CHUNK) for y in ys]
         # Autograd would not know of memory that is shared with an input.
         views = [upstream.is_view(y) or any(y is x for x in inner) for y in ys]
@@ -192,56 +175,51 @@ class Program(Recomputable):
                 outs[i] = outs[i].clone()
         alive = [*map(weakref.ref, sources)]
         del ys, sources  # with the graph, which frees leaves that f made for itself
-        self.sources = [x for x in (one() for one in alive) if x is not None]
-        self.versions = [*map(upstream.version_of, self.sources)]
-        if verify and any(tracked):
-            # Aliases, since the outputs themselves lead to the node, which holds the program.
-            pairs = zip(outs, tracked, strict=True)
-            kept = [detached(y, CHUNK) if t else None for y, t in pairs]
-            self.first = [(y, 0 if y is None else upstream.version_of(y)) for y in kept]
-        return outs, tracked, later
+        self.read([x for x in (one() for one in alive) if x is not None])
+        self.known, self.tracked, self.verify = outs, tracked, verify
+        return outs, later
 
-    def _kept(self, what: str, ys: Tensors, later: RunState) -> tuple[Tensors, None, RunState]:
-        warn_once(
-            (self.caller, what),
-            f"{self.caller}: f {what}, so it is not computed again: its graph is kept in memory. "
-            "Clone the argument, or pass the tensor as an argument.",
-        )
-        return ys, None, later
+    def run_first(self, xs: Sequence[Tensor]) -> Tensors:
+        """`run` in the first pass."""
+        return self.run(xs)
 
-    def _graph(self, ys: Tensors, inner: Sequence[Tensor]) -> tuple[list[Any], dict[Any, Tensor]]:
-        """The nodes of f's own operations and of leaves, and those of captured tensors."""
-        captured = as_read_now(self.held.tensors)
-        ends = {x.grad_fn: x for x in captured if x.grad_fn is not None}
-        given = {_node_behind(x) for x in inner if x.requires_grad}
-        roots = [_node_behind(y) for y in ys if y.requires_grad]
-        nodes = nodes_behind(roots, {*ends, *given})
-        return [node for node in nodes if node not in given], ends
+    def read(self, sources: Tensors) -> None:
+        """Sets the sources."""
+        self.sources, self.versions = sources, [*map(upstream.version_of, sources)]
+
+    def inputs(self, xs: Sequence[Tensor], captured: Tensors) -> Tensors:
+        """The node's arguments after a first pass inside of torch.func. Sets `captured`."""
+        self.captured = captured
+        return [*captured, *xs]
+
+    def remember(self, ys: Sequence[Tensor]) -> None:
+        """Sets the outputs to compare with, below all levels of torch.func."""
+        tracked = zip(ys, self.tracked or map(is_inexact, ys), strict=True)
+        # Copies for batches share the list.
+        self.first[:] = [(y if t else None, upstream.version_of(y)) for y, t in tracked]
 
     def _sources(self, ys: Tensors, inner: Tensors, began: int) -> Tensors | None:
         """The leaves and captured tensors that the outputs depend on, besides `inner`.
 
         None if they depend on a tensor with a graph that is neither.
         """
-        accumulates, sequence_of = upstream.AccumulateGrad, upstream.sequence_of
-        graph, ends = self._graph(ys, inner)
+        captured = as_read_now(self.held.tensors)
+        ends = {x.grad_fn: x for x in captured if x.grad_fn is not None}
+        given = {_node_behind(x) for x in inner if x.requires_grad}
         found: dict[int, Tensor] = {}
-        for node in graph:
-            if type(node) is accumulates:
-                x = node.variable
-            elif node in ends:
-                x = ends[node]
-            elif sequence_of(node) < began:
-                if sequence_of(node) < self.outside:
+        for node in nodes_of(ys, {*ends, *given}):
+            if type(node) is upstream.AccumulateGrad:
+                found[id(node.variable)] = node.variable
+            elif node in ends and node not in given:
+                found[id(ends[node])] = ends[node]
+            elif node not in given and upstream.sequence_of(node) < began:
+                if upstream.sequence_of(node) < self.outside:
                     return None
                 raise GradtoolsError(
                     f"{self.caller}: f keeps something from one chunk to the next that requires "
                     "grad (a cached function of a weight, an attached tensor), so it cannot be "
                     "computed again. Compute it in each call, or pass it to f as an argument."
                 )
-            else:
-                continue
-            found[id(x)] = x
         return [*found.values()]
 
     def again(self, xs: Sequence[Tensor]) -> Tensors:
@@ -260,39 +238,37 @@ class Program(Recomputable):
         state = self.state if self.state else None  # most functions have none
         now = state and state.again()
         _thread.recomputing += 1
+        changed = self.held.reset_parameters()
         try:
             if state is not None:
                 state.restore()
-            with self._modes() if self.casts.matter() or upstream.caches_weights() else _NOTHING:
+            if self.casts.matter():
+                torch.clear_autocast_cache()
+                with self.casts.again():
+                    ys = self._call(xs)
+                torch.clear_autocast_cache()
+            else:
                 ys = self._call(xs)
         finally:
             _thread.recomputing -= 1
+            for own, others in changed:
+                own.update(others)
             if now is not None:
                 now.restore()
         if self.first and not upstream.is_traced_by_make_fx():
             self._compare(ys, self.eager and upstream.peek_interpreter_stack() is None)
         return ys
 
-    @contextmanager
-    def _modes(self) -> Iterator[None]:
-        """Autocast as in the first run, and no cached weights: these have another graph."""
-        torch.clear_autocast_cache()
-        try:
-            with self.casts.again(), without_cached_weights():
-                yield
-        finally:
-            torch.clear_autocast_cache()
-
     def _call(self, xs: Sequence[Tensor]) -> Tensors:
         """f at its arguments, and at tensors that replace those that it captures."""
         if self.call is not None:
             return self.call(xs)
-        moved, count = {**self.replaced, **self.held.moved()}, len(xs) - len(self.captured)
-        if not (self.captured or moved):
+        count = len(self.captured)
+        if not (count or self.replaced):
             return self.run(xs)
-        mode = Replaced(self.captured, xs[count:], moved)
+        mode = Replaced(self.captured, xs[:count], self.replaced)
         with mode:
-            ys = self.run(xs[:count])
+            ys = self.run(xs[count:])
         ys = [mode.other(y) for y in ys]
         mode.check(self.caller)
         return ys
@@ -304,7 +280,7 @@ class Program(Recomputable):
             if not _is_ordinary(first) or first.device.type == "meta":
                 continue  # fake: without numbers
             written = upstream.version_of(first) != version
-            if not (written or _equal(y.detach(), first, exact)):
+            if not (written or _equal(y.detach(), first, exact, self._scale(first))):
                 raise GradtoolsError(
                     f"{self.caller}: f returns other values when it is computed again in the "
                     "backward pass, so its gradient would be wrong. It depends on something "
@@ -315,16 +291,9 @@ class Program(Recomputable):
         self.first.clear()  # which copies for other passes share
         self.verified()
 
-    def check_reached(self, ys: Tensors, lost: Tensors) -> None:
-        """Raises if outputs do not depend on these sources, as they did in the first run."""
-        nodes = {*nodes_of(ys)}
-        if any(_node_behind(x) not in nodes for x in lost):
-            raise GradtoolsError(
-                f"{self.caller}: f depends on other tensors when it is computed again in the "
-                "backward pass: a parameter was replaced (by functional_call, a cached "
-                "parametrization, an assignment), or a torch.autograd.Function takes a captured "
-                "tensor. Pass it as an argument."
-            )
+    def _scale(self, first: Tensor) -> Tensor:
+        """The outputs to whose largest number rounding is relative."""
+        return first
 
     def _copy(self, **changes: Any) -> Program:
         other = copy(self)
@@ -332,9 +301,8 @@ class Program(Recomputable):
         return other
 
     def inlined(self) -> Program:
-        pairs = [(x, self.held.place_of(x)) for x in self.sources]
-        count = len(pairs)
-        return self._copy(captured=self.captured + pairs, sources=[], versions=[], inline=count)
+        own = self.sources
+        return self._copy(captured=own + self.captured, sources=[], versions=[], inline=len(own))
 
     def expands(self, axes: Sequence[int | None]) -> bool:
         return all(axis is None for axis in axes)
@@ -349,12 +317,16 @@ def _is_ordinary(x: Tensor) -> bool:
     return type(x) is Tensor or type(x) is torch.nn.Parameter
 
 
-def _equal(y: Tensor, first: Tensor, exact: bool) -> bool:
+def _equal(y: Tensor, first: Tensor, exact: bool, scale: Tensor) -> bool:
     """Whether two results are the same, up to rounding where kernels may sum in other orders."""
+    if y.dtype is torch.complex32:  # which PyTorch does not compare
+        y, first, scale = map(torch.view_as_real, (y, first, scale))
     if exact and y.device.type == "cpu":
         return torch.equal(y, first) or torch.allclose(y, first, 0, 0, equal_nan=True)
-    near = (1e-2, 1e-4) if y.dtype.itemsize < 4 or y.device.type != "cpu" else (1e-4, 1e-6)
-    return torch.allclose(y, first, *near, equal_nan=True)
+    near = 1e-2 if y.dtype.itemsize < 4 or y.device.type != "cpu" else 1e-4
+    known = scale.detach()[scale.isfinite()].abs()
+    size = float(known.max()) if known.numel() else 0.0
+    return torch.allclose(y, first, near, near * size, equal_nan=True)
 
 
 class Pull(Recomputable):
@@ -362,24 +334,21 @@ class Pull(Recomputable):
 
     size: How many arguments the program has.
     given: Which outputs of the program have a cotangent.
-    wants: Of which arguments and sources the gradient is returned.
-    more: How many of the last arguments were sources of the program.
+    wants: Of which sources and arguments the gradient is returned.
     rows: For each vmap of cotangents alone, the innermost first: their axes, the axis of the
         gradients, and the size.
     """
 
     def __init__(
         self,
-        of: Again,
+        of: Program | Pull,
         size: int,
         given: list[bool],
         wants: Sequence[bool],
-        more: int = 0,
         rows: Sequence[tuple[tuple[Any, ...], int, int]] = (),
     ) -> None:
-        self.of, self.size, self.given, self.wants, self.more = of, size, given, wants, more
-        self.sources, self.maps, self.rows = of.sources, of.maps, rows
-        self.caller = of.caller
+        self.of, self.size, self.given, self.wants, self.rows = of, size, given, wants, rows
+        self.caller, self.sources, self.maps = of.caller, of.sources, of.maps
 
     def again(self, xs: Sequence[Tensor]) -> Tensors:
         grads = []
@@ -391,29 +360,32 @@ class Pull(Recomputable):
             grads.append(g)
         return grads
 
-    def pulled(self, xs: Sequence[Tensor]) -> list[tuple[Tensor, Tensor | None]]:
-        """The wanted arguments and sources with their gradients; None is zero."""
-        create, end = torch.is_grad_enabled(), len(xs) - self.more
+    def pulled(self, xs: Sequence[Tensor]) -> Pulled:
+        """The wanted sources and arguments with their gradients; None is zero."""
+        create, fixed = torch.is_grad_enabled(), len(self.sources)
         plain = not torch.is_inference_mode_enabled()  # in which no graph is recorded
         with torch.enable_grad() if plain else torch.inference_mode(False):
-            entered = zip([*xs[: self.size], *xs[end:]], self.wants, strict=False)
+            entered = zip(xs[: self.size], self.wants[fixed:], strict=True)
             inner = [_entering(x, create, wanted) for x, wanted in entered]
             ys = self.of.again(inner)
         tracked = [y.requires_grad for y in compress(ys, self.given)]
         outs = tuple(compress(compress(ys, self.given), tracked))
-        ends = tuple(compress((*inner, *self.sources), self.wants))
+        ends = tuple(compress((*self.sources, *inner), self.wants))
         if not outs or not ends:
             return [(x, None) for x in ends]
-        grads = self._pull(
-            create, outs, ends, list(compress(xs[self.size : end], tracked)), tracked
-        )
-        if isinstance(self.of, Program):
-            reached = inner[len(inner) - self.of.inline :] if self.of.inline else self.sources
+        grads = self._pull(create, outs, ends, list(compress(xs[self.size :], tracked)), tracked)
+        if isinstance(self.of, Program) and self.of.inlines:
+            reached = inner[: self.of.inline] if self.of.inline else self.sources
             known = {*map(id, reached)}
             pairs = zip(ends, grads, strict=True)
             lost = [x for x, g in pairs if g is None and id(x) in known]
-            if lost:
-                self.of.check_reached(ys, lost)
+            if lost and not {*map(_node_behind, lost)} <= {*nodes_of(ys)}:
+                raise GradtoolsError(
+                    f"{self.caller}: f depends on other tensors when it is computed again in the "
+                    "backward pass: a parameter was replaced (by a cached parametrization, an "
+                    "assignment), or a torch.autograd.Function takes a captured tensor. Pass it "
+                    "as an argument."
+                )
         return [*zip(ends, grads, strict=True)]
 
     def _pull(
@@ -437,26 +409,22 @@ class Pull(Recomputable):
         return [next(found) if t else None for t in there]
 
     def inlined(self) -> Pull:
-        more = len(self.sources)
-        return Pull(self.of.inlined(), self.size, self.given, self.wants, more, self.rows)
+        size = self.size + len(self.sources)
+        return Pull(self.of.inlined(), size, self.given, self.wants, self.rows)
 
     def batched(self, axes: Sequence[int | None], size: int, randomness: str) -> Pull:
-        end, of = len(axes) - self.more, self.of
-        cts = tuple(axes[self.size : end])
-        if any(axis is not None for axis in (*axes[: self.size], *axes[end:])):
-            of = of.batched([0] * (self.size + self.more), size, randomness)
-            rows = [
-                (tuple([a if a is None else a + 1 for a in inner]), axis + 1, count)
-                for inner, axis, count in self.rows
-            ]
-        else:
-            rows = [*self.rows, (cts, 0, size)]
-        return Pull(of, self.size, self.given, self.wants, self.more, rows)
+        if not self.expands(axes):
+            rows = [*self.rows, (tuple(axes[self.size :]), 0, size)]
+            return Pull(self.of, self.size, self.given, self.wants, rows)
+        of = self.of.batched([0] * self.size, size, randomness)
+        rows = [
+            (tuple([a if a is None else a + 1 for a in inner]), axis + 1, count)
+            for inner, axis, count in self.rows
+        ]
+        return Pull(of, self.size, self.given, self.wants, rows)
 
     def expands(self, axes: Sequence[int | None]) -> bool:
-        """Whether all arguments must have the batch axis 0 in `batched`."""
-        end = len(axes) - self.more
-        return any(axis is not None for axis in (*axes[: self.size], *axes[end:]))
+        return any(axis is not None for axis in axes[: self.size])
 
 
 def with_cotangents(xs: Sequence[Tensor], cts: Sequence[Tensor | None]) -> Tensors:
@@ -479,53 +447,41 @@ def _entering(x: Tensor, create: bool, wanted: bool) -> Tensor:
 # --- their nodes ---------------------------------------------------------------------------------
 
 
-def recomputed(
-    program: Again, xs: Sequence[Tensor], known: Tensors | None = None, tracked: Any = None
-) -> Tensors:
-    """The program's outputs at xs as one node, whose pullback runs the program again.
-
-    known: Its outputs, if it ran already: below all levels of torch.func, with their batch axes in
-        front.
-    tracked: Which outputs are differentiable, None if unknown.
-    """
+def recomputed(program: Program | Pull, xs: Sequence[Tensor]) -> Tensors:
+    """The program's outputs at xs as one node, whose pullback runs the program again."""
     if upstream.forward_level() >= 0 and any(map(is_dual, xs)):
         return program.again(xs)
-    inputs = [*xs, *program.sources]
-    known = known and _Known(known)
+    apply: Any = _Node.apply
     if upstream.peek_interpreter_stack() is None:
         apply = super(torch.autograd.Function, _Node).apply  # looked up here: recordings patch it
-        return list(apply(program, known, tracked, *inputs))
-    return list(_Node.apply(program, known, tracked, *inputs))
-
-
-class _Known:
-    """Outputs, in a form that torch.func does not look into."""
-
-    def __init__(self, ys: Sequence[Tensor]) -> None:
-        self.ys = tuple(ys)
+    known, program.known = program.known or [], None
+    return list(apply(program, len(known), *known, *program.sources, *xs))
 
 
 class _Node(torch.autograd.Function):
-    """A program at its arguments and sources."""
+    """A program at its sources and arguments.
+
+    count: How many known outputs come before them, so that torch.func unwraps these, too.
+    """
 
     recorded_as = "chunked"
 
     @staticmethod
-    def forward(program: Again, known: Any, tracked: Any, *inputs: Tensor) -> Any:
-        if known is not None:
-            return known.ys
+    def forward(program: Any, count: int, *inputs: Tensor) -> Any:
+        if count:
+            if program.verify:
+                program.remember(inputs[:count])
+            return tuple(map(Tensor.detach, inputs[:count]))
         with torch.no_grad():
-            ys = program.again(inputs[: len(inputs) - len(program.sources)])
-            return tuple([y.detach() for y in ys])
+            return tuple(map(Tensor.detach, program.again(inputs[len(program.sources) :])))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, outputs: Any) -> None:
-        ctx.program, _, tracked, *xs = inputs
+        ctx.program, ctx.count, *xs = inputs
         ctx.set_materialize_grads(False)
-        ctx.save_for_backward(*xs[: len(xs) - len(ctx.program.sources)])
-        fixed = (
-            [not is_inexact(y) for y in outputs] if tracked is None else [not t for t in tracked]
-        )
+        ctx.save_for_backward(*xs[ctx.count + len(ctx.program.sources) :])
+        tracked = ctx.program.tracked or map(is_inexact, outputs)
+        fixed = [not t for t in tracked]
         if any(fixed):
             ctx.mark_non_differentiable(*compress(outputs, fixed))
 
@@ -534,35 +490,32 @@ class _Node(torch.autograd.Function):
         xs = [*map(alive, ctx.saved_tensors)]
         cts = tuple([ct if ct is None else alive(ct) for ct in cts])
         with marked(ctx.program.caller):
-            return None, None, None, *_Node.pulled(ctx, xs, cts)
+            return None, None, *[None] * ctx.count, *_Node.pulled(ctx, xs, cts)
 
     @staticmethod
     def pulled(ctx: Any, xs: Any, cts: Any) -> Sequence[Any]:
         if batchings():
-            grads = by_new_vmap(lambda *cts: _pulled(ctx, xs, cts), cts)
-        elif all(map(_is_ordinary, xs)):
-            grads = _pulled(ctx, xs, cts)
-        else:
-            with upstream.EnableTorchFunction():  # which a subclass's backward() disables
-                grads = _pulled(ctx, xs, cts)
-        return grads
+            return by_new_vmap(lambda *cts: _pulled(ctx, xs, cts), cts)
+        if all(map(_is_ordinary, xs)):
+            return _pulled(ctx, xs, cts)
+        with upstream.EnableTorchFunction():  # which a subclass's backward() disables
+            return _pulled(ctx, xs, cts)
 
     @staticmethod
-    def vmap(info: Any, in_dims: Any, program: Again, known: Any, tracked: Any, *xs: Tensor) -> Any:
-        axes, size = in_dims[3:], info.batch_size
+    def vmap(info: Any, in_dims: Any, program: Any, count: int, *inputs: Tensor) -> Any:
+        size, pairs = info.batch_size, [*zip(inputs, in_dims[2:], strict=True)]
+        front = lambda x, a: x.expand(size, *x.shape) if a is None else x.movedim(a, 0)
+        xs, axes = inputs[count:], in_dims[2 + count :]
         if program.sources:
             program = program.inlined()
         if program.expands(axes):
-            pairs = zip(xs, axes, strict=True)
-            xs = tuple(
-                [x.expand(size, *x.shape) if a is None else x.movedim(a, 0) for x, a in pairs]
-            )
-            axes = (0,) * len(xs)
+            xs, axes = tuple([front(*pair) for pair in pairs[count:]]), (0,) * len(xs)
         outer = sum(v.key() == _VMAP for v in upstream.get_interpreter_stack() or ())
         # A later vmap, such as that of a Jacobian's rows, shares the draws of the first run.
         randomness = info.randomness if outer < program.maps else "same"
         batch = program.batched(axes, size, randomness)
-        ys = recomputed(batch, xs, known and known.ys, tracked)
+        batch.known = [front(*pair) for pair in pairs[:count]]
+        ys = recomputed(batch, xs)
         return tuple(ys), (0,) * len(ys)
 
 
@@ -572,13 +525,15 @@ _Node.forward.__signature__ = inspect.signature(_Node.forward)  # type: ignore[a
 
 def _pulled(ctx: Any, xs: Sequence[Tensor], cts: Sequence[Tensor | None]) -> list[Tensor | None]:
     program = ctx.program
-    wants = program.wanted(ctx, xs, ctx.needs_input_grad[3:])
+    wants = program.wanted(ctx, xs, ctx.needs_input_grad[2 + ctx.count :])
     if not any(wants) or all(ct is None for ct in cts):
         return [None] * len(wants)
-    if any(map(upstream.tensor_hooks, program.sources)):  # which must run once, on the sum
-        program, xs = program.inlined(), [*xs, *program.sources]
+    if program.inlines and any(map(upstream.tensor_hooks, program.sources)):
+        # The hooks must run once, on the sum.
+        xs, program = [*program.sources, *xs], program.inlined()
     pull, inputs = program.pullback(xs, cts, wants)
-    if torch.is_grad_enabled() or upstream.peek_interpreter_stack() is not None:
+    higher = torch.is_grad_enabled() or upstream.peek_interpreter_stack() is not None
+    if higher and program.inlines:
         grads: Any = iter(recomputed(pull, inputs))
     else:
         grads = (g for _, g in pull.pulled(inputs))
@@ -596,19 +551,15 @@ def first_in_functorch(program: Program, xs: Sequence[Tensor], verify: bool) -> 
         left = iter(inner)
         full = [next(left) if m else x for x, m in zip(xs, moving, strict=True)]
         with Captured(upstream.peek_interpreter_stack().level()) as mode:
-            ys = program.run(full)
+            ys = program.run_first(full)
         found.update(mode.found)
         return tuple(ys)
 
     given = [*compress(xs, moving)] or [torch.zeros(())]
     ys, *_ = torch.func.vjp(fun, *given)
     program.state = program.state.until(program.state.again())
-    captured = [x for x, _ in found.values()]
-    program.captured = [(x, program.held.place_of(x)) for x in captured]
-    if not any(map(is_inexact, (*xs, *captured))):
+    inputs = program.inputs(xs, [x for x, _ in found.values()])
+    if not any(map(is_inexact, inputs)):
         return list(ys)
-    inputs = batched_as(program.inputs(xs, captured), ys)
-    known = physical(ys, inputs)
-    if verify:
-        program.first = [(y, upstream.version_of(y)) for y in known]
-    return recomputed(program, inputs, known)
+    program.known, program.verify = [y.detach() for y in ys], verify
+    return recomputed(program, batched_as(inputs, ys))

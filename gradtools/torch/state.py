@@ -1,4 +1,4 @@
-"""What a recomputation puts back: random streams, autocast, and buffers of modules.
+"""What a recomputation puts back: random streams, autocast, and the buffers of modules.
 
 `Held` finds what a function is or closes over, once for each call. `RunState` is the state at one
 time; an unchanged buffer is copied once for all of them. Nothing else is searched or put back.
@@ -6,11 +6,10 @@ time; an unchanged buffer is copied once for all of them. Nothing else is search
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
-from itertools import chain
 from operator import is_
 from types import BuiltinMethodType, CellType, FunctionType, MethodType
 from typing import Any
@@ -23,8 +22,7 @@ from gradtools.torch.function_modes import PlainKernels, plain_kernels_are_on
 from gradtools.torch.randomness import Randomness
 
 Tensor = torch.Tensor
-
-
+Slots = dict[str, Any]
 _PLAIN = (Tensor, nn.Parameter)
 
 
@@ -34,7 +32,10 @@ class Held:
     Attributes:
         modules: The modules and their submodules.
         tensors: The tensors in closures.
+        parameters: Those of the modules.
         kinds: The types of devices whose random streams f may draw from.
+        buffers: The buffers of each module that has any, with the module.
+        began: How many nodes of autograd's graph this thread had made.
     """
 
     def __init__(self, roots: Sequence[Any], kinds: Iterable[str] = ()) -> None:
@@ -56,65 +57,40 @@ class Held:
             else:
                 todo += _parts(x)
         self.modules, self.tensors = list(modules.values()), list(tensors.values())
-        self._slots = [upstream.slots_of(m)[:2] for m in self.modules]
         own = [x for m in self.modules for x in vars(m).values() if type(x) is torch.Generator]
         self._generators = [*own, *generators.values()]
-        pairs = zip(self._slots, self.modules, strict=True)
-        self.buffers = [(own, m) for (_, own), m in pairs if own]
-        self._parameters = [own for own, _ in self._slots if own]
-        self._own = [x for own in self._parameters for x in own.values() if x is not None]
-        devices = {x.device.type for x in self._own}
-        self.kinds = {"cpu", *kinds, *devices} - {"meta"}
-
-    def streams(self) -> Randomness:
-        """The current states of the random streams that f may draw from."""
-        return Randomness.everywhere(self.kinds, self._generators)
-
-
-class Watched(Held):
-    """The same, with the modules' parameters, which a caller may exchange or change in place."""
-
-    def __init__(self, roots: Sequence[Any], kinds: Iterable[str] = ()) -> None:
-        super().__init__(roots, kinds)
-        self._first = [dict(own) for own in self._parameters]
-        self._versioned = [x for x in self._own if _has_version(x)]
-        self.began = upstream.nodes_made()  # how many nodes this thread had made
-        every = chain(self.modules, self.tensors, self._generators, *map(dict.values, self._first))
-        self._all = [*map(id, every), *sorted(self.kinds)]
-
-    def place_of(self, x: Tensor) -> Callable[[], Any]:
-        """A function that returns what is now in the place of x in its module; else x."""
-        for own in chain.from_iterable(self._slots):
-            for name, other in own.items():
-                if other is x:
-                    return partial(own.get, name)
-        return lambda: x
-
-    def is_like(self, other: Watched) -> bool:
-        """Whether the other holds the same objects."""
-        return self._all == other._all
-
-    def parameters(self) -> list[Tensor]:
-        return [x for own in self._parameters for x in own.values() if x is not None]
+        slots = [upstream.slots_of(m) for m in self.modules]
+        pairs = zip(slots, self.modules, strict=True)
+        self.buffers: list[tuple[Slots, nn.Module]] = [(b, m) for (_, b, _), m in pairs if b]
+        self._first = [(own, dict(own)) for own, _, _ in slots if own]
+        self.parameters = [x for own, _ in self._first for x in own.values() if x is not None]
+        self.kinds = {"cpu", *kinds, *(x.device.type for x in self.parameters)} - {"meta"}
+        self.began = upstream.nodes_made()
 
     def versions(self) -> int:
         """How often the parameters were changed in place, all together."""
-        return sum(map(upstream.version_of, self._versioned))
+        lazy = nn.parameter.is_lazy
+        plain = [x for x in self.parameters if not (lazy(x) or x.is_inference())]
+        return sum(map(upstream.version_of, plain))
 
-    def moved(self) -> dict[int, tuple[Tensor, Tensor]]:
-        """The parameters that are in other parameters' places now, by id, with the first ones.
+    def streams(self, known: Randomness | None = None) -> Randomness:
+        """The current states of the random streams that f may draw from."""
+        return known.current() if known else Randomness.everywhere(self.kinds, self._generators)
 
-        So it is after a `functional_call` has ended.
+    def reset_parameters(self) -> list[tuple[Slots, Slots]]:
+        """Puts the first parameters back into modules that hold others now.
+
+        So it is after a `functional_call` has ended. Returns what the modules held.
         """
-        found = {}
-        for own, was in zip(self._parameters, self._first, strict=True):
-            if len(own) == len(was) and all(map(is_, own.values(), was.values())):
+        changed = list[tuple[Slots, Slots]]()
+        for own, first in self._first:
+            if len(own) == len(first) and all(map(is_, own.values(), first.values())):
                 continue
-            for name, x in was.items():
-                now = own.get(name)
-                if now is not x and type(now) in _PLAIN and type(x) in _PLAIN:  # not FSDP2's shards
-                    found[id(now)] = now, x
-        return found
+            kinds = {*map(type, own.values()), *map(type, first.values())}
+            if own.keys() == first.keys() and kinds <= {*_PLAIN, type(None)}:  # no shards of FSDP2
+                changed.append((own, dict(own)))
+                own.update(first)
+        return changed
 
 
 def _parts(x: Any) -> Iterable[Any]:
@@ -138,9 +114,9 @@ def _parts(x: Any) -> Iterable[Any]:
 class RunState:
     """The random streams that f may draw from, and the buffers of its modules, at one time."""
 
-    held: Any  # a `Held`
+    held: Held
     streams: Randomness
-    slots: list[dict[str, Any]]  # each module's buffers
+    slots: list[Slots]  # each module's buffers
     copies: list[tuple[Tensor, Tensor, int, bool]]  # of each buffer; its version; see `_same`
 
     @classmethod
@@ -149,18 +125,15 @@ class RunState:
         if upstream.peek_interpreter_stack() is not None:
             with upstream.temporarily_clear_interpreter_stack():
                 return cls.now(held, before)
-        streams = held.streams() if before is None else before.streams.current()
-        if not held.buffers:
-            return cls(held, streams, [], [])
+        streams = held.streams(before.streams if before and before.held is held else None)
         slots = [dict(own) for own, _ in held.buffers]
-        known = {} if before is None else {id(entry[0]): entry for entry in before.copies}
+        known = {id(entry[0]): entry for entry in before.copies} if before else {}
         copies = []
         for own, (_, module) in zip(slots, held.buffers, strict=True):
             for b in own.values():
                 if b is not None:
                     entry = known.get(id(b))
-                    same = entry is not None and _same(*entry)
-                    copy = entry[1] if entry and same else b.detach().clone()
+                    copy = entry[1] if entry and _same(*entry) else b.detach().clone()
                     copies.append((b, copy, _version(b), module.training))
         return cls(held, streams, slots, copies)
 
@@ -196,10 +169,6 @@ class RunState:
 _LARGE = 1 << 16
 
 
-def _has_version(x: Tensor) -> bool:
-    return (type(x) in _PLAIN or not nn.parameter.is_lazy(x)) and not x.is_inference()
-
-
 def _version(buffer: Tensor) -> int:
     return 0 if buffer.is_inference() else upstream.version_of(buffer)
 
@@ -210,13 +179,10 @@ def _same(buffer: Tensor, copy: Tensor, version: int, training: bool) -> bool:
     Versions say so, but for the statistics of normalizations in training: their kernels increment
     none, so small buffers are compared, without waiting for an accelerator.
     """
-    same = _version(buffer) == version
-    plain = buffer.device.type == "cpu" and buffer.layout is torch.strided
+    same = _version(buffer) == version and not buffer.is_inference()
     if type(copy) is not Tensor:  # fake: without numbers
         return same
-    if buffer.is_inference():  # which has no version
-        return plain and torch.equal(buffer, copy)
-    if not plain:
+    if buffer.device.type != "cpu" or buffer.layout is not torch.strided:
         return same and not training
     return same if same and buffer.numel() > _LARGE else torch.equal(buffer, copy)
 
@@ -225,15 +191,12 @@ class Casts:
     """Autocast, and gradtools' own choice of kernels, as they were when this object was made."""
 
     def __init__(self, kinds: Iterable[str]) -> None:
-        self._kinds = sorted(kinds)
-        self._plain = plain_kernels_are_on()
-        self._cached = torch.is_autocast_cache_enabled()
-        self.on = upstream.is_any_autocast_enabled()
-        self._first = self._now() if self.on else []
-
-    def _now(self) -> list[tuple[str, bool, torch.dtype]]:
-        get = torch.get_autocast_dtype
-        return [(k, torch.is_autocast_enabled(k), get(k)) for k in self._kinds]
+        self._plain, self.on = plain_kernels_are_on(), upstream.is_any_autocast_enabled()
+        self._cached, get = torch.is_autocast_cache_enabled(), torch.get_autocast_dtype
+        enabled = torch.is_autocast_enabled
+        self._first: list[Any] = [
+            (k, enabled(k), get(k)) if self.on else (k, False, None) for k in sorted(kinds)
+        ]
 
     def matter(self) -> bool:
         """Whether `again` may change anything."""
@@ -244,8 +207,7 @@ class Casts:
         inside = ExitStack()
         if self._plain and not plain_kernels_are_on():
             inside.enter_context(PlainKernels())
-        off: list[Any] = [(kind, False, None) for kind in self._kinds]
-        for kind, on, dtype in self._first or off:
+        for kind, on, dtype in self._first:
             inside.enter_context(
                 torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=self._cached)
             )

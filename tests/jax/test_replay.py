@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import jax
@@ -13,7 +12,6 @@ from flax import nnx
 
 import gradtools.jax as gt
 from gradtools import GradtoolsError
-from gradtools.jax import compiled_once
 
 
 def test_a_frozen_while_loop_has_forward_mode_alone() -> None:
@@ -75,13 +73,6 @@ def test_a_module_that_changes_in_per_example_grad_is_refused_in_words(chunk_siz
         run(jnp.float64(2), jnp.ones((4, 3)))
 
 
-def test_a_module_that_changes_in_microbatched_is_refused_in_words() -> None:
-    net = Counting()
-    run = gt.microbatched_value_and_grad(lambda w, x: net(x * w).mean(), 2)
-    with pytest.raises(GradtoolsError, match=r"microbatched_value_and_grad.*flax\.nnx module"):
-        run(jnp.float64(2), jnp.ones(4))
-
-
 def test_a_chunk_of_weight_zero_adds_nothing_to_a_traced_mean() -> None:
     mean = lambda w, x, m: (w * x * m).sum() / m.sum()
     x, m = jnp.arange(1.0, 7.0), jnp.array([1.0, 1.0, 0.0, 0.0, 1.0, 0.0])
@@ -90,14 +81,6 @@ def test_a_chunk_of_weight_zero_adds_nothing_to_a_traced_mean() -> None:
         for way in (lambda f: f, jax.jit):
             value, slope = way(run)(jnp.float64(2), x, m)
             np.testing.assert_allclose((value, slope), (16 / 3, 8 / 3))
-
-
-def test_no_warning_is_raised_by_a_module_without_state() -> None:
-    linear = nnx.Linear(3, 2, rngs=nnx.Rngs(0))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        run = lambda x: gt.chunked(linear, 2)(x).sum()
-        assert jax.jit(jax.grad(run))(jnp.ones((4, 3))).shape == (4, 3)
 
 
 def _first_slope_and_second(remade: Any, x: Any, write: bool) -> Any:
@@ -121,13 +104,6 @@ def test_what_is_written_to_numpys_arrays_later_changes_no_derivative(remade: An
     expected = _first_slope_and_second(lambda f: f, x, False)
     for found, right in zip(_first_slope_and_second(remade, x, True), expected, strict=True):
         np.testing.assert_allclose(found, right, rtol=1e-6)
-
-
-def test_a_constant_of_a_chunk_that_is_written_to_later_changes_no_derivative() -> None:
-    scale = np.full((64, 64), 2.0)
-    pull = jax.vjp(gt.chunked(lambda x: jnp.exp(x * jnp.mean(scale)), 2), jnp.ones(6))[1]
-    scale[:] = 100.0
-    np.testing.assert_allclose(pull(jnp.ones(6))[0], 2 * np.exp(2.0) * np.ones(6), rtol=1e-6)
 
 
 @pytest.mark.parametrize("remade", [gt.checkpoint, gt.frozen, lambda f: gt.chunked(f, 2)])
@@ -190,25 +166,6 @@ def test_what_python_reads_anew_is_seen_at_each_eager_call_of_checkpoint(name):
     made, reads, expected = CHANGED[name]
     left = iter(reads)
     assert _remade_eagerly(lambda: made(next(left))) == expected
-
-
-def test_a_rule_that_reads_python_state_is_asked_anew_by_checkpoint():
-    f = gt.checkpoint(lambda x: scaled(x) * 1.0)
-    found = []
-    for slope in (3.0, 5.0):
-        slopes[0] = slope
-        found.append(float(jax.grad(f)(2.0)))
-    assert found == [3, 5]
-
-
-def test_programs_that_are_alike_are_derived_once():
-    w = jnp.ones(3)
-    layer = lambda w, x: jnp.tanh(jnp.tanh(x * w) * w).sum()
-    misses = lambda: compiled_once._derived.cache_info().misses
-    loss = lambda: jax.grad(gt.checkpoint(lambda w: layer(w, jnp.ones(3))))(w)  # another each time
-    loss()
-    before = misses()
-    assert (loss() == loss()).all() and misses() == before
 
 
 NUMBERS = {

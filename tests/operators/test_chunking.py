@@ -82,17 +82,6 @@ def test_hessian_products_are_those_of_the_batch(gt, problem, mode):
 
 @pytest.mark.sampled(slow=12)
 @pytest.mark.slow
-def test_it_may_stand_in_itself(gt, problem, case):
-    ours, plain, w, x, _ = problem
-    if isinstance(x, list):
-        pytest.skip("a list is cut by the outer one alone")
-    outer = gt.chunked(ours, 7, in_axes=case.in_axes, out_axes=case.options.get("out_axes", 0))
-    found = gt.grad(lambda w, x: loss(gt, outer(w, x)), (0, 1))(w, x)
-    close(gt, found, gt.grad(lambda w, x: loss(gt, plain(w, x)), (0, 1))(w, x))
-
-
-@pytest.mark.sampled(slow=12)
-@pytest.mark.slow
 def test_under_vmap_and_compile(gt, problem):
     ours, plain, w, x, _ = problem
     quick = gt.__name__.endswith("torch") and not isinstance(w, dict)  # the inductor takes long

@@ -9,11 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import dataclasses
-import itertools
 import random
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -21,7 +18,6 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -29,7 +25,6 @@ import gradtools.torch as gt
 from tests.support.replay_worlds import (
     ALL,
     CHECKPOINT,
-    CHUNKED,
     EITHER,
     FROZEN,
     MICROBATCHED,
@@ -51,102 +46,84 @@ from tests.support.replay_worlds import (
     weight,
 )
 
-# --- 1: two towers under autocast -----------------------------------------------------------
+
+def of_weight(name: str, make: Any, kinds: Any = ALL, expect: str = RIGHT, **how: Any) -> None:
+    """A program f(x) that captures a weight; `make(w)` returns f."""
+
+    @program(name, kinds, expect)
+    def _() -> World:
+        w = weight()
+        return simple(make(w), leaves=[w], **how)
+
+
+def of_net(name: str, make: Any, kinds: Any = ALL, expect: str = RIGHT, **how: Any) -> None:
+    """A program that calls the module `make()`."""
+    program(name, kinds, expect)(lambda: of_module(make(), **how))
+
+
+def loss_of(name: str, step: Callable[[Run, Any], Any], kinds: Any, expect: str = RIGHT) -> None:
+    """A program whose loss `step(run, net)` trains a small network with dropout."""
+
+    @program(name, kinds, expect)
+    def _() -> World:
+        net = mlp(nn.Dropout(0.5))
+
+        def trained(run: Run) -> dict[str, Any]:
+            loss = step(run, net)
+            loss.backward()
+            return {"loss": loss, "grads": [p.grad for p in net.parameters()]}
+
+        return World(trained)
+
+
+# --- two towers under autocast --------------------------------------------------------------
 
 half = lambda dtype=torch.bfloat16, **more: torch.autocast("cpu", dtype=dtype, **more)
 
 
-def towers(
-    around: Any, encoder: Any = None, call: Any = None, wrap: Any = None, **how: Any
-) -> World:
+def towers(around: Any, inside: Any = contextlib.nullcontext, more: bool = False) -> World:
     """One encoder for two batches, whose rows are compared with each other.
 
-    call: How f calls the encoder.
-    wrap: What the whole training step does with run, encoder and batches, in its own way.
+    around, inside: What the step and f's body stand in.
+    more: Whether the loss calls the encoder once more, plainly.
     """
-    encoder = mlp(dtype=torch.float32) if encoder is None else encoder
+    encoder = mlp(dtype=torch.float32)
     a, b = batch(torch.float32), batch(torch.float32).flip(0)
-    f = encoder if call is None else lambda x: call(encoder, x)
+
+    def f(x: Any) -> Any:
+        with inside():
+            return encoder(x)
 
     def step(run: Run) -> dict[str, Any]:
         if run.kind == FROZEN:
-            return _frozen_towers(run, f, a, b, around)
+            zs = [x.detach().requires_grad_() for x in (a, b)]
+            y = torch.tensor(1.3, requires_grad=True)
+            with around():
+                outs = [G(z) for G in [run(f)] for z in zs]
+                loss = contrast((y * outs[0]).sin(), outs[1])
+            slopes = torch.autograd.grad(loss, zs, create_graph=True)
+            total = sum(s.to(D).sin().sum() for s in slopes)
+            return {"loss": total, "grads": list(torch.autograd.grad(total, [y, *zs]))}
         with around():
-            if how.get("earlier"):
-                how["earlier"](encoder, a)
-            u, v = run(f)(a), run(f)(b)
-            loss = contrast(u, v)
-            if how.get("more"):
-                loss = loss + how["more"](encoder, a)
+            loss = contrast(run(f)(a), run(f)(b)) + (score(encoder(a)) if more else 0)
         loss.backward()
         return {"loss": loss, "grads": [p.grad for p in encoder.parameters()]}
 
-    return World(step, lambda: state_of(encoder), how.get("tolerance", 0.03))
-
-
-def _frozen_towers(run: Run, f: Any, a: Any, b: Any, around: Any) -> dict[str, Any]:
-    zs, y = [x.detach().requires_grad_() for x in (a, b)], torch.tensor(1.3, requires_grad=True)
-    with around():
-        G = run(f)
-        outs = [G(z) for z in zs]
-        loss = contrast((y * outs[0]).sin(), outs[1])
-    slopes = torch.autograd.grad(loss, zs, create_graph=True)
-    total = sum(s.to(D).sin().sum() for s in slopes)
-    return {"loss": total, "grads": list(torch.autograd.grad(total, [y, *zs]))}
+    return World(step, lambda: state_of(encoder), 0.03)
 
 
 for _dtype, _cached in ((torch.bfloat16, True), (torch.float16, False)):
     program(f"two towers share an encoder under autocast to {_dtype}, cache {_cached}", REPLAYED)(
         lambda dtype=_dtype, cached=_cached: towers(lambda: half(dtype, cache_enabled=cached))
     )
+program("two towers under autocast, and the encoder once more plainly in the loss", TRAINED)(
+    lambda: towers(half, more=True)
+)
+program("two towers, the autocast region entered inside of f", REPLAYED)(
+    lambda: towers(contextlib.nullcontext, half)
+)
 
-
-@program("two towers under autocast, and the encoder once more plainly in the loss", TRAINED)
-def _() -> World:
-    return towers(half, more=lambda e, a: score(e(a)))
-
-
-@program("two towers, the autocast region entered inside of f", REPLAYED)
-def _() -> World:
-    def call(e: Any, x: Any) -> Any:
-        with half():
-            return e(x)
-
-    return towers(contextlib.nullcontext, call=call)
-
-
-@program("two towers, an island of full precision inside of f", REPLAYED)
-def _() -> World:
-    def call(e: Any, x: Any) -> Any:
-        y = e[:2](x)
-        with half(enabled=False):
-            return e[2](y.float())
-
-    return towers(half, call=call, earlier=lambda e, a: e(a))
-
-
-@program("two towers of attention and layer norm under autocast", REPLAYED)
-def _() -> World:
-    layer = nn.TransformerEncoderLayer(4, 2, 8, dropout=0.0, batch_first=True)
-    encoder = nn.Sequential(nn.Linear(3, 4), nn.Unflatten(0, (-1, 1)), layer, nn.Flatten())
-
-    def call(encoder: Any, x: Any) -> Any:
-        with sdpa_kernel(SDPBackend.MATH):  # the others have no double backward to compare with
-            return encoder(x)
-
-    return towers(half, encoder, call, earlier=call, tolerance=0.06)
-
-
-@program("f clears autocast's cache of weights", REPLAYED)
-def _() -> World:
-    def call(e: Any, x: Any) -> Any:
-        torch.clear_autocast_cache()
-        return e(x)
-
-    return towers(half, call=call, earlier=lambda e, a: e(a))
-
-
-# --- 2: arguments that f changes in place ---------------------------------------------------
+# --- arguments that f changes in place ------------------------------------------------------
 
 IN_PLACE: dict[str, Callable[[], tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]]] = {
     # what is made, how f changes it, and what f reads of it
@@ -162,12 +139,6 @@ IN_PLACE: dict[str, Callable[[], tuple[Any, Callable[[Any], Any], Callable[[Any]
 }
 
 
-def _read(argument: Any) -> Any:
-    if isinstance(argument, torch.Generator):
-        return argument.get_state()
-    return copy.deepcopy(argument)
-
-
 def _changing(kind: str, keyword: bool) -> World:
     argument, change, read = IN_PLACE[kind]()
     w = weight()
@@ -177,145 +148,61 @@ def _changing(kind: str, keyword: bool) -> World:
         change(argument)
         return y
 
+    random = isinstance(argument, torch.Generator)
+    state = argument.get_state if random else lambda: copy.deepcopy(argument)
     how: Any = {"keywords": {"argument": argument}} if keyword else {"shared": (argument,)}
-    return simple(f, leaves=[w], state=lambda: _read(argument), **how)
+    return simple(f, leaves=[w], state=state, **how)
 
 
 for _kind in IN_PLACE:
     program(f"f changes a keyword argument in place: {_kind}", expect=EITHER)(
         lambda kind=_kind: _changing(kind, True)
     )
-for _kind in ("a tensor", "a tensor, by .data", "a list", "a NumPy array"):
-    _kinds = REPLAYED if isinstance(IN_PLACE[_kind]()[0], torch.Tensor) else (CHECKPOINT, FROZEN)
-    program(f"f changes a shared argument in place: {_kind}", _kinds, expect=EITHER)(
+    _kinds = REPLAYED if "tensor" in _kind else (CHECKPOINT, FROZEN)
+    program(f"f changes a shared argument in place: {_kind}", _kinds, EITHER)(
         lambda kind=_kind: _changing(kind, False)
     )
+for _how, _change in (("in place", lambda x: x.mul_(2)), ("by .data", lambda x: x.data.mul_(2))):
+    of_weight(
+        f"f changes its rows {_how}",
+        lambda w, change=_change: lambda x: (change(x), x.clone() @ w)[1],
+        (*TRAINED, MICROBATCHED),
+        EITHER,
+        tracked=False,
+    )
 
-
-@program("the loss needs a shared argument that f changed in place", TRAINED, EITHER)
-def _() -> World:
-    count, w = torch.ones((), dtype=D), weight()
-
-    def f(x: Any, count: Any) -> Any:
-        y = x @ w * count.clone()
-        count.add_(1)
-        return y
-
-    def step(run: Run) -> dict[str, Any]:
-        loss = score(run(f, (0, None))(batch(), count)) * (w.sum() * count)
-        loss.backward()
-        return {"loss": loss, "grads": [w.grad]}
-
-    return World(step, lambda: count.clone())
-
-
-@program("f changes a shared argument that requires a gradient, under no_grad", TRAINED, EITHER)
-def _() -> World:
-    w, scale = weight(), torch.ones((), dtype=D, requires_grad=True)
-
-    def f(x: Any, scale: Any) -> Any:
-        with torch.no_grad():
-            scale.mul_(2)
-        return x @ w
-
-    return simple(f, leaves=[w], shared=(scale,))
-
-
-for _how, _change in {
-    "in place": lambda x: x.mul_(2),
-    "by .data": lambda x: x.data.mul_(2),
-}.items():
-
-    @program(f"f changes its rows {_how}", (*TRAINED, MICROBATCHED), EITHER)
-    def _(change: Any = _change) -> World:
-        w = weight()
-
-        def f(x: Any) -> Any:
-            change(x)
-            return x.clone() @ w
-
-        return simple(f, leaves=[w], tracked=False)
-
-
-@program("f changes one row of an expanded batch", TRAINED, EITHER)
-def _() -> World:
-    w, row = weight(), torch.ones(1, 3, dtype=D)
-    return simple(lambda x: x @ w, row.expand(6, 3), leaves=[w], state=lambda: row)
-
-
-# --- 3: edges of the graph from one chunk to the next ---------------------------------------
+# --- edges of the graph from one chunk to the next ------------------------------------------
 
 
 class Keeps(nn.Module):
-    """Keeps something between calls, which the next call adds to its result."""
+    """Keeps an attached mean, which the next call adds to its result."""
 
-    def __init__(self, keep: Callable[[Any], Any]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.w, self.last, self.keep = nn.Parameter(weight().detach()), None, keep
+        self.w, self.last = nn.Parameter(weight().detach()), None
 
     def forward(self, x: Any) -> Any:
         y = x @ self.w + (0 if self.last is None else self.last)
-        self.last = self.keep(y)
+        self.last = y.mean()
         return y
 
 
-@program("a module keeps an attached mean for its next call", REPLAYED, EITHER)
-def _() -> World:
-    return of_module(Keeps(lambda y: y.mean()))
+of_net("a module keeps an attached mean for its next call", Keeps, REPLAYED, EITHER)
 
 
-@program("a module keeps a detached mean for its next call", expect=EITHER)
-def _() -> World:
-    module = Keeps(lambda y: y.mean().detach())
-    return of_module(module, state=lambda: module.last)
+def _cached(w: Any, before: bool = False) -> Any:
+    """A function of a weight is computed once, and kept."""
+    known = {0: w.exp()} if before else {}
+    return lambda x: x @ (known[0] if known else known.setdefault(0, w.exp()))
 
 
-@program("a module keeps a list of attached outputs, and the loss reads them", TRAINED, EITHER)
-def _() -> World:
-    class Router(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.w, self.penalties = nn.Parameter(weight().detach()), []
-
-        def forward(self, x: Any) -> Any:
-            y = (x @ self.w).softmax(-1)
-            self.penalties.append(y.mean(0).square().sum())
-            return y
-
-    module, x = Router(), batch()
-
-    def step(run: Run) -> dict[str, Any]:
-        out = run(module)(x)
-        loss = score(out) + sum(module.penalties)
-        loss.backward()
-        return {"loss": loss, "grads": [module.w.grad]}
-
-    return World(step)
-
-
-def _cached(store: Callable[[Any], Any]) -> World:
-    """A function of a weight that is computed in the first call, and kept."""
-    w = weight()
-    cached = store(w)
-    return simple(lambda x: x @ cached(), leaves=[w])
-
-
-def _in_dictionary(w: Any) -> Any:
-    known: dict[int, Any] = {}
-    return lambda: known.setdefault(0, w.exp()) if not known else known[0]
-
-
-program("a function of a weight is cached by the first chunk", REPLAYED, EITHER)(
-    lambda: _cached(_in_dictionary)
+of_weight("a function of a weight is cached by the first chunk", _cached, REPLAYED, EITHER)
+of_weight(
+    "a function of a weight was cached before the forward pass",
+    lambda w: _cached(w, True),
+    REPLAYED,
+    EITHER,
 )
-
-
-@program("a function of a weight was cached before the forward pass", REPLAYED, EITHER)
-def _() -> World:
-    w = weight()
-    cached = _in_dictionary(w)
-    cached()
-    return simple(lambda x: x @ cached(), leaves=[w])
 
 
 class Exponential(nn.Module):
@@ -337,146 +224,69 @@ def parametrized() -> nn.Module:
     return net
 
 
-@program("a parametrized weight counts its computations")
-def _() -> World:
-    return of_module(parametrized())
+of_net("a parametrized weight counts its computations", parametrized)
+for _name in ("weight_norm", "spectral_norm"):
+    of_net(
+        f"a layer under {_name}",
+        lambda name=_name: nn.Sequential(
+            getattr(parametrizations, name)(nn.Linear(3, 3).double()), nn.Tanh()
+        ),
+    )
+
+# --- state in every kind of holder ----------------------------------------------------------
 
 
-for _how, _wrap in {
-    "weight_norm": lambda m: parametrizations.weight_norm(m),
-    "spectral_norm": lambda m: parametrizations.spectral_norm(m),
-    "orthogonal": lambda m: parametrizations.orthogonal(m),
-    "the old spectral_norm": lambda m: nn.utils.spectral_norm(m),
-}.items():
-
-    @program(f"a layer under {_how}")
-    def _(wrap: Any = _wrap) -> World:
-        return of_module(nn.Sequential(wrap(nn.Linear(3, 3).double()), nn.Tanh()))
+def _counts_in_a_list(w: Any) -> Any:
+    seen: list[int] = []
+    return lambda x: (x * (seen.append(1) or len(seen))) @ w
 
 
-@program("a layer under the old weight_norm", expect=EITHER)
-def _() -> World:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        net = nn.utils.weight_norm(nn.Linear(3, 3).double())
-    return of_module(net)
+def _draws_from_a_generator(w: Any) -> Any:
+    generator = torch.Generator().manual_seed(0)
+    return lambda x: (x * torch.rand((), generator=generator)) @ w
 
 
-# --- 4: state in every kind of holder -------------------------------------------------------
-
-
-def _ticking(make: Callable[[], Any], number: Any, state: Any) -> World:
-    """f's result depends on a holder of state that no recomputation puts back."""
-    holder, w = make(), weight()
-    return simple(lambda x: (x * number(holder)) @ w, leaves=[w], state=lambda: state(holder))
-
-
-COUNTERS: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Callable[[Any], Any]]] = {
-    # what is made, the next number from it, and its state
-    "a list": (list, lambda seen: seen.append(1) or len(seen), list),
-    "an iterator": (lambda: itertools.count(1), next, repr),
-    "a torch.Generator": (
-        lambda: torch.Generator().manual_seed(0),
-        lambda g: float(torch.rand((), generator=g)),
-        lambda g: g.get_state(),
-    ),
-    "a NumPy Generator": (
-        lambda: np.random.default_rng(0),
-        lambda g: float(g.normal()),
-        lambda g: repr(g.bit_generator.state),
-    ),
-}
-for _name, _three in COUNTERS.items():
-    program(f"f counts in {_name}", REPLAYED, EITHER)(lambda three=_three: _ticking(*three))
-
-
-@program("f's result depends on the clock", REPLAYED, REFUSED, "again", ("by four",))
-def _() -> World:
-    w = weight()
-    return simple(lambda x: (x * (time.perf_counter_ns() % 1_000_003)) @ w, leaves=[w])
+of_weight("f counts in a list", _counts_in_a_list, REPLAYED, EITHER)
+of_weight("f draws from a generator that it captures", _draws_from_a_generator, REPLAYED)
+program("f's result depends on the clock", REPLAYED, REFUSED, "again", ("by four",))(
+    lambda: simple(lambda x: x * (time.perf_counter_ns() % 1_000_003))
+)
 
 
 class Counting(nn.Module):
-    """A module whose state is somewhere in it."""
+    """A module whose state is somewhere in it. tick: Changes it, and returns a factor."""
 
-    def __init__(self, **parts: Any) -> None:
+    def __init__(self, tick: Callable[[Any], Any], **parts: Any) -> None:
         super().__init__()
-        self.w = nn.Parameter(weight().detach())
+        self.w, self.tick = nn.Parameter(weight().detach()), tick
         for name, part in parts.items():
-            if isinstance(part, torch.Tensor) and not isinstance(part, nn.Parameter):
-                self.register_buffer(name, part, persistent=name != "fleeting")
+            if isinstance(part, torch.Tensor):
+                self.register_buffer(name, part)
             else:
                 setattr(self, name, part)
 
     def forward(self, x: Any) -> Any:
-        return x @ self.w * self.tick()
+        return x @ self.w * self.tick(self)
 
 
-def _module_counter(name: str, parts: Any, tick: Any, expect: str = RIGHT) -> None:
-    @program(f"a module counts in {name}", expect=expect)
-    def _() -> World:
-        kind = type("Counts", (Counting,), {"tick": tick, "__module__": __name__})
-        return of_module(kind(**parts()))
-
-
-def _tick_buffer(self: Any) -> Any:
-    self.n += 1
-    return self.n.clone()
-
-
-def _tick_replaced(self: Any) -> Any:
+def _replaced(self: Any) -> Any:
     self.n = self.n + 1
     return self.n
 
 
-def _tick_data(self: Any) -> Any:
-    self.n.data.add_(1)
-    return self.n.clone()
-
-
-def _tick_frozen_parameter(self: Any) -> Any:
-    self.p.data += 1
-    return float(self.p)
-
-
 _zero = lambda: torch.zeros((), dtype=D)
-_module_counter("a buffer", lambda: {"n": _zero()}, _tick_buffer)
-_module_counter("a buffer that is replaced", lambda: {"n": _zero()}, _tick_replaced)
-_module_counter("a buffer, by .data", lambda: {"n": _zero()}, _tick_data)
-_module_counter(
-    "a frozen parameter, by .data",
-    lambda: {"p": nn.Parameter(_zero(), requires_grad=False)},
-    _tick_frozen_parameter,
-    EITHER,
+_add = lambda self: self.n.add_(1).clone()
+of_net("a module counts in a buffer", lambda: Counting(_add, n=_zero()))
+of_net("a module counts in a buffer that is replaced", lambda: Counting(_replaced, n=_zero()))
+of_net(
+    "a module counts in a buffer, by .data",
+    lambda: Counting(lambda self: (self.n.data.add_(1), self.n.clone())[1], n=_zero()),
 )
-_module_counter(
-    "an attribute of a module in it",
-    lambda: {"inner": nn.Identity(), "n": 0},
-    lambda self: setattr(self.inner, "n", getattr(self.inner, "n", 0) + 1) or self.inner.n,
-    EITHER,
-)
+of_net("batch norm in training", lambda: mlp(nn.BatchNorm1d(4)))
+of_net("a lazy layer that has not run", lambda: nn.LazyLinear(2, dtype=D), expect=EITHER)
 
 
-def _kept(
-    name: str, net: Callable[[], nn.Module], expect: Any = RIGHT, kinds: Any = ALL, **how: Any
-) -> None:
-    program(name, kinds, expect)(lambda: of_module(net(), **how))
-
-
-_kept("batch norm in training", lambda: mlp(nn.BatchNorm1d(4)))
-_kept("batch norm without momentum", lambda: mlp(nn.BatchNorm1d(4, momentum=None)))
-_kept("batch norm in evaluation", lambda: mlp(nn.BatchNorm1d(4)).eval())
-_kept(
-    "a lazy layer that has not run",
-    lambda: nn.LazyLinear(2, dtype=D),
-    EITHER,
-)
-
-
-# hooks
-
-
-def _hooked(attach: Callable[[nn.Module, Any], Any], kinds: Any = ALL, expect: str = RIGHT) -> Any:
+def _hooked(attach: Callable[[nn.Module, Any], Any]) -> Callable[[], World]:
     def make() -> World:
         net, seen = mlp(), []
         attach(net, seen)
@@ -485,71 +295,26 @@ def _hooked(attach: Callable[[nn.Module, Any], Any], kinds: Any = ALL, expect: s
     return make
 
 
-def _adds_forward(net: Any, seen: Any) -> None:
-    net[0].register_forward_hook(lambda m, a, out: seen.append(1) or out * len(seen))
+program("a forward hook counts and multiplies", expect=EITHER)(
+    _hooked(
+        lambda net, seen: net[0].register_forward_hook(
+            lambda m, a, out: seen.append(1) or out * len(seen)
+        )
+    )
+)
+program("a full backward hook counts", TRAINED)(
+    _hooked(lambda net, seen: net[0].register_full_backward_hook(lambda m, a, b: seen.append(1)))
+)
+of_net(
+    "saved tensors' hooks stand around",
+    lambda: mlp(nn.Dropout(0.5), nn.BatchNorm1d(4)),
+    TRAINED,
+    around=lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t),
+)
 
+# --- randomness -----------------------------------------------------------------------------
 
-def _counts_full_backward(net: Any, seen: Any) -> None:
-    net[0].register_full_backward_hook(lambda m, a, b: seen.append(1))
-
-
-def _counts_in_tensor_hooks(net: Any, seen: Any) -> None:
-    def hook(m: Any, a: Any, out: Any) -> None:
-        if out.requires_grad:
-            out.register_hook(lambda g: seen.append(1))
-
-    net[0].register_forward_hook(hook)
-
-
-def _counts_parameter_hooks(net: Any, seen: Any) -> None:
-    net[0].weight.register_hook(lambda g: seen.append(1))
-
-
-def _counts_accumulations(net: Any, seen: Any) -> None:
-    net[0].weight.register_post_accumulate_grad_hook(lambda p: seen.append(1))
-
-
-program("a forward hook counts and multiplies", expect=EITHER)(_hooked(_adds_forward))
-program("a full backward hook counts", TRAINED)(_hooked(_counts_full_backward))
-program("a hook on a tensor inside of f counts", TRAINED)(_hooked(_counts_in_tensor_hooks))
-program("a parameter's hook counts", (CHECKPOINT,))(_hooked(_counts_parameter_hooks))
-program("a hook after a parameter's gradient counts", TRAINED)(_hooked(_counts_accumulations))
-
-
-@program("saved tensors' hooks stand around", TRAINED)
-def _() -> World:
-    hooks = lambda: torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t)
-    return of_module(mlp(nn.Dropout(0.5), nn.BatchNorm1d(4)), around=hooks)
-
-
-# --- 5: randomness --------------------------------------------------------------------------
-
-DRAWS: dict[str, Callable[[Any], Any]] = {
-    "F.dropout": lambda x: F.dropout(x, 0.5),
-    "torch.bernoulli": lambda x: x * torch.bernoulli(x.sigmoid().detach()),
-    "torch.multinomial": lambda x: x * (1 + torch.multinomial(x.detach().softmax(-1), 1)),
-    "torch.randn_like": lambda x: x + x * torch.randn_like(x),
-    "torch.distributions": lambda x: x * torch.distributions.Gamma(2.0, 1.0).sample(),
-    "random.random": lambda x: x * random.random(),
-    "random.gauss, which keeps one back": lambda x: x * random.gauss(0, 1),
-    "NumPy's own stream": lambda x: x * _draw_numpy(),
-    "all streams at once": lambda x: F.dropout(x) * random.random() * _draw_numpy(),
-    "torch.random.fork_rng": lambda x: _forked(x),
-    "torch.manual_seed inside of f": lambda x: _seeded(x),
-    "random.seed inside of f": lambda x: x * (random.seed(3) or random.random()),
-    "attention's dropout": lambda x: F.scaled_dot_product_attention(
-        x[None], x[None], x[None], dropout_p=0.5
-    )[0],
-}
-_numpy_normal = np.random.randn  # the process's own stream
-_draw_numpy = lambda: float(_numpy_normal())
-
-
-def _forked(x: Any) -> Any:
-    with torch.random.fork_rng():
-        torch.manual_seed(7)
-        x = F.dropout(x, 0.5)
-    return F.dropout(x, 0.5)
+_draw_numpy = np.random.randn  # the process's own stream
 
 
 def _seeded(x: Any) -> Any:
@@ -558,13 +323,22 @@ def _seeded(x: Any) -> Any:
     return y * torch.rand(())
 
 
+DRAWS: dict[str, Callable[[Any], Any]] = {
+    "F.dropout": lambda x: F.dropout(x, 0.5),
+    "torch.distributions": lambda x: x * torch.distributions.Gamma(2.0, 1.0).sample(),
+    "random.gauss, which keeps one back": lambda x: x * random.gauss(0, 1),
+    "NumPy's own stream": lambda x: x * float(_draw_numpy()),
+    "torch.manual_seed inside of f": _seeded,
+    "attention's dropout": lambda x: F.scaled_dot_product_attention(
+        x[None], x[None], x[None], dropout_p=0.5
+    )[0],
+}
 for _name, _draw in DRAWS.items():
-    _kinds = tuple(k for k in ALL if not (k == FROZEN and _name == "attention's dropout"))
-
-    @program(f"f draws by {_name}", _kinds)
-    def _(draw: Any = _draw) -> World:
-        w = weight()
-        return simple(lambda x: draw(x @ w), leaves=[w])
+    of_weight(
+        f"f draws by {_name}",
+        lambda w, draw=_draw: lambda x: draw(x @ w),
+        tuple(k for k in ALL if not (k == FROZEN and _name == "attention's dropout")),
+    )
 
 
 class Recurrent(nn.Module):
@@ -578,80 +352,55 @@ class Recurrent(nn.Module):
         return self.lstm(x[:, None])[0][:, 0]
 
 
-_kept("an LSTM with dropout between its layers", Recurrent)
-_kept(
+of_net("an LSTM with dropout between its layers", Recurrent)
+of_net(
     "an encoder layer in training",
     lambda: nn.Sequential(
         nn.Unflatten(0, (-1, 1)),
         nn.TransformerEncoderLayer(3, 1, 4, batch_first=True),
         nn.Flatten(),
     ).double(),
-    kinds=TRAINED,
+    TRAINED,
 )
-_kept(
-    "AlphaDropout, Dropout2d and RReLU together",
-    lambda: nn.Sequential(
-        nn.Linear(3, 8),
-        nn.AlphaDropout(),
-        nn.RReLU(),
-        nn.Unflatten(1, (2, 2, 2)),
-        nn.Dropout2d(),
-        nn.Flatten(),
-    ).double(),
+of_net(
+    "f draws from a generator that a module holds",
+    lambda: Counting(
+        lambda self: torch.rand((), generator=self.generator),
+        generator=torch.Generator().manual_seed(0),
+    ),
 )
 
-
-@program("f draws from a generator that a module holds")
-def _() -> World:
-    net = Counting(generator=torch.Generator().manual_seed(0))
-    net.tick = lambda: torch.rand((), generator=net.generator)  # type: ignore[assignment]
-    return of_module(net, state=lambda: net.generator.get_state())
+# --- between forward and backward -----------------------------------------------------------
 
 
-@program("f draws from a clone of the process's generator", expect=EITHER)
-def _() -> World:
-    w = weight()
-    generator = torch.default_generator
-    return simple(lambda x: x @ w * torch.rand((), generator=generator), leaves=[w])
-
-
-# --- 6: between forward and backward --------------------------------------------------------
-
-
-def _between(change: Callable[[Any, Any], Any], *more: nn.Module) -> World:
+def _between(change: Callable[[Any], Any], *more: nn.Module) -> World:
     net = mlp(*more)
-    x = batch()
-    return simple(net, x, module=net, between=lambda: change(net, x))
-
-
-def _shift_statistics(net: Any, x: Any) -> None:
-    for b in net.buffers():
-        b.data.add_(1)
-
-
-def _state_dict(net: Any, x: Any) -> None:
-    net.load_state_dict({k: v * 2 for k, v in net.state_dict().items()})
+    return simple(net, module=net, between=lambda: change(net))
 
 
 _norm = lambda: nn.BatchNorm1d(4)
+_double = lambda net: net.load_state_dict({k: v * 2 for k, v in net.state_dict().items()})
 _BETWEEN: dict[str, tuple[Any, Any, Any]] = {
     "the parameters are changed in place by .data": (
-        lambda net, x: [p.data.mul_(2) for p in net.parameters()],
+        lambda net: [p.data.mul_(2) for p in net.parameters()],
         (),
         EITHER,
     ),
-    "a state_dict is loaded": (_state_dict, (_norm,), EITHER),
-    "the module is put to evaluation": (lambda net, x: net.eval(), (_norm, nn.Dropout), EITHER),
-    "running statistics are moved": (_shift_statistics, (_norm,), RIGHT),
+    "a state_dict is loaded": (_double, (_norm,), EITHER),
+    "the module is put to evaluation": (lambda net: net.eval(), (_norm, nn.Dropout), EITHER),
+    "running statistics are moved": (
+        lambda net: [b.data.add_(1) for b in net.buffers()],
+        (_norm,),
+        RIGHT,
+    ),
     "numbers are drawn": (
-        lambda net, x: (torch.rand(3), random.random(), _draw_numpy()),
+        lambda net: (torch.rand(3), random.random(), _draw_numpy()),
         (nn.Dropout,),
         RIGHT,
     ),
-    "gradients are set to None": (lambda net, x: net.zero_grad(), (), RIGHT),
-    "the module is called again": (lambda net, x: net(batch()), (_norm, nn.Dropout), RIGHT),
+    "the module is called again": (lambda net: net(batch()), (_norm, nn.Dropout), RIGHT),
     "a buffer is replaced": (
-        lambda net, x: setattr(net[2], "running_mean", torch.ones(4, dtype=D)),
+        lambda net: setattr(net[2], "running_mean", torch.ones(4, dtype=D)),
         (_norm,),
         RIGHT,
     ),
@@ -662,41 +411,17 @@ for _name, (_change, _more, _expect) in _BETWEEN.items():
     )
 
 
-def _captured_between(change: Callable[[Any], Any], value: Callable[[], Any], use: Any) -> World:
-    held = {"v": value()}
-    w = weight()
-    return simple(
-        lambda x: x @ w * use(held["v"]),
-        leaves=[w],
-        between=lambda: change(held),
-        state=lambda: copy.deepcopy(held["v"]),
-    )
+@program("between forward and backward a captured small tensor is changed", REPLAYED, EITHER)
+def _() -> World:
+    held, w = torch.ones(3, dtype=D), weight()
+    return simple(lambda x: x @ w * held.clone(), leaves=[w], between=lambda: held.mul_(3))
 
 
-for _name, _args in {
-    "a captured number": (lambda h: h.update(v=5.0), lambda: 2.0, lambda v: v),
-    "a captured small tensor": (
-        lambda h: h["v"].mul_(3),
-        lambda: torch.ones(3, dtype=D),
-        lambda v: v.clone(),
-    ),
-}.items():
-    program(f"between forward and backward {_name} is changed", REPLAYED, EITHER)(
-        lambda args=_args: _captured_between(*args)
-    )
-
-
-for _how, _change in {
-    "by .data": lambda x: x.data.mul_(2),
-    "by new .data": lambda x: setattr(x, "data", x.data * 2),
-}.items():
-
-    @program(f"between forward and backward the batch is changed {_how}", TRAINED, EITHER)
-    def _(change: Any = _change) -> World:
-        w, x = weight(), batch()
-        return simple(
-            lambda x: x.sin() @ w, x, leaves=[w], between=lambda: change(x), tracked=False
-        )
+@program("between forward and backward the batch is changed by .data", TRAINED, EITHER)
+def _() -> World:
+    w, x = weight(), batch()
+    change = lambda: x.data.mul_(2)
+    return simple(lambda x: x.sin() @ w, x, leaves=[w], between=change, tracked=False)
 
 
 @program("the optimizer takes a step between two towers' backward passes", TRAINED, EITHER)
@@ -718,8 +443,7 @@ def _() -> World:
 @program("an unrelated graph saved a buffer before a replay", TRAINED)
 def _() -> World:
     net, p = mlp(nn.BatchNorm1d(4), nn.BatchNorm1d(4)), weight(1, 4)
-    counts = Counting(n=torch.ones((), dtype=D))
-    counts.tick = lambda: counts.n.add_(1).clone()  # type: ignore[assignment]
+    counts = Counting(_add, n=torch.ones((), dtype=D))
 
     def step(run: Run) -> dict[str, Any]:
         first = score(run(lambda x: counts(net(x)))(batch()))
@@ -729,133 +453,6 @@ def _() -> World:
         return {"loss": [first, other], "grads": [p.grad, *(q.grad for q in net.parameters())]}
 
     return World(step, lambda: (state_of(net), state_of(counts)))
-
-
-@program("an embedding with sparse gradients", TRAINED)
-def _() -> World:
-    return of_module(nn.Embedding(5, 3, sparse=True).double(), torch.tensor([0, 1, 2, 3, 4, 0]))
-
-
-@program("an embedding that counts by frequency", TRAINED, EITHER)
-def _() -> World:
-    net = nn.Embedding(5, 3, scale_grad_by_freq=True).double()
-    return of_module(net, torch.tensor([0, 1, 2, 3, 4, 0]))
-
-
-@program("a captured sparse matrix")
-def _() -> World:
-    w, s = weight(), torch.eye(3, dtype=D).to_sparse()
-    return simple(lambda x: torch.sparse.mm(s, (x @ w).T).T, leaves=[w])
-
-
-@program("a sparse buffer that f changes in place", expect=EITHER)
-def _() -> World:
-    net = Counting(s=torch.eye(3, dtype=D).to_sparse())
-
-    def tick() -> Any:
-        net.s.mul_(2)
-        return net.s.to_dense()[0, 0]
-
-    net.tick = tick  # type: ignore[assignment]
-    return of_module(net, state=lambda: net.s.to_dense())
-
-
-@program("nested tensors inside of f", TRAINED)
-def _() -> World:
-    w = weight()
-
-    def f(x: Any) -> Any:
-        parts = torch.nested.nested_tensor([x[0], x[-1]], layout=torch.jagged)
-        return x @ w * parts.values().sum()
-
-    return simple(f, leaves=[w], tracked=False)
-
-
-@program("f gives a lazy conjugate", (CHUNKED, CHECKPOINT))
-def _() -> World:
-    w = torch.complex(weight().detach(), weight().detach().sin()).requires_grad_()
-    return simple(lambda x: torch.complex(x, x.cos()).conj() @ w.conj(), leaves=[w])
-
-
-@program("f gives a lazily negated imaginary part", (CHUNKED, CHECKPOINT))
-def _() -> World:
-    w = torch.complex(weight().detach(), weight().detach().sin()).requires_grad_()
-    return simple(lambda x: (torch.complex(x, x.cos()) @ w).conj().imag, leaves=[w])
-
-
-@program("the batch is a lazy conjugate", TRAINED)
-def _() -> World:
-    w = torch.complex(weight().detach(), weight().detach().sin()).requires_grad_()
-    x = torch.complex(batch(), batch().cos()).conj()
-    return simple(lambda x: x @ w, x, leaves=[w], tracked=False)
-
-
-@program("torch.utils.checkpoint inside of f", TRAINED)
-def _() -> World:
-    net = mlp(nn.Dropout(0.5))
-    return simple(lambda x: torch_checkpoint(net, x, use_reentrant=False), module=net)
-
-
-@program("gt.checkpoint inside of f")
-def _() -> World:
-    net = mlp(nn.Dropout(0.5), nn.BatchNorm1d(4))
-    return simple(gt.checkpoint(net), module=net)
-
-
-@program("gt.chunked inside of f")
-def _() -> World:
-    net = mlp(nn.Dropout(0.5))
-    return simple(gt.chunked(net, 1), module=net)
-
-
-@program("a gradient is taken inside of f")
-def _() -> World:
-    w = weight()
-
-    def f(x: Any) -> Any:
-        with torch.enable_grad():
-            z = x.detach().requires_grad_()
-            slope = torch.autograd.grad(F.dropout(z @ w).sin().sum(), z, create_graph=True)[0]
-        return slope + x
-
-    return simple(f, leaves=[w])
-
-
-@program("backward() through a frozen module at a plain z", (FROZEN,), REFUSED, "parameter")
-def _() -> World:
-    net, z = mlp(), batch()
-
-    def step(run: Run) -> dict[str, Any]:
-        if not run.plain:
-            (run(net)(z) * 2).sum().backward()
-        return {"grads": [p.grad for p in net.parameters()]}
-
-    return World(step)
-
-
-@program("backward() through a frozen module at a z that is differentiated", (FROZEN,), EITHER)
-def _() -> World:
-    net, z = mlp(nn.BatchNorm1d(4)), batch().requires_grad_()
-
-    def step(run: Run) -> dict[str, Any]:
-        loss = score(run(net)(z))
-        loss.backward(inputs=[z])
-        return {"loss": loss, "grads": [z.grad]}
-
-    return World(step, lambda: state_of(net))
-
-
-@program("two backward passes through one graph, retain_graph=True", TRAINED)
-def _() -> World:
-    net, x = mlp(nn.Dropout(0.5), nn.BatchNorm1d(4)), batch().requires_grad_()
-
-    def step(run: Run) -> dict[str, Any]:
-        loss = score(run(net)(x))
-        loss.backward(retain_graph=True)
-        loss.backward()
-        return {"loss": loss, "grads": [x.grad, *(p.grad for p in net.parameters())]}
-
-    return World(step, lambda: state_of(net))
 
 
 @program("a step of training between the towers' forward passes", TRAINED)
@@ -873,147 +470,106 @@ def _() -> World:
             losses.append(loss.detach())
         return {"losses": losses, "weights": list(net.parameters())}
 
-    return World(
-        step, lambda: [b.clone() for b in net.buffers() if not b.is_floating_point()], 1e-7
-    )
+    return World(step, tolerance=1e-7)
 
 
-# --- 8: flags, threads, exceptions and the rest ---------------------------------------------
+def _twice(run: Run, net: Any) -> Any:
+    loss = score(run(net)(batch()))
+    loss.backward(retain_graph=True)
+    return loss
 
 
-def _switching(switch: Callable[[], Any], depends: Callable[[], float]) -> World:
-    """f's result depends on a switch that f itself throws."""
-    w = weight()
+loss_of("two backward passes through one graph, retain_graph=True", _twice, TRAINED)
 
+# --- layouts, programs and transforms inside of f -------------------------------------------
+
+of_net(
+    "an embedding with sparse gradients",
+    lambda: nn.Embedding(5, 3, sparse=True).double(),
+    TRAINED,
+    x=torch.tensor([0, 1, 2, 3, 4, 0]),
+)
+of_weight(
+    "f gives a lazy conjugate",
+    lambda w: lambda x: torch.complex(x @ w, x.cos() @ w).conj(),
+    TRAINED,
+)
+of_weight(
+    "torch.func.grad inside of f",
+    lambda w: lambda x: torch.func.grad(lambda z: (z @ w).sin().sum())(x),
+)
+of_weight(
+    "torch.vmap inside of f, with randomness",
+    lambda w: lambda x: torch.vmap(lambda r: F.dropout(r @ w), randomness="different")(x),
+)
+
+
+def _slope_inside(w: Any) -> Any:
     def f(x: Any) -> Any:
-        y = x @ w * depends()
-        switch()
-        return y
+        with torch.enable_grad():
+            z = x.detach().requires_grad_()
+            slope = torch.autograd.grad(F.dropout(z @ w).sin().sum(), z, create_graph=True)[0]
+        return slope + x
 
-    return simple(f, leaves=[w])
-
-
-SWITCHES: dict[str, tuple[Callable[[], Any], Callable[[], float]]] = {
-    "the dtype of autocast": (
-        lambda: torch.set_autocast_dtype("cpu", torch.float16),
-        lambda: 1.0 + (torch.get_autocast_dtype("cpu") == torch.float16),
-    ),
-    "grad mode": (lambda: torch.set_grad_enabled(True), lambda: 1.0 + torch.is_grad_enabled()),
-}
-for _name, _pair in SWITCHES.items():
-    program(f"f switches {_name}, and computes by it", expect=EITHER)(
-        lambda pair=_pair: _switching(*pair)
-    )
+    return f
 
 
-@program("f switches gradients off and leaves them off", (CHUNKED, CHECKPOINT), EITHER)
+def _in_mode(mode: Any) -> Any:
+    def make(w: Any) -> Any:
+        def f(x: Any) -> Any:
+            with mode():
+                scale = F.dropout((x @ w).exp()).mean()
+            return x @ w * scale.clone()
+
+        return f
+
+    return make
+
+
+of_weight("a gradient is taken inside of f", _slope_inside)
+of_weight("a part of f runs in inference mode", _in_mode(torch.inference_mode), tracked=False)
+of_weight("a part of f runs under no_grad, with dropout", _in_mode(torch.no_grad))
+
+
+def _wrapped(name: str, wrap: Any, kinds: Any = ALL, expect: str = RIGHT) -> None:
+    """f is `wrap(net)`."""
+
+    @program(name, kinds, expect)
+    def _() -> World:
+        torch._dynamo.reset()
+        net = mlp(nn.Dropout(0.5), nn.BatchNorm1d(4)) if kinds is ALL else mlp(nn.Dropout(0.5))
+        return simple(wrap(net), module=net)
+
+
+_call = torch.func.functional_call
+_wrapped(
+    "torch.utils.checkpoint inside of f",
+    lambda net: lambda x: torch_checkpoint(net, x, use_reentrant=False),
+    TRAINED,
+)
+_wrapped("gt.checkpoint inside of f", gt.checkpoint)
+_wrapped("gt.chunked inside of f", lambda net: gt.chunked(net, 1), (*TRAINED, FROZEN))
+_wrapped(
+    "a compiled module inside of f",
+    lambda n: torch.compile(n, backend="aot_eager"),
+    TRAINED,
+    EITHER,
+)
+_wrapped(
+    "torch.func.functional_call inside of f",
+    lambda net: lambda x: _call(net, dict(net.named_parameters()), (x,)),
+)
+_wrapped(
+    "torch.func.functional_call with parameters computed in f",
+    lambda net: lambda x: _call(net, {k: p * 2 for k, p in net.named_parameters()}, (x,)),
+)
+
+
+@program("gt.frozen inside of f, with batch statistics", TRAINED)
 def _() -> World:
-    w = weight()
-
-    def f(x: Any) -> Any:
-        y = x @ w
-        torch.set_grad_enabled(False)
-        return y
-
-    def step(run: Run) -> dict[str, Any]:
-        out = run(f)(batch())
-        return {"out": out, "on": torch.is_grad_enabled()}
-
-    return World(step)
-
-
-@program("a part of f runs in inference mode")
-def _() -> World:
-    w = weight()
-
-    def f(x: Any) -> Any:
-        with torch.inference_mode():
-            scale = F.dropout((x @ w).exp()).mean()
-        return x @ w * scale.clone()
-
-    return simple(f, leaves=[w], tracked=False)
-
-
-@program("a part of f runs under no_grad, with dropout")
-def _() -> World:
-    w = weight()
-
-    def f(x: Any) -> Any:
-        with torch.no_grad():
-            scale = F.dropout((x @ w).exp()).mean()
-        return x @ w * scale
-
-    return simple(f, leaves=[w])
-
-
-# exceptions
-
-
-# threads
-
-
-# compiled code, transforms, wrappers, outputs
-
-
-@program("a compiled module with dropout inside of f", (CHUNKED, CHECKPOINT), EITHER)
-def _() -> World:
-    torch._dynamo.reset()
-    net = mlp(nn.Dropout(0.5))
-    return simple(torch.compile(net, backend="aot_eager"), module=net)
-
-
-@program("a compiled function with a counter inside of f", (CHUNKED, CHECKPOINT), EITHER)
-def _() -> World:
-    torch._dynamo.reset()
-    net = Counting(n=torch.zeros((), dtype=D))
-    net.tick = lambda: net.n.add_(1).clone()  # type: ignore[assignment]
-    g = torch.compile(lambda x: net(x) * 2, backend="eager")
-    return simple(g, module=net)
-
-
-@program("torch.func.grad inside of f")
-def _() -> World:
-    w = weight()
-    return simple(lambda x: torch.func.grad(lambda z: (z @ w).sin().sum())(x), leaves=[w])
-
-
-@program("torch.func.jvp inside of f, with dropout before", TRAINED)
-def _() -> World:
-    w = weight()
-    return simple(
-        lambda x: torch.func.jvp(lambda z: (z @ w).sin(), (F.dropout(x),), (x,))[1], leaves=[w]
-    )
-
-
-@program("torch.vmap inside of f, with randomness")
-def _() -> World:
-    w = weight()
-    f = lambda x: torch.vmap(lambda r: F.dropout(r @ w), randomness="different")(x)
-    return simple(f, leaves=[w])
-
-
-@program("torch.func.functional_call inside of f, with batch norm")
-def _() -> World:
-    net = mlp(nn.BatchNorm1d(4))
-    parameters = dict(net.named_parameters())
-    f = lambda x: torch.func.functional_call(net, parameters, (x,))
-    return simple(f, module=net)
-
-
-@program("torch.func.functional_call with parameters computed in f")
-def _() -> World:
-    net = mlp()
-    f = lambda x: torch.func.functional_call(
-        net, {k: p * 2 for k, p in net.named_parameters()}, (x,)
-    )
-    return simple(f, module=net)
-
-
-@program("tied weights")
-def _() -> World:
-    net = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3)).double()
-    net[2].weight = net[0].weight
-    return of_module(net)
+    inner, w = mlp(nn.BatchNorm1d(4)).requires_grad_(False), weight()
+    G = gt.frozen(inner)
+    return simple(lambda x: G(x @ w), leaves=[w], state=lambda: state_of(inner))
 
 
 @program("an adapter that merges itself into the frozen layer for the call", TRAINED, EITHER)
@@ -1028,97 +584,6 @@ def _() -> World:
             base.weight.data -= a.detach()
 
     return simple(f, leaves=[a], tracked=False)
-
-
-class Named(torch.Tensor):
-    """A subclass that does nothing but be one."""
-
-
-@program("a parameter of a subclass of Tensor")
-def _() -> World:
-    w = weight().detach().as_subclass(Named).requires_grad_()
-    return simple(lambda x: (x @ w).as_subclass(torch.Tensor), leaves=[w])
-
-
-@program("a batch of a subclass of Tensor", TRAINED)
-def _() -> World:
-    w = weight()
-    return simple(
-        lambda x: x.as_subclass(torch.Tensor) @ w,
-        batch().as_subclass(Named),
-        leaves=[w],
-        tracked=False,
-    )
-
-
-@program("outputs in a dictionary, with an integer among them", TRAINED)
-def _() -> World:
-    net = mlp(nn.Dropout(0.5))
-
-    def f(x: Any) -> Any:
-        y = net(x)
-        return {"logits": y, "which": y.argmax(1)}
-
-    return simple(f, module=net)
-
-
-@program("an output that is no tensor", TRAINED, EITHER)
-def _() -> World:
-    net = mlp()
-    return simple(lambda x: (net(x), "a word"), module=net)
-
-
-@program("an output that is a dataclass", TRAINED, EITHER)
-def _() -> World:
-    net = mlp()
-    kind = dataclasses.make_dataclass("Output", ["y"])
-
-    def step(run: Run) -> dict[str, Any]:
-        if run.plain:
-            loss = score(run(net)(batch()))
-        else:
-            loss = score(run(lambda x: kind(net(x)))(batch()).y)
-        loss.backward()
-        return {"loss": loss, "grads": [p.grad for p in net.parameters()]}
-
-    return World(step)
-
-
-@program("an output is changed in place by the caller", TRAINED, EITHER)
-def _() -> World:
-    net = mlp()
-
-    def step(run: Run) -> dict[str, Any]:
-        out = run(net)(batch())
-        out.mul_(2)
-        loss = score(out)
-        loss.backward()
-        return {"loss": loss, "grads": [p.grad for p in net.parameters()]}
-
-    return World(step)
-
-
-@program("f gives its rows back as they are", TRAINED)
-def _() -> World:
-    w = weight()
-    return simple(lambda x: (x, x @ w), leaves=[w])
-
-
-@program("a layer is trained that was frozen before", TRAINED)
-def _() -> World:
-    net = mlp(nn.Dropout(0.5))
-
-    def step(run: Run) -> dict[str, Any]:
-        found = []
-        for on in (False, True, False):
-            net[0].requires_grad_(on)
-            net.zero_grad()
-            loss = score(run(net)(batch()))
-            loss.backward()
-            found.append([p.grad for p in net.parameters()])
-        return {"grads": found}
-
-    return World(step)
 
 
 @program("f is given parameters that are swapped in for the call", TRAINED, EITHER)
@@ -1138,36 +603,42 @@ def _() -> World:
     return simple(f, module=net, leaves=[w])
 
 
-# what is to be noticed when a chunk is computed again, and what is no difference
+class Named(torch.Tensor):
+    """A subclass that does nothing but be one."""
 
 
-def _ignoring(extra: Callable[[Any], Any]) -> Callable[[], World]:
-    """The loss reads the first output alone."""
-
-    def make() -> World:
-        net = mlp(nn.Dropout(0.5))
-
-        def step(run: Run) -> dict[str, Any]:
-            f = lambda x: (lambda y: (y, extra(y)))(net(x))
-            loss = score(run(f)(batch())[0])
-            loss.backward()
-            return {"loss": loss, "grads": [p.grad for p in net.parameters()]}
-
-        return World(step)
-
-    return make
-
-
-program("an output that the loss ignores holds NaN", TRAINED)(
-    _ignoring(lambda y: y.detach() * np.nan)
-)
-program("an output that the loss ignores is of truth values", TRAINED)(_ignoring(lambda y: y > 0))
-
-
-@program("f gives only the rows that it chooses, of some chunks none", TRAINED, EITHER)
+@program("a parameter of a subclass of Tensor")
 def _() -> World:
-    w = weight()
-    return simple(lambda x: x[x[:, 0] > 0.5] @ w, leaves=[w])
+    w = weight().detach().as_subclass(Named).requires_grad_()
+    return simple(lambda x: (x @ w).as_subclass(torch.Tensor), leaves=[w])
+
+
+# --- outputs --------------------------------------------------------------------------------
+
+of_weight("f gives its rows back as they are", lambda w: lambda x: (x, x @ w), TRAINED)
+of_weight("an output that is no tensor", lambda w: lambda x: (x @ w, "a word"), TRAINED, EITHER)
+of_weight(
+    "f gives only the rows that it chooses, of some chunks none",
+    lambda w: lambda x: x[x[:, 0] > 0.5] @ w,
+    TRAINED,
+    EITHER,
+)
+of_weight(
+    "rows that give NaN, the same each time",
+    lambda w: lambda x: x @ w * torch.where(x > 2, x.log(), torch.ones_like(x)),
+    REPLAYED,
+)
+loss_of(
+    "an output is changed in place by the caller",
+    lambda run, net: score(run(net)(batch()).mul_(2)),
+    TRAINED,
+    EITHER,
+)
+loss_of(
+    "an output that the loss ignores holds NaN",
+    lambda run, net: score(run(lambda x: (lambda y: (y, y.detach() * np.nan))(net(x)))(batch())[0]),
+    TRAINED,
+)
 
 
 @program("f keeps a log of the first pass alone, by is_recomputing")
@@ -1202,173 +673,63 @@ program("a chunk computed again has the same values by another weight", TRAINED,
     _by_turns(lambda ws, turn: ws[turn], 0, 0, 0, 1)
 )
 
+# --- models, as they are found in repositories ----------------------------------------------
 
-# --- 9: models, as they are found in repositories ---------------------------------------------
 
+class Averaged(nn.Module):
+    """An average of the weights is kept in a buffer and read."""
 
-class Block(nn.Module):
-    """A linear layer in double precision, and what a subclass does around it."""
-
-    def __init__(self, width: int = 3) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.linear = nn.Linear(3, width, dtype=D)
-        self.more()
-
-    def more(self) -> None:
-        """What else it holds."""
-
-    def forward(self, x: Any) -> Any:
-        return self.linear(x)
-
-
-def block(more: Callable[[Any], Any], forward: Callable[[Any, Any], Any]) -> Block:
-    """A Block of these two."""
-    return type("Block", (Block,), {"more": more, "forward": forward})()
-
-
-def nothing(module: Any) -> None:
-    """No more state."""
-
-
-# --- weights of models -----------------------------------------------------------------------
-
-
-@program("a weight with noise of its own parametrization", expect=EITHER)
-def _() -> World:
-    class Noise(nn.Module):
-        def forward(self, w: Any) -> Any:
-            return w + 0.1 * torch.randn_like(w)
-
-    net = mlp()
-    parametrize.register_parametrization(net[0], "weight", Noise())
-    return of_module(net)
-
-
-@program("spectral norm, in evaluation first and then in training", TRAINED)
-def _() -> World:
-    net = parametrizations.spectral_norm(nn.Linear(3, 3, dtype=D))
-
-    def step(run: Run) -> dict[str, Any]:
-        found = []
-        for training in (False, True):
-            net.train(training).zero_grad()
-            loss = score(run(net)(batch()))
-            loss.backward()
-            found.append([p.grad for p in net.parameters()])
-        return {"grads": found}
-
-    return World(step, lambda: state_of(net))
-
-
-@program("a layer is taken out and put back in each call")
-def _() -> World:
-    def forward(self: Any, x: Any) -> Any:
-        layer = self.linear
-        del self.linear
-        y = layer(x)
-        self.linear = layer
-        return y
-
-    return of_module(block(nothing, forward))
-
-
-# --- averages and teachers ------------------------------------------------------------------
-
-
-@program("an average of the weights is kept in a buffer and read")
-def _() -> World:
-    def more(self: Any) -> None:
+        self.linear = nn.Linear(3, 3, dtype=D)
         self.register_buffer("average", self.linear.weight.detach().clone())
 
-    def forward(self: Any, x: Any) -> Any:
+    def forward(self, x: Any) -> Any:
         with torch.no_grad():
             self.average.lerp_(self.linear.weight, 0.3)
         return self.linear(x) + x @ self.average.clone().T
 
-    return of_module(block(more, forward))
 
+class Deep(nn.Module):
+    """Stochastic depth: a layer is left out by chance. draw: Python's stream or one of its own."""
 
-# --- randomness -----------------------------------------------------------------------------
+    def __init__(self, own: bool) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(3, 3, dtype=D) for _ in range(5)])
+        self.rng = torch.Generator().manual_seed(1) if own else None
 
-
-def _depth(draw: Callable[[Any], float], more: Callable[[Any], Any] = nothing) -> World:
-    """Stochastic depth: a layer is left out by chance."""
-
-    def made(self: Any) -> None:
-        self.layers = nn.ModuleList([nn.Linear(3, 3, dtype=D) for _ in range(4)])
-        more(self)
-
-    def forward(self: Any, x: Any) -> Any:
+    def forward(self, x: Any) -> Any:
         for layer in self.layers:
-            if draw(self) > 0.4:
+            drawn = random.random() if self.rng is None else torch.rand((), generator=self.rng)
+            if drawn > 0.4:
                 x = x + torch.tanh(layer(x))
-        return self.linear(x)
-
-    return of_module(block(made, forward))
+        return self.layers[0](x)
 
 
-for _name, _draw, _more in (
-    ("PyTorch", lambda m: float(torch.rand(())), nothing),
-    ("Python", lambda m: random.random(), nothing),
-    (
-        "a generator of PyTorch's on the module",
-        lambda m: float(torch.rand((), generator=m.rng)),
-        lambda m: setattr(m, "rng", torch.Generator().manual_seed(1)),
-    ),
-    (
-        "a generator that is seeded by a counter",
-        lambda m: (
-            m.step.add_(1),
-            m.rng.manual_seed(int(m.step)),
-            float(torch.rand((), generator=m.rng)),
-        )[2],
-        lambda m: (
-            m.register_buffer("step", torch.zeros((), dtype=torch.int64)),
-            setattr(m, "rng", torch.Generator()),
-        ),
-    ),
-):
-    program(f"stochastic depth by {_name}")(
-        lambda draw=_draw, more=_more: _depth(draw, more)  # type: ignore[misc]
-    )
+class Angles(nn.Module):
+    """A table that grows with the longest sequence."""
 
-
-@program("a mask is drawn once for each shape and kept", (CHUNKED, CHECKPOINT), EITHER)
-def _() -> World:
-    def forward(self: Any, x: Any) -> Any:
-        if x.shape not in self.masks:
-            self.masks[x.shape] = torch.rand_like(x) > 0.5
-        return self.linear(x * self.masks[x.shape])
-
-    return of_module(block(lambda m: setattr(m, "masks", {}), forward))
-
-
-# --- caches ---------------------------------------------------------------------------------
-
-
-@program("a table of angles that grows with the longest sequence")
-def _() -> World:
-    def more(self: Any) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3, dtype=D)
         self.register_buffer("angles", torch.zeros(0, dtype=D), persistent=False)
 
-    def forward(self: Any, x: Any) -> Any:
+    def forward(self, x: Any) -> Any:
         if len(self.angles) < x.shape[1]:
             self.angles = torch.arange(x.shape[1], dtype=D) / 7
         return self.linear(x) * self.angles[: x.shape[1]].cos()
 
-    return of_module(block(more, forward))
 
+class Codebook(nn.Module):
+    """A codebook of averages, whose dead codes are drawn anew."""
 
-# --- statistics -----------------------------------------------------------------------------
-
-
-@program("a codebook of averages, whose dead codes are drawn anew")
-def _() -> World:
-    def more(self: Any) -> None:
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(3, 3, dtype=D)
         self.register_buffer("codes", torch.randn(4, 3, dtype=D))
         self.register_buffer("counts", torch.ones(4, dtype=D))
 
-    def forward(self: Any, x: Any) -> Any:
+    def forward(self, x: Any) -> Any:
         y = self.linear(x)
         which = torch.cdist(y.detach(), self.codes).argmin(1)
         quantized = y + (self.codes[which] - y).detach()
@@ -1377,48 +738,9 @@ def _() -> World:
         self.codes[dead] = torch.randn(int(dead.sum()), 3, dtype=D)
         return quantized * self.counts[which].clone()[:, None]
 
-    return of_module(block(more, forward), tracked=False)
 
-
-@program("PyTorch's FakeQuantize with an observer that averages", TRAINED)
-def _() -> World:
-    quantize = torch.ao.quantization.FakeQuantize(
-        torch.ao.quantization.MovingAverageMinMaxObserver, quant_min=0, quant_max=255
-    )
-    net = nn.Sequential(nn.Linear(3, 3), quantize)
-    return of_module(net, batch(torch.float32), tolerance=1e-5)
-
-
-# --- operators in each other ----------------------------------------------------------------
-
-
-@program("blocks that checkpoint themselves as transformers' do")
-def _() -> World:
-    class Layers(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layers = nn.ModuleList([mlp(nn.Dropout(0.5)) for _ in range(2)])
-            self.gradient_checkpointing = True
-
-        def forward(self, x: Any) -> Any:
-            for layer in self.layers:
-                if self.gradient_checkpointing and self.training:
-                    x = x + torch_checkpoint(layer.__call__, x, use_reentrant=False)
-                else:
-                    x = x + layer(x)
-            return x
-
-    return of_module(Layers())
-
-
-@program("gt.frozen inside of f, with batch statistics", TRAINED)
-def _() -> World:
-    inner, w = mlp(nn.BatchNorm1d(4)).requires_grad_(False), weight()
-    G = gt.frozen(inner)
-    return simple(lambda x: G(x @ w), leaves=[w], state=lambda: state_of(inner))
-
-
-@program("rows that give NaN, the same each time", (*REPLAYED,))
-def _() -> World:
-    net = mlp(nn.Dropout(0.5))
-    return simple(lambda x: net(x) * torch.where(x > 2, x.log(), torch.ones_like(x)), module=net)
+of_net("an average of the weights", Averaged)
+of_net("stochastic depth by Python's stream", lambda: Deep(False))
+of_net("stochastic depth by a generator on the module", lambda: Deep(True))
+of_net("a table of angles", Angles)
+of_net("a codebook whose dead codes are drawn anew", Codebook, tracked=False)

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import linen, nnx
-from jax.ad_checkpoint import checkpoint_name
 from jax.sharding import PartitionSpec as P
 
 from tests.support.scenarios import Table
@@ -147,16 +146,6 @@ def a_callback_that_counts(chunked: Any) -> Any:
     return found, counter.calls
 
 
-@program()
-def a_callback_that_draws_random_numbers(chunked: Any) -> Any:
-    rng = np.random.default_rng(0)
-    draw = lambda x: rng.normal(size=np.shape(x))
-    noise = lambda x: jax.pure_callback(draw, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
-    f = lambda w, x: encode(w, x) * noise(jax.lax.stop_gradient(x))
-    out, pull = jax.vjp(lambda w: chunked(f, 3, (None, 0))(w, X[:3]), W)
-    return out, pull(out), rng.normal()
-
-
 def _io(chunked: Any, ordered: bool, **options: Any) -> Any:
     from jax.experimental import io_callback
 
@@ -178,29 +167,6 @@ def an_io_callback(chunked: Any) -> Any:
 
 
 @program()
-def a_debug_callback_says_each_chunk_at_least_once(chunked: Any) -> Any:
-    seen: set[float] = set()
-
-    def f(w: Any, x: Any) -> Any:
-        jax.debug.callback(lambda s: seen.add(round(float(s), 6)), jnp.sum(x))
-        return encode(w, x)
-
-    found = both(lambda w: chunked(f, 3, (None, 0))(w, X), W)
-    jax.effects_barrier()
-    return found, np.asarray(sorted(seen))
-
-
-@program()
-def python_state_that_f_reads_while_it_is_traced(chunked: Any) -> Any:
-    scale = [2.0]
-    f = lambda w, x: encode(w, x) * scale[0]
-    g = chunked(f, 3, (None, 0))
-    first = both(lambda w: g(w, X), W)
-    scale[0] = 5.0
-    return first, both(lambda w: g(w, X), W)
-
-
-@program()
 def an_array_of_numpy_written_between_forward_and_backward(chunked: Any) -> Any:
     scale = np.ones(3)
     f = lambda w, x: encode(w, x) * jnp.array(scale)
@@ -214,21 +180,6 @@ def an_array_of_numpy_written_between_forward_and_backward(chunked: Any) -> Any:
 
 def _noisy(w: Any, x: Any, key: Any) -> Any:
     return encode(w, x) * jax.random.bernoulli(key, 0.5, (*x.shape[:1], w.shape[1]))
-
-
-def _keys(chunked: Any, key: Any, **options: Any) -> Any:
-    axes = (None, 0, None)
-    return both(lambda w: chunked(_noisy, 3, axes, key_argnums=2, **options)(w, X, key), W)
-
-
-@program()
-def an_old_key(chunked: Any) -> Any:
-    return _keys(chunked, jax.random.PRNGKey(0), interleaved=True)
-
-
-@program()
-def a_key_of_another_kind(chunked: Any) -> Any:
-    return _keys(chunked, jax.random.key(0, impl="rbg"))
 
 
 @program(refused="by a key that all chunks share")
@@ -245,29 +196,6 @@ def a_key_that_is_carried(chunked: Any) -> Any:
 
     g = chunked(f, 3, (None, 0, None), carry_argnums=2)
     return both(lambda w: g(w, X, jax.random.key(4))[0], W)
-
-
-@program()
-def keys_as_examples(chunked: Any) -> Any:
-    keys = jax.random.split(jax.random.key(0), 7)
-    one = lambda x, k: x * jax.random.normal(k, x.shape)
-    f = lambda w, x, k: jax.vmap(one)(encode(w, x), k)
-    return both(lambda w: chunked(f, 3, (None, 0, 0))(w, X, keys), W)
-
-
-@program()
-def two_carries(chunked: Any) -> Any:
-    f = lambda w, x, c, d: (encode(w, x) * c, (c + 1, {"n": d["n"] + len(x)}))
-    g = chunked(f, 2, (None, 0, None, None), carry_argnums=(2, 3))
-    args = (X, jnp.float64(1), {"n": jnp.int32(0)})
-    return both(lambda w: g(w, *args)[0], W), g(W, *args)[1]
-
-
-@program()
-def a_weak_carry(chunked: Any) -> Any:
-    f = lambda w, x, c: (encode(w, x) * c, c * 2)
-    g = chunked(f, 3, (None, 0, None), carry_argnums=2)
-    return both(lambda w: g(w, X, jnp.asarray(1.0))[0], W)
 
 
 @program(refused="A carry keeps its shape and dtype")
@@ -321,25 +249,6 @@ def a_module_of_nnx_as_an_argument(chunked: Any) -> Any:
     return _trained(lambda net, x: chunked(lambda net, x: net(x), 4, (None, 0))(net, x))
 
 
-@program()
-def a_module_of_nnx_for_two_towers(chunked: Any) -> Any:
-    return _trained(lambda net, x: chunked(net, 3)(x) * chunked(net, 2)(x + 1))
-
-
-@program()
-def a_module_of_nnx_in_evaluation_mode(chunked: Any) -> Any:
-    net = Net()
-    net.eval()
-    return _trained(lambda net, x: chunked(lambda x: net.linear(net.dropout(x)), 3)(x), net)
-
-
-@program()
-def a_module_of_nnx_under_its_own_jit(chunked: Any) -> Any:
-    net = Net()
-    step = nnx.jit(nnx.grad(lambda net, x: jnp.sum(chunked(net, 3)(x)) ** 3))
-    return jax.tree.leaves(step(net, X)), jax.tree.leaves(step(net, X)), _numbers(net)
-
-
 @program(refused="changes a flax.nnx module that belongs to another trace")
 def a_stream_of_nnx_that_is_captured(chunked: Any) -> Any:
     rngs = nnx.Rngs(noise=3)
@@ -358,11 +267,6 @@ def a_stream_of_nnx_that_f_draws_from(chunked: Any) -> Any:
 @program(operator="checkpoint")
 def a_module_of_nnx_in_checkpoint(checkpoint: Any) -> Any:
     return _trained(lambda net, x: checkpoint(net)(x))
-
-
-@program(operator="checkpoint")
-def a_module_of_nnx_as_an_argument_of_checkpoint(checkpoint: Any) -> Any:
-    return _trained(lambda net, x: checkpoint(lambda net, x: net(x))(net, x))
 
 
 @program(operator="frozen")
@@ -474,10 +378,6 @@ def _closure_rule(w: Any, x: Any) -> Any:
     return f(x @ w)
 
 
-def _by_size(w: Any, x: Any) -> Any:
-    return encode(w, x) * (2.0 if len(x) == 3 else 5.0)
-
-
 _plainly("a scan in f", _scan)
 _plainly("a branch on values in f", _cond)
 _plainly("a while loop that carries no derivative", _while)
@@ -487,7 +387,6 @@ program(_refused, name="a rule that closes over a tracer")(
     lambda chunked: both(chunked(_closure_rule, 3, (None, 0)), W, X)
 )  # under jit JAX says it itself, when the program that holds the tracer is run
 _plainly("a derivative in f", lambda w, x: jax.grad(lambda x: jnp.sum(encode(w, x) ** 2))(x))
-_plainly("an f that depends on the size of a chunk", _by_size)
 _plainly("an f that is not of single examples", lambda w, x: encode(w, x - x.mean(0)))
 _plainly("interleaved chunks", encode, interleaved=True)
 
@@ -498,57 +397,6 @@ _plainly("interleaved chunks", encode, interleaved=True)
 @program()
 def an_empty_batch(chunked: Any) -> Any:
     return chunked(encode, 3, (None, 0))(W, X[:0])
-
-
-@program(refused="they cannot be joined")
-def an_output_whose_other_axes_depend_on_the_chunk(chunked: Any) -> Any:
-    return chunked(lambda x: x @ x.T, 3)(X)
-
-
-@program()
-def complex_numbers(chunked: Any) -> Any:
-    f = lambda w, x: jnp.abs((x + 1j * x) @ (w + 2j * w)) ** 2
-    return both(lambda w: chunked(f, 3, (None, 0))(w, X), W)
-
-
-@program()
-def x64_that_is_switched_off_before_the_backward_pass(chunked: Any) -> Any:
-    x, w = X.astype(jnp.float32), W.astype(jnp.float32)
-    out, pull = jax.vjp(lambda w: chunked(encode, 3, (None, 0))(w, x), w)
-    with jax.enable_x64(False):
-        return out, pull(jnp.ones_like(out))
-
-
-@program()
-def strict_promotion(chunked: Any) -> Any:
-    with jax.numpy_dtype_promotion("strict"):
-        return both(lambda w: chunked(encode, 3, (None, 0))(w, X), W)
-
-
-@program()
-def no_jit(chunked: Any) -> Any:
-    with jax.disable_jit():
-        return both(lambda w: chunked(encode, 3, (None, 0))(w, X), W)
-
-
-@program()
-def a_compiled_function_that_is_called_again(chunked: Any) -> Any:
-    run = jax.jit(lambda w, x: both(lambda w: chunked(encode, 3, (None, 0))(w, x), w))
-    return run(W, X), run(2 * W, X[:5]), run(3 * W, X)
-
-
-@program(refused="checkpoint: f makes a mutable array", operator="checkpoint")
-def a_mutable_array_in_checkpoint(checkpoint: Any) -> Any:
-    return both(lambda w: checkpoint(_with_ref)(w, X), W)
-
-
-@program(refused="Effects not supported", operator="checkpoint")
-def an_io_callback_in_checkpoint(checkpoint: Any) -> Any:
-    from jax.experimental import io_callback
-
-    same = lambda x: io_callback(np.asarray, jax.ShapeDtypeStruct(x.shape, x.dtype), x)
-    f = lambda w, x: encode(w, x) * same(jax.lax.stop_gradient(x))
-    return both(lambda w: checkpoint(f)(w, X), W)
 
 
 @program(operator="frozen")
@@ -585,60 +433,7 @@ def a_tracer_of_a_scan_around(chunked: Any) -> Any:
     return jax.lax.scan(step, W, jnp.arange(1.0, 4.0))[0]
 
 
-# --- what f is made of in models ------------------------------------------------------------
-
-
-def _named(w: Any, x: Any) -> Any:
-    keep = jax.checkpoint_policies.save_only_these_names("h")
-    inner = lambda w, x: jnp.sin(checkpoint_name(encode(w, x), "h")) @ w
-    return jax.checkpoint(inner, policy=keep)(w, x)
-
-
-def _straight(w: Any, x: Any) -> Any:
-    y = encode(w, x)
-    return y + jax.lax.stop_gradient(jnp.round(y * 4) / 4 - y)
-
-
-def _looked_up(w: Any, x: Any) -> Any:
-    return w[jnp.argsort(x, axis=1)[:, 0]] * jnp.sort(x, axis=1)
-
-
-for _name, _f in {
-    "a checkpoint with names inside": _named,
-    "a straight-through rounding": _straight,
-    "a lookup by a sorted order": _looked_up,
-}.items():
-    _plainly(_name, _f)
-
-
 # --- models -----------------------------------------------------------------------------------
-
-
-class Averaged(nnx.Module):
-    """An average of its weight, a cache by shape, and a counter."""
-
-    def __init__(self) -> None:
-        self.w = nnx.Param(W)
-        self.average = nnx.BatchStat(W * 0)
-        self.calls = nnx.Variable(jnp.zeros((), jnp.int32))
-
-    def __call__(self, x: Any) -> Any:
-        w = self.w[...]
-        self.average[...] = 0.7 * self.average[...] + 0.3 * jax.lax.stop_gradient(w)
-        self.calls[...] += 1
-        return encode(w, x) + x @ self.average[...] * self.calls[...]
-
-
-@program()
-def a_module_of_nnx_in_compiled_steps(chunked: Any) -> Any:
-    net = Averaged()
-
-    @nnx.jit
-    def step(net: Any, x: Any) -> Any:
-        return jax.tree.leaves(nnx.grad(lambda net: jnp.sum(chunked(net, 3)(x) ** 2))(net))
-
-    found = [step(net, X), step(net, 2 * X)]
-    return found, net.average[...], net.calls[...]
 
 
 class Adapted(eqx.Module):
@@ -652,14 +447,6 @@ class Adapted(eqx.Module):
     def __call__(self, x: Any, key: Any) -> Any:
         hidden = self.drop(x @ self.down, key=key)
         return x @ jax.lax.stop_gradient(self.base) + hidden @ self.up
-
-
-@program()
-def an_adapter_of_equinox_with_dropout(chunked: Any) -> Any:
-    net = Adapted(W, W[:, :2], W[:2], eqx.nn.Dropout(0.5))
-    f = lambda net, x, key: net(x, key)
-    g = lambda net: chunked(f, 3, (None, 0, None), key_argnums=2)(net, X, KEY)
-    return jax.tree.leaves(eqx.filter_grad(lambda net: jnp.sum(g(net) ** 2) ** 2)(net))
 
 
 # --- what f stands in -------------------------------------------------------------------------
@@ -698,25 +485,9 @@ def a_checkpoint_of_a_function_that_closes_over_another_s_value(checkpoint: Any)
     return jax.value_and_grad(loss)(W), jax.hessian(lambda s: loss(s * W))(jnp.float64(1.0))
 
 
-@program(operator="checkpoint")
-def a_checkpoint_under_vmap_with_keys(checkpoint: Any) -> Any:
-    f = checkpoint(lambda k, x: x * jax.random.bernoulli(k, 0.5, x.shape))
-    loss = lambda x: jnp.sum(jax.vmap(f)(jax.random.split(KEY, len(x)), x) ** 2)
-    return jax.value_and_grad(loss)(X)
-
-
 @program(operator="frozen")
 def a_frozen_module_of_equinox_with_dropout(frozen: Any) -> Any:
     net = Adapted(W, W[:, :2], W[:2], eqx.nn.Dropout(0.5))
     G = frozen(lambda z: jnp.sin(net(z, KEY)))
     slope = lambda y: jax.grad(lambda z: jnp.sum(y * G(z) ** 2))(X)
-    return both(slope, jnp.float64(1.5))
-
-
-@program(operator="frozen")
-def a_frozen_function_of_a_callback(frozen: Any) -> Any:
-    shape = jax.ShapeDtypeStruct(X.shape, X.dtype)
-    look = lambda z: jax.pure_callback(np.cos, shape, jax.lax.stop_gradient(z))
-    G = frozen(lambda z: jnp.sin(z) * look(z))
-    slope = lambda y: jax.grad(lambda z: jnp.sum((y * G(z)) ** 2))(X)
     return both(slope, jnp.float64(1.5))

@@ -203,7 +203,6 @@ def simple(
     shared: Any = (),
     keywords: Any = None,
     state: Callable[[], Any] = lambda: None,
-    before: Callable[[], Any] = lambda: None,
     between: Callable[[], Any] = lambda: None,
     around: Callable[[], Any] = contextlib.nullcontext,
     tracked: bool = True,
@@ -213,7 +212,7 @@ def simple(
 
     f: Of a batch and shared arguments.
     module, leaves: What is trained besides the batch.
-    before, between: Run before the forward pass, and between it and the backward pass.
+    between: Runs between the forward pass and the backward pass.
     around: What the forward pass and the loss stand in.
     tracked: Whether the batch is differentiated.
     """
@@ -233,7 +232,6 @@ def simple(
 
     def trained(run: Run) -> dict[str, Any]:
         with around():
-            before()
             out = run(f, axes)(x, *shared, **keywords)
             loss = score(out)
         between()
@@ -248,7 +246,6 @@ def simple(
         zs = [part.detach().requires_grad_() for part in (x[:3], x[3:])]
         y = torch.tensor(1.3, dtype=D, requires_grad=True)
         with around():
-            before()
             G = run(f)
             inner = [score(G(z, *shared, **keywords), y) for z in zs]  # all uses, then pullbacks
         between()
@@ -266,7 +263,6 @@ def simple(
         data = x.detach()
         mean = lambda s, x, *shared: score(f(x, *shared, **keywords), s)
         with around():
-            before()
             if not run.plain:
                 value, grad = gt.microbatched_value_and_grad(
                     mean, run.way.size, in_axes=(None, *axes)

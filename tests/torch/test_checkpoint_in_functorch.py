@@ -27,6 +27,11 @@ WAYS = {
 }
 
 
+@pytest.mark.parametrize("way", WAYS)
+def test_first_derivatives_are_those_of_the_closed_form(way):
+    torch.testing.assert_close(WAYS[way](), FIRST)
+
+
 def test_second_derivatives_are_those_of_the_closed_form():
     for f in (C, lambda x: gt.vmap(C)(x).sum()):
         for mode in ("forward_over_reverse", "reverse_over_reverse"):
@@ -89,6 +94,15 @@ def test_a_buffer_moves_once():
 def test_values_under_vmap_may_read_what_is_mapped_around_them():
     found = gt.vmap(lambda x: gt.checkpoint(lambda y: (x * y).sum())(x))(X)
     torch.testing.assert_close(found, (X * X).sum(1))
+
+
+def test_rows_of_rows_of_cotangents():
+    found, expected = (
+        torch.vmap(torch.vmap(lambda c, f=f: torch.func.vjp(f, X)[1](c)[0]))(cts)
+        for cts in [torch.stack([torch.stack([X, X.sin()]), torch.stack([X.cos(), 2 * X])])]
+        for f in (gt.checkpoint(lambda x: x.sin() * x.sum()), lambda x: x.sin() * x.sum())
+    )
+    torch.testing.assert_close(found, expected)
 
 
 def test_a_captured_tensor_of_the_transform_is_differentiated():

@@ -14,7 +14,6 @@ import torch
 from torch import nn
 
 import gradtools.torch as gt
-from gradtools import GradtoolsError
 
 
 def mlp(*more):
@@ -62,21 +61,6 @@ def test_mappings_dataclasses_and_named_tuples_may_stand_in_each_other():
     assert torch.equal(found.rows, x * 2)
     assert torch.equal(found.more["pair"].x, x + 1)
     assert (found.more["pair"].y, found.more["name"], found.more["flag"]) == (None, "n", True)
-
-
-@pytest.mark.parametrize(
-    ("more", "said"),
-    [
-        (lambda x: object(), r"output\[1\] is an object.*wrap f so that it returns out\[0\]"),
-        (lambda x: x.mean(), r"output\[1\] has shape \(\)"),
-        (lambda x: x @ x.T, "cannot be joined on axis 0"),
-        (lambda x: str(float(x.sum())), r"output\[1\] is .* the same for all chunks"),
-    ],
-    ids=["a cache", "a loss", "a table of pairs", "a string that differs"],
-)
-def test_what_cannot_be_joined_is_refused_by_name(more, said):
-    with pytest.raises(GradtoolsError, match=said):
-        gt.chunked(lambda x: (x, more(x)), 2)(batch(5))
 
 
 def test_a_module_is_saved_loaded_moved_and_copied_with_chunked_and_without():

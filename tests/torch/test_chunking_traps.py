@@ -7,7 +7,6 @@ outputs, then each chunk forward again with the CPU's random state put back, and
 
 from __future__ import annotations
 
-import collections
 import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -135,42 +134,8 @@ def streams():
     return torch.get_rng_state().numpy().tobytes(), random.getstate(), numpy
 
 
-FUNCTIONS = ("calls", "draw", "frozen", "held", "entropy")
-
-
 def state_of(model):
-    """Buffers, and what stands in attributes."""
-    found = {k: v.clone() for k, v in model.named_buffers()}
-    for name, module in model.named_modules():
-        for key, value in vars(module).items():
-            if (
-                not key.startswith("_")
-                and not isinstance(value, nn.Module)
-                and key not in FUNCTIONS
-            ):
-                found[f"{name}.{key}"] = frozen(value)
-    return found
-
-
-def frozen(value):
-    """What it holds, so that it can be compared later."""
-    if isinstance(value, torch.Tensor):
-        return value.detach().cpu().numpy().tobytes()
-    if isinstance(value, torch.Generator):
-        return frozen(value.get_state())
-    if isinstance(value, list | tuple):
-        return [frozen(x) for x in value]
-    if isinstance(value, dict):
-        return {k: frozen(v) for k, v in value.items()}
-    if isinstance(value, np.ndarray | collections.deque | set):
-        return [float(x) for x in value]
-    if isinstance(value, random.Random):
-        return value.getstate()
-    if isinstance(value, np.random.Generator):
-        return value.bit_generator.state
-    if isinstance(value, np.random.RandomState):
-        return repr(value.get_state())
-    return value
+    return {k: v.clone() for k, v in model.named_buffers()}
 
 
 def step(way, make, loss=contrast, steps=1) -> Record:
@@ -232,48 +197,7 @@ def test_random_streams_end_where_the_plain_loop_leaves_them(way):
 # --- whose gradient it is -----------------------------------------------------------------
 
 
-@pytest.mark.parametrize("way", OURS)
-def test_parameters_of_the_loss_get_their_gradient_once(way):
-    """The other usual way takes the whole loss once for each chunk (open_clip's --accum-freq)."""
-    torch.manual_seed(0)
-    model = nn.Sequential(linear(), nn.Dropout(0.0), nn.Tanh()).double()
-
-    def grads(run):
-        temperature = torch.tensor(0.7, dtype=torch.float64, requires_grad=True)
-        model.zero_grad()
-        run(lambda y: contrast(y / temperature))
-        return temperature.grad, model[0].weight.grad
-
-    def per_chunk(loss):
-        chunks = X.split(CHUNK)
-        with torch.no_grad():
-            cached = [model(c) for c in chunks]
-        for i, c in enumerate(chunks):
-            loss(torch.cat([*cached[:i], model(c), *cached[i + 1 :]])).backward()
-
-    def whole(way):
-        def run(loss):
-            call = way(model)
-            call.backward(loss(call(X)))
-
-        return run
-
-    plain, naive, ours = grads(whole(Plain)), grads(per_chunk), grads(whole(way))
-    assert same(naive[1], plain[1], 1e-12) and same(naive[0], 4 * plain[0], 1e-12)
-    assert all(same(a, b, 1e-12) for a, b in zip(ours, plain, strict=True))
-
-
 # --- edges --------------------------------------------------------------------------------
-
-
-def test_the_mean_of_unequal_chunks_means_is_not_the_mean():
-    w = torch.tensor([1.0, -2.0, 0.5], dtype=torch.float64)
-    loss = lambda w, x: ((x @ w) ** 2).mean()
-    full = gt.value_and_grad(loss)(w, X)
-    naive = torch.stack([loss(w, c) for c in X.split(CHUNK)]).mean()
-    assert abs(naive - full[0]) > 1e-3
-    value, grad = gt.microbatched_value_and_grad(loss, CHUNK)(w, X)
-    assert same(value, full[0], 1e-14) and same(grad, full[1], 1e-14)
 
 
 def test_an_empty_batch_gives_empty_rows():

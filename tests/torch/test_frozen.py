@@ -8,7 +8,6 @@ import itertools
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import nn
 from torch.autograd.function import once_differentiable
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -144,28 +143,11 @@ def test_a_function_without_jvp_takes_double_backward(along):
     same(found, second(lambda z: z.sin() ** 3, zs, y, along=along))
 
 
-class OnceWithJvp(Once):
-    @staticmethod
-    def forward(ctx, x):
-        ctx.x = x
-        return Once.forward(ctx, x)
-
-    @staticmethod
-    def jvp(ctx, dx):
-        return 3 * ctx.x**2 * dx
-
-
 def test_a_backward_without_a_derivative_is_differentiated_as_by_pytorch():
     zs, y = inputs(2, 4)
     for G in (Once.apply, gt.frozen(Once.apply)):
         with pytest.raises(RuntimeError, match="appears to not have been used in the graph"):
             second(G, zs, y)
-
-
-def test_a_forward_rule_is_enough_for_what_forward_mode_gives():
-    zs, y = inputs(2, 4)
-    G = gt.frozen(lambda z: OnceWithJvp.apply(z.sin()))
-    same(second(G, zs, y), second(lambda z: z.sin() ** 3, zs, y))
 
 
 def test_mixed_partial_names_frozen_where_g_has_no_forward_mode():
@@ -197,31 +179,10 @@ def switched_off_and_on(z):
     return z * s
 
 
-def on_within_off(z):
-    with torch.no_grad():
-        s = z.sin()
-        with torch.enable_grad():
-            t = z.cos()
-    return z * s * t
-
-
-def in_place_under_no_grad(z):
-    h = z * 2
-    with torch.no_grad():
-        h[:, 0].mul_(h[:, 1])
-    return h.sin()
-
-
 def in_inference_mode(z):
     with torch.inference_mode():
         s = z @ torch.ones(4, 4, dtype=D)
     return z * s.clone()
-
-
-def under_no_grad_by_a_rule(z):
-    with torch.no_grad():
-        s = gt.scale_gradient(z.sin(), 2.0)
-    return z * s
 
 
 def under_no_grad_in_vmap(z):
@@ -239,10 +200,6 @@ def a_transform_under_no_grad(z):
     return z * s
 
 
-def under_no_grad_in_a_checkpoint(z):
-    return gt.checkpoint(under_no_grad)(z)
-
-
 def a_hook(z):
     h = z.sin()
     h.register_hook(lambda g: 0.5 * g)
@@ -256,21 +213,8 @@ def a_hook_where_gradients_are_wanted(z):
     return h**2
 
 
-def a_hook_on_a_node(z):
-    h = z.sin()
-    if h.grad_fn is not None:
-        h.grad_fn.register_hook(lambda grads, _: (0.5 * grads[0],))
-    return h**2
-
-
 def own_derivative(z):
     return torch.autograd.grad((z.sin() * z).sum(), z, create_graph=True)[0]
-
-
-def own_derivative_if_wanted(z):
-    with torch.enable_grad():
-        x = z if z.requires_grad else z.detach().requires_grad_()
-        return torch.autograd.grad((x.sin() * x).sum(), x, create_graph=True)[0]
 
 
 def own_derivative_as_a_constant(z):
@@ -280,23 +224,14 @@ def own_derivative_as_a_constant(z):
         return z * torch.autograd.grad((x.sin() * x).sum(), x, retain_graph=True)[0]
 
 
-def own_derivative_along_a_constant(z):
-    with torch.enable_grad():
-        d = torch.zeros(4, 4, dtype=D).requires_grad_()
-        return torch.autograd.grad(torch.matmul(z, d).exp().sum(), d, create_graph=True)[0]
-
-
 def forward_mode_of_functorch(z):
     return torch.func.jvp(lambda x: x.sin() * x, (z,), (z.cos(),))[1]
 
 
 STOPPED = [
-    *(under_no_grad, switched_off_and_on, on_within_off, in_place_under_no_grad),
-    *(in_inference_mode, under_no_grad_by_a_rule, under_no_grad_in_vmap),
-    *(a_transform_under_no_grad, under_no_grad_in_a_checkpoint),
-    *(a_hook, a_hook_where_gradients_are_wanted, a_hook_on_a_node),
-    *(own_derivative, own_derivative_if_wanted, own_derivative_as_a_constant),
-    *(own_derivative_along_a_constant, forward_mode_of_functorch),
+    *(under_no_grad, switched_off_and_on, in_inference_mode, under_no_grad_in_vmap),
+    *(a_transform_under_no_grad, a_hook, own_derivative, own_derivative_as_a_constant),
+    *(forward_mode_of_functorch, a_hook_where_gradients_are_wanted),
 ]
 
 
@@ -323,40 +258,14 @@ def third(G, z, y):
     return [g.detach(), h.detach(), k.detach(), *last]
 
 
-class PlainNorm(nn.Module):
-    """Layer normalisation by plain operations, which PyTorch differentiates rightly thrice."""
-
-    def forward(self, x):
-        centred = x - x.mean(-1, keepdim=True)
-        return centred / (centred.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()
-
-
-def encoder_with_plain_norms():
-    model = nn.TransformerEncoder(encoder(), 2)
-    for layer in model.layers:
-        layer.norm1, layer.norm2 = PlainNorm(), PlainNorm()
-    return model
-
-
-DEEP = {
-    "perceptron": NETWORKS["perceptron"],
-    "conv decoder": NETWORKS["decoder"],
-    "transformer encoder": (encoder_with_plain_norms, (2, 3, 8)),
-    "LSTM": NETWORKS["recurrent"],
-}
-
-
-@pytest.mark.slow_at("LSTM")
-@pytest.mark.sweep_at("transformer encoder")
-@pytest.mark.parametrize("name", DEEP)
+@pytest.mark.parametrize("name", ["perceptron", "decoder"])
 @pytest.mark.parametrize("tracked", [False, True])
 def test_third_derivatives_are_double_backwards(name, tracked):
-    make, shape = DEEP[name]
+    make, shape = NETWORKS[name]
     torch.manual_seed(0)
     model = make().to(D).requires_grad_(tracked)
     (z,), y = inputs(*shape, count=1)
-    with sdpa_kernel(SDPBackend.MATH):
-        same(third(gt.frozen(model), z, y), third(model, z, y), 1e-9)
+    same(third(gt.frozen(model), z, y), third(model, z, y), 1e-9)
 
 
 @pytest.mark.slow_at("fff")
@@ -388,19 +297,6 @@ def test_forward_over_forward_takes_an_argument_that_the_inner_level_alone_moves
     same([twice(getattr(gt, operator)(G))], [2 * t * t * b + 2 * a * t * t])
 
 
-# --- tangents by hand -------------------------------------------------------------------------
-
-W = torch.linspace(-1, 1, 12, dtype=D).reshape(4, 3)
-V = torch.linspace(-1, 1, 48, dtype=D).reshape(12, 4).sin()
-
-
-def heads(q, k, v, **options):
-    """Two heads over rows of four."""
-    fixed = (4, 2, V, V[:, 0], None, None, False, 0.0, V[:4], V[0])
-    q, k, v = (x[:, None] for x in (q, k, v))
-    return nn.functional.multi_head_attention_forward(q, k, v, *fixed, **options)[0]
-
-
 @pytest.mark.parametrize("tracked", [False, True])
 @pytest.mark.parametrize("along", [False, True])
 def test_an_argument_may_be_expanded(tracked, along):
@@ -418,18 +314,13 @@ def test_an_argument_may_be_expanded(tracked, along):
         torch.testing.assert_close(own, plain)
 
 
-def test_compiled_directions_of_mixed_partial_see_one_mask():
-    """Compiled code breaks its graph around several: it could not go back in a random stream."""
+def test_directions_of_mixed_partial_see_one_mask():
     G = lambda z: nn.functional.dropout(torch.tanh(z), 0.5, True)
     f = lambda y, g: (torch.sin(y * g) * y).sum()
-    run = lambda y, z, u: gt.mixed_partial(f, G, y, z, [u, u, 2 * u])
-    found = []
-    for way in (run, torch.compile(run, backend="aot_eager")):
-        torch.manual_seed(0)
-        found.append(way(torch.ones(64), torch.linspace(-1, 1, 64), torch.ones(64)))
-    eager, (first, second, third) = found
+    u = torch.ones(64)
+    first, second, third = gt.mixed_partial(f, G, u, torch.linspace(-1, 1, 64), [u, u, 2 * u])
     assert torch.equal(first, second) and torch.equal(2 * first, third)
-    assert torch.equal(first, eager[0]) and first.count_nonzero() > 8
+    assert first.count_nonzero() > 8
 
 
 def test_a_use_is_freed_with_its_last_holder():
@@ -510,25 +401,6 @@ def test_a_captured_tensor_that_is_computed_from_others_is_a_constant():
         torch.autograd.grad(value, y)
 
 
-def test_a_lazy_module_may_run_first_in_a_use():
-    model, (zs, y) = nn.LazyLinear(3, dtype=D), inputs(2, 4)
-    found = second(gt.frozen(model), zs, y)
-    same(found, second(model, zs, y))
-
-
-@pytest.mark.skipif(not dist.is_gloo_available(), reason="needs gloo")
-def test_a_module_that_reduces_gradients_is_refused(tmp_path):
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/init", rank=0, world_size=1)
-    try:
-        ddp = nn.parallel.DistributedDataParallel(nn.Linear(4, 3))
-        for G in (gt.frozen(ddp), gt.frozen(lambda z: ddp(z).sin())):
-            with pytest.raises(GradtoolsError, match=r"is a DistributedData.* the plain module"):
-                G(torch.ones(2, 4, requires_grad=True))
-        assert gt.frozen(ddp.module)(torch.ones(2, 4)).shape == (2, 3)
-    finally:
-        dist.destroy_process_group()
-
-
 # --- engines ----------------------------------------------------------------------------------
 
 
@@ -548,17 +420,6 @@ def test_uses_that_are_pulled_back_more_than_once():
         return [*first, *torch.autograd.grad(total, (y, z))]
 
     same(twice(gt.frozen(net)), twice(net))
-
-
-def test_batched_cotangents():
-    (z,), y = inputs(2, 4, count=1)
-
-    def rows(G):
-        (g,) = torch.autograd.grad(loss(y, G(z)), z, create_graph=True)
-        units = torch.eye(8, dtype=D).reshape(8, 2, 4)
-        return torch.autograd.grad(g, (y, z), units, is_grads_batched=True)
-
-    same(rows(gt.frozen(net)), rows(net))
 
 
 @pytest.mark.parametrize("transform", ["grad", "jvp", "vjp", "jacrev", "hessian", "vmap"])
@@ -622,16 +483,6 @@ def test_a_tensor_of_torch_func_that_G_captures_is_differentiated(place):
 HELD = {}
 
 
-def test_an_argument_changed_in_place_is_refused():
-    z = torch.ones(2, 4, dtype=D)
-    (w,), y = inputs(2, 4, count=1)
-    value = loss(y, gt.frozen(lambda z, w: net(z) * w.sum())(z, w))
-    (g,) = torch.autograd.grad(value, w, create_graph=True)
-    z.add_(1)
-    with pytest.raises((GradtoolsError, RuntimeError), match=r"in place|inplace"):
-        torch.autograd.grad(g.pow(2).sum(), y)
-
-
 @pytest.mark.parametrize("requires_grad", [True, False])
 def test_a_parameter_of_G_that_is_changed_before_the_second_derivative_is_told(requires_grad):
     module = torch.nn.Linear(3, 3).requires_grad_(requires_grad)
@@ -651,15 +502,6 @@ def test_an_argument_of_G_that_is_changed_before_the_second_derivative_is_told()
         z.add_(1)
     with pytest.raises(RuntimeError, match="modified by an inplace operation"):
         slope.square().sum().backward(inputs=[y])
-
-
-def test_a_pullback_that_is_changed_afterwards_is_not_compared_with_the_pushforward():
-    """It was handed out: what its owner writes there says nothing of G."""
-    z = torch.tensor([0.3, 0.7], dtype=torch.float64, requires_grad=True)
-    g = torch.autograd.grad(gt.frozen(torch.sin)(z).sum(), z, create_graph=True)[0]
-    with torch.no_grad():
-        g.mul_(3)
-    torch.testing.assert_close(torch.autograd.grad(g.sum(), z)[0], -torch.sin(z.detach()))
 
 
 @pytest.mark.parametrize("tracked", [False, True])
@@ -685,13 +527,3 @@ def test_a_plain_backward_computes_no_derivative_along_aliases_of_a_finished_gra
     assert torch.allclose(y.grad, expected[0])
     assert z.grad is None or torch.allclose(z.grad, expected[1])
     assert (z.grad is not None) == tracked
-
-
-@pytest.mark.parametrize("create_graph", [False, True])
-def test_a_batch_of_cotangents_is_pulled_back(create_graph):
-    z = torch.linspace(-1, 1, 6, dtype=torch.float64).reshape(2, 3).requires_grad_()
-    f = lambda z: torch.sin(z).cumsum(1)
-    cts = torch.arange(24, dtype=torch.float64).reshape(4, 2, 3).cos()
-    how = {"is_grads_batched": True, "create_graph": create_graph}
-    pulled = [torch.autograd.grad(g(z), z, cts, **how) for g in (gt.frozen(f), f)]
-    torch.testing.assert_close(*pulled)

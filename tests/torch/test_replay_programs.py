@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import copy
-import gc
 import random
 import warnings
 from collections.abc import Iterator
@@ -89,7 +88,7 @@ def _warmed() -> None:
 
 
 def _run(program: Scenario, run: Run) -> dict[str, Any]:
-    with flags_kept(), warnings.catch_warnings():
+    with streams_kept(), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         _seed()
         world: World = program.program()
@@ -136,47 +135,25 @@ def _process() -> dict[str, Any]:
         "Python's random stream": random.getstate(),
         "NumPy's random stream": list(numpy_state()),
         "default dtype": torch.get_default_dtype(),
-        "default device": str(torch.get_default_device()),
         "grad mode": torch.is_grad_enabled(),
         "inference mode": torch.is_inference_mode_enabled(),
         "autocast": torch.is_autocast_enabled("cpu"),
         "autocast's dtype": torch.get_autocast_dtype("cpu"),
         "autocast's cache": torch.is_autocast_cache_enabled(),
-        "deterministic": torch.are_deterministic_algorithms_enabled(),
-        "threads": torch.get_num_threads(),
-        "products": torch.get_float32_matmul_precision(),
-        "mkldnn": torch._C._get_mkldnn_enabled(),
         "warnings": len(warnings.filters),
-        "NumPy's errors": np.geterr(),
-        "garbage": gc.isenabled(),
-        "distributions": torch.distributions.Distribution._validate_args,
     }
 
 
 @contextlib.contextmanager
-def flags_kept() -> Iterator[None]:
-    """Puts back what programs switch."""
-    before = _process()
-    device = torch.get_default_device()
+def streams_kept() -> Iterator[None]:
+    """Puts back the random streams."""
+    before = torch.get_rng_state(), random.getstate(), numpy_state()
     try:
         yield
     finally:
-        torch.set_default_dtype(before["default dtype"])
-        if torch.get_default_device() != device:
-            torch.set_default_device(None)
-        torch.set_grad_enabled(before["grad mode"])
-        torch.set_autocast_dtype("cpu", before["autocast's dtype"])
-        torch.use_deterministic_algorithms(before["deterministic"])
-        torch.set_num_threads(before["threads"])
-        torch.set_float32_matmul_precision(before["products"])
-        torch._C._set_mkldnn_enabled(before["mkldnn"])
-        np.seterr(**before["NumPy's errors"])
-        torch.distributions.Distribution.set_default_validate_args(before["distributions"])
-        if before["garbage"]:
-            gc.enable()
-        torch.set_rng_state(before["PyTorch's random stream"])
-        random.setstate(before["Python's random stream"])
-        put_numpy_state(before["NumPy's random stream"])
+        torch.set_rng_state(before[0])
+        random.setstate(before[1])
+        put_numpy_state(before[2])
 
 
 # --- comparing ------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from gradtools.code_origin import LIBRARY, PACKAGE, USER, whose
-from gradtools.torch.state import RunState, Watched
+from gradtools.torch.state import Held, RunState
 
 
 class Model(nn.Module):
@@ -52,7 +52,7 @@ def everything(model):
 @pytest.mark.parametrize("reach", [lambda m: m, lambda m: lambda z: m(z), lambda m: [{"m": m}]])
 def test_what_changes_is_put_back(change, reach):
     model = Model()
-    first, before = RunState.now(Watched([reach(model)])), everything(model)
+    first, before = RunState.now(Held([reach(model)])), everything(model)
     change(model)
     later, after = first.again(), everything(model)
     assert after != before
@@ -64,7 +64,7 @@ def test_what_changes_is_put_back(change, reach):
 
 def test_what_did_not_change_is_shared_and_a_list_is_not_put_back():
     model = Model()
-    first = RunState.now(Watched([model]))
+    first = RunState.now(Held([model]))
     model.seen.append(2)
     again = first.again()
     assert all(a[1] is b[1] for a, b in zip(first.copies, again.copies, strict=True))
@@ -72,12 +72,15 @@ def test_what_did_not_change_is_shared_and_a_list_is_not_put_back():
     assert model.seen == [1, 2]
 
 
-def test_a_held_object_is_like_another_of_the_same_objects():
+def test_exchanged_parameters_are_put_back_for_a_recomputation():
     model = Model()
-    first = Watched([model])
-    assert first.is_like(Watched([lambda z: model(z)]))
-    model.inner.weight = nn.Parameter(torch.ones(2))
-    assert not first.is_like(Watched([model]))
+    held, first = Held([model]), model.inner.weight
+    model.inner.weight = other = nn.Parameter(torch.ones(2))
+    changed = held.reset_parameters()
+    assert model.inner.weight is first
+    for own, before in changed:
+        own.update(before)
+    assert model.inner.weight is other
 
 
 def test_a_class_is_of_who_wrote_its_module():

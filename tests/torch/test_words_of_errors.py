@@ -182,16 +182,3 @@ def test_an_array_in_the_place_of_verify_is_told_of_the_arguments():
     for x in (X, X[:1]):
         with pytest.raises(GradtoolsError, match=r"verify is an array .* returns a function"):
             gt.checkpoint(torch.sin, x)
-
-
-@pytest.mark.parametrize(
-    "operator",
-    [lambda f: gt.microbatched_value_and_grad(f, 2), gt.per_example_grad],
-    ids=["microbatched_value_and_grad", "per_example_grad"],
-)
-def test_examples_in_the_place_of_parameters_are_told_that_they_are_shared(operator):
-    model, x, y = torch.nn.Linear(3, 2), torch.randn(4, 3), torch.tensor([0, 1, 1, 0])
-    loss = lambda x, y: torch.nn.functional.cross_entropy(model(x), y)
-    with pytest.raises(ValueError, match="argument 0 is as long as the batch") as caught:
-        operator(loss)(x, y)
-    assert isinstance(caught.value, GradtoolsError)

@@ -20,6 +20,7 @@ import torch
 from torch.utils.dlpack import from_dlpack
 from torch.utils.dlpack import to_dlpack as to_dlpack  # type: ignore[attr-defined]  # public
 
+from gradtools.bridge import _upstream as private
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import ArraySpec
 from gradtools.jax._upstream import giving_capsules, taking_capsules
@@ -128,12 +129,12 @@ def is_kept(ts: Sequence[Tensor], i: int) -> bool:
 
 def is_held(t: Tensor) -> bool:
     """Whether anything else references the storage of a tensor."""
-    return upstream.owners_of_memory(t) > _owners_of_new()
+    return private.owners_of_memory(t) > _owners_of_new()
 
 
 @cache
 def _owners_of_new() -> int:
-    return upstream.owners_of_memory(torch.empty(0))
+    return private.owners_of_memory(torch.empty(0))
 
 
 def tensors_of_own(ys: list[jax.Array], others: Sequence[Tensor]) -> list[Tensor]:

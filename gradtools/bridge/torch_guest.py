@@ -21,6 +21,7 @@ from jax.sharding import SingleDeviceSharding
 
 import gradtools.torch
 from gradtools.backend import backend_of
+from gradtools.bridge import _upstream as private
 from gradtools.bridge.functions import Foreign, ForeignSignature
 from gradtools.bridge.memory import (
     array_of,
@@ -145,9 +146,9 @@ class TorchGuest:
 
         with (
             undone(of.fun, ()),
-            upstream.outermost(),
+            private.outermost(),
             torch.inference_mode(False),
-            upstream.fake_tensors(allow_non_fake_inputs=True),
+            private.fake_tensors(allow_non_fake_inputs=True),
             torch.enable_grad(),
         ):
             yield [torch.empty(s.shape, dtype=getattr(torch, s.dtype)) for s in specs]
@@ -179,8 +180,8 @@ class TorchGuest:
 
     def _evaluated(self, signature: ForeignSignature, run: Any, ts: list[Tensor]) -> list[Tensor]:
         base = signature.base
-        if upstream.is_dispatch_key_excluded(upstream.DispatchKey.AutogradFunctionality):
-            with upstream.outermost():  # JAX was called below PyTorch's autograd
+        if private.is_dispatch_key_excluded(private.DispatchKey.AutogradFunctionality):
+            with private.outermost():  # JAX was called below PyTorch's autograd
                 return self._evaluated(signature, run, ts)
         if not torch.is_grad_enabled() or upstream.is_any_autocast_enabled():
             with torch.enable_grad(), without_casts(t.device.type for t in ts):
@@ -261,7 +262,7 @@ class TorchGuest:
         base.seen = True
 
 
-class _Draws(upstream.TorchDispatchMode):
+class _Draws(private.TorchDispatchMode):
     """Notes whether an operation draws random numbers."""
 
     seen = False

@@ -34,7 +34,7 @@ from gradtools.torch.compiling import left_to_python
 from gradtools.torch.function_modes import OneTangent, PlainAttention, PlainKernels
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact, unshared
 from gradtools.torch.modes import NoForwardMode, dual_level, dual_of
-from gradtools.torch.operation_marks import CHUNK, detached, hooks_of_users, marked, running
+from gradtools.torch.operation_marks import CHUNK, detached, marked, running
 from gradtools.torch.recomputation import (
     Program,
     Pull,
@@ -122,7 +122,7 @@ class _Use(Program):
 
     def first_run(self, xs: Sequence[Tensor], verify: bool) -> Any:
         """`begin`, and before its results a number that leads to the constants, if there are."""
-        run, hooks, first = self.run, hooks_of_users(), list[Any]()
+        run, hooks, first = self.run, upstream.hooks_made(), list[Any]()
 
         def kept(inner: Sequence[Tensor]) -> Tensors:
             first[:] = [list(inner), self.noted(inner)]
@@ -133,7 +133,7 @@ class _Use(Program):
             outs, tracked, later = self.begin(xs, verify, [])
         finally:
             self.run = run
-        self.hooked = hooks_of_users() != hooks
+        self.hooked = upstream.hooks_made() != hooks
         if self.held.versions() != self.changes:
             self.changes = None  # G changes them itself
         constants, self.sources, self.versions = self.sources, [], []

@@ -86,7 +86,8 @@ def _of_all(value: Any, group: Any) -> list[Any]:
     size = dist.get_world_size(group)
     if size < 1:  # this process does not belong to the group
         return []
-    device = upstream.collective_device(group)
+    kinds = dist.Backend.backend_capability.get(dist.get_backend(group), ["cpu"])
+    device = "cpu" if "cpu" in kinds else kinds[0]
     with upstream.temporarily_clear_interpreter_stack(), torch.no_grad():
         text = torch.tensor([*json.dumps(value).encode()], dtype=torch.uint8, device=device)
         lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]

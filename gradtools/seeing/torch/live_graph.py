@@ -18,9 +18,9 @@ from torch.autograd.graph import Node as GradFn
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, Value
 from gradtools.seeing.graphs.passes import CUSTOM, with_named_outputs
+from gradtools.seeing.torch import _upstream as private
 from gradtools.seeing.torch.recording import operations
 from gradtools.seeing.torch.recording.values import like, numbers_in
-from gradtools.torch import _upstream as upstream
 from gradtools.torch.trees import flatten, leaf_paths
 
 Tensor = torch.Tensor
@@ -61,7 +61,7 @@ class _AutogradReader:
 
     def node(self, fn: GradFn) -> Node:
         self.held.append(fn)
-        for k, x in enumerate(upstream.described(fn)):
+        for k, x in enumerate(private.described(fn)):
             self.numbers[id(fn), k] = self.new(Value(*like(x)))
         outputs = tuple(n for key, n in self.numbers.items() if key[0] == id(fn))
         kept, attributes = self.saved(fn)
@@ -90,7 +90,7 @@ class _AutogradReader:
         packet = getattr(torch.ops.aten, operations.name_of_node(fn), None)
         names: list[str] = []  # of the aten operation's tensor arguments
         for overload in packet.overloads() if packet is not None else ():
-            arguments = upstream.schema_of(getattr(packet, overload)).arguments
+            arguments = private.schema_of(getattr(packet, overload)).arguments
             kinds = "Tensor", "Optional[Tensor]"
             tensors = [a.name for a in arguments if str(a.type) in kinds and not a.alias_info]
             names = max(names, tensors, key=len)  # the one with most tensors: scalars are wrapped

@@ -29,6 +29,7 @@ from gradtools.seeing.formulas.calls import FormulaCall, fitted, has_opaque_part
 from gradtools.seeing.formulas.elementwise import stop
 from gradtools.seeing.formulas.expressions import Expr, kind_of, placeholder
 from gradtools.seeing.formulas.opaque import OpaqueFunction, by_name
+from gradtools.seeing.torch import _upstream as private
 from gradtools.seeing.torch.operands import SAME, AtenCall
 from gradtools.seeing.torch.recording.autograd_functions import name_and_mark
 from gradtools.seeing.torch.recording.operations import NO_DATA
@@ -160,7 +161,7 @@ class FormulaRecorder(Recorder[Expr]):
         """
         if call.raw.startswith(_WHOLE):
             return None
-        decomposed = upstream.decompositions().get(call.func, call.func.decompose)
+        decomposed = private.decompositions().get(call.func, call.func.decompose)
         try:
             args = [None if any(x is y for y in left_out) else x for x in call.args]
             with Operations(self):
@@ -211,7 +212,7 @@ class FormulaRecorder(Recorder[Expr]):
 
     def of(self, x: Tensor) -> Expr:
         """The value of a tensor."""
-        with upstream.DisableTorchFunction():  # a mode may replace the tensor
+        with private.DisableTorchFunction():  # a mode may replace the tensor
             return super().of(x)
 
     def valued(self, x: Any) -> Any:

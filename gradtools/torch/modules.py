@@ -345,13 +345,8 @@ def check_module(caller: str, module: Any, variables: Any = None) -> ModuleTree:
             f"{caller}: a torch.nn.Module holds its own tensors; leave variables=None."
         )
     tree = ModuleTree.of(module)
-    for part in {type(part): part for part in reversed(tree.modules)}.values():
-        for base in type(part).__mro__:
-            if base.__name__ in _FIXES and base.__module__.startswith("torch."):
-                raise GradtoolsError(
-                    f"{caller}: {tree.modules[part] or 'the module'} is a {base.__name__}, whose "
-                    f"tensors cannot be given from outside; {_FIXES[base.__name__]}."
-                )
+    for part, name in tree.modules.items():
+        check_wrapper(caller, part, name)
     for tensors in (tree.parameters, tree.buffers):
         for name, x in tensors.items():
             if nn.parameter.is_lazy(x):
@@ -363,12 +358,27 @@ def check_module(caller: str, module: Any, variables: Any = None) -> ModuleTree:
     return tree
 
 
+def check_wrapper(
+    caller: str, module: nn.Module, name: str = "", fixes: Mapping[str, str] | None = None
+) -> None:
+    """Raises for PyTorch's modules that must own their tensors, or (`REDUCING`) their gradients."""
+    fixes = {**_FIXES, **REDUCING} if fixes is None else fixes
+    for base in type(module).__mro__:
+        if base.__name__ in fixes and base.__module__.startswith("torch."):
+            raise GradtoolsError(
+                f"{caller}: {name or 'the module'} is a {base.__name__}, {fixes[base.__name__]}."
+            )
+
+
+_REDUCES = "which reduces gradients over ranks when they are accumulated into .grad; "
+REDUCING = {
+    "DistributedDataParallel": _REDUCES + "use its .module, and average the gradients over ranks",
+    "FullyShardedDataParallel": _REDUCES + "call backward()",
+    "FSDPModule": _REDUCES + "call backward()",
+}
 _FIXES = {
-    "ScriptModule": "make_functional the Python module before scripting it",
-    "DistributedDataParallel": "make_functional its .module",
-    "FullyShardedDataParallel": "make_functional the module before it is wrapped",
-    "FSDPModule": "call backward(), which reduces its gradients into .grad",
-    "OptimizedModule": "make_functional its ._orig_mod and compile apply",
+    "ScriptModule": "whose tensors cannot be given from outside; use the Python module",
+    "OptimizedModule": "whose tensors cannot be given from outside; use its ._orig_mod",
 }
 
 

@@ -61,8 +61,6 @@ class Evaluation:
         checked: Whether None in the pullback's result means that a leaf does not reach the
             outputs; False if the framework returns zeros, or None for other reasons.
         where_lost: Where the path from leaf i to the output is cut, for messages.
-        transposed: Returns the pushforward by the transposed pullback, without another evaluation
-            of fun, which may raise `CannotPush`; None if the pullback cannot be transposed.
     """
 
     outs: list[Array]
@@ -71,11 +69,6 @@ class Evaluation:
     nested: bool = False
     checked: bool = True
     where_lost: Callable[[int], list[str]] = lambda i: []
-    transposed: Callable[[], Callable[[list[Array]], list[Array]] | None] = lambda: None
-
-
-class CannotPush(Exception):
-    """A transposed pullback met an operation whose backward pass has no derivative."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)

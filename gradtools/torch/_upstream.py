@@ -127,9 +127,7 @@ time for a small function; the second also skips the context that compiled code 
 
 current_graph_task: Callable[[], int] = _c._current_graph_task_id
 will_run: Callable[[Any], bool] = _c._will_engine_execute_node
-keeps_graph: Callable[[], bool] = _c._autograd._get_current_graph_task_keep_graph
-"""Of the running backward pass: its id, -1 if none; whether it will execute a node; whether it has
-retain_graph=True."""
+"""Of the running backward pass: its id, -1 if none; whether it will execute a node."""
 
 AccumulateGrad: Any = _c._functions.AccumulateGrad
 ModuleHook: Any = torch.nn.modules._functions.BackwardHookFunction

@@ -114,7 +114,8 @@ _ADVICE = {
     ),
     "does not currently support double backward": (
         "f holds a function that torch.compile compiled, whose backward pass PyTorch cannot "
-        "differentiate (pytorch#91469). Compile it by gt.compile."
+        "differentiate (pytorch#91469). Compile the derivative instead, as in "
+        "torch.compile(lambda x: gt.hvp(f, (x,), (v,)))."
     ),
     "Nested forward mode AD|ensors does not require grad|a tensor that doesn't require grad": (
         "f sets a hook on a gradient, or takes a derivative by PyTorch's own functions, where "

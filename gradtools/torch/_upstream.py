@@ -1,10 +1,9 @@
 """The private names of PyTorch that gradtools uses, each with its reason.
 
 Other files import them from here (`tests/house/test_upstream.py` checks their source).
-`tests/torch/test_upstream.py` tests the behaviour of each name, and that no public alternative
-exists yet. All exist in PyTorch 2.8 to 2.15; where an entry differs by version, the name is looked
-up and versions are not compared. What recorders and the bridge alone need is in the rooms of this
-name in `gradtools.seeing.torch` and `gradtools.bridge`.
+`tests/torch/test_upstream.py` tests what each name does, and that there is no public one. All exist
+in PyTorch 2.8 to 2.15. What recorders and the bridge alone need is in the rooms of this name in
+`gradtools.seeing.torch` and `gradtools.bridge`.
 """
 
 from __future__ import annotations
@@ -37,8 +36,8 @@ disable_current_modes = _disable_current_modes
 """Torch.func's registry of containers, so that users' containers are known (pytorch#65761); and a
 context in which no dispatch mode sees gradtools' operations.
 
-Of the names that are imported above, temporarily_clear_interpreter_stack runs code outside of all
-levels of torch.func; TracingContext and detect_fake_mode say whether a compiler traces.
+Of the imported names, temporarily_clear_interpreter_stack runs code outside of all levels of
+torch.func; TracingContext and detect_fake_mode say whether a compiler traces.
 """
 
 # --- levels of torch.func ----------------------------------------------------------------------
@@ -163,16 +162,16 @@ pop_saved_tensors_hooks: Callable[[], None] = _c._autograd._pop_saved_tensors_de
 # --- modes -------------------------------------------------------------------------------------
 
 EnableTorchFunction: Any = _c._EnableTorchFunction
-"""Enables modes in the backward pass of a subclass, which disables them."""
-
 function_modes: Callable[[], Sequence[Any]] = torch.overrides._get_current_function_mode_stack
 count_of_function_modes: Callable[[], int] = _c._len_torch_function_stack
 count_of_dispatch_modes: Callable[[], int] = _c._len_torch_dispatch_stack
-"""The active modes, and their counts."""
+"""Enables modes in the backward pass of a subclass, which disables them; the active modes, and
+their counts."""
 
 _PROXY = _c._TorchDispatchModeKey.PROXY
 is_traced_by_make_fx: Callable[[], bool] = lambda: _c._get_dispatch_mode(_PROXY) is not None
-"""Whether torch.fx traces by proxies, which have no values."""
+tracing_state: Callable[[], Any] = _c._get_tracing_state
+"""Whether torch.fx traces by proxies, which have no values; the state of `torch.jit.trace`."""
 
 # --- tensors -----------------------------------------------------------------------------------
 
@@ -191,10 +190,8 @@ view; whether two tensors share a storage; the hooks that edit x's gradient, or 
 make_subclass: Callable[[type, Tensor], Tensor] = Tensor._make_subclass  # type: ignore[attr-defined]
 """A tensor of a class in the memory of another, not as a view."""
 
-add_each_: Any = torch._foreach_add_
-multiply_each: Any = torch._foreach_mul
-divide_each: Any = torch._foreach_div
-divide_each_: Any = torch._foreach_div_
+add_each_, multiply_each = torch._foreach_add_, torch._foreach_mul
+divide_each, divide_each_ = torch._foreach_div, torch._foreach_div_
 """One operation for many tensors."""
 
 
@@ -247,16 +244,13 @@ class ModuleLike(torch.nn.Module):
 caches_weights: Callable[[], int] = partial(getattr, parametrize, "_cache_enabled")
 cached_weights: Callable[[], dict[Any, Any]] = partial(getattr, parametrize, "_cache")
 set_cached_weights: Callable[[Any], None] = partial(setattr, parametrize, "_cache")
-"""How many contexts of `parametrize.cached` are open; their cache, whose tensors belong to another
-graph; and its replacement."""
+"""The open contexts of `parametrize.cached`; their cache, of another graph; its replacement."""
 
 # --- dynamo, which is not imported until someone compiles ---------------------------------------
 
 DYNAMO = "torch._dynamo"
-"""The compiler's module."""
-
 _compiler_of_frames = getattr(_c._dynamo.eval_frame, "get_eval_frame_callback", None)
-"""What compiles Python's frames in this thread; None if nothing does."""
+"""The compiler's module; what compiles Python's frames in this thread, None if nothing does."""
 
 
 def compiles_here() -> bool:

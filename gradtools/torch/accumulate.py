@@ -122,11 +122,11 @@ def spec_in_words(spec: tuple[Any, ...]) -> str:
 
 
 def times(xs: Sequence[torch.Tensor], number: float) -> list[torch.Tensor]:
-    return [*upstream.multiply_each(xs, number)] if _are_plain(xs) else [x * number for x in xs]
+    return [*upstream.multiply_each([*xs], number)] if _are_plain(xs) else [x * number for x in xs]
 
 
 def over(xs: Sequence[torch.Tensor], number: float) -> list[torch.Tensor]:
-    return [*upstream.divide_each(xs, number)] if _are_plain(xs) else [x / number for x in xs]
+    return [*upstream.divide_each([*xs], number)] if _are_plain(xs) else [x / number for x in xs]
 
 
 def _are_plain(xs: Sequence[torch.Tensor]) -> bool:

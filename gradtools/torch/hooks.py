@@ -34,7 +34,7 @@ def scaled(x: Any, factor: float) -> Tensor | None:
         and not upstream.count_of_function_modes()
         and not upstream.count_of_dispatch_modes()
         and not upstream.is_wrapped(x)
-        and not torch.jit.is_tracing()
+        and upstream.tracing_state() is None
     ):
         if not (x.requires_grad and torch.is_grad_enabled()):
             return x.detach().clone() if is_inexact(x) else x

@@ -25,7 +25,7 @@ from gradtools.torch.rules.installing import differentiated
 Tensor = torch.Tensor
 _PLAIN = (Tensor, torch.nn.Parameter)
 _modes, _functions = upstream.count_of_dispatch_modes, upstream.count_of_function_modes
-_tracing, _levels = torch.jit.is_tracing, upstream.peek_interpreter_stack
+_tracing, _levels = upstream.tracing_state, upstream.peek_interpreter_stack
 _forward_level, _graphs = upstream.forward_level, torch.is_grad_enabled
 _is_zero = upstream.is_zero
 _ARRAY, _tensor = np.ndarray, torch.from_numpy
@@ -75,7 +75,7 @@ class KernelCalls:
                 tracked = True
         if tracked:
             return self.differentiated(args, statics) if self.differentiated else NotImplemented
-        if _levels() is not None or _modes() or _functions() or _tracing():
+        if _levels() is not None or _modes() or _functions() or _tracing() is not None:
             return NotImplemented
         if _forward_level() >= 0:
             return NotImplemented
@@ -119,7 +119,7 @@ def is_followed() -> bool:
 
     (The legacy vmap need not be checked: NumPy cannot read its batched tensors.)
     """
-    if _levels() is not None or _modes() or _functions() or _tracing():
+    if _levels() is not None or _modes() or _functions() or _tracing() is not None:
         return True
     return upstream.forward_level() >= 0
 

@@ -119,7 +119,8 @@ class Opened:
 
     opens_once = True
     # f changes the user's modules themselves, so there is no change to return, write or refuse.
-    changed, effects = (), staticmethod(list)
+    changed = ()
+    effects: Callable[[], list[Tensor]] = staticmethod(list)
     settle = refuse_changes = staticmethod(lambda *extras: None)
 
     def __init__(

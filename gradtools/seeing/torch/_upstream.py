@@ -36,9 +36,9 @@ class Watching(TorchDispatchMode):
         return False
 
 
-Functions: tuple[Any, ...] = (function._SingleLevelFunction,)
-if not isinstance(vars(torch.autograd.Function)["apply"], classmethod):
-    Functions += (torch.autograd.Function,)
+_SHARES_APPLY = isinstance(vars(torch.autograd.Function)["apply"], classmethod)
+_OTHERS: Any = () if _SHARES_APPLY else (torch.autograd.Function,)
+Functions: tuple[Any, ...] = (function._SingleLevelFunction, *_OTHERS)
 """The classes whose `apply` a recorder patches, so that it also sees a bound `Function.apply`. From
 PyTorch 2.14 on `torch.autograd.Function` has an `apply` of its own in C."""
 

@@ -80,8 +80,8 @@ forward_level: Callable[[], int] = partial(attrgetter("_current_level"), forward
 def enter_forward_level() -> int | None:
     """Enters a level of forward mode; None if one is active, in this thread or another.
 
-    If another thread leaves `torch.func.jvp` at the same moment, `forward_ad.enter_dual_level`
-    raises and leaves a level open; this copy of its code closes it.
+    If another thread leaves `torch.func.jvp` at the same moment, PyTorch's own
+    function raises and leaves a level open; this copy of its code closes it.
     """
     try:
         level = int(_c._enter_dual_level())
@@ -96,7 +96,7 @@ def enter_forward_level() -> int | None:
 
 
 def leave_forward_level(level: int) -> None:
-    """Exits the level, three times as fast as `forward_ad.exit_dual_level`."""
+    """Exits the level, three times as fast as PyTorch's own function."""
     _c._exit_dual_level(level=level)
     forward_ad._current_level = level - 1
 

@@ -72,12 +72,12 @@ _here = _Here()
 @only_inlined
 def vjp(fun: Fun, leaves: Tensors, *, groups: Sequence[int] | None, once: bool) -> Evaluation:
     """One evaluation and its pullback."""
-    if is_compiling():
+    if torch.compiler.is_dynamo_compiling():
         return _functorch_vjp(fun, leaves)
     in_eager = upstream.peek_interpreter_stack() is None
     engine = _eager_vjp if in_eager else _functorch_vjp
     result: Evaluation = _outside_of_dynamo(engine, fun, leaves, once)
-    if (once and not upstream.compiles_here()) or upstream.DYNAMO not in sys.modules:
+    if upstream.DYNAMO not in sys.modules or (once and not upstream.compiles_here()):
         return result
     # Dynamo would compile Python code that autograd calls, such as rules.
     return replace(result, pullback=partial(uncompiled, result.pullback))
@@ -120,7 +120,7 @@ def _outside_of_dynamo(engine: Callable[..., Any], fun: Fun, *args: Any) -> Any:
     """`engine(fun, *args)`, a derivative that counts, with advice on known errors."""
     _here.taken += 1
     try:
-        if upstream.compiles_here():
+        if upstream.DYNAMO in sys.modules and upstream.compiles_here():
             return uncompiled(engine, fun, *args)
         return engine(fun, *args)
     except RuntimeError as error:
@@ -200,7 +200,10 @@ def _evaluated(fun: Fun, leaves: Tensors, plain: bool = False, keep: bool = True
     plain = plain or _here.depth > 0 or getattr(fun, "plain_kernels", False)
     _here.depth += 1
     try:
-        with PlainKernels() if plain else NOTHING:
+        if plain:
+            with PlainKernels():
+                outs, extras = fun(*aliases)
+        else:
             outs, extras = fun(*aliases)
     finally:
         _here.depth -= 1
@@ -229,11 +232,14 @@ def _pulled(
     if not create and torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():
             return _pulled(of, outs, inputs, cts, retain)
-    pairs = [p for p in zip(outs, cts, strict=True) if p[1] is not None and p[0].requires_grad]
-    if not pairs:
+    ys, seeds, moves = list[Tensor](), list[Tensor](), of.attached
+    for y, ct in zip(outs, cts, strict=True):  # a loop, since every derivative runs this
+        if ct is not None and y.requires_grad:
+            ys.append(y)
+            seeds.append(ct.clone() if ct.is_inference() else ct)
+            moves = moves or ct.requires_grad
+    if not ys:
         return [None] * len(inputs)
-    ys, seeds = [y for y, _ in pairs], [normal(ct) for _, ct in pairs if ct is not None]
-    moves = of.attached or any(ct.requires_grad for ct in seeds)
     forward = upstream.forward_level() >= 0
     pushes = of.pushes or (forward and any(t.requires_grad for t in tangents_of(seeds)))
     create = create and (moves or pushes)

@@ -263,9 +263,8 @@ def break_graph(reason: str) -> None:
     sys.modules[DYNAMO].graph_break(msg=reason)
 
 
-def is_exporting() -> bool:
-    """Whether `torch.export` is tracing: the flag, in place of which dynamo assumes True."""
-    return torch.compiler._is_exporting_flag  # type: ignore[no-any-return]
+is_exporting: Callable[[], bool] = partial(getattr, torch.compiler, "_is_exporting_flag")
+"""Whether `torch.export` is tracing: the flag, in place of which dynamo assumes True."""
 
 
 def skip_module(name: str) -> None:

@@ -215,3 +215,9 @@ def test_one_function_is_written_once_through_xp(arrays):
     x = arrays.asarray(np.array([[1, 2], [3, 4]], np.float32))
     y = xp.sum(xp.matmul(x, xp.permute_dims(x, (1, 0))), axis=0)
     np.testing.assert_array_equal(arrays.to_numpy(y), [16, 36])
+
+
+def test_a_torch_child_alone_is_the_one_among_its_siblings(torch_arrays):
+    key = torch_arrays.random_key(7)
+    children = [torch_arrays.fold_in(key, i).tolist() for i in range(3)]
+    assert children == torch_arrays.split_key(key, 3).tolist()

@@ -120,17 +120,38 @@ def unshared(x: Tensor) -> Tensor:
 # --- zeros -------------------------------------------------------------------------------
 
 
+class Example:
+    """A detached wrapper subclass, such as a DTensor: the shape alone does not say its parts."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x.detach()
+
+
 def like(x: Tensor) -> Any:
-    """The shape, dtype and device of a floating or complex tensor, None for others."""
-    return (x.shape, x.dtype, x.device) if is_inexact(x) else None
+    """The shape, dtype and device of a floating or complex tensor, None for others.
+
+    Also an `Example` if it is a wrapper subclass.
+    """
+    if not is_inexact(x):
+        return None
+    aval, inner = (x.shape, x.dtype, x.device), unwrapped(x)
+    is_wrapper = type(inner) not in _PLAIN and hasattr(inner, "__tensor_flatten__")
+    return (*aval, Example(inner)) if is_wrapper and inner.shape == x.shape else aval
 
 
-def zeros(shape: Any, dtype: Any, device: Any) -> Tensor:
+_PLAIN = (Tensor, torch.nn.Parameter)
+
+
+def zeros(shape: Any, dtype: Any, device: Any, example: Example | None = None) -> Tensor:
+    if example is not None:
+        return torch.zeros_like(example.x)
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def ones(shape: Any, dtype: Any, device: Any) -> Tensor:
+def ones(shape: Any, dtype: Any, device: Any, example: Example | None = None) -> Tensor:
     """Example vectors for tracing a linear map, which may branch on whether they are zero."""
+    if example is not None:
+        return torch.ones_like(example.x)
     return torch.ones(shape, dtype=dtype, device=device)
 
 

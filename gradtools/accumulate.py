@@ -246,7 +246,7 @@ class GradientAccumulator:
         """The sum over the sum of the weights, of this rank or of all.
 
         With a group or an axis it is sum_r sum_i w_ri g_ri / sum_r sum_i w_ri, the same on all
-        ranks r. A rank to which nothing was added takes part with weight 0.
+        ranks r. A rank without examples adds zeros with weight 0.
 
         Args:
             group: PyTorch: a process group (`torch.distributed.group.WORLD` is that of all

@@ -21,10 +21,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import partial
 from importlib import import_module
-from itertools import compress
 from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
-
-import numpy as np
 
 from gradtools.arguments.marks import MarkedValues, here
 from gradtools.backend_arrays import Array as Array
@@ -34,7 +31,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.rules import Entries, Rule, by_key, reverse_only_text, spread
 
 if TYPE_CHECKING:
-    from gradtools.arguments.chunks import ChunkOptions, Chunks
+    from gradtools.arguments.chunks import Chunks
     from gradtools.arguments.marks import Mark
     from gradtools.intermediate_gradients import MarkedCall
 
@@ -61,8 +58,6 @@ class Evaluation:
         checked: Whether None in the pullback's result means that a leaf does not reach the
             outputs; False if the framework returns zeros, or None for other reasons.
         where_lost: Where the path from leaf i to the output is cut, for messages.
-        transposed: Returns the pushforward by the transposed pullback, without another evaluation
-            of fun, which may raise `CannotPush`; None if the pullback cannot be transposed.
     """
 
     outs: list[Array]
@@ -71,11 +66,6 @@ class Evaluation:
     nested: bool = False
     checked: bool = True
     where_lost: Callable[[int], list[str]] = lambda i: []
-    transposed: Callable[[], Callable[[list[Array]], list[Array]] | None] = lambda: None
-
-
-class CannotPush(Exception):
-    """A transposed pullback met an operation whose backward pass has no derivative."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -419,66 +409,13 @@ class Programs(Rules):
 
 
 class Recomputation(Programs):
-    """Chunks and frozen functions: by default a loop of recomputed chunks, and G itself."""
+    """Chunks and frozen functions."""
 
-    def checkpoint(self, f: Any, options: ChunkOptions) -> Callable[..., Any]:
-        """f, which is recomputed when it is differentiated."""
+    checkpoint = LazyMember("recomputing", operator="checkpoint")
+    """`checkpoint(f, options)`: f, which is recomputed when it is differentiated."""
 
-        def checkpointed(*args: Any, **kwargs: Any) -> Any:
-            leaves, treedef = self.flatten((args, kwargs))
-            out_def: list[Any] = []
-
-            def fun(leaves: list[Any]) -> list[Array]:
-                args, kwargs = self.unflatten(treedef, leaves)
-                out, out_def[:] = (result := self.flatten(f(*args, **kwargs)))[0], result[1:]
-                return out
-
-            outs = self._recomputed(fun, leaves)
-            return self.unflatten(out_def[0], outs)
-
-        return checkpointed
-
-    def _recomputed(
-        self, fun: Callable[[list[Any]], list[Array]], leaves: list[Any]
-    ) -> list[Array]:
-        """`fun(leaves)`, whose pullback runs fun again."""
-        moving = [self.is_array(x) and self.is_inexact(x) for x in leaves]
-
-        def of_arrays(*xs: Array) -> list[Array]:
-            new = iter(xs)
-            return fun([next(new) if m else x for x, m in zip(leaves, moving, strict=True)])
-
-        pull = lambda xs, ys, cts: self.pull(of_arrays, xs, cts)
-        return self.with_pullback(of_arrays, pull, [*compress(leaves, moving)])
-
-    def run_chunks(self, chunks: Chunks) -> tuple[list[Array], list[Array]]:
-        """The joined output leaves, differentiable, and the last carry."""
-        rows, carry = [], chunks.carry
-        for i, pieces in enumerate(self._pieces(chunks)):
-            row, carry = self._chunk(chunks, i, pieces, carry)
-            rows.append(row)
-        axes = chunks.outputs.axes
-        if axes is None:
-            return [x for row in rows for x in row], carry
-        columns = zip(zip(*rows, strict=True), axes, strict=True)
-        joined = [self.xp.concatenate(column, axis=axis) for column, axis in columns]
-        if chunks.cut.interleaved:
-            order = np.argsort([row for rows in chunks.cut.rows for row in rows])
-            pairs = zip(joined, axes, strict=True)
-            joined = [y[(slice(None),) * (axis % y.ndim) + (order,)] for y, axis in pairs]
-        return joined, carry
-
-    def _chunk(
-        self, chunks: Chunks, i: int, pieces: list[Array], carry: list[Array]
-    ) -> tuple[list[Array], list[Array]]:
-        after: list[Array] = []
-        count = len(pieces)
-
-        def fun(leaves: list[Any]) -> list[Array]:
-            outs, after[:] = chunks.call(i, i, leaves[:count], leaves[count:], carry)
-            return outs
-
-        return self._recomputed(fun, [*pieces, *chunks.shared]), list(after)
+    run_chunks = LazyMember("chunking", operator="chunked")
+    """The joined output leaves of `Chunks`, differentiable, and the last carry."""
 
     weighs_sums = False
     """Whether `sum_chunks` multiplies the terms by their weights itself."""
@@ -511,9 +448,8 @@ class Recomputation(Programs):
         """The state that all uses of one frozen function share."""
         return None
 
-    def run_frozen(self, whole: Chunks, uses: Any) -> list[Array]:
-        """The output leaves of one use, given as `Chunks` with a single chunk."""
-        return whole.call(0, 0, [], whole.shared, [])[0]
+    run_frozen = LazyMember("freezing", operator="frozen")
+    """The output leaves of one use, given as `Chunks` with a single chunk."""
 
     def is_recomputing(self) -> bool:
         return False

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import accumulate, compress, pairwise, starmap
 from typing import Any, Literal
@@ -25,7 +24,7 @@ from gradtools.arguments.checks import (
     same_length,
     whole_or_none,
 )
-from gradtools.backend import Array, Backend, CannotPush, Evaluation, Fun, Operators, P
+from gradtools.backend import Array, Backend, Evaluation, Fun, Operators, P
 from gradtools.derivatives import derivative_function
 from gradtools.errors import GradtoolsError
 
@@ -55,12 +54,10 @@ class Jacobians(Operators):
             f: Takes and returns pytrees of arrays; real inputs.
             argnums: Which positional arguments to differentiate with respect to.
             mode: "reverse" pulls back one unit cotangent for each output entry, "forward" pushes
-                one unit tangent for each input entry. "auto" takes the smaller number. In PyTorch
-                the size of the output is known once f is evaluated: if it is more than twice
-                that of the input, tangents are pushed by the transposed pullback, as `linearize`
-                does, provided that f consists of PyTorch's own operations and sets no gradient
-                hooks. If f's output has another precision than its input, "forward" gives that of
-                the output, the others that of the input.
+                one unit tangent for each input entry. "auto" is "reverse" in PyTorch, and in JAX,
+                where the size of the output is known beforehand, what takes fewer passes. If f's
+                output has another precision than its input, "forward" gives that of the output,
+                the others that of the input.
             chunk_size: How many unit vectors at once; all by default. 1 is a loop without vmap: in
                 PyTorch a Python loop, which takes any eager code, in JAX `lax.map`.
             sparsity: Of an f from one array to one array: where its Jacobian may differ from zero,
@@ -116,7 +113,6 @@ class Jacobians(Operators):
         fun: Fun = call
         call.plain_kernels = True
         if is_auto := mode == "auto":
-            call.may_transpose = True
             staged = backend.stage(call, call.leaves)
             mode, fun = staged.jacobian_mode, staged.run
         rows = blocks(backend, fun, call.leaves, mode, chunk_size)
@@ -296,9 +292,7 @@ def blocks(
 ) -> list[list[Array]]:
     """For each output leaf and each input leaf, of shapes s and t, an array of shape s + t.
 
-    mode: "forward", "reverse" or "auto". "auto" evaluates fun once for its pullback; if the output
-        is much larger than the input, and the pullback can be transposed, it pushes tangents
-        through the transposed pullback.
+    mode: "forward", "reverse" or "auto", which is reverse here.
     """
     if mode == "forward":
         passes = -(-_size(leaves) // chunk_size) if chunk_size else 1
@@ -310,14 +304,6 @@ def blocks(
 
         return _columns(backend, pushed, leaves, chunk_size)
     evaluation = backend.vjp(fun, leaves, groups=None, once=False)
-    push = None
-    if mode == "auto":
-        parts = [y for y in evaluation.outs if backend.is_complex(y)]  # two cotangents an entry
-        if _size(evaluation.outs) + _size(parts) > 2 * _size(leaves):
-            push = evaluation.transposed()
-    if push is not None:
-        with suppress(CannotPush):
-            return _columns(backend, push, leaves, chunk_size)
     return _rows(backend, evaluation, leaves, chunk_size)
 
 

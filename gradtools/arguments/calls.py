@@ -29,7 +29,6 @@ class Call:
     """`f(*args, **kwargs)`, differentiated with respect to the arguments in `argnums`."""
 
     returns_output = True  # whether the operator returns f's output; else it is not detached
-    may_transpose = False  # whether the pullback may be transposed, which skips f's gradient hooks
     # Whether f is evaluated by kernels that can be mapped by vmap and differentiated again.
     plain_kernels = False
     own: frozenset[int] = frozenset()  # the ids of a module's parameters among the leaves

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
+from gradtools.bridge import _upstream as private
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import ArraySpec
 from gradtools.jax.arrays import X64
@@ -108,12 +109,12 @@ def is_kept(ts: Sequence[Tensor], i: int) -> bool:
 
 def is_held(t: Tensor) -> bool:
     """Whether anything else references the storage of a tensor."""
-    return upstream.owners_of_memory(t) > _owners_of_new()
+    return private.owners_of_memory(t) > _owners_of_new()
 
 
 @cache
 def _owners_of_new() -> int:
-    return upstream.owners_of_memory(torch.empty(0))
+    return private.owners_of_memory(torch.empty(0))
 
 
 def tensors_of_own(ys: list[jax.Array], others: Sequence[Tensor]) -> list[Tensor]:

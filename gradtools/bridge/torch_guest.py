@@ -20,6 +20,7 @@ from jax.sharding import SingleDeviceSharding
 
 import gradtools.torch
 from gradtools.backend import backend_of
+from gradtools.bridge import _upstream as private
 from gradtools.bridge.functions import Foreign, ForeignSignature
 from gradtools.bridge.memory import (
     array_of,
@@ -99,9 +100,9 @@ class TorchGuest:
 
         with (
             undone(of.base.fun, ()),
-            upstream.outermost(),
+            private.outermost(),
             torch.inference_mode(False),
-            upstream.fake_tensors(allow_non_fake_inputs=True),
+            private.fake_tensors(allow_non_fake_inputs=True),
             torch.enable_grad(),
         ):
             try:
@@ -188,8 +189,8 @@ class TorchGuest:
 def _plain_modes() -> Iterator[None]:
     """PyTorch's modes as in a host callback's thread, for a call from inside of PyTorch."""
     with ExitStack() as stack:
-        if upstream.is_dispatch_key_excluded(upstream.DispatchKey.AutogradFunctionality):
-            stack.enter_context(upstream.outermost())  # JAX was called below PyTorch's autograd
+        if private.is_dispatch_key_excluded(private.DispatchKey.AutogradFunctionality):
+            stack.enter_context(private.outermost())  # JAX was called below PyTorch's autograd
         if torch.is_inference_mode_enabled():  # its tensors have no version counters
             stack.enter_context(torch.inference_mode(False))
         if not torch.is_grad_enabled():

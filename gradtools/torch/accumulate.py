@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Sequence
 from itertools import zip_longest
 from operator import attrgetter
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -24,6 +24,7 @@ from gradtools.gradient_targets import TargetLeaf, paired, refuse
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
 from gradtools.torch.module_arguments import with_parts
+from gradtools.torch.modules import ModuleTree
 
 _LOCK = threading.RLock()
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
@@ -34,43 +35,11 @@ Write = tuple[Callable[[Any, Any], Any], torch.Tensor, torch.Tensor]
 
 def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
     """Adds to, or sets, `.grad` of every parameter that grads names; atomic if anything fails."""
-    from gradtools.torch.modules import ModuleTree
-
     caller = "accumulate_gradients" if add else "assign_gradients"
     with _LOCK, torch.inference_mode(False), torch.no_grad():
-        # The common case: a module or a flat dict, of which each gradient fits and occurs once.
-        module, merged = isinstance(target, torch.nn.Module), list[tuple[Any, Any]]()
-        named = ModuleTree.of(target).parameters if module else target
-        fits = type(named) is dict and type(grads) is dict and grads.keys() <= named.keys()
-        if fits:
-            merged = [(named[k], g) for k, g in grads.items() if g is not None]
-            once = len({id(p) for p, _ in merged}) == len(merged)
-            fits = once and _all_fit(merged)
-        if not fits:
-            if target is None:
-                raise GradtoolsError(
-                    f"{caller}: target is None; expected the parameters whose .grad is to be "
-                    "written. Give them as a pytree of leaf tensors or a torch.nn.Module."
-                )
-            named = with_parts(target, lambda m: dict(m.named_parameters(remove_duplicate=False)))
-            entries = paired(trees, caller, named, grads)
-            # One sum for a parameter that occurs several times.
-            by_id: dict[int, tuple[str, Any, Any]] = {}
-            for path, p, grad in entries:
-                if grad is None:
-                    continue
-                _check(caller, TargetLeaf(path, p, grad))
-                if id(p) in by_id:
-                    first, _, other = by_id[id(p)]
-                    if not add:
-                        raise GradtoolsError(
-                            f"{caller}: target{first} and target{path} are one parameter, and each "
-                            "was given a gradient. Give it one, with None at the other place, or "
-                            "add both with accumulate_gradients."
-                        )
-                    path, grad = first, other.detach() + grad.detach()
-                by_id[id(p)] = (path, p, grad)
-            merged = [(p, grad) for _, p, grad in by_id.values()]
+        merged = _pairs_of_dicts(target, grads)
+        if merged is None:
+            merged = _pairs(caller, target, grads, add)
         if add:  # the writes neither change nor keep the given tensors
             buffers = {_memory(p.grad) for p, _ in merged if p.grad is not None}
             writes = [_addition(p, g.detach(), buffers) for p, g in merged]
@@ -79,6 +48,43 @@ def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
         for write, of, grad in writes:
             write(of, grad)
     return target
+
+
+def _pairs_of_dicts(target: Any, grads: Any) -> list[tuple[Any, Any]] | None:
+    """Parameters and gradients of a module or a flat dict, if all fit and occur once; else None."""
+    named = ModuleTree.of(target).parameters if isinstance(target, torch.nn.Module) else target
+    if not (type(named) is dict and type(grads) is dict and grads.keys() <= named.keys()):
+        return None
+    merged = [(named[k], g) for k, g in grads.items() if g is not None]
+    once = len({id(p) for p, _ in merged}) == len(merged)
+    return merged if once and _all_fit(merged) else None
+
+
+def _pairs(caller: str, target: Any, grads: Any, add: bool) -> list[tuple[Any, Any]]:
+    """The parameters with their gradients, each once; raises for what does not fit."""
+    if target is None:
+        raise GradtoolsError(
+            f"{caller}: target is None; expected the parameters whose .grad is to be written. Give "
+            "them as a pytree of leaf tensors or a torch.nn.Module."
+        )
+    named = with_parts(target, lambda m: dict(m.named_parameters(remove_duplicate=False)))
+    by_id: dict[int, tuple[str, Any, Any]] = {}
+    for entry in paired(trees, caller, named, grads):
+        path, p, grad = entry
+        if grad is None:
+            continue
+        _check(caller, entry)
+        if id(p) in by_id:
+            first, _, other = by_id[id(p)]
+            if not add:
+                raise GradtoolsError(
+                    f"{caller}: target{first} and target{path} are one parameter, and each was "
+                    "given a gradient. Give it one, with None at the other place, or add both with "
+                    "accumulate_gradients."
+                )
+            path, grad = first, other.detach() + grad.detach()
+        by_id[id(p)] = (path, p, grad)
+    return [(p, grad) for _, p, grad in by_id.values()]
 
 
 # --- what the accumulator needs ----------------------------------------------------------
@@ -116,11 +122,11 @@ def spec_in_words(spec: tuple[Any, ...]) -> str:
 
 
 def times(xs: Sequence[torch.Tensor], number: float) -> list[torch.Tensor]:
-    return [*upstream.multiply_each(xs, number)] if _are_plain(xs) else [x * number for x in xs]
+    return [*upstream.multiply_each([*xs], number)] if _are_plain(xs) else [x * number for x in xs]
 
 
 def over(xs: Sequence[torch.Tensor], number: float) -> list[torch.Tensor]:
-    return [*upstream.divide_each(xs, number)] if _are_plain(xs) else [x / number for x in xs]
+    return [*upstream.divide_each([*xs], number)] if _are_plain(xs) else [x / number for x in xs]
 
 
 def _are_plain(xs: Sequence[torch.Tensor]) -> bool:
@@ -155,115 +161,56 @@ def sums_over_ranks(own: State | None, group: Any, axis_name: Any) -> Any:
             f"{_MEAN}: sums over processes are taken outside of torch.func's transforms. Use "
             "mean() inside, and add its result to an accumulator outside."
         )
-    layout = None
-    if own is not None:
-        kinds = ["DTensor" if is_distributed(x) else _short(x.layout) for x in own.totals]
-        pairs = zip(kinds, own.totals, strict=True)
-        leaves = [(kind, _short(x.dtype), tuple(x.shape)) for kind, x in pairs]
-        tree = _described(trees.unflatten(own.treedef, [*range(len(leaves))]))
-        device = own.totals[0].device.type if own.totals else "cpu"
-        layout = _Layout(own.paths, leaves, own.dtypes, tree, device)
+    layout = [] if own is None else [*zip(own.paths, map(_described, own.totals), strict=True)]
     weight = 0 if own is None else own.weight
     sent = values_of_ranks((layout, float(weight) if isinstance(weight, float) else weight), group)
-    ranks = [(layout and _Layout.received(*layout), weight) for layout, weight in sent]
-    _check_ranks(ranks)
-    weights = [weight for _, weight in ranks]
-    first = next(layout for layout, _ in ranks if layout is not None)
-    if own is None:
-        treedef, dtypes = trees.flatten(_tree_of(first.tree))[1], first.dtypes
-        totals = [
-            torch.zeros(shape, dtype=getattr(torch, dtype), device=first.device)
-            for _, dtype, shape in first.leaves
-        ]
-    else:
-        treedef, totals, dtypes = own.treedef, list(own.totals), own.dtypes
-    add_over_ranks_([x for x in totals if not is_distributed(x)], group)
-    for x in totals:  # a DTensor is the same on all ranks, so its sum is a multiple
+    weights = _checked_weights(sent)
+    assert own is not None
+    for x in own.totals:  # a DTensor is the same on all ranks, so its sum is a multiple
         if is_distributed(x):
             x *= len(weights)
-    return treedef, totals, sum(weights), dtypes
+    add_over_ranks_([x for x in own.totals if not is_distributed(x)], group)
+    return own.treedef, own.totals, sum(weights), own.dtypes
 
 
 _MEAN = "GradientAccumulator.mean"
 
 
-class _Layout(NamedTuple):
-    """The structure of a process's sums."""
-
-    paths: Sequence[str]
-    leaves: Sequence[tuple[str, str, tuple[int, ...]]]  # the kind, dtype and shape of each
-    dtypes: Sequence[str]  # in which the sums are read
-    tree: Any  # as `_described` returns it, for a process without sums
-    device: str  # the device's type
-
-    @classmethod
-    def received(cls, paths: Any, leaves: Any, *others: Any) -> _Layout:
-        """The layout that another process sent as JSON, which has lists for tuples."""
-        return cls(paths, [(kind, dtype, tuple(shape)) for kind, dtype, shape in leaves], *others)
+def _described(x: torch.Tensor) -> str:
+    kind = "DTensor" if is_distributed(x) else _short(x.layout)
+    return f"{kind} {_short(x.dtype)} of shape {tuple(x.shape)}"
 
 
-def _described(tree: Any) -> Any:
-    """A tree of dicts with text as keys, lists and tuples in terms of JSON; None for others."""
-    if type(tree) in (int, type(None)):
-        return [tree]
-    if type(tree) is dict and all(isinstance(key, str) for key in tree):
-        parts: Any = {key: _described(part) for key, part in tree.items()}
-        return None if None in parts.values() else parts
-    if type(tree) in (list, tuple):
-        parts = [_described(part) for part in tree]
-        return None if None in parts else [type(tree).__name__, parts]
-    return None
-
-
-def _tree_of(described: Any) -> Any:
-    if isinstance(described, dict):
-        return {key: _tree_of(part) for key, part in described.items()}
-    if len(described) == 1:
-        return described[0]
-    parts = [*map(_tree_of, described[1])]
-    return parts if described[0] == "list" else tuple(parts)
-
-
-def _check_ranks(ranks: Sequence[tuple[_Layout | None, Any]]) -> None:
-    """Raises, on all processes equally, unless their sums can be added."""
-    layouts = [(rank, layout) for rank, (layout, _) in enumerate(ranks) if layout is not None]
-    if not layouts:
-        raise GradtoolsError(
-            f"{_MEAN}: nothing has been added on any rank, so there is no mean. Call add(grads) "
-            "first."
-        )
-    first, expected = layouts[0]
-    for rank, layout in layouts[1:]:
-        for ours, theirs in zip_longest(
-            zip(expected.paths, expected.leaves, strict=True),
-            zip(layout.paths, layout.leaves, strict=True),
-        ):
-            if ours != theirs:
+def _checked_weights(sent: Sequence[Any]) -> list[Any]:
+    """The weights of all processes; raises, on all equally, unless their sums can be added."""
+    layouts, weights = [layout for layout, _ in sent], [weight for _, weight in sent]
+    for rank, layout in enumerate(layouts):
+        if not layout:
+            raise GradtoolsError(
+                f"{_MEAN}: nothing has been added on rank {rank}. Call add(grads) on all ranks, "
+                "with zeros and weight 0 where there is no example."
+            )
+        for first, leaf in zip_longest(layouts[0], layout):
+            if first != leaf:
+                words = ["nothing" if x is None else f"grads{x[0]}, {x[1]}" for x in (leaf, first)]
                 raise GradtoolsError(
-                    f"{_MEAN}: rank {rank} holds {_in_words(theirs)} where rank {first} holds "
-                    f"{_in_words(ours)}. Add gradients of one structure on all ranks; where a "
-                    "parameter got none, add zeros."
+                    f"{_MEAN}: rank {rank} holds {words[0]} where rank 0 holds {words[1]}. Add "
+                    "gradients of one structure on all ranks; where a parameter got none, add "
+                    "zeros."
                 )
-    kinds, empty = {kind for kind, _, _ in expected.leaves}, len(layouts) < len(ranks)
-    if kinds - {"strided", "DTensor"} or (empty and ("DTensor" in kinds or not expected.tree)):
+    kinds = {described.partition(" ")[0] for _, described in layouts[0]}
+    if kinds - {"strided", "DTensor"}:
         raise GradtoolsError(
-            f"{_MEAN}: sums of kind {', '.join(sorted(kinds))} cannot be added over ranks"
-            f"{' of which one holds nothing' if empty else ''}. Give dense gradients"
-            f"{', and add zeros with weight 0 on each rank without tokens' if empty else ''}."
+            f"{_MEAN}: sums of kind {', '.join(sorted(kinds))} cannot be added over ranks. Give "
+            "dense gradients."
         )
-    if "DTensor" in kinds and len({weight for _, weight in ranks}) > 1:
+    if "DTensor" in kinds and len({*weights}) > 1:
         raise GradtoolsError(
-            f"{_MEAN}: the ranks gave weights {[w for _, w in ranks]} to a DTensor, which is one "
-            "gradient of all of them. Give add() the weight of all ranks, the same on each, and "
-            "scale each rank's loss by its own share of it before backward()."
+            f"{_MEAN}: the ranks gave weights {weights} to a DTensor, which is one gradient of all "
+            "of them. Give add() the weight of all ranks, the same on each, and scale each rank's "
+            "loss by its own share of it before backward()."
         )
-
-
-def _in_words(leaf: Any) -> str:
-    if leaf is None:
-        return "nothing"
-    path, (kind, dtype, shape) = leaf
-    return f"grads{path}, {kind} {dtype} of shape {shape}"
+    return weights
 
 
 def is_distributed(x: Any) -> bool:
@@ -322,8 +269,6 @@ def _memory(x: torch.Tensor) -> Any:
 
 def _check(caller: str, entry: TargetLeaf) -> None:
     p, g, path = entry.target, entry.grad, entry.path
-    if _fits(p, g):
-        return
     name = with_article(type(g if isinstance(p, torch.Tensor) else p).__name__)
     if not isinstance(p, torch.Tensor):
         came, expected, fix = f"target{path} is {name}", "a leaf tensor", "Give parameters."
@@ -365,7 +310,7 @@ def _check(caller: str, entry: TargetLeaf) -> None:
 
 
 def _all_fit(merged: Sequence[tuple[Any, Any]]) -> bool:
-    """Whether `_fits` holds of each pair: property by property, which is faster."""
+    """Whether all are ordinary leaves and their gradients: property by property, for speed."""
     ps, gs = [p for p, _ in merged], [g for _, g in merged]
     if not ({*map(type, gs)} <= {torch.Tensor} and {*map(type, ps)} <= {*_PLAIN}):
         return False
@@ -376,14 +321,6 @@ def _all_fit(merged: Sequence[tuple[Any, Any]]) -> bool:
     properties = attrgetter("shape"), attrgetter("device")
     alike = all([*map(of, ps)] == [*map(of, gs)] for of in properties)
     return alike and [*map(_expected_dtype, ps, gs)] == [*map(_dtype, gs)]
-
-
-def _fits(p: Any, g: Any) -> bool:
-    """Whether p is an ordinary leaf and g its gradient: the fast path of `_check`."""
-    if type(g) is not torch.Tensor or type(p) not in _PLAIN or not (p.is_leaf and p.requires_grad):
-        return False
-    alike = g.shape == p.shape and g.dtype == _expected_dtype(p, g) and g.device == p.device
-    return alike and not (_is_traced(p) or _is_traced(g))
 
 
 def _expected_dtype(p: torch.Tensor, g: torch.Tensor) -> torch.dtype:

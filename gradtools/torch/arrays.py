@@ -39,7 +39,7 @@ def asarray(x: Any, device_of: Any = None) -> torch.Tensor:
     if is_compiling():  # dynamo's arrays are tensors already
         return torch.asarray(x)
     array = as_numpy(x)
-    device = upstream.default_device() if device_of is None else device_of.device
+    device = torch.empty(0).device if device_of is None else device_of.device
     if is_plain(x):
         return torch.tensor(array.tolist(), dtype=_default_dtype(array.dtype), device=device)
     # The tensor owns its memory, for `array` may be read-only, reversed or byte-swapped.

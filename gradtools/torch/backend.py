@@ -22,8 +22,7 @@ from gradtools.torch import (
     transformed_modules,
     trees,
 )
-from gradtools.torch.compiled_functions import compiled
-from gradtools.torch.compiling import Dynamo, is_compiling, uncompiled
+from gradtools.torch.compiling import Dynamo, compiled, is_compiling, uncompiled
 from gradtools.torch.functorch_wrappers import is_inexact, is_wrapped, may_have_no_value
 from gradtools.torch.hooks import scaled, tied, transformed
 from gradtools.torch.known_errors import explained

@@ -168,11 +168,26 @@ if upstream.DYNAMO not in sys.modules:
     sys.meta_path.insert(0, _WhenDynamoArrives())
 
 
-# --- double backward of compiled code ----------------------------------------------------
+# --- compiled functions ------------------------------------------------------------------
+
+
+def compiled(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
+    """`torch.compile(f)`, but f itself in forward mode: compiled code silently drops tangents."""
+    code = torch.compile(f, **options)
+    if isinstance(f, torch.nn.Module):
+        return code
+
+    @wraps(f)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        if not is_compiling() and (upstream.forward_level() >= 0 or runs_as_written()):
+            return f(*args, **kwargs)
+        return code(*args, **kwargs)
+
+    return call
+
 
 NO_DOUBLE_BACKWARD = (
     "a function compiled by torch.compile was differentiated twice from outside, and PyTorch has "
     "no compiled double backward (pytorch#91469): it silently loses that derivative. Compile the "
-    "derivative instead, as in torch.compile(lambda x: gt.hvp(f, (x,), (v,))), or use gt.compile "
-    "without fullgraph, which then runs the function outside of the graph."
+    "derivative instead, as in torch.compile(lambda x: gt.hvp(f, (x,), (v,)))."
 )

@@ -24,9 +24,8 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch.autograd.function import BackwardCFunction
 
-from gradtools.backend import CannotPush, Evaluation, Fun
+from gradtools.backend import Evaluation, Fun
 from gradtools.errors import GradtoolsError
 from gradtools.rules import spread
 from gradtools.torch import _upstream as upstream
@@ -75,15 +74,11 @@ def vjp(fun: Fun, leaves: Tensors, *, groups: Sequence[int] | None, once: bool) 
     """One evaluation and its pullback."""
     if torch.compiler.is_dynamo_compiling():
         return _functorch_vjp(fun, leaves)
-    _here.taken += 1
-    engine: Any = _eager_vjp if upstream.peek_interpreter_stack() is None else _functorch_vjp
-    try:
-        if not upstream.compiles_here() and (once or upstream.DYNAMO not in sys.modules):
-            return engine(fun, leaves, once)
-        result: Evaluation = uncompiled(engine, fun, leaves, once)
-    except RuntimeError as error:
-        explain(caller_of(fun), error)
-        raise
+    in_eager = upstream.peek_interpreter_stack() is None
+    engine = _eager_vjp if in_eager else _functorch_vjp
+    result: Evaluation = _outside_of_dynamo(engine, fun, leaves, once)
+    if upstream.DYNAMO not in sys.modules or (once and not upstream.compiles_here()):
+        return result
     # Dynamo would compile Python code that autograd calls, such as rules.
     return replace(result, pullback=partial(uncompiled, result.pullback))
 
@@ -97,7 +92,6 @@ def jvp(fun: Fun, leaves: Tensors, tangents: Tensors) -> tuple[Tensors, Tensors,
     """
     if is_compiling():
         return _functorch_jvp(fun, leaves, tangents)
-    _here.taken += 1
     engine = _dual_jvp if upstream.peek_interpreter_stack() is None else _functorch_jvp
     with suppress(NoForwardMode), unpacked() as hooks:
         if not has_checkpoint(hooks):
@@ -111,14 +105,22 @@ def linearize(fun: Fun, leaves: Tensors) -> tuple[Tensors, Tensors, Push]:
     """`(outs, extras, pushforward)`: the transpose of the pullback, so f is evaluated once."""
     if is_compiling():
         return _functorch_linearize(fun, leaves)
-    _here.taken += 1
     in_eager = upstream.peek_interpreter_stack() is None
     return _outside_of_dynamo(_eager_linearize if in_eager else _functorch_linearize, fun, leaves)
 
 
+def pushed(
+    fun: Fun, leaves: Tensors, tangents: Tensors, kernels: Any
+) -> tuple[Tensors, Tensors, Tensors]:
+    """`jvp` by dual numbers and these kernels. Raises `NoForwardMode` if their level is in use."""
+    return _outside_of_dynamo(partial(_dual_jvp, kernels=kernels), fun, leaves, tangents)
+
+
 def _outside_of_dynamo(engine: Callable[..., Any], fun: Fun, *args: Any) -> Any:
+    """`engine(fun, *args)`, a derivative that counts, with advice on known errors."""
+    _here.taken += 1
     try:
-        if upstream.compiles_here():
+        if upstream.DYNAMO in sys.modules and upstream.compiles_here():
             return uncompiled(engine, fun, *args)
         return engine(fun, *args)
     except RuntimeError as error:
@@ -147,38 +149,31 @@ class _Evaluated(NamedTuple):
 
 
 def _eager_vjp(fun: Fun, leaves: Tensors, once: bool) -> Evaluation:
-    taken, hooks = _here.taken, upstream.hooks_made()
-    evaluated = _evaluated(fun, leaves)
-    outs, extras, aliases, attached, *_ = evaluated
-    nested, hooked = _here.taken != taken, upstream.hooks_made() != hooks
+    taken = _here.taken
+    of = _evaluated(fun, leaves)
+    nested = _here.taken != taken
 
     def pullback(cts: Sequence[Tensor | None]) -> list[Tensor | None]:
         try:
-            grads = _pulled(evaluated, outs, aliases, cts, not once)
+            grads = _pulled(of, of.outs, of.aliases, cts, not once)
         except RuntimeError as error:
             explain(caller_of(fun), error)
             raise
-        if nested and any(g is None for g in grads):
-            _refuse_compiled(caller_of(fun), outs)
-        return in_memory(grads, aliases) if nested else grads
+        if not nested:
+            return grads
+        if any(g is None for g in grads):
+            kinds = {type(node).__name__ for node in nodes_of(of.outs)}
+            if (
+                "CompiledFunctionBackwardBackward" in kinds
+            ):  # from it no path leads to f's arguments
+                raise GradtoolsError(f"{caller_of(fun)}: {NO_DOUBLE_BACKWARD}")
+        return in_memory(grads, of.aliases)
 
-    def transposed() -> Push | None:
-        if hooked or not getattr(fun, "may_transpose", False):
-            return None
-        own = any(issubclass(type(node), BackwardCFunction) for node in nodes_of(outs))
-        return None if own else _or_cannot_push(_transposed(evaluated))
-
-    shown, pushes = outs, evaluated.pushes
-    if not attached:
-        extras = freed(extras, not pushes) if extras else extras
-        shown = freed(outs, not pushes) if getattr(fun, "returns_output", True) else outs
-    return Evaluation(shown, extras, pullback, nested=nested, transposed=transposed)
-
-
-def _refuse_compiled(caller: str, outs: Sequence[Tensor]) -> None:
-    """Raises for a derivative of compiled code, from which no path leads to f's arguments."""
-    if any(type(node).__name__ == "CompiledFunctionBackwardBackward" for node in nodes_of(outs)):
-        raise GradtoolsError(f"{caller}: {NO_DOUBLE_BACKWARD}")
+    outs, extras = of.outs, of.extras
+    if not of.attached:
+        extras = freed(extras, not of.pushes) if extras else extras
+        outs = freed(outs, not of.pushes) if getattr(fun, "returns_output", True) else outs
+    return Evaluation(outs, extras, pullback, nested=nested)
 
 
 def _evaluated(fun: Fun, leaves: Tensors, plain: bool = False, keep: bool = True) -> _Evaluated:
@@ -189,7 +184,7 @@ def _evaluated(fun: Fun, leaves: Tensors, plain: bool = False, keep: bool = True
     """
     inference = torch.is_inference_mode_enabled()  # in which grad mode may be on
     if inference or not torch.is_grad_enabled():
-        with torch.inference_mode(False) if inference else _RECORDING():
+        with torch.inference_mode(False) if inference else torch.enable_grad():
             return _evaluated(fun, leaves, plain, keep=False)
     own: frozenset[int] = getattr(fun, "own", _NONE)  # parameters, at which a module is called
     spent, aliases = [False], []
@@ -216,15 +211,13 @@ def _evaluated(fun: Fun, leaves: Tensors, plain: bool = False, keep: bool = True
         setattr(d, SPENT, spent)
         aliases.append(d)
     spent[0] = True
-    deferred = bool(own) and fun.is_deferred()  # type: ignore[attr-defined]
-    keep = keep and not deferred
+    keep = keep and not (own and fun.is_deferred())  # type: ignore[attr-defined]
     attached = keep and depends_on_others(outs)
     pushes = keep and upstream.forward_level() >= 0 and depends_on_others(tangents_of(outs))
     return _Evaluated(outs, extras, aliases, attached, spent, plain, pushes)
 
 
 _NONE: frozenset[int] = frozenset()
-_RECORDING = torch.enable_grad
 
 
 def _pulled(
@@ -240,18 +233,17 @@ def _pulled(
         with torch.inference_mode(False), torch.no_grad():
             return _pulled(of, outs, inputs, cts, retain)
     ys, seeds, moves = list[Tensor](), list[Tensor](), of.attached
-    for y, ct in zip(outs, cts, strict=True):
+    for y, ct in zip(outs, cts, strict=True):  # a loop, since every derivative runs this
         if ct is not None and y.requires_grad:
             ys.append(y)
             seeds.append(ct.clone() if ct.is_inference() else ct)
             moves = moves or ct.requires_grad
-    pushes = of.pushes
-    if not pushes and upstream.forward_level() >= 0:
-        pushes = any(t.requires_grad for t in tangents_of(seeds))
     if not ys:
         return [None] * len(inputs)
+    forward = upstream.forward_level() >= 0
+    pushes = of.pushes or (forward and any(t.requires_grad for t in tangents_of(seeds)))
     create = create and (moves or pushes)
-    again = create or upstream.forward_level() >= 0  # some tangents are wrong without a graph
+    again = create or forward  # some tangents are wrong without a graph
     of.spent[0] = False  # a checkpoint that computes f again attaches to the aliases as before
     try:
         grads = pulled(ys, inputs, seeds, retain or create, again, of.plain)
@@ -261,20 +253,15 @@ def _pulled(
 
 
 def _eager_linearize(fun: Fun, leaves: Tensors) -> tuple[Tensors, Tensors, Push]:
+    """The pushforward is the pullback of the pullback, which is linear in the cotangents."""
     of: _Evaluated = evaluated_to_push(caller_of(fun), _evaluated, fun, leaves, True)
-    push = _transposed(of)
-    return (of.outs, of.extras, push) if of.attached else (freed(of.outs), freed(of.extras), push)
-
-
-def _transposed(of: _Evaluated) -> Push:
-    """The pushforward, as the pullback of the pullback, which is linear in the cotangents."""
     tracked = [y for y in of.outs if y.requires_grad]
     with torch.inference_mode(False), torch.enable_grad():  # any cotangents will do
         dummies = [torch.ones_like(y, requires_grad=True) for y in tracked]
         for dummy in dummies:
             setattr(dummy, SPENT, of.spent)
         grads = _pulled(of, tracked, of.aliases, dummies, True)
-        # The pullback is linear in the dummies: a gradient that has no graph to them is zero.
+        # A gradient that has no graph to the dummies is zero.
         lost = any(g is not None and not g.requires_grad and bool(g.any()) for g in grads)
 
     def push(tangents: Tensors) -> Tensors:
@@ -288,28 +275,7 @@ def _transposed(of: _Evaluated) -> Push:
         full = spread(pushed, [y.requires_grad for y in of.outs])
         return [filled(t, y) for t, y in zip(full, of.outs, strict=True)]
 
-    return push
-
-
-def _or_cannot_push(push: Push) -> Push:
-    """A pushforward that raises `CannotPush` if an operation has no second derivative."""
-
-    def pushed(tangents: Tensors) -> Tensors:
-        try:
-            return push(tangents)
-        except RuntimeError as error:
-            raise CannotPush from error
-
-    return pushed
-
-
-def pushed(
-    fun: Fun, leaves: Tensors, tangents: Tensors, kernels: Any
-) -> tuple[Tensors, Tensors, Tensors]:
-    """`jvp` by dual numbers and these kernels. Raises `NoForwardMode` if their level is in use."""
-    _here.taken += 1
-    engine = partial(_dual_jvp, kernels=kernels)
-    return _outside_of_dynamo(engine, fun, leaves, tangents)
+    return (of.outs, of.extras, push) if of.attached else (freed(of.outs), freed(of.extras), push)
 
 
 def _dual_jvp(
@@ -368,7 +334,7 @@ def _functorch_vjp(fun: Fun, leaves: Tensors, once: bool = True) -> Evaluation:
 
 
 def _func_vjp(fun: Any, *primals: Any, has_aux: bool = False) -> Any:
-    """`torch.func.vjp`, which refuses to run inside of hooks on saved tensors, outside of them."""
+    """`torch.func.vjp` outside of hooks on saved tensors, which it refuses; a checkpoint's stay."""
     if not is_compiling() and upstream.saved_tensors_hooks_on(False) is not None:
         with unpacked() as hooks:
             if not has_checkpoint(hooks):

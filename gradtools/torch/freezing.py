@@ -34,7 +34,7 @@ from gradtools.torch.compiling import left_to_python
 from gradtools.torch.function_modes import OneTangent, PlainAttention, PlainKernels
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact, unshared
 from gradtools.torch.modes import NoForwardMode, dual_level, dual_of
-from gradtools.torch.operation_marks import CHUNK, detached, hooks_of_users, marked, running
+from gradtools.torch.operation_marks import CHUNK, detached, marked, running
 from gradtools.torch.recomputation import (
     Program,
     Pull,
@@ -110,9 +110,9 @@ class _Use(Program):
 
     def first_run(self, xs: Sequence[Tensor], verify: bool) -> Tensors:
         """The outputs, as one node."""
-        hooks = hooks_of_users()
+        hooks = upstream.hooks_made()
         ys, self.uses.state = self.begin(xs, verify, [])
-        self.hooked = hooks_of_users() != hooks
+        self.hooked = upstream.hooks_made() != hooks
         if self.held.versions() != self.changes:
             self.changes = None  # G changes them itself
         inner, graph = self.retained.pop()

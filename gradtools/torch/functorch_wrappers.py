@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -67,13 +66,6 @@ def is_mapped(x: Tensor) -> bool:
     return bool(is_wrapped(x))
 
 
-def is_pushed() -> bool:
-    """Whether a level of forward mode is active."""
-    levels = upstream.get_interpreter_stack() or ()
-    pushes = any(level.key() == upstream.TransformType.Jvp for level in levels)
-    return pushes or upstream.forward_level() >= 0
-
-
 def tensors_in(x: Any) -> Iterator[Tensor]:
     if isinstance(x, Tensor):
         yield x
@@ -128,64 +120,38 @@ def unshared(x: Tensor) -> Tensor:
 # --- zeros -------------------------------------------------------------------------------
 
 
+class Example:
+    """A detached wrapper subclass, such as a DTensor: the shape alone does not say its parts."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x.detach()
+
+
 def like(x: Tensor) -> Any:
     """The shape, dtype and device of a floating or complex tensor, None for others.
 
-    For a wrapper subclass, such as DTensor, also its parts.
+    Also an `Example` if it is a wrapper subclass.
     """
-    if not (x.is_floating_point() or x.is_complex()):
+    if not is_inexact(x):
         return None
-    aval = x.shape, x.dtype, x.device
-    if type(x) in _PLAIN and not is_wrapped(x):
-        return aval
-    inner = unwrapped(x)
-    if type(inner) in _PLAIN or inner.layout is not torch.strided or inner.shape != x.shape:
-        return aval
-    inside = _SubclassParts.of(inner)
-    return aval if inside is None else (*aval, inside)
+    aval, inner = (x.shape, x.dtype, x.device), unwrapped(x)
+    is_wrapper = type(inner) not in _PLAIN and hasattr(inner, "__tensor_flatten__")
+    return (*aval, Example(inner)) if is_wrapper and inner.shape == x.shape else aval
 
 
 _PLAIN = (Tensor, torch.nn.Parameter)
 
 
-@dataclass(frozen=True, eq=False, repr=False)
-class _SubclassParts:
-    """The parts of a wrapper subclass, by PyTorch's `__tensor_flatten__` protocol."""
-
-    kind: Any
-    parts: dict[str, Any]  # `like` of the inner tensors
-    others: dict[str, Any]  # other parts, such as a mesh
-    context: Any
-    stride: Any
-
-    @classmethod
-    def of(cls, x: Any) -> _SubclassParts | None:
-        if not hasattr(x, "__tensor_flatten__"):
-            return None
-        names, context = x.__tensor_flatten__()
-        attributes = {name: getattr(x, name) for name in names}
-        parts = {name: like(y) for name, y in attributes.items() if isinstance(y, Tensor)}
-        if None in parts.values():  # integers, as in a quantized tensor
-            return None
-        others = {name: y for name, y in attributes.items() if name not in parts}
-        return cls(type(x), parts, others, context, x.stride())
-
-    def zeros(self, shape: Any) -> Tensor:
-        inner = {**self.others, **{name: zeros(*part) for name, part in self.parts.items()}}
-        made = self.kind.__tensor_unflatten__(inner, self.context, shape, self.stride)
-        return made.detach()
-
-
-def zeros(shape: Any, dtype: Any, device: Any, inside: _SubclassParts | None = None) -> Tensor:
-    if inside is not None:
-        return inside.zeros(shape)
+def zeros(shape: Any, dtype: Any, device: Any, example: Example | None = None) -> Tensor:
+    if example is not None:
+        return torch.zeros_like(example.x)
     return torch.zeros(shape, dtype=dtype, device=device)
 
 
-def ones(shape: Any, dtype: Any, device: Any, inside: _SubclassParts | None = None) -> Tensor:
+def ones(shape: Any, dtype: Any, device: Any, example: Example | None = None) -> Tensor:
     """Example vectors for tracing a linear map, which may branch on whether they are zero."""
-    if inside is not None:
-        return inside.zeros(shape)
+    if example is not None:
+        return torch.ones_like(example.x)
     return torch.ones(shape, dtype=dtype, device=device)
 
 

@@ -86,7 +86,8 @@ def _of_all(value: Any, group: Any) -> list[Any]:
     size = dist.get_world_size(group)
     if size < 1:  # this process does not belong to the group
         return []
-    device = upstream.collective_device(group)
+    kinds = dist.Backend.backend_capability.get(dist.get_backend(group), ["cpu"])
+    device = "cpu" if "cpu" in kinds else kinds[0]
     with upstream.temporarily_clear_interpreter_stack(), torch.no_grad():
         text = torch.tensor([*json.dumps(value).encode()], dtype=torch.uint8, device=device)
         lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
@@ -117,8 +118,9 @@ def _own_rows_of(x: Tensor, group: Any) -> Tensor:
     """This process's rows of the sum over processes."""
 
     def value(x: Tensor, group: Any) -> Tensor:
-        rows = _summed(x, group).chunk(dist.get_world_size(group))
-        return rows[dist.get_rank(group)].clone()
+        total = _in_memory(x).clone(memory_format=torch.contiguous_format)
+        add_over_ranks_([total], group)
+        return total.chunk(dist.get_world_size(group))[dist.get_rank(group)].clone()
 
     return _linear(value, _own_rows_of, _all_rows_of, x, group)
 
@@ -149,12 +151,6 @@ def _linear(value: Any, forth: Any, back: Any, x: Tensor, group: Any) -> Tensor:
         batching_rule=batching_rule,
     )
     return apply_rule(rule, x)[0]
-
-
-def _summed(x: Tensor, group: Any) -> Tensor:
-    total = _in_memory(x).clone(memory_format=torch.contiguous_format)
-    add_over_ranks_([total], group)
-    return total
 
 
 def _in_memory(x: Tensor) -> Tensor:

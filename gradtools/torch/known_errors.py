@@ -7,6 +7,7 @@ module reads error texts of PyTorch: if one is reworded upstream, PyTorch's own 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from typing import Any, TypeVar
 
@@ -18,16 +19,23 @@ from gradtools.rules import USE_REVERSE_MODE
 from gradtools.torch.compiling import is_compiling
 
 T = TypeVar("T")
+NO_DERIVATIVE = re.compile(r"derivative for (\S+) is not implemented")
 
 
-def torch_says(error: BaseException) -> str:
+def kernel_without(lacking: re.Pattern[str], error: BaseException) -> str | None:
+    """The name of the kernel that lacks a derivative, if the error says so."""
+    match = lacking.search(_torch_says(error))
+    return None if match is None else match[1]
+
+
+def _torch_says(error: BaseException) -> str:
     """The text of PyTorch's own error; empty for others, and for a `raise` in TorchScript."""
     return "" if isinstance(error, torch.jit.Error) else said_by("torch", error)
 
 
 def known(error: BaseException, table: Mapping[str, T]) -> T | None:
     """The table's entry whose key is in the text of PyTorch's own error; else None."""
-    text = torch_says(error)
+    text = _torch_says(error)
     return next((value for part, value in table.items() if part in text), None)
 
 
@@ -49,101 +57,69 @@ class explained:
 
 def explain(caller: str, error: RuntimeError | AssertionError) -> None:
     """Raises a known error of PyTorch again with advice; returns for another error."""
-    advice = known(error, _ADVICE)
-    if advice is not None:
-        text = f"{caller}: {advice} PyTorch says{place_of(error)}: {error}"
-        raise refusal(error, text) from error
+    said = _torch_says(error)
+    for parts, advice in _ADVICE.items():
+        if said and re.search(parts, said):
+            text = f"{caller}: {advice} PyTorch says{place_of(error)}: {error}"
+            raise refusal(error, text) from error
 
 
 # Errors where gradtools has the way round: parts of PyTorch's texts, and the advice.
-_WAYS_ROUND: list[tuple[list[str], str]] = [
-    (
-        [
-            "Batching rule not implemented for",
-            "querying is_contiguous inside of vmap",
-            "vmap: we do not yet support",
-            "expand is unsupported for Sparse tensors",
-            "tensors do not have strides",  # of a sparse matrix and dual numbers
-            "You are attempting to call Tensor.requires_grad_()",
-            "cannot use C++ torch::autograd::Function with functorch transforms",
-            "vmap: It looks like you're attempting to use a Tensor in some data-dependent",
-            "We do not support batching operators",
-            "requires special handling, and does not yet have a batching rule",
-            "Could not run 'aten::view' with arguments from the 'SparseCPU' backend",
-            "Sparse CSR tensors do not have is_contiguous",
-            "accessing `data` under vmap",  # TorchScript
-            "it must override the setup_context staticmethod",
-            "it does not have vmap support",
-            "It looks like you're either (1) calling .item()",
-        ],
+_ADVICE = {
+    r"Batching rule not implemented for|inside of vmap|vmap: we do not yet support|under vmap"
+    r"|data-dependent|do not support batching|not yet have a batching rule|calling \.item\(\)"
+    r"|Tensor\.requires_grad_\(\)|Function with functorch transforms|not have vmap support"
+    r"|override the setup_context staticmethod|unsupported for Sparse|'SparseCPU'|do not have ": (
         "f holds an operation that PyTorch's vmap, or another transform of torch.func, cannot "
         "enter, or branches on values, or its shape depends on values. per_example_grad and "
         "jacobian take chunk_size=1, a plain loop without them; for a Hessian take "
-        "gt.jacobian(gt.grad(f), chunk_size=1).",
+        "gt.jacobian(gt.grad(f), chunk_size=1)."
     ),
-    (
-        ["vmap: inplace arithmetic", "would mutate a captured Tensor"],
+    "vmap: inplace arithmetic|would mutate a captured Tensor": (
         "f changes a tensor in place that all examples share (such as batch normalization's "
         "running statistics in training mode), which torch.func's transforms cannot follow. Put "
         "the module in evaluation mode or make_functional it, or give per_example_grad or jacobian "
-        "chunk_size=1, a plain loop.",
+        "chunk_size=1, a plain loop."
     ),
-    (
-        ["yet support saved tensor hooks", "use_reentrant=True"],
+    "yet support saved tensor hooks|use_reentrant=True": (
         "f holds torch.utils.checkpoint, or other saved_tensors_hooks, or is called inside of "
         "them, which torch.func's transforms do not support; a reentrant checkpoint takes no "
-        "derivative with respect to chosen inputs either. Use gt.checkpoint in its place.",
+        "derivative with respect to chosen inputs either. Use gt.checkpoint in its place."
     ),
-    (
-        [
-            "Trying to use forward AD with",
-            "Could not run 'aten::_efficientzerotensor'",  # of sparse tensors
-            "c++ API of custom Function",
-        ],
+    r"Trying to use forward AD with|c\+\+ API of custom Function|aten::_efficientzerotensor": (
         "f holds an operation that has no forward mode in PyTorch. Use "
         "linearize(f, *primals)[1], which transposes reverse mode, or "
-        'hvp(mode="reverse_over_reverse"); or wrap the operation in gt.custom_rule.',
+        'hvp(mode="reverse_over_reverse"); or wrap the operation in gt.custom_rule.'
     ),
-    (
-        ["must implement the jvp function", "flat_bdims must not be None"],  # the same under vmap
+    "must implement the jvp function|flat_bdims must not be None": (  # the same under vmap
         "f holds a function with a reverse rule only (clip_gradient, transform_gradient, "
         "replace_gradient, or a torch.autograd.Function without jvp), so it has no forward mode. "
         f"{USE_REVERSE_MODE} A Function is pushed by linearize(f, *primals)[1], the transposed "
-        "pullback.",
+        "pullback."
     ),
-    (
-        [" is not implemented", "output_padding is not supported for non-transposed convolutions"],
-        "f holds an operation whose backward pass has no derivative in PyTorch. Push forward "
-        'instead, by gt.jvp of the gradient or hvp(mode="forward_over_reverse"), or write it by '
-        "plain operations.",
-    ),
-    (
-        ["aten::_scaled_dot_product"],
+    "aten::_scaled_dot_product": (
         "of fused attention PyTorch has first derivatives alone. gradtools takes others by plain "
         "operations where it takes them itself and the kernel draws no dropout: in f use gt.grad, "
-        "not torch.func.grad or torch.autograd.grad, and linearize, not jvp, of a pullback.",
+        "not torch.func.grad or torch.autograd.grad, and linearize, not jvp, of a pullback."
     ),
-    (
-        ["Can't call numpy() on Tensor that requires grad"],
+    " is not implemented": (
+        "f holds an operation whose backward pass has no derivative in PyTorch. Push forward "
+        'instead, by gt.jvp of the gradient or hvp(mode="forward_over_reverse"), or write it by '
+        "plain operations."
+    ),
+    r"Can't call numpy\(\) on Tensor that requires grad": (
         "f leaves PyTorch by numpy(), where no gradient follows. Write it by PyTorch's operations, "
         "or as a gt.host_function with a rule; x.detach().numpy() makes a constant of x, and "
-        "gt.straight_through gives it a surrogate's derivative.",
+        "gt.straight_through gives it a surrogate's derivative."
     ),
-    (
-        ["does not currently support double backward"],
+    "does not currently support double backward": (
         "f holds a function that torch.compile compiled, whose backward pass PyTorch cannot "
-        "differentiate (pytorch#91469). Compile it by gt.compile.",
+        "differentiate (pytorch#91469). Compile the derivative instead, as in "
+        "torch.compile(lambda x: gt.hvp(f, (x,), (v,)))."
     ),
-    (
-        [
-            "Nested forward mode AD is not supported",
-            "does not require grad and does not have a grad_fn",
-            "One of the differentiated Tensors does not require grad",
-            "cannot register a hook on a tensor that doesn't require grad",
-        ],
+    "Nested forward mode AD|ensors does not require grad|a tensor that doesn't require grad": (
         "f sets a hook on a gradient, or takes a derivative by PyTorch's own functions, where "
         "forward mode or torch.func runs it and no graph is recorded. Use gt.grad, gt.jvp or "
-        "gt.hessian in f, or a derivative in reverse mode (grad, vjp, linearize).",
+        "gt.hessian in f, or a derivative in reverse mode (grad, vjp, linearize)."
     ),
-]
-_ADVICE = {part: advice for parts, advice in _WAYS_ROUND for part in parts}
+}

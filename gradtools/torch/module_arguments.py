@@ -29,7 +29,7 @@ from gradtools.torch import trees
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.functorch_wrappers import is_dual, levels_differentiating
 from gradtools.torch.lazy_graphs import current_graph, is_nested
-from gradtools.torch.modules import Copy, ModuleTree, check_module
+from gradtools.torch.modules import REDUCING, Copy, ModuleTree, check_module, check_wrapper
 
 Tensor = torch.Tensor
 Parameters = dict[str, Tensor]
@@ -60,8 +60,6 @@ def opened(
 
 def _holds_module(tree: Any) -> bool:
     """Whether a tree contains a module; common containers are walked without flattening."""
-    if isinstance(tree, nn.Module):
-        return True
     kind = type(tree)
     if kind is dict:
         return not trees.is_flat(tree) and any(map(_holds_module, tree.values()))
@@ -76,9 +74,24 @@ def _is_module(x: Any) -> bool:
     return isinstance(x, nn.Module)
 
 
+def _flattened(tree: Any) -> tuple[list[Any], Any]:
+    """The leaves and the structure, where a module is a leaf."""
+    if isinstance(tree, nn.Module):
+        return trees.flatten(tree)
+    return trees.WITH_MODULES.opened(*trees.WITH_MODULES.flatten(tree))
+
+
 def part_of(tree: Any) -> Any:
     """The tree with each module replaced by the dictionary of its differentiated parameters."""
     return with_parts(tree, lambda module: _differentiated(ModuleTree.of(module)))
+
+
+def with_parts(tree: Any, part: Callable[[nn.Module], Any]) -> Any:
+    """The tree with each module replaced by `part(module)`."""
+    if isinstance(tree, Tensor) or not _holds_module(tree):
+        return tree
+    leaves, treedef = _flattened(tree)
+    return trees.unflatten(treedef, [part(x) if _is_module(x) else x for x in leaves])
 
 
 def _differentiated(tree: ModuleTree) -> Parameters:
@@ -94,72 +107,60 @@ def _is_differentiated(p: Tensor) -> bool:
         return bool(levels_differentiating([p]))
 
 
-def with_parts(tree: Any, part: Callable[[nn.Module], Any]) -> Any:
-    """The tree with each module replaced by `part(module)`."""
-    if isinstance(tree, nn.Module):
-        return part(tree)
-    if isinstance(tree, Tensor) or not _holds_module(tree):
-        return tree
-    leaves, treedef = _flattened(tree)
-    return trees.unflatten(treedef, [part(x) if _is_module(x) else x for x in leaves])
-
-
-def _flattened(tree: Any) -> tuple[list[Any], Any]:
-    """The leaves and the structure, where a module is a leaf."""
-    if isinstance(tree, nn.Module):
-        return trees.flatten(tree)
-    return trees.WITH_MODULES.opened(*trees.WITH_MODULES.flatten(tree))
-
-
 class Opened:
     """A call some of whose arguments contain modules, as a function of their parameters.
 
     Attributes:
+        f: The user's function.
         args: The arguments, with each differentiated module replaced by its parameters.
         own: The ids of these parameters, which the engine differentiates without aliases.
+        opened_modules: The modules.
     """
 
     opens_once = True
-    changed = ()  # f changes the user's modules themselves
+    # f changes the user's modules themselves, so there is no change to return, write or refuse.
+    changed = ()
+    effects: Callable[[], list[Tensor]] = staticmethod(list)
+    settle = refuse_changes = staticmethod(lambda *extras: None)
 
     def __init__(
         self, caller: str, f: Callable[..., Any], args: Sequence[Any], argnums: Sequence[int]
     ) -> None:
-        self._f, self._caller = f, caller
+        self.f, self._caller = f, caller
         self.__name__ = getattr(f, "__name__", type(f).__name__)
         self._trees = {i: _flattened(args[i]) for i in argnums}
-        of_argument = {
-            i: [x for x in leaves if _is_module(x)] for i, (leaves, _) in self._trees.items()
-        }
-        modules = [m for held in of_argument.values() for m in held]
-        self._trees_of_modules = {m: ModuleTree.of(m) for m in modules}
-        self._parameters = {m: _differentiated(t) for m, t in self._trees_of_modules.items()}
-        _check(caller, self._parameters, modules)
-        for i, held in of_argument.items():
-            alone = held and len(held) == len(self._trees[i][0])
-            if alone and not any(self._parameters[m] for m in held):
+        self._parameters: dict[nn.Module, Parameters] = {}
+        owners: dict[int, nn.Module] = {}
+        for i, (leaves, _) in self._trees.items():
+            held = [x for x in leaves if _is_module(x)]
+            for module in held:
+                if (error := refusal(caller, "a differentiated argument", module)) is not None:
+                    raise error
+                check_wrapper(caller, module, fixes=REDUCING)
+                named = _differentiated(ModuleTree.of(module))
+                for name, p in named.items():
+                    if module in self._parameters or owners.setdefault(id(p), module) is not module:
+                        raise GradtoolsError(
+                            f"{caller}: the parameter {name} is in two of the differentiated "
+                            "modules, so that its gradient belongs to both. Pass one module that "
+                            "holds them, as nn.ModuleDict or nn.ModuleList."
+                        )
+                self._parameters[module] = named
+            if held and len(held) == len(leaves) and not any(self._parameters[m] for m in held):
                 raise DisconnectedInputError(
                     f"{caller}: no parameter of argument {i}, {type(args[i]).__name__}, requires "
                     "grad. Call requires_grad_() on the module or the parameters to train."
                 )
-        self._graph = current_graph(f, modules)
+        self.opened_modules = list(self._parameters)
+        self._graph = current_graph(f, self.opened_modules)
         every = [p for named in self._parameters.values() for p in named.values()]
         # A tensor of an outer derivative at the module has no graph of its own.
-        plain = all(p.requires_grad and not is_dual(p) for p in every) if is_nested() else True
+        plain = not is_nested() or all(p.requires_grad and not is_dual(p) for p in every)
         self.own = frozenset(map(id, every)) if plain else frozenset()
         if self._graph is not None and plain:
             self._graph.leaves.update(zip(map(id, every), every, strict=True))
         parts = self._parameters.__getitem__
         self.args = [with_parts(x, parts) if i in argnums else x for i, x in enumerate(args)]
-
-    @property
-    def opened_modules(self) -> list[nn.Module]:
-        return list(self._parameters)
-
-    @property
-    def f(self) -> Callable[..., Any]:
-        """The user's function."""
-        return self._f
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
@@ -191,7 +192,7 @@ class Opened:
             pairs = zip(leaves, parts, strict=True)
             given[i] = trees.unflatten(treedef, [whole(own, x) for own, x in pairs])
         try:
-            output = self._f(*given, **kwargs)
+            output = self.f(*given, **kwargs)
         finally:
             for copy in copies:
                 copy.hand_back()
@@ -211,43 +212,3 @@ class Opened:
         if self._graph is None:
             return lambda results, select=None: results
         return partial(self._graph.attached, caller, again)
-
-    def effects(self) -> list[Tensor]:
-        """No arrays: f changes the user's modules themselves."""
-        return []
-
-    def settle(self, extras: Sequence[Tensor]) -> None:
-        """Does nothing: changes have been made already."""
-
-    def refuse_changes(self) -> None:
-        """Does nothing: no change is lost."""
-
-
-def _check(
-    caller: str, parameters: dict[nn.Module, Parameters], modules: Sequence[nn.Module]
-) -> None:
-    """Raises for wrappers whose gradients `backward()` reduces, and for shared parameters."""
-    owners: dict[int, int] = {}
-    for k, module in enumerate(modules):
-        if (error := refusal(caller, "a differentiated argument", module)) is not None:
-            raise error
-        for base in type(module).__mro__:
-            if base.__name__ in _WRAPPERS and base.__module__.startswith("torch."):
-                raise GradtoolsError(
-                    f"{caller}: the module is a {base.__name__}, which reduces gradients over "
-                    f"ranks when they are accumulated into .grad; {_WRAPPERS[base.__name__]}."
-                )
-        for name, p in parameters[module].items() if len(modules) > 1 else ():
-            if owners.setdefault(id(p), k) != k:
-                raise GradtoolsError(
-                    f"{caller}: the parameter {name} is in two of the differentiated modules, "
-                    "so that its gradient belongs to both. Pass one module that holds them, as "
-                    "nn.ModuleDict or nn.ModuleList."
-                )
-
-
-_WRAPPERS = {
-    "DistributedDataParallel": "differentiate its .module, and average the gradients over ranks",
-    "FullyShardedDataParallel": "call backward()",
-    "FSDPModule": "call backward()",
-}

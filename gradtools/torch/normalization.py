@@ -32,16 +32,8 @@ def layer_norm(
     cudnn_enable: bool = True,
 ) -> Tensor:
     """(x - mean) / deviation over the last axes, scaled."""
-    return _native_layer_norm(input, normalized_shape, weight, bias, eps)[0]
-
-
-def _native_layer_norm(
-    input: Tensor, normalized_shape: Sequence[int], weight: Any, bias: Any, eps: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Layer norm, and its mean and reciprocal deviation."""
     axes = tuple(range(-len(normalized_shape), 0))
-    y, mean, rstd = _normalized(input, axes, eps)
-    return _scaled(y, weight, bias), mean, rstd
+    return _scaled(_normalized(input, axes, eps), weight, bias)
 
 
 def group_norm(
@@ -54,7 +46,7 @@ def group_norm(
 ) -> Tensor:
     """Group norm, over groups of channels of each example."""
     x = input.reshape(input.shape[0], num_groups, -1)
-    y = _normalized(x, (-1,), eps)[0].reshape(input.shape)
+    y = _normalized(x, (-1,), eps).reshape(input.shape)
     return _scaled(y, *_of_channels(input, weight, bias))
 
 
@@ -112,7 +104,7 @@ def _by_statistics(
     if mean is not None or var is not None:
         with torch.no_grad():
             kernel(_value_of(input), None, None, mean, var, *how)
-    return _scaled(_normalized(input, axes, eps)[0], *_of_channels(input, weight, bias))
+    return _scaled(_normalized(input, axes, eps), *_of_channels(input, weight, bias))
 
 
 def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str | None = None) -> Tensor:
@@ -147,16 +139,15 @@ def _of_channels(input: Tensor, *parameters: Tensor | None) -> list[Tensor | Non
     return [None if x is None else x.reshape(shape) for x in parameters]
 
 
-def _normalized(x: Tensor, axes: tuple[int, ...], eps: float) -> tuple[Tensor, Tensor, Tensor]:
-    """(x - mean) / deviation, the mean, and the reciprocal deviation."""
+def _normalized(x: Tensor, axes: tuple[int, ...], eps: float) -> Tensor:
+    """(x - mean) / deviation."""
     dtype = x.dtype
     if dtype in (torch.bfloat16, torch.float16):  # as the kernels do
         x = x.float()
-    mean = x.mean(axes, keepdim=True)
-    centered = x - mean
+    centered = x - x.mean(axes, keepdim=True)
     variance = (centered * centered).mean(axes, keepdim=True)
     rstd = torch.rsqrt(variance + eps)
-    return (centered * rstd).to(dtype), mean, rstd
+    return (centered * rstd).to(dtype)
 
 
 def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
@@ -183,7 +174,6 @@ _functions = torch.nn.functional
 PROGRAMS: dict[Any, Callable[..., Any]] = {
     torch.layer_norm: layer_norm,
     _functions.layer_norm: layer_norm,
-    torch.native_layer_norm: _native_layer_norm,
     torch.group_norm: group_norm,
     _functions.group_norm: group_norm,
     torch.batch_norm: batch_norm,

@@ -14,19 +14,8 @@ from typing import Any
 
 import torch
 
-from gradtools.torch import _upstream as upstream
-
 Tensor = torch.Tensor
 CHUNK, DERIVATIVE = "chunk", "derivative"  # reasons of a detach
-
-OWN_HOOKS = [0]
-"""The number of hooks that gradtools has set on tensors, nodes and modules."""
-
-
-def hooks_of_users() -> int:
-    """The number of hooks set so far, without gradtools' own."""
-    return upstream.hooks_made() - OWN_HOOKS[0]
-
 
 RULE = "rule"  # the mark of a Function that applies a rule
 

@@ -35,12 +35,8 @@ class Transformed(upstream.ModuleLike):
         self.__dict__.update(shared, _own=module, _call=call, _name=name, __wrapped__=module)
 
     @user_facing
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The transformed call; global module hooks see only the user's modules."""
-        hooked = upstream.has_hooks(self)
-        return super().__call__(*args, **kwargs) if hooked else self.forward(*args, **kwargs)
-
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """The transformed call."""
         return self._call(*args, **kwargs)
 
     @property

@@ -165,7 +165,7 @@ torch/rules/captures.py: tensors that a rule closes over are refused; JAX conver
 torch/rules/signatures.py: what the calls of a rule share; JAX's are traced
 torch/functorch_wrappers.py: what torch.func wraps around a tensor; JAX has tracers
 torch/compiling.py: jit needs no care; dynamo does
-torch/compiled_functions.py: derivatives that compiled code of PyTorch lacks; jit has them
+seeing/torch/_upstream.py: private names of PyTorch that recorders use; JAX's are in its one room
 seeing/torch/undo.py: what a run changes is put back; JAX's functions are pure
 seeing/torch/thread_patches.py: calls that no mode sees; JAX traces them
 seeing/torch/live_graph.py: the graph that autograd holds of results; JAX's arrays hold none

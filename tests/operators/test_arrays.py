@@ -1,7 +1,6 @@
 """Arrays, keys and the array-API namespace, the same in both wings."""
 
 import importlib
-import sys
 
 import numpy as np
 import pytest
@@ -78,17 +77,6 @@ def test_asarray_shares_no_memory_with_its_argument(arrays):
     assert arrays.to_numpy(y).sum() == 0
 
 
-def test_to_numpy_is_a_writable_copy(arrays):
-    x = arrays.asarray(np.zeros(3, np.float32))
-    arrays.to_numpy(x)[:] = 1
-    assert arrays.to_numpy(x).sum() == 0
-
-
-def test_the_frameworks_own_arrays_pass_through(arrays):
-    x = arrays.asarray(1.0)
-    assert arrays.asarray(x) is x
-
-
 def test_python_numbers_take_the_default_dtype(arrays):
     def name(x):
         return arrays.to_numpy(arrays.asarray(x)).dtype.name
@@ -116,11 +104,6 @@ def test_jax_without_x64_refuses_wide_dtypes_and_names_the_mend(jax_arrays, dtyp
         jax_arrays.asarray(np.ones(3, dtype))
 
 
-def test_jax_without_x64_refuses_wide_numpy_numbers_inside_a_list(jax_arrays):
-    with pytest.raises(GradtoolsError, match="float64"):
-        jax_arrays.asarray([1.0, np.float64(2)])
-
-
 def test_jax_with_x64_keeps_float64(jax_arrays):
     import jax
 
@@ -141,13 +124,6 @@ def test_torch_views_that_numpy_has_no_word_for_are_resolved(torch_arrays):
     z = torch.tensor([1 + 2j], requires_grad=True)
     np.testing.assert_array_equal(torch_arrays.to_numpy(z.conj()), [1 - 2j])
     np.testing.assert_array_equal(torch_arrays.to_numpy(z.conj().imag), [-2])
-
-
-def test_torch_bfloat16_is_float32_where_ml_dtypes_is_missing(torch_arrays, monkeypatch):
-    import torch
-
-    monkeypatch.setitem(sys.modules, "ml_dtypes", None)
-    assert torch_arrays.to_numpy(torch.ones(2, dtype=torch.bfloat16)).dtype == np.float32
 
 
 def test_to_numpy_inside_a_jax_transform_says_what_to_do(jax_arrays):
@@ -202,14 +178,6 @@ def test_children_of_keys_never_collide(arrays):
     assert len(np.unique(arrays.to_numpy(children), axis=0)) == 100_000
 
 
-def test_grandchildren_never_collide_with_each_other_or_with_children(torch_arrays):
-    import torch
-
-    children = torch_arrays.split_key(torch_arrays.random_key(7), 50_000)
-    grandchildren = torch.func.vmap(torch_arrays.split_key)(children).reshape(-1, 2)
-    assert len(torch.unique(torch.cat([children, grandchildren]), dim=0)) == 150_000
-
-
 def test_every_bit_of_torch_keys_is_balanced_and_neighbours_do_not_correlate(torch_arrays):
     import torch
 
@@ -226,13 +194,6 @@ def test_splitting_under_vmap_is_splitting_one_by_one(torch_arrays):
     keys = torch_arrays.split_key(torch_arrays.random_key(0), 5)
     mapped = torch.func.vmap(lambda k: torch_arrays.split_key(k, 3))(keys)
     assert torch.equal(mapped, torch.stack([torch_arrays.split_key(k, 3) for k in keys]))
-
-
-def test_a_torch_child_alone_is_the_one_among_its_siblings(torch_arrays):
-    from gradtools.torch.arrays import fold_in
-
-    key = torch_arrays.random_key(7)
-    assert [fold_in(key, i).tolist() for i in range(3)] == torch_arrays.split_key(key, 3).tolist()
 
 
 def test_a_torch_child_does_not_depend_on_the_number_of_siblings(torch_arrays):
@@ -254,3 +215,9 @@ def test_one_function_is_written_once_through_xp(arrays):
     x = arrays.asarray(np.array([[1, 2], [3, 4]], np.float32))
     y = xp.sum(xp.matmul(x, xp.permute_dims(x, (1, 0))), axis=0)
     np.testing.assert_array_equal(arrays.to_numpy(y), [16, 36])
+
+
+def test_a_torch_child_alone_is_the_one_among_its_siblings(torch_arrays):
+    key = torch_arrays.random_key(7)
+    children = [torch_arrays.fold_in(key, i).tolist() for i in range(3)]
+    assert children == torch_arrays.split_key(key, 3).tolist()

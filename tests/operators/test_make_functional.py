@@ -59,23 +59,6 @@ def test_output_and_new_state_are_those_of_one_plain_call():
     assert not torch.equal(new_state["1.running_mean"], state["1.running_mean"])
 
 
-def test_apply_changes_neither_the_module_nor_its_arguments():
-    net, x = network(), batch(6, 4)
-    apply, params, state = make_functional(net)
-    before, given = contents(net), {name: b.clone() for name, b in state.items()}
-    for _ in range(3):
-        apply(params, state, x, key=random_key(0))
-    assert same(before, contents(net)) and same(given, state)
-
-
-def test_an_optimizer_step_on_the_module_is_seen_through_the_aliases():
-    net, x = network(), batch(6, 4)
-    apply, params, state = make_functional(net, train=False)
-    with torch.no_grad():
-        net[3].bias += 1
-    torch.testing.assert_close(apply(params, state, x)[0], net.eval()(x), rtol=0, atol=0)
-
-
 def test_gradients_are_those_of_the_plain_module():
     net, x = network(), batch(6, 4)
     apply, params, state = make_functional(net, train=False)
@@ -97,17 +80,6 @@ def test_train_sets_the_mode_of_the_copy_alone(train):
     torch.manual_seed(0)
     assert torch.equal(apply(params, state, batch(6, 4))[0], expected)
     assert all(part.training is not train for part in net.modules())
-
-
-def test_a_train_method_that_freezes_a_layer_is_obeyed():
-    class Frozen(nn.Sequential):
-        def train(self, mode=True):
-            super().train(mode)
-            self[0].eval()
-            return self
-
-    apply, params, state = make_functional(Frozen(nn.BatchNorm1d(4)), train=True)
-    assert same(apply(params, state, batch(6, 4))[1], state)
 
 
 def test_a_train_method_that_writes_parameters_is_refused_and_writes_none():
@@ -150,24 +122,6 @@ def test_eight_threads_with_different_parameters_are_each_right_and_change_nothi
     assert wrong == []
     assert same(before, contents(net))
     assert not torch.equal(expected[0][0], expected[1][0])
-
-
-def test_threads_without_a_key_need_no_lock():
-    net, x = network().eval(), batch(6, 4)
-    apply, params, state = make_functional(net)
-    given = [{name: p * (i + 1) for name, p in params.items()} for i in range(8)]
-    expected = [apply(given[i], state, x)[0] for i in range(8)]
-    wrong = []
-
-    def work(i):
-        wrong.extend(
-            i for _ in range(100) if not torch.equal(apply(given[i], state, x)[0], expected[i])
-        )
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    [thread.start() for thread in threads]
-    [thread.join() for thread in threads]
-    assert wrong == []
 
 
 def test_an_exception_in_forward_leaves_the_module_and_the_random_stream_as_they_were():
@@ -277,15 +231,6 @@ def test_tied_parameters_and_shared_submodules_stay_tied():
     assert torch.equal(out, net(batch(2, 4)))
 
 
-def test_forward_hooks_see_the_copy():
-    net, seen = nn.Sequential(nn.Linear(4, 4)), []
-    net[0].register_forward_hook(lambda part, args, out: seen.append(part) or out + 1)
-    apply, params, state = make_functional(net)
-    out, _ = apply(params, state, batch(2, 4))
-    assert torch.equal(out, net(batch(2, 4)))
-    assert seen[0] is not net[0] and seen[0].weight is params["0.weight"]
-
-
 class Selfish(nn.Module):
     """Refers to itself in the ways that modules do: bound method, parent, partial, vmap."""
 
@@ -369,14 +314,6 @@ def test_it_runs_under_vmap_over_examples_and_over_models():
 
 
 # PyTorch: transforms
-
-
-def test_a_key_under_vmap_gives_each_example_its_own_mask():
-    apply, params, state = make_functional(nn.Dropout(0.5))
-    masked = torch.func.vmap(
-        lambda row: apply(params, state, row, key=random_key(0))[0], randomness="different"
-    )(torch.ones(2, 100))
-    assert not torch.equal(masked[0], masked[1])
 
 
 def test_it_compiles_without_a_graph_break_and_stays_pure():

@@ -249,17 +249,6 @@ def test_the_same_key_gives_the_same_numbers_and_another_key_others(make):
     assert np.array_equal(first, second) and not np.array_equal(first, other)
 
 
-@pytest.mark.slow_at("small_nnx")
-@pytest.mark.sweep_at("small_equinox")
-@LIBRARIES
-def test_apply_changes_none_of_its_arguments_and_may_be_called_again(make):
-    apply, params, state = make()
-    x, before = jnp.asarray(inputs(), jnp.float32), values((params, state))
-    results = [values(apply(params, state, x, key=KEY)) for _ in range(2)]
-    assert equal(*results)
-    assert equal(before, values((params, state)))
-
-
 @pytest.mark.sweep_at("small_linen", "small_nnx")
 @LIBRARIES
 def test_state_goes_in_and_comes_out_in_one_structure_also_through_scan(make):
@@ -274,28 +263,6 @@ def test_state_goes_in_and_comes_out_in_one_structure_also_through_scan(make):
     assert outs.shape == (3, BATCH, OUT)
     assert jax.tree.structure(last) == jax.tree.structure(state)
     assert not equal(values(last), values(state))
-
-
-@pytest.mark.sweep_at("small_linen", "small_nnx")
-@LIBRARIES
-def test_gradients_are_taken_with_respect_to_params_under_jit(make):
-    apply, params, state = make()
-    x = jnp.asarray(inputs(), jnp.float32)
-    grads = jax.jit(jax.grad(lambda p: apply(p, state, x, key=KEY)[0].sum()))(params)
-    assert jax.tree.structure(grads) == jax.tree.structure(params)
-    assert any(np.any(g) for g in values(grads))
-
-
-@pytest.mark.slow_at("small_equinox")
-@LIBRARIES
-def test_evaluation_mode_draws_nothing_and_counts_nothing(make):
-    apply, params, state = make(train=True)
-    _, state = apply(params, state, jnp.asarray(inputs(), jnp.float32), key=KEY)
-    apply, params, _ = make(train=False)
-    x = jnp.asarray(inputs(), jnp.float32)
-    out, new = apply(params, state, x)
-    assert equal(values(new), values(state))
-    assert np.array_equal(out, apply(params, state, x)[0])
 
 
 @pytest.mark.parametrize("make", [small_linen, small_equinox])
@@ -313,41 +280,6 @@ def test_nnx_without_a_key_counts_its_own_streams_on():
     assert not np.array_equal(out, again)
     _, keyed = apply(params, state, x, key=KEY)
     assert equal(values(keyed["rngs"]), values(state["rngs"]))
-
-
-def test_two_nnx_dropouts_of_one_stream_name_get_masks_of_their_own():
-    class Two(nnx.Module):
-        def __init__(self):
-            rngs = nnx.Rngs(0)
-            self.a, self.b = (nnx.Dropout(0.5, rngs=rngs) for _ in range(2))
-
-        def __call__(self, x):
-            return self.a(x), self.b(x)
-
-    apply, params, state = make_functional(Two())
-    (a, b), _ = apply(params, state, jnp.ones(200), key=KEY)
-    assert not np.array_equal(a, b)
-
-
-def test_the_nnx_module_is_left_as_it_was():
-    net = Nnx(0.5)
-    apply, params, state = make_functional(net, train=True)
-    before = values(nnx.state(net))
-    apply(params, state, jnp.asarray(inputs(), jnp.float32))
-    assert equal(before, values(nnx.state(net)))
-
-
-def test_linen_streams_are_those_of_rng_names():
-    variables = Linen(0.5).init(KEY, jnp.ones((BATCH, IN)), train=False)
-    apply, params, state = make_functional(Linen(0.5), variables=variables, rng_names=("noise",))
-    with pytest.raises(GradtoolsError, match=r"rng_names, which are \('noise',\)"):
-        apply(params, state, jnp.ones((BATCH, IN)), True, key=KEY)
-
-
-def test_linen_keywords_of_the_call_win_over_train():
-    apply, params, state = small_linen(train=True)
-    _, new = apply(params, state, jnp.ones((BATCH, IN)), train=False)
-    assert equal(values(new), values(state))
 
 
 class Deterministic(linen.Module):
@@ -377,18 +309,6 @@ def test_an_equinox_module_that_takes_no_key_is_called_without_one():
 
     apply, params, state = make_functional(Plain(jnp.ones(2)))
     assert np.array_equal(apply(params, state, jnp.ones(2), key=KEY)[0], [1, 1])
-
-
-def test_an_equinox_module_that_takes_any_keyword_gets_the_key():
-    class Noisy(eqx.Module):
-        w: jax.Array
-
-        def __call__(self, x, **kwargs):
-            return self.w * x + jax.random.normal(kwargs["key"], x.shape)
-
-    apply, params, state = make_functional(Noisy(jnp.ones(2)))
-    wanted = 1 + jax.random.normal(KEY, (2,))
-    assert np.array_equal(apply(params, state, jnp.ones(2), key=KEY)[0], wanted)
 
 
 @LIBRARIES

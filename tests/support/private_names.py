@@ -19,7 +19,13 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "gradtools"
 FRAMEWORKS = ("torch", "jax", "jaxlib", "functorch", "flax", "equinox", "optax", "keras")
-ROOMS = ("torch/_upstream.py", "jax/_upstream.py")
+ROOMS = (
+    *("torch/_upstream.py", "jax/_upstream.py"),
+    *(
+        "seeing/torch/_upstream.py",
+        "bridge/_upstream.py",
+    ),
+)
 _STANDARD = {"_fields", "_replace", "_asdict", "_make", "_getframe", "_value2member_map_"}
 _ASKING = ("getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller")
 _TEXT = re.compile(rf"\b({'|'.join(FRAMEWORKS)})([./]\w+)*[./]_[a-zA-Z]\S*$")

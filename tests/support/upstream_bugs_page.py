@@ -226,7 +226,7 @@ Also wrong in PyTorch, and so in gradtools:
 - **`torch.no_grad`** does not stop forward mode (torch#128600). In `frozen` and `mixed_partial`,
   which choose forward mode, it does.
 - **`torch.compile`**: code that was compiled before loses tangents and second derivatives
-  (torch#91469). `gt.compile` runs the function eagerly for these.
+  (torch#91469). `gt.compile` runs the function eagerly in forward mode.
 
 ## JAX
 

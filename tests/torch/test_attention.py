@@ -8,7 +8,6 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
-from torch._dynamo.backends.common import aot_autograd
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
@@ -144,18 +143,6 @@ def test_an_encoder_layer_has_every_derivative(train, frozen, operator):
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
 
 
-@pytest.mark.slow
-@pytest.mark.sweep_at("jvp", "reverse_over_reverse")
-@pytest.mark.parametrize("operator", ["jvp", "linearize", "reverse_over_reverse"])
-def test_compiled_code_has_them_too(operator):
-    module = layer(train=True, frozen=True)
-    f = lambda z: torch.sin(module(z)).sum()
-    taken = SECOND[operator]
-    torch.compiler.reset()
-    run = torch.compile(lambda: taken(f), backend="aot_eager", fullgraph=True)
-    torch.testing.assert_close(run(), taken(f), rtol=1e-9, atol=1e-10)
-
-
 LIVE = {
     "grad": lambda f, *xs: gt.grad(f, (0, 1, 2))(*xs),
     "vjp": lambda f, *xs: gt.vjp(f, *xs)[1](torch.ones((), dtype=KIND)),
@@ -180,30 +167,6 @@ def test_compiled_attention_whose_gradient_has_a_graph_is_differentiated_again(o
         found.append([*grads, *torch.autograd.grad(sum(y.sin().sum() for y in grads), xs)])
     for y, like in zip(*found, strict=True):
         torch.testing.assert_close(y, like, rtol=1e-9, atol=1e-10)
-
-
-@pytest.mark.slow
-def test_compiled_attention_of_frozen_parameters_is_right_and_fused_and_else_pytorchs_limit():
-    """The graph of a gradient that trains what f holds needs the fused kernel's second order."""
-    module = layer(train=True, frozen=True)
-    calls = []
-
-    def noted(graph, inputs):
-        calls.append([str(node.target) for node in graph.graph.nodes])
-        return graph
-
-    f = lambda z: torch.sin(module(z)).sum()
-    torch.compiler.reset()
-    run = torch.compile(gt.grad(f), backend=aot_autograd(fw_compiler=noted), fullgraph=True)
-    found = run(Z)
-    torch.testing.assert_close(found, gt.grad(f)(Z), rtol=1e-9, atol=1e-10)
-    assert not found.requires_grad
-    assert any("flash_attention" in name for names in calls for name in names)
-    module.requires_grad_()
-    for gradient in (gt.grad(f), torch.func.grad(f)):
-        torch.compiler.reset()
-        with pytest.raises(RuntimeError, match=r"flash_attention.*_backward is not implemented"):
-            torch.compile(gradient, backend="aot_eager", fullgraph=True)(Z)
 
 
 @pytest.mark.parametrize("mode", ["reverse_over_reverse", "forward_over_reverse"])

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 import torch.autograd.forward_ad as forward_ad
-from torch._functorch import eager_transforms
 from torch.utils.checkpoint import checkpoint
 
 import gradtools.torch as gt
@@ -99,19 +98,6 @@ def test_f_is_evaluated_once(operator):
     assert len(calls) == 1
 
 
-@operators
-def test_f_is_evaluated_once_also_when_it_raises(operator):
-    calls = []
-
-    def f(x):
-        calls.append(1)
-        raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        _run(operator, f, _x())
-    assert len(calls) == 1
-
-
 @pytest.mark.parametrize("operator", ["grad", "value_and_grad", "vjp", "jvp", "linearize", "hvp"])
 def test_the_random_stream_goes_on_as_after_one_plain_call(operator):
     f = lambda x: (torch.nn.functional.dropout(x, 0.5) ** 2).sum()
@@ -121,20 +107,6 @@ def test_the_random_stream_goes_on_as_after_one_plain_call(operator):
     expected = torch.rand(3)
     torch.manual_seed(1)
     _run(operator, f, x)
-    assert torch.equal(torch.rand(3), expected)
-
-
-def test_the_random_stream_goes_on_also_when_f_raises_after_drawing():
-    def f(x):
-        torch.rand(5)
-        raise ZeroDivisionError
-
-    torch.manual_seed(1)
-    torch.rand(5)
-    expected = torch.rand(3)
-    torch.manual_seed(1)
-    with pytest.raises(ZeroDivisionError):
-        gt.grad(f)(_x())
     assert torch.equal(torch.rand(3), expected)
 
 
@@ -218,15 +190,6 @@ def test_a_captured_tensor_that_is_no_leaf_keeps_results_attached():
     assert torch.allclose(w.grad, 2 * _x() ** 2 * w.detach().exp(), rtol=1e-14)
 
 
-def test_without_grad_mode_a_captured_graph_is_not_freed():
-    w = _x().requires_grad_()
-    h = w.exp()
-    with torch.no_grad():
-        gt.grad(lambda x: (x**2 * h).sum())(_x())
-    h.sum().backward()
-    assert torch.equal(w.grad, h.detach())
-
-
 def test_differentiating_a_tensor_that_has_a_graph_reaches_back_through_it():
     w = _x().requires_grad_()
     g = gt.grad(lambda x: (x**3).sum())(w.exp())
@@ -264,44 +227,6 @@ def test_a_forward_mode_derivative_saves_nothing():
     assert peak(12) == peak(4) > 0
 
 
-@pytest.mark.parametrize("context", [torch.no_grad, torch.inference_mode])
-def test_forward_mode_without_grad_mode_keeps_no_graph_of_captured_parameters(context):
-    w = _x().requires_grad_()
-    saved = []
-    hooks = torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x)
-    with hooks, context():
-        gt.jvp(lambda x: ((x.exp() * w).sin() ** 2).sum(), (_x(),), (_x(),))
-    assert saved == []
-
-
-def test_mixed_partial_saves_the_same_at_every_depth_of_a_network_with_parameters():
-    w = _x().requires_grad_()
-
-    def saved_at(depth: int) -> int:
-        def G(z):
-            for _ in range(depth):
-                z = (z * w).sin()
-            return z
-
-        saved = []
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: saved.append(x) or x, lambda x: x):
-            gt.mixed_partial(lambda y, g: (y * g**2).sum(), G, _x(), _x(), _x())
-        return len(saved)
-
-    assert saved_at(1) == saved_at(12)
-
-
-def test_a_loop_of_training_steps_keeps_no_graph():
-    refs = []
-    w = _x()
-    for _ in range(5):
-        w = w - 0.1 * gt.grad(lambda w: (w.exp() ** 2).sum())(w)
-        assert w.grad_fn is None
-        refs.append(weakref.ref(w))
-    gc.collect()
-    assert sum(r() is not None for r in refs) == 1
-
-
 # --- what f may be -----------------------------------------------------------------------
 
 
@@ -329,18 +254,6 @@ def test_reentrant_checkpoint_is_refused_by_name():
     f = lambda x: checkpoint(lambda x: (x**3).sum(), x, use_reentrant=True)
     with pytest.raises(GradtoolsError, match=r"(?s)reentrant.*use_reentrant=False"):
         gt.grad(f)(_x())
-
-
-def test_changes_in_place_inside_f_do_not_reach_the_callers_tensor():
-    def f(x):
-        y = x.clone()
-        y.mul_(3.0)
-        y[0] = y[0] * 2
-        return y.sum()
-
-    x = _x()
-    assert torch.equal(gt.grad(f)(x), torch.tensor([6.0, 3.0], dtype=F64))
-    assert torch.equal(x, _x())
 
 
 def test_saved_tensor_hooks_and_tensor_hooks_inside_f_work():
@@ -378,12 +291,6 @@ def test_a_pullback_is_differentiable_in_its_cotangent():
     c = torch.ones(2, dtype=F64, requires_grad=True)
     (g,) = pullback(c)
     assert torch.allclose(torch.autograd.grad(g.sum(), c)[0], _x().exp(), rtol=1e-15)
-
-
-def test_the_derivative_of_a_pullback_in_its_cotangent_is_detached_where_nothing_requires_grad():
-    _, pullback = gt.vjp(lambda x: x.exp(), _x())
-    found = gt.grad(lambda c: pullback(c)[0].sum())(torch.ones(2, dtype=F64))
-    assert torch.allclose(found, _x().exp(), rtol=1e-15) and not found.requires_grad
 
 
 def test_a_pullback_called_without_grad_mode_is_detached():
@@ -436,15 +343,6 @@ def test_native_transforms_and_ours_nest_in_each_other(outer, inner):
     assert torch.allclose(outer(inner, _x()), 6 * _x(), rtol=1e-14)
 
 
-def test_native_hessian_and_vmap_outside():
-    x = _x()
-    inner = lambda x: (gt.grad(SQUARE)(x) ** 2).sum()  # 9 x^4
-    found = torch.func.hessian(inner)(x)
-    assert torch.allclose(found, torch.diag(108 * x**2), rtol=1e-13)
-    mapped = torch.vmap(gt.hessian(SQUARE))(torch.stack([x, 2 * x]))
-    assert torch.allclose(mapped[1], torch.diag(12 * x), rtol=1e-14)
-
-
 @pytest.mark.parametrize("operator", ["grad", "hvp"])
 def test_forward_mode_of_ours_in_a_native_dual_level(operator):
     x, t = _x(), torch.ones(2, dtype=F64)
@@ -467,26 +365,6 @@ def test_forward_over_reverse_is_right_where_a_backward_formula_asks_for_grad_mo
 
 
 # --- compiled ----------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(
-    "operator", ["jacobian", "hessian", "per_example_grad", "minimax", "mixed"]
-)
-def test_the_other_operators_compile_to_one_graph(operator):
-    torch._dynamo.reset()
-    x = _x()
-    fun = {
-        "jacobian": lambda x: gt.jacobian(lambda x: x**3)(x),
-        "hessian": lambda x: gt.hessian(SQUARE)(x),
-        "per_example_grad": lambda x: gt.per_example_grad(lambda w, x: ((w * x) ** 3).sum())(x, x),
-        "minimax": lambda x: gt.minimax_value_and_grad(lambda x, y: (x * y).sum(), 0, 1)(x, x + 1),
-        "mixed": lambda x: gt.mixed_partial(lambda y, g: (y * g).sum() ** 2, torch.exp, x, x, x),
-    }[operator]
-    found = torch.compile(fun, backend="aot_eager", fullgraph=True)(x)
-    pairs = zip(*(torch.utils._pytree.tree_leaves(t) for t in (found, fun(x))), strict=True)
-    for a, b in pairs:
-        assert torch.allclose(a, b, rtol=1e-13)
 
 
 # --- threads ------------------------------------------------------------------------------
@@ -529,43 +407,6 @@ def test_the_one_dual_level_may_be_taken_by_another_thread(operator, inside):
     assert forward_ad._current_level == -1
 
 
-def test_between_the_question_for_the_dual_level_and_the_step_into_it_no_other_thread_comes(
-    monkeypatch,
-):
-    """One thread stands at the door; the other comes, and leaves while the first is inside."""
-    at_the_door, other_inside, inside, other_left = (threading.Event() for _ in range(4))
-    enter = eager_transforms.enter_jvp_nesting
-
-    def enter_late():
-        at_the_door.set()
-        assert other_inside.wait(60)
-        return enter()
-
-    def stays(x):
-        inside.set()
-        assert other_left.wait(60)
-        return (x**3).sum()
-
-    def comes(x):
-        other_inside.set()
-        assert inside.wait(60)
-        return (x**2).sum()
-
-    x = _x()
-    with ThreadPoolExecutor(1) as pool:
-        monkeypatch.setattr(eager_transforms, "enter_jvp_nesting", enter_late)
-        first = pool.submit(FORWARD["jacobian"], stays, x)
-        assert at_the_door.wait(60)
-        monkeypatch.setattr(eager_transforms, "enter_jvp_nesting", enter)
-        try:
-            found = FORWARD["jacobian"](comes, x)
-        finally:
-            other_left.set()
-        np.testing.assert_allclose(first.result(), 3 * x**2, rtol=1e-14)
-    np.testing.assert_allclose(found, 2 * x, rtol=1e-14)
-    assert forward_ad._current_level == -1
-
-
 def test_threads_that_enter_and_leave_the_dual_level_at_once():
     x = _x()
     f = lambda x: (x**3).sum()
@@ -586,24 +427,6 @@ def test_threads_that_enter_and_leave_the_dual_level_at_once():
 # --- gradients that f switches off --------------------------------------------------------
 
 
-def under_no_grad(x):
-    with torch.no_grad():
-        s = x.sin()
-        with torch.enable_grad():
-            t = x.cos()
-    return x * s * t
-
-
-@pytest.mark.xfail(strict=True, reason="forward mode passes through no_grad (pytorch#128600)")
-def test_compiled_forward_mode_heeds_gradients_switched_off():
-    """Dynamo asks no mode when f switches gradients, so this one is PyTorch's own."""
-    x = _x()
-    step = torch.compile(
-        lambda x: gt.jvp(under_no_grad, (x,), (torch.ones_like(x),))[1], backend="eager"
-    )
-    torch.testing.assert_close(step(x), x.sin() * x.cos(), rtol=1e-14, atol=0)
-
-
 def test_a_derivative_by_autograd_in_forward_mode_is_refused_where_it_has_no_graph():
     def f(x):
         return torch.autograd.grad((x.sin() * x).sum(), x, create_graph=True)[0]
@@ -611,16 +434,6 @@ def test_a_derivative_by_autograd_in_forward_mode_is_refused_where_it_has_no_gra
     x = torch.ones(3)
     with pytest.raises(GradtoolsError, match=r"jvp: f sets a hook .* Use gt\.grad, gt\.jvp or"):
         gt.jvp(f, (x,), (x,))
-
-
-def test_a_gradient_inside_of_a_transform_of_torch_inside_of_a_gradient():
-    x, h = torch.linspace(-1, 1, 5, dtype=torch.float64), lambda t: (t.tanh() ** 2).sum()
-
-    def third(grad):
-        inner = lambda z: torch.func.grad(lambda z: grad(h)(z).sum())(z).sum()
-        return gt.grad(inner)(x)
-
-    torch.testing.assert_close(third(gt.grad), third(torch.func.grad))
 
 
 # --- mixed_partial is differentiable in all that it depends on
@@ -720,18 +533,6 @@ def test_a_mixed_partial_trains_the_parameters_of_G():
         torch.testing.assert_close(p.grad, g, rtol=1e-10, atol=1e-12)
 
 
-@pytest.mark.slow
-def test_compiled_gradients_of_a_mixed_partial_reach_z_and_u():
-    def total(z, u):
-        f, y = lambda y, g: (y.sin() * g).sum() ** 2, POINT["y"]
-        return gt.mixed_partial(f, lambda z: torch.tanh(z**2 @ MIX), y, z, u).sin().sum()
-
-    wanted = gt.grad(total, (0, 1))(POINT["z"], POINT["u"])
-    found = gt.compile(gt.grad(total, (0, 1)), backend="eager")(POINT["z"], POINT["u"])
-    assert all(g.abs().sum() > 1e-3 for g in wanted)
-    torch.testing.assert_close(found, wanted)
-
-
 class _Detached(torch.autograd.Function):
     """x^2, whose backward pass records no graph."""
 
@@ -757,3 +558,28 @@ def test_a_pullback_without_a_graph_is_not_transposed():
             push(torch.ones(2))
     zero = gt.linearize(lambda x: x.clamp(max=0.0) * 3, x)[1](torch.ones(2))
     assert zero.tolist() == [0.0, 0.0]
+
+
+# --- Jacobians whose numbers were wrong ----------------------------------------------------
+
+
+@pytest.mark.parametrize("sizes", [(2, 5), (5, 2), (3, 3)])
+def test_the_dtype_of_a_jacobian_depends_on_no_size_where_f_changes_the_precision(sizes):
+    weight = torch.randn(sizes[1], sizes[0])
+    f = lambda x: weight @ x.float()
+    found = gt.jacobian(f)(torch.ones(sizes[0], dtype=F64))
+    torch.testing.assert_close(found, weight.to(F64))
+
+
+@pytest.mark.parametrize("p", [1.0, 2.0, 3.0, float("inf")])
+def test_distances_are_mapped_right(p):
+    """The batching rule of cdist's backward kernel is wrong: `jacrev` is off by 0.7 to 2."""
+    torch.manual_seed(0)
+    x, y = torch.randn(3, 2, dtype=F64), torch.randn(4, 2, dtype=F64)
+    f = lambda x: torch.cdist(x, y, p)
+    expected = torch.stack([gt.grad(lambda x, k=k: f(x).ravel()[k])(x) for k in range(12)])
+    torch.testing.assert_close(gt.jacobian(f)(x).reshape(12, 3, 2), expected)
+    plain = lambda x: torch.linalg.vector_norm(x[:, None] - y, p, -1)
+    torch.testing.assert_close(
+        gt.hessian(lambda x: f(x).sum())(x), gt.hessian(lambda x: plain(x).sum())(x)
+    )

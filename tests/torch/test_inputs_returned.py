@@ -186,27 +186,3 @@ def test_outputs_that_share_memory_have_each_their_own_cotangent(pair, route):
     for weights, slope in (((3, 0), 3), ((0, 5), 10), ((3, 5), 13)):
         f = lambda x, w=weights: sum(k * y.sum() for k, y in zip(w, rule(x), strict=True))
         assert ROUTES[route](f)[1].item() == pytest.approx(slope * T.sum().item())
-
-
-@pytest.mark.parametrize("pair", PAIRS)
-@pytest.mark.parametrize("which", [0, 1])
-def test_an_output_that_shared_memory_with_another_is_written_alone(pair, which):
-    def f(run):
-        def value(x):
-            ys = run(x)
-            ys[which].mul_(2)
-            return (ys[0] ** 2).sum() + (ys[1] ** 3).sum() + (x**4).sum()
-
-        return value
-
-    class Weighed(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return tuple([y.clone() for y in PAIRS[pair](x)])
-
-        @staticmethod
-        def backward(ctx, a, b):
-            return a + 2 * b
-
-    found, expected = reverse(f(weighed(PAIRS[pair]))), reverse(f(Weighed.apply))
-    torch.testing.assert_close(torch.stack(found), torch.stack(expected))

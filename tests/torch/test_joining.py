@@ -5,9 +5,6 @@ The oracle is the plain loop over chunks, in float64.
 
 from __future__ import annotations
 
-import os
-import threading
-
 import pytest
 import torch
 from torch import nn
@@ -154,44 +151,3 @@ def test_calls_that_share_leaves_have_the_gradients_of_the_plain_step(program, w
         assert (a is None) == (b is None)
         if a is not None:
             torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
-
-
-@pytest.fixture
-def failing(monkeypatch):
-    """A model, and the loss of two calls, of which the one that runs last fails in replay."""
-    model = net()
-    monkeypatch.setenv("FAILS", "yes")  # out of reach, so that it is not put back
-
-    def f(x):
-        if gt.is_recomputing() and x.sum() > 0 and "FAILS" in os.environ:
-            raise ValueError
-        return model.body(x)
-
-    a, b = (sign * torch.ones(ROWS, WIDTH).double() for sign in (1.0, -1.0))
-    chunked = gt.chunked(f, CHUNK)
-    return model, (a, b), [loss_of([chunked(a), chunked(b)])]
-
-
-def test_one_graph_in_two_threads_at_once_gives_each_its_own_sums():
-    body, paused, go = net().body, threading.Event(), threading.Event()
-    f = gt.chunked(body, CHUNK)
-    a, b = (f(x) for x in batches()[:2])
-    main = threading.get_ident()
-
-    def wait(ct):
-        if threading.get_ident() != main:
-            paused.set()
-            assert go.wait(20.0)
-
-    a.register_hook(wait)  # when b, which was called last, has run
-    loss, found = loss_of([a, b]), []
-    grads = lambda: torch.autograd.grad(loss, list(body.parameters()), retain_graph=True)
-    thread = threading.Thread(target=lambda: found.append(grads()))
-    thread.start()
-    assert paused.wait(20.0)
-    found.append(grads())
-    go.set()
-    thread.join(20.0)
-    assert len(found) == 2
-    for x, y in zip(*found, strict=True):
-        torch.testing.assert_close(x, y)

@@ -9,9 +9,9 @@ torch = pytest.importorskip("torch")
 
 import gradtools.torch as gt  # noqa: E402  (only where PyTorch is installed)
 from gradtools import GradtoolsError  # noqa: E402
+from gradtools.seeing.torch import _upstream as upstream  # noqa: E402
 from gradtools.seeing.torch import thread_patches as patches  # noqa: E402
 from gradtools.seeing.torch.recording import recorder  # noqa: E402
-from gradtools.torch import _upstream as upstream  # noqa: E402
 
 HOLDERS = [
     *((patches.functions_applied, kind, "apply") for kind in upstream.Functions),

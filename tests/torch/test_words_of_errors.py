@@ -100,27 +100,6 @@ def test_what_a_user_has_pytorch_raise_is_the_users():
     assert type(error) is RuntimeError and not isinstance(error, GradtoolsError)
 
 
-def test_an_error_that_torchscript_raises_for_the_user_is_the_users():
-    @torch.jit.script
-    def f(x):
-        if bool(x.sum() > 0):
-            raise RuntimeError("marked with @once_differentiable")
-        return x.sum()
-
-    assert type(_raised(WAYS["grad"], f)) is torch.jit.Error
-
-
-def test_an_error_that_f_raises_from_pytorchs_is_the_users():
-    def f(x):
-        try:
-            return torch.autograd.grad(x.sum().detach(), x)[0].sum()
-        except RuntimeError as error:
-            raise RuntimeError(f"my own: {error}") from error
-
-    error = _raised(WAYS["grad"], f)
-    assert type(error) is RuntimeError and str(error).startswith("my own: element 0 of tensors")
-
-
 def test_pytorchs_refusal_keeps_its_type_and_is_ours_too():
     class ReverseOnly(torch.autograd.Function):
         @staticmethod
@@ -145,23 +124,6 @@ def test_a_refusal_is_explained_once_and_points_at_the_users_line():
     text = str(_raised(WAYS["grad"], lambda x: gt.grad(f)(x).sum()))
     assert text.count("PyTorch says") == 1
     assert f"test_words_of_errors.py:{f.__code__.co_firstlineno + 1}" in text
-
-
-def test_f_may_catch_pytorchs_refusal_by_its_type():
-    def f(x):
-        try:
-            return gt.grad(lambda x: torch.autograd.grad(x.sum().detach(), x)[0].sum())(x).sum()
-        except RuntimeError:
-            return (x * x).sum()
-
-    torch.testing.assert_close(gt.grad(f)(X), 2 * X)
-
-
-def test_frozen_lets_a_refusal_inside_of_it_through():
-    def f(x):
-        return gt.grad(lambda x: torch.autograd.grad(x.sum().detach(), x)[0].sum())(x).sum()
-
-    assert "grad: f sets a hook" in str(_raised(WAYS["frozen"], f))
 
 
 def test_an_f_that_leaves_through_numpy_is_told_so():

@@ -18,9 +18,9 @@ from torch.autograd.graph import Node as GradFn
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, Value
 from gradtools.seeing.graphs.passes import CUSTOM, with_named_outputs
+from gradtools.seeing.torch import _upstream as private
 from gradtools.seeing.torch.recording import operations
 from gradtools.seeing.torch.recording.values import like, numbers_in
-from gradtools.torch import _upstream as upstream
 from gradtools.torch.trees import flatten, leaf_paths
 
 Tensor = torch.Tensor
@@ -61,7 +61,7 @@ class _AutogradReader:
 
     def node(self, fn: GradFn) -> Node:
         self.held.append(fn)
-        for k, x in enumerate(upstream.described(fn)):
+        for k, x in enumerate(private.described(fn)):
             self.numbers[id(fn), k] = self.new(Value(*like(x)))
         outputs = tuple(n for key, n in self.numbers.items() if key[0] == id(fn))
         saved, attributes = self.saved(fn)

@@ -16,9 +16,9 @@ import torch
 
 from gradtools.seeing.graphs.attributes import numbers_text
 from gradtools.seeing.graphs.operation_names import RELATIONS
+from gradtools.seeing.torch import _upstream as private
 from gradtools.seeing.torch.recording import operations
 from gradtools.seeing.torch.undo import name_of
-from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import tensors_in
 
 Tensor = torch.Tensor
@@ -33,7 +33,7 @@ class AtenCall:
         self.func, self.args, self.kwargs = func, args, kwargs
         self.raw, self.name = func.overloadpacket.__name__, name_of(func.overloadpacket)
         self.outs: list[Tensor] = []
-        self.schema = upstream.schema_of(func).arguments
+        self.schema = private.schema_of(func).arguments
         self.bound = [*_bound(func, args, kwargs)]
         self.given = {argument.name: value for argument, value in self.bound}
         self.first = next((x for _, value in self.bound for x in tensors_in(value)), None)
@@ -136,7 +136,7 @@ def _number(value: Any) -> bool:
 
 def _bound(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
     """Pairs of schema argument and value, for the arguments that were passed."""
-    for i, argument in enumerate(upstream.schema_of(func).arguments):
+    for i, argument in enumerate(private.schema_of(func).arguments):
         if i < len(args):
             yield argument, args[i]
         elif argument.name in kwargs:

@@ -36,6 +36,7 @@ from gradtools.seeing.graphs.passes import (
     with_named_outputs,
 )
 from gradtools.seeing.graphs.program import LeafProgram
+from gradtools.seeing.torch import _upstream as private
 from gradtools.seeing.torch.live_graph import graph_of_outputs
 from gradtools.seeing.torch.recording.autograd_functions import name_and_mark
 from gradtools.seeing.torch.recording.observation import recording_run
@@ -152,11 +153,11 @@ class _PassRecorder(RunRecorder):
         here, managed = super().origin(), mark_of_running()
         rule, own = next((known for known in self.rules if known[1]), ("", ""))
         source, mark = here.source, managed or own or here.mark
-        running = upstream.current_node()
+        running = private.current_node()
         of = self.origins.get(-1 if running is None else upstream.sequence_of(running), Origin())
         if not self.phase:  # in a derivative that f itself takes, f's own lines take precedence
             return Origin(source or of.source, here.scope, mark, rule)
-        summed = upstream.is_summed_by_autograd(running)
+        summed = private.is_summed_by_autograd(running)
         inherited, rule = ("", "") if summed else (of.mark, rule or of.rule)
         if source is None or (of.source is not None and "-packages" in source.file):
             source = of.source

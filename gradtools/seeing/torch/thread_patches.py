@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from gradtools.torch import _upstream as upstream
+from gradtools.seeing.torch import _upstream as private
 
 Around = Callable[[Any, Callable[..., Any], Any, Any], Any]
 
@@ -71,7 +71,7 @@ class _Patch:
         return before.__get__(*bound)(*args, **kwargs)
 
 
-_FUNCTIONS = [_Patch(kind, "apply", classmethod) for kind in upstream.Functions]
+_FUNCTIONS = [_Patch(kind, "apply", classmethod) for kind in private.Functions]
 
 
 @contextmanager
@@ -93,5 +93,5 @@ The patch is in their metaclass. PyTorch's functions are not replaced, since dyn
 imported meanwhile, identifies them by identity.
 """
 
-control_flow_called = _Patch(upstream.HigherOrderOperator, "__call__").by
+control_flow_called = _Patch(private.HigherOrderOperator, "__call__").by
 """Patches calls of higher-order operators such as cond; the owner is the operator."""

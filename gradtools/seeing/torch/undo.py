@@ -20,6 +20,7 @@ import torch
 
 from gradtools.code_origin import USER, whose
 from gradtools.seeing.graphs.reachable import Named, named_objects
+from gradtools.seeing.torch import _upstream as private
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import as_written
 from gradtools.torch.functorch_wrappers import is_inexact, unwrapped
@@ -90,7 +91,7 @@ class Undo:
 
     def watch(self, x: Tensor) -> None:
         """Copies a tensor that existed before, and its `.grad`."""
-        with upstream.disable_current_modes(), upstream.DisableTorchFunction():
+        with upstream.disable_current_modes(), private.DisableTorchFunction():
             base = unwrapped(x)
             if id(base) in self._tensors:
                 return
@@ -108,7 +109,7 @@ class Undo:
 
     def put_back(self) -> None:
         """Restores everything from the copies."""
-        with upstream.DisableTorchFunction(), torch.no_grad():
+        with private.DisableTorchFunction(), torch.no_grad():
             for own, was in self._slots:
                 if len(own) != len(was) or not all(map(is_, own.values(), was.values())):
                     own.clear()
@@ -215,7 +216,7 @@ def name_of(function: Any) -> str:
 
 def owner_of(x: Tensor) -> Any:
     """The storage of a strided tensor, else the tensor itself. Equal owners share memory."""
-    with upstream.DisableTorchFunction():  # a mode may substitute another tensor
+    with private.DisableTorchFunction():  # a mode may substitute another tensor
         return x.untyped_storage() if x.layout is torch.strided else x
 
 

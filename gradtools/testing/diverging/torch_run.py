@@ -16,15 +16,10 @@ import numpy as np
 import torch
 
 from gradtools.code_origin import Source, lines_above, users_lines
+from gradtools.seeing.torch._upstream import Watching, decompositions, schema_of
 from gradtools.testing.cross_checking.sides import Side, library
 from gradtools.testing.diverging.runs import HALF, Draw, Place, Run, Step
-from gradtools.torch._upstream import (
-    Watching,
-    decompositions,
-    schema_of,
-    tree_leaves,
-    tree_map_only,
-)
+from gradtools.torch._upstream import tree_leaves, tree_map_only
 
 _ATEN = torch.ops.aten
 _FUSED = (  # operations that JAX's programs spell out

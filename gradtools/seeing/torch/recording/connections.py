@@ -20,6 +20,7 @@ import torch.utils.checkpoint
 from gradtools.code_origin import innermost, lines_of
 from gradtools.seeing.graphs.nodes import Dependence, Links, Node, PlainGraph, Value
 from gradtools.seeing.graphs.recording import RefusedCall
+from gradtools.seeing.torch import _upstream as private
 from gradtools.seeing.torch.operands import AtenCall
 from gradtools.seeing.torch.recording import autograd_functions, operations
 from gradtools.seeing.torch.recording.run_recorder import RecordedNode, RunRecorder
@@ -100,7 +101,7 @@ class ConnectionRecorder(RunRecorder):
 
     def called(self, fun: Any, args: Any, kwargs: Any) -> Any:
         """Runs a function of PyTorch, whose operations get its name."""
-        if fun is upstream.custom_function_call:
+        if fun is private.custom_function_call:
             kind, *args = args
             return self.ruled(kind, partial(fun, kind), args, kwargs)
         raw, name = getattr(fun, "__name__", ""), name_of(fun)

@@ -34,6 +34,7 @@ from torch.overrides import TorchFunctionMode
 from gradtools.code_origin import PACKAGE, Source, innermost, lines_above
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.graphs.nodes import Node, Value
+from gradtools.seeing.torch import _upstream as private
 from gradtools.seeing.torch.operands import AtenCall
 from gradtools.seeing.torch.recording.values import TensorTable, Write, like
 from gradtools.seeing.torch.thread_patches import (
@@ -139,7 +140,7 @@ class Recorder(Generic[V]):
         The line is the innermost one of the user's code, else of an installed package.
         """
         lines = list(lines_above(1, Recorder.run))
-        again = any(upstream.is_of_checkpoint(frame) for frame, _ in lines)
+        again = any(private.is_of_checkpoint(frame) for frame, _ in lines)
         return Origin(innermost(lines, PACKAGE), self.scope, "checkpoint" if again else "")
 
     def node(
@@ -237,7 +238,7 @@ class _Functions(TorchFunctionMode):
         return self.recorder.called(fun, args, kwargs or {})
 
 
-class Operations(upstream.Watching):
+class Operations(private.Watching):
     """The dispatch mode of the "operations" level; re-entered to record decompositions."""
 
     def __init__(self, recorder: Any) -> None:
@@ -270,8 +271,8 @@ def _rules(recorder: Any) -> Iterator[None]:
 
     with ExitStack() as inside:
         inside.enter_context(functions_applied(_unless_quiet(recorder, recorder.ruled)))
-        if upstream.node_creation_hook is not None and recorder.needs_rules:
-            inside.enter_context(upstream.node_creation_hook(refuse_unseen))
+        if private.node_creation_hook is not None and recorder.needs_rules:
+            inside.enter_context(private.node_creation_hook(refuse_unseen))
         yield
 
 

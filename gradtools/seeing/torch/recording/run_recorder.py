@@ -21,6 +21,7 @@ from gradtools.code_origin import lines_above
 from gradtools.seeing.graphs.attributes import number_text
 from gradtools.seeing.graphs.nodes import Dependence, Links, Node, even_links
 from gradtools.seeing.graphs.passes import CUSTOM
+from gradtools.seeing.torch import _upstream as private
 from gradtools.seeing.torch.operands import SAME, AtenCall
 from gradtools.seeing.torch.recording import operations
 from gradtools.seeing.torch.recording.recorder import Origin, Recorder
@@ -134,7 +135,7 @@ class RunRecorder(Recorder[int]):
             numbers = numbers[len(written) :]
         if name in operations.NO_DATA:
             numbers = ()
-        running, origin = upstream.current_node(), self.origin()
+        running, origin = private.current_node(), self.origin()
         sequence = upstream.nodes_made() - 1  # type: ignore[attr-defined]
         self.origins.setdefault(sequence, origin)
         self.positions.setdefault(sequence, len(self.made))

@@ -14,6 +14,7 @@ import numpy as np
 import torch
 
 from gradtools.seeing.graphs.attributes import numbers_text
+from gradtools.seeing.torch import _upstream as private
 from gradtools.seeing.torch.undo import memory_of, owner_of
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import is_inexact
@@ -112,7 +113,7 @@ Like = tuple[tuple[int, ...], str]
 
 def like(x: Tensor) -> Like:
     """A tensor's shape and dtype."""
-    with upstream.DisableTorchFunction():
+    with private.DisableTorchFunction():
         return tuple(x.shape), str(x.dtype).removeprefix("torch.")
 
 
@@ -141,7 +142,7 @@ def numbers_in(x: Tensor) -> str:
 
 def view_of(x: Tensor) -> Any:
     """A key that is equal for tensors that are the same view of the same storage."""
-    with upstream.DisableTorchFunction():
+    with private.DisableTorchFunction():
         if x.layout is not torch.strided:
             return id(x)
         shown = tuple(x.shape), x.stride(), x.storage_offset(), x.dtype, x.is_conj(), x.is_neg()

@@ -60,6 +60,7 @@ from gradtools.seeing.formulas.words import (
     in_words,
     translated,
 )
+from gradtools.seeing.torch import _upstream as private
 from gradtools.seeing.torch.operands import SAME, AtenCall
 from gradtools.seeing.torch.recording.autograd_functions import name_and_mark
 from gradtools.seeing.torch.recording.operations import NO_DATA
@@ -197,7 +198,7 @@ class FormulaRecorder(Recorder[Expr]):
         """
         if call.raw.startswith(_WHOLE):
             return None
-        decomposed = upstream.decompositions().get(call.func, call.func.decompose)
+        decomposed = private.decompositions().get(call.func, call.func.decompose)
         try:
             args = [None if any(x is y for y in left_out) else x for x in call.args]
             with Operations(self):

@@ -1,0 +1,93 @@
+"""The private names of PyTorch that recorders alone use, each with its reason.
+
+See `gradtools.torch._upstream`, which has the others.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from operator import attrgetter
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch._functorch.autograd_function import custom_function_call as custom_function_call
+from torch._ops import HigherOrderOperator as HigherOrderOperator
+from torch.autograd import function
+from torch.utils._python_dispatch import TorchDispatchMode
+
+DisableTorchFunction: Any = torch._C.DisableTorchFunction
+"""Reads attributes of the tensor itself, not of what a mode substitutes for it.
+
+Of the names that are imported above, HigherOrderOperator is the class of operators such as cond,
+and custom_function_call is the operator that torch.func calls in place of `Function.apply`.
+"""
+
+
+class Watching(TorchDispatchMode):
+    """A dispatch mode that does not import dynamo, an import slower than any code under the mode.
+
+    It never runs inside of compiled code.
+    """
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
+
+_SHARES_APPLY = isinstance(vars(torch.autograd.Function)["apply"], classmethod)
+_OTHERS: Any = () if _SHARES_APPLY else (torch.autograd.Function,)
+Functions: tuple[Any, ...] = (function._SingleLevelFunction, *_OTHERS)
+"""The classes whose `apply` a recorder patches, so that it also sees a bound `Function.apply`. From
+PyTorch 2.14 on `torch.autograd.Function` has an `apply` of its own in C."""
+
+node_creation_hook: Any = getattr(torch.autograd.graph, "node_creation_hook", None)
+"""Context that calls a hook for each new node, public from PyTorch 2.14 on; None before."""
+
+current_node: Callable[[], Any] = torch._C._current_autograd_node
+"""The node whose backward runs, whose operations get the source line of the forward pass."""
+
+schema_of: Callable[[Any], Any] = attrgetter("_schema")
+"""An operator's name and arguments."""
+
+
+def described(node: Any) -> Sequence[Any]:
+    """The shape, dtype and device of each output of a node."""
+    described: Sequence[Any] = getattr(node, "_input_metadata", ())
+    return described
+
+
+def decompositions() -> Any:
+    """PyTorch's own decompositions of operators; the import takes a second."""
+    from torch._decomp import decomposition_table
+
+    return decomposition_table
+
+
+def is_of_checkpoint(frame: Any) -> bool:
+    """Whether a frame runs the code of `torch.utils.checkpoint`: a recomputed operation.
+
+    A hack: code that PyTorch moves out of that module is not marked.
+    """
+    return frame.f_globals is vars(torch.utils.checkpoint)
+
+
+def is_summed_by_autograd(node: Any) -> bool:
+    """Whether an addition is autograd's own accumulation of gradients, not code of a backward.
+
+    Must be called in a dispatch mode. Its frames and those of gradtools are skipped, except for the
+    backward of the node itself if it is one of ours. A hack: it looks for `_engine_run_backward`.
+    """
+    if not isinstance(node, function.BackwardCFunction):
+        return False
+    backward = getattr(type(node).apply, "__code__", None)
+    frame: Any = sys._getframe(2)  # of the caller's caller
+    while _package(frame) == "gradtools" and frame.f_code is not backward:
+        frame = frame.f_back
+    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
+
+
+def _package(frame: Any) -> str:
+    """The package of a frame's code, by its module."""
+    return "" if frame is None else frame.f_globals.get("__name__", "").partition(".")[0]

@@ -46,7 +46,6 @@ def test_the_texts_are_those_of_the_table():
 
 @pytest.mark.slow_at(
     ("jax", "chunked, another structure of the last chunk"),
-    ("jax", "chunked, interleaved, a sum of rows"),
 )
 @pytest.mark.parametrize("name", BAD)
 def test_a_bad_call_is_refused_with_its_text(name, gt, backend_name):

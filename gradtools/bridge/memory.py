@@ -22,7 +22,6 @@ from torch.utils.dlpack import to_dlpack as to_dlpack  # type: ignore[attr-defin
 
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import ArraySpec
-from gradtools.jax._upstream import giving_capsules, taking_capsules
 from gradtools.jax.arrays import X64
 from gradtools.torch import _upstream as upstream
 
@@ -43,8 +42,7 @@ def refuse_wide(dtype: str, who: str) -> None:
 
 def tensor_of(x: jax.Array) -> Tensor:
     """A tensor that shares the memory of a JAX array; it must not be written."""
-    # A raw capsule skips the queries for device and stream, which take half of the time.
-    return from_dlpack(giving_capsules()(x) if _of_cpu_alone() else x)
+    return from_dlpack(x)
 
 
 def array_of(t: Tensor, who: str) -> jax.Array:
@@ -73,15 +71,9 @@ def array_of(t: Tensor, who: str) -> jax.Array:
     if 0 in t.stride():  # JAX refuses broadcast tensors, such as a cotangent of a sum
         t = t.contiguous()
     try:
-        return _imported(t)
+        return jnp.from_dlpack(t)
     except jax.errors.JaxRuntimeError:  # strides are not a permutation of the axes
-        return _imported(t.contiguous())
-
-
-def _imported(t: Tensor) -> jax.Array:
-    """Imports a tensor by DLPack."""
-    take = taking_capsules()
-    return jnp.from_dlpack(t) if take is None or not t.is_cpu else take(to_dlpack(t))
+        return jnp.from_dlpack(t.contiguous())
 
 
 @cache

@@ -3,8 +3,8 @@
 `jax._src` is used for the classes of a jaxpr only. They are public in `jax.extend.core`, whose
 import loads all of Pallas, which took half of the time of `import gradtools.jax`; a test asserts
 that they are the same objects. The rest are fields of records (an equation's source, a jaxpr's
-origin) for pictures, formulas and error messages, one method's name, and the functions for DLPack
-capsules. All exist in JAX 0.7.2 to 0.12 but where an entry names versions.
+origin) for pictures, formulas and error messages, and one method's name. All exist in JAX 0.7.2 to
+0.12 but where an entry names versions.
 "Gone:" says what to do once a name no longer exists. `tests/jax/test_upstream.py` tests the
 behaviour of each.
 """
@@ -14,11 +14,9 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from functools import cache
 from inspect import signature
-from itertools import pairwise
-from types import CellType, FunctionType, ModuleType
-from typing import Any, cast
+from types import CellType, FunctionType
+from typing import Any
 
 import jax
 import jax.experimental
@@ -30,11 +28,39 @@ from jax._src.core import Primitive as Primitive
 from jax._src.core import get_opaque_trace_state as get_opaque_trace_state
 from jax._src.core import set_current_trace as set_current_trace
 from jax._src.core import take_current_trace as take_current_trace
+from jax.interpreters.partial_eval import DynamicJaxprTracer as DynamicJaxprTracer
 
 from gradtools.code_origin import is_in
 
 ClosedJaxpr: Any = getattr(_core, "ClosedJaxpr", Jaxpr)  # one class from JAX 0.12 on
 
+
+class RulePrimitive(Primitive):
+    """A primitive with several results, of whose parameters JAX's caches keep a rule weakly.
+
+    Attributes:
+        gradtools_flow: From an equation to the jaxpr of its data flow, or None; for `reachability`.
+        gradtools_program: From an equation to the jaxpr that it evaluates, or None; for `checking`.
+    """
+
+    multiple_results = True
+    gradtools_flow: Callable[[Any], Any] | None = None
+    gradtools_program: Callable[[Any], Any] | None = None
+
+
+weakly_cached: set[type] = next(
+    (
+        vars(module)["weakref_cache_key_types"]
+        for name in ("util", "multi_weakref_lru_cache")
+        if hasattr(module := sys.modules.get(f"jax._src.{name}"), "weakref_cache_key_types")
+    ),
+    set(),
+)
+"""The classes of parameters of an equation of which JAX's caches drop what is collected.
+
+JAX caches the output types of equations by their parameters (2048 entries), which for a rule would
+keep everything alive that the user's functions close over. Gone: they do.
+"""
 
 enable_x64: Any = (
     jax.enable_x64 if hasattr(jax, "enable_x64") else vars(jax.experimental)["enable_x64"]
@@ -189,17 +215,6 @@ def is_activation_rule(eqn: Any) -> bool:
     return next(inside, "_one_hot") not in ("one_hot", "_one_hot")
 
 
-def is_batch_statistic(eqn: Any) -> bool:
-    """Whether an equation computes the batch statistics of a BatchNorm of flax or equinox.
-
-    Benefit: the warning that a chunk has statistics of its own. Cost: a renamed method is missed.
-    """
-    names = [frame.function_name for frame in stack_of(eqn)]
-    return "BatchNorm.__call__.<locals>._stats" in names or any(
-        pair == ("_compute_stats", "BatchNorm.__call__") for pair in pairwise(names)
-    )
-
-
 def with_variables(
     f: FunctionType, cells: dict[str, Any], named: dict[str, Any], defaults: Any
 ) -> FunctionType:
@@ -216,42 +231,3 @@ def with_variables(
     made = FunctionType(f.__code__, scope, f.__name__, defaults, closure)
     made.__kwdefaults__ = f.__kwdefaults__
     return made
-
-
-@cache
-def giving_capsules() -> Callable[[jax.Array], Any]:
-    """The function that exports an array on the CPU as a DLPack capsule.
-
-    `jax.Array.__dlpack__` first checks by a dozen calls that the array is on one device, which is
-    redundant if JAX has a single device. Gone: use that method.
-    """
-    library: ModuleType | None = sys.modules.get("jaxlib._jax")
-    give = getattr(library, "buffer_to_dlpack_managed_tensor", None)
-    try:
-        if give is not None and jax.device_count() == 1:
-            give(jax.device_put(np.zeros(16)))
-            return cast(Callable[[jax.Array], Any], give)
-    except TypeError:  # it takes other arguments
-        pass
-    return lambda x: x.__dlpack__()
-
-
-@cache
-def taking_capsules() -> Callable[[Any], jax.Array] | None:
-    """The function that imports a DLPack capsule of CPU memory without a copy, or None.
-
-    `jax.dlpack.from_dlpack` queries the CPU for a stream and catches the exception, which takes six
-    times as long as the rest. If None (a changed signature), use that function.
-    """
-    library: ModuleType | None = sys.modules.get("jaxlib._jax")
-    take = getattr(library, "dlpack_managed_tensor_to_buffer", None)
-    device, example = jax.local_devices(backend="cpu")[0], np.zeros(16)
-    kind = int(example.__dlpack_device__()[0])
-    if take is None:
-        return None
-    try:
-        result = take(example.__dlpack__(), device, None, None, kind)
-    except TypeError:
-        return None
-    whole = isinstance(result, jax.Array)
-    return (lambda capsule: take(capsule, device, None, None, kind)) if whole else None

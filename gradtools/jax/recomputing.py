@@ -13,8 +13,8 @@ from gradtools.backend import Array
 from gradtools.errors import GradtoolsError
 from gradtools.integrations import integration
 from gradtools.jax import jaxprs, reachability, trees
-from gradtools.jax._upstream import ClosedJaxpr, constants_of
-from gradtools.jax.compiled_once import compiled, own
+from gradtools.jax.compiled_once import compiled
+from gradtools.jax.jaxprs import own
 from gradtools.jax.known_errors import flax_explained
 
 
@@ -67,7 +67,7 @@ def _recomputed(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         arrays = {i: x for i, x in numbers.items() if not isinstance(x, scalars)}
         out_def: list[Any] = []
 
-        def traced(xs: dict[int, Any]) -> Any:
+        def program_of(xs: dict[int, Any]) -> Any:
             def fresh(*xs_now: Any) -> Any:  # new, for JAX caches the traces of a function
                 moving = dict(zip(xs, xs_now, strict=True))
                 full = [moving.get(i, x) for i, x in enumerate(leaves)]
@@ -75,19 +75,17 @@ def _recomputed(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
                 outs, out_def[:] = _split_texts(f(*args, **kwargs))
                 return outs
 
-            program = jaxprs.named_after(f, fresh)
-            return xs, *jax.make_jaxpr(program, return_shape=True)(*xs.values())
+            return xs, *jaxprs.traced(jaxprs.named_after(f, fresh), *xs.values())
 
         try:
-            xs, closed, shapes = traced(numbers)
+            xs, program, consts = program_of(numbers)
         except jax.errors.JAXTypeError:
             if len(arrays) == len(numbers):
                 raise
-            xs, closed, shapes = traced(arrays)
-        closed = owning(closed)
-        refuse_to_repeat("checkpoint", closed)
-        result = compiled(f, closed, rematerialized)(closed.consts, list(xs.values()))
-        outs = jax.tree.unflatten(jax.tree.structure(shapes), result)
+            xs, program, consts = program_of(arrays)
+        refuse_to_repeat("checkpoint", program.jaxpr)
+        run = compiled(f, program.jaxpr, rematerialized)
+        outs = jax.tree.unflatten(program.treedef, run([*map(own, consts)], list(xs.values())))
         treedef, texts = out_def
         full = [y if text is None else text for y, text in zip(outs, texts, strict=True)]
         return trees.unflatten(treedef, full)
@@ -110,18 +108,13 @@ def _split_texts(out: Any) -> tuple[list[Any], tuple[Any, list[str | None]]]:
     return arrays, (treedef, texts)
 
 
-def owning(closed: Any) -> Any:
-    """A closed jaxpr whose NumPy constants are copied: the user may overwrite them later."""
-    return ClosedJaxpr(closed.jaxpr, [own(c) for c in constants_of(closed)])
-
-
-def refuse_to_repeat(caller: str, closed: Any) -> None:
+def refuse_to_repeat(caller: str, jaxpr: Any) -> None:
     """Raises if a program makes a mutable array, which JAX 0.10 cannot recompute.
 
     `jax.checkpoint` fails on one with a bare KeyError, and a scan over one returns a wrong value
     without an error in reverse mode.
     """
-    if jaxprs.holds(closed, "new_ref", "ref", "mutable_array", "empty_ref"):
+    if jaxprs.holds(jaxpr, "new_ref", "ref", "mutable_array", "empty_ref"):
         raise GradtoolsError(
             f"{caller}: f makes a mutable array (jax.new_ref), which JAX does not differentiate in "
             "what is repeated. Write x = x.at[i].set(y) instead."

@@ -17,7 +17,6 @@ import pytest
 
 import gradtools.jax as gt
 from gradtools import GradtoolsError
-from gradtools.errors import GradtoolsWarning
 
 RNG = np.random.default_rng(20261121)
 W = jnp.asarray(RNG.normal(size=(3, 4)))
@@ -897,38 +896,6 @@ def test_a_model_is_that_of_the_loop_in_values_gradients_and_statistics(model):
 
 
 def test_a_layer_norm_and_a_batch_norm_at_rest_are_as_without_chunks():
-    nn = pytest.importorskip("flax.linen")
-
-    class Net(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            x = nn.BatchNorm(use_running_average=True)(x)
-            return nn.LayerNorm()(nn.GroupNorm(num_groups=1)(x))
-
-    net = Net()
-    variables = net.init(jax.random.key(0), X)
-    same(
-        gt.chunked(lambda v, x: net.apply(v, x), 2, (None, 0))(variables, X),
-        net.apply(variables, X),
-        1e-5,
-        1e-6,
-    )
-
-
-def test_a_batch_norm_in_an_accumulated_loss_is_told_of_by_the_name_of_the_loss():
-    nn = pytest.importorskip("flax.linen")
-    net = nn.BatchNorm(use_running_average=False)
-    variables = net.init(gt.random_key(0), X)
-
-    def loss_that_normalises(v, x):
-        return jnp.sum(net.apply(v, x, mutable=["batch_stats"])[0] ** 2)
-
-    step = gt.microbatched_value_and_grad(loss_that_normalises, 2, in_axes=(None, 0))
-    with pytest.warns(GradtoolsWarning, match="loss_that_normalises holds a batch normalization"):
-        jax.eval_shape(step, variables, X)
-
-
-def test_a_layer_norm_and_a_batch_norm_at_rest_are_not_told_of():
     nn = pytest.importorskip("flax.linen")
 
     class Net(nn.Module):

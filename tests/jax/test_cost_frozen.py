@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import gradtools.jax as gt
-from gradtools.jax.rules.primitives import cotangent_p, primal_p, tangent_p, value_p
+from gradtools.jax.rules.primitives import primal_p, tangent_p, value_p
 
 WIDTH = 32
 Y = jnp.ones(WIDTH)
@@ -79,7 +79,7 @@ def flops_of(jaxpr):
     total = 0
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         assert eqn.primitive.name != "while", "a loop whose trips are unknown"
-        if eqn.primitive in (primal_p, value_p, tangent_p, cotangent_p):
+        if eqn.primitive in (primal_p, value_p, tangent_p):
             avals = [v.aval for v in eqn.invars]
             total += flops(partial(eqn.primitive.impl, **eqn.params), *avals)
             continue

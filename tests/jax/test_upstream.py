@@ -147,40 +147,6 @@ def test_there_is_no_public_name_for(name):
     assert not hasattr(source_info, name)
 
 
-def test_a_dlpack_capsule_becomes_an_array_in_its_memory():
-    take, memory = upstream.taking_capsules(), np.zeros(64 + 4 * 32, np.uint8)
-    start = -memory.ctypes.data % 64  # what begins elsewhere is copied
-    x = memory[start : start + 4 * 32].view(np.float32).reshape(4, 8)
-    x[:] = np.arange(32).reshape(4, 8)
-    assert take is not None
-    y = take(x.__dlpack__())
-    assert y.unsafe_buffer_pointer() == x.ctypes.data and y.dtype == x.dtype and y.shape == x.shape
-    np.testing.assert_array_equal(y, x)
-
-
-def test_an_array_becomes_a_dlpack_capsule_of_its_memory():
-    give, x = upstream.giving_capsules(), jnp.arange(32.0).reshape(4, 8)
-    y = upstream.taking_capsules()(give(x))
-    assert y.unsafe_buffer_pointer() == x.unsafe_buffer_pointer() and y is not x
-    np.testing.assert_array_equal(y, x)
-    assert not hasattr(give, "__code__")  # the short way is there
-
-
-def test_a_sharded_array_gives_no_dlpack_capsule_of_its_first_part():
-    run = """
-import jax, jax.numpy as jnp
-from gradtools.jax._upstream import giving_capsules
-jax.config.update("jax_num_cpu_devices", 2)
-whole = jax.sharding.NamedSharding(jax.make_mesh((2,), "i"), jax.sharding.PartitionSpec("i"))
-try:
-    giving_capsules()(jax.device_put(jnp.arange(8.0), whole))
-except BufferError as error:
-    print(error)
-"""
-    ran = subprocess.run([sys.executable, "-c", run], check=True, capture_output=True, text=True)
-    assert "singular device" in ran.stdout
-
-
 def test_a_call_by_jax_is_told_from_one_by_a_user():
     said = []
 
@@ -209,15 +175,6 @@ def _all_eqns(closed):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
                 yield from _all_eqns(inner)
-
-
-def test_statistics_of_a_batch_are_known_by_who_computes_them():
-    from flax import nnx
-
-    normed = lambda x: nnx.BatchNorm(3, rngs=nnx.Rngs(0))(x)
-    closed = jax.make_jaxpr(normed)(jnp.ones((4, 3)))
-    assert any(map(upstream.is_batch_statistic, _all_eqns(closed)))
-    assert not upstream.is_batch_statistic(_eqn(jnp.sin))
 
 
 def test_a_function_over_other_variables_leaves_the_first_as_it_is():

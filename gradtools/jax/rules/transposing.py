@@ -23,7 +23,7 @@ NOT_LINEAR = (NotImplementedError, TypeError, ValueError, AssertionError, Runtim
 def transpose_map(rule: Rule, which: str, linear: Any, examples: Any, values: Any) -> list[Any]:
     """The transpose of `linear` (shaped like `examples` to `values`), applied to `values`."""
     try:
-        if any(varies(v) for v in values):
+        if any(varies(v) for v in (*values, *examples)):
             return _transposed_by_vjp(linear, examples, values)
         return list(jax.linear_transpose(linear, *map(struct_of, examples))(list(values)))
     except READS_A_VALUE:
@@ -51,11 +51,11 @@ def _transposed_by_vjp(linear: Any, examples: Any, values: Any) -> list[Any]:
     `jax.linear_transpose` cannot express such types (check_vma=True). The jaxpr of the pullback
     must not depend on the point, which proves that the map is linear.
     """
-    axes = frozenset().union(*map(varies, values))
-    zeros = [varying(zeros_of(e), axes) for e in examples]
+    zeros = [zeros_of(e) for e in examples]
 
     def pulled(at: Any, cts: Any) -> Any:
-        return jax.vjp(lambda *v: linear(*v), *at)[1](cts)
+        outs, pullback = jax.vjp(lambda *v: linear(*v), *at)
+        return pullback([varying(ct, varies(y)) for ct, y in zip(cts, outs, strict=True)])
 
     closed = jax.make_jaxpr(lambda *v: linear(*v))(*zeros)
     eqns = [e for e in closed.jaxpr.eqns if e.primitive.name != "pvary"]

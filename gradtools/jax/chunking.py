@@ -327,7 +327,10 @@ def promoted(x: Array, aval: Any) -> Array:
 
 
 def _bar(chunks: Chunks) -> Callable[[Any], Any]:
-    """The index of a chunk, as a function that advances the progress bar when it is computed."""
+    """The index of a chunk, as a function that advances the progress bar when it is computed.
+
+    A program that is lowered for another platform has no bar.
+    """
     count = chunks.cut.count
     if not chunks.options.progress:
         return lambda index: index
@@ -342,8 +345,15 @@ def _bar(chunks: Chunks) -> Callable[[Any], Any]:
         if shown[0].n >= count:
             shown.pop().close()
 
-    def moved(index: Any) -> Any:
-        jax.debug.callback(move, index)
-        return index
+    @marked_as_chunk
+    def moved(i: Any) -> Any:
+        jax.debug.callback(move, i)
+        return i
 
-    return moved
+    name = jax.default_backend()
+    here = dict.fromkeys({"gpu": ("cuda", "rocm")}.get(name, (name,)), moved)
+    choose = marked_as_chunk(
+        lambda i: jax.lax.platform_dependent(i, **here, default=marked_as_chunk(lambda i: i))
+    )
+    # JAX 0.10 drops a branch's effects in partial evaluation of a scan, but not a checkpoint's
+    return lambda index: jax.checkpoint(choose)(jnp.asarray(index))

@@ -52,7 +52,8 @@ def traced(fun: Callable[..., Any], *args: Any) -> tuple[Program, list[Any]]:
 
 def own(x: Any) -> Any:
     """A copy of a NumPy array, which the user may overwrite before the backward pass."""
-    return jnp.array(x) if isinstance(x, np.ndarray) else x
+    # In a trace `jnp.array` keeps the memory.
+    return jnp.asarray(np.array(x)) if isinstance(x, np.ndarray) else x
 
 
 def open_jaxpr(jaxpr: Jaxpr) -> Jaxpr:

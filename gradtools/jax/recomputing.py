@@ -8,7 +8,6 @@ from typing import Any
 import jax
 import numpy as np
 
-from gradtools.arguments.wording import with_article
 from gradtools.backend import Array
 from gradtools.errors import GradtoolsError
 from gradtools.integrations import integration
@@ -16,6 +15,7 @@ from gradtools.jax import jaxprs, reachability, trees
 from gradtools.jax.compiled_once import compiled
 from gradtools.jax.jaxprs import own
 from gradtools.jax.known_errors import flax_explained
+from gradtools.rules import replaced_at
 
 
 def stateful(caller: str, f: Callable[..., Any], args: Any) -> Any:
@@ -56,56 +56,24 @@ def checkpointed(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 def _recomputed(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """f(*args, **kwargs), recomputed in the backward pass; captured NumPy arrays are copied.
 
-    Integers, bools and whatever is no number are constants of the program: f may branch on them,
-    count loops by them or shape arrays. A float is an input, so that another one compiles nothing
-    anew, unless f reads its value.
+    Arrays are inputs. Whatever else is a constant of the program: f may branch on it.
     """
     with flax_explained("checkpoint"):
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        numbers = {i: own(x) for i, x in enumerate(leaves) if _is_input(x)}
-        scalars = np.generic | float | complex
-        arrays = {i: x for i, x in numbers.items() if not isinstance(x, scalars)}
+        arrays = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray)]
         out_def: list[Any] = []
 
-        def program_of(xs: dict[int, Any]) -> Any:
-            def fresh(*xs_now: Any) -> Any:  # new, for JAX caches the traces of a function
-                moving = dict(zip(xs, xs_now, strict=True))
-                full = [moving.get(i, x) for i, x in enumerate(leaves)]
-                args, kwargs = jax.tree.unflatten(treedef, full)
-                outs, out_def[:] = _split_texts(f(*args, **kwargs))
-                return outs
+        def fresh(*xs: Any) -> Any:  # new, for JAX caches the traces of a function
+            args, kwargs = jax.tree.unflatten(treedef, replaced_at(leaves, arrays, xs))
+            outs, structure = trees.flatten(f(*args, **kwargs))
+            out_def[:] = [structure]
+            return outs
 
-            return xs, *jaxprs.traced(jaxprs.named_after(f, fresh), *xs.values())
-
-        try:
-            xs, program, consts = program_of(numbers)
-        except jax.errors.JAXTypeError:
-            if len(arrays) == len(numbers):
-                raise
-            xs, program, consts = program_of(arrays)
+        xs = [own(leaves[i]) for i in arrays]
+        program, consts = jaxprs.traced(jaxprs.named_after(f, fresh), *xs)
         refuse_to_repeat("checkpoint", program.jaxpr)
-        run = compiled(f, program.jaxpr, rematerialized)
-        outs = jax.tree.unflatten(program.treedef, run([*map(own, consts)], list(xs.values())))
-        treedef, texts = out_def
-        full = [y if text is None else text for y, text in zip(outs, texts, strict=True)]
-        return trees.unflatten(treedef, full)
-
-
-def _is_input(x: Any) -> bool:
-    whole = isinstance(x, np.integer | np.bool_)
-    return isinstance(x, float | complex) or (hasattr(x, "dtype") and not whole)
-
-
-def _split_texts(out: Any) -> tuple[list[Any], tuple[Any, list[str | None]]]:
-    """Splits an output: its arrays, and its structure with the strings among its leaves."""
-    leaves, treedef = trees.flatten(out)
-    for x, path in zip(leaves, trees.leaf_paths(out), strict=True):
-        if not (hasattr(x, "dtype") or isinstance(x, bool | int | float | complex | str)):
-            came = with_article(type(x).__name__)
-            raise GradtoolsError(f"checkpoint: f returned {came} at output{path}; expected arrays.")
-    texts = [x if isinstance(x, str) else None for x in leaves]
-    arrays = [None if isinstance(x, str) else x for x in leaves]
-    return arrays, (treedef, texts)
+        outs = compiled(f, program.jaxpr, rematerialized)([*map(own, consts)], xs)
+        return trees.unflatten(out_def[0], outs)
 
 
 def refuse_to_repeat(caller: str, jaxpr: Any) -> None:

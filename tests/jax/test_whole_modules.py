@@ -502,50 +502,6 @@ def test_a_module_whose_call_fails_stands_as_it_was():
     assert int(net.calls[...]) == 0
 
 
-# --- a player of which a part is frozen --------------------------------------------------
-
-
-def flops_of(f, *args):
-    return jax.jit(f).lower(*args).compile().cost_analysis()["flops"]
-
-
-@pytest.mark.slow
-def test_a_partly_frozen_equinox_player_costs_no_work_for_what_is_frozen():
-    m = eqx.nn.MLP(3, 1, 64, 3, key=jax.random.key(0), dtype=F64)
-    free = jax.tree.map(lambda _: False, m)
-    free = eqx.tree_at(lambda m: (m.layers[-1].weight, m.layers[-1].bias), free, (True, True))
-    part, rest = eqx.partition(m, free)
-    x = jnp.ones((256, 3))
-    loss = lambda p, q: (jax.vmap(eqx.combine(p, rest))(x) * q).mean()
-
-    _, (g, _) = gt.minimax_value_and_grad(loss, 0, 1)(part, jnp.asarray(2.0))
-    wanted = eqx.filter_grad(lambda m: (jax.vmap(m)(x) * 2.0).mean())(m)
-    same(g, [wanted.layers[-1].weight, wanted.layers[-1].bias])
-    buffer = gt.assign_gradients(eqx.filter(m, eqx.is_inexact_array), g)
-    same(buffer.layers[-1].weight, wanted.layers[-1].weight)
-    assert buffer.layers[0].weight is m.layers[0].weight
-
-    whole = eqx.filter(m, eqx.is_inexact_array)
-    static = eqx.filter(m, eqx.is_inexact_array, inverse=True)
-    all_of_it = lambda p, q: (jax.vmap(eqx.combine(p, static))(x) * q).mean()
-    forward = flops_of(all_of_it, whole, 2.0)
-    assert flops_of(gt.minimax_value_and_grad(loss, 0, 1), part, 2.0) < 1.1 * forward
-    assert flops_of(gt.minimax_value_and_grad(all_of_it, 0, 1), whole, 2.0) > 2 * forward
-
-
-def test_a_partly_frozen_nnx_player_is_chosen_by_a_filter():
-    net = Plain()
-    graph, part, rest = nnx.split(net, lambda path, _: path[0] == "b", ...)
-    f = lambda p, q: (nnx.merge(graph, p, rest)(X) * q).mean()
-    _, (g, up) = gt.minimax_value_and_grad(f, 0, 1)(part, jnp.asarray(2.0))
-    wanted = nnx.grad(lambda net: (net(X) * 2.0).mean())(net)
-    same(g, [wanted["b"]["bias"], wanted["b"]["kernel"]])
-    buffer = gt.assign_gradients(nnx.state(net, nnx.Param), g)
-    same(buffer["b"], wanted["b"])
-    same(buffer["a"], nnx.state(net.a))
-    same(up, -net(X).mean())
-
-
 # --- modules inside of trees that JAX does not know --------------------------------------------
 
 
@@ -589,26 +545,6 @@ def test_nnx_modules_inside_of_a_container_are_differentiated_and_change(form):
         jax.tree.map(np.testing.assert_array_equal, now, then)
     again = gt.assign_gradients(None, grads)
     jax.tree.map(np.testing.assert_array_equal, taken(again, "dec"), taken(grads, "dec"))
-
-
-@pytest.mark.sweep_at("mapping")
-@pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)
-def test_equinox_modules_inside_of_a_container_keep_what_is_no_array_apart(form):
-    eqx = pytest.importorskip("equinox")
-    keys = jax.random.split(jax.random.key(0))
-    modules = eqx.nn.MLP(3, 4, 8, 1, key=keys[0]), eqx.nn.MLP(4, 1, 8, 1, key=keys[1])
-    x = jnp.ones(3)
-    grads = gt.grad(joint)(form(*modules), x)
-    wanted = eqx.filter_grad(lambda pair: joint(form(*pair), x))(modules)
-    for name, like in zip(("enc", "dec"), wanted, strict=True):
-        jax.tree.map(np.testing.assert_array_equal, taken(grads, name), like)
-
-
-def test_argnums_that_are_a_class_are_refused():
-    nnx = pytest.importorskip("flax.nnx")
-    for argnums in (nnx.Param, nnx.DiffState(0, nnx.Param)):
-        with pytest.raises(GradtoolsError, match="grad: argnums must hold integers"):
-            gt.grad(lambda x: x, argnums=argnums)(1.0)
 
 
 def test_a_frozen_module_is_a_module():

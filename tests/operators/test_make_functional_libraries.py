@@ -391,16 +391,6 @@ def test_an_equinox_module_that_takes_any_keyword_gets_the_key():
     assert np.array_equal(apply(params, state, jnp.ones(2), key=KEY)[0], wanted)
 
 
-@LIBRARIES
-def test_wrong_params_are_named(make):
-    apply, params, state = make()
-    x = jnp.ones((BATCH, IN))
-    with pytest.raises(GradtoolsError, match=r"params.* has shape .*the module's has"):
-        apply(jax.tree.map(lambda p: jnp.ones((7, *p.shape)), params), state, x, key=KEY)
-    with pytest.raises(GradtoolsError, match="missing: "):
-        apply({}, state, x, key=KEY)
-
-
 def test_what_is_no_module_or_has_the_wrong_variables_is_refused():
     with pytest.raises(GradtoolsError, match=r"an int; .*flax.linen, flax.nnx or equinox"):
         make_functional(3)

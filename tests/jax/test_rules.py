@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -236,3 +240,65 @@ def test_a_rule_is_transposed_by_its_pullback_after_it_was_linearized():
     (transposed,) = jax.linear_transpose(double, x)(x)
     np.testing.assert_array_equal(slope, 3 * x)
     np.testing.assert_array_equal(transposed, 3 * x)
+
+
+ON_FOUR_DEVICES = """
+import jax, jax.numpy as jnp, numpy as np
+jax.config.update("jax_enable_x64", True)
+import gradtools.jax as gt
+P, psum = jax.sharding.PartitionSpec, lambda x: jax.lax.psum(x, "i")
+mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+X, W = jnp.linspace(0.5, 2, 8).reshape(4, 2), jnp.array([0.3, -0.7])
+shared = lambda w, b: jnp.tanh(b * w).sum(-1) + (w**2).sum()  # w is the same on each device
+summed = lambda x: psum(jnp.sin(x))  # the output is
+
+def ruled(f, mode, fwd=None, bwd=None):
+    if mode == "frozen":
+        return gt.frozen(f)
+    rule = gt.custom_rule(f)
+    if "vjp" in mode:
+        rule.defvjp(fwd or (lambda *xs: jax.vjp(f, *xs)), bwd or (lambda pull, c: pull(c)))
+    if "jvp" in mode:
+        rule.defjvp(lambda p, t: jax.jvp(f, p, t))
+    return rule
+
+loss = lambda f, b: lambda w: psum((f(w, b) ** 2).sum())
+OF_SHARED = {
+    "sum": lambda f: lambda w, b: jax.grad(loss(f, b))(w),
+    "local": lambda f: lambda w, b: jax.grad(lambda w: f(w, b).sum())(w),
+    "b": lambda f: lambda w, b: psum(jax.grad(lambda b: f(w, b).sum())(b).sum(0)),
+    "jvp": lambda f: lambda w, b: psum(jax.jvp(f, (w, b), (w * 2, b + 1))[1].sum()),
+    "jvp in w": lambda f: lambda w, b: psum(jax.jvp(lambda w: f(w, b), (w,), (w,))[1].sum()),
+    "hessian": lambda f: lambda w, b: jax.hessian(loss(f, b))(w),
+    "twice": lambda f: lambda w, b: jax.grad(lambda w: (jax.grad(loss(f, b))(w) ** 2).sum())(w),
+}
+square = lambda f: lambda b: (f(b) ** 2).sum()
+OF_SUMMED = {
+    "grad": lambda f: jax.grad(square(f)),
+    "jvp": lambda f: lambda b: jax.jvp(f, (b,), (b * 2,))[1] + 0 * b,
+    "hvp": lambda f: lambda b: jax.jvp(jax.grad(square(f)), (b,), (b * 2,))[1],
+}
+by_hand = {"fwd": lambda x: (summed(x), x), "bwd": lambda x, c: (c * jnp.cos(x),)}
+for of, f, args, specs, out, modes, more in (
+    (OF_SHARED, shared, (W, X), (P(), P("i")), P(), ("vjp", "jvp", "vjp, jvp", "frozen"), {}),
+    (OF_SUMMED, summed, (X,), (P("i"),), P("i"), ("vjp", "jvp", "vjp, jvp"), by_hand),
+):
+    for name, derivative in of.items():
+        run = lambda f: jax.jit(
+            jax.shard_map(derivative(f), mesh=mesh, in_specs=specs, out_specs=out))(*args)
+        for mode in modes:
+            np.testing.assert_allclose(run(ruled(f, mode, **more)), run(f), 1e-12, err_msg=name)
+print("right")
+"""
+
+
+@pytest.mark.slow
+def test_a_rule_of_inputs_or_outputs_that_devices_share_has_the_derivatives_of_its_code():
+    flags = "--xla_force_host_platform_device_count=4"
+    ran = subprocess.run(
+        [sys.executable, "-c", ON_FOUR_DEVICES],
+        env={**os.environ, "XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.stdout.strip() == "right", ran.stderr[-2000:]

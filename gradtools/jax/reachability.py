@@ -48,6 +48,12 @@ def _outside() -> Any:
         return pool.submit(get_opaque_trace_state, convention="flax").result()
 
 
+def reached(closed_jaxpr: Jaxpr) -> list[bool]:
+    """For each input of a jaxpr: does it reach an inexact output?"""
+    matrix = reached_matrix(closed_jaxpr)
+    return [any(row[i] for row in matrix) for i in range(len(open_jaxpr(closed_jaxpr).invars))]
+
+
 def reached_matrix(closed_jaxpr: Jaxpr) -> list[list[bool]]:
     """For each output and each input of a jaxpr: does the input reach the output?
 

@@ -209,22 +209,6 @@ def product(seen, **options):
     return g
 
 
-TRANSFORMS = {
-    "eager": lambda h: h,
-    "jit": jax.jit,
-    "vmap": lambda h: lambda x, y: jax.vmap(h)(x[None], y[None])[0],
-    "checkpoint": lambda h: lambda x, y: jax.checkpoint(h)(x, y),
-}
-
-
-@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_fwd_knows_what_is_differentiated_and_saves_that_alone(transform):
-    seen = []
-    g = product(seen)
-    same(jax.grad(lambda x: transform(lambda x, y: g(x, y).sum())(x, 2 * X))(X), 2 * X)
-    assert set(seen) == {(True, False)}
-
-
 def test_derivatives_of_several_levels_each_get_what_they_ask_for():
     g = product([])
     inner = lambda x, y: jax.grad(total(g), 0)(x, y).sum()
@@ -263,19 +247,6 @@ def test_bwd_gets_none_for_a_cotangent_that_is_zero_and_the_rule_for_a_tangent()
 
 
 # --- everything else that JAX's own can do -----------------------------------------------
-
-
-def test_parts_of_a_forward_rule_may_be_given_for_each_argument():
-    g = gt.custom_rule(lambda x, y, n: x * jnp.exp(y))
-    g.defjvps(lambda t, out, x, y, n: t * jnp.exp(y), lambda t, out, x, y, n: t * out, None)
-    native = jax.custom_jvp(lambda x, y, n: x * jnp.exp(y))
-    native.defjvps(lambda t, out, x, y, n: t * jnp.exp(y), lambda t, out, x, y, n: t * out, None)
-    same(jax.grad(g, (0, 1))(2.0, 0.5, 1.0), jax.grad(native, (0, 1))(2.0, 0.5, 1.0))
-    same(jax.hessian(g, 1)(2.0, 0.5, 1.0), 2 * np.exp(0.5))
-    one = gt.custom_rule(lambda x, y, n: x)
-    one.defjvps(lambda t, out, *args: t)
-    with pytest.raises(GradtoolsError, match="1 rules for 3 arguments"):
-        jax.grad(one)(1.0, 2.0, 3.0)
 
 
 def test_a_rule_that_closes_over_a_tracer_runs_where_nothing_is_differentiated():

@@ -198,7 +198,7 @@ def _native(
             if rule.fills("tangent"):
                 dxs = filled(dxs, like_xs)
             pairs = zip(given_tangent(saved, dxs), like_ys, strict=True)
-            return [_checked(rule, "tangent", dy, like) for dy, like in pairs if like is not None]
+            return [_dense(dy, like) for dy, like in pairs if like is not None]
 
         def pull(*cts: Any) -> list[Any]:
             pairs = zip(cotangent(saved, cts), dxs, strict=True)
@@ -215,10 +215,7 @@ def _native(
                 cts = filled(cts, without_none(like_ys))
             conjugated = spread([None if ct is None else conj(ct) for ct in cts], inexact)
             triples = zip(given_cotangent(saved, conjugated), like_xs, moving, strict=True)
-            return [
-                conj(_checked(rule, "cotangent", ct, like)) if moves else None
-                for ct, like, moves in triples
-            ]
+            return [conj(_dense(ct, like)) if moves else None for ct, like, moves in triples]
 
         def push(*dxs: Any) -> list[Any]:
             return tangent(saved, spread(dxs, moving))
@@ -248,7 +245,7 @@ def _split(rule: JvpRule, xs: Sequence[Any], perturbed: Mask | None = None) -> L
         full = spread(dxs, mask)
         values, dys = rule.jvp(xs, filled(full, full_like) if rule.fills("tangent") else full)
         pairs = zip(dys, likes_of(values), strict=True)
-        return values, [_checked(rule, "tangent", dy, y) for dy, y in pairs if y is not None]
+        return values, [_dense(dy, y) for dy, y in pairs if y is not None]
 
     def push(*dxs: Any) -> list[Any]:
         ys[:], dys = evaluated(*dxs)
@@ -266,19 +263,11 @@ def _split(rule: JvpRule, xs: Sequence[Any], perturbed: Mask | None = None) -> L
         if any(staged):
             return None
         like_ys = without_none(likes_of(ys))
-        hoisted, consts = traced(lambda *cts: list(pull(list(cts))), *map(zeros_of, like_ys))
+        back, consts = traced(lambda *cts: list(pull(list(cts))), *map(zeros_of, like_ys))
     except (*READS_A_VALUE, jax.errors.JaxRuntimeError):  # the latter for example out of memory
         raise
     except (*NOT_LINEAR, GradtoolsError):
         return None  # forward mode needs no transpose; reverse mode will raise
-
-    follows = [isinstance(c, jax.core.Tracer) for c in consts]
-    extras = [c for c, f in zip(consts, follows, strict=True) if f]
-    fixed = [None if f else c for c, f in zip(consts, follows, strict=True)]  # no tracers
-
-    def back(saved: Entries, *cts: Any) -> list[Any]:
-        new = iter(saved)
-        return hoisted([next(new) if f else c for c, f in zip(fixed, follows, strict=True)], *cts)
 
     def tangent(saved: Entries, dxs: Entries) -> list[Any]:
         full = filled([dx for dx, m in zip(dxs, mask, strict=True) if m], like_xs)
@@ -288,9 +277,9 @@ def _split(rule: JvpRule, xs: Sequence[Any], perturbed: Mask | None = None) -> L
         return spread(back(saved, *filled(cts, like_ys)), mask)
 
     places = {id(x): i for i, x in reversed(list(enumerate([*xs, *ys])))}
-    own = list({id(c): c for c in extras if id(c) not in places}.values())
+    own = list({id(c): c for c in consts if id(c) not in places}.values())
     places |= {id(c): len(xs) + len(ys) + k for k, c in enumerate(own)}
-    return Linearized(list(ys), own, tuple([places[id(c)] for c in extras]), tangent, cotangent)
+    return Linearized(list(ys), own, tuple([places[id(c)] for c in consts]), tangent, cotangent)
 
 
 def _signature(xs: Sequence[Any], perturbed: Mask | None) -> Any:
@@ -305,16 +294,9 @@ def differentiated_inputs(rule: Rule, likes: Sequence[Any], perturbed: Mask | No
     ]
 
 
-def _checked(rule: Rule, which: str, value: Any, like: Any) -> Any:
-    """A map's result with zeros for None, or an error if its shape is wrong."""
-    if value is None:
-        return zeros_of(like)
-    if jnp.shape(value) != tuple(like.shape):
-        raise GradtoolsError(
-            f"rule {rule.name!r}: its {which} map returned shape {jnp.shape(value)}, "
-            f"expected {tuple(like.shape)}, that of what it belongs to."
-        )
-    return jnp.asarray(value, like.dtype)
+def _dense(value: Any, like: Any) -> Any:
+    """A map's result, with zeros for None."""
+    return zeros_of(like) if value is None else jnp.asarray(value, like.dtype)
 
 
 # --- closure conversion: arrays that a rule closes over become its inputs ------------------------

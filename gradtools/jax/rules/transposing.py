@@ -83,19 +83,8 @@ def transpose(
     return transpose_map(rule, which, own, [jax.typeof(x) for x in examples], values)
 
 
-def pull(
-    fun: Callable[..., list[Any]], xs: Sequence[Any], cts: Any, reached: list[bool] | None = None
-) -> list[Any]:
-    """The pullback of `fun` at xs, applied to `cts` (None is zero) or to `cts(outputs)`.
-
-    Args:
-        fun: The function.
-        xs: The point.
-        cts: The cotangents, or a function that makes them from the outputs.
-        reached: If empty, filled with True for each of xs. A jaxpr tells the reachability.
-    """
-    if reached == []:
-        reached += [True for _ in xs]
+def pull(fun: Callable[..., list[Any]], xs: Sequence[Any], cts: Any) -> list[Any]:
+    """The pullback of `fun` at xs, applied to `cts` (None is zero) or to `cts(outputs)`."""
     known = [] if callable(cts) else without_none(cts)
     axes = frozenset().union(*map(varies, [*xs, *known]))
     outs, pullback = jax.vjp(lambda *a: list(fun(*a)), *[varying(x, axes) for x in xs])
@@ -103,10 +92,3 @@ def pull(
     zero = lambda y: jnp.zeros_like(y) if is_inexact(y) else np.zeros(y.shape, jax.dtypes.float0)
     full = [zero(y) if ct is None else conj(varying(ct, axes)) for y, ct in pairs]
     return [conj(x) for x in pullback(full)]
-
-
-def value_and_push(
-    fun: Callable[..., list[Any]], xs: Sequence[Any], dxs: Sequence[Any]
-) -> tuple[list[Any], list[Any]]:
-    """The outputs and the pushforward, by one evaluation."""
-    return jax.jvp(lambda *a: list(fun(*a)), tuple(xs), tuple(dxs))

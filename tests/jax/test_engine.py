@@ -167,36 +167,6 @@ def test_weak_types_are_those_of_plain_jax():
     assert (value.dtype, g.dtype) == (plain_value.dtype, plain.dtype)
 
 
-@operators
-def test_a_python_number_takes_the_dtype_of_what_it_meets(operator):
-    seen = []
-    f = lambda x: seen.append((x * jnp.bfloat16(2)).dtype) or jnp.float32(x * 2)
-    if operator == "mixed_partial":
-        gt.mixed_partial(lambda y, g: f(y) * g, jnp.sin, 1.5, jnp.ones(()), jnp.ones(()))
-    else:
-        x, step = 1.5, 1.0
-        {
-            "vjp": lambda: gt.vjp(f, x),
-            "jvp": lambda: gt.jvp(f, (x,), (step,)),
-            "linearize": lambda: gt.linearize(f, x),
-            "hvp": lambda: gt.hvp(f, (x,), (step,)),
-            "hvp, reverse": lambda: gt.hvp(f, (x,), (step,), "reverse_over_reverse"),
-            "minimax": lambda: gt.minimax_value_and_grad(lambda x, y: f(x) * y, 0, 1)(x, x),
-            "per_example_grad": lambda: gt.per_example_grad(lambda w, t: f(w) * t)(x, X),
-        }.get(operator, lambda: getattr(gt, operator)(f)(x))()
-    assert set(seen) == {jnp.dtype(jnp.bfloat16)}
-
-
-def test_keys_in_other_arguments_are_welcome():
-    key = jax.random.key(0)
-    f = lambda x, key: jnp.sum(x * jax.random.normal(key, (2,)))
-    _same(gt.grad(f)(X, key), jax.random.normal(key, (2,)))
-    _same(jax.jit(gt.grad(f))(X, key), jax.random.normal(key, (2,)))
-    keys = jax.random.split(key, 3)
-    found = gt.per_example_grad(f)(X, keys)
-    _same(found[2], jax.random.normal(keys[2], (2,)))
-
-
 CONSTANTS = {"weak": lambda: jnp.asarray(2.0), "strong": lambda: jnp.float32(2)}
 
 

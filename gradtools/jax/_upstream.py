@@ -1,10 +1,10 @@
 """Every undocumented name of JAX that gradtools uses, each with its reason; no other file uses any.
 
-`jax._src` is used for the classes of a jaxpr only. They are public in `jax.extend.core`, whose
-import loads all of Pallas, which took half of the time of `import gradtools.jax`; a test asserts
-that they are the same objects. The rest are fields of records (an equation's source, a jaxpr's
-origin) for pictures, formulas and error messages, and one method's name. All exist in JAX 0.7.2 to
-0.12 but where an entry names versions.
+`jax._src` is used for the classes of a jaxpr and for one cache. The classes are public in
+`jax.extend.core`, whose import loads all of Pallas, which took half of the time of
+`import gradtools.jax`; a test asserts that they are the same objects. The rest are fields of records
+(an equation's source, a jaxpr's origin) for pictures, formulas and error messages, and one method's
+name. All exist in JAX 0.7.2 to 0.12 but where an entry names versions.
 "Gone:" says what to do once a name no longer exists. `tests/jax/test_upstream.py` tests the
 behaviour of each.
 """
@@ -28,11 +28,15 @@ from jax._src.core import Primitive as Primitive
 from jax._src.core import get_opaque_trace_state as get_opaque_trace_state
 from jax._src.core import set_current_trace as set_current_trace
 from jax._src.core import take_current_trace as take_current_trace
-from jax.interpreters.partial_eval import DynamicJaxprTracer as DynamicJaxprTracer
+from jax.interpreters import partial_eval
 
 from gradtools.code_origin import is_in
 
 ClosedJaxpr: Any = getattr(_core, "ClosedJaxpr", Jaxpr)  # one class from JAX 0.12 on
+
+
+DynamicJaxprTracer: Any = getattr(partial_eval, "DynamicJaxprTracer", ())
+"""The class of a jaxpr's tracers. Gone: the forward pass of each rule is traced twice."""
 
 
 class RulePrimitive(Primitive):

@@ -2,9 +2,9 @@
 
 `jax._src` is used for the classes of a jaxpr and for one cache. The classes are public in
 `jax.extend.core`, whose import loads all of Pallas, which took half of the time of
-`import gradtools.jax`; a test asserts that they are the same objects. The rest are fields of records
-(an equation's source, a jaxpr's origin) for pictures, formulas and error messages, and one method's
-name. All exist in JAX 0.7.2 to 0.12 but where an entry names versions.
+`import gradtools.jax`; a test asserts that they are the same objects. The rest are fields of
+records (an equation's source, a jaxpr's origin) for pictures, formulas and error messages, and one
+method's name. All exist in JAX 0.7.2 to 0.12 but where an entry names versions.
 "Gone:" says what to do once a name no longer exists. `tests/jax/test_upstream.py` tests the
 behaviour of each.
 """

@@ -75,6 +75,14 @@ def second(loss, *args):
 # --- the same function ---------------------------------------------------------------------
 
 
+def test_chunks_that_are_kept_and_those_that_are_not_hold_their_own_examples():
+    """Interleaved into 4, 4, 4 and 3: the second and the third are one run that is kept."""
+    x = jnp.arange(15.0)
+    run = gt.chunked(jnp.sin, 4, interleaved=True)
+    same(run(x), jnp.sin(x))
+    same(jax.grad(lambda x: (run(x) * x).sum())(x), jnp.cos(x) * x + jnp.sin(x))
+
+
 def meeting(w, x):
     """In it the examples of a chunk meet, so it matters which they are."""
     return jnp.sin(x @ w) * jnp.cos(x @ w).sum(0)

@@ -232,6 +232,16 @@ def test_a_constant_of_a_rule_is_not_taken_for_one_that_is_gone():
         assert not any(isinstance(x, int) for x in inputs[1:])
 
 
+def test_a_tangent_of_what_an_edit_does_not_differentiate_runs_no_map():
+    x = jnp.arange(3.0)
+
+    def moved(scale, tangent):
+        return jax.jvp(lambda s: gt.scale_gradient(x, s), (scale,), (tangent,))
+
+    names = [e.primitive.name for e in jax.make_jaxpr(moved)(2.0, 1.0).jaxpr.eqns]
+    assert [name for name in names if "gradtools" in name] == ["gradtools_primal"]
+
+
 def test_a_rule_is_transposed_by_its_pullback_after_it_was_linearized():
     double = gt.custom_rule(lambda x: 2 * x)
     double.defvjp(lambda x: (2 * x, None), lambda _, ct: (3 * ct,))  # not what its code gives

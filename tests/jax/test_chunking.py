@@ -150,6 +150,15 @@ def test_what_is_no_array_in_a_list_reaches_f_as_it_is():
     same(gt.chunked(f, 2)(xs), jnp.stack([X[i] * len(n) for i, n in enumerate(names)]))
 
 
+def test_gradients_of_chunks_of_unlike_kinds_go_to_their_own_examples():
+    """Interleaved into 2, 2, 2 and 1, of which the second and the third are alike."""
+    names, x = ["a", "bb", "bb", "bb", "a", "bb", "bb"], jnp.arange(7.0)
+    f = lambda names, x: jnp.sin(x) * jnp.asarray([float(len(name)) for name in names])
+    run = gt.chunked(f, 2, interleaved=True)
+    slope = lambda f: jax.grad(lambda x: (f(names, x) * x).sum())(x)
+    same(slope(run), slope(f))
+
+
 # --- keys ----------------------------------------------------------------------------------
 
 

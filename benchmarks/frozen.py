@@ -43,7 +43,7 @@ from torch.utils.flop_counter import flop_registry
 
 import gradtools.jax as gj
 import gradtools.torch as gt
-from gradtools.jax.rules.primitives import cotangent_p, primal_p, tangent_p, value_p
+from gradtools.jax.rules.primitives import primal_p, tangent_p, value_p
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
@@ -322,7 +322,7 @@ def flops_of(jaxpr: Any) -> int:
     total = 0
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
         assert eqn.primitive.name != "while", "a loop whose trips are unknown"
-        if eqn.primitive in (primal_p, value_p, tangent_p, cotangent_p):
+        if eqn.primitive in (primal_p, value_p, tangent_p):
             avals = [v.aval for v in eqn.invars]
             total += flops_of(jax.make_jaxpr(partial(eqn.primitive.impl, **eqn.params))(*avals))
             continue

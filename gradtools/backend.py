@@ -181,14 +181,8 @@ class Differentiation(Arrays):
         return self.filled(result.pullback(cts), xs)
 
     def push(self, fun: Any, xs: Sequence[Array], dxs: Sequence[Any]) -> list[Array]:
-        return self.value_and_push(fun, xs, dxs)[1]
-
-    def value_and_push(
-        self, fun: Any, xs: Sequence[Array], dxs: Sequence[Any]
-    ) -> tuple[list[Array], list[Array]]:
-        """The outputs and their tangents, of one evaluation."""
-        outs, _, pushed = self.jvp(lambda *a: (list(fun(*a)), []), list(xs), list(dxs))
-        return outs, pushed
+        """The tangents of fun at xs along dxs."""
+        return self.jvp(lambda *a: (list(fun(*a)), []), list(xs), list(dxs))[2]
 
     def attempt(self, fun: Callable[..., list[Array]], *xs: Array) -> list[Array]:
         """`fun(*xs)`, which raises now, not when the result is used, if it has no derivative."""

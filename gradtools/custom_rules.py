@@ -99,7 +99,7 @@ _CACHES = frozenset(
     "_direct _specializations _version_key _by_key _transient _key_of _out_of".split()
 )
 _MAPS = ("fwd", "bwd", "jvp")
-_SETTINGS = {"fun", *_MAPS, "remat", "symbolic_zeros", "static_argnames", "kernel"}
+_SETTINGS = {"fun", *_MAPS, "symbolic_zeros", "static_argnames", "kernel"}
 
 
 @user_facing_methods
@@ -113,8 +113,6 @@ class CustomRule:
         fwd: The rule's forward pass, None if not given.
         bwd: The rule's backward pass, None if not given.
         jvp: The forward rule, None if not given.
-        remat: Whether under `jax.checkpoint` the first pass runs f instead of fwd
-            (`optimize_remat`).
         static_argnames: The names of the static arguments.
         symbolic_zeros: Which maps have symbolic zeros: any of "tangent" and "cotangent".
     """
@@ -134,7 +132,6 @@ class CustomRule:
         self.fwd: Callable[..., Any] | None = None
         self.bwd: Callable[..., Any] | None = None
         self.jvp: Callable[..., Any] | None = None
-        self.remat = False
         self.symbolic_zeros: frozenset[str] = frozenset()
         self._backend = backend
         self.static_argnames = _static_names(static_argnames)
@@ -208,14 +205,13 @@ class CustomRule:
             symbolic_zeros: Whether fwd and bwd see what is not differentiated. Instead of each
                 array and number fwd then gets an object with `value` and `perturbed` (PyTorch's
                 `needs_input_grad`), and bwd gets None for a cotangent that is zero.
-            optimize_remat: As in `jax.custom_vjp`, whether under `jax.checkpoint` the first forward
-                pass, which is recomputed later, runs f instead of fwd. No effect with
-                symbolic_zeros, and in PyTorch, whose checkpoint runs the forward pass unchanged.
+            optimize_remat: Accepted as by `jax.custom_vjp`; it has no effect. fwd is inlined, so
+                residuals that a checkpoint recomputes are not computed in the first pass.
         """
         check_function(f"{self.__name__}.defvjp", fwd, "fwd", curried=False)
         check_function(f"{self.__name__}.defvjp", bwd, "bwd", curried=False)
         self._check_count("defvjp", "bwd", bwd, "residuals", "cotangent")
-        self.fwd, self.bwd, self.remat = fwd, bwd, optimize_remat
+        self.fwd, self.bwd = fwd, bwd
         self._is_symbolic("cotangent", symbolic_zeros)
 
     def _check_count(self, definition: str, name: str, rule: Any, *arguments: str) -> None:
@@ -417,7 +413,6 @@ class CustomRule:
         return Contract(
             f"{self._kind} {self.__name__}",
             functions={role: name_of(f) for role, f in self._maps().items()},
-            remat=self.remat and "cotangent" not in self.symbolic_zeros,
             checked=self._is_checked,
         )
 

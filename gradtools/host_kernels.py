@@ -293,11 +293,15 @@ class KernelCall:
         """
         if not self.kernel.raw:
             xs = [read_only(x) for x in xs]
-        full = [np.broadcast_to(x, (*batch, *x.shape[len(batch) :])) for x in xs] if batch else xs
+        n = len(batch)
+        full = [
+            x if x.shape[:n] == batch else np.broadcast_to(x, (*batch, *x.shape[n:])) for x in xs
+        ]
         if self.kernel.raw:
             return self._checked(self._called(full), expected, batch)
         if not batch or self.kernel.vectorized:
-            return self.fresh([*map(read_only, full)] if batch else xs, expected, batch)
+            full = [x if x.flags.c_contiguous else read_only(x) for x in full]
+            return self.fresh(full, expected, batch)
         ys = [np.empty((*batch, *s.shape), carrier(s.dtype)) for s in expected.specs]
         for i in np.ndindex(*batch):
             example = self._checked(self._called([x[(*i, ...)] for x in full]), expected)

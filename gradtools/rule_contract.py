@@ -35,20 +35,17 @@ class Aval:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Contract:
-    """The checks of one user-written rule, and its author's options.
+    """The checks of one user-written rule.
 
     Attributes:
         name: The rule's name in messages, such as "custom_rule sinh".
         functions: The names of its functions, such as {"bwd": "sin_bwd"}, for printing.
-        remat: Whether f computes the value instead of fwd if the residuals are not used, because
-            they are recomputed later (`optimize_remat`).
         checked: Whether it is checked; False for a function of the other framework.
         passed: The checks that passed.
     """
 
     name: str
     functions: Mapping[str, str] = field(default_factory=dict)
-    remat: bool = False
     checked: bool = True
     passed: set[Hashable] = field(default_factory=set)
 

@@ -19,7 +19,7 @@ import gradtools.jax as gt
 from gradtools.errors import GradtoolsError
 from gradtools.jax.arrays import check_key
 from gradtools.jax.known_errors import NEEDS_KEY, says
-from gradtools.jax.modules import Layout, check_layout, fresh, layout_of, no_key
+from gradtools.jax.modules import fresh, no_key
 
 
 class GradientReversal(eqx.Module):
@@ -79,17 +79,16 @@ def make_functional(
     if train is not None:
         module = eqx.nn.inference_mode(module, value=not train)
     params, static = eqx.partition(module, eqx.is_inexact_array)
-    layout, stateful = layout_of(params), variables is not None
+    stateful = variables is not None
     parameters = inspect.signature(module.__call__).parameters
     takes_key = any(n == "key" or p.kind is p.VAR_KEYWORD for n, p in parameters.items())
 
-    bound = partial(apply, static, layout, stateful, takes_key)
+    bound = partial(apply, static, stateful, takes_key)
     return bound, params, variables if stateful else {}
 
 
 def apply(
     static: Any,
-    layout: Layout,
     stateful: bool,
     takes_key: bool,
     /,
@@ -100,7 +99,6 @@ def apply(
     **kwargs: Any,
 ) -> tuple[Any, Any]:
     """The output of the module, and its new state."""
-    check_layout(params, layout)
     if key is not None:
         check_key("apply", key)
     if takes_key:

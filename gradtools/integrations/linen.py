@@ -16,7 +16,7 @@ from flax.errors import InvalidRngError
 
 import gradtools.jax as gt
 from gradtools.errors import GradtoolsError
-from gradtools.jax.modules import Layout, check_layout, keys, layout_of, mode_of, no_key
+from gradtools.jax.modules import keys, mode_of, no_key
 
 
 class GradientReversal(linen.Module):
@@ -52,15 +52,13 @@ def make_functional(
     params = variables.get("params", {})
     state = {name: tree for name, tree in variables.items() if name != "params"}
     mode = mode_of(f"{type(module).__name__}.__call__", type(module).__call__, train)
-    layout = layout_of(params)
 
-    return partial(apply, module, mode, layout, rng_names), params, state
+    return partial(apply, module, mode, rng_names), params, state
 
 
 def apply(
     module: Any,
     mode: dict[str, bool],
-    layout: Layout,
     rng_names: tuple[str, ...],
     /,
     params: Any,
@@ -70,7 +68,6 @@ def apply(
     **kwargs: Any,
 ) -> tuple[Any, Any]:
     """The output of the module, and its new state."""
-    check_layout(params, layout)
     rngs = None
     if key is not None:
         rngs = dict(zip(rng_names, keys(key, len(rng_names)), strict=True))

@@ -32,7 +32,7 @@ from gradtools.function_variables import (
 )
 from gradtools.jax._upstream import with_variables
 from gradtools.jax.known_errors import flax_explained
-from gradtools.jax.modules import Layout, check_layout, fresh, keys, layout_of
+from gradtools.jax.modules import fresh, keys
 
 
 class GradientReversal(nnx.Module):
@@ -82,15 +82,13 @@ def make_functional(
     graph, params, *others = nnx.split(module, nnx.Param, nnx.RngState, ...)
     streams, rest = others
     params, state = fresh((params, {"rngs": streams, "variables": rest}))
-    layout = layout_of(params)
     known = set(nnx.to_flat_state(rest).paths)
 
-    return partial(apply, graph, layout, known, train), params, state
+    return partial(apply, graph, known, train), params, state
 
 
 def apply(
     graph: Any,
-    layout: Layout,
     known: set[Any],
     train: bool | None,
     /,
@@ -101,7 +99,6 @@ def apply(
     **kwargs: Any,
 ) -> tuple[Any, Any]:
     """The output of the module, and its new state."""
-    check_layout(params, layout)
     model = nnx.merge(graph, params, state["rngs"], state["variables"], copy=True)
     if train is not None:
         model.train() if train else model.eval()

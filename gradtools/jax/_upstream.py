@@ -1,10 +1,10 @@
 """Every undocumented name of JAX that gradtools uses, each with its reason; no other file uses any.
 
-`jax._src` is used for the classes of a jaxpr only. They are public in `jax.extend.core`, whose
-import loads all of Pallas, which took half of the time of `import gradtools.jax`; a test asserts
-that they are the same objects. The rest are fields of records (an equation's source, a jaxpr's
-origin) for pictures, formulas and error messages, and one method's name. All exist in JAX 0.7.2 to
-0.12 but where an entry names versions.
+`jax._src` is used for the classes of a jaxpr and for one cache. The classes are public in
+`jax.extend.core`, whose import loads all of Pallas, which took half of the time of
+`import gradtools.jax`; a test asserts that they are the same objects. The rest are fields of
+records (an equation's source, a jaxpr's origin) for pictures, formulas and error messages, and one
+method's name. All exist in JAX 0.7.2 to 0.12 but where an entry names versions.
 "Gone:" says what to do once a name no longer exists. `tests/jax/test_upstream.py` tests the
 behaviour of each.
 """
@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from inspect import signature
-from itertools import pairwise
 from types import CellType, FunctionType
 from typing import Any
 
@@ -29,11 +28,43 @@ from jax._src.core import Primitive as Primitive
 from jax._src.core import get_opaque_trace_state as get_opaque_trace_state
 from jax._src.core import set_current_trace as set_current_trace
 from jax._src.core import take_current_trace as take_current_trace
+from jax.interpreters import partial_eval
 
 from gradtools.code_origin import is_in
 
 ClosedJaxpr: Any = getattr(_core, "ClosedJaxpr", Jaxpr)  # one class from JAX 0.12 on
 
+
+DynamicJaxprTracer: Any = getattr(partial_eval, "DynamicJaxprTracer", ())
+"""The class of a jaxpr's tracers. Gone: the forward pass of each rule is traced twice."""
+
+
+class RulePrimitive(Primitive):
+    """A primitive with several results, of whose parameters JAX's caches keep a rule weakly.
+
+    Attributes:
+        gradtools_flow: From an equation to the jaxpr of its data flow, or None; for `reachability`.
+        gradtools_program: From an equation to the jaxpr that it evaluates, or None; for `checking`.
+    """
+
+    multiple_results = True
+    gradtools_flow: Callable[[Any], Any] | None = None
+    gradtools_program: Callable[[Any], Any] | None = None
+
+
+weakly_cached: set[type] = next(
+    (
+        vars(module)["weakref_cache_key_types"]
+        for name in ("util", "multi_weakref_lru_cache")
+        if hasattr(module := sys.modules.get(f"jax._src.{name}"), "weakref_cache_key_types")
+    ),
+    set(),
+)
+"""The classes of parameters of an equation of which JAX's caches drop what is collected.
+
+JAX caches the output types of equations by their parameters (2048 entries), which for a rule would
+keep everything alive that the user's functions close over. Gone: they do.
+"""
 
 enable_x64: Any = (
     jax.enable_x64 if hasattr(jax, "enable_x64") else vars(jax.experimental)["enable_x64"]
@@ -186,17 +217,6 @@ def is_activation_rule(eqn: Any) -> bool:
         if f.file_name.endswith(of_activations) and is_in(("jax",), f.file_name)
     )
     return next(inside, "_one_hot") not in ("one_hot", "_one_hot")
-
-
-def is_batch_statistic(eqn: Any) -> bool:
-    """Whether an equation computes the batch statistics of a BatchNorm of flax or equinox.
-
-    Benefit: the warning that a chunk has statistics of its own. Cost: a renamed method is missed.
-    """
-    names = [frame.function_name for frame in stack_of(eqn)]
-    return "BatchNorm.__call__.<locals>._stats" in names or any(
-        pair == ("_compute_stats", "BatchNorm.__call__") for pair in pairwise(names)
-    )
 
 
 def with_variables(

@@ -16,7 +16,7 @@ from gradtools.jax import arrays, engines, module_arguments, shardings, trees
 from gradtools.jax.known_errors import flax_explained
 from gradtools.jax.rules.installing import apply_rule, attempt
 from gradtools.jax.rules.primitives import READS_A_VALUE
-from gradtools.jax.rules.transposing import pull, transpose, value_and_push
+from gradtools.jax.rules.transposing import pull, transpose
 from gradtools.jax.trees import LinearMap
 
 if TYPE_CHECKING:
@@ -122,7 +122,6 @@ class JaxBackend(FrameworkBackend):
     compiles_rules = True
     transpose = staticmethod(transpose)
     pull = staticmethod(pull)
-    value_and_push = staticmethod(value_and_push)
     attempt = staticmethod(attempt)
 
     def stop_gradient(self, x: Array) -> Array:

@@ -15,10 +15,9 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.extend.core import Literal
 
 from gradtools.code_origin import USER, Source, kind_of
-from gradtools.jax import reachability
+from gradtools.jax import jaxprs, reachability
 from gradtools.jax._upstream import stack_of
 from gradtools.jax.trees import is_inexact
 from gradtools.testing.checked_mode import CheckedProgram, here, set_here
@@ -97,7 +96,7 @@ class HeldProgram(CheckedProgram):
     def run(self, *xs: Any) -> list[Any]:
         if self.closed is None:
             return list(self.fun(*xs)[0])
-        return self._eval(self.closed.jaxpr, self.closed.consts, xs)
+        return jaxprs.interpreted(self.closed.jaxpr, [*self.closed.consts, *xs], self._step)
 
     def hold(self, x: Any) -> Any:
         """A value that f stops: recorded in the first run, put back in the others."""
@@ -107,28 +106,21 @@ class HeldProgram(CheckedProgram):
         self.place += 1
         return jax.lax.stop_gradient(self.recorded[self.place - 1])
 
-    def _eval(self, jaxpr: Any, consts: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
-        env: dict[Any, Any] = {}
-        read = lambda v: v.val if isinstance(v, Literal) else env[v]
-        env.update(zip(jaxpr.constvars, consts, strict=True))
-        env.update(zip(jaxpr.invars, xs, strict=True))
-        for e in jaxpr.eqns:
-            args, name = [read(v) for v in e.invars], e.primitive.name
-            inner = e.params.get(_INLINED.get(name, ""))
-            if name == "stop_gradient" and not _is_own(e):
-                ys = [self.hold(args[0])]
-                self.stops += [_line(e)] if self.recorded is None else []
-            elif _is_edit(e):
-                straight = _name(e) == "straight_through"
-                ys = [args[1] + self.hold(args[0] - args[1])] if straight else args
-            elif inner is not None:
-                ys = self._eval(getattr(inner, "jaxpr", inner), getattr(inner, "consts", ()), args)
-            else:
-                ys = e.primitive.bind(*args, **e.primitive.get_bind_params(e.params))
-                ys = ys if e.primitive.multiple_results else [ys]
-                self._look_at(e, [y for y in ys if jnp.issubdtype(y.dtype, jnp.inexact)])
-            env.update(zip(e.outvars, ys, strict=False))  # an edit may have further arguments
-        return [read(v) for v in jaxpr.outvars]
+    def _step(self, _: int, e: Any, args: list[Any]) -> list[Any]:
+        inner = e.params.get(_INLINED.get(e.primitive.name, ""))
+        if e.primitive.name == "stop_gradient" and not _is_own(e):
+            self.stops += [_line(e)] if self.recorded is None else []
+            return [self.hold(args[0])]
+        if _is_edit(e):
+            if _name(e) == "straight_through":
+                return [args[1] + self.hold(args[0] - args[1])]
+            return args[: len(e.outvars)]  # an edit may have further arguments
+        if inner is not None:
+            consts = getattr(inner, "consts", ())
+            return jaxprs.interpreted(jaxprs.open_jaxpr(inner), [*consts, *args], self._step)
+        ys = jaxprs.bound(e, args)
+        self._look_at(e, [y for y in ys if jnp.issubdtype(y.dtype, jnp.inexact)])
+        return ys
 
     def _look_at(self, e: Any, ys: list[Any]) -> None:
         """Notes the precision and the stops of an operation that is not inlined."""

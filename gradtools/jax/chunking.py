@@ -13,7 +13,6 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib.util import find_spec
-from inspect import unwrap
 from itertools import groupby
 from typing import Any
 
@@ -21,21 +20,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradtools.arguments.chunks import Chunks, progress_bar, warn_of_batch_norm
+from gradtools.arguments.chunks import Chunks, progress_bar
 from gradtools.backend import Array
 from gradtools.errors import GradtoolsError
 from gradtools.jax import jaxprs, reachability, shardings
-from gradtools.jax._upstream import is_batch_statistic
 from gradtools.jax.arrays import asarray
 from gradtools.jax.compiled_once import run_compiled
 from gradtools.jax.jaxprs import marked_as_chunk
 from gradtools.jax.known_errors import flax_explained
-from gradtools.jax.recomputing import (
-    owning,
-    refuse_to_repeat,
-    rematerialized,
-    stateful,
-)
+from gradtools.jax.recomputing import refuse_to_repeat, rematerialized, stateful
 from gradtools.jax.shardings import varies, varying
 from gradtools.jax.slicing import Split, joined
 
@@ -77,11 +70,11 @@ def _run_steps(steps: _Steps, carry: list[Array]) -> tuple[list[Array], list[Arr
     chunks = steps.chunks
     _refuse_shared_draws(steps, carry)
     bar, parts = _bar(chunks), []
-    for run in _runs(steps):
+    for run in steps.runs():
         many: Any = steps.of(0)
         if chunks.cut.count != 1:  # else there is nothing to gain by computing it again
             step = steps.traced(run.kind, carry)
-            refuse_to_repeat("chunked", step.closed)
+            refuse_to_repeat("chunked", step.program.jaxpr)
             # XLA does not merge the bodies of two loops, so CSE needs a barrier outside of them.
             many = rematerialized(step.summing_widely(), prevent_cse=run.count == 1)
             carry = step.widened(carry)
@@ -93,7 +86,9 @@ def _run_steps(steps: _Steps, carry: list[Array]) -> tuple[list[Array], list[Arr
 
         carry, outs = steps.over(run, body, carry)
         if not chunks.cut.is_symbolic:
-            chunks.outputs.same_as(steps.kinds.index(run.kind), run.numbers)
+            chunks.outputs.same_as(
+                steps.kinds.index(run.kind), range(run.first, run.first + run.count)
+            )
         parts.append((run, outs))
     axes = chunks.outputs.axes
     if axes is None:
@@ -111,11 +106,11 @@ def _sum_steps(steps: _Steps, state: list[Array]) -> tuple[list[Array], list[Arr
         outs, state = steps.of(0)(*steps.inputs(0), state)
         return [*map(jnp.asarray, outs)], state
     sums: list[Array] | None = None
-    for run in _runs(steps):
+    for run in steps.runs():
         step = steps.traced(run.kind, state)
         if sums is None:
-            sums = [jnp.zeros(aval.shape, aval.dtype) for aval in step.out_avals]
-        before = [promoted(x, aval) for x, aval in zip(sums, step.out_avals, strict=True)]
+            sums = [jnp.zeros(aval.shape, aval.dtype) for aval in step.program.avals[: step.outs]]
+        before = [promoted(x, aval) for x, aval in zip(sums, step.program.avals, strict=False)]
 
         @marked_as_chunk
         def _add_step(carry: Any, inputs: Any, step: _ChunkProgram = step) -> Any:
@@ -148,7 +143,7 @@ def _refuse_shared_draws(steps: _Steps, carry: list[Array]) -> None:
         )
 
 
-# --- runs
+# --- one chunk
 
 
 @dataclass(frozen=True)
@@ -159,54 +154,32 @@ class _ChunkRun:
     first: int
     count: int  # or a symbolic size
 
-    @property
-    def numbers(self) -> range:
-        return range(self.first, self.first + self.count)
-
-
-def _runs(steps: _Steps) -> Iterator[_ChunkRun]:
-    """The runs of a call. If the batch's size is symbolic, all chunks are one."""
-    if steps.chunks.cut.is_symbolic:
-        yield _ChunkRun(0, 0, steps.chunks.cut.count)
-        return
-    start = 0
-    for kind, members in groupby(steps.kinds):
-        count = len(list(members))
-        yield _ChunkRun(kind, start, count)
-        start += count
-
-
-# --- one chunk
-
 
 @dataclass(frozen=True, eq=False)
 class _ChunkProgram:
     """f on a chunk of some shape, traced once and then evaluated from its jaxpr."""
 
-    closed: Any
-    treedef: Any
-    out_avals: list[Any]
-    carry_avals: list[Any]
-    wide: list[Any]  # the constants of the jaxpr, possibly in float32 instead of 16 bits
+    program: jaxprs.Program
+    consts: list[Any]
+    wide: list[Any]  # the constants, possibly in float32 instead of 16 bits
+    outs: int  # the number of output leaves, which the carry follows
 
     def __call__(self, *args: Any) -> Any:
         *inputs, carry = args
-        leaves = jax.tree.leaves((inputs, self.widened(carry)))
-        pairs = zip(self.wide, self.closed.consts, strict=True)
+        pairs = zip(self.wide, self.consts, strict=True)
         consts = [x if x is c else x.astype(c.dtype) for x, c in pairs]
-        flat = jax.core.eval_jaxpr(self.closed.jaxpr, consts, *leaves)
-        return jax.tree.unflatten(self.treedef, flat)
+        return self.program(consts, inputs, self.widened(carry))
 
     def summing_widely(self) -> _ChunkProgram:
         """The program with 16-bit constants in float32, whose cotangents a scan then sums so."""
         narrow = lambda x: isinstance(x, jax.core.Tracer) and x.dtype in (jnp.float16, jnp.bfloat16)
         # Concrete constants are not differentiated.
-        wide = [x.astype(jnp.float32) if narrow(x) else x for x in self.closed.consts]
-        return replace(self, wide=wide)
+        return replace(self, wide=[x.astype("float32") if narrow(x) else x for x in self.consts])
 
     def widened(self, carry: list[Array]) -> list[Array]:
         """A carry promoted to its type after a step, since a scan's carry keeps its type."""
-        return [promoted(x, aval) for x, aval in zip(carry, self.carry_avals, strict=True)]
+        pairs = zip(carry, self.program.avals[self.outs :], strict=True)
+        return [promoted(x, aval) for x, aval in pairs]
 
 
 class _Steps:
@@ -236,6 +209,17 @@ class _Steps:
             self.kinds.append(known.index(signature))
         self._traced: dict[Any, _ChunkProgram] = {}
 
+    def runs(self) -> Iterator[_ChunkRun]:
+        """The runs of the call. If the batch's size is symbolic, all chunks are one."""
+        if self.chunks.cut.is_symbolic:
+            yield _ChunkRun(0, 0, self.chunks.cut.count)
+            return
+        start = 0
+        for kind, members in groupby(self.kinds):
+            count = len(list(members))
+            yield _ChunkRun(kind, start, count)
+            start += count
+
     def over(self, run: _ChunkRun, body: Any, carry: Any) -> tuple[Any, list[Array]]:
         """The carry and the stacked outputs of `body(carry, inputs)` over the chunks of a run."""
         if run.count != 1:
@@ -250,25 +234,21 @@ class _Steps:
         if key in self._traced:
             return self._traced[key]
         number = self.kinds.index(kind)
-        made, shapes = jax.make_jaxpr(lambda: self.inputs(number), return_shape=True)()
-        shapes = jax.tree.unflatten(jax.tree.structure(shapes), made.out_avals)  # with shardings
-        closed, out = jax.make_jaxpr(self.of(number), return_shape=True)(*shapes, carry)
-        if any(map(is_batch_statistic, jaxprs.equations(closed))):
-            f = unwrap(self.chunks.call.f)
-            name = getattr(f, "__name__", type(f).__name__)
-            warn_of_batch_norm(("jax", name), f"{self.chunks.caller}: {name} holds")
-        outs, count = closed.out_avals, len(out[0])
-        closed, treedef = owning(closed), jax.tree.structure(out)
-        step = _ChunkProgram(closed, treedef, outs[:count], outs[count:], closed.consts)
-        if any(varies(a) - varies(x) for a, x in zip(step.carry_avals, carry, strict=True)):
-            step = self.traced(kind, step.widened(carry))
+        inputs, _ = jaxprs.traced(lambda: self.inputs(number))
+        shapes = jax.tree.unflatten(inputs.treedef, inputs.avals)  # with shardings
+        program, consts = jaxprs.traced(self.of(number), *shapes, carry)
+        consts = [jaxprs.own(c) for c in consts]
+        step = _ChunkProgram(program, consts, consts, len(program.avals) - len(carry))
+        new = step.widened(carry)
+        if any(varies(a) - varies(x) for a, x in zip(new, carry, strict=True)):
+            step = self.traced(kind, new)
         self._traced[key] = step
         return step
 
     def shared_draws(self, number: int, carry: list[Array]) -> set[Any]:
         """The random draws of a chunk whose keys do not depend on the chunk's number."""
         try:
-            return reachability.draws(self.traced(self.kinds[number], carry).closed)
+            return reachability.draws(self.traced(self.kinds[number], carry).program.jaxpr)
         except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
             return set()  # f reads values, which is allowed for a single chunk
 
@@ -282,9 +262,9 @@ class _Steps:
         slots = [s.stacked(run.first, run.count, size) for s in self.splits if s.inexact]
         if self.chunks.cut.is_symbolic:
             return jnp.arange(run.count, dtype=np.int32), slots, []
-        rows = zip(*(self.lists[i] for i in run.numbers), strict=True)
-        lists = [jnp.stack(row) for row in rows if _is_array(row[0])]
-        return np.asarray(run.numbers, np.int32), slots, lists
+        numbers = np.arange(run.first, run.first + run.count, dtype=np.int32)
+        rows = zip(*(self.lists[i] for i in numbers), strict=True)
+        return numbers, slots, [jnp.stack(row) for row in rows if _is_array(row[0])]
 
     def of(self, number: int) -> Callable[..., Any]:
         chunks = self.chunks
@@ -346,9 +326,6 @@ def promoted(x: Array, aval: Any) -> Array:
 # --- the progress bar
 
 
-_PLATFORMS = {"gpu": ("cuda", "rocm")}
-
-
 def _bar(chunks: Chunks) -> Callable[[Any], Any]:
     """The index of a chunk, as a function that advances the progress bar when it is computed.
 
@@ -374,7 +351,7 @@ def _bar(chunks: Chunks) -> Callable[[Any], Any]:
         return i
 
     name = jax.default_backend()
-    here = dict.fromkeys(_PLATFORMS.get(name, (name,)), moved)
+    here = dict.fromkeys({"gpu": ("cuda", "rocm")}.get(name, (name,)), moved)
     choose = marked_as_chunk(
         lambda i: jax.lax.platform_dependent(i, **here, default=marked_as_chunk(lambda i: i))
     )

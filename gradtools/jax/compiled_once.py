@@ -15,88 +15,78 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Hashable, Iterator, Sequence
-from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from types import FunctionType, MethodType, ModuleType
 from typing import Any
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 
 from gradtools.function_variables import cells_of, globals_of, parts_of
 from gradtools.jax._upstream import Literal
-from gradtools.jax.jaxprs import Jaxpr, open_jaxpr, without_consts
-from gradtools.jax.rules.kept_alive import LIFE
-from gradtools.jax.rules.primitives import LinearizedRule, captures_nothing
+from gradtools.jax.jaxprs import Jaxpr, open_jaxpr, own, traced
 from gradtools.rules import JvpRule, Rule
 
-Program = Callable[[Sequence[Any], Sequence[Any]], list[Any]]  # (consts, xs) -> ys
-
-_KEPT = 256  # programs
 _SMALL = 64  # entries of an array that may be part of a key
 _NUMBERS = (bool, int, float, complex, str, bytes, type(None), np.generic)
+_DATA = (type, ModuleType, jax.sharding.Mesh, jax.sharding.AbstractMesh)
 _LIBRARIES = ("jax", "jaxlib", "numpy", "flax", "gradtools", "builtins")
-
-
-def compiled(f: Any, closed: Jaxpr, derive: Callable[[Program], Any] = jax.jit) -> Any:
-    """`derive(run)` of a program `run(consts, xs)`; the same object for equal programs.
-
-    Args:
-        f: The user's function that the program was traced from; errors name its lines.
-        closed: The program.
-        derive: Transforms the program's function.
-    """
-    jaxpr = without_consts(closed)
-    f = f.func if isinstance(f, partial) else f
-    source = inspect.unwrap(getattr(f, "__func__", f))
-    try:
-        key = _Key((getattr(source, "__code__", None) or type(source), _program(jaxpr)), jaxpr)
-        return _derived(key, derive)
-    except TypeError:  # not comparable, or not hashable
-        return derive(partial(_run, jaxpr))
 
 
 def run_compiled(f: Any, program: Callable[..., Any], *args: Any) -> Any:
     """`program(*args)`, compiled once; uncompiled if f reads values of arrays."""
     try:
-        closed, shapes = jax.make_jaxpr(program, return_shape=True)(*args)
+        made, consts = traced(program, *args)
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
         return program(*args)
-    consts = [own(c) for c in closed.consts]
-    flat = compiled(f, closed)(consts, jax.tree.leaves(args))
-    return jax.tree.unflatten(jax.tree.structure(shapes), flat)
+    flat = compiled(f, made.jaxpr)([*map(own, consts)], jax.tree.leaves(args))
+    return jax.tree.unflatten(made.treedef, flat)
 
 
-def own(x: Any) -> Any:
-    """A copy of a NumPy array, which the user may overwrite before the backward pass."""
-    return jnp.array(x) if isinstance(x, np.ndarray) else x
+def compiled(f: Any, jaxpr: Jaxpr, derive: Callable[..., Any] = jax.jit) -> Any:
+    """`derive(run)` of a program `run(consts, xs)`; the same object for equal programs.
+
+    Args:
+        f: The user's function that the program was traced from; errors name its lines.
+        jaxpr: The program.
+        derive: Transforms the program's function.
+    """
+    f = f.func if isinstance(f, partial) else f
+    source = inspect.unwrap(getattr(f, "__func__", f))
+    code = getattr(source, "__code__", None) or type(source)
+    try:
+        return _derived(_Program((code, _key(jaxpr)), jaxpr), derive)
+    except TypeError:  # not comparable, or not hashable
+        return derive(_Program((), jaxpr))
 
 
-def _run(jaxpr: Any, consts: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
-    return jax.core.eval_jaxpr(jaxpr, consts, *xs)
+class _Program:
+    """A jaxpr as a function of constants and inputs, equal to others that compute the same."""
+
+    def __init__(self, key: Hashable, jaxpr: Any) -> None:
+        self.key, self.jaxpr = key, jaxpr
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, _Program) and self.key == other.key
+
+    def __call__(self, consts: Sequence[Any], xs: Sequence[Any]) -> list[Any]:
+        return jax.core.eval_jaxpr(self.jaxpr, consts, *xs)
 
 
-@dataclass(frozen=True)
-class _Key:
-    """A program that compares equal to programs which compute the same."""
-
-    key: Hashable
-    jaxpr: Any = field(compare=False)
+@lru_cache(maxsize=256)
+def _derived(program: _Program, derive: Callable[..., Any]) -> Any:
+    return derive(lambda consts, xs: program(consts, xs))
 
 
-@lru_cache(maxsize=_KEPT)
-def _derived(key: _Key, derive: Callable[[Program], Any]) -> Any:
-    return derive(partial(_run, key.jaxpr))
-
-
-def _program(jaxpr: Any) -> Hashable:
+def _key(jaxpr: Any) -> Hashable:
     """A hashable form of a jaxpr, up to the names of its variables."""
     names: dict[Any, int] = {}
 
     def bound(variables: Sequence[Any]) -> Hashable:
-        for v in variables:
-            names[v] = len(names)
+        names.update((v, len(names) + i) for i, v in enumerate(variables))
         return tuple([v.aval for v in variables])
 
     def read(atoms: Sequence[Any]) -> Hashable:
@@ -106,9 +96,8 @@ def _program(jaxpr: Any) -> Hashable:
 
     rows: list[Hashable] = [bound(jaxpr.constvars), bound(jaxpr.invars)]
     for eqn in jaxpr.eqns:
-        params = _value({k: v for k, v in eqn.params.items() if k != LIFE})
-        rows.append((eqn.primitive, read(eqn.invars), params, eqn.ctx, frozenset(eqn.effects)))
-        rows.append(bound(eqn.outvars))
+        params, effects = _value(eqn.params), frozenset(eqn.effects)
+        rows += [(eqn.primitive, read(eqn.invars), params, eqn.ctx, effects), bound(eqn.outvars)]
     return (*rows, read(jaxpr.outvars))
 
 
@@ -122,27 +111,24 @@ def _value(x: Any) -> Hashable:
     if isinstance(x, tuple | list):
         return (type(x), *map(_value, x))
     if hasattr(open_jaxpr(x), "eqns"):
-        return _program(open_jaxpr(x)), _value(tuple(getattr(x, "consts", ())))
-    if isinstance(x, (jax.Array, np.ndarray, np.generic, float, complex)):
+        return _key(open_jaxpr(x)), _value(tuple(getattr(x, "consts", ())))
+    if isinstance(x, jax.Array | np.ndarray | np.generic | float | complex):
         if isinstance(x, jax.core.Tracer) or np.size(x) > _SMALL:
             raise TypeError("an array")
         array = np.asarray(x)  # its bits tell 0.0 from -0.0
         return type(x), str(array.dtype), array.shape, array.tobytes()
-    if isinstance(x, Rule) or ((callable(x) or hasattr(x, "call_wrapped")) and not _is_data(x)):
+    if _runs(x) or isinstance(x, Rule):
         return tuple(_read(x))
     return type(x), x
 
 
-def _is_data(x: Any) -> bool:
-    return isinstance(x, (type, ModuleType, jax.sharding.Mesh, jax.sharding.AbstractMesh))
+def _runs(x: Any) -> bool:
+    """Whether x is a function, or one of JAX's transformed functions."""
+    return (callable(x) or hasattr(x, "call_wrapped")) and not isinstance(x, _DATA)
 
 
 def _is_of_a_library(name: str | None) -> bool:
     return (name or "").partition(".")[0] in _LIBRARIES
-
-
-def _is_module_of_the_user(x: Any) -> bool:
-    return isinstance(x, ModuleType) and not _is_of_a_library(x.__name__)
 
 
 def _read(function: Any) -> Iterator[Hashable]:
@@ -153,36 +139,31 @@ def _read(function: Any) -> Iterator[Hashable]:
     todo, known = [function], dict[int, Any]()  # keeps the objects: ids are reused
     while todo:
         x = todo.pop()
-        if isinstance(x, jax.Array | np.ndarray) or _is_module_of_the_user(x):
+        is_module = isinstance(x, ModuleType) and not _is_of_a_library(x.__name__)
+        if isinstance(x, jax.Array | np.ndarray) or is_module:
             raise TypeError("read by a rule")
         if isinstance(x, _NUMBERS):
             yield _value(x)
-            continue
-        if id(x) in known or _is_data(x):
-            continue
-        known[id(x)] = x
-        parts = parts_of(x)
-        if isinstance(x, LinearizedRule) and x.source is not None:
-            yield x.source
-        elif isinstance(x, Rule):
-            if not (captures_nothing(x) or (type(x) in (Rule, JvpRule) and x.contract)):
-                raise TypeError("a rule of this call only")
-            yield x
-            parts = list(x.user_functions)
-        elif isinstance(x, FunctionType):
-            yield x.__code__
-            values = [*cells_of(x).values(), *(x.__defaults__ or ())]
-            values += (x.__kwdefaults__ or {}).values()
-            if _is_of_a_library(x.__module__):
-                own = (Rule, jax.Array, np.ndarray, *_NUMBERS)
-                calls = lambda y: callable(y) or hasattr(y, "call_wrapped")
-                parts = [y for y in values if isinstance(y, own) or calls(y)]
+        elif id(x) not in known and not isinstance(x, _DATA):
+            known[id(x)] = x
+            if isinstance(x, Rule):
+                if type(x) not in (Rule, JvpRule):
+                    raise TypeError("a rule of this call only")
+                yield x
+                todo += x.user_functions
+            elif isinstance(x, FunctionType):
+                yield x.__code__
+                values = [*cells_of(x).values(), *(x.__defaults__ or ())]
+                values += (x.__kwdefaults__ or {}).values()
+                if _is_of_a_library(x.__module__):
+                    kinds = (Rule, jax.Array, np.ndarray, *_NUMBERS)
+                    todo += [y for y in values if isinstance(y, kinds) or _runs(y)]
+                else:
+                    todo += values + list(globals_of(x).values())
+            elif isinstance(x, MethodType):
+                todo += [x.__func__, x.__self__]
             else:
-                parts = values + list(globals_of(x).values())
-        elif isinstance(x, MethodType):
-            parts = [x.__func__, x.__self__]
-        else:
-            yield type(x), len(parts)
-            parts = parts or [*getattr(x, "params", ()), *getattr(x, "__dict__", {}).values()]
-            parts += [x.f] if hasattr(x, "call_wrapped") else []  # JAX's WrappedFun
-        todo += parts
+                parts = parts_of(x)
+                yield type(x), len(parts)
+                todo += parts or [*getattr(x, "params", ()), *getattr(x, "__dict__", {}).values()]
+                todo += [x.f] if hasattr(x, "call_wrapped") else []  # JAX's WrappedFun

@@ -9,8 +9,7 @@ does not read. Then f is traced once more, and `reachability` reads the data flo
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -19,7 +18,7 @@ import jax.numpy as jnp
 
 from gradtools.backend import Array, Evaluation, Fun, Staged
 from gradtools.jax import jaxprs, reachability
-from gradtools.jax._upstream import is_in_scope, linear_program
+from gradtools.jax._upstream import ClosedJaxpr, is_in_scope, linear_program
 from gradtools.jax.known_errors import explained
 from gradtools.jax.rules.primitives import reverse_only_p
 from gradtools.jax.trees import LinearMap, all_known, conj, zeros_of
@@ -63,9 +62,12 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
         if traced is None:
             evaluation.checked = False
             return list(grads)
-        evaluation.where_lost = traced.where_lost
-        evaluation.nested = traced.nested
-        return [g if c else None for g, c in zip(grads, traced.connected, strict=True)]
+        jaxpr, count = traced[0].jaxpr, len(outs)
+        evaluation.where_lost = partial(_where_lost, *traced, count)
+        # also in a jit that was traced before
+        evaluation.nested = is_in_scope(jaxprs.equations(jaxpr), DERIVATIVE_SCOPE)
+        columns = zip(*reachability.reached_matrix(jaxpr)[:count], strict=True)
+        return [g if any(column) else None for g, column in zip(grads, columns, strict=True)]
 
     evaluation.pullback, evaluation.checked = of_connected, True
     return evaluation
@@ -119,15 +121,16 @@ def stage(fun: Fun, leaves: list[Array]) -> Staged:
     traced = _traced(fun, leaves)
     if traced is None:
         return Staged(fun)
-    reverse_only = any(e.primitive is reverse_only_p for e in jaxprs.equations(traced.closed))
-    outs, inputs = (sum(x.size for x in xs) for xs in (traced.out_avals, leaves))
-    pushes = reachability.moves_a_while(traced.closed.jaxpr) and not reverse_only
+    program, consts = traced
+    reverse_only = any(e.primitive is reverse_only_p for e in jaxprs.equations(program.jaxpr))
+    results = jax.tree.unflatten(program.treedef, program.avals)[0]
+    outs, inputs = (sum(x.size for x in xs) for xs in (results, leaves))
+    pushes = reachability.moves_a_while(program.jaxpr) and not reverse_only
     forward = pushes or (inputs < outs and not reverse_only)
 
     def run(*leaves: Array) -> Any:
-        flat = jax.core.eval_jaxpr(traced.closed.jaxpr, traced.closed.consts, *leaves)
-        full = [y if isinstance(y, jax.Array) else jnp.asarray(y) for y in flat]
-        return jax.tree.unflatten(traced.treedef, full)
+        whole = lambda y: y if isinstance(y, jax.Array) else jnp.asarray(y)
+        return jax.tree.map(whole, program(consts, *leaves))
 
     run.caller, run.call = _caller(fun), fun  # type: ignore[attr-defined]
     return Staged(run, reverse_only, "forward" if forward else "reverse")
@@ -142,36 +145,16 @@ def _caller(fun: Fun, default: str = "vjp") -> str:
     return getattr(fun, "caller", default)
 
 
-@dataclass(frozen=True)
-class _TracedFunction:
-    """A function of flat arrays as a jaxpr, whose first outputs are those of `out_avals`."""
-
-    closed: Any
-    treedef: Any
-    out_avals: list[Any]
-
-    @cached_property
-    def connected(self) -> list[bool]:
-        """For each leaf, whether it reaches an output."""
-        rows = reachability.reached_matrix(self.closed)[: len(self.out_avals)]
-        return [any(row[i] for row in rows) for i in range(len(self.closed.in_avals))]
-
-    @property
-    def nested(self) -> bool:
-        """Whether the function takes a derivative itself, also in a jit that was traced before."""
-        return is_in_scope(jaxprs.equations(self.closed), DERIVATIVE_SCOPE)
-
-    def where_lost(self, index: int) -> list[str]:
-        """The operations at which leaf `index` is lost, one for each line."""
-        from gradtools.seeing.jax.recorded_run import where_lost
-
-        return where_lost(self.closed, len(self.out_avals), index)
-
-
-def _traced(fun: Fun, leaves: list[Array]) -> _TracedFunction | None:
+def _traced(fun: Fun, leaves: list[Array]) -> tuple[jaxprs.Program, list[Any]] | None:
     """fun as a jaxpr; None if it branches on values or leaves the framework."""
     try:
-        closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*leaves)
+        return jaxprs.traced(fun, *leaves)
     except _UNTRACEABLE:
         return None
-    return _TracedFunction(closed, jax.tree.structure(shapes), closed.out_avals[: len(shapes[0])])
+
+
+def _where_lost(program: jaxprs.Program, consts: list[Any], outs: int, index: int) -> list[str]:
+    """The operations at which leaf `index` is lost, one for each line."""
+    from gradtools.seeing.jax.recorded_run import where_lost
+
+    return where_lost(ClosedJaxpr(program.jaxpr, consts), outs, index)

@@ -20,9 +20,8 @@ from gradtools.arguments.chunks import Chunks
 from gradtools.backend import Array
 from gradtools.errors import is_of, warn
 from gradtools.freezing import edit_in_frozen, name_of_function
-from gradtools.jax._upstream import ClosedJaxpr, constants_of
 from gradtools.jax.arrays import asarray
-from gradtools.jax.jaxprs import equations, holds, named_after
+from gradtools.jax.jaxprs import equations, holds, named_after, own, traced
 from gradtools.jax.known_errors import explained
 from gradtools.jax.recomputing import stateful
 from gradtools.jax.rules.installing import apply_rule
@@ -78,22 +77,19 @@ class _TracedOnce:
     """
 
     def __init__(self, fun: Callable[..., list[Array]], xs: Sequence[Array]) -> None:
-        closed = jax.make_jaxpr(fun)(*xs)
-        # copies, since the user may write to NumPy arrays before the second derivative
-        consts = [np.array(c) if isinstance(c, np.ndarray) else c for c in constants_of(closed)]
-        self.fun, self.closed = fun, ClosedJaxpr(closed.jaxpr, consts)
-        self.avals = [_strong(aval) for aval in self.closed.in_avals]
+        self.fun = fun
+        self.program, consts = traced(fun, *xs)
+        self.consts = [own(c) for c in consts]
+        self.avals = [_strong(v.aval) for v in self.program.jaxpr.invars]
         # The arrays that the program closes over, if none is a tracer. They are its last inputs,
         # so that compiled code holds them once for all derivatives.
-        self.captured: list[Any] = consts if all(map(_is_plain, consts)) else []
+        self.captured = self.consts if all(map(_is_plain, self.consts)) else []
 
     def __call__(self, *xs: Array) -> list[Array]:
-        xs, consts = xs[: len(self.avals)], xs[len(self.avals) :] or tuple(self.closed.consts)
+        xs, consts = xs[: len(self.avals)], xs[len(self.avals) :] or tuple(self.consts)
         if [_strong(jax.typeof(x)) for x in xs] != self.avals:
             return self.fun(*xs)
-        # JAX does not convert NumPy arrays here, and a scan would keep a copy of them.
-        consts = tuple([jnp.asarray(c) if isinstance(c, np.ndarray) else c for c in consts])
-        return list(jax.core.eval_jaxpr(self.closed.jaxpr, consts, *xs))
+        return self.program(consts, *xs)
 
 
 def _is_plain(x: Any) -> bool:
@@ -118,7 +114,7 @@ class _Use:
         if any(isinstance(x, jax.core.Tracer) for x in xs):  # else G may branch on values
             self.fun = _TracedOnce(fun, xs)
             self.captured = self.fun.captured
-            self.user_functions = () if self.captured else (list(self.fun.closed.consts),)
+            self.user_functions = () if self.captured else (list(self.fun.consts),)
         self.rule = TracedRule(
             "frozen",
             self.fun,
@@ -161,7 +157,7 @@ class _Use:
     def program(self, xs: Entries) -> Any:
         """G's jaxpr; None if G branches on values."""
         if isinstance(self.fun, _TracedOnce):
-            return self.fun.closed.jaxpr
+            return self.fun.program.jaxpr
         try:
             return jax.make_jaxpr(self.fun)(*xs).jaxpr
         except jax.errors.JAXTypeError:

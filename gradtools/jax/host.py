@@ -24,14 +24,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gradtools.host_kernels import Kernel, KernelCall, Results, Shape
 from gradtools.jax import shardings
-from gradtools.jax._upstream import (
-    as_varying,
-    varying_axes,
-)
+from gradtools.jax._upstream import RulePrimitive, as_varying, varying_axes, weakly_cached
 from gradtools.jax.arrays import X64
 from gradtools.jax.known_errors import CALLS_JAX, says
 from gradtools.jax.reachability import within_a_trace
-from gradtools.jax.rules.kept_alive import MortalPrimitive, mortal
 
 
 def call_kernel(call: KernelCall, xs: Sequence[Any]) -> list[Any]:
@@ -155,9 +151,10 @@ def _jvp(xs: Any, dxs: Any, *, call: KernelCall, **params: Any) -> Any:
     raise call.no_derivative()
 
 
-kernel_p = MortalPrimitive("gradtools_kernel", "call")
-kernel_p.def_impl(mortal(_eager))
-kernel_p.def_abstract_eval(mortal(_abstract))
-batching.primitive_batchers[kernel_p] = mortal(_batch)
-ad.primitive_jvps[kernel_p] = mortal(_jvp)
-mlir.register_lowering(kernel_p, mlir.lower_fun(mortal(_staged), multiple_results=True))
+weakly_cached.add(KernelCall)
+kernel_p = RulePrimitive("gradtools_kernel")
+kernel_p.def_impl(_eager)
+kernel_p.def_abstract_eval(_abstract)
+batching.primitive_batchers[kernel_p] = _batch
+ad.primitive_jvps[kernel_p] = _jvp
+mlir.register_lowering(kernel_p, mlir.lower_fun(_staged, multiple_results=True))

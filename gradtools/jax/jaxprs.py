@@ -11,21 +11,49 @@ from dataclasses import dataclass
 from inspect import Parameter, Signature
 from typing import Any, TypeVar
 
+import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.interpreters import partial_eval
 
-from gradtools.jax._upstream import Literal, bind_again, name_of
-from gradtools.jax.rules.kept_alive import LIFE
+from gradtools.jax._upstream import Literal, bind_again, constants_of, name_of
 
 Jaxpr = Any  # jax 0.12 merged ClosedJaxpr into Jaxpr
 Eqn = Any
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def without_consts(closed: Jaxpr) -> Any:
-    """The open jaxpr of a closed one, without its constants, which JAX 0.12 keeps in it."""
+@dataclass(frozen=True, eq=False)
+class Program:
+    """A function of pytrees of arrays as a jaxpr; the arrays that it closed over are arguments.
+
+    Attributes:
+        jaxpr: The open jaxpr, whose constants are variables.
+        treedef: The structure of the output.
+        avals: The types of the output's leaves.
+    """
+
+    jaxpr: Jaxpr
+    treedef: Any
+    avals: list[Any]
+
+    def __call__(self, consts: Sequence[Any], *args: Any) -> Any:
+        flat = jax.core.eval_jaxpr(self.jaxpr, consts, *jax.tree.leaves(args))
+        return jax.tree.unflatten(self.treedef, flat)
+
+
+def traced(fun: Callable[..., Any], *args: Any) -> tuple[Program, list[Any]]:
+    """Closure conversion: fun as a `Program`, and the arrays that it closes over."""
+    closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
     jaxpr = open_jaxpr(closed)
-    return jaxpr.replace(constvars=jaxpr.constvars)
+    jaxpr = jaxpr.replace(constvars=jaxpr.constvars)  # JAX 0.12 keeps the constants in it
+    return Program(jaxpr, jax.tree.structure(shapes), closed.out_avals), constants_of(closed)
+
+
+def own(x: Any) -> Any:
+    """A copy of a NumPy array, which the user may overwrite before the backward pass."""
+    # In a trace `jnp.array` keeps the memory.
+    return jnp.asarray(np.array(x)) if isinstance(x, np.ndarray) else x
 
 
 def open_jaxpr(jaxpr: Jaxpr) -> Jaxpr:
@@ -38,7 +66,7 @@ def sub_jaxprs(value: Any) -> Iterator[Jaxpr]:
     if hasattr(open_jaxpr(value), "eqns"):
         yield open_jaxpr(value)
     elif isinstance(value, dict):
-        yield from sub_jaxprs(tuple(v for key, v in value.items() if key != LIFE))
+        yield from sub_jaxprs(tuple(value.values()))
     elif isinstance(value, list | tuple):
         for item in value:
             yield from sub_jaxprs(item)

@@ -70,15 +70,16 @@ _HOST = (
     "f calls a function outside of JAX, whose derivative JAX does not know. Make it a "
     "gt.host_function, or wrap the call in gt.custom_rule, and give it a rule."
 )
+_FORWARD_ONLY = (
+    "f holds an operation that has a forward rule only, as a Pallas kernel has. Wrap it in "
+    "gt.custom_rule and give it a reverse rule, or push forward: gt.jvp."
+)
 _LOOP = "Reverse-mode differentiation does not work for lax.while_loop"
 _NO_FORWARD = "forward-mode autodiff (jvp) to a custom_vjp"
 _ADVICE = {
     "allbacks do not support": _HOST,  # pure, io and buffer callbacks
     "The FFI call to": _HOST,
-    "Linearization failed to produce known values": (
-        "f holds an operation that has a forward rule only, as a Pallas kernel has. Wrap it in "
-        "gt.custom_rule and give it a reverse rule, or push forward: gt.jvp."
-    ),
+    "Linearization failed to produce known values": _FORWARD_ONLY,
     _LOOP: (
         "f holds a loop whose number of trips is known only when it runs, which has no reverse "
         "mode. Use lax.scan or a fori_loop between Python integers, or push forward: gt.jvp, "
@@ -92,8 +93,5 @@ _ADVICE = {
         "f holds a primitive that has no derivative in JAX. Wrap it in gt.custom_rule and give it "
         "a rule."
     ),
-    "Transpose rule (for reverse-mode differentiation) for": (
-        "f holds a primitive that has a forward rule only. Wrap it in gt.custom_rule and give it a "
-        "reverse rule, or push forward: gt.jvp."
-    ),
+    "Transpose rule (for reverse-mode differentiation) for": _FORWARD_ONLY,
 }

@@ -49,15 +49,14 @@ batching.primitive_batchers[mark_p] = _batched
 
 def retaining(call: Any) -> tuple[Evaluation, list[Mark], list[Array]]:
     call.tape = MarkedValues()
-    closed, shapes = jax.make_jaxpr(call, return_shape=True)(*call.leaves)
-    jaxpr, treedef = jaxprs.open_jaxpr(closed), jax.tree.structure(shapes)
-    found = _marks(jaxpr)
+    program, consts = jaxprs.traced(call, *call.leaves)
+    found = _marks(program.jaxpr)
     likes = [jnp.zeros(a.shape, a.dtype) for _, avals in found for a in avals]
 
     def fun(*xs: Array) -> Any:
         count = len(call.leaves)
-        outs = _evaluated(call.f, jaxpr, [*closed.consts, *xs[:count]], xs[count:])
-        return jax.tree.unflatten(treedef, [*map(jnp.asarray, outs)])
+        outs = _evaluated(call.f, program.jaxpr, [*consts, *xs[:count]], xs[count:])
+        return jax.tree.unflatten(program.treedef, [*map(jnp.asarray, outs)])
 
     fun.caller = call.caller  # type: ignore[attr-defined]
     xs = [*call.leaves, *[-x for x in likes]]

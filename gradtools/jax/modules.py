@@ -21,7 +21,6 @@ from gradtools.jax import trees
 from gradtools.jax.arrays import check_key
 
 Apply = Callable[..., tuple[Any, Any]]
-Layout = dict[str, tuple[int, ...]]  # the shape of each leaf, by its path
 _KINDS = {
     "flax.linen": ("Module",),
     "flax.nnx": ("Module",),
@@ -101,26 +100,3 @@ def keys(key: jax.Array, count: int) -> list[jax.Array]:
 
 def no_key(error: Exception, advice: str = "pass key= to apply") -> GradtoolsError:
     return GradtoolsError(f"apply: the module needs randomness; {advice}. ({error})")
-
-
-def layout_of(params: Any) -> Layout:
-    leaves = jax.tree_util.tree_flatten_with_path(params)[0]
-    return {jax.tree_util.keystr(path): jax.numpy.shape(leaf) for path, leaf in leaves}
-
-
-def check_layout(params: Any, expected: Layout) -> None:
-    result = layout_of(params)
-    if result == expected:
-        return
-    missing = [path for path in expected if path not in result]
-    unexpected = [path for path in result if path not in expected]
-    if missing or unexpected:
-        raise GradtoolsError(
-            "apply: params must hold the leaves that make_functional returned; missing: "
-            f"{missing or 'none'}, unexpected: {unexpected or 'none'}."
-        )
-    path = next(path for path in expected if result[path] != expected[path])
-    raise GradtoolsError(
-        f"apply: params{path} has shape {result[path]}, the module's has {expected[path]}. Give an "
-        "array of that shape."
-    )

@@ -102,7 +102,7 @@ def _any(bits: Sequence[int]) -> int:
 # --- leaf equations ----------------------------------------------------------------------
 
 
-_RULE_MAPS = ("custom_lin", "gradtools_tangent", "gradtools_cotangent", "gradtools_value")
+_RULE_MAPS = ("custom_lin", "gradtools_tangent", "gradtools_value")
 _STOPS = ("stop_gradient", "pure_callback", "io_callback")
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 ONE_TO_ONE = (

@@ -8,14 +8,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from gradtools.arguments.wording import with_article
 from gradtools.backend import Array
 from gradtools.errors import GradtoolsError
 from gradtools.integrations import integration
 from gradtools.jax import jaxprs, reachability, trees
-from gradtools.jax._upstream import ClosedJaxpr, constants_of
-from gradtools.jax.compiled_once import compiled, own
+from gradtools.jax.compiled_once import compiled
+from gradtools.jax.jaxprs import own
 from gradtools.jax.known_errors import flax_explained
+from gradtools.rules import replaced_at
 
 
 def stateful(caller: str, f: Callable[..., Any], args: Any) -> Any:
@@ -56,72 +56,33 @@ def checkpointed(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 def _recomputed(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """f(*args, **kwargs), recomputed in the backward pass; captured NumPy arrays are copied.
 
-    Integers, bools and whatever is no number are constants of the program: f may branch on them,
-    count loops by them or shape arrays. A float is an input, so that another one compiles nothing
-    anew, unless f reads its value.
+    Arrays are inputs. Whatever else is a constant of the program: f may branch on it.
     """
     with flax_explained("checkpoint"):
         leaves, treedef = jax.tree.flatten((args, kwargs))
-        numbers = {i: own(x) for i, x in enumerate(leaves) if _is_input(x)}
-        scalars = np.generic | float | complex
-        arrays = {i: x for i, x in numbers.items() if not isinstance(x, scalars)}
+        arrays = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray)]
         out_def: list[Any] = []
 
-        def traced(xs: dict[int, Any]) -> Any:
-            def fresh(*xs_now: Any) -> Any:  # new, for JAX caches the traces of a function
-                moving = dict(zip(xs, xs_now, strict=True))
-                full = [moving.get(i, x) for i, x in enumerate(leaves)]
-                args, kwargs = jax.tree.unflatten(treedef, full)
-                outs, out_def[:] = _split_texts(f(*args, **kwargs))
-                return outs
+        def fresh(*xs: Any) -> Any:  # new, for JAX caches the traces of a function
+            args, kwargs = jax.tree.unflatten(treedef, replaced_at(leaves, arrays, xs))
+            outs, structure = trees.flatten(f(*args, **kwargs))
+            out_def[:] = [structure]
+            return outs
 
-            program = jaxprs.named_after(f, fresh)
-            return xs, *jax.make_jaxpr(program, return_shape=True)(*xs.values())
-
-        try:
-            xs, closed, shapes = traced(numbers)
-        except jax.errors.JAXTypeError:
-            if len(arrays) == len(numbers):
-                raise
-            xs, closed, shapes = traced(arrays)
-        closed = owning(closed)
-        refuse_to_repeat("checkpoint", closed)
-        result = compiled(f, closed, rematerialized)(closed.consts, list(xs.values()))
-        outs = jax.tree.unflatten(jax.tree.structure(shapes), result)
-        treedef, texts = out_def
-        full = [y if text is None else text for y, text in zip(outs, texts, strict=True)]
-        return trees.unflatten(treedef, full)
+        xs = [own(leaves[i]) for i in arrays]
+        program, consts = jaxprs.traced(jaxprs.named_after(f, fresh), *xs)
+        refuse_to_repeat("checkpoint", program.jaxpr)
+        outs = compiled(f, program.jaxpr, rematerialized)([*map(own, consts)], xs)
+        return trees.unflatten(out_def[0], outs)
 
 
-def _is_input(x: Any) -> bool:
-    whole = isinstance(x, np.integer | np.bool_)
-    return isinstance(x, float | complex) or (hasattr(x, "dtype") and not whole)
-
-
-def _split_texts(out: Any) -> tuple[list[Any], tuple[Any, list[str | None]]]:
-    """Splits an output: its arrays, and its structure with the strings among its leaves."""
-    leaves, treedef = trees.flatten(out)
-    for x, path in zip(leaves, trees.leaf_paths(out), strict=True):
-        if not (hasattr(x, "dtype") or isinstance(x, bool | int | float | complex | str)):
-            came = with_article(type(x).__name__)
-            raise GradtoolsError(f"checkpoint: f returned {came} at output{path}; expected arrays.")
-    texts = [x if isinstance(x, str) else None for x in leaves]
-    arrays = [None if isinstance(x, str) else x for x in leaves]
-    return arrays, (treedef, texts)
-
-
-def owning(closed: Any) -> Any:
-    """A closed jaxpr whose NumPy constants are copied: the user may overwrite them later."""
-    return ClosedJaxpr(closed.jaxpr, [own(c) for c in constants_of(closed)])
-
-
-def refuse_to_repeat(caller: str, closed: Any) -> None:
+def refuse_to_repeat(caller: str, jaxpr: Any) -> None:
     """Raises if a program makes a mutable array, which JAX 0.10 cannot recompute.
 
     `jax.checkpoint` fails on one with a bare KeyError, and a scan over one returns a wrong value
     without an error in reverse mode.
     """
-    if jaxprs.holds(closed, "new_ref", "ref", "mutable_array", "empty_ref"):
+    if jaxprs.holds(jaxpr, "new_ref", "ref", "mutable_array", "empty_ref"):
         raise GradtoolsError(
             f"{caller}: f makes a mutable array (jax.new_ref), which JAX does not differentiate in "
             "what is repeated. Write x = x.at[i].set(y) instead."

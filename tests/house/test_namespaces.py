@@ -180,7 +180,6 @@ jax/nnx.py: where users find the reversal layer of flax.nnx
 jax/equinox.py: where users find the reversal layer of equinox
 seeing/jax/graphs.py: a jaxpr as a graph; PyTorch's is recorded as it runs
 seeing/jax/source_lines.py: the user's line behind an equation; in PyTorch a part of recording
-jax/rules/kept_alive.py: what JAX's caches would keep; PyTorch has no such caches
 jax/slicing.py: parts of arrays that may be sharded; PyTorch's are in `chunking`
 seeing/jax/concrete_tracing.py: traces of programs that decide on values; PyTorch runs them
 seeing/jax/differentiating.py: a jaxpr with its backward passes; PyTorch's autograd runs them

@@ -1,20 +1,14 @@
 """What the compilers of TPU and GPU make of the JAX half, ahead of time; no device is needed.
 
 `make tpu` and `make cuda` install the compilers and run these. What is compiled is the benchmark's
-own (benchmarks/ahead_of_time.py), every use of every public name, and the steps of the examples.
+own (benchmarks/ahead_of_time.py), and every use of every public name.
 """
 
 from __future__ import annotations
 
-import importlib
-from pathlib import Path
-from typing import Any
-
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
-from jax.experimental.compilation_cache import compilation_cache
 
 import gradtools.jax as gt
 from benchmarks import ahead_of_time as ahead
@@ -28,17 +22,6 @@ TARGETS = [
     for platform in INSTALLED
     for dtype in ahead.DTYPES
 ]
-
-
-@pytest.fixture(scope="module", autouse=True)
-def no_kept_programs():
-    """What is kept of a compilation is loaded onto a device, and there is none."""
-    kept = jax.config.jax_compilation_cache_dir
-    jax.config.update("jax_compilation_cache_dir", None)
-    compilation_cache.reset_cache()
-    yield
-    jax.config.update("jax_compilation_cache_dir", kept)
-    compilation_cache.reset_cache()
 
 
 @pytest.fixture(params=TARGETS)
@@ -151,94 +134,3 @@ def test_a_use_compiles_or_says_why_not(use, target):
             lowered()
         return
     assert lowered().compile().memory_analysis() is not None
-
-
-# --- the steps of the examples ---------------------------------------------------------------
-
-EXAMPLES = (
-    *("u01_adversarial_one_evaluation", "u03_gradient_penalty", "u04_mixed_partial"),
-    *("u05_double_backward", "u07_grad_or_accumulate", "u08_differential_equation"),
-    *("u09_complex_affine", "u11_several_losses", "u12_gradient_through_a_sampler"),
-)
-FLOAT32 = {  # and why not in bfloat16
-    "u08_differential_equation": "LAPACK solves nothing in bfloat16",
-    "u12_gradient_through_a_sampler": "the example's masks are float32",
-}
-
-
-DERIVATIVES = {
-    *("grad", "value_and_grad", "minimax_value_and_grad", "mixed_partial", "per_example_grad"),
-    *("jacobian", "hessian", "hvp", "jvp", "compile"),
-}
-
-
-class Watched:
-    """gradtools.jax, which notes the derivatives that are taken from outside of any other.
-
-    What it notes are functions of all arrays among the arguments, and these arrays.
-    """
-
-    def __init__(self, dtype: Any) -> None:
-        self.__name__, self.xp, self.dtype = gt.__name__, gt.xp, dtype
-        self.calls: list[tuple[Any, list[Any]]] = []
-        self._inside = False
-
-    def asarray(self, x: Any, *options: Any, **more: Any) -> Any:
-        x = np.asarray(x)
-        narrower = {np.dtype(float): self.dtype, np.dtype(complex): np.complex64}
-        return gt.asarray(x.astype(narrower.get(x.dtype, x.dtype)), *options, **more)
-
-    def __getattr__(self, name: str) -> Any:
-        member = getattr(gt, name)
-        return self._noting(member) if name in DERIVATIVES else member
-
-    def _noting(self, f: Any) -> Any:
-        def run(*args: Any, **more: Any) -> Any:
-            leaves, tree = jax.tree.flatten((args, more))
-            arrays = [x for x in leaves if isinstance(x, jax.Array)]
-            if self._inside or any(isinstance(x, jax.core.Tracer) for x in arrays):
-                return f(*args, **more)
-
-            def again(given: list[Any]) -> Any:
-                rest = iter(given)
-                now = [next(rest) if isinstance(x, jax.Array) else x for x in leaves]
-                args, more = jax.tree.unflatten(tree, now)
-                return f(*args, **more)
-
-            self._inside = True
-            try:
-                found = f(*args, **more)
-            finally:
-                self._inside = False
-            if arrays:
-                self.calls.append((again, arrays))
-            return self._noting(found) if callable(found) else found
-
-        return run
-
-
-@pytest.mark.parametrize("name", EXAMPLES)
-def test_the_steps_of_an_example_compile(name, target, monkeypatch):
-    if name in FLOAT32 and target.dtype != jnp.float32:
-        pytest.skip(FLOAT32[name])
-    if name == "u05_double_backward" and target.platform == CUDA:
-        pytest.skip("jax#23971: a callback's lowering asks for a device")
-    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "examples"))
-    example = importlib.import_module(name)
-    watched = Watched(target.dtype)
-    for module in (example, importlib.import_module("checks"), importlib.import_module("common")):
-        for word, stand_in in {
-            "claim": lambda *_: None,  # of float64's digits
-            "counter": lambda _: (lambda: None, lambda: 0),  # a callback
-            "STEPS": 1,
-        }.items():
-            if hasattr(module, word):
-                monkeypatch.setattr(module, word, stand_in)
-    example.show(watched, "jax")
-    programs = {}
-    for f, arrays in watched.calls:
-        lowered = jax.jit(f).lower([target.like(x) for x in arrays])
-        programs[lowered.as_text()] = lowered
-    assert programs
-    for lowered in programs.values():
-        assert lowered.compile().memory_analysis() is not None

@@ -63,21 +63,6 @@ def test_a_scheduled_scale_inside_scan():
     assert jax.jvp(f, (X,), (X,))[1] == 72.0
 
 
-def test_the_edits_under_jaxs_own_hessian():
-    f = lambda x: (gt.reverse_gradient(x, 0.5) ** 3).sum()
-    for hessian in (jax.hessian(f), jax.jacrev(jax.jacfwd(f)), jax.jacrev(jax.jacrev(f))):
-        assert np.diag(hessian(X)).tolist() == [1.5, 3.0]
-    assert np.diag(jax.jacfwd(jax.jacfwd(f))(X)).tolist() == [1.5, 3.0]
-
-
-def test_a_numpy_function_in_straight_through_is_vmapped_and_scanned():
-    hard = gt.straight_through(lambda x: (np.asarray(x) > 1.5).astype(np.float64), lambda x: x**2)
-    f = lambda x: jax.lax.scan(lambda c, xi: (c + hard(xi), None), 0.0, x)[0]
-    assert jax.jit(f)(X) == 1.0
-    assert jax.jit(jax.grad(f))(X).tolist() == [2.0, 4.0]
-    assert jax.jit(jax.vmap(jax.grad(hard)))(X).tolist() == [2.0, 4.0]
-
-
 def scanned(x, s):
     turn = lambda x, _: (gt.reverse_gradient(x, s), None)
     return jax.lax.scan(turn, x, None, length=2)[0].sum()

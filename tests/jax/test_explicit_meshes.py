@@ -169,7 +169,7 @@ def test_every_operator_gives_the_numbers_of_one_device_over_explicit_axes() -> 
 XS = np.random.default_rng(0).normal(size=(7, 2))
 
 
-@pytest.mark.slow_at("2", "7")
+@pytest.mark.slow_at("3", "7")
 @pytest.mark.parametrize("size", [2, 3, 7])
 def test_rows_that_are_left_over_have_their_gradients_over_an_explicit_axis(size) -> None:
     mesh = jax.make_mesh((1,), ("d",), axis_types=(AxisType.Explicit,))

@@ -105,25 +105,9 @@ def test_a_result_varies_over_the_mesh_as_its_arguments_do():
     np.testing.assert_array_equal(same, X)
 
 
-def test_what_a_kernel_keeps_of_a_compiled_programs_arguments_is_its_own():
-    kept = []
-    f = jax.jit(lambda x: host(lambda x: kept.append(x) or x)(x * 2) + 1)
-    for i in range(5):
-        f(X + i).block_until_ready()
-    assert all(np.array_equal(x, (X + i) * 2) for i, x in enumerate(kept)) and len(kept) == 5
-
-
 def test_a_kernel_lowers_for_the_platforms_of_this_process_only():
     traced = jax.jit(jax.vmap(host(lambda x: x + 1))).trace(jnp.asarray(X))
     here = jax.default_backend()
     assert "callback" in traced.lower(lowering_platforms=(here,)).as_text()
     with pytest.raises(Exception, match="platform"):
         traced.lower(lowering_platforms=("tpu" if here != "tpu" else "cuda",))
-
-
-def test_jax_still_cannot_export_what_calls_back_into_python():
-    shape = jax.ShapeDtypeStruct(X.shape, X.dtype)
-    with pytest.raises(NotImplementedError, match="host_callbacks"):
-        jax.export.export(jax.jit(lambda x: jax.pure_callback(np.sin, shape, x)))(jnp.asarray(X))
-    with pytest.raises(NotImplementedError, match="host_callbacks"):
-        jax.export.export(jax.jit(host(lambda x: x + 1)))(jnp.asarray(X))

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax import export
 from jax.scipy.sparse import linalg as sparse
 
 import gradtools.jax as gt
@@ -103,29 +102,6 @@ def test_a_map_stays_as_its_author_wrote_it_in_its_own_mode(name):
         same(run(X), OWN[name])
 
 
-LINEAR = {
-    "a masked tangent": lambda p, t: (jnp.sin(p[0]), jnp.where(p[0] < 9, jnp.cos(p[0]) * t[0], 0)),
-    "a term that cancels": lambda p, t: (jnp.sin(p[0]), jnp.cos(p[0]) * t[0] + (p[0] - p[0])),
-    "a loop": lambda p, t: (
-        jnp.sin(p[0]),
-        jax.lax.scan(lambda c, _: (c * 1.0, None), jnp.cos(p[0]) * t[0], None, length=2)[0],
-    ),
-    "jax.jvp": lambda p, t: jax.jvp(jnp.sin, p, t),
-    "a condition": lambda p, t: (
-        jnp.sin(p[0]),
-        jax.lax.cond(True, lambda t: jnp.cos(p[0]) * t, lambda t: 0 * t, t[0]),
-    ),
-    "jit": lambda p, t: (jnp.sin(p[0]), jax.jit(lambda t: jnp.cos(p[0]) * t)(t[0])),
-}
-
-
-@pytest.mark.slow_at(("a masked tangent", "jax.grad"))
-@pytest.mark.parametrize("way", ["jax.grad", "jit of jax.grad"])
-@pytest.mark.parametrize("rule", LINEAR.values(), ids=LINEAR)
-def test_a_rule_that_is_zero_at_zero_passes_however_it_is_written(rule, way):
-    same(WAYS[way](by_jvp(rule)), SLOPE)
-
-
 def test_a_tangent_that_passes_through_an_integer_is_not_transposed():
     g = by_jvp(lambda p, t: (p[0] * 2, t[0].astype(int).astype(t[0].dtype)), lambda x: x * 2)
     same(jax.jvp(g, (X,), (jnp.ones(3),))[1], np.ones(3))
@@ -182,19 +158,6 @@ def test_a_float_is_an_argument_with_a_tangent_of_zeros():
     assert jnp.iscomplexobj(g(X, 3.0 + 1j))
 
 
-def test_a_float64_of_numpy_needs_no_x64():
-    with jax.enable_x64(False):
-        same(jax.grad(lambda x: scaled()(x, np.float64(3.0)))(jnp.float32(2.0)), 3.0)
-
-
-def test_the_tangent_of_an_integer_is_none():
-    seen = []
-    g = gt.custom_rule(lambda x, n: x**n)
-    g.defjvp(lambda p, t: (seen.append(t[1]), (p[0] ** p[1], p[1] * p[0] * t[0]))[1])
-    same(jax.grad(lambda x: g(x, 2))(3.0), 6.0)
-    assert set(seen) == {None}
-
-
 # --- pullbacks are pytrees ---------------------------------------------------------------
 
 
@@ -246,22 +209,6 @@ def product(seen, **options):
     return g
 
 
-TRANSFORMS = {
-    "eager": lambda h: h,
-    "jit": jax.jit,
-    "vmap": lambda h: lambda x, y: jax.vmap(h)(x[None], y[None])[0],
-    "checkpoint": lambda h: lambda x, y: jax.checkpoint(h)(x, y),
-}
-
-
-@pytest.mark.parametrize("transform", TRANSFORMS.values(), ids=TRANSFORMS)
-def test_fwd_knows_what_is_differentiated_and_saves_that_alone(transform):
-    seen = []
-    g = product(seen)
-    same(jax.grad(lambda x: transform(lambda x, y: g(x, y).sum())(x, 2 * X))(X), 2 * X)
-    assert set(seen) == {(True, False)}
-
-
 def test_derivatives_of_several_levels_each_get_what_they_ask_for():
     g = product([])
     inner = lambda x, y: jax.grad(total(g), 0)(x, y).sum()
@@ -302,31 +249,6 @@ def test_bwd_gets_none_for_a_cotangent_that_is_zero_and_the_rule_for_a_tangent()
 # --- everything else that JAX's own can do -----------------------------------------------
 
 
-def test_parts_of_a_forward_rule_may_be_given_for_each_argument():
-    g = gt.custom_rule(lambda x, y, n: x * jnp.exp(y))
-    g.defjvps(lambda t, out, x, y, n: t * jnp.exp(y), lambda t, out, x, y, n: t * out, None)
-    native = jax.custom_jvp(lambda x, y, n: x * jnp.exp(y))
-    native.defjvps(lambda t, out, x, y, n: t * jnp.exp(y), lambda t, out, x, y, n: t * out, None)
-    same(jax.grad(g, (0, 1))(2.0, 0.5, 1.0), jax.grad(native, (0, 1))(2.0, 0.5, 1.0))
-    same(jax.hessian(g, 1)(2.0, 0.5, 1.0), 2 * np.exp(0.5))
-    one = gt.custom_rule(lambda x, y, n: x)
-    one.defjvps(lambda t, out, *args: t)
-    with pytest.raises(GradtoolsError, match="1 rules for 3 arguments"):
-        jax.grad(one)(1.0, 2.0, 3.0)
-
-
-def test_a_rule_may_branch_on_values_where_they_are_known_and_is_told_where_not():
-    def rule(p, t):
-        return jnp.sin(p[0]), t[0] * 2 if p[0] > 0 else t[0] * 3
-
-    g, native = by_jvp(rule), by_jvp(rule, make=jax.custom_jvp)
-    for x in (1.0, -1.0):
-        same(jax.grad(g)(x), jax.grad(native)(x))
-    with pytest.raises(GradtoolsError, match="Python if or while") as caught:
-        jax.jit(jax.grad(g))(1.0)
-    assert isinstance(caught.value, TypeError)
-
-
 def test_a_rule_that_closes_over_a_tracer_runs_where_nothing_is_differentiated():
     def sample(key):
         g = gt.custom_rule(lambda a: jax.random.gamma(key, a, shape=()))
@@ -336,21 +258,6 @@ def test_a_rule_that_closes_over_a_tracer_runs_where_nothing_is_differentiated()
     keys = jax.random.split(jax.random.key(0), 3)
     expected = jax.vmap(lambda key: jax.random.gamma(key, np.float32(2.0), shape=()))(keys)
     same(jax.vmap(sample)(keys), expected)
-
-
-def test_a_rule_without_an_array_output_runs_under_vmap_and_its_pullback_too():
-    def bwd(kept, ct):
-        raise AssertionError("nothing to pull back")
-
-    g = gt.custom_rule(lambda x, y: None)
-    g.defvjp(lambda x, y: (None, y), bwd)
-
-    def body(xs, _):
-        mapped = lambda xs, y: jax.vmap(g, in_axes=(0, None), out_axes=None)(xs, y)
-        _, pull = jax.vjp(mapped, xs, jnp.zeros(1))
-        return pull(None)[0], None
-
-    same(jax.lax.scan(body, X, None, length=3)[0], np.zeros(3))
 
 
 def test_rules_and_edits_work_under_strict_promotion():
@@ -368,14 +275,6 @@ def test_rules_and_edits_work_under_strict_promotion():
         ):
             found = gt.grad(lambda z: square(edit(z)))(z)
             same(np.abs(found), np.abs(2 * np.asarray(z)))
-
-
-@pytest.mark.parametrize("kind", ["jvp", "vjp"])
-def test_a_program_with_rules_is_exported_with_symbolic_shapes(kind):
-    g = by_jvp(LINEAR["jax.jvp"]) if kind == "jvp" else by_vjp(lambda x, c: (jnp.cos(x) * c,))
-    shape = export.symbolic_shape("n")
-    exported = export.export(jax.jit(jax.grad(total(g))))(jax.ShapeDtypeStruct(shape, X.dtype))
-    same(exported.call(X), SLOPE)
 
 
 SHARDED = """
@@ -420,15 +319,6 @@ def test_derivatives_are_mapped_over_an_axis_of_an_explicit_mesh():
 
 
 # --- as JAX's own, program for program ---------------------------------------------------
-
-
-def test_the_forward_pass_of_numbers_sees_the_axis_that_is_mapped_over():
-    f = gt.custom_rule(lambda x: x * jax.lax.axis_index("i"))
-    f.defvjp(lambda x: (x * jax.lax.axis_index("i"), None), lambda r, c: (c + 0.0,))
-    one = lambda _: gt.value_and_grad(f)(jnp.float32(3.0))
-    value, g = jax.vmap(one, axis_name="i")(jnp.arange(2.0))
-    assert value.tolist() == [0.0, 3.0]
-    assert g.tolist() == [1.0, 1.0]
 
 
 BRANCHES = {
@@ -488,18 +378,6 @@ def test_none_is_the_tangent_of_a_whole_subtree(aux):
     assert jax.tree.structure(out[1]) == jax.tree.structure(aux)
     assert all(not np.any(x) for x in jax.tree.leaves(tangent[1]))
     assert float(gt.grad(lambda x: f(x)[0])(3.0)) == 6
-
-
-def test_none_is_the_cotangent_of_a_whole_subtree():
-    f = gt.custom_rule(lambda p: p["a"] ** 2 * p["b"]["c"])
-    f.defvjp(lambda p: (f(p), p), lambda p, c: ({"a": 2 * p["a"] * p["b"]["c"] * c, "b": None},))
-    grads = gt.grad(f)({"a": 3.0, "b": {"c": 2.0}})
-    assert float(grads["a"]) == 12
-    assert float(grads["b"]["c"]) == 0
-    wrong = gt.custom_rule(f)
-    wrong.defvjp(lambda p: (f(p), p), lambda p, c: ({"a": c, "z": None},))
-    with pytest.raises(GradtoolsError, match="has the structure"):
-        gt.grad(wrong)({"a": 3.0, "b": {"c": 2.0}})
 
 
 @pytest.mark.parametrize("given", ["jvp", "vjp", "vjp without f"])

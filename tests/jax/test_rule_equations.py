@@ -95,13 +95,3 @@ def test_derivatives_of_a_rule_whose_outputs_are_not_all_used_are_those_of_jax(g
 
 def test_nothing_is_left_of_a_rule_of_which_no_output_is_used():
     assert part(by_vjp(gt.custom_rule), [False, False])[0].eqns == []
-
-
-def test_a_part_of_a_part_and_a_part_of_a_linear_rule():
-    f = gt.custom_rule(lambda x: (2 * x, 3 * x, 5 * x))
-    f.defjvp(lambda p, t: (f(p[0]), f(t[0])))
-    _, most = part(f, [True, False, True], (X,))
-    _, last = part(most, [False, True], (X,))
-    assert last(X)[0].tolist() == (5 * X).tolist()
-    np.testing.assert_allclose(jax.linear_transpose(last, X)([ONES])[0], 5 * ONES)
-    np.testing.assert_allclose(jax.jvp(last, (X,), (ONES,))[1][0], 5 * ONES)

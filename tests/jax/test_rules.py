@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -116,19 +120,6 @@ def test_a_rule_reduces_over_the_axis_that_vmap_names(mode, derivative):
     np.testing.assert_allclose(jax.jit(found)(xs), right(xs), rtol=1e-12)
 
 
-@pytest.mark.slow_at("both")
-@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
-def test_linearize_and_forward_mode_of_a_mapped_scan(rule):
-    def f(x):
-        return jax.lax.scan(lambda c, _: (apply_rule(rule, c)[0], None), x, None, length=2)[0]
-
-    y, push = jax.linearize(jax.vmap(f), X)
-    np.testing.assert_allclose(push(jnp.ones(3)), 9 * X**8, rtol=1e-12)
-    pushed = jax.jvp(jax.vmap(f), (X,), (jnp.ones(3),))[1]
-    np.testing.assert_allclose(pushed, 9 * X**8, rtol=1e-12)
-    assert y.tolist() == jax.vmap(f)(X).tolist()
-
-
 def test_a_scan_over_reversals_keeps_no_x():
     """Its linear map reads the scale alone, so no stack of x is kept for the backward pass."""
 
@@ -149,19 +140,6 @@ def test_differentiating_what_a_rule_closes_over_raises(transform):
 
     with pytest.raises(GradtoolsError, match="rule 'times c' closes over"):
         transform(f)(2.0)
-
-
-@pytest.mark.skipif(not hasattr(jax.lax, "stage"), reason="this version of JAX has no lax.stage")
-@pytest.mark.parametrize("order", [1, 2])
-@pytest.mark.parametrize("jit", [lambda f: f, jax.jit], ids=["eager", "jit"])
-def test_a_rule_whose_value_is_staged_with_its_tangent_is_transposed(jit, order):
-    lift = getattr(jax.lax, "stage")  # noqa: B009, which type stubs lack
-    rule = gt.custom_rule(lambda x: lift(x))
-    rule.defjvp(lambda primals, tangents: jax.jvp(lift, tuple(primals), tuple(tangents)))
-    loss = lambda x: (rule(x) ** 3).sum()
-    found = jit(gt.grad(loss) if order == 1 else lambda x: gt.hvp(loss, (x,), (X,))[1][0])(X)
-    np.testing.assert_allclose(found, 3 * X**2 if order == 1 else 6 * X**2, rtol=1e-6)
-    np.testing.assert_allclose(jit(lambda x: gt.jvp(rule, (x,), (x,))[1])(X), X)
 
 
 def _scaled_exp(c):
@@ -274,21 +252,63 @@ def test_a_rule_is_transposed_by_its_pullback_after_it_was_linearized():
     np.testing.assert_array_equal(transposed, 3 * x)
 
 
-def test_an_output_that_reads_no_mapped_input_is_a_residual_where_vmap_is_differentiated():
-    plain = lambda x, y: (jnp.sin(x), jnp.exp(y))
-    rule = gt.custom_rule(plain)
+ON_FOUR_DEVICES = """
+import jax, jax.numpy as jnp, numpy as np
+jax.config.update("jax_enable_x64", True)
+import gradtools.jax as gt
+P, psum = jax.sharding.PartitionSpec, lambda x: jax.lax.psum(x, "i")
+mesh = jax.make_mesh((4,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+X, W = jnp.linspace(0.5, 2, 8).reshape(4, 2), jnp.array([0.3, -0.7])
+shared = lambda w, b: jnp.tanh(b * w).sum(-1) + (w**2).sum()  # w is the same on each device
+summed = lambda x: psum(jnp.sin(x))  # the output is
 
-    def fwd(x, y):
-        outs = plain(x, y)
-        return outs, (x, outs[1])
+def ruled(f, mode, fwd=None, bwd=None):
+    if mode == "frozen":
+        return gt.frozen(f)
+    rule = gt.custom_rule(f)
+    if "vjp" in mode:
+        rule.defvjp(fwd or (lambda *xs: jax.vjp(f, *xs)), bwd or (lambda pull, c: pull(c)))
+    if "jvp" in mode:
+        rule.defjvp(lambda p, t: jax.jvp(f, p, t))
+    return rule
 
-    rule.defvjp(fwd, lambda saved, cts: (jnp.cos(saved[0]) * cts[0], saved[1] * cts[1]))
+loss = lambda f, b: lambda w: psum((f(w, b) ** 2).sum())
+OF_SHARED = {
+    "sum": lambda f: lambda w, b: jax.grad(loss(f, b))(w),
+    "local": lambda f: lambda w, b: jax.grad(lambda w: f(w, b).sum())(w),
+    "b": lambda f: lambda w, b: psum(jax.grad(lambda b: f(w, b).sum())(b).sum(0)),
+    "jvp": lambda f: lambda w, b: psum(jax.jvp(f, (w, b), (w * 2, b + 1))[1].sum()),
+    "jvp in w": lambda f: lambda w, b: psum(jax.jvp(lambda w: f(w, b), (w,), (w,))[1].sum()),
+    "hessian": lambda f: lambda w, b: jax.hessian(loss(f, b))(w),
+    "twice": lambda f: lambda w, b: jax.grad(lambda w: (jax.grad(loss(f, b))(w) ** 2).sum())(w),
+}
+square = lambda f: lambda b: (f(b) ** 2).sum()
+OF_SUMMED = {
+    "grad": lambda f: jax.grad(square(f)),
+    "jvp": lambda f: lambda b: jax.jvp(f, (b,), (b * 2,))[1] + 0 * b,
+    "hvp": lambda f: lambda b: jax.jvp(jax.grad(square(f)), (b,), (b * 2,))[1],
+}
+by_hand = {"fwd": lambda x: (summed(x), x), "bwd": lambda x, c: (c * jnp.cos(x),)}
+for of, f, args, specs, out, modes, more in (
+    (OF_SHARED, shared, (W, X), (P(), P("i")), P(), ("vjp", "jvp", "vjp, jvp", "frozen"), {}),
+    (OF_SUMMED, summed, (X,), (P("i"),), P("i"), ("vjp", "jvp", "vjp, jvp"), by_hand),
+):
+    for name, derivative in of.items():
+        run = lambda f: jax.jit(
+            jax.shard_map(derivative(f), mesh=mesh, in_specs=specs, out_specs=out))(*args)
+        for mode in modes:
+            np.testing.assert_allclose(run(ruled(f, mode, **more)), run(f), 1e-12, err_msg=name)
+print("right")
+"""
 
-    def slope(f):
-        def pulled(x, y):
-            outs, pull = jax.vjp(f, x, y)
-            return sum(pull(outs))
 
-        return jax.grad(lambda y: jax.vmap(pulled, (0, None))(X, y).sum())(0.3)
-
-    np.testing.assert_allclose(slope(rule), slope(plain), rtol=1e-6)
+@pytest.mark.slow
+def test_a_rule_of_inputs_or_outputs_that_devices_share_has_the_derivatives_of_its_code():
+    flags = "--xla_force_host_platform_device_count=4"
+    ran = subprocess.run(
+        [sys.executable, "-c", ON_FOUR_DEVICES],
+        env={**os.environ, "XLA_FLAGS": flags},
+        capture_output=True,
+        text=True,
+    )
+    assert ran.stdout.strip() == "right", ran.stderr[-2000:]

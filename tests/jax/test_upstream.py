@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 
 import jax
 import jax.extend.core
@@ -81,6 +83,28 @@ def test_a_type_tells_the_mesh_axes_along_which_it_varies():
 )
 def test_what_is_taken_from_its_private_place_is_what_is_public(name):
     assert getattr(upstream, name) is getattr(jax.extend.core, name)
+
+
+def test_a_tracer_of_a_jaxpr_is_told_from_those_of_other_transforms():
+    seen = []
+    look = lambda x: seen.append(isinstance(x, upstream.DynamicJaxprTracer)) or x
+    jax.make_jaxpr(look)(1.0), jax.grad(look)(1.0), jax.vmap(look)(jnp.ones(2))
+    assert seen == [True, False, False]
+
+
+def test_caches_of_jax_keep_no_rule_alive():
+    class Rule:
+        pass
+
+    upstream.weakly_cached.add(Rule)
+    primitive = upstream.RulePrimitive("of a rule")
+    primitive.def_abstract_eval(lambda x, rule: [x])
+    rules = [Rule()]
+    gone = weakref.ref(rules[0])
+    jax.make_jaxpr(lambda x: primitive.bind(x, rule=rules[0]))(1.0)
+    rules.clear()
+    gc.collect()
+    assert gone() is None
 
 
 def test_the_public_place_still_comes_with_pallas():
@@ -175,15 +199,6 @@ def _all_eqns(closed):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
                 yield from _all_eqns(inner)
-
-
-def test_statistics_of_a_batch_are_known_by_who_computes_them():
-    from flax import nnx
-
-    normed = lambda x: nnx.BatchNorm(3, rngs=nnx.Rngs(0))(x)
-    closed = jax.make_jaxpr(normed)(jnp.ones((4, 3)))
-    assert any(map(upstream.is_batch_statistic, _all_eqns(closed)))
-    assert not upstream.is_batch_statistic(_eqn(jnp.sin))
 
 
 def test_a_function_over_other_variables_leaves_the_first_as_it_is():

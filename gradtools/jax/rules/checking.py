@@ -17,8 +17,7 @@ import numpy as np
 
 from gradtools.errors import GradtoolsError, warn
 from gradtools.jax import jaxprs, reachability
-from gradtools.jax.rules.kept_alive import memoized
-from gradtools.jax.rules.primitives import READS_A_VALUE
+from gradtools.jax.rules.primitives import READS_A_VALUE, memoized
 from gradtools.jax.trees import all_known, is_inexact, zeros_of
 from gradtools.rule_contract import is_linear
 from gradtools.rules import Rule, replaced_where

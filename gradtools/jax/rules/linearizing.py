@@ -17,19 +17,17 @@ import jax.numpy as jnp
 
 from gradtools.errors import GradtoolsError
 from gradtools.jax import reachability
-from gradtools.jax._upstream import constants_of
-from gradtools.jax.jaxprs import without_consts
+from gradtools.jax._upstream import DynamicJaxprTracer
+from gradtools.jax.jaxprs import traced
 from gradtools.jax.rules.checking import loss_of, refuse_loss
-from gradtools.jax.rules.kept_alive import memoized
 from gradtools.jax.rules.primitives import (
     READS_A_VALUE,
-    LinearizedRule,
     Mask,
     TracedRule,
-    ValueLiftedRule,
-    captures_nothing,
     eval_forward,
     flow_of,
+    is_linearized,
+    memoized,
     naming_rule,
     primal_p,
     value_p,
@@ -82,36 +80,53 @@ def forward_pass(
     loop-invariant residuals once, and extras are differentiated like any other value. The outputs
     pass through the value primitive, whose derivative is the rule.
     """
-    if rule.linearize is None and not isinstance(rule, JvpRule | LinearizedRule):
-        ys = primal_p.bind(*xs, rule=rule)
-        avals = tuple(jax.typeof(x) for x in (*xs, *ys))
+    if rule.linearize is None and not isinstance(rule, JvpRule) and not is_linearized(rule):
+        ys = primal_p.bind(*xs, rule=rule)  # the residuals are inputs and outputs
+        key = "maps", *[jax.typeof(x) for x in (*xs, *ys)]
 
-        def make() -> LinearizedRule:
-            made = _native(rule, rule.linearized_from(xs, list(ys)), xs)
-            result = LinearizedRule.made_of(rule, made.without_arrays(), rule.primal)
-            return replace(result, source=(rule, avals)) if captures_nothing(rule) else result
+        def make() -> TracedRule:
+            return _linearized(rule, _native(rule, rule.linearized_from(xs, list(ys)), xs))
 
-        # JAX compiles and caches a primitive for each rule that it is bound with, so a new object
-        # in each call would compile anew.
-        maps = memoized(rule, ("maps", avals), make)
+        maps = memoized(rule, key, make)
         return ys, maps, maps.saved(xs, ys)
-    if not isinstance(rule, LinearizedRule) and all_known(xs):
-        out, maps = _evaluated_now(rule, xs, given)
-    else:
+    if is_linearized(rule) or any(_is_transformed(x) for x in xs):
         maps = linearized_rule(rule, xs, given)
-        if maps.contract is not None and maps.contract.remat:
-            # One equation, so that remat drops or recomputes outputs and extras together.
-            out = primal_p.bind(*xs, rule=maps, extras=True)
-            ys, extras = out[: len(out) - maps.extras], out[len(out) - maps.extras :]
-            return ys, maps, maps.saved(xs, ys, extras)
         out = eval_forward(maps, xs)
-    first = len(out) - maps.extras
-    raw, extras = [jax.lax.stop_gradient(y) for y in out[:first]], out[first:]
+    else:
+        out, maps = _evaluated_now(rule, xs, given)
+    count = len(out) - maps.extras
+    raw, extras = [jax.lax.stop_gradient(y) for y in out[:count]], out[count:]
     ys = value_p.bind(*xs, *raw, *extras, rule=maps, xs=len(xs))
     return ys, maps, maps.saved(xs, ys, extras)
 
 
-def linearized_rule(rule: Rule, xs: Sequence[Any], perturbed: Mask | None = None) -> LinearizedRule:
+def _is_transformed(x: Any) -> bool:
+    """Whether x is differentiated or mapped over: a tracer other than of a jaxpr.
+
+    Then fwd is traced first, which tells whether it has extras: only these are differentiated
+    through its code.
+    """
+    return isinstance(x, jax.core.Tracer) and not isinstance(x, DynamicJaxprTracer)
+
+
+def _linearized(
+    rule: Rule, made: Linearized, perturbed: Mask | None = None, forward: Any = None
+) -> TracedRule:
+    """The rule with the maps `made` by one evaluation; `forward` repeats that evaluation."""
+    return TracedRule.of(
+        rule,
+        tangent=made.tangent,
+        cotangent=made.cotangent,
+        saves=made.saves,
+        linearize=None,
+        forward=forward,
+        extras=len(made.extras),
+        perturbed=perturbed,
+        whole=None if perturbed is None else rule,
+    )
+
+
+def linearized_rule(rule: Rule, xs: Sequence[Any], perturbed: Mask | None = None) -> Any:
     """The rule with both maps and explicit residuals.
 
     Its maps follow JAX's convention: conjugated, with cotangents and tangents of floating outputs
@@ -120,18 +135,18 @@ def linearized_rule(rule: Rule, xs: Sequence[Any], perturbed: Mask | None = None
     perturbed: Which inputs are differentiated, for a rule with `symbolic_zeros`; the maps then are
         valid for these inputs only.
     """
-    if isinstance(rule, LinearizedRule):
+    if is_linearized(rule):
         return rule
     perturbed = perturbed if rule.symbolic_zeros else None
     forward, made = _forward_of(rule, perturbed)
     with pushed_on(local_list("linearizing"), rule.origin), naming_rule(rule):
-        closed = jax.make_jaxpr(forward)(*map(jax.typeof, xs))
-    run = lambda *xs: jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *xs)
-    return LinearizedRule.made_of(rule, made[0], run, perturbed)
+        program, consts = traced(forward, *map(jax.typeof, xs))
+    run = lambda *xs: program(consts, *xs)
+    return _linearized(rule, made[0], perturbed, run)
 
 
 def _evaluated_now(rule: Rule, xs: Sequence[Any], perturbed: Mask | None) -> Any:
-    """The outputs and extras at concrete inputs, and the maps, outside of the running trace.
+    """The outputs and extras, and the linearized rule, by one inlined evaluation.
 
     For each jitted function called within a trace JAX caches an entry for that trace, which
     outlives it. A `custom_jvp` whose inputs have no tangents is evaluated outside of the trace.
@@ -139,17 +154,16 @@ def _evaluated_now(rule: Rule, xs: Sequence[Any], perturbed: Mask | None) -> Any
     perturbed = perturbed if rule.symbolic_zeros else None
     forward, made = _forward_of(rule, perturbed)
     run: Any = forward
-    if not isinstance(jax.lax.neg(0.0), jax.core.Tracer):  # no program is being traced
+    if all_known(xs) and not isinstance(jax.lax.neg(0.0), jax.core.Tracer):  # no jaxpr is traced
         run = jax.custom_jvp(forward)
 
         @run.defjvp
         def no_tangents(xs: Any, dxs: Any) -> Any:
             raise AssertionError("concrete inputs have no tangents")
 
-    with pushed_on(local_list("linearizing"), rule.origin):
+    with pushed_on(local_list("linearizing"), rule.origin), naming_rule(rule):
         out = list(run(*xs))
-    repeat = lambda *xs: _forward_of(rule, perturbed)[0](*xs)  # references no maps of this run
-    return out, LinearizedRule.made_of(rule, made[0], repeat, perturbed)
+    return out, _linearized(rule, made[0], perturbed)
 
 
 def _forward_of(
@@ -184,7 +198,7 @@ def _native(
             if rule.fills("tangent"):
                 dxs = filled(dxs, like_xs)
             pairs = zip(given_tangent(saved, dxs), like_ys, strict=True)
-            return [_checked(rule, "tangent", dy, like) for dy, like in pairs if like is not None]
+            return [_dense(dy, like) for dy, like in pairs if like is not None]
 
         def pull(*cts: Any) -> list[Any]:
             pairs = zip(cotangent(saved, cts), dxs, strict=True)
@@ -201,10 +215,7 @@ def _native(
                 cts = filled(cts, without_none(like_ys))
             conjugated = spread([None if ct is None else conj(ct) for ct in cts], inexact)
             triples = zip(given_cotangent(saved, conjugated), like_xs, moving, strict=True)
-            return [
-                conj(_checked(rule, "cotangent", ct, like)) if moves else None
-                for ct, like, moves in triples
-            ]
+            return [conj(_dense(ct, like)) if moves else None for ct, like, moves in triples]
 
         def push(*dxs: Any) -> list[Any]:
             return tangent(saved, spread(dxs, moving))
@@ -234,7 +245,7 @@ def _split(rule: JvpRule, xs: Sequence[Any], perturbed: Mask | None = None) -> L
         full = spread(dxs, mask)
         values, dys = rule.jvp(xs, filled(full, full_like) if rule.fills("tangent") else full)
         pairs = zip(dys, likes_of(values), strict=True)
-        return values, [_checked(rule, "tangent", dy, y) for dy, y in pairs if y is not None]
+        return values, [_dense(dy, y) for dy, y in pairs if y is not None]
 
     def push(*dxs: Any) -> list[Any]:
         ys[:], dys = evaluated(*dxs)
@@ -252,19 +263,11 @@ def _split(rule: JvpRule, xs: Sequence[Any], perturbed: Mask | None = None) -> L
         if any(staged):
             return None
         like_ys = without_none(likes_of(ys))
-        hoisted, consts = hoist(lambda *cts: list(pull(list(cts))), *map(zeros_of, like_ys))
+        back, consts = traced(lambda *cts: list(pull(list(cts))), *map(zeros_of, like_ys))
     except (*READS_A_VALUE, jax.errors.JaxRuntimeError):  # the latter for example out of memory
         raise
-    except NOT_LINEAR:
+    except (*NOT_LINEAR, GradtoolsError):
         return None  # forward mode needs no transpose; reverse mode will raise
-
-    follows = [isinstance(c, jax.core.Tracer) for c in consts]
-    extras = [c for c, f in zip(consts, follows, strict=True) if f]
-    fixed = [None if f else c for c, f in zip(consts, follows, strict=True)]  # no tracers
-
-    def back(saved: Entries, *cts: Any) -> list[Any]:
-        new = iter(saved)
-        return hoisted([next(new) if f else c for c, f in zip(fixed, follows, strict=True)], *cts)
 
     def tangent(saved: Entries, dxs: Entries) -> list[Any]:
         full = filled([dx for dx, m in zip(dxs, mask, strict=True) if m], like_xs)
@@ -274,9 +277,9 @@ def _split(rule: JvpRule, xs: Sequence[Any], perturbed: Mask | None = None) -> L
         return spread(back(saved, *filled(cts, like_ys)), mask)
 
     places = {id(x): i for i, x in reversed(list(enumerate([*xs, *ys])))}
-    own = list({id(c): c for c in extras if id(c) not in places}.values())
+    own = list({id(c): c for c in consts if id(c) not in places}.values())
     places |= {id(c): len(xs) + len(ys) + k for k, c in enumerate(own)}
-    return Linearized(list(ys), own, tuple([places[id(c)] for c in extras]), tangent, cotangent)
+    return Linearized(list(ys), own, tuple([places[id(c)] for c in consts]), tangent, cotangent)
 
 
 def _signature(xs: Sequence[Any], perturbed: Mask | None) -> Any:
@@ -291,36 +294,15 @@ def differentiated_inputs(rule: Rule, likes: Sequence[Any], perturbed: Mask | No
     ]
 
 
-def _checked(rule: Rule, which: str, value: Any, like: Any) -> Any:
-    """A map's result with zeros for None, or an error if its shape is wrong."""
-    if value is None:
-        return zeros_of(like)
-    if jnp.shape(value) != tuple(like.shape):
-        raise GradtoolsError(
-            f"rule {rule.name!r}: its {which} map returned shape {jnp.shape(value)}, "
-            f"expected {tuple(like.shape)}, that of what it belongs to."
-        )
-    return jnp.asarray(value, like.dtype)
-
-
-def hoist(fun: Callable[..., Any], *examples: Any) -> tuple[Callable[..., Any], list[Any]]:
-    """Closure conversion: `hoisted(consts, *args)`, and the arrays that `fun` closes over.
-
-    A rule may run after the trace in which it was made has ended, when tracers in its closure
-    would have leaked.
-    """
-    closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*examples)
-    treedef = jax.tree.structure(shapes)
-    jaxpr = without_consts(closed)
-
-    def hoisted(consts: Sequence[Any], *args: Any) -> Any:
-        flat = jax.core.eval_jaxpr(jaxpr, consts, *jax.tree.leaves(args))
-        return jax.tree.unflatten(treedef, flat)
-
-    return hoisted, constants_of(closed)
+def _dense(value: Any, like: Any) -> Any:
+    """A map's result, with zeros for None."""
+    return zeros_of(like) if value is None else jnp.asarray(value, like.dtype)
 
 
 # --- closure conversion: arrays that a rule closes over become its inputs ------------------------
+#
+# A rule may run after the trace in which it was made has ended, when tracers in its closure would
+# have leaked.
 
 
 def captured_tracers(rule: Rule) -> list[Any]:
@@ -335,7 +317,7 @@ def captured_tracers(rule: Rule) -> list[Any]:
 def lift_value(rule: Rule, xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
     """Lifts the primal only, for a rule whose maps apply the rule itself; the maps follow later."""
     n = len(xs)
-    hoisted, consts = hoist(lambda *a: list(rule.primal(*a)), *xs)
+    hoisted, consts = traced(lambda *a: list(rule.primal(*a)), *xs)
 
     def lift(xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
         # Arrays that the primal captured are taken from xs: they may have been batched since, or
@@ -344,7 +326,7 @@ def lift_value(rule: Rule, xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
         lifted, captured = lift_captured(rule, xs[:n], differentiated=True)
         return lifted, [*range(n), *[at.get(id(c), c) for c in captured]]
 
-    lifted = ValueLiftedRule.of(
+    lifted = TracedRule.of(
         rule,
         primal=lambda *a: hoisted(a[n:], *a[:n]),
         user_functions=(),
@@ -372,7 +354,7 @@ def lift_captured(
     def lift(fun: Any, *examples: Any) -> Any:
         if fun is None:
             return None
-        hoisted, result = hoist(fun, *examples)
+        hoisted, result = traced(fun, *examples)
         start, stop = len(consts), len(consts) + len(result)
         consts.extend(result)
         return lambda own, *args: hoisted(own[start:stop], *args)
@@ -395,7 +377,7 @@ def lift_captured(
         flow = primal if flow_of(rule) is rule.primal else of_inputs(flow_of(rule))
         if any(moving):
             maps = rule if rule.reverse_only else linearized_rule(rule, xs)
-            if isinstance(maps, LinearizedRule):
+            if isinstance(maps, TracedRule) and maps.extras is not None:
                 extras, more["forward"] = maps.extras, of_inputs(maps.forward)
             run = more.get("forward", primal)
             results = jax.make_jaxpr(lambda *a: run(*a, *consts))(*xs).out_avals

@@ -23,7 +23,7 @@ NOT_LINEAR = (NotImplementedError, TypeError, ValueError, AssertionError, Runtim
 def transpose_map(rule: Rule, which: str, linear: Any, examples: Any, values: Any) -> list[Any]:
     """The transpose of `linear` (shaped like `examples` to `values`), applied to `values`."""
     try:
-        if any(varies(v) for v in values):
+        if any(varies(v) for v in (*values, *examples)):
             return _transposed_by_vjp(linear, examples, values)
         return list(jax.linear_transpose(linear, *map(struct_of, examples))(list(values)))
     except READS_A_VALUE:
@@ -51,11 +51,11 @@ def _transposed_by_vjp(linear: Any, examples: Any, values: Any) -> list[Any]:
     `jax.linear_transpose` cannot express such types (check_vma=True). The jaxpr of the pullback
     must not depend on the point, which proves that the map is linear.
     """
-    axes = frozenset().union(*map(varies, values))
-    zeros = [varying(zeros_of(e), axes) for e in examples]
+    zeros = [zeros_of(e) for e in examples]
 
     def pulled(at: Any, cts: Any) -> Any:
-        return jax.vjp(lambda *v: linear(*v), *at)[1](cts)
+        outs, pullback = jax.vjp(lambda *v: linear(*v), *at)
+        return pullback([varying(ct, varies(y)) for ct, y in zip(cts, outs, strict=True)])
 
     closed = jax.make_jaxpr(lambda *v: linear(*v))(*zeros)
     eqns = [e for e in closed.jaxpr.eqns if e.primitive.name != "pvary"]
@@ -83,19 +83,8 @@ def transpose(
     return transpose_map(rule, which, own, [jax.typeof(x) for x in examples], values)
 
 
-def pull(
-    fun: Callable[..., list[Any]], xs: Sequence[Any], cts: Any, reached: list[bool] | None = None
-) -> list[Any]:
-    """The pullback of `fun` at xs, applied to `cts` (None is zero) or to `cts(outputs)`.
-
-    Args:
-        fun: The function.
-        xs: The point.
-        cts: The cotangents, or a function that makes them from the outputs.
-        reached: If empty, filled with True for each of xs. A jaxpr tells the reachability.
-    """
-    if reached == []:
-        reached += [True for _ in xs]
+def pull(fun: Callable[..., list[Any]], xs: Sequence[Any], cts: Any) -> list[Any]:
+    """The pullback of `fun` at xs, applied to `cts` (None is zero) or to `cts(outputs)`."""
     known = [] if callable(cts) else without_none(cts)
     axes = frozenset().union(*map(varies, [*xs, *known]))
     outs, pullback = jax.vjp(lambda *a: list(fun(*a)), *[varying(x, axes) for x in xs])
@@ -103,10 +92,3 @@ def pull(
     zero = lambda y: jnp.zeros_like(y) if is_inexact(y) else np.zeros(y.shape, jax.dtypes.float0)
     full = [zero(y) if ct is None else conj(varying(ct, axes)) for y, ct in pairs]
     return [conj(x) for x in pullback(full)]
-
-
-def value_and_push(
-    fun: Callable[..., list[Any]], xs: Sequence[Any], dxs: Sequence[Any]
-) -> tuple[list[Any], list[Any]]:
-    """The outputs and the pushforward, by one evaluation."""
-    return jax.jvp(lambda *a: list(fun(*a)), tuple(xs), tuple(dxs))

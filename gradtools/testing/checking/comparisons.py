@@ -237,11 +237,13 @@ class Comparisons:
         measured: slopes.Slope,
         order: int,
         kink: Kink | None = None,
+        change: Callable[[], np.ndarray] | None = None,
     ) -> Comparison:
         """Compares a derivative with a slope and stores which entries remain undecided.
 
-        There is no slope where f is not finite. Where no step gave one, or rounding is as large as
-        the slope, only NaN counts as wrong.
+        There is no slope where f is not finite. Where no step gave one, where rounding is as large
+        as the slope, or where the derivative changes as much within a step (`change`), only NaN
+        counts as wrong.
         """
         limit, here = self.numeric, np.isfinite(measured.at)
         mine = np.where(here, widened(analytic), 0)
@@ -254,7 +256,8 @@ class Comparisons:
         biggest = max(largest(mine), largest(value))
         vague = near & (noise > 0.1 * biggest) & ((mine != 0) | (value != 0))
         what, unseen = f"{self.label(mode)} of {path}", here & (~known | vague)
-        self.unseen[what] = unseen & self.unseen.get(what, unseen)
+        before = self.unseen.get(what, np.ones(here.shape, bool))
+        self.unseen[what] = unseen & before
         quantity, kept = f"{self.label(mode)} | finite differences", np.where(near, mine, value)
         record = compare_arrays(quantity, path, mine, kept, order, tolerance=limit)
         if record.agrees:
@@ -263,6 +266,9 @@ class Comparisons:
         if kink is not None and np.isfinite(mine).all() and _between(mine, value, kink(), limit):
             detail = "f has two slopes here; any between them is right."
             return record.because("a kink", detail, CONVENTION)
+        if change is not None and (coarse := known & (off <= 2 * change())).any():
+            error, self.unseen[what] = np.where(coarse, np.inf, measured.error), before
+            return self.against_slope(mode, path, analytic, measured._replace(error=error), order)
         detail = f"Analytic {show(record.first)}, numeric {show(record.second)}."
         cause = relation(mine, value, ("the derivative", "the numeric one")) or ""
         if (~np.isfinite(mine) & np.isfinite(value)).any():
@@ -287,11 +293,22 @@ class Comparisons:
             np.array(inner(w, slopes.shaped_like(side, probe.out)))
             for w, side in zip(weights, slopes.one_sided(self.line(us), probe.eps), strict=True)
         ]
-        record = self.against_slope("reverse", probe.paths[i], mine, along, 1, kink)
+        pulled = lambda xs: np.array(inner(us, self.at("reverse", xs, vs)))
+        change = partial(self.change_in_a_step, us, pulled)
+        record = self.against_slope("reverse", probe.paths[i], mine, along, 1, kink, change)
         if record.agrees or not 1 < self.xs[i].size <= _ENTRIES:
             return record
         entries = self.entrywise(i)
         return record if entries.agrees else entries
+
+    def change_in_a_step(self, us: Arrays, derivative: Callable[[Arrays], Any]) -> np.ndarray:
+        """The largest change of a derivative within half of the smallest step, on each side.
+
+        At a kink or a tie there is none.
+        """
+        t = slopes.smallest_step(self.probe.eps)
+        at = lambda s: widened(derivative(self.moved(us, s)))
+        return np.fmax(np.abs(at(t) - at(t / 2)), np.abs(at(-t) - at(-t / 2)))
 
     def entrywise(self, i: int) -> Comparison:
         """Compares the gradient of a leaf with the slope along each of its entries."""

@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from itertools import product
 from typing import Any
 
@@ -181,8 +182,11 @@ class DerivativeCheck(Comparisons):
             parts = zip(probe.out_paths, pushed, measured.parts(probe.out), strict=True)
             for k, (path, p, s) in enumerate(parts):
                 kink = lambda k=k: [slopes.shaped_like(side, probe.out)[k] for side in sides()]
+                push = lambda xs, k=k: self.at("forward", xs, us)[k]
+                change = partial(self.change_in_a_step, us, push)
                 name = f"{path} by {probe.paths[i]}"
-                self.report.comparisons.append(self.against_slope("forward", name, p, s, 1, kink))
+                record = self.against_slope("forward", name, p, s, 1, kink, change)
+                self.report.comparisons.append(record)
         if self.present["reverse"]:
             self.report.comparisons.append(self.reverse_against_slope(i, us, measured))
 

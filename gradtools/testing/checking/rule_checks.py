@@ -31,7 +31,7 @@ from gradtools.testing.checking.derivative_checks import DerivativeCheck, check_
 from gradtools.testing.checking.probe import FIRST, Probe, first_line, no_such_mode
 from gradtools.testing.flat import Arrays
 from gradtools.testing.relations import relation
-from gradtools.testing.report import DIFFERS, Report, compare_arrays, largest
+from gradtools.testing.report import DIFFERS, Report, compare_arrays, largest, mismatch
 
 CALLER = "check_rule"
 _NEARBY = 1.0625  # the factor to another point, near enough to be in f's domain
@@ -212,6 +212,10 @@ class RuleCheck:
                 record = record.because(
                     relation(a, b, (part, "fun"), 0) or f"{part} computes another function"
                 )
+            elif a.dtype != b.dtype:
+                words = (str(a.dtype), str(b.dtype))
+                record = mismatch(record.quantity, path, 0, words, a.shape)
+                record = record.because(f"{part}'s output has another dtype")
             self.report.comparisons.append(record)
 
     def _residuals(self) -> None:

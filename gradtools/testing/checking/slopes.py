@@ -56,7 +56,7 @@ def slope(f: Line, eps: float) -> Slope:
     at = f(0.0)
     value, error = np.full(at.shape, np.nan, at.dtype), np.full(at.shape, np.inf)
     previous: list[np.ndarray] = []
-    smallest, inside = 10 * np.sqrt(eps), 0
+    smallest, inside = smallest_step(eps), 0
     with np.errstate(all="ignore"):
         least = rounding_error(f, smallest / 3, eps)
         for level in range(_FINEST):
@@ -78,6 +78,11 @@ def slope(f: Line, eps: float) -> Slope:
         slack = error + np.abs(row[0] - coarser) + 10 * rounding + 0.01 * np.abs(value)
         unresolved = np.abs(value - row[0]) > slack  # smaller steps give another slope
     return Slope(value, np.where(unresolved, np.inf, error), at)
+
+
+def smallest_step(eps: float) -> float:
+    """The smallest step of a difference, unless larger ones leave f's domain."""
+    return 10 * eps**0.5
 
 
 def rounding_error(f: Line, at: float, eps: float) -> np.ndarray:

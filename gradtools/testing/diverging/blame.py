@@ -139,7 +139,7 @@ class Blaming:
         is_known = lambda p: p.group >= 0 and strength(p.value) == STRONG
         above = lambda s: ancestors(s.parents, stop=is_known)
         first = [s for s in tail if not any(id(p) in inside for p in above(s))]
-        return [(s, {p.group for p in operands(s)}) for s in first]
+        return [(s, {p.group for p in common_operands(s)}) for s in first]
 
     def _other_order(self, a: Step, b: Step) -> tuple[Step, Step] | None:
         """Operands with equal entries in layouts that no permutation of axes relates."""
@@ -159,7 +159,7 @@ class Blaming:
 
     def _last_common(self, a: Step, b: Step) -> tuple[Step, Step] | None:
         """The last pair of equal values that both steps are made from."""
-        common = {p.group for p in operands(a)} & {p.group for p in operands(b)}
+        common = {p.group for p in common_operands(a)} & {p.group for p in common_operands(b)}
         pairs = [
             (self.torch.steps[i], self.jax.steps[k])
             for i, k in self.pairs
@@ -228,8 +228,8 @@ class Blaming:
 
     def _other_parts(self, a: Step, b: Step) -> bool:
         """Whether two parts of one common value (gates, heads) are used in each other's place."""
-        theirs = {q.group: q.value for q in operands(b)}
-        for p in operands(a):
+        theirs = {q.group: q.value for q in common_operands(b)}
+        for p in common_operands(a):
             parts = [c for s in p.parents for c in s.children if c.op == p.op and c is not p]
             if p.op in _PARTS and p.group in theirs:
                 formulas = {*expressions_of(b.value, {"x": theirs[p.group]})}
@@ -300,8 +300,8 @@ class Blaming:
 
 def _letters(ours: Steps, theirs: Steps) -> dict[int, str]:
     """A letter for each class of common values that the sides' formulas are made from."""
-    nearest = [s for side in (ours, theirs) for s in (side[0], *operands(side[0]))]
-    others = [p for side in (ours, theirs) for s in side[1:] for p in operands(s)]
+    nearest = [s for side in (ours, theirs) for s in (side[0], *common_operands(side[0]))]
+    others = [p for side in (ours, theirs) for s in side[1:] for p in common_operands(s)]
     groups = dict.fromkeys(s.group for s in (*nearest, *others) if s.group >= 0)
     return dict(zip(groups, "xyzuvw", strict=False))
 
@@ -341,7 +341,7 @@ def _formula(s: Step, tail: Steps) -> Steps:
     return [*own, *[t for t in chosen if t.site != s.site][:_NEAR]]
 
 
-def operands(s: Step) -> Steps:
+def common_operands(s: Step) -> Steps:
     """The common values that a step is directly made from."""
     every = ancestors(s.parents, stop=lambda p: p.group >= 0, with_stops=True)
     return [p for p in every if p.group >= 0]

@@ -57,7 +57,7 @@ def formula_graph(program: LeafProgram) -> Recorded:
     return Recorded(inputs, tuple(outputs), held_here, dtypes=dtypes)
 
 
-def derivatives(
+def differentiated(
     program: LeafProgram,
     recorded: Recorded,
     active: Sequence[int],

@@ -57,7 +57,7 @@ def _plain_run(program: LeafProgram, xs: Sequence[Any]) -> Sequence[Any]:
         return program.run(xs)
 
 
-def derivatives(
+def differentiated(
     program: LeafProgram,
     recorded: Recorded,
     active: Sequence[int],

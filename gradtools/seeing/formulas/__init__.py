@@ -3,7 +3,7 @@
 A framework's translator turns a recorded run into expressions, of operations in the vocabulary or
 opaque ones::
 
-    run --names (words), patterns--> expressions --adjoint--> the adjoint program, and its adjoint
+    run --names (words), patterns--> expressions --reverse_mode--> the adjoint program, and its own
         --statements, writing--> text --typesetting--> LaTeX;  --evaluate--> numbers
 
 Everything is an `Expr` (`expressions.py`), simplified on construction (`algebra.py`). `operations`

@@ -15,10 +15,10 @@ from gradtools.errors import GradtoolsError
 from gradtools.printing import printable
 from gradtools.rules import replaced_at
 from gradtools.seeing.formulas import typesetting as ts
-from gradtools.seeing.formulas.adjoint import Recorded, adjoint
 from gradtools.seeing.formulas.complex_pairs import ComplexPair, find_pairs, together
 from gradtools.seeing.formulas.expressions import OPERATIONS, Expr, evaluate, placeholder
 from gradtools.seeing.formulas.expressions import order as ordered
+from gradtools.seeing.formulas.reverse_mode import Recorded, adjoint
 from gradtools.seeing.formulas.statements import Section, Statements, output_names, short_names
 from gradtools.seeing.formulas.typesetting import Written
 from gradtools.seeing.pictures import saving

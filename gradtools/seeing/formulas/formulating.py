@@ -288,7 +288,7 @@ class _Comparison:
         cotangents, directions = ([*group] for group in others)
         count, of_inputs = len(self.active), [None] * len(self.recorded.opened)
         try:
-            outputs, gradients, second = self.programs.derivatives(
+            outputs, gradients, second = self.programs.differentiated(
                 self.program, self.recorded, self.active, inputs, cotangents, directions
             )
         except GradtoolsError:

@@ -23,11 +23,11 @@ from gradtools.jax import jaxprs
 from gradtools.jax._upstream import Literal, enable_x64
 from gradtools.jax.jaxprs import function_name, is_chunk
 from gradtools.rules import replaced_at
-from gradtools.seeing.formulas.adjoint import Recorded
 from gradtools.seeing.formulas.algebra import reshape
 from gradtools.seeing.formulas.expressions import Expr, evaluate, kind_of, order, placeholder
 from gradtools.seeing.formulas.opaque import OpaqueFunction, by_name
 from gradtools.seeing.formulas.operations import picked, take_along
+from gradtools.seeing.formulas.reverse_mode import Recorded
 from gradtools.seeing.formulas.words import (
     arranged,
     constant,
@@ -57,7 +57,7 @@ def formula_graph(program: LeafProgram) -> Recorded:
     return Recorded(inputs, tuple(outputs), held_here, dtypes=dtypes)
 
 
-def derivatives(
+def differentiated(
     program: LeafProgram,
     recorded: Recorded,
     active: Sequence[int],

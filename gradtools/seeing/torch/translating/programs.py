@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from gradtools.seeing.formulas.adjoint import Recorded
 from gradtools.seeing.formulas.expressions import order
+from gradtools.seeing.formulas.reverse_mode import Recorded
 from gradtools.seeing.formulas.words import constant
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.torch.recording.observation import recording_run
@@ -57,7 +57,7 @@ def _plain_run(program: LeafProgram, xs: Sequence[Any]) -> Sequence[Any]:
         return program.run(xs)
 
 
-def derivatives(
+def differentiated(
     program: LeafProgram,
     recorded: Recorded,
     active: Sequence[int],

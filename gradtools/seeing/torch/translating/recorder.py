@@ -418,9 +418,16 @@ def _dropout(recorder: FormulaRecorder, call: AtenCall, own: Any) -> list[Expr |
     return [own.input * kept, None]
 
 
+def _rrelu(recorder: FormulaRecorder, call: AtenCall, own: Any) -> list[Expr | None] | None:
+    """The slopes that were drawn are constants; they are 1 for positive entries."""
+    slopes = call.outs[1] if len(call.outs) > 1 else call.given["noise"]
+    return [own.self * recorder.constant(slopes), None] if own.training else None
+
+
 READINGS: dict[str, Callable[[FormulaRecorder, AtenCall, Any], Any]] = {
     "log_sigmoid_forward": lambda recorder, call, own: [-apply("softplus", -own.self), None],
     "native_dropout": _dropout,
+    **dict.fromkeys(("rrelu_with_noise", "rrelu_with_noise_functional"), _rrelu),
     **dict.fromkeys(("copy", "fill", "zero"), _copied),
     "as_strided": lambda recorder, call, own: recorder.met(call.outs[0]),
     "remainder": _remainder,

@@ -374,6 +374,13 @@ def _piece_that_overlaps(x, z):
     return (high * high).sum()
 
 
+def _even_then_odd(x, z):
+    y = x * 1
+    even, odd = y[::2], y[1::2]
+    even.mul_(z[:2])
+    return odd.exp().sum()
+
+
 def _twice(x, z):
     y = x * 1
     low, high = y[:2], y[1:]
@@ -394,6 +401,7 @@ SHARED = {
     _view_then_whole: True,
     _one_piece_then_the_other: False,
     _piece_that_overlaps: True,
+    _even_then_odd: False,
     _twice: True,
     _twice_and_overwritten: False,
 }

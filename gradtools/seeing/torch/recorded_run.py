@@ -20,7 +20,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from gradtools.errors import is_of
+from gradtools.errors import GradtoolsError, is_of
 from gradtools.seeing.diagnostics.gradients_at_values import PassesAtValues, Step
 from gradtools.seeing.graphs.derivative_flow import backward, forward
 from gradtools.seeing.graphs.nodes import Dependence, PlainGraph, grouped
@@ -105,6 +105,11 @@ def _differentiated(seen: ConnectionRecorder, wanted: Wanted) -> PassesAtValues:
     grads = seen.run(
         partial(torch.autograd.grad, retain_graph=True, allow_unused=True), outs, leaves, cts
     )
+    if any(grad is not None and grad.is_meta for grad in grads):
+        raise GradtoolsError(
+            "why_zero: the gradient is on the meta device, which holds no numbers, so nobody can "
+            "tell whether it is zero. Pass arrays that hold numbers."
+        )
     with seen.silent():
         pairs = zip(leaves, inputs, grads, strict=True)
         gradients = {id(x): (n, seen.of(g)) for x, n, g in pairs if g is not None}

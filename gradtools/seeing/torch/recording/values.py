@@ -158,14 +158,24 @@ def offsets(x: Tensor) -> np.ndarray:
     return result
 
 
+_EXACT = 1 << 16  # entries up to which overlap is decided entry by entry
+
+
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors on one storage may share an element: whether their spans overlap."""
+    """Whether two tensors on one storage share an element."""
     if a.layout is not torch.strided or b.layout is not torch.strided:
         return True
     if a.numel() == 0 or b.numel() == 0 or a.itemsize != b.itemsize:
         return a.numel() > 0 and b.numel() > 0
     (a_low, a_high), (b_low, b_high) = _span(a), _span(b)
-    return a_low <= b_high and b_low <= a_high
+    if a_high < b_low or b_high < a_low:
+        return False
+    # The spans overlap: a dense tensor shares an element, unless its span lies inside the other's.
+    dense = a_high - a_low < a.numel() and not (b_low < a_low and a_high < b_high)
+    dense = dense or (b_high - b_low < b.numel() and not (a_low < b_low and b_high < a_high))
+    if dense or max(a_high, b_high) > _EXACT:
+        return True
+    return bool(np.isin(offsets(a), offsets(b)).any())
 
 
 def _span(x: Tensor) -> tuple[int, int]:

@@ -176,7 +176,7 @@ class Signature:
         bwd, avals, maps = self.bwd, self.avals, point.linearized
         is_flat = self.specialized.is_flat
 
-        def cotangent(saved: Sequence[Any], cts: Sequence[Any]) -> Sequence[Any]:
+        def cotangent(saved: Sequence[Any], cts: Sequence[Any]) -> Any:
             cotangents = bwd(saved[0] if count is None else tuple(saved[:count]), cts[0])
             if is_flat and type(cotangents) is tuple and len(cotangents) == len(avals):
                 for g, (shape, dtype, _) in zip(cotangents, avals, strict=True):

@@ -359,21 +359,6 @@ def normalizing_constant():
     return loss, {k: v for k, v in energy.named_parameters() if k != "2.bias"}
 
 
-@healthy()
-def masked_language_model():
-    table, layer = nn.Embedding(7, 8), nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
-    head = nn.Linear(8, 7)
-    ids, labels = torch.arange(12).reshape(2, 6) % 7, torch.arange(12).reshape(2, 6) % 5
-    labels[:, ::2] = -100
-
-    def loss():
-        pad = ids == 6
-        h = head(layer(table(ids), src_key_padding_mask=pad))
-        return F.cross_entropy(h.flatten(0, 1), labels.flatten(), ignore_index=-100)
-
-    return loss, {"table": table, "layer": layer.linear1, "head": head}
-
-
 class Experts(nn.Module):
     def __init__(self):
         super().__init__()
@@ -508,19 +493,6 @@ def frozen_backbone():
         return F.cross_entropy(head(h), Y)
 
     return loss, {"backbone": backbone, "head": head}
-
-
-@healthy()
-def physics_informed():
-    net = mlp(1, 8, 1)
-
-    def loss():
-        t = torch.linspace(0, 1, 5)[:, None].requires_grad_()
-        u = net(t)
-        (du,) = torch.autograd.grad(u.sum(), t, create_graph=True)
-        return ((du + 2 * t * u) ** 2).mean() + ((net(torch.zeros(1, 1)) - 1) ** 2).mean()
-
-    return loss, net
 
 
 @healthy()

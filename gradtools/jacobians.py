@@ -64,7 +64,7 @@ class Jacobians(Operators):
                 a sparse matrix of SciPy, PyTorch or JAX (BCOO) or a boolean array, with one row
                 for each entry of the output and one column for each of the input, or of the
                 Jacobian's shape. Columns or rows are coloured, so a banded Jacobian takes as many
-                products as it has bands. An entry that the pattern omits is added to another one.
+                products as it has bands. One more product finds entries that the pattern omits.
                 It needs `pip install "gradtools[sparse]"`.
 
         Returns:
@@ -76,7 +76,8 @@ class Jacobians(Operators):
         Raises:
             GradtoolsError: An input is complex (its Jacobian is not a complex matrix: use pairs of
                 real arrays, or `hvp`, `jvp` and `vjp`, which are real-linear); the mode is
-                unknown; the chunk size is below 1; the pattern has another shape.
+                unknown; the chunk size is below 1; the pattern has another shape
+                or omits an entry that is not zero.
 
         Example:
             >>> x = gt.asarray(np.float32([1.0, 2.0]))

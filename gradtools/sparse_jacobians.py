@@ -3,8 +3,8 @@
 Columns that share no row (structurally orthogonal ones) are pushed as one tangent, rows that share
 no column are pulled as one cotangent, and each entry is read from the product in which it is the
 only term (Curtis, Powell and Reid, On the estimation of sparse Jacobian matrices, 1974). NetworkX
-computes a greedy colouring. The pattern is taken as given: an entry that it omits is added to
-another one.
+computes a greedy colouring. An entry that the pattern omits would be added to another one, so one
+more product, with a random vector, is compared with the result's.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from gradtools.backend import Array, Fun
 from gradtools.errors import GradtoolsError
 
 Csr = Any
+_EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
 _EDGES = 2 * 10**7  # of the column graph; beyond, each column gets a colour of its own
 
 
@@ -64,9 +65,11 @@ def sparse_jacobian(
     if y is not None:
         _check_rows(call, pattern, y)
     count = max(1, int(colours.max(initial=0)) + 1)
-    restart = backend.restarting(fun, [x], -(-count // (chunk_size or count)))
+    restart = backend.restarting(fun, [x], -(-(count + 1) // (chunk_size or count + 1)))
     units = (np.arange(count)[:, None] == colours).astype(np.float32)
-    array = backend.asarray(units.reshape((count, *like.shape)), like)
+    signs = np.random.default_rng(20).choice(np.float32([-1.5, -1, 1, 1.5]), colours.size)
+    units = np.concatenate([units, signs[None]])
+    array = backend.asarray(units.reshape((count + 1, *like.shape)), like)
     seeds = backend.xp.astype(array, like.dtype)
     products = backend.map_batches(product, [seeds], chunk_size, one_draw=not by_rows)
     if y is None:
@@ -78,12 +81,47 @@ def sparse_jacobian(
     of_entries, within = (colours[rows], columns) if by_rows else (colours[columns], rows)
     width = pattern.shape[1] if by_rows else pattern.shape[0]
     values = products[0].reshape((-1,))[of_entries * width + within]
+    here, there = (columns, rows) if by_rows else (rows, columns)
+    values = _verified(call, values, here, signs[there], products[0][-1].reshape((-1,)))
     shape = (*y.shape, *x.shape)
     index = np.zeros((0, rows.size), int)
     if shape:
         flat = np.ravel_multi_index((rows, columns), pattern.shape)
         index = np.stack(np.unravel_index(flat, shape))
     return backend.submodule("sparsity", call.caller).sparse_array(index, values, shape)
+
+
+def _verified(
+    call: Call, values: Array, places: np.ndarray, signs: np.ndarray, product: Array
+) -> Array:
+    """The values of the entries, if the pattern omits none.
+
+    Their product with the random vector, the sum of `values * signs` at each place, is compared
+    with the true product. In a trace, where values cannot be read, the values become NaN instead.
+
+    Raises:
+        GradtoolsError: The products differ.
+    """
+    backend, xp = call.backend, call.backend.xp
+    summed = backend.submodule("sparsity", call.caller).summed
+    plain, true = backend.stop_gradient(values), backend.stop_gradient(product)
+    terms = plain * xp.astype(backend.asarray(signs, plain), plain.dtype)
+    ours, sizes = (summed(places, t, true) for t in (terms, abs(terms)))
+    sizes = xp.where(xp.isfinite(sizes + true), sizes + abs(true), xp.zeros_like(sizes))
+    if not sizes.shape[0]:
+        return values
+    # Relative to the largest entry: a small one may be a difference of large terms.
+    off = abs(ours - true) > _EPS.get(backend.dtype_name(true), 2.0**-7) ** 0.75 * xp.max(sizes)
+    if backend.is_traced(off):
+        return xp.where(xp.any(off), plain * np.nan, values)
+    if bool(xp.any(off)):
+        k = int(np.argmax(backend.to_numpy(off)))
+        raise GradtoolsError(
+            f"{call.caller}: sparsity leaves out entries that are not zero: the product with a "
+            f"random vector is {float(true[k]):.6g} at {k}, and {float(ours[k]):.6g} by the "
+            "pattern. Give a pattern that holds every entry that may differ from zero."
+        )
+    return values
 
 
 def _only(call: Call, leaves: Sequence[Array], what: str) -> Array:

@@ -14,3 +14,8 @@ def sparse_array(index: np.ndarray, values: jax.Array, shape: Sequence[int]) -> 
     """A BCOO array: one row of `index` for each axis, sorted, each entry once."""
     indices = jnp.asarray(index.T, np.int32)
     return BCOO((values, indices), shape=tuple(shape), indices_sorted=True, unique_indices=True)
+
+
+def summed(groups: np.ndarray, terms: jax.Array, like: jax.Array) -> jax.Array:
+    """The sums of terms by group, an array like `like`."""
+    return jnp.zeros_like(like).at[groups].add(terms)

@@ -24,3 +24,9 @@ def sparse_array(index: np.ndarray, values: Tensor, shape: Sequence[int]) -> Ten
     return torch.sparse_coo_tensor(
         at, values, tuple(shape), is_coalesced=True, check_invariants=False
     )
+
+
+def summed(groups: np.ndarray, terms: Tensor, like: Tensor) -> Tensor:
+    """The sums of terms by group, a tensor like `like`."""
+    at = torch.from_numpy(groups).to(terms.device)
+    return torch.zeros_like(like).index_add(0, at, terms)

@@ -308,7 +308,10 @@ def _is_pair(result: Any) -> bool:
 
 
 def _moves(x: Tensor, level: int) -> bool:
-    return may_be_dual(x) and upstream.unpack_dual(x, level)[1] is not None
+    """Whether x has a tangent; one of autograd's legacy vmap, as in gradcheck, has none."""
+    if not may_be_dual(x) or upstream.is_legacy_batched(x):
+        return False
+    return upstream.unpack_dual(x, level)[1] is not None
 
 
 def _is_differentiated(x: Tensor) -> bool:

@@ -186,7 +186,7 @@ def _evaluated(fun: Fun, leaves: Tensors, plain: bool = False, keep: bool = True
     if inference or not torch.is_grad_enabled():
         with torch.inference_mode(False) if inference else torch.enable_grad():
             return _evaluated(fun, leaves, plain, keep=False)
-    own: frozenset[int] = getattr(fun, "own", _NONE)  # parameters, at which a module is called
+    own: Any = getattr(fun, "own", ())  # parameters, at which a module is called
     spent, aliases = [False], []
     for x in leaves:
         if id(x) in own:
@@ -215,9 +215,6 @@ def _evaluated(fun: Fun, leaves: Tensors, plain: bool = False, keep: bool = True
     attached = keep and depends_on_others(outs)
     pushes = keep and upstream.forward_level() >= 0 and depends_on_others(tangents_of(outs))
     return _Evaluated(outs, extras, aliases, attached, spent, plain, pushes)
-
-
-_NONE: frozenset[int] = frozenset()
 
 
 def _pulled(

@@ -16,7 +16,6 @@ from types import FunctionType
 from typing import Any
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -28,6 +27,7 @@ from gradtools.torch.functorch_wrappers import (
     tensors_in,
 )
 from gradtools.torch.normalization import PROGRAMS as NORMS
+from gradtools.torch.normalization import value_of
 
 Tensor = torch.Tensor
 
@@ -58,15 +58,11 @@ def _attention(
     elif attn_mask is not None:
         scores = scores + attn_mask
     # PyTorch's own softmax has a tangent that has no derivative. All masked: a row of zeros.
-    most = _value_of(scores).amax(-1, keepdim=True)
+    most = value_of(scores).amax(-1, keepdim=True)
     terms = torch.exp(scores - most.masked_fill(most.isinf(), 0.0))
     total = terms.sum(-1, keepdim=True)
-    weights = terms / total.masked_fill(_value_of(total) == 0, 1.0)
+    weights = terms / total.masked_fill(value_of(total) == 0, 1.0)
     return torch.dropout(weights, dropout_p, True) @ value
-
-
-def _value_of(x: Tensor) -> Tensor:
-    return forward_ad.unpack_dual(x).primal.detach()
 
 
 _FUSED = functional.scaled_dot_product_attention

@@ -103,7 +103,7 @@ def _by_statistics(
         return kernel(input, weight, bias, mean, var, *how)
     if mean is not None or var is not None:
         with torch.no_grad():
-            kernel(_value_of(input), None, None, mean, var, *how)
+            kernel(value_of(input), None, None, mean, var, *how)
     return _scaled(_normalized(input, axes, eps), *_of_channels(input, weight, bias))
 
 
@@ -162,10 +162,10 @@ def _with_tangent(x: Tensor, like: Tensor) -> Tensor:
     """
     if upstream.peek_interpreter_stack() is not None or not is_dual(like) or is_dual(x):
         return x
-    return forward_ad.make_dual(x, torch.zeros_like(_value_of(x)))
+    return forward_ad.make_dual(x, torch.zeros_like(value_of(x)))
 
 
-def _value_of(x: Tensor) -> Tensor:
+def value_of(x: Tensor) -> Tensor:
     """The primal of a dual number, detached."""
     return forward_ad.unpack_dual(x).primal.detach()
 

@@ -49,15 +49,6 @@ def detached(x: Tensor, reason: str) -> Tensor:
         _here.reason = before
 
 
-def data_of(x: Tensor, reason: str) -> Tensor:
-    """`x.data`, marked like `detached`."""
-    before, _here.reason = _here.reason, reason
-    try:
-        return x.data
-    finally:
-        _here.reason = before
-
-
 def reason_of_detach() -> str:
     """The reason of gradtools' own detach in this thread; empty for the user's."""
     return _here.reason

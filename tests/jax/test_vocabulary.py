@@ -396,6 +396,15 @@ def test_writing_beyond_the_end_is_marked_for_it_is_dropped():
     assert formula.marked == ("scatter",)
 
 
+def test_reading_beyond_the_end_gives_what_jax_fills_in():
+    checked(lambda x: jnp.take(x, jnp.asarray([0, 9]), fill_value=2.0), real(3))
+
+
+def test_an_entry_that_is_taken_twice_has_both_cotangents():
+    found = checked(lambda x: x[jnp.asarray([0, 2, 0])] ** 2, real(3))
+    assert found.marked == () and "[c]: at the places" in str(found)
+
+
 def test_a_function_of_the_user_with_a_familiar_name_is_read_as_it_is():
     @jax.jit
     def det(a):

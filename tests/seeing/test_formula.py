@@ -9,7 +9,8 @@ import torch.nn.functional as F
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError
-from gradtools.seeing.formulas.expressions import OPERATIONS
+from gradtools.seeing.formulas.expressions import OPERATIONS, evaluate
+from gradtools.seeing.formulas.expressions import number as constant
 from gradtools.seeing.formulas.formulating import compared
 from gradtools.seeing.formulas.typesetting import latex as latex_of
 from gradtools.seeing.formulas.typesetting import number
@@ -134,6 +135,16 @@ def test_the_first_entry_that_differs_is_named():
     ours = np.array([1.0, 2.0, 3.0])
     found = compared(["x̄"], [ours], [ours + [0.0, 1e-3, 1.0]], 1e-6)
     assert (found.where, found.framework, found.derivation) == ("x̄[1]", 2.0, 2.001)
+
+
+def test_the_transpose_of_a_batch_of_matrices_is_written_as_of_one():
+    found = gt.formula(lambda X: X.mT, array(2, 3, 4))
+    assert (found.lines(0), found.lines(1)) == (["Y = Xᵀ"], ["X̄ = Ȳᵀ"])
+
+
+def test_one_over_a_zero_stays_in_the_formula():
+    (value,) = evaluate([constant(0.0) ** -1.0], {})
+    assert np.isinf(value)
 
 
 def test_what_does_not_fit_a_formula_is_refused():

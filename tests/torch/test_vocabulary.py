@@ -313,6 +313,11 @@ def test_parameters_take_part_in_a_derivation():
     assert not found.agrees_with(lambda x, w, ct: (w.T @ ct, torch.outer(ct, 2 * x)))
 
 
+def test_a_captured_array_that_requires_no_gradient_has_no_adjoint():
+    c = X.clone()
+    assert gt.formula(lambda x: (c * x).exp().sum(), X).lines(1) == ["x̄ = L̄ c ⊙ e"]
+
+
 def test_leaves_are_called_as_f_calls_them():
     f = lambda p, x: p["w"] @ x + p["b"][0]
     found = checked(f, {"w": ROWS, "b": [ROWS[:, 0]]}, ROWS[0], argnums=(0, 1))

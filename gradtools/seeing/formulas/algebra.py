@@ -423,7 +423,7 @@ def power(x: Expr, exponent: Any) -> Expr:
     whole = not isinstance(exponent, complex) and float(exponent).is_integer()
     if x.op == "power" and whole:
         return power(x.args[0], x["exponent"] * exponent)
-    if x.op == "einsum" and not contracts(x):
+    if x.op == "einsum" and x.args and not contracts(x):
         c, entries, out = parts(x)
         positive = not isinstance(c, complex) and c > 0
         if whole or (positive and len(entries) == 1):

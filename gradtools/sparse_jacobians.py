@@ -67,7 +67,7 @@ def sparse_jacobian(
     count = max(1, int(colours.max(initial=0)) + 1)
     restart = backend.restarting(fun, [x], -(-(count + 1) // (chunk_size or count + 1)))
     units = (np.arange(count)[:, None] == colours).astype(np.float32)
-    signs = np.random.default_rng(20).choice(np.float32([-1.5, -1, 1, 1.5]), colours.size)
+    signs = np.random.default_rng(20).choice(np.array([-1.5, -1, 1, 1.5], np.float32), colours.size)
     units = np.concatenate([units, signs[None]])
     array = backend.asarray(units.reshape((count + 1, *like.shape)), like)
     seeds = backend.xp.astype(array, like.dtype)

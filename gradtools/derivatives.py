@@ -65,6 +65,15 @@ class Derivatives(Operators):
     def grad(
         self,
         f: Callable[P, Any],
+        argnums: Sequence[int],
+        has_aux: Literal[False] = False,
+        disconnected_inputs: Disconnected = "raise",
+        mode: GradMode = "auto",
+    ) -> Callable[P, tuple[Any, ...]]: ...
+    @overload
+    def grad(
+        self,
+        f: Callable[P, Any],
         argnums: Argnums,
         has_aux: bool = False,
         disconnected_inputs: Disconnected = "raise",
@@ -134,6 +143,15 @@ class Derivatives(Operators):
         """
         return self._gradient_of("grad", f, argnums, has_aux, disconnected_inputs, mode)
 
+    @overload
+    def value_and_grad(
+        self,
+        f: Callable[P, R],
+        argnums: Sequence[int],
+        has_aux: Literal[False] = False,
+        disconnected_inputs: Disconnected = "raise",
+        mode: GradMode = "auto",
+    ) -> Callable[P, tuple[R, tuple[Any, ...]]]: ...
     @overload
     def value_and_grad(
         self,
@@ -392,13 +410,37 @@ class Derivatives(Operators):
         out = attach(call.output(outs, extras)[0], _first)
         return out, self._backend.linear_map(pushforward, push)
 
+    @overload
+    def per_example_grad(
+        self,
+        f: Callable[Concatenate[T, P], Any],
+        *,
+        in_axes: Any = None,
+        chunk_size: int | None = None,
+    ) -> Gradient[T, P]: ...
+    @overload
     def per_example_grad(
         self,
         f: Callable[P, Any],
+        argnums: Sequence[int],
+        in_axes: Any = None,
+        chunk_size: int | None = None,
+    ) -> Callable[P, tuple[Any, ...]]: ...
+    @overload
+    def per_example_grad(
+        self,
+        f: Callable[P, Any],
+        argnums: Argnums,
+        in_axes: Any = None,
+        chunk_size: int | None = None,
+    ) -> Callable[P, Any]: ...
+    def per_example_grad(
+        self,
+        f: Callable[..., Any],
         argnums: Argnums = 0,
         in_axes: Any = None,
         chunk_size: int | None = None,
-    ) -> Callable[P, Any]:
+    ) -> Any:
         """One gradient for each example of a batch.
 
         Args:

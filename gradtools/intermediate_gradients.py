@@ -16,7 +16,7 @@ from gradtools.arguments.calls import Call
 from gradtools.arguments.checks import normalized_argnums
 from gradtools.arguments.marks import Mark, MarkedValues, here
 from gradtools.arguments.wording import describe
-from gradtools.backend import Array, Operators, P, T
+from gradtools.backend import Array, Operators, P, R, T
 from gradtools.derivatives import Argnums, derivative_function
 from gradtools.errors import GradtoolsError
 
@@ -73,8 +73,8 @@ class RetainedGradients(Operators):
         return backend.compiler.uncompiled(self._marked, x, name)
 
     def retained_gradients(
-        self, f: Callable[P, Any], argnums: Argnums = 0, has_aux: bool = False
-    ) -> Callable[P, tuple[Any, Any, dict[str, Any]]]:
+        self, f: Callable[P, R], argnums: Argnums = 0, has_aux: bool = False
+    ) -> Callable[P, tuple[R, Any, dict[str, Any]]]:
         """The value and gradient of a real scalar f, and the gradients at the values that it marks.
 
         One evaluation of f in eager PyTorch; inside of torch.func's transforms, where the shapes of

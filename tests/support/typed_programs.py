@@ -57,7 +57,16 @@ assert_type(gt.jvp(loss, (x, x), (x, x)), tuple[torch.Tensor, torch.Tensor])
 assert_type(gt.vjp(loss, x, x)[0], torch.Tensor)
 gt.grad(gt.grad(lambda x: (x**3).sum()))(x)
 gj.grad(lambda x: (x**3).sum())(z)
-gt.grad(loss, argnums=(0, 1))(x, x)
+assert_type(gt.grad(loss, argnums=(0, 1))(x, x), tuple[Any, ...])
+a, b = gt.grad(loss, argnums=(0, 1))(x, x)
+assert_type(gt.value_and_grad(loss, argnums=(0, 1))(x, x), tuple[torch.Tensor, tuple[Any, ...]])
+assert_type(gt.per_example_grad(loss)(x, x), torch.Tensor)
+assert_type(gt.per_example_grad(of_net)(net, x), dict[str, Any])
+assert_type(gt.per_example_grad(loss, (0, 1))(x, x), tuple[Any, ...])
+assert_type(gt.microbatched_value_and_grad(loss, 2)(x, x), tuple[torch.Tensor, torch.Tensor])
+assert_type(gt.microbatched_value_and_grad(of_net, 2)(net, x), tuple[torch.Tensor, dict[str, Any]])
+assert_type(gt.retained_gradients(loss)(x, x), tuple[torch.Tensor, Any, dict[str, Any]])
+gt.per_example_grad(loss)(x)  # wrong
 gt.grad(loss)(x)  # wrong
 gt.grad(loss)(x, x, scale=True)  # wrong
 gt.grad(loss, argnum=1)  # wrong

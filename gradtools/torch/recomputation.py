@@ -39,7 +39,7 @@ from gradtools.torch.captured_tensors import (
     replaced_now,
 )
 from gradtools.torch.compiling import left_to_python
-from gradtools.torch.functorch_wrappers import alive, is_dual, is_inexact, is_wrapped
+from gradtools.torch.functorch_wrappers import alive, is_dual, is_inexact, is_wrapped, unwrapped
 from gradtools.torch.modes import batchings, by_new_vmap, unpacked
 from gradtools.torch.operation_marks import CHUNK, detached, marked
 from gradtools.torch.state import Casts, Held, RunState
@@ -561,5 +561,9 @@ def first_in_functorch(program: Program, xs: Sequence[Tensor], verify: bool) -> 
     inputs = program.inputs(xs, [x for x, _ in found.values()])
     if not any(map(is_inexact, inputs)):
         return list(ys)
-    program.known, program.verify = [y.detach() for y in ys], verify
+    plain = [*map(unwrapped, inputs)]
+    shared = [any(upstream.is_alias_of(unwrapped(y), x) for x in plain) for y in ys]
+    # Autograd would not know of memory that is shared with an input.
+    outs = [y.detach().clone() if s else y.detach() for y, s in zip(ys, shared, strict=True)]
+    program.known, program.verify = outs, verify
     return recomputed(program, batched_as(inputs, ys))

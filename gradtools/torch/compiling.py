@@ -19,6 +19,7 @@ from typing import Any, TypeVar, cast
 import torch
 
 from gradtools.backend import Compiler
+from gradtools.foreign_arrays import refuse_foreign
 from gradtools.torch import _upstream as upstream
 
 Tensor = torch.Tensor
@@ -179,8 +180,11 @@ def compiled(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
     @wraps(f)
     def call(*args: Any, **kwargs: Any) -> Any:
-        if not is_compiling() and (upstream.forward_level() >= 0 or runs_as_written()):
-            return f(*args, **kwargs)
+        if not is_compiling():
+            for x in (*args, *kwargs.values()):
+                refuse_foreign("torch", x)  # a constant to compiled code
+            if upstream.forward_level() >= 0 or runs_as_written():
+                return f(*args, **kwargs)
         return code(*args, **kwargs)
 
     return call

@@ -82,7 +82,7 @@ class Formula:
     """
 
     check: Agreement | None = None
-    _agreement: Callable[..., Agreement]
+    _agreement: Callable[..., Agreement] | None = None
 
     def __init__(
         self, recorded: Recorded, order: int = 1, wrt: Sequence[int] | None = None
@@ -326,7 +326,16 @@ class Formula:
             raise GradtoolsError(
                 f"formula.agrees_with: the derivation must be a function, got {kind}."
             )
+        if self._agreement is None:
+            raise GradtoolsError(
+                "formula.agrees_with: a pickled or copied formula does not hold f. Call formula "
+                "again."
+            )
         return self._agreement(derivation, tolerance, convert)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """The formula without f, which may have no pickle."""
+        return {name: value for name, value in vars(self).items() if name != "_agreement"}
 
 
 _FIELDS = {"real": "ℝ", "complex": "ℂ", "integer": "ℤ", "boolean": "{0,1}"}

@@ -9,9 +9,6 @@ import pytest
 from jax import export
 
 import gradtools.jax as gt
-from gradtools import GradtoolsError
-
-W = np.random.default_rng(0).normal(size=(5, 3))
 
 
 def exported(f, *shapes: str):
@@ -24,10 +21,6 @@ def numbers(shapes, n: int):
     rng = np.random.default_rng(n)
     sizes = [[n if "b" in part else int(part) for part in s.split(",")] for s in shapes]
     return [jnp.asarray(rng.normal(size=size)) for size in sizes]
-
-
-def shared_labels(x):
-    return jnp.arange(x.shape[0]) // 2
 
 
 def step(x, carry):
@@ -65,32 +58,3 @@ def test_a_symbolic_size_that_chunks_divide_is_exported(name):
         result, expected = jax.tree.leaves(program.call(*xs)), jax.tree.leaves(f(*xs))
         for a, b in zip(result, expected, strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-12, atol=1e-12)
-
-
-REFUSED = {
-    "chunked": (lambda x: gt.chunked(jnp.sin, 2)(x), "b,3"),
-    "interleaved": (lambda x: gt.chunked(jnp.sin, 2, interleaved=True)(x), ROWS),
-    "microbatched_value_and_grad": (
-        lambda x: gt.microbatched_value_and_grad(squares, 2)(jnp.ones(3), x), "b,3",
-    ),
-}  # fmt: skip
-
-
-@pytest.mark.parametrize("name", REFUSED)
-def test_another_symbolic_size_is_refused_in_words(name):
-    f, *shapes = REFUSED[name]
-    with pytest.raises(GradtoolsError, match=r"symbolic .*jax\.export\.symbolic_shape"):
-        exported(f, *shapes)
-
-
-@pytest.mark.parametrize(
-    ("f", "words"),
-    [
-        (lambda x: noisy(x, jax.random.key(0)), "key that all chunks share"),
-        (lambda x: x.mean(0), "only rows of examples can be joined"),
-    ],
-    ids=["key", "statistics"],
-)
-def test_chunks_are_checked_where_the_batch_is_symbolic(f, words):
-    with pytest.raises(GradtoolsError, match=words):
-        exported(gt.chunked(f, 2), ROWS)

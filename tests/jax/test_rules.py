@@ -97,15 +97,6 @@ def test_a_rule_closes_over_an_array_under_shard_map(mode, derivative, varies):
     np.testing.assert_allclose(found(lambda f: _ruled(f, mode)), found(lambda f: f), rtol=1e-12)
 
 
-@modes
-def test_a_rule_is_traced_anew_where_x64_is_switched(mode):
-    rule = _ruled(lambda x: x.astype(float) / 3, mode)
-    for wide in (False, True, False):
-        with jax.enable_x64(wide):
-            found = jax.jit(rule)(jnp.float32(3.0))
-            assert (found, found.dtype) == (1.0, jax.dtypes.canonicalize_dtype(float))
-
-
 @pytest.mark.sampled(1, 12)
 @derivatives
 @modes

@@ -110,13 +110,6 @@ def test_an_equation_keeps_the_scopes_and_transforms_around_it():
     assert ("transpose", False) in entries
 
 
-def test_a_jaxpr_keeps_the_name_and_file_of_its_function():
-    call = _eqn(lambda x: jax.jit(_made_here)(x), name="jit")
-    jaxpr = call.params["jaxpr"].jaxpr
-    assert upstream.name_of(jaxpr) == "_made_here"
-    assert upstream.file_of(jaxpr).startswith(__file__)
-
-
 def test_what_chunked_makes_of_its_own_is_marked_by_a_name():
     x, w = jnp.ones((8, 4)), jnp.ones((4, 4))
     loss = lambda w: (gt.chunked(lambda x: jnp.tanh(x @ w), 3)(x) ** 2).sum()
@@ -126,19 +119,6 @@ def test_what_chunked_makes_of_its_own_is_marked_by_a_name():
     assert jaxprs.function_name(scan.params["jaxpr"].jaxpr) == "body"
     own = jax.make_jaxpr(lambda x: jax.lax.scan(lambda c, y: (c, y), 0, x))(x).jaxpr.eqns[0]
     assert not jaxprs.is_chunk(own.params["jaxpr"].jaxpr)
-
-
-def test_a_call_by_jax_is_told_from_one_by_a_user():
-    said = []
-
-    class Asked:
-        def __array__(self, dtype=None, copy=None):
-            said.append(upstream.called_by_jax(1))
-            return np.zeros(2, dtype)
-
-    np.asarray(Asked())
-    jnp.asarray(Asked())
-    assert said == [False, True]
 
 
 def test_the_comparison_of_an_activations_rule_is_known():
@@ -156,25 +136,3 @@ def _all_eqns(closed):
             inner = getattr(value, "jaxpr", value)
             if hasattr(inner, "eqns"):
                 yield from _all_eqns(inner)
-
-
-def test_a_function_over_other_variables_leaves_the_first_as_it_is():
-    cell = 1
-
-    def f(x, y=2, *, z=3):
-        return cell, jnp, x, y, z
-
-    made = upstream.with_variables(f, {"cell": 10}, {"jnp": "another"}, (20,))
-    assert made(0) == (10, "another", 0, 20, 3)
-    assert f(0) == (1, jnp, 0, 2, 3)
-    assert upstream.with_variables(f, {}, {}, f.__defaults__).__globals__ is f.__globals__
-
-
-def test_a_pullback_holds_its_linear_program():
-    pullback = jax.vjp(lambda x, y: jnp.sin(x), 1.0, 1.0)[1]
-    linear = upstream.linear_program(pullback)
-    if linear is not None:
-        read = {v for eqn in linear.eqns for v in eqn.invars if not isinstance(v, upstream.Literal)}
-        assert [v in read for v in linear.invars[-2:]] == [True, False]
-    else:
-        assert jax.__version_info__ < (0, 9)

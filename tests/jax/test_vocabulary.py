@@ -232,15 +232,6 @@ def test_a_function_has_its_formula(row):
     assert str(formula)
 
 
-@pytest.mark.parametrize("order", [1, 2])
-def test_only_operands_that_are_asked_for_are_differentiated(order):
-    """JAX has no derivative of betainc with respect to a and b."""
-    a, x = jnp.array([1.5, 2.0]), jnp.array([0.3, 0.6])
-    found = gt.formula(lambda x: jax.lax.betainc(a, a, x), x, order=order)
-    assert found.lines(1) == ["x̄ = vjp₃[regularized_incomplete_beta](a, a, x; ȳ)"]
-    gt.formula(jax.lax.betainc, a, a, x, argnums=2, order=order)
-
-
 # --- how it reads ------------------------------------------------------------------------
 
 

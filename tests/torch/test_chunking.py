@@ -430,32 +430,6 @@ def test_a_progress_bar_is_shown_when_asked_in_a_terminal_and_only_then(capfd, m
     assert capfd.readouterr().err == ""
 
 
-# --- keys and carries ----------------------------------------------------------------------
-
-
-def test_a_carry_beneath_transforms_and_one_alone():
-    f = lambda c, h, w: ((c @ w) * (1 + h), h * 0.5 + c.mean(0))
-    chunked = gt.chunked(f, CHUNK, (0, None, None), carry_argnums=1)
-
-    def looped(x, h, w):
-        outs = []
-        for c in x.split(CHUNK):
-            y, h = f(c, h.detach(), w)
-            outs.append(y)
-        return torch.cat(outs), h
-
-    h = X[0]
-    for transform in (
-        torch.func.grad,
-        torch.func.hessian,
-        lambda f: gt.jacobian(f, mode="forward"),
-    ):
-        losses = [lambda w, call=call: contrast(call(X, h, w)[0]) for call in (chunked, looped)]
-        found, expected = (transform(loss)(W.detach()) for loss in losses)
-        assert same(found, expected, 1e-11)
-    assert same(chunked(X, h, W.detach())[1], looped(X, h, W.detach())[1], 1e-15)
-
-
 # --- microbatched_value_and_grad -----------------------------------------------------------
 
 

@@ -140,26 +140,6 @@ def test_nothing_is_kept_for_a_further_z_but_what_f_and_the_caller_keep():
     assert per_use(gt.frozen(network(24)), 0) - own == 2 * ONE
 
 
-class Stateful(nn.Module):
-    """Evaluated batch normalisations, whose buffers are state, and a table of 256 kB."""
-
-    def __init__(self, depth):
-        super().__init__()
-        self.parts = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in range(depth)).eval()
-        self.register_buffer("table", torch.rand(1000, WIDTH))
-
-    def forward(self, z):
-        for part in self.parts:
-            z = torch.tanh(part(z)) + self.table[0]
-        return z
-
-
-def test_uses_share_the_copies_of_state_that_did_not_change():
-    G = gt.frozen(Stateful(24).requires_grad_(False))
-    held(G, 1)  # the first use copies
-    assert per_use(G, 0) - per_use(network(0), 0) == 2 * ONE
-
-
 @pytest.mark.slow_at("64")
 @pytest.mark.sweep_at("256")
 @pytest.mark.parametrize("depth", [4, 16, 64, 256])

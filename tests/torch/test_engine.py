@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import gc
 import itertools
-import sys
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.autograd.forward_ad as forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import gradtools.torch as gt
@@ -132,14 +128,6 @@ def test_results_are_attached_exactly_when_grad_mode_is_on_and_something_require
         assert (leaf.grad_fn is not None) == attached
 
 
-def test_a_captured_tensor_that_is_no_leaf_keeps_results_attached():
-    w = _x().requires_grad_()
-    h = w.exp()
-    g = gt.grad(lambda x: (x**2 * h).sum())(_x())
-    (g * _x()).sum().backward()
-    assert torch.allclose(w.grad, 2 * _x() ** 2 * w.detach().exp(), rtol=1e-14)
-
-
 def test_a_detached_result_keeps_no_graph():
     saved = []
 
@@ -208,26 +196,6 @@ def test_forward_over_reverse_is_right_where_a_backward_formula_asks_for_grad_mo
     _, (one,) = gt.hvp(f, (a,), (v,), "forward_over_reverse")
     _, (other,) = gt.hvp(f, (a,), (v,), "reverse_over_reverse")
     assert torch.allclose(one, other, rtol=1e-12)
-
-
-# --- threads ------------------------------------------------------------------------------
-
-
-def test_threads_that_enter_and_leave_the_dual_level_at_once():
-    x = _x()
-    f = lambda x: (x**3).sum()
-    expected = 3 * x**2
-    run = lambda _: gt.jacobian(f, mode="forward")(x)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(8) as pool:
-            found = list(pool.map(run, range(100)))
-    finally:
-        sys.setswitchinterval(interval)
-    for row in found:
-        np.testing.assert_allclose(row, expected, rtol=1e-14)
-    assert forward_ad._current_level == -1
 
 
 # --- gradients that f switches off --------------------------------------------------------

@@ -12,7 +12,6 @@ import gradtools.torch as gt
 from gradtools.host_kernels import Kernel
 
 BACKEND = gt.grad.__self__._backend
-X = np.linspace(-1, 1, 6).reshape(2, 3)
 
 
 def host(fun, out=None, vectorized=False):
@@ -34,18 +33,6 @@ def test_the_result_goes_to_the_device_of_the_first_array(torch_device):
     assert torch.vmap(f)(x, y).device == x.device
     meta = f(torch.ones(3, device="meta"), y)  # what a trace would see
     assert (meta.device.type, meta.shape) == ("meta", (3,))
-
-
-def test_a_kernel_may_call_torch_and_differentiate_with_it():
-    def kernel(x):
-        t = torch.tensor(x, requires_grad=True)
-        with torch.enable_grad():
-            (t**3).sum().backward()
-        return t.grad.numpy()
-
-    f, x = host(kernel), torch.from_numpy(X)
-    for found in (f(x), torch.vmap(f)(x)):
-        torch.testing.assert_close(found, 3 * x**2)
 
 
 # --- a plain call, and what it must leave to PyTorch's own dispatcher ---------------------

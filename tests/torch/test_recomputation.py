@@ -123,14 +123,6 @@ def test_a_weight_behind_an_argument_and_inside_of_f_counts_once(wrap, captures)
     torch.testing.assert_close(_second_order(wrap, captures), expected, rtol=1e-12, atol=1e-12)
 
 
-def test_what_differs_when_it_is_computed_again_is_refused():
-    w, calls = _numbers(3).requires_grad_(), itertools.count()
-    f = lambda x: x * w * (1 + (next(calls) >= 2))
-    with pytest.raises(GradtoolsError, match="when it is computed again"):
-        gt.chunked(f, 2)(_numbers(4, 3)).sum().backward()
-    assert w.grad is None
-
-
 @pytest.mark.parametrize("verify", ["first", True, False])
 def test_how_often_outputs_are_compared(verify):
     w, late = torch.ones(3).requires_grad_(), [0]

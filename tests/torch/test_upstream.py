@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from contextlib import nullcontext
 from threading import Thread
 
 import torch
@@ -10,7 +9,6 @@ import torch.autograd.forward_ad as forward_ad
 
 from gradtools.bridge import _upstream as bridge
 from gradtools.seeing.torch import _upstream as seeing
-from gradtools.seeing.torch.thread_patches import functions_applied
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import pulled
 
@@ -202,24 +200,6 @@ def test_what_modes_see_and_how_they_are_counted():
     assert upstream.count_of_function_modes() == upstream.count_of_dispatch_modes() == 0
 
 
-def test_who_keeps_a_bound_apply_is_met_by_a_patch_or_by_its_node():
-    kept, seen = Double.apply, []
-
-    def noting(kind, beneath, args, kwargs):
-        seen.append(kind)
-        return beneath(*args, **kwargs)
-
-    def note(node):
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
-            seen.append(upstream.function_of(node))
-
-    assert torch.autograd.function._SingleLevelFunction in seeing.Functions
-    hook = seeing.node_creation_hook or (lambda note: nullcontext())
-    with functions_applied(noting), hook(note):
-        kept(_x())
-    assert seen == [Double]
-
-
 # --- tensors -------------------------------------------------------------------------------------
 
 
@@ -245,33 +225,3 @@ def test_zeros_views_and_aliases_are_told():
     assert upstream.tensor_hooks(leaf) is None
     leaf.register_hook(lambda g: g).remove()
     assert upstream.tensor_hooks(leaf) is not None
-
-
-# --- operators and modes below -------------------------------------------------------------------
-
-
-def test_a_sum_of_gradients_is_autograds_own_and_a_rules_code_is_not():
-    said = []
-
-    class Watching(seeing.Watching):  # whose method asks, as a recorder's does
-        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-            said.append((func, seeing.is_summed_by_autograd(seeing.current_node())))
-            return func(*args, **(kwargs or {}))
-
-    class Twice(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            return 2 * x, 2 * x
-
-        @staticmethod
-        def backward(ctx, a, b):
-            return torch.add(a, b)
-
-    h = _x() * 1
-    y, z = Twice.apply(h)
-    w, _ = Twice.apply(h)
-    total = (y + z + w).sum()
-    with Watching():
-        total.backward()
-    adds = [summed for func, summed in said if func is torch.ops.aten.add.Tensor]
-    assert adds.count(True) == 1 and adds.count(False) == 2

@@ -274,19 +274,6 @@ def of_each(w, x):
     return jnp.sum(jnp.sin(x @ w) ** 2, -1)
 
 
-TOKENS = jnp.asarray([3.0, 1.0, 0.0, 2.0, 5.0, 1.0, 1.0, 4.0, 2.0, 7.0])
-
-
-def test_weights_may_be_traced_and_differentiated():
-    full = lambda t: jnp.sum(of_each(W, X) * t) / jnp.sum(t)
-
-    def parts(t):
-        f = lambda w, x, t: jnp.sum(of_each(w, x) * t) / jnp.sum(t)
-        return gt.microbatched_value_and_grad(f, 4, weights=lambda w, x, t: t.sum())(W, X, t)[0]
-
-    same(jax.jit(jax.grad(parts))(TOKENS + 1), jax.grad(full)(TOKENS + 1))
-
-
 @pytest.mark.sweep_at("4")
 @pytest.mark.parametrize("chunk_size", [4, 5])
 def test_microbatched_is_differentiable_again(chunk_size):

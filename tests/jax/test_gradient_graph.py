@@ -61,8 +61,3 @@ def test_a_flax_module_gives_its_layers_scopes_in_both_passes():
     graph = gt.gradient_graph(network.apply, params, X)
     scopes = {(n.phase, n.scope[-1]) for n in graph.nodes if n.native == "dot_general"}
     assert {(0, "first"), (0, "last"), (1, "first"), (1, "last")} <= scopes
-
-
-def test_outputs_that_exist_already_are_refused_with_what_to_do():
-    with pytest.raises(GradtoolsError, match=r"holds no graph.*gradient_graph\(f, \*args\)"):
-        gt.gradient_graph(outputs=jnp.ones(3))

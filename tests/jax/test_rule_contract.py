@@ -161,31 +161,6 @@ def test_a_pullback_may_be_what_a_rule_saves():
 # --- what is not differentiated ----------------------------------------------------------
 
 
-def product(seen, **options):
-    """x y, saving for each argument only what is asked for."""
-
-    def fwd(x, y):
-        seen.append((x.perturbed, y.perturbed))
-        kept = (y.value if x.perturbed else None, x.value if y.perturbed else None)
-        return x.value * y.value, kept
-
-    def bwd(kept, ct):
-        return tuple(None if k is None else ct * k for k in kept)
-
-    g = gt.custom_rule(lambda x, y: x * y, **options)
-    g.defvjp(fwd, bwd, symbolic_zeros=True)
-    return g
-
-
-def test_derivatives_of_several_levels_each_get_what_they_ask_for():
-    g = product([])
-    inner = lambda x, y: jax.grad(total(g), 0)(x, y).sum()
-    same(jax.grad(inner, 1)(X, X), np.ones(3))
-    same(jax.jvp(lambda y: jax.jvp(lambda x: g(x, y), (X,), (X,))[1], (X,), (X,))[1], X * X)
-    same(jax.jacfwd(lambda y: jax.jacrev(lambda x: g(x, y).sum())(X))(X), np.eye(3))
-    same(jax.hessian(g, (0, 1))(2.0, 3.0), ((0.0, 1.0), (1.0, 0.0)))
-
-
 def test_bwd_gets_none_for_a_cotangent_that_is_zero_and_the_rule_for_a_tangent():
     seen = []
 

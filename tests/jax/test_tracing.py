@@ -195,12 +195,6 @@ def test_data_is_cut_where_why_zero_says_so(cause):
     assert not any(reached(jaxpr)[: len(jax.tree.leaves(cause.known["args"][0]))])
 
 
-def test_each_output_has_its_own_inputs():
-    f = lambda x, y, z: (x * y, stop(y) + z, jnp.argmax(z))
-    expected = [[True, True, False], [False, False, True], [False, False, False]]
-    assert reached_matrix(jaxpr_of(f, X, X, X)) == expected
-
-
 # --- which output, which input -----------------------------------------------------------
 
 

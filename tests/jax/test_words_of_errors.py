@@ -71,18 +71,6 @@ def test_jaxs_refusal_keeps_its_type_and_is_ours_too():
         assert isinstance(error, GradtoolsError) and isinstance(error, TypeError)
 
 
-def test_a_linen_module_is_no_argument_to_differentiate():
-    linen = pytest.importorskip("flax.linen")
-    layer, x = linen.Dense(2), jnp.ones((4, 3))
-    variables = layer.init(jax.random.key(0), x)
-    loss = lambda layer, variables, x: (layer.apply(variables, x) ** 2).sum()
-    for take in (gt.grad(loss), lambda *xs: gt.vjp(loss, *xs)):
-        with pytest.raises(GradtoolsError, match=r"flax\.linen module Dense, which holds no arr"):
-            take(layer, variables, x)
-    grads = gt.grad(loss, argnums=1)(layer, variables, x)
-    assert jax.tree.structure(grads) == jax.tree.structure(variables)
-
-
 def _branching(x):
     return x * 2.0 if x > 0 else x
 

@@ -39,22 +39,6 @@ def test_the_graph_of_live_tensors_is_the_one_that_autograd_walks():
     assert {graph.values[v].name for v in graph.outputs} == {"output['a']", "output['b']"}
 
 
-def test_a_rule_of_live_tensors_has_its_name():
-    class Square(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x**2
-
-        @staticmethod
-        def backward(ctx, g):
-            return 2 * ctx.saved_tensors[0] * g
-
-    x = X.clone().requires_grad_()
-    (node,) = gt.gradient_graph(outputs=Square.apply(x)).nodes
-    assert node.mark == "custom rule" and node.attributes["rule"] == "Square"
-
-
 def drawn(y):
     """What is said of the last operation."""
     lines = str(gt.gradient_graph(outputs=y)).splitlines()

@@ -8,7 +8,6 @@ from __future__ import annotations
 import itertools
 import threading
 import time
-import weakref
 
 import pytest
 import torch
@@ -242,22 +241,6 @@ def test_the_state_of_others_is_not_touched():
     kept.append(net.log)
     loss.backward()
     assert net.log is kept[0] and net.log == [1]
-
-
-class _Batch:
-    def __init__(self, x):
-        self.x = x
-
-
-@pytest.mark.parametrize("remade", [gt.checkpoint, gt.frozen])
-def test_an_object_that_was_an_argument_is_let_go_of_with_the_call(remade):
-    net = torch.nn.Linear(3, 3).double()
-    run = remade(lambda z, batch: net(z * batch.x))
-    batch, z = _Batch(_numbers(3)), _numbers(2, 3).requires_grad_()
-    torch.autograd.grad(run(z, batch).sum(), z)
-    held = weakref.ref(batch)
-    del batch
-    assert held() is None
 
 
 @pytest.mark.parametrize("wrap", [gt.checkpoint, lambda f: gt.chunked(f, 2)])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import UserDict
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
@@ -121,23 +121,15 @@ class Pair:
     dec: Any
 
 
-class Named(NamedTuple):
-    enc: Any
-    dec: Any
-
-
 FORMS = {
     "dict": lambda e, d: {"enc": e, "dec": d},
-    "nested list": lambda e, d: {"enc": [e], "dec": (d,)},
     "dataclass": Pair,
-    "named tuple": Named,
     "mapping": lambda e, d: UserDict(enc=e, dec=d),
 }
 
 
 def taken(tree, name):
-    found = tree[name] if isinstance(tree, dict | UserDict) else getattr(tree, name)
-    return found[0] if isinstance(found, list | tuple) else found
+    return tree[name] if isinstance(tree, dict | UserDict) else getattr(tree, name)
 
 
 def joint(tree, x):

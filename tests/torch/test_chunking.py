@@ -324,6 +324,30 @@ def test_captured_tensors_with_a_graph_have_their_gradient(name, monkeypatch):
         assert all_same(list(loss(True)), list(loss(False)))
 
 
+@pytest.mark.parametrize("transform", ["grad", "jacrev", "vmap"])
+def test_what_a_transform_swaps_into_a_module_is_captured(transform):
+    model = network()
+    values = {k: p.detach() for k, p in model.named_parameters()}
+    if transform == "vmap":
+        values = {k: torch.stack([v, 2 * v]) for k, v in values.items()}
+
+    class Loss(nn.Module):
+        def __init__(self, call):
+            super().__init__()
+            self.model, self.call = model, call
+
+        def forward(self, x):
+            return contrast(self.call(self.model)(x))
+
+    found = []
+    for call in (lambda f: gt.chunked(f, CHUNK), lambda f: functools.partial(plain, f)):
+        loss = lambda values, call=call: torch.func.functional_call(Loss(call), values, (X,))
+        given = {f"model.{k}": v for k, v in values.items()}
+        result = getattr(torch.func, transform)(loss)(given)
+        found.append([*result.values()] if isinstance(result, dict) else [result])
+    assert all_same(*found)
+
+
 def test_jacobians_through_dropout_have_one_mask():
     drop = nn.Dropout(0.5)
     model = network(drop)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._pytree import tree_leaves
@@ -162,6 +163,44 @@ def test_a_pushforward_without_a_graph_records_none_after_a_block_under_no_grad(
     with torch.no_grad():
         gt.jvp(f, (x,), (x,))
     assert not saved
+
+
+@pytest.mark.parametrize("depth", [3, 30])
+def test_inside_of_hooks_a_pushforward_without_a_graph_saves_nothing_of_the_network(depth):
+    """Neither G's values nor those of a gradient in it reach the hooks, which drop tangents."""
+    saved: list[int] = []
+    f = lambda y, g: (y * g).sin().sum()
+
+    def G(z: torch.Tensor) -> torch.Tensor:
+        slope = gt.grad(lambda z: (z**3).sum())(z)
+        for _ in range(depth):
+            slope = torch.tanh(W @ slope)
+        return slope
+
+    def pack(x: torch.Tensor) -> np.ndarray:
+        saved.append(x.nbytes)
+        return x.detach().numpy().copy()
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, torch.from_numpy):
+        result = gt.mixed_partial(f, G, 0.5 * X, X, T)
+    torch.testing.assert_close(result, gt.mixed_partial(f, G, 0.5 * X, X, T))
+    assert len(saved) <= 21
+
+
+def test_a_checkpoint_around_a_pushforward_without_a_graph_computes_it_again():
+    y, z = (x.clone().requires_grad_() for x in (0.5 * X, X))
+    G = lambda z: torch.tanh(W @ gt.grad(lambda z: (z**3).sum())(z))
+    partial = lambda y, z: gt.mixed_partial(lambda y, g: (y * g).sin().sum(), G, y, z, T)
+    inner = torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: x)
+
+    def hooked(y: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        with inner:
+            return partial(y, z)
+
+    expected = torch.autograd.grad((partial(y, z) ** 2).sum(), (y, z))
+    for f in (partial, hooked):
+        result = torch.utils.checkpoint.checkpoint(f, y, z, use_reentrant=False)
+        torch.testing.assert_close(torch.autograd.grad((result**2).sum(), (y, z)), expected)
 
 
 @pytest.mark.parametrize("operator", ["grad", "vjp", "hvp", "jvp", "linearize"])

@@ -26,20 +26,6 @@ def test_a_known_gradient_arrives_through_a_branch_that_is_not_taken(taken):
         assert transform(gt.grad(f, 1))(taken, X).tolist() == [5.0, 7.0]
 
 
-@pytest.mark.slow_at("clip")
-@pytest.mark.parametrize("edit", ["clip", "transform", "known"])
-def test_jax_jvp_of_a_reverse_only_edit_raises_jaxs_own_type_error(edit):
-    f = {
-        "clip": lambda x: gt.clip_gradient(x, max_norm=1.0),
-        "transform": lambda x: gt.transform_gradient(x, lambda c: c),
-        "known": lambda x: gt.replace_gradient(x, X),
-    }[edit]
-    with pytest.raises(TypeError, match="forward-mode autodiff"):
-        jax.jvp(f, (X,), (X,))
-    with pytest.raises(TypeError, match="forward-mode autodiff"):
-        jax.hessian(lambda x: (f(x) ** 2).sum())(X)
-
-
 def test_hvp_in_mode_auto_sees_a_reverse_only_edit_inside_jit_scan_cond_and_vmap():
     def f(x):
         clip = jax.jit(lambda x: gt.clip_gradient(x, max_value=1e6))
@@ -50,17 +36,6 @@ def test_hvp_in_mode_auto_sees_a_reverse_only_edit_inside_jit_scan_cond_and_vmap
     (_,), (h,) = gt.hvp(f, (X,), (X,))
     assert h.tolist() == [6.0, 24.0]
     assert np.diag(gt.hessian(f)(X)).tolist() == [6.0, 12.0]
-
-
-def test_a_scheduled_scale_inside_scan():
-    def f(x):
-        def turn(x, i):
-            return gt.scale_gradient(x, i.astype(x.dtype)), None
-
-        return jax.lax.scan(turn, x, jnp.arange(1, 5))[0].sum()
-
-    assert jax.jit(gt.grad(f))(X).tolist() == [24.0, 24.0]
-    assert jax.jvp(f, (X,), (X,))[1] == 72.0
 
 
 def scanned(x, s):
@@ -75,24 +50,4 @@ def test_the_derivative_to_a_factor_is_refused_through_scan_jit_and_vmap(wrap, f
     with pytest.raises(DisconnectedInputError, match="cut by scale_gradient"):
         wrap(gt.grad(f, 1))(X, jnp.array(2.0))
     with pytest.raises(DisconnectedInputError, match="cut by scale_gradient"):
-        jax.vmap(wrap(gt.grad(f, 1)), (None, 0))(X, jnp.ones(3))
-
-
-EDITED_BY = {
-    "clip_gradient": lambda x, s: gt.clip_gradient(x, max_norm=s),
-    "replace_gradient": lambda x, s: gt.replace_gradient(x, s * jnp.ones(2)),
-    "transform_gradient": lambda x, s: gt.transform_gradient(x, lambda c: s * c),
-}
-
-
-@pytest.mark.slow_at("-")
-@pytest.mark.parametrize("wrap", [lambda g: g, jax.jit, jax.checkpoint], ids=["-", "jit", "remat"])
-@pytest.mark.parametrize("edit", EDITED_BY)
-def test_an_edit_of_reverse_mode_alone_is_named_where_it_cuts_what_else_it_is_given(edit, wrap):
-    def f(x, s):
-        return jax.lax.scan(lambda x, _: (EDITED_BY[edit](x, s), None), x, None, 2)[0].sum()
-
-    with pytest.raises(DisconnectedInputError, match=f"cut by {edit} at test_edits"):
-        wrap(gt.grad(f, 1))(X, jnp.array(2.0))
-    with pytest.raises(DisconnectedInputError, match=f"cut by {edit} at test_edits"):
         jax.vmap(wrap(gt.grad(f, 1)), (None, 0))(X, jnp.ones(3))

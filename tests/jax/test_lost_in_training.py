@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 
 import gradtools.jax as gt
-from gradtools import GradtoolsError
 from tests.support.lost_gradients import Planted, kinds_by_leaf
 
 eqx = pytest.importorskip("equinox")
@@ -121,19 +119,6 @@ class Gated(Tree):
 class Rounded(Gated):
     def __call__(self, x):
         return Tree.__call__(self, x * jnp.round(self.gate))
-
-
-class Static(Tree):
-    scale: Any = eqx.field(static=True, default=None)
-
-    def __init__(self):
-        super().__init__()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            self.scale = jnp.ones(3)
-
-    def __call__(self, x):
-        return super().__call__(x * self.scale)
 
 
 def of_graph(model, tx=None, optimizer=None):
@@ -255,30 +240,6 @@ def test_a_planted_loss_is_found_and_nothing_else(name):
     PLANTED[name].check(gt, still)
 
 
-def test_a_closure_alone_is_asked_about_the_module_that_it_holds():
-    net, tree = Stopped(), Gated()
-    assert set(kinds_by_leaf(gt.why_zero(lambda: (net(X) ** 2).sum()))) == {
-        "body.kernel",
-        "body.bias",
-    }
-    assert kinds_by_leaf(gt.why_zero(lambda: (jax.vmap(tree)(X) ** 2).sum())) == {
-        "gate": "discrete"
-    }
-
-
-def test_a_module_is_asked_about_its_parameters_too():
-    report = gt.why_zero(Spare(), X)
-    assert kinds_by_leaf(report) == {"spare.kernel": "unread", "spare.bias": "unread"}
-
-
-@pytest.mark.slow_at("jit")
-@pytest.mark.parametrize("jit", [jax.jit, eqx.filter_jit])
-def test_a_compiled_loss_is_looked_into(jit):
-    model = Gated()
-    loss = jit(lambda gate, x: (x * (gate > 0)).sum() + (gate**2).sum() * 0 + gate[0])
-    assert not gt.why_zero(lambda: loss(model.gate, X), model={"gate": model.gate}).findings[1:]
-
-
 @pytest.mark.slow
 def test_in_the_midst_of_a_loop_nothing_is_changed():
     def train(ask):
@@ -298,30 +259,3 @@ def test_in_the_midst_of_a_loop_nothing_is_changed():
 
     plain, asked = train(False), train(True)
     assert all(map(np.array_equal, jax.tree.leaves(plain), jax.tree.leaves(asked)))
-
-
-def test_a_changing_module_behind_an_object_is_refused_by_name():
-    holder = Loop(Noisy(), None)
-    with pytest.raises(GradtoolsError, match=r"why_zero: the function changes a flax\.nnx module"):
-        gt.why_zero(lambda: (holder.model(X) ** 2).sum(), model=holder.model)
-
-
-def test_values_of_zero_are_told_at_their_line():
-    params = {"w": jnp.ones(3), "gate": jnp.zeros(())}
-    report = gt.why_zero(lambda: (params["w"] ** 2).sum() * 0.0 + params["gate"], model=params)
-    (finding,) = report
-    assert (finding.argument, finding.kind) == ("w", "zero")
-    assert finding.source.file.endswith("test_lost_in_training.py")
-
-
-@pytest.mark.parametrize(
-    ("f", "given", "said"),
-    [
-        (jnp.ones(()), {"model": {"w": X}}, "f is an array.*Pass a closure"),
-        (lambda: X.sum(), {}, "f holds no module whose parameters could be looked at"),
-        (lambda: X.sum(), {"model": 3}, "model is an int without floating arrays"),
-    ],
-)
-def test_what_cannot_be_asked_is_refused_by_name(f, given, said):
-    with pytest.raises(GradtoolsError, match=f"why_zero: {said}"):
-        gt.why_zero(f, **given)

@@ -14,14 +14,6 @@ import gradtools.jax as gt
 from gradtools import GradtoolsError
 
 
-def test_a_frozen_while_loop_has_forward_mode_alone() -> None:
-    G = gt.frozen(lambda z: jax.lax.while_loop(lambda z: jnp.sum(z) < 10, lambda z: 2 * z, z))
-    z = jnp.array([1.0, 2.0])
-    np.testing.assert_allclose(gt.jvp(G, (z,), (z,))[1], 4 * z)
-    with pytest.raises(GradtoolsError, match="number of trips is known only when it runs"):
-        gt.grad(lambda z: G(z).sum())(z)
-
-
 @pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
 def test_a_progress_bar_is_lowered_for_every_platform(platform: str) -> None:
     f = gt.chunked(jnp.sin, 2, progress=True)
@@ -65,24 +57,6 @@ def test_modules_stand_as_before_after_an_exception() -> None:
     np.testing.assert_allclose(gt.chunked(net, 2)(jnp.ones(4)), [1, 1, 2, 2])
 
 
-@pytest.mark.parametrize("chunk_size", [None, 2])
-def test_a_module_that_changes_in_per_example_grad_is_refused_in_words(chunk_size: Any) -> None:
-    net = Counting()
-    run = gt.per_example_grad(lambda w, x: net(x * w).sum(), chunk_size=chunk_size)
-    with pytest.raises(GradtoolsError, match=r"per_example_grad.*flax\.nnx module"):
-        run(jnp.float64(2), jnp.ones((4, 3)))
-
-
-def test_a_chunk_of_weight_zero_adds_nothing_to_a_traced_mean() -> None:
-    mean = lambda w, x, m: (w * x * m).sum() / m.sum()
-    x, m = jnp.arange(1.0, 7.0), jnp.array([1.0, 1.0, 0.0, 0.0, 1.0, 0.0])
-    for weights in (np.asarray(m), lambda w, x, m: m.sum()):
-        run = gt.microbatched_value_and_grad(mean, 2, in_axes=(None, 0, 0), weights=weights)
-        for way in (lambda f: f, jax.jit):
-            value, slope = way(run)(jnp.float64(2), x, m)
-            np.testing.assert_allclose((value, slope), (16 / 3, 8 / 3))
-
-
 def _first_slope_and_second(remade: Any, x: Any, write: bool) -> Any:
     """Of a function over NumPy's arrays, which are written to before each backward pass."""
     a, b = (np.linspace(start, 3.0, 6).astype(x.dtype) for start in (1.0, 2.0))
@@ -104,21 +78,6 @@ def test_what_is_written_to_numpys_arrays_later_changes_no_derivative(remade: An
     expected = _first_slope_and_second(lambda f: f, x, False)
     for found, right in zip(_first_slope_and_second(remade, x, True), expected, strict=True):
         np.testing.assert_allclose(found, right, rtol=1e-6)
-
-
-@pytest.mark.parametrize("remade", [gt.checkpoint, gt.frozen, lambda f: gt.chunked(f, 2)])
-def test_what_f_closes_over_is_read_anew_at_each_call(remade: Any) -> None:
-    factor = [1.0]
-
-    def f(x: Any) -> Any:
-        return factor[0] * jnp.sin(x)
-
-    run, x = remade(f), jnp.array([0.5, 2.0])
-    for c in (1.0, 2.0):
-        factor[0] = c
-        np.testing.assert_allclose(run(x), c * np.sin(x), rtol=1e-6)
-        slope = gt.grad(lambda x: run(x).sum())(x)
-        np.testing.assert_allclose(slope, c * np.cos(x), rtol=1e-6)
 
 
 def _remade_eagerly(made):

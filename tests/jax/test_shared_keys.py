@@ -56,10 +56,6 @@ def test_what_is_drawn_for_the_whole_batch_passes(name, size):
     np.testing.assert_allclose(gt.chunked(HEALTHY[name], size)(X), HEALTHY[name](X), rtol=1e-6)
 
 
-def test_a_single_chunk_may_draw_by_any_key():
-    np.testing.assert_array_equal(gt.chunked(SHARED["captured"], 8)(X), drop(X, KEY))
-
-
 def test_a_key_that_is_named_carried_or_split_passes():
     named = gt.chunked(drop, 2, in_axes=(0, None), key_argnums=1)(X, KEY)
     want = [drop(X[:2], jax.random.fold_in(KEY, i)) for i in range(4)]

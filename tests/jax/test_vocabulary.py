@@ -18,16 +18,10 @@ from flax import linen, nnx
 
 import gradtools
 import gradtools.jax as gt
-from gradtools.jax.backend import JaxBackend
-from gradtools.seeing.formulas import Formula as derive
 from gradtools.seeing.formulas.algebra import apply
-from gradtools.seeing.formulas.expressions import order
 from gradtools.seeing.formulas.words import WORDS
-from gradtools.seeing.graphs.program import LeafProgram
-from gradtools.seeing.jax.translating.programs import formula_graph
 from tests.support.formula_rows import rows
 
-BACKEND = JaxBackend()
 RNG = np.random.default_rng(3)
 
 
@@ -41,27 +35,7 @@ def positive(*shape):
     return RNG.uniform(0.5, 2.0, size=shape)
 
 
-def inside(*shape):
-    return RNG.uniform(-0.8, 0.8, size=shape)
-
-
-def cplx(*shape):
-    return RNG.normal(size=shape) + 1j * RNG.normal(size=shape)
-
-
-def regular(n, *lead):
-    return RNG.normal(size=(*lead, n, n)) + n * np.eye(n)
-
-
-def whole(*values):
-    return np.array(values)
-
-
 # --- the comparison ----------------------------------------------------------------------
-
-
-def recorded(f, *args):
-    return formula_graph(LeafProgram(BACKEND, "formula", f, args, {}))
 
 
 def checked(f, *args, order=1, tolerance=1e-8):
@@ -258,15 +232,6 @@ def test_a_function_has_its_formula(row):
     assert str(formula)
 
 
-@pytest.mark.parametrize("order", [1, 2])
-def test_only_operands_that_are_asked_for_are_differentiated(order):
-    """JAX has no derivative of betainc with respect to a and b."""
-    a, x = jnp.array([1.5, 2.0]), jnp.array([0.3, 0.6])
-    found = gt.formula(lambda x: jax.lax.betainc(a, a, x), x, order=order)
-    assert found.lines(1) == ["x̄ = vjp₃[regularized_incomplete_beta](a, a, x; ȳ)"]
-    gt.formula(jax.lax.betainc, a, a, x, argnums=2, order=order)
-
-
 # --- how it reads ------------------------------------------------------------------------
 
 
@@ -285,21 +250,6 @@ def lines(f, *args, section=1, **options):
 def test_labels_are_read_as_one_hot_factors(pick):
     loss = lambda z, y: -pick(nn.log_softmax(z), y).mean()
     assert lines(loss, real(3, 4), np.array([0, 3, 1])) == ["z̄ = L̄ (softmaxⱼ(z) - onehot(y)) / 3"]
-
-
-def test_inputs_and_captured_arrays_have_their_names():
-    weights = jnp.ones((2, 3))
-    found = recorded(lambda x: weights @ x["a"], {"a": jnp.ones(3)})
-    assert [p["name"] for p in found.inputs] == ["argument 0['a']"]
-    ((captured, value),) = found.held.items()
-    assert captured["name"] == "weights"
-    np.testing.assert_array_equal(value, weights)
-
-
-def test_a_random_draw_is_a_constant_with_its_value():
-    found = recorded(lambda x: x * jax.random.normal(KEY, (3,)), jnp.ones(3))
-    (draw,) = [x for x in order(found.outputs) if x.op == "array"]
-    np.testing.assert_array_equal(draw["value"].array, jax.random.normal(KEY, (3,)))
 
 
 @pytest.mark.parametrize(
@@ -371,46 +321,7 @@ def test_a_rule_is_what_its_author_says(name):
     assert str(checked(RULES[name], np.array([0.7, -1.3, 2.1]), order=order))
 
 
-def test_a_kernel_keeps_its_name_and_is_still_compared():
-    def cube_backward(x, ct):
-        return 3 * x**2 * ct
-
-    cube = gt.host_function(lambda x: x**3)
-    backward = gt.host_function(cube_backward)
-    cube.defvjp(lambda x: (cube(x), x), lambda x, ct: (backward(x, ct),))
-    formula = gt.formula(cube, jnp.asarray(real(3)))
-    assert formula.marked == ("<lambda>",)
-    assert formula.check.error < 1e-12
-
-
 # --- what has no word --------------------------------------------------------------------
-
-
-def test_what_has_no_word_is_marked_and_right():
-    formula = checked(lambda x: jax.scipy.special.i0e(x) * x, real(3))
-    assert formula.marked == ("bessel_i0e",) and formula.check.error < 1e-9
-
-
-def test_writing_beyond_the_end_is_marked_for_it_is_dropped():
-    formula = checked(lambda x: x.at[jnp.asarray([0, 9])].set(5.0), real(3))
-    assert formula.marked == ("scatter",)
-
-
-def test_reading_beyond_the_end_gives_what_jax_fills_in():
-    checked(lambda x: jnp.take(x, jnp.asarray([0, 9]), fill_value=2.0), real(3))
-
-
-def test_an_entry_that_is_taken_twice_has_both_cotangents():
-    found = checked(lambda x: x[jnp.asarray([0, 2, 0])] ** 2, real(3))
-    assert found.marked == () and "[c]: at the places" in str(found)
-
-
-def test_a_function_of_the_user_with_a_familiar_name_is_read_as_it_is():
-    @jax.jit
-    def det(a):
-        return a[0, 0] * 2
-
-    assert derive(recorded(det, jnp.ones((2, 2)))).lines(0) == ["L = 2 arg₀[0, 0]"]
 
 
 def test_a_mistaken_translation_is_found_by_the_comparison(monkeypatch):

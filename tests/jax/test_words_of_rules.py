@@ -37,40 +37,6 @@ def test_a_map_that_divides_by_what_it_is_linear_in_is_refused_in_words(name):
     np.testing.assert_allclose(gt.grad(lambda x: f(x).sum())(X), change(jnp.ones(2)))
 
 
-@pytest.mark.slow
-def test_a_host_function_that_is_its_own_forward_rule_has_no_reverse_mode():
-    matrix = np.float32([[1, 2], [3, 4]])
-    one, other, alone = (gt.host_function(lambda x: matrix @ x) for _ in range(3))
-    alone.defjvp(lambda p, t: (alone(p[0]), alone(t[0])))
-    one.defjvp(lambda p, t: (one(p[0]), other(t[0])))
-    other.defjvp(lambda p, t: (other(p[0]), one(t[0])))
-    x = X.astype(jnp.float32)
-    for f in (alone, one, other):
-        np.testing.assert_allclose(gt.jvp(f, (x,), (x,))[1], matrix @ x)
-        with pytest.raises(GradtoolsError, match=r"Give the missing map as well: defvjp"):
-            gt.grad(lambda x, f=f: f(x).sum())(x)
-
-
-def _doubled(x):
-    return jax.lax.while_loop(lambda y: y.sum() < 100, lambda y: y * 2, x)
-
-
-def test_a_jacobian_through_a_while_loop_is_pushed_forward():
-    np.testing.assert_allclose(gt.jacobian(lambda x: _doubled(x).sum())(X), [16, 16])
-
-
-@pytest.mark.parametrize(
-    ("operator", "take"),
-    [
-        ("grad", lambda f: gt.grad(f)(X)),
-        ("jacobian", lambda f: gt.jacobian(f, mode="reverse")(X)),
-    ],
-)
-def test_errors_begin_with_the_operator_that_was_called(operator, take):
-    with pytest.raises(ValueError, match=f"^{operator}: f holds a loop"):
-        take(lambda x: _doubled(x).sum())
-
-
 def test_an_unknown_name_says_what_to_write():
     with pytest.raises(AttributeError, match=r"Write jacobian\(f, mode=.reverse.\)") as error:
         gt.jacrev  # noqa: B018 - read for its error

@@ -7,7 +7,6 @@ import torch
 import torch.distributed as dist
 
 import gradtools.torch as gt
-from gradtools import GradtoolsError
 
 Z = torch.complex(torch.arange(6.0), 1 - torch.arange(6.0)).to(torch.complex128).reshape(3, 2)
 
@@ -28,9 +27,3 @@ def test_a_cotangent_that_is_such_a_conjugate_comes_back_as_what_it_is():
     x = Z.clone().requires_grad_()
     (g,) = torch.autograd.grad(gt.all_gather(x), x, Z.conj())
     assert torch.equal(g, Z.conj().resolve_conj())
-
-
-@pytest.mark.parametrize("x", [torch.eye(3).to_sparse(), torch.eye(3).to_sparse_csr()])
-def test_what_has_no_rows_in_memory_is_refused(x):
-    with pytest.raises(GradtoolsError, match="all_gather: a sparse or nested tensor"):
-        gt.all_gather(x)

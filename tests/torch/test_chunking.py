@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 import functools
 import itertools
 import sys
 import warnings
 
-import numpy as np
 import pytest
 import torch
-import torch.autograd.forward_ad as forward_ad
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils.checkpoint import checkpoint
 
 import gradtools.torch as gt
-from gradtools import GradtoolsError, GradtoolsWarning
-from gradtools.torch.arrays import fold_in
 from tests.torch.test_chunking_traps import (
     CHUNK,
     X,
@@ -110,18 +103,6 @@ def test_captured_leaves(name):
     assert agrees(CAPTURES[name](W), [W])
 
 
-def test_gradients_to_the_batch_to_shared_arguments_and_keywords():
-    w, b, x = W.detach().requires_grad_(), numbers(3).requires_grad_(), X.clone().requires_grad_()
-    f = lambda c, w, *, shift: ((c["x"] @ w) * c["y"][0].T + shift["b"]).tanh()
-    batch = lambda x: {"x": x.sin(), "y": (x.T * 2,)}
-    axes = {"c": {"x": 0, "y": (1,)}, "w": None, "shift": None}
-    ours = gt.chunked(f, CHUNK, in_axes=axes)
-    out = ours(batch(x), w.cos(), shift={"b": b, "unused": 1})
-    expected = f(batch(x), w.cos(), shift={"b": b})
-    assert same(out, expected, 1e-15)
-    assert all_same(gradients(contrast(out), [w, b, x]), gradients(contrast(expected), [w, b, x]))
-
-
 def test_chunked_in_chunked_with_dropout_and_state():
     def run(inner, outer):
         torch.manual_seed(1)
@@ -136,52 +117,6 @@ def test_chunked_in_chunked_with_dropout_and_state():
     for inner, outer in ((ours, ours), (ours, loop), (loop, ours)):
         found, stands = run(inner, outer)
         assert all_same(found, expected) and stands == stood
-
-
-def test_strings_dicts_and_arrays_as_examples():
-    table = nn.Embedding(5, 3, dtype=torch.float64)
-    words = ["a", "bc", "d", "ea", "b", "ccd", ""]
-
-    def f(batch, extra, more):
-        assert len(batch) == len(extra) == len(more["z"])
-        sums = [table(torch.tensor([ord(c) - 97 for c in w]).long()).sum(0) for w in batch]
-        return torch.stack(sums) * torch.as_tensor(extra)[:, None] + more["z"]
-
-    extra, more = np.arange(7.0), {"z": numbers(7, 3)}
-    out = gt.chunked(f, 2)(words, extra, more)
-    expected = f(words, extra, more)
-    assert torch.equal(out, expected)
-    (weights,) = table.parameters()
-    assert all_same(gradients(contrast(out), [weights]), gradients(contrast(expected), [weights]))
-
-
-# --- outputs -------------------------------------------------------------------------------
-
-
-# --- modes ---------------------------------------------------------------------------------
-
-
-def test_no_grad_and_inference_mode():
-    model = network(nn.Dropout(0.5), nn.BatchNorm1d(4))
-    twin, x = copy.deepcopy(model), X.clone().requires_grad_()
-    torch.manual_seed(1)
-    with torch.no_grad():
-        out = gt.chunked(model, CHUNK)(x)
-    stands = streams()
-    torch.manual_seed(1)
-    expected = plain(twin)
-    assert torch.equal(out, expected) and not out.requires_grad and streams() == stands
-    assert all_same(list(state_of(model).values()), list(state_of(twin).values()))
-    model.eval()
-    with torch.inference_mode():
-        out = gt.chunked(model, CHUNK)(x)
-        assert out.is_inference() and same(out, model(x), 1e-15)
-        batch = X * 1
-    out = gt.chunked(model, CHUNK)(batch.clone())
-    assert all_same(
-        gradients(contrast(out), model.parameters()),
-        gradients(contrast(model(X)), model.parameters()),
-    )
 
 
 # --- .grad and hooks -----------------------------------------------------------------------
@@ -357,29 +292,6 @@ def test_transforms(name):
     assert all_same(flat(found), flat(expected), 1e-11)
 
 
-def test_forward_mode_dual_numbers_to_the_batch_and_to_parameters():
-    model, x, dx = stateful(), X.clone(), numbers(11, 3, seed=4)
-    model[3].eval()
-
-    def pushed(call):
-        torch.manual_seed(1)
-        with forward_ad.dual_level():
-            dual = forward_ad.make_dual(x, dx)
-            out = forward_ad.unpack_dual(call(dual))
-            return [out.primal, out.tangent]
-
-    found = pushed(gt.chunked(model, CHUNK)), pushed(lambda x: plain(model, x))
-    assert all_same(*found)
-    f = lambda c, w: (c @ w).tanh()
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(W.detach(), W.detach().cos())
-        out = gt.chunked(f, CHUNK, in_axes=(0, None))(x, dual)
-        assert all_same(list(forward_ad.unpack_dual(out)), list(forward_ad.unpack_dual(f(x, dual))))
-        captured = gt.chunked(lambda c: f(c, dual), CHUNK)(x)
-        expected = f(x, dual)
-        assert all_same(*[list(forward_ad.unpack_dual(y)) for y in (captured, expected)])
-
-
 @pytest.mark.parametrize("transform", ["grad", "jacrev", "jacfwd", "vmap"])
 @pytest.mark.parametrize("name", CAPTURES)
 def test_captured_tensors_of_a_transform_are_inputs(name, transform, monkeypatch):
@@ -501,56 +413,6 @@ def test_a_transformed_part_of_a_functionalized_model_has_the_tensors_it_is_give
     assert all(g.abs().max() > 0 for name, g in found.items() if not name.endswith("0.bias"))
 
 
-# --- other machinery of PyTorch ------------------------------------------------------------
-
-
-@pytest.mark.parametrize("reentrant", [True, False])
-def test_checkpoint_inside_and_around(reentrant):
-    def run(around, inside):
-        torch.manual_seed(1)
-        model, x = stateful(), X.clone().requires_grad_()
-        model[3].momentum = 0.0  # checkpoint itself would count its statistics twice
-        again = lambda f, *xs: checkpoint(f, *xs, use_reentrant=reentrant)
-        f = (lambda c: again(model, c)) if inside else model
-        if around is None:
-            out = plain(f, x)
-        else:
-            verify = False if inside else None  # buffers that count twice are refused otherwise
-            chunked = gt.chunked(f, CHUNK, verify=verify)
-            out = again(chunked, x) if around else chunked(x)
-        contrast(out).backward()
-        return [out, x.grad, *(p.grad for p in model.parameters())], streams()
-
-    expected, stands = run(None, False)
-    pairs = [(True, False), (False, True), (True, True)]
-    for around, inside in pairs:
-        if reentrant and inside:
-            with pytest.raises(RuntimeError, match="use_reentrant=True"):
-                run(around, inside)
-            continue
-        found = run(around, inside)
-        assert all_same(found[0], expected) and found[1] == stands
-
-
-@pytest.mark.sweep_at("eager")
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_compiled_around(backend):
-    model, x = network(nn.Dropout(0.5)), X.clone().requires_grad_()
-
-    def loss(x):
-        return contrast(gt.chunked(model, CHUNK)(x * 2).sin())
-
-    torch._dynamo.reset()
-    leaves = [*model.parameters(), x]
-    torch.manual_seed(1)
-    found = torch.compile(loss, backend=backend)(x)
-    stands = streams()
-    torch.manual_seed(1)
-    expected = contrast(plain(model, x * 2).sin())
-    assert same(found, expected, 1e-14) and stands == streams()
-    assert all_same(gradients(found, leaves), gradients(expected, leaves))
-
-
 # --- verify, progress, warnings ------------------------------------------------------------
 
 
@@ -568,101 +430,6 @@ def test_a_progress_bar_is_shown_when_asked_in_a_terminal_and_only_then(capfd, m
     assert capfd.readouterr().err == ""
 
 
-def test_a_bar_without_tqdm_says_how_to_get_it(monkeypatch):
-    monkeypatch.setitem(sys.modules, "tqdm.auto", None)
-    with pytest.raises(GradtoolsError, match="progress=True needs the package tqdm; pip install"):
-        gt.chunked(network(), 2, progress=True)(X)
-
-
-class Normed(nn.Sequential):
-    pass
-
-
-@pytest.mark.filterwarnings("default")
-def test_batch_norm_in_training_is_warned_of_once():
-    model = Normed(nn.Linear(3, 3), nn.BatchNorm1d(3)).double()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        gt.chunked(copy.deepcopy(model).eval(), CHUNK)(X)
-    with pytest.warns(GradtoolsWarning, match="BatchNorm1d is a batch normalization in tr"):
-        gt.chunked(model, CHUNK)(X)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        gt.chunked(model, CHUNK)(X)
-
-
-# --- what is refused -----------------------------------------------------------------------
-
-
-def test_data_parallel_is_refused():
-    model = nn.DataParallel(network())
-    with pytest.raises(
-        GradtoolsError, match=r"f is a DataParallel.*DistributedDataParallel around"
-    ):
-        gt.chunked(model, CHUNK)(X)
-    with pytest.raises(GradtoolsError, match="is a DataParallel"):
-        gt.chunked(lambda c: model(c), CHUNK)(X)
-
-
-@pytest.mark.parametrize("interleaved", [False, True])
-def test_keys_are_folded_with_the_chunks_index(interleaved):
-    model = network(nn.Dropout(0.5))
-    apply, params, state = gt.make_functional(model)
-    key, rows = gt.random_key(3), [X[i::4] for i in range(4)] if interleaved else X.split(CHUNK)
-    f = lambda c, p, k: apply(p, state, c, key=k)[0]
-    chunked = gt.chunked(f, CHUNK, (0, None, None), key_argnums=2, interleaved=interleaved)
-
-    def loss(params, call):
-        return contrast(call(params)) + call(params)[0].sum()
-
-    stands = streams()
-    found = gt.value_and_grad(loss)(params, lambda p: chunked(X, p, key))
-    looped = lambda p: torch.cat(
-        [f(c, p, gt.asarray(chunk_key(key, i))) for i, c in enumerate(rows)]
-    )
-    order = torch.tensor([k for i in range(4) for k in range(i, 11, 4)]).argsort()
-    restored = (lambda p: looped(p)[order]) if interleaved else looped
-    expected = gt.value_and_grad(loss)(params, restored)
-    assert same(found[0], expected[0], 1e-14)
-    assert all_same(list(found[1].values()), list(expected[1].values()))
-    assert streams() == stands and len({chunk_key(key, i).sum().item() for i in range(4)}) == 4
-
-
-def chunk_key(key, i):
-    """As chunks get it: read off from one that is called."""
-    seen = []
-    gt.chunked(lambda c, k: seen.append(k.clone()) or c, 1, (0, None), key_argnums=(1,))(
-        X[: i + 1], key
-    )
-    return seen[i]
-
-
-# --- keys and carries ----------------------------------------------------------------------
-
-
-def test_a_carry_beneath_transforms_and_one_alone():
-    f = lambda c, h, w: ((c @ w) * (1 + h), h * 0.5 + c.mean(0))
-    chunked = gt.chunked(f, CHUNK, (0, None, None), carry_argnums=1)
-
-    def looped(x, h, w):
-        outs = []
-        for c in x.split(CHUNK):
-            y, h = f(c, h.detach(), w)
-            outs.append(y)
-        return torch.cat(outs), h
-
-    h = X[0]
-    for transform in (
-        torch.func.grad,
-        torch.func.hessian,
-        lambda f: gt.jacobian(f, mode="forward"),
-    ):
-        losses = [lambda w, call=call: contrast(call(X, h, w)[0]) for call in (chunked, looped)]
-        found, expected = (transform(loss)(W.detach()) for loss in losses)
-        assert same(found, expected, 1e-11)
-    assert same(chunked(X, h, W.detach())[1], looped(X, h, W.detach())[1], 1e-15)
-
-
 # --- microbatched_value_and_grad -----------------------------------------------------------
 
 
@@ -676,41 +443,3 @@ def test_microbatched_sums_narrow_numbers_in_float32(dtype):
     )
     assert value.dtype is dtype and grad.dtype is dtype
     assert abs(grad.item() - 5094) <= 16 and abs(value.item() - 5094) <= 16
-
-
-def test_per_example_gradients_of_chunked_and_in_chunks():
-    w, xs = W.detach(), numbers(4, 6, 3)
-    f = lambda w, x: contrast(gt.chunked(F, 2, in_axes=(0, None))(x, w))
-    expected = torch.stack([gt.grad(lambda w, x: contrast(F(x, w)))(w, x) for x in xs])
-    assert same(gt.per_example_grad(f)(w, xs), expected, 1e-12)
-    assert same(gt.per_example_grad(f, chunk_size=3)(w, xs), expected, 1e-12)
-
-
-def test_the_key_of_a_late_chunk_is_made_without_those_before_it():
-    key = gt.random_key(5)
-    assert all(torch.equal(fold_in(key, i), row) for i, row in enumerate(gt.split_key(key, 20)))
-    late = fold_in(key, 2**40)  # of a split into as many keys: 16 TB
-    assert late.shape == (2,) and not torch.equal(late, fold_in(key, 2**40 - 1))
-
-
-def test_microbatches_are_added_in_place_with_their_weight():
-    class Calls(TorchDispatchMode):
-        def __init__(self):
-            super().__init__()
-            self.names = []
-
-        def __torch_dispatch__(self, fun, types, args=(), kwargs=None):
-            self.names.append(fun.__name__)
-            return fun(*args, **(kwargs or {}))
-
-    w, x = torch.randn(8, dtype=torch.float64), torch.randn(11, 8, dtype=torch.float64)
-    weights = torch.tensor([0.0] * 4 + [1.5] * 7, dtype=torch.float64)
-    loss = lambda w, x: ((x @ w) ** 2).mean()
-    with Calls() as calls:
-        value, grad = gt.microbatched_value_and_grad(loss, 4, weights=weights)(w, x)
-    assert calls.names.count("_foreach_add_.List") == 2
-    pairs = [*zip(x.split(4), weights.split(4), strict=True)]
-    total = sum(loss(w, c) * v.sum() for c, v in pairs) / weights.sum()
-    assert torch.allclose(value, total, rtol=1e-14, atol=0)
-    expected = torch.func.grad(lambda w: sum(loss(w, c) * v.sum() for c, v in pairs))(w)
-    assert torch.allclose(grad, expected / weights.sum(), rtol=1e-13, atol=0)

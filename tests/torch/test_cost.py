@@ -7,7 +7,7 @@ import torch
 from torch.autograd.graph import saved_tensors_hooks
 
 import gradtools.torch as gt
-from tests.support.torch_counts import operations
+from tests.support.torch_counts import flops, operations
 
 
 def saved(run):
@@ -77,3 +77,18 @@ def test_a_mixed_partial_keeps_the_same_whatever_the_depth_of_g(depth):
     model.requires_grad_(False)
     kept = saved(lambda: gt.mixed_partial(f, model, y, z, u))
     assert kept == saved(lambda: gt.mixed_partial(f, torch.nn.Identity(), y, z, u)) > 0
+
+
+def test_frozen_layers_of_a_player_cost_no_gradient_work():
+    layers = [torch.nn.Linear(6, 32), torch.nn.Tanh(), torch.nn.Linear(32, 32), torch.nn.Tanh()]
+    net, x = torch.nn.Sequential(*layers, torch.nn.Linear(32, 1)), torch.randn(8, 6)
+
+    def step():
+        apply, params, state = gt.make_functional(net)
+        loss = lambda p, q: (apply(p, state, x)[0] * q).mean()
+        gt.minimax_value_and_grad(loss, 0, 1)(params, torch.tensor(2.0))
+
+    forward = 2 * 8 * (6 * 32 + 32 * 32 + 32)
+    assert flops(step) > 2.5 * forward
+    net[:4].requires_grad_(False)
+    assert flops(step) == forward + 2 * 8 * 32  # the last layer's weight, and nothing behind it

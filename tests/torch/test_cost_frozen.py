@@ -11,7 +11,6 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradtools.torch as gt
-from gradtools.torch.function_modes import OneTangent
 from tests.support.live_bytes import LiveBytes
 
 ROWS, WIDTH = 8, 64
@@ -77,22 +76,6 @@ DEPTH, COUNT = 6, 4
 FORWARD = 2 * ROWS * WIDTH * WIDTH * DEPTH * COUNT
 
 
-def test_the_count_sees_the_products_of_tangents():
-    """PyTorch itself multiplies by zero tangents of weights, which frozen spares itself."""
-    import torch.autograd.forward_ad as forward_ad
-
-    G, z = network(DEPTH), torch.randn(ROWS, WIDTH)
-
-    def spared(dual):
-        with OneTangent():
-            G(dual)
-
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(z, torch.randn(ROWS, WIDTH))
-        assert flops(lambda: G(dual)) == 3 * FORWARD // COUNT
-        assert flops(lambda: spared(dual)) == 2 * FORWARD // COUNT
-
-
 @pytest.mark.parametrize(
     ("run", "make", "passes"),
     [
@@ -148,12 +131,6 @@ def per_use(G, which):
     return (many - few) / 8
 
 
-def test_bytes_for_each_further_z_are_independent_of_depth():
-    between = {depth: per_use(gt.frozen(network(depth)), 0) for depth in (4, 24)}
-    assert between[4] == between[24] > 0
-    assert per_use(gt.frozen(network(24)), 1) <= per_use(gt.frozen(network(4)), 1)  # at most
-
-
 ONE = ROWS * WIDTH * 4  # bytes of a tensor such as z
 
 
@@ -161,26 +138,6 @@ def test_nothing_is_kept_for_a_further_z_but_what_f_and_the_caller_keep():
     """The value G(z), which f's graph saves, and the gradient itself."""
     own = per_use(network(0), 0)  # there the value is z, and the gradient is within f's graph
     assert per_use(gt.frozen(network(24)), 0) - own == 2 * ONE
-
-
-class Stateful(nn.Module):
-    """Evaluated batch normalisations, whose buffers are state, and a table of 256 kB."""
-
-    def __init__(self, depth):
-        super().__init__()
-        self.parts = nn.ModuleList(nn.BatchNorm1d(WIDTH) for _ in range(depth)).eval()
-        self.register_buffer("table", torch.rand(1000, WIDTH))
-
-    def forward(self, z):
-        for part in self.parts:
-            z = torch.tanh(part(z)) + self.table[0]
-        return z
-
-
-def test_uses_share_the_copies_of_state_that_did_not_change():
-    G = gt.frozen(Stateful(24).requires_grad_(False))
-    held(G, 1)  # the first use copies
-    assert per_use(G, 0) - per_use(network(0), 0) == 2 * ONE
 
 
 @pytest.mark.slow_at("64")

@@ -40,42 +40,6 @@ class Given(NamedTuple):
     by_hand: object
 
 
-class SquareFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(x):
-        return x * x
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(*inputs)
-        ctx.save_for_forward(*inputs)
-
-    @staticmethod
-    def backward(ctx, ct):
-        (x,) = ctx.saved_tensors
-        return 2 * x * ct
-
-    @staticmethod
-    def jvp(ctx, dx):
-        (x,) = ctx.saved_tensors
-        return 2 * x * dx
-
-
-class ExpFunction(torch.autograd.Function):
-    @staticmethod
-    def forward(x):
-        return torch.exp(x)
-
-    @staticmethod
-    def setup_context(ctx, inputs, output):
-        ctx.save_for_backward(output)
-
-    @staticmethod
-    def backward(ctx, ct):
-        (y,) = ctx.saved_tensors
-        return ct * y
-
-
 class SinhFunction(torch.autograd.Function):
     """Right at second order: what it saves is an output too, and has a derivative by hand."""
 
@@ -129,16 +93,6 @@ def layer_jvp(primals, tangents):
     return y, (1 - y * y) * (dw @ x + w @ dx)
 
 
-def exp_fwd(x):
-    y = torch.exp(x)
-    return y, y
-
-
-def exp_jvp(primals, tangents):
-    y = torch.exp(primals[0])
-    return y, tangents[0] * y
-
-
 def sinh_fwd(x):
     e, i = torch.exp(x), torch.exp(-x)
     return (e - i) / 2, (e, i)
@@ -150,14 +104,6 @@ def sinh_jvp(primals, tangents):
 
 
 RULES = {
-    "square": Given(
-        lambda x: x * x,
-        lambda x: (x * x, x),
-        lambda x, ct: (2 * x * ct,),
-        lambda p, t: (p[0] * p[0], 2 * p[0] * t[0]),
-        SquareFunction.apply,
-    ),
-    "exp": Given(torch.exp, exp_fwd, lambda y, ct: (ct * y,), exp_jvp, ExpFunction.apply),
     "sinh": Given(
         lambda x: sinh_fwd(x)[0],
         sinh_fwd,
@@ -205,11 +151,9 @@ def counted(count, f, xs):
 
 
 @GIVEN
-@pytest.mark.parametrize("name", ["square", "exp", "layer"])
-def test_a_rule_does_the_operations_of_a_hand_written_function(name, given):
-    xs = arguments(name)
-    ours = own(name, given)
-    assert counted(operations, ours, xs) == counted(operations, RULES[name].by_hand, xs)
+def test_a_rule_does_the_operations_of_a_hand_written_function(given):
+    xs, by_hand = arguments("layer"), RULES["layer"].by_hand
+    assert counted(operations, own("layer", given), xs) == counted(operations, by_hand, xs)
 
 
 @GIVEN
@@ -239,16 +183,16 @@ def test_a_rule_keeps_what_a_hand_written_function_keeps_beside_its_arguments(na
 
 
 def test_reverse_mode_from_jvp_alone_shares_what_the_value_computed():
-    (x,) = arguments("exp")
-    f, ct = own("exp", "jvp"), torch.ones_like(x)
+    (x,) = arguments("sinh")
+    f, ct = own("sinh", "jvp"), torch.ones_like(x)
 
     def step():
         return torch.autograd.grad(f(x), x, ct)
 
     step()  # is held to what a rule must be
     found = operations(step)
-    assert found.count("aten.exp.default") == 1
-    torch.testing.assert_close(step()[0], torch.exp(x), rtol=0, atol=0)
+    assert found.count("aten.exp.default") == 2
+    torch.testing.assert_close(step()[0], torch.cosh(x))
 
 
 @pytest.mark.parametrize("given", ["vjp", "jvp", "vjp and jvp"])

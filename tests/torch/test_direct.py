@@ -58,20 +58,6 @@ def test_a_reverse_rule_that_is_not_linear_is_refused_in_forward_mode_at_each_sh
             pushed(f, x[:3], x[:3])
 
 
-def test_a_forward_rule_may_take_a_derivative_at_a_leaf_of_its_own():
-    def rule(p, t):
-        with torch.enable_grad():
-            x = p[0].detach().requires_grad_()
-            (slope,) = torch.autograd.grad(x.sin().sum(), x, create_graph=True)
-        return p[0].sin(), slope * t[0]
-
-    g = gt.custom_rule(lambda x: x.sin())
-    g.defjvp(rule)
-    x = numbers(requires_grad=True)
-    for _ in range(3):
-        torch.testing.assert_close(torch.autograd.grad(g(x).sum(), x)[0], x.detach().cos())
-
-
 # --- how many calls it takes ---------------------------------------------------------------
 
 
@@ -151,27 +137,6 @@ def test_a_call_of_a_host_function_takes_no_more_calls_than_these(what, most):
 )
 def test_an_operator_takes_no_more_calls_than_these(run, most):
     assert calls_of_ours(run) <= most
-
-
-# --- calls with constants, trees and keywords ------------------------------------------------
-
-
-def powers(static):
-    f = gt.custom_rule(lambda x, n: x**n, static_argnames=("n",) if static else ())
-    if static:
-        f.defvjp(lambda n, x: (x**n, x), lambda n, x, ct: (n * x ** (n - 1) * ct,))
-    else:
-        f.defvjp(lambda x, n: (x**n, (x, n)), lambda r, ct: (r[1] * r[0] ** (r[1] - 1) * ct, None))
-    return f
-
-
-@pytest.mark.parametrize("static", [True, False])
-def test_calls_with_other_constants_are_told_apart(static):
-    f, x = powers(static), numbers(requires_grad=True)
-    for n in (3, 2, 3.0, True, 2, 3):
-        for y in (f(x, n), f(x, n=n)):
-            assert torch.equal(y, x**n)
-            assert torch.equal(torch.autograd.grad(y.sum(), x)[0], n * x.detach() ** (n - 1))
 
 
 # --- what an earlier call shows of a later one -----------------------------------------------

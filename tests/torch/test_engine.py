@@ -2,21 +2,14 @@
 
 from __future__ import annotations
 
-import copy
 import gc
 import itertools
-import sys
-import threading
 import weakref
-from concurrent.futures import ThreadPoolExecutor
 from functools import reduce
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-import torch.autograd.forward_ad as forward_ad
-from torch.utils.checkpoint import checkpoint
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError
@@ -98,32 +91,6 @@ def test_f_is_evaluated_once(operator):
     assert len(calls) == 1
 
 
-@pytest.mark.parametrize("operator", ["grad", "value_and_grad", "vjp", "jvp", "linearize", "hvp"])
-def test_the_random_stream_goes_on_as_after_one_plain_call(operator):
-    f = lambda x: (torch.nn.functional.dropout(x, 0.5) ** 2).sum()
-    x = torch.randn(50, dtype=F64)
-    torch.manual_seed(1)
-    f(x)
-    expected = torch.rand(3)
-    torch.manual_seed(1)
-    _run(operator, f, x)
-    assert torch.equal(torch.rand(3), expected)
-
-
-@pytest.mark.parametrize("operator", ["grad", "vjp", "jvp", "linearize", "hvp", "hessian"])
-def test_batch_normalisation_in_training_mode_updates_its_buffers_once(operator):
-    torch.manual_seed(0)
-    net = torch.nn.Sequential(torch.nn.Linear(2, 3), torch.nn.BatchNorm1d(3)).double()
-    plain = copy.deepcopy(net)
-    data = torch.randn(6, 2, dtype=F64)
-    with torch.no_grad():
-        plain(data * 0.7)
-    _run(operator, lambda x: (net(data * x[0]) ** 2).sum() * x[1], _x())
-    assert int(net[1].num_batches_tracked) == 1
-    for mine, its in zip(net.buffers(), plain.buffers(), strict=True):
-        assert torch.equal(mine, its)
-
-
 # --- nothing is left ---------------------------------------------------------------------
 
 
@@ -136,19 +103,6 @@ def test_grad_attributes_are_never_touched(operator):
     _run(operator, lambda x: (x**2 * w).sum(), x)
     assert w.grad is kept and torch.equal(kept, torch.full_like(kept, 5.0))
     assert x.grad is None and x.requires_grad and x.is_leaf
-
-
-@operators
-def test_inference_tensors_are_differentiated(operator):
-    f = lambda x: (x**3).sum()
-    expected = _run(operator, f, _x())
-    with torch.inference_mode():
-        x = _x()
-        found = _run(operator, f, x)
-    assert x.is_inference()
-    found, expected = (torch.utils._pytree.tree_leaves(t) for t in (found, expected))
-    for a, b in zip(found, expected, strict=True):
-        assert torch.equal(a.clone(), b)
 
 
 # --- attached or detached ----------------------------------------------------------------
@@ -171,30 +125,6 @@ def test_results_are_attached_exactly_when_grad_mode_is_on_and_something_require
     for leaf in torch.utils._pytree.tree_leaves(found):
         assert leaf.requires_grad == attached
         assert (leaf.grad_fn is not None) == attached
-
-
-@pytest.mark.parametrize("argument", [True, False])
-@pytest.mark.parametrize("grad_mode", [True, False])
-def test_aux_is_attached_as_the_value_is(grad_mode, argument):
-    x = _x().requires_grad_(argument)
-    with torch.set_grad_enabled(grad_mode):
-        (value, aux), _ = gt.value_and_grad(lambda x: ((x**2).sum(), x * 2), has_aux=True)(x)
-    assert value.requires_grad == aux.requires_grad == (grad_mode and argument)
-
-
-def test_a_captured_tensor_that_is_no_leaf_keeps_results_attached():
-    w = _x().requires_grad_()
-    h = w.exp()
-    g = gt.grad(lambda x: (x**2 * h).sum())(_x())
-    (g * _x()).sum().backward()
-    assert torch.allclose(w.grad, 2 * _x() ** 2 * w.detach().exp(), rtol=1e-14)
-
-
-def test_differentiating_a_tensor_that_has_a_graph_reaches_back_through_it():
-    w = _x().requires_grad_()
-    g = gt.grad(lambda x: (x**3).sum())(w.exp())
-    (found,) = torch.autograd.grad(g.sum(), w)
-    assert torch.allclose(found, 6 * (2 * w.detach()).exp(), rtol=1e-14)
 
 
 def test_a_detached_result_keeps_no_graph():
@@ -230,41 +160,6 @@ def test_a_forward_mode_derivative_saves_nothing():
 # --- what f may be -----------------------------------------------------------------------
 
 
-class _OldSquare(torch.autograd.Function):
-    """A Function in the old style, which torch.func refuses."""
-
-    @staticmethod
-    def forward(ctx, x):
-        ctx.save_for_backward(x)
-        ctx.variable = "a name that autograd's own nodes use"
-        return x * x
-
-    @staticmethod
-    def backward(ctx, g):
-        (x,) = ctx.saved_tensors
-        return 2 * x * g
-
-
-def test_forward_mode_through_a_function_in_the_old_style_is_refused_in_words():
-    with pytest.raises(GradtoolsError, match="reverse rule only"):
-        gt.jvp(lambda x: _OldSquare.apply(x).sum(), (_x(),), (_x(),))
-
-
-def test_reentrant_checkpoint_is_refused_by_name():
-    f = lambda x: checkpoint(lambda x: (x**3).sum(), x, use_reentrant=True)
-    with pytest.raises(GradtoolsError, match=r"(?s)reentrant.*use_reentrant=False"):
-        gt.grad(f)(_x())
-
-
-def test_saved_tensor_hooks_and_tensor_hooks_inside_f_work():
-    def f(x):
-        y = x * x
-        y.register_hook(lambda g: 2 * g)
-        return y.sum()
-
-    assert torch.allclose(gt.grad(f)(_x()), 4 * _x(), rtol=1e-15)
-
-
 def test_hooks_on_the_arguments_themselves_do_not_fire():
     fired = []
     x = _x().requires_grad_()
@@ -277,22 +172,6 @@ def test_hooks_on_the_arguments_themselves_do_not_fire():
 # --- pullbacks ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("requires_grad", [True, False])
-def test_a_pullback_may_be_called_many_times(requires_grad):
-    x = _x().requires_grad_(requires_grad)
-    out, pullback = gt.vjp(lambda x: x.exp() * x, x)
-    expected = (x.detach().exp() * (1 + x.detach())).detach()
-    for k in range(1, 4):
-        assert torch.allclose(pullback(k * torch.ones_like(out))[0], k * expected, rtol=1e-14)
-
-
-def test_a_pullback_is_differentiable_in_its_cotangent():
-    _, pullback = gt.vjp(lambda x: x.exp(), _x())
-    c = torch.ones(2, dtype=F64, requires_grad=True)
-    (g,) = pullback(c)
-    assert torch.allclose(torch.autograd.grad(g.sum(), c)[0], _x().exp(), rtol=1e-15)
-
-
 def test_a_pullback_called_without_grad_mode_is_detached():
     _, pullback = gt.vjp(lambda x: x.exp(), _x().requires_grad_())
     with torch.no_grad():
@@ -300,58 +179,6 @@ def test_a_pullback_called_without_grad_mode_is_detached():
 
 
 # --- through results ---------------------------------------------------------------------
-
-
-def test_native_double_backward_goes_through_a_gradient():
-    x = _x().requires_grad_()
-    g = gt.grad(lambda x: (x**4).sum())(x)
-    (h,) = torch.autograd.grad(g.sum(), x, create_graph=True)
-    (t,) = torch.autograd.grad(h.sum(), x)
-    assert torch.allclose(h, 12 * x**2, rtol=1e-14) and torch.allclose(t, 24 * x, rtol=1e-14)
-
-
-SQUARE = lambda x: (x**3).sum()
-
-
-@pytest.mark.parametrize(
-    "outer",
-    [
-        lambda f, x: torch.func.grad(lambda x: f(x).sum())(x),
-        lambda f, x: torch.func.jacrev(f)(x).sum(0),
-        lambda f, x: torch.func.jacfwd(f)(x).sum(0),
-        lambda f, x: torch.func.vjp(f, x)[1](torch.ones_like(x))[0],
-        lambda f, x: torch.func.jvp(f, (x,), (torch.ones_like(x),))[1],
-        lambda f, x: gt.grad(lambda x: f(x).sum())(x),
-        lambda f, x: torch.autograd.functional.jacobian(f, x).sum(0),
-    ],
-    ids=["func.grad", "jacrev", "jacfwd", "func.vjp", "func.jvp", "gt.grad", "functional"],
-)
-@pytest.mark.parametrize(
-    "inner",
-    [
-        gt.grad(SQUARE),
-        lambda x: gt.value_and_grad(SQUARE)(x)[1],
-        lambda x: gt.vjp(SQUARE, x)[1](torch.ones((), dtype=F64))[0],
-        lambda x: gt.linearize(lambda x: x**3, x)[1](torch.ones_like(x)),
-        lambda x: gt.jvp(lambda x: x**3, (x,), (torch.ones_like(x),))[1],
-        lambda x: gt.jacobian(lambda x: x**3)(x).sum(0),
-        torch.func.grad(SQUARE),
-    ],
-    ids=["grad", "value_and_grad", "vjp", "linearize", "jvp", "jacobian", "func.grad"],
-)
-def test_native_transforms_and_ours_nest_in_each_other(outer, inner):
-    assert torch.allclose(outer(inner, _x()), 6 * _x(), rtol=1e-14)
-
-
-@pytest.mark.parametrize("operator", ["grad", "hvp"])
-def test_forward_mode_of_ours_in_a_native_dual_level(operator):
-    x, t = _x(), torch.ones(2, dtype=F64)
-    with forward_ad.dual_level():
-        dual = forward_ad.make_dual(x, t)
-        found = gt.grad(SQUARE)(dual) if operator == "grad" else gt.hvp(SQUARE, (dual,), (t,))[1][0]
-        tangent = forward_ad.unpack_dual(found).tangent
-    expected = 6 * x if operator == "grad" else torch.full((2,), 6.0, dtype=F64)
-    assert torch.allclose(tangent, expected, rtol=1e-14)
 
 
 def test_forward_over_reverse_is_right_where_a_backward_formula_asks_for_grad_mode():
@@ -362,66 +189,6 @@ def test_forward_over_reverse_is_right_where_a_backward_formula_asks_for_grad_mo
     _, (one,) = gt.hvp(f, (a,), (v,), "forward_over_reverse")
     _, (other,) = gt.hvp(f, (a,), (v,), "reverse_over_reverse")
     assert torch.allclose(one, other, rtol=1e-12)
-
-
-# --- compiled ----------------------------------------------------------------------------
-
-
-# --- threads ------------------------------------------------------------------------------
-
-FORWARD = {
-    "jvp": lambda f, x: gt.jvp(f, (x,), (torch.ones_like(x),))[1],
-    "hvp": lambda f, x: gt.hvp(f, (x,), (torch.ones_like(x),), "forward_over_reverse"),
-    "jacobian": lambda f, x: gt.jacobian(f, mode="forward")(x),
-    "mixed_partial": lambda f, x: gt.mixed_partial(f, torch.sin, x, x, torch.ones_like(x)),
-    "frozen": lambda f, x: gt.grad(lambda x: gt.grad(lambda z: f(gt.frozen(f)(z)))(x).sum())(x),
-}
-
-
-@pytest.mark.parametrize("inside", ["ours", "PyTorch's"])
-@pytest.mark.parametrize("operator", FORWARD)
-def test_the_one_dual_level_may_be_taken_by_another_thread(operator, inside):
-    """The other thread stays in forward mode until this one is done."""
-    f = lambda x, y=1.0: (x**3 * torch.sin(y * torch.ones(()))).sum()
-    if operator == "mixed_partial":
-        f = lambda y, x: (x**3 * y).sum()
-    x = _x()
-    alone = FORWARD[operator](f, x)
-    entered, done = threading.Event(), threading.Event()
-
-    def waiting(x):
-        entered.set()
-        assert done.wait(60)
-        return x**2
-
-    jvp = gt.jvp if inside == "ours" else torch.func.jvp
-    with ThreadPoolExecutor(1) as pool:
-        other = pool.submit(jvp, waiting, (_x(),), (torch.ones_like(x),))
-        try:
-            assert entered.wait(60)
-            found = FORWARD[operator](f, x)
-        finally:
-            done.set()
-        np.testing.assert_allclose(other.result()[1], 2 * _x(), rtol=1e-15)
-    np.testing.assert_allclose(found, alone, rtol=1e-14)
-    assert forward_ad._current_level == -1
-
-
-def test_threads_that_enter_and_leave_the_dual_level_at_once():
-    x = _x()
-    f = lambda x: (x**3).sum()
-    expected = 3 * x**2
-    run = lambda _: FORWARD["jacobian"](f, x)
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        with ThreadPoolExecutor(8) as pool:
-            found = list(pool.map(run, range(100)))
-    finally:
-        sys.setswitchinterval(interval)
-    for row in found:
-        np.testing.assert_allclose(row, expected, rtol=1e-14)
-    assert forward_ad._current_level == -1
 
 
 # --- gradients that f switches off --------------------------------------------------------
@@ -446,7 +213,6 @@ POINT = {
 MIX = torch.tensor([[0.3, -0.8], [0.5, 0.1]], dtype=torch.float64)
 ALONG = {
     "a capture of G that is y": lambda v: ((lambda z: torch.tanh(v * z**2)), v, "z", "u"),
-    "one that is computed from y": lambda v: ((lambda z: torch.tanh(v**2 * z**2)), v, "z", "u"),
     "a capture of G that a keyword names": lambda v: (
         (lambda w: lambda z: torch.nn.functional.linear(z**2, weight=w).tanh())(torch.outer(v, v)),
         "y",
@@ -481,13 +247,9 @@ def _by_frozen_formula(G, y, z, u):
 _DERIVATIVES = {
     "grad": lambda m, v, t: gt.grad(lambda v: m(v).sin().sum())(v),
     "jvp": lambda m, v, t: gt.jvp(m, (v,), (t,))[1],
-    "linearize": lambda m, v, t: gt.linearize(m, v)[1](t),
     "jacobian": lambda m, v, t: gt.jacobian(m)(v),
     "forward jacobian": lambda m, v, t: gt.jacobian(m, mode="forward")(v),
     "hessian": lambda m, v, t: gt.hessian(lambda v: m(v).sin().sum())(v),
-    "forward over reverse": lambda m, v, t: gt.hvp(
-        lambda v: m(v).sin().sum(), (v,), (t,), mode="forward_over_reverse"
-    )[1][0],
     "torch.func.grad": lambda m, v, t: torch.func.grad(lambda v: m(v).sin().sum())(v),
     "torch.func.jvp": lambda m, v, t: torch.func.jvp(m, (v,), (t,))[1],
     "vmap of grad": lambda m, v, t: gt.vmap(gt.grad(lambda v: m(v).sin().sum()))(
@@ -508,12 +270,10 @@ def test_a_mixed_partial_is_differentiable_in_all_that_it_depends_on(derivative,
     wanted = {1: torch.func.grad(total)(v), 2: torch.func.hessian(total)(v)}
     known = {
         _DERIVATIVES["jvp"]: jacobian @ t,
-        _DERIVATIVES["linearize"]: jacobian @ t,
         _DERIVATIVES["torch.func.jvp"]: jacobian @ t,
         _DERIVATIVES["jacobian"]: jacobian,
         _DERIVATIVES["forward jacobian"]: jacobian,
         _DERIVATIVES["hessian"]: wanted[2],
-        _DERIVATIVES["forward over reverse"]: wanted[2] @ t,
     }
     torch.testing.assert_close(found, known.get(derivative, wanted[1]), rtol=1e-9, atol=1e-11)
 

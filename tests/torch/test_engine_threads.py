@@ -44,6 +44,12 @@ WAYS = {
     "per_example_grad": lambda x: gt.per_example_grad(lambda w, z: (w * NET(z)).sum())(
         x[:2], x.outer(x)
     ),
+    "mixed_partial": lambda x: gt.mixed_partial(
+        lambda y, g: (y * g).sum() ** 2, torch.sin, x, x.cos(), x
+    ),
+    "frozen": lambda x: gt.grad(
+        lambda y: gt.grad(lambda z: (gt.frozen(NET)(z).sum() * y.sum()) ** 2)(x).sum()
+    )(x),
 }
 
 

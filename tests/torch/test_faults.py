@@ -85,14 +85,7 @@ REFUSED = {
 }
 
 
-# --- what the shared table leaves out here: it needs a process group, or seconds to compile -----
-
-
 # --- hooks that raise, modes around the call -----------------------------------------------
-
-
-def deterministic() -> Any:
-    return Flag(torch.are_deterministic_algorithms_enabled, torch.use_deterministic_algorithms)
 
 
 class Flag:

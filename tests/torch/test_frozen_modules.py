@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-
 import pytest
 import torch
 from torch import nn
@@ -30,12 +27,6 @@ def test_it_is_a_module_with_the_parameters_of_its_own():
     assert net[0].weight.dtype is torch.float32
     assert model(torch.zeros(2, 3)).dtype is torch.float32
     assert not frozen.eval().training and not net[2].training
-
-
-@pytest.mark.parametrize("again", [copy.deepcopy, lambda f: pickle.loads(pickle.dumps(f))])
-def test_a_copy_computes_the_same(again):
-    frozen, x = gt.frozen(encoder().eval()), torch.ones(2, 3, dtype=torch.float64)
-    assert torch.equal(again(frozen)(x), frozen(x))
 
 
 def slope(inner, G, y, z):

@@ -12,8 +12,6 @@ import torch
 from torch.utils._pytree import tree_leaves
 
 import gradtools.torch as gt
-from gradtools import GradtoolsError
-from tests.support.every_operator import POINT, USES, Use, World, healthy, leaves
 
 pytestmark = pytest.mark.torch
 REAL = torch.float64
@@ -45,11 +43,9 @@ def rows(r: torch.Tensor) -> torch.Tensor:
 
 PROGRAMS: dict[str, Program] = {
     "grad": lambda f, x: gt.grad(f)(x),
-    "value_and_grad": lambda f, x: gt.value_and_grad(f)(x),
     "vjp": lambda f, x: gt.vjp(lambda x: f(x) * x, x)[1](T),
     "jvp": lambda f, x: gt.jvp(f, (x,), (T,)),
     "linearize": lambda f, x: gt.linearize(f, x)[1](T),
-    "jacobian": lambda f, x: gt.jacobian(lambda x: f(x) * x)(x),
     "forward jacobian": lambda f, x: gt.jacobian(lambda x: f(x) * x, mode="forward")(x),
     "hvp": lambda f, x: gt.hvp(f, (x,), (T,)),
     "forward over reverse": lambda f, x: gt.hvp(f, (x,), (T,), mode="forward_over_reverse"),
@@ -58,18 +54,11 @@ PROGRAMS: dict[str, Program] = {
         lambda y, g: (f(y) * g.sum()) ** 2, rows, x, x * 2, T
     ),
     "jvp of grad": along(gt.grad),
-    "jvp of value_and_grad": along(gt.value_and_grad),
     "jvp of hessian": along(gt.hessian),
     "jvp of jacobian": along(lambda f: gt.jacobian(lambda x: f(x) * x)),
     "jvp of linearize": along(lambda f: lambda x: gt.linearize(f, x)[1](T)),
     "jvp of a checkpoint": along(lambda f: gt.grad(gt.checkpoint(f))),
     "jvp of chunks": along(lambda f: gt.grad(lambda x: gt.chunked(rows, 1)(x).prod() * f(x))),
-    "jvp of minimax": along(
-        lambda f: lambda x: gt.minimax_value_and_grad(lambda x, y: f(x) * f(y), 0, 1)(x, 2 * x)
-    ),
-    "jvp of microbatches": along(
-        lambda f: lambda x: gt.microbatched_value_and_grad(lambda x, b: f(x) * b.sum(), 1)(x, T)
-    ),
     "jvp of per_example_grad": along(
         lambda f: lambda x: gt.per_example_grad(lambda s, x: f(x) * s)(x.sum(), torch.stack([x, x]))
     ),
@@ -158,71 +147,6 @@ def test_a_derivative_is_the_same_number_in_every_grad_mode(program: Program, we
 
 
 # --- every public operator -----------------------------------------------------------------------
-
-
-def enabled_again(program: Any, x: torch.Tensor) -> Any:
-    with torch.no_grad(), torch.enable_grad():
-        return program(x)
-
-
-def floats(use: Use, w: World) -> Callable[[Any], list[torch.Tensor]]:
-    run = use.make(w)
-    return lambda x: [
-        y for y in tree_leaves(run(x)) if torch.is_tensor(y) and y.is_floating_point()
-    ]
-
-
-ORDERS: dict[str, Callable[[Use, World], Any]] = {
-    "itself": lambda use, w: use.run(w),
-    "its gradient": lambda use, w: gt.grad(
-        lambda x: sum(y.square().sum() for y in floats(use, w)(x))
-    )(w.x),
-    "its tangent": lambda use, w: gt.jvp(floats(use, w), (w.x,), (torch.tensor(POINT).cos(),))[1],
-}
-NO_DERIVATIVE = {
-    *("asarray", "to_numpy", "random_key", "split_key", "ArraySpec", "is_recomputing", "xp"),
-    *("why_zero", "gradient_graph", "formula"),
-    *("accumulate_gradients", "assign_gradients", "GradientAccumulator", "make_functional"),
-}
-CELLS = [
-    pytest.param(
-        *(use, order),
-        id=f"{use.name}-{order}",
-        marks=[pytest.mark.slow] if use.public == "formula" else [],
-    )
-    for use in USES
-    if "torch" in use.backends
-    for order in ORDERS
-    if order == "itself" or use.public not in NO_DERIVATIVE
-]
-
-
-def outcome(order: str, use: Use, mode: Any, x: torch.Tensor) -> Any:
-    """The arrays, or the words of the refusal."""
-    torch.manual_seed(0)
-    try:
-        derive = ORDERS[order]
-        return leaves(gt, mode(lambda x: derive(use, World(gt, healthy(gt), x)), x))
-    except GradtoolsError as error:
-        return str(error)
-
-
-@pytest.mark.sampled(12, 60)
-@pytest.mark.parametrize(("use", "order"), CELLS)
-def test_every_operator_is_the_same_in_every_grad_mode(use: Use, order: str):
-    modes = {name: MODES[name] for name in ("no_grad", "inference_mode", "set_grad_enabled")}
-    modes["enable_grad in no_grad"] = enabled_again
-    for tracked in (False, True):
-        point = lambda tracked=tracked: torch.tensor(POINT).requires_grad_(tracked)
-        wanted = outcome(order, use, MODES["with gradients"], point())
-        for mode, run in modes.items():
-            found = outcome(order, use, run, point())
-            assert type(found) is type(wanted) and len(found) == len(wanted), (mode, found)
-            for a, b in zip(found, wanted, strict=True):
-                if isinstance(a, np.ndarray) and a.dtype.kind in "fc":
-                    np.testing.assert_allclose(a, b, rtol=1e-9, atol=1e-11, err_msg=mode)
-                else:
-                    assert np.array_equal(a, b), mode
 
 
 def test_a_pushforward_without_a_graph_records_none_after_a_block_under_no_grad():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import tracemalloc
 
 import numpy as np
@@ -10,11 +9,9 @@ import pytest
 import torch
 
 import gradtools.torch as gt
-from gradtools import GradtoolsError
-from gradtools.host_kernels import ArraySpec, Kernel
+from gradtools.host_kernels import Kernel
 
 BACKEND = gt.grad.__self__._backend
-X = np.linspace(-1, 1, 6).reshape(2, 3)
 
 
 def host(fun, out=None, vectorized=False):
@@ -36,78 +33,6 @@ def test_the_result_goes_to_the_device_of_the_first_array(torch_device):
     assert torch.vmap(f)(x, y).device == x.device
     meta = f(torch.ones(3, device="meta"), y)  # what a trace would see
     assert (meta.device.type, meta.shape) == ("meta", (3,))
-
-
-def test_conjugate_and_negative_views_are_resolved():
-    z = torch.tensor([1 + 2j, 3 - 1j])
-    f = host(lambda x: x + 0)
-    assert torch.equal(f(z.conj()), z.conj().resolve_conj())
-    assert torch.equal(f(z.conj().imag), -z.imag)
-
-
-def test_a_kernel_may_call_torch_and_differentiate_with_it():
-    def kernel(x):
-        t = torch.tensor(x, requires_grad=True)
-        with torch.enable_grad():
-            (t**3).sum().backward()
-        return t.grad.numpy()
-
-    f, x = host(kernel), torch.from_numpy(X)
-    for found in (f(x), torch.vmap(f)(x)):
-        torch.testing.assert_close(found, 3 * x**2)
-
-
-def test_a_kernel_may_call_torch_when_compiled():
-    g = torch._dynamo.nonstrict_trace(host(lambda x: torch.sin(torch.tensor(x)).numpy()))
-    x = torch.from_numpy(X)
-    torch.testing.assert_close(torch.compile(lambda x: g(x), fullgraph=True)(x), x.sin())
-
-
-@pytest.mark.parametrize("mode", ["real", "fake", "symbolic"])
-def test_make_fx_records_one_node_that_runs_later(mode):
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    calls = []
-
-    def kernel(x):
-        calls.append(x.shape)
-        return 2 * x
-
-    f, x = host(kernel), torch.from_numpy(X)
-    graph = make_fx(lambda x: torch.vmap(f)(x) + 1, tracing_mode=mode)(x)
-    targets = [str(n.target) for n in graph.graph.nodes]
-    assert targets.count("gradtools.call_kernel.default") == 1
-    calls.clear()
-    torch.testing.assert_close(graph(x), 2 * x + 1)
-    assert calls == [(3,), (3,)]
-
-
-@pytest.mark.slow
-def test_compiled_with_changing_sizes_asks_for_the_specs_of_each():
-    f = host(lambda x: x[:2].sum(0), lambda x: ArraySpec(x.shape[1:], x.dtype))
-    g = torch._dynamo.nonstrict_trace(f)
-    compiled = torch.compile(lambda x: g(x) + 1, fullgraph=True, dynamic=True)
-    for n in (3, 4, 7):
-        x = torch.arange(6.0 * n).reshape(6, n)
-        torch.testing.assert_close(compiled(x), x[:2].sum(0) + 1)
-
-
-def test_a_program_that_outlives_its_kernel_says_so():
-    from torch.fx.experimental.proxy_tensor import make_fx
-
-    x = torch.from_numpy(X)
-    graph = make_fx(host(lambda x: x), tracing_mode="fake")(x)
-    gc.collect()
-    with pytest.raises(GradtoolsError, match="a host function that is gone"):
-        graph(x)
-
-
-def test_backward_through_a_kernel_without_a_rule_raises():
-    x = torch.from_numpy(X).requires_grad_()
-    y = host(lambda x: x)(x)
-    with pytest.raises(GradtoolsError, match="it has no derivative of its own"):
-        y.sum().backward()
-    assert x.grad is None
 
 
 # --- a plain call, and what it must leave to PyTorch's own dispatcher ---------------------
@@ -160,21 +85,6 @@ def test_a_kernel_gives_the_same_however_it_is_called(way, which):
         pytest.skip("torch.vmap refuses a batch of size 0")
     f = gt.host_function(lambda x: x * 2)
     torch.testing.assert_close(CALLED[way](f, x), (x * 2).resolve_conj())
-
-
-def test_a_tracked_or_dual_argument_keeps_its_derivative():
-    import torch.autograd.forward_ad as forward_ad
-
-    f = gt.host_function(np.sin)
-    f.defvjp(lambda x: (f(x), x), lambda x, c: (torch.cos(x) * c,))
-    x = torch.ones(2)
-    f(x)  # known by now
-    tracked = x.clone().requires_grad_()
-    (dx,) = torch.autograd.grad(f(tracked).sum(), tracked)
-    torch.testing.assert_close(dx, torch.cos(x))
-    with forward_ad.dual_level():
-        dual = f(forward_ad.make_dual(x, torch.ones(2)))
-        torch.testing.assert_close(forward_ad.unpack_dual(dual).tangent, torch.cos(x))
 
 
 def test_the_arrays_of_a_ufunc_are_not_copied_and_further_ones_not_written_to():

@@ -162,18 +162,3 @@ def test_the_module_of_ddp_is_differentiated_and_averaged():
         assert (gradient(model.module) - expected).norm() < 1e-9 * expected.norm()
     finally:
         dist.destroy_process_group()
-
-
-@pytest.mark.parametrize(
-    "options", [{"is_causal": True}, {"attn_mask": True}], ids=["causal", "mask"]
-)
-def test_long_attention_has_the_tangent_of_the_math_kernel(options):
-    torch.manual_seed(0)
-    xs = [torch.randn(2, 2, 520, 4, dtype=torch.float64) for _ in range(6)]
-    if "attn_mask" in options:
-        options = {"attn_mask": torch.rand(520, 520) > 0.3}
-    attend = partial(_attend, **options)
-    found = gt.jvp(attend, tuple(xs[:3]), tuple(xs[3:]))
-    with sdpa_kernel(SDPBackend.MATH):
-        expected = torch.func.jvp(attend, tuple(xs[:3]), tuple(xs[3:]))
-    torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)

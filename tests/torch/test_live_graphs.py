@@ -4,7 +4,6 @@ import pytest
 import torch
 
 import gradtools.torch as gt
-from gradtools.errors import GradtoolsError
 
 X = torch.linspace(0.1, 1.2, 12).reshape(3, 4)
 
@@ -38,39 +37,6 @@ def test_the_graph_of_live_tensors_is_the_one_that_autograd_walks():
     sin = next(node for node in graph.nodes if node.operation == "sin")
     assert sum(sin.outputs[0] in node.inputs for node in graph.nodes) == 2
     assert {graph.values[v].name for v in graph.outputs} == {"output['a']", "output['b']"}
-
-
-def test_a_rule_of_live_tensors_has_its_name():
-    class Square(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.save_for_backward(x)
-            return x**2
-
-        @staticmethod
-        def backward(ctx, g):
-            return 2 * ctx.saved_tensors[0] * g
-
-    x = X.clone().requires_grad_()
-    (node,) = gt.gradient_graph(outputs=Square.apply(x)).nodes
-    assert node.mark == "custom rule" and node.attributes["rule"] == "Square"
-
-
-def test_a_graph_that_was_freed_is_drawn_without_what_it_kept():
-    x = X.clone().requires_grad_()
-    loss = x.exp().sum()
-    loss.backward()
-    graph = gt.gradient_graph(outputs=loss)
-    assert operations(graph) == ["exp", "sum"] and not graph.kept
-
-
-def test_outputs_without_a_graph_are_refused():
-    with pytest.raises(GradtoolsError, match="outputs has no tensor with a graph"):
-        gt.gradient_graph(outputs=X * 2)
-    with pytest.raises(GradtoolsError, match="got neither"):
-        gt.gradient_graph()
-    with pytest.raises(GradtoolsError, match="got both"):
-        gt.gradient_graph(torch.sin, X, outputs=X)
 
 
 def drawn(y):

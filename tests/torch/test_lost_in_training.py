@@ -80,19 +80,6 @@ def test_after_backward_the_graph_tells_what_it_reached():
     assert kinds_by_leaf(report) == {"spare.weight": "unread", "spare.bias": "unread"}
 
 
-@pytest.mark.parametrize("has_optimizer", [False, True])
-def test_that_a_freed_graph_was_not_looked_through_is_a_note(has_optimizer):
-    given = loop(Net())
-    loss = given.closure()
-    loss.backward()
-    optimizer = given.optimizer if has_optimizer else None
-    report = gt.why_zero(lambda: loss, model=given.model, optimizer=optimizer)
-    assert not report
-    assert [text.partition(",")[0] for text, _ in report.notes] == [
-        "no backward pass goes through the graph"
-    ]
-
-
 def test_a_loss_that_is_no_closure_is_refused():
     model = Net()
     with pytest.raises(GradtoolsError, match=r"why_zero: f is .*Pass a closure that computes"):
@@ -122,45 +109,7 @@ def test_several_models_and_optimizers():
     }
 
 
-@pytest.mark.parametrize(
-    ("given", "said"),
-    [
-        ({"model": 3}, "why_zero: model is an int without parameters; expected a torch.nn.Module"),
-        ({"model": Net(), "optimizer": 3}, "why_zero: optimizer is an int; expected a torch.optim"),
-    ],
-)
-def test_what_is_no_model_or_optimizer_is_refused_by_name(given, said):
-    with pytest.raises(GradtoolsError, match=said):
-        gt.why_zero(lambda: Net()(X).sum(), **given)
-
-
 # --- the text ----------------------------------------------------------------------------
-
-
-def test_the_findings_of_a_large_model_fit_a_screen():
-    class Bert(nn.Module):
-        def __init__(self):
-            super().__init__()
-            layers = [nn.TransformerEncoderLayer(8, 2, 16, batch_first=True) for _ in range(4)]
-            self.bert = nn.ModuleDict({"layers": nn.ModuleList(layers), "pool": nn.Linear(8, 8)})
-            self.classifier = nn.Linear(8, 2)
-
-        def forward(self, x):
-            with torch.no_grad():
-                for layer in self.bert["layers"]:
-                    x = layer(x)
-            return self.classifier(x.mean(1))
-
-    torch.manual_seed(0)
-    model = Bert()
-    x = torch.randn(2, 5, 8)
-    optimizer = torch.optim.AdamW(model.classifier.parameters())
-    report = gt.why_zero(lambda: F.cross_entropy(model(x), Y[:2]), model=model, optimizer=optimizer)
-    text = str(report)
-    assert len(report.findings) > 90 and len(text.splitlines()) < 24
-    assert "these 48 parameters: bert.layers.* get no gradient:" in text
-    assert "these 2 parameters: bert.pool.* get no gradient:" in text
-    assert text.count("not_optimized (optimizer)") == 2
 
 
 @pytest.mark.parametrize("operator", ["grad", "per_example_grad", "microbatched"])

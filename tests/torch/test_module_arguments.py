@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import pytest
 import torch
 from torch import nn
@@ -243,25 +241,6 @@ def test_a_module_in_which_nothing_requires_grad_is_refused(options):
     ):
         with pytest.raises(DisconnectedInputError, match="no parameter of argument 0, Linear"):
             derivative()
-
-
-def test_threads_take_gradients_at_one_module():
-    net = mlp().double()
-    wanted = gt.grad(squared)(net)
-    failures = []
-
-    def take():
-        for _ in range(20):
-            grads = gt.grad(squared)(net)
-            if not all(torch.equal(grads[name], g) for name, g in wanted.items()):
-                failures.append(grads)
-
-    threads = [threading.Thread(target=take) for _ in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures and all(p.grad is None for p in net.parameters())
 
 
 def test_a_gradient_that_is_kept_keeps_no_activations():

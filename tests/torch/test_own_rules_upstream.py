@@ -13,7 +13,6 @@ import gradtools.torch as gt
 from gradtools import GradtoolsError
 
 X = torch.tensor([0.5, -1.5, 2.0], dtype=torch.float64)
-ONES = torch.ones_like(X)
 
 
 def close(found, expected):
@@ -25,25 +24,10 @@ def compiled(f):
     return torch.compile(f, backend="aot_eager", fullgraph=True)
 
 
-def second_derivative(f):
-    """Of the sum of f(x)^2."""
-    x = X.clone().requires_grad_()
-    (g,) = torch.autograd.grad((f(x) ** 2).sum(), x, create_graph=True)
-    return torch.autograd.grad(g.sum(), x)[0]
-
-
 def our_cube():
     cube = gt.custom_rule(lambda x: x.detach() ** 3)
     cube.defvjp(lambda x: (x**3, x), lambda x, c: (3 * x**2 * c,))
     return cube
-
-
-def gradient(f):
-    return torch.func.grad(lambda x: f(x).sum())
-
-
-def pushed(f):
-    return lambda x: torch.func.jvp(f, (x,), (ONES,))[1]
 
 
 @pytest.mark.slow

@@ -49,23 +49,6 @@ def test_a_tensor_may_be_read_by_an_operation_in_place(look, kind):
     assert t.detach().to_dense().tolist() == before
 
 
-def test_what_is_written_in_inference_mode_is_put_back():
-    state = _inference()
-
-    def f(x):
-        with torch.inference_mode():
-            state.add_(1)
-        return (x * x).sum()
-
-    gt.why_zero(f, X)
-    assert state.tolist() == [1, 1, 1]
-
-
-@pytest.mark.parametrize("layout", [torch.Tensor.to_sparse, torch.Tensor.to_sparse_csr])
-def test_a_sparse_argument_is_looked_at(layout):
-    assert not gt.why_zero(lambda x: (x.to_dense() ** 2).sum(), layout(torch.eye(3, dtype=D)))
-
-
 class _Counts(torch.nn.Module):
     """A buffer, and another one that is a view of it with one entry in three places."""
 

@@ -7,7 +7,6 @@ otherwise, the program stands in EXCEPTIONS with the reason.
 
 from __future__ import annotations
 
-import threading
 from typing import NamedTuple
 
 import pytest
@@ -72,77 +71,6 @@ class Product(torch.autograd.Function):
         return ct * y, ct * x
 
 
-class SumAndProduct(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, y):
-        ctx.save_for_backward(x, y)
-        return x + y, x * y
-
-    @staticmethod
-    def backward(ctx, of_sum, of_product):
-        x, y = ctx.saved_tensors
-        return of_sum + of_product * y, of_sum + of_product * x
-
-
-class Sort(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        values, places = x.sort(-1)
-        ctx.save_for_backward(places)
-        ctx.mark_non_differentiable(places)
-        return values, places
-
-    @staticmethod
-    def backward(ctx, of_values, of_places):
-        (places,) = ctx.saved_tensors
-        return torch.zeros_like(of_values).scatter(-1, places, of_values)
-
-
-class Power(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, n, x):
-        ctx.n = n
-        ctx.save_for_backward(x)
-        return x**n
-
-    @staticmethod
-    def backward(ctx, ct):
-        return None, ct * ctx.n * ctx.saved_tensors[0] ** (ctx.n - 1)
-
-
-class Row(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x[0]
-
-    @staticmethod
-    def backward(ctx, ct):
-        return torch.stack([ct, torch.zeros_like(ct)])
-
-
-class Identity(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx, ct):
-        return 2 * ct
-
-
-class Masked(torch.autograd.Function):
-    """No cotangent for its second argument."""
-
-    @staticmethod
-    def forward(ctx, x, mask):
-        ctx.save_for_backward(mask)
-        return x * mask
-
-    @staticmethod
-    def backward(ctx, ct):
-        return ct * ctx.saved_tensors[0], None
-
-
 class Gram(torch.autograd.Function):
     """With a residual that is no array, and autocast as the manual has it."""
 
@@ -160,16 +88,6 @@ class Gram(torch.autograd.Function):
         return ctx.scale * ((ct + ct.T) @ x)
 
 
-class Fails(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x):
-        return 2 * x
-
-    @staticmethod
-    def backward(ctx, ct):
-        raise ZeroDivisionError("by the author")
-
-
 def reverse(f, fwd, bwd, **told):
     rule = gt.custom_rule(f, **told)
     rule.defvjp(fwd, bwd)
@@ -182,11 +100,6 @@ def both(f, fwd, bwd, jvp):
     return rule
 
 
-def _sorted(x):
-    values, places = x.sort(-1)
-    return (values, places), places
-
-
 def _sinh(x):
     e = x.exp()
     return (e - 1 / e) / 2, e
@@ -195,10 +108,6 @@ def _sinh(x):
 def _exp(x):
     y = x.exp()
     return y, y
-
-
-def _fails(_, ct):
-    raise ZeroDivisionError("by the author")
 
 
 cube = both(
@@ -212,39 +121,12 @@ sinh = reverse(lambda x: _sinh(x)[0], _sinh, lambda e, ct: (ct * (e + 1 / e) / 2
 product = reverse(
     lambda x, y: x * y, lambda x, y: (x * y, (x, y)), lambda r, ct: (ct * r[1], ct * r[0])
 )
-sum_and_product = reverse(
-    lambda x, y: (x + y, x * y),
-    lambda x, y: ((x + y, x * y), (x, y)),
-    lambda r, cts: (cts[0] + cts[1] * r[1], cts[0] + cts[1] * r[0]),
-)
-sort = reverse(
-    lambda x: _sorted(x)[0],
-    _sorted,
-    lambda places, cts: (torch.zeros_like(cts[0]).scatter(-1, places, cts[0]),),
-)
-power = reverse(
-    lambda n, x: x**n,
-    lambda n, x: (x**n, x),
-    lambda n, x, ct: (ct * n * x ** (n - 1),),
-    static_argnames="n",
-)
-row = reverse(
-    lambda x: x[0],
-    lambda x: (x[0], None),
-    lambda _, ct: (torch.stack([ct, torch.zeros_like(ct)]),),
-)
 identity = reverse(lambda x: x.view_as(x), lambda x: (x.view_as(x), None), lambda _, ct: (2 * ct,))
-masked = reverse(
-    lambda x, mask: x * mask,
-    lambda x, mask: (x * mask, mask),
-    lambda mask, ct: (ct * mask, None),
-)
 gram = reverse(
     torch.autocast("cpu", enabled=False)(lambda x: 0.5 * (x @ x.T)),
     torch.autocast("cpu", enabled=False)(lambda x: (0.5 * (x @ x.T), (x, 0.5))),
     lambda r, ct: (r[1] * ((ct + ct.T) @ r[0]),),
 )
-fails = reverse(lambda x: 2 * x, lambda x: (2 * x, None), _fails)
 
 
 def forward(f, jvp):
@@ -260,26 +142,13 @@ FORWARD = {
         torch.sinh, lambda p, t: ((_sinh(*p)[0]), (p[0].exp() + (-p[0]).exp()) / 2 * t[0])
     ),
     "product": forward(lambda x, y: x * y, lambda p, t: (p[0] * p[1], t[0] * p[1] + p[0] * t[1])),
-    "sum and product": forward(
-        lambda x, y: (x + y, x * y),
-        lambda p, t: ((p[0] + p[1], p[0] * p[1]), (t[0] + t[1], t[0] * p[1] + p[0] * t[1])),
-    ),
-    "row": forward(lambda x: x[0], lambda p, t: (p[0][0], t[0][0])),
-    "identity": forward(lambda x: x.view_as(x), lambda p, t: (p[0].view_as(p[0]), 2 * t[0])),
 }
 PAIRS = {
     "cube": (MappedCube.apply, cube),
     "exp": (Exp.apply, exp),
     "sinh": (Sinh.apply, sinh),
     "product": (Product.apply, product),
-    "sum and product": (SumAndProduct.apply, sum_and_product),
-    "sort": (Sort.apply, sort),
-    "power": (Power.apply, power),
-    "row": (Row.apply, row),
-    "identity": (Identity.apply, identity),
-    "masked": (Masked.apply, masked),
     "gram": (Gram.apply, gram),
-    "fails": (Fails.apply, fails),
 }
 
 
@@ -340,30 +209,6 @@ def kept(f):
     return x.grad
 
 
-def in_a_module(f):
-    class Layer(torch.nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.w = torch.nn.Parameter(Y.clone())
-
-        def forward(self, x):
-            return f(x, self.w)
-
-    layer = torch.nn.Sequential(Layer(), Layer())
-    layer(X).sum().backward()
-    return [p.grad for p in layer.parameters()]
-
-
-def in_threads(f):
-    xs = [leaf(X * (k + 1)) for k in range(4)]
-    threads = [threading.Thread(target=lambda x=x: f(x).sum().backward()) for x in xs]
-    for t in threads:
-        t.start()
-    for t in threads:
-        t.join()
-    return [x.grad for x in xs]
-
-
 def forward_mode(f):
     with forward_ad.dual_level():
         return tuple(forward_ad.unpack_dual(f(forward_ad.make_dual(X, Y))))
@@ -398,71 +243,38 @@ PROGRAMS = {
     "setup_context, save_for_backward": Program("cube", lambda f: grads(f, leaf())),
     "saves its output": Program("exp", lambda f: grads(f, leaf())),
     "saves an intermediate": Program("sinh", lambda f: grads(f, leaf())),
-    "two arguments": Program("product", lambda f: grads(f, leaf(), leaf(Y))),
     "one of two requires grad": Program("product", lambda f: grads(lambda x: f(x, Y), leaf())),
     "one tensor twice": Program("product", lambda f: grads(lambda x: f(x, x), leaf())),
     "no tensor requires grad": Program("product", lambda f: (f(X, Y), f(X, Y).requires_grad)),
     "no_grad": Program("cube", lambda f: torch.no_grad()(f)(leaf()).requires_grad),
-    "several outputs": Program(
-        "sum and product", lambda f: grads(lambda *a: f(*a)[0] * f(*a)[1], leaf(), leaf(Y))
-    ),
-    "an output unused": Program(
-        "sum and product", lambda f: grads(lambda *a: f(*a)[1], leaf(), leaf(Y))
-    ),
-    "several outputs, twice": Program("sum and product", lambda f: twice(lambda x: f(x, x)[1])),
-    "mark_non_differentiable": Program(
-        "sort",
-        lambda f: (f(leaf())[1], f(leaf())[1].requires_grad, grads(lambda x: f(x)[0] * Y, leaf())),
-    ),
-    "an argument that is no tensor": Program("power", lambda f: grads(lambda x: f(3, x), leaf())),
-    "None for an argument": Program("masked", lambda f: grads(lambda x: f(x, Y > 0), leaf())),
-    "None for what requires grad": Program(
-        "masked",
-        lambda f: torch.autograd.grad(
-            f(x := leaf(), y := leaf(Y)).sum(), (x, y), allow_unused=True
-        ),
-    ),
-    "a view": Program("row", lambda f: (f(leaf()), grads(f, leaf()))),
-    "an identity": Program("identity", lambda f: grads(f, leaf())),
     "double backward": Program("cube", twice),
-    "double backward, saved output": Program("exp", twice),
     "double backward, saved intermediate": Program("sinh", twice),
-    "hessian": Program(
-        "cube", lambda f: torch.autograd.functional.hessian(lambda x: f(x).sum(), X)
-    ),
-    "gradgradcheck": Program("cube", lambda f: torch.autograd.gradgradcheck(f, leaf())),
     "hooks": Program("cube", with_hooks),
     "a saved tensor written in place": Program("cube", saved_is_changed),
     "an output written in place": Program("cube", output_is_changed),
     "a saved output written in place": Program("exp", output_is_changed),
     "a graph that was freed": Program("exp", freed),
     "a graph that is kept": Program("exp", kept),
-    "in modules": Program("product", in_a_module),
-    "in threads": Program("exp", in_threads),
     "jvp": Program("cube", forward_mode),
     "generate_vmap_rule": Program(
         "cube", lambda f: torch.vmap(torch.func.grad(lambda x: f(x).sum()))(X)
     ),
-    "torch.func.grad": Program("cube", lambda f: torch.func.grad(lambda x: f(x).sum())(X)),
     "saved_tensors_hooks": Program("cube", packed),
     "autocast, custom_fwd and custom_bwd": Program("gram", autocast),
     "checkpoint": Program(
         "exp", lambda f: grads(lambda x: checkpoint(f, x, use_reentrant=False), leaf())
     ),
     "batched cotangents": Program("exp", batched_grads),
-    "an error of the author": Program("fails", lambda f: grads(f, leaf())),
     "an empty tensor": Program("cube", lambda f: grads(f, leaf(X[:0]))),
     "a scalar": Program("cube", lambda f: grads(f, leaf(X[0, 0]))),
     "an expanded tensor": Program("cube", lambda f: grads(lambda x: f(x.expand(4, 3)), leaf(X[0]))),
     "a transposed tensor": Program("exp", lambda f: grads(lambda x: f(x.T), leaf())),
     "complex": Program("product", lambda f: grads(lambda z: f(z, z).real, leaf(X + 1j * Y))),
-    "float32": Program("exp", lambda f: grads(f, leaf(X.float()))),
     "a parameter": Program("exp", lambda f: grads(f, torch.nn.Parameter(X.clone()))),
     "anomaly mode": Program("exp", in_anomaly_mode),
 }
 
 EXCEPTIONS = {
-    "None for what requires grad": "None is a zero cotangent of what the output depends on",
     "double backward, saved intermediate": "a Function differentiates it as a constant",
 }
 FORWARD_EXCEPTIONS = {
@@ -476,11 +288,10 @@ def outcome(program, f):
     """What comes out, or what kind of error."""
     try:
         return program.run(f)
-    except (RuntimeError, ZeroDivisionError) as error:
-        return ZeroDivisionError if "by the author" in str(error) else RuntimeError
+    except RuntimeError:
+        return RuntimeError
 
 
-@pytest.mark.slow_at(("gradgradcheck", "forward"))
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize("given", ["as the function", "forward"])
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if name not in EXCEPTIONS])
@@ -501,27 +312,16 @@ def test_a_rule_does_what_a_function_does(name, given):
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-@pytest.mark.parametrize("name", ["one", "a tree", "a tuple of one", "an identity", "a view"])
+@pytest.mark.parametrize("name", ["a tree", "an identity"])
 def test_a_forward_rule_is_computed_again_as_it_was_computed(name, reentrant):
     """A checkpoint counts what is saved, and its first pass is the first call of all."""
     f, jvp, slope = {
-        "one": (torch.sin, lambda p, t: (p[0].sin(), p[0].cos() * t[0]), torch.cos),
         "a tree": (
             lambda x: (x.sin(), x),
             lambda p, t: ((p[0].sin(), p[0]), (p[0].cos() * t[0], 3 * t[0])),
             lambda x: x.cos() + 3,
         ),
-        "a tuple of one": (
-            lambda x: (x.sin(),),
-            lambda p, t: ((p[0].sin(),), (p[0].cos() * t[0],)),
-            torch.cos,
-        ),
         "an identity": (lambda x: x, lambda p, t: (p[0], -2 * t[0]), lambda x: -2 + 0 * x),
-        "a view": (
-            lambda x: x.view(-1),
-            lambda p, t: ((y := p[0].view(-1)), y * t[0].view(-1)),
-            lambda x: x,
-        ),
     }[name]
     rule = gt.custom_rule(f)
     rule.defjvp(jvp)
@@ -532,29 +332,11 @@ def test_a_forward_rule_is_computed_again_as_it_was_computed(name, reentrant):
         torch.testing.assert_close(x.grad, slope(x.detach()))
 
 
-@pytest.mark.sweep_at("forward", "cube", "exp")
-@pytest.mark.parametrize("rule", ["cube", "exp", "product"])
-@pytest.mark.parametrize("given", [PAIRS, FORWARD], ids=["as the function", "forward"])
-def test_compiled_autograd_takes_a_rule(given, rule):
-    f = given[rule][1] if given is PAIRS else given[rule]
-    run = (lambda x: f(x, Y)) if rule == "product" else f
-    expected = grads(run, leaf())
-    for _ in range(2):
-        x = leaf()
-        y = run(x).sum()
-        with torch._dynamo.compiled_autograd._enable(lambda g: torch.compile(g, backend="eager")):
-            y.backward()
-        torch.testing.assert_close((x.grad,), expected)
-
-
 def test_a_saved_intermediate_is_differentiated():
     with pytest.raises(RuntimeError, match="does not require grad"):
         twice(Sinh.apply)
     for _ in range(3):
         torch.testing.assert_close(twice(sinh), twice(torch.sinh))
-
-
-# --- what ours does otherwise, by name ------------------------------------------------------
 
 
 # --- a rule that is no rule -----------------------------------------------------------------

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import gradtools.torch as gt
-from gradtools import GradtoolsError
 from gradtools.rules import Rule
 from gradtools.torch.rules.installing import apply_rule
 from tests.support.torch_functions import MappedCube
@@ -71,16 +70,6 @@ def test_a_rule_is_not_dropped_by_compiled_torch_func():
     assert torch.compile(pushed, backend="aot_eager", fullgraph=True)(x).item() == -2.0
 
 
-def test_compiled_double_backward_is_still_missing_in_pytorch():
-    """torch#91469: when this fails, compiled code may go reverse over reverse too."""
-    x = torch.tensor(2.0, requires_grad=True)
-    torch._dynamo.reset()
-    y = torch.compile(lambda x: x**3, backend="aot_eager", fullgraph=True)(x)
-    (g,) = torch.autograd.grad(y, x, create_graph=True)
-    with pytest.raises(RuntimeError, match="does not currently support double backward"):
-        torch.autograd.grad(g, x)
-
-
 def test_two_rules_in_one_compiled_function_are_not_mistaken_for_each_other():
     """Keys of rules are text: dynamo would make an integer symbolic when it meets a second."""
     torch._dynamo.reset()
@@ -100,28 +89,7 @@ def test_two_rules_in_one_compiled_function_are_not_mistaken_for_each_other():
         assert run(x).item() == 2 * k
 
 
-def test_linearity_is_asked_once_for_each_rule():
-    calls = []
-
-    def tangent(xs, dxs):
-        calls.append(1)
-        return [2 * dxs[0]]
-
-    rule = Rule("twice", lambda x: [2 * x], tangent=tangent)
-    x = torch.ones(2, requires_grad=True)
-    torch.autograd.grad(apply_rule(rule, x)[0].sum(), x)
-    first = len(calls)
-    torch.autograd.grad(apply_rule(rule, x)[0].sum(), x)
-    assert len(calls) == first + 1
-
-
 # --- a linear function, whose rule is itself ---------------------------------------------
-
-
-def negation():
-    f = gt.custom_rule(lambda x: -x)
-    f.defjvp(lambda p, t: (f(p[0]), f(t[0])))
-    return f
 
 
 def product():
@@ -130,58 +98,7 @@ def product():
     return f
 
 
-def each_the_other():
-    f, g = gt.custom_rule(lambda x: 2 * x), gt.custom_rule(lambda x: 2 * x)
-    f.defjvp(lambda p, t: (f(p[0]), g(t[0])))
-    g.defjvp(lambda p, t: (g(p[0]), f(t[0])))
-    return f
-
-
-PRODUCT = product()
-SELF = {
-    "negation": (negation(), torch.neg),
-    "product": (lambda x: PRODUCT(x, PRODUCT(x, x.flip(0))), lambda x: x * x * x.flip(0)),
-    "matrix product": (
-        lambda x: PRODUCT(x[:, None], x * x).sum(0),
-        lambda x: (x[:, None] * x * x).sum(0),
-    ),
-    "each the other": (each_the_other(), lambda x: 2 * x),
-}
 X = torch.tensor([1.5, -2.0, 0.5], dtype=torch.float64)
-V = torch.tensor([0.3, 1.0, -2.0], dtype=torch.float64)
-WAYS = {
-    "reverse": lambda f: gt.grad(f)(X),
-    "forward": lambda f: gt.jvp(f, (X,), (V,)),
-    "reverse over reverse": lambda f: gt.hvp(f, (X,), (V,), mode="reverse_over_reverse"),
-    "forward over reverse": lambda f: gt.hvp(f, (X,), (V,), mode="forward_over_reverse"),
-    "reverse over forward": lambda f: gt.grad(lambda x: gt.jvp(f, (x,), (V,))[1])(X),
-    "forward over forward": lambda f: gt.jvp(lambda x: gt.jvp(f, (x,), (V,))[1], (X,), (V,)),
-    "third order": lambda f: gt.grad(lambda x: gt.hvp(f, (x,), (V,))[1][0].sum())(X),
-    "vmap": lambda f: torch.vmap(torch.func.grad(f))(torch.stack([X, V])),
-    "compiled": lambda f: torch.compile(gt.grad(f), backend="aot_eager", fullgraph=True)(X),
-}
-
-
-@pytest.mark.sweep_at("compiled")
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("name", SELF)
-def test_a_linear_function_may_be_its_own_rule(name, way):
-    ours, plain = [lambda x, f=f: (f(x) ** 3).sum() for f in SELF[name]]
-    torch.testing.assert_close(WAYS[way](ours), WAYS[way](plain))
-
-
-def test_a_kernel_that_is_its_own_forward_rule_is_refused_in_reverse_mode():
-    f = gt.host_function(lambda x: -x)
-    f.defjvp(lambda p, t: (f(p[0]), f(t[0])))
-    assert gt.jvp(f, (X,), (V,))[1].equal(-V)
-    with pytest.raises(GradtoolsError, match=r"no derivative of its own.*defvjp"):
-        gt.grad(lambda x: f(x).sum())(X)
-
-
-def test_a_kernel_that_is_its_own_reverse_rule_is_pushed_through():
-    f = gt.host_function(lambda x: -x)
-    f.defvjp(lambda x: (f(x), None), lambda _, ct: (f(ct),))
-    assert gt.jvp(f, (X,), (V,))[1].equal(-V)
 
 
 def _sine(kind):

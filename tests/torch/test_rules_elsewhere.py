@@ -5,11 +5,9 @@ from __future__ import annotations
 import io
 import sys
 import threading
-import warnings
 
 import pytest
 import torch
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import return_and_correct_aliasing
 from torch.utils._pytree import tree_leaves, tree_map
 
@@ -61,47 +59,6 @@ def test_an_exported_program_has_the_values_and_says_that_it_has_no_rule(kind, s
     torch.testing.assert_close(
         torch.autograd.grad(again(x).sum(), x)[0], torch.full((3,), 2.0, dtype=D)
     )
-
-
-def test_an_edited_gradient_is_no_identity_in_an_exported_program():
-    with pytest.warns(GradtoolsWarning, match="no own derivative"):
-        program = torch.export.export(Model(gt.reverse_gradient), (X,)).module()
-    x = X.clone().requires_grad_()
-    torch.testing.assert_close(
-        torch.autograd.grad(program(x).sum(), x)[0], torch.full((3,), 2.0, dtype=D)
-    )
-
-
-def test_values_alone_are_exported_without_a_word():
-    with warnings.catch_warnings(), torch.no_grad():
-        warnings.simplefilter("error", GradtoolsWarning)
-        torch.export.export(Model(expm1("both")), (X,))
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_a_rule_is_exported_with_open_lengths(kind):
-    class Plain(torch.nn.Module):
-        def forward(self, x):
-            return f(x)
-
-    f = expm1(kind)
-    program = torch.export.export(Plain(), (X,), dynamic_shapes=({0: torch.export.Dim("n")},))
-    x = torch.linspace(-1, 1, 7, dtype=D)
-    torch.testing.assert_close(program.module()(x), torch.expm1(x))
-
-
-@pytest.mark.parametrize("operator", ["grad", "jvp", "linearize", "hvp"])
-def test_a_derivative_in_an_exported_program_is_traced_by_make_fx(operator):
-    f = lambda x: torch.exp(x).prod()
-    derivative = {
-        "grad": gt.grad(f),
-        "jvp": lambda x: gt.jvp(f, (x,), (x,))[1],
-        "linearize": lambda x: gt.linearize(f, x)[1](x),
-        "hvp": lambda x: gt.hvp(lambda x: (gt.frozen(torch.tanh)(x) ** 2).sum(), (x,), (x,))[1][0],
-    }[operator]
-
-    traced = torch.export.export(make_fx(derivative)(X), (X,)).module()
-    torch.testing.assert_close(traced(2 * X), derivative(2 * X))
 
 
 # --- torch.compile with open lengths --------------------------------------------------------
@@ -172,14 +129,6 @@ def test_one_program_serves_all_lengths(kind, way, how):
             torch._dynamo.mark_dynamic(y, 0)
         torch.testing.assert_close(run(x, y), WAYS[way](loss(plain))(x, y))
     assert len(graphs) == 1
-
-
-def test_a_rule_that_is_not_linear_is_refused_with_open_lengths():
-    f = gt.custom_rule(lambda x: 2 * x)
-    f.defvjp(lambda x: (2 * x, None), lambda _, ct: (2 * ct.relu(),))
-    run = torch.compile(lambda x: gt.jvp(f, (x,), (x,)), backend="eager", dynamic=True)
-    with pytest.raises(Exception, match="not linear in its cotangents"):
-        run(X)
 
 
 # --- threads, as those of DataParallel ------------------------------------------------------
@@ -296,48 +245,3 @@ def test_a_rule_takes_tensors_of_a_subclass(kind, name):
         torch.testing.assert_close(numbers(y), e - 1)
         torch.testing.assert_close(numbers(g), 2 * (e - 1) * e)
         torch.testing.assert_close(numbers(h), 2 * (2 * e - 1) * e)
-
-
-@pytest.mark.parametrize("kind", KINDS)
-def test_forward_mode_of_a_rule_takes_a_wrapper_of_tensors(kind):
-    f, e = expm1(kind), torch.exp(X)
-    y, dy = gt.jvp(f, (Wrapper(X),), (Wrapper(2 * X),))
-    torch.testing.assert_close(numbers(y), e - 1)
-    torch.testing.assert_close(numbers(dy), 2 * X * e)
-    hvp = gt.hvp(lambda x: f(x).sum(), (Wrapper(X),), (Wrapper(X),))[1][0]
-    torch.testing.assert_close(numbers(hvp), X * e)
-
-
-def matrix_product(kind):
-    f = gt.custom_rule(lambda A, x: A @ x)
-    if kind == "vjp":
-        f.defvjp(lambda A, x: (A @ x, A), lambda A, ct: (None, A.t() @ ct))
-    else:
-        f.defjvp(lambda p, t: (p[0] @ p[1], p[0] @ t[1]))
-    return f
-
-
-@pytest.mark.parametrize("kind", ["vjp", "jvp"])
-def test_a_sparse_constant_may_be_an_argument(kind):
-    f, A = matrix_product(kind), torch.diag(X).to_sparse()
-    x = X[:, None].clone().requires_grad_()
-    (g,) = torch.autograd.grad((f(A, x) ** 2).sum(), x, create_graph=True)
-    torch.testing.assert_close(g, 2 * X[:, None] ** 2 * x)
-    (h,) = torch.autograd.grad(g.sum(), x)
-    torch.testing.assert_close(h, 2 * X[:, None] ** 2)
-    torch.testing.assert_close(gt.jvp(lambda x: f(A, x), (h,), (h,))[1], X[:, None] * h)
-
-
-@pytest.mark.sweep_at("fun")
-@pytest.mark.parametrize("name", ["fun", "bwd"])
-def test_compiled_code_sees_a_part_of_a_rule_that_is_set_later(name):
-    f = gt.custom_rule(torch.sin)
-    f.defvjp(lambda x: (f(x), x), lambda x, ct: (torch.cos(x) * ct,))
-    compiled = torch.compile(lambda x: f(x), backend="aot_eager")
-    x = torch.tensor([0.3, 0.7], requires_grad=True)
-    torch.autograd.grad(compiled(x).sum(), x)
-    setattr(f, name, {"fun": torch.exp, "bwd": lambda x, ct: (2 * torch.cos(x) * ct,)}[name])
-    y = compiled(x)
-    torch.testing.assert_close(y, f(x))
-    (slope,) = torch.autograd.grad(y.sum(), x)
-    torch.testing.assert_close(slope, torch.cos(x) * (2 if name == "bwd" else 1))

@@ -36,6 +36,8 @@ CHANGES = {
     "the random stream": lambda m: torch.rand(1),
     "python's random stream": lambda m: random.random(),
     "NumPy's random stream": lambda m: np.random.rand(),  # noqa: NPY002
+    "the second number of a pair of Python's": lambda m: random.gauss(0, 1),
+    "the second number of a pair of NumPy's": lambda m: np.random.randn(),  # noqa: NPY002
 }
 
 
@@ -52,6 +54,7 @@ def everything(model):
 @pytest.mark.parametrize("reach", [lambda m: m, lambda m: lambda z: m(z), lambda m: [{"m": m}]])
 def test_what_changes_is_put_back(change, reach):
     model = Model()
+    random.gauss(0, 1), np.random.randn()  # noqa: NPY002 - each keeps a second number
     first, before = RunState.now(Held([reach(model)])), everything(model)
     change(model)
     later, after = first.again(), everything(model)

@@ -5,7 +5,6 @@ a function and its arguments (`tests/support/formula_rows.py`); what is written 
 `BY_NAME`.
 """
 
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -164,21 +163,6 @@ def written_through_a_view_of_what_was_read(x):
     return y * before + row.sum()
 
 
-def written_through_other_views(x):
-    y = x * 2
-    part, turned = y[1:], y.view(2, 2).t()
-    y.mul_(x)
-    turned.add_(torch.tensor([[1.0, 2.0], [3.0, 4.0]]) * x[0])
-    return part.sum() * y + torch.cat([part, x[:1]])
-
-
-def written_through_a_row(x):
-    y = x * 2
-    row = y[1:3]
-    row.mul_(x[0])
-    return (y[1:3] * row).sum()
-
-
 def updated_without_a_derivative(x):
     y = x * 2
     with torch.no_grad():
@@ -210,8 +194,6 @@ def of_statistics(x):
 PROGRAMS = [
     written_in_place,
     written_through_a_view_of_what_was_read,
-    written_through_other_views,
-    written_through_a_row,
     updated_without_a_derivative,
     in_rounds_of_torch,
     with_a_derivative_inside,
@@ -258,12 +240,6 @@ class Wrong(Cube):
         return 7 * ct
 
 
-class OneWay(Cube):
-    @staticmethod
-    def backward(ctx, ct):
-        raise NotImplementedError("there is no way back")
-
-
 def test_a_rule_is_written_as_it_stands_whether_right_or_wrong():
     assert checked(lambda x: Cube.apply(x), X).lines(1) == ["x̄ = vjp[Cube](x; ȳ)"]
     wrong = checked(lambda x: Wrong.apply(x), X)
@@ -271,18 +247,6 @@ def test_a_rule_is_written_as_it_stands_whether_right_or_wrong():
     np.testing.assert_allclose(wrong.evaluate([X.numpy()]).gradients[0], np.full(4, 7.0))
     twice = checked(lambda x: Cube.apply(Wrong.apply(x).sin()), X, order=2)
     assert "[vjp of Cube](" in str(twice)
-
-
-def test_a_missing_derivative_of_the_framework_is_no_fault_of_the_formula():
-    said = r"f runs, and automatic differentiation of it does not \(.*there is no way back"
-    with pytest.raises(GradtoolsError, match=said):
-        gt.formula(OneWay.apply, torch.ones(3))
-
-
-def test_a_host_kernel_keeps_its_name_is_marked_and_still_compared():
-    kernel = gt.host_function(np.sin)
-    kernel.defvjp(lambda x: (kernel(x), x), lambda x, ct: (ct * torch.cos(x),))
-    assert checked(lambda x: kernel(x) * x, X).marked == ("sin",)
 
 
 @pytest.mark.slow_at("Sequential1", "GRU", "TransformerEncoderLayer")
@@ -311,17 +275,6 @@ def test_parameters_take_part_in_a_derivation():
     found = checked(layer, ROWS[0])
     assert found.agrees_with(lambda x, w, ct: (w.T @ ct, torch.outer(ct, x)))
     assert not found.agrees_with(lambda x, w, ct: (w.T @ ct, torch.outer(ct, 2 * x)))
-
-
-def test_a_captured_array_that_requires_no_gradient_has_no_adjoint():
-    c = X.clone()
-    assert gt.formula(lambda x: (c * x).exp().sum(), X).lines(1) == ["x̄ = L̄ c ⊙ e"]
-
-
-def test_leaves_are_called_as_f_calls_them():
-    f = lambda p, x: p["w"] @ x + p["b"][0]
-    found = checked(f, {"w": ROWS, "b": [ROWS[:, 0]]}, ROWS[0], argnums=(0, 1))
-    assert sorted(found.inputs) == ["b₀", "w", "x"]
 
 
 def test_gates_that_a_cell_writes_in_place_read_as_by_hand():
@@ -358,34 +311,6 @@ def test_a_line_says_what_is_computed(f, line):
 # --- where f is defined, and what is refused ---------------------------------------------
 
 
-def near_one_point(x):
-    if not torch.equal(x.detach(), X):
-        raise ValueError("another x")
-    return (x**2).sum()
-
-
-@pytest.mark.parametrize(
-    ("f", "why"),
-    [
-        (lambda x: torch.from_numpy(np.sin(x.detach().numpy())) * x, "another program"),
-        (lambda x: x * x.max().item(), "another program"),
-        (lambda x: x * 2 if x[0].item() == X[0].item() else x * 3, "another program"),
-        (lambda m: torch.distributions.Normal(m, 1.0).sample() * m, "another program"),
-        (near_one_point, "not defined"),
-    ],
-    ids=["numpy", "item", "branch", "draw", "raises"],
-)
-def test_what_depends_on_the_values_is_compared_at_these_alone(f, why):
-    said = str(gt.formula(f, X).check)
-    assert why in said and said.endswith("compared at the given arguments alone")
-
-
-@pytest.mark.parametrize("f", [torch.asin, torch.atanh, torch.erfinv], ids=lambda f: f.__name__)
-def test_a_function_of_few_numbers_is_compared_as_near_as_it_is_defined(f):
-    at = torch.linspace(-0.99, 0.99, 40, dtype=torch.float64)
-    assert "3 random points" in str(gt.formula(f, at).check)
-
-
 def _tangent(recorder, call, own):
     at = X.numpy()
     return array(np.sin(at)) + array(np.cos(at)) * (own.self - array(at))
@@ -416,20 +341,13 @@ def written_through_a_conjugate(z):
     ("f", "x", "said"),
     [
         (lambda x: x.log(), -torch.ones(3), "no value of f is finite"),
-        (lambda x: x.to_sparse(), torch.ones(3), "f makes a sparse tensor"),
-        (lambda x: x.bfloat16() * 2, torch.ones(3), "f computes in bfloat16, which is too coarse"),
         (written_through_a_conjugate, torch.tensor([1.0 + 2.0j]), "a view of another dtype, or"),
     ],
-    ids=["undefined", "sparse", "16 bits", "conjugate"],
+    ids=["undefined", "conjugate"],
 )
 def test_what_cannot_be_compared_is_refused(f, x, said):
     with pytest.raises(GradtoolsError, match=said):
         gt.formula(f, x)
-
-
-def test_inside_of_a_transform_it_is_refused():
-    with pytest.raises(GradtoolsError, match="inside of a transform"):
-        torch.func.vmap(lambda x: gt.formula(torch.exp, x).check)(ROWS)
 
 
 def test_only_operands_that_are_asked_for_are_differentiated():
@@ -443,8 +361,3 @@ def test_an_operation_without_algebra_is_written_by_its_name_and_differentiated_
     assert again.lines(1)[-1] == "x̄ = ȳ ⊙ z + vjp[special_i1](x; ȳ ⊙ x)"
     twice = gt.formula(lambda x: torch.special.erfcx(x) * x, X, order=2)
     assert "vjp₁[vjp of special_erfcx](" in str(twice)
-
-
-@pytest.mark.parametrize("p", [0.0, math.inf])
-def test_an_odd_exponent_is_no_fault_of_the_function(p):
-    assert gt.formula(lambda x: torch.cdist(x, 2 * x, p=p) @ x, ROWS).lines(1)

@@ -26,6 +26,7 @@ KEY = jax.random.key(0)
 MESH = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
 SPEC = jax.sharding.PartitionSpec("i")
 stop = lax.stop_gradient
+sharded = lambda f: jax.shard_map(f, mesh=MESH, in_specs=SPEC, out_specs=SPEC)
 
 
 CASES = LostGradients(X)
@@ -37,6 +38,12 @@ cause, healthy = CASES.cause, CASES.healthy
 ONE_LINE: dict[str, dict[str, Callable[[Any], Any]]] = {  # by kind
     "detached": {
         "stopped_by_gradtools": lambda x: (gt.stop_gradient(x) ** 2).sum(),
+        "stopped_in_checkpoint": lambda x: jax.checkpoint(lambda y: stop(y) + 1)(x).sum(),
+        "stopped_in_vmap": lambda x: jax.vmap(lambda y: stop(y) + 1)(x).sum(),
+        "stopped_in_a_carry": lambda x: lax.scan(lambda c, a: (stop(c) + a, None), x[0], X)[0],
+        "stopped_in_shard_map": lambda x: sharded(lambda y: stop(y) + 1)(x).sum(),
+        "stopped_in_chunks": lambda x: gt.chunked(lambda y: stop(y) * 2, 2)(x).sum(),
+        "stopped_in_a_frozen_function": lambda x: gt.frozen(lambda y: stop(y) * 2)(x).sum(),
     },
     "left_framework": {
         "through_numpy": lambda x: jnp.sum(np.asarray(x) ** 2),
@@ -50,7 +57,15 @@ ONE_LINE: dict[str, dict[str, Callable[[Any], Any]]] = {  # by kind
         "cast_to_integer": lambda x: ((x * 255).astype(jnp.int32) / 255).sum(),
         "cast_to_bool": lambda x: x.astype(bool).mean(),
     },
+    "unused": {
+        "not_read": lambda x: (POSITIVE**2).sum(),
+        "read_for_its_shape": lambda x: jnp.ones(x.shape).sum() * x.size,
+        "reads_a_global": lambda x: (X**2).sum(),
+        "a_number_of_numpy": lambda x: np.float32(3.0),
+    },
     "discrete": {
+        "counted_by_a_loop": lambda x: lax.while_loop(lambda c: c < x[2], lambda c: c + 1, 0.0),
+        "comparison_in_a_gradient": lambda x: jax.grad(lambda y: (y * (y > 0)).sum())(x).sum(),
         "chosen_by_comparison": lambda x: jnp.where(x > 0, 1.0, -1.0).sum(),
         "branch_by_comparison": lambda x: lax.cond(x[0] > 0, lambda: 1.0, lambda: -1.0),
         "one_hot_of_argmax": lambda x: (jax.nn.one_hot(jnp.argmax(x), 3) * POSITIVE).sum(),
@@ -69,6 +84,10 @@ ONE_LINE: dict[str, dict[str, Callable[[Any], Any]]] = {  # by kind
         "a_rule_without_this_cotangent": lambda x: one_sided(x, POSITIVE).sum(),
     },
     "zero": {
+        "dead_in_a_scan": lambda x: lax.scan(lambda c, a: (c + jax.nn.relu(a - 9), None), 0.0, x)[
+            0
+        ],
+        "saturated_sigmoid": lambda x: jax.nn.sigmoid(1e3 + x).sum(),
         "times_zero": lambda x: (jnp.sin(x) * 0.0).sum(),
         "dead_relu": lambda x: jax.nn.relu(x - 10).sum(),
         "chosen_away": lambda x: jnp.where(POSITIVE > 0, POSITIVE, x).sum(),
@@ -109,55 +128,6 @@ def stopped_in_jit(x):
 
 
 @cause()
-def stopped_in_checkpoint(x):
-    @jax.checkpoint
-    def inner(y):
-        return stop(y) + 1  # <- detached
-
-    return inner(x).sum()
-
-
-@cause()
-def stopped_in_vmap(x):
-    def one(y):
-        return stop(y) + 1  # <- detached
-
-    return jax.vmap(one)(x).sum()
-
-
-@cause()
-def stopped_in_a_carry(x):
-    def body(c, a):
-        return stop(c) + a, None  # <- detached
-
-    return lax.scan(body, x[0], POSITIVE)[0]
-
-
-@cause()
-def stopped_in_shard_map(x):
-    def body(y):
-        return stop(y) + 1  # <- detached
-
-    return jax.shard_map(body, mesh=MESH, in_specs=SPEC, out_specs=SPEC)(x).sum()
-
-
-@cause(ROWS)
-def stopped_in_chunks(x):
-    def one(y):
-        return stop(y) * 2  # <- detached
-
-    return gt.chunked(one, 2)(x).sum()
-
-
-@cause()
-def stopped_in_a_frozen_function(x):
-    def g(y):
-        return stop(y) * 2  # <- detached
-
-    return gt.frozen(g)(x).sum()
-
-
-@cause()
 def stopped_under_a_python_if(x):
     if x.sum() > 0:
         x = stop(x)  # <- detached
@@ -186,27 +156,7 @@ def through_numpy_under_a_python_if(x):
 # --- cast --------------------------------------------------------------------------------
 
 
-@cause()
-def through_bits(x):
-    bits = lax.bitcast_convert_type(x, jnp.int32)  # <- integer_cast
-    return lax.bitcast_convert_type(bits, jnp.float32).sum()
-
-
 # --- discrete ----------------------------------------------------------------------------
-
-
-@cause()
-def counted_by_a_loop(x):
-    def more(c):
-        return c < x[2]  # <- discrete
-
-    return lax.while_loop(more, lambda c: c + 1, jnp.float32(0))
-
-
-@cause()
-def comparison_in_a_gradient(x):
-    slope = jax.grad(lambda y: jnp.where(y > 0, y, 2 * y).sum())  # <- discrete
-    return slope(x).sum()
 
 
 # --- derivative zero everywhere ----------------------------------------------------------
@@ -234,25 +184,10 @@ forgetful.defvjp(lambda x: (forgetful(x), None), lambda _, ct: (jnp.zeros_like(c
 # --- never there -------------------------------------------------------------------------
 
 
-@cause()  # <- unused
-def not_read(x):
-    return (POSITIVE**2).sum()
-
-
-@cause()  # <- unused
-def read_for_its_shape(x):
-    return jnp.ones(x.shape).sum() * x.size
-
-
 @cause(X, POSITIVE)  # <- unused
 def overwritten(x, y):
     x = y * 2
     return x.sum()
-
-
-@cause()  # <- unused
-def reads_a_global(x):
-    return (X**2).sum()
 
 
 class Model:
@@ -268,11 +203,6 @@ class Model:
 cause(written=Model.loss)(Model().loss)
 
 
-@cause()  # <- unused
-def a_number_of_numpy(x):
-    return np.float32(3.0)
-
-
 # --- zero at these values ----------------------------------------------------------------
 
 
@@ -280,27 +210,6 @@ def a_number_of_numpy(x):
 def a_last_layer_of_zeros(w):
     hidden = jnp.tanh(ROWS @ w)
     return (hidden @ jnp.zeros((3, 2))).sum()  # <- zero
-
-
-@cause()
-def dead_in_a_scan(x):
-    def body(c, a):
-        return c + jax.nn.relu(a - 9), None  # <- zero
-
-    return lax.scan(body, 0.0, x)[0]
-
-
-@cause()
-def dead_in_a_branch(x):
-    def yes(y):
-        return jnp.clip(y, 5, 6).sum()  # <- zero
-
-    return lax.cond(x[0] > 0, yes, jnp.sum, x)
-
-
-@cause(POSITIVE)
-def saturated_sigmoid(x):
-    return jax.nn.sigmoid(x * 1e3).sum()  # <- zero
 
 
 @cause(POSITIVE)
@@ -317,29 +226,6 @@ def two_paths_that_cancel(x):
 
 
 # --- one term of several -----------------------------------------------------------------
-
-
-@healthy()
-def a_part_that_is_concatenated(x):
-    counts = (x > 0).astype(jnp.float32)
-    return jnp.concatenate([x * 2, counts]).sum()
-
-
-@healthy()
-def a_term_in_jit(x):
-    @jax.jit
-    def loss(y):
-        return (y**2).sum() + stop(y).sum()
-
-    return loss(x)
-
-
-@healthy()
-def a_term_in_a_scan(x):
-    def body(c, a):
-        return c + a + stop(jnp.sin(a)), None
-
-    return lax.scan(body, 0.0, x)[0]
 
 
 @cause()
@@ -410,6 +296,13 @@ cause(name="a block of equinox", scope=("EquinoxBlock",), written=EquinoxBlock._
 
 
 ONE_LINERS = {
+    "a_part_that_is_concatenated": lambda x: jnp.concatenate([x * 2, (x > 0) * 1.0]).sum(),
+    "a_term_in_jit": lambda x: jax.jit(lambda y: (y**2).sum() + stop(y).sum())(x),
+    "a_term_in_a_scan": lambda x: lax.scan(lambda c, a: (c + a + stop(a**2), None), 0.0, x)[0],
+    "a_boolean_index": lambda x: x[x > 0].sum() + x.sum(),
+    "a_mean_by_numpy": lambda x: np.mean(x) * np.sum(x),  # by the array's own methods
+    "printing": lambda x: (jax.debug.print("{x}", x=x), jnp.sin(x).sum())[1],
+    "shard_map": lambda x: sharded(lambda y: lax.psum(jnp.sin(y), "i") + y)(x).sum(),
     "a_term_that_is_stopped": lambda x: (x**2).sum() + (stop(x) ** 3).sum(),
     "a_term_that_is_rounded": lambda x: (x**2 + jnp.sin(jnp.round(x * 3))).sum(),
     "a_part_that_is_set": lambda x: jnp.sin(x).at[0].set(x.astype(jnp.int32)[0] * 1.0).sum(),
@@ -442,11 +335,6 @@ def a_python_if(x):
 def an_assertion_on_values(x):
     assert jnp.isfinite(x).all()
     return jnp.cos(x).sum()
-
-
-@healthy(X)
-def a_boolean_index(x):
-    return x[x > 0].sum() + x.sum()
 
 
 @healthy()
@@ -542,21 +430,3 @@ def _cube(x):
 
 cube = gt.host_function(_cube)
 cube.defvjp(lambda x: (cube(x), x), lambda x, ct: (3 * x**2 * ct,))
-
-
-@healthy()
-def shard_map(x):
-    body = lambda y: lax.psum(jnp.sin(y), "i") + y
-    return jax.shard_map(body, mesh=MESH, in_specs=SPEC, out_specs=SPEC)(x).sum()
-
-
-@healthy()
-def a_mean_by_numpy(x):
-    """NumPy calls the array's own method, which stays in JAX."""
-    return np.mean(x) * np.sum(x)
-
-
-@healthy()
-def printing(x):
-    jax.debug.print("{x}", x=x)
-    return jnp.sin(x).sum()

@@ -32,6 +32,8 @@ ONE_LINE: dict[str, dict[str, Callable[[Any], Any]]] = {  # by kind
         "dot_data": lambda x: (x * 2).data.sum(),
         "stop_gradient_of_gradtools": lambda x: (gt.stop_gradient(x) ** 2).sum(),
         "wrapped_in_a_parameter": lambda x: (nn.Parameter(x * 2) ** 2).sum(),
+        "in_a_checkpoint": lambda x: checkpoint(lambda z: z.detach(), x, use_reentrant=False).sum(),
+        "detached_inside_chunked": lambda x: gt.chunked(lambda z: z.detach() * 2, 2)(x).sum(),
         "detached_inside_vmap": lambda x: torch.vmap(lambda row: row.detach() * 2)(x).sum(),
         "refused_copy": lambda x: copy.deepcopy(x * 2).sum(),
     },
@@ -54,7 +56,12 @@ ONE_LINE: dict[str, dict[str, Callable[[Any], Any]]] = {  # by kind
         "refused_as_an_index": lambda x: sum(X[k] for k in range(x.sum())),
         "integers_that_should_require_grad": lambda x: x.long().requires_grad_().sum(),
     },
+    "unused": {
+        "not_used": lambda x: (W**2).sum(),
+        "only_zeros_like_it": lambda x: (torch.zeros_like(x) + 1).sum(),
+    },
     "discrete": {
+        "bucket": lambda x: torch.bucketize(x, torch.linspace(-1, 1, 5).to(x)).double().sum(),
         "comparison": lambda x: (x > 0.1).double().mean(),
         "index_of_topk": lambda x: x.topk(2).indices.double().sum(),
         "bernoulli_sample": lambda x: torch.bernoulli(torch.sigmoid(x)).sum(),
@@ -73,6 +80,7 @@ ONE_LINE: dict[str, dict[str, Callable[[Any], Any]]] = {  # by kind
         "distribution_sample": lambda x: torch.distributions.Normal(x, 1.0).sample().sum(),
     },
     "rule": {
+        "rule_without_a_cotangent": lambda x: _Forgets.apply(x, x.new_ones(3)).sum(),
         "rule_by_a_name_of_its_own": lambda x: _forgets(x, x.new_ones(3)).sum(),
         "rule_that_is_marked": lambda x: _Marked.apply(x).sum(),
     },
@@ -109,22 +117,6 @@ def inner_gradient_without_a_graph(x):
 def gradient_read_from_dot_grad(x):
     (x**3).sum().backward()  # <- inner_gradient
     return (x.grad**2).sum()
-
-
-@cause()
-def detached_inside_a_checkpoint(x):
-    def block(z):
-        return z.detach() * 2  # <- detached
-
-    return checkpoint(block, x, use_reentrant=False).sum()
-
-
-@cause()
-def detached_inside_chunked(x):
-    def chunk(z):
-        return z.detach() * 2  # <- detached
-
-    return gt.chunked(chunk, 2)(x).sum()
 
 
 class _Frozen(nn.Module):
@@ -172,12 +164,6 @@ def through_c(x):
 
 
 # --- integers and steps ------------------------------------------------------------------
-
-
-@cause()
-def bucket(x):
-    k = torch.bucketize(x, torch.linspace(-1, 1, 5, dtype=x.dtype))  # <- discrete
-    return k.double().sum()
 
 
 @cause()
@@ -307,11 +293,6 @@ class _Forgets(torch.autograd.Function):
         return None, ct
 
 
-@cause()
-def rule_without_a_cotangent(x):
-    return _Forgets.apply(x, torch.ones(3, dtype=x.dtype, requires_grad=True)).sum()  # <- rule
-
-
 _forgets = _Forgets.apply
 
 
@@ -349,16 +330,6 @@ def derivative_of_a_rule_that_saves_outputs(x):
 
 
 # --- the argument itself -----------------------------------------------------------------
-
-
-@cause()  # <- unused
-def not_used(x):
-    return (W**2).sum()
-
-
-@cause()  # <- unused
-def only_zeros_like_it(x):
-    return (torch.zeros_like(x) + 1).sum()
 
 
 @cause()  # <- unused
@@ -404,13 +375,6 @@ def underflow(x):
 
 
 @healthy()
-def filled_where_it_is_negative(x):
-    y = x**2
-    y[x < 0] = 0.0
-    return y.masked_fill(x > 1.2, 0.0).sum()
-
-
-@healthy()
 def an_old_buffer_is_filled_anew(x):
     buffer, ones = x.clone(), x.clone()
     buffer[:] = x.sin()
@@ -419,6 +383,10 @@ def an_old_buffer_is_filled_anew(x):
 
 
 ONE_LINERS = {
+    "filled_where_it_is_negative": lambda x: (x**2).masked_fill(x < 0, 0.0).sum(),
+    "metrics_as_numbers": lambda x: {"loss": (x**2).sum(), "largest": float(x.max())},
+    "edited_gradients": lambda x: (gt.clip_gradient(gt.reverse_gradient(x), 1.0) ** 2).sum(),
+    "a_hessian_inside": lambda x: torch.func.hessian(lambda z: (z**3).sum())(x).sum(),
     "one_term_detached": lambda x: (x**3).sum() + 0.1 * (x.detach() ** 2).sum(),
     "one_part_of_a_concatenation": lambda x: torch.cat([x.cos(), x.detach() * 3]).sum(),
     "relu_by_a_mask": lambda x: (x * (x > 0)).sum(),
@@ -443,12 +411,6 @@ def logging_by_item(x):
     return loss
 
 
-@healthy()
-def metrics_as_numbers(x):
-    loss = (x**2).sum()
-    return {"loss": loss, "value": loss.item(), "largest": float(x.max())}
-
-
 class _Square(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x):
@@ -458,18 +420,6 @@ class _Square(torch.autograd.Function):
     @staticmethod
     def backward(ctx, ct):
         return 2 * ctx.saved_tensors[0] * ct
-
-
-@healthy()
-def edited_gradients(x):
-    y = gt.scale_gradient(gt.reverse_gradient(x), 2.0)
-    return (gt.clip_gradient(y, max_norm=1.0) ** 2).sum()
-
-
-@healthy()
-def transforms_of_torch_func(x):
-    hessian = torch.func.hessian(lambda z: (z**3).sum())(x)
-    return hessian.sum() + torch.func.vmap(torch.sin)(x).sum()
 
 
 @healthy()

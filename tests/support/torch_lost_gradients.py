@@ -148,6 +148,12 @@ def volume_fraction_through_numpy(x):
 
 
 @cause()
+def detached_and_later_through_numpy(x):
+    y = (x * 2).detach()  # <- detached
+    return torch.from_numpy(y.numpy() ** 2).sum()  # <- left_framework
+
+
+@cause()
 def new_tensor_of_a_tensor(x):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")

@@ -9,7 +9,7 @@ from tests.support.healthy_programs import HEALTHY, SPELLINGS, parameters, strai
 
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.parametrize("f", HEALTHY, ids=lambda f: f.__name__)
-@pytest.mark.sampled(torch=(47, 94), jax=(20, 94))
+@pytest.mark.sampled(torch=(35, 70), jax=(16, 70))
 def test_a_healthy_loss_has_no_finding(gt, f, compiled):
     loss = lambda p: f(gt, p)
     report = gt.why_zero(gt.compile(loss) if compiled else loss, parameters(gt, HEALTHY[f]))

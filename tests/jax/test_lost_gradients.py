@@ -11,7 +11,7 @@ from tests.support.jax_lost_gradients import CASES  # noqa: E402
 from tests.support.lost_gradients import losses  # noqa: E402
 
 
-@pytest.mark.sampled(45, 84)
+@pytest.mark.sampled(36, 54)
 @pytest.mark.parametrize("cause", CASES.causes.cases())
 def test_a_cause_is_found_at_its_line_with_its_kind(cause):
     report = gt.why_zero(cause.program, *cause.known["args"])
@@ -21,7 +21,7 @@ def test_a_cause_is_found_at_its_line_with_its_kind(cause):
         assert {f.scope for f in report.findings} == {cause.known["scope"]}
 
 
-@pytest.mark.sampled(16, 40)
+@pytest.mark.sampled(12, 28)
 @pytest.mark.parametrize("case", CASES.healthy_ones.cases())
 def test_nothing_is_found_where_nothing_is_lost(case):
     report = gt.why_zero(case.program, *case.known["args"])

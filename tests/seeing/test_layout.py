@@ -78,7 +78,7 @@ def points(line, count: int = 10) -> Iterator[tuple[float, float]]:
         x, y = numbers[-2:]
 
 
-@pytest.mark.sampled(50, 91)
+@pytest.mark.sampled(40, 75)
 @pytest.mark.slow_at("transformer-fitted", "transformer-closed")
 @pytest.mark.sweep_at("transformer-open")
 def test_boxes_do_not_overlap(picture):

@@ -95,20 +95,7 @@ BAD: dict[str, Call] = {
         lambda y, p: y, argnums=(0, 1)
     )(a(S), {"k": [a(S), a(N)]}),
     "jvp, a tangent of integers": lambda gt, a: gt.jvp(lambda x: x, (a(N),), (a(N),)),
-    "jacobian of integers": lambda gt, a: gt.jacobian(lambda x: x)(a(N)),
     "jacobian of complex numbers": lambda gt, a: gt.jacobian(lambda z: z)({"z": a(Z)}),
-    "hessian of integers": lambda gt, a: gt.hessian(total(gt))(a(N)),
-    "hessian of complex numbers": lambda gt, a: gt.hessian(lambda z: gt.xp.sum(gt.xp.abs(z)))(a(Z)),
-    "hvp of integers": lambda gt, a: gt.hvp(total(gt), (a(N),), (a(N),)),
-    "per_example_grad of integers": lambda gt, a: gt.per_example_grad(lambda w, x: w * x)(
-        a(np.array(2)), a(V)
-    ),
-    "minimax of integers": lambda gt, a: gt.minimax_value_and_grad(lambda x, y: x * y, 0, 1)(
-        a(S), a(np.array(2))
-    ),
-    "mixed_partial of integers": lambda gt, a: gt.mixed_partial(
-        lambda y, g: gt.xp.sum(y * g), lambda z: z, a(N), a(V), a(V)
-    ),
     # --- what f returns
     "grad of a vector": lambda gt, a: gt.grad(lambda x: x * x)(a(V)),
     "grad of a complex number": lambda gt, a: gt.grad(lambda z: gt.xp.sum(z))(a(Z)),
@@ -116,7 +103,6 @@ BAD: dict[str, Call] = {
     "grad of a function that returns nothing": lambda gt, a: gt.grad(lambda x: None)(a(V)),
     "grad of a Python number": lambda gt, a: gt.grad(lambda x: 2.0)(a(V)),
     "grad of a pair": lambda gt, a: gt.grad(lambda x: (gt.xp.sum(x), x))(a(V)),
-    "grad of a string as result": lambda gt, a: gt.grad(lambda x: "done")(a(V)),
     "grad, has_aux without aux": lambda gt, a: gt.grad(total(gt), has_aux=True)(a(V)),
     "vjp, has_aux with three results": lambda gt, a: gt.vjp(
         lambda x: (x, x, x), a(V), has_aux=True
@@ -137,9 +123,6 @@ BAD: dict[str, Call] = {
     "a mark of a number": lambda gt, a: gt.retained_gradients(
         lambda x: gt.retain_gradient(3, "n") * x
     )(a(S)),
-    "mixed_partial through nothing": lambda gt, a: gt.mixed_partial(
-        lambda y, g: gt.xp.sum(y), lambda z: None, a(V), a(V), a(V)
-    ),
     # --- disconnected
     "grad through stop_gradient": lambda gt, a: gt.grad(lambda x: gt.xp.sum(gt.stop_gradient(x)))(
         a(V)
@@ -148,47 +131,25 @@ BAD: dict[str, Call] = {
     "argnums beyond the arguments": lambda gt, a: gt.grad(total(gt), argnums=1)(a(V)),
     "argnums twice": lambda gt, a: gt.grad(lambda x, y: x, argnums=(1, -1))(a(S), a(S)),
     "argnums empty": lambda gt, a: gt.grad(total(gt), argnums=())(a(V)),
-    "argnums a boolean": lambda gt, a: gt.grad(total(gt), argnums=True)(a(V)),
     "argnums a name": lambda gt, a: gt.grad(total(gt), argnums="x")(a(V)),
     "argnums None": lambda gt, a: gt.hessian(total(gt), argnums=None)(a(V)),
     "grad of keywords alone": lambda gt, a: gt.grad(lambda *, x: x)(x=a(S)),
     "a player on both sides": lambda gt, a: gt.minimax_value_and_grad(lambda x, y: x, (0, 1), 1)(
         a(S), a(S)
     ),
-    "minimize None": lambda gt, a: gt.minimax_value_and_grad(lambda x, y: x, None, 1)(a(S), a(S)),
     # --- options
     "an unknown policy": lambda gt, a: gt.grad(total(gt), disconnected_inputs="ignore"),
     "an unknown mode of jacobian": lambda gt, a: gt.jacobian(total(gt), mode="backward"),
     "chunk_size zero": lambda gt, a: gt.jacobian(total(gt), chunk_size=0),
-    "chunk_size a float": lambda gt, a: gt.per_example_grad(total(gt), chunk_size=2.0),
-    "chunk_size a boolean": lambda gt, a: gt.jacobian(total(gt), chunk_size=True),
     # --- functions
     "grad of a number": lambda gt, a: gt.grad(3.0),
     "grad of an array in place of f": lambda gt, a: gt.grad(a(S)),
-    "linearize of None": lambda gt, a: gt.linearize(None, a(S)),
-    "mixed_partial through a number": lambda gt, a: gt.mixed_partial(
-        lambda y, g: y, 3.0, a(S), a(S), a(S)
-    ),
-    "vjp of an array": lambda gt, a: gt.vjp(a(S), a(S)),
     "why_zero of an array": lambda gt, a: gt.why_zero(a(S), a(S)),
-    "vmap of a number": lambda gt, a: gt.vmap(3.0)(a(V)),
     "checkpoint, verified always": lambda gt, a: gt.checkpoint(total(gt), verify="always"),
     "arguments in the place of argnums": lambda gt, a: gt.value_and_grad(total(gt), a(V)),
-    "arguments of microbatched_value_and_grad in the place of argnums": lambda gt, a: (
-        gt.microbatched_value_and_grad(mean, 2, (a(V), a(ROWS)))
-    ),
-    "a number of floats as argnums": lambda gt, a: gt.grad(total(gt), a(S))(a(V)),
     "compile of a number": lambda gt, a: gt.compile(3.0)(a(V)),
     "chunked of a number": lambda gt, a: gt.chunked(3.0, 2),
-    "frozen of a number": lambda gt, a: gt.frozen(3.0),
-    "straight_through of a number": lambda gt, a: gt.straight_through(3.0),
-    "custom_rule of a number": lambda gt, a: gt.custom_rule(3.0),
-    "host_function of a number": lambda gt, a: gt.host_function(3.0),
-    "gradient_graph of a number": lambda gt, a: gt.gradient_graph(3.0, a(V)),
-    "formula of a number": lambda gt, a: gt.formula(3.0, a(V)),
     "reverse_gradient of a function": lambda gt, a: gt.reverse_gradient(total(gt)),
-    "clip_gradient of a function": lambda gt, a: gt.clip_gradient(total(gt), 1.0),
-    "replace_gradient of a function": lambda gt, a: gt.replace_gradient(total(gt), a(V)),
     "transform_gradient by a number": lambda gt, a: gt.transform_gradient(a(V), 3.0),
     # --- tangents and cotangents
     "tangents without a tuple": lambda gt, a: gt.jvp(total(gt), (a(V),), a(V)),
@@ -203,18 +164,12 @@ BAD: dict[str, Call] = {
     ),
     "an integer tangent": lambda gt, a: gt.jvp(total(gt), (a(V),), (a(N),)),
     "a complex tangent": lambda gt, a: gt.jvp(total(gt), (a(V),), (a(Z),)),
-    "a complex number as tangent": lambda gt, a: gt.jvp(lambda x: x * x, (a(S),), (1j,)),
     "a string as tangent": lambda gt, a: gt.jvp(total(gt), (a(V),), ("x",)),
-    "None as tangent": lambda gt, a: gt.jvp(total(gt), (a(V),), (None,)),
     "a cotangent of another tree": lambda gt, a: gt.vjp(lambda x: {"y": x}, a(V))[1]({"z": a(V)}),
     "a cotangent of another shape": lambda gt, a: gt.vjp(lambda x: {"y": x}, a(V))[1]({"y": a(S)}),
     "None as cotangent": lambda gt, a: gt.vjp(lambda x: x, a(V))[1](None),
-    "a complex number as cotangent": lambda gt, a: gt.vjp(lambda x: x * x, a(S))[1](1j),
     "a direction of another shape": lambda gt, a: gt.mixed_partial(
         lambda y, g: y * g, lambda z: gt.xp.sum(z), a(S), a(V), a(S)
-    ),
-    "a direction of another tree": lambda gt, a: gt.mixed_partial(
-        lambda y, g: y * g, lambda z: gt.xp.sum(z), a(S), a(V), {"u": a(V)}
     ),
     # --- batches
     "in_axes too short": lambda gt, a: gt.per_example_grad(lambda w, x: w * x, in_axes=(None,))(
@@ -237,11 +192,7 @@ BAD: dict[str, Call] = {
     ),
     "no batch": lambda gt, a: gt.per_example_grad(lambda w: w)(a(S)),
     "an empty batch": lambda gt, a: gt.per_example_grad(lambda w, x: w * x)(a(S), a(np.ones(0))),
-    "chunked by a boolean size": lambda gt, a: gt.chunked(lambda x: x, True),
     "chunked, in_axes None": lambda gt, a: gt.chunked(lambda x: x, 1, in_axes=None)(a(V)),
-    "chunked, an axis that is a boolean": lambda gt, a: gt.chunked(lambda x: x, 1, in_axes=(True,))(
-        a(V)
-    ),
     "chunked, axis 1 of a list": lambda gt, a: gt.chunked(lambda x: x, 1, in_axes=1)([a(V), a(V)]),
     "chunked over a list of another length": lambda gt, a: gt.chunked(lambda x, y: y, 1)(
         [1, 2], a(ROWS)
@@ -261,7 +212,6 @@ BAD: dict[str, Call] = {
     "chunked, an output without the batch": lambda gt, a: gt.chunked(lambda x: gt.xp.sum(x), 1)(
         a(V)
     ),
-    "chunked, out_axes a string": lambda gt, a: gt.chunked(lambda x: x, 1, out_axes="rows")(a(V)),
     "chunked, out_axes None": lambda gt, a: gt.chunked(lambda x: x, 1, out_axes=None)(a(V)),
     "chunked, a Python number returned": lambda gt, a: gt.chunked(lambda x: 1.0, 1)(a(V)),
     "chunked, an object returned beside an array": lambda gt, a: gt.chunked(
@@ -288,61 +238,39 @@ BAD: dict[str, Call] = {
             a(S), a(V)
         )
     ),
-    "microbatched_value_and_grad, weights of another shape": lambda gt, a: (
-        gt.microbatched_value_and_grad(mean, 1, weights=a(ROWS))(a(V), a(ROWS))
-    ),
     "microbatched_value_and_grad, a function of weights that returns a vector": lambda gt, a: (
         gt.microbatched_value_and_grad(mean, 1, weights=lambda w, x: x)(a(V), a(ROWS))
     ),
     "microbatched_value_and_grad, the batch differentiated": lambda gt, a: (
         gt.microbatched_value_and_grad(mean, 1, argnums=(0, 1))(a(V), a(ROWS))
     ),
-    "microbatched_value_and_grad, the batch differentiated and split": lambda gt, a: (
-        gt.microbatched_value_and_grad(mean, 1, argnums=(0, 1), in_axes=(None, 0))(a(V), a(ROWS))
-    ),
     # --- edits
     "a complex scale": lambda gt, a: gt.scale_gradient(a(V), 1j),
     "a scale of another shape": lambda gt, a: gt.reverse_gradient({"x": a(V)}, a(np.ones(3))),
     "a scale that is a string": lambda gt, a: gt.scale_gradient(a(V), "half"),
-    "a scale that is None": lambda gt, a: gt.reverse_gradient(a(V), None),
     "clip_gradient by nothing": lambda gt, a: gt.clip_gradient(a(V)),
     "clip_gradient by a negative norm": lambda gt, a: gt.clip_gradient(a(V), max_norm=-1.0),
     "clip_gradient by a string": lambda gt, a: gt.clip_gradient(a(V), max_norm="one"),
-    "clip_gradient by a complex number": lambda gt, a: gt.clip_gradient(a(V), max_value=1j),
     "replace_gradient of another tree": lambda gt, a: gt.replace_gradient({"x": a(V)}, {"y": a(V)}),
     "replace_gradient of another shape": lambda gt, a: gt.replace_gradient(
         {"x": a(V)}, {"x": a(S)}
     ),
-    "transform_gradient to another tree": lambda gt, a: gt.grad(
-        lambda x: gt.xp.sum(gt.transform_gradient(x, lambda c: (c, c)))
-    )(a(V)),
     "transform_gradient to another shape": lambda gt, a: gt.grad(
         lambda x: gt.xp.sum(gt.transform_gradient(x, gt.xp.sum))
     )(a(V)),
     "straight_through to another shape": lambda gt, a: gt.straight_through(gt.xp.sum)(a(V)),
-    "straight_through to another tree": lambda gt, a: gt.straight_through(lambda x: (x, x))(a(V)),
+    "frozen of a number": lambda gt, a: gt.frozen(3.0),
     "straight_through of two arguments": lambda gt, a: gt.straight_through(lambda x, y: x)(
         a(V), a(V)
     ),
-    "straight_through, surrogate a number": lambda gt, a: gt.straight_through(
-        gt.xp.round, surrogate=3.0
-    ),
-    "why_zero of a string": lambda gt, a: gt.why_zero(lambda x: "done", a(V)),
-    "frozen, a string returned": lambda gt, a: gt.frozen(lambda x: "done")(a(V)),
-    "straight_through to a string": lambda gt, a: gt.straight_through(lambda x: "done")(a(V)),
-    "straight_through, a surrogate that returns a string": lambda gt, a: gt.straight_through(
-        gt.xp.round, lambda x: "done"
-    )(a(V)),
     "transform_gradient to a string": lambda gt, a: gt.grad(
         lambda x: gt.xp.sum(gt.transform_gradient(x, lambda c: "done"))
     )(a(V)),
     "jvp through clip_gradient": lambda gt, a: pushed(gt, clipped(gt))(a(V)),
-    "linearize through clip_gradient": lambda gt, a: gt.linearize(clipped(gt), a(V))[1](a(V)),
     "linearize through transform_gradient": lambda gt, a: gt.linearize(doubled(gt), a(V))[1](a(V)),
     "linearize through replace_gradient": lambda gt, a: gt.linearize(known(gt), a(V))[1](a(V)),
     # --- rules and host functions
     "a rule without fwd": lambda gt, a: gt.custom_rule(lambda x: x).defvjp(None, lambda r, c: (c,)),
-    "a rule without bwd": lambda gt, a: gt.custom_rule(lambda x: x).defvjp(lambda x: (x, x), None),
     "a forward rule that is none": lambda gt, a: gt.custom_rule(lambda x: x).defjvp(3.0),
     "static_argnames unknown": lambda gt, a: gt.custom_rule(lambda x: x, static_argnames="n"),
     "a rule that was not given": lambda gt, a: gt.grad(
@@ -352,7 +280,6 @@ BAD: dict[str, Call] = {
     "bwd returns another shape": lambda gt, a: pulled(
         gt, a, lambda x: (x, x), lambda r, c: (gt.xp.sum(c),)
     ),
-    "bwd returns nothing": lambda gt, a: pulled(gt, a, lambda x: (x, x), lambda r, c: None),
     "fwd returns no pair": lambda gt, a: pulled(gt, a, lambda x: x, lambda r, c: (c,)),
     "fwd returns another shape": lambda gt, a: pulled(
         gt, a, lambda x: (gt.xp.sum(x), x), lambda r, c: (c,)
@@ -368,7 +295,6 @@ BAD: dict[str, Call] = {
     "a kernel that returns another dtype": lambda gt, a: gt.host_function(
         lambda x: x.astype(np.float32)
     )(a(V)),
-    "a kernel that returns nothing": lambda gt, a: gt.host_function(lambda x: None)(a(V)),
     "a kernel that returns a string": lambda gt, a: gt.host_function(lambda x: "done")(a(V)),
     "a kernel that raises": lambda gt, a: gt.host_function(
         lambda x: np.linalg.inv(np.zeros((2, 2)))
@@ -381,7 +307,6 @@ BAD: dict[str, Call] = {
     "an ArraySpec of a negative shape": lambda gt, a: gt.ArraySpec((-1,), "float32"),
     # --- arrays and keys
     "asarray of a string": lambda gt, a: gt.asarray("x"),
-    "asarray of None": lambda gt, a: gt.asarray(None),
     "asarray of ragged lists": lambda gt, a: gt.asarray([[1.0], [1.0, 2.0]]),
     "asarray of objects": lambda gt, a: gt.asarray(np.array([None])),
     "to_numpy of a string": lambda gt, a: gt.to_numpy("x"),
@@ -393,14 +318,11 @@ BAD: dict[str, Call] = {
     # --- accumulating
     "accumulating in an unknown dtype": lambda gt, a: gt.GradientAccumulator(dtype="int32"),
     "a sum of nothing": lambda gt, a: gt.GradientAccumulator().sum(),
-    "a mean of nothing": lambda gt, a: gt.GradientAccumulator().mean(),
     "accumulating integers": lambda gt, a: gt.GradientAccumulator().add(a(N)),
     "accumulating a string": lambda gt, a: gt.GradientAccumulator().add({"w": "x"}),
     "accumulating another tree": lambda gt, a: added(gt, {"w": a(V)}, {"b": a(V)}),
     "accumulating another shape": lambda gt, a: added(gt, {"w": a(V)}, {"w": a(S)}),
     "a weight that is a string": lambda gt, a: gt.GradientAccumulator().add(a(V), weight="two"),
-    "a weight that is a vector": lambda gt, a: gt.GradientAccumulator().add(a(V), weight=a(V)),
-    "a weight that is complex": lambda gt, a: gt.GradientAccumulator().add(a(V), weight=1j),
     "accumulate_gradients under another name": lambda gt, a: gt.accumulate_gradients(
         {"w": target(gt, a)}, {"b": a(V)}
     ),
@@ -410,13 +332,6 @@ BAD: dict[str, Call] = {
     "accumulate_gradients of another dtype": lambda gt, a: gt.accumulate_gradients(
         {"w": target(gt, a)}, {"w": a(F32)}
     ),
-    "accumulate_gradients of too many": lambda gt, a: gt.accumulate_gradients(
-        [target(gt, a)], [a(V), a(V)]
-    ),
-    "accumulate_gradients of a string": lambda gt, a: gt.accumulate_gradients(
-        [target(gt, a)], ["x"]
-    ),
-    "accumulate_gradients into a string": lambda gt, a: gt.accumulate_gradients(["x"], [a(V)]),
     "assign_gradients of another tree": lambda gt, a: gt.assign_gradients(
         {"w": target(gt, a)}, a(V)
     ),
@@ -431,35 +346,14 @@ BAD: dict[str, Call] = {
         raising, a(V)
     ),
     "why_zero of nothing": lambda gt, a: gt.why_zero(lambda x: None, a(V)),
-    "why_zero of a function that raises": lambda gt, a: gt.why_zero(lambda x: x["w"], a(V)),
     "gradient_graph of order 3": lambda gt, a: gt.gradient_graph(total(gt), a(V), order=3),
     "formula of order 3": lambda gt, a: gt.formula(total(gt), a(V), order=3),
-    "formula of order True": lambda gt, a: gt.formula(total(gt), a(V), order=True),
-    "formula of a function that raises": lambda gt, a: gt.formula(raising, a(V)),
     "microbatched_value_and_grad with complex weights": lambda gt, a: (
         gt.microbatched_value_and_grad(lambda w, x: w @ x[0], 1, weights=[1j, 1.0])(a(V), a([V, V]))
     ),
-    "microbatched_value_and_grad with a function of weights that returns nothing": lambda gt, a: (
-        gt.microbatched_value_and_grad(lambda w, x: w @ x[0], 1, weights=lambda w, x: None)(
-            a(V), a([V, V])
-        )
-    ),
-    "microbatched_value_and_grad with a complex function of weights": lambda gt, a: (
-        gt.microbatched_value_and_grad(lambda w, x: w @ x[0], 1, weights=lambda w, x: 1j)(
-            a(V), a([V, V])
-        )
-    ),
-    "microbatched_value_and_grad with a string for weights": lambda gt, a: (
-        gt.microbatched_value_and_grad(lambda w, x: w @ x[0], 1, weights="x")(a(V), a([V, V]))
-    ),
-    "replace_gradient of a string": lambda gt, a: gt.replace_gradient(a(V), "x"),
     "chunked with a key that is not there": lambda gt, a: gt.chunked(total(gt), 1, key_argnums=5)(
         a(V)
     ),
-    "custom_rule with a number for names": lambda gt, a: gt.custom_rule(
-        total(gt), static_argnames=3
-    ),
-    "a key of floats": lambda gt, a: gt.random_key(a(V)),
 }
 
 # Texts graded by a reader: A says what is wrong, where and what to do instead; B leaves the last to

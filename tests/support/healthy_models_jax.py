@@ -69,16 +69,6 @@ of_equinox(
     lambda pair: cross_entropy(jax.vmap(lambda x: pair[0](x, pair[1])[0])(X)),
     lambda pair: pair[0],
 )
-of_equinox(
-    "attention with a mask",
-    lambda: eqx.nn.MultiheadAttention(2, 4, key=KEY),
-    lambda m: (m(X, X, X, mask=jnp.tril(jnp.ones((6, 6), bool))) ** 2).mean(),
-)
-of_equinox(
-    "convolutions and pooling",
-    lambda: eqx.nn.Sequential([eqx.nn.Conv1d(1, 4, 3, key=KEY), eqx.nn.MaxPool1d(2, 2)]),
-    lambda m: (jax.vmap(m)(X[:, None]) * jnp.arange(1.0, 5.0)[:, None]).sum(),
-)
 
 
 def recurrent(pair):
@@ -112,35 +102,10 @@ def of_params(name, loss, *more):
     HEALTHY.add(name=name)(lambda: gt.why_zero(loss, PARAMS, *more))
 
 
-def dqn(p, target):
-    goal = stop(1 + 0.9 * logits(target, X[::-1]).max(1))
-    return optax.huber_loss(logits(p)[jnp.arange(6), Y] - goal).mean()
-
-
-def proximal_policy(p):
-    log_p = jax.nn.log_softmax(logits(p))[jnp.arange(6), Y]
-    gain = (X[:, 0] - X[:, 0].mean()) / (X[:, 0].std() + 1e-8)
-    ratio = jnp.exp(log_p - stop(log_p) + 0.01)
-    return -jnp.minimum(ratio * gain, jnp.clip(ratio, 0.8, 1.2) * gain).mean()
-
-
-def of_examples(p):
-    one = lambda x, y: cross_entropy(logits(p, x[None]), y[None])
-    decay = sum(jnp.sum(a**2) for a in jax.tree.leaves(p))
-    return jax.vmap(one)(X, Y).mean() + 1e-4 * decay
-
-
-of_params("dqn with a target network", dqn, PARAMS)
-of_params("dqn with its own target", lambda p: dqn(p, p))
-of_params("proximal policy", proximal_policy)
 of_params("checkpointed", lambda p: cross_entropy(jax.checkpoint(logits)(p)))
 of_params("an average as auxiliary output", lambda p: (cross_entropy(logits(p)), stop(p)))
-of_params("a loss for each example", of_examples)
-of_params("dino", lambda p: -(stop(jax.nn.softmax(logits(p))) * logits(p, X + 0.1)).mean())
 
 ARRAYS = {
-    "logsumexp": lambda x: jax.nn.logsumexp(x),
-    "a density": lambda x: jax.scipy.stats.norm.logpdf(x).sum() + jax.nn.logsumexp(x),
     "a sampled action": lambda x: -jax.nn.log_softmax(x)[jax.random.categorical(KEY, x)] * 1.3,
     "a scan that is checkpointed": lambda x: jax.lax.scan(
         jax.checkpoint(lambda c, a: (jnp.tanh(c * x + a), None)), x, X
@@ -157,8 +122,6 @@ _ON_HOST = lambda a: np.float32(a.mean())
 for _name, _kind, _whole, _f in (
     ("accuracy", "discrete", False, lambda p: (logits(p).argmax(1) == Y).mean()),
     ("rounded", "zero_derivative", False, lambda p: jnp.round(logits(p)).mean()),
-    ("rounded in jit", "zero_derivative", False, jax.jit(lambda p: jnp.round(logits(p)).mean())),
-    ("cast", "integer_cast", False, lambda p: logits(p).astype(jnp.int32).mean()),
     ("callback", "left_framework", False, lambda p: jax.pure_callback(_ON_HOST, _mean, logits(p))),
     ("branch", "discrete", False, lambda p: jnp.where(logits(p).sum() > 0, 1.0, 2.0)),
     ("reversed", "detached", False, lambda p: gt.reverse_gradient(stop(logits(p))).mean()),

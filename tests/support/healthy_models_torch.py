@@ -13,7 +13,7 @@ from itertools import pairwise
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributions import Bernoulli, Categorical, Gamma, MultivariateNormal, Normal
+from torch.distributions import Categorical, Normal
 from torch.utils.checkpoint import checkpoint
 
 import gradtools.torch as gt
@@ -52,8 +52,6 @@ for _name, _make in {
     ),
     "orthogonal weights": lambda: nn.utils.parametrizations.orthogonal(nn.Linear(4, 3)),
     "batch normalization": lambda: nn.Sequential(mlp(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)),
-    "layer normalization": lambda: nn.Sequential(mlp(4, 8), nn.LayerNorm(8), nn.Linear(8, 3)),
-    "dropout": lambda: nn.Sequential(mlp(4, 32), nn.Dropout(0.3), nn.Linear(32, 3)),
     "an activation with a parameter": lambda: mlp(4, 16, 3, act=nn.PReLU),
 }.items():
     classifier(_name, _make)
@@ -150,79 +148,6 @@ for _resets in ("subtraction", "zero"):
 
 
 @healthy()
-def dqn_with_a_target_network():
-    online = mlp(4, 8, 2)
-    target = copy.deepcopy(online)
-
-    def loss():
-        with torch.no_grad():
-            goal = 1 + 0.9 * target(X.flip(0)).max(1).values
-        return F.smooth_l1_loss(online(X).gather(1, Y[:, None] % 2)[:, 0], goal)
-
-    return loss, online
-
-
-@healthy()
-def soft_actor_critic_actor():
-    actor, critic = mlp(4, 8, 2), mlp(5, 8, 1)
-
-    def loss():
-        mean, log_std = actor(X).chunk(2, 1)
-        draw = Normal(mean, log_std.clamp(-5, 2).exp())
-        action = draw.rsample()
-        return (0.2 * draw.log_prob(action) - critic(torch.cat([X, action], 1))).mean()
-
-    return loss, actor
-
-
-@healthy()
-def soft_actor_critic_critic():
-    actor, critic = mlp(4, 8, 2), mlp(5, 8, 1)
-    target = copy.deepcopy(critic)
-
-    def loss():
-        with torch.no_grad():
-            mean, log_std = actor(X).chunk(2, 1)
-            action = Normal(mean, log_std.exp()).sample()
-            goal = 1 + 0.9 * target(torch.cat([X, action], 1))
-        return F.mse_loss(critic(torch.cat([X, X[:, :1]], 1)), goal)
-
-    return loss, critic
-
-
-@healthy()
-def proximal_policy():
-    net = mlp(4, 8, 3)
-    old = Categorical(logits=net(X)).log_prob(Y).detach()
-
-    def loss():
-        draw = Categorical(logits=net(X))
-        ratio, gain = (draw.log_prob(Y) - old).exp(), X[:, 0]
-        gain = (gain - gain.mean()) / (gain.std() + 1e-8)
-        clipped = torch.min(ratio * gain, ratio.clamp(0.8, 1.2) * gain)
-        return -clipped.mean() - 0.01 * draw.entropy().mean()
-
-    return loss, net
-
-
-@healthy()
-def generator_of_a_gan():
-    generator, critic = mlp(2, 8, 4), mlp(4, 8, 1)
-    return lambda: F.softplus(-critic(generator(X[:, :2]))).mean(), generator
-
-
-@healthy()
-def critic_of_a_gan():
-    generator, critic = mlp(2, 8, 4), mlp(4, 8, 1)
-
-    def loss():
-        fake = generator(X[:, :2]).detach()
-        return F.softplus(critic(fake)).mean() + F.softplus(-critic(X)).mean()
-
-    return loss, critic
-
-
-@healthy()
 def gradient_penalty():
     critic = mlp(4, 8, 1)
 
@@ -232,32 +157,6 @@ def gradient_penalty():
         return critic(X).mean() + 10 * ((g.norm(dim=1) - 1) ** 2).mean()
 
     return loss, critic
-
-
-@healthy()
-def dino():
-    student = mlp(4, 8, 3)
-    teacher, center = copy.deepcopy(student), torch.zeros(3)
-
-    def loss():
-        with torch.no_grad():
-            goal = ((teacher(X) - center) / 0.04).softmax(-1)
-        return -(goal * (student(X + 0.1) / 0.1).log_softmax(-1)).sum(-1).mean()
-
-    return loss, student
-
-
-@healthy()
-def byol():
-    online, predictor = mlp(4, 8, 3), mlp(3, 8, 3)
-    target = copy.deepcopy(online)
-
-    def loss():
-        with torch.no_grad():
-            goal = F.normalize(target(X + 0.1), dim=-1)
-        return 2 - 2 * (F.normalize(predictor(online(X)), dim=-1) * goal).sum(-1).mean()
-
-    return loss, {"online": online, "predictor": predictor}
 
 
 for _named in ("online", "target"):
@@ -327,27 +226,6 @@ def one_hot_categorical_straight_through():
 
 
 @healthy()
-def likelihoods_of_distributions():
-    net = mlp(4, 8, 6)
-
-    def loss():
-        a, b, c, d, e, f = net(X).unbind(1)
-        normal = Normal(a, F.softplus(b) + 0.1).log_prob(X[:, 0])
-        gamma = Gamma(F.softplus(c) + 0.5, F.softplus(d) + 0.5).log_prob(X[:, 1].abs() + 0.1)
-        coin = Bernoulli(logits=e).log_prob((X[:, 2] > 0).float())
-        return -(normal + gamma + coin + 0.1 * f).mean()
-
-    return loss, net
-
-
-@healthy()
-def multivariate_normal():
-    mean, root = nn.Parameter(torch.zeros(4)), nn.Parameter(torch.eye(4) + 0.1 * torch.ones(4, 4))
-    draw = lambda: MultivariateNormal(mean, scale_tril=root.tril())
-    return lambda: -draw().log_prob(X).mean(), {"mean": mean, "root": root}
-
-
-@healthy()
 def normalizing_constant():
     energy = mlp(4, 8, 1)
 
@@ -400,60 +278,12 @@ for _reentrant in (False, True):
         return loss, {"first": first, "second": second, "out": out}
 
 
-class LoRA(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.base = nn.Linear(4, 3).requires_grad_(False)
-        self.a, self.b = nn.Parameter(torch.randn(4, 2)), nn.Parameter(torch.zeros(2, 3))
-
-    def forward(self, x):
-        return self.base(x) + x @ self.a @ self.b
-
-
-classifier("LoRA", LoRA)
 classifier("a head of zeros", lambda: _zeroed(mlp(4, 8, 3)))
 
 
 def _zeroed(model):
     nn.init.zeros_(model[-1].weight)
     return model
-
-
-@healthy()
-def mixup():
-    net, order = mlp(4, 8, 3), torch.randperm(6, generator=torch.Generator().manual_seed(0))
-
-    def loss():
-        share = float(torch.distributions.Beta(0.4, 0.4).sample())
-        out = net(share * X + (1 - share) * X[order])
-        return share * F.cross_entropy(out, Y) + (1 - share) * F.cross_entropy(out, Y[order])
-
-    return loss, net
-
-
-@healthy()
-def detection_head():
-    boxes, scores = nn.Linear(4, 4), nn.Linear(4, 1)
-    targets = torch.rand(2, 4, generator=torch.Generator().manual_seed(2))
-
-    def loss():
-        b, s = boxes(X), scores(X)[:, 0]
-        cost = torch.cdist(b, targets, p=1) - s.sigmoid()[:, None]
-        match = cost.argmin(0)
-        positive = torch.zeros_like(s).index_fill_(0, match, 1.0)
-        located = F.l1_loss(b[match], targets, reduction="sum") / max(len(match), 1)
-        return located + F.binary_cross_entropy_with_logits(s, positive)
-
-    return loss, {"boxes": boxes, "scores": scores}
-
-
-@healthy()
-def convolutions_and_pooling():
-    net = nn.Sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()
-    )
-    head = nn.Linear(72, 3)
-    return lambda: F.cross_entropy(head(net(IMAGES)), CLASSES), {"net": net, "head": head}
 
 
 @healthy()
@@ -469,18 +299,6 @@ def recurrent_layers():
         return total
 
     return loss, {"lstm": lstm, "head": head}
-
-
-@healthy()
-def accumulated_and_logged():
-    net, history = mlp(4, 8, 3), []
-
-    def loss():
-        total = sum(F.cross_entropy(net(x), y) for x, y in zip(X.split(2), Y.split(2), strict=True))
-        history.append(float(total.detach()))
-        return total / 3
-
-    return loss, net
 
 
 @healthy()
@@ -527,14 +345,10 @@ def _by_number(out):
 
 for _name, _kinds, _term in (
     ("accuracy", "discrete", lambda out: (out.argmax(1) == Y).float().mean()),
-    ("a fraction", "discrete", lambda out: (out > 0).float().mean()),
     ("a number", "left_framework", lambda out: out.norm().item()),
-    ("numbers", "left_framework", _by_number),
     ("NumPy", "detached left_framework", _through_numpy),
     ("rounded", "zero_derivative", lambda out: (torch.round(out).mean() - 0.5) ** 2),
-    ("integers", "integer_cast", lambda out: out.long().float().mean()),
     ("a histogram", "discrete", lambda out: F.mse_loss(torch.histc(out, 5), torch.ones(5))),
-    ("an overlap", "discrete", lambda out: 1 - (out > 0).float().sum() / (out > -1).sum()),
     ("an action", "discrete", lambda out: Categorical(logits=out).sample().float().mean()),
     ("reversed", "detached", lambda out: gt.reverse_gradient(out.detach()).mean()),
 ):

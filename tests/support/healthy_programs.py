@@ -126,12 +126,6 @@ def symmetric_stops(gt, p):
     return mse(gt, a, gt.stop_gradient(b)) + 0.25 * mse(gt, b, gt.stop_gradient(a))
 
 
-def simsiam(gt, p):
-    z1, z2 = (features(gt, p, seed=k) for k in (1, 2))
-    d = lambda h, z: -gt.xp.mean(unit(gt, h @ p["head"]) * unit(gt, gt.stop_gradient(z)))
-    return d(z1, z2) / 2 + d(z2, z1) / 2
-
-
 def barlow_twins(gt, p):
     a, b = (features(gt, p, seed=k) for k in (1, 2))
     a, b = (x - gt.xp.mean(x, axis=0) for x in (a, b))
@@ -154,26 +148,11 @@ def q_learning(gt, p):
     return gt.xp.mean(gt.xp.where(abs(error) < 1, 0.5 * error**2, abs(error) - 0.5))
 
 
-def double_q_learning(gt, p):
-    s, t = rows(gt, 6, 4), rows(gt, 6, 4, seed=1)
-    best = gt.xp.argmax(t @ p["w"], axis=1)
-    values = t @ rows(gt, 4, 2, seed=5)
-    target = gt.xp.sum(one_hot(gt, best, 2) * values, axis=1)
-    return mse(gt, (s @ p["w"])[:, 0], gt.stop_gradient(target))
-
-
 def advantage_actor_critic(gt, p):
     h = gt.xp.tanh(rows(gt, 6, 4) @ p["body"])
     log_p = log_softmax(gt, h @ p["policy"])[:, 0]
     advantage = rows(gt, 6, seed=2) - (h @ p["value"])[:, 0]
     return -gt.xp.mean(log_p * gt.stop_gradient(advantage)) + 0.5 * gt.xp.mean(advantage**2)
-
-
-def reinforce_with_a_baseline(gt, p):
-    log_p = log_softmax(gt, rows(gt, 6, 4) @ p["policy"])
-    actions = gt.xp.argmax(gt.stop_gradient(log_p) + rows(gt, 6, 2, seed=3), axis=1)
-    reward = rows(gt, 6, seed=2)
-    return -gt.xp.mean(gt.xp.sum(log_p * one_hot(gt, actions, 2), axis=1) * (reward - 0.1))
 
 
 def clipped_policy(gt, p):
@@ -194,29 +173,10 @@ def dino(gt, p):
     return -gt.xp.mean(gt.xp.sum(teacher * student, axis=-1))
 
 
-def self_distillation(gt, p):
-    t = gt.stop_gradient(softmax(gt, features(gt, p)))
-    s = log_softmax(gt, features(gt, p, seed=1))
-    return gt.xp.mean(gt.xp.sum(t * (gt.xp.log(t) - s), axis=-1))
-
-
 def consistency_model(gt, p):
     x = rows(gt, 6, 5)
     f = lambda x, t: (x + t * gt.xp.tanh(x @ p["w"] @ p["head"])) / (1 + t)
     return mse(gt, f(x, 0.5), gt.stop_gradient(f(x, 0.4)))
-
-
-def score_matching(gt, p):
-    x, noise = rows(gt, 6, 5), rows(gt, 6, 5, seed=1)
-    return mse(gt, gt.xp.tanh((x + 0.1 * noise) @ p["w"]) @ p["head"], -noise / 0.1)
-
-
-def pseudo_labels(gt, p):
-    weak, strong = (softmax(gt, features(gt, p, seed=k)) for k in (1, 2))
-    label = gt.xp.argmax(weak, axis=-1)
-    sure = floats(gt, gt.xp.max(weak, axis=-1) > 0.3)
-    chosen = gt.xp.sum(gt.xp.log(strong) * one_hot(gt, label, 4), axis=-1)
-    return -gt.xp.mean(sure * chosen)
 
 
 def gumbel_softmax(gt, p):
@@ -319,22 +279,6 @@ def masked_mean(gt, p):
     return gt.xp.sum(loss * mask) / gt.xp.sum(mask)
 
 
-def hard_examples(gt, p):
-    loss = gt.xp.mean((rows(gt, 6, 5) @ p["w"]) ** 2, axis=1)
-    hard = floats(gt, loss > gt.xp.mean(loss))
-    return gt.xp.sum(loss * hard) / gt.xp.maximum(gt.xp.sum(hard), gt.asarray(np.float32(1)))
-
-
-def focal_loss(gt, p):
-    log_p = log_softmax(gt, features(gt, p))[:, 0]
-    return -gt.xp.mean((1 - gt.stop_gradient(gt.xp.exp(log_p))) ** 2 * log_p)
-
-
-def hinge(gt, p):
-    margin = 1 - (rows(gt, 6, 5) @ p["w"])[:, 0]
-    return gt.xp.mean(gt.xp.where(margin > 0, margin, 0 * margin))
-
-
 def top_one_experts(gt, p):
     x = rows(gt, 6, 5)
     gate = softmax(gt, x @ p["gate"])
@@ -385,16 +329,6 @@ def metrics_beside(gt, p):
     return -gt.xp.mean(log_softmax(gt, h)[:, 0]), {"accuracy": hits, "size": gt.stop_gradient(h)}
 
 
-def fractional_part(gt, p):
-    x = gt.xp.sum(p["x"])
-    return x - gt.xp.floor(x)
-
-
-def mean_of_terms(gt, p):
-    terms = [gt.xp.sum(p["x"] ** 2), gt.xp.sum(gt.xp.exp(p["x"])), gt.xp.mean(p["x"])]
-    return gt.xp.mean(gt.xp.stack(terms)) / 3
-
-
 def checkpointed(gt, p):
     layer = gt.checkpoint(lambda w, x: gt.xp.tanh(x @ w))
     return gt.xp.mean((layer(p["w"], rows(gt, 6, 5)) @ p["head"]) ** 2)
@@ -404,10 +338,6 @@ def in_chunks(gt, p):
     w = p["w"]
     encode = gt.chunked(lambda w, x: gt.xp.tanh(x @ w), 2, in_axes=(None, 0))
     return gt.xp.mean(encode(w, rows(gt, 6, 5)) ** 2)
-
-
-def with_weight_decay(gt, p):
-    return gt.xp.mean(features(gt, p) ** 2) + 1e-4 * sum(gt.xp.sum(x**2) for x in p.values())
 
 
 def quantized_weights(gt, p):
@@ -424,20 +354,14 @@ HEALTHY: dict[Program, dict[str, tuple[int, ...]]] = {
     vq_vae_by_straight_through: {"encoder": (5, 3), "codes": (7, 3), "decoder": (3, 5)},
     vq_vae_with_ema: {"encoder": (5, 3), "decoder": (3, 5)},
     symmetric_stops: {"a": (6, 3), "b": (6, 3)},
-    simsiam: {"w": (5, 4), "head": (4, 4)},
     barlow_twins: W,
     contrastive: W,
     q_learning: {"w": (4, 2)},
-    double_q_learning: {"w": (4, 2)},
     advantage_actor_critic: {"body": (4, 8), "policy": (8, 2), "value": (8, 1)},
-    reinforce_with_a_baseline: {"policy": (4, 2)},
     clipped_policy: {"policy": (4, 2)},
     soft_actor_critic: {"policy": (4, 1), "log_alpha": ()},
     dino: W,
-    self_distillation: W,
     consistency_model: HEAD,
-    score_matching: HEAD,
-    pseudo_labels: W,
     gumbel_softmax: {"w": (5, 3)},
     weights_of_losses: {"w": (5,)},
     uncertainty_weights: {"w": (5,), "s": (2,)},
@@ -452,20 +376,14 @@ HEALTHY: dict[Program, dict[str, tuple[int, ...]]] = {
     weight_normalized: {"w": (5, 4), "g": (4,)},
     spectrally_normalized: W,
     masked_mean: W,
-    hard_examples: W,
-    focal_loss: W,
-    hinge: W,
     top_one_experts: {"gate": (5, 2), "a": (5, 3), "b": (5, 3)},
     detection_head: {"w": (5, 4), "score": (5,)},
     intersection_over_union: {"low": (2,), "size": (2,)},
     mixup: W,
     low_rank_adapter: {"a": (5, 2), "b": (2, 4)},
     metrics_beside: W,
-    fractional_part: {"x": (4,)},
-    mean_of_terms: {"x": (4,)},
     checkpointed: HEAD,
     in_chunks: W,
-    with_weight_decay: W,
     quantized_weights: W,
 }
 

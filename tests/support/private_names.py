@@ -5,7 +5,7 @@ from one, of an attribute (`x._version`), or of a string by which one is asked f
 operators (`torch.ops.aten._softmax`) are not: they are the dispatcher's, and stand in its public
 tables. Nor are those of the standard library, nor our own.
 
-Beside them: patches of classes, decisions by the text of an error, and by frames of the stack.
+Beside them: patches of classes.
 """
 
 from __future__ import annotations
@@ -29,10 +29,6 @@ ROOMS = (
 _STANDARD = {"_fields", "_replace", "_asdict", "_make", "_getframe", "_value2member_map_"}
 _ASKING = ("getattr", "hasattr", "setattr", "delattr", "attrgetter", "methodcaller")
 _TEXT = re.compile(rf"\b({'|'.join(FRAMEWORKS)})([./]\w+)*[./]_[a-zA-Z]\S*$")
-_FRAMES = {
-    "_getframe", "currentframe", "stack", "f_back", "f_code", "f_globals", "f_locals", "f_lineno",
-    "co_filename", "tb_frame", "tb_next", "walk_tb", "walk_stack", "extract_tb", "extract_stack",
-}  # fmt: skip
 
 
 @dataclass(frozen=True, order=True)
@@ -50,21 +46,6 @@ class Use:
 def private_names() -> list[Use]:
     """Every use of a private name of a framework in the package."""
     return sorted({Use(f, *found) for f, tree in _trees().items() for found in private_in(tree)})
-
-
-def uses_of_frames() -> list[Use]:
-    """Every line that looks at the stack's frames, a traceback's, or a file's own name."""
-    return sorted({Use(f, *found) for f, tree in _trees().items() for found in frames_in(tree)})
-
-
-def uses_of_texts() -> list[Use]:
-    """Every line that decides by the text of an error."""
-    return sorted({Use(f, *found) for f, tree in _trees().items() for found in texts_in(tree)})
-
-
-def code_copies() -> list[Use]:
-    """Every line that makes a function of another one's code."""
-    return sorted({Use(f, *found) for f, tree in _trees().items() for found in copies_in(tree)})
 
 
 def patches() -> list[Use]:
@@ -184,30 +165,7 @@ _OF_MODULES = frozenset(
 _TOLD = _OF_TENSORS | _OF_MODULES  # by a text, wherever it stands
 
 
-# --- frames and texts --------------------------------------------------------------------
-
-
-def frames_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """The lines of one file that look at frames."""
-    for node in ast.walk(tree):
-        match node:
-            case ast.Attribute(value=ast.Name(id="inspect"), attr=name) if name in _FRAMES:
-                yield node.lineno, f"inspect.{name}"
-            case ast.Attribute(attr=name) if name in _FRAMES - {"stack"}:
-                yield node.lineno, name
-            case ast.Name(id="__file__"):
-                yield node.lineno, "__file__"
-            case ast.Attribute(attr="__file__") | ast.Constant(value="__file__"):
-                yield node.lineno, "__file__"
-
-
-def copies_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """The lines of one file that make functions or code."""
-    for node in ast.walk(tree):
-        match node:
-            case ast.Call(func=ast.Name(id=name) | ast.Attribute(attr=name)):
-                if name in ("FunctionType", "CodeType"):
-                    yield node.lineno, ast.unparse(node)
+# --- patches -----------------------------------------------------------------------------
 
 
 def patches_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
@@ -237,25 +195,3 @@ def _first_name(node: ast.AST) -> str:
     while isinstance(node, ast.Attribute):
         node = node.value
     return node.id if isinstance(node, ast.Name) else ""
-
-
-_SAID = re.compile(
-    r"\b(str|repr)\((e|err|error|exc|caught|why)\)|said_by\(|torch_says\(|_dispatch_k"
-)
-
-
-def texts_in(tree: ast.Module) -> Iterator[tuple[int, str]]:
-    """The lines of one file that decide by a text."""
-    for node in ast.walk(tree):
-        match node:
-            case ast.Compare(ops=[ast.In() | ast.NotIn()], comparators=[ast.expr() as text]):
-                if _SAID.search(ast.unparse(text)):
-                    yield node.lineno, ast.unparse(node)
-            case ast.Call(func=ast.Attribute(attr="partition"), args=[ast.Constant(value=part)]):
-                if len(part) > 2 and _SAID.search(ast.unparse(node.func)):
-                    yield node.lineno, ast.unparse(node)
-            case ast.Call(func=ast.Name(id="said_by" | "torch_says")):
-                yield node.lineno, ast.unparse(node)
-            case ast.Call(func=ast.Attribute(attr="search" | "match" | "startswith")):
-                if _SAID.search(" ".join(map(ast.unparse, [node.func, *node.args]))):
-                    yield node.lineno, ast.unparse(node)

@@ -9,11 +9,10 @@ from __future__ import annotations
 
 from typing import Any
 
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flax import linen, nnx
+from flax import nnx
 from jax.sharding import PartitionSpec as P
 
 from tests.support.scenarios import Table
@@ -166,15 +165,6 @@ def an_io_callback(chunked: Any) -> Any:
     return _io(chunked, ordered=False)
 
 
-@program()
-def an_array_of_numpy_written_between_forward_and_backward(chunked: Any) -> Any:
-    scale = np.ones(3)
-    f = lambda w, x: encode(w, x) * jnp.array(scale)
-    out, pull = jax.vjp(lambda w: chunked(f, 3, (None, 0))(w, X), W)
-    scale[:] = 5.0
-    return out, pull(out)
-
-
 # --- randomness and carries -------------------------------------------------------------------
 
 
@@ -196,12 +186,6 @@ def a_key_that_is_carried(chunked: Any) -> Any:
 
     g = chunked(f, 3, (None, 0, None), carry_argnums=2)
     return both(lambda w: g(w, X, jax.random.key(4))[0], W)
-
-
-@program(refused="A carry keeps its shape and dtype")
-def a_carry_that_changes_its_dtype(chunked: Any) -> Any:
-    f = lambda w, x, c: (encode(w, x), c + 0.5)
-    return chunked(f, 3, (None, 0, None), carry_argnums=2)(W, X, jnp.int32(0))
 
 
 # --- models -----------------------------------------------------------------------------------
@@ -244,11 +228,6 @@ def a_module_of_nnx_in_a_closure(chunked: Any) -> Any:
     return _trained(lambda net, x: chunked(lambda x: net(x) * 2, 2)(x))
 
 
-@program()
-def a_module_of_nnx_as_an_argument(chunked: Any) -> Any:
-    return _trained(lambda net, x: chunked(lambda net, x: net(x), 4, (None, 0))(net, x))
-
-
 @program(refused="changes a flax.nnx module that belongs to another trace")
 def a_stream_of_nnx_that_is_captured(chunked: Any) -> Any:
     rngs = nnx.Rngs(noise=3)
@@ -277,62 +256,6 @@ def a_module_of_nnx_that_is_frozen(frozen: Any) -> Any:
     return nnx.grad(inner, argnums=1)(net, jnp.ones(3)), _numbers(net)
 
 
-def _linen() -> Any:
-    class Plain(linen.Module):
-        @linen.compact
-        def __call__(self, x: Any) -> Any:
-            x = linen.Dense(3, param_dtype=jnp.float64)(x)
-            x = linen.BatchNorm(use_running_average=False, param_dtype=jnp.float64)(x)
-            return linen.Dropout(0.5, deterministic=False)(x)
-
-    net = Plain()
-    keys = {"params": jax.random.key(0), "dropout": jax.random.key(1)}
-    return net, net.init(keys, X)
-
-
-@program()
-def a_module_of_linen(chunked: Any) -> Any:
-    net, variables = _linen()
-
-    def f(params: Any, x: Any, key: Any, stats: Any) -> Any:
-        given = {"params": params, **stats}
-        return net.apply(given, x, rngs={"dropout": key}, mutable=["batch_stats"])
-
-    options = {"key_argnums": 2, "carry_argnums": 3}
-    g = chunked(f, 3, (None, 0, None, None), **options)
-    double = jax.tree.map(lambda a: a.astype(jnp.float64), variables["batch_stats"])
-    stats = {"batch_stats": double}
-    run = lambda params: g(params, X, jax.random.key(2), stats)
-    loss = lambda params: jnp.sum(run(params)[0]) ** 2
-    return jax.grad(loss)(variables["params"]), run(variables["params"])[1]
-
-
-@program()
-def a_module_of_equinox_with_its_state(chunked: Any) -> Any:
-    class Plain(eqx.Module):
-        linear: Any
-        norm: Any
-
-        def __init__(self) -> None:
-            self.linear = eqx.nn.Linear(3, 3, key=jax.random.key(0), dtype=jnp.float64)
-            self.norm = eqx.nn.BatchNorm(3, "batch", mode="batch", dtype=jnp.float64)
-
-        def __call__(self, x: Any, state: Any) -> Any:
-            return self.norm(self.linear(x), state)
-
-    def f(net: Any, x: Any, state: Any) -> Any:
-        axes = {"axis_name": "batch", "in_axes": (0, None), "out_axes": (0, None)}
-        return jax.vmap(net, **axes)(x, jax.tree.map(lambda a: a, state))
-
-    net, state = eqx.nn.make_with_state(Plain)()
-    params, static = eqx.partition(net, eqx.is_inexact_array)
-    whole = lambda p, x, s: f(eqx.combine(p, static), x, s)
-    g = chunked(whole, 3, (None, 0, None), carry_argnums=2)
-    loss = lambda p: jnp.sum(g(p, X, jax.tree.map(lambda a: a, state))[0]) ** 2
-    found = g(params, X, jax.tree.map(lambda a: a, state))[1]
-    return jax.tree.leaves(jax.grad(loss)(params)), jax.tree.leaves(found)
-
-
 # --- what f is made of ------------------------------------------------------------------------
 
 
@@ -349,10 +272,6 @@ def _plainly(name: str, f: Any, refused: str | None = None, **options: Any) -> N
 
 def _scan(w: Any, x: Any) -> Any:
     return jax.lax.scan(lambda h, _: (jnp.tanh(h @ w), None), x, None, length=3)[0]
-
-
-def _cond(w: Any, x: Any) -> Any:
-    return jax.lax.cond(jnp.sum(x) > 0, lambda: encode(w, x), lambda: x @ w)
 
 
 def _while(w: Any, x: Any) -> Any:
@@ -379,16 +298,13 @@ def _closure_rule(w: Any, x: Any) -> Any:
 
 
 _plainly("a scan in f", _scan)
-_plainly("a branch on values in f", _cond)
 _plainly("a while loop that carries no derivative", _while)
 _plainly("a mutable array that f makes", _with_ref, "f makes a mutable array")
 _refused = "the fwd or bwd of a jax.custom_vjp in f closes over it"
 program(_refused, name="a rule that closes over a tracer")(
     lambda chunked: both(chunked(_closure_rule, 3, (None, 0)), W, X)
 )  # under jit JAX says it itself, when the program that holds the tracer is run
-_plainly("a derivative in f", lambda w, x: jax.grad(lambda x: jnp.sum(encode(w, x) ** 2))(x))
 _plainly("an f that is not of single examples", lambda w, x: encode(w, x - x.mean(0)))
-_plainly("interleaved chunks", encode, interleaved=True)
 
 
 # --- arguments --------------------------------------------------------------------------------
@@ -397,15 +313,6 @@ _plainly("interleaved chunks", encode, interleaved=True)
 @program()
 def an_empty_batch(chunked: Any) -> Any:
     return chunked(encode, 3, (None, 0))(W, X[:0])
-
-
-@program(operator="frozen")
-def an_array_of_numpy_written_before_the_backward_pass_of_frozen(frozen: Any) -> Any:
-    scale = np.ones(3)
-    f = lambda x: jnp.tanh(x @ W) * jnp.array(scale)
-    out, pull = jax.vjp(lambda x: frozen(f)(x), X)
-    scale[:] = 5.0
-    return out, pull(out)
 
 
 @program(refused="changes a flax.nnx module that belongs to another trace")
@@ -436,19 +343,6 @@ def a_tracer_of_a_scan_around(chunked: Any) -> Any:
 # --- models -----------------------------------------------------------------------------------
 
 
-class Adapted(eqx.Module):
-    """A frozen layer, an adapter of low rank and dropout between."""
-
-    base: Any
-    down: Any
-    up: Any
-    drop: eqx.nn.Dropout
-
-    def __call__(self, x: Any, key: Any) -> Any:
-        hidden = self.drop(x @ self.down, key=key)
-        return x @ jax.lax.stop_gradient(self.base) + hidden @ self.up
-
-
 # --- what f stands in -------------------------------------------------------------------------
 
 
@@ -460,22 +354,6 @@ def chunks_inside_of_a_shard_map(chunked: Any) -> Any:
     return both(f, W, X)
 
 
-@program()
-def a_shard_map_inside_of_f(chunked: Any) -> Any:
-    mesh = jax.make_mesh((1,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
-    f = jax.shard_map(encode, mesh=mesh, in_specs=(P(), P(None)), out_specs=P(None))
-    return jax.jit(lambda w, x: both(chunked(f, 3, (None, 0)), w, x))(W, X)
-
-
-@program(operator="checkpoint")
-def a_checkpoint_whose_closure_is_changed_between_steps(checkpoint: Any) -> Any:
-    scale = {"s": 1.0}
-    f = checkpoint(lambda w: jnp.sum(encode(w, X) * scale["s"]) ** 2)
-    found = [jax.value_and_grad(f)(W)]
-    scale["s"] = 3.0
-    return [*found, jax.value_and_grad(f)(W), jax.jit(jax.grad(f))(W)]
-
-
 @program(operator="checkpoint")
 def a_checkpoint_of_a_function_that_closes_over_another_s_value(checkpoint: Any) -> Any:
     def loss(w: Any) -> Any:
@@ -483,11 +361,3 @@ def a_checkpoint_of_a_function_that_closes_over_another_s_value(checkpoint: Any)
         return jnp.sum(checkpoint(lambda x: encode(inner, x))(X) ** 2)
 
     return jax.value_and_grad(loss)(W), jax.hessian(lambda s: loss(s * W))(jnp.float64(1.0))
-
-
-@program(operator="frozen")
-def a_frozen_module_of_equinox_with_dropout(frozen: Any) -> Any:
-    net = Adapted(W, W[:, :2], W[:2], eqx.nn.Dropout(0.5))
-    G = frozen(lambda z: jnp.sin(net(z, KEY)))
-    slope = lambda y: jax.grad(lambda z: jnp.sum(y * G(z) ** 2))(X)
-    return both(slope, jnp.float64(1.5))

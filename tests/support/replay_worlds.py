@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -32,7 +32,6 @@ ALL = (CHUNKED, CHECKPOINT, FROZEN, MICROBATCHED)
 REPLAYED = (CHUNKED, CHECKPOINT, FROZEN)
 TRAINED = (CHUNKED, CHECKPOINT)
 
-VERSIONS = "versions that backward moves"
 RIGHT, REFUSED, EITHER = "right", "refused", "right or refused"
 
 
@@ -66,12 +65,10 @@ class Run:
     Attributes:
         way: The operator.
         plain: Whether the oracle runs.
-        notes: What our run tells the oracle, such as where an exception was raised.
     """
 
     way: Way
     plain: bool
-    notes: dict[str, Any] = field(default_factory=dict)
 
     @property
     def kind(self) -> str:
@@ -224,23 +221,14 @@ def simple(
     own = [t for t in (x, *tree_leaves((shared, keywords))) if isinstance(t, torch.Tensor)]
     axes = (0, *(None for _ in shared))
 
-    def tensors() -> list[torch.Tensor]:
-        return [*own, *leaves, *(module.buffers() if module is not None else ())]
-
-    def versions() -> list[int]:
-        return [t._version for t in tensors()]
-
     def trained(run: Run) -> dict[str, Any]:
         with around():
             out = run(f, axes)(x, *shared, **keywords)
             loss = score(out)
         between()
-        stood = versions()
         if loss.requires_grad:
             loss.backward()
-        moved = [b - a for a, b in zip(stood, versions(), strict=False)]
-        grads = [t.grad for t in (x, *leaves)]
-        return {"loss": loss, "grads": grads, VERSIONS: moved}
+        return {"loss": loss, "grads": [t.grad for t in (x, *leaves)]}
 
     def twice(run: Run) -> dict[str, Any]:
         zs = [part.detach().requires_grad_() for part in (x[:3], x[3:])]
@@ -249,14 +237,12 @@ def simple(
             G = run(f)
             inner = [score(G(z, *shared, **keywords), y) for z in zs]  # all uses, then pullbacks
         between()
-        stood = versions()
         slopes = [
             torch.autograd.grad(v, z, create_graph=True)[0] for v, z in zip(inner, zs, strict=True)
         ]
         loss = sum(s.to(D).sin().sum() for s in slopes)
         grads = torch.autograd.grad(loss, [y, *zs], allow_unused=True)
-        moved = [b - a for a, b in zip(stood, versions(), strict=False)]
-        return {"loss": loss, "grads": list(grads), VERSIONS: moved}
+        return {"loss": loss, "grads": list(grads)}
 
     def micro(run: Run) -> dict[str, Any]:
         scale = torch.tensor(1.3, dtype=D, requires_grad=not run.plain)

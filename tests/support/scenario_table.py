@@ -8,13 +8,11 @@ operation for each shape.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
-
-from gradtools.errors import GradtoolsError
 
 Program = Callable[..., Any]
 Tags = frozenset[str]
@@ -46,39 +44,6 @@ class Scenario:
     def bind(self, gt: Any) -> Program:
         """The program as a function of one backend's arrays."""
         return partial(self.function, gt)
-
-
-def scenarios(**filters: Any) -> Iterator[Scenario]:
-    """The scenarios that the project's own tests run.
-
-    Args:
-        filters: Attributes of `Scenario`, with the required value or a collection of allowed ones;
-            ``tags`` is one tag or several that must all be present.
-
-    Returns:
-        An iterator of `Scenario` records, in the order of the list.
-
-    Raises:
-        GradtoolsError: A filter is no attribute of a scenario.
-
-    Example:
-        >>> from tests.support.scenario_table import scenarios
-        >>> [s.name for s in scenarios(shape="number", tags="kink")]
-        ['relu at 0']
-    """
-    known = [field.name for field in fields(Scenario)]
-    unknown = [name for name in filters if name not in known]
-    if unknown:
-        raise GradtoolsError(f"scenarios: no attribute {unknown[0]!r}; a scenario has {known}.")
-    return (s for s in _all() if all(_has(s, name, value) for name, value in filters.items()))
-
-
-def _has(scenario: Scenario, name: str, wanted: Any) -> bool:
-    value = getattr(scenario, name)
-    several = isinstance(wanted, Collection) and not isinstance(wanted, str)
-    if name == "tags":
-        return set(wanted if several else [wanted]) <= value
-    return value in wanted if several else value == wanted
 
 
 def _draw(*shape: int, seed: int = 0, dtype: str = "float64") -> Any:
@@ -138,7 +103,8 @@ def forms() -> Iterator[Scenario]:
 def smooth_programs() -> tuple[Scenario, ...]:
     """The records that are smooth and of ordinary size where they are tried, in 64 bits."""
     special = {"kink", "large", "tiny", "cancels"}
-    every = (*scenarios(order=2, dtype=("float64", "complex128")), *forms())
+    wide = (s for s in scenarios() if s.order == 2 and s.dtype in ("float64", "complex128"))
+    every = (*wide, *forms())
     unused = "an argument of which nothing is used"
     return tuple(s for s in every if not special & s.tags and s.name != unused)
 
@@ -165,7 +131,8 @@ def _each(rows: dict[str, tuple[Any, ...]]) -> Iterator[Scenario]:
     return (_at(name, *row) for name, row in rows.items())
 
 
-def _all() -> Iterator[Scenario]:
+def scenarios() -> Iterator[Scenario]:
+    """The scenarios that the project's own tests run."""
     yield from _elementwise()
     yield from _of_shapes()
     yield from _rearranged()

@@ -183,20 +183,8 @@ def _transformer_backward(b, loss, logits, pooled, x, kept, width) -> list[int]:
     return grads
 
 
-def no_operation() -> Graph:
-    b = Builder()
-    x = b.input("x", 2)
-    return b.graph(x, x)
-
-
 def empty() -> Graph:
     return Builder().graph()
-
-
-def many_inputs() -> Graph:
-    b = Builder()
-    leaves = [b.input(f"params['layer{i}']['w']", i + 1, 4) for i in range(30)]
-    return b.graph(b.op("concatenate", *leaves, shape=(465, 4)))
 
 
 def ladder() -> Graph:
@@ -208,15 +196,6 @@ def ladder() -> Graph:
         x = b.op("add", b.op(f"conv_{i}", x), stages[i // 2])
         stages.append(x)
     return b.graph(b.op("concatenate", *stages, shape=(72,)))
-
-
-def dense() -> Graph:
-    """Every operation reads all before it."""
-    b = Builder()
-    values = [b.input("x", 4)]
-    for i in range(7):
-        values.append(b.op(f"mix_{i}", *values))
-    return b.graph(values[-1])
 
 
 def cuts() -> Graph:
@@ -288,18 +267,6 @@ def shared_module() -> Graph:
     return b.graph(x)
 
 
-def interleaved_passes() -> Graph:
-    """A gradient inside of the forward pass, whose result goes on."""
-    b = Builder()
-    x = b.input("x", 4)
-    y = b.op("tanh", x, saved=(x,))
-    g = b.op("tanh_backward", b.constant("ones", 4), y, phase=1)
-    z = b.op("multiply", g, x)
-    back = b.op("multiply", z, g, phase=1)
-    again = b.op("tanh_double_backward", back, y, g, phase=2)
-    return b.graph(b.op("sum", z, shape=()), back, again)
-
-
 def random_graph(count: int = 60, seed: int = 0, reach: int = 12) -> Graph:
     random_ = random.Random(seed)
     b = Builder()
@@ -316,8 +283,8 @@ def random_graph(count: int = 60, seed: int = 0, reach: int = 12) -> Graph:
 SHAPES: dict[str, Callable[[], Graph]] = {
     f.__name__: f
     for f in (
-        *(square, square_twice, linear_with_backward, transformer, no_operation, empty),
-        *(many_inputs, ladder, dense, cuts, loop, hostile_names, repeated_without_scopes),
-        *(shared_module, interleaved_passes, random_graph),
+        *(square, square_twice, linear_with_backward, transformer, empty),
+        *(ladder, cuts, loop, hostile_names, repeated_without_scopes),
+        *(shared_module, random_graph),
     )
 }

@@ -26,7 +26,6 @@ class Transform:
 
     Attributes:
         name: What the table calls it.
-        group: The part of the table that it belongs to.
         order: How many derivatives it takes.
         run: What is done.
         backend: The one that has it; None for both.
@@ -34,7 +33,6 @@ class Transform:
     """
 
     name: str
-    group: str
     order: int
     run: Callable[[Case], Pairs]
     backend: str | None = None
@@ -121,10 +119,6 @@ def nth(api: Any, mix: str, f: Any, x: Any, along: list[Any]) -> Any:
 # --- in both backends --------------------------------------------------------------------
 
 
-def _value(c: Case) -> Pairs:
-    yield c.f(c.arrays[0]), c.D[0]
-
-
 def _grad(c: Case) -> Pairs:
     yield c.gt.grad(c.loss)(c.arrays[0]), c.gradient(c.X)
     value, grad = c.gt.value_and_grad(c.loss)(c.arrays[0])
@@ -158,10 +152,7 @@ def _linearize(c: Case) -> Pairs:
 
 
 def _jacobian(mode: str) -> Any:
-    def run(c: Case) -> Pairs:
-        yield c.gt.jacobian(c.f, mode=mode)(c.arrays[0]), c.D[1]
-
-    return run
+    return lambda c: [(c.gt.jacobian(c.f, mode=mode)(c.arrays[0]), c.D[1])]
 
 
 def _hvp(mode: str) -> Any:
@@ -171,10 +162,6 @@ def _hvp(mode: str) -> Any:
         yield h, c.hessian(c.X) @ c.V
 
     return run
-
-
-def _hessian(c: Case) -> Pairs:
-    yield c.gt.hessian(c.loss)(c.arrays[0]), c.hessian(c.X)
 
 
 def _per_example(c: Case) -> Pairs:
@@ -204,10 +191,6 @@ def _own(c: Case) -> Any:
 
 def _native(c: Case) -> Any:
     return c.native
-
-
-def _native_grad(c: Case) -> Pairs:
-    yield c.native.grad(c.loss)(c.arrays[0]), c.gradient(c.X)
 
 
 # vmap
@@ -309,10 +292,7 @@ def _vmap_partly(c: Case) -> Pairs:
 
 
 def _compiled(inner: Callable[[Case], Any], expected: Callable[[Case], Any]) -> Any:
-    def run(c: Case) -> Pairs:
-        yield c.native.jit(inner(c))(c.arrays[0]), expected(c)
-
-    return run
+    return lambda c: [(c.native.jit(inner(c))(c.arrays[0]), expected(c))]
 
 
 def _gradient_at(c: Case) -> Any:
@@ -411,70 +391,62 @@ def _checkpoint(mix: str, own: bool) -> Any:
 
 
 _DERIVED = (
-    *[Transform(f"gt second order {m}", "second order", 2, _order(m, _own)) for m in MIXES],
-    *[Transform(f"native second order {m}", "second order", 2, _order(m, _native)) for m in MIXES],
-    *[Transform(f"gt third order {m}", "third order", 3, _order(m, _own)) for m in THIRD_MIXES],
-    *[
-        Transform(f"native third order {m}", "third order", 3, _order(m, _native))
-        for m in THIRD_MIXES
-    ],
+    *[Transform(f"gt second order {m}", 2, _order(m, _own)) for m in MIXES],
+    *[Transform(f"native second order {m}", 2, _order(m, _native)) for m in MIXES],
+    *[Transform(f"gt third order {m}", 3, _order(m, _own)) for m in THIRD_MIXES],
+    *[Transform(f"native third order {m}", 3, _order(m, _native)) for m in THIRD_MIXES],
 )
 
 BOTH = (
-    Transform("value", "first order", 0, _value),
-    Transform("gt.grad", "first order", 1, _grad),
-    Transform("gt.vjp", "first order", 1, _vjp(_own)),
-    Transform("gt.jvp", "first order", 1, _jvp(_own)),
-    Transform("gt.linearize", "first order", 1, _linearize),
-    Transform("gt.jacobian reverse", "first order", 1, _jacobian("reverse")),
-    Transform("gt.jacobian forward", "first order", 1, _jacobian("forward")),
-    Transform("gt.per_example_grad", "first order", 1, _per_example),
-    Transform("native grad", "first order", 1, _native_grad),
-    Transform("native vjp", "first order", 1, _vjp(_native)),
-    Transform("native jvp", "first order", 1, _jvp(_native)),
-    Transform("gt.hvp fr", "second order", 2, _hvp("forward_over_reverse")),
-    Transform("gt.hvp rr", "second order", 2, _hvp("reverse_over_reverse")),
-    Transform("gt.hessian", "second order", 2, _hessian),
+    Transform("value", 0, lambda c: [(c.f(c.arrays[0]), c.D[0])]),
+    Transform("gt.grad", 1, _grad),
+    Transform("gt.vjp", 1, _vjp(_own)),
+    Transform("gt.jvp", 1, _jvp(_own)),
+    Transform("gt.linearize", 1, _linearize),
+    Transform("gt.jacobian reverse", 1, _jacobian("reverse")),
+    Transform("gt.jacobian forward", 1, _jacobian("forward")),
+    Transform("gt.per_example_grad", 1, _per_example),
+    Transform("native grad", 1, lambda c: [(c.native.grad(c.loss)(c.arrays[0]), c.gradient(c.X))]),
+    Transform("native vjp", 1, _vjp(_native)),
+    Transform("native jvp", 1, _jvp(_native)),
+    Transform("gt.hvp fr", 2, _hvp("forward_over_reverse")),
+    Transform("gt.hvp rr", 2, _hvp("reverse_over_reverse")),
+    Transform("gt.hessian", 2, lambda c: [(c.gt.hessian(c.loss)(c.arrays[0]), c.hessian(c.X))]),
     *_DERIVED,
-    Transform("vmap(value)", "vmap", 0, _vmap_value),
-    Transform("vmap(grad)", "vmap", 1, _vmap_grad),
-    Transform("grad(vmap)", "vmap", 1, _grad_vmap),
-    Transform("vmap(jvp)", "vmap", 1, _vmap_jvp),
-    Transform("jvp(vmap)", "vmap", 1, _jvp_vmap),
-    Transform("vmap(vmap(value))", "vmap", 0, _vmap_vmap),
-    Transform("vmap(vmap(grad))", "vmap", 1, _vmap_vmap_grad),
-    Transform("vmap of cotangents", "vmap", 1, _vmap_cotangents),
-    Transform("vmap of tangents", "vmap", 1, _vmap_tangents),
-    Transform("vmap(second order rr)", "vmap", 2, _vmap_second),
-    Transform("vmap(second order fr)", "vmap", 2, _vmap_fr),
-    Transform("vmap, one argument shared", "vmap", 1, _vmap_partly, halves=True),
-    Transform("compiled value", "compiled", 0, _compiled(lambda c: c.f, lambda c: c.D[0])),
-    Transform(
-        "compiled gt.grad", "compiled", 1, _compiled(lambda c: c.gt.grad(c.loss), _gradient_at)
-    ),
+    Transform("vmap(value)", 0, _vmap_value),
+    Transform("vmap(grad)", 1, _vmap_grad),
+    Transform("grad(vmap)", 1, _grad_vmap),
+    Transform("vmap(jvp)", 1, _vmap_jvp),
+    Transform("jvp(vmap)", 1, _jvp_vmap),
+    Transform("vmap(vmap(value))", 0, _vmap_vmap),
+    Transform("vmap(vmap(grad))", 1, _vmap_vmap_grad),
+    Transform("vmap of cotangents", 1, _vmap_cotangents),
+    Transform("vmap of tangents", 1, _vmap_tangents),
+    Transform("vmap(second order rr)", 2, _vmap_second),
+    Transform("vmap(second order fr)", 2, _vmap_fr),
+    Transform("vmap, one argument shared", 1, _vmap_partly, halves=True),
+    Transform("compiled value", 0, _compiled(lambda c: c.f, lambda c: c.D[0])),
+    Transform("compiled gt.grad", 1, _compiled(lambda c: c.gt.grad(c.loss), _gradient_at)),
     Transform(
         "compiled native grad",
-        "compiled",
         1,
         _compiled(lambda c: c.native.grad(c.loss), _gradient_at),
     ),
-    Transform("compiled gt.jvp", "compiled", 1, _compiled(lambda c: _push(c.gt, c), _pushed_at)),
-    Transform(
-        "compiled native jvp", "compiled", 1, _compiled(lambda c: _push(c.native, c), _pushed_at)
-    ),
-    Transform("grad of a compiled value", "compiled", 1, _grad_of_compiled),
-    Transform("compiled vmap(grad)", "compiled", 1, _compiled_vmap_grad),
-    Transform("compiled second order rr", "compiled", 2, _second_inside_compiled("rr")),
-    Transform("compiled second order fr", "compiled", 2, _second_inside_compiled("fr")),
-    Transform("second order of a compiled value", "compiled", 2, _second_of_compiled),
-    Transform("grad of a loop", "control flow", 1, _loop_grad),
-    Transform("jvp of a loop", "control flow", 1, _loop_jvp),
-    Transform("second order rr of a loop", "control flow", 2, _loop_second("rr")),
-    Transform("second order fr of a loop", "control flow", 2, _loop_second("fr")),
-    Transform("jvp of a while loop", "control flow", 1, _while_jvp),
-    Transform("grad and jvp of a condition", "control flow", 1, _cond),
-    Transform("grad of gt.checkpoint", "control flow", 1, _checkpoint("r", True)),
-    Transform("second order rr of gt.checkpoint", "control flow", 2, _checkpoint("rr", True)),
-    Transform("grad of native checkpoint", "control flow", 1, _checkpoint("r", False)),
-    Transform("second order rr of native checkpoint", "control flow", 2, _checkpoint("rr", False)),
+    Transform("compiled gt.jvp", 1, _compiled(lambda c: _push(c.gt, c), _pushed_at)),
+    Transform("compiled native jvp", 1, _compiled(lambda c: _push(c.native, c), _pushed_at)),
+    Transform("grad of a compiled value", 1, _grad_of_compiled),
+    Transform("compiled vmap(grad)", 1, _compiled_vmap_grad),
+    Transform("compiled second order rr", 2, _second_inside_compiled("rr")),
+    Transform("compiled second order fr", 2, _second_inside_compiled("fr")),
+    Transform("second order of a compiled value", 2, _second_of_compiled),
+    Transform("grad of a loop", 1, _loop_grad),
+    Transform("jvp of a loop", 1, _loop_jvp),
+    Transform("second order rr of a loop", 2, _loop_second("rr")),
+    Transform("second order fr of a loop", 2, _loop_second("fr")),
+    Transform("jvp of a while loop", 1, _while_jvp),
+    Transform("grad and jvp of a condition", 1, _cond),
+    Transform("grad of gt.checkpoint", 1, _checkpoint("r", True)),
+    Transform("second order rr of gt.checkpoint", 2, _checkpoint("rr", True)),
+    Transform("grad of native checkpoint", 1, _checkpoint("r", False)),
+    Transform("second order rr of native checkpoint", 2, _checkpoint("rr", False)),
 )

@@ -30,14 +30,7 @@ def _linear_transpose(c: Case) -> Pairs:
 
 
 def _jacobian(which: Any) -> Any:
-    def run(c: Case) -> Pairs:
-        yield which(c.f)(c.arrays[0]), c.D[1]
-
-    return run
-
-
-def _hessian(c: Case) -> Pairs:
-    yield jax.hessian(c.loss)(c.arrays[0]), c.hessian(c.X)
+    return lambda c: [(which(c.f)(c.arrays[0]), c.D[1])]
 
 
 def _compiled_scan(c: Case) -> Pairs:
@@ -214,24 +207,24 @@ def _shared(check: bool) -> Any:
     return lambda c: _shard_shared(c, check)
 
 
-def _row(name: str, group: str, order: int, run: Any, **more: Any) -> Transform:
-    return Transform(name, group, order, run, backend="jax", **more)
+def _row(name: str, order: int, run: Any, **more: Any) -> Transform:
+    return Transform(name, order, run, backend="jax", **more)
 
 
 _CHECKS = (False, True)
 JAX = (
-    _row("jax.linearize", "JAX", 1, _linearize),
-    _row("jax.linear_transpose", "JAX", 1, _linear_transpose),
-    _row("jax.jacfwd", "JAX", 1, _jacobian(jax.jacfwd)),
-    _row("jax.jacrev", "JAX", 1, _jacobian(jax.jacrev)),
-    _row("jax.hessian", "JAX", 2, _hessian),
-    _row("jit(grad(scan))", "JAX", 1, _compiled_scan),
-    _row("linearize(vmap(scan))", "JAX", 1, _vmapped_scan),
-    _row("fori_loop", "JAX", 1, _fori),
-    _row("checkpoint with a policy", "JAX", 1, _remat),
-    _row("second order fr of checkpoint", "JAX", 2, _remat_fr),
+    _row("jax.linearize", 1, _linearize),
+    _row("jax.linear_transpose", 1, _linear_transpose),
+    _row("jax.jacfwd", 1, _jacobian(jax.jacfwd)),
+    _row("jax.jacrev", 1, _jacobian(jax.jacrev)),
+    _row("jax.hessian", 2, lambda c: [(jax.hessian(c.loss)(c.arrays[0]), c.hessian(c.X))]),
+    _row("jit(grad(scan))", 1, _compiled_scan),
+    _row("linearize(vmap(scan))", 1, _vmapped_scan),
+    _row("fori_loop", 1, _fori),
+    _row("checkpoint with a policy", 1, _remat),
+    _row("second order fr of checkpoint", 2, _remat_fr),
     *[
-        _row(f"shard_map, check_vma={check}, order {order}", "shard_map", order, run)
+        _row(f"shard_map, check_vma={check}, order {order}", order, run)
         for check in _CHECKS
         for order in range(3)
         for run in (_sharded(order, check),)
@@ -239,23 +232,19 @@ JAX = (
     *[
         _row(
             f"shard_map, check_vma={check}, one argument shared",
-            "shard_map",
             1,
             _shared(check),
             halves=True,
         )
         for check in _CHECKS
     ],
-    _row("custom_root", "JAX", 1, _custom_root),
-    _row("custom_linear_solve", "JAX", 1, _custom_linear_solve),
-    _row("export of the value", "export", 0, _export(0)),
-    _row("export of the gradient", "export", 1, _export(1)),
+    _row("custom_root", 1, _custom_root),
+    _row("custom_linear_solve", 1, _custom_linear_solve),
+    _row("export of the value", 0, _export(0)),
+    _row("export of the gradient", 1, _export(1)),
     *[
-        _row(f"lowering for cpu, cuda and tpu, order {order}", "export", order, _lower(order))
+        _row(f"lowering for cpu, cuda and tpu, order {order}", order, _lower(order))
         for order in range(3)
     ],
-    *[
-        _row(f"check_grads, order {order}", "JAX", order, _check_grads(order))
-        for order in (1, 2, 3)
-    ],
+    *[_row(f"check_grads, order {order}", order, _check_grads(order)) for order in (1, 2, 3)],
 )

@@ -70,10 +70,7 @@ def _reverse_over_dual(c: Case) -> Pairs:
 
 
 def _func_jacobian(which: str) -> Any:
-    def run(c: Case) -> Pairs:
-        yield getattr(torch.func, which)(c.f)(c.arrays[0]), c.D[1]
-
-    return run
+    return lambda c: [(getattr(torch.func, which)(c.f)(c.arrays[0]), c.D[1])]
 
 
 def _func_hessian(c: Case) -> Pairs:
@@ -137,27 +134,27 @@ def _compiled_backward(c: Case) -> Pairs:
     yield x.grad, c.gradient(c.X)
 
 
-def _row(name: str, group: str, order: int, run: Any) -> Transform:
-    return Transform(name, group, order, run, backend="torch")
+def _row(name: str, order: int, run: Any) -> Transform:
+    return Transform(name, order, run, backend="torch")
 
 
 TORCH = (
-    _row("autograd.grad", "PyTorch", 1, _autograd_grad(1)),
-    _row("autograd.grad twice", "PyTorch", 2, _autograd_grad(2)),
-    _row("autograd.grad three times", "PyTorch", 3, _autograd_grad(3)),
-    _row("autograd.grad, is_grads_batched", "PyTorch", 1, _batched_grad),
-    _row("backward()", "PyTorch", 1, _backward),
-    _row("dual numbers", "PyTorch", 1, _dual),
-    _row("dual numbers over autograd.grad", "PyTorch", 2, _dual_over_reverse),
-    _row("autograd.grad over dual numbers", "PyTorch", 2, _reverse_over_dual),
-    _row("func.jacrev", "PyTorch", 1, _func_jacobian("jacrev")),
-    _row("func.jacfwd", "PyTorch", 1, _func_jacobian("jacfwd")),
-    _row("func.hessian and jacrev twice", "PyTorch", 2, _func_hessian),
-    _row("func.linearize", "PyTorch", 1, _func_linearize),
-    _row("backward() of checkpoint, reentrant", "PyTorch", 1, _checkpointed(True)),
-    _row("backward() of checkpoint", "PyTorch", 1, _checkpointed(False)),
-    _row("autograd.grad twice of checkpoint", "PyTorch", 2, _checkpointed_twice),
-    _row("gradcheck", "PyTorch", 1, _gradcheck),
-    _row("gradgradcheck", "PyTorch", 2, _gradgradcheck),
-    _row("backward() of a compiled value", "compiled", 1, _compiled_backward),
+    _row("autograd.grad", 1, _autograd_grad(1)),
+    _row("autograd.grad twice", 2, _autograd_grad(2)),
+    _row("autograd.grad three times", 3, _autograd_grad(3)),
+    _row("autograd.grad, is_grads_batched", 1, _batched_grad),
+    _row("backward()", 1, _backward),
+    _row("dual numbers", 1, _dual),
+    _row("dual numbers over autograd.grad", 2, _dual_over_reverse),
+    _row("autograd.grad over dual numbers", 2, _reverse_over_dual),
+    _row("func.jacrev", 1, _func_jacobian("jacrev")),
+    _row("func.jacfwd", 1, _func_jacobian("jacfwd")),
+    _row("func.hessian and jacrev twice", 2, _func_hessian),
+    _row("func.linearize", 1, _func_linearize),
+    _row("backward() of checkpoint, reentrant", 1, _checkpointed(True)),
+    _row("backward() of checkpoint", 1, _checkpointed(False)),
+    _row("autograd.grad twice of checkpoint", 2, _checkpointed_twice),
+    _row("gradcheck", 1, _gradcheck),
+    _row("gradgradcheck", 2, _gradgradcheck),
+    _row("backward() of a compiled value", 1, _compiled_backward),
 )

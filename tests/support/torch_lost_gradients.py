@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import ctypes
-import functools
 import math
 import warnings
 from collections.abc import Callable
@@ -33,40 +32,39 @@ ONE_LINE: dict[str, dict[str, Callable[[Any], Any]]] = {  # by kind
         "dot_data": lambda x: (x * 2).data.sum(),
         "stop_gradient_of_gradtools": lambda x: (gt.stop_gradient(x) ** 2).sum(),
         "wrapped_in_a_parameter": lambda x: (nn.Parameter(x * 2) ** 2).sum(),
-        "deep_copied": lambda x: (copy.deepcopy(x) ** 2).sum(),
+        "in_a_checkpoint": lambda x: checkpoint(lambda z: z.detach(), x, use_reentrant=False).sum(),
+        "detached_inside_chunked": lambda x: gt.chunked(lambda z: z.detach() * 2, 2)(x).sum(),
         "detached_inside_vmap": lambda x: torch.vmap(lambda row: row.detach() * 2)(x).sum(),
         "refused_copy": lambda x: copy.deepcopy(x * 2).sum(),
     },
-    "detached and left_framework": {
-        "as_array": lambda x: torch.as_tensor(np.sin(np.asarray(x.detach()))).sum(),
-    },
     "left_framework": {
         "numpy_by_force": lambda x: torch.tensor(x.numpy(force=True) * 2).sum(),
-        "float_of_it": lambda x: torch.ones(3).sum() * float(x.abs().sum()),
         "through_math": lambda x: torch.tensor(math.sqrt(x[0])),
-        "number_by_number": lambda x: torch.tensor([v.item() ** 2 for v in x]).sum(),
         "new_tensor_of_a_list_of_tensors": lambda x: torch.tensor([x[0], x[1] * 2]).sum(),
-        "legacy_constructor": lambda x: torch.Tensor(x.tolist()).sum(),
         "refused_by_numpy": lambda x: torch.from_numpy((x * 2).numpy()).sum(),
         "refused_by_asarray": lambda x: torch.from_numpy(np.asarray(x * 2)).sum(),
         "refused_by_dlpack": lambda x: torch.from_dlpack(x * 2).sum(),
+    },
+    "detached and left_framework, partly": {
+        "one_term_through_numpy": lambda x: x.exp().sum() + torch.tensor(x.detach().numpy().sum()),
     },
     "left_framework, partly": {
         "one_term_through_a_number": lambda x: x.exp().sum() + float((x**2).sum()),
     },
     "integer_cast": {
         "cast_to_integer": lambda x: (10 * x).long().double().sum(),
-        "cast_by_to": lambda x: (x * 9).to(torch.int32).float().mean(),
-        "cast_to_boolean": lambda x: x.bool().double().sum(),
         "refused_as_an_index": lambda x: sum(X[k] for k in range(x.sum())),
         "integers_that_should_require_grad": lambda x: x.long().requires_grad_().sum(),
     },
+    "unused": {
+        "not_used": lambda x: (W**2).sum(),
+        "only_zeros_like_it": lambda x: (torch.zeros_like(x) + 1).sum(),
+    },
     "discrete": {
+        "bucket": lambda x: torch.bucketize(x, torch.linspace(-1, 1, 5).to(x)).double().sum(),
         "comparison": lambda x: (x > 0.1).double().mean(),
-        "argmax_and_one_hot": lambda x: (F.one_hot(x.argmax(), 3) * torch.arange(3)).sum().double(),
         "index_of_topk": lambda x: x.topk(2).indices.double().sum(),
         "bernoulli_sample": lambda x: torch.bernoulli(torch.sigmoid(x)).sum(),
-        "accuracy_as_a_loss": lambda x: 1.0 - ((W @ x).argmax() == 2).double(),
     },
     "discrete, partly": {
         "one_term_counts": lambda x: (x**2).sum() + (x > 0).sum(),
@@ -74,7 +72,6 @@ ONE_LINE: dict[str, dict[str, Callable[[Any], Any]]] = {  # by kind
     "zero_derivative": {
         "rounding": lambda x: (10 * x).round().sum() / 10,
         "floor_division": lambda x: (x // 0.25).sum(),
-        "division_with_rounding": lambda x: torch.div(x, 0.3, rounding_mode="floor").sum(),
     },
     "zero_derivative, partly": {
         "one_term_rounded": lambda x: (x**2).sum() + (3 * x).round().sum(),
@@ -83,36 +80,24 @@ ONE_LINE: dict[str, dict[str, Callable[[Any], Any]]] = {  # by kind
         "distribution_sample": lambda x: torch.distributions.Normal(x, 1.0).sample().sum(),
     },
     "rule": {
+        "rule_without_a_cotangent": lambda x: _Forgets.apply(x, x.new_ones(3)).sum(),
         "rule_by_a_name_of_its_own": lambda x: _forgets(x, x.new_ones(3)).sum(),
         "rule_that_is_marked": lambda x: _Marked.apply(x).sum(),
     },
     "zero": {
-        "rule_that_gives_zeros": lambda x: gt.transform_gradient(x, torch.zeros_like).sum(),
         "times_zero": lambda x: (x * torch.zeros(3, dtype=x.dtype)).sum(),
-        "weights_of_zero": lambda x: (torch.zeros(2, 3, dtype=x.dtype) @ x).sum(),
         "gradient_scaled_to_zero": lambda x: gt.scale_gradient(x, 0.0).sum(),
-        "dead_relu": lambda x: F.relu(x - 5).sum(),
         "clipped": lambda x: (x + 4).clamp(0, 1).sum(),
-        "masked": lambda x: torch.where(x > 7, x, 1.0).sum(),
         "saturated_sigmoid": lambda x: torch.sigmoid(x + 900).sum(),
-        "saturated_tanh": lambda x: torch.tanh(100 + x).sum(),
         "saturated_softmax": lambda x: torch.softmax(x * 100000.0, 0)[0],
         "sum_of_a_softmax": lambda x: torch.softmax(8 * x, 0).sum(),
-        "exponential_underflow": lambda x: torch.exp(x - 2000).sum(),
         "taken_from_itself": lambda x: (x - x).sum(),
-        "masked_fill_of_all": lambda x: x.masked_fill(torch.ones(3, dtype=torch.bool), 0.0).sum(),
     },
 }
 CASES.in_one_line(ONE_LINE)
 
 
 # --- stopped -----------------------------------------------------------------------------
-
-
-@cause()
-def detach(x):
-    y = x.detach()  # <- detached
-    return (y**2).sum()
 
 
 @cause()
@@ -132,33 +117,6 @@ def inner_gradient_without_a_graph(x):
 def gradient_read_from_dot_grad(x):
     (x**3).sum().backward()  # <- inner_gradient
     return (x.grad**2).sum()
-
-
-@cause()
-def fitted_by_an_optimizer_inside(x):
-    w = torch.zeros(3, dtype=x.dtype, requires_grad=True)
-    optimizer = torch.optim.Adam([w], lr=0.1)
-    for _ in range(2):
-        optimizer.zero_grad()
-        ((w - x) ** 2).sum().backward()  # <- inner_gradient
-        optimizer.step()
-    return (w * 2).sum()
-
-
-@cause()
-def detached_inside_a_checkpoint(x):
-    def block(z):
-        return z.detach() * 2  # <- detached
-
-    return checkpoint(block, x, use_reentrant=False).sum()
-
-
-@cause()
-def detached_inside_chunked(x):
-    def chunk(z):
-        return z.detach() * 2  # <- detached
-
-    return gt.chunked(chunk, 2)(x).sum()
 
 
 class _Frozen(nn.Module):
@@ -196,17 +154,6 @@ def detached_and_later_through_numpy(x):
 
 
 @cause()
-def item(x):
-    return torch.ones(3).sum() * x.sum().item()  # <- left_framework
-
-
-@cause()
-def through_a_list(x):
-    values = x.tolist()  # <- left_framework
-    return torch.tensor([math.sin(v) for v in values]).sum()
-
-
-@cause()
 def new_tensor_of_a_tensor(x):
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -222,37 +169,7 @@ def through_c(x):
     return torch.from_numpy(out).sum()
 
 
-@cause()
-def scale_by_a_mean_of_numpy(x):
-    mean = np.mean(x.detach().numpy())  # <- detached and left_framework
-    return torch.ones(2) @ torch.full((2,), mean, dtype=torch.float32)
-
-
-@cause()
-def one_term_through_numpy(x):
-    array = x.detach().numpy()  # <- detached and left_framework, partly
-    roughness = np.abs(np.diff(array)).sum()
-    return x.exp().sum() + torch.tensor(roughness)
-
-
 # --- integers and steps ------------------------------------------------------------------
-
-
-@cause()
-def histogram(x):
-    counts = torch.histc(x.detach() + 0 if False else x, bins=4, min=-1.0, max=1.0)  # <- discrete
-    return counts @ torch.arange(4.0, dtype=x.dtype)
-
-
-@cause()
-def bucket(x):
-    k = torch.bucketize(x, torch.linspace(-1, 1, 5, dtype=x.dtype))  # <- discrete
-    return k.double().sum()
-
-
-@cause()
-def sample_that_is_not_reparametrised(x):
-    return torch.multinomial(torch.softmax(x, 0), 2).double().sum()  # <- discrete
 
 
 @cause()
@@ -263,16 +180,6 @@ def branch_alone(x):
 
 
 # --- derivative zero ---------------------------------------------------------------------
-
-
-@cause()
-def floor(x):
-    return torch.floor(x * 4).sum()  # <- zero_derivative
-
-
-@cause()
-def sign(x):
-    return (x.sign() * torch.arange(3)).sum()  # <- zero_derivative
 
 
 # --- switched off ------------------------------------------------------------------------
@@ -293,21 +200,6 @@ def _features(x):
 @cause(written=_features)
 def decorated_with_no_grad(x):
     return _features(x).sum()
-
-
-@cause()
-def with_gradients_disabled(x):
-    torch.set_grad_enabled(False)
-    y = x.exp()  # <- no_grad
-    torch.set_grad_enabled(True)
-    return y.sum()
-
-
-@cause()
-def inference_mode(x):
-    with torch.inference_mode():
-        y = x * 2  # <- no_grad
-    return y.sum()
 
 
 @cause()
@@ -407,11 +299,6 @@ class _Forgets(torch.autograd.Function):
         return None, ct
 
 
-@cause()
-def rule_without_a_cotangent(x):
-    return _Forgets.apply(x, torch.ones(3, dtype=x.dtype, requires_grad=True)).sum()  # <- rule
-
-
 _forgets = _Forgets.apply
 
 
@@ -442,46 +329,13 @@ class _SinhRight(torch.autograd.Function):
         return ct * (up + down) / 2 + ct_up * up - ct_down * down
 
 
-class _Steps(torch.autograd.Function):
-    """A rule whose gradient is constant loses nothing."""
-
-    @staticmethod
-    def forward(ctx, x):
-        return x.round()
-
-    @staticmethod
-    def backward(ctx, ct):
-        return ct
-
-
 @healthy()
 def derivative_of_a_rule_that_saves_outputs(x):
     (g,) = torch.autograd.grad(_SinhRight.apply(x)[0].sum(), x, create_graph=True)
     return (g**2).sum()
 
 
-@healthy()
-def derivative_of_a_straight_through_rule(x):
-    (g,) = torch.autograd.grad((_Steps.apply(x) * x).sum(), x, create_graph=True)
-    return (g**2).sum()
-
-
 # --- the argument itself -----------------------------------------------------------------
-
-
-@cause()  # <- unused
-def not_used(x):
-    return (W**2).sum()
-
-
-@cause()  # <- unused
-def only_its_shape(x):
-    return torch.ones(x.shape).sum() * len(x)
-
-
-@cause()  # <- unused
-def only_zeros_like_it(x):
-    return (torch.zeros_like(x) + 1).sum()
 
 
 @cause()  # <- unused
@@ -504,11 +358,6 @@ cause(name="a method that reads an attribute", written=_Holder.loss)(_Holder().l
 
 
 @cause()
-def the_other_one_is_greater(x):
-    return torch.maximum(x, torch.full((3,), 9.0, dtype=x.dtype)).sum()  # <- zero
-
-
-@cause()
 def two_paths_that_cancel(x):
     there = torch.sin(x) * 2
     back = -there
@@ -523,33 +372,12 @@ def all_of_it_is_set(x):
 
 
 @cause()
-def filled(x):
-    y = x.clone()
-    y.zero_()  # <- zero
-    return y.sum()
-
-
-@cause()
-def set_at_every_index(x):
-    y = x * 2
-    y[torch.arange(3)] = 1.0  # <- zero
-    return y.sum()
-
-
-@cause()
 def underflow(x):
     tiny = x.float() * 1e-30  # <- zero
     return (tiny * 1e-30).sum()
 
 
 # --- healthy -----------------------------------------------------------------------------
-
-
-@healthy()
-def filled_where_it_is_negative(x):
-    y = x**2
-    y[x < 0] = 0.0
-    return y.masked_fill(x > 1.2, 0.0).sum()
 
 
 @healthy()
@@ -561,63 +389,24 @@ def an_old_buffer_is_filled_anew(x):
 
 
 ONE_LINERS = {
+    "filled_where_it_is_negative": lambda x: (x**2).masked_fill(x < 0, 0.0).sum(),
+    "metrics_as_numbers": lambda x: {"loss": (x**2).sum(), "largest": float(x.max())},
+    "edited_gradients": lambda x: (gt.clip_gradient(gt.reverse_gradient(x), 1.0) ** 2).sum(),
+    "a_hessian_inside": lambda x: torch.func.hessian(lambda z: (z**3).sum())(x).sum(),
     "one_term_detached": lambda x: (x**3).sum() + 0.1 * (x.detach() ** 2).sum(),
     "one_part_of_a_concatenation": lambda x: torch.cat([x.cos(), x.detach() * 3]).sum(),
-    "target_from_numpy": lambda x: F.mse_loss(x, torch.from_numpy(np.arange(3.0))),
-    "square": lambda x: (x**2).sum(),
     "relu_by_a_mask": lambda x: (x * (x > 0)).sum(),
-    "fraction": lambda x: (x - x.floor()).square().sum(),
-    "straight_through_idiom": lambda x: (x + (x.round() - x).detach()).sum(),
-    "straight_through_of_gradtools": lambda x: (gt.straight_through(torch.round)(x * 4) ** 2).sum(),
     "gumbel_softmax_hard": lambda x: (F.gumbel_softmax(x, hard=True) * torch.arange(3)).sum(),
-    "dropout": lambda x: (F.dropout(x.repeat(50), 0.5) ** 2).sum(),
     "function_of_pytorch": lambda x: _Square.apply(x).sum(),
-    "checkpointed": lambda x: checkpoint(lambda z: z.sin().exp(), x, use_reentrant=False).sum(),
     "checkpointed_reentrant": lambda x: gt.checkpoint(lambda z: z.sin().exp())(x).sum(),
     "torch_cond": lambda x: torch.cond(x.sum() > 0, torch.sin, lambda x: x.cos(), (x,)).sum(),
-    "chunked": lambda x: (gt.chunked(lambda z: z.sin() * 2, 2)(x) ** 2).sum(),
-    "gradient_inside": lambda x: gt.grad(lambda z: (z**3).sum())(x).square().sum(),
-    "running_sum": lambda x: x.cumsum(0).logcumsumexp(0).sum(),
     "selection": lambda x: torch.where(x > 0, x.exp(), x.sin()).sum() + x[x > 0].sum(),
     "normalised_by_a_number": lambda x: (x / x.abs().max().item()).square().sum(),
     "reparametrised_sample": lambda x: torch.distributions.Normal(x, 1.0).rsample().square().sum(),
-    "cast_between_floats": lambda x: x.float().half().double().sum(),
     "tensor_of_a_shape": lambda x: x.sum() / torch.tensor(x.shape[0]) + x.new_tensor([1.0]).sum(),
 }
 for _name, _f in ONE_LINERS.items():
     healthy(name=_name)(_f)
-
-
-@healthy()
-def control_flow(x):
-    y = x * 2 if x.sum() > 0 else x * 3
-    while y.norm() < 4:
-        y = y * 2
-    return y.sum()
-
-
-@healthy()
-def straight_through_numpy(x):
-    binarise = gt.straight_through(lambda a: (np.asarray(a) > 0.1).astype(np.float64))
-    return (binarise(x).mean() - 0.5) ** 2
-
-
-healthy(IMAGE, name="batch_norm_in_training")(
-    nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten()).double()
-)
-healthy(IMAGE, name="a_network_with_pooling")(
-    nn.Sequential(nn.Conv2d(3, 4, 3), nn.GELU(), nn.MaxPool2d(2), nn.GroupNorm(2, 4)).double()
-)
-healthy(W.reshape(1, 3, 3).repeat(1, 1, 4)[..., :4], name="transformer_layer")(
-    nn.TransformerEncoderLayer(4, 2, 8, batch_first=True).double()
-)
-healthy(W.reshape(1, 3, 3), name="lstm")(nn.LSTM(3, 2, batch_first=True).double())
-
-
-@healthy(W)
-def fused_attention(x):
-    q = x.reshape(1, 1, 3, 3)
-    return F.scaled_dot_product_attention(q, q, q, is_causal=True).square().sum()
 
 
 @healthy()
@@ -626,12 +415,6 @@ def logging_by_item(x):
     history = [loss.item()]
     print(f"loss {loss.item():.3f}, mean {sum(history)}")
     return loss
-
-
-@healthy()
-def metrics_as_numbers(x):
-    loss = (x**2).sum()
-    return {"loss": loss, "value": loss.item(), "largest": float(x.max())}
 
 
 class _Square(torch.autograd.Function):
@@ -643,24 +426,6 @@ class _Square(torch.autograd.Function):
     @staticmethod
     def backward(ctx, ct):
         return 2 * ctx.saved_tensors[0] * ct
-
-
-@healthy()
-def edited_gradients(x):
-    y = gt.scale_gradient(gt.reverse_gradient(x), 2.0)
-    return (gt.clip_gradient(y, max_norm=1.0) ** 2).sum()
-
-
-@healthy()
-def frozen(x):
-    net = nn.Linear(3, 2).double()
-    return (gt.frozen(net)(x) ** 2).sum()
-
-
-@healthy()
-def transforms_of_torch_func(x):
-    hessian = torch.func.hessian(lambda z: (z**3).sum())(x)
-    return hessian.sum() + torch.func.vmap(torch.sin)(x).sum()
 
 
 @healthy()
@@ -680,29 +445,6 @@ def written_into_a_buffer(x):
 
 
 @healthy()
-def a_detached_copy_overwritten(x):
-    y, z = x.detach().clone(), x.detach().clone()
-    y.copy_(x * 2)
-    z[:] = x.sin()
-    return y.sum() + z.sum()
-
-
-@healthy()
-def views_changed(x):
-    y = (x * 2).reshape(3, 1)
-    top, rest = y[0], y[1:]
-    top.add_(x[1])
-    rest.mul_(x[0])
-    return y.sum()
-
-
-@healthy()
-def complex_numbers(x):
-    z = torch.fft.fft(torch.complex(x, x.flip(0)))
-    return z.abs().square().sum() + z.real.sum()
-
-
-@healthy()
 def assertions(x):
     assert torch.isfinite(x).all() and bool((x < 9).all())
     if torch.allclose(x, torch.zeros_like(x)):
@@ -715,8 +457,3 @@ def host_kernel_with_a_rule(x):
     kernel = gt.host_function(np.sin)
     kernel.defvjp(lambda z: (kernel(z), z), lambda z, ct: (ct * z.cos(),))
     return kernel(x).sum()
-
-
-healthy(X, W, name="partial_of_a_function")(
-    functools.partial(lambda a, x, w: a * (w @ x).sum(), 2.0)
-)

@@ -56,10 +56,6 @@ def loop(model, optimizer=None, forward=None, loss=None, extra=()):
     return Loop(model, optimizer or torch.optim.SGD(model.parameters(), 0.5), given, meant)
 
 
-def all_of(module, kind, prefix):
-    return {f"{prefix}.{name}": kind for name, _ in module.named_parameters()}
-
-
 LINEAR = ("weight", "bias")
 
 
@@ -73,48 +69,15 @@ def forgotten_layer():
     return loop(model)
 
 
-def overwritten_features():
-    model = Net()
-    model.first = nn.Linear(3, 3)
-
-    def forward(x):
-        h = model.first(x)
-        h = x  # the result is not used
-        return model(h)
-
-    return loop(model, forward=forward)
-
-
 def detached_features():
     model = Net()
     return loop(model, forward=lambda x: model.head(torch.tanh(model.body(x)).detach()))
-
-
-def no_grad_encoder():
-    model = Net()
-
-    def forward(x):
-        with torch.no_grad():
-            h = model.body(x)
-        return model.head(h)
-
-    return loop(model, forward=forward)
 
 
 def through_numpy():
     model = Net()
     again = lambda h: torch.from_numpy(h.detach().numpy())
     return loop(model, forward=lambda x: model.head(again(model.body(x))))
-
-
-def argmax_of_logits():
-    model = Net()
-    model.gate = nn.Linear(3, 2)
-
-    def forward(x):
-        return model(x) * model.gate(x).argmax(1, keepdim=True)
-
-    return loop(model, forward=forward)
 
 
 def chosen_by_a_number():
@@ -150,39 +113,16 @@ def layer_in_a_function():
     return loop(model, forward=lambda x: model.head(torch.tanh(Body.apply(x))))
 
 
-def thresholded():
-    model = Net()
-    model.mask = nn.Parameter(torch.tensor([1.0, -1.0, 0.5]))
-    return loop(model, forward=lambda x: model(x * (model.mask > 0).float()))
-
-
 def rounded():
     model = Net()
     model.level = nn.Parameter(torch.ones(3) * 1.2)
     return loop(model, forward=lambda x: model(x * model.level.round()))
 
 
-def data_of_weight():
-    model = Net()
-    model.extra = nn.Linear(3, 3, bias=False)
-    return loop(model, forward=lambda x: model(F.linear(x, model.extra.weight.data)))
-
-
 def temperature_as_number():
     model = Net()
     model.temperature = nn.Parameter(torch.tensor(2.0))
     return loop(model, forward=lambda x: model(x) / model.temperature.item())
-
-
-def made_anew():
-    model = Net()
-    model.scale = nn.Parameter(torch.ones(2))
-    return loop(model, forward=lambda x: model(x) * torch.tensor(model.scale.tolist()))
-
-
-def optimizer_of_the_head():
-    model = Net()
-    return loop(model, torch.optim.SGD(model.head.parameters(), 0.5))
 
 
 def layer_added_later():
@@ -225,29 +165,9 @@ def plain_list():
     return loop(model, extra=pairs)
 
 
-def plain_dict():
-    model = Net()
-    model.adapters = {"a": nn.Linear(3, 3)}
-    extra = [(f"adapters['a'].{k}", getattr(model.adapters["a"], k)) for k in LINEAR]
-    return loop(model, forward=lambda x: model(model.adapters["a"](x)), extra=extra)
-
-
-def parameters_in_a_list():
-    model = Net()
-    model.scales = [nn.Parameter(torch.ones(3))]
-    run = lambda x: model(x * model.scales[0])
-    return loop(model, forward=run, extra=[("scales[0]", model.scales[0])])
-
-
 def scaled_parameter():
     model = Net()
     model.scale = nn.Parameter(torch.ones(3)) * 0.1  # a result, no parameter
-    return loop(model, forward=lambda x: model(x * model.scale), extra=[("scale", model.scale)])
-
-
-def plain_tensor():
-    model = Net()
-    model.scale = torch.ones(3, requires_grad=True)
     return loop(model, forward=lambda x: model(x * model.scale), extra=[("scale", model.scale)])
 
 
@@ -300,12 +220,6 @@ def two_losses_one_detached():
     return loop(model, loss=loss)
 
 
-def one_of_two_models():
-    model = nn.ModuleDict({"enc": Net(), "dec": Net()})
-    optimizer = torch.optim.SGD(model["enc"].parameters(), 0.5)
-    return loop(model, optimizer, forward=lambda x: model["dec"](x) + model["enc"](x))
-
-
 NET = {**each("body", "x"), **each("head", "x")}
 
 
@@ -315,31 +229,21 @@ def of(kind, *prefixes):
 
 PLANTED = {
     "a layer that forward does not use": Planted(forgotten_layer, of("unread", "spare")),
-    "a result that is overwritten": Planted(overwritten_features, of("unread", "first")),
     "features detached": Planted(detached_features, of("detached", "body")),
-    "an encoder under no_grad": Planted(no_grad_encoder, of("no_grad", "body")),
     "features through NumPy": Planted(through_numpy, of("left_framework", "body")),
-    "a gate by argmax": Planted(argmax_of_logits, of("discrete", "gate")),
     "a factor chosen by a number": Planted(chosen_by_a_number, of("discrete", "gate")),
     "a branch on a value": Planted(branched, of("discrete", "gate")),
     "a reentrant checkpoint of data": Planted(reentrant_checkpoint, of("no_grad", "body")),
     "a layer inside of a Function": Planted(layer_in_a_function, of("rule", "body")),
-    "a mask by comparison": Planted(thresholded, {"mask": "discrete"}),
     "a level that is rounded": Planted(rounded, {"level": "zero_derivative"}),
-    "the data of a weight": Planted(data_of_weight, {"extra.weight": "detached"}),
     "a temperature as a number": Planted(temperature_as_number, {"temperature": "left_framework"}),
-    "a tensor made anew": Planted(made_anew, {"scale": "left_framework"}),
-    "an optimizer of the head": Planted(optimizer_of_the_head, of("not_optimized", "body")),
     "a layer added after the optimizer": Planted(layer_added_later, of("not_optimized", "late")),
     "a head replaced after it": Planted(head_replaced, of("not_optimized", "head"), strangers=True),
     "an optimizer of a copy": Planted(
         optimizer_of_a_copy, of("not_optimized", "body", "head"), strangers=True
     ),
     "layers in a plain list": Planted(plain_list, of("unregistered", "blocks[0]", "blocks[1]")),
-    "a layer in a plain dict": Planted(plain_dict, of("unregistered", "adapters['a']")),
-    "parameters in a plain list": Planted(parameters_in_a_list, {"scales[0]": "unregistered"}),
     "a parameter times a number": Planted(scaled_parameter, {"scale": "unregistered"}),
-    "a plain tensor": Planted(plain_tensor, {"scale": "unregistered"}),
     "a parameter as a buffer": Planted(parameter_as_a_buffer, {"scale": "unregistered"}),
     "a buffer of a scale": Planted(buffer_of_a_scale, {}),
     "frozen, and in the optimizer": Planted(frozen_by_accident, of("frozen", "body")),
@@ -353,5 +257,4 @@ PLANTED = {
     "an auxiliary loss detached": Planted(
         two_losses_one_detached, of("detached", "aux"), notes=("body.weight", "body.bias")
     ),
-    "one optimizer of two": Planted(one_of_two_models, of("not_optimized", "dec.body", "dec.head")),
 }

@@ -1,4 +1,4 @@
-"""What a recomputation puts back: random streams, autocast, and the buffers of modules.
+"""What a recomputation starts from: random streams, autocast, and the buffers of modules.
 
 `Held` finds what a function is or closes over, once for each call. `RunState` is the state at one
 time; an unchanged buffer is copied once for all of them. Nothing else is searched or put back.
@@ -6,24 +6,155 @@ time; an unchanged buffer is copied once for all of them. Nothing else is search
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+import ctypes
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
 from types import BuiltinMethodType, CellType, FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.function_modes import PlainKernels, plain_kernels_are_on
-from gradtools.torch.randomness import Randomness
 
 Tensor = torch.Tensor
 Slots = dict[str, Any]
+# A device's default generator, one of the two below, or a generator, such as the CPU's.
+Stream = torch.device | str | torch.Generator
+PYTHON, NUMPY, CPU = "Python's random stream", "NumPy's random stream", torch.default_generator
 _PLAIN = (Tensor, nn.Parameter)
+
+
+# --- random streams ------------------------------------------------------------------------------
+
+
+@dataclass(eq=False, repr=False)
+class Randomness:
+    """The states of random generators, each with a value that is equal for equal states."""
+
+    states: dict[Stream, tuple[Any, Any]]
+
+    @classmethod
+    def of(cls, streams: Iterable[Stream]) -> Randomness:
+        return cls({CPU: _state(CPU), **{stream: _state(stream) for stream in streams}})
+
+    @classmethod
+    def now(cls, xs: Sequence[Tensor]) -> Randomness | None:
+        """PyTorch's generators of these tensors' devices and the CPU; None while compiling."""
+        if torch.compiler.is_dynamo_compiling() or upstream.TracingContext.try_get() is not None:
+            return None
+        return cls.of({x.device for x in xs if x.device.type not in ("cpu", "meta")})
+
+    @classmethod
+    def everywhere(
+        cls, kinds: Iterable[str], generators: Iterable[torch.Generator] = ()
+    ) -> Randomness:
+        """Python's, NumPy's, and PyTorch's generators of the CPU and all devices of these types.
+
+        generators: Further ones, that a module or a closure holds.
+        """
+        others = sorted(set(kinds) - {"cpu", "meta"})
+        counts = [(kind, torch.get_device_module(kind).device_count()) for kind in others]
+        devices = [torch.device(kind, i) for kind, count in counts for i in range(count)]
+        return cls.of([*devices, PYTHON, NUMPY, *generators])
+
+    def __bool__(self) -> bool:
+        """Whether it holds any state."""
+        return bool(self.states)
+
+    def seeded(self, seed: int) -> Randomness:
+        """The states of PyTorch's generators of the same devices after seeding.
+
+        Made by new generators, since not all devices expose their default generator.
+        """
+        devices = [(s, s) if isinstance(s, torch.device) else (CPU, "cpu") for s in self.states]
+        made = [(s, torch.Generator(device).manual_seed(seed)) for s, device in devices]
+        return Randomness({s: (generator.get_state(), b"") for s, generator in made})
+
+    def current(self) -> Randomness:
+        """The current states of the same generators; self if nothing was drawn."""
+        now = {stream: _state(stream) for stream in self.states}
+        moved = [s for s, (_, key) in self.states.items() if now[s][1] != key]
+        return Randomness({**self.states, **{s: now[s] for s in moved}}) if moved else self
+
+    def advanced_to(self, later: Randomness) -> Randomness:
+        """The states of those generators only that differ in later states."""
+        pairs = self.states.items()
+        return Randomness({s: state for s, state in pairs if later.states[s] is not state})
+
+    def restore(self) -> None:
+        for stream, (state, _) in self.states.items():
+            if isinstance(stream, torch.Generator):
+                stream.set_state(state)
+            elif isinstance(stream, torch.device):
+                torch.get_device_module(stream).set_rng_state(state, stream)
+            elif stream == PYTHON:
+                random.setstate(state)
+            else:
+                np.random.set_state(state)  # noqa: NPY002
+                _latest_of_numpy[0] = state, _words_of_numpy()
+
+
+@contextmanager
+def restored(randomness: Randomness | None) -> Iterator[None]:
+    """Restores these states for the block, so that it repeats its draws; then the current ones.
+
+    None: does nothing.
+    """
+    if randomness is None:
+        yield
+        return
+    current = randomness.current()
+    try:
+        randomness.restore()
+        yield
+    finally:
+        current.restore()
+
+
+def _state(stream: Stream) -> tuple[Any, Any]:
+    """A generator's state, and a value that is equal for equal states."""
+    if stream == PYTHON:  # all words change at once, and until then only the position, the last
+        state: Any = random.getstate()
+        return state, (state[1][:2], state[1][-1], state[2])
+    if isinstance(stream, str):
+        state = _state_of_numpy()
+        return state, id(state)
+    if isinstance(stream, torch.Generator):
+        state = stream.get_state()
+    else:
+        state = torch.get_device_module(stream).get_rng_state(stream)
+    return state, ctypes.string_at(state.data_ptr(), state.numel())  # works under transforms
+
+
+# NumPy's state and words when they were read last: reading all takes longer than a small layer.
+_latest_of_numpy: list[tuple[dict[str, Any], bytes]] = [({}, b"")]
+
+
+def _state_of_numpy() -> dict[str, Any]:
+    """The state of `numpy.random`: the same object if its words show that nothing was drawn."""
+    state, words = _latest_of_numpy[0]
+    if not words or words != _words_of_numpy() or state["has_gauss"]:
+        state = np.random.get_state(legacy=False)  # type: ignore[assignment]  # noqa: NPY002
+        _latest_of_numpy[0] = state, _words_of_numpy()
+    return state
+
+
+def _words_of_numpy() -> bytes:
+    """The words and the position of NumPy's Mersenne Twister; empty for another generator."""
+    bits: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    if type(bits) is not np.random.MT19937:
+        return b""
+    return ctypes.string_at(bits.ctypes.state_address, 625 * 4)
+
+
+# --- what a function holds -----------------------------------------------------------------------
 
 
 class Held:
@@ -39,29 +170,25 @@ class Held:
     """
 
     def __init__(self, roots: Sequence[Any], kinds: Iterable[str] = ()) -> None:
-        modules, tensors = dict[int, nn.Module](), dict[int, Tensor]()
-        generators = dict[int, torch.Generator]()
-        todo, seen = list(roots), set[int]()
+        self.modules, self.tensors = list[nn.Module](), list[Tensor]()
+        self._generators, todo, seen = list[torch.Generator](), list(roots), set[int]()
         while todo:
             x = todo.pop()
             if id(x) in seen:
                 continue
             seen.add(id(x))
             if isinstance(x, nn.Module):
-                modules[id(x)] = x
+                self.modules.append(x)
                 todo += upstream.slots_of(x)[2].values()
+                todo += [y for y in vars(x).values() if type(y) is torch.Generator]
             elif isinstance(x, Tensor):
-                tensors[id(x)] = x
+                self.tensors.append(x)
             elif isinstance(x, torch.Generator):
-                generators[id(x)] = x
+                self._generators.append(x)
             else:
                 todo += _parts(x)
-        self.modules, self.tensors = list(modules.values()), list(tensors.values())
-        own = [x for m in self.modules for x in vars(m).values() if type(x) is torch.Generator]
-        self._generators = [*own, *generators.values()]
-        slots = [upstream.slots_of(m) for m in self.modules]
-        pairs = zip(slots, self.modules, strict=True)
-        self.buffers: list[tuple[Slots, nn.Module]] = [(b, m) for (_, b, _), m in pairs if b]
+        slots = [(*upstream.slots_of(m)[:2], m) for m in self.modules]
+        self.buffers: list[tuple[Slots, nn.Module]] = [(b, m) for _, b, m in slots if b]
         self._first = [(own, dict(own)) for own, _, _ in slots if own]
         self.parameters = [x for own, _ in self._first for x in own.values() if x is not None]
         self.kinds = {"cpu", *kinds, *(x.device.type for x in self.parameters)} - {"meta"}
@@ -97,8 +224,7 @@ def _parts(x: Any) -> Iterable[Any]:
     kind = type(x)
     if kind is FunctionType:
         cells = [c.cell_contents for c in x.__closure__ or () if c != CellType()]
-        wrapped = getattr(x, "__wrapped__", None)
-        return cells if wrapped is None else [*cells, wrapped]
+        return [*cells, getattr(x, "__wrapped__", None)]
     if kind is MethodType:
         return [x.__self__, x.__func__]
     if kind is BuiltinMethodType:
@@ -108,6 +234,9 @@ def _parts(x: Any) -> Iterable[Any]:
     if kind in (list, tuple):  # no method of a subclass is run
         return x
     return x.values() if kind is dict else ()
+
+
+# --- the state at one time -----------------------------------------------------------------------
 
 
 @dataclass(eq=False)

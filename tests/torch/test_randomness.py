@@ -8,14 +8,14 @@ import numpy as np
 import pytest
 import torch
 
-from gradtools.torch import randomness
-from gradtools.torch.randomness import Randomness
+from gradtools.torch import state as randomness
+from gradtools.torch.state import Randomness
 
 seed_numpy, draw_numpy, set_numpy_state = np.random.seed, np.random.randn, np.random.set_state
 DRAWS = {
     randomness.PYTHON: random.random,
     randomness.NUMPY: np.random.random,
-    torch.device("cpu"): lambda: torch.rand(1),
+    randomness.CPU: lambda: torch.rand(1),
 }
 
 

@@ -43,7 +43,7 @@ from gradtools.torch.recomputation import (
     recomputed,
     with_cotangents,
 )
-from gradtools.torch.state import Casts, Held, RunState
+from gradtools.torch.state import Held, RunState
 
 Tensor = torch.Tensor
 Tensors = list[Tensor]
@@ -81,7 +81,7 @@ def run_frozen(whole: Chunks, uses: Uses) -> list[Any]:
             with _constant(whole.caller, held):
                 return chunk.merged(chunk.run(chunk.xs))
         state = RunState.now(held, uses.state)
-        use = _Use(uses, whole.caller, chunk.run, held, state, Casts(held.kinds))
+        use = _Use(uses, whole.caller, chunk.run, held, state)
         verify, xs = verifies(whole.options, use), as_read_now(chunk.xs)
         if upstream.peek_interpreter_stack() is not None:
             return chunk.merged(first_in_functorch(use, xs, verify))

@@ -42,7 +42,7 @@ from gradtools.torch.compiling import left_to_python
 from gradtools.torch.functorch_wrappers import alive, is_dual, is_inexact, is_wrapped
 from gradtools.torch.modes import batchings, by_new_vmap, unpacked
 from gradtools.torch.operation_marks import CHUNK, detached, marked
-from gradtools.torch.state import Casts, Held, RunState
+from gradtools.torch.state import Held, RunState
 
 Tensor = torch.Tensor
 Tensors = list[Tensor]
@@ -113,8 +113,8 @@ class Program(Recomputable):
         kept: Whether the graph of the first run is kept in memory.
     """
 
-    def __init__(self, caller: str, run: Run, held: Held, state: RunState, casts: Casts) -> None:
-        self.caller, self.run, self.held, self.state, self.casts = caller, run, held, state, casts
+    def __init__(self, caller: str, run: Run, held: Held, state: RunState) -> None:
+        self.caller, self.run, self.held, self.state = caller, run, held, state
         self.call: Run | None = None  # of a batch
         self.sources: Tensors = []
         self.captured: Tensors = []
@@ -143,10 +143,10 @@ class Program(Recomputable):
         written = [x for x in (*inner, *others) if not x.is_inference()]
         versions, began = [*map(upstream.version_of, written)], upstream.nodes_made()
         with unpacked() if upstream.saved_tensors_hooks_on(False) else _NOTHING:
-            if self.casts.on:
+            if self.state.casts.on:
                 torch.clear_autocast_cache()  # whose weights have another call's graph
             ys = self.run_first(inner)
-            if self.casts.on:
+            if self.state.casts.on:
                 torch.clear_autocast_cache()
         later = self.state.again()
         self.state = self.state.until(later)
@@ -192,6 +192,13 @@ class Program(Recomputable):
         self.captured = captured
         return [*captured, *xs]
 
+    def attached(self, xs: Sequence[Tensor]) -> Tensors:
+        """The known outputs at xs, as one node."""
+        if not any(x.grad_fn is not None for x in self.sources):
+            return recomputed(self, xs)
+        # So that what lies behind a captured tensor is no part of f's graph.
+        return recomputed(self.inlined(), [*self.sources, *xs])
+
     def remember(self, ys: Sequence[Tensor]) -> None:
         """Sets the outputs to compare with, below all levels of torch.func."""
         tracked = zip(ys, self.tracked or map(is_inexact, ys), strict=True)
@@ -235,26 +242,11 @@ class Program(Recomputable):
                 f"inplace operation: {self.caller} computes f again in the backward pass, and a "
                 "parameter that f reads was changed after the forward pass."
             )
-        state = self.state if self.state else None  # most functions have none
-        now = state and state.again()
         _thread.recomputing += 1
-        changed = self.held.reset_parameters()
         try:
-            if state is not None:
-                state.restore()
-            if self.casts.matter():
-                torch.clear_autocast_cache()
-                with self.casts.again():
-                    ys = self._call(xs)
-                torch.clear_autocast_cache()
-            else:
-                ys = self._call(xs)
+            ys = self.state.rerun(self._call, xs)
         finally:
             _thread.recomputing -= 1
-            for own, others in changed:
-                own.update(others)
-            if now is not None:
-                now.restore()
         if self.first and not upstream.is_traced_by_make_fx():
             self._compare(ys, self.eager and upstream.peek_interpreter_stack() is None)
         return ys

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
@@ -163,6 +163,7 @@ class Held:
     Attributes:
         modules: The modules and their submodules.
         tensors: The tensors in closures.
+        generators: The generators of modules and in closures.
         parameters: Those of the modules.
         kinds: The types of devices whose random streams f may draw from.
         buffers: The buffers of each module that has any, with the module.
@@ -171,7 +172,7 @@ class Held:
 
     def __init__(self, roots: Sequence[Any], kinds: Iterable[str] = ()) -> None:
         self.modules, self.tensors = list[nn.Module](), list[Tensor]()
-        self._generators, todo, seen = list[torch.Generator](), list(roots), set[int]()
+        self.generators, todo, seen = list[torch.Generator](), list(roots), set[int]()
         while todo:
             x = todo.pop()
             if id(x) in seen:
@@ -184,7 +185,7 @@ class Held:
             elif isinstance(x, Tensor):
                 self.tensors.append(x)
             elif isinstance(x, torch.Generator):
-                self._generators.append(x)
+                self.generators.append(x)
             else:
                 todo += _parts(x)
         slots = [(*upstream.slots_of(m)[:2], m) for m in self.modules]
@@ -199,10 +200,6 @@ class Held:
         lazy = nn.parameter.is_lazy
         plain = [x for x in self.parameters if not (lazy(x) or x.is_inference())]
         return sum(map(upstream.version_of, plain))
-
-    def streams(self, known: Randomness | None = None) -> Randomness:
-        """The current states of the random streams that f may draw from."""
-        return known.current() if known else Randomness.everywhere(self.kinds, self._generators)
 
     def reset_parameters(self) -> list[tuple[Slots, Slots]]:
         """Puts the first parameters back into modules that hold others now.
@@ -247,6 +244,7 @@ class RunState:
     streams: Randomness
     slots: list[Slots]  # each module's buffers
     copies: list[tuple[Tensor, Tensor, int, bool]]  # of each buffer; its version; see `_same`
+    casts: _Casts
 
     @classmethod
     def now(cls, held: Held, before: RunState | None = None) -> RunState:
@@ -254,17 +252,23 @@ class RunState:
         if upstream.peek_interpreter_stack() is not None:
             with upstream.temporarily_clear_interpreter_stack():
                 return cls.now(held, before)
-        streams = held.streams(before.streams if before and before.held is held else None)
+        known = before if before is not None and before.held is held else None
+        if known is not None and known.streams:
+            streams = known.streams.current()
+        else:
+            streams = Randomness.everywhere(held.kinds, held.generators)
         slots = [dict(own) for own, _ in held.buffers]
-        known = {id(entry[0]): entry for entry in before.copies} if before else {}
+        entries = {id(entry[0]): entry for entry in before.copies} if before else {}
         copies = []
         for own, (_, module) in zip(slots, held.buffers, strict=True):
             for b in own.values():
                 if b is not None:
-                    entry = known.get(id(b))
+                    entry = entries.get(id(b))
                     copy = entry[1] if entry and _same(*entry) else b.detach().clone()
                     copies.append((b, copy, _version(b), module.training))
-        return cls(held, streams, slots, copies)
+        return cls(
+            held, streams, slots, copies, _Casts(held.kinds) if known is None else known.casts
+        )
 
     def __bool__(self) -> bool:
         """Whether there is anything to put back."""
@@ -276,7 +280,25 @@ class RunState:
 
     def until(self, later: RunState) -> RunState:
         """This state with those streams only that have advanced since."""
-        return RunState(self.held, self.streams.advanced_to(later.streams), self.slots, self.copies)
+        streams = self.streams.advanced_to(later.streams)
+        return RunState(self.held, streams, self.slots, self.copies, self.casts)
+
+    def rerun(self, fun: Callable[[Any], Any], xs: Any) -> Any:
+        """`fun(xs)` from this state; the current state stands afterwards."""
+        now = self.again() if self else None  # most functions have none
+        changed, casts = self.held.reset_parameters(), self.casts
+        try:
+            if now is not None:
+                self.restore()
+            if not (casts.on or casts.plain or upstream.is_any_autocast_enabled()):
+                return fun(xs)
+            with casts.again():
+                return fun(xs)
+        finally:
+            for own, others in changed:
+                own.update(others)
+            if now is not None:
+                now.restore()
 
     def restore(self) -> None:
         if upstream.peek_interpreter_stack() is not None:
@@ -316,28 +338,26 @@ def _same(buffer: Tensor, copy: Tensor, version: int, training: bool) -> bool:
     return same if same and buffer.numel() > _LARGE else torch.equal(buffer, copy)
 
 
-class Casts:
+class _Casts:
     """Autocast, and gradtools' own choice of kernels, as they were when this object was made."""
 
     def __init__(self, kinds: Iterable[str]) -> None:
-        self._plain, self.on = plain_kernels_are_on(), upstream.is_any_autocast_enabled()
+        self.plain, self.on = plain_kernels_are_on(), upstream.is_any_autocast_enabled()
         self._cached, get = torch.is_autocast_cache_enabled(), torch.get_autocast_dtype
         enabled = torch.is_autocast_enabled
         self._first: list[Any] = [
             (k, enabled(k), get(k)) if self.on else (k, False, None) for k in sorted(kinds)
         ]
 
-    def matter(self) -> bool:
-        """Whether `again` may change anything."""
-        return self.on or self._plain or upstream.is_any_autocast_enabled()
-
-    def again(self) -> ExitStack:
+    @contextmanager
+    def again(self) -> Iterator[None]:
         """A context with the first settings."""
-        inside = ExitStack()
-        if self._plain and not plain_kernels_are_on():
-            inside.enter_context(PlainKernels())
-        for kind, on, dtype in self._first:
-            inside.enter_context(
-                torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=self._cached)
-            )
-        return inside
+        torch.clear_autocast_cache()
+        with ExitStack() as inside:
+            if self.plain and not plain_kernels_are_on():
+                inside.enter_context(PlainKernels())
+            for kind, on, dtype in self._first:
+                cast = torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=self._cached)
+                inside.enter_context(cast)
+            yield
+        torch.clear_autocast_cache()

@@ -11,7 +11,6 @@ from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 
 from gradtools.arguments.batches import Batch
@@ -149,11 +148,6 @@ class Chunk:
         others = [x for x in self._carry if isinstance(x, Tensor)]
         outs, state = program.begin(xs, verify, others)
         if program.known is None:
-            if program.kept and any(isinstance(x, np.ndarray) for x in chunks.arguments):
-                raise GradtoolsError(
-                    f"{chunks.caller}: f changes an argument in place that is an array of NumPy, "
-                    "and what it gets is a tensor. Return the new one."
-                )
             return outs, state
         return program.attached(xs), state
 
@@ -190,12 +184,6 @@ def _counted(chunks: Chunks) -> Iterator[tuple[int, list[Any]]]:
 
 
 def _parts(chunks: Chunks, x: Tensor, axis: int) -> Sequence[Tensor]:
-    if x.layout is not torch.strided or x.is_nested:
-        kind = "nested" if x.is_nested else f"sparse ({str(x.layout).removeprefix('torch.')})"
-        raise GradtoolsError(
-            f"{chunks.caller}: an argument that is split is a {kind} tensor, which has "
-            "no axis to cut on. Give its dense form, or share it (None in in_axes)."
-        )
     if chunks.cut.interleaved:  # one gather, whose backward is one scatter
         rows = [r for rows in chunks.cut.rows for r in rows]
         x = x.index_select(axis, torch.tensor(rows, device=x.device))

@@ -63,6 +63,8 @@ class LazyGraph(Program):
     """
 
     inlines = False  # the derivative is taken at the leaves themselves
+    # The gradient of a bias before a normalization is nothing but rounding.
+    otherwise = jointly = True
 
     def __init__(self, f: Any, modules: Iterable[nn.Module]) -> None:
         held = Held([f, *modules])
@@ -136,13 +138,6 @@ class LazyGraph(Program):
         rebuilt = [trees.unflatten(treedef, [*islice(left, len(xs))]) for xs, treedef in flat]
         return tuple(rebuilt) if parts is results else rebuilt[0]
 
-    def _compare(self, ys: Sequence[Tensor], exact: bool) -> None:
-        super()._compare(ys, False)  # other kernels compute them
-
-    def _scale(self, first: Tensor) -> Tensor:
-        # The gradient of a bias before a normalization is nothing but rounding.
-        return max((x for x, _ in self.first if x is not None), key=_largest)
-
     def pullback(
         self, xs: Sequence[Tensor], cts: Sequence[Any], wants: Sequence[bool]
     ) -> tuple[Pull, Tensors]:
@@ -159,14 +154,9 @@ class _LazyPull(Pull):
         own = compress(zip(xs, cts, strict=False), self.wants[count:])
         return [*pairs, *own]
 
-    def _pull(self, *args: Any) -> Sequence[Any]:
+    def _pull(self, *args: Any) -> list[Tensor | None]:
         with _without_hooks(self.sources):
             return super()._pull(*args)
-
-
-def _largest(x: Tensor) -> float:
-    known = x[x.isfinite()].abs()
-    return float(known.max()) if known.numel() else 0.0
 
 
 @contextmanager

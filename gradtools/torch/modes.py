@@ -67,55 +67,43 @@ def dual_of(x: Tensor, tangent: Tensor) -> Tensor:
         raise NoForwardMode from error
 
 
-class forward_mode:
+@contextmanager
+def forward_mode() -> Iterator[None]:
     """A lock for forward mode, since PyTorch has a single level for all threads.
 
     Raises `NoForwardMode` instead of waiting, which could deadlock: the thread in the level may
     wait for this one. The derivative then is computed by reverse mode twice.
     """
-
-    def __enter__(self) -> None:
-        if not _FORWARD_MODE.acquire(blocking=False):
-            raise NoForwardMode
-        try:
-            self._open()
-        except BaseException:  # an interrupt, too, gives the level back
-            _FORWARD_MODE.release()
-            raise
-
-    def _open(self) -> None:
+    if not _FORWARD_MODE.acquire(blocking=False):
+        raise NoForwardMode
+    try:
         if upstream.forward_level() >= 0:
             raise NoForwardMode
-
-    def __exit__(self, *error: Any) -> None:
+        yield
+    finally:
         _FORWARD_MODE.release()
 
 
-class dual_level(forward_mode):
+@contextmanager
+def dual_level() -> Iterator[None]:
     """`torch.autograd.forward_ad.dual_level`, or `NoForwardMode` if the level is in use.
 
     It enables tangents, which torch.func and a Function's jvp disable around code of their own.
     """
-
-    def _open(self) -> None:
-        super()._open()
-        self._tangents = upstream.is_forward_mode_enabled()
-        level = upstream.enter_forward_level()
+    with forward_mode():
+        tangents, level = upstream.is_forward_mode_enabled(), upstream.enter_forward_level()
         if level is None:  # another thread is about to enter or leave torch.func.jvp
             raise NoForwardMode
-        self._level = level
-        upstream.set_forward_mode_enabled(True)
-
-    def __exit__(self, *error: Any) -> None:
         try:
-            upstream.leave_forward_level(self._level)
-        except BaseException:
-            if upstream.forward_level() == self._level:  # an interrupt came before it
-                upstream.leave_forward_level(self._level)
-            raise
+            upstream.set_forward_mode_enabled(True)
+            yield
         finally:
-            _FORWARD_MODE.release()
-            upstream.set_forward_mode_enabled(self._tangents)
+            try:
+                upstream.leave_forward_level(level)
+            finally:
+                if upstream.forward_level() == level:  # an interrupt came before it
+                    upstream.leave_forward_level(level)
+                upstream.set_forward_mode_enabled(tangents)
 
 
 @contextmanager

@@ -195,7 +195,7 @@ class Program(Recomputable):
 
     def attached(self, xs: Sequence[Tensor]) -> Tensors:
         """The known outputs at xs, as one node."""
-        if not any(x.grad_fn is not None for x in self.sources):
+        if {x.grad_fn for x in self.sources} <= {None}:
             return recomputed(self, xs)
         # So that what lies behind a captured tensor is no part of f's graph.
         return recomputed(self.inlined(), [*self.sources, *xs])
@@ -267,16 +267,13 @@ class Program(Recomputable):
         return ys
 
     def _compare(self, ys: Sequence[Tensor], exact: bool) -> None:
-        every = [x for x, _ in self.first if x is not None]
         for y, (first, version) in zip(ys, self.first, strict=True):
             if first is None or y.shape != first.shape or is_wrapped(y):
                 continue  # a batch is computed again for a first run of one example
             if not _is_ordinary(first) or first.device.type == "meta":
                 continue  # fake: without numbers
-            written, scale = (
-                upstream.version_of(first) != version,
-                every if self.jointly else [first],
-            )
+            written = upstream.version_of(first) != version
+            scale = [x for x, _ in self.first if x is not None] if self.jointly else [first]
             if not (written or _equal(y.detach(), first, exact and not self.otherwise, scale)):
                 raise GradtoolsError(
                     f"{self.caller}: f returns other values when it is computed again in the "

@@ -64,10 +64,6 @@ class Randomness:
         devices = [torch.device(kind, i) for kind, count in counts for i in range(count)]
         return cls.of([*devices, PYTHON, NUMPY, *generators])
 
-    def __bool__(self) -> bool:
-        """Whether it holds any state."""
-        return bool(self.states)
-
     def seeded(self, seed: int) -> Randomness:
         """The states of PyTorch's generators of the same devices after seeding.
 
@@ -181,13 +177,14 @@ class Held:
             if isinstance(x, nn.Module):
                 self.modules.append(x)
                 todo += upstream.slots_of(x)[2].values()
-                todo += [y for y in vars(x).values() if type(y) is torch.Generator]
             elif isinstance(x, Tensor):
                 self.tensors.append(x)
             elif isinstance(x, torch.Generator):
                 self.generators.append(x)
             else:
                 todo += _parts(x)
+        own = [x for m in self.modules for x in vars(m).values() if type(x) is torch.Generator]
+        self.generators += own
         slots = [(*upstream.slots_of(m)[:2], m) for m in self.modules]
         self.buffers: list[tuple[Slots, nn.Module]] = [(b, m) for _, b, m in slots if b]
         self._first = [(own, dict(own)) for own, _, _ in slots if own]
@@ -253,12 +250,12 @@ class RunState:
             with upstream.temporarily_clear_interpreter_stack():
                 return cls.now(held, before)
         known = before if before is not None and before.held is held else None
-        if known is not None and known.streams:
+        if known is not None and known.streams.states:
             streams = known.streams.current()
         else:
             streams = Randomness.everywhere(held.kinds, held.generators)
         slots = [dict(own) for own, _ in held.buffers]
-        entries = {id(entry[0]): entry for entry in before.copies} if before else {}
+        entries = {id(entry[0]): entry for entry in before.copies} if before is not None else {}
         copies = []
         for own, (_, module) in zip(slots, held.buffers, strict=True):
             for b in own.values():
@@ -269,10 +266,6 @@ class RunState:
         return cls(
             held, streams, slots, copies, _Casts(held.kinds) if known is None else known.casts
         )
-
-    def __bool__(self) -> bool:
-        """Whether there is anything to put back."""
-        return bool(self.streams or self.slots)
 
     def again(self) -> RunState:
         """The current state of the same streams and modules."""
@@ -285,7 +278,7 @@ class RunState:
 
     def rerun(self, fun: Callable[[Any], Any], xs: Any) -> Any:
         """`fun(xs)` from this state; the current state stands afterwards."""
-        now = self.again() if self else None  # most functions have none
+        now = self.again() if self.streams.states or self.slots else None  # most need nothing
         changed, casts = self.held.reset_parameters(), self.casts
         try:
             if now is not None:

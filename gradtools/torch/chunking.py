@@ -11,6 +11,7 @@ from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
+import numpy as np
 import torch
 
 from gradtools.arguments.batches import Batch
@@ -148,6 +149,11 @@ class Chunk:
         others = [x for x in self._carry if isinstance(x, Tensor)]
         outs, state = program.begin(xs, verify, others)
         if program.known is None:
+            if program.kept and any(isinstance(x, np.ndarray) for x in chunks.arguments):
+                raise GradtoolsError(
+                    f"{chunks.caller}: f changes an argument in place that is an array of NumPy, "
+                    "and what it gets is a tensor. Return the new one."
+                )
             return outs, state
         return program.attached(xs), state
 

@@ -110,11 +110,12 @@ class Program(Recomputable):
     Attributes:
         captured: Tensors that the first arguments replace.
         first: The outputs of the first run and their versions, to compare with.
+        kept: Whether the graph of the first run is kept in memory.
         otherwise: Whether it is computed again by other operations, which round otherwise.
         jointly: Whether rounding is relative to the largest output, not to each of them.
     """
 
-    otherwise = jointly = False
+    kept = otherwise = jointly = False
 
     def __init__(self, caller: str, run: Run, held: Held, state: RunState) -> None:
         self.caller, self.run, self.held, self.state = caller, run, held, state
@@ -157,6 +158,7 @@ class Program(Recomputable):
         changed = [*map(upstream.version_of, written)] != versions
         sources = None if changed else self._sources(ys, inner, began)
         if sources is None:
+            self.kept = True
             read = "reads a tensor that was computed outside of f"
             what = "changes an argument in place" if changed else read
             warn_once(

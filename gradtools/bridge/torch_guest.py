@@ -36,7 +36,6 @@ from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import ArraySpec
 from gradtools.jax.reachability import within_a_trace
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.modes import without_casts
 
 Tensor = torch.Tensor
 _ARRAY = type(jax.device_put(np.zeros(())))
@@ -196,7 +195,8 @@ def _plain_modes() -> Iterator[None]:
         if not torch.is_grad_enabled():
             stack.enter_context(torch.enable_grad())
         if upstream.is_any_autocast_enabled():
-            stack.enter_context(without_casts(("cpu", "cuda")))
+            for kind in ("cpu", "cuda"):
+                stack.enter_context(torch.autocast(kind, enabled=False))
         yield
 
 

@@ -26,8 +26,7 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import leaves_of
 from gradtools.torch.functorch_wrappers import is_dual
 from gradtools.torch.module_arguments import Opened
-from gradtools.torch.randomness import Randomness, restored
-from gradtools.torch.state import Held, RunState
+from gradtools.torch.state import Held, Randomness, RunState, restored
 
 Tensor = torch.Tensor
 _DATA: Any = Tensor.data

@@ -29,8 +29,8 @@ from gradtools.torch.captured_tensors import as_read_now
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.functorch_wrappers import alive, is_dual, is_wrapped
 from gradtools.torch.operation_marks import is_plain, marked
-from gradtools.torch.recomputation import Program, first_in_functorch, recomputed
-from gradtools.torch.state import Casts, Held, RunState
+from gradtools.torch.recomputation import Program, first_in_functorch
+from gradtools.torch.state import Held, RunState
 
 Tensor = torch.Tensor
 Tensors = list[Tensor]
@@ -44,13 +44,13 @@ def run_chunks(chunks: Chunks) -> tuple[list[Any], list[Any]]:
     with marked(chunks.caller):
         rows, carry = [], [_bare(x) for x in chunks.carry]
         held = held_by(chunks) if recomputes() else None
-        state, casts = held and RunState.now(held), held and Casts(held.kinds)
+        state = held and RunState.now(held)
         for i, pieces in _counted(chunks):
             chunk = Chunk(chunks, i, pieces, carry)
             if held is None:
                 outs = chunk.run(chunk.xs)
             else:
-                outs, state = chunk.recomputed(held, state, casts)
+                outs, state = chunk.recomputed(held, state)
             carry = chunk.after
             rows.append(chunk.merged(outs))
         return _joined(chunks, rows), carry
@@ -135,14 +135,14 @@ class Chunk:
         left, count = iter(ys), len(ys) + len(self.others)
         return [self.others[k] if k in self.others else next(left) for k in range(count)]
 
-    def recomputed(self, held: Held, state: Any, casts: Any) -> tuple[Tensors, RunState]:
+    def recomputed(self, held: Held, state: Any) -> tuple[Tensors, RunState]:
         chunks, xs = self._chunks, as_read_now(self.xs)
-        program = Program(chunks.caller, self.run, held, state, casts)
+        program = Program(chunks.caller, self.run, held, state)
         verify = verifies(chunks.options, program)
         if upstream.peek_interpreter_stack() is not None:
             ys = first_in_functorch(program, xs, verify)
             self.after = [alive(x) if isinstance(x, Tensor) else x for x in self.after]
-            return ys, program.state.again()
+            return ys, state.again()
         pushed = upstream.forward_level() >= 0  # tangents go through f's own operations
         if pushed and any(map(is_dual, (*xs, *held.tensors, *held.parameters))):
             return self.run(xs), state.again()
@@ -155,10 +155,7 @@ class Chunk:
                     "and what it gets is a tensor. Return the new one."
                 )
             return outs, state
-        if any(x.grad_fn is not None for x in program.sources):
-            # So that what lies behind a captured tensor is no part of f's graph.
-            program, xs = program.inlined(), [*program.sources, *xs]
-        return recomputed(program, xs), state
+        return program.attached(xs), state
 
 
 def _joined(chunks: Chunks, rows: list[list[Any]]) -> list[Any]:
@@ -193,12 +190,6 @@ def _counted(chunks: Chunks) -> Iterator[tuple[int, list[Any]]]:
 
 
 def _parts(chunks: Chunks, x: Tensor, axis: int) -> Sequence[Tensor]:
-    if x.layout is not torch.strided or x.is_nested:
-        kind = "nested" if x.is_nested else f"sparse ({str(x.layout).removeprefix('torch.')})"
-        raise GradtoolsError(
-            f"{chunks.caller}: an argument that is split is a {kind} tensor, which has "
-            "no axis to cut on. Give its dense form, or share it (None in in_axes)."
-        )
     if chunks.cut.interleaved:  # one gather, whose backward is one scatter
         rows = [r for rows in chunks.cut.rows for r in rows]
         x = x.index_select(axis, torch.tensor(rows, device=x.device))

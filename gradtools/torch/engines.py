@@ -17,7 +17,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
@@ -44,7 +44,6 @@ from gradtools.torch.gradient_tensors import (
 )
 from gradtools.torch.known_errors import explain
 from gradtools.torch.modes import (
-    NOTHING,
     NoForwardMode,
     dual_level,
     dual_of,
@@ -279,7 +278,7 @@ def _dual_jvp(
     fun: Fun, leaves: Tensors, tangents: Tensors, kernels: Any = None
 ) -> tuple[Tensors, Tensors, Tensors]:
     keep = torch.is_grad_enabled()
-    outside = torch.inference_mode(False) if torch.is_inference_mode_enabled() else NOTHING
+    outside = torch.inference_mode(False) if torch.is_inference_mode_enabled() else nullcontext()
     with outside, torch.set_grad_enabled(keep), dual_level():
         pairs = zip(leaves, tangents, strict=True)
         duals = [dual_of(unshared(normal(kept(fun, x))), normal(t)) for x, t in pairs]
@@ -345,7 +344,7 @@ def _functorch_jvp(fun: Fun, leaves: Tensors, tangents: Tensors) -> Any:
         return tuple(outs), tuple(extras)
 
     xs = tuple([unshared(kept(fun, x)) for x in leaves])
-    with NOTHING if is_compiling() else forward_mode():
+    with nullcontext() if is_compiling() else forward_mode():
         outs, pushed, extras = torch.func.jvp(run, xs, tuple(tangents), has_aux=True)  # type: ignore[misc]
     # Under vmap PyTorch promotes the tangent of a scalar times a Python number, unlike its value.
     pairs = zip(pushed, outs, strict=True)

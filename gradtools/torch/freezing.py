@@ -40,10 +40,11 @@ from gradtools.torch.recomputation import (
     Pull,
     Pulled,
     first_in_functorch,
+    gradients,
     recomputed,
     with_cotangents,
 )
-from gradtools.torch.state import Casts, Held, RunState
+from gradtools.torch.state import Held, RunState
 
 Tensor = torch.Tensor
 Tensors = list[Tensor]
@@ -81,7 +82,7 @@ def run_frozen(whole: Chunks, uses: Uses) -> list[Any]:
             with _constant(whole.caller, held):
                 return chunk.merged(chunk.run(chunk.xs))
         state = RunState.now(held, uses.state)
-        use = _Use(uses, whole.caller, chunk.run, held, state, Casts(held.kinds))
+        use = _Use(uses, whole.caller, chunk.run, held, state)
         verify, xs = verifies(whole.options, use), as_read_now(chunk.xs)
         if upstream.peek_interpreter_stack() is not None:
             return chunk.merged(first_in_functorch(use, xs, verify))
@@ -207,7 +208,7 @@ class _Pullback(Pull):
             return super().pulled(xs)
         inner, ys = self.of.retained.pop()
         ends = [*compress(inner, self.wants)]
-        grads = _engine([*compress(ys, self.given)], ends, xs[self.size :], False, False)
+        grads = gradients([*compress(ys, self.given)], ends, xs[self.size :], False)
         return [*zip(ends, grads, strict=True)]
 
     def wanted(self, ctx: Any, xs: Sequence[Tensor], wants: Sequence[bool]) -> Sequence[bool]:
@@ -256,10 +257,10 @@ class _Second(Pull):
             needs = zip(cs, self.wants[size:], strict=True)
             cts = [c.detach().requires_grad_(c.requires_grad or w) for c, w in needs]
             ys = use.by(PlainAttention()).again(inner)
-            gs = _engine([*compress(ys, given)], inner, cts, True, True)
+            gs = gradients([*compress(ys, given)], inner, cts, True)
             pairs = [(g, u) for g, u in zip(gs, us, strict=True) if g is not None and u is not None]
             ends = [*compress([*inner, *cts], self.wants)]
-            found = _engine([g for g, _ in pairs], ends, [u for _, u in pairs], False, True)
+            found = gradients([g for g, _ in pairs], ends, [u for _, u in pairs], False, True)
         use.uses.keep(use, inner, ys)
         return [*zip(ends, found, strict=True)]
 
@@ -267,27 +268,6 @@ class _Second(Pull):
 def _dual(z: Tensor, u: Tensor | None) -> Tensor:
     z = detached(z, CHUNK)
     return z if u is None else dual_of(unshared(z), detached(u, CHUNK))
-
-
-def _engine(
-    ys: Sequence[Tensor],
-    xs: Sequence[Tensor],
-    cts: Sequence[Tensor],
-    create: bool,
-    retain: bool,
-) -> list[Tensor | None]:
-    """The gradients at xs; None for those that are not reached."""
-    pairs = [(y, c) for y, c in zip(ys, cts, strict=True) if y.requires_grad]
-    ends = tuple([x for x in xs if x.requires_grad])
-    if not pairs or not ends:
-        return [None] * len(xs)
-    outs, seeds = zip(*pairs, strict=True)
-    grads = iter(
-        upstream.engine(
-            outs, seeds, retain, create, ends, allow_unreachable=True, accumulate_grad=False
-        )
-    )
-    return [next(grads) if x.requires_grad else None for x in xs]
 
 
 def _constant(caller: str, held: Held) -> Replaced:

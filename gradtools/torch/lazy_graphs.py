@@ -26,7 +26,7 @@ from gradtools.torch.function_modes import PlainKernels
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.operation_marks import is_recorded
 from gradtools.torch.recomputation import Program, Pull, Pulled, recomputed, with_cotangents
-from gradtools.torch.state import Casts, Held, RunState
+from gradtools.torch.state import Held, RunState
 
 Tensor = torch.Tensor
 Tensors = list[Tensor]
@@ -56,16 +56,23 @@ def is_nested() -> bool:
     return upstream.peek_interpreter_stack() is not None or upstream.forward_level() >= 0
 
 
-class LazyGraph:
-    """The first evaluation of a derivative at modules, which a backward pass may repeat."""
+class LazyGraph(Program):
+    """The results of a derivative at modules, computed again if they are differentiated.
+
+    Its arguments are not read: they are the results, where these have a graph of their own.
+    """
+
+    inlines = False  # the derivative is taken at the leaves themselves
+    # The gradient of a bias before a normalization is nothing but rounding.
+    otherwise = jointly = True
 
     def __init__(self, f: Any, modules: Iterable[nn.Module]) -> None:
+        held = Held([f, *modules])
+        super().__init__("", list, held, RunState.now(held))
         self.deferred = True  # whether the engine frees the graph
         self._nested = False  # whether f ran inside of vmap or of forward mode
         self.leaves: dict[int, Tensor] = {}  # that f reached, by id
         self._constants: set[int] = set()  # the ids of outputs of f that require no grad
-        self._held = Held([f, *modules])
-        self._state, self._casts = RunState.now(self._held), Casts(self._held.kinds)
 
     def note(self, output: Any, own: set[int]) -> None:
         """Records the leaves behind f's outputs but for those with an id in `own`."""
@@ -74,26 +81,22 @@ class LazyGraph:
             return
         every = [x for x in trees.flatten(output)[0] if isinstance(x, Tensor)]
         self._constants |= {id(x) for x in every if not x.requires_grad}
-        nodes, accumulates = nodes_of(every), upstream.AccumulateGrad
-        for node in nodes:
-            if type(node) is accumulates:
-                x = node.variable
-                if id(x) not in self.leaves and id(x) not in own and not is_spent(x):
-                    self.leaves[id(x)] = x
+        nodes = nodes_of(every)
+        for x in [n.variable for n in nodes if type(n) is upstream.AccumulateGrad]:
+            if id(x) not in own and not is_spent(x):
+                self.leaves.setdefault(id(x), x)
         # A second evaluation would meet a graph that f captures, and that the first one has freed.
-        began = self._held.began
-        if min(map(upstream.sequence_of, nodes), default=began) < began:
+        if min(map(upstream.sequence_of, nodes), default=self.outside) < self.outside:
             self.deferred = False
 
-    def attached(
+    def results(
         self, caller: str, again: Callable[[], Any], results: Any, select: Any = None
     ) -> Any:
         """The tree of results, differentiable with respect to the leaves.
 
         again: Computes them once more; `select(again())` is the same tree, or `again()`.
         """
-        leaves = list(self.leaves.values())
-        if not (self.deferred and leaves and torch.is_grad_enabled()):
+        if not (self.deferred and self.leaves and torch.is_grad_enabled()):
             return results
         # Part by part: most parts are single tensors, which flatten fast.
         parts = results if type(results) is tuple else (results,)
@@ -108,29 +111,7 @@ class LazyGraph:
             # A pullback of a cotangent that requires grad has its graph.
             and (self._nested or not x.requires_grad)
         ]
-        run = again if select is None else lambda: select(again())
-        program = _Lazy(caller, run, places, self._held, self._state, self._casts)
-        ys = [every[k] for k in places]
-        # What vmap and forward mode return has a graph to captured tensors.
-        attached = program.attached(leaves, ys, ys if self._nested else [])
-        for k, y in zip(places, attached, strict=True):
-            every[k] = y
-        left = iter(every)
-        rebuilt = [trees.unflatten(treedef, [*islice(left, len(xs))]) for xs, treedef in flat]
-        return tuple(rebuilt) if parts is results else rebuilt[0]
 
-
-class _Lazy(Program):
-    """The results of a derivative, which are computed again with a graph.
-
-    Its arguments are not read: they are the results, where these have a graph of their own.
-    """
-
-    inlines = False  # the derivative is taken at the leaves themselves
-
-    def __init__(
-        self, caller: str, evaluate: Callable[[], Any], places: list[int], *state: Any
-    ) -> None:
         def run(_: Sequence[Tensor]) -> Tensors:
             # The cotangents may be batched by vmap; f must not run under it.
             with (
@@ -141,25 +122,21 @@ class _Lazy(Program):
             ):
                 _thread.again = True
                 try:
-                    every = trees.flatten(evaluate())[0]
+                    tree = again() if select is None else select(again())
                 finally:
                     _thread.again = False
-            return [every[k] for k in places]
+            return [*map(trees.flatten(tree)[0].__getitem__, places)]
 
-        super().__init__(caller, run, *state)
-
-    def attached(self, leaves: Tensors, ys: Tensors, graphs: Tensors) -> Tensors:
-        """The results ys, differentiable at the leaves and along graphs of their own."""
-        self.read(leaves)
-        self.known, self.verify = [y.detach() if y.requires_grad else y for y in ys], True
-        return recomputed(self, graphs)
-
-    def _compare(self, ys: Sequence[Tensor], exact: bool) -> None:
-        super()._compare(ys, False)  # other kernels compute them
-
-    def _scale(self, first: Tensor) -> Tensor:
-        # The gradient of a bias before a normalization is nothing but rounding.
-        return max((x for x, _ in self.first if x is not None), key=_largest)
+        ys = [every[k] for k in places]
+        program = self._copy(caller=caller, run=run, first=[], verify=True)
+        program.read([*self.leaves.values()])
+        program.known = [y.detach() if y.requires_grad else y for y in ys]
+        # What vmap and forward mode return has a graph to captured tensors.
+        for k, y in zip(places, recomputed(program, ys if self._nested else []), strict=True):
+            every[k] = y
+        left = iter(every)
+        rebuilt = [trees.unflatten(treedef, [*islice(left, len(xs))]) for xs, treedef in flat]
+        return tuple(rebuilt) if parts is results else rebuilt[0]
 
     def pullback(
         self, xs: Sequence[Tensor], cts: Sequence[Any], wants: Sequence[bool]
@@ -177,14 +154,9 @@ class _LazyPull(Pull):
         own = compress(zip(xs, cts, strict=False), self.wants[count:])
         return [*pairs, *own]
 
-    def _pull(self, *args: Any) -> Sequence[Any]:
+    def _pull(self, *args: Any) -> list[Tensor | None]:
         with _without_hooks(self.sources):
             return super()._pull(*args)
-
-
-def _largest(x: Tensor) -> float:
-    known = x[x.isfinite()].abs()
-    return float(known.max()) if known.numel() else 0.0
 
 
 @contextmanager

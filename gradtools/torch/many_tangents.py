@@ -20,8 +20,8 @@ from gradtools.torch.compiling import is_compiling
 from gradtools.torch.engines import caller_of, jvp, linearize, pushed
 from gradtools.torch.function_modes import OneTangent
 from gradtools.torch.modes import NoForwardMode, has_checkpoint, unpacked
-from gradtools.torch.recomputation import Program, recomputed
-from gradtools.torch.state import Casts, Held, RunState
+from gradtools.torch.recomputation import Program
+from gradtools.torch.state import Held, RunState
 
 Tensor = torch.Tensor
 Tensors = list[Tensor]
@@ -61,7 +61,7 @@ def jvps(
     every, size = [y for ys in (outs, *[pushed for *_, pushed in rows]) for y in ys], len(outs)
     if torch.is_grad_enabled():
         program = _Pushed(caller_of(fun), fun, len(leaves), held, state)
-        every = program.attached([*leaves, *[t for ts in many for t in ts]], every, mode)
+        every = program.results([*leaves, *[t for ts in many for t in ts]], every, mode)
     found = [every[k : k + size] for k in range(0, len(every), max(size, 1))]
     return (found[0], extras, found[1:]) if size else ([], extras, [[] for _ in many])
 
@@ -69,12 +69,13 @@ def jvps(
 class _Pushed(Program):
     """The outputs of a function and its tangents, by double backward if it runs again."""
 
-    def __init__(self, caller: str, fun: Fun, count: int, held: Held, state: RunState) -> None:
-        super().__init__(caller, self._by_pulling, held, state, Casts(held.kinds))
-        self._fun, self._size = fun, count
-        self.state = state.until(state.again())
+    otherwise = True
 
-    def attached(self, given: Tensors, known: Tensors, mode: OneTangent) -> Tensors:
+    def __init__(self, caller: str, fun: Fun, count: int, held: Held, state: RunState) -> None:
+        super().__init__(caller, self._by_pulling, held, state.until(state.again()))
+        self._fun, self._size = fun, count
+
+    def results(self, given: Tensors, known: Tensors, mode: OneTangent) -> Tensors:
         """The results, differentiable with respect to what is given and what was read."""
         own, xs = set(map(id, given)), as_read_now(given)
         # Without what the function made itself, such as aliases of a derivative that it took.
@@ -86,11 +87,8 @@ class _Pushed(Program):
         if not (read or any(x.requires_grad for x in xs)):
             return known
         self.read(read)
-        program: Program = self
-        if any(x.grad_fn is not None for x in read):
-            program, xs = self.inlined(), [*read, *xs]
-        program.known, program.verify = [y.detach() for y in known], True
-        return recomputed(program, xs)
+        self.known, self.verify = [y.detach() for y in known], True
+        return self.attached(xs)
 
     def _by_pulling(self, xs: Sequence[Tensor]) -> Tensors:
         """The transpose of the pullback, which is linear in the cotangents."""
@@ -99,9 +97,6 @@ class _Pushed(Program):
             outs, _, push = linearize(self._fun, xs[:size])
             rows = [push(xs[k : k + size]) for k in range(size, len(xs), size)]
         return [y for row in (outs, *rows) for y in row]
-
-    def _compare(self, ys: Sequence[Tensor], exact: bool) -> None:
-        super()._compare(ys, False)  # other operations compute them
 
 
 def _by_engine(fun: Fun, leaves: Tensors, many: Sequence[Tensors]) -> Any:

@@ -1,12 +1,10 @@
-"""Levels and modes of a thread: legacy vmap, forward mode, saved-tensors hooks; precision flags."""
+"""Levels and modes of a thread: legacy vmap, forward mode, saved-tensors hooks."""
 
 from __future__ import annotations
 
-import operator
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -69,55 +67,43 @@ def dual_of(x: Tensor, tangent: Tensor) -> Tensor:
         raise NoForwardMode from error
 
 
-class forward_mode:
+@contextmanager
+def forward_mode() -> Iterator[None]:
     """A lock for forward mode, since PyTorch has a single level for all threads.
 
     Raises `NoForwardMode` instead of waiting, which could deadlock: the thread in the level may
     wait for this one. The derivative then is computed by reverse mode twice.
     """
-
-    def __enter__(self) -> None:
-        if not _FORWARD_MODE.acquire(blocking=False):
-            raise NoForwardMode
-        try:
-            self._open()
-        except BaseException:  # an interrupt, too, gives the level back
-            _FORWARD_MODE.release()
-            raise
-
-    def _open(self) -> None:
+    if not _FORWARD_MODE.acquire(blocking=False):
+        raise NoForwardMode
+    try:
         if upstream.forward_level() >= 0:
             raise NoForwardMode
-
-    def __exit__(self, *error: Any) -> None:
+        yield
+    finally:
         _FORWARD_MODE.release()
 
 
-class dual_level(forward_mode):
+@contextmanager
+def dual_level() -> Iterator[None]:
     """`torch.autograd.forward_ad.dual_level`, or `NoForwardMode` if the level is in use.
 
     It enables tangents, which torch.func and a Function's jvp disable around code of their own.
     """
-
-    def _open(self) -> None:
-        super()._open()
-        self._tangents = upstream.is_forward_mode_enabled()
-        level = upstream.enter_forward_level()
+    with forward_mode():
+        tangents, level = upstream.is_forward_mode_enabled(), upstream.enter_forward_level()
         if level is None:  # another thread is about to enter or leave torch.func.jvp
             raise NoForwardMode
-        self._level = level
-        upstream.set_forward_mode_enabled(True)
-
-    def __exit__(self, *error: Any) -> None:
         try:
-            upstream.leave_forward_level(self._level)
-        except BaseException:
-            if upstream.forward_level() == self._level:  # an interrupt came before it
-                upstream.leave_forward_level(self._level)
-            raise
+            upstream.set_forward_mode_enabled(True)
+            yield
         finally:
-            _FORWARD_MODE.release()
-            upstream.set_forward_mode_enabled(self._tangents)
+            try:
+                upstream.leave_forward_level(level)
+            finally:
+                if upstream.forward_level() == level:  # an interrupt came before it
+                    upstream.leave_forward_level(level)
+                upstream.set_forward_mode_enabled(tangents)
 
 
 @contextmanager
@@ -140,67 +126,3 @@ def unpacked() -> Iterator[list[Any]]:
 def has_checkpoint(hooks: Sequence[Any]) -> bool:
     """Whether some of the hooks are those of `torch.utils.checkpoint`."""
     return "torch.utils.checkpoint" in [getattr(pack, "__module__", "") for pack, _ in hooks]
-
-
-NOTHING = nullcontext()
-
-
-@contextmanager
-def without_casts(kinds: Iterable[str]) -> Iterator[None]:
-    with ExitStack() as inside:
-        for kind in {"cpu", *kinds} - {"meta"} if upstream.is_any_autocast_enabled() else ():
-            inside.enter_context(torch.autocast(kind, enabled=False))
-        yield
-
-
-def default_device() -> torch.device:
-    """`torch.get_default_device()`, which is slow."""
-    return torch.empty(0).device
-
-
-# --- flags of precision --------------------------------------------------------------------------
-
-Flag = tuple[Callable[[], Any], Callable[[Any], Any]]
-"""The getter and the setter of a flag."""
-
-
-def _attribute(holder: Any, name: str) -> Flag:
-    """The flag of a property, bypassing `torch.backends.disable_global_flags`.
-
-    (`torch.testing._internal` calls that, after which assigning to the property raises.) A flag
-    that the holder has by its `__getattr__` is read by that, without the lookup that fails before.
-    """
-    kind = type(holder)
-    flag = vars(kind).get(name)
-    if flag is None:
-        return partial(kind.__getattr__, holder, name), partial(setattr, holder, name)
-    return flag.getter, flag.setter
-
-
-def _if_readable(get: Callable[[], Any], put: Callable[[Any], Any]) -> Flag:
-    def read() -> Any:
-        try:
-            return get()
-        except RuntimeError:  # "you have used a mix of the legacy and new APIs"
-            return None
-
-    return read, lambda value: None if value is None else put(value)
-
-
-_cudnn = torch.backends.cudnn
-
-PRECISIONS: dict[str, Flag] = {
-    "float32_matmul_precision": _if_readable(
-        torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
-    ),
-    "cudnn.allow_tf32": _if_readable(*_attribute(_cudnn, "allow_tf32")),
-}
-"""The flags that allow reduced precision in float32 products, in the order of setting.
-
-Two legacy flags, for matrices and for cuDNN, write the newer ones (by library and operation), and
-so come first. A legacy flag that contradicts the newer ones cannot be read, and is None.
-"""
-_NEWER = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
-for _name in _NEWER if hasattr(_cudnn, "conv") else ():  # from PyTorch 2.9 on
-    _at = operator.attrgetter(_name)(torch.backends), "fp32_precision"
-    PRECISIONS[f"{_name}.fp32_precision"] = _attribute(*_at)

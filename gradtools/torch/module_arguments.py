@@ -211,4 +211,4 @@ class Opened:
         """
         if self._graph is None:
             return lambda results, select=None: results
-        return partial(self._graph.attached, caller, again)
+        return partial(self._graph.results, caller, again)

@@ -35,7 +35,7 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
 from gradtools.torch.arrays import seed_of, split_key
 from gradtools.torch.compiling import skipped_by_dynamo
-from gradtools.torch.randomness import Randomness
+from gradtools.torch.state import Randomness
 
 Tensors = Mapping[str, Tensor]
 Shapes = Mapping[str, torch.Size]
@@ -417,7 +417,7 @@ def _seeded(key: Any, tensors: Any) -> Iterator[None]:
     devices = {x.device for x in upstream.tree_leaves(tensors) if isinstance(x, Tensor)}
     others = sorted((d for d in devices if d.type not in ("cpu", "meta")), key=str)
     with SEEDING:
-        before = Randomness.of([torch.device("cpu"), *others])
+        before = Randomness.of(others)
         try:
             before.seeded(seed).restore()
             yield

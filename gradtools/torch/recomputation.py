@@ -42,7 +42,7 @@ from gradtools.torch.compiling import left_to_python
 from gradtools.torch.functorch_wrappers import alive, is_dual, is_inexact, is_wrapped, unwrapped
 from gradtools.torch.modes import batchings, by_new_vmap, unpacked
 from gradtools.torch.operation_marks import CHUNK, detached, marked
-from gradtools.torch.state import Casts, Held, RunState
+from gradtools.torch.state import Held, RunState
 
 Tensor = torch.Tensor
 Tensors = list[Tensor]
@@ -111,10 +111,14 @@ class Program(Recomputable):
         captured: Tensors that the first arguments replace.
         first: The outputs of the first run and their versions, to compare with.
         kept: Whether the graph of the first run is kept in memory.
+        otherwise: Whether it is computed again by other operations, which round otherwise.
+        jointly: Whether rounding is relative to the largest output, not to each of them.
     """
 
-    def __init__(self, caller: str, run: Run, held: Held, state: RunState, casts: Casts) -> None:
-        self.caller, self.run, self.held, self.state, self.casts = caller, run, held, state, casts
+    kept = otherwise = jointly = False
+
+    def __init__(self, caller: str, run: Run, held: Held, state: RunState) -> None:
+        self.caller, self.run, self.held, self.state = caller, run, held, state
         self.call: Run | None = None  # of a batch
         self.sources: Tensors = []
         self.captured: Tensors = []
@@ -123,7 +127,6 @@ class Program(Recomputable):
         self.inline = 0  # how many of the captured tensors were sources
         self.first: list[tuple[Tensor | None, int]] = []
         self.verified: Callable[[], None] = lambda: None
-        self.kept = False
         self.replaced = replaced_now()  # by an outer recomputation, in which this is the first run
         levels = upstream.get_interpreter_stack() or ()
         self.maps = sum(level.key() == _VMAP for level in levels)
@@ -143,10 +146,10 @@ class Program(Recomputable):
         written = [x for x in (*inner, *others) if not x.is_inference()]
         versions, began = [*map(upstream.version_of, written)], upstream.nodes_made()
         with unpacked() if upstream.saved_tensors_hooks_on(False) else _NOTHING:
-            if self.casts.on:
+            if self.state.casts.on:
                 torch.clear_autocast_cache()  # whose weights have another call's graph
             ys = self.run_first(inner)
-            if self.casts.on:
+            if self.state.casts.on:
                 torch.clear_autocast_cache()
         later = self.state.again()
         self.state = self.state.until(later)
@@ -154,8 +157,8 @@ class Program(Recomputable):
             return ys, later
         changed = [*map(upstream.version_of, written)] != versions
         sources = None if changed else self._sources(ys, inner, began)
-        self.kept = sources is None
         if sources is None:
+            self.kept = True
             read = "reads a tensor that was computed outside of f"
             what = "changes an argument in place" if changed else read
             warn_once(
@@ -191,6 +194,13 @@ class Program(Recomputable):
         """The node's arguments after a first pass inside of torch.func. Sets `captured`."""
         self.captured = captured
         return [*captured, *xs]
+
+    def attached(self, xs: Sequence[Tensor]) -> Tensors:
+        """The known outputs at xs, as one node."""
+        if {x.grad_fn for x in self.sources} <= {None}:
+            return recomputed(self, xs)
+        # So that what lies behind a captured tensor is no part of f's graph.
+        return recomputed(self.inlined(), [*self.sources, *xs])
 
     def remember(self, ys: Sequence[Tensor]) -> None:
         """Sets the outputs to compare with, below all levels of torch.func."""
@@ -235,26 +245,11 @@ class Program(Recomputable):
                 f"inplace operation: {self.caller} computes f again in the backward pass, and a "
                 "parameter that f reads was changed after the forward pass."
             )
-        state = self.state if self.state else None  # most functions have none
-        now = state and state.again()
         _thread.recomputing += 1
-        changed = self.held.reset_parameters()
         try:
-            if state is not None:
-                state.restore()
-            if self.casts.matter():
-                torch.clear_autocast_cache()
-                with self.casts.again():
-                    ys = self._call(xs)
-                torch.clear_autocast_cache()
-            else:
-                ys = self._call(xs)
+            ys = self.state.rerun(self._call, xs)
         finally:
             _thread.recomputing -= 1
-            for own, others in changed:
-                own.update(others)
-            if now is not None:
-                now.restore()
         if self.first and not upstream.is_traced_by_make_fx():
             self._compare(ys, self.eager and upstream.peek_interpreter_stack() is None)
         return ys
@@ -280,7 +275,8 @@ class Program(Recomputable):
             if not _is_ordinary(first) or first.device.type == "meta":
                 continue  # fake: without numbers
             written = upstream.version_of(first) != version
-            if not (written or _equal(y.detach(), first, exact, self._scale(first))):
+            scale = [x for x, _ in self.first if x is not None] if self.jointly else [first]
+            if not (written or _equal(y.detach(), first, exact and not self.otherwise, scale)):
                 raise GradtoolsError(
                     f"{self.caller}: f returns other values when it is computed again in the "
                     "backward pass, so its gradient would be wrong. It depends on something "
@@ -290,10 +286,6 @@ class Program(Recomputable):
                 )
         self.first.clear()  # which copies for other passes share
         self.verified()
-
-    def _scale(self, first: Tensor) -> Tensor:
-        """The outputs to whose largest number rounding is relative."""
-        return first
 
     def _copy(self, **changes: Any) -> Program:
         other = copy(self)
@@ -317,15 +309,15 @@ def _is_ordinary(x: Tensor) -> bool:
     return type(x) is Tensor or type(x) is torch.nn.Parameter
 
 
-def _equal(y: Tensor, first: Tensor, exact: bool, scale: Tensor) -> bool:
+def _equal(y: Tensor, first: Tensor, exact: bool, scale: Tensors) -> bool:
     """Whether two results are the same, up to rounding where kernels may sum in other orders."""
     if y.dtype is torch.complex32:  # which PyTorch does not compare
-        y, first, scale = map(torch.view_as_real, (y, first, scale))
+        y, first, *scale = map(torch.view_as_real, (y, first, *scale))
     if exact and y.device.type == "cpu":
         return torch.equal(y, first) or torch.allclose(y, first, 0, 0, equal_nan=True)
     near = 1e-2 if y.dtype.itemsize < 4 or y.device.type != "cpu" else 1e-4
-    known = scale.detach()[scale.isfinite()].abs()
-    size = float(known.max()) if known.numel() else 0.0
+    finite = [x.detach()[x.isfinite()].abs() for x in scale]
+    size = max([float(x.max()) for x in finite if x.numel()], default=0.0)
     return torch.allclose(y, first, near, near * size, equal_nan=True)
 
 
@@ -368,12 +360,11 @@ class Pull(Recomputable):
             entered = zip(xs[: self.size], self.wants[fixed:], strict=True)
             inner = [_entering(x, create, wanted) for x, wanted in entered]
             ys = self.of.again(inner)
-        tracked = [y.requires_grad for y in compress(ys, self.given)]
-        outs = tuple(compress(compress(ys, self.given), tracked))
-        ends = tuple(compress((*self.sources, *inner), self.wants))
-        if not outs or not ends:
+        outs = [*compress(ys, self.given)]
+        ends = [*compress((*self.sources, *inner), self.wants)]
+        if not any(y.requires_grad for y in outs):
             return [(x, None) for x in ends]
-        grads = self._pull(create, outs, ends, list(compress(xs[self.size :], tracked)), tracked)
+        grads = self._pull(create, outs, ends, xs[self.size :])
         if isinstance(self.of, Program) and self.of.inlines:
             reached = inner[: self.of.inline] if self.of.inline else self.sources
             known = {*map(id, reached)}
@@ -389,22 +380,19 @@ class Pull(Recomputable):
         return [*zip(ends, grads, strict=True)]
 
     def _pull(
-        self, create: bool, outs: Any, ends: Any, cts: Tensors, tracked: Any
-    ) -> Sequence[Any]:
-        pull = lambda *cts: upstream.engine(
-            outs, cts, create, create, ends, allow_unreachable=True, accumulate_grad=False
-        )
+        self, create: bool, outs: Tensors, ends: Tensors, cts: Sequence[Tensor]
+    ) -> list[Tensor | None]:
         if not self.rows:
-            return pull(*cts)
+            return gradients(outs, ends, cts, create)
         there: list[bool] = []
 
         def one(*cts: Tensor) -> tuple[Tensor, ...]:
-            grads = pull(*cts)
+            grads = gradients(outs, ends, cts, create)
             there[:] = [g is not None for g in grads]
             return tuple([g for g in grads if g is not None])
 
         for axes, axis, _ in self.rows:
-            one = torch.vmap(one, tuple(compress(axes, tracked)), axis, randomness="same")
+            one = torch.vmap(one, axes, axis, randomness="same")
         found = iter(one(*cts))
         return [next(found) if t else None for t in there]
 
@@ -425,6 +413,28 @@ class Pull(Recomputable):
 
     def expands(self, axes: Sequence[int | None]) -> bool:
         return any(axis is not None for axis in axes[: self.size])
+
+
+def gradients(
+    ys: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    cts: Sequence[Tensor],
+    create: bool,
+    retain: bool = False,
+) -> list[Tensor | None]:
+    """The gradients at xs by autograd's engine; None for those that are not reached."""
+    pairs = [(y, c) for y, c in zip(ys, cts, strict=True) if y.requires_grad]
+    ends = tuple([x for x in xs if x.requires_grad])
+    if not pairs or not ends:
+        return [None] * len(xs)
+    outs, seeds = zip(*pairs, strict=True)
+    retain = retain or create
+    found = iter(
+        upstream.engine(
+            outs, seeds, retain, create, ends, allow_unreachable=True, accumulate_grad=False
+        )
+    )
+    return [next(found) if x.requires_grad else None for x in xs]
 
 
 def with_cotangents(xs: Sequence[Tensor], cts: Sequence[Tensor | None]) -> Tensors:

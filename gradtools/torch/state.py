@@ -1,4 +1,4 @@
-"""What a recomputation puts back: random streams, autocast, and the buffers of modules.
+"""What a recomputation starts from: random streams, autocast, and the buffers of modules.
 
 `Held` finds what a function is or closes over, once for each call. `RunState` is the state at one
 time; an unchanged buffer is copied once for all of them. Nothing else is searched or put back.
@@ -6,24 +6,151 @@ time; an unchanged buffer is copied once for all of them. Nothing else is search
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from contextlib import ExitStack
+import ctypes
+import random
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
 from types import BuiltinMethodType, CellType, FunctionType, MethodType
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.function_modes import PlainKernels, plain_kernels_are_on
-from gradtools.torch.randomness import Randomness
 
 Tensor = torch.Tensor
 Slots = dict[str, Any]
+# A device's default generator, one of the two below, or a generator, such as the CPU's.
+Stream = torch.device | str | torch.Generator
+PYTHON, NUMPY, CPU = "Python's random stream", "NumPy's random stream", torch.default_generator
 _PLAIN = (Tensor, nn.Parameter)
+
+
+# --- random streams ------------------------------------------------------------------------------
+
+
+@dataclass(eq=False, repr=False)
+class Randomness:
+    """The states of random generators, each with a value that is equal for equal states."""
+
+    states: dict[Stream, tuple[Any, Any]]
+
+    @classmethod
+    def of(cls, streams: Iterable[Stream]) -> Randomness:
+        return cls({CPU: _state(CPU), **{stream: _state(stream) for stream in streams}})
+
+    @classmethod
+    def now(cls, xs: Sequence[Tensor]) -> Randomness | None:
+        """PyTorch's generators of these tensors' devices and the CPU; None while compiling."""
+        if torch.compiler.is_dynamo_compiling() or upstream.TracingContext.try_get() is not None:
+            return None
+        return cls.of({x.device for x in xs if x.device.type not in ("cpu", "meta")})
+
+    @classmethod
+    def everywhere(
+        cls, kinds: Iterable[str], generators: Iterable[torch.Generator] = ()
+    ) -> Randomness:
+        """Python's, NumPy's, and PyTorch's generators of the CPU and all devices of these types.
+
+        generators: Further ones, that a module or a closure holds.
+        """
+        others = sorted(set(kinds) - {"cpu", "meta"})
+        counts = [(kind, torch.get_device_module(kind).device_count()) for kind in others]
+        devices = [torch.device(kind, i) for kind, count in counts for i in range(count)]
+        return cls.of([*devices, PYTHON, NUMPY, *generators])
+
+    def seeded(self, seed: int) -> Randomness:
+        """The states of PyTorch's generators of the same devices after seeding.
+
+        Made by new generators, since not all devices expose their default generator.
+        """
+        devices = [(s, s) if isinstance(s, torch.device) else (CPU, "cpu") for s in self.states]
+        made = [(s, torch.Generator(device).manual_seed(seed)) for s, device in devices]
+        return Randomness({s: (generator.get_state(), b"") for s, generator in made})
+
+    def current(self) -> Randomness:
+        """The current states of the same generators; self if nothing was drawn."""
+        now = {stream: _state(stream) for stream in self.states}
+        moved = [s for s, (_, key) in self.states.items() if now[s][1] != key]
+        return Randomness({**self.states, **{s: now[s] for s in moved}}) if moved else self
+
+    def advanced_to(self, later: Randomness) -> Randomness:
+        """The states of those generators only that differ in later states."""
+        pairs = self.states.items()
+        return Randomness({s: state for s, state in pairs if later.states[s] is not state})
+
+    def restore(self) -> None:
+        for stream, (state, _) in self.states.items():
+            if isinstance(stream, torch.Generator):
+                stream.set_state(state)
+            elif isinstance(stream, torch.device):
+                torch.get_device_module(stream).set_rng_state(state, stream)
+            elif stream == PYTHON:
+                random.setstate(state)
+            else:
+                np.random.set_state(state)  # noqa: NPY002
+                _latest_of_numpy[0] = state, _words_of_numpy()
+
+
+@contextmanager
+def restored(randomness: Randomness | None) -> Iterator[None]:
+    """Restores these states for the block, so that it repeats its draws; then the current ones.
+
+    None: does nothing.
+    """
+    if randomness is None:
+        yield
+        return
+    current = randomness.current()
+    try:
+        randomness.restore()
+        yield
+    finally:
+        current.restore()
+
+
+def _state(stream: Stream) -> tuple[Any, Any]:
+    """A generator's state, and a value that is equal for equal states."""
+    if stream == PYTHON:  # all words change at once, and until then only the position, the last
+        state: Any = random.getstate()
+        return state, (state[1][:2], state[1][-1], state[2])
+    if isinstance(stream, str):
+        state = _state_of_numpy()
+        return state, id(state)
+    if isinstance(stream, torch.Generator):
+        state = stream.get_state()
+    else:
+        state = torch.get_device_module(stream).get_rng_state(stream)
+    return state, ctypes.string_at(state.data_ptr(), state.numel())  # works under transforms
+
+
+# NumPy's state and words when they were read last: reading all takes longer than a small layer.
+_latest_of_numpy: list[tuple[dict[str, Any], bytes]] = [({}, b"")]
+
+
+def _state_of_numpy() -> dict[str, Any]:
+    """The state of `numpy.random`: the same object if its words show that nothing was drawn."""
+    state, words = _latest_of_numpy[0]
+    if not words or words != _words_of_numpy() or state["has_gauss"]:
+        state = np.random.get_state(legacy=False)  # type: ignore[assignment]  # noqa: NPY002
+        _latest_of_numpy[0] = state, _words_of_numpy()
+    return state
+
+
+def _words_of_numpy() -> bytes:
+    """The words and the position of NumPy's Mersenne Twister; empty for another generator."""
+    bits: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
+    if type(bits) is not np.random.MT19937:
+        return b""
+    return ctypes.string_at(bits.ctypes.state_address, 625 * 4)
+
+
+# --- what a function holds -----------------------------------------------------------------------
 
 
 class Held:
@@ -32,6 +159,7 @@ class Held:
     Attributes:
         modules: The modules and their submodules.
         tensors: The tensors in closures.
+        generators: The generators of modules and in closures.
         parameters: Those of the modules.
         kinds: The types of devices whose random streams f may draw from.
         buffers: The buffers of each module that has any, with the module.
@@ -39,29 +167,26 @@ class Held:
     """
 
     def __init__(self, roots: Sequence[Any], kinds: Iterable[str] = ()) -> None:
-        modules, tensors = dict[int, nn.Module](), dict[int, Tensor]()
-        generators = dict[int, torch.Generator]()
-        todo, seen = list(roots), set[int]()
+        self.modules, self.tensors = list[nn.Module](), list[Tensor]()
+        self.generators, todo, seen = list[torch.Generator](), list(roots), set[int]()
         while todo:
             x = todo.pop()
             if id(x) in seen:
                 continue
             seen.add(id(x))
             if isinstance(x, nn.Module):
-                modules[id(x)] = x
+                self.modules.append(x)
                 todo += upstream.slots_of(x)[2].values()
             elif isinstance(x, Tensor):
-                tensors[id(x)] = x
+                self.tensors.append(x)
             elif isinstance(x, torch.Generator):
-                generators[id(x)] = x
+                self.generators.append(x)
             else:
                 todo += _parts(x)
-        self.modules, self.tensors = list(modules.values()), list(tensors.values())
         own = [x for m in self.modules for x in vars(m).values() if type(x) is torch.Generator]
-        self._generators = [*own, *generators.values()]
-        slots = [upstream.slots_of(m) for m in self.modules]
-        pairs = zip(slots, self.modules, strict=True)
-        self.buffers: list[tuple[Slots, nn.Module]] = [(b, m) for (_, b, _), m in pairs if b]
+        self.generators += own
+        slots = [(*upstream.slots_of(m)[:2], m) for m in self.modules]
+        self.buffers: list[tuple[Slots, nn.Module]] = [(b, m) for _, b, m in slots if b]
         self._first = [(own, dict(own)) for own, _, _ in slots if own]
         self.parameters = [x for own, _ in self._first for x in own.values() if x is not None]
         self.kinds = {"cpu", *kinds, *(x.device.type for x in self.parameters)} - {"meta"}
@@ -72,10 +197,6 @@ class Held:
         lazy = nn.parameter.is_lazy
         plain = [x for x in self.parameters if not (lazy(x) or x.is_inference())]
         return sum(map(upstream.version_of, plain))
-
-    def streams(self, known: Randomness | None = None) -> Randomness:
-        """The current states of the random streams that f may draw from."""
-        return known.current() if known else Randomness.everywhere(self.kinds, self._generators)
 
     def reset_parameters(self) -> list[tuple[Slots, Slots]]:
         """Puts the first parameters back into modules that hold others now.
@@ -97,8 +218,7 @@ def _parts(x: Any) -> Iterable[Any]:
     kind = type(x)
     if kind is FunctionType:
         cells = [c.cell_contents for c in x.__closure__ or () if c != CellType()]
-        wrapped = getattr(x, "__wrapped__", None)
-        return cells if wrapped is None else [*cells, wrapped]
+        return [*cells, getattr(x, "__wrapped__", None)]
     if kind is MethodType:
         return [x.__self__, x.__func__]
     if kind is BuiltinMethodType:
@@ -110,6 +230,9 @@ def _parts(x: Any) -> Iterable[Any]:
     return x.values() if kind is dict else ()
 
 
+# --- the state at one time -----------------------------------------------------------------------
+
+
 @dataclass(eq=False)
 class RunState:
     """The random streams that f may draw from, and the buffers of its modules, at one time."""
@@ -118,6 +241,7 @@ class RunState:
     streams: Randomness
     slots: list[Slots]  # each module's buffers
     copies: list[tuple[Tensor, Tensor, int, bool]]  # of each buffer; its version; see `_same`
+    casts: _Casts
 
     @classmethod
     def now(cls, held: Held, before: RunState | None = None) -> RunState:
@@ -125,21 +249,23 @@ class RunState:
         if upstream.peek_interpreter_stack() is not None:
             with upstream.temporarily_clear_interpreter_stack():
                 return cls.now(held, before)
-        streams = held.streams(before.streams if before and before.held is held else None)
+        known = before if before is not None and before.held is held else None
+        if known is not None and known.streams.states:
+            streams = known.streams.current()
+        else:
+            streams = Randomness.everywhere(held.kinds, held.generators)
         slots = [dict(own) for own, _ in held.buffers]
-        known = {id(entry[0]): entry for entry in before.copies} if before else {}
+        entries = {id(entry[0]): entry for entry in before.copies} if before is not None else {}
         copies = []
         for own, (_, module) in zip(slots, held.buffers, strict=True):
             for b in own.values():
                 if b is not None:
-                    entry = known.get(id(b))
+                    entry = entries.get(id(b))
                     copy = entry[1] if entry and _same(*entry) else b.detach().clone()
                     copies.append((b, copy, _version(b), module.training))
-        return cls(held, streams, slots, copies)
-
-    def __bool__(self) -> bool:
-        """Whether there is anything to put back."""
-        return bool(self.streams or self.slots)
+        return cls(
+            held, streams, slots, copies, _Casts(held.kinds) if known is None else known.casts
+        )
 
     def again(self) -> RunState:
         """The current state of the same streams and modules."""
@@ -147,7 +273,25 @@ class RunState:
 
     def until(self, later: RunState) -> RunState:
         """This state with those streams only that have advanced since."""
-        return RunState(self.held, self.streams.advanced_to(later.streams), self.slots, self.copies)
+        streams = self.streams.advanced_to(later.streams)
+        return RunState(self.held, streams, self.slots, self.copies, self.casts)
+
+    def rerun(self, fun: Callable[[Any], Any], xs: Any) -> Any:
+        """`fun(xs)` from this state; the current state stands afterwards."""
+        now = self.again() if self.streams.states or self.slots else None  # most need nothing
+        changed, casts = self.held.reset_parameters(), self.casts
+        try:
+            if now is not None:
+                self.restore()
+            if not (casts.on or casts.plain or upstream.is_any_autocast_enabled()):
+                return fun(xs)
+            with casts.again():
+                return fun(xs)
+        finally:
+            for own, others in changed:
+                own.update(others)
+            if now is not None:
+                now.restore()
 
     def restore(self) -> None:
         if upstream.peek_interpreter_stack() is not None:
@@ -187,28 +331,26 @@ def _same(buffer: Tensor, copy: Tensor, version: int, training: bool) -> bool:
     return same if same and buffer.numel() > _LARGE else torch.equal(buffer, copy)
 
 
-class Casts:
+class _Casts:
     """Autocast, and gradtools' own choice of kernels, as they were when this object was made."""
 
     def __init__(self, kinds: Iterable[str]) -> None:
-        self._plain, self.on = plain_kernels_are_on(), upstream.is_any_autocast_enabled()
+        self.plain, self.on = plain_kernels_are_on(), upstream.is_any_autocast_enabled()
         self._cached, get = torch.is_autocast_cache_enabled(), torch.get_autocast_dtype
         enabled = torch.is_autocast_enabled
         self._first: list[Any] = [
             (k, enabled(k), get(k)) if self.on else (k, False, None) for k in sorted(kinds)
         ]
 
-    def matter(self) -> bool:
-        """Whether `again` may change anything."""
-        return self.on or self._plain or upstream.is_any_autocast_enabled()
-
-    def again(self) -> ExitStack:
+    @contextmanager
+    def again(self) -> Iterator[None]:
         """A context with the first settings."""
-        inside = ExitStack()
-        if self._plain and not plain_kernels_are_on():
-            inside.enter_context(PlainKernels())
-        for kind, on, dtype in self._first:
-            inside.enter_context(
-                torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=self._cached)
-            )
-        return inside
+        torch.clear_autocast_cache()
+        with ExitStack() as inside:
+            if self.plain and not plain_kernels_are_on():
+                inside.enter_context(PlainKernels())
+            for kind, on, dtype in self._first:
+                cast = torch.autocast(kind, dtype=dtype, enabled=on, cache_enabled=self._cached)
+                inside.enter_context(cast)
+            yield
+        torch.clear_autocast_cache()

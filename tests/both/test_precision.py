@@ -13,8 +13,7 @@ import pytest
 import torch
 
 from gradtools.testing import check_derivatives, cross_check
-from gradtools.testing.cross_checking.precision import highest_precision
-from gradtools.torch.modes import PRECISIONS
+from gradtools.testing.cross_checking.precision import highest_precision, settings_of_torch
 
 NEWER = hasattr(torch.backends, "fp32_precision")  # from PyTorch 2.9 on
 STATES = {
@@ -30,7 +29,7 @@ STATES = {
 
 
 def settings() -> Any:
-    found = {name: get() for name, (get, _) in PRECISIONS.items()}
+    found = {name: get() for name, (get, _) in settings_of_torch().items()}
     return found, jax.config.jax_default_matmul_precision
 
 
@@ -42,7 +41,7 @@ def state(request):
     yield request.param
     if NEWER:
         torch.backends.fp32_precision = "none"
-    for name, (get, put) in PRECISIONS.items():
+    for name, (get, put) in settings_of_torch().items():
         if get() != before[name]:
             put(before[name])
 

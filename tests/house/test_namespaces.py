@@ -159,10 +159,9 @@ seeing/torch/thread_patches.py: calls that no mode sees; JAX traces them
 seeing/torch/live_graph.py: the graph that autograd holds of results; JAX's arrays hold none
 torch/nn.py: the reversal layer of torch.nn
 jax/linen.py: where users find the reversal layer of flax.linen
-torch/modes.py: flags that choose kernels; JAX has none
+torch/modes.py: levels of a thread; JAX has none
 torch/operation_marks.py: operations of gradtools' own; in JAX a jaxpr's name tells them
 torch/hooks.py: hooks on gradients; JAX has none
-torch/randomness.py: generators with a state; JAX has keys
 torch/state.py: random streams and buffers that change; JAX's functions are pure
 torch/captured_tensors.py: tensors that a recomputed function captures; JAX converts closures
 torch/recomputation.py: programs that run again; in JAX `recomputing.py`

@@ -24,7 +24,7 @@ from gradtools.seeing.torch import _upstream as private
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import as_written
 from gradtools.torch.functorch_wrappers import is_inexact, unwrapped
-from gradtools.torch.randomness import Randomness
+from gradtools.torch.state import Randomness
 
 Tensor = torch.Tensor
 Run = Callable[[Sequence[Any]], Sequence[Any]]

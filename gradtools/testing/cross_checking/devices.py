@@ -44,8 +44,6 @@ def placed(backend: str, device: str = "auto") -> Iterator[None]:
     if backend == "torch":
         import torch
 
-        from gradtools.torch.modes import default_device
-
         counts = {"cpu": 1, "gpu": torch.cuda.device_count(), "tpu": 0}
     else:
         import jax
@@ -60,7 +58,7 @@ def placed(backend: str, device: str = "auto") -> Iterator[None]:
         )
     if backend == "jax":
         inside: AbstractContextManager[Any] = jax.default_device(_jax_devices(kind)[number])
-    elif kind == "cpu" and default_device().type == "cpu":
+    elif kind == "cpu" and torch.get_default_device().type == "cpu":
         inside = nullcontext()  # avoids the overhead of the default-device mode
     else:
         inside = torch.device("cuda" if kind == "gpu" else "cpu", number)
@@ -73,9 +71,7 @@ def described(backend: str) -> str:
     if backend == "torch":
         import torch
 
-        from gradtools.torch.modes import default_device
-
-        return f"{torch.__version__}, run on the {default_device()}"
+        return f"{torch.__version__}, run on the {torch.get_default_device()}"
     import jax
 
     return f"{jax.__version__}, run on the {jax.default_backend()}"

@@ -7,8 +7,10 @@ precision and restore the settings afterwards.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+import operator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import cache, partial
 from typing import Any
 
 _HIGHEST = {"float32_matmul_precision": "highest", "cudnn.allow_tf32": False}
@@ -32,9 +34,7 @@ def highest_precision(backends: Iterable[str]) -> Iterator[None]:
                 if value not in (*_FULL, None) or (not value and jax.default_backend() != "cpu"):
                     inside.enter_context(jax.default_matmul_precision("highest"))
                 continue
-            from gradtools.torch.modes import PRECISIONS
-
-            before = {name: get() for name, (get, _) in PRECISIONS.items()}
+            before = {name: get() for name, (get, _) in settings_of_torch().items()}
             newer = {n: v for n, v in before.items() if n.endswith(".fp32_precision")}
             if any(value not in _FULL for value in newer.values()):
                 inside.callback(_put, before)
@@ -48,8 +48,53 @@ def highest_precision(backends: Iterable[str]) -> Iterator[None]:
 
 def _put(wanted: dict[str, Any]) -> None:
     """Changes these settings of PyTorch, in the order in which the older write the newer ones."""
-    from gradtools.torch.modes import PRECISIONS
-
-    for name, (get, put) in PRECISIONS.items():
+    for name, (get, put) in settings_of_torch().items():
         if name in wanted and get() != wanted[name]:
             put(wanted[name])
+
+
+Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # its getter and its setter
+_NEWER = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
+
+
+@cache
+def settings_of_torch() -> dict[str, Setting]:
+    """PyTorch's settings that allow reduced precision in float32 products, in setting order.
+
+    Two older ones, for matrices and for cuDNN, write the newer ones (by library and operation), and
+    so come first. One that contradicts the newer ones cannot be read, and is None.
+    """
+    import torch
+
+    cudnn: Any = torch.backends.cudnn
+    matrices = torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
+    found = {
+        "float32_matmul_precision": _if_readable(*matrices),
+        "cudnn.allow_tf32": _if_readable(*_attribute(cudnn, "allow_tf32")),
+    }
+    for name in _NEWER if hasattr(cudnn, "conv") else ():  # from PyTorch 2.9 on
+        holder = operator.attrgetter(name)(torch.backends)
+        found[f"{name}.fp32_precision"] = _attribute(holder, "fp32_precision")
+    return found
+
+
+def _attribute(holder: Any, name: str) -> Setting:
+    """The setting of a property, bypassing `torch.backends.disable_global_flags`.
+
+    (`torch.testing._internal` calls that, after which assigning to the property raises.)
+    """
+    kind = type(holder)
+    flag = vars(kind).get(name)
+    if flag is None:
+        return partial(getattr, holder, name), partial(setattr, holder, name)
+    return flag.getter, flag.setter
+
+
+def _if_readable(get: Callable[[], Any], put: Callable[[Any], Any]) -> Setting:
+    def read() -> Any:
+        try:
+            return get()
+        except RuntimeError:  # "you have used a mix of the legacy and new APIs"
+            return None
+
+    return read, lambda value: None if value is None else put(value)

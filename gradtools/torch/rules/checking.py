@@ -22,7 +22,7 @@ from gradtools.rules import Rule, spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.modes import unpacked
 from gradtools.torch.operation_marks import running
-from gradtools.torch.randomness import Randomness, restored
+from gradtools.torch.state import Randomness, restored
 
 Tensor = torch.Tensor
 _PLAIN = (Tensor, torch.nn.Parameter)

@@ -30,9 +30,9 @@ from gradtools.torch.functorch_wrappers import (
 )
 from gradtools.torch.modes import batchings, by_new_vmap
 from gradtools.torch.operation_marks import RULE
-from gradtools.torch.randomness import Randomness
 from gradtools.torch.rules.captures import is_derived
 from gradtools.torch.rules.maps import extras_pushed, pulled_back, real_tensors_too, tangent_at
+from gradtools.torch.state import Randomness
 
 Tensor = torch.Tensor
 _graphs = torch.is_grad_enabled
@@ -101,7 +101,7 @@ class Application:
             raise closed_over_error(self.rule.name)
         # f for the value, the forward rule for a tangent: both draw the same numbers.
         repeats = isinstance(self.rule, JvpRule) or at.extras or at.opaque_residuals
-        if before is not None and repeats and not before.is_unchanged():
+        if before is not None and repeats and before.current() is not before:
             self.randomness = before
         # Autograd attaches the node to the very tensors, which the author may hold.
         return [y.detach() for y in out]

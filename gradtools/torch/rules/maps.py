@@ -17,9 +17,9 @@ import torch
 from gradtools.rules import JvpRule, Map, Rule, evaluating_again, spread, total
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import alive, filled, like, unwrapped
-from gradtools.torch.randomness import restored
 from gradtools.torch.rules.checking import check_linear
 from gradtools.torch.rules.transposing import in_eager, pull, push, transposed
+from gradtools.torch.state import restored
 
 Tensor = torch.Tensor
 

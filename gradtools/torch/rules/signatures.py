@@ -26,13 +26,13 @@ from gradtools.torch.autograd_graph import leaves_of
 from gradtools.torch.functorch_wrappers import filled, is_dual, is_wrapped, may_be_dual, ones
 from gradtools.torch.modes import unpacked
 from gradtools.torch.operation_marks import running
-from gradtools.torch.randomness import Randomness, restored
 from gradtools.torch.rules.captures import closures_of
 from gradtools.torch.rules.checking import check_linear
 from gradtools.torch.rules.functions import Application, attach, without_aliases
 from gradtools.torch.rules.installing import apply_rule
 from gradtools.torch.rules.maps import pulled_back, tangent_at
 from gradtools.torch.rules.transposing import EAGER, ONGOING, Transposing, in_eager
+from gradtools.torch.state import Randomness, restored
 from gradtools.torch.trees import flatten
 
 Tensor = torch.Tensor
@@ -121,7 +121,7 @@ class Signature:
             if len(outs) == 1:
                 self.repeats = False
                 return point, (outs[0].detach(),)
-            if before is not None and before.is_unchanged():
+            if before is not None and before.current() is before:
                 return point, tuple(map(_detach, outs))
         at = self.specialized.linearized(xs, result)
         again = bool(at.extras or at.opaque_residuals)

@@ -211,6 +211,7 @@ class CustomRule:
         check_function(f"{self.__name__}.defvjp", fwd, "fwd", curried=False)
         check_function(f"{self.__name__}.defvjp", bwd, "bwd", curried=False)
         self._check_count("defvjp", "bwd", bwd, "residuals", "cotangent")
+        self._check_order(fwd)
         self.fwd, self.bwd = fwd, bwd
         self._is_symbolic("cotangent", symbolic_zeros)
 
@@ -228,6 +229,21 @@ class CustomRule:
                 f"{self.__name__}.{definition}: {name} takes {taken}, but it is called as "
                 f"{name}({', '.join(expected)})."
             ) from None
+
+    def _check_order(self, fwd: Callable[..., Any]) -> None:
+        """Raises if fwd takes f's parameters in f's order and a static argument does not lead."""
+        statics, names = self._binding.statics, list(self._binding.names)
+        expected = sorted(names, key=lambda name: name not in statics)
+        try:
+            taken = list(inspect.signature(fwd).parameters)
+        except (TypeError, ValueError):
+            return
+        if taken == names != expected:
+            raise GradtoolsError(
+                f"{self.__name__}.defvjp: fwd takes ({', '.join(taken)}) in the order of "
+                f"jax.custom_vjp, but static arguments lead: it is called as "
+                f"fwd({', '.join(expected)}). Reorder its parameters."
+            )
 
     def _is_symbolic(self, which: str, yes: bool) -> None:
         self.symbolic_zeros = self.symbolic_zeros - {which} | ({which} if yes else set())

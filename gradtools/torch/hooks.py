@@ -46,7 +46,9 @@ def edited(rule: Rule, x: Any, cotangent: Any = None, value: Any = None) -> Tens
         application = rule.__dict__.get(APPLICATION) or application_of(rule, 1)
     else:
         application = Application(rule, None, 1, cotangent, materializes=True)
-    return attach((application, (x if value is None else value.detach(),)), x)[0]
+    # The user may keep the given value, and the output may be written in place.
+    out = x if value is None else value.detach().clone()
+    return attach((application, (out,)), x)[0]
 
 
 def tied(x: Any, function: Callable[..., Any]) -> Any:

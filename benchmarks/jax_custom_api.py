@@ -36,6 +36,7 @@ from jax.tree_util import tree_leaves, tree_map
 
 import gradtools.jax as gt
 from gradtools import GradtoolsError
+from gradtools.rules import total
 
 HERE = pathlib.Path(__file__)
 CLASSES = ("CustomJVPTest", "CustomVJPTest")
@@ -173,8 +174,17 @@ class custom_jvp(_StandIn):
         """Gives the author's rule to ours."""
         jvps, options = self.given
         symbolic, (jvp, *_) = options["symbolic"], jvps
-        if symbolic is None:
-            rule.defjvps(*jvps)
+        if symbolic is None:  # one rule for each argument
+
+            def summed(*args: Any) -> Any:
+                *statics, primals, tangents = args
+                out = rule._binding.call(rule, statics, primals)
+                terms = zip(jvps, tangents, strict=True)
+                return out, total(
+                    f(*statics, t, out, *primals) for f, t in terms if f and t is not None
+                )
+
+            rule.defjvp(summed)
             return
         if not self.apart and not symbolic:
             rule.defjvp(jvp)

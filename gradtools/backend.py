@@ -28,7 +28,7 @@ from gradtools.backend_arrays import Array as Array
 from gradtools.backend_arrays import Arrays
 from gradtools.boundary import Linear, user_facing_methods
 from gradtools.errors import GradtoolsError
-from gradtools.rules import Entries, Rule, by_key, reverse_only_text, spread
+from gradtools.rules import Entries, Map, Rule, by_key, reverse_only_text, spread
 
 if TYPE_CHECKING:
     from gradtools.arguments.chunks import Chunks
@@ -317,17 +317,24 @@ class Rules(Differentiation):
     compiles_rules = False
     """Whether a rule's maps are compiled for it, so that changing numbers should be arguments."""
 
-    def scaled(self, x: Any, factor: float) -> Array | None:
-        """x with its derivative times a number, if the backend has a faster way than a rule."""
+    def edited(
+        self, rule: Rule, x: Any, cotangent: Map | None = None, value: Array | None = None
+    ) -> Array | None:
+        """An edit of one array, if the backend has a shorter way than `apply_rule`.
+
+        It is not called in compiled code.
+
+        Args:
+            rule: A rule of one input that all calls share.
+            x: The input; None is returned if it is no array.
+            cotangent: This call's cotangent map, in place of the rule's.
+            value: The output, of x's shape and dtype, in place of x.
+        """
         return None
 
     def tied(self, x: Any, function: Callable[..., Any]) -> Any:
         """x, which counts as computed from the arrays that a function captures."""
         return x
-
-    def transformed(self, x: Any, cotangent: Callable[[Array], Array]) -> Array | None:
-        """x with another cotangent, if the backend has a faster way than a rule."""
-        return None
 
     def apply_rule_by_key(self, key: str, *xs: Array) -> list[Array]:
         return self.apply_rule(by_key(key), *xs)

@@ -25,7 +25,7 @@ from gradtools.custom_structure import Specialization, avals_of
 from gradtools.errors import GradtoolsError, TypeRefusal
 from gradtools.host_kernels import type_key
 from gradtools.rule_contract import Contract
-from gradtools.rules import ARRAY, KEYS, JvpRule, Rule, captured_objects, total
+from gradtools.rules import ARRAY, KEYS, JvpRule, Rule, captured_objects
 
 _MOST_SPECIALIZATIONS = 256
 
@@ -169,8 +169,6 @@ class CustomRule:
         self._out_of = self._backend.compiler.constant_result(self._out)
 
     def __setattr__(self, name: str, value: Any) -> None:
-        if name in ("fun", *_MAPS) and not (callable(value) or value is None):
-            raise GradtoolsError(f"{self.__name__}.{name} must be a function, got {value!r}.")
         super().__setattr__(name, value)
         if name in _SETTINGS and "_specializations" in self.__dict__:
             self._clear_caches()
@@ -211,6 +209,7 @@ class CustomRule:
         check_function(f"{self.__name__}.defvjp", fwd, "fwd", curried=False)
         check_function(f"{self.__name__}.defvjp", bwd, "bwd", curried=False)
         self._check_count("defvjp", "bwd", bwd, "residuals", "cotangent")
+        self._check_order(fwd)
         self.fwd, self.bwd = fwd, bwd
         self._is_symbolic("cotangent", symbolic_zeros)
 
@@ -228,6 +227,21 @@ class CustomRule:
                 f"{self.__name__}.{definition}: {name} takes {taken}, but it is called as "
                 f"{name}({', '.join(expected)})."
             ) from None
+
+    def _check_order(self, fwd: Callable[..., Any]) -> None:
+        """Raises if fwd takes f's parameters in f's order and a static argument does not lead."""
+        statics, names = self._binding.statics, list(self._binding.names)
+        expected = sorted(names, key=lambda name: name not in statics)
+        try:
+            taken = list(inspect.signature(fwd).parameters)
+        except (TypeError, ValueError):
+            return
+        if taken == names != expected:
+            raise GradtoolsError(
+                f"{self.__name__}.defvjp: fwd takes ({', '.join(taken)}) in the order of "
+                f"jax.custom_vjp, but static arguments lead: it is called as "
+                f"fwd({', '.join(expected)}). Reorder its parameters."
+            )
 
     def _is_symbolic(self, which: str, yes: bool) -> None:
         self.symbolic_zeros = self.symbolic_zeros - {which} | ({which} if yes else set())
@@ -248,36 +262,6 @@ class CustomRule:
         self.jvp = rule
         self._is_symbolic("tangent", symbolic_zeros)
         return rule
-
-    def defjvps(self, *rules: Callable[..., Any] | None) -> None:
-        """Gives the forward rule of a function with one output, a part for each argument.
-
-        Args:
-            rules: One for each argument that is not static: `rule(tangent, out, *args)` returns
-                that argument's term of the output's tangent; None means no term. Static arguments
-                lead the arguments of each.
-        """
-        for i, rule in enumerate(rules):
-            if rule is not None and not callable(rule):
-                raise GradtoolsError(
-                    f"{self.__name__}.defjvps: rule {i} must be a function or None, got {rule!r}."
-                )
-
-        def summed(*args: Any) -> Any:
-            *statics, primals, tangents = args
-            if len(rules) != len(primals):
-                raise GradtoolsError(
-                    f"{self.__name__}.defjvps: {len(rules)} rules for {len(primals)} arguments; "
-                    "give one for each, None where it adds nothing."
-                )
-            out = self._binding.call(self, statics, primals)
-            return out, total(
-                rule(*statics, t, out, *primals)
-                for rule, t in zip(rules, tangents, strict=True)
-                if rule is not None and t is not None
-            )
-
-        self.defjvp(summed)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The value; differentiated by the rule wherever a derivative is taken."""
@@ -410,11 +394,7 @@ class CustomRule:
 
     def _contract(self) -> Contract:
         """The contract of a specialization."""
-        return Contract(
-            f"{self._kind} {self.__name__}",
-            functions={role: name_of(f) for role, f in self._maps().items()},
-            checked=self._is_checked,
-        )
+        return Contract(f"{self._kind} {self.__name__}", checked=self._is_checked)
 
 
 def _functions_in(statics: Sequence[Any]) -> list[Any]:

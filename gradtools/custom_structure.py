@@ -227,10 +227,7 @@ class Specialization:
         return result
 
     def _like(self, tree: Any, treedef: Any, who: str) -> list[Any]:
-        """The leaves of tree at treedef's; None is a zero, of a leaf or of a whole subtree.
-
-        A container of one array may be given as the array alone.
-        """
+        """The leaves of tree at treedef's; None is a zero, of a leaf or of a whole subtree."""
         backend = self.backend
         if tree is None:
             return [None] * treedef.num_leaves
@@ -240,14 +237,7 @@ class Specialization:
             leaves = treedef.flatten_up_to(_without_none(tree, whole))
             return [None if x is _ZERO else x for x in leaves]
 
-        def of_arrays_alone() -> list[Any]:
-            (leaves, came), count = backend.flatten(tree), treedef.num_leaves
-            inside = came.flatten_up_to(backend.unflatten(treedef, [ARRAY] * count))
-            if len(leaves) != count or any(backend.flatten(x)[0] != [ARRAY] for x in inside):
-                raise ValueError
-            return leaves
-
-        for read in (lambda: treedef.flatten_up_to(tree), with_zeros, of_arrays_alone):
+        for read in (lambda: treedef.flatten_up_to(tree), with_zeros):
             with suppress(ValueError, TypeError):
                 leaves = list(read())
                 if any(isinstance(x, tuple | list | dict) for x in leaves):

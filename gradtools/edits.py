@@ -52,6 +52,26 @@ STRAIGHT_THROUGH = Rule(
 )
 """Inputs y and s; the value of y with the derivative of s."""
 
+THROUGH = Rule(
+    "straight_through",
+    primal=lambda s: [s],
+    tangent=lambda _, dxs: [dxs[0]],
+    cotangent=lambda _, cts: [cts[0]],
+    saves=(),
+    reaches="identity",
+)
+"""`STRAIGHT_THROUGH` of a value that is known, with s as its only input; see `Backend.edited`."""
+
+TRANSFORM = Rule(
+    "transform_gradient",
+    primal=lambda x: [x],
+    cotangent=lambda _, cts: list(cts),
+    saves=(),
+    reaches="identity",
+    reverse_only=True,
+)
+"""Input x; each call gives its own cotangent map; see `Backend.edited`."""
+
 REPLACE_COTANGENT = Rule(
     "replace_gradient",
     primal=lambda x, dx: [x],
@@ -137,10 +157,15 @@ class Edits(Operators):
             )
         if isinstance(scale, int):
             scale = as_float(name, "scale", scale)
-        if type(scale) is float and (scaled := backend.scaled(x, sign * scale)) is not None:
-            return scaled
+        rule = None
+        if type(scale) is float and not (backend.compiles_rules or backend.compiler.is_tracing()):
+            rule = _scaling((sign * scale).hex())
+            if (edited := backend.edited(rule, x)) is not None:
+                return edited
 
         def one(leaf: Array, i: int) -> Array:
+            if rule is not None:
+                return backend.apply_rule(rule, leaf)[0]
             if isinstance(scale, float):  # negated in Python, without an operation
                 factor = backend.real_scalar(sign * scale if sign < 0 else scale, leaf)
                 return backend.apply_rule(SCALE, leaf, factor)[0]
@@ -215,7 +240,14 @@ class Edits(Operators):
             raise GradtoolsError("clip_gradient: give max_norm, max_value or both.")
         backend = self._backend
         bounds = max_norm, max_value
-        kinds = bound_of(backend, "max_norm", max_norm), bound_of(backend, "max_value", max_value)
+        kinds = (
+            None if max_norm is None else bound_of(backend, "max_norm", max_norm),
+            None if max_value is None else bound_of(backend, "max_value", max_value),
+        )
+        if ARRAY not in kinds:
+            edited = backend.edited(self._clip_rule(1, *kinds), x)
+            if edited is not None:
+                return edited
 
         def edit(leaves: list[Array], places: list[int]) -> list[Array]:
             if ARRAY not in kinds:
@@ -259,21 +291,20 @@ class Edits(Operators):
     def _transformed(self, x: Any, fn: Callable[[Any], Any]) -> Any:
         backend = self._backend
 
-        def one(ct: Array) -> Array:
+        def of_one(_: Any, cts: Any) -> list[Array]:
+            ct = cts[0]
             new = fn(ct)
-            if not (backend.is_array(new) and new.shape == ct.shape and new.dtype == ct.dtype):
-                (new,) = _checked_cotangents(backend, new, ct, (ct,))
-            return new
+            if backend.is_array(new) and new.shape == ct.shape and new.dtype == ct.dtype:
+                return [new]
+            return _checked_cotangents(backend, new, ct, cts)
 
-        if (edited := backend.transformed(x, one)) is not None:
+        if (edited := backend.edited(TRANSFORM, x, of_one)) is not None:
             return backend.tied(edited, fn)
         leaves, treedef = backend.flatten(x)
         places = [i for i, leaf in enumerate(leaves) if _edited(backend, leaf)]
         count, alone = len(leaves), len(leaves) == 1 and leaves[0] is x
 
         def cotangent(xs: Any, cts: Any) -> list[Any]:  # it outlives x, which may be traced
-            if alone:
-                return [one(cts[0])]
             full = replaced_at([None] * count, places, cts)
             transformed = fn(backend.unflatten(treedef, full))
             return _checked_cotangents(backend, transformed, backend.unflatten(treedef, full), cts)
@@ -281,7 +312,7 @@ class Edits(Operators):
         rule = Rule(
             "transform_gradient",
             primal=lambda *xs: list(xs),
-            cotangent=cotangent,
+            cotangent=of_one if alone else cotangent,
             saves=(),
             reaches="identity",
             reverse_only=True,
@@ -374,6 +405,26 @@ class Edits(Operators):
 
 
 # --- helpers -----------------------------------------------------------------------------
+
+
+@lru_cache(maxsize=128)
+def _scaling(factor: str) -> Rule:
+    """The rule of a constant factor in hexadecimal, since 0.0 and -0.0 are equal as keys."""
+    number = float.fromhex(factor)
+    is_negation = number == -1.0
+
+    def scale(_: Any, moved: Any) -> list[Any]:
+        v = moved[0]
+        return [None if v is None else -v if is_negation else number * v]
+
+    return Rule(
+        "scale_gradient",
+        primal=lambda x: [x],
+        tangent=scale,
+        cotangent=scale,
+        saves=(),
+        reaches="identity",
+    )
 
 
 def _edited(backend: Backend, leaf: Any) -> bool:
@@ -481,6 +532,11 @@ class _StraightThrough:
         if self._surrogate is None and _edited(backend, through):  # one array, in no tree
             value = backend.call_on_host(self._f, backend.stop_gradient(through), through)
             if backend.is_array(value):
+                alike = value.shape == through.shape and value.dtype == through.dtype
+                if alike and not backend.compiler.is_tracing():
+                    edited = backend.edited(THROUGH, through, value=value)
+                    if edited is not None:
+                        return edited
                 return self._leaf(0, value, through, hint)
         else:
             stopped = [x and _stopped(backend, "straight_through", x) for x in (args, kwargs)]

@@ -134,14 +134,6 @@ class HostFunction(CustomRule):
         self.fun = self._value
         self.opaque = False  # whether bwd is known to have no forward mode
 
-    def __setattr__(self, name: str, value: Any) -> None:
-        if name == "kernel" and not isinstance(value, Kernel):
-            raise GradtoolsError(
-                f"host function {self.__name__!r}: it keeps the kernel that it was made with; make "
-                "another host_function for another kernel."
-            )
-        super().__setattr__(name, value)
-
     def _make_binding(self) -> Parameters:
         return Parameters.positional(self.__name__, self.kernel.fun)
 

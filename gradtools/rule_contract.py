@@ -11,7 +11,7 @@ derived from a rule share the results. All else is `gradtools.testing.check_rule
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,13 +39,11 @@ class Contract:
 
     Attributes:
         name: The rule's name in messages, such as "custom_rule sinh".
-        functions: The names of its functions, such as {"bwd": "sin_bwd"}, for printing.
         checked: Whether it is checked; False for a function of the other framework.
         passed: The checks that passed.
     """
 
     name: str
-    functions: Mapping[str, str] = field(default_factory=dict)
     checked: bool = True
     passed: set[Hashable] = field(default_factory=set)
 

@@ -311,8 +311,8 @@ class _CheckedMembers:
     def _apply_rule_by_key(self, run: Any, key: str, *xs: Any) -> Any:
         return self._apply_rule(lambda rule, *xs: run(key, *xs), by_key(key), *xs)
 
-    def _scaled(self, run: Any, x: Any, factor: float) -> Any:
-        return run(x, factor) if here.program is None else None  # then it is a rule
+    def _edited(self, run: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return run(*args, **kwargs) if here.program is None else None  # then it is a rule
 
     # --- parts through which a backward pass of the framework's own goes
 
@@ -357,7 +357,7 @@ class _CheckedMembers:
 
 _MEMBERS = (
     *("vjp", "jvp", "jvps", "linearize", "map_batches", "apply_rule", "apply_rule_by_key"),
-    *("apart", "scaled", "run_chunks", "run_frozen", "run_checkpointed", "sum_chunks"),
+    *("apart", "edited", "run_chunks", "run_frozen", "run_checkpointed", "sum_chunks"),
 )
 
 

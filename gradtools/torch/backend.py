@@ -24,7 +24,7 @@ from gradtools.torch import (
 )
 from gradtools.torch.compiling import Dynamo, compiled, is_compiling, uncompiled
 from gradtools.torch.functorch_wrappers import is_inexact, is_wrapped, may_have_no_value
-from gradtools.torch.hooks import scaled, tied, transformed
+from gradtools.torch.hooks import edited, tied
 from gradtools.torch.known_errors import explained
 from gradtools.torch.many_tangents import jvps, restarting
 from gradtools.torch.rules.installing import apply_rule, apply_rule_by_key
@@ -184,9 +184,8 @@ class TorchBackend(FrameworkBackend):
     compiler = Dynamo()
 
     apply_rule = staticmethod(apply_rule)
-    scaled = staticmethod(scaled)
+    edited = staticmethod(edited)
     tied = staticmethod(tied)
-    transformed = staticmethod(transformed)
     transpose = staticmethod(transpose)
     pull = staticmethod(pull)
     push = staticmethod(push)

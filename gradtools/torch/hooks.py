@@ -1,9 +1,8 @@
-"""Edits of one tensor without a rule's checks: nodes of scaled and of transformed gradients."""
+"""Edits of one tensor where autograd alone is active: their node is attached directly."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import lru_cache
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,60 +12,43 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import leaves_of
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.operation_marks import DERIVATIVE, detached
-from gradtools.torch.rules.functions import Application, attach, edit_application
-from gradtools.torch.rules.installing import apply_rule, is_plain_eager, note_edit
+from gradtools.torch.rules.functions import Application, attach
+from gradtools.torch.rules.installing import APPLICATION, application_of, note_edit
 from gradtools.torch.trees import flatten, unflatten
 
 Tensor = torch.Tensor
+_levels, _forward_level = upstream.peek_interpreter_stack, upstream.forward_level
+_modes, _dispatches = upstream.count_of_function_modes, upstream.count_of_dispatch_modes
+_is_wrapped, _tracing_state = upstream.is_wrapped, upstream.tracing_state
 
 
-def scaled(x: Any, factor: float) -> Tensor | None:
-    """x with its derivative times a number; None in compiled code, and for non-tensors.
-
-    In plain eager mode a constant is returned unchanged, and for others the node is attached
-    directly, since the rule needs no checks.
-    """
-    if torch.compiler.is_dynamo_compiling() or type(x) not in _EXACT:
-        return None
+def edited(rule: Rule, x: Any, cotangent: Any = None, value: Any = None) -> Tensor | None:
+    """`gradtools.backend.Backend.edited`: attaches the node in plain eager mode."""
     if (
-        upstream.forward_level() < 0
-        and upstream.peek_interpreter_stack() is None
-        and not upstream.count_of_function_modes()
-        and not upstream.count_of_dispatch_modes()
-        and not upstream.is_wrapped(x)
-        and upstream.tracing_state() is None
+        type(x) not in _EXACT
+        or _levels() is not None
+        or _forward_level() >= 0
+        or _modes()
+        or _dispatches()
+        or _is_wrapped(x)
+        or _tracing_state() is not None
     ):
-        if not (x.requires_grad and torch.is_grad_enabled()):
-            return x.detach().clone() if is_inexact(x) else x
-        if x.layout is torch.strided and not x.is_nested:
-            application = _scaling(factor.hex())
-            return attach((application, (x,)), x)[0]
-    return apply_rule(_scaling(factor.hex()).rule, x)[0] if is_inexact(x) else None
-
-
-def transformed(x: Any, cotangent: Callable[[Tensor], Tensor]) -> Tensor | None:
-    """x with another cotangent, in plain eager mode; None elsewhere.
-
-    All calls share one rule, since a rule for each would take most of the time.
-    """
-    if type(x) not in _EXACT or not (x.requires_grad and torch.is_grad_enabled()):
         return None
-    if not is_plain_eager((x,)):
+    if rule.reverse_only:
+        note_edit(rule.name, (x,))
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        if value is not None:
+            return None
+        return x.detach().clone() if is_inexact(x) else x
+    if x.layout is not torch.strided or x.is_nested:
         return None
-    note_edit(_TRANSFORM.name, (x,))
-    pull = lambda ctx, cts: (cotangent(cts[0]),)
-    application = Application(_TRANSFORM, None, 1, pull, materializes=True)
-    return attach((application, (x,)), x)[0]
-
-
-_TRANSFORM = Rule(
-    "transform_gradient",
-    primal=lambda x: [x],
-    cotangent=lambda _, cts: list(cts),
-    saves=(),
-    reaches="identity",
-    reverse_only=True,
-)
+    if cotangent is None:
+        application = rule.__dict__.get(APPLICATION) or application_of(rule, 1)
+    else:
+        application = Application(rule, None, 1, cotangent, materializes=True)
+    # The user may keep the given value, and the output may be written in place.
+    out = x if value is None else value.detach().clone()
+    return attach((application, (out,)), x)[0]
 
 
 def tied(x: Any, function: Callable[..., Any]) -> Any:
@@ -108,24 +90,3 @@ class _Tied(torch.autograd.Function):
 
 
 _EXACT = (Tensor, torch.nn.Parameter)
-
-
-@lru_cache(maxsize=128)
-def _scaling(factor: str) -> Application:
-    """The application of the scaling rule that all calls share."""
-    number = float.fromhex(factor)  # hex, since 0.0 and -0.0 are equal as keys
-    is_negation = number == -1.0
-
-    def scale(_: Any, moved: Sequence[Tensor | None]) -> list[Any]:
-        v = moved[0]
-        return [None if v is None else -v if is_negation else number * v]
-
-    rule = Rule(
-        "scale_gradient",
-        primal=lambda x: [x],
-        tangent=scale,
-        cotangent=scale,
-        saves=(),
-        reaches="identity",
-    )
-    return edit_application(rule, 1)

@@ -41,17 +41,6 @@ def test_static_arguments_stand_beside_any_number_of_others(gt, x):
     same(found, 8 * X**3)
 
 
-def test_parts_of_a_forward_rule_may_be_given_for_each_argument(gt, x):
-    f = gt.custom_rule(lambda x, y: x * gt.xp.exp(y))
-    f.defjvps(lambda t, out, x, y: t * gt.xp.exp(y), lambda t, out, x, y: t * out)
-    of_x, of_y = gt.grad(lambda x, y: f(x, y).sum(), argnums=(0, 1))(x, x)
-    same(of_x, np.exp(X))
-    same(of_y, X * np.exp(X))
-    same(gt.jvp(f, (x, x), (x, x))[1], X * np.exp(X) * (1 + X))
-    with pytest.raises(GradtoolsError, match="must be a function or None"):
-        f.defjvps(3)
-
-
 def test_fwd_is_told_of_each_argument_whether_it_is_differentiated(gt, x):
     def fwd(x, y):
         assert x.perturbed
@@ -115,19 +104,10 @@ def test_a_fwd_that_draws_random_numbers_may_have_another_value(gt, backend_name
     same(gt.grad(lambda x: f(x).sum())(gt.asarray(np.zeros(2))), np.array([2.0, 2.0]))
 
 
-def test_what_is_set_as_a_part_of_a_rule_is_a_function(gt):
-    f = gt.custom_rule(lambda x: x)
-    with pytest.raises(GradtoolsError, match=r"<lambda>\.bwd must be a function, got 3"):
-        f.bwd = 3
-    assert f.bwd is None
-
-
-def test_a_host_functions_rule_may_be_set_after_calls_and_its_kernel_not(gt, x):
+def test_a_host_functions_rule_may_be_set_after_calls(gt, x):
     f = gt.host_function(np.sin)
     f.defvjp(lambda x: (f(x), x), lambda x, ct: (gt.xp.cos(x) * ct,))
     for _ in range(3):
         same(gt.grad(lambda x: f(x).sum())(x), np.cos(X))
     f.bwd = TWICE["bwd"](gt)
     same(gt.grad(lambda x: f(x).sum())(x), 2 * np.cos(X))
-    with pytest.raises(GradtoolsError, match="make another host_function"):
-        f.kernel = np.cos

@@ -122,6 +122,15 @@ def test_numpy_arrays_come_as_arrays(gt, x):
     same(gt.grad(lambda x: f(x, Y).sum())(x), Y)
 
 
+def test_a_fwd_in_the_order_of_f_is_refused_where_static_arguments_lead(gt):
+    power = gt.custom_rule(lambda x, n: x**n, static_argnames="n")
+    bwd = lambda n, x, ct: (ct * n * x ** (n - 1),)
+    with pytest.raises(GradtoolsError, match=r"static arguments lead.*fwd\(n, x\)"):
+        power.defvjp(lambda x, n: (x**n, x), bwd)
+    power.defvjp(lambda n, x: (x**n, x), bwd)
+    power.defvjp(lambda k, z: (z**k, z), bwd)  # names of its own
+
+
 def test_static_arguments_of_equal_value_and_other_type_are_told_apart(gt, x):
     seen = []
 

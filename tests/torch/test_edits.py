@@ -121,3 +121,12 @@ def test_a_joint_edit_of_leaves_that_share_memory_copies_them():
     torch.testing.assert_close(grads[0], torch.tensor([1.0, 2.0, 1.0, 1.0]) / 7**0.5)
     ys[0].mul_(2)
     assert torch.equal(ys[1], torch.ones(3))
+
+
+def test_writing_in_place_behind_straight_through_leaves_a_tensor_that_f_keeps():
+    table = torch.zeros(3)
+    x = torch.ones(3, requires_grad=True)
+    y = gt.straight_through(lambda x: table)(x * 1.0)
+    y += 1.0
+    y.sum().backward()
+    assert table.tolist() == [0.0] * 3 and x.grad.tolist() == [1.0] * 3

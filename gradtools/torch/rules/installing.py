@@ -75,11 +75,9 @@ def _apply_by_key(key: str, *xs: Tensor) -> tuple[Tensor, ...]:
 
 def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
     if rule.reaches == "identity" and is_plain_eager(xs):
-        application = rule.__dict__.get(_APPLICATION)
-        if application is None:
-            application = rule.__dict__[_APPLICATION] = edit_application(rule, len(xs))
+        application = rule.__dict__.get(APPLICATION) or application_of(rule, len(xs))
         xs = apart(xs)
-        return attach((application, tuple(rule.primal(*xs))), *xs)
+        return attach((application, tuple(xs[: application.count])), *xs)
     if upstream.is_exporting() and _levels() is None:
         return _exported(rule, xs)
     if not isinstance(rule, BatchedRule) and not differentiated(xs):
@@ -98,7 +96,13 @@ def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
     return apply_at(point, xs)[: point.count]
 
 
-_APPLICATION = "_application"  # the attribute of an edit's rule that caches its application
+APPLICATION = "_application"  # the attribute of an edit's rule that caches its application
+
+
+def application_of(rule: Rule, inputs: int) -> Application:
+    """The application of an edit, made and kept at its first call."""
+    application = rule.__dict__[APPLICATION] = edit_application(rule, inputs)
+    return application
 
 
 def is_plain_eager(xs: Sequence[Tensor]) -> bool:

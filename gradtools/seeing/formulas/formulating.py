@@ -56,8 +56,9 @@ class Formulating(Operators):
             order 2    x, ȳ, u  ->  ∂s/∂x, ∂s/∂ȳ   of   s = <u, x̄>
 
         The formula is computed at random points near the arguments and compared with what the
-        framework differentiates itself; where they differ nothing is returned. What holds for
-        one run of f alone, such as the branch of a Python ``if``, is part of the formula.
+        framework differentiates itself; where they differ nothing is returned. Arrays that f
+        captures, parameters included, keep their values at these points. What holds for one run of
+        f alone, such as the branch of a Python ``if``, is part of the formula.
         Convolutions, linear algebra, loops and other operations for which the formula has no
         algebra keep their names, and their adjoints are their vjps.
 

@@ -267,7 +267,9 @@ class FormulaRecorder(Recorder[Expr]):
 
     def rewritten(self, x: Tensor, before: Expr, writes: Sequence[Write[Expr]]) -> Expr:
         """The current value of a view of a storage that was written to."""
-        return self.met(x)
+        value, shown = self.met(x), self.table.memory(x)
+        is_detached = shown is not None and shown.root.requires_grad and not x.requires_grad
+        return stop(value) if is_detached and is_inexact(x) else value
 
     def constant(self, x: Tensor) -> Expr:
         """A constant with the tensor's contents."""
@@ -288,25 +290,28 @@ class FormulaRecorder(Recorder[Expr]):
             value = fitted(value, _like(y))
             if is_inexact(y):
                 self.dtypes.add(like(y)[1])
-            if written and self._is_off(y) and y.requires_grad:  # the old derivative stays
-                before = self.of(y)
-                value = before + stop(value - before)
-            elif self._is_off(y) and not value.is_constant:
-                value = stop(value)
             if written:
                 self._write(y, value)
             else:
-                self.hold(y, value)
+                self.hold(y, stop(value) if self._is_off(y) else value)
 
     def _is_off(self, y: Tensor) -> bool:
         """Whether y is computed while the user's grad mode is off."""
         return is_inexact(y) and not self.rules and not torch.is_grad_enabled()
 
     def _write(self, x: Tensor, value: Expr) -> None:
-        """Gives x a new value after an in-place write, and updates its root."""
+        """Gives x a new value after an in-place write, and updates its root.
+
+        Autograd does not see a write while the user's grad mode is off, nor the root a write to a
+        detached view of it: they keep the derivative of what is overwritten.
+        """
         shown = self.table.memory(x)
         assert shown is not None
-        root = shown.root
+        root, before, own = shown.root, shown.value, value
+        is_off = self._is_off(x)
+        kept = lambda old, new: stop(new) if old.is_constant else old + stop(new - old)
+        if is_off:
+            own = kept(self.of(x), value) if x.requires_grad else stop(value)
         if view_of(x) == view_of(root):
             shown.value = value
         elif shown.value.is_constant and value.is_constant:
@@ -317,9 +322,12 @@ class FormulaRecorder(Recorder[Expr]):
             name = f"set_at[{slices_of(at, shown.value.shape)}]"
             fun = lambda y, u: y.flatten().index_put((index,), u.flatten()).reshape(y.shape)
             (shown.value,) = self.named(name, fun, (root, x), {}, [shown.value, value], [root])
-        self.table.write(x, value)
+        is_detached = root.requires_grad and not (x.requires_grad or self.rules)
+        if is_inexact(root) and (is_off or is_detached):
+            shown.value = kept(before, shown.value)
+        self.table.write(x, own)
         if self.table.get(root) is not None:
-            self.hold(root, shown.value)
+            self.hold(root, own if x is root else shown.value)
 
 
 # --- views and writes in place

@@ -65,7 +65,7 @@ class AtenCall:
     def said(self, out: Any) -> tuple[str, Mapping[str, Any]]:
         """Its neutral name and its attributes; `out`: what it returned."""
         self.outs = [*tensors_in(out)]
-        operation = _NAMES.get(self.name) or operations.neutral(self.name)
+        operation = operations.neutral(self.name)
         attributes = self._attributes()
         for key in (self.name, operation):
             for form in (_of_entries, _of_numbers, _of_layers):
@@ -171,28 +171,12 @@ _UNSAID = frozenset(
     + ["compute_mode", "compute_log_sumexp", "return_debug_mask", "check_errors"]
 )
 _OF_AXES = frozenset(["prod", "all", "any", "amax", "amin", "logsumexp", "max", "min"])
-_OWN = """
-fmod addmm baddbmm addmv addbmm addr vdot block_diag as_strided eye unbind
-linspace logspace diagonal_scatter fill_diagonal
-"""  # `recording/operations.py` gives these the name of a related operation
-_NAMES = {name: name for name in _OWN.split()} | {
-    "select": "slice",
-    "constant_pad_nd": "pad",
-    "slice_scatter": "update",
-    "select_scatter": "update",
-    "repeat": "tile",
-    "scatter": "scatter_along",
-    "masked_fill": "where",
-    "safe_softmax": "softmax",
-}
 _REORDERED: Mapping[str, Callable[[list[Any]], list[Any]]] = {
     **dict.fromkeys(("rsub", "triangular_solve"), lambda xs: [xs[1], xs[0], *xs[2:]]),
     "masked_fill": lambda xs: [xs[1], xs[2], xs[0]] if len(xs) == 3 else xs,
     "polygamma": lambda xs: xs[-1:],
     **dict.fromkeys(("clamp_min", "clamp_max"), lambda xs: [x for x in xs if not _number(x)]),
 }
-_RELATIONS = {"equal": "==", "not_equal": "!=", "less": "<", "less_equal": "<="} | RELATIONS
-_RELATIONS |= {"greater": ">", "greater_equal": ">="}
 _FILLED = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
 
 
@@ -241,21 +225,12 @@ def _of_entries(key: str, call: AtenCall, operation: str, said: Attributes) -> T
 def _permutation(call: AtenCall) -> tuple[int, ...]:
     """The axes of the operand, in the order of the result's."""
     order, given, rank = [*range(call.rank)], call.given, call.rank
-    if call.name in ("movedim", "moveaxis"):
-        ends = [x if isinstance(x, list | tuple) else [x] for x in map(given.get, _ENDS)]
-        moved = {to % rank: a % rank for a, to in zip(*ends, strict=True)}
-        left = iter([a for a in order if a not in moved.values()])
-        order = [moved[p] if p in moved else next(left) for p in order]
-    elif call.name == "permute":
+    if call.name == "permute":
         order = [a % rank for a in given["dims"]]
     elif rank > 1:
-        default = (-2, -1) if call.name in ("mT", "mH", "adjoint") else (0, 1)
-        a, b = given.get("dim0", default[0]), given.get("dim1", default[1])
+        a, b = given.get("dim0", 0), given.get("dim1", 1)
         order[a], order[b] = order[b], order[a]
     return tuple(order)
-
-
-_ENDS = ("source", "destination")  # of movedim
 
 
 def _window(call: AtenCall) -> Attributes:
@@ -283,7 +258,7 @@ def _of_numbers(key: str, call: AtenCall, operation: str, said: Attributes) -> T
     given, x = call.given, call.first
     match key:
         case "compare":
-            relation = _RELATIONS.get(call.name)
+            relation = RELATIONS.get(call.name)
             return operation, {**said, "relation": relation} if relation else said
         case "bitwise_and" | "bitwise_or" | "bitwise_xor" | "bitwise_not":
             of_truth = x is not None and x.dtype == torch.bool  # else bitwise, of integers

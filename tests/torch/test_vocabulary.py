@@ -117,7 +117,7 @@ BY_NAME = set(
     inverse det solve cholesky triangular_solve eigh norm convolution group_norm avg_pool rfft
     cumsum sort scatter scatter_add scatter_along index take_along pad erfinv power exp2 arctan2
     cdist embedding angle view_as_complex maximum minimum clip logical_not logical_and is_nan
-    remainder hardsigmoid
+    remainder hardsigmoid hardtanh
     """.split()
 )
 

@@ -103,13 +103,6 @@ class AtenCall:
             if argument.name == "dim" and type(default) is int and given in (None, default):
                 result["dim"] = default
 
-        # Omitted optional tensors before a given one, whose position would else be ambiguous.
-        kinds = [a.name for a in self.schema if str(a.type) == "Optional[Tensor]"]
-        there = [self.given.get(name) is not None for name in kinds]
-        last = max((i for i, given in enumerate(there) if given), default=0)
-        if lacking := [name for name, has in zip(kinds[:last], there, strict=False) if not has]:
-            result["without"] = tuple(lacking)
-
         rank = max(1, self.rank + (self.name == "stack"))
         for name in ("dim", "dims"):
             if name in result:
@@ -175,7 +168,6 @@ _REORDERED: Mapping[str, Callable[[list[Any]], list[Any]]] = {
     **dict.fromkeys(("rsub", "triangular_solve"), lambda xs: [xs[1], xs[0], *xs[2:]]),
     "masked_fill": lambda xs: [xs[1], xs[2], xs[0]] if len(xs) == 3 else xs,
     "polygamma": lambda xs: xs[-1:],
-    **dict.fromkeys(("clamp_min", "clamp_max"), lambda xs: [x for x in xs if not _number(x)]),
 }
 _FILLED = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
 
@@ -187,7 +179,7 @@ _FILLED = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 
 
 def _of_entries(key: str, call: AtenCall, operation: str, said: Attributes) -> Translated | None:
     """Operations that move, select or fill entries."""
-    given, x, y = call.given, call.first, call.out
+    given, y = call.given, call.out
     match key:
         case "reshape" | "broadcast":
             return operation, {"shape": tuple(y.shape)} if y is not None else said
@@ -198,15 +190,6 @@ def _of_entries(key: str, call: AtenCall, operation: str, said: Attributes) -> T
         case "split":  # the sizes of consecutive parts along an axis
             axis = said["axis"]
             return operation, {"sizes": tuple(part.shape[axis] for part in call.outs), "axis": axis}
-        case "index" | "scatter":
-            indices = given.get("indices")
-            if isinstance(indices, list | tuple):
-                said["axes"] = tuple(i for i, index in enumerate(indices) if index is not None)
-            elif "axis" in said:
-                said["axes"] = (said.pop("axis"),)
-            if said.pop("accumulate", False):
-                said["mode"] = "add"
-            return operation, said
         case "constant":  # what it is filled with; its shape and dtype are those of its value
             if call.name == "lift_fresh" and y is not None:
                 held = numbers_text(y.shape, y.tolist)
@@ -214,11 +197,6 @@ def _of_entries(key: str, call: AtenCall, operation: str, said: Attributes) -> T
             if call.name in operations.NO_DATA and "fill_value" in given:
                 return operation, {"value": given["fill_value"]}
             return operation, {"value": _FILLED[call.name]} if call.name in _FILLED else {}
-        case "as_strided":  # a reshape if it covers a contiguous array in order
-            in_order = [z is not None and z.is_contiguous() for z in (x, y)]
-            if x is not None and y is not None and all(in_order) and x.numel() == y.numel():
-                return "reshape", {"shape": tuple(y.shape)}
-            return operation, said
     return None
 
 
@@ -263,19 +241,8 @@ def _of_numbers(key: str, call: AtenCall, operation: str, said: Attributes) -> T
         case "bitwise_and" | "bitwise_or" | "bitwise_xor" | "bitwise_not":
             of_truth = x is not None and x.dtype == torch.bool  # else bitwise, of integers
             return (operation if of_truth else call.name), said
-        case "clip":  # bounds by name; with one array as its bound it is a minimum or maximum
-            ends = {"min": "low", "max": "high", "min_val": "low", "max_val": "high"}
-            limits = {"hardtanh": {"low": -1, "high": 1}, "relu6": {"low": 0, "high": 6}}
-            is_bound = lambda a, x: a.name in ends and (isinstance(x, Tensor) or _is_number(a, x))
-            bounds = {a.name: value for a, value in call.bound if is_bound(a, value)}
-            if len(bounds) == 1:
-                ((name, bound),) = bounds.items()
-                if not isinstance(bound, Tensor):
-                    return operation, {ends[name]: bound}
-                operation = "minimum" if name == "max" else "maximum"
-                said.pop("without", None)
-            named = {ends.get(name, name): value for name, value in said.items()}
-            return operation, limits.get(call.name, {}) | named
+        case "clip" if len(call.operands()) == 2:  # one bound is an operand
+            return ("minimum" if given.get("min") is None else "maximum"), said
         case "norm":
             ord_ = given.get("ord", given.get("p", 2))
             said = {name: value for name, value in said.items() if name not in ("ord", "p")}
@@ -286,15 +253,10 @@ def _of_numbers(key: str, call: AtenCall, operation: str, said: Attributes) -> T
             unbiased, corrected = said.pop("unbiased", True), said.pop("correction", None)
             corrected = int(unbiased) if corrected is None else corrected
             return operation, {**said, "correction": corrected}
-        case "fft_c2c" | "fft_r2c" | "fft_c2r":  # the direction, axes and normalization
+        case "fft_c2c" | "fft_r2c" | "fft_c2r":
             halved = call.name == "fft_r2c" and given["onesided"]
-            forward = call.name == "fft_r2c" or bool(given.get("forward"))
-            name = "irfft" if call.name == "fft_c2r" else "r" * halved + "i" * (not forward) + "fft"
-            divisor = given["normalization"] if forward else 2 - given["normalization"]
-            norm = ("backward", "ortho", "forward")[divisor]
-            said = {"axes": tuple(a % call.rank for a in given["dim"])}
-            said |= {"length": given["last_dim_size"]} if call.name == "fft_c2r" else {}
-            return name, said | ({"norm": norm} if norm != "backward" else {})
+            back = call.name == "fft_c2c" and not given["forward"]
+            return "irfft" if call.name == "fft_c2r" else "r" * halved + "i" * back + "fft", {}
     return None
 
 

@@ -26,7 +26,7 @@ is_nan            isnan
 concatenate       cat
 sign              sgn
 log_sigmoid       log_sigmoid_forward
-clip              clamp_min clamp_max hardtanh
+clip              clamp_min clamp_max
 max               amax
 min               amin
 maximum           fmax

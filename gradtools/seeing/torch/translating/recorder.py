@@ -57,7 +57,6 @@ from gradtools.seeing.formulas.words import (
     constant,
     fitted,
     has_opaque_part,
-    in_words,
     translated,
 )
 from gradtools.seeing.torch import _upstream as private
@@ -179,11 +178,10 @@ class FormulaRecorder(Recorder[Expr]):
             if values is None and (made or not writes):
                 out, values = self._in_parts(call, given, writes if made else []) or (out, None)
             if values is None:
-                words = in_words(attributes, given[0].rank)
                 if call.func.namespace == "gradtools" and self.rules:
-                    name, words = self.rules[-1][0], ""
+                    name = self.rules[-1][0]
                 name = name.removeprefix("linalg_")
-                values = self.named(name, call.func, call.args, call.kwargs, given, outs, words)
+                values = self.named(name, call.func, call.args, call.kwargs, given, outs)
         self._note(outs, values, not made)
         if made:  # side outputs, such as running statistics, become constants
             self._note(writes, [self.constant(x) for x in writes], written=True)
@@ -218,7 +216,6 @@ class FormulaRecorder(Recorder[Expr]):
         kwargs: Any,
         given: Sequence[Expr],
         outs: Sequence[Tensor],
-        words: str = "",
     ) -> list[Expr]:
         """The outputs as an opaque operation."""
         kept = [call_if_kept(a) for a in args if isinstance(a, str)]  # a host kernel's call
@@ -237,7 +234,7 @@ class FormulaRecorder(Recorder[Expr]):
         array = lambda v, dtype: torch.tensor(np.asarray(v), device=device).to(dtype)
         arrays = lambda values: [*map(array, values, dtypes)]
         kernel = OpaqueFunction(self.backend, run, arrays, tuple(map(is_inexact, xs)))
-        return by_name(name, given, map(_like, outs), kernel, words)
+        return by_name(name, given, map(_like, outs), kernel)
 
     # --- values of tensors
 

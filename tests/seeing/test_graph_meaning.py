@@ -113,7 +113,7 @@ split            ; x.split(3, 1)[1] * 2                ; lax.split(x, (1, 3), 1)
 unbind           ; x.unbind(1)[1] * 2                  ; jnp.unstack(x, axis=1)[1] * 2
 add              ; torch.add(x, y, alpha=0.3)          ;
 round            ;                                     ; jnp.round(3 * x) * x
-clip             ; torch.clamp_min(x, 0.8)             ;
+maximum          ; torch.clamp_min(x, 0.8)             ;
 addcmul          ; torch.addcmul(x, x, y, value=0.3)   ;
 addcdiv          ; torch.addcdiv(x, x, y, value=0.3)   ;
 lerp             ; torch.lerp(x, y, 0.3)               ;
@@ -137,12 +137,13 @@ ARGUMENTS = {
 } | {"v": RNG.uniform(0.5, 1.4, 4), "z": RNG.normal(size=3) + 1j * RNG.normal(size=3)}
 # What words mean that a formula writes by their name, in NumPy.
 BY_NAME = {
-    **{name: getattr(np, name) for name in "exp2 log2 log10 tan floor ceil round trunc".split()},
+    **{name: getattr(np, name) for name in "exp2 log2 log10 tan floor ceil trunc".split()},
     **{name: getattr(np, name) for name in "arcsin arccos arctan arcsinh arccosh".split()},
     **{name: getattr(np, name) for name in "arctanh arctan2 hypot power".split()},
     **{name: getattr(np, name) for name in "maximum minimum".split()},
     **{name: getattr(np, name) for name in "logical_and logical_or logical_not".split()},
-    "clip": lambda x, *bounds, low=None, high=None: np.clip(x, *(bounds or (low, high))),
+    "round": lambda x, rounding_method=None: np.round(x),
+    "clip": lambda x, *bounds, min=None, max=None: np.clip(x, *(bounds or (min, max))),
     "prod": lambda x, axes=None: x.prod(axes),
     "norm": lambda x, ord, axes: np.linalg.norm(x, ord, *axes),
     "flip": lambda x, axes: np.flip(x, axes),

@@ -116,7 +116,7 @@ BY_NAME = set(
     inverse det solve cholesky triangular_solve eigh norm convolution group_norm avg_pool rfft
     cumsum sort scatter scatter_add scatter_along index take_along pad erfinv power exp2 arctan2
     cdist embedding angle view_as_complex maximum minimum clip logical_not logical_and is_nan
-    remainder hardsigmoid
+    remainder hardsigmoid hardtanh
     """.split()
 )
 
@@ -171,6 +171,26 @@ def updated_without_a_derivative(x):
     return y * scale * x
 
 
+def parts_updated_without_a_derivative(x):
+    y, z = x * 2, torch.zeros(4, dtype=x.dtype)
+    first, last = z[:2], y[2:]
+    z[:] = x
+    with torch.no_grad():
+        y[0] = y[1] * 2
+        first.mul_(3)
+        y.view(-1)[2] = 7.0
+    return y**2 * z + last.sum()
+
+
+def written_through_detached_views(x):
+    y = x * 2
+    before, part = y.detach(), y.detach()[1:3]
+    part *= x[1:3]
+    y[0] = 1.0
+    y.data[3:].add_(1.0)
+    return y**2 * before + part.sum()
+
+
 def in_rounds_of_torch(x):
     from torch._higher_order_ops.while_loop import while_loop
 
@@ -195,6 +215,8 @@ PROGRAMS = [
     written_in_place,
     written_through_a_view_of_what_was_read,
     updated_without_a_derivative,
+    parts_updated_without_a_derivative,
+    written_through_detached_views,
     in_rounds_of_torch,
     with_a_derivative_inside,
     with_the_derivative_of_torch_func,

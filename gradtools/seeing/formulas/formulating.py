@@ -56,8 +56,9 @@ class Formulating(Operators):
             order 2    x, ȳ, u  ->  ∂s/∂x, ∂s/∂ȳ   of   s = <u, x̄>
 
         The formula is computed at random points near the arguments and compared with what the
-        framework differentiates itself; where they differ nothing is returned. What holds for
-        one run of f alone, such as the branch of a Python ``if``, is part of the formula.
+        framework differentiates itself; where they differ nothing is returned. Arrays that f
+        captures, parameters included, keep their values at these points. What holds for one run of
+        f alone, such as the branch of a Python ``if``, is part of the formula.
         Convolutions, linear algebra, loops and other operations for which the formula has no
         algebra keep their names, and their adjoints are their vjps.
 
@@ -115,15 +116,11 @@ class _Comparison:
         self.program, self.order, self.backend = program, order, program.backend
         self.programs = program.framework.programs
         self.near: list[Point] = []  # the compared points near the arguments
-        try:
+        with program.running():
             self.recorded = recorded = self.programs.formula_graph(program)
-            captured = range(len(recorded.inputs), len(recorded.opened))
-            self.active = [k for k in (*program.wrt, *captured) if recorded.opened[k].is_inexact]
-            self.formula = Formula(recorded, order, self.active)
-        except GradtoolsError:
-            raise
-        except Exception as error:
-            raise self._blamed(error) from error
+        captured = range(len(recorded.inputs), len(recorded.opened))
+        self.active = [k for k in (*program.wrt, *captured) if recorded.opened[k].is_inexact]
+        self.formula = Formula(recorded, order, self.active)
         self.given = [np.asarray(self.backend.to_numpy(x)) for x in program.leaves]
         self.given += [recorded.held[p] for p in recorded.wanted]
         dtypes = recorded.dtypes | {self.backend.dtype_name(x) for x in program.leaves}
@@ -135,21 +132,6 @@ class _Comparison:
         self.single = bool(dtypes & {"float32", "complex64"})
         tolerance, self.floor = _SINGLE if self.single else _DOUBLE
         self.tolerance = tolerance * (10 ** (order - 1) if self.single else 1)
-
-    def _blamed(self, error: Exception) -> GradtoolsError:
-        """The error if f cannot be recorded: f itself raises, or recording it does."""
-        what = _described(error)
-        try:
-            self.program.framework.recorded_run.rerun(self.program.run, self.program.leaves)
-        except Exception:  # f's own error, reported with its line
-            return GradtoolsError(
-                f"formula: f raised {what}. It must run and be differentiable at the given "
-                "arguments."
-            )
-        return GradtoolsError(
-            f"formula: f runs, but its formula could not be made ({what}). If the framework "
-            "differentiates f at these arguments, please report the function."
-        )
 
     def shown(self) -> Formula:
         """The formula with the result of its comparison.

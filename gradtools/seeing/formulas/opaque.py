@@ -79,14 +79,13 @@ def by_name(
     args: Iterable[Expr],
     outputs: Iterable[tuple[Sequence[int], str]],
     kernel: OpaqueFunction,
-    words: str = "",
     **about: Any,
 ) -> list[Expr]:
     """The outputs of an opaque operation, by the shape and the kind of each.
 
-    words: Its parameters as text, for a note; about: for an adjoint, what its notation needs.
+    about: For an adjoint, what its notation needs.
     """
-    call = expr("by_name", args, (), SEVERAL, name=name, kernel=kernel, words=words, **about)
+    call = expr("by_name", args, (), SEVERAL, name=name, kernel=kernel, **about)
     return [expr("output", (call,), s, kind, index=k) for k, (s, kind) in enumerate(outputs)]
 
 
@@ -105,7 +104,6 @@ def pulled_back(
         (*args, *given.values()),
         [(args[k].shape, args[k].kind) for k in wanted],
         kernel.vjp([*given], wanted),
-        call["words"],
         of=len(args),
         level=call.get("level", 0) + 1,
         # Indices among the operands that have a derivative; () where there is only one.
@@ -116,10 +114,8 @@ def pulled_back(
 
 def _write(w: Writer, x: Expr) -> ts.Written:
     (call,), place = x.args, x["index"]
-    name, words, level = call["name"], call["words"], call.get("level", 0)
+    name, level = call["name"], call.get("level", 0)
     pieces = [w.operand(a) for a in call.args]
-    if words:
-        w.note(f"{name}: {words}")
     if not level:
         return ts.Written(ts.function(name, pieces).text + (f"[{place}]" if place else ""))
     number = ts.below(str(call["places"][place] + 1)) if call["places"] else ""

@@ -183,17 +183,3 @@ def has_opaque_part(results: Sequence[Expr], operands: Sequence[Expr]) -> bool:
     """Whether some part of what makes the results of the operands is an opaque operation."""
     before = set(order(operands))
     return any(x.op == "by_name" and x not in before for x in order(results))
-
-
-def in_words(attributes: Mapping[str, Any], rank: int) -> str:
-    """The parameters of an operation by name, those that are numbers or words."""
-
-    def short(value: Any) -> Any:
-        """A tuple of equal numbers as one number: (2, 2) is 2."""
-        if isinstance(value, tuple | list) and value:
-            parts = [short(v) for v in value]
-            return parts[0] if all(p == parts[0] for p in parts) else tuple(parts)
-        return value
-
-    plain = {k: short(v) for k, v in attributes.items() if rank > 1 or k not in ("axis", "axes")}
-    return ", ".join(f"{k} {v}" for k, v in plain.items() if len(str(v)) <= 30)

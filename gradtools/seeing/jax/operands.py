@@ -142,42 +142,14 @@ def subscripts(eqn: Eqn) -> str:
 
 def _convolved(p: Any, eqn: Eqn) -> Attributes:
     spatial = len(p["window_strides"])
-    ones, plain = (1,) * spatial, tuple(range(spatial + 2))
-    specs = tuple(tuple(spec) for spec in p["dimension_numbers"])
+    ones = (1,) * spatial
     return _unless(
-        {"stride": ones, "padding": ((0, 0),) * spatial, "dilation": ones, "input_dilation": ones}
-        | {"groups": 1, "batch_groups": 1, "layout": (plain,) * 3},
+        {"stride": ones, "padding": ((0, 0),) * spatial, "dilation": ones, "groups": 1},
         stride=_ints(p["window_strides"]),
         padding=tuple(_ints(pair) for pair in p["padding"]),
         dilation=_ints(p["rhs_dilation"]),
-        input_dilation=_ints(p["lhs_dilation"]),
         groups=p["feature_group_count"],
-        batch_groups=p["batch_group_count"],
-        layout=specs,
     )
-
-
-def _transformed(p: Any, eqn: Eqn) -> Attributes:
-    """The transformed axes, which are the last ones; for irfft also the length of the last."""
-    lengths, rank = _ints(p["fft_lengths"]), len(_shape(eqn.invars[0]))
-    axes = tuple(range(rank - len(lengths), rank))
-    return {"axes": axes, "length": lengths[-1] if name_of(eqn) == "irfft" else None}
-
-
-def _gathered(p: Any, eqn: Eqn) -> Attributes:
-    """The indexed axes, the lengths that are taken, if not one entry, and the axes of a batch."""
-    d, shape = p["dimension_numbers"], _shape(eqn.invars[0])
-    axes, sizes = _ints(d.start_index_map), _ints(p["slice_sizes"])
-    usual = tuple(1 if a in axes else n for a, n in enumerate(shape))
-    batch = _ints(d.operand_batching_dims) or None
-    return {"axes": axes, "sizes": sizes if sizes != usual else None, "batch_axes": batch}
-
-
-def _scattered(p: Any, eqn: Eqn) -> Attributes:
-    """The indexed axes, the axes of a batch, and how an update is combined with the old value."""
-    d, mode = p["dimension_numbers"], eqn.primitive.name.replace("scatter", "").strip("-_")
-    axes, batch = _ints(d.scatter_dims_to_operand_dims), _ints(d.operand_batching_dims)
-    return {"axes": axes, "batch_axes": batch or None, "mode": mode or None}
 
 
 def _unless_last(axes: tuple[int, ...], rank: int) -> tuple[int, ...] | None:
@@ -196,7 +168,7 @@ _FORMS: Mapping[str, Callable[[Any, Eqn], Attributes]] = {
     **dict.fromkeys(_REDUCTIONS, _reduced),
     **dict.fromkeys(("argmax", "argmin"), lambda p, e: {"axis": _ints(p["axes"])[0]}),
     **dict.fromkeys(_RUNNING, lambda p, e: {"axis": p["axis"], "reverse": p["reverse"] or None}),
-    **dict.fromkeys(_SCATTERS, _scattered),
+    **dict.fromkeys(_SCATTERS, lambda p, e: {}),
     **dict.fromkeys(_RELATIONS, lambda p, e: {"relation": _RELATIONS[e.primitive.name]}),
     **dict.fromkeys(("squeeze", "expand_dims"), lambda p, e: {"shape": _shape(e.outvars[0])}),
     "reshape": lambda p, e: {
@@ -210,7 +182,7 @@ _FORMS: Mapping[str, Callable[[Any, Eqn], Attributes]] = {
     "transpose": lambda p, e: {"permutation": _ints(p["permutation"])},
     "dot_general": lambda p, e: {} if _is_matmul(e) else {"subscripts": subscripts(e)},
     "conv_general_dilated": _convolved,
-    "gather": _gathered,
+    **dict.fromkeys(("gather", "fft"), lambda p, e: {}),
     "slice": _sliced,
     "dynamic_slice": lambda p, e: {"sizes": _ints(p["slice_sizes"])},
     "pad": _padded,
@@ -221,7 +193,6 @@ _FORMS: Mapping[str, Callable[[Any, Eqn], Attributes]] = {
     "iota": lambda p, e: {"axis": p["dimension"]},
     "integer_pow": lambda p, e: {},
     "scan": lambda p, e: {"length": p["length"], "reverse": p["reverse"] or None},
-    "fft": _transformed,
     **dict.fromkeys(_MOVES, lambda p, e: {}),
 }
 # These have their name as the only attribute; a composite has its own attributes, too.

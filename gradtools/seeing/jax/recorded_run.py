@@ -76,11 +76,6 @@ def record(
         ) from error
 
 
-def rerun(run: Run, leaves: Sequence[Any]) -> Sequence[Any]:
-    """Calls `run(leaves)`; in JAX there is no state to restore."""
-    return run(leaves)
-
-
 def watchable() -> bool:
     """True: a program can be traced inside of any transform."""
     return True

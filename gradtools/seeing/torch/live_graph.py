@@ -72,10 +72,8 @@ class _AutogradReader:
         flows = flows[: len(operands)] + (_CUT,) * len(unknown)
         rule = isinstance(fn, torch.autograd.function.BackwardCFunction)
         name = operations.word_of(fn)
-        own = name.lower() in _OF_THEIR_OWN
-        operation = name.lower() if own else operations.neutral_of_node(fn)
         return Node(
-            "custom_rule" if rule else operation,
+            "custom_rule" if rule else operations.neutral_of_node(fn),
             (*operands, *unknown),
             outputs,
             fn.name(),
@@ -163,8 +161,6 @@ def in_order(ends: list[Any]) -> Iterator[GradFn]:
 
 
 _FULL, _CUT = Dependence.DIFFERENTIABLE, Dependence.CUT
-# products whose first operand is added, and a difference whose first number is not saved
-_OF_THEIR_OWN = ("addmm", "addmv", "baddbmm", "addbmm", "rsub")
 
 
 def _is_plain(x: Any) -> bool:

@@ -65,7 +65,7 @@ class AtenCall:
     def said(self, out: Any) -> tuple[str, Mapping[str, Any]]:
         """Its neutral name and its attributes; `out`: what it returned."""
         self.outs = [*tensors_in(out)]
-        operation = _NAMES.get(self.name) or operations.neutral(self.name)
+        operation = operations.neutral(self.name)
         attributes = self._attributes()
         for key in (self.name, operation):
             for form in (_of_entries, _of_numbers, _of_layers):
@@ -102,13 +102,6 @@ class AtenCall:
             given = self.given.get("dim")
             if argument.name == "dim" and type(default) is int and given in (None, default):
                 result["dim"] = default
-
-        # Omitted optional tensors before a given one, whose position would else be ambiguous.
-        kinds = [a.name for a in self.schema if str(a.type) == "Optional[Tensor]"]
-        there = [self.given.get(name) is not None for name in kinds]
-        last = max((i for i, given in enumerate(there) if given), default=0)
-        if lacking := [name for name, has in zip(kinds[:last], there, strict=False) if not has]:
-            result["without"] = tuple(lacking)
 
         rank = max(1, self.rank + (self.name == "stack"))
         for name in ("dim", "dims"):
@@ -171,28 +164,11 @@ _UNSAID = frozenset(
     + ["compute_mode", "compute_log_sumexp", "return_debug_mask", "check_errors"]
 )
 _OF_AXES = frozenset(["prod", "all", "any", "amax", "amin", "logsumexp", "max", "min"])
-_OWN = """
-fmod addmm baddbmm addmv addbmm addr vdot block_diag as_strided eye unbind
-linspace logspace diagonal_scatter fill_diagonal
-"""  # `recording/operations.py` gives these the name of a related operation
-_NAMES = {name: name for name in _OWN.split()} | {
-    "select": "slice",
-    "constant_pad_nd": "pad",
-    "slice_scatter": "update",
-    "select_scatter": "update",
-    "repeat": "tile",
-    "scatter": "scatter_along",
-    "masked_fill": "where",
-    "safe_softmax": "softmax",
-}
 _REORDERED: Mapping[str, Callable[[list[Any]], list[Any]]] = {
     **dict.fromkeys(("rsub", "triangular_solve"), lambda xs: [xs[1], xs[0], *xs[2:]]),
     "masked_fill": lambda xs: [xs[1], xs[2], xs[0]] if len(xs) == 3 else xs,
     "polygamma": lambda xs: xs[-1:],
-    **dict.fromkeys(("clamp_min", "clamp_max"), lambda xs: [x for x in xs if not _number(x)]),
 }
-_RELATIONS = {"equal": "==", "not_equal": "!=", "less": "<", "less_equal": "<="} | RELATIONS
-_RELATIONS |= {"greater": ">", "greater_equal": ">="}
 _FILLED = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
 
 
@@ -203,7 +179,7 @@ _FILLED = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 
 
 def _of_entries(key: str, call: AtenCall, operation: str, said: Attributes) -> Translated | None:
     """Operations that move, select or fill entries."""
-    given, x, y = call.given, call.first, call.out
+    given, y = call.given, call.out
     match key:
         case "reshape" | "broadcast":
             return operation, {"shape": tuple(y.shape)} if y is not None else said
@@ -214,15 +190,6 @@ def _of_entries(key: str, call: AtenCall, operation: str, said: Attributes) -> T
         case "split":  # the sizes of consecutive parts along an axis
             axis = said["axis"]
             return operation, {"sizes": tuple(part.shape[axis] for part in call.outs), "axis": axis}
-        case "index" | "scatter":
-            indices = given.get("indices")
-            if isinstance(indices, list | tuple):
-                said["axes"] = tuple(i for i, index in enumerate(indices) if index is not None)
-            elif "axis" in said:
-                said["axes"] = (said.pop("axis"),)
-            if said.pop("accumulate", False):
-                said["mode"] = "add"
-            return operation, said
         case "constant":  # what it is filled with; its shape and dtype are those of its value
             if call.name == "lift_fresh" and y is not None:
                 held = numbers_text(y.shape, y.tolist)
@@ -230,32 +197,18 @@ def _of_entries(key: str, call: AtenCall, operation: str, said: Attributes) -> T
             if call.name in operations.NO_DATA and "fill_value" in given:
                 return operation, {"value": given["fill_value"]}
             return operation, {"value": _FILLED[call.name]} if call.name in _FILLED else {}
-        case "as_strided":  # a reshape if it covers a contiguous array in order
-            in_order = [z is not None and z.is_contiguous() for z in (x, y)]
-            if x is not None and y is not None and all(in_order) and x.numel() == y.numel():
-                return "reshape", {"shape": tuple(y.shape)}
-            return operation, said
     return None
 
 
 def _permutation(call: AtenCall) -> tuple[int, ...]:
     """The axes of the operand, in the order of the result's."""
     order, given, rank = [*range(call.rank)], call.given, call.rank
-    if call.name in ("movedim", "moveaxis"):
-        ends = [x if isinstance(x, list | tuple) else [x] for x in map(given.get, _ENDS)]
-        moved = {to % rank: a % rank for a, to in zip(*ends, strict=True)}
-        left = iter([a for a in order if a not in moved.values()])
-        order = [moved[p] if p in moved else next(left) for p in order]
-    elif call.name == "permute":
+    if call.name == "permute":
         order = [a % rank for a in given["dims"]]
     elif rank > 1:
-        default = (-2, -1) if call.name in ("mT", "mH", "adjoint") else (0, 1)
-        a, b = given.get("dim0", default[0]), given.get("dim1", default[1])
+        a, b = given.get("dim0", 0), given.get("dim1", 1)
         order[a], order[b] = order[b], order[a]
     return tuple(order)
-
-
-_ENDS = ("source", "destination")  # of movedim
 
 
 def _window(call: AtenCall) -> Attributes:
@@ -283,24 +236,13 @@ def _of_numbers(key: str, call: AtenCall, operation: str, said: Attributes) -> T
     given, x = call.given, call.first
     match key:
         case "compare":
-            relation = _RELATIONS.get(call.name)
+            relation = RELATIONS.get(call.name)
             return operation, {**said, "relation": relation} if relation else said
         case "bitwise_and" | "bitwise_or" | "bitwise_xor" | "bitwise_not":
             of_truth = x is not None and x.dtype == torch.bool  # else bitwise, of integers
             return (operation if of_truth else call.name), said
-        case "clip":  # bounds by name; with one array as its bound it is a minimum or maximum
-            ends = {"min": "low", "max": "high", "min_val": "low", "max_val": "high"}
-            limits = {"hardtanh": {"low": -1, "high": 1}, "relu6": {"low": 0, "high": 6}}
-            is_bound = lambda a, x: a.name in ends and (isinstance(x, Tensor) or _is_number(a, x))
-            bounds = {a.name: value for a, value in call.bound if is_bound(a, value)}
-            if len(bounds) == 1:
-                ((name, bound),) = bounds.items()
-                if not isinstance(bound, Tensor):
-                    return operation, {ends[name]: bound}
-                operation = "minimum" if name == "max" else "maximum"
-                said.pop("without", None)
-            named = {ends.get(name, name): value for name, value in said.items()}
-            return operation, limits.get(call.name, {}) | named
+        case "clip" if len(call.operands()) == 2:  # one bound is an operand
+            return ("minimum" if given.get("min") is None else "maximum"), said
         case "norm":
             ord_ = given.get("ord", given.get("p", 2))
             said = {name: value for name, value in said.items() if name not in ("ord", "p")}
@@ -311,15 +253,10 @@ def _of_numbers(key: str, call: AtenCall, operation: str, said: Attributes) -> T
             unbiased, corrected = said.pop("unbiased", True), said.pop("correction", None)
             corrected = int(unbiased) if corrected is None else corrected
             return operation, {**said, "correction": corrected}
-        case "fft_c2c" | "fft_r2c" | "fft_c2r":  # the direction, axes and normalization
+        case "fft_c2c" | "fft_r2c" | "fft_c2r":
             halved = call.name == "fft_r2c" and given["onesided"]
-            forward = call.name == "fft_r2c" or bool(given.get("forward"))
-            name = "irfft" if call.name == "fft_c2r" else "r" * halved + "i" * (not forward) + "fft"
-            divisor = given["normalization"] if forward else 2 - given["normalization"]
-            norm = ("backward", "ortho", "forward")[divisor]
-            said = {"axes": tuple(a % call.rank for a in given["dim"])}
-            said |= {"length": given["last_dim_size"]} if call.name == "fft_c2r" else {}
-            return name, said | ({"norm": norm} if norm != "backward" else {})
+            back = call.name == "fft_c2c" and not given["forward"]
+            return "irfft" if call.name == "fft_c2r" else "r" * halved + "i" * back + "fft", {}
     return None
 
 

@@ -137,7 +137,7 @@ class _PassRecorder(RunRecorder):
 
     def __init__(self, undo: Undo, hooked: bool) -> None:
         super().__init__(undo)
-        self.levels = "rules", "branches", *(["saved"] if hooked else []), "operations"
+        self.levels = "rules", *(["saved"] if hooked else []), "operations"
         self._packed: list[tuple[int, int, int]] = []  # sequence, number, phase
 
     # --- what runs

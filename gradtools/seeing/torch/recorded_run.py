@@ -27,14 +27,13 @@ from gradtools.seeing.graphs.nodes import Dependence, PlainGraph, grouped
 from gradtools.seeing.graphs.recording import CapturedParameter, Recording, Run, Wanted
 from gradtools.seeing.torch.recording.connections import ConnectionRecorder
 from gradtools.seeing.torch.recording.observation import observed, watchable
-from gradtools.seeing.torch.undo import rerun
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import leaves_of
 
 Tensor = torch.Tensor
 _FULL = Dependence.DIFFERENTIABLE
 _MOST = 8  # lines that are tried, with up to three runs each
-__all__ = ["is_model", "record", "repeatable", "rerun", "watchable"]
+__all__ = ["is_model", "record", "repeatable", "watchable"]
 
 
 def record(

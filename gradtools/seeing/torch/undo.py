@@ -41,16 +41,6 @@ def undone(run: Run, leaves: Sequence[Any]) -> Iterator[Undo]:
         undo.put_back()
 
 
-def rerun(run: Run, leaves: Sequence[Any]) -> list[Any]:
-    """`run(leaves)` with all its effects undone; the results are detached.
-
-    The leaves require grad, since f itself may take a derivative.
-    """
-    with undone(run, leaves), torch.inference_mode(False), torch.enable_grad():
-        outs = run([copied(x) for x in leaves])
-        return [x.detach() if isinstance(x, Tensor) else x for x in outs]
-
-
 def copied(x: Any, tracked: bool = True) -> Any:
     """A copy of a leaf; it requires grad if `tracked` and if it is floating or complex."""
     if not isinstance(x, Tensor):

@@ -33,7 +33,6 @@ from gradtools.seeing.formulas.words import (
     constant,
     fitted,
     has_opaque_part,
-    in_words,
     translated,
 )
 from gradtools.seeing.graphs.program import LeafProgram
@@ -242,10 +241,7 @@ class _Translator:
         around = partial(enable_x64, bool(jax.config.read("jax_enable_x64")))
         kernel = OpaqueFunction(self.backend, run, arrays, inexact, around)
         args = [self.expr(entries[k]) for k in shown]
-        called = eqn.primitive.name in (*jaxprs.CALLS, *jaxprs.RULED, *_RULES)
-        rank = max((x.rank for x in args), default=0)
-        words = "" if called else in_words(operands.attributes_of(eqn), rank)
-        return self._fitted(eqn, by_name(name, args, map(_like, eqn.outvars), kernel, words))
+        return self._fitted(eqn, by_name(name, args, map(_like, eqn.outvars), kernel))
 
     def _opened(self, program: Any, entries: Sequence[Entry]) -> list[Entry]:
         """What a program gives for these operands, written out."""

@@ -77,7 +77,7 @@ class ConnectionRecorder(RunRecorder):
     """
 
     caller = "why_zero"
-    levels = ("rules", "branches", "parameters", "functions", "operations")
+    levels = ("rules", "parameters", "functions", "operations")
 
     def __init__(self, undo: Undo, replace: Replace | None = None) -> None:
         super().__init__(undo)

@@ -1,14 +1,15 @@
 """Runs the user's function once under a recorder and undoes its effects.
 
-f runs eagerly, compiled code included, at copies of its leaves that require grad. Afterwards the
-state of the snapshot, captured tensors and `.grad` are restored.
+f runs eagerly, compiled code included, at copies of its leaves that require grad; control-flow
+operators run as Python loops and branches. Afterwards the state of the snapshot, captured tensors
+and `.grad` are restored.
 """
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ import torch
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.graphs.recording import Run
 from gradtools.seeing.torch.recording.connections import ConnectionRecorder
+from gradtools.seeing.torch.thread_patches import control_flow_called
 from gradtools.seeing.torch.undo import Undo, copied, undone
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
@@ -77,7 +79,31 @@ def recording_run(what: str, run: Run, leaves: Sequence[Any]) -> Iterator[Undo]:
     with undone(run, leaves) as undo:
         _here.recording = True
         try:
-            with recorded(), torch.inference_mode(False), torch.enable_grad():
+            with followed(), recorded(), torch.inference_mode(False), torch.enable_grad():
                 yield undo
         finally:
             _here.recording = False
+
+
+# --- control flow as Python loops and branches
+
+
+def _while_loop(goes_on: Any, body: Any, carried: Any, more: Any = ()) -> Any:
+    while goes_on(*carried, *more):
+        carried = tuple(body(*carried, *more))
+    return carried
+
+
+_FOLLOWED: dict[str, Callable[..., Any]] = {
+    "cond": lambda chosen, yes, no, operands=(): (yes if chosen else no)(*operands),
+    "while_loop": _while_loop,
+}
+
+
+def followed() -> AbstractContextManager[None]:
+    """A context in which this thread's cond and while_loop run in Python."""
+
+    def follow(operator: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        return _FOLLOWED.get(operator.name(), call)(*args, **kwargs)
+
+    return control_flow_called(follow)

@@ -1,8 +1,8 @@
-"""The neutral names of PyTorch's functions, and why some of them carry no derivative.
+"""The neutral names of aten's operations, and why some of them carry no derivative.
 
-Variants of a function have one name: `add`, `add_` and `__radd__` are one operation. The neutral
-names are those of `seeing/formulas/words.py`; other functions keep PyTorch's name. Autograd's
-nodes have neutral names too, because a call such as cross_entropy makes several nodes.
+Variants of an operation have one name: `add` and `add_`. The neutral names are those of
+`seeing/formulas/words.py`; other operations keep PyTorch's name. Autograd's nodes have neutral
+names too, because a call such as cross_entropy makes several nodes.
 """
 
 from __future__ import annotations
@@ -15,76 +15,53 @@ from gradtools.rules import Rule
 from gradtools.seeing.graphs.operation_names import SHARED, by_native
 
 _NEUTRAL = SHARED | by_native("""
-subtract          rsub isub
-add               radd iadd foreach_add
-multiply          rmul imul
-divide            true_divide truediv rtruediv rdiv idiv itruediv
-power             rpow ipow float_power
-floor_divide      floordiv rfloordiv ifloordiv
-remainder         mod rmod imod fmod
-matmul            mm bmm mv dot vdot rmatmul imatmul inner linear bilinear tensordot addmm baddbmm
-    addmv addbmm addr chain_matmul multi_dot
-compare           greater greater_equal less less_equal equal not_equal isclose
-logical_and       and rand bitwise_and
-logical_or        or ror bitwise_or
-logical_xor       xor rxor bitwise_xor
-logical_not       invert bitwise_not
+subtract          rsub
+add               foreach_add
+matmul            mm bmm mv dot linear
+logical_and       bitwise_and
+logical_or        bitwise_or
+logical_xor       bitwise_xor
+logical_not       bitwise_not
 is_nan            isnan
-is_finite         isfinite
-concatenate       cat concat hstack vstack dstack column_stack row_stack block_diag
-abs               absolute
-trunc             fix
+concatenate       cat
 sign              sgn
-sigmoid           expit special_expit
-log_sigmoid       logsigmoid log_sigmoid_forward
-clip              clamp_min clamp_max hardtanh relu6
+log_sigmoid       log_sigmoid_forward
+clip              clamp_min clamp_max
 max               amax
 min               amin
 maximum           fmax
 minimum           fmin
-norm              vector_norm linalg_vector_norm linalg_norm
+norm              linalg_vector_norm
 variance          var var_mean
 deviation         std std_mean
-transpose         t T mT H mH permute movedim moveaxis swapaxes swapdims adjoint
-reshape           view view_as reshape_as flatten unflatten squeeze unsqueeze ravel contiguous
-    reshape_alias reshape_copy view_copy unsafe_view
-broadcast         expand expand_as broadcast_to broadcast_tensors expand_copy
-identity          clone alias positive copy_fresh resolve_conj resolve_neg view_of fused_moving
+transpose         t permute
+reshape           view squeeze unsqueeze reshape_alias reshape_copy view_copy unsafe_view
+broadcast         expand expand_copy
+identity          clone alias
 conj              conj_physical
-negate            negative neg_view
-erfinv            special_erfinv
-log1p             special_log1p
-exp2              special_exp2
-digamma           special_digamma
-lgamma            special_gammaln
+negate            neg_view
 stop              detach data
-cast              to float double half bfloat16 long int short char byte bool type type_as cfloat
-    cdouble chalf to_copy
-index             getitem select narrow index_select masked_select take unsafe_index
-take_along        gather take_along_dim
-split             chunk unbind unsafe_chunk unsafe_split tensor_split hsplit vsplit split_with_sizes
-    unsafe_split_with_sizes
+cast              to_copy
+index             index_select masked_select take unsafe_index
+take_along        gather
+split             unsafe_split split_with_sizes unsafe_split_with_sizes
 triangle          triu tril
 diagonal_matrix   diag_embed
-scatter           setitem index_put index_copy index_fill masked_scatter masked_fill slice_scatter
-    select_scatter diagonal_scatter fill_diagonal unsafe_index_put
+scatter           index_put index_copy index_fill masked_scatter unsafe_index_put
 scatter_add       index_add
-update            copy set_data
-convolution       conv1d conv2d conv3d convolution_overrideable mkldnn_convolution
-convolution_transposed conv_transpose1d conv_transpose2d conv_transpose3d
-max_pool          max_pool1d max_pool2d max_pool3d adaptive_max_pool1d adaptive_max_pool2d
-    max_pool2d_with_indices max_pool3d_with_indices adaptive_max_pool3d
+update            copy slice_scatter select_scatter set_data
+convolution       convolution_overrideable mkldnn_convolution
+max_pool          adaptive_max_pool2d max_pool2d_with_indices max_pool3d_with_indices
+    adaptive_max_pool3d
 avg_pool          avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_avg_pool2d
     adaptive_avg_pool3d
-attention         scaled_dot_product_attention multi_head_attention_forward
-    scaled_dot_product_flash_attention_for_cpu scaled_dot_product_efficient_attention
-    scaled_dot_product_flash_attention
-inverse           inv linalg_inv linalg_inv_ex
-dropout           dropout1d dropout2d dropout3d alpha_dropout feature_alpha_dropout native_dropout
-branch            is_nonzero allclose contains
-constant          tensor as_tensor asarray zeros ones full empty eye ones_like zeros_like full_like
+attention         scaled_dot_product_flash_attention_for_cpu
+    scaled_dot_product_efficient_attention scaled_dot_product_flash_attention
+inverse           linalg_inv_ex
+dropout           native_dropout
+constant          tensor as_tensor asarray zeros ones full empty ones_like zeros_like full_like
     new_zeros new_ones new_full scalar_tensor lift_fresh
-iota              arange linspace logspace
+iota              arange
 random            rand randn randint randperm
 layer_norm        native_layer_norm
 det               linalg_det
@@ -103,9 +80,14 @@ cdist             cdist_forward euclidean_dist
 view_as_real      view_as_real_copy
 view_as_complex   view_as_complex_copy
 cross             linalg_cross
-outer             ger
 reflection_pad    reflection_pad1d reflection_pad2d reflection_pad3d
 replication_pad   replication_pad1d replication_pad2d replication_pad3d
+slice             select
+pad               constant_pad_nd
+tile              repeat
+scatter_along     scatter
+where             masked_fill
+softmax           safe_softmax
 """)
 
 
@@ -184,7 +166,7 @@ _BACKWARD = {
     "adaptive_max_pool2_d": "max_pool",
     "hardtanh": "clip",
     "nll_loss": "index",
-    "safe_softmax": "softmax",
+    "rsub": "rsub",  # its operands are in reverse
 }
 
 

@@ -1,10 +1,9 @@
 """`Recorder`: records a PyTorch run by function and dispatch modes, and numbers tensors' values.
 
-Only `Recorder` enters modes. It intercepts calls at up to six levels; the handler of each level
+Only `Recorder` enters modes. It intercepts calls at up to five levels; the handler of each level
 makes the call::
 
     "rules"        ruled(class, apply, args, kwargs)   torch.autograd.Functions
-    "branches"     branched(operator, apply, args, kw) torch.cond and other operators on programs
     "parameters"   wrapped(class, make, args, kwargs)  constructions of Parameters and Buffers
     "functions"    called(function, args, kwargs)      PyTorch functions (TorchFunctionMode)
     "operations"   operated(call)                      aten operations (TorchDispatchMode)
@@ -38,7 +37,6 @@ from gradtools.seeing.torch import _upstream as private
 from gradtools.seeing.torch.operands import AtenCall
 from gradtools.seeing.torch.recording.values import TensorTable, Write, like
 from gradtools.seeing.torch.thread_patches import (
-    control_flow_called,
     functions_applied,
     parameters_made,
 )
@@ -290,7 +288,6 @@ def _saved(recorder: Any) -> Any:
 
 _LEVELS: dict[str, Callable[[Any], Any]] = {
     "rules": _rules,
-    "branches": lambda recorder: control_flow_called(_unless_quiet(recorder, recorder.branched)),
     "parameters": lambda recorder: parameters_made(_unless_quiet(recorder, recorder.wrapped)),
     "functions": _Functions,
     "operations": Operations,

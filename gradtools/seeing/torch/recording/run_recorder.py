@@ -89,13 +89,6 @@ class RunRecorder(Recorder[int]):
 
     # --- what runs
 
-    def branched(self, operator: Any, apply: Any, args: Any, kwargs: Any) -> Any:
-        """Runs the chosen branch of a torch.cond, as a Python `if` does."""
-        if operator is not torch.ops.higher_order.cond:
-            return apply(*args, **kwargs)
-        predicate, yes, no, operands = args
-        return (yes if predicate else no)(*operands)
-
     def operated(self, call: AtenCall) -> Any:
         """Records an aten operation."""
         if call.raw == "lift_fresh" and call.args[0].shape:  # a tensor of Python numbers

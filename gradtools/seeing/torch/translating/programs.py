@@ -1,14 +1,12 @@
 """`formula` in PyTorch: one run of f as expressions, and the derivatives that it is compared with.
 
 f runs once under `recorder.py` at copies of its arguments, and its effects are undone. Captured
-tensors that require grad are differentiated like arguments. Control-flow operators run as Python
-loops and branches.
+tensors that require grad are differentiated like arguments.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -17,8 +15,7 @@ from gradtools.seeing.formulas.expressions import order
 from gradtools.seeing.formulas.reverse_mode import Recorded
 from gradtools.seeing.formulas.words import constant
 from gradtools.seeing.graphs.program import LeafProgram
-from gradtools.seeing.torch.recording.observation import recording_run
-from gradtools.seeing.torch.thread_patches import control_flow_called
+from gradtools.seeing.torch.recording.observation import followed, recording_run
 from gradtools.seeing.torch.translating.recorder import FormulaRecorder, numbers
 from gradtools.seeing.torch.undo import copied, undone
 from gradtools.torch.function_modes import PlainAttention, PlainKernels
@@ -37,7 +34,7 @@ def formula_graph(program: LeafProgram) -> Recorded:
         pairs = zip(xs, program.names, strict=True)
         inputs = [recorder.introduced(x, name) for x, name in pairs]
         value = lambda y: recorder.of(y) if isinstance(y, Tensor) else constant(y)
-        with followed(), plainly():  # control flow runs in Python, without recomputation
+        with plainly():  # without recomputation
             outputs = recorder.run(lambda: [value(y) for y in _plain_run(program, xs)])
     read = set(order(outputs))
     held = {p: x for p, x in recorder.held.items() if p in read}
@@ -100,27 +97,3 @@ def _gradients(
         ys, cts = zip(*pairs, strict=True)
         grads = torch.autograd.grad(ys, xs, cts, create_graph=create_graph, allow_unused=True)
     return [torch.zeros_like(x) if g is None else g for x, g in zip(xs, grads, strict=True)]
-
-
-# --- control flow as Python loops and branches
-
-
-def _while_loop(goes_on: Any, body: Any, carried: Any, more: Any = ()) -> Any:
-    while goes_on(*carried, *more):
-        carried = tuple(body(*carried, *more))
-    return carried
-
-
-_FOLLOWED: dict[str, Callable[..., Any]] = {
-    "cond": lambda chosen, yes, no, operands=(): (yes if chosen else no)(*operands),
-    "while_loop": _while_loop,
-}
-
-
-def followed() -> AbstractContextManager[None]:
-    """A context in which this thread's cond and while_loop run in Python."""
-
-    def follow(operator: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        return _FOLLOWED.get(operator.name(), call)(*args, **kwargs)
-
-    return control_flow_called(follow)

@@ -57,7 +57,6 @@ from gradtools.seeing.formulas.words import (
     constant,
     fitted,
     has_opaque_part,
-    in_words,
     translated,
 )
 from gradtools.seeing.torch import _upstream as private
@@ -179,11 +178,10 @@ class FormulaRecorder(Recorder[Expr]):
             if values is None and (made or not writes):
                 out, values = self._in_parts(call, given, writes if made else []) or (out, None)
             if values is None:
-                words = in_words(attributes, given[0].rank)
                 if call.func.namespace == "gradtools" and self.rules:
-                    name, words = self.rules[-1][0], ""
+                    name = self.rules[-1][0]
                 name = name.removeprefix("linalg_")
-                values = self.named(name, call.func, call.args, call.kwargs, given, outs, words)
+                values = self.named(name, call.func, call.args, call.kwargs, given, outs)
         self._note(outs, values, not made)
         if made:  # side outputs, such as running statistics, become constants
             self._note(writes, [self.constant(x) for x in writes], written=True)
@@ -218,7 +216,6 @@ class FormulaRecorder(Recorder[Expr]):
         kwargs: Any,
         given: Sequence[Expr],
         outs: Sequence[Tensor],
-        words: str = "",
     ) -> list[Expr]:
         """The outputs as an opaque operation."""
         kept = [call_if_kept(a) for a in args if isinstance(a, str)]  # a host kernel's call
@@ -237,7 +234,7 @@ class FormulaRecorder(Recorder[Expr]):
         array = lambda v, dtype: torch.tensor(np.asarray(v), device=device).to(dtype)
         arrays = lambda values: [*map(array, values, dtypes)]
         kernel = OpaqueFunction(self.backend, run, arrays, tuple(map(is_inexact, xs)))
-        return by_name(name, given, map(_like, outs), kernel, words)
+        return by_name(name, given, map(_like, outs), kernel)
 
     # --- values of tensors
 
@@ -267,7 +264,9 @@ class FormulaRecorder(Recorder[Expr]):
 
     def rewritten(self, x: Tensor, before: Expr, writes: Sequence[Write[Expr]]) -> Expr:
         """The current value of a view of a storage that was written to."""
-        return self.met(x)
+        value, shown = self.met(x), self.table.memory(x)
+        is_detached = shown is not None and shown.root.requires_grad and not x.requires_grad
+        return stop(value) if is_detached and is_inexact(x) else value
 
     def constant(self, x: Tensor) -> Expr:
         """A constant with the tensor's contents."""
@@ -288,25 +287,28 @@ class FormulaRecorder(Recorder[Expr]):
             value = fitted(value, _like(y))
             if is_inexact(y):
                 self.dtypes.add(like(y)[1])
-            if written and self._is_off(y) and y.requires_grad:  # the old derivative stays
-                before = self.of(y)
-                value = before + stop(value - before)
-            elif self._is_off(y) and not value.is_constant:
-                value = stop(value)
             if written:
                 self._write(y, value)
             else:
-                self.hold(y, value)
+                self.hold(y, stop(value) if self._is_off(y) else value)
 
     def _is_off(self, y: Tensor) -> bool:
         """Whether y is computed while the user's grad mode is off."""
         return is_inexact(y) and not self.rules and not torch.is_grad_enabled()
 
     def _write(self, x: Tensor, value: Expr) -> None:
-        """Gives x a new value after an in-place write, and updates its root."""
+        """Gives x a new value after an in-place write, and updates its root.
+
+        Autograd does not see a write while the user's grad mode is off, nor the root a write to a
+        detached view of it: they keep the derivative of what is overwritten.
+        """
         shown = self.table.memory(x)
         assert shown is not None
-        root = shown.root
+        root, before, own = shown.root, shown.value, value
+        is_off = self._is_off(x)
+        kept = lambda old, new: stop(new) if old.is_constant else old + stop(new - old)
+        if is_off:
+            own = kept(self.of(x), value) if x.requires_grad else stop(value)
         if view_of(x) == view_of(root):
             shown.value = value
         elif shown.value.is_constant and value.is_constant:
@@ -317,9 +319,12 @@ class FormulaRecorder(Recorder[Expr]):
             name = f"set_at[{slices_of(at, shown.value.shape)}]"
             fun = lambda y, u: y.flatten().index_put((index,), u.flatten()).reshape(y.shape)
             (shown.value,) = self.named(name, fun, (root, x), {}, [shown.value, value], [root])
-        self.table.write(x, value)
+        is_detached = root.requires_grad and not (x.requires_grad or self.rules)
+        if is_inexact(root) and (is_off or is_detached):
+            shown.value = kept(before, shown.value)
+        self.table.write(x, own)
         if self.table.get(root) is not None:
-            self.hold(root, shown.value)
+            self.hold(root, own if x is root else shown.value)
 
 
 # --- views and writes in place

@@ -30,20 +30,15 @@ from gradtools.jax.known_errors import CALLS_JAX, says
 
 
 def call_kernel(call: KernelCall, xs: Sequence[Any]) -> list[Any]:
-    """The kernel's results."""
+    """The kernel's results; raises if JAX would narrow a result's dtype without an error."""
     expected = call.results_of(xs)
-    _check_held(call, expected)
-    return list(kernel_p.bind(*xs, call=call, expected=expected, batch=()))
-
-
-def _check_held(call: KernelCall, expected: Results) -> None:
-    """Raises if JAX would narrow a result's dtype without an error."""
     for spec in expected.specs:
         if jax.dtypes.canonicalize_dtype(spec.dtype) != jnp.dtype(spec.dtype):
             raise call.error(
                 f"it is to return dtype {spec.dtype}, which JAX cannot hold without x64. Switch "
                 f"it on: {X64}; or give out=ArraySpec(shape, dtype) with 32 bits."
             )
+    return list(kernel_p.bind(*xs, call=call, expected=expected, batch=()))
 
 
 # --- the primitive -----------------------------------------------------------------------

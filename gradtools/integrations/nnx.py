@@ -31,7 +31,6 @@ from gradtools.function_variables import (
     with_parts,
 )
 from gradtools.jax._upstream import with_variables
-from gradtools.jax.known_errors import flax_explained
 from gradtools.jax.modules import fresh, keys
 
 
@@ -160,9 +159,8 @@ class Stateful:
         own = nnx.merge(self._graph, self._params, rest, copy=True)
         given = tuple(_modules((args, kwargs)))
         copies = {id(old): new for old, new in zip(self._own, own, strict=True)}
-        with flax_explained(self.caller):
-            nnx.update(given, of_given)
-            out = _with_copies(self.f, copies)(*args, **kwargs)
+        nnx.update(given, of_given)
+        out = _with_copies(self.f, copies)(*args, **kwargs)
         result = self._kept(self._state(own), 0), self._kept(self._state(given), 1)
         self.after = jax.tree.leaves(result)
         pairs = zip(self.changed, self.after, self.now, strict=True)
@@ -178,15 +176,14 @@ class Stateful:
         if not any(self.changed):
             return
         numbered = jax.tree.unflatten(self._treedef, list(range(len(leaves))))
-        with flax_explained(self.caller):
-            for modules, state in zip((self._own, self._given), numbered, strict=True):
-                flat = nnx.to_flat_state(state)
-                new = [
-                    (path, variable.replace(leaves[k]))
-                    for path, variable in flat
-                    if self.changed[k := jax.tree.leaves(variable)[0]]
-                ]
-                nnx.update(modules, nnx.from_flat_state(new))
+        for modules, state in zip((self._own, self._given), numbered, strict=True):
+            flat = nnx.to_flat_state(state)
+            new = [
+                (path, variable.replace(leaves[k]))
+                for path, variable in flat
+                if self.changed[k := jax.tree.leaves(variable)[0]]
+            ]
+            nnx.update(modules, nnx.from_flat_state(new))
 
     def _state(self, modules: Any) -> Any:
         return nnx.state(modules, nnx.Not(nnx.Param))

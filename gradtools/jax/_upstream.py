@@ -170,20 +170,6 @@ def as_varying(x: Any, axes: Sequence[Any]) -> Any:
     return vars(jax.lax)["pvary"](x, tuple(axes))
 
 
-def linear_program(pullback: Any) -> Any:
-    """The jaxpr from tangents to tangents of what `jax.vjp` returns, whose constants are residuals.
-
-    JAX 0.12 lists the residuals among the inputs, before the tangents, and its nodes of loops and
-    branches hide what they read. Gone, in that case, and before JAX 0.9: None; in a trace f is then
-    traced once more to see what it reads.
-    """
-    jaxpr = getattr(pullback, "jaxpr", None)
-    if not isinstance(jaxpr, Jaxpr):
-        return None
-    nodes = {eqn.primitive.name for eqn in jaxpr.eqns if eqn.primitive.name.startswith("vjp_node")}
-    return jaxpr if nodes <= {"vjp_node", "vjp_node[jit]"} else None
-
-
 # --- what a maintainer of JAX would refuse ------------------------------------------------------
 #
 # Further hacks, each in one module: `known_errors` matches the texts of JAX's errors, which have no

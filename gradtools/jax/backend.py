@@ -13,7 +13,6 @@ import numpy as np
 
 from gradtools.backend import Array, FrameworkBackend, LazyMember
 from gradtools.jax import arrays, engines, module_arguments, shardings, trees
-from gradtools.jax.known_errors import flax_explained
 from gradtools.jax.rules.installing import apply_rule, attempt
 from gradtools.jax.rules.primitives import READS_A_VALUE
 from gradtools.jax.rules.transposing import pull, transpose
@@ -142,13 +141,6 @@ class JaxBackend(FrameworkBackend):
                 vmap_method="sequential",
             )
 
-    def direct_calls(self, of: Any) -> Callable[[Any, Any], Any] | None:
-        if not hasattr(of, "kernel"):
-            return None
-        from gradtools.jax import host
-
-        return partial(host.call_now, self, of.kernel, len(of._binding.names))
-
     # --- the framework's own transforms
 
     like_module = staticmethod(module_arguments.like_module)
@@ -166,10 +158,9 @@ class JaxBackend(FrameworkBackend):
     ) -> list[Array]:
         from gradtools.jax.slicing import map_batch
 
-        with flax_explained("per_example_grad"):
-            if chunk_size is None:
-                return jax.vmap(f)(*batch)
-            return map_batch(f, batch, None if chunk_size == 1 else chunk_size)
+        if chunk_size is None:
+            return jax.vmap(f)(*batch)
+        return map_batch(f, batch, None if chunk_size == 1 else chunk_size)
 
     def checkpoint(self, f: Any, options: ChunkOptions) -> Callable[..., Any]:
         # the recomputation is the same program, so there is nothing to verify

@@ -23,8 +23,6 @@ from gradtools.jax.trees import is_inexact
 from gradtools.testing.checked_mode import CheckedProgram, here, set_here
 
 _OWN, _USER = "gradtools_own", "gradtools_user"
-_INLINED = dict.fromkeys(("pjit", "jit", "remat", "checkpoint"), "jaxpr")
-_INLINED |= dict.fromkeys(("closed_call", "core_call"), "call_jaxpr")
 
 
 def scope(own: bool) -> AbstractContextManager[Any]:
@@ -107,7 +105,6 @@ class HeldProgram(CheckedProgram):
         return jax.lax.stop_gradient(self.recorded[self.place - 1])
 
     def _step(self, _: int, e: Any, args: list[Any]) -> list[Any]:
-        inner = e.params.get(_INLINED.get(e.primitive.name, ""))
         if e.primitive.name == "stop_gradient" and not _is_own(e):
             self.stops += [_line(e)] if self.recorded is None else []
             return [self.hold(args[0])]
@@ -115,9 +112,9 @@ class HeldProgram(CheckedProgram):
             if _name(e) == "straight_through":
                 return [args[1] + self.hold(args[0] - args[1])]
             return args[: len(e.outvars)]  # an edit may have further arguments
-        if inner is not None:
-            consts = getattr(inner, "consts", ())
-            return jaxprs.interpreted(jaxprs.open_jaxpr(inner), [*consts, *args], self._step)
+        if e.primitive.name in jaxprs.CALLS:
+            (program,) = jaxprs.programs_of(e)
+            return jaxprs.interpreted(program.jaxpr, [*program.consts, *args], self._step)
         ys = jaxprs.bound(e, args)
         self._look_at(e, [y for y in ys if jnp.issubdtype(y.dtype, jnp.inexact)])
         return ys

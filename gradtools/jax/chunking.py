@@ -27,13 +27,11 @@ from gradtools.jax import jaxprs, reachability, shardings
 from gradtools.jax.arrays import asarray
 from gradtools.jax.compiled_once import run_compiled
 from gradtools.jax.jaxprs import marked_as_chunk
-from gradtools.jax.known_errors import flax_explained
 from gradtools.jax.recomputing import refuse_to_repeat, rematerialized, stateful
 from gradtools.jax.shardings import varies, varying
 from gradtools.jax.slicing import Split, joined
 
 
-@flax_explained("chunked")
 def run_chunks(chunks: Chunks) -> tuple[list[Array], list[Array]]:
     """The joined output leaves (or those of all chunks), and the carry after all chunks."""
     return _compiled_steps(chunks, _run_steps)
@@ -41,8 +39,7 @@ def run_chunks(chunks: Chunks) -> tuple[list[Array], list[Array]]:
 
 def sum_chunks(chunks: Chunks, weigh: None = None) -> tuple[list[Array], list[Array]]:
     """The sums over chunks of the output leaves, without rematerialization, and the carry."""
-    with flax_explained(chunks.caller):
-        return _compiled_steps(chunks, _sum_steps)
+    return _compiled_steps(chunks, _sum_steps)
 
 
 def _compiled_steps(chunks: Chunks, program: Callable[..., Any]) -> tuple[list[Array], list[Array]]:
@@ -327,10 +324,7 @@ def promoted(x: Array, aval: Any) -> Array:
 
 
 def _bar(chunks: Chunks) -> Callable[[Any], Any]:
-    """The index of a chunk, as a function that advances the progress bar when it is computed.
-
-    A program that is lowered for another platform has no bar.
-    """
+    """The index of a chunk, as a function that advances the progress bar when it is computed."""
     count = chunks.cut.count
     if not chunks.options.progress:
         return lambda index: index
@@ -350,10 +344,4 @@ def _bar(chunks: Chunks) -> Callable[[Any], Any]:
         jax.debug.callback(move, i)
         return i
 
-    name = jax.default_backend()
-    here = dict.fromkeys({"gpu": ("cuda", "rocm")}.get(name, (name,)), moved)
-    choose = marked_as_chunk(
-        lambda i: jax.lax.platform_dependent(i, **here, default=marked_as_chunk(lambda i: i))
-    )
-    # JAX 0.10 drops a branch's effects in partial evaluation of a scan, but not a checkpoint's
-    return lambda index: jax.checkpoint(choose)(jnp.asarray(index))
+    return moved

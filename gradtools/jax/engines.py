@@ -1,9 +1,9 @@
 """vjp, jvp and linearize in JAX, and which arguments reach the output.
 
 The derivatives are JAX's own; its pullback is the conjugate of gradtools', and is converted here.
-Which argument reaches the output is only looked up where its gradient may be lost: a gradient of
-concrete arrays that is all zeros, or, in a trace, an argument that the linear program of `jax.vjp`
-does not read. Then f is traced once more, and `reachability` reads the data flow from its jaxpr.
+Which argument reaches the output, `reachability` reads from a jaxpr of f. In a trace f is traced to
+that jaxpr, which is then differentiated. At concrete arrays f itself is differentiated, and traced
+once more if the gradient of a whole argument is zero.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import jax.numpy as jnp
 
 from gradtools.backend import Array, Evaluation, Fun, Staged
 from gradtools.jax import jaxprs, reachability
-from gradtools.jax._upstream import ClosedJaxpr, is_in_scope, linear_program
+from gradtools.jax._upstream import ClosedJaxpr, is_in_scope
 from gradtools.jax.known_errors import explained
 from gradtools.jax.rules.primitives import reverse_only_p
 from gradtools.jax.trees import LinearMap, all_known, conj, zeros_of
@@ -29,9 +29,12 @@ _UNTRACEABLE = (jax.errors.JAXTypeError, jax.errors.NonConcreteBooleanIndexError
 
 def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bool) -> Evaluation:
     """One evaluation and its pullback, whose result has None for a leaf that does not reach."""
-    caller = _caller(fun)
+    caller, in_trace = _caller(fun), reachability.within_a_trace() or not all_known(leaves)
+    with explained(caller):
+        traced = _traced(fun, leaves) if in_trace and groups is not None else None
+    run = fun if traced is None else _as_function(*traced)
     with explained(caller), jax.named_scope(DERIVATIVE_SCOPE):
-        outs, native, extras = jax.vjp(fun, *leaves, has_aux=True)
+        outs, native, extras = jax.vjp(run, *leaves, has_aux=True)
         _mark_passed(leaves, outs)
     likes = [jax.typeof(y) for y in outs]  # the pullback must keep no arrays alive
 
@@ -46,30 +49,24 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
         return evaluation
 
     def of_connected(cts: Sequence[Array | None]) -> list[Array | None]:
-        """Traces fun if a gradient of a whole group may be lost."""
-        grads, ends = pullback(cts), [*accumulate(groups)]
-        if all_known(grads) and not reachability.within_a_trace():
+        """Traces fun if a gradient of a whole group of concrete arrays is zero."""
+        grads, ends, known = pullback(cts), [*accumulate(groups)], traced
+        if known is None:
             parts = [grads[end - n : end] for end, n in zip(ends, groups, strict=True)]
-            lost = any(part and not any(map(_is_nonzero, part)) for part in parts)
-        else:
-            reads = linear_program(native)
-            reached = [] if reads is None else reachability.plainly_reached(reads)[-len(leaves) :]
-            parts = [reached[end - n : end] for end, n in zip(ends, groups, strict=True)]
-            lost = any(n and not any(part) for part, n in zip(parts, groups, strict=True))
-        if not lost:
-            return list(grads)
-        traced = _traced(fun, leaves)
-        if traced is None:
+            if in_trace or all(any(map(_is_nonzero, part)) for part in parts if part):
+                return list(grads)
+            known = _traced(fun, leaves)
+        if known is None:
             evaluation.checked = False
             return list(grads)
-        jaxpr, count = traced[0].jaxpr, len(outs)
-        evaluation.where_lost = partial(_where_lost, *traced, count)
+        jaxpr, count = known[0].jaxpr, len(outs)
+        evaluation.where_lost = partial(_where_lost, *known, count)
         # also in a jit that was traced before
         evaluation.nested = is_in_scope(jaxprs.equations(jaxpr), DERIVATIVE_SCOPE)
         columns = zip(*reachability.reached_matrix(jaxpr)[:count], strict=True)
         return [g if any(column) else None for g, column in zip(grads, columns, strict=True)]
 
-    evaluation.pullback, evaluation.checked = of_connected, True
+    evaluation.pullback, evaluation.checked = of_connected, not in_trace or traced is not None
     return evaluation
 
 
@@ -128,10 +125,7 @@ def stage(fun: Fun, leaves: list[Array]) -> Staged:
     pushes = reachability.moves_a_while(program.jaxpr) and not reverse_only
     forward = pushes or (inputs < outs and not reverse_only)
 
-    def run(*leaves: Array) -> Any:
-        whole = lambda y: y if isinstance(y, jax.Array) else jnp.asarray(y)
-        return jax.tree.map(whole, program(consts, *leaves))
-
+    run = _as_function(program, consts)
     run.caller, run.call = _caller(fun), fun  # type: ignore[attr-defined]
     return Staged(run, reverse_only, "forward" if forward else "reverse")
 
@@ -151,6 +145,11 @@ def _traced(fun: Fun, leaves: list[Array]) -> tuple[jaxprs.Program, list[Any]] |
         return jaxprs.traced(fun, *leaves)
     except _UNTRACEABLE:
         return None
+
+
+def _as_function(program: jaxprs.Program, consts: list[Any]) -> Any:
+    whole = lambda y: y if isinstance(y, jax.Array) else jnp.asarray(y)
+    return lambda *leaves: jax.tree.map(whole, program(consts, *leaves))
 
 
 def _where_lost(program: jaxprs.Program, consts: list[Any], outs: int, index: int) -> list[str]:

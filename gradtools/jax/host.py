@@ -22,49 +22,23 @@ import numpy as np
 from jax.interpreters import ad, batching, mlir
 from jax.sharding import NamedSharding, PartitionSpec
 
-from gradtools.host_kernels import Kernel, KernelCall, Results, Shape
+from gradtools.host_kernels import KernelCall, Results, Shape
 from gradtools.jax import shardings
 from gradtools.jax._upstream import RulePrimitive, as_varying, varying_axes, weakly_cached
 from gradtools.jax.arrays import X64
 from gradtools.jax.known_errors import CALLS_JAX, says
-from gradtools.jax.reachability import within_a_trace
 
 
 def call_kernel(call: KernelCall, xs: Sequence[Any]) -> list[Any]:
-    """The kernel's results."""
+    """The kernel's results; raises if JAX would narrow a result's dtype without an error."""
     expected = call.results_of(xs)
-    _check_held(call, expected)
-    return list(kernel_p.bind(*xs, call=call, expected=expected, batch=()))
-
-
-def call_now(
-    backend: Any, kernel: Kernel, count: int, args: Sequence[Any], statics: tuple[()] = ()
-) -> Any:
-    """The results at concrete arrays outside of all traces; else NotImplemented.
-
-    count: The number of the kernel's arguments; 0 for any number.
-    statics: The static arguments: none.
-    """
-    if within_a_trace() or not args or len(args) != (count or len(args)):
-        return NotImplemented
-    if not all(isinstance(x, jax.Array) and not isinstance(x, jax.core.Tracer) for x in args):
-        return NotImplemented
-    wide = jax.dtypes.canonicalize_dtype(np.float64)  # float64 if x64 is enabled
-    avals = (wide, *[(x.shape, x.dtype) for x in args])
-    call, expected = kernel.known_call(avals, backend, args)
-    _check_held(call, expected)
-    ys = _eager(*args, call=call, expected=expected, batch=())
-    return ys[0] if expected.alone else backend.unflatten(expected.treedef, ys)
-
-
-def _check_held(call: KernelCall, expected: Results) -> None:
-    """Raises if JAX would narrow a result's dtype without an error."""
     for spec in expected.specs:
         if jax.dtypes.canonicalize_dtype(spec.dtype) != jnp.dtype(spec.dtype):
             raise call.error(
                 f"it is to return dtype {spec.dtype}, which JAX cannot hold without x64. Switch "
                 f"it on: {X64}; or give out=ArraySpec(shape, dtype) with 32 bits."
             )
+    return list(kernel_p.bind(*xs, call=call, expected=expected, batch=()))
 
 
 # --- the primitive -----------------------------------------------------------------------

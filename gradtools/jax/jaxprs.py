@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from inspect import Parameter, Signature
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -195,29 +195,23 @@ def function_name(jaxpr: Any) -> str:
 # --- inner jaxprs ------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class HeldJaxpr:
-    """A jaxpr and its constants."""
+class HeldJaxpr(NamedTuple):
+    """An open jaxpr and its constants."""
 
     jaxpr: Jaxpr
-    consts: tuple[Any, ...] = ()
-
-    @classmethod
-    def of(cls, jaxpr: Jaxpr) -> HeldJaxpr:
-        """From a ClosedJaxpr or an open one."""
-        return cls(open_jaxpr(jaxpr), tuple(getattr(jaxpr, "consts", ())))
+    consts: tuple[Any, ...]
 
 
 def programs_of(eqn: Eqn) -> list[HeldJaxpr]:
     """The inner jaxprs that an equation runs: a while's condition and body, a cond's branches."""
-    name, params = eqn.primitive.name, eqn.params
-    if name == "while":
-        return [HeldJaxpr.of(params["cond_jaxpr"]), HeldJaxpr.of(params["body_jaxpr"])]
-    if name == "cond":
-        return [HeldJaxpr.of(branch) for branch in params["branches"]]
-    keys = ("call",) if name == "custom_vmap_call" else ("jaxpr", "call_jaxpr", "fun_jaxpr")
-    inner = next((params[key] for key in keys if key in params), None)
-    return [] if inner is None else [HeldJaxpr.of(inner)]
+    keys = {"while": ("cond_jaxpr", "body_jaxpr"), "custom_vmap_call": ("call",)}.get(
+        eqn.primitive.name, ("jaxpr", "call_jaxpr", "fun_jaxpr", "branches")
+    )
+    found = [eqn.params[key] for key in keys if key in eqn.params]
+    if eqn.primitive.name != "while":
+        found = found[:1]
+    inner = found[0] if eqn.primitive.name == "cond" else found
+    return [HeldJaxpr(open_jaxpr(x), tuple(getattr(x, "consts", ()))) for x in inner]
 
 
 CALLS = (

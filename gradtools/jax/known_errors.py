@@ -7,12 +7,11 @@ error's text. If JAX rewords an error, the user gets JAX's text instead of ours.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 from gradtools.code_origin import place_of
-from gradtools.errors import GradtoolsError, refusal, said_by
+from gradtools.errors import refusal, said_by
 from gradtools.rules import USE_REVERSE_MODE
 
 
@@ -25,30 +24,8 @@ def explained(caller: str) -> Iterator[None]:
         advice = next((a for part, a in _ADVICE.items() if says(error, part)), None)
         if advice is None:
             raise
-        if "diffrax" in sys.modules and advice in (_ADVICE[_LOOP], _ADVICE[_NO_FORWARD]):
-            advice += (
-                " The derivatives of a solution by diffrax, in both modes and of any order, need "
-                "adjoint=diffrax.DirectAdjoint()."
-            )
         message = f"{caller}: {advice} JAX says{place_of(error)}: {error}"
         raise refusal(error, message) from error
-
-
-@contextmanager
-def flax_explained(caller: str) -> Iterator[None]:
-    """Re-raises flax's `TraceContextError` with what to do about it."""
-    errors = sys.modules.get("flax.errors")
-    try:
-        yield
-    except Exception as error:
-        if errors is None or not isinstance(error, errors.TraceContextError):
-            raise
-        raise GradtoolsError(
-            f"{caller}: the function changes a flax.nnx module that belongs to another trace "
-            f"(flax.errors.TraceContextError: {str(error).partition(' (')[0]}). Pass the module "
-            "through flax's own transforms (nnx.jit, nnx.grad) or as an argument, or use "
-            "gt.make_functional and pass its state on."
-        ) from error
 
 
 def says(error: BaseException, *parts: str, package: str = "jax") -> bool:
@@ -74,18 +51,16 @@ _FORWARD_ONLY = (
     "f holds an operation that has a forward rule only, as a Pallas kernel has. Wrap it in "
     "gt.custom_rule and give it a reverse rule, or push forward: gt.jvp."
 )
-_LOOP = "Reverse-mode differentiation does not work for lax.while_loop"
-_NO_FORWARD = "forward-mode autodiff (jvp) to a custom_vjp"
 _ADVICE = {
     "allbacks do not support": _HOST,  # pure, io and buffer callbacks
     "The FFI call to": _HOST,
     "Linearization failed to produce known values": _FORWARD_ONLY,
-    _LOOP: (
+    "Reverse-mode differentiation does not work for lax.while_loop": (
         "f holds a loop whose number of trips is known only when it runs, which has no reverse "
         "mode. Use lax.scan or a fori_loop between Python integers, or push forward: gt.jvp, "
         "gt.jacobian(mode='forward')."
     ),
-    _NO_FORWARD: (
+    "forward-mode autodiff (jvp) to a custom_vjp": (
         "f holds a function that has a reverse rule only (clip_gradient, transform_gradient, "
         f"replace_gradient, or a jax.custom_vjp), so it has no forward mode. {USE_REVERSE_MODE}"
     ),

@@ -26,7 +26,6 @@ from gradtools.errors import GradtoolsError
 from gradtools.integrations import integration
 from gradtools.integrations.containers import Containers
 from gradtools.jax import trees
-from gradtools.jax.known_errors import flax_explained
 
 
 def opened(
@@ -205,15 +204,12 @@ class Opened:
             copies = nnx.merge(self._graph, nnx.from_flat_state(flat), self._rest, copy=True)
         whole = [self._whole(rests.get(i), x, copies) for i, x in enumerate(args)]
         named = {key: self._whole(None, x, copies) for key, x in kwargs.items()}
+        out = self._f(*whole, **named)
         if not self._nodes:
-            return self._f(*whole, **named)
-        with flax_explained(self.caller):
-            out = self._f(*whole, **named)
+            return out
         self.changed, self._forms, self._effects = [], [], []
         for path, now in nnx.to_flat_state(nnx.state(tuple(copies), nnx.Not(self._moving))):
-            if (
-                path not in self._known
-            ):  # it was added (an intermediate): the user's module lacks it
+            if path not in self._known:  # an intermediate, which the user's module lacks
                 continue
             leaves, form = jax.tree.flatten(now)
             before = jax.tree.leaves(self._known[path])
@@ -254,8 +250,7 @@ class Opened:
             (path, jax.tree.unflatten(form, [next(left) for _ in range(form.num_leaves)]))
             for path, form in zip(self.changed, self._forms, strict=True)
         ]
-        with flax_explained(self.caller):
-            self._nnx.update(self._nodes, self._nnx.from_flat_state(new))
+        self._nnx.update(self._nodes, self._nnx.from_flat_state(new))
 
     def refuse_changes(self) -> None:
         """Raises if the latest call changed a module, which this operator cannot return."""

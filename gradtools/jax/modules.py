@@ -21,11 +21,6 @@ from gradtools.jax import trees
 from gradtools.jax.arrays import check_key
 
 Apply = Callable[..., tuple[Any, Any]]
-_KINDS = {
-    "flax.linen": ("Module",),
-    "flax.nnx": ("Module",),
-    "equinox": ("Module",),
-}
 MODES = {
     "train": True,
     "training": True,
@@ -43,9 +38,9 @@ def make_functional(
     rng_names: tuple[str, ...] = ("dropout",),
 ) -> tuple[Apply, Any, Any]:
     """``(apply, params, state)`` of a module. See ``gradtools.models``."""
-    for library, kinds in _KINDS.items():
+    for library in ("flax.linen", "flax.nnx", "equinox"):
         loaded = sys.modules.get(library)
-        if loaded is not None and isinstance(module, tuple([getattr(loaded, k) for k in kinds])):
+        if loaded is not None and isinstance(module, loaded.Module):
             apply, params, state = integration(library).make_functional(
                 module, variables, train, rng_names
             )

@@ -48,41 +48,17 @@ def _outside() -> Any:
         return pool.submit(get_opaque_trace_state, convention="flax").result()
 
 
-def reached(closed_jaxpr: Jaxpr) -> list[bool]:
-    """For each input of a jaxpr: does it reach an inexact output?"""
-    matrix = reached_matrix(closed_jaxpr)
-    return [any(row[i] for row in matrix) for i in range(len(open_jaxpr(closed_jaxpr).invars))]
-
-
-def reached_matrix(closed_jaxpr: Jaxpr) -> list[list[bool]]:
+def reached_matrix(closed_jaxpr: Jaxpr, raw: bool = False) -> list[list[bool]]:
     """For each output and each input of a jaxpr: does the input reach the output?
 
-    Inputs and outputs that are not inexact reach nothing and are reached by nothing.
+    Without `raw`, what is not inexact reaches nothing and is reached by nothing.
     """
     jaxpr = open_jaxpr(closed_jaxpr)
-    active, given = inexact(jaxpr.invars), inexact(jaxpr.outvars)
-    masks = Flow(raw=False).of_jaxpr(jaxpr)
+    active, given = ([raw or x for x in inexact(v)] for v in (jaxpr.invars, jaxpr.outvars))
     return [
-        [there and active[i] and bool(mask >> i & 1) for i in range(len(active))]
-        for there, mask in zip(given, masks, strict=True)
+        [there and known and bool(mask >> i & 1) for i, known in enumerate(active)]
+        for there, mask in zip(given, Flow(raw).of_jaxpr(jaxpr), strict=True)
     ]
-
-
-def plainly_reached(linear: Jaxpr) -> list[bool]:
-    """For each input of a linear program: does it reach an output without passing a rule?
-
-    True proves that the leaf is connected. False proves nothing: the derivative of round is zero,
-    and the program of a rule does not show which inputs its function reads.
-    """
-    reached = _any(Flow(raw=False, rules=False).of_jaxpr(linear))
-    return [bool(reached >> i & 1) for i in range(len(linear.invars))]
-
-
-def raw_matrix(closed_jaxpr: Jaxpr) -> list[list[bool]]:
-    """For each output and each input of a jaxpr: does any data flow from one to the other?"""
-    jaxpr = open_jaxpr(closed_jaxpr)
-    count = len(jaxpr.invars)
-    return [[bool(m >> i & 1) for i in range(count)] for m in Flow(raw=True).of_jaxpr(jaxpr)]
 
 
 def _union(mask: int, bits: Sequence[int]) -> int:
@@ -102,7 +78,6 @@ def _any(bits: Sequence[int]) -> int:
 # --- leaf equations ----------------------------------------------------------------------
 
 
-_RULE_MAPS = ("custom_lin", "gradtools_tangent", "gradtools_value")
 _STOPS = ("stop_gradient", "pure_callback", "io_callback")
 _COMPARISONS = ("eq", "ne", "lt", "le", "gt", "ge")
 ONE_TO_ONE = (
@@ -154,11 +129,10 @@ class Flow:
     Args:
         raw: Without cuts, and with control dependence: the operands of a condition flow to all
             results of the branches or of the loop.
-        rules: Whether anything flows through the tangent and cotangent maps of rules.
     """
 
-    def __init__(self, raw: bool, rules: bool = True):
-        self.raw, self.rules = raw, rules
+    def __init__(self, raw: bool):
+        self.raw = raw
         self.uncut = self if raw else Flow(raw=True)
         self._known: dict[int, tuple[Jaxpr, list[int]]] = {}  # keeps the jaxprs: ids are reused
 
@@ -197,8 +171,6 @@ class Flow:
 
     def step(self, eqn: Eqn, bits: Sequence[int]) -> list[int]:
         """The bits of an equation's targets, given those of its operands."""
-        if not self.rules and eqn.primitive.name in _RULE_MAPS:
-            return [0] * len(targets(eqn))
         inner, written = bodies(eqn), inexact(targets(eqn))
         if inner:
             return [_union(mask, bits) for mask in self._edges(eqn, inner)]

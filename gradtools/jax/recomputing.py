@@ -14,7 +14,6 @@ from gradtools.integrations import integration
 from gradtools.jax import jaxprs, reachability, trees
 from gradtools.jax.compiled_once import compiled
 from gradtools.jax.jaxprs import own
-from gradtools.jax.known_errors import flax_explained
 from gradtools.rules import replaced_at
 
 
@@ -58,22 +57,21 @@ def _recomputed(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
     Arrays are inputs. Whatever else is a constant of the program: f may branch on it.
     """
-    with flax_explained("checkpoint"):
-        leaves, treedef = jax.tree.flatten((args, kwargs))
-        arrays = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray)]
-        out_def: list[Any] = []
+    leaves, treedef = jax.tree.flatten((args, kwargs))
+    arrays = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray)]
+    out_def: list[Any] = []
 
-        def fresh(*xs: Any) -> Any:  # new, for JAX caches the traces of a function
-            args, kwargs = jax.tree.unflatten(treedef, replaced_at(leaves, arrays, xs))
-            outs, structure = trees.flatten(f(*args, **kwargs))
-            out_def[:] = [structure]
-            return outs
+    def fresh(*xs: Any) -> Any:  # new, for JAX caches the traces of a function
+        args, kwargs = jax.tree.unflatten(treedef, replaced_at(leaves, arrays, xs))
+        outs, structure = trees.flatten(f(*args, **kwargs))
+        out_def[:] = [structure]
+        return outs
 
-        xs = [own(leaves[i]) for i in arrays]
-        program, consts = jaxprs.traced(jaxprs.named_after(f, fresh), *xs)
-        refuse_to_repeat("checkpoint", program.jaxpr)
-        outs = compiled(f, program.jaxpr, rematerialized)([*map(own, consts)], xs)
-        return trees.unflatten(out_def[0], outs)
+    xs = [own(leaves[i]) for i in arrays]
+    program, consts = jaxprs.traced(jaxprs.named_after(f, fresh), *xs)
+    refuse_to_repeat("checkpoint", program.jaxpr)
+    outs = compiled(f, program.jaxpr, rematerialized)([*map(own, consts)], xs)
+    return trees.unflatten(out_def[0], outs)
 
 
 def refuse_to_repeat(caller: str, jaxpr: Any) -> None:

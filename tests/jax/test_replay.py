@@ -1,4 +1,4 @@
-"""Replay in JAX besides the programs: loops, platforms, modules, weights."""
+"""Replay in JAX besides the programs: loops, modules, weights."""
 
 from __future__ import annotations
 
@@ -12,14 +12,6 @@ from flax import nnx
 
 import gradtools.jax as gt
 from gradtools import GradtoolsError
-
-
-@pytest.mark.parametrize("platform", ["cpu", "cuda", "tpu"])
-def test_a_progress_bar_is_lowered_for_every_platform(platform: str) -> None:
-    f = gt.chunked(jnp.sin, 2, progress=True)
-    program = jax.jit(jax.grad(lambda x: f(x).sum() ** 2)).trace(jnp.arange(6.0))
-    text = program.lower(lowering_platforms=(platform,)).as_text()
-    assert ("callback" in text) == (platform == "cpu")
 
 
 def test_a_state_that_changes_its_dtype_is_refused() -> None:

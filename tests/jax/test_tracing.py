@@ -10,7 +10,7 @@ jax = pytest.importorskip("jax")
 import jax.numpy as jnp  # noqa: E402  (only where JAX is installed)
 from jax import lax  # noqa: E402
 
-from gradtools.jax.reachability import reached, reached_matrix  # noqa: E402
+from gradtools.jax.reachability import reached_matrix  # noqa: E402
 from gradtools.seeing.graphs.derivative_flow import dependence_matrix  # noqa: E402
 from gradtools.seeing.graphs.gradient_losses import losses_between  # noqa: E402
 from gradtools.seeing.graphs.nodes import Dependence  # noqa: E402
@@ -36,6 +36,11 @@ def losses_of(f, *args):
     """Where the first argument is lost."""
     graph = graph_of(jaxpr_of(f, *args))
     return losses_between(graph, graph.inputs[0], graph.outputs)
+
+
+def reached(jaxpr):
+    """For each input: does it reach an output?"""
+    return [any(column) for column in zip(*reached_matrix(jaxpr), strict=True)]
 
 
 def connected(f, *args):

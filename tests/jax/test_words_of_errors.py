@@ -1,7 +1,5 @@
 """The user's own errors go by as they are; JAX's are said in words that help, of their type."""
 
-import sys
-
 import jax
 import jax.numpy as jnp
 import pytest
@@ -100,28 +98,3 @@ def test_an_error_of_a_trace_names_the_line_of_the_users_function(operator):
         jax.jit(OPERATORS[operator](_branching))(X[:1] if operator == "chunked" else 1.0)
     line = _branching.__code__.co_firstlineno
     assert f"function _branching at {__file__}:{line} for jit" in str(caught.value)
-
-
-@jax.custom_vjp
-def of_solver(x):
-    return x**2
-
-
-of_solver.defvjp(lambda x: (of_solver(x), x), lambda x, c: (2 * x * c,))
-LOOP = lambda x: jax.lax.while_loop(lambda s: s[0] < 9, lambda s: (2 * s[0], s[1] * 2), (x, x))[1]
-
-
-@pytest.mark.parametrize("loaded", [True, False])
-@pytest.mark.parametrize(
-    "run", [lambda: gt.jvp(of_solver, (2.0,), (1.0,)), lambda: gt.grad(LOOP)(2.0)]
-)
-def test_a_program_with_diffrax_is_told_of_the_adjoint_that_has_all_derivatives(
-    loaded, run, monkeypatch
-):
-    if loaded:
-        monkeypatch.setitem(sys.modules, "diffrax", object())
-    else:
-        monkeypatch.delitem(sys.modules, "diffrax", raising=False)
-    with pytest.raises(GradtoolsError) as caught:
-        run()
-    assert ("diffrax.DirectAdjoint()" in str(caught.value)) == loaded

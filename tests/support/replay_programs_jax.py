@@ -228,7 +228,12 @@ def a_module_of_nnx_in_a_closure(chunked: Any) -> Any:
     return _trained(lambda net, x: chunked(lambda x: net(x) * 2, 2)(x))
 
 
-@program(refused="changes a flax.nnx module that belongs to another trace")
+@program()
+def a_module_of_nnx_as_an_argument(chunked: Any) -> Any:
+    return _trained(lambda net, x: chunked(lambda net, x: net(x), 4, (None, 0))(net, x))
+
+
+@program(refused="from a different trace level")
 def a_stream_of_nnx_that_is_captured(chunked: Any) -> Any:
     rngs = nnx.Rngs(noise=3)
     f = lambda w, x: encode(w, x) * jax.random.normal(rngs.noise(), x.shape)
@@ -286,24 +291,10 @@ def _with_ref(w: Any, x: Any) -> Any:
     return ref[...] * 2
 
 
-def _closure_rule(w: Any, x: Any) -> Any:
-    scale = jnp.sum(jax.lax.stop_gradient(w))
-
-    @jax.custom_vjp
-    def f(y: Any) -> Any:
-        return y * scale
-
-    f.defvjp(lambda y: (y * scale, scale), lambda s, c: (3 * c * s,))
-    return f(x @ w)
-
-
 _plainly("a scan in f", _scan)
 _plainly("a while loop that carries no derivative", _while)
 _plainly("a mutable array that f makes", _with_ref, "f makes a mutable array")
-_refused = "the fwd or bwd of a jax.custom_vjp in f closes over it"
-program(_refused, name="a rule that closes over a tracer")(
-    lambda chunked: both(chunked(_closure_rule, 3, (None, 0)), W, X)
-)  # under jit JAX says it itself, when the program that holds the tracer is run
+_plainly("a derivative in f", lambda w, x: jax.grad(lambda x: jnp.sum(encode(w, x) ** 2))(x))
 _plainly("an f that is not of single examples", lambda w, x: encode(w, x - x.mean(0)))
 
 
@@ -315,7 +306,16 @@ def an_empty_batch(chunked: Any) -> Any:
     return chunked(encode, 3, (None, 0))(W, X[:0])
 
 
-@program(refused="changes a flax.nnx module that belongs to another trace")
+@program(operator="frozen")
+def an_array_of_numpy_written_before_the_backward_pass_of_frozen(frozen: Any) -> Any:
+    scale = np.ones(3)
+    f = lambda x: jnp.tanh(x @ W) * jnp.array(scale)
+    out, pull = jax.vjp(lambda x: frozen(f)(x), X)
+    scale[:] = 5.0
+    return out, pull(out)
+
+
+@program(refused="from a different trace level")
 def a_module_of_nnx_behind_a_jit(chunked: Any) -> Any:
     net = Net()
     return chunked(jax.jit(lambda x: net(x)), 3)(X)

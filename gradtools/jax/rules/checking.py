@@ -43,7 +43,7 @@ def loss_of(
         except READS_A_VALUE:  # which may be known
             ys = linear(*zeros)
         else:
-            matrices = reachability.raw_matrix(closed), reachability.reached_matrix(closed)
+            matrices = [reachability.reached_matrix(closed, raw=raw) for raw in (True, False)]
             for raw, reached in zip(*matrices, strict=True):
                 lost = [f and not r for f, r in zip(raw, reached, strict=True)]
                 if any(lost):

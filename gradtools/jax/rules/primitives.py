@@ -250,7 +250,7 @@ class _Vmaps:
             pairs = zip(map(jax.typeof, xs), axes, strict=True)
             one = [x if axis is None else shardings.without_axis(x, 0) for x, axis in pairs]
             closed = trace(*one)
-            flow = [] if closed.effects else reachability.raw_matrix(closed)
+            flow = [] if closed.effects else reachability.reached_matrix(closed, raw=True)
             mapped = [any(r and a == 0 for r, a in zip(row, axes, strict=True)) for row in flow]
             first = len(closed.out_avals) - extras()
             varying = lambda i: closed.effects or i < first or mapped[i]

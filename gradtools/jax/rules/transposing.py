@@ -66,7 +66,7 @@ def _transposed_by_vjp(linear: Any, examples: Any, values: Any) -> list[Any]:
         likes = [zeros_of(v.aval.update(weak_type=False)) for v in eqns[0].invars]
         check_linear(eqns[0].params["rule"], likes, moving)
     else:
-        flow = reachability.raw_matrix(jax.make_jaxpr(pulled)(zeros, list(values)))
+        flow = reachability.reached_matrix(jax.make_jaxpr(pulled)(zeros, list(values)), raw=True)
         if any(any(row[: len(zeros)]) for row in flow):
             raise ValueError("its derivative depends on where it is taken")
     return list(pulled(zeros, list(values)))

@@ -17,7 +17,6 @@ import jax.numpy as jnp
 from gradtools.arguments.wording import with_article
 from gradtools.errors import GradtoolsError
 from gradtools.function_variables import held_in
-from gradtools.jax.known_errors import flax_explained
 from gradtools.jax.module_arguments import module_kinds, opened, part_of
 from gradtools.jax.recomputing import stateful
 from gradtools.jax.trees import is_inexact
@@ -43,8 +42,7 @@ def lifted(
     places = {id(x): k for k, x in enumerate(arrays)}
 
     def outputs(_: Any) -> list[Any]:
-        with flax_explained(caller):
-            out = run(*args, **kwargs)
+        out = run(*args, **kwargs)
         return [x for x in jax.tree.leaves(out) if hasattr(x, "dtype")]
 
     def at(xs: list[Any]) -> list[Any]:

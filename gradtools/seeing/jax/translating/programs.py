@@ -245,9 +245,8 @@ class _Translator:
 
     def _opened(self, program: Any, entries: Sequence[Entry]) -> list[Entry]:
         """What a program gives for these operands, written out."""
-        held = jaxprs.HeldJaxpr.of(program)
-        consts = [self.held_array(c) for c in held.consts]
-        return self.run(held.jaxpr, [*consts, *entries])
+        consts = [self.held_array(c) for c in program.consts]
+        return self.run(program.jaxpr, [*consts, *entries])
 
     def _call(self, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
         """A call, as a word, by the name of a function of JAX or of a rule, or written out."""

@@ -87,14 +87,6 @@ def test_each_example_of_a_vmap_has_its_own_key():
     assert len({tuple(row) for row in np.asarray(out)}) == 3
 
 
-def test_evaluation_needs_no_key_and_leaves_the_state():
-    model = network(0.5)
-    apply, params, state = bridge.to_jax(model, train=False)
-    out, new = jax.jit(apply)(params, state, jnp.asarray(X))
-    near(out, model.eval()(torch.from_numpy(X)).detach())
-    jax.tree.map(near, new, state)
-
-
 # --- a model in PyTorch ------------------------------------------------------------------
 
 
@@ -218,23 +210,6 @@ def test_a_reversal_inside_a_torch_function_reverses_in_jax():
     f = bridge.to_jax(lambda x: (gt.reverse_gradient(x, 0.5) ** 2).sum())
     near(jax.jit(jax.grad(f))(jnp.ones(3)), -np.ones(3))
     near(jax.hessian(f)(jnp.ones(2)), 0.5 * np.eye(2))
-
-
-@pytest.mark.slow
-def test_a_chunked_torch_encoder_inside_a_jax_loss_is_the_whole_one():
-    encode = lambda w, x: torch.tanh(x @ w)
-    chunked = gt.chunked(encode, 3, in_axes=(None, 0))
-    w = jnp.asarray(np.random.default_rng(1).standard_normal((4, 2)))
-
-    def loss(f):
-        def of(w):
-            z = f(w, jnp.asarray(X))
-            return jnp.log(jnp.exp(z @ z.T).sum())
-
-        return of
-
-    found = jax.jit(jax.grad(loss(bridge.to_jax(chunked))))(w)
-    near(found, jax.grad(loss(lambda w, x: jnp.tanh(x @ w)))(w))
 
 
 @pytest.mark.slow

@@ -153,25 +153,3 @@ def test_first_divergence_compares_a_model_that_is_bridged_in_part(dtype, narrow
         half.last.weight.mul_(2)
     report = first_divergence(half, port, (x,), dtype=dtype)
     assert report.kind == "parameter" and "last.weight" in report.relation
-
-
-class Bridged(eqx.Module):
-    """The port, whose last layer is still the original's."""
-
-    first: eqx.nn.Linear
-    last: dict
-    apply: object = eqx.field(static=True)
-
-    def __call__(self, x):
-        return self.apply(self.last, {}, jnp.tanh(self.first(x)))[0]
-
-
-def test_first_divergence_compares_a_port_that_calls_the_original(narrow):
-    first = linear(3, 4, key=jax.random.key(0))
-    half = HalfPorted(Port(first, linear(4, 2, key=jax.random.key(1))))
-    half.last = torch.nn.Linear(4, 2)
-    apply, params, _ = bridge.to_jax(half.last)
-    x = np.ones(3, np.float32)
-    assert first_divergence(half, Bridged(first, params, apply), (x,))
-    wrong = Bridged(first, {**params, "bias": params["bias"] + 1}, apply)
-    assert not first_divergence(half, wrong, (x,))

@@ -12,12 +12,6 @@ ROWS, WIDTH = 200, 12
 MODE = "forward_over_reverse"
 
 
-@pytest.fixture(params=["torch", "jax"])
-def gt(request):
-    pytest.importorskip(request.param)
-    return pytest.importorskip(f"gradtools.{request.param}")
-
-
 def repeated(gt, step, count, w):
     """In JAX in a loop, where the compiler cannot share what is computed again."""
     if gt.__name__.endswith("torch"):
@@ -164,9 +158,3 @@ def test_an_error_of_the_mode_speaks_of_f(gt):
     said = r"^grad\(mode='forward_over_reverse'\): f holds .* outside of f, or leave out the mode"
     with pytest.raises(GradtoolsError, match=said):
         gt.grad(outer)(gt.asarray(np.array([1.0, 2.0])))
-
-
-def test_a_mode_that_is_none_is_refused(gt):
-    for operator in (gt.grad, gt.value_and_grad):
-        with pytest.raises(GradtoolsError, match="mode is 'reverse'; expected one of"):
-            operator(lambda x: x, mode="reverse")

@@ -203,24 +203,6 @@ def test_the_derivative_along_z_of_what_is_taken_along_y(gt, case):
     close(gt, third(gt.frozen(G)), third(G))
 
 
-@pytest.mark.slow_at("jax")
-@pytest.mark.sweep_at(
-    ("trees and an integer", "jax"), ("complex", "jax"), ("an empty output beside", "jax")
-)
-def test_third_derivatives(gt, case):
-    G, z, whole, read = case
-
-    def third(G):
-        def by_y(y):
-            moved = lambda z: scalar(gt, y * read(G(whole(z))))
-            (g,), (h,) = gt.hvp(moved, (z,), (z,), mode="reverse_over_reverse")
-            return sum((x.real * x.real).sum() for x in leaves((g, h)))
-
-        return gt.grad(by_y)(number(gt, 0.7))
-
-    close(gt, third(gt.frozen(G)), third(G))
-
-
 # --- inside other operators -------------------------------------------------------------------
 
 

@@ -7,7 +7,7 @@ import gc
 import numpy as np
 import pytest
 
-from gradtools import GradtoolsError, host_functions
+from gradtools import GradtoolsError
 from gradtools.host_kernels import ArraySpec, Kernel
 from tests.support.native import NATIVE
 
@@ -89,24 +89,6 @@ def test_a_spec_normalises_what_it_is_given(shape, dtype, expected):
     spec = ArraySpec(shape, dtype)
     assert (spec.shape, spec.dtype) == expected
     assert spec == ArraySpec(*expected) and hash(spec) == hash(ArraySpec(*expected))
-
-
-@pytest.mark.slow_at("jax")
-def test_a_spec_takes_the_frameworks_dtypes(native):
-    assert ArraySpec((1,), native.array(X, "float32").dtype) == ArraySpec((1,), "float32")
-    assert ArraySpec((1,), native.array(X, "bfloat16").dtype) == ArraySpec((1,), "bfloat16")
-
-
-@pytest.mark.parametrize("shape", [None, "3", (2.5,), (-1,), (None,), (True,), True])
-def test_a_shape_that_is_none_is_refused(shape):
-    with pytest.raises(GradtoolsError, match="ArraySpec: shape is"):
-        ArraySpec(shape, "float32")
-
-
-@pytest.mark.parametrize("dtype", [None, "float33", "longdouble", object, "S3", 4])
-def test_a_dtype_that_is_none_is_refused(dtype):
-    with pytest.raises(GradtoolsError, match="ArraySpec: dtype is"):
-        ArraySpec((3,), dtype)
 
 
 # --- what a kernel gets ------------------------------------------------------------------
@@ -214,52 +196,18 @@ def test_pytrees_go_in_and_come_out(host, native):
     same(found["count"], np.array([3, 3]))
 
 
-def test_numpy_arguments_are_arrays(host, native):
-    y = host(lambda x: x + 1)(X)
-    assert type(y) is type(native.array(X))
-    same(y, X + 1)
-
-
-def test_a_kernel_without_arrays_needs_a_spec_and_then_works(host):
-    same(host(lambda n: np.arange(n), ArraySpec(3, "int64"))(3), np.arange(3))
-    with pytest.raises(GradtoolsError, match="host function '<lambda>': without an array argument"):
-        host(lambda n: np.arange(n))(3)
-
-
 # --- what a kernel may return ------------------------------------------------------------
 
 WRONG = {
     "shape": (lambda x: x[:, :2], None, r"'<lambda>': result has shape \(2, 2\) and dtype float64"),
     "dtype": (lambda x: x.astype("f4"), None, r"result has shape \(2, 3\) and dtype float32"),
-    "wider dtype": (
-        lambda x: x,
-        ArraySpec((2, 3), "float32"),
-        r"expected shape \(2, 3\) and dtype flo",
-    ),
-    "scalar's dtype": (
-        lambda x: np.float64(1),
-        ArraySpec((), "float32"),
-        "dtype float64; expected",
-    ),
     "broadcast": (lambda x: 1.0, None, r"result is the Python float 1.0; expected shape \(2, 3\)"),
-    "int for float": (lambda x: 1, ArraySpec((), "float64"), "the Python int 1; expected shape"),
     "float for int": (
         lambda x: 1.0,
         ArraySpec((), "int64"),
         "the Python float 1.0; expected shape",
     ),
-    "bool for int": (
-        lambda x: True,
-        ArraySpec((), "int64"),
-        "the Python bool True; expected shape",
-    ),
-    "too large": (lambda x: 300, ArraySpec((), "uint8"), "the Python int 300; expected shape"),
-    "float for complex": (lambda x: 1.0, ArraySpec((), "complex128"), "the Python float 1.0"),
-    "nothing": (lambda x: None, None, "it returned None, expected"),
     "too many": (lambda x: (x, x), None, "it returned the structure"),
-    "too few": (lambda x: (x,), lambda x: (x, x), "it returned the structure"),
-    "a list": (lambda x: x.tolist(), None, "it returned the structure"),
-    "text": (lambda x: "x", None, "result is a str; expected shape .* Return NumPy arrays"),
     "its path": (lambda x: {"a": x, "b": x[0]}, lambda x: {"a": x, "b": x}, r"result\['b'\] has s"),
 }
 
@@ -276,30 +224,6 @@ def test_a_wrong_result_is_refused_in_words(host, native, which, how):
         plain((native.jit(f) if how == "jit" else f)(x))
     assert how == "jit" or type(raised.value) is GradtoolsError
     assert "host function '<lambda>'" in str(raised.value)
-
-
-def test_an_out_without_specs_is_refused(host, native):
-    with pytest.raises(
-        GradtoolsError, match=r"'<lambda>': out\[0\]\[0\] is 2; it must be an ArraySpec"
-    ):
-        host(lambda x: x, [(2, 3)])(native.array(X))
-
-
-@pytest.mark.parametrize(
-    ("value", "dtype"),
-    [
-        (1.5, "float32"),
-        (1.5, "bfloat16"),
-        (2, "int8"),
-        (True, "bool"),
-        (1.5j, "complex64"),
-        (np.float32(1.5), "float32"),
-    ],
-)
-def test_a_number_is_accepted_where_its_kind_fits(host, native, value, dtype):
-    y = host(lambda x: value, ArraySpec((), dtype))(native.array(X))
-    assert native.dtype(y) == dtype
-    assert y == value
 
 
 @pytest.mark.slow_at(("torch", "jit"))
@@ -436,40 +360,3 @@ def test_calls_with_other_constants_are_other_calls(host, native):
         one, zero, minus = both(native.array(X[1]))
         same(one, X[1])
         assert not np.signbit(plain(zero)[2]) and np.signbit(plain(minus)[2])
-
-
-# --- derivatives are the rule's ----------------------------------------------------------
-
-
-DERIVATIVES = {
-    "grad": lambda native, f, x: native.grad(lambda x: f(x).sum())(x),
-    "vjp": lambda native, f, x: native.vjp(f, x)[1](x),
-    "jvp": lambda native, f, x: native.jvp(f, (x,), (x,)),
-    "grad of vmap": lambda native, f, x: native.grad(lambda x: native.vmap(f)(x).sum())(x),
-    "vmap of grad": lambda native, f, x: native.vmap(native.grad(lambda x: f(x).sum()))(x),
-}
-
-
-@pytest.mark.parametrize("which", DERIVATIVES)
-def test_a_kernel_without_a_rule_has_no_derivative(host, native, which):
-    f = host(lambda x: 2 * x)
-    with pytest.raises(GradtoolsError, match="'<lambda>': it has no derivative of its own"):
-        DERIVATIVES[which](native, f, native.array(X))
-
-
-def test_the_maps_of_a_host_rule_are_made_once_for_calls_that_differ_in_their_arrays(
-    gt, monkeypatch
-):
-    made, original = [], host_functions._KernelMaps.__post_init__
-    monkeypatch.setattr(
-        host_functions._KernelMaps,
-        "__post_init__",
-        lambda self: made.append(self) or original(self),
-    )
-    cube = gt.host_function(lambda x: x**3)
-    back = gt.host_function(lambda x, c: 3 * x**2 * c)
-    cube.defvjp(lambda x: (cube(x), x), lambda x, c: (back(x, c),))
-    for k in range(4):
-        x = gt.asarray(np.float32([1.0, k]))
-        same(gt.grad(lambda x: cube(x).sum())(x), np.float32([3.0, 3.0 * k**2]))
-    assert len(made) == 1

@@ -157,14 +157,6 @@ def test_what_is_cut_after_an_inner_derivative_is_zero_in_every_operator(gt, bac
         assert all("argument 0 does not reach" in text for text in texts)
 
 
-@pytest.mark.parametrize("inner", CUT, ids=str)
-def test_what_is_cut_is_silent_when_asked(gt, backend_name, inner):
-    x = lift(backend_name, X)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert _number(gt.grad(_f(gt, inner), disconnected_inputs="zeros")(x)) == 0
-
-
 def test_an_argument_that_is_unused_beside_an_inner_derivative_is_zero_in_a_pullback(
     gt, backend_name
 ):

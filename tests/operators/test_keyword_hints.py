@@ -38,17 +38,6 @@ def test_a_keyword_of_another_tool_is_answered(gt, name, keyword, value):
     assert isinstance(raised.value, TypeError)  # as Python's own
 
 
-@pytest.mark.parametrize("name", ["why_zero", "gradient_graph"])
-def test_a_keyword_of_another_tool_that_went_to_f_is_answered(gt, name):
-    with pytest.raises(GradtoolsError, match=r"Instead of wrt=, write argnums="):
-        getattr(gt, name)(lambda x: x**2, gt.asarray(np.float32(1)), wrt=0)
-
-
-def test_a_keyword_that_nobody_has_is_answered_with_the_parameters(gt):
-    with pytest.raises(TypeError, match=r"no argument nobody=. Expected grad\(f, argnums=0, has_"):
-        gt.grad(lambda x: x, nobody=1)
-
-
 def test_keywords_of_f_itself_are_not_looked_at(gt):
     """A parameter of f may have any name, such as holomorphic."""
     f = lambda x, holomorphic, policy=1: holomorphic * policy * x**2

@@ -293,13 +293,6 @@ def test_train_reaches_a_linen_module_that_knows_deterministic():
     assert (apply(params, state, jnp.ones(200), key=KEY)[0] == 0).any()
 
 
-def test_train_is_refused_where_the_linen_module_has_no_word_for_it():
-    net = linen.Dense(2)
-    variables = net.init(KEY, jnp.ones(3))
-    with pytest.raises(GradtoolsError, match="train=True cannot be passed on"):
-        make_functional(net, variables=variables, train=True)
-
-
 def test_an_equinox_module_that_takes_no_key_is_called_without_one():
     class Plain(eqx.Module):
         w: jax.Array
@@ -309,31 +302,3 @@ def test_an_equinox_module_that_takes_no_key_is_called_without_one():
 
     apply, params, state = make_functional(Plain(jnp.ones(2)))
     assert np.array_equal(apply(params, state, jnp.ones(2), key=KEY)[0], [1, 1])
-
-
-@LIBRARIES
-def test_wrong_params_are_named(make):
-    apply, params, state = make()
-    x = jnp.ones((BATCH, IN))
-    with pytest.raises(GradtoolsError, match=r"params.* has shape .*the module's has"):
-        apply(jax.tree.map(lambda p: jnp.ones((7, *p.shape)), params), state, x, key=KEY)
-    with pytest.raises(GradtoolsError, match="missing: "):
-        apply({}, state, x, key=KEY)
-
-
-def test_what_is_no_module_or_has_the_wrong_variables_is_refused():
-    with pytest.raises(GradtoolsError, match=r"an int; .*flax.linen, flax.nnx or equinox"):
-        make_functional(3)
-    with pytest.raises(GradtoolsError, match=r"variables=module\.init"):
-        make_functional(linen.Dense(2))
-    with pytest.raises(GradtoolsError, match="variables=None"):
-        make_functional(Nnx(), variables={})
-    with pytest.raises(GradtoolsError, match=r"eqx.nn.State"):
-        make_functional(eqx.nn.Identity(), variables={})
-
-
-@pytest.mark.parametrize("make", [small_linen, small_nnx])
-def test_what_is_no_key_is_refused(make):
-    apply, params, state = make()
-    with pytest.raises(GradtoolsError, match="a key is made by"):
-        apply(params, state, jnp.ones((BATCH, IN)), key=3)

@@ -85,14 +85,6 @@ def test_a_command_prints_its_answer(program, capsys, backend_name, command, sta
     assert "\033[" not in out  # a pipe
 
 
-def test_only_the_first_argument_at_order_one_is_differentiated_by_default(program, capsys):
-    assert run("formula written:linear --shapes 3x4,4,3") == 0
-    out = capsys.readouterr().out
-    assert "x̄ =" not in out and "∂s" not in out
-    assert run("graph written:loss --shapes 4x3,3") == 0
-    assert "gradient of x" not in capsys.readouterr().out
-
-
 @pytest.mark.parametrize("order", [0, 1, 2])
 def test_the_graph_shows_a_pass_for_each_order(program, capsys, order):
     assert run(f"graph written:loss --shapes 4x3,3 --order {order}") == 0
@@ -130,20 +122,6 @@ def test_what_cannot_be_told_ends_with_2(program, capsys, command, parts):
     assert run(command) == 2
     error = capsys.readouterr().err
     assert [part for part in parts if part not in error] == []
-
-
-@pytest.mark.parametrize(
-    ("command", "said"),
-    [
-        ("why-zero written:whole --shapes 3 --argnums x", "such as 0 or 0,2; got 'x'"),
-        ("graph a:b --shapes 3 --args x.npz", "not allowed with"),
-    ],
-)
-def test_options_that_contradict_the_command_line_are_refused(program, capsys, command, said):
-    with pytest.raises(SystemExit) as left:
-        run(command)
-    assert left.value.code == 2
-    assert said in capsys.readouterr().err
 
 
 FILES = [

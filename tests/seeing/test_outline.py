@@ -18,41 +18,10 @@ def block(outline, name: str, phase: int = 0) -> Block:
     return next(b for b in outline.blocks if b.title == name and b.phase == phase)
 
 
-def test_each_pass_is_a_column():
-    columns = outline_of(SHAPES["square_twice"]()).columns
-    assert [column.title for column in columns] == [
-        *("forward", "backward", "backward of the backward")
-    ]
-
-
 def test_consecutive_steps_of_one_scope_are_a_block_each_time():
     outline = outline_of(shared_module())
     (net,) = [child for child in outline.columns[0].children if isinstance(child, Block)]
     assert titles(net) == ["shared", "own", "shared", "own", "shared", "own"]
-
-
-def test_a_module_of_one_operation_is_a_box_with_both_names():
-    b = Builder()
-    x = b.op("matmul", b.input("x", 3), scope=("net", "linear"))
-    outline = outline_of(b.graph(b.op("tanh", x, scope=("net",))))
-    box = next(box for box in outline.columns[0].boxes if box.title == "matmul")
-    assert box.lines == ("linear", "3 float32")
-
-
-def called(inner, mark=""):
-    """x, a call of a program, and its result."""
-    b = Builder()
-    body = Body(inner, (0,))
-    y = b.op("call", b.input("x", 3), bodies=(body,), attributes={"name": "f"}, mark=mark)
-    return outline_of(b.graph(y))
-
-
-@pytest.mark.parametrize("mark", ["", "edited_gradient"])
-def test_a_call_of_one_operation_is_a_box_with_both_names(mark):
-    s = Builder()
-    inner = s.graph(s.op("where", s.input("x", 3), mark=mark))
-    titles_and_lines = [(box.title, box.lines) for box in called(inner, mark).columns[0].boxes]
-    assert titles_and_lines[1] == ("where", ("f", "3 float32"))
 
 
 def test_a_leaf_stands_in_the_innermost_block_of_all_its_readers():
@@ -65,22 +34,6 @@ def test_a_leaf_stands_in_the_innermost_block_of_all_its_readers():
         x = b.op("add", b.op("multiply", x, w, scope=(name,)), x, scope=(name,))
     outline = outline_of(b.graph(x))
     assert titles(outline.columns[0])[:3] == ["w", "x", "one"]
-
-
-def test_an_argument_that_is_one_array_stands_outside_of_all_blocks():
-    b = Builder()
-    x, w = b.input("argument 1", 3), b.input("argument 0['w']", 3)
-    h = b.op("multiply", x, w, scope=("net",))
-    outline = outline_of(b.graph(b.op("sin", h, scope=("net",))))
-    assert titles(outline.columns[0])[:2] == ["argument 1", "net"]
-    assert titles(block(outline, "net"))[0] == "argument 0['w']"
-
-
-def test_numbers_stand_in_the_boxes_that_read_them():
-    outline = outline_of(SHAPES["square_twice"]())
-    box = next(box for box in outline.columns[1].boxes if box.title == "multiply")
-    assert box.heading == "c = multiply(a, 2)"
-    assert not any(box.kind == "captured" for box in outline.columns[1].boxes)
 
 
 def test_a_stretch_of_very_many_steps_is_cut_into_parts():
@@ -110,19 +63,6 @@ def test_values_are_followed_through_bodies():
     assert pairs == {(at[one], at[two]) for one, two in expected}
     assert [found.kind for found in outline.blocks] == ["loop", "branch", "branch", "branch"]
     assert block(outline, "scan").mark == "checkpoint"
-
-
-def test_a_body_that_hands_its_input_on_joins_the_outside():
-    inner = Builder()
-    a, c = inner.input("a", 2), inner.input("c", 2)
-    body = Body(inner.graph(c, inner.op("sin", a)), (0, 1))
-    b = Builder()
-    x, y = b.input("x", 2), b.input("y", 2)
-    same, changed = b.op("call", x, y, outputs=2, bodies=(body,), attributes={"name": "swap"})
-    outline = outline_of(b.graph(b.op("exp", same), changed))
-    at = {box.title: box.key for box in outline.columns[0].boxes}
-    pairs = {(arrow.source, arrow.target) for arrow in outline.arrows}
-    assert (at["y"], at["exp"]) in pairs and (at["x"], at["sin"]) in pairs
 
 
 def test_a_cut_inside_of_a_body_is_told():

@@ -14,7 +14,6 @@ import numpy as np
 import pytest
 
 import gradtools.jax as gt
-from gradtools import DisconnectedInputError
 from tests.support.scenarios import Table
 
 STORIES = Table()
@@ -113,35 +112,7 @@ def a_gradient_is_what_the_inner_product_says():
     near(jnp.vdot(gt.grad(f)(z), v).real, gt.jvp(f, (z,), (v,))[1])
 
 
-@STORIES.add(source="yhtang/FunFact#130")
-def gradient_descent_on_complex_factors_needs_no_conjugate():
-    target = draw(4, 3) + 1j * draw(4, 3, seed=1)
-    loss = lambda a, b: (jnp.abs(a @ b - target) ** 2).sum()
-    a, b = draw(4, 1, seed=2) + 0j, draw(1, 3, seed=3) + 0j
-    first = loss(a, b)
-    for _ in range(20):
-        da, db = gt.grad(loss, (0, 1))(a, b)
-        a, b = a - 0.02 * da, b - 0.02 * db
-    assert float(loss(a, b)) < 0.7 * float(first)
-
-
 # --- cut and edited gradients
-
-
-@STORIES.add(source="jax-ml/jax#9032")
-def a_straight_through_estimator_has_the_value_exactly():
-    x = jnp.asarray(np.float32([0.1, 1e8 + 0.5, -7.3]))
-    through = gt.straight_through(jnp.round)
-    np.testing.assert_array_equal(through(x), jnp.round(x))
-    near(gt.grad(lambda x: through(x).sum())(x), np.ones(3, np.float32))
-
-
-@STORIES.add(source="jax-ml/jax#10867")
-def an_unused_parameter_is_named():
-    loss = lambda w, b, x: ((x * w) ** 2).sum()
-    with pytest.raises(DisconnectedInputError, match="argument 1"):
-        gt.grad(loss, (0, 1))(2.0, 3.0, jnp.ones(2))
-    near(gt.grad(loss, (0, 1), disconnected_inputs="zeros")(2.0, 3.0, jnp.ones(2)), (8.0, 0.0))
 
 
 @STORIES.add(source="fungtion/DANN#7")
@@ -153,16 +124,6 @@ def the_domain_classifier_descends_while_the_features_ascend():
     dw, dv = gt.grad(lambda w, v: head(v, gt.reverse_gradient(features(w, x))), (0, 1))(w, v)
     plain = jax.grad(lambda w, v: head(v, features(w, x)), (0, 1))(w, v)
     near((dw, dv), (-plain[0], plain[1]))
-
-
-@STORIES.add(source="scikit-adaptation/skada#253")
-def encoder_and_classifier_by_one_minimax_call():
-    loss = lambda encoder, head: (jnp.tanh(encoder) * head).sum()
-    encoder, head = draw(3), draw(3, seed=1)
-    value, (de, dh) = gt.minimax_value_and_grad(loss, minimize=1, maximize=0)(encoder, head)
-    near(value, loss(encoder, head))
-    near(de, -(1 - jnp.tanh(encoder) ** 2) * head)
-    near(dh, jnp.tanh(encoder))
 
 
 # --- second order and mixed modes

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import pytest
 
 import gradtools.jax as gt
@@ -16,12 +15,6 @@ from tests.stories.test_jax_first import draw, near
 from tests.support.scenarios import Table
 
 STORIES = Table()
-
-
-def sine(**options):
-    f = gt.custom_rule(jnp.sin, **options)
-    f.defvjp(lambda x: (jnp.sin(x), x), lambda x, c: (jnp.cos(x) * c,))
-    return f
 
 
 # --- rules
@@ -75,17 +68,6 @@ def a_differentiated_value_that_a_rule_closes_over_is_refused():
         gt.grad(f)(2.0, 1.0)
 
 
-@STORIES.add(source="jax-ml/jax#19087")
-def a_forward_rule_over_a_reverse_rule():
-    inner = sine()
-    outer = gt.custom_rule(lambda x: inner(x) ** 2)
-    outer.defjvp(lambda xs, dxs: (outer(*xs), 2 * inner(xs[0]) * jnp.cos(xs[0]) * dxs[0]))
-    x = 0.7
-    near(jax.grad(outer)(x), jnp.sin(2 * x))
-    near(jax.jacfwd(jax.grad(outer))(x), 2 * jnp.cos(2 * x))
-    near(jax.grad(jax.jacfwd(outer))(x), 2 * jnp.cos(2 * x))
-
-
 @STORIES.add(source="astro-informatics/s2fft#165")
 def forward_mode_of_a_transform_with_its_own_adjoint():
     """A linear transform whose reverse rule is its adjoint, pushed by transposing it."""
@@ -112,58 +94,7 @@ def parameter_shift_in_both_modes():
     near(jax.hessian(node)(p), jax.hessian(circuit)(p))
 
 
-# --- host functions
-
-
-@STORIES.add(source="jax-ml/jax#30401")
-def a_linear_kernel_called_on_its_tangent():
-    """`pure_callback` of the tangent has no transpose; a kernel with both rules has."""
-    matrix = np.random.default_rng(0).normal(size=(3, 3))
-    apply = gt.host_function(lambda x: matrix @ x)
-    adjoint = gt.host_function(lambda y: matrix.T @ y)
-    apply.defjvp(lambda xs, dxs: (apply(*xs), apply(*dxs)))
-    apply.defvjp(lambda x: (apply(x), None), lambda _, c: (adjoint(c),))
-    adjoint.defvjp(lambda y: (adjoint(y), None), lambda _, c: (apply(c),))
-    x = draw(3)
-    near(jax.jit(jax.grad(lambda x: (apply(x) ** 2).sum()))(x), 2 * matrix.T @ matrix @ x)
-    near(jax.jacfwd(apply)(x), matrix)
-
-
 # --- chunks and accumulation
-
-
-@STORIES.add(source="google/flax#2031")
-def token_means_over_chunks_are_weighted_by_tokens():
-    x, mask, w = draw(6, 5), jnp.asarray(np.arange(30).reshape(6, 5) % 3 != 0) * 1.0, draw(5)
-    loss = lambda w, x, m: (((x * w) ** 2) * m).sum() / m.sum()
-    step = gt.microbatched_value_and_grad(loss, 2, weights=mask.sum(1))
-    near(step(w, x, mask), jax.value_and_grad(loss)(w, x, mask))
-
-
-@STORIES.add(source="AI-Hypercomputer/maxtext#812")
-def metrics_of_the_whole_batch_beside_the_gradient():
-    x, w = draw(8, 3), draw(3, seed=1)
-
-    def loss(w, x):
-        logits = x @ w
-        return (logits**2).mean(), {"accuracy": (logits > 0).mean()}
-
-    (value, metrics), grads = gt.microbatched_value_and_grad(loss, 2, has_aux=True)(w, x)
-    (expected, whole), slopes = jax.value_and_grad(loss, has_aux=True)(w, x)
-    near((value, metrics, grads), (expected, whole, slopes))
-
-
-@STORIES.add(source="luyug/GradCache#7")
-def negatives_of_all_chunks_count():
-    """Cached chunks of an encoder give the gradient of the whole batch's loss."""
-    a, b, w = draw(8, 4), draw(8, 4, seed=1), draw(4, 3, seed=2)
-
-    def loss(w, encode):
-        x, y = encode(lambda a: jnp.tanh(a @ w))(a), encode(lambda b: jnp.tanh(b @ w))(b)
-        logits = x @ y.T
-        return (jax.nn.logsumexp(logits, 1) - jnp.diag(logits)).mean()
-
-    near(jax.grad(loss)(w, lambda f: gt.chunked(f, 3)), jax.grad(loss)(w, lambda f: f))
 
 
 @STORIES.add(source="jax-ml/jax#3646")
@@ -175,25 +106,6 @@ def one_key_for_several_draws():
         gt.chunked(lambda x: drop(x, key), 2)(x)
     rows = gt.chunked(drop, 2, key_argnums=1)(x, key)
     assert not bool((rows[:2] == rows[2:4]).all())
-
-
-@STORIES.add(source="google/flax#339")
-def batch_statistics_are_handed_from_chunk_to_chunk():
-    def loss(w, x, mean):
-        h = x @ w
-        return (h**2).mean(), 0.9 * mean + 0.1 * h.mean(0)
-
-    w, x = draw(3, 2), draw(6, 3, seed=1)
-    step = gt.microbatched_value_and_grad(loss, 2, carry_argnums=2)
-    (value, grads), mean = step(w, x, jnp.zeros(2))
-    near((value, grads), jax.value_and_grad(lambda w: ((x @ w) ** 2).mean())(w))
-    expected = jnp.zeros(2)
-    for i in range(0, 6, 2):
-        expected = 0.9 * expected + 0.1 * (x[i : i + 2] @ w).mean(0)
-    near(mean, expected)
-
-
-# --- gradients of single examples
 
 
 # --- devices

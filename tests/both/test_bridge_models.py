@@ -81,12 +81,6 @@ def test_dropout_follows_the_key_and_its_gradient_is_that_of_the_same_mask():
         apply(params, state, jnp.asarray(X))
 
 
-def test_each_example_of_a_vmap_has_its_own_key():
-    apply, params, state = bridge.to_jax(nn.Dropout(0.5), train=True)
-    out = jax.vmap(lambda k: apply(params, state, jnp.ones(64), key=k)[0])(jax.random.split(KEY, 3))
-    assert len({tuple(row) for row in np.asarray(out)}) == 3
-
-
 # --- a model in PyTorch ------------------------------------------------------------------
 
 
@@ -210,18 +204,6 @@ def test_a_reversal_inside_a_torch_function_reverses_in_jax():
     f = bridge.to_jax(lambda x: (gt.reverse_gradient(x, 0.5) ** 2).sum())
     near(jax.jit(jax.grad(f))(jnp.ones(3)), -np.ones(3))
     near(jax.hessian(f)(jnp.ones(2)), 0.5 * np.eye(2))
-
-
-@pytest.mark.slow
-def test_a_frozen_torch_generator_gives_the_gradient_penalty_of_jax():
-    frozen = bridge.to_jax(gt.frozen(lambda z: torch.exp(torch.tanh(z))))
-    native = lambda z: jnp.exp(jnp.tanh(z))
-
-    def penalty(f):
-        return lambda y, z: (jax.grad(lambda z: ((y * f(z)) ** 2).sum())(z) ** 2).sum()
-
-    y, z = jnp.asarray(X[0]), jnp.asarray(X[1])
-    near(jax.grad(penalty(frozen))(y, z), jax.grad(penalty(native))(y, z))
 
 
 def test_what_a_guest_refuses_is_refused_with_its_own_words():

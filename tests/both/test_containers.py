@@ -114,15 +114,6 @@ def test_derivatives_come_in_the_container_that_the_argument_was(gt, kind):
     assert type(value) is type(tangent) is type(tree)
 
 
-def test_what_a_mapping_has_besides_its_items_is_kept(gt):
-    seen = []
-    f = lambda batch: (seen.append(batch.encodings), Encoding(dict(batch), batch.encodings))[1]
-    given = Encoding({"x": gt.asarray(X)}, ["tokens"])
-    out = gt.chunked(f, 2)(given)
-    assert out.encodings == ["tokens"] and seen[0] == ["tokens"]
-    np.testing.assert_allclose(gt.to_numpy(given["x"]), X)
-
-
 def test_what_checkpoint_computes_again_may_return_containers_and_texts(gt):
     x = gt.asarray(X)
     f = gt.checkpoint(lambda x: {"out": Output(x**2, x.sum()), "name": "f", "none": None})
@@ -231,16 +222,6 @@ def test_a_chunked_torch_module_trains_as_a_submodule():
         torch.testing.assert_close(grads[1][k], v, rtol=1e-12, atol=1e-12)
 
 
-def test_a_state_dict_does_not_tell_whether_the_module_was_chunked():
-    plain, other = torch.nn.Sequential(net()), net()
-    torch.nn.init.ones_(other.linear.weight)
-    nested = torch.nn.Sequential(gt_torch.chunked(other, 2))
-    nested.load_state_dict(plain.state_dict())
-    torch.testing.assert_close(other.linear.weight, plain[0].linear.weight)
-    gt_torch.chunked(other, 2).load_state_dict(net().state_dict())
-    plain.load_state_dict(nested.state_dict())
-
-
 def test_a_chunked_equinox_module_is_a_tree_with_its_arrays():
     eqx = pytest.importorskip("equinox")
     import jax
@@ -270,16 +251,3 @@ def test_a_chunked_equinox_module_is_a_tree_with_its_arrays():
         np.testing.assert_allclose(a, b, rtol=1e-10)
     np.testing.assert_allclose(jax.jit(gj.chunked(Rows(linear), 2))(x), Rows(linear)(x))
     assert rows is not None
-
-
-def test_flax_struct_dataclasses_are_split_and_joined():
-    struct = pytest.importorskip("flax.struct")
-
-    @struct.dataclass
-    class Batch:
-        x: object
-        name: str = struct.field(pytree_node=False, default="n")
-
-    out = gj.chunked(lambda b: b.replace(x=b.x * 2), 2)(Batch(gj.asarray(X)))
-    np.testing.assert_allclose(out.x, 2 * X)
-    assert out.name == "n"

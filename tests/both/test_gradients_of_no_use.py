@@ -22,12 +22,6 @@ def overflowing(gt, x):
     return gt.xp.sum(gt.xp.log(1 + gt.xp.exp(400 * x)))  # <- here
 
 
-def forty_sigmoids(gt, x):
-    for _ in range(40):
-        x = 1 / (1 + gt.xp.exp(-x))
-    return gt.xp.sum(x)
-
-
 def nothing_selected(gt, x):
     return gt.xp.sum(x[2:2] ** 2)  # <- here
 
@@ -97,63 +91,8 @@ def test_a_gradient_of_no_use_is_told_with_its_line(gt, f, kind):
     assert all(found.numerical and found.fix in str(report) for found in report)
 
 
-def rows(gt, *shape):
-    return gt.asarray(np.random.default_rng(1).normal(size=shape).astype(np.float32))
-
-
 def softmax(gt, x):
     return gt.xp.exp(x) / gt.xp.sum(gt.xp.exp(x), axis=-1, keepdims=True)
-
-
-def normalised(gt, x):
-    spread = gt.xp.sqrt(gt.xp.mean((x - gt.xp.mean(x, axis=0)) ** 2, axis=0) + 1e-5)
-    return (x - gt.xp.mean(x, axis=0)) / spread
-
-
-def hilbert(gt, n):
-    return gt.asarray(1 / (1 + np.add.outer(np.arange(n), np.arange(n))).astype(np.float32))
-
-
-HEALTHY = {
-    "a Hilbert matrix": lambda gt, x: gt.xp.sum((hilbert(gt, 2) @ (x - 1)) ** 2),
-    "a deep network": lambda gt, x: gt.xp.sum(_deep(gt, x)),
-    "a difference of what is near": lambda gt, x: gt.xp.sum((x + 1.001) ** 3 - (x + 1) ** 3),
-    "almost a softmax's sum": lambda gt, x: gt.xp.sum(
-        softmax(gt, x) * gt.asarray(np.float32([1, 1.001]))
-    ),
-    "small because the output is small": lambda gt, x: gt.xp.sum(1e-30 * x),
-    "a root behind where, inside and outside": lambda gt, x: gt.xp.sum(
-        gt.xp.where(x > 0, gt.xp.sqrt(gt.xp.where(x > 0, x, gt.xp.ones_like(x))), 0 * x)
-    ),
-    "three sigmoids": lambda gt, x: gt.xp.sum(1 / (1 + gt.xp.exp(-1 / (1 + gt.xp.exp(-x))))),
-    "a shift of a softmax": lambda gt, x: gt.xp.sum(
-        x * gt.xp.exp(x + x[1]) / gt.xp.sum(gt.xp.exp(x + x[1]))
-    ),
-    "forty sigmoids": forty_sigmoids,
-    "a bias before a normalization": lambda gt, x: gt.xp.sum(
-        gt.xp.tanh(normalised(gt, rows(gt, 16, 2) + x)) * rows(gt, 16, 2)
-    ),
-    "a mean of many": lambda gt, x: gt.xp.mean(gt.xp.stack([x**2] * 500)),
-}
-
-
-@pytest.mark.slow_at(
-    "a deep network",
-    ("jax", "a difference of what is near"),
-    ("jax", "almost a softmax's sum"),
-    ("jax", "a shift of a softmax"),
-)
-@pytest.mark.sweep_at(("jax", "a deep network"), ("jax", "a mean of many"))
-@pytest.mark.parametrize("name", HEALTHY)
-def test_an_ordinary_gradient_is_no_finding(gt, name):
-    report = gt.why_zero(lambda x: HEALTHY[name](gt, x), gt.asarray(X))
-    assert not report, str(report)
-
-
-def _deep(gt, x):
-    for _ in range(60):
-        x = x + 0.1 * gt.xp.tanh(rows(gt, 2, 2) @ x)
-    return x
 
 
 # --- a factor that starts at zero ---------------------------------------------------------

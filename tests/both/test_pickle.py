@@ -82,15 +82,6 @@ def test_a_rule_is_kept(gt, again, which, at):
     assert found(at[1]) is not None
 
 
-def test_an_accumulator_goes_on(gt, again, at):
-    held = gt.GradientAccumulator()
-    held.add({"a": at[1]}, 2)
-    other = again(held)
-    other.add({"a": at[1]}, 1)
-    close(gt, other.sum()["a"], 3 * X)
-    close(gt, held.sum()["a"], 2 * X)
-
-
 # --- models -------------------------------------------------------------------------------
 
 
@@ -137,16 +128,6 @@ def test_a_torch_model_is_saved_and_loaded(kind):
         torch.testing.assert_close(found, wanted)
         a, b = (torch.autograd.grad(y.sum(), x)[0] for y in (found, wanted))
         torch.testing.assert_close(a, b)
-
-
-def test_a_copy_of_a_frozen_module_has_parameters_of_its_own():
-    own_module = Adversarial()
-    first = gt_torch.frozen(own_module)
-    other = copy.deepcopy(first)
-    x = torch.ones(1, 3, dtype=torch.float64)
-    before = other(x)
-    torch.nn.init.zeros_(own_module.linear.weight)
-    torch.testing.assert_close(other(x), before)
 
 
 def test_jax_models_are_pickled():

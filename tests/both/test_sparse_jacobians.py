@@ -118,17 +118,6 @@ def test_a_pattern_with_one_axis_is_that_of_a_gradient(gt):
 
 
 @pytest.mark.torch
-def test_under_vmap_pytorch_has_no_sparse_result():
-    torch = pytest.importorskip("torch")
-    import gradtools.torch as gt
-
-    eye = np.eye(4)
-    for f in (gt.jacobian(torch.tanh, sparsity=eye), gt.hessian(sum, sparsity=eye)):
-        with pytest.raises(GradtoolsError, match="batches no sparse tensors"):
-            torch.func.vmap(f)(torch.ones(2, 4))
-
-
-@pytest.mark.torch
 def test_a_sparse_jacobian_is_right_inside_of_torch_func():
     torch = pytest.importorskip("torch")
     import gradtools.torch as gt
@@ -204,19 +193,6 @@ def test_a_sparse_jacobian_is_differentiable(gt):
     np.testing.assert_allclose(
         gt.to_numpy(gt.grad(total)(gt.asarray(np.float64(2.0)))), wanted, rtol=1e-12
     )
-
-
-def test_a_constant_sparse_matrix_is_read_and_multiplied():
-    torch = pytest.importorskip("torch")
-    import gradtools.torch as gt
-
-    x, A = torch.arange(1.0, 5), torch.diag(torch.arange(3.0), 1)
-    expected = 2 * (A @ x)[:, None] * A
-    for matrix in (A.to_sparse(), A.to_sparse_csr()):  # PyTorch has no tangent of their products
-        f = lambda x, matrix=matrix: (matrix @ x) ** 2
-        found = gt.jacobian(f, mode="reverse", sparsity=matrix)(x)
-        assert found._nnz() == 2  # the first of three entries is zero
-        torch.testing.assert_close(found.to_dense(), expected)
 
 
 @pytest.mark.slow_at("torch")

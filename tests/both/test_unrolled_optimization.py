@@ -125,21 +125,6 @@ def test_the_value_and_what_f_returns_with_it_are_differentiated_too(gt):
     np.testing.assert_allclose(of(MODE), of("auto"), rtol=1e-13)
 
 
-@pytest.mark.slow_at("jax")
-def test_over_tasks_at_once(gt):
-    w, x = problem(gt, 2, 5)
-    f, plain = (lambda o, x, m=m: unrolled(gt, m, 2, w, x)(o) for m in (MODE, "auto"))
-    outer, tasks = at(gt, 5), gt.xp.stack([x, 2 * x])
-    for wrap in (
-        lambda f: gt.vmap(gt.grad(f), in_axes=(None, 0)),
-        lambda f: gt.grad(lambda o, t: gt.vmap(f, in_axes=(None, 0))(o, t).sum()),
-        lambda f: gt.per_example_grad(f),
-    ):
-        found, expected = wrap(f)(outer, tasks), wrap(plain)(outer, tasks)
-        for a, b in zip(leaves(gt, found), leaves(gt, expected), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-14)
-
-
 def test_what_the_inner_loss_captures_is_to_be_an_argument(gt):
     x = gt.asarray(np.array([1.0, 2.0]))
 

@@ -74,36 +74,6 @@ def test_a_mistake_of_gradtools_keeps_its_frames(gt, monkeypatch):
     assert any(f.startswith(OWN) for f in shown(caught.value))
 
 
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        (
-            lambda gt: gt.custom_rule(lambda x: x).defvjp(lambda x: (x, x), lambda c: (c,)),
-            "<lambda>.defvjp: bwd takes (c), but it is called as bwd(residuals, cotangent).",
-        ),
-        (
-            lambda gt: gt.grad(len, arg=0),
-            "grad: there is no argument arg=. Instead, write argnums=.",
-        ),
-        (
-            lambda gt: gt.clip_gradient(3.0, clip=1),
-            "clip_gradient: there is no argument clip=. Expected clip_gradient(x, "
-            "max_norm=None, max_value=None).",
-        ),
-        (
-            lambda gt: gt.ArraySpec((3,)),
-            "ArraySpec: missing 1 required positional argument: 'dtype'. Expected "
-            "ArraySpec(shape, dtype).",
-        ),
-    ],
-)
-def test_a_call_that_does_not_fit_is_answered_with_the_public_parameters(gt, call, text):
-    with pytest.raises(GradtoolsError) as caught:
-        call(gt)
-    assert str(caught.value) == text
-    assert isinstance(caught.value, TypeError) or "bwd" in text  # as Python's own
-
-
 def test_a_refusal_in_a_backward_pass_has_no_frame_of_gradtools():
     torch, gt = pytest.importorskip("torch"), pytest.importorskip("gradtools.torch")
     rule = gt.custom_rule(lambda x: x * x)

@@ -245,24 +245,6 @@ def test_the_accumulator_shares_no_memory_with_the_callers_gradients(gt):
     np.testing.assert_array_equal(gt.to_numpy(twice.sum()), [2.0, 4.0])
 
 
-@pytest.mark.slow_at("True")
-@pytest.mark.sweep_at("jax")
-@pytest.mark.parametrize("compensated", [False, True])
-def test_eight_threads_add_exactly(gt, compensated):
-    acc = gt.GradientAccumulator(compensated=compensated)
-
-    def work(i):
-        for k in range(50):
-            acc.add({"w": f32(gt, [i, k])}, weight=i + 1)
-
-    in_threads(work)
-    first = 50 * sum(i * (i + 1) for i in range(8))
-    second = sum(range(50)) * sum(i + 1 for i in range(8))
-    np.testing.assert_array_equal(gt.to_numpy(acc.sum()["w"]), [first, second])
-    expected = np.float32([first, second]) / np.float32(1800)
-    np.testing.assert_allclose(gt.to_numpy(acc.mean()["w"]), expected, rtol=1e-6)
-
-
 BAD_ADDS = {
     "shape": (
         lambda gt: {"w": [f32(gt, [1.0, 2.0, 3.0])]},

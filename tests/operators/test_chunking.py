@@ -148,19 +148,6 @@ def _words(gt, key):
 
 
 @pytest.mark.slow_at("jax")
-def test_a_microbatched_mean_is_the_full_mean(gt):
-    x = gt.asarray(np.arange(1.0, 11.0))
-    w = {"a": gt.asarray(np.array(2.0))}
-    f = lambda w, x: (w["a"] ** 2 * x).mean()
-    value, grads = gt.microbatched_value_and_grad(f, 4)(w, x)
-    assert float(value) == 22 and float(grads["a"]) == 22
-    value, grads = gt.microbatched_value_and_grad(
-        lambda w, x: (w["a"] ** 2 * x).sum(), 4, reduction="sum"
-    )(w, x)
-    assert float(value) == 220 and float(grads["a"]) == 220
-
-
-@pytest.mark.slow_at("jax")
 def test_token_counts_weigh(gt, rng):
     tokens = np.array([1, 5, 2, 2, 7, 1, 1, 3, 4, 4])
     mask = np.arange(8) < tokens[:, None]

@@ -2,24 +2,17 @@
 
 from __future__ import annotations
 
-import gc
-
 import numpy as np
 import pytest
 
 from gradtools import GradtoolsError
-from gradtools.host_kernels import ArraySpec, Kernel
+from gradtools.host_kernels import ArraySpec
 from tests.support.native import NATIVE
 
 
 @pytest.fixture
 def native(backend_name):
     return NATIVE[backend_name]
-
-
-@pytest.fixture
-def backend(gt):
-    return gt.grad.__self__._backend
 
 
 def plain(x):
@@ -32,31 +25,9 @@ def same(found, expected):
     np.testing.assert_array_equal(found, expected)
 
 
-def as_function(backend, kernel):
-    """The kernel as a function of the framework's arrays; its result as out says."""
-
-    def call(*args):
-        bound, xs = kernel.bind(backend, args)
-        keep.append(bound)  # as a rule does
-        specs = [ArraySpec(tuple(x.shape), backend.dtype_name(x)) for x in xs]
-        ys = backend.call_kernel(bound, xs)
-        return backend.unflatten(bound.results(specs).treedef, ys)
-
-    keep = []
-    if backend.name == "torch":
-        import torch
-
-        return torch._dynamo.nonstrict_trace(call)  # one node of dynamo's graph, as a rule is
-    return call
-
-
 @pytest.fixture
-def host(backend):
-    def make(fun, out=None, vectorized=False):
-        f = as_function(backend, Kernel(fun, out, vectorized))
-        return lambda *args: f(*args)
-
-    return make
+def host(gt):
+    return gt.host_function
 
 
 X = np.linspace(-1, 1, 6).reshape(2, 3)
@@ -331,25 +302,6 @@ def test_a_kernel_runs_inside_control_flow(host, native, where, how):
 
 
 # --- loops, cond, checkpoint, compiled ---------------------------------------------------
-
-
-@pytest.mark.slow_at("torch")
-def test_a_compiled_program_outlives_the_call_that_it_traced(native, backend):
-    kernel = Kernel(lambda x, s: s * x)
-
-    def f(x):
-        bound, xs = kernel.bind(backend, (x, 3.0))
-        return backend.call_kernel(bound, xs)[0]
-
-    if native.name == "torch":
-        import torch
-
-        f = torch._dynamo.nonstrict_trace(f)
-
-    compiled = native.jit(lambda x: f(x))
-    for _ in range(3):
-        same(compiled(native.array(X)), 3 * X)
-        gc.collect()
 
 
 @pytest.mark.sweep_at("torch")

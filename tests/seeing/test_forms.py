@@ -16,7 +16,6 @@ from gradtools.seeing.pictures import palette
 from gradtools.seeing.pictures.drawing import interpreter
 from tests.support.seeing_graphs import (
     SHAPES,
-    Builder,
     cuts,
     linear_with_backward,
     transformer,
@@ -235,19 +234,3 @@ def test_edges_say_what_is_saved_and_what_is_cut():
     assert told == {"stopped on purpose", "leaves the framework"}
     strengths = {edge.strength for edge in cuts().edges}
     assert strengths >= {Dependence.CUT, Dependence.ZERO_DERIVATIVE, Dependence.DIFFERENTIABLE}
-
-
-def test_a_mask_is_no_cut():
-    b = Builder()
-    x = b.input("x", 4)
-    mask = b.op("compare", x, dtype="bool", loss="discrete")
-    assert not [e for e in b.graph(b.op("where", mask, x, dtype="float32")).edges if e.cut]
-
-
-def test_what_reaches_the_result_through_a_comparison_alone_is_cut():
-    b = Builder()
-    x = b.input("x", 4)
-    mask = b.op("compare", x, dtype="bool", loss="discrete")
-    volume = b.op("mean", b.op("cast", mask, dtype="float32", loss="discrete"), shape=())
-    edges = b.graph(volume).edges
-    assert [edge.cut for edge in edges if edge.cut] == ["a discrete step"]

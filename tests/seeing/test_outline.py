@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from gradtools.seeing.graphs.nodes import Body, Dependence
+from gradtools.seeing.graphs.nodes import Dependence
 from gradtools.seeing.graphs.outline import Block, matches
 from gradtools.seeing.graphs.outlining import outline_of
-from tests.support.seeing_graphs import SHAPES, Builder, loop, shared_module, transformer
+from tests.support.seeing_graphs import Builder, loop, shared_module, transformer
 
 
 def titles(block: Block) -> list[str]:
@@ -36,21 +36,6 @@ def test_a_leaf_stands_in_the_innermost_block_of_all_its_readers():
     assert titles(outline.columns[0])[:3] == ["w", "x", "one"]
 
 
-def test_a_stretch_of_very_many_steps_is_cut_into_parts():
-    outline = outline_of(SHAPES["random_graph"]() and many_different(500))
-    assert max(len(b.children) for b in (*outline.columns, *outline.blocks)) <= 60
-    assert outline.columns[0].operations == 500
-    assert {found.kind for found in outline.blocks} == {"steps"}
-
-
-def many_different(count: int):
-    b = Builder()
-    x = b.input("x", 3)
-    for i in range(count):
-        x = b.op(f"step_{i}", x)
-    return b.graph(x)
-
-
 def test_values_are_followed_through_bodies():
     outline = outline_of(loop())
     at = {box.title: box.key for column in outline.columns for box in column.boxes}
@@ -63,19 +48,6 @@ def test_values_are_followed_through_bodies():
     assert pairs == {(at[one], at[two]) for one, two in expected}
     assert [found.kind for found in outline.blocks] == ["loop", "branch", "branch", "branch"]
     assert block(outline, "scan").mark == "checkpoint"
-
-
-def test_a_cut_inside_of_a_body_is_told():
-    inner = Builder()
-    a = inner.input("a", 2)
-    cut = inner.op("stop", a, links=((Dependence.CUT,),), loss="detached")
-    body = Body(inner.graph(inner.op("sin", cut)), (0,))
-    b = Builder()
-    y = b.op("call", b.input("x", 2), bodies=(body,), attributes={"name": "f"})
-    outline = outline_of(b.graph(y))
-    (box,) = [box for box in outline.columns[0].boxes if box.alert]
-    assert (box.title, box.alert) == ("stop", "stopped on purpose")
-    assert "stopped on purpose" in outline.blocks[0].lines
 
 
 def test_the_shift_of_a_softmax_is_no_cut():

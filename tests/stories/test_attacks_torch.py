@@ -115,16 +115,6 @@ def scheduled_reversal_in_a_checkpoint():
     return [(x.grad, -0.1 * slope), (net.step, torch.ones(()))]
 
 
-@PROGRAMS.add()
-def a_hook_that_clips_in_chunks():
-    def f(x):
-        y = x.square()
-        y.register_hook(lambda g: g.clamp(-0.5, 0.5))
-        return y * U
-
-    return [(gt.grad(lambda x: gt.chunked(f, 2)(x).sum())(X), 2 * X * U.clamp(-0.5, 0.5))]
-
-
 @pytest.mark.parametrize("attack", PROGRAMS.cases())
 def test_an_attack_comes_out_right(attack):
     compare(attack.program(), rtol=1e-5, atol=1e-7)

@@ -97,33 +97,12 @@ def distances_of_charges_to_themselves():
 # --- complex numbers
 
 
-@STORIES.add(source="jax-ml/jax#9110")
-def the_gradient_of_a_squared_modulus_descends():
-    f = lambda z: jnp.real(z) ** 2 + jnp.imag(z) ** 2
-    near(gt.grad(f)(3.0 + 4.0j), 6.0 + 8.0j)
-    near(jax.grad(f)(3.0 + 4.0j), 6.0 - 8.0j)
-
-
 @STORIES.add(source="jax-ml/jax#4891")
 def a_gradient_is_what_the_inner_product_says():
     """<grad, v> = jvp(v) with the real part of vdot, for every v."""
     f = lambda z: jnp.abs(jnp.sin(z).sum()) ** 2
     z, v = draw(3) + 1j * draw(3, seed=1), draw(3, seed=2) + 1j * draw(3, seed=3)
     near(jnp.vdot(gt.grad(f)(z), v).real, gt.jvp(f, (z,), (v,))[1])
-
-
-# --- cut and edited gradients
-
-
-@STORIES.add(source="fungtion/DANN#7")
-def the_domain_classifier_descends_while_the_features_ascend():
-    """One pass with the reversal equals the two passes with their own signs."""
-    features = lambda w, x: jnp.tanh(x @ w)
-    head = lambda v, h: jax.nn.softplus(h @ v).sum()
-    w, v, x = draw(3, 2), draw(2, seed=1), draw(4, 3, seed=2)
-    dw, dv = gt.grad(lambda w, v: head(v, gt.reverse_gradient(features(w, x))), (0, 1))(w, v)
-    plain = jax.grad(lambda w, v: head(v, features(w, x)), (0, 1))(w, v)
-    near((dw, dv), (-plain[0], plain[1]))
 
 
 # --- second order and mixed modes
@@ -168,15 +147,6 @@ def forward_mode_under_vmap_of_a_reverse_rule():
     x = draw(3)
     near(jax.jacfwd(f)(x), jnp.diag(jnp.cos(x)))
     near(jax.vmap(jax.jacfwd(f))(draw(2, 3)), jax.vmap(jax.jacfwd(jnp.sin))(draw(2, 3)))
-
-
-@STORIES.add(source="jax-ml/jax#2736")
-def eigenvalues_of_a_hessian_differentiated():
-    """Of a symmetric matrix eigh has a derivative; the trace is the sum of the eigenvalues."""
-    inner = lambda x, a: (a * x**4).sum()
-    x = jnp.array([1.0, 2.0])
-    total = lambda a: jnp.linalg.eigvalsh(gt.hessian(inner)(x, a)).sum()
-    near(gt.grad(total)(jnp.array([1.0, 3.0])), 12 * x**2)
 
 
 @pytest.mark.sampled(16, 100)

@@ -43,18 +43,6 @@ def a_mask_in_a_scan():
     near(jax.jit(jax.grad(loss))(x, mask), mask * 1.0)
 
 
-@STORIES.add(source="jax-ml/jax#4173")
-def a_rule_in_scan_under_vmap():
-    f = gt.custom_rule(lambda x: x.sum())
-    f.defvjp(lambda x: (x.sum(), x), lambda x, c: (jnp.broadcast_to(c, x.shape),))
-
-    def train(x):
-        step = lambda x, _: (x - 0.1 * jax.grad(lambda x: jax.vmap(f)(x).sum())(x), None)
-        return jax.lax.scan(step, x, None, length=3)[0]
-
-    near(train(jnp.ones((4, 3))), jnp.full((4, 3), 0.7))
-
-
 @STORIES.add(source="jax-ml/jax#4008")
 def a_differentiated_value_that_a_rule_closes_over_is_refused():
     def f(w, x):
@@ -76,22 +64,6 @@ def forward_mode_of_a_transform_with_its_own_adjoint():
     transform.defvjp(lambda x: (matrix @ x, None), lambda _, c: (matrix.conj().T @ c,))
     x, dx = draw(4, seed=2) + 0j, draw(4, seed=3) + 1j * draw(4, seed=4)
     near(gt.jvp(transform, (x,), (dx,))[1], matrix @ dx)
-
-
-@STORIES.add(source="PennyLaneAI/pennylane#2791")
-def parameter_shift_in_both_modes():
-    """A circuit's expectation cos(a) cos(b) and its exact shifted differences."""
-    circuit = lambda p: jnp.cos(p[0]) * jnp.cos(p[1])
-
-    def shifted(p):
-        half = jnp.pi / 2 * jnp.eye(2)
-        return jnp.stack([(circuit(p + h) - circuit(p - h)) / 2 for h in half])
-
-    node = gt.custom_rule(circuit)
-    node.defvjp(lambda p: (circuit(p), p), lambda p, c: (c * shifted(p),))
-    p = jnp.array([0.3, 0.9])
-    near(jax.jacfwd(node)(p), jax.grad(circuit)(p))
-    near(jax.hessian(node)(p), jax.hessian(circuit)(p))
 
 
 # --- chunks and accumulation

@@ -81,22 +81,6 @@ def wgan_gp_penalty_trains_the_critic():
     return _critic_penalty(mlp(3, 8, 1), lambda g: ((g.norm(dim=1) - 1) ** 2).mean())
 
 
-@STORIES.add(source="pytorch/pytorch#4661")
-def a_penalty_on_the_gradient_norm_of_all_weights():
-    net, x, y = mlp(3, 4, 1), rand(6, 3), rand(6, 1)
-    loss = lambda net: F.mse_loss(net(x), y)
-
-    def ours():
-        return loss(net) + 0.1 * sum(g.square().sum() for g in gt.grad(loss)(net).values())
-
-    def theirs():
-        value = loss(net)
-        grads = torch.autograd.grad(value, [*net.parameters()], create_graph=True)
-        return value + 0.1 * sum(g.square().sum() for g in grads)
-
-    return same_training(net, ours, theirs)
-
-
 def _distances(x: Tensor) -> Tensor:
     """As torch.pdist, whose backward pass has no derivative in PyTorch."""
     gaps = x[:, None] - x[None]
@@ -340,22 +324,6 @@ def _norms(net: nn.Module, x: Tensor, y: Tensor) -> Any:
     return gt.per_example_grad(loss)(net, x, y)
 
 
-@STORIES.add(source="meta-pytorch/opacus#578")
-def clipped_gradients_of_a_network_with_a_layer_norm():
-    net = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1)).to(D)
-    x, y = rand(5, 3), rand(5, 1)
-    grads = _norms(net, x, y)
-    size = sum(g.flatten(1).square().sum(1) for g in grads.values()).sqrt()
-    factor = (0.5 / size).clamp(max=1)
-    found = {n: torch.tensordot(factor, g, 1) for n, g in grads.items()}
-    expected = {n: torch.zeros_like(p) for n, p in net.named_parameters()}
-    for a, b in zip(x, y, strict=True):
-        one = torch.autograd.grad(F.mse_loss(net(a), b), [*net.parameters()])
-        scale = (0.5 / sum(g.square().sum() for g in one).sqrt()).clamp(max=1)
-        expected = {n: e + scale * g for (n, e), g in zip(expected.items(), one, strict=True)}
-    return [(found[n], expected[n]) for n in found]
-
-
 @STORIES.add(source="f-dangel/backpack#258")
 def the_variance_of_examples_gradients_trains():
     net = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Tanh(), nn.Linear(4, 1)).to(D)
@@ -451,21 +419,6 @@ def a_cached_loss_draws_the_same_dropout():
     return _cached(nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2)).to(D), 2)
 
 
-@STORIES.add(source="luyug/GradCache#15")
-def running_statistics_are_updated_once_for_each_chunk():
-    one, two = nn.BatchNorm1d(3, dtype=D), nn.BatchNorm1d(3, dtype=D)
-    x = rand(6, 3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that tells of each chunk's own statistics
-        gt.chunked(one, 3)(x).square().sum().backward()
-    torch.cat([two(x[:3]), two(x[3:])]).square().sum().backward()
-    return [
-        (one.running_mean, two.running_mean),
-        (one.num_batches_tracked, two.num_batches_tracked),
-        (one.weight.grad, two.weight.grad),
-    ]
-
-
 # --- flows and models trained through a tangent
 
 
@@ -499,41 +452,7 @@ def mean_flow_trains_through_a_tangent_with_attention():
     return same_training(net, ours, theirs)
 
 
-@STORIES.add(source="ermongroup/sliced_score_matching#3")
-def sliced_score_matching():
-    score, x, v = mlp(2, 5, 2), rand(4, 2), rand(4, 2)
-
-    def ours():
-        s, along = gt.jvp(score, (x,), (v,))
-        return ((v * along).sum(1) + 0.5 * s.square().sum(1)).mean()
-
-    def theirs():
-        z = leaf(x)
-        s = score(z)
-        (g,) = torch.autograd.grad((s * v).sum(), z, create_graph=True)
-        return ((g * v).sum(1) + 0.5 * s.square().sum(1)).mean()
-
-    return same_training(score, ours, theirs)
-
-
 # --- wrong in PyTorch itself
-
-
-@STORIES.add(source="pytorch/pytorch#76185")
-def a_saved_intermediate_is_named_by_checked():
-    class Sinh(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.e = x.exp()
-            return (ctx.e - 1 / ctx.e) / 2
-
-        @staticmethod
-        def backward(ctx, ct):
-            return ct * (ctx.e + 1 / ctx.e) / 2
-
-    x = rand(3)
-    loss = lambda x: Sinh.apply(x).sum()
-    return [(gt.grad(loss)(x), x.cosh()), (_named(lambda: gt.hessian(loss)(x), "Sinh"), True)]
 
 
 @pytest.mark.parametrize("story", STORIES.cases())

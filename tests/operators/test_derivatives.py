@@ -358,8 +358,6 @@ class Graph(NamedTuple):
 
 CONTAINERS = {
     "dict": lambda x, n: {"x": x, "n": n},
-    "tuple": lambda x, n: (x, n),
-    "list": lambda x, n: [x, n],
     "named tuple": Graph,
 }
 

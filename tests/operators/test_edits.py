@@ -274,18 +274,6 @@ def test_what_clip_gradient_makes_of_a_cotangent(gt, native, name):
         np.testing.assert_allclose(found, wanted, rtol=rtol, atol=0)
 
 
-@pytest.mark.sweep_at("torch")
-def test_bounds_may_be_traced(gt, native):
-    def f(x, bound):
-        return gt.grad(lambda x: (gt.clip_gradient(x, max_norm=bound) ** 2).sum())(x)
-
-    compiled = gt.compile(f, **native.compile_options)
-    x = native.array([3.0, 4.0])
-    for bound in (1.0, 5.0, 20.0):
-        factor = min(1, bound / 10)
-        same(gt.to_numpy(compiled(x, native.array(bound))), np.array([6.0, 8.0]) * factor)
-
-
 # --- transform -----------------------------------------------------------------------------
 
 
@@ -578,26 +566,6 @@ def test_a_batch_is_edited_example_by_example(case, gt, native):
         gt.grad(lambda xs: gt.vmap(f)(xs).sum())(native.array(XS)),
     ):
         same(np.asarray(found), expected, rtol=1e-12)
-
-
-@pytest.mark.slow_at("clip_norm")
-@pytest.mark.sweep_at(
-    ("reverse", "torch"),
-    ("scale", "torch"),
-    ("clip_norm", "torch"),
-    ("clip_value", "torch"),
-    ("known", "torch"),
-    ("straight_through", "torch"),
-)
-def test_compiled_code_gives_the_same_value_and_gradient(case, gt, native):
-    name, f, gradient = case
-    if name == "transform" and native.name == "torch":
-        pytest.skip("transform_gradient is refused under fullgraph; it has a test of its own")
-    x = native.array(X)
-    value, found = gt.compile(gt.value_and_grad(f), **native.compile_options)(x)
-    same(number(value), number(f(x)))
-    same(gt.to_numpy(found), gradient(X), rtol=1e-12)
-    same(np.asarray(native.jit(native.grad(f))(x)), gradient(X), rtol=1e-12)
 
 
 @pytest.mark.slow_at("jax")

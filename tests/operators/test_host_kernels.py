@@ -197,23 +197,6 @@ def test_a_wrong_result_is_refused_in_words(host, native, which, how):
     assert "host function '<lambda>'" in str(raised.value)
 
 
-@pytest.mark.slow_at(("torch", "jit"))
-@pytest.mark.parametrize("how", ["eager", "jit"])
-def test_a_frameworks_array_is_refused_by_name(host, native, how):
-    captured = native.array(X)
-    f = host(lambda x: captured)
-    name = {"torch": "torch.Tensor", "jax": "jax.Array"}[native.name]
-    match = f"host function '<lambda>': result is a {name}; .* Return NumPy arrays"
-    with pytest.raises(Exception, match=match):
-        plain((native.jit(f) if how == "jit" else f)(native.array(X)))
-
-
-def test_a_vectorized_kernel_is_told_of_the_batch(host, native):
-    f = host(lambda x: x.sum(), lambda x: ArraySpec((), x.dtype), vectorized=True)
-    with pytest.raises(GradtoolsError, match=r"expected shape \(2,\) .* the batch \(2,\) in front"):
-        native.vmap(f)(native.array(X))
-
-
 # --- exceptions --------------------------------------------------------------------------
 
 

@@ -9,21 +9,13 @@ from gradtools import GradtoolsError
 
 HINTS = {
     ("custom_rule", "nondiff_argnums", (1,)): "static_argnames=",
-    ("custom_rule", "static_argnums", (1,)): "static_argnames=",
     ("grad", "argnames", "x"): "argnums=0",
-    ("value_and_grad", "argnames", "x"): "argnums=0",
     ("grad", "holomorphic", True): "complex arguments",
-    ("jacobian", "holomorphic", True): "complex arguments",
-    ("hessian", "holomorphic", True): "complex arguments",
     ("grad", "create_graph", True): "derivatives nest",
     ("grad", "allow_unused", True): 'disconnected_inputs="zeros"',
     ("checkpoint", "policy", None): "jax.checkpoint(f, policy=...)",
-    ("checkpoint", "use_reentrant", False): "around the parts",
     ("vmap", "in_dims", 0): "in_axes=",
     ("chunked", "batch_size", 2): "chunk_size=",
-    ("microbatched_value_and_grad", "group", None): "its mean takes group=",
-    ("microbatched_value_and_grad", "verify", False): "leave it out",
-    ("microbatched_value_and_grad", "batch_size", 2): "chunk_size=",
     ("host_function", "result_shape_dtypes", None): "out=ArraySpec",
 }
 

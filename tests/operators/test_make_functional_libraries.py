@@ -280,25 +280,3 @@ def test_nnx_without_a_key_counts_its_own_streams_on():
     assert not np.array_equal(out, again)
     _, keyed = apply(params, state, x, key=KEY)
     assert equal(values(keyed["rngs"]), values(state["rngs"]))
-
-
-class Deterministic(linen.Module):
-    @linen.compact
-    def __call__(self, x, deterministic=True):
-        return linen.Dropout(0.5)(x, deterministic=deterministic)
-
-
-def test_train_reaches_a_linen_module_that_knows_deterministic():
-    apply, params, state = make_functional(Deterministic(), variables={}, train=True)
-    assert (apply(params, state, jnp.ones(200), key=KEY)[0] == 0).any()
-
-
-def test_an_equinox_module_that_takes_no_key_is_called_without_one():
-    class Plain(eqx.Module):
-        w: jax.Array
-
-        def __call__(self, x):
-            return self.w * x
-
-    apply, params, state = make_functional(Plain(jnp.ones(2)))
-    assert np.array_equal(apply(params, state, jnp.ones(2), key=KEY)[0], [1, 1])

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import pytest
 
@@ -278,23 +276,6 @@ def test_a_modules_retained_gradients_are_those_of_retain_grad(backend_name, gt)
     with torch.no_grad():
         assert not gt.retained_gradients(f)(module, x)[2]["h"].requires_grad
         assert gt.retained_gradients(f)(module, x)[2]["h"].abs().sum() > 0
-
-
-def test_threads_retain_their_own(gt, wx):
-    w, x = wx
-    f, wrong = steps(gt), []
-    expected = [added(gt, w * i, x) for i in range(3)]
-
-    def work(i):
-        for _ in range(10):
-            found = gt.retained_gradients(f)(w * i, x)[2]["h"]
-            wrong.extend([i] * (not np.allclose(gt.to_numpy(found), gt.to_numpy(expected[i]))))
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
-    for step in ("start", "join"):
-        for thread in threads:
-            getattr(thread, step)()
-    assert not wrong
 
 
 @pytest.mark.slow

@@ -10,7 +10,6 @@ import itertools
 import numpy as np
 import pytest
 
-from gradtools import GradtoolsError
 from gradtools.rules import Rule
 from tests.support.native import MIXES, NATIVE, second_order
 
@@ -125,41 +124,6 @@ def test_third_order_in_all_mixes(cube, gt, native, modes):
     same(plain(f(native.array(1.5))), 120 * 1.5**3)
 
 
-def test_the_rule_is_what_is_differentiated_and_not_the_primal(gt, native):
-    """The maps of another function than the primal: every mode and order must follow the maps."""
-    rule = Rule("wrong on purpose", lambda x: [0 * x], **CUBE)
-    f = lambda x: applied(gt, rule)(x)[0].sum()
-    x, v = native.array(X), native.array(V)
-    same(plain(gt.grad(f)(x)), 3 * X**2)
-    for mix in MIXES:
-        same(plain(second_order(gt, mix, f, x, v, v)), (6 * X * V**2).sum())
-
-
-@pytest.mark.slow_at(("the tangent map alone", "jax"), ("the cotangent map alone", "jax"))
-def test_two_inputs_and_two_outputs(pair, gt, native):
-    x, y = X, np.array([2.0, -1.0])
-    dx, dy, cx, cy = V, np.array([0.4, 0.6]), W, np.array([1.3, -0.8])
-    _, pushed = gt.jvp(
-        lambda x, y: pair(x, y),
-        (native.array(x), native.array(y)),
-        (native.array(dx), native.array(dy)),
-    )
-    expected = (
-        dx * y.sum() + x * dy.sum(),
-        dy * (x**2).sum() + y * (2 * x * dx).sum(),
-    )
-    for one, other in zip(pushed, expected, strict=True):
-        same(plain(one), other)
-    _, pullback = gt.vjp(lambda x, y: pair(x, y), native.array(x), native.array(y))
-    pulled = pullback([native.array(cx), native.array(cy)])
-    expected = (
-        cx * y.sum() + 2 * x * (y * cy).sum(),
-        cy * (x**2).sum() + (x * cx).sum(),
-    )
-    for one, other in zip(pulled, expected, strict=True):
-        same(plain(one), other)
-
-
 @pytest.mark.quick_at("torch")
 @pytest.mark.sampled(slow=1)
 @pytest.mark.parametrize("output", [0, 1])
@@ -202,20 +166,3 @@ def test_an_integer_input_has_no_derivative_and_is_handed_to_the_maps(gt, native
     for mix in MIXES:
         found = second_order(gt, mix, f, x, native.array(V), native.array(W))
         same(plain(found), (6 * X * [1, 0, 2] * V * W).sum())
-
-
-# --- refusals -------------------------------------------------------------------------------
-
-
-@pytest.mark.slow_at(("jax", "cotangent"))
-@pytest.mark.parametrize("which", ["tangent", "cotangent"])
-def test_a_map_that_is_not_linear_is_not_transposed(gt, native, which):
-    rule = Rule("bent", lambda x: [x * 1], **{which: lambda xs, vs: [vs[0] ** 2 + xs[0]]})
-    f = lambda x: applied(gt, rule)(x)[0]
-    x = native.array(X)
-    run = {
-        "tangent": lambda: gt.grad(lambda x: f(x).sum())(x),
-        "cotangent": lambda: gt.jvp(f, (x,), (x,)),
-    }[which]
-    with pytest.raises(GradtoolsError, match=r"rule 'bent'.*linear"):
-        run()

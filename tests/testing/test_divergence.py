@@ -162,6 +162,14 @@ def test_a_value_that_falls_to_float32_is_named():
     assert report.jax.operation == "convert_element_type"
 
 
+def test_a_layer_that_computes_in_float32_inside_is_named():
+    f = lambda q: torch.nn.functional.scaled_dot_product_attention(q, q, q)
+    g = lambda q: jnp.swapaxes(jax.nn.dot_product_attention(*[jnp.swapaxes(q, 1, 2)] * 3), 1, 2)
+    q = np.random.default_rng(0).normal(size=(2, 2, 5, 4))
+    assert "float32 in jax from here on" in first_divergence(f, g, (q,)).relation
+    assert first_divergence(f, g, (q.astype(np.float32),))
+
+
 def test_a_long_loop_is_compared_iteration_by_iteration():
     def g(xs, broken=-1):
         def step(carry, x):

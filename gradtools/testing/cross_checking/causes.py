@@ -238,7 +238,7 @@ class Causes:
 
     def wrong_side(self, name: str) -> str | None:
         """The side whose derivative contradicts its values, if it is one of the two."""
-        if not self.values_agree or name in ("value", "parameter"):
+        if not self.values_agree:
             return None
         wrong = [side for k, side in enumerate(self.names) if self.contradicts(name, k)]
         return wrong[0] if len(wrong) == 1 else None

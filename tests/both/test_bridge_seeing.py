@@ -1,6 +1,5 @@
 """A bridged function in what looks at programs: one operation, by the function's name."""
 
-
 import jax
 import jax.numpy as jnp
 import numpy as np

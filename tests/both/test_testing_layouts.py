@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 
 import numpy as np
@@ -166,27 +165,6 @@ def test_attention_with_one_matrix_is_split(rng):
     _, theirs = mapped(TorchOne(module), One(lambda: port).init(jax.random.key(0), x))
     out = module(*[torch.as_tensor(x)] * 3)[0].detach().numpy()
     np.testing.assert_allclose(out, One(lambda: port).apply(theirs, x), rtol=1e-12, atol=1e-13)
-
-
-def test_a_plain_sequence_is_paired_by_order(rng):
-    sizes = (3, 5, 5, 5, 2)
-    pairs = list(itertools.pairwise(sizes))
-    layers = [part for a, b in pairs for part in (torch.nn.Linear(a, b), torch.nn.Tanh())]
-    module = random_module(torch.nn.Sequential(*layers))
-
-    class Port(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            for _, b in pairs:
-                x = jnp.tanh(nn.Dense(b)(x))
-            return x
-
-    x = rng.normal(size=(4, 3))
-    variables = Port().init(jax.random.key(0), x)
-    shuffled = {"params": dict(reversed(variables["params"].items()))}
-    mapping, theirs = mapped(module, shuffled)
-    agree(module, x, Port().apply(theirs, x))
-    assert "paired by order: 2 with Dense_1" in mapping.notes
 
 
 def test_overrides_rename_modules_and_arrays_and_say_how_they_lie(rng):

@@ -321,29 +321,6 @@ def test_a_symmetric_hessian_stands_in_for_a_missing_forward_rule_only_where_nee
     same(found, jacobian @ Y)
 
 
-@pytest.mark.slow_at("jax")
-def test_a_host_function_in_a_network_of_several_arguments_and_outputs(gt, native, x, y):
-    f = gt.host_function(
-        lambda a, b: {"p": a * b, "s": (a + b).sum()},
-        out=lambda a, b: {"p": a, "s": gt.ArraySpec((), a.dtype)},
-    )
-    f.defvjp(
-        lambda a, b: (f(a, b), (a, b)),
-        lambda r, ct: (ct["p"] * r[1] + ct["s"], ct["p"] * r[0] + ct["s"]),
-    )
-    out = f(x, y)
-    same(out["p"], X * Y)
-    ga, gb = gt.grad(lambda a, b: (f(a, b)["p"] * a).sum() + f(a, b)["s"], argnums=(0, 1))(x, y)
-    same(ga, 2 * X * Y + 1)
-    same(gb, X * X + 1)
-    (ga, gb), (ha, hb) = gt.hvp(
-        lambda a, b: (f(a, b)["p"] ** 2).sum(), (x, y), (y, x), mode="forward_over_reverse"
-    )
-    same(ga, 2 * X * Y * Y)
-    same(ha, 2 * Y**3 + 4 * X * Y * X)
-    same(hb, 2 * X**3 + 4 * X * Y * Y)
-
-
 MATRIX = np.array([[1.0, 2.0, -1.0], [0.5, -3.0, 2.0], [4.0, 1.0, 0.25]])
 OF_ITS_OWN_RULE = {  # of f(x) = M x whose forward rule is f itself
     "grad": (lambda gt, f, x: gt.grad(lambda x: f(x).sum())(x), MATRIX.sum(0)),

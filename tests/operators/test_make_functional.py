@@ -1,7 +1,6 @@
 """make_functional: a module as a pure function, in every library, with the same numbers."""
 
 import copy
-import threading
 from functools import partial
 
 import pytest
@@ -12,7 +11,7 @@ torch = pytest.importorskip("torch")
 from torch import nn  # noqa: E402  only where torch is installed
 
 import gradtools.torch as gt  # noqa: E402
-from gradtools.torch.arrays import random_key, split_key  # noqa: E402
+from gradtools.torch.arrays import random_key  # noqa: E402
 from gradtools.torch.modules import make_functional  # noqa: E402
 
 
@@ -71,51 +70,6 @@ def test_gradients_are_those_of_the_plain_module():
 
 
 # PyTorch: threads
-
-
-def test_eight_threads_with_different_parameters_are_each_right_and_change_nothing():
-    net, x = network(), batch(6, 4)
-    before = contents(net)
-    apply, params, state = make_functional(net)
-    seeds = split_key(random_key(0), 8)
-    given = [{name: p * (i + 1) for name, p in params.items()} for i in range(8)]
-    expected = [apply(given[i], state, x, key=seeds[i]) for i in range(8)]
-    wrong = []
-
-    def work(i):
-        for _ in range(100):
-            out, new_state = apply(given[i], state, x, key=seeds[i])
-            if not (torch.equal(out, expected[i][0]) and same(new_state, expected[i][1])):
-                wrong.append(i)
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(8)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert wrong == []
-    assert same(before, contents(net))
-    assert not torch.equal(expected[0][0], expected[1][0])
-
-
-def test_an_exception_in_forward_leaves_the_module_and_the_random_stream_as_they_were():
-    class Fails(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.norm = nn.BatchNorm1d(4)
-
-        def forward(self, x):
-            torch.rand(3)
-            self.norm(x)
-            raise ValueError("midway")
-
-    net = Fails()
-    before, apply_params_state = contents(net), make_functional(net)
-    stream = torch.get_rng_state()
-    with pytest.raises(ValueError, match="midway"):
-        apply_params_state[0](*apply_params_state[1:], batch(6, 4), key=random_key(0))
-    assert same(before, contents(net))
-    assert torch.equal(stream, torch.get_rng_state())
 
 
 # PyTorch: randomness

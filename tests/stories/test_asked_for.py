@@ -41,26 +41,6 @@ def the_gradient_at_each_layers_output(gt):
 # --- solutions of equations
 
 
-@STORIES.add(source="google-deepmind/optax#977")
-def the_products_of_an_argmin_whatever_found_it(gt):
-    """jvp and vjp around the minimum, of which the loop of an optimizer keeps nothing."""
-    A, b, v = draw(gt, 6, 3), draw(gt, 6), draw(gt, 3)
-    cost = lambda z, s: ((A @ z - b) ** 2).sum() / 2 + s * (z**2).sum() / 2
-
-    def by_numpy(s):
-        a, c = gt.to_numpy(A), gt.to_numpy(b)
-        return gt.asarray(np.linalg.lstsq(a.T @ a + float(s) * np.eye(3), a.T @ c)[0])
-
-    minimum = gt.implicit_solution(gt.grad(cost), by_numpy, "cg")
-    s = gt.asarray(np.array(0.5))
-    H = A.T @ A + s * gt.asarray(np.eye(3))
-    z = gt.xp.linalg.solve(H, (A.T @ b)[:, None])[:, 0]
-    slope = -gt.xp.linalg.solve(H, z[:, None])[:, 0]
-    yield minimum(s), z
-    yield gt.jvp(minimum, (s,), (gt.xp.ones_like(s),))[1], slope
-    yield gt.vjp(minimum, s)[1](v)[0], (v * slope).sum()
-
-
 @STORIES.add(source="pytorch/pytorch#100626")
 def a_fixed_point_layer_without_its_iterations(gt):
     w, x = draw(gt, 4, 4) / 6, draw(gt, 4)

@@ -173,30 +173,6 @@ def test_other_tensors_stand_in_for_the_parameters_of_a_jax_model():
     near(module(x).detach(), torch.nn.functional.linear(x, weight, module.bias).detach())
 
 
-def test_an_nnx_model_is_a_module_with_its_own_streams():
-    nnx = pytest.importorskip("flax.nnx")
-
-    class Network(nnx.Module):
-        def __init__(self, rngs):
-            self.first = nnx.Linear(4, 6, rngs=rngs, param_dtype=jnp.float64)
-            self.norm = nnx.BatchNorm(6, rngs=rngs, param_dtype=jnp.float64)
-            self.drop = nnx.Dropout(0.5, rngs=rngs)
-
-        def __call__(self, x):
-            return self.drop(self.norm(self.first(x)))
-
-    model = Network(nnx.Rngs(0))
-    module = bridge.to_torch(model).train()
-    x = torch.from_numpy(X)
-    one, other = module(x), module(x)
-    assert not torch.equal(one == 0, other == 0)  # the streams went on
-    one.sum().backward()
-    assert module.first.kernel.grad is not None
-    model.eval()
-    module = bridge.to_torch(model).eval()
-    near(module(x).detach(), model(jnp.asarray(X)))
-
-
 # --- gradtools' own operators across -----------------------------------------------------
 
 

@@ -1,16 +1,11 @@
-"""The benchmark of frozen functions runs, and what it found has every row and keeps its bounds."""
+"""What the benchmark of frozen functions found has every row and keeps its bounds."""
 
 from __future__ import annotations
 
 import importlib
 import math
-import os
 import pathlib
 import re
-import subprocess
-import sys
-
-import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parents[2]
 RESULTS = ROOT / "benchmarks" / "results"
@@ -89,16 +84,3 @@ def test_the_documentation_tells_what_each_network_took(monkeypatch):
             times = [x for table in found for x in table[framework, model, OURS]]
             told = f"| {model} {framework} | " in page and f" to {max(times):.2f} | " in page
             assert len(times) == 6 and told
-
-
-def printed(program):
-    command = [sys.executable, str(ROOT / "benchmarks" / program), "--quick"]
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(command, capture_output=True, text=True, env=env, check=False)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
-
-
-@pytest.mark.slow
-def test_the_benchmark_runs():
-    check(printed("frozen.py"), ["dense"])

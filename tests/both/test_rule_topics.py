@@ -6,8 +6,6 @@ is lost shows. Each program runs three times, for what is known of a signature i
 
 from __future__ import annotations
 
-import copy
-import functools
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -17,13 +15,6 @@ from tests.support.native import NATIVE
 
 X = np.array([0.3, 0.7])
 COS = np.cos(X)
-
-
-def sine(gt, times=2.0, **told):
-    """sin, with `times` its derivative."""
-    f = gt.custom_rule(lambda x: gt.xp.sin(x), **told)
-    f.defvjp(lambda x: (gt.xp.sin(x), x), lambda x, ct: (times * gt.xp.cos(x) * ct,))
-    return f
 
 
 def forward_sine(gt, times=2.0):
@@ -77,49 +68,7 @@ def as_method_of_a_static_self(gt):
     return Scaled(3.0).f
 
 
-def as_classmethod(gt):
-    class Holder:
-        @classmethod
-        @gt.custom_rule
-        def f(cls, x):
-            return gt.xp.sin(x)
-
-    rule = Holder.__dict__["f"].__func__
-    rule.defvjp(lambda cls, x: (gt.xp.sin(x), x), lambda x, ct: (None, 2 * gt.xp.cos(x) * ct))
-    return Holder.f
-
-
-def copied(gt):
-    f = sine(gt)
-    gt.grad(lambda x: f(x).sum())(gt.asarray(X))
-    twin = copy.deepcopy(f)
-    twin.defvjp(f.fwd, lambda x, ct: (9 * gt.xp.cos(x) * ct,))
-    return f
-
-
-def of_itself(gt):
-    """fwd calls the rule, as is usual."""
-    f = gt.custom_rule(lambda x: gt.xp.sin(x))
-    f.defvjp(lambda x: (f(x), x), lambda x, ct: (2 * gt.xp.cos(x) * ct,))
-    return f
-
-
 # --- its arguments -----------------------------------------------------------------------
-
-
-def of_a_partial(gt):
-    f = gt.custom_rule(functools.partial(lambda k, x: k * gt.xp.sin(x), 3.0))
-    f.defvjp(lambda x: (3 * gt.xp.sin(x), x), lambda x, ct: (6 * gt.xp.cos(x) * ct,))
-    return f
-
-
-def with_a_default(gt):
-    f = gt.custom_rule(lambda x, k=3.0: k * gt.xp.sin(x))
-    f.defvjp(
-        lambda x, k: (k * gt.xp.sin(x), (x, k)),
-        lambda kept, ct: (2 * kept[1] * gt.xp.cos(kept[0]) * ct, None),
-    )
-    return lambda x: f(x) + f(x, 4.0) + f(k=5.0, x=x)
 
 
 def of_any_number(gt):
@@ -202,12 +151,7 @@ def that_saves_what_is_no_array(gt):
 TOPICS = {
     "a method": Topic(as_method, 6 * COS),
     "a method with a static self": Topic(as_method_of_a_static_self, 6 * COS),
-    "a class method": Topic(as_classmethod),
-    "a rule whose copy is given another": Topic(copied),
-    "a rule in its own fwd": Topic(of_itself),
     "a forward rule": Topic(forward_sine),
-    "a partial": Topic(of_a_partial, 6 * COS),
-    "a default": Topic(with_a_default, 24 * COS),
     "any number of arguments": Topic(of_any_number, [2 + 12, 2 + 12]),
     "one array twice": Topic(of_one_array_twice, 5 * X),
     "None in trees": Topic(of_a_tree_with_none, [6, 6]),
@@ -219,7 +163,7 @@ TOPICS = {
 }
 
 
-@pytest.mark.sampled(torch=(90, 124), jax=(50, 124))
+@pytest.mark.sampled(torch=(44, 44), jax=(16, 44))
 @pytest.mark.parametrize("way", ["gt.grad", "native grad", "vmap", "gt.jvp"])
 @pytest.mark.parametrize("name", TOPICS)
 def test_a_rule_holds_wherever_a_function_may_stand(name, way, gt, backend_name):

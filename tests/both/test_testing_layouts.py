@@ -289,14 +289,3 @@ def test_a_normalized_weight_is_paired_with_its_norm_and_direction(wrapper, libr
 
 class Holder(eqx.Module):
     layer: eqx.nn.WeightNorm
-
-
-def test_the_arrays_of_a_model_of_equinox_keep_their_dtypes_and_the_model_is_a_new_one():
-    module = torch.nn.Linear(3, 4).double()
-    port = eqx.nn.Linear(3, 4, key=jax.random.key(0), dtype=jnp.float32)
-    filled = match_parameters(module, port).into(port)
-    assert filled.weight.dtype == jnp.float32 and filled is not port
-    np.testing.assert_allclose(filled.weight, module.weight.detach(), rtol=1e-6)
-    doubled = match_parameters(module, port).into(port, {"weight": 2 * module.weight.detach()})
-    np.testing.assert_allclose(doubled.weight, 2 * module.weight.detach(), rtol=1e-6)
-    np.testing.assert_array_equal(doubled.bias, port.bias)

@@ -7,22 +7,15 @@ import pytest
 
 from gradtools import GradtoolsError
 from tests.support.chunking_table import CASES, chunked, loss
+from tests.support.numpy_trees import leaves, tree_map
 
 
 def lifted(gt, tree):
-    if isinstance(tree, dict):
-        return {k: lifted(gt, v) for k, v in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(lifted(gt, v) for v in tree)
-    return gt.asarray(np.asarray(tree))
+    return tree_map(lambda x: gt.asarray(np.asarray(x)), tree)
 
 
 def numbers(gt, tree):
-    if isinstance(tree, dict):
-        return [x for k in sorted(tree) for x in numbers(gt, tree[k])]
-    if isinstance(tree, list | tuple):
-        return [x for part in tree for x in numbers(gt, part)]
-    return [] if tree is None else [gt.to_numpy(tree)]
+    return [gt.to_numpy(x) for x in leaves(tree)]
 
 
 def close(gt, found, expected, tolerance=1e-12):

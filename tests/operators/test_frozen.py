@@ -6,18 +6,11 @@ import numpy as np
 import pytest
 
 from gradtools import DisconnectedInputError
+from tests.support.numpy_trees import leaves
 
 
 def number(gt, x):
     return gt.asarray(np.asarray(x))
-
-
-def leaves(tree):
-    if isinstance(tree, dict):
-        return [x for k in sorted(tree) for x in leaves(tree[k])]
-    if isinstance(tree, list | tuple):
-        return [x for part in tree for x in leaves(part)]
-    return [] if tree is None else [tree]
 
 
 def close(gt, found, expected, tolerance=1e-10):

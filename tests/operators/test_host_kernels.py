@@ -42,26 +42,6 @@ def normalised_rows(rows):
     return rows / np.abs(rows).sum(-1, keepdims=True)
 
 
-# --- ArraySpec --------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("shape", "dtype", "expected"),
-    [
-        ((2, 3), "float32", ((2, 3), "float32")),
-        ([2, 3], np.float64, ((2, 3), "float64")),
-        (np.int64(4), np.dtype("complex64"), ((4,), "complex64")),
-        (4, "f4", ((4,), "float32")),
-        ((), "bfloat16", ((), "bfloat16")),
-        ((0,), bool, ((0,), "bool")),
-    ],
-)
-def test_a_spec_normalises_what_it_is_given(shape, dtype, expected):
-    spec = ArraySpec(shape, dtype)
-    assert (spec.shape, spec.dtype) == expected
-    assert spec == ArraySpec(*expected) and hash(spec) == hash(ArraySpec(*expected))
-
-
 # --- what a kernel gets ------------------------------------------------------------------
 
 

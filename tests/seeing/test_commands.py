@@ -5,7 +5,6 @@ A row of `ANSWERS` or `REFUSALS` is a command and parts of what it prints.
 
 from __future__ import annotations
 
-import io
 import json
 import sys
 import textwrap
@@ -115,25 +114,6 @@ def test_what_cannot_be_told_ends_with_2(program, capsys, command, parts):
     assert [part for part in parts if part not in error] == []
 
 
-FILES = [
-    ("graph", "svg", ["<svg", "exp"]),
-    ("graph", "html", ["<!doctype html", "exp"]),
-    ("graph", "dot", ["digraph", "exp"]),
-    ("graph", "mmd", ["flowchart", "exp"]),
-    ("formula", "txt", ["its adjoint, from L̄\n", "agrees with automatic"]),
-    ("formula", "tex", ["% needs the packages amsmath", "\\[\n\\begin{gathered}", "\\bar{w} = "]),
-    ("formula", "md", ["$$\n\\begin{gathered}", "\\end{gathered}\n$$\n"]),
-]
-
-
-@pytest.mark.parametrize(("command", "suffix", "parts"), FILES)
-def test_the_suffix_of_a_file_chooses_the_form(program, capsys, command, suffix, parts):
-    assert run(f"{command} written:loss --shapes 4x3,3 -o out.{suffix}") == 0
-    assert capsys.readouterr().out == f"wrote out.{suffix}\n"
-    text = (program / f"out.{suffix}").read_text(encoding="utf-8")
-    assert [part for part in parts if part not in text] == []
-
-
 def test_what_is_lost_is_told_as_json(program, capsys):
     assert run("why-zero written:lost --shapes 3,3 --argnums 0,1 --json") == 1
     found = json.loads(capsys.readouterr().out)["findings"]
@@ -141,18 +121,6 @@ def test_what_is_lost_is_told_as_json(program, capsys):
         ("argument 0", "zero_derivative"),
         ("argument 1", "detached"),
     ]
-
-
-def test_a_terminal_gets_colours(program, monkeypatch):
-    class Terminal(io.StringIO):
-        def isatty(self):
-            return True
-
-    stream = Terminal()
-    monkeypatch.setattr(sys, "stdout", stream)
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    assert run("why-zero written:lost --shapes 3,3") == 1
-    assert "\033[31m" in stream.getvalue()
 
 
 def test_a_module_that_imports_neither_asks_for_the_backend(program, capsys, monkeypatch):

@@ -68,36 +68,6 @@ def determinant_of_a_matrix_that_is_singular_there():
 
 
 @PROGRAMS.add()
-def an_equilibrium_whose_backward_is_a_solve():
-    @gt.custom_rule
-    def fixed(w, x):
-        z = x
-        with torch.no_grad():
-            for _ in range(100):
-                z = 0.3 * (w * z).tanh() + x
-        return z
-
-    def bwd(saved, ct):
-        z, w, x = saved
-        _, pull = gt.vjp(lambda z, w, x: 0.3 * (w * z).tanh() + x, z, w, x)
-        u = ct
-        for _ in range(100):
-            u = ct + pull(u)[0]
-        return pull(u)[1:]
-
-    fixed.defvjp(lambda w, x: (z := fixed(w, x), (z, w, x)), bwd)
-
-    def unrolled(w):
-        z = X[1]
-        for _ in range(100):
-            z = 0.3 * (w * z).tanh() + X[1]
-        return z.square().sum()
-
-    f = lambda w: fixed(w, X[1]).square().sum()
-    return [(gt.grad(f)(V), gt.grad(unrolled)(V)), (gt.hessian(f)(V), hessian(unrolled, V))]
-
-
-@PROGRAMS.add()
 def scheduled_reversal_in_a_checkpoint():
     class Reversed(nn.Module):
         def __init__(self):

@@ -371,29 +371,6 @@ def a_codebook_by_moving_averages_stands_where_one_pass_leaves_it():
     return [(found, again.grad), (one.codes, two.codes)]
 
 
-# --- accumulation
-
-
-@STORIES.add(source="huggingface/transformers#35203")
-def token_means_over_unequal_batches():
-    w = rand(3, 4)
-    x, t = rand(10, 3), torch.arange(10) % 4
-    mean = lambda w, x, t: F.cross_entropy(x @ w, t)
-    weights = torch.rand(10, dtype=D)
-    whole = lambda w: (F.cross_entropy(x @ w, t, reduction="none") * weights).sum() / weights.sum()
-    weighted = lambda w, x, t, s: (F.cross_entropy(x @ w, t, reduction="none") * s).sum() / s.sum()
-    accumulator = gt.GradientAccumulator()
-    for rows in (slice(0, 4), slice(4, 8), slice(8, 10)):
-        g = gt.grad(weighted)(w, x[rows], t[rows], weights[rows])
-        accumulator.add(g, weight=weights[rows].sum())
-    value, grad = gt.microbatched_value_and_grad(mean, 4)(w, x, t)
-    return [
-        (accumulator.mean(), gt.grad(whole)(w)),
-        (grad, gt.grad(lambda w: mean(w, x, t))(w)),
-        (value, mean(w, x, t)),
-    ]
-
-
 # --- gradient caching
 
 

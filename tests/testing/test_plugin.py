@@ -111,14 +111,3 @@ def test_the_package_registers_it_under_its_modules_name():
     page = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     assert page["project"]["entry-points"]["pytest11"] == {"gradtools": pytest_entry.__name__}
     assert pytest_entry.pytest_plugins == [plugin.__name__]
-
-
-def test_a_failure_ends_at_the_line_of_the_test(pytester):
-    source = """
-        def test_of_a_bad_call(gt):
-            gt.grad(lambda x: x)(3)
-    """
-    found = run(pytester, source, "--tb=short")
-    found.stdout.no_fnmatch_line("*derivatives.py*")
-    found.stdout.fnmatch_lines(["*.py:2: in test_of_a_bad_call", "*gt.grad(lambda x: x)(3)"])
-    run(pytester, source, "--full-trace").stdout.fnmatch_lines(["*derivatives.py:*"])

@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 
 from gradtools import GradtoolsError
-from tests.support.costs import cost
 
 ROWS, WIDTH = 200, 12
 MODE = "forward_over_reverse"
@@ -97,17 +96,6 @@ def test_one_more_step_takes_the_bytes_of_the_parameters_whatever_the_depth_and_
     }
     assert per_step[MODE] <= 2 * 8 * depth * WIDTH**2
     assert per_step["auto"] > 8 * depth * rows * WIDTH
-
-
-@pytest.mark.slow
-def test_in_pytorch_it_costs_a_jvp_of_the_gradient_and_no_pushforward_of_the_loss():
-    gt = pytest.importorskip("gradtools.torch")
-    counts = []
-    for mode in (MODE, "auto"):
-        gradient = gt.grad(unrolled(gt, mode, 3, *problem(gt, 3, 20)))
-        gradient(at(gt, 20))  # the first one verifies what is computed again
-        counts.append(cost(gt, gradient, at(gt, 20)).flops)
-    assert counts[0] < 1.5 * counts[1]
 
 
 def test_the_value_and_what_f_returns_with_it_are_differentiated_too(gt):

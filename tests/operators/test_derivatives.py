@@ -280,27 +280,6 @@ def test_the_order_of_keys_in_a_dict_does_not_matter(gt, backend_name):
 
 # --- inside other transforms -------------------------------------------------------------
 
-COMPILED = {
-    "grad": lambda gt, f: lambda x: gt.grad(f)(x),
-    "value_and_grad": lambda gt, f: lambda x: gt.value_and_grad(f)(x),
-    "vjp": lambda gt, f: lambda x: gt.vjp(f, x)[1](gt.xp.ones_like(f(x))),
-    "jvp": lambda gt, f: lambda x: gt.jvp(f, (x,), (x,)),
-    "linearize": lambda gt, f: lambda x: gt.linearize(f, x)[1](x),
-    "hvp": lambda gt, f: lambda x: gt.hvp(f, (x,), (x,)),
-}
-
-
-@pytest.mark.slow
-@pytest.mark.sampled(slow=8)
-@pytest.mark.parametrize("operator", COMPILED)
-@pytest.mark.parametrize("name", ["layer norm", "complex conjugate"])
-def test_operators_are_compiled_in_one_graph(gt, backend_name, operator, name):
-    first, *rest = lift(backend_name, program_of(name).args)
-    f = program_of(name).function
-    fun = COMPILED[operator](gt, lambda x: gt.xp.sum(gt.xp.abs(f(gt, x, *rest)) ** 2))
-    options = {"backend": "aot_eager", "fullgraph": True} if backend_name == "torch" else {}
-    close(lower(gt.compile(fun, **options)(first)), lower(fun(first)), EXACT)
-
 
 def test_a_derivative_inside_a_checkpoint_may_close_over_the_outer_variable(gt, backend_name):
     a, y = lift(backend_name, (np.array(0.5), np.array(3.0)))

@@ -149,30 +149,6 @@ def run_nnx(train):
     return in_jax(apply, params, state, read, place)
 
 
-def run_equinox(train):
-    w = weights()
-    net, memory = eqx.nn.make_with_state(Equinox)(dtype=jnp.float64)
-
-    def slots(n):
-        return (n.first.weight, n.first.bias, n.norm.weight, n.last.weight, n.last.bias)
-
-    arrays = [jnp.asarray(w[name]) for name in ("w1", "b1", "g", "w2", "b2")]
-    net = eqx.tree_at(slots, net, arrays)
-    apply, params, state = make_functional(net, variables=memory, train=train)
-
-    def batched(params, state, x):
-        one = jax.vmap(lambda row: apply(params, state, row), axis_name="batch", out_axes=(0, None))
-        return one(x)
-
-    def read(new):
-        mean, variance = new.get(net.norm.batch_state_index)
-        return mean, variance
-
-    return in_jax(
-        batched, params, state, read, lambda p, w1: eqx.tree_at(lambda n: n.first.weight, p, w1)
-    )
-
-
 @pytest.fixture
 def x64():
     with jax.enable_x64(True):
@@ -186,12 +162,6 @@ def test_the_same_weights_give_pytorchs_numbers_and_batch_statistics(x64, run, t
     for found, expected in zip(run(train), run_torch(train), strict=True):
         assert found.dtype == np.float64
         np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-13)
-
-
-def test_equinox_gives_the_numbers_of_linen_in_training(x64):
-    """In evaluation it divides its statistics by 1 - m^calls, so only training is compared."""
-    for one, other in zip(run_equinox(True), run_linen(True), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-13)
 
 
 # One call, each library

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import pickle
 
 import numpy as np
@@ -59,75 +58,6 @@ def test_a_right_port_is_not_blamed(name, tmp_path):
     assert report, str(report)
     assert (report.kind, report.torch, report.jax) == ("agrees", None, None)
     assert len(report) > 1 and "values of PyTorch's run are found" in report.notes[-1]
-
-
-# --- mistakes made by a program: the right line must be named, without a look at the program
-
-OPERATORS = {ast.Add: ast.Sub, ast.Sub: ast.Add, ast.Mult: ast.Div, ast.Div: ast.Mult}
-NAMES = {
-    "tanh": "sin",
-    "exp": "sinh",
-    "sigmoid": "tanh",
-    "cos": "sin",
-    "mean": "sum",
-    "sqrt": "abs",
-}
-
-
-class Mutation(ast.NodeTransformer):
-    """Changes the k-th operator, number or name of a program; `line` is its line."""
-
-    def __init__(self, k):
-        self.left, self.line = k, None
-
-    def visit(self, node):
-        node = super().generic_visit(node)
-        operator = type(getattr(node, "op", None)) in OPERATORS and isinstance(node, ast.BinOp)
-        number = isinstance(node, ast.Constant) and isinstance(node.value, float)
-        name = isinstance(node, ast.Attribute) and node.attr in NAMES
-        if operator or number or name:
-            self.left -= 1
-            if self.left == -1:
-                self.line = node.lineno
-                if operator:
-                    node.op = OPERATORS[type(node.op)]()
-                elif number:
-                    node.value *= 1.3
-                else:
-                    node.attr = NAMES[node.attr]
-        return node
-
-
-def blind_results(name, side, folder):
-    """For each mutation the mutated line, and the lines that are named in both programs."""
-    source = "\n".join(built(name, side, folder)[1])
-    for k in range(100):
-        mutation = Mutation(k)
-        tree = ast.fix_missing_locations(mutation.visit(ast.parse(source)))
-        if mutation.line is None:
-            return
-        file = folder / f"mutated_{name}_{side}_{k}.py"
-        file.write_text(source)
-        space = dict(vars(ports))
-        exec(compile(tree, str(file), "exec"), space)
-        other = built(name, "jax" if side == "torch" else "torch", folder)[0]
-        own = space[f"{name}_{side}"]
-        original, port = (own(), other(None)) if side == "torch" else (other(), own(None))
-        report = first_divergence(original, port, ports.ARGUMENTS[name])
-        if not report:
-            yield mutation.line, [lines_in(p, folder)[:1] for p in (report.torch, report.jax)]
-
-
-# the mutants that change a result; both lines of each are named
-BLIND = {"mlp": 8, "vae": 34, "fourier": 16, "q_learning": 18, "newton": 24}
-
-
-@pytest.mark.slow_at("vae", "fourier", "q_learning", "newton")
-@pytest.mark.parametrize("name", BLIND)
-def test_the_lines_of_mutations_are_named(name, tmp_path):
-    results = [r for side in ("torch", "jax") for r in blind_results(name, side, tmp_path)]
-    named = [lines == [[line], [line]] for line, lines in results]
-    assert all(named) and len(named) == BLIND[name], results
 
 
 # --- the report

@@ -171,6 +171,13 @@ def test_keywords_that_go_to_no_parameter_by_name(gt):
         close(gt, gt.chunked(f, 2, in_axes=axes)(**given), X * SHARED + MASK)
 
 
+@pytest.mark.slow_at("jax")
+def test_arguments_of_a_variadic_parameter(gt):
+    f = lambda x, *rest: x * rest[0] + rest[1]
+    x, shared = gt.asarray(X), gt.asarray(SHARED)
+    close(gt, gt.chunked(f, 2, in_axes={"rest": None})(x, shared, shared), X * SHARED + SHARED)
+
+
 @pytest.mark.sweep_at("jax")
 def test_per_example_grad_of_one_argument_splits_it(gt):
     f = lambda x, power=2: (x**power).sum()

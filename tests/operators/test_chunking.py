@@ -101,16 +101,6 @@ def test_u6_in_small(gt):
     assert float(gt.grad(gt.grad(total))(w)) == 2 * 14**2
 
 
-@pytest.mark.parametrize("axes", [1, (1, 1)], ids=["one axis", "an axis each"])
-def test_in_axes_names_parameters_that_take_any_number_of_arguments(gt, rng, axes):
-    w, a, b, c = (gt.asarray(rng.normal(size=(3, 5))) for _ in range(4))
-    f = lambda w, *xs, **more: xs[0].T @ w + 2 * xs[1].T @ w + 3 * more["c"].T @ w
-    run = lambda axes: gt.chunked(f, 2, in_axes={"w": None, "xs": axes, "more": {"c": 1}})
-    close(gt, run(axes)(w, a, b, c=c), f(w, a, b, c=c))
-    with pytest.raises(GradtoolsError, match=r"in_axes\['xs'\] is \(1,\) for 2 arguments"):
-        run((1,))(w, a, b, c=c)
-
-
 @pytest.mark.sweep_at("jax")
 def test_carries_go_from_chunk_to_chunk_once(gt):
     def f(x, count):

@@ -69,9 +69,6 @@ def test_gradients_are_those_of_the_plain_module():
     assert net[0].weight.grad is None
 
 
-# PyTorch: threads
-
-
 # PyTorch: randomness
 
 

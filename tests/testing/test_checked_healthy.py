@@ -292,10 +292,9 @@ def _stories() -> list[Any]:
     """The stories but for those whose point is a gradient of NaN."""
     if "jax" not in gradtools.available_backends():
         return []
-    from tests.stories.test_jax_first import STORIES as FIRST
-    from tests.stories.test_jax_second import STORIES as SECOND
+    from tests.stories.test_jax import STORIES
 
-    found = Table(FIRST | SECOND)
+    found = Table(STORIES)
     for name in OF_NAN:
         del found[name]
     return found.cases()

@@ -65,7 +65,6 @@ def test_what_pytorch_keeps_is_what_its_hooks_are_handed(name):
     assert told(gt, f, *args) == saved_bytes(gt, f, *args)
 
 
-@pytest.mark.slow_at("sorted")
 @pytest.mark.sweep_at("rows of a tensor", "cross entropy")
 @pytest.mark.parametrize("name", OF_PYTORCH)
 def test_what_pytorchs_own_functions_keep_is_what_its_hooks_are_handed(name):

@@ -224,7 +224,7 @@ CELLS = {
 }
 
 
-@pytest.mark.slow_at("linen LSTM", "linen optimized LSTM", "linen simple", "nnx LSTM")
+@pytest.mark.slow_at("linen LSTM", "linen simple", "nnx LSTM")
 @pytest.mark.parametrize("name", CELLS)
 def test_a_recurrent_layer_computes_the_same_with_the_mapped_parameters(name, rng):
     kind, options, make = CELLS[name]

@@ -131,7 +131,7 @@ def scalar(gt, out):
     return (gt.xp.sin(out.real) * (1 + out.real)).sum()
 
 
-@pytest.mark.slow_at(("an empty output beside", "jax"), ("real to complex", "jax"))
+@pytest.mark.slow_at(("an empty output beside", "jax"))
 @pytest.mark.sweep_at(("a network", "jax"), ("trees and an integer", "jax"), ("complex", "jax"))
 def test_the_value_and_first_derivatives(gt, case):
     G, z, whole, read = case

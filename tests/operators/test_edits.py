@@ -227,6 +227,7 @@ CLIPPED = {  # cotangents (and their dtype), bounds, what comes out, the relativ
     "a zero, norm": ([[0.0, 0.0], [0j]], {"max_norm": 1.0}, [[0.0, 0.0], [0j]], 0),
     "a zero to a norm of zero": ([[0.0], [0j]], {"max_norm": 0.0}, [[0.0], [0j]], 0),
     "a norm of zero": ([[1.0, -2.0]], {"max_norm": 0.0}, [[0.0, 0.0]], 0),
+    "a value of zero": ([[1.0, -2.0, 0.0]], {"max_value": 0.0}, [[0.0, 0.0, 0.0]], 0),
     "an infinite norm": ([[1.0], [1 + 2j]], {"max_norm": _INF}, [[1.0], [1 + 2j]], 0),
     "NaN, value": ([[_NAN, 2.0, -3.0]], {"max_value": 1.0}, [[_NAN, 1.0, -1.0]], 0),
     "NaN, modulus": ([[_NAN + 1j, 2j]], {"max_value": 1.0}, [[complex(_NAN, _NAN), 1j]], 0),

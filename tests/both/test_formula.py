@@ -146,6 +146,7 @@ FUNCTIONS: dict[str, Written] = {
     "lstm cell": Written(lstm_cell, (real(4), real(3), real(3), real(12, 4), real(12, 3))),
     "gaussian": Written(gaussian, (real(4), positive(4), real(4))),
     "reciprocal": Written(lambda gt, x, y: x / y, (real(4), positive(4))),
+    "attention of a batch": Written(attention, (real(2, 5, 4), real(2, 5, 4), real(2, 5, 4))),
 }
 
 # What is written by its name, of which the formula has no algebra.
@@ -253,6 +254,13 @@ TEXTBOOK = {
     ],
     "gaussian": ["μ̄ = -L̄ (x - μ) / s²", "s̄ = L̄ (1 / s - (x - μ)² / s³)", "x̄ = L̄ (x - μ) / s²"],
     "reciprocal": ["x̄ = f̄ / y", "ȳ = -f̄ ⊙ x / y²"],
+    "attention of a batch": [
+        "P̄ = Ȳ Vᵀ",
+        "Z̄ = P ⊙ (P̄ - Σₖ (P̄ ⊙ P)) / 2",
+        "Q̄ = Z̄ K",
+        "K̄ = Z̄ᵀ Q",
+        "V̄ = Pᵀ Ȳ",
+    ],
 }
 
 

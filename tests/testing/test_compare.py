@@ -285,6 +285,19 @@ def test_a_wrong_argument_is_refused_in_words(options, says):
         cross_check(**{"torch": torch.sin, "jax": jnp.sin, "args": (X,), **options})
 
 
+def test_where_an_output_is_an_integer_on_one_side_no_derivative_is_compared():
+    def theirs(x):
+        return {"y": jnp.sin(x), "where": (x > 0).astype(int)}
+
+    def ours(x):
+        return {"y": torch.sin(x), "where": (x > 0).to(x.dtype)}
+
+    report = cross_check(torch=ours, jax=theirs, args=(X,), raises=False)
+    assert "output[where]" in paths(report, "value")
+    assert {c.path for c in report.disagreements} <= {"output[where]"}
+    assert quantities(report) == ["dtype", "value"]  # what is no number has no derivative
+
+
 def test_a_parameter_that_one_model_has_is_constant_and_named():
     module = torch.nn.Linear(3, 3)
     kernel = jnp.asarray(module.weight.detach().numpy().T)

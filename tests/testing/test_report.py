@@ -120,6 +120,15 @@ def test_the_table_holds_what_the_design_promises():
     assert tolerance(np.int64) == tolerance("bool") == 0.0
 
 
+@pytest.mark.parametrize(
+    ("dtype", "order", "says"),
+    [("float64", 3, "orders 0, 1 and 2"), ("float8_e4m3", 0, "no row for the dtype float8_e4m3")],
+)
+def test_what_the_table_does_not_have_is_refused(dtype, order, says):
+    with pytest.raises(GradtoolsError, match=says):
+        tolerance(dtype, order)
+
+
 # --- the package
 
 

@@ -129,13 +129,6 @@ def test_an_input_that_reaches_nothing_has_zeros():
         np.testing.assert_array_equal(at_b, np.zeros(3))
 
 
-def test_jax_export_of_a_bridged_function_raises_jaxs_error():
-    f = bridge.to_jax(lambda t: torch.sin(t))
-    for slope in (lambda x: f(x), jax.grad(lambda x: f(x).sum())):
-        with pytest.raises(NotImplementedError, match="host_callbacks"):
-            jax.export.export(jax.jit(slope))(jnp.ones(3))
-
-
 def test_torch_export_warns_that_the_derivative_is_lost():
     f = bridge.to_torch(lambda x: jnp.sin(x))
 
@@ -148,17 +141,6 @@ def test_torch_export_warns_that_the_derivative_is_lost():
     np.testing.assert_allclose(
         program(torch.zeros(3) + 0.5).detach(), np.sin(np.full(3, 0.5)), rtol=1e-6
     )
-
-
-@pytest.mark.filterwarnings("ignore::torch.jit.TracerWarning", "ignore:`torch.jit.trace")
-def test_a_bridged_function_and_a_rule_are_traced_by_torchscript():
-    f = bridge.to_torch(lambda x: (jnp.sin(x), x.sum()))
-    rule = gt.custom_rule(lambda x: torch.sin(x))
-    rule.defvjp(lambda x: (rule(x), x), lambda x, c: c * torch.cos(x))
-    x = torch.linspace(0, 1, 3)
-    for each in (lambda x: f(x)[0], lambda x: rule(x)):
-        traced = torch.jit.trace(each, torch.ones(3))
-        torch.testing.assert_close(traced(x), torch.sin(x))
 
 
 def test_containers_that_the_host_does_not_know_become_tuples_or_are_refused():
@@ -187,10 +169,3 @@ def test_containers_that_the_host_does_not_know_become_tuples_or_are_refused():
     g = bridge.to_torch(lambda x: Pair(x, 2 * x))
     with pytest.raises(GradtoolsError, match=r"to_torch: .*Pair, which is no pytree in PyTorch"):
         g(torch.ones(2))
-
-
-def test_a_bridged_function_without_results_is_looked_into():
-    f = bridge.to_jax(lambda t: ())
-    looked_at = lambda x: (f(x), (x**2).sum())[1]
-    for look in (gj.gradient_graph, gj.why_zero, gj.formula):
-        look(looked_at, jnp.ones(3))

@@ -81,20 +81,6 @@ def test_dropout_follows_the_key_and_its_gradient_is_that_of_the_same_mask():
         apply(params, state, jnp.asarray(X))
 
 
-def test_each_example_of_a_vmap_has_its_own_key():
-    apply, params, state = bridge.to_jax(nn.Dropout(0.5), train=True)
-    out = jax.vmap(lambda k: apply(params, state, jnp.ones(64), key=k)[0])(jax.random.split(KEY, 3))
-    assert len({tuple(row) for row in np.asarray(out)}) == 3
-
-
-def test_evaluation_needs_no_key_and_leaves_the_state():
-    model = network(0.5)
-    apply, params, state = bridge.to_jax(model, train=False)
-    out, new = jax.jit(apply)(params, state, jnp.asarray(X))
-    near(out, model.eval()(torch.from_numpy(X)).detach())
-    jax.tree.map(near, new, state)
-
-
 # --- a model in PyTorch ------------------------------------------------------------------
 
 
@@ -187,30 +173,6 @@ def test_other_tensors_stand_in_for_the_parameters_of_a_jax_model():
     near(module(x).detach(), torch.nn.functional.linear(x, weight, module.bias).detach())
 
 
-def test_an_nnx_model_is_a_module_with_its_own_streams():
-    nnx = pytest.importorskip("flax.nnx")
-
-    class Network(nnx.Module):
-        def __init__(self, rngs):
-            self.first = nnx.Linear(4, 6, rngs=rngs, param_dtype=jnp.float64)
-            self.norm = nnx.BatchNorm(6, rngs=rngs, param_dtype=jnp.float64)
-            self.drop = nnx.Dropout(0.5, rngs=rngs)
-
-        def __call__(self, x):
-            return self.drop(self.norm(self.first(x)))
-
-    model = Network(nnx.Rngs(0))
-    module = bridge.to_torch(model).train()
-    x = torch.from_numpy(X)
-    one, other = module(x), module(x)
-    assert not torch.equal(one == 0, other == 0)  # the streams went on
-    one.sum().backward()
-    assert module.first.kernel.grad is not None
-    model.eval()
-    module = bridge.to_torch(model).eval()
-    near(module(x).detach(), model(jnp.asarray(X)))
-
-
 # --- gradtools' own operators across -----------------------------------------------------
 
 
@@ -218,35 +180,6 @@ def test_a_reversal_inside_a_torch_function_reverses_in_jax():
     f = bridge.to_jax(lambda x: (gt.reverse_gradient(x, 0.5) ** 2).sum())
     near(jax.jit(jax.grad(f))(jnp.ones(3)), -np.ones(3))
     near(jax.hessian(f)(jnp.ones(2)), 0.5 * np.eye(2))
-
-
-@pytest.mark.slow
-def test_a_chunked_torch_encoder_inside_a_jax_loss_is_the_whole_one():
-    encode = lambda w, x: torch.tanh(x @ w)
-    chunked = gt.chunked(encode, 3, in_axes=(None, 0))
-    w = jnp.asarray(np.random.default_rng(1).standard_normal((4, 2)))
-
-    def loss(f):
-        def of(w):
-            z = f(w, jnp.asarray(X))
-            return jnp.log(jnp.exp(z @ z.T).sum())
-
-        return of
-
-    found = jax.jit(jax.grad(loss(bridge.to_jax(chunked))))(w)
-    near(found, jax.grad(loss(lambda w, x: jnp.tanh(x @ w)))(w))
-
-
-@pytest.mark.slow
-def test_a_frozen_torch_generator_gives_the_gradient_penalty_of_jax():
-    frozen = bridge.to_jax(gt.frozen(lambda z: torch.exp(torch.tanh(z))))
-    native = lambda z: jnp.exp(jnp.tanh(z))
-
-    def penalty(f):
-        return lambda y, z: (jax.grad(lambda z: ((y * f(z)) ** 2).sum())(z) ** 2).sum()
-
-    y, z = jnp.asarray(X[0]), jnp.asarray(X[1])
-    near(jax.grad(penalty(frozen))(y, z), jax.grad(penalty(native))(y, z))
 
 
 def test_what_a_guest_refuses_is_refused_with_its_own_words():

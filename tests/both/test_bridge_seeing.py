@@ -1,8 +1,5 @@
 """A bridged function in what looks at programs: one operation, by the function's name."""
 
-from functools import partial
-
-import equinox as eqx
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,7 +9,6 @@ import torch
 import gradtools.jax as gj
 import gradtools.torch as gt
 from gradtools import bridge
-from gradtools.testing import first_divergence
 from tests.support.costs import cost
 
 MATRIX = np.linspace(-1, 1, 9, dtype=np.float32).reshape(3, 3)
@@ -105,73 +101,3 @@ def test_a_rule_around_a_bridged_function_is_differentiated_by_the_rule_in_a_for
     rule.defvjp(lambda x: (rule(x), (x,)), lambda saved, c: (5 * c * saved[0],))
     found = gt.formula(lambda x: rule(x), torch.ones(3))
     np.testing.assert_allclose(found.evaluate([2 * np.ones(3)]).gradients[0], np.full(3, 10.0))
-
-
-# --- a port, layer by layer ----------------------------------------------------------------
-
-
-linear = partial(eqx.nn.Linear, dtype=jnp.float32)
-
-
-@pytest.fixture
-def narrow():
-    """JAX as it is by default."""
-    with jax.enable_x64(False):
-        yield
-
-
-class Port(eqx.Module):
-    first: eqx.nn.Linear
-    last: eqx.nn.Linear
-
-    def __call__(self, x):
-        return self.last(jnp.tanh(self.first(x)))
-
-
-class HalfPorted(torch.nn.Module):
-    """The original, whose last layer is the port's already."""
-
-    def __init__(self, port):
-        super().__init__()
-        self.first, self.last = torch.nn.Linear(3, 4), bridge.to_torch(port.last)
-        with torch.no_grad():
-            self.first.weight.copy_(torch.tensor(np.asarray(port.first.weight)))
-            self.first.bias.copy_(torch.tensor(np.asarray(port.first.bias)))
-
-    def forward(self, x):
-        return self.last(torch.tanh(self.first(x)))
-
-
-@pytest.mark.sweep_at("float32")
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_first_divergence_compares_a_model_that_is_bridged_in_part(dtype, narrow):
-    keys = jax.random.split(jax.random.key(0))
-    port = Port(linear(3, 4, key=keys[0]), linear(4, 2, key=keys[1]))
-    half, x = HalfPorted(port), np.ones(3, np.float32)
-    assert first_divergence(half, port, (x,), dtype=dtype)
-    with torch.no_grad():
-        half.last.weight.mul_(2)
-    report = first_divergence(half, port, (x,), dtype=dtype)
-    assert report.kind == "parameter" and "last.weight" in report.relation
-
-
-class Bridged(eqx.Module):
-    """The port, whose last layer is still the original's."""
-
-    first: eqx.nn.Linear
-    last: dict
-    apply: object = eqx.field(static=True)
-
-    def __call__(self, x):
-        return self.apply(self.last, {}, jnp.tanh(self.first(x)))[0]
-
-
-def test_first_divergence_compares_a_port_that_calls_the_original(narrow):
-    first = linear(3, 4, key=jax.random.key(0))
-    half = HalfPorted(Port(first, linear(4, 2, key=jax.random.key(1))))
-    half.last = torch.nn.Linear(4, 2)
-    apply, params, _ = bridge.to_jax(half.last)
-    x = np.ones(3, np.float32)
-    assert first_divergence(half, Bridged(first, params, apply), (x,))
-    wrong = Bridged(first, {**params, "bias": params["bias"] + 1}, apply)
-    assert not first_divergence(half, wrong, (x,))

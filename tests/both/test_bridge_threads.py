@@ -95,21 +95,3 @@ def test_many_calls_neither_hang_nor_leak(kind):
 def resident():
     with open("/proc/self/statm") as file:
         return int(file.read().split()[1]) * 4096
-
-
-def test_a_torch_program_with_its_own_threads_runs_inside_a_callback():
-    def f(x):
-        found = []
-        t = threading.Thread(target=lambda: found.append((x * 2).sum()))
-        t.start()
-        t.join()
-        return found[0] * x.sum()
-
-    g = jax.jit(jax.grad(bridge.to_jax(f, out=lambda x: bridge_spec())))
-    np.testing.assert_allclose(g(jnp.ones(3)), 12 * np.ones(3))
-
-
-def bridge_spec():
-    import gradtools.jax as gj
-
-    return gj.ArraySpec((), "float64")

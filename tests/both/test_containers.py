@@ -11,7 +11,6 @@ import torch
 
 import gradtools.jax as gj
 import gradtools.torch as gt_torch
-from gradtools import GradtoolsError
 
 X = np.random.default_rng(0).normal(size=(5, 2))
 MASK = np.array([1.0, 0.0, 1.0, 1.0, 0.0])
@@ -46,20 +45,13 @@ class Own(dict):
         self.label = label
 
 
-class Ordered(collections.OrderedDict):
-    def __getattr__(self, name):
-        return self[name] if name in self else super().__getattribute__(name)
-
-
 Pair = collections.namedtuple("Pair", "x mask")
 
 
 KINDS = {
     "a dict": lambda x, m: {"x": x, "mask": m},
-    "an OrderedDict": lambda x, m: collections.OrderedDict(x=x, mask=m),
     "a UserDict": lambda x, m: Encoding({"x": x, "mask": m}, ["tokens"]),
     "a dict of one's own": lambda x, m: Own({"x": x, "mask": m}, "train"),
-    "an OrderedDict of one's own": lambda x, m: Ordered(x=x, mask=m),
     "a dataclass": Output,
     "a frozen dataclass with slots": Frozen,
     "a named tuple": Pair,
@@ -82,7 +74,7 @@ def lists_of(tree):
 
 
 @pytest.mark.slow_at("jax")
-@pytest.mark.sweep_at(("jax", "a dict"), ("jax", "an OrderedDict"))
+@pytest.mark.sweep_at(("jax", "a dict"))
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_container_of_arrays_is_split_and_joined(gt, kind):
     make = KINDS[kind]
@@ -122,57 +114,30 @@ def test_derivatives_come_in_the_container_that_the_argument_was(gt, kind):
     assert type(value) is type(tangent) is type(tree)
 
 
-def test_what_a_mapping_has_besides_its_items_is_kept(gt):
-    seen = []
-    f = lambda batch: (seen.append(batch.encodings), Encoding(dict(batch), batch.encodings))[1]
-    given = Encoding({"x": gt.asarray(X)}, ["tokens"])
-    out = gt.chunked(f, 2)(given)
-    assert out.encodings == ["tokens"] and seen[0] == ["tokens"]
-    np.testing.assert_allclose(gt.to_numpy(given["x"]), X)
-
-
-def test_what_checkpoint_computes_again_may_return_containers():
-    import gradtools.torch as gt  # jax.checkpoint returns arrays alone
-
+def test_what_checkpoint_computes_again_may_return_containers(gt):
     x = gt.asarray(X)
-    f = gt.checkpoint(lambda x: {"out": Output(x**2, x.sum()), "none": None})
+    f = gt.checkpoint(lambda x: {"out": Frozen(x**2, x.sum()), "none": None})
     out, pullback = gt.vjp(lambda x: (lambda y: y["out"].x * y["out"].mask)(f(x)), x)
-    assert f(x)["none"] is None and f(x)["out"].name == "encoder"
-    whole = lambda x: x**2 * x.sum()
-    expected, plain = gt.vjp(whole, x)
+    assert f(x)["none"] is None
+    expected, plain = gt.vjp(lambda x: x**2 * x.sum(), x)
     np.testing.assert_allclose(gt.to_numpy(out), gt.to_numpy(expected))
     np.testing.assert_allclose(gt.to_numpy(pullback(out)[0]), gt.to_numpy(plain(expected)[0]))
 
 
 COMPILED = {
     "a reversed dataclass": lambda gt, x, m: gt.reverse_gradient(Output(x**2)).x.sum(),
-    "a reversed UserDict": lambda gt, x, m: gt.reverse_gradient(Encoding({"x": x**2}, []))[
-        "x"
-    ].sum(),
-    "a reversed dataclass in a dict": lambda gt, x, m: gt.reverse_gradient(
-        {"out": Output(x**2), "count": 3}
-    )["out"].x.sum(),
-    "a stopped dataclass": lambda gt, x, m: (gt.stop_gradient(Output(x**2)).x + x).sum(),
     "a clipped dataclass": lambda gt, x, m: gt.clip_gradient(Output(x**2), 0.1).x.sum(),
     "a gradient in a dataclass": lambda gt, x, m: gt.grad(lambda out: (out.x**3).sum())(
         Frozen(x, None)
     ).x.sum(),
-    "a tangent in a dataclass": lambda gt, x, m: gt.jvp(
-        lambda x: Frozen(x**3, None), (x,), (torch.ones(3),)
-    )[1].x.sum(),
     "gradients of examples in a dataclass": lambda gt, x, m: gt.per_example_grad(
         lambda w, out: (w**2 * out.x).sum()
     )(x, Output(m)).sum(),
-    "a sum over chunks of a dataclass": lambda gt, x, m: gt.microbatched_value_and_grad(
-        lambda w, out: (w**2 * out.x).sum(), 1
-    )(x, Output(m))[1].sum(),
 }
 
 
 @pytest.mark.quick_at("a clipped dataclass")
-@pytest.mark.sweep_at(
-    "a reversed dataclass", "a reversed dataclass in a dict", "a stopped dataclass"
-)
+@pytest.mark.sweep_at("a reversed dataclass")
 @pytest.mark.sweep_at("gradients of examples in a dataclass")
 @pytest.mark.parametrize("name", COMPILED)
 def test_compiled_pytorch_opens_containers_as_eager_does(name):
@@ -190,40 +155,6 @@ def test_nan_is_the_same_constant_in_all_chunks(gt):
     out, limit = gt.chunked(lambda x: (x * 2, float("nan")), 2)(gt.asarray(X))
     np.testing.assert_allclose(gt.to_numpy(out), 2 * X)
     assert np.isnan(limit)
-
-
-class Cache:
-    def __init__(self, x):
-        self.keys = x
-
-
-REFUSED = {
-    "a cache": (
-        lambda x: (x, Cache(x)),
-        r"output\[1\] is .*Cache.*; what is no array must be a constant",
-    ),
-    "a number of examples": (
-        lambda x: {"x": x, "n": len(x)},
-        r"output\['n'\] is the number of the chunk's examples; .* leave that output out",
-    ),
-    "what differs": (
-        lambda x: {"x": x, "name": f"{len(x)} rows"},
-        r"output\['name'\] is '1 rows' at chunk 2 and '2 rows' before",
-    ),
-    "a number": (
-        lambda x: {"x": x, "loss": x.sum()},
-        r"output\['loss'\] has shape \(\) for 2 examples",
-    ),
-    "a table of all pairs": (lambda x: x @ x.T, r"f\'s output has shape \(1, 1\) for 1 ex"),
-}
-
-
-@pytest.mark.slow_at(("jax", "a table of all pairs"))
-@pytest.mark.parametrize("kind", REFUSED)
-def test_what_cannot_be_joined_is_refused_by_name(gt, kind):
-    f, words = REFUSED[kind]
-    with pytest.raises(GradtoolsError, match=f"^chunked: .*{words}"):
-        gt.chunked(f, 2)(gt.asarray(X))
 
 
 # --- modules ------------------------------------------------------------------------------
@@ -290,27 +221,6 @@ def test_a_chunked_torch_module_trains_as_a_submodule():
         torch.testing.assert_close(grads[1][k], v, rtol=1e-12, atol=1e-12)
 
 
-def test_a_state_dict_does_not_tell_whether_the_module_was_chunked():
-    plain, other = torch.nn.Sequential(net()), net()
-    torch.nn.init.ones_(other.linear.weight)
-    nested = torch.nn.Sequential(gt_torch.chunked(other, 2))
-    nested.load_state_dict(plain.state_dict())
-    torch.testing.assert_close(other.linear.weight, plain[0].linear.weight)
-    gt_torch.chunked(other, 2).load_state_dict(net().state_dict())
-    plain.load_state_dict(nested.state_dict())
-
-
-def test_a_chunked_module_takes_hooks_and_names_of_parameters():
-    own, seen = net().eval(), []
-    ours = gt_torch.chunked(own, 2, in_axes={"shift": None})
-    ours.register_forward_hook(lambda m, a, out: seen.append(out.shape))
-    shift = torch.ones(3).double()
-    torch.testing.assert_close(ours(torch.tensor(X), shift), own(torch.tensor(X), shift))
-    twice = gt_torch.chunked(ours, 4, in_axes={"shift": None})
-    torch.testing.assert_close(twice(torch.tensor(X), shift=shift), own(torch.tensor(X), shift))
-    assert seen[0] == (5, 3)
-
-
 def test_a_chunked_equinox_module_is_a_tree_with_its_arrays():
     eqx = pytest.importorskip("equinox")
     import jax
@@ -340,16 +250,3 @@ def test_a_chunked_equinox_module_is_a_tree_with_its_arrays():
         np.testing.assert_allclose(a, b, rtol=1e-10)
     np.testing.assert_allclose(jax.jit(gj.chunked(Rows(linear), 2))(x), Rows(linear)(x))
     assert rows is not None
-
-
-def test_flax_struct_dataclasses_are_split_and_joined():
-    struct = pytest.importorskip("flax.struct")
-
-    @struct.dataclass
-    class Batch:
-        x: object
-        name: str = struct.field(pytree_node=False, default="n")
-
-    out = gj.chunked(lambda b: b.replace(x=b.x * 2), 2)(Batch(gj.asarray(X)))
-    np.testing.assert_allclose(out.x, 2 * X)
-    assert out.name == "n"

@@ -7,12 +7,8 @@ import pytest
 jax = pytest.importorskip("jax")
 pytest.importorskip("torch")
 
-import numpy as np  # noqa: E402  (only where both frameworks are installed)
-import torch  # noqa: E402
 
 from tests.support.gallery import PAGE, PICTURES_AT, page, pictures  # noqa: E402
-
-tensor = lambda x: torch.from_numpy(np.array(x))
 
 
 def test_the_page_and_its_pictures_are_written_by_the_programs():

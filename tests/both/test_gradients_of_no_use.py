@@ -22,12 +22,6 @@ def overflowing(gt, x):
     return gt.xp.sum(gt.xp.log(1 + gt.xp.exp(400 * x)))  # <- here
 
 
-def forty_sigmoids(gt, x):
-    for _ in range(40):
-        x = 1 / (1 + gt.xp.exp(-x))
-    return gt.xp.sum(x)
-
-
 def nothing_selected(gt, x):
     return gt.xp.sum(x[2:2] ** 2)  # <- here
 
@@ -97,68 +91,8 @@ def test_a_gradient_of_no_use_is_told_with_its_line(gt, f, kind):
     assert all(found.numerical and found.fix in str(report) for found in report)
 
 
-def rows(gt, *shape):
-    return gt.asarray(np.random.default_rng(1).normal(size=shape).astype(np.float32))
-
-
 def softmax(gt, x):
     return gt.xp.exp(x) / gt.xp.sum(gt.xp.exp(x), axis=-1, keepdims=True)
-
-
-def normalised(gt, x):
-    spread = gt.xp.sqrt(gt.xp.mean((x - gt.xp.mean(x, axis=0)) ** 2, axis=0) + 1e-5)
-    return (x - gt.xp.mean(x, axis=0)) / spread
-
-
-def hilbert(gt, n):
-    return gt.asarray(1 / (1 + np.add.outer(np.arange(n), np.arange(n))).astype(np.float32))
-
-
-HEALTHY = {
-    "a Hilbert matrix": lambda gt, x: gt.xp.sum((hilbert(gt, 2) @ (x - 1)) ** 2),
-    "a deep network": lambda gt, x: gt.xp.sum(_deep(gt, x)),
-    "a difference of what is near": lambda gt, x: gt.xp.sum((x + 1.001) ** 3 - (x + 1) ** 3),
-    "almost a softmax's sum": lambda gt, x: gt.xp.sum(
-        softmax(gt, x) * gt.asarray(np.float32([1, 1.001]))
-    ),
-    "small because the output is small": lambda gt, x: gt.xp.sum(1e-30 * x),
-    "a root behind where, inside and outside": lambda gt, x: gt.xp.sum(
-        gt.xp.where(x > 0, gt.xp.sqrt(gt.xp.where(x > 0, x, gt.xp.ones_like(x))), 0 * x)
-    ),
-    "three sigmoids": lambda gt, x: gt.xp.sum(1 / (1 + gt.xp.exp(-1 / (1 + gt.xp.exp(-x))))),
-    "a shift of a softmax": lambda gt, x: gt.xp.sum(
-        x * gt.xp.exp(x + x[1]) / gt.xp.sum(gt.xp.exp(x + x[1]))
-    ),
-    "forty sigmoids": forty_sigmoids,
-    "a bias before a normalization": lambda gt, x: gt.xp.sum(
-        gt.xp.tanh(normalised(gt, rows(gt, 16, 2) + x)) * rows(gt, 16, 2)
-    ),
-    "a mean of many": lambda gt, x: gt.xp.mean(gt.xp.stack([x**2] * 500)),
-}
-
-
-@pytest.mark.slow_at(
-    "a deep network",
-    ("jax", "a difference of what is near"),
-    ("jax", "almost a softmax's sum"),
-    ("jax", "a shift of a softmax"),
-)
-@pytest.mark.sweep_at(("jax", "a deep network"), ("jax", "a mean of many"))
-@pytest.mark.parametrize("name", HEALTHY)
-def test_an_ordinary_gradient_is_no_finding(gt, name):
-    report = gt.why_zero(lambda x: HEALTHY[name](gt, x), gt.asarray(X))
-    assert not report, str(report)
-
-
-def _deep(gt, x):
-    for _ in range(60):
-        x = x + 0.1 * gt.xp.tanh(rows(gt, 2, 2) @ x)
-    return x
-
-
-def test_a_report_on_no_leaf_does_not_say_that_nothing_is_lost(gt):
-    report = gt.why_zero(lambda x: gt.xp.round(x), gt.asarray(X), argnums=())
-    assert "Nothing was looked at" in str(report) and "Nothing is lost" not in str(report)
 
 
 # --- a factor that starts at zero ---------------------------------------------------------
@@ -206,37 +140,7 @@ def test_a_factor_that_starts_at_zero_is_a_note_if_it_moves(gt, f, lost):
 # --- derivatives inside of f ---------------------------------------------------------------
 
 
-def network(gt, params, x, activation):
-    return gt.xp.sum(activation(x * params["a"] + params["b"]) * params["c"]) + params["d"]
-
-
-def relu(gt):
-    return lambda x: gt.xp.maximum(x, gt.xp.zeros_like(x))
-
-
-def residual(gt, params, activation, order):
-    u = lambda x: network(gt, params, x, activation)
-    for _ in range(order):
-        u = gt.grad(u)
-    return gt.xp.mean((gt.vmap(u)(gt.asarray(np.linspace(0, 1, 6, dtype=np.float32))) - 1) ** 2)
-
-
-def of_network(gt):
-    return {"a": rows(gt, 8), "b": 0.1 * rows(gt, 8), "c": rows(gt, 8) + 3, "d": rows(gt)}
-
-
 # The inner derivative of order 2 is constant, which a warning says.
-@pytest.mark.filterwarnings("ignore::gradtools.errors.DisconnectedInputWarning")
-@pytest.mark.parametrize(("order", "lost"), [(1, "bd"), (2, "abcd")])
-def test_a_derivative_of_relu_loses_what_it_is_constant_in(gt, order, lost):
-    report = gt.why_zero(lambda p: residual(gt, p, relu(gt), order), of_network(gt))
-    assert {finding.argument for finding in report} == {f"argument 0['{name}']" for name in lost}
-
-
-def test_of_a_smooth_network_only_what_is_added_drops_out(gt):
-    report = gt.why_zero(lambda p: residual(gt, p, gt.xp.tanh, 2), of_network(gt))
-    (finding,) = report
-    assert finding.argument == "argument 0['d']" and finding.kind == "unused"
 
 
 def test_what_concerns_most_comes_first(gt):

@@ -26,9 +26,6 @@ def host_sin(gt, back):
     return sin
 
 
-# --- what a kernel returns ----------------------------------------------------------------
-
-
 # --- a plain call --------------------------------------------------------------------------
 
 
@@ -47,23 +44,6 @@ def test_whatever_lies_in_memory_is_read_right(gt, which):
     f, back = gt.host_function(ORDERS[which]), gt.host_function(np.sin)
     for x in (gt.asarray(matrix), gt.xp.permute_dims(gt.asarray(matrix), (1, 0))):
         assert np.array_equal(plain(f(x)), plain(back(x)))
-
-
-def test_out_is_asked_once_for_a_signature_and_again_for_another(gt):
-    asked = []
-
-    def out(x, *n):
-        asked.append((x.shape, x.dtype))
-        return gt.ArraySpec((x.shape[0] * sum(n, 1),), x.dtype)
-
-    f = gt.host_function(lambda x, *n: np.tile(x, sum(n, 1)), out=out)
-    for n in (2, 3):
-        for _ in range(3):
-            assert plain(f(gt.asarray(np.ones(n, np.float32)))).shape == (n,)
-    assert asked == [((2,), "float32"), ((3,), "float32")]
-    assert plain(f(gt.asarray(X), 2)).shape == (6,)  # a number belongs to the signature
-    g = gt.host_function(lambda x, n=2: np.tile(x, n), out=lambda x, n: gt.ArraySpec((4,), x.dtype))
-    assert plain(g(gt.asarray(X))).shape == plain(g(gt.asarray(X), n=2)).shape == (4,)
 
 
 # --- what a rule of kernels is held to ------------------------------------------------------
@@ -89,15 +69,6 @@ def test_a_kernel_that_is_not_linear_is_refused_in_the_other_mode(gt, x, which, 
     for _ in range(2):  # what was once refused is refused again
         with pytest.raises(GradtoolsError, match="linear"):
             ways[mode == "vjp"]()
-
-
-@pytest.mark.sweep_at("jax")
-def test_the_first_use_of_a_kernel_may_be_in_a_hessian(gt, x):
-    f = gt.host_function(lambda x, c: x * c)
-    f.defvjp(lambda x, c: (f(x, c), (x, c)), lambda r, c: (f(r[1], c), f(r[0], c)))
-    two = gt.asarray(np.full(2, 2.0, np.float32))
-    found = plain(gt.hessian(lambda x: (f(x, two) ** 2).sum())(x))
-    np.testing.assert_allclose(found, 8 * np.eye(2))
 
 
 @pytest.mark.slow_at("jax")

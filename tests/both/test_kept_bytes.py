@@ -13,16 +13,12 @@ from tests.support.costs import saved_bytes
 
 # Functions of x, 6×4, and w, 4×4; p is torch or jax.numpy.
 PROGRAMS = {
-    "exp": lambda p, x, w: p.exp(x),
-    "sin": lambda p, x, w: p.sin(x),
     "the square": lambda p, x, w: x * x,
     "a product": lambda p, x, w: p.sin(x) * p.exp(x),
     "a layer": lambda p, x, w: p.tanh(x @ w),
     "five layers": lambda p, x, w: layers(p, x, w, 5),
     "a transpose": lambda p, x, w: p.exp(x).T * p.sin(x).T,
-    "a slice": lambda p, x, w: p.exp(x)[1:] ** 2,
     "parts put together": lambda p, x, w: p.concatenate([p.exp(x), p.sin(x)], 1) ** 2,
-    "a reshape": lambda p, x, w: p.exp(x).reshape(3, 8) ** 2,
     "a softmax": lambda p, x, w: weights(p, x),
     "attention": lambda p, x, w: weights(p, x @ w @ x.T) @ x,
     "a norm": lambda p, x, w: p.sqrt((x * x).sum()),
@@ -31,15 +27,11 @@ PROGRAMS = {
 # The same of PyTorch's own words; t is torch, F is torch.nn.functional.
 OF_PYTORCH = {
     "rows of a tensor": lambda t, F, x: x[t.tensor([0, 1])] * 2,
-    "a mask": lambda t, F, x: x[x > 0.7],
     "layer norm": lambda t, F, x: F.layer_norm(x, (4,)),
     "batch norm": lambda t, F, x: F.batch_norm(x, None, None, training=True),
     "attention": lambda t, F, x: F.scaled_dot_product_attention(*[x[None]] * 3),
     "cross entropy": lambda t, F, x: F.cross_entropy(x, t.tensor([0, 1, 2, 3, 0, 1])),
     "a convolution": lambda t, F, x: F.conv1d(x[None].exp(), t.ones(2, 6, 3)),
-    "an inverse": lambda t, F, x: t.linalg.inv(x.T @ x + t.eye(4)),
-    "sorted": lambda t, F, x: x.sort(1)[0],
-    "a running product": lambda t, F, x: x.cumprod(0),
 }
 RNG = np.random.default_rng(0)
 X, W = RNG.uniform(0.5, 1.0, (6, 4)).astype(np.float32), RNG.normal(size=(4, 4)).astype(np.float32)
@@ -73,7 +65,6 @@ def test_what_pytorch_keeps_is_what_its_hooks_are_handed(name):
     assert told(gt, f, *args) == saved_bytes(gt, f, *args)
 
 
-@pytest.mark.slow_at("sorted")
 @pytest.mark.sweep_at("rows of a tensor", "cross entropy")
 @pytest.mark.parametrize("name", OF_PYTORCH)
 def test_what_pytorchs_own_functions_keep_is_what_its_hooks_are_handed(name):

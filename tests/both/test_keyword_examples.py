@@ -163,16 +163,6 @@ def test_a_dict_names_other_axes_and_what_is_shared(gt, check, keyword):
     run(gt, f, args, kwargs, axes, wanted, sizes_of(gt))
 
 
-@pytest.mark.sweep_at("jax")
-def test_a_batch_by_keywords_alone(gt):
-    batch = data(gt, {"x": X, "mask": MASK})
-    f = lambda x, mask: (x * mask).sum(-1) ** 2
-    close(gt, gt.chunked(f, 2)(**batch), ((X * MASK).sum(-1)) ** 2)
-    close(gt, gt.vmap(f)(**batch), ((X * MASK).sum(-1)) ** 2)
-    total = gt.grad(lambda x: (gt.chunked(f, 2)(x=x, mask=batch["mask"]) ** 2).sum())
-    close(gt, total(batch["x"]), 4 * ((X * MASK).sum(-1) ** 3)[:, None] * MASK)
-
-
 @pytest.mark.slow_at("jax")
 def test_keywords_that_go_to_no_parameter_by_name(gt):
     f = lambda **batch: batch["x"] * batch["scale"] + batch["mask"]

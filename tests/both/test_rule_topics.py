@@ -6,27 +6,15 @@ is lost shows. Each program runs three times, for what is known of a signature i
 
 from __future__ import annotations
 
-import copy
-import functools
-import pickle
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 
-from gradtools import GradtoolsError
 from tests.support.native import NATIVE
 
 X = np.array([0.3, 0.7])
 COS = np.cos(X)
-
-
-def sine(gt, times=2.0, **told):
-    """sin, with `times` its derivative."""
-    f = gt.custom_rule(lambda x: gt.xp.sin(x), **told)
-    f.defvjp(lambda x: (gt.xp.sin(x), x), lambda x, ct: (times * gt.xp.cos(x) * ct,))
-    return f
 
 
 def forward_sine(gt, times=2.0):
@@ -80,111 +68,7 @@ def as_method_of_a_static_self(gt):
     return Scaled(3.0).f
 
 
-def as_staticmethod(gt):
-    class Holder:
-        f = staticmethod(sine(gt))
-
-    return Holder().f
-
-
-def as_classmethod(gt):
-    class Holder:
-        @classmethod
-        @gt.custom_rule
-        def f(cls, x):
-            return gt.xp.sin(x)
-
-    rule = Holder.__dict__["f"].__func__
-    rule.defvjp(lambda cls, x: (gt.xp.sin(x), x), lambda x, ct: (None, 2 * gt.xp.cos(x) * ct))
-    return Holder.f
-
-
-def as_field(gt):
-    @dataclass
-    class Holder:
-        f: Any
-
-    return Holder(sine(gt)).f
-
-
-def of_a_subclass(gt):
-    base = sine(gt)
-
-    class Mine(type(base)):
-        pass
-
-    f = Mine(base._backend, base.fun, ())
-    f.defvjp(base.fwd, base.bwd)
-    return f
-
-
-def copied(gt):
-    f = sine(gt)
-    gt.grad(lambda x: f(x).sum())(gt.asarray(X))
-    twin = copy.deepcopy(f)
-    twin.defvjp(f.fwd, lambda x, ct: (9 * gt.xp.cos(x) * ct,))
-    return f
-
-
-def copy_of(gt):
-    f = sine(gt, 9.0)
-    gt.grad(lambda x: f(x).sum())(gt.asarray(X))
-    twin = copy.copy(f)
-    twin.defvjp(f.fwd, lambda x, ct: (2 * gt.xp.cos(x) * ct,))
-    return twin
-
-
-def given_anew(gt):
-    f = sine(gt, 9.0)
-    for _ in range(3):
-        gt.grad(lambda x: f(x).sum())(gt.asarray(X))
-    f.defvjp(f.fwd, lambda x, ct: (2 * gt.xp.cos(x) * ct,))
-    return f
-
-
-def given_a_second_rule(gt):
-    f = forward_sine(gt)
-    gt.grad(lambda x: f(x).sum())(gt.asarray(X))
-    f.defvjp(lambda x: (gt.xp.sin(x), x), lambda x, ct: (2 * gt.xp.cos(x) * ct,))
-    return f
-
-
-def within_another(gt):
-    inner = sine(gt)
-    outer = gt.custom_rule(lambda x: inner(x) * 1)
-    outer.defvjp(lambda x: gt.vjp(lambda x: inner(x) * 1, x), lambda pull, ct: pull(ct))
-    return outer
-
-
-def of_itself(gt):
-    """fwd calls the rule, as is usual."""
-    f = gt.custom_rule(lambda x: gt.xp.sin(x))
-    f.defvjp(lambda x: (f(x), x), lambda x, ct: (2 * gt.xp.cos(x) * ct,))
-    return f
-
-
 # --- its arguments -----------------------------------------------------------------------
-
-
-def of_a_partial(gt):
-    f = gt.custom_rule(functools.partial(lambda k, x: k * gt.xp.sin(x), 3.0))
-    f.defvjp(lambda x: (3 * gt.xp.sin(x), x), lambda x, ct: (6 * gt.xp.cos(x) * ct,))
-    return f
-
-
-def of_a_partial_by_name(gt):
-    f = gt.custom_rule(functools.partial(lambda x, k: k * gt.xp.sin(x), k=3.0))
-    f.defvjp(lambda x: (3 * gt.xp.sin(x), x), lambda x, ct: (6 * gt.xp.cos(x) * ct,))
-    return f
-
-
-def with_a_default(gt):
-    f = gt.custom_rule(lambda x, k=3.0: k * gt.xp.sin(x))
-    f.defvjp(
-        lambda x, k: (k * gt.xp.sin(x), (x, k)),
-        lambda kept, ct: (2 * kept[1] * gt.xp.cos(kept[0]) * ct, None),
-    )
-    return lambda x: f(x) + f(x, 4.0) + f(k=5.0, x=x)
 
 
 def of_any_number(gt):
@@ -214,15 +98,6 @@ def of_a_tree_with_none(gt):
         return out["a"] + out["c"][1]
 
     return run
-
-
-def of_an_index(gt):
-    f = gt.custom_rule(lambda x, i: x[i])
-    f.defvjp(
-        lambda x, i: (x[i], (0 * x, i)),
-        lambda kept, ct: (gt.xp.stack([2 * ct if k == 1 else 0 * ct for k in range(2)]), None),
-    )
-    return lambda x: f(x, 1)
 
 
 # --- its outputs -------------------------------------------------------------------------
@@ -267,73 +142,28 @@ def of_one_output_unused(gt):
     return lambda x: f(x)[0]
 
 
-def of_a_tuple_of_one(gt):
-    f = gt.custom_rule(lambda x: (gt.xp.sin(x),))
-    f.defvjp(lambda x: ((gt.xp.sin(x),), x), lambda x, ct: (2 * gt.xp.cos(x) * ct[0],))
-    return lambda x: f(x)[0]
-
-
-def of_a_list(gt):
-    f = gt.custom_rule(lambda x: [gt.xp.sin(x), x])
-    f.defvjp(
-        lambda x: ([gt.xp.sin(x), x], x),
-        lambda x, ct: [2 * gt.xp.cos(x) * ct[0] + ct[1]],
-    )
-    return lambda x: f(x)[0]
-
-
-def that_saves_nothing(gt):
-    f = gt.custom_rule(lambda x: 3 * x)
-    f.defvjp(lambda x: (3 * x, ()), lambda _, ct: (5 * ct,))
-    return f
-
-
 def that_saves_what_is_no_array(gt):
     f = gt.custom_rule(lambda x: 3 * x)
     f.defvjp(lambda x: (3 * x, {"k": 5.0, "word": "so", "f": abs}), lambda r, ct: (r["k"] * ct,))
     return f
 
 
-def that_is_zero(gt):
-    f = gt.custom_rule(lambda x: gt.xp.round(x))
-    f.defvjp(lambda x: (gt.xp.round(x), None), lambda _, ct: (None,))
-    return lambda x: f(x) + x
-
-
 TOPICS = {
     "a method": Topic(as_method, 6 * COS),
     "a method with a static self": Topic(as_method_of_a_static_self, 6 * COS),
-    "a static method": Topic(as_staticmethod),
-    "a class method": Topic(as_classmethod),
-    "a field": Topic(as_field),
-    "a subclass": Topic(of_a_subclass),
-    "a rule whose copy is given another": Topic(copied),
-    "a copy": Topic(copy_of),
-    "a rule given anew": Topic(given_anew),
-    "a second rule": Topic(given_a_second_rule),
-    "a rule in a rule": Topic(within_another),
-    "a rule in its own fwd": Topic(of_itself),
     "a forward rule": Topic(forward_sine),
-    "a partial": Topic(of_a_partial, 6 * COS),
-    "a partial by name": Topic(of_a_partial_by_name, 6 * COS),
-    "a default": Topic(with_a_default, 24 * COS),
     "any number of arguments": Topic(of_any_number, [2 + 12, 2 + 12]),
     "one array twice": Topic(of_one_array_twice, 5 * X),
     "None in trees": Topic(of_a_tree_with_none, [6, 6]),
-    "an index": Topic(of_an_index, [0, 2]),
     "outputs of many kinds": Topic(of_many_kinds, [7, 7]),
     "an input returned": Topic(of_its_input, [8, 8]),
     "views": Topic(of_views, [2, 3]),
     "an output unused": Topic(of_one_output_unused),
-    "a tuple of one": Topic(of_a_tuple_of_one),
-    "a list": Topic(of_a_list),
-    "nothing saved": Topic(that_saves_nothing, [5, 5]),
     "words saved": Topic(that_saves_what_is_no_array, [5, 5]),
-    "a zero": Topic(that_is_zero, [1, 1]),
 }
 
 
-@pytest.mark.sampled(torch=(90, 124), jax=(50, 124))
+@pytest.mark.sampled(torch=(44, 44), jax=(16, 44))
 @pytest.mark.parametrize("way", ["gt.grad", "native grad", "vmap", "gt.jvp"])
 @pytest.mark.parametrize("name", TOPICS)
 def test_a_rule_holds_wherever_a_function_may_stand(name, way, gt, backend_name):
@@ -386,18 +216,3 @@ def test_a_rule_keeps_its_arguments_dtype_in_both_modes(dtype, given, gt, backen
         for found in (ct, dy):
             real = gt.xp.asarray(found.real, dtype=gt.xp.float32)
             np.testing.assert_array_equal(np.asarray(real), [1.5, -6.0, 12.0])
-
-
-def test_a_static_argument_that_has_no_hash_is_refused_by_name(gt, backend_name):
-    f = gt.custom_rule(lambda x, sizes: x, static_argnames="sizes")
-    f.defvjp(lambda sizes, x: (x, None), lambda sizes, _, ct: (ct,))
-    with pytest.raises(GradtoolsError, match=r"'sizes' is .*must be hashable"):
-        f(NATIVE[backend_name].array(X), [1, 2])
-
-
-def test_a_rule_that_has_a_name_in_its_module_is_pickled_by_it(gt, monkeypatch):
-    f = sine(gt)
-    monkeypatch.setattr(f, "__module__", __name__)
-    monkeypatch.setattr(f, "__qualname__", "by_name")
-    monkeypatch.setitem(globals(), "by_name", f)
-    assert pickle.loads(pickle.dumps(f)) is f

@@ -118,17 +118,6 @@ def test_a_pattern_with_one_axis_is_that_of_a_gradient(gt):
 
 
 @pytest.mark.torch
-def test_under_vmap_pytorch_has_no_sparse_result():
-    torch = pytest.importorskip("torch")
-    import gradtools.torch as gt
-
-    eye = np.eye(4)
-    for f in (gt.jacobian(torch.tanh, sparsity=eye), gt.hessian(sum, sparsity=eye)):
-        with pytest.raises(GradtoolsError, match="batches no sparse tensors"):
-            torch.func.vmap(f)(torch.ones(2, 4))
-
-
-@pytest.mark.torch
 def test_a_sparse_jacobian_is_right_inside_of_torch_func():
     torch = pytest.importorskip("torch")
     import gradtools.torch as gt
@@ -195,12 +184,6 @@ def test_what_is_no_pattern_is_refused(gt, given, text):
         gt.jacobian(lambda x: stencil(gt, x), sparsity=given)(gt.asarray(X))
 
 
-def test_only_one_real_array_has_a_sparse_jacobian(gt):
-    for f in (lambda x: {"a": x, "b": x}, lambda x: x * 1j):
-        with pytest.raises(GradtoolsError, match="takes one real array and returns one"):
-            gt.jacobian(f, sparsity=np.eye(N))(gt.asarray(X))
-
-
 def test_a_sparse_jacobian_is_differentiable(gt):
     f = lambda w, x: w * stencil(gt, x) ** 2
     values = lambda j: j.values() if hasattr(j, "values") else j.data
@@ -211,41 +194,6 @@ def test_a_sparse_jacobian_is_differentiable(gt):
     np.testing.assert_allclose(
         gt.to_numpy(gt.grad(total)(gt.asarray(np.float64(2.0)))), wanted, rtol=1e-12
     )
-
-
-def test_random_numbers_are_drawn_as_in_one_call():
-    torch = pytest.importorskip("torch")
-    import gradtools.torch as gt
-
-    f = lambda x: torch.dropout(x, 0.5, True) ** 2
-    torch.manual_seed(0)
-    wanted, after = gt.jacobian(f)(torch.ones(6)), torch.rand(1)
-    torch.manual_seed(0)
-    found = gt.jacobian(f, sparsity=np.eye(6), mode="reverse")(torch.ones(6))
-    assert torch.equal(found.to_dense(), wanted) and torch.equal(torch.rand(1), after)
-
-
-def test_one_number_of_one_number_has_a_sparse_derivative(gt):
-    found = gt.jacobian(lambda x: x**2, sparsity=np.ones(()))(gt.asarray(np.float64(3.0)))
-    assert found.shape == () and float(dense(found)) == 6.0
-
-
-def test_a_constant_sparse_matrix_is_read_and_multiplied():
-    torch = pytest.importorskip("torch")
-    import gradtools.torch as gt
-
-    x, A = torch.arange(1.0, 5), torch.diag(torch.arange(3.0), 1)
-    expected = 2 * (A @ x)[:, None] * A
-    for matrix in (A.to_sparse(), A.to_sparse_csr()):  # PyTorch has no tangent of their products
-        f = lambda x, matrix=matrix: (matrix @ x) ** 2
-        found = gt.jacobian(f, mode="reverse", sparsity=matrix)(x)
-        assert found._nnz() == 2  # the first of three entries is zero
-        torch.testing.assert_close(found.to_dense(), expected)
-
-
-def test_a_pattern_of_a_hessian_is_square(gt):
-    with pytest.raises(GradtoolsError, match="expected a square matrix"):
-        gt.hessian(lambda x: energy(gt, x), sparsity=np.ones((5, N)))(gt.asarray(X))
 
 
 @pytest.mark.slow_at("torch")

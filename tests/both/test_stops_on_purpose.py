@@ -107,19 +107,6 @@ def test_a_layer_under_no_grad_is_no_target_network():
     assert not gt.why_zero(loss, optimizer=only_second)  # nobody named it, nobody steps it
 
 
-@pytest.mark.torch
-def test_a_generator_in_the_step_of_its_discriminator_is_a_note():
-    torch = pytest.importorskip("torch")
-    import gradtools.torch as gt
-
-    generator, critic = torch.nn.Linear(2, 3), torch.nn.Linear(3, 1)
-    noise, real = torch.randn(6, 2), torch.randn(6, 3)
-    soft = torch.nn.functional.softplus
-    loss = lambda: soft(critic(generator(noise).detach())).mean() + soft(-critic(real)).mean()
-    report = gt.why_zero(loss, optimizer=torch.optim.SGD(critic.parameters(), 0.1))
-    assert not report and report.notes
-
-
 @pytest.mark.jax
 def test_a_target_network_in_jax_is_a_note():
     nnx = pytest.importorskip("flax.nnx")
@@ -164,16 +151,3 @@ def test_a_reversed_gradient_that_reaches_nothing_is_a_finding(gt, name):
     found = [(f.kind, f.argument, f.whole) for f in report.findings]
     assert found == ([("detached", "argument 0['body']", False)] if lost else [])
     assert not report.notes
-
-
-def test_a_probe_that_reverses_what_is_its_own_loses_nothing(gt):
-    x = rows(gt, 6, 5)
-
-    def loss(p):
-        h = gt.xp.tanh(x @ p["body"])
-        probe = gt.reverse_gradient(gt.stop_gradient(h) * p["domain"])
-        return gt.xp.sum((h @ p["label"]) ** 2) + gt.xp.sum(gt.xp.exp(probe))
-
-    shapes = {"body": (5, 3), "label": (3, 2), "domain": (3,)}
-    report = gt.why_zero(loss, {k: rows(gt, *s) for k, s in shapes.items()})
-    assert not report and not report.notes

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import itertools
 import operator
 
 import numpy as np
 import pytest
 
-from gradtools import GradtoolsError
 from gradtools.testing import Layout, cross_check, first_divergence, match_parameters
 
 torch = pytest.importorskip("torch")
@@ -60,26 +58,17 @@ t = torch.nn
 # name: torch's layer, flax's, the input's shape, whether channels move
 LAYERS = {
     "linear": (lambda: t.Linear(3, 4), lambda: nn.Dense(4), (2, 3), False),
-    "conv1d": (lambda: t.Conv1d(2, 5, 3), conv(5, (3,)), (2, 2, 7), True),
     "conv2d": (lambda: t.Conv2d(2, 5, (3, 2)), conv(5, (3, 2)), (2, 2, 7, 6), True),
-    "square conv2d": (lambda: t.Conv2d(3, 3, 3), conv(3, (3, 3)), (2, 3, 7, 6), True),
     "grouped conv2d": (
         lambda: t.Conv2d(4, 6, 3, groups=2),
         conv(6, (3, 3), feature_group_count=2),
         (2, 4, 7, 6),
         True,
     ),
-    "conv3d": (lambda: t.Conv3d(2, 3, 2), conv(3, (2, 2, 2)), (1, 2, 4, 5, 3), True),
     "transposed conv2d": (
         lambda: t.ConvTranspose2d(2, 5, 3, 2),
         conv_transpose(5, (3, 3), (2, 2)),
         (2, 2, 4, 5),
-        True,
-    ),
-    "transposed conv1d, transpose_kernel": (
-        lambda: t.ConvTranspose1d(2, 5, 3, 2),
-        conv_transpose(5, (3,), (2,), transpose_kernel=True),
-        (2, 2, 4),
         True,
     ),
     "layer norm": (lambda: t.LayerNorm(4), lambda: nn.LayerNorm(epsilon=1e-5), (3, 4), False),
@@ -132,28 +121,6 @@ def test_a_layer_of_linen_computes_the_same_with_the_mapped_parameters(name, rng
     agree(module, x, one.apply(theirs, moved), lambda y: np.moveaxis(y, 1, -1) if channels else y)
 
 
-class Unnamed(nn.Module):
-    """A port whose only layer has the name that linen gives it."""
-
-    make: object
-
-    @nn.compact
-    def __call__(self, x):
-        return self.make()(x)
-
-
-@pytest.mark.parametrize("port", [One, Unnamed])
-def test_a_square_transposed_convolution_is_told_by_its_class_or_name(port, rng):
-    module = random_module(TorchOne(torch.nn.ConvTranspose2d(3, 3, 3)))
-    port = port(lambda: nn.ConvTranspose(3, (3, 3), padding="VALID"))
-    x = rng.normal(size=(2, 3, 5, 5))
-    moved = np.moveaxis(x, 1, -1)
-    given = module if isinstance(port, One) else module.state_dict()
-    variables = port.init(jax.random.key(0), moved)
-    theirs = match_parameters(given, variables).to_jax(module)
-    agree(module, x, port.apply(theirs, moved), lambda y: np.moveaxis(y, 1, -1))
-
-
 class Net(nnx.Module):
     def __init__(self, rngs):
         self.conv = nnx.Conv(2, 4, (3, 3), padding="VALID", rngs=rngs)
@@ -200,50 +167,6 @@ def test_attention_with_one_matrix_is_split(rng):
     np.testing.assert_allclose(out, One(lambda: port).apply(theirs, x), rtol=1e-12, atol=1e-13)
 
 
-def test_a_plain_sequence_is_paired_by_order(rng):
-    sizes = (3, 5, 5, 5, 2)
-    pairs = list(itertools.pairwise(sizes))
-    layers = [part for a, b in pairs for part in (torch.nn.Linear(a, b), torch.nn.Tanh())]
-    module = random_module(torch.nn.Sequential(*layers))
-
-    class Port(nn.Module):
-        @nn.compact
-        def __call__(self, x):
-            for _, b in pairs:
-                x = jnp.tanh(nn.Dense(b)(x))
-            return x
-
-    x = rng.normal(size=(4, 3))
-    variables = Port().init(jax.random.key(0), x)
-    shuffled = {"params": dict(reversed(variables["params"].items()))}
-    mapping, theirs = mapped(module, shuffled)
-    agree(module, x, Port().apply(theirs, x))
-    assert "paired by order: 2 with Dense_1" in mapping.notes
-
-
-def test_names_are_found_whatever_their_spelling():
-    mine = {
-        f"encoder.layer.{i}.LayerNorm.{leaf}": np.full(3, i)
-        for i in (0, 1, 10)
-        for leaf in ("weight", "bias")
-    }
-    theirs = {
-        "encoder": {
-            f"layer_{i}": {"layer_norm": {"scale": np.zeros(3), "bias": np.zeros(3)}}
-            for i in (10, 1, 0)
-        }
-    }
-    found = match_parameters(mine, theirs).to_jax(mine)
-    assert found["encoder"]["layer_10"]["layer_norm"]["scale"].tolist() == [10, 10, 10]
-    assert found["encoder"]["layer_1"]["layer_norm"]["bias"].tolist() == [1, 1, 1]
-
-
-def test_a_prefix_that_one_model_has_is_no_obstacle():
-    mine = {"model.fc1.weight": np.ones((4, 4)), "model.fc2.weight": np.zeros((4, 4))}
-    theirs = {"fc2": {"kernel": np.ones((4, 4))}, "fc1": {"kernel": np.ones((4, 4))}}
-    assert match_parameters(mine, theirs).to_jax(mine)["fc2"]["kernel"].sum() == 0
-
-
 def test_overrides_rename_modules_and_arrays_and_say_how_they_lie(rng):
     mine = {
         "a.x.weight": rng.normal(size=(2, 2)),
@@ -260,44 +183,6 @@ def test_overrides_rename_modules_and_arrays_and_say_how_they_lie(rng):
     mirrored = Layout("mirrored", (1, 0), reversed_axes=(0,))
     found = match_parameters(mine, theirs, {**overrides, "scale": ("gain", mirrored)})
     np.testing.assert_array_equal(found.to_jax(mine)["gain"], mine["scale"].T[::-1])
-
-
-def test_what_has_no_counterpart_is_named():
-    mine = {"a.weight": np.ones((2, 3)), "b.weight": np.ones((5, 3)), "c.bias": np.ones(7)}
-    theirs = {"a": {"kernel": np.ones((3, 2))}, "d": {"kernel": np.ones((4, 4))}}
-    words = r"b\.weight \(5, 3\), c\.bias \(7,\) in PyTorch and d\.kernel \(4, 4\) in JAX"
-    with pytest.raises(GradtoolsError, match=words):
-        match_parameters(mine, theirs)
-    mapping = match_parameters(mine, theirs, partial=True)
-    assert [str(e) for e in mapping.entries] == ["a.weight -> a/kernel (linear)"]
-    assert len(mapping.left_out) == 3
-
-
-@pytest.mark.parametrize(
-    ("overrides", "words"),
-    [
-        ({"nothing": "a"}, "overrides names 'nothing', which is neither"),
-        ({"a.weight": "nothing"}, r"overrides pairs a.weight with 'nothing', which the JAX model"),
-        ({"a.weight": "d/kernel"}, r"a.weight of shape \(2, 3\) with d/kernel of shape \(4, 4\)"),
-    ],
-)
-def test_a_wrong_override_is_named(overrides, words):
-    theirs = {"a": {"kernel": np.ones((3, 2))}, "d": {"kernel": np.ones((4, 4))}}
-    with pytest.raises(GradtoolsError, match=words):
-        match_parameters({"a.weight": np.ones((2, 3))}, theirs, overrides)
-
-
-def test_unknown_names_and_shapes_are_refused_on_the_way():
-    mine = {"a.weight": np.ones((2, 3))}
-    mapping = match_parameters(mine, {"a": {"kernel": np.ones((3, 2))}})
-    with pytest.raises(GradtoolsError, match=r"to_jax: the mapping does not know z"):
-        mapping.to_jax({"z": np.ones(2)})
-    with pytest.raises(GradtoolsError, match=r"to_jax: a.weight has shape \(3, 2\), expected"):
-        mapping.to_jax({"a.weight": np.ones((3, 2))})
-    with pytest.raises(GradtoolsError, match="the JAX parameters are a int"):
-        match_parameters(mine, 3)
-    with pytest.raises(GradtoolsError, match="the PyTorch parameters are a int"):
-        match_parameters(3, {})
 
 
 # --- recurrent layers and weight normalization
@@ -332,16 +217,14 @@ def nnx_cells(cell):
 CELLS = {
     "linen LSTM": ("LSTM", {}, lambda: linen_cells(nn.LSTMCell)),
     "linen LSTM, two layers": ("LSTM", {"num_layers": 2}, lambda: linen_cells(nn.LSTMCell, 2)),
-    "linen optimized LSTM": ("LSTM", {}, lambda: linen_cells(nn.OptimizedLSTMCell)),
     "linen GRU": ("GRU", {}, lambda: linen_cells(nn.GRUCell)),
     "linen simple": ("RNN", {}, lambda: linen_cells(nn.SimpleCell)),
     "nnx LSTM": ("LSTM", {}, lambda: nnx_cells(nnx.LSTMCell)),
-    "nnx optimized LSTM": ("LSTM", {}, lambda: nnx_cells(nnx.OptimizedLSTMCell)),
     "nnx GRU": ("GRU", {}, lambda: nnx_cells(nnx.GRUCell)),
 }
 
 
-@pytest.mark.slow_at("linen LSTM", "linen optimized LSTM", "linen simple", "nnx LSTM")
+@pytest.mark.slow_at("linen LSTM", "linen simple", "nnx LSTM")
 @pytest.mark.parametrize("name", CELLS)
 def test_a_recurrent_layer_computes_the_same_with_the_mapped_parameters(name, rng):
     kind, options, make = CELLS[name]
@@ -406,14 +289,3 @@ def test_a_normalized_weight_is_paired_with_its_norm_and_direction(wrapper, libr
 
 class Holder(eqx.Module):
     layer: eqx.nn.WeightNorm
-
-
-def test_the_arrays_of_a_model_of_equinox_keep_their_dtypes_and_the_model_is_a_new_one():
-    module = torch.nn.Linear(3, 4).double()
-    port = eqx.nn.Linear(3, 4, key=jax.random.key(0), dtype=jnp.float32)
-    filled = match_parameters(module, port).into(port)
-    assert filled.weight.dtype == jnp.float32 and filled is not port
-    np.testing.assert_allclose(filled.weight, module.weight.detach(), rtol=1e-6)
-    doubled = match_parameters(module, port).into(port, {"weight": 2 * module.weight.detach()})
-    np.testing.assert_allclose(doubled.weight, 2 * module.weight.detach(), rtol=1e-6)
-    np.testing.assert_array_equal(doubled.bias, port.bias)

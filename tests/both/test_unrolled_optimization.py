@@ -6,16 +6,9 @@ import numpy as np
 import pytest
 
 from gradtools import GradtoolsError
-from tests.support.costs import cost
 
 ROWS, WIDTH = 200, 12
 MODE = "forward_over_reverse"
-
-
-@pytest.fixture(params=["torch", "jax"])
-def gt(request):
-    pytest.importorskip(request.param)
-    return pytest.importorskip(f"gradtools.{request.param}")
 
 
 def repeated(gt, step, count, w):
@@ -105,17 +98,6 @@ def test_one_more_step_takes_the_bytes_of_the_parameters_whatever_the_depth_and_
     assert per_step["auto"] > 8 * depth * rows * WIDTH
 
 
-@pytest.mark.slow
-def test_in_pytorch_it_costs_a_jvp_of_the_gradient_and_no_pushforward_of_the_loss():
-    gt = pytest.importorskip("gradtools.torch")
-    counts = []
-    for mode in (MODE, "auto"):
-        gradient = gt.grad(unrolled(gt, mode, 3, *problem(gt, 3, 20)))
-        gradient(at(gt, 20))  # the first one verifies what is computed again
-        counts.append(cost(gt, gradient, at(gt, 20)).flops)
-    assert counts[0] < 1.5 * counts[1]
-
-
 def test_the_value_and_what_f_returns_with_it_are_differentiated_too(gt):
     x = gt.asarray(np.array([1.0, 2.0]))
 
@@ -129,21 +111,6 @@ def test_the_value_and_what_f_returns_with_it_are_differentiated_too(gt):
         return gt.to_numpy(gt.grad(total)(x))
 
     np.testing.assert_allclose(of(MODE), of("auto"), rtol=1e-13)
-
-
-@pytest.mark.slow_at("jax")
-def test_over_tasks_at_once(gt):
-    w, x = problem(gt, 2, 5)
-    f, plain = (lambda o, x, m=m: unrolled(gt, m, 2, w, x)(o) for m in (MODE, "auto"))
-    outer, tasks = at(gt, 5), gt.xp.stack([x, 2 * x])
-    for wrap in (
-        lambda f: gt.vmap(gt.grad(f), in_axes=(None, 0)),
-        lambda f: gt.grad(lambda o, t: gt.vmap(f, in_axes=(None, 0))(o, t).sum()),
-        lambda f: gt.per_example_grad(f),
-    ):
-        found, expected = wrap(f)(outer, tasks), wrap(plain)(outer, tasks)
-        for a, b in zip(leaves(gt, found), leaves(gt, expected), strict=True):
-            np.testing.assert_allclose(a, b, rtol=1e-11, atol=1e-14)
 
 
 def test_what_the_inner_loss_captures_is_to_be_an_argument(gt):
@@ -164,9 +131,3 @@ def test_an_error_of_the_mode_speaks_of_f(gt):
     said = r"^grad\(mode='forward_over_reverse'\): f holds .* outside of f, or leave out the mode"
     with pytest.raises(GradtoolsError, match=said):
         gt.grad(outer)(gt.asarray(np.array([1.0, 2.0])))
-
-
-def test_a_mode_that_is_none_is_refused(gt):
-    for operator in (gt.grad, gt.value_and_grad):
-        with pytest.raises(GradtoolsError, match="mode is 'reverse'; expected one of"):
-            operator(lambda x: x, mode="reverse")

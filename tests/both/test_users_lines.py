@@ -7,14 +7,12 @@ import os
 import sys
 import traceback
 import warnings
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
 import gradtools
-from gradtools import GradtoolsError, GradtoolsWarning, errors
-from gradtools.code_origin import PACKAGE, innermost
+from gradtools import GradtoolsError, GradtoolsWarning
 from tests.support.bad_inputs import BAD, NATIVE
 from tests.support.numpy_trees import lift
 
@@ -68,70 +66,6 @@ def test_an_error_of_the_users_own_in_f_is_shown_without_ours(gt):
     assert files[0] == files[-1] == HERE and not any(f.startswith(OWN) for f in files)
 
 
-def test_what_a_refusal_comes_from_is_shown_by_the_users_lines_alone(gt):
-    def f(x):
-        try:
-            np.linalg.inv(np.zeros((2, 2)))
-        except np.linalg.LinAlgError as error:
-            raise GradtoolsError("the matrix is singular") from error
-
-    with pytest.raises(GradtoolsError, match="singular") as caught:
-        gt.vjp(f, gt.asarray(np.ones(2)))
-    assert set(shown(caught.value.__cause__)) == {HERE}
-
-
-def test_a_mistake_of_gradtools_keeps_its_frames(gt, monkeypatch):
-    monkeypatch.setattr("gradtools.derivatives.normalized_argnums", lambda *args: 1 / 0)
-    monkeypatch.setattr("gradtools.derivatives.call_of_primals", None)
-    with pytest.raises(TypeError) as caught:
-        gt.vjp(lambda x: x, gt.asarray(np.ones(2)))
-    assert any(f.startswith(OWN) for f in shown(caught.value))
-
-
-def test_all_frames_are_shown_where_the_environment_asks_for_them(gt, monkeypatch):
-    monkeypatch.setenv("GRADTOOLS_FULL_TRACEBACK", "1")
-    with pytest.raises(GradtoolsError) as caught:
-        gt.grad(lambda x: x)("weights")
-    assert any(f.startswith(OWN) for f in shown(caught.value))
-
-
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        (
-            lambda gt: gt.custom_rule(lambda x: x).defvjp(lambda x: (x, x), lambda c: (c,)),
-            "<lambda>.defvjp: bwd takes (c), but it is called as bwd(residuals, cotangent).",
-        ),
-        (
-            lambda gt: gt.grad(len, arg=0),
-            "grad: there is no argument arg=. Instead, write argnums=.",
-        ),
-        (
-            lambda gt: gt.clip_gradient(3.0, clip=1),
-            "clip_gradient: there is no argument clip=. Expected clip_gradient(x, "
-            "max_norm=None, max_value=None).",
-        ),
-        (
-            lambda gt: gt.ArraySpec((3,)),
-            "ArraySpec: missing 1 required positional argument: 'dtype'. Expected "
-            "ArraySpec(shape, dtype).",
-        ),
-    ],
-)
-def test_a_call_that_does_not_fit_is_answered_with_the_public_parameters(gt, call, text):
-    with pytest.raises(GradtoolsError) as caught:
-        call(gt)
-    assert str(caught.value) == text
-    assert isinstance(caught.value, TypeError) or "bwd" in text  # as Python's own
-
-
-@pytest.mark.parametrize("name", ["why_zero", "formula"])
-def test_what_needs_values_says_inside_of_a_transform_that_it_is_called_outside(gt, name):
-    look = lambda x: getattr(gt, name)(lambda x: (x**2).sum(), x) and x
-    with pytest.raises(GradtoolsError, match=rf"{name}: .*inside of a transform.* Call .*outside"):
-        gt.vmap(look)(gt.asarray(np.ones((2, 3), np.float32)))
-
-
 def test_a_refusal_in_a_backward_pass_has_no_frame_of_gradtools():
     torch, gt = pytest.importorskip("torch"), pytest.importorskip("gradtools.torch")
     rule = gt.custom_rule(lambda x: x * x)
@@ -158,42 +92,3 @@ def test_a_disconnected_argument_is_warned_of_at_the_call(gt):
     for call in (one, many):
         found = said(call)
         assert (found.filename, found.lineno) == (HERE, lines.pop())
-
-
-@pytest.mark.torch
-def test_a_warning_about_batch_normalization_is_at_the_users_line(monkeypatch):
-    import torch
-
-    import gradtools.torch as gt
-
-    monkeypatch.setattr(errors, "WARNED", set())
-    lines: list[int] = []
-    norm = torch.nn.BatchNorm1d(4)
-
-    def chunks():
-        lines.append(line() + 1)
-        gt.chunked(norm, 2)(torch.ones(4, 4))
-
-    found = said(chunks)
-    assert found.filename == HERE and abs(found.lineno - lines[-1]) <= 1
-
-
-def frame(file, module="of_somebody"):
-    """What a frame tells of whose code it runs."""
-    code = SimpleNamespace(co_filename=file, co_name="f")
-    return SimpleNamespace(f_code=code, f_globals={"__name__": module})
-
-
-def test_the_innermost_line_is_the_users_or_else_a_packages():
-    package = "/lib/site-packages/somebody/of_theirs.py"
-    files = [OWN + "errors.py", package, package, "/home/me/train.py", "/home/me/main.py"]
-    lines = [(frame(file), k) for k, file in enumerate(files)]
-    assert innermost(lines).line == innermost(lines, PACKAGE).line == 3
-    assert innermost(lines[:3]) is None
-    assert innermost(lines[:3], PACKAGE).line == 1
-
-
-def test_what_python_makes_of_a_text_is_the_users_in_their_own_program_alone():
-    assert innermost([(frame("<string>", "somebody"), 1)]) is None  # a dataclass's methods
-    assert innermost([(frame("<string>", "__main__"), 1)]).line == 1
-    assert innermost([(frame("<doctest page>", "somebody"), 1)]).line == 1

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from types import CodeType
 
 import numpy as np
@@ -61,16 +60,6 @@ def test_a_bad_call_is_refused_with_its_text(name, gt, backend_name):
     assert isinstance(caught.value, GradtoolsError) != (name in NATIVE)
 
 
-@pytest.mark.parametrize("name", [name for name in BAD if name not in NATIVE])
-def test_a_text_begins_with_what_was_asked_and_ends_as_a_sentence(name):
-    for text in {expected(TEXTS, name, backend_name) for backend_name in BACKENDS}:
-        asked = re.match(
-            r"(custom_rule |host function |rule )?['<\w>.]+(\(.*?\))?( has|:|\.| closes| of)", text
-        )
-        assert asked, text
-        assert text.endswith((".", "?")), text
-
-
 def test_an_error_of_f_reaches_the_user_as_it_is(gt, backend_name):
     def f(x):
         raise KeyError("mine")
@@ -100,11 +89,3 @@ def test_the_same_bad_call_is_refused_under_vmap(gt, backend_name):
         gt.vmap(gt.grad(lambda x: x * x))(x)
     with pytest.raises(GradtoolsError, match="Keep it floating"):
         gt.vmap(gt.grad(lambda x: gt.xp.argmax(x)))(x)
-
-
-def test_a_numpy_array_that_jax_cannot_hold_is_no_array_without_numbers(gt, default_precision):
-    x = gt.asarray(np.ones(3, np.float32))
-    with pytest.raises(
-        GradtoolsError, match=r"replace_gradient: dx(: asarray: JAX cannot hold| has)"
-    ):
-        gt.replace_gradient(x, np.ones(3))

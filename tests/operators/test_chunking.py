@@ -7,22 +7,15 @@ import pytest
 
 from gradtools import GradtoolsError
 from tests.support.chunking_table import CASES, chunked, loss
+from tests.support.numpy_trees import leaves, tree_map
 
 
 def lifted(gt, tree):
-    if isinstance(tree, dict):
-        return {k: lifted(gt, v) for k, v in tree.items()}
-    if isinstance(tree, list | tuple):
-        return type(tree)(lifted(gt, v) for v in tree)
-    return gt.asarray(np.asarray(tree))
+    return tree_map(lambda x: gt.asarray(np.asarray(x)), tree)
 
 
 def numbers(gt, tree):
-    if isinstance(tree, dict):
-        return [x for k in sorted(tree) for x in numbers(gt, tree[k])]
-    if isinstance(tree, list | tuple):
-        return [x for part in tree for x in numbers(gt, part)]
-    return [] if tree is None else [gt.to_numpy(tree)]
+    return [gt.to_numpy(x) for x in leaves(tree)]
 
 
 def close(gt, found, expected, tolerance=1e-12):
@@ -135,19 +128,6 @@ def _words(gt, key):
     import jax
 
     return jax.random.key_data(key) % 1000003
-
-
-@pytest.mark.slow_at("jax")
-def test_a_microbatched_mean_is_the_full_mean(gt):
-    x = gt.asarray(np.arange(1.0, 11.0))
-    w = {"a": gt.asarray(np.array(2.0))}
-    f = lambda w, x: (w["a"] ** 2 * x).mean()
-    value, grads = gt.microbatched_value_and_grad(f, 4)(w, x)
-    assert float(value) == 22 and float(grads["a"]) == 22
-    value, grads = gt.microbatched_value_and_grad(
-        lambda w, x: (w["a"] ** 2 * x).sum(), 4, reduction="sum"
-    )(w, x)
-    assert float(value) == 220 and float(grads["a"]) == 220
 
 
 @pytest.mark.slow_at("jax")

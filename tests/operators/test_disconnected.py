@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,17 +27,6 @@ class Path:
         return self.name
 
 
-def _one_hot(gt: Any, x: Any) -> Any:
-    return gt.xp.take(gt.asarray(np.eye(3)), gt.xp.argmax(x)[None], axis=0)
-
-
-def _sign(gt: Any, x: Any) -> Any:
-    """The framework's own: that of array-api-compat masks NaN, which vmap cannot follow."""
-    if not hasattr(x, "sign"):
-        return gt.xp.sign(x)
-    return x.sign()
-
-
 def _cast(gt: Any, x: Any) -> Any:
     whole = gt.xp.astype(x, gt.xp.int64)
     return gt.xp.sum(gt.xp.astype(whole, gt.xp.float64))
@@ -55,9 +43,6 @@ PATHS = (
     Path("plain use", lambda gt, x: gt.xp.sum(x * x), True),
     Path("times zero", lambda gt, x: gt.xp.sum(0.0 * x), True),
     Path("rounded", lambda gt, x: gt.xp.sum(gt.xp.round(x)), True),
-    Path("floor", lambda gt, x: gt.xp.sum(gt.xp.floor(x)), True),
-    Path("sign", lambda gt, x: gt.xp.sum(_sign(gt, x)), True),
-    Path("to the power zero", lambda gt, x: gt.xp.sum(x**0), True),
     Path("picked by where", lambda gt, x: gt.xp.sum(gt.xp.where(x > 0, x, x * x)), True),
     Path("in one branch of where", lambda gt, x: gt.xp.sum(gt.xp.where(x > 9, x, 1.0)), True),
     Path("the largest", lambda gt, x: gt.xp.max(x), True),
@@ -71,8 +56,6 @@ PATHS = (
     Path("cast to an integer", _cast, False),
     Path("compared", lambda gt, x: gt.xp.sum(gt.xp.astype(x > 0, gt.xp.float64)), False),
     Path("argmax", lambda gt, x: gt.xp.astype(gt.xp.argmax(x), gt.xp.float64), False),
-    Path("one-hot of argmax", lambda gt, x: gt.xp.sum(_one_hot(gt, x)), False),
-    Path("only chooses in where", lambda gt, x: gt.xp.sum(gt.xp.where(x > 0, 1.0, 2.0)), False),
     Path("only its shape is used", lambda gt, x: gt.xp.sum(gt.xp.ones_like(x)), False),
 )
 CONNECTED = [p for p in PATHS if p.connected]
@@ -96,14 +79,6 @@ def test_what_is_connected_passes_every_policy(gt, backend_name, path, policy):
 def test_what_is_cut_raises_and_names_the_argument(gt, backend_name, path, policy):
     with pytest.raises(DisconnectedInputError, match=r"^grad: argument 0 does not reach"):
         gt.grad(_f(gt, path), disconnected_inputs=policy)(lift(backend_name, X))
-
-
-@pytest.mark.parametrize("path", LOST, ids=str)
-def test_what_is_cut_gives_zeros_when_asked(gt, backend_name, path):
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        g = gt.grad(_f(gt, path), disconnected_inputs="zeros")(lift(backend_name, X))
-    close(lower(g), np.zeros(3), 0)
 
 
 @pytest.mark.parametrize("path", LOST, ids=str)
@@ -201,15 +176,3 @@ def test_what_is_cut_raises_under_vmap(gt, backend_name, path):
     xs = lift(backend_name, np.stack([X, X + 1]))
     with pytest.raises(DisconnectedInputError):
         gt.vmap(gt.grad(_f(gt, path)))(xs)
-
-
-@pytest.mark.slow_at(
-    ("jax", "picked by where"), ("jax", "the largest"), ("jax", "clipped and saturated")
-)
-@pytest.mark.parametrize("path", CONNECTED, ids=str)
-def test_what_is_connected_passes_under_vmap(gt, backend_name, path):
-    xs = lift(backend_name, np.stack([X, X + 1]))
-    mapped = lower(gt.vmap(gt.grad(_f(gt, path)))(xs))
-    for i in range(2):
-        one = gt.grad(_f(gt, path))(lift(backend_name, X + i))
-        close(mapped[i], lower(one), 1e-15)

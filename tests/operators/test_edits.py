@@ -100,16 +100,6 @@ def test_the_value_passes_through_bit_for_bit_in_forward_mode(gt, native, name):
 # --- pytrees -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", [n for n in EDITS if n != "straight_through"])
-def test_trees_keep_their_structure_their_integers_and_their_nones(gt, native, name):
-    count = native.array(np.arange(3))
-    tree = {"w": (native.array([1.5, 2.5]), None), "n": count, "k": 7, "flag": native.array([True])}
-    out = EDITS[name](gt, tree)
-    assert set(out) == set(tree) and isinstance(out["w"], tuple) and out["w"][1] is None
-    assert out["n"] is count and out["k"] == 7 and out["flag"] is tree["flag"]
-    assert native.bits(out["w"][0]) == native.bits(tree["w"][0])
-
-
 @pytest.mark.parametrize(
     ("name", "expected"),
     [
@@ -132,15 +122,6 @@ def test_every_leaf_of_a_tree_is_edited(gt, native, name, expected):
     a, b = gt.grad(f, (0, 1), disconnected_inputs="zeros")(tree["a"], tree["b"])
     same(gt.to_numpy(a), expected[0])
     same(gt.to_numpy(b), expected[1])
-
-
-@pytest.mark.parametrize("scale", [0.5, 2, np.float64(0.5), np.float32(0.25), np.array(3.0)])
-def test_a_scale_may_be_any_real_number(gt, scale):
-    x = gt.asarray(np.array([1.0, 2.0]))
-    found = gt.grad(lambda x: gt.reverse_gradient(x, scale).sum())(x)
-    same(gt.to_numpy(found), [-float(scale)] * 2)
-    found = gt.grad(lambda x: gt.scale_gradient(x, scale).sum())(x)
-    same(gt.to_numpy(found), [float(scale)] * 2)
 
 
 # --- scales --------------------------------------------------------------------------------
@@ -192,23 +173,6 @@ def test_a_scale_may_be_traced_and_scheduled_without_a_second_trace(gt, native):
     assert len(traces) == 1
 
 
-def test_a_scale_is_not_differentiated(gt):
-    x, s = gt.asarray(2.0), gt.asarray(0.5)
-    f = lambda x, s: gt.reverse_gradient(x, s) ** 2
-    found = gt.grad(f, 1, disconnected_inputs="zeros")(x, s)
-    assert number(found) == 0
-    assert number(gt.jvp(lambda s: f(x, s), (s,), (s,))[1]) == 0
-
-
-def test_the_derivative_in_the_scale_of_a_gradient_is_there(gt):
-    """The first derivative depends on s, and second order may ask how: d/ds (-2 s x) = -2 x."""
-    x, s = gt.asarray(2.0), gt.asarray(0.5)
-    gradient = lambda s: gt.grad(lambda x: gt.reverse_gradient(x, s) ** 2)(x)
-    assert number(gradient(s)) == -2.0
-    assert number(gt.grad(gradient)(s)) == -4.0
-    assert number(gt.jvp(gradient, (s,), (gt.asarray(1.0),))[1]) == -4.0
-
-
 # --- second and third order of the linear edits -----------------------------------------------
 
 
@@ -235,17 +199,6 @@ def test_a_scale_given_as_an_array_enters_the_hessian_from_both_sides(gt, rng, m
     same(number(found), (s * w) @ hessian @ (s * v), rtol=1e-12)
 
 
-# --- stop ----------------------------------------------------------------------------------
-
-
-def test_stop_cuts_both_modes_and_is_reported_as_a_cut(gt):
-    x = gt.asarray(3.0)
-    with pytest.raises(DisconnectedInputError):
-        gt.grad(lambda x: gt.stop_gradient(x) ** 2)(x)
-    assert number(gt.grad(lambda x: x * gt.stop_gradient(x))(x)) == 3.0
-    assert number(gt.jvp(lambda x: gt.stop_gradient(x) ** 2, (x,), (x,))[1]) == 0.0
-
-
 # --- clip ----------------------------------------------------------------------------------
 
 
@@ -261,7 +214,6 @@ def clipped(gt, cts, **bounds):
 _INF, _NAN, _HALF = math.inf, math.nan, 1 / math.sqrt(2)
 CLIPPED = {  # cotangents (and their dtype), bounds, what comes out, the relative error
     "a norm at the bound": ([[3.0, 4.0]], {"max_norm": 5.0}, [[3.0, 4.0]], 0),  # no epsilon
-    "another at the bound": ([[33.0, 56.0]], {"max_norm": 65.0}, [[33.0, 56.0]], 0),
     "all leaves": ([[3.0, 0.0], [4.0]], {"max_norm": 0.5}, [[0.3, 0.0], [0.4]], 1e-13),
     "values first": ([[3.0, -100.0]], {"max_norm": 2.5, "max_value": 4.0}, [[1.5, -2.0]], 0),
     "moduli": ([[3 + 4j, 0.3j, 0j, -5j]], {"max_value": 1.0}, [[0.6 + 0.8j, 0.3j, 0j, -1j]], 1e-13),
@@ -273,18 +225,13 @@ CLIPPED = {  # cotangents (and their dtype), bounds, what comes out, the relativ
         1e-7,
     ),
     "a zero, norm": ([[0.0, 0.0], [0j]], {"max_norm": 1.0}, [[0.0, 0.0], [0j]], 0),
-    "a zero, value": ([[0.0, 0.0], [0j]], {"max_value": 1.0}, [[0.0, 0.0], [0j]], 0),
     "a zero to a norm of zero": ([[0.0], [0j]], {"max_norm": 0.0}, [[0.0], [0j]], 0),
     "a norm of zero": ([[1.0, -2.0]], {"max_norm": 0.0}, [[0.0, 0.0]], 0),
     "a value of zero": ([[1.0, -2.0, 0.0]], {"max_value": 0.0}, [[0.0, 0.0, 0.0]], 0),
     "an infinite norm": ([[1.0], [1 + 2j]], {"max_norm": _INF}, [[1.0], [1 + 2j]], 0),
-    "an infinite value": ([[1.0], [1 + 2j]], {"max_value": _INF}, [[1.0], [1 + 2j]], 0),
     "NaN, value": ([[_NAN, 2.0, -3.0]], {"max_value": 1.0}, [[_NAN, 1.0, -1.0]], 0),
     "NaN, modulus": ([[_NAN + 1j, 2j]], {"max_value": 1.0}, [[complex(_NAN, _NAN), 1j]], 0),
-    "NaN, norm": ([[_NAN]], {"max_norm": 1.0}, [[_NAN]], 0),
-    "NaN, both": ([[_NAN]], {"max_norm": 1.0, "max_value": 1.0}, [[_NAN]], 0),
     "infinity": ([[_INF, -_INF, 1.0]], {"max_value": 2.0}, [[2.0, -2.0, 1.0]], 0),
-    "infinity, norm": ([([_INF, 1.0], "float32")], {"max_norm": 1.0}, [[_NAN, _NAN]], 0),
     **{
         f"{size} in float32": (
             [([size, size], "float32")],
@@ -307,14 +254,12 @@ CLIPPED = {  # cotangents (and their dtype), bounds, what comes out, the relativ
     "bfloat16": ([([3e38, 3e38], "bfloat16")], {"max_norm": 1.0}, [[_HALF, _HALF]], 4e-3),
     # A sum of 65536 ones stops at 256 in bfloat16 and overflows in float16.
     "a long float16": ([([1.0] * 65536, "float16")], {"max_norm": 128.0}, [[0.5] * 65536], 0),
-    "a long bfloat16": ([([1.0] * 65536, "bfloat16")], {"max_norm": 128.0}, [[0.5] * 65536], 0),
     "an empty leaf": (
         [np.zeros((0, 3)), [3.0, 4.0]],
         {"max_norm": 1.0, "max_value": 10.0},
         [np.zeros((0, 3)), [0.6, 0.8]],
         1e-13,
     ),
-    "empty alone": ([np.zeros((0, 3))], {"max_norm": 1.0, "max_value": 1.0}, [np.zeros((0, 3))], 0),
 }
 
 
@@ -328,18 +273,6 @@ def test_what_clip_gradient_makes_of_a_cotangent(gt, native, name):
         assert found.shape == np.shape(wanted)
         found = found.astype(complex if np.iscomplexobj(found) else float)
         np.testing.assert_allclose(found, wanted, rtol=rtol, atol=0)
-
-
-@pytest.mark.sweep_at("torch")
-def test_bounds_may_be_traced(gt, native):
-    def f(x, bound):
-        return gt.grad(lambda x: (gt.clip_gradient(x, max_norm=bound) ** 2).sum())(x)
-
-    compiled = gt.compile(f, **native.compile_options)
-    x = native.array([3.0, 4.0])
-    for bound in (1.0, 5.0, 20.0):
-        factor = min(1, bound / 10)
-        same(gt.to_numpy(compiled(x, native.array(bound))), np.array([6.0, 8.0]) * factor)
 
 
 # --- transform -----------------------------------------------------------------------------
@@ -374,18 +307,6 @@ def test_an_object_in_which_no_array_is_found_is_refused_and_not_left_unedited(g
             EDITS[name](gt, held)
     for plain in (None, [], "mode", 3, 2.0, np.ones(2), [_Holder(x), "mode"]):
         assert repr(EDITS[name](gt, plain)) == repr(plain)
-
-
-def test_transform_sees_none_at_leaves_that_are_not_differentiable(gt, native):
-    seen = []
-
-    def look(c):
-        seen.append((c["n"], c["k"], c["nothing"]))
-        return c
-
-    rest = {"n": native.array(1), "k": 2, "nothing": None}
-    gt.grad(lambda x: gt.transform_gradient({"x": x, **rest}, look)["x"])(gt.asarray(1.0))
-    assert seen == [(None, None, None)] * len(seen) and seen
 
 
 @pytest.mark.slow_at("jax")
@@ -451,14 +372,6 @@ def test_what_is_edited_may_be_its_own_scale_or_its_own_known_gradient(gt):
     assert number(gt.grad(gt.grad(lambda x: gt.scale_gradient(x, x) * 7))(x)) == 7.0
 
 
-def test_known_gradient_has_no_first_derivative_with_respect_to_what_was_given(gt):
-    x, dx = gt.asarray(2.0), gt.asarray(5.0)
-    with pytest.raises(DisconnectedInputError):
-        gt.grad(lambda dx: gt.replace_gradient(x, dx) ** 2)(dx)
-    found = gt.grad(lambda dx: gt.replace_gradient(x, dx) * dx)(dx)
-    assert number(found) == 2.0
-
-
 def test_known_gradient_of_complex_arrays_is_in_the_convention_of_gradtools(gt, native):
     z, dz = native.array(1 + 2j), native.array(3 - 4j)
     f = lambda z: abs(gt.replace_gradient(z, dz)) ** 2
@@ -466,15 +379,6 @@ def test_known_gradient_of_complex_arrays_is_in_the_convention_of_gradtools(gt, 
 
 
 # --- what has a reverse rule only --------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", REVERSE_ONLY)
-def test_a_native_jvp_through_a_reverse_only_edit_shows_the_frameworks_own_error(gt, native, name):
-    x = native.array(np.ones(2))
-    error = {"jax": TypeError, "torch": RuntimeError}[native.name]
-    text = {"jax": "forward-mode autodiff", "torch": "jvp"}[native.name]
-    with pytest.raises(error, match=text):
-        native.jvp(lambda x: EDITS[name](gt, x), (x,), (x,))
 
 
 @pytest.mark.parametrize("name", REVERSE_ONLY)
@@ -663,26 +567,6 @@ def test_a_batch_is_edited_example_by_example(case, gt, native):
         gt.grad(lambda xs: gt.vmap(f)(xs).sum())(native.array(XS)),
     ):
         same(np.asarray(found), expected, rtol=1e-12)
-
-
-@pytest.mark.slow_at("clip_norm")
-@pytest.mark.sweep_at(
-    ("reverse", "torch"),
-    ("scale", "torch"),
-    ("clip_norm", "torch"),
-    ("clip_value", "torch"),
-    ("known", "torch"),
-    ("straight_through", "torch"),
-)
-def test_compiled_code_gives_the_same_value_and_gradient(case, gt, native):
-    name, f, gradient = case
-    if name == "transform" and native.name == "torch":
-        pytest.skip("transform_gradient is refused under fullgraph; it has a test of its own")
-    x = native.array(X)
-    value, found = gt.compile(gt.value_and_grad(f), **native.compile_options)(x)
-    same(number(value), number(f(x)))
-    same(gt.to_numpy(found), gradient(X), rtol=1e-12)
-    same(np.asarray(native.jit(native.grad(f))(x)), gradient(X), rtol=1e-12)
 
 
 @pytest.mark.slow_at("jax")

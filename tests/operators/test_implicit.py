@@ -205,23 +205,6 @@ def test_solve_may_be_an_optimizer_and_the_minimum_is_differentiated(gt, backend
         agree(gt, a, b, 1e-8)
 
 
-def test_the_numbers_are_those_of_jaxs_custom_root(gt, backend_name, wx):
-    if backend_name != "jax":
-        return
-    import jax
-
-    def theirs(w, x):
-        linear = lambda g, y: jax.numpy.linalg.solve(jax.jacobian(g)(y), y)
-        f = lambda z: equation(z, w, x)
-        return jax.lax.custom_root(f, 0 * x, lambda *_: newton(gt)(w, x), linear)
-
-    ours = gt.implicit_solution(equation, newton(gt), "dense")
-    for f in (ours, theirs):
-        agree(gt, f(*wx), newton(gt)(*wx))
-    gradients = [jax.jit(jax.grad(lambda w, x, f=f: f(w, x).sum()))(*wx) for f in (ours, theirs)]
-    agree(gt, *gradients, 1e-12)
-
-
 def test_what_is_no_solution_is_refused_and_nan_in_a_trace(gt, backend_name):
     a = gt.asarray(np.array([2.0, 0.7]))
     F = lambda z, a: z**3 + z - a
@@ -235,30 +218,6 @@ def test_what_is_no_solution_is_refused_and_nan_in_a_trace(gt, backend_name):
     singular = gt.implicit_solution(lambda z, a: (z - a) ** 2, lambda a: a, "cg")
     with pytest.raises(GradtoolsError, match="linear solve left a residual"):
         gt.grad(lambda a: singular(a).sum())(a)
-
-
-@pytest.mark.parametrize(
-    ("make", "text"),
-    [
-        (lambda gt: gt.implicit_solution(3, lambda a: a), "F must be a function"),
-        (lambda gt: gt.implicit_solution(lambda z, a: z, 3), "solve must be a function"),
-        (
-            lambda gt: gt.implicit_solution(lambda z, a: z, lambda a: a, "lu"),
-            "linear_solve is 'lu'; expected 'gmres'",
-        ),
-        (
-            lambda gt: gt.implicit_solution(lambda z, a: z[0], lambda a: a)(gt.asarray(np.ones(2))),
-            "F returns .*; expected the structure and shapes of z",
-        ),
-        (
-            lambda gt: gt.implicit_solution(lambda z, a: z, lambda a: 3)(gt.asarray(np.ones(2))),
-            "solve returned an int at z; expected a floating or complex array",
-        ),
-    ],
-)
-def test_wrong_arguments_are_named(gt, make, text):
-    with pytest.raises(GradtoolsError, match="^implicit_solution: .*" + text):
-        make(gt)
 
 
 def test_checked_mode_sees_the_solution_move(gt, backend_name, wx):

@@ -157,23 +157,6 @@ def test_what_is_cut_after_an_inner_derivative_is_zero_in_every_operator(gt, bac
         assert all("argument 0 does not reach" in text for text in texts)
 
 
-@pytest.mark.parametrize("inner", CUT, ids=str)
-def test_what_is_cut_is_silent_when_asked(gt, backend_name, inner):
-    x = lift(backend_name, X)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        assert _number(gt.grad(_f(gt, inner), disconnected_inputs="zeros")(x)) == 0
-
-
-def test_an_argument_that_is_unused_beside_an_inner_derivative_is_zero_in_a_pullback(
-    gt, backend_name
-):
-    x = lift(backend_name, X)
-    a, b = gt.vjp(lambda a, b: gt.grad(lambda z: z**3)(a), x, x)[1](x * 0 + 1)
-    close(_number(a), 6 * 1.2, 1e-12)
-    assert _number(b) == 0
-
-
 @pytest.mark.filterwarnings("ignore::gradtools.errors.DisconnectedInputWarning")
 @pytest.mark.parametrize("inner", INNER, ids=str)
 def test_it_is_the_same_under_vmap(gt, backend_name, inner):

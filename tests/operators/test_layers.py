@@ -70,22 +70,15 @@ def case(request):
     return request.param()
 
 
-def test_the_value_passes_and_the_gradient_is_reversed(case):
-    gradient, plain, _, _ = case
+def test_the_gradient_is_reversed_by_the_layers_scale_or_that_of_the_call(
+    case,
+):
+    gradient, plain, half, three = case
     value, dx = gradient(plain)
     np.testing.assert_array_equal(value, [1, -2, 3])
     np.testing.assert_array_equal(dx, [-1, -2, -4])
-
-
-def test_the_layers_scale_multiplies_the_reversed_gradient(case):
-    gradient, _, half, _ = case
-    np.testing.assert_array_equal(gradient(half)[1], [-0.5, -1, -2])
-
-
-def test_a_scale_given_at_the_call_replaces_the_layers_own(case):
-    gradient, _, half, three = case
-    np.testing.assert_array_equal(gradient(half, three)[1], [-3, -6, -12])
-    np.testing.assert_array_equal(gradient(half, 0.0)[1], [0, 0, 0])
+    for args, expected in (((), [-0.5, -1, -2]), ((three,), [-3, -6, -12]), ((0.0,), [0, 0, 0])):
+        np.testing.assert_array_equal(gradient(half, *args)[1], expected)
 
 
 def test_a_scheduled_scale_is_traced_under_jit():
@@ -105,17 +98,6 @@ def test_a_scheduled_scale_is_traced_under_jit():
     np.testing.assert_array_equal(step(2.0), [-2, -2])
     np.testing.assert_array_equal(step(5.0), [-5, -5])
     assert len(traces) == 1
-
-
-def test_the_layer_stands_in_an_equinox_sequential():
-    eqx = pytest.importorskip("equinox")
-    import jax
-    import jax.numpy as jnp
-
-    from gradtools.jax.equinox import GradientReversal
-
-    net = eqx.nn.Sequential([eqx.nn.Identity(), GradientReversal(2.0)])
-    np.testing.assert_array_equal(jax.grad(lambda x: net(x).sum())(jnp.ones(2)), [-2, -2])
 
 
 def test_the_torch_layers_scale_may_be_scheduled_by_assignment():

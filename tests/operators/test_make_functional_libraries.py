@@ -149,30 +149,6 @@ def run_nnx(train):
     return in_jax(apply, params, state, read, place)
 
 
-def run_equinox(train):
-    w = weights()
-    net, memory = eqx.nn.make_with_state(Equinox)(dtype=jnp.float64)
-
-    def slots(n):
-        return (n.first.weight, n.first.bias, n.norm.weight, n.last.weight, n.last.bias)
-
-    arrays = [jnp.asarray(w[name]) for name in ("w1", "b1", "g", "w2", "b2")]
-    net = eqx.tree_at(slots, net, arrays)
-    apply, params, state = make_functional(net, variables=memory, train=train)
-
-    def batched(params, state, x):
-        one = jax.vmap(lambda row: apply(params, state, row), axis_name="batch", out_axes=(0, None))
-        return one(x)
-
-    def read(new):
-        mean, variance = new.get(net.norm.batch_state_index)
-        return mean, variance
-
-    return in_jax(
-        batched, params, state, read, lambda p, w1: eqx.tree_at(lambda n: n.first.weight, p, w1)
-    )
-
-
 @pytest.fixture
 def x64():
     with jax.enable_x64(True):
@@ -186,12 +162,6 @@ def test_the_same_weights_give_pytorchs_numbers_and_batch_statistics(x64, run, t
     for found, expected in zip(run(train), run_torch(train), strict=True):
         assert found.dtype == np.float64
         np.testing.assert_allclose(found, expected, rtol=1e-12, atol=1e-13)
-
-
-def test_equinox_gives_the_numbers_of_linen_in_training(x64):
-    """In evaluation it divides its statistics by 1 - m^calls, so only training is compared."""
-    for one, other in zip(run_equinox(True), run_linen(True), strict=True):
-        np.testing.assert_allclose(one, other, rtol=1e-12, atol=1e-13)
 
 
 # One call, each library
@@ -280,60 +250,3 @@ def test_nnx_without_a_key_counts_its_own_streams_on():
     assert not np.array_equal(out, again)
     _, keyed = apply(params, state, x, key=KEY)
     assert equal(values(keyed["rngs"]), values(state["rngs"]))
-
-
-class Deterministic(linen.Module):
-    @linen.compact
-    def __call__(self, x, deterministic=True):
-        return linen.Dropout(0.5)(x, deterministic=deterministic)
-
-
-def test_train_reaches_a_linen_module_that_knows_deterministic():
-    apply, params, state = make_functional(Deterministic(), variables={}, train=True)
-    assert (apply(params, state, jnp.ones(200), key=KEY)[0] == 0).any()
-
-
-def test_train_is_refused_where_the_linen_module_has_no_word_for_it():
-    net = linen.Dense(2)
-    variables = net.init(KEY, jnp.ones(3))
-    with pytest.raises(GradtoolsError, match="train=True cannot be passed on"):
-        make_functional(net, variables=variables, train=True)
-
-
-def test_an_equinox_module_that_takes_no_key_is_called_without_one():
-    class Plain(eqx.Module):
-        w: jax.Array
-
-        def __call__(self, x):
-            return self.w * x
-
-    apply, params, state = make_functional(Plain(jnp.ones(2)))
-    assert np.array_equal(apply(params, state, jnp.ones(2), key=KEY)[0], [1, 1])
-
-
-@LIBRARIES
-def test_wrong_params_are_named(make):
-    apply, params, state = make()
-    x = jnp.ones((BATCH, IN))
-    with pytest.raises(GradtoolsError, match=r"params.* has shape .*the module's has"):
-        apply(jax.tree.map(lambda p: jnp.ones((7, *p.shape)), params), state, x, key=KEY)
-    with pytest.raises(GradtoolsError, match="missing: "):
-        apply({}, state, x, key=KEY)
-
-
-def test_what_is_no_module_or_has_the_wrong_variables_is_refused():
-    with pytest.raises(GradtoolsError, match=r"an int; .*flax.linen, flax.nnx or equinox"):
-        make_functional(3)
-    with pytest.raises(GradtoolsError, match=r"variables=module\.init"):
-        make_functional(linen.Dense(2))
-    with pytest.raises(GradtoolsError, match="variables=None"):
-        make_functional(Nnx(), variables={})
-    with pytest.raises(GradtoolsError, match=r"eqx.nn.State"):
-        make_functional(eqx.nn.Identity(), variables={})
-
-
-@pytest.mark.parametrize("make", [small_linen, small_nnx])
-def test_what_is_no_key_is_refused(make):
-    apply, params, state = make()
-    with pytest.raises(GradtoolsError, match="a key is made by"):
-        apply(params, state, jnp.ones((BATCH, IN)), key=3)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from gradtools import GradtoolsError
-
 X = np.arange(10.0, dtype=np.float32)
 
 
@@ -48,29 +46,6 @@ def test_each_chunk_gets_its_own_key(gt):
         return
     _, g = step(gt.asarray(np.float32(2)), gt.asarray(X), gt.random_key(0))
     assert float(g) == 4.5
-
-
-MISTAKES = {
-    "an integer metric": (lambda w, x, s: ((w * x).mean(), (x > 0).sum()), {"has_aux": True}),
-    "no pair": (lambda w, x, s: (w * x).mean(), {"carry_argnums": 2}),
-    "no aux in the pair": (
-        lambda w, x, s: ((w * x).mean(), s),
-        {"has_aux": True, "carry_argnums": 2},
-    ),
-    "a carry that is differentiated": (lambda w, x, s: ((w * x).mean(), s), {"carry_argnums": 0}),
-    "a key that is a carry": (
-        lambda w, x, s: ((w * x).mean(), s),
-        {"carry_argnums": 2, "key_argnums": 2},
-    ),
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES)
-def test_mistakes_are_named(gt, mistake):
-    f, options = MISTAKES[mistake]
-    args = gt.asarray(np.float32(2)), gt.asarray(X), gt.asarray(np.float32(0))
-    with pytest.raises(GradtoolsError, match=r"microbatched_value_and_grad: "):
-        gt.microbatched_value_and_grad(f, 4, **options)(*args)
 
 
 def test_minimax_hands_aux_out(gt):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import threading
-
 import numpy as np
 import pytest
 
@@ -226,23 +224,6 @@ def test_marks_of_frozen_functions_are_not_retained(gt, wx):
     agree(gt, g, gt.grad(lambda x: gt.xp.tanh(x @ w).sum())(x))
 
 
-@pytest.mark.parametrize(
-    ("call", "text"),
-    [
-        (lambda gt, x: gt.retain_gradient(x, 3), "name is 3; expected a string"),
-        (
-            lambda gt, x: gt.retained_gradients(lambda x: gt.retain_gradient(3, "n") * x.sum())(x),
-            "holds no floating or complex array",
-        ),
-        (lambda gt, x: gt.retained_gradients(lambda x: x)(x), "f must return one real number"),
-        (lambda gt, x: gt.retained_gradients(lambda x: x.sum(), 1)(x), "argnums holds 1"),
-    ],
-)
-def test_wrong_calls_say_what_is_wrong(gt, wx, call, text):
-    with pytest.raises(GradtoolsError, match=text):
-        call(gt, wx[1])
-
-
 def test_jax_programs_have_no_operation_for_a_mark(backend_name, gt, wx):
     if backend_name != "jax":
         assert gt.retain_gradient(wx[0], "w") is wx[0]
@@ -262,28 +243,6 @@ def test_jax_programs_have_no_operation_for_a_mark(backend_name, gt, wx):
     )
     with pytest.raises(GradtoolsError, match=r"'h' is marked inside of while"):
         gt.retained_gradients(lambda x: loop(x).sum())(wx[1])
-
-
-def test_flaxs_perturb_gives_the_same_numbers(backend_name, gt, rng):
-    if backend_name != "jax":
-        return
-    import jax
-    from flax import linen
-
-    class Network(linen.Module):
-        @linen.compact
-        def __call__(self, x):
-            h = linen.tanh(linen.Dense(4, param_dtype=float)(x))
-            h = self.perturb("h", gt.retain_gradient(h, "h"))
-            return (linen.Dense(2, param_dtype=float)(h) ** 2).sum()
-
-    x = rng.normal(size=(3, 2))
-    variables = Network().init(jax.random.key(0), x)
-    params, there = variables["params"], variables["perturbations"]
-    f = lambda p, d: Network().apply({"params": p, "perturbations": d}, x)
-    theirs = jax.grad(f, 1)(params, there)["h"]
-    retained = gt.retained_gradients(lambda p: f(p, there))(params)[2]["h"]
-    agree(gt, retained, theirs, 1e-14)
 
 
 def test_a_modules_retained_gradients_are_those_of_retain_grad(backend_name, gt):
@@ -317,23 +276,6 @@ def test_a_modules_retained_gradients_are_those_of_retain_grad(backend_name, gt)
     with torch.no_grad():
         assert not gt.retained_gradients(f)(module, x)[2]["h"].requires_grad
         assert gt.retained_gradients(f)(module, x)[2]["h"].abs().sum() > 0
-
-
-def test_threads_retain_their_own(gt, wx):
-    w, x = wx
-    f, wrong = steps(gt), []
-    expected = [added(gt, w * i, x) for i in range(3)]
-
-    def work(i):
-        for _ in range(10):
-            found = gt.retained_gradients(f)(w * i, x)[2]["h"]
-            wrong.extend([i] * (not np.allclose(gt.to_numpy(found), gt.to_numpy(expected[i]))))
-
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(3)]
-    for step in ("start", "join"):
-        for thread in threads:
-            getattr(thread, step)()
-    assert not wrong
 
 
 @pytest.mark.slow

@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import re
 from html.parser import HTMLParser
 from xml.etree import ElementTree
 
-import numpy as np
 import pytest
 
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.graphs.nodes import Dependence
-from gradtools.seeing.graphs.outline import size_text
 from gradtools.seeing.graphs.outlining import outline_of
 from gradtools.seeing.pictures import palette
-from gradtools.seeing.pictures.drawing import interpreter
 from tests.support.seeing_graphs import (
     SHAPES,
-    Builder,
     cuts,
     linear_with_backward,
     transformer,
@@ -89,49 +84,6 @@ def test_expand_opens_what_it_names():
 # --- colours -----------------------------------------------------------------------------
 
 # Machado, Oliveira and Fernandes (2009), severity 1, on linear RGB.
-VISION = {
-    "usual": np.eye(3),
-    "protan": [[0.152, 1.053, -0.205], [0.115, 0.786, 0.099], [-0.004, -0.048, 1.052]],
-    "deutan": [[0.367, 0.861, -0.228], [0.280, 0.673, 0.047], [-0.012, 0.043, 0.969]],
-    "tritan": [[1.256, -0.077, -0.179], [-0.078, 0.931, 0.148], [0.005, 0.691, 0.304]],
-}
-
-
-def linear(colour: str) -> np.ndarray:
-    c = np.array([int(colour[i : i + 2], 16) / 255 for i in (1, 3, 5)])
-    return np.where(c <= 0.04045, c / 12.92, ((c + 0.055) / 1.055) ** 2.4)
-
-
-def lab(rgb: np.ndarray) -> np.ndarray:
-    to_xyz = [[0.4124, 0.3576, 0.1805], [0.2126, 0.7152, 0.0722], [0.0193, 0.1192, 0.9505]]
-    xyz = np.array(to_xyz) @ np.clip(rgb, 0, 1) / [0.9505, 1.0, 1.089]
-    f = np.where(xyz > 0.008856, np.cbrt(xyz), 7.787 * xyz + 16 / 116)
-    return np.array([116 * f[1] - 16, 500 * (f[0] - f[1]), 200 * (f[1] - f[2])])
-
-
-def contrast(a: str, b: str) -> float:
-    light = [0.2126 * c[0] + 0.7152 * c[1] + 0.0722 * c[2] for c in (linear(a), linear(b))]
-    return (max(light) + 0.05) / (min(light) + 0.05)
-
-
-@pytest.mark.parametrize("vision", VISION)
-@pytest.mark.parametrize("colours", [palette.LIGHT, palette.DARK], ids=["light", "dark"])
-def test_passes_and_cuts_are_told_apart_by_every_kind_of_vision(vision, colours):
-    told = [edge for edge, _ in colours.passes]
-    seen = [lab(np.array(VISION[vision]) @ linear(colour)) for colour in told]
-    for i, one in enumerate(seen):
-        for two in seen[:i]:
-            assert np.linalg.norm(one - two) > 30
-
-
-@pytest.mark.parametrize("colours", [palette.LIGHT, palette.DARK], ids=["light", "dark"])
-def test_text_has_contrast(colours):
-    for _, fill in colours.passes:
-        assert contrast(colours.ink, fill) > 7
-        for text in (colours.faint, colours.cut):
-            assert contrast(text, fill) > 4.5
-    for edge, _ in colours.passes:
-        assert contrast(edge, colours.paper) > 4.5
 
 
 # --- text --------------------------------------------------------------------------------
@@ -243,19 +195,6 @@ def test_the_page_loads_nothing(graph):
     assert "@import" not in html and "url(" not in html
 
 
-@pytest.mark.slow_at("transformer", "random_graph")
-def test_the_page_holds_every_box_and_arrow(graph):
-    data = json.loads(parsed(graph.to_html()).data["graph"])
-    outline = outline_of(graph)
-    keys = {item.key for column in outline.columns for item in (column, *column.walk())}
-    assert {int(key) for key in data["items"]} == keys
-    ends = [(arrow.source, arrow.target) for arrow in outline.arrows]
-    assert [(arrow["source"], arrow["target"]) for arrow in data["arrows"]] == ends
-    laid = json.loads(interpreter().eval(f"JSON.stringify(layout.graphOf({json.dumps(data)}))"))
-    carried = {n for level in laid["levels"].values() for _, ns in level["strands"] for n in ns}
-    assert carried | set(laid["threads"]) == set(range(len(outline.arrows)))
-
-
 # --- files and edges ---------------------------------------------------------------------
 
 
@@ -272,11 +211,6 @@ def test_a_file_has_the_form_of_its_suffix(tmp_path, suffix, start):
     assert path.read_text(encoding="utf-8").startswith(start)
 
 
-def test_an_unknown_suffix_is_refused_with_those_that_are_known(tmp_path):
-    with pytest.raises(GradtoolsError, match=r"suffix '\.png'; expected one of \.svg, \.html"):
-        SHAPES["square"]().save(tmp_path / "graph.png")
-
-
 def test_edges_say_what_is_saved_and_what_is_cut():
     edges = linear_with_backward().edges
     saved = {(edge.source, edge.target, edge.bytes) for edge in edges if edge.saved}
@@ -285,30 +219,3 @@ def test_edges_say_what_is_saved_and_what_is_cut():
     assert told == {"stopped on purpose", "leaves the framework"}
     strengths = {edge.strength for edge in cuts().edges}
     assert strengths >= {Dependence.CUT, Dependence.ZERO_DERIVATIVE, Dependence.DIFFERENTIABLE}
-
-
-def test_a_mask_is_no_cut():
-    b = Builder()
-    x = b.input("x", 4)
-    mask = b.op("compare", x, dtype="bool", loss="discrete")
-    assert not [e for e in b.graph(b.op("where", mask, x, dtype="float32")).edges if e.cut]
-
-
-def test_what_reaches_the_result_through_a_comparison_alone_is_cut():
-    b = Builder()
-    x = b.input("x", 4)
-    mask = b.op("compare", x, dtype="bool", loss="discrete")
-    volume = b.op("mean", b.op("cast", mask, dtype="float32", loss="discrete"), shape=())
-    edges = b.graph(volume).edges
-    assert [edge.cut for edge in edges if edge.cut] == ["a discrete step"]
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [
-        *((0, "0 B"), (999, "999 B"), (1000, "1.0 kB"), (16_384, "16 kB"), (999_600, "1.0 MB")),
-        *((1_234_567, "1.2 MB"), (5_000_000_000, "5.0 GB"), (7 * 10**15, "7000 TB")),
-    ],
-)
-def test_sizes_are_told_in_short(size, text):
-    assert size_text(size) == text

@@ -64,11 +64,6 @@ def test_separate_real_and_imaginary_parts_give_the_same_rule_together():
     assert gt.formula(affine, *PARTS, argnums=(0, 1, 2, 3)).lines(2) == ["W̄ = Ō Iᴴ", "Ī = Wᴴ Ō"]
 
 
-def test_parts_that_are_no_complex_function_stay_apart():
-    f = lambda W_re, W_im, I_re, I_im: (W_re @ I_re, (W_im @ I_im).sin())
-    assert "that is, with" not in str(gt.formula(f, *PARTS[:4], argnums=(0, 1, 2, 3)))
-
-
 LOSSES = {
     "linear": (linear, LINEAR),
     "affine in parts": (affine, PARTS),
@@ -106,12 +101,6 @@ def test_latex_of_a_linear_layer():
     assert r"\bar{W} = \bar{y} x^{\top}" in found.latex()
     assert r"\bar{x} = W^{\top} \bar{y}" in found.latex()
     assert found._repr_latex_().startswith("$$")
-
-
-def test_names_are_the_shortest_ends_of_paths_that_differ():
-    layers = [{"weight": array(3)}, {"weight": array(3) + 1}]
-    f = lambda p, x: p[0]["weight"] * p[1]["weight"] * x
-    assert len(set(gt.formula(f, layers, array(3), argnums=(0, 1)).inputs)) == 3
 
 
 def test_an_array_that_the_program_holds_is_a_named_constant():

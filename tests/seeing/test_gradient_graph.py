@@ -5,10 +5,6 @@ import html
 import numpy as np
 import pytest
 
-from gradtools.errors import GradtoolsError
-from gradtools.seeing.graphs.derivative_flow import dependence_matrix
-from gradtools.seeing.graphs.nodes import Dependence
-
 X = np.asarray([0.5, 1.0, 2.0], np.float32)
 W = np.linspace(-1, 1, 6, dtype=np.float32).reshape(3, 2)
 
@@ -90,14 +86,6 @@ def test_a_linear_function_needs_nothing_of_its_argument_in_the_second_pass(gt, 
     assert not kept(graph)
 
 
-def test_what_leaves_as_it_came_has_the_name_of_what_it_is(gt, x):
-    graph = gt.gradient_graph(lambda x: (x, x), x, order=0)
-    assert names(graph, graph.outputs) == ["output[0]", "output[1]"]
-    backward = gt.gradient_graph(lambda x: x + gt.xp.round(x), x)
-    assert names(backward, backward.outputs) == ["output", "gradient of argument 0"]
-    assert is_in_order(graph) and is_in_order(backward)
-
-
 def test_every_node_names_the_line_of_the_user(gt, x):
     def f(x):
         y = gt.xp.sin(x)  # line 1
@@ -140,14 +128,6 @@ def test_a_checkpoint_is_marked_and_computed_again(gt, x):
     assert "exp" in inside
 
 
-def test_chunks_are_marked(gt):
-    x = gt.asarray(np.ones((4, 3), np.float32))
-    f = gt.chunked(lambda x: gt.xp.sin(x), chunk_size=2)
-    graph = gt.gradient_graph(lambda x: f(x).sum(), x)
-    assert {n.phase for n in graph.nodes if n.mark == "chunked"} == {0, 1}
-    assert not [edge for edge in graph.edges if edge.cut]
-
-
 def test_a_frozen_function_is_marked(gt, x):
     f = gt.frozen(lambda x: gt.xp.exp(x))
     graph = gt.gradient_graph(lambda x: f(x) * x, x)
@@ -164,43 +144,6 @@ def test_a_stopped_gradient_is_a_cut_edge(gt, x):
     assert [edge.cut for edge in cuts] == ["stopped on purpose"]
     assert graph.nodes[cuts[0].target].operation == "stop"
     assert graph.nodes[cuts[0].source].operation == "exp"
-
-
-def test_the_strength_of_paths_is_that_of_dependence(gt, x):
-    def f(x):
-        return gt.xp.round(x), gt.stop_gradient(x), gt.xp.sin(x), x > 1
-
-    graph = gt.gradient_graph(f, x, order=0)
-    rows = [row[0] for row in dependence_matrix(graph)]
-    cut = Dependence.CUT
-    assert rows == [Dependence.ZERO_DERIVATIVE, cut, Dependence.DIFFERENTIABLE, cut]
-
-
-# --- wrong input -------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("order", [3, -1, "1", True, 1.0])
-def test_an_order_that_there_is_not_is_refused(gt, x, order):
-    with pytest.raises(GradtoolsError, match="gradient_graph: order is"):
-        gt.gradient_graph(gt.xp.exp, x, order=order)
-
-
-def test_an_integer_argument_is_refused(gt):
-    with pytest.raises(GradtoolsError, match=r"gradient_graph: .*int"):
-        gt.gradient_graph(lambda x: x * 2, gt.asarray(np.arange(3)))
-
-
-def test_an_error_of_the_users_is_told(gt, x):
-    def f(x):
-        raise ValueError("mine")
-
-    with pytest.raises(GradtoolsError, match=r"gradient_graph: .*ValueError: mine"):
-        gt.gradient_graph(f, x)
-
-
-def test_no_function_is_refused(gt, x):
-    with pytest.raises(GradtoolsError, match="gradient_graph: f must be a function, got 3"):
-        gt.gradient_graph(3, x)
 
 
 # --- what is kept anew, and what is alive anyway -----------------------------------------
@@ -220,6 +163,3 @@ def test_arguments_have_the_names_of_their_parameters(gt, x):
         assert shown in text
     assert "argument" not in text + picture
     assert named.values[named.inputs[0]].name == "argument 0['w']"  # by which graphs are compared
-
-
-# --- forms ------------------------------------------------------------------------------

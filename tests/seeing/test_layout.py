@@ -9,7 +9,6 @@ from itertools import combinations
 
 import pytest
 
-from gradtools.seeing.graphs.outline import size_text
 from gradtools.seeing.graphs.outlining import outline_of
 from gradtools.seeing.pictures.box_text import LINE, size_of, text_width
 from gradtools.seeing.pictures.drawing import interpreter
@@ -192,18 +191,6 @@ def test_forward_runs_down_and_backward_up():
         if phases[arrow.source] == phases[arrow.target]:
             down = boxes[arrow.source][1] < boxes[arrow.target][1]
             assert down == (phases[arrow.source] % 2 == 0)
-
-
-def asked(expression: str):
-    """What an expression is in the layout's own language."""
-    return json.loads(interpreter().eval(f"JSON.stringify({expression})"))
-
-
-@pytest.mark.parametrize(
-    "size", [0, 999, 1000, 9949, 9950, 16384, 999_499, 999_500, 1_234_567, 10**9, 5 * 10**14]
-)
-def test_sizes_are_told_alike_in_the_picture_and_in_the_text(size):
-    assert asked(f"layout.sizeText({size})") == size_text(size)
 
 
 # --- the page's own script, in a document that holds no more than it asks for -------------------

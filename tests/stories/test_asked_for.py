@@ -38,67 +38,7 @@ def the_gradient_at_each_layers_output(gt):
         yield retained[f"layer {k}"], gt.grad(lambda h, k=k: chain(h, parts[k + 1 :]))(h)
 
 
-@STORIES.add(source="jax-ml/jax#12782")
-def a_tangent_at_an_intermediate_value(gt):
-    """An auxiliary output is an output: its tangent is that of the intermediate value."""
-    w, x, v = draw(gt, 3, 3), draw(gt, 3), draw(gt, 3) + 1
-
-    def f(x):
-        h = gt.xp.sin(w @ x)
-        return (h**2).sum(), h
-
-    dy, dh = gt.jvp(f, (x,), (v,))[1]
-    yield dh, gt.xp.cos(w @ x) * (w @ v)
-    yield dy, (2 * gt.xp.sin(w @ x) * dh).sum()
-
-
 # --- solutions of equations
-
-
-def bisected(gt, F, steps=60):
-    def solve(*args):
-        low, high = 0 * args[0] + 0.5, 0 * args[0] + 4.0
-        for _ in range(steps):
-            middle = (low + high) / 2
-            above = F(middle, *args) > 0
-            low, high = gt.xp.where(above, low, middle), gt.xp.where(above, middle, high)
-        return (low + high) / 2
-
-    return solve
-
-
-def cubic(z, factor):
-    return factor * z**3 - z - 2
-
-
-@STORIES.add(source="metaopt/torchopt#222")
-def the_root_of_a_scalar_equation_has_a_gradient(gt):
-    """The conjugate gradients there took no iteration for a scalar, and the gradient was zero."""
-    for solver in ("gmres", "cg", "dense"):
-        root = gt.implicit_solution(cubic, bisected(gt, cubic), solver)
-        factor = gt.asarray(np.array(2.0))
-        z = root(factor)
-        yield gt.grad(root)(factor), -(z**3) / (3 * factor * z**2 - 1)
-
-
-@STORIES.add(source="google-deepmind/optax#977")
-def the_products_of_an_argmin_whatever_found_it(gt):
-    """jvp and vjp around the minimum, of which the loop of an optimizer keeps nothing."""
-    A, b, v = draw(gt, 6, 3), draw(gt, 6), draw(gt, 3)
-    cost = lambda z, s: ((A @ z - b) ** 2).sum() / 2 + s * (z**2).sum() / 2
-
-    def by_numpy(s):
-        a, c = gt.to_numpy(A), gt.to_numpy(b)
-        return gt.asarray(np.linalg.lstsq(a.T @ a + float(s) * np.eye(3), a.T @ c)[0])
-
-    minimum = gt.implicit_solution(gt.grad(cost), by_numpy, "cg")
-    s = gt.asarray(np.array(0.5))
-    H = A.T @ A + s * gt.asarray(np.eye(3))
-    z = gt.xp.linalg.solve(H, (A.T @ b)[:, None])[:, 0]
-    slope = -gt.xp.linalg.solve(H, z[:, None])[:, 0]
-    yield minimum(s), z
-    yield gt.jvp(minimum, (s,), (gt.xp.ones_like(s),))[1], slope
-    yield gt.vjp(minimum, s)[1](v)[0], (v * slope).sum()
 
 
 @STORIES.add(source="pytorch/pytorch#100626")

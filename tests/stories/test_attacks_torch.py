@@ -68,36 +68,6 @@ def determinant_of_a_matrix_that_is_singular_there():
 
 
 @PROGRAMS.add()
-def an_equilibrium_whose_backward_is_a_solve():
-    @gt.custom_rule
-    def fixed(w, x):
-        z = x
-        with torch.no_grad():
-            for _ in range(100):
-                z = 0.3 * (w * z).tanh() + x
-        return z
-
-    def bwd(saved, ct):
-        z, w, x = saved
-        _, pull = gt.vjp(lambda z, w, x: 0.3 * (w * z).tanh() + x, z, w, x)
-        u = ct
-        for _ in range(100):
-            u = ct + pull(u)[0]
-        return pull(u)[1:]
-
-    fixed.defvjp(lambda w, x: (z := fixed(w, x), (z, w, x)), bwd)
-
-    def unrolled(w):
-        z = X[1]
-        for _ in range(100):
-            z = 0.3 * (w * z).tanh() + X[1]
-        return z.square().sum()
-
-    f = lambda w: fixed(w, X[1]).square().sum()
-    return [(gt.grad(f)(V), gt.grad(unrolled)(V)), (gt.hessian(f)(V), hessian(unrolled, V))]
-
-
-@PROGRAMS.add()
 def scheduled_reversal_in_a_checkpoint():
     class Reversed(nn.Module):
         def __init__(self):
@@ -113,16 +83,6 @@ def scheduled_reversal_in_a_checkpoint():
     gt.checkpoint(net)(x).sum().backward()
     (slope,) = torch.autograd.grad(network()(y := X.clone().requires_grad_()).sum(), y)
     return [(x.grad, -0.1 * slope), (net.step, torch.ones(()))]
-
-
-@PROGRAMS.add()
-def a_hook_that_clips_in_chunks():
-    def f(x):
-        y = x.square()
-        y.register_hook(lambda g: g.clamp(-0.5, 0.5))
-        return y * U
-
-    return [(gt.grad(lambda x: gt.chunked(f, 2)(x).sum())(X), 2 * X * U.clamp(-0.5, 0.5))]
 
 
 @pytest.mark.parametrize("attack", PROGRAMS.cases())

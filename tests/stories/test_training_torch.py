@@ -81,22 +81,6 @@ def wgan_gp_penalty_trains_the_critic():
     return _critic_penalty(mlp(3, 8, 1), lambda g: ((g.norm(dim=1) - 1) ** 2).mean())
 
 
-@STORIES.add(source="pytorch/pytorch#4661")
-def a_penalty_on_the_gradient_norm_of_all_weights():
-    net, x, y = mlp(3, 4, 1), rand(6, 3), rand(6, 1)
-    loss = lambda net: F.mse_loss(net(x), y)
-
-    def ours():
-        return loss(net) + 0.1 * sum(g.square().sum() for g in gt.grad(loss)(net).values())
-
-    def theirs():
-        value = loss(net)
-        grads = torch.autograd.grad(value, [*net.parameters()], create_graph=True)
-        return value + 0.1 * sum(g.square().sum() for g in grads)
-
-    return same_training(net, ours, theirs)
-
-
 def _distances(x: Tensor) -> Tensor:
     """As torch.pdist, whose backward pass has no derivative in PyTorch."""
     gaps = x[:, None] - x[None]
@@ -105,15 +89,6 @@ def _distances(x: Tensor) -> Tensor:
 
 
 # --- force fields
-
-
-@STORIES.add(source="lab-cosmo/torch-pme#188")
-def forces_do_not_depend_on_what_was_computed_before():
-    positions = leaf(rand(4, 3))
-    energy = lambda x: torch.cdist(x, x + 1).sum()
-    energy(positions).backward()  # contaminates .grad
-    expected = positions.grad.clone()
-    return [(gt.grad(energy)(positions), expected), (positions.grad, expected)]
 
 
 @STORIES.add(source="learningmatter-mit/NeuralForceField#15")
@@ -282,15 +257,6 @@ def an_implicit_rule_has_second_derivatives():
     ]
 
 
-@STORIES.add(source="deepinv/deepinv#419")
-def jacobian_free_backpropagation_is_one_cell():
-    net, x = _Fixed(), rand(3)
-    free = lambda x: net.cell(gt.stop_gradient(net.solve(x)), x).square().sum()
-    z = net.solve(x)
-    closed = 2 * z * (1 - z**2)
-    return [((gt.grad(free)(x) - closed).abs().max() < 1e-8, torch.tensor(True))]
-
-
 # --- learning to learn
 
 
@@ -334,26 +300,6 @@ def maml_with_a_layer_norm():
     return _maml(net, 3, _sgd)
 
 
-@STORIES.add(source="uvm-neurobotics-lab/ANML#3")
-def the_first_order_variant_differs_and_is_asked_for():
-    net, x, y = mlp(2, 3, 1), rand(4, 2), rand(4, 1)
-    stopped = lambda loss, p: gt.stop_gradient(gt.grad(loss)(p))
-
-    def outer(grad):
-        return F.mse_loss(
-            torch.func.functional_call(net, _inner(net, x, y, 1, _sgd, grad), (x,)), y
-        )
-
-    def theirs():
-        params = dict(net.named_parameters())
-        value = F.mse_loss(net(x), y)
-        grads = torch.autograd.grad(value, [*params.values()])
-        moved = {n: p - 0.1 * g for (n, p), g in zip(params.items(), grads, strict=True)}
-        return F.mse_loss(torch.func.functional_call(net, moved, (x,)), y)
-
-    return same_training(net, lambda: outer(stopped), theirs)
-
-
 # --- influence and curvature
 
 
@@ -370,76 +316,12 @@ def the_hessian_at_a_module_is_that_of_its_parameters():
     return [(found[n], e) for n, e in zip(v, expected, strict=True)]
 
 
-@STORIES.add(source="f-dangel/backpack#38")
-def a_gauss_newton_product():
-    x = rand(2)
-    w, v = rand(3, 2), rand(3, 2)
-    f = lambda w: torch.tanh(w @ x)
-    _, jv = gt.jvp(f, (w,), (v,))
-    _, pullback = gt.vjp(f, w)
-    jac = gt.jacobian(f)(w).reshape(3, 6)
-    return [(pullback(jv)[0].reshape(6), jac.T @ jac @ v.reshape(6))]
-
-
-# --- sharpness
-
-
-def _sam(net: nn.Module, x: Tensor, y: Tensor, grad: Any) -> Tensor:
-    loss = lambda p: F.mse_loss(torch.func.functional_call(net, p, (x,)), y)
-    params = dict(net.named_parameters())
-    g = {n: q.detach() for n, q in grad(loss, params).items()}
-    norm = sum(q.square().sum() for q in g.values()).sqrt()
-    return loss({n: p + 0.05 * g[n] / norm for n, p in params.items()})
-
-
-@STORIES.add(source="davda54/sam#8")
-def sharpness_aware_minimization():
-    net, x, y = mlp(3, 4, 1), rand(6, 3), rand(6, 1)
-    ours = lambda: _sam(net, x, y, lambda loss, p: gt.grad(loss)(p))
-    return same_training(net, ours, lambda: _sam(net, x, y, _plain_grad))
-
-
-@STORIES.add(source="davda54/sam#17")
-def two_passes_count_batch_statistics_twice_as_plain_passes_do():
-    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).to(D)
-    x = rand(4, 2)
-    loss = lambda net: net(x).square().sum()
-    gt.grad(loss)(net)
-    gt.grad(loss)(net)
-    return [(net[1].num_batches_tracked, torch.tensor(2))]
-
-
 # --- examples one by one
 
 
 def _norms(net: nn.Module, x: Tensor, y: Tensor) -> Any:
     loss = lambda net, x, y: F.mse_loss(net(x), y)
     return gt.per_example_grad(loss)(net, x, y)
-
-
-@STORIES.add(source="meta-pytorch/opacus#578")
-def clipped_gradients_of_a_network_with_a_layer_norm():
-    net = nn.Sequential(nn.Linear(3, 4), nn.LayerNorm(4), nn.Linear(4, 1)).to(D)
-    x, y = rand(5, 3), rand(5, 1)
-    grads = _norms(net, x, y)
-    size = sum(g.flatten(1).square().sum(1) for g in grads.values()).sqrt()
-    factor = (0.5 / size).clamp(max=1)
-    found = {n: torch.tensordot(factor, g, 1) for n, g in grads.items()}
-    expected = {n: torch.zeros_like(p) for n, p in net.named_parameters()}
-    for a, b in zip(x, y, strict=True):
-        one = torch.autograd.grad(F.mse_loss(net(a), b), [*net.parameters()])
-        scale = (0.5 / sum(g.square().sum() for g in one).sqrt()).clamp(max=1)
-        expected = {n: e + scale * g for (n, e), g in zip(expected.items(), one, strict=True)}
-    return [(found[n], expected[n]) for n in found]
-
-
-@STORIES.add(source="pytorch/pytorch#96655")
-def a_batch_norm_in_evaluation_mode_example_by_example():
-    net = nn.Sequential(nn.Linear(2, 3), nn.BatchNorm1d(3)).to(D).eval()
-    x = rand(4, 2)
-    grads = gt.per_example_grad(lambda net, x: net(x[None]).square().sum())(net, x)
-    one = torch.autograd.grad(net(x[:1]).square().sum(), [*net.parameters()])
-    return [(g[0], o) for g, o in zip(grads.values(), one, strict=True)]
 
 
 @STORIES.add(source="f-dangel/backpack#258")
@@ -461,18 +343,6 @@ def the_variance_of_examples_gradients_trains():
 
 
 # --- estimators and edited gradients
-
-
-@STORIES.add(source="CompVis/taming-transformers#35")
-def a_quantizer_passes_gradients_straight_through():
-    codes, z = rand(4, 2), rand(5, 2)
-    nearest = lambda z: codes[torch.cdist(z, codes).argmin(1)]
-    quantize = gt.straight_through(nearest)
-    loss = lambda q: (q**3).sum()
-    return [
-        (quantize(z), nearest(z)),
-        (gt.grad(lambda z: loss(quantize(z)))(z), 3 * nearest(z) ** 2),
-    ]
 
 
 @STORIES.add(source="lucidrains/vector-quantize-pytorch#40")
@@ -501,61 +371,6 @@ def a_codebook_by_moving_averages_stands_where_one_pass_leaves_it():
     return [(found, again.grad), (one.codes, two.codes)]
 
 
-@STORIES.add(source="ashawkey/stable-dreamfusion#335")
-def score_distillation_puts_a_given_gradient_in():
-    latents, noise = rand(2, 3), rand(2, 3)
-    render, params = (lambda p: torch.tanh(p)), rand(2, 3)
-    given = 0.7 * (latents - noise)
-    loss = lambda p: gt.replace_gradient(render(p), given).sum()
-    return [(gt.grad(loss)(params), given * (1 - torch.tanh(params) ** 2))]
-
-
-@STORIES.add(source="CuthbertCai/pytorch_DANN#10")
-def a_reversed_gradient_with_a_scheduled_scale():
-    w, x = rand(3), rand(5, 3)
-    features = lambda w: torch.tanh(x * w)
-    loss = lambda w, s: features(w).sum() + gt.reverse_gradient(features(w), s).square().sum()
-    d = 1 - features(w) ** 2
-    s = torch.tensor(0.3, dtype=D)
-    closed = ((1 - s * 2 * features(w)) * d * x).sum(0)
-    return [(gt.grad(loss)(w, s), closed)]
-
-
-@STORIES.add(source="locuslab/fast_adversarial#26")
-def an_attack_of_ten_steps_accumulates_nothing():
-    net, x, y = mlp(3, 5, 2), rand(4, 3), torch.arange(4) % 2
-    loss = lambda d: F.cross_entropy(net(x + d), y)
-    d, e = torch.zeros(4, 3, dtype=D), torch.zeros(4, 3, dtype=D)
-    for _ in range(10):
-        d = (d + 0.02 * gt.grad(loss)(d).sign()).clamp(-0.1, 0.1).detach()
-        z = leaf(e)
-        e = (e + 0.02 * torch.autograd.grad(loss(z), z)[0].sign()).clamp(-0.1, 0.1)
-    return [(d, e), ([p.grad for p in net.parameters()], [None] * 4)]
-
-
-# --- accumulation
-
-
-@STORIES.add(source="huggingface/transformers#35203")
-def token_means_over_unequal_batches():
-    w = rand(3, 4)
-    x, t = rand(10, 3), torch.arange(10) % 4
-    mean = lambda w, x, t: F.cross_entropy(x @ w, t)
-    weights = torch.rand(10, dtype=D)
-    whole = lambda w: (F.cross_entropy(x @ w, t, reduction="none") * weights).sum() / weights.sum()
-    weighted = lambda w, x, t, s: (F.cross_entropy(x @ w, t, reduction="none") * s).sum() / s.sum()
-    accumulator = gt.GradientAccumulator()
-    for rows in (slice(0, 4), slice(4, 8), slice(8, 10)):
-        g = gt.grad(weighted)(w, x[rows], t[rows], weights[rows])
-        accumulator.add(g, weight=weights[rows].sum())
-    value, grad = gt.microbatched_value_and_grad(mean, 4)(w, x, t)
-    return [
-        (accumulator.mean(), gt.grad(whole)(w)),
-        (grad, gt.grad(lambda w: mean(w, x, t))(w)),
-        (value, mean(w, x, t)),
-    ]
-
-
 # --- gradient caching
 
 
@@ -579,40 +394,6 @@ def _cached(encoder: nn.Module, chunk: int) -> list[tuple[Any, Any]]:
 @STORIES.add(source="luyug/GC-DPR#12")
 def a_cached_loss_draws_the_same_dropout():
     return _cached(nn.Sequential(nn.Linear(3, 4), nn.Dropout(0.5), nn.Linear(4, 2)).to(D), 2)
-
-
-@STORIES.add(source="luyug/GradCache#7")
-def a_cached_loss_has_the_gradient_of_the_whole_batch():
-    return _cached(mlp(3, 4, 2), 4)
-
-
-@STORIES.add(source="luyug/GradCache#15")
-def running_statistics_are_updated_once_for_each_chunk():
-    one, two = nn.BatchNorm1d(3, dtype=D), nn.BatchNorm1d(3, dtype=D)
-    x = rand(6, 3)
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # that tells of each chunk's own statistics
-        gt.chunked(one, 3)(x).square().sum().backward()
-    torch.cat([two(x[:3]), two(x[3:])]).square().sum().backward()
-    return [
-        (one.running_mean, two.running_mean),
-        (one.num_batches_tracked, two.num_batches_tracked),
-        (one.weight.grad, two.weight.grad),
-    ]
-
-
-@STORIES.add(source="VincentStimper/normalizing-flows#27")
-def the_log_determinant_of_an_affine_coupling():
-    net = mlp(1, 3, 2)
-
-    def flow(z):
-        s, t = net(z[:1])
-        return torch.stack([z[0], z[1] * torch.exp(s) + t])
-
-    z = rand(2)
-    logdet = lambda z: torch.linalg.slogdet(gt.jacobian(flow)(z))[1]
-    s = lambda z: net(z[:1])[0]
-    return [(logdet(z), s(z)), (gt.grad(logdet)(z), gt.grad(s)(z))]
 
 
 # --- flows and models trained through a tangent
@@ -648,41 +429,7 @@ def mean_flow_trains_through_a_tangent_with_attention():
     return same_training(net, ours, theirs)
 
 
-@STORIES.add(source="ermongroup/sliced_score_matching#3")
-def sliced_score_matching():
-    score, x, v = mlp(2, 5, 2), rand(4, 2), rand(4, 2)
-
-    def ours():
-        s, along = gt.jvp(score, (x,), (v,))
-        return ((v * along).sum(1) + 0.5 * s.square().sum(1)).mean()
-
-    def theirs():
-        z = leaf(x)
-        s = score(z)
-        (g,) = torch.autograd.grad((s * v).sum(), z, create_graph=True)
-        return ((g * v).sum(1) + 0.5 * s.square().sum(1)).mean()
-
-    return same_training(score, ours, theirs)
-
-
 # --- wrong in PyTorch itself
-
-
-@STORIES.add(source="pytorch/pytorch#76185")
-def a_saved_intermediate_is_named_by_checked():
-    class Sinh(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx, x):
-            ctx.e = x.exp()
-            return (ctx.e - 1 / ctx.e) / 2
-
-        @staticmethod
-        def backward(ctx, ct):
-            return ct * (ctx.e + 1 / ctx.e) / 2
-
-    x = rand(3)
-    loss = lambda x: Sinh.apply(x).sum()
-    return [(gt.grad(loss)(x), x.cosh()), (_named(lambda: gt.hessian(loss)(x), "Sinh"), True)]
 
 
 @pytest.mark.parametrize("story", STORIES.cases())

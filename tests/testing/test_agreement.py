@@ -23,22 +23,12 @@ functional = torch.nn.functional
 X = np.array([0.3, -0.7, 1.2])
 PAIRS = {
     "softplus": (functional.softplus, jax.nn.softplus, X),
-    "silu": (functional.silu, jax.nn.silu, X),
     "exact gelu": (functional.gelu, lambda x: jax.nn.gelu(x, approximate=False), X),
-    "log softmax": (lambda x: functional.log_softmax(x, -1), jax.nn.log_softmax, X),
     "relu of zeros": (functional.relu, jax.nn.relu, np.zeros(3)),
-    "relu6 at its edges": (functional.relu6, jax.nn.relu6, np.array([0.0, 6.0, 3.0])),
-    "celu": (functional.celu, jax.nn.celu, X),
     "hardswish at its edge": (functional.hardswish, jax.nn.hard_swish, np.array([3.0, 0.5])),
     "biased variance": (lambda x: x.var(correction=0), jnp.var, X),
-    "cumulative sum": (lambda x: torch.cumsum(x, 0), jnp.cumsum, X),
     "erf": (torch.erf, jax.scipy.special.erf, X),
     "logit": (torch.logit, jax.scipy.special.logit, X / 4 + 0.5),
-    "einsum": (
-        lambda a: torch.einsum("ij,kj->ik", a, a),
-        lambda a: jnp.einsum("ij,kj->ik", a, a),
-        np.arange(6.0).reshape(2, 3),
-    ),
     "a branch on values": (
         lambda x: x**2 if x.sum() > 0 else x,
         lambda x: x**2 if x.sum() > 0 else x,

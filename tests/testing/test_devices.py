@@ -28,12 +28,6 @@ def test_an_absent_device_is_refused_and_those_that_are_there_are_named(backend_
         pass
 
 
-def test_a_device_of_no_known_kind_is_refused(backend_name):
-    words = "^device 'abacus': expected auto, cpu, gpu, tpu"
-    with pytest.raises(GradtoolsError, match=words), placed(backend_name, "abacus"):
-        pass
-
-
 @pytest.mark.sweep_at("jax")
 def test_every_operator_stays_on_the_device_of_its_arrays(gt, backend_name):
     """On PyTorch's meta device, which any machine has, an array made elsewhere would be refused."""

@@ -7,7 +7,6 @@ memory behind it is left alone. What cannot be done is refused, in the words tha
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -15,7 +14,6 @@ import pytest
 
 from gradtools import GradtoolsError
 from tests.support.every_operator import POINT, USES, Use, World, healthy, leaves
-from tests.support.state_of_process import bits
 from tests.testing.test_faults import outcome
 
 ODD = {
@@ -96,74 +94,3 @@ def refused_batches(use: Use, shape: str, gt: Any) -> None:
     wanted = "has no axis 0 to split on" if shape == "()" else "the batch is empty"
     assert isinstance(found, GradtoolsError)
     assert wanted in str(found)
-
-
-# --- layouts -----------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Layout:
-    """An array of POINT's values, as NumPy's memory or PyTorch's view makes it."""
-
-    name: str
-    make: Any
-    values: np.ndarray
-
-    def __str__(self) -> str:
-        return self.name
-
-
-def read_only(x: np.ndarray) -> np.ndarray:
-    x = x.copy()
-    x.flags.writeable = False
-    return x
-
-
-NUMPY = (
-    Layout("every second entry", lambda x: np.repeat(x, 2)[::2], POINT),
-    Layout("a column", lambda x: np.stack([x, x], 1)[:, 0], POINT),
-    Layout("negative strides", lambda x: x[::-1].copy()[::-1], POINT),
-    Layout("read-only", read_only, POINT),
-    Layout("broadcast", lambda x: np.broadcast_to(x[:1], (4,)), np.full(4, POINT[0])),
-    Layout("other byte order", lambda x: x.astype(">f8"), POINT),
-)
-
-
-@pytest.mark.slow_at("jax")
-@pytest.mark.sweep_at(
-    ("jax", "every second entry"),
-    ("jax", "a column"),
-    ("jax", "negative strides"),
-    ("jax", "read-only"),
-)
-@pytest.mark.parametrize("layout", NUMPY, ids=str)
-def test_numpy_arrays_of_any_layout_are_taken_and_left_alone(layout, gt):
-    source = layout.make(POINT)
-    before = bits(source)
-    for use in (use for use in USES if use.public in ("grad", "vjp", "jvp", "hvp", "jacobian")):
-        expected = used(use, gt, gt.asarray(layout.values))
-        assert_same(used(use, gt, gt.asarray(source)), expected)
-    x, loss = source, lambda x: gt.xp.sum(gt.xp.sin(x) * x)
-    assert_same(
-        leaves(gt, [gt.grad(loss)(x), gt.jvp(loss, (x,), (x,)), gt.hvp(loss, (x,), (x,))]),
-        leaves(gt, [f(gt.asarray(layout.values)) for f in native(gt, loss)]),
-    )
-    assert bits(source) == before
-
-
-def native(gt: Any, loss: Any) -> list[Any]:
-    return [
-        gt.grad(loss),
-        lambda x: gt.jvp(loss, (x,), (x,)),
-        lambda x: gt.hvp(loss, (x,), (x,)),
-    ]
-
-
-def assert_same(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
-    assert len(found) == len(expected)
-    for a, b in zip(found, expected, strict=True):
-        assert a.dtype == b.dtype
-        if a.dtype.kind in "US":
-            assert a.tolist() == b.tolist()
-        else:
-            np.testing.assert_allclose(a, b, rtol=1e-15, atol=0)  # other strides, other kernels

@@ -17,7 +17,7 @@ import torch
 from torch.autograd.function import once_differentiable
 
 import gradtools.torch as gt
-from gradtools.testing import AgreementError, check_derivatives, cross_check
+from gradtools.testing import AgreementError, cross_check
 
 X = np.array([0.3, -0.7, 1.2])
 Y = np.array([-1.1, 0.4, 0.9])
@@ -57,13 +57,6 @@ def jax_rule(forward: Callable, backward: Callable) -> Callable:
     return ruled
 
 
-def jax_tangent(forward: Callable, slope: Callable) -> Callable:
-    """A jax function of one array, elementwise, with its own slope."""
-    ruled = jax.custom_jvp(forward)
-    ruled.defjvp(lambda xs, ts: (forward(*xs), slope(*xs) * ts[0]))
-    return ruled
-
-
 class Fault:
     """A pair of programs that disagree at some arrays, `X` unless others are given.
 
@@ -81,11 +74,6 @@ def no_grad(f: Callable) -> Callable:
     return torch.no_grad()(f)
 
 
-def cube_with_a_slope_that_is_wrong_at_second_order() -> Callable:
-    slope = jax_tangent(lambda x: 3 * x**2, lambda x: 12 * x)
-    return jax_tangent(lambda x: x**3, slope)
-
-
 def cube_wrong_in_forward_over_reverse() -> Callable:
     """By own rules, which nobody tries."""
     slope, cube = gt.custom_rule(lambda c, x: 3 * x**2 * c), gt.custom_rule(lambda x: x**3)
@@ -96,10 +84,6 @@ def cube_wrong_in_forward_over_reverse() -> Callable:
     cube.defvjp(lambda x: (cube(x), x), lambda x, c: (slope(c, x),))
     cube.defjvp(lambda p, t: (cube(*p), 3 * p[0] ** 2 * t[0]))
     return cube
-
-
-def refuse(*args: Any) -> Any:
-    raise NotImplementedError("not implemented twice")
 
 
 class OnceOnly(torch.autograd.Function):
@@ -133,30 +117,6 @@ FAULTS = {  # by the quantity in which they show, and by what is said of it
                 lambda x: x * jnp.asarray(TABLE),
             )
         ],
-        "float64 in torch and 16 bits in jax from here on; the outputs agree to the coarser "
-        "precision": [
-            Fault(
-                "through bfloat16",
-                torch.sin,
-                lambda x: jnp.sin(x.astype(jnp.bfloat16)).astype(x.dtype),
-            )
-        ],
-        "no known pattern": [
-            Fault(
-                "weights for each row",
-                lambda m: m**2,
-                lambda m: m**2 * jnp.array([[1.0], [2.0], [5.0]]),
-                M,
-            ),
-        ],
-        "infinity in jax": [
-            Fault(
-                "unstable logsumexp",
-                lambda x: torch.logsumexp(x, 0),
-                lambda x: jnp.log(jnp.exp(x).sum()),
-                X + 1000,
-            )
-        ],
         "NaN in torch": [
             Fault(
                 "NaN made a number",
@@ -179,7 +139,6 @@ FAULTS = {  # by the quantity in which they show, and by what is said of it
         ],
         "another shape": [
             Fault("no reduction", SQUARE, SUM),
-            Fault("a column against a row", lambda x, y: x[:, None] - y, lambda x, y: x - y, X, Y),
         ],
     },
     "dtype": {
@@ -204,30 +163,8 @@ FAULTS = {  # by the quantity in which they show, and by what is said of it
                 Y,
                 says="In jax it is not stopped",
             ),
-            Fault(
-                "a second target under no_grad",
-                lambda x, y: ((x * y.detach() - no_grad(torch.tanh)(y)) ** 2).mean(),
-                lambda x, y: ((x * jax.lax.stop_gradient(y) - jnp.tanh(y)) ** 2).mean(),
-                X,
-                Y,
-                says="reaches the output in jax only",
-            ),
-            Fault(
-                "a detached argument",
-                lambda x, y: (x * y.detach()).sum(),
-                lambda x, y: (x * y).sum(),
-                X,
-                Y,
-                says="argument 1 reaches",
-            ),
         ],
         "stopped gradient in jax": [
-            Fault(
-                "a factor on a path",
-                SUM,
-                lambda x: (x * jax.lax.stop_gradient(x)).sum(),
-                says="jax: stop_gradient at test_planted_faults.py:",
-            ),
             Fault(
                 "a target that is not stopped in torch",
                 lambda x, y: ((x * y - torch.tanh(y)) ** 2).mean(),
@@ -236,37 +173,8 @@ FAULTS = {  # by the quantity in which they show, and by what is said of it
                 Y,
                 says="In torch it is not stopped",
             ),
-            Fault(
-                "zeros for one argument",
-                lambda x, y: x * y,
-                jax_rule(lambda x, y: x * y, lambda c, x, y: (c * y, 0 * x)),
-                X,
-                Y,
-                says="jax is wrong",
-            ),
-        ],
-        "stopped gradient in places in jax": [
-            Fault(
-                "some entries stopped",
-                torch.sin,
-                jax_rule(jnp.sin, lambda c, x: (c * jnp.cos(x) * (x > 0.5),)),
-                np.linspace(0, 1, 6),
-            )
         ],
         "no known pattern": [
-            Fault(
-                "exchanged gradients",
-                torch_rule(lambda x, y: x * y**2, lambda c, x, y: (2 * c * x * y, c * y**2)),
-                lambda x, y: x * y**2,
-                X,
-                Y,
-            ),
-            Fault(
-                "weight decay",
-                torch_rule(torch.sin, lambda c, x: c * torch.cos(x) + 0.1 * x),
-                jnp.sin,
-                says="torch is wrong",
-            ),
             Fault(
                 "wrong in reverse mode",
                 torch_rule(torch.sin, lambda c, x: c * torch.sin(x), lambda x, t: t * torch.cos(x)),
@@ -280,14 +188,6 @@ FAULTS = {  # by the quantity in which they show, and by what is said of it
                 torch_rule(torch.sin, lambda c, x: -c * torch.cos(x)),
                 jnp.sin,
                 says="torch is wrong",
-            )
-        ],
-        "transposed layout": [
-            Fault(
-                "a transposed gradient",
-                torch_rule(torch.sin, lambda c, m: (c * torch.cos(m)).T),
-                jnp.sin,
-                M,
             )
         ],
         "conjugate": [
@@ -319,13 +219,6 @@ FAULTS = {  # by the quantity in which they show, and by what is said of it
                 says="torch is wrong",
             )
         ],
-        "no known pattern": [
-            Fault(
-                "the tangent forgotten",
-                torch_rule(torch.sin, lambda c, x: c * torch.cos(x), lambda x, t: torch.cos(x)),
-                jnp.sin,
-            )
-        ],
     },
     "hvp, forward over reverse": {
         "stopped gradient in jax": [
@@ -335,14 +228,6 @@ FAULTS = {  # by the quantity in which they show, and by what is said of it
                 lambda x: jax_rule(SQUARE, lambda c, x: (2 * c * jax.lax.stop_gradient(x),))(
                     x
                 ).sum(),
-                says="jax is wrong",
-            )
-        ],
-        "constant factor 0.5, a half square, or counted twice": [
-            Fault(
-                "a second derivative twice as large",
-                lambda x: x**3,
-                cube_with_a_slope_that_is_wrong_at_second_order(),
                 says="jax is wrong",
             )
         ],
@@ -358,14 +243,6 @@ FAULTS = {  # by the quantity in which they show, and by what is said of it
     "hvp, reverse over reverse": {
         "stopped gradient in torch": [
             Fault("differentiable once, in silence", OnceOnly.apply, SQUARE),
-        ],
-        "no second derivative in torch": [
-            Fault(
-                "differentiable once, said so",
-                torch_rule(SQUARE, lambda c, x: torch_rule(lambda c, x: 2 * c * x, refuse)(c, x)),
-                SQUARE,
-                says="not implemented twice",
-            ),
         ],
     },
 }
@@ -416,8 +293,3 @@ def test_derivatives_without_a_finite_entry_do_not_agree():
         cross_check(torch=f(torch, 1), jax=f(jnp, 7), args=(np.zeros(3),), order=1)
     assert caught.value.report.first.quantity == "gradient"
     assert caught.value.report.cause == "NaN or infinite on both sides"
-
-
-def test_check_derivatives_fails_where_no_value_is_finite():
-    with pytest.raises(AgreementError, match="NaN or infinite on both sides"):
-        check_derivatives(lambda x: x * float("nan"), (X,), gt)

@@ -73,11 +73,6 @@ def test_the_option_chooses_one_backend(pytester, backend):
     found.stdout.fnmatch_lines([f"*slope_two_x[[]{backend}[]] PASSED*"])
 
 
-def test_an_unknown_backend_is_refused(pytester):
-    found = run(pytester, USES_GT, "--gradtools-backend=tinygrad")
-    assert found.ret == pytest.ExitCode.USAGE_ERROR
-
-
 def test_without_a_backend_the_tests_are_skipped_and_say_why(pytester, monkeypatch):
     monkeypatch.setattr(gradtools, "available_backends", lambda: ())
     found = run(pytester, USES_GT + USES_CROSS_CHECK.split("import numpy")[0], "-rs")
@@ -90,15 +85,6 @@ def test_the_fixture_cross_check_is_the_function(pytester):
     found = run(pytester, USES_CROSS_CHECK)
     found.assert_outcomes(passed=3, failed=1)
     found.stdout.fnmatch_lines(["*AgreementError: cross_check of sin and*1 disagree*"])
-
-
-@pytest.mark.slow_at("torch")
-@pytest.mark.parametrize("backend", gradtools.available_backends())
-def test_cross_check_with_one_backend_alone_is_skipped(pytester, backend):
-    source = "def test_both(cross_check): assert False"
-    found = run(pytester, source, "-rs", f"--gradtools-backend={backend}")
-    found.assert_outcomes(skipped=1)
-    found.stdout.fnmatch_lines(["*cross_check needs both frameworks*"])
 
 
 def test_a_run_that_does_not_use_it_imports_nothing_and_prints_nothing(pytester, monkeypatch):
@@ -125,39 +111,3 @@ def test_the_package_registers_it_under_its_modules_name():
     page = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text())
     assert page["project"]["entry-points"]["pytest11"] == {"gradtools": pytest_entry.__name__}
     assert pytest_entry.pytest_plugins == [plugin.__name__]
-
-
-def test_a_failure_ends_at_the_line_of_the_test(pytester):
-    source = """
-        def test_of_a_bad_call(gt):
-            gt.grad(lambda x: x)(3)
-    """
-    found = run(pytester, source, "--tb=short")
-    found.stdout.no_fnmatch_line("*derivatives.py*")
-    found.stdout.fnmatch_lines(["*.py:2: in test_of_a_bad_call", "*gt.grad(lambda x: x)(3)"])
-    run(pytester, source, "--full-trace").stdout.fnmatch_lines(["*derivatives.py:*"])
-
-
-def test_fixtures_of_every_scope_may_take_gt(pytester):
-    source = """
-        import pytest
-
-        @pytest.fixture(scope="session")
-        def name(gt):
-            return gt.__name__
-
-        @pytest.fixture(scope="module")
-        def model(gt, name):
-            return gt, name
-
-        def test_it_is_of_the_same_backend(model, gt):
-            assert model == (gt, gt.__name__)
-    """
-    run(pytester, source).assert_outcomes(passed=len(gradtools.available_backends()))
-
-
-def test_it_can_be_switched_off(pytester):
-    pytester.makepyfile("def test_it(gt): pass")
-    result = pytester.runpytest_subprocess("-p", "no:gradtools", "-p", "no:cacheprovider")
-    result.assert_outcomes(errors=1)
-    result.stdout.fnmatch_lines(["*fixture 'gt' not found*"])

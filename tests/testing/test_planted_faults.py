@@ -117,6 +117,14 @@ FAULTS = {  # by the quantity in which they show, and by what is said of it
                 lambda x: x * jnp.asarray(TABLE),
             )
         ],
+        "float64 in torch and 16 bits in jax from here on; the outputs agree to the coarser "
+        "precision": [
+            Fault(
+                "through bfloat16",
+                torch.sin,
+                lambda x: jnp.sin(x.astype(jnp.bfloat16)).astype(x.dtype),
+            )
+        ],
         "NaN in torch": [
             Fault(
                 "NaN made a number",

@@ -271,7 +271,7 @@ def order_of(quantity: str) -> int:
     return {"gradient": 1, "jvp": 2}.get(quantity, 0)
 
 
-@pytest.mark.sampled(24, 40)
+@pytest.mark.sampled(25, 40)
 @pytest.mark.parametrize(("fault", "quantity", "cause"), CASES)
 def test_a_planted_fault_is_found_and_named(fault, quantity, cause):
     with pytest.raises(AgreementError) as caught:

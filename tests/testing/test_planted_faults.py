@@ -117,6 +117,14 @@ FAULTS = {  # by the quantity in which they show, and by what is said of it
                 lambda x: x * jnp.asarray(TABLE),
             )
         ],
+        "float64 in torch and 16 bits in jax from here on; the outputs agree to the coarser "
+        "precision": [
+            Fault(
+                "through bfloat16",
+                torch.sin,
+                lambda x: jnp.sin(x.astype(jnp.bfloat16)).astype(x.dtype),
+            )
+        ],
         "NaN in torch": [
             Fault(
                 "NaN made a number",
@@ -263,7 +271,7 @@ def order_of(quantity: str) -> int:
     return {"gradient": 1, "jvp": 2}.get(quantity, 0)
 
 
-@pytest.mark.sampled(24, 40)
+@pytest.mark.sampled(25, 40)
 @pytest.mark.parametrize(("fault", "quantity", "cause"), CASES)
 def test_a_planted_fault_is_found_and_named(fault, quantity, cause):
     with pytest.raises(AgreementError) as caught:

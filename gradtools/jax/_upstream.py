@@ -5,8 +5,8 @@
 `import gradtools.jax`; a test asserts that they are the same objects. The rest are fields of
 records (an equation's source, a jaxpr's origin) for pictures, formulas and error messages, and one
 method's name. All exist in JAX 0.7.2 to 0.12 but where an entry names versions.
-"Gone:" says what to do once a name no longer exists. `tests/jax/test_upstream.py` tests the
-behaviour of each.
+"Gone:" says what to do once a name no longer exists. `tests/jax/test_upstream.py` tests those whose
+change no test of an operator would show.
 """
 
 from __future__ import annotations

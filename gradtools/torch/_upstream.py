@@ -1,7 +1,7 @@
 """The private names of PyTorch that gradtools uses, each with its reason.
 
 Other files import them from here (`tests/house/test_upstream.py` checks their source).
-`tests/torch/test_upstream.py` tests what each name does, and that there is no public one. All exist
+`tests/torch/test_upstream.py` tests those whose change no test of an operator would show. All exist
 in PyTorch 2.8 to 2.15. What recorders and the bridge alone need is in the rooms of this name in
 `gradtools.seeing.torch` and `gradtools.bridge`.
 """

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 import re
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -83,29 +82,6 @@ def test_each_entry_of_a_room_says_what_it_is_for(room):
             if not (grouped or told):
                 untold.append(ast.unparse(node))
     assert not untold
-
-
-@pytest.mark.slow_at("torch/_upstream.py")
-@pytest.mark.parametrize("room", names.ROOMS)
-def test_each_entry_of_a_room_is_held_by_a_test_that_tells_when_it_is_gone(room):
-    wing = "jax" if room.startswith("jax") else "torch"
-    held = (ROOT / "tests" / wing / "test_upstream.py").read_text()
-    entries = _entries(ast.parse((names.PACKAGE / room).read_text()))
-    assert [name for name in entries if not re.search(rf"\b{name}\b", held)] == []
-
-
-def _entries(tree: ast.Module) -> Iterator[str]:
-    """The names that a room hands out."""
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            named = [node.name]
-        elif isinstance(node, ast.ImportFrom):
-            named = [alias.asname or "_" for alias in node.names]
-        else:
-            targets = getattr(node, "targets", [getattr(node, "target", None)])
-            named = [x.id for t in targets for x in ast.walk(t or node) if isinstance(x, ast.Name)]
-            named = named if isinstance(node, ast.Assign | ast.AnnAssign) else []
-        yield from (name for name in named if name[0] != "_")
 
 
 def _is_private(node: ast.AST) -> bool:

@@ -12,7 +12,6 @@ import gradtools.torch as gt
 from tests.support.every_operator import POINT, USES, Use, World, healthy, leaves
 from tests.support.state_of_process import bits, changes, everything
 from tests.testing.test_faults import outcome
-from tests.testing.test_faults_arrays import assert_same
 
 MINE = [use for use in USES if "torch" in use.backends]
 P = torch.tensor(POINT)
@@ -52,6 +51,16 @@ def in_inference_mode(x: torch.Tensor) -> torch.Tensor:
 def plain(x: torch.Tensor) -> torch.Tensor:
     """The same values, in memory of their own."""
     return torch.tensor(x.detach().resolve_conj().resolve_neg().cpu().numpy().copy())
+
+
+def assert_same(found: list[np.ndarray], expected: list[np.ndarray]) -> None:
+    assert len(found) == len(expected)
+    for a, b in zip(found, expected, strict=True):
+        assert a.dtype == b.dtype
+        if a.dtype.kind in "US":
+            assert a.tolist() == b.tolist()
+        else:
+            np.testing.assert_allclose(a, b, rtol=1e-15, atol=0)  # other strides, other kernels
 
 
 def result(use: Use, x: torch.Tensor) -> Any:

@@ -72,7 +72,9 @@ def differentiated(
         xs = [copied(x, k in wrt) for k, x in enumerate(inputs)]
         moving = [*(xs[k] for k in wrt), *recorded.captured]
         with PlainKernels():  # fused ones are differentiated once
-            outs = [*map(torch.as_tensor, program.run(xs))]
+            ys = program.run(xs)
+            # A default device would move tensors, too.
+            outs = [y if isinstance(y, Tensor) else torch.as_tensor(y) for y in ys]
         inexact = [y for y in outs if is_inexact(y)]
         pairs = zip(cotangents, inexact, strict=True)
         given = [c.to(y.dtype).requires_grad_(bool(directions)) for c, y in pairs]

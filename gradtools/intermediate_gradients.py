@@ -60,7 +60,7 @@ class RetainedGradients(Operators):
             >>> float(retained["square"])
             48.0
 
-        Source: perturb of flax.linen and ``Tensor.retain_grad`` of PyTorch.
+        Source: perturb of flax.linen and retain_grad of PyTorch's tensors.
         """
         backend = self._backend
         if not isinstance(name, str):

@@ -156,7 +156,7 @@ class _ChunkRun:
 class _ChunkProgram:
     """f on a chunk of some shape, traced once and then evaluated from its jaxpr."""
 
-    program: jaxprs.Program
+    program: jaxprs.TracedProgram
     consts: list[Any]
     wide: list[Any]  # the constants, possibly in float32 instead of 16 bits
     outs: int  # the number of output leaves, which the carry follows

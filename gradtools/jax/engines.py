@@ -139,7 +139,7 @@ def _caller(fun: Fun, default: str = "vjp") -> str:
     return getattr(fun, "caller", default)
 
 
-def _traced(fun: Fun, leaves: list[Array]) -> tuple[jaxprs.Program, list[Any]] | None:
+def _traced(fun: Fun, leaves: list[Array]) -> tuple[jaxprs.TracedProgram, list[Any]] | None:
     """fun as a jaxpr; None if it branches on values or leaves the framework."""
     try:
         return jaxprs.traced(fun, *leaves)
@@ -147,12 +147,14 @@ def _traced(fun: Fun, leaves: list[Array]) -> tuple[jaxprs.Program, list[Any]] |
         return None
 
 
-def _as_function(program: jaxprs.Program, consts: list[Any]) -> Any:
+def _as_function(program: jaxprs.TracedProgram, consts: list[Any]) -> Any:
     whole = lambda y: y if isinstance(y, jax.Array) else jnp.asarray(y)
     return lambda *leaves: jax.tree.map(whole, program(consts, *leaves))
 
 
-def _where_lost(program: jaxprs.Program, consts: list[Any], outs: int, index: int) -> list[str]:
+def _where_lost(
+    program: jaxprs.TracedProgram, consts: list[Any], outs: int, index: int
+) -> list[str]:
     """The operations at which leaf `index` is lost, one for each line."""
     from gradtools.seeing.jax.recorded_run import where_lost
 

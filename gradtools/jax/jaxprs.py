@@ -24,7 +24,7 @@ F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, eq=False)
-class Program:
+class TracedProgram:
     """A function of pytrees of arrays as a jaxpr; the arrays that it closed over are arguments.
 
     Attributes:
@@ -42,12 +42,12 @@ class Program:
         return jax.tree.unflatten(self.treedef, flat)
 
 
-def traced(fun: Callable[..., Any], *args: Any) -> tuple[Program, list[Any]]:
-    """Closure conversion: fun as a `Program`, and the arrays that it closes over."""
+def traced(fun: Callable[..., Any], *args: Any) -> tuple[TracedProgram, list[Any]]:
+    """Closure conversion: fun as a `TracedProgram`, and the arrays that it closes over."""
     closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
     jaxpr = open_jaxpr(closed)
     jaxpr = jaxpr.replace(constvars=jaxpr.constvars)  # JAX 0.12 keeps the constants in it
-    return Program(jaxpr, jax.tree.structure(shapes), closed.out_avals), constants_of(closed)
+    return TracedProgram(jaxpr, jax.tree.structure(shapes), closed.out_avals), constants_of(closed)
 
 
 def own(x: Any) -> Any:

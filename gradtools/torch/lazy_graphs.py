@@ -32,11 +32,11 @@ Tensor = torch.Tensor
 Tensors = list[Tensor]
 
 
-class _Thread(threading.local):
+class _ThreadFlags(threading.local):
     again = False  # whether this thread begins a second evaluation
 
 
-_thread = _Thread()
+_thread = _ThreadFlags()
 
 
 def current_graph(f: Any, modules: Iterable[nn.Module]) -> LazyGraph | None:

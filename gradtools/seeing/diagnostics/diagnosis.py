@@ -23,7 +23,7 @@ from typing import Any
 
 from gradtools.code_origin import Source, definition_of
 from gradtools.seeing.diagnostics.findings import KINDS, Finding
-from gradtools.seeing.diagnostics.gradients_at_values import Place
+from gradtools.seeing.diagnostics.gradients_at_values import LossPlace
 from gradtools.seeing.graphs.derivative_flow import behind
 from gradtools.seeing.graphs.gradient_losses import (
     STOPS,
@@ -181,7 +181,7 @@ def from_losses(name: str, losses: Sequence[Loss]) -> list[Finding]:
     return without_repeats(findings)
 
 
-def _from_values(name: str, places: Sequence[Place]) -> list[Finding]:
+def _from_values(name: str, places: Sequence[LossPlace]) -> list[Finding]:
     """One finding for each operation at which a gradient becomes zero or NaN at the values."""
     return [
         Finding(name, place.kind, _called(place.node), place.node.source, place.node.scope)

@@ -22,7 +22,7 @@ from gradtools.seeing.graphs.passes import CUSTOM
 
 
 @dataclass(frozen=True)
-class Step:
+class PassStep:
     """An operation of one of the passes.
 
     Attributes:
@@ -38,7 +38,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Place:
+class LossPlace:
     """A step at which a gradient becomes zero or NaN: its node, the kind, its zero operands."""
 
     node: Node
@@ -63,24 +63,24 @@ class PassesAtValues:
             gradient.
     """
 
-    steps: Sequence[Step] = ()
+    steps: Sequence[PassStep] = ()
     sizes: Mapping[int, float | None] = field(default_factory=dict)
     outputs: Sequence[int] = ()
     seeds: Sequence[int] = ()
     gradients: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
-    def places(self, leaf: int) -> list[Place] | None:
+    def places(self, leaf: int) -> list[LossPlace] | None:
         """Where a leaf's gradient becomes zero or NaN; None if it is sound or there is none."""
         if leaf not in self.gradients:
             return None
         gradient = self.gradients[leaf][1]
         if bad := self._bad_outputs or [*filter(self._is_bad, [gradient])]:
-            return [Place(node, "nan") for node in self._origins(bad) or [_UNKNOWN]]
+            return [LossPlace(node, "nan") for node in self._origins(bad) or [_UNKNOWN]]
         if self.sizes.get(gradient) == 0:
-            return self._losses(*self.gradients[leaf]) or [Place(_UNKNOWN, "zero")]
+            return self._losses(*self.gradients[leaf]) or [LossPlace(_UNKNOWN, "zero")]
         return None
 
-    def starts_at_zero(self, place: Place, leaf: int) -> bool:
+    def starts_at_zero(self, place: LossPlace, leaf: int) -> bool:
         """Whether an operand that is zero comes from another leaf, which gets a gradient."""
         own = self._reached([self.gradients[leaf][0]])
         others = [v for v, gradient in self.gradients.values() if self.sizes.get(gradient)]
@@ -112,11 +112,11 @@ class PassesAtValues:
                 result.update(step.outputs)
         return result
 
-    def _losses(self, leaf: int, gradient: int) -> list[Place]:
+    def _losses(self, leaf: int, gradient: int) -> list[LossPlace]:
         seeds = set(self.seeds)
         first = next((k for k, s in enumerate(self.steps) if not seeds.isdisjoint(s.inputs)), 0)
 
-        def onward(step: Step) -> list[int]:
+        def onward(step: PassStep) -> list[int]:
             zeros = [v for v in step.inputs if self.sizes.get(v) == 0]
             entering = self._cotangents.intersection(step.inputs)
             if not entering:  # zeros that a rule of the backward pass made
@@ -130,7 +130,7 @@ class PassesAtValues:
                 node = self.last_rule(leaf) or node
             if node is not None:
                 zeros = tuple(v for v in step.inputs if self.sizes.get(v) == 0)
-                places.append(Place(node, "rule" if node.mark == CUSTOM else "zero", zeros))
+                places.append(LossPlace(node, "rule" if node.mark == CUSTOM else "zero", zeros))
         return places
 
     def last_rule(self, leaf: int) -> Node | None:
@@ -141,7 +141,7 @@ class PassesAtValues:
         )
         return next((node for node in reading if node is not None and node.mark == CUSTOM), None)
 
-    def _meeting(self, step: Step) -> Step:
+    def _meeting(self, step: PassStep) -> PassStep:
         """The last step from which all cotangents that enter a step come; itself if it is one."""
         entering = self._cotangents.intersection(step.inputs)
         behind = [*map(self._steps_behind, entering)]
@@ -163,7 +163,9 @@ class PassesAtValues:
         ends = [step.node for step in self._ends(values, bad) if step.node is not None]
         return [*dict.fromkeys(ends)]
 
-    def _ends(self, values: Sequence[int], onward: Callable[[Step], list[int]]) -> list[Step]:
+    def _ends(
+        self, values: Sequence[int], onward: Callable[[PassStep], list[int]]
+    ) -> list[PassStep]:
         """The steps behind these values from which `onward` leads no further, as they ran."""
         ends, seen, todo = set[int](), set[int](), [*values]
         while todo:

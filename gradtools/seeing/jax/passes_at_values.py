@@ -17,7 +17,7 @@ import numpy as np
 from gradtools.jax import jaxprs
 from gradtools.jax.jaxprs import is_ref
 from gradtools.jax.trees import is_inexact
-from gradtools.seeing.diagnostics.gradients_at_values import PassesAtValues, Step
+from gradtools.seeing.diagnostics.gradients_at_values import PassesAtValues, PassStep
 from gradtools.seeing.graphs.nodes import Node, PlainGraph
 from gradtools.seeing.jax.differentiating import differentiated, step_of
 from gradtools.seeing.jax.graphs import graph_of
@@ -91,7 +91,7 @@ class _Tape:
     """
 
     def __init__(self) -> None:
-        self.steps: list[Step] = []
+        self.steps: list[PassStep] = []
         self.sizes: dict[int, float | None] = {}
         self._held: dict[int, int] = {}  # the number of what a mutable reference holds, by id
 
@@ -127,7 +127,7 @@ class _Tape:
         self, node: Node | None, entries: Sequence[Known], results: Sequence[Any]
     ) -> list[Known]:
         outs = [self.new(x) for x in results]
-        self.steps.append(Step(node, [n for _, n in entries], [n for _, n in outs]))
+        self.steps.append(PassStep(node, [n for _, n in entries], [n for _, n in outs]))
         return outs
 
     # --- inlining

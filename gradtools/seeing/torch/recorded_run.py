@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from gradtools.errors import GradtoolsError, is_of
-from gradtools.seeing.diagnostics.gradients_at_values import PassesAtValues, Step
+from gradtools.seeing.diagnostics.gradients_at_values import PassesAtValues, PassStep
 from gradtools.seeing.graphs.derivative_flow import backward, forward
 from gradtools.seeing.graphs.nodes import Dependence, PlainGraph, grouped
 from gradtools.seeing.graphs.recording import CapturedParameter, Recording, Run, Wanted
@@ -115,7 +115,7 @@ def _differentiated(seen: ConnectionRecorder, wanted: Wanted) -> PassesAtValues:
     steps = []
     for made in seen.made:
         node = made.node if made.of is None else seen.linked(seen.made[made.of])
-        steps.append(Step(node, made.node.inputs, made.node.outputs))
+        steps.append(PassStep(node, made.node.inputs, made.node.outputs))
     return PassesAtValues(steps, seen.sizes, outputs, seeds, gradients)
 
 

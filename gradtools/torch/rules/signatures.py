@@ -22,7 +22,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import type_key
 from gradtools.rules import ARRAY, closed_over_error
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.autograd_graph import leaves_of
+from gradtools.torch.autograd_graph import SPENT, leaves_of
 from gradtools.torch.functorch_wrappers import filled, is_dual, is_wrapped, may_be_dual, ones
 from gradtools.torch.modes import unpacked
 from gradtools.torch.operation_marks import running
@@ -235,6 +235,8 @@ class Signature:
         """
         tangent, dxs = self.specialized.tangent, [ones(*x).requires_grad_() for x in self.avals]
         own = {*map(id, dxs)}
+        for dx in dxs:  # constants to derivatives that the map takes
+            setattr(dx, SPENT, [True])
         with unpacked(), restored(Randomness.now(xs)):  # no checkpoint counts what runs once
             ONGOING.running.append(Transposing(self.rule.origin, EAGER))
             try:

@@ -194,3 +194,15 @@ def test_a_bwd_that_takes_a_derivative_is_differentiated_in_one_argument(bwd, de
 
     found = derivative(of(rule), args[which])
     torch.testing.assert_close(found, derivative(of(_layer), args[which]), rtol=1e-9, atol=1e-11)
+
+
+@pytest.mark.parametrize("count", [1, 2])
+def test_a_forward_rule_over_an_inner_derivative_is_differentiated(count):
+    f = lambda x: torch.sin(x).sum() * x[0]
+    own = lambda x: (gt.grad(f)(x), x * 2)[: count - 2 or None]
+    rule = gt.custom_rule(own)
+    rule.defjvp(lambda primals, tangents: gt.jvp(own, primals, tangents))
+    x = torch.tensor([0.3, 0.5, 0.9], dtype=torch.float64)
+    loss = lambda g: lambda x: sum((y**2).sum() for y in g(x))
+    for derivative in (lambda f: gt.grad(f)(x), lambda f: gt.hvp(f, (x,), (x,))[1][0]):
+        torch.testing.assert_close(derivative(loss(rule)), derivative(loss(own)))

@@ -166,8 +166,6 @@ def transposed(
         vs = [] if graphs or known is None else known
         if not vs:
             vs += [ones(*like).requires_grad_() for like in likes]
-            for v in vs:  # constants to derivatives that the map takes
-                setattr(v, SPENT, [True])
         _set_graphs(True)
         return _engine(run(*vs), vs, values, graphs, graphs)
     finally:

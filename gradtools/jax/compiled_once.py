@@ -39,7 +39,7 @@ def run_compiled(f: Any, program: Callable[..., Any], *args: Any) -> Any:
         made, consts = traced(program, *args)
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
         return program(*args)
-    flat = compiled(f, made.jaxpr)([*map(own, consts)], jax.tree.leaves(args))
+    flat = compiled(f, made.without_constants().jaxpr)([*map(own, consts)], jax.tree.leaves(args))
     return jax.tree.unflatten(made.treedef, flat)
 
 

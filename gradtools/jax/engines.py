@@ -63,7 +63,8 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
         evaluation.where_lost = partial(_where_lost, *known, count)
         # also in a jit that was traced before
         evaluation.nested = is_in_scope(jaxprs.equations(jaxpr), DERIVATIVE_SCOPE)
-        columns = zip(*reachability.reached_matrix(jaxpr)[:count], strict=True)
+        closed = ClosedJaxpr(jaxpr, known[1])  # whose inputs are the leaves alone
+        columns = zip(*reachability.reached_matrix(closed)[:count], strict=True)
         return [g if any(column) else None for g, column in zip(grads, columns, strict=True)]
 
     evaluation.pullback, evaluation.checked = of_connected, not in_trace or traced is not None

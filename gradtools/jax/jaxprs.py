@@ -7,7 +7,7 @@ JAX's custom rules. `reachability.py` reads the data flow.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from inspect import Parameter, Signature
 from typing import Any, NamedTuple, TypeVar
 
@@ -41,13 +41,16 @@ class TracedProgram:
         flat = jax.core.eval_jaxpr(self.jaxpr, consts, *jax.tree.leaves(args))
         return jax.tree.unflatten(self.treedef, flat)
 
+    def without_constants(self) -> TracedProgram:
+        """The program without references to the arrays that it closed over; JAX 0.12 has them."""
+        return replace(self, jaxpr=self.jaxpr.replace(constvars=self.jaxpr.constvars))
+
 
 def traced(fun: Callable[..., Any], *args: Any) -> tuple[TracedProgram, list[Any]]:
     """Closure conversion: fun as a `TracedProgram`, and the arrays that it closes over."""
     closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
-    jaxpr = open_jaxpr(closed)
-    jaxpr = jaxpr.replace(constvars=jaxpr.constvars)  # JAX 0.12 keeps the constants in it
-    return TracedProgram(jaxpr, jax.tree.structure(shapes), closed.out_avals), constants_of(closed)
+    program = TracedProgram(open_jaxpr(closed), jax.tree.structure(shapes), closed.out_avals)
+    return program, constants_of(closed)
 
 
 def own(x: Any) -> Any:

@@ -80,7 +80,8 @@ def transpose(
     def own(*vs: Any) -> list[Any]:
         return [conj(y) for y in linear(at, *map(conj, vs))]
 
-    return transpose_map(rule, which, own, [jax.typeof(x) for x in examples], values)
+    axes = frozenset().union(*map(varies, [*at, *values]))  # examples are made without types
+    return transpose_map(rule, which, own, [jax.typeof(varying(x, axes)) for x in examples], values)
 
 
 def pull(fun: Callable[..., list[Any]], xs: Sequence[Any], cts: Any) -> list[Any]:

@@ -10,6 +10,8 @@ STAMP := $(VENV)/.installed
 WORKERS ?= 2
 # As a path, which mypy, pyright and editors follow; they do not follow setuptools' import hook.
 EDITABLE := --config-settings editable_mode=compat -e
+# setuptools says on every installation that this mode is to be replaced.
+QUIET_PIP := PYTHONWARNINGS=ignore
 
 # One thread for each worker: more threads than cores make both slower. Compiled modules are kept,
 # which the many processes that tests start would each compile again.
@@ -57,7 +59,7 @@ docs: $(VENV)/.docs-installed
 	@echo "open build/site/index.html"
 
 $(VENV)/.docs-installed: $(STAMP)
-	$(BIN)/python -m pip install --quiet -c constraints.txt $(EDITABLE) ".[all]" --group docs
+	$(QUIET_PIP) $(BIN)/python -m pip install --quiet -c constraints.txt $(EDITABLE) ".[all]" --group docs
 	@touch $@
 
 # The compilers of TPU and GPU, ahead of time: neither is needed. They stand beside .venv, whose
@@ -76,7 +78,7 @@ $(AHEAD)/.installed: $(STAMP)
 	$(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))' \
 	    >"$$($(AHEAD)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/shared.pth"
 	$(AHEAD)/bin/python -m pip install --quiet "pip>=25.1"
-	$(AHEAD)/bin/python -m pip install --quiet -c constraints.txt $(EDITABLE) ".[all]" --group ahead
+	$(QUIET_PIP) $(AHEAD)/bin/python -m pip install --quiet -c constraints.txt $(EDITABLE) ".[all]" --group ahead
 	@touch $@
 
 bench: $(STAMP)
@@ -89,7 +91,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet "pip>=25.1"  # which knows dependency groups
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt $(EDITABLE) ".[all]" --group test
+	$(QUIET_PIP) $(BIN)/python -m pip install --quiet -c constraints.txt $(EDITABLE) ".[all]" --group test
 	@touch $@
 
 clean:

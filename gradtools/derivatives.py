@@ -422,14 +422,6 @@ class Derivatives(Operators):
     def per_example_grad(
         self,
         f: Callable[P, Any],
-        argnums: Sequence[int],
-        in_axes: Any = None,
-        chunk_size: int | None = None,
-    ) -> Callable[P, tuple[Any, ...]]: ...
-    @overload
-    def per_example_grad(
-        self,
-        f: Callable[P, Any],
         argnums: Argnums,
         in_axes: Any = None,
         chunk_size: int | None = None,

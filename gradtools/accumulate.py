@@ -470,7 +470,7 @@ class GradientAccumulator:
 
 
 def _precision(dtype: Any) -> str | None:
-    """The name of a floating dtype, given by name or as NumPy, PyTorch or JAX write it."""
+    """The name of a floating dtype, which is a name or a dtype of NumPy, PyTorch or JAX."""
     if dtype is None:
         return None
     name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)

@@ -223,9 +223,9 @@ class Chunking(Operators):
             Sums are made in float32 where gradients are narrower, and rounded once.
 
         Raises:
-            GradtoolsError: As `chunked` and `value_and_grad` do; weights with a sum; weights
-                that do not fit the batch, or sum to 0 (where they are traced that is not known,
-                and gives NaN); a differentiated argument that is split.
+            GradtoolsError: As `chunked` and `value_and_grad` do; weights are given for a sum,
+                do not fit the batch, or sum to 0 (NaN under jit); a differentiated argument is
+                split.
 
         Example:
             >>> loss = gt.microbatched_value_and_grad(lambda w, x: (w * x).mean(), chunk_size=2)
@@ -282,7 +282,7 @@ class _Microbatches:
     carry_argnums: Argnums
 
     def value_and_grads(self, f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """The result of one call: sums over chunks of weighted terms, over the sum of weights."""
+        """The sum of the chunks' weighted terms, divided by the sum of the weights."""
         backend, has_aux, is_mean = self.backend, self.has_aux, self.reduction == "mean"
         positions = normalized_argnums(_MICROBATCHED, self.argnums, len(args))
         opened: Any = backend.opened(_MICROBATCHED, f, args, kwargs, positions)

@@ -111,7 +111,7 @@ class Derivatives(Operators):
         as a trace, where the gradient of an argument may be zero because it does not reach f.
 
         Args:
-            f: Takes and returns pytrees of arrays; its output is one real array of shape ().
+            f: Takes pytrees of arrays and returns one real array of shape ().
             argnums: Which positional arguments to differentiate with respect to: an integer or a
                 tuple. An argument may be a whole module: a `torch.nn.Module` gives a dict of
                 gradients by parameter name, an equinox or flax.nnx module what its library's own

@@ -224,7 +224,7 @@ class KernelCall:
 
     Attributes:
         kernel: The kernel.
-        trees: The backend whose pytrees they are.
+        trees: The backend of the pytrees.
         treedef: The structure of the tuple of arguments.
         others: Their leaves, ARRAY for each array.
         key: A string that compiled code embeds to refer to the call; see `call_by_key`.

@@ -49,7 +49,7 @@ class TorchGuest:
     backend, host = backend_of("torch"), backend_of("jax")
 
     def entry(self, run: Any) -> Any:
-        """The function as it is called: unchanged."""
+        """Returns the function unchanged."""
         return run
 
     def protected(self, xs: Sequence[Tensor], touched: set[int] | None) -> Sequence[Tensor]:

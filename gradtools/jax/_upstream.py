@@ -192,8 +192,8 @@ def is_activation_rule(eqn: Any) -> bool:
     """Whether a comparison comes from jax.nn's derivative of an activation, such as relu.
 
     At second order this comparison is the only remainder of relu, whose derivative is zero, not
-    cut; no mark distinguishes it from a comparison of the user. Benefit: why_zero reports "its
-    derivative is zero". Cost: under jit, where JAX records no stack, it reports a cut.
+    cut; no mark distinguishes it from a comparison in the user's code. Benefit: why_zero reports
+    "its derivative is zero". Cost: under jit, where JAX records no stack, it reports a cut.
     """
     frames = stack_of(eqn)
     of_activations = os.path.join("nn", "functions.py")  # where jax.nn defines them

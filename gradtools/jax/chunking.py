@@ -168,7 +168,7 @@ class _ChunkProgram:
         return self.program(consts, inputs, self.widened(carry))
 
     def summing_widely(self) -> _ChunkProgram:
-        """The program with 16-bit constants in float32, whose cotangents a scan then sums so."""
+        """Casts 16-bit constants to float32, so that a scan sums their cotangents in float32."""
         narrow = lambda x: isinstance(x, jax.core.Tracer) and x.dtype in (jnp.float16, jnp.bfloat16)
         # Concrete constants are not differentiated.
         return replace(self, wide=[x.astype("float32") if narrow(x) else x for x in self.consts])

@@ -159,7 +159,7 @@ class Chunk:
 
 
 def _joined(chunks: Chunks, rows: list[list[Any]]) -> list[Any]:
-    """The outputs of all chunks, concatenated; those of lists as one flat list."""
+    """The outputs of all chunks, concatenated; list outputs are joined to one flat list."""
     axes = chunks.outputs.axes
     if axes is None:
         return [y for row in rows for y in row]

@@ -1,9 +1,9 @@
 """Function modes of one thread: the kernels that gradtools chooses where it differentiates again.
 
 The fused kernels of attention have one derivative, in reverse mode. Where gradtools itself pushes
-tangents or takes a second derivative, attention runs by plain operations. (PyTorch's own way to
-choose its math kernel sets flags of the process: two threads that leave its context in the order in
-which they entered switch flash attention off for good.) The norms run by `normalization.PROGRAMS`.
+tangents or takes a second derivative, attention uses plain operations. (PyTorch's own way to
+choose its math kernel sets process-wide flags: two threads that leave its context in the order in
+which they entered switch flash attention off for good.) Norms use `normalization.PROGRAMS`.
 """
 
 from __future__ import annotations

@@ -65,7 +65,7 @@ class Randomness:
         return cls.of([*devices, PYTHON, NUMPY, *generators])
 
     def seeded(self, seed: int) -> Randomness:
-        """The states of PyTorch's generators of the same devices after seeding.
+        """The states of the generators of the same devices after seeding.
 
         Made by new generators, since not all devices expose their default generator.
         """
@@ -99,7 +99,7 @@ class Randomness:
 
 @contextmanager
 def restored(randomness: Randomness | None) -> Iterator[None]:
-    """Restores these states for the block, so that it repeats its draws; then the current ones.
+    """Restores these states in the block, and the current ones after it.
 
     None: does nothing.
     """

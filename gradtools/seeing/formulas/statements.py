@@ -106,7 +106,7 @@ class Statements:
         self._name_long()
 
     def _base(self, x: Expr) -> str:
-        """A base name: for values of the program by the operation, for others T."""
+        """A base name: by the operation for values of the program, T for others."""
         if x.op in ("add", "einsum"):
             forward = x in self._forward
             forward = forward or any(a in self._forward for a in x.args if is_wrapper(x))

@@ -248,7 +248,7 @@ def library(x: Any) -> str | None:
 
 @contextlib.contextmanager
 def in_double_precision(wanted: bool) -> Iterator[None]:
-    """A context in which JAX has 64-bit types; does nothing unless wanted."""
+    """Context that enables JAX's 64-bit types, if wanted."""
     if not wanted:
         yield
         return

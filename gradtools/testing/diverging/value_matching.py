@@ -21,7 +21,7 @@ _SAMPLE = 4096  # entries that tell a mask from numbers
 
 
 def strength(x: np.ndarray) -> int:
-    """How much equality with x says: STRONG for numbers that only a computation gives."""
+    """How much equality with x tells: STRONG for numbers that only a computation gives."""
     if x.size == 0 or (x.size > 1 and bool((x == x.flat[0]).all())):
         return NONE
     if x.dtype.kind not in "fc":

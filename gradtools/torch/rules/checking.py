@@ -121,7 +121,7 @@ def abstract_eval(fun: Callable[..., list[Tensor]], *xs: Tensor) -> None:
 
 
 def _value_of(x: Any) -> Any:
-    """The concrete tensor inside functorch wrappers, one example of it under vmap.
+    """Removes functorch's wrappers; under vmap returns one example.
 
     None in code being compiled and on the meta device.
     """

@@ -175,6 +175,15 @@ class Differentiation(Arrays):
         """`fun(*args)`, whose stops are gradtools' own, and not those of the user's program."""
         return fun(*args)
 
+    def closure_converted(
+        self, f: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> tuple[Callable[..., Any], list[Array]]:
+        """`converted(captured, *args, **kwargs)` and the arrays that f captures at these arguments.
+
+        These are the arrays that a derivative may be taken of. By default there are none.
+        """
+        return lambda captured, *args, **kwargs: f(*args, **kwargs), []
+
     def pull(self, fun: Any, xs: Sequence[Array], cts: Sequence[Any]) -> list[Array]:
         """The pullback of fun at xs, of cotangents (None: zero)."""
         result = self.vjp(lambda *a: (list(fun(*a)), []), list(xs), groups=None, once=False)

@@ -382,11 +382,15 @@ class CustomRule:
         return kind(
             self.__name__,
             specialized.primal,
-            user_functions=(self.fun, *_functions_in(specialized.statics), *self._maps().values()),
+            user_functions=self._user_functions(specialized),
             symbolic_zeros=self.symbolic_zeros,
             contract=specialized.contract,
             **maps,
         )
+
+    def _user_functions(self, specialized: Specialization) -> tuple[Any, ...]:
+        """The functions that may close over arrays; see `Rule`."""
+        return (self.fun, *_functions_in(specialized.statics), *self._maps().values())
 
     def _maps(self) -> dict[str, Callable[..., Any]]:
         """The user's functions of the rule, by role."""

@@ -11,7 +11,7 @@ solve x = A^-1 b is itself differentiated by such a rule, dx = A^-1 (db - dA x),
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import nan, prod
 from typing import Any
@@ -20,7 +20,7 @@ from gradtools.arguments.checks import check_function
 from gradtools.arguments.wording import describe, in_words
 from gradtools.backend import Array, Backend, Operators
 from gradtools.boundary import like_function
-from gradtools.custom_rules import CustomRules
+from gradtools.custom_rules import CustomRule
 from gradtools.derivatives import Derivatives
 from gradtools.errors import GradtoolsError
 
@@ -46,7 +46,7 @@ class Implicit(Operators):
         Args:
             F: The equation: takes z, theta and args, and returns a pytree like z. A fixed point of
                 g is a solution of `F = lambda z, *a: g(z, *a) - z`, a minimum of h one of
-                `F = gt.grad(h)`. Arrays that are differentiated must be its arguments.
+                `F = gt.grad(h)`. It may close over arrays and modules that are differentiated, too.
             solve: `solve(theta, *args)` returns z, a pytree of floating or complex arrays. It is
                 called once, with arguments that have no gradient, and may be an optimizer, a
                 `while_loop` or, through `to_numpy` or `host_function`, SciPy.
@@ -89,8 +89,9 @@ class Implicit(Operators):
 
 @dataclass(frozen=True)
 class _Form:
-    """The structure, shapes and dtypes of z, which inside of the rules is one real vector x."""
+    """F, and the structure, shapes and dtypes of z, which inside of the rules is a real vector x."""
 
+    F: Callable[..., Any]
     treedef: Any
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
@@ -100,8 +101,18 @@ class _Form:
         return "float64" if {"float64", "complex128"} & {*self.dtypes} else "float32"
 
 
+class _Closed(CustomRule):
+    """A rule whose functions close over no array that is differentiated."""
+
+    def _user_functions(self, specialized: Any) -> tuple[Any, ...]:
+        return ()
+
+
 class _Solution:
-    """F(z, *args, **kwargs) and its solution; p = (args, kwargs)."""
+    """F(z, *args, **kwargs) and its solution.
+
+    p = (captured, args, kwargs), where captured are the arrays that F closes over.
+    """
 
     def __init__(
         self, backend: Backend, F: Any, solve: Any, linear_solve: LinearSolve, has_aux: bool
@@ -109,28 +120,30 @@ class _Solution:
         self.backend, self.F, self.solve = backend, F, solve
         self.linear_solve, self.has_aux = linear_solve, has_aux
         self.derivatives = Derivatives(backend)
-        rule = CustomRules(backend).custom_rule
-        self.root = rule(_root, static_argnames="form")
+        self.root = _Closed(backend, _root, "form")
         self.root.defvjp(self._root_fwd, self._root_bwd)
         self.root.defjvp(self._root_jvp)
-        self.inverse = rule(self._inverse, static_argnames=("form", "adjoint"))
+        self.inverse = _Closed(backend, self._inverse, ("form", "adjoint"))
         self.inverse.defvjp(self._inverse_fwd, self._inverse_bwd)
         self.inverse.defjvp(self._inverse_jvp)
 
     def at(self, *args: Any, **kwargs: Any) -> Any:
         """The solution at these arguments."""
-        p = (args, kwargs)
-        form, x, aux = self.backend.apart(self._solved, p)
+        form, x, captured, aux = self.backend.apart(self._solved, args, kwargs)
+        p = (captured, args, kwargs)
         z = self._tree(form, self.root(form, x, p))
         return (z, aux) if self.has_aux else z
 
-    def _solved(self, p: Any) -> tuple[_Form, Array, Any]:
-        """What `solve` returns, checked, without derivatives."""
+    def _solved(self, args: Any, kwargs: Any) -> tuple[_Form, Array, list[Array], Any]:
+        """The form, x and aux that `solve` returns, checked, without derivatives.
+
+        Also the arrays that F closes over, which become arguments of the rules.
+        """
         backend, xp = self.backend, self.backend.xp
-        leaves, treedef = backend.flatten(p)
+        leaves, treedef = backend.flatten((args, kwargs))
         leaves = [backend.stop_gradient(x) if backend.is_array(x) else x for x in leaves]
-        stopped = backend.unflatten(treedef, leaves)
-        z, aux = self.solve(*stopped[0], **stopped[1]), None
+        args, kwargs = backend.unflatten(treedef, leaves)
+        z, aux = self.solve(*args, **kwargs), None
         z, aux = z if self.has_aux else (z, None)
         leaves, treedef = backend.flatten(z)
         leaves = [backend.as_leaf(x) for x in leaves]  # solve may return NumPy arrays
@@ -141,18 +154,21 @@ class _Solution:
                     "expected a floating or complex array."
                 )
         shapes = tuple([tuple(x.shape) for x in leaves])
-        form = _Form(treedef, shapes, tuple([backend.dtype_name(x) for x in leaves]))
-        x, F = backend.stop_gradient(self._vector(form, leaves)), partial(self._F, form)
-        size, there = xp.abs(x), F(x, stopped)
+        form = _Form(self.F, treedef, shapes, tuple([backend.dtype_name(x) for x in leaves]))
+        x = backend.stop_gradient(self._vector(form, leaves))
+        F, captured = backend.closure_converted(self.F, self._tree(form, x), *args, **kwargs)
+        form, p = replace(form, F=F), (captured, args, kwargs)
+        size, there = xp.abs(x), self._F(form, x, p)
         mean = xp.mean(size)
-        moved = F(x + 0.01 * (size + xp.where(mean > 0, mean, xp.ones_like(mean))), stopped)
+        moved = x + 0.01 * (size + xp.where(mean > 0, mean, xp.ones_like(mean)))
+        moved = self._F(form, moved, p)
         far = self._norm(there) > self._norm(moved - there)
         x = self._unless(
             backend.stop_gradient(far), x,
             "F is not near zero at the z that solve returned: moving z by 1 % changes F by less "
             "than its value. Let solve converge further, or check that F is its equation.",
         )  # fmt: skip
-        return form, x, aux
+        return form, x, captured, aux
 
     # --- x as a function of p
 
@@ -217,7 +233,7 @@ class _Solution:
 
     def _F(self, form: _Form, x: Array, p: Any) -> Array:
         """F as a function of vectors."""
-        F = self.F(self._tree(form, x), *p[0], **p[1])
+        F = form.F(p[0], self._tree(form, x), *p[1], **p[2])
         leaves, treedef = self.backend.flatten(F)
         if treedef != form.treedef or [tuple(y.shape) for y in leaves] != [*form.shapes]:
             raise GradtoolsError(

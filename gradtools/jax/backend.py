@@ -12,11 +12,13 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradtools.backend import Array, FrameworkBackend, LazyMember
-from gradtools.jax import arrays, engines, module_arguments, shardings, trees
+from gradtools.jax import arrays, engines, jaxprs, module_arguments, shardings, trees
+from gradtools.jax.reachability import within_a_trace
 from gradtools.jax.rules.installing import apply_rule, attempt
 from gradtools.jax.rules.primitives import READS_A_VALUE
 from gradtools.jax.rules.transposing import pull, transpose
 from gradtools.jax.trees import LinearMap
+from gradtools.rules import replaced_at
 
 if TYPE_CHECKING:
     from gradtools.arguments.chunks import ChunkOptions
@@ -118,6 +120,32 @@ class JaxBackend(FrameworkBackend):
         return LinearMap(run, native)
 
     apply_rule = staticmethod(apply_rule)
+
+    def closure_converted(
+        self, f: Callable[..., Any], /, *args: Any, **kwargs: Any
+    ) -> tuple[Callable[..., Any], list[Array]]:
+        if not within_a_trace():
+            return super().closure_converted(f, *args, **kwargs)
+        leaves, treedef = trees.flatten((args, kwargs))
+        leaves = [self.as_leaf(x) for x in leaves]
+        places = [i for i, x in enumerate(leaves) if trees.is_array(x)]
+
+        def flat(*xs: Array) -> Any:
+            args, kwargs = trees.unflatten(treedef, replaced_at(leaves, places, xs))
+            return f(*args, **kwargs)
+
+        program, consts = jaxprs.traced(flat, *[leaves[i] for i in places])
+        held = [i for i, c in enumerate(consts) if isinstance(c, jax.core.Tracer)]
+        if not held:
+            return super().closure_converted(f, *args, **kwargs)
+        rest = replaced_at(consts, held, [None] * len(held))  # a kept tracer would leak
+
+        def converted(captured: list[Array], *args: Any, **kwargs: Any) -> Any:
+            leaves, _ = trees.flatten((args, kwargs))
+            return program(replaced_at(rest, held, captured), *[leaves[i] for i in places])
+
+        return converted, [consts[i] for i in held]
+
     compiles_rules = True
     transpose = staticmethod(transpose)
     pull = staticmethod(pull)

@@ -193,6 +193,8 @@ class TorchBackend(FrameworkBackend):
     def stop_gradient(self, x: Array) -> Array:
         return x.detach()
 
+    closure_converted = LazyMember("captured_tensors")
+
     def call_on_host(self, f: Callable[..., Any], args: Any, like: Any) -> Any:
         """`f(args)`; under torch.func an f that needs NumPy arrays gets unwrapped tensors."""
         try:

@@ -8,15 +8,25 @@ them by these inputs (`Replaced`). What PyTorch shows no mode (`Function.apply`)
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from itertools import compress
 from typing import Any
 
 import torch
 from torch.overrides import TorchFunctionMode
 
 from gradtools.errors import GradtoolsError
+from gradtools.rules import replaced_where
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.functorch_wrappers import is_inexact, is_wrapped
+from gradtools.torch import trees
+from gradtools.torch.autograd_graph import nodes_of
+from gradtools.torch.functorch_wrappers import (
+    is_dual,
+    is_inexact,
+    is_wrapped,
+    levels_differentiating,
+    tensors_in,
+)
 
 Tensor = torch.Tensor
 Tensors = list[Tensor]
@@ -54,6 +64,8 @@ class Replaced(TorchFunctionMode):
         self._left = {*map(id, captured)}
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if fun is upstream.set_grad_enabled:
+            self._graph = args[0]
         return fun(*self._entered(args), **self._entered(kwargs or {}))
 
     def _entered(self, tree: Any) -> Any:
@@ -61,12 +73,19 @@ class Replaced(TorchFunctionMode):
 
     def other(self, x: Tensor) -> Tensor:
         while (entry := self.of.get(id(x))) is not None:
+            if torch.is_grad_enabled() != self._graph:  # in a Function's forward
+                raise GradtoolsError(
+                    "f passes a tensor that it captures to a torch.autograd.Function, whose "
+                    "arguments cannot be replaced when f is computed again. Pass the tensor to f "
+                    "as an argument."
+                )
             self._left.discard(id(x))
             x = entry[1]
         return x
 
     def __enter__(self) -> Replaced:
         self._before, _thread.mode = _thread.mode, self
+        self._graph = torch.is_grad_enabled()
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:
@@ -82,7 +101,7 @@ class Replaced(TorchFunctionMode):
             )
 
 
-class Captured(TorchFunctionMode):
+class Captured(Replaced):
     """A context that finds the tensors that f captures, inside of torch.func.
 
     f's own tensors are wrapped at `level`, which its arguments have entered. Other tensors that may
@@ -90,7 +109,7 @@ class Captured(TorchFunctionMode):
     """
 
     def __init__(self, level: int) -> None:
-        super().__init__()
+        super().__init__((), (), replaced_now())
         self.found: dict[int, tuple[Tensor, Tensor]] = {}
         self._level = level
 
@@ -104,20 +123,125 @@ class Captured(TorchFunctionMode):
             result = fun(*args, **kwargs)
             if not isinstance(result, Tensor):
                 return result
-        enter = lambda tree: upstream.tree_map_only(Tensor, self._entered, tree)
+        enter = lambda tree: upstream.tree_map_only(Tensor, self._entered_level, tree)
         return fun(*enter(args), **enter(kwargs))
 
-    def _entered(self, x: Tensor) -> Tensor:
+    def other(self, x: Tensor) -> Tensor:
+        return self._entered_level(super().other(x))
+
+    def _entered_level(self, x: Tensor) -> Tensor:
         entry = self.found.get(id(x))
         if entry is not None:
             return entry[1]
         while upstream.maybe_get_level(x) == ENDED:
             x = upstream.get_unwrapped(x)
-        if not (x.requires_grad or is_wrapped(x)) or upstream.maybe_get_level(x) >= self._level:
+        if not (x.requires_grad or is_wrapped(x)) or upstream.maybe_get_level(x) == self._level:
             return x
-        inside = upstream.wrap_for_grad(x, self._level)
+        if upstream.maybe_get_level(x) > self._level:  # of a transform in f
+            beneath = _beneath(x, self._level)
+            if beneath is not None and levels_differentiating([beneath]):
+                raise GradtoolsError(
+                    "f passes a tensor that it captures to a transform of torch.func, whose "
+                    "arguments cannot be replaced when f is computed again. Pass the tensor to f "
+                    "as an argument."
+                )
+            return x
+        outer = x if self._before is None else self._before.other(x)
+        inside = upstream.wrap_for_grad(outer, self._level)
         self.found[id(x)] = x, inside
         return inside
+
+
+class Read(Replaced):
+    """A context without torch.func that finds the differentiated tensors that f captures.
+
+    own: The arguments of f. What f makes of them is its own, too: the result of an operation, or a
+    tensor whose graph is newer than this context.
+    """
+
+    def __init__(self, own: Sequence[Any]) -> None:
+        super().__init__((), (), replaced_now())
+        self.found: dict[int, tuple[Tensor, Tensor]] = {}
+        self._own, self._began = {id(x): x for x in own}, upstream.nodes_made()
+
+    def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for x in tensors_in((args, kwargs)):
+            self._note(x)
+        y = fun(*args, **kwargs)
+        self._own.update((id(x), x) for x in tensors_in(y))
+        return y
+
+    def other(self, x: Tensor) -> Tensor:
+        self._note(x)
+        return super().other(x)
+
+    def _note(self, x: Tensor) -> None:
+        tracked = x.requires_grad and torch.is_grad_enabled() and self._is_old(x)
+        if id(x) not in self._own and (tracked or is_dual(x)):
+            self.found[id(x)] = x, x
+
+    def check_all(self, ys: Sequence[Tensor]) -> None:
+        """Raises if f's outputs depend on a captured tensor that no mode was shown."""
+        ends = {x.grad_fn for x, _ in self.found.values()} - {None}
+        for node in nodes_of(ys, ends):
+            leaf = node.variable if type(node) is upstream.AccumulateGrad else None
+            lost = leaf is not None and id(leaf) not in {*self.found, *self._own}
+            if lost or (node not in ends and upstream.sequence_of(node) < self._began):
+                raise GradtoolsError(
+                    "implicit_solution: F closes over a tensor that is differentiated and that it "
+                    "passes to an autograd.Function alone, which cannot be given another tensor in "
+                    "its place. Pass it to F as an argument."
+                )
+
+    def _is_old(self, x: Tensor) -> bool:
+        return x.grad_fn is None or upstream.sequence_of(x.grad_fn) < self._began
+
+
+def closure_converted(
+    f: Callable[..., Any], /, *args: Any, **kwargs: Any
+) -> tuple[Callable[..., Any], Tensors]:
+    """See `Backend.closure_converted`. f runs once."""
+    leaves, treedef = trees.flatten((args, kwargs))
+    moving = [isinstance(x, Tensor) and is_inexact(x) for x in leaves]
+    modes = list[Any]()
+
+    def fun(*xs: Tensor) -> tuple[Tensor, ...]:
+        args, kwargs = trees.unflatten(treedef, replaced_where(leaves, moving, xs))
+        level = upstream.peek_interpreter_stack()
+        with Read(xs) if level is None else Captured(level.level()) as mode:
+            y = f(*args, **kwargs)
+        modes.append(mode)
+        return tuple(tensors_in(y))
+
+    given = [*compress(leaves, moving)]
+    if upstream.peek_interpreter_stack() is not None:
+        torch.func.vjp(fun, *given)
+    else:
+        with torch.enable_grad():
+            outs = fun(*given)
+        modes[0].check_all(outs)
+    found = [x for x, _ in modes[0].found.values()]
+
+    def converted(captured: Tensors, *args: Any, **kwargs: Any) -> Any:
+        pairs = [(x, y) for x, y in zip(found, captured, strict=True) if x is not y]
+        if not pairs:
+            return f(*args, **kwargs)
+        with Replaced(*zip(*pairs, strict=True), replaced_now()) as mode:
+            y = f(*args, **kwargs)
+        mode.check("implicit_solution")
+        return upstream.tree_map_only(Tensor, mode.other, y)
+
+    return converted, as_read_now(found)
+
+
+def _beneath(x: Tensor, level: int) -> Tensor | None:
+    """The tensor that derivatives in f, above this level, have wrapped; None for f's own."""
+    while upstream.maybe_get_level(x) > level:
+        if not upstream.is_gradtrackingtensor(x):
+            return None
+        x = upstream.get_unwrapped(x)
+    return x if upstream.maybe_get_level(x) < level else None
 
 
 def batched_as(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensors:

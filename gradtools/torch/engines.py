@@ -32,6 +32,7 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import SPENT, depends_on_others, leaves_of, nodes_of, pulled
 from gradtools.torch.compiling import NO_DOUBLE_BACKWARD, is_compiling, only_inlined, uncompiled
 from gradtools.torch.function_modes import PlainKernels, kernels_of, run_in_trace
+from gradtools.torch.captured_tensors import as_read_now
 from gradtools.torch.functorch_wrappers import is_inexact, unshared
 from gradtools.torch.gradient_tensors import (
     filled,
@@ -312,7 +313,7 @@ def _functorch_vjp(fun: Fun, leaves: Tensors, once: bool = True) -> Evaluation:
         some[:] = [bool(outs)]
         return tuple(outs) or (xs[0].new_zeros(()),), tuple(extras)
 
-    xs = leaves if is_compiling() else [kept(fun, x) for x in leaves]
+    xs = leaves if is_compiling() else [kept(fun, x) for x in as_read_now(leaves)]
     outs, pull, extras = _func_vjp(run, *xs, has_aux=True)
 
     def pullback(cts: Sequence[Tensor | None]) -> list[Tensor | None]:
@@ -343,6 +344,7 @@ def _functorch_jvp(fun: Fun, leaves: Tensors, tangents: Tensors) -> Any:
         outs, extras = run_in_trace(fun, xs, True)
         return tuple(outs), tuple(extras)
 
+    leaves = leaves if is_compiling() else as_read_now(leaves)
     xs = tuple([unshared(kept(fun, x)) for x in leaves])
     with nullcontext() if is_compiling() else forward_mode():
         outs, pushed, extras = torch.func.jvp(run, xs, tuple(tangents), has_aux=True)  # type: ignore[misc]
@@ -357,6 +359,7 @@ def _functorch_linearize(fun: Fun, leaves: Tensors) -> Any:
         outs, extras = run_in_trace(partial(evaluated_to_push, caller_of(fun), fun), xs, True)
         return tuple(outs), tuple(extras)
 
+    leaves = leaves if is_compiling() else as_read_now(leaves)
     outs, pull, extras = _func_vjp(run, *leaves, has_aux=True)
     push = _func_vjp(pull, tuple([torch.ones_like(y) for y in outs]))[1]
     return list(outs), list(extras), lambda tangents: list(push(tuple(tangents))[0])

@@ -146,6 +146,78 @@ def test_trees_complex_numbers_and_arguments_without_derivatives(gt, rng):
         agree(gt, gt.grad(loss(root))(c), gt.grad(loss(solve))(c))
 
 
+def product_root(gt, a, b):
+    """The root of a b, whose equation closes over b."""
+    return gt.implicit_solution(lambda z, a: z * z - a * b, lambda a: (a * b) ** 0.5, "dense")(a)
+
+
+CLOSURES = {
+    "gradients": lambda gt, f, a, b: gt.grad(f, (0, 1))(a, b),
+    "beside another use": lambda gt, f, a, b: gt.grad(lambda b: f(a, b) + b)(b),
+    "tangents": lambda gt, f, a, b: gt.jvp(f, (a, b), (a, b))[1],
+    "the tangent alone": lambda gt, f, a, b: gt.jvp(lambda b: f(a, b), (b,), (b,))[1],
+    "hessian": lambda gt, f, a, b: gt.hessian(f, (0, 1))(a, b),
+    "forward over forward": lambda gt, f, a, b: gt.jvp(
+        lambda b: gt.jvp(lambda b: f(a, b), (b,), (b,))[1], (b,), (b,)
+    )[1],
+    "forward over reverse": lambda gt, f, a, b: gt.hvp(f, (a, b), (b, a), "forward_over_reverse"),
+    "third": lambda gt, f, a, b: gt.grad(gt.grad(gt.grad(lambda b: f(a, b))))(b),
+    "mapped": lambda gt, f, a, b: gt.vmap(gt.grad(f, (0, 1)), (None, 0))(a, gt.xp.stack([b, a])),
+    "a loss of a map": lambda gt, f, a, b: gt.grad(
+        lambda b: gt.vmap(f, (0, None))(gt.xp.stack([a, b]), b).sum()
+    )(b),
+    "checkpoint": lambda gt, f, a, b: gt.grad(
+        gt.grad(lambda b: gt.checkpoint(lambda a: f(a, b) * b)(a))
+    )(b),
+}
+
+
+@pytest.mark.parametrize("name", CLOSURES)
+def test_what_the_equation_closes_over_is_differentiated(gt, backend_name, name):
+    a, b = gt.asarray(np.float64(2)), gt.asarray(np.float64(3))
+    plain = lambda a, b: (a * b) ** 0.5
+    found, expected = (
+        fast(gt, backend_name, lambda a, b, f=f: CLOSURES[name](gt, f, a, b))(a, b)
+        for f in (lambda a, b: product_root(gt, a, b), plain)
+    )
+    for x, y in zip(gt_leaves(found), gt_leaves(expected), strict=True):
+        agree(gt, x, y)
+
+
+def gt_leaves(tree):
+    return [y for x in tree for y in gt_leaves(x)] if isinstance(tree, tuple | list) else [tree]
+
+
+def test_a_layer_trains_the_module_that_it_closes_over(gt, backend_name):
+    """As a deep equilibrium model is written in PyTorch: also where its step is an edit."""
+    if backend_name == "jax":
+        pytest.skip("a module of PyTorch")
+    import torch
+
+    torch.manual_seed(0)
+    net = torch.nn.Linear(3, 3, dtype=torch.float64)
+    with torch.no_grad():
+        net.weight *= 0.3
+    step = lambda z, a: torch.tanh(gt.scale_gradient(net(z), 1.0) + a)
+    rest = torch.ones(3, dtype=torch.float64)
+
+    def iterated(a):
+        z = 0 * a
+        for _ in range(80):
+            z = step(z, a)
+        return z
+
+    layer = gt.implicit_solution(lambda z, a: step(z, a) - z, iterated)
+    both = []
+    for f in (layer, iterated):
+        a = rest.clone().requires_grad_()
+        inputs = [a, *net.parameters()]
+        first = torch.autograd.grad((f(a) ** 3).sum(), inputs, create_graph=True)
+        both.append([*first, *torch.autograd.grad(sum((g**2).sum() for g in first), inputs)])
+    for x, y in zip(*both, strict=True):
+        agree(gt, x.detach(), y.detach(), 1e-8)
+
+
 def test_float32_is_solved_to_its_precision(gt):
     a = gt.asarray(np.float32([4.0, 9.0]))
     root = gt.implicit_solution(lambda z, a: z * z - a, lambda a: a**0.5, "cg")

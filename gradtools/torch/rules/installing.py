@@ -20,6 +20,7 @@ import torch
 from gradtools.errors import GradtoolsError, warn
 from gradtools.rules import Rule, by_key, closed_over_error, reverse_only_text
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.captured_tensors import as_read_now
 from gradtools.torch.compiling import is_compiling, opaque_to_dynamo
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact, is_wrapped, unwrapped
 from gradtools.torch.operation_marks import running
@@ -74,6 +75,8 @@ def _apply_by_key(key: str, *xs: Tensor) -> tuple[Tensor, ...]:
 
 
 def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
+    if _functions():
+        xs = as_read_now(xs)
     if rule.reaches == "identity" and is_plain_eager(xs):
         application = rule.__dict__.get(APPLICATION) or application_of(rule, len(xs))
         xs = apart(xs)

@@ -89,7 +89,7 @@ class Implicit(Operators):
 
 @dataclass(frozen=True)
 class _Form:
-    """F, and the structure, shapes and dtypes of z, which inside of the rules is a real vector x."""
+    """F, and the structure, shapes and dtypes of z, which is a real vector x inside of the rules."""
 
     F: Callable[..., Any]
     treedef: Any

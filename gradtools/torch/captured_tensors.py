@@ -10,7 +10,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 from itertools import compress
-from typing import Any
+from typing import Any, Self
 
 import torch
 from torch.overrides import TorchFunctionMode
@@ -83,7 +83,7 @@ class Replaced(TorchFunctionMode):
             x = entry[1]
         return x
 
-    def __enter__(self) -> Replaced:
+    def __enter__(self) -> Self:
         self._before, _thread.mode = _thread.mode, self
         self._graph = torch.is_grad_enabled()
         return super().__enter__()
@@ -227,7 +227,8 @@ def closure_converted(
         pairs = [(x, y) for x, y in zip(found, captured, strict=True) if x is not y]
         if not pairs:
             return f(*args, **kwargs)
-        with Replaced(*zip(*pairs, strict=True), replaced_now()) as mode:
+        originals, others = zip(*pairs, strict=True)
+        with Replaced(originals, others, replaced_now()) as mode:
             y = f(*args, **kwargs)
         mode.check("implicit_solution")
         return upstream.tree_map_only(Tensor, mode.other, y)

@@ -30,9 +30,9 @@ from gradtools.errors import GradtoolsError
 from gradtools.rules import spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import SPENT, depends_on_others, leaves_of, nodes_of, pulled
+from gradtools.torch.captured_tensors import as_read_now
 from gradtools.torch.compiling import NO_DOUBLE_BACKWARD, is_compiling, only_inlined, uncompiled
 from gradtools.torch.function_modes import PlainKernels, kernels_of, run_in_trace
-from gradtools.torch.captured_tensors import as_read_now
 from gradtools.torch.functorch_wrappers import is_inexact, unshared
 from gradtools.torch.gradient_tensors import (
     filled,

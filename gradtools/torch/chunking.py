@@ -29,7 +29,7 @@ from gradtools.torch.captured_tensors import as_read_now
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.functorch_wrappers import alive, is_dual, is_wrapped
 from gradtools.torch.operation_marks import is_plain, marked
-from gradtools.torch.recomputation import Program, first_in_functorch
+from gradtools.torch.recomputation import Program, attached, first_in_functorch
 from gradtools.torch.state import Held, RunState
 
 Tensor = torch.Tensor
@@ -42,17 +42,26 @@ _JVP = upstream.TransformType.Jvp
 def run_chunks(chunks: Chunks) -> tuple[list[Any], list[Any]]:
     """The joined output leaves, differentiable, and the last carry."""
     with marked(chunks.caller):
-        rows, carry = [], [_bare(x) for x in chunks.carry]
-        held = held_by(chunks) if recomputes() else None
-        state = held and RunState.now(held)
+        every, again = list[tuple[Chunk, Tensors, bool]](), list[tuple[Program, Tensors]]()
+        carry, held = [_bare(x) for x in chunks.carry], held_by(chunks) if recomputes() else None
+        state: Any = held and RunState.now(held)
         for i, pieces in _counted(chunks):
-            chunk = Chunk(chunks, i, pieces, carry)
+            chunk, known = Chunk(chunks, i, pieces, carry), False
             if held is None:
                 outs = chunk.run(chunk.xs)
             else:
-                outs, state = chunk.recomputed(held, state)
+                program = Program(chunks.caller, chunk.run, held, state)
+                outs, state = chunk.first_run(program)
+                known = program.known is not None
+                if known:
+                    again.append((program, as_read_now(chunk.xs)))
             carry = chunk.after
-            rows.append(chunk.merged(outs))
+            every.append((chunk, outs, known))
+        left = iter(attached(again) if again else ())
+        rows = [
+            chunk.merged([next(left) for _ in outs] if known else outs)
+            for chunk, outs, known in every
+        ]
         return _joined(chunks, rows), carry
 
 
@@ -135,27 +144,28 @@ class Chunk:
         left, count = iter(ys), len(ys) + len(self.others)
         return [self.others[k] if k in self.others else next(left) for k in range(count)]
 
-    def recomputed(self, held: Held, state: Any) -> tuple[Tensors, RunState]:
-        chunks, xs = self._chunks, as_read_now(self.xs)
-        program = Program(chunks.caller, self.run, held, state)
+    def first_run(self, program: Program) -> tuple[Tensors, RunState]:
+        """The outputs, and the state after them; they are in `program.known` if it can run again.
+
+        program: Of `run`.
+        """
+        chunks, xs, held = self._chunks, as_read_now(self.xs), program.held
         verify = verifies(chunks.options, program)
         if upstream.peek_interpreter_stack() is not None:
             ys = first_in_functorch(program, xs, verify)
             self.after = [alive(x) if isinstance(x, Tensor) else x for x in self.after]
-            return ys, state.again()
+            return ys, program.state.again()
         pushed = upstream.forward_level() >= 0  # tangents go through f's own operations
         if pushed and any(map(is_dual, (*xs, *held.tensors, *held.parameters))):
-            return self.run(xs), state.again()
+            return self.run(xs), program.state.again()
         others = [x for x in self._carry if isinstance(x, Tensor)]
         outs, state = program.begin(xs, verify, others)
-        if program.known is None:
-            if program.kept and any(isinstance(x, np.ndarray) for x in chunks.arguments):
-                raise GradtoolsError(
-                    f"{chunks.caller}: f changes an argument in place that is an array of NumPy, "
-                    "and what it gets is a tensor. Return the new one."
-                )
-            return outs, state
-        return program.attached(xs), state
+        if program.kept and any(isinstance(x, np.ndarray) for x in chunks.arguments):
+            raise GradtoolsError(
+                f"{chunks.caller}: f changes an argument in place that is an array of NumPy, "
+                "and what it gets is a tensor. Return the new one."
+            )
+        return outs, state
 
 
 def _joined(chunks: Chunks, rows: list[list[Any]]) -> list[Any]:

@@ -4,8 +4,8 @@
     backward pass   x' = pull(f)(x, y')    f runs again, from the state where its first pass began
 
 `pull(f)` is a program like f, so the derivative of a derivative is computed again in turn: any
-order at the memory of one chunk. Each chunk is one node of autograd's graph, and autograd adds the
-chunks' gradients of a leaf in place.
+order at the memory of one chunk. One node of autograd's graph holds a large chunk, or several small
+ones, whose gradients of a leaf it adds in place.
 
 The state consists of random streams, autocast, and the buffers of modules that f is or closes over
 (`state.py`). Outputs are compared with those of the first pass, which finds most other state.
@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import copy
-from itertools import compress
+from itertools import compress, islice
 from typing import Any
 
 import torch
@@ -58,6 +58,7 @@ class _Thread(threading.local):
 _thread = _Thread()
 _NOTHING = nullcontext()
 _VMAP = upstream.TransformType.Vmap
+_ORDINARY = {Tensor, torch.nn.Parameter}
 
 
 def user_is_recomputing() -> bool:
@@ -74,6 +75,7 @@ class Recomputable:
     Attributes:
         caller: The name of the operator.
         sources: Tensors besides its arguments at which it is differentiated.
+        versions: How often these had been changed in place.
         maps: How many vmaps its first run was inside of: the outermost ones.
         known: Its outputs without a graph, if it ran already.
         tracked: Which of these are differentiable, if that is known.
@@ -83,11 +85,13 @@ class Recomputable:
 
     caller: str
     sources: Tensors
+    versions: list[int]
     maps: int
     known: Tensors | None = None
     tracked: Sequence[bool] | None = None
     verify = False
     inlines = True
+    again: Run
 
     def pullback(
         self: Any, xs: Sequence[Tensor], cts: Sequence[Any], wants: Sequence[bool]
@@ -95,11 +99,15 @@ class Recomputable:
         """The pullback of cotangents (or None) at xs, and its arguments. wants: As in `Pull`."""
         return Pull(self, len(xs), [ct is not None for ct in cts], wants), with_cotangents(xs, cts)
 
+    def parts(self, ys: Sequence[Any], size: int) -> list[tuple[Any, Sequence[int], Sequence[Any]]]:
+        """The programs of a node, the places of each one's inputs among `size`, and its ys."""
+        return [(self, range(size), ys)]
+
     def wanted(self, ctx: Any, xs: Sequence[Tensor], wants: Sequence[bool]) -> Sequence[bool]:
-        """Of which sources and arguments the running backward pass needs the gradient.
+        """The sources and arguments whose gradients the running backward pass needs.
 
         ctx: The context of the program's node.
-        wants: Of which it may need them.
+        wants: Those whose gradients it may need.
         """
         return wants
 
@@ -108,36 +116,33 @@ class Program(Recomputable):
     """One chunk of f: a function of tensors that runs again from the state of its first run.
 
     Attributes:
+        call: f on a batch, if it is mapped by vmap.
         captured: Tensors that the first arguments replace.
+        inline: How many of these were sources.
         first: The outputs of the first run and their versions, to compare with.
         kept: Whether the graph of the first run is kept in memory.
-        otherwise: Whether it is computed again by other operations, which round otherwise.
-        jointly: Whether rounding is relative to the largest output, not to each of them.
+        otherwise: Whether it is computed again by other operations, which round differently.
     """
 
-    kept = otherwise = jointly = False
+    kept = otherwise = False
+    call: Run | None = None
+    inline = 0
 
     def __init__(self, caller: str, run: Run, held: Held, state: RunState) -> None:
         self.caller, self.run, self.held, self.state = caller, run, held, state
-        self.call: Run | None = None  # of a batch
-        self.sources: Tensors = []
-        self.captured: Tensors = []
-        self.versions: list[int] = []  # of the sources
+        self.sources, self.versions, self.captured = [], [], list[Tensor]()
         self.outside = held.began  # how many nodes there were before the first chunk
-        self.inline = 0  # how many of the captured tensors were sources
         self.first: list[tuple[Tensor | None, int]] = []
         self.verified: Callable[[], None] = lambda: None
         self.replaced = replaced_now()  # by an outer recomputation, in which this is the first run
         levels = upstream.get_interpreter_stack() or ()
-        self.maps = sum(level.key() == _VMAP for level in levels)
+        self.maps = sum([level.key() == _VMAP for level in levels])
         self.eager = not levels  # derivatives in f sum in other orders inside of torch.func
-
-    program = property(lambda self: self)  # by which a recording names the node
 
     def begin(self, xs: Sequence[Tensor], verify: bool, others: Tensors) -> tuple[Tensors, Any]:
         """The first run: outputs without a graph, which become `known`, and the state after it.
 
-        Nothing is known, and the outputs have their graph, if they could not be computed again: f
+        The outputs have their graph, and `known` is None, if f could not be computed again: it
         changed an argument in place, or read a tensor with a graph that is no argument.
 
         others: Further tensors that f may write in.
@@ -168,17 +173,16 @@ class Program(Recomputable):
             )
             return ys, later
         tracked = [y.requires_grad for y in ys]
-        if not any(tracked):
+        if True not in tracked:
             return ys, later
         outs = [detached(y, CHUNK) for y in ys]
-        # Autograd would not know of memory that is shared with an input.
-        views = [upstream.is_view(y) or any(y is x for x in inner) for y in ys]
-        for i in compress(range(len(ys)), views):
-            if any(upstream.is_alias_of(outs[i], x) for x in (*inner, *sources)):
+        for i, y in enumerate(ys):  # autograd does not know of memory that is shared with an input
+            views = upstream.is_view(y) or id(y) in map(id, inner)
+            if views and any(upstream.is_alias_of(y, x) for x in (*inner, *sources)):
                 outs[i] = outs[i].clone()
         alive = [*map(weakref.ref, sources)]
-        del ys, sources  # with the graph, which frees leaves that f made for itself
-        self.read([x for x in (one() for one in alive) if x is not None])
+        del ys, y, sources  # with the graph, which frees leaves that f made for itself
+        self.read([x for ref in alive if (x := ref()) is not None])
         self.known, self.tracked, self.verify = outs, tracked, verify
         return outs, later
 
@@ -195,12 +199,11 @@ class Program(Recomputable):
         self.captured = captured
         return [*captured, *xs]
 
-    def attached(self, xs: Sequence[Tensor]) -> Tensors:
-        """The known outputs at xs, as one node."""
+    def attachable(self, xs: Sequence[Tensor]) -> tuple[Program, Sequence[Tensor]]:
+        """The program and its arguments for a node, behind which f's graph ends."""
         if {x.grad_fn for x in self.sources} <= {None}:
-            return recomputed(self, xs)
-        # So that what lies behind a captured tensor is no part of f's graph.
-        return recomputed(self.inlined(), [*self.sources, *xs])
+            return self, xs
+        return self.inlined(), [*self.sources, *xs]
 
     def remember(self, ys: Sequence[Tensor]) -> None:
         """Sets the outputs to compare with, below all levels of torch.func."""
@@ -213,16 +216,17 @@ class Program(Recomputable):
 
         None if they depend on a tensor with a graph that is neither.
         """
-        captured = as_read_now(self.held.tensors)
-        ends = {x.grad_fn: x for x in captured if x.grad_fn is not None}
+        ends = {x.grad_fn: x for x in as_read_now(self.held.tensors) if x.grad_fn is not None}
         given = {_node_behind(x) for x in inner if x.requires_grad}
         found: dict[int, Tensor] = {}
-        for node in nodes_of(ys, {*ends, *given}):
+        for node in nodes_of(ys, ends.keys() | given):
+            if node in given:
+                continue
             if type(node) is upstream.AccumulateGrad:
                 found[id(node.variable)] = node.variable
-            elif node in ends and node not in given:
+            elif node in ends:
                 found[id(ends[node])] = ends[node]
-            elif node not in given and upstream.sequence_of(node) < began:
+            elif upstream.sequence_of(node) < began:
                 if upstream.sequence_of(node) < self.outside:
                     return None
                 raise GradtoolsError(
@@ -234,17 +238,6 @@ class Program(Recomputable):
 
     def again(self, xs: Sequence[Tensor]) -> Tensors:
         """f once more, from the state of its first run; the current state stands afterwards."""
-        if not all(x.requires_grad for x in self.sources):
-            raise GradtoolsError(
-                f"{self.caller}: a parameter that f reads no longer requires grad. It must until "
-                "the backward pass, which computes f again."
-            )
-        if [*map(upstream.version_of, self.sources)] != self.versions:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: {self.caller} computes f again in the backward pass, and a "
-                "parameter that f reads was changed after the forward pass."
-            )
         _thread.recomputing += 1
         try:
             ys = self.state.rerun(self._call, xs)
@@ -261,21 +254,20 @@ class Program(Recomputable):
         count = len(self.captured)
         if not (count or self.replaced):
             return self.run(xs)
-        mode = Replaced(self.captured, xs[:count], self.replaced)
-        with mode:
+        with Replaced(self.captured, xs[:count], self.replaced) as mode:
             ys = self.run(xs[count:])
         ys = [mode.other(y) for y in ys]
         mode.check(self.caller)
         return ys
 
     def _compare(self, ys: Sequence[Tensor], exact: bool) -> None:
+        scale = [x for x, _ in self.first if x is not None]
         for y, (first, version) in zip(ys, self.first, strict=True):
             if first is None or y.shape != first.shape or is_wrapped(y):
                 continue  # a batch is computed again for a first run of one example
-            if not _is_ordinary(first) or first.device.type == "meta":
+            if type(first) not in _ORDINARY or first.device.type == "meta":
                 continue  # fake: without numbers
             written = upstream.version_of(first) != version
-            scale = [x for x, _ in self.first if x is not None] if self.jointly else [first]
             if not (written or _equal(y.detach(), first, exact and not self.otherwise, scale)):
                 raise GradtoolsError(
                     f"{self.caller}: f returns other values when it is computed again in the "
@@ -293,6 +285,7 @@ class Program(Recomputable):
         return other
 
     def inlined(self) -> Program:
+        """The same, with its sources as arguments."""
         own = self.sources
         return self._copy(captured=own + self.captured, sources=[], versions=[], inline=len(own))
 
@@ -303,10 +296,6 @@ class Program(Recomputable):
         one, dims = self._call, tuple(axes)
         call = lambda xs: torch.vmap(lambda *xs: tuple(one(xs)), dims, randomness=randomness)(*xs)
         return self._copy(call=lambda xs: list(call(xs)))
-
-
-def _is_ordinary(x: Tensor) -> bool:
-    return type(x) is Tensor or type(x) is torch.nn.Parameter
 
 
 def _equal(y: Tensor, first: Tensor, exact: bool, scale: Tensors) -> bool:
@@ -328,7 +317,7 @@ class Pull(Recomputable):
 
     size: How many arguments the program has.
     given: Which outputs of the program have a cotangent.
-    wants: Of which sources and arguments the gradient is returned.
+    wants: The sources and arguments whose gradients are returned.
     rows: For each vmap of cotangents alone, the innermost first: their axes, the axis of the
         gradients, and the size.
     """
@@ -342,7 +331,8 @@ class Pull(Recomputable):
         rows: Sequence[tuple[tuple[Any, ...], int, int]] = (),
     ) -> None:
         self.of, self.size, self.given, self.wants, self.rows = of, size, given, wants, rows
-        self.caller, self.sources, self.maps = of.caller, of.sources, of.maps
+        self.caller, self.maps = of.caller, of.maps
+        self.sources, self.versions = of.sources, of.versions
 
     def again(self, xs: Sequence[Tensor]) -> Tensors:
         grads = []
@@ -364,14 +354,13 @@ class Pull(Recomputable):
             ys = self.of.again(inner)
         outs = [*compress(ys, self.given)]
         ends = [*compress((*self.sources, *inner), self.wants)]
-        if not any(y.requires_grad for y in outs):
+        if True not in [y.requires_grad for y in outs]:
             return [(x, None) for x in ends]
         grads = self._pull(create, outs, ends, xs[self.size :])
         if isinstance(self.of, Program) and self.of.inlines:
-            reached = inner[: self.of.inline] if self.of.inline else self.sources
-            known = {*map(id, reached)}
-            pairs = zip(ends, grads, strict=True)
-            lost = [x for x, g in pairs if g is None and id(x) in known]
+            lost = [x for x, g in zip(ends, grads, strict=True) if g is None and x.requires_grad]
+            known = {*map(id, inner[: self.of.inline] if self.of.inline else self.sources)}
+            lost = [x for x in lost if id(x) in known]
             if lost and not {*map(_node_behind, lost)} <= {*nodes_of(ys)}:
                 raise GradtoolsError(
                     f"{self.caller}: f depends on other tensors when it is computed again in the "
@@ -430,13 +419,13 @@ def gradients(
     if not pairs or not ends:
         return [None] * len(xs)
     outs, seeds = zip(*pairs, strict=True)
-    retain = retain or create
-    found = iter(
-        upstream.engine(
-            outs, seeds, retain, create, ends, allow_unreachable=True, accumulate_grad=False
-        )
+    found = upstream.engine(
+        outs, seeds, retain or create, create, ends, allow_unreachable=True, accumulate_grad=False
     )
-    return [next(found) if x.requires_grad else None for x in xs]
+    if len(ends) == len(xs):
+        return list(found)
+    left = iter(found)
+    return [next(left) if x.requires_grad else None for x in xs]
 
 
 def with_cotangents(xs: Sequence[Tensor], cts: Sequence[Tensor | None]) -> Tensors:
@@ -459,7 +448,7 @@ def _entering(x: Tensor, create: bool, wanted: bool) -> Tensor:
 # --- their nodes ---------------------------------------------------------------------------------
 
 
-def recomputed(program: Program | Pull, xs: Sequence[Tensor]) -> Tensors:
+def recomputed(program: Recomputable, xs: Sequence[Tensor]) -> Tensors:
     """The program's outputs at xs as one node, whose pullback runs the program again."""
     if upstream.forward_level() >= 0 and any(map(is_dual, xs)):
         return program.again(xs)
@@ -468,6 +457,50 @@ def recomputed(program: Program | Pull, xs: Sequence[Tensor]) -> Tensors:
         apply = super(torch.autograd.Function, _Node).apply  # looked up here: recordings patch it
     known, program.known = program.known or [], None
     return list(apply(program, len(known), *known, *program.sources, *xs))
+
+
+class _Joint(Recomputable):
+    """Several programs as one, of the arguments of all of them."""
+
+    def __init__(self, pairs: Sequence[tuple[Program, Sequence[Tensor]]]) -> None:
+        self._programs = [program for program, _ in pairs]
+        self.caller, self.maps = self._programs[0].caller, 0
+        sources = {id(x): x for program in self._programs for x in program.sources}
+        inputs = {**sources, **{id(x): x for _, xs in pairs for x in xs}}
+        self.sources, self.xs = [*sources.values()], [*inputs.values()][len(sources) :]
+        place = {key: k for k, key in enumerate(inputs)}
+        self._places = [[place[id(x)] for x in (*p.sources, *xs)] for p, xs in pairs]
+        self._counts = [len(program.known or ()) for program in self._programs]
+        self.known = [y for program in self._programs for y in program.known or ()]
+        self.tracked = [t for program in self._programs for t in program.tracked or ()]
+        self.verify = self._programs[0].verify
+        for program in self._programs:
+            program.known = None
+
+    def remember(self, ys: Sequence[Tensor]) -> None:
+        for program, _, own in self.parts(ys, 0):
+            program.remember(own)
+
+    def parts(self, ys: Sequence[Any], size: int) -> list[tuple[Any, Sequence[int], Sequence[Any]]]:
+        left = iter(ys)
+        every = zip(self._programs, self._places, self._counts, strict=True)
+        return [(p, places, tuple(islice(left, count))) for p, places, count in every]
+
+
+_SMALL = 1 << 18  # bytes
+
+
+def attached(pairs: Sequence[tuple[Program, Sequence[Tensor]]]) -> list[Tensor]:
+    """The known outputs of programs at their arguments, differentiable.
+
+    Small programs share a node, which saves the time of one for each. Such a node holds a set of
+    gradients of its own, so large programs have one each.
+    """
+    pairs = [program.attachable(xs) for program, xs in pairs]
+    if len(pairs) > 1 and sum([x.nbytes for x in pairs[0][0].sources]) <= _SMALL:
+        joint = _Joint(pairs)
+        return recomputed(joint, joint.xs)
+    return [y for program, xs in pairs for y in recomputed(program, xs)]
 
 
 class _Node(torch.autograd.Function):
@@ -508,7 +541,7 @@ class _Node(torch.autograd.Function):
     def pulled(ctx: Any, xs: Any, cts: Any) -> Sequence[Any]:
         if batchings():
             return by_new_vmap(lambda *cts: _pulled(ctx, xs, cts), cts)
-        if all(map(_is_ordinary, xs)):
+        if {*map(type, xs)} <= _ORDINARY:
             return _pulled(ctx, xs, cts)
         with upstream.EnableTorchFunction():  # which a subclass's backward() disables
             return _pulled(ctx, xs, cts)
@@ -536,20 +569,45 @@ _Node.forward.__signature__ = inspect.signature(_Node.forward)  # type: ignore[a
 
 
 def _pulled(ctx: Any, xs: Sequence[Tensor], cts: Sequence[Tensor | None]) -> list[Tensor | None]:
-    program = ctx.program
-    wants = program.wanted(ctx, xs, ctx.needs_input_grad[2 + ctx.count :])
-    if not any(wants) or all(ct is None for ct in cts):
-        return [None] * len(wants)
-    if program.inlines and any(map(upstream.tensor_hooks, program.sources)):
-        # The hooks must run once, on the sum.
-        xs, program = [*program.sources, *xs], program.inlined()
-    pull, inputs = program.pullback(xs, cts, wants)
+    """The gradients at the sources of the node's program and at its arguments xs."""
+    inputs, needs = [*ctx.program.sources, *xs], ctx.needs_input_grad[2 + ctx.count :]
     higher = torch.is_grad_enabled() or upstream.peek_interpreter_stack() is not None
-    if higher and program.inlines:
-        grads: Any = iter(recomputed(pull, inputs))
-    else:
-        grads = (g for _, g in pull.pulled(inputs))
-    return [next(grads) if wanted else None for wanted in wants]
+    hooked = any(map(upstream.tensor_hooks, ctx.program.sources))
+    sums, own = [None] * len(inputs), set[int]()
+    for program, places, given in ctx.program.parts(cts, len(inputs)):
+        fixed, at = len(program.sources), [inputs[k] for k in places]
+        wants = program.wanted(ctx, at[fixed:], [needs[k] for k in places])
+        if not any(wants) or all(ct is None for ct in given):
+            continue
+        if [*map(upstream.version_of, program.sources)] != program.versions:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: {program.caller} computes f again in the backward pass, and "
+                "a parameter that f reads was changed after the forward pass."
+            )
+        if hooked and program.inlines and fixed:  # the hooks must run once, on the sum
+            program, fixed = program.inlined(), 0
+        pull, arguments = program.pullback(at[fixed:], given, wants)
+        if higher and program.inlines:
+            grads: Any = recomputed(pull, arguments)
+        else:
+            grads = [g for _, g in pull.pulled(arguments)]
+        _add(sums, compress(places, wants), grads, own, not higher)
+        del grads  # before the next program runs
+    return sums
+
+
+def _add(sums: list[Any], places: Any, terms: Sequence[Any], own: set[int], in_place: bool) -> None:
+    """Adds gradients to the sums at these places. own: Those that may be changed in place."""
+    for k, term in zip(places, terms, strict=True):
+        if term is None or sums[k] is None:
+            sums[k] = term if sums[k] is None else sums[k]
+        elif k in own:
+            sums[k].add_(term)
+        else:
+            sums[k] = sums[k] + term
+            if in_place and type(sums[k]) is Tensor and sums[k].layout is torch.strided:
+                own.add(k)
 
 
 # --- inside of torch.func -----------------------------------------------------------------------

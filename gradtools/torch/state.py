@@ -6,11 +6,12 @@ time; an unchanged buffer is copied once for all of them. Nothing else is search
 
 from __future__ import annotations
 
+import _random
 import ctypes
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import is_
 from types import BuiltinMethodType, CellType, FunctionType, MethodType
@@ -42,7 +43,7 @@ class Randomness:
 
     @classmethod
     def of(cls, streams: Iterable[Stream]) -> Randomness:
-        return cls({CPU: _state(CPU), **{stream: _state(stream) for stream in streams}})
+        return cls({stream: _state(stream) for stream in (CPU, *streams)})
 
     @classmethod
     def now(cls, xs: Sequence[Tensor]) -> Randomness | None:
@@ -75,9 +76,8 @@ class Randomness:
 
     def current(self) -> Randomness:
         """The current states of the same generators; self if nothing was drawn."""
-        now = {stream: _state(stream) for stream in self.states}
-        moved = [s for s, (_, key) in self.states.items() if now[s][1] != key]
-        return Randomness({**self.states, **{s: now[s] for s in moved}}) if moved else self
+        moved = {s: now for s, (_, key) in self.states.items() if (now := _state(s))[1] != key}
+        return Randomness({**self.states, **moved}) if moved else self
 
     def advanced_to(self, later: Randomness) -> Randomness:
         """The states of those generators only that differ in later states."""
@@ -90,11 +90,9 @@ class Randomness:
                 stream.set_state(state)
             elif isinstance(stream, torch.device):
                 torch.get_device_module(stream).set_rng_state(state, stream)
-            elif stream == PYTHON:
-                random.setstate(state)
             else:
-                np.random.set_state(state)  # noqa: NPY002
-                _latest_of_numpy[0] = state, _words_of_numpy()
+                random.setstate(state) if stream == PYTHON else np.random.set_state(state)  # noqa: NPY002
+                _latest[stream] = state, _words(stream)
 
 
 @contextmanager
@@ -116,11 +114,12 @@ def restored(randomness: Randomness | None) -> Iterator[None]:
 
 def _state(stream: Stream) -> tuple[Any, Any]:
     """A generator's state, and a value that is equal for equal states."""
-    if stream == PYTHON:  # all words change at once, and until then only the position, the last
-        state: Any = random.getstate()
-        return state, (state[1][:2], state[1][-1], state[2])
     if isinstance(stream, str):
-        state = _state_of_numpy()
+        state, words = _latest.get(stream, (None, b""))
+        if not words or words != _words(stream) or (stream == NUMPY and state["has_gauss"]):
+            get = random.getstate if stream == PYTHON else partial(np.random.get_state, False)
+            state = get()
+            _latest[stream] = state, _words(stream)
         return state, id(state)
     if isinstance(stream, torch.Generator):
         state = stream.get_state()
@@ -129,21 +128,20 @@ def _state(stream: Stream) -> tuple[Any, Any]:
     return state, ctypes.string_at(state.data_ptr(), state.numel())  # works under transforms
 
 
-# NumPy's state and words when they were read last: reading all takes longer than a small layer.
-_latest_of_numpy: list[tuple[dict[str, Any], bytes]] = [({}, b"")]
+# The states of Python and NumPy, and their words, as they were read last: copying a state takes
+# longer than a small layer, so it is not copied again while the words are the same.
+_latest: dict[str, tuple[Any, Any]] = {}
+_PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]
+_HEAD, _SIZE = object.__basicsize__, _random.Random.__basicsize__
 
 
-def _state_of_numpy() -> dict[str, Any]:
-    """The state of `numpy.random`: the same object if its words show that nothing was drawn."""
-    state, words = _latest_of_numpy[0]
-    if not words or words != _words_of_numpy() or state["has_gauss"]:
-        state = np.random.get_state(legacy=False)  # type: ignore[assignment]  # noqa: NPY002
-        _latest_of_numpy[0] = state, _words_of_numpy()
-    return state
+def _words(stream: str) -> Any:
+    """The memory of the Mersenne Twister; empty for another generator of NumPy.
 
-
-def _words_of_numpy() -> bytes:
-    """The words and the position of NumPy's Mersenne Twister; empty for another generator."""
+    With the second number of a pair of Python's; NumPy's is in its state alone.
+    """
+    if stream == PYTHON:
+        return ctypes.string_at(id(_PYTHON) + _HEAD, _SIZE - _HEAD), _PYTHON.gauss_next
     bits: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if type(bits) is not np.random.MT19937:
         return b""
@@ -177,14 +175,13 @@ class Held:
             if isinstance(x, nn.Module):
                 self.modules.append(x)
                 todo += upstream.slots_of(x)[2].values()
+                self.generators += [y for y in vars(x).values() if type(y) is torch.Generator]
             elif isinstance(x, Tensor):
                 self.tensors.append(x)
             elif isinstance(x, torch.Generator):
                 self.generators.append(x)
             else:
                 todo += _parts(x)
-        own = [x for m in self.modules for x in vars(m).values() if type(x) is torch.Generator]
-        self.generators += own
         slots = [(*upstream.slots_of(m)[:2], m) for m in self.modules]
         self.buffers: list[tuple[Slots, nn.Module]] = [(b, m) for _, b, m in slots if b]
         self._first = [(own, dict(own)) for own, _, _ in slots if own]
@@ -251,9 +248,11 @@ class RunState:
                 return cls.now(held, before)
         known = before if before is not None and before.held is held else None
         if known is not None and known.streams.states:
-            streams = known.streams.current()
+            streams, casts = known.streams.current(), known.casts
+            if streams is known.streams and not held.buffers:
+                return known
         else:
-            streams = Randomness.everywhere(held.kinds, held.generators)
+            streams, casts = Randomness.everywhere(held.kinds, held.generators), _Casts(held.kinds)
         slots = [dict(own) for own, _ in held.buffers]
         entries = {id(entry[0]): entry for entry in before.copies} if before is not None else {}
         copies = []
@@ -263,9 +262,7 @@ class RunState:
                     entry = entries.get(id(b))
                     copy = entry[1] if entry and _same(*entry) else b.detach().clone()
                     copies.append((b, copy, _version(b), module.training))
-        return cls(
-            held, streams, slots, copies, _Casts(held.kinds) if known is None else known.casts
-        )
+        return cls(held, streams, slots, copies, casts)
 
     def again(self) -> RunState:
         """The current state of the same streams and modules."""
@@ -273,8 +270,7 @@ class RunState:
 
     def until(self, later: RunState) -> RunState:
         """This state with those streams only that have advanced since."""
-        streams = self.streams.advanced_to(later.streams)
-        return RunState(self.held, streams, self.slots, self.copies, self.casts)
+        return replace(self, streams=self.streams.advanced_to(later.streams))
 
     def rerun(self, fun: Callable[[Any], Any], xs: Any) -> Any:
         """`fun(xs)` from this state; the current state stands afterwards."""

@@ -11,7 +11,6 @@ from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 
 from gradtools.arguments.batches import Batch
@@ -29,7 +28,7 @@ from gradtools.torch.captured_tensors import as_read_now
 from gradtools.torch.compiling import left_to_python
 from gradtools.torch.functorch_wrappers import alive, is_dual, is_wrapped
 from gradtools.torch.operation_marks import is_plain, marked
-from gradtools.torch.recomputation import Program, attached, first_in_functorch
+from gradtools.torch.recomputation import Program, first_in_functorch
 from gradtools.torch.state import Held, RunState
 
 Tensor = torch.Tensor
@@ -42,26 +41,17 @@ _JVP = upstream.TransformType.Jvp
 def run_chunks(chunks: Chunks) -> tuple[list[Any], list[Any]]:
     """The joined output leaves, differentiable, and the last carry."""
     with marked(chunks.caller):
-        every, again = list[tuple[Chunk, Tensors, bool]](), list[tuple[Program, Tensors]]()
-        carry, held = [_bare(x) for x in chunks.carry], held_by(chunks) if recomputes() else None
+        rows, carry = [], [_bare(x) for x in chunks.carry]
+        held = held_by(chunks) if recomputes() else None
         state: Any = held and RunState.now(held)
         for i, pieces in _counted(chunks):
-            chunk, known = Chunk(chunks, i, pieces, carry), False
+            chunk = Chunk(chunks, i, pieces, carry)
             if held is None:
                 outs = chunk.run(chunk.xs)
             else:
-                program = Program(chunks.caller, chunk.run, held, state)
-                outs, state = chunk.first_run(program)
-                known = program.known is not None
-                if known:
-                    again.append((program, as_read_now(chunk.xs)))
+                outs, state = chunk.recomputed(held, state)
             carry = chunk.after
-            every.append((chunk, outs, known))
-        left = iter(attached(again) if again else ())
-        rows = [
-            chunk.merged([next(left) for _ in outs] if known else outs)
-            for chunk, outs, known in every
-        ]
+            rows.append(chunk.merged(outs))
         return _joined(chunks, rows), carry
 
 
@@ -113,19 +103,23 @@ def verifies(options: ChunkOptions, program: Program) -> bool:
     """Whether this call is compared with its recomputation. Notes when it has been."""
     if options.verify is None:
         program.verified = lambda: options.latest.update(verified=True)
-    return options.verify is not False and not options.latest.get("verified")
+    return options.verify is not False and "verified" not in options.latest
 
 
 class Chunk:
-    """f at one chunk, as a function of the tensors among its arguments."""
+    """f at one chunk, as a function `run` of the tensors xs among its arguments.
+
+    Attributes:
+        after: The carry that f returned.
+        others: The outputs that are no tensors, by place.
+    """
 
     def __init__(self, chunks: Chunks, i: int, pieces: list[Any], carry: list[Any]) -> None:
         self._chunks, self._i, self._carry, self._count = chunks, i, carry, len(pieces)
         self._flat = [*pieces, *chunks.shared]
         self._places = [k for k, x in enumerate(self._flat) if isinstance(x, Tensor)]
         self.xs = [self._flat[k] for k in self._places]
-        self.after: list[Any] = []  # the carry
-        self.others: dict[int, Any] = {}  # outputs that are no tensors
+        self.after, self.others = list[Any](), dict[int, Any]()
 
     def run(self, xs: Sequence[Tensor]) -> Tensors:
         full = list(self._flat)
@@ -144,28 +138,19 @@ class Chunk:
         left, count = iter(ys), len(ys) + len(self.others)
         return [self.others[k] if k in self.others else next(left) for k in range(count)]
 
-    def first_run(self, program: Program) -> tuple[Tensors, RunState]:
-        """The outputs, and the state after them; they are in `program.known` if it can run again.
-
-        program: Of `run`.
-        """
-        chunks, xs, held = self._chunks, as_read_now(self.xs), program.held
-        verify = verifies(chunks.options, program)
+    def recomputed(self, held: Held, state: RunState) -> tuple[Tensors, RunState]:
+        """The outputs, computed again in the backward pass, and the state after them."""
+        program, xs = Program(self._chunks.caller, self.run, held, state), as_read_now(self.xs)
+        verify = verifies(self._chunks.options, program)
         if upstream.peek_interpreter_stack() is not None:
             ys = first_in_functorch(program, xs, verify)
             self.after = [alive(x) if isinstance(x, Tensor) else x for x in self.after]
-            return ys, program.state.again()
+            return ys, state.again()
         pushed = upstream.forward_level() >= 0  # tangents go through f's own operations
         if pushed and any(map(is_dual, (*xs, *held.tensors, *held.parameters))):
-            return self.run(xs), program.state.again()
-        others = [x for x in self._carry if isinstance(x, Tensor)]
-        outs, state = program.begin(xs, verify, others)
-        if program.kept and any(isinstance(x, np.ndarray) for x in chunks.arguments):
-            raise GradtoolsError(
-                f"{chunks.caller}: f changes an argument in place that is an array of NumPy, "
-                "and what it gets is a tensor. Return the new one."
-            )
-        return outs, state
+            return self.run(xs), state.again()
+        outs, state = program.begin(xs, verify, [x for x in self._carry if isinstance(x, Tensor)])
+        return (outs if program.known is None else program.attached(xs)), state
 
 
 def _joined(chunks: Chunks, rows: list[list[Any]]) -> list[Any]:

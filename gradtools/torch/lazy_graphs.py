@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import compress, islice
+from itertools import compress
 from typing import Any
 
 import torch
@@ -63,8 +63,7 @@ class LazyGraph(Program):
     """
 
     inlines = False  # the derivative is taken at the leaves themselves
-    # The gradient of a bias before a normalization is nothing but rounding.
-    otherwise = jointly = True
+    otherwise = True
 
     def __init__(self, f: Any, modules: Iterable[nn.Module]) -> None:
         held = Held([f, *modules])
@@ -98,28 +97,16 @@ class LazyGraph(Program):
         """
         if not (self.deferred and self.leaves and torch.is_grad_enabled()):
             return results
-        # Part by part: most parts are single tensors, which flatten fast.
-        parts = results if type(results) is tuple else (results,)
-        flat = [trees.flatten(part) for part in parts]
-        every = [x for xs, _ in flat for x in xs]
-        places = [
-            k
-            for k, x in enumerate(every)
-            if isinstance(x, Tensor)
-            and is_inexact(x)
-            and id(x) not in self._constants
-            # A pullback of a cotangent that requires grad has its graph.
-            and (self._nested or not x.requires_grad)
-        ]
+        every, treedef = trees.flatten(results)
+        tensors = [(k, x) for k, x in enumerate(every) if isinstance(x, Tensor) and is_inexact(x)]
+        # A pullback of a cotangent that requires grad has its graph.
+        without = [(k, x) for k, x in tensors if self._nested or not x.requires_grad]
+        places = [k for k, x in without if id(x) not in self._constants]
 
         def run(_: Sequence[Tensor]) -> Tensors:
             # The cotangents may be batched by vmap; f must not run under it.
-            with (
-                upstream.temporarily_clear_interpreter_stack(),
-                torch.inference_mode(False),
-                torch.enable_grad(),
-                PlainKernels(),
-            ):
+            outside = upstream.temporarily_clear_interpreter_stack(), torch.inference_mode(False)
+            with outside[0], outside[1], torch.enable_grad(), PlainKernels():
                 _thread.again = True
                 try:
                     tree = again() if select is None else select(again())
@@ -134,9 +121,7 @@ class LazyGraph(Program):
         # What vmap and forward mode return has a graph to captured tensors.
         for k, y in zip(places, recomputed(program, ys if self._nested else []), strict=True):
             every[k] = y
-        left = iter(every)
-        rebuilt = [trees.unflatten(treedef, [*islice(left, len(xs))]) for xs, treedef in flat]
-        return tuple(rebuilt) if parts is results else rebuilt[0]
+        return trees.unflatten(treedef, every)
 
     def pullback(
         self, xs: Sequence[Tensor], cts: Sequence[Any], wants: Sequence[bool]

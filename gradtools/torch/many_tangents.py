@@ -20,7 +20,7 @@ from gradtools.torch.compiling import is_compiling
 from gradtools.torch.engines import caller_of, jvp, linearize, pushed
 from gradtools.torch.function_modes import OneTangent
 from gradtools.torch.modes import NoForwardMode, has_checkpoint, unpacked
-from gradtools.torch.recomputation import Program, attached
+from gradtools.torch.recomputation import Program
 from gradtools.torch.state import Held, RunState
 
 Tensor = torch.Tensor
@@ -88,7 +88,7 @@ class _Pushed(Program):
             return known
         self.read(read)
         self.known, self.verify = [y.detach() for y in known], True
-        return attached([(self, xs)])
+        return self.attached(xs)
 
     def _by_pulling(self, xs: Sequence[Tensor]) -> Tensors:
         """The transpose of the pullback, which is linear in the cotangents."""

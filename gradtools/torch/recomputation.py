@@ -4,8 +4,8 @@
     backward pass   x' = pull(f)(x, y')    f runs again, from the state where its first pass began
 
 `pull(f)` is a program like f, so the derivative of a derivative is computed again in turn: any
-order at the memory of one chunk. One node of autograd's graph holds a large chunk, or several small
-ones, whose gradients of a leaf it adds in place.
+order at the memory of one chunk. Each chunk is one node of autograd's graph, and autograd adds the
+chunks' gradients of a leaf in place.
 
 The state consists of random streams, autocast, and the buffers of modules that f is or closes over
 (`state.py`). Outputs are compared with those of the first pass, which finds most other state.
@@ -22,7 +22,7 @@ import weakref
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from copy import copy
-from itertools import compress, islice
+from itertools import compress
 from typing import Any
 
 import torch
@@ -69,8 +69,8 @@ def user_is_recomputing() -> bool:
 # --- programs that run again ---------------------------------------------------------------------
 
 
-class Recomputable:
-    """A function of tensors that may run again from the state of its first run.
+class Program:
+    """One chunk of f: a function of tensors that runs again from the state of its first run.
 
     Attributes:
         caller: The name of the operator.
@@ -80,28 +80,37 @@ class Recomputable:
         known: Its outputs without a graph, if it ran already.
         tracked: Which of these are differentiable, if that is known.
         verify: Whether they are compared with those of the next run.
+        first: The outputs of the first run and their versions, to compare with.
+        call: f on a batch, if it is mapped by vmap.
+        captured: Tensors that the first arguments replace.
+        inline: How many of these were sources.
         inlines: Whether sources can be replaced when it runs again.
+        kept: Whether the graph of the first run is kept in memory.
+        otherwise: Whether it is computed again by other operations, which round differently.
     """
 
-    caller: str
-    sources: Tensors
-    versions: list[int]
-    maps: int
     known: Tensors | None = None
     tracked: Sequence[bool] | None = None
-    verify = False
-    inlines = True
-    again: Run
+    call: Run | None = None
+    inline, inlines = 0, True
+    verify = kept = otherwise = False
+
+    def __init__(self, caller: str, run: Run, held: Held, state: RunState) -> None:
+        self.caller, self.run, self.held, self.state = caller, run, held, state
+        self.sources, self.versions, self.captured = list[Tensor](), list[int](), list[Tensor]()
+        self.outside = held.began  # how many nodes there were before the first chunk
+        self.first: list[tuple[Tensor | None, int]] = []
+        self.verified: Callable[[], None] = lambda: None
+        self.replaced = replaced_now()  # by an outer recomputation, in which this is the first run
+        levels = upstream.get_interpreter_stack() or ()
+        self.maps = sum([level.key() == _VMAP for level in levels])
+        self.eager = not levels  # derivatives in f sum in other orders inside of torch.func
 
     def pullback(
-        self: Any, xs: Sequence[Tensor], cts: Sequence[Any], wants: Sequence[bool]
+        self, xs: Sequence[Tensor], cts: Sequence[Any], wants: Sequence[bool]
     ) -> tuple[Pull, Tensors]:
         """The pullback of cotangents (or None) at xs, and its arguments. wants: As in `Pull`."""
         return Pull(self, len(xs), [ct is not None for ct in cts], wants), with_cotangents(xs, cts)
-
-    def parts(self, ys: Sequence[Any], size: int) -> list[tuple[Any, Sequence[int], Sequence[Any]]]:
-        """The programs of a node, the places of each one's inputs among `size`, and its ys."""
-        return [(self, range(size), ys)]
 
     def wanted(self, ctx: Any, xs: Sequence[Tensor], wants: Sequence[bool]) -> Sequence[bool]:
         """The sources and arguments whose gradients the running backward pass needs.
@@ -110,34 +119,6 @@ class Recomputable:
         wants: Those whose gradients it may need.
         """
         return wants
-
-
-class Program(Recomputable):
-    """One chunk of f: a function of tensors that runs again from the state of its first run.
-
-    Attributes:
-        call: f on a batch, if it is mapped by vmap.
-        captured: Tensors that the first arguments replace.
-        inline: How many of these were sources.
-        first: The outputs of the first run and their versions, to compare with.
-        kept: Whether the graph of the first run is kept in memory.
-        otherwise: Whether it is computed again by other operations, which round differently.
-    """
-
-    kept = otherwise = False
-    call: Run | None = None
-    inline = 0
-
-    def __init__(self, caller: str, run: Run, held: Held, state: RunState) -> None:
-        self.caller, self.run, self.held, self.state = caller, run, held, state
-        self.sources, self.versions, self.captured = [], [], list[Tensor]()
-        self.outside = held.began  # how many nodes there were before the first chunk
-        self.first: list[tuple[Tensor | None, int]] = []
-        self.verified: Callable[[], None] = lambda: None
-        self.replaced = replaced_now()  # by an outer recomputation, in which this is the first run
-        levels = upstream.get_interpreter_stack() or ()
-        self.maps = sum([level.key() == _VMAP for level in levels])
-        self.eager = not levels  # derivatives in f sum in other orders inside of torch.func
 
     def begin(self, xs: Sequence[Tensor], verify: bool, others: Tensors) -> tuple[Tensors, Any]:
         """The first run: outputs without a graph, which become `known`, and the state after it.
@@ -199,11 +180,12 @@ class Program(Recomputable):
         self.captured = captured
         return [*captured, *xs]
 
-    def attachable(self, xs: Sequence[Tensor]) -> tuple[Program, Sequence[Tensor]]:
-        """The program and its arguments for a node, behind which f's graph ends."""
+    def attached(self, xs: Sequence[Tensor]) -> Tensors:
+        """The known outputs at xs, as one node."""
         if {x.grad_fn for x in self.sources} <= {None}:
-            return self, xs
-        return self.inlined(), [*self.sources, *xs]
+            return recomputed(self, xs)
+        # So that what lies behind a captured tensor is no part of f's graph.
+        return recomputed(self.inlined(), [*self.sources, *xs])
 
     def remember(self, ys: Sequence[Tensor]) -> None:
         """Sets the outputs to compare with, below all levels of torch.func."""
@@ -312,7 +294,7 @@ def _equal(y: Tensor, first: Tensor, exact: bool, scale: Tensors) -> bool:
     return bool(close.all())  # one value, for which the host waits
 
 
-class Pull(Recomputable):
+class Pull(Program):
     """The pullback of a program, as a program of its arguments and of cotangents.
 
     size: How many arguments the program has.
@@ -324,7 +306,7 @@ class Pull(Recomputable):
 
     def __init__(
         self,
-        of: Program | Pull,
+        of: Program,
         size: int,
         given: list[bool],
         wants: Sequence[bool],
@@ -357,7 +339,7 @@ class Pull(Recomputable):
         if True not in [y.requires_grad for y in outs]:
             return [(x, None) for x in ends]
         grads = self._pull(create, outs, ends, xs[self.size :])
-        if isinstance(self.of, Program) and self.of.inlines:
+        if not isinstance(self.of, Pull) and self.of.inlines:
             lost = [x for x, g in zip(ends, grads, strict=True) if g is None and x.requires_grad]
             known = {*map(id, inner[: self.of.inline] if self.of.inline else self.sources)}
             lost = [x for x in lost if id(x) in known]
@@ -448,7 +430,7 @@ def _entering(x: Tensor, create: bool, wanted: bool) -> Tensor:
 # --- their nodes ---------------------------------------------------------------------------------
 
 
-def recomputed(program: Recomputable, xs: Sequence[Tensor]) -> Tensors:
+def recomputed(program: Program, xs: Sequence[Tensor]) -> Tensors:
     """The program's outputs at xs as one node, whose pullback runs the program again."""
     if upstream.forward_level() >= 0 and any(map(is_dual, xs)):
         return program.again(xs)
@@ -457,50 +439,6 @@ def recomputed(program: Recomputable, xs: Sequence[Tensor]) -> Tensors:
         apply = super(torch.autograd.Function, _Node).apply  # looked up here: recordings patch it
     known, program.known = program.known or [], None
     return list(apply(program, len(known), *known, *program.sources, *xs))
-
-
-class _Joint(Recomputable):
-    """Several programs as one, of the arguments of all of them."""
-
-    def __init__(self, pairs: Sequence[tuple[Program, Sequence[Tensor]]]) -> None:
-        self._programs = [program for program, _ in pairs]
-        self.caller, self.maps = self._programs[0].caller, 0
-        sources = {id(x): x for program in self._programs for x in program.sources}
-        inputs = {**sources, **{id(x): x for _, xs in pairs for x in xs}}
-        self.sources, self.xs = [*sources.values()], [*inputs.values()][len(sources) :]
-        place = {key: k for k, key in enumerate(inputs)}
-        self._places = [[place[id(x)] for x in (*p.sources, *xs)] for p, xs in pairs]
-        self._counts = [len(program.known or ()) for program in self._programs]
-        self.known = [y for program in self._programs for y in program.known or ()]
-        self.tracked = [t for program in self._programs for t in program.tracked or ()]
-        self.verify = self._programs[0].verify
-        for program in self._programs:
-            program.known = None
-
-    def remember(self, ys: Sequence[Tensor]) -> None:
-        for program, _, own in self.parts(ys, 0):
-            program.remember(own)
-
-    def parts(self, ys: Sequence[Any], size: int) -> list[tuple[Any, Sequence[int], Sequence[Any]]]:
-        left = iter(ys)
-        every = zip(self._programs, self._places, self._counts, strict=True)
-        return [(p, places, tuple(islice(left, count))) for p, places, count in every]
-
-
-_SMALL = 1 << 18  # bytes
-
-
-def attached(pairs: Sequence[tuple[Program, Sequence[Tensor]]]) -> list[Tensor]:
-    """The known outputs of programs at their arguments, differentiable.
-
-    Small programs share a node, which saves the time of one for each. Such a node holds a set of
-    gradients of its own, so large programs have one each.
-    """
-    pairs = [program.attachable(xs) for program, xs in pairs]
-    if len(pairs) > 1 and sum([x.nbytes for x in pairs[0][0].sources]) <= _SMALL:
-        joint = _Joint(pairs)
-        return recomputed(joint, joint.xs)
-    return [y for program, xs in pairs for y in recomputed(program, xs)]
 
 
 class _Node(torch.autograd.Function):
@@ -532,19 +470,16 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cts: Any) -> Any:
-        xs = [*map(alive, ctx.saved_tensors)]
+        xs, modes = [*map(alive, ctx.saved_tensors)], _NOTHING
         cts = tuple([ct if ct is None else alive(ct) for ct in cts])
-        with marked(ctx.program.caller):
-            return None, None, *[None] * ctx.count, *_Node.pulled(ctx, xs, cts)
-
-    @staticmethod
-    def pulled(ctx: Any, xs: Any, cts: Any) -> Sequence[Any]:
-        if batchings():
-            return by_new_vmap(lambda *cts: _pulled(ctx, xs, cts), cts)
-        if {*map(type, xs)} <= _ORDINARY:
-            return _pulled(ctx, xs, cts)
-        with upstream.EnableTorchFunction():  # which a subclass's backward() disables
-            return _pulled(ctx, xs, cts)
+        if not {*map(type, xs)} <= _ORDINARY:
+            modes = upstream.EnableTorchFunction()  # which a subclass's backward() disables
+        with marked(ctx.program.caller), modes:
+            if batchings():
+                grads = by_new_vmap(lambda *cts: _pulled(ctx, xs, cts), cts)
+            else:
+                grads = _pulled(ctx, xs, cts)
+        return None, None, *[None] * ctx.count, *grads
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, program: Any, count: int, *inputs: Tensor) -> Any:
@@ -569,45 +504,27 @@ _Node.forward.__signature__ = inspect.signature(_Node.forward)  # type: ignore[a
 
 
 def _pulled(ctx: Any, xs: Sequence[Tensor], cts: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients at the sources of the node's program and at its arguments xs."""
-    inputs, needs = [*ctx.program.sources, *xs], ctx.needs_input_grad[2 + ctx.count :]
+    """The gradients at the program's sources and its arguments xs."""
+    program = ctx.program
+    wants = program.wanted(ctx, xs, ctx.needs_input_grad[2 + ctx.count :])
+    if not any(wants) or all(ct is None for ct in cts):
+        return [None] * len(wants)
+    if [*map(upstream.version_of, program.sources)] != program.versions:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an "
+            f"inplace operation: {program.caller} computes f again in the backward pass, and a "
+            "parameter that f reads was changed after the forward pass."
+        )
+    if program.inlines and any(map(upstream.tensor_hooks, program.sources)):
+        # The hooks must run once, on the sum.
+        xs, program = [*program.sources, *xs], program.inlined()
+    pull, inputs = program.pullback(xs, cts, wants)
     higher = torch.is_grad_enabled() or upstream.peek_interpreter_stack() is not None
-    hooked = any(map(upstream.tensor_hooks, ctx.program.sources))
-    sums, own = [None] * len(inputs), set[int]()
-    for program, places, given in ctx.program.parts(cts, len(inputs)):
-        fixed, at = len(program.sources), [inputs[k] for k in places]
-        wants = program.wanted(ctx, at[fixed:], [needs[k] for k in places])
-        if not any(wants) or all(ct is None for ct in given):
-            continue
-        if [*map(upstream.version_of, program.sources)] != program.versions:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: {program.caller} computes f again in the backward pass, and "
-                "a parameter that f reads was changed after the forward pass."
-            )
-        if hooked and program.inlines and fixed:  # the hooks must run once, on the sum
-            program, fixed = program.inlined(), 0
-        pull, arguments = program.pullback(at[fixed:], given, wants)
-        if higher and program.inlines:
-            grads: Any = recomputed(pull, arguments)
-        else:
-            grads = [g for _, g in pull.pulled(arguments)]
-        _add(sums, compress(places, wants), grads, own, not higher)
-        del grads  # before the next program runs
-    return sums
-
-
-def _add(sums: list[Any], places: Any, terms: Sequence[Any], own: set[int], in_place: bool) -> None:
-    """Adds gradients to the sums at these places. own: Those that may be changed in place."""
-    for k, term in zip(places, terms, strict=True):
-        if term is None or sums[k] is None:
-            sums[k] = term if sums[k] is None else sums[k]
-        elif k in own:
-            sums[k].add_(term)
-        else:
-            sums[k] = sums[k] + term
-            if in_place and type(sums[k]) is Tensor and sums[k].layout is torch.strided:
-                own.add(k)
+    if higher and program.inlines:
+        grads: Any = iter(recomputed(pull, inputs))
+    else:
+        grads = (g for _, g in pull.pulled(inputs))
+    return [next(grads) if wanted else None for wanted in wants]
 
 
 # --- inside of torch.func -----------------------------------------------------------------------

@@ -1,8 +1,10 @@
 """Programs that attack the promise of what is computed a second time, as data.
 
 `chunked`, `frozen` and `checkpoint` compute a part of a program again. Each program here must give
-what the plain one gives, and leave behind what the plain one leaves, or be refused in gradtools'
-own words. `replay_worlds` says what a program is, `test_replay_programs` judges.
+what the plain one gives (a loop over chunks, double backward, or f itself), and leave behind what
+the plain one leaves, or be refused in gradtools' own words. A program is a world that is made for
+each run: a step, which computes numbers by way of an operator, and a reader of the state after it.
+`test_replay_programs` runs both and compares.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import copy
 import random
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -19,32 +22,196 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.utils import parametrizations, parametrize
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import gradtools.torch as gt
-from tests.support.replay_worlds import (
-    ALL,
-    CHECKPOINT,
-    EITHER,
-    FROZEN,
-    MICROBATCHED,
-    REFUSED,
-    REPLAYED,
-    RIGHT,
-    TRAINED,
-    D,
-    Run,
-    World,
-    batch,
-    contrast,
-    mlp,
-    of_module,
-    program,
-    score,
-    simple,
-    state_of,
-    weight,
-)
+from tests.support.scenarios import Table
+
+D = torch.float64
+CHUNKED, CHECKPOINT, FROZEN = "chunked", "checkpoint", "frozen"
+MICROBATCHED = "microbatched_value_and_grad"
+TRAINED, REPLAYED = (CHUNKED, CHECKPOINT), (CHUNKED, CHECKPOINT, FROZEN)
+ALL = (*REPLAYED, MICROBATCHED)
+RIGHT, REFUSED, EITHER = "right", "refused", "right or refused"
+PROGRAMS = Table()
+
+
+def program(name: str, kinds: Any = ALL, expect: str = RIGHT) -> Any:
+    """Adds a program, by these operators, whose world the function makes."""
+    return PROGRAMS.add(name, expect, kinds=kinds)
+
+
+@dataclass
+class Run:
+    """One run of a program's step: by an operator of gradtools, or plainly."""
+
+    kind: str
+    plain: bool
+    size: int = 2
+    verify: Any = "first"
+
+    def __call__(self, f: Callable[..., Any], in_axes: Any = 0) -> Callable[..., Any]:
+        """f by the operator, or as the operator promises to be."""
+        if self.kind != CHUNKED:
+            operator = gt.frozen if self.kind == FROZEN else gt.checkpoint
+            return f if self.plain else operator(f)
+        if not self.plain:
+            return gt.chunked(f, self.size, in_axes, verify=self.verify)
+        axes = in_axes if isinstance(in_axes, tuple) else (in_axes,)
+
+        def loop(*args: Any, **keywords: Any) -> Any:
+            cut = lambda i: [
+                a if axis is None else a[i : i + self.size]
+                for a, axis in zip(args, axes, strict=True)
+            ]
+            outs = [f(*cut(i), **keywords) for i in range(0, len(args[0]), self.size)]
+            join = lambda *ys: torch.cat(ys) if isinstance(ys[0], torch.Tensor) else ys[0]
+            return tree_map(join, *outs)
+
+        return loop
+
+
+@dataclass
+class World:
+    """What a program runs in.
+
+    Attributes:
+        step: Computes by way of the operator; returns what is compared, by name.
+        state: Reads what stands afterwards, which is compared bit for bit.
+        tolerance: Of numbers, relative to the largest.
+    """
+
+    step: Callable[[Run], dict[str, Any]]
+    state: Callable[[], Any] = lambda: None
+    tolerance: float = 1e-9
+
+
+# --- the usual step -------------------------------------------------------------------------
+
+
+def batch(dtype: torch.dtype = D) -> torch.Tensor:
+    """Rows of numbers between -1 and 1."""
+    return torch.linspace(0.3, 9.0, 18, dtype=dtype).sin().reshape(6, 3)
+
+
+def weight(rows: int = 3, width: int = 3) -> torch.Tensor:
+    """A leaf."""
+    numbers = torch.linspace(0.1, 5.0, rows * width, dtype=D).cos()
+    return numbers.reshape(rows, width).requires_grad_()
+
+
+def score(out: Any, scale: Any = 1.0) -> torch.Tensor:
+    """A loss of all outputs at once, with no two entries alike."""
+    total = torch.zeros((), dtype=D)
+    for y in tree_leaves(out):
+        if isinstance(y, torch.Tensor) and (y.is_floating_point() or y.is_complex()):
+            y = torch.view_as_real(y.resolve_conj()) if y.is_complex() else y
+            y = y.to_dense() if y.layout is not torch.strided else y
+            coefficients = torch.linspace(0.5, 1.5, y.numel(), dtype=D).reshape(y.shape)
+            total = total + ((scale * y.to(D)).sin() * coefficients).sum() + y.to(D).mean() ** 2
+    return total
+
+
+def contrast(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Every row of a against every row of b."""
+    return F.cross_entropy(3 * a.to(D) @ b.to(D).T, torch.arange(len(a)))
+
+
+def state_of(module: nn.Module) -> Any:
+    """Parameters and buffers."""
+    return [{k: x.detach().clone() for k, x in module.state_dict(keep_vars=True).items()}]
+
+
+def simple(
+    f: Callable[..., Any],
+    x: Any = None,
+    *,
+    module: nn.Module | None = None,
+    leaves: Any = (),
+    shared: Any = (),
+    keywords: Any = None,
+    state: Callable[[], Any] = lambda: None,
+    between: Callable[[], Any] = lambda: None,
+    around: Callable[[], Any] = contextlib.nullcontext,
+    tracked: bool = True,
+    tolerance: float = 1e-9,
+) -> World:
+    """One forward pass, then one backward pass.
+
+    f: Of a batch and shared arguments.
+    module, leaves: What is trained besides the batch.
+    between: Runs between the forward pass and the backward pass.
+    around: What the forward pass and the loss stand in.
+    tracked: Whether the batch is differentiated.
+    """
+    x = batch() if x is None else x
+    keywords, leaves = keywords or {}, list(leaves)
+    if module is not None:
+        leaves += [p for p in module.parameters() if p.requires_grad]
+    x = x.detach().requires_grad_() if tracked and x.is_floating_point() else x
+    own = [t for t in (x, *tree_leaves((shared, keywords))) if isinstance(t, torch.Tensor)]
+    axes = (0, *(None for _ in shared))
+
+    def trained(run: Run) -> dict[str, Any]:
+        with around():
+            out = run(f, axes)(x, *shared, **keywords)
+            loss = score(out)
+        between()
+        if loss.requires_grad:
+            loss.backward()
+        return {"loss": loss, "grads": [t.grad for t in (x, *leaves)]}
+
+    def twice(run: Run) -> dict[str, Any]:
+        zs = [part.detach().requires_grad_() for part in (x[:3], x[3:])]
+        y = torch.tensor(1.3, dtype=D, requires_grad=True)
+        with around():
+            G = run(f)
+            inner = [score(G(z, *shared, **keywords), y) for z in zs]  # all uses, then pullbacks
+        between()
+        slopes = [
+            torch.autograd.grad(v, z, create_graph=True)[0] for v, z in zip(inner, zs, strict=True)
+        ]
+        loss = sum(s.to(D).sin().sum() for s in slopes)
+        grads = torch.autograd.grad(loss, [y, *zs], allow_unused=True)
+        return {"loss": loss, "grads": list(grads)}
+
+    def micro(run: Run) -> dict[str, Any]:
+        scale = torch.tensor(1.3, dtype=D, requires_grad=not run.plain)
+        data = x.detach()
+        mean = lambda s, x, *shared: score(f(x, *shared, **keywords), s)
+        with around():
+            if not run.plain:
+                value, grad = gt.microbatched_value_and_grad(mean, run.size, in_axes=(None, *axes))(
+                    scale, data, *shared
+                )
+                return {"value": value, "grad": grad}
+            found = []
+            for part in data.split(run.size):
+                s = scale.clone().requires_grad_()
+                v = mean(s, part, *shared)
+                found.append((v.detach(), *torch.autograd.grad(v, s)))
+        value, grad = (sum(column) / len(found) for column in zip(*found, strict=True))
+        return {"value": value, "grad": grad}
+
+    def step(run: Run) -> dict[str, Any]:
+        return {FROZEN: twice, MICROBATCHED: micro}.get(run.kind, trained)(run)
+
+    def read() -> Any:
+        held = [t.detach().clone() for t in own]
+        return {"arguments": held, "module": module and state_of(module), "more": state()}
+
+    return World(step, read, tolerance)
+
+
+def of_module(module: nn.Module, x: Any = None, **options: Any) -> World:
+    """A module, called as it is."""
+    return simple(module, x, module=module, **options)
+
+
+def mlp(*more: nn.Module, dtype: torch.dtype = D) -> nn.Sequential:
+    """A small network with more layers in its middle."""
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), *more, nn.Linear(4, 3)).to(dtype)
 
 
 def of_weight(name: str, make: Any, kinds: Any = ALL, expect: str = RIGHT, **how: Any) -> None:
@@ -59,21 +226,6 @@ def of_weight(name: str, make: Any, kinds: Any = ALL, expect: str = RIGHT, **how
 def of_net(name: str, make: Any, kinds: Any = ALL, expect: str = RIGHT, **how: Any) -> None:
     """A program that calls the module `make()`."""
     program(name, kinds, expect)(lambda: of_module(make(), **how))
-
-
-def loss_of(name: str, step: Callable[[Run, Any], Any], kinds: Any, expect: str = RIGHT) -> None:
-    """A program whose loss `step(run, net)` trains a small network with dropout."""
-
-    @program(name, kinds, expect)
-    def _() -> World:
-        net = mlp(nn.Dropout(0.5))
-
-        def trained(run: Run) -> dict[str, Any]:
-            loss = step(run, net)
-            loss.backward()
-            return {"loss": loss, "grads": [p.grad for p in net.parameters()]}
-
-        return World(trained)
 
 
 # --- two towers under autocast --------------------------------------------------------------
@@ -153,14 +305,13 @@ for _kind in IN_PLACE:
     program(f"f changes a shared argument in place: {_kind}", _kinds, EITHER)(
         lambda kind=_kind: _changing(kind, False)
     )
-for _how, _change in (("in place", lambda x: x.mul_(2)), ("by .data", lambda x: x.data.mul_(2))):
-    of_weight(
-        f"f changes its rows {_how}",
-        lambda w, change=_change: lambda x: (change(x), x.clone() @ w)[1],
-        (*TRAINED, MICROBATCHED),
-        EITHER,
-        tracked=False,
-    )
+of_weight(
+    "f changes its rows in place",
+    lambda w: lambda x: (x.mul_(2), x.clone() @ w)[1],
+    (*TRAINED, MICROBATCHED),
+    EITHER,
+    tracked=False,
+)
 
 # --- edges of the graph from one chunk to the next ------------------------------------------
 
@@ -179,15 +330,6 @@ class Keeps(nn.Module):
 
 
 of_net("a module keeps an attached mean for its next call", Keeps, REPLAYED, EITHER)
-
-
-def _cached(w: Any) -> Any:
-    """A function of a weight is computed once, and kept."""
-    known: dict[int, Any] = {}
-    return lambda x: x @ (known[0] if known else known.setdefault(0, w.exp()))
-
-
-of_weight("a function of a weight is cached by the first chunk", _cached, REPLAYED, EITHER)
 
 
 class Exponential(nn.Module):
@@ -233,7 +375,7 @@ def _draws_from_a_generator(w: Any) -> Any:
 
 of_weight("f counts in a list", _counts_in_a_list, REPLAYED, EITHER)
 of_weight("f draws from a generator that it captures", _draws_from_a_generator, REPLAYED)
-program("f's result depends on the clock", REPLAYED, REFUSED, "again", ("by four",))(
+program("f's result depends on the clock", REPLAYED, REFUSED)(
     lambda: simple(lambda x: x * (time.perf_counter_ns() % 1_000_003))
 )
 
@@ -308,26 +450,6 @@ for _name, _draw in DRAWS.items():
     of_weight(f"f draws by {_name}", lambda w, draw=_draw: lambda x: draw(x @ w))
 
 
-class Recurrent(nn.Module):
-    """An LSTM of two layers with dropout between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(3, 3, 2, dropout=0.5, batch_first=True).double()
-
-    def forward(self, x: Any) -> Any:
-        return self.lstm(x[:, None])[0][:, 0]
-
-
-of_net("an LSTM with dropout between its layers", Recurrent)
-of_net(
-    "f draws from a generator that a module holds",
-    lambda: Counting(
-        lambda self: torch.rand((), generator=self.generator),
-        generator=torch.Generator().manual_seed(0),
-    ),
-)
-
 # --- between forward and backward -----------------------------------------------------------
 
 
@@ -399,32 +521,6 @@ def _() -> World:
 
     return World(step, lambda: (state_of(net), state_of(counts)))
 
-
-@program("a step of training between the towers' forward passes", TRAINED)
-def _() -> World:
-    net = mlp(nn.Dropout(0.5), nn.BatchNorm1d(4))
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
-
-    def step(run: Run) -> dict[str, Any]:
-        losses = []
-        for k in range(3):
-            optimizer.zero_grad()
-            loss = contrast(run(net)(batch() * k), run(net)(batch().flip(0)))
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-        return {"losses": losses, "weights": list(net.parameters())}
-
-    return World(step, tolerance=1e-7)
-
-
-def _twice(run: Run, net: Any) -> Any:
-    loss = score(run(net)(batch()))
-    loss.backward(retain_graph=True)
-    return loss
-
-
-loss_of("two backward passes through one graph, retain_graph=True", _twice, TRAINED)
 
 # --- layouts, programs and transforms inside of f -------------------------------------------
 
@@ -523,19 +619,6 @@ def _() -> World:
 
 
 # --- outputs --------------------------------------------------------------------------------
-
-of_weight(
-    "f gives only the rows that it chooses, of some chunks none",
-    lambda w: lambda x: x[x[:, 0] > 0.5] @ w,
-    TRAINED,
-    EITHER,
-)
-loss_of(
-    "an output is changed in place by the caller",
-    lambda run, net: score(run(net)(batch()).mul_(2)),
-    TRAINED,
-    EITHER,
-)
 
 
 @program("f keeps a log of the first pass alone, by is_recomputing")

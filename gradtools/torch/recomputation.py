@@ -52,7 +52,7 @@ left_to_python(__name__)
 
 
 class _Thread(threading.local):
-    recomputing = 0  # how many recomputations this thread is inside of
+    recomputing = 0  # the depth of nested recomputations
 
 
 _thread = _Thread()
@@ -75,15 +75,15 @@ class Program:
     Attributes:
         caller: The name of the operator.
         sources: Tensors besides its arguments at which it is differentiated.
-        versions: How often these had been changed in place.
-        maps: How many vmaps its first run was inside of: the outermost ones.
-        known: Its outputs without a graph, if it ran already.
-        tracked: Which of these are differentiable, if that is known.
-        verify: Whether they are compared with those of the next run.
+        versions: The version counters of the sources.
+        maps: The number of vmaps around its first run.
+        known: Its outputs without a graph, if it has run.
+        tracked: Which outputs are differentiable, if that is known.
+        verify: Whether the outputs are compared with those of the next run.
         first: The outputs of the first run and their versions, to compare with.
         call: f on a batch, if it is mapped by vmap.
         captured: Tensors that the first arguments replace.
-        inline: How many of these were sources.
+        inline: How many of the captured tensors were sources.
         inlines: Whether sources can be replaced when it runs again.
         kept: Whether the graph of the first run is kept in memory.
         otherwise: Whether it is computed again by other operations, which round differently.
@@ -98,7 +98,7 @@ class Program:
     def __init__(self, caller: str, run: Run, held: Held, state: RunState) -> None:
         self.caller, self.run, self.held, self.state = caller, run, held, state
         self.sources, self.versions, self.captured = list[Tensor](), list[int](), list[Tensor]()
-        self.outside = held.began  # how many nodes there were before the first chunk
+        self.outside = held.began  # the number of nodes before the first chunk
         self.first: list[tuple[Tensor | None, int]] = []
         self.verified: Callable[[], None] = lambda: None
         self.replaced = replaced_now()  # by an outer recomputation, in which this is the first run
@@ -109,7 +109,7 @@ class Program:
     def pullback(
         self, xs: Sequence[Tensor], cts: Sequence[Any], wants: Sequence[bool]
     ) -> tuple[Pull, Tensors]:
-        """The pullback of cotangents (or None) at xs, and its arguments. wants: As in `Pull`."""
+        """The pullback of cotangents (or None) at xs, and its arguments; wants as in `Pull`."""
         return Pull(self, len(xs), [ct is not None for ct in cts], wants), with_cotangents(xs, cts)
 
     def wanted(self, ctx: Any, xs: Sequence[Tensor], wants: Sequence[bool]) -> Sequence[bool]:
@@ -133,7 +133,7 @@ class Program:
         versions, began = [*map(upstream.version_of, written)], upstream.nodes_made()
         with unpacked() if upstream.saved_tensors_hooks_on(False) else _NOTHING:
             if self.state.casts.on:
-                torch.clear_autocast_cache()  # whose weights have another call's graph
+                torch.clear_autocast_cache()  # its casted weights have another call's graph
             ys = self.run_first(inner)
             if self.state.casts.on:
                 torch.clear_autocast_cache()
@@ -281,17 +281,17 @@ class Program:
 
 
 def _equal(y: Tensor, first: Tensor, exact: bool, scale: Tensors) -> bool:
-    """Whether two results are the same, up to rounding where kernels may sum in other orders."""
+    """Whether two results are equal, up to rounding where kernels may sum in other orders.
+
+    scale: The outputs whose largest entry rounding is relative to.
+    """
     if y.dtype is torch.complex32:  # which PyTorch does not compare
         y, first, *scale = map(torch.view_as_real, (y, first, *scale))
     if exact and y.device.type == "cpu":
         return torch.equal(y, first) or torch.allclose(y, first, 0, 0, equal_nan=True)
     near = 1e-2 if y.dtype.itemsize < 4 or y.device.type != "cpu" else 1e-4
-    largest = [torch.where(x.isfinite(), x, 0).abs().max() for x in scale if x.numel()]
-    size = torch.stack(largest).max() if largest else 0.0
-    close = (y - first).abs() <= near * (first.abs() + size)
-    close |= (y == first) | ((y != y) & (first != first))  # infinite, or NaN
-    return bool(close.all())  # one value, for which the host waits
+    sizes = [float(torch.where(x.isfinite(), x, 0).abs().max()) for x in scale if x.numel()]
+    return torch.allclose(y, first, near, near * max(sizes, default=0.0), equal_nan=True)
 
 
 class Pull(Program):

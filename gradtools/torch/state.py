@@ -175,7 +175,8 @@ class Held:
             if isinstance(x, nn.Module):
                 self.modules.append(x)
                 todo += upstream.slots_of(x)[2].values()
-                self.generators += [y for y in vars(x).values() if type(y) is torch.Generator]
+                if torch.Generator in map(type, vars(x).values()):
+                    todo += [y for y in vars(x).values() if type(y) is torch.Generator]
             elif isinstance(x, Tensor):
                 self.tensors.append(x)
             elif isinstance(x, torch.Generator):

@@ -21,7 +21,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
@@ -228,83 +228,45 @@ def of_net(name: str, make: Any, kinds: Any = ALL, expect: str = RIGHT, **how: A
     program(name, kinds, expect)(lambda: of_module(make(), **how))
 
 
-# --- two towers under autocast --------------------------------------------------------------
+# --- autocast, and arguments that f changes in place -----------------------------------------
 
 half = lambda: torch.autocast("cpu", dtype=torch.bfloat16)
 
 
-def towers(around: Any, inside: Any = contextlib.nullcontext) -> World:
-    """One encoder for two batches, whose rows are compared with each other.
-
-    around, inside: What the step and f's body stand in.
-    """
-    encoder = mlp(dtype=torch.float32)
-    a, b = batch(torch.float32), batch(torch.float32).flip(0)
+def narrow(around: Any, inside: Any) -> World:
+    """A network under autocast. around, inside: The contexts of the step and of f's body."""
+    net = mlp(dtype=torch.float32)
 
     def f(x: Any) -> Any:
         with inside():
-            return encoder(x)
+            return net(x)
 
-    def step(run: Run) -> dict[str, Any]:
-        if run.kind == FROZEN:
-            zs = [x.detach().requires_grad_() for x in (a, b)]
-            y = torch.tensor(1.3, requires_grad=True)
-            with around():
-                outs = [G(z) for G in [run(f)] for z in zs]
-                loss = contrast((y * outs[0]).sin(), outs[1])
-            slopes = torch.autograd.grad(loss, zs, create_graph=True)
-            total = sum(s.to(D).sin().sum() for s in slopes)
-            return {"loss": total, "grads": list(torch.autograd.grad(total, [y, *zs]))}
-        with around():
-            loss = contrast(run(f)(a), run(f)(b))
-        loss.backward()
-        return {"loss": loss, "grads": [p.grad for p in encoder.parameters()]}
-
-    return World(step, lambda: state_of(encoder), 0.03)
+    return simple(f, batch(torch.float32), module=net, around=around, tolerance=0.03)
 
 
-program("two towers share an encoder under autocast", REPLAYED)(lambda: towers(half))
-program("two towers, the autocast region entered inside of f", REPLAYED)(
-    lambda: towers(contextlib.nullcontext, half)
-)
-
-# --- arguments that f changes in place ------------------------------------------------------
-
-IN_PLACE: dict[str, Callable[[], tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]]] = {
-    # what is made, how f changes it, and what f reads of it
-    "a tensor": lambda: (torch.ones((), dtype=D), lambda t: t.add_(1), lambda t: t),
-    "a list": lambda: ([1.0], lambda t: t.append(1.0), lambda t: len(t)),
-    "a generator of PyTorch's": lambda: (
-        torch.Generator().manual_seed(0),
-        lambda t: None,
-        lambda t: torch.rand((), generator=t),
-    ),
-}
+nothing = contextlib.nullcontext
+program("a network under autocast", REPLAYED)(lambda: narrow(half, nothing))
+program("autocast is entered inside of f", REPLAYED)(lambda: narrow(nothing, half))
 
 
-def _changing(kind: str, keyword: bool) -> World:
-    argument, change, read = IN_PLACE[kind]()
+def _changing(argument: Any, change: Callable[[Any], Any], **how: Any) -> World:
     w = weight()
 
     def f(x: Any, argument: Any) -> Any:
-        y = x @ w * (read(argument) + 0.0)
+        y = x @ w * len(argument)
         change(argument)
-        return y
+        return y * (argument.sum() if isinstance(argument, torch.Tensor) else 1)
 
-    random = isinstance(argument, torch.Generator)
-    state = argument.get_state if random else lambda: copy.deepcopy(argument)
-    how: Any = {"keywords": {"argument": argument}} if keyword else {"shared": (argument,)}
-    return simple(f, leaves=[w], state=state, **how)
+    given = {"keywords": {"argument": argument}} if how else {"shared": (argument,)}
+    return simple(f, leaves=[w], state=lambda: copy.deepcopy(argument), **given)
 
 
-for _kind in IN_PLACE:
-    program(f"f changes a keyword argument in place: {_kind}", expect=EITHER)(
-        lambda kind=_kind: _changing(kind, True)
-    )
-    _kinds = REPLAYED if "tensor" in _kind else (CHECKPOINT, FROZEN)
-    program(f"f changes a shared argument in place: {_kind}", _kinds, EITHER)(
-        lambda kind=_kind: _changing(kind, False)
-    )
+program("f changes a shared tensor in place", REPLAYED, EITHER)(
+    lambda: _changing(torch.ones(2, dtype=D), lambda t: t.add_(1))
+)
+program("f changes a keyword argument that is a list", expect=EITHER)(
+    lambda: _changing([1.0], lambda t: t.append(1.0), keyword=True)
+)
 of_weight(
     "f changes its rows in place",
     lambda w: lambda x: (x.mul_(2), x.clone() @ w)[1],
@@ -332,26 +294,6 @@ class Keeps(nn.Module):
 of_net("a module keeps an attached mean for its next call", Keeps, REPLAYED, EITHER)
 
 
-class Exponential(nn.Module):
-    """A parametrization that counts how often it is computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, w: Any) -> Any:
-        self.count += 1
-        return w.exp() * 0.5
-
-
-def parametrized() -> nn.Module:
-    """A network with a parametrized weight."""
-    net = mlp()
-    parametrize.register_parametrization(net[0], "weight", Exponential())
-    return net
-
-
-of_net("a parametrized weight counts its computations", parametrized)
 for _name in ("weight_norm", "spectral_norm"):
     of_net(
         f"a layer under {_name}",
@@ -409,25 +351,12 @@ of_net("batch norm in training", lambda: mlp(nn.BatchNorm1d(4)))
 of_net("a lazy layer that has not run", lambda: nn.LazyLinear(2, dtype=D), expect=EITHER)
 
 
-def _hooked(attach: Callable[[nn.Module, Any], Any]) -> Callable[[], World]:
-    def make() -> World:
-        net, seen = mlp(), []
-        attach(net, seen)
-        return of_module(net, state=lambda: len(seen))
+@program("a full backward hook counts", TRAINED)
+def _() -> World:
+    net, seen = mlp(), list[int]()
+    net[0].register_full_backward_hook(lambda m, a, b: seen.append(1))
+    return of_module(net, state=lambda: len(seen))
 
-    return make
-
-
-program("a forward hook counts and multiplies", expect=EITHER)(
-    _hooked(
-        lambda net, seen: net[0].register_forward_hook(
-            lambda m, a, out: seen.append(1) or out * len(seen)
-        )
-    )
-)
-program("a full backward hook counts", TRAINED)(
-    _hooked(lambda net, seen: net[0].register_full_backward_hook(lambda m, a, b: seen.append(1)))
-)
 
 # --- randomness -----------------------------------------------------------------------------
 
@@ -491,22 +420,6 @@ def _() -> World:
     return simple(lambda x: x @ w * held.clone(), leaves=[w], between=lambda: held.mul_(3))
 
 
-@program("the optimizer takes a step between two towers' backward passes", TRAINED, EITHER)
-def _() -> World:
-    net = mlp()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-
-    def step(run: Run) -> dict[str, Any]:
-        u, v = run(net)(batch()), run(net)(batch().flip(0))
-        score(u).backward()
-        first = [p.grad.clone() for p in net.parameters()]
-        optimizer.step()
-        score(v).backward()
-        return {"first": first, "second": [p.grad for p in net.parameters()]}
-
-    return World(step)
-
-
 @program("an unrelated graph saved a buffer before a replay", TRAINED)
 def _() -> World:
     net, p = mlp(nn.BatchNorm1d(4), nn.BatchNorm1d(4)), weight(1, 4)
@@ -540,16 +453,6 @@ of_weight(
 )
 
 
-def _slope_inside(w: Any) -> Any:
-    def f(x: Any) -> Any:
-        with torch.enable_grad():
-            z = x.detach().requires_grad_()
-            slope = torch.autograd.grad(F.dropout(z @ w).sin().sum(), z, create_graph=True)[0]
-        return slope + x
-
-    return f
-
-
 def _in_mode(mode: Any) -> Any:
     def make(w: Any) -> Any:
         def f(x: Any) -> Any:
@@ -562,7 +465,6 @@ def _in_mode(mode: Any) -> Any:
     return make
 
 
-of_weight("a gradient is taken inside of f", _slope_inside)
 of_weight("a part of f runs in inference mode", _in_mode(torch.inference_mode), tracked=False)
 of_weight("a part of f runs under no_grad, with dropout", _in_mode(torch.no_grad))
 
@@ -604,33 +506,7 @@ def _() -> World:
     return simple(lambda x: G(x @ w), leaves=[w], state=lambda: state_of(inner))
 
 
-@program("an adapter that merges itself into the frozen layer for the call", TRAINED, EITHER)
-def _() -> World:
-    base, a = nn.Linear(3, 3).double().requires_grad_(False), weight()
-
-    def f(x: Any) -> Any:
-        base.weight.data += a.detach()
-        try:
-            return base(x).clone() + (x @ a.T)
-        finally:
-            base.weight.data -= a.detach()
-
-    return simple(f, leaves=[a], tracked=False)
-
-
 # --- outputs --------------------------------------------------------------------------------
-
-
-@program("f keeps a log of the first pass alone, by is_recomputing")
-def _() -> World:
-    w, log = weight(), []
-
-    def f(x: Any) -> Any:
-        if not gt.is_recomputing():
-            log.append(float(x.sum()))
-        return x @ w
-
-    return simple(f, leaves=[w], state=lambda: list(log))
 
 
 def _by_turns(use: Callable[[Any, Any], Any], *turns: int) -> Callable[[], World]:
@@ -653,20 +529,6 @@ program("a chunk computed again has the same values and a weight less", TRAINED,
 # --- models, as they are found in repositories ----------------------------------------------
 
 
-class Deep(nn.Module):
-    """Stochastic depth: a layer is left out by chance."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(3, 3, dtype=D) for _ in range(5)])
-
-    def forward(self, x: Any) -> Any:
-        for layer in self.layers:
-            if random.random() > 0.4:
-                x = x + torch.tanh(layer(x))
-        return self.layers[0](x)
-
-
 class Codebook(nn.Module):
     """A codebook of averages, whose dead codes are drawn anew."""
 
@@ -686,5 +548,4 @@ class Codebook(nn.Module):
         return quantized * self.counts[which].clone()[:, None]
 
 
-of_net("stochastic depth by Python's stream", Deep)
 of_net("a codebook whose dead codes are drawn anew", Codebook, tracked=False)

@@ -42,7 +42,6 @@ from gradtools.torch.recomputation import (
     first_in_functorch,
     gradients,
     recomputed,
-    with_cotangents,
 )
 from gradtools.torch.state import Held, RunState
 
@@ -89,6 +88,69 @@ def run_frozen(whole: Chunks, uses: Uses) -> list[Any]:
         return chunk.merged(use.first_run(xs, verify))
 
 
+class _Second(Pull):
+    """The pullback of a pullback."""
+
+    of: _Pullback
+
+    def pulled(self, xs: Sequence[Tensor]) -> Pulled:
+        use, size, given = self.of.of, self.of.size, self.of.given
+        if use.edit and any(self.wants[:size]):
+            raise edit_in_frozen(use.caller, use.edit)
+        if torch.is_grad_enabled() or upstream.peek_interpreter_stack() is not None or self.rows:
+            plain = Pull(use.by(PlainKernels()), size, given, self.of.wants)
+            return Pull(plain, self.size, self.given, self.wants).pulled(xs)
+        zs, cs, left = xs[:size], xs[size : self.size], iter(xs[self.size :])
+        of_wanted = iter([next(left) if g else None for g in self.given])
+        us = [next(of_wanted) if w else None for w in self.of.wants]
+        if not any(self.wants[:size]) and use.uses.has_forward_mode and not use.hooked:
+            try:
+                ys = use.pushed(zs, us)
+            except (NoForwardMode, RuntimeError, GradtoolsError) as error:
+                # Its level is taken, or an operation has no forward mode. Other errors come again.
+                use.uses.has_forward_mode = isinstance(error, NoForwardMode)
+            else:
+                pairs = zip(cs, compress(ys, given), self.wants[size:], strict=True)
+                return [(c, y) for c, y, w in pairs if w]
+        # Double backward of G, whose graph is kept for its next pullback.
+        with torch.enable_grad():
+            inner = [z.detach().requires_grad_() if is_inexact(z) else z for z in zs]
+            needs = zip(cs, self.wants[size:], strict=True)
+            cts = [c.detach().requires_grad_(c.requires_grad or w) for c, w in needs]
+            ys = use.by(PlainAttention()).again(inner)
+            gs = gradients([*compress(ys, given)], inner, cts, True)
+            pairs = [(g, u) for g, u in zip(gs, us, strict=True) if g is not None and u is not None]
+            ends = [*compress([*inner, *cts], self.wants)]
+            found = gradients([g for g, _ in pairs], ends, [u for _, u in pairs], False, True)
+        use.uses.keep(use, inner, ys)
+        return [*zip(ends, found, strict=True)]
+
+
+class _Pullback(Pull):
+    """The pullback of a use, linear in the cotangents."""
+
+    of: _Use
+    pulls = _Second
+    leaves: Sequence[Tensor] = ()  # the arguments of the use, where derivatives may be left out
+
+    def pulled(self, xs: Sequence[Tensor]) -> Pulled:
+        if torch.is_grad_enabled() or self.rows or not self.of.retained:
+            return super().pulled(xs)
+        inner, ys = self.of.retained.pop()
+        ends = [*compress(inner, self.wants)]
+        grads = gradients([*compress(ys, self.given)], ends, xs[self.size :], False)
+        return [*zip(ends, grads, strict=True)]
+
+    def wanted(self, ctx: Any, xs: Sequence[Tensor], wants: Sequence[bool]) -> Sequence[bool]:
+        if not self.leaves or upstream.current_graph_task() < 0:
+            return wants
+        nodes = [node for node, _ in ctx.next_functions]
+        runs = [w and upstream.will_run(node) for w, node in zip(wants, nodes, strict=True)]
+        for i, x in enumerate(self.leaves):
+            runs[i] = runs[i] and not is_spent(x)
+        return runs
+
+
 class _Use(Program):
     """One evaluation of a frozen function.
 
@@ -102,6 +164,7 @@ class _Use(Program):
     """
 
     edit, hooked, gates, kernels = "", False, 0, _NOTHING
+    pulls = _Pullback
 
     def __init__(self, uses: Uses, *args: Any) -> None:
         super().__init__(*args)
@@ -179,8 +242,8 @@ class _Use(Program):
     def pullback(
         self, xs: Sequence[Tensor], cts: Sequence[Any], wants: Sequence[bool]
     ) -> tuple[Pull, Tensors]:
-        pull = _Pullback(self, len(xs), [ct is not None for ct in cts], wants)
-        inputs = with_cotangents(xs, cts)
+        pull: Any
+        pull, inputs = super().pullback(xs, cts, wants)
         if torch.is_grad_enabled() and upstream.peek_interpreter_stack() is None:
             # Views, since the engine cannot be asked whether a leaf is needed.
             pull.leaves = xs
@@ -195,74 +258,6 @@ class _Use(Program):
                 ys = self.by(OneTangent()).again(duals)
             tangents = [upstream.unpack_dual(y, level=0)[1] if is_inexact(y) else None for y in ys]
             return [t if t is None else detached(t, CHUNK) for t in tangents]
-
-
-class _Pullback(Pull):
-    """The pullback of a use, linear in the cotangents."""
-
-    of: _Use
-    leaves: Sequence[Tensor] = ()  # the arguments of the use, where derivatives may be left out
-
-    def pulled(self, xs: Sequence[Tensor]) -> Pulled:
-        if torch.is_grad_enabled() or self.rows or not self.of.retained:
-            return super().pulled(xs)
-        inner, ys = self.of.retained.pop()
-        ends = [*compress(inner, self.wants)]
-        grads = gradients([*compress(ys, self.given)], ends, xs[self.size :], False)
-        return [*zip(ends, grads, strict=True)]
-
-    def wanted(self, ctx: Any, xs: Sequence[Tensor], wants: Sequence[bool]) -> Sequence[bool]:
-        if not self.leaves or upstream.current_graph_task() < 0:
-            return wants
-        nodes = [node for node, _ in ctx.next_functions]
-        runs = [w and upstream.will_run(node) for w, node in zip(wants, nodes, strict=True)]
-        for i, x in enumerate(self.leaves):
-            runs[i] = runs[i] and not is_spent(x)
-        return runs
-
-    def pullback(
-        self, xs: Sequence[Tensor], cts: Sequence[Any], wants: Sequence[bool]
-    ) -> tuple[Pull, Tensors]:
-        given = [ct is not None for ct in cts]
-        return _Second(self, len(xs), given, wants), with_cotangents(xs, cts)
-
-
-class _Second(Pull):
-    """The pullback of a pullback."""
-
-    of: _Pullback
-
-    def pulled(self, xs: Sequence[Tensor]) -> Pulled:
-        use, size, given = self.of.of, self.of.size, self.of.given
-        if use.edit and any(self.wants[:size]):
-            raise edit_in_frozen(use.caller, use.edit)
-        if torch.is_grad_enabled() or upstream.peek_interpreter_stack() is not None or self.rows:
-            plain = Pull(use.by(PlainKernels()), size, given, self.of.wants)
-            return Pull(plain, self.size, self.given, self.wants).pulled(xs)
-        zs, cs, left = xs[:size], xs[size : self.size], iter(xs[self.size :])
-        of_wanted = iter([next(left) if g else None for g in self.given])
-        us = [next(of_wanted) if w else None for w in self.of.wants]
-        if not any(self.wants[:size]) and use.uses.has_forward_mode and not use.hooked:
-            try:
-                ys = use.pushed(zs, us)
-            except (NoForwardMode, RuntimeError, GradtoolsError) as error:
-                # Its level is taken, or an operation has no forward mode. Other errors come again.
-                use.uses.has_forward_mode = isinstance(error, NoForwardMode)
-            else:
-                pairs = zip(cs, compress(ys, given), self.wants[size:], strict=True)
-                return [(c, y) for c, y, w in pairs if w]
-        # Double backward of G, whose graph is kept for its next pullback.
-        with torch.enable_grad():
-            inner = [z.detach().requires_grad_() if is_inexact(z) else z for z in zs]
-            needs = zip(cs, self.wants[size:], strict=True)
-            cts = [c.detach().requires_grad_(c.requires_grad or w) for c, w in needs]
-            ys = use.by(PlainAttention()).again(inner)
-            gs = gradients([*compress(ys, given)], inner, cts, True)
-            pairs = [(g, u) for g, u in zip(gs, us, strict=True) if g is not None and u is not None]
-            ends = [*compress([*inner, *cts], self.wants)]
-            found = gradients([g for g, _ in pairs], ends, [u for _, u in pairs], False, True)
-        use.uses.keep(use, inner, ys)
-        return [*zip(ends, found, strict=True)]
 
 
 def _dual(z: Tensor, u: Tensor | None) -> Tensor:

@@ -25,7 +25,7 @@ from gradtools.torch.compiling import is_compiling
 from gradtools.torch.function_modes import PlainKernels
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.operation_marks import is_recorded
-from gradtools.torch.recomputation import Program, Pull, Pulled, recomputed, with_cotangents
+from gradtools.torch.recomputation import Program, Pull, Pulled, recomputed
 from gradtools.torch.state import Held, RunState
 
 Tensor = torch.Tensor
@@ -56,6 +56,20 @@ def is_nested() -> bool:
     return upstream.peek_interpreter_stack() is not None or upstream.forward_level() >= 0
 
 
+class _LazyPull(Pull):
+    def pulled(self, xs: Sequence[Tensor]) -> Pulled:
+        count = len(self.sources)
+        pairs, left = super().pulled(xs)[: sum(self.wants[:count])], iter(xs[self.size :])
+        cts = [next(left) if given else None for given in self.given]
+        # What has a graph of its own is its argument, too.
+        own = compress(zip(xs, cts, strict=False), self.wants[count:])
+        return [*pairs, *own]
+
+    def _pull(self, *args: Any) -> list[Tensor | None]:
+        with _without_hooks(self.sources):
+            return super()._pull(*args)
+
+
 class LazyGraph(Program):
     """The results of a derivative at modules, computed again if they are differentiated.
 
@@ -63,7 +77,7 @@ class LazyGraph(Program):
     """
 
     inlines = False  # the derivative is taken at the leaves themselves
-    otherwise = True
+    otherwise, pulls = True, _LazyPull
 
     def __init__(self, f: Any, modules: Iterable[nn.Module]) -> None:
         held = Held([f, *modules])
@@ -122,26 +136,6 @@ class LazyGraph(Program):
         for k, y in zip(places, recomputed(program, ys if self._nested else []), strict=True):
             every[k] = y
         return trees.unflatten(treedef, every)
-
-    def pullback(
-        self, xs: Sequence[Tensor], cts: Sequence[Any], wants: Sequence[bool]
-    ) -> tuple[Pull, Tensors]:
-        pull = _LazyPull(self, len(xs), [ct is not None for ct in cts], wants)
-        return pull, with_cotangents(xs, cts)
-
-
-class _LazyPull(Pull):
-    def pulled(self, xs: Sequence[Tensor]) -> Pulled:
-        count = len(self.sources)
-        pairs, left = super().pulled(xs)[: sum(self.wants[:count])], iter(xs[self.size :])
-        cts = [next(left) if given else None for given in self.given]
-        # What has a graph of its own is its argument, too.
-        own = compress(zip(xs, cts, strict=False), self.wants[count:])
-        return [*pairs, *own]
-
-    def _pull(self, *args: Any) -> list[Tensor | None]:
-        with _without_hooks(self.sources):
-            return super()._pull(*args)
 
 
 @contextmanager

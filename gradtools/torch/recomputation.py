@@ -87,6 +87,7 @@ class Program:
         inlines: Whether sources can be replaced when it runs again.
         kept: Whether the graph of the first run is kept in memory.
         otherwise: Whether it is computed again by other operations, which round differently.
+        pulls: The class of its pullback, if that is not `Pull`.
     """
 
     known: Tensors | None = None
@@ -94,6 +95,7 @@ class Program:
     call: Run | None = None
     inline, inlines = 0, True
     verify = kept = otherwise = False
+    pulls: type[Pull] | None = None
 
     def __init__(self, caller: str, run: Run, held: Held, state: RunState) -> None:
         self.caller, self.run, self.held, self.state = caller, run, held, state
@@ -110,7 +112,8 @@ class Program:
         self, xs: Sequence[Tensor], cts: Sequence[Any], wants: Sequence[bool]
     ) -> tuple[Pull, Tensors]:
         """The pullback of cotangents (or None) at xs, and its arguments; wants as in `Pull`."""
-        return Pull(self, len(xs), [ct is not None for ct in cts], wants), with_cotangents(xs, cts)
+        there = [ct is not None for ct in cts]
+        return (self.pulls or Pull)(self, len(xs), there, wants), [*xs, *compress(cts, there)]
 
     def wanted(self, ctx: Any, xs: Sequence[Tensor], wants: Sequence[bool]) -> Sequence[bool]:
         """The sources and arguments whose gradients the running backward pass needs.
@@ -286,7 +289,8 @@ def _equal(y: Tensor, first: Tensor, exact: bool, scale: Tensors) -> bool:
     scale: The outputs whose largest entry rounding is relative to.
     """
     if y.dtype is torch.complex32:  # which PyTorch does not compare
-        y, first, *scale = map(torch.view_as_real, (y, first, *scale))
+        y, first = map(torch.view_as_real, (y, first))
+        scale = [first]
     if exact and y.device.type == "cpu":
         return torch.equal(y, first) or torch.allclose(y, first, 0, 0, equal_nan=True)
     near = 1e-2 if y.dtype.itemsize < 4 or y.device.type != "cpu" else 1e-4
@@ -408,11 +412,6 @@ def gradients(
         return list(found)
     left = iter(found)
     return [next(left) if x.requires_grad else None for x in xs]
-
-
-def with_cotangents(xs: Sequence[Tensor], cts: Sequence[Tensor | None]) -> Tensors:
-    """The arguments of a pullback: those of the program, and the cotangents that there are."""
-    return [*xs, *[ct for ct in cts if ct is not None]]
 
 
 def _node_behind(x: Tensor) -> Any:

@@ -1,7 +1,7 @@
-"""`chunked`, `checkpoint` and sums over chunks: which part of the arguments is computed when.
+"""Runs the chunks of `chunked`, `checkpoint` and `microbatched_value_and_grad`.
 
-Each chunk is a program of `recomputation.py`, which is computed again in the backward pass. Chunks
-run plainly, one after another, where no graph is recorded, and in forward mode, which keeps none.
+Each chunk is a program of `recomputation.py`, which is computed again in the backward pass. In
+forward mode, and where no graph is recorded, the chunks run as a plain loop.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class Chunk:
         return [y for y in outs if isinstance(y, Tensor)] if self.others else outs
 
     def merged(self, ys: Tensors) -> list[Any]:
-        """The outputs with those that are no tensors."""
+        """All outputs, including non-tensors."""
         if not self.others:
             return ys
         left, count = iter(ys), len(ys) + len(self.others)

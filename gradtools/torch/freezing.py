@@ -7,9 +7,9 @@
                 <u, g> along z           one double backward, computed again; its graph of G serves
                                          the pullback of y, which comes next
 
-Whether the part along z is needed is known only while autograd's engine runs, so it is asked then.
-Third derivatives, and all inside of torch.func, are those of `recomputation.py`: double backward
-of G, computed again. G's parameters are constants: they lead to a node that raises.
+Only autograd's engine, while it runs, knows whether the part along z is needed; it is asked then.
+Third derivatives, and all derivatives inside of torch.func, use double backward of G, computed
+again as in `recomputation.py`. G's parameters are constants: they lead to a node that raises.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ _NOTHING = nullcontext()
 
 
 class Uses:
-    """What all uses of one frozen function share."""
+    """State that all uses of one frozen function share."""
 
     def __init__(self) -> None:
         self.state: RunState | None = None  # after the latest use
@@ -107,7 +107,7 @@ class _Second(Pull):
             try:
                 ys = use.pushed(zs, us)
             except (NoForwardMode, RuntimeError, GradtoolsError) as error:
-                # Its level is taken, or an operation has no forward mode. Other errors come again.
+                # The level is in use, or an operation has no forward mode; other errors recur.
                 use.uses.has_forward_mode = isinstance(error, NoForwardMode)
             else:
                 pairs = zip(cs, compress(ys, given), self.wants[size:], strict=True)
@@ -155,7 +155,7 @@ class _Use(Program):
     """One evaluation of a frozen function.
 
     Attributes:
-        gates: How many arguments come before those of G: a number that leads to its constants.
+        gates: The number of arguments before G's own: 1 if a scalar stands for G's constants.
         retained: Its arguments as leaves, and its outputs with their graph, at most once.
         kernels: A context of the next passes.
         changes: How often the parameters have been changed in place; None if G changes them.
@@ -229,7 +229,7 @@ class _Use(Program):
         super()._compare(primals, exact and self.kernels is _NOTHING)
 
     def by(self, kernels: Any) -> _Use:
-        """The same, computed again by these kernels."""
+        """A copy that is computed again by these kernels."""
         return self._copy(kernels=kernels)  # type: ignore[return-value]
 
     # --- its derivatives
@@ -273,10 +273,10 @@ def _constant(caller: str, held: Held) -> Replaced:
 
 
 class _Constants(torch.autograd.Function):
-    """Constants of G, or one number that leads to all; differentiating with respect to them raises.
+    """Constants of G, or one scalar for all of them; differentiating with respect to them raises.
 
     Args:
-        one: Whether it returns the number.
+        one: Whether it returns the scalar.
     """
 
     recorded_as = "frozen"

@@ -33,7 +33,7 @@ Tensors = list[Tensor]
 
 
 class _ThreadFlags(threading.local):
-    again = False  # whether this thread begins a second evaluation
+    again = False  # whether this thread is about to evaluate f a second time
 
 
 _thread = _ThreadFlags()
@@ -61,7 +61,7 @@ class _LazyPull(Pull):
         count = len(self.sources)
         pairs, left = super().pulled(xs)[: sum(self.wants[:count])], iter(xs[self.size :])
         cts = [next(left) if given else None for given in self.given]
-        # What has a graph of its own is its argument, too.
+        # A result with a graph of its own is an argument, and passes its cotangent on.
         own = compress(zip(xs, cts, strict=False), self.wants[count:])
         return [*pairs, *own]
 
@@ -73,7 +73,7 @@ class _LazyPull(Pull):
 class LazyGraph(Program):
     """The results of a derivative at modules, computed again if they are differentiated.
 
-    Its arguments are not read: they are the results, where these have a graph of their own.
+    Its arguments are the results that have a graph of their own; f does not read them.
     """
 
     inlines = False  # the derivative is taken at the leaves themselves
@@ -88,7 +88,7 @@ class LazyGraph(Program):
         self._constants: set[int] = set()  # the ids of outputs of f that require no grad
 
     def note(self, output: Any, own: set[int]) -> None:
-        """Records the leaves behind f's outputs but for those with an id in `own`."""
+        """Records the leaves behind f's outputs, except for the ids in `own`."""
         if is_nested():
             self._nested = True
             return
@@ -132,7 +132,7 @@ class LazyGraph(Program):
         program = self._copy(caller=caller, run=run, first=[], verify=True)
         program.read([*self.leaves.values()])
         program.known = [y.detach() if y.requires_grad else y for y in ys]
-        # What vmap and forward mode return has a graph to captured tensors.
+        # Results of vmap and forward mode have a graph that ends at captured tensors.
         for k, y in zip(places, recomputed(program, ys if self._nested else []), strict=True):
             every[k] = y
         return trees.unflatten(treedef, every)

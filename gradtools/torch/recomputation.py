@@ -116,10 +116,10 @@ class Program:
         return (self.pulls or Pull)(self, len(xs), there, wants), [*xs, *compress(cts, there)]
 
     def wanted(self, ctx: Any, xs: Sequence[Tensor], wants: Sequence[bool]) -> Sequence[bool]:
-        """The sources and arguments whose gradients the running backward pass needs.
+        """Which gradients of sources and arguments the running backward pass needs.
 
         ctx: The context of the program's node.
-        wants: Those whose gradients it may need.
+        wants: Which gradients it may need.
         """
         return wants
 
@@ -142,7 +142,7 @@ class Program:
                 torch.clear_autocast_cache()
         later = self.state.again()
         self.state = self.state.until(later)
-        if upstream.forward_level() >= 0 and any(map(is_dual, ys)):  # by a captured tangent
+        if upstream.forward_level() >= 0 and any(map(is_dual, ys)):  # f captures a tangent
             return ys, later
         changed = [*map(upstream.version_of, written)] != versions
         sources = None if changed else self._sources(ys, inner, began)
@@ -187,19 +187,19 @@ class Program:
         """The known outputs at xs, as one node."""
         if {x.grad_fn for x in self.sources} <= {None}:
             return recomputed(self, xs)
-        # So that what lies behind a captured tensor is no part of f's graph.
+        # Captured tensors with a graph become arguments, so that f's graph ends at them.
         return recomputed(self.inlined(), [*self.sources, *xs])
 
     def remember(self, ys: Sequence[Tensor]) -> None:
         """Sets the outputs to compare with, below all levels of torch.func."""
         tracked = zip(ys, self.tracked or map(is_inexact, ys), strict=True)
-        # Copies for batches share the list.
+        # Batched copies of this program share the list.
         self.first[:] = [(y if t else None, upstream.version_of(y)) for y, t in tracked]
 
     def _sources(self, ys: Tensors, inner: Tensors, began: int) -> Tensors | None:
-        """The leaves and captured tensors that the outputs depend on, besides `inner`.
+        """The leaves and captured tensors that the outputs depend on, except for `inner`.
 
-        None if they depend on a tensor with a graph that is neither.
+        None if the outputs depend on another tensor that has a graph.
         """
         ends = {x.grad_fn: x for x in as_read_now(self.held.tensors) if x.grad_fn is not None}
         given = {_node_behind(x) for x in inner if x.requires_grad}
@@ -222,7 +222,7 @@ class Program:
         return [*found.values()]
 
     def again(self, xs: Sequence[Tensor]) -> Tensors:
-        """f once more, from the state of its first run; the current state stands afterwards."""
+        """Runs f from the state of its first run; the current state is restored afterwards."""
         _thread.recomputing += 1
         try:
             ys = self.state.rerun(self._call, xs)
@@ -233,7 +233,7 @@ class Program:
         return ys
 
     def _call(self, xs: Sequence[Tensor]) -> Tensors:
-        """f at its arguments, and at tensors that replace those that it captures."""
+        """Calls f, with the first arguments in place of the tensors that it captures."""
         if self.call is not None:
             return self.call(xs)
         count = len(self.captured)
@@ -249,9 +249,9 @@ class Program:
         scale = [x for x, _ in self.first if x is not None]
         for y, (first, version) in zip(ys, self.first, strict=True):
             if first is None or y.shape != first.shape or is_wrapped(y):
-                continue  # a batch is computed again for a first run of one example
+                continue  # under vmap, where shapes differ and values cannot be read
             if type(first) not in _ORDINARY or first.device.type == "meta":
-                continue  # fake: without numbers
+                continue  # fake tensors have no values
             written = upstream.version_of(first) != version
             if not (written or _equal(y.detach(), first, exact and not self.otherwise, scale)):
                 raise GradtoolsError(
@@ -261,7 +261,7 @@ class Program:
                     "iterator, a counter, a cache, a file, or draws in another thread. Pass that "
                     "as an argument, or make it a buffer."
                 )
-        self.first.clear()  # which copies for other passes share
+        self.first.clear()  # also of the copies of this program
         self.verified()
 
     def _copy(self, **changes: Any) -> Program:
@@ -270,7 +270,7 @@ class Program:
         return other
 
     def inlined(self) -> Program:
-        """The same, with its sources as arguments."""
+        """A copy that takes the sources as arguments."""
         own = self.sources
         return self._copy(captured=own + self.captured, sources=[], versions=[], inline=len(own))
 
@@ -304,8 +304,8 @@ class Pull(Program):
     size: How many arguments the program has.
     given: Which outputs of the program have a cotangent.
     wants: The sources and arguments whose gradients are returned.
-    rows: For each vmap of cotangents alone, the innermost first: their axes, the axis of the
-        gradients, and the size.
+    rows: For each vmap over cotangents only, the innermost first: the axes of the cotangents, the
+        axis of the gradients, and the size.
     """
 
     def __init__(
@@ -399,7 +399,7 @@ def gradients(
     create: bool,
     retain: bool = False,
 ) -> list[Tensor | None]:
-    """The gradients at xs by autograd's engine; None for those that are not reached."""
+    """The gradients at xs by autograd's engine; None for tensors that are not reached."""
     pairs = [(y, c) for y, c in zip(ys, cts, strict=True) if y.requires_grad]
     ends = tuple([x for x in xs if x.requires_grad])
     if not pairs or not ends:
@@ -530,7 +530,7 @@ def _pulled(ctx: Any, xs: Sequence[Tensor], cts: Sequence[Tensor | None]) -> lis
 
 
 def first_in_functorch(program: Program, xs: Sequence[Tensor], verify: bool) -> Tensors:
-    """`recomputed` in a first pass inside of torch.func, one level further in."""
+    """Runs a program for the first time inside of torch.func, and attaches its outputs."""
     moving, found = [is_inexact(x) for x in xs], dict[int, tuple[Tensor, Tensor]]()
 
     def fun(*inner: Tensor) -> tuple[Tensor, ...]:

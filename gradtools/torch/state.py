@@ -1,7 +1,8 @@
-"""What a recomputation starts from: random streams, autocast, and the buffers of modules.
+"""The state that a recomputation restores: random streams, autocast, and buffers of modules.
 
-`Held` finds what a function is or closes over, once for each call. `RunState` is the state at one
-time; an unchanged buffer is copied once for all of them. Nothing else is searched or put back.
+`Held` finds the modules and tensors that a function is or closes over, once for each call.
+`RunState` is the state at one time; states share the copy of a buffer that did not change. Nothing
+else is searched or restored.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ class Randomness:
         return Randomness({**self.states, **moved}) if moved else self
 
     def advanced_to(self, later: Randomness) -> Randomness:
-        """The states of those generators only that differ in later states."""
+        """The states of the generators that have a different later state."""
         pairs = self.states.items()
         return Randomness({s: state for s, state in pairs if later.states[s] is not state})
 
@@ -148,7 +149,7 @@ def _words(stream: str) -> Any:
     return ctypes.string_at(bits.ctypes.state_address, 625 * 4)
 
 
-# --- what a function holds -----------------------------------------------------------------------
+# --- the modules and tensors of a function -------------------------------------------------------
 
 
 class Held:
@@ -158,10 +159,10 @@ class Held:
         modules: The modules and their submodules.
         tensors: The tensors in closures.
         generators: The generators of modules and in closures.
-        parameters: Those of the modules.
+        parameters: The parameters of the modules.
         kinds: The types of devices whose random streams f may draw from.
         buffers: The buffers of each module that has any, with the module.
-        began: How many nodes of autograd's graph this thread had made.
+        began: The number of autograd nodes that this thread had made.
     """
 
     def __init__(self, roots: Sequence[Any], kinds: Iterable[str] = ()) -> None:
@@ -197,9 +198,9 @@ class Held:
         return sum(map(upstream.version_of, plain))
 
     def reset_parameters(self) -> list[tuple[Slots, Slots]]:
-        """Puts the first parameters back into modules that hold others now.
+        """Restores the first parameters of modules that hold others now; returns the others.
 
-        So it is after a `functional_call` has ended. Returns what the modules held.
+        A module holds other parameters after a `functional_call` has ended.
         """
         changed = list[tuple[Slots, Slots]]()
         for own, first in self._first:
@@ -233,17 +234,20 @@ def _parts(x: Any) -> Iterable[Any]:
 
 @dataclass(eq=False)
 class RunState:
-    """The random streams that f may draw from, and the buffers of its modules, at one time."""
+    """The random streams that f may draw from, and the buffers of its modules, at one time.
+
+    copies: Of each buffer: the buffer, its copy, its version, and whether its module is training.
+    """
 
     held: Held
     streams: Randomness
     slots: list[Slots]  # each module's buffers
-    copies: list[tuple[Tensor, Tensor, int, bool]]  # of each buffer; its version; see `_same`
+    copies: list[tuple[Tensor, Tensor, int, bool]]
     casts: _Casts
 
     @classmethod
     def now(cls, held: Held, before: RunState | None = None) -> RunState:
-        """The current state. before: An earlier one, which shares what did not change since."""
+        """The current state. before: An earlier state, whose unchanged copies are shared."""
         if upstream.peek_interpreter_stack() is not None:
             with upstream.temporarily_clear_interpreter_stack():
                 return cls.now(held, before)
@@ -270,12 +274,12 @@ class RunState:
         return RunState.now(self.held, self)
 
     def until(self, later: RunState) -> RunState:
-        """This state with those streams only that have advanced since."""
+        """This state, with only the streams that have advanced until `later`."""
         return replace(self, streams=self.streams.advanced_to(later.streams))
 
     def rerun(self, fun: Callable[[Any], Any], xs: Any) -> Any:
-        """`fun(xs)` from this state; the current state stands afterwards."""
-        now = self.again() if self.streams.states or self.slots else None  # most need nothing
+        """Returns `fun(xs)`, run from this state; the current state is restored afterwards."""
+        now = self.again() if self.streams.states or self.slots else None
         changed, casts = self.held.reset_parameters(), self.casts
         try:
             if now is not None:

@@ -61,21 +61,21 @@ class Chunking(Operators):
         verify: Verify = "first",
         progress: bool = False,
     ) -> F:
-        """f over a batch, chunk by chunk, at the memory of one chunk's graph.
+        """Applies f to a batch in chunks, and keeps the graph of one chunk in memory.
 
         The values and all derivatives are those of the loop `concat(f(chunk) for chunk in batch)`,
         for any loss. In the backward pass each chunk is computed again. This equals `f(batch)` if f
         treats examples independently and deterministically. Batch normalization in training mode
-        does not: it normalizes each chunk by that chunk's own statistics, which a warning says
+        does not: it normalizes each chunk by that chunk's own statistics, and a warning is issued
         once.
 
         PyTorch: f is a module, or a function that uses modules; parameters need not be passed.
         Before a chunk is computed again, random generators and the buffers of the modules that f is
         or closes over are put back to their state in the first pass, and afterwards to their state
         after it; grad mode and autocast are those of the first pass. Other effects of f happen
-        twice, as in `torch.utils.checkpoint`: hooks and counters may ask `is_recomputing`. Draws
-        from the global generators, or updates of one module's buffers, in two threads at once are
-        unsupported, as there.
+        twice, as in `torch.utils.checkpoint`; hooks and counters can call `is_recomputing`. Threads
+        must not draw from the global generators, or update the buffers of one module, at the same
+        time.
 
         JAX: a scan over the chunks whose body is computed again in the backward pass, the same
         program over the same arrays, so `verify` has no effect. Results of `pure_callback` are kept
@@ -88,11 +88,11 @@ class Chunking(Operators):
             f: Takes chunks of the arguments and returns a pytree of arrays, each with one entry
                 for each of the chunk's examples along its axis in `out_axes`.
             chunk_size: How many examples at once; the last chunk may hold fewer.
-            in_axes: The batch axis, as in `vmap`: an integer or one entry for each positional
-                argument, or a dict from f's parameters to axes, however they are passed; None
-                shares one, and a tree of axes is for one that is a tree. What no entry names is
-                split on axis 0, keyword arguments too; arrays without axes and non-arrays
-                are shared. An argument that is a list is a list of examples: f gets slices of it.
+            in_axes: The batch axis, as in `vmap`: an integer, a tuple with an entry for each
+                positional argument, or a dict from f's parameters to axes. None passes the
+                argument whole to every chunk; a pytree argument takes a pytree of axes. Arguments
+                without an entry are split along axis 0, keyword arguments too; scalars and
+                non-arrays are shared. A list is a list of examples: f gets slices of it.
             out_axes: The axis along which outputs are joined: an integer, or a tree of them like
                 f's output. A list that f makes of a list is joined as lists are.
             key_argnums: Which arguments are random keys; chunk i gets the key folded with i.
@@ -115,10 +115,10 @@ class Chunking(Operators):
         Raises:
             GradtoolsError: chunk_size is below 1; (on call) a list is empty, axes differ in
                 length, in_axes or out_axes do not fit, f is a DistributedDataParallel (wrap
-                the module that calls chunked instead), f changes what cannot be replayed, or
-                returns what cannot be joined, such as batch statistics or a table of all pairs;
-                the message says how to leave it out. None, and strings, flags and other
-                constants that are equal in all chunks, pass.
+                the module that calls chunked instead), or an output cannot be joined, such as
+                batch statistics or a table of all pairs; the message says how to leave it out.
+                None, strings, flags and other constants may be returned if they are equal in all
+                chunks. (on differentiating) f returns other values when it is computed again.
 
         Example:
             >>> square = gt.chunked(lambda x: x ** 2, chunk_size=2)
@@ -223,9 +223,9 @@ class Chunking(Operators):
             Sums are made in float32 where gradients are narrower, and rounded once.
 
         Raises:
-            GradtoolsError: As `chunked` and `value_and_grad` do; weights are given for a sum,
-                do not fit the batch, or sum to 0 (NaN under jit); a differentiated argument is
-                split.
+            GradtoolsError: As `chunked` and `value_and_grad` do; weights are given for a sum, have
+                another length than the batch, or sum to 0 (under jit the result is NaN instead); a
+                differentiated argument is split.
 
         Example:
             >>> loss = gt.microbatched_value_and_grad(lambda w, x: (w * x).mean(), chunk_size=2)

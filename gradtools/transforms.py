@@ -61,13 +61,13 @@ class Transforms(Operators):
         return backend.vmap(one, axes, out_axes)(*[x for x, _ in batch.split])
 
     def checkpoint(self, f: F, verify: Verify = "first") -> F:
-        """The function f; its intermediate results are recomputed in the backward pass.
+        """Recomputes the intermediate results of f in the backward pass.
 
-        It trades one more forward pass of f for the memory of its graph. PyTorch: f is recomputed
-        as one chunk of `chunked`: random generators, buffers, attributes and containers are
-        restored, so batch normalization counts once. f may capture computed tensors. In compiled
-        code it is ``torch.utils.checkpoint`` (not reentrant). JAX: ``jax.checkpoint``; f may branch
-        on Python numbers among its arguments.
+        This costs one more forward pass of f and saves the memory of its graph. PyTorch: f is
+        recomputed as one chunk of `chunked`: random generators and the buffers of modules are put
+        back, so batch normalization updates its statistics once. f may capture computed tensors. In
+        compiled code it is ``torch.utils.checkpoint`` (not reentrant). JAX: ``jax.checkpoint``; f
+        may branch on Python numbers among its arguments.
 
         Args:
             f: A function of pytrees of arrays.
@@ -78,9 +78,8 @@ class Transforms(Operators):
             A function of the same value and derivatives.
 
         Raises:
-            GradtoolsError: f is no function, or verify is unknown; (on call, on differentiating)
-                as `chunked`, if f changes state that cannot be restored, or recomputes other
-                numbers.
+            GradtoolsError: f is no function, or verify is unknown; (on differentiating) f returns
+                other values when it is computed again.
 
         Example:
             >>> square = gt.checkpoint(lambda x: (x * x).sum())

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any
@@ -89,6 +89,7 @@ class _Marking(threading.local):
 
 
 here = _Marking()
+_NOTHING = nullcontext()
 
 
 class ChunkedCall:
@@ -101,4 +102,6 @@ class ChunkedCall:
 
     def at(self, number: int) -> Any:
         """A context around f at this chunk."""
+        if self._tape is here.tape is None:
+            return _NOTHING
         return here.moved(self._tape, (*self._place, number))

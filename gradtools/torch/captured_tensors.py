@@ -1,8 +1,10 @@
 """Tensors that a recomputed function captures, and the tensors that it reads in their place.
 
-In its first run inside of torch.func, no graph shows what f captures, so a function mode finds it
+In the first run inside of torch.func no graph shows the captured tensors, so a function mode finds
+them
 (`Captured`). Captured tensors become inputs of f's node. Whenever f runs again, a mode replaces
-them by these inputs (`Replaced`). What PyTorch shows no mode (`Function.apply`) is refused.
+them by these inputs (`Replaced`). Modes do not see
+the arguments of `Function.apply`; a captured tensor among them raises an error.
 """
 
 from __future__ import annotations
@@ -47,7 +49,7 @@ def replaced_now() -> dict[int, tuple[Tensor, Tensor]]:
 
 
 def as_read_now(xs: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors, or those that are read in their place, for a node, which no mode sees."""
+    """The tensors or their replacements, as arguments of a node, which modes do not see."""
     return list(xs) if _thread.mode is None else [*map(_thread.mode.other, xs)]
 
 
@@ -246,7 +248,7 @@ def _beneath(x: Tensor, level: int) -> Tensor | None:
 
 
 def batched_as(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensors:
-    """xs, of which one is batched in each vmap in which any of ys is.
+    """Returns xs with one of them batched in each vmap in which any of ys is batched.
 
     torch.func enters no vmap for a pullback whose inputs are not batched in it, but f's draws in
     the first pass may be.

@@ -1,7 +1,7 @@
-"""`chunked`, `checkpoint` and sums over chunks: which part of the arguments is computed when.
+"""Runs the chunks of `chunked`, `checkpoint` and `microbatched_value_and_grad`.
 
-Each chunk is a program of `recomputation.py`, which is computed again in the backward pass. Chunks
-run plainly, one after another, where no graph is recorded, and in forward mode, which keeps none.
+Each chunk is a program of `recomputation.py`, which is computed again in the backward pass. In
+forward mode, and where no graph is recorded, the chunks run as a plain loop.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
-import numpy as np
 import torch
 
 from gradtools.arguments.batches import Batch
@@ -44,7 +43,7 @@ def run_chunks(chunks: Chunks) -> tuple[list[Any], list[Any]]:
     with marked(chunks.caller):
         rows, carry = [], [_bare(x) for x in chunks.carry]
         held = held_by(chunks) if recomputes() else None
-        state = held and RunState.now(held)
+        state: Any = held and RunState.now(held)
         for i, pieces in _counted(chunks):
             chunk = Chunk(chunks, i, pieces, carry)
             if held is None:
@@ -104,19 +103,23 @@ def verifies(options: ChunkOptions, program: Program) -> bool:
     """Whether this call is compared with its recomputation. Notes when it has been."""
     if options.verify is None:
         program.verified = lambda: options.latest.update(verified=True)
-    return options.verify is not False and not options.latest.get("verified")
+    return options.verify is not False and "verified" not in options.latest
 
 
 class Chunk:
-    """f at one chunk, as a function of the tensors among its arguments."""
+    """f at one chunk, as a function `run` of the tensors xs among its arguments.
+
+    Attributes:
+        after: The carry that f returned.
+        others: The outputs that are no tensors, by place.
+    """
 
     def __init__(self, chunks: Chunks, i: int, pieces: list[Any], carry: list[Any]) -> None:
         self._chunks, self._i, self._carry, self._count = chunks, i, carry, len(pieces)
         self._flat = [*pieces, *chunks.shared]
         self._places = [k for k, x in enumerate(self._flat) if isinstance(x, Tensor)]
         self.xs = [self._flat[k] for k in self._places]
-        self.after: list[Any] = []  # the carry
-        self.others: dict[int, Any] = {}  # outputs that are no tensors
+        self.after, self.others = list[Any](), dict[int, Any]()
 
     def run(self, xs: Sequence[Tensor]) -> Tensors:
         full = list(self._flat)
@@ -129,16 +132,16 @@ class Chunk:
         return [y for y in outs if isinstance(y, Tensor)] if self.others else outs
 
     def merged(self, ys: Tensors) -> list[Any]:
-        """The outputs with those that are no tensors."""
+        """All outputs, including non-tensors."""
         if not self.others:
             return ys
         left, count = iter(ys), len(ys) + len(self.others)
         return [self.others[k] if k in self.others else next(left) for k in range(count)]
 
-    def recomputed(self, held: Held, state: Any) -> tuple[Tensors, RunState]:
-        chunks, xs = self._chunks, as_read_now(self.xs)
-        program = Program(chunks.caller, self.run, held, state)
-        verify = verifies(chunks.options, program)
+    def recomputed(self, held: Held, state: RunState) -> tuple[Tensors, RunState]:
+        """The outputs, computed again in the backward pass, and the state after them."""
+        program, xs = Program(self._chunks.caller, self.run, held, state), as_read_now(self.xs)
+        verify = verifies(self._chunks.options, program)
         if upstream.peek_interpreter_stack() is not None:
             ys = first_in_functorch(program, xs, verify)
             self.after = [alive(x) if isinstance(x, Tensor) else x for x in self.after]
@@ -146,16 +149,8 @@ class Chunk:
         pushed = upstream.forward_level() >= 0  # tangents go through f's own operations
         if pushed and any(map(is_dual, (*xs, *held.tensors, *held.parameters))):
             return self.run(xs), state.again()
-        others = [x for x in self._carry if isinstance(x, Tensor)]
-        outs, state = program.begin(xs, verify, others)
-        if program.known is None:
-            if program.kept and any(isinstance(x, np.ndarray) for x in chunks.arguments):
-                raise GradtoolsError(
-                    f"{chunks.caller}: f changes an argument in place that is an array of NumPy, "
-                    "and what it gets is a tensor. Return the new one."
-                )
-            return outs, state
-        return program.attached(xs), state
+        outs, state = program.begin(xs, verify, [x for x in self._carry if isinstance(x, Tensor)])
+        return (outs if program.known is None else program.attached(xs)), state
 
 
 def _joined(chunks: Chunks, rows: list[list[Any]]) -> list[Any]:

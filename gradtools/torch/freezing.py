@@ -7,9 +7,9 @@
                 <u, g> along z           one double backward, computed again; its graph of G serves
                                          the pullback of y, which comes next
 
-Whether the part along z is needed is known only while autograd's engine runs, so it is asked then.
-Third derivatives, and all inside of torch.func, are those of `recomputation.py`: double backward
-of G, computed again. G's parameters are constants: they lead to a node that raises.
+Only autograd's engine, while it runs, knows whether the part along z is needed; it is asked then.
+Third derivatives, and all derivatives inside of torch.func, use double backward of G, computed
+again as in `recomputation.py`. G's parameters are constants: they lead to a node that raises.
 """
 
 from __future__ import annotations
@@ -42,7 +42,6 @@ from gradtools.torch.recomputation import (
     first_in_functorch,
     gradients,
     recomputed,
-    with_cotangents,
 )
 from gradtools.torch.state import Held, RunState
 
@@ -53,7 +52,7 @@ _NOTHING = nullcontext()
 
 
 class Uses:
-    """What all uses of one frozen function share."""
+    """State that all uses of one frozen function share."""
 
     def __init__(self) -> None:
         self.state: RunState | None = None  # after the latest use
@@ -89,11 +88,74 @@ def run_frozen(whole: Chunks, uses: Uses) -> list[Any]:
         return chunk.merged(use.first_run(xs, verify))
 
 
+class _Second(Pull):
+    """The pullback of a pullback."""
+
+    of: _Pullback
+
+    def pulled(self, xs: Sequence[Tensor]) -> Pulled:
+        use, size, given = self.of.of, self.of.size, self.of.given
+        if use.edit and any(self.wants[:size]):
+            raise edit_in_frozen(use.caller, use.edit)
+        if torch.is_grad_enabled() or upstream.peek_interpreter_stack() is not None or self.rows:
+            plain = Pull(use.by(PlainKernels()), size, given, self.of.wants)
+            return Pull(plain, self.size, self.given, self.wants).pulled(xs)
+        zs, cs, left = xs[:size], xs[size : self.size], iter(xs[self.size :])
+        of_wanted = iter([next(left) if g else None for g in self.given])
+        us = [next(of_wanted) if w else None for w in self.of.wants]
+        if not any(self.wants[:size]) and use.uses.has_forward_mode and not use.hooked:
+            try:
+                ys = use.pushed(zs, us)
+            except (NoForwardMode, RuntimeError, GradtoolsError) as error:
+                # The level is in use, or an operation has no forward mode; other errors recur.
+                use.uses.has_forward_mode = isinstance(error, NoForwardMode)
+            else:
+                pairs = zip(cs, compress(ys, given), self.wants[size:], strict=True)
+                return [(c, y) for c, y, w in pairs if w]
+        # Double backward of G, whose graph is kept for its next pullback.
+        with torch.enable_grad():
+            inner = [z.detach().requires_grad_() if is_inexact(z) else z for z in zs]
+            needs = zip(cs, self.wants[size:], strict=True)
+            cts = [c.detach().requires_grad_(c.requires_grad or w) for c, w in needs]
+            ys = use.by(PlainAttention()).again(inner)
+            gs = gradients([*compress(ys, given)], inner, cts, True)
+            pairs = [(g, u) for g, u in zip(gs, us, strict=True) if g is not None and u is not None]
+            ends = [*compress([*inner, *cts], self.wants)]
+            found = gradients([g for g, _ in pairs], ends, [u for _, u in pairs], False, True)
+        use.uses.keep(use, inner, ys)
+        return [*zip(ends, found, strict=True)]
+
+
+class _Pullback(Pull):
+    """The pullback of a use, linear in the cotangents."""
+
+    of: _Use
+    pulls = _Second
+    leaves: Sequence[Tensor] = ()  # the arguments of the use, where derivatives may be left out
+
+    def pulled(self, xs: Sequence[Tensor]) -> Pulled:
+        if torch.is_grad_enabled() or self.rows or not self.of.retained:
+            return super().pulled(xs)
+        inner, ys = self.of.retained.pop()
+        ends = [*compress(inner, self.wants)]
+        grads = gradients([*compress(ys, self.given)], ends, xs[self.size :], False)
+        return [*zip(ends, grads, strict=True)]
+
+    def wanted(self, ctx: Any, xs: Sequence[Tensor], wants: Sequence[bool]) -> Sequence[bool]:
+        if not self.leaves or upstream.current_graph_task() < 0:
+            return wants
+        nodes = [node for node, _ in ctx.next_functions]
+        runs = [w and upstream.will_run(node) for w, node in zip(wants, nodes, strict=True)]
+        for i, x in enumerate(self.leaves):
+            runs[i] = runs[i] and not is_spent(x)
+        return runs
+
+
 class _Use(Program):
     """One evaluation of a frozen function.
 
     Attributes:
-        gates: How many arguments come before those of G: a number that leads to its constants.
+        gates: The number of arguments before G's own: 1 if a scalar stands for G's constants.
         retained: Its arguments as leaves, and its outputs with their graph, at most once.
         kernels: A context of the next passes.
         changes: How often the parameters have been changed in place; None if G changes them.
@@ -102,6 +164,7 @@ class _Use(Program):
     """
 
     edit, hooked, gates, kernels = "", False, 0, _NOTHING
+    pulls = _Pullback
 
     def __init__(self, uses: Uses, *args: Any) -> None:
         super().__init__(*args)
@@ -166,7 +229,7 @@ class _Use(Program):
         super()._compare(primals, exact and self.kernels is _NOTHING)
 
     def by(self, kernels: Any) -> _Use:
-        """The same, computed again by these kernels."""
+        """A copy that is computed again by these kernels."""
         return self._copy(kernels=kernels)  # type: ignore[return-value]
 
     # --- its derivatives
@@ -179,8 +242,8 @@ class _Use(Program):
     def pullback(
         self, xs: Sequence[Tensor], cts: Sequence[Any], wants: Sequence[bool]
     ) -> tuple[Pull, Tensors]:
-        pull = _Pullback(self, len(xs), [ct is not None for ct in cts], wants)
-        inputs = with_cotangents(xs, cts)
+        pull: Any
+        pull, inputs = super().pullback(xs, cts, wants)
         if torch.is_grad_enabled() and upstream.peek_interpreter_stack() is None:
             # Views, since the engine cannot be asked whether a leaf is needed.
             pull.leaves = xs
@@ -197,74 +260,6 @@ class _Use(Program):
             return [t if t is None else detached(t, CHUNK) for t in tangents]
 
 
-class _Pullback(Pull):
-    """The pullback of a use, linear in the cotangents."""
-
-    of: _Use
-    leaves: Sequence[Tensor] = ()  # the arguments of the use, where derivatives may be left out
-
-    def pulled(self, xs: Sequence[Tensor]) -> Pulled:
-        if torch.is_grad_enabled() or self.rows or not self.of.retained:
-            return super().pulled(xs)
-        inner, ys = self.of.retained.pop()
-        ends = [*compress(inner, self.wants)]
-        grads = gradients([*compress(ys, self.given)], ends, xs[self.size :], False)
-        return [*zip(ends, grads, strict=True)]
-
-    def wanted(self, ctx: Any, xs: Sequence[Tensor], wants: Sequence[bool]) -> Sequence[bool]:
-        if not self.leaves or upstream.current_graph_task() < 0:
-            return wants
-        nodes = [node for node, _ in ctx.next_functions]
-        runs = [w and upstream.will_run(node) for w, node in zip(wants, nodes, strict=True)]
-        for i, x in enumerate(self.leaves):
-            runs[i] = runs[i] and not is_spent(x)
-        return runs
-
-    def pullback(
-        self, xs: Sequence[Tensor], cts: Sequence[Any], wants: Sequence[bool]
-    ) -> tuple[Pull, Tensors]:
-        given = [ct is not None for ct in cts]
-        return _Second(self, len(xs), given, wants), with_cotangents(xs, cts)
-
-
-class _Second(Pull):
-    """The pullback of a pullback."""
-
-    of: _Pullback
-
-    def pulled(self, xs: Sequence[Tensor]) -> Pulled:
-        use, size, given = self.of.of, self.of.size, self.of.given
-        if use.edit and any(self.wants[:size]):
-            raise edit_in_frozen(use.caller, use.edit)
-        if torch.is_grad_enabled() or upstream.peek_interpreter_stack() is not None or self.rows:
-            plain = Pull(use.by(PlainKernels()), size, given, self.of.wants)
-            return Pull(plain, self.size, self.given, self.wants).pulled(xs)
-        zs, cs, left = xs[:size], xs[size : self.size], iter(xs[self.size :])
-        of_wanted = iter([next(left) if g else None for g in self.given])
-        us = [next(of_wanted) if w else None for w in self.of.wants]
-        if not any(self.wants[:size]) and use.uses.has_forward_mode and not use.hooked:
-            try:
-                ys = use.pushed(zs, us)
-            except (NoForwardMode, RuntimeError, GradtoolsError) as error:
-                # Its level is taken, or an operation has no forward mode. Other errors come again.
-                use.uses.has_forward_mode = isinstance(error, NoForwardMode)
-            else:
-                pairs = zip(cs, compress(ys, given), self.wants[size:], strict=True)
-                return [(c, y) for c, y, w in pairs if w]
-        # Double backward of G, whose graph is kept for its next pullback.
-        with torch.enable_grad():
-            inner = [z.detach().requires_grad_() if is_inexact(z) else z for z in zs]
-            needs = zip(cs, self.wants[size:], strict=True)
-            cts = [c.detach().requires_grad_(c.requires_grad or w) for c, w in needs]
-            ys = use.by(PlainAttention()).again(inner)
-            gs = gradients([*compress(ys, given)], inner, cts, True)
-            pairs = [(g, u) for g, u in zip(gs, us, strict=True) if g is not None and u is not None]
-            ends = [*compress([*inner, *cts], self.wants)]
-            found = gradients([g for g, _ in pairs], ends, [u for _, u in pairs], False, True)
-        use.uses.keep(use, inner, ys)
-        return [*zip(ends, found, strict=True)]
-
-
 def _dual(z: Tensor, u: Tensor | None) -> Tensor:
     z = detached(z, CHUNK)
     return z if u is None else dual_of(unshared(z), detached(u, CHUNK))
@@ -278,10 +273,10 @@ def _constant(caller: str, held: Held) -> Replaced:
 
 
 class _Constants(torch.autograd.Function):
-    """Constants of G, or one number that leads to all; differentiating with respect to them raises.
+    """Constants of G, or one scalar for all of them; differentiating with respect to them raises.
 
     Args:
-        one: Whether it returns the number.
+        one: Whether it returns the scalar.
     """
 
     recorded_as = "frozen"

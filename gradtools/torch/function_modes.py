@@ -137,7 +137,7 @@ _redispatch = getattr(torch.overrides, "redispatch_function", None)  # from PyTo
 class OneTangent(PlainAttention):
     """A pass of dual numbers without a graph, whose tangents `no_grad` stops (torch#128600).
 
-    It is for the functions that gradtools chose to push: those of `frozen` and `mixed_partial`.
+    It is used where gradtools itself chose forward mode, in `frozen` and `mixed_partial`.
     PyTorch's forward rules of linear operations multiply with zero tangents, and take longer than
     the operation of the tangent alone.
     """

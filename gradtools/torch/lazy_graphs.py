@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from itertools import compress, islice
+from itertools import compress
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from gradtools.torch.compiling import is_compiling
 from gradtools.torch.function_modes import PlainKernels
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.operation_marks import is_recorded
-from gradtools.torch.recomputation import Program, Pull, Pulled, recomputed, with_cotangents
+from gradtools.torch.recomputation import Program, Pull, Pulled, recomputed
 from gradtools.torch.state import Held, RunState
 
 Tensor = torch.Tensor
@@ -33,7 +33,7 @@ Tensors = list[Tensor]
 
 
 class _ThreadFlags(threading.local):
-    again = False  # whether this thread begins a second evaluation
+    again = False  # whether this thread is about to evaluate f a second time
 
 
 _thread = _ThreadFlags()
@@ -56,15 +56,28 @@ def is_nested() -> bool:
     return upstream.peek_interpreter_stack() is not None or upstream.forward_level() >= 0
 
 
+class _LazyPull(Pull):
+    def pulled(self, xs: Sequence[Tensor]) -> Pulled:
+        count = len(self.sources)
+        pairs, left = super().pulled(xs)[: sum(self.wants[:count])], iter(xs[self.size :])
+        cts = [next(left) if given else None for given in self.given]
+        # A result with a graph of its own is an argument, and passes its cotangent on.
+        own = compress(zip(xs, cts, strict=False), self.wants[count:])
+        return [*pairs, *own]
+
+    def _pull(self, *args: Any) -> list[Tensor | None]:
+        with _without_hooks(self.sources):
+            return super()._pull(*args)
+
+
 class LazyGraph(Program):
     """The results of a derivative at modules, computed again if they are differentiated.
 
-    Its arguments are not read: they are the results, where these have a graph of their own.
+    Its arguments are the results that have a graph of their own; f does not read them.
     """
 
     inlines = False  # the derivative is taken at the leaves themselves
-    # The gradient of a bias before a normalization is nothing but rounding.
-    otherwise = jointly = True
+    otherwise, pulls = True, _LazyPull
 
     def __init__(self, f: Any, modules: Iterable[nn.Module]) -> None:
         held = Held([f, *modules])
@@ -75,7 +88,7 @@ class LazyGraph(Program):
         self._constants: set[int] = set()  # the ids of outputs of f that require no grad
 
     def note(self, output: Any, own: set[int]) -> None:
-        """Records the leaves behind f's outputs but for those with an id in `own`."""
+        """Records the leaves behind f's outputs, except for the ids in `own`."""
         if is_nested():
             self._nested = True
             return
@@ -98,28 +111,16 @@ class LazyGraph(Program):
         """
         if not (self.deferred and self.leaves and torch.is_grad_enabled()):
             return results
-        # Part by part: most parts are single tensors, which flatten fast.
-        parts = results if type(results) is tuple else (results,)
-        flat = [trees.flatten(part) for part in parts]
-        every = [x for xs, _ in flat for x in xs]
-        places = [
-            k
-            for k, x in enumerate(every)
-            if isinstance(x, Tensor)
-            and is_inexact(x)
-            and id(x) not in self._constants
-            # A pullback of a cotangent that requires grad has its graph.
-            and (self._nested or not x.requires_grad)
-        ]
+        every, treedef = trees.flatten(results)
+        tensors = [(k, x) for k, x in enumerate(every) if isinstance(x, Tensor) and is_inexact(x)]
+        # A pullback of a cotangent that requires grad has its graph.
+        without = [(k, x) for k, x in tensors if self._nested or not x.requires_grad]
+        places = [k for k, x in without if id(x) not in self._constants]
 
         def run(_: Sequence[Tensor]) -> Tensors:
             # The cotangents may be batched by vmap; f must not run under it.
-            with (
-                upstream.temporarily_clear_interpreter_stack(),
-                torch.inference_mode(False),
-                torch.enable_grad(),
-                PlainKernels(),
-            ):
+            outside = upstream.temporarily_clear_interpreter_stack(), torch.inference_mode(False)
+            with outside[0], outside[1], torch.enable_grad(), PlainKernels():
                 _thread.again = True
                 try:
                     tree = again() if select is None else select(again())
@@ -131,32 +132,10 @@ class LazyGraph(Program):
         program = self._copy(caller=caller, run=run, first=[], verify=True)
         program.read([*self.leaves.values()])
         program.known = [y.detach() if y.requires_grad else y for y in ys]
-        # What vmap and forward mode return has a graph to captured tensors.
+        # Results of vmap and forward mode have a graph that ends at captured tensors.
         for k, y in zip(places, recomputed(program, ys if self._nested else []), strict=True):
             every[k] = y
-        left = iter(every)
-        rebuilt = [trees.unflatten(treedef, [*islice(left, len(xs))]) for xs, treedef in flat]
-        return tuple(rebuilt) if parts is results else rebuilt[0]
-
-    def pullback(
-        self, xs: Sequence[Tensor], cts: Sequence[Any], wants: Sequence[bool]
-    ) -> tuple[Pull, Tensors]:
-        pull = _LazyPull(self, len(xs), [ct is not None for ct in cts], wants)
-        return pull, with_cotangents(xs, cts)
-
-
-class _LazyPull(Pull):
-    def pulled(self, xs: Sequence[Tensor]) -> Pulled:
-        count = len(self.sources)
-        pairs, left = super().pulled(xs)[: sum(self.wants[:count])], iter(xs[self.size :])
-        cts = [next(left) if given else None for given in self.given]
-        # What has a graph of its own is its argument, too.
-        own = compress(zip(xs, cts, strict=False), self.wants[count:])
-        return [*pairs, *own]
-
-    def _pull(self, *args: Any) -> list[Tensor | None]:
-        with _without_hooks(self.sources):
-            return super()._pull(*args)
+        return trees.unflatten(treedef, every)
 
 
 @contextmanager

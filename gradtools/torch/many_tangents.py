@@ -76,12 +76,12 @@ class _Pushed(Program):
         self._fun, self._size = fun, count
 
     def results(self, given: Tensors, known: Tensors, mode: OneTangent) -> Tensors:
-        """The results, differentiable with respect to what is given and what was read."""
+        """The results, differentiable at the given tensors and the tensors that were read."""
         own, xs = set(map(id, given)), as_read_now(given)
-        # Without what the function made itself, such as aliases of a derivative that it took.
+        # Exclude tensors that the function made, such as aliases of a derivative that it took.
         made = lambda x: x.grad_fn is not None and upstream.sequence_of(x.grad_fn) >= self.outside
         alive = [x for ref in mode.read.values() if (x := ref()) is not None]
-        # No mode sees what a Function is given: that is in the graph which it records.
+        # Modes do not see the arguments of `Function.apply`; the recorded graph holds them.
         seen = {id(x): x for x in (*alive, *leaves_of(known))}.values()
         read = [x for x in seen if not (id(x) in own or is_spent(x) or made(x))]
         if not (read or any(x.requires_grad for x in xs)):

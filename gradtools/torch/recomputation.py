@@ -52,12 +52,13 @@ left_to_python(__name__)
 
 
 class _Thread(threading.local):
-    recomputing = 0  # how many recomputations this thread is inside of
+    recomputing = 0  # the depth of nested recomputations
 
 
 _thread = _Thread()
 _NOTHING = nullcontext()
 _VMAP = upstream.TransformType.Vmap
+_ORDINARY = {Tensor, torch.nn.Parameter}
 
 
 def user_is_recomputing() -> bool:
@@ -68,76 +69,64 @@ def user_is_recomputing() -> bool:
 # --- programs that run again ---------------------------------------------------------------------
 
 
-class Recomputable:
-    """A function of tensors that may run again from the state of its first run.
+class Program:
+    """One chunk of f: a function of tensors that runs again from the state of its first run.
 
     Attributes:
         caller: The name of the operator.
         sources: Tensors besides its arguments at which it is differentiated.
-        maps: How many vmaps its first run was inside of: the outermost ones.
-        known: Its outputs without a graph, if it ran already.
-        tracked: Which of these are differentiable, if that is known.
-        verify: Whether they are compared with those of the next run.
+        versions: The version counters of the sources.
+        maps: The number of vmaps around its first run.
+        known: Its outputs without a graph, if it has run.
+        tracked: Which outputs are differentiable, if that is known.
+        verify: Whether the outputs are compared with those of the next run.
+        first: The outputs of the first run and their versions, to compare with.
+        call: f on a batch, if it is mapped by vmap.
+        captured: Tensors that the first arguments replace.
+        inline: How many of the captured tensors were sources.
         inlines: Whether sources can be replaced when it runs again.
+        kept: Whether the graph of the first run is kept in memory.
+        otherwise: Whether it is computed again by other operations, which round differently.
+        pulls: The class of its pullback, if that is not `Pull`.
     """
 
-    caller: str
-    sources: Tensors
-    maps: int
     known: Tensors | None = None
     tracked: Sequence[bool] | None = None
-    verify = False
-    inlines = True
-
-    def pullback(
-        self: Any, xs: Sequence[Tensor], cts: Sequence[Any], wants: Sequence[bool]
-    ) -> tuple[Pull, Tensors]:
-        """The pullback of cotangents (or None) at xs, and its arguments. wants: As in `Pull`."""
-        return Pull(self, len(xs), [ct is not None for ct in cts], wants), with_cotangents(xs, cts)
-
-    def wanted(self, ctx: Any, xs: Sequence[Tensor], wants: Sequence[bool]) -> Sequence[bool]:
-        """Of which sources and arguments the running backward pass needs the gradient.
-
-        ctx: The context of the program's node.
-        wants: Of which it may need them.
-        """
-        return wants
-
-
-class Program(Recomputable):
-    """One chunk of f: a function of tensors that runs again from the state of its first run.
-
-    Attributes:
-        captured: Tensors that the first arguments replace.
-        first: The outputs of the first run and their versions, to compare with.
-        kept: Whether the graph of the first run is kept in memory.
-        otherwise: Whether it is computed again by other operations, which round otherwise.
-        jointly: Whether rounding is relative to the largest output, not to each of them.
-    """
-
-    kept = otherwise = jointly = False
+    call: Run | None = None
+    inline, inlines = 0, True
+    verify = kept = otherwise = False
+    pulls: type[Pull] | None = None
 
     def __init__(self, caller: str, run: Run, held: Held, state: RunState) -> None:
         self.caller, self.run, self.held, self.state = caller, run, held, state
-        self.call: Run | None = None  # of a batch
-        self.sources: Tensors = []
-        self.captured: Tensors = []
-        self.versions: list[int] = []  # of the sources
-        self.outside = held.began  # how many nodes there were before the first chunk
-        self.inline = 0  # how many of the captured tensors were sources
+        self.sources, self.versions, self.captured = list[Tensor](), list[int](), list[Tensor]()
+        self.outside = held.began  # the number of nodes before the first chunk
         self.first: list[tuple[Tensor | None, int]] = []
         self.verified: Callable[[], None] = lambda: None
         self.replaced = replaced_now()  # by an outer recomputation, in which this is the first run
         levels = upstream.get_interpreter_stack() or ()
-        self.maps = sum(level.key() == _VMAP for level in levels)
+        self.maps = sum([level.key() == _VMAP for level in levels])
         self.eager = not levels  # derivatives in f sum in other orders inside of torch.func
 
-    program = property(lambda self: self)  # by which a recording names the node
+    def pullback(
+        self, xs: Sequence[Tensor], cts: Sequence[Any], wants: Sequence[bool]
+    ) -> tuple[Pull, Tensors]:
+        """The pullback of cotangents (or None) at xs, and its arguments; wants as in `Pull`."""
+        there = [ct is not None for ct in cts]
+        return (self.pulls or Pull)(self, len(xs), there, wants), [*xs, *compress(cts, there)]
+
+    def wanted(self, ctx: Any, xs: Sequence[Tensor], wants: Sequence[bool]) -> Sequence[bool]:
+        """Which gradients of sources and arguments the running backward pass needs.
+
+        ctx: The context of the program's node.
+        wants: Which gradients it may need.
+        """
+        return wants
 
     def begin(self, xs: Sequence[Tensor], verify: bool, others: Tensors) -> tuple[Tensors, Any]:
         """The first run: outputs without a graph, which become `known`, and the state after it.
 
-        Nothing is known, and the outputs have their graph, if they could not be computed again: f
+        The outputs have their graph, and `known` is None, if f could not be computed again: it
         changed an argument in place, or read a tensor with a graph that is no argument.
 
         others: Further tensors that f may write in.
@@ -147,13 +136,13 @@ class Program(Recomputable):
         versions, began = [*map(upstream.version_of, written)], upstream.nodes_made()
         with unpacked() if upstream.saved_tensors_hooks_on(False) else _NOTHING:
             if self.state.casts.on:
-                torch.clear_autocast_cache()  # whose weights have another call's graph
+                torch.clear_autocast_cache()  # its casted weights have another call's graph
             ys = self.run_first(inner)
             if self.state.casts.on:
                 torch.clear_autocast_cache()
         later = self.state.again()
         self.state = self.state.until(later)
-        if upstream.forward_level() >= 0 and any(map(is_dual, ys)):  # by a captured tangent
+        if upstream.forward_level() >= 0 and any(map(is_dual, ys)):  # f captures a tangent
             return ys, later
         changed = [*map(upstream.version_of, written)] != versions
         sources = None if changed else self._sources(ys, inner, began)
@@ -168,17 +157,16 @@ class Program(Recomputable):
             )
             return ys, later
         tracked = [y.requires_grad for y in ys]
-        if not any(tracked):
+        if True not in tracked:
             return ys, later
         outs = [detached(y, CHUNK) for y in ys]
-        # Autograd would not know of memory that is shared with an input.
-        views = [upstream.is_view(y) or any(y is x for x in inner) for y in ys]
-        for i in compress(range(len(ys)), views):
-            if any(upstream.is_alias_of(outs[i], x) for x in (*inner, *sources)):
+        for i, y in enumerate(ys):  # autograd does not know of memory that is shared with an input
+            views = upstream.is_view(y) or id(y) in map(id, inner)
+            if views and any(upstream.is_alias_of(y, x) for x in (*inner, *sources)):
                 outs[i] = outs[i].clone()
         alive = [*map(weakref.ref, sources)]
-        del ys, sources  # with the graph, which frees leaves that f made for itself
-        self.read([x for x in (one() for one in alive) if x is not None])
+        del ys, y, sources  # with the graph, which frees leaves that f made for itself
+        self.read([x for ref in alive if (x := ref()) is not None])
         self.known, self.tracked, self.verify = outs, tracked, verify
         return outs, later
 
@@ -199,30 +187,31 @@ class Program(Recomputable):
         """The known outputs at xs, as one node."""
         if {x.grad_fn for x in self.sources} <= {None}:
             return recomputed(self, xs)
-        # So that what lies behind a captured tensor is no part of f's graph.
+        # Captured tensors with a graph become arguments, so that f's graph ends at them.
         return recomputed(self.inlined(), [*self.sources, *xs])
 
     def remember(self, ys: Sequence[Tensor]) -> None:
         """Sets the outputs to compare with, below all levels of torch.func."""
         tracked = zip(ys, self.tracked or map(is_inexact, ys), strict=True)
-        # Copies for batches share the list.
+        # Batched copies of this program share the list.
         self.first[:] = [(y if t else None, upstream.version_of(y)) for y, t in tracked]
 
     def _sources(self, ys: Tensors, inner: Tensors, began: int) -> Tensors | None:
-        """The leaves and captured tensors that the outputs depend on, besides `inner`.
+        """The leaves and captured tensors that the outputs depend on, except for `inner`.
 
-        None if they depend on a tensor with a graph that is neither.
+        None if the outputs depend on another tensor that has a graph.
         """
-        captured = as_read_now(self.held.tensors)
-        ends = {x.grad_fn: x for x in captured if x.grad_fn is not None}
+        ends = {x.grad_fn: x for x in as_read_now(self.held.tensors) if x.grad_fn is not None}
         given = {_node_behind(x) for x in inner if x.requires_grad}
         found: dict[int, Tensor] = {}
-        for node in nodes_of(ys, {*ends, *given}):
+        for node in nodes_of(ys, ends.keys() | given):
+            if node in given:
+                continue
             if type(node) is upstream.AccumulateGrad:
                 found[id(node.variable)] = node.variable
-            elif node in ends and node not in given:
+            elif node in ends:
                 found[id(ends[node])] = ends[node]
-            elif node not in given and upstream.sequence_of(node) < began:
+            elif upstream.sequence_of(node) < began:
                 if upstream.sequence_of(node) < self.outside:
                     return None
                 raise GradtoolsError(
@@ -233,18 +222,7 @@ class Program(Recomputable):
         return [*found.values()]
 
     def again(self, xs: Sequence[Tensor]) -> Tensors:
-        """f once more, from the state of its first run; the current state stands afterwards."""
-        if not all(x.requires_grad for x in self.sources):
-            raise GradtoolsError(
-                f"{self.caller}: a parameter that f reads no longer requires grad. It must until "
-                "the backward pass, which computes f again."
-            )
-        if [*map(upstream.version_of, self.sources)] != self.versions:
-            raise RuntimeError(
-                "one of the variables needed for gradient computation has been modified by an "
-                f"inplace operation: {self.caller} computes f again in the backward pass, and a "
-                "parameter that f reads was changed after the forward pass."
-            )
+        """Runs f from the state of its first run; the current state is restored afterwards."""
         _thread.recomputing += 1
         try:
             ys = self.state.rerun(self._call, xs)
@@ -255,27 +233,26 @@ class Program(Recomputable):
         return ys
 
     def _call(self, xs: Sequence[Tensor]) -> Tensors:
-        """f at its arguments, and at tensors that replace those that it captures."""
+        """Calls f, with the first arguments in place of the tensors that it captures."""
         if self.call is not None:
             return self.call(xs)
         count = len(self.captured)
         if not (count or self.replaced):
             return self.run(xs)
-        mode = Replaced(self.captured, xs[:count], self.replaced)
-        with mode:
+        with Replaced(self.captured, xs[:count], self.replaced) as mode:
             ys = self.run(xs[count:])
         ys = [mode.other(y) for y in ys]
         mode.check(self.caller)
         return ys
 
     def _compare(self, ys: Sequence[Tensor], exact: bool) -> None:
+        scale = [x for x, _ in self.first if x is not None]
         for y, (first, version) in zip(ys, self.first, strict=True):
             if first is None or y.shape != first.shape or is_wrapped(y):
-                continue  # a batch is computed again for a first run of one example
-            if not _is_ordinary(first) or first.device.type == "meta":
-                continue  # fake: without numbers
+                continue  # under vmap, where shapes differ and values cannot be read
+            if type(first) not in _ORDINARY or first.device.type == "meta":
+                continue  # fake tensors have no values
             written = upstream.version_of(first) != version
-            scale = [x for x, _ in self.first if x is not None] if self.jointly else [first]
             if not (written or _equal(y.detach(), first, exact and not self.otherwise, scale)):
                 raise GradtoolsError(
                     f"{self.caller}: f returns other values when it is computed again in the "
@@ -284,7 +261,7 @@ class Program(Recomputable):
                     "iterator, a counter, a cache, a file, or draws in another thread. Pass that "
                     "as an argument, or make it a buffer."
                 )
-        self.first.clear()  # which copies for other passes share
+        self.first.clear()  # also of the copies of this program
         self.verified()
 
     def _copy(self, **changes: Any) -> Program:
@@ -293,6 +270,7 @@ class Program(Recomputable):
         return other
 
     def inlined(self) -> Program:
+        """A copy that takes the sources as arguments."""
         own = self.sources
         return self._copy(captured=own + self.captured, sources=[], versions=[], inline=len(own))
 
@@ -305,44 +283,42 @@ class Program(Recomputable):
         return self._copy(call=lambda xs: list(call(xs)))
 
 
-def _is_ordinary(x: Tensor) -> bool:
-    return type(x) is Tensor or type(x) is torch.nn.Parameter
-
-
 def _equal(y: Tensor, first: Tensor, exact: bool, scale: Tensors) -> bool:
-    """Whether two results are the same, up to rounding where kernels may sum in other orders."""
+    """Whether two results are equal, up to rounding where kernels may sum in other orders.
+
+    scale: The outputs whose largest entry rounding is relative to.
+    """
     if y.dtype is torch.complex32:  # which PyTorch does not compare
-        y, first, *scale = map(torch.view_as_real, (y, first, *scale))
+        y, first = map(torch.view_as_real, (y, first))
+        scale = [first]
     if exact and y.device.type == "cpu":
         return torch.equal(y, first) or torch.allclose(y, first, 0, 0, equal_nan=True)
     near = 1e-2 if y.dtype.itemsize < 4 or y.device.type != "cpu" else 1e-4
-    largest = [torch.where(x.isfinite(), x, 0).abs().max() for x in scale if x.numel()]
-    size = torch.stack(largest).max() if largest else 0.0
-    close = (y - first).abs() <= near * (first.abs() + size)
-    close |= (y == first) | ((y != y) & (first != first))  # infinite, or NaN
-    return bool(close.all())  # one value, for which the host waits
+    sizes = [float(torch.where(x.isfinite(), x, 0).abs().max()) for x in scale if x.numel()]
+    return torch.allclose(y, first, near, near * max(sizes, default=0.0), equal_nan=True)
 
 
-class Pull(Recomputable):
+class Pull(Program):
     """The pullback of a program, as a program of its arguments and of cotangents.
 
     size: How many arguments the program has.
     given: Which outputs of the program have a cotangent.
-    wants: Of which sources and arguments the gradient is returned.
-    rows: For each vmap of cotangents alone, the innermost first: their axes, the axis of the
-        gradients, and the size.
+    wants: The sources and arguments whose gradients are returned.
+    rows: For each vmap over cotangents only, the innermost first: the axes of the cotangents, the
+        axis of the gradients, and the size.
     """
 
     def __init__(
         self,
-        of: Program | Pull,
+        of: Program,
         size: int,
         given: list[bool],
         wants: Sequence[bool],
         rows: Sequence[tuple[tuple[Any, ...], int, int]] = (),
     ) -> None:
         self.of, self.size, self.given, self.wants, self.rows = of, size, given, wants, rows
-        self.caller, self.sources, self.maps = of.caller, of.sources, of.maps
+        self.caller, self.maps = of.caller, of.maps
+        self.sources, self.versions = of.sources, of.versions
 
     def again(self, xs: Sequence[Tensor]) -> Tensors:
         grads = []
@@ -364,14 +340,13 @@ class Pull(Recomputable):
             ys = self.of.again(inner)
         outs = [*compress(ys, self.given)]
         ends = [*compress((*self.sources, *inner), self.wants)]
-        if not any(y.requires_grad for y in outs):
+        if True not in [y.requires_grad for y in outs]:
             return [(x, None) for x in ends]
         grads = self._pull(create, outs, ends, xs[self.size :])
-        if isinstance(self.of, Program) and self.of.inlines:
-            reached = inner[: self.of.inline] if self.of.inline else self.sources
-            known = {*map(id, reached)}
-            pairs = zip(ends, grads, strict=True)
-            lost = [x for x, g in pairs if g is None and id(x) in known]
+        if not isinstance(self.of, Pull) and self.of.inlines:
+            lost = [x for x, g in zip(ends, grads, strict=True) if g is None and x.requires_grad]
+            known = {*map(id, inner[: self.of.inline] if self.of.inline else self.sources)}
+            lost = [x for x in lost if id(x) in known]
             if lost and not {*map(_node_behind, lost)} <= {*nodes_of(ys)}:
                 raise GradtoolsError(
                     f"{self.caller}: f depends on other tensors when it is computed again in the "
@@ -424,24 +399,19 @@ def gradients(
     create: bool,
     retain: bool = False,
 ) -> list[Tensor | None]:
-    """The gradients at xs by autograd's engine; None for those that are not reached."""
+    """The gradients at xs by autograd's engine; None for tensors that are not reached."""
     pairs = [(y, c) for y, c in zip(ys, cts, strict=True) if y.requires_grad]
     ends = tuple([x for x in xs if x.requires_grad])
     if not pairs or not ends:
         return [None] * len(xs)
     outs, seeds = zip(*pairs, strict=True)
-    retain = retain or create
-    found = iter(
-        upstream.engine(
-            outs, seeds, retain, create, ends, allow_unreachable=True, accumulate_grad=False
-        )
+    found = upstream.engine(
+        outs, seeds, retain or create, create, ends, allow_unreachable=True, accumulate_grad=False
     )
-    return [next(found) if x.requires_grad else None for x in xs]
-
-
-def with_cotangents(xs: Sequence[Tensor], cts: Sequence[Tensor | None]) -> Tensors:
-    """The arguments of a pullback: those of the program, and the cotangents that there are."""
-    return [*xs, *[ct for ct in cts if ct is not None]]
+    if len(ends) == len(xs):
+        return list(found)
+    left = iter(found)
+    return [next(left) if x.requires_grad else None for x in xs]
 
 
 def _node_behind(x: Tensor) -> Any:
@@ -459,7 +429,7 @@ def _entering(x: Tensor, create: bool, wanted: bool) -> Tensor:
 # --- their nodes ---------------------------------------------------------------------------------
 
 
-def recomputed(program: Program | Pull, xs: Sequence[Tensor]) -> Tensors:
+def recomputed(program: Program, xs: Sequence[Tensor]) -> Tensors:
     """The program's outputs at xs as one node, whose pullback runs the program again."""
     if upstream.forward_level() >= 0 and any(map(is_dual, xs)):
         return program.again(xs)
@@ -499,19 +469,16 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *cts: Any) -> Any:
-        xs = [*map(alive, ctx.saved_tensors)]
+        xs, modes = [*map(alive, ctx.saved_tensors)], _NOTHING
         cts = tuple([ct if ct is None else alive(ct) for ct in cts])
-        with marked(ctx.program.caller):
-            return None, None, *[None] * ctx.count, *_Node.pulled(ctx, xs, cts)
-
-    @staticmethod
-    def pulled(ctx: Any, xs: Any, cts: Any) -> Sequence[Any]:
-        if batchings():
-            return by_new_vmap(lambda *cts: _pulled(ctx, xs, cts), cts)
-        if all(map(_is_ordinary, xs)):
-            return _pulled(ctx, xs, cts)
-        with upstream.EnableTorchFunction():  # which a subclass's backward() disables
-            return _pulled(ctx, xs, cts)
+        if not {*map(type, xs)} <= _ORDINARY:
+            modes = upstream.EnableTorchFunction()  # which a subclass's backward() disables
+        with marked(ctx.program.caller), modes:
+            if batchings():
+                grads = by_new_vmap(lambda *cts: _pulled(ctx, xs, cts), cts)
+            else:
+                grads = _pulled(ctx, xs, cts)
+        return None, None, *[None] * ctx.count, *grads
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, program: Any, count: int, *inputs: Tensor) -> Any:
@@ -536,10 +503,17 @@ _Node.forward.__signature__ = inspect.signature(_Node.forward)  # type: ignore[a
 
 
 def _pulled(ctx: Any, xs: Sequence[Tensor], cts: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """The gradients at the program's sources and its arguments xs."""
     program = ctx.program
     wants = program.wanted(ctx, xs, ctx.needs_input_grad[2 + ctx.count :])
     if not any(wants) or all(ct is None for ct in cts):
         return [None] * len(wants)
+    if [*map(upstream.version_of, program.sources)] != program.versions:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an "
+            f"inplace operation: {program.caller} computes f again in the backward pass, and a "
+            "parameter that f reads was changed after the forward pass."
+        )
     if program.inlines and any(map(upstream.tensor_hooks, program.sources)):
         # The hooks must run once, on the sum.
         xs, program = [*program.sources, *xs], program.inlined()
@@ -556,7 +530,7 @@ def _pulled(ctx: Any, xs: Sequence[Tensor], cts: Sequence[Tensor | None]) -> lis
 
 
 def first_in_functorch(program: Program, xs: Sequence[Tensor], verify: bool) -> Tensors:
-    """`recomputed` in a first pass inside of torch.func, one level further in."""
+    """Runs a program for the first time inside of torch.func, and attaches its outputs."""
     moving, found = [is_inexact(x) for x in xs], dict[int, tuple[Tensor, Tensor]]()
 
     def fun(*inner: Tensor) -> tuple[Tensor, ...]:

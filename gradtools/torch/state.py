@@ -1,16 +1,18 @@
-"""What a recomputation starts from: random streams, autocast, and the buffers of modules.
+"""The state that a recomputation restores: random streams, autocast, and buffers of modules.
 
-`Held` finds what a function is or closes over, once for each call. `RunState` is the state at one
-time; an unchanged buffer is copied once for all of them. Nothing else is searched or put back.
+`Held` finds the modules and tensors that a function is or closes over, once for each call.
+`RunState` is the state at one time; states share the copy of a buffer that did not change. Nothing
+else is searched or restored.
 """
 
 from __future__ import annotations
 
+import _random
 import ctypes
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from operator import is_
 from types import BuiltinMethodType, CellType, FunctionType, MethodType
@@ -42,7 +44,7 @@ class Randomness:
 
     @classmethod
     def of(cls, streams: Iterable[Stream]) -> Randomness:
-        return cls({CPU: _state(CPU), **{stream: _state(stream) for stream in streams}})
+        return cls({stream: _state(stream) for stream in (CPU, *streams)})
 
     @classmethod
     def now(cls, xs: Sequence[Tensor]) -> Randomness | None:
@@ -75,12 +77,11 @@ class Randomness:
 
     def current(self) -> Randomness:
         """The current states of the same generators; self if nothing was drawn."""
-        now = {stream: _state(stream) for stream in self.states}
-        moved = [s for s, (_, key) in self.states.items() if now[s][1] != key]
-        return Randomness({**self.states, **{s: now[s] for s in moved}}) if moved else self
+        moved = {s: now for s, (_, key) in self.states.items() if (now := _state(s))[1] != key}
+        return Randomness({**self.states, **moved}) if moved else self
 
     def advanced_to(self, later: Randomness) -> Randomness:
-        """The states of those generators only that differ in later states."""
+        """The states of the generators that have a different later state."""
         pairs = self.states.items()
         return Randomness({s: state for s, state in pairs if later.states[s] is not state})
 
@@ -90,11 +91,9 @@ class Randomness:
                 stream.set_state(state)
             elif isinstance(stream, torch.device):
                 torch.get_device_module(stream).set_rng_state(state, stream)
-            elif stream == PYTHON:
-                random.setstate(state)
             else:
-                np.random.set_state(state)  # noqa: NPY002
-                _latest_of_numpy[0] = state, _words_of_numpy()
+                random.setstate(state) if stream == PYTHON else np.random.set_state(state)  # noqa: NPY002
+                _latest[stream] = state, _words(stream)
 
 
 @contextmanager
@@ -116,11 +115,12 @@ def restored(randomness: Randomness | None) -> Iterator[None]:
 
 def _state(stream: Stream) -> tuple[Any, Any]:
     """A generator's state, and a value that is equal for equal states."""
-    if stream == PYTHON:  # all words change at once, and until then only the position, the last
-        state: Any = random.getstate()
-        return state, (state[1][:2], state[1][-1], state[2])
     if isinstance(stream, str):
-        state = _state_of_numpy()
+        state, words = _latest.get(stream, (None, b""))
+        if not words or words != _words(stream) or (stream == NUMPY and state["has_gauss"]):
+            get = random.getstate if stream == PYTHON else partial(np.random.get_state, False)
+            state = get()
+            _latest[stream] = state, _words(stream)
         return state, id(state)
     if isinstance(stream, torch.Generator):
         state = stream.get_state()
@@ -129,28 +129,27 @@ def _state(stream: Stream) -> tuple[Any, Any]:
     return state, ctypes.string_at(state.data_ptr(), state.numel())  # works under transforms
 
 
-# NumPy's state and words when they were read last: reading all takes longer than a small layer.
-_latest_of_numpy: list[tuple[dict[str, Any], bytes]] = [({}, b"")]
+# The states of Python and NumPy, and their words, as they were read last: copying a state takes
+# longer than a small layer, so it is not copied again while the words are the same.
+_latest: dict[str, tuple[Any, Any]] = {}
+_PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]
+_HEAD, _SIZE = object.__basicsize__, _random.Random.__basicsize__
 
 
-def _state_of_numpy() -> dict[str, Any]:
-    """The state of `numpy.random`: the same object if its words show that nothing was drawn."""
-    state, words = _latest_of_numpy[0]
-    if not words or words != _words_of_numpy() or state["has_gauss"]:
-        state = np.random.get_state(legacy=False)  # type: ignore[assignment]  # noqa: NPY002
-        _latest_of_numpy[0] = state, _words_of_numpy()
-    return state
+def _words(stream: str) -> Any:
+    """The memory of the Mersenne Twister; empty for another generator of NumPy.
 
-
-def _words_of_numpy() -> bytes:
-    """The words and the position of NumPy's Mersenne Twister; empty for another generator."""
+    With the second number of a pair of Python's; NumPy's is in its state alone.
+    """
+    if stream == PYTHON:
+        return ctypes.string_at(id(_PYTHON) + _HEAD, _SIZE - _HEAD), _PYTHON.gauss_next
     bits: Any = np.random.get_bit_generator()  # type: ignore[attr-defined]
     if type(bits) is not np.random.MT19937:
         return b""
     return ctypes.string_at(bits.ctypes.state_address, 625 * 4)
 
 
-# --- what a function holds -----------------------------------------------------------------------
+# --- the modules and tensors of a function -------------------------------------------------------
 
 
 class Held:
@@ -160,10 +159,10 @@ class Held:
         modules: The modules and their submodules.
         tensors: The tensors in closures.
         generators: The generators of modules and in closures.
-        parameters: Those of the modules.
+        parameters: The parameters of the modules.
         kinds: The types of devices whose random streams f may draw from.
         buffers: The buffers of each module that has any, with the module.
-        began: How many nodes of autograd's graph this thread had made.
+        began: The number of autograd nodes that this thread had made.
     """
 
     def __init__(self, roots: Sequence[Any], kinds: Iterable[str] = ()) -> None:
@@ -177,14 +176,14 @@ class Held:
             if isinstance(x, nn.Module):
                 self.modules.append(x)
                 todo += upstream.slots_of(x)[2].values()
+                if torch.Generator in map(type, vars(x).values()):
+                    todo += [y for y in vars(x).values() if type(y) is torch.Generator]
             elif isinstance(x, Tensor):
                 self.tensors.append(x)
             elif isinstance(x, torch.Generator):
                 self.generators.append(x)
             else:
                 todo += _parts(x)
-        own = [x for m in self.modules for x in vars(m).values() if type(x) is torch.Generator]
-        self.generators += own
         slots = [(*upstream.slots_of(m)[:2], m) for m in self.modules]
         self.buffers: list[tuple[Slots, nn.Module]] = [(b, m) for _, b, m in slots if b]
         self._first = [(own, dict(own)) for own, _, _ in slots if own]
@@ -199,9 +198,9 @@ class Held:
         return sum(map(upstream.version_of, plain))
 
     def reset_parameters(self) -> list[tuple[Slots, Slots]]:
-        """Puts the first parameters back into modules that hold others now.
+        """Restores the first parameters of modules that hold others now; returns the others.
 
-        So it is after a `functional_call` has ended. Returns what the modules held.
+        A module holds other parameters after a `functional_call` has ended.
         """
         changed = list[tuple[Slots, Slots]]()
         for own, first in self._first:
@@ -235,25 +234,30 @@ def _parts(x: Any) -> Iterable[Any]:
 
 @dataclass(eq=False)
 class RunState:
-    """The random streams that f may draw from, and the buffers of its modules, at one time."""
+    """The random streams that f may draw from, and the buffers of its modules, at one time.
+
+    copies: Of each buffer: the buffer, its copy, its version, and whether its module is training.
+    """
 
     held: Held
     streams: Randomness
     slots: list[Slots]  # each module's buffers
-    copies: list[tuple[Tensor, Tensor, int, bool]]  # of each buffer; its version; see `_same`
+    copies: list[tuple[Tensor, Tensor, int, bool]]
     casts: _Casts
 
     @classmethod
     def now(cls, held: Held, before: RunState | None = None) -> RunState:
-        """The current state. before: An earlier one, which shares what did not change since."""
+        """The current state. before: An earlier state, whose unchanged copies are shared."""
         if upstream.peek_interpreter_stack() is not None:
             with upstream.temporarily_clear_interpreter_stack():
                 return cls.now(held, before)
         known = before if before is not None and before.held is held else None
         if known is not None and known.streams.states:
-            streams = known.streams.current()
+            streams, casts = known.streams.current(), known.casts
+            if streams is known.streams and not held.buffers:
+                return known
         else:
-            streams = Randomness.everywhere(held.kinds, held.generators)
+            streams, casts = Randomness.everywhere(held.kinds, held.generators), _Casts(held.kinds)
         slots = [dict(own) for own, _ in held.buffers]
         entries = {id(entry[0]): entry for entry in before.copies} if before is not None else {}
         copies = []
@@ -263,22 +267,19 @@ class RunState:
                     entry = entries.get(id(b))
                     copy = entry[1] if entry and _same(*entry) else b.detach().clone()
                     copies.append((b, copy, _version(b), module.training))
-        return cls(
-            held, streams, slots, copies, _Casts(held.kinds) if known is None else known.casts
-        )
+        return cls(held, streams, slots, copies, casts)
 
     def again(self) -> RunState:
         """The current state of the same streams and modules."""
         return RunState.now(self.held, self)
 
     def until(self, later: RunState) -> RunState:
-        """This state with those streams only that have advanced since."""
-        streams = self.streams.advanced_to(later.streams)
-        return RunState(self.held, streams, self.slots, self.copies, self.casts)
+        """This state, with only the streams that have advanced until `later`."""
+        return replace(self, streams=self.streams.advanced_to(later.streams))
 
     def rerun(self, fun: Callable[[Any], Any], xs: Any) -> Any:
-        """`fun(xs)` from this state; the current state stands afterwards."""
-        now = self.again() if self.streams.states or self.slots else None  # most need nothing
+        """Returns `fun(xs)`, run from this state; the current state is restored afterwards."""
+        now = self.again() if self.streams.states or self.slots else None
         changed, casts = self.held.reset_parameters(), self.casts
         try:
             if now is not None:

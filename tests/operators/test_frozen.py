@@ -23,39 +23,9 @@ def close(gt, found, expected, tolerance=1e-10):
         np.testing.assert_allclose(a, b, rtol=0, atol=tolerance * size)
 
 
-# --- the cases in small ---------------------------------------------------------------------
-
-
-def small_G(gt):
-    return lambda x: gt.xp.exp(x.sum())
-
-
 def staged(gt, fun):
     """In JAX one program in place of hundreds, of which each is compiled by itself."""
     return gt.compile(fun) if gt.__name__.endswith("jax") else fun
-
-
-@pytest.mark.sweep_at("jax")
-def test_64_gradients_feed_a_nonlinear_function(gt, rng):
-    y, x = number(gt, rng.normal(size=(3, 4))), number(gt, rng.normal(size=(3, 4)))
-    zs = number(gt, 0.1 * rng.normal(size=(64, 3, 4)))
-    f = lambda y, g: ((y.sum(0) * 0.1 + g) ** 3).sum() * 0.01
-
-    def through(G):
-        G = gt.frozen(G) if G is not plain else G
-
-        def outer(y, x):
-            by_z = gt.grad(lambda z, y: f(y, G(z) * z[0]))
-            gradients = gt.vmap(by_z, (0, None))(zs, y)
-            return (
-                gt.xp.tanh((gradients**2).sum(0) * x).sum()
-                + (gradients[1:] * gradients[:-1] * x).sum()
-            )
-
-        return gt.grad(outer, (0, 1))(y, x)
-
-    plain = small_G(gt)
-    close(gt, through(lambda z: plain(z)), through(plain), 1e-12)
 
 
 # --- functions of all kinds -------------------------------------------------------------------
@@ -270,23 +240,8 @@ def of_two(gt, freeze, G):
     return lambda a, b: freeze(lambda a, b: G(gt, a, b))(a, b).sum()
 
 
-def first_of_two(gt, freeze, G):
-    return lambda a, b: freeze(lambda a, b: (gt.xp.sin(a), G(gt, a, b)))(a, b)[0].sum()
-
-
 def mapped(gt, freeze, G):
     return lambda a, b: gt.vmap(freeze(lambda a, b: G(gt, a, b)))(a, b).sum()
-
-
-def slope_by_the_framework(gt, freeze, G):
-    if gt.__name__.endswith("jax"):
-        import jax
-
-        return lambda a, b: jax.grad(of_two(gt, freeze, G))(a, b).sum()
-    import torch
-
-    f = of_two(gt, freeze, G)
-    return lambda a, b: torch.autograd.grad(f(a, b), a, create_graph=True)[0].sum()
 
 
 UNUSED = lambda gt, a, b: gt.xp.sin(a) ** 2
@@ -294,16 +249,13 @@ STOPPED = lambda gt, a, b: gt.xp.sin(a) ** 2 * gt.stop_gradient(b)
 COMPARED = lambda gt, a, b: gt.xp.where(b > 0, a**2, a)
 ROUNDED = lambda gt, a, b: a**2 * gt.xp.round(b)
 USED = lambda gt, a, b: a**2 * b
-ADDED = lambda gt, a, b: a**2 + b
 DISCONNECTED = [
     *((place, G) for place in (of_two, mapped) for G in (UNUSED, STOPPED, COMPARED)),
-    (first_of_two, USED),
-    *((slope_by_the_framework, G) for G in (UNUSED, ADDED)),
 ]
-CONNECTED = [(of_two, ROUNDED), (of_two, USED), (mapped, USED), (slope_by_the_framework, USED)]
+CONNECTED = [(of_two, ROUNDED), (of_two, USED), (mapped, USED)]
 
 
-@pytest.mark.sampled(torch=(39, 39), jax=(16, 39))
+@pytest.mark.sampled(torch=(18, 18), jax=(8, 18))
 @pytest.mark.parametrize("freeze", ["G itself", "frozen"])
 @pytest.mark.parametrize(("place", "G"), DISCONNECTED + CONNECTED)
 def test_an_argument_reaches_the_output_through_frozen_as_through_g(gt, rng, freeze, place, G):

@@ -1,8 +1,10 @@
 """Programs that attack the promise of what is computed a second time, as data.
 
 `chunked`, `frozen` and `checkpoint` compute a part of a program again. Each program here must give
-what the plain one gives, and leave behind what the plain one leaves, or be refused in gradtools'
-own words. `replay_worlds` says what a program is, `test_replay_programs` judges.
+what the plain one gives (a loop over chunks, double backward, or f itself), and leave behind what
+the plain one leaves, or be refused in gradtools' own words. A program is a world that is made for
+each run: a step, which computes numbers by way of an operator, and a reader of the state after it.
+`test_replay_programs` runs both and compares.
 """
 
 from __future__ import annotations
@@ -12,39 +14,204 @@ import copy
 import random
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.nn.utils import parametrizations, parametrize
+from torch.nn.utils import parametrizations
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 import gradtools.torch as gt
-from tests.support.replay_worlds import (
-    ALL,
-    CHECKPOINT,
-    EITHER,
-    FROZEN,
-    MICROBATCHED,
-    REFUSED,
-    REPLAYED,
-    RIGHT,
-    TRAINED,
-    D,
-    Run,
-    World,
-    batch,
-    contrast,
-    mlp,
-    of_module,
-    program,
-    score,
-    simple,
-    state_of,
-    weight,
-)
+from tests.support.scenarios import Table
+
+D = torch.float64
+CHUNKED, CHECKPOINT, FROZEN = "chunked", "checkpoint", "frozen"
+MICROBATCHED = "microbatched_value_and_grad"
+TRAINED, REPLAYED = (CHUNKED, CHECKPOINT), (CHUNKED, CHECKPOINT, FROZEN)
+ALL = (*REPLAYED, MICROBATCHED)
+RIGHT, REFUSED, EITHER = "right", "refused", "right or refused"
+PROGRAMS = Table()
+
+
+def program(name: str, kinds: Any = ALL, expect: str = RIGHT) -> Any:
+    """Adds a program, by these operators, whose world the function makes."""
+    return PROGRAMS.add(name, expect, kinds=kinds)
+
+
+@dataclass
+class Run:
+    """One run of a program's step: by an operator of gradtools, or plainly."""
+
+    kind: str
+    plain: bool
+    size: int = 2
+    verify: Any = "first"
+
+    def __call__(self, f: Callable[..., Any], in_axes: Any = 0) -> Callable[..., Any]:
+        """f by the operator, or as the operator promises to be."""
+        if self.kind != CHUNKED:
+            operator = gt.frozen if self.kind == FROZEN else gt.checkpoint
+            return f if self.plain else operator(f)
+        if not self.plain:
+            return gt.chunked(f, self.size, in_axes, verify=self.verify)
+        axes = in_axes if isinstance(in_axes, tuple) else (in_axes,)
+
+        def loop(*args: Any, **keywords: Any) -> Any:
+            cut = lambda i: [
+                a if axis is None else a[i : i + self.size]
+                for a, axis in zip(args, axes, strict=True)
+            ]
+            outs = [f(*cut(i), **keywords) for i in range(0, len(args[0]), self.size)]
+            join = lambda *ys: torch.cat(ys) if isinstance(ys[0], torch.Tensor) else ys[0]
+            return tree_map(join, *outs)
+
+        return loop
+
+
+@dataclass
+class World:
+    """What a program runs in.
+
+    Attributes:
+        step: Computes by way of the operator; returns what is compared, by name.
+        state: Reads what stands afterwards, which is compared bit for bit.
+        tolerance: Of numbers, relative to the largest.
+    """
+
+    step: Callable[[Run], dict[str, Any]]
+    state: Callable[[], Any] = lambda: None
+    tolerance: float = 1e-9
+
+
+# --- the usual step -------------------------------------------------------------------------
+
+
+def batch(dtype: torch.dtype = D) -> torch.Tensor:
+    """Rows of numbers between -1 and 1."""
+    return torch.linspace(0.3, 9.0, 18, dtype=dtype).sin().reshape(6, 3)
+
+
+def weight(rows: int = 3, width: int = 3) -> torch.Tensor:
+    """A leaf."""
+    numbers = torch.linspace(0.1, 5.0, rows * width, dtype=D).cos()
+    return numbers.reshape(rows, width).requires_grad_()
+
+
+def score(out: Any, scale: Any = 1.0) -> torch.Tensor:
+    """A loss of all outputs at once, with no two entries alike."""
+    total = torch.zeros((), dtype=D)
+    for y in tree_leaves(out):
+        if isinstance(y, torch.Tensor) and (y.is_floating_point() or y.is_complex()):
+            y = torch.view_as_real(y.resolve_conj()) if y.is_complex() else y
+            y = y.to_dense() if y.layout is not torch.strided else y
+            coefficients = torch.linspace(0.5, 1.5, y.numel(), dtype=D).reshape(y.shape)
+            total = total + ((scale * y.to(D)).sin() * coefficients).sum() + y.to(D).mean() ** 2
+    return total
+
+
+def contrast(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+    """Every row of a against every row of b."""
+    return F.cross_entropy(3 * a.to(D) @ b.to(D).T, torch.arange(len(a)))
+
+
+def state_of(module: nn.Module) -> Any:
+    """Parameters and buffers."""
+    return [{k: x.detach().clone() for k, x in module.state_dict(keep_vars=True).items()}]
+
+
+def simple(
+    f: Callable[..., Any],
+    x: Any = None,
+    *,
+    module: nn.Module | None = None,
+    leaves: Any = (),
+    shared: Any = (),
+    keywords: Any = None,
+    state: Callable[[], Any] = lambda: None,
+    between: Callable[[], Any] = lambda: None,
+    around: Callable[[], Any] = contextlib.nullcontext,
+    tracked: bool = True,
+    tolerance: float = 1e-9,
+) -> World:
+    """One forward pass, then one backward pass.
+
+    f: Of a batch and shared arguments.
+    module, leaves: What is trained besides the batch.
+    between: Runs between the forward pass and the backward pass.
+    around: What the forward pass and the loss stand in.
+    tracked: Whether the batch is differentiated.
+    """
+    x = batch() if x is None else x
+    keywords, leaves = keywords or {}, list(leaves)
+    if module is not None:
+        leaves += [p for p in module.parameters() if p.requires_grad]
+    x = x.detach().requires_grad_() if tracked and x.is_floating_point() else x
+    own = [t for t in (x, *tree_leaves((shared, keywords))) if isinstance(t, torch.Tensor)]
+    axes = (0, *(None for _ in shared))
+
+    def trained(run: Run) -> dict[str, Any]:
+        with around():
+            out = run(f, axes)(x, *shared, **keywords)
+            loss = score(out)
+        between()
+        if loss.requires_grad:
+            loss.backward()
+        return {"loss": loss, "grads": [t.grad for t in (x, *leaves)]}
+
+    def twice(run: Run) -> dict[str, Any]:
+        zs = [part.detach().requires_grad_() for part in (x[:3], x[3:])]
+        y = torch.tensor(1.3, dtype=D, requires_grad=True)
+        with around():
+            G = run(f)
+            inner = [score(G(z, *shared, **keywords), y) for z in zs]  # all uses, then pullbacks
+        between()
+        slopes = [
+            torch.autograd.grad(v, z, create_graph=True)[0] for v, z in zip(inner, zs, strict=True)
+        ]
+        loss = sum(s.to(D).sin().sum() for s in slopes)
+        grads = torch.autograd.grad(loss, [y, *zs], allow_unused=True)
+        return {"loss": loss, "grads": list(grads)}
+
+    def micro(run: Run) -> dict[str, Any]:
+        scale = torch.tensor(1.3, dtype=D, requires_grad=not run.plain)
+        data = x.detach()
+        mean = lambda s, x, *shared: score(f(x, *shared, **keywords), s)
+        with around():
+            if not run.plain:
+                value, grad = gt.microbatched_value_and_grad(mean, run.size, in_axes=(None, *axes))(
+                    scale, data, *shared
+                )
+                return {"value": value, "grad": grad}
+            found = []
+            for part in data.split(run.size):
+                s = scale.clone().requires_grad_()
+                v = mean(s, part, *shared)
+                found.append((v.detach(), *torch.autograd.grad(v, s)))
+        value, grad = (sum(column) / len(found) for column in zip(*found, strict=True))
+        return {"value": value, "grad": grad}
+
+    def step(run: Run) -> dict[str, Any]:
+        return {FROZEN: twice, MICROBATCHED: micro}.get(run.kind, trained)(run)
+
+    def read() -> Any:
+        held = [t.detach().clone() for t in own]
+        return {"arguments": held, "module": module and state_of(module), "more": state()}
+
+    return World(step, read, tolerance)
+
+
+def of_module(module: nn.Module, x: Any = None, **options: Any) -> World:
+    """A module, called as it is."""
+    return simple(module, x, module=module, **options)
+
+
+def mlp(*more: nn.Module, dtype: torch.dtype = D) -> nn.Sequential:
+    """A small network with more layers in its middle."""
+    return nn.Sequential(nn.Linear(3, 4), nn.Tanh(), *more, nn.Linear(4, 3)).to(dtype)
 
 
 def of_weight(name: str, make: Any, kinds: Any = ALL, expect: str = RIGHT, **how: Any) -> None:
@@ -61,106 +228,52 @@ def of_net(name: str, make: Any, kinds: Any = ALL, expect: str = RIGHT, **how: A
     program(name, kinds, expect)(lambda: of_module(make(), **how))
 
 
-def loss_of(name: str, step: Callable[[Run, Any], Any], kinds: Any, expect: str = RIGHT) -> None:
-    """A program whose loss `step(run, net)` trains a small network with dropout."""
-
-    @program(name, kinds, expect)
-    def _() -> World:
-        net = mlp(nn.Dropout(0.5))
-
-        def trained(run: Run) -> dict[str, Any]:
-            loss = step(run, net)
-            loss.backward()
-            return {"loss": loss, "grads": [p.grad for p in net.parameters()]}
-
-        return World(trained)
-
-
-# --- two towers under autocast --------------------------------------------------------------
+# --- autocast, and arguments that f changes in place -----------------------------------------
 
 half = lambda: torch.autocast("cpu", dtype=torch.bfloat16)
 
 
-def towers(around: Any, inside: Any = contextlib.nullcontext) -> World:
-    """One encoder for two batches, whose rows are compared with each other.
-
-    around, inside: What the step and f's body stand in.
-    """
-    encoder = mlp(dtype=torch.float32)
-    a, b = batch(torch.float32), batch(torch.float32).flip(0)
+def narrow(around: Any, inside: Any) -> World:
+    """A network under autocast. around, inside: The contexts of the step and of f's body."""
+    net = mlp(dtype=torch.float32)
 
     def f(x: Any) -> Any:
         with inside():
-            return encoder(x)
+            return net(x)
 
-    def step(run: Run) -> dict[str, Any]:
-        if run.kind == FROZEN:
-            zs = [x.detach().requires_grad_() for x in (a, b)]
-            y = torch.tensor(1.3, requires_grad=True)
-            with around():
-                outs = [G(z) for G in [run(f)] for z in zs]
-                loss = contrast((y * outs[0]).sin(), outs[1])
-            slopes = torch.autograd.grad(loss, zs, create_graph=True)
-            total = sum(s.to(D).sin().sum() for s in slopes)
-            return {"loss": total, "grads": list(torch.autograd.grad(total, [y, *zs]))}
-        with around():
-            loss = contrast(run(f)(a), run(f)(b))
-        loss.backward()
-        return {"loss": loss, "grads": [p.grad for p in encoder.parameters()]}
-
-    return World(step, lambda: state_of(encoder), 0.03)
+    return simple(f, batch(torch.float32), module=net, around=around, tolerance=0.03)
 
 
-program("two towers share an encoder under autocast", REPLAYED)(lambda: towers(half))
-program("two towers, the autocast region entered inside of f", REPLAYED)(
-    lambda: towers(contextlib.nullcontext, half)
-)
-
-# --- arguments that f changes in place ------------------------------------------------------
-
-IN_PLACE: dict[str, Callable[[], tuple[Any, Callable[[Any], Any], Callable[[Any], Any]]]] = {
-    # what is made, how f changes it, and what f reads of it
-    "a tensor": lambda: (torch.ones((), dtype=D), lambda t: t.add_(1), lambda t: t),
-    "a list": lambda: ([1.0], lambda t: t.append(1.0), lambda t: len(t)),
-    "a generator of PyTorch's": lambda: (
-        torch.Generator().manual_seed(0),
-        lambda t: None,
-        lambda t: torch.rand((), generator=t),
-    ),
-}
+nothing = contextlib.nullcontext
+program("a network under autocast", REPLAYED)(lambda: narrow(half, nothing))
+program("autocast is entered inside of f", REPLAYED)(lambda: narrow(nothing, half))
 
 
-def _changing(kind: str, keyword: bool) -> World:
-    argument, change, read = IN_PLACE[kind]()
+def _changing(argument: Any, change: Callable[[Any], Any], **how: Any) -> World:
     w = weight()
 
     def f(x: Any, argument: Any) -> Any:
-        y = x @ w * (read(argument) + 0.0)
+        y = x @ w * len(argument)
         change(argument)
-        return y
+        return y * (argument.sum() if isinstance(argument, torch.Tensor) else 1)
 
-    random = isinstance(argument, torch.Generator)
-    state = argument.get_state if random else lambda: copy.deepcopy(argument)
-    how: Any = {"keywords": {"argument": argument}} if keyword else {"shared": (argument,)}
-    return simple(f, leaves=[w], state=state, **how)
+    given = {"keywords": {"argument": argument}} if how else {"shared": (argument,)}
+    return simple(f, leaves=[w], state=lambda: copy.deepcopy(argument), **given)
 
 
-for _kind in IN_PLACE:
-    program(f"f changes a keyword argument in place: {_kind}", expect=EITHER)(
-        lambda kind=_kind: _changing(kind, True)
-    )
-    _kinds = REPLAYED if "tensor" in _kind else (CHECKPOINT, FROZEN)
-    program(f"f changes a shared argument in place: {_kind}", _kinds, EITHER)(
-        lambda kind=_kind: _changing(kind, False)
-    )
-for _how, _change in (("in place", lambda x: x.mul_(2)), ("by .data", lambda x: x.data.mul_(2))):
-    of_weight(
-        f"f changes its rows {_how}",
-        lambda w, change=_change: lambda x: (change(x), x.clone() @ w)[1],
-        (*TRAINED, MICROBATCHED),
-        EITHER,
-        tracked=False,
-    )
+program("f changes a shared tensor in place", REPLAYED, EITHER)(
+    lambda: _changing(torch.ones(2, dtype=D), lambda t: t.add_(1))
+)
+program("f changes a keyword argument that is a list", expect=EITHER)(
+    lambda: _changing([1.0], lambda t: t.append(1.0), keyword=True)
+)
+of_weight(
+    "f changes its rows in place",
+    lambda w: lambda x: (x.mul_(2), x.clone() @ w)[1],
+    (*TRAINED, MICROBATCHED),
+    EITHER,
+    tracked=False,
+)
 
 # --- edges of the graph from one chunk to the next ------------------------------------------
 
@@ -181,35 +294,6 @@ class Keeps(nn.Module):
 of_net("a module keeps an attached mean for its next call", Keeps, REPLAYED, EITHER)
 
 
-def _cached(w: Any) -> Any:
-    """A function of a weight is computed once, and kept."""
-    known: dict[int, Any] = {}
-    return lambda x: x @ (known[0] if known else known.setdefault(0, w.exp()))
-
-
-of_weight("a function of a weight is cached by the first chunk", _cached, REPLAYED, EITHER)
-
-
-class Exponential(nn.Module):
-    """A parametrization that counts how often it is computed."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.register_buffer("count", torch.zeros((), dtype=torch.int64))
-
-    def forward(self, w: Any) -> Any:
-        self.count += 1
-        return w.exp() * 0.5
-
-
-def parametrized() -> nn.Module:
-    """A network with a parametrized weight."""
-    net = mlp()
-    parametrize.register_parametrization(net[0], "weight", Exponential())
-    return net
-
-
-of_net("a parametrized weight counts its computations", parametrized)
 for _name in ("weight_norm", "spectral_norm"):
     of_net(
         f"a layer under {_name}",
@@ -233,7 +317,7 @@ def _draws_from_a_generator(w: Any) -> Any:
 
 of_weight("f counts in a list", _counts_in_a_list, REPLAYED, EITHER)
 of_weight("f draws from a generator that it captures", _draws_from_a_generator, REPLAYED)
-program("f's result depends on the clock", REPLAYED, REFUSED, "again", ("by four",))(
+program("f's result depends on the clock", REPLAYED, REFUSED)(
     lambda: simple(lambda x: x * (time.perf_counter_ns() % 1_000_003))
 )
 
@@ -267,25 +351,12 @@ of_net("batch norm in training", lambda: mlp(nn.BatchNorm1d(4)))
 of_net("a lazy layer that has not run", lambda: nn.LazyLinear(2, dtype=D), expect=EITHER)
 
 
-def _hooked(attach: Callable[[nn.Module, Any], Any]) -> Callable[[], World]:
-    def make() -> World:
-        net, seen = mlp(), []
-        attach(net, seen)
-        return of_module(net, state=lambda: len(seen))
+@program("a full backward hook counts", TRAINED)
+def _() -> World:
+    net, seen = mlp(), list[int]()
+    net[0].register_full_backward_hook(lambda m, a, b: seen.append(1))
+    return of_module(net, state=lambda: len(seen))
 
-    return make
-
-
-program("a forward hook counts and multiplies", expect=EITHER)(
-    _hooked(
-        lambda net, seen: net[0].register_forward_hook(
-            lambda m, a, out: seen.append(1) or out * len(seen)
-        )
-    )
-)
-program("a full backward hook counts", TRAINED)(
-    _hooked(lambda net, seen: net[0].register_full_backward_hook(lambda m, a, b: seen.append(1)))
-)
 
 # --- randomness -----------------------------------------------------------------------------
 
@@ -307,26 +378,6 @@ DRAWS: dict[str, Callable[[Any], Any]] = {
 for _name, _draw in DRAWS.items():
     of_weight(f"f draws by {_name}", lambda w, draw=_draw: lambda x: draw(x @ w))
 
-
-class Recurrent(nn.Module):
-    """An LSTM of two layers with dropout between."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.lstm = nn.LSTM(3, 3, 2, dropout=0.5, batch_first=True).double()
-
-    def forward(self, x: Any) -> Any:
-        return self.lstm(x[:, None])[0][:, 0]
-
-
-of_net("an LSTM with dropout between its layers", Recurrent)
-of_net(
-    "f draws from a generator that a module holds",
-    lambda: Counting(
-        lambda self: torch.rand((), generator=self.generator),
-        generator=torch.Generator().manual_seed(0),
-    ),
-)
 
 # --- between forward and backward -----------------------------------------------------------
 
@@ -369,22 +420,6 @@ def _() -> World:
     return simple(lambda x: x @ w * held.clone(), leaves=[w], between=lambda: held.mul_(3))
 
 
-@program("the optimizer takes a step between two towers' backward passes", TRAINED, EITHER)
-def _() -> World:
-    net = mlp()
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-
-    def step(run: Run) -> dict[str, Any]:
-        u, v = run(net)(batch()), run(net)(batch().flip(0))
-        score(u).backward()
-        first = [p.grad.clone() for p in net.parameters()]
-        optimizer.step()
-        score(v).backward()
-        return {"first": first, "second": [p.grad for p in net.parameters()]}
-
-    return World(step)
-
-
 @program("an unrelated graph saved a buffer before a replay", TRAINED)
 def _() -> World:
     net, p = mlp(nn.BatchNorm1d(4), nn.BatchNorm1d(4)), weight(1, 4)
@@ -399,32 +434,6 @@ def _() -> World:
 
     return World(step, lambda: (state_of(net), state_of(counts)))
 
-
-@program("a step of training between the towers' forward passes", TRAINED)
-def _() -> World:
-    net = mlp(nn.Dropout(0.5), nn.BatchNorm1d(4))
-    optimizer = torch.optim.Adam(net.parameters(), lr=0.1)
-
-    def step(run: Run) -> dict[str, Any]:
-        losses = []
-        for k in range(3):
-            optimizer.zero_grad()
-            loss = contrast(run(net)(batch() * k), run(net)(batch().flip(0)))
-            loss.backward()
-            optimizer.step()
-            losses.append(loss.detach())
-        return {"losses": losses, "weights": list(net.parameters())}
-
-    return World(step, tolerance=1e-7)
-
-
-def _twice(run: Run, net: Any) -> Any:
-    loss = score(run(net)(batch()))
-    loss.backward(retain_graph=True)
-    return loss
-
-
-loss_of("two backward passes through one graph, retain_graph=True", _twice, TRAINED)
 
 # --- layouts, programs and transforms inside of f -------------------------------------------
 
@@ -444,16 +453,6 @@ of_weight(
 )
 
 
-def _slope_inside(w: Any) -> Any:
-    def f(x: Any) -> Any:
-        with torch.enable_grad():
-            z = x.detach().requires_grad_()
-            slope = torch.autograd.grad(F.dropout(z @ w).sin().sum(), z, create_graph=True)[0]
-        return slope + x
-
-    return f
-
-
 def _in_mode(mode: Any) -> Any:
     def make(w: Any) -> Any:
         def f(x: Any) -> Any:
@@ -466,7 +465,6 @@ def _in_mode(mode: Any) -> Any:
     return make
 
 
-of_weight("a gradient is taken inside of f", _slope_inside)
 of_weight("a part of f runs in inference mode", _in_mode(torch.inference_mode), tracked=False)
 of_weight("a part of f runs under no_grad, with dropout", _in_mode(torch.no_grad))
 
@@ -508,46 +506,7 @@ def _() -> World:
     return simple(lambda x: G(x @ w), leaves=[w], state=lambda: state_of(inner))
 
 
-@program("an adapter that merges itself into the frozen layer for the call", TRAINED, EITHER)
-def _() -> World:
-    base, a = nn.Linear(3, 3).double().requires_grad_(False), weight()
-
-    def f(x: Any) -> Any:
-        base.weight.data += a.detach()
-        try:
-            return base(x).clone() + (x @ a.T)
-        finally:
-            base.weight.data -= a.detach()
-
-    return simple(f, leaves=[a], tracked=False)
-
-
 # --- outputs --------------------------------------------------------------------------------
-
-of_weight(
-    "f gives only the rows that it chooses, of some chunks none",
-    lambda w: lambda x: x[x[:, 0] > 0.5] @ w,
-    TRAINED,
-    EITHER,
-)
-loss_of(
-    "an output is changed in place by the caller",
-    lambda run, net: score(run(net)(batch()).mul_(2)),
-    TRAINED,
-    EITHER,
-)
-
-
-@program("f keeps a log of the first pass alone, by is_recomputing")
-def _() -> World:
-    w, log = weight(), []
-
-    def f(x: Any) -> Any:
-        if not gt.is_recomputing():
-            log.append(float(x.sum()))
-        return x @ w
-
-    return simple(f, leaves=[w], state=lambda: list(log))
 
 
 def _by_turns(use: Callable[[Any, Any], Any], *turns: int) -> Callable[[], World]:
@@ -570,20 +529,6 @@ program("a chunk computed again has the same values and a weight less", TRAINED,
 # --- models, as they are found in repositories ----------------------------------------------
 
 
-class Deep(nn.Module):
-    """Stochastic depth: a layer is left out by chance."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList([nn.Linear(3, 3, dtype=D) for _ in range(5)])
-
-    def forward(self, x: Any) -> Any:
-        for layer in self.layers:
-            if random.random() > 0.4:
-                x = x + torch.tanh(layer(x))
-        return self.layers[0](x)
-
-
 class Codebook(nn.Module):
     """A codebook of averages, whose dead codes are drawn anew."""
 
@@ -603,5 +548,4 @@ class Codebook(nn.Module):
         return quantized * self.counts[which].clone()[:, None]
 
 
-of_net("stochastic depth by Python's stream", Deep)
 of_net("a codebook whose dead codes are drawn anew", Codebook, tracked=False)

@@ -10,26 +10,6 @@ import gradtools.torch as gt
 
 D = torch.float64
 X = torch.linspace(0.1, 1.2, 12, dtype=D).reshape(4, 3)
-F = lambda x: (x**3).sum()
-C = gt.checkpoint(F)
-FIRST = 3 * X**2
-WAYS = {
-    "vmap of grad": lambda: gt.vmap(gt.grad(C))(X),
-    "grad of vmap": lambda: gt.grad(lambda x: gt.vmap(C)(x).sum())(X),
-    "func.grad": lambda: torch.func.grad(C)(X),
-    "func.grad in vmap": lambda: torch.vmap(torch.func.grad(C))(X),
-    "vmap in func.grad": lambda: torch.func.grad(lambda x: torch.vmap(C)(x).sum())(X),
-    "rows": lambda: gt.jacobian(gt.vmap(C))(X).sum(0),
-    "columns": lambda: gt.jacobian(gt.vmap(C), mode="forward")(X).sum(0),
-    "per_example_grad": lambda: (
-        gt.per_example_grad(lambda p, x: C(p * x))(torch.ones(3).to(D), X) / X
-    ),
-}
-
-
-@pytest.mark.parametrize("way", WAYS)
-def test_first_derivatives_are_those_of_the_closed_form(way):
-    torch.testing.assert_close(WAYS[way](), FIRST)
 
 
 @pytest.mark.parametrize("where", ["derivative in vmap", "vmap in derivative"])
@@ -62,15 +42,6 @@ def test_rows_of_rows_of_cotangents():
     torch.testing.assert_close(found, expected)
 
 
-def test_a_captured_tensor_of_the_transform_is_differentiated():
-    f = lambda x: gt.checkpoint(lambda y: (x * y).sum())(x)
-    torch.testing.assert_close(torch.func.grad(f)(X), 2 * X)
-    wanted = 2 * torch.eye(X.numel(), dtype=X.dtype).reshape(*X.shape, *X.shape)
-    torch.testing.assert_close(torch.func.hessian(f)(X), wanted)
-    rows = torch.stack([X, 2 * X])
-    torch.testing.assert_close(torch.func.vmap(torch.func.grad(f))(rows), 2 * rows)
-
-
 @pytest.mark.parametrize("wrap", [gt.checkpoint, lambda f: gt.chunked(f, 2, in_axes=(0, None))])
 def test_second_derivatives_in_a_batch_with_parameters_that_require_grad(wrap):
     layer, w = torch.nn.Linear(3, 2).to(D), torch.tensor([0.5, -1.0], dtype=D)
@@ -84,17 +55,6 @@ def test_second_derivatives_in_a_batch_with_parameters_that_require_grad(wrap):
     for program in programs:
         result, expected = (gt.vmap(partial(program, f))(batch) for f in (wrap(plain), plain))
         torch.testing.assert_close(result, expected)
-
-
-def test_a_pushforward_inside_of_a_gradient_sets_no_hook_of_the_users():
-    layer, results = torch.nn.Linear(3, 2).to(D), []
-    plain = lambda x: torch.sin(layer(x)).square().sum()
-    for f in (gt.checkpoint(plain), plain):
-        along = lambda x, f=f: gt.jvp(torch.func.grad(f), (x,), (torch.sin(x),))[1]
-        x = X.clone().requires_grad_()
-        value = gt.grad(lambda x, along=along: along(x).square().sum())(x)
-        results.append(torch.autograd.grad(value.sum(), x))
-    torch.testing.assert_close(*results)
 
 
 @pytest.mark.parametrize("wrap", [gt.checkpoint, lambda f: gt.chunked(f, 2)])

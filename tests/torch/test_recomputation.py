@@ -224,25 +224,6 @@ def test_threads_that_share_a_model_without_buffers_and_draws():
         torch.testing.assert_close(grads, expected)
 
 
-def test_the_state_of_others_is_not_touched():
-    kept = []
-
-    class Net(nn.Module):
-        def __init__(self):
-            super().__init__()
-            self.linear, self.log = nn.Linear(3, 3).double(), []
-
-        def forward(self, x):
-            return self.linear(x)
-
-    net = Net()
-    loss = gt.checkpoint(net)(_numbers(2, 3)).sum()
-    net.log.append(1)
-    kept.append(net.log)
-    loss.backward()
-    assert net.log is kept[0] and net.log == [1]
-
-
 @pytest.mark.parametrize("wrap", [gt.checkpoint, lambda f: gt.chunked(f, 2)])
 def test_a_penalty_on_the_gradient_of_a_module_inside_of_f(wrap):
     net, x = nn.Linear(3, 1).double(), _numbers(4, 3)

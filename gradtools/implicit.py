@@ -89,7 +89,7 @@ class Implicit(Operators):
 
 @dataclass(frozen=True)
 class _Form:
-    """F, and the structure, shapes and dtypes of z, which is a real vector x inside of the rules."""
+    """F, and the structure, shapes and dtypes of z; x is z as one vector of real numbers."""
 
     F: Callable[..., Any]
     treedef: Any

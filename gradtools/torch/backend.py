@@ -172,7 +172,8 @@ class TorchBackend(FrameworkBackend):
     def direct_calls(self, of: Any) -> Any:
         from gradtools.torch.rules.signatures import Calls
 
-        call = Calls(of).call if Calls.fit(of) else None
+        has_rule = bool(of.bwd or of.jvp)
+        call = Calls(of).call if has_rule and not of.symbolic_zeros else None
         if not hasattr(of, "kernel"):
             return call
         from gradtools.torch.host import KernelCalls

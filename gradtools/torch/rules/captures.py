@@ -24,19 +24,17 @@ _requires_grad = attrgetter("requires_grad")
 
 
 def closes_over_tracked(rule: Rule) -> bool:
-    """Whether a rule captures a differentiated tensor, whose derivative would be lost."""
-    if is_derived(rule):
+    """Whether a rule captures a differentiated tensor, whose derivative would be lost.
+
+    Not of a rule without a contract, which gradtools derived from another one.
+    """
+    if rule.contract is None:
         return False
     if closures_of(rule).captures(_requires_grad):
         return True
     if upstream.peek_interpreter_stack() is not None:
         return _captures(rule.user_functions, is_wrapped)
     return upstream.forward_level() >= 0 and _captures(rule.user_functions, is_dual)
-
-
-def is_derived(rule: Rule) -> bool:
-    """Whether gradtools computes the rule's value, as a derivative whose graph is not wanted."""
-    return rule.contract is None and rule.linearize is None
 
 
 def _captures(functions: Any, wanted: Callable[[Tensor], bool], attributes: bool = True) -> bool:
@@ -63,20 +61,22 @@ class Closures:
     """
 
     def __init__(self, functions: Sequence[Any]) -> None:
+        self._functions = functions
+        self._search()
+
+    def _search(self) -> None:
         is_kept = lambda x: isinstance(x, CellType | Tensor | dict | list | set)
         leaves = Tensor, CustomRule
-        objects = [*captured_objects(functions, is_kept, leaves, attributes=False)]
-        self._functions, self.empty = functions, not objects
+        objects = [*captured_objects(self._functions, is_kept, leaves, attributes=False)]
+        self.empty = not objects
         self._tensors = [x for x in objects if isinstance(x, Tensor)]
         self._cells = [(x, _contents(x)) for x in objects if isinstance(x, CellType)]
         self._may_change = any(isinstance(x, dict | list | set) for x in objects)
 
     def captures(self, wanted: Callable[[Tensor], bool]) -> bool:
         """Whether a tensor with `wanted(x)` is captured."""
-        for cell, content in self._cells:
-            if _contents(cell) is not content:
-                self.__init__(self._functions)  # type: ignore[misc]
-                break
+        if any(_contents(cell) is not content for cell, content in self._cells):
+            self._search()
         if self._may_change:  # the contents of a container, without a new object
             return _captures(self._functions, wanted, attributes=False)
         return any(map(wanted, self._tensors))

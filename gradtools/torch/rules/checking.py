@@ -8,14 +8,13 @@ are no values, and it is evaluated at made-up numbers.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
 
-from gradtools.custom_structure import avals_of
+from gradtools.custom_structure import avals_of, lengths_of
 from gradtools.errors import GradtoolsError
 from gradtools.rule_contract import Contract, is_linear
 from gradtools.rules import Rule, spread
@@ -25,8 +24,6 @@ from gradtools.torch.operation_marks import running
 from gradtools.torch.state import Randomness, restored
 
 Tensor = torch.Tensor
-_PLAIN = (Tensor, torch.nn.Parameter)
-_LINEAR: weakref.WeakSet[Any] = weakref.WeakSet()  # the checked rules of gradtools' own
 
 
 @contextmanager
@@ -40,7 +37,7 @@ def _undisturbed() -> Iterator[None]:
 def check_linear(
     rule: Rule, which: str, run: Any, at: Sequence[Any], likes: Sequence[Any], avals: Any = ()
 ) -> None:
-    """Raises if a map does not preserve sums and multiples.
+    """Raises if a map of a user's rule does not preserve sums and multiples.
 
     Runs once for a signature, with fixed vectors, so that it draws no random numbers.
 
@@ -50,17 +47,13 @@ def check_linear(
         run: `run(at, vs)`; results and entries may be None.
         at: The residuals.
         likes: The shapes, dtypes and devices of its vectors, None for integers.
-        avals: Those of the rule's inputs, at which it is evaluated again if lengths are symbolic;
-            empty if `run` is valid for any residuals.
+        avals: Those of the rule's inputs, at which a rule without values is evaluated again; empty
+            if `run` is valid for any residuals.
     """
-    check = lambda: _check_linear(rule, which, run, at, likes, avals)
-    origin = rule.origin
-    if isinstance(origin, Contract):
-        kinds = tuple([one and (_sizes(one[0]), one[1]) for one in likes])
-        origin.check_once("linear", which, avals_of(at), kinds, check=check)
-    elif origin not in _LINEAR:
-        check()
-        _LINEAR.add(origin)
+    if isinstance(rule.origin, Contract):
+        kinds = tuple([one and (lengths_of(one[0]), one[1]) for one in likes])
+        check = lambda: _check_linear(rule, which, run, at, likes, avals)
+        rule.origin.check_once("linear", which, avals_of(at), kinds, check=check)
 
 
 def _check_linear(rule: Rule, which: str, run: Any, at: Any, likes: Any, avals: Any) -> None:
@@ -68,17 +61,16 @@ def _check_linear(rule: Rule, which: str, run: Any, at: Any, likes: Any, avals: 
     with _undisturbed(), restored(Randomness.now(at)):
         numbers = [_value_of(x) for x in at]
         made_up = any(x is None for x in numbers)
-        if not made_up:
-            numbers = [x.clone() for x in numbers]
-        elif any(None in _sizes(shape) for shape, _, _ in avals):
-            xs = [_wave(aval, 0.5, 1.0) for aval in avals]
-            linearized = rule.at(*xs)
-            run = getattr(linearized, which)
-            numbers = [x.detach() for x in linearized.saved(xs)]
-        else:
-            numbers = [_wave((x.shape, x.dtype, x.device), 0.5, 1.0) for x in at]
         v, w = ([_wave(like, shift, 0.0) for like in likes if like] for shift in (1.0, 2.0))
         try:
+            if not made_up:
+                numbers = [x.clone() for x in numbers]
+            elif avals:
+                xs = [_wave(aval, 0.5, 1.0) for aval in avals]
+                linearized = rule.at(*xs)
+                run, numbers = getattr(linearized, which), linearized.saved(xs)
+            else:
+                numbers = [_wave((x.shape, x.dtype, x.device), 0.5, 1.0) for x in at]
             same = is_linear(lambda vs: run(numbers, spread(vs, mask)), v, w, _gap, _slack)
         except Exception:
             if not made_up:
@@ -121,24 +113,13 @@ def abstract_eval(fun: Callable[..., list[Tensor]], *xs: Tensor) -> None:
 
 
 def _value_of(x: Any) -> Any:
-    """Removes functorch's wrappers; under vmap returns one example.
-
-    None in code being compiled and on the meta device.
-    """
+    """x without functorch's wrappers, of a batch one example; None where x has no values."""
     if upstream.TracingContext.try_get() is not None or x.device.type == "meta":
         return None
-    axes = []
-    while upstream.is_wrapped(x):
-        axes.append(upstream.maybe_get_bdim(x))
-        x = upstream.get_unwrapped(x)
-    for axis in reversed(axes):
-        x = x if axis < 0 else x.select(axis, 0)
-    return x.detach() if type(x) in _PLAIN else None
-
-
-def _sizes(shape: Sequence[Any]) -> tuple[Any, ...]:
-    """The lengths of axes; None for a SymInt, which is not hashable."""
-    return tuple([n if isinstance(n, int) else None for n in shape])
+    if not upstream.is_wrapped(x):
+        return x.detach() if type(x) in (Tensor, torch.nn.Parameter) else None
+    axis, inner = upstream.maybe_get_bdim(x), _value_of(upstream.get_unwrapped(x))
+    return inner if inner is None or axis < 0 else inner.select(axis, 0)
 
 
 def _wave(aval: Any, shift: float, around: float) -> Any:

@@ -21,18 +21,10 @@ from gradtools.errors import GradtoolsError, warn
 from gradtools.rules import Rule, by_key, closed_over_error, reverse_only_text
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling, opaque_to_dynamo
-from gradtools.torch.functorch_wrappers import is_dual, is_inexact, is_wrapped, unwrapped
+from gradtools.torch.functorch_wrappers import alive, is_dual, is_inexact, is_wrapped, unwrapped
 from gradtools.torch.operation_marks import running
 from gradtools.torch.rules.captures import closes_over_tracked
-from gradtools.torch.rules.functions import (
-    Application,
-    BatchedRule,
-    apart,
-    apply_at,
-    attach,
-    edit_application,
-    undifferentiated,
-)
+from gradtools.torch.rules.functions import Application, BatchedRule, apart, apply_at, attach
 from gradtools.torch.rules.maps import real_tensors_too
 from gradtools.torch.rules.transposing import in_eager, in_own_transpose
 
@@ -74,17 +66,17 @@ def _apply_by_key(key: str, *xs: Tensor) -> tuple[Tensor, ...]:
 
 
 def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
-    if rule.reaches == "identity" and is_plain_eager(xs):
-        application = rule.__dict__.get(APPLICATION) or application_of(rule, len(xs))
-        xs = apart(xs)
+    if rule.reaches == "identity" and _is_plain_eager(xs):
+        application, xs = edit_application(rule, len(xs)), apart(xs)
         return attach((application, tuple(xs[: application.count])), *xs)
     if upstream.is_exporting() and _levels() is None:
         return _exported(rule, xs)
     if not isinstance(rule, BatchedRule) and not differentiated(xs):
-        if rule.reaches is None:
-            return undifferentiated(rule, xs)
-        if rule.reaches == "identity" and not _functions():
-            return [y.detach().clone() for y in rule.primal(*xs)]
+        if rule.reaches == "identity":
+            if not _functions():
+                return [y.detach().clone() for y in rule.primal(*xs)]
+        elif rule.reaches is None:
+            return _undifferentiated(rule, xs)
     if rule.user_functions:
         if in_own_transpose(rule, xs):
             return rule.primal(*xs)
@@ -96,16 +88,40 @@ def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
     return apply_at(point, xs)[: point.count]
 
 
-APPLICATION = "_application"  # the attribute of an edit's rule that caches its application
+def _undifferentiated(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
+    """The value alone, for inputs that are not differentiated, where a recursive rule ends."""
+    if rule.contract is None:
+        with torch.no_grad():
+            return [y.detach() if y.requires_grad else y for y in rule.primal(*xs)]
+    ys = rule.primal(*xs)
+    tracked = lambda x: x.requires_grad or upstream.is_gradtrackingtensor(x) or is_dual(x)
+    if any(map(tracked, ys)) and not any(map(tracked, xs)):
+        raise closed_over_error(rule.name)
+    return list(ys)
 
 
-def application_of(rule: Rule, inputs: int) -> Application:
-    """The application of an edit, made and kept at its first call."""
-    application = rule.__dict__[APPLICATION] = edit_application(rule, inputs)
+def edit_application(rule: Rule, inputs: int) -> Application:
+    """The application that all calls of an edit share, made at the first one."""
+    application: Application | None = rule.__dict__.get("_application")
+    if application is not None:
+        return application
+    cotangent = rule.cotangent
+    assert cotangent is not None
+
+    def pulled(ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:
+        if cts[0] is None:
+            return (None,) * inputs
+        return cotangent(ctx.saved_tensors, [alive(ct) for ct in cts])
+
+    maps = rule.linearized_from([None] * inputs, []).without_arrays()
+    # An edit that saves nothing does not read its first argument.
+    pull, count = pulled if maps.saves else cotangent, inputs - len(rule.nondifferentiable)
+    application = Application(rule, maps, count, pull, maps.saves, materializes=rule.reverse_only)
+    rule.__dict__["_application"] = application
     return application
 
 
-def is_plain_eager(xs: Sequence[Tensor]) -> bool:
+def _is_plain_eager(xs: Sequence[Tensor]) -> bool:
     """Whether autograd alone is active: no transform, mode, recording or dual numbers."""
     for x in xs:
         if x.layout is not torch.strided or is_wrapped(x) or x.is_nested:

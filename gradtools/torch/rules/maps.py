@@ -10,11 +10,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
-from gradtools.rules import JvpRule, Map, Rule, evaluating_again, spread, total
+from gradtools.rules import JvpRule, Map, Rule, evaluating_again, replaced_where, spread, total
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import alive, filled, like, unwrapped
 from gradtools.torch.rules.checking import check_linear
@@ -96,20 +97,17 @@ def _by_transposing(
     if which not in point.checked:
         check_linear(point.rule, which, whole, at, likes, point.avals)
         point.checked.add(which)
-    mask = [like is not None for like in likes]
-    linear = run if all(mask) else lambda at, vs: run(at, spread(vs, mask))
-    likes = [like for like in likes if like is not None]
-    known = point.ones if which == "cotangent" else None
-    return spread(transposed(point.rule, linear, at, likes, values, known), mask)
+    return transposed(point.rule, run, at, likes, values)
 
 
 def transpose(
-    rule: Rule, which: str, linear: Any, at: Sequence[Any], examples: Any, values: Any
+    rule: Rule, which: str, linear: Any, at: Sequence[Any], zeros: Sequence[Any], values: Any
 ) -> list[Any]:
-    """The transpose of `vs -> linear(at, *vs)`, of tensors like `examples`, at `values`."""
-    run, likes = lambda at, vs: linear(at, *vs), [like(e) for e in examples]
+    """The transpose of `vs -> linear(at, *vs)`, of tensors like these zeros, at `values`."""
+    run, likes = lambda at, vs: linear(at, *vs), [like(zero) for zero in zeros]
     check_linear(rule, which, run, at, likes)
-    return list(transposed(rule, run, at, likes, values))
+    pairs = zip(transposed(rule, run, at, likes, values), zeros, strict=True)
+    return [zero if v is None else v for v, zero in pairs]
 
 
 def _maps_at(
@@ -121,25 +119,23 @@ def _maps_at(
 
     kept: The positions of `tensors` in `[*xs, *ys, *extras]`.
     """
-    maps, at, randomness = point.linearized, tensors, point.randomness
+    maps, at = point.linearized, tensors
     opaque = maps.opaque_residuals
     if opaque and maps.example is None and (torch.is_grad_enabled() or not in_eager()):
         at = inputs_of(point, kept, tensors)
         maps = evaluating_again(point.rule, maps, len(at), point.perturbed)
-    if randomness is not None and (opaque or isinstance(point.rule, JvpRule)):
-        cotangent = _drawing(maps.cotangent, randomness) if opaque else maps.cotangent
-        maps = replace(maps, tangent=_drawing(maps.tangent, randomness), cotangent=cotangent)
+    if point.randomness is not None:
+        drawing = partial(_drawn, point.randomness)
+        if maps.tangent and (opaque or isinstance(point.rule, JvpRule)):
+            maps = replace(maps, tangent=partial(drawing, maps.tangent))
+        if maps.cotangent and opaque:
+            maps = replace(maps, cotangent=partial(drawing, maps.cotangent))
     return maps, at[: len(maps.saves)]
 
 
-def _drawing(run: Any, randomness: Any) -> Any:
-    """A map that draws these random numbers; None for None."""
-
-    def drawn(saved: Sequence[Tensor], vs: Sequence[Any]) -> list[Any]:
-        with restored(randomness):
-            return list(run(saved, vs))
-
-    return run and drawn
+def _drawn(randomness: Any, run: Map, saved: Sequence[Tensor], vs: Sequence[Any]) -> list[Any]:
+    with restored(randomness):
+        return list(run(saved, vs))
 
 
 # --- extras: differentiated through the code that computed them ---------------------------
@@ -152,10 +148,9 @@ def _extras_of(
     mask = [like is not None for like in point.like_xs]
 
     def run(*changed: Tensor) -> list[Tensor]:
-        new = iter(changed)
-        full = [next(new) if m else x for x, m in zip(xs, mask, strict=True)]
         with restored(point.randomness):
-            return point.rule.at(*full, perturbed=point.perturbed).extras
+            at = replaced_where(xs, mask, changed)
+            return point.rule.at(*at, perturbed=point.perturbed).extras
 
     return run, [x for x, m in zip(xs, mask, strict=True) if m], mask
 

@@ -11,12 +11,12 @@ outputs get their node (`attach`) or tangents. Everywhere else `installing.py` a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 
-from gradtools.custom_rules import CustomRule
 from gradtools.custom_structure import Specialization
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import type_key
@@ -31,19 +31,18 @@ from gradtools.torch.rules.checking import check_linear
 from gradtools.torch.rules.functions import Application, attach, without_aliases
 from gradtools.torch.rules.installing import apply_rule
 from gradtools.torch.rules.maps import pulled_back, tangent_at
-from gradtools.torch.rules.transposing import EAGER, ONGOING, Transposing, in_eager
+from gradtools.torch.rules.transposing import applying_to, in_eager, ongoing
 from gradtools.torch.state import Randomness, restored
 from gradtools.torch.trees import flatten
 
 Tensor = torch.Tensor
-_detach = Tensor.detach
 _is_compiling, _levels = torch.compiler.is_dynamo_compiling, upstream.peek_interpreter_stack
 _modes, _hooks = upstream.count_of_function_modes, upstream.saved_tensors_hooks_on
 _forward_level, _graphs = upstream.forward_level, torch.is_grad_enabled
-_PLAIN = (Tensor, torch.nn.Parameter)
+_PLAIN = frozenset([Tensor, torch.nn.Parameter])
 _STRIDED = torch.strided
 _LEAF = flatten(torch.empty(0))[1]
-_CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, type(ARRAY))
+_CONSTANTS = {bool, int, float, complex, str, bytes, type(None), torch.dtype, type(ARRAY)}
 _MOST = 256
 
 
@@ -56,7 +55,6 @@ class Signature:
         avals: The shape, dtype and device of each tensor.
         likes: The same, None for integers.
         key: The shapes and dtypes, the key of the contract's checks.
-        closed: What the author's functions close over.
         repeats: Whether the forward pass may run again, so that the generators' states are kept.
         shared: The applications that calls share, by the positions of what they save.
         smooth: Whether all tensors are floating or complex, and the author's code leaves a graph.
@@ -66,11 +64,7 @@ class Signature:
 
     def __init__(self, specialized: Specialization, avals: tuple[Any, ...]) -> None:
         self.specialized, self.rule, self.avals = specialized, specialized.rule, avals
-        self.fun, self.fwd, self.bwd = specialized.fun, specialized.fwd, specialized.bwd
         self.likes = [x if x[1].is_floating_point or x[1].is_complex else None for x in avals]
-        self.expected = [
-            (tuple(x[0]), x[1], one is not None) for x, one in zip(avals, self.likes, strict=True)
-        ]
         self.key = tuple([(tuple(shape), dtype) for shape, dtype, _ in avals])
         self.closed, self.repeats = closures_of(self.rule), True
         self.smooth = None not in self.likes and not hasattr(specialized.of, "kernel")
@@ -78,18 +72,14 @@ class Signature:
         self.shared: dict[Any, Application] = {}
         self.recording: Application | None = None
 
-    def out_def(self) -> Any:
-        """The structure of f's output."""
-        return self.specialized.outs.get(self.key, self.specialized.newest)
-
     def outputs(self, ys: Sequence[Tensor]) -> Any:
         """The output that f returns, of its tensors."""
-        out_def = self.out_def()
+        out_def = self.specialized.outs.get(self.key, self.specialized.newest)
         return ys[0] if out_def is _LEAF else self.specialized.backend.unflatten(out_def, list(ys))
 
     def value(self, args: tuple[Any, ...], tracked: bool) -> Any:
         """f alone, for arguments that are not differentiated."""
-        out = self.fun(*args)
+        out = self.specialized.fun(*args)
         ys = [out]
         if type(out) is not Tensor or self.key not in self.specialized.values:
             ys = self.specialized.outputs(args, out, "it")
@@ -99,30 +89,38 @@ class Signature:
                 raise closed_over_error(self.rule.name)
         return out
 
+    def derived(self, args: tuple[Any, ...], graphs: bool) -> Any:
+        """The output with its node or tangents; None if that takes `installing.py`.
+
+        graphs: Whether a graph is recorded.
+        """
+        if not self.closed.empty and self.closed.captures(lambda x: x.requires_grad or is_dual(x)):
+            return None
+        if _forward_level() >= 0:
+            return self.pushed(args) if self.smooth and not graphs else None
+        if self.specialized.bwd is not None:
+            return self.applied(args)
+        # A checkpoint would run its recomputation inside of what is recorded.
+        return self.recorded(args) if self.records and _hooks(False) is None else None
+
     # --- fwd and bwd
 
     def applied(self, args: tuple[Any, ...]) -> Any:
-        """The outputs with their node, by one run of fwd."""
-        point, outs = self.evaluated(tuple(map(_detach, args)))
+        """The output with its node, by one run of fwd."""
+        point, outs = self.evaluated(tuple(map(Tensor.detach, args)))
         ys = attach((point, outs), *args)
         return ys[0] if point.pull is not pulled_back else self.outputs(ys[: point.count])
 
     def evaluated(self, xs: tuple[Any, ...]) -> tuple[Application, tuple[Tensor, ...]]:
         """The application, outputs and extras of one run of fwd."""
         before = Randomness.now(xs) if self.repeats else None
-        try:
-            result = self.fwd(*xs)
-        finally:
-            if not _graphs():  # fwd left it off
-                upstream.set_grad_enabled(True)
-        known = self._shared(xs, result)
-        if known is not None:
-            point, outs = known
-            if len(outs) == 1:
-                self.repeats = False
-                return point, (outs[0].detach(),)
-            if before is not None and before.current() is before:
-                return point, tuple(map(_detach, outs))
+        result = self.specialized.fwd(*xs)
+        shared = self._shared(xs, result)
+        if shared is not None:
+            point, outs = shared
+            if len(outs) == 1 or (before is not None and before.current() is before):
+                self.repeats = len(outs) > 1
+                return point, tuple(map(Tensor.detach, outs))
         at = self.specialized.linearized(xs, result)
         again = bool(at.extras or at.opaque_residuals)
         if again and before is None:  # another evaluation must draw the same numbers
@@ -173,8 +171,9 @@ class Signature:
 
         count: The number of residuals; None: one tensor in no tuple.
         """
-        bwd, avals, maps = self.bwd, self.avals, point.linearized
-        is_flat = self.specialized.is_flat
+        specialized, avals, likes, maps = self.specialized, self.avals, self.likes, point.linearized
+        bwd, is_flat = specialized.bwd, specialized.is_flat
+        expected = [(*key, x is not None) for key, x in zip(self.key, likes, strict=True)]
 
         def cotangent(saved: Sequence[Any], cts: Sequence[Any]) -> Any:
             cotangents = bwd(saved[0] if count is None else tuple(saved[:count]), cts[0])
@@ -184,7 +183,7 @@ class Signature:
                         break
                 else:
                     return cotangents
-            return filled(self.specialized.cotangents(cotangents, self.expected), self.likes)
+            return filled(specialized.cotangents(cotangents, expected), likes)
 
         def pull(ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:
             if type(cts[0]) is not Tensor or (len(cts) > 1 and any(c is not None for c in cts[1:])):
@@ -194,7 +193,7 @@ class Signature:
             return cotangent(ctx.saved_tensors, cts)
 
         point.pull = pull
-        if maps is not None and self.specialized.refined is None:
+        if maps is not None and specialized.refined is None:
             point.linearized = replace(maps, cotangent=cotangent)
 
     # --- a forward rule alone in reverse mode
@@ -204,22 +203,13 @@ class Signature:
 
     def recorded(self, args: tuple[Any, ...]) -> Any:
         """The value, by one evaluation of the forward rule; None if that does not cover it."""
-        xs, point = tuple(map(_detach, args)), self.recording
+        xs = tuple(map(Tensor.detach, args))
+        point = self.recording = self.recording or self._recording(xs)
         if point is None:
-            self.records = self._may_record(xs)
-            if not self.records:
-                return None
-            maps = self.rule.linearized_from([None] * len(xs), []).without_arrays()
-            point = Application(self.rule, maps, 1, self._pulled_in_graph, maps.saves)
-            point.avals, point.like_xs, point.checked = self.avals, self.likes, {"tangent"}
-            point.materializes, self.recording = True, point
-        ONGOING.running.append(Transposing(self.rule.origin, EAGER))
-        try:
+            self.records = False
+            return None
+        with applying_to(self.rule, None):
             result = self.specialized.jvp(xs, args)
-        finally:
-            ONGOING.running.pop()
-            if not _graphs():  # the rule left it off
-                upstream.set_grad_enabled(True)
         if not _is_pair(result) or not result[1].requires_grad:
             return None
         y, dy = result
@@ -228,35 +218,28 @@ class Signature:
         # Detached: the graph may hold y itself, which would be a reference cycle.
         return attach((point, (y.detach(),)), *args, dy)[0]
 
-    def _may_record(self, xs: tuple[Tensor, ...]) -> bool:
-        """Whether f returns one tensor, and its tangent map may be transposed in the call's graph.
+    def _recording(self, xs: tuple[Tensor, ...]) -> Application | None:
+        """The application of recorded calls; None if the tangent map may not be transposed so.
 
-        That graph may end in no other leaf, which would get a gradient.
+        That is if f does not return one tensor, if the map is not linear (which is raised when a
+        derivative is taken), or if its graph ends in another leaf, which would get a gradient.
         """
-        tangent, dxs = self.specialized.tangent, [ones(*x).requires_grad_() for x in self.avals]
-        own = {*map(id, dxs)}
+        dxs = [ones(*x).requires_grad_() for x in self.avals]
         for dx in dxs:  # constants to derivatives that the map takes
             setattr(dx, SPENT, [True])
-        with unpacked(), restored(Randomness.now(xs)):  # no checkpoint counts what runs once
-            ONGOING.running.append(Transposing(self.rule.origin, EAGER))
-            try:
-                check_linear(self.rule, "tangent", tangent, xs, self.likes, self.avals)
-                dys = tangent(xs, dxs)
-            except GradtoolsError:  # raised again when a derivative is taken
-                return False
-            finally:
-                ONGOING.running.pop()
-        return self.out_def() is _LEAF and all(
-            id(leaf) in own for leaf in leaves_of([dy for dy in dys if dy is not None])
-        )
-
-    def _pulled_in_graph(self, ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:
-        """Hands the cotangent on to the tangent, the last input; at second order, transposes."""
-        if _graphs():
-            return *pulled_back(ctx, cts), None
-        if _is_compiling():  # compiled autograd cannot add a tensor to None
-            return *[torch.zeros_like(x) for x in ctx.saved_tensors], cts[0]
-        return *(None,) * len(self.avals), cts[0]
+        tangent, again = self.specialized.tangent, restored(Randomness.now(xs))
+        # No checkpoint counts what runs once.
+        with unpacked(), again, applying_to(self.rule, None), suppress(GradtoolsError):
+            check_linear(self.rule, "tangent", tangent, xs, self.likes, self.avals)
+            leaves = leaves_of([dy for dy in tangent(xs, dxs) if dy is not None])
+            is_leaf = self.specialized.outs.get(self.key) is _LEAF
+            if is_leaf and {*map(id, leaves)} <= {*map(id, dxs)}:
+                maps = self.rule.linearized_from([None] * len(xs), []).without_arrays()
+                point = Application(self.rule, maps, 1, _pulled_in_graph, maps.saves)
+                point.avals, point.like_xs, point.checked = self.avals, self.likes, {"tangent"}
+                point.materializes = True
+                return point
+        return None
 
     # --- forward mode alone
 
@@ -271,6 +254,7 @@ class Signature:
         there = [dx for dx in dxs if dx is not None]
         if not there:
             return None
+        ys: Any
         if self.specialized.jvp is not None:
             result = self.specialized.jvp(xs, tuple(filled(dxs, self.likes)))
             if self.key in self.specialized.outs and _is_pair(result):
@@ -288,17 +272,20 @@ class Signature:
         for y, dy in zip(ys, dys, strict=True):
             if y.requires_grad or _moves(y, level) or (dy is not None and _moves(dy, level)):
                 raise closed_over_error(self.rule.name)
-        if len(ys) == 1 and dy is not None and not upstream.is_alias_of(y, dy):
-            for x in (*xs, *there):
-                if upstream.is_alias_of(x, y) or upstream.is_alias_of(x, dy):
-                    break
-            else:  # as most are
-                return self.outputs([upstream.make_dual(y, dy, level=level)])
         apart = without_aliases((*ys, *dys), xs, there)
         both = zip(apart, apart[len(ys) :], strict=False)
         return self.outputs(
             [y if dy is None else upstream.make_dual(y, dy, level=level) for y, dy in both]
         )
+
+
+def _pulled_in_graph(ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:
+    """Hands the cotangent on to the tangent, the last input; at second order, transposes."""
+    if _graphs():
+        return *pulled_back(ctx, cts), None
+    if _is_compiling():  # compiled autograd cannot add a tensor to None
+        return *[torch.zeros_like(x) for x in ctx.saved_tensors], cts[0]
+    return *(None,) * len(ctx.point.avals), cts[0]
 
 
 def _is_pair(result: Any) -> bool:
@@ -316,10 +303,6 @@ def _moves(x: Tensor, level: int) -> bool:
     return upstream.unpack_dual(x, level)[1] is not None
 
 
-def _is_differentiated(x: Tensor) -> bool:
-    return x.requires_grad or is_dual(x)
-
-
 class Calls:
     """Calls of one `CustomRule`."""
 
@@ -329,24 +312,16 @@ class Calls:
         self.count = 0 if of._needs_binding else len(of._binding.names)
         self.signatures: dict[Any, Signature] = {}
 
-    @staticmethod
-    def fit(of: CustomRule) -> bool:
-        """Whether the rule's calls may share anything."""
-        return not of.symbolic_zeros and bool(of.bwd or of.jvp)
-
     def call(self, args: tuple[Any, ...], statics: tuple[Any, ...]) -> Any:
         """The rule's output; NotImplemented for arguments that have no signature."""
         if _is_compiling() or (len(args) != self.count and self.count):
             return NotImplemented
-        structure, key = None, ()
-        tracked, plain = False, _levels() is None
-        for x in args:
-            if statics or type(x) not in _PLAIN:
-                args, structure = self._structure(args, statics)
-                key = structure
-                break
+        structure: tuple[Any, ...] = ()
+        if statics or not _PLAIN.issuperset(map(type, args)):
+            args, structure = self._structure(args, statics)
         if not args:
             return NotImplemented
+        key, tracked, plain = structure, False, _levels() is None
         try:
             for x in args:
                 if x.layout is not _STRIDED:
@@ -362,42 +337,32 @@ class Calls:
             if torch.jit.is_tracing():  # type: ignore[attr-defined]
                 return NotImplemented  # sizes are tensors there
             signature = self._signature(key, args, structure)
-        graphs, pushes = tracked and _graphs(), _forward_level() >= 0
-        if plain and not graphs and not pushes:
+        graphs = tracked and _graphs()
+        if plain and not graphs and _forward_level() < 0:
             return signature.value(args, tracked)
-        plain = plain and not (ONGOING.running or running.recorded or _modes())
-        closed = signature.closed
-        if plain and (closed.empty or not closed.captures(_is_differentiated)):
-            out = None
-            if pushes:
-                if signature.smooth and not graphs:
-                    out = signature.pushed(args)
-            elif signature.bwd is not None:
-                return signature.applied(args)
-            # A checkpoint would run its recomputation inside of what is recorded.
-            elif signature.records and _hooks(False) is None:
-                out = signature.recorded(args)
+        if plain and not (ongoing.maps or running.recorded or _modes()):
+            out = signature.derived(args, graphs)
             if out is not None:
                 return out
         return signature.outputs(apply_rule(signature.rule, *args))
 
     def _structure(self, args: Any, statics: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
-        """The tensors of a call, and a key of its structure and constants; empty if unhashable."""
+        """The tensors of a call, and its structure and constants; no tensors if it has no key."""
         leaves, treedef = self.of._backend.flatten_static(args)
         xs = tuple([x for x in leaves if isinstance(x, Tensor)])
         others = tuple([ARRAY if isinstance(x, Tensor) else x for x in leaves])
         constants = (*statics, *others)
-        if any(type(x) not in _CONSTANTS for x in constants) or any(
-            type(x) not in _PLAIN for x in xs
-        ):
-            return (), ()
-        return xs, (treedef, statics, others, type_key(constants))
+        hashable = _CONSTANTS.issuperset(map(type, constants))
+        plain = hashable and _PLAIN.issuperset(map(type, xs))
+        return xs if plain else (), (treedef, statics, others, type_key(constants))
 
     def _signature(self, key: Any, args: tuple[Any, ...], structure: Any) -> Signature:
         """The signature of a first call, which it keeps."""
-        if structure is None:
-            structure = (self.of._backend.flatten_static(args)[1], (), (ARRAY,) * len(args))
-        treedef, statics, others = structure[:3]
+        treedef, statics, others = (
+            structure[:3]
+            if structure
+            else (self.of._backend.flatten_static(args)[1], (), (ARRAY,) * len(args))
+        )
         specialized = self.of._specialized(statics, treedef, others)
         avals = tuple([(x.shape, x.dtype, x.device) for x in args])
         result = self.signatures[key] = Signature(specialized, avals)

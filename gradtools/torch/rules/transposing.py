@@ -1,7 +1,7 @@
 """Pullbacks of functions, and the transpose of a rule's map for the mode that it lacks.
 
-A linear map is transposed by differentiating it. PyTorch does so for nonlinear maps as well;
-`checking.py` checks linearity first.
+A linear map v -> L(v) is transposed by differentiating it. PyTorch does so for nonlinear maps as
+well; `checking.py` checks linearity first.
 
 Recursion must be broken where a rule applies itself to tangents. The forward rule of a linear
 function may be the function, df(x)[t] = f(t). Transposing it needs the derivative of t -> f(t),
@@ -13,8 +13,8 @@ as plain code when it is transposed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -30,7 +30,6 @@ from gradtools.torch.modes import unpacked
 Tensor = torch.Tensor
 Fun = Callable[..., Sequence[Any]]
 Map = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
-_graphs, _set_graphs = torch.is_grad_enabled, upstream.set_grad_enabled
 
 
 def in_eager() -> bool:
@@ -42,14 +41,35 @@ def in_eager() -> bool:
 # --- pullbacks ---------------------------------------------------------------------------
 
 
-def vjp(fun: Fun, xs: Sequence[Tensor]) -> tuple[list[Any], Any]:
+def pull(fun: Fun, xs: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:
+    """The pullback of `fun` at xs, of cotangents; None, also among these, stands for zeros."""
+    return list(_vjp(fun, xs)[1](cts))
+
+
+def push(fun: Fun, xs: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
+    """The tangents of the outputs, as the transpose of the pullback; dual levels do not nest."""
+    outs, pullback = _vjp(fun, xs)
+    mask = [y is not None for y in outs]
+    zeros = [torch.zeros_like(y) for y in outs if y is not None]
+    return spread(pull(lambda *cts: pullback(spread(cts, mask)), zeros, dxs), mask)
+
+
+def _vjp(fun: Fun, xs: Sequence[Tensor], eager: bool | None = None) -> tuple[list[Any], Any]:
     """The outputs of fun at xs, None for integers, and their pullback, of tensors or None.
 
-    Like `torch.func.vjp`, and in eager mode by autograd itself. Runs inside of hooks on saved
-    tensors, which torch.func refuses and which see nothing.
+    In eager mode by autograd itself, at aliases of xs: a third of the time of torch.func, which
+    works under any transform. Where gradients are on, the pullback is differentiable. Hooks on
+    saved tensors, which torch.func refuses, see nothing.
+
+    eager: Whether by autograd; None: if no tensor may have a tangent, which an alias would lose.
     """
-    if in_eager() and upstream.forward_level() < 0:
-        return _eager_vjp(fun, xs)
+    if in_eager() and upstream.forward_level() < 0 if eager is None else eager:
+        spent = [False]
+        with unpacked(), torch.enable_grad():
+            at = [x.view_as(x) if x.requires_grad else _leaf(x, spent) for x in xs]
+            outs = [y if y is not None and is_inexact(y) else None for y in fun(*at)]
+        spent[0] = True
+        return outs, lambda cts: _pulled(outs, at, cts)
     mask: list[bool] = []
 
     def dense(*xs: Tensor) -> tuple[Tensor, ...]:
@@ -58,32 +78,16 @@ def vjp(fun: Fun, xs: Sequence[Tensor]) -> tuple[list[Any], Any]:
         return tuple([y for y, m in zip(ys, mask, strict=True) if m]) or (torch.zeros(()),)
 
     with unpacked():
-        outs, pull = torch.func.vjp(dense, *xs)[:2]
-    ys = spread(outs[: sum(mask)], mask)
+        dense_outs, dense_pull = torch.func.vjp(dense, *xs)[:2]
+    ys = spread(dense_outs[: sum(mask)], mask)
 
     def pullback(cts: Sequence[Any]) -> list[Any]:
         pairs = zip(ys, cts, strict=True)
         full = [torch.zeros_like(y) if ct is None else ct for y, ct in pairs if y is not None]
         with unpacked():  # views, since what fun returns unchanged may be of a level that has ended
-            return [v.view_as(v) for v in pull(tuple(full) or (torch.zeros(()),))]
+            return [v.view_as(v) for v in dense_pull(tuple(full) or (torch.zeros(()),))]
 
     return ys, pullback
-
-
-def _eager_vjp(fun: Fun, xs: Sequence[Tensor]) -> Any:
-    """`vjp` at aliases of xs, whose pullback is differentiable where gradients are on."""
-    spent = [False]
-    with unpacked(), torch.enable_grad():
-        at = [x.view_as(x) if x.requires_grad else _leaf(x, spent) for x in xs]
-        outs = [y if y is not None and is_inexact(y) else None for y in fun(*at)]
-    spent[0] = True
-
-    def pullback(cts: Sequence[Any]) -> list[Any]:
-        with unpacked():
-            grads = _engine(outs, at, cts, True, _graphs())
-        return [torch.zeros_like(x) if g is None else g for x, g in zip(xs, grads, strict=True)]
-
-    return outs, pullback
 
 
 def _leaf(x: Tensor, spent: list[bool]) -> Tensor:
@@ -93,9 +97,7 @@ def _leaf(x: Tensor, spent: list[bool]) -> Tensor:
     return leaf
 
 
-def _engine(
-    outs: Sequence[Any], xs: Sequence[Tensor], cts: Sequence[Any], retain: bool, graphs: bool
-) -> Sequence[Any]:
+def _pulled(outs: Sequence[Any], xs: Sequence[Tensor], cts: Sequence[Any]) -> Sequence[Any]:
     """Autograd's pullback of cotangents to xs; None for zeros."""
     pairs = list[Any]()
     for y, ct in zip(outs, cts, strict=True):
@@ -104,73 +106,39 @@ def _engine(
     if not pairs:
         return [None] * len(xs)
     ends, given = zip(*pairs, strict=True)
-    return upstream.run_engine(ends, given, retain, graphs, tuple(xs), True)
-
-
-def pull(fun: Fun, xs: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:
-    """The pullback of `fun` at xs, of `cts` (None: zero)."""
-    return list(vjp(fun, xs)[1](cts))
-
-
-def push(fun: Fun, xs: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
-    """The tangents of the outputs, as the transpose of the pullback; dual levels do not nest."""
-    outs, pullback = vjp(fun, xs)
-    mask = [y is not None for y in outs]
-    zeros = [torch.zeros_like(y) for y in outs if y is not None]
-    return spread(pull(lambda *cts: pullback(spread(cts, mask)), zeros, dxs), mask)
+    with unpacked():
+        return upstream.run_engine(ends, given, True, torch.is_grad_enabled(), tuple(xs), True)
 
 
 # --- the transpose of a rule's map -------------------------------------------------------
 
 
 def transposed(
-    rule: Rule,
-    linear: Map,
-    at: Any,
-    likes: Any,
-    values: Sequence[Any],
-    known: list[Tensor] | None = None,
-) -> Any:
+    rule: Rule, linear: Map, at: Sequence[Tensor], likes: Sequence[Any], values: Sequence[Any]
+) -> list[Any]:
     """The transpose of `vs -> linear(at, vs)`, of vectors with these avals, at `values`.
 
-    In eager code by autograd, a third of the time of torch.func, which works under any transform.
-    With gradients on, the result is differentiable in `at` and `values`. None for zeros.
-
-    known: A list that keeps the vectors at which the map is traced, for later calls.
+    With gradients on, the result is differentiable in `at` and `values`. None for zeros, and for
+    the vectors of integers, whose aval is None.
     """
-    if not likes:
-        return []
-    eager, graphs = in_eager(), _graphs()
-    if eager and upstream.saved_tensors_hooks_on(False) is not None:
-        with unpacked():
-            return transposed(rule, linear, at, likes, values, known)
-    own, running = Transposing(rule.origin), ONGOING.running
-    at = at if graphs or not eager else [x.detach() for x in at]
+    mask = [like is not None for like in likes]
+    if not any(mask):
+        return [None] * len(likes)
+    eager = in_eager()
+    alone = eager and not torch.is_grad_enabled() and upstream.forward_level() < 0
+    at = [x.detach() for x in at] if alone else at
 
     def run(*vs: Tensor) -> Sequence[Any]:
-        own.level = EAGER if eager else upstream.peek_interpreter_stack().level()
-        own.vectors = {*map(id, vs)} if eager and graphs else None
-        try:
-            outs = linear(at, vs)
-        finally:
-            own.level = None
+        level = None if eager else upstream.peek_interpreter_stack().level()
+        with applying_to(rule, level if level or alone else {*map(id, vs)}):
+            outs = linear(at, spread(vs, mask))
         for y, v in zip(outs, values, strict=True):
             if y is not None and v is not None and not y.requires_grad:
                 _refuse_cut(rule, y, v)
         return outs
 
-    running.append(own)
-    try:
-        if not eager:
-            return vjp(run, [ones(*like) for like in likes])[1](values)
-        vs = [] if graphs or known is None else known
-        if not vs:
-            vs += [ones(*like).requires_grad_() for like in likes]
-        _set_graphs(True)
-        return _engine(run(*vs), vs, values, graphs, graphs)
-    finally:
-        _set_graphs(graphs)
-        running.pop()
+    vectors = [ones(*like) for like in likes if like is not None]
+    return spread(_vjp(run, vectors, eager)[1](values), mask)
 
 
 def _refuse_cut(rule: Rule, y: Tensor, v: Tensor) -> None:
@@ -196,57 +164,54 @@ def _is_nonzero(x: Tensor) -> bool:
 
 # --- a rule that is applied to the tangents of its own map --------------------------------
 
-EAGER = -1  # autograd's own level, below the levels of torch.func
 
-
-@dataclass(slots=True)
-class Transposing:
-    """A running transposition of one of a rule's maps.
-
-    Attributes:
-        origin: The `origin` of the rule.
-        level: The torch.func level at which the map is traced, or `EAGER`; None elsewhere.
-        vectors: The ids of the leaves at which it is traced; None if they alone require grad.
-    """
-
-    origin: Any
-    level: int | None = None
-    vectors: set[int] | None = None
+Vectors = set[int] | int | None
+"""What tells the vectors of a map from other tensors: the ids of these leaves, the level of
+torch.func at which the map is traced, or None if no other tensor requires grad."""
 
 
 class _Ongoing(threading.local):
-    """This thread's running transpositions, the innermost last."""
+    """This thread's maps that run in order to be transposed, the innermost last.
+
+    Each is the `origin` of its rule, and its vectors.
+    """
 
     def __init__(self) -> None:
-        self.running: list[Transposing] = []
+        self.maps: list[tuple[Any, Vectors]] = []
 
 
-ONGOING = _Ongoing()
+ongoing = _Ongoing()
+
+
+@contextmanager
+def applying_to(rule: Rule, vectors: Vectors) -> Iterator[None]:
+    """A block in which a map of the rule runs at these vectors, in order to be transposed."""
+    ongoing.maps.append((rule.origin, vectors))
+    try:
+        yield
+    finally:
+        ongoing.maps.pop()
 
 
 def in_own_transpose(rule: Rule, xs: Sequence[Tensor]) -> bool:
-    """Whether xs depend on vectors of a running transposition of the rule's own tangent map.
+    """Whether xs depend on vectors to which the rule's own tangent map is applied.
 
     Also if that map applied another rule, which applies this one. A rule with a cotangent map
     needs no transposition.
     """
-    running = ONGOING.running
-    if not running or rule.cotangent is not None or rule.linearize is not None:
+    maps = ongoing.maps
+    origins = [origin for origin, _ in maps]
+    if rule.cotangent is not None or rule.linearize is not None or rule.origin not in origins:
         return False
-    origins = [t.origin for t in running]
-    if rule.origin not in origins:
-        return False
-    inner = running[origins.index(rule.origin) :]
-    levels = {t.level for t in inner}
-    eager = [t.vectors for t in inner if t.level == EAGER]
-    alone, vectors = None in eager, set[int]().union(*filter(None, eager))
+    inner = [vectors for _, vectors in maps[origins.index(rule.origin) :]]
+    ids = set[int]().union(*[v for v in inner if isinstance(v, set)])
     for x in xs:
         while upstream.is_wrapped(x):  # a BatchedTensor does not show a tracked inner tensor
-            if upstream.is_gradtrackingtensor(x) and upstream.maybe_get_level(x) in levels:
+            if upstream.is_gradtrackingtensor(x) and upstream.maybe_get_level(x) in inner:
                 return True
             x = upstream.get_unwrapped(x)
         if x.requires_grad and (
-            alone or (vectors and any(id(leaf) in vectors for leaf in leaves_of([x])))
+            None in inner or (ids and any(id(leaf) in ids for leaf in leaves_of([x])))
         ):
             return True
     return False

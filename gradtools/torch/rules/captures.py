@@ -75,8 +75,10 @@ class Closures:
 
     def captures(self, wanted: Callable[[Tensor], bool]) -> bool:
         """Whether a tensor with `wanted(x)` is captured."""
-        if any(_contents(cell) is not content for cell, content in self._cells):
-            self._search()
+        for cell, content in self._cells:
+            if _contents(cell) is not content:
+                self._search()
+                break
         if self._may_change:  # the contents of a container, without a new object
             return _captures(self._functions, wanted, attributes=False)
         return any(map(wanted, self._tensors))

@@ -34,9 +34,7 @@ def _undisturbed() -> Iterator[None]:
         yield
 
 
-def check_linear(
-    rule: Rule, which: str, run: Any, at: Sequence[Any], likes: Sequence[Any], avals: Any = ()
-) -> None:
+def check_linear(rule: Rule, which: str, run: Any, at: Sequence[Any], likes: Sequence[Any]) -> None:
     """Raises if a map of a user's rule does not preserve sums and multiples.
 
     Runs once for a signature, with fixed vectors, so that it draws no random numbers.
@@ -47,41 +45,33 @@ def check_linear(
         run: `run(at, vs)`; results and entries may be None.
         at: The residuals.
         likes: The shapes, dtypes and devices of its vectors, None for integers.
-        avals: Those of the rule's inputs, at which a rule without values is evaluated again; empty
-            if `run` is valid for any residuals.
     """
+    mask = [like is not None for like in likes]
+
+    def check() -> None:
+        with _undisturbed(), restored(Randomness.now(at)):
+            numbers = [_value_of(x) for x in at]
+            made_up = any(x is None for x in numbers)
+            if made_up:
+                numbers = [_wave((x.shape, x.dtype, x.device), 0.5, 1.0) for x in at]
+            numbers = [x.clone() for x in numbers]
+            v, w = ([_wave(like, shift, 0.0) for like in likes if like] for shift in (1.0, 2.0))
+            try:
+                same = is_linear(lambda vs: run(numbers, spread(vs, mask)), v, w, _gap, _slack)
+            except Exception:
+                if not made_up:
+                    raise
+                return  # undecided
+        if not same:
+            raise GradtoolsError(
+                f"rule {rule.name!r}: the other mode was to follow by transposing its {which} map, "
+                f"but that map is not linear in its {which}s. Give the missing map as well, or "
+                "make this one linear."
+            )
+
     if isinstance(rule.origin, Contract):
         kinds = tuple([one and (lengths_of(one[0]), one[1]) for one in likes])
-        check = lambda: _check_linear(rule, which, run, at, likes, avals)
         rule.origin.check_once("linear", which, avals_of(at), kinds, check=check)
-
-
-def _check_linear(rule: Rule, which: str, run: Any, at: Any, likes: Any, avals: Any) -> None:
-    mask = [like is not None for like in likes]
-    with _undisturbed(), restored(Randomness.now(at)):
-        numbers = [_value_of(x) for x in at]
-        made_up = any(x is None for x in numbers)
-        v, w = ([_wave(like, shift, 0.0) for like in likes if like] for shift in (1.0, 2.0))
-        try:
-            if not made_up:
-                numbers = [x.clone() for x in numbers]
-            elif avals:
-                xs = [_wave(aval, 0.5, 1.0) for aval in avals]
-                linearized = rule.at(*xs)
-                run, numbers = getattr(linearized, which), linearized.saved(xs)
-            else:
-                numbers = [_wave((x.shape, x.dtype, x.device), 0.5, 1.0) for x in at]
-            same = is_linear(lambda vs: run(numbers, spread(vs, mask)), v, w, _gap, _slack)
-        except Exception:
-            if not made_up:
-                raise
-            return  # undecided
-    if not same:
-        raise GradtoolsError(
-            f"rule {rule.name!r}: the other mode was to follow by transposing its {which} map, "
-            f"but that map is not linear in its {which}s. Give the missing map as well, or make "
-            "this one linear."
-        )
 
 
 class KernelReached(Exception):

@@ -64,9 +64,9 @@ class Application:
         materializes: Whether an undefined cotangent becomes zeros.
         randomness: The generators' states before the evaluation, if a second one draws from them.
         perturbed: Which inputs are differentiated, None if unknown.
-        avals: The shape, dtype and device of each input; None until they are noted.
-        like_xs, like_ys: Those of the inputs, and of the outputs and extras; None for integers.
-        checked: The maps that are known to be linear.
+        like_xs, like_ys: The shapes, dtypes and devices of the inputs, and of the outputs and
+            extras; None for integers.
+        ones: The vectors at which a map is transposed, by the name of the map.
     """
 
     rule: Rule
@@ -78,10 +78,9 @@ class Application:
     materializes: bool = False
     randomness: Any = None
     perturbed: tuple[bool, ...] | None = None
-    avals: Sequence[Any] | None = None
     like_xs: Sequence[Any] = ()
     like_ys: Sequence[Any] = ()
-    checked: set[str] = field(default_factory=set)
+    ones: dict[str, list[Tensor]] = field(default_factory=dict)
 
     def evaluate(self, xs: Sequence[Tensor]) -> list[Tensor]:
         """Outputs and extras at detached inputs; stores the maps."""
@@ -107,8 +106,7 @@ class Application:
         return [y.detach() for y in out]
 
     def note(self, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
-        """Stores the avals of inputs, outputs and extras, and which of them the maps need."""
-        self.avals = [(x.shape, x.dtype, x.device) for x in xs]
+        """Stores what inputs, outputs and extras look like, and which of them the maps need."""
         self.like_xs, self.like_ys = list(map(like, xs)), list(map(like, ys))
         maps = self.linearized
         assert maps is not None
@@ -153,7 +151,7 @@ class RuleFunction(torch.autograd.Function):
     def setup_context(ctx: Any, inputs: Any, outputs: Any) -> None:
         ctx.point = point = inputs[0]
         everything = inputs[1:] + outputs
-        if point.avals is None:
+        if not point.like_xs:
             point.note(inputs[1:], outputs)
         ctx.set_materialize_grads(point.materializes)
         ctx.save_for_backward(*map(everything.__getitem__, point.pulling))
@@ -274,8 +272,5 @@ class _Lists:
         return torch.vmap(lambda *xs: tuple(fun(*xs)), in_dims=axes, randomness=randomness)
 
     def vmap_extras(self, fun: Callable[..., Any], axes: Any, size: int, extras: Any) -> Any:
-        def run(*xs: Tensor) -> tuple[list[Tensor], list[int]]:
-            out = self.vmap_list(fun, axes, size)(*xs)
-            return out, [0] * len(out)
-
-        return run
+        run = self.vmap_list(fun, axes, size)
+        return lambda *xs: (out := run(*xs), [0] * len(out))

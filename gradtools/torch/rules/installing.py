@@ -11,8 +11,7 @@ Where something is differentiated it is an application of a `torch.autograd.Func
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -22,7 +21,7 @@ from gradtools.rules import Rule, by_key, closed_over_error, reverse_only_text
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling, opaque_to_dynamo
 from gradtools.torch.functorch_wrappers import alive, is_dual, is_inexact, is_wrapped, unwrapped
-from gradtools.torch.operation_marks import running
+from gradtools.torch.operation_marks import note_edit, pushing_in_trace
 from gradtools.torch.rules.captures import closes_over_tracked
 from gradtools.torch.rules.functions import Application, BatchedRule, apart, apply_at, attach
 from gradtools.torch.rules.maps import real_tensors_too
@@ -47,8 +46,8 @@ def apply_rule_by_key(key: str, *xs: Tensor) -> list[Tensor]:
     if not is_compiling():
         return apply_rule(by_key(key), *xs)
     # Dynamo does not show whether an input is differentiated, so it counts as differentiated.
-    if _compiled and _reverse_only(key):
-        raise GradtoolsError(reverse_only_text(_compiled[-1], _reverse_only(key)))
+    if pushing_in_trace and _reverse_only(key):
+        raise GradtoolsError(reverse_only_text(pushing_in_trace[-1], _reverse_only(key)))
     return list(_apply_by_key(key, *xs))
 
 
@@ -67,7 +66,8 @@ def _apply_by_key(key: str, *xs: Tensor) -> tuple[Tensor, ...]:
 
 def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
     if rule.reaches == "identity" and _is_plain_eager(xs):
-        application, xs = edit_application(rule, len(xs)), apart(xs)
+        application = rule.__dict__.get("_application") or edit_application(rule, len(xs))
+        xs = apart(xs)
         return attach((application, tuple(xs[: application.count])), *xs)
     if upstream.is_exporting() and _levels() is None:
         return _exported(rule, xs)
@@ -102,9 +102,6 @@ def _undifferentiated(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
 
 def edit_application(rule: Rule, inputs: int) -> Application:
     """The application that all calls of an edit share, made at the first one."""
-    application: Application | None = rule.__dict__.get("_application")
-    if application is not None:
-        return application
     cotangent = rule.cotangent
     assert cotangent is not None
 
@@ -160,34 +157,3 @@ def differentiated(xs: Sequence[Tensor]) -> bool:
 
 
 _DERIVATIVES = (upstream.TransformType.Grad, upstream.TransformType.Jvp)
-
-
-# --- edits that have no forward mode ------------------------------------------------------
-
-
-class _Pushing(threading.local):
-    """This thread's stack of operators that transpose f's pullback, where rules must be linear."""
-
-    def __init__(self) -> None:
-        self.callers: list[str] = []
-
-
-_eager = _Pushing()
-_compiled: list[str] = []  # dynamo follows a plain list; it is empty before and after
-
-
-def evaluated_to_push(caller: str, evaluate: Callable[..., Any], *args: Any) -> Any:
-    """`evaluate(*args)`, refusing rules that have no forward mode."""
-    callers = _compiled if is_compiling() else _eager.callers
-    callers.append(caller)
-    try:
-        return evaluate(*args)
-    finally:
-        callers.pop()
-
-
-def note_edit(name: str, xs: Sequence[Tensor]) -> None:
-    """Counts an edit that has no forward mode. Raises where f's pullback is to be transposed."""
-    if _eager.callers and any(x.requires_grad for x in xs):
-        raise GradtoolsError(reverse_only_text(_eager.callers[-1], name))
-    running.edits, running.edit = running.edits + 1, name

@@ -7,7 +7,7 @@ that computed them, by a second evaluation of the rule.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
@@ -17,9 +17,10 @@ import torch
 
 from gradtools.rules import JvpRule, Map, Rule, evaluating_again, replaced_where, spread, total
 from gradtools.torch import _upstream as upstream
+from gradtools.torch import engines
 from gradtools.torch.functorch_wrappers import alive, filled, like, unwrapped
 from gradtools.torch.rules.checking import check_linear
-from gradtools.torch.rules.transposing import in_eager, pull, push, transposed
+from gradtools.torch.rules.transposing import in_eager, transposed
 from gradtools.torch.state import restored
 
 Tensor = torch.Tensor
@@ -38,7 +39,8 @@ def pulled_back(ctx: Any, cts: Sequence[Any]) -> Any:
             parts.append(_cotangent(point, tensors, inner))
         if any(ct is not None for ct in hidden):
             run, xs, mask = _extras_of(point, inputs_of(point, point.pulling, tensors))
-            parts.append(spread(pull(run, xs, hidden), mask))
+            again = engines.vjp(run, xs, groups=None, once=True)
+            parts.append(spread(again.pullback(hidden), mask))
     if not parts:
         return (None,) * len(point.like_xs)
     return parts[0] if len(parts) == 1 else [*map(total, zip(*parts, strict=True))]
@@ -94,10 +96,10 @@ def _by_transposing(
     point: Any, which: str, whole: Any, run: Map, at: Any, likes: Any, values: Sequence[Any]
 ) -> list[Any]:
     """The transpose of `vs -> run(at, vs)`, a part of the map `whole`, at `values`."""
-    if which not in point.checked:
-        check_linear(point.rule, which, whole, at, likes, point.avals)
-        point.checked.add(which)
-    return transposed(point.rule, run, at, likes, values)
+    if which not in point.ones:
+        check_linear(point.rule, which, whole, at, likes)
+    known = point.ones.setdefault(which, [])
+    return transposed(point.rule, run, at, likes, values, known if which == "cotangent" else None)
 
 
 def transpose(
@@ -106,8 +108,7 @@ def transpose(
     """The transpose of `vs -> linear(at, *vs)`, of tensors like these zeros, at `values`."""
     run, likes = lambda at, vs: linear(at, *vs), [like(zero) for zero in zeros]
     check_linear(rule, which, run, at, likes)
-    pairs = zip(transposed(rule, run, at, likes, values), zeros, strict=True)
-    return [zero if v is None else v for v, zero in pairs]
+    return filled(transposed(rule, run, at, likes, values), likes)
 
 
 def _maps_at(
@@ -141,16 +142,14 @@ def _drawn(randomness: Any, run: Map, saved: Sequence[Tensor], vs: Sequence[Any]
 # --- extras: differentiated through the code that computed them ---------------------------
 
 
-def _extras_of(
-    point: Any, xs: Sequence[Tensor]
-) -> tuple[Callable[..., list[Tensor]], list[Tensor], list[bool]]:
+def _extras_of(point: Any, xs: Sequence[Tensor]) -> tuple[Any, list[Tensor], list[bool]]:
     """The extras as a function of the floating and complex inputs, these, and their mask."""
     mask = [like is not None for like in point.like_xs]
 
-    def run(*changed: Tensor) -> list[Tensor]:
+    def run(*changed: Tensor) -> tuple[list[Tensor], list[Any]]:
         with restored(point.randomness):
             at = replaced_where(xs, mask, changed)
-            return point.rule.at(*at, perturbed=point.perturbed).extras
+            return list(point.rule.at(*at, perturbed=point.perturbed).extras), []
 
     return run, [x for x, m in zip(xs, mask, strict=True) if m], mask
 
@@ -161,8 +160,10 @@ def extras_pushed(point: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> 
     forward_alone = in_eager() and not any(x.requires_grad for x in xs)
     if forward_alone or not any(likes):  # then nobody needs tangents of extras
         return [None] * len(likes)
-    run, moving, mask = _extras_of(point, xs)
-    return push(run, moving, [dx for dx, m in zip(dxs, mask, strict=True) if m])
+    run, moving, _ = _extras_of(point, xs)
+    dxs = [dx for dx in filled(dxs, point.like_xs) if dx is not None]
+    pushed = engines.jvp(run, moving, dxs)[2]
+    return [like and dy for like, dy in zip(likes, pushed, strict=True)]
 
 
 # --- compiled graphs ---------------------------------------------------------------------

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
+from itertools import chain, combinations, product, starmap
 from typing import Any
 
 import torch
@@ -22,8 +23,8 @@ from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import type_key
 from gradtools.rules import ARRAY, closed_over_error
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.autograd_graph import SPENT, leaves_of
-from gradtools.torch.functorch_wrappers import filled, is_dual, is_wrapped, may_be_dual, ones
+from gradtools.torch.autograd_graph import leaves_of
+from gradtools.torch.functorch_wrappers import filled, is_dual, is_wrapped, ones
 from gradtools.torch.modes import unpacked
 from gradtools.torch.operation_marks import running
 from gradtools.torch.rules.captures import closures_of
@@ -31,7 +32,7 @@ from gradtools.torch.rules.checking import check_linear
 from gradtools.torch.rules.functions import Application, attach, without_aliases
 from gradtools.torch.rules.installing import apply_rule
 from gradtools.torch.rules.maps import pulled_back, tangent_at
-from gradtools.torch.rules.transposing import applying_to, in_eager, ongoing
+from gradtools.torch.rules.transposing import applied_to, in_eager, ongoing
 from gradtools.torch.state import Randomness, restored
 from gradtools.torch.trees import flatten
 
@@ -88,20 +89,6 @@ class Signature:
             if y.requires_grad and not tracked:
                 raise closed_over_error(self.rule.name)
         return out
-
-    def derived(self, args: tuple[Any, ...], graphs: bool) -> Any:
-        """The output with its node or tangents; None if that takes `installing.py`.
-
-        graphs: Whether a graph is recorded.
-        """
-        if not self.closed.empty and self.closed.captures(lambda x: x.requires_grad or is_dual(x)):
-            return None
-        if _forward_level() >= 0:
-            return self.pushed(args) if self.smooth and not graphs else None
-        if self.specialized.bwd is not None:
-            return self.applied(args)
-        # A checkpoint would run its recomputation inside of what is recorded.
-        return self.recorded(args) if self.records and _hooks(False) is None else None
 
     # --- fwd and bwd
 
@@ -208,8 +195,7 @@ class Signature:
         if point is None:
             self.records = False
             return None
-        with applying_to(self.rule, None):
-            result = self.specialized.jvp(xs, args)
+        result = applied_to(None, self.rule, self.specialized.jvp, xs, args)
         if not _is_pair(result) or not result[1].requires_grad:
             return None
         y, dy = result
@@ -225,19 +211,17 @@ class Signature:
         derivative is taken), or if its graph ends in another leaf, which would get a gradient.
         """
         dxs = [ones(*x).requires_grad_() for x in self.avals]
-        for dx in dxs:  # constants to derivatives that the map takes
-            setattr(dx, SPENT, [True])
-        tangent, again = self.specialized.tangent, restored(Randomness.now(xs))
+        run = self.specialized.tangent
+        tangent = lambda xs, dxs: applied_to(None, self.rule, run, xs, dxs)
         # No checkpoint counts what runs once.
-        with unpacked(), again, applying_to(self.rule, None), suppress(GradtoolsError):
-            check_linear(self.rule, "tangent", tangent, xs, self.likes, self.avals)
+        with unpacked(), restored(Randomness.now(xs)), suppress(GradtoolsError):
+            check_linear(self.rule, "tangent", tangent, xs, self.likes)
             leaves = leaves_of([dy for dy in tangent(xs, dxs) if dy is not None])
             is_leaf = self.specialized.outs.get(self.key) is _LEAF
             if is_leaf and {*map(id, leaves)} <= {*map(id, dxs)}:
                 maps = self.rule.linearized_from([None] * len(xs), []).without_arrays()
                 point = Application(self.rule, maps, 1, _pulled_in_graph, maps.saves)
-                point.avals, point.like_xs, point.checked = self.avals, self.likes, {"tangent"}
-                point.materializes = True
+                point.like_xs, point.ones, point.materializes = self.likes, {"tangent": []}, True
                 return point
         return None
 
@@ -249,8 +233,7 @@ class Signature:
         None if that does not cover the call.
         """
         level = _forward_level()
-        pairs = [upstream.unpack_dual(x, level) for x in args]
-        xs, dxs = tuple([x for x, _ in pairs]), tuple([dx for _, dx in pairs])
+        xs, dxs = zip(*[upstream.unpack_dual(x, level) for x in args], strict=True)
         there = [dx for dx in dxs if dx is not None]
         if not there:
             return None
@@ -270,9 +253,13 @@ class Signature:
             with torch.no_grad():
                 dys = tangent_at(point, at, dxs)
         for y, dy in zip(ys, dys, strict=True):
-            if y.requires_grad or _moves(y, level) or (dy is not None and _moves(dy, level)):
+            if y.requires_grad or is_dual(y) or is_dual(dy):
                 raise closed_over_error(self.rule.name)
-        apart = without_aliases((*ys, *dys), xs, there)
+        apart = [*ys, *dys]
+        new = [x for x in apart if x is not None]
+        pairs = chain(combinations(new, 2), product(new, (*xs, *there)))
+        if len(new) > 2 or any(starmap(upstream.is_alias_of, pairs)):
+            apart = without_aliases(apart, xs, there)
         both = zip(apart, apart[len(ys) :], strict=False)
         return self.outputs(
             [y if dy is None else upstream.make_dual(y, dy, level=level) for y, dy in both]
@@ -285,7 +272,11 @@ def _pulled_in_graph(ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:
         return *pulled_back(ctx, cts), None
     if _is_compiling():  # compiled autograd cannot add a tensor to None
         return *[torch.zeros_like(x) for x in ctx.saved_tensors], cts[0]
-    return *(None,) * len(ctx.point.avals), cts[0]
+    return *(None,) * len(ctx.point.like_xs), cts[0]
+
+
+def _is_moving(x: Tensor) -> bool:
+    return x.requires_grad or is_dual(x)
 
 
 def _is_pair(result: Any) -> bool:
@@ -294,13 +285,6 @@ def _is_pair(result: Any) -> bool:
         return False
     y, dy = result
     return type(y) is type(dy) is Tensor and y.shape == dy.shape and y.dtype is dy.dtype
-
-
-def _moves(x: Tensor, level: int) -> bool:
-    """Whether x has a tangent; one of autograd's legacy vmap, as in gradcheck, has none."""
-    if not may_be_dual(x) or upstream.is_legacy_batched(x):
-        return False
-    return upstream.unpack_dual(x, level)[1] is not None
 
 
 class Calls:
@@ -340,8 +324,17 @@ class Calls:
         graphs = tracked and _graphs()
         if plain and not graphs and _forward_level() < 0:
             return signature.value(args, tracked)
-        if plain and not (ongoing.maps or running.recorded or _modes()):
-            out = signature.derived(args, graphs)
+        plain = plain and not (ongoing.maps or running.recorded or _modes())
+        if plain and (signature.closed.empty or not signature.closed.captures(_is_moving)):
+            out = None
+            if _forward_level() >= 0:
+                if signature.smooth and not graphs:
+                    out = signature.pushed(args)
+            elif signature.specialized.bwd is not None:
+                return signature.applied(args)
+            # A checkpoint would run its recomputation inside of what is recorded.
+            elif signature.records and _hooks(False) is None:
+                out = signature.recorded(args)
             if out is not None:
                 return out
         return signature.outputs(apply_rule(signature.rule, *args))
@@ -358,11 +351,7 @@ class Calls:
 
     def _signature(self, key: Any, args: tuple[Any, ...], structure: Any) -> Signature:
         """The signature of a first call, which it keeps."""
-        treedef, statics, others = (
-            structure[:3]
-            if structure
-            else (self.of._backend.flatten_static(args)[1], (), (ARRAY,) * len(args))
-        )
+        treedef, statics, others = (structure or self._structure(args, ())[1])[:3]
         specialized = self.of._specialized(statics, treedef, others)
         avals = tuple([(x.shape, x.dtype, x.device) for x in args])
         result = self.signatures[key] = Signature(specialized, avals)

@@ -28,7 +28,7 @@ from gradtools.torch.hooks import edited, tied
 from gradtools.torch.known_errors import explained
 from gradtools.torch.many_tangents import jvps, restarting
 from gradtools.torch.rules.installing import apply_rule, apply_rule_by_key
-from gradtools.torch.rules.maps import transpose
+from gradtools.torch.rules.transposing import transpose
 
 if TYPE_CHECKING:
     from gradtools.arguments.chunks import ChunkOptions

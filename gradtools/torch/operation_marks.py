@@ -67,7 +67,7 @@ class _Running(threading.local):
     recorded = False  # whether a recorder writes down each operation
     plain = False  # whether chunks run as a plain loop, without recomputation
     mark = ""  # the operator whose own machinery is running
-    checked = False  # whether a rule's check evaluates a function, without running host kernels
+    checked = False  # whether a rule's check evaluates a function
     edits = 0  # how many edits without forward mode have been applied
     edit = ""  # the name of the latest one
     pushing = ""  # the operator that transposes f's pullback, where rules must be linear
@@ -97,6 +97,8 @@ recorded = partial(_Flagged, "recorded", True)
 """Context in which a recorder writes down each operation, so that no extra runs happen."""
 plainly = partial(_Flagged, "plain", True)
 """Context in which graphs are kept instead of recomputed, so that f's operations are recorded."""
+checking = partial(_Flagged, "checked", True)
+"""Context in which a rule's check evaluates a function, and host kernels return zeros."""
 
 
 def marked(caller: str) -> _Flagged:

@@ -29,7 +29,12 @@ from gradtools.torch.functorch_wrappers import (
 )
 from gradtools.torch.modes import batchings, by_new_vmap
 from gradtools.torch.operation_marks import RULE
-from gradtools.torch.rules.maps import extras_pushed, pulled_back, real_tensors_too, tangent_at
+from gradtools.torch.rules.transposing import (
+    extras_pushed,
+    pulled_back,
+    real_tensors_too,
+    tangent_at,
+)
 from gradtools.torch.state import Randomness
 
 Tensor = torch.Tensor
@@ -124,14 +129,6 @@ def apart(xs: Sequence[Tensor]) -> Sequence[Tensor]:
     return [x if first[id(x)] == i else x.view_as(x) for i, x in enumerate(xs)]
 
 
-def apply_at(point: Application, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The outputs and extras of an application, with their node."""
-    plain = upstream.peek_interpreter_stack() is None and not any(map(is_wrapped, xs))
-    # As `attach`; looked up here, since recordings patch it.
-    kind = super(torch.autograd.Function, RuleFunction) if plain else RuleFunction
-    return kind.apply(point, *apart(xs))
-
-
 class RuleFunction(torch.autograd.Function):
     """One application of a rule, in every mode."""
 
@@ -139,13 +136,7 @@ class RuleFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(point: Application, *xs: Tensor) -> tuple[Tensor, ...]:
-        out = without_aliases(point.evaluate(xs), xs)
-        for i, y in enumerate(out):
-            if upstream.is_view(y):  # PyTorch requires that its tangent is a view as well
-                y = y.clone()
-                # Cloning a tensor subclass gives a view.
-                out[i] = upstream.make_subclass(type(y), y) if upstream.is_view(y) else y
-        return tuple(out)
+        return tuple(without_aliases(point.evaluate(xs), xs))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, outputs: Any) -> None:
@@ -190,14 +181,14 @@ class RuleFunction(torch.autograd.Function):
             point.linearized = one.linearized_from(xs, [])
         if isinstance(one, BatchedRule):
             rule, xs, axes_of = one.batching_rule(info.batch_size, in_dims, xs, info.randomness)
-            out = apply_at(Application(rule), xs)
+            out = RuleFunction.apply(Application(rule), *apart(xs))
             point.count = len(out)
             return tuple(out), axes_of(out)
         axes = tuple([None if d is None else 0 for d in in_dims])
         front = [x if d is None else x.movedim(d, 0) for x, d in zip(xs, in_dims, strict=True)]
         rule = batched(one, _Lists(info.randomness == "same"), axes, None, info.batch_size)
         batch = Application(rule, perturbed=point.perturbed)
-        out = apply_at(batch, front)
+        out = RuleFunction.apply(batch, *apart(front))
         point.count, point.randomness = batch.count, batch.randomness
         if one.linearize is not None:
             assert batch.linearized is not None

@@ -20,12 +20,11 @@ from gradtools.errors import GradtoolsError, warn
 from gradtools.rules import Rule, by_key, closed_over_error, reverse_only_text
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling, opaque_to_dynamo
-from gradtools.torch.functorch_wrappers import alive, is_dual, is_inexact, is_wrapped, unwrapped
+from gradtools.torch.functorch_wrappers import is_dual, is_inexact, is_wrapped, unwrapped
 from gradtools.torch.operation_marks import note_edit, pushing_in_trace
-from gradtools.torch.rules.captures import closes_over_tracked
-from gradtools.torch.rules.functions import Application, BatchedRule, apart, apply_at, attach
-from gradtools.torch.rules.maps import real_tensors_too
-from gradtools.torch.rules.transposing import in_eager, in_own_transpose
+from gradtools.torch.rules.checking import closes_over_tracked
+from gradtools.torch.rules.functions import Application, BatchedRule, RuleFunction, apart, attach
+from gradtools.torch.rules.transposing import in_eager, in_own_transpose, real_tensors_too
 
 Tensor = torch.Tensor
 _levels, _functions = upstream.peek_interpreter_stack, upstream.count_of_function_modes
@@ -85,7 +84,7 @@ def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
     point = Application(rule)
     if "cotangent" in rule.symbolic_zeros and in_eager():
         point.perturbed = tuple([is_inexact(x) and (x.requires_grad or is_dual(x)) for x in xs])
-    return apply_at(point, xs)[: point.count]
+    return RuleFunction.apply(point, *apart(xs))[: point.count]
 
 
 def _undifferentiated(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
@@ -106,9 +105,7 @@ def edit_application(rule: Rule, inputs: int) -> Application:
     assert cotangent is not None
 
     def pulled(ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:
-        if cts[0] is None:
-            return (None,) * inputs
-        return cotangent(ctx.saved_tensors, [alive(ct) for ct in cts])
+        return (None,) * inputs if cts[0] is None else cotangent(ctx.saved_tensors, cts)
 
     maps = rule.linearized_from([None] * inputs, []).without_arrays()
     # An edit that saves nothing does not read its first argument.

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import replace
 from itertools import chain, combinations, product, starmap
+from operator import attrgetter
 from typing import Any
 
 import torch
@@ -27,12 +28,10 @@ from gradtools.torch.autograd_graph import leaves_of
 from gradtools.torch.functorch_wrappers import filled, is_dual, is_wrapped, ones
 from gradtools.torch.modes import unpacked
 from gradtools.torch.operation_marks import running
-from gradtools.torch.rules.captures import closures_of
-from gradtools.torch.rules.checking import check_linear
+from gradtools.torch.rules.checking import check_linear, closures_of
 from gradtools.torch.rules.functions import Application, attach, without_aliases
 from gradtools.torch.rules.installing import apply_rule
-from gradtools.torch.rules.maps import pulled_back, tangent_at
-from gradtools.torch.rules.transposing import applied_to, in_eager, ongoing
+from gradtools.torch.rules.transposing import applied_to, in_eager, ongoing, pulled_back, tangent_at
 from gradtools.torch.state import Randomness, restored
 from gradtools.torch.trees import flatten
 
@@ -41,7 +40,7 @@ _is_compiling, _levels = torch.compiler.is_dynamo_compiling, upstream.peek_inter
 _modes, _hooks = upstream.count_of_function_modes, upstream.saved_tensors_hooks_on
 _forward_level, _graphs = upstream.forward_level, torch.is_grad_enabled
 _PLAIN = frozenset([Tensor, torch.nn.Parameter])
-_STRIDED = torch.strided
+_STRIDED, _requires_grad = torch.strided, attrgetter("requires_grad")
 _LEAF = flatten(torch.empty(0))[1]
 _CONSTANTS = {bool, int, float, complex, str, bytes, type(None), torch.dtype, type(ARRAY)}
 _MOST = 256
@@ -81,14 +80,11 @@ class Signature:
     def value(self, args: tuple[Any, ...], tracked: bool) -> Any:
         """f alone, for arguments that are not differentiated."""
         out = self.specialized.fun(*args)
-        ys = [out]
-        if type(out) is not Tensor or self.key not in self.specialized.values:
-            ys = self.specialized.outputs(args, out, "it")
-            out = self.outputs(ys)
-        for y in ys:
-            if y.requires_grad and not tracked:
-                raise closed_over_error(self.rule.name)
-        return out
+        is_known = type(out) is Tensor and self.key in self.specialized.values
+        ys = [out] if is_known else self.specialized.outputs(args, out, "it")
+        if not tracked and any(map(_requires_grad, ys)):
+            raise closed_over_error(self.rule.name)
+        return out if is_known else self.outputs(ys)
 
     # --- fwd and bwd
 
@@ -123,9 +119,7 @@ class Signature:
 
         None if fwd returned or saved anything but one tensor or a tuple of them.
         """
-        if type(result) is not tuple or len(result) != 2:
-            return None
-        out, res = result
+        out, res = result if type(result) is tuple and len(result) == 2 else (None, None)
         leaves = (res,) if type(res) is Tensor else res
         if type(out) is not Tensor or type(leaves) is not tuple:
             return None
@@ -133,17 +127,15 @@ class Signature:
             return None
         everything, places = [*xs, out], []
         for r in leaves:
-            if type(r) is not Tensor:
+            if type(r) is not Tensor or r.requires_grad:
                 return None
-            for i, x in enumerate(everything):
+            for i, x in enumerate(everything):  # noqa: B007
                 if r is x:
-                    places.append(i)
                     break
             else:
-                if r.requires_grad:
-                    return None
-                places.append(len(everything))
+                i = len(everything)
                 everything.append(r)
+            places.append(i)
         outs = everything[len(xs) :]
         point = self.shared.get(key := (type(res), *places))
         if point is None:
@@ -173,11 +165,10 @@ class Signature:
             return filled(specialized.cotangents(cotangents, expected), likes)
 
         def pull(ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:
-            if type(cts[0]) is not Tensor or (len(cts) > 1 and any(c is not None for c in cts[1:])):
-                return pulled_back(ctx, cts)
-            if _graphs() and not (_forward_level() < 0 and in_eager()):
-                return pulled_back(ctx, cts)
-            return cotangent(ctx.saved_tensors, cts)
+            first = type(cts[0]) is Tensor and (len(cts) == 1 or all(c is None for c in cts[1:]))
+            if first and (not _graphs() or (_forward_level() < 0 and in_eager())):
+                return cotangent(ctx.saved_tensors, cts)
+            return pulled_back(ctx, cts)
 
         point.pull = pull
         if maps is not None and specialized.refined is None:
@@ -275,10 +266,6 @@ def _pulled_in_graph(ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:
     return *(None,) * len(ctx.point.like_xs), cts[0]
 
 
-def _is_moving(x: Tensor) -> bool:
-    return x.requires_grad or is_dual(x)
-
-
 def _is_pair(result: Any) -> bool:
     """Whether a forward rule returned a tensor and its tangent, of the same shape and dtype."""
     if type(result) is not tuple or len(result) != 2:
@@ -325,7 +312,8 @@ class Calls:
         if plain and not graphs and _forward_level() < 0:
             return signature.value(args, tracked)
         plain = plain and not (ongoing.maps or running.recorded or _modes())
-        if plain and (signature.closed.empty or not signature.closed.captures(_is_moving)):
+        captured = lambda x: x.requires_grad or is_dual(x)
+        if plain and (signature.closed.empty or not signature.closed.captures(captured)):
             out = None
             if _forward_level() >= 0:
                 if signature.smooth and not graphs:

@@ -92,8 +92,7 @@ class Specialization:
         return ys
 
     def _avals_of(self, ys: Sequence[Array]) -> list[Aval]:
-        shapes = [tuple([_length(n) for n in y.shape]) for y in ys]
-        return [Aval(s, self.backend.dtype_name(y)) for s, y in zip(shapes, ys, strict=True)]
+        return [Aval(lengths_of(y.shape), self.backend.dtype_name(y)) for y in ys]
 
     def _check_output(
         self, xs: Sequence[Array], avals: Any, out_def: Any, ys: Any, who: str
@@ -284,12 +283,12 @@ def _without_none(tree: Any, whole: Any) -> Any:
 
 def avals_of(xs: Sequence[Array]) -> Any:
     """Shapes and dtypes, a key of caches and checks."""
-    return tuple([(tuple([_length(n) for n in x.shape]), x.dtype) for x in xs])
+    return tuple([(lengths_of(x.shape), x.dtype) for x in xs])
 
 
-def _length(n: Any) -> Any:
-    """The length of an axis; None for a symbolic size of PyTorch, which has no hash."""
-    return n if isinstance(n, int) else None
+def lengths_of(shape: Any) -> tuple[Any, ...]:
+    """The lengths of a shape's axes; None for a symbolic size of PyTorch, which has no hash."""
+    return tuple([n if isinstance(n, int) else None for n in shape])
 
 
 _PLAIN = (str, bytes, bool, int, float, complex, type)

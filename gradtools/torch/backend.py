@@ -28,8 +28,7 @@ from gradtools.torch.hooks import edited, tied
 from gradtools.torch.known_errors import explained
 from gradtools.torch.many_tangents import jvps, restarting
 from gradtools.torch.rules.installing import apply_rule, apply_rule_by_key
-from gradtools.torch.rules.maps import transpose
-from gradtools.torch.rules.transposing import pull, push
+from gradtools.torch.rules.transposing import transpose
 
 if TYPE_CHECKING:
     from gradtools.arguments.chunks import ChunkOptions
@@ -172,7 +171,8 @@ class TorchBackend(FrameworkBackend):
     def direct_calls(self, of: Any) -> Any:
         from gradtools.torch.rules.signatures import Calls
 
-        call = Calls(of).call if Calls.fit(of) else None
+        has_rule = bool(of.bwd or of.jvp)
+        call = Calls(of).call if has_rule and not of.symbolic_zeros else None
         if not hasattr(of, "kernel"):
             return call
         from gradtools.torch.host import KernelCalls
@@ -187,8 +187,6 @@ class TorchBackend(FrameworkBackend):
     edited = staticmethod(edited)
     tied = staticmethod(tied)
     transpose = staticmethod(transpose)
-    pull = staticmethod(pull)
-    push = staticmethod(push)
 
     def stop_gradient(self, x: Array) -> Array:
         return x.detach()

@@ -52,7 +52,7 @@ from gradtools.torch.modes import (
     has_checkpoint,
     unpacked,
 )
-from gradtools.torch.rules.installing import evaluated_to_push
+from gradtools.torch.operation_marks import evaluated_to_push
 
 Tensor = torch.Tensor
 Tensors = list[Tensor]

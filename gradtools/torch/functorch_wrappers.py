@@ -6,7 +6,6 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.autograd.forward_ad as forward_ad
 
 from gradtools.torch import _upstream as upstream
 
@@ -91,12 +90,13 @@ _ENDED = -2
 
 
 def is_dual(x: Any) -> bool:
-    if upstream.forward_level() < 0 or not isinstance(x, Tensor) or not may_be_dual(x):
+    level = upstream.forward_level()
+    if level < 0 or not isinstance(x, Tensor) or not may_be_dual(x):
         return False
     x = unwrapped(x)
     if upstream.is_legacy_batched(x) or x.is_inference():
         return False  # which have no tangents
-    return forward_ad.unpack_dual(x).tangent is not None
+    return upstream.unpack_dual(x, level)[1] is not None
 
 
 def may_be_dual(x: Tensor) -> bool:

@@ -11,9 +11,9 @@ from gradtools.rules import Rule, captured_objects
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import leaves_of
 from gradtools.torch.functorch_wrappers import is_inexact
-from gradtools.torch.operation_marks import DERIVATIVE, detached
+from gradtools.torch.operation_marks import DERIVATIVE, detached, note_edit
 from gradtools.torch.rules.functions import Application, attach
-from gradtools.torch.rules.installing import APPLICATION, application_of, note_edit
+from gradtools.torch.rules.installing import edit_application
 from gradtools.torch.trees import flatten, unflatten
 
 Tensor = torch.Tensor
@@ -43,7 +43,7 @@ def edited(rule: Rule, x: Any, cotangent: Any = None, value: Any = None) -> Tens
     if x.layout is not torch.strided or x.is_nested:
         return None
     if cotangent is None:
-        application = rule.__dict__.get(APPLICATION) or application_of(rule, 1)
+        application = rule.__dict__.get("_application") or edit_application(rule, 1)
     else:
         application = Application(rule, None, 1, cotangent, materializes=True)
     # The user may keep the given value, and the output may be written in place.

@@ -8,11 +8,15 @@ Function is recorded as.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
 import torch
+
+from gradtools.errors import GradtoolsError
+from gradtools.rules import reverse_only_text
+from gradtools.torch.compiling import is_compiling
 
 Tensor = torch.Tensor
 CHUNK, DERIVATIVE = "chunk", "derivative"  # reasons of a detach
@@ -63,9 +67,10 @@ class _Running(threading.local):
     recorded = False  # whether a recorder writes down each operation
     plain = False  # whether chunks run as a plain loop, without recomputation
     mark = ""  # the operator whose own machinery is running
-    checked = False  # whether a rule's check evaluates a function, without running host kernels
+    checked = False  # whether a rule's check evaluates a function
     edits = 0  # how many edits without forward mode have been applied
     edit = ""  # the name of the latest one
+    pushing = ""  # the operator that transposes f's pullback, where rules must be linear
 
 
 running = _running = _Running()
@@ -92,6 +97,8 @@ recorded = partial(_Flagged, "recorded", True)
 """Context in which a recorder writes down each operation, so that no extra runs happen."""
 plainly = partial(_Flagged, "plain", True)
 """Context in which graphs are kept instead of recomputed, so that f's operations are recorded."""
+checking = partial(_Flagged, "checked", True)
+"""Context in which a rule's check evaluates a function, and host kernels return zeros."""
 
 
 def marked(caller: str) -> _Flagged:
@@ -100,3 +107,27 @@ def marked(caller: str) -> _Flagged:
     An empty `caller` marks them as the user's.
     """
     return _Flagged("mark", caller and (_running.mark or caller))
+
+
+# --- edits without forward mode, which have no place in a pullback that is transposed ------------
+
+pushing_in_trace: list[str] = []  # `pushing` in compiled code; dynamo follows a plain list
+
+
+def evaluated_to_push(caller: str, evaluate: Callable[..., Any], *args: Any) -> Any:
+    """`evaluate(*args)`, refusing edits that have no forward mode."""
+    if not is_compiling():
+        with _Flagged("pushing", caller):
+            return evaluate(*args)
+    pushing_in_trace.append(caller)
+    try:
+        return evaluate(*args)
+    finally:
+        pushing_in_trace.pop()
+
+
+def note_edit(name: str, xs: Sequence[Tensor]) -> None:
+    """Counts an edit that has no forward mode. Raises where f's pullback is to be transposed."""
+    if _running.pushing and any(x.requires_grad for x in xs):
+        raise GradtoolsError(reverse_only_text(_running.pushing, name))
+    _running.edits, _running.edit = _running.edits + 1, name

@@ -148,8 +148,6 @@ jax/rules/primitives.py: what a rule is in a jaxpr; in PyTorch it is one Functio
 jax/rules/linearizing.py: a rule's maps as a program; PyTorch runs them as they are
 jax/jaxprs.py: what a jaxpr's equations run; PyTorch's run is recorded
 torch/rules/functions.py: what a rule is in a graph; in JAX it is three primitives
-torch/rules/maps.py: a rule's maps as they run; in JAX they are programs
-torch/rules/captures.py: tensors that a rule closes over are refused; JAX converts closures
 torch/rules/signatures.py: what the calls of a rule share; JAX's are traced
 torch/functorch_wrappers.py: what torch.func wraps around a tensor; JAX has tracers
 torch/compiling.py: jit needs no care; dynamo does

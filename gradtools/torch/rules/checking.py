@@ -1,32 +1,36 @@
-"""Evaluates a user's functions for the checks of `gradtools.rule_contract`.
+"""Checks of a user's rule: transposed maps are linear, and no captured tensor is differentiated.
 
-A map that is to be transposed must be linear: it is evaluated once for a signature, at copies of
-the current values, with random generators restored afterwards. In code that is being compiled there
-are no values, and it is evaluated at made-up numbers.
+A map is evaluated once for a signature, at copies of the current values, with random generators
+restored afterwards. In code that is being compiled there are no values, and it is evaluated at
+made-up numbers.
+
+Autograd knows a rule's arguments only, so the derivative by a captured tensor would be lost in
+silence. Closures are searched before a call. A result that requires grad at detached arguments
+shows what that search cannot see.
 """
 
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
+from types import CellType
 from typing import Any
 
 import torch
 
-from gradtools.custom_structure import avals_of
+from gradtools.custom_rules import CustomRule
+from gradtools.custom_structure import avals_of, lengths_of
 from gradtools.errors import GradtoolsError
 from gradtools.rule_contract import Contract, is_linear
-from gradtools.rules import Rule, spread
+from gradtools.rules import Rule, captured_objects, spread
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.functorch_wrappers import is_dual, is_wrapped
 from gradtools.torch.modes import unpacked
-from gradtools.torch.operation_marks import running
+from gradtools.torch.operation_marks import checking
 from gradtools.torch.state import Randomness, restored
 
 Tensor = torch.Tensor
-_PLAIN = (Tensor, torch.nn.Parameter)
-_LINEAR: weakref.WeakSet[Any] = weakref.WeakSet()  # the checked rules of gradtools' own
 
 
 @contextmanager
@@ -37,10 +41,8 @@ def _undisturbed() -> Iterator[None]:
         yield
 
 
-def check_linear(
-    rule: Rule, which: str, run: Any, at: Sequence[Any], likes: Sequence[Any], avals: Any = ()
-) -> None:
-    """Raises if a map does not preserve sums and multiples.
+def check_linear(rule: Rule, which: str, run: Any, at: Sequence[Any], likes: Sequence[Any]) -> None:
+    """Raises if a map of a user's rule does not preserve sums and multiples.
 
     Runs once for a signature, with fixed vectors, so that it draws no random numbers.
 
@@ -50,95 +52,62 @@ def check_linear(
         run: `run(at, vs)`; results and entries may be None.
         at: The residuals.
         likes: The shapes, dtypes and devices of its vectors, None for integers.
-        avals: Those of the rule's inputs, at which it is evaluated again if lengths are symbolic;
-            empty if `run` is valid for any residuals.
     """
-    check = lambda: _check_linear(rule, which, run, at, likes, avals)
-    origin = rule.origin
-    if isinstance(origin, Contract):
-        kinds = tuple([one and (_sizes(one[0]), one[1]) for one in likes])
-        origin.check_once("linear", which, avals_of(at), kinds, check=check)
-    elif origin not in _LINEAR:
-        check()
-        _LINEAR.add(origin)
-
-
-def _check_linear(rule: Rule, which: str, run: Any, at: Any, likes: Any, avals: Any) -> None:
     mask = [like is not None for like in likes]
-    with _undisturbed(), restored(Randomness.now(at)):
-        numbers = [_value_of(x) for x in at]
-        made_up = any(x is None for x in numbers)
-        if not made_up:
+
+    def check() -> None:
+        with _undisturbed(), restored(Randomness.now(at)):
+            numbers = [_value_of(x) for x in at]
+            made_up = any(x is None for x in numbers)
+            if made_up:
+                numbers = [_wave((x.shape, x.dtype, x.device), 0.5, 1.0) for x in at]
             numbers = [x.clone() for x in numbers]
-        elif any(None in _sizes(shape) for shape, _, _ in avals):
-            xs = [_wave(aval, 0.5, 1.0) for aval in avals]
-            linearized = rule.at(*xs)
-            run = getattr(linearized, which)
-            numbers = [x.detach() for x in linearized.saved(xs)]
-        else:
-            numbers = [_wave((x.shape, x.dtype, x.device), 0.5, 1.0) for x in at]
-        v, w = ([_wave(like, shift, 0.0) for like in likes if like] for shift in (1.0, 2.0))
-        try:
-            same = is_linear(lambda vs: run(numbers, spread(vs, mask)), v, w, _gap, _slack)
-        except Exception:
-            if not made_up:
-                raise
-            return  # undecided
-    if not same:
-        raise GradtoolsError(
-            f"rule {rule.name!r}: the other mode was to follow by transposing its {which} map, "
-            f"but that map is not linear in its {which}s. Give the missing map as well, or make "
-            "this one linear."
-        )
+            v, w = ([_wave(like, shift, 0.0) for like in likes if like] for shift in (1.0, 2.0))
+            try:
+                slack = lambda x: torch.finfo(x.dtype).eps ** 0.5
+                same = is_linear(lambda vs: run(numbers, spread(vs, mask)), v, w, _gap, slack)
+            except Exception:
+                if not made_up:
+                    raise
+                return  # undecided
+        if not same:
+            raise GradtoolsError(
+                f"rule {rule.name!r}: the other mode was to follow by transposing its {which} map, "
+                f"but that map is not linear in its {which}s. Give the missing map as well, or "
+                "make this one linear."
+            )
 
-
-class KernelReached(Exception):
-    """A check (`running.checked`) reached a host kernel, which it must not run."""
+    if isinstance(rule.origin, Contract):
+        kinds = tuple([one and (lengths_of(one[0]), one[1]) for one in likes])
+        rule.origin.check_once("linear", which, avals_of(at), kinds, check=check)
 
 
 def abstract_eval(fun: Callable[..., list[Tensor]], *xs: Tensor) -> None:
     """Runs fun on copies of xs, once for a signature, and nothing where they have no values.
 
     A FakeTensorMode would import PyTorch's compiler, and leave fake tensors in fun's caches. A host
-    kernel does not run: on the meta device it returns its `out` specs.
+    kernel does not run: it returns zeros like its `out` specs.
     """
     values = [_value_of(x) for x in xs]
     if any(x is None for x in values):
         return
     drawn = Randomness.everywhere({x.device.type for x in values})
-    with _undisturbed(), restored(drawn), suppress(Exception):  # f's own error surfaces in the call
-        before, running.checked = running.checked, True
-        try:
-            fun(*[x.clone() for x in values])
-        except KernelReached:
-            running.checked = before
-            fun(*[torch.empty_like(x, device="meta") for x in values])
-        finally:
-            running.checked = before
+    # f's own error surfaces in the call.
+    with _undisturbed(), restored(drawn), checking(), suppress(Exception):
+        fun(*[x.clone() for x in values])
 
 
 # --- numbers -----------------------------------------------------------------------------
 
 
 def _value_of(x: Any) -> Any:
-    """Removes functorch's wrappers; under vmap returns one example.
-
-    None in code being compiled and on the meta device.
-    """
+    """x without functorch's wrappers, of a batch one example; None where x has no values."""
     if upstream.TracingContext.try_get() is not None or x.device.type == "meta":
         return None
-    axes = []
-    while upstream.is_wrapped(x):
-        axes.append(upstream.maybe_get_bdim(x))
-        x = upstream.get_unwrapped(x)
-    for axis in reversed(axes):
-        x = x if axis < 0 else x.select(axis, 0)
-    return x.detach() if type(x) in _PLAIN else None
-
-
-def _sizes(shape: Sequence[Any]) -> tuple[Any, ...]:
-    """The lengths of axes; None for a SymInt, which is not hashable."""
-    return tuple([n if isinstance(n, int) else None for n in shape])
+    if not upstream.is_wrapped(x):
+        return x.detach() if type(x) in (Tensor, torch.nn.Parameter) else None
+    axis, inner = upstream.maybe_get_bdim(x), _value_of(upstream.get_unwrapped(x))
+    return inner if inner is None or axis < 0 else inner.select(axis, 0)
 
 
 def _wave(aval: Any, shift: float, around: float) -> Any:
@@ -161,5 +130,72 @@ def _gap(a: Tensor, b: Tensor) -> float:
     return float((a - b).abs().masked_fill(alike, 0.0).max()) if a.numel() else 0.0
 
 
-def _slack(x: Tensor) -> float:
-    return torch.finfo(x.dtype).eps ** 0.5
+# --- captured tensors --------------------------------------------------------------------
+
+
+def closes_over_tracked(rule: Rule) -> bool:
+    """Whether a rule captures a differentiated tensor, whose derivative would be lost.
+
+    Not of a rule without a contract, which gradtools derived from another one.
+    """
+    if rule.contract is None:
+        return False
+    if closures_of(rule).captures(lambda x: x.requires_grad):
+        return True
+    if upstream.peek_interpreter_stack() is not None:
+        return _captures(rule.user_functions, is_wrapped)
+    return upstream.forward_level() >= 0 and _captures(rule.user_functions, is_dual)
+
+
+def _captures(functions: Any, wanted: Callable[[Tensor], bool], attributes: bool = True) -> bool:
+    """Whether functions, or with `attributes` what their attributes hold, capture one."""
+    is_wanted = lambda x: isinstance(x, Tensor) and wanted(x)
+    return any(True for _ in captured_objects(functions, is_wanted, Tensor, attributes))
+
+
+def closures_of(rule: Rule) -> Closures:
+    """What a rule's functions close over."""
+    known: Closures | None = rule.__dict__.get("_closures")
+    if known is None:
+        known = rule.__dict__["_closures"] = Closures(rule.user_functions)
+    return known
+
+
+class Closures:
+    """The tensors in the closures of functions, which are searched again if a cell is rebound.
+
+    Other rules among what they close over look at their own closures when they are called.
+
+    Attributes:
+        empty: Whether the functions close over nothing.
+    """
+
+    def __init__(self, functions: Sequence[Any]) -> None:
+        self._functions = functions
+        self._search()
+
+    def _search(self) -> None:
+        is_kept = lambda x: isinstance(x, CellType | Tensor | dict | list | set)
+        leaves = Tensor, CustomRule
+        objects = [*captured_objects(self._functions, is_kept, leaves, attributes=False)]
+        self.empty = not objects
+        self._tensors = [x for x in objects if isinstance(x, Tensor)]
+        self._cells = [(x, _contents(x)) for x in objects if isinstance(x, CellType)]
+        self._may_change = any(isinstance(x, dict | list | set) for x in objects)
+
+    def captures(self, wanted: Callable[[Tensor], bool]) -> bool:
+        """Whether a tensor with `wanted(x)` is captured."""
+        for cell, content in self._cells:
+            if _contents(cell) is not content:
+                self._search()
+                break
+        if self._may_change:  # the contents of a container, without a new object
+            return _captures(self._functions, wanted, attributes=False)
+        return any(map(wanted, self._tensors))
+
+
+def _contents(cell: CellType) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:  # empty
+        return None

@@ -21,7 +21,6 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import (
     alive,
     filled,
-    is_dual,
     is_inexact,
     is_wrapped,
     like,
@@ -30,12 +29,15 @@ from gradtools.torch.functorch_wrappers import (
 )
 from gradtools.torch.modes import batchings, by_new_vmap
 from gradtools.torch.operation_marks import RULE
-from gradtools.torch.rules.captures import is_derived
-from gradtools.torch.rules.maps import extras_pushed, pulled_back, real_tensors_too, tangent_at
+from gradtools.torch.rules.transposing import (
+    extras_pushed,
+    pulled_back,
+    real_tensors_too,
+    tangent_at,
+)
 from gradtools.torch.state import Randomness
 
 Tensor = torch.Tensor
-_graphs = torch.is_grad_enabled
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -67,10 +69,9 @@ class Application:
         materializes: Whether an undefined cotangent becomes zeros.
         randomness: The generators' states before the evaluation, if a second one draws from them.
         perturbed: Which inputs are differentiated, None if unknown.
-        avals: The shape, dtype and device of each input; None until they are noted.
-        like_xs, like_ys: Those of the inputs, and of the outputs and extras; None for integers.
-        checked: The maps that are known to be linear.
-        ones: The vectors at which the cotangent map is transposed.
+        like_xs, like_ys: The shapes, dtypes and devices of the inputs, and of the outputs and
+            extras; None for integers.
+        ones: The vectors at which a map is transposed, by the name of the map.
     """
 
     rule: Rule
@@ -82,11 +83,16 @@ class Application:
     materializes: bool = False
     randomness: Any = None
     perturbed: tuple[bool, ...] | None = None
-    avals: Sequence[Any] | None = None
     like_xs: Sequence[Any] = ()
     like_ys: Sequence[Any] = ()
-    checked: set[str] = field(default_factory=set)
-    ones: list[Tensor] = field(default_factory=list)
+    ones: dict[str, list[Tensor]] = field(default_factory=dict)
+
+    def evaluate(self, xs: Sequence[Tensor]) -> list[Tensor]:
+        """Outputs and extras at detached inputs; stores the maps."""
+        rule, written = self.rule, self.rule.contract is not None
+        before = Randomness.now(xs) if written else None
+        with torch.set_grad_enabled(written):  # an output that requires grad shows a capture
+            return self.record(rule.at(*[x.detach() for x in xs], perturbed=self.perturbed), before)
 
     def record(self, at: Linearized, before: Randomness | None = None) -> list[Tensor]:
         """Stores the maps without arrays; returns the outputs and extras.
@@ -95,9 +101,7 @@ class Application:
             repeated.
         """
         self.count, self.linearized, out = len(at.ys), at.without_arrays(), [*at.ys, *at.extras]
-        if not self.rule.user_functions:
-            return out
-        if any(y.requires_grad or is_wrapped(y) for y in out):
+        if self.rule.contract is not None and any(y.requires_grad or is_wrapped(y) for y in out):
             raise closed_over_error(self.rule.name)
         # f for the value, the forward rule for a tangent: both draw the same numbers.
         repeats = isinstance(self.rule, JvpRule) or at.extras or at.opaque_residuals
@@ -107,26 +111,14 @@ class Application:
         return [y.detach() for y in out]
 
     def note(self, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
-        """Stores the avals of inputs, outputs and extras, and which of them the maps need."""
-        self.avals = [(x.shape, x.dtype, x.device) for x in xs]
+        """Stores what inputs, outputs and extras look like, and which of them the maps need."""
         self.like_xs, self.like_ys = list(map(like, xs)), list(map(like, ys))
         maps = self.linearized
         assert maps is not None
-        self.pushing = maps.saves
-        self.pulling = maps.saves[: len(maps.saves) - maps.tangent_only]
+        saves = (maps.saves[: len(maps.saves) - maps.tangent_only], maps.saves)
         if maps.opaque_residuals or len(ys) > self.count:  # the rule may be evaluated again
-            self.pushing, self.pulling = (
-                [*saves, *[i for i in range(len(xs)) if i not in saves]]
-                for saves in (self.pushing, self.pulling)
-            )
-
-
-def apply_at(point: Application, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The outputs and extras of an application, with their node."""
-    if upstream.peek_interpreter_stack() is None and not any(map(is_wrapped, xs)):
-        # As `attach`; looked up here, since recordings patch it.
-        return super(torch.autograd.Function, RuleFunction).apply(point, *apart(xs))
-    return RuleFunction.apply(point, *apart(xs))
+            saves = tuple((*s, *[i for i in range(len(xs)) if i not in s]) for s in saves)
+        self.pulling, self.pushing = saves
 
 
 def apart(xs: Sequence[Tensor]) -> Sequence[Tensor]:
@@ -144,19 +136,13 @@ class RuleFunction(torch.autograd.Function):
 
     @staticmethod
     def forward(point: Application, *xs: Tensor) -> tuple[Tensor, ...]:
-        out = without_aliases(evaluate(point, xs), xs)
-        for i, y in enumerate(out):
-            if upstream.is_view(y):  # PyTorch requires that its tangent is a view as well
-                y = y.clone()
-                # Cloning a tensor subclass gives a view.
-                out[i] = upstream.make_subclass(type(y), y) if upstream.is_view(y) else y
-        return tuple(out)
+        return tuple(without_aliases(point.evaluate(xs), xs))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: Any, outputs: Any) -> None:
         ctx.point = point = inputs[0]
         everything = inputs[1:] + outputs
-        if point.avals is None:
+        if not point.like_xs:
             point.note(inputs[1:], outputs)
         ctx.set_materialize_grads(point.materializes)
         ctx.save_for_backward(*map(everything.__getitem__, point.pulling))
@@ -167,7 +153,7 @@ class RuleFunction(torch.autograd.Function):
     def backward(ctx: Any, *cts: Any) -> Any:
         point = ctx.point
         try:
-            if (_graphs() or point.rule.reverse_only) and batchings():
+            if (torch.is_grad_enabled() or point.rule.reverse_only) and batchings():
                 return None, *by_new_vmap(lambda *cts: point.pull(ctx, cts), cts)
             return None, *point.pull(ctx, cts)
         except Exception as error:
@@ -195,14 +181,14 @@ class RuleFunction(torch.autograd.Function):
             point.linearized = one.linearized_from(xs, [])
         if isinstance(one, BatchedRule):
             rule, xs, axes_of = one.batching_rule(info.batch_size, in_dims, xs, info.randomness)
-            out = apply_at(Application(rule), xs)
+            out = RuleFunction.apply(Application(rule), *apart(xs))
             point.count = len(out)
             return tuple(out), axes_of(out)
         axes = tuple([None if d is None else 0 for d in in_dims])
         front = [x if d is None else x.movedim(d, 0) for x, d in zip(xs, in_dims, strict=True)]
         rule = batched(one, _Lists(info.randomness == "same"), axes, None, info.batch_size)
         batch = Application(rule, perturbed=point.perturbed)
-        out = apply_at(batch, front)
+        out = RuleFunction.apply(batch, *apart(front))
         point.count, point.randomness = batch.count, batch.randomness
         if one.linearize is not None:
             assert batch.linearized is not None
@@ -245,50 +231,6 @@ for _kind in (RuleFunction, Attached):
     upstream.backward_class(_kind).apply = RuleFunction.backward
 
 
-def edit_application(rule: Rule, inputs: int) -> Application:
-    """The application that all calls of an edit share."""
-    cotangent = rule.cotangent
-    assert cotangent is not None
-
-    def pulled(ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:
-        if cts[0] is None:
-            return (None,) * inputs
-        return cotangent(ctx.saved_tensors, [alive(ct) for ct in cts])
-
-    maps = rule.linearized_from([None] * inputs, []).without_arrays()
-    # An edit that saves nothing does not read its first argument.
-    pull, count = pulled if maps.saves else cotangent, inputs - len(rule.nondifferentiable)
-    return Application(rule, maps, count, pull, maps.saves, materializes=rule.reverse_only)
-
-
-# --- one evaluation ----------------------------------------------------------------------
-
-
-def evaluate(point: Application, xs: Sequence[Tensor]) -> list[Tensor]:
-    """Outputs and extras at detached inputs; the maps are stored in `point`."""
-    rule = point.rule
-    if not rule.user_functions:
-        return point.record(rule.at(*xs))
-    if is_derived(rule):
-        return point.record(rule.linearized_from(xs, undifferentiated(rule, xs)))
-    before = Randomness.now(xs)
-    with torch.enable_grad():  # an output that requires grad shows a captured tensor
-        at = rule.at(*[x.detach() for x in xs], perturbed=point.perturbed)
-    return point.record(at, before)
-
-
-def undifferentiated(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
-    """The value alone, for inputs that are not differentiated, where a recursive rule ends."""
-    if is_derived(rule):
-        with torch.no_grad():
-            return [y.detach() if y.requires_grad else y for y in rule.primal(*xs)]
-    ys = rule.primal(*xs)
-    tracked = lambda x: x.requires_grad or upstream.is_gradtrackingtensor(x) or is_dual(x)
-    if any(map(tracked, ys)) and not any(map(tracked, xs)):
-        raise closed_over_error(rule.name)
-    return list(ys)
-
-
 def without_aliases(ys: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
     """ys, cloned where they share memory with each other or with `others`.
 
@@ -303,9 +245,6 @@ def without_aliases(ys: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
                 cloned[i] = y.clone()
             known.add(key(y))
     return cloned
-
-
-# --- vmap --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -324,8 +263,5 @@ class _Lists:
         return torch.vmap(lambda *xs: tuple(fun(*xs)), in_dims=axes, randomness=randomness)
 
     def vmap_extras(self, fun: Callable[..., Any], axes: Any, size: int, extras: Any) -> Any:
-        def run(*xs: Tensor) -> tuple[list[Tensor], list[int]]:
-            out = self.vmap_list(fun, axes, size)(*xs)
-            return out, [0] * len(out)
-
-        return run
+        run = self.vmap_list(fun, axes, size)
+        return lambda *xs: (out := run(*xs), [0] * len(out))

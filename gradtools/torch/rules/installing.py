@@ -11,8 +11,7 @@ Where something is differentiated it is an application of a `torch.autograd.Func
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -23,19 +22,10 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.captured_tensors import as_read_now
 from gradtools.torch.compiling import is_compiling, opaque_to_dynamo
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact, is_wrapped, unwrapped
-from gradtools.torch.operation_marks import running
-from gradtools.torch.rules.captures import closes_over_tracked
-from gradtools.torch.rules.functions import (
-    Application,
-    BatchedRule,
-    apart,
-    apply_at,
-    attach,
-    edit_application,
-    undifferentiated,
-)
-from gradtools.torch.rules.maps import real_tensors_too
-from gradtools.torch.rules.transposing import in_eager, in_own_transpose
+from gradtools.torch.operation_marks import note_edit, pushing_in_trace
+from gradtools.torch.rules.checking import closes_over_tracked
+from gradtools.torch.rules.functions import Application, BatchedRule, RuleFunction, apart, attach
+from gradtools.torch.rules.transposing import in_eager, in_own_transpose, real_tensors_too
 
 Tensor = torch.Tensor
 _levels, _functions = upstream.peek_interpreter_stack, upstream.count_of_function_modes
@@ -56,8 +46,8 @@ def apply_rule_by_key(key: str, *xs: Tensor) -> list[Tensor]:
     if not is_compiling():
         return apply_rule(by_key(key), *xs)
     # Dynamo does not show whether an input is differentiated, so it counts as differentiated.
-    if _compiled and _reverse_only(key):
-        raise GradtoolsError(reverse_only_text(_compiled[-1], _reverse_only(key)))
+    if pushing_in_trace and _reverse_only(key):
+        raise GradtoolsError(reverse_only_text(pushing_in_trace[-1], _reverse_only(key)))
     return list(_apply_by_key(key, *xs))
 
 
@@ -77,17 +67,18 @@ def _apply_by_key(key: str, *xs: Tensor) -> tuple[Tensor, ...]:
 def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
     if _functions():
         xs = as_read_now(xs)
-    if rule.reaches == "identity" and is_plain_eager(xs):
-        application = rule.__dict__.get(APPLICATION) or application_of(rule, len(xs))
+    if rule.reaches == "identity" and _is_plain_eager(xs):
+        application = rule.__dict__.get("_application") or edit_application(rule, len(xs))
         xs = apart(xs)
         return attach((application, tuple(xs[: application.count])), *xs)
     if upstream.is_exporting() and _levels() is None:
         return _exported(rule, xs)
     if not isinstance(rule, BatchedRule) and not differentiated(xs):
-        if rule.reaches is None:
-            return undifferentiated(rule, xs)
-        if rule.reaches == "identity" and not _functions():
-            return [y.detach().clone() for y in rule.primal(*xs)]
+        if rule.reaches == "identity":
+            if not _functions():
+                return [y.detach().clone() for y in rule.primal(*xs)]
+        elif rule.reaches is None:
+            return _undifferentiated(rule, xs)
     if rule.user_functions:
         if in_own_transpose(rule, xs):
             return rule.primal(*xs)
@@ -96,19 +87,38 @@ def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
     point = Application(rule)
     if "cotangent" in rule.symbolic_zeros and in_eager():
         point.perturbed = tuple([is_inexact(x) and (x.requires_grad or is_dual(x)) for x in xs])
-    return apply_at(point, xs)[: point.count]
+    return RuleFunction.apply(point, *apart(xs))[: point.count]
 
 
-APPLICATION = "_application"  # the attribute of an edit's rule that caches its application
+def _undifferentiated(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
+    """The value alone, for inputs that are not differentiated, where a recursive rule ends."""
+    if rule.contract is None:
+        with torch.no_grad():
+            return [y.detach() if y.requires_grad else y for y in rule.primal(*xs)]
+    ys = rule.primal(*xs)
+    tracked = lambda x: x.requires_grad or upstream.is_gradtrackingtensor(x) or is_dual(x)
+    if any(map(tracked, ys)) and not any(map(tracked, xs)):
+        raise closed_over_error(rule.name)
+    return list(ys)
 
 
-def application_of(rule: Rule, inputs: int) -> Application:
-    """The application of an edit, made and kept at its first call."""
-    application = rule.__dict__[APPLICATION] = edit_application(rule, inputs)
+def edit_application(rule: Rule, inputs: int) -> Application:
+    """The application that all calls of an edit share, made at the first one."""
+    cotangent = rule.cotangent
+    assert cotangent is not None
+
+    def pulled(ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:
+        return (None,) * inputs if cts[0] is None else cotangent(ctx.saved_tensors, cts)
+
+    maps = rule.linearized_from([None] * inputs, []).without_arrays()
+    # An edit that saves nothing does not read its first argument.
+    pull, count = pulled if maps.saves else cotangent, inputs - len(rule.nondifferentiable)
+    application = Application(rule, maps, count, pull, maps.saves, materializes=rule.reverse_only)
+    rule.__dict__["_application"] = application
     return application
 
 
-def is_plain_eager(xs: Sequence[Tensor]) -> bool:
+def _is_plain_eager(xs: Sequence[Tensor]) -> bool:
     """Whether autograd alone is active: no transform, mode, recording or dual numbers."""
     for x in xs:
         if x.layout is not torch.strided or is_wrapped(x) or x.is_nested:
@@ -147,34 +157,3 @@ def differentiated(xs: Sequence[Tensor]) -> bool:
 
 
 _DERIVATIVES = (upstream.TransformType.Grad, upstream.TransformType.Jvp)
-
-
-# --- edits that have no forward mode ------------------------------------------------------
-
-
-class _Pushing(threading.local):
-    """This thread's stack of operators that transpose f's pullback, where rules must be linear."""
-
-    def __init__(self) -> None:
-        self.callers: list[str] = []
-
-
-_eager = _Pushing()
-_compiled: list[str] = []  # dynamo follows a plain list; it is empty before and after
-
-
-def evaluated_to_push(caller: str, evaluate: Callable[..., Any], *args: Any) -> Any:
-    """`evaluate(*args)`, refusing rules that have no forward mode."""
-    callers = _compiled if is_compiling() else _eager.callers
-    callers.append(caller)
-    try:
-        return evaluate(*args)
-    finally:
-        callers.pop()
-
-
-def note_edit(name: str, xs: Sequence[Tensor]) -> None:
-    """Counts an edit that has no forward mode. Raises where f's pullback is to be transposed."""
-    if _eager.callers and any(x.requires_grad for x in xs):
-        raise GradtoolsError(reverse_only_text(_eager.callers[-1], name))
-    running.edits, running.edit = running.edits + 1, name

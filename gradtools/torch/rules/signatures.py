@@ -11,39 +11,38 @@ outputs get their node (`attach`) or tangents. Everywhere else `installing.py` a
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
+from itertools import chain, combinations, product, starmap
+from operator import attrgetter
 from typing import Any
 
 import torch
 
-from gradtools.custom_rules import CustomRule
 from gradtools.custom_structure import Specialization
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import type_key
 from gradtools.rules import ARRAY, closed_over_error
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.autograd_graph import SPENT, leaves_of
-from gradtools.torch.functorch_wrappers import filled, is_dual, is_wrapped, may_be_dual, ones
+from gradtools.torch.autograd_graph import leaves_of
+from gradtools.torch.functorch_wrappers import filled, is_dual, is_wrapped, ones
 from gradtools.torch.modes import unpacked
 from gradtools.torch.operation_marks import running
-from gradtools.torch.rules.captures import closures_of
-from gradtools.torch.rules.checking import check_linear
+from gradtools.torch.rules.checking import check_linear, closures_of
 from gradtools.torch.rules.functions import Application, attach, without_aliases
 from gradtools.torch.rules.installing import apply_rule
-from gradtools.torch.rules.maps import pulled_back, tangent_at
-from gradtools.torch.rules.transposing import EAGER, ONGOING, Transposing, in_eager
+from gradtools.torch.rules.transposing import applied_to, in_eager, ongoing, pulled_back, tangent_at
 from gradtools.torch.state import Randomness, restored
 from gradtools.torch.trees import flatten
 
 Tensor = torch.Tensor
-_detach = Tensor.detach
 _is_compiling, _levels = torch.compiler.is_dynamo_compiling, upstream.peek_interpreter_stack
 _modes, _hooks = upstream.count_of_function_modes, upstream.saved_tensors_hooks_on
 _forward_level, _graphs = upstream.forward_level, torch.is_grad_enabled
-_PLAIN = (Tensor, torch.nn.Parameter)
-_STRIDED = torch.strided
+_PLAIN = frozenset([Tensor, torch.nn.Parameter])
+_STRIDED, _requires_grad = torch.strided, attrgetter("requires_grad")
 _LEAF = flatten(torch.empty(0))[1]
-_CONSTANTS = (bool, int, float, complex, str, bytes, type(None), torch.dtype, type(ARRAY))
+_CONSTANTS = {bool, int, float, complex, str, bytes, type(None), torch.dtype, type(ARRAY)}
 _MOST = 256
 
 
@@ -56,7 +55,6 @@ class Signature:
         avals: The shape, dtype and device of each tensor.
         likes: The same, None for integers.
         key: The shapes and dtypes, the key of the contract's checks.
-        closed: What the author's functions close over.
         repeats: Whether the forward pass may run again, so that the generators' states are kept.
         shared: The applications that calls share, by the positions of what they save.
         smooth: Whether all tensors are floating or complex, and the author's code leaves a graph.
@@ -66,11 +64,7 @@ class Signature:
 
     def __init__(self, specialized: Specialization, avals: tuple[Any, ...]) -> None:
         self.specialized, self.rule, self.avals = specialized, specialized.rule, avals
-        self.fun, self.fwd, self.bwd = specialized.fun, specialized.fwd, specialized.bwd
         self.likes = [x if x[1].is_floating_point or x[1].is_complex else None for x in avals]
-        self.expected = [
-            (tuple(x[0]), x[1], one is not None) for x, one in zip(avals, self.likes, strict=True)
-        ]
         self.key = tuple([(tuple(shape), dtype) for shape, dtype, _ in avals])
         self.closed, self.repeats = closures_of(self.rule), True
         self.smooth = None not in self.likes and not hasattr(specialized.of, "kernel")
@@ -78,51 +72,38 @@ class Signature:
         self.shared: dict[Any, Application] = {}
         self.recording: Application | None = None
 
-    def out_def(self) -> Any:
-        """The structure of f's output."""
-        return self.specialized.outs.get(self.key, self.specialized.newest)
-
     def outputs(self, ys: Sequence[Tensor]) -> Any:
         """The output that f returns, of its tensors."""
-        out_def = self.out_def()
+        out_def = self.specialized.outs.get(self.key, self.specialized.newest)
         return ys[0] if out_def is _LEAF else self.specialized.backend.unflatten(out_def, list(ys))
 
     def value(self, args: tuple[Any, ...], tracked: bool) -> Any:
         """f alone, for arguments that are not differentiated."""
-        out = self.fun(*args)
-        ys = [out]
-        if type(out) is not Tensor or self.key not in self.specialized.values:
-            ys = self.specialized.outputs(args, out, "it")
-            out = self.outputs(ys)
-        for y in ys:
-            if y.requires_grad and not tracked:
-                raise closed_over_error(self.rule.name)
-        return out
+        out = self.specialized.fun(*args)
+        is_known = type(out) is Tensor and self.key in self.specialized.values
+        ys = [out] if is_known else self.specialized.outputs(args, out, "it")
+        if not tracked and any(map(_requires_grad, ys)):
+            raise closed_over_error(self.rule.name)
+        return out if is_known else self.outputs(ys)
 
     # --- fwd and bwd
 
     def applied(self, args: tuple[Any, ...]) -> Any:
-        """The outputs with their node, by one run of fwd."""
-        point, outs = self.evaluated(tuple(map(_detach, args)))
+        """The output with its node, by one run of fwd."""
+        point, outs = self.evaluated(tuple(map(Tensor.detach, args)))
         ys = attach((point, outs), *args)
         return ys[0] if point.pull is not pulled_back else self.outputs(ys[: point.count])
 
     def evaluated(self, xs: tuple[Any, ...]) -> tuple[Application, tuple[Tensor, ...]]:
         """The application, outputs and extras of one run of fwd."""
         before = Randomness.now(xs) if self.repeats else None
-        try:
-            result = self.fwd(*xs)
-        finally:
-            if not _graphs():  # fwd left it off
-                upstream.set_grad_enabled(True)
-        known = self._shared(xs, result)
-        if known is not None:
-            point, outs = known
-            if len(outs) == 1:
-                self.repeats = False
-                return point, (outs[0].detach(),)
-            if before is not None and before.current() is before:
-                return point, tuple(map(_detach, outs))
+        result = self.specialized.fwd(*xs)
+        shared = self._shared(xs, result)
+        if shared is not None:
+            point, outs = shared
+            if len(outs) == 1 or (before is not None and before.current() is before):
+                self.repeats = len(outs) > 1
+                return point, tuple(map(Tensor.detach, outs))
         at = self.specialized.linearized(xs, result)
         again = bool(at.extras or at.opaque_residuals)
         if again and before is None:  # another evaluation must draw the same numbers
@@ -138,9 +119,7 @@ class Signature:
 
         None if fwd returned or saved anything but one tensor or a tuple of them.
         """
-        if type(result) is not tuple or len(result) != 2:
-            return None
-        out, res = result
+        out, res = result if type(result) is tuple and len(result) == 2 else (None, None)
         leaves = (res,) if type(res) is Tensor else res
         if type(out) is not Tensor or type(leaves) is not tuple:
             return None
@@ -148,17 +127,15 @@ class Signature:
             return None
         everything, places = [*xs, out], []
         for r in leaves:
-            if type(r) is not Tensor:
+            if type(r) is not Tensor or r.requires_grad:
                 return None
-            for i, x in enumerate(everything):
+            for i, x in enumerate(everything):  # noqa: B007
                 if r is x:
-                    places.append(i)
                     break
             else:
-                if r.requires_grad:
-                    return None
-                places.append(len(everything))
+                i = len(everything)
                 everything.append(r)
+            places.append(i)
         outs = everything[len(xs) :]
         point = self.shared.get(key := (type(res), *places))
         if point is None:
@@ -173,8 +150,9 @@ class Signature:
 
         count: The number of residuals; None: one tensor in no tuple.
         """
-        bwd, avals, maps = self.bwd, self.avals, point.linearized
-        is_flat = self.specialized.is_flat
+        specialized, avals, likes, maps = self.specialized, self.avals, self.likes, point.linearized
+        bwd, is_flat = specialized.bwd, specialized.is_flat
+        expected = [(*key, x is not None) for key, x in zip(self.key, likes, strict=True)]
 
         def cotangent(saved: Sequence[Any], cts: Sequence[Any]) -> Any:
             cotangents = bwd(saved[0] if count is None else tuple(saved[:count]), cts[0])
@@ -184,17 +162,16 @@ class Signature:
                         break
                 else:
                     return cotangents
-            return filled(self.specialized.cotangents(cotangents, self.expected), self.likes)
+            return filled(specialized.cotangents(cotangents, expected), likes)
 
         def pull(ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:
-            if type(cts[0]) is not Tensor or (len(cts) > 1 and any(c is not None for c in cts[1:])):
-                return pulled_back(ctx, cts)
-            if _graphs() and not (_forward_level() < 0 and in_eager()):
-                return pulled_back(ctx, cts)
-            return cotangent(ctx.saved_tensors, cts)
+            first = type(cts[0]) is Tensor and (len(cts) == 1 or all(c is None for c in cts[1:]))
+            if first and (not _graphs() or (_forward_level() < 0 and in_eager())):
+                return cotangent(ctx.saved_tensors, cts)
+            return pulled_back(ctx, cts)
 
         point.pull = pull
-        if maps is not None and self.specialized.refined is None:
+        if maps is not None and specialized.refined is None:
             point.linearized = replace(maps, cotangent=cotangent)
 
     # --- a forward rule alone in reverse mode
@@ -204,22 +181,12 @@ class Signature:
 
     def recorded(self, args: tuple[Any, ...]) -> Any:
         """The value, by one evaluation of the forward rule; None if that does not cover it."""
-        xs, point = tuple(map(_detach, args)), self.recording
+        xs = tuple(map(Tensor.detach, args))
+        point = self.recording = self.recording or self._recording(xs)
         if point is None:
-            self.records = self._may_record(xs)
-            if not self.records:
-                return None
-            maps = self.rule.linearized_from([None] * len(xs), []).without_arrays()
-            point = Application(self.rule, maps, 1, self._pulled_in_graph, maps.saves)
-            point.avals, point.like_xs, point.checked = self.avals, self.likes, {"tangent"}
-            point.materializes, self.recording = True, point
-        ONGOING.running.append(Transposing(self.rule.origin, EAGER))
-        try:
-            result = self.specialized.jvp(xs, args)
-        finally:
-            ONGOING.running.pop()
-            if not _graphs():  # the rule left it off
-                upstream.set_grad_enabled(True)
+            self.records = False
+            return None
+        result = applied_to(None, self.rule, self.specialized.jvp, xs, args)
         if not _is_pair(result) or not result[1].requires_grad:
             return None
         y, dy = result
@@ -228,35 +195,26 @@ class Signature:
         # Detached: the graph may hold y itself, which would be a reference cycle.
         return attach((point, (y.detach(),)), *args, dy)[0]
 
-    def _may_record(self, xs: tuple[Tensor, ...]) -> bool:
-        """Whether f returns one tensor, and its tangent map may be transposed in the call's graph.
+    def _recording(self, xs: tuple[Tensor, ...]) -> Application | None:
+        """The application of recorded calls; None if the tangent map may not be transposed so.
 
-        That graph may end in no other leaf, which would get a gradient.
+        That is if f does not return one tensor, if the map is not linear (which is raised when a
+        derivative is taken), or if its graph ends in another leaf, which would get a gradient.
         """
-        tangent, dxs = self.specialized.tangent, [ones(*x).requires_grad_() for x in self.avals]
-        own = {*map(id, dxs)}
-        for dx in dxs:  # constants to derivatives that the map takes
-            setattr(dx, SPENT, [True])
-        with unpacked(), restored(Randomness.now(xs)):  # no checkpoint counts what runs once
-            ONGOING.running.append(Transposing(self.rule.origin, EAGER))
-            try:
-                check_linear(self.rule, "tangent", tangent, xs, self.likes, self.avals)
-                dys = tangent(xs, dxs)
-            except GradtoolsError:  # raised again when a derivative is taken
-                return False
-            finally:
-                ONGOING.running.pop()
-        return self.out_def() is _LEAF and all(
-            id(leaf) in own for leaf in leaves_of([dy for dy in dys if dy is not None])
-        )
-
-    def _pulled_in_graph(self, ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:
-        """Hands the cotangent on to the tangent, the last input; at second order, transposes."""
-        if _graphs():
-            return *pulled_back(ctx, cts), None
-        if _is_compiling():  # compiled autograd cannot add a tensor to None
-            return *[torch.zeros_like(x) for x in ctx.saved_tensors], cts[0]
-        return *(None,) * len(self.avals), cts[0]
+        dxs = [ones(*x).requires_grad_() for x in self.avals]
+        run = self.specialized.tangent
+        tangent = lambda xs, dxs: applied_to(None, self.rule, run, xs, dxs)
+        # No checkpoint counts what runs once.
+        with unpacked(), restored(Randomness.now(xs)), suppress(GradtoolsError):
+            check_linear(self.rule, "tangent", tangent, xs, self.likes)
+            leaves = leaves_of([dy for dy in tangent(xs, dxs) if dy is not None])
+            is_leaf = self.specialized.outs.get(self.key) is _LEAF
+            if is_leaf and {*map(id, leaves)} <= {*map(id, dxs)}:
+                maps = self.rule.linearized_from([None] * len(xs), []).without_arrays()
+                point = Application(self.rule, maps, 1, _pulled_in_graph, maps.saves)
+                point.like_xs, point.ones, point.materializes = self.likes, {"tangent": []}, True
+                return point
+        return None
 
     # --- forward mode alone
 
@@ -266,11 +224,11 @@ class Signature:
         None if that does not cover the call.
         """
         level = _forward_level()
-        pairs = [upstream.unpack_dual(x, level) for x in args]
-        xs, dxs = tuple([x for x, _ in pairs]), tuple([dx for _, dx in pairs])
+        xs, dxs = zip(*[upstream.unpack_dual(x, level) for x in args], strict=True)
         there = [dx for dx in dxs if dx is not None]
         if not there:
             return None
+        ys: Any
         if self.specialized.jvp is not None:
             result = self.specialized.jvp(xs, tuple(filled(dxs, self.likes)))
             if self.key in self.specialized.outs and _is_pair(result):
@@ -286,19 +244,26 @@ class Signature:
             with torch.no_grad():
                 dys = tangent_at(point, at, dxs)
         for y, dy in zip(ys, dys, strict=True):
-            if y.requires_grad or _moves(y, level) or (dy is not None and _moves(dy, level)):
+            if y.requires_grad or is_dual(y) or is_dual(dy):
                 raise closed_over_error(self.rule.name)
-        if len(ys) == 1 and dy is not None and not upstream.is_alias_of(y, dy):
-            for x in (*xs, *there):
-                if upstream.is_alias_of(x, y) or upstream.is_alias_of(x, dy):
-                    break
-            else:  # as most are
-                return self.outputs([upstream.make_dual(y, dy, level=level)])
-        apart = without_aliases((*ys, *dys), xs, there)
+        apart = [*ys, *dys]
+        new = [x for x in apart if x is not None]
+        pairs = chain(combinations(new, 2), product(new, (*xs, *there)))
+        if len(new) > 2 or any(starmap(upstream.is_alias_of, pairs)):
+            apart = without_aliases(apart, xs, there)
         both = zip(apart, apart[len(ys) :], strict=False)
         return self.outputs(
             [y if dy is None else upstream.make_dual(y, dy, level=level) for y, dy in both]
         )
+
+
+def _pulled_in_graph(ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:
+    """Hands the cotangent on to the tangent, the last input; at second order, transposes."""
+    if _graphs():
+        return *pulled_back(ctx, cts), None
+    if _is_compiling():  # compiled autograd cannot add a tensor to None
+        return *[torch.zeros_like(x) for x in ctx.saved_tensors], cts[0]
+    return *(None,) * len(ctx.point.like_xs), cts[0]
 
 
 def _is_pair(result: Any) -> bool:
@@ -307,17 +272,6 @@ def _is_pair(result: Any) -> bool:
         return False
     y, dy = result
     return type(y) is type(dy) is Tensor and y.shape == dy.shape and y.dtype is dy.dtype
-
-
-def _moves(x: Tensor, level: int) -> bool:
-    """Whether x has a tangent; one of autograd's legacy vmap, as in gradcheck, has none."""
-    if not may_be_dual(x) or upstream.is_legacy_batched(x):
-        return False
-    return upstream.unpack_dual(x, level)[1] is not None
-
-
-def _is_differentiated(x: Tensor) -> bool:
-    return x.requires_grad or is_dual(x)
 
 
 class Calls:
@@ -329,24 +283,16 @@ class Calls:
         self.count = 0 if of._needs_binding else len(of._binding.names)
         self.signatures: dict[Any, Signature] = {}
 
-    @staticmethod
-    def fit(of: CustomRule) -> bool:
-        """Whether the rule's calls may share anything."""
-        return not of.symbolic_zeros and bool(of.bwd or of.jvp)
-
     def call(self, args: tuple[Any, ...], statics: tuple[Any, ...]) -> Any:
         """The rule's output; NotImplemented for arguments that have no signature."""
         if _is_compiling() or (len(args) != self.count and self.count):
             return NotImplemented
-        structure, key = None, ()
-        tracked, plain = False, _levels() is None
-        for x in args:
-            if statics or type(x) not in _PLAIN:
-                args, structure = self._structure(args, statics)
-                key = structure
-                break
+        structure: tuple[Any, ...] = ()
+        if statics or not _PLAIN.issuperset(map(type, args)):
+            args, structure = self._structure(args, statics)
         if not args:
             return NotImplemented
+        key, tracked, plain = structure, False, _levels() is None
         try:
             for x in args:
                 if x.layout is not _STRIDED:
@@ -362,17 +308,17 @@ class Calls:
             if torch.jit.is_tracing():  # type: ignore[attr-defined]
                 return NotImplemented  # sizes are tensors there
             signature = self._signature(key, args, structure)
-        graphs, pushes = tracked and _graphs(), _forward_level() >= 0
-        if plain and not graphs and not pushes:
+        graphs = tracked and _graphs()
+        if plain and not graphs and _forward_level() < 0:
             return signature.value(args, tracked)
-        plain = plain and not (ONGOING.running or running.recorded or _modes())
-        closed = signature.closed
-        if plain and (closed.empty or not closed.captures(_is_differentiated)):
+        plain = plain and not (ongoing.maps or running.recorded or _modes())
+        captured = lambda x: x.requires_grad or is_dual(x)
+        if plain and (signature.closed.empty or not signature.closed.captures(captured)):
             out = None
-            if pushes:
+            if _forward_level() >= 0:
                 if signature.smooth and not graphs:
                     out = signature.pushed(args)
-            elif signature.bwd is not None:
+            elif signature.specialized.bwd is not None:
                 return signature.applied(args)
             # A checkpoint would run its recomputation inside of what is recorded.
             elif signature.records and _hooks(False) is None:
@@ -382,22 +328,18 @@ class Calls:
         return signature.outputs(apply_rule(signature.rule, *args))
 
     def _structure(self, args: Any, statics: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
-        """The tensors of a call, and a key of its structure and constants; empty if unhashable."""
+        """The tensors of a call, and its structure and constants; no tensors if it has no key."""
         leaves, treedef = self.of._backend.flatten_static(args)
         xs = tuple([x for x in leaves if isinstance(x, Tensor)])
         others = tuple([ARRAY if isinstance(x, Tensor) else x for x in leaves])
         constants = (*statics, *others)
-        if any(type(x) not in _CONSTANTS for x in constants) or any(
-            type(x) not in _PLAIN for x in xs
-        ):
-            return (), ()
-        return xs, (treedef, statics, others, type_key(constants))
+        hashable = _CONSTANTS.issuperset(map(type, constants))
+        plain = hashable and _PLAIN.issuperset(map(type, xs))
+        return xs if plain else (), (treedef, statics, others, type_key(constants))
 
     def _signature(self, key: Any, args: tuple[Any, ...], structure: Any) -> Signature:
         """The signature of a first call, which it keeps."""
-        if structure is None:
-            structure = (self.of._backend.flatten_static(args)[1], (), (ARRAY,) * len(args))
-        treedef, statics, others = structure[:3]
+        treedef, statics, others = (structure or self._structure(args, ())[1])[:3]
         specialized = self.of._specialized(statics, treedef, others)
         avals = tuple([(x.shape, x.dtype, x.device) for x in args])
         result = self.signatures[key] = Signature(specialized, avals)

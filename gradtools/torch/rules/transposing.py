@@ -1,7 +1,9 @@
-"""Pullbacks of functions, and the transpose of a rule's map for the mode that it lacks.
+"""The tangent and cotangent map of one application of a rule, each the transpose of the other.
 
-A linear map is transposed by differentiating it. PyTorch does so for nonlinear maps as well;
-`checking.py` checks linearity first.
+`ctx` is the context of the application's `torch.autograd.Function` (`functions.py`). A linear map
+v -> L(v) that the author did not give is transposed by differentiating the other one. PyTorch does
+so for nonlinear maps as well; `checking.py` checks linearity first. Extras are differentiated
+through the code that computed them, by a second evaluation of the rule.
 
 Recursion must be broken where a rule applies itself to tangents. The forward rule of a linear
 function may be the function, df(x)[t] = f(t). Transposing it needs the derivative of t -> f(t),
@@ -13,24 +15,26 @@ as plain code when it is transposed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 
 from gradtools.errors import GradtoolsError
-from gradtools.rules import Rule, spread
+from gradtools.rules import JvpRule, Map, Rule, evaluating_again, replaced_where, spread, total
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.autograd_graph import SPENT, leaves_of
+from gradtools.torch import engines
+from gradtools.torch.autograd_graph import leaves_of
 from gradtools.torch.compiling import is_compiling
-from gradtools.torch.functorch_wrappers import is_inexact, ones, unwrapped
+from gradtools.torch.functorch_wrappers import alive, filled, like, ones, unwrapped
 from gradtools.torch.modes import unpacked
+from gradtools.torch.rules.checking import check_linear
+from gradtools.torch.state import restored
 
 Tensor = torch.Tensor
-Fun = Callable[..., Sequence[Any]]
-Map = Callable[[Sequence[Any], Sequence[Any]], Sequence[Any]]
-_graphs, _set_graphs = torch.is_grad_enabled, upstream.set_grad_enabled
 
 
 def in_eager() -> bool:
@@ -39,138 +43,203 @@ def in_eager() -> bool:
     return stack is None and not is_compiling() and upstream.TracingContext.try_get() is None
 
 
-# --- pullbacks ---------------------------------------------------------------------------
+def pulled_back(ctx: Any, cts: Sequence[Any]) -> Any:
+    """The backward pass, at any order."""
+    point, tensors = ctx.point, [alive(x) for x in ctx.saved_tensors]
+    if point.rule.reverse_only:
+        return point.linearized.cotangent(tensors, cts)
+    cts = [None if ct is None else alive(ct) for ct in cts]
+    inner, hidden = cts[: point.count], cts[point.count :]
+    parts = []
+    with real_tensors_too(tensors):
+        if any(ct is not None for ct in inner):
+            parts.append(_cotangent(point, tensors, inner))
+        if any(ct is not None for ct in hidden):
+            run, xs, mask = _extras_of(point, inputs_of(point, point.pulling, tensors))
+            again = engines.vjp(run, xs, groups=None, once=True)
+            parts.append(spread(again.pullback(hidden), mask))
+    if not parts:
+        return (None,) * len(point.like_xs)
+    return parts[0] if len(parts) == 1 else [*map(total, zip(*parts, strict=True))]
 
 
-def vjp(fun: Fun, xs: Sequence[Tensor]) -> tuple[list[Any], Any]:
-    """The outputs of fun at xs, None for integers, and their pullback, of tensors or None.
+def inputs_of(point: Any, kept: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
+    """The inputs, which were saved for a second evaluation."""
+    return [tensors[kept.index(i)] for i in range(len(point.like_xs))]
 
-    Like `torch.func.vjp`, and in eager mode by autograd itself. Runs inside of hooks on saved
-    tensors, which torch.func refuses and which see nothing.
+
+# --- the maps, and the transpose of one for the other -------------------------------------
+
+
+def tangent_at(point: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
+    """The tangents of the outputs, at the residuals in `tensors`."""
+    rule = point.rule
+    maps, at = _maps_at(point, point.pushing, tensors)
+    dxs = [None if i in rule.nondifferentiable else dx for i, dx in enumerate(dxs)]
+    if rule.fills("tangent"):
+        dxs = filled(dxs, point.like_xs)
+    if maps.tangent is not None:
+        return list(maps.tangent(at, dxs))
+
+    def run(at: Any, cts: Any) -> list[Any]:
+        pairs = zip(maps.cotangent(at, cts), dxs, strict=True)
+        return [None if dx is None else pulled for pulled, dx in pairs]
+
+    likes = point.like_ys[: point.count]
+    return _by_transposing(point, "cotangent", maps.cotangent, run, at, likes, dxs)
+
+
+def _cotangent(point: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> Sequence[Any]:
+    """The cotangents of the inputs, at the residuals in `tensors`."""
+    rule = point.rule
+    maps, at = _maps_at(point, point.pulling, tensors)
+    if rule.fills("cotangent") and any(ct is None for ct in cts):
+        cts = filled(cts, point.like_ys[: point.count])
+    pulling = maps.cotangent
+    if maps.written is not None and in_eager() and upstream.forward_level() < 0:
+        pulling = maps.written  # autograd differentiates this code itself
+    if pulling is not None:
+        pulled = list(pulling(at, cts))
+        return pulled if rule.contract is None else filled(pulled, point.like_xs)
+    likes = [None if i in rule.nondifferentiable else x for i, x in enumerate(point.like_xs)]
+    run = lambda at, dxs: maps.tangent(at, filled(dxs, point.like_xs) if rule.contract else dxs)
+    return _by_transposing(point, "tangent", maps.tangent, run, at, likes, cts)
+
+
+def _by_transposing(
+    point: Any, which: str, whole: Any, run: Map, at: Any, likes: Any, values: Sequence[Any]
+) -> list[Any]:
+    """The transpose of `vs -> run(at, vs)`, a part of the map `whole`, at `values`."""
+    if which not in point.ones:
+        check_linear(point.rule, which, whole, at, likes)
+    known = point.ones.setdefault(which, [])
+    return transposed(point.rule, run, at, likes, values, known if which == "cotangent" else None)
+
+
+def transpose(
+    rule: Rule, which: str, linear: Any, at: list[Any], examples: list[Any], values: list[Any]
+) -> list[Any]:
+    """The transpose of `vs -> linear(at, *vs)`, of tensors like the examples, at `values`."""
+    run, likes = lambda at, vs: linear(at, *vs), list(map(like, examples))
+    check_linear(rule, which, run, at, likes)
+    return filled(transposed(rule, run, at, likes, values), likes)
+
+
+def _maps_at(
+    point: Any, kept: Sequence[int], tensors: Sequence[Tensor]
+) -> tuple[Any, Sequence[Tensor]]:
+    """The rule's maps and their residuals.
+
+    Maps that evaluate the author's functions again draw the random numbers of the first evaluation.
+
+    kept: The positions of `tensors` in `[*xs, *ys, *extras]`.
     """
-    if in_eager() and upstream.forward_level() < 0:
-        return _eager_vjp(fun, xs)
-    mask: list[bool] = []
-
-    def dense(*xs: Tensor) -> tuple[Tensor, ...]:
-        ys = fun(*xs)
-        mask[:] = [y is not None and is_inexact(y) for y in ys]
-        return tuple([y for y, m in zip(ys, mask, strict=True) if m]) or (torch.zeros(()),)
-
-    with unpacked():
-        outs, pull = torch.func.vjp(dense, *xs)[:2]
-    ys = spread(outs[: sum(mask)], mask)
-
-    def pullback(cts: Sequence[Any]) -> list[Any]:
-        pairs = zip(ys, cts, strict=True)
-        full = [torch.zeros_like(y) if ct is None else ct for y, ct in pairs if y is not None]
-        with unpacked():  # views, since what fun returns unchanged may be of a level that has ended
-            return [v.view_as(v) for v in pull(tuple(full) or (torch.zeros(()),))]
-
-    return ys, pullback
+    maps, at, opaque = point.linearized, tensors, point.linearized.opaque_residuals
+    if opaque and maps.example is None and (torch.is_grad_enabled() or not in_eager()):
+        at = inputs_of(point, kept, tensors)
+        maps = evaluating_again(point.rule, maps, len(at), point.perturbed)
+    if point.randomness is not None:
+        drawing = partial(_drawn, point.randomness)
+        if maps.tangent and (opaque or isinstance(point.rule, JvpRule)):
+            maps = replace(maps, tangent=partial(drawing, maps.tangent))
+        if maps.cotangent and opaque:
+            maps = replace(maps, cotangent=partial(drawing, maps.cotangent))
+    return maps, at[: len(maps.saves)]
 
 
-def _eager_vjp(fun: Fun, xs: Sequence[Tensor]) -> Any:
-    """`vjp` at aliases of xs, whose pullback is differentiable where gradients are on."""
-    spent = [False]
-    with unpacked(), torch.enable_grad():
-        at = [x.view_as(x) if x.requires_grad else _leaf(x, spent) for x in xs]
-        outs = [y if y is not None and is_inexact(y) else None for y in fun(*at)]
-    spent[0] = True
-
-    def pullback(cts: Sequence[Any]) -> list[Any]:
-        with unpacked():
-            grads = _engine(outs, at, cts, True, _graphs())
-        return [torch.zeros_like(x) if g is None else g for x, g in zip(xs, grads, strict=True)]
-
-    return outs, pullback
+def _drawn(randomness: Any, run: Map, saved: Sequence[Tensor], vs: Sequence[Any]) -> list[Any]:
+    with restored(randomness):
+        return list(run(saved, vs))
 
 
-def _leaf(x: Tensor, spent: list[bool]) -> Tensor:
-    """A leaf at x, which is a constant to other derivatives once it is spent."""
-    leaf = (x.clone() if x.is_inference() else x.detach()).requires_grad_()
-    setattr(leaf, SPENT, spent)
-    return leaf
+# --- extras: differentiated through the code that computed them ---------------------------
 
 
-def _engine(
-    outs: Sequence[Any], xs: Sequence[Tensor], cts: Sequence[Any], retain: bool, graphs: bool
-) -> Sequence[Any]:
-    """Autograd's pullback of cotangents to xs; None for zeros."""
-    pairs = list[Any]()
-    for y, ct in zip(outs, cts, strict=True):
-        if y is not None and ct is not None and y.requires_grad:
-            pairs.append((y, ct))
-    if not pairs:
-        return [None] * len(xs)
-    ends, given = zip(*pairs, strict=True)
-    return upstream.run_engine(ends, given, retain, graphs, tuple(xs), True)
+def _extras_of(point: Any, xs: Sequence[Tensor]) -> tuple[Any, list[Tensor], list[bool]]:
+    """The extras as a function of the floating and complex inputs, these, and their mask."""
+    mask = [like is not None for like in point.like_xs]
+
+    def run(*changed: Tensor) -> tuple[list[Tensor], list[Any]]:
+        with restored(point.randomness):
+            at = replaced_where(xs, mask, changed)
+            return list(point.rule.at(*at, perturbed=point.perturbed).extras), []
+
+    return run, [x for x, m in zip(xs, mask, strict=True) if m], mask
 
 
-def pull(fun: Fun, xs: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:
-    """The pullback of `fun` at xs, of `cts` (None: zero)."""
-    return list(vjp(fun, xs)[1](cts))
+def extras_pushed(point: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
+    """Tangents of the extras."""
+    likes, xs = point.like_ys[point.count :], inputs_of(point, point.pushing, tensors)
+    forward_alone = in_eager() and not any(x.requires_grad for x in xs)
+    if forward_alone or not any(likes):  # then nobody needs tangents of extras
+        return [None] * len(likes)
+    run, moving, _ = _extras_of(point, xs)
+    dxs = [dx for dx in filled(dxs, point.like_xs) if dx is not None]
+    pushed = engines.jvp(run, moving, dxs)[2]
+    return [like and dy for like, dy in zip(likes, pushed, strict=True)]
 
 
-def push(fun: Fun, xs: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
-    """The tangents of the outputs, as the transpose of the pullback; dual levels do not nest."""
-    outs, pullback = vjp(fun, xs)
-    mask = [y is not None for y in outs]
-    zeros = [torch.zeros_like(y) for y in outs if y is not None]
-    return spread(pull(lambda *cts: pullback(spread(cts, mask)), zeros, dxs), mask)
-
-
-# --- the transpose of a rule's map -------------------------------------------------------
+# --- the transpose of a map --------------------------------------------------------------
 
 
 def transposed(
     rule: Rule,
     linear: Map,
-    at: Any,
-    likes: Any,
+    at: Sequence[Tensor],
+    likes: Sequence[Any],
     values: Sequence[Any],
     known: list[Tensor] | None = None,
-) -> Any:
+) -> list[Any]:
     """The transpose of `vs -> linear(at, vs)`, of vectors with these avals, at `values`.
 
     In eager code by autograd, a third of the time of torch.func, which works under any transform.
-    With gradients on, the result is differentiable in `at` and `values`. None for zeros.
+    With gradients on, the result is differentiable in `at` and `values`. None for zeros, and for
+    the vectors of integers, whose aval is None.
 
-    known: A list that keeps the vectors at which the map is traced, for later calls.
+    known: For a map at tensors without tangents: a list that keeps the vectors of ones at which the
+        map is traced, for later calls.
     """
-    if not likes:
-        return []
-    eager, graphs = in_eager(), _graphs()
-    if eager and upstream.saved_tensors_hooks_on(False) is not None:
+    mask = [like is not None for like in likes]
+    if not any(mask):
+        return [None] * len(likes)
+    if upstream.saved_tensors_hooks_on(False) is not None:  # torch.func refuses to run inside them
         with unpacked():
             return transposed(rule, linear, at, likes, values, known)
-    own, running = Transposing(rule.origin), ONGOING.running
-    at = at if graphs or not eager else [x.detach() for x in at]
+    eager, graphs = in_eager(), torch.is_grad_enabled()
+    alone = eager and not graphs and (known is not None or upstream.forward_level() < 0)
+    at = [x.detach() for x in at] if alone else at
+    pairs = list[Any]()  # of results that have a graph, and their values
 
-    def run(*vs: Tensor) -> Sequence[Any]:
-        own.level = EAGER if eager else upstream.peek_interpreter_stack().level()
-        own.vectors = {*map(id, vs)} if eager and graphs else None
-        try:
-            outs = linear(at, vs)
-        finally:
-            own.level = None
-        for y, v in zip(outs, values, strict=True):
-            if y is not None and v is not None and not y.requires_grad:
-                _refuse_cut(rule, y, v)
-        return outs
-
-    running.append(own)
-    try:
+    def run(*vs: Tensor) -> tuple[Tensor, ...]:
+        vectors: Vectors = None if alone else {*map(id, vs)}
         if not eager:
-            return vjp(run, [ones(*like) for like in likes])[1](values)
-        vs = [] if graphs or known is None else known
-        if not vs:
-            vs += [ones(*like).requires_grad_() for like in likes]
-        _set_graphs(True)
-        return _engine(run(*vs), vs, values, graphs, graphs)
+            vectors = upstream.peek_interpreter_stack().level()
+        outs = applied_to(vectors, rule, linear, at, spread(vs, mask))
+        for y, v in zip(outs, values, strict=True):
+            if y is not None and v is not None:
+                if y.requires_grad:
+                    pairs.append((y, v))
+                elif rule.contract is not None and rule.contract.checked:
+                    _refuse_cut(rule, y, v)
+        return tuple([y for y, _ in pairs])
+
+    vs = known if alone and known else [ones(*like) for like in likes if like is not None]
+    if not eager:
+        pull = torch.func.vjp(lambda *vs: run(*vs) or (torch.zeros(()),), *vs)[1]
+        pulled = pull(tuple([v for _, v in pairs]) or (torch.zeros(()),))
+        # Views, since what the map returns unchanged may be of a level that has ended.
+        return spread([v.view_as(v) for v in pulled], mask)
+    if alone and known is not None:
+        known[:] = vs
+    upstream.set_grad_enabled(True)
+    try:
+        ys = run(*[v.requires_grad_() for v in vs])
     finally:
-        _set_graphs(graphs)
-        running.pop()
+        upstream.set_grad_enabled(graphs)
+    if not ys:
+        return [None] * len(likes)
+    given = tuple([v for _, v in pairs])
+    return spread(upstream.run_engine(ys, given, graphs, graphs, tuple(vs), True), mask)
 
 
 def _refuse_cut(rule: Rule, y: Tensor, v: Tensor) -> None:
@@ -178,9 +247,9 @@ def _refuse_cut(rule: Rule, y: Tensor, v: Tensor) -> None:
 
     v: The vector of the transpose; y is not needed where it is zero.
     """
-    if rule.contract is None or not rule.contract.checked or is_compiling():
-        return
-    if upstream.TracingContext.try_get() is None and _is_nonzero(y) and _is_nonzero(v):
+    if upstream.TracingContext.try_get() is None and all(
+        bool((unwrapped(x) != 0).any()) for x in (y, v)
+    ):
         raise GradtoolsError(
             f"rule {rule.name!r}: the other mode follows by transposing one of its maps, but "
             "PyTorch records no graph of that map, as under torch.no_grad or after detach. "
@@ -188,65 +257,72 @@ def _refuse_cut(rule: Rule, y: Tensor, v: Tensor) -> None:
         )
 
 
-def _is_nonzero(x: Tensor) -> bool:
-    """Whether an entry is neither zero nor NaN."""
-    x = unwrapped(x)
-    return x.device.type != "meta" and bool(((x != 0) & ~x.isnan()).any())
-
-
 # --- a rule that is applied to the tangents of its own map --------------------------------
 
-EAGER = -1  # autograd's own level, below the levels of torch.func
-
-
-@dataclass(slots=True)
-class Transposing:
-    """A running transposition of one of a rule's maps.
-
-    Attributes:
-        origin: The `origin` of the rule.
-        level: The torch.func level at which the map is traced, or `EAGER`; None elsewhere.
-        vectors: The ids of the leaves at which it is traced; None if they alone require grad.
-    """
-
-    origin: Any
-    level: int | None = None
-    vectors: set[int] | None = None
+Vectors = set[int] | int | None
+"""What tells the vectors of a map from other tensors: the ids of these leaves, the level of
+torch.func at which the map is traced, or None if no other tensor requires grad."""
 
 
 class _Ongoing(threading.local):
-    """This thread's running transpositions, the innermost last."""
+    """This thread's maps that run in order to be transposed, the innermost last.
+
+    Each is the `origin` of its rule, and its vectors.
+    """
 
     def __init__(self) -> None:
-        self.running: list[Transposing] = []
+        self.maps: list[tuple[Any, Vectors]] = []
 
 
-ONGOING = _Ongoing()
+ongoing = _Ongoing()
+
+
+def applied_to(vectors: Vectors, rule: Rule, run: Callable[..., Any], *args: Any) -> Any:
+    """`run(*args)`, a map of the rule at these vectors, which runs in order to be transposed."""
+    ongoing.maps.append((rule.origin, vectors))
+    try:
+        return run(*args)
+    finally:
+        ongoing.maps.pop()
 
 
 def in_own_transpose(rule: Rule, xs: Sequence[Tensor]) -> bool:
-    """Whether xs depend on vectors of a running transposition of the rule's own tangent map.
+    """Whether xs depend on vectors to which the rule's own tangent map is applied.
 
     Also if that map applied another rule, which applies this one. A rule with a cotangent map
     needs no transposition.
     """
-    running = ONGOING.running
-    if not running or rule.cotangent is not None or rule.linearize is not None:
+    maps = ongoing.maps
+    origins = [origin for origin, _ in maps]
+    if rule.cotangent is not None or rule.linearize is not None or rule.origin not in origins:
         return False
-    origins = [t.origin for t in running]
-    if rule.origin not in origins:
-        return False
-    inner = running[origins.index(rule.origin) :]
-    levels = {t.level for t in inner}
-    eager = [t.vectors for t in inner if t.level == EAGER]
-    alone, vectors = None in eager, set[int]().union(*filter(None, eager))
+    inner = [vectors for _, vectors in maps[origins.index(rule.origin) :]]
+    ids = set[int]().union(*[v for v in inner if isinstance(v, set)])
     for x in xs:
         while upstream.is_wrapped(x):  # a BatchedTensor does not show a tracked inner tensor
-            if upstream.is_gradtrackingtensor(x) and upstream.maybe_get_level(x) in levels:
+            if upstream.is_gradtrackingtensor(x) and upstream.maybe_get_level(x) in inner:
                 return True
             x = upstream.get_unwrapped(x)
         if x.requires_grad and (
-            alone or (vectors and any(id(leaf) in vectors for leaf in leaves_of([x])))
+            None in inner or (ids and any(id(leaf) in ids for leaf in leaves_of([x])))
         ):
             return True
     return False
+
+
+# --- compiled graphs ---------------------------------------------------------------------
+
+
+@contextmanager
+def real_tensors_too(xs: Sequence[Tensor]) -> Iterator[None]:
+    """Lets a compiled graph embed the tensors that a rule closes over as constants."""
+    tracing = upstream.TracingContext.try_get() is not None
+    mode = upstream.detect_fake_mode([unwrapped(x) for x in xs]) if tracing else None
+    if mode is None:
+        yield
+        return
+    before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
+    try:
+        yield
+    finally:
+        mode.allow_non_fake_inputs = before

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from itertools import islice
 from types import FunctionType
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, overload
+from typing import Any, Literal
 
 from gradtools.arguments.batches import Batch
 from gradtools.arguments.checks import as_array, normalized_argnums, refuse_arguments
@@ -34,13 +34,10 @@ from gradtools.arguments.chunks import (
 )
 from gradtools.arguments.in_axes import Argument, arguments_of_call, takes
 from gradtools.arguments.wording import describe, is_numeric
-from gradtools.backend import Array, Backend, F, Operators, P, R, T
+from gradtools.backend import Array, Backend, F, Operators, P
 from gradtools.boundary import like_function
 from gradtools.derivatives import Derivatives, GradientSpec
 from gradtools.errors import GradtoolsError
-
-if TYPE_CHECKING:
-    from gradtools.gradient_types import ValueAndGradient
 
 Argnums = int | Sequence[int]
 _MICROBATCHED = "microbatched_value_and_grad"
@@ -152,19 +149,6 @@ class Chunking(Operators):
         outs, carry = self._backend.run_chunks(chunks)
         return chunks.result(outs, carry)
 
-    @overload
-    def microbatched_value_and_grad(
-        self,
-        f: Callable[Concatenate[T, P], R],
-        chunk_size: int,
-        *,
-        in_axes: Any = None,
-        reduction: Literal["mean", "sum"] = "mean",
-        weights: Any = None,
-        has_aux: Literal[False] = False,
-        key_argnums: Argnums = (),
-    ) -> ValueAndGradient[T, P, R]: ...
-    @overload
     def microbatched_value_and_grad(
         self,
         f: Callable[P, Any],
@@ -176,19 +160,7 @@ class Chunking(Operators):
         has_aux: bool = False,
         key_argnums: Argnums = (),
         carry_argnums: Argnums = (),
-    ) -> Callable[P, Any]: ...
-    def microbatched_value_and_grad(
-        self,
-        f: Callable[..., Any],
-        chunk_size: int,
-        argnums: Argnums = 0,
-        in_axes: Any = None,
-        reduction: Literal["mean", "sum"] = "mean",
-        weights: Any = None,
-        has_aux: bool = False,
-        key_argnums: Argnums = (),
-        carry_argnums: Argnums = (),
-    ) -> Any:
+    ) -> Callable[P, Any]:
         """The value and gradient of a loss that is a mean or a sum over examples, chunk by chunk.
 
         With W_c the weight of chunk c (by default its number of examples) and f_c its mean,

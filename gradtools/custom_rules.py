@@ -12,7 +12,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial, update_wrapper
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
@@ -33,12 +33,6 @@ _MOST_SPECIALIZATIONS = 256
 class CustomRules(Operators):
     """The operator that gives a function its own rule."""
 
-    @overload
-    def custom_rule(self, f: Callable[..., Any], static_argnames: Any = ()) -> CustomRule: ...
-    @overload
-    def custom_rule(
-        self, f: None = None, static_argnames: Any = ()
-    ) -> Callable[[Callable[..., Any]], CustomRule]: ...
     def custom_rule(self, f: Any = None, static_argnames: Any = ()) -> Any:
         """A function with the value of `f` and a derivative that you write.
 

@@ -24,7 +24,6 @@ from typing import Any
 
 from gradtools.arguments.wording import describe, in_words, with_article
 from gradtools.backend import Operators
-from gradtools.boundary import user_facing_methods
 from gradtools.errors import GradtoolsError
 
 _WIDE = {"float16": "float32", "bfloat16": "float32", "complex32": "complex64"}
@@ -162,7 +161,6 @@ class State:
     varies: tuple[frozenset[Any], ...]
 
 
-@user_facing_methods
 class GradientAccumulator:
     """A running weighted sum of gradients; made by `gt.GradientAccumulator`.
 

@@ -176,10 +176,7 @@ class GradientAccumulator:
         self._precision = _precision(dtype)
         self._compensated = compensated
         self._state: State | None = None
-        self._open()
-
-    def _open(self) -> None:
-        self._arrays: Any = self._backend.submodule("accumulate", "GradientAccumulator")
+        self._arrays: Any = backend.submodule("accumulate", "GradientAccumulator")
         self._trace, self._lock = self._arrays.current_trace(), Lock()
 
     def __repr__(self) -> str:
@@ -191,20 +188,6 @@ class GradientAccumulator:
             [f"{d}{list(x.shape)}" for x, d in zip(state.totals, state.dtypes, strict=True)]
         )
         return f"<GradientAccumulator, weight {state.weight}, {leaves}>"
-
-    def __getstate__(self) -> dict[str, Any]:
-        with self._lock:
-            state = self.__dict__.copy()
-            for name in ("_arrays", "_trace", "_lock"):
-                del state[name]
-            if self._state is not None:  # copied, since other threads may add in place
-                totals = tuple(map(self._arrays.copied, self._state.totals))
-                state["_state"] = replace(self._state, totals=totals)
-            return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._open()
 
     def add(self, grads: Any, weight: Any = 1) -> None:
         """Adds weight times grads. An error leaves the accumulator as it was.
@@ -301,17 +284,9 @@ class GradientAccumulator:
                 raise GradtoolsError(
                     f"GradientAccumulator.add: grads{self._backend.leaf_paths(grads)[k]} is "
                     f"{came if array is None else words(self._arrays.spec(array))}; expected a "
-                    "floating or complex array. Differentiate with respect to floating arguments "
-                    "only, or put None there."
+                    "floating or complex array. Give the gradients, and None where there is none."
                 )
         specs = tuple(map(self._arrays.spec, arrays))
-        for k, came in enumerate(map(words, specs) if self._compensated else ()):
-            if came.startswith("sparse"):
-                raise GradtoolsError(
-                    f"GradientAccumulator.add: grads{self._backend.leaf_paths(grads)[k]} is "
-                    f"{came}; a compensated sum needs dense arrays. "
-                    "Use compensated=False, or give a dense gradient."
-                )
         varies = tuple(map(self._arrays.varies, arrays))
         return State(treedef, (), specs, tuple(arrays), (), (), weight, varies)
 

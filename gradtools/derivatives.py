@@ -29,6 +29,7 @@ from gradtools.arguments.in_axes import Argument, arguments_of_call
 from gradtools.backend import Operators, P, R
 from gradtools.boundary import like_function
 from gradtools.disconnected_inputs import check_connected, is_missing
+from gradtools.errors import GradtoolsError
 from gradtools.freezing import Freezing
 
 Argnums = int | Sequence[int]
@@ -214,8 +215,14 @@ class Derivatives(Operators):
 
         attach = call.attaching(self.vjp, f, *primals, has_aux=has_aux)
 
-        def pullback(pull: Any, cotangent: Any) -> tuple[Any, ...]:
+        def pullback(pull: Any, *cotangents: Any) -> tuple[Any, ...]:
             """Maps a cotangent like the output to a tuple with one entry for each primal."""
+            if len(cotangents) != 1:
+                raise GradtoolsError(
+                    f"vjp: the pullback takes one cotangent, in the structure of f's output; got "
+                    f"{len(cotangents)}. Pass several as a tuple if f returns a tuple."
+                )
+            (cotangent,) = cotangents
             pulled = pull(bare.cotangents(cotangent, likes))
             grads = self._backend.filled(pulled, bare.leaves)
             trees = bare.to_trees(grads, bare.exact_tangents)
@@ -367,7 +374,9 @@ class Derivatives(Operators):
             try:
                 return self._scalar_gradient(of_example, *one)[2]
             except (TypeError, ValueError, IndexError) as error:
-                error.add_note(f"{name}: f sees one example, without the batch axis.")
+                error.add_note(
+                    f"{name}: f sees one example, without the batch axis; x[None] has one."
+                )
                 raise
 
         grads = batch.map(of_one, chunk_size)

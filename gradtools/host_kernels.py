@@ -127,6 +127,15 @@ class Kernel:
     def __repr__(self) -> str:
         return f"<host kernel {self.name}>"
 
+    def called(self, args: Sequence[Any]) -> Any:
+        """`fun(*args)`, with a note on the error of writing to an argument."""
+        try:
+            return self.fun(*args)
+        except ValueError as error:
+            if "read-only" in str(error):  # NumPy's words
+                error.add_note(f"host function {self.name!r}: its arrays are read-only; copy them.")
+            raise
+
     def bind(self, backend: Any, args: Sequence[Any]) -> tuple[KernelCall, list[Any]]:
         """The kernel's call with arguments like these, and the arrays among them, in order.
 
@@ -322,7 +331,7 @@ class KernelCall:
         return [np.array(y, dtype, order="C") for y, (_, dtype) in pairs]
 
     def _called(self, xs: Sequence[np.ndarray]) -> Any:
-        return self.kernel.fun(*xs) if self.flat else self.kernel.fun(*self._arguments(xs))
+        return self.kernel.called(xs if self.flat else self._arguments(xs))
 
     def _checked(self, tree: Any, expected: Results, batch: Shape = ()) -> list[Any]:
         """The kernel's results as a flat list, checked against the expected specs."""

@@ -15,7 +15,7 @@ from typing import Any
 from gradtools.arguments.calls import Call
 from gradtools.arguments.checks import normalized_argnums
 from gradtools.arguments.marks import Mark, MarkedValues, here
-from gradtools.arguments.wording import describe
+from gradtools.arguments.wording import describe, shown
 from gradtools.backend import Array, Operators, P, R, T
 from gradtools.derivatives import Argnums, derivative_function
 from gradtools.errors import GradtoolsError
@@ -64,7 +64,10 @@ class RetainedGradients(Operators):
         """
         backend = self._backend
         if not isinstance(name, str):
-            raise GradtoolsError(f"retain_gradient: name is {name!r}; expected a string.")
+            raise GradtoolsError(
+                f"retain_gradient: name is {shown(name)}; expected a string: retain_gradient(x, "
+                "name)."
+            )
         if here.tape is None:
             if backend.traces_marks:
                 return self._marked(x, name)

@@ -57,11 +57,15 @@ class MixedPartials(Operators):
         single = (
             not isinstance(u, list) or self._backend.flatten(u)[1] == (self._backend.flatten(z)[1])
         )
-        if single:
-            return self._mixed_partials(f, G, y, z, [u], ["u"])[0]
-        # Uncompiled: each direction runs G from the same random state, which dynamo cannot restore.
-        names = [f"u[{k}]" for k in range(len(u))]
-        return self._backend.compiler.uncompiled(self._mixed_partials, f, G, y, z, u, names)
+        try:
+            if single:
+                return self._mixed_partials(f, G, y, z, [u], ["u"])[0]
+            # Uncompiled: each direction runs G from the same random state.
+            names = [f"u[{k}]" for k in range(len(u))]
+            return self._backend.compiler.uncompiled(self._mixed_partials, f, G, y, z, u, names)
+        except TypeError as error:
+            error.add_note("mixed_partial: it calls G(z), and f(y, G(z)).")
+            raise
 
     def _mixed_partials(
         self, f: Any, G: Any, y: Any, z: Any, us: list[Any], names: Sequence[str]

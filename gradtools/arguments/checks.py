@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.arguments.wording import describe, is_numeric, with_article
+from gradtools.arguments.wording import describe, is_numeric, shown, with_article
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
 from gradtools.integrations import refusal
@@ -57,7 +57,8 @@ def whole_number(caller: str, name: str, value: Any, least: int, unit: str) -> i
         number = least - 1
     if number < least:
         raise GradtoolsError(
-            f"{caller}: {name} is {value!r}; expected a whole number of {unit}, {least} or more."
+            f"{caller}: {name} is {shown(value)}; expected a whole number of {unit}, {least} or "
+            "more."
         )
     return number
 
@@ -113,10 +114,8 @@ def _as_position(caller: str, i: Any, name: str) -> int:
             return operator.index(i)
         except TypeError:  # of an array that is no integer
             pass
-    is_array = hasattr(i, "dtype") and not isinstance(i, type)
-    came = f"an array of dtype {i.dtype}" if is_array else repr(i)
     raise GradtoolsError(
-        f"{caller}: {name} must hold integers, got {came}. Give the position of an argument, "
+        f"{caller}: {name} must hold integers, got {shown(i)}. Give the position of an argument, "
         "counted from 0, or a tuple of positions."
     )
 
@@ -156,7 +155,7 @@ def differentiable_leaf(
 
     elsewhere: Advice for a leaf that cannot, at the end of the message.
     """
-    came = ""
+    came, fix = "", "Cast it"
     if isinstance(leaf, bool | int):
         came = f"the Python {type(leaf).__name__} {leaf!r}"
     elif not backend.is_array(leaf):
@@ -166,12 +165,13 @@ def differentiable_leaf(
             raise error
         else:
             came = f"an object of type {type(leaf).__name__}"
+            fix = "Pass its arrays in a list or a dictionary"
     if not came and not backend.is_inexact(leaf):
         came = f"an array of dtype {backend.dtype_name(leaf)} and shape {tuple(leaf.shape)}"
     if came:
         raise GradtoolsError(
             f"{caller}: {name} is {came}; expected a floating or complex array. "
-            f"Cast it, or {elsewhere}."
+            f"{fix}, or {elsewhere}."
         )
     return leaf
 

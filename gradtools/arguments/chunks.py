@@ -13,7 +13,7 @@ from gradtools.arguments.batches import Batch
 from gradtools.arguments.checks import check_function, whole_number
 from gradtools.arguments.chunk_outputs import SUMMED, Outputs, other_structure
 from gradtools.arguments.marks import ChunkedCall
-from gradtools.arguments.wording import describe
+from gradtools.arguments.wording import describe, shown
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError, warn_once
 
@@ -45,12 +45,9 @@ def checked_verify(caller: str, verify: Any) -> bool | None:
         return None
     if isinstance(verify, bool | np.bool_):
         return bool(verify)
-    shape = getattr(verify, "shape", None)
-    came = repr(verify) if shape is None else f"an array of shape {tuple(shape)}"
-    call = "" if shape is None else f" {caller} returns a function, which takes f's arguments."
     raise GradtoolsError(
-        f"{caller}: verify is {came}; expected 'first' (compare in the first backward pass for "
-        f"each shape and dtype of the arguments), True (in each one) or False (never).{call}"
+        f"{caller}: verify is {shown(verify)}; expected 'first' (compare in the first backward "
+        "pass for each shape and dtype of the arguments), True (in each one) or False (never)."
     )
 
 
@@ -227,11 +224,11 @@ class ChunkFunction:
         with self.place.at(number):
             try:
                 out = self.f(*values[:count], **keywords)
-            except TypeError as error:
-                if any(type(x) is list for x in values):
+            except (TypeError, ValueError, IndexError, RuntimeError) as error:
+                if self.outputs.caller in ("chunked", "microbatched_value_and_grad"):
                     error.add_note(
-                        f"{self.outputs.caller}: f gets a list of a chunk's entries. To call f on "
-                        "each: lambda xs: gt.xp.stack([f(x) for x in xs])."
+                        f"{self.outputs.caller}: f was called with one chunk, "
+                        f"({', '.join([describe(backend, x) for x in values])})."
                     )
                 raise
         new_carry: list[Any] = []

@@ -167,15 +167,7 @@ def test_a_dict_names_other_axes_and_what_is_shared(gt, check, keyword):
 def test_keywords_that_go_to_no_parameter_by_name(gt):
     f = lambda **batch: batch["x"] * batch["scale"] + batch["mask"]
     given = data(gt, {"x": X, "mask": MASK, "scale": SHARED})
-    for axes in ({"scale": None}, {"scale": None, "batch": 0}):
-        close(gt, gt.chunked(f, 2, in_axes=axes)(**given), X * SHARED + MASK)
-
-
-@pytest.mark.slow_at("jax")
-def test_arguments_of_a_variadic_parameter(gt):
-    f = lambda x, *rest: x * rest[0] + rest[1]
-    x, shared = gt.asarray(X), gt.asarray(SHARED)
-    close(gt, gt.chunked(f, 2, in_axes={"rest": None})(x, shared, shared), X * SHARED + SHARED)
+    close(gt, gt.chunked(f, 2, in_axes={"scale": None})(**given), X * SHARED + MASK)
 
 
 @pytest.mark.sweep_at("jax")

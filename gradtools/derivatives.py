@@ -465,7 +465,10 @@ def derivative_function(
         check_function(operator, f)
     if type(argnums) is not int:
         refuse_arguments(operator, argnums)
-    return like_function(f"{operator}(", f, call, ")", f"{WHAT[operator]} {_of_arguments(argnums)}")
+    several = isinstance(argnums, tuple | list)
+    named = f"arguments {', '.join(map(str, argnums))}" if several else f"argument {argnums}"
+    doc = f"{WHAT[operator]} with respect to {named}."
+    return like_function(f"{operator}(", f, call, ")", doc)
 
 
 WHAT = {
@@ -477,12 +480,6 @@ WHAT = {
     "hessian": "Hessian of {}",
     "retained_gradients": "Value of {}, gradient and gradients at the values that it marks",
 }
-
-
-def _of_arguments(argnums: Any) -> str:
-    if isinstance(argnums, tuple | list):
-        return f"with respect to arguments {', '.join(map(str, argnums))}."
-    return f"with respect to argument {argnums}."
 
 
 def _first(pair: tuple[Any, ...]) -> Any:

@@ -176,7 +176,7 @@ class Call:
                     ) from error
                 self._kinds[k] = backend.flatten_arrays(y)[2][0]
             (outs if self._kinds[k] in _INEXACT else extras).append(y)
-        self.no_tangents = [backend.no_tangent(y) for y in extras]  # of f's integer outputs
+        self.no_tangents = [*map(backend.no_tangent, extras)]  # of f's integer outputs
         self._aux_static: list[tuple[Any] | None] = []
         if self.has_aux:
             aux_leaves, self._aux_def = backend.flatten(aux)

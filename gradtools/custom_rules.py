@@ -200,25 +200,9 @@ class CustomRule:
         """
         check_function(f"{self.__name__}.defvjp", fwd, "fwd", curried=False)
         check_function(f"{self.__name__}.defvjp", bwd, "bwd", curried=False)
-        self._check_count("defvjp", "bwd", bwd, "residuals", "cotangent")
         self._check_order(fwd)
         self.fwd, self.bwd = fwd, bwd
         self._is_symbolic("cotangent", symbolic_zeros)
-
-    def _check_count(self, definition: str, name: str, rule: Any, *arguments: str) -> None:
-        """Raises if a rule cannot be called with the static arguments and then `arguments`."""
-        expected = [*self._binding.statics, *arguments]
-        try:
-            taken = inspect.signature(rule)
-        except (TypeError, ValueError):
-            return
-        try:
-            taken.bind(*expected)
-        except TypeError:
-            raise GradtoolsError(
-                f"{self.__name__}.{definition}: {name} takes {taken}, but it is called as "
-                f"{name}({', '.join(expected)})."
-            ) from None
 
     def _check_order(self, fwd: Callable[..., Any]) -> None:
         """Raises if fwd takes f's parameters in f's order and a static argument does not lead."""
@@ -250,7 +234,6 @@ class CustomRule:
             The rule, so this may be used as a decorator.
         """
         check_function(f"{self.__name__}.defjvp", rule, "the rule", curried=False)
-        self._check_count("defjvp", "rule", rule, "primals", "tangents")
         self.jvp = rule
         self._is_symbolic("tangent", symbolic_zeros)
         return rule

@@ -25,7 +25,7 @@ from gradtools.arguments.checks import (
     same_length,
     whole_or_none,
 )
-from gradtools.arguments.in_axes import Argument, arguments_of_call
+from gradtools.arguments.in_axes import arguments_of_call
 from gradtools.backend import Operators, P, R
 from gradtools.boundary import like_function
 from gradtools.disconnected_inputs import check_connected, is_missing
@@ -330,10 +330,10 @@ class Derivatives(Operators):
             f: A real scalar function of one example, as in `grad`.
             argnums: Which positional arguments to differentiate with respect to.
             in_axes: Which axes are split, as in `vmap`. None altogether: the arguments in argnums
-                are shared, unless there is no other batch, and every array of the others is split
-                on axis 0. Else an integer, one entry for each positional argument, or a dict from
-                f's parameters to axes, where None shares one. What no entry names is split on
-                axis 0, keyword arguments too; arrays without axes and non-arrays are shared.
+                are shared, and every array of the others is split on axis 0. Else an integer, one
+                entry for each positional argument, or a dict from f's parameters to axes, where
+                None shares an argument. Arguments without an entry are split on axis 0, keyword
+                arguments too; arrays without axes and non-arrays are shared.
             chunk_size: How many examples at once; all by default. 1 is a loop without vmap: in
                 PyTorch a Python loop, which takes any eager code, in JAX `lax.map`.
 
@@ -364,10 +364,6 @@ class Derivatives(Operators):
         if opened is not None:
             args, of_example = opened.args, replace(spec, f=opened, opened=opened)
         arguments = arguments_of_call(name, of_example.f, args, kwargs, in_axes, positions)
-        if in_axes is None and len(positions) == 1:
-            only = Argument(positions[0], args[positions[0]], 0)
-            if self._is_split([only]) and not self._is_split(arguments):
-                arguments[positions[0]] = only
         batch = Batch(self._backend, name, arguments)
 
         def of_one(*one: Any) -> Any:
@@ -385,12 +381,6 @@ class Derivatives(Operators):
         opened.refuse_changes()
         again = partial(self._per_example, spec, in_axes, chunk_size, *whole, **kwargs)
         return self._backend.attaching(opened, name, again)(grads)
-
-    def _is_split(self, arguments: list[Argument]) -> bool:
-        """Whether any argument that `in_axes` splits holds an array with axes."""
-        split = [a.value for a in arguments if a.axes is not None]
-        leaves = [x for value in split for x in self._backend.flatten(value)[0]]
-        return any(getattr(x, "shape", ()) != () for x in leaves)
 
     # --- helpers that need the backend
 

@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.arguments.checks import as_array, check_function
-from gradtools.arguments.wording import describe, in_words, is_numeric, name_of
+from gradtools.arguments.checks import as_array, check_function, matching
+from gradtools.arguments.wording import describe, in_words, name_of
 from gradtools.backend import Array, Backend, Operators, P, R, T
 from gradtools.clipping import ARRAY, bound_of, clip_rule, has_real_dtype
 from gradtools.errors import GradtoolsError
@@ -356,17 +356,11 @@ class Edits(Operators):
         if not any(_edited(backend, leaf) for leaf in leaves):
             _check_editable(backend, "replace_gradient", x, leaves)
         for i, (leaf, new) in enumerate(zip(leaves, given, strict=True)):
-            if not _edited(backend, leaf):
-                continue
-            path = lambda i=i: backend.leaf_paths(x)[i]
-            if not backend.is_array(new):
-                new = as_array(backend, "replace_gradient", new, f"dx{path()}")
-            if wrong := _mismatch(backend, new, leaf):
-                raise GradtoolsError(
-                    f"replace_gradient: dx{path()} has {wrong}, those of x{path()}. Reshape or "
-                    "cast it."
-                )
-            leaves[i] = backend.apply_rule(REPLACE_COTANGENT, leaf, new)[0]
+            if _edited(backend, leaf):
+                path = lambda i=i: backend.leaf_paths(x)[i]
+                names = lambda path=path: (f"dx{path()}", f"x{path()}")
+                new = matching(backend, "replace_gradient", new, leaf, names)
+                leaves[i] = backend.apply_rule(REPLACE_COTANGENT, leaf, new)[0]
         return backend.unflatten(treedef, leaves)
 
     def straight_through(
@@ -473,33 +467,11 @@ def _checked_cotangents(backend: Backend, tree: Any, like: Any, cts: Any) -> lis
             "given."
         )
     arrays = [leaf for leaf, old in zip(leaves, given, strict=True) if old is not None]
-    for i, (new, ct) in enumerate(zip(arrays, cts, strict=True)):
-        _check_array(backend, "transform_gradient: fn", i, new)
-        new = arrays[i] = as_array(
-            backend, "transform_gradient", new, f"fn's leaf {i}", device_of=ct
-        )
-        if wrong := _mismatch(backend, new, ct):
-            raise GradtoolsError(
-                f"transform_gradient: fn returned leaf {i} with {wrong}, those of the cotangent. "
-                "Reshape or cast it."
-            )
-    return arrays
-
-
-def _mismatch(backend: Backend, x: Array, like: Array) -> str:
-    """How x differs in shape or dtype from `like`, in words; empty if it does not."""
-    came = tuple(x.shape), backend.dtype_name(x)
-    wanted = tuple(like.shape), backend.dtype_name(like)
-    if came == wanted:
-        return ""
-    return f"shape {came[0]} and dtype {came[1]}, expected {wanted[0]} and {wanted[1]}"
-
-
-def _check_array(backend: Backend, who: str, i: int, x: Any) -> None:
-    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
-        raise GradtoolsError(
-            f"{who} returned {describe(backend, x)} at leaf {i}, expected an array. Return arrays."
-        )
+    names = lambda i: (f"fn's leaf {i}", "the cotangent")
+    return [
+        matching(backend, "transform_gradient", new, ct, partial(names, i))
+        for i, (new, ct) in enumerate(zip(arrays, cts, strict=True))
+    ]
 
 
 class _StraightThrough:
@@ -520,7 +492,7 @@ class _StraightThrough:
         if self._surrogate is not None:
             through = self._surrogate(*args, **kwargs)
         elif len(args) == 1 and not kwargs:
-            through, hint = args[0], " The surrogate is the identity unless you pass one."
+            through, hint = args[0], " (the identity unless you pass one)"
         else:
             raise GradtoolsError(
                 f"straight_through: {name} was called with {len(args)} positional and "
@@ -545,32 +517,17 @@ class _StraightThrough:
         if value_def != treedef:
             raise GradtoolsError(
                 f"straight_through: {name} returned the structure {in_words(value_def)}, its "
-                f"surrogate {in_words(treedef)}; they must be the same.{hint}"
+                f"surrogate{hint} {in_words(treedef)}; they must be the same."
             )
         pairs = enumerate(zip(values, leaves, strict=True))
         return backend.unflatten(treedef, [self._leaf(i, v, s, hint) for i, (v, s) in pairs])
 
-    def _leaf(self, i: int, value: Any, through: Array, hint: str) -> Array:
-        backend, f = self._backend, self._name
-        if not backend.is_array(through):
-            _check_array(backend, f"straight_through: the surrogate {self._through}", i, through)
-            name = f"leaf {i} of the surrogate {self._through}"
-            through = as_array(backend, "straight_through", through, name)
+    def _leaf(self, i: int, value: Any, through: Any, hint: str) -> Array:
+        backend, own, its = self._backend, f"leaf {i} of {self._name}", f"leaf {i} of the surrogate"
+        through = as_array(backend, "straight_through", through, its)
         if not backend.is_array(value):
-            if not is_numeric(backend, value):
-                _check_array(backend, f"straight_through: {f}", i, value)
+            value = backend.cast(as_array(backend, "straight_through", value, own), through)
+        elif not backend.is_inexact(value):
             value = backend.cast(value, through)
-        if tuple(value.shape) != tuple(through.shape):
-            raise GradtoolsError(
-                f"straight_through: leaf {i} of {f} has shape {tuple(value.shape)}, that of the "
-                f"surrogate {tuple(through.shape)}; they must be the same.{hint}"
-            )
-        if not backend.is_inexact(value):
-            value = backend.cast(value, through)
-        elif value.dtype != through.dtype:
-            raise GradtoolsError(
-                f"straight_through: leaf {i} of {f} has dtype {backend.dtype_name(value)}, that of "
-                f"the surrogate {backend.dtype_name(through)}. Cast one of them, so that the value "
-                "is exactly what you mean."
-            )
+        value = matching(backend, "straight_through", value, through, lambda: (own, its + hint))
         return backend.apply_rule(STRAIGHT_THROUGH, value, through)[0]

@@ -22,7 +22,6 @@ import numpy as np
 from gradtools.arguments.checks import check_function
 from gradtools.arguments.wording import in_words, name_of, with_article
 from gradtools.errors import GradtoolsError
-from gradtools.integrations.containers import whole
 from gradtools.rules import ARRAY, KEYS, refilled
 
 T = TypeVar("T")
@@ -37,7 +36,6 @@ _SCALARS = {"b": bool, "i": int, "u": int, "f": float, "c": complex}
 _FRAMEWORKS = {"torch": "torch.Tensor", "jax": "jax.Array", "jaxlib": "jax.Array"}
 
 
-@whole
 @dataclass(frozen=True)
 class ArraySpec:
     """What an array looks like: its shape, and its dtype by name.

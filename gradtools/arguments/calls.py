@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.arguments.checks import check_function, differentiable_leaf, matching
+from gradtools.arguments.checks import as_array, check_function, differentiable_leaf, matching
 from gradtools.arguments.wording import describe, in_words
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
@@ -165,15 +165,7 @@ class Call:
         extras: list[Array] = []
         for k, y in enumerate(out_leaves):
             if self._kinds[k] is None:
-                try:
-                    y = backend.asarray(y)
-                except (TypeError, ValueError, GradtoolsError) as error:
-                    aux_hint = ", and anything else through has_aux=True" if self.takes_aux else ""
-                    raise GradtoolsError(
-                        f"{self.caller}: f returned {describe(backend, y)} at "
-                        f"output{backend.leaf_paths(out)[k]}, expected an array. Return arrays"
-                        f"{aux_hint}."
-                    ) from error
+                y = as_array(backend, self.caller, y, f"f's output{backend.leaf_paths(out)[k]}")
                 self._kinds[k] = backend.flatten_arrays(y)[2][0]
             (outs if self._kinds[k] in _INEXACT else extras).append(y)
         self.no_tangents = [*map(backend.no_tangent, extras)]  # of f's integer outputs

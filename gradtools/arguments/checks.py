@@ -160,7 +160,7 @@ def differentiable_leaf(
         came = f"the Python {type(leaf).__name__} {leaf!r}"
     elif not backend.is_array(leaf):
         if isinstance(leaf, float | complex) or hasattr(leaf, "__array__"):
-            leaf = _as_inexact(backend, caller, leaf, name)
+            leaf = as_array(backend, caller, leaf, name)
         elif (error := refusal(caller, name, leaf)) is not None:
             raise error
         else:
@@ -174,14 +174,6 @@ def differentiable_leaf(
             f"{fix}, or {elsewhere}."
         )
     return leaf
-
-
-def _as_inexact(backend: Backend, caller: str, leaf: Any, name: str) -> Array:
-    backend.check_array(leaf, name)
-    try:
-        return backend.asarray(leaf)
-    except GradtoolsError as error:
-        raise GradtoolsError(f"{caller}: {name} cannot be differentiated: {error}") from error
 
 
 def matching(
@@ -203,7 +195,7 @@ def matching(
                 f"{caller}: {name} is {describe(backend, x)}, expected {describe(backend, like)}, "
                 f"like {like_name}."
             )
-        x = _as_inexact(backend, caller, x, name)
+        x = as_array(backend, caller, x, name, like)
     if x.shape != like.shape or x.dtype != like.dtype:
         came = (tuple(x.shape), backend.dtype_name(x))
         wanted = (tuple(like.shape), backend.dtype_name(like))

@@ -33,7 +33,7 @@ class CustomRules(Operators):
     """The operator that gives a function its own rule."""
 
     def custom_rule(self, f: Any = None, static_argnames: Any = ()) -> Any:
-        """A function with the value of `f` and a derivative that you write.
+        """Gives the function `f` a derivative that you write.
 
         Give a reverse rule, a forward rule, or both; the missing one follows by transposition:
 

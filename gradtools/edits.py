@@ -98,7 +98,7 @@ class Edits(Operators):
         self._clip_key = backend.compiler.constant_result(key)
 
     def reverse_gradient(self, x: T, scale: Any = 1.0) -> T:
-        """The identity, whose derivative is multiplied by `-scale`: y = x, dy = -scale dx.
+        """Reverses the gradient that flows through x: y = x, dy = -scale dx.
 
         Linear, so it works in forward and reverse mode, at every order and in every mix. At
         second order the factor appears again: the Hessian of f(reverse_gradient(x)) is
@@ -126,7 +126,7 @@ class Edits(Operators):
         return self._scaled("reverse_gradient", x, scale, -1)
 
     def scale_gradient(self, x: T, scale: Any) -> T:
-        """The identity, whose derivative is multiplied by `scale`: y = x, dy = scale dx.
+        """Scales the gradient that flows through x: y = x, dy = scale dx.
 
         Args:
             x: A pytree of arrays. Leaves that are not floating or complex pass through.
@@ -189,7 +189,7 @@ class Edits(Operators):
         return _edit(backend, name, lambda leaves, places: [*map(one, leaves, places)], x)
 
     def stop_gradient(self, x: T) -> T:
-        """The identity without a derivative: y = x, dy = 0, in both modes.
+        """Stops the gradient at x: y = x, dy = 0, in both modes.
 
         Args:
             x: A pytree of arrays.
@@ -208,7 +208,7 @@ class Edits(Operators):
         return _stopped(self._backend, "stop_gradient", x)
 
     def clip_gradient(self, x: T, max_norm: Any = None, max_value: Any = None) -> T:
-        """The identity, whose cotangent is clipped by modulus and by global norm.
+        """Clips the gradient that flows through x, by modulus and by global norm.
 
         Each entry c becomes c min(1, max_value / |c|). Then all leaves are multiplied by min(1,
         max_norm / norm), where norm is the 2-norm over all leaves of x. There is no epsilon; a zero
@@ -259,7 +259,7 @@ class Edits(Operators):
         return _edit(backend, "clip_gradient", edit, x)
 
     def transform_gradient(self, x: T, fn: Callable[[Any], Any]) -> T:
-        """The identity whose cotangent becomes `fn(cotangent)`. Reverse mode only.
+        """Replaces the gradient that flows through x by `fn(gradient)`. Reverse mode only.
 
         Args:
             x: A pytree of arrays.
@@ -321,7 +321,7 @@ class Edits(Operators):
         return backend.tied(edited, fn)
 
     def replace_gradient(self, x: T, dx: Any) -> T:
-        """The identity, whose cotangent is replaced by `dx` (Theano's known_grads).
+        """Replaces the gradient that flows through x by `dx` (Theano's known_grads).
 
         If x reaches the output by data flow, its gradient is dx, also where the incoming
         cotangent is zero. Leaf by leaf; reverse mode only. The gradient may itself be
@@ -439,7 +439,7 @@ def _check_editable(backend: Backend, name: str, x: Any, leaves: list[Any]) -> N
 def _edit(
     backend: Backend, name: str, edit: Callable[[list[Array], list[int]], Any], x: Any
 ) -> Any:
-    """x, with `edit(leaves, places)` in place of its floating and complex leaves."""
+    """Replaces the floating and complex leaves of x by `edit(leaves, places)`."""
     if _edited(backend, x):
         return edit([x], [0])[0]
     leaves, treedef = backend.flatten(x)
@@ -457,7 +457,7 @@ def _stopped(backend: Backend, name: str, x: Any) -> Any:
 
 
 def _checked_cotangents(backend: Backend, tree: Any, like: Any, cts: Any) -> list[Array]:
-    """The leaves of what a transform returned, checked against its argument `like`."""
+    """The leaves that a transform returned, checked against its argument `like`."""
     leaves, treedef = backend.flatten(tree)
     given, expected = backend.flatten(like)
     if treedef != expected:

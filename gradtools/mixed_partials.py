@@ -19,7 +19,7 @@ class MixedPartials(Operators):
     def mixed_partial(
         self, f: Callable[[Any, R], Any], G: Callable[[T], R], y: Any, z: T, u: Any
     ) -> Any:
-        """(d/dy) <u, (d/dz) f(y, G(z))>, with one forward-mode pass through G and no graph of it.
+        """Computes (d/dy) <u, (d/dz) f(y, G(z))> by forward mode through G, which keeps no graph.
 
         With J the Jacobian of G at z and w = J u, <u, (d/dz) f(y, G(z))> = <w, (d/dg) f(y, g)>
         at g = G(z): so G is passed once in forward mode, and only f is differentiated twice.

@@ -157,8 +157,9 @@ class TorchBackend(FrameworkBackend):
         return basis.reshape(len(basis), *x.shape)
 
     def split(self, x: Array, parts: Sequence[slice]) -> Sequence[Array]:
-        sizes = [part.stop - part.start for part in parts]
-        return x[: sum(sizes)].unsafe_split_with_sizes(sizes)  # written in place, unlike views
+        if x.requires_grad or len(parts) < 2:  # views of `split` with a graph are not writable
+            return super().split(x, parts)
+        return x[: parts[-1].stop].split([part.stop - part.start for part in parts])
 
     # --- derivatives
 

@@ -46,11 +46,11 @@ class Accumulation(Operators):
 
         Args:
             dtype: The precision of the sums and of the results, such as "float64"; complex leaves
-                use the complex dtype of that precision. None: the gradients' own, of which 16-bit
-                ones are added in float32 and rounded when the sum or mean is read.
+                use the complex dtype of that precision. None: the gradients' own dtype; 16-bit
+                gradients are added in float32 and rounded when the sum or mean is read.
             compensated: Whether to keep the rounding errors of the additions in one more buffer
-                (Kahan summation). The result is about as accurate as in twice the precision, for
-                nine more additions per entry.
+                (Kahan summation). The result is about as accurate as a sum in twice the precision,
+                at nine more additions per entry.
 
         Returns:
             An empty `GradientAccumulator`.
@@ -79,8 +79,8 @@ class Accumulation(Operators):
         JAX: target is the buffer; the new buffer is returned and nothing is written. It works under
         jit. A program that uses the return value runs in both frameworks.
 
-        Only what `grads` names is changed: a dict may hold some of the target's keys, and an entry
-        of None leaves everything below it unchanged.
+        Only entries that `grads` names are changed: a dict may hold some of the target's keys, and
+        an entry of None leaves everything below it unchanged.
 
         Args:
             target: PyTorch: a pytree of leaf tensors that require grad, or a `torch.nn.Module`,
@@ -195,9 +195,9 @@ class GradientAccumulator:
         Args:
             grads: A pytree of floating or complex arrays, of the same structure, shapes, dtypes
                 and device at every call. An entry of None stays None.
-            weight: A real number, or an array of shape () that holds one. A concrete array is
-                read at once, which waits for its device. Gradients of weight 0 add nothing, also
-                where they are those of a mean over nothing, 0/0.
+            weight: A real number, or a real array of shape (). A concrete array is read at once,
+                which waits for its device. Gradients of weight 0 add nothing, even if they are
+                NaN, as the gradient of a mean over no examples is.
 
         Raises:
             GradtoolsError: grads is unlike what was added before, holds something that is no
@@ -224,16 +224,16 @@ class GradientAccumulator:
         return self._result(state.treedef, sums, state.dtypes)
 
     def mean(self, group: Any = None, axis_name: Any = None) -> Any:
-        """The sum over the sum of the weights, of this rank or of all.
+        """The sum divided by the sum of the weights, of this rank or of all ranks.
 
         With a group or an axis it is sum_r sum_i w_ri g_ri / sum_r sum_i w_ri, the same on all
         ranks r. A rank without examples adds zeros with weight 0.
 
         Args:
-            group: PyTorch: a process group (`torch.distributed.group.WORLD` is that of all
-                processes) or a DeviceMesh. Each of its processes must make this call. A DTensor,
-                as FSDP2 puts in `.grad`, is one gradient of all processes of its mesh: it is
-                added with the same weight on each.
+            group: PyTorch: a process group (`torch.distributed.group.WORLD` holds all processes)
+                or a DeviceMesh. Each of its processes must make this call. A DTensor, as FSDP2
+                puts in `.grad`, is one gradient of all processes of its mesh: add it with the same
+                weight on each.
             axis_name: JAX: the mapped axis (of `shard_map`, `vmap` or `pmap`), or several. Under
                 `shard_map` with check_vma=True differentiate with respect to parameters that
                 vary (`jax.lax.pcast(w, axis, to="varying")`), or `jax.grad` itself sums the

@@ -34,7 +34,7 @@ class ArraysAndKeys(Operators):
         return self._backend.xp
 
     def asarray(self, x: Any) -> Array:
-        """Converts to an array of the framework, with the dtype that it has in NumPy.
+        """Converts x to an array of the framework, with NumPy's dtype of x.
 
         The result does not share memory with x; an array of the framework is returned as it is.
         Python numbers and lists of them get the framework's default dtype.

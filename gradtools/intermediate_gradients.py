@@ -38,7 +38,7 @@ class RetainedGradients(Operators):
     """`retain_gradient` and `retained_gradients`."""
 
     def retain_gradient(self, x: T, name: str) -> T:
-        """The identity, which marks a value of which `retained_gradients` returns the cotangent.
+        """Marks x, so that `retained_gradients` returns the gradient with respect to it.
 
         Outside of `retained_gradients` it costs nothing: PyTorch returns x itself, and a compiled
         JAX program has no operation for it. Use the result in place of x: only what is computed
@@ -46,7 +46,7 @@ class RetainedGradients(Operators):
 
         Args:
             x: A pytree of arrays. Leaves that are not floating or complex pass through.
-            name: The name of the value. It may occur several times.
+            name: The name of the value. Several values may have the same name.
 
         Returns:
             x, unchanged.

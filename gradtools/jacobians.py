@@ -60,12 +60,12 @@ class Jacobians(Operators):
                 the others that of the input.
             chunk_size: How many unit vectors at once; all by default. 1 is a loop without vmap: in
                 PyTorch a Python loop, which takes any eager code, in JAX `lax.map`.
-            sparsity: Of an f from one array to one array: where its Jacobian may differ from zero,
-                a sparse matrix of SciPy, PyTorch or JAX (BCOO) or a boolean array, with one row
-                for each entry of the output and one column for each of the input, or of the
-                Jacobian's shape. Columns or rows are coloured, so a banded Jacobian takes as many
-                products as it has bands. One more product finds entries that the pattern omits.
-                It needs `pip install "gradtools[sparse]"`.
+            sparsity: For an f from one array to one array: the pattern of entries that may differ
+                from zero, a sparse matrix of SciPy, PyTorch or JAX (BCOO) or a boolean array. It
+                has one row for each entry of the output and one column for each entry of the
+                input, or the Jacobian's shape. Columns or rows are coloured, so a banded Jacobian
+                takes as many products as it has bands. One more product finds entries that the
+                pattern omits. It needs `pip install "gradtools[sparse]"`.
 
         Returns:
             A function of f's arguments. For an output leaf of shape s and an input leaf of shape
@@ -196,8 +196,8 @@ class Jacobians(Operators):
             f: As in `grad`.
             argnums: Which positional arguments to differentiate with respect to.
             mode: As in `hvp`.
-            sparsity: As in `jacobian`, of the Hessian; an entry on one side of the diagonal need
-                not be repeated on the other.
+            sparsity: The pattern of the Hessian, as in `jacobian`; an entry on one side of the
+                diagonal need not be repeated on the other side.
 
         Returns:
             A function of f's arguments. For argument leaves of shapes s and t it returns an

@@ -33,7 +33,7 @@ class Call:
     plain_kernels = False
     own: frozenset[int] = frozenset()  # the ids of a module's parameters among the leaves
     # Whether results are attached to the leaves afterwards (see `attaching`), so that their graph
-    # need not be kept. Asked after an evaluation.
+    # need not be kept. It is called after an evaluation.
     is_deferred: Callable[[], bool] = staticmethod(bool)
 
     def __init__(
@@ -51,7 +51,7 @@ class Call:
     ) -> None:
         self.backend, self.caller = backend, caller
         self.names = names  # the operator's own; without them "argument 0" and so on
-        # Whether f returns `(output, aux)`, and whether the operator has that argument at all.
+        # Whether f returns `(output, aux)`, and whether the operator has the argument has_aux.
         self.has_aux, self.takes_aux = bool(has_aux), has_aux is not None
         self.f: Any = f
         self.args, self.kwargs, self.argnums = tuple(args), kwargs, argnums

@@ -24,7 +24,7 @@ Verify = Literal["first"] | bool
 class ChunkOptions:
     """The options of `chunked`, `checkpoint` and `frozen`."""
 
-    verify: bool | None = None  # None: the first backward pass of each kind; else each, or none
+    verify: bool | None = None  # compare in every backward pass, in none, or (None) in the first
     progress: bool = False
     # A cache for the next call of the same function.
     latest: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -40,7 +40,7 @@ def checked_size(caller: str, f: Any, chunk_size: Any) -> int:
 
 
 def checked_verify(caller: str, verify: Any) -> bool | None:
-    """The argument verify as a boolean, or None for "first"; anything else is refused."""
+    """The argument verify as a boolean, or None for "first"; other values are refused."""
     if verify is None or (isinstance(verify, str) and verify == "first"):
         return None
     if isinstance(verify, bool | np.bool_):
@@ -246,7 +246,7 @@ class ChunkFunction:
 
 
 def warn_of_batch_norm(f: Hashable, what: str) -> None:
-    """Warns once for each function that its batch norm sees chunks. what: The text's beginning."""
+    """Warns once for each function that its batch norm sees chunks. what: How the text begins."""
     warn_once(
         ("batch norm", f),
         f"{what} a batch normalization in training mode. It normalizes each chunk by that chunk's "

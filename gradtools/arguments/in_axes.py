@@ -1,4 +1,4 @@
-"""`in_axes`: the axis of each argument of a call, in the same way for all operators.
+"""`in_axes`: reads the batch axis of each argument of a call, for all operators.
 
 As in `jax.vmap`, an integer or a tuple applies to positional arguments, and keyword arguments are
 split on axis 0. A dictionary applies to f's parameters by name, however they are passed. Arguments
@@ -24,7 +24,7 @@ class Argument(NamedTuple):
     value: Any
     axes: Any = None  # the axis that it is split on, None if it is shared, or a tree of these
     named: bool = False  # whether the user gave the axes explicitly
-    label: str | None = None  # its name in messages, if it is no argument of f
+    label: str | None = None  # a name for messages, if it is no argument of f
 
     @property
     def name(self) -> str:

@@ -8,9 +8,7 @@ Pick the backend by import; the rest of the program keeps its shape::
 Importing ``gradtools`` itself imports neither framework.
 """
 
-import sys as _sys
 import typing as _typing
-from importlib import import_module as _import_module
 from importlib.util import find_spec as _find_spec
 
 from gradtools.errors import DisconnectedInputError as DisconnectedInputError
@@ -23,7 +21,6 @@ __all__ = [
     "GradtoolsError",
     "GradtoolsWarning",
     "available_backends",
-    "namespace",
 ]
 
 
@@ -39,42 +36,6 @@ def available_backends() -> tuple[str, ...]:
         True
     """
     return tuple(name for name in ("torch", "jax") if _find_spec(name) is not None)
-
-
-def namespace(*arrays: _typing.Any) -> _typing.Any:
-    """The namespace of the framework that arrays belong to, for code that serves both.
-
-    Args:
-        arrays: Tensors of PyTorch, or arrays or tracers of JAX. Others, such as Python numbers and
-            NumPy arrays, are ignored.
-
-    Returns:
-        `gradtools.torch` or `gradtools.jax`. A framework that is not yet imported stays so.
-
-    Raises:
-        GradtoolsError: No array belongs to a framework, or two belong to different ones.
-
-    Example:
-        >>> import gradtools
-        >>> def squared_slope(f, x):
-        ...     gt = gradtools.namespace(x)
-        ...     return gt.grad(f)(x) ** 2
-    """
-    kinds = {"torch": "Tensor", "jax": "Array"}
-    loaded = {name: kind for name, kind in kinds.items() if name in _sys.modules}
-    found = {
-        name
-        for name, kind in loaded.items()
-        if any(isinstance(x, getattr(_sys.modules[name], kind)) for x in arrays)
-    }
-    if len(found) != 1:
-        came = ", ".join(f"{type(x).__module__}.{type(x).__name__}" for x in arrays) or "nothing"
-        which = "both frameworks" if found else "neither framework"
-        raise GradtoolsError(
-            f"namespace: the arguments ({came}) belong to {which}; pass tensors of PyTorch or "
-            "arrays of JAX."
-        )
-    return _import_module(f"gradtools.{found.pop()}")
 
 
 def __dir__() -> list[str]:

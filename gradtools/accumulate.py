@@ -24,7 +24,6 @@ from typing import Any
 
 from gradtools.arguments.wording import describe, in_words, with_article
 from gradtools.backend import Operators
-from gradtools.boundary import user_facing_methods
 from gradtools.errors import GradtoolsError
 
 _WIDE = {"float16": "float32", "bfloat16": "float32", "complex32": "complex64"}
@@ -47,11 +46,11 @@ class Accumulation(Operators):
 
         Args:
             dtype: The precision of the sums and of the results, such as "float64"; complex leaves
-                use the complex dtype of that precision. None: the gradients' own, of which 16-bit
-                ones are added in float32 and rounded when the sum or mean is read.
+                use the complex dtype of that precision. None: the gradients' own dtype; 16-bit
+                gradients are added in float32 and rounded when the sum or mean is read.
             compensated: Whether to keep the rounding errors of the additions in one more buffer
-                (Kahan summation). The result is about as accurate as in twice the precision, for
-                nine more additions per entry.
+                (Kahan summation). The result is about as accurate as a sum in twice the precision,
+                at nine more additions per entry.
 
         Returns:
             An empty `GradientAccumulator`.
@@ -80,8 +79,8 @@ class Accumulation(Operators):
         JAX: target is the buffer; the new buffer is returned and nothing is written. It works under
         jit. A program that uses the return value runs in both frameworks.
 
-        Only what `grads` names is changed: a dict may hold some of the target's keys, and an entry
-        of None leaves everything below it unchanged.
+        Only entries that `grads` names are changed: a dict may hold some of the target's keys, and
+        an entry of None leaves everything below it unchanged.
 
         Args:
             target: PyTorch: a pytree of leaf tensors that require grad, or a `torch.nn.Module`,
@@ -162,7 +161,6 @@ class State:
     varies: tuple[frozenset[Any], ...]
 
 
-@user_facing_methods
 class GradientAccumulator:
     """A running weighted sum of gradients; made by `gt.GradientAccumulator`.
 
@@ -178,10 +176,7 @@ class GradientAccumulator:
         self._precision = _precision(dtype)
         self._compensated = compensated
         self._state: State | None = None
-        self._open()
-
-    def _open(self) -> None:
-        self._arrays: Any = self._backend.submodule("accumulate", "GradientAccumulator")
+        self._arrays: Any = backend.submodule("accumulate", "GradientAccumulator")
         self._trace, self._lock = self._arrays.current_trace(), Lock()
 
     def __repr__(self) -> str:
@@ -194,29 +189,15 @@ class GradientAccumulator:
         )
         return f"<GradientAccumulator, weight {state.weight}, {leaves}>"
 
-    def __getstate__(self) -> dict[str, Any]:
-        with self._lock:
-            state = self.__dict__.copy()
-            for name in ("_arrays", "_trace", "_lock"):
-                del state[name]
-            if self._state is not None:  # copied, since other threads may add in place
-                totals = tuple(map(self._arrays.copied, self._state.totals))
-                state["_state"] = replace(self._state, totals=totals)
-            return state
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
-        self._open()
-
     def add(self, grads: Any, weight: Any = 1) -> None:
         """Adds weight times grads. An error leaves the accumulator as it was.
 
         Args:
             grads: A pytree of floating or complex arrays, of the same structure, shapes, dtypes
                 and device at every call. An entry of None stays None.
-            weight: A real number, or an array of shape () that holds one. A concrete array is
-                read at once, which waits for its device. Gradients of weight 0 add nothing, also
-                where they are those of a mean over nothing, 0/0.
+            weight: A real number, or a real array of shape (). A concrete array is read at once,
+                which waits for its device. Gradients of weight 0 add nothing, even if they are
+                NaN, as the gradient of a mean over no examples is.
 
         Raises:
             GradtoolsError: grads is unlike what was added before, holds something that is no
@@ -243,16 +224,16 @@ class GradientAccumulator:
         return self._result(state.treedef, sums, state.dtypes)
 
     def mean(self, group: Any = None, axis_name: Any = None) -> Any:
-        """The sum over the sum of the weights, of this rank or of all.
+        """The sum divided by the sum of the weights, of this rank or of all ranks.
 
         With a group or an axis it is sum_r sum_i w_ri g_ri / sum_r sum_i w_ri, the same on all
         ranks r. A rank without examples adds zeros with weight 0.
 
         Args:
-            group: PyTorch: a process group (`torch.distributed.group.WORLD` is that of all
-                processes) or a DeviceMesh. Each of its processes must make this call. A DTensor,
-                as FSDP2 puts in `.grad`, is one gradient of all processes of its mesh: it is
-                added with the same weight on each.
+            group: PyTorch: a process group (`torch.distributed.group.WORLD` holds all processes)
+                or a DeviceMesh. Each of its processes must make this call. A DTensor, as FSDP2
+                puts in `.grad`, is one gradient of all processes of its mesh: add it with the same
+                weight on each.
             axis_name: JAX: the mapped axis (of `shard_map`, `vmap` or `pmap`), or several. Under
                 `shard_map` with check_vma=True differentiate with respect to parameters that
                 vary (`jax.lax.pcast(w, axis, to="varying")`), or `jax.grad` itself sums the
@@ -303,17 +284,9 @@ class GradientAccumulator:
                 raise GradtoolsError(
                     f"GradientAccumulator.add: grads{self._backend.leaf_paths(grads)[k]} is "
                     f"{came if array is None else words(self._arrays.spec(array))}; expected a "
-                    "floating or complex array. Differentiate with respect to floating arguments "
-                    "only, or put None there."
+                    "floating or complex array. Give the gradients, and None where there is none."
                 )
         specs = tuple(map(self._arrays.spec, arrays))
-        for k, came in enumerate(map(words, specs) if self._compensated else ()):
-            if came.startswith("sparse"):
-                raise GradtoolsError(
-                    f"GradientAccumulator.add: grads{self._backend.leaf_paths(grads)[k]} is "
-                    f"{came}; a compensated sum needs dense arrays. "
-                    "Use compensated=False, or give a dense gradient."
-                )
         varies = tuple(map(self._arrays.varies, arrays))
         return State(treedef, (), specs, tuple(arrays), (), (), weight, varies)
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.arguments.wording import with_article
+from gradtools.arguments.wording import shown, with_article
 from gradtools.backend import Operators
 from gradtools.errors import GradtoolsError
 
@@ -34,7 +34,7 @@ class ArraysAndKeys(Operators):
         return self._backend.xp
 
     def asarray(self, x: Any) -> Array:
-        """Converts to an array of the framework, with the dtype that it has in NumPy.
+        """Converts x to an array of the framework, with NumPy's dtype of x.
 
         The result does not share memory with x; an array of the framework is returned as it is.
         Python numbers and lists of them get the framework's default dtype.
@@ -150,9 +150,7 @@ def as_numpy(x: Any, caller: str = "asarray") -> np.ndarray:
 def as_seed(seed: Any) -> int:
     """A seed of 64 bits as a Python integer, or an error."""
     if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
-        shape = getattr(seed, "shape", None)
-        came = repr(seed) if shape is None else f"an array of shape {tuple(shape)}"
-        raise GradtoolsError(f"random_key: seed must be an integer, got {came}.")
+        raise GradtoolsError(f"random_key: seed must be an integer, got {shown(seed)}.")
     seed = int(seed)
     if not -(2**63) <= seed < 2**63:
         raise GradtoolsError(f"random_key: seed must fit into a signed 64-bit integer, got {seed}.")

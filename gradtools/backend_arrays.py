@@ -147,6 +147,10 @@ class Arrays(ABC):
         count = before + x.size + after
         return self.xp.eye(count, x.size, k=-before, dtype=x.dtype).reshape((count, *x.shape))
 
+    def split(self, x: Array, parts: Sequence[slice]) -> Sequence[Array]:
+        """The parts of x, which follow one another along its first axis."""
+        return [x[part] for part in parts]
+
     def is_known_zero(self, x: Array) -> bool:
         return False
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from gradtools.arguments.checks import as_float
 from gradtools.arguments.wording import describe
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
@@ -102,9 +101,8 @@ def bound_of(backend: Backend, name: str, bound: Any) -> Any:
     if isinstance(bound, int | float):
         if bound < 0:
             raise GradtoolsError(f"clip_gradient: {name} is {bound}; it must not be negative.")
-        number = as_float("clip_gradient", name, bound)
         compiles = backend.compiles_rules or backend.compiler.is_tracing()
-        return ARRAY if compiles else number
+        return ARRAY if compiles else float(bound)
     backend.check_array(bound, name)
     if not has_real_dtype(bound) or getattr(bound, "shape", ()) != ():
         raise GradtoolsError(

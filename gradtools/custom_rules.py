@@ -12,7 +12,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial, update_wrapper
-from typing import Any, overload
+from typing import Any
 
 import numpy as np
 
@@ -20,7 +20,6 @@ from gradtools.arguments.checks import check_function
 from gradtools.arguments.static_arguments import Parameters
 from gradtools.arguments.wording import describe, name_of
 from gradtools.backend import Backend, F, Operators
-from gradtools.boundary import trimmed, user_facing_methods
 from gradtools.custom_structure import Specialization, avals_of
 from gradtools.errors import GradtoolsError, TypeRefusal
 from gradtools.host_kernels import type_key
@@ -33,14 +32,8 @@ _MOST_SPECIALIZATIONS = 256
 class CustomRules(Operators):
     """The operator that gives a function its own rule."""
 
-    @overload
-    def custom_rule(self, f: Callable[..., Any], static_argnames: Any = ()) -> CustomRule: ...
-    @overload
-    def custom_rule(
-        self, f: None = None, static_argnames: Any = ()
-    ) -> Callable[[Callable[..., Any]], CustomRule]: ...
     def custom_rule(self, f: Any = None, static_argnames: Any = ()) -> Any:
-        """A function with the value of `f` and a derivative that you write.
+        """Gives the function `f` a derivative that you write.
 
         Give a reverse rule, a forward rule, or both; the missing one follows by transposition:
 
@@ -102,7 +95,6 @@ _MAPS = ("fwd", "bwd", "jvp")
 _SETTINGS = {"fun", *_MAPS, "symbolic_zeros", "static_argnames", "kernel"}
 
 
-@user_facing_methods
 class CustomRule:
     """A function and its rule; see `custom_rule`.
 
@@ -208,25 +200,9 @@ class CustomRule:
         """
         check_function(f"{self.__name__}.defvjp", fwd, "fwd", curried=False)
         check_function(f"{self.__name__}.defvjp", bwd, "bwd", curried=False)
-        self._check_count("defvjp", "bwd", bwd, "residuals", "cotangent")
         self._check_order(fwd)
         self.fwd, self.bwd = fwd, bwd
         self._is_symbolic("cotangent", symbolic_zeros)
-
-    def _check_count(self, definition: str, name: str, rule: Any, *arguments: str) -> None:
-        """Raises if a rule cannot be called with the static arguments and then `arguments`."""
-        expected = [*self._binding.statics, *arguments]
-        try:
-            taken = inspect.signature(rule)
-        except (TypeError, ValueError):
-            return
-        try:
-            taken.bind(*expected)
-        except TypeError:
-            raise GradtoolsError(
-                f"{self.__name__}.{definition}: {name} takes {taken}, but it is called as "
-                f"{name}({', '.join(expected)})."
-            ) from None
 
     def _check_order(self, fwd: Callable[..., Any]) -> None:
         """Raises if fwd takes f's parameters in f's order and a static argument does not lead."""
@@ -258,7 +234,6 @@ class CustomRule:
             The rule, so this may be used as a decorator.
         """
         check_function(f"{self.__name__}.defjvp", rule, "the rule", curried=False)
-        self._check_count("defjvp", "rule", rule, "primals", "tangents")
         self.jvp = rule
         self._is_symbolic("tangent", symbolic_zeros)
         return rule
@@ -267,19 +242,15 @@ class CustomRule:
         """The value; differentiated by the rule wherever a derivative is taken."""
         statics: tuple[Any, ...] = ()
         rest: tuple[Any, ...] = args
-        try:  # as `user_facing` does, without a call of its own
-            if kwargs or self._needs_binding:
-                statics, rest = self._bound(args, kwargs)
-            if self._direct is not None:
-                result = self._direct(rest, statics)
-                if result is not NotImplemented:
-                    return result
-            if not kwargs and not self._needs_binding:  # defaults
-                statics, rest = self._bound(args, kwargs)
-            return self._applied(statics, rest)
-        except Exception as error:
-            trimmed(error)
-            raise
+        if kwargs or self._needs_binding:
+            statics, rest = self._bound(args, kwargs)
+        if self._direct is not None:
+            result = self._direct(rest, statics)
+            if result is not NotImplemented:
+                return result
+        if not kwargs and not self._needs_binding:  # defaults
+            statics, rest = self._bound(args, kwargs)
+        return self._applied(statics, rest)
 
     def _applied(self, statics: tuple[Any, ...], rest: tuple[Any, ...]) -> Any:
         """The value, by the rule of these arguments' structure."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, TypeVar, overload
+from typing import Any, Literal
 
 from gradtools.arguments.batches import Batch
 from gradtools.arguments.calls import NOT_NAMED, Call, call_of_primals
@@ -25,16 +25,13 @@ from gradtools.arguments.checks import (
     same_length,
     whole_or_none,
 )
-from gradtools.arguments.in_axes import Argument, arguments_of_call
-from gradtools.backend import Operators, P, R, T
+from gradtools.arguments.in_axes import arguments_of_call
+from gradtools.backend import Operators, P, R
 from gradtools.boundary import like_function
 from gradtools.disconnected_inputs import check_connected, is_missing
+from gradtools.errors import GradtoolsError
 from gradtools.freezing import Freezing
 
-if TYPE_CHECKING:
-    from gradtools.gradient_types import Gradient, ValueAndGradient
-
-A = TypeVar("A")
 Argnums = int | Sequence[int]
 
 
@@ -61,50 +58,14 @@ _GRAD_MODES = ("auto", "forward_over_reverse")
 class Derivatives(Operators):
     """The operators that differentiate."""
 
-    @overload
     def grad(
         self,
         f: Callable[P, Any],
-        argnums: Sequence[int],
-        has_aux: Literal[False] = False,
-        disconnected_inputs: Disconnected = "raise",
-        mode: GradMode = "auto",
-    ) -> Callable[P, tuple[Any, ...]]: ...
-    @overload
-    def grad(
-        self,
-        f: Callable[P, Any],
-        argnums: Argnums,
-        has_aux: bool = False,
-        disconnected_inputs: Disconnected = "raise",
-        mode: GradMode = "auto",
-    ) -> Callable[P, Any]: ...
-    @overload
-    def grad(
-        self,
-        f: Callable[Concatenate[T, P], Any],
-        *,
-        has_aux: Literal[False] = False,
-        disconnected_inputs: Disconnected = "raise",
-        mode: GradMode = "auto",
-    ) -> Gradient[T, P]: ...
-    @overload
-    def grad(
-        self,
-        f: Callable[Concatenate[T, P], tuple[Any, A]],
-        *,
-        has_aux: Literal[True],
-        disconnected_inputs: Disconnected = "raise",
-        mode: GradMode = "auto",
-    ) -> Callable[Concatenate[T, P], tuple[T, A]]: ...
-    def grad(
-        self,
-        f: Callable[..., Any],
         argnums: Argnums = 0,
         has_aux: bool = False,
         disconnected_inputs: Disconnected = "raise",
         mode: GradMode = "auto",
-    ) -> Callable[..., Any]:
+    ) -> Callable[P, Any]:
         """A function that computes the gradient of a real scalar f.
 
         f is evaluated once, and no `.grad` is changed. In JAX f's Python code runs a second time,
@@ -143,50 +104,14 @@ class Derivatives(Operators):
         """
         return self._gradient_of("grad", f, argnums, has_aux, disconnected_inputs, mode)
 
-    @overload
     def value_and_grad(
         self,
         f: Callable[P, R],
-        argnums: Sequence[int],
-        has_aux: Literal[False] = False,
-        disconnected_inputs: Disconnected = "raise",
-        mode: GradMode = "auto",
-    ) -> Callable[P, tuple[R, tuple[Any, ...]]]: ...
-    @overload
-    def value_and_grad(
-        self,
-        f: Callable[P, R],
-        argnums: Argnums,
-        has_aux: bool = False,
-        disconnected_inputs: Disconnected = "raise",
-        mode: GradMode = "auto",
-    ) -> Callable[P, tuple[R, Any]]: ...
-    @overload
-    def value_and_grad(
-        self,
-        f: Callable[Concatenate[T, P], R],
-        *,
-        has_aux: Literal[False] = False,
-        disconnected_inputs: Disconnected = "raise",
-        mode: GradMode = "auto",
-    ) -> ValueAndGradient[T, P, R]: ...
-    @overload
-    def value_and_grad(
-        self,
-        f: Callable[Concatenate[T, P], tuple[R, A]],
-        *,
-        has_aux: Literal[True],
-        disconnected_inputs: Disconnected = "raise",
-        mode: GradMode = "auto",
-    ) -> ValueAndGradient[T, P, tuple[R, A]]: ...
-    def value_and_grad(
-        self,
-        f: Callable[..., Any],
         argnums: Argnums = 0,
         has_aux: bool = False,
         disconnected_inputs: Disconnected = "raise",
         mode: GradMode = "auto",
-    ) -> Callable[..., Any]:
+    ) -> Callable[P, tuple[R, Any]]:
         """The value and the gradient of a real scalar f, from one evaluation.
 
         Args:
@@ -254,14 +179,6 @@ class Derivatives(Operators):
             "minimax_value_and_grad", f, spec.argnums, partial(self._gradient_at, spec)
         )
 
-    @overload
-    def vjp(
-        self, f: Callable[P, R], *primals: Any, has_aux: Literal[False] = False
-    ) -> tuple[R, Callable[[Any], tuple[Any, ...]]]: ...
-    @overload
-    def vjp(
-        self, f: Callable[P, tuple[R, A]], *primals: Any, has_aux: Literal[True]
-    ) -> tuple[R, Callable[[Any], tuple[Any, ...]], A]: ...
     def vjp(self, f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
         """The value of f and its pullback c -> J^H c, from one evaluation.
 
@@ -298,8 +215,14 @@ class Derivatives(Operators):
 
         attach = call.attaching(self.vjp, f, *primals, has_aux=has_aux)
 
-        def pullback(pull: Any, cotangent: Any) -> tuple[Any, ...]:
+        def pullback(pull: Any, *cotangents: Any) -> tuple[Any, ...]:
             """Maps a cotangent like the output to a tuple with one entry for each primal."""
+            if len(cotangents) != 1:
+                raise GradtoolsError(
+                    f"vjp: the pullback takes one cotangent, in the structure of f's output; got "
+                    f"{len(cotangents)}. Pass several as a tuple if f returns a tuple."
+                )
+            (cotangent,) = cotangents
             pulled = pull(bare.cotangents(cotangent, likes))
             grads = self._backend.filled(pulled, bare.leaves)
             trees = bare.to_trees(grads, bare.exact_tangents)
@@ -309,22 +232,6 @@ class Derivatives(Operators):
         out, aux = attach((out, aux), lambda result: (result[0], result[2] if has_aux else None))
         return (out, pulling, aux) if has_aux else (out, pulling)
 
-    @overload
-    def jvp(
-        self,
-        f: Callable[P, R],
-        primals: Sequence[Any],
-        tangents: Sequence[Any],
-        has_aux: Literal[False] = False,
-    ) -> tuple[R, R]: ...
-    @overload
-    def jvp(
-        self,
-        f: Callable[P, tuple[R, A]],
-        primals: Sequence[Any],
-        tangents: Sequence[Any],
-        has_aux: Literal[True],
-    ) -> tuple[R, R, A]: ...
     def jvp(
         self,
         f: Callable[..., Any],
@@ -410,39 +317,23 @@ class Derivatives(Operators):
         out = attach(call.output(outs, extras)[0], _first)
         return out, self._backend.linear_map(pushforward, push)
 
-    @overload
-    def per_example_grad(
-        self,
-        f: Callable[Concatenate[T, P], Any],
-        *,
-        in_axes: Any = None,
-        chunk_size: int | None = None,
-    ) -> Gradient[T, P]: ...
-    @overload
     def per_example_grad(
         self,
         f: Callable[P, Any],
-        argnums: Argnums,
-        in_axes: Any = None,
-        chunk_size: int | None = None,
-    ) -> Callable[P, Any]: ...
-    def per_example_grad(
-        self,
-        f: Callable[..., Any],
         argnums: Argnums = 0,
         in_axes: Any = None,
         chunk_size: int | None = None,
-    ) -> Any:
+    ) -> Callable[P, Any]:
         """One gradient for each example of a batch.
 
         Args:
             f: A real scalar function of one example, as in `grad`.
             argnums: Which positional arguments to differentiate with respect to.
             in_axes: Which axes are split, as in `vmap`. None altogether: the arguments in argnums
-                are shared, unless there is no other batch, and every array of the others is split
-                on axis 0. Else an integer, one entry for each positional argument, or a dict from
-                f's parameters to axes, where None shares one. What no entry names is split on
-                axis 0, keyword arguments too; arrays without axes and non-arrays are shared.
+                are shared, and every array of the others is split on axis 0. Else an integer, one
+                entry for each positional argument, or a dict from f's parameters to axes, where
+                None shares an argument. Arguments without an entry are split on axis 0, keyword
+                arguments too; arrays without axes and non-arrays are shared.
             chunk_size: How many examples at once; all by default. 1 is a loop without vmap: in
                 PyTorch a Python loop, which takes any eager code, in JAX `lax.map`.
 
@@ -473,17 +364,15 @@ class Derivatives(Operators):
         if opened is not None:
             args, of_example = opened.args, replace(spec, f=opened, opened=opened)
         arguments = arguments_of_call(name, of_example.f, args, kwargs, in_axes, positions)
-        if in_axes is None and len(positions) == 1:
-            only = Argument(positions[0], args[positions[0]], 0)
-            if self._is_split([only]) and not self._is_split(arguments):
-                arguments[positions[0]] = only
         batch = Batch(self._backend, name, arguments)
 
         def of_one(*one: Any) -> Any:
             try:
                 return self._scalar_gradient(of_example, *one)[2]
             except (TypeError, ValueError, IndexError) as error:
-                error.add_note(f"{name}: f sees one example, without the batch axis.")
+                error.add_note(
+                    f"{name}: f sees one example, without the batch axis; x[None] has one."
+                )
                 raise
 
         grads = batch.map(of_one, chunk_size)
@@ -492,12 +381,6 @@ class Derivatives(Operators):
         opened.refuse_changes()
         again = partial(self._per_example, spec, in_axes, chunk_size, *whole, **kwargs)
         return self._backend.attaching(opened, name, again)(grads)
-
-    def _is_split(self, arguments: list[Argument]) -> bool:
-        """Whether any argument that `in_axes` splits holds an array with axes."""
-        split = [a.value for a in arguments if a.axes is not None]
-        leaves = [x for value in split for x in self._backend.flatten(value)[0]]
-        return any(getattr(x, "shape", ()) != () for x in leaves)
 
     # --- helpers that need the backend
 
@@ -572,7 +455,10 @@ def derivative_function(
         check_function(operator, f)
     if type(argnums) is not int:
         refuse_arguments(operator, argnums)
-    return like_function(f"{operator}(", f, call, ")", f"{WHAT[operator]} {_of_arguments(argnums)}")
+    several = isinstance(argnums, tuple | list)
+    named = f"arguments {', '.join(map(str, argnums))}" if several else f"argument {argnums}"
+    doc = f"{WHAT[operator]} with respect to {named}."
+    return like_function(f"{operator}(", f, call, ")", doc)
 
 
 WHAT = {
@@ -584,12 +470,6 @@ WHAT = {
     "hessian": "Hessian of {}",
     "retained_gradients": "Value of {}, gradient and gradients at the values that it marks",
 }
-
-
-def _of_arguments(argnums: Any) -> str:
-    if isinstance(argnums, tuple | list):
-        return f"with respect to arguments {', '.join(map(str, argnums))}."
-    return f"with respect to argument {argnums}."
 
 
 def _first(pair: tuple[Any, ...]) -> Any:

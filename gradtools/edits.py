@@ -20,10 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.arguments.checks import as_array, as_float, check_function
-from gradtools.arguments.wording import describe, in_words, is_numeric, name_of
+from gradtools.arguments.checks import as_array, check_function, matching
+from gradtools.arguments.wording import describe, in_words, name_of
 from gradtools.backend import Array, Backend, Operators, P, R, T
-from gradtools.boundary import user_facing
 from gradtools.clipping import ARRAY, bound_of, clip_rule, has_real_dtype
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule, replaced_at
@@ -99,7 +98,7 @@ class Edits(Operators):
         self._clip_key = backend.compiler.constant_result(key)
 
     def reverse_gradient(self, x: T, scale: Any = 1.0) -> T:
-        """The identity, whose derivative is multiplied by `-scale`: y = x, dy = -scale dx.
+        """Reverses the gradient that flows through x: y = x, dy = -scale dx.
 
         Linear, so it works in forward and reverse mode, at every order and in every mix. At
         second order the factor appears again: the Hessian of f(reverse_gradient(x)) is
@@ -127,7 +126,7 @@ class Edits(Operators):
         return self._scaled("reverse_gradient", x, scale, -1)
 
     def scale_gradient(self, x: T, scale: Any) -> T:
-        """The identity, whose derivative is multiplied by `scale`: y = x, dy = scale dx.
+        """Scales the gradient that flows through x: y = x, dy = scale dx.
 
         Args:
             x: A pytree of arrays. Leaves that are not floating or complex pass through.
@@ -156,7 +155,7 @@ class Edits(Operators):
                 "negative. For a factor of either sign use scale_gradient."
             )
         if isinstance(scale, int):
-            scale = as_float(name, "scale", scale)
+            scale = float(scale)
         rule = None
         if type(scale) is float and not (backend.compiles_rules or backend.compiler.is_tracing()):
             rule = _scaling((sign * scale).hex())
@@ -190,7 +189,7 @@ class Edits(Operators):
         return _edit(backend, name, lambda leaves, places: [*map(one, leaves, places)], x)
 
     def stop_gradient(self, x: T) -> T:
-        """The identity without a derivative: y = x, dy = 0, in both modes.
+        """Stops the gradient at x: y = x, dy = 0, in both modes.
 
         Args:
             x: A pytree of arrays.
@@ -209,7 +208,7 @@ class Edits(Operators):
         return _stopped(self._backend, "stop_gradient", x)
 
     def clip_gradient(self, x: T, max_norm: Any = None, max_value: Any = None) -> T:
-        """The identity, whose cotangent is clipped by modulus and by global norm.
+        """Clips the gradient that flows through x, by modulus and by global norm.
 
         Each entry c becomes c min(1, max_value / |c|). Then all leaves are multiplied by min(1,
         max_norm / norm), where norm is the 2-norm over all leaves of x. There is no epsilon; a zero
@@ -260,7 +259,7 @@ class Edits(Operators):
         return _edit(backend, "clip_gradient", edit, x)
 
     def transform_gradient(self, x: T, fn: Callable[[Any], Any]) -> T:
-        """The identity whose cotangent becomes `fn(cotangent)`. Reverse mode only.
+        """Replaces the gradient that flows through x by `fn(gradient)`. Reverse mode only.
 
         Args:
             x: A pytree of arrays.
@@ -322,7 +321,7 @@ class Edits(Operators):
         return backend.tied(edited, fn)
 
     def replace_gradient(self, x: T, dx: Any) -> T:
-        """The identity, whose cotangent is replaced by `dx` (Theano's known_grads).
+        """Replaces the gradient that flows through x by `dx` (Theano's known_grads).
 
         If x reaches the output by data flow, its gradient is dx, also where the incoming
         cotangent is zero. Leaf by leaf; reverse mode only. The gradient may itself be
@@ -357,17 +356,11 @@ class Edits(Operators):
         if not any(_edited(backend, leaf) for leaf in leaves):
             _check_editable(backend, "replace_gradient", x, leaves)
         for i, (leaf, new) in enumerate(zip(leaves, given, strict=True)):
-            if not _edited(backend, leaf):
-                continue
-            path = lambda i=i: backend.leaf_paths(x)[i]
-            if not backend.is_array(new):
-                new = as_array(backend, "replace_gradient", new, f"dx{path()}")
-            if wrong := _mismatch(backend, new, leaf):
-                raise GradtoolsError(
-                    f"replace_gradient: dx{path()} has {wrong}, those of x{path()}. Reshape or "
-                    "cast it."
-                )
-            leaves[i] = backend.apply_rule(REPLACE_COTANGENT, leaf, new)[0]
+            if _edited(backend, leaf):
+                path = lambda i=i: backend.leaf_paths(x)[i]
+                names = lambda path=path: (f"dx{path()}", f"x{path()}")
+                new = matching(backend, "replace_gradient", new, leaf, names)
+                leaves[i] = backend.apply_rule(REPLACE_COTANGENT, leaf, new)[0]
         return backend.unflatten(treedef, leaves)
 
     def straight_through(
@@ -446,7 +439,7 @@ def _check_editable(backend: Backend, name: str, x: Any, leaves: list[Any]) -> N
 def _edit(
     backend: Backend, name: str, edit: Callable[[list[Array], list[int]], Any], x: Any
 ) -> Any:
-    """x, with `edit(leaves, places)` in place of its floating and complex leaves."""
+    """Replaces the floating and complex leaves of x by `edit(leaves, places)`."""
     if _edited(backend, x):
         return edit([x], [0])[0]
     leaves, treedef = backend.flatten(x)
@@ -464,7 +457,7 @@ def _stopped(backend: Backend, name: str, x: Any) -> Any:
 
 
 def _checked_cotangents(backend: Backend, tree: Any, like: Any, cts: Any) -> list[Array]:
-    """The leaves of what a transform returned, checked against its argument `like`."""
+    """The leaves that a transform returned, checked against its argument `like`."""
     leaves, treedef = backend.flatten(tree)
     given, expected = backend.flatten(like)
     if treedef != expected:
@@ -474,33 +467,11 @@ def _checked_cotangents(backend: Backend, tree: Any, like: Any, cts: Any) -> lis
             "given."
         )
     arrays = [leaf for leaf, old in zip(leaves, given, strict=True) if old is not None]
-    for i, (new, ct) in enumerate(zip(arrays, cts, strict=True)):
-        _check_array(backend, "transform_gradient: fn", i, new)
-        new = arrays[i] = as_array(
-            backend, "transform_gradient", new, f"fn's leaf {i}", device_of=ct
-        )
-        if wrong := _mismatch(backend, new, ct):
-            raise GradtoolsError(
-                f"transform_gradient: fn returned leaf {i} with {wrong}, those of the cotangent. "
-                "Reshape or cast it."
-            )
-    return arrays
-
-
-def _mismatch(backend: Backend, x: Array, like: Array) -> str:
-    """How x differs in shape or dtype from `like`, in words; empty if it does not."""
-    came = tuple(x.shape), backend.dtype_name(x)
-    wanted = tuple(like.shape), backend.dtype_name(like)
-    if came == wanted:
-        return ""
-    return f"shape {came[0]} and dtype {came[1]}, expected {wanted[0]} and {wanted[1]}"
-
-
-def _check_array(backend: Backend, who: str, i: int, x: Any) -> None:
-    if not (hasattr(x, "shape") and hasattr(x, "dtype")):
-        raise GradtoolsError(
-            f"{who} returned {describe(backend, x)} at leaf {i}, expected an array. Return arrays."
-        )
+    names = lambda i: (f"fn's leaf {i}", "the cotangent")
+    return [
+        matching(backend, "transform_gradient", new, ct, partial(names, i))
+        for i, (new, ct) in enumerate(zip(arrays, cts, strict=True))
+    ]
 
 
 class _StraightThrough:
@@ -516,13 +487,12 @@ class _StraightThrough:
     def __repr__(self) -> str:
         return f"<straight_through {self._name}, derivative of {self._through}>"
 
-    @user_facing
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         backend, name, hint = self._backend, self._name, ""
         if self._surrogate is not None:
             through = self._surrogate(*args, **kwargs)
         elif len(args) == 1 and not kwargs:
-            through, hint = args[0], " The surrogate is the identity unless you pass one."
+            through, hint = args[0], " (the identity unless you pass one)"
         else:
             raise GradtoolsError(
                 f"straight_through: {name} was called with {len(args)} positional and "
@@ -547,32 +517,17 @@ class _StraightThrough:
         if value_def != treedef:
             raise GradtoolsError(
                 f"straight_through: {name} returned the structure {in_words(value_def)}, its "
-                f"surrogate {in_words(treedef)}; they must be the same.{hint}"
+                f"surrogate{hint} {in_words(treedef)}; they must be the same."
             )
         pairs = enumerate(zip(values, leaves, strict=True))
         return backend.unflatten(treedef, [self._leaf(i, v, s, hint) for i, (v, s) in pairs])
 
-    def _leaf(self, i: int, value: Any, through: Array, hint: str) -> Array:
-        backend, f = self._backend, self._name
-        if not backend.is_array(through):
-            _check_array(backend, f"straight_through: the surrogate {self._through}", i, through)
-            name = f"leaf {i} of the surrogate {self._through}"
-            through = as_array(backend, "straight_through", through, name)
+    def _leaf(self, i: int, value: Any, through: Any, hint: str) -> Array:
+        backend, own, its = self._backend, f"leaf {i} of {self._name}", f"leaf {i} of the surrogate"
+        through = as_array(backend, "straight_through", through, its)
         if not backend.is_array(value):
-            if not is_numeric(backend, value):
-                _check_array(backend, f"straight_through: {f}", i, value)
+            value = backend.cast(as_array(backend, "straight_through", value, own), through)
+        elif not backend.is_inexact(value):
             value = backend.cast(value, through)
-        if tuple(value.shape) != tuple(through.shape):
-            raise GradtoolsError(
-                f"straight_through: leaf {i} of {f} has shape {tuple(value.shape)}, that of the "
-                f"surrogate {tuple(through.shape)}; they must be the same.{hint}"
-            )
-        if not backend.is_inexact(value):
-            value = backend.cast(value, through)
-        elif value.dtype != through.dtype:
-            raise GradtoolsError(
-                f"straight_through: leaf {i} of {f} has dtype {backend.dtype_name(value)}, that of "
-                f"the surrogate {backend.dtype_name(through)}. Cast one of them, so that the value "
-                "is exactly what you mean."
-            )
+        value = matching(backend, "straight_through", value, through, lambda: (own, its + hint))
         return backend.apply_rule(STRAIGHT_THROUGH, value, through)[0]

@@ -27,29 +27,19 @@ class DerivativeError(GradtoolsError, AssertionError):
     """A derivative is not that of its function's values, as `gradtools.testing.checked` finds."""
 
 
-class Refusal(GradtoolsError):
-    """A `GradtoolsError` that is also of a built-in type; tracebacks show it as GradtoolsError."""
-
-    def __init_subclass__(cls) -> None:
-        cls.__qualname__ = "GradtoolsError"
-
-    def __reduce__(self) -> Any:  # the class cannot be pickled by its qualified name
-        return _refused, (type(self).__name__, self.args)
-
-
-class RuntimeRefusal(Refusal, RuntimeError):
+class RuntimeRefusal(GradtoolsError, RuntimeError):
     """A framework's RuntimeError with a better message."""
 
 
-class NotImplementedRefusal(Refusal, NotImplementedError):
+class NotImplementedRefusal(GradtoolsError, NotImplementedError):
     """A framework's NotImplementedError with a better message."""
 
 
-class TypeRefusal(Refusal, TypeError):
+class TypeRefusal(GradtoolsError, TypeError):
     """A TypeError with a better message."""
 
 
-class ValueRefusal(Refusal, ValueError):
+class ValueRefusal(GradtoolsError, ValueError):
     """A framework's ValueError with a better message."""
 
 
@@ -86,11 +76,7 @@ def refusal(error: BaseException, text: str) -> GradtoolsError:
     return next(kinds, GradtoolsError)(text)
 
 
-def _refused(name: str, args: tuple[Any, ...]) -> Refusal:
-    return next(kind for kind in _REFUSALS.values() if kind.__name__ == name)(*args)
-
-
-_REFUSALS: dict[type[Exception], type[Refusal]] = {
+_REFUSALS: dict[type[Exception], type[GradtoolsError]] = {
     NotImplementedError: NotImplementedRefusal,  # before its base class RuntimeError
     RuntimeError: RuntimeRefusal,
     TypeError: TypeRefusal,

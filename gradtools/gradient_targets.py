@@ -39,7 +39,7 @@ def paired(trees: Any, caller: str, target: Any, grads: Any) -> list[TargetLeaf]
             size = f" of {len(grads)}" if isinstance(grads, (list, tuple)) else ""
             raise GradtoolsError(
                 f"{caller}: grads{path} is {came}{size}; expected {expected}. "
-                "Give the gradients the target's structure."
+                f"Give the gradients the target's structure: {caller}(target, grads)."
             )
 
         if grads is None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, overload
+from typing import Any
 
 from gradtools.arguments.checks import check_function
 from gradtools.arguments.static_arguments import Parameters
@@ -31,22 +31,6 @@ class HostFunctions(Operators):
 
     ArraySpec = ArraySpec
 
-    @overload
-    def host_function(
-        self,
-        kernel: Callable[..., Any],
-        out: Any = None,
-        vectorized: bool = False,
-        adjoint: Callable[..., Any] | None = None,
-    ) -> HostFunction: ...
-    @overload
-    def host_function(
-        self,
-        kernel: None = None,
-        out: Any = None,
-        vectorized: bool = False,
-        adjoint: Callable[..., Any] | None = None,
-    ) -> Callable[[Callable[..., Any]], HostFunction]: ...
     def host_function(
         self,
         kernel: Any = None,
@@ -71,8 +55,9 @@ class HostFunctions(Operators):
                 argument with the batch axes in front. Elementwise kernels allow it.
             adjoint: The adjoint of a linear kernel A, a kernel too: Re<y, A x> = Re<adjoint(y), x>
                 for all x and y, so that no rule is needed in either mode, at any order. It takes
-                a cotangent of A's result and returns one like A's argument (of several, a tuple),
-                real where that is real. A then takes floating and complex arrays alone.
+                a cotangent of A's result and returns a cotangent of A's argument (a tuple for
+                several arguments), real if the argument is real. A then takes floating and
+                complex arrays only.
 
         Returns:
             A function of arrays. Without a rule, differentiating it raises.
@@ -135,7 +120,7 @@ class HostFunction(CustomRule):
         self.opaque = False  # whether bwd is known to have no forward mode
 
     def _make_binding(self) -> Parameters:
-        return Parameters.positional(self.__name__, self.kernel.fun)
+        return Parameters.positional(self.kernel.fun)
 
     def _value(self, *args: Any) -> Any:
         backend = self._backend
@@ -193,10 +178,8 @@ def _linear_rule(host: HostFunction, specialized: Specialization) -> Rule:
         # The adjoint's `out`: a symbolic length is specialized, since no cotangent tells it.
         sizes = lambda x: tuple(map(int, x.shape))
         specs = tuple([ArraySpec(sizes(x), backend.dtype_name(x)) for x in xs])
-        out_def, x_avals, y_avals = (
-            specialized.newest,
-            *([backend.aval(v) for v in vs] for vs in (xs, ys)),
-        )
+        out_def = specialized.newest
+        x_avals, y_avals = ([*map(backend.aval, vs)] for vs in (xs, ys))
         adjoint = adjoints.get(key := (specs, out_def))
         if adjoint is None:
             out = specs if len(specs) > 1 else specs[0]

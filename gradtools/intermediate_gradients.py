@@ -15,7 +15,7 @@ from typing import Any
 from gradtools.arguments.calls import Call
 from gradtools.arguments.checks import normalized_argnums
 from gradtools.arguments.marks import Mark, MarkedValues, here
-from gradtools.arguments.wording import describe
+from gradtools.arguments.wording import describe, shown
 from gradtools.backend import Array, Operators, P, R, T
 from gradtools.derivatives import Argnums, derivative_function
 from gradtools.errors import GradtoolsError
@@ -38,7 +38,7 @@ class RetainedGradients(Operators):
     """`retain_gradient` and `retained_gradients`."""
 
     def retain_gradient(self, x: T, name: str) -> T:
-        """The identity, which marks a value of which `retained_gradients` returns the cotangent.
+        """Marks x, so that `retained_gradients` returns the gradient with respect to it.
 
         Outside of `retained_gradients` it costs nothing: PyTorch returns x itself, and a compiled
         JAX program has no operation for it. Use the result in place of x: only what is computed
@@ -46,7 +46,7 @@ class RetainedGradients(Operators):
 
         Args:
             x: A pytree of arrays. Leaves that are not floating or complex pass through.
-            name: The name of the value. It may occur several times.
+            name: The name of the value. Several values may have the same name.
 
         Returns:
             x, unchanged.
@@ -64,7 +64,10 @@ class RetainedGradients(Operators):
         """
         backend = self._backend
         if not isinstance(name, str):
-            raise GradtoolsError(f"retain_gradient: name is {name!r}; expected a string.")
+            raise GradtoolsError(
+                f"retain_gradient: name is {shown(name)}; expected a string: retain_gradient(x, "
+                "name)."
+            )
         if here.tape is None:
             if backend.traces_marks:
                 return self._marked(x, name)

@@ -60,12 +60,12 @@ class Jacobians(Operators):
                 the others that of the input.
             chunk_size: How many unit vectors at once; all by default. 1 is a loop without vmap: in
                 PyTorch a Python loop, which takes any eager code, in JAX `lax.map`.
-            sparsity: Of an f from one array to one array: where its Jacobian may differ from zero,
-                a sparse matrix of SciPy, PyTorch or JAX (BCOO) or a boolean array, with one row
-                for each entry of the output and one column for each of the input, or of the
-                Jacobian's shape. Columns or rows are coloured, so a banded Jacobian takes as many
-                products as it has bands. One more product finds entries that the pattern omits.
-                It needs `pip install "gradtools[sparse]"`.
+            sparsity: For an f from one array to one array: the pattern of entries that may differ
+                from zero, a sparse matrix of SciPy, PyTorch or JAX (BCOO) or a boolean array. It
+                has one row for each entry of the output and one column for each entry of the
+                input, or the Jacobian's shape. Columns or rows are coloured, so a banded Jacobian
+                takes as many products as it has bands. One more product finds entries that the
+                pattern omits. It needs `pip install "gradtools[sparse]"`.
 
         Returns:
             A function of f's arguments. For an output leaf of shape s and an input leaf of shape
@@ -196,8 +196,8 @@ class Jacobians(Operators):
             f: As in `grad`.
             argnums: Which positional arguments to differentiate with respect to.
             mode: As in `hvp`.
-            sparsity: As in `jacobian`, of the Hessian; an entry on one side of the diagonal need
-                not be repeated on the other.
+            sparsity: The pattern of the Hessian, as in `jacobian`; an entry on one side of the
+                diagonal need not be repeated on the other side.
 
         Returns:
             A function of f's arguments. For argument leaves of shapes s and t it returns an
@@ -319,22 +319,27 @@ def _rows(
     def pull(*units: Array) -> list[Array]:
         return [*compress(backend.filled(evaluation.pullback([*units]), leaves), full)]
 
-    rows = imaginary = backend.map_batches(pull, bases, chunk_size) if any(full) else []
-    are_complex = [*map(backend.is_complex, outs)]
-    if rows and any(are_complex):  # the inputs are real: each part has its own pullback
-        pairs = zip(bases, are_complex, strict=True)
-        bases = [1j * b if c else backend.zeros_like(b) for b, c in pairs]
-        imaginary = backend.map_batches(pull, bases, chunk_size)
-    table = []
-    for y, part, is_complex in zip(outs, parts, are_complex, strict=True):
-        cut = [x[part] for x in rows]
-        if is_complex:
-            cut = [re + 1j * im[part] for re, im in zip(cut, imaginary, strict=True)]
-        left = iter(cut)
-        row = [
-            next(left) if f else backend.zeros_like(x) for x, f in zip(leaves, full, strict=True)
+    def columns(units: list[Array]) -> list[Sequence[Array]]:
+        """For each leaf its blocks, one for each output."""
+        mapped = iter(backend.map_batches(pull, units, chunk_size) if any(full) else [])
+        return [
+            backend.split(next(mapped), parts) if f else [backend.zeros_like(x)] * len(outs)
+            for x, f in zip(leaves, full, strict=True)
         ]
-        table.append([b.reshape((*y.shape, *x.shape)) for b, x in zip(row, leaves, strict=True)])
+
+    are_complex = [*map(backend.is_complex, outs)]
+    real = imaginary = columns(bases)
+    if any(are_complex):  # the inputs are real: each part has its own pullback
+        pairs = zip(bases, are_complex, strict=True)
+        imaginary = columns([1j * b if c else backend.zeros_like(b) for b, c in pairs])
+    table = []
+    for k, (y, is_complex) in enumerate(zip(outs, are_complex, strict=True)):
+        row = [column[k] for column in real]
+        if is_complex:
+            row = [re + 1j * column[k] for re, column in zip(row, imaginary, strict=True)]
+        shapes = [(*y.shape, *x.shape) for x in leaves]
+        pairs = zip(row, shapes, strict=True)
+        table.append([b if b.shape == shape else b.reshape(shape) for b, shape in pairs])
     return table
 
 

@@ -19,7 +19,7 @@ class MixedPartials(Operators):
     def mixed_partial(
         self, f: Callable[[Any, R], Any], G: Callable[[T], R], y: Any, z: T, u: Any
     ) -> Any:
-        """(d/dy) <u, (d/dz) f(y, G(z))>, with one forward-mode pass through G and no graph of it.
+        """Computes (d/dy) <u, (d/dz) f(y, G(z))> by forward mode through G, which keeps no graph.
 
         With J the Jacobian of G at z and w = J u, <u, (d/dz) f(y, G(z))> = <w, (d/dg) f(y, g)>
         at g = G(z): so G is passed once in forward mode, and only f is differentiated twice.
@@ -57,11 +57,15 @@ class MixedPartials(Operators):
         single = (
             not isinstance(u, list) or self._backend.flatten(u)[1] == (self._backend.flatten(z)[1])
         )
-        if single:
-            return self._mixed_partials(f, G, y, z, [u], ["u"])[0]
-        # Uncompiled: each direction runs G from the same random state, which dynamo cannot restore.
-        names = [f"u[{k}]" for k in range(len(u))]
-        return self._backend.compiler.uncompiled(self._mixed_partials, f, G, y, z, u, names)
+        try:
+            if single:
+                return self._mixed_partials(f, G, y, z, [u], ["u"])[0]
+            # Uncompiled: each direction runs G from the same random state.
+            names = [f"u[{k}]" for k in range(len(u))]
+            return self._backend.compiler.uncompiled(self._mixed_partials, f, G, y, z, u, names)
+        except TypeError as error:
+            error.add_note("mixed_partial: it calls G(z), and f(y, G(z)).")
+            raise
 
     def _mixed_partials(
         self, f: Any, G: Any, y: Any, z: Any, us: list[Any], names: Sequence[str]

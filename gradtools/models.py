@@ -27,7 +27,7 @@ class Models(Operators):
         train: bool | None = None,
         rng_names: tuple[str, ...] = ("dropout",),
     ) -> tuple[Apply, Any, Any]:
-        """A module as a pure function of its parameters and state.
+        """Converts a module to a pure function of its parameters and state.
 
         ``apply(params, state, *args, key=None, **kwargs)`` returns ``(out, new_state)`` and
         changes nothing: not the module, not its arguments. Many threads may call it at once, each

@@ -18,7 +18,7 @@ class Transforms(Operators):
     """The operators `vmap`, `checkpoint` and `compile`."""
 
     def vmap(self, f: Callable[P, R], in_axes: Any = 0, out_axes: Any = 0) -> Callable[P, R]:
-        """The function f, written for one example, mapped over a batch axis.
+        """Maps f, a function of one example, over a batch axis.
 
         The framework's own: ``torch.func.vmap`` (whose random operations then differ from
         example to example) or ``jax.vmap``. Keyword arguments are examples in both, as in
@@ -95,7 +95,7 @@ class Transforms(Operators):
         return like_function("checkpointed_", f, self._backend.checkpoint(f, options), "", doc)
 
     def compile(self, f: Callable[P, R], **options: Any) -> Callable[P, R]:
-        """The function f, compiled at its first call: ``torch.compile`` or ``jax.jit``.
+        """Compiles f at its first call, by ``torch.compile`` or ``jax.jit``.
 
         Args:
             f: A function of pytrees of arrays.

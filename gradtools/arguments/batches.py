@@ -32,7 +32,7 @@ class FlatArgument:
     argument: Argument
     treedef: Any  # its structure; None if it is one array
     leaves: list[Leaf]
-    is_list: bool  # whether it is a list of examples, of which each chunk gets a slice
+    is_list: bool  # whether it is a list of examples; each chunk gets a slice of it
 
 
 Place = tuple[FlatArgument, Leaf | None]  # a split leaf, or None for a list of examples
@@ -115,7 +115,7 @@ class Batch:
         return FlatArgument(argument, treedef, leaves, is_list)
 
     def _checked_size(self) -> tuple[int, tuple[int, Leaf | None]]:
-        """How many examples there are, the same in every split axis, and one place that says it."""
+        """The number of examples, equal on every split axis, and one of the split leaves."""
         places: dict[int, list[Place]] = {}
         for flat in self.arguments:
             if flat.is_list:

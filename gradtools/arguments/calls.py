@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.arguments.checks import check_function, differentiable_leaf, matching
+from gradtools.arguments.checks import as_array, check_function, differentiable_leaf, matching
 from gradtools.arguments.wording import describe, in_words
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
@@ -33,7 +33,7 @@ class Call:
     plain_kernels = False
     own: frozenset[int] = frozenset()  # the ids of a module's parameters among the leaves
     # Whether results are attached to the leaves afterwards (see `attaching`), so that their graph
-    # need not be kept. Asked after an evaluation.
+    # need not be kept. It is called after an evaluation.
     is_deferred: Callable[[], bool] = staticmethod(bool)
 
     def __init__(
@@ -51,7 +51,7 @@ class Call:
     ) -> None:
         self.backend, self.caller = backend, caller
         self.names = names  # the operator's own; without them "argument 0" and so on
-        # Whether f returns `(output, aux)`, and whether the operator has that argument at all.
+        # Whether f returns `(output, aux)`, and whether the operator has the argument has_aux.
         self.has_aux, self.takes_aux = bool(has_aux), has_aux is not None
         self.f: Any = f
         self.args, self.kwargs, self.argnums = tuple(args), kwargs, argnums
@@ -165,18 +165,10 @@ class Call:
         extras: list[Array] = []
         for k, y in enumerate(out_leaves):
             if self._kinds[k] is None:
-                try:
-                    y = backend.asarray(y)
-                except (TypeError, ValueError, GradtoolsError) as error:
-                    aux_hint = ", and anything else through has_aux=True" if self.takes_aux else ""
-                    raise GradtoolsError(
-                        f"{self.caller}: f returned {describe(backend, y)} at "
-                        f"output{backend.leaf_paths(out)[k]}, expected an array. Return arrays"
-                        f"{aux_hint}."
-                    ) from error
+                y = as_array(backend, self.caller, y, f"f's output{backend.leaf_paths(out)[k]}")
                 self._kinds[k] = backend.flatten_arrays(y)[2][0]
             (outs if self._kinds[k] in _INEXACT else extras).append(y)
-        self.no_tangents = [backend.no_tangent(y) for y in extras]  # of f's integer outputs
+        self.no_tangents = [*map(backend.no_tangent, extras)]  # of f's integer outputs
         self._aux_static: list[tuple[Any] | None] = []
         if self.has_aux:
             aux_leaves, self._aux_def = backend.flatten(aux)

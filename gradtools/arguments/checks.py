@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.arguments.wording import describe, is_numeric, with_article
+from gradtools.arguments.wording import describe, is_numeric, shown, with_article
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
 from gradtools.integrations import refusal
@@ -57,7 +57,8 @@ def whole_number(caller: str, name: str, value: Any, least: int, unit: str) -> i
         number = least - 1
     if number < least:
         raise GradtoolsError(
-            f"{caller}: {name} is {value!r}; expected a whole number of {unit}, {least} or more."
+            f"{caller}: {name} is {shown(value)}; expected a whole number of {unit}, {least} or "
+            "more."
         )
     return number
 
@@ -65,17 +66,6 @@ def whole_number(caller: str, name: str, value: Any, least: int, unit: str) -> i
 def whole_or_none(caller: str, name: str, value: Any, least: int, unit: str) -> int | None:
     """`whole_number`, or None for None."""
     return None if value is None else whole_number(caller, name, value, least, unit)
-
-
-def as_float(caller: str, name: str, value: Any) -> float:
-    """A Python number as a float, or an error for an integer that no float64 holds."""
-    try:
-        return float(value)
-    except OverflowError:
-        raise GradtoolsError(
-            f"{caller}: {name} is an integer of {value.bit_length()} bits, which is too large "
-            "for a floating number."
-        ) from None
 
 
 def order_among(caller: str, order: Any, known: Sequence[int], expected: str) -> int:
@@ -124,10 +114,8 @@ def _as_position(caller: str, i: Any, name: str) -> int:
             return operator.index(i)
         except TypeError:  # of an array that is no integer
             pass
-    is_array = hasattr(i, "dtype") and not isinstance(i, type)
-    came = f"an array of dtype {i.dtype}" if is_array else repr(i)
     raise GradtoolsError(
-        f"{caller}: {name} must hold integers, got {came}. Give the position of an argument, "
+        f"{caller}: {name} must hold integers, got {shown(i)}. Give the position of an argument, "
         "counted from 0, or a tuple of positions."
     )
 
@@ -167,32 +155,25 @@ def differentiable_leaf(
 
     elsewhere: Advice for a leaf that cannot, at the end of the message.
     """
-    came = ""
+    came, fix = "", "Cast it"
     if isinstance(leaf, bool | int):
         came = f"the Python {type(leaf).__name__} {leaf!r}"
     elif not backend.is_array(leaf):
         if isinstance(leaf, float | complex) or hasattr(leaf, "__array__"):
-            leaf = _as_inexact(backend, caller, leaf, name)
+            leaf = as_array(backend, caller, leaf, name)
         elif (error := refusal(caller, name, leaf)) is not None:
             raise error
         else:
             came = f"an object of type {type(leaf).__name__}"
+            fix = "Pass its arrays in a list or a dictionary"
     if not came and not backend.is_inexact(leaf):
         came = f"an array of dtype {backend.dtype_name(leaf)} and shape {tuple(leaf.shape)}"
     if came:
         raise GradtoolsError(
             f"{caller}: {name} is {came}; expected a floating or complex array. "
-            f"Cast it, or {elsewhere}."
+            f"{fix}, or {elsewhere}."
         )
     return leaf
-
-
-def _as_inexact(backend: Backend, caller: str, leaf: Any, name: str) -> Array:
-    backend.check_array(leaf, name)
-    try:
-        return backend.asarray(leaf)
-    except GradtoolsError as error:
-        raise GradtoolsError(f"{caller}: {name} cannot be differentiated: {error}") from error
 
 
 def matching(
@@ -214,7 +195,7 @@ def matching(
                 f"{caller}: {name} is {describe(backend, x)}, expected {describe(backend, like)}, "
                 f"like {like_name}."
             )
-        x = _as_inexact(backend, caller, x, name)
+        x = as_array(backend, caller, x, name, like)
     if x.shape != like.shape or x.dtype != like.dtype:
         came = (tuple(x.shape), backend.dtype_name(x))
         wanted = (tuple(like.shape), backend.dtype_name(like))

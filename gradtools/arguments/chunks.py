@@ -5,7 +5,6 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from operator import is_
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -14,19 +13,18 @@ from gradtools.arguments.batches import Batch
 from gradtools.arguments.checks import check_function, whole_number
 from gradtools.arguments.chunk_outputs import SUMMED, Outputs, other_structure
 from gradtools.arguments.marks import ChunkedCall
-from gradtools.arguments.wording import describe
+from gradtools.arguments.wording import describe, shown
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError, warn_once
 
 Verify = Literal["first"] | bool
-_CONTAINERS = (list, dict, tuple)
 
 
 @dataclass(frozen=True)
 class ChunkOptions:
     """The options of `chunked`, `checkpoint` and `frozen`."""
 
-    verify: bool | None = None  # None: the first backward pass of each kind; else each, or none
+    verify: bool | None = None  # compare in every backward pass, in none, or (None) in the first
     progress: bool = False
     # A cache for the next call of the same function.
     latest: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -42,17 +40,14 @@ def checked_size(caller: str, f: Any, chunk_size: Any) -> int:
 
 
 def checked_verify(caller: str, verify: Any) -> bool | None:
-    """The argument verify as a boolean, or None for "first"; anything else is refused."""
+    """The argument verify as a boolean, or None for "first"; other values are refused."""
     if verify is None or (isinstance(verify, str) and verify == "first"):
         return None
     if isinstance(verify, bool | np.bool_):
         return bool(verify)
-    shape = getattr(verify, "shape", None)
-    came = repr(verify) if shape is None else f"an array of shape {tuple(shape)}"
-    call = "" if shape is None else f" {caller} returns a function, which takes f's arguments."
     raise GradtoolsError(
-        f"{caller}: verify is {came}; expected 'first' (compare in the first backward pass for "
-        f"each shape and dtype of the arguments), True (in each one) or False (never).{call}"
+        f"{caller}: verify is {shown(verify)}; expected 'first' (compare in the first backward "
+        "pass for each shape and dtype of the arguments), True (in each one) or False (never)."
     )
 
 
@@ -138,7 +133,7 @@ class Chunks:
         """
         backend, every = batch.backend, batch.arguments
         leaves: tuple[list[Any], ...] = ([], [], [])  # by kind: _PIECES, _SHARED, _CARRY
-        plan, containers = list[ArgumentPlan](), list[int]()
+        plan = list[ArgumentPlan]()
         for i, flat in enumerate(every):
             places = []
             for leaf in () if flat.is_list else flat.leaves:
@@ -146,9 +141,6 @@ class Chunks:
                 places.append((kind, len(leaves[kind])))
                 leaves[kind].append((leaf.value, leaf.axis) if kind == _PIECES else leaf.value)
             plan.append(ArgumentPlan(flat.treedef, places))
-            holds = type(x := flat.argument.value) in _CONTAINERS and x and not flat.is_list
-            if holds and all(kind == _SHARED for kind, _ in places):
-                containers.append(i)
         plans, lists = list[list[ArgumentPlan]](), list[list[Any]]()
         for rows in cut.rows:  # each chunk's slices of lists follow its other pieces
             own, of_lists = list(plan), list[Any]()
@@ -165,8 +157,8 @@ class Chunks:
         carry_def = backend.flatten(trees[0] if len(trees) == 1 else tuple(trees))[1]
         outputs = Outputs(backend, batch.caller, out_axes, cut, any(flat.is_list for flat in every))
         call = ChunkFunction(
-            backend, f, batch.keywords, plans, keys, containers, carry_def if trees else None,
-            outputs, ChunkedCall(batch.caller),
+            backend, f, batch.keywords, plans, keys, carry_def if trees else None, outputs,
+            ChunkedCall(batch.caller),
         )  # fmt: skip
         names = [f"{carry.name}{p}" for carry in carries for p in backend.leaf_paths(carry.value)]
         return cls(
@@ -203,7 +195,6 @@ class ChunkFunction:
     keywords: list[str]  # the names of the last arguments
     plans: list[list[ArgumentPlan]]  # for each chunk how to rebuild its arguments from leaves
     keys: tuple[int, ...]  # the arguments that are random keys
-    containers: list[int]  # the arguments that are containers shared by all chunks
     carry_def: Any  # the structure of the carry; None if there is none
     outputs: Outputs
     place: ChunkedCall  # among the marks of `retain_gradient`
@@ -228,17 +219,16 @@ class ChunkFunction:
             if values[i] is not None:
                 fold_in = backend.submodule("arrays", "key_argnums").fold_in
                 values[i] = fold_in(values[i], index)
-        containers = [(values[i], *backend.flatten(values[i])) for i in self.containers]
         count = len(values) - len(self.keywords)
         keywords = dict(zip(self.keywords, values[count:], strict=True))
         with self.place.at(number):
             try:
                 out = self.f(*values[:count], **keywords)
-            except TypeError as error:
-                if any(type(x) is list for x in values):
+            except (TypeError, ValueError, IndexError, RuntimeError) as error:
+                if self.outputs.caller in ("chunked", "microbatched_value_and_grad"):
                     error.add_note(
-                        f"{self.outputs.caller}: f gets a list of a chunk's entries. To call f on "
-                        "each: lambda xs: gt.xp.stack([f(x) for x in xs])."
+                        f"{self.outputs.caller}: f was called with one chunk, "
+                        f"({', '.join([describe(backend, x) for x in values])})."
                     )
                 raise
         new_carry: list[Any] = []
@@ -252,20 +242,11 @@ class ChunkFunction:
             if treedef != self.carry_def:
                 raise other_structure("carry", treedef, self.carry_def, number)
             out = out[0]
-        for x, before, treedef in containers:
-            now, of_now = backend.flatten(x)
-            if of_now != treedef or not all(map(is_, now, before)):
-                # f's own container is a copy that nobody else would see.
-                raise GradtoolsError(
-                    f"{self.outputs.caller}: f changes a list or dictionary that is an argument, "
-                    "and what it gets is a copy. Return what is new, or keep it in an attribute "
-                    "or a variable outside of f."
-                )
         return self.outputs.arrays_in(number, out), new_carry
 
 
 def warn_of_batch_norm(f: Hashable, what: str) -> None:
-    """Warns once for each function that its batch norm sees chunks. what: The text's beginning."""
+    """Warns once for each function that its batch norm sees chunks. what: How the text begins."""
     warn_once(
         ("batch norm", f),
         f"{what} a batch normalization in training mode. It normalizes each chunk by that chunk's "

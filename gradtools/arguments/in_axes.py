@@ -1,4 +1,4 @@
-"""`in_axes`: the axis of each argument of a call, in the same way for all operators.
+"""`in_axes`: reads the batch axis of each argument of a call, for all operators.
 
 As in `jax.vmap`, an integer or a tuple applies to positional arguments, and keyword arguments are
 split on axis 0. A dictionary applies to f's parameters by name, however they are passed. Arguments
@@ -24,7 +24,7 @@ class Argument(NamedTuple):
     value: Any
     axes: Any = None  # the axis that it is split on, None if it is shared, or a tree of these
     named: bool = False  # whether the user gave the axes explicitly
-    label: str | None = None  # its name in messages, if it is no argument of f
+    label: str | None = None  # a name for messages, if it is no argument of f
 
     @property
     def name(self) -> str:
@@ -80,39 +80,21 @@ def _named(
     caller: str, f: Callable[..., Any], given: list[Argument], in_axes: dict[Any, Any]
 ) -> dict[int | str, Any]:
     """The axes of the arguments that a dictionary names, by the arguments' keys."""
-    positions = [a.key for a in given if isinstance(a.key, int)]
-    keywords = [a.key for a in given if isinstance(a.key, str)]
-    places: dict[Any, list[int | str]] = {}  # the keys of what is bound to each parameter
-    variadic, parameters = set[str](), _parameters(f)
-    for p in parameters:
-        if p.kind is Parameter.VAR_POSITIONAL:
-            places[p.name], positions = list(positions), []
-        elif p.kind is Parameter.VAR_KEYWORD:
-            places[p.name] = [key for key in keywords if key not in places]
-        elif p.kind in _BY_POSITION and positions:
-            places[p.name] = [positions.pop(0)]
-        else:
-            places[p.name] = [p.name] if p.name in keywords else []
-        if p.kind in _VARIADIC:
-            variadic.add(p.name)
-    for key in keywords:
-        if key not in places:  # one that **kwargs takes
-            places[key] = [key]
-    axes_by_key: dict[int | str, Any] = {}
-    # *args and **kwargs first, then those of them that other entries name.
-    for name, axes in sorted(in_axes.items(), key=lambda item: item[0] not in variadic):
-        if name not in places:
-            known = [p.name for p in parameters]
-            known += [key for key in keywords if key not in known]
-            listed = f"Its parameters are {', '.join(known)}"
+    parameters = [p for p in _parameters(f) if p.kind not in _VARIADIC]
+    keys: dict[Any, Any] = {a.key: a.key for a in given}
+    by_position = [p.name for p in parameters if p.kind in _BY_POSITION]
+    keys |= {name: i for i, name in enumerate(by_position) if i in keys}
+    known = [*[p.name for p in parameters], *[a.key for a in given if isinstance(a.key, str)]]
+    for name in in_axes:
+        if name not in known:
+            listed = ", ".join(dict.fromkeys(known))
             raise GradtoolsError(
                 f"{caller}: in_axes names {name!r}, which is no parameter of "
                 f"{getattr(f, '__name__', type(f).__name__)} and no keyword of this call. "
-                f"{listed if known else 'It has no named parameters'}; name one of them, or pass "
-                "what you mean by keyword."
+                f"{f'Its parameters are {listed}' if known else 'It has no named parameters'}; "
+                "name one of them, or pass what you mean by keyword."
             )
-        axes_by_key |= dict.fromkeys(places[name], axes)
-    return axes_by_key
+    return {keys[name]: axes for name, axes in in_axes.items() if name in keys}
 
 
 def _parameters(f: Callable[..., Any]) -> list[Parameter]:

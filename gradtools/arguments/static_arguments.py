@@ -39,16 +39,10 @@ class Parameters:
     star: str | None = None  # the name of *args, which come before the keyword-only arguments
 
     @classmethod
-    def positional(cls, name: str, fun: Any) -> Parameters:
+    def positional(cls, fun: Any) -> Parameters:
         """The parameters of a kernel, which is called by position."""
         signature = _signature(fun)
         every = list(signature.parameters.values()) if signature else []
-        unset = [p.name for p in every if p.kind is p.KEYWORD_ONLY and p.default is p.empty]
-        if unset:
-            raise GradtoolsError(
-                f"host_function: {name} has the keyword-only argument {unset[0]!r}, and a kernel "
-                "gets its arguments by position. Wrap it in a function that takes it so."
-            )
         kept = [p for p in every if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
         if signature is None or len(kept) < len([p for p in every if p.kind is not p.KEYWORD_ONLY]):
             return cls(None, (), (), ())

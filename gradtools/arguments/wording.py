@@ -18,6 +18,12 @@ def describe(backend: Backend, x: Any) -> str:
     return "None" if x is None else with_article(type(x).__name__)
 
 
+def shown(x: Any) -> str:
+    """A value that was passed for an option; of an array only the shape."""
+    shape = getattr(x, "shape", None)
+    return repr(x) if shape is None else f"an array of shape {tuple(shape)}"
+
+
 def in_words(treedef: Any) -> str:
     """A tree structure for messages, with * for each array."""
     text = " ".join(str(treedef).split())
@@ -33,7 +39,9 @@ def is_numeric(backend: Backend, x: Any) -> bool:
 
 
 def type_in_words(x: Any) -> str:
-    """The type of x with its module, after "a" or "an"."""
+    """The type of x with its module, after "a" or "an"; a class by its name."""
+    if isinstance(x, type):
+        return f"the class {x.__qualname__}, expected an instance of it"
     kind = type(x)
     module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     return with_article(f"{module}{kind.__qualname__}")

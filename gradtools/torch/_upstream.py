@@ -242,9 +242,7 @@ class ModuleLike(torch.nn.Module):
 
 
 caches_weights: Callable[[], int] = partial(getattr, parametrize, "_cache_enabled")
-cached_weights: Callable[[], dict[Any, Any]] = partial(getattr, parametrize, "_cache")
-set_cached_weights: Callable[[Any], None] = partial(setattr, parametrize, "_cache")
-"""The open contexts of `parametrize.cached`; their cache, of another graph; its replacement."""
+"""The number of open contexts of `parametrize.cached`."""
 
 # --- dynamo, which is not imported until someone compiles ---------------------------------------
 

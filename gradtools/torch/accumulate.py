@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import threading
 from collections.abc import Callable, Sequence
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from operator import attrgetter
 from typing import Any
 
@@ -246,10 +246,16 @@ def _taken(merged: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Te
     """
     grads = [g.detach() for _, g in merged]
     dense = all(g.layout is torch.strided and g.is_contiguous() for g in grads)
-    memory = [*map(_memory, grads)] if dense else []
-    if dense and len({*memory} - {None}) == len(memory):
-        return grads
-    return [g.clone() for g in grads]
+    return grads if dense and _are_apart(grads) else [g.clone() for g in grads]
+
+
+def _are_apart(xs: Sequence[torch.Tensor]) -> bool:
+    """Whether no two of these contiguous tensors overlap in memory."""
+    try:
+        spans = sorted([(x.data_ptr(), x.nbytes) for x in xs])
+    except (NotImplementedError, RuntimeError):  # wrapped, fake
+        return False
+    return all(start + size <= after for (start, size), (after, _) in pairwise(spans))
 
 
 def _set(p: torch.Tensor, new: torch.Tensor) -> None:

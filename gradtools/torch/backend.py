@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -13,6 +13,7 @@ from gradtools.arguments.wording import in_words
 from gradtools.backend import Array, FrameworkBackend, LazyMember
 from gradtools.boundary import Linear
 from gradtools.errors import GradtoolsError, is_of
+from gradtools.host_kernels import ArraySpec, Kernel
 from gradtools.torch import (
     arrays,
     engines,
@@ -154,6 +155,11 @@ class TorchBackend(FrameworkBackend):
             basis = torch.cat((zeros[0], basis, zeros[1]))
         return basis.reshape(len(basis), *x.shape)
 
+    def split(self, x: Array, parts: Sequence[slice]) -> Sequence[Array]:
+        if x.requires_grad or len(parts) < 2:  # views of `split` with a graph are not writable
+            return super().split(x, parts)
+        return x[: parts[-1].stop].split([part.stop - part.start for part in parts])
+
     # --- derivatives
 
     vjp = staticmethod(engines.vjp)
@@ -194,25 +200,32 @@ class TorchBackend(FrameworkBackend):
     closure_converted = LazyMember("captured_tensors")
 
     def call_on_host(self, f: Callable[..., Any], args: Any, like: Any) -> Any:
-        """`f(args)`; under torch.func an f that needs NumPy arrays gets unwrapped tensors."""
+        """`f(args)`; under torch.func an f that needs NumPy arrays runs as a host kernel."""
         try:
             return f(args)
         except RuntimeError as error:
-            shapes, treedef = trees.flatten(like)
+            leaves, treedef = trees.flatten(like)
             xs, argdef = trees.flatten(args)
             if not (is_of("torch", error) and any(map(is_wrapped, xs))):
                 raise
+            out = [ArraySpec(tuple(y.shape), self.dtype_name(y)) for y in leaves]
+            names = [self.dtype_name(x) for x in xs]
 
-            def run(*values: Tensor) -> list[Tensor]:
-                result, came = trees.flatten(f(trees.unflatten(argdef, values)))
+            def run(*values: Any) -> list[Any]:
+                given = [
+                    self.cast(arrays.asarray(v), n) for v, n in zip(values, names, strict=True)
+                ]
+                result, came = trees.flatten(f(trees.unflatten(argdef, given)))
                 if came != treedef:
                     raise GradtoolsError(
                         f"straight_through: the function returned the structure {in_words(came)}, "
                         f"its surrogate {in_words(treedef)}; they must be the same."
                     ) from None
-                return [self.cast(y, s) for y, s in zip(result, shapes, strict=True)]
+                pairs = zip(result, out, strict=True)
+                return [arrays.to_numpy(self.cast(y, spec.dtype)) for y, spec in pairs]
 
-            return trees.unflatten(treedef, _OnHost.apply(run, *xs))
+            call, xs = Kernel(run, out).bind(self, xs)
+            return trees.unflatten(treedef, self.call_kernel(call, xs))
 
     # --- the framework's own transforms
 
@@ -272,33 +285,3 @@ def _checkpointed(
     from gradtools.torch import chunking
 
     return uncompiled(chunking.checkpointed, backend, f, args, kwargs, options)
-
-
-class _OnHost(torch.autograd.Function):
-    """A function of plain tensors, called below functorch's levels, without a derivative."""
-
-    @staticmethod
-    def forward(run: Callable[..., list[Tensor]], *xs: Any) -> tuple[Tensor, ...]:
-        return tuple(run(*xs))
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: Any, outputs: Any) -> None:
-        ctx.count = len(inputs)
-        ctx.mark_non_differentiable(*outputs)
-
-    @staticmethod
-    def backward(ctx: Any, *cts: Tensor) -> Any:
-        return (None,) * ctx.count
-
-    @staticmethod
-    def jvp(ctx: Any, *dxs: Any) -> Any:
-        return None
-
-    @staticmethod
-    def vmap(info: Any, in_dims: Any, run: Any, *xs: Any) -> Any:
-        def example(i: int) -> list[Any]:
-            dims = zip(xs, in_dims[1:], strict=True)
-            return [x if d is None else x.select(d, i) for x, d in dims]
-
-        rows = [_OnHost.apply(run, *example(i)) for i in range(info.batch_size)]
-        return tuple(torch.stack(column) for column in zip(*rows, strict=True)), 0

@@ -19,13 +19,6 @@ from gradtools.rules import USE_REVERSE_MODE
 from gradtools.torch.compiling import is_compiling
 
 T = TypeVar("T")
-NO_DERIVATIVE = re.compile(r"derivative for (\S+) is not implemented")
-
-
-def kernel_without(lacking: re.Pattern[str], error: BaseException) -> str | None:
-    """The name of the kernel that lacks a derivative, if the error says so."""
-    match = lacking.search(_torch_says(error))
-    return None if match is None else match[1]
 
 
 def _torch_says(error: BaseException) -> str:

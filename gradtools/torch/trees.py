@@ -128,7 +128,7 @@ def _in_python(fun: Callable[..., Any], *args: Any) -> Any:
 def flatten_arrays(tree: Any) -> tuple[list[Any], Any, list[str | None]]:
     """The leaves, the structure, and each leaf's kind: "real", "complex", "exact" or None."""
     if isinstance(tree, torch.Tensor):
-        return [tree], _LEAF, [_kind_of(tree)]
+        return [tree], _LEAF, ["real" if tree.is_floating_point() else _kind_of(tree)]
     leaves, treedef = flatten(tree)
     if getattr(treedef, "keys", None) is None:
         return leaves, treedef, [_kind_of(x) for x in leaves]

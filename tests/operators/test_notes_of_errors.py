@@ -20,21 +20,33 @@ def test_per_example_grad_says_that_f_sees_one_example(gt):
             raise ValueError("expected 2D input")
         return (x @ w).sum()
 
-    assert "f sees one example" in notes(lambda: gt.per_example_grad(f)(w, x))
+    assert "f sees one example, without the batch axis; x[None] has one" in notes(
+        lambda: gt.per_example_grad(f)(w, x)
+    )
 
 
-def test_chunked_says_that_f_gets_a_list(gt):
+def test_chunks_say_what_f_was_called_with(gt):
     images = [gt.asarray(np.ones((3, 2 + k))) for k in range(3)]
 
     def f(x):
-        if isinstance(x, list):
-            raise TypeError("conv2d() received a list")
-        return x.sum()
+        raise TypeError("conv2d() received a list")
 
-    text = notes(lambda: gt.chunked(f, 1)(images))
-    assert "[f(x) for x in xs]" in text
-    joined = gt.chunked(lambda xs: gt.xp.stack([f(x) for x in xs]), 1)(images)
-    np.testing.assert_allclose(gt.to_numpy(joined), [6, 9, 12])
+    assert "called with one chunk, (a list of 1)." in notes(lambda: gt.chunked(f, 1)(images))
+    mean = lambda w, x: f(x)
+    step = gt.microbatched_value_and_grad(mean, 2)
+    text = notes(lambda: step(gt.asarray(np.ones((4, 3))), gt.asarray(np.ones(3))))
+    assert "(an array of shape (4, 3) and dtype float64, an array of shape (2,) and" in text
+
+
+def test_mixed_partial_says_how_its_functions_are_called(gt):
+    x = gt.asarray(np.ones(3))
+    swapped = lambda: gt.mixed_partial(lambda z: z, lambda y, g: (y * g).sum(), x, x, x)
+    assert "it calls G(z), and f(y, G(z))" in notes(swapped)
+
+
+def test_a_kernel_that_writes_its_argument_hears_that_it_is_read_only(gt):
+    kernel = gt.host_function(lambda x: (x.sort(), x)[1])
+    assert "its arrays are read-only; copy them" in notes(lambda: kernel(gt.asarray(np.ones(3))))
 
 
 def test_aux_of_each_example_is_refused_where_the_last_chunk_is_short(gt):

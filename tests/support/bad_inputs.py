@@ -28,6 +28,10 @@ N, B, Z = np.array([1, 2]), np.array([True, False]), np.array([1.0 + 2.0j, 3.0])
 ROWS = np.arange(6.0).reshape(3, 2)
 
 
+class Class:
+    """A class in place of a module."""
+
+
 def total(gt: Any) -> Any:
     return lambda x: gt.xp.sum(x * x)
 
@@ -120,9 +124,12 @@ BAD: dict[str, Call] = {
     )(a(V) + 3),
     "a mark without a name": lambda gt, a: gt.retain_gradient(a(V), 3),
     "retained_gradients of a vector": lambda gt, a: gt.retained_gradients(lambda x: x)(a(V)),
+    "a mark, its name first": lambda gt, a: gt.retain_gradient("h", a(V)),
     "a mark of a number": lambda gt, a: gt.retained_gradients(
         lambda x: gt.retain_gradient(3, "n") * x
     )(a(S)),
+    "grad of a generator": lambda gt, a: gt.grad(lambda p: 1.0)(a(V) for _ in range(2)),
+    "two cotangents for one output": lambda gt, a: gt.vjp(lambda x: (x, x), a(V))[1](a(V), a(V)),
     # --- disconnected
     "grad through stop_gradient": lambda gt, a: gt.grad(lambda x: gt.xp.sum(gt.stop_gradient(x)))(
         a(V)
@@ -148,6 +155,7 @@ BAD: dict[str, Call] = {
     "checkpoint, verified always": lambda gt, a: gt.checkpoint(total(gt), verify="always"),
     "arguments in the place of argnums": lambda gt, a: gt.value_and_grad(total(gt), a(V)),
     "compile of a number": lambda gt, a: gt.compile(3.0)(a(V)),
+    "chunked by an array": lambda gt, a: gt.chunked(total(gt), a(V)),
     "chunked of a number": lambda gt, a: gt.chunked(3.0, 2),
     "reverse_gradient of a function": lambda gt, a: gt.reverse_gradient(total(gt)),
     "transform_gradient by a number": lambda gt, a: gt.transform_gradient(a(V), 3.0),
@@ -319,6 +327,7 @@ BAD: dict[str, Call] = {
     "accumulating in an unknown dtype": lambda gt, a: gt.GradientAccumulator(dtype="int32"),
     "a sum of nothing": lambda gt, a: gt.GradientAccumulator().sum(),
     "accumulating integers": lambda gt, a: gt.GradientAccumulator().add(a(N)),
+    "accumulating an object": lambda gt, a: gt.GradientAccumulator().add(object()),
     "accumulating a string": lambda gt, a: gt.GradientAccumulator().add({"w": "x"}),
     "accumulating another tree": lambda gt, a: added(gt, {"w": a(V)}, {"b": a(V)}),
     "accumulating another shape": lambda gt, a: added(gt, {"w": a(V)}, {"w": a(S)}),
@@ -338,6 +347,7 @@ BAD: dict[str, Call] = {
     "assign_gradients into integers": lambda gt, a: gt.assign_gradients([a(N)], [a(V)]),
     # --- models
     "make_functional of a number": lambda gt, a: gt.make_functional(3),
+    "make_functional of a class": lambda gt, a: gt.make_functional(Class),
     "make_functional of a function": lambda gt, a: gt.make_functional(lambda x: x),
     "gather without anything": lambda gt, a: gt.all_gather(a(V)),
     "gather of the other framework": lambda gt, a: gt.all_gather(a(V), **other_gather(gt)),

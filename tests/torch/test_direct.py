@@ -95,7 +95,7 @@ def tangent(f, x):
 
 
 # What one call takes of each kind of rule, counted; a bare Function takes two, and one backward.
-# One is that of `boundary.py`, and so is one of a backward pass.
+
 TAKES = {
     value: {"vjp": 3, "jvp": 3, "both": 3},
     attached: {"vjp": 6, "jvp": 7, "both": 6},
@@ -118,7 +118,7 @@ def host_sine():
     return f
 
 
-@pytest.mark.parametrize(("what", "most"), [(value, 3), (gradient, 17)])
+@pytest.mark.parametrize(("what", "most"), [(value, 3), (gradient, 19)])
 def test_a_call_of_a_host_function_takes_no_more_calls_than_these(what, most):
     f, x = host_sine(), numbers(requires_grad=True)
     for _ in range(2):
@@ -129,7 +129,7 @@ def test_a_call_of_a_host_function_takes_no_more_calls_than_these(what, most):
 @pytest.mark.parametrize(
     ("run", "most"),
     [
-        (lambda: gt.grad(lambda x: (x * x).sum())(numbers()), 48),
+        (lambda: gt.grad(lambda x: (x * x).sum())(numbers()), 30),
         (lambda: gt.reverse_gradient(numbers(requires_grad=True)), 6),
         (lambda: gt.clip_gradient(numbers(requires_grad=True), max_value=1.0), 24),
     ],

@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as forward_ad
 
-from gradtools.boundary import trimmed
 from gradtools.rules import JvpRule, Linearized, Rule, batched, closed_over_error
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import (
@@ -152,13 +151,9 @@ class RuleFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cts: Any) -> Any:
         point = ctx.point
-        try:
-            if (torch.is_grad_enabled() or point.rule.reverse_only) and batchings():
-                return None, *by_new_vmap(lambda *cts: point.pull(ctx, cts), cts)
-            return None, *point.pull(ctx, cts)
-        except Exception as error:
-            trimmed(error)
-            raise
+        if (_graphs() or point.rule.reverse_only) and batchings():
+            return None, *by_new_vmap(lambda *cts: point.pull(ctx, cts), cts)
+        return None, *point.pull(ctx, cts)
 
     @staticmethod
     def jvp(ctx: Any, _: None, *dxs: Tensor | None) -> Any:

@@ -12,7 +12,7 @@ import sys
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from functools import partial, update_wrapper
-from typing import Any
+from typing import Any, overload
 
 import numpy as np
 
@@ -32,6 +32,12 @@ _MOST_SPECIALIZATIONS = 256
 class CustomRules(Operators):
     """The operator that gives a function its own rule."""
 
+    @overload
+    def custom_rule(self, f: Callable[..., Any], static_argnames: Any = ()) -> CustomRule: ...
+    @overload
+    def custom_rule(
+        self, f: None = None, static_argnames: Any = ()
+    ) -> Callable[[Callable[..., Any]], CustomRule]: ...
     def custom_rule(self, f: Any = None, static_argnames: Any = ()) -> Any:
         """Gives the function `f` a derivative that you write.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, TypeVar, overload
 
 from gradtools.arguments.batches import Batch
 from gradtools.arguments.calls import NOT_NAMED, Call, call_of_primals
@@ -26,12 +26,16 @@ from gradtools.arguments.checks import (
     whole_or_none,
 )
 from gradtools.arguments.in_axes import arguments_of_call
-from gradtools.backend import Operators, P, R
+from gradtools.backend import Operators, P, R, T
 from gradtools.boundary import like_function
 from gradtools.disconnected_inputs import check_connected, is_missing
 from gradtools.errors import GradtoolsError
 from gradtools.freezing import Freezing
 
+if TYPE_CHECKING:
+    from gradtools.gradient_types import Gradient, ValueAndGradient
+
+A = TypeVar("A")
 Argnums = int | Sequence[int]
 
 
@@ -58,14 +62,50 @@ _GRAD_MODES = ("auto", "forward_over_reverse")
 class Derivatives(Operators):
     """The operators that differentiate."""
 
+    @overload
     def grad(
         self,
         f: Callable[P, Any],
+        argnums: Sequence[int],
+        has_aux: Literal[False] = False,
+        disconnected_inputs: Disconnected = "raise",
+        mode: GradMode = "auto",
+    ) -> Callable[P, tuple[Any, ...]]: ...
+    @overload
+    def grad(
+        self,
+        f: Callable[P, Any],
+        argnums: Argnums,
+        has_aux: bool = False,
+        disconnected_inputs: Disconnected = "raise",
+        mode: GradMode = "auto",
+    ) -> Callable[P, Any]: ...
+    @overload
+    def grad(
+        self,
+        f: Callable[Concatenate[T, P], Any],
+        *,
+        has_aux: Literal[False] = False,
+        disconnected_inputs: Disconnected = "raise",
+        mode: GradMode = "auto",
+    ) -> Gradient[T, P]: ...
+    @overload
+    def grad(
+        self,
+        f: Callable[Concatenate[T, P], tuple[Any, A]],
+        *,
+        has_aux: Literal[True],
+        disconnected_inputs: Disconnected = "raise",
+        mode: GradMode = "auto",
+    ) -> Callable[Concatenate[T, P], tuple[T, A]]: ...
+    def grad(
+        self,
+        f: Callable[..., Any],
         argnums: Argnums = 0,
         has_aux: bool = False,
         disconnected_inputs: Disconnected = "raise",
         mode: GradMode = "auto",
-    ) -> Callable[P, Any]:
+    ) -> Callable[..., Any]:
         """A function that computes the gradient of a real scalar f.
 
         f is evaluated once, and no `.grad` is changed. In JAX f's Python code runs a second time,
@@ -104,14 +144,50 @@ class Derivatives(Operators):
         """
         return self._gradient_of("grad", f, argnums, has_aux, disconnected_inputs, mode)
 
+    @overload
     def value_and_grad(
         self,
         f: Callable[P, R],
+        argnums: Sequence[int],
+        has_aux: Literal[False] = False,
+        disconnected_inputs: Disconnected = "raise",
+        mode: GradMode = "auto",
+    ) -> Callable[P, tuple[R, tuple[Any, ...]]]: ...
+    @overload
+    def value_and_grad(
+        self,
+        f: Callable[P, R],
+        argnums: Argnums,
+        has_aux: bool = False,
+        disconnected_inputs: Disconnected = "raise",
+        mode: GradMode = "auto",
+    ) -> Callable[P, tuple[R, Any]]: ...
+    @overload
+    def value_and_grad(
+        self,
+        f: Callable[Concatenate[T, P], R],
+        *,
+        has_aux: Literal[False] = False,
+        disconnected_inputs: Disconnected = "raise",
+        mode: GradMode = "auto",
+    ) -> ValueAndGradient[T, P, R]: ...
+    @overload
+    def value_and_grad(
+        self,
+        f: Callable[Concatenate[T, P], tuple[R, A]],
+        *,
+        has_aux: Literal[True],
+        disconnected_inputs: Disconnected = "raise",
+        mode: GradMode = "auto",
+    ) -> ValueAndGradient[T, P, tuple[R, A]]: ...
+    def value_and_grad(
+        self,
+        f: Callable[..., Any],
         argnums: Argnums = 0,
         has_aux: bool = False,
         disconnected_inputs: Disconnected = "raise",
         mode: GradMode = "auto",
-    ) -> Callable[P, tuple[R, Any]]:
+    ) -> Callable[..., Any]:
         """The value and the gradient of a real scalar f, from one evaluation.
 
         Args:
@@ -179,6 +255,14 @@ class Derivatives(Operators):
             "minimax_value_and_grad", f, spec.argnums, partial(self._gradient_at, spec)
         )
 
+    @overload
+    def vjp(
+        self, f: Callable[P, R], *primals: Any, has_aux: Literal[False] = False
+    ) -> tuple[R, Callable[[Any], tuple[Any, ...]]]: ...
+    @overload
+    def vjp(
+        self, f: Callable[P, tuple[R, A]], *primals: Any, has_aux: Literal[True]
+    ) -> tuple[R, Callable[[Any], tuple[Any, ...]], A]: ...
     def vjp(self, f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
         """The value of f and its pullback c -> J^H c, from one evaluation.
 
@@ -232,6 +316,22 @@ class Derivatives(Operators):
         out, aux = attach((out, aux), lambda result: (result[0], result[2] if has_aux else None))
         return (out, pulling, aux) if has_aux else (out, pulling)
 
+    @overload
+    def jvp(
+        self,
+        f: Callable[P, R],
+        primals: Sequence[Any],
+        tangents: Sequence[Any],
+        has_aux: Literal[False] = False,
+    ) -> tuple[R, R]: ...
+    @overload
+    def jvp(
+        self,
+        f: Callable[P, tuple[R, A]],
+        primals: Sequence[Any],
+        tangents: Sequence[Any],
+        has_aux: Literal[True],
+    ) -> tuple[R, R, A]: ...
     def jvp(
         self,
         f: Callable[..., Any],
@@ -317,13 +417,29 @@ class Derivatives(Operators):
         out = attach(call.output(outs, extras)[0], _first)
         return out, self._backend.linear_map(pushforward, push)
 
+    @overload
+    def per_example_grad(
+        self,
+        f: Callable[Concatenate[T, P], Any],
+        *,
+        in_axes: Any = None,
+        chunk_size: int | None = None,
+    ) -> Gradient[T, P]: ...
+    @overload
     def per_example_grad(
         self,
         f: Callable[P, Any],
+        argnums: Argnums,
+        in_axes: Any = None,
+        chunk_size: int | None = None,
+    ) -> Callable[P, Any]: ...
+    def per_example_grad(
+        self,
+        f: Callable[..., Any],
         argnums: Argnums = 0,
         in_axes: Any = None,
         chunk_size: int | None = None,
-    ) -> Callable[P, Any]:
+    ) -> Any:
         """One gradient for each example of a batch.
 
         Args:

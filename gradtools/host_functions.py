@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import Any
+from typing import Any, overload
 
 from gradtools.arguments.checks import check_function
 from gradtools.arguments.static_arguments import Parameters
@@ -31,6 +31,22 @@ class HostFunctions(Operators):
 
     ArraySpec = ArraySpec
 
+    @overload
+    def host_function(
+        self,
+        kernel: Callable[..., Any],
+        out: Any = None,
+        vectorized: bool = False,
+        adjoint: Callable[..., Any] | None = None,
+    ) -> HostFunction: ...
+    @overload
+    def host_function(
+        self,
+        kernel: None = None,
+        out: Any = None,
+        vectorized: bool = False,
+        adjoint: Callable[..., Any] | None = None,
+    ) -> Callable[[Callable[..., Any]], HostFunction]: ...
     def host_function(
         self,
         kernel: Any = None,

@@ -39,20 +39,33 @@ assert_type(gt.reverse_gradient(x), torch.Tensor)
 assert_type(gt.stop_gradient({"a": x}), dict[str, torch.Tensor])
 assert_type(gj.clip_gradient(z, max_norm=1.0), jax.Array)
 
-# A derivative has f's parameters.
-assert_type(gt.value_and_grad(loss)(x, x), tuple[torch.Tensor, Any])
-assert_type(gt.value_and_grad(with_aux, has_aux=True)(x), tuple[tuple[torch.Tensor, int], Any])
-gt.grad(loss)(x, x, scaled=True)
-gj.grad(of_dict)({"w": z}, z)["w"]
-gt.value_and_grad(of_net)(net, x)[1]["weight"]
+# A gradient is of the type of what it is a gradient of.
+assert_type(gt.grad(loss)(x, x, scaled=True), torch.Tensor)
+assert_type(gj.grad(of_dict)({"w": z}, z), dict[str, jax.Array])
+assert_type(gt.value_and_grad(loss)(x, x), tuple[torch.Tensor, torch.Tensor])
+assert_type(gt.grad(with_aux, has_aux=True)(x), tuple[torch.Tensor, int])
+assert_type(
+    gt.value_and_grad(with_aux, has_aux=True)(x), tuple[tuple[torch.Tensor, int], torch.Tensor]
+)
+assert_type(gt.grad(of_net)(net, x), dict[str, Any])
+assert_type(gt.value_and_grad(of_net)(net, x), tuple[torch.Tensor, dict[str, Any]])
 gt.grad(lambda net: net(x).sum())(net)["weight"]
-gt.grad(gt.grad(lambda x: (x**3).sum()))(x)
-a, b = gt.grad(loss, argnums=(0, 1))(x, x)
-out, pullback = gt.vjp(loss, x, x)
-gt.per_example_grad(loss, (0, 1))(x, x)[1]
-value, grads = gt.microbatched_value_and_grad(loss, 2)(x, x)
-assert_type(gt.retained_gradients(loss)(x, x), tuple[torch.Tensor, Any, dict[str, Any]])
+gt.value_and_grad(lambda net: net(x).sum())(net)[1]["weight"]
 gt.grad(of_net)(x, x)  # wrong
+assert_type(gt.vmap(gt.grad(loss))(x, x), torch.Tensor)
+assert_type(gt.jvp(loss, (x, x), (x, x)), tuple[torch.Tensor, torch.Tensor])
+assert_type(gt.vjp(loss, x, x)[0], torch.Tensor)
+gt.grad(gt.grad(lambda x: (x**3).sum()))(x)
+gj.grad(lambda x: (x**3).sum())(z)
+assert_type(gt.grad(loss, argnums=(0, 1))(x, x), tuple[Any, ...])
+a, b = gt.grad(loss, argnums=(0, 1))(x, x)
+assert_type(gt.value_and_grad(loss, argnums=(0, 1))(x, x), tuple[torch.Tensor, tuple[Any, ...]])
+assert_type(gt.per_example_grad(loss)(x, x), torch.Tensor)
+assert_type(gt.per_example_grad(of_net)(net, x), dict[str, Any])
+gt.per_example_grad(loss, (0, 1))(x, x)[1]
+assert_type(gt.microbatched_value_and_grad(loss, 2)(x, x), tuple[torch.Tensor, torch.Tensor])
+assert_type(gt.microbatched_value_and_grad(of_net, 2)(net, x), tuple[torch.Tensor, dict[str, Any]])
+assert_type(gt.retained_gradients(loss)(x, x), tuple[torch.Tensor, Any, dict[str, Any]])
 gt.per_example_grad(loss)(x)  # wrong
 gt.grad(loss)(x)  # wrong
 gt.grad(loss)(x, x, scale=True)  # wrong

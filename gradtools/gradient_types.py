@@ -1,0 +1,64 @@
+"""The types of gradient functions, for type checkers: a gradient has its argument's type.
+
+That of a `torch.nn.Module` is a dict by parameter name. Nothing here is used at run time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any, Protocol, TypeVar, overload
+
+from gradtools.backend import P
+
+T_co = TypeVar("T_co", bound=Any, covariant=True)
+R_co = TypeVar("R_co", covariant=True)
+V = TypeVar("V")
+
+
+class TorchModule(Protocol):
+    """A protocol that `torch.nn.Module` satisfies, so that PyTorch need not be imported."""
+
+    def named_parameters(
+        self, prefix: str = ..., recurse: bool = ..., remove_duplicate: bool = ...
+    ) -> Iterator[tuple[str, Any]]:
+        """The parameters and their names."""
+
+    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
+        """Adds a hook."""
+
+
+M = TypeVar("M", bound=TorchModule)
+
+
+class _Unknown:
+    """A type that only Any matches, such as a lambda's parameter."""
+
+
+class Gradient(Protocol[T_co, P]):
+    """The function that `grad` returns: f's parameters, and the first argument's type."""
+
+    @overload
+    def __call__(
+        self: Gradient[_Unknown, P], x: Any, /, *args: P.args, **kwargs: P.kwargs
+    ) -> Any: ...
+    @overload
+    def __call__(
+        self: Gradient[M, P], x: M, /, *args: P.args, **kwargs: P.kwargs
+    ) -> dict[str, Any]: ...
+    @overload
+    def __call__(self, x: T_co, /, *args: P.args, **kwargs: P.kwargs) -> T_co: ...  # type: ignore[misc]
+
+
+class ValueAndGradient(Protocol[T_co, P, R_co]):
+    """The function that `value_and_grad` returns: f's output, and the first argument's type."""
+
+    @overload
+    def __call__(
+        self: ValueAndGradient[_Unknown, P, V], x: Any, /, *args: P.args, **kwargs: P.kwargs
+    ) -> tuple[V, Any]: ...
+    @overload
+    def __call__(
+        self: ValueAndGradient[M, P, V], x: M, /, *args: P.args, **kwargs: P.kwargs
+    ) -> tuple[V, dict[str, Any]]: ...
+    @overload
+    def __call__(self, x: T_co, /, *args: P.args, **kwargs: P.kwargs) -> tuple[R_co, T_co]: ...  # type: ignore[misc]

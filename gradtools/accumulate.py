@@ -24,6 +24,7 @@ from typing import Any
 
 from gradtools.arguments.wording import describe, in_words, with_article
 from gradtools.backend import Operators
+from gradtools.boundary import user_facing_methods
 from gradtools.errors import GradtoolsError
 
 _WIDE = {"float16": "float32", "bfloat16": "float32", "complex32": "complex64"}
@@ -161,6 +162,7 @@ class State:
     varies: tuple[frozenset[Any], ...]
 
 
+@user_facing_methods
 class GradientAccumulator:
     """A running weighted sum of gradients; made by `gt.GradientAccumulator`.
 

@@ -37,14 +37,27 @@ _OPERATORS = {
     "seeing.graphs.gradient_graphs:Graphing": "gradient_graph",
     "seeing.formulas.formulating:Formulating": "formula",
 }
+_INSTEAD = {
+    "minimax": "minimax_value_and_grad(f, minimize, maximize)",
+    "jacrev": 'jacobian(f, mode="reverse")',
+    "jacfwd": 'jacobian(f, mode="forward")',
+    "grad_and_value": "value_and_grad(f), which returns (value, grads)",
+    "custom_vjp": "custom_rule(f), then f.defvjp(fwd, bwd)",
+    "custom_jvp": "custom_rule(f), then f.defjvp(rule)",
+    "remat": "checkpoint(f)",
+    "jit": "compile(f)",
+    "pure_callback": "host_function(kernel)",
+}
 _PATH_OF = {
     name: f"gradtools.{path}" for path, names in _OPERATORS.items() for name in names.split()
 }
 
 
 def no_attribute(module: str, name: str) -> AttributeError:
-    """The error of an unknown public name; Python adds a similar name if there is one."""
-    text = f"module {module!r} has no attribute {name!r}"
+    """The error of an unknown public name, with the name to write instead if there is one."""
+    more = f". Write {_INSTEAD[name]}." if name in _INSTEAD else ""
+    text = f"module {module!r} has no attribute {name!r}{more}"
+    # with name and obj Python adds "Did you mean" if a similar name exists
     return AttributeError(text, name=name, obj=sys.modules.get(module))
 
 

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, ParamSpec, TypeVar
 from gradtools.arguments.marks import MarkedValues, here
 from gradtools.backend_arrays import Array as Array
 from gradtools.backend_arrays import Arrays
-from gradtools.boundary import Linear
+from gradtools.boundary import Linear, user_facing_methods
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Entries, Map, Rule, by_key, reverse_only_text, spread
 
@@ -498,6 +498,9 @@ class FrameworkBackend(Backend):
 
 class Operators:
     """Public operators, bound to one backend."""
+
+    def __init_subclass__(cls) -> None:
+        user_facing_methods(cls)
 
     def __init__(self, backend: Backend) -> None:
         self._backend = backend

@@ -1,11 +1,54 @@
-"""The functions that operators return: their names, signatures, texts and pickling."""
+"""Traceback filtering at the API boundary, and the names of the functions that operators return.
+
+Each public operator, and each function that one returns, is `user_facing`. An error that passes
+through loses gradtools' own frames, so that its traceback ends at the user's line (as JAX's
+traceback filtering). Calls that do not fail cost one more Python call.
+``GRADTOOLS_FULL_TRACEBACK=1`` keeps all frames.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from functools import partial
+import os
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial, wraps
 from inspect import signature
-from typing import Any
+from itertools import takewhile
+from types import FrameType, FunctionType, TracebackType
+from typing import Any, TypeVar, cast
+
+from gradtools.code_origin import USER, is_our_frame, whose_frame
+from gradtools.errors import GradtoolsError
+
+F = TypeVar("F", bound=Callable[..., Any])
+C = TypeVar("C", bound=type)
+FULL = "GRADTOOLS_FULL_TRACEBACK"
+
+
+def user_facing(fun: F) -> F:
+    """Wraps a function so that its errors lose gradtools' own frames."""
+
+    @wraps(fun)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        try:
+            return fun(*args, **kwargs)
+        except Exception as error:
+            from gradtools.arguments.keyword_hints import wrong_call
+
+            refusal = wrong_call(fun, error)
+            if refusal is not None:
+                raise trimmed(refusal) from None
+            trimmed(error)
+            raise  # a bare raise adds no entry for this frame
+
+    return cast(F, call)
+
+
+def user_facing_methods(cls: C) -> C:
+    """Class decorator: makes every public method `user_facing`."""
+    for name, member in list(vars(cls).items()):
+        if isinstance(member, FunctionType) and not name.startswith("_"):
+            setattr(cls, name, user_facing(member))
+    return cls
 
 
 def like_function(prefix: str, f: Any, call: Any, suffix: str = "", doc: str = "") -> Any:
@@ -25,7 +68,11 @@ def like_function(prefix: str, f: Any, call: Any, suffix: str = "", doc: str = "
     if type(call) is partial:
         # JAX's errors name the place of the function inside of partials, and of what that wraps.
         def own(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-            return fun(*args, **kwargs)
+            try:
+                return fun(*args, **kwargs)
+            except Exception as error:
+                trimmed(error)
+                raise
 
         own.__name__, own.__dict__["__wrapped__"] = name, f
         call = _Method(own, call.func, *call.args, **call.keywords)
@@ -57,6 +104,14 @@ def signature_of(f: Any) -> str:
 class Linear(partial[Any]):
     """A pullback or pushforward: `run(native, *args)` as a function of args."""
 
+    def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
+        """The value of the linear map."""
+        try:
+            return self.func(*self.args, *args, **kwargs)
+        except Exception as error:
+            trimmed(error)
+            raise
+
     def __repr__(self) -> str:
         return repr_of_linear(self.func)
 
@@ -71,3 +126,44 @@ def _unpickled(args: Sequence[Any], keywords: dict[str, Any], known: dict[str, A
     method = like_function("", known["__wrapped__"], partial(args[0], *args[1:], **keywords))
     method.__dict__.update(known)
     return method
+
+
+def trimmed(error: Exception) -> Exception:
+    """The error, with gradtools' own frames taken out of its traceback and of its causes'."""
+    if os.environ.get(FULL, "0") in ("", "0"):
+        for each, hidden in hidden_frames(error):
+            entries, result = list(_entries(each)), None
+            for entry in reversed(entries):
+                if not any(entry.tb_frame is frame for frame in hidden):
+                    result = TracebackType(result, entry.tb_frame, entry.tb_lasti, entry.tb_lineno)
+            each.__traceback__ = result
+    return error
+
+
+def hidden_frames(error: BaseException) -> Iterator[tuple[BaseException, list[FrameType]]]:
+    """The frames to hide, for an error and each of its causes and contexts.
+
+    Hidden are gradtools' own frames, and those beneath the user's innermost line of a
+    GradtoolsError. An unintended error of gradtools' own code keeps its frames.
+    """
+    seen: list[BaseException] = []
+    todo: list[BaseException | None] = [error]
+    while todo:
+        each = todo.pop()
+        if each is None or any(each is one for one in seen):
+            continue
+        seen.append(each)
+        todo += each.__cause__, each.__context__
+        frames = [entry.tb_frame for entry in _entries(each)][::-1]  # innermost first
+        is_refusal = any(isinstance(one, GradtoolsError) for one in seen)
+        if not is_refusal and frames and is_our_frame(frames[0]):
+            continue
+        beneath = takewhile(lambda frame: whose_frame(frame) != USER, frames)
+        yield each, [*filter(is_our_frame, frames), *(beneath if is_refusal else ())]
+
+
+def _entries(error: BaseException) -> Iterator[TracebackType]:
+    trace = error.__traceback__
+    while trace is not None:
+        yield trace
+        trace = trace.tb_next

@@ -16,6 +16,7 @@ from importlib.metadata import version
 from typing import Any
 
 import gradtools
+from gradtools.printing import SPELLED
 
 
 def _positions(text: str) -> list[int]:
@@ -95,7 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper):  # ASCII and cp1252 lack characters that we print
-            stream.reconfigure(errors="replace")
+            stream.reconfigure(errors=SPELLED)
     parser = _parser()
     args = parser.parse_args(argv)
     status = 2

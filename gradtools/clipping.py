@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from gradtools.arguments.checks import as_float
 from gradtools.arguments.wording import describe
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
@@ -101,8 +102,9 @@ def bound_of(backend: Backend, name: str, bound: Any) -> Any:
     if isinstance(bound, int | float):
         if bound < 0:
             raise GradtoolsError(f"clip_gradient: {name} is {bound}; it must not be negative.")
+        number = as_float("clip_gradient", name, bound)
         compiles = backend.compiles_rules or backend.compiler.is_tracing()
-        return ARRAY if compiles else float(bound)
+        return ARRAY if compiles else number
     backend.check_array(bound, name)
     if not has_real_dtype(bound) or getattr(bound, "shape", ()) != ():
         raise GradtoolsError(

@@ -2,7 +2,8 @@
 
 Code belongs to the user, an installed package, or a library (the frameworks, the standard library,
 gradtools), depending on its file. All inspection of frames and tracebacks is here. It serves to
-name the user's line in messages and graphs, and to tell a framework's error from the user's.
+name the user's line in messages and graphs, to filter tracebacks, to tell a framework's error from
+the user's, and to look for mutable state in the user's code only.
 """
 
 from __future__ import annotations
@@ -151,6 +152,11 @@ def calls_below_the_user(lines: Lines) -> Iterator[tuple[str, str, Any]]:
         if whose_frame(frame) == USER:
             return
         yield module_of(frame), frame.f_code.co_name, frame.f_locals.get("self")
+
+
+def is_our_frame(frame: FrameType) -> bool:
+    """Whether gradtools' code runs in a frame. JAX's synthetic frames have no module."""
+    return module_of(frame).partition(".")[0] == __package__ or is_ours(frame.f_code.co_filename)
 
 
 def depth_of_the_user() -> int:

@@ -20,6 +20,7 @@ from gradtools.arguments.checks import check_function
 from gradtools.arguments.static_arguments import Parameters
 from gradtools.arguments.wording import describe, name_of
 from gradtools.backend import Backend, F, Operators
+from gradtools.boundary import trimmed, user_facing_methods
 from gradtools.custom_structure import Specialization, avals_of
 from gradtools.errors import GradtoolsError, TypeRefusal
 from gradtools.host_kernels import type_key
@@ -101,6 +102,7 @@ _MAPS = ("fwd", "bwd", "jvp")
 _SETTINGS = {"fun", *_MAPS, "symbolic_zeros", "static_argnames", "kernel"}
 
 
+@user_facing_methods
 class CustomRule:
     """A function and its rule; see `custom_rule`.
 
@@ -248,15 +250,19 @@ class CustomRule:
         """The value; differentiated by the rule wherever a derivative is taken."""
         statics: tuple[Any, ...] = ()
         rest: tuple[Any, ...] = args
-        if kwargs or self._needs_binding:
-            statics, rest = self._bound(args, kwargs)
-        if self._direct is not None:
-            result = self._direct(rest, statics)
-            if result is not NotImplemented:
-                return result
-        if not kwargs and not self._needs_binding:  # defaults
-            statics, rest = self._bound(args, kwargs)
-        return self._applied(statics, rest)
+        try:  # as `user_facing` does, without a call of its own
+            if kwargs or self._needs_binding:
+                statics, rest = self._bound(args, kwargs)
+            if self._direct is not None:
+                result = self._direct(rest, statics)
+                if result is not NotImplemented:
+                    return result
+            if not kwargs and not self._needs_binding:  # defaults
+                statics, rest = self._bound(args, kwargs)
+            return self._applied(statics, rest)
+        except Exception as error:
+            trimmed(error)
+            raise
 
     def _applied(self, statics: tuple[Any, ...], rest: tuple[Any, ...]) -> Any:
         """The value, by the rule of these arguments' structure."""

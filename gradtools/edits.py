@@ -20,9 +20,10 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.arguments.checks import as_array, check_function, matching
-from gradtools.arguments.wording import describe, in_words, name_of
+from gradtools.arguments.checks import as_array, as_float, check_function, matching
+from gradtools.arguments.wording import describe, in_words, is_numeric, name_of
 from gradtools.backend import Array, Backend, Operators, P, R, T
+from gradtools.boundary import user_facing
 from gradtools.clipping import ARRAY, bound_of, clip_rule, has_real_dtype
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule, replaced_at
@@ -155,7 +156,7 @@ class Edits(Operators):
                 "negative. For a factor of either sign use scale_gradient."
             )
         if isinstance(scale, int):
-            scale = float(scale)
+            scale = as_float(name, "scale", scale)
         rule = None
         if type(scale) is float and not (backend.compiles_rules or backend.compiler.is_tracing()):
             rule = _scaling((sign * scale).hex())
@@ -487,6 +488,7 @@ class _StraightThrough:
     def __repr__(self) -> str:
         return f"<straight_through {self._name}, derivative of {self._through}>"
 
+    @user_facing
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         backend, name, hint = self._backend, self._name, ""
         if self._surrogate is not None:

@@ -27,19 +27,29 @@ class DerivativeError(GradtoolsError, AssertionError):
     """A derivative is not that of its function's values, as `gradtools.testing.checked` finds."""
 
 
-class RuntimeRefusal(GradtoolsError, RuntimeError):
+class Refusal(GradtoolsError):
+    """A `GradtoolsError` that is also of a built-in type; tracebacks show it as GradtoolsError."""
+
+    def __init_subclass__(cls) -> None:
+        cls.__qualname__ = "GradtoolsError"
+
+    def __reduce__(self) -> Any:  # the class cannot be pickled by its qualified name
+        return _refused, (type(self).__name__, self.args)
+
+
+class RuntimeRefusal(Refusal, RuntimeError):
     """A framework's RuntimeError with a better message."""
 
 
-class NotImplementedRefusal(GradtoolsError, NotImplementedError):
+class NotImplementedRefusal(Refusal, NotImplementedError):
     """A framework's NotImplementedError with a better message."""
 
 
-class TypeRefusal(GradtoolsError, TypeError):
+class TypeRefusal(Refusal, TypeError):
     """A TypeError with a better message."""
 
 
-class ValueRefusal(GradtoolsError, ValueError):
+class ValueRefusal(Refusal, ValueError):
     """A framework's ValueError with a better message."""
 
 
@@ -76,7 +86,11 @@ def refusal(error: BaseException, text: str) -> GradtoolsError:
     return next(kinds, GradtoolsError)(text)
 
 
-_REFUSALS: dict[type[Exception], type[GradtoolsError]] = {
+def _refused(name: str, args: tuple[Any, ...]) -> Refusal:
+    return next(kind for kind in _REFUSALS.values() if kind.__name__ == name)(*args)
+
+
+_REFUSALS: dict[type[Exception], type[Refusal]] = {
     NotImplementedError: NotImplementedRefusal,  # before its base class RuntimeError
     RuntimeError: RuntimeRefusal,
     TypeError: TypeRefusal,

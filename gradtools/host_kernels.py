@@ -21,6 +21,7 @@ import numpy as np
 
 from gradtools.arguments.checks import check_function
 from gradtools.arguments.wording import in_words, name_of, with_article
+from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError
 from gradtools.rules import ARRAY, KEYS, refilled
 
@@ -58,6 +59,7 @@ class ArraySpec:
     shape: Shape
     dtype: str
 
+    @user_facing
     def __init__(self, shape: Any, dtype: Any) -> None:
         dims = (shape,) if isinstance(shape, numbers.Integral) else shape
         try:

@@ -68,6 +68,17 @@ def whole_or_none(caller: str, name: str, value: Any, least: int, unit: str) -> 
     return None if value is None else whole_number(caller, name, value, least, unit)
 
 
+def as_float(caller: str, name: str, value: Any) -> float:
+    """A Python number as a float, or an error for an integer that no float64 holds."""
+    try:
+        return float(value)
+    except OverflowError:
+        raise GradtoolsError(
+            f"{caller}: {name} is an integer of {value.bit_length()} bits, which is too large "
+            "for a floating number."
+        ) from None
+
+
 def order_among(caller: str, order: Any, known: Sequence[int], expected: str) -> int:
     """The argument `order` as an integer, or an error."""
     whole = hasattr(order, "__index__") and not isinstance(order, bool | np.bool_)

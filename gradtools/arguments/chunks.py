@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
+from operator import is_
 from typing import Any, Literal, NamedTuple
 
 import numpy as np
@@ -18,6 +19,7 @@ from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError, warn_once
 
 Verify = Literal["first"] | bool
+_CONTAINERS = (list, dict, tuple)
 
 
 @dataclass(frozen=True)
@@ -133,7 +135,7 @@ class Chunks:
         """
         backend, every = batch.backend, batch.arguments
         leaves: tuple[list[Any], ...] = ([], [], [])  # by kind: _PIECES, _SHARED, _CARRY
-        plan = list[ArgumentPlan]()
+        plan, containers = list[ArgumentPlan](), list[int]()
         for i, flat in enumerate(every):
             places = []
             for leaf in () if flat.is_list else flat.leaves:
@@ -141,6 +143,9 @@ class Chunks:
                 places.append((kind, len(leaves[kind])))
                 leaves[kind].append((leaf.value, leaf.axis) if kind == _PIECES else leaf.value)
             plan.append(ArgumentPlan(flat.treedef, places))
+            holds = type(x := flat.argument.value) in _CONTAINERS and x and not flat.is_list
+            if holds and all(kind == _SHARED for kind, _ in places):
+                containers.append(i)
         plans, lists = list[list[ArgumentPlan]](), list[list[Any]]()
         for rows in cut.rows:  # each chunk's slices of lists follow its other pieces
             own, of_lists = list(plan), list[Any]()
@@ -157,8 +162,8 @@ class Chunks:
         carry_def = backend.flatten(trees[0] if len(trees) == 1 else tuple(trees))[1]
         outputs = Outputs(backend, batch.caller, out_axes, cut, any(flat.is_list for flat in every))
         call = ChunkFunction(
-            backend, f, batch.keywords, plans, keys, carry_def if trees else None, outputs,
-            ChunkedCall(batch.caller),
+            backend, f, batch.keywords, plans, keys, containers, carry_def if trees else None,
+            outputs, ChunkedCall(batch.caller),
         )  # fmt: skip
         names = [f"{carry.name}{p}" for carry in carries for p in backend.leaf_paths(carry.value)]
         return cls(
@@ -195,6 +200,7 @@ class ChunkFunction:
     keywords: list[str]  # the names of the last arguments
     plans: list[list[ArgumentPlan]]  # for each chunk how to rebuild its arguments from leaves
     keys: tuple[int, ...]  # the arguments that are random keys
+    containers: list[int]  # the arguments that are containers shared by all chunks
     carry_def: Any  # the structure of the carry; None if there is none
     outputs: Outputs
     place: ChunkedCall  # among the marks of `retain_gradient`
@@ -219,6 +225,7 @@ class ChunkFunction:
             if values[i] is not None:
                 fold_in = backend.submodule("arrays", "key_argnums").fold_in
                 values[i] = fold_in(values[i], index)
+        containers = [(values[i], *backend.flatten(values[i])) for i in self.containers]
         count = len(values) - len(self.keywords)
         keywords = dict(zip(self.keywords, values[count:], strict=True))
         with self.place.at(number):
@@ -242,6 +249,15 @@ class ChunkFunction:
             if treedef != self.carry_def:
                 raise other_structure("carry", treedef, self.carry_def, number)
             out = out[0]
+        for x, before, treedef in containers:
+            now, of_now = backend.flatten(x)
+            if of_now != treedef or not all(map(is_, now, before)):
+                # f's own container is a copy that nobody else would see.
+                raise GradtoolsError(
+                    f"{self.outputs.caller}: f changes a list or dictionary that is an argument, "
+                    "and what it gets is a copy. Return what is new, or keep it in an attribute "
+                    "or a variable outside of f."
+                )
         return self.outputs.arrays_in(number, out), new_carry
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError
 from gradtools.errors import needed as _needed
 
@@ -29,6 +30,7 @@ __all__ = ["to_jax", "to_torch"]
 _TORCH = TorchGuest()
 
 
+@user_facing
 def to_jax(f: Callable[..., Any], *, out: Any = None, train: bool | None = None) -> Any:
     """A PyTorch function or module as a differentiable JAX function.
 
@@ -80,6 +82,7 @@ def to_jax(f: Callable[..., Any], *, out: Any = None, train: bool | None = None)
     return Bridged(_TORCH, f, out)
 
 
+@user_facing
 def to_torch(
     f: Callable[..., Any], *, out: Any = None, variables: Any = None, jit: bool = True
 ) -> Any:

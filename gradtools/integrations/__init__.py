@@ -4,11 +4,22 @@ from importlib import import_module
 from sys import modules
 from typing import Any
 
+from gradtools.errors import GradtoolsError
+
 
 def refusal(caller: str, name: str, x: Any) -> Exception | None:
-    """An error with advice, if x is a Keras model that was passed in place of arrays."""
+    """An error with advice, if x is a library's object that was passed in place of arrays."""
     keras = integration("keras")
-    return keras.refusal(caller, name, x) if keras is not None and keras.is_keras(x) else None
+    if keras is not None and keras.is_keras(x):
+        return keras.refusal(caller, name, x)
+    linen = modules.get("flax.linen")
+    if linen is not None and isinstance(x, linen.Module):
+        return GradtoolsError(
+            f"{caller}: {name} is the flax.linen module {type(x).__name__}, which holds no arrays; "
+            "its parameters are what module.init(key, *args) returned. Differentiate these: give "
+            "them an argument of their own, named by argnums, and let f close over the module."
+        )
+    return None
 
 
 def integration(library: str) -> Any:

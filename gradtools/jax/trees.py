@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradtools.boundary import repr_of_linear
+from gradtools.boundary import repr_of_linear, user_facing
 from gradtools.integrations.containers import Containers, OpenedTree
 from gradtools.jax import shardings
 
@@ -98,6 +98,7 @@ class LinearMap:
     run: Callable[..., Any] = field(metadata={"static": True})
     native: Any
 
+    @user_facing
     def __call__(self, *args: Any) -> Any:
         return self.run(self.native, *args)
 

@@ -21,6 +21,7 @@ test; ``--full-trace`` shows them.
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Generator, Iterator
 from importlib import import_module
 from typing import Any
@@ -50,6 +51,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         default="both",
         help="run tests that take a backend with this one only",
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """``--full-trace`` keeps all frames."""
+    if config.getoption("fulltrace", False):
+        os.environ["GRADTOOLS_FULL_TRACEBACK"] = "1"
 
 
 def wanted_backends(config: pytest.Config) -> list[str]:
@@ -115,3 +122,14 @@ def cross_check(request: pytest.FixtureRequest) -> Callable[..., Any]:
     from gradtools.testing.cross_checking.compare import cross_check as run
 
     return run
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_makereport(call: pytest.CallInfo[Any]) -> None:
+    """Hides gradtools' own frames in the tracebacks of failures."""
+    if call.excinfo is not None:
+        from gradtools.boundary import hidden_frames  # a run without failures never needs it
+
+        for _, hidden in hidden_frames(call.excinfo.value):
+            for frame in hidden:
+                frame.f_locals["__tracebackhide__"] = True

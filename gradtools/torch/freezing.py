@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from gradtools.arguments.chunks import Chunks
+from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError
 from gradtools.freezing import edit_in_frozen, name_of_function
 from gradtools.torch import _upstream as upstream
@@ -286,6 +287,7 @@ class _Constants(torch.autograd.Function):
         return (torch.zeros(()),) if one else tuple([x.detach() for x in constants])
 
     @staticmethod
+    @user_facing
     def backward(ctx: Any, *_: Any) -> Any:
         fun = name_of_function(ctx.caller)
         instead = "use G itself" if ctx.caller == "frozen" else "leave out the mode"

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch import nn
 
+from gradtools.boundary import user_facing
 from gradtools.torch import _upstream as upstream
 
 _SHARED = (*upstream.SLOTS, upstream.NOT_SAVED)
@@ -33,6 +34,7 @@ class Transformed(upstream.ModuleLike):
         name = getattr(call, "__name__", "").partition("_")[0]
         self.__dict__.update(shared, _own=module, _call=call, _name=name, __wrapped__=module)
 
+    @user_facing
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """The transformed call."""
         return self._call(*args, **kwargs)

@@ -1,13 +1,23 @@
-"""Warnings point at the line of the user's that they are about."""
+"""Warnings and errors point at the line of the user's that they are about."""
 
 from __future__ import annotations
 
+import inspect
+import os
 import sys
+import traceback
 import warnings
 
 import numpy as np
+import pytest
 
-from gradtools import GradtoolsWarning
+import gradtools
+from gradtools import GradtoolsError, GradtoolsWarning
+from tests.support.bad_inputs import BAD, NATIVE
+from tests.support.numpy_trees import lift
+
+HERE = __file__
+OWN = os.path.dirname(gradtools.__file__) + os.sep
 
 
 def line() -> int:
@@ -22,6 +32,48 @@ def said(call):
         call()
     (one,) = [w for w in found if issubclass(w.category, GradtoolsWarning)]
     return one
+
+
+def shown(error):
+    """The files of the frames of an error, and of those that it comes from."""
+    files = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
+    cause = error.__cause__ or (None if error.__suppress_context__ else error.__context__)
+    return files + (shown(cause) if cause is not None else [])
+
+
+@pytest.mark.sweep_at("jax")
+def test_the_traceback_of_a_bad_call_has_no_frame_of_gradtools_and_fits_a_screen(gt, backend_name):
+    """Of each of the table's, which holds every public function."""
+    for name, call in BAD.items():
+        with pytest.raises(Exception) as caught:
+            call(gt, lambda x: lift(backend_name, x))
+        files = shown(caught.value)
+        own = [f for f in files if f.startswith(OWN)]
+        assert files[0] == HERE and own == [], name
+        if name not in NATIVE and caught.value.__cause__ is None:
+            assert files[-1] == inspect.getfile(call), name
+        text = "".join(traceback.format_exception(caught.value))
+        assert text.count("\n") < 40 and len(str(caught.value)) < 900, name
+
+
+def test_an_error_of_the_users_own_in_f_is_shown_without_ours(gt):
+    def f(x):
+        raise ValueError("mine")
+
+    with pytest.raises(ValueError, match="mine") as caught:
+        gt.hvp(f, (gt.asarray(np.ones(2)),), (gt.asarray(np.ones(2)),))
+    files = shown(caught.value)
+    assert files[0] == files[-1] == HERE and not any(f.startswith(OWN) for f in files)
+
+
+def test_a_refusal_in_a_backward_pass_has_no_frame_of_gradtools():
+    torch, gt = pytest.importorskip("torch"), pytest.importorskip("gradtools.torch")
+    rule = gt.custom_rule(lambda x: x * x)
+    rule.defvjp(lambda x: (x * x, x), lambda x, c: 2 * x * c)  # no tuple
+    for out in (rule, gt.frozen(torch.nn.Linear(3, 3))):
+        with pytest.raises(GradtoolsError, match=r"expected a tuple|are constants") as caught:
+            out(torch.ones(3, requires_grad=True)).sum().backward()
+        assert not any(f.startswith(OWN) for f in shown(caught.value))
 
 
 def test_a_disconnected_argument_is_warned_of_at_the_call(gt):
@@ -39,4 +91,4 @@ def test_a_disconnected_argument_is_warned_of_at_the_call(gt):
 
     for call in (one, many):
         found = said(call)
-        assert (found.filename, found.lineno) == (__file__, lines.pop())
+        assert (found.filename, found.lineno) == (HERE, lines.pop())

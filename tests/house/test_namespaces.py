@@ -7,6 +7,7 @@ import doctest
 import importlib
 import inspect
 import pathlib
+import pickle
 import subprocess
 import sys
 import textwrap
@@ -277,3 +278,11 @@ def test_what_an_operator_returns_prints_its_name_its_signature_and_what_it_comp
         assert inspect.getdoc(made).startswith(doc)
     assert inspect.getdoc(gt.grad(made_of)).startswith("Gradient of made_of")
     assert "Squared error." in inspect.getdoc(next(iter(made_of(gt))))
+
+
+def test_a_refusal_is_shown_as_a_gradtools_error_and_can_be_pickled(gt):
+    with pytest.raises(TypeError) as caught:
+        gt.grad(lambda x: x, argnum=0)
+    assert type(caught.value).__qualname__ == "GradtoolsError"
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert type(again) is type(caught.value) and str(again) == str(caught.value)

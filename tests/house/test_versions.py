@@ -17,6 +17,7 @@ import pytest
 
 import gradtools
 from gradtools.code_origin import PACKAGE, USER, kind_of
+from gradtools.printing import printable
 from gradtools.versions import SUPPORTED, check_version
 from tests.support import versions
 
@@ -139,7 +140,23 @@ def test_the_command_prints_on_a_terminal_that_lacks_characters(tmp_path, encodi
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    assert b"x ? ?" in done.stdout
+    assert b"x in R^i" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("encoding", "expected"),
+    [
+        ("ascii", "x in R^i, ybar = d^2a_i * gamma, J^T, 3 x 4, <a, b>, sqrt(2)"),
+        ("cp1252", "x in R^i, ybar = d²a_i · gamma, J^T, 3 × 4, <a, b>, sqrt(2)"),
+        ("utf-8", "x ∈ ℝⁱ, ȳ = ∂²aᵢ · γ, Jᵀ, 3 × 4, ⟨a, b⟩, √(2)"),
+    ],
+)
+def test_print_spells_what_a_terminal_lacks(monkeypatch, encoding, expected):
+    terminal = io.TextIOWrapper(io.BytesIO(), encoding)
+    monkeypatch.setattr(sys, "stdout", terminal)
+    print(printable("x ∈ ℝⁱ, ȳ = ∂²aᵢ · γ, Jᵀ, 3 × 4, ⟨a, b⟩, √(2)"))
+    terminal.flush()
+    assert terminal.buffer.getvalue().decode(encoding).strip() == expected
 
 
 @pytest.mark.parametrize("shown", ["formula", "gradient_graph", "why_zero"])

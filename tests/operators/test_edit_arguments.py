@@ -95,6 +95,20 @@ def test_a_zero_and_an_array_of_any_sign_are(gt):
         assert gt.to_numpy(found).tolist() == [factor] * 2
 
 
+@pytest.mark.parametrize(
+    "edit",
+    [
+        lambda gt, x, n: gt.reverse_gradient(x, n),
+        lambda gt, x, n: gt.scale_gradient(x, -n),
+        lambda gt, x, n: gt.clip_gradient(x, max_norm=n),
+        lambda gt, x, n: gt.clip_gradient(x, max_value=n),
+    ],
+)
+def test_an_integer_that_no_float_holds_is_refused_in_a_sentence(gt, edit):
+    with pytest.raises(GradtoolsError, match=r"is an integer of 3322 bits, .* too large"):
+        edit(gt, at(gt)[0], 10**1000)
+
+
 LEAVES = (np.zeros((0, 3)), np.arange(3), np.array([True]), 3, 2.5, "a", None, [], {})
 
 

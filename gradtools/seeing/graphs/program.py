@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.arguments.checks import check_function, differentiable_leaf, normalized_argnums
+from gradtools.arguments.keyword_hints import passed_on
 from gradtools.arguments.wording import describe, is_numeric
 from gradtools.backend import Backend
 from gradtools.code_origin import place_of
@@ -105,6 +106,7 @@ class LeafProgram:
             what = f"{type(error).__name__}: {str(error).strip().rstrip('.')}{place_of(error)}"
             raise GradtoolsError(
                 f"{self.caller}: f{how} raised {what}. It must run at the given arguments."
+                + passed_on(error)
             ) from error
 
     @property

@@ -22,6 +22,7 @@ from typing import Any
 
 import numpy as np
 
+from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError
 from gradtools.testing.checking import slopes
 from gradtools.testing.checking.comparisons import Comparisons, flattened
@@ -43,6 +44,7 @@ from gradtools.testing.report import AGREES, DIFFERS, Report, largest, widened
 CALLER = "check_derivatives"
 
 
+@user_facing
 def check_derivatives(
     f: Callable[..., Any],
     args: Sequence[Any],

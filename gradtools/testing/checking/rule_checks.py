@@ -20,6 +20,7 @@ from typing import Any
 
 import numpy as np
 
+from gradtools.boundary import user_facing
 from gradtools.custom_rules import CustomRule
 from gradtools.custom_structure import Specialization
 from gradtools.errors import GradtoolsError, MissingRuleError
@@ -45,6 +46,7 @@ _STALE = (
 )
 
 
+@user_facing
 def check_rule(
     rule: Any,
     args: Sequence[Any],

@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
+from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError
 from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.cross_checking.causes import explain
@@ -23,6 +24,7 @@ from gradtools.testing.report import Report
 CALLER = "cross_check"
 
 
+@user_facing
 def cross_check(
     *,
     torch: Any,

@@ -18,6 +18,7 @@ from typing import Any
 
 import numpy as np
 
+from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError
 from gradtools.testing.cross_checking.quantities import CrossCheck, crossed
 from gradtools.testing.cross_checking.sides import library, tokens
@@ -72,6 +73,7 @@ class Divergence(Report):
         return "\n".join(filter(None, [self.explanation(), super().table(colour, limit)]))
 
 
+@user_facing
 def first_divergence(
     torch: Any,
     jax: Any,

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 import torch.autograd.forward_ad as forward_ad
 
+from gradtools.boundary import trimmed
 from gradtools.rules import JvpRule, Linearized, Rule, batched, closed_over_error
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import (
@@ -151,9 +152,13 @@ class RuleFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *cts: Any) -> Any:
         point = ctx.point
-        if (_graphs() or point.rule.reverse_only) and batchings():
-            return None, *by_new_vmap(lambda *cts: point.pull(ctx, cts), cts)
-        return None, *point.pull(ctx, cts)
+        try:
+            if (_graphs() or point.rule.reverse_only) and batchings():
+                return None, *by_new_vmap(lambda *cts: point.pull(ctx, cts), cts)
+            return None, *point.pull(ctx, cts)
+        except Exception as error:
+            trimmed(error)
+            raise
 
     @staticmethod
     def jvp(ctx: Any, _: None, *dxs: Tensor | None) -> Any:

@@ -1,0 +1,102 @@
+"""Keyword arguments of other libraries, and what to write instead.
+
+The table of docs/coming-from.md for keywords: errors name gradtools' own keyword.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from difflib import get_close_matches
+from inspect import Signature, signature
+from typing import Any
+
+from gradtools.errors import TypeRefusal
+
+_STATIC = (
+    "name the parameters in static_argnames=; static arguments lead those of fwd as well as bwd"
+)
+_WHOLE = "all of f is computed again; call checkpoint around the parts for which that is wanted"
+_NESTS = "leave it out; derivatives nest, and in PyTorch what requires grad gives attached results"
+_COMPLEX = (
+    "leave it out; grad of a real f takes complex arguments, and vjp and jvp take a complex f, too"
+)
+_RANKS = "add each rank's gradients to a GradientAccumulator; its mean takes group= and axis_name="
+_HINTS: dict[str, str | dict[str, str]] = {
+    "nondiff_argnums": _STATIC,
+    "nondiff_argnames": _STATIC,
+    "static_argnums": {"custom_rule": _STATIC, "checkpoint": "close over what is static"},
+    "argnames": "give positions: argnums=0, or a tuple of them",
+    "argnum": "write argnums=",
+    "wrt": "write argnums=",
+    "holomorphic": _COMPLEX,
+    "allow_int": "leave integer arguments out of argnums",
+    "create_graph": _NESTS,
+    "retain_graph": "leave it out; the pullback of vjp may be called many times",
+    "allow_unused": 'write disconnected_inputs="zeros"',
+    "materialize_grads": 'write disconnected_inputs="zeros"',
+    "vectorize": "leave it out; chunk_size= says how many passes run at once",
+    "strict": 'grad and value_and_grad take disconnected_inputs="strict"',
+    "in_dims": "write in_axes=",
+    "out_dims": "write out_axes=",
+    "randomness": "leave it out; each example draws its own numbers",
+    "policy": f"{_WHOLE}, or use jax.checkpoint(f, policy=...), which composes with gradtools",
+    "prevent_cse": _WHOLE,
+    "use_reentrant": f"leave it out; {_WHOLE}",
+    "concrete": _WHOLE,
+    "batch_size": "write chunk_size=",
+    "chunks": "write chunk_size=, the number of examples in a chunk",
+    "group": {"microbatched_value_and_grad": _RANKS},
+    "axis_name": {"microbatched_value_and_grad": _RANKS},
+    "verify": "leave it out; nothing is computed again",
+    "result_shape_dtypes": "write out=ArraySpec(shape, dtype)",
+    "vmap_method": "write vectorized=True, or leave it out for one call for each example",
+}
+
+
+def passed_on(error: Exception) -> str:
+    """What to write instead of a keyword that an operator passed on to f; "" for other errors."""
+    unknown = _UNKNOWN.search(str(error)) if isinstance(error, TypeError) else None
+    hint = _HINTS.get(unknown[1]) if unknown else None
+    return f" Instead of {unknown[1]}=, {hint}." if unknown and isinstance(hint, str) else ""
+
+
+def wrong_call(operator: Callable[..., Any], error: Exception) -> TypeRefusal | None:
+    """A better error for a call that does not match an operator's signature.
+
+    Python's text names the operator's private class, and none of its parameters. None if the error
+    was raised inside the call.
+    """
+    trace = error.__traceback__
+    if not isinstance(error, TypeError) or trace is None or trace.tb_next is not None:
+        return None
+    name = _name(operator)
+    said = str(error).partition("() ")[2]
+    unknown = _UNKNOWN.search(said)
+    if unknown is None:
+        said = said if said.startswith("missing") else "too many positional arguments"
+        return TypeRefusal(f"{name}: {said}. Expected {_usage(operator)}.")
+    keyword = unknown[1]
+    known = [*signature(operator).parameters]
+    near = get_close_matches(keyword, known, 1)
+    hint = _HINTS.get(keyword) or (f"write {near[0]}=" if near else "")
+    if isinstance(hint, dict):
+        hint = hint.get(name, "leave it out")
+    instead = f"Instead, {hint}." if hint else f"Expected {_usage(operator)}."
+    return TypeRefusal(f"{name}: there is no argument {keyword}=. {instead}")
+
+
+_UNKNOWN = re.compile(r"unexpected keyword argument '(\w+)'")
+
+
+def _name(operator: Callable[..., Any]) -> str:
+    """The public name; for `__init__` that of the class."""
+    owner, _, name = operator.__qualname__.rpartition(".")
+    return owner if name == "__init__" else name
+
+
+def _usage(operator: Callable[..., Any]) -> str:
+    """The operator's signature without annotations."""
+    parameters = [p.replace(annotation=p.empty) for p in signature(operator).parameters.values()]
+    plain = Signature([p for p in parameters if p.name != "self"])
+    return f"{_name(operator)}{plain}"

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.arguments.checks import as_array, as_float, check_function, matching
-from gradtools.arguments.wording import describe, in_words, is_numeric, name_of
+from gradtools.arguments.wording import describe, in_words, name_of
 from gradtools.backend import Array, Backend, Operators, P, R, T
 from gradtools.boundary import user_facing
 from gradtools.clipping import ARRAY, bound_of, clip_rule, has_real_dtype

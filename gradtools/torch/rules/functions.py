@@ -153,7 +153,7 @@ class RuleFunction(torch.autograd.Function):
     def backward(ctx: Any, *cts: Any) -> Any:
         point = ctx.point
         try:
-            if (_graphs() or point.rule.reverse_only) and batchings():
+            if (torch.is_grad_enabled() or point.rule.reverse_only) and batchings():
                 return None, *by_new_vmap(lambda *cts: point.pull(ctx, cts), cts)
             return None, *point.pull(ctx, cts)
         except Exception as error:

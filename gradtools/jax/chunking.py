@@ -56,7 +56,7 @@ def _compiled_steps(chunks: Chunks, program: Callable[..., Any]) -> tuple[list[A
         carry.append(jax.lax.stop_gradient(_strong(x)))  # a scan's carry keeps its type
     leaves = [] if steps.modules is None else steps.modules.leaves
     state = [jax.lax.stop_gradient(_strong(jnp.asarray(x))) for x in leaves]
-    outs, carry = run_compiled(chunks.call.f, partial(program, steps), [*carry, *state])
+    outs, carry = run_compiled(partial(program, steps), [*carry, *state])
     if steps.modules is not None:
         steps.modules.write(carry[len(chunks.carry) :])
     return outs, carry[: len(chunks.carry)]

@@ -70,7 +70,7 @@ def _recomputed(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     xs = [own(leaves[i]) for i in arrays]
     program, consts = jaxprs.traced(jaxprs.named_after(f, fresh), *xs)
     refuse_to_repeat("checkpoint", program.jaxpr)
-    outs = compiled(f, program.without_constants().jaxpr, rematerialized)([*map(own, consts)], xs)
+    outs = compiled(program.without_constants().jaxpr, rematerialized)([*map(own, consts)], xs)
     return trees.unflatten(out_def[0], outs)
 
 

@@ -233,37 +233,6 @@ def test_derivatives_are_mapped_over_an_axis_of_an_explicit_mesh():
     assert ran.stdout.strip() == "right", ran.stderr[-2000:]
 
 
-# --- as JAX's own, program for program ---------------------------------------------------
-
-
-BRANCHES = {
-    "fwd": lambda f: f.defvjp(
-        lambda x: (f(x), x) if x > 0 else (f(x), 0 * x), lambda x, c: (c * jnp.sign(x),)
-    ),
-    "bwd": lambda f: f.defvjp(lambda x: (f(x), x), lambda x, c: (c if x > 0 else 0 * c,)),
-    "jvp": lambda f: f.defjvp(lambda p, t: (f(*p), t[0] if p[0] > 0 else 0 * t[0])),
-}
-TRACED = {
-    "jit": lambda f: jax.jit(jax.grad(f))(1.0),
-    "vmap": lambda f: jax.vmap(jax.grad(f))(jnp.ones(2)),
-    "scan": lambda f: jax.grad(lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, 1)[0])(
-        1.0
-    ),
-    "second": lambda f: jax.jit(jax.hessian(f))(1.0),
-    "forward": lambda f: jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(1.0),
-}
-
-
-@pytest.mark.slow_at(("bwd", "vmap"))
-@pytest.mark.parametrize("how", TRACED)
-@pytest.mark.parametrize("part", BRANCHES)
-def test_a_python_if_in_a_rule_that_is_traced_is_told_in_our_words(part, how):
-    f = gt.custom_rule(lambda x: jnp.maximum(x, 0))
-    BRANCHES[part](f)
-    with pytest.raises(GradtoolsError, match=r"(?s)a Python if.*Use jax.numpy.where or jax.lax.co"):
-        TRACED[how](f)
-
-
 # --- iterative solvers, and zeros of whole subtrees ------------------------------------------
 
 

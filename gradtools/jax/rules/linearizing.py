@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -28,7 +28,6 @@ from gradtools.jax.rules.primitives import (
     flow_of,
     is_linearized,
     memoized,
-    naming_rule,
     primal_p,
     value_p,
 )
@@ -139,7 +138,7 @@ def linearized_rule(rule: Rule, xs: Sequence[Any], perturbed: Mask | None = None
         return rule
     perturbed = perturbed if rule.symbolic_zeros else None
     forward, made = _forward_of(rule, perturbed)
-    with pushed_on(local_list("linearizing"), rule.origin), naming_rule(rule):
+    with pushed_on(local_list("linearizing"), rule.origin):
         program, consts = traced(forward, *map(jax.typeof, xs))
     run = lambda *xs: program(consts, *xs)
     return _linearized(rule, made[0], perturbed, run)
@@ -149,20 +148,14 @@ def _evaluated_now(rule: Rule, xs: Sequence[Any], perturbed: Mask | None) -> Any
     """The outputs and extras, and the linearized rule, by one inlined evaluation.
 
     For each jitted function called within a trace JAX caches an entry for that trace, which
-    outlives it. A `custom_jvp` whose inputs have no tangents is evaluated outside of the trace.
+    outlives it. So concrete inputs are evaluated outside of the trace, unless it is of a jaxpr.
     """
     perturbed = perturbed if rule.symbolic_zeros else None
     forward, made = _forward_of(rule, perturbed)
-    run: Any = forward
-    if all_known(xs) and not isinstance(jax.lax.neg(0.0), jax.core.Tracer):  # no jaxpr is traced
-        run = jax.custom_jvp(forward)
-
-        @run.defjvp
-        def no_tangents(xs: Any, dxs: Any) -> Any:
-            raise AssertionError("concrete inputs have no tangents")
-
-    with pushed_on(local_list("linearizing"), rule.origin), naming_rule(rule):
-        out = list(run(*xs))
+    outside = all_known(xs) and not isinstance(jax.lax.neg(0.0), jax.core.Tracer)
+    place = jax.ensure_compile_time_eval() if outside else nullcontext()
+    with place, pushed_on(local_list("linearizing"), rule.origin):
+        out = forward(*xs)
     return out, _linearized(rule, made[0], perturbed)
 
 

@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradtools.backend import Array, FrameworkBackend, LazyMember
+from gradtools.clipping import clip_norm
 from gradtools.jax import arrays, engines, module_arguments, shardings, trees
 from gradtools.jax.rules.installing import apply_rule, attempt
 from gradtools.jax.rules.primitives import READS_A_VALUE
@@ -67,6 +68,9 @@ class JaxBackend(FrameworkBackend):
 
     def real_scalar(self, x: Any, like: Array) -> Array:
         return jnp.asarray(x, jnp.finfo(like.dtype).dtype)
+
+    def clipped_by_norm(self, xs: list[Array], bound: Any) -> list[Array]:
+        return _clip_norm(self, xs, bound)
 
     def zeros_like(self, x: Array) -> Array:
         return jax.lax.full_like(x, 0)
@@ -170,6 +174,9 @@ class JaxBackend(FrameworkBackend):
 
     def compile(self, f: Any, **options: Any) -> Callable[..., Any]:
         return jax.jit(f, **options)
+
+
+_clip_norm = jax.jit(clip_norm, static_argnums=0, inline=True)  # one dispatch in eager code
 
 
 def _checkpointed(backend: JaxBackend, f: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -28,6 +28,7 @@ from jax._src.core import Primitive as Primitive
 from jax._src.core import get_opaque_trace_state as get_opaque_trace_state
 from jax._src.core import set_current_trace as set_current_trace
 from jax._src.core import take_current_trace as take_current_trace
+from jax._src.core import trace_state_clean as trace_state_clean
 from jax._src.interpreters import ad as _ad
 from jax.interpreters import partial_eval
 

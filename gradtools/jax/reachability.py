@@ -14,13 +14,12 @@ flow is the same analysis without cuts and with control dependence.
 """
 
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache, reduce
+from functools import reduce
 from operator import or_
 from typing import Any
 
 from gradtools.jax import _upstream as upstream
-from gradtools.jax._upstream import Literal, get_opaque_trace_state
+from gradtools.jax._upstream import Literal
 from gradtools.jax.jaxprs import (
     DRAWS,
     RULED,
@@ -38,14 +37,7 @@ from gradtools.jax.jaxprs import (
 
 def within_a_trace() -> bool:
     """Whether a trace or transform of JAX is running in this thread."""
-    return bool(get_opaque_trace_state(convention="flax") != _outside())
-
-
-@cache
-def _outside() -> Any:
-    """The trace state outside of all traces, read in a new thread: this one may be tracing."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(get_opaque_trace_state, convention="flax").result()
+    return not upstream.trace_state_clean()
 
 
 def reached_matrix(closed_jaxpr: Jaxpr, raw: bool = False) -> list[list[bool]]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any
 
@@ -145,16 +145,10 @@ def linearized_rule(rule: Rule, xs: Sequence[Any], perturbed: Mask | None = None
 
 
 def _evaluated_now(rule: Rule, xs: Sequence[Any], perturbed: Mask | None) -> Any:
-    """The outputs and extras, and the linearized rule, by one inlined evaluation.
-
-    For each jitted function called within a trace JAX caches an entry for that trace, which
-    outlives it. So concrete inputs are evaluated outside of the trace, unless it is of a jaxpr.
-    """
+    """The outputs and extras, and the linearized rule, by one inlined evaluation."""
     perturbed = perturbed if rule.symbolic_zeros else None
     forward, made = _forward_of(rule, perturbed)
-    outside = all_known(xs) and not isinstance(jax.lax.neg(0.0), jax.core.Tracer)
-    place = jax.ensure_compile_time_eval() if outside else nullcontext()
-    with place, pushed_on(local_list("linearizing"), rule.origin):
+    with pushed_on(local_list("linearizing"), rule.origin):
         out = forward(*xs)
     return out, _linearized(rule, made[0], perturbed)
 

@@ -209,7 +209,7 @@ class _Steps:
             shapes = jax.tree.unflatten(inputs.treedef, inputs.avals)  # with shardings
             program, consts = jaxprs.traced(self.of(number), *shapes, carry)
             outs = len(program.avals) - len(carry)
-            step = _ChunkProgram(program, [jaxprs.own(c) for c in consts], outs)
+            step = _ChunkProgram(program, consts, outs)
             new = step.widened(carry)
             wider = any(varies(a) - varies(x) for a, x in zip(new, carry, strict=True))
             self._traced[key] = self.traced(kind, new) if wider else step

@@ -24,7 +24,7 @@ import numpy as np
 from gradtools.code_origin import is_in
 from gradtools.jax import jaxprs
 from gradtools.jax._upstream import Literal, file_of
-from gradtools.jax.jaxprs import Eqn, Jaxpr, open_jaxpr, own, traced
+from gradtools.jax.jaxprs import Eqn, Jaxpr, open_jaxpr, traced
 from gradtools.jax.rules.transposing import pull
 from gradtools.jax.trees import is_inexact
 from gradtools.rules import JvpRule, Rule
@@ -39,7 +39,7 @@ def run_compiled(program: Callable[..., Any], *args: Any) -> Any:
         made, consts = traced(program, *args)
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
         return program(*args)
-    flat = compiled(made.without_constants().jaxpr)([*map(own, consts)], jax.tree.leaves(args))
+    flat = compiled(made.without_constants().jaxpr)(consts, jax.tree.leaves(args))
     return jax.tree.unflatten(made.treedef, flat)
 
 

@@ -21,7 +21,7 @@ from gradtools.backend import Array
 from gradtools.errors import is_of, warn
 from gradtools.freezing import edit_in_frozen, name_of_function
 from gradtools.jax.arrays import asarray
-from gradtools.jax.jaxprs import equations, holds, named_after, own, traced
+from gradtools.jax.jaxprs import equations, holds, named_after, traced
 from gradtools.jax.known_errors import explained
 from gradtools.jax.recomputing import stateful
 from gradtools.jax.rules.installing import apply_rule
@@ -78,8 +78,7 @@ class _TracedOnce:
 
     def __init__(self, fun: Callable[..., list[Array]], xs: Sequence[Array]) -> None:
         self.fun = fun
-        self.program, consts = traced(fun, *xs)
-        self.consts = [own(c) for c in consts]
+        self.program, self.consts = traced(fun, *xs)
         self.avals = [_strong(v.aval) for v in self.program.jaxpr.invars]
         # The arrays that the program closes over, if none is a tracer. They are its last inputs,
         # so that compiled code holds them once for all derivatives.

@@ -47,14 +47,17 @@ class TracedProgram:
 
 
 def traced(fun: Callable[..., Any], *args: Any) -> tuple[TracedProgram, list[Any]]:
-    """Closure conversion: fun as a `TracedProgram`, and the arrays that it closes over."""
+    """Closure conversion: fun as a `TracedProgram`, and the arrays that it closes over.
+
+    NumPy arrays among them are copied, for the user may overwrite them before the backward pass.
+    """
     closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
     program = TracedProgram(open_jaxpr(closed), jax.tree.structure(shapes), closed.out_avals)
-    return program, constants_of(closed)
+    return program, [own(c) for c in constants_of(closed)]
 
 
 def own(x: Any) -> Any:
-    """A copy of a NumPy array, which the user may overwrite before the backward pass."""
+    """A NumPy array as a copy of its own; anything else unchanged."""
     # In a trace `jnp.array` keeps the memory.
     return jnp.asarray(np.array(x)) if isinstance(x, np.ndarray) else x
 

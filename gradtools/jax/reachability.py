@@ -81,8 +81,6 @@ ONE_TO_ONE = (
 def _leaf_edges(eqn: Eqn, raw: bool) -> list[int] | None:
     """For each output the mask of the inputs that flow to it; None if all flow to all."""
     name, count, outs = eqn.primitive.name, len(eqn.invars), len(eqn.outvars)
-    if not raw and hasattr(eqn.primitive, "gradtools_connects"):
-        return [_mask(row) for row in eqn.primitive.gradtools_connects(eqn)]
     if not raw and name in _STOPS:
         return [0] * outs
     if not raw and name in ("gradtools_primal", "gradtools_value"):

@@ -13,7 +13,6 @@ from gradtools.errors import GradtoolsError
 from gradtools.integrations import integration
 from gradtools.jax import jaxprs, reachability, trees
 from gradtools.jax.compiled_once import compiled
-from gradtools.jax.jaxprs import own
 from gradtools.rules import replaced_at
 
 
@@ -67,10 +66,10 @@ def _recomputed(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         out_def[:] = [structure]
         return outs
 
-    xs = [own(leaves[i]) for i in arrays]
+    xs = [jaxprs.own(leaves[i]) for i in arrays]
     program, consts = jaxprs.traced(jaxprs.named_after(f, fresh), *xs)
     refuse_to_repeat("checkpoint", program.jaxpr)
-    outs = compiled(program.without_constants().jaxpr, rematerialized)([*map(own, consts)], xs)
+    outs = compiled(program.without_constants().jaxpr, rematerialized)(consts, xs)
     return trees.unflatten(out_def[0], outs)
 
 

@@ -36,7 +36,6 @@ class JaxBackend(FrameworkBackend):
     # --- pytrees
 
     flatten = staticmethod(trees.flatten)
-    flatten_arrays = staticmethod(trees.flatten_arrays)
     unflatten = staticmethod(trees.unflatten)
     leaf_paths = staticmethod(trees.leaf_paths)
     entries_of = staticmethod(trees.entries_of)
@@ -48,9 +47,6 @@ class JaxBackend(FrameworkBackend):
 
     def is_traced(self, x: Any) -> bool:
         return isinstance(x, jax.core.Tracer)
-
-    def is_complex(self, x: Array) -> bool:
-        return jnp.issubdtype(x.dtype, jnp.complexfloating)
 
     asarray = staticmethod(arrays.asarray)
     to_numpy = staticmethod(arrays.to_numpy)

@@ -92,7 +92,9 @@ def forward_pass(
         maps = linearized_rule(rule, xs, given)
         out = eval_forward(maps, xs)
     else:
-        out, maps = _evaluated_now(rule, xs, given)
+        forward, linearized = _forward_of(rule, given)
+        out = forward(*xs)
+        maps = linearized()
     count = len(out) - maps.extras
     raw, extras = [jax.lax.stop_gradient(y) for y in out[:count]], out[count:]
     ys = value_p.bind(*xs, *raw, *extras, rule=maps, xs=len(xs))
@@ -106,6 +108,43 @@ def _is_transformed(x: Any) -> bool:
     through its code.
     """
     return isinstance(x, jax.core.Tracer) and not isinstance(x, DynamicJaxprTracer)
+
+
+def linearized_rule(rule: Rule, xs: Sequence[Any], perturbed: Mask | None = None) -> Any:
+    """The rule with both maps and explicit residuals.
+
+    Its maps follow JAX's convention: conjugated, with cotangents and tangents of floating outputs
+    only.
+
+    perturbed: Which inputs are differentiated, for a rule with `symbolic_zeros`; the maps then are
+        valid for these inputs only.
+    """
+    if is_linearized(rule):
+        return rule
+    forward, linearized = _forward_of(rule, perturbed)
+    program, consts = traced(forward, *map(jax.typeof, xs))
+    return linearized(lambda *xs: program(consts, *xs))
+
+
+def _forward_of(rule: Rule, perturbed: Mask | None) -> tuple[Callable[..., list[Any]], Any]:
+    """The forward pass, and the linearized rule as a function to call after it.
+
+    The forward pass returns outputs and extras. The linearized rule may take a function that
+    repeats it.
+    """
+    perturbed, made = perturbed if rule.symbolic_zeros else None, list[Linearized]()
+
+    def forward(*xs: Any) -> list[Any]:
+        with pushed_on(local_list("linearizing"), rule.origin):
+            linearized = None
+            if isinstance(rule, JvpRule) and rule.linearize is None:
+                linearized = _split(rule, xs, perturbed)
+            if linearized is None:
+                linearized = _native(rule, rule.at(*xs, perturbed=perturbed), xs, perturbed)
+        made[:] = [linearized.without_arrays()]  # tracers would leak
+        return [*linearized.ys, *linearized.extras]
+
+    return forward, lambda repeated=None: _linearized(rule, made[0], perturbed, repeated)
 
 
 def _linearized(
@@ -123,52 +162,6 @@ def _linearized(
         perturbed=perturbed,
         whole=None if perturbed is None else rule,
     )
-
-
-def linearized_rule(rule: Rule, xs: Sequence[Any], perturbed: Mask | None = None) -> Any:
-    """The rule with both maps and explicit residuals.
-
-    Its maps follow JAX's convention: conjugated, with cotangents and tangents of floating outputs
-    only.
-
-    perturbed: Which inputs are differentiated, for a rule with `symbolic_zeros`; the maps then are
-        valid for these inputs only.
-    """
-    if is_linearized(rule):
-        return rule
-    perturbed = perturbed if rule.symbolic_zeros else None
-    forward, made = _forward_of(rule, perturbed)
-    with pushed_on(local_list("linearizing"), rule.origin):
-        program, consts = traced(forward, *map(jax.typeof, xs))
-    run = lambda *xs: program(consts, *xs)
-    return _linearized(rule, made[0], perturbed, run)
-
-
-def _evaluated_now(rule: Rule, xs: Sequence[Any], perturbed: Mask | None) -> Any:
-    """The outputs and extras, and the linearized rule, by one inlined evaluation."""
-    perturbed = perturbed if rule.symbolic_zeros else None
-    forward, made = _forward_of(rule, perturbed)
-    with pushed_on(local_list("linearizing"), rule.origin):
-        out = forward(*xs)
-    return out, _linearized(rule, made[0], perturbed)
-
-
-def _forward_of(
-    rule: Rule, perturbed: Mask | None
-) -> tuple[Callable[..., list[Any]], list[Linearized]]:
-    """The forward pass, which returns outputs and extras, and a list that receives its maps."""
-    made: list[Linearized] = []
-
-    def forward(*xs: Any) -> list[Any]:
-        linearized = None
-        if isinstance(rule, JvpRule) and rule.linearize is None:
-            linearized = _split(rule, xs, perturbed)
-        if linearized is None:
-            linearized = _native(rule, rule.at(*xs, perturbed=perturbed), xs, perturbed)
-        made[:] = [linearized.without_arrays()]  # tracers would leak
-        return [*linearized.ys, *linearized.extras]
-
-    return forward, made
 
 
 def _native(

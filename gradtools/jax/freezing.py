@@ -153,37 +153,31 @@ class _Use:
         with explained(self.caller):
             return pull(self.at(xs), xs[: self.count], spread(cts, mask))
 
-    def program(self, xs: Entries) -> Any:
-        """G's jaxpr; None if G branches on values."""
-        if isinstance(self.fun, _TracedOnce):
-            return self.fun.program.jaxpr
-        try:
-            return jax.make_jaxpr(self.fun)(*xs).jaxpr
-        except jax.errors.JAXTypeError:
-            return None
-
     def may_hold(self, xs: Entries, *names: str) -> bool:
         """Whether G may contain such a primitive; True if G cannot be traced."""
-        program = self.program(xs)
-        return program is None or holds(program, *names)
+        if isinstance(self.fun, _TracedOnce):
+            return holds(self.fun.program.jaxpr, *names)
+        try:
+            return holds(jax.make_jaxpr(self.fun)(*xs), *names)
+        except jax.errors.JAXTypeError:  # G branches on values
+            return True
 
     def reverse_only(self, xs: Entries) -> str | None:
-        """A custom_vjp in G, which has no forward mode; None if its tangents are not needed."""
+        """A custom_vjp in G, which has no forward mode; None if its tangents are not needed.
+
+        Raises if it is an edit.
+        """
         if not self.may_hold(xs, "custom_vjp_call", "custom_vjp_call_jaxpr"):
             return None
         moved = xs[: self.count]
         pushed = jax.make_jaxpr(lambda *dxs: _along(self.at(xs), moved, dxs))(*moved)
         # the primitives of a custom_vjp's tangents, which cannot be evaluated
-        to_transpose = holds(pushed.jaxpr, "custom_lin", "unreachable")
-        return f"a jax.custom_vjp in {self.name}" if to_transpose else None
-
-    def refuse_edit(self, xs: Entries) -> None:
-        """Raises if G holds an edit without forward mode."""
-        program = self.program(xs)
-        eqns = () if program is None else equations(program)
-        edits = [e.params["name"] for e in eqns if e.primitive is reverse_only_p]
+        if not holds(pushed, "custom_lin", "unreachable"):
+            return None
+        edits = [e.params["name"] for e in equations(pushed) if e.primitive is reverse_only_p]
         if edits:
             raise edit_in_frozen(self.caller, edits[0])
+        return f"a jax.custom_vjp in {self.name}"
 
 
 def _pullback(
@@ -229,7 +223,6 @@ def _pullback(
                     raise
                 lacking = f"lax.custom_linear_solve in {use.name}"
         if lacking is not None:
-            use.refuse_edit(xs)
             warn(
                 f"{use.caller}: {lacking} lacks the derivative that forward over reverse needs; "
                 "that pass takes reverse mode twice, and keeps a graph of "

@@ -60,12 +60,6 @@ def to_numpy(x: Any) -> np.ndarray:
 def random_key(seed: Any) -> jax.Array:
     """JAX's key of an integer seed. See ``gradtools.arrays``."""
     if isinstance(seed, jax.Array):
-        if seed.shape != () or not jnp.issubdtype(seed.dtype, jnp.integer):
-            came = f"an array of shape {seed.shape} and dtype {seed.dtype}"
-            raise GradtoolsError(
-                f"random_key: seed must be an integer, got {came}. For several seeds use "
-                "vmap(random_key)."
-            )
         return jax.random.key(seed)
     seed = as_seed(seed)
     x64 = jax.dtypes.canonicalize_dtype(np.int64) == np.int64

@@ -68,11 +68,8 @@ class JaxBackend(FrameworkBackend):
     def clipped_by_norm(self, xs: list[Array], bound: Any) -> list[Array]:
         return _clip_norm(self, xs, bound)
 
-    def zeros_like(self, x: Array) -> Array:
-        return jax.lax.full_like(x, 0)
-
-    def aval(self, x: Array) -> Any:
-        return jax.typeof(x)
+    zeros_like = staticmethod(partial(jax.lax.full_like, fill_value=0))
+    aval = staticmethod(jax.typeof)
 
     def zeros(self, aval: Any, device_of: Array) -> Array:
         return shardings.like(jnp.zeros(aval.shape, aval.dtype), aval)
@@ -114,8 +111,7 @@ class JaxBackend(FrameworkBackend):
         aval = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
         return call.without_values(aval, out), [aval(y) for y in outs]
 
-    def linear_map(self, run: Callable[..., Any], native: Any) -> Callable[..., Any]:
-        return LinearMap(run, native)
+    linear_map = staticmethod(LinearMap)
 
     apply_rule = staticmethod(apply_rule)
     compiles_rules = True
@@ -123,8 +119,7 @@ class JaxBackend(FrameworkBackend):
     pull = staticmethod(pull)
     attempt = staticmethod(attempt)
 
-    def stop_gradient(self, x: Array) -> Array:
-        return jax.lax.stop_gradient(x)
+    stop_gradient = staticmethod(jax.lax.stop_gradient)
 
     def call_on_host(self, f: Callable[..., Any], args: Any, like: Any) -> Any:
         """`f(args)`; under a trace an f that needs NumPy arrays runs in a `pure_callback`."""
@@ -150,8 +145,7 @@ class JaxBackend(FrameworkBackend):
     traces_marks = True
     marked, retaining = LazyMember("marks"), LazyMember("marks")
 
-    def vmap(self, f: Any, in_axes: Any = 0, out_axes: Any = 0) -> Callable[..., Any]:
-        return jax.vmap(f, in_axes, out_axes)
+    vmap, compile = staticmethod(jax.vmap), staticmethod(jax.jit)
 
     def map_batches(
         self, f: Any, batch: list[Array], chunk_size: int | None, one_draw: bool = False
@@ -167,9 +161,6 @@ class JaxBackend(FrameworkBackend):
         return partial(_checkpointed, self, f)
 
     run_checkpointed = LazyMember("recomputing", "checkpointed")
-
-    def compile(self, f: Any, **options: Any) -> Callable[..., Any]:
-        return jax.jit(f, **options)
 
 
 _clip_norm = jax.jit(clip_norm, static_argnums=0, inline=True)  # one dispatch in eager code

@@ -43,15 +43,7 @@ def sum_chunks(chunks: Chunks, weigh: None = None) -> tuple[list[Array], list[Ar
 
 def _compiled_steps(chunks: Chunks, program: Callable[..., Any]) -> tuple[list[Array], list[Array]]:
     """`program(steps, carry)`, compiled once; writes the state of f's modules."""
-    steps, carry = _Steps(chunks), list[Array]()
-    for name, x in zip(chunks.carry_names, chunks.carry, strict=True):
-        try:
-            carry.append(asarray(x))
-        except GradtoolsError as error:
-            raise GradtoolsError(
-                f"chunked: the carry at {name} is a {type(x).__name__}; expected an array, which "
-                "f can hand from chunk to chunk."
-            ) from error
+    steps, carry = _Steps(chunks), [asarray(x) for x in chunks.carry]
     carry += [] if steps.modules is None else map(jnp.asarray, steps.modules.leaves)
     outs, carry = run_compiled(partial(program, steps), [_constant(x) for x in carry])
     if steps.modules is not None:

@@ -39,7 +39,7 @@ def run_compiled(program: Callable[..., Any], *args: Any) -> Any:
         made, consts = traced(program, *args)
     except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
         return program(*args)
-    flat = compiled(made.without_constants().jaxpr)(consts, jax.tree.leaves(args))
+    flat = compiled(made.jaxpr)(consts, jax.tree.leaves(args))
     return jax.tree.unflatten(made.treedef, flat)
 
 

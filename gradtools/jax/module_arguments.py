@@ -255,10 +255,9 @@ class Opened:
     def refuse_changes(self) -> None:
         """Raises if the latest call changed a module, which this operator cannot return."""
         if self.changed:
-            names = [".".join(map(str, path[1:])) for path in self.changed]
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            name = ".".join(map(str, self.changed[0][1:]))
             raise GradtoolsError(
-                f"{self.caller}: f changes a module that it is given ({names[0]}{more}), which "
+                f"{self.caller}: f changes a module that it is given ({name}), which "
                 f"{self.caller} does not hand on here. Set the module to evaluation "
                 "(module.eval()), or use make_functional, and the state with has_aux=True."
             )

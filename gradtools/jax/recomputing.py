@@ -69,7 +69,7 @@ def _recomputed(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     xs = [jaxprs.own(leaves[i]) for i in arrays]
     program, consts = jaxprs.traced(jaxprs.named_after(f, fresh), *xs)
     refuse_to_repeat("checkpoint", program.jaxpr)
-    outs = compiled(program.without_constants().jaxpr, rematerialized)(consts, xs)
+    outs = compiled(program.jaxpr, rematerialized)(consts, xs)
     return trees.unflatten(out_def[0], outs)
 
 

@@ -43,6 +43,14 @@ def test_the_derivative_to_what_else_an_edit_is_given_is_refused(gt, edit):
         gt.grad(loss(gt, edit), 1)(x, s)
 
 
+@pytest.mark.slow_at(("jax", "clip_gradient, max_norm"))
+@pytest.mark.parametrize("edit", CUT)
+def test_the_derivative_to_what_else_an_edit_is_given_is_refused(gt, edit):
+    x, s = at(gt)
+    with pytest.raises(DisconnectedInputError, match="argument 1 does not reach the output"):
+        gt.grad(loss(gt, edit), 1)(x, s)
+
+
 @pytest.mark.parametrize("edit", CUT)
 def test_the_refusal_names_the_edit_that_cuts_in_jax(edit):
     """There a trace shows it; in PyTorch why_zero does, which runs f again."""

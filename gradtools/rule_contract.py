@@ -100,8 +100,7 @@ class Primal:
     Attributes:
         value: The array or number.
         perturbed: Whether its derivative may be needed. If False, neither its cotangent nor
-            residuals for it are: PyTorch's `needs_input_grad`. In JAX it is True for each floating
-            or complex array.
+            residuals for it are: PyTorch's `needs_input_grad`, JAX's `perturbed`.
     """
 
     value: Any

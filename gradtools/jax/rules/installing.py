@@ -134,7 +134,7 @@ def _linearize(carried: Sequence[bool], *xs: Any, rule: Rule) -> Any:
         given = _perturbed(rule, [isinstance(x, int) and carried[x] for x in inputs])
         xs = [xs[x] if isinstance(x, int) else x for x in inputs]
     places = [x for x, g in zip(inputs, given, strict=True) if g]
-    ys, maps, saved = forward_pass(rule, xs)
+    ys, maps, saved = forward_pass(rule, xs, given)
     avals = [*map(jax.typeof, ys)]
 
     def tangent(saved: Any, *dxs: Any) -> list[Any]:
@@ -151,11 +151,17 @@ def _primal_jvp(xs: Any, dxs: Any, *, rule: Rule) -> tuple[Any, Any]:
 def _value_jvp(operands: Any, tangents: Any, *, rule: TracedRule, xs: int) -> Any:
     """The jvp by the rule; the code that computed the values is not differentiated."""
     given = _perturbed(rule, [*map(_carries, tangents[:xs])])
+    moving = [dx for dx, g in zip(tangents, given, strict=False) if g]
+    if rule.perturbed is not None:
+        assert rule.whole is not None
+        wanted = tuple([g or p for g, p in zip(given, rule.perturbed, strict=True)])
+        if wanted != rule.perturbed:  # its maps are not valid for some of these inputs
+            ys, maps, saved = forward_pass(rule.whole, operands[:xs], wanted)
+            return ys, _bind_tangent(maps, [*map(jax.typeof, ys)], saved, moving, given)
     ys = value_p.bind(*operands, rule=rule, xs=xs)
     if not any(given):
         return ys, [_zero(jax.typeof(y)) for y in ys]
     saved = rule.saved(operands[:xs], ys, operands[xs + len(ys) :])
-    moving = [dx for dx, g in zip(tangents, given, strict=False) if g]
     return ys, _bind_tangent(rule, [*map(jax.typeof, ys)], saved, moving, given)
 
 

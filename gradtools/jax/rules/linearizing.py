@@ -22,6 +22,7 @@ from gradtools.jax.jaxprs import traced
 from gradtools.jax.rules.checking import loss_of, refuse_loss
 from gradtools.jax.rules.primitives import (
     READS_A_VALUE,
+    Mask,
     TracedRule,
     eval_forward,
     flow_of,
@@ -69,7 +70,9 @@ def pushed_on(stack: list[Any], entry: Any) -> Iterator[None]:
         stack.pop()
 
 
-def forward_pass(rule: Rule, xs: Sequence[Any]) -> tuple[list[Any], Rule, list[Any]]:
+def forward_pass(
+    rule: Rule, xs: Sequence[Any], given: Mask | None = None
+) -> tuple[list[Any], Rule, list[Any]]:
     """Returns the outputs, the linearized rule, and the residuals of its maps.
 
     The operations of the forward pass are inlined into the surrounding program: a loop stores its
@@ -86,10 +89,10 @@ def forward_pass(rule: Rule, xs: Sequence[Any]) -> tuple[list[Any], Rule, list[A
         maps = memoized(rule, key, make)
         return ys, maps, maps.saved(xs, ys)
     if is_linearized(rule) or any(_is_transformed(x) for x in xs):
-        maps = linearized_rule(rule, xs)
+        maps = linearized_rule(rule, xs, given)
         out = eval_forward(maps, xs)
     else:
-        forward, linearized = _forward_of(rule)
+        forward, linearized = _forward_of(rule, given)
         out = forward(*xs)
         maps = linearized()
     count = len(out) - maps.extras
@@ -107,41 +110,46 @@ def _is_transformed(x: Any) -> bool:
     return isinstance(x, jax.core.Tracer) and not isinstance(x, DynamicJaxprTracer)
 
 
-def linearized_rule(rule: Rule, xs: Sequence[Any]) -> Any:
+def linearized_rule(rule: Rule, xs: Sequence[Any], perturbed: Mask | None = None) -> Any:
     """The rule with both maps and explicit residuals.
 
     Its maps follow JAX's convention: conjugated, with cotangents and tangents of floating outputs
     only.
+
+    perturbed: Which inputs are differentiated, for a rule with `symbolic_zeros`; the maps then are
+        valid for these inputs only.
     """
     if is_linearized(rule):
         return rule
-    forward, linearized = _forward_of(rule)
+    forward, linearized = _forward_of(rule, perturbed)
     program, consts = traced(forward, *map(jax.typeof, xs))
     return linearized(lambda *xs: program(consts, *xs))
 
 
-def _forward_of(rule: Rule) -> tuple[Callable[..., list[Any]], Any]:
+def _forward_of(rule: Rule, perturbed: Mask | None) -> tuple[Callable[..., list[Any]], Any]:
     """The forward pass, and the linearized rule as a function to call after it.
 
     The forward pass returns outputs and extras. The linearized rule may take a function that
     repeats it.
     """
-    made: list[Linearized] = []
+    perturbed, made = perturbed if rule.symbolic_zeros else None, list[Linearized]()
 
     def forward(*xs: Any) -> list[Any]:
         with pushed_on(local_list("linearizing"), rule.origin):
             linearized = None
             if isinstance(rule, JvpRule) and rule.linearize is None:
-                linearized = _split(rule, xs)
+                linearized = _split(rule, xs, perturbed)
             if linearized is None:
-                linearized = _native(rule, rule.at(*xs), xs)
+                linearized = _native(rule, rule.at(*xs, perturbed=perturbed), xs, perturbed)
         made[:] = [linearized.without_arrays()]  # tracers would leak
         return [*linearized.ys, *linearized.extras]
 
-    return forward, lambda repeated=None: _linearized(rule, made[0], repeated)
+    return forward, lambda repeated=None: _linearized(rule, made[0], perturbed, repeated)
 
 
-def _linearized(rule: Rule, made: Linearized, forward: Any = None) -> TracedRule:
+def _linearized(
+    rule: Rule, made: Linearized, perturbed: Mask | None = None, forward: Any = None
+) -> TracedRule:
     """The rule with the maps `made` by one evaluation; `forward` repeats that evaluation."""
     return TracedRule.of(
         rule,
@@ -151,15 +159,19 @@ def _linearized(rule: Rule, made: Linearized, forward: Any = None) -> TracedRule
         linearize=None,
         forward=forward,
         extras=len(made.extras),
+        perturbed=perturbed,
+        whole=None if perturbed is None else rule,
     )
 
 
-def _native(rule: Rule, linearized: Linearized, xs: Sequence[Any]) -> Linearized:
+def _native(
+    rule: Rule, linearized: Linearized, xs: Sequence[Any], perturbed: Mask | None = None
+) -> Linearized:
     """The maps in JAX's convention; a missing one is the other's transpose."""
     given_tangent, given_cotangent = linearized.tangent, linearized.cotangent
-    like_xs, like_ys, signature = likes_of(xs), likes_of(linearized.ys), _signature(xs)
+    like_xs, like_ys, signature = likes_of(xs), likes_of(linearized.ys), _signature(xs, perturbed)
     inexact = [like is not None for like in like_ys]
-    moving = differentiated_inputs(rule, like_xs)
+    moving = differentiated_inputs(rule, like_xs, perturbed)
 
     def tangent(saved: Entries, dxs: Entries) -> list[Any]:
         if given_tangent is not None:
@@ -196,7 +208,7 @@ def _native(rule: Rule, linearized: Linearized, xs: Sequence[Any]) -> Linearized
     return replace(linearized, tangent=tangent, cotangent=cotangent)
 
 
-def _split(rule: JvpRule, xs: Sequence[Any]) -> Linearized | None:
+def _split(rule: JvpRule, xs: Sequence[Any], perturbed: Mask | None = None) -> Linearized | None:
     """Splits a forward rule into a forward pass and a linear map of its residuals.
 
     Transposing the rule evaluates everything that does not depend on a tangent; the values that
@@ -204,7 +216,7 @@ def _split(rule: JvpRule, xs: Sequence[Any]) -> Linearized | None:
     Radul et al., You only linearize once, 2023).
     """
     full_like = likes_of(xs)
-    mask = differentiated_inputs(rule, full_like)
+    mask = differentiated_inputs(rule, full_like, perturbed)
     like_xs = [like for like, m in zip(full_like, mask, strict=True) if m]
     ys: list[Any] = []
     staged: list[bool] = []
@@ -224,7 +236,7 @@ def _split(rule: JvpRule, xs: Sequence[Any]) -> Linearized | None:
     if any(varies(x) for x in xs):
         return None
     tangents = lambda *dxs: evaluated(*dxs)[1]
-    if loss_of(rule, "tangent", _signature(xs), tangents, like_xs):
+    if loss_of(rule, "tangent", _signature(xs, perturbed), tangents, like_xs):
         return None
     try:
         pull = jax.linear_transpose(push, *map(struct_of, like_xs))
@@ -250,13 +262,16 @@ def _split(rule: JvpRule, xs: Sequence[Any]) -> Linearized | None:
     return Linearized(list(ys), own, tuple([places[id(c)] for c in consts]), tangent, cotangent)
 
 
-def _signature(xs: Sequence[Any]) -> Any:
-    return tuple([(a.shape, str(a.dtype)) for a in map(jax.typeof, xs)])
+def _signature(xs: Sequence[Any], perturbed: Mask | None) -> Any:
+    return tuple([(a.shape, str(a.dtype)) for a in map(jax.typeof, xs)]), perturbed
 
 
-def differentiated_inputs(rule: Rule, likes: Sequence[Any]) -> list[bool]:
+def differentiated_inputs(rule: Rule, likes: Sequence[Any], perturbed: Mask | None) -> list[bool]:
     """Which inputs are differentiated."""
-    return [x is not None and i not in rule.nondifferentiable for i, x in enumerate(likes)]
+    return [
+        like is not None and i not in rule.nondifferentiable and (perturbed is None or perturbed[i])
+        for i, like in enumerate(likes)
+    ]
 
 
 def _dense(value: Any, like: Any) -> Any:

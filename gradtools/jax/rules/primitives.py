@@ -41,6 +41,9 @@ class TracedRule(Rule):
         extras: The number of extras of a linearized rule, which has both maps and explicit
             residuals; None: it is not linearized.
         forward: `forward(*xs)` returns `[*ys, *extras]`, of a linearized rule that primal binds.
+        perturbed: The inputs for which the maps are valid, if the rule was linearized for some
+            inputs only; None for all.
+        whole: The rule for all inputs, if `perturbed` is given.
         lift: Of a rule whose primal has been lifted, but not its maps: `lift(xs)` returns the rule
             with its maps lifted, too, and one entry for each of its inputs: the position in `xs`,
             or the captured array itself.
@@ -50,6 +53,8 @@ class TracedRule(Rule):
     flow: Callable[..., list[Any]] | None = None
     extras: int | None = None
     forward: Callable[..., list[Any]] | None = None
+    perturbed: Mask | None = None
+    whole: Rule | None = None
     lift: Callable[[Sequence[Any]], tuple[Rule, list[Any]]] | None = None
 
 
@@ -258,7 +263,7 @@ def _batched(rule: Rule, x_axes: Any, saved_axes: Any, axis: Any) -> Rule:
     def make() -> Rule:
         if not isinstance(rule, TracedRule):
             return batched(rule, lists, x_axes, saved_axes, size)
-        flow, forward = rule.flow, rule.forward  # all extras have the batch axis
+        flow, forward, whole = rule.flow, rule.forward, rule.whole  # all extras have the batch axis
         return batched(
             rule,
             lists,
@@ -267,6 +272,7 @@ def _batched(rule: Rule, x_axes: Any, saved_axes: Any, axis: Any) -> Rule:
             size,
             flow=flow and lists.vmap_list(lambda *x: flow(*x), x_axes, size),
             forward=forward and lists.vmap_list(forward, x_axes, size),
+            whole=whole and _batched(whole, x_axes, None, axis),
             lift=rule.lift and lift,
         )
 

@@ -121,12 +121,10 @@ def stage(fun: Fun, leaves: list[Array]) -> Staged:
     reverse_only = any(e.primitive is reverse_only_p for e in jaxprs.equations(program.jaxpr))
     results = jax.tree.unflatten(program.treedef, program.avals)[0]
     outs, inputs = (sum(x.size for x in xs) for xs in (results, leaves))
-    pushes = reachability.moves_a_while(program.jaxpr) and not reverse_only
-    forward = pushes or (inputs < outs and not reverse_only)
-
+    mode = "forward" if inputs < outs and not reverse_only else "reverse"
     run = _as_function(program, consts)
     run.caller, run.call = _caller(fun), fun  # type: ignore[attr-defined]
-    return Staged(run, reverse_only, "forward" if forward else "reverse")
+    return Staged(run, reverse_only, mode)
 
 
 def _is_nonzero(x: Any) -> bool:

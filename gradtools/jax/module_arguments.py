@@ -192,16 +192,15 @@ class Opened:
         copies: Sequence[Any] = ()
         nnx, rests = self._nnx, self._rests
         if self._nodes:
-            states = {
-                rest: part
+            flat = {
+                (rest, *path): x
                 for i, (treedef, kept) in rests.items()
                 for rest, part in zip(kept, treedef.flatten_up_to(args[i]), strict=True)
                 if isinstance(rest, int)
+                for path, x in nnx.to_flat_state(part)
             }
-            flat = [
-                ((k, *path), x) for k, part in states.items() for path, x in nnx.to_flat_state(part)
-            ]
-            copies = nnx.merge(self._graph, nnx.from_flat_state(flat), self._rest, copy=True)
+            params = nnx.from_flat_state(list(flat.items()))
+            copies = nnx.merge(self._graph, params, self._rest, copy=True)
         whole = [self._whole(rests.get(i), x, copies) for i, x in enumerate(args)]
         named = {key: self._whole(None, x, copies) for key, x in kwargs.items()}
         out = self._f(*whole, **named)

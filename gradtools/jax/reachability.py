@@ -13,7 +13,7 @@ flow is the same analysis without cuts and with control dependence.
 `seeing/jax/graphs.py` finds where on the way a gradient is lost.
 """
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import reduce
 from operator import or_
 from typing import Any
@@ -105,11 +105,6 @@ def _mask(row: Sequence[bool]) -> int:
     return sum(1 << i for i, connected in enumerate(row) if connected)
 
 
-def is_activation_rule(eqn: Eqn) -> bool:
-    """Whether a comparison comes from jax.nn's derivative of an activation, such as relu."""
-    return eqn.primitive.name in _COMPARISONS and upstream.is_activation_rule(eqn)
-
-
 # --- the flow ----------------------------------------------------------------------------
 
 
@@ -142,22 +137,17 @@ class Flow:
                 env.update(zip(targets(eqn), self.step(eqn, inputs), strict=True))
         return env
 
-    def visited(
-        self, jaxpr: Jaxpr, bits: Sequence[int], enters: Callable[[Eqn], bool] = lambda eqn: True
-    ) -> Iterator[tuple[Eqn, list[int]]]:
-        """The equations at any depth, with the bits of their operands in any step of a loop.
-
-        enters: Whether the bodies of an equation are visited.
-        """
+    def visited(self, jaxpr: Jaxpr, bits: Sequence[int]) -> Iterator[tuple[Eqn, list[int]]]:
+        """The equations at any depth, with the bits of their operands in any step of a loop."""
         env = self.propagate(jaxpr, bits)
         for eqn in jaxpr.eqns:
             inputs = _read(env, eqn.invars)
             yield eqn, inputs
-            for body in bodies(eqn) if enters(eqn) else ():
+            for body in bodies(eqn):
                 entering = [inputs[i] for i in body.inputs]
                 for k, i in body.carries:
                     entering[i] |= env.get(eqn.outvars[k], 0)
-                yield from self.visited(body.jaxpr, entering, enters)
+                yield from self.visited(body.jaxpr, entering)
 
     def step(self, eqn: Eqn, bits: Sequence[int]) -> list[int]:
         """The bits of an equation's targets, given those of its operands."""
@@ -169,7 +159,8 @@ class Flow:
             outputs = [_union(mask, bits) for mask in edges]
             return [b if self.raw or i else 0 for i, b in zip(written, outputs, strict=True)]
         total = _any(bits)  # every input to every output, but no float to an integer or a bool
-        if self.raw or all(written) or is_activation_rule(eqn):
+        kept = eqn.primitive.name in _COMPARISONS and upstream.is_activation_rule(eqn)
+        if self.raw or all(written) or kept:
             return [total] * len(written)
         floats = [b for var, b in zip(eqn.invars, bits, strict=True) if is_inexact(var)]
         return [total if i else total & ~_any(floats) for i in written]
@@ -198,19 +189,6 @@ class Flow:
             inputs = [carried.get(i, 1 << at) for i, at in enumerate(gate.inputs)]
             gates = _any([_union(mask, inputs) for mask in self.of_jaxpr(gate.jaxpr)])
         return [mask | gates for mask in masks]
-
-
-def moves_a_while(jaxpr: Jaxpr) -> bool:
-    """Whether a `while`, which has no reverse mode, depends on inexact inputs.
-
-    A `while` that only draws random numbers, or inside a rule, does not count. (The rule of a
-    frozen function has a reverse mode, and what follows it may have no other.)
-    """
-    has_rule = lambda eqn: eqn.primitive.name in RULED or hasattr(eqn.primitive, "gradtools_flow")
-    bits = [*map(int, inexact(jaxpr.invars))]
-    visited = Flow(raw=False).visited(jaxpr, bits, lambda eqn: not has_rule(eqn))
-    whiles = ((eqn, bits) for eqn, bits in visited if eqn.primitive.name == "while")
-    return any(any(bits) and any(inexact(eqn.outvars)) for eqn, bits in whiles)
 
 
 def draws(closed: Jaxpr) -> set[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -22,16 +23,8 @@ def stateful(caller: str, f: Callable[..., Any], args: Any) -> Any:
     return None if nnx is None else nnx.stateful(caller, f, args)
 
 
-def rematerialized(f: Callable[..., Any], prevent_cse: bool = True) -> Callable[..., Any]:
-    """`jax.checkpoint(f)` that saves the results of host callbacks instead of repeating the calls.
-
-    Everything else is recomputed by the same program from the same arrays, with equal results.
-    """
-    return jax.checkpoint(f, prevent_cse=prevent_cse, policy=_is_kept)
-
-
-def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
-    return primitive.name == "pure_callback"
+rematerialized = partial(jax.checkpoint, policy=lambda op, *_, **__: op.name == "pure_callback")
+"""`jax.checkpoint` that keeps the results of host callbacks; everything else runs again."""
 
 
 def checkpointed(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:

@@ -52,7 +52,7 @@ from gradtools.jax.rules.primitives import (
     tangent_p,
     value_p,
 )
-from gradtools.jax.shardings import varies, varying, varying_alike
+from gradtools.jax.shardings import varies, varying
 from gradtools.jax.trees import (
     conj,
     is_inexact,
@@ -69,8 +69,9 @@ def apply_rule(rule: Rule, *xs: Any) -> list[Any]:
         x if isinstance(x, jax.Array) and not jax.typeof(x).weak_type else jnp.asarray(x)
         for x in xs
     ]
-    xs = varying_alike(arrays)
-    shared = tuple([varies(x) - varies(a) for x, a in zip(xs, arrays, strict=True)])
+    axes = frozenset().union(*map(varies, arrays))  # the transpose of the cast sums over them
+    xs = [varying(x, axes) for x in arrays] if axes else arrays
+    shared = tuple([axes - varies(x) for x in arrays])
     if any(shared) and rule.contract is not None and rule.linearize is not None:
         rule = memoized(rule, ("shared", shared), lambda: _with_unvarying_inputs(rule, shared))
     if rule.reverse_only:

@@ -60,12 +60,12 @@ class TracedRule(Rule):
 
 def flow_of(rule: Rule) -> Callable[..., list[Any]] | None:
     """The function whose data flow is the rule's; None: each output depends on each input."""
-    return rule.flow if isinstance(rule, TracedRule) else None
+    return getattr(rule, "flow", None)
 
 
 def is_linearized(rule: Rule) -> bool:
     """Whether a rule has both maps and explicit residuals."""
-    return isinstance(rule, TracedRule) and rule.extras is not None
+    return getattr(rule, "extras", None) is not None
 
 
 MEMO_SIZE = 64

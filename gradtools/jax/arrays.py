@@ -6,7 +6,6 @@ float32 and a seed of more than 32 bits to its low half without an error. Keys a
 ``gradtools.arrays`` documents the public names.
 """
 
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -95,10 +94,6 @@ def check_key(caller: str, key: Any) -> None:
         f"{caller}: a key is made by random_key(seed) or is an entry of split_key(key, n); got "
         f"{result}."
     )
-
-
-def xp() -> ModuleType:
-    return jnp
 
 
 def _too_wide(dtype: np.dtype, shape: tuple[int, ...]) -> GradtoolsError:

@@ -158,14 +158,13 @@ class JaxBackend(FrameworkBackend):
 
     def checkpoint(self, f: Any, options: ChunkOptions) -> Callable[..., Any]:
         # the recomputation is the same program, so there is nothing to verify
-        return partial(_checkpointed, self, f)
+        return partial(self._checkpointed, f)
+
+    def _checkpointed(self, f: Any, /, *args: Any, **kwargs: Any) -> Any:
+        self.check_arrays(args, kwargs)
+        return self.run_checkpointed(f, *args, **kwargs)
 
     run_checkpointed = LazyMember("recomputing", "checkpointed")
 
 
 _clip_norm = jax.jit(clip_norm, static_argnums=0, inline=True)  # one dispatch in eager code
-
-
-def _checkpointed(backend: JaxBackend, f: Any, /, *args: Any, **kwargs: Any) -> Any:
-    backend.check_arrays(args, kwargs)
-    return backend.run_checkpointed(f, *args, **kwargs)

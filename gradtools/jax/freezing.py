@@ -198,7 +198,8 @@ def _pullback(
         fixed = [jax.lax.stop_gradient(x) for x in operands]
         native = jax.tree.unflatten(treedef, fixed[inputs:stop])
         pairs = zip(spread(fixed[stop:], mask), likes, strict=True)
-        return [conj(g) for g in native([_zero(y) if ct is None else conj(ct) for ct, y in pairs])]
+        zero = lambda y: zeros_of(y) if is_inexact(y) else np.zeros(y.shape, jax.dtypes.float0)
+        return [conj(g) for g in native([zero(y) if ct is None else conj(ct) for ct, y in pairs])]
 
     def recomputed(xs: Entries) -> Callable[..., list[Any]]:
         return lambda *both: use.pulled(mask, [*both[:count], *xs[count:]], both[count:])
@@ -256,11 +257,6 @@ def _pullback(
         user_functions=use.user_functions,
         flow=lambda *operands: use.pulled(mask, operands[:inputs], operands[stop:]),
     )
-
-
-def _zero(aval: Any) -> Any:
-    """A zero cotangent of an output."""
-    return zeros_of(aval) if is_inexact(aval) else np.zeros(aval.shape, jax.dtypes.float0)
 
 
 def _along(fun: Callable[..., list[Array]], xs: Entries, dxs: Entries) -> list[Any]:

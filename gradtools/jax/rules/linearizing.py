@@ -169,7 +169,8 @@ def _native(
 ) -> Linearized:
     """The maps in JAX's convention; a missing one is the other's transpose."""
     given_tangent, given_cotangent = linearized.tangent, linearized.cotangent
-    like_xs, like_ys, signature = likes_of(xs), likes_of(linearized.ys), _signature(xs, perturbed)
+    like_xs, like_ys = likes_of(xs), likes_of(linearized.ys)
+    signature = *map(jax.typeof, xs), perturbed
     inexact = [like is not None for like in like_ys]
     moving = differentiated_inputs(rule, like_xs, perturbed)
 
@@ -236,7 +237,7 @@ def _split(rule: JvpRule, xs: Sequence[Any], perturbed: Mask | None = None) -> L
     if any(varies(x) for x in xs):
         return None
     tangents = lambda *dxs: evaluated(*dxs)[1]
-    if loss_of(rule, "tangent", _signature(xs, perturbed), tangents, like_xs):
+    if loss_of(rule, "tangent", (*map(jax.typeof, xs), perturbed), tangents, like_xs):
         return None
     try:
         pull = jax.linear_transpose(push, *map(struct_of, like_xs))
@@ -262,10 +263,6 @@ def _split(rule: JvpRule, xs: Sequence[Any], perturbed: Mask | None = None) -> L
     return Linearized(list(ys), own, tuple([places[id(c)] for c in consts]), tangent, cotangent)
 
 
-def _signature(xs: Sequence[Any], perturbed: Mask | None) -> Any:
-    return tuple([(a.shape, str(a.dtype)) for a in map(jax.typeof, xs)]), perturbed
-
-
 def differentiated_inputs(rule: Rule, likes: Sequence[Any], perturbed: Mask | None) -> list[bool]:
     """Which inputs are differentiated."""
     return [
@@ -287,11 +284,9 @@ def _dense(value: Any, like: Any) -> Any:
 
 def captured_tracers(rule: Rule) -> list[Any]:
     """The tracers that the user's functions of a rule close over, if a trace is running."""
-    if not reachability.within_a_trace():
-        return []
-    return list(
-        captured_objects(rule.user_functions, lambda x: isinstance(x, jax.core.Tracer), jax.Array)
-    )
+    is_tracer = lambda x: isinstance(x, jax.core.Tracer)
+    functions = rule.user_functions if reachability.within_a_trace() else ()
+    return list(captured_objects(functions, is_tracer, jax.Array))
 
 
 def lift_value(rule: Rule, xs: Sequence[Any]) -> tuple[Rule, list[Any]]:

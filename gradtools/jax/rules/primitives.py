@@ -68,16 +68,13 @@ def is_linearized(rule: Rule) -> bool:
     return getattr(rule, "extras", None) is not None
 
 
-MEMO_SIZE = 64
-
-
 def memoized(owner: Any, key: tuple[Any, ...], make: Callable[[], T]) -> T:
     """`make()`, memoized on the owner by key; the newest 64 entries are kept."""
     kept = vars(owner).setdefault("_memo", {})
     if key in kept:
         return kept[key]
     made = make()
-    for old in list(kept)[: len(kept) - MEMO_SIZE + 1]:
+    for old in list(kept)[: len(kept) - 63]:
         kept.pop(old, None)
     kept[key] = made
     return made

@@ -125,7 +125,9 @@ def _linearize(carried: Sequence[bool], *xs: Any, rule: Rule) -> Any:
 
     carried: Which inputs have tangents.
     """
-    given, xs, inputs = _perturbed(rule, carried), as_arrays(xs), range(len(xs))
+    xs, inputs = as_arrays(xs), range(len(xs))
+    carried = [c and is_inexact(x) for c, x in zip(carried, xs, strict=True)]
+    given = _perturbed(rule, carried)
     if not any(given):
         ys = primal_p.bind(*xs, rule=rule)
         avals = [*map(jax.typeof, ys)]

@@ -57,7 +57,6 @@ class Evaluation:
             pullback's result then means a zero.
         checked: Whether None in the pullback's result means that a leaf does not reach the
             outputs; False if the framework returns zeros, or None for other reasons.
-        where_lost: Where the path from leaf i to the output is cut, for messages.
     """
 
     outs: list[Array]
@@ -65,7 +64,6 @@ class Evaluation:
     pullback: Callable[[Sequence[Array | None]], list[Array | None]]
     nested: bool = False
     checked: bool = True
-    where_lost: Callable[[int], list[str]] = lambda i: []
 
 
 @dataclass(frozen=True, eq=False, repr=False)

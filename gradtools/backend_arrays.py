@@ -124,7 +124,7 @@ class Arrays(ABC):
         return self.xp.minimum(self.xp.maximum(x, -bound), bound)
 
     def clipped_by_norm(self, xs: list[Array], bound: Any) -> list[Array] | None:
-        """xs * min(1, bound / norm), if a wider dtype holds every norm; else None."""
+        """xs * min(1, bound / norm) in the way that is fastest here; None: `clip_norm` is."""
         return None
 
     def zeros_like(self, x: Array) -> Array:

@@ -34,7 +34,7 @@ def clip_rule(backend: Backend, count: int, max_norm: Any, max_value: Any) -> Ru
         if value is not None:
             clipped = [_clip_modulus(backend, ct, value) for ct in clipped]
         if norm is not None:
-            clipped = backend.clipped_by_norm(clipped, norm) or _clip_norm(backend, clipped, norm)
+            clipped = backend.clipped_by_norm(clipped, norm) or clip_norm(backend, clipped, norm)
         return clipped + [None] * len(inputs)
 
     return Rule(
@@ -58,7 +58,7 @@ def _clip_modulus(backend: Backend, ct: Array, bound: Any) -> Array:
     return ct * xp.where(outside, bound / size, xp.ones_like(size))
 
 
-def _clip_norm(backend: Backend, cts: list[Array], bound: Any) -> list[Array]:
+def clip_norm(backend: Any, cts: list[Array], bound: Any) -> list[Array]:
     """cts * min(1, bound / norm). The norm is computed of cts / unit, which cannot overflow."""
     xp = backend.xp
     wide = [_wide(backend, ct) for ct in cts]

@@ -48,10 +48,10 @@ def check_connected(
     named = arguments
     if policy == "strict":
         named = [(path, range(k, k + 1)) for k, path in enumerate(call.paths)]
-    lost = [(name, ks[0]) for name, ks in named if all(grads[k] is None for k in ks)]
+    lost = [name for name, ks in named if all(grads[k] is None for k in ks)]
     if not lost:
         return
-    names, verb = ", ".join(name for name, _ in lost), "does" if len(lost) == 1 else "do"
+    names, verb = ", ".join(lost), "does" if len(lost) == 1 else "do"
     if evaluation.nested:
         warn(
             f"{caller}: {names} {verb} not reach the output of f, and the gradient is zero. f "
@@ -60,18 +60,14 @@ def check_connected(
             DisconnectedInputWarning,
         )
         return
-    places = dict.fromkeys(place for _, k in lost for place in evaluation.where_lost(k))
-    where = (
-        "It may be unused, stopped or detached, cast to an integer, compared, or it may leave the "
-        "framework (.item(), .numpy(), no_grad); why_zero names the operation."
-    )
-    if places:
-        where = f"It is cut by {'; '.join(places)}."
     fix = 'If zero is what you mean, pass disconnected_inputs="zeros".'
     if caller not in _WITH_POLICY:
         fix = "Leave it out of what is differentiated, or let it reach the output."
-    message = f"{caller}: {names} {verb} not reach the output of f by a differentiable path. "
-    message += f"{where} {fix}"
+    message = (
+        f"{caller}: {names} {verb} not reach the output of f by a differentiable path. It may be "
+        "unused, stopped or detached, cast to an integer, compared, or it may leave the framework "
+        f"(.item(), .numpy(), no_grad); why_zero names the operation. {fix}"
+    )
     if policy != "warn":
         raise DisconnectedInputError(message)
     warn(message, DisconnectedInputWarning)

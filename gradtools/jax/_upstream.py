@@ -28,6 +28,8 @@ from jax._src.core import Primitive as Primitive
 from jax._src.core import get_opaque_trace_state as get_opaque_trace_state
 from jax._src.core import set_current_trace as set_current_trace
 from jax._src.core import take_current_trace as take_current_trace
+from jax._src.core import trace_state_clean as trace_state_clean
+from jax._src.interpreters import ad as _ad
 from jax.interpreters import partial_eval
 
 from gradtools.code_origin import is_in
@@ -152,6 +154,16 @@ def bind_again(eqn: Any, xs: Sequence[Any]) -> Any:
     params = eqn.primitive.get_bind_params(eqn.params)
     functions, params = params if isinstance(params, tuple) else ((), params)
     return eqn.primitive.bind(*functions, *xs, **params)
+
+
+def define_linearization(primitive: Primitive, rule: Callable[..., Any]) -> None:
+    """Defines how a primitive is linearized: `rule(carried, *xs, **params)`.
+
+    Some versions of JAX pass a boolean (whether for reverse mode) before the mask of the inputs
+    that have tangents. Gone: JAX linearizes by the jvp, at twice the time of eager rules.
+    """
+    run = lambda *args, **params: rule(*args[isinstance(args[0], bool) :], **params)
+    getattr(_ad, "primitive_linearizations", {})[primitive] = run
 
 
 def varying_axes(aval: Any) -> frozenset[Any]:

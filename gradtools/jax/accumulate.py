@@ -113,7 +113,7 @@ def sums_over_ranks(own: State | None, group: Any, axis_name: Any) -> Any:
                 "been summed over the axis, without weights. Differentiate with respect to "
                 'jax.lax.pcast(params, axis_name, to="varying").'
             )
-    weight, *sums = sum_over_ranks(caller, [own.weight, *own.totals], axis_name, group)
+    weight, *sums = sum_over_ranks([own.weight, *own.totals], axis_name)
     return own.treedef, sums, weight, own.dtypes
 
 

@@ -6,7 +6,6 @@ float32 and a seed of more than 32 bits to its low half without an error. Keys a
 ``gradtools.arrays`` documents the public names.
 """
 
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -60,12 +59,6 @@ def to_numpy(x: Any) -> np.ndarray:
 def random_key(seed: Any) -> jax.Array:
     """JAX's key of an integer seed. See ``gradtools.arrays``."""
     if isinstance(seed, jax.Array):
-        if seed.shape != () or not jnp.issubdtype(seed.dtype, jnp.integer):
-            came = f"an array of shape {seed.shape} and dtype {seed.dtype}"
-            raise GradtoolsError(
-                f"random_key: seed must be an integer, got {came}. For several seeds use "
-                "vmap(random_key)."
-            )
         return jax.random.key(seed)
     seed = as_seed(seed)
     x64 = jax.dtypes.canonicalize_dtype(np.int64) == np.int64
@@ -101,10 +94,6 @@ def check_key(caller: str, key: Any) -> None:
         f"{caller}: a key is made by random_key(seed) or is an entry of split_key(key, n); got "
         f"{result}."
     )
-
-
-def xp() -> ModuleType:
-    return jnp
 
 
 def _too_wide(dtype: np.dtype, shape: tuple[int, ...]) -> GradtoolsError:

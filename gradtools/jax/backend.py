@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from gradtools.backend import Array, FrameworkBackend, LazyMember
+from gradtools.clipping import clip_norm
 from gradtools.jax import arrays, engines, jaxprs, module_arguments, shardings, trees
 from gradtools.jax.reachability import within_a_trace
 from gradtools.jax.rules.installing import apply_rule, attempt
@@ -37,7 +38,6 @@ class JaxBackend(FrameworkBackend):
     # --- pytrees
 
     flatten = staticmethod(trees.flatten)
-    flatten_arrays = staticmethod(trees.flatten_arrays)
     unflatten = staticmethod(trees.unflatten)
     leaf_paths = staticmethod(trees.leaf_paths)
     entries_of = staticmethod(trees.entries_of)
@@ -49,9 +49,6 @@ class JaxBackend(FrameworkBackend):
 
     def is_traced(self, x: Any) -> bool:
         return isinstance(x, jax.core.Tracer)
-
-    def is_complex(self, x: Array) -> bool:
-        return jnp.issubdtype(x.dtype, jnp.complexfloating)
 
     asarray = staticmethod(arrays.asarray)
     to_numpy = staticmethod(arrays.to_numpy)
@@ -70,11 +67,11 @@ class JaxBackend(FrameworkBackend):
     def real_scalar(self, x: Any, like: Array) -> Array:
         return jnp.asarray(x, jnp.finfo(like.dtype).dtype)
 
-    def zeros_like(self, x: Array) -> Array:
-        return jax.lax.full_like(x, 0)
+    def clipped_by_norm(self, xs: list[Array], bound: Any) -> list[Array]:
+        return _clip_norm(self, xs, bound)
 
-    def aval(self, x: Array) -> Any:
-        return jax.typeof(x)
+    zeros_like = staticmethod(partial(jax.lax.full_like, fill_value=0))
+    aval = staticmethod(jax.typeof)
 
     def zeros(self, aval: Any, device_of: Array) -> Array:
         return shardings.like(jnp.zeros(aval.shape, aval.dtype), aval)
@@ -116,8 +113,7 @@ class JaxBackend(FrameworkBackend):
         aval = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype)
         return call.without_values(aval, out), [aval(y) for y in outs]
 
-    def linear_map(self, run: Callable[..., Any], native: Any) -> Callable[..., Any]:
-        return LinearMap(run, native)
+    linear_map = staticmethod(LinearMap)
 
     apply_rule = staticmethod(apply_rule)
 
@@ -151,8 +147,7 @@ class JaxBackend(FrameworkBackend):
     pull = staticmethod(pull)
     attempt = staticmethod(attempt)
 
-    def stop_gradient(self, x: Array) -> Array:
-        return jax.lax.stop_gradient(x)
+    stop_gradient = staticmethod(jax.lax.stop_gradient)
 
     def call_on_host(self, f: Callable[..., Any], args: Any, like: Any) -> Any:
         """`f(args)`; under a trace an f that needs NumPy arrays runs in a `pure_callback`."""
@@ -178,8 +173,7 @@ class JaxBackend(FrameworkBackend):
     traces_marks = True
     marked, retaining = LazyMember("marks"), LazyMember("marks")
 
-    def vmap(self, f: Any, in_axes: Any = 0, out_axes: Any = 0) -> Callable[..., Any]:
-        return jax.vmap(f, in_axes, out_axes)
+    vmap, compile = staticmethod(jax.vmap), staticmethod(jax.jit)
 
     def map_batches(
         self, f: Any, batch: list[Array], chunk_size: int | None, one_draw: bool = False
@@ -192,14 +186,13 @@ class JaxBackend(FrameworkBackend):
 
     def checkpoint(self, f: Any, options: ChunkOptions) -> Callable[..., Any]:
         # the recomputation is the same program, so there is nothing to verify
-        return partial(_checkpointed, self, f)
+        return partial(self._checkpointed, f)
+
+    def _checkpointed(self, f: Any, /, *args: Any, **kwargs: Any) -> Any:
+        self.check_arrays(args, kwargs)
+        return self.run_checkpointed(f, *args, **kwargs)
 
     run_checkpointed = LazyMember("recomputing", "checkpointed")
 
-    def compile(self, f: Any, **options: Any) -> Callable[..., Any]:
-        return jax.jit(f, **options)
 
-
-def _checkpointed(backend: JaxBackend, f: Any, /, *args: Any, **kwargs: Any) -> Any:
-    backend.check_arrays(args, kwargs)
-    return backend.run_checkpointed(f, *args, **kwargs)
+_clip_norm = jax.jit(clip_norm, static_argnums=0, inline=True)  # one dispatch in eager code

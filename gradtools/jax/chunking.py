@@ -12,9 +12,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
-from importlib.util import find_spec
 from itertools import groupby
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -44,19 +43,9 @@ def sum_chunks(chunks: Chunks, weigh: None = None) -> tuple[list[Array], list[Ar
 
 def _compiled_steps(chunks: Chunks, program: Callable[..., Any]) -> tuple[list[Array], list[Array]]:
     """`program(steps, carry)`, compiled once; writes the state of f's modules."""
-    steps, carry = _Steps(chunks), list[Array]()
-    for name, x in zip(chunks.carry_names, chunks.carry, strict=True):
-        try:
-            x = jnp.asarray(x) if _is_array(x) else asarray(x)
-        except GradtoolsError as error:
-            raise GradtoolsError(
-                f"chunked: the carry at {name} is a {type(x).__name__}; expected an array, which "
-                "f can hand from chunk to chunk."
-            ) from error
-        carry.append(jax.lax.stop_gradient(_strong(x)))  # a scan's carry keeps its type
-    leaves = [] if steps.modules is None else steps.modules.leaves
-    state = [jax.lax.stop_gradient(_strong(jnp.asarray(x))) for x in leaves]
-    outs, carry = run_compiled(chunks.call.f, partial(program, steps), [*carry, *state])
+    steps, carry = _Steps(chunks), [asarray(x) for x in chunks.carry]
+    carry += [] if steps.modules is None else map(jnp.asarray, steps.modules.leaves)
+    outs, carry = run_compiled(partial(program, steps), [_constant(x) for x in carry])
     if steps.modules is not None:
         steps.modules.write(carry[len(chunks.carry) :])
     return outs, carry[: len(chunks.carry)]
@@ -65,8 +54,8 @@ def _compiled_steps(chunks: Chunks, program: Callable[..., Any]) -> tuple[list[A
 def _run_steps(steps: _Steps, carry: list[Array]) -> tuple[list[Array], list[Array]]:
     """The joined outputs, and the carry after all chunks; each run of chunks is one scan."""
     chunks = steps.chunks
-    _refuse_shared_draws(steps, carry)
-    bar, parts = _bar(chunks), []
+    steps.refuse_shared_draws(carry)
+    advance, parts = _progress(chunks), []
     for run in steps.runs():
         many: Any = steps.of(0)
         if chunks.cut.count != 1:  # else there is nothing to gain by computing it again
@@ -78,7 +67,7 @@ def _run_steps(steps: _Steps, carry: list[Array]) -> tuple[list[Array], list[Arr
 
         @marked_as_chunk
         def body(carry: list[Array], inputs: Any, many: Any = many) -> Any:
-            outs, carry = many(bar(inputs[0]), *inputs[1:], carry)
+            outs, carry = many(advance(inputs[0]), *inputs[1:], carry)
             return carry, outs
 
         carry, outs = steps.over(run, body, carry)
@@ -98,58 +87,38 @@ def _run_steps(steps: _Steps, carry: list[Array]) -> tuple[list[Array], list[Arr
 
 
 def _sum_steps(steps: _Steps, state: list[Array]) -> tuple[list[Array], list[Array]]:
-    _refuse_shared_draws(steps, state)
+    """The sums of the outputs, and the carry after all chunks."""
+    steps.refuse_shared_draws(state)
     if steps.chunks.cut.count == 1:
         outs, state = steps.of(0)(*steps.inputs(0), state)
         return [*map(jnp.asarray, outs)], state
-    sums: list[Array] | None = None
+    sums: list[Array] = []
     for run in steps.runs():
         step = steps.traced(run.kind, state)
-        if sums is None:
-            sums = [jnp.zeros(aval.shape, aval.dtype) for aval in step.program.avals[: step.outs]]
-        before = [promoted(x, aval) for x, aval in zip(sums, step.program.avals, strict=False)]
+        avals = step.program.avals[: step.outs]
+        sums = sums or [jnp.zeros(aval.shape, aval.dtype) for aval in avals]
+        before = [_promoted(x, aval) for x, aval in zip(sums, avals, strict=True)]
 
         @marked_as_chunk
-        def _add_step(carry: Any, inputs: Any, step: _ChunkProgram = step) -> Any:
+        def add_step(carry: Any, inputs: Any, step: _ChunkProgram = step) -> Any:
             sums, state = carry
             outs, state = step(*inputs, state)
-            return ([_sum(*xs) for xs in zip(sums, outs, strict=True)], state), []
+            pairs = zip(sums, outs, strict=True)
+            return ([_strong(x + shardings.like(y, x)) for x, y in pairs], state), []
 
-        (sums, state), _ = steps.over(run, _add_step, (before, step.widened(state)))
-    return sums or [], state
-
-
-def _refuse_shared_draws(steps: _Steps, carry: list[Array]) -> None:
-    """Raises if f draws random numbers per example by a key that all chunks share.
-
-    Draws that do not depend on the examples, such as a mask of weights, are allowed: they have the
-    same shape at other chunk sizes.
-    """
-    chunks = steps.chunks
-    if chunks.cut.count == 1:
-        return
-    drawn = steps.shared_draws(0, carry)
-    if not drawn:
-        return
-    other = chunks.recut(chunks.cut.with_chunks_of(chunks.cut.sizes[0] + 1))
-    if _Steps(other).shared_draws(0, carry) != drawn:
-        raise GradtoolsError(
-            f"{chunks.caller}: f draws random numbers by a key that all chunks share, so each "
-            "chunk would get the same numbers (one dropout mask for all). Pass the key as an "
-            "argument by position and name it in key_argnums: chunk i gets the key folded with i."
-        )
+        (sums, state), _ = steps.over(run, add_step, (before, step.widened(state)))
+    return sums, state
 
 
 # --- one chunk
 
 
-@dataclass(frozen=True)
-class _ChunkRun:
-    """Consecutive chunks of the same kind."""
+class _ChunkRun(NamedTuple):
+    """Consecutive chunks of the same kind; their number may be symbolic."""
 
     kind: int
     first: int
-    count: int  # or a symbolic size
+    count: Any
 
 
 @dataclass(frozen=True, eq=False)
@@ -157,26 +126,26 @@ class _ChunkProgram:
     """f on a chunk of some shape, traced once and then evaluated from its jaxpr."""
 
     program: jaxprs.TracedProgram
-    consts: list[Any]
-    wide: list[Any]  # the constants, possibly in float32 instead of 16 bits
+    consts: list[Any]  # cast to the types of the program's constants
     outs: int  # the number of output leaves, which the carry follows
 
     def __call__(self, *args: Any) -> Any:
         *inputs, carry = args
-        pairs = zip(self.wide, self.consts, strict=True)
-        consts = [x if x is c else x.astype(c.dtype) for x, c in pairs]
+        pairs = zip(self.consts, self.program.jaxpr.constvars, strict=True)
+        consts = [x if x.dtype == v.aval.dtype else x.astype(v.aval.dtype) for x, v in pairs]
         return self.program(consts, inputs, self.widened(carry))
 
     def summing_widely(self) -> _ChunkProgram:
         """Casts 16-bit constants to float32, so that a scan sums their cotangents in float32."""
         narrow = lambda x: isinstance(x, jax.core.Tracer) and x.dtype in (jnp.float16, jnp.bfloat16)
         # Concrete constants are not differentiated.
-        return replace(self, wide=[x.astype("float32") if narrow(x) else x for x in self.consts])
+        wide = [x.astype("float32") if narrow(x) else x for x in self.consts]
+        return replace(self, consts=wide)
 
     def widened(self, carry: list[Array]) -> list[Array]:
         """A carry promoted to its type after a step, since a scan's carry keeps its type."""
         pairs = zip(carry, self.program.avals[self.outs :], strict=True)
-        return [promoted(x, aval) for x, aval in pairs]
+        return [_promoted(x, aval) for x, aval in pairs]
 
 
 class _Steps:
@@ -184,6 +153,9 @@ class _Steps:
 
     slots: One array for each inexact split array, which receives the chunk's cotangents.
     lists: The arrays in the chunk's slices of lists.
+
+    Attributes:
+        kinds: A number for each chunk, equal for chunks of equal structure and shapes.
     """
 
     def __init__(self, chunks: Chunks) -> None:
@@ -195,14 +167,11 @@ class _Steps:
             [asarray(x) if isinstance(x, np.ndarray) else x for x in leaves]
             for leaves in chunks.lists
         ]
-        known: list[Any] = []
-        self.kinds: list[int] = []  # equal for chunks of equal structure and shapes
-        for number in range(len(chunks.cut.rows)):
-            each = [jax.typeof(x) if _is_array(x) else (type(x), x) for x in self.lists[number]]
-            treedefs = [treedef for treedef, _ in chunks.call.plans[number]]
-            signature = chunks.cut.sizes[number], treedefs, each
-            if signature not in known:
-                known.append(signature)
+        known, self.kinds = list[Any](), list[int]()
+        for size, plan, leaves in zip(chunks.cut.sizes, chunks.call.plans, self.lists, strict=True):
+            each = [jax.typeof(x) if _is_array(x) else (type(x), x) for x in leaves]
+            signature = size, [treedef for treedef, _ in plan], each
+            known += [] if signature in known else [signature]
             self.kinds.append(known.index(signature))
         self._traced: dict[Any, _ChunkProgram] = {}
 
@@ -211,11 +180,9 @@ class _Steps:
         if self.chunks.cut.is_symbolic:
             yield _ChunkRun(0, 0, self.chunks.cut.count)
             return
-        start = 0
-        for kind, members in groupby(self.kinds):
-            count = len(list(members))
-            yield _ChunkRun(kind, start, count)
-            start += count
+        for kind, members in groupby(range(len(self.kinds)), self.kinds.__getitem__):
+            first, *others = members
+            yield _ChunkRun(kind, first, 1 + len(others))
 
     def over(self, run: _ChunkRun, body: Any, carry: Any) -> tuple[Any, list[Array]]:
         """The carry and the stacked outputs of `body(carry, inputs)` over the chunks of a run."""
@@ -228,26 +195,39 @@ class _Steps:
     def traced(self, kind: int, carry: list[Array]) -> _ChunkProgram:
         """The function of a kind of chunk, as a jaxpr that a scan can repeat."""
         key = kind, *map(varies, carry)
-        if key in self._traced:
-            return self._traced[key]
-        number = self.kinds.index(kind)
-        inputs, _ = jaxprs.traced(lambda: self.inputs(number))
-        shapes = jax.tree.unflatten(inputs.treedef, inputs.avals)  # with shardings
-        program, consts = jaxprs.traced(self.of(number), *shapes, carry)
-        consts = [jaxprs.own(c) for c in consts]
-        step = _ChunkProgram(program, consts, consts, len(program.avals) - len(carry))
-        new = step.widened(carry)
-        if any(varies(a) - varies(x) for a, x in zip(new, carry, strict=True)):
-            step = self.traced(kind, new)
-        self._traced[key] = step
-        return step
+        if key not in self._traced:
+            number = self.kinds.index(kind)
+            inputs, _ = jaxprs.traced(lambda: self.inputs(number))
+            shapes = jax.tree.unflatten(inputs.treedef, inputs.avals)  # with shardings
+            program, consts = jaxprs.traced(self.of(number), *shapes, carry)
+            outs = len(program.avals) - len(carry)
+            step = _ChunkProgram(program, consts, outs)
+            new = step.widened(carry)
+            wider = any(varies(a) - varies(x) for a, x in zip(new, carry, strict=True))
+            self._traced[key] = self.traced(kind, new) if wider else step
+        return self._traced[key]
 
-    def shared_draws(self, number: int, carry: list[Array]) -> set[Any]:
+    def refuse_shared_draws(self, carry: list[Array]) -> None:
+        """Raises if f draws random numbers per example by a key that all chunks share.
+
+        Draws that do not depend on the examples, such as a mask of weights, are allowed: they have
+        the same shape at other chunk sizes.
+        """
+        chunks = self.chunks
+        if chunks.cut.count == 1 or not (drawn := self._shared_draws(carry)):
+            return
+        other = chunks.recut(chunks.cut.with_chunks_of(chunks.cut.sizes[0] + 1))
+        if _Steps(other)._shared_draws(carry) != drawn:
+            raise GradtoolsError(
+                f"{chunks.caller}: f draws random numbers by a key that all chunks share, so each "
+                "chunk would get the same numbers (one dropout mask for all). Pass the key as an "
+                "argument by position and name it in key_argnums: chunk i gets the key folded with "
+                "i."
+            )
+
+    def _shared_draws(self, carry: list[Array]) -> set[Any]:
         """The random draws of a chunk whose keys do not depend on the chunk's number."""
-        try:
-            return reachability.draws(self.traced(self.kinds[number], carry).program.jaxpr)
-        except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
-            return set()  # f reads values, which is allowed for a single chunk
+        return reachability.draws(self.traced(self.kinds[0], carry).program.jaxpr)
 
     def inputs(self, number: int) -> tuple[Any, ...]:
         size = len(self.chunks.cut.rows[number])
@@ -265,14 +245,13 @@ class _Steps:
 
     def of(self, number: int) -> Callable[..., Any]:
         chunks = self.chunks
-        size = len(chunks.cut.rows[number])
+        size, own = len(chunks.cut.rows[number]), len(chunks.carry)
 
         def step(index: Any, slots: list[Array], lists: list[Array], carry: list[Array]) -> Any:
             left, given = iter(slots), iter(lists)
             pieces = [s.piece(index, size, next(left) if s.inexact else None) for s in self.splits]
             pieces += [next(given) if _is_array(x) else x for x in self.lists[number]]
             before = [jax.lax.stop_gradient(x) for x in carry]
-            own = len(chunks.carry)
             if self.modules is not None:
                 self.modules.now = before[own:]
             outs, after = self.call(number, index, pieces, chunks.shared, before[:own])
@@ -304,33 +283,32 @@ def _next_carry(chunks: Chunks, k: int, new: Any, old: Array) -> Array:
             f"{new.shape}; expected {old.dtype} of shape {old.shape}, as it was given. A carry "
             "keeps its shape and dtype from chunk to chunk."
         )
-    return jax.lax.stop_gradient(shardings.like(_strong(new), old))
+    return _constant(shardings.like(new, old))
+
+
+def _constant(x: Array) -> Array:
+    """x without a derivative and without a weak type: a scan's carry keeps its type."""
+    return jax.lax.stop_gradient(_strong(x))
 
 
 def _strong(x: Array) -> Array:
     return jax.lax.convert_element_type(x, x.dtype) if jax.typeof(x).weak_type else x
 
 
-def _sum(x: Array, y: Array) -> Array:
-    return _strong(x + shardings.like(y, x))
-
-
-def promoted(x: Array, aval: Any) -> Array:
-    """x with the varying axes and sharding of `aval`, since a scan's carry keeps its type."""
+def _promoted(x: Array, aval: Any) -> Array:
+    """x with the varying axes and sharding of `aval`."""
     return shardings.like(varying(x, varies(aval)), aval)
 
 
 # --- the progress bar
 
 
-def _bar(chunks: Chunks) -> Callable[[Any], Any]:
+def _progress(chunks: Chunks) -> Callable[[Any], Any]:
     """The index of a chunk, as a function that advances the progress bar when it is computed."""
     count = chunks.cut.count
     if not chunks.options.progress:
         return lambda index: index
-    if find_spec("tqdm") is None:
-        progress_bar(count)  # raises, naming the package
-    shown: list[Any] = []
+    shown = [progress_bar(count)]  # made here, where an error about the missing package is raised
 
     def move(index: Any) -> None:
         if not shown:
@@ -340,8 +318,8 @@ def _bar(chunks: Chunks) -> Callable[[Any], Any]:
             shown.pop().close()
 
     @marked_as_chunk
-    def moved(i: Any) -> Any:
-        jax.debug.callback(move, i)
-        return i
+    def advanced(index: Any) -> Any:
+        jax.debug.callback(move, index)
+        return index
 
-    return moved
+    return advanced

@@ -9,7 +9,6 @@ once more if the gradient of a whole argument is zero.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from itertools import accumulate
 from typing import Any
 
@@ -59,12 +58,11 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
         if known is None:
             evaluation.checked = False
             return list(grads)
-        jaxpr, count = known[0].jaxpr, len(outs)
-        evaluation.where_lost = partial(_where_lost, *known, count)
+        jaxpr = known[0].jaxpr
         # also in a jit that was traced before
         evaluation.nested = is_in_scope(jaxprs.equations(jaxpr), DERIVATIVE_SCOPE)
         closed = ClosedJaxpr(jaxpr, known[1])  # whose inputs are the leaves alone
-        columns = zip(*reachability.reached_matrix(closed)[:count], strict=True)
+        columns = zip(*reachability.reached_matrix(closed)[: len(outs)], strict=True)
         return [g if any(column) else None for g, column in zip(grads, columns, strict=True)]
 
     evaluation.pullback, evaluation.checked = of_connected, not in_trace or traced is not None
@@ -123,12 +121,10 @@ def stage(fun: Fun, leaves: list[Array]) -> Staged:
     reverse_only = any(e.primitive is reverse_only_p for e in jaxprs.equations(program.jaxpr))
     results = jax.tree.unflatten(program.treedef, program.avals)[0]
     outs, inputs = (sum(x.size for x in xs) for xs in (results, leaves))
-    pushes = reachability.moves_a_while(program.jaxpr) and not reverse_only
-    forward = pushes or (inputs < outs and not reverse_only)
-
+    mode = "forward" if inputs < outs and not reverse_only else "reverse"
     run = _as_function(program, consts)
     run.caller, run.call = _caller(fun), fun  # type: ignore[attr-defined]
-    return Staged(run, reverse_only, "forward" if forward else "reverse")
+    return Staged(run, reverse_only, mode)
 
 
 def _is_nonzero(x: Any) -> bool:
@@ -151,12 +147,3 @@ def _traced(fun: Fun, leaves: list[Array]) -> tuple[jaxprs.TracedProgram, list[A
 def _as_function(program: jaxprs.TracedProgram, consts: list[Any]) -> Any:
     whole = lambda y: y if isinstance(y, jax.Array) else jnp.asarray(y)
     return lambda *leaves: jax.tree.map(whole, program(consts, *leaves))
-
-
-def _where_lost(
-    program: jaxprs.TracedProgram, consts: list[Any], outs: int, index: int
-) -> list[str]:
-    """The operations at which leaf `index` is lost, one for each line."""
-    from gradtools.seeing.jax.recorded_run import where_lost
-
-    return where_lost(ClosedJaxpr(program.jaxpr, consts), outs, index)

@@ -21,7 +21,7 @@ from gradtools.backend import Array
 from gradtools.errors import is_of, warn
 from gradtools.freezing import edit_in_frozen, name_of_function
 from gradtools.jax.arrays import asarray
-from gradtools.jax.jaxprs import equations, holds, named_after, own, traced
+from gradtools.jax.jaxprs import equations, holds, named_after, traced
 from gradtools.jax.known_errors import explained
 from gradtools.jax.recomputing import stateful
 from gradtools.jax.rules.installing import apply_rule
@@ -78,8 +78,7 @@ class _TracedOnce:
 
     def __init__(self, fun: Callable[..., list[Array]], xs: Sequence[Array]) -> None:
         self.fun = fun
-        self.program, consts = traced(fun, *xs)
-        self.consts = [own(c) for c in consts]
+        self.program, self.consts = traced(fun, *xs)
         self.avals = [_strong(v.aval) for v in self.program.jaxpr.invars]
         # The arrays that the program closes over, if none is a tracer. They are its last inputs,
         # so that compiled code holds them once for all derivatives.
@@ -154,37 +153,31 @@ class _Use:
         with explained(self.caller):
             return pull(self.at(xs), xs[: self.count], spread(cts, mask))
 
-    def program(self, xs: Entries) -> Any:
-        """G's jaxpr; None if G branches on values."""
-        if isinstance(self.fun, _TracedOnce):
-            return self.fun.program.jaxpr
-        try:
-            return jax.make_jaxpr(self.fun)(*xs).jaxpr
-        except jax.errors.JAXTypeError:
-            return None
-
     def may_hold(self, xs: Entries, *names: str) -> bool:
         """Whether G may contain such a primitive; True if G cannot be traced."""
-        program = self.program(xs)
-        return program is None or holds(program, *names)
+        if isinstance(self.fun, _TracedOnce):
+            return holds(self.fun.program.jaxpr, *names)
+        try:
+            return holds(jax.make_jaxpr(self.fun)(*xs), *names)
+        except jax.errors.JAXTypeError:  # G branches on values
+            return True
 
     def reverse_only(self, xs: Entries) -> str | None:
-        """A custom_vjp in G, which has no forward mode; None if its tangents are not needed."""
+        """A custom_vjp in G, which has no forward mode; None if its tangents are not needed.
+
+        Raises if it is an edit.
+        """
         if not self.may_hold(xs, "custom_vjp_call", "custom_vjp_call_jaxpr"):
             return None
         moved = xs[: self.count]
         pushed = jax.make_jaxpr(lambda *dxs: _along(self.at(xs), moved, dxs))(*moved)
         # the primitives of a custom_vjp's tangents, which cannot be evaluated
-        to_transpose = holds(pushed.jaxpr, "custom_lin", "unreachable")
-        return f"a jax.custom_vjp in {self.name}" if to_transpose else None
-
-    def refuse_edit(self, xs: Entries) -> None:
-        """Raises if G holds an edit without forward mode."""
-        program = self.program(xs)
-        eqns = () if program is None else equations(program)
-        edits = [e.params["name"] for e in eqns if e.primitive is reverse_only_p]
+        if not holds(pushed, "custom_lin", "unreachable"):
+            return None
+        edits = [e.params["name"] for e in equations(pushed) if e.primitive is reverse_only_p]
         if edits:
             raise edit_in_frozen(self.caller, edits[0])
+        return f"a jax.custom_vjp in {self.name}"
 
 
 def _pullback(
@@ -205,7 +198,8 @@ def _pullback(
         fixed = [jax.lax.stop_gradient(x) for x in operands]
         native = jax.tree.unflatten(treedef, fixed[inputs:stop])
         pairs = zip(spread(fixed[stop:], mask), likes, strict=True)
-        return [conj(g) for g in native([_zero(y) if ct is None else conj(ct) for ct, y in pairs])]
+        zero = lambda y: zeros_of(y) if is_inexact(y) else np.zeros(y.shape, jax.dtypes.float0)
+        return [conj(g) for g in native([zero(y) if ct is None else conj(ct) for ct, y in pairs])]
 
     def recomputed(xs: Entries) -> Callable[..., list[Any]]:
         return lambda *both: use.pulled(mask, [*both[:count], *xs[count:]], both[count:])
@@ -230,7 +224,6 @@ def _pullback(
                     raise
                 lacking = f"lax.custom_linear_solve in {use.name}"
         if lacking is not None:
-            use.refuse_edit(xs)
             warn(
                 f"{use.caller}: {lacking} lacks the derivative that forward over reverse needs; "
                 "that pass takes reverse mode twice, and keeps a graph of "
@@ -264,11 +257,6 @@ def _pullback(
         user_functions=use.user_functions,
         flow=lambda *operands: use.pulled(mask, operands[:inputs], operands[stop:]),
     )
-
-
-def _zero(aval: Any) -> Any:
-    """A zero cotangent of an output."""
-    return zeros_of(aval) if is_inexact(aval) else np.zeros(aval.shape, jax.dtypes.float0)
 
 
 def _along(fun: Callable[..., list[Array]], xs: Entries, dxs: Entries) -> list[Any]:

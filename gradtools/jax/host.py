@@ -24,7 +24,7 @@ from jax.sharding import NamedSharding, PartitionSpec
 
 from gradtools.host_kernels import KernelCall, Results, Shape
 from gradtools.jax import shardings
-from gradtools.jax._upstream import RulePrimitive, as_varying, varying_axes, weakly_cached
+from gradtools.jax._upstream import RulePrimitive, weakly_cached
 from gradtools.jax.arrays import X64
 from gradtools.jax.known_errors import CALLS_JAX, says
 
@@ -103,9 +103,8 @@ def _staged(*xs: Any, call: KernelCall, expected: Results, batch: Shape) -> list
 def _abstract(*xs: Any, **params: Any) -> list[Any]:
     def staged(*xs: Any) -> list[Any]:
         """The results, typed as varying over all mesh axes over which an input varies."""
-        ys = _staged(*xs, **params)
-        axes = {axis for x in xs for axis in varying_axes(jax.typeof(x))}
-        return [as_varying(y, tuple(axes)) for y in ys] if axes else ys
+        axes = frozenset().union(*map(shardings.varies, xs))
+        return [shardings.varying(y, axes) for y in _staged(*xs, **params)]
 
     # `make_jaxpr`: its avals keep, under shard_map, the axes over which a value varies.
     return list(jax.make_jaxpr(staged)(*xs).out_avals)

@@ -7,7 +7,7 @@ JAX's custom rules. `reachability.py` reads the data flow.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from inspect import Parameter, Signature
 from typing import Any, NamedTuple, TypeVar
 
@@ -41,20 +41,21 @@ class TracedProgram:
         flat = jax.core.eval_jaxpr(self.jaxpr, consts, *jax.tree.leaves(args))
         return jax.tree.unflatten(self.treedef, flat)
 
-    def without_constants(self) -> TracedProgram:
-        """The program without references to the arrays that it closed over; JAX 0.12 has them."""
-        return replace(self, jaxpr=self.jaxpr.replace(constvars=self.jaxpr.constvars))
-
 
 def traced(fun: Callable[..., Any], *args: Any) -> tuple[TracedProgram, list[Any]]:
-    """Closure conversion: fun as a `TracedProgram`, and the arrays that it closes over."""
+    """Closure conversion: fun as a `TracedProgram`, and the arrays that it closes over.
+
+    NumPy arrays among them are copied, for the user may overwrite them before the backward pass.
+    """
     closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
-    program = TracedProgram(open_jaxpr(closed), jax.tree.structure(shapes), closed.out_avals)
-    return program, constants_of(closed)
+    jaxpr = open_jaxpr(closed)
+    jaxpr = jaxpr.replace(constvars=jaxpr.constvars)  # from JAX 0.12 on a jaxpr keeps its arrays
+    program = TracedProgram(jaxpr, jax.tree.structure(shapes), closed.out_avals)
+    return program, [own(c) for c in constants_of(closed)]
 
 
 def own(x: Any) -> Any:
-    """A copy of a NumPy array, which the user may overwrite before the backward pass."""
+    """A NumPy array as a copy of its own; anything else unchanged."""
     # In a trace `jnp.array` keeps the memory.
     return jnp.asarray(np.array(x)) if isinstance(x, np.ndarray) else x
 
@@ -142,16 +143,6 @@ def interpreted(
     for i, eqn in enumerate(jaxpr.eqns):
         env.update(zip(eqn.outvars, step(i, eqn, [at(v) for v in eqn.invars]), strict=True))
     return [at(v) for v in jaxpr.outvars]
-
-
-def needed(jaxpr: Jaxpr, effects: bool = True) -> list[Eqn]:
-    """The equations that have a used result or effects, without inner jaxprs; see `live`."""
-    read, kept = {id(v) for v in jaxpr.outvars}, []
-    for eqn in reversed(jaxpr.eqns):
-        if (effects and eqn.effects) or any(id(v) in read for v in eqn.outvars):
-            kept.append(eqn)
-            read.update(map(id, eqn.invars))
-    return kept[::-1]
 
 
 def live(jaxpr: Jaxpr) -> Jaxpr:

@@ -55,7 +55,7 @@ def retaining(call: Any) -> tuple[Evaluation, list[Mark], list[Array]]:
 
     def fun(*xs: Array) -> Any:
         count = len(call.leaves)
-        outs = _evaluated(call.f, program.jaxpr, [*consts, *xs[:count]], xs[count:])
+        outs = _evaluated(program.jaxpr, [*consts, *xs[:count]], xs[count:])
         return jax.tree.unflatten(program.treedef, [*map(jnp.asarray, outs)])
 
     fun.caller = call.caller  # type: ignore[attr-defined]
@@ -85,7 +85,7 @@ def _marks_of(eqn: Any) -> list[tuple[Mark, list[Any]]]:
     return found
 
 
-def _evaluated(f: Any, jaxpr: Any, entries: Sequence[Any], arrays: Sequence[Array]) -> list[Any]:
+def _evaluated(jaxpr: Any, entries: Sequence[Any], arrays: Sequence[Array]) -> list[Any]:
     """The jaxpr's outputs, with the arrays added at its marks, in their order."""
     left = iter(arrays)
 
@@ -96,16 +96,16 @@ def _evaluated(f: Any, jaxpr: Any, entries: Sequence[Any], arrays: Sequence[Arra
         if eqn.primitive is mark_p:
             return [x + d for x, d in zip(xs, own, strict=True)]
         xs = [jnp.asarray(x, v.aval.dtype) for x, v in zip(xs, eqn.invars, strict=True)]
-        return run_compiled(f, partial(_inner, f, eqn), xs, own)
+        return run_compiled(partial(_inner, eqn), xs, own)
 
     return jaxprs.interpreted(jaxpr, entries, step)
 
 
-def _inner(f: Any, eqn: Any, xs: list[Array], arrays: list[Array]) -> Any:
+def _inner(eqn: Any, xs: list[Array], arrays: list[Array]) -> Any:
     """An equation with inner jaxprs, with the arrays added at its marks."""
     name, params, programs = eqn.primitive.name, eqn.params, jaxprs.programs_of(eqn)
     runs = [
-        lambda xs, arrays, p=p: _typed(p.jaxpr, _evaluated(f, p.jaxpr, [*p.consts, *xs], arrays))
+        lambda xs, arrays, p=p: _typed(p.jaxpr, _evaluated(p.jaxpr, [*p.consts, *xs], arrays))
         for p in programs
     ]
     if name == "scan":

@@ -192,16 +192,15 @@ class Opened:
         copies: Sequence[Any] = ()
         nnx, rests = self._nnx, self._rests
         if self._nodes:
-            states = {
-                rest: part
+            flat = {
+                (rest, *path): x
                 for i, (treedef, kept) in rests.items()
                 for rest, part in zip(kept, treedef.flatten_up_to(args[i]), strict=True)
                 if isinstance(rest, int)
+                for path, x in nnx.to_flat_state(part)
             }
-            flat = [
-                ((k, *path), x) for k, part in states.items() for path, x in nnx.to_flat_state(part)
-            ]
-            copies = nnx.merge(self._graph, nnx.from_flat_state(flat), self._rest, copy=True)
+            params = nnx.from_flat_state(list(flat.items()))
+            copies = nnx.merge(self._graph, params, self._rest, copy=True)
         whole = [self._whole(rests.get(i), x, copies) for i, x in enumerate(args)]
         named = {key: self._whole(None, x, copies) for key, x in kwargs.items()}
         out = self._f(*whole, **named)
@@ -255,10 +254,9 @@ class Opened:
     def refuse_changes(self) -> None:
         """Raises if the latest call changed a module, which this operator cannot return."""
         if self.changed:
-            names = [".".join(map(str, path[1:])) for path in self.changed]
-            more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+            name = ".".join(map(str, self.changed[0][1:]))
             raise GradtoolsError(
-                f"{self.caller}: f changes a module that it is given ({names[0]}{more}), which "
+                f"{self.caller}: f changes a module that it is given ({name}), which "
                 f"{self.caller} does not hand on here. Set the module to evaluation "
                 "(module.eval()), or use make_functional, and the state with has_aux=True."
             )

@@ -13,14 +13,13 @@ flow is the same analysis without cuts and with control dependence.
 `seeing/jax/graphs.py` finds where on the way a gradient is lost.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
-from functools import cache, reduce
+from collections.abc import Iterator, Sequence
+from functools import reduce
 from operator import or_
 from typing import Any
 
 from gradtools.jax import _upstream as upstream
-from gradtools.jax._upstream import Literal, get_opaque_trace_state
+from gradtools.jax._upstream import Literal
 from gradtools.jax.jaxprs import (
     DRAWS,
     RULED,
@@ -38,14 +37,7 @@ from gradtools.jax.jaxprs import (
 
 def within_a_trace() -> bool:
     """Whether a trace or transform of JAX is running in this thread."""
-    return bool(get_opaque_trace_state(convention="flax") != _outside())
-
-
-@cache
-def _outside() -> Any:
-    """The trace state outside of all traces, read in a new thread: this one may be tracing."""
-    with ThreadPoolExecutor(1) as pool:
-        return pool.submit(get_opaque_trace_state, convention="flax").result()
+    return not upstream.trace_state_clean()
 
 
 def reached_matrix(closed_jaxpr: Jaxpr, raw: bool = False) -> list[list[bool]]:
@@ -89,8 +81,6 @@ ONE_TO_ONE = (
 def _leaf_edges(eqn: Eqn, raw: bool) -> list[int] | None:
     """For each output the mask of the inputs that flow to it; None if all flow to all."""
     name, count, outs = eqn.primitive.name, len(eqn.invars), len(eqn.outvars)
-    if not raw and hasattr(eqn.primitive, "gradtools_connects"):
-        return [_mask(row) for row in eqn.primitive.gradtools_connects(eqn)]
     if not raw and name in _STOPS:
         return [0] * outs
     if not raw and name in ("gradtools_primal", "gradtools_value"):
@@ -113,11 +103,6 @@ def _leaf_edges(eqn: Eqn, raw: bool) -> list[int] | None:
 
 def _mask(row: Sequence[bool]) -> int:
     return sum(1 << i for i, connected in enumerate(row) if connected)
-
-
-def is_activation_rule(eqn: Eqn) -> bool:
-    """Whether a comparison comes from jax.nn's derivative of an activation, such as relu."""
-    return eqn.primitive.name in _COMPARISONS and upstream.is_activation_rule(eqn)
 
 
 # --- the flow ----------------------------------------------------------------------------
@@ -152,22 +137,17 @@ class Flow:
                 env.update(zip(targets(eqn), self.step(eqn, inputs), strict=True))
         return env
 
-    def visited(
-        self, jaxpr: Jaxpr, bits: Sequence[int], enters: Callable[[Eqn], bool] = lambda eqn: True
-    ) -> Iterator[tuple[Eqn, list[int]]]:
-        """The equations at any depth, with the bits of their operands in any step of a loop.
-
-        enters: Whether the bodies of an equation are visited.
-        """
+    def visited(self, jaxpr: Jaxpr, bits: Sequence[int]) -> Iterator[tuple[Eqn, list[int]]]:
+        """The equations at any depth, with the bits of their operands in any step of a loop."""
         env = self.propagate(jaxpr, bits)
         for eqn in jaxpr.eqns:
             inputs = _read(env, eqn.invars)
             yield eqn, inputs
-            for body in bodies(eqn) if enters(eqn) else ():
+            for body in bodies(eqn):
                 entering = [inputs[i] for i in body.inputs]
                 for k, i in body.carries:
                     entering[i] |= env.get(eqn.outvars[k], 0)
-                yield from self.visited(body.jaxpr, entering, enters)
+                yield from self.visited(body.jaxpr, entering)
 
     def step(self, eqn: Eqn, bits: Sequence[int]) -> list[int]:
         """The bits of an equation's targets, given those of its operands."""
@@ -179,7 +159,8 @@ class Flow:
             outputs = [_union(mask, bits) for mask in edges]
             return [b if self.raw or i else 0 for i, b in zip(written, outputs, strict=True)]
         total = _any(bits)  # every input to every output, but no float to an integer or a bool
-        if self.raw or all(written) or is_activation_rule(eqn):
+        kept = eqn.primitive.name in _COMPARISONS and upstream.is_activation_rule(eqn)
+        if self.raw or all(written) or kept:
             return [total] * len(written)
         floats = [b for var, b in zip(eqn.invars, bits, strict=True) if is_inexact(var)]
         return [total if i else total & ~_any(floats) for i in written]
@@ -208,19 +189,6 @@ class Flow:
             inputs = [carried.get(i, 1 << at) for i, at in enumerate(gate.inputs)]
             gates = _any([_union(mask, inputs) for mask in self.of_jaxpr(gate.jaxpr)])
         return [mask | gates for mask in masks]
-
-
-def moves_a_while(jaxpr: Jaxpr) -> bool:
-    """Whether a `while`, which has no reverse mode, depends on inexact inputs.
-
-    A `while` that only draws random numbers, or inside a rule, does not count. (The rule of a
-    frozen function has a reverse mode, and what follows it may have no other.)
-    """
-    has_rule = lambda eqn: eqn.primitive.name in RULED or hasattr(eqn.primitive, "gradtools_flow")
-    bits = [*map(int, inexact(jaxpr.invars))]
-    visited = Flow(raw=False).visited(jaxpr, bits, lambda eqn: not has_rule(eqn))
-    whiles = ((eqn, bits) for eqn, bits in visited if eqn.primitive.name == "while")
-    return any(any(bits) and any(inexact(eqn.outvars)) for eqn, bits in whiles)
 
 
 def draws(closed: Jaxpr) -> set[Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import jax
@@ -13,7 +14,6 @@ from gradtools.errors import GradtoolsError
 from gradtools.integrations import integration
 from gradtools.jax import jaxprs, reachability, trees
 from gradtools.jax.compiled_once import compiled
-from gradtools.jax.jaxprs import own
 from gradtools.rules import replaced_at
 
 
@@ -23,16 +23,8 @@ def stateful(caller: str, f: Callable[..., Any], args: Any) -> Any:
     return None if nnx is None else nnx.stateful(caller, f, args)
 
 
-def rematerialized(f: Callable[..., Any], prevent_cse: bool = True) -> Callable[..., Any]:
-    """`jax.checkpoint(f)` that saves the results of host callbacks instead of repeating the calls.
-
-    Everything else is recomputed by the same program from the same arrays, with equal results.
-    """
-    return jax.checkpoint(f, prevent_cse=prevent_cse, policy=_is_kept)
-
-
-def _is_kept(primitive: Any, *_: Any, **__: Any) -> bool:
-    return primitive.name == "pure_callback"
+rematerialized = partial(jax.checkpoint, policy=lambda op, *_, **__: op.name == "pure_callback")
+"""`jax.checkpoint` that keeps the results of host callbacks; everything else runs again."""
 
 
 def checkpointed(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
@@ -67,10 +59,10 @@ def _recomputed(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         out_def[:] = [structure]
         return outs
 
-    xs = [own(leaves[i]) for i in arrays]
+    xs = [jaxprs.own(leaves[i]) for i in arrays]
     program, consts = jaxprs.traced(jaxprs.named_after(f, fresh), *xs)
     refuse_to_repeat("checkpoint", program.jaxpr)
-    outs = compiled(f, program.without_constants().jaxpr, rematerialized)([*map(own, consts)], xs)
+    outs = compiled(program.jaxpr, rematerialized)(consts, xs)
     return trees.unflatten(out_def[0], outs)
 
 

@@ -149,16 +149,6 @@ def names(entry: Any) -> tuple[Any, ...]:
 # --- manual axes: under `shard_map` a type contains the mesh axes over which an array varies -----
 
 
-def varying_alike(xs: Sequence[Any]) -> list[Any]:
-    """The inputs, cast to vary over the union of their mesh axes.
-
-    The transpose of the cast is the sum over the added axes, which is what the cotangent of an
-    input that does not vary needs.
-    """
-    union = frozenset().union(*map(varies, xs))
-    return [varying(x, union) for x in xs] if union else list(xs)
-
-
 def varying(x: Any, axes: frozenset[Any]) -> Any:
     """x, cast to vary over these mesh axes as well."""
     missing = axes - varies(x)

@@ -26,20 +26,6 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
     return _CONTAINERS.opened(*jax.tree.flatten(tree))
 
 
-def flatten_arrays(tree: Any) -> tuple[list[Any], Any, list[str | None]]:
-    """The leaves, the structure, and the kind of each leaf: real, complex, exact or None."""
-    leaves, treedef = flatten(tree)
-    kinds: list[str | None] = []
-    for x in leaves:
-        kind = None
-        if is_array(x):
-            kind = "exact"
-            if jnp.issubdtype(x.dtype, jnp.inexact):
-                kind = "complex" if jnp.issubdtype(x.dtype, jnp.complexfloating) else "real"
-        kinds.append(kind)
-    return leaves, treedef, kinds
-
-
 _LEAF = jax.tree.structure(0)
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import math
 import os
 import subprocess
 import sys
@@ -14,6 +13,7 @@ import numpy as np
 import pytest
 
 import gradtools.jax as gt
+from tests.jax.test_cost_frozen import flops
 
 RNG = np.random.default_rng(20261121)
 W = jnp.asarray(RNG.normal(size=(3, 4)))
@@ -297,29 +297,6 @@ def test_microbatched_traces_once_for_each_shape_and_recomputes_nothing():
 
 
 # --- costs ---------------------------------------------------------------------------------
-
-
-def flops(f, *args):
-    """Floating-point operations of the matrix products, loops times their trips."""
-    return _flops_of(jax.make_jaxpr(f)(*args).jaxpr)
-
-
-def _flops_of(jaxpr):
-    total = 0
-    for eqn in jaxpr.eqns:
-        if eqn.primitive.name == "dot_general":
-            (contracted, _), _ = eqn.params["dimension_numbers"]
-            shape = eqn.invars[0].aval.shape
-            total += 2 * eqn.outvars[0].aval.size * math.prod(shape[i] for i in contracted)
-        trips = eqn.params.get("length", 1) if eqn.primitive.name == "scan" else 1
-        for inner in jax.tree.leaves(list(eqn.params.values()), is_leaf=_is_jaxpr):
-            if _is_jaxpr(inner):
-                total += trips * _flops_of(getattr(inner, "jaxpr", inner))
-    return total
-
-
-def _is_jaxpr(x):
-    return hasattr(getattr(x, "jaxpr", x), "eqns")
 
 
 def deep(ws, x):

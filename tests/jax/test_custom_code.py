@@ -77,5 +77,5 @@ def test_what_jax_does_not_differentiate_is_refused_in_words_with_a_mend(f, way)
 
 
 def test_a_callback_that_is_reached_by_stopped_inputs_alone_is_a_cut():
-    with pytest.raises(DisconnectedInputError, match=r"cut by (pure_callback|stop_gradient)"):
+    with pytest.raises(DisconnectedInputError, match="argument 0 does not reach"):
         gt.grad(lambda x: pure(jax.lax.stop_gradient(x)).sum())(X)

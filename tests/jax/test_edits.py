@@ -47,7 +47,7 @@ def scanned(x, s):
 @pytest.mark.parametrize("wrap", [lambda g: g, jax.jit, jax.checkpoint], ids=["-", "jit", "remat"])
 @pytest.mark.parametrize("f", [scanned, jax.jit(scanned)], ids=["-", "jit inside"])
 def test_the_derivative_to_a_factor_is_refused_through_scan_jit_and_vmap(wrap, f):
-    with pytest.raises(DisconnectedInputError, match="cut by scale_gradient"):
+    with pytest.raises(DisconnectedInputError, match="argument 1 does not reach"):
         wrap(gt.grad(f, 1))(X, jnp.array(2.0))
-    with pytest.raises(DisconnectedInputError, match="cut by scale_gradient"):
+    with pytest.raises(DisconnectedInputError, match="argument 1 does not reach"):
         jax.vmap(wrap(gt.grad(f, 1)), (None, 0))(X, jnp.ones(3))

@@ -8,7 +8,6 @@ import numpy as np
 
 import gradtools.jax as gt
 from gradtools.jax import compiled_once
-from gradtools.jax.engines import stage
 
 X = np.array([0.3, -1.2, 0.7])
 
@@ -47,12 +46,3 @@ def test_a_wide_jacobian_of_a_rule_without_forward_mode_is_pulled_back():
     x = jnp.asarray([0.2, 3.0])
     expected = gt.jacobian(f, mode="reverse")(x)
     np.testing.assert_array_equal(gt.jacobian(f)(x), expected)
-
-
-def test_a_loop_that_no_argument_moves_leaves_the_jacobian_to_reverse_mode():
-    drawn = lambda x: (x * jax.random.gamma(jax.random.key(0), 2.0, x.shape)).sum()
-    solved = lambda x: jax.scipy.sparse.linalg.cg(lambda v: v * (2 + x), jnp.ones(3))[0].sum()
-    for f in (drawn, solved):
-        staged = stage(lambda x, f=f: ([f(x)], []), [jnp.ones(3)])
-        assert staged.jacobian_mode == "reverse"
-        np.testing.assert_allclose(gt.jacobian(f)(jnp.ones(3)), jax.grad(f)(jnp.ones(3)), rtol=1e-6)

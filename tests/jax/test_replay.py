@@ -72,53 +72,6 @@ def test_what_is_written_to_numpys_arrays_later_changes_no_derivative(remade: An
         np.testing.assert_allclose(found, right, rtol=1e-6)
 
 
-def _remade_eagerly(made):
-    """Values and gradients at 2, of f(x) = made()(x) checkpointed, one after the other."""
-    f = gt.checkpoint(lambda x: made()(x))
-    return [float(x) for _ in range(4) for x in jax.value_and_grad(f)(2.0)]
-
-
-@jax.custom_jvp
-def scaled(x):
-    return 3 * x
-
-
-slopes = [3.0, 5.0, 7.0, 9.0]
-scaled.defjvp(lambda primals, tangents: (scaled(*primals), slopes[0] * tangents[0]))
-
-CHANGED = {
-    "a number": (lambda s: lambda x: s * x, [1.0, 2.0, 2.0, 3.0], [2, 1, 4, 2, 4, 2, 6, 3]),
-    "the sign of a zero": (
-        lambda s: lambda x: x * jnp.copysign(1.0, jnp.float32(s) * jnp.sign(x)),
-        [0.0, -0.0, 0.0, -0.0],
-        [2, 1, -2, -1] * 2,
-    ),
-    "an array": (
-        lambda s: lambda x: (x * np.asarray([s, 1.0])).sum(),
-        [1.0, 2.0, 2.0, 3.0],
-        [4, 2, 6, 3, 6, 3, 8, 4],
-    ),
-    "an operation": (
-        lambda s: jnp.square if s else lambda x: x + 1,
-        [0, 1, 0, 1],
-        [3, 1, 4, 4] * 2,
-    ),
-    "the length of a loop": (
-        lambda s: lambda x: jax.lax.fori_loop(0, s, lambda i, x: 2 * x, x),
-        [1, 2, 2, 3],
-        [4, 2, 8, 4, 8, 4, 16, 8],
-    ),
-}
-
-
-@pytest.mark.slow_at("the sign of a zero", "the length of a loop")
-@pytest.mark.parametrize("name", CHANGED)
-def test_what_python_reads_anew_is_seen_at_each_eager_call_of_checkpoint(name):
-    made, reads, expected = CHANGED[name]
-    left = iter(reads)
-    assert _remade_eagerly(lambda: made(next(left))) == expected
-
-
 NUMBERS = {
     "a branch": (lambda x, train: 2 * x if train else x, True),
     "a loop": (lambda x, n: jax.lax.fori_loop(0, n, lambda i, x: jnp.sin(x), x), 3),

@@ -6,10 +6,6 @@ program; what they get wrong, or cannot do, is told by a closed form.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -187,81 +183,6 @@ def test_bwd_gets_none_for_a_cotangent_that_is_zero_and_the_rule_for_a_tangent()
     same(jax.jvp(lambda x: h(x, 2 * X), (X,), (X,))[1], 2 * X * X)
     same(jax.grad(lambda y: jax.grad(total(h))(X, y).sum())(X), np.ones(3))
     assert (False, True) in tangents
-
-
-# --- everything else that JAX's own can do -----------------------------------------------
-
-
-SHARDED = """
-import jax, jax.numpy as jnp, numpy as np
-import gradtools.jax as gt
-from jax.sharding import AxisType, PartitionSpec as P
-mesh = jax.make_mesh((4,), ("i",), axis_types=(AxisType.Explicit,))
-x = jnp.arange(1.0, 5.0)
-for kind in ("jvp", "vjp"):
-    g = gt.custom_rule(jnp.sin)
-    if kind == "jvp":
-        g.defjvp(lambda p, t: (jnp.sin(p[0]), jnp.cos(p[0]) * t[0]))
-    else:
-        g.defvjp(lambda x: (jnp.sin(x), x), lambda x, c: (jnp.cos(x) * c,))
-    with jax.set_mesh(mesh):
-        xs = jax.device_put(x, P("i"))
-        two = gt.custom_rule(lambda x, y: x * y)
-        two.defjvp(lambda p, t: (p[0] * p[1], t[0] * p[1] + p[0] * t[1]))
-        found = jax.vmap(jax.grad(two))(xs, xs)
-        np.testing.assert_allclose(found, np.asarray(x), 1e-6)
-        ways = (jax.vmap(jax.grad(g)), jax.grad(lambda x: jax.vmap(g)(x).sum()),
-                lambda x: jax.vmap(lambda x: jax.jvp(g, (x,), (1.0,))[1])(x))
-        for way in ways:
-            for run in (way, jax.jit(way)):
-                np.testing.assert_allclose(run(xs), np.cos(np.asarray(x)), 1e-6)
-        second = jax.jit(jax.vmap(jax.grad(jax.grad(g))))(xs)
-        np.testing.assert_allclose(second, -np.sin(np.asarray(x)), 1e-6)
-print("right")
-"""
-
-
-@pytest.mark.slow
-def test_derivatives_are_mapped_over_an_axis_of_an_explicit_mesh():
-    flags = "--xla_force_host_platform_device_count=4"
-    ran = subprocess.run(
-        [sys.executable, "-c", SHARDED],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-    )
-    assert ran.stdout.strip() == "right", ran.stderr[-2000:]
-
-
-# --- as JAX's own, program for program ---------------------------------------------------
-
-
-BRANCHES = {
-    "fwd": lambda f: f.defvjp(
-        lambda x: (f(x), x) if x > 0 else (f(x), 0 * x), lambda x, c: (c * jnp.sign(x),)
-    ),
-    "bwd": lambda f: f.defvjp(lambda x: (f(x), x), lambda x, c: (c if x > 0 else 0 * c,)),
-    "jvp": lambda f: f.defjvp(lambda p, t: (f(*p), t[0] if p[0] > 0 else 0 * t[0])),
-}
-TRACED = {
-    "jit": lambda f: jax.jit(jax.grad(f))(1.0),
-    "vmap": lambda f: jax.vmap(jax.grad(f))(jnp.ones(2)),
-    "scan": lambda f: jax.grad(lambda x: jax.lax.scan(lambda c, _: (f(c), None), x, None, 1)[0])(
-        1.0
-    ),
-    "second": lambda f: jax.jit(jax.hessian(f))(1.0),
-    "forward": lambda f: jax.jit(lambda x: jax.jvp(f, (x,), (x,)))(1.0),
-}
-
-
-@pytest.mark.slow_at(("bwd", "vmap"))
-@pytest.mark.parametrize("how", TRACED)
-@pytest.mark.parametrize("part", BRANCHES)
-def test_a_python_if_in_a_rule_that_is_traced_is_told_in_our_words(part, how):
-    f = gt.custom_rule(lambda x: jnp.maximum(x, 0))
-    BRANCHES[part](f)
-    with pytest.raises(GradtoolsError, match=r"(?s)a Python if.*Use jax.numpy.where or jax.lax.co"):
-        TRACED[how](f)
 
 
 # --- iterative solvers, and zeros of whole subtrees ------------------------------------------

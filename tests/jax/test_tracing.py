@@ -224,23 +224,6 @@ def test_the_line_is_that_of_each_use_of_a_jitted_library_function():
     assert len({*lines}) == 2 and all(line.text.endswith("# here") for line in lines)
 
 
-# --- primitives of our own ---------------------------------------------------------------
-
-
-def own_primitive(connects):
-    from jax.extend.core import Primitive
-
-    primitive = Primitive("own_rule")
-    primitive.def_abstract_eval(lambda x, y: x)
-    primitive.gradtools_connects = connects
-    return primitive
-
-
-def test_a_primitive_may_say_what_it_connects():
-    own = own_primitive(lambda eqn: [[False, True]])
-    assert reached(jaxpr_of(lambda x, y: own.bind(x, y), X, X)) == [False, True]
-
-
 # --- size --------------------------------------------------------------------------------
 
 

@@ -64,6 +64,25 @@ def test_a_tracer_of_a_jaxpr_is_told_from_those_of_other_transforms():
     assert seen == [True, False, False]
 
 
+def test_a_trace_is_told_from_none():
+    seen = []
+    look = lambda x: seen.append(upstream.trace_state_clean()) or x
+    look(1.0), jax.make_jaxpr(look)(1.0), jax.grad(look)(1.0), jax.vmap(look)(jnp.ones(2))
+    assert seen == [True, False, False, False]
+
+
+def test_a_primitive_is_linearized_by_its_rule():
+    double, seen = upstream.Primitive("double"), []
+    double.def_impl(lambda x: 2 * x)
+
+    def rule(carried, x):
+        seen.append(list(carried))
+        return 2 * x, True, [], lambda _, dx: 2 * dx
+
+    upstream.define_linearization(double, rule)
+    assert jax.grad(double.bind)(1.0) == 2 and seen == [[True]]
+
+
 def test_caches_of_jax_keep_no_rule_alive():
     class Rule:
         pass

@@ -163,17 +163,34 @@ def tangent_of(kind, module, leaves):
 # --- the operators: each gives what gradtools finds, and the oracle ----------------------
 
 
-def by_grad(kind, m):
-    leaves, loss = kind.flat_loss(m)
-    wanted = jax.grad(loss)(leaves)
-    return gt.grad(kind.loss)(m, X), wanted
+def rows(kind, m):
+    return m if kind.batched else jax.vmap(m)
 
 
-def by_vjp(kind, m):
+def of_rows(kind, run):
+    return gt.grad(lambda m, x: (run(m, x) ** 2).mean())
+
+
+GRADIENTS = {
+    "grad": lambda kind, m: gt.grad(kind.loss)(m, X),
+    "vjp": lambda kind, m: gt.vjp(lambda m: kind.loss(m, X), m)[1](jnp.ones(())),
+    "jit": lambda kind, m: (eqx.filter_jit if kind.library == "equinox" else nnx.jit)(
+        gt.grad(kind.loss)
+    )(m, X),
+    "checkpoint": lambda kind, m: gt.grad(gt.checkpoint(kind.loss))(m, X),
+    "microbatched": lambda kind, m: gt.microbatched_value_and_grad(kind.loss, 4)(m, X)[1],
+    "chunked": lambda kind, m: of_rows(
+        kind, gt.chunked(lambda m, x: rows(kind, m)(x), 4, in_axes=(None, 0))
+    )(m, X),
+    "chunked module": lambda kind, m: of_rows(kind, lambda m, x: gt.chunked(rows(kind, m), 4)(x))(
+        m, X
+    ),
+}
+
+
+def gradient(kind, m):
     leaves, loss = kind.flat_loss(m)
-    wanted = jax.grad(loss)(leaves)
-    _, pullback = gt.vjp(lambda m: kind.loss(m, X), m)
-    return pullback(jnp.ones(())), wanted
+    return jax.grad(loss)(leaves)
 
 
 def by_jvp(kind, m):
@@ -203,12 +220,9 @@ def by_argument(kind, m):
 def by_minimax(kind, m):
     own, rebuild = kind.split(m)
     other = rebuild([1.5 * x for x in own])
-    leaves, loss = kind.flat_loss(m)
-    g = jax.grad(loss)(leaves)
-    h = jax.grad(kind.flat_loss(other)[1])(kind.split(other)[0])
+    wanted = gradient(kind, m), [2 * x for x in gradient(kind, other)]
     f = lambda a, b, x: kind.loss(a, x) - 2 * kind.loss(b, x)
-    _, (down, up) = gt.minimax_value_and_grad(f, 0, 1)(m, other, X)
-    return (down, up), (g, [2 * x for x in h])
+    return gt.minimax_value_and_grad(f, 0, 1)(m, other, X)[1], wanted
 
 
 def by_tree(kind, m):
@@ -219,42 +233,18 @@ def by_tree(kind, m):
     return (g["net"], g["t"]), wanted
 
 
-def by_jit(kind, m):
-    leaves, loss = kind.flat_loss(m)
-    wanted = jax.grad(loss)(leaves)
-    jit = eqx.filter_jit if kind.library == "equinox" else nnx.jit
-    return jit(gt.grad(kind.loss))(m, X), wanted
-
-
 def by_assign(kind, m):
-    leaves, loss = kind.flat_loss(m)
-    wanted = jax.grad(loss)(leaves)
-    g = gt.grad(kind.loss)(m, X)
+    wanted, g = gradient(kind, m), gt.grad(kind.loss)(m, X)
     total = gt.accumulate_gradients(gt.accumulate_gradients(None, g), g)
     return (gt.assign_gradients(m, g), total), (wanted, [2 * x for x in wanted])
-
-
-def by_checkpoint(kind, m):
-    leaves, loss = kind.flat_loss(m)
-    wanted = jax.grad(loss)(leaves)
-    return gt.grad(gt.checkpoint(kind.loss))(m, X), wanted
 
 
 def by_mixed_partial(kind, m):
     leaves, rebuild = kind.split(m)
     f = lambda m, g: kind.loss(m, g) if kind.library == "equinox" else (m(g) ** 2).mean()
     u, G = X + 1, jnp.sin
-
-    def along(xs):
-        return jax.jvp(lambda z: f(rebuild(xs), G(z)), (X,), (u,))[1]
-
+    along = lambda xs: jax.jvp(lambda z: f(rebuild(xs), G(z)), (X,), (u,))[1]
     return gt.mixed_partial(f, G, m, X, u), jax.grad(along)(leaves)
-
-
-EVERYWHERE = [
-    by_grad, by_vjp, by_jvp, by_hvp, by_argument, by_minimax, by_tree, by_jit, by_assign,
-    by_checkpoint,
-]  # fmt: skip
 
 
 def by_per_example(kind, m):
@@ -265,51 +255,32 @@ def by_per_example(kind, m):
     return gt.per_example_grad(lambda m, x: kind.loss(m, x[None]))(m, X), stacked
 
 
-def by_microbatched(kind, m):
-    leaves, loss = kind.flat_loss(m)
-    wanted = jax.value_and_grad(loss)(leaves)
-    return gt.microbatched_value_and_grad(kind.loss, 4)(m, X), wanted
-
-
-def by_chunked(kind, m):
-    leaves, loss = kind.flat_loss(m)
-    f = lambda m, x: m(x) if kind.batched else jax.vmap(m)(x)
-    run = gt.chunked(f, 4, in_axes=(None, 0))
-    return gt.grad(lambda m, x: (run(m, x) ** 2).mean())(m, X), jax.grad(loss)(leaves)
-
-
-def by_chunked_module(kind, m):
-    leaves, loss = kind.flat_loss(m)
-
-    def total(m, x):
-        rows = gt.chunked(m if kind.batched else jax.vmap(m), 4)
-        return (rows(x) ** 2).mean()
-
-    return gt.grad(total)(m, X), jax.grad(loss)(leaves)
-
-
 def by_frozen(kind, m):
     leaves, rebuild = kind.split(m)
     wanted = jax.grad(lambda x: (jax.grad(kind.loss, 1)(rebuild(leaves), x) ** 2).sum())(X)
-    G = gt.frozen(m if kind.batched else jax.vmap(m))
-    slope = gt.grad(lambda x: (G(x) ** 2).mean())
+    slope = gt.grad(lambda x: (gt.frozen(rows(kind, m))(x) ** 2).mean())
     return gt.grad(lambda x: (slope(x) ** 2).sum())(X), wanted
 
 
 def by_jacobian(kind, m):
     leaves, rebuild = kind.split(m)
-    out = lambda m, x: m(x) if kind.batched else jax.vmap(m)(x)
+    out = lambda m, x: rows(kind, m)(x)
     wanted = jax.jacrev(lambda xs: out(rebuild(xs), X))(leaves)
-    return (
-        gt.jacobian(out, mode="reverse")(m, X),
-        gt.jacobian(out, mode="forward")(m, X),
-    ), (wanted, wanted)
+    found = [gt.jacobian(out, mode=mode)(m, X) for mode in ("reverse", "forward")]
+    return found, [wanted, wanted]
 
 
+OPERATORS = {
+    **{n: lambda kind, m, f=f: (f(kind, m), gradient(kind, m)) for n, f in GRADIENTS.items()},
+    "jvp": by_jvp, "hvp": by_hvp, "argument": by_argument, "minimax": by_minimax,
+    "tree": by_tree, "assign": by_assign, "per_example": by_per_example, "frozen": by_frozen,
+    "jacobian": by_jacobian, "mixed_partial": by_mixed_partial,
+}  # fmt: skip
 WITHOUT_STATE = [
-    by_per_example, by_microbatched, by_chunked, by_chunked_module, by_frozen, by_jacobian,
-    by_mixed_partial,
+    "per_example", "microbatched", "chunked", "chunked module", "frozen", "jacobian",
+    "mixed_partial",
 ]  # fmt: skip
+EVERYWHERE = [name for name in OPERATORS if name not in WITHOUT_STATE]
 
 
 QUICK = ("equinox with leaves of all kinds", "nnx with batch norm, dropout, a counter")
@@ -321,23 +292,23 @@ def kinds(names):
 
 
 @pytest.mark.quick_at(
-    ("by_vjp", "equinox with leaves of all kinds"),
-    ("by_argument", "equinox with leaves of all kinds"),
-    ("by_tree", "equinox with leaves of all kinds"),
+    ("vjp", "equinox with leaves of all kinds"),
+    ("argument", "equinox with leaves of all kinds"),
+    ("tree", "equinox with leaves of all kinds"),
 )
 @pytest.mark.parametrize("name", kinds(KINDS))
-@pytest.mark.parametrize("operator", EVERYWHERE, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("operator", EVERYWHERE)
 def test_an_operator_gives_plain_jax_numbers(operator, name):
-    found, wanted = operator(KINDS[name], KINDS[name].make())
+    found, wanted = OPERATORS[operator](KINDS[name], KINDS[name].make())
     same(found, wanted)
 
 
-@pytest.mark.slow_at("by_mixed_partial")
-@pytest.mark.sweep_at("by_per_example", "by_microbatched", "by_chunked", "by_frozen", "by_jacobian")
+@pytest.mark.slow_at("mixed_partial")
+@pytest.mark.sweep_at("per_example", "microbatched", "chunked", "frozen", "jacobian")
 @pytest.mark.parametrize("name", kinds([n for n, kind in KINDS.items() if not kind.changes]))
-@pytest.mark.parametrize("operator", WITHOUT_STATE, ids=lambda f: f.__name__)
+@pytest.mark.parametrize("operator", WITHOUT_STATE)
 def test_an_operator_that_runs_a_module_often_gives_plain_jax_numbers(operator, name):
-    found, wanted = operator(KINDS[name], KINDS[name].make())
+    found, wanted = OPERATORS[operator](KINDS[name], KINDS[name].make())
     same(found, wanted, 1e-11)
 
 
@@ -355,16 +326,12 @@ def test_the_gradient_of_an_nnx_module_is_what_nnx_grad_gives_and_its_optimizer_
     same(nnx.state(a, nnx.Param), nnx.state(b, nnx.Param))
 
 
-@pytest.mark.slow_at("by_vjp", "by_hvp", "by_checkpoint", "by_jit")
-@pytest.mark.parametrize(
-    "operator",
-    [by_grad, by_vjp, by_jvp, by_hvp, by_checkpoint, by_jit],
-    ids=lambda f: f.__name__,
-)
+@pytest.mark.slow_at("vjp", "hvp", "checkpoint", "jit")
+@pytest.mark.parametrize("operator", ["grad", "vjp", "jvp", "hvp", "checkpoint", "jit"])
 def test_an_nnx_module_stands_afterwards_as_after_one_plain_call(operator):
     kind = KINDS["nnx with batch norm, dropout, a counter"]
     ours, plain = kind.make(), kind.make()
-    operator(kind, ours)
+    OPERATORS[operator](kind, ours)
     kind.loss(plain, X)
     rest = lambda m: jax.tree.leaves(nnx.state(m, nnx.Not(nnx.Param)))
     for a, b in zip(rest(ours), rest(plain), strict=True):

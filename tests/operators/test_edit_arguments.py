@@ -43,19 +43,6 @@ def test_the_derivative_to_what_else_an_edit_is_given_is_refused(gt, edit):
         gt.grad(loss(gt, edit), 1)(x, s)
 
 
-@pytest.mark.parametrize("edit", CUT)
-def test_the_refusal_names_the_edit_that_cuts_in_jax(edit):
-    """There a trace shows it; in PyTorch why_zero does, which runs f again."""
-    pytest.importorskip("jax")
-    import gradtools.jax as gt
-
-    x, s = at(gt)
-    name = {"reverse_gradient": "scale_gradient", "stop_gradient": "(stop_gradient|detach)"}
-    name = name.get(edit, edit.split(",")[0])
-    with pytest.raises(DisconnectedInputError, match=f"cut by {name} at "):
-        gt.grad(loss(gt, edit), 1)(x, s)
-
-
 @pytest.mark.slow_at(("jax", "clip_gradient, max_norm"))
 @pytest.mark.parametrize("edit", ["reverse_gradient", "scale_gradient", "clip_gradient, max_norm"])
 def test_an_edited_gradient_is_differentiated_by_what_it_depends_on(gt, edit):

@@ -29,7 +29,7 @@ import jax.numpy as jnp
 from jax.interpreters import ad
 
 from gradtools.jax import jaxprs, shardings
-from gradtools.jax._upstream import weakly_cached
+from gradtools.jax._upstream import define_linearization, weakly_cached
 from gradtools.jax.rules.checking import check_linear
 from gradtools.jax.rules.linearizing import (
     captured_tracers,
@@ -46,18 +46,16 @@ from gradtools.jax.rules.primitives import (
     eval_tangent,
     flow_of,
     memoized,
-    naming_rule,
     primal_p,
     promoting,
     reverse_only_p,
     tangent_p,
     value_p,
 )
-from gradtools.jax.shardings import varies, varying, varying_alike
+from gradtools.jax.shardings import varies, varying
 from gradtools.jax.trees import (
     conj,
     is_inexact,
-    likes_of,
     struct_of,
     without_none,
     zeros_of,
@@ -71,8 +69,9 @@ def apply_rule(rule: Rule, *xs: Any) -> list[Any]:
         x if isinstance(x, jax.Array) and not jax.typeof(x).weak_type else jnp.asarray(x)
         for x in xs
     ]
-    xs = varying_alike(arrays)
-    shared = tuple([varies(x) - varies(a) for x, a in zip(xs, arrays, strict=True)])
+    axes = frozenset().union(*map(varies, arrays))  # the transpose of the cast sums over them
+    xs = [varying(x, axes) for x in arrays] if axes else arrays
+    shared = tuple([axes - varies(x) for x in arrays])
     if any(shared) and rule.contract is not None and rule.linearize is not None:
         rule = memoized(rule, ("shared", shared), lambda: _with_unvarying_inputs(rule, shared))
     if rule.reverse_only:
@@ -121,52 +120,72 @@ def attempt(fun: Callable[..., list[Any]], *xs: Any) -> list[Any]:
     return list(jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *xs))
 
 
-def _primal_jvp(xs: Any, dxs: Any, *, rule: Rule) -> tuple[Any, Any]:
-    given, xs = _perturbed(rule, dxs), as_arrays(xs)
+def _linearize(carried: Sequence[bool], *xs: Any, rule: Rule) -> Any:
+    """JAX's linearization of the primal: the outputs, which move, residuals and the tangent map.
+
+    carried: Which inputs have tangents.
+    """
+    xs, inputs = as_arrays(xs), range(len(xs))
+    carried = [c and is_inexact(x) for c, x in zip(carried, xs, strict=True)]
+    given = _perturbed(rule, carried)
     if not any(given):
         ys = primal_p.bind(*xs, rule=rule)
-        return ys, [_zero(y) for y in ys]
+        avals = [*map(jax.typeof, ys)]
+        return ys, [False] * len(ys), [], lambda _, *dxs: [*map(_zero, avals)]
     if isinstance(rule, TracedRule) and rule.lift is not None:
         rule, inputs = rule.lift(xs)
-        dxs = [dxs[x] if isinstance(x, int) else _zero(x) for x in inputs]
-        xs, given = [xs[x] if isinstance(x, int) else x for x in inputs], _perturbed(rule, dxs)
+        given = _perturbed(rule, [isinstance(x, int) and carried[x] for x in inputs])
+        xs = [xs[x] if isinstance(x, int) else x for x in inputs]
+    places = [x for x, g in zip(inputs, given, strict=True) if g]
     ys, maps, saved = forward_pass(rule, xs, given)
-    return ys, _bind_tangent(maps, ys, saved, dxs, given)
+    avals = [*map(jax.typeof, ys)]
+
+    def tangent(saved: Any, *dxs: Any) -> list[Any]:
+        return _bind_tangent(maps, avals, saved, [dxs[i] for i in places], given)
+
+    return ys, [*map(is_inexact, ys)], saved, tangent
+
+
+def _primal_jvp(xs: Any, dxs: Any, *, rule: Rule) -> tuple[Any, Any]:
+    ys, _, saved, tangent = _linearize([*map(_carries, dxs)], *xs, rule=rule)
+    return ys, tangent(saved, *dxs)
 
 
 def _value_jvp(operands: Any, tangents: Any, *, rule: TracedRule, xs: int) -> Any:
     """The jvp by the rule; the code that computed the values is not differentiated."""
-    given = _perturbed(rule, tangents[:xs])
+    given = _perturbed(rule, [*map(_carries, tangents[:xs])])
+    moving = [dx for dx, g in zip(tangents, given, strict=False) if g]
     if rule.perturbed is not None:
         assert rule.whole is not None
         wanted = tuple([g or p for g, p in zip(given, rule.perturbed, strict=True)])
         if wanted != rule.perturbed:  # its maps are not valid for some of these inputs
             ys, maps, saved = forward_pass(rule.whole, operands[:xs], wanted)
-            return ys, _bind_tangent(maps, ys, saved, tangents[:xs], given)
+            return ys, _bind_tangent(maps, [*map(jax.typeof, ys)], saved, moving, given)
     ys = value_p.bind(*operands, rule=rule, xs=xs)
     if not any(given):
-        return ys, [_zero(y) for y in ys]
+        return ys, [_zero(jax.typeof(y)) for y in ys]
     saved = rule.saved(operands[:xs], ys, operands[xs + len(ys) :])
-    return ys, _bind_tangent(rule, ys, saved, tangents[:xs], given)
+    return ys, _bind_tangent(rule, [*map(jax.typeof, ys)], saved, moving, given)
 
 
-def _perturbed(rule: Rule, dxs: Any) -> Mask:
-    given = tuple([_carries(dx) and i not in rule.nondifferentiable for i, dx in enumerate(dxs)])
+def _perturbed(rule: Rule, carried: Sequence[bool]) -> Mask:
+    given = tuple([c and i not in rule.nondifferentiable for i, c in enumerate(carried)])
     if isinstance(rule, TracedRule) and any(given[i] for i in rule.closed_over):
         raise closed_over_error(rule.name)
     return given
 
 
-def _bind_tangent(maps: Rule, ys: Any, saved: Any, dxs: Any, given: Mask) -> list[Any]:
+def _bind_tangent(maps: Rule, ys: Any, saved: Any, moving: Any, given: Mask) -> list[Any]:
+    """The tangents of outputs with avals ys, for the tangents of the given inputs."""
     axes = frozenset().union(*map(varies, ys))
-    moving = [varying(dx, axes) for dx, g in zip(dxs, given, strict=True) if g]
-    likes = tuple(without_none(likes_of(ys)))
+    likes = tuple([y.update(weak_type=False) for y in ys if is_inexact(y)])
+    moving = [varying(dx, axes) for dx in moving]
     dys = iter(tangent_p.bind(*saved, *moving, rule=maps, given=given, ys=likes))
     return [next(dys) if is_inexact(y) else _zero(y) for y in ys]
 
 
-def _zero(y: Any) -> Any:
-    return ad.Zero(jax.typeof(y).to_tangent_aval())
+def _zero(aval: Any) -> Any:
+    return ad.Zero(aval.to_tangent_aval())
 
 
 def _carries(dx: Any) -> bool:
@@ -191,7 +210,7 @@ def _tangent_jvp(operands: Any, tangents: Any, *, rule: Rule, given: Mask, ys: A
         steps = [varying(tangents[i], varies(operands[i])) for i in moving]
         parts.append(jax.jvp(at, [operands[i] for i in moving], steps)[1])
     if not parts:
-        return out, [_zero(o) for o in out]
+        return out, [_zero(jax.typeof(o)) for o in out]
     return out, [reduce(ad.add_tangents, terms) for terms in zip(*parts, strict=True)]
 
 
@@ -213,7 +232,7 @@ def _pulled(maps: Rule, saved: Sequence[Any], cts: Any, likes: Sequence[Any]) ->
 
     def run(*operands: Any) -> list[Any]:
         assert maps.cotangent is not None
-        with promoting(maps), naming_rule(maps):
+        with promoting(maps):
             result = maps.cotangent(operands[:n], spread(operands[n:], present))
         pairs = zip(result, likes, strict=True)
         return [varying(ct, varies(x)) for ct, x in pairs if x is not None]
@@ -246,6 +265,7 @@ def _primal_transpose(cts: Any, *xs: Any, rule: Rule) -> list[Any]:
 
 
 ad.primitive_jvps[primal_p] = _primal_jvp
+define_linearization(primal_p, _linearize)
 ad.primitive_jvps[value_p] = _value_jvp
 ad.primitive_jvps[tangent_p] = _tangent_jvp
 ad.primitive_transposes[primal_p] = _primal_transpose

@@ -28,7 +28,6 @@ from gradtools.jax.rules.primitives import (
     flow_of,
     is_linearized,
     memoized,
-    naming_rule,
     primal_p,
     value_p,
 )
@@ -93,7 +92,9 @@ def forward_pass(
         maps = linearized_rule(rule, xs, given)
         out = eval_forward(maps, xs)
     else:
-        out, maps = _evaluated_now(rule, xs, given)
+        forward, linearized = _forward_of(rule, given)
+        out = forward(*xs)
+        maps = linearized()
     count = len(out) - maps.extras
     raw, extras = [jax.lax.stop_gradient(y) for y in out[:count]], out[count:]
     ys = value_p.bind(*xs, *raw, *extras, rule=maps, xs=len(xs))
@@ -107,6 +108,43 @@ def _is_transformed(x: Any) -> bool:
     through its code.
     """
     return isinstance(x, jax.core.Tracer) and not isinstance(x, DynamicJaxprTracer)
+
+
+def linearized_rule(rule: Rule, xs: Sequence[Any], perturbed: Mask | None = None) -> Any:
+    """The rule with both maps and explicit residuals.
+
+    Its maps follow JAX's convention: conjugated, with cotangents and tangents of floating outputs
+    only.
+
+    perturbed: Which inputs are differentiated, for a rule with `symbolic_zeros`; the maps then are
+        valid for these inputs only.
+    """
+    if is_linearized(rule):
+        return rule
+    forward, linearized = _forward_of(rule, perturbed)
+    program, consts = traced(forward, *map(jax.typeof, xs))
+    return linearized(lambda *xs: program(consts, *xs))
+
+
+def _forward_of(rule: Rule, perturbed: Mask | None) -> tuple[Callable[..., list[Any]], Any]:
+    """The forward pass, and the linearized rule as a function to call after it.
+
+    The forward pass returns outputs and extras. The linearized rule may take a function that
+    repeats it.
+    """
+    perturbed, made = perturbed if rule.symbolic_zeros else None, list[Linearized]()
+
+    def forward(*xs: Any) -> list[Any]:
+        with pushed_on(local_list("linearizing"), rule.origin):
+            linearized = None
+            if isinstance(rule, JvpRule) and rule.linearize is None:
+                linearized = _split(rule, xs, perturbed)
+            if linearized is None:
+                linearized = _native(rule, rule.at(*xs, perturbed=perturbed), xs, perturbed)
+        made[:] = [linearized.without_arrays()]  # tracers would leak
+        return [*linearized.ys, *linearized.extras]
+
+    return forward, lambda repeated=None: _linearized(rule, made[0], perturbed, repeated)
 
 
 def _linearized(
@@ -126,70 +164,13 @@ def _linearized(
     )
 
 
-def linearized_rule(rule: Rule, xs: Sequence[Any], perturbed: Mask | None = None) -> Any:
-    """The rule with both maps and explicit residuals.
-
-    Its maps follow JAX's convention: conjugated, with cotangents and tangents of floating outputs
-    only.
-
-    perturbed: Which inputs are differentiated, for a rule with `symbolic_zeros`; the maps then are
-        valid for these inputs only.
-    """
-    if is_linearized(rule):
-        return rule
-    perturbed = perturbed if rule.symbolic_zeros else None
-    forward, made = _forward_of(rule, perturbed)
-    with pushed_on(local_list("linearizing"), rule.origin), naming_rule(rule):
-        program, consts = traced(forward, *map(jax.typeof, xs))
-    run = lambda *xs: program(consts, *xs)
-    return _linearized(rule, made[0], perturbed, run)
-
-
-def _evaluated_now(rule: Rule, xs: Sequence[Any], perturbed: Mask | None) -> Any:
-    """The outputs and extras, and the linearized rule, by one inlined evaluation.
-
-    For each jitted function called within a trace JAX caches an entry for that trace, which
-    outlives it. A `custom_jvp` whose inputs have no tangents is evaluated outside of the trace.
-    """
-    perturbed = perturbed if rule.symbolic_zeros else None
-    forward, made = _forward_of(rule, perturbed)
-    run: Any = forward
-    if all_known(xs) and not isinstance(jax.lax.neg(0.0), jax.core.Tracer):  # no jaxpr is traced
-        run = jax.custom_jvp(forward)
-
-        @run.defjvp
-        def no_tangents(xs: Any, dxs: Any) -> Any:
-            raise AssertionError("concrete inputs have no tangents")
-
-    with pushed_on(local_list("linearizing"), rule.origin), naming_rule(rule):
-        out = list(run(*xs))
-    return out, _linearized(rule, made[0], perturbed)
-
-
-def _forward_of(
-    rule: Rule, perturbed: Mask | None
-) -> tuple[Callable[..., list[Any]], list[Linearized]]:
-    """The forward pass, which returns outputs and extras, and a list that receives its maps."""
-    made: list[Linearized] = []
-
-    def forward(*xs: Any) -> list[Any]:
-        linearized = None
-        if isinstance(rule, JvpRule) and rule.linearize is None:
-            linearized = _split(rule, xs, perturbed)
-        if linearized is None:
-            linearized = _native(rule, rule.at(*xs, perturbed=perturbed), xs, perturbed)
-        made[:] = [linearized.without_arrays()]  # tracers would leak
-        return [*linearized.ys, *linearized.extras]
-
-    return forward, made
-
-
 def _native(
     rule: Rule, linearized: Linearized, xs: Sequence[Any], perturbed: Mask | None = None
 ) -> Linearized:
     """The maps in JAX's convention; a missing one is the other's transpose."""
     given_tangent, given_cotangent = linearized.tangent, linearized.cotangent
-    like_xs, like_ys, signature = likes_of(xs), likes_of(linearized.ys), _signature(xs, perturbed)
+    like_xs, like_ys = likes_of(xs), likes_of(linearized.ys)
+    signature = *map(jax.typeof, xs), perturbed
     inexact = [like is not None for like in like_ys]
     moving = differentiated_inputs(rule, like_xs, perturbed)
 
@@ -256,7 +237,7 @@ def _split(rule: JvpRule, xs: Sequence[Any], perturbed: Mask | None = None) -> L
     if any(varies(x) for x in xs):
         return None
     tangents = lambda *dxs: evaluated(*dxs)[1]
-    if loss_of(rule, "tangent", _signature(xs, perturbed), tangents, like_xs):
+    if loss_of(rule, "tangent", (*map(jax.typeof, xs), perturbed), tangents, like_xs):
         return None
     try:
         pull = jax.linear_transpose(push, *map(struct_of, like_xs))
@@ -282,10 +263,6 @@ def _split(rule: JvpRule, xs: Sequence[Any], perturbed: Mask | None = None) -> L
     return Linearized(list(ys), own, tuple([places[id(c)] for c in consts]), tangent, cotangent)
 
 
-def _signature(xs: Sequence[Any], perturbed: Mask | None) -> Any:
-    return tuple([(a.shape, str(a.dtype)) for a in map(jax.typeof, xs)]), perturbed
-
-
 def differentiated_inputs(rule: Rule, likes: Sequence[Any], perturbed: Mask | None) -> list[bool]:
     """Which inputs are differentiated."""
     return [
@@ -307,11 +284,9 @@ def _dense(value: Any, like: Any) -> Any:
 
 def captured_tracers(rule: Rule) -> list[Any]:
     """The tracers that the user's functions of a rule close over, if a trace is running."""
-    if not reachability.within_a_trace():
-        return []
-    return list(
-        captured_objects(rule.user_functions, lambda x: isinstance(x, jax.core.Tracer), jax.Array)
-    )
+    is_tracer = lambda x: isinstance(x, jax.core.Tracer)
+    functions = rule.user_functions if reachability.within_a_trace() else ()
+    return list(captured_objects(functions, is_tracer, jax.Array))
 
 
 def lift_value(rule: Rule, xs: Sequence[Any]) -> tuple[Rule, list[Any]]:

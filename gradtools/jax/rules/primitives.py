@@ -7,8 +7,8 @@ outputs. `installing.py` defines how the primitives are differentiated.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -17,7 +17,6 @@ import jax
 import jax.numpy as jnp
 from jax.interpreters import batching, mlir
 
-from gradtools.errors import refusal
 from gradtools.jax import jaxprs, reachability, shardings
 from gradtools.jax._upstream import RulePrimitive, weakly_cached
 from gradtools.jax.shardings import varies, varying, with_varying_tangent
@@ -28,23 +27,6 @@ T = TypeVar("T")
 Mask = tuple[bool, ...]
 
 READS_A_VALUE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
-_IS_TRACED = (
-    "its rule reads the value of an array (a Python if or while, bool(), float(), NumPy) where it "
-    "is traced, as it is under jit, vmap, in loops and at second order. Use jax.numpy.where or "
-    "jax.lax.cond; pass what selects the program by static_argnames; take NumPy code into the "
-    "program by host_function."
-)
-
-
-@contextmanager
-def naming_rule(rule: Rule) -> Iterator[None]:
-    """Names the user's rule in JAX's error about reading the value of a traced array."""
-    try:
-        yield
-    except READS_A_VALUE as error:
-        if rule.contract is None:
-            raise
-        raise refusal(error, f"{rule.contract.name}: {_IS_TRACED} JAX says: {error}") from error
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -78,15 +60,12 @@ class TracedRule(Rule):
 
 def flow_of(rule: Rule) -> Callable[..., list[Any]] | None:
     """The function whose data flow is the rule's; None: each output depends on each input."""
-    return rule.flow if isinstance(rule, TracedRule) else None
+    return getattr(rule, "flow", None)
 
 
 def is_linearized(rule: Rule) -> bool:
     """Whether a rule has both maps and explicit residuals."""
-    return isinstance(rule, TracedRule) and rule.extras is not None
-
-
-MEMO_SIZE = 64
+    return getattr(rule, "extras", None) is not None
 
 
 def memoized(owner: Any, key: tuple[Any, ...], make: Callable[[], T]) -> T:
@@ -95,7 +74,7 @@ def memoized(owner: Any, key: tuple[Any, ...], make: Callable[[], T]) -> T:
     if key in kept:
         return kept[key]
     made = make()
-    for old in list(kept)[: len(kept) - MEMO_SIZE + 1]:
+    for old in list(kept)[: len(kept) - 63]:
         kept.pop(old, None)
     kept[key] = made
     return made
@@ -128,7 +107,7 @@ def eval_tangent(*operands: Any, rule: Rule, given: Mask, ys: Any) -> list[Any]:
     """The rule's tangent map."""
     n, operands = len(operands) - sum(given), tuple(as_arrays(operands))
     assert rule.tangent is not None
-    with promoting(rule), naming_rule(rule):
+    with promoting(rule):
         dys = rule.tangent(operands[:n], spread(operands[n:], given))
     return [varying(dy, varies(y)) for dy, y in zip(dys, ys, strict=True)]
 

@@ -135,8 +135,7 @@ class _JaxprReader:
     def links(self, eqn: Eqn, inner: Sequence[Any]) -> Links | None:
         """An equation's links, by `reachability.py`; None if its bodies determine them."""
         name = eqn.primitive.name
-        declared = jaxprs.is_ruled(eqn) or hasattr(eqn.primitive, "gradtools_connects")
-        if inner and not declared:
+        if inner and not jaxprs.is_ruled(eqn):
             return None
         strength = _ZERO if name in _FLAT and _FLAT[name](eqn) else _FULL
         bits = [1 << i for i in range(len(eqn.invars))]
@@ -291,7 +290,7 @@ def _loss(eqn: Eqn, links: Links | None) -> str | None:
         return "zero_derivative"
     if name in _CASTS:
         return "integer_cast"
-    if name.startswith("gradtools_") or _edit(eqn) or hasattr(eqn.primitive, "gradtools_connects"):
+    if name.startswith("gradtools_") or _edit(eqn):
         return "rule"
     return "discrete"
 

@@ -9,7 +9,7 @@ is the finding.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import jax
@@ -22,7 +22,6 @@ from gradtools.jax.module_arguments import module_kinds
 from gradtools.jax.recomputing import stateful
 from gradtools.jax.trees import is_inexact
 from gradtools.seeing.graphs.derivative_flow import behind
-from gradtools.seeing.graphs.gradient_losses import losses
 from gradtools.seeing.graphs.nodes import Dependence
 from gradtools.seeing.graphs.reachable import named_objects
 from gradtools.seeing.graphs.recording import Recording, RefusedCall, Run, Wanted
@@ -89,16 +88,6 @@ def repeatable(caller: str, f: Any) -> Any:
 def is_model(x: Any) -> bool:
     """Whether x is a module of a library."""
     return isinstance(x, module_kinds())
-
-
-def where_lost(closed: Any, outs: int, index: int) -> list[str]:
-    """The operations at which input `index` of a jaxpr is lost to its first `outs` outputs."""
-    graph = graph_of(closed)
-    result: dict[str, str] = {}
-    for loss in losses(replace(graph, outputs=graph.outputs[:outs]), graph.inputs[index]):
-        place = f" at {loss.node.source}" if loss.node.source else ""
-        result.setdefault(place or loss.node.native, loss.node.native + place)
-    return list(result.values())
 
 
 # --- the trace ---------------------------------------------------------------------------

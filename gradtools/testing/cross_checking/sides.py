@@ -141,7 +141,7 @@ class Side(FlatFunction):
             return out
 
         try:
-            return run_compiled(self.apply, of_arrays, *given)
+            return run_compiled(of_arrays, *given)
         except Exception:  # run eagerly what cannot be traced
             return compute(*given)
 

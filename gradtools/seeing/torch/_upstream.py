@@ -45,6 +45,12 @@ PyTorch 2.14 on `torch.autograd.Function` has an `apply` of its own in C."""
 node_creation_hook: Any = getattr(torch.autograd.graph, "node_creation_hook", None)
 """Context that calls a hook for each new node, public from PyTorch 2.14 on; None before."""
 
+def is_inside_autograd() -> bool:
+    """Whether an operation was dispatched by autograd, unlike the detach of a tensor it saves."""
+    excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
+    return excluded(torch._C.DispatchKey.AutogradFunctionality)
+
+
 current_node: Callable[[], Any] = torch._C._current_autograd_node
 """The node whose backward runs, whose operations get the source line of the forward pass."""
 

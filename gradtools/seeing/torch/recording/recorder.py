@@ -1,13 +1,12 @@
 """`Recorder`: records a PyTorch run by function and dispatch modes, and numbers tensors' values.
 
-Only `Recorder` enters modes. It intercepts calls at up to five levels; the handler of each level
+Only `Recorder` enters modes. It intercepts calls at up to four levels; the handler of each level
 makes the call::
 
     "rules"        ruled(class, apply, args, kwargs)   torch.autograd.Functions
     "parameters"   wrapped(class, make, args, kwargs)  constructions of Parameters and Buffers
     "functions"    called(function, args, kwargs)      PyTorch functions (TorchFunctionMode)
     "operations"   operated(call)                      aten operations (TorchDispatchMode)
-    "saved"        saves(x), read_saved(kept)          tensors saved for a backward pass
 
 Each level has its use. Functions show whether a call is differentiable and what leaves for NumPy
 (`calls.py`, for `why_zero`). Operations are what is computed in all passes (`passes.py`, for the
@@ -18,7 +17,6 @@ numbers, in-place writes, the running line and modules, and undoing effects; the
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
@@ -26,7 +24,6 @@ from typing import Any, Generic, TypeVar, cast
 
 import torch
 from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
@@ -281,15 +278,9 @@ def _unless_quiet(recorder: Any, around: Callable[..., Any]) -> Callable[..., An
     return call
 
 
-def _saved(recorder: Any) -> Any:
-    me = weakref.proxy(recorder)  # avoids a cycle: nodes hold hooks, the recorder holds nodes
-    return saved_tensors_hooks(lambda x: me.saves(x), recorder.read_saved)
-
-
 _LEVELS: dict[str, Callable[[Any], Any]] = {
     "rules": _rules,
     "parameters": lambda recorder: parameters_made(_unless_quiet(recorder, recorder.wrapped)),
     "functions": _Functions,
     "operations": Operations,
-    "saved": _saved,
 }

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from pathlib import Path
 
 from gradtools.command_inputs import inputs_of
@@ -18,7 +16,7 @@ def print_why_zero(options: argparse.Namespace) -> int:
     """Prints where gradients are lost; returns the exit status, 1 if any is."""
     f, args, gt = inputs_of(options)
     report = gt.why_zero(f, *args, argnums=tuple(options.argnums))
-    print(report.to_json() if options.json else report.text(colour=in_colour()))
+    print(report.to_json() if options.json else report)
     return 1 if report else 0
 
 
@@ -55,8 +53,3 @@ def _print_or_write(options: argparse.Namespace, operator: str, suffixes: tuple[
         raise GradtoolsError(f"-o {out}: it cannot be written: {error.strerror}.") from error
     print(f"wrote {out}")
     return 0
-
-
-def in_colour() -> bool:
-    """Whether to print in colour: on a terminal, unless NO_COLOR is set."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")

@@ -42,8 +42,6 @@ Functions: tuple[Any, ...] = (function._SingleLevelFunction, *_OTHERS)
 """The classes whose `apply` a recorder patches, so that it also sees a bound `Function.apply`. From
 PyTorch 2.14 on `torch.autograd.Function` has an `apply` of its own in C."""
 
-node_creation_hook: Any = getattr(torch.autograd.graph, "node_creation_hook", None)
-"""Context that calls a hook for each new node, public from PyTorch 2.14 on; None before."""
 
 def is_inside_autograd() -> bool:
     """Whether an operation was dispatched by autograd, unlike the detach of a tensor it saves."""

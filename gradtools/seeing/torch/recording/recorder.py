@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
 import torch
-from torch.autograd.function import BackwardCFunction
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
@@ -33,13 +32,8 @@ from gradtools.seeing.graphs.nodes import Node, Value
 from gradtools.seeing.torch import _upstream as private
 from gradtools.seeing.torch.operands import AtenCall
 from gradtools.seeing.torch.recording.values import TensorTable, Write, like
-from gradtools.seeing.torch.thread_patches import (
-    functions_applied,
-    parameters_made,
-)
+from gradtools.seeing.torch.thread_patches import functions_applied, parameters_made
 from gradtools.seeing.torch.undo import Undo
-from gradtools.torch import _upstream as upstream
-from gradtools.torch.operation_marks import is_users_function
 
 Tensor = torch.Tensor
 V = TypeVar("V")
@@ -64,7 +58,6 @@ class Recorder(Generic[V]):
     Attributes:
         caller: The operator that the user called.
         levels: The intercepted levels, outermost first.
-        needs_rules: Whether the record would be wrong if it missed the call of a Function.
         values: Every value, by number.
         captured: The tensors that existed before the run, by number.
         names: The names of the tensors that the program can reach, by id.
@@ -76,7 +69,6 @@ class Recorder(Generic[V]):
 
     caller = ""
     levels: tuple[str, ...] = ()
-    needs_rules = True
 
     def __init__(self, undo: Undo) -> None:
         self.values: dict[int, Value] = {}
@@ -248,29 +240,6 @@ class Operations(private.Watching):
         return self.recorder.operated(AtenCall(fun, args, kwargs or {}))
 
 
-@contextmanager
-def _rules(recorder: Any) -> Iterator[None]:
-    """The "rules" level; raises for Functions that cannot be intercepted, if they are needed."""
-
-    def refuse_unseen(node: Any) -> None:
-        if recorder.quiet or recorder.rules or not isinstance(node, BackwardCFunction):
-            return
-        kind = upstream.function_of(node)
-        if not is_users_function(kind):
-            return
-        raise GradtoolsError(
-            f"{recorder.caller}: f calls the torch.autograd.Function {kind.__name__} by an `apply` "
-            "that was bound before, which PyTorch 2.14 and newer shows to nobody; call "
-            f"{kind.__name__}.apply(...) where f uses it."
-        )
-
-    with ExitStack() as inside:
-        inside.enter_context(functions_applied(_unless_quiet(recorder, recorder.ruled)))
-        if private.node_creation_hook is not None and recorder.needs_rules:
-            inside.enter_context(private.node_creation_hook(refuse_unseen))
-        yield
-
-
 def _unless_quiet(recorder: Any, around: Callable[..., Any]) -> Callable[..., Any]:
     def call(owner: Any, beneath: Any, args: Any, kwargs: Any) -> Any:
         return beneath(*args, **kwargs) if recorder.quiet else around(owner, beneath, args, kwargs)
@@ -279,7 +248,7 @@ def _unless_quiet(recorder: Any, around: Callable[..., Any]) -> Callable[..., An
 
 
 _LEVELS: dict[str, Callable[[Any], Any]] = {
-    "rules": _rules,
+    "rules": lambda recorder: functions_applied(_unless_quiet(recorder, recorder.ruled)),
     "parameters": lambda recorder: parameters_made(_unless_quiet(recorder, recorder.wrapped)),
     "functions": _Functions,
     "operations": Operations,

@@ -75,8 +75,6 @@ class RunRecorder(Recorder[int]):
         origins: For each of them the line, modules and mark.
     """
 
-    needs_rules = False
-
     def __init__(self, undo: Undo) -> None:
         super().__init__(undo)
         self.made: list[RecordedNode] = []

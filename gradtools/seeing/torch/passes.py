@@ -124,13 +124,11 @@ class _PassRecorder(RunRecorder):
         of = self.origins.get(-1 if running is None else upstream.sequence_of(running), Origin())
         if not self.phase:  # in a derivative that f itself takes, f's own lines take precedence
             return Origin(source or of.source, here.scope, mark, rule)
-        summed = private.is_summed_by_autograd(running)
-        inherited, rule = ("", "") if summed else (of.mark, rule or of.rule)
         if source is None or (of.source is not None and "-packages" in source.file):
             source = of.source
         if managed and of.mark:  # a frozen function is a chunk to gradtools
             mark = of.mark
-        return Origin(source, here.scope or of.scope, mark or inherited, rule)
+        return Origin(source, here.scope or of.scope, mark or of.mark, rule or of.rule)
 
     def ruled(self, kind: Any, apply: Any, args: Any, kwargs: Any) -> Any:
         """Runs a torch.autograd.Function and marks its operations."""

@@ -122,13 +122,11 @@ class Recorder(Generic[V]):
             yield
 
     def origin(self) -> Origin:
-        """The running line and modules, with the mark "checkpoint" inside of one.
+        """The running line and modules.
 
         The line is the innermost one of the user's code, else of an installed package.
         """
-        lines = list(lines_above(1, Recorder.run))
-        again = any(private.is_of_checkpoint(frame) for frame, _ in lines)
-        return Origin(innermost(lines, PACKAGE), self.scope, "checkpoint" if again else "")
+        return Origin(innermost(lines_above(1, Recorder.run), PACKAGE), self.scope)
 
     def node(
         self,

@@ -254,7 +254,7 @@ class RunRecorder(Recorder[int]):
             more = (_FULL,) * len(made.hosts)
             return replace(node, links=tuple((*row, *more) for row in node.links))
         entering = [self._tracked.get(v, False) for v in made.node.inputs]
-        if not any(entering) or node.phase or node.mark not in ("", "checkpoint"):
+        if not any(entering) or node.phase or node.mark:
             return node
         name = made.name
         inexact = [v for v in node.outputs if values[v].is_inexact]

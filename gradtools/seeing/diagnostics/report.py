@@ -43,8 +43,10 @@ class GradientReport:
     def __str__(self) -> str:
         blocks = []
         if not self.findings and not self.arguments:
-            message = "Nothing was looked at: argnums names no argument, and f holds no parameter."
-            blocks.append(message)
+            blocks.append(
+                "Nothing was looked at: f was given no argument and holds no parameter. Pass its "
+                "arguments, why_zero(f, x), or name what is trained, why_zero(f, model=...)."
+            )
         elif not self.findings:
             *most, last = self.arguments
             names = " and ".join(filter(None, [", ".join(most), last]))

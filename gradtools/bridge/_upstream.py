@@ -6,24 +6,17 @@ See `gradtools.torch._upstream`, which has the others.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
-from torch._C import DispatchKey as DispatchKey
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
 
 _c: Any = torch._C
-
-is_dispatch_key_excluded: Callable[[Any], bool] = _c._dispatch_tls_is_dispatch_key_excluded
-"""Whether a dispatch key is excluded, as autograd's in `__torch_dispatch__`.
-
-TorchDispatchMode is documented under this name ("Extending PyTorch with Python").
-"""
 
 
 @contextmanager

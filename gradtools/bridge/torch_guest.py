@@ -35,6 +35,7 @@ from gradtools.bridge.memory import (
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import ArraySpec
 from gradtools.jax.reachability import within_a_trace
+from gradtools.seeing.torch._upstream import is_inside_autograd
 from gradtools.torch import _upstream as upstream
 
 Tensor = torch.Tensor
@@ -184,7 +185,7 @@ class TorchGuest:
 def _plain_modes() -> Iterator[None]:
     """PyTorch's modes as in a host callback's thread, for a call from inside of PyTorch."""
     with ExitStack() as stack:
-        if private.is_dispatch_key_excluded(private.DispatchKey.AutogradFunctionality):
+        if is_inside_autograd():
             stack.enter_context(private.outermost())  # JAX was called below PyTorch's autograd
         if torch.is_inference_mode_enabled():  # its tensors have no version counters
             stack.enter_context(torch.inference_mode(False))

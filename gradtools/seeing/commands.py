@@ -33,13 +33,9 @@ def print_formula(options: argparse.Namespace) -> int:
 def _print_or_write(options: argparse.Namespace, operator: str, suffixes: tuple[str, ...]) -> int:
     """Prints a graph or formula, or writes it to a file, which is checked before anything runs."""
     out = options.out
-    if out is not None:
-        suffix, folder = Path(out).suffix.lower(), Path(out).parent
-        if suffix not in suffixes:
-            expected = ", ".join(suffixes)
-            raise GradtoolsError(f"-o {out}: no form for {suffix!r}; expected {expected}.")
-        if not folder.is_dir():
-            raise GradtoolsError(f"-o {out}: there is no folder {folder}. Make it first.")
+    suffix = Path(out).suffix.lower() if out is not None else ""
+    if out is not None and suffix not in suffixes:
+        raise GradtoolsError(f"-o {out}: no form for {suffix!r}; expected {', '.join(suffixes)}.")
     f, args, gt = inputs_of(options)
     drawn: Graph | Formula = getattr(gt, operator)(
         f, *args, order=options.order, argnums=tuple(options.argnums)

@@ -105,8 +105,8 @@ def _differentiated(seen: ConnectionRecorder, wanted: Wanted) -> PassesAtValues:
     )
     if any(grad is not None and grad.is_meta for grad in grads):
         raise GradtoolsError(
-            "why_zero: the gradient is on the meta device, which holds no numbers, so it may be zero "
-            "or not. Pass arrays that hold numbers."
+            "why_zero: the gradient is on the meta device, which holds no numbers to be compared "
+            "with zero. Pass arrays that hold numbers."
         )
     with seen.silent():
         pairs = zip(leaves, inputs, grads, strict=True)

@@ -18,8 +18,8 @@ import torch
 import torch.utils.checkpoint
 
 from gradtools.code_origin import innermost, lines_of
+from gradtools.seeing.diagnostics.findings import Finding
 from gradtools.seeing.graphs.nodes import Dependence, Links, Node, PlainGraph, Value
-from gradtools.seeing.graphs.recording import RefusedCall
 from gradtools.seeing.torch import _upstream as private
 from gradtools.seeing.torch.operands import AtenCall
 from gradtools.seeing.torch.recording import autograd_functions, operations
@@ -86,7 +86,7 @@ class ConnectionRecorder(RunRecorder):
         self.leavings: list[Node] = []
         self.entries: dict[int, list[Any]] = {}
         self.sizes: dict[int, float | None] = {}
-        self.refusal: tuple[BaseException, RefusedCall] | None = None
+        self.refusal: tuple[BaseException, Finding] | None = None
         self.aliases: list[Any] = []
         self.inputs: list[int] = []
         self.outs: list[Any] = []
@@ -231,7 +231,7 @@ class ConnectionRecorder(RunRecorder):
             if kind is not None:
                 source = self.origin().source or innermost(lines_of(error))
                 message = str(error).strip().partition("\n")[0]
-                self.refusal = error, RefusedCall(kind, name, message, source, self.scope)
+                self.refusal = error, Finding("", kind, name, source, self.scope, detail=message)
             raise
 
     # --- nodes

@@ -6,24 +6,14 @@ See `gradtools.torch._upstream`, which has the others.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import Any
 
 import torch
-from torch._C import DispatchKey as DispatchKey
 from torch._functorch.pyfunctorch import temporarily_clear_interpreter_stack
-from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils._python_dispatch import _disable_current_modes
-
-_c: Any = torch._C
-
-is_dispatch_key_excluded: Callable[[Any], bool] = _c._dispatch_tls_is_dispatch_key_excluded
-"""Whether a dispatch key is excluded, as autograd's in `__torch_dispatch__`.
-
-TorchDispatchMode is documented under this name ("Extending PyTorch with Python").
-"""
 
 
 @contextmanager
@@ -32,7 +22,7 @@ def outermost() -> Iterator[None]:
     with (
         _disable_current_modes(),
         temporarily_clear_interpreter_stack(),
-        _c._ForceDispatchKeyGuard(*_keys_of_a_thread()),
+        torch._C._ForceDispatchKeyGuard(*_keys_of_a_thread()),
     ):
         yield
 
@@ -41,7 +31,8 @@ def outermost() -> Iterator[None]:
 def _keys_of_a_thread() -> tuple[Any, Any]:
     """The dispatch keys that are included and excluded in a new thread."""
     result: list[Any] = []
-    local = _c._dispatch_tls_local_include_set, _c._dispatch_tls_local_exclude_set
+    c: Any = torch._C
+    local = c._dispatch_tls_local_include_set, c._dispatch_tls_local_exclude_set
     thread = threading.Thread(target=lambda: result.extend(keys() for keys in local))
     thread.start()
     thread.join()
@@ -50,7 +41,7 @@ def _keys_of_a_thread() -> tuple[Any, Any]:
 
 def owners_of_memory(x: torch.Tensor) -> int:
     """The reference count of x's storage, which may be donated if it is one."""
-    return int(_c._storage_Use_Count(x.untyped_storage()._cdata))
+    return int(torch._C._storage_Use_Count(x.untyped_storage()._cdata))
 
 
 def fake_tensors(**options: Any) -> Any:

@@ -27,7 +27,7 @@ from gradtools.custom_rules import CustomRule
 from gradtools.custom_structure import Specialization
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import ArraySpec, Kernel, carrier
-from gradtools.rules import ARRAY, Entries, Rule, replaced_where, spread
+from gradtools.rules import Entries, Rule, replaced_where, spread
 
 Array = Any
 Mask = tuple[bool, ...]
@@ -68,16 +68,10 @@ class Foreign:
     def signature(self, xs: Sequence[Array]) -> ForeignSignature:
         """The specialization to the shapes and dtypes of these host arrays; memoized."""
         key = tuple([(x.shape, x.dtype) for x in xs])
-        result = self._signatures.get(key)
-        if result is None:
-            made = self.signature_of(self.guest.specs_of(self.name, xs))
-            result = _kept(self._signatures, key, made)
-        return result
-
-    def signature_of(self, ins: tuple[ArraySpec, ...]) -> ForeignSignature:
-        """The specialization to these ArraySpecs; memoized."""
-        found = self._signatures.get(ins)
-        return found or _kept(self._signatures, ins, ForeignSignature(self, ins))
+        if key not in self._signatures:
+            made = ForeignSignature(self, self.guest.specs_of(self.name, xs))
+            _keep(self._signatures, key, made)
+        return self._signatures[key]
 
     def applied(self, *xs: Array) -> list[Array]:
         """The outputs, differentiated by the rule."""
@@ -152,20 +146,18 @@ class Foreign:
 
     def mapped(self, shared: Any, depth: int) -> Run:
         """The function mapped over `depth` batch axes, memoized; `shared` as from `_shared`."""
-        result = self._mapped.get(shared)
-        if result is None:
+        if shared not in self._mapped:
             run = self.run
             for level in reversed(range(depth)):
                 run = self.guest.mapped(run, tuple([None if s[level] else 0 for s in shared]))
-            result = _kept(self._mapped, shared, self.guest.entry(run))
-        return result
+            _keep(self._mapped, shared, self.guest.entry(run))
+        return self._mapped[shared]
 
     def _of(self, which: str, masks: Any, run: Run, outs: Callable[..., Any]) -> Foreign:
-        result = self._derived.get((which, masks))
-        if result is None:
+        if (which, masks) not in self._derived:
             made = Foreign(self.guest, f"{self.name}'s {which}", run, outs, self.base)
-            result = _kept(self._derived, (which, masks), made)
-        return result
+            _keep(self._derived, (which, masks), made)
+        return self._derived[which, masks]
 
 
 @dataclass(eq=False)
@@ -244,11 +236,11 @@ def _is_inexact(spec: ArraySpec) -> bool:
     return spec.dtype.startswith(("float", "bfloat", "complex"))
 
 
-def _kept(cache: dict[Any, Any], key: Any, made: Any) -> Any:
+def _keep(cache: dict[Any, Any], key: Any, made: Any) -> None:
+    """Adds an entry to a cache and drops its oldest one."""
     cache[key] = made
     if len(cache) > _MOST:
         del cache[next(iter(cache))]
-    return made
 
 
 # --- the function of pytrees -------------------------------------------------------------
@@ -273,26 +265,10 @@ class Bridged(CustomRule):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """The value; differentiated by the guest wherever the host takes a derivative."""
-        host = self._backend
-        if not host.compiler.is_tracing():
-            leaves, treedef = host.flatten((args, kwargs))
-            xs = [x for x in leaves if host.is_array(x)]
-            if xs and self.guest.are_plain(xs):
-                others = tuple([ARRAY if host.is_array(x) else x for x in leaves])
-                flat = self._flat[self._specialized((), treedef, others)]
-                ys = flat.value(*xs)  # which records the structure
-                return host.unflatten(flat.structure(xs), ys)
         return super().__call__(args, kwargs)
 
-    def _init_caches(self) -> None:
-        self._flat: dict[Specialization, FlatBridged] = {}
-        super()._init_caches()
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {k: x for k, x in super().__getstate__().items() if k != "_flat"}
-
     def _rule(self, specialized: Specialization) -> Rule:
-        flat = self._flat[specialized] = FlatBridged(self, specialized)
+        flat = FlatBridged(self, specialized)
         return replace(flat.rule, primal=flat.primal)
 
 
@@ -302,59 +278,51 @@ def _of_trees(args: Any, kwargs: Any) -> Any:
 
 
 class FlatBridged(Foreign):
-    """A bridged function specialized to one structure of its arguments: of flat lists."""
+    """A bridged function of flat lists, for one structure of its arguments."""
 
     def __init__(self, of: Bridged, specialized: Specialization) -> None:
         self.of, self.specialized, self.host = of, specialized, of._backend
         self.fun = of.fun
-        # The arguments that it writes to or keeps, of which it gets copies. None: not known yet.
-        self.touched: set[int] | None = None
+        # The arguments that it writes to or keeps, and gets copies of; None before its first call.
+        self.written: set[int] | None = None
         self.structures: dict[Any, Any] = {}  # host's output treedef by shapes
-        # The guest's treedef, the host's, and the order of leaves in the latter.
-        self.newest: Any = None
         super().__init__(of.guest, of.__name__, self._run, self._outs)
 
     def _run(self, *arrays: Array) -> list[Array]:
         """Calls the function; returns the leaves of its output in the host's order."""
-        arrays = self.guest.protected(arrays, self.touched)
+        arrays = self.guest.protected(arrays, self.written)
         args, kwargs = self.specialized.arguments(arrays)
         leaves, treedef = self.guest.backend.flatten(self.of.fun(*args, **kwargs))
-        newest = self.newest
-        if newest is None or not (newest[0] is treedef or newest[0] == treedef):
-            self.newest = self._arranged(treedef, len(leaves))
-        _, structure, order = self.newest
+        structure, order = self._arranged(treedef, len(leaves))
         self.structures[_shapes(arrays)] = structure
         return [self.guest.as_array(self.name, leaves[i]) for i in order]
 
-    def _arranged(self, treedef: Any, count: int) -> Any:
+    def _arranged(self, treedef: Any, count: int) -> tuple[Any, list[int]]:
+        """The host's treedef for one of the guest, and the order of its leaves."""
         marks = [np.zeros(()) for _ in range(count)]
-        leaves, structure = self.host.flatten(self.guest.backend.unflatten(treedef, marks))
         places = {id(mark): i for i, mark in enumerate(marks)}
+        leaves, structure = self.host.flatten(self.guest.backend.unflatten(treedef, marks))
         while unknown := [x for x in leaves if id(x) not in places]:  # containers of the guest
             other = next((x for x in unknown if not isinstance(x, tuple)), None)
             if other is not None:
+                kind = f"{type(other).__module__}.{type(other).__qualname__}"
                 raise GradtoolsError(
-                    f"{self.guest.operator}: {self.name} returned a "
-                    f"{type(other).__module__}.{type(other).__qualname__}, which is no pytree in "
+                    f"{self.guest.operator}: {self.name} returned a {kind}, which is no pytree in "
                     f"{self.guest.host_title}. Return a tuple, a list or a dict."
                 )
             plain = [x if id(x) in places else tuple(x) for x in leaves]
             leaves, structure = self.host.flatten(self.host.unflatten(structure, plain))
-        return treedef, structure, [places[id(x)] for x in leaves]
+        return structure, [places[id(x)] for x in leaves]
 
     def primal(self, *xs: Array) -> list[Array]:
         """The outputs as a pytree of the host, flattened by the rule's shape."""
-        ys = self.value(*xs)
-        return self.specialized.outputs(xs, self.host.unflatten(self.structure(xs), ys), "it")
-
-    def structure(self, xs: Sequence[Array]) -> Any:
-        """The host's treedef of the output for inputs like these."""
-        shapes = _shapes(xs)
+        ys, shapes = self.value(*xs), _shapes(xs)
         if shapes not in self.structures:
             ins = self.signature(xs).ins
             self._outs(ins)
             shapes = _shapes(ins)
-        return self.structures[shapes]
+        tree = self.host.unflatten(self.structures[shapes], ys)
+        return self.specialized.outputs(xs, tree, "it")
 
     def _outs(self, specs: Sequence[ArraySpec]) -> list[ArraySpec]:
         """The ArraySpecs of the outputs, by the guest's abstract evaluation or by `out`."""

@@ -49,7 +49,7 @@ class JaxGuest:
         """The function as it is called: compiled, unless jit=False."""
         return jax.jit(run) if self.jit else run
 
-    def protected(self, xs: Sequence[jax.Array], touched: Any) -> Sequence[jax.Array]:
+    def protected(self, xs: Sequence[jax.Array], written: Any) -> Sequence[jax.Array]:
         """The arguments: a JAX function cannot write to them."""
         return xs
 

@@ -98,18 +98,14 @@ def unshared(ys: list[Tensor]) -> list[Tensor]:
     result = []
     while ys:
         t = ys.pop(0).detach()
-        result.append(t.clone() if is_held(t) else t)
+        result.append(t.clone() if private.owners_of_memory(t) > _owners_of_new() else t)
     return result
 
 
 def is_kept(ts: Sequence[Tensor], i: int) -> bool:
-    """Whether anything except the list references its tensor i or the tensor's storage."""
-    return sys.getrefcount(ts[i]) > _HELD_ONCE or is_held(ts[i])
-
-
-def is_held(t: Tensor) -> bool:
-    """Whether anything else references the storage of a tensor."""
-    return private.owners_of_memory(t) > _owners_of_new()
+    """Whether anything except the list refers to its tensor i or to the tensor's storage."""
+    is_held = private.owners_of_memory(ts[i]) > _owners_of_new()
+    return is_held or sys.getrefcount(ts[i]) > _HELD_ONCE
 
 
 @cache

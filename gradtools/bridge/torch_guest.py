@@ -1,9 +1,9 @@
 """PyTorch as a guest: a PyTorch function in a JAX program.
 
 PyTorch functions may write in place and draw from global generators, which JAX cannot represent.
-The first call gets copies of its arguments; those that it writes to or keeps are copied in later
-calls, and the others share JAX's memory. A function that draws is refused, because its derivatives
-would draw other numbers.
+The first call gets copies of its arguments. Later calls get copies of the arguments that it wrote
+to or keeps; the others share JAX's memory. A function that draws is refused, because its
+derivatives would draw other numbers.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ from gradtools.bridge.memory import (
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import ArraySpec
 from gradtools.jax.reachability import within_a_trace
+from gradtools.seeing.torch._upstream import is_inside_autograd
 from gradtools.torch import _upstream as upstream
 
 Tensor = torch.Tensor
@@ -52,11 +53,9 @@ class TorchGuest:
         """Returns the function unchanged."""
         return run
 
-    def protected(self, xs: Sequence[Tensor], touched: set[int] | None) -> Sequence[Tensor]:
+    def protected(self, xs: Sequence[Tensor], written: set[int] | None) -> Sequence[Tensor]:
         """The arguments, with copies of those that the function may write to or keep."""
-        if touched is not None and not touched:
-            return xs
-        return [x.clone() if touched is None or i in touched else x for i, x in enumerate(xs)]
+        return [x.clone() if written is None or i in written else x for i, x in enumerate(xs)]
 
     def as_array(self, name: str, y: Any) -> Tensor:
         """Converts a leaf of a function's result to a tensor."""
@@ -137,37 +136,35 @@ class TorchGuest:
             return [numpy_of_tensor(y) for y in self._evaluated(signature, run, ts)]
 
     def _evaluated(self, signature: ForeignSignature, run: Any, ts: list[Tensor]) -> list[Tensor]:
-        of = signature.of
-        base, known = of.base, of.base.touched
-        stream = torch.get_rng_state() if known is None else None
-        if is_first := known is None and not of.is_derivative:
-            ts, base.touched = [t.clone() for t in ts], set()
+        of, base = signature.of, signature.of.base
+        is_first = base.written is None and not of.is_derivative
+        stream = torch.get_rng_state() if base.written is None else None
+        if is_first:
+            ts, base.written = [t.clone() for t in ts], set()
         try:
             outs = run(*ts)
+            if stream is not None and not torch.equal(stream, torch.get_rng_state()):
+                torch.set_rng_state(stream)
+                raise GradtoolsError(
+                    f"to_jax: {of.name} draws random numbers from PyTorch's global stream, so each "
+                    "evaluation would draw others, also that of the derivative. Call eval() on the "
+                    "module, or bridge it: apply, params, state = to_jax(module), and give apply a "
+                    "key."
+                )
         except BaseException:
-            base.touched = known
+            base.written = None if is_first else base.written
             raise
-        if stream is not None and not torch.equal(stream, torch.get_rng_state()):
-            base.touched = known
-            torch.set_rng_state(stream)
-            raise GradtoolsError(
-                f"to_jax: {of.name} draws random numbers from PyTorch's global stream, so each "
-                "evaluation would draw others: that of the derivative too. Call eval() on the "
-                "module, or bridge it: apply, params, state = to_jax(module), and give apply a "
-                "key."
-            )
         signature.record(run, [_spec(y) for y in outs])
-        ys = unshared(outs)
+        outs = unshared(outs)
+        written = {i for i, t in enumerate(ts) if upstream.version_of(t)}
         if is_first:
-            base.touched = {
-                i for i in range(len(ts)) if is_kept(ts, i) or upstream.version_of(ts[i])
-            }
-        elif known is not None and any(upstream.version_of(t) for t in ts):
+            base.written = written.union(i for i in range(len(ts)) if is_kept(ts, i))
+        elif written:
             raise GradtoolsError(
                 f"to_jax: {of.name} wrote in an argument, and did not at its first call, so JAX's "
                 "own array was changed. Clone what you write in: x = x.clone()."
             )
-        return ys
+        return outs
 
     def mapped(self, run: Any, dims: tuple[int | None, ...]) -> Any:
         """The function under vmap, or in a loop over the examples if PyTorch cannot map it."""
@@ -188,7 +185,7 @@ class TorchGuest:
 def _plain_modes() -> Iterator[None]:
     """PyTorch's modes as in a host callback's thread, for a call from inside of PyTorch."""
     with ExitStack() as stack:
-        if private.is_dispatch_key_excluded(private.DispatchKey.AutogradFunctionality):
+        if is_inside_autograd():
             stack.enter_context(private.outermost())  # JAX was called below PyTorch's autograd
         if torch.is_inference_mode_enabled():  # its tensors have no version counters
             stack.enter_context(torch.inference_mode(False))

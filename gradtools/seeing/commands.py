@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
-import sys
 from pathlib import Path
 
 from gradtools.command_inputs import inputs_of
@@ -18,7 +16,7 @@ def print_why_zero(options: argparse.Namespace) -> int:
     """Prints where gradients are lost; returns the exit status, 1 if any is."""
     f, args, gt = inputs_of(options)
     report = gt.why_zero(f, *args, argnums=tuple(options.argnums))
-    print(report.to_json() if options.json else report.text(colour=in_colour()))
+    print(report.to_json() if options.json else report)
     return 1 if report else 0
 
 
@@ -35,13 +33,9 @@ def print_formula(options: argparse.Namespace) -> int:
 def _print_or_write(options: argparse.Namespace, operator: str, suffixes: tuple[str, ...]) -> int:
     """Prints a graph or formula, or writes it to a file, which is checked before anything runs."""
     out = options.out
-    if out is not None:
-        suffix, folder = Path(out).suffix.lower(), Path(out).parent
-        if suffix not in suffixes:
-            expected = ", ".join(suffixes)
-            raise GradtoolsError(f"-o {out}: no form for {suffix!r}; expected {expected}.")
-        if not folder.is_dir():
-            raise GradtoolsError(f"-o {out}: there is no folder {folder}. Make it first.")
+    suffix = Path(out).suffix.lower() if out is not None else ""
+    if out is not None and suffix not in suffixes:
+        raise GradtoolsError(f"-o {out}: no form for {suffix!r}; expected {', '.join(suffixes)}.")
     f, args, gt = inputs_of(options)
     drawn: Graph | Formula = getattr(gt, operator)(
         f, *args, order=options.order, argnums=tuple(options.argnums)
@@ -55,8 +49,3 @@ def _print_or_write(options: argparse.Namespace, operator: str, suffixes: tuple[
         raise GradtoolsError(f"-o {out}: it cannot be written: {error.strerror}.") from error
     print(f"wrote {out}")
     return 0
-
-
-def in_colour() -> bool:
-    """Whether to print in colour: on a terminal, unless NO_COLOR is set."""
-    return sys.stdout.isatty() and not os.environ.get("NO_COLOR")

@@ -31,11 +31,6 @@ def function_of_ours(kind: Any) -> str | None:
     return mark or (kind.__name__.strip("_").lower() if own else None)
 
 
-def is_users_function(kind: Any) -> bool:
-    """Whether a Function's class is neither gradtools' nor PyTorch's own."""
-    return function_of_ours(kind) is None and not kind.__module__.startswith("torch.")
-
-
 class _DetachReason(threading.local):
     def __init__(self) -> None:
         self.reason = ""  # always set, since dynamo guards on the existence of attributes

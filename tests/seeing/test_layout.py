@@ -115,7 +115,7 @@ def test_text_fits_its_box(picture):
 
 
 @pytest.mark.slow_at(
-    "repeated_without_scopes-open",
+    "shared_module-open",
     "random_graph-fitted",
     "random_graph-open",
 )

@@ -33,20 +33,22 @@ class Picture:
         args: Its arguments.
         order: How often it is differentiated.
         held: The parameters and buffers that it holds, by the names that the graph gives them.
+        gt: gradtools for its framework.
     """
 
     name: str
     title: str
     words: str
     f: Callable[..., Any]
-    args: tuple[Tensor, ...]
+    args: tuple[Any, ...]
     order: int = 1
     held: Mapping[str, Tensor] = field(default_factory=dict)
+    gt: Any = gt
 
     def graph(self) -> Any:
-        """What PyTorch runs."""
+        """The operations of its framework."""
         argnums = tuple(range(len(self.args)))
-        return gt.gradient_graph(self.f, *self.args, order=self.order, argnums=argnums)
+        return self.gt.gradient_graph(self.f, *self.args, order=self.order, argnums=argnums)
 
     @property
     def parameters(self) -> dict[str, Tensor]:

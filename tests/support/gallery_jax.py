@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -11,6 +9,7 @@ import jax
 import jax.numpy as jnp
 
 import gradtools.jax as gt
+from tests.support.gallery import Picture
 
 
 @jax.custom_vjp
@@ -39,23 +38,6 @@ def penalty(params: Any, x: Any) -> Any:
     return ((jnp.sqrt((slope**2).sum(1)) - 1) ** 2).mean()
 
 
-@dataclass(frozen=True)
-class Picture:
-    """A program to be drawn, as in `gallery.py`."""
-
-    name: str
-    title: str
-    words: str
-    f: Callable[..., Any]
-    args: tuple[Any, ...]
-    order: int = 1
-
-    def graph(self) -> Any:
-        """What JAX traces."""
-        argnums = tuple(range(len(self.args)))
-        return gt.gradient_graph(self.f, *self.args, order=self.order, argnums=argnums)
-
-
 _even = partial(jnp.linspace, dtype=jnp.float32)
 _X = _even(-1.0, 1.0, 6).reshape(3, 2)
 _PARAMS = {"w": _even(-0.5, 0.9, 8).reshape(2, 4), "v": _even(0.2, 1.0, 4)}
@@ -69,6 +51,7 @@ PICTURES = (
         sinh,
         (jnp.asarray([0.5, -1.0, 2.0], jnp.float32),),
         2,
+        gt=gt,
     ),
     Picture(
         "jax_wgan_gp",
@@ -77,5 +60,6 @@ PICTURES = (
         "{kept} new bytes are kept.",
         penalty,
         (_PARAMS, _X),
+        gt=gt,
     ),
 )

@@ -57,47 +57,65 @@ def loop(model, optimizer=None, forward=None, loss=None, extra=()):
 
 
 LINEAR = ("weight", "bias")
+PLANTED: dict[str, Planted] = {}
 
 
-def each(prefix, kind):
-    return {f"{prefix}.{name}": kind for name in LINEAR}
+def planted(found, **more):
+    """Adds a loop and what is lost in it."""
+
+    def register(make):
+        PLANTED[make.__name__.replace("_", " ")] = Planted(make, found, **more)
+        return make
+
+    return register
 
 
+def of(kind, *prefixes):
+    return {f"{prefix}.{name}": kind for prefix in prefixes for name in LINEAR}
+
+
+@planted(of("unread", "spare"))
 def forgotten_layer():
     model = Net()
     model.spare = nn.Linear(4, 4)
     return loop(model)
 
 
+@planted(of("detached", "body"))
 def detached_features():
     model = Net()
     return loop(model, forward=lambda x: model.head(torch.tanh(model.body(x)).detach()))
 
 
+@planted(of("left_framework", "body"))
 def through_numpy():
     model = Net()
     again = lambda h: torch.from_numpy(h.detach().numpy())
     return loop(model, forward=lambda x: model.head(again(model.body(x))))
 
 
+@planted(of("discrete", "gate"))
 def chosen_by_a_number():
     model, factors = Net(), (1.0, 2.0)
     model.gate = nn.Linear(3, 2)
     return loop(model, forward=lambda x: model(x) * factors[int(model.gate(x).sum(0).argmax())])
 
 
+@planted(of("discrete", "gate"))
 def branched():
     model = Net()
     model.gate = nn.Linear(3, 1)
     return loop(model, forward=lambda x: model(x) * 2 if model.gate(x).sum() > 0 else model(x))
 
 
+@planted(of("no_grad", "body"))
 def reentrant_checkpoint():
     model = Net()
     body = lambda x: checkpoint(model.body, x, use_reentrant=True)
     return loop(model, forward=lambda x: model.head(torch.tanh(body(x))))
 
 
+@planted(of("rule", "body"))
 def layer_in_a_function():
     model = Net()
 
@@ -113,18 +131,21 @@ def layer_in_a_function():
     return loop(model, forward=lambda x: model.head(torch.tanh(Body.apply(x))))
 
 
+@planted({"level": "zero_derivative"})
 def rounded():
     model = Net()
     model.level = nn.Parameter(torch.ones(3) * 1.2)
     return loop(model, forward=lambda x: model(x * model.level.round()))
 
 
+@planted({"temperature": "left_framework"})
 def temperature_as_number():
     model = Net()
     model.temperature = nn.Parameter(torch.tensor(2.0))
     return loop(model, forward=lambda x: model(x) / model.temperature.item())
 
 
+@planted(of("not_optimized", "late"))
 def layer_added_later():
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
@@ -132,6 +153,7 @@ def layer_added_later():
     return loop(model, optimizer, forward=lambda x: model(model.late(x)))
 
 
+@planted(of("not_optimized", "head"), strangers=True)
 def head_replaced():
     model = Net()
     optimizer = torch.optim.SGD(model.parameters(), 0.5)
@@ -139,6 +161,7 @@ def head_replaced():
     return loop(model, optimizer)
 
 
+@planted(of("not_optimized", "body", "head"), strangers=True)
 def optimizer_of_a_copy():
     model = Net()
     return loop(model, torch.optim.Adam(copy.deepcopy(model).parameters(), 0.5))
@@ -157,6 +180,7 @@ class Listed(nn.Module):
         return self.head(x)
 
 
+@planted(of("unregistered", "blocks[0]", "blocks[1]"))
 def plain_list():
     model = Listed()
     pairs = [
@@ -165,36 +189,42 @@ def plain_list():
     return loop(model, extra=pairs)
 
 
+@planted({"scale": "unregistered"})
 def scaled_parameter():
     model = Net()
     model.scale = nn.Parameter(torch.ones(3)) * 0.1  # a result, no parameter
     return loop(model, forward=lambda x: model(x * model.scale), extra=[("scale", model.scale)])
 
 
+@planted({"scale": "unregistered"})
 def parameter_as_a_buffer():
     model = Net()
     model.register_buffer("scale", nn.Parameter(torch.ones(3)))
     return loop(model, forward=lambda x: model(x * model.scale), extra=[("scale", model.scale)])
 
 
+@planted({})
 def buffer_of_a_scale():
     model = Net()
     model.register_buffer("scale", torch.ones(3))
     return loop(model, forward=lambda x: model(x * model.scale))
 
 
+@planted(of("frozen", "body"))
 def frozen_by_accident():
     model = Net()
     model.body.requires_grad_(False)
     return loop(model)
 
 
+@planted({}, notes=("body.weight", "body.bias"), oracle=False)
 def frozen_parts_in_no_optimizer():
     model = Net()
     model.body.requires_grad_(False)
     return loop(model, torch.optim.SGD(model.head.parameters(), 0.5))
 
 
+@planted({**of("zero", "body"), "head.weight": "zero"}, numerical=True)
 def dead_relu():
     model = Net()
     with torch.no_grad():
@@ -202,6 +232,7 @@ def dead_relu():
     return loop(model, forward=lambda x: model.head(torch.relu(model.body(x))))
 
 
+@planted({}, notes=("branch.weight", "branch.bias"), oracle=False)
 def zero_gate():
     model = Net()
     model.gate = nn.Parameter(torch.zeros(()))
@@ -209,6 +240,7 @@ def zero_gate():
     return loop(model, forward=lambda x: model(x) + model.gate * model.branch(x))
 
 
+@planted(of("detached", "aux"), notes=("body.weight", "body.bias"))
 def two_losses_one_detached():
     model = Net()
     model.aux = nn.Linear(4, 2)
@@ -218,43 +250,3 @@ def two_losses_one_detached():
         return F.cross_entropy(model.head(h), Y) + F.cross_entropy(model.aux(h), Y).detach()
 
     return loop(model, loss=loss)
-
-
-NET = {**each("body", "x"), **each("head", "x")}
-
-
-def of(kind, *prefixes):
-    return {name: kind for prefix in prefixes for name in each(prefix, kind)}
-
-
-PLANTED = {
-    "a layer that forward does not use": Planted(forgotten_layer, of("unread", "spare")),
-    "features detached": Planted(detached_features, of("detached", "body")),
-    "features through NumPy": Planted(through_numpy, of("left_framework", "body")),
-    "a factor chosen by a number": Planted(chosen_by_a_number, of("discrete", "gate")),
-    "a branch on a value": Planted(branched, of("discrete", "gate")),
-    "a reentrant checkpoint of data": Planted(reentrant_checkpoint, of("no_grad", "body")),
-    "a layer inside of a Function": Planted(layer_in_a_function, of("rule", "body")),
-    "a level that is rounded": Planted(rounded, {"level": "zero_derivative"}),
-    "a temperature as a number": Planted(temperature_as_number, {"temperature": "left_framework"}),
-    "a layer added after the optimizer": Planted(layer_added_later, of("not_optimized", "late")),
-    "a head replaced after it": Planted(head_replaced, of("not_optimized", "head"), strangers=True),
-    "an optimizer of a copy": Planted(
-        optimizer_of_a_copy, of("not_optimized", "body", "head"), strangers=True
-    ),
-    "layers in a plain list": Planted(plain_list, of("unregistered", "blocks[0]", "blocks[1]")),
-    "a parameter times a number": Planted(scaled_parameter, {"scale": "unregistered"}),
-    "a parameter as a buffer": Planted(parameter_as_a_buffer, {"scale": "unregistered"}),
-    "a buffer of a scale": Planted(buffer_of_a_scale, {}),
-    "frozen, and in the optimizer": Planted(frozen_by_accident, of("frozen", "body")),
-    "frozen on purpose": Planted(
-        frozen_parts_in_no_optimizer, {}, notes=("body.weight", "body.bias"), oracle=False
-    ),
-    "a dead relu": Planted(
-        dead_relu, {**of("zero", "body"), "head.weight": "zero"}, numerical=True
-    ),
-    "a gate at zero": Planted(zero_gate, {}, notes=("branch.weight", "branch.bias"), oracle=False),
-    "an auxiliary loss detached": Planted(
-        two_losses_one_detached, of("detached", "aux"), notes=("body.weight", "body.bias")
-    ),
-}

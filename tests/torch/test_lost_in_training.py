@@ -73,7 +73,7 @@ def test_in_the_midst_of_a_loop_nothing_is_changed():
 
 
 def test_after_backward_the_graph_tells_what_it_reached():
-    given = PLANTED["a layer that forward does not use"].make()
+    given = PLANTED["forgotten layer"].make()
     loss = given.closure()
     loss.backward()
     report = gt.why_zero(lambda: loss, model=given.model, optimizer=given.optimizer)
@@ -90,7 +90,7 @@ def test_a_loss_that_is_no_closure_is_refused():
 
 
 def test_a_closure_alone_is_asked_about_what_it_holds():
-    given = PLANTED["features detached"].make()
+    given = PLANTED["detached features"].make()
     report = gt.why_zero(given.closure)
     lost = {name.rpartition("model.")[2] for name in kinds_by_leaf(report)}
     assert lost == {"body.weight", "body.bias"}

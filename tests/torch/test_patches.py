@@ -8,7 +8,6 @@ import pytest
 torch = pytest.importorskip("torch")
 
 import gradtools.torch as gt  # noqa: E402  (only where PyTorch is installed)
-from gradtools import GradtoolsError  # noqa: E402
 from gradtools.seeing.torch import _upstream as upstream  # noqa: E402
 from gradtools.seeing.torch import thread_patches as patches  # noqa: E402
 from gradtools.seeing.torch.recording import recorder  # noqa: E402
@@ -75,16 +74,8 @@ WAYS = {
 @pytest.mark.parametrize("bound", WAYS)
 def test_a_users_function_is_one_link_for_who_records_it(bound):
     f, x = WAYS[bound], torch.linspace(0, 1, 4)
-    hidden = bound != "class" and upstream.node_creation_hook is not None
-    for way, text in (gt.why_zero, "Nothing is lost"), (gt.formula, "vjp[Through]"):
-        if (
-            hidden and way is gt.formula
-        ):  # from PyTorch 2.14 on a bound `apply` is a function in C, which no patch sees
-            with pytest.raises(GradtoolsError, match=r"bound before.*Through\.apply"):
-                way(f, x)
-        else:
-            assert text in str(way(f, x))
-    assert hidden or "custom rule Through" in str(gt.gradient_graph(f, x))
+    assert "Nothing is lost" in str(gt.why_zero(f, x)) and "vjp[Through]" in str(gt.formula(f, x))
+    assert "custom rule Through" in str(gt.gradient_graph(f, x))
 
 
 def test_why_zero_follows_a_function_that_no_patch_sees(monkeypatch):

@@ -37,7 +37,7 @@ from gradtools.seeing.graphs.inlining import inlined
 from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph
 from gradtools.seeing.graphs.passes import CUSTOM
 from gradtools.seeing.graphs.program import LeafProgram
-from gradtools.seeing.graphs.recording import CapturedParameter, Recording, RefusedCall, Wanted
+from gradtools.seeing.graphs.recording import CapturedParameter, Recording, Wanted
 
 _NONE, _FULL = Dependence.NONE, Dependence.DIFFERENTIABLE
 Note = tuple[str, list[str]]  # a text, and the leaves that it concerns
@@ -102,7 +102,9 @@ def diagnosed(
     """The findings for each examined array, and notes."""
     names = [one.name for one in examined]
     if recording.refusal is not None:
-        return Diagnosis([refused(program, recording.refusal)], names)
+        whole = ", ".join(f"argument {i}" for i in program.argnums)
+        name = names[0] if len(names) == 1 else whole
+        return Diagnosis([replace(recording.refusal, argument=name)], names)
     graph, passes = recording.graph, recording.passes
     findings, notes, at_values = list[Finding](), list[Note](), list[Finding]()
     matters = behind(graph, tuple(graph.outputs))
@@ -158,15 +160,6 @@ def _is_stopped(lost: Sequence[Loss]) -> bool:
     first = all(loss.node.loss in STOPS for loss in lost if not loss.further)
     later = any(loss.node.loss in STOPS for loss in lost if loss.further)
     return (first or later) and all(loss.node.loss != "left_framework" for loss in lost)
-
-
-def refused(program: LeafProgram, refusal: RefusedCall) -> Finding:
-    """The finding for an error of the framework that ended the run."""
-    names = [program.names[index] for index in program.wrt]
-    name = names[0] if len(names) == 1 else ", ".join(f"argument {i}" for i in program.argnums)
-    return Finding(
-        name, refusal.kind, refusal.operation, refusal.source, refusal.scope, detail=refusal.message
-    )
 
 
 def from_losses(name: str, losses: Sequence[Loss]) -> list[Finding]:

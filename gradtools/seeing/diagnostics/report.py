@@ -1,4 +1,4 @@
-"""The report of `why_zero`: plain data with a text; colour is put on where it is printed."""
+"""The report of `why_zero`: plain data with a text."""
 
 from __future__ import annotations
 
@@ -12,8 +12,6 @@ from typing import Any
 from gradtools.printing import coloured, printable
 from gradtools.seeing.diagnostics.findings import KINDS, Finding
 from gradtools.seeing.graphs.nodes import grouped, shared_length
-
-_BOLD, _RED, _GREEN, _DIM, _END = "\033[1m", "\033[31m", "\033[32m", "\033[2m", "\033[0m"
 
 
 @dataclass(frozen=True)
@@ -43,34 +41,31 @@ class GradientReport:
         return iter(self.findings)
 
     def __str__(self) -> str:
-        return printable(self.text())
-
-    def _repr_html_(self) -> str:
-        return coloured(self.text(colour=True))
-
-    def text(self, colour: bool = False) -> str:
-        """The report as text; `colour` adds a terminal's escape codes."""
-        paint = (lambda code, text: f"{code}{text}{_END}") if colour else (lambda code, text: text)
         blocks = []
         if not self.findings and not self.arguments:
-            message = "Nothing was looked at: argnums names no argument, and f holds no parameter."
-            blocks.append(message)
+            blocks.append(
+                "Nothing was looked at: f was given no argument and holds no parameter. Pass its "
+                "arguments, why_zero(f, x), or name what is trained, why_zero(f, model=...)."
+            )
         elif not self.findings:
             *most, last = self.arguments
             names = " and ".join(filter(None, [", ".join(most), last]))
             if len(most) > 3:
                 names = f"all {len(self.arguments)} {_noun(self.arguments)}"
-            blocks.append(paint(_GREEN, f"Nothing is lost: the output's gradient reaches {names}."))
+            blocks.append(f"Nothing is lost: the output's gradient reaches {names}.")
         result = grouped(self.findings, lambda finding: finding.argument)
         places = lambda name: tuple(dict.fromkeys(map(_place, result[name])))
         for several in grouped(result, places).values():
             merged = _merged([result[name] for name in several])
             title = f"{gathered(several, self.arguments)} {_headline(merged, len(several) > 1)}"
-            blocks.append("\n\n".join([paint(_BOLD, title), *(_lines(f, paint) for f in merged)]))
+            blocks += [title, *map(_lines, merged)]
         for text, noted in self.notes:
             of = f"{gathered(noted, noted)}: " if noted else ""
-            blocks.append(f"{paint(_DIM, 'Note:')} {of}{text}.")
-        return "\n\n".join(blocks)
+            blocks.append(f"Note: {of}{text}.")
+        return printable("\n\n".join(blocks))
+
+    def _repr_html_(self) -> str:
+        return coloured(str(self))
 
     def to_dict(self) -> dict[str, Any]:
         """The report as plain data, for JSON."""
@@ -170,17 +165,17 @@ def _gathered(names: set[str], known: Sequence[tuple[str, list[str]]], depth: in
             yield from _gathered(names, deeper, depth + 1)
 
 
-def _lines(finding: Finding, paint: Any) -> str:
+def _lines(finding: Finding) -> str:
     """A finding's place, line, reason and fix."""
     source = finding.source
     where = "somewhere in f" if source is None else str(source)
     where += f" in {source.function}" if source is not None and source.function else ""
     where += f", module {'.'.join(finding.scope)}" if finding.scope else ""
-    place = f"{paint(_RED, where)}: " if KINDS[finding.kind].has_place else ""
+    place = f"{where}: " if KINDS[finding.kind].has_place else ""
     lines = [f"  {place}{finding.kind} ({finding.operation})"]
     if source is not None and source.text:
         lines.append(f"      {source.text}")
     detail = f": {finding.detail.rstrip('.')}" if finding.detail else ""
     lines.append(f"    {finding.reason[0].upper()}{finding.reason[1:]}{detail}.")
-    lines.append(f"    {paint(_DIM, 'Fix:')} {finding.fix}.")
+    lines.append(f"    Fix: {finding.fix}.")
     return "\n".join(lines)

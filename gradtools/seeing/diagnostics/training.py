@@ -18,7 +18,6 @@ from gradtools.seeing.diagnostics.diagnosis import (
     diagnosed,
     of_modules_in_use,
     recording_of,
-    refused,
 )
 from gradtools.seeing.diagnostics.findings import Finding
 from gradtools.seeing.frameworks import Framework
@@ -101,8 +100,8 @@ def trained(
     else:
         numbers = {h.name: graph.inputs[k : k + 1] for k, h in enumerate(held)}
     if recording.refusal is not None:
-        lost = refused(program, recording.refusal)
-        result.findings += [replace(lost, argument=n) for n in result.names or ["the loss"]]
+        leaves = result.names or ["the loss"]
+        result.findings += [replace(recording.refusal, argument=name) for name in leaves]
     else:
         hidden = [h.name for h in held if h.role == UNREGISTERED]
         result.findings += [Finding(name, UNREGISTERED, "module") for name in hidden]

@@ -89,7 +89,7 @@ class SeeingOperators(Operators):
         if args and callable(f) and _takes_nothing(f):
             raise GradtoolsError(
                 f"why_zero: f takes no arguments, and {describe(backend, args[0])} was passed. "
-                "Name the model that is trained: why_zero(f, model=...)."
+                "Pass a function of it, or name what is trained: why_zero(f, model=...)."
             )
         if args and optimizer is not None and model is None and not is_model:
             several = [args[i] for i in normalized_argnums("why_zero", argnums, len(args))]

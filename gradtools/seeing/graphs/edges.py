@@ -18,7 +18,6 @@ from gradtools.seeing.graphs.nodes import Dependence, Edge, Node, PlainGraph, me
 _NONE, _CUT, _ZERO, _FULL = Dependence
 _ON_PURPOSE = ("detached", "no_grad", "inner_gradient", "left_framework", "in_place_data", "rule")
 _PASSING = ("broadcast", "reshape", "maximum", "identity", "expand_dims", "squeeze")
-_MOST_STEPS = 200_000
 
 
 def edges_of(graph: PlainGraph) -> tuple[Edge, ...]:
@@ -39,15 +38,10 @@ def kept_anew(graph: PlainGraph) -> dict[int, int]:
     """Residuals: values of the first pass that later passes read, once per storage, with bytes."""
     nodes, phases = [node for node in graph.nodes if not node.phase], phases_of(graph.nodes)
     read = {v for n in graph.nodes for v in n.inputs if n.phase > phases[v]}
-    for i in needed(nodes, graph.outputs):  # others, as of an inner derivative, keep none
-        if nodes[i].mark not in _RECOMPUTED:
-            read.update(nodes[i].saved)
+    for i in needed(nodes, graph.outputs):
+        read.update(nodes[i].saved)
     kept = {memory_of(graph.values, v) for node in nodes for v in node.outputs if v in read}
     return {v: graph.values[v].bytes for v in sorted(kept - alive_anyway(graph))}
-
-
-# Marks of operations that are recomputed in the backward pass: their residuals are not kept.
-_RECOMPUTED = ("chunked", "frozen", "checkpoint")
 
 
 def alive_anyway(graph: PlainGraph) -> frozenset[int]:
@@ -101,10 +95,7 @@ def lost_links(graph: PlainGraph) -> frozenset[tuple[int, int]]:
         forward = replace(graph, nodes=nodes, outputs=outputs)
     captured = (value for value in forward.captured if forward.values[value].shape)
     leaves = [v for v in (*forward.inputs, *captured) if forward.values[v].is_inexact]
-    may_lose = any(node.loss for _, node in forward.walk())
-    # of a very large graph only as many leaves as take about a second to analyse
-    most = _MOST_STEPS // max(1, len(forward.nodes)) if may_lose else 0
-    for value in leaves[:most]:
+    for value in leaves if any(node.loss for _, node in forward.walk()) else ():
         result |= {(id(loss.node), loss.input) for loss in losses(forward, value)}
     makers = {value: node for node in forward.nodes for value in node.outputs}
     for node in forward.nodes:

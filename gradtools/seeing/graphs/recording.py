@@ -10,31 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from gradtools.code_origin import Source
+from gradtools.seeing.diagnostics.findings import Finding
 from gradtools.seeing.diagnostics.gradients_at_values import PassesAtValues
 from gradtools.seeing.graphs.nodes import PlainGraph
 
 Run = Callable[[Sequence[Any]], Sequence[Any]]
 Wanted = Callable[[Any], bool]  # whether a captured array is differentiated like a leaf
-
-
-@dataclass(frozen=True)
-class RefusedCall:
-    """The framework's error when data may not leave it in this way.
-
-    Attributes:
-        kind: A key of `findings.KINDS`.
-        operation: The conversion that failed, such as "numpy" or "float".
-        message: The first line of the framework's own message.
-        source: The innermost line of the user's own code.
-        scope: The modules it ran in, outermost first.
-    """
-
-    kind: str
-    operation: str
-    message: str
-    source: Source | None = None
-    scope: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,7 +34,8 @@ class Recording:
     Attributes:
         graph: Its graph. ``graph.inputs`` are the leaves, ``graph.outputs`` the results, with one
             value for each, also for NumPy arrays and Python numbers.
-        refusal: The framework's error that ended the run, if any; the graph then has no outputs.
+        refusal: The framework's error that ended the run, if any, without a leaf's name; the graph
+            then has no outputs.
         parameters: The captured arrays with requires_grad.
         reads: For tensors that existed before the run, by id, the numbers of the values that carry
             their gradient: their own, and those of tensors computed from them before.
@@ -64,7 +46,7 @@ class Recording:
     """
 
     graph: PlainGraph
-    refusal: RefusedCall | None = None
+    refusal: Finding | None = None
     parameters: tuple[CapturedParameter, ...] = ()
     reads: Mapping[int, Sequence[int]] = field(default_factory=dict)
     passes: PassesAtValues = field(default_factory=PassesAtValues)

@@ -32,8 +32,8 @@ from gradtools.seeing.graphs.passes import (
 )
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.jax import recorded_run
-from gradtools.seeing.jax.differentiating import differentiated, step_of
 from gradtools.seeing.jax.graphs import graph_of
+from gradtools.seeing.jax.passes_at_values import differentiated, step_of
 
 
 def graph_of_outputs(outputs: Any) -> PlainGraph:

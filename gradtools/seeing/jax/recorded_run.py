@@ -21,10 +21,11 @@ from gradtools.jax.known_errors import refused_number
 from gradtools.jax.module_arguments import module_kinds
 from gradtools.jax.recomputing import stateful
 from gradtools.jax.trees import is_inexact
+from gradtools.seeing.diagnostics.findings import Finding
 from gradtools.seeing.graphs.derivative_flow import behind
 from gradtools.seeing.graphs.nodes import Dependence
 from gradtools.seeing.graphs.reachable import named_objects
-from gradtools.seeing.graphs.recording import Recording, RefusedCall, Run, Wanted
+from gradtools.seeing.graphs.recording import Recording, Run, Wanted
 from gradtools.seeing.jax.concrete_tracing import jaxpr_with_answers
 from gradtools.seeing.jax.graphs import graph_of
 from gradtools.seeing.jax.passes_at_values import passes_at
@@ -134,7 +135,7 @@ def _constant(y: Any) -> Any:
 # --- JAX's errors ------------------------------------------------------------------------
 
 
-def _what_left(error: Exception) -> RefusedCall | None:
+def _what_left(error: Exception) -> Finding | None:
     """How an array left JAX; None if a shape or a branch depended on its values."""
     line, modules = source_of_error(error)
     written = line.text if line is not None else ""
@@ -148,7 +149,8 @@ def _what_left(error: Exception) -> RefusedCall | None:
         names = (name for name in ("item", "tolist") if f".{name}(" in written)
         operation = refused_number(error) or next(names, "")
     message = str(error).strip().splitlines()[0]
-    return RefusedCall("left_framework", operation, message, line, modules) if operation else None
+    lost = Finding("", "left_framework", operation, line, modules, detail=message)
+    return lost if operation else None
 
 
 # --- captured arrays ---------------------------------------------------------------------

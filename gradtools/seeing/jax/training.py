@@ -30,8 +30,9 @@ def lifted(
     """`f(*args, **kwargs)` as a function of arrays that f captures."""
     if not arrays:
         raise GradtoolsError(
-            f"{caller}: f holds no module whose parameters could be looked at. Name what is "
-            "trained: model=, a module or a pytree of parameters that f reads."
+            f"{caller}: f was given no argument and holds no module. Pass its arguments, "
+            f"{caller}(f, x), or name what is trained, {caller}(f, model=...): a module or a "
+            "pytree of the arrays that f reads."
         )
     if not callable(f):
         raise GradtoolsError(f"{caller}: f is {with_article(type(f).__name__)}; expected a loss.")

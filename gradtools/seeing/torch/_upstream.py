@@ -5,7 +5,6 @@ See `gradtools.torch._upstream`, which has the others.
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Callable, Sequence
 from operator import attrgetter
 from typing import Any
@@ -42,8 +41,12 @@ Functions: tuple[Any, ...] = (function._SingleLevelFunction, *_OTHERS)
 """The classes whose `apply` a recorder patches, so that it also sees a bound `Function.apply`. From
 PyTorch 2.14 on `torch.autograd.Function` has an `apply` of its own in C."""
 
-node_creation_hook: Any = getattr(torch.autograd.graph, "node_creation_hook", None)
-"""Context that calls a hook for each new node, public from PyTorch 2.14 on; None before."""
+
+def is_inside_autograd() -> bool:
+    """Whether an operation was dispatched by autograd, unlike the detach of a tensor it saves."""
+    excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
+    return excluded(torch._C.DispatchKey.AutogradFunctionality)
+
 
 current_node: Callable[[], Any] = torch._C._current_autograd_node
 """The node whose backward runs, whose operations get the source line of the forward pass."""
@@ -63,31 +66,3 @@ def decompositions() -> Any:
     from torch._decomp import decomposition_table
 
     return decomposition_table
-
-
-def is_of_checkpoint(frame: Any) -> bool:
-    """Whether a frame runs the code of `torch.utils.checkpoint`: a recomputed operation.
-
-    A hack: code that PyTorch moves out of that module is not marked.
-    """
-    return frame.f_globals is vars(torch.utils.checkpoint)
-
-
-def is_summed_by_autograd(node: Any) -> bool:
-    """Whether an addition is autograd's own accumulation of gradients, not code of a backward.
-
-    Must be called in a dispatch mode. Its frames and those of gradtools are skipped, except for the
-    backward of the node itself if it is one of ours. A hack: it looks for `_engine_run_backward`.
-    """
-    if not isinstance(node, function.BackwardCFunction):
-        return False
-    backward = getattr(type(node).apply, "__code__", None)
-    frame: Any = sys._getframe(2)  # of the caller's caller
-    while _package(frame) == "gradtools" and frame.f_code is not backward:
-        frame = frame.f_back
-    return frame is not None and frame.f_code.co_name == "_engine_run_backward"
-
-
-def _package(frame: Any) -> str:
-    """The package of a frame's code, by its module."""
-    return "" if frame is None else frame.f_globals.get("__name__", "").partition(".")[0]

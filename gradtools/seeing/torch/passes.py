@@ -12,20 +12,15 @@ taken again of what was written, and its base is updated in the place of the vie
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
 
-from gradtools.errors import RuntimeRefusal, is_of
-from gradtools.seeing.graphs.nodes import (
-    Dependence,
-    PlainGraph,
-    needed,
-)
+from gradtools.seeing.graphs.nodes import PlainGraph, needed
 from gradtools.seeing.graphs.passes import (
     FORWARD,
     INNER,
@@ -42,7 +37,7 @@ from gradtools.seeing.torch.recording.autograd_functions import name_and_mark
 from gradtools.seeing.torch.recording.observation import recording_run
 from gradtools.seeing.torch.recording.recorder import Origin
 from gradtools.seeing.torch.recording.run_recorder import RunRecorder
-from gradtools.seeing.torch.undo import Undo, copied
+from gradtools.seeing.torch.undo import copied
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import leaves_of
 from gradtools.torch.function_modes import PlainKernels
@@ -51,7 +46,6 @@ from gradtools.torch.operation_marks import mark as mark_of_running
 from gradtools.torch.operation_marks import marked
 
 Tensor = torch.Tensor
-_CUT, _ZERO = Dependence.CUT, Dependence.ZERO_DERIVATIVE
 
 
 def gradient_graph(program: LeafProgram, order: int) -> PlainGraph:
@@ -60,28 +54,15 @@ def gradient_graph(program: LeafProgram, order: int) -> PlainGraph:
     order: 0 forward alone, 1 with backward, 2 with backward of the backward.
     """
     # the fused kernels of attention have no second derivative
-    with PlainKernels() if order == SECOND else nullcontext():
-        try:
-            return _recorded(program, order, hooked=True)
-        except RuntimeError as error:
-            if not is_of("torch", error):
-                raise
-        # torch.func's transforms refuse saved-tensor hooks; any other error is raised again.
-        return _recorded(program, order, hooked=False)
-
-
-def _recorded(program: LeafProgram, order: int, hooked: bool) -> PlainGraph:
-    """The graph of a recorded run, whose effects are undone.
-
-    hooked: Whether saved-tensor hooks record what is saved. Without them, only what later passes
-        read is known.
-    """
-    with recording_run(f"{program.caller}: a program", program.run, program.leaves) as undo:
-        recorder, active = _PassRecorder(undo, hooked), set(program.wrt)
+    kernels = PlainKernels() if order == SECOND else nullcontext()
+    what = f"{program.caller}: a program"
+    with kernels, recording_run(what, program.run, program.leaves) as undo:
+        recorder, active = _PassRecorder(undo), set(program.wrt)
         xs = [copied(x, k in active) for k, x in enumerate(program.leaves)]
         inputs = [recorder.introduced(x, name) for x, name in zip(xs, program.names, strict=True)]
         ys = recorder.run_pass(FORWARD, lambda: [*program.run(xs)])
-        ends = _Ends(inputs, [recorder.number_of(y) for y in ys], [*program.out_names])
+        ends = [*map(recorder.number_of, ys)]
+        names = [*program.out_names]
         outs = dict(zip(program.out_names, ys, strict=True))
         leaves = {program.names[k]: xs[k] for k in sorted(active)}
         tracked = [y for y in ys if _is_tracked(y)]
@@ -95,7 +76,7 @@ def _recorded(program: LeafProgram, order: int, hooked: bool) -> PlainGraph:
                 cotangent_of(name): torch.ones_like(y, requires_grad=again)
                 for name, y in outs.items()
             }
-            ends.inputs += [recorder.introduced(ct, name) for name, ct in cts.items()]
+            inputs += [recorder.introduced(ct, name) for name, ct in cts.items()]
             differentiated = partial(
                 torch.autograd.grad,
                 [*outs.values()],
@@ -108,19 +89,10 @@ def _recorded(program: LeafProgram, order: int, hooked: bool) -> PlainGraph:
             grads = zip(leaves, recorder.run_pass(phase, differentiated), strict=True)
             named = gradient_of if phase < SECOND else second_gradient_of
             outs = {named(x): g for x, g in grads if g is not None}
-            ends.outputs += [recorder.number_of(g) for g in outs.values()]
-            ends.names += outs
+            ends += map(recorder.number_of, outs.values())
+            names += outs
             leaves = {**leaves, **cts}
-        return recorder.graph(ends, order)
-
-
-@dataclass
-class _Ends:
-    """The graph's inputs and outputs, by number, and the names of the outputs."""
-
-    inputs: list[int]
-    outputs: list[int]
-    names: list[str]
+        return with_named_outputs(recorder.graph(inputs, ends), names)
 
 
 def _is_tracked(y: Any) -> bool:
@@ -131,14 +103,9 @@ def _is_tracked(y: Any) -> bool:
 
 
 class _PassRecorder(RunRecorder):
-    """Records the aten operations of each pass; `hooked`: with saved-tensor hooks."""
+    """Records the aten operations of each pass."""
 
-    caller = "gradient_graph"
-
-    def __init__(self, undo: Undo, hooked: bool) -> None:
-        super().__init__(undo)
-        self.levels = "rules", *(["saved"] if hooked else []), "operations"
-        self._packed: list[tuple[int, int, int]] = []  # sequence, number, phase
+    caller, levels = "gradient_graph", ("rules", "functions", "operations")
 
     # --- what runs
 
@@ -157,13 +124,11 @@ class _PassRecorder(RunRecorder):
         of = self.origins.get(-1 if running is None else upstream.sequence_of(running), Origin())
         if not self.phase:  # in a derivative that f itself takes, f's own lines take precedence
             return Origin(source or of.source, here.scope, mark, rule)
-        summed = private.is_summed_by_autograd(running)
-        inherited, rule = ("", "") if summed else (of.mark, rule or of.rule)
         if source is None or (of.source is not None and "-packages" in source.file):
             source = of.source
         if managed and of.mark:  # a frozen function is a chunk to gradtools
             mark = of.mark
-        return Origin(source, here.scope or of.scope, mark or inherited, rule)
+        return Origin(source, here.scope or of.scope, mark or of.mark, rule or of.rule)
 
     def ruled(self, kind: Any, apply: Any, args: Any, kwargs: Any) -> Any:
         """Runs a torch.autograd.Function and marks its operations."""
@@ -173,43 +138,6 @@ class _PassRecorder(RunRecorder):
                 if y.grad_fn is not None:
                     self.origins.setdefault(upstream.sequence_of(y.grad_fn), self.origin())
             return out
-
-    # --- what is saved
-
-    def saves(self, x: Tensor) -> tuple[Tensor, int]:
-        """Packs a saved tensor: detached, to avoid a reference cycle, and with its version."""
-        with self.silent(), torch.no_grad():
-            number = self.of(x)
-            kept = x.detach()
-            sequence = upstream.nodes_made() - 1  # type: ignore[attr-defined]
-            self._packed.append((sequence, number, self.phase))
-            self.hold(kept, number)
-            return kept, upstream.version_of(kept)
-
-    @staticmethod
-    def read_saved(kept: tuple[Tensor, int]) -> Tensor:
-        """Unpacks a saved tensor; raises if it was modified in place since."""
-        x, version = kept
-        if upstream.version_of(x) != version:
-            raise RuntimeRefusal(
-                "a tensor that is needed for the gradient was modified in place after it was "
-                f"saved (shape {tuple(x.shape)}); use an operation that is not in place"
-            )
-        return x
-
-    def _saved(self, order: int) -> dict[int, tuple[int, ...]]:
-        """The values that each node, by position, saves for a pass that was recorded."""
-        of: dict[tuple[int, int], list[int]] = {}
-        for i, made in enumerate(self.made):
-            of.setdefault((made.sequence, made.node.phase), []).append(i)
-        result: dict[int, tuple[int, ...]] = {}
-        for sequence, number, phase in self._packed:
-            nodes = of.get((sequence, phase), []) if phase < order else []
-            around = lambda node: (*node.inputs, *node.outputs)
-            touching = [i for i in nodes if number in around(self.made[i].node)]
-            for i in (touching or nodes)[:1]:
-                result[i] = tuple(dict.fromkeys((*result.get(i, ()), number)))
-        return result
 
     # --- captured tensors
 
@@ -229,20 +157,17 @@ class _PassRecorder(RunRecorder):
 
     # --- the whole
 
-    def graph(self, ends: _Ends, order: int) -> PlainGraph:
+    def graph(self, inputs: Sequence[int], outputs: Sequence[int]) -> PlainGraph:
         """The recorded graph, without dead code of the later passes."""
-        saved = self._saved(order)
-        nodes = [replace(self.linked(m), saved=saved.get(i, ())) for i, m in enumerate(self.made)]
-        for i, made in enumerate(self.made):
-            if made.inner:
-                nodes[i] = replace(nodes[i], mark=nodes[i].mark or INNER)
+        nodes = [
+            replace(node, mark=node.mark or INNER) if made.inner else node
+            for made, node in zip(self.made, map(self.linked, self.made), strict=True)
+        ]
         stays = lambda node: not (node.phase or node.mark)  # keep dead code that f itself runs
-        nodes = [nodes[i] for i in needed(nodes, ends.outputs, stays)]
-        read = {value for node in nodes for value in node.inputs}.union(ends.outputs)
+        nodes = [nodes[i] for i in needed(nodes, outputs, stays)]
+        read = {value for node in nodes for value in node.inputs}.union(outputs)
         captured = tuple(number for number in self.captured if number in read)
-        inputs, outputs = tuple(ends.inputs), tuple(ends.outputs)
-        graph = PlainGraph(tuple(nodes), self.values, inputs, outputs, captured)
-        return with_named_outputs(graph, ends.names)
+        return PlainGraph(tuple(nodes), self.values, tuple(inputs), tuple(outputs), captured)
 
 
 __all__ = ["gradient_graph", "graph_of_outputs"]

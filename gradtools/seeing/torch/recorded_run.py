@@ -15,7 +15,7 @@ import sys
 from collections.abc import Sequence
 from functools import partial
 from itertools import takewhile
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,7 +23,7 @@ import torch
 from gradtools.errors import GradtoolsError, is_of
 from gradtools.seeing.diagnostics.gradients_at_values import PassesAtValues, PassStep
 from gradtools.seeing.graphs.derivative_flow import backward, forward
-from gradtools.seeing.graphs.nodes import Dependence, PlainGraph, grouped
+from gradtools.seeing.graphs.nodes import Dependence, grouped
 from gradtools.seeing.graphs.recording import CapturedParameter, Recording, Run, Wanted
 from gradtools.seeing.torch.recording.connections import ConnectionRecorder
 from gradtools.seeing.torch.recording.observation import observed, watchable
@@ -73,9 +73,9 @@ def _recorded(run: Run, leaves: Sequence[Any], names: Sequence[str], wanted: Wan
 
     reads: dict[int, list[int]] = {}
     for number, x in seen.captured_tensors.items():
-        reads.setdefault(id(x), []).append(number)
-        for leaf in leaves_of([x]) if x.grad_fn is not None else ():
-            reads.setdefault(id(leaf), []).append(number)
+        computed_from = leaves_of([x]) if x.grad_fn is not None else ()
+        for tensor in (x, *computed_from):
+            reads.setdefault(id(tensor), []).append(number)
     own = {id(x) for x in leaves}
     parameters = [
         CapturedParameter(seen.names[key], reads.get(key, ()), x)
@@ -93,8 +93,7 @@ def _differentiated(seen: ConnectionRecorder, wanted: Wanted) -> PassesAtValues:
     leaves = [x for x in leaves_of(outs) if id(x) in own or wanted(x)]
     if not leaves:
         return PassesAtValues()
-    generator = torch.Generator().manual_seed(0)
-    draw = partial(torch.randn, generator=generator, device="cpu")
+    draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), device="cpu")
     cts = [draw(y.shape, dtype=y.dtype).to(y.device) for y in outs]
     if len(outs) == 1 and outs[0].numel() == 1 and not outs[0].is_complex():
         cts = [torch.ones_like(outs[0])]
@@ -106,8 +105,8 @@ def _differentiated(seen: ConnectionRecorder, wanted: Wanted) -> PassesAtValues:
     )
     if any(grad is not None and grad.is_meta for grad in grads):
         raise GradtoolsError(
-            "why_zero: the gradient is on the meta device, which holds no numbers, so nobody can "
-            "tell whether it is zero. Pass arrays that hold numbers."
+            "why_zero: the gradient is on the meta device, which holds no numbers to be compared "
+            "with zero. Pass arrays that hold numbers."
         )
     with seen.silent():
         pairs = zip(leaves, inputs, grads, strict=True)
@@ -132,77 +131,58 @@ def is_model(x: Any) -> bool:
 # --- data that leaves PyTorch, and returns -----------------------------------------------
 
 
-class Moved(NamedTuple):
-    """What differs in a run with other numbers at some places.
-
-    Attributes:
-        outputs: The positions of outputs.
-        nodes: The nodes that were given other numbers or arrays from outside.
-        captured: The tensors, by number, that were made of them without being recorded.
-    """
-
-    outputs: Sequence[int]
-    nodes: Sequence[int] = ()
-    captured: Sequence[int] = ()
-
-
 def _follow(run: Run, leaves: Sequence[Any], seen: ConnectionRecorder, before: list[Any]) -> None:
-    """Adds links from data that left to where it returned; before: Copies of the outputs."""
-    lost = _untraced(seen, seen.graph())
-    if not lost:
-        return
-    moved_by = partial(_perturbed, run, leaves, seen, before)
-    control = moved_by(frozenset())
-    is_deterministic = control is not None and not any(control)
-    anywhere = Moved(range(len(seen.outputs)))  # so that no argument counts as unused
+    """Adds links from data that left to where it returned; before: Copies of the outputs.
+
+    If no perturbed run succeeds, or f differs from run to run, it returned in every output.
+    """
+    lost = _untraced(seen)
+    changes = partial(_changes, run, leaves, seen, before)
+    is_deterministic = bool(lost) and changes(frozenset()) == ([], [])
     lines = grouped(lost, lambda k: seen.leavings[k].source or k)
     for which in [*lines.values()][:_MOST] if is_deterministic else [lost]:
-        moved = moved_by(frozenset(which)) if is_deterministic else anywhere
+        moved = changes(frozenset(which)) if is_deterministic else None
         if moved is None and all(seen.leavings[k].operation == "branch" for k in which):
             continue  # a check that raises, as distributions check their arguments
-        moved = moved or anywhere  # f refuses other numbers, so it does look at these
-        back = moved.nodes or moved.captured
-        ends = [k for k in moved.outputs if not (back and isinstance(seen.outs[k], Tensor))]
+        nodes, values = ([], seen.outputs) if moved is None else moved
         for leaving in (seen.leavings[k] for k in which):
-            for node in moved.nodes:
+            for node in nodes:
                 seen.enters(leaving, node)
-            returned = *moved.captured, *(seen.outputs[k] for k in ends)
-            seen.outside += [(leaving.outputs[0], number) for number in returned]
+            seen.outside += [(leaving.outputs[0], number) for number in values]
 
 
-def _untraced(recorder: ConnectionRecorder, graph: PlainGraph) -> list[int]:
+def _untraced(seen: ConnectionRecorder) -> list[int]:
     """The leavings whose data could explain a lost gradient, and was not seen to come back."""
-    if not recorder.leavings:
-        return []
-    held = [number for number, x in recorder.captured_tensors.items() if x.requires_grad]
+    graph = seen.graph()
+    held = [number for number, x in seen.captured_tensors.items() if x.requires_grad]
     back = {source for source, _ in graph.outside}
     matters = backward(graph, dict.fromkeys(graph.outputs, _FULL))
     leaves = [v for v in (*graph.inputs, *held) if graph.values[v].is_inexact]
     reached = forward(graph, dict.fromkeys(leaves, _FULL))
     absent = forward(graph, {v: _FULL for v in leaves if not matters.get(v)})
     result = []
-    for k, leaving in enumerate(recorder.leavings):
+    for k, leaving in enumerate(seen.leavings):
         of = absent if leaving.operation == "branch" else reached
         if of.get(leaving.inputs[0]) and leaving.outputs[0] not in back:
             result.append(k)
     return result
 
 
-def _perturbed(
+def _changes(
     run: Run,
     leaves: Sequence[Any],
     first: ConnectionRecorder,
     before: Sequence[Any],
     which: frozenset[int],
-) -> Moved | None:
-    """What moves in a run with other numbers at these leavings.
+) -> tuple[list[int], list[int]] | None:
+    """The nodes and the values that change in a run with other numbers at these leavings.
 
     None if f does not run with any such numbers. `before`: The outputs of the first run.
     """
-    moved = None
+    changes = None
     # f may refuse large steps, and take smaller ones; what it clips may move one way only
     for size in (1.0, -1.0, 1e-3):
-        if moved is not None and (any(moved) or not which or abs(size) < 1):
+        if changes is not None and (any(changes) or not which or abs(size) < 1):
             break
         other = partial(ConnectionRecorder, replace=(which, partial(_other, size=size)))
         again = observed(run, leaves, recorder_of=other)
@@ -213,11 +193,18 @@ def _perturbed(
             except Exception:  # the user's code, at numbers that the user did not pass
                 continue
             if seen.refusal is None:
-                moved = _moved(first, seen, before)
-    return moved
+                changes = _compared(first, seen, before)
+    return changes
 
 
-def _moved(own: ConnectionRecorder, other: ConnectionRecorder, before: Sequence[Any]) -> Moved:
+def _compared(
+    own: ConnectionRecorder, other: ConnectionRecorder, before: Sequence[Any]
+) -> tuple[list[int], list[int]]:
+    """The nodes that were given other data from outside, and the values that such data made.
+
+    Tensors are outputs of the program, so they count only if no node or captured tensor explains
+    their change.
+    """
     after = _copies(other.outs)
     alike = len(after) == len(before)
     outputs = [k for k, a in enumerate(before) if not (alike and _same(a, after[k]))]
@@ -229,7 +216,10 @@ def _moved(own: ConnectionRecorder, other: ConnectionRecorder, before: Sequence[
     both = zip(own.captured_tensors.items(), other.captured_tensors.values(), strict=False)
     unknown = [(n, x, y) for (n, x), y in both if id(x) not in own.reachable]
     alike = len(own.captured_tensors) == len(other.captured_tensors)
-    return Moved(outputs, nodes, [n for n, x, y in unknown if alike and not _same(x, y)])
+    captured = [n for n, x, y in unknown if alike and not _same(x, y)]
+    is_explained = bool(nodes or captured)
+    ends = [k for k in outputs if not (is_explained and isinstance(own.outs[k], Tensor))]
+    return nodes, [*captured, *(own.outputs[k] for k in ends)]
 
 
 def _other(x: Any, size: float) -> Any:

@@ -1,10 +1,9 @@
 """Patches for calls that a TorchFunctionMode cannot see, in the thread that records.
 
-They see `Function.apply`, constructions of Parameters, and higher-order operators. Within a block
-`around(owner, beneath, args, kwargs)` replaces this thread's calls of `owner(*args, **kwargs)`;
-`beneath` calls the next outer block's function, or the original. A class is patched from the first
-block of any thread until the end of the last one; calls in threads without a block go to the
-original.
+They see `Function.apply`, constructions of Parameters, and higher-order operators. In a block
+`around(owner, beneath, args, kwargs)` replaces this thread's calls of `owner(*args, **kwargs)`, and
+`beneath` calls the original. A class is patched from the first block of any thread until the end of
+the last one; threads without a block call the original.
 """
 
 from __future__ import annotations
@@ -23,47 +22,38 @@ Around = Callable[[Any, Callable[..., Any], Any, Any], Any]
 
 
 class _Patch:
-    """A patched method of a class, which calls this thread's blocks."""
+    """A patched method of a class."""
 
     def __init__(self, holder: Any, name: str, kind: Callable[[Any], Any] = lambda f: f) -> None:
         self._holder, self._name, self._kind = holder, name, kind
-        self._lock, self._count = threading.Lock(), 0
-        self._local, self._before = threading.local(), None
+        self._lock, self._before = threading.Lock(), None
+        self._blocks: dict[int, Around] = {}  # by thread
 
     @contextmanager
     def by(self, around: Around) -> Iterator[None]:
-        """Context in which `around` replaces this thread's calls."""
+        """A context in which `around` replaces this thread's calls."""
 
         def call(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
-            return self._called(len(self._blocks()), owner, *args, **kwargs)
+            beneath, block = partial(self._original, owner), self._blocks.get(threading.get_ident())
+            return block(owner, beneath, args, kwargs) if block else beneath(*args, **kwargs)
 
-        blocks = self._blocks()
+        thread = threading.get_ident()
         with self._lock:
-            self._count += 1
-            if self._count == 1:
+            if not self._blocks:
                 self._before = vars(self._holder).get(self._name)
                 setattr(self._holder, self._name, self._kind(call))
-        blocks.append(around)
+            self._blocks[thread] = around
         try:
             yield
         finally:
-            blocks.pop()
             with self._lock:
-                self._count -= 1
-                if not self._count and self._before is None:
+                del self._blocks[thread]
+                if not self._blocks and self._before is None:
                     delattr(self._holder, self._name)
-                elif not self._count:
+                elif not self._blocks:
                     setattr(self._holder, self._name, self._before)
 
-    def _blocks(self) -> list[Around]:
-        """This thread's blocks, outermost first."""
-        blocks: list[Around] = self._local.__dict__.setdefault("blocks", [])
-        return blocks
-
-    def _called(self, depth: int, owner: Any, /, *args: Any, **kwargs: Any) -> Any:
-        if depth:
-            beneath = partial(self._called, depth - 1, owner)
-            return self._blocks()[depth - 1](owner, beneath, args, kwargs)
+    def _original(self, owner: Any, /, *args: Any, **kwargs: Any) -> Any:
         before: Any = self._before
         if before is None:
             return getattr(super(self._holder, owner), self._name)(*args, **kwargs)

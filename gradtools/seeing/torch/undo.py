@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from inspect import getattr_static
 from operator import is_
@@ -59,7 +58,9 @@ class Undo:
     def __init__(self, run: Run, kinds: Iterable[str] = ()) -> None:
         self.names: dict[int, str] = {}
         self.reachable: dict[int, Tensor] = {}
-        self._tensors: dict[int, _TensorState] = {}
+        # Each tensor with an alias of its storage, its gradient and its requires_grad.
+        self._tensors: dict[int, tuple[Tensor, Tensor | None, Tensor | None, bool]] = {}
+        self._versions: list[tuple[Tensor, int]] = []
         self._contents: dict[int, tuple[Tensor, Tensor]] = {}  # of an owner, by id, and a copy
         self._slots: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._streams: list[Callable[[], Any]] = []
@@ -82,16 +83,14 @@ class Undo:
     def watch(self, x: Tensor) -> None:
         """Copies a tensor that existed before, and its `.grad`."""
         with upstream.disable_current_modes(), private.DisableTorchFunction():
-            base = unwrapped(x)
-            if id(base) in self._tensors:
+            x = unwrapped(x)
+            if id(x) in self._tensors:
                 return
-            grad = base.grad if base.is_leaf else None
-            versioned = [t for t in (base, grad) if t is not None and not t.is_inference()]
-            versions = [(t, upstream.version_of(t)) for t in versioned]
-            alias = base.detach() if _has_storage(base) else None
-            state = _TensorState(base, alias, grad, base.requires_grad, versions)
-            self._tensors[id(base)] = state
-            for t in (base, grad) if grad is not None else (base,):
+            alias, grad = x.detach() if _has_storage(x) else None, x.grad if x.is_leaf else None
+            self._tensors[id(x)] = x, alias, grad, x.requires_grad
+            for t in (x, grad) if grad is not None else (x,):
+                if not t.is_inference():
+                    self._versions.append((t, upstream.version_of(t)))
                 owner = owner_of(t) if _has_storage(t) else t
                 if id(owner) not in self._contents and not t.is_meta:
                     contents = _contents_of(t)
@@ -104,37 +103,20 @@ class Undo:
                 if len(own) != len(was) or not all(map(is_, own.values(), was.values())):
                     own.clear()
                     own.update(was)
-            for state in self._tensors.values():
-                state.put_back()
+            for x, alias, grad, requires_grad in self._tensors.values():
+                if alias is not None and owner_of(x) is not owner_of(alias):
+                    x.data = alias  # another tensor's storage was assigned
+                if x.is_leaf and x.requires_grad != requires_grad:
+                    x.requires_grad_(requires_grad)
+                if x.is_leaf and x.grad is not grad:
+                    x.grad = grad
             for contents, copy in self._contents.values():
                 _refill(contents, copy)
-            for state in self._tensors.values():
-                for x, version in state.versions:
-                    if upstream.version_of(x) != version:  # graphs that saved it remain valid
-                        upstream.set_version_counters((x,), (version,))
+            for x, version in self._versions:
+                if upstream.version_of(x) != version:  # graphs that saved it remain valid
+                    upstream.set_version_counters((x,), (version,))
         for restore in self._streams:
             restore()
-
-
-@dataclass(frozen=True)
-class _TensorState:
-    """A tensor, an alias of its storage, its gradient, its flag, and the versions of both."""
-
-    tensor: Tensor
-    alias: Tensor | None
-    grad: Tensor | None
-    requires_grad: bool
-    versions: list[tuple[Tensor, int]]
-
-    def put_back(self) -> None:
-        x = self.tensor
-        if self.alias is not None and owner_of(x) is not owner_of(self.alias):
-            x.data = self.alias  # another tensor's storage was assigned
-        if x.is_leaf:
-            if x.requires_grad != self.requires_grad:
-                x.requires_grad_(self.requires_grad)
-            if x.grad is not self.grad:
-                x.grad = self.grad
 
 
 def _has_storage(x: Tensor) -> bool:

@@ -18,8 +18,8 @@ import torch
 import torch.utils.checkpoint
 
 from gradtools.code_origin import innermost, lines_of
+from gradtools.seeing.diagnostics.findings import Finding
 from gradtools.seeing.graphs.nodes import Dependence, Links, Node, PlainGraph, Value
-from gradtools.seeing.graphs.recording import RefusedCall
 from gradtools.seeing.torch import _upstream as private
 from gradtools.seeing.torch.operands import AtenCall
 from gradtools.seeing.torch.recording import autograd_functions, operations
@@ -86,13 +86,12 @@ class ConnectionRecorder(RunRecorder):
         self.leavings: list[Node] = []
         self.entries: dict[int, list[Any]] = {}
         self.sizes: dict[int, float | None] = {}
-        self.refusal: tuple[BaseException, RefusedCall] | None = None
+        self.refusal: tuple[BaseException, Finding] | None = None
         self.aliases: list[Any] = []
         self.inputs: list[int] = []
         self.outs: list[Any] = []
         self.outputs: list[int] = []
         self._replace = replace
-        self._function = ""  # the function of PyTorch that the user called
         self._scalars: list[int] = []  # the Python numbers that it took of tensors
         self._is_plain = True  # whether no transform of torch.func runs, whose arrays are partial
         self._edges: dict[int, Edge] = {}  # a tensor's place in autograd's graph, by its id
@@ -232,7 +231,7 @@ class ConnectionRecorder(RunRecorder):
             if kind is not None:
                 source = self.origin().source or innermost(lines_of(error))
                 message = str(error).strip().partition("\n")[0]
-                self.refusal = error, RefusedCall(kind, name, message, source, self.scope)
+                self.refusal = error, Finding("", kind, name, source, self.scope, detail=message)
             raise
 
     # --- nodes

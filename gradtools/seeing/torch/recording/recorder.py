@@ -1,13 +1,12 @@
 """`Recorder`: records a PyTorch run by function and dispatch modes, and numbers tensors' values.
 
-Only `Recorder` enters modes. It intercepts calls at up to five levels; the handler of each level
+Only `Recorder` enters modes. It intercepts calls at up to four levels; the handler of each level
 makes the call::
 
     "rules"        ruled(class, apply, args, kwargs)   torch.autograd.Functions
     "parameters"   wrapped(class, make, args, kwargs)  constructions of Parameters and Buffers
     "functions"    called(function, args, kwargs)      PyTorch functions (TorchFunctionMode)
     "operations"   operated(call)                      aten operations (TorchDispatchMode)
-    "saved"        saves(x), read_saved(kept)          tensors saved for a backward pass
 
 Each level has its use. Functions show whether a call is differentiable and what leaves for NumPy
 (`calls.py`, for `why_zero`). Operations are what is computed in all passes (`passes.py`, for the
@@ -18,15 +17,12 @@ numbers, in-place writes, the running line and modules, and undoing effects; the
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar, cast
 
 import torch
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import saved_tensors_hooks
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
@@ -36,13 +32,8 @@ from gradtools.seeing.graphs.nodes import Node, Value
 from gradtools.seeing.torch import _upstream as private
 from gradtools.seeing.torch.operands import AtenCall
 from gradtools.seeing.torch.recording.values import TensorTable, Write, like
-from gradtools.seeing.torch.thread_patches import (
-    functions_applied,
-    parameters_made,
-)
+from gradtools.seeing.torch.thread_patches import functions_applied, parameters_made
 from gradtools.seeing.torch.undo import Undo
-from gradtools.torch import _upstream as upstream
-from gradtools.torch.operation_marks import is_users_function
 
 Tensor = torch.Tensor
 V = TypeVar("V")
@@ -67,7 +58,6 @@ class Recorder(Generic[V]):
     Attributes:
         caller: The operator that the user called.
         levels: The intercepted levels, outermost first.
-        needs_rules: Whether the record would be wrong if it missed the call of a Function.
         values: Every value, by number.
         captured: The tensors that existed before the run, by number.
         names: The names of the tensors that the program can reach, by id.
@@ -79,7 +69,6 @@ class Recorder(Generic[V]):
 
     caller = ""
     levels: tuple[str, ...] = ()
-    needs_rules = True
 
     def __init__(self, undo: Undo) -> None:
         self.values: dict[int, Value] = {}
@@ -133,13 +122,11 @@ class Recorder(Generic[V]):
             yield
 
     def origin(self) -> Origin:
-        """The running line and modules, with the mark "checkpoint" inside of one.
+        """The running line and modules.
 
         The line is the innermost one of the user's code, else of an installed package.
         """
-        lines = list(lines_above(1, Recorder.run))
-        again = any(private.is_of_checkpoint(frame) for frame, _ in lines)
-        return Origin(innermost(lines, PACKAGE), self.scope, "checkpoint" if again else "")
+        return Origin(innermost(lines_above(1, Recorder.run), PACKAGE), self.scope)
 
     def node(
         self,
@@ -251,29 +238,6 @@ class Operations(private.Watching):
         return self.recorder.operated(AtenCall(fun, args, kwargs or {}))
 
 
-@contextmanager
-def _rules(recorder: Any) -> Iterator[None]:
-    """The "rules" level; raises for Functions that cannot be intercepted, if they are needed."""
-
-    def refuse_unseen(node: Any) -> None:
-        if recorder.quiet or recorder.rules or not isinstance(node, BackwardCFunction):
-            return
-        kind = upstream.function_of(node)
-        if not is_users_function(kind):
-            return
-        raise GradtoolsError(
-            f"{recorder.caller}: f calls the torch.autograd.Function {kind.__name__} by an `apply` "
-            "that was bound before, which PyTorch 2.14 and newer shows to nobody; call "
-            f"{kind.__name__}.apply(...) where f uses it."
-        )
-
-    with ExitStack() as inside:
-        inside.enter_context(functions_applied(_unless_quiet(recorder, recorder.ruled)))
-        if private.node_creation_hook is not None and recorder.needs_rules:
-            inside.enter_context(private.node_creation_hook(refuse_unseen))
-        yield
-
-
 def _unless_quiet(recorder: Any, around: Callable[..., Any]) -> Callable[..., Any]:
     def call(owner: Any, beneath: Any, args: Any, kwargs: Any) -> Any:
         return beneath(*args, **kwargs) if recorder.quiet else around(owner, beneath, args, kwargs)
@@ -281,15 +245,9 @@ def _unless_quiet(recorder: Any, around: Callable[..., Any]) -> Callable[..., An
     return call
 
 
-def _saved(recorder: Any) -> Any:
-    me = weakref.proxy(recorder)  # avoids a cycle: nodes hold hooks, the recorder holds nodes
-    return saved_tensors_hooks(lambda x: me.saves(x), recorder.read_saved)
-
-
 _LEVELS: dict[str, Callable[[Any], Any]] = {
-    "rules": _rules,
+    "rules": lambda recorder: functions_applied(_unless_quiet(recorder, recorder.ruled)),
     "parameters": lambda recorder: parameters_made(_unless_quiet(recorder, recorder.wrapped)),
     "functions": _Functions,
     "operations": Operations,
-    "saved": _saved,
 }

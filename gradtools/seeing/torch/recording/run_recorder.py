@@ -26,7 +26,7 @@ from gradtools.seeing.torch.operands import SAME, AtenCall
 from gradtools.seeing.torch.recording import operations
 from gradtools.seeing.torch.recording.recorder import Origin, Recorder
 from gradtools.seeing.torch.recording.values import Write, numbers_in
-from gradtools.seeing.torch.undo import Undo
+from gradtools.seeing.torch.undo import Undo, name_of
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import tensors_in
 from gradtools.torch.operation_marks import CHUNK, DERIVATIVE, reason_of_detach
@@ -75,19 +75,26 @@ class RunRecorder(Recorder[int]):
         origins: For each of them the line, modules and mark.
     """
 
-    needs_rules = False
-
     def __init__(self, undo: Undo) -> None:
         super().__init__(undo)
         self.made: list[RecordedNode] = []
         self.phase = 0
         self.positions: dict[int, int] = {}
         self.origins: dict[int, Origin] = {}
+        self._function = ""  # the function of PyTorch that the user called
         self._tracked: dict[int, bool] = {}  # whether a value required grad when it was first read
         self._views: dict[int, Node] = {}  # by the first number of the tensor that it made
         self._first: dict[int, int] = {}  # of a tensor that was written to, its first number
 
     # --- what runs
+
+    def called(self, fun: Any, args: Any, kwargs: Any) -> Any:
+        """Runs a function of PyTorch, whose operations get its name."""
+        self._function = name_of(fun)
+        try:
+            return fun(*args, **kwargs)
+        finally:
+            self._function = ""
 
     def operated(self, call: AtenCall) -> Any:
         """Records an aten operation."""
@@ -116,6 +123,8 @@ class RunRecorder(Recorder[int]):
         """Whether the user stops a gradient here, rather than a rule or autograd itself."""
         if name != "detach" or self.phase or self.rules or not x.requires_grad:
             return False
+        if self._function != "data" and not private.is_inside_autograd():
+            return False  # of an output that autograd saves
         return not (mark_of_running() or reason_of_detach() in (DERIVATIVE, CHUNK))
 
     def write(
@@ -245,7 +254,7 @@ class RunRecorder(Recorder[int]):
             more = (_FULL,) * len(made.hosts)
             return replace(node, links=tuple((*row, *more) for row in node.links))
         entering = [self._tracked.get(v, False) for v in made.node.inputs]
-        if not any(entering) or node.phase or node.mark not in ("", "checkpoint"):
+        if not any(entering) or node.phase or node.mark:
             return node
         name = made.name
         inexact = [v for v in node.outputs if values[v].is_inexact]

@@ -110,7 +110,6 @@ class CheckedProgram:
         notes: For the report.
         hooks: A sentence on each hook that f sets.
         values: The values that f stops, and `recorded` those of the first run.
-        stops: The lines at which f stops values.
         seen: The values inside of f, with names and lines; `held` returns the first `count`, or
             a derivative of these, of the kind "vjp" or "jvp".
     """
@@ -123,7 +122,7 @@ class CheckedProgram:
         self.backend, self.member, self.fun, self.leaves = backend, member, fun, [*leaves]
         self.eps, self.unseen, self.place = 0.0, 0, 0
         self.notes, self.hooks = list[str](), dict[str, None]()
-        self.values, self.stops = list[Any](), list[Source | None]()
+        self.values = list[Any]()
         self.recorded: list[Any] | None = None
         self.count: int | None = None
         self.kind = ""
@@ -457,13 +456,3 @@ def checked(seed: int = 0) -> Iterator[CheckedReport]:
             _open[0] -= 1
             if not _open[0]:
                 _undo.close()
-
-
-def lines_of_stops(backend: Any, fun: Any, leaves: Sequence[Any]) -> list[Source | None]:
-    """The lines at which fun stops values, if its derivative is right with these held, else none.
-
-    fun: As a backend takes it: a function of leaves that returns `(outs, extras)`.
-    """
-    with checked():
-        program = backend.checked.half.HeldProgram(backend, "vjp", fun, leaves, False)
-        return program.stops if program.comparison().verdict() == "agrees" else []

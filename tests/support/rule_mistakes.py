@@ -185,13 +185,19 @@ def _(gt):
     return vjp(gt, sin, fwd, lambda cos, c: (cos * c,)), (X,)
 
 
-@mistake("bwd takes a residual as a constant", "bwd's cotangent of argument 0", "second")
+@mistake(
+    "bwd takes a residual as a constant",
+    "bwd is right at first order, wrong at second",
+    "argument 0",
+)
 def _(gt):
     f = lambda x: x**3
     return vjp(gt, f, saving(f), lambda r, c: (3 * gt.stop_gradient(r[0]) ** 2 * c,)), (X,)
 
 
-@mistake("the forward rule takes a primal as a constant", "jvp's tangent of output", "second")
+@mistake(
+    "the forward rule takes a primal as a constant", "jvp is right at first order, wrong at second"
+)
 def _(gt):
     return jvp(gt, gt.xp.sin, lambda p, t: gt.xp.cos(gt.stop_gradient(p[0])) * t[0]), (X,)
 

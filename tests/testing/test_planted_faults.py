@@ -137,14 +137,6 @@ FAULTS = {  # by the quantity in which they show, and by what is said of it
         "randomness in torch": [
             Fault("noise", lambda x: x + 1e-3 * torch.randn(3, dtype=x.dtype), lambda x: x)
         ],
-        "an ill-conditioned point": [
-            Fault(
-                "roundings that are blown up",
-                lambda x: torch.sin(x * 1e9 * 3),
-                lambda x: jnp.sin(x * 3e9),
-                np.linspace(0.1, 1, 9),
-            )
-        ],
         "another shape": [
             Fault("no reduction", SQUARE, SUM),
         ],

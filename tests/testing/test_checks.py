@@ -53,6 +53,8 @@ HEALTHY = {  # the program, and its arguments
     "huge numbers": (lambda gt, x: (x**3).sum(), 1e9 * X),
     "an unused argument": (lambda gt, x, y: x**2 + 0, X, Y),
     "zero but for rounding": (centred, X),
+    "kinks of many outputs": (lambda gt, x: gt.xp.clip(x, -1, 1), np.array([1.0, -1.0, 0.5, 3.0])),
+    "a kink of the gradient": (lambda gt, x: gt.xp.abs(x) * x, np.array([0.0, 1.0, 0.0])),
     "a kink beside a large constant": (
         lambda gt, x: 1e3 + 1e-6 * gt.xp.abs(x).sum(),
         np.array([0.0, 1.0, -2.0]),
@@ -142,6 +144,13 @@ WRONG = {
         REVERSE,
         "constant factor 2",
         options={"modes": ("reverse", "reverse_over_reverse")},
+    ),
+    "a factor at a kink": Wrong(
+        lambda gt: lambda x: gt.scale_gradient(gt.xp.where(x > 0, x, 0 * x), 1.02),
+        (np.zeros(4),),
+        FORWARD,
+        "",
+        "output by argument 0",
     ),
     "the sixth digit": Wrong(
         lambda gt: lambda x: gt.xp.exp(gt.scale_gradient(x, 1 + 1e-6)).sum(),

@@ -203,7 +203,7 @@ class DerivativeCheck(Comparisons):
             for mode in modes:
                 for i, part in enumerate(along):
                     run = lambda xs, m=mode, i=i: (at(m, xs, d, vs)[i],)
-                    self._against_slope(mode, self.probe.paths[i], run, part)
+                    self._against_slope(mode, self.probe.paths[i], run, part, d)
         for mode in modes[1:]:
             most = max(map(largest, at(modes[0], self.xs, d, vs)))
             terms = 16 * eps / self.exact[2] * most
@@ -221,13 +221,16 @@ class DerivativeCheck(Comparisons):
             if not modes:
                 pushed = lambda t: np.array(inner(vs, at("forward", self.moved(e, t), d)))
                 part = slopes.slope(pushed, eps)
-                self._against_slope(SECOND[3], "all arguments", lambda xs: (curved(xs),), part)
+                run = lambda xs: (curved(xs),)
+                self._against_slope(SECOND[3], "all arguments", run, part, e)
         self.note_undecided()
 
-    def _against_slope(self, mode: str, path: str, run: Callable[..., Any], part: Any) -> None:
-        """Compares a second derivative with the slope of a first one."""
-        (mine,) = run(self.xs)
-        record = self.against_slope(mode, path, mine, part, 2)
+    def _against_slope(
+        self, mode: str, path: str, run: Callable[..., Any], part: slopes.Slope, us: Arrays
+    ) -> None:
+        """Compares a second derivative with the slope of a first one along us."""
+        derivative = lambda t: run(self.moved(us, t))[0]
+        record = self.against_slope(mode, path, derivative(0.0), part, 2, derivative)
         if not record.agrees:
             known = f" ({record.cause})" if record.cause else ""
             record = record.because(
@@ -235,5 +238,5 @@ class DerivativeCheck(Comparisons):
                 f"{record.detail} Something that depends on the arguments, such as a residual, is "
                 "taken as constant.",
             )
-            record = self.unless_rounding(record, widened(mine) - part.value, run)
+            record = self.unless_rounding(record, widened(derivative(0.0)) - part.value, run)
         self.report.comparisons.append(record)

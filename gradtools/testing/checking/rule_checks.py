@@ -27,7 +27,7 @@ from gradtools.testing.checking.derivative_checks import DerivativeCheck, check_
 from gradtools.testing.checking.probe import Probe, described, first_line, no_such_mode
 from gradtools.testing.flat import Arrays, naming
 from gradtools.testing.relations import relation
-from gradtools.testing.report import Report, compare_arrays, largest, mismatch
+from gradtools.testing.report import Report, compare_arrays, largest
 
 CALLER = "check_rule"
 _NEARBY = 1.0625  # the factor to another point, near enough to be in f's domain
@@ -121,104 +121,77 @@ class RuleCheck(DerivativeCheck):
 
     def parts(self) -> None:
         """Checks fwd, bwd and jvp at first order."""
-        probe, parts = self.probe, self.functions
-        us, vs = self.everywhere(), list(probe.arrays(self.vs))
-        self._purity(us, vs)
-        args = probe.rebuilt(probe.arrays(probe.leaves))
-        values = {"bwd": ("fwd", lambda: parts.fwd(args)), "jvp": ("jvp", parts.jvp_at(args, us))}
-        for part in self.own.values():
-            self._same_value(values[part][0], values[part][1]()[0])
-        if not (self.own and self.report):
-            return
-        self.first_order()
-        for n, c in enumerate(self.report.comparisons):  # say where to look
-            if c.agrees or not c.quantity.endswith("| finite differences"):
-                continue
-            if c.quantity.startswith("bwd"):
-                look, none = f"Look at what bwd returns for {c.path}.", c.path in parts.nones
-                zero = f"bwd returned None, a zero, for {c.path}"
-            else:
-                of = c.path.rpartition(" by ")[2]
-                look, none = f"Look at what jvp does with the tangent of {of}.", parts.none_pushed
-                zero = "jvp returned None, a zero, for the tangent"
-            if any(x.dtype.kind == "c" for x in probe.leaves):
-                look += " Is a conjugate missing? The cotangent is J^H v, the tangent J u."
-            cause = zero if none else c.cause or ""
-            self.report.comparisons[n] = c.because(cause, f"{c.detail} {look}")
-
-    def _purity(self, us: Arrays, cts: list[Any]) -> None:
-        """Raises if a part is no function of its arguments, or changes them.
-
-        A framework calls fwd and bwd at any time and any number of times, with arrays that it
-        shares with others.
-        """
-        probe, parts = self.probe, self.functions
-        args = probe.rebuilt(probe.arrays(probe.leaves))
-
-        def unchanging(part: str, run: Callable[[], Any], trees: dict[str, Any]) -> Any:
-            before = {name: parts.copied(tree) for name, tree in trees.items()}
-            result = run()
-            for name, tree in trees.items():
-                for (path, a), (_, b) in zip(before[name], parts.copied(tree), strict=True):
-                    if not _same(a, b):
-                        own = path.removeprefix("[").replace("]", "", 1)
-                        raise GradtoolsError(
-                            f"{CALLER}: {part} writes {name}{own if 'arg' in name else path} in "
-                            "place, which others hold as well. Make a new array (2 * x, not "
-                            "x.mul_(2)), or copy it first."
-                        )
-            return result
-
-        def again(first: Any, run: Callable[[], Any], what: str, why: str) -> None:
-            pairs = zip(parts.copied(first), parts.copied(run()), strict=True)
-            for i, ((path, a), (_, b)) in enumerate(pairs):
-                path = probe.paths[i] if what.startswith("bwd") else f"output{path}"
-                if not _same(a, b):
-                    raise GradtoolsError(f"{CALLER}: {what} of {path} {why}")
-
+        probe, parts, runs = self.probe, self.functions, dict[str, Callable[[], Any]]()
+        args, us = probe.rebuilt(probe.arrays(probe.leaves)), self.everywhere()
         if "reverse" in self.own:
-            out, res = unchanging("fwd", lambda: parts.fwd(args), {"argument ": args})
-            pull = lambda: parts.bwd(out, res, cts)
-            held = {"the cotangent of output": cts, "the residual ": res}
-            first = unchanging("bwd", pull, held)
-            again(first, pull, "bwd's cotangent", _DRAWN.format("bwd"))
+            cts = list(probe.arrays(self.vs))
+            runs["fwd"] = lambda: parts.fwd(args)
+            out, residuals = self._unchanging("fwd", runs["fwd"], {"argument ": args})
+            held = {"the cotangent of output": cts, "the residual ": residuals}
+            pull = lambda: parts.bwd(out, residuals, cts)
+            first = self._unchanging("bwd", pull, held)
+            self._same("bwd's cotangent of array", first, pull(), _DRAWN.format("bwd"))
             nearby = [(x * _NEARBY).astype(x.dtype) for x in probe.leaves]
             with suppress(Exception):  # the nearby point may be outside of f's domain
                 parts.fwd(probe.rebuilt(probe.arrays(nearby)))
-            again(first, pull, "bwd's cotangent", _STALE)
+            self._same("bwd's cotangent of array", first, pull(), _STALE)
         if "forward" in self.own:
-            push = lambda: parts.jvp_at(args, us)()[1]
-            first = unchanging("jvp", push, {"argument ": args})
-            again(first, push, "jvp's tangent", _DRAWN.format("jvp"))
+            runs["jvp"] = lambda: parts.jvp(args, us)
+            pushed = self._unchanging("jvp", runs["jvp"], {"argument ": args})[1]
+            self._same("jvp's tangent of output", pushed, runs["jvp"]()[1], _DRAWN.format("jvp"))
+        if self.own:
+            self.first_order()
+        for part, run in runs.items():
+            found = filter(probe.differentiable, probe.waist.flatten(run()[0])[0])
+            for path, y, z in zip(probe.out_paths, probe.numpy(found), probe.out, strict=True):
+                record = compare_arrays(f"{part}'s value | fun's value", path, y, z, 0)
+                if not record.agrees:
+                    cause = relation(y, z, (part, "fun"), 0)
+                    record = record.because(cause or f"{part} computes another function")
+                self.report.comparisons.append(record)
+        for n, c in enumerate(self.report.comparisons):  # say where to look
+            if not c.agrees and c.quantity.endswith("| finite differences"):
+                look = f"Look at what bwd returns for {c.path}; None is a zero."
+                if c.quantity.startswith("jvp"):
+                    tangent = f"the tangent of {c.path.rpartition(' by ')[2]}"
+                    look = f"Look at what jvp does with {tangent}; None is a zero."
+                if any(x.dtype.kind == "c" for x in probe.leaves):
+                    look += " Is a conjugate missing? The cotangent is J^H v, the tangent J u."
+                self.report.comparisons[n] = c.because(c.cause or "", f"{c.detail} {look}")
 
-    def _same_value(self, part: str, out: Any) -> None:
-        values, named = self.probe, zip(*self._named(out), strict=True)
-        found = [y for _, y in named if values.differentiable(y)]
-        if len(found) != len(values.out):
-            raise GradtoolsError(
-                f"{CALLER}: {part} returned {len(found)} floating outputs, fun returns "
-                f"{len(values.out)}. {part} must return fun's output first."
-            )
-        for path, a, b in zip(values.out_paths, values.numpy(found), values.out, strict=True):
-            record = compare_arrays(f"{part}'s value | fun's value", path, a, b, 0)
-            if not record.agrees:
-                record = record.because(
-                    relation(a, b, (part, "fun"), 0) or f"{part} computes another function"
+    def _unchanging(self, part: str, run: Callable[[], Any], trees: dict[str, Any]) -> Any:
+        """The result of a part, which must leave the arrays in these trees as they are.
+
+        A framework shares them with others, and calls fwd and bwd at any time.
+        """
+        before = {name: self._copied(tree) for name, tree in trees.items()}
+        result = run()
+        for name, tree in trees.items():
+            if path := _changed(before[name], self._copied(tree)):
+                own = path.removeprefix("[").replace("]", "", 1) if "arg" in name else path
+                raise GradtoolsError(
+                    f"{CALLER}: {part} writes {name}{own.strip()} in place, which others hold as "
+                    "well. Make a new array (2 * x, not x.mul_(2)), or copy it first."
                 )
-            elif a.dtype != b.dtype:
-                words = (str(a.dtype), str(b.dtype))
-                record = mismatch(record.quantity, path, 0, words, a.shape)
-                record = record.because(f"{part}'s output has another dtype")
-            self.report.comparisons.append(record)
+        return result
 
-    def _named(self, tree: Any) -> tuple[Sequence[str], Sequence[Any]]:
-        return self.probe.waist.leaf_paths(tree), self.probe.waist.flatten(tree)[0]
+    def _same(self, what: str, first: Any, again: Any, why: str) -> None:
+        """Raises if two results of a part differ."""
+        if path := _changed(self._copied(first), self._copied(again)):
+            path = path.replace("[", " ").replace("]", "") if "array" in what else path
+            raise GradtoolsError(f"{CALLER}: {what}{path.rstrip()} {why}")
+
+    def _copied(self, tree: Any) -> list[tuple[str, Any]]:
+        """The arrays of a tree in NumPy with their paths; None for other leaves."""
+        waist, copy = self.probe.waist, self.probe.gt.to_numpy
+        arrays = [np.array(copy(x)) if waist.is_array(x) else None for x in waist.flatten(tree)[0]]
+        return list(zip(waist.leaf_paths(tree), arrays, strict=True))
 
     def residuals(self) -> None:
         """Compares each residual's derivative with finite differences of the residual."""
         residuals = lambda *args: self.functions.fwd(args)[1]
         found = residuals(*self.probe.rebuilt(self.probe.arrays(self.probe.leaves)))
-        if not any(map(self.probe.differentiable, self._named(found)[1])):
+        if not any(map(self.probe.differentiable, self.probe.waist.flatten(found)[0])):
             return  # no residual has a derivative
         probe = Probe(CALLER, residuals, self.args, self.backend)
         check = DerivativeCheck(probe, seed=self.seed)
@@ -302,16 +275,10 @@ class RuleCheck(DerivativeCheck):
 
 
 class _Parts:
-    """The functions of a rule at the arguments of a probe, called as in every use of the rule.
-
-    Attributes:
-        nones: The paths of the arguments for which bwd returned None.
-        none_pushed: Whether jvp returned None.
-    """
+    """The functions of a rule at the arguments of a probe, called as in every use of the rule."""
 
     def __init__(self, probe: Probe, rule: CustomRule) -> None:
         self.probe, self.rule, self.waist = probe, rule, probe.waist
-        self.nones, self.none_pushed = set[str](), False
         statics, rest = rule._bound(probe.rebuilt(probe.arrays(probe.leaves)), {})
         leaves, treedef = self.waist.flatten(tuple(rest))
         others = tuple([ARRAY if self.waist.is_array(x) else x for x in leaves])
@@ -326,12 +293,6 @@ class _Parts:
         """The arrays of the arguments that are not static."""
         leaves = self.waist.flatten(tuple(self.rule._bound(args, {})[1]))[0]
         return tuple(filter(self.waist.is_array, leaves))
-
-    def copied(self, tree: Any) -> list[tuple[str, Any]]:
-        """The arrays of a tree in NumPy with their paths; None for other leaves."""
-        leaves, copy = self.waist.flatten(tree)[0], self.probe.gt.to_numpy
-        arrays = [np.array(copy(x)) if self.waist.is_array(x) else None for x in leaves]
-        return list(zip(self.waist.leaf_paths(tree), arrays, strict=True))
 
     def fwd(self, args: tuple[Any, ...]) -> Any:
         """The output and the residuals."""
@@ -348,25 +309,20 @@ class _Parts:
         full = [next(left) if self.probe.differentiable(y) else None for y in leaves]
         with self._named("bwd"):
             entries = self.parts.bwd(residuals, self.waist.unflatten(treedef, full))
-        pairs = zip(self.parts.cotangents(entries, self.avals), self.avals, strict=True)
-        result = [ct for ct, (_, _, inexact) in pairs if inexact]
-        self.nones = {p for p, ct in zip(self.probe.paths, result, strict=True) if ct is None}
-        return result
+        return self.parts.cotangents(entries, self.avals)
 
-    def jvp_at(self, args: tuple[Any, ...], us: Arrays) -> Callable[[], Any]:
-        """A function that returns jvp's output and its tangent along us."""
+    def jvp(self, args: tuple[Any, ...], us: Arrays) -> Any:
+        """jvp's output, and its tangent along us."""
         left, xs = iter(self.probe.arrays(us)), self._arrays_in(args)
         tangents = tuple([next(left) if inexact else None for _, _, inexact in self.avals])
-
-        def run() -> Any:
-            with self._named("jvp"):
-                result = self.parts.jvp(xs, tangents)
-            out, pushed = self.parts.pair(result, "jvp", "(out, tangent_out)")
-            self.none_pushed = pushed is None
-            return out, pushed
-
-        return run
+        with self._named("jvp"):
+            result = self.parts.jvp(xs, tangents)
+        return self.parts.pair(result, "jvp", "(out, tangent_out)")
 
 
-def _same(a: Any, b: Any) -> bool:
-    return a is None or np.array_equal(a, b, equal_nan=a.dtype.kind in "fc")
+def _changed(before: list[tuple[str, Any]], after: list[tuple[str, Any]]) -> str:
+    """The path of the first array that differs, " " for an array alone; empty if none does."""
+    for (path, a), (_, b) in zip(before, after, strict=True):
+        if a is not None and not np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"):
+            return path or " "
+    return ""

@@ -79,7 +79,6 @@ def crossed(
     jax: Any,
     args: Any,
     *,
-    argnums: int | Sequence[int] | None = None,
     mapping: Any = None,
     dtype: str | None = None,
     seed: int = 0,
@@ -93,7 +92,7 @@ def crossed(
         )
     for backend in ("torch", "jax"):
         import_module(f"gradtools.{backend}")  # says how to install a missing framework
-    inputs = Inputs.read(caller, args, argnums, dtype)
+    inputs = Inputs.read(caller, args, dtype)
     first = Side(caller, "torch", torch, dtype)
     arrays = [x for x in inputs.leaves if isinstance(x, np.ndarray | np.generic)]
     names = {x.dtype.name for x in (*arrays, *first.params.values())}

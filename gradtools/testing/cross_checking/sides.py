@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.arguments.checks import normalized_argnums
 from gradtools.errors import GradtoolsError
 from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.flat import Arrays, FlatFunction
@@ -162,13 +161,9 @@ class Inputs:
     integers: str
 
     @classmethod
-    def read(cls, caller: str, args: Sequence[Any], argnums: Any, dtype: str | None) -> Inputs:
+    def read(cls, caller: str, args: Sequence[Any], dtype: str | None) -> Inputs:
         """Flattens `args`, and casts its arrays."""
         trees = import_module("gradtools.torch")._api._backend
-        positions: Sequence[int] = range(len(args))
-        if argnums is not None:
-            none = isinstance(argnums, tuple | list) and not argnums
-            positions = () if none else normalized_argnums(caller, argnums, len(args))
         try:
             leaves, treedef = trees.flatten(tuple(args))
         except GradtoolsError as error:  # an array of JAX
@@ -187,7 +182,7 @@ class Inputs:
             leaves[i] = cast(np.asarray(leaves[i]), dtype)
             if not is_inexact(leaves[i]):
                 integers.append(f"{name} is {leaves[i].dtype.name}")
-            elif int(path[0]) in positions:
+            else:
                 names[i] = name
         words = f" ({', '.join(integers)})" if integers else ""
         return cls(trees, treedef, leaves, names, words)

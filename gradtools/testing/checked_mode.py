@@ -2,10 +2,10 @@
 
     Re<J^H v, u>  =  Re<v, (f(x + h u) - f(x - h u)) / 2h>  =  Re<v, J u>
 
-What is meant to differ is left out: edits are identities on both sides, and a stop that f itself
+Intended differences are left out: edits are identities on both sides, and a stop that f itself
 executes (`stop_gradient`, `detach`, a `no_grad` block) keeps the value of the first run in all
-others. Stops of gradtools' own, and those inside of custom functions and rules, do not. The same
-comparison, of the values inside of f, names the operation at which a wrong derivative begins.
+others. Stops inside of gradtools, of custom functions and of rules do not. The same comparison of
+the values inside of f names the operation at which a wrong derivative begins.
 
 `central_differences` compares. The modules `checked_mode` of `gradtools.torch` and `gradtools.jax`
 run f at other points. While a context is open, the members of a backend that differentiate are
@@ -49,7 +49,7 @@ class CheckedReport:
     Attributes:
         compared: How many derivatives agree with differences.
         skipped: How many were not compared, by the reason.
-        notes: What is no error, such as a stopped value that leaves the framework.
+        notes: Remarks on what is no error, such as a stopped value that leaves the framework.
     """
 
     compared: int = 0
@@ -67,8 +67,8 @@ class _CheckedThread(threading.local):
 
     report: CheckedReport | None = None  # of the innermost context
     rng: Any = None
-    program: Any = None  # the one that runs at other points; nothing is compared inside of it
-    own = False  # whether gradtools' code runs, not f's own forward code
+    program: Any = None  # runs at other points now; nothing is compared inside of it
+    own = False  # whether gradtools' code runs, rather than f's forward code
     taking = False  # whether a derivative of gradtools is being taken
     native = False  # whether a derivative of the framework's own, at known values, is compared
 
@@ -88,7 +88,7 @@ def set_here(**values: Any) -> Iterator[None]:
 
 
 def functions_within(fun: Any) -> list[Any]:
-    """The function that a backend differentiates, and those that it wraps, the user's last."""
+    """The function that a backend differentiates and the functions it wraps, the user's last."""
     found = [getattr(fun, "call", fun)]
     while (inner := getattr(found[-1], "f", None) or getattr(found[-1], "fun", None)) is not None:
         found.append(inner)
@@ -415,7 +415,7 @@ def checked(seed: int = 0) -> Iterator[CheckedReport]:
     framework's own is compared where it goes through a custom rule, `chunked`, `frozen` or
     `checkpoint`.
 
-    What is meant to differ is left out: gradtools' edits, and what f itself stops by
+    Intended differences are left out: gradtools' edits, and values that f itself stops by
     `stop_gradient`, `detach` or `no_grad`. A straight-through estimator or a reversal by one's own
     custom function is an error; use `straight_through` and `reverse_gradient`. Derivatives of
     traced values (`jit`, `vmap`, compiled code) are counted as skipped.

@@ -106,7 +106,6 @@ class HeldProgram(CheckedProgram):
 
     def _step(self, _: int, e: Any, args: list[Any]) -> list[Any]:
         if e.primitive.name == "stop_gradient" and not _is_own(e):
-            self.stops += [_line(e)] if self.recorded is None else []
             return [self.hold(args[0])]
         if _is_edit(e):
             if _name(e) == "straight_through":

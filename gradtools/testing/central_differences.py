@@ -2,10 +2,11 @@
 
     Re<v, J u>  =  Re<v, (f(x + h u) - f(x - h u)) / 2h>
 
-Each entry moves on the scale of its own size. A derivative agrees if it does at one of two steps h.
-Else it differs if it is further from the difference than rounding, the change between the steps and
-the change of the derivative along the segment explain. By the mean value theorem the difference is
-a mean of the derivative along it, so the last term covers kinks, ties and coarse steps.
+Each entry moves on the scale of its own size. The derivative agrees if it equals the difference at
+one of two steps h. It differs if the gap exceeds the sum of three terms: the rounding error, the
+change between both steps, and the change of the derivative along the segment. By the mean value
+theorem the difference is a mean of the derivative along the segment, so the last term covers kinks,
+ties and coarse steps.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ class DerivativeComparison:
     Attributes:
         program: `program(xs)` returns f's outputs, and `program.slope(xs, vs, us)` is Re<v, J u>
             with its size without cancellation; xs, vs and us are lists of NumPy arrays.
-        slope: The derivative along u; `difference` is that of the values at `step`.
+        slope: The latest derivative along u.
+        difference: The latest difference of the values along u, at the step size `step`.
     """
 
     program: Any
@@ -35,9 +37,10 @@ class DerivativeComparison:
     step: float = 0.0
 
     def verdict(self) -> str:
-        """Whether it "agrees", "differs" (in two of three comparisons), or is too "noisy" to tell.
+        """Whether the derivative "agrees", "differs", or is too "noisy" to tell.
 
-        After a comparison the point moves a little, since a kink or tie is at one point; NaN stays.
+        It differs if it does in two of three comparisons. Between them the point moves a little,
+        away from a kink or tie, unless the derivative is NaN.
         """
         found = [self.compare()]
         away = min(30 * self.program.eps ** (1 / 3), 0.5)
@@ -50,7 +53,7 @@ class DerivativeComparison:
         return "agrees" if found[-1] == "agrees" else "differs" if both else "noisy"
 
     def compare(self, only: int | None = None) -> str:
-        """Compares once. only: The array that moves alone; None: all move."""
+        """Compares once, along a direction in all arrays, or in the array number `only` alone."""
         program, eps, differences = self.program, self.program.eps, list[float]()
         base, us = program(self.xs), self._moves()
         us = [u if only in (None, i) else 0 * u for i, u in enumerate(us)]
@@ -73,15 +76,19 @@ class DerivativeComparison:
         rounding = 20 * eps * dot(vs, [np.abs(y) + 1 for y in base])[1] / self.step
         noise = rounding + 10 * abs(differences[0] - differences[1])
         if not np.isfinite(self.slope):
-            gap = abs(self.difference) + 2 * rounding if eps < 1e-4 else 0.0  # or it overflows
+            # In coarse precision an infinity may be an overflow, and decides nothing.
+            gap = abs(self.difference) + 2 * rounding if eps < 1e-4 else 0.0
         else:
             mean = sum(program.slope(end, vs, moved)[0] for end in ends) / 2
             gap, noise = min(gap, abs(mean - self.difference)), noise + 2 * abs(mean - self.slope)
         return "differs" if noise < gap else "noisy"
 
     def _moves(self) -> list[Any]:
-        """Random numbers on the scale of each entry: its size up to hundreds; for 0 the median."""
-        made, fine = [], 100 * self.program.eps ** (2 / 3)  # of which the moves are many roundings
+        """Random numbers on the scale of each entry: its size up to hundreds; for 0 the median.
+
+        Entries in which a move of this size would be lost to rounding move by more.
+        """
+        made, fine = [], 100 * self.program.eps ** (2 / 3)
         for x in self.xs:
             sizes = np.abs(np.where(np.isfinite(x), x, 0))
             typical = np.median(sizes[sizes > 0]) if (sizes > 0).any() else 1.0

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 import gradtools
-from gradtools.testing.cross_checking.devices import described, placed
+from gradtools.testing.cross_checking.devices import placed
 from gradtools.testing.cross_checking.precision import highest_precision
 from gradtools.testing.cross_checking.sides import in_double_precision
 
@@ -136,7 +136,7 @@ def check(options: argparse.Namespace) -> int:
             inside.enter_context(in_double_precision(backend == "jax"))
             inside.enter_context(placed(backend, options.device))
             inside.enter_context(highest_precision([backend]))
-            print(f"{backend}: {described(backend)}")
+            print(f"{backend}: {import_module(backend).__version__}, device {options.device}")
             for name in PROGRAMS:
                 try:
                     error = error_of(gt, name)

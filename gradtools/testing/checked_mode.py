@@ -2,10 +2,10 @@
 
     Re<J^H v, u>  =  Re<v, (f(x + h u) - f(x - h u)) / 2h>  =  Re<v, J u>
 
-What is meant to differ is left out: edits are identities on both sides, and a stop that f itself
+Intended differences are left out: edits are identities on both sides, and a stop that f itself
 executes (`stop_gradient`, `detach`, a `no_grad` block) keeps the value of the first run in all
-others. Stops of gradtools' own, and those inside of custom functions and rules, do not. The same
-comparison, of the values inside of f, names the operation at which a wrong derivative begins.
+others. Stops inside of gradtools, of custom functions and of rules do not. The same comparison of
+the values inside of f names the operation at which a wrong derivative begins.
 
 `central_differences` compares. The modules `checked_mode` of `gradtools.torch` and `gradtools.jax`
 run f at other points. While a context is open, the members of a backend that differentiate are
@@ -49,7 +49,7 @@ class CheckedReport:
     Attributes:
         compared: How many derivatives agree with differences.
         skipped: How many were not compared, by the reason.
-        notes: What is no error, such as a stopped value that leaves the framework.
+        notes: Remarks on what is no error, such as a stopped value that leaves the framework.
     """
 
     compared: int = 0
@@ -67,8 +67,8 @@ class _CheckedThread(threading.local):
 
     report: CheckedReport | None = None  # of the innermost context
     rng: Any = None
-    program: Any = None  # the one that runs at other points; nothing is compared inside of it
-    own = False  # whether gradtools' code runs, not f's own forward code
+    program: Any = None  # runs at other points now; nothing is compared inside of it
+    own = False  # whether gradtools' code runs, rather than f's forward code
     taking = False  # whether a derivative of gradtools is being taken
     native = False  # whether a derivative of the framework's own, at known values, is compared
 
@@ -88,7 +88,7 @@ def set_here(**values: Any) -> Iterator[None]:
 
 
 def functions_within(fun: Any) -> list[Any]:
-    """The function that a backend differentiates, and those that it wraps, the user's last."""
+    """The function that a backend differentiates and the functions it wraps, the user's last."""
     found = [getattr(fun, "call", fun)]
     while (inner := getattr(found[-1], "f", None) or getattr(found[-1], "fun", None)) is not None:
         found.append(inner)
@@ -110,7 +110,6 @@ class CheckedProgram:
         notes: For the report.
         hooks: A sentence on each hook that f sets.
         values: The values that f stops, and `recorded` those of the first run.
-        stops: The lines at which f stops values.
         seen: The values inside of f, with names and lines; `held` returns the first `count`, or
             a derivative of these, of the kind "vjp" or "jvp".
     """
@@ -123,7 +122,7 @@ class CheckedProgram:
         self.backend, self.member, self.fun, self.leaves = backend, member, fun, [*leaves]
         self.eps, self.unseen, self.place = 0.0, 0, 0
         self.notes, self.hooks = list[str](), dict[str, None]()
-        self.values, self.stops = list[Any](), list[Source | None]()
+        self.values = list[Any]()
         self.recorded: list[Any] | None = None
         self.count: int | None = None
         self.kind = ""
@@ -416,7 +415,7 @@ def checked(seed: int = 0) -> Iterator[CheckedReport]:
     framework's own is compared where it goes through a custom rule, `chunked`, `frozen` or
     `checkpoint`.
 
-    What is meant to differ is left out: gradtools' edits, and what f itself stops by
+    Intended differences are left out: gradtools' edits, and values that f itself stops by
     `stop_gradient`, `detach` or `no_grad`. A straight-through estimator or a reversal by one's own
     custom function is an error; use `straight_through` and `reverse_gradient`. Derivatives of
     traced values (`jit`, `vmap`, compiled code) are counted as skipped.
@@ -457,13 +456,3 @@ def checked(seed: int = 0) -> Iterator[CheckedReport]:
             _open[0] -= 1
             if not _open[0]:
                 _undo.close()
-
-
-def lines_of_stops(backend: Any, fun: Any, leaves: Sequence[Any]) -> list[Source | None]:
-    """The lines at which fun stops values, if its derivative is right with these held, else none.
-
-    fun: As a backend takes it: a function of leaves that returns `(outs, extras)`.
-    """
-    with checked():
-        program = backend.checked.half.HeldProgram(backend, "vjp", fun, leaves, False)
-        return program.stops if program.comparison().verdict() == "agrees" else []

@@ -7,11 +7,14 @@ four mixes of modes. Points, tangents, cotangents and results are NumPy arrays.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
 import numpy as np
+
+from gradtools.testing.report import largest, widened
 
 Arrays = list[np.ndarray]
 
@@ -115,3 +118,41 @@ class FlatFunction:
         if self.waist.is_complex(y):
             return (v.real * y.real + v.imag * y.imag).sum()
         return (v * y).sum()
+
+
+@contextmanager
+def naming(caller: str, name: str) -> Iterator[None]:
+    """A context that notes on an exception whose code raised it."""
+    try:
+        yield
+    except Exception as error:
+        note = f"{caller}: raised by {name}."
+        if note not in getattr(error, "__notes__", ()):
+            error.add_note(note)
+        raise
+
+
+def is_rounding(
+    off: np.ndarray, compute: Callable[[Arrays], Any], xs: Arrays, eps: float, bound: float
+) -> bool:
+    """Whether differences are rounding error of larger numbers that cancel.
+
+    They are if they are small beside the largest numbers, and if the results change by as much
+    when the last digits of the arguments change. Otherwise they are real, however small.
+
+    Args:
+        off: The differences.
+        compute: A function of the arguments that returns the results, a sequence of arrays.
+        xs: The arguments.
+        eps: The machine epsilon of the computation.
+        bound: The largest difference that rounding of the numbers at hand can make.
+    """
+    if not np.max(off) <= bound:
+        return False
+    here, changes = compute(xs), [0.0]
+    for draw in range(4):
+        rng = np.random.default_rng(draw)
+        factors = [1 + 4 * eps * rng.uniform(-1, 1, x.shape) for x in xs]
+        near = compute([(x * f).astype(x.dtype) for x, f in zip(xs, factors, strict=True)])
+        changes += [largest(widened(x) - widened(y)) for x, y in zip(near, here, strict=True)]
+    return bool(np.max(off) <= 1e3 * max(changes))

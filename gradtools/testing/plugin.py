@@ -14,14 +14,10 @@ It is installed with the package. It provides the fixtures `gt`, `gradtools_devi
 
     def test_my_port_is_right(cross_check):                  # as gradtools.testing.cross_check
         cross_check(torch=torch_loss, jax=jax_loss, args=(x, y))
-
-The traceback of a failing test hides gradtools' own frames, so that it ends at the line of the
-test; ``--full-trace`` shows them.
 """
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable, Generator, Iterator
 from importlib import import_module
 from typing import Any
@@ -35,28 +31,23 @@ BACKENDS = ("torch", "jax")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     """Adds the options."""
-    parser.getgroup("gradtools").addoption(
+    group = parser.getgroup("gradtools")
+    group.addoption(
         "--gradtools-checked",
         action="store_true",
         help="compare every derivative that gradtools takes in a test with finite differences",
     )
-    parser.getgroup("gradtools").addoption(
+    group.addoption(
         "--gradtools-device",
         default="auto",
         help="where tests that take gt make their arrays: auto, cpu, gpu, tpu, or as gpu:1",
     )
-    parser.getgroup("gradtools").addoption(
+    group.addoption(
         "--gradtools-backend",
         choices=(*BACKENDS, "both"),
         default="both",
         help="run tests that take a backend with this one only",
     )
-
-
-def pytest_configure(config: pytest.Config) -> None:
-    """``--full-trace`` keeps all frames."""
-    if config.getoption("fulltrace", False):
-        os.environ["GRADTOOLS_FULL_TRACEBACK"] = "1"
 
 
 def wanted_backends(config: pytest.Config) -> list[str]:
@@ -122,14 +113,3 @@ def cross_check(request: pytest.FixtureRequest) -> Callable[..., Any]:
     from gradtools.testing.cross_checking.compare import cross_check as run
 
     return run
-
-
-@pytest.hookimpl(tryfirst=True)
-def pytest_runtest_makereport(call: pytest.CallInfo[Any]) -> None:
-    """Hides gradtools' own frames in the tracebacks of failures."""
-    if call.excinfo is not None:
-        from gradtools.boundary import hidden_frames  # a run without failures never needs it
-
-        for _, hidden in hidden_frames(call.excinfo.value):
-            for frame in hidden:
-                frame.f_locals["__tracebackhide__"] = True

@@ -132,27 +132,26 @@ def compare_arrays(
     dtype = tolerances.coarser(first.dtype, second.dtype)
     allowed = tolerances.tolerance(dtype, order) if tolerance is None else tolerance
     if first.shape != second.shape:
-        return Comparison(
-            *(quantity, path, order, math.inf, allowed, None),
-            *(f"shape {first.shape}", f"shape {second.shape}", first.shape, dtype, DIFFERS),
-        )
+        words = f"shape {first.shape}", f"shape {second.shape}"
+        found = mismatch(quantity, path, order, words, first.shape)
+        return replace(found, tolerance=allowed, dtype=dtype)
     units = entry_errors(first, second, allowed, noise)
-    error = 0.0
-    place: tuple[int, ...] | None = None
-    numbers: tuple[Number | None, Number | None] = None, None
-    if units.size:
-        at = np.unravel_index(int(np.argmax(units)), units.shape)
-        error, place = float(units[at]), tuple(int(i) for i in at)
-        numbers = as_number(first[at]), as_number(second[at])
-    known = np.isfinite(widened(first)) | np.isfinite(widened(second))
-    uncompared = int(known.size - known.sum()) if error <= 1 else 0
-    unknown = 0 < uncompared == known.size
-    status = DIFFERS if error > 1 or unknown else AGREES
-    found = Comparison(
-        *(quantity, path, order, error, allowed, place, *numbers, first.shape, dtype, status),
-        uncompared=uncompared,
+    found = Comparison(quantity, path, order, 0.0, allowed, None, None, None, first.shape, dtype)
+    if not units.size:
+        return found
+    at = np.unravel_index(int(np.argmax(units)), units.shape)
+    error, numbers = float(units[at]), (as_number(first[at]), as_number(second[at]))
+    known = int((np.isfinite(widened(first)) | np.isfinite(widened(second))).sum())
+    found = replace(
+        found,
+        error=error,
+        place=tuple(int(i) for i in at),
+        first=numbers[0],
+        second=numbers[1],
+        status=DIFFERS if error > 1 else AGREES,
+        uncompared=units.size - known if error <= 1 else 0,
     )
-    return found.because(*_NOTHING_FINITE) if unknown else found
+    return found if known or error > 1 else found.because(*_NOTHING_FINITE)
 
 
 def mismatch(
@@ -174,8 +173,7 @@ def entry_errors(
         finite = np.isfinite(a) & np.isfinite(b)
         difference = np.where(finite & ~same, np.abs(a - b), 0.0)
         size = np.where(finite, np.maximum(np.abs(a), np.abs(b)), 0.0).max(initial=0.0)
-        units = np.where(difference > 0, difference / size / tolerance, 0.0)  # exact: inf
-        units = np.where(difference <= noise, 0.0, units)
+        units = np.where(difference > noise, difference / size / tolerance, 0.0)  # exact: inf
     return np.where(same, 0.0, np.where(finite, units, np.inf))
 
 
@@ -222,7 +220,7 @@ class Report:
     notes: list[str] = field(default_factory=list)
 
     def __bool__(self) -> bool:
-        return all(c.agrees for c in self.comparisons)
+        return not self.disagreements
 
     def __iter__(self) -> Iterator[Comparison]:
         return iter(self.comparisons)
@@ -259,18 +257,19 @@ class Report:
         return None if self.first is None else self.first.cause
 
     def summary(self) -> str:
-        """One line with the number of arrays and disagreements, and the largest error."""
-        if not self.comparisons:
-            return f"{self.title}: nothing was compared"
+        """One line: how many arrays were compared, disagree or were left out; the largest error."""
         result, known = len(self.disagreements), len(self.conventions)
-        agreeing = [c for c in self.comparisons if c.status == AGREES]
-        largest = max((c.error for c in agreeing), default=0.0)
-        text = f"{self.title}: {len(self)} arrays compared, "
-        text += f"{result} disagree" if result else "all agree"
-        text += f", {known} by a known convention" if known else ""
-        text += f"; largest error of what agrees {show_units(largest)} of the tolerance"
+        agreeing = max((c.error for c in self.comparisons if c.status == AGREES), default=0.0)
         unknown = sum(c.uncompared for c in self.comparisons)
-        return f"{text}; {unknown} entries are NaN or infinite on both sides" if unknown else text
+        parts = [
+            f"{len(self)} arrays compared, {f'{result} disagree' if result else 'all agree'}"
+            + (f", {known} by a known convention" if known else ""),
+            f"largest error of what agrees {show_units(agreeing)} of the tolerance",
+            f"{unknown} entries are NaN or infinite on both sides" if unknown else "",
+            f"{len(self.left_out)} left out" if self.left_out else "",
+        ]
+        parts = [*filter(None, parts)] if self.comparisons else ["nothing was compared"]
+        return f"{self.title}: {'; '.join(parts)}"
 
     def table(self, colour: bool = False, limit: int | None = None) -> str:
         """The report as text, one line for each comparison.
@@ -279,32 +278,34 @@ class Report:
             colour: Whether to add a terminal's colours.
             limit: The most comparisons to show, without those that agree; None shows all.
         """
-        chosen = self.comparisons
+        chosen, known = self.comparisons, self.conventions[:limit]
         if limit is not None and len(self) > limit:
             chosen = [*self.disagreements, *self.conventions][:limit]
-        cells: list[tuple[str, ...]] = []
-        cells.append(("quantity", "leaf", "error", "place", *self.names, "ratio", "likely cause"))
+        cells = [("quantity", "leaf", "error", "place", *self.names, "ratio", "likely cause")]
         for c in chosen:
-            numbers = show(c.first), show(c.second), show(c.ratio)
             place = str(list(c.place)) if c.place else ""
+            numbers = show_units(c.error), place, show(c.first), show(c.second), show(c.ratio)
+            numbers = numbers if c.error or not c.agrees else ("0", "", "", "", "")
             cause = c.cause or (f"{c.uncompared} entries not compared" if c.uncompared else "")
-            whole = show_units(c.error), place, *numbers
-            whole = whole if c.error or not c.agrees else ("0", *[""] * 4)
-            cells.append((c.quantity, c.path, *whole, cause))
-        first, *rows = aligned(cells)
-        lines = [self.summary()]
-        if self.first is not None:
-            lines += [f"First disagreement: {self.first.describe(self.names)}", ""]
-        lines.append(first)
-        for line, c in zip(rows, chosen, strict=True):
-            lines.append(f"\x1b[{_COLOURS[c.status]}m{line}\x1b[0m" if colour else line)
-        if len(chosen) < len(self):
-            lines.append(f"... and {len(self) - len(chosen)} more; print(error.report) shows all")
-        known = self.conventions if limit is None else self.conventions[:limit]
-        lines += [f"Convention: {c.describe(self.names)}" for c in known]
-        lines += [f"Left out: {reason}" for reason in self.left_out]
-        lines += [f"Note: {note}" for note in self.notes]
-        return "\n".join(lines)
+            cells.append((c.quantity, c.path, *numbers, cause))
+        head, *rows = aligned(cells)
+        if colour:
+            pairs = zip(rows, chosen, strict=True)
+            rows = [f"\x1b[{_COLOURS[c.status]}m{line}\x1b[0m" for line, c in pairs]
+        hidden = len(self) - len(chosen)
+        first = self.first
+        return "\n".join(
+            [
+                self.summary(),
+                *([f"First disagreement: {first.describe(self.names)}", ""] if first else []),
+                head,
+                *rows,
+                *([f"... and {hidden} more; print(error.report) shows all"] if hidden else []),
+                *(f"Convention: {c.describe(self.names)}" for c in known),
+                *(f"Left out: {reason}" for reason in self.left_out),
+                *(f"Note: {note}" for note in self.notes),
+            ]
+        )
 
     def __str__(self) -> str:
         return self.table()
@@ -315,15 +316,7 @@ class Report:
     def to_json(self) -> str:
         """The report as JSON, with NaN, inf and complex numbers as strings."""
         rows = [{**asdict(c), "ratio": c.ratio} for c in self.comparisons]
-        whole = {
-            "title": self.title,
-            "agrees": bool(self),
-            "cause": self.cause,
-            "names": self.names,
-            "comparisons": rows,
-            "left_out": self.left_out,
-            "notes": self.notes,
-        }
+        whole = {**asdict(self), "agrees": bool(self), "cause": self.cause, "comparisons": rows}
         return json.dumps(_plain(whole), indent=2, allow_nan=False)
 
     def require(self) -> Report:

@@ -1,8 +1,8 @@
-"""PyTorch's half of `gradtools.testing.checked`: runs f again, with what it stops held.
+"""PyTorch's half of `gradtools.testing.checked`: runs f again, with the stopped values held.
 
-A `TorchFunctionMode` sees the operations of f. What f stops (`detach`, `.data`, the results of a
-`no_grad` block) is recorded in the first run and put back in the others. Inside of an
-autograd.Function gradients are off without a call that says so, so nothing is held there.
+A `TorchFunctionMode` sees the operations of f. Values that f stops (by `detach`, `.data` or a
+`no_grad` block) are recorded in the first run and put back in the others. Nothing is held inside of
+an autograd.Function, where PyTorch turns gradients off without a call that the mode sees.
 """
 
 from __future__ import annotations
@@ -145,7 +145,6 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
         is_tensor = isinstance(y, Tensor)
         if self.recorded is None:
             self.values.append(y.detach().clone() if is_tensor else y)
-            self.stops.append(innermost(lines_above(1)))
             self.stopped |= {id(y): y} if is_tensor else {}
             return y
         k, self.place = self.place, self.place + 1

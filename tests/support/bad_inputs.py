@@ -15,7 +15,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 
+from gradtools import GradtoolsError
+from gradtools.testing import check_derivatives, check_rule, cross_check
 from tests.support.numpy_trees import lift
 
 Call = Callable[[Any, Any], Any]  # of the namespace and of what turns NumPy's arrays into its own
@@ -66,6 +69,32 @@ def ruled(gt: Any, f: Any) -> Any:
     rule = gt.custom_rule(f)
     rule.defvjp(lambda x: (f(x), x), lambda x, c: (c,))
     return rule
+
+
+def badly_ruled(gt: Any) -> Any:
+    """A rule whose bwd raises."""
+    rule = gt.custom_rule(lambda x: x)
+    rule.defvjp(lambda x: (x, x), lambda x, c: raising(x))
+    return rule
+
+
+def noted(call: Callable[[], Any]) -> None:
+    """Raises the notes of an exception, so that the file of texts holds them."""
+    try:
+        call()
+    except Exception as error:
+        raise GradtoolsError(" ".join(error.__notes__)) from error
+
+
+def cross_checked(**options: Any) -> None:
+    """Raises the reason why a `cross_check` left something out."""
+    pytest.importorskip("torch")
+    pytest.importorskip("jax")
+    raise GradtoolsError(cross_check(**options).left_out[0])
+
+
+def linen() -> Any:
+    return pytest.importorskip("flax.linen").Dense(2)
 
 
 def pulled(gt: Any, a: Any, fwd: Any, bwd: Any) -> Any:
@@ -351,6 +380,19 @@ BAD: dict[str, Call] = {
     "make_functional of a function": lambda gt, a: gt.make_functional(lambda x: x),
     "gather without anything": lambda gt, a: gt.all_gather(a(V)),
     "gather of the other framework": lambda gt, a: gt.all_gather(a(V), **other_gather(gt)),
+    # --- checks
+    "check_derivatives of a function that raises": lambda gt, a: noted(
+        lambda: check_derivatives(raising, (V,), gt)
+    ),
+    "check_rule of a bwd that raises": lambda gt, a: noted(
+        lambda: check_rule(badly_ruled(gt), (V,), gt)
+    ),
+    "cross_check of a linen module without its variables": lambda gt, a: cross_checked(
+        torch=lambda x: x, jax=linen(), args=(V,)
+    ),
+    "cross_check of integers, of which one program stops the gradient": lambda gt, a: cross_checked(
+        torch=lambda n: n.float().detach(), jax=lambda n: n.astype("float32"), args=(N,)
+    ),
     # --- seeing
     "why_zero of a function that raises an error of its own": lambda gt, a: gt.why_zero(
         raising, a(V)

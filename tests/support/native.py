@@ -5,6 +5,8 @@ Nothing here goes through gradtools, so it can serve as the other side of a comp
 
 from __future__ import annotations
 
+from functools import cached_property
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -14,46 +16,35 @@ class TorchNative:
     name = "torch"
     compile_options = {"backend": "aot_eager", "fullgraph": True}  # noqa: RUF012 - never changed
 
-    def array(self, x: Any, dtype: str | None = None) -> Any:
-        import torch
+    @cached_property
+    def torch(self) -> Any:
+        return import_module("torch")
 
-        x = torch.from_numpy(np.array(x))
-        return x if dtype is None else x.to(getattr(torch, dtype))
+    def array(self, x: Any, dtype: str | None = None) -> Any:
+        x = self.torch.from_numpy(np.array(x))
+        return x if dtype is None else x.to(getattr(self.torch, dtype))
 
     def bits(self, x: Any) -> bytes:
-        import torch
-
-        x = x.detach().clone().reshape(-1)
-        return x.view(torch.uint8).numpy().tobytes()
+        return x.detach().clone().reshape(-1).view(self.torch.uint8).numpy().tobytes()
 
     def dtype(self, x: Any) -> str:
         return str(x.dtype).removeprefix("torch.")
 
     def grad(self, f: Any) -> Any:
-        import torch
-
-        return torch.func.grad(f)
+        return self.torch.func.grad(f)
 
     def vjp(self, f: Any, *xs: Any) -> Any:
-        import torch
-
-        return torch.func.vjp(f, *xs)
+        return self.torch.func.vjp(f, *xs)
 
     def jvp(self, f: Any, xs: Any, dxs: Any) -> Any:
-        import torch
-
-        return torch.func.jvp(f, xs, dxs)
+        return self.torch.func.jvp(f, xs, dxs)
 
     def vmap(self, f: Any, in_axes: Any = 0) -> Any:
-        import torch
-
-        return torch.vmap(f, in_dims=in_axes)
+        return self.torch.vmap(f, in_dims=in_axes)
 
     def jit(self, f: Any) -> Any:
-        import torch
-
-        torch._dynamo.reset()
-        return torch.compile(f, **self.compile_options)
+        self.torch._dynamo.reset()
+        return self.torch.compile(f, **self.compile_options)
 
     def loop(self, body: Any, x: Any, times: int) -> Any:
         for _ in range(times):
@@ -66,8 +57,7 @@ class TorchNative:
         return yes(x) if which else no(x)
 
     def checkpoint(self, f: Any) -> Any:
-        from torch.utils.checkpoint import checkpoint
-
+        checkpoint = import_module("torch.utils.checkpoint").checkpoint
         return lambda *xs: checkpoint(f, *xs, use_reentrant=False)
 
 
@@ -75,10 +65,12 @@ class JaxNative:
     name = "jax"
     compile_options: dict[str, Any] = {}  # noqa: RUF012 - never changed
 
-    def array(self, x: Any, dtype: str | None = None) -> Any:
-        import jax.numpy as jnp
+    @cached_property
+    def jax(self) -> Any:
+        return import_module("jax")
 
-        return jnp.asarray(np.array(x), dtype)
+    def array(self, x: Any, dtype: str | None = None) -> Any:
+        return self.jax.numpy.asarray(np.array(x), dtype)
 
     def bits(self, x: Any) -> bytes:
         return np.asarray(x).tobytes()
@@ -87,52 +79,32 @@ class JaxNative:
         return str(x.dtype)
 
     def grad(self, f: Any) -> Any:
-        import jax
-
-        return jax.grad(f)
+        return self.jax.grad(f)
 
     def vjp(self, f: Any, *xs: Any) -> Any:
-        import jax
-
-        return jax.vjp(f, *xs)
+        return self.jax.vjp(f, *xs)
 
     def jvp(self, f: Any, xs: Any, dxs: Any) -> Any:
-        import jax
-
-        return jax.jvp(f, xs, dxs)
+        return self.jax.jvp(f, xs, dxs)
 
     def vmap(self, f: Any, in_axes: Any = 0) -> Any:
-        import jax
-
-        return jax.vmap(f, in_axes)
+        return self.jax.vmap(f, in_axes)
 
     def jit(self, f: Any) -> Any:
-        import jax
-
-        return jax.jit(f)
+        return self.jax.jit(f)
 
     def loop(self, body: Any, x: Any, times: int) -> Any:
-        import jax
-
-        return jax.lax.scan(lambda c, _: (body(c), None), x, None, length=times)[0]
+        return self.jax.lax.scan(lambda c, _: (body(c), None), x, None, length=times)[0]
 
     def while_loop(self, body: Any, x: Any, times: int) -> Any:
-        import jax
-
-        start = (0, x)
-        return jax.lax.while_loop(lambda c: c[0] < times, lambda c: (c[0] + 1, body(c[1])), start)[
-            1
-        ]
+        going, step = lambda c: c[0] < times, lambda c: (c[0] + 1, body(c[1]))
+        return self.jax.lax.while_loop(going, step, (0, x))[1]
 
     def cond(self, which: Any, yes: Any, no: Any, x: Any) -> Any:
-        import jax
-
-        return jax.lax.cond(which, yes, no, x)
+        return self.jax.lax.cond(which, yes, no, x)
 
     def checkpoint(self, f: Any) -> Any:
-        import jax
-
-        return jax.checkpoint(f)
+        return self.jax.checkpoint(f)
 
 
 NATIVE = {"torch": TorchNative(), "jax": JaxNative()}

@@ -120,7 +120,7 @@ def _resolves(name: str) -> bool:
     for k in range(len(whole), 0, -1):
         try:
             found: Any = importlib.import_module(".".join(whole[:k]))
-        except Exception:  # no module, or one that needs what is not here
+        except ImportError:  # no module of this name, or it needs a package that is not here
             continue
         for part in whole[k:]:
             if not hasattr(found, part):

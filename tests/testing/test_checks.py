@@ -53,6 +53,8 @@ HEALTHY = {  # the program, and its arguments
     "huge numbers": (lambda gt, x: (x**3).sum(), 1e9 * X),
     "an unused argument": (lambda gt, x, y: x**2 + 0, X, Y),
     "zero but for rounding": (centred, X),
+    "kinks of many outputs": (lambda gt, x: gt.xp.clip(x, -1, 1), np.array([1.0, -1.0, 0.5, 3.0])),
+    "a kink of the gradient": (lambda gt, x: gt.xp.abs(x) * x, np.array([0.0, 1.0, 0.0])),
     "a kink beside a large constant": (
         lambda gt, x: 1e3 + 1e-6 * gt.xp.abs(x).sum(),
         np.array([0.0, 1.0, -2.0]),
@@ -74,16 +76,13 @@ def test_every_mode_and_property_is_compared(gt):
         "forward | finite differences",
         "reverse | finite differences",
         "reverse | forward",
-        "reverse of -4096 cotangents | -4096 times it",
-        "reverse of a sum of cotangents | sum",
-        "forward of -4096 tangents | -4096 times it",
-        "forward of a sum of tangents | sum",
+        "reverse of a sum of cotangents | the sum of both",
+        "forward of a sum of tangents | the sum of both",
         "forward over reverse | finite differences",
         "reverse over reverse | finite differences",
         "reverse over forward | finite differences",
         "forward over reverse | reverse over reverse",
         "forward over forward | reverse over forward",
-        "forward over reverse: <w, H u> | <u, H w>",
     } <= quantities(report)
     assert 0 <= report.worst.error < 1
     assert all(c.order == 1 for c in check_derivatives(lambda x: x**3, (X,), gt, order=1))
@@ -146,6 +145,13 @@ WRONG = {
         "constant factor 2",
         options={"modes": ("reverse", "reverse_over_reverse")},
     ),
+    "a factor at a kink": Wrong(
+        lambda gt: lambda x: gt.scale_gradient(gt.xp.where(x > 0, x, 0 * x), 1.02),
+        (np.zeros(4),),
+        FORWARD,
+        "",
+        "output by argument 0",
+    ),
     "the sixth digit": Wrong(
         lambda gt: lambda x: gt.xp.exp(gt.scale_gradient(x, 1 + 1e-6)).sum(),
         (X,),
@@ -153,29 +159,17 @@ WRONG = {
         "",
         "output by argument 0",
     ),
-    "no symmetric Hessian": Wrong(
-        lambda gt: ruled(
-            gt,
-            lambda x: (x**2).sum(),
-            lambda res, ct: (ct * gt.xp.concat([res[0][1:], 0 * res[0][:1]]),),
-        ),
-        (ROW,),
-        "reverse over reverse: <w, H u> | <u, H w>",
-        "the Hessian is not symmetric",
-        "all arguments",
-        {"numeric": False, "modes": ("reverse", "reverse_over_reverse")},
-    ),
     "two mixes of modes": Wrong(
         two_mixes,
         (ROW,),
-        "forward over reverse | reverse over reverse",
-        "two mixes of modes differ",
-        options={"numeric": False},
+        "forward over reverse | finite differences",
+        "right at first order, wrong at second",
+        options={},
     ),
     "not linear": Wrong(
         lambda gt: lambda x: gt.clip_gradient(x, max_value=1.5),
         (X,),
-        "reverse of -4096 cotangents | -4096 times it",
+        "reverse of a sum of cotangents | the sum of both",
         "not linear in the cotangent",
     ),
     "NaN": Wrong(
@@ -205,13 +199,6 @@ def test_a_wrong_derivative_is_named(gt, name):
     assert first.cause.startswith(wrong.cause)
     if "finite differences" in first.quantity:
         assert "Analytic" in first.detail and "numeric" in first.detail
-
-
-@pytest.mark.sweep_at("jax")
-def test_an_edit_is_checked_without_its_values(gt):
-    f = lambda x: (gt.reverse_gradient(x) ** 2).sum()
-    refused(check_derivatives, f, (X,), gt)
-    assert check_derivatives(f, (X,), gt, numeric=False)
 
 
 def wrong_at_second_order(backend_name):

@@ -56,7 +56,7 @@ import jax
 jax.config.update("jax_enable_x64", True)
 import gradtools.jax as gt
 from tests.support.every_operator import POINT, USES, World, healthy
-from gradtools.testing.cross_checking.devices import described, placed
+from gradtools.testing.cross_checking.devices import placed
 second = jax.devices("cpu")[1]
 with placed("jax", "cpu:1"):
     for name in ("grad", "jvp", "hvp", "clip_gradient", "custom_rule: bwd", "asarray"):

@@ -24,7 +24,18 @@ Y = np.array([-1.1, 0.4, 0.9])
 M = np.array([[0.3, -0.7, 1.2], [0.5, 0.1, -0.4], [-1.3, 0.8, 0.2]])
 Z = np.array([0.3 + 1.0j, -0.7 + 0.2j, 1.2 - 0.5j])
 TABLE = np.array([0.1, 0.2, 0.3], np.float32)
-SQRT = np.array([0.5, -1.0, 2.0])
+ROOTS = np.array([0.5, -1.0, 2.0])
+SQUARE, SUM = (lambda x: x**2), (lambda x: (x**2).sum())
+CASES = []
+
+
+def fault(quantity: str, cause: str, torch: Any, jax: Any, *args: Any, says: str = "") -> None:
+    """Adds two programs that disagree at some arrays, `X` unless others are given.
+
+    quantity: Where they disagree first. cause: The cause that is named. says: A part of the text.
+    """
+    programs = {"torch": torch, "jax": jax, "args": args or (X,)}
+    CASES.append(pytest.param(quantity, cause, programs, says, id=f"{quantity}: {cause[:40]}"))
 
 
 def torch_rule(forward: Callable, backward: Callable, jvp: Callable | None = None) -> Callable:
@@ -50,32 +61,17 @@ def torch_rule(forward: Callable, backward: Callable, jvp: Callable | None = Non
     return Ruled.apply
 
 
-def jax_rule(forward: Callable, backward: Callable) -> Callable:
-    """A jax function with its own pullback."""
-    ruled = jax.custom_vjp(forward)
-    ruled.defvjp(lambda *xs: (forward(*xs), xs), lambda xs, c: backward(c, *xs))
-    return ruled
+def sine_by(backward: Callable, jvp: Callable | None = None) -> Callable:
+    return torch_rule(torch.sin, lambda c, x: c * backward(x), jvp)
 
 
-class Fault:
-    """A pair of programs that disagree at some arrays, `X` unless others are given.
-
-    says: What the error's text holds besides the cause. options: Those of `cross_check`.
-    """
-
-    def __init__(
-        self, name: str, torch: Any, jax: Any, *args: Any, says: str = "", **options: Any
-    ) -> None:
-        self.name, self.says = name, says
-        self.asked = {"torch": torch, "jax": jax, "args": args or (X,), **options}
-
-
-def no_grad(f: Callable) -> Callable:
-    return torch.no_grad()(f)
+def square_with_a_constant_residual(x):
+    square = jax.custom_vjp(SQUARE)
+    square.defvjp(lambda x: (x**2, x), lambda x, c: (2 * c * jax.lax.stop_gradient(x),))
+    return square(x).sum()
 
 
 def cube_wrong_in_forward_over_reverse() -> Callable:
-    """By own rules, which nobody tries."""
     slope, cube = gt.custom_rule(lambda c, x: 3 * x**2 * c), gt.custom_rule(lambda x: x**3)
     slope.defvjp(
         lambda c, x: (slope(c, x), (c, x)), lambda s, g: (3 * s[1] ** 2 * g, 6 * s[1] * s[0] * g)
@@ -98,187 +94,119 @@ class OnceOnly(torch.autograd.Function):
         return 2 * ctx.saved_tensors[0] * c
 
 
-SQUARE = lambda x: x**2
-SUM = lambda x: (x**2).sum()
-FAULTS = {  # by the quantity in which they show, and by what is said of it
-    "value": {
-        "constant factor 3, the batch size, axis 0 of argument 0": [
-            Fault("sum against mean", SUM, lambda x: (x**2).mean(), says="sum on one side")
-        ],
-        "transposed layout": [Fault("a transposed output", torch.sin, lambda m: jnp.sin(m).T, M)],
-        "x in torch, real(x) in jax": [
-            Fault("real part only", SQUARE, lambda z: jnp.real(z**2) + 0j, Z),
-        ],
-        "float64 in torch and float32 in jax from here on; the outputs agree to the coarser "
-        "precision": [
-            Fault(
-                "a table in float32",
-                lambda x: x * torch.tensor([0.1, 0.2, 0.3], dtype=x.dtype),
-                lambda x: x * jnp.asarray(TABLE),
-            )
-        ],
-        "float64 in torch and 16 bits in jax from here on; the outputs agree to the coarser "
-        "precision": [
-            Fault(
-                "through bfloat16",
-                torch.sin,
-                lambda x: jnp.sin(x.astype(jnp.bfloat16)).astype(x.dtype),
-            )
-        ],
-        "NaN in torch": [
-            Fault(
-                "NaN made a number",
-                torch.sqrt,
-                lambda x: jnp.nan_to_num(jnp.sqrt(x)),
-                SQRT,
-                says="nan_to_num",
-            )
-        ],
-        "randomness in torch": [
-            Fault("noise", lambda x: x + 1e-3 * torch.randn(3, dtype=x.dtype), lambda x: x)
-        ],
-        "an ill-conditioned point": [
-            Fault(
-                "roundings that are blown up",
-                lambda x: torch.sin(x * 1e9 * 3),
-                lambda x: jnp.sin(x * 3e9),
-                np.linspace(0.1, 1, 9),
-            )
-        ],
-        "another shape": [
-            Fault("no reduction", SQUARE, SUM),
-        ],
-    },
-    "dtype": {
-        "another dtype": [
-            Fault("output in float32", torch.sin, lambda x: jnp.sin(x).astype(jnp.float32))
-        ],
-    },
-    "structure": {
-        "another structure": [
-            Fault(
-                "a tuple against a dictionary", lambda x: (x, 2 * x), lambda x: {"a": x, "b": 2 * x}
-            )
-        ],
-    },
-    "gradient": {
-        "stopped gradient in torch": [
-            Fault(
-                "a target that is not stopped in jax",
-                lambda x, y: ((x * y - torch.tanh(y).detach()) ** 2).mean(),
-                lambda x, y: ((x * y - jnp.tanh(y)) ** 2).mean(),
-                X,
-                Y,
-                says="In jax it is not stopped",
-            ),
-        ],
-        "stopped gradient in jax": [
-            Fault(
-                "a target that is not stopped in torch",
-                lambda x, y: ((x * y - torch.tanh(y)) ** 2).mean(),
-                lambda x, y: ((x * y - jax.lax.stop_gradient(jnp.tanh(y))) ** 2).mean(),
-                X,
-                Y,
-                says="In torch it is not stopped",
-            ),
-        ],
-        "no known pattern": [
-            Fault(
-                "wrong in reverse mode",
-                torch_rule(torch.sin, lambda c, x: c * torch.sin(x), lambda x, t: t * torch.cos(x)),
-                jnp.sin,
-                says="torch is wrong",
-            ),
-        ],
-        "sign": [
-            Fault(
-                "a reversed gradient",
-                torch_rule(torch.sin, lambda c, x: -c * torch.cos(x)),
-                jnp.sin,
-                says="torch is wrong",
-            )
-        ],
-        "conjugate": [
-            Fault(
-                "the other complex convention",
-                torch_rule(lambda z: (z * z.conj()).real.sum(), lambda c, z: 2 * c * z.conj()),
-                lambda z: (jnp.abs(z) ** 2).sum(),
-                Z,
-            )
-        ],
-        "NaN in jax": [
-            Fault(
-                "NaN behind where",
-                lambda x: torch.where(x > 0, torch.where(x > 0, x, 1.0).sqrt(), 0.0),
-                lambda x: jnp.where(x > 0, jnp.sqrt(x), 0.0),
-                SQRT,
-                says="branch that where discards",
-            )
-        ],
-    },
-    "jvp": {
-        "constant factor 2, a half square, or counted twice": [
-            Fault(
-                "wrong in forward mode",
-                torch_rule(
-                    torch.sin, lambda c, x: c * torch.cos(x), lambda x, t: 2 * t * torch.cos(x)
-                ),
-                jnp.sin,
-                says="torch is wrong",
-            )
-        ],
-    },
-    "hvp, forward over reverse": {
-        "stopped gradient in jax": [
-            Fault(
-                "a residual taken as constant",
-                SUM,
-                lambda x: jax_rule(SQUARE, lambda c, x: (2 * c * jax.lax.stop_gradient(x),))(
-                    x
-                ).sum(),
-                says="jax is wrong",
-            )
-        ],
-        "sign": [
-            Fault(
-                "one mix of modes",
-                cube_wrong_in_forward_over_reverse(),
-                lambda x: x**3,
-                says="torch is wrong",
-            )
-        ],
-    },
-    "hvp, reverse over reverse": {
-        "stopped gradient in torch": [
-            Fault("differentiable once, in silence", OnceOnly.apply, SQUARE),
-        ],
-    },
-}
-
-
-CASES = [
-    pytest.param(fault, quantity, cause, id=fault.name)
-    for quantity, causes in FAULTS.items()
-    for cause, faults in causes.items()
-    for fault in faults
-]
-
-
-def order_of(quantity: str) -> int:
-    """As far as the check must go to see it; going on costs time and changes nothing."""
-    if quantity.startswith("hvp"):
-        return 2
-    return {"gradient": 1, "jvp": 2}.get(quantity, 0)
+COARSER = "from here on; the outputs agree to the coarser precision"
+fault(
+    "value",
+    "constant factor 3, the batch size, axis 0 of argument 0",
+    SUM,
+    lambda x: (x**2).mean(),
+    says="sum on one side",
+)
+fault("value", "transposed layout", torch.sin, lambda m: jnp.sin(m).T, M)
+fault("value", "x in torch, real(x) in jax", SQUARE, lambda z: jnp.real(z**2) + 0j, Z)
+fault(
+    "value",
+    f"float64 in torch and float32 in jax {COARSER}",
+    lambda x: x * torch.tensor([0.1, 0.2, 0.3], dtype=x.dtype),
+    lambda x: x * jnp.asarray(TABLE),
+)
+fault(
+    "value",
+    f"float64 in torch and 16 bits in jax {COARSER}",
+    torch.sin,
+    lambda x: jnp.sin(x.astype(jnp.bfloat16)).astype(x.dtype),
+)
+fault(
+    "value",
+    "NaN in torch",
+    torch.sqrt,
+    lambda x: jnp.where(x > 0, jnp.sqrt(jnp.abs(x)), 0.0),
+    ROOTS,
+    says="nan_to_num",
+)
+fault(
+    "value",
+    "randomness in torch",
+    lambda x: x + 1e-3 * torch.randn(3, dtype=x.dtype),
+    lambda x: x,
+)
+fault("value", "another shape", SQUARE, SUM)
+fault("dtype", "another dtype", torch.sin, lambda x: jnp.sin(x).astype(jnp.float32))
+fault("structure", "another structure", lambda x: (x, 2 * x), lambda x: {"a": x, "b": 2 * x})
+fault(
+    "gradient",
+    "stopped gradient in torch",
+    lambda x, y: ((x * y - torch.tanh(y).detach()) ** 2).mean(),
+    lambda x, y: ((x * y - jnp.tanh(y)) ** 2).mean(),
+    X,
+    Y,
+    says="In jax it is not stopped",
+)
+fault(
+    "gradient",
+    "stopped gradient in jax",
+    lambda x, y: ((x * y - torch.tanh(y)) ** 2).mean(),
+    lambda x, y: ((x * y - jax.lax.stop_gradient(jnp.tanh(y))) ** 2).mean(),
+    X,
+    Y,
+    says="In torch it is not stopped",
+)
+fault(
+    "gradient",
+    "no known pattern",
+    sine_by(torch.sin, lambda x, t: t * torch.cos(x)),
+    jnp.sin,
+    says="torch is wrong",
+)
+fault("gradient", "sign", sine_by(lambda x: -torch.cos(x)), jnp.sin, says="torch is wrong")
+fault(
+    "gradient",
+    "conjugate",
+    torch_rule(lambda z: (z * z.conj()).real.sum(), lambda c, z: 2 * c * z.conj()),
+    lambda z: (jnp.abs(z) ** 2).sum(),
+    Z,
+)
+fault(
+    "gradient",
+    "NaN in jax",
+    lambda x: torch.where(x > 0, torch.where(x > 0, x, 1.0).sqrt(), 0.0),
+    lambda x: jnp.where(x > 0, jnp.sqrt(x), 0.0),
+    ROOTS,
+    says="branch that where discards",
+)
+fault(
+    "jvp",
+    "constant factor 2, a half square, or counted twice",
+    sine_by(torch.cos, lambda x, t: 2 * t * torch.cos(x)),
+    jnp.sin,
+    says="torch is wrong",
+)
+fault(
+    "hvp, forward over reverse",
+    "stopped gradient in jax",
+    SUM,
+    square_with_a_constant_residual,
+    says="jax is wrong",
+)
+fault(
+    "hvp, forward over reverse",
+    "sign",
+    cube_wrong_in_forward_over_reverse(),
+    lambda x: x**3,
+    says="torch is wrong",
+)
+fault("hvp, reverse over reverse", "stopped gradient in torch", OnceOnly.apply, SQUARE)
 
 
 @pytest.mark.sampled(25, 40)
-@pytest.mark.parametrize(("fault", "quantity", "cause"), CASES)
-def test_a_planted_fault_is_found_and_named(fault, quantity, cause):
+@pytest.mark.parametrize(("quantity", "cause", "programs", "says"), CASES)
+def test_a_planted_fault_is_found_and_named(quantity, cause, programs, says):
+    order = 2 if quantity.startswith("hvp") else {"gradient": 1, "jvp": 2}.get(quantity, 0)
     with pytest.raises(AgreementError) as caught:
-        cross_check(order=order_of(quantity), **fault.asked)
+        cross_check(order=order, **programs)
     first = caught.value.report.first
     assert (first.quantity, first.cause) == (quantity, cause)
-    assert fault.says in str(caught.value)
+    assert says in str(caught.value)
 
 
 def test_a_factor_of_the_gradient_explains_the_loss():

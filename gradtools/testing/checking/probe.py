@@ -13,9 +13,10 @@ from typing import Any
 import numpy as np
 
 from gradtools.arguments.checks import check_function
+from gradtools.code_origin import definition_of
 from gradtools.errors import GradtoolsError, LostDerivativeError, MissingRuleError
 from gradtools.testing.cross_checking import tolerances
-from gradtools.testing.flat import Arrays, FlatFunction
+from gradtools.testing.flat import Arrays, FlatFunction, naming
 from gradtools.testing.report import widened
 
 FIRST = ("forward", "reverse")
@@ -76,11 +77,7 @@ class Probe(FlatFunction):
                 f"{caller}: f returned no floating or complex array; there is no derivative to "
                 "check."
             )
-
-    @property
-    def eps(self) -> float:
-        """The greatest machine epsilon of the inputs and outputs."""
-        return max(tolerances.epsilon(x.dtype) for x in [*self.leaves, *self.out])
+        self.eps = max(tolerances.epsilon(x.dtype) for x in [*self.leaves, *self.out])
 
     def rebuilt(self, moving: Sequence[Any]) -> tuple[Any, ...]:
         """The arguments with these differentiable leaves."""
@@ -91,7 +88,8 @@ class Probe(FlatFunction):
 
     def _outputs(self, leaves: Sequence[Any]) -> list[tuple[str, Any]]:
         """f's differentiable outputs at these leaves, with their names."""
-        out = self.f(*self.rebuilt(leaves))
+        with naming(self.caller, f"f, {described(self.f)}"):
+            out = self.f(*self.rebuilt(leaves))
         named = zip(self.waist.leaf_paths(out), self.waist.flatten(out)[0], strict=True)
         return [(f"output{path}", y) for path, y in named if self.differentiable(y)]
 
@@ -102,6 +100,12 @@ class Probe(FlatFunction):
     def value(self, xs: Arrays) -> Arrays:
         """f's differentiable outputs at xs, in NumPy."""
         return self.numpy(self.flat(*self.arrays(xs)))
+
+
+def described(f: Any) -> str:
+    """A function's name, and the line at which it is defined if that is known."""
+    name, line = getattr(f, "__name__", type(f).__name__), definition_of(f)
+    return f"{name} ({line})" if line else str(name)
 
 
 def no_such_mode(error: Exception) -> bool:
@@ -127,8 +131,7 @@ def inner(us: Sequence[Any], ws: Sequence[Any]) -> float:
 
 def size(us: Sequence[Any], ws: Sequence[Any]) -> float:
     """The sum of |u w|, the scale of an inner product's rounding error."""
-    pairs = ((u, w, np.not_equal(u, 0)) for u, w in zip(us, ws, strict=True))
-    return float(sum(np.sum(np.abs(widened(u)[on] * widened(w)[on])) for u, w, on in pairs))
+    return inner([np.abs(u) for u in us], [np.abs(w) for w in ws])
 
 
 def backend_name(caller: str, backend: Any) -> str:

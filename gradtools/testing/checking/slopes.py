@@ -58,7 +58,11 @@ def slope(f: Line, eps: float) -> Slope:
     previous: list[np.ndarray] = []
     smallest, inside = smallest_step(eps), 0
     with np.errstate(all="ignore"):
-        least = rounding_error(f, smallest / 3, eps)
+        # Second differences over steps of eps exceed eps of f where large numbers cancel.
+        x, h = smallest / 3, [eps, 2 * eps, 3 * eps]
+        least = np.fmax.reduce(
+            [0 * np.abs(at), *(np.abs(f(x + s) + f(x - s) - 2 * f(x)) for s in h)]
+        )
         for level in range(_FINEST):
             t = _LARGEST_STEP * 2.0**-level
             inside += bool((np.isfinite(error) | ~np.isfinite(at)).all())
@@ -83,26 +87,3 @@ def slope(f: Line, eps: float) -> Slope:
 def smallest_step(eps: float) -> float:
     """The smallest step of a difference, unless larger ones leave f's domain."""
     return 10 * eps**0.5
-
-
-def rounding_error(f: Line, at: float, eps: float) -> np.ndarray:
-    """The rounding error of f's values, from second differences over steps of eps.
-
-    It exceeds eps of the value where large numbers cancel.
-    """
-    here = f(at)
-    changes = [np.abs(f(at + k * eps) + f(at - k * eps) - 2 * here) for k in (1, 2, 3)]
-    return np.fmax.reduce([np.zeros(here.shape), *changes])
-
-
-def one_sided(f: Line, eps: float) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """The slopes of f at 0 from the left and from the right, and a bound of their rounding error.
-
-    The two slopes differ at a kink.
-    """
-    t = eps**0.25
-    with np.errstate(all="ignore"):
-        left, right = ((f(s * t) - f(0.0)) / (s * t) for s in (-1, 1))
-        left2, right2 = ((f(s * t / 2) - f(0.0)) / (s * t / 2) for s in (-1, 1))
-        off = np.maximum(eps * np.abs(f(0.0)), rounding_error(f, t / 3, eps))
-    return 2 * left2 - left, 2 * right2 - right, 10 * off / t

@@ -9,7 +9,6 @@ ends with the side whose derivative contradicts finite differences of its own va
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -18,11 +17,11 @@ import numpy as np
 from gradtools.testing.central_differences import DerivativeComparison, dot
 from gradtools.testing.checking.probe import first_line
 from gradtools.testing.cross_checking import tolerances
-from gradtools.testing.cross_checking.quantities import CrossCheck, Result
+from gradtools.testing.cross_checking.quantities import CrossCheck, Quantity
 from gradtools.testing.cross_checking.sides import inexact
 from gradtools.testing.diverging.divergence import RecordedRuns
 from gradtools.testing.relations import FACTOR, Relation, equal, related
-from gradtools.testing.report import CONVENTION, Comparison, Report, entry_errors, widened
+from gradtools.testing.report import CONVENTION, Comparison, Report, widened
 
 _STEPS = {"float64": 1e-6, "float32": 1e-3}  # the relative distance of points near a kink
 UNKNOWN = "no known pattern"
@@ -35,60 +34,31 @@ def explain(check: CrossCheck, report: Report) -> None:
         check: The cross-check, for further evaluations.
         report: The report, whose comparisons are replaced.
     """
-    leaves = {
-        id(c): DifferingLeaf(c, result, i)
-        for result in check.results
-        for i, c in enumerate(result.comparisons)
-    }
-    causes = Causes(check, report)
-    differing: dict[int, DifferingLeaf] = {}
-    for n, c in enumerate(report.comparisons):
+    causes, explained = Causes(check, report), dict[int, list[Any]]()
+    leaves = {id(c): (q, i) for q in check.quantities.values() for i, c in enumerate(q.comparisons)}
+    rows = report.comparisons
+    for n, c in enumerate(rows):
         if not c.agrees and c.cause is None and id(c) in leaves:
-            try:
-                record = causes.explained(leaves[id(c)])
-            except Exception as error:  # programs may raise at nearby points
-                reason = f"The search for a cause failed: {type(error).__name__}: {error}"
-                record = c.because(UNKNOWN, reason)
-            report.comparisons[n] = record
-            differing[n] = replace(leaves[id(c)], record=record)
-    _by_factors(report, differing)
-    for n in differing:
-        c, cause = report.comparisons[n], report.comparisons[n].cause or ""
+            quantity, i = leaves[id(c)]
+            rows[n] = causes.explained(c, quantity, i)
+            explained[n] = [side[i] for side in quantity.sides]
+    factors = [d for d in report.disagreements if (d.cause or "").startswith(FACTOR)]
+    for n, (a, b) in explained.items():
+        for other in factors:  # a loss has the factor of its gradient
+            factor, c = other.ratio or 1.0, rows[n]
+            unexplained = c.cause == UNKNOWN and c.ratio is not None and abs(factor - 1) > 1e-3
+            if unexplained and equal(a, factor * widened(b), 1e3 * c.tolerance):
+                rows[n] = c.because(str(other.cause), other.detail)
+    for n in explained:
+        c, cause, first = rows[n], rows[n].cause or "", report.first
         others = {d.cause for d in report.disagreements if d.order <= 1 and d is not c}
         alone = c.order == 0 and c.shape == () and len(others) > 0 and c.cause not in others
         unexplained = cause == UNKNOWN or (cause.startswith(FACTOR) and "," not in cause)
-        first = report.first
         if c.order and first is not None and first.order == 0:
             if cause == UNKNOWN:  # what explains the value explains its derivatives
-                report.comparisons[n] = c.because(first.cause or UNKNOWN, first.detail)
+                rows[n] = c.because(first.cause or UNKNOWN, first.detail)
         elif not c.agrees and (unexplained or (alone and cause.startswith((FACTOR, "sign")))):
-            report.comparisons[n] = causes.by_operations(c)
-
-
-def _by_factors(report: Report, leaves: dict[int, DifferingLeaf]) -> None:
-    """Gives single numbers the factor that explains arrays, such as a loss that of its gradient."""
-    known = [d for d in report.disagreements if (d.cause or "").startswith(FACTOR)]
-    for n, leaf in leaves.items():
-        c, (a, b) = leaf.record, leaf.arrays
-        for other in known if c.cause == UNKNOWN and c.ratio is not None else ():
-            factor = 1.0 if other.ratio is None else other.ratio
-            if abs(factor - 1) > 1e-3 and equal(a, factor * widened(b), 1e3 * c.tolerance):
-                report.comparisons[n] = c.because(str(other.cause), other.detail)
-                break
-
-
-@dataclass(frozen=True)
-class DifferingLeaf:
-    """One leaf of a result that differs: its comparison, and its number among the leaves."""
-
-    record: Comparison
-    result: Result
-    i: int
-
-    @property
-    def arrays(self) -> list[Any]:
-        """The leaf on both sides; None where it is not connected."""
-        return [side[self.i] for side in self.result.sides]
+            rows[n] = causes.by_operations(c)
 
 
 class Causes:
@@ -97,16 +67,14 @@ class Causes:
     def __init__(self, check: CrossCheck, report: Report) -> None:
         self.check, self.report = check, report
         self.names = [side.name for side in check.sides]
-        self.results = {result.quantity.name: result for result in check.results}
-        values = self.results.get("value")
+        values = check.quantities.get("value")
         self.values_agree = values is not None and all(c.agrees for c in values.comparisons)
         self.is_random, self.contradicts = cache(self._is_random), cache(self._contradicts)
         self.diverging = cache(self._diverging)
 
-    def explained(self, leaf: DifferingLeaf) -> Comparison:
-        """The comparison of a leaf with its cause."""
-        c, (a, b) = leaf.record, leaf.arrays
-        derived = bool(c.order and self.values_agree)
+    def explained(self, c: Comparison, quantity: Quantity, i: int) -> Comparison:
+        """The comparison of the leaf i of a quantity with its cause."""
+        a, b = (side[i] for side in quantity.sides)
         random = [name for k, name in enumerate(self.names) if self.is_random(c.quantity, k)]
         if random and a is not None and b is not None:
             return c.because(
@@ -114,6 +82,7 @@ class Causes:
                 "Two runs at the same point differ. Turn dropout off (eval mode), or fix the noise "
                 "and pass it as an argument.",
             )
+        derived = bool(c.order and self.values_agree)
         stopped = self.diverging() if derived else None
         stopped = stopped if stopped and stopped.name.startswith("stopped") else None
         if a is None or b is None:
@@ -126,9 +95,9 @@ class Causes:
             )
         if stopped:
             return c.because(*stopped)
-        if derived and (kink := self._at_a_kink(leaf)) is not None:
+        if derived and (kink := self._at_a_kink(c, quantity, i)) is not None:
             return kink
-        cause, detail = self._related(leaf) or self._ill_conditioned(leaf) or Relation(UNKNOWN)
+        cause, detail = self._related(c, a, b) or Relation(UNKNOWN)
         if wrong := self.wrong_side(c.quantity):
             detail = f"{detail} Finite differences say that {wrong} is wrong.".lstrip()
         return c.because(cause, detail)
@@ -166,30 +135,28 @@ class Causes:
 
     def _is_random(self, name: str, k: int) -> bool:
         """Whether one side's result differs from run to run."""
-        quantity = self.results[name].quantity
+        quantity = self.check.quantities[name]
         runs = [self.check.evaluate(quantity, k, self.check.leaves[k]) for _ in range(2)]
         for x, y in zip(*runs, strict=True):
             if x is None or y is None:
                 if x is not y:
                     return True
-                continue
-            allowed = tolerances.tolerance(x.dtype, quantity.order) or 1e-300
-            if not (entry_errors(x, y, allowed, 0.0) <= 1).all():
+            elif not equal(x, y, tolerances.tolerance(x.dtype, quantity.order)):
                 return True
         return False
 
-    def _at_a_kink(self, leaf: DifferingLeaf) -> Comparison | None:
+    def _at_a_kink(self, c: Comparison, quantity: Quantity, i: int) -> Comparison | None:
         """The comparison with a kink as its cause, if the two sides agree nearby."""
-        c, quantity = leaf.record, leaf.result.quantity
-        size = _STEPS.get(tolerances.real_name(c.dtype), 0.05)
+        check, size = self.check, _STEPS.get(tolerances.real_name(c.dtype), 0.05)
         for draw in range(2):
-            near = [self.check.evaluated_nearby(quantity, k, ("kink", draw), size) for k in (0, 1)]
-            a, b = (None if side is None else side[leaf.i] for side in near)
-            if a is None or b is None or a.shape != b.shape or not np.isfinite(widened(a)).all():
+            points = [check.nearby(k, ("kink", draw), size) for k in (0, 1)]
+            near = [check.evaluated_nearby(quantity, k, x) for k, x in enumerate(points)]
+            a, b = (side[i] for side in near)
+            if a.shape != b.shape or not np.isfinite(widened(a)).all():
                 return None
-            if not equal(a, b, 10 * leaf.record.tolerance):
+            if not equal(a, b, 10 * c.tolerance):
                 return None
-        if all(np.isfinite(widened(x)).all() for x in leaf.arrays):
+        if all(np.isfinite(widened(side[i])).all() for side in quantity.sides):
             return c.because(
                 "convention: a kink or tie",
                 "Near this point the two agree; at it each framework has its own subgradient.",
@@ -202,9 +169,9 @@ class Causes:
 
     # --- relations of the two arrays
 
-    def _related(self, leaf: DifferingLeaf) -> Relation | None:
+    def _related(self, c: Comparison, a: Any, b: Any) -> Relation | None:
         """One side that is NaN or infinite, or a relation of the two arrays."""
-        c, (a, b), (first, second) = leaf.record, map(widened, leaf.arrays), self.names
+        a, b, (first, second) = widened(a), widened(b), self.names
         near = min(1e3 * c.tolerance, 0.03) or 1e-9
         if a.shape != b.shape:
             words = "A reduction, keepdims, or broadcasting (n, 1) against (n,) on one side only."
@@ -221,18 +188,6 @@ class Causes:
         if equal(a, b, near):  # every relation close to the identity would hold
             return None
         return related(a, b, self.names, c.order, near, self.check.sizes())
-
-    def _ill_conditioned(self, leaf: DifferingLeaf) -> Relation | None:
-        a, b = map(widened, leaf.arrays)
-        derived = leaf.record.order and not self.values_agree
-        moved = None if derived else self.check.changes_by_rounding(leaf.result, leaf.i)
-        if moved is None or (np.abs(a - b) > 10 * moved).any():
-            return None
-        return Relation(
-            "an ill-conditioned point",
-            "A change of the inputs in their last digit moves the result by as much. Compare at "
-            "another point, or pass a tolerance.",
-        )
 
     # --- which side is wrong
 
@@ -273,16 +228,18 @@ class _OneSide:
         leaves = self.rounded(xs)
         if not self.name.startswith("hvp"):
             return [*map(widened, inexact(self.side.value(leaves)).values())]
-        found = self.side.pullback(leaves, self.cotangents)
-        return [0.0 * x if g is None else widened(g) for g, x in zip(found, xs, strict=True)]
+        return self._pulled(leaves, self.cotangents)
+
+    def _pulled(self, leaves: list[Any], vs: list[Any]) -> list[Any]:
+        found = zip(self.side.pullback(leaves, vs), leaves, strict=True)
+        return [widened(0 * x if g is None else g) for g, x in found]
 
     def slope(self, xs: Sequence[Any], vs: Sequence[Any], us: Sequence[Any]) -> tuple[float, float]:
         """Re<v, J u> at a point, and its size without cancellation."""
         leaves, us = self.rounded(xs), self.rounded(us)
         if self.name == "gradient":
-            vs = [v.astype(c.dtype) for v, c in zip(vs, self.cotangents, strict=True)]
-            found = self.side.pullback(leaves, vs)
-            return dot([0.0 * u if g is None else g for g, u in zip(found, us, strict=True)], us)
+            seeds = [v.astype(c.dtype) for v, c in zip(vs, self.cotangents, strict=True)]
+            return dot(self._pulled(leaves, seeds), us)
         if self.name == "jvp":
             return dot(vs, self.side.forward(leaves, us))
         mode = self.name.removeprefix("hvp, ").replace(" ", "_")

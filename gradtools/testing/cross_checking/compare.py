@@ -31,7 +31,6 @@ def cross_check(
     jax: Any,
     args: Sequence[Any] = (),
     order: int = 2,
-    argnums: int | Sequence[int] | None = None,
     mapping: Any = None,
     dtype: str | None = None,
     seed: int = 0,
@@ -65,7 +64,6 @@ def cross_check(
             passed on; a Python float counts as float64; other leaves are settings.
         order: 0 compares values. 1 compares gradients too, and costs one gradient in each
             framework. 2 compares pushforwards and second derivatives too.
-        argnums: Which arguments are differentiated; None for all that can be.
         mapping: The pairs of parameters, if both are models: a `ParameterMapping`, or a dictionary
             from PyTorch's names to JAX's, the overrides of `match_parameters`. None: the same names
             and shapes, or what `match_parameters` pairs.
@@ -105,7 +103,7 @@ def cross_check(
             "and 1."
         )
     report = Report(f"{CALLER} of {_name(torch)} and {_name(jax)}")
-    options = {"argnums": argnums, "mapping": mapping, "dtype": dtype, "seed": seed}
+    options = {"mapping": mapping, "dtype": dtype, "seed": seed}
     inside = crossed(CALLER, torch, jax, args, **options, tolerance=tolerance)
     with inside as check, highest_precision(("torch", "jax")):
         check.run(order, report)

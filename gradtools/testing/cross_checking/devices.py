@@ -1,4 +1,4 @@
-"""Selection of a device by name in both frameworks, and a description of the available ones.
+"""Selection of a device by name in both frameworks.
 
 A name is "cpu", "gpu" (or "cuda") or "tpu", optionally with an index as in "gpu:1"; "auto" keeps
 each framework's default. Inside `placed` new arrays are created on the device.
@@ -7,12 +7,11 @@ each framework's default. Inside `placed` new arrays are created on the device.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
+from importlib import import_module
 from typing import Any
 
 from gradtools.errors import GradtoolsError
-
-KINDS = ("cpu", "gpu", "tpu")
 
 
 @contextmanager
@@ -34,53 +33,35 @@ def placed(backend: str, device: str = "auto") -> Iterator[None]:
     if device == "auto":
         yield
         return
-    kind, _, index = device.partition(":")
-    kind = "gpu" if kind == "cuda" else kind
-    if kind not in KINDS or not (index or "0").isdigit():
+    framework: Any = import_module(backend)
+    kind, _, index = device.replace("cuda", "gpu").partition(":")
+    present = _torch_devices(framework) if backend == "torch" else _jax_devices(framework)
+    chosen = dict(enumerate(present.get(kind, []))).get(int(index) if index.isdigit() else 0)
+    if chosen is None or not (index.isdigit() or device in (kind, "cuda")):
+        known = ", ".join(f"{len(devices)} of {name}" for name, devices in present.items())
         raise GradtoolsError(
-            f"device {device!r}: expected auto, {', '.join(KINDS)}, or one of several, as gpu:1."
-        )
-    number = int(index or 0)
-    if backend == "torch":
-        import torch
-
-        counts = {"cpu": 1, "gpu": torch.cuda.device_count(), "tpu": 0}
-    else:
-        import jax
-
-        counts = {name: len(_jax_devices(name)) for name in KINDS}
-    if number >= counts[kind]:
-        framework = "PyTorch" if backend == "torch" else "JAX"
-        present = ", ".join(f"{count} of {name}" for name, count in counts.items() if count)
-        raise GradtoolsError(
-            f"device {kind}:{number}: {framework} has no such device here; it has {present}. Name "
-            "one of these, or auto."
+            f"device {device}: {'PyTorch' if backend == 'torch' else 'JAX'} has no such device "
+            f"here; it has {known}. Name one of these, as cpu or gpu:1, or auto."
         )
     if backend == "jax":
-        inside: AbstractContextManager[Any] = jax.default_device(_jax_devices(kind)[number])
-    elif kind == "cpu" and torch.get_default_device().type == "cpu":
-        inside = nullcontext()  # avoids the overhead of the default-device mode
-    else:
-        inside = torch.device("cuda" if kind == "gpu" else "cpu", number)
-    with inside:
-        yield
+        with framework.default_device(chosen):
+            yield
+    else:  # PyTorch's mode of a default device costs time at each call
+        is_default = chosen.type == framework.get_default_device().type == "cpu"
+        with nullcontext() if is_default else chosen:
+            yield
 
 
-def described(backend: str) -> str:
-    """A framework's version and default device."""
-    if backend == "torch":
-        import torch
-
-        return f"{torch.__version__}, run on the {torch.get_default_device()}"
-    import jax
-
-    return f"{jax.__version__}, run on the {jax.default_backend()}"
+def _torch_devices(torch: Any) -> dict[str, list[Any]]:
+    gpus = [torch.device("cuda", i) for i in range(torch.cuda.device_count())]
+    return {"cpu": [torch.device("cpu")], **({"gpu": gpus} if gpus else {})}
 
 
-def _jax_devices(kind: str) -> list[Any]:
-    import jax
-
-    try:
-        return list(jax.local_devices(backend=kind))
-    except RuntimeError:  # JAX has no such platform here
-        return []
+def _jax_devices(jax: Any) -> dict[str, list[Any]]:
+    present = {}
+    for kind in ("cpu", "gpu", "tpu"):
+        try:
+            present[kind] = jax.local_devices(backend=kind)
+        except RuntimeError:  # JAX has no such platform here
+            continue
+    return present

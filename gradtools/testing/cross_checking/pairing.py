@@ -48,9 +48,7 @@ class Pairing:
         return [None if known[e.torch_name] is None else convert(e) for e in self.pairs]
 
 
-def pair_parameters(
-    caller: str, first: Side, second: Side, mapping: Any, partial: bool = False
-) -> Pairing:
+def pair_parameters(caller: str, first: Side, second: Side, mapping: Any, partial: bool) -> Pairing:
     """Pairs the parameters of two sides; what has no counterpart becomes constant.
 
     partial: Whether a parameter of the JAX model may lack a counterpart.
@@ -64,71 +62,51 @@ def pair_parameters(
             f"{caller}: a mapping pairs the parameters of two models; there are none in "
             f"{' and '.join(side.name for side in without)}."
         )
-    notes: list[str] = []
+    constants = "parameter{} of the {} model {} no counterpart: constant"
     if without:
         for side in (first, second):
             side.constant.update(side.params)
-            if side.params:
-                notes.append(
-                    f"the parameters of the {side.name} model have no counterpart: constant"
-                )
-        return Pairing(notes=notes)
-    mine = {joined(tokens(path)): x for path, x in first.free_params.items()}
-    theirs = {tokens(path): x for path, x in second.free_params.items()}
-    mapping = _mapping(caller, mine, theirs, mapping, partial)
-    known = {joined(path) for path in theirs}
-    entries: dict[str, ParameterPair] = {}
-    for entry in mapping.entries:
-        name = joined(entry.jax_path)
-        name = name if name in known else joined(without_collection(entry.jax_path))
-        if entry.torch_name not in mine:
-            continue  # a buffer
-        entries[name] = entry
-        if (shape := mine[entry.torch_name].shape) != entry.torch_shape:
-            raise GradtoolsError(
-                f"{caller}: parameter {entry.torch_name} has shape {shape} in PyTorch, and "
-                f"{entry.torch_shape} in the mapping. Make the mapping from the same models."
-            )
-    used = {name for entry in entries.values() for name in (entry.torch_name, entry.added)}
-    names = {first: dict(zip(first.free_params, mine, strict=True))}
-    names[second] = dict(zip(second.free_params, map(joined, theirs), strict=True))
-    notes += mapping.notes
-    for side, counterparts in ((second, entries if partial else known), (first, used)):
-        for path, name in names[side].items():
-            if name not in counterparts:
-                side.constant.add(path)
-                notes.append(
-                    f"parameter {name} of the {side.name} model has no counterpart: constant"
-                )
-    wanted = {joined(tokens(path)): x for path, x in second.free_params.items()}
-    missing, unknown = (
-        [n for n in wanted if n not in entries],
-        [n for n in entries if n not in wanted],
+        models = [side.name for side in (first, second) if side.params]
+        return Pairing(notes=[f"the {constants.format('s', name, 'have')}" for name in models])
+    mine, theirs = (
+        {joined(tokens(path)): (path, x) for path, x in side.free_params.items()}
+        for side in (first, second)
     )
+    mapping = _mapping(caller, first, second, mapping, partial)
+    entries: dict[str, ParameterPair] = {}
+    for e in mapping.entries:
+        if e.torch_name in mine:  # or it is a buffer
+            name = joined(e.jax_path)
+            entries[name if name in theirs else joined(without_collection(e.jax_path))] = e
+    missing = [] if partial else [name for name in theirs if name not in entries]
+    unknown = [name for name in entries if name not in theirs]
     if missing or unknown:
         raise GradtoolsError(
             f"{caller}: the mapping does not give JAX's parameters: missing {missing or 'none'}, "
-            f"unknown {unknown or 'none'}. JAX's names are {[*wanted]}."
+            f"unknown {unknown or 'none'}. JAX's names are {[*theirs]}."
         )
-    pairs = [entries[name] for name in wanted]
-    for pair, (name, y) in zip(pairs, wanted.items(), strict=True):
-        shape = pair.layout.to_jax(mine[pair.torch_name]).shape
-        if shape != y.shape:
+    for name, e in entries.items():
+        shape, expected = mine[e.torch_name][1].shape, theirs[name][1].shape
+        if shape != e.torch_shape or e.layout.to_jax(np.empty(shape)).shape != expected:
             raise GradtoolsError(
-                f"{caller}: parameter {name} has shape {y.shape} in JAX, but PyTorch's has "
-                f"shape {shape} after the mapping. Correct the mapping or the model."
+                f"{caller}: parameter {e.torch_name} has shape {shape} in PyTorch, and {name} has "
+                f"shape {expected} in JAX, but the mapping is {e} for shape {e.torch_shape}. Make "
+                "the mapping from the same models, or correct the model."
             )
+    used = {name for e in entries.values() for name in (e.torch_name, e.added)}
+    notes = [*mapping.notes]
+    for side, names, counterparts in ((second, theirs, entries), (first, mine, used)):
+        for name, (path, _) in names.items():
+            if name not in counterparts:
+                side.constant.add(path)
+                notes.append(constants.format(f" {name}", side.name, "has"))
+    names = [name for name in theirs if name in entries]
     order = [name for name in mine if name in used]
-    return Pairing([f"parameter {name}" for name in wanted], order, pairs, notes)
+    pairs = [entries[name] for name in names]
+    return Pairing([f"parameter {name}" for name in names], order, pairs, notes)
 
 
-def _mapping(
-    caller: str,
-    mine: dict[str, np.ndarray],
-    theirs: dict[tuple[str, ...], np.ndarray],
-    mapping: Any,
-    partial: bool,
-) -> ParameterMapping:
+def _mapping(caller: str, first: Side, second: Side, mapping: Any, partial: bool) -> Any:
     """The mapping; made from equal names and shapes, or by `match_parameters`."""
     if isinstance(mapping, ParameterMapping):
         return mapping
@@ -137,12 +115,12 @@ def _mapping(
             f"{caller}: mapping is a {type(mapping).__name__}; expected None, what "
             "match_parameters made, or its overrides (a dictionary from PyTorch's names to JAX's)."
         )
+    mine = {joined(tokens(path)): x for path, x in first.free_params.items()}
+    theirs = {tokens(path): x for path, x in second.free_params.items()}
     paths = {joined(path): path for path in theirs}
     shapes = {name: x.shape for name, x in mine.items()}
-    if mapping is None and shapes == {name: theirs[path].shape for name, path in paths.items()}:
+    if mapping is None and shapes == {joined(path): x.shape for path, x in theirs.items()}:
         same = Layout("as it is")
-        return ParameterMapping(
-            tuple([ParameterPair(name, paths[name], same, shape) for name, shape in shapes.items()])
-        )
-    names = (caller, "mapping")
-    return paired(mine, nested(theirs), mapping or {}, partial, names=names)
+        pairs = [ParameterPair(name, paths[name], same, shape) for name, shape in shapes.items()]
+        return ParameterMapping(tuple(pairs))
+    return paired(mine, nested(theirs), mapping or {}, partial, names=(caller, "mapping"))

@@ -25,31 +25,28 @@ def highest_precision(backends: Iterable[str]) -> Iterator[None]:
         backends: Of "torch" and "jax".
     """
     with ExitStack() as inside:
-        for backend in backends:
-            if backend == "jax":
-                import jax
+        if "jax" in backends:
+            import jax
 
-                name = "jax_default_matmul_precision"
-                value = getattr(jax.config, name)
-                if value not in (*_FULL, None) or (not value and jax.default_backend() != "cpu"):
-                    inside.enter_context(jax.default_matmul_precision("highest"))
-                continue
+            name = "jax_default_matmul_precision"
+            value = getattr(jax.config, name)
+            if value not in (*_FULL, None) or (not value and jax.default_backend() != "cpu"):
+                inside.enter_context(jax.default_matmul_precision("highest"))
+        if "torch" in backends:
             before = {name: get() for name, (get, _) in settings_of_torch().items()}
-            newer = {n: v for n, v in before.items() if n.endswith(".fp32_precision")}
-            if any(value not in _FULL for value in newer.values()):
+            wanted = {name: x for name, x in _HIGHEST.items() if before[name] is not None}
+            newer = [name for name in before if name.endswith(".fp32_precision")]
+            if any(before[name] not in _FULL for name in newer) or not newer:
                 inside.callback(_put, before)
-                _put({name: x for name, x in _HIGHEST.items() if before[name] is not None})
-                _put({name: "ieee" for name, value in newer.items() if value not in _FULL})
-            elif not newer and any(before[n] != x for n, x in _HIGHEST.items()):  # PyTorch 2.8
-                inside.callback(_put, before)
-                _put(_HIGHEST)
+                _put(wanted)
+                _put({name: "ieee" for name in newer if before[name] not in _FULL})
         yield
 
 
 def _put(wanted: dict[str, Any]) -> None:
     """Changes these settings of PyTorch, in the order in which the older write the newer ones."""
     for name, (get, put) in settings_of_torch().items():
-        if name in wanted and get() != wanted[name]:
+        if wanted.get(name) is not None and get() != wanted[name]:
             put(wanted[name])
 
 
@@ -67,11 +64,10 @@ def settings_of_torch() -> dict[str, Setting]:
     import torch
 
     cudnn: Any = torch.backends.cudnn
-    matrices = torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
-    found = {
-        "float32_matmul_precision": _if_readable(*matrices),
-        "cudnn.allow_tf32": _if_readable(*_attribute(cudnn, "allow_tf32")),
-    }
+    get, put = torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
+    found: dict[str, Setting] = {"float32_matmul_precision": (partial(_read, get), put)}
+    get, put = _attribute(cudnn, "allow_tf32")
+    found["cudnn.allow_tf32"] = partial(_read, get), put
     for name in _NEWER if hasattr(cudnn, "conv") else ():  # from PyTorch 2.9 on
         holder = operator.attrgetter(name)(torch.backends)
         found[f"{name}.fp32_precision"] = _attribute(holder, "fp32_precision")
@@ -83,18 +79,14 @@ def _attribute(holder: Any, name: str) -> Setting:
 
     (`torch.testing._internal` calls that, after which assigning to the property raises.)
     """
-    kind = type(holder)
-    flag = vars(kind).get(name)
+    flag = vars(type(holder)).get(name)
     if flag is None:
         return partial(getattr, holder, name), partial(setattr, holder, name)
     return flag.getter, flag.setter
 
 
-def _if_readable(get: Callable[[], Any], put: Callable[[Any], Any]) -> Setting:
-    def read() -> Any:
-        try:
-            return get()
-        except RuntimeError:  # "you have used a mix of the legacy and new APIs"
-            return None
-
-    return read, lambda value: None if value is None else put(value)
+def _read(get: Callable[[], Any]) -> Any:
+    try:
+        return get()
+    except RuntimeError:  # "you have used a mix of the legacy and new APIs"
+        return None

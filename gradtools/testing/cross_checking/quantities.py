@@ -6,13 +6,11 @@ rounding from disagreement. `causes.py` evaluates them at nearby points as well.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field, replace
 from importlib import import_module
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -30,7 +28,7 @@ from gradtools.testing.cross_checking.sides import (
     is_inexact,
     narrowed,
 )
-from gradtools.testing.flat import Arrays
+from gradtools.testing.flat import Arrays, is_rounding, naming
 from gradtools.testing.relations import LAYOUTS, relation
 from gradtools.testing.report import (
     AGREES,
@@ -42,9 +40,8 @@ from gradtools.testing.report import (
     widened,
 )
 
+ROUNDING = 64  # epsilons of the largest number that may be rounding
 MODES = ("forward_over_reverse", "reverse_over_reverse")
-ROUNDING = 64  # differences below this many epsilons of the largest number may be rounding
-_FAR = {"float64": 5e6, "complex128": 5e6}  # epsilons: 1e-9
 _COPY = (
     "The two models hold different numbers. Copy them: mapping = match_parameters(torch_model, "
     "jax_model), jax_model = mapping.into(jax_model), cross_check(..., mapping=mapping)."
@@ -52,7 +49,7 @@ _COPY = (
 Leaves = list[np.ndarray | None]  # one array for each leaf; None where it is not connected
 
 
-@dataclass(frozen=True)
+@dataclass
 class Quantity:
     """A value or derivative that is computed on both sides.
 
@@ -62,6 +59,8 @@ class Quantity:
         compute: `(side's number, leaves) -> one array for each path`, None where not connected.
         paths: The paths of the result's leaves.
         of_leaves: Whether the result has one array for each differentiated leaf.
+        sides: The results of both sides, in JAX's layout.
+        comparisons: The comparison of each leaf.
     """
 
     name: str
@@ -69,15 +68,8 @@ class Quantity:
     compute: Callable[[int, Arrays], Sequence[np.ndarray | None]]
     paths: list[str]
     of_leaves: bool = True
-
-
-@dataclass(frozen=True)
-class Result:
-    """A quantity on both sides, in one layout, and the comparison of each leaf."""
-
-    quantity: Quantity
-    sides: tuple[Leaves, Leaves]
-    comparisons: list[Comparison]
+    sides: tuple[Leaves, Leaves] = ([], [])
+    comparisons: list[Comparison] = field(default_factory=list)
 
 
 @contextmanager
@@ -87,7 +79,6 @@ def crossed(
     jax: Any,
     args: Any,
     *,
-    argnums: int | Sequence[int] | None = None,
     mapping: Any = None,
     dtype: str | None = None,
     seed: int = 0,
@@ -101,7 +92,7 @@ def crossed(
         )
     for backend in ("torch", "jax"):
         import_module(f"gradtools.{backend}")  # says how to install a missing framework
-    inputs = Inputs.read(caller, args, argnums, dtype)
+    inputs = Inputs.read(caller, args, dtype)
     first = Side(caller, "torch", torch, dtype)
     arrays = [x for x in inputs.leaves if isinstance(x, np.ndarray | np.generic)]
     names = {x.dtype.name for x in (*arrays, *first.params.values())}
@@ -118,7 +109,7 @@ class CrossCheck:
         caller: The name of the check, for messages.
         sides: The program in PyTorch and in JAX.
         leaves: The differentiated leaves of each side, parameters first, in its own layout.
-        results: What was compared.
+        quantities: What was compared, by name.
         outputs: The outputs of both sides.
         cotangents: One for each inexact output, of which the gradient is the pullback.
     """
@@ -145,8 +136,7 @@ class CrossCheck:
         self.outputs: list[Output] = []
         self.out_paths: list[str] = []
         self.cotangents: Arrays = []
-        self.results: list[Result] = []
-        self._nearby: dict[Any, Leaves | None] = {}
+        self.quantities: dict[str, Quantity] = {}
 
     # --- the comparison
 
@@ -156,16 +146,16 @@ class CrossCheck:
         report.comparisons += self.parameters()
         if not report:
             report.left_out.append("values and derivatives: the models' parameters differ")
-            return
-        comparable = self._values(report)
-        if not (order and comparable):
-            return
-        if self.paths and self.out_paths:
-            for quantity in self._derivatives(order):
-                self._add(quantity, report)
-            return
-        what = "output" if self.paths else "argument or parameter"
-        report.left_out.append(f"derivatives: no {what} is floating or complex")
+        elif self._values(report) and order:
+            ends = "argument or parameter" if not self.paths else "output"
+            if self.paths and self.out_paths:
+                for quantity in self._derivatives(order):
+                    self._add(quantity, report)
+            else:
+                report.left_out.append(
+                    f"no derivative was compared: no {ends} is floating or complex"
+                    f"{self.inputs.integers}. Pass floating arrays, such as x.astype(float)"
+                )
 
     def parameters(self) -> list[Comparison]:
         """Compares the parameters; derivatives at different points would be meaningless."""
@@ -190,19 +180,18 @@ class CrossCheck:
             return False
         if not first:
             raise GradtoolsError("cross_check: the programs return no array; return the result.")
-        paths = [*first]
-        picked = lambda out: [out[path] for path in paths]
+        picked = lambda out: [out[path] for path in first]
         firsts, seconds = map(picked, self.outputs)
-        for path, a, b in zip(paths, firsts, seconds, strict=True):
+        for path, a, b in zip(first, firsts, seconds, strict=True):
             if narrowed(a.dtype.name) == b.dtype.name != a.dtype.name:
                 note = f"output{path} is {a.dtype} in torch and {b.dtype} in jax, without x64"
                 report.notes.append(note)
             elif a.dtype != b.dtype:
-                words = [a.dtype.name, b.dtype.name]
-                c = mismatch("dtype", f"output{path}", 0, (words[0], words[1]), a.shape)
+                c = mismatch("dtype", f"output{path}", 0, (a.dtype.name, b.dtype.name), a.shape)
                 fix = "Cast one of the outputs, or the inputs."
                 report.comparisons.append(c.because("another dtype", fix))
         compute = lambda k, x: picked(self.value(k, x))
+        paths = [f"output{path}" for path in first]
         quantity = Quantity("value", 0, compute, paths, of_leaves=False)
         report.comparisons += self._compare(quantity, firsts, seconds)
         self.out_paths = [*inexact(first)]
@@ -263,23 +252,16 @@ class CrossCheck:
         cause = f"no {which} in {' and '.join(raised)}"
         report.comparisons.append(c.because(cause, "; ".join(reasons)))
 
-    def _compare(self, quantity: Quantity, firsts: Any, seconds: Any) -> list[Comparison]:
+    def _compare(self, quantity: Quantity, firsts: Leaves, seconds: Leaves) -> list[Comparison]:
         """Compares the leaves of one quantity; differences that are rounding agree."""
-        present = [*(x for x in (*firsts, *seconds) if x is not None), *self.leaves[0]]
-        if quantity.order:  # a derivative's intermediate results have the size of the output, too
-            present += [x for out in self.outputs for x in inexact(out).values()]
-        # the largest difference that rounding of numbers of this size can make
-        eps = max((tolerances.epsilon(x.dtype) for x in present), default=0.0)
-        noise = ROUNDING * eps * max((largest(x) for x in present), default=0.0)
-        result = Result(quantity, (list(firsts), list(seconds)), [])
-        self.results.append(result)
-        for i, path in enumerate(quantity.paths):
-            label = path if quantity.name != "value" else f"output{path}"
-            c = self._compared(quantity.name, quantity.order, label, firsts[i], seconds[i])
-            if self._is_rounding(c, result, i, noise):
+        self.quantities[quantity.name] = quantity
+        quantity.sides = list(firsts), list(seconds)
+        for i, (path, a, b) in enumerate(zip(quantity.paths, firsts, seconds, strict=True)):
+            c = self._compared(quantity.name, quantity.order, path, a, b)
+            if not c.agrees and c.place is not None and self._is_rounding(quantity, i):
                 c = replace(c, error=1.0, status=AGREES, cause=None)
-            result.comparisons.append(c)
-        return result.comparisons
+            quantity.comparisons.append(c)
+        return quantity.comparisons
 
     def _compared(self, name: str, order: int, path: str, a: Any, b: Any) -> Comparison:
         if a is None and b is None:
@@ -290,43 +272,19 @@ class CrossCheck:
             return mismatch(name, path, order, words, (a if b is None else b).shape)
         return compare_arrays(name, path, a, b, order, tolerance=self.tolerance)
 
-    # --- rounding of larger numbers that cancel
-
-    def _is_rounding(self, c: Comparison, result: Result, i: int, noise: float) -> bool:
-        """Whether a small disagreement is rounding, by moving the inputs by an epsilon.
-
-        A difference far below the largest numbers at hand is rounding if the result changes by
-        as much when the inputs change by their last digit; otherwise it is real, however small.
-        """
-        a, b = (side[i] for side in result.sides)
-        if c.agrees or c.place is None or a is None or b is None:
+    def _is_rounding(self, quantity: Quantity, i: int) -> bool:
+        """Whether the difference of one leaf is rounding of larger numbers that cancel."""
+        a, b = (side[i] for side in quantity.sides)
+        if a is None or b is None or not (is_inexact(a) and is_inexact(b)):
             return False
-        if not is_inexact(a) or not is_inexact(b):
-            return False
-        a, b = widened(a), widened(b)
+        present = [x for side in quantity.sides for x in side if x is not None]
+        present += [*self.leaves[0], *(x for out in self.outputs for x in inexact(out).values())]
+        eps = max(tolerances.epsilon(x.dtype) for x in present)
         with np.errstate(all="ignore"):
-            difference, size = np.abs(a - b), np.maximum(np.abs(a), np.abs(b))
-        if not (np.isfinite(difference).all() and difference.max() <= noise):
-            return False
-        far = difference.max() > min(math.sqrt(tolerances.epsilon(c.dtype)) * 1e4, 0.5) * size.max()
-        change = self.changes_by_rounding(result, i, bool(far))
-        return bool(difference.max() <= 1000 * change.max())
-
-    def changes_by_rounding(self, result: Result, i: int, far: bool = False) -> np.ndarray:
-        """The largest change of each entry of leaf i when the inputs' last digits change.
-
-        With `far` more digits change, but few enough for a smooth result to change little.
-        """
-        bases = [widened(side[i]) for side in result.sides]
-        change = np.zeros(bases[0].shape)
-        for draw, (k, base) in product(range(4), enumerate(bases)):
-            purpose = ("rounding, far" if far else "rounding", draw)
-            near = self.evaluated_nearby(result.quantity, k, purpose)
-            if near is not None and near[i] is not None:
-                with np.errstate(all="ignore"):
-                    step = np.abs(widened(near[i]) - base)
-                change = np.maximum(change, np.where(np.isfinite(step), step, 0.0))
-        return change
+            off = np.abs(widened(a) - widened(b))
+        bound = ROUNDING * eps * max(map(largest, present))
+        evaluated = lambda k: lambda leaves: [self.evaluated_nearby(quantity, k, leaves)[i]]
+        return any(is_rounding(off, evaluated(k), self.leaves[k], eps, bound) for k in (0, 1))
 
     # --- evaluation
 
@@ -342,31 +300,23 @@ class CrossCheck:
         own = k == 0 and quantity.of_leaves
         return self.in_jax_layout(result, gradients=True) if own else list(result)
 
-    def evaluated_nearby(
-        self, quantity: Quantity, k: int, purpose: Any, size: float | None = None
-    ) -> Leaves | None:
-        """One side's result at `nearby(k, purpose, size)`, memoized; None if it raises there."""
-        key = (quantity.name, k, purpose, size)
-        if key not in self._nearby:
-            try:
-                self._nearby[key] = self.evaluate(quantity, k, self.nearby(k, purpose, size))
-            except Exception:
-                self._nearby[key] = None
-        return self._nearby[key]
+    def evaluated_nearby(self, quantity: Quantity, k: int, leaves: Arrays) -> Arrays:
+        """One side's result at another point; NaN where the program raises there."""
+        found: Leaves
+        try:
+            found = self.evaluate(quantity, k, leaves)
+        except Exception:  # the point may be outside of the program's domain
+            found = [None] * len(quantity.paths)
+        return [np.array(np.nan) if x is None else x for x in found]
 
     def value(self, k: int, leaves: Arrays) -> Output:
         """One side's output."""
         with self.naming(self.sides[k]):
             return self.sides[k].value(leaves)
 
-    @contextmanager
-    def naming(self, side: Side) -> Iterator[None]:
+    def naming(self, side: Side) -> AbstractContextManager[None]:
         """A context that adds the side's name to an exception."""
-        try:
-            yield
-        except Exception as error:
-            error.add_note(f"{self.caller}: raised by the {side.name} program.")
-            raise
+        return naming(self.caller, f"the {side.name} program")
 
     # --- directions and points
 
@@ -381,25 +331,16 @@ class CrossCheck:
         theirs = zip(self.in_jax_layout(drawn), self.leaves[1], strict=True)
         return [drawn, [np.asarray(d).astype(x.dtype) for d, x in theirs]]
 
-    def nearby(self, k: int, purpose: Any, size: float | None) -> Arrays:
-        """One side's leaves, perturbed along a random direction that is the same for both sides.
+    def nearby(self, k: int, purpose: Any, size: float) -> Arrays:
+        """One side's leaves, moved along a random direction that is the same for both sides.
 
-        The step is `size` times the largest entry of each leaf. With None it is the last digit of
-        each entry, or more digits for the purpose "rounding, far".
+        The step is `size` times the largest entry of each leaf.
         """
-        drawn: Arrays = []
-        for i, x in enumerate(self.leaves[0]):
-            direction = widened(self._draw(purpose, i, x))
-            biggest = largest(x) or 1.0
-            if size is None:
-                sizes = np.abs(widened(x))
-                digits = _FAR.get(x.dtype.name, 1e2) if purpose[0] == "rounding, far" else 1.0
-                scale = digits * tolerances.epsilon(x.dtype) * np.where(sizes > 0, sizes, biggest)
-            else:
-                scale = size * biggest
-            drawn.append(scale * direction)
-        steps: list[Any] = [*drawn] if k == 0 else self.in_jax_layout(drawn)
-        pairs = zip(self.leaves[k], steps, strict=True)
+        steps = [size * (largest(x) or 1.0) for x in self.leaves[0]]
+        drawn = [self._draw(purpose, i, x) for i, x in enumerate(self.leaves[0])]
+        moves: list[Any] = [s * widened(d) for s, d in zip(steps, drawn, strict=True)]
+        moves = moves if k == 0 else self.in_jax_layout(moves)
+        pairs = zip(self.leaves[k], moves, strict=True)
         return [np.asarray(widened(x) + d).astype(x.dtype) for x, d in pairs]
 
     def _draw(self, purpose: Any, i: int, like: np.ndarray) -> np.ndarray:
@@ -415,8 +356,7 @@ class CrossCheck:
         parameters = zip(self.pairing.paths, self.leaves[1], strict=False)
         for path, x in [*self.inputs.moving.items(), *parameters]:
             for axis, size in enumerate(x.shape):
-                batch = axis == 0 and path.startswith("argument")
-                lead = "the batch size, " if batch else ""
+                lead = "the batch size, " * (axis == 0 and path.startswith("argument"))
                 result[f"{lead}axis {axis} of {path}"] = size
             result[f"the number of entries of {path}"] = x.size
         for path, x in self.outputs[1].items():

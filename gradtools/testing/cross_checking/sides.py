@@ -15,7 +15,6 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.arguments.checks import normalized_argnums
 from gradtools.errors import GradtoolsError
 from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.flat import Arrays, FlatFunction
@@ -39,14 +38,12 @@ class Side(FlatFunction):
         self.apply, params, self._state = resolve(self.gt, caller, name, subject)
         self.is_model, self.constant = params is not None, set[str]()
         self._own, self._tree = self.waist.flatten(params)
-        paths = self.waist.leaf_paths(params)
         arrays = [cast(self.gt.to_numpy(x), dtype) for x in self._own]
-        self.params = dict(zip(paths, arrays, strict=True))
+        self.params = dict(zip(self.waist.leaf_paths(params), arrays, strict=True))
         if dtype is not None:
             leaves, tree = self.waist.flatten(self._state)
-            for i, x in enumerate(leaves):
-                if self.differentiable(x):
-                    leaves[i] = self.array(cast(self.gt.to_numpy(x), dtype))
+            converted = lambda x: self.array(cast(self.gt.to_numpy(x), dtype))
+            leaves = [converted(x) if self.differentiable(x) else x for x in leaves]
             self._state = self.waist.unflatten(tree, leaves)
 
     def array(self, x: Any) -> Any:
@@ -102,9 +99,8 @@ class Side(FlatFunction):
         """The program's inexact outputs and its other outputs."""
         outs = self.waist.flatten(self.program(*leaves))[0]
         arrays = [x if self.waist.is_array(x) else self.gt.asarray(x) for x in outs]
-        inexact = [self.waist.is_inexact(x) for x in arrays]
-        chosen = lambda wanted: [x for x, i in zip(arrays, inexact, strict=True) if i is wanted]
-        return chosen(True), chosen(False)
+        inexact = [x for x in arrays if self.waist.is_inexact(x)]
+        return inexact, [x for x in arrays if not self.waist.is_inexact(x)]
 
     # --- values and derivatives; leaves, tangents and cotangents are NumPy arrays
 
@@ -155,26 +151,24 @@ class Inputs:
         treedef: The structure of the tuple of arguments.
         leaves: The leaves: arrays, and settings that are passed on unchanged.
         names: The path, "argument 0[x]", of each leaf that is differentiated, by its number.
+        integers: In words, the arrays that have no derivative.
     """
 
     trees: Any
     treedef: Any
     leaves: list[Any]
     names: dict[int, str]
+    integers: str
 
     @classmethod
-    def read(cls, caller: str, args: Sequence[Any], argnums: Any, dtype: str | None) -> Inputs:
+    def read(cls, caller: str, args: Sequence[Any], dtype: str | None) -> Inputs:
         """Flattens `args`, and casts its arrays."""
         trees = import_module("gradtools.torch")._api._backend
-        positions: Sequence[int] = range(len(args))
-        if argnums is not None:
-            none = isinstance(argnums, tuple | list) and not argnums
-            positions = () if none else normalized_argnums(caller, argnums, len(args))
         try:
             leaves, treedef = trees.flatten(tuple(args))
         except GradtoolsError as error:  # an array of JAX
             raise GradtoolsError(f"{caller}: {error} {_BOTH}") from None
-        names: dict[int, str] = {}
+        names, integers = dict[int, str](), list[str]()
         for i, path in enumerate(map(tokens, trees.leaf_paths(tuple(args)))):
             name = f"argument {path[0]}" + "".join(f"[{token}]" for token in path[1:])
             if not isinstance(leaves[i], np.ndarray | np.generic | float | complex):
@@ -186,9 +180,12 @@ class Inputs:
                     )
                 continue
             leaves[i] = cast(np.asarray(leaves[i]), dtype)
-            if is_inexact(leaves[i]) and int(path[0]) in positions:
+            if not is_inexact(leaves[i]):
+                integers.append(f"{name} is {leaves[i].dtype.name}")
+            else:
                 names[i] = name
-        return cls(trees, treedef, leaves, names)
+        words = f" ({', '.join(integers)})" if integers else ""
+        return cls(trees, treedef, leaves, names, words)
 
     @property
     def moving(self) -> dict[str, np.ndarray]:
@@ -216,6 +213,12 @@ def resolve(gt: Any, caller: str, name: str, subject: Any) -> tuple[Callable[...
         raise GradtoolsError(
             f"{caller}: {name} is a {kind} module, {type(module).__name__}. Give the PyTorch "
             "program as torch= and its port as jax=."
+        )
+    if kind == "flax.linen" and variables is None:
+        raise GradtoolsError(
+            f"{caller}: {name} is a flax.linen module, {type(module).__name__}, without its "
+            f"variables. Pass the pair {name}=(module, variables), where variables is what "
+            "module.init(key, *args) returns."
         )
     if kind == "torch.nn":  # includes frozen parameters, which the other side has too
         make_functional = import_module("gradtools.torch.modules").make_functional

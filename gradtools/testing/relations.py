@@ -13,7 +13,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import permutations
 from typing import Any, NamedTuple
 
@@ -26,7 +26,7 @@ FACTOR = "constant factor"
 LAYOUTS = ("transposed", "permuted", "interleaved", "reversed")  # the same entries, elsewhere
 _NEAR = 1e-6  # the relative error at which a factor is a known number
 _MOST_AXES = 5
-_MASKED = 9e3  # numbers as large as this are a mask's
+MASKED = 9e3  # numbers as large as this are a mask's
 _CONJUGATE = "One side conjugates: another convention of a complex derivative."
 
 
@@ -77,7 +77,7 @@ def _relations(
             yield Relation(f"{lost} in {name}", f"It is exactly zero in {name}.")
     same = a.shape == b.shape
     if same and a.dtype.kind != "c" != b.dtype.kind:  # numbers of masks: -1e9 or -inf
-        masks = a < -_MASKED, b < -_MASKED
+        masks = a < -MASKED, b < -MASKED
         kept = ~masks[0] & ~masks[1]
         differ = masks[0].any() and masks[1].any() and (masks[0] != masks[1]).any()
         if differ and equal(a[kept], b[kept], _NEAR):
@@ -260,6 +260,16 @@ class Expression(NamedTuple):
         """The letters of its operands."""
         return {*re.findall(r"\b[u-z]\b", self.form)}
 
+    @property
+    def function(self) -> str:
+        """The formula without the names of its operands."""
+        return re.sub(r"\b[u-z]\b", "_", self.form)
+
+    @property
+    def head(self) -> str:
+        """The formula without its axes."""
+        return self.form.partition(" over ")[0]
+
     def same(self, other: Expression) -> bool:
         """Whether both are one formula with one constant."""
         c, d = self.c, other.c
@@ -271,30 +281,60 @@ Expressions = list[Expression]
 
 
 def expression_cause(
-    first: Sequence[Expressions], second: Sequence[Expressions], ends: Sequence[Expressions]
+    first: Sequence[Expressions],
+    second: Sequence[Expressions],
+    direct: Sequence[Collection[str | None]] = ((), ()),
+    sizes: Mapping[str, float] | None = None,
 ) -> str:
-    """Two different expressions in common operands that the sides compute; empty if unknown.
+    """Two different expressions in common operands that two lines compute; empty if unknown.
 
-    first, second: The expressions of each side's values in the order of the program, of which the
-        first ones differ.
-    ends: The expressions of each side's whole formula, which are compared unless the first ones
-        differ in a constant alone.
+    Args:
+        first: The expressions of the values of PyTorch's line, in order.
+        second: Those of JAX's line.
+        direct: The letters of the operands of each line.
+        sizes: Lengths that occur in the program by name, which explain a factor.
     """
-    for e, f in itertools.product(itertools.chain(*first), itertools.chain(*second)):
+    ours, theirs = ([e for step in side for e in step] for side in (first, second))
+    for e, f in itertools.product(ours, theirs):
         roots = "sqrt" in e.form and "sqrt" in f.form and bool(e.c and f.c)
         if roots and ("sqrt(x)" in e.form) != ("sqrt(x)" in f.form):
             where = ["outside" if "sqrt(x)" in x.form else "inside" for x in (e, f)]
             return f"an epsilon {where[0]} of the root in torch, {where[1]} in jax"
-    begun = list(itertools.product(first[0], second[0]))
-    pairs = [(e, f) for e, f in begun if e.form == f.form]
-    for e, f in (*pairs, *itertools.product(*ends), *begun):
-        if e.same(f):
-            continue
-        words = f"{e} in torch, {f} in jax"
-        if e.form == f.form and e.form.startswith("c ") and abs((e.c or 0) + (f.c or 0) - 1) < 1e-9:
-            words += ": a weight and its complement"
-        return words
+    if _is_exchange(ours, theirs):
+        return "exchanged operands: gates, heads, or channels in another order"
+    alike = [(e, f) for e, f in itertools.product(ours, theirs) if e.head == f.head]
+    ends, begun = (itertools.product(first[k], second[k]) for k in (-1, 0))
+    same_letters = lambda pair: pair[0].letters != pair[1].letters
+    for e, f in (*alike, *sorted(ends, key=same_letters), *sorted(begun, key=same_letters)):
+        if not any(e.same(x) for x in theirs) and not any(f.same(x) for x in ours):
+            return _both(e, f, sizes or {})
+    for k, lines in enumerate((first, second)):  # a function that one line leaves out
+        for e in lines[-1]:
+            if len(e.letters) == 1 and e.letters <= {*direct[1 - k]} and e.form not in e.letters:
+                return _both(*[e, Expression(*e.letters)][:: -1 if k else 1], sizes or {})
     return ""
+
+
+def _is_exchange(ours: Expressions, theirs: Expressions) -> bool:
+    """Whether two lines apply the same functions to the same values, but each to another one."""
+    forms, letters, functions = (
+        [sorted(f(e) for e in side) for side in (ours, theirs)]
+        for f in (lambda e: e.form, lambda e: sorted(e.letters), lambda e: e.function)
+    )
+    used = [{x for e in side for x in e} for side in letters]
+    return forms[0] != forms[1] and functions[0] == functions[1] and used[0] == used[1]
+
+
+def _both(e: Expression, f: Expression, sizes: Mapping[str, float]) -> str:
+    """Two expressions, and what the constants in them may be."""
+    words = f"{e} in torch, {f} in jax"
+    if len(letters := e.letters | f.letters) == 1:
+        words = re.sub(rf"\b{letters.pop()}\b", "x", words)
+    if e.form == f.form and e.form.startswith("c ") and abs((e.c or 0) + (f.c or 0) - 1) < 1e-9:
+        return f"{words}: a weight and its complement"
+    scaled = e if e.form == f"c {f.form}" else f if f.form == f"c {e.form}" else None
+    known = factor_name(scaled.c or 0, sizes) if scaled else None
+    return f"{words}: {known}" if known else words
 
 
 def expressions_of(a: np.ndarray, operands: Mapping[str, np.ndarray]) -> Expressions:

@@ -63,7 +63,7 @@ def both(name: str, folder: Path, changed: str = "", old: str = "", new: str = "
 
 
 _ORDER = "another order: reshaped where the other side transposes"
-_GATES = "parts of a value in another order"
+_GATES = "exchanged operands"
 _CHANNELS = "y.transpose(0, 3, 1, 2).reshape"
 _NORMALIZED = "F.normalize(torch.tanh(b @ w), dim=-1)"
 _COS = "torch.cos(angle), torch.sin(angle)"
@@ -102,7 +102,7 @@ MISTAKES = [
         "torch",
         "F.relu(y)",
         "y",
-        "y in torch, relu(y) in jax",
+        "x in torch, relu(x) in jax",
         ("y @ head", "y = jax.nn.relu"),
     ),
     Mistake("lstm", "jax", "i, g, f, o", "i, f, g, o", _GATES, ("c = torch.sig", "c = jax")),
@@ -174,16 +174,18 @@ MISTAKES = [
         "jax",
         "epsilon=1e-5",
         "epsilon=1e-6",
-        "x + 1e-05 in torch, x + 1e-06 in jax",
+        "1 / sqrt(x + 1e-05) in torch, 1 / sqrt(x + 1e-06) in jax",
         ("y = self.norm(x)", "y = self.norm(x)"),
     ),
     Mistake("nnx", "jax", "nnx.silu(y)", "nnx.gelu(y)", "silu(x) in torch, tanh gelu(x) in jax"),
     Mistake("nnx", "jax", "nnx.max_pool", "nnx.avg_pool", UNKNOWN),
     Mistake("nnx", "torch", ".permute(0, 2, 3, 1)", "", _ORDER),
-    Mistake("equinox", "jax", "jax.nn.elu(h)", "jax.nn.celu(h, 0.5)", UNKNOWN),
+    Mistake(
+        "equinox", "jax", "jax.nn.elu(h)", "jax.nn.celu(h, 0.5)", "elu(x) in torch, relu(x) in jax"
+    ),
     Mistake("equinox", "jax", "jnp.tanh(y) * y", "jnp.tanh(y)", "x * y in torch, y in jax"),
     Mistake("rotary", "jax", "k1 * c - k2 * s", "k1 * c + k2 * s", "y - x in torch, x + y in jax"),
-    Mistake("rotary", "torch", _COS, _SIN, UNKNOWN, ("q = ", "q = ")),
+    Mistake("rotary", "torch", _COS, _SIN, _GATES, ("q = ", "q = ")),
     Mistake("rotary", "torch", "0.01]", "0.1]", UNKNOWN),
     Mistake("norm", "jax", _MEAN, _ITS, "0.9 x in torch, 0.1 x in jax: a weight and its compl"),
     Mistake("norm", "torch", _MEAN, _ITS, "0.1 x in torch, 0.9 x in jax: a weight and its compl"),

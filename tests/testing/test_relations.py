@@ -78,7 +78,6 @@ def test_a_factor_is_named_by_the_sizes_of_the_program(n):
     assert factor_name(math.sqrt(n / (n - 1)), sizes) == f"the root of {sample}"
     assert factor_name(1 / n, sizes) == "the batch size"
     assert factor_name(math.sqrt(n), sizes) == "the root of the batch size"
-    assert factor_name(2 * n, {**sizes, "b": 2}) == "b, times the batch size"
     assert factor_name(1.37, sizes) is None
 
 

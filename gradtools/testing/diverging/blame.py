@@ -95,15 +95,16 @@ class Blaming:
             return f"{a.value.dtype} in torch and {b.value.dtype} in jax"
         if a.entries == b.entries >= 0:
             return "the same entries in another order: reshaped where the other side transposes"
-        texts, direct = self._expressions(ours, theirs)
-        found = expression_cause(*texts, direct, _sizes(ours[-1]) | _sizes(theirs[-1]))
+        (first, second), direct = self._expressions(ours, theirs)
+        sizes = _sizes(ours[-1]) | _sizes(theirs[-1])
+        found = expression_cause(first, second, direct, sizes)
         if any(words in found for words in ("complement", "epsilon", "another order")):
             return found
         if how := _simple(a, b) or found or _simple(ours[-1], theirs[-1]):
             return how
         for x in theirs:  # PyTorch's value may be a function of a value that only JAX has
-            texts = [[_in_one(s, x) for s in line] for line in (ours, theirs)]
-            if found := expression_cause(*texts):
+            first, second = ([_in_one(s, x) for s in line] for line in (ours, theirs))
+            if found := expression_cause(first, second):
                 return found
         for x, y in product(ours, theirs):
             if x.value.size > 1 and (how := _simple(x, y)):

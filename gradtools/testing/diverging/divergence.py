@@ -207,7 +207,7 @@ class RecordedRuns:
         self.blaming = Blaming(first, second, self.named)
         if not self.wrong:
             drawn = [self._drawn(x) for x, _ in self.outputs]
-            moved = [move(c) for c, (_, move) in zip(drawn, layouts, strict=True)]
+            moved = [layout[1](c) for c, layout in zip(drawn, layouts, strict=True) if layout]
             first.pull(dict(zip(paths, drawn, strict=True)))
             second.pull(dict(zip(second.outputs, moved, strict=True)))
             self._compare_gradients(mine, theirs)

@@ -34,8 +34,8 @@ def strength(x: np.ndarray) -> int:
 
 def aligned(a: np.ndarray, b: np.ndarray, accuracy: float) -> Layout | None:
     """The layout of a in which it equals b: its name, and the move; None if there is none."""
-    every = ((how.name, move) for how, move in layouts(a, b.shape) if _close(move(a), b, accuracy))
-    return next(every, None)
+    every = layouts(a, b.shape)
+    return next(((how, move) for how, move in every if _close(move(a), b, accuracy)), None)
 
 
 def _close(a: np.ndarray, b: np.ndarray, accuracy: float) -> bool:

@@ -34,11 +34,9 @@ ARGUMENTS = {
     "q_learning": (_normal(6, 3), _normal(3, 4), np.array([0, 1, 3, 2, 1, 0]), _normal(6)),
     "fourier": (_normal(3, 8) + 1j * _normal(3, 8), _normal(8) + 1j * _normal(8)),
     "contrastive": (_normal(6, 4), _normal(6, 4), _normal(4, 3), np.array(0.3)),
-    "newton": (np.abs(_normal(5)) + 1, _normal(5)),
     "linen": (_normal(2, 4, 6),),
     "nnx": (_normal(2, 3, 6, 6),),
     "equinox": (_normal(5, 3),),
-    "rotary": (_normal(2, 6, 4), _normal(2, 6, 4)),
     "norm": (_normal(8, 5), _normal(5), np.abs(_normal(5)) + 0.5),
     "masked": (*(_normal(2, 5, 3) for _ in range(3)), _normal(5, 5) > 0.2),
 }
@@ -285,36 +283,6 @@ def _normalized(x):
     return x / jnp.maximum(jnp.linalg.norm(x, axis=-1, keepdims=True), 1e-12)
 
 
-def newton_torch():
-    def f(a, b):
-        x = a * 0.7
-
-        for _ in range(4):
-            x = x - (x**3 + x - a) / (3 * x**2 + 1)
-            x = x + 0.01 * torch.sin(b)
-
-        y = torch.cumsum(x * b, 0)
-        y = torch.logsumexp(y, 0)
-        return y
-
-    return f
-
-
-def newton_jax(original):
-    def f(a, b):
-        x = a * 0.7
-
-        def step(_, x):  # fmt: skip
-            x = x - (x**3 + x - a) / (3 * x**2 + 1)
-            return x + 0.01 * jnp.sin(b)
-
-        y = jnp.cumsum(jax.lax.fori_loop(0, 4, step, x) * b)  # fmt: skip
-        y = jax.nn.logsumexp(y)
-        return y
-
-    return f
-
-
 def linen_torch():
     class Block(torch.nn.Module):
         def __init__(self):
@@ -429,36 +397,6 @@ def equinox_jax(original):
 
     port = Net()
     return jax.vmap(match_parameters(original, port).into(port))
-
-
-def rotary_torch():
-    def f(q, k):
-        n = torch.arange(6, dtype=q.dtype)[:, None]
-        angle = n * torch.tensor([1.0, 0.01], dtype=q.dtype)
-        c, s = torch.cos(angle), torch.sin(angle)
-        q1, q2 = q.chunk(2, -1)
-        q = torch.cat([q1 * c - q2 * s, q2 * c + q1 * s], -1)
-        k1, k2 = k.chunk(2, -1)
-        k = torch.cat([k1 * c - k2 * s, k2 * c + k1 * s], -1)
-        y = q @ k.transpose(1, 2)
-        return y
-
-    return f
-
-
-def rotary_jax(original):
-    def f(q, k):
-        n = jnp.arange(6.0)[:, None]
-        angle = n * jnp.array([1.0, 0.01])
-        c, s = jnp.cos(angle), jnp.sin(angle)
-        q1, q2 = jnp.split(q, 2, -1)
-        q = jnp.concatenate([q1 * c - q2 * s, q2 * c + q1 * s], -1)
-        k1, k2 = jnp.split(k, 2, -1)
-        k = jnp.concatenate([k1 * c - k2 * s, k2 * c + k1 * s], -1)
-        y = jnp.einsum("bqd,bkd->bqk", q, k)
-        return y
-
-    return f
 
 
 def norm_torch():

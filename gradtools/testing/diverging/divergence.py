@@ -147,11 +147,8 @@ def _report(check: CrossCheck, runs: RecordedRuns) -> Divergence:
             "gradtools.torch.why_zero(f, *args) finds the operation."
         )
     if blame is not None:
-        result.torch, result.jax, result.relation = (
-            blame.torch.place,
-            blame.jax.place,
-            blame.relation,
-        )
+        result.relation = blame.relation
+        result.torch, result.jax = blame.torch.place, blame.jax.place
         if blame.last:
             result.last_torch, result.last_jax = (s.place for s in blame.last)
     result.comparisons = [
@@ -207,7 +204,7 @@ class RecordedRuns:
         self.blaming = Blaming(first, second, self.named)
         if not self.wrong:
             drawn = [self._drawn(x) for x, _ in self.outputs]
-            moved = [layout[1](c) for c, layout in zip(drawn, layouts, strict=True) if layout]
+            moved = [l[1](c) if l else c for c, l in zip(drawn, layouts, strict=True)]
             first.pull(dict(zip(paths, drawn, strict=True)))
             second.pull(dict(zip(second.outputs, moved, strict=True)))
             self._compare_gradients(mine, theirs)

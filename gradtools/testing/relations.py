@@ -1,11 +1,10 @@
-"""How one of two arrays that should be equal differs from the other: one table of relations.
+"""How one of two arrays that should be equal differs from the other, in a few words.
 
-A relation has a name, a test and a sentence. `cross_check` looks for one between two results,
-`first_divergence` between the values and cotangents of two operations, and the other checks between
-a derivative and its differences. It must hold for every entry, much more closely than the arrays
-agree. `related` tries moves of the entries, each alone and with a conjugate, a sign or a factor.
-`expression_cause` compares what two sides compute from values that both have: ``gelu(x)`` against
-``tanh gelu(x)``, ``x + 1e-05`` against ``x + 0.001``.
+`related` looks for a relation of the entries: `cross_check` asks it about two results,
+`first_divergence` about the values and cotangents of two operations, and the other checks about a
+derivative and its differences. A relation must hold for every entry, much more closely than the
+arrays agree. `expression_cause` compares the formulas that two sides compute from values that both
+have: ``gelu(x)`` against ``tanh gelu(x)``, ``x + 1e-05`` against ``x + 0.001``.
 """
 
 from __future__ import annotations
@@ -13,7 +12,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from itertools import permutations
 from typing import Any, NamedTuple
 
@@ -24,10 +23,9 @@ from gradtools.testing.report import entry_errors, largest, widened
 SIDES = ("torch", "jax")
 FACTOR = "constant factor"
 LAYOUTS = ("transposed", "permuted", "interleaved", "reversed")  # the same entries, elsewhere
+MASKED = 9e3  # the magnitude from which numbers count as a mask's
 _NEAR = 1e-6  # the relative error at which a factor is a known number
 _MOST_AXES = 5
-_MASKED = 9e3  # numbers as large as this are a mask's
-_CONJUGATE = "One side conjugates: another convention of a complex derivative."
 
 
 class Relation(NamedTuple):
@@ -38,7 +36,7 @@ class Relation(NamedTuple):
 
 
 Move = Callable[[np.ndarray], np.ndarray]
-Moves = Iterator[tuple[Relation, Move]]
+Moves = Iterator[tuple[str, Move]]
 
 
 def related(
@@ -63,89 +61,80 @@ def related(
     """
     if a.dtype == b.dtype == bool:
         return _mask_relation(a, b)
-    a, b = widened(a), widened(b)
-    return next(_relations(a, b, names, order, near, sizes or {}, single), None)
+    found = _relations(widened(a), widened(b), names, order, near, sizes or {}, single)
+    return next(map(Relation, found), None)
 
 
 def _relations(
     a: np.ndarray, b: np.ndarray, names: Any, order: int, near: float, sizes: Any, single: bool
-) -> Iterator[Relation]:
-    lost = "stopped gradient" if order else "zero"
+) -> Iterator[str]:
+    lost, same = "stopped gradient" if order else "zero", a.shape == b.shape
     both_ways = ((a, b, names[0]), (b, a, names[1]))  # each array as the wrong one
-    for x, y, name in both_ways:
-        if not x.any() and y.any():
-            yield Relation(f"{lost} in {name}", f"It is exactly zero in {name}.")
-    same = a.shape == b.shape
+    yield from (f"{lost} in {name}" for x, y, name in both_ways if not x.any() and y.any())
     if same and a.dtype.kind != "c" != b.dtype.kind:  # numbers of masks: -1e9 or -inf
-        masks = a < -_MASKED, b < -_MASKED
+        masks = a < -MASKED, b < -MASKED
         kept = ~masks[0] & ~masks[1]
         differ = masks[0].any() and masks[1].any() and (masks[0] != masks[1]).any()
         if differ and equal(a[kept], b[kept], _NEAR):
-            unknown = Relation("another mask", "Other entries are masked.")
-            yield _mask_relation(*masks) or unknown
+            found = _mask_relation(*masks)
+            yield found.name if found else "another mask"
     conjugates = (False, True) if a.dtype.kind == "c" and b.imag.any() else (False,)
     moves = (*layouts(b, a.shape), *(_rearrangements(b) if same else ()))
     for (how, move), conjugate in itertools.product(moves, conjugates):
         y = move(b).conj() if conjugate else move(b)
-        if (factor := _factor(a, y, names, near, sizes, single)) is not None:
-            parts = [how, Relation("conjugate", _CONJUGATE) if conjugate else Relation(""), factor]
-            words = [", ".join(p.name for p in parts if p.name)]
-            if words[0]:
-                yield Relation(words[0], " ".join(p.sentence for p in parts if p.sentence))
+        factor = _factor(a, y, near, sizes, single)
+        if factor is not None and (how or conjugate or factor):
+            yield ", ".join(filter(None, [how, "conjugate" * conjugate, factor]))
     for axis, n in enumerate(a.shape if same else ()):
         ends = np.moveaxis(a, axis, 0), np.moveaxis(b, axis, 0)
         for x, y in (ends, ends[::-1]) if n > 3 else ():
             if np.ptp(np.abs(y[1:])) > 0 and equal(x[:-1], y[1:], near):
-                words = f"shifted by one along axis {axis}"
-                yield Relation(words, "Padding, a causal mask, or an offset.")
+                yield f"shifted by one along axis {axis}"
     for x, y, name in both_ways if same else ():
         absent = (x == 0) & (y != 0)
         if absent.any() and (x != 0).any() and equal(x, np.where(absent, 0, y), near):
-            count = f"{int(absent.sum())} of {absent.size} entries are zero, the others agree."
-            yield Relation(f"{lost} in places in {name}", count)
+            yield f"{lost} in places in {name}"
 
 
 def layouts(x: np.ndarray, shape: tuple[int, ...]) -> Moves:
     """Moves of x to a shape: none, a reshape, axes permuted before or after one."""
     if x.shape == shape:
-        yield Relation(""), lambda x: x
+        yield "", lambda x: x
     thin, target = ([n for n in s if n != 1] for s in (x.shape, shape))
     if x.size != math.prod(shape) or max(len(thin), len(target)) > _MOST_AXES:
         return
     alike = sorted(thin) == sorted(target)
     if x.shape != shape and (not alike or thin == target):
-        yield Relation("reshaped layout"), lambda x: x.reshape(shape)
+        yield "reshaped layout", lambda x: x.reshape(shape)
     for p in [*permutations(range(len(thin)))][1:]:
         if not alike or [thin[i] for i in p] == target:
-            how = Relation("transposed layout", f"Axis i is axis {list(p)}[i] of the other.")
-            yield how, lambda x, p=p: x.reshape(thin).transpose(p).reshape(shape)  # type: ignore[misc]
+            yield "transposed layout", _transposition(thin, p, shape)
     for p in [*permutations(range(len(target)))][1:] if len(target) > len(thin) else ():
-        split, back = [target[i] for i in p], np.argsort(p)
-        move = lambda x, s=split, q=back: x.reshape(s).transpose(q).reshape(shape)  # type: ignore[misc]
-        yield Relation("transposed layout"), move
+        back = tuple(int(i) for i in np.argsort(p))
+        yield "transposed layout", _transposition([target[i] for i in p], back, shape)
+
+
+def _transposition(first: list[int], axes: tuple[int, ...], last: tuple[int, ...]) -> Move:
+    return lambda x: x.reshape(first).transpose(axes).reshape(last)
 
 
 def _rearrangements(x: np.ndarray) -> Moves:
     """Moves of x to its own shape that change the order of its entries."""
     if x.ndim > 1 and x.shape != x.T.shape:
-        how = Relation("transposed layout", "It was reshaped where it should be transposed.")
-        yield how, lambda x: x.T.reshape(x.shape)
-        yield how, lambda x: x.reshape(x.shape[::-1]).T
+        yield "transposed layout", lambda x: x.T.reshape(x.shape)
+        yield "transposed layout", lambda x: x.reshape(x.shape[::-1]).T
     for axis, n in enumerate(x.shape):
-        take = lambda order, axis=axis: lambda x: np.take(x, order, axis)
-        if n <= 2:
-            continue
         every = np.arange(n)
-        flipped = "A flipped kernel, or a sequence read backwards."
-        yield Relation(f"reversed axis {axis}", flipped), take(every[::-1])
-        for count in (k for k in (2, 3, 4) if n % k == 0):
+        orders = [(f"reversed axis {axis}", every[::-1])] if n > 2 else []
+        for count in (k for k in (2, 3, 4) if n > 2 and n % k == 0):
             for order in [*permutations(range(count))][1:]:
-                detail = f"Block i is block {list(order)}[i]: gates, heads, or channels."
                 blocks = every.reshape(count, -1)[list(order)].ravel()
-                yield Relation(f"permuted blocks of axis {axis}", detail), take(blocks)
-        for order in (every.reshape(-1, 2).T, every.reshape(2, -1).T) if n % 2 == 0 else ():
-            how = Relation(f"interleaved axis {axis}", "Neighbours against two halves (RoPE).")
-            yield how, take(order.ravel())
+                orders.append((f"permuted blocks of axis {axis}", blocks))
+        if n > 2 and n % 2 == 0:  # neighbours against halves, as in rotary embeddings
+            pairs = every.reshape(-1, 2).T, every.reshape(2, -1).T
+            orders += [(f"interleaved axis {axis}", order.ravel()) for order in pairs]
+        for name, order in orders:
+            yield name, lambda x, order=order, axis=axis: np.take(x, order, axis)  # type: ignore[misc]
 
 
 def _mask_relation(a: np.ndarray, b: np.ndarray) -> Relation | None:
@@ -155,45 +144,37 @@ def _mask_relation(a: np.ndarray, b: np.ndarray) -> Relation | None:
     for axis, n in enumerate(a.shape):
         x, y = np.moveaxis(a, axis, 0), np.moveaxis(b, axis, 0)
         if n > 2 and ((x[1:] == y[:-1]).all() or (y[1:] == x[:-1]).all()):
-            detail = f"Along axis {axis}: `<` against `<=`, or a diagonal."
-            return Relation("mask shifted by one", detail)
-    for name, other in (("inverted mask", ~b), ("transposed mask", b), ("", ~b)):
+            return Relation("mask shifted by one")
+    names = {"inverted mask": ~b, "transposed mask": b, "inverted mask, transposed": ~b}
+    for name, other in names.items():
         for layout, move in layouts(other, a.shape):
-            if bool(layout.name) != (name == "inverted mask") and (move(other) == a).all():
-                return Relation(name or "inverted mask, transposed")
+            if bool(layout) != (name == "inverted mask") and (move(other) == a).all():
+                return Relation(name)
     return None
 
 
-def _factor(
-    a: np.ndarray, b: np.ndarray, names: Any, near: float, sizes: Any, single: bool
-) -> Relation | None:
-    """The factor of a over b, if it is the same everywhere; no words for 1."""
+def _factor(a: np.ndarray, b: np.ndarray, near: float, sizes: Any, single: bool) -> str | None:
+    """The factor of a over b in words, if it is the same everywhere; empty for 1."""
     size = float(np.vdot(b, b).real) if np.isfinite(b).all() else math.inf
-    if not 0 < size < math.inf:
-        return None
-    ratio = complex(np.vdot(b, a) / size)
+    ratio = complex(np.vdot(b, a) / size) if 0 < size < math.inf else 0j
     if ratio == 0 or not np.isfinite(ratio) or not equal(a, ratio * b, near):
         return None
-    if abs(ratio - 1) <= max(near, _NEAR):
-        return Relation("")
-    if abs(ratio + 1) <= max(near, _NEAR):
-        return Relation("sign", "One is the negative of the other.")
+    for known, name in ((1, ""), (-1, "sign")):
+        if abs(ratio - known) <= max(near, _NEAR):
+            return name
     named = factor_name(ratio, sizes)
     if named is None and not single and bool((a == a.reshape(-1)[:1]).all()):
         return None
-    text = f"{ratio.real:.4g}{ratio.imag:+.4g}i"
+    real, imaginary = f"{ratio.real:.6g}", f"{ratio.imag:.4g}i"
     if abs(ratio.imag) < 1e-9 * abs(ratio):
-        text = f"{ratio.real:.6g}"
-    elif abs(ratio.real) < 1e-9 * abs(ratio):
-        text = f"{ratio.imag:.4g}i"
-    detail = f"{names[0]} is {text} times {names[1]}."
-    if named and ("size" in named or "entries" in named):
-        detail += " A sum on one side, a mean on the other."
-    return Relation(f"{FACTOR} {text}" + (f", {named}" if named else ""), detail)
+        text = real
+    else:
+        text = imaginary if abs(ratio.real) < 1e-9 * abs(ratio) else f"{real} + {imaginary}"
+    return f"{FACTOR} {text}" + (f", {named}" if named else "")
 
 
 def factor_name(ratio: complex, sizes: Mapping[str, float]) -> str | None:
-    """The likely meaning of a factor: a size, its root, n / (n - 1), a product of two sizes, 2.
+    """The likely meaning of a factor: a size, its root, n / (n - 1), 2, the imaginary unit.
 
     Args:
         ratio: The factor.
@@ -204,9 +185,11 @@ def factor_name(ratio: complex, sizes: Mapping[str, float]) -> str | None:
         'the batch size'
     """
     ratio = complex(ratio)
-    if abs(ratio.imag) > _NEAR * abs(ratio):
-        turned = abs(abs(ratio) - 1) < _NEAR and abs(ratio.real) < _NEAR
-        return "the imaginary unit" if turned else None
+    size = abs(ratio)
+    if abs(ratio.imag) > _NEAR * size:
+        return (
+            "the imaginary unit" if abs(ratio - 1j * ratio.imag) < _NEAR > abs(size - 1) else None
+        )
     table: list[tuple[float, str]] = []
     for name, n in ((name, n) for name, n in sizes.items() if n > 1):
         sample = f"n / (n - 1) for n = {n}, {name}: unbiased and biased"
@@ -214,10 +197,6 @@ def factor_name(ratio: complex, sizes: Mapping[str, float]) -> str | None:
         table += [(math.sqrt(n / (n - 1)), f"the root of {sample}")] if n > 2 else []
     table.append((2.0, "a half square, or counted twice"))
     table += [(math.sqrt(n), f"the root of {name}") for name, n in sizes.items() if n > 2]
-    several = {n: name for name, n in reversed(list(sizes.items())) if n > 1}
-    for n, m in itertools.combinations_with_replacement(sorted(several), 2):
-        table.append((n * m, f"{several[n]}, times {several[m]}"))
-    size = abs(ratio)
     is_ = lambda n: abs(size / n - 1) < _NEAR or abs(size * n - 1) < _NEAR
     return next((text for n, text in table if is_(n)), None)
 
@@ -260,6 +239,16 @@ class Expression(NamedTuple):
         """The letters of its operands."""
         return {*re.findall(r"\b[u-z]\b", self.form)}
 
+    @property
+    def function(self) -> str:
+        """The formula without the names of its operands."""
+        return re.sub(r"\b[u-z]\b", "_", self.form)
+
+    @property
+    def head(self) -> str:
+        """The formula without its axes."""
+        return self.form.partition(" over ")[0]
+
     def same(self, other: Expression) -> bool:
         """Whether both are one formula with one constant."""
         c, d = self.c, other.c
@@ -271,30 +260,61 @@ Expressions = list[Expression]
 
 
 def expression_cause(
-    first: Sequence[Expressions], second: Sequence[Expressions], ends: Sequence[Expressions]
+    first: Sequence[Expressions],
+    second: Sequence[Expressions],
+    direct: Sequence[Collection[str | None]] = ((), ()),
+    sizes: Mapping[str, float] | None = None,
 ) -> str:
-    """Two different expressions in common operands that the sides compute; empty if unknown.
+    """Two different expressions in common operands that two lines compute; empty if unknown.
 
-    first, second: The expressions of each side's values in the order of the program, of which the
-        first ones differ.
-    ends: The expressions of each side's whole formula, which are compared unless the first ones
-        differ in a constant alone.
+    Args:
+        first: The expressions of the values of PyTorch's line, in order.
+        second: Those of JAX's line.
+        direct: The letters of the operands of each line.
+        sizes: Lengths that occur in the program by name, which explain a factor.
     """
-    for e, f in itertools.product(itertools.chain(*first), itertools.chain(*second)):
+    ours, theirs = ([e for step in side for e in step] for side in (first, second))
+    for e, f in itertools.product(ours, theirs):
         roots = "sqrt" in e.form and "sqrt" in f.form and bool(e.c and f.c)
         if roots and ("sqrt(x)" in e.form) != ("sqrt(x)" in f.form):
             where = ["outside" if "sqrt(x)" in x.form else "inside" for x in (e, f)]
             return f"an epsilon {where[0]} of the root in torch, {where[1]} in jax"
-    begun = list(itertools.product(first[0], second[0]))
-    pairs = [(e, f) for e, f in begun if e.form == f.form]
-    for e, f in (*pairs, *itertools.product(*ends), *begun):
-        if e.same(f):
-            continue
-        words = f"{e} in torch, {f} in jax"
-        if e.form == f.form and e.form.startswith("c ") and abs((e.c or 0) + (f.c or 0) - 1) < 1e-9:
-            words += ": a weight and its complement"
-        return words
+    if _is_exchange(ours, theirs):
+        return "exchanged operands: gates, heads, or channels in another order"
+    alike = [(e, f) for e, f in itertools.product(ours, theirs) if e.head == f.head]
+    ends, begun = (itertools.product(first[k], second[k]) for k in (-1, 0))
+    same_letters = lambda pair: pair[0].letters != pair[1].letters
+    for e, f in (*alike, *sorted(ends, key=same_letters), *sorted(begun, key=same_letters)):
+        if not any(e.same(x) for x in theirs) and not any(f.same(x) for x in ours):
+            return _both(e, f, sizes or {})
+    for k, lines in enumerate((first, second)):  # a function that one line leaves out
+        for e in lines[-1]:
+            if len(e.letters) == 1 and e.letters <= {*direct[1 - k]} and e.form not in e.letters:
+                sides = [e, Expression(next(iter(e.letters)))][:: -1 if k else 1]
+                return _both(sides[0], sides[1], sizes or {})
     return ""
+
+
+def _is_exchange(ours: Expressions, theirs: Expressions) -> bool:
+    """Whether two lines apply the same functions to the same values, but each to another one."""
+    forms, letters, functions = (
+        [sorted(f(e) for e in side) for side in (ours, theirs)]
+        for f in (lambda e: e.form, lambda e: sorted(e.letters), lambda e: e.function)
+    )
+    used = [{x for e in side for x in e} for side in letters]
+    return forms[0] != forms[1] and functions[0] == functions[1] and used[0] == used[1]
+
+
+def _both(e: Expression, f: Expression, sizes: Mapping[str, float]) -> str:
+    """Two expressions, and what the constants in them may be."""
+    words = f"{e} in torch, {f} in jax"
+    if len(letters := e.letters | f.letters) == 1:
+        words = re.sub(rf"\b{letters.pop()}\b", "x", words)
+    if e.form == f.form and e.form.startswith("c ") and abs((e.c or 0) + (f.c or 0) - 1) < 1e-9:
+        return f"{words}: a weight and its complement"
+    scaled = e if e.form == f"c {f.form}" else f if f.form == f"c {e.form}" else None
+    known = factor_name(scaled.c or 0, sizes) if scaled else None
+    return f"{words}: {known}" if known else words
 
 
 def expressions_of(a: np.ndarray, operands: Mapping[str, np.ndarray]) -> Expressions:
@@ -312,22 +332,18 @@ def expressions_of(a: np.ndarray, operands: Mapping[str, np.ndarray]) -> Express
                     found[Expression(_named(text, x=name))] = None
             for text, c in _with_constant(a, x) if alike else ():
                 found[Expression(_named(text, x=name), c)] = None
-            for axes in (
-                s for n in range(x.ndim) for s in itertools.combinations(range(x.ndim), n + 1)
-            ):
+            every = (itertools.combinations(range(x.ndim), n + 1) for n in range(x.ndim))
+            for axes, (text, g) in itertools.product(itertools.chain(*every), _REDUCTIONS.items()):
                 count = math.prod(x.shape[i] for i in axes)
-                for text, g in _REDUCTIONS.items() if count > 1 else ():
-                    size = x.size if text.endswith("softmax(x)") else x.size // count
-                    if size == a.size and equal(
-                        a.ravel(), g(x, axis=axes, keepdims=True).ravel(), 1e-8
-                    ):
+                size = x.size if text.endswith("softmax(x)") else x.size // count
+                if count > 1 and size == a.size:
+                    y = g(x, axis=axes, keepdims=True).ravel()
+                    if equal(a.ravel(), y, 1e-8):
                         found[Expression(_named(text, x=name) + f" over {axes}")] = None
         for (n, x), (m, y) in itertools.permutations(known.items(), 2):
             lengths = zip(x.shape[::-1], y.shape[::-1], strict=False)
-            joined = all(k == l or 1 in (k, l) for k, l in lengths)
-            for text, (h, orders) in (
-                _PAIRS.items() if joined and a.ndim in (x.ndim, y.ndim) else ()
-            ):
+            fits = a.ndim in (x.ndim, y.ndim) and all(k == l or 1 in (k, l) for k, l in lengths)
+            for text, (h, orders) in _PAIRS.items() if fits else ():
                 if (n < m or orders) and equal(a, h(x, y), 1e-8):
                     found[Expression(_named(text, x=n, y=m))] = None
     return sorted(found, key=lambda e: len(e.form))

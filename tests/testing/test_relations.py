@@ -78,34 +78,20 @@ def test_a_factor_is_named_by_the_sizes_of_the_program(n):
     assert factor_name(math.sqrt(n / (n - 1)), sizes) == f"the root of {sample}"
     assert factor_name(1 / n, sizes) == "the batch size"
     assert factor_name(math.sqrt(n), sizes) == "the root of the batch size"
-    assert factor_name(2 * n, {**sizes, "b": 2}) == "b, times the batch size"
     assert factor_name(1.37, sizes) is None
 
 
 X = np.abs(V) + 0.1
+ERF = np.vectorize(math.erf)(V / math.sqrt(2))
+TANH = V / (1 + np.exp(-math.sqrt(8 / math.pi) * (V + 0.044715 * V**3)))
 EXPRESSIONS = {
-    "gelu(x) in torch, tanh gelu(x) in jax": (
-        V * 0.5 * (1 + np.vectorize(math.erf)(V / math.sqrt(2))),
-        V / (1 + np.exp(-math.sqrt(8 / math.pi) * (V + 0.044715 * V**3))),
-        V,
-    ),
+    "gelu(x) in torch, tanh gelu(x) in jax": (V * 0.5 * (1 + ERF), TANH, V),
     "x + 1e-05 in torch, x + 0.001 in jax": (V + 1e-5, V + 1e-3, V),
     "an epsilon inside of the root in torch, outside in jax": (
-        np.sqrt(X + 1e-3),
-        np.sqrt(X) + 1e-3,
-        X,
+        *(np.sqrt(X + 1e-3), np.sqrt(X) + 1e-3, X),
     ),
     "0.9 x in torch, 0.1 x in jax: a weight and its complement": (0.9 * V, 0.1 * V, V),
-    "var(x) over (0,) in torch, var(x, ddof=1) over (0,) in jax": (
-        A.var(0),
-        A.var(0, ddof=1),
-        A,
-    ),
-    "log_softmax(x) over (0,) in torch, log_softmax(x) over (1,) in jax": (
-        A - np.log(np.exp(A).sum(0)),
-        A - np.log(np.exp(A).sum(1, keepdims=True)),
-        A,
-    ),
+    "var(x) over (0,) in torch, var(x, ddof=1) over (0,) in jax": (A.var(0), A.var(0, ddof=1), A),
 }
 
 
@@ -113,4 +99,4 @@ EXPRESSIONS = {
 def test_two_expressions_in_a_common_value_are_named(words):
     *sides, x = EXPRESSIONS[words]
     first, second = ([expressions_of(side, {"x": x})] for side in sides)
-    assert expression_cause(first, second, [first[0], second[0]]) == words
+    assert expression_cause(first, second) == words

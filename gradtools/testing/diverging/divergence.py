@@ -23,8 +23,8 @@ from gradtools.errors import GradtoolsError
 from gradtools.testing.cross_checking.quantities import CrossCheck, crossed
 from gradtools.testing.cross_checking.sides import library, tokens
 from gradtools.testing.diverging.blame import Blame, Blaming
-from gradtools.testing.diverging.runs import Place, Step
-from gradtools.testing.diverging.value_matching import aligned
+from gradtools.testing.diverging.runs import Place, Run, Step
+from gradtools.testing.diverging.value_matching import accuracy_of, aligned
 from gradtools.testing.matching_parameters.parameter_names import joined
 from gradtools.testing.report import Comparison, Report, compare_arrays, largest
 
@@ -133,15 +133,13 @@ def _report(check: CrossCheck, runs: RecordedRuns) -> Divergence:
     result = Divergence(CALLER, comparisons=runs.comparisons, notes=runs.notes)
     result.left_out = [x for x in check.pairing.notes if "no counterpart" in x]
     result.notes += [x for x in check.pairing.notes if x not in result.left_out]
-    wrong = next((c for c in check.parameters() if not c.agrees), None)
-    blame: Blame | None = None
-    if wrong is not None:
-        result.kind, name = "parameter", wrong.path.removeprefix("parameter ")
-        result.comparisons.insert(0, wrong)
-        if pair := next((p for p in runs.named if p[1].leaf == name), None):
-            words = f"{name} in JAX does not hold PyTorch's numbers ({wrong.cause}). {wrong.detail}"
-            blame = Blame(*pair, None, words)
-    elif not result:
+    if wrong := [c for c in check.parameters() if not c.agrees]:
+        result.comparisons[:0] = wrong
+        name = wrong[0].path.removeprefix("parameter ")
+        x, y = next(p for p in runs.named if p[1].leaf == name)
+        words = f"{name} in JAX does not hold PyTorch's numbers ({wrong[0].cause}). "
+        result.kind, blame = "parameter", Blame(x, y, None, words + wrong[0].detail)
+    else:
         result.kind, blame = runs.blame()
     if result.kind == "not finite" and result.first:
         result.relation = (
@@ -149,18 +147,18 @@ def _report(check: CrossCheck, runs: RecordedRuns) -> Divergence:
             "gradtools.torch.why_zero(f, *args) finds the operation."
         )
     if blame is not None:
+        result.relation = blame.relation
         result.torch, result.jax = blame.torch.place, blame.jax.place
         if blame.last:
             result.last_torch, result.last_jax = (s.place for s in blame.last)
-        result.relation = blame.relation
-    for n, c in enumerate(result.comparisons):
-        if not c.agrees and c.cause is None:
-            result.comparisons[n] = c.because(result.relation)
-    steps, theirs = runs.blaming.torch.steps, runs.blaming.jax.steps
-    matched = [s for s in steps if s.group >= 0]
+    result.comparisons = [
+        c if c.agrees or c.cause else c.because(result.relation) for c in result.comparisons
+    ]
+    steps = runs.blaming.torch.steps
+    matched = [s for s in steps if s.entries >= 0]
     result.notes.append(
         f"{len(matched)} of {len(steps)} values of PyTorch's run are found in JAX's run of "
-        f"{len(theirs)} values"
+        f"{len(runs.blaming.jax.steps)} values"
     )
     values = [s.value for s in matched if s.value.dtype.kind in "fc"]
     if both := [n for n in (int((~np.isfinite(x)).sum()) for x in values) if n]:
@@ -182,110 +180,79 @@ class RecordedRuns:
     """
 
     def __init__(self, check: CrossCheck) -> None:
-        self.check, self.notes, first, second = check, list[str](), *check.sides
-        rng, cotangents = np.random.default_rng(check.seed), dict[str, Any]()
-
-        def draw(ends: dict[str, Step]) -> dict[str, Any]:
-            for path, s in ends.items():
-                kind, shape = s.value.dtype.kind, s.value.shape
-                c = rng.normal(size=shape) if shape else np.ones(())
-                c = c + 1j * rng.normal(size=shape) if kind == "c" else c
-                cotangents[path] = c if kind in "fc" else None
-            return cotangents
-
-        in_torch = self._recorded("torch", first, draw)
-        ours = list(in_torch.outputs.items())
-        layouts: list[Any] = []
-
-        def same(ends: dict[str, Step]) -> dict[str, Any]:
-            """The cotangents of PyTorch's outputs, in the layouts of JAX's."""
-            if len(ends) != len(ours):
-                raise GradtoolsError(
-                    f"{check.caller}: the program returns {len(ours)} arrays in PyTorch and "
-                    f"{len(ends)} in JAX. Return the same arrays."
-                )
-            if ends.keys() == in_torch.outputs.keys():
-                ours.sort(key=lambda pair: [*ends].index(pair[0]))
-            moved = {}
-            for (path, x), (key, y) in zip(ours, ends.items(), strict=True):
-                y.accuracy = y.accuracy or x.accuracy
-                layouts.append(aligned(x.value, y.value, max(x.accuracy, y.accuracy, 1e-9)))
-                c = cotangents[path]
-                lost = c is None or layouts[-1] is None
-                moved[key] = None if lost else layouts[-1][1](np.asarray(c))
-            return moved
-
-        in_jax = self._recorded("jax", second, same)
-        pairs = zip((s for _, s in ours), in_jax.outputs.values(), strict=True)
-        self.outputs = [(x, y) for x, y in pairs]
-        mine, theirs = ({s.leaf: s for s in run.leaves} for run in (in_torch, in_jax))
+        self.check, self.notes = check, list[str]()
+        self.rng = np.random.default_rng(check.seed)
+        first, second = (self._recorded(k) for k in (0, 1))
+        mine, theirs = first.leaves, second.leaves
         self.named = [(mine[x], theirs[x]) for x in check.inputs.moving]
-        names = [joined(tokens(path)) for path in second.free_params]
+        names = [joined(tokens(path)) for path in check.sides[1].free_params]
         for name, pair in zip(names, check.pairing.pairs, strict=False):
             self.named.append((mine[pair.torch_name], theirs[name]))
-        self.blaming = Blaming(in_torch, in_jax, self.named)
-        self.comparisons = [
-            self._output(f"output {k}", x, y, layout)
-            for k, ((x, y), layout) in enumerate(zip(self.outputs, layouts, strict=True))
+        if len(first.outputs) != len(second.outputs):
+            raise GradtoolsError(
+                f"{check.caller}: the program returns {len(first.outputs)} arrays in PyTorch and "
+                f"{len(second.outputs)} in JAX. Return the same arrays."
+            )
+        alike = first.outputs.keys() == second.outputs.keys()
+        paths = [*(second if alike else first).outputs]
+        self.outputs = [
+            (first.outputs[path], y) for path, y in zip(paths, second.outputs.values(), strict=True)
         ]
+        layouts = [aligned(x.value, y.value, max(x.accuracy, y.accuracy)) for x, y in self.outputs]
+        self.comparisons = [*map(self._output, range(len(paths)), layouts)]
         self.wrong = [k for k, c in enumerate(self.comparisons) if not c.agrees]
+        self.blaming = Blaming(first, second, self.named)
         if not self.wrong:
-            self._gradients(mine, theirs)
+            drawn = [self._drawn(x) for x, _ in self.outputs]
+            moved = [l[1](c) if l else c for c, l in zip(drawn, layouts, strict=True)]
+            first.pull(dict(zip(paths, drawn, strict=True)))
+            second.pull(dict(zip(second.outputs, moved, strict=True)))
+            self._compare_gradients(mine, theirs)
 
-    def _recorded(self, name: str, side: Any, draw: Any) -> Any:
+    def _recorded(self, k: int) -> Run:
         """A side's run, in which all of its parameters are differentiated."""
-        check, numbers = self.check, side.numbers
-        program = side.bound(check.inputs, numbers)
-        leaves = {joined(tokens(path)): x for path, x in numbers.items()} | check.inputs.moving
-        record = getattr(import_module(f"{__package__}.{name}_run"), f"run_in_{name}")
-        with check.naming(side):
-            return record(side, program, [*leaves.values()], [*leaves], draw)
+        inputs, side = self.check.inputs, self.check.sides[k]
+        leaves = {joined(tokens(path)): x for path, x in side.numbers.items()} | inputs.moving
+        record = getattr(import_module(f"{__package__}.{side.name}_run"), f"run_in_{side.name}")
+        with self.check.naming(side):
+            return record(side, side.bound(inputs, side.numbers), leaves)
 
-    def _output(self, path: str, x: Step, y: Step, layout: Any) -> Comparison:
-        a, b = x.value, y.value
-        if layout is not None and layout[0]:
-            words = f"{path} is in a {layout[0]}: {a.shape} in PyTorch and {b.shape} in JAX"
-            self.notes.append(words)
-        moved = a if layout is None else layout[1](a)
-        limit = max(min(x.accuracy, y.accuracy), 1e-9)
-        c = compare_arrays("value", path, moved, b, tolerance=limit)
-        if a.dtype.kind in "fc" and a.size and not (np.isfinite(a).any() or np.isfinite(b).any()):
-            return c.because("no finite entry")
-        return c
+    def _output(self, k: int, layout: Any) -> Comparison:
+        x, y = self.outputs[k]
+        a, (name, move) = x.value, layout or ("", lambda a: a)
+        if name:
+            shapes = f"{a.shape} in PyTorch and {y.value.shape} in JAX"
+            self.notes.append(f"output {k} is in a {name}: {shapes}")
+        limit = accuracy_of(x, y)
+        return compare_arrays("value", f"output {k}", move(a), y.value, tolerance=limit)
 
-    def _gradients(self, mine: dict[str, Step], theirs: dict[str, Step]) -> None:
+    def _drawn(self, x: Step) -> Any:
+        """A random cotangent."""
+        shape, rng = x.value.shape, self.rng
+        c = rng.normal(size=shape) if shape else np.ones(())
+        return c + 1j * rng.normal(size=shape) if x.value.dtype.kind == "c" else c
+
+    def _compare_gradients(self, mine: dict[str, Step], theirs: dict[str, Step]) -> None:
         """Compares the gradients at arguments and parameters."""
-        check, accuracy = self.check, self.blaming.accuracy
-        filled = lambda s: np.zeros_like(s.value) if s.cotangent is None else s.cotangent
-        leaves = [s for s in self.blaming.torch.steps if s.leaf and s.cotangent is not None]
-        size = max((largest(s.cotangent) for s in leaves), default=0.0)
+        leaves = [*mine.values()]
+        size = max((largest(s.cotangent) for s in leaves if s.cotangent is not None), default=0.0)
         self.noise = 1e-3 * max((s.accuracy for s in leaves), default=0.0) * size
-        moving = [*check.inputs.moving]
-        ours, others = (
-            [filled(known[n]) for n in (*(joined(tokens(p)) for p in side.free_params), *moving)]
-            for side, known in zip(check.sides, (mine, theirs), strict=True)
-        )
-        firsts = check.in_jax_layout(ours, gradients=True)
-        for path, g, h in zip(check.paths, firsts, others, strict=True):
-            limit = max(1e-6, 10 * accuracy)
+        limit = max(1e-6, 10 * self.blaming.accuracy)
+        gradients = []
+        for side, known in zip(self.check.sides, (mine, theirs), strict=True):
+            names = *(joined(tokens(p)) for p in side.free_params), *self.check.inputs.moving
+            gradients.append([known[n].gradient for n in names])
+        firsts = self.check.in_jax_layout(gradients[0], gradients=True)
+        for path, g, h in zip(self.check.paths, firsts, gradients[1], strict=True):
             c = compare_arrays("gradient", path, g, h, 1, tolerance=limit, noise=self.noise)
             self.comparisons.append(c)
 
     def blame(self) -> tuple[str, Blame | None]:
         """The kind of divergence, and the operations at which the programs part."""
-        if differs := [k for k in self.wrong if self.comparisons[k].cause != "no finite entry"]:
+        if differs := [k for k in self.wrong if self.comparisons[k].cause is None]:
             return "value", self.blaming.of_values([self.outputs[k] for k in differs])
         if self.wrong:
             return "not finite", None
         if all(c.agrees for c in self.comparisons):
             return "agrees", None
-        if (blame := self.blaming.of_gradients(self.noise)) is not None:
-            return "gradient", blame
-        # a leaf is used otherwise, but all common cotangents agree
-        wrong = {c.path.removeprefix("parameter ") for c in self.comparisons if not c.agrees}
-        pair = next((p for p in self.named if wrong & {s.leaf for s in p}), None)
-        if pair is None:
-            return "gradient", None
-        uses = [next((c for c in s.children if not c.inside), s) for s in pair]
-        words = f"the gradient of {pair[0].leaf} differs where it is first used"
-        return "gradient", Blame(uses[0], uses[1], pair, words)
+        return "gradient", self.blaming.of_gradients(self.noise)

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
+
 from gradtools.code_origin import Source
 
 LIMIT = 5_000  # values of one side; longer loops are one operation
@@ -22,7 +24,7 @@ class Place:
             parameter.
         lines: The user's call chain at the operation, innermost first: each with `file`, `line`,
             `function` and `text`.
-        layer: The path of the module that ran; empty if it is not known.
+        layer: The path of the module that ran, if no line is the user's and the path is known.
         iteration: The iterations of the enclosing loops, outermost first.
     """
 
@@ -35,11 +37,6 @@ class Place:
     def line(self) -> Source | None:
         """The user's innermost line; None if the operation is a library's own."""
         return self.lines[0] if self.lines else None
-
-    @property
-    def site(self) -> Any:
-        """Equal for operations of one line, or of one layer if no line is the user's."""
-        return (self.lines[0].file, self.lines[0].line) if self.lines else self.layer
 
     def __str__(self) -> str:
         text = self.operation + (f" in {self.layer}" if self.layer else "")
@@ -61,10 +58,12 @@ class Step:
         parents: The steps of the operation's operands, and `children` the steps that use the value.
         number: The position in the run; -1 for a literal.
         accuracy: The relative error that rounding may cause at the coarsest dtype so far.
-        cotangent: The gradient of Re<c, outputs> at the value; None if there is none.
-        inside: Whether the value is a part of a fused operation, which has no cotangent.
         leaf: The name of an argument or parameter, or "captured".
-        group: The number of the class of equal values, on both sides; -1 if there is none.
+        tracked: Whether the cotangent of the value is recorded.
+        cotangent: The gradient of Re<c, outputs> at the value; None if it is zero or not tracked.
+        entries: The number of the class of values with the same entries, on both sides; -1 if no
+            value of the other side has them.
+        is_common: Whether the other side has the value, in a layout with the same meaning.
     """
 
     place: Place
@@ -72,11 +71,12 @@ class Step:
     parents: list[Step] = field(default_factory=list)
     number: int = -1
     accuracy: float = 0.0
-    cotangent: Any = None
-    inside: bool = False
     leaf: str = ""
+    tracked: bool = False
+    cotangent: Any = None
     children: list[Step] = field(default_factory=list)
-    group: int = -1
+    entries: int = -1
+    is_common: bool = False
 
     @property
     def op(self) -> str:
@@ -84,18 +84,30 @@ class Step:
         return self.place.operation
 
     @property
+    def gradient(self) -> Any:
+        """The cotangent, as an array."""
+        return np.zeros(self.value.shape) if self.cotangent is None else self.cotangent
+
+    @property
     def site(self) -> Any:
-        """The site of the operation."""
-        return self.place.site
+        """Equal for operations of one line, or of one layer if no line is the user's."""
+        line = self.place.line
+        return (line.file, line.line) if line else self.place.layer
 
 
 @dataclass
 class Run:
-    """One side's steps in order, its differentiated leaves in order, and its outputs by path."""
+    """The record of one side.
+
+    Attributes:
+        steps: The steps in order, the differentiated leaves first.
+        outputs: The steps of the outputs by path.
+        pull: Sets the cotangents of the steps, from NumPy arrays for the outputs by path.
+    """
 
     steps: list[Step]
-    leaves: list[Step]
     outputs: dict[str, Step]
+    pull: Callable[[dict[str, Any]], None]
 
     def __post_init__(self) -> None:
         for step in self.steps:
@@ -104,5 +116,7 @@ class Run:
             for parent in step.parents:
                 parent.children.append(step)
 
-
-Draw = Callable[[dict[str, Step]], dict[str, Any]]  # cotangents in NumPy for the outputs by path
+    @property
+    def leaves(self) -> dict[str, Step]:
+        """The arguments and parameters by name."""
+        return {s.leaf: s for s in self.steps if s.leaf not in ("", "captured")}

@@ -1,71 +1,53 @@
 """Records a run in PyTorch: every operation's value, and the cotangents that reach it.
 
-A dispatch mode sees the operations below autograd. Fused operations are decomposed as well, so that
-a softmax meets the exponentials and sums of a port; these parts have values only. Afterwards hooks
-on the autograd nodes of the recorded tensors give the cotangents in one backward pass.
+A dispatch mode sees the operations below autograd. Hooks on the autograd nodes of the recorded
+tensors store the cotangents in one backward pass.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from gradtools.code_origin import Source, lines_above, users_lines
-from gradtools.seeing.torch._upstream import Watching, decompositions, schema_of
-from gradtools.testing.cross_checking.sides import Side, library
-from gradtools.testing.diverging.runs import HALF, Draw, Place, Run, Step
-from gradtools.torch._upstream import tree_leaves, tree_map_only
-
-_ATEN = torch.ops.aten
-_FUSED = (  # operations that JAX's programs spell out
-    "native_layer_norm native_batch_norm native_group_norm _native_batch_norm_legit _softmax "
-    "_log_softmax addmm baddbmm gelu silu softplus mean.dim mean var.correction std.correction "
-    "mse_loss huber_loss elu smooth_l1_loss nll_loss_forward logsumexp mish glu hardswish "
-    "binary_cross_entropy_with_logits linalg_vector_norm leaky_relu addcmul addcdiv lerp.Tensor "
-    "_scaled_dot_product_flash_attention_for_cpu _weight_norm_interface"
-).split()
-_ATTENTION = _ATEN._scaled_dot_product_attention_math.default
+from gradtools.code_origin import calls_below_the_user, lines_above, users_lines
+from gradtools.seeing.torch._upstream import Watching, schema_of
+from gradtools.testing.cross_checking.sides import Side
+from gradtools.testing.diverging.runs import HALF, Place, Run, Step
 
 
-def run_in_torch(side: Side, program: Any, leaves: Sequence[Any], names: Any, draw: Draw) -> Run:
-    """Runs the program of a side at leaves.
+def run_in_torch(side: Side, program: Any, leaves: dict[str, np.ndarray]) -> Run:
+    """Runs a program forward.
 
     Args:
-        side: The side, whose module's layers name the operations.
+        side: The side that the program belongs to.
         program: A function of the leaves in PyTorch.
-        leaves: NumPy arrays, all of them differentiated.
-        names: Their names.
-        draw: Returns cotangents for the outputs.
+        leaves: The arrays by name, all of them differentiated.
     """
     recorder = _Operations()
-    given = [torch.clone(x).requires_grad_() for x in side.arrays(leaves)]
-    own = [recorder.add("input", x, [], leaf=n) for x, n in zip(given, names, strict=True)]
-    aliases = [x.view_as(x) for x in given]  # f may write in place
-    model = side.subject if library(side.subject) == "torch.nn" else None
-    with recorder, recorder.layers(model), torch.enable_grad():
+    inputs = [torch.clone(x).requires_grad_() for x in side.arrays([*leaves.values()])]
+    own = [recorder.add(Place(n), x, [], leaf=n) for x, n in zip(inputs, leaves, strict=True)]
+    aliases = [x.view_as(x) for x in inputs]  # f may write in place
+    with recorder, torch.enable_grad():
         outs = side.named_arrays(program(*aliases))
     ends = {path: recorder.step_of(y) for path, y in outs.items()}
-    recorder.mark_functions()
-    drawn = draw(ends)
-    seeds = [
-        (outs[path], torch.as_tensor(c, dtype=outs[path].dtype, device=outs[path].device))
-        for path, c in drawn.items()
-        if c is not None and outs[path].requires_grad
-    ]
-    if seeds:
+
+    def pull(cotangents: dict[str, Any]) -> None:
+        ys = {path: y for path, y in outs.items() if y.requires_grad}
+        if not ys:
+            return
+        cts = [torch.as_tensor(cotangents[path]).to(y) for path, y in ys.items()]
         handles = recorder.hooks()
-        ys, cts = zip(*seeds, strict=True)
-        cotangents = torch.autograd.grad(ys, given, cts, allow_unused=True)
+        gradients = torch.autograd.grad([*ys.values()], inputs, cts, allow_unused=True)
         for handle in handles:
             handle.remove()
-        for step, g in zip(own, cotangents, strict=True):
-            step.cotangent = None if g is None else _array(g)[0]
-    return Run(recorder.steps, own, ends)
+        for step, g in zip(own, gradients, strict=True):
+            step.tracked, step.cotangent = True, None if g is None else _array(g)[0]
+
+    return Run(recorder.steps, ends, pull)
 
 
 class _Operations(Watching):
@@ -78,51 +60,33 @@ class _Operations(Watching):
         self.held: list[Any] = []  # no id or address may be used again
         self.by_id: dict[int, Step] = {}
         self.by_view: dict[Any, Step] = {}
-        self.in_memory: dict[int, list[tuple[torch.Tensor, Step]]] = {}
-        self.outer: tuple[Source, ...] | None = None  # the lines of the fused operation
-        self.parts: list[Step] = []
-        self.path: list[str] = []
-        overloads = (name if "." in name else f"{name}.default" for name in _FUSED)
-        found = [(getattr(_ATEN, n.split(".")[0], None), n.split(".")[1]) for n in overloads]
-        self.fused = {getattr(op, overload) for op, overload in found if hasattr(op, overload)}
+        self.latest: dict[int, Step] = {}  # the latest step in a memory, and the latest that wrote
+        self.written: dict[int, Step] = {}
 
-    def add(self, op: str, x: torch.Tensor, parents: list[Step], leaf: str = "") -> Step:
+    def add(self, place: Place, x: torch.Tensor, parents: list[Step], leaf: str = "") -> Step:
         value, accuracy = _array(x)
-        place = Place(leaf)
-        if not leaf:
-            lines = self.outer or users_lines(lines_above(1, run_in_torch))
-            place = Place(op, lines, self.path[-1] if self.path else "")
-        step = Step(place, value, parents, len(self.steps), accuracy, leaf=leaf)
-        step.inside = self.outer is not None
+        step = Step(place, value, parents, len(self.steps), accuracy, leaf)
         self.steps.append(step)
         self.held.append(x)
-        self.by_id[id(x)] = step
-        if op != "detach":
+        self.by_id[id(x)] = self.latest[_memory(x)] = step
+        if place.operation != "detach":
             self.by_view[_view(x)] = step
-        self.in_memory.setdefault(_memory(x), []).append((x, step))
         return step
 
     def step_of(self, x: torch.Tensor) -> Step:
-        step = self.by_id.get(id(x)) or self.by_view.get(_view(x))
-        if step is None:
-            before = self.in_memory.get(_memory(x))
-            leaf = "" if before else "captured"
-            step = self.add("view", x, [before[-1][1]] if before else [], leaf=leaf)
-        if self.outer is None and (node := x.grad_fn) is not None:
+        """The step of a tensor, a new one if an operation in place has changed its memory."""
+        memory = _memory(x)
+        step, written = (
+            self.by_id.get(id(x)) or self.by_view.get(_view(x)),
+            self.written.get(memory),
+        )
+        if step is None or (written is not None and step.number < written.number):
+            parents = [p for p in (step, self.latest.get(memory)) if p is not None]
+            step = self.add(_place("view"), x, parents, leaf="" if parents else "captured")
+        if (node := x.grad_fn) is not None:
+            step.tracked = True
             self.nodes.setdefault(id(node), (node, []))[1].append((x.output_nr, step))
         return step
-
-    def mark_functions(self) -> None:
-        """Marks values inside of autograd.Functions, through which no cotangent flows."""
-        tracked = {id(step) for _, steps in self.nodes.values() for _, step in steps}
-        for node, steps in self.nodes.values():
-            if isinstance(node, torch.autograd.function.BackwardCFunction):
-                pending = [p for _, step in steps for p in step.parents]
-                while pending:
-                    step = pending.pop()
-                    if not (step.leaf or step.inside or id(step) in tracked):
-                        step.inside = True
-                        pending += step.parents
 
     def hooks(self) -> list[Any]:
         """Hooks that store the cotangents of the recorded tensors."""
@@ -136,79 +100,39 @@ class _Operations(Watching):
         every = self.nodes.values()
         return [node.register_prehook(partial(hook, steps=steps)) for node, steps in every]
 
-    @contextmanager
-    def layers(self, model: Any) -> Iterator[None]:
-        """Context that records the path of the running module."""
-        handles = []
-
-        def leave(module: Any, args: Any, out: Any) -> None:
-            self.path.pop()
-
-        for name, module in model.named_modules() if model is not None else ():
-            enter = lambda module, args, name=name: self.path.append(name)
-            handles.append(module.register_forward_pre_hook(enter))
-            handles.append(module.register_forward_hook(leave, always_call=True))
-        try:
-            yield
-        finally:
-            for handle in handles:
-                handle.remove()
-
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if self.outer is not None and func is _ATTENTION:
-            with self:
-                return func.decompose(*args, **kwargs)
-        operands = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
-        parents = [self.step_of(x) for x in operands]
-        fused = func in self.fused and self.outer is None and func in decompositions()
-        if fused:
-            parents += self._decomposed(func, args, kwargs)
+        parents = [self.step_of(x) for x in _tensors([*args, *kwargs.values()])]
         out = func(*args, **kwargs)
         schema = schema_of(func)
-        if schema.is_mutable:
-            self._forget_stale_views(out)
-        name = schema.name.rpartition("::")[2]
-        outs = out if isinstance(out, tuple | list) else [out]
-        made = [self.add(name, x, list(parents)) for x in outs if isinstance(x, torch.Tensor)]
-        for step in made[1:] if fused else ():  # statistics, through which no cotangent flows
-            step.inside = True
-        self.parts += made if self.outer is not None else []
+        place = _place(schema.name.rpartition("::")[2])
+        for x in _tensors([out]):
+            step = self.add(place, x, parents)
+            if schema.is_mutable:
+                self.written[_memory(x)] = step
         return out
 
-    def _decomposed(self, func: Any, args: Any, kwargs: Any) -> list[Step]:
-        """The last values of a fused operation's decomposition, run on copies."""
 
-        def copied(x: torch.Tensor) -> torch.Tensor:
-            same = x.clone()
-            self.by_id[id(same)] = self.by_id.get(id(x)) or self.by_view[_view(x)]
-            self.held.append(same)
-            return same
+def _place(operation: str) -> Place:
+    lines = users_lines(lines_above(1, run_in_torch))
+    return Place(operation, lines, "" if lines else _running_layer())
 
-        args, kwargs = tree_map_only(torch.Tensor, copied, (args, kwargs))
-        self.outer, self.parts = users_lines(lines_above(1, run_in_torch)), []
-        try:
-            with self, torch.random.fork_rng(devices=[]):
-                decompositions()[func](*args, **kwargs)
-        finally:
-            self.outer = None
-        used = {id(p) for s in self.parts for p in s.parents}
-        return [s for s in self.parts if id(s) not in used]
 
-    def _forget_stale_views(self, out: Any) -> None:
-        """Forgets tensors whose values an operation in place changed."""
-        for x in tree_leaves(out):
-            if not isinstance(x, torch.Tensor):
-                continue
-            kept = []
-            for y, step in self.in_memory.get(_memory(x), ()):
-                is_float = step.value.dtype.kind in "fc"
-                if np.array_equal(_array(y)[0], step.value, equal_nan=is_float):
-                    kept.append((y, step))
-                else:
-                    self.by_id.pop(id(y), None)
-                    self.by_view.pop(_view(y), None)
-            self.in_memory[_memory(x)] = kept
+def _running_layer() -> str:
+    """The path of the innermost module whose forward runs, from the outermost one."""
+    owners = (x for _, _, x in calls_below_the_user(lines_above(1, run_in_torch)))
+    running = [x for x in owners if isinstance(x, torch.nn.Module)]
+    paths = (n for n, m in running[-1].named_modules() if m is running[0]) if running else ()
+    return next(iter(paths), "")
+
+
+def _tensors(xs: Any) -> Iterator[torch.Tensor]:
+    """The tensors among an operation's arguments or results, which may be in lists."""
+    for x in xs:
+        if isinstance(x, torch.Tensor):
+            yield x
+        elif isinstance(x, list | tuple):
+            yield from _tensors(x)
 
 
 def _array(x: torch.Tensor) -> tuple[np.ndarray, float]:

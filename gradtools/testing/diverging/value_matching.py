@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any
 
 import numpy as np
 
 from gradtools.testing.diverging.runs import Run, Step
-from gradtools.testing.relations import Move, layouts
+from gradtools.testing.relations import MASKED, Move, layouts
 
 NONE, WEAK, STRONG = range(3)
-_MASKED = 9e3
-_SAMPLE = 4096  # entries that tell a mask from numbers
+_SAMPLE = 4096  # entries that distinguish a mask from numbers
+Layout = tuple[str, Move]
 
 
 def strength(x: np.ndarray) -> int:
@@ -33,37 +32,44 @@ def strength(x: np.ndarray) -> int:
     return WEAK if len(np.unique(x.ravel()[:_SAMPLE])) < 3 else STRONG
 
 
-def aligned(a: np.ndarray, b: np.ndarray, accuracy: float) -> tuple[str, Move] | None:
+def aligned(a: np.ndarray, b: np.ndarray, accuracy: float) -> Layout | None:
     """The layout of a in which it equals b: its name, and the move; None if there is none."""
-    every = ((how.name, move) for how, move in layouts(a, b.shape) if close(move(a), b, accuracy))
-    return next(every, None)
+    every = layouts(a, b.shape)
+    return next(((how, move) for how, move in every if _close(move(a), b, accuracy)), None)
 
 
-def close(a: np.ndarray, b: np.ndarray, accuracy: float) -> bool:
+def _close(a: np.ndarray, b: np.ndarray, accuracy: float) -> bool:
     """Whether two arrays are equal to an error relative to the largest entry.
 
     Entries of the size of a mask's constants (-1e4, -1e9) do not count as the largest.
     """
-    if a.shape != b.shape:
-        return False
     if a.dtype.kind not in "fc" and b.dtype.kind not in "fc":
         return bool((a == b).all())
     with np.errstate(all="ignore"):
         sizes = np.abs(np.where(np.isfinite(b), b, 0)).astype(float)
-        ordinary = sizes[sizes < _MASKED].max(initial=0)
-        masked = (sizes >= _MASKED) & (sizes > 1e3 * ordinary)
+        ordinary = sizes[sizes < MASKED].max(initial=0)
+        masked = (sizes >= MASKED) & (sizes > 1e3 * ordinary)
         size = np.where(masked, sizes, sizes[~masked].max(initial=1e-300))
         same = (a == b) | (np.isnan(a) & np.isnan(b)) | (np.abs(a - b) <= accuracy * size)
         return bool(same.all())
 
 
-def match(torch: Run, jax: Run, named: Sequence[tuple[Step, Step]]) -> dict[tuple[int, int], Any]:
-    """Numbers the classes of equal values of two runs in `Step.group`.
+def match(
+    torch: Run, jax: Run, named: Sequence[tuple[Step, Step]]
+) -> dict[tuple[int, int], Layout]:
+    """Finds the values that both runs have, and sets `Step.entries` and `Step.is_common`.
 
-    named: Pairs of leaves that are equal whatever their values say.
+    A reshape where the other side transposes gives an array with the entries of a common value in
+    another order. Such an array has an equal in another shape, but no equal of its own shape, and
+    is not common.
+
+    Args:
+        torch: The run in PyTorch.
+        jax: The run in JAX.
+        named: Pairs of leaves that correspond, which are common even if their values are constant.
 
     Returns:
-        For the numbers of an equal pair its layout: a name and a `Move`.
+        For the numbers of an equal pair its layout.
     """
     prints = np.array([_fingerprint(s.value) for s in jax.steps]).reshape(-1, 5)
     strengths = np.array([strength(s.value) for s in jax.steps])
@@ -75,28 +81,39 @@ def match(torch: Run, jax: Run, named: Sequence[tuple[Step, Step]]) -> dict[tupl
             allowed = 10 * np.maximum(np.minimum(accuracies, a.accuracy), 1e-9)[:, None]
             near = (np.abs(prints - fingerprint) <= allowed * np.abs(fingerprint) + 1e-300).all(1)
             candidates += [(a, jax.steps[k]) for k in np.flatnonzero(near & (strengths == own))]
-    pairs: dict[tuple[int, int], Any] = {}
+    pairs: dict[tuple[int, int], Layout] = {}
     classes: dict[int, list[Step]] = {}  # by the identity of a step
     for a, b in candidates:
-        is_number = [s.value.dtype.kind in "fc" for s in (a, b)]
-        if is_number[0] != is_number[1] or (a.number, b.number) in pairs:
-            continue
-        if layout := aligned(a.value, b.value, accuracy_of(a, b)):
+        alike = (a.value.dtype.kind in "fc") == (b.value.dtype.kind in "fc")
+        layout = aligned(a.value, b.value, accuracy_of(a, b)) if alike else None
+        if layout is not None:
             pairs[a.number, b.number] = layout
             first, second = (classes.setdefault(id(s), [s]) for s in (a, b))
             if first is not second:
                 first += second
                 classes.update((id(s), first) for s in second)
     numbers: dict[int, int] = {}
-    for step in (*torch.steps, *jax.steps):
-        if id(step) in classes:
-            step.group = numbers.setdefault(id(classes[id(step)]), len(numbers))
+    for k, run in enumerate((torch, jax)):
+        own, equal = {id(s) for s in run.steps}, dict[int, list[int]]()
+        for pair in pairs:
+            equal.setdefault(pair[k], []).append(pair[1 - k])
+        for s in (s for s in run.steps if id(s) in classes):
+            members = classes[id(s)]
+            s.entries = numbers.setdefault(id(members), len(numbers))
+            mates = [m for m in members if id(m) not in own and _axes(m) == _axes(s)]
+            before = [p for p in s.parents if p.entries == s.entries]
+            is_equal = any(m.number in equal.get(s.number, ()) for m in mates)
+            s.is_common = is_equal or (not mates and all(p.is_common for p in before))
     return pairs
 
 
 def accuracy_of(a: Step, b: Step) -> float:
     """The accuracy of the finer side: a coarser dtype on one side is a difference."""
     return max(min(a.accuracy, b.accuracy), 1e-9)
+
+
+def _axes(s: Step) -> list[int]:
+    return sorted(n for n in s.value.shape if n != 1)
 
 
 def _fingerprint(x: np.ndarray) -> list[float]:

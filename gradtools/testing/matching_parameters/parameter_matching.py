@@ -22,9 +22,10 @@ The libraries store the same numbers under other names and with another order of
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from math import prod
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -47,8 +48,12 @@ from gradtools.testing.matching_parameters.parameter_names import (
 )
 from gradtools.testing.matching_parameters.recurrent_layers import cells_of, recurrent_pairs
 
-_RENAMED = {"running_mean": "mean", "running_var": "var"}
-_WEIGHTS = ("kernel", "scale", "embedding")
+_LEAVES = {  # PyTorch's names of arrays, and JAX's
+    "weight": ("kernel", "scale", "embedding", "weight"),
+    "running_mean": ("mean",),
+    "running_var": ("var",),
+    "weight_g": ("g",),
+}
 _NORMED = "parametrizations.weight.original"  # torch.nn.utils.parametrizations.weight_norm
 _STATISTICS = ("running_mean", "running_var", "num_batches_tracked")
 
@@ -119,8 +124,6 @@ class _Matching:
     Attributes:
         torch: PyTorch's unpaired arrays by name.
         jax: JAX's by path.
-        torch_modules: For each module of PyTorch the names of its unpaired arrays, by leaf.
-        jax_modules: The same in JAX, paths without flax's collection.
         renamed: Modules of PyTorch that the overrides rename.
     """
 
@@ -134,19 +137,18 @@ class _Matching:
     ) -> None:
         self.caller, self.argument = names
         self.torch, self.jax, self.transposed, self.source = {**torch}, {**jax}, transposed, torch
-        self.order, self.renamed = list(torch), dict[str, str]()
-        self.entries, self.left_out, self.notes = list[ParameterPair](), list[str](), list[str]()
+        self.renamed, self.entries = dict[str, str](), list[ParameterPair]()
+        self.left_out, self.notes = list[str](), list[str]()
         for name, target in overrides.items():
             self._override(name, target)
 
     def run(self, partial: bool) -> ParameterMapping:
-        self._attention()
         self._recurrent()
-        self._weight_norm()
-        for pairs in (self._by_name, self._by_end, self._by_order):
-            self._group()
-            for torch_module, jax_module in list(pairs()):
-                self._pair(torch_module, jax_module)
+        for pairs in (self._by_name, self._by_name, self._by_order):  # unique names, then the rest
+            self.ours, self.theirs = _torch_modules(self.torch), _jax_modules(self.jax)
+            for module, jax_module in [*pairs()]:
+                for part, path, layout in self._fits(module, jax_module):
+                    self._add(part, path, layout)
         for name, x in list(self.torch.items()):  # buffers that need no counterpart
             counter = x.dtype.kind in "iub"
             if counter or name.endswith(_STATISTICS):
@@ -154,22 +156,10 @@ class _Matching:
                 self.left_out.append(f"{name} ({why})")
                 del self.torch[name]
         self._rest(partial)
-        self.entries.sort(key=lambda e: self.order.index(e.torch_name))
+        order = [*self.source]
+        self.entries.sort(key=lambda e: order.index(e.torch_name))
         rest = tuple(self.left_out), tuple(self.notes), self.source
         return ParameterMapping(tuple(self.entries), *rest)
-
-    def _group(self) -> None:
-        """Groups the unpaired arrays by module."""
-        self.torch_modules: dict[str, dict[str, str]] = {}
-        self.jax_modules: dict[Path, dict[str, Path]] = {}
-        for name in self.torch:
-            owner, _, leaf = name.rpartition(".")
-            self.torch_modules.setdefault(owner, {})[leaf] = name
-        for path in self.jax:
-            module = without_collection(path[:-1])
-            self.jax_modules.setdefault(module, {})[str(path[-1])] = path
-
-    # --- overrides
 
     def _override(self, name: str, target: Any) -> None:
         if name not in self.torch:
@@ -177,7 +167,7 @@ class _Matching:
                 raise GradtoolsError(
                     f"{self.caller}: {self.argument} names {name!r}, which is neither an array nor "
                     f"a module of the PyTorch model. Its names begin with "
-                    f"{', '.join(self.order[:4])}."
+                    f"{', '.join([*self.source][:4])}."
                 )
             self.renamed[name] = target
             return
@@ -194,115 +184,70 @@ class _Matching:
                 f"model does not have. Its names begin with {known}."
             )
         x, y = self.torch[name], self.jax[path]
-        layout = how if isinstance(how, Layout) else None
-        if layout is None and how is not None:
+        layout = how if isinstance(how, Layout) else _layout(x.shape, path, y.shape)
+        if how is not None and layout is not how:
             layout = Layout(f"axes {tuple(how)}", tuple(how))
-        layout = layout or _layout(x.shape, path, y.shape)
         if layout is None or layout.to_jax(x).shape != y.shape:
             raise GradtoolsError(
                 f"{self.caller}: {self.argument} pairs {name} of shape {x.shape} with {jax_name} "
                 f"of shape {y.shape}. Give the permutation of axes that makes them equal, as a "
                 "pair (name, axes)."
             )
-        self._add(name, path, layout)
+        self._add(Part(name), path, layout)
 
     # --- pairs of modules
 
     def _by_name(self) -> Iterator[tuple[str, Path]]:
-        in_jax = {name_key(module): module for module in self.jax_modules}
-        for module in self.torch_modules:
-            jax_module = in_jax.get(name_key(self._spelled(module)))
-            if jax_module is not None and self._fits(module, jax_module):
-                yield module, jax_module
+        """Pairs of modules with equal names, or with a common end of them that is unique."""
 
-    def _by_end(self) -> Iterator[tuple[str, Path]]:
-        """Pairs of modules whose names have a common end with letters that is unique."""
-        ends = lambda parts: [name_key(parts[k:]) for k in range(len(parts))]  # the longest first
-        in_jax = {module: ends(module) for module in self.jax_modules}
-        in_torch = {module: ends(self._spelled(module)) for module in self.torch_modules}
-        for module, own in in_torch.items():
-            for end in own:
-                matches = [j for j, others in in_jax.items() if end in others]
-                rivals = [m for m, others in in_torch.items() if end in others]
-                has_letters = any(not part.isdigit() for part in end)
-                unique = len(matches) == len(rivals) == 1 and has_letters
-                if unique and self._fits(module, matches[0]):
+        def ends(parts: Sequence[Any]) -> list[tuple[str, ...]]:  # the longest first
+            whole = name_key(("whole", *parts))
+            return [whole, *(name_key(parts[k:]) for k in range(len(parts)))]
+
+        theirs = {module: ends(module) for module in self.theirs}
+        ours = {module: ends(self._spelled(module)) for module in self.ours}
+        for module, own in ours.items():
+            for end in (end for end in own if not all(part.isdigit() for part in end)):
+                matches = [j for j, others in theirs.items() if end in others]
+                rivals = [m for m, others in ours.items() if end in others]
+                if len(matches) == len(rivals) == 1 and self._fits(module, matches[0]):
                     yield module, matches[0]
                     break
 
     def _by_order(self) -> Iterator[tuple[str, Path]]:
         """Pairs the k-th modules of equal leaves and shapes."""
         groups: dict[Any, tuple[list[str], list[Path]]] = {}
-        for module, leaves in self.torch_modules.items():
-            kind = tuple(sorted((leaf, self.torch[name].shape) for leaf, name in leaves.items()))
-            groups.setdefault(kind, ([], []))[0].append(module)
-        for jax_module in sorted(self.jax_modules, key=_natural):
-            fitting = (g for g in groups.values() if self._fits(g[0][0], jax_module))
-            next(fitting, ([], []))[1].append(jax_module)
-        for in_torch, in_jax in groups.values():
-            if len(in_torch) == len(in_jax):
-                for module, jax_module in zip(in_torch, in_jax, strict=True):
+        for module, leaves in self.ours.items():
+            kind = sorted((leaf, part.of(self.source).shape) for leaf, part in leaves.items())
+            role = module.rpartition(".")[2] if any(p.rows for p in leaves.values()) else ""
+            groups.setdefault((role, *kind), ([], []))[0].append(module)
+        for jax_module in sorted(self.theirs, key=_natural):
+            for (role, *_), (ours, theirs) in groups.items():
+                if role in ("", str(jax_module[-1])) and self._fits(ours[0], jax_module):
+                    theirs.append(jax_module)
+                    break
+        for ours, theirs in groups.values():
+            if len(ours) == len(theirs):
+                for module, jax_module in zip(ours, theirs, strict=True):
                     self.notes.append(f"paired by order: {module} with {joined(jax_module)}")
                     yield module, jax_module
 
-    def _fits(self, module: str, jax_module: Path) -> bool:
-        """Whether all arrays of two modules can be paired."""
-        pairs = self._paired_leaves(module, jax_module)
-        in_torch = [leaf for leaf in self.torch_modules[module] if leaf not in _STATISTICS]
-        in_jax = [leaf for leaf in self.jax_modules[jax_module] if leaf not in ("mean", "var")]
-        trained = [leaf for leaf, _, _ in pairs if leaf not in _STATISTICS]
-        return bool(pairs) and len(trained) == len(in_torch) == len(in_jax)
-
-    def _pair(self, module: str, jax_module: Path) -> None:
-        for leaf, path, layout in self._paired_leaves(module, jax_module):
-            self._add(self.torch_modules[module][leaf], path, layout)
-
-    def _paired_leaves(self, module: str, jax_module: Path) -> list[tuple[str, Path, Layout]]:
-        """The unpaired arrays of two modules that fit, with their layout."""
-        in_jax, result = self.jax_modules.get(jax_module, {}), []
-        for leaf, name in self.torch_modules.get(module, {}).items():
-            names = (*_WEIGHTS, "weight") if leaf == "weight" else (_RENAMED.get(leaf, leaf),)
-            paths = [in_jax[other] for other in names if other in in_jax]
-            for path in paths if name in self.torch else ():
-                if path not in self.jax:
-                    continue
-                shapes = self.torch[name].shape, self.jax[path].shape
+    def _fits(self, module: str, jax_module: Path) -> list[tuple[Part, Path, Layout]]:
+        """The pairs of two modules' arrays; empty if a parameter cannot be paired."""
+        ours, theirs, pairs = self.ours[module], self.theirs[jax_module], {}
+        for leaf, part in ours.items():
+            for path in (theirs[n] for n in _LEAVES.get(leaf, (leaf,)) if n in theirs):
+                shapes = part.of(self.source).shape, self.jax[path].shape
                 layout = _layout(shapes[0], path, shapes[1], module in self.transposed)
                 if layout is not None:
-                    result.append((leaf, path, layout))
+                    pairs[leaf] = part, path, layout
                     break
-        return result
-
-    # --- attention with one matrix for query, key and value
-
-    def _attention(self) -> None:
-        modules = [n.removesuffix(".in_proj_weight") for n in self.torch if "in_proj_weight" in n]
-        owners = {p[:-2] for p in self.jax if p[-2:] == ("query", "kernel")}
-        spelled = {name_key(without_collection(owner)): owner for owner in owners}
-        left = sorted(owners, key=_natural)
-        for i, module in enumerate(modules):
-            owner = spelled.get(name_key(self._spelled(module)))
-            if owner is None and len(left) == len(modules):
-                owner = left[i]
-                self.notes.append(f"paired by order: {module} with {joined(owner)}")
-            if owner is None:
-                continue
-            for ours, theirs in (("in_proj_weight", "kernel"), ("in_proj_bias", "bias")):
-                whole = self.torch.get(f"{module}.{ours}")
-                third = 0 if whole is None else whole.shape[0] // 3
-                for k, part in enumerate(("query", "key", "value") if third else ()):
-                    shape = self.jax[*owner, part, theirs].shape
-                    axes = (1, 0) if theirs == "kernel" else None
-                    rows = (k * third, (k + 1) * third)
-                    layout = Layout(f"attention, {part}", axes, shape=shape, rows=rows)
-                    self._add(f"{module}.{ours}", (*owner, part, theirs), layout, keep=k < 2)
-            self._group()
-            self._pair(f"{module}.out_proj", without_collection((*owner, "out")))
-
-    # --- recurrent layers and weight normalization
+        trained = [{*leaves} - {*_STATISTICS} for leaves in (ours, pairs)]
+        complete = trained[0] == trained[1] and len(trained[0]) == len({*theirs} - {"mean", "var"})
+        return [*pairs.values()] if complete else []
 
     def _recurrent(self) -> None:
-        """Pairs cells of equal sizes: by the ends of their names, the rest in order."""
+        """Pairs cells of equal sizes: by their names, or in order."""
         for sizes, ours in cells_of(self.torch, True).items():
             theirs = sorted(cells_of(self.jax, False).get(sizes, []), key=_natural)
             if len(ours) != len(theirs):
@@ -326,33 +271,14 @@ class _Matching:
                 if not by_name:
                     self.notes.append(f"paired by order: {prefix}*{end} with {joined(path)}")
 
-    def _weight_norm(self) -> None:
-        """Pairs norms and directions: equinox's g and layer.weight, linen's scale and kernel."""
-        for ends in (("weight_g", "weight_v"), (f"{_NORMED}0", f"{_NORMED}1")):
-            for name in [n for n in self.torch if n.endswith(ends[0])]:
-                module = name.removesuffix(ends[0]).rstrip(".")
-                direction = name.removesuffix(ends[0]) + ends[1]
-                owner = self._spelled(module)
-                for path, y in list(self.jax.items()):
-                    own = without_collection(path)
-                    if own[-1] == "g" and name_key(own[:-1]) == name_key(owner):
-                        kernel: Path = (*path[:-1], "layer", "weight")
-                    elif str(own[-1]) == joined((*owner, "kernel", "scale")).replace(".", "/"):
-                        kernel = (*path[:-2], *owner, "kernel")
-                    else:
-                        continue
-                    self._add(name, path, Layout("norms", shape=y.shape))
-                    shapes = self.torch[direction].shape, self.jax[kernel].shape
-                    if layout := _layout(shapes[0], kernel, shapes[1], module in self.transposed):
-                        self._add(direction, kernel, layout)
-
     # --- bookkeeping
 
-    def _add(self, name: str, path: Path, layout: Layout, keep: bool = False) -> None:
-        self.entries.append(ParameterPair(name, path, layout, self.torch[name].shape))
+    def _add(self, part: Part, path: Path, layout: Layout) -> None:
+        shape = self.source[part.name].shape
+        layout = replace(layout, rows=part.rows) if part.rows else layout
+        self.entries.append(ParameterPair(part.name, path, layout, shape))
         del self.jax[path]
-        if not keep:
-            del self.torch[name]
+        self.torch.pop(part.name, None)
 
     def _rest(self, partial: bool) -> None:
         if not self.torch and not self.jax:
@@ -381,13 +307,70 @@ class _Matching:
         return split_name(module)
 
 
+# --- arrays by module, under the names of torch.nn
+
+
+class Part(NamedTuple):
+    """An array of PyTorch, or a range of its rows."""
+
+    name: str
+    rows: tuple[int, int] | None = None
+
+    def of(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
+        """The rows in PyTorch's arrays."""
+        x = arrays[self.name]
+        return x[slice(*self.rows)] if self.rows else x
+
+
+Modules = dict[str, dict[str, Part]]
+JaxModules = dict[Path, dict[str, Path]]
+
+
+def _torch_modules(arrays: Mapping[str, np.ndarray]) -> Modules:
+    """PyTorch's arrays by module and leaf.
+
+    A matrix for query, key and value is a module for each. The direction of a normalized weight is
+    the leaf "weight", its norms are the leaf "weight_g".
+    """
+    modules: Modules = {}
+    for name, x in arrays.items():
+        owner, _, leaf = name.replace(_NORMED + "0", "weight_g").rpartition(".")
+        if leaf == "original1":
+            owner, leaf = name.removesuffix(_NORMED + "1").rstrip("."), "weight"
+        elif leaf == "weight_v":
+            leaf = "weight"
+        if leaf.startswith("in_proj_"):
+            n, prefix = len(x) // 3, f"{owner}." if owner else ""
+            for k, role in enumerate(("query", "key", "value")):
+                part = Part(name, (k * n, (k + 1) * n))
+                modules.setdefault(prefix + role, {})[leaf.removeprefix("in_proj_")] = part
+            continue
+        if f"{owner.removesuffix('out_proj')}in_proj_weight" in arrays:
+            owner = owner.removesuffix("_proj")
+        modules.setdefault(owner, {})[leaf] = Part(name)
+    return modules
+
+
+def _jax_modules(arrays: Mapping[Path, np.ndarray]) -> JaxModules:
+    """JAX's arrays by module and leaf. The norms of a normalized weight are the leaf "g"."""
+    modules: JaxModules = {}
+    for path in arrays:
+        module, leaf = without_collection(path[:-1]), str(path[-1])
+        if "/" in leaf:  # linen's WeightNorm has "layer/kernel/scale"
+            module, leaf = (*module[:-1], *leaf.split("/")[:-2]), "g"
+        elif (*path[:-2], "g") in arrays:  # equinox's WeightNorm has g, layer.weight, layer.bias
+            module = module[:-1]
+        modules.setdefault(module, {})[leaf] = path
+    return modules
+
+
 def _layout(shape: Shape, path: Path, target: Shape, transposed: bool = False) -> Layout | None:
     """The layout that converts one shape to the other; None if there is none."""
     leaf, rank = str(path[-1]), len(shape)
     if leaf != "kernel":
         if shape == target:
             return Layout("as it is")
-        if leaf == "bias" and prod(shape) == prod(target):
+        if (leaf in ("bias", "g") or "/" in leaf) and prod(shape) == prod(target):
             return Layout("as it is, several axes", shape=target)
         square = rank == 2 and shape[::-1] == target
         return Layout("transposed", (1, 0)) if square and leaf != "embedding" else None

@@ -31,7 +31,7 @@ LINEAR = (array(3, 4), array(4), array(3))
     ("f", "args", "said"),
     [
         (lambda x: x**2, (array(4),), ["∂s/∂x = 2 ȳ ⊙ u", "∂s/∂ȳ = 2 x ⊙ u"]),
-        (lambda x: x.exp(), (array(4),), ["∂s/∂x = x̄ ⊙ u", "∂s/∂ȳ = y ⊙ u"]),
+        (lambda x: x.exp(), (array(4),), ["∂s/∂x = ȳ ⊙ y ⊙ u", "∂s/∂ȳ = y ⊙ u"]),
         (lambda x: x**3, (array(4),), ["∂s/∂x = 6 ȳ ⊙ x ⊙ u", "∂s/∂ȳ = 3 u ⊙ x²"]),
         (
             linear,

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -22,9 +22,6 @@ from gradtools.seeing.formulas.reverse_mode import Recorded, adjoint
 from gradtools.seeing.formulas.statements import Section, Statements, output_names, short_names
 from gradtools.seeing.formulas.typesetting import Written
 from gradtools.seeing.pictures import saving
-
-if TYPE_CHECKING:
-    from gradtools.seeing.pictures.saving import Forms
 
 Arrays = Sequence[Any]
 
@@ -82,7 +79,7 @@ class Formula:
     """
 
     check: Agreement | None = None
-    _agreement: Callable[..., Agreement] | None = None
+    compare: Callable[..., Agreement] | None = None  # with a derivation; see `agrees_with`
 
     def __init__(
         self, recorded: Recorded, order: int = 1, wrt: Sequence[int] | None = None
@@ -149,14 +146,14 @@ class Formula:
     # Reading.
 
     def __str__(self) -> str:
-        lines = []
+        parts = []
         for section in self._statements.sections:
-            lines.append(f"{section.title} {section.of}".strip())
-            lines += [*(f"  {a.text} = {b.text}" for a, b in section.lines), ""]
+            lines = (f"  {a.text} = {b.text}" for a, b in section.lines)
+            parts += [f"{section.title} {section.of}".strip(), *lines, ""]
         notes = [*self._legend(), *self._definitions(), *self._statements.writer.notes]
-        lines += ["where", *(f"  {text}" for text in notes)]
-        lines += [str(self.check)] if self.check is not None else []
-        return printable("\n".join(lines))
+        parts += ["where", *(f"  {text}" for text in notes)]
+        parts += [str(self.check)] if self.check is not None else []
+        return printable("\n".join(parts))
 
     __repr__ = __str__
 
@@ -245,7 +242,7 @@ class Formula:
         self,
         inputs: Arrays,
         cotangents: Arrays | None = None,
-        directions: Arrays | None = None,
+        directions: Arrays = (),
     ) -> Values:
         """The numbers of every result, in float64 and complex128.
 
@@ -257,23 +254,13 @@ class Formula:
         Raises:
             GradtoolsError: The numbers or shapes do not fit.
         """
-        known = self._known(inputs, cotangents, directions)
-        groups = [[x for x, _ in named] for named in (self._outputs, self._gradients, self._second)]
-        found = [x for group in groups for x in group if x is not None]
-        values = dict(zip(found, evaluate(found, known), strict=True))
-        shaped = lambda x: None if x is None else np.asarray(values[x]).reshape(x.shape)
-        return Values(*(tuple(map(shaped, group)) for group in groups))
-
-    def _known(
-        self, inputs: Arrays, cotangents: Arrays | None = None, directions: Arrays | None = None
-    ) -> dict[Expr, Any]:
-        """The value of each placeholder."""
+        if cotangents is None:
+            cotangents = [np.ones(p.shape) for p in self._cotangents]
         known = dict(self._recorded.held)
-        ones = [np.ones(p.shape) for p in self._cotangents]
         for what, places, given in (
             ("inputs", self._recorded.opened, inputs),
-            ("cotangents", self._cotangents, ones if cotangents is None else cotangents),
-            ("directions", self._directions, directions or []),
+            ("cotangents", self._cotangents, cotangents),
+            ("directions", self._directions, directions),
         ):
             if len(given) != len(places):
                 raise GradtoolsError(
@@ -281,20 +268,20 @@ class Formula:
                     f"({', '.join(p['name'] for p in places) or 'none'}); {len(given)} were given"
                 )
             known.update(zip(places, given, strict=True))
-        return known
+        groups = [[x for x, _ in named] for named in (self._outputs, self._gradients, self._second)]
+        found = [x for group in groups for x in group if x is not None]
+        values = dict(zip(found, evaluate(found, known), strict=True))
+        shaped = lambda x: None if x is None else np.asarray(values[x]).reshape(x.shape)
+        return Values(*(tuple(map(shaped, group)) for group in groups))
 
-    def point(self, rng: np.random.Generator) -> tuple[list, list, list]:
-        """Random inputs, cotangents and directions, standard normal; integers are 0 or 1."""
+    def random_cotangents(self, rng: np.random.Generator) -> tuple[list, list]:
+        """Random cotangents and directions, standard normal."""
 
         def draw(p: Expr) -> np.ndarray:
-            if not p.is_inexact:
-                return rng.integers(0, 2, p.shape).astype(bool if p.kind == "boolean" else np.int64)
             x = rng.normal(size=p.shape)
-            return x + 1j * rng.normal(size=p.shape) if p.is_complex else x
+            return x + 1j * rng.normal(size=p.shape) if p.is_complex else np.asarray(x)
 
-        groups = (self._recorded.opened, self._cotangents, self._directions)
-        inputs, cotangents, directions = ([draw(p) for p in group] for group in groups)
-        return inputs, cotangents, directions
+        return [*map(draw, self._cotangents)], [*map(draw, self._directions)]
 
     def agrees_with(
         self,
@@ -326,21 +313,13 @@ class Formula:
             raise GradtoolsError(
                 f"formula.agrees_with: the derivation must be a function, got {kind}."
             )
-        if self._agreement is None:
-            raise GradtoolsError(
-                "formula.agrees_with: a pickled or copied formula does not hold f. Call formula "
-                "again."
-            )
-        return self._agreement(derivation, tolerance, convert)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The formula without f, which may have no pickle."""
-        return {name: value for name, value in vars(self).items() if name != "_agreement"}
+        assert self.compare is not None
+        return self.compare(derivation, tolerance, convert)
 
 
 _FIELDS = {"real": "ℝ", "complex": "ℂ", "integer": "ℤ", "boolean": "{0,1}"}
 # By the suffix of a file: text, LaTeX to include, and Markdown.
-FORMS: Forms = {
+FORMS: saving.Forms = {
     ".txt": lambda formula: f"{formula}\n",
     ".tex": lambda formula: (
         f"% needs the packages amsmath and amssymb\n% {formula.check}\n"

@@ -2,14 +2,14 @@
 
 Of a holomorphic function f the derivative f' is given as an expression of its value y and its
 argument x; the cotangent of x is conj(f') g. Other functions give their pullback. Every gather
-whose places are known (a slice, constant indices, a mask) is one linear operation, ``arrange``, and
-``restore`` is its adjoint. Labels choose one entry of each row by a one-hot factor.
+whose places are known, such as a slice, is one linear operation, ``arrange``, and ``restore`` is
+its adjoint. Labels choose one entry of each row by a one-hot factor.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -20,26 +20,27 @@ from gradtools.seeing.formulas.algebra import (
     apply,
     broadcast,
     broadcast_shape,
+    centred,
     conj,
     contracts,
+    mean,
+    plus,
     product,
     real,
     reshape,
+    spread,
     total,
     transpose,
+    unsqueeze,
 )
 from gradtools.seeing.formulas.expressions import (
     BOOLEAN,
     DTYPES,
-    INTEGER,
     REAL,
     ArrayValue,
     Expr,
-    Shape,
     constant_of,
     expr,
-    is_zero,
-    kind_of,
     lifted,
     operation,
     widest,
@@ -65,35 +66,32 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
     return np.where(x >= 0, 1.0, e) / (1 + e)
 
 
-# The value, and the derivative from the value y and the argument x.
-_FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[Expr, Expr], Expr]]] = {
-    "exp": (np.exp, lambda y, x: y),
-    "log": (np.log, lambda y, x: x**-1),
-    "sin": (np.sin, lambda y, x: apply("cos", x)),
-    "cos": (np.cos, lambda y, x: -apply("sin", x)),
-    "sinh": (np.sinh, lambda y, x: apply("cosh", x)),
-    "cosh": (np.cosh, lambda y, x: apply("sinh", x)),
-    "tanh": (np.tanh, lambda y, x: 1 - y**2),
-    "erf": (
-        np.vectorize(math.erf, otypes=[float]),
-        lambda y, x: 2 / math.sqrt(math.pi) * apply("exp", -(x**2)),
+_gaussian = lambda y, x: 2 / math.sqrt(math.pi) * apply("exp", -(x**2))
+# The value, the derivative from the value y and the argument x, and the definition if it is shown.
+_FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[Expr, Expr], Expr], str]] = {
+    "exp": (np.exp, lambda y, x: y, ""),
+    "log": (np.log, lambda y, x: x**-1, ""),
+    "sin": (np.sin, lambda y, x: apply("cos", x), ""),
+    "cos": (np.cos, lambda y, x: -apply("sin", x), ""),
+    "sinh": (np.sinh, lambda y, x: apply("cosh", x), ""),
+    "cosh": (np.cosh, lambda y, x: apply("sinh", x), ""),
+    "tanh": (np.tanh, lambda y, x: 1 - y**2, ""),
+    "erf": (np.vectorize(math.erf, otypes=[float]), _gaussian, ""),
+    "softplus": (
+        lambda x: np.logaddexp(x, 0),
+        lambda y, x: apply("sigmoid", x),
+        "softplus(x) := log(1 + e^x)",
     ),
-    "softplus": (lambda x: np.logaddexp(x, 0), lambda y, x: apply("sigmoid", x)),
-    "sigmoid": (_sigmoid, lambda y, x: y * (1 - y)),
-    "relu": (lambda x: np.maximum(x, 0), lambda y, x: indicator(x, 0, ">")),
+    "sigmoid": (_sigmoid, lambda y, x: y * (1 - y), "sigmoid(x) := 1 / (1 + e^(-x))"),
+    "relu": (
+        lambda x: np.maximum(x, 0),
+        lambda y, x: indicator(x, 0, ">"),
+        "relu(x) := max(x, 0)",
+    ),
 }
-_DEFINITIONS = {
-    "softplus": "softplus(x) := log(1 + e^x)",
-    "sigmoid": "sigmoid(x) := 1 / (1 + e^(-x))",
-    "relu": "relu(x) := max(x, 0)",
-}
-for _name, (_evaluate, _slope) in _FUNCTIONS.items():
-    _entrywise(
-        _name,
-        _evaluate,
-        lambda y, g, x, slope=_slope: [conj(slope(y, x)) * g],
-        definition=_DEFINITIONS.get(_name, ""),
-    )
+for _name, (_value, _slope, _definition) in _FUNCTIONS.items():
+    _pulled = lambda y, g, x, slope=_slope: [conj(slope(y, x)) * g]
+    _entrywise(_name, _value, _pulled, definition=_definition)
 
 
 # --- sums, powers, parts of complex numbers
@@ -142,12 +140,7 @@ _entrywise(
     lambda y, g, x: [conj(y["exponent"] * x ** (y["exponent"] - 1)) * g],
     form=_write_power,
 )
-_entrywise(
-    "abs",
-    np.abs,
-    _pull_abs,
-    form=lambda w, x: Written(f"|{w.write(x.args[0]).text}|"),
-)
+_entrywise("abs", np.abs, _pull_abs, form=lambda w, x: Written(f"|{w.write(x.args[0]).text}|"))
 _entrywise("sign", np.sign, form=_named("sgn"))
 _entrywise("real", np.real, lambda y, g, x: [real(g)], form=_named("Re"))
 _entrywise("imag", np.imag, lambda y, g, x: [1j * real(g)], form=_named("Im"))
@@ -166,11 +159,6 @@ _entrywise(
 )
 
 
-def modulus(x: Expr) -> Expr:
-    """The modulus |x|."""
-    return x if x.op == "abs" else apply("abs", x, kind=REAL)
-
-
 def stop(x: Expr) -> Expr:
     """stop_gradient: x with no derivative."""
     return x if x.op == "stop" or constant_of(x) is not None else apply("stop", x, kind=x.kind)
@@ -179,16 +167,6 @@ def stop(x: Expr) -> Expr:
 def cast_to(x: Expr, kind: str) -> Expr:
     """x as values of another kind."""
     return apply("cast", x, kind=kind, to=kind)
-
-
-def cast(x: Expr, *, dtype: Any = None) -> Expr:
-    """x in another dtype; a cast to integers truncates."""
-    kind = x.kind if dtype is None else kind_of(dtype)
-    if x.is_complex and kind == REAL:
-        return real(x)
-    if kind in (INTEGER, BOOLEAN) and kind != x.kind and (kind, x.kind) != (INTEGER, BOOLEAN):
-        return cast_to(x, kind)
-    return x
 
 
 # --- comparison and choice
@@ -209,12 +187,12 @@ def indicator(a: Any, b: Any, relation: str) -> Expr:
     return apply("compare", a, b, kind=BOOLEAN, relation=relation)
 
 
-def _negation(c: Expr) -> Expr:
-    """Logical not."""
+def _pull_where(y: Expr, g: Expr, c: Expr, a: Expr, b: Expr) -> list[Expr | None]:
+    otherwise = 1 - c
     if c.op == "compare":
-        a, b = c.args
-        return indicator(a, b, _RELATIONS[c["relation"]][1])
-    return 1 - c
+        left, right = c.args
+        otherwise = indicator(left, right, _RELATIONS[c["relation"]][1])
+    return [None, c * g, otherwise * g]
 
 
 def _write_compare(w: Writer, x: Expr) -> Written:
@@ -229,9 +207,7 @@ def _write_where(w: Writer, x: Expr) -> Written:
 
 
 _entrywise("compare", lambda a, b, relation: _RELATIONS[relation][0](a, b), form=_write_compare)
-_entrywise(
-    "where", np.where, lambda y, g, c, a, b: [None, c * g, _negation(c) * g], form=_write_where
-)
+_entrywise("where", np.where, _pull_where, form=_write_where)
 
 
 def where(c: Expr, a: Any, b: Any) -> Expr:
@@ -241,15 +217,6 @@ def where(c: Expr, a: Any, b: Any) -> Expr:
     if mask is not None and mask.all() == mask.any():
         return broadcast(a if mask.all() else b, broadcast_shape(c.shape, a.shape, b.shape))
     return apply("where", c, a, b, kind=widest(a.kind, b.kind))
-
-
-def larger(a: Expr, b: Expr) -> Expr | None:
-    """The maximum with the number 0, which is relu, or with -inf; None for any other."""
-    a, b = (a, b) if constant_of(a) is None else (b, a)
-    if constant_of(b) not in (0, -math.inf):
-        return None
-    whole = broadcast(a, broadcast_shape(a.shape, b.shape))
-    return apply("relu", whole) if is_zero(b) else whole
 
 
 # --- constants, contractions, reshapes
@@ -327,7 +294,7 @@ def _restored(y: Expr, g: np.ndarray) -> np.ndarray:
     return out.reshape(y["into"])
 
 
-def slices_of(places: np.ndarray, shape: Shape) -> str:
+def slices_of(places: np.ndarray, shape: Sequence[int]) -> str:
     """The slices that take these places of a flattened array; "c" where slices do not."""
     if not places.size or not shape:
         return "c"
@@ -439,3 +406,141 @@ def take_along(x: Expr, i: Expr, *, axis: int) -> Expr | None:
         return None
     last = transpose(x, [*(a for a in range(x.rank) if a != axis), axis])
     return reshape(picked(last, reshape(i, rest(i))), i.shape)
+
+
+# --- reductions, softmax and standardization along axes
+
+
+def _letters_below(w: Writer, y: Expr) -> str:
+    """The letters of the axes along which y is computed; empty where these are all."""
+    x, axes = y.args[0], y["axes"]
+    letters = w.axes.unique(x)
+    return "".join(letters[a] for a in axes) if len(axes) < x.rank else ""
+
+
+def _along(name: str) -> Callable[[Writer, Expr], Written]:
+    """Writes a function with the letters of its axes below."""
+    return lambda w, x: ts.function(name, [w.operand(x.args[0])], _letters_below(w, x))
+
+
+def _finite_top(x: np.ndarray, axes: Any) -> np.ndarray:
+    """The maximum along the axes, 0 where it is infinite: e^(x - top) does not overflow."""
+    top = np.max(x.real, axes, keepdims=True)
+    return np.where(np.isfinite(top), top, 0)
+
+
+def _logsumexp(x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
+    top = _finite_top(x, axes)
+    return np.log(np.exp(x - top).sum(axes)) + top.squeeze(axes)
+
+
+def _pull_logsumexp(y: Expr, g: Expr, x: Expr, axes: tuple[int, ...]) -> Expr:
+    return conj(softmax(x, axis=axes[0]) if len(axes) == 1 else apply("exp", x - y)) * g
+
+
+def _pull_variance(y: Expr, g: Expr, x: Expr, axes: tuple[int, ...]) -> Expr:
+    return 2 / prod(x.shape[a] for a in axes) * (centred(x, axes) * real(g))
+
+
+def _write_norm(w: Writer, x: Expr) -> Written:
+    below = _letters_below(w, x)
+    return Written(f"‖{w.operand(x.args[0]).text}‖" + (ts.below(below) if below else ""))
+
+
+# The cotangent of a maximum or minimum is that of all entries which equal it.
+_pull_extreme = lambda y, g, x, axes: indicator(x, y, "==") * g
+# The value from the argument and the axes; the argument's cotangent from the value and its
+# cotangent, both broadcast to the argument; how it is written; the definition if it is shown.
+_REDUCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Expr], Any, str]] = {
+    "max": (np.max, _pull_extreme, _along("max"), ""),
+    "min": (np.min, _pull_extreme, _along("min"), ""),
+    "norm": (
+        lambda x, axes: np.sqrt((np.abs(x) ** 2).sum(axes)),
+        lambda y, g, x, axes: x * (real(g) / y),
+        _write_norm,
+        "",
+    ),
+    "logsumexp": (
+        _logsumexp,
+        _pull_logsumexp,
+        _along("logsumexp"),
+        "logsumexpᵢ(x) := log Σᵢ e^x",
+    ),
+    "variance": (np.var, _pull_variance, _along("var"), "varᵢ(x) := meanᵢ |x - meanᵢ x|²"),
+}
+
+
+def _reduction_labels(y: Expr) -> list[list[int | None]]:
+    kept = iter(range(y.rank))
+    return [[None if a in y["axes"] else next(kept) for a in range(y.args[0].rank)]]
+
+
+def _pull_reduction(y: Expr, g: Expr, x: Expr) -> list[Expr]:
+    axes = y["axes"]
+    return [_REDUCTIONS[y.op][1](spread(y, axes, x.shape), spread(g, axes, x.shape), x, axes)]
+
+
+for _name, (_value, _, _form, _definition) in _REDUCTIONS.items():
+    _of_axes = lambda y, x, value=_value: value(x, y["axes"])
+    more: dict[str, Any] = {"form": _form, "definition": _definition, "labels": _reduction_labels}
+    operation(_name, _of_axes, _pull_reduction, **more)
+
+
+def reduced(name: str, x: Expr, axes: Iterable[int] | None = None, keep: bool = False) -> Expr:
+    """A reduction over axes, by default all; x itself if there are none."""
+    axes = tuple(range(x.rank) if axes is None else sorted(axes))
+    if not axes:
+        return x
+    kind = REAL if name in ("norm", "variance") else x.kind
+    shape = [n for a, n in enumerate(x.shape) if a not in axes]
+    result = expr(name, (x,), shape, kind, axes=axes)
+    return unsqueeze(result, axes) if keep else result
+
+
+def _softmax(y: Expr, x: np.ndarray) -> np.ndarray:
+    e = np.exp(x - _finite_top(x, y["axes"]))
+    return e / e.sum(y["axes"], keepdims=True)
+
+
+def softmax(x: Expr, *, axis: int) -> Expr:
+    """exp(x) over its sum along an axis; a scalar is an axis of length 1."""
+    if x.rank:
+        return expr("softmax", (x,), x.shape, x.kind, axes=(axis,))
+    return reshape(softmax(reshape(x, (1,)), axis=0), ())
+
+
+def _standardize(y: Expr, x: np.ndarray) -> np.ndarray:
+    axes = y["axes"]
+    return (x - x.mean(axes, keepdims=True)) / np.sqrt(x.var(axes, keepdims=True) + y["eps"])
+
+
+def _pull_standardize(y: Expr, g: Expr, x: Expr) -> list[Expr]:
+    """(g - mean g - y mean(y g)) / deviation."""
+    axes = y["axes"]
+    inner = plus(g, -mean(g, axes, keep=True), -(y * mean(y * g, axes, keep=True)))
+    return [inner / spread((reduced("variance", x, axes) + y["eps"]) ** 0.5, axes, x.shape)]
+
+
+def _write_standardize(w: Writer, x: Expr) -> Written:
+    if x["eps"]:
+        w.note(
+            "standardize(x) = (x - mean(x)) / √(var(x) + ε), "
+            f"ε = {ts.number(x['eps']).text}, over the axes below"
+        )
+    return _along("standardize")(w, x)
+
+
+def standardize(x: Expr, *, axes: Iterable[int], eps: float = 0.0) -> Expr:
+    """(x - mean) / sqrt(variance + eps)."""
+    attributes = {"axes": tuple(sorted(axes)), "eps": float(eps)}
+    return expr("standardize", (x,), x.shape, x.kind, **attributes)
+
+
+operation(
+    "softmax",
+    _softmax,
+    lambda y, g, x: [conj(y) * (g - total(conj(y) * g, y["axes"], keep=True))],
+    form=_along("softmax"),
+    definition="softmaxᵢ(x) := e^x / Σᵢ e^x",
+)
+operation("standardize", _standardize, _pull_standardize, form=_write_standardize)

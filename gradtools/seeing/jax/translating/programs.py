@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from math import prod
 from typing import Any
 
 import jax
@@ -29,7 +28,6 @@ from gradtools.seeing.formulas.opaque import OpaqueFunction, by_name
 from gradtools.seeing.formulas.operations import picked, take_along
 from gradtools.seeing.formulas.reverse_mode import Recorded
 from gradtools.seeing.formulas.words import (
-    arranged,
     constant,
     fitted,
     has_opaque_part,
@@ -185,14 +183,6 @@ class _Translator:
 
     def _gathered(self, eqn: Any, entries: Sequence[Entry], x: Expr, indices: Expr) -> Expr | None:
         """Constant places, or one entry of each row; else None."""
-        if indices.is_constant and x.is_inexact and prod(x.shape) <= 1 << 20:
-
-            def computed(first: np.ndarray) -> np.ndarray:
-                with jax.ensure_compile_time_eval():
-                    first = jnp.asarray(first, eqn.invars[0].aval.dtype)
-                    return np.asarray(_bound(eqn, [first, *entries[1:]])[0])
-
-            return arranged(x, computed)
         if indices.is_constant or not indices.rank:
             return None
         d, known = eqn.params["dimension_numbers"], self.value_of(indices)

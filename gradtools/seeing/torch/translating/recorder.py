@@ -52,8 +52,8 @@ from gradtools.seeing.formulas.operations import (
     stop,
     take_along,
 )
-from gradtools.seeing.formulas.reductions import variance
 from gradtools.seeing.formulas.words import (
+    WORDS,
     constant,
     fitted,
     has_opaque_part,
@@ -400,7 +400,7 @@ def _var_mean(recorder: FormulaRecorder, call: AtenCall, own: Any) -> list[Expr]
     keep, correction = getattr(own, "keepdim", False), getattr(own, "correction", None)
     axes = [a % own.self.rank for a in own.dim or range(own.self.rank)]
     correction = int(getattr(own, "unbiased", True)) if correction is None else correction
-    squares = variance(own.self, axes=axes, correction=correction, keep=keep)
+    squares = WORDS["variance"](own.self, axes=axes, correction=correction, keep=keep)
     return [squares, mean(own.self, axes, keep)]
 
 

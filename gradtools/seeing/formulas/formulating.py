@@ -114,7 +114,7 @@ class _Comparison:
 
     def __init__(self, program: LeafProgram, order: int) -> None:
         self.program, self.order, self.backend = program, order, program.backend
-        self.programs = program.framework.programs
+        self.programs = program.framework.translating
         self.near: list[Point] = []  # the compared points near the arguments
         with program.running():
             self.recorded = recorded = self.programs.formula_graph(program)

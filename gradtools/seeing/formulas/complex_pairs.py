@@ -74,7 +74,8 @@ def together(
         leaves = [x for x in order([apart, whole]) if x.op == "placeholder"]
         values = {x: rng.normal(size=x.shape) for x in (*leaves, *parts)}
         values |= {q.whole: values[q.real] + 1j * values[q.imaginary] for q in pairs}
-        if not np.allclose(*evaluate([apart, whole], values), rtol=1e-12, atol=1e-12):
+        one, other = evaluate([apart, whole], values)
+        if not np.allclose(one, other, rtol=1e-12, atol=1e-12):
             return []
         result.append((p, whole))
     return result

@@ -10,7 +10,6 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradtools.arguments.wording import with_article
 from gradtools.errors import GradtoolsError
 from gradtools.printing import printable
 from gradtools.rules import replaced_at
@@ -159,13 +158,7 @@ class Formula:
 
     def lines(self, section: int) -> list[str]:
         """The lines of one part: 0 the program, 1 its adjoint, 2 the adjoint of that."""
-        parts = self._statements.sections
-        if section not in range(len(parts)):
-            raise GradtoolsError(
-                f"formula.lines: part is {section!r}; expected one of 0 to {len(parts) - 1}. "
-                "formula(f, *args, order=2) has one part more than order 1."
-            )
-        return [f"{a.text} = {b.text}" for a, b in parts[section].lines]
+        return [f"{a.text} = {b.text}" for a, b in self._statements.sections[section].lines]
 
     def latex(self) -> str:
         """The formula in LaTeX: one ``aligned`` for each part, and one for definitions of names."""
@@ -239,10 +232,7 @@ class Formula:
     # Numbers.
 
     def evaluate(
-        self,
-        inputs: Arrays,
-        cotangents: Arrays | None = None,
-        directions: Arrays = (),
+        self, inputs: Arrays, cotangents: Arrays | None = None, directions: Arrays = ()
     ) -> Values:
         """The numbers of every result, in float64 and complex128.
 
@@ -256,18 +246,14 @@ class Formula:
         """
         if cotangents is None:
             cotangents = [np.ones(p.shape) for p in self._cotangents]
-        known = dict(self._recorded.held)
-        for what, places, given in (
-            ("inputs", self._recorded.opened, inputs),
-            ("cotangents", self._cotangents, cotangents),
-            ("directions", self._directions, directions),
-        ):
-            if len(given) != len(places):
-                raise GradtoolsError(
-                    f"formula: {len(places)} {what} are needed "
-                    f"({', '.join(p['name'] for p in places) or 'none'}); {len(given)} were given"
-                )
-            known.update(zip(places, given, strict=True))
+        places = (*self._recorded.opened, *self._cotangents, *self._directions)
+        given = (*inputs, *cotangents, *directions)
+        if len(given) != len(places):
+            raise GradtoolsError(
+                f"formula: {len(places)} arrays are needed "
+                f"({', '.join(self._names[p].text for p in places)}); {len(given)} were given"
+            )
+        known = {**self._recorded.held, **dict(zip(places, given, strict=True))}
         groups = [[x for x, _ in named] for named in (self._outputs, self._gradients, self._second)]
         found = [x for group in groups for x in group if x is not None]
         values = dict(zip(found, evaluate(found, known), strict=True))
@@ -305,14 +291,9 @@ class Formula:
             An `Agreement`, truthy if they agree, with the first differing entry.
 
         Raises:
-            GradtoolsError: `derivation` is not a function, returns a wrong number of cotangents, or
-                one for an argument that is not in ``argnums``. Its own errors are passed on.
+            GradtoolsError: `derivation` returns a wrong number of cotangents, or one for an
+                argument that is not in ``argnums``. Its own errors are passed on.
         """
-        if not callable(derivation):
-            kind = with_article(type(derivation).__name__)
-            raise GradtoolsError(
-                f"formula.agrees_with: the derivation must be a function, got {kind}."
-            )
         assert self.compare is not None
         return self.compare(derivation, tolerance, convert)
 

@@ -10,7 +10,7 @@ the precision in which f runs. Derivations by hand are compared with the framewo
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -23,11 +23,11 @@ from gradtools.code_origin import place_of
 from gradtools.errors import GradtoolsError
 from gradtools.rules import replaced_at
 from gradtools.seeing.formulas.derivation import Agreement, Formula
-from gradtools.seeing.frameworks import Framework
 from gradtools.seeing.graphs.program import LeafProgram, spoken
 
 _POINTS = 3
-_STEPS = (0.1, 0.01, 0.001, np.inf)  # relative distances of the random points; inf: anywhere
+# Relative distances of the random points (inf: anywhere); those where f is defined are compared.
+_STEPS = [step for step in (0.1, 0.01, 0.001, np.inf) for _ in range(_POINTS)]
 # By precision: the allowed relative error of order 1, and the scale of smaller arrays relative to
 # the greatest number (see `compared`).
 _DOUBLE, _SINGLE = (1e-8, 1e-4), (1e-3, 1e-2)
@@ -96,11 +96,6 @@ class Formulating(Operators):
         algorithmic differentiation, 2008; for complex numbers Kreutz-Delgado, 2009.
         """
         order = order_among("formula", order, (1, 2), "1, or 2 with the double backward")
-        if not Framework(self._backend, "formula").recorded_run.watchable():
-            raise GradtoolsError(
-                "formula: called inside of a transform (vmap, grad) or of compiled code, where "
-                "arrays have no values. Call it outside, on the function itself."
-            )
         program = LeafProgram(self._backend, "formula", f, args, kwargs, argnums).with_values()
         # f's own names of its parameters; x for an argument without one
         alone = not any("argument 1" in name for name in program.names)
@@ -143,7 +138,7 @@ class _Comparison:
             GradtoolsError: They differ; or no value is finite, so that nothing was compared.
         """
         self.formula.compare = self.with_derivation
-        (here,) = self._points(0.0, 1)
+        (here,) = self._points([0.0])
         theirs = self._numbers(here)
         at_given = self._compared(here, theirs)
         near, why_not = self._compared_nearby()
@@ -167,25 +162,23 @@ class _Comparison:
 
     def _compared_nearby(self) -> tuple[list[tuple[Point, Agreement]], str]:
         """The comparisons at points near the arguments; why there is none, if there is none."""
-        best: list[tuple[Point, Agreement]] = []
-        for step in _STEPS:
-            found: list[tuple[Point, Agreement]] = []
-            for point in self._points(step):
-                try:
-                    theirs = self._numbers(point)
-                except GradtoolsError:  # f may be undefined there
-                    continue
-                if all_finite(theirs[:1]):
-                    found.append((point, self._compared(point, theirs)))
-            for point, result in found:
-                if not result and self._runs_alike(point):
-                    raise _differs(result)
-                if not result:
-                    return [], "nearby f runs another program (values decide what it runs)"
-            best = max(best, found, key=len)
-            if len(found) == _POINTS:
+        near: list[tuple[Point, Agreement]] = []
+        for point in self._points(_STEPS):
+            if len(near) == _POINTS:
                 break
-        return best, "nearby f is not defined (it raises, or a value is not finite)"
+            try:
+                theirs = self._numbers(point)
+            except GradtoolsError:  # f may be undefined there
+                continue
+            if not all_finite(theirs[:1]):
+                continue
+            result = self._compared(point, theirs)
+            near.append((point, result))
+            if not result and self._runs_alike(point):
+                raise _differs(result)
+            if not result:
+                return [], "nearby f runs another program (values decide what it runs)"
+        return near, "nearby f is not defined (it raises, or a value is not finite)"
 
     def _compared(self, point: Point, theirs: Sequence[Group]) -> Agreement:
         """The formula's numbers at a point, compared with the framework's."""
@@ -218,7 +211,7 @@ class _Comparison:
         call = ", ".join(f"{n} {what}{'s' * (n != 1)}" for n, what in counts if n)
         results: list[Agreement] = []
         finite = False
-        for point in (*self._points(0.0, 1), *self.near):
+        for point in (*self._points([0.0]), *self.near):
             theirs = self._numbers(point)
             finite = finite or all_finite(theirs)
             result = derivation(*map(convert or self._array, chain(*point)))
@@ -236,18 +229,16 @@ class _Comparison:
         random = f" and {_counted(len(self.near))}" if self.near else ""
         return _agreement(results, f"yes: agrees at the arguments{random}", f", called with {call}")
 
-    def _points(self, step: float, count: int = _POINTS) -> list[Point]:
-        """Random points at this relative distance of the given arguments; these themselves at 0."""
+    def _points(self, steps: Sequence[float]) -> Iterator[Point]:
+        """Random points at relative distances of the given arguments; these themselves at 0."""
         rng, own = np.random.default_rng(0), len(self.program.leaves)
-        result = []
-        for _ in range(count):
+        for step in steps:
             cotangents, directions = self.formula.random_cotangents(rng)
             inputs = [_moved(rng, x, step) if k < own else x for k, x in enumerate(self.given)]
             if self.single:
                 narrow = lambda x: x.astype(np.complex64 if np.iscomplexobj(x) else np.float32)
                 cotangents, directions = [*map(narrow, cotangents)], [*map(narrow, directions)]
-            result.append((inputs, cotangents, directions))
-        return result
+            yield inputs, cotangents, directions
 
     def _leaves(self, point: Point) -> list[Any]:
         """The framework's arrays of f's arguments; integers and random keys are the given ones."""

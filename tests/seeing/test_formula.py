@@ -78,7 +78,7 @@ NAMES = {  # of each definition, as a line has it
     "relu": r"relu\(",
     "softmax": r"softmax[^ (]*\(",
     "logsumexp": r"logsumexp[^ (]*\(",
-    "variance": r"\bvar[^ (]*\(",
+    "var": r"\bvar[^ (]*\(",
 }
 
 

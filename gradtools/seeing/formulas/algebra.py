@@ -478,7 +478,7 @@ def _part(x: Expr, which: int) -> Expr:
         return scale((1.0, -1.0)[which], _part(x.args[0], which))
     if x.op == "add":
         result = [_part(t, which) for t in x.args]
-        if any(f.op not in ("real", "imag") for f in result):
+        if any(f.op not in ("Re", "Im") for f in result):
             return add(result)
     if x.op == "einsum":
         c, entries, out = parts(x)
@@ -489,7 +489,7 @@ def _part(x: Expr, which: int) -> Expr:
             f, names = entries[complex_ones[0]]
             entries[complex_ones[0]] = _part(f, which), names
             return product(entries, out, x.shape, c)
-    return apply(("real", "imag")[which], x, kind=REAL)
+    return apply(("Re", "Im")[which], x, kind=REAL)
 
 
 def squeeze(x: Expr, axes: tuple[int, ...]) -> Expr:

@@ -113,19 +113,10 @@ def _write_power(w: Writer, x: Expr) -> Written:
     return ts.over(ts.number(1.0), raised) if negative else raised
 
 
-def _pull_abs(y: Expr, g: Expr, x: Expr) -> list[Expr]:
-    return [real(g) * (x * y**-1 if x.is_complex else apply("sign", x))]
-
-
 def _write_cast(w: Writer, x: Expr) -> Written:
     """√x and √(x + 0i) differ below zero, so a cast to complex is written."""
     inner = w.write(x.args[0])
     return Written(f"{inner.text} + 0i", ts.SUM) if x.is_complex else inner
-
-
-def _named(name: str) -> Callable[[Writer, Expr], Written]:
-    """Writes an operation by another name than its own."""
-    return lambda w, x: ts.function(name, map(w.write, x.args))
 
 
 operation(
@@ -140,10 +131,15 @@ _entrywise(
     lambda y, g, x: [conj(y["exponent"] * x ** (y["exponent"] - 1)) * g],
     form=_write_power,
 )
-_entrywise("abs", np.abs, _pull_abs, form=lambda w, x: Written(f"|{w.write(x.args[0]).text}|"))
-_entrywise("sign", np.sign, form=_named("sgn"))
-_entrywise("real", np.real, lambda y, g, x: [real(g)], form=_named("Re"))
-_entrywise("imag", np.imag, lambda y, g, x: [1j * real(g)], form=_named("Im"))
+_entrywise(
+    "abs",
+    np.abs,
+    lambda y, g, x: [real(g) * (x * y**-1 if x.is_complex else apply("sgn", x))],
+    form=lambda w, x: Written(f"|{w.write(x.args[0]).text}|"),
+)
+_entrywise("sgn", np.sign)
+_entrywise("Re", np.real, lambda y, g, x: [real(g)])
+_entrywise("Im", np.imag, lambda y, g, x: [1j * real(g)])
 _entrywise(
     "conj",
     np.conj,
@@ -411,27 +407,27 @@ def take_along(x: Expr, i: Expr, *, axis: int) -> Expr | None:
 # --- reductions, softmax and standardization along axes
 
 
-def _letters_below(w: Writer, y: Expr) -> str:
-    """The letters of the axes along which y is computed; empty where these are all."""
+def _write_along(w: Writer, y: Expr) -> Written:
+    """A function with the letters of its axes below, unless these are all axes."""
     x, axes = y.args[0], y["axes"]
     letters = w.axes.unique(x)
-    return "".join(letters[a] for a in axes) if len(axes) < x.rank else ""
+    below = "".join(letters[a] for a in axes) if len(axes) < x.rank else ""
+    if y.op == "norm":
+        return Written(f"‖{w.operand(x).text}‖" + (ts.below(below) if below else ""))
+    if y.op == "standardize" and y["eps"]:
+        epsilon = ts.number(y["eps"]).text
+        w.note(
+            "standardize(x) = (x - mean(x)) / √(var(x) + ε), "
+            f"ε = {epsilon}, over the axes below"
+        )
+    return ts.function(y.op, [w.operand(x)], below)
 
 
-def _along(name: str) -> Callable[[Writer, Expr], Written]:
-    """Writes a function with the letters of its axes below."""
-    return lambda w, x: ts.function(name, [w.operand(x.args[0])], _letters_below(w, x))
-
-
-def _finite_top(x: np.ndarray, axes: Any) -> np.ndarray:
-    """The maximum along the axes, 0 where it is infinite: e^(x - top) does not overflow."""
+def _logsumexp(x: np.ndarray, axes: tuple[int, ...], keepdims: bool = False) -> np.ndarray:
     top = np.max(x.real, axes, keepdims=True)
-    return np.where(np.isfinite(top), top, 0)
-
-
-def _logsumexp(x: np.ndarray, axes: tuple[int, ...]) -> np.ndarray:
-    top = _finite_top(x, axes)
-    return np.log(np.exp(x - top).sum(axes)) + top.squeeze(axes)
+    top = np.where(np.isfinite(top), top, 0)  # e^(x - top) does not overflow
+    result = np.log(np.exp(x - top).sum(axes, keepdims=True)) + top
+    return result if keepdims else result.squeeze(axes)
 
 
 def _pull_logsumexp(y: Expr, g: Expr, x: Expr, axes: tuple[int, ...]) -> Expr:
@@ -442,31 +438,17 @@ def _pull_variance(y: Expr, g: Expr, x: Expr, axes: tuple[int, ...]) -> Expr:
     return 2 / prod(x.shape[a] for a in axes) * (centred(x, axes) * real(g))
 
 
-def _write_norm(w: Writer, x: Expr) -> Written:
-    below = _letters_below(w, x)
-    return Written(f"‖{w.operand(x.args[0]).text}‖" + (ts.below(below) if below else ""))
-
-
 # The cotangent of a maximum or minimum is that of all entries which equal it.
 _pull_extreme = lambda y, g, x, axes: indicator(x, y, "==") * g
+_euclidean = lambda x, axes: np.sqrt((np.abs(x) ** 2).sum(axes))
 # The value from the argument and the axes; the argument's cotangent from the value and its
-# cotangent, both broadcast to the argument; how it is written; the definition if it is shown.
-_REDUCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Expr], Any, str]] = {
-    "max": (np.max, _pull_extreme, _along("max"), ""),
-    "min": (np.min, _pull_extreme, _along("min"), ""),
-    "norm": (
-        lambda x, axes: np.sqrt((np.abs(x) ** 2).sum(axes)),
-        lambda y, g, x, axes: x * (real(g) / y),
-        _write_norm,
-        "",
-    ),
-    "logsumexp": (
-        _logsumexp,
-        _pull_logsumexp,
-        _along("logsumexp"),
-        "logsumexpᵢ(x) := log Σᵢ e^x",
-    ),
-    "variance": (np.var, _pull_variance, _along("var"), "varᵢ(x) := meanᵢ |x - meanᵢ x|²"),
+# cotangent, both broadcast to the argument; the definition if it is shown.
+_REDUCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Expr], str]] = {
+    "max": (np.max, _pull_extreme, ""),
+    "min": (np.min, _pull_extreme, ""),
+    "norm": (_euclidean, lambda y, g, x, axes: x * (real(g) / y), ""),
+    "logsumexp": (_logsumexp, _pull_logsumexp, "logsumexpᵢ(x) := log Σᵢ e^x"),
+    "var": (np.var, _pull_variance, "varᵢ(x) := meanᵢ |x - meanᵢ x|²"),
 }
 
 
@@ -480,10 +462,10 @@ def _pull_reduction(y: Expr, g: Expr, x: Expr) -> list[Expr]:
     return [_REDUCTIONS[y.op][1](spread(y, axes, x.shape), spread(g, axes, x.shape), x, axes)]
 
 
-for _name, (_value, _, _form, _definition) in _REDUCTIONS.items():
+for _name, (_value, _, _definition) in _REDUCTIONS.items():
+    _about = {"form": _write_along, "definition": _definition, "labels": _reduction_labels}
     _of_axes = lambda y, x, value=_value: value(x, y["axes"])
-    more: dict[str, Any] = {"form": _form, "definition": _definition, "labels": _reduction_labels}
-    operation(_name, _of_axes, _pull_reduction, **more)
+    operation(_name, _of_axes, _pull_reduction, **_about)
 
 
 def reduced(name: str, x: Expr, axes: Iterable[int] | None = None, keep: bool = False) -> Expr:
@@ -491,15 +473,10 @@ def reduced(name: str, x: Expr, axes: Iterable[int] | None = None, keep: bool = 
     axes = tuple(range(x.rank) if axes is None else sorted(axes))
     if not axes:
         return x
-    kind = REAL if name in ("norm", "variance") else x.kind
+    kind = REAL if name in ("norm", "var") else x.kind
     shape = [n for a, n in enumerate(x.shape) if a not in axes]
     result = expr(name, (x,), shape, kind, axes=axes)
     return unsqueeze(result, axes) if keep else result
-
-
-def _softmax(y: Expr, x: np.ndarray) -> np.ndarray:
-    e = np.exp(x - _finite_top(x, y["axes"]))
-    return e / e.sum(y["axes"], keepdims=True)
 
 
 def softmax(x: Expr, *, axis: int) -> Expr:
@@ -518,16 +495,7 @@ def _pull_standardize(y: Expr, g: Expr, x: Expr) -> list[Expr]:
     """(g - mean g - y mean(y g)) / deviation."""
     axes = y["axes"]
     inner = plus(g, -mean(g, axes, keep=True), -(y * mean(y * g, axes, keep=True)))
-    return [inner / spread((reduced("variance", x, axes) + y["eps"]) ** 0.5, axes, x.shape)]
-
-
-def _write_standardize(w: Writer, x: Expr) -> Written:
-    if x["eps"]:
-        w.note(
-            "standardize(x) = (x - mean(x)) / √(var(x) + ε), "
-            f"ε = {ts.number(x['eps']).text}, over the axes below"
-        )
-    return _along("standardize")(w, x)
+    return [inner / spread((reduced("var", x, axes) + y["eps"]) ** 0.5, axes, x.shape)]
 
 
 def standardize(x: Expr, *, axes: Iterable[int], eps: float = 0.0) -> Expr:
@@ -538,9 +506,9 @@ def standardize(x: Expr, *, axes: Iterable[int], eps: float = 0.0) -> Expr:
 
 operation(
     "softmax",
-    _softmax,
+    lambda y, x: np.exp(x - _logsumexp(x, y["axes"], keepdims=True)),
     lambda y, g, x: [conj(y) * (g - total(conj(y) * g, y["axes"], keep=True))],
-    form=_along("softmax"),
+    form=_write_along,
     definition="softmaxᵢ(x) := e^x / Σᵢ e^x",
 )
-operation("standardize", _standardize, _pull_standardize, form=_write_standardize)
+operation("standardize", _standardize, _pull_standardize, form=_write_along)

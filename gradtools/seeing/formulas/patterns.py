@@ -149,7 +149,7 @@ def _variance(x: Expr) -> Expr | None:
     """The mean of |z - mean z|**2."""
     squares = _squares(x, of_mean=True)
     z = _centre(*squares) if squares else None
-    return reduced("variance", z, squares[1]) if squares and z is not None else None
+    return reduced("var", z, squares[1]) if squares and z is not None else None
 
 
 def _variance_of_moments(x: Expr) -> Expr | None:
@@ -159,7 +159,7 @@ def _variance_of_moments(x: Expr) -> Expr | None:
         if squares and not squares[0].is_complex:
             m = mean(*squares)
             if [t for t in x.args if t is not first] == [-(m * m)]:
-                return reduced("variance", *squares)
+                return reduced("var", *squares)
     return None
 
 
@@ -172,7 +172,7 @@ def _standardize(x: Expr) -> Expr | None:
         terms = _terms(f.args[0])
         eps = [constant_of(t) for t in terms if constant_of(t) is not None]
         rest = [t for t in terms if constant_of(t) is None]
-        v = rest[0] if len(rest) == 1 and rest[0].op == "variance" else None
+        v = rest[0] if len(rest) == 1 and rest[0].op == "var" else None
         if v is None or v.args[0].is_complex:
             continue
         (z,), axes = v.args, v["axes"]
@@ -191,7 +191,7 @@ def _norm(x: Expr) -> Expr | None:
 
 
 _PATTERNS: dict[str, tuple[Callable[[Expr], Expr | None], ...]] = {
-    "relu": (lambda x: x.args[0] if x.args[0].op == "variance" else None,),
+    "relu": (lambda x: x.args[0] if x.args[0].op == "var" else None,),
     "log": (_logsumexp, _of_exponential),
     "einsum": (_softmax, _variance, _standardize),
     "add": (_variance_of_moments,),

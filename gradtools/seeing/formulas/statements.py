@@ -165,7 +165,7 @@ class Statements:
 
 
 _LIGHT = {
-    *("power", "conj", "real", "imag", "compare", "one_hot", "arrange", "reshape", "abs", "sign"),
+    *("power", "conj", "Re", "Im", "compare", "one_hot", "arrange", "reshape", "abs", "sgn"),
     *("cast", "stop"),
 }
 _BASES = {
@@ -175,7 +175,7 @@ _BASES = {
     "relu": "h",
     "softmax": "p",
     "standardize": "n",
-    "variance": "v",
+    "var": "v",
     "norm": "r",
     "output": "z",
 }

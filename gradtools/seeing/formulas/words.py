@@ -76,7 +76,7 @@ def _variance(x: Expr, *, axes: Any = None, correction: float = 0, keep: bool = 
     """sum(abs(x - mean)**2) / (n - correction)."""
     n = math.prod(x.shape if axes is None else (x.shape[a] for a in axes))
     scale = n / (n - correction) if n > correction else math.nan
-    return scale * reduced("variance", x, axes, keep)
+    return scale * reduced("var", x, axes, keep)
 
 
 def _reduction(name: str) -> Callable[..., Expr]:
@@ -98,7 +98,7 @@ WORDS: dict[str, Callable[..., Any]] = {
     "rsqrt": lambda x: x**-0.5,
     "reciprocal": lambda x: x**-1,
     "abs": lambda x: x if x.op == "abs" else apply("abs", x, kind=REAL),
-    "sign": lambda x: None if x.is_complex else apply("sign", x),
+    "sign": lambda x: None if x.is_complex else apply("sgn", x),
     "real": algebra.real,
     "imag": algebra.imag,
     "conj": algebra.conj,

@@ -1,13 +1,13 @@
 """The table of operations: how each is computed in NumPy, differentiated and written.
 
 Of a holomorphic function f the derivative f' is given as an expression of its value y and its
-argument x; the cotangent of x is conj(f') g. Other functions give their pullback. Every gather
-whose places are known, such as a slice, is one linear operation, ``arrange``, and ``restore`` is
-its adjoint. Labels choose one entry of each row by a one-hot factor.
+argument x; the cotangent of x is conj(f') g. Other functions give their pullback. Labels choose one
+entry of each row by a one-hot factor.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from math import prod
@@ -37,7 +37,6 @@ from gradtools.seeing.formulas.expressions import (
     BOOLEAN,
     DTYPES,
     REAL,
-    ArrayValue,
     Expr,
     constant_of,
     expr,
@@ -273,60 +272,66 @@ operation(
 )
 
 
-# --- gather and scatter at known places
+# --- slices and their adjoints
 
 
-def arrange(x: Expr, places: np.ndarray) -> Expr:
-    """Gather: the entries at places of the flattened x."""
-    places = np.asarray(places, np.int64)
-    if np.array_equal(places.ravel(), np.arange(prod(x.shape))):
-        return reshape(x, places.shape)
-    return expr("arrange", (x,), places.shape, x.kind, places=ArrayValue(places), into=x.shape)
+def sliced(x: Expr, *, start: Any, limit: Any, stride: Any = None, drop: Any = ()) -> Expr:
+    """The slice start:limit:stride of each axis, stride > 0, without the length-1 axes in drop."""
+    triples = zip(start, limit, stride or (1,) * x.rank, strict=True)
+    bounds = tuple((int(a), int(max(a, b)), int(s)) for a, b, s in triples)
+    shape = [len(range(*bound)) for bound in bounds]
+    part = x if tuple(shape) == x.shape else expr("slice", (x,), shape, x.kind, bounds=bounds)
+    return reshape(part, [n for a, n in enumerate(shape) if a not in drop])
 
 
-def _restored(y: Expr, g: np.ndarray) -> np.ndarray:
-    out = np.zeros(prod(y["into"]), g.dtype)
-    np.add.at(out, y["places"].array.ravel(), g.ravel())  # a place may occur twice
-    return out.reshape(y["into"])
+def split(x: Expr, *, sizes: Sequence[int], axis: int) -> list[Expr]:
+    """Consecutive slices of these sizes."""
+    ends = list(itertools.accumulate(sizes))
+    at = lambda n, others: [n if a == axis else other for a, other in enumerate(others)]
+    pairs = [
+        (at(end - n, (0,) * x.rank), at(end, x.shape)) for n, end in zip(sizes, ends, strict=True)
+    ]
+    return [sliced(x, start=start, limit=limit) for start, limit in pairs]
 
 
-def slices_of(places: np.ndarray, shape: Sequence[int]) -> str:
-    """The slices that take these places of a flattened array; "c" where slices do not."""
-    if not places.size or not shape:
-        return "c"
-    taken = [np.unique(at) for at in np.unravel_index(places.ravel(), shape)]
-    box = np.arange(prod(shape)).reshape(shape)[np.ix_(*taken)]
-    regular = all(len(set(np.diff(at))) <= 1 for at in taken)
-    if not regular or not np.array_equal(box.squeeze(), places.squeeze()):
-        return "c"
-    result = []
-    for at, n in zip(taken, shape, strict=True):
-        first, last = int(at[0]), int(at[-1])
-        step = int(at[1]) - first if len(at) > 1 else 1
-        stop = "" if last + step >= n else str(last + 1)
-        slices = f"{first or ''}:{stop}" + f":{step}" * (step > 1)
-        result.append(str(first) if first == last and n > 1 else slices)
-    return ", ".join(result)
+def _selected(y: Expr) -> tuple[slice, ...]:
+    return tuple(slice(*bound) for bound in y["bounds"])
 
 
-def _write_part(w: Writer, x: Expr) -> Written:
-    """A part of the array, or zeros with that part."""
-    inner, places = w.operand(x.args[0]), slices_of(x["places"].array, x["into"])
-    if places == "c":
-        w.note("[c]: at the places that f selects, by constant indices or by a mask")
-    if x.op == "arrange":
-        return Written(f"{inner.at(ts.ATOM).text}[{places}]")
+def _embedded(y: Expr, g: np.ndarray) -> np.ndarray:
+    out = np.zeros(y.shape, g.dtype)
+    out[_selected(y)] = g
+    return out
+
+
+def _write_part(w: Writer, y: Expr) -> Written:
+    """A part of an array in NumPy's notation, or zeros with that part."""
+    (x,) = y.args
+    pieces = []
+    for (first, last, step), n in zip(y["bounds"], max(x, y, key=_size).shape, strict=True):
+        stop = "" if last >= n else str(last)
+        along = f"{first or ''}:{stop}" + f":{step}" * (step > 1)
+        pieces.append(str(first) if last - first == 1 < n else along)
+    at = ", ".join(pieces)
+    if y.op == "slice":
+        return Written(f"{w.operand(x).at(ts.ATOM).text}[{at}]")
     w.note("into[...](x): zeros with x at these places")
-    return Written(f"into[{places}]({inner.text})")
+    return Written(f"into[{at}]({w.operand(x).text})")
 
 
+_size = lambda x: prod(x.shape)
 operation(
-    "arrange",
-    lambda y, x: x.ravel()[y["places"].array],
-    lambda y, g, x: [expr("restore", (g,), y["into"], g.kind, places=y["places"], into=y["into"])],
+    "slice",
+    lambda y, x: x[_selected(y)],
+    lambda y, g, x: [expr("into", (g,), x.shape, g.kind, bounds=y["bounds"])],
     form=_write_part,
 )
-operation("restore", _restored, lambda y, g, x: [arrange(g, y["places"].array)], form=_write_part)
+operation(
+    "into",
+    _embedded,
+    lambda y, g, x: [expr("slice", (g,), x.shape, g.kind, bounds=y["bounds"])],
+    form=_write_part,
+)
 operation(
     "concatenate",
     lambda y, *xs: np.concatenate(xs, y["axis"]),
@@ -335,20 +340,6 @@ operation(
         "[" + ("; " if x["axis"] == 0 else ", ").join(w.operand(a).text for a in x.args) + "]"
     ),
 )
-
-
-def sliced(x: Expr, *, start: Any, limit: Any, stride: Any = None, drop: Any = ()) -> Expr:
-    """The slice start:limit:stride of each axis, stride > 0, without the length-1 axes in drop."""
-    stride = stride or (1,) * x.rank
-    bounds = [slice(a, max(a, b), s) for a, b, s in zip(start, limit, stride, strict=True)]
-    part = arrange(x, np.arange(prod(x.shape)).reshape(x.shape)[tuple(bounds)])
-    return reshape(part, [n for a, n in enumerate(part.shape) if a not in drop])
-
-
-def split(x: Expr, *, sizes: Sequence[int], axis: int) -> list[Expr]:
-    """Consecutive slices of these sizes."""
-    places = np.arange(prod(x.shape)).reshape(x.shape)
-    return [arrange(x, part) for part in np.split(places, np.cumsum(sizes)[:-1], axis)]
 
 
 def concatenate(*xs: Expr, axis: int) -> Expr:
@@ -417,8 +408,7 @@ def _write_along(w: Writer, y: Expr) -> Written:
     if y.op == "standardize" and y["eps"]:
         epsilon = ts.number(y["eps"]).text
         w.note(
-            "standardize(x) = (x - mean(x)) / √(var(x) + ε), "
-            f"ε = {epsilon}, over the axes below"
+            f"standardize(x) = (x - mean(x)) / √(var(x) + ε), ε = {epsilon}, over the axes below"
         )
     return ts.function(y.op, [w.operand(x)], below)
 

@@ -165,7 +165,7 @@ class Statements:
 
 
 _LIGHT = {
-    *("power", "conj", "Re", "Im", "compare", "one_hot", "arrange", "reshape", "abs", "sgn"),
+    *("power", "conj", "Re", "Im", "compare", "one_hot", "slice", "reshape", "abs", "sgn"),
     *("cast", "stop"),
 }
 _BASES = {

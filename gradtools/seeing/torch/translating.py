@@ -6,9 +6,8 @@ of the vocabulary is run again by PyTorch's own decomposition, and recorded as i
 these are in the vocabulary. Otherwise it becomes an opaque operation with its name, which PyTorch
 computes and differentiates; so does a torch.autograd.Function.
 
-Views and in-place writes become indexing (functionalization). The first tensor seen on a storage is
-its root; any other is a set of the root's elements, given by strides. A write through a view makes
-a new root, from which later reads are taken.
+An in-place operation gives the tensor a new value. A program that reads a tensor after another view
+of its memory was written, or makes sparse tensors, is written by its own name.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ import numpy as np
 import torch
 
 from gradtools.backend import Backend
-from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import call_if_kept
 from gradtools.seeing.formulas import algebra
 from gradtools.seeing.formulas.expressions import (
@@ -35,7 +33,7 @@ from gradtools.seeing.formulas.expressions import (
     placeholder,
 )
 from gradtools.seeing.formulas.opaque import OpaqueFunction, by_name
-from gradtools.seeing.formulas.operations import arrange, from_the_end, slices_of, stop, take_along
+from gradtools.seeing.formulas.operations import from_the_end, stop, take_along
 from gradtools.seeing.formulas.reverse_mode import Recorded
 from gradtools.seeing.formulas.words import WORDS, constant, fitted, has_opaque_part, translated
 from gradtools.seeing.graphs.program import LeafProgram
@@ -45,7 +43,7 @@ from gradtools.seeing.torch.recording.autograd_functions import name_and_mark
 from gradtools.seeing.torch.recording.observation import followed, recording_run
 from gradtools.seeing.torch.recording.operations import NO_DATA
 from gradtools.seeing.torch.recording.recorder import Operations, Recorder
-from gradtools.seeing.torch.recording.values import Write, like, offsets, view_of
+from gradtools.seeing.torch.recording.values import Write, like, view_of
 from gradtools.seeing.torch.undo import Undo, copied, undone
 from gradtools.torch import _upstream as upstream
 from gradtools.torch._upstream import pytree
@@ -72,6 +70,8 @@ def formula_graph(program: LeafProgram) -> Recorded:
 
         with plainly():  # without recomputation
             outputs = recorder.run(run)
+    if recorder.unwritable:
+        outputs = _by_its_name(program, inputs, outputs)
     read = set(order(outputs))
     held = {p: x for p, x in recorder.held.items() if p in read}
     wanted = tuple(p for p, x in held.items() if x.requires_grad and is_inexact(x))
@@ -83,6 +83,26 @@ def formula_graph(program: LeafProgram) -> Recorded:
         tuple(held[p] for p in wanted),
         frozenset(recorder.dtypes),
     )
+
+
+def _by_its_name(
+    program: LeafProgram, inputs: Sequence[Expr], outputs: Sequence[Expr]
+) -> list[Expr]:
+    """The outputs of the whole program as an opaque operation."""
+    leaves = program.leaves
+
+    def run(*xs: Tensor) -> list[Tensor]:
+        with torch.enable_grad(), followed(), PlainKernels():
+            ys = program.run([x.clone() for x in xs])
+            return [y if isinstance(y, Tensor) else torch.as_tensor(y) for y in ys]
+
+    array = lambda v, x: torch.tensor(np.asarray(v), device=x.device).to(x.dtype)
+    arrays = lambda values: [*map(array, values, leaves)]
+    around = partial(undone, program.run, leaves)
+    moving = tuple(k in program.wrt for k in range(len(leaves)))
+    kernel = OpaqueFunction(program.backend, run, arrays, moving, around)
+    name = getattr(program.f, "__name__", type(program.f).__name__)
+    return by_name(name.strip("<>"), inputs, [(y.shape, y.kind) for y in outputs], kernel)
 
 
 def differentiated(
@@ -168,6 +188,7 @@ class _FormulaRecorder(Recorder[Expr]):
         self.leaves: dict[Expr, Tensor] = {}  # of the arguments, and captured
         self.held: dict[Expr, Tensor] = {}
         self.dtypes: set[str] = set()  # of all floating and complex results
+        self.unwritable = False  # whether the program is written by its own name
 
     # Calls.
 
@@ -221,10 +242,7 @@ class _FormulaRecorder(Recorder[Expr]):
         out = call.run()
         made = [y for y in tensors_in(out) if not any(y is x for x in writes)]
         if any(y.layout is not torch.strided for y in made):
-            raise GradtoolsError(
-                f"formula: f makes a sparse tensor ({call.raw}); a formula is of dense ones. "
-                "Give f dense arguments, or leave to_sparse out."
-            )
+            self.unwritable = True
         outs, values = made or writes, None
         key = call.raw if call.raw.endswith("__") else call.raw.rstrip("_")
         name, attributes = call.said(out)
@@ -312,9 +330,9 @@ class _FormulaRecorder(Recorder[Expr]):
 
     def met(self, x: Tensor) -> Expr:
         """The value of a tensor that f did not compute."""
-        shown = self.table.memory(x)
-        if shown is not None:  # a view of something known
-            return arrange(shown.value, _places(x, shown.root))
+        if self.table.memory(x) is not None:  # a view that no operation was seen to make
+            self.unwritable = True
+            return self.constant(x)
         self.undo.watch(x)
         if id(x) not in self.names and not x.requires_grad:
             return self.constant(x)
@@ -323,10 +341,9 @@ class _FormulaRecorder(Recorder[Expr]):
         return value
 
     def rewritten(self, x: Tensor, before: Expr, writes: Sequence[Write[Expr]]) -> Expr:
-        """The current value of a view of a storage that was written to."""
-        value, shown = self.met(x), self.table.memory(x)
-        is_detached = shown is not None and shown.root.requires_grad and not x.requires_grad
-        return stop(value) if is_detached and is_inexact(x) else value
+        """The contents of a tensor of whose memory another view was written."""
+        self.unwritable = True
+        return self.constant(x)
 
     def constant(self, x: Tensor) -> Expr:
         """A constant with the tensor's contents."""
@@ -345,62 +362,16 @@ class _FormulaRecorder(Recorder[Expr]):
             if value is None:
                 continue
             value = fitted(value, _like(y))
+            is_off = is_inexact(y) and not self.rules and not torch.is_grad_enabled()
             if is_inexact(y):
                 self.dtypes.add(like(y)[1])
+            if written and is_off and y.requires_grad:  # autograd does not see the write
+                before = self.of(y)
+                value = before + stop(value - before)
             if written:
-                self._write(y, value)
+                self.table.write(y, value)
             else:
-                self.hold(y, stop(value) if self._is_off(y) else value)
-
-    def _is_off(self, y: Tensor) -> bool:
-        """Whether y is computed while the user's grad mode is off."""
-        return is_inexact(y) and not self.rules and not torch.is_grad_enabled()
-
-    def _write(self, x: Tensor, value: Expr) -> None:
-        """Gives x a new value after an in-place write, and updates its root.
-
-        Autograd does not see a write while the user's grad mode is off, nor the root a write to a
-        detached view of it: they keep the derivative of what is overwritten.
-        """
-        shown = self.table.memory(x)
-        assert shown is not None
-        root, before, own = shown.root, shown.value, value
-        is_off = self._is_off(x)
-        kept = lambda old, new: stop(new) if old.is_constant else old + stop(new - old)
-        if is_off:
-            own = kept(self.of(x), value) if x.requires_grad else stop(value)
-        if view_of(x) == view_of(root):
-            shown.value = value
-        elif shown.value.is_constant and value.is_constant:
-            shown.value = self.constant(root)
-        else:  # a part of the root was written, by an opaque operation
-            at = _places(x, root)
-            index = torch.from_numpy(at.ravel()).to(x.device)
-            name = f"set_at[{slices_of(at, shown.value.shape)}]"
-            fun = lambda y, u: y.flatten().index_put((index,), u.flatten()).reshape(y.shape)
-            (shown.value,) = self.named(name, fun, (root, x), {}, [shown.value, value], [root])
-        is_detached = root.requires_grad and not (x.requires_grad or self.rules)
-        if is_inexact(root) and (is_off or is_detached):
-            shown.value = kept(before, shown.value)
-        self.table.write(x, own)
-        if self.table.get(root) is not None:
-            self.hold(root, own if x is root else shown.value)
-
-
-def _places(x: Tensor, root: Tensor) -> np.ndarray:
-    """For each element of x its index in the flattened root."""
-    if x.dtype != root.dtype or x.is_conj() != root.is_conj() or x.is_neg() != root.is_neg():
-        raise GradtoolsError(
-            "formula: f writes in place through a view of another dtype, or of a conjugate; "
-            "write it by an operation that is not in place."
-        )
-    known, wanted = offsets(root).ravel(), offsets(x)
-    by_offset = np.argsort(known, kind="stable")
-    at = np.minimum(np.searchsorted(known[by_offset], wanted.ravel()), max(len(known) - 1, 0))
-    result = by_offset[at] if len(known) else at
-    if len(result) and not np.array_equal(known[result], wanted.ravel()):
-        raise GradtoolsError("formula: f reads memory beyond what it made; copy it first.")
-    return result.reshape(wanted.shape)
+                self.hold(y, stop(value) if is_off else value)
 
 
 # --- functions that are read whole
@@ -484,7 +455,6 @@ READINGS: dict[str, Callable[[_FormulaRecorder, AtenCall, Any], Values | None]] 
         None,
     ],
     **dict.fromkeys(("copy", "fill", "zero"), _copied),
-    "as_strided": lambda recorder, call, own: [recorder.met(call.outs[0])],
     "remainder": _remainder,
     "var_mean": _var_mean,
     **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), _nll),

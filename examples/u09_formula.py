@@ -24,7 +24,7 @@ FUNCTIONS = {
     "exp": (
         lambda gt, x: gt.xp.exp(x),
         ["x̄ = ȳ ⊙ y"],
-        ["∂s/∂x = x̄ ⊙ u", "∂s/∂ȳ = y ⊙ u"],
+        ["∂s/∂x = ȳ ⊙ y ⊙ u", "∂s/∂ȳ = y ⊙ u"],
     ),
     "sinh": (
         lambda gt, x: gt.xp.sinh(x),

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 class Framework:
     """The modules of one framework, each imported on first access.
 
-    Both frameworks have these: `recorded_run`, `training`, `passes` and `programs`.
+    Both frameworks have these: `recorded_run`, `training`, `passes` and `translating`.
 
     Args:
         backend: The backend of the user's program.
@@ -32,5 +32,4 @@ class Framework:
     def __getattr__(self, name: str) -> Any:
         if name.startswith("_"):
             raise AttributeError(name)
-        place = "translating.programs" if name == "programs" else name
-        return import_module(f"{self._package}.{place}")
+        return import_module(f"{self._package}.{name}")

@@ -143,7 +143,6 @@ ALONE = dict(
     line.split(": ", 1)
     for line in """
 seeing/torch/recording/: a run is recorded as it happens; JAX traces a jaxpr
-seeing/torch/translating/: aten's operations
 jax/rules/primitives.py: what a rule is in a jaxpr; in PyTorch it is one Function
 jax/rules/linearizing.py: a rule's maps as a program; PyTorch runs them as they are
 jax/jaxprs.py: what a jaxpr's equations run; PyTorch's run is recorded

@@ -68,57 +68,33 @@ def dropping_scan(x):
 TABLE = """
 # elementwise
 jnp.expm1(a) + jnp.exp2(a)                                   ; (3,2)
-jnp.tanh(a) * jnp.sinh(a) - jnp.cosh(a)                      ; (3,2)
 jnp.log1p(a) + jnp.sqrt(a) + jnp.reciprocal(a)               ; p(3,2)
-jnp.arcsin(a)                                                ; u(3,2)
 jnp.exp(a) + jnp.log(a) + jnp.tanh(a) + jnp.square(a)        ; z(3,2)
 jnp.abs(a) + jnp.real(a) * jnp.imag(a)                       ; z(3,2)
-jnp.conj(a) * jnp.sqrt(a)                                    ; z(3,2)
 nn.relu(a) + nn.relu6(a)                                     ; (3,2)
 nn.silu(a) + nn.softplus(a) + nn.log_sigmoid(a)              ; (3,2)
-nn.elu(a) + nn.leaky_relu(a) + nn.mish(a)                    ; (3,2)
 nn.gelu(a) + nn.gelu(a, approximate=False)                   ; (3,2)
-jax.scipy.special.erfc(a)                                    ; (3,2)
 a ** b + a ** 3 + a ** (-2) + 2 ** a                         ; p(3) (3)
-lax.rem(a, 0.7)                                              ; (4)
-jnp.maximum(a, b) * jnp.minimum(a, b)                        ; (4) (4)
 jnp.logaddexp(a, b)                                          ; (4) (4)
 jnp.clip(a, -0.5, 0.5)                                       ; (6)
 jnp.where(a > 0, a * b, jnp.exp(a))                          ; (6) (6)
-jnp.select([a < -1, a < 1], [a, a ** 2], 3.0)                ; (6)
 a * lax.stop_gradient(jnp.sin(a))                            ; (4)
 lax.complex(a, b) ** 2                                       ; (3) (3)
-a * jnp.exp(1j * b)                                          ; p(3) (3)
 # shapes and indexing
 jnp.transpose(a, (2, 0, 1)) * 2                              ; (2,3,4)
 a.reshape(6, 2)[:, ::-1]                                     ; (3,4)
 jnp.stack([a, b], 1) * jnp.concatenate([a, b]).reshape(3, 2) ; (3) (3)
 jnp.split(a, 3)[1] * jnp.split(a, 3)[2]                      ; (6)
-jnp.pad(a, ((1, 2), (0, 1)), constant_values=2.0)            ; (2,3)
-jnp.tile(a, (2, 2))                                          ; (2,3)
 jnp.triu(a, 1) + jnp.diag(jnp.diag(a))                       ; (3,3)
-jnp.trace(a)                                                 ; (3,3)
 a[-1, 1:3]                                                   ; (3,4)
-a[jnp.asarray([0, 2, 0])]                                    ; (3,4)
-a[b, c]                                                      ; (3,4) i[2,0,1] i[3,0,1]
-a[b]                                                         ; (3,4) i2
 jnp.take_along_axis(a, b, 1)                                 ; (3,4) i[[0,3],[1,1],[2,0]]
 a.at[1].set(b)                                               ; (3,4) (4)
-a.at[c].add(b)                                               ; (3,4) (2,4) i[2,0]
-lax.dynamic_slice(a, (b, 1), (2, 2))                         ; (4,4) i1
 jax.vmap(lambda x, i: x[i])(a, b)                            ; (3,5) i[0,2,3]
 nn.one_hot(LABELS, 3) * a                                    ; (3,3)
-jnp.sort(a, 1)                                               ; (3,4)
 # reductions and products
 a - jnp.mean(a, 1, keepdims=True)                            ; (2,3)
-jnp.prod(a, 1) + jnp.max(a, 1) - jnp.min(a)                  ; (2,3)
 jnp.var(a, ddof=1) * jnp.std(a, 0)                           ; (4,3)
 linalg.norm(a)                                               ; z(4)
-linalg.norm(a, 1, axis=1)                                    ; (2,4)
-jnp.cumsum(a, 1) ** 2                                        ; (2,4)
-a * jnp.any(a > 1) + jnp.all(a > 9)                          ; (4)
-jnp.matmul(a, b)                                             ; (2,3,4) (2,4,2)
-jnp.vdot(a, b)                                               ; z(4) z(4)
 jnp.einsum('bij,bkj->kib', a, b)                             ; (2,3,4) (2,5,4)
 jnp.einsum('ij,jk,kl->il', a, b, c)                          ; (2,3) (3,4) (4,2)
 a @ b + c                                                    ; z(3,4) z(4) z(3)
@@ -131,20 +107,14 @@ nn.standardize(a, axis=1)                                    ; (2,3)
 a / jnp.sqrt(jnp.mean(a ** 2, -1, keepdims=True) + 1e-05) * b ; (2,3) (3)
 nn.dot_product_attention(a, b, c)                            ; (1,3,2,2) (1,3,2,2) (1,3,2,2)
 lax.conv(a, b, (2, 2), 'VALID')                              ; (1,2,5,5) (2,2,3,3)
-lax.reduce_window(a, -jnp.inf, lax.max, (1, 2, 2), (1, 2, 2), 'VALID') ; (2,4,4)
 jnp.where(jax.random.bernoulli(KEY, 0.5, (4,)), a / 0.5, 0)  ; (4)
 a * jax.random.normal(KEY, (4,))                             ; (4)
 # linear algebra and control flow
-linalg.slogdet(a)[1]                                         ; s(3,3)
 linalg.solve(a, b)                                           ; s(3,3) (3)
-linalg.cholesky(a @ a.T)                                     ; s(3,3)
-jnp.fft.ifft(a)                                              ; z(4)
 lax.scan(lambda h, x: (jnp.tanh(a * h + x),) * 2, b, c)      ; (2) (2) (3,2)
-lax.fori_loop(0, 3, lambda i, c: c * a + i, a)               ; (2)
 lax.cond(a > 0, jnp.sin, lambda x: x ** 2, b)                ; () (3)
 lax.cond(True, jnp.sin, jnp.cos, a)                          ; (3)
 dropping_scan(a)                                             ; ()
-jax.jit(lambda x: jnp.sin(x) * 2)(a)                         ; (3)
 jax.checkpoint(lambda x: jnp.sin(jnp.sin(x)))(a)             ; (3)
 lax.platform_dependent(a, cpu=jnp.sin, default=jnp.cos)      ; (3)
 jax.grad(lambda y: jnp.sum(y ** 3))(a)                       ; (3)
@@ -205,12 +175,13 @@ def test_a_module_has_its_formula(name):
 # Of what the formula has no algebra.
 BY_NAME = set(
     """
-    all any argmax argsort cbrt cho_solve cholesky cond conv convolution cummax cumprod cumsum
-    det diag digamma dynamic_slice eigh erfinv expm fft fmod gather ifft interp inverse irfft lgamma
-    flip logcumsumexp max_pool min_pool pad pinv polygamma qr quantile remainder rfft scan scatter
-    scatter_add select slogdet solve sort sum_pool svd take_along_axis tile topk triangular_solve
-    update where exp2 tan arcsin arctan unbind arcsinh arccos arctanh arctan2 round floor
-    relu6 maximum minimum clip angle power prod is_finite logical_and logical_or hypot xlogy take
+    all angle any arccos arcsin arcsinh arctan arctan2 arctanh argmax argsort cbrt cho_solve
+    cholesky clip cond conv convolution cummax cumprod cumsum det diag diagonal digamma
+    dynamic_slice eigh erfinv exp2 expm fft flip floor fmod gather hypot ifft interp inverse irfft
+    is_finite lgamma logcumsumexp logical_and logical_or max_pool maximum min_pool minimum pad
+    pinv polygamma power prod qr quantile relu6 remainder rfft round scan scatter scatter_add
+    select slogdet solve sort sum_pool svd take take_along_axis tan tile topk triangular_solve
+    unbind update where xlogy
     """.split()
 )
 

@@ -18,8 +18,8 @@ from gradtools.seeing.formulas.expressions import order
 from gradtools.seeing.graphs.derivative_flow import dependence_matrix
 from gradtools.seeing.graphs.nodes import Dependence
 from gradtools.seeing.graphs.program import LeafProgram
+from gradtools.seeing.torch import translating
 from gradtools.seeing.torch.recorded_run import record
-from gradtools.seeing.torch.translating import programs
 from gradtools.torch.backend import TorchBackend
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::UserWarning")]
@@ -283,7 +283,7 @@ def test_every_recording_knows_alike_what_is_written_through_shared_memory(f):
     graph = gt.gradient_graph(f, X, z, argnums=(0, 1), order=0)
     for recording in (calls, graph):
         assert _reached_in(recording) == [not reached, reached], recording
-    formula = programs.formula_graph(program)
+    formula = translating.formula_graph(program)
     assert (formula.inputs[1] in order(formula.outputs)) == reached
 
 

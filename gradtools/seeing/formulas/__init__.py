@@ -6,8 +6,8 @@ opaque ones::
     run --names (words), patterns--> expressions --reverse_mode--> the adjoint program, and its own
         --statements, writing--> text --typesetting--> LaTeX;  --evaluate--> numbers
 
-Everything is an `Expr` (`expressions.py`), simplified on construction (`algebra.py`). `operations`
-and `reductions` are the table of operations: each has a value in NumPy, a pullback, a notation and
+Everything is an `Expr` (`expressions.py`), simplified on construction (`algebra.py`).
+`operations.py` is the table of operations: each has a value in NumPy, a pullback, a notation and
 labels of axes. Other operations keep their name, and the framework computes and differentiates them
 (`opaque.py`). `formulating.py` compares a `Formula` with the framework's numbers before it is
 returned, and derivations by hand with the framework's.

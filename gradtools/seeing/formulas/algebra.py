@@ -135,7 +135,9 @@ def _flattened(
 ) -> tuple[Any, list[Entry]]:
     """Coefficient and factors, with products among these flattened where that reads better."""
     flat: list[Entry] = []
-    sums = any(name not in out for _, names in entries for name in names)
+    axes = [set(names) for _, names in entries if names]
+    sums = any(not names <= set(out) for names in axes)
+    sums = sums or any(a.isdisjoint(b) for a, b in itertools.combinations(axes, 2))
     number = itertools.count(1)
 
     def fresh(n: int) -> Any:
@@ -257,6 +259,11 @@ def mean(x: Expr, axes: Iterable[int] | None = None, keep: bool = False) -> Expr
     """The mean over axes."""
     axes = tuple(range(x.rank) if axes is None else axes)
     return scale(1.0 / prod(x.shape[a] for a in axes), total(x, axes, keep))
+
+
+def centred(x: Expr, axes: Iterable[int]) -> Expr:
+    """x - mean x."""
+    return x - mean(x, axes, keep=True)
 
 
 def unsqueeze(x: Expr, axes: Iterable[int]) -> Expr:
@@ -471,7 +478,7 @@ def _part(x: Expr, which: int) -> Expr:
         return scale((1.0, -1.0)[which], _part(x.args[0], which))
     if x.op == "add":
         result = [_part(t, which) for t in x.args]
-        if any(f.op not in ("real", "imag") for f in result):
+        if any(f.op not in ("Re", "Im") for f in result):
             return add(result)
     if x.op == "einsum":
         c, entries, out = parts(x)
@@ -482,7 +489,7 @@ def _part(x: Expr, which: int) -> Expr:
             f, names = entries[complex_ones[0]]
             entries[complex_ones[0]] = _part(f, which), names
             return product(entries, out, x.shape, c)
-    return apply(("real", "imag")[which], x, kind=REAL)
+    return apply(("Re", "Im")[which], x, kind=REAL)
 
 
 def squeeze(x: Expr, axes: tuple[int, ...]) -> Expr:

@@ -16,7 +16,6 @@ import itertools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -60,27 +59,22 @@ def together(
 
     Nothing if one of them has no complex form.
     """
-    known: dict[Expr, list[Expr]] = {}
+    parts = {p.real: [0.5 * p.whole, 0.5 * conj(p.whole)] for p in pairs}
+    parts |= {p.imaginary: [-0.5j * p.whole, 0.5j * conj(p.whole)] for p in pairs}
     rng = np.random.default_rng(0)
-    values: dict[Expr, Any] = {}
-    for p in pairs:
-        known[p.real] = [0.5 * p.whole, 0.5 * conj(p.whole)]
-        known[p.imaginary] = [-0.5j * p.whole, 0.5j * conj(p.whole)]
-        values[p.real], values[p.imaginary] = rng.normal(size=(2, *p.real.shape))
-        values[p.whole] = values[p.real] + 1j * values[p.imaginary]
     result = []
     for p in pairs:
-        a, b = gradients.get(p.real), gradients.get(p.imaginary)
-        if a is None or b is None:
+        re, im = gradients.get(p.real), gradients.get(p.imaginary)
+        if re is None or im is None:
             continue
-        apart = a + 1j * b
-        terms = _expanded(apart, known)
+        terms = _expanded(re + 1j * im, parts)
         if terms is None:
             return []
-        whole = add(terms)
-        leaves = (x for x in order([apart, whole]) if x.op == "placeholder")
-        own = {x: values.get(x, rng.normal(size=x.shape)) for x in leaves}
-        one, other = evaluate([apart, whole], own)
+        apart, whole = re + 1j * im, add(terms)
+        leaves = [x for x in order([apart, whole]) if x.op == "placeholder"]
+        values = {x: rng.normal(size=x.shape) for x in (*leaves, *parts)}
+        values |= {q.whole: values[q.real] + 1j * values[q.imaginary] for q in pairs}
+        one, other = evaluate([apart, whole], values)
         if not np.allclose(one, other, rtol=1e-12, atol=1e-12):
             return []
         result.append((p, whole))
@@ -97,13 +91,12 @@ def _expanded(x: Expr, known: Mapping[Expr, list[Expr]]) -> list[Expr] | None:
             terms[y] = [t for a in y.args for t in terms[a]]
         elif y.op == "einsum":
             labels, out, c = y["labels"], range(y.rank), y["coefficient"]
-            combined = itertools.product(*(terms[a] for a in y.args))
-            some = itertools.islice(combined, _MOST_TERMS + 1)
+            some = itertools.islice(itertools.product(*(terms[a] for a in y.args)), _MOST_TERMS + 1)
             terms[y] = [product(zip(t, labels, strict=True), out, y.shape, c) for t in some]
-        elif not known.keys() & set(order([y])):
-            terms[y] = [y]
-        else:
+        elif known.keys() & set(order([y])):
             return None
+        else:
+            terms[y] = [y]
         if len(terms[y]) > _MOST_TERMS:
             return None
     return terms[x]

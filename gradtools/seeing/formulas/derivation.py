@@ -6,11 +6,10 @@ import os
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from gradtools.arguments.wording import with_article
 from gradtools.errors import GradtoolsError
 from gradtools.printing import printable
 from gradtools.rules import replaced_at
@@ -22,9 +21,6 @@ from gradtools.seeing.formulas.reverse_mode import Recorded, adjoint
 from gradtools.seeing.formulas.statements import Section, Statements, output_names, short_names
 from gradtools.seeing.formulas.typesetting import Written
 from gradtools.seeing.pictures import saving
-
-if TYPE_CHECKING:
-    from gradtools.seeing.pictures.saving import Forms
 
 Arrays = Sequence[Any]
 
@@ -82,7 +78,7 @@ class Formula:
     """
 
     check: Agreement | None = None
-    _agreement: Callable[..., Agreement] | None = None
+    compare: Callable[..., Agreement] | None = None  # with a derivation; see `agrees_with`
 
     def __init__(
         self, recorded: Recorded, order: int = 1, wrt: Sequence[int] | None = None
@@ -149,26 +145,20 @@ class Formula:
     # Reading.
 
     def __str__(self) -> str:
-        lines = []
+        parts = []
         for section in self._statements.sections:
-            lines.append(f"{section.title} {section.of}".strip())
-            lines += [*(f"  {a.text} = {b.text}" for a, b in section.lines), ""]
+            lines = (f"  {a.text} = {b.text}" for a, b in section.lines)
+            parts += [f"{section.title} {section.of}".strip(), *lines, ""]
         notes = [*self._legend(), *self._definitions(), *self._statements.writer.notes]
-        lines += ["where", *(f"  {text}" for text in notes)]
-        lines += [str(self.check)] if self.check is not None else []
-        return printable("\n".join(lines))
+        parts += ["where", *(f"  {text}" for text in notes)]
+        parts += [str(self.check)] if self.check is not None else []
+        return printable("\n".join(parts))
 
     __repr__ = __str__
 
     def lines(self, section: int) -> list[str]:
         """The lines of one part: 0 the program, 1 its adjoint, 2 the adjoint of that."""
-        parts = self._statements.sections
-        if section not in range(len(parts)):
-            raise GradtoolsError(
-                f"formula.lines: part is {section!r}; expected one of 0 to {len(parts) - 1}. "
-                "formula(f, *args, order=2) has one part more than order 1."
-            )
-        return [f"{a.text} = {b.text}" for a, b in parts[section].lines]
+        return [f"{a.text} = {b.text}" for a, b in self._statements.sections[section].lines]
 
     def latex(self) -> str:
         """The formula in LaTeX: one ``aligned`` for each part, and one for definitions of names."""
@@ -242,10 +232,7 @@ class Formula:
     # Numbers.
 
     def evaluate(
-        self,
-        inputs: Arrays,
-        cotangents: Arrays | None = None,
-        directions: Arrays | None = None,
+        self, inputs: Arrays, cotangents: Arrays | None = None, directions: Arrays = ()
     ) -> Values:
         """The numbers of every result, in float64 and complex128.
 
@@ -257,44 +244,30 @@ class Formula:
         Raises:
             GradtoolsError: The numbers or shapes do not fit.
         """
-        known = self._known(inputs, cotangents, directions)
+        if cotangents is None:
+            cotangents = [np.ones(p.shape) for p in self._cotangents]
+        places = (*self._recorded.opened, *self._cotangents, *self._directions)
+        given = (*inputs, *cotangents, *directions)
+        if len(given) != len(places):
+            raise GradtoolsError(
+                f"formula: {len(places)} arrays are needed "
+                f"({', '.join(self._names[p].text for p in places)}); {len(given)} were given"
+            )
+        known = {**self._recorded.held, **dict(zip(places, given, strict=True))}
         groups = [[x for x, _ in named] for named in (self._outputs, self._gradients, self._second)]
         found = [x for group in groups for x in group if x is not None]
         values = dict(zip(found, evaluate(found, known), strict=True))
         shaped = lambda x: None if x is None else np.asarray(values[x]).reshape(x.shape)
         return Values(*(tuple(map(shaped, group)) for group in groups))
 
-    def _known(
-        self, inputs: Arrays, cotangents: Arrays | None = None, directions: Arrays | None = None
-    ) -> dict[Expr, Any]:
-        """The value of each placeholder."""
-        known = dict(self._recorded.held)
-        ones = [np.ones(p.shape) for p in self._cotangents]
-        for what, places, given in (
-            ("inputs", self._recorded.opened, inputs),
-            ("cotangents", self._cotangents, ones if cotangents is None else cotangents),
-            ("directions", self._directions, directions or []),
-        ):
-            if len(given) != len(places):
-                raise GradtoolsError(
-                    f"formula: {len(places)} {what} are needed "
-                    f"({', '.join(p['name'] for p in places) or 'none'}); {len(given)} were given"
-                )
-            known.update(zip(places, given, strict=True))
-        return known
-
-    def point(self, rng: np.random.Generator) -> tuple[list, list, list]:
-        """Random inputs, cotangents and directions, standard normal; integers are 0 or 1."""
+    def random_cotangents(self, rng: np.random.Generator) -> tuple[list, list]:
+        """Random cotangents and directions, standard normal."""
 
         def draw(p: Expr) -> np.ndarray:
-            if not p.is_inexact:
-                return rng.integers(0, 2, p.shape).astype(bool if p.kind == "boolean" else np.int64)
             x = rng.normal(size=p.shape)
-            return x + 1j * rng.normal(size=p.shape) if p.is_complex else x
+            return x + 1j * rng.normal(size=p.shape) if p.is_complex else np.asarray(x)
 
-        groups = (self._recorded.opened, self._cotangents, self._directions)
-        inputs, cotangents, directions = ([draw(p) for p in group] for group in groups)
-        return inputs, cotangents, directions
+        return [*map(draw, self._cotangents)], [*map(draw, self._directions)]
 
     def agrees_with(
         self,
@@ -318,29 +291,16 @@ class Formula:
             An `Agreement`, truthy if they agree, with the first differing entry.
 
         Raises:
-            GradtoolsError: `derivation` is not a function, returns a wrong number of cotangents, or
-                one for an argument that is not in ``argnums``. Its own errors are passed on.
+            GradtoolsError: `derivation` returns a wrong number of cotangents, or one for an
+                argument that is not in ``argnums``. Its own errors are passed on.
         """
-        if not callable(derivation):
-            kind = with_article(type(derivation).__name__)
-            raise GradtoolsError(
-                f"formula.agrees_with: the derivation must be a function, got {kind}."
-            )
-        if self._agreement is None:
-            raise GradtoolsError(
-                "formula.agrees_with: a pickled or copied formula does not hold f. Call formula "
-                "again."
-            )
-        return self._agreement(derivation, tolerance, convert)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """The formula without f, which may have no pickle."""
-        return {name: value for name, value in vars(self).items() if name != "_agreement"}
+        assert self.compare is not None
+        return self.compare(derivation, tolerance, convert)
 
 
 _FIELDS = {"real": "ℝ", "complex": "ℂ", "integer": "ℤ", "boolean": "{0,1}"}
 # By the suffix of a file: text, LaTeX to include, and Markdown.
-FORMS: Forms = {
+FORMS: saving.Forms = {
     ".txt": lambda formula: f"{formula}\n",
     ".tex": lambda formula: (
         f"% needs the packages amsmath and amssymb\n% {formula.check}\n"

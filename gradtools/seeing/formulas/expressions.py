@@ -239,7 +239,7 @@ def evaluate(roots: Sequence[Expr], known: Mapping[Expr, Any]) -> list[np.ndarra
     """The roots' values from those of the placeholders; each subexpression is computed once.
 
     Raises:
-        GradtoolsError: A placeholder has no value, or a value has another shape.
+        GradtoolsError: A value has another shape than its placeholder.
     """
     values: dict[Expr, Any] = {}
     for x, value in known.items():
@@ -252,8 +252,6 @@ def evaluate(roots: Sequence[Expr], known: Mapping[Expr, Any]) -> list[np.ndarra
         values[x] = array.astype(DTYPES[x.kind], copy=False)
     with np.errstate(all="ignore"):
         for y in order(roots):
-            if y not in values and y.op == "placeholder":
-                raise GradtoolsError(f"formula: no value is given for {y['name'] or 'an input'}")
             if y not in values:
                 values[y] = OPERATIONS[y.op].evaluate(y, *(values[a] for a in y.args))
     return [values[root] for root in roots]

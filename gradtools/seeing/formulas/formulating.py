@@ -10,7 +10,7 @@ the precision in which f runs. Derivations by hand are compared with the framewo
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -23,11 +23,11 @@ from gradtools.code_origin import place_of
 from gradtools.errors import GradtoolsError
 from gradtools.rules import replaced_at
 from gradtools.seeing.formulas.derivation import Agreement, Formula
-from gradtools.seeing.frameworks import Framework
 from gradtools.seeing.graphs.program import LeafProgram, spoken
 
 _POINTS = 3
-_STEPS = (0.1, 0.01, 0.001, np.inf)  # relative distances of the random points; inf: anywhere
+# Relative distances of the random points (inf: anywhere); those where f is defined are compared.
+_STEPS = [step for step in (0.1, 0.01, 0.001, np.inf) for _ in range(_POINTS)]
 # By precision: the allowed relative error of order 1, and the scale of smaller arrays relative to
 # the greatest number (see `compared`).
 _DOUBLE, _SINGLE = (1e-8, 1e-4), (1e-3, 1e-2)
@@ -96,11 +96,6 @@ class Formulating(Operators):
         algorithmic differentiation, 2008; for complex numbers Kreutz-Delgado, 2009.
         """
         order = order_among("formula", order, (1, 2), "1, or 2 with the double backward")
-        if not Framework(self._backend, "formula").recorded_run.watchable():
-            raise GradtoolsError(
-                "formula: called inside of a transform (vmap, grad) or of compiled code, where "
-                "arrays have no values. Call it outside, on the function itself."
-            )
         program = LeafProgram(self._backend, "formula", f, args, kwargs, argnums).with_values()
         # f's own names of its parameters; x for an argument without one
         alone = not any("argument 1" in name for name in program.names)
@@ -114,7 +109,7 @@ class _Comparison:
 
     def __init__(self, program: LeafProgram, order: int) -> None:
         self.program, self.order, self.backend = program, order, program.backend
-        self.programs = program.framework.programs
+        self.programs = program.framework.translating
         self.near: list[Point] = []  # the compared points near the arguments
         with program.running():
             self.recorded = recorded = self.programs.formula_graph(program)
@@ -142,43 +137,48 @@ class _Comparison:
         Raises:
             GradtoolsError: They differ; or no value is finite, so that nothing was compared.
         """
-        self.formula._agreement = self.agreement
-        (here,) = self._points(0.0, 1)
+        self.formula.compare = self.with_derivation
+        (here,) = self._points([0.0])
         theirs = self._numbers(here)
         at_given = self._compared(here, theirs)
-        why = "nearby f is not defined (it raises, or a value is not finite)"
-        best: list[tuple[Agreement, Point]] = []
-        for step in _STEPS:
-            points = self._points(step)
-            pairs = [(self._compared_near(p), p) for p in points]
-            found = [(result, p) for result, p in pairs if result is not None]
-            differ = [(result, p) for result, p in found if not result]
-            if differ and self._runs_alike(differ[0][1]):
-                raise _differs(differ[0][0])
-            if differ:
-                why, best = "nearby f runs another program (values decide what it runs)", []
-                break
-            best = max(best, found, key=len)
-            if len(found) == len(points):
-                break
-        self.near = [p for _, p in best]
-        if not best and not all_finite(theirs[:1]):
+        near, why_not = self._compared_nearby()
+        self.near = [point for point, _ in near]
+        if not near and not all_finite(theirs[:1]):
             raise GradtoolsError(
                 "formula: no value of f is finite at the arguments or near them, so nothing was "
                 "compared; give arguments at which the function and its derivatives are defined"
             )
-        if not best and not at_given:
+        if not near and not at_given:
             raise _differs(at_given)
-        agreeing = [result for result in (*(r for r, _ in best), at_given) if result]
-        note = "" if best else f"; {why}; compared at the given arguments alone"
+        results = [result for result in (*(r for _, r in near), at_given) if result]
+        note = "" if near else f"; {why_not}; compared at the given arguments alone"
         if not at_given:
             note = "; but not at the given arguments, which are at a tie, at an edge or where a "
             note += f"number is no longer finite: {at_given}"
-        places = ["the arguments"] * bool(at_given) + [_counted(len(best))] * bool(best)
-        self.formula.check = _agreement(
-            agreeing, f"agrees with automatic differentiation at {' and '.join(places)}", note
-        )
+        places = ["the arguments"] * bool(at_given) + [_counted(len(near))] * bool(near)
+        said = f"agrees with automatic differentiation at {' and '.join(places)}"
+        self.formula.check = _agreement(results, said, note)
         return self.formula
+
+    def _compared_nearby(self) -> tuple[list[tuple[Point, Agreement]], str]:
+        """The comparisons at points near the arguments; why there is none, if there is none."""
+        near: list[tuple[Point, Agreement]] = []
+        for point in self._points(_STEPS):
+            if len(near) == _POINTS:
+                break
+            try:
+                theirs = self._numbers(point)
+            except GradtoolsError:  # f may be undefined there
+                continue
+            if not all_finite(theirs[:1]):
+                continue
+            result = self._compared(point, theirs)
+            near.append((point, result))
+            if not result and self._runs_alike(point):
+                raise _differs(result)
+            if not result:
+                return [], "nearby f runs another program (values decide what it runs)"
+        return near, "nearby f is not defined (it raises, or a value is not finite)"
 
     def _compared(self, point: Point, theirs: Sequence[Group]) -> Agreement:
         """The formula's numbers at a point, compared with the framework's."""
@@ -186,14 +186,6 @@ class _Comparison:
         names = [*formula.outputs, *formula.gradients, *formula.second]
         groups = [*chain(*theirs)], [*chain(*ours)]
         return compared(names, *groups, self.tolerance, self.floor, ours, "formula")
-
-    def _compared_near(self, point: Point) -> Agreement | None:
-        """The same at a point where f may be undefined, which gives None."""
-        try:
-            theirs = self._numbers(point)
-        except GradtoolsError:
-            return None
-        return self._compared(point, theirs) if all_finite(theirs[:1]) else None
 
     def _runs_alike(self, point: Point) -> bool:
         """Whether f runs the same program at a nearby point."""
@@ -204,7 +196,7 @@ class _Comparison:
         finally:
             self.program.leaves = before
 
-    def agreement(
+    def with_derivation(
         self,
         derivation: Callable[..., Any],
         tolerance: float | None,
@@ -219,14 +211,14 @@ class _Comparison:
         call = ", ".join(f"{n} {what}{'s' * (n != 1)}" for n, what in counts if n)
         results: list[Agreement] = []
         finite = False
-        for point in (*self._points(0.0, 1), *self.near):
+        for point in (*self._points([0.0]), *self.near):
             theirs = self._numbers(point)
             finite = finite or all_finite(theirs)
             result = derivation(*map(convert or self._array, chain(*point)))
             own = list(result) if isinstance(result, tuple | list) else [result]
-            numpy = lambda x: None if x is None else self.backend.to_numpy(self._array(x))
-            came = returned([*map(numpy, own)], names, theirs[-1], call)
-            agreement = compared(names, theirs[-1], came, tolerance, self.floor, theirs)
+            own = [None if x is None else self.backend.to_numpy(self._array(x)) for x in own]
+            own = _for_each_input(own, names, theirs[-1], call)
+            agreement = compared(names, theirs[-1], own, tolerance, self.floor, theirs)
             if not agreement:
                 return replace(agreement, message=f"no: {agreement.message}")
             results.append(agreement)
@@ -237,17 +229,16 @@ class _Comparison:
         random = f" and {_counted(len(self.near))}" if self.near else ""
         return _agreement(results, f"yes: agrees at the arguments{random}", f", called with {call}")
 
-    def _points(self, step: float, count: int = _POINTS) -> list[Point]:
-        """Random points at this relative distance of the given arguments; these themselves at 0."""
+    def _points(self, steps: Sequence[float]) -> Iterator[Point]:
+        """Random points at relative distances of the given arguments; these themselves at 0."""
         rng, own = np.random.default_rng(0), len(self.program.leaves)
-        result = []
-        for _ in range(count):
-            _, cotangents, directions = self.formula.point(rng)
-            inputs = [moved(rng, x, step) if k < own else x for k, x in enumerate(self.given)]
+        for step in steps:
+            cotangents, directions = self.formula.random_cotangents(rng)
+            inputs = [_moved(rng, x, step) if k < own else x for k, x in enumerate(self.given)]
             if self.single:
-                cotangents, directions = [*map(_single, cotangents)], [*map(_single, directions)]
-            result.append((inputs, cotangents, directions))
-        return result
+                narrow = lambda x: x.astype(np.complex64 if np.iscomplexobj(x) else np.float32)
+                cotangents, directions = [*map(narrow, cotangents)], [*map(narrow, directions)]
+            yield inputs, cotangents, directions
 
     def _leaves(self, point: Point) -> list[Any]:
         """The framework's arrays of f's arguments; integers and random keys are the given ones."""
@@ -276,9 +267,10 @@ class _Comparison:
         except GradtoolsError:
             raise
         except Exception as error:
+            what = f"{type(error).__name__}: {str(error).strip().rstrip('.')}{place_of(error)}"
             raise GradtoolsError(
-                "formula: f runs, and automatic differentiation of it does not "
-                f"({_described(error)}), so there is nothing to hold a formula against."
+                f"formula: f runs, and automatic differentiation of it does not ({what}), so there "
+                "is nothing to compare a formula with."
             ) from error
         groups = outputs, replaced_at(of_inputs, self.active, gradients)
         if self.order == 1:
@@ -301,14 +293,6 @@ def _differs(result: Agreement) -> GradtoolsError:
     return GradtoolsError(
         f"formula: {result}; the formula is not shown. Please report the function"
     )
-
-
-def _described(error: BaseException) -> str:
-    """An error's type, message, and line in the user's code."""
-    return f"{type(error).__name__}: {str(error).strip().rstrip('.')}{place_of(error)}"
-
-
-# --- numbers
 
 
 def compared(
@@ -362,7 +346,7 @@ def all_finite(groups: Sequence[Group]) -> bool:
     return all(np.isfinite(x).all() for group in groups for x in group if x is not None)
 
 
-def moved(rng: np.random.Generator, x: np.ndarray, step: float) -> np.ndarray:
+def _moved(rng: np.random.Generator, x: np.ndarray, step: float) -> np.ndarray:
     """An array near x, of its dtype: entries times e**(step n), zeros plus step n."""
     if x.dtype.kind not in "fc" or not step:
         return x
@@ -372,12 +356,8 @@ def moved(rng: np.random.Generator, x: np.ndarray, step: float) -> np.ndarray:
     return np.asarray(np.where(x == 0, step * n, x * np.exp(step * n)), x.dtype)
 
 
-def _single(x: np.ndarray) -> np.ndarray:
-    return x.astype(np.complex64 if x.dtype.kind == "c" else np.float32)
-
-
-def returned(result: list, names: Sequence[str], expected: Group, call: str) -> list[Any]:
-    """Normalizes a derivation's results to one entry for each input."""
+def _for_each_input(result: list, names: Sequence[str], expected: Group, call: str) -> list[Any]:
+    """A derivation's results with one entry for each input, None where it has no derivative."""
     can = [k for k, a in enumerate(expected) if a is not None]
     if len(result) == len(can) < len(expected):
         return replaced_at([None] * len(expected), can, result)

@@ -66,9 +66,8 @@ class OpaqueFunction:
             result = backend.vjp(some, at, groups=None, once=False)
             pairs = zip(both[count:], result.outs, strict=True)
             cotangents = [backend.cast(c, backend.dtype_name(y)) for c, y in pairs]
-            pulled = zip(at, result.pullback(cotangents), strict=True)
-            grads = [backend.zeros_like(x) if g is None else g for x, g in pulled]
-            return [*result.extras, *grads]
+            grads = zip(at, result.pullback(cotangents), strict=True)
+            return [*result.extras, *(backend.zeros_like(x) if g is None else g for x, g in grads)]
 
         moving = (*self.moving, *[True] * len(chosen))
         return OpaqueFunction(backend, pulled, arrays, moving, self.around)

@@ -1,15 +1,15 @@
 """The table of operations: how each is computed in NumPy, differentiated and written.
 
 Of a holomorphic function f the derivative f' is given as an expression of its value y and its
-argument x; the cotangent of x is conj(f') g. Other functions give their pullback. Every gather
-whose places are known (a slice, constant indices, a mask) is one linear operation, ``arrange``, and
-``restore`` is its adjoint. Labels choose one entry of each row by a one-hot factor.
+argument x; the cotangent of x is conj(f') g. Other functions give their pullback. Labels choose one
+entry of each row by a one-hot factor.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from math import prod
 from typing import TYPE_CHECKING, Any
 
@@ -20,26 +20,26 @@ from gradtools.seeing.formulas.algebra import (
     apply,
     broadcast,
     broadcast_shape,
+    centred,
     conj,
     contracts,
+    mean,
+    plus,
     product,
     real,
     reshape,
+    spread,
     total,
     transpose,
+    unsqueeze,
 )
 from gradtools.seeing.formulas.expressions import (
     BOOLEAN,
     DTYPES,
-    INTEGER,
     REAL,
-    ArrayValue,
     Expr,
-    Shape,
     constant_of,
     expr,
-    is_zero,
-    kind_of,
     lifted,
     operation,
     widest,
@@ -65,35 +65,32 @@ def _sigmoid(x: np.ndarray) -> np.ndarray:
     return np.where(x >= 0, 1.0, e) / (1 + e)
 
 
-# The value, and the derivative from the value y and the argument x.
-_FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[Expr, Expr], Expr]]] = {
-    "exp": (np.exp, lambda y, x: y),
-    "log": (np.log, lambda y, x: x**-1),
-    "sin": (np.sin, lambda y, x: apply("cos", x)),
-    "cos": (np.cos, lambda y, x: -apply("sin", x)),
-    "sinh": (np.sinh, lambda y, x: apply("cosh", x)),
-    "cosh": (np.cosh, lambda y, x: apply("sinh", x)),
-    "tanh": (np.tanh, lambda y, x: 1 - y**2),
-    "erf": (
-        np.vectorize(math.erf, otypes=[float]),
-        lambda y, x: 2 / math.sqrt(math.pi) * apply("exp", -(x**2)),
+_gaussian = lambda y, x: 2 / math.sqrt(math.pi) * apply("exp", -(x**2))
+# The value, the derivative from the value y and the argument x, and the definition if it is shown.
+_FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[Expr, Expr], Expr], str]] = {
+    "exp": (np.exp, lambda y, x: y, ""),
+    "log": (np.log, lambda y, x: x**-1, ""),
+    "sin": (np.sin, lambda y, x: apply("cos", x), ""),
+    "cos": (np.cos, lambda y, x: -apply("sin", x), ""),
+    "sinh": (np.sinh, lambda y, x: apply("cosh", x), ""),
+    "cosh": (np.cosh, lambda y, x: apply("sinh", x), ""),
+    "tanh": (np.tanh, lambda y, x: 1 - y**2, ""),
+    "erf": (np.vectorize(math.erf, otypes=[float]), _gaussian, ""),
+    "softplus": (
+        lambda x: np.logaddexp(x, 0),
+        lambda y, x: apply("sigmoid", x),
+        "softplus(x) := log(1 + e^x)",
     ),
-    "softplus": (lambda x: np.logaddexp(x, 0), lambda y, x: apply("sigmoid", x)),
-    "sigmoid": (_sigmoid, lambda y, x: y * (1 - y)),
-    "relu": (lambda x: np.maximum(x, 0), lambda y, x: indicator(x, 0, ">")),
+    "sigmoid": (_sigmoid, lambda y, x: y * (1 - y), "sigmoid(x) := 1 / (1 + e^(-x))"),
+    "relu": (
+        lambda x: np.maximum(x, 0),
+        lambda y, x: indicator(x, 0, ">"),
+        "relu(x) := max(x, 0)",
+    ),
 }
-_DEFINITIONS = {
-    "softplus": "softplus(x) := log(1 + e^x)",
-    "sigmoid": "sigmoid(x) := 1 / (1 + e^(-x))",
-    "relu": "relu(x) := max(x, 0)",
-}
-for _name, (_evaluate, _slope) in _FUNCTIONS.items():
-    _entrywise(
-        _name,
-        _evaluate,
-        lambda y, g, x, slope=_slope: [conj(slope(y, x)) * g],
-        definition=_DEFINITIONS.get(_name, ""),
-    )
+for _name, (_value, _slope, _definition) in _FUNCTIONS.items():
+    _pulled = lambda y, g, x, slope=_slope: [conj(slope(y, x)) * g]
+    _entrywise(_name, _value, _pulled, definition=_definition)
 
 
 # --- sums, powers, parts of complex numbers
@@ -115,19 +112,10 @@ def _write_power(w: Writer, x: Expr) -> Written:
     return ts.over(ts.number(1.0), raised) if negative else raised
 
 
-def _pull_abs(y: Expr, g: Expr, x: Expr) -> list[Expr]:
-    return [real(g) * (x * y**-1 if x.is_complex else apply("sign", x))]
-
-
 def _write_cast(w: Writer, x: Expr) -> Written:
     """√x and √(x + 0i) differ below zero, so a cast to complex is written."""
     inner = w.write(x.args[0])
     return Written(f"{inner.text} + 0i", ts.SUM) if x.is_complex else inner
-
-
-def _named(name: str) -> Callable[[Writer, Expr], Written]:
-    """Writes an operation by another name than its own."""
-    return lambda w, x: ts.function(name, map(w.write, x.args))
 
 
 operation(
@@ -145,12 +133,12 @@ _entrywise(
 _entrywise(
     "abs",
     np.abs,
-    _pull_abs,
+    lambda y, g, x: [real(g) * (x * y**-1 if x.is_complex else apply("sgn", x))],
     form=lambda w, x: Written(f"|{w.write(x.args[0]).text}|"),
 )
-_entrywise("sign", np.sign, form=_named("sgn"))
-_entrywise("real", np.real, lambda y, g, x: [real(g)], form=_named("Re"))
-_entrywise("imag", np.imag, lambda y, g, x: [1j * real(g)], form=_named("Im"))
+_entrywise("sgn", np.sign)
+_entrywise("Re", np.real, lambda y, g, x: [real(g)])
+_entrywise("Im", np.imag, lambda y, g, x: [1j * real(g)])
 _entrywise(
     "conj",
     np.conj,
@@ -166,11 +154,6 @@ _entrywise(
 )
 
 
-def modulus(x: Expr) -> Expr:
-    """The modulus |x|."""
-    return x if x.op == "abs" else apply("abs", x, kind=REAL)
-
-
 def stop(x: Expr) -> Expr:
     """stop_gradient: x with no derivative."""
     return x if x.op == "stop" or constant_of(x) is not None else apply("stop", x, kind=x.kind)
@@ -179,16 +162,6 @@ def stop(x: Expr) -> Expr:
 def cast_to(x: Expr, kind: str) -> Expr:
     """x as values of another kind."""
     return apply("cast", x, kind=kind, to=kind)
-
-
-def cast(x: Expr, *, dtype: Any = None) -> Expr:
-    """x in another dtype; a cast to integers truncates."""
-    kind = x.kind if dtype is None else kind_of(dtype)
-    if x.is_complex and kind == REAL:
-        return real(x)
-    if kind in (INTEGER, BOOLEAN) and kind != x.kind and (kind, x.kind) != (INTEGER, BOOLEAN):
-        return cast_to(x, kind)
-    return x
 
 
 # --- comparison and choice
@@ -209,12 +182,12 @@ def indicator(a: Any, b: Any, relation: str) -> Expr:
     return apply("compare", a, b, kind=BOOLEAN, relation=relation)
 
 
-def _negation(c: Expr) -> Expr:
-    """Logical not."""
+def _pull_where(y: Expr, g: Expr, c: Expr, a: Expr, b: Expr) -> list[Expr | None]:
+    otherwise = 1 - c
     if c.op == "compare":
-        a, b = c.args
-        return indicator(a, b, _RELATIONS[c["relation"]][1])
-    return 1 - c
+        left, right = c.args
+        otherwise = indicator(left, right, _RELATIONS[c["relation"]][1])
+    return [None, c * g, otherwise * g]
 
 
 def _write_compare(w: Writer, x: Expr) -> Written:
@@ -229,9 +202,7 @@ def _write_where(w: Writer, x: Expr) -> Written:
 
 
 _entrywise("compare", lambda a, b, relation: _RELATIONS[relation][0](a, b), form=_write_compare)
-_entrywise(
-    "where", np.where, lambda y, g, c, a, b: [None, c * g, _negation(c) * g], form=_write_where
-)
+_entrywise("where", np.where, _pull_where, form=_write_where)
 
 
 def where(c: Expr, a: Any, b: Any) -> Expr:
@@ -241,15 +212,6 @@ def where(c: Expr, a: Any, b: Any) -> Expr:
     if mask is not None and mask.all() == mask.any():
         return broadcast(a if mask.all() else b, broadcast_shape(c.shape, a.shape, b.shape))
     return apply("where", c, a, b, kind=widest(a.kind, b.kind))
-
-
-def larger(a: Expr, b: Expr) -> Expr | None:
-    """The maximum with the number 0, which is relu, or with -inf; None for any other."""
-    a, b = (a, b) if constant_of(a) is None else (b, a)
-    if constant_of(b) not in (0, -math.inf):
-        return None
-    whole = broadcast(a, broadcast_shape(a.shape, b.shape))
-    return apply("relu", whole) if is_zero(b) else whole
 
 
 # --- constants, contractions, reshapes
@@ -310,60 +272,66 @@ operation(
 )
 
 
-# --- gather and scatter at known places
+# --- slices and their adjoints
 
 
-def arrange(x: Expr, places: np.ndarray) -> Expr:
-    """Gather: the entries at places of the flattened x."""
-    places = np.asarray(places, np.int64)
-    if np.array_equal(places.ravel(), np.arange(prod(x.shape))):
-        return reshape(x, places.shape)
-    return expr("arrange", (x,), places.shape, x.kind, places=ArrayValue(places), into=x.shape)
+def sliced(x: Expr, *, start: Any, limit: Any, stride: Any = None, drop: Any = ()) -> Expr:
+    """The slice start:limit:stride of each axis, stride > 0, without the length-1 axes in drop."""
+    triples = zip(start, limit, stride or (1,) * x.rank, strict=True)
+    bounds = tuple((int(a), int(max(a, b)), int(s)) for a, b, s in triples)
+    shape = [len(range(*bound)) for bound in bounds]
+    part = x if tuple(shape) == x.shape else expr("slice", (x,), shape, x.kind, bounds=bounds)
+    return reshape(part, [n for a, n in enumerate(shape) if a not in drop])
 
 
-def _restored(y: Expr, g: np.ndarray) -> np.ndarray:
-    out = np.zeros(prod(y["into"]), g.dtype)
-    np.add.at(out, y["places"].array.ravel(), g.ravel())  # a place may occur twice
-    return out.reshape(y["into"])
+def split(x: Expr, *, sizes: Sequence[int], axis: int) -> list[Expr]:
+    """Consecutive slices of these sizes."""
+    ends = list(itertools.accumulate(sizes))
+    at = lambda n, others: [n if a == axis else other for a, other in enumerate(others)]
+    pairs = [
+        (at(end - n, (0,) * x.rank), at(end, x.shape)) for n, end in zip(sizes, ends, strict=True)
+    ]
+    return [sliced(x, start=start, limit=limit) for start, limit in pairs]
 
 
-def slices_of(places: np.ndarray, shape: Shape) -> str:
-    """The slices that take these places of a flattened array; "c" where slices do not."""
-    if not places.size or not shape:
-        return "c"
-    taken = [np.unique(at) for at in np.unravel_index(places.ravel(), shape)]
-    box = np.arange(prod(shape)).reshape(shape)[np.ix_(*taken)]
-    regular = all(len(set(np.diff(at))) <= 1 for at in taken)
-    if not regular or not np.array_equal(box.squeeze(), places.squeeze()):
-        return "c"
-    result = []
-    for at, n in zip(taken, shape, strict=True):
-        first, last = int(at[0]), int(at[-1])
-        step = int(at[1]) - first if len(at) > 1 else 1
-        stop = "" if last + step >= n else str(last + 1)
-        slices = f"{first or ''}:{stop}" + f":{step}" * (step > 1)
-        result.append(str(first) if first == last and n > 1 else slices)
-    return ", ".join(result)
+def _selected(y: Expr) -> tuple[slice, ...]:
+    return tuple(slice(*bound) for bound in y["bounds"])
 
 
-def _write_part(w: Writer, x: Expr) -> Written:
-    """A part of the array, or zeros with that part."""
-    inner, places = w.operand(x.args[0]), slices_of(x["places"].array, x["into"])
-    if places == "c":
-        w.note("[c]: at the places that f selects, by constant indices or by a mask")
-    if x.op == "arrange":
-        return Written(f"{inner.at(ts.ATOM).text}[{places}]")
+def _embedded(y: Expr, g: np.ndarray) -> np.ndarray:
+    out = np.zeros(y.shape, g.dtype)
+    out[_selected(y)] = g
+    return out
+
+
+def _write_part(w: Writer, y: Expr) -> Written:
+    """A part of an array in NumPy's notation, or zeros with that part."""
+    (x,) = y.args
+    pieces = []
+    for (first, last, step), n in zip(y["bounds"], max(x, y, key=_size).shape, strict=True):
+        stop = "" if last >= n else str(last)
+        along = f"{first or ''}:{stop}" + f":{step}" * (step > 1)
+        pieces.append(str(first) if last - first == 1 < n else along)
+    at = ", ".join(pieces)
+    if y.op == "slice":
+        return Written(f"{w.operand(x).at(ts.ATOM).text}[{at}]")
     w.note("into[...](x): zeros with x at these places")
-    return Written(f"into[{places}]({inner.text})")
+    return Written(f"into[{at}]({w.operand(x).text})")
 
 
+_size = lambda x: prod(x.shape)
 operation(
-    "arrange",
-    lambda y, x: x.ravel()[y["places"].array],
-    lambda y, g, x: [expr("restore", (g,), y["into"], g.kind, places=y["places"], into=y["into"])],
+    "slice",
+    lambda y, x: x[_selected(y)],
+    lambda y, g, x: [expr("into", (g,), x.shape, g.kind, bounds=y["bounds"])],
     form=_write_part,
 )
-operation("restore", _restored, lambda y, g, x: [arrange(g, y["places"].array)], form=_write_part)
+operation(
+    "into",
+    _embedded,
+    lambda y, g, x: [expr("slice", (g,), x.shape, g.kind, bounds=y["bounds"])],
+    form=_write_part,
+)
 operation(
     "concatenate",
     lambda y, *xs: np.concatenate(xs, y["axis"]),
@@ -372,20 +340,6 @@ operation(
         "[" + ("; " if x["axis"] == 0 else ", ").join(w.operand(a).text for a in x.args) + "]"
     ),
 )
-
-
-def sliced(x: Expr, *, start: Any, limit: Any, stride: Any = None, drop: Any = ()) -> Expr:
-    """The slice start:limit:stride of each axis, stride > 0, without the length-1 axes in drop."""
-    stride = stride or (1,) * x.rank
-    bounds = [slice(a, max(a, b), s) for a, b, s in zip(start, limit, stride, strict=True)]
-    part = arrange(x, np.arange(prod(x.shape)).reshape(x.shape)[tuple(bounds)])
-    return reshape(part, [n for a, n in enumerate(part.shape) if a not in drop])
-
-
-def split(x: Expr, *, sizes: Sequence[int], axis: int) -> list[Expr]:
-    """Consecutive slices of these sizes."""
-    places = np.arange(prod(x.shape)).reshape(x.shape)
-    return [arrange(x, part) for part in np.split(places, np.cumsum(sizes)[:-1], axis)]
 
 
 def concatenate(*xs: Expr, axis: int) -> Expr:
@@ -439,3 +393,112 @@ def take_along(x: Expr, i: Expr, *, axis: int) -> Expr | None:
         return None
     last = transpose(x, [*(a for a in range(x.rank) if a != axis), axis])
     return reshape(picked(last, reshape(i, rest(i))), i.shape)
+
+
+# --- reductions, softmax and standardization along axes
+
+
+def _write_along(w: Writer, y: Expr) -> Written:
+    """A function with the letters of its axes below, unless these are all axes."""
+    x, axes = y.args[0], y["axes"]
+    letters = w.axes.unique(x)
+    below = "".join(letters[a] for a in axes) if len(axes) < x.rank else ""
+    if y.op == "norm":
+        return Written(f"‖{w.operand(x).text}‖" + (ts.below(below) if below else ""))
+    if y.op == "standardize" and y["eps"]:
+        epsilon = ts.number(y["eps"]).text
+        w.note(
+            f"standardize(x) = (x - mean(x)) / √(var(x) + ε), ε = {epsilon}, over the axes below"
+        )
+    return ts.function(y.op, [w.operand(x)], below)
+
+
+def _logsumexp(x: np.ndarray, axes: tuple[int, ...], keepdims: bool = False) -> np.ndarray:
+    top = np.max(x.real, axes, keepdims=True)
+    top = np.where(np.isfinite(top), top, 0)  # e^(x - top) does not overflow
+    result = np.log(np.exp(x - top).sum(axes, keepdims=True)) + top
+    return result if keepdims else result.squeeze(axes)
+
+
+def _pull_logsumexp(y: Expr, g: Expr, x: Expr, axes: tuple[int, ...]) -> Expr:
+    return conj(softmax(x, axis=axes[0]) if len(axes) == 1 else apply("exp", x - y)) * g
+
+
+def _pull_variance(y: Expr, g: Expr, x: Expr, axes: tuple[int, ...]) -> Expr:
+    return 2 / prod(x.shape[a] for a in axes) * (centred(x, axes) * real(g))
+
+
+# The cotangent of a maximum or minimum is that of all entries which equal it.
+_pull_extreme = lambda y, g, x, axes: indicator(x, y, "==") * g
+_euclidean = lambda x, axes: np.sqrt((np.abs(x) ** 2).sum(axes))
+# The value from the argument and the axes; the argument's cotangent from the value and its
+# cotangent, both broadcast to the argument; the definition if it is shown.
+_REDUCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Expr], str]] = {
+    "max": (np.max, _pull_extreme, ""),
+    "min": (np.min, _pull_extreme, ""),
+    "norm": (_euclidean, lambda y, g, x, axes: x * (real(g) / y), ""),
+    "logsumexp": (_logsumexp, _pull_logsumexp, "logsumexpᵢ(x) := log Σᵢ e^x"),
+    "var": (np.var, _pull_variance, "varᵢ(x) := meanᵢ |x - meanᵢ x|²"),
+}
+
+
+def _reduction_labels(y: Expr) -> list[list[int | None]]:
+    kept = iter(range(y.rank))
+    return [[None if a in y["axes"] else next(kept) for a in range(y.args[0].rank)]]
+
+
+def _pull_reduction(y: Expr, g: Expr, x: Expr) -> list[Expr]:
+    axes = y["axes"]
+    return [_REDUCTIONS[y.op][1](spread(y, axes, x.shape), spread(g, axes, x.shape), x, axes)]
+
+
+for _name, (_value, _, _definition) in _REDUCTIONS.items():
+    _about = {"form": _write_along, "definition": _definition, "labels": _reduction_labels}
+    _of_axes = lambda y, x, value=_value: value(x, y["axes"])
+    operation(_name, _of_axes, _pull_reduction, **_about)
+
+
+def reduced(name: str, x: Expr, axes: Iterable[int] | None = None, keep: bool = False) -> Expr:
+    """A reduction over axes, by default all; x itself if there are none."""
+    axes = tuple(range(x.rank) if axes is None else sorted(axes))
+    if not axes:
+        return x
+    kind = REAL if name in ("norm", "var") else x.kind
+    shape = [n for a, n in enumerate(x.shape) if a not in axes]
+    result = expr(name, (x,), shape, kind, axes=axes)
+    return unsqueeze(result, axes) if keep else result
+
+
+def softmax(x: Expr, *, axis: int) -> Expr:
+    """exp(x) over its sum along an axis; a scalar is an axis of length 1."""
+    if x.rank:
+        return expr("softmax", (x,), x.shape, x.kind, axes=(axis,))
+    return reshape(softmax(reshape(x, (1,)), axis=0), ())
+
+
+def _standardize(y: Expr, x: np.ndarray) -> np.ndarray:
+    axes = y["axes"]
+    return (x - x.mean(axes, keepdims=True)) / np.sqrt(x.var(axes, keepdims=True) + y["eps"])
+
+
+def _pull_standardize(y: Expr, g: Expr, x: Expr) -> list[Expr]:
+    """(g - mean g - y mean(y g)) / deviation."""
+    axes = y["axes"]
+    inner = plus(g, -mean(g, axes, keep=True), -(y * mean(y * g, axes, keep=True)))
+    return [inner / spread((reduced("var", x, axes) + y["eps"]) ** 0.5, axes, x.shape)]
+
+
+def standardize(x: Expr, *, axes: Iterable[int], eps: float = 0.0) -> Expr:
+    """(x - mean) / sqrt(variance + eps)."""
+    attributes = {"axes": tuple(sorted(axes)), "eps": float(eps)}
+    return expr("standardize", (x,), x.shape, x.kind, **attributes)
+
+
+operation(
+    "softmax",
+    lambda y, x: np.exp(x - _logsumexp(x, y["axes"], keepdims=True)),
+    lambda y, g, x: [conj(y) * (g - total(conj(y) * g, y["axes"], keep=True))],
+    form=_write_along,
+    definition="softmaxᵢ(x) := e^x / Σᵢ e^x",
+)
+operation("standardize", _standardize, _pull_standardize, form=_write_along)

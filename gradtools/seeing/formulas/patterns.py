@@ -9,7 +9,7 @@ written and differentiated::
     mean |x - mean x|^2,  E x^2 - (E x)^2   variance(x)
     (x - mean x) / sqrt(variance + eps)     standardize(x)
     sqrt(sum |x|^2), and one over it        norm(x)
-    relu(x),  |x|                           x, where it is positive by its form
+    relu(variance(x))                       variance(x)
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from gradtools.seeing.formulas.algebra import (
     add,
     apply,
     broadcast,
+    centred,
     contracts,
     drop_axes,
     mean,
@@ -34,7 +35,7 @@ from gradtools.seeing.formulas.algebra import (
     varying,
 )
 from gradtools.seeing.formulas.expressions import Expr, constant_of
-from gradtools.seeing.formulas.reductions import centred, reduced, softmax, standardize, variance
+from gradtools.seeing.formulas.operations import reduced, softmax, standardize
 
 
 def named(x: Expr) -> Expr:
@@ -60,12 +61,7 @@ def _terms(x: Expr) -> list[Expr]:
     return terms if terms == [x] else [t for term in terms for t in _terms(term)]
 
 
-def _others(x: Expr, term: Expr) -> list[Expr]:
-    """The terms of a sum without this one."""
-    return [t for t in x.args if t is not term]
-
-
-def _shifted(x: Expr, axes: Iterable[int]) -> tuple[Expr, list[Expr]]:
+def _without_shift(x: Expr, axes: Iterable[int]) -> tuple[Expr, list[Expr]]:
     """X without its terms that are constant along the axes, and these terms."""
     terms, axes = _terms(x), set(axes)
     constant = [t for t in terms if axes.isdisjoint(varying(t))]
@@ -99,10 +95,10 @@ def _squares(x: Expr, of_mean: bool) -> tuple[Expr, tuple[int, ...]] | None:
     return None if z.is_complex else (z, axes)
 
 
-def _centred(y: Expr, axes: tuple[int, ...]) -> Expr | None:
+def _centre(y: Expr, axes: tuple[int, ...]) -> Expr | None:
     """Z, if y is z - mean z."""
     for t in y.args if y.op == "add" else ():
-        z = add(_others(y, t))
+        z = add([other for other in y.args if other is not t])
         if centred(z, axes) is y:
             return z
     return None
@@ -114,7 +110,7 @@ def _replaced(x: Expr, gone: Sequence[Entry], new: Entry) -> Expr:
     return product([new, *(e for e in entries if e not in gone)], out, x.shape, c)
 
 
-# --- the softmax family
+# --- the patterns
 
 
 def _logsumexp(x: Expr) -> Expr | None:
@@ -122,7 +118,7 @@ def _logsumexp(x: Expr) -> Expr | None:
     c, e, axes = _summed(x.args[0]) or (0, x, ())
     if c != 1 or e.op != "exp":
         return None
-    z, shift = _shifted(e.args[0], axes)
+    z, shift = _without_shift(e.args[0], axes)
     kept = [a for a in range(z.rank) if a not in axes]
     return plus(reduced("logsumexp", z, axes), *(drop_axes(s, kept) for s in shift))
 
@@ -134,12 +130,9 @@ def _softmax(x: Expr) -> Expr | None:
         for axis in range(e.rank) if e.op == "exp" else ():
             below = total(e, [axis]) ** -1, (*names[:axis], *names[axis + 1 :])
             if below in entries:
-                p = softmax(_shifted(e.args[0], [axis])[0], axis=axis)
+                p = softmax(_without_shift(e.args[0], [axis])[0], axis=axis)
                 return _replaced(x, [(e, names), below], (p, names))
     return None
-
-
-# --- elementwise functions
 
 
 def _of_exponential(x: Expr) -> Expr | None:
@@ -152,29 +145,11 @@ def _of_exponential(x: Expr) -> Expr | None:
     return None
 
 
-def _needless(x: Expr) -> Expr | None:
-    """relu(z) and |z| of a z that is never negative."""
-    (z,) = x.args
-    positive = _is_positive(z) or (x.op == "relu" and z.op in ("variance", "abs", "norm"))
-    return z if positive else None
-
-
-def _is_positive(x: Expr) -> bool:
-    """Whether x is real and consists of sums and products of exponentials."""
-    if x.is_complex or x.op in ("exp", "softmax"):
-        return not x.is_complex
-    scaled = x.op == "add" or (x.op == "einsum" and bool(x.args) and x["coefficient"] > 0)
-    return scaled and all(map(_is_positive, x.args))
-
-
-# --- moments
-
-
 def _variance(x: Expr) -> Expr | None:
     """The mean of |z - mean z|**2."""
     squares = _squares(x, of_mean=True)
-    z = _centred(*squares) if squares else None
-    return variance(z, axes=squares[1]) if squares and z is not None else None
+    z = _centre(*squares) if squares else None
+    return reduced("var", z, squares[1]) if squares and z is not None else None
 
 
 def _variance_of_moments(x: Expr) -> Expr | None:
@@ -183,8 +158,8 @@ def _variance_of_moments(x: Expr) -> Expr | None:
         squares = _squares(first, of_mean=True)
         if squares and not squares[0].is_complex:
             m = mean(*squares)
-            if _others(x, first) == [-(m * m)]:
-                return variance(squares[0], axes=squares[1])
+            if [t for t in x.args if t is not first] == [-(m * m)]:
+                return reduced("var", *squares)
     return None
 
 
@@ -197,13 +172,13 @@ def _standardize(x: Expr) -> Expr | None:
         terms = _terms(f.args[0])
         eps = [constant_of(t) for t in terms if constant_of(t) is not None]
         rest = [t for t in terms if constant_of(t) is None]
-        v = rest[0] if len(rest) == 1 and rest[0].op == "variance" else None
+        v = rest[0] if len(rest) == 1 and rest[0].op == "var" else None
         if v is None or v.args[0].is_complex:
             continue
         (z,), axes = v.args, v["axes"]
         for g, own in entries:
             kept = tuple(l for a, l in enumerate(own) if a not in axes)
-            if g.shape == z.shape and kept == names and _centred(g, axes) is z:
+            if g.shape == z.shape and kept == names and _centre(g, axes) is z:
                 y = standardize(z, axes=axes, eps=float(eps[0]) if eps else 0.0)
                 return _replaced(x, [(f, names), (g, own)], (y, own))
     return None
@@ -216,8 +191,7 @@ def _norm(x: Expr) -> Expr | None:
 
 
 _PATTERNS: dict[str, tuple[Callable[[Expr], Expr | None], ...]] = {
-    "abs": (_needless,),
-    "relu": (_needless,),
+    "relu": (lambda x: x.args[0] if x.args[0].op == "var" else None,),
     "log": (_logsumexp, _of_exponential),
     "einsum": (_softmax, _variance, _standardize),
     "add": (_variance_of_moments,),

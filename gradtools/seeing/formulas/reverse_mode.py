@@ -62,36 +62,34 @@ def adjoint(
     Returns:
         The cotangents of ``wrt``, and the cotangent of every value between.
     """
-    values, leaves, active = order(outputs), set(wrt), set(wrt)
+    values, active = order(outputs), set(wrt)
     for y in values:
-        if (y.is_inexact or y.kind == SEVERAL) and any(a in active for a in y.args):
+        if (y.is_inexact or y.kind == SEVERAL) and not active.isdisjoint(y.args):
             active.add(y)
     gathered: dict[Expr, list[Expr]] = {}
     summed: dict[Expr, Expr] = {}
     several: dict[Expr, dict[int, Expr]] = {}  # the cotangents of an opaque operation's outputs
 
-    def contribute(x: Expr, g: Expr) -> None:
+    def contribute(x: Expr, g: Expr | None) -> None:
         """Adds a cotangent of x, real where x is."""
-        gathered.setdefault(x, []).append(real(g) if g.is_complex and not x.is_complex else g)
+        if g is not None and x in active and not is_zero(g):
+            gathered.setdefault(x, []).append(real(g) if g.is_complex and not x.is_complex else g)
 
     for out, g in zip(outputs, cotangents, strict=True):
         contribute(out, g)
     for y in reversed(values):
-        if y not in active:
-            continue
         if y in gathered:
             summed[y] = add(gathered.pop(y))
-        if y in leaves:
+        elif y not in several:
             continue
-        pulled: Sequence[Expr | None] = [None] * len(y.args)
-        pullback = OPERATIONS[y.op].pullback
-        if y.op == "output" and y in summed:
-            several.setdefault(y.args[0], {})[y["index"]] = summed[y]
-        elif y in several:
+        pullback = OPERATIONS[y.op].pullback if y.args else None
+        pulled: Sequence[Expr | None] = ()
+        if y in several:
             pulled = pulled_back(y, several[y], active)
-        elif y in summed and pullback is not None:
+        elif y.op == "output":
+            several.setdefault(y.args[0], {})[y["index"]] = summed[y]
+        elif pullback is not None:
             pulled = pullback(y, summed[y], *y.args)
-        for arg, c in zip(y.args, pulled, strict=True):
-            if c is not None and arg in active and not is_zero(c):
-                contribute(arg, c)
+        for arg, c in zip(y.args, pulled, strict=False):
+            contribute(arg, c)
     return [summed[x] if x in summed else full(0.0, x.shape) for x in wrt], summed

@@ -14,13 +14,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gradtools.seeing.formulas import typesetting as ts
-from gradtools.seeing.formulas.algebra import contracts, is_wrapper
+from gradtools.seeing.formulas.algebra import is_wrapper
 from gradtools.seeing.formulas.expressions import SEVERAL, Expr, constant_of, order
 from gradtools.seeing.formulas.typesetting import Written
-from gradtools.seeing.formulas.writing import Axes, NeedsIndices, Writer
+from gradtools.seeing.formulas.writing import Axes, Writer
 
 _LONG = 60  # characters: a longer part of a line gets a line of its own
-Statement = tuple[Written, Written]  # left and right side of an equation
 
 
 @dataclass
@@ -30,7 +29,7 @@ class Section:
     title: str
     of: str  # what follows the title, in mathematics
     roots: list[tuple[Expr, Written]]  # the results, with their names
-    lines: list[Statement] = field(default_factory=list)
+    lines: list[tuple[Written, Written]] = field(default_factory=list)  # both sides of equations
 
 
 class Statements:
@@ -43,57 +42,43 @@ class Statements:
         cotangents: Mapping[Expr, Expr],
     ) -> None:
         self.sections = sections
+        roots = [pair for s in sections for pair in s.roots]
         self._taken = {w.text for w in leaves.values()}
         self.axes = Axes(text for text in self._taken if len(text) == 1)
         self.writer = Writer(self.axes)
         self.writer.names.update(leaves)
-        roots = [x for s in sections for x, _ in s.roots]
-        self.values = [x for x in order(roots) if x.kind != SEVERAL]
+        self.values = [x for x in order([x for x, _ in roots]) if x.kind != SEVERAL]
         self.axes.learn(self.values)
         self.constants = [x for x in self.values if x.op == "array"]
-        self._done = set(self.constants)
-        self._uses = _uses(self.values, roots)
-        self._bases: Counter[str] = Counter()
+        self._forward = set(order([x for x, _ in sections[0].roots]))
+        self._bases: Counter[str] = Counter()  # how many values get a name with this base
         self._counts: Counter[str] = Counter()
-        self._name(cotangents)
+        self._name(roots, cotangents)
+        done = set(self.constants)
         for section in sections:
-            self._write(section)
+            self._write(section, done)
 
     # Names.
 
-    def _name(self, cotangents: Mapping[Expr, Expr]) -> None:
+    def _name(self, roots: Sequence[tuple[Expr, Written]], cotangents: Mapping[Expr, Expr]) -> None:
         """Chooses what gets a name; cotangents: of the values of the program."""
+        names = self.writer.names
+        self._taken |= {w.text for _, w in roots}
+        if len(self.sections) > 2:  # of order 2: the derivatives are those of s
+            self._taken.add("s")
+        for x, written in roots:
+            if not _is_plain(x):
+                names.setdefault(x, written)
+        self._bases["c"] = len(self.constants)
+        for x in self.constants:
+            names[x] = self._new("c")
         primals: dict[Expr, Expr] = {}  # of each cotangent, the most telling value first
         for v, c in cotangents.items():
             if not _is_plain(v) and v.shape == c.shape:
                 primals.setdefault(c, v)
-        roots = [(x, w) for s in self.sections for x, w in s.roots]
-        self._taken |= {w.text for _, w in roots}
-        if len(self.sections) > 2:  # of order 2: the derivatives are those of s
-            self._taken.add("s")
-        names = self.writer.names
-        for x, written in roots:
-            if x not in names and not _is_plain(x):
-                names[x] = written
-        self._forward = set(order([x for x, _ in self.sections[0].roots]))
-        self._bases["c"] = len(self.constants)
-        for x in self.constants:
-            names[x] = self._new("c")
-        wanted: list[Expr] = []
-        weights: dict[Expr, float] = {}  # the sizes of values as written; named ones count 0
-        for x in self.values:
-            own = 0.5 if x.op in _LIGHT else 0 if is_wrapper(x) or not x.args else 2
-            weights[x] = (1 if x.op == "add" else own) + sum(
-                weights.get(a, 0) for a in _operands(x)
-            )
-            repeated = self._uses[x] > 1 and weights[x] >= 2
-            if repeated and x not in names and not _is_plain(x):
-                wanted.append(x)
-            if x in names or x in wanted[-1:]:
-                weights[x] = 0
-        values = [primals[x] for x in wanted if x in primals]  # get a name as well
-        more = {v for v in values if v not in names and v not in wanted}
-        wanted = [*(x for x in self.values if x in more), *wanted]
+        repeated = self._repeated([x for x, _ in roots])
+        values = {primals[x] for x in repeated if x in primals} - {*names, *repeated}
+        wanted = [*(x for x in self.values if x in values), *repeated]  # with their primal values
         self._bases.update(self._base(x) for x in wanted if x not in primals)
         for x in wanted:
             v = primals.get(x)
@@ -103,16 +88,37 @@ class Statements:
             else:
                 names[x] = barred
                 self._taken.add(barred.text)
-        self._name_long()
+        for x in self.values:
+            unnamed = x not in names and not _is_plain(x) and not is_wrapper(x)
+            if unnamed and len(self.writer.write(x).text) > _LONG:
+                names[x] = self._new(self._base(x))
+
+    def _repeated(self, roots: Sequence[Expr]) -> list[Expr]:
+        """The values without a name that are used more than once, themselves or transposed."""
+        uses = Counter(roots)
+        for x in self.values:
+            if not is_wrapper(x):
+                uses.update(map(_unwrapped, _operands(x)))
+        result: list[Expr] = []
+        weights: dict[Expr, float] = {}  # the sizes of values as written; named ones count 0
+        for x in self.values:
+            own = 0.5 if x.op in _LIGHT else 0 if is_wrapper(x) or not x.args else 2
+            own = 1 if x.op == "add" else own
+            weights[x] = own + sum(weights.get(a, 0) for a in _operands(x))
+            if x in self.writer.names:
+                weights[x] = 0
+            elif uses[x] > 1 and weights[x] >= 2 and not _is_plain(x):
+                result.append(x)
+                weights[x] = 0
+        return result
 
     def _base(self, x: Expr) -> str:
         """A base name: by the operation for values of the program, T for others."""
         if x.op in ("add", "einsum"):
-            forward = x in self._forward
-            forward = forward or any(a in self._forward for a in x.args if is_wrapper(x))
+            forward = any(a in self._forward for a in (x, *(x.args if is_wrapper(x) else ())))
             return ("Z" if x.rank > 1 else "z") if forward and x.rank else "T"
         base = _BASES.get(x.op, "T")
-        return base.upper() if x.rank > 1 and len(base) == 1 else base
+        return base.upper() if x.rank > 1 else base
 
     def _new(self, base: str) -> Written:
         alone = self._bases[base] == 1 and not self._counts[base]
@@ -124,64 +130,54 @@ class Statements:
         self._taken.add(written.text)
         return written
 
-    def _name_long(self) -> None:
-        """Names values that need indices or would make a line too long."""
-        names = self.writer.names
-        for x in self.values:
-            if x in names or _is_plain(x):
-                continue
-            try:
-                side = self.writer.write(x)
-            except NeedsIndices:
-                names[x] = self._new(self._base(x))
-                continue
-            if len(side.text) > _LONG and not is_wrapper(x):
-                names[x] = self._new(self._base(x))
-
     # Lines.
 
-    def _write(self, section: Section) -> None:
+    def _write(self, section: Section, done: set[Expr]) -> None:
         """Writes the named values, with the results that others use, then the other results."""
-        names, roots = self.writer.names, {x for x, _ in section.roots}
-        values = order([x for x, _ in section.roots])
+        names, roots = self.writer.names, [x for x, _ in section.roots]
+        values = order(roots)
         used = {a for x in values for a in x.args}
         for x in values:
-            if x not in names or x.op == "placeholder" or x in self._done:
-                continue
-            if x not in roots or x in used:
-                section.lines.append(self._line(x, names[x]))
-                self._define(x)
+            if (
+                x in names
+                and x.op != "placeholder"
+                and x not in done
+                and (x not in roots or x in used)
+            ):
+                section.lines.append((names[x], self._side(x)))
+                done.add(x)
         written = {left.text for left, _ in section.lines}
         for x, name in section.roots:
             own = names.get(x)
-            renamed = own is not None and own.text != name.text
-            line = (name, own) if own and renamed else self._line(x, name)
-            if line[0].text not in (line[1].text, *written):
-                section.lines.append(line)
-            self._define(x)
+            side = self._side(x) if own is None or own.text == name.text else own
+            if name.text not in (side.text, *written):
+                section.lines.append((name, side))
+            done.add(x)
 
-    def _define(self, x: Expr) -> None:
-        """From here on the name of an elementwise product is written in place of its factors."""
-        self._done.add(x)
-        plain = x.op == "einsum" and x["coefficient"] == 1 and not contracts(x)
-        if x in self.writer.names and plain and len(x.args) > 1:
-            self.writer.defined.setdefault(x.args[0], []).append(x)
-
-    def _line(self, x: Expr, written: Written) -> Statement:
-        own = self.writer.names.pop(x, None) if x.op != "placeholder" else None
-        try:
-            line = written, self.writer.write(x)
-        except NeedsIndices:
-            letters, side = self.writer.indexed(x)
-            line = ts.subscript(written, letters), side
+    def _side(self, x: Expr) -> Written:
+        """The right side of the equation that defines x."""
+        names = self.writer.names
+        own = names.pop(x, None) if x.op != "placeholder" else None
+        side = self.writer.write(x)
         if own is not None:
-            self.writer.names[x] = own
-        return line
+            names[x] = own
+        return side
 
 
 _LIGHT = {
-    *("power", "conj", "real", "imag", "compare", "one_hot", "arrange", "reshape", "abs", "sign"),
-    *("logical_not", "cast", "index", "stop"),
+    *("power", "conj", "Re", "Im", "compare", "one_hot", "slice", "reshape", "abs", "sgn"),
+    *("cast", "stop"),
+}
+_BASES = {
+    "exp": "e",
+    "sigmoid": "s",
+    "tanh": "h",
+    "relu": "h",
+    "softmax": "p",
+    "standardize": "n",
+    "var": "v",
+    "norm": "r",
+    "output": "z",
 }
 
 
@@ -197,35 +193,10 @@ def _operands(x: Expr) -> tuple[Expr, ...]:
     return x.args[0].args if x.op == "output" else x.args
 
 
-def _uses(values: Sequence[Expr], roots: Sequence[Expr]) -> Counter[Expr]:
-    """The number of uses of each value, itself or transposed."""
-    count: Counter[Expr] = Counter(roots)
-    for x in values:
-        if is_wrapper(x):
-            continue
-        for a in _operands(x):
-            count[_unwrapped(a)] += 1
-    return count
-
-
 def _unwrapped(x: Expr) -> Expr:
     while is_wrapper(x):
         x = x.args[0]
     return x
-
-
-_BASES = {
-    "exp": "e",
-    "sigmoid": "s",
-    "tanh": "h",
-    "relu": "h",
-    "softmax": "p",
-    "log_softmax": "l",
-    "standardize": "n",
-    "variance": "v",
-    "norm": "r",
-    "output": "z",
-}
 
 
 # --- names of leaves and results
@@ -263,7 +234,6 @@ def output_names(outputs: Sequence[Expr], taken: set[str]) -> list[Written]:
         wanted = ["L"] if not y.rank and not y.is_complex else []
         wanted += ["Y", "F", "O"] if y.rank > 1 else ["y", "f", "o"]
         return [ts.symbol(next((w for w in wanted if w not in taken), "out"))]
-    base = next(
-        b for b in ("y", "f", "out") if not any(t.startswith(b) for t in taken) or b == "out"
-    )
+    bases = (b for b in ("y", "f") if not any(t.startswith(b) for t in taken))
+    base = next(bases, "out")
     return [ts.symbol(f"{base}{k + 1}") for k in range(len(outputs))]

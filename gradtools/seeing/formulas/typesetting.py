@@ -72,15 +72,10 @@ def bar(x: Written) -> Written:
     return Written(unicodedata.normalize("NFC", marked + text[len(base) :]))
 
 
-def below(text: str, otherwise: str = "_{}") -> str:
-    """A subscript in Unicode, or `otherwise` where a letter has none."""
+def below(text: str) -> str:
+    """A subscript in Unicode, or after an underscore where a letter has none."""
     small = text.translate(str.maketrans(*_LOWERED))
-    return small if set(small) <= set(_LOWERED[1]) else otherwise.format(text)
-
-
-def subscript(x: Written, text: str) -> Written:
-    """An index below."""
-    return Written(x.at(ATOM).text + below(text, "[{}]"))
+    return small if set(small) <= set(_LOWERED[1]) else f"_{text}"
 
 
 def power(x: Written, exponent: Any, mark: str = "") -> Written:
@@ -149,11 +144,6 @@ def fraction(value: float, most: int = 1000, tolerance: float = 1e-14) -> Fracti
 # --- arithmetic
 
 
-def negative(x: Written) -> Written:
-    """Minus x."""
-    return Written(f"-{x.at(BIG).text}", SUM)
-
-
 def summed(terms: Sequence[Written]) -> Written:
     """A sum; terms that begin with a minus come last and are subtracted."""
     terms = sorted(terms, key=lambda t: t.text.startswith("-"))
@@ -166,11 +156,6 @@ def over(top: Written, bottom: Written) -> Written:
     return Written(f"{top.at(PRODUCT).text} / {bottom.at(POWER).text}", PRODUCT)
 
 
-def total(letters: str, inner: Written) -> Written:
-    """A sum over the axes with these letters."""
-    return Written(f"Σ{below(letters)} {inner.text}", BIG)
-
-
 # --- LaTeX
 
 _LETTERS = "A-Za-zα-ρς-ωΑ-ΡΤ-Ωϕ"
@@ -181,10 +166,10 @@ _TOKEN = re.compile(
     rf"|(?P<low>[{_LOWERED[1]}]+)|(?P<high>[{_RAISED[1]}]+)|(?P<sign>.)"
 )
 _COMMANDS = r"""
-\odot \langle \rangle \| \infty \le \ge \ne \land \lor \oplus \lfloor \rfloor \lceil \rceil
-\partial \sum \times \xi ^{\top} ^{H} ^{*}
+\odot \langle \rangle \| \infty \le \ge \ne
+\partial \sum \times \to \xi ^{\top} ^{H} ^{*}
 """.split()
-_SIGNS = dict(zip("⊙⟨⟩‖∞≤≥≠∧∨⊕⌊⌋⌈⌉∂Σ×ξᵀᴴ*", _COMMANDS, strict=True))
+_SIGNS = dict(zip("⊙⟨⟩‖∞≤≥≠∂Σ×→ξᵀᴴ*", _COMMANDS, strict=True))
 _SIGNS |= {sign: rf"\{sign}" for sign in "#%&$_{}"}
 
 

@@ -14,11 +14,12 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
 
-from gradtools.seeing.formulas import algebra, operations, reductions
+from gradtools.seeing.formulas import algebra, operations
 from gradtools.seeing.formulas.algebra import apply, broadcast, broadcast_shape
 from gradtools.seeing.formulas.expressions import (
     BOOLEAN,
@@ -29,9 +30,11 @@ from gradtools.seeing.formulas.expressions import (
     array,
     constant_of,
     is_zero,
+    kind_of,
     number,
     order,
 )
+from gradtools.seeing.formulas.operations import cast_to, concatenate, reduced
 from gradtools.seeing.formulas.patterns import named
 
 
@@ -45,17 +48,44 @@ def _power(a: Expr, b: Expr) -> Expr | None:
     return None
 
 
+def _maximum(a: Expr, b: Expr) -> Expr | None:
+    """The maximum with the number 0, which is relu, or with -inf; None for any other."""
+    a, b = (a, b) if constant_of(a) is None else (b, a)
+    if constant_of(b) not in (0, -math.inf):
+        return None
+    whole = broadcast(a, broadcast_shape(a.shape, b.shape))
+    return apply("relu", whole) if is_zero(b) else whole
+
+
+def _cast(x: Expr, *, dtype: Any = None) -> Expr:
+    """x in another dtype; a cast to integers truncates."""
+    kind = x.kind if dtype is None else kind_of(dtype)
+    if x.is_complex and kind == REAL:
+        return algebra.real(x)
+    if kind in (INTEGER, BOOLEAN) and kind != x.kind and (kind, x.kind) != (INTEGER, BOOLEAN):
+        return cast_to(x, kind)
+    return x
+
+
+def _norm(x: Expr, *, axes: Any = None, ord: Any = 2, keep: bool = False) -> Expr | None:
+    """The Euclidean norm; None for any other."""
+    return reduced("norm", x, axes or None, keep) if x.rank and ord == 2 else None
+
+
+def _variance(x: Expr, *, axes: Any = None, correction: float = 0, keep: bool = False) -> Expr:
+    """sum(abs(x - mean)**2) / (n - correction)."""
+    n = math.prod(x.shape if axes is None else (x.shape[a] for a in axes))
+    scale = n / (n - correction) if n > correction else math.nan
+    return scale * reduced("var", x, axes, keep)
+
+
 def _reduction(name: str) -> Callable[..., Expr]:
-    return lambda x, *, axes=None, keep=False: reductions.reduced(name, x, axes or None, keep)
-
-
-def _unary(name: str) -> Callable[..., Expr]:
-    return lambda x: apply(name, x)
+    return lambda x, *, axes=None, keep=False: reduced(name, x, axes or None, keep)
 
 
 _FUNCTIONS = "exp log sin cos sinh cosh tanh erf sigmoid relu softplus".split()
 WORDS: dict[str, Callable[..., Any]] = {
-    **{name: _unary(name) for name in _FUNCTIONS},
+    **{name: lambda x, name=name: apply(name, x) for name in _FUNCTIONS},
     "identity": lambda x: x,
     "add": lambda a, b, *, alpha=1: a + alpha * b,
     "subtract": lambda a, b, *, alpha=1: a - alpha * b,
@@ -67,17 +97,17 @@ WORDS: dict[str, Callable[..., Any]] = {
     "sqrt": lambda x: x**0.5,
     "rsqrt": lambda x: x**-0.5,
     "reciprocal": lambda x: x**-1,
-    "abs": operations.modulus,
-    "sign": lambda x: None if x.is_complex else apply("sign", x),
+    "abs": lambda x: x if x.op == "abs" else apply("abs", x, kind=REAL),
+    "sign": lambda x: None if x.is_complex else apply("sgn", x),
     "real": algebra.real,
     "imag": algebra.imag,
     "conj": algebra.conj,
     "complex": lambda re, im: re + 1j * im,
     "stop": operations.stop,
-    "cast": operations.cast,
+    "cast": _cast,
     "compare": operations.indicator,
     "where": operations.where,
-    "maximum": operations.larger,
+    "maximum": _maximum,
     "expm1": lambda x: apply("exp", x) - 1,
     "log1p": lambda x: apply("log", 1 + x),
     "logaddexp": lambda a, b: apply("softplus", b) if is_zero(a) else b + apply("softplus", a - b),
@@ -86,28 +116,26 @@ WORDS: dict[str, Callable[..., Any]] = {
     "erfc": lambda x: 1 - apply("erf", x),
     "einsum": lambda *xs, subscripts: algebra.einsum(subscripts, *xs),
     "matmul": algebra.matmul,
-    "outer": lambda a, b: algebra.einsum("i,j->ij", a, b),
+    "outer": partial(algebra.einsum, "i,j->ij"),
     "vdot": lambda a, b: algebra.conj(a) @ b,
     "transpose": algebra.transpose,
     "reshape": algebra.reshape,
     "broadcast": broadcast,
     "slice": operations.sliced,
     "split": operations.split,
-    "concatenate": operations.concatenate,
-    "stack": lambda *xs, axis: operations.concatenate(
-        *(algebra.unsqueeze(x, [axis]) for x in xs), axis=axis
-    ),
+    "concatenate": concatenate,
+    "stack": lambda *xs, axis: concatenate(*(algebra.unsqueeze(x, [axis]) for x in xs), axis=axis),
     "one_hot": operations.one_hot,
     "take_along": operations.take_along,
     "sum": algebra.total,
     "mean": algebra.mean,
     **{name: _reduction(name) for name in ("max", "min", "logsumexp")},
-    "norm": reductions.norm,
-    "variance": reductions.variance,
-    "deviation": lambda x, **how: reductions.variance(x, **how) ** 0.5,
-    "softmax": reductions.softmax,
-    "log_softmax": reductions.log_softmax,
-    "standardize": reductions.standardize,
+    "norm": _norm,
+    "variance": _variance,
+    "deviation": lambda x, **how: _variance(x, **how) ** 0.5,
+    "softmax": operations.softmax,
+    "log_softmax": lambda x, *, axis: x - reduced("logsumexp", x, [axis][: x.rank], keep=True),
+    "standardize": operations.standardize,
 }
 
 Like = tuple[Sequence[int], str]  # the shape and the kind of a result
@@ -155,28 +183,16 @@ def fitted(x: Expr, like: Like) -> Expr:
     shape, kind = like
     x = named(x)
     if x.is_inexact and kind in (INTEGER, BOOLEAN) and constant_of(x) is None:
-        x = operations.cast_to(x, kind)
+        x = cast_to(x, kind)
     x = x if x.shape == tuple(shape) else broadcast(x, tuple(shape))
     plain = x.is_complex or constant_of(x) is not None
-    return x if kind != COMPLEX or plain else operations.cast_to(x, COMPLEX)
+    return x if kind != COMPLEX or plain else cast_to(x, COMPLEX)
 
 
 def constant(value: Any) -> Expr:
     """A captured number or array."""
     value = np.asarray(value)
     return array(value) if value.ndim or value.dtype.kind == "b" else number(value[()])
-
-
-def arranged(x: Expr, computed: Callable[[np.ndarray], np.ndarray]) -> Expr | None:
-    """The result of a gather as entries of x; None if it fills in constants.
-
-    computed: The framework's gather, of another array in place of x.
-    """
-    counts = np.arange(1.0, 1 + math.prod(x.shape)).reshape(x.shape)
-    once, twice = computed(counts), computed(2 * counts)
-    if not once.all() or not np.array_equal(2 * once, twice):
-        return None
-    return operations.arrange(x, np.round(once.real).astype(int) - 1)
 
 
 def has_opaque_part(results: Sequence[Expr], operands: Sequence[Expr]) -> bool:

@@ -2,8 +2,7 @@
 
 Products of matrices are written by juxtaposition, the elementwise product as a circled dot, sums
 over axes by their letters. Axes align by their letters, so a broadcast is not written. A product
-that would be ambiguous as whole arrays (three or more axes, the same axis twice) raises
-`NeedsIndices`: it gets a line of its own, for one entry (`Writer.indexed`).
+that would be ambiguous in this notation, such as one of three axes each, is a call of einsum.
 
 A contraction is a chain of matrices if every summed label belongs to two factors, and following
 the labels leads from one axis of the result to the other.
@@ -12,7 +11,7 @@ the labels leads from one axis of the result to the other.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from functools import partial
 from math import prod
 from typing import Any
@@ -32,32 +31,19 @@ from gradtools.seeing.formulas.expressions import OPERATIONS, Expr, constant_of
 from gradtools.seeing.formulas.typesetting import Written
 
 
-class NeedsIndices(Exception):
-    """The product is ambiguous without indices."""
-
-
 class Writer:
     """Writes expressions; named ones by their names."""
 
     def __init__(self, axes: Axes) -> None:
         self.axes = axes
         self.names: dict[Expr, Written] = {}
-        # The elementwise products with a name that earlier lines define, by first factor.
-        self.defined: dict[Expr, list[Expr]] = {}
         self.notes: dict[str, None] = {}  # explanations of the notation that was used
         self.recognised: set[str] = set()  # the operations that were written by their name
-        self._as_mean: set[Expr] = set()  # sums that are written as means
 
     def write(self, x: Expr) -> Written:
-        """x as a whole array.
-
-        Raises:
-            NeedsIndices: A product in x, without a name, is ambiguous without indices.
-        """
+        """x as a whole array."""
         if x in self.names:
             return self.names[x]
-        if x in self._as_mean:
-            return self._mean(x)
         if constant_of(x) is not None:
             return ts.number(constant_of(x))
         if x.op == "einsum":
@@ -83,129 +69,21 @@ class Writer:
         """Adds an explanation of the notation."""
         self.notes[text] = None
 
-    def indexed(self, x: Expr) -> tuple[str, Written]:
-        """A product's letters, and its entry at these indices."""
-        letters = self.axes.unique(x)
-        f = Factors(x, self.names)
-        own, summed = f.label_letters(self.axes), sorted(f.summed)
-        fresh = primed([own[l] for l in summed], letters)
-        names = dict(enumerate(letters)) | dict(zip(summed, fresh, strict=True))
-        at = lambda a, ls: ts.subscript(self.write(a), "".join(names[l] for l in ls))
-        top = _multiplied([at(a, ls) for a, ls in self._sorted(f.arrays)] or [ts.number(1.0)])
-        if f.below:
-            top = ts.over(top, _multiplied([at(a, ls).at(ts.POWER) for a, ls in f.below]))
-        if summed:
-            top = ts.total("".join(fresh), top.at(ts.PRODUCT))
-        return "".join(letters), self._with_scalars(f, top)
-
-    # Products.
-
-    def _product(self, x: Expr) -> Written:
-        """A product: its coefficient and scalars, and its factors with axes, over its divisors."""
-        f = Factors(x, self.names, self.defined)
-        # A factor that is a sum, times one over its length, is written as a mean.
-        sums = (*f.scalars, *(a for a, _ in f.arrays))
-        inverse = lambda a: (
-            a not in self.names and _is_inverse(f.coefficient, summed_length(a, self.names))
-        )
-        means = {a for a in sums if inverse(a)}
-        f.coefficient = f.coefficient if not means else 1.0 if f.coefficient > 0 else -1.0
-        before, self._as_mean = self._as_mean, self._as_mean | means
-        try:
-            if not f.arrays and f.below and not f.summed:  # L̄ / x, and not L̄ 1 / x
-                return self._with_scalars(f, None, [self._oriented(a, n, f) for a, n in f.below])
-            return self._with_scalars(f, self._core(f))
-        finally:
-            self._as_mean = before
-
-    def _core(self, f: Factors) -> Written | None:
-        """The factors with axes, in the first unambiguous form; None if there are none.
-
-        The forms: one array or its transpose in the last two axes, an inner product, a product
-        of matrices and vectors, an elementwise product.
-        """
-        if not f.arrays and not f.below:
-            return None
-        if len(f.arrays) == 1 and not f.below and not f.summed:
-            ((x, names),), n = f.arrays, f.target.rank
-            if names == tuple(range(n)):
-                return self.write(x)
-            if n >= 2 and names == (*range(n - 2), n - 1, n - 2):
-                return self.transposed(x)
-        labels = {names for _, names in f.arrays}
-        real = not any(a.is_complex for a, _ in f.arrays)
-        if real and not f.out and not f.below and len(labels) == 1 and set(*labels) == f.summed:
-            (x, *_), *others = self._sorted(f.arrays)
-            if others:
-                return ts.inner_product(
-                    self.write(x), _hadamard([self.write(a) for a, _ in others])
-                )
-            if x not in self.names and x.op == "power" and x["exponent"] == 2:
-                base = x.args[0].args[0] if x.args[0].op == "abs" else x.args[0]
-                return Written(f"‖{self.write(base).text}‖²", ts.POWER)
-        if f.arrays and not f.below and (links := chain(f)):
-            return ts.join([self._link(*link) for link in links], " ", ts.PRODUCT)
-        return self._aligned(f)
-
-    def _mean(self, x: Expr) -> Written:
-        """A sum of one array, without its factor of one over the length."""
-        (inner,), (names,) = x.args, x["labels"]
-        letters = self.axes.unique(inner)
-        over = "".join(letters[k] for k, l in enumerate(names) if l >= x.rank)
-        return ts.function("mean", [self.write(inner)], over if x.rank else "")
-
-    def _link(self, group: list[Expr], flipped: bool) -> Written:
-        if len(group) == 1:
-            return self.transposed(group[0]) if flipped else self.write(group[0]).at(ts.PRODUCT)
-        written = ts.bracket(_hadamard([self.write(g) for g in group]))
-        return ts.superscript(written, "ᵀ") if flipped else written
-
     def transposed(self, x: Expr) -> Written:
         """The transpose, the conjugate transpose where x is a conjugate."""
         if x.op == "conj" and x not in self.names:
             return ts.superscript(self.write(x.args[0]), "ᴴ")
         return ts.superscript(self.write(x), "ᵀ")
 
-    def _aligned(self, f: Factors) -> Written:
-        """An elementwise product, summed over axes by their letters, unless that is ambiguous."""
-        letters = f.label_letters(self.axes)
-        clear = len(set(letters.values())) == len(letters)
-        aligned = all(n == tuple(range(f.target.rank)) for _, n in (*f.arrays, *f.below))
-        if not (clear or (aligned and not f.summed)):
-            raise NeedsIndices
-        if f.summed and not any(set(n) == set(f.size) for _, n in f.arrays):
-            raise NeedsIndices
-        up = [self._oriented(a, n, f) for a, n in self._sorted(f.arrays)]
-        down = [self._oriented(a, n, f) for a, n in f.below]
-        top = _hadamard(up) if up else ts.number(1.0)
-        if down:
-            top = ts.over(top.at(ts.PRODUCT), _hadamard(down))
-        name = "".join(sorted(letters[l] for l in f.summed))
-        return ts.total(name, top.at(ts.POWER)) if f.summed else top
-
-    def _oriented(self, a: Expr, names: Sequence[int], f: Factors) -> Written:
-        """A factor, transposed if its axes are not in the order of the others'."""
-        alone = len(f.arrays) == 1 and not f.below
-        places = [f.reference.index(l) for l in names if l in f.out or not alone]
-        if places == sorted(places):
-            return self.write(a)
-        if a.rank == 2:
-            return self.transposed(a)
-        raise NeedsIndices
-
-    def _sorted(self, arrays: Iterable[tuple[Expr, Any]]) -> list[tuple[Expr, Any]]:
-        """Cotangents first, then other named values, then compositions."""
-
-        def key(entry: tuple[Expr, Any]) -> tuple:
-            written = self.names.get(entry[0])
-            return (written is None, written is not None and not ts.has_bar(written))
-
-        return sorted(arrays, key=key)
-
-    def _with_scalars(
-        self, f: Factors, core: Written | None, below: Sequence[Written] = ()
-    ) -> Written:
-        up = [self.write(s) for s, _ in self._sorted((s, ()) for s in f.scalars)]
+    def _product(self, x: Expr) -> Written:
+        """A product: its coefficient and scalars, and its factors with axes, over its divisors."""
+        f = _Factors(x, self.names)
+        core, below = None, list[Written]()
+        if not f.arrays and f.below and not f.summed:  # L̄ / x, and not L̄ 1 / x
+            below = [self.write(a) for a, _ in f.below]
+        elif f.arrays or f.below:
+            core = self._matrices(f) or self._aligned(f) or self._einsum(f)
+        up = [self._factor(s, f) for s, _ in self._sorted((s, ()) for s in f.scalars)]
         coefficient, number_below = _fraction(f.coefficient)
         down = [ts.number(number_below)] if number_below != 1 else []
         down += [self.write(s) for s in f.scalars_below]
@@ -221,7 +99,85 @@ class Writer:
         if down:
             bottom = down if len(down) == 1 else [d.at(ts.POWER) for d in down]
             top = ts.over(top, _multiplied(bottom))
-        return ts.negative(top) if minus else top
+        return Written(f"-{top.at(ts.BIG).text}", ts.SUM) if minus else top
+
+    def _factor(self, x: Expr, f: _Factors) -> Written:
+        """A factor of a product: a mean, if it is the sum that the coefficient divides."""
+        if x is not f.mean:
+            return self.write(x)
+        (inner,), (names,) = x.args, x["labels"]
+        letters = self.axes.unique(inner)
+        over = "".join(letters[k] for k, l in enumerate(names) if l >= x.rank)
+        return ts.function("mean", [self.write(inner)], over if x.rank else "")
+
+    def _matrices(self, f: _Factors) -> Written | None:
+        """One array, an inner product or a product of matrices and vectors; None for others."""
+        if f.below:
+            return None
+        if len(f.arrays) == 1 and not f.summed:
+            ((x, names),), n = f.arrays, f.target.rank
+            if names == tuple(range(n)):
+                return self._factor(x, f)
+            if n >= 2 and names == (*range(n - 2), n - 1, n - 2):
+                return self.transposed(x)
+        labels = {names for _, names in f.arrays}
+        is_real = not any(a.is_complex for a, _ in f.arrays)
+        if is_real and not f.out and f.arrays and len(labels) == 1 and set(*labels) == f.summed:
+            x, *others = [a for a, _ in self._sorted(f.arrays)]
+            if others:
+                return ts.inner_product(self.write(x), _hadamard([*map(self.write, others)]))
+            if x not in self.names and x.op == "power" and x["exponent"] == 2:
+                base = x.args[0].args[0] if x.args[0].op == "abs" else x.args[0]
+                return Written(f"‖{self.write(base).text}‖²", ts.POWER)
+        links = _chain(f)
+        return ts.join([self._link(*link) for link in links], " ", ts.PRODUCT) if links else None
+
+    def _link(self, group: list[Expr], flipped: bool) -> Written:
+        if len(group) == 1:
+            return self.transposed(group[0]) if flipped else self.write(group[0]).at(ts.PRODUCT)
+        written = ts.bracket(_hadamard([self.write(g) for g in group]))
+        return ts.superscript(written, "ᵀ") if flipped else written
+
+    def _aligned(self, f: _Factors) -> Written | None:
+        """An elementwise product, summed over axes by their letters; None if that is ambiguous."""
+        letters, factors = f.letters(self.axes), [*f.arrays, *f.below]
+        clear = len(set(letters.values())) == len(letters)
+        in_place = all(names == tuple(range(f.target.rank)) for _, names in factors)
+        spanned = any(set(names) == set(f.size) for _, names in f.arrays)
+        if not (spanned and clear if f.summed else clear or in_place):
+            return None
+        written: dict[Entry, Written] = {}
+        for a, names in factors:  # transposed if its axes are not in the order of the others'
+            places = [f.reference.index(l) for l in names if l in f.out or len(factors) > 1]
+            straight = places == sorted(places)
+            if not straight and a.rank != 2:
+                return None
+            written[a, names] = self._factor(a, f) if straight else self.transposed(a)
+        up = [written[entry] for entry in self._sorted(f.arrays)]
+        top = _hadamard(up) if up else ts.number(1.0)
+        if f.below:
+            top = ts.over(top.at(ts.PRODUCT), _hadamard([written[entry] for entry in f.below]))
+        over = "".join(sorted(letters[l] for l in f.summed))
+        return Written(f"Σ{ts.below(over)} {top.at(ts.POWER).text}", ts.BIG) if over else top
+
+    def _einsum(self, f: _Factors) -> Written:
+        """A product as a call of einsum, with the letters of the axes."""
+        letters = f.letters(self.axes)
+        names = dict(zip(letters, primed([*letters.values()]), strict=True))
+        of = lambda labels: "".join(names[l] for l in labels)
+        operands = ",".join(of(labels) for _, labels in (*f.arrays, *f.below))
+        pieces = [self._factor(a, f) for a, _ in f.arrays]
+        pieces += [ts.over(ts.number(1.0), self.write(a)) for a, _ in f.below]
+        return ts.function(f"einsum[{operands}→{of(f.out)}]", pieces)
+
+    def _sorted(self, factors: Iterable[Entry]) -> list[Entry]:
+        """Cotangents first, then other named values, then compositions."""
+
+        def key(entry: Entry) -> tuple[bool, bool]:
+            written = self.names.get(entry[0])
+            return (written is None, written is not None and not ts.has_bar(written))
+
+        return sorted(factors, key=key)
 
 
 def _multiplied(pieces: Sequence[Written], sign: str = " ") -> Written:
@@ -231,12 +187,6 @@ def _multiplied(pieces: Sequence[Written], sign: str = " ") -> Written:
 
 
 _hadamard = partial(_multiplied, sign=" ⊙ ")
-
-
-def _is_inverse(coefficient: Any, count: int) -> bool:
-    """Whether a coefficient is one over a count, up to its sign."""
-    is_real = not isinstance(coefficient, complex)
-    return is_real and count > 1 and abs(abs(coefficient) * count - 1) < 1e-12
 
 
 def _fraction(coefficient: Any) -> tuple[Any, float]:
@@ -252,52 +202,36 @@ def _fraction(coefficient: Any) -> tuple[Any, float]:
     return coefficient, 1.0
 
 
-# --- the factors of a product as they are written
-
-
-def summed_length(x: Expr, named: Collection[Expr]) -> int:
-    """The number of terms of each sum, if x sums one array over axes; else 0."""
-    if not contracts(x) or len(x.args) != 1 or (contracts(x.args[0]) and x.args[0] not in named):
-        return 0
-    return prod(n for l, n in zip(x["labels"][0], x.args[0].shape, strict=True) if l >= x.rank)
-
-
-class Factors:
+class _Factors:
     """A product's factors, sorted to those in the numerator and those in the denominator.
 
     Products among the factors are flattened, but not named ones, nor sums inside of elementwise
-    products. Factors that are together a product which an earlier line defines become that.
+    products. A sum of one array, times one over its length, is a mean.
     """
 
-    def __init__(
-        self,
-        x: Expr,
-        named: Collection[Expr],
-        defined: Mapping[Expr, Sequence[Expr]] | None = None,
-    ) -> None:
+    def __init__(self, x: Expr, named: Collection[Expr]) -> None:
         self.target, self.coefficient = x, x["coefficient"]
+        self.mean: Expr | None = None
         fresh = itertools.count(x.rank + 1000)
         queue: list[Entry] = list(zip(x.args, x["labels"], strict=True))
-        self._entries: list[Entry] = []
+        self.entries: list[Entry] = []
         while queue:
             factor, names = queue.pop(0)
-            alone = not self._entries and not queue
-            mean = _is_inverse(self.coefficient, summed_length(factor, named))
-            closed = contracts(factor) and (mean or not alone)
+            alone, is_mean = not self.entries and not queue, self._is_mean(factor, named)
+            if is_mean:
+                self.mean, self.coefficient = factor, 1.0 if self.coefficient > 0 else -1.0
+            closed = is_mean or (contracts(factor) and not alone)
             if factor in named or factor.op != "einsum" or not factor.args or closed:
-                self._entries.append((factor, names))
+                self.entries.append((factor, names))
             else:
                 self.coefficient *= factor["coefficient"]
                 queue = opened(factor, names, lambda n: next(fresh)) + queue
-        for p in (p for f, _ in self._entries[:-1] for p in (defined or {}).get(f, ())):
-            if p is not x:
-                self._entries = _with_product(self._entries, p)
         self.scalars: list[Expr] = []  # the factors without axes in the numerator
         self.scalars_below: list[Expr] = []  # those in the denominator
         self.arrays: list[Entry] = []  # the factors with axes in the numerator
         self.below: list[Entry] = []  # those in the denominator
         self.size: dict[int, int] = {}  # the length of each label's axis
-        for f, names in self._entries:
+        for f, names in self.entries:
             self.size.update(zip(names, f.shape, strict=True))
             exponent = f["exponent"] if f.op == "power" else 1
             negative = not isinstance(exponent, complex) and exponent < 0
@@ -308,43 +242,34 @@ class Factors:
                 (self.scalars_below if negative else self.scalars).append(shown)
         self.out = [l for l in range(x.rank) if l in self.size]
         self.summed = self.size.keys() - set(self.out)
-        axes = [self.out if len(self.out) > 1 else ()]
-        axes += [names for _, names in (*self.arrays, *self.below)]
+        order = [self.out if len(self.out) > 1 else ()]
+        order += [names for _, names in (*self.arrays, *self.below)]
         # The order of labels in which factors are written; others are transposed.
-        self.reference = list(dict.fromkeys(l for names in axes for l in names))
+        self.reference = list(dict.fromkeys(l for names in order for l in names))
 
-    def label_letters(self, axes: Axes) -> dict[int, str]:
+    def _is_mean(self, x: Expr, named: Collection[Expr]) -> bool:
+        """Whether x is an unnamed sum of one array, and the coefficient is one over its length."""
+        if x in named or not contracts(x) or len(x.args) != 1:
+            return False
+        (inner,), (labels,) = x.args, x["labels"]
+        length = prod(n for l, n in zip(labels, inner.shape, strict=True) if l >= x.rank)
+        whole = inner in named or not contracts(inner)
+        is_real = not isinstance(self.coefficient, complex)
+        return is_real and whole and length > 1 and abs(abs(self.coefficient) * length - 1) < 1e-12
+
+    def letters(self, axes: Axes) -> dict[int, str]:
         """The letter of each label."""
         result: dict[int, str] = {}
-        for f, names in self._entries:
+        for f, names in self.entries:
             for k, l in enumerate(names):
                 result.setdefault(l, axes.letter(f, k))
         return result
 
 
-def _with_product(entries: list[Entry], p: Expr) -> list[Entry]:
-    """The factors with a product in place of its own factors, if these are among them."""
-    place: dict[int, int] = {}
-    left = list(entries)
-    for f, names in zip(p.args, p["labels"], strict=True):
-        fits = lambda at, own=names: all(place.get(l, t) == t for l, t in zip(own, at, strict=True))
-        match = next((e for e in left if e[0] is f and fits(e[1])), None)
-        if match is None:
-            return entries
-        place.update(zip(names, match[1], strict=True))
-        left.remove(match)
-    if len(set(place.values())) < p.rank:
-        return entries
-    return [(p, tuple(place[l] for l in range(p.rank))), *left]
-
-
-# --- products of matrices
-
-
 Link = tuple[list[Expr], bool]  # factors that are multiplied, and whether they are transposed
 
 
-def chain(f: Factors) -> list[Link] | None:
+def _chain(f: _Factors) -> list[Link] | None:
     """The factors as two matrices or vectors side by side, in which equal labels are one link."""
     groups: dict[Labels, list[Expr]] = {}
     for a, names in sorted(f.arrays, key=lambda e: -len(e[1])):
@@ -429,12 +354,11 @@ class Axes:
         return primed(self.letters(x))
 
 
-def primed(letters: Sequence[str], taken: Iterable[str] = ()) -> tuple[str, ...]:
-    """The letters, with primes to distinguish them from each other and from those taken."""
-    seen, result = set(taken), []
+def primed(letters: Sequence[str]) -> tuple[str, ...]:
+    """The letters, with primes to distinguish them from each other."""
+    result: list[str] = []
     for letter in letters:
-        while letter in seen:
+        while letter in result:
             letter += "'"
-        seen.add(letter)
         result.append(letter)
     return tuple(result)

@@ -7,7 +7,7 @@ slice has a start and a limit on each axis. Operations without a neutral name ke
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from math import inf
 from types import MappingProxyType
 from typing import Any
@@ -23,7 +23,6 @@ from gradtools.torch.functorch_wrappers import tensors_in
 
 Tensor = torch.Tensor
 Attributes = dict[str, Any]
-Translated = tuple[str, Attributes]  # the operation's neutral name, and its attributes
 
 
 class AtenCall:
@@ -34,9 +33,11 @@ class AtenCall:
         self.raw, self.name = func.overloadpacket.__name__, name_of(func.overloadpacket)
         self.outs: list[Tensor] = []
         self.schema = private.schema_of(func).arguments
-        self.bound = [*_bound(func, args, kwargs)]
+        both = zip(self.schema, args, strict=False)
+        self.bound = [*both, *((a, kwargs[a.name]) for a in self.schema if a.name in kwargs)]
         self.given = {argument.name: value for argument, value in self.bound}
         self.first = next((x for _, value in self.bound for x in tensors_in(value)), None)
+        self.rank = self.first.dim() if self.first is not None else 0
 
     def run(self) -> Any:
         """Runs the operation."""
@@ -60,31 +61,22 @@ class AtenCall:
 
     def written(self) -> Iterator[Tensor]:
         """The tensors that it writes to in place."""
-        return _written(self.bound)
+        for argument, value in self.bound:
+            if argument.alias_info is not None and argument.alias_info.is_write:
+                yield from tensors_in(value)
 
     def said(self, out: Any) -> tuple[str, Mapping[str, Any]]:
         """Its neutral name and its attributes; `out`: what it returned."""
         self.outs = [*tensors_in(out)]
-        operation = operations.neutral(self.name)
-        attributes = self._attributes()
-        for key in (self.name, operation):
-            for form in (_of_entries, _of_numbers, _of_layers):
-                formed = form(key, self, operation, attributes)
-                if formed is not None:
-                    return formed[0], MappingProxyType(formed[1])
-        return operation, MappingProxyType(attributes)
+        name, attributes = operations.neutral(self.name), self._attributes()
+        form = _FORMS.get(self.name) or _FORMS.get(name)
+        if form is not None:
+            attributes = form(self, attributes)
+        if name in _RENAMED:
+            name = _RENAMED[name](self)
+        return name, MappingProxyType(attributes)
 
-    @property
-    def out(self) -> Tensor | None:
-        """Its first result."""
-        return self.outs[0] if self.outs else None
-
-    @property
-    def rank(self) -> int:
-        """The number of axes of its first tensor."""
-        return self.first.dim() if self.first is not None else 0
-
-    def _attributes(self) -> dict[str, Any]:
+    def _attributes(self) -> Attributes:
         """The arguments that are not operands and differ from their defaults.
 
         The schema's dim and dims are `axis` (one) or `axes` (several), counted from 0.
@@ -102,7 +94,6 @@ class AtenCall:
             given = self.given.get("dim")
             if argument.name == "dim" and type(default) is int and given in (None, default):
                 result["dim"] = default
-
         rank = max(1, self.rank + (self.name == "stack"))
         for name in ("dim", "dims"):
             if name in result:
@@ -119,32 +110,9 @@ class AtenCall:
 
 def _is_number(argument: Any, value: Any) -> bool:
     """Whether it is a number passed for a tensor operand."""
+    number = isinstance(value, int | float | complex) and not isinstance(value, bool)
     needed = not argument.has_default_value()
-    return _number(value) and needed and str(argument.type) in ("Tensor", "number")
-
-
-def _number(value: Any) -> bool:
-    return isinstance(value, int | float | complex) and not isinstance(value, bool)
-
-
-def _bound(func: Any, args: Any, kwargs: Any) -> Iterator[tuple[Any, Any]]:
-    """Pairs of schema argument and value, for the arguments that were passed."""
-    for i, argument in enumerate(private.schema_of(func).arguments):
-        if i < len(args):
-            yield argument, args[i]
-        elif argument.name in kwargs:
-            yield argument, kwargs[argument.name]
-
-
-def written(func: Any, args: Any, kwargs: Any) -> Iterator[Tensor]:
-    """The tensors that an operation writes to in place."""
-    return _written(_bound(func, args, kwargs))
-
-
-def _written(bound: Iterable[tuple[Any, Any]]) -> Iterator[Tensor]:
-    for argument, value in bound:
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            yield from tensors_in(value)
+    return number and needed and str(argument.type) in ("Tensor", "number")
 
 
 def _plain(value: Any) -> Any:
@@ -169,38 +137,45 @@ _REORDERED: Mapping[str, Callable[[list[Any]], list[Any]]] = {
     "masked_fill": lambda xs: [xs[1], xs[2], xs[0]] if len(xs) == 3 else xs,
     "polygamma": lambda xs: xs[-1:],
 }
-_FILLED = {"zeros": 0, "zeros_like": 0, "new_zeros": 0, "ones": 1, "ones_like": 1, "new_ones": 1}
 
 
-# --- names and attributes that are not as in the schema -------------------------------------
-# Each function returns the neutral name and attributes of an operation, or None if it does not know
-# the key: PyTorch's name or the neutral name. `said` are the attributes as in the schema.
+# --- names that depend on the arguments
 
 
-def _of_entries(key: str, call: AtenCall, operation: str, said: Attributes) -> Translated | None:
-    """Operations that move, select or fill entries."""
-    given, y = call.given, call.out
-    match key:
-        case "reshape" | "broadcast":
-            return operation, {"shape": tuple(y.shape)} if y is not None else said
-        case "transpose":
-            return operation, {"permutation": _permutation(call)}
-        case "slice" | "select" | "slice_scatter" | "select_scatter":
-            return operation, _window(call)
-        case "split":  # the sizes of consecutive parts along an axis
-            axis = said["axis"]
-            return operation, {"sizes": tuple(part.shape[axis] for part in call.outs), "axis": axis}
-        case "constant":  # what it is filled with; its shape and dtype are those of its value
-            if call.name == "lift_fresh" and y is not None:
-                held = numbers_text(y.shape, y.tolist)
-                return operation, {"value": held} if held else {}
-            if call.name in operations.NO_DATA and "fill_value" in given:
-                return operation, {"value": given["fill_value"]}
-            return operation, {"value": _FILLED[call.name]} if call.name in _FILLED else {}
-    return None
+def _bound_of(call: AtenCall) -> str:
+    """Clip with one bound, which is an operand, is a maximum or a minimum."""
+    one = "minimum" if call.given.get("min") is None else "maximum"
+    return one if len(call.operands()) == 2 else "clip"
 
 
-def _permutation(call: AtenCall) -> tuple[int, ...]:
+def _transform(call: AtenCall) -> str:
+    """A Fourier transform, as NumPy names it."""
+    if call.name == "fft_c2r":
+        return "irfft"
+    halved = call.name == "fft_r2c" and call.given["onesided"]
+    back = call.name == "fft_c2c" and not call.given["forward"]
+    return "r" * halved + "i" * back + "fft"
+
+
+def _logical(name: str) -> Callable[[AtenCall], str]:
+    """A bitwise operation is a logical one where it is of truth values."""
+    return lambda call: (
+        name if call.first is not None and call.first.dtype == torch.bool else call.name
+    )
+
+
+_RENAMED: Mapping[str, Callable[[AtenCall], str]] = {
+    **{name: _logical(name) for name in (f"logical_{of}" for of in ("and", "or", "xor", "not"))},
+    **dict.fromkeys(("fft_c2c", "fft_r2c", "fft_c2r"), _transform),
+    "clip": _bound_of,
+    "convolution": lambda call: "convolution" + "_transposed" * bool(call.given.get("transposed")),
+}
+
+
+# --- attributes that are not as in the schema, from the call and the attributes of the schema
+
+
+def _permuted(call: AtenCall, said: Attributes) -> Attributes:
     """The axes of the operand, in the order of the result's."""
     order, given, rank = [*range(call.rank)], call.given, call.rank
     if call.name == "permute":
@@ -208,10 +183,10 @@ def _permutation(call: AtenCall) -> tuple[int, ...]:
     elif rank > 1:
         a, b = given.get("dim0", 0), given.get("dim1", 1)
         order[a], order[b] = order[b], order[a]
-    return tuple(order)
+    return {"permutation": tuple(order)}
 
 
-def _window(call: AtenCall) -> Attributes:
+def _window(call: AtenCall, said: Attributes) -> Attributes:
     """Start, limit and stride on each axis of a slice; the axis that a selection drops."""
     assert call.first is not None
     shape, given = call.first.shape, call.given
@@ -225,56 +200,65 @@ def _window(call: AtenCall) -> Attributes:
     else:
         along = slice(given.get("start"), given.get("end"), given.get("step", 1))
         start[axis], limit[axis], stride[axis] = along.indices(shape[axis])
-    attributes: Attributes = {"start": tuple(start), "limit": tuple(limit)}
-    if any(n != 1 for n in stride):
-        attributes["stride"] = tuple(stride)
-    return attributes | dropped
+    strides = {"stride": tuple(stride)} if any(n != 1 for n in stride) else {}
+    return {"start": tuple(start), "limit": tuple(limit), **strides, **dropped}
 
 
-def _of_numbers(key: str, call: AtenCall, operation: str, said: Attributes) -> Translated | None:
-    """Elementwise operations, reductions and linear algebra."""
-    given, x = call.given, call.first
-    match key:
-        case "compare":
-            relation = RELATIONS.get(call.name)
-            return operation, {**said, "relation": relation} if relation else said
-        case "bitwise_and" | "bitwise_or" | "bitwise_xor" | "bitwise_not":
-            of_truth = x is not None and x.dtype == torch.bool  # else bitwise, of integers
-            return (operation if of_truth else call.name), said
-        case "clip" if len(call.operands()) == 2:  # one bound is an operand
-            return ("minimum" if given.get("min") is None else "maximum"), said
-        case "norm":
-            ord_ = given.get("ord", given.get("p", 2))
-            said = {name: value for name, value in said.items() if name not in ("ord", "p")}
-            if ord_ not in (2, 2.0, None):
-                said["ord"] = ord_ if abs(ord_) != inf else float(ord_)
-            return operation, said
-        case "variance" | "deviation":
-            unbiased, corrected = said.pop("unbiased", True), said.pop("correction", None)
-            corrected = int(unbiased) if corrected is None else corrected
-            return operation, {**said, "correction": corrected}
-        case "fft_c2c" | "fft_r2c" | "fft_c2r":
-            halved = call.name == "fft_r2c" and given["onesided"]
-            back = call.name == "fft_c2c" and not given["forward"]
-            return "irfft" if call.name == "fft_c2r" else "r" * halved + "i" * back + "fft", {}
-    return None
+def _split(call: AtenCall, said: Attributes) -> Attributes:
+    """The sizes of consecutive parts along an axis."""
+    axis = said["axis"]
+    return {"sizes": tuple(part.shape[axis] for part in call.outs), "axis": axis}
 
 
-def _of_layers(key: str, call: AtenCall, operation: str, said: Attributes) -> Translated | None:
-    """Convolutions."""
-    match key:
-        case "convolution" | "convolution_backward":  # settings that differ from their defaults
-            if said.get("transposed") and not call.name.endswith("backward"):
-                operation = "convolution_transposed"
-            usual = {"stride": 1, "dilation": 1, "padding": 0, "output_padding": 0, "groups": 1}
-            kept: Attributes = {}
-            for name, default in usual.items():
-                value = said.get(name, default)
-                values = value if isinstance(value, tuple) else (value,)
-                if any(n != default for n in values):
-                    kept[name] = tuple((n, n) for n in values) if name == "padding" else value
-            return operation, kept
-    return None
+def _filled(call: AtenCall, said: Attributes) -> Attributes:
+    """What a constant is filled with; its shape and dtype are those of its value."""
+    if call.name == "lift_fresh" and call.outs:
+        held = numbers_text(call.outs[0].shape, call.outs[0].tolist)
+        return {"value": held} if held else {}
+    if call.name in operations.NO_DATA and "fill_value" in call.given:
+        return {"value": call.given["fill_value"]}
+    filled = {"zeros": 0, "ones": 1}.get(call.name.removeprefix("new_").removesuffix("_like"))
+    return {} if filled is None else {"value": filled}
 
 
-__all__ = ["SAME", "AtenCall", "written"]
+def _norm(call: AtenCall, said: Attributes) -> Attributes:
+    ord_ = call.given.get("ord", call.given.get("p", 2))
+    said = {name: value for name, value in said.items() if name not in ("ord", "p")}
+    if ord_ not in (2, 2.0, None):
+        said["ord"] = ord_ if abs(ord_) != inf else float(ord_)
+    return said
+
+
+def _variance(call: AtenCall, said: Attributes) -> Attributes:
+    unbiased, corrected = said.pop("unbiased", True), said.pop("correction", None)
+    return {**said, "correction": int(unbiased) if corrected is None else corrected}
+
+
+def _convolved(call: AtenCall, said: Attributes) -> Attributes:
+    """The settings of a convolution that differ from their defaults."""
+    usual = {"stride": 1, "dilation": 1, "padding": 0, "output_padding": 0, "groups": 1}
+    kept: Attributes = {}
+    for name, default in usual.items():
+        value = said.get(name, default)
+        values = value if isinstance(value, tuple) else (value,)
+        if any(n != default for n in values):
+            kept[name] = tuple((n, n) for n in values) if name == "padding" else value
+    return kept
+
+
+_FORMS: Mapping[str, Callable[[AtenCall, Attributes], Attributes]] = {
+    **dict.fromkeys(
+        ("reshape", "broadcast"), lambda call, said: {"shape": tuple(call.outs[0].shape)}
+    ),
+    "transpose": _permuted,
+    **dict.fromkeys(("slice", "select", "slice_scatter", "select_scatter"), _window),
+    "split": _split,
+    "constant": _filled,
+    "compare": lambda call, said: (
+        {**said, "relation": RELATIONS[call.name]} if call.name in RELATIONS else said
+    ),
+    "norm": _norm,
+    **dict.fromkeys(("variance", "deviation"), _variance),
+    **dict.fromkeys(("fft_c2c", "fft_r2c", "fft_c2r"), lambda call, said: {}),
+    **dict.fromkeys(("convolution", "convolution_backward"), _convolved),
+}

@@ -10,7 +10,7 @@ makes the call::
 
 Each level has its use. Functions show whether a call is differentiable and what leaves for NumPy
 (`calls.py`, for `why_zero`). Operations are what is computed in all passes (`passes.py`, for the
-graph). A formula (`translating/recorder.py`) uses whichever reads better. Common to all are value
+graph). A formula (`translating.py`) uses whichever reads better. Common to all are value
 numbers, in-place writes, the running line and modules, and undoing effects; they are here.
 """
 

@@ -1,7 +1,7 @@
 """`formula` in JAX: one run of f as expressions, and the derivatives that it is compared with.
 
 f's jaxpr is translated equation by equation. What does not depend on the arguments is computed at
-once. An equation is read by the graph's name and attributes (`../operands.py`) if these are of the
+once. An equation is read by the graph's name and attributes (`operands.py`) if these are of the
 vocabulary; else it becomes an opaque operation. So do loops, branches, functions with custom rules,
 and functions of JAX with an opaque part: the name `solve` is more readable than its LU factors. A
 random draw is a constant.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
-from math import prod
 from typing import Any
 
 import jax
@@ -28,13 +27,7 @@ from gradtools.seeing.formulas.expressions import Expr, evaluate, kind_of, order
 from gradtools.seeing.formulas.opaque import OpaqueFunction, by_name
 from gradtools.seeing.formulas.operations import picked, take_along
 from gradtools.seeing.formulas.reverse_mode import Recorded
-from gradtools.seeing.formulas.words import (
-    arranged,
-    constant,
-    fitted,
-    has_opaque_part,
-    translated,
-)
+from gradtools.seeing.formulas.words import constant, fitted, has_opaque_part, translated
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.jax import operands, recorded_run, source_lines
 
@@ -47,13 +40,13 @@ def formula_graph(program: LeafProgram) -> Recorded:
     leaves = zip(program.names, program.leaves, strict=True)
     entries = [translator.leaf(name, x) for name, x in leaves]
     consts = getattr(traced.closed, "consts", ())
-    held = [translator.held_array(c, names.get(id(c), "")) for c in consts]
+    held = [translator.captured(c, names.get(id(c), "")) for c in consts]
     outs = translator.run(jaxprs.open_jaxpr(traced.closed), [*held, *entries])
-    outputs = [translator.expr(out) for out in outs]
+    outputs = tuple(map(translator.expr, outs))
     read = set(order(outputs))
-    held_here = {p: np.asarray(x) for p, x in translator.held.items() if p in read}
-    inputs, dtypes = tuple(translator.inputs), frozenset(translator.dtypes)
-    return Recorded(inputs, tuple(outputs), held_here, dtypes=dtypes)
+    contents = {p: np.asarray(x) for p, x in translator.held.items() if p in read}
+    dtypes = frozenset(translator.dtypes)
+    return Recorded(tuple(translator.inputs), outputs, contents, dtypes=dtypes)
 
 
 def differentiated(
@@ -101,12 +94,9 @@ class _Translator:
     def __init__(self, backend: Backend) -> None:
         self.backend = backend
         self.inputs: list[Expr] = []
-        self.held: dict[Expr, Any] = {}
+        self.held: dict[Expr, Any] = {}  # the captured arrays
         self.dtypes: set[str] = set()  # of all floating and complex results
-        self.leaves: dict[Expr, Any] = {}  # of the arguments, and captured
-        self._arrays: dict[int, Entry] = {}
-
-    # --- values
+        self._leaves: dict[Expr, Any] = {}  # of the arguments
 
     def leaf(self, name: str, x: Any) -> Entry:
         """The entry of an argument's leaf. A random key is an input too, and its own entry."""
@@ -114,20 +104,19 @@ class _Translator:
             self.inputs.append(placeholder(name, jax.random.key_data(x).shape, "integer"))
             return x
         self.inputs.append(placeholder(name, x.shape, kind_of(x.dtype)))
-        self.leaves[self.inputs[-1]] = x
+        self._leaves[self.inputs[-1]] = x
         return self.inputs[-1]
 
-    def held_array(self, x: Any, name: str = "") -> Entry:
+    def captured(self, x: Any, name: str = "") -> Entry:
         """The entry of a captured array: a placeholder if inexact or named, else itself."""
-        if id(x) not in self._arrays:
-            keys = _is_key(x) or x.dtype == np.uint32
-            if keys or not (name or jnp.issubdtype(x.dtype, jnp.inexact)):
-                self._arrays[id(x)] = x if keys else np.asarray(x)
-            else:
-                p = placeholder(name, x.shape, kind_of(x.dtype))
-                self.held[p] = self.leaves[p] = x
-                self._arrays[id(x)] = p
-        return self._arrays[id(x)]
+        if _is_key(x) or x.dtype == np.uint32:
+            return x
+        if not (name or jnp.issubdtype(x.dtype, jnp.inexact)):
+            return np.asarray(x)
+        known = (p for p, held in self.held.items() if held is x)
+        p = next(known, None) or placeholder(name, x.shape, kind_of(x.dtype))
+        self.held[p] = x
+        return p
 
     def expr(self, entry: Entry) -> Expr:
         """The entry as an expression."""
@@ -139,9 +128,10 @@ class _Translator:
 
     def value_of(self, x: Expr) -> np.ndarray:
         """The numbers of an expression in this run."""
-        return evaluate([x], {p: self.leaves[p] for p in order([x]) if p.op == "placeholder"})[0]
+        known = self._leaves | self.held
+        return evaluate([x], {p: known[p] for p in order([x]) if p.op == "placeholder"})[0]
 
-    # --- equations
+    # Equations.
 
     def run(self, jaxpr: Any, entries: Sequence[Entry]) -> list[Entry]:
         """Translates a jaxpr from the entries of its constants and inputs to those of outputs."""
@@ -155,10 +145,6 @@ class _Translator:
         if name in _OF_KEYS:  # random-key arithmetic is computed at the leaves
             key_of = lambda e: self.value_of(e).astype(np.uint32) if isinstance(e, Expr) else e
             entries = [*map(key_of, entries)]
-        if name == "platform_index":
-            here, platforms = jax.default_backend(), eqn.params["platforms"]
-            chosen = next(k for k, names in enumerate(platforms) if names is None or here in names)
-            return [np.asarray(chosen)]
         if name in (*jaxprs.CALLS, *jaxprs.RULED):
             return self._call(eqn, entries)
         if name == "cond" and not isinstance(entries[0], Expr):
@@ -187,22 +173,14 @@ class _Translator:
         if eqn.primitive.name in ("optimization_barrier", "reduce_precision"):
             return xs
         if eqn.primitive.name == "gather":
-            result = self._gathered(eqn, entries, *xs)
+            result = self._gathered(eqn, *xs)
             return None if result is None else [result]
         xs = [*(xs[i] for i in places), *(constant(float(n)) for n in exponents)]
         likes, attributes = [*map(_like, eqn.outvars)], operands.attributes_of(eqn)
         return translated(operands.name_of(eqn), xs, attributes, likes)
 
-    def _gathered(self, eqn: Any, entries: Sequence[Entry], x: Expr, indices: Expr) -> Expr | None:
-        """Constant places, or one entry of each row; else None."""
-        if indices.is_constant and x.is_inexact and prod(x.shape) <= 1 << 20:
-
-            def computed(first: np.ndarray) -> np.ndarray:
-                with jax.ensure_compile_time_eval():
-                    first = jnp.asarray(first, eqn.invars[0].aval.dtype)
-                    return np.asarray(_bound(eqn, [first, *entries[1:]])[0])
-
-            return arranged(x, computed)
+    def _gathered(self, eqn: Any, x: Expr, indices: Expr) -> Expr | None:
+        """A gather of one entry of each row; None for any other."""
         if indices.is_constant or not indices.rank:
             return None
         d, known = eqn.params["dimension_numbers"], self.value_of(indices)
@@ -223,9 +201,8 @@ class _Translator:
         return picked(x, reshape(rows[0], (x.shape[0],)))
 
     def _fitted(self, eqn: Any, results: Sequence[Any]) -> list[Entry]:
-        avals = [var.aval for var in eqn.outvars]
-        inexact = (a.dtype for a in avals if jnp.issubdtype(a.dtype, jnp.inexact))
-        self.dtypes.update(map(str, inexact))
+        dtypes = [var.aval.dtype for var in eqn.outvars]
+        self.dtypes.update(str(t) for t in dtypes if jnp.issubdtype(t, jnp.inexact))
         return [fitted(x, _like(var)) for x, var in zip(results, eqn.outvars, strict=True)]
 
     def _named(
@@ -237,10 +214,8 @@ class _Translator:
         """
 
         def is_shown(e: Entry) -> bool:
-            if isinstance(e, Expr):
-                return True
-            if not np.ndim(e):
-                return numbers and not _is_key(e)
+            if isinstance(e, Expr) or not np.ndim(e):
+                return isinstance(e, Expr) or (numbers and not _is_key(e))
             return bool(jnp.issubdtype(e.dtype, jnp.inexact))
 
         shown = [k for k, e in enumerate(entries) if is_shown(e)]
@@ -255,8 +230,7 @@ class _Translator:
 
     def _opened(self, program: Any, entries: Sequence[Entry]) -> list[Entry]:
         """What a program gives for these operands, written out."""
-        consts = [self.held_array(c) for c in program.consts]
-        return self.run(program.jaxpr, [*consts, *entries])
+        return self.run(program.jaxpr, [*map(self.captured, program.consts), *entries])
 
     def _call(self, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
         """A call, as a word, by the name of a function of JAX or of a rule, or written out."""
@@ -273,14 +247,13 @@ class _Translator:
             results = translated(name, xs, attributes, likes)
             if results is not None:
                 return self._fitted(eqn, results)
-        if own and given and name in _WHOLE:
-            return self._named(eqn, entries, name, numbers=True)
         plain = own and eqn.primitive.name == "custom_jvp_call"
         if jaxprs.is_ruled(eqn) and not plain and not is_chunk(jaxpr):
             return self._named(eqn, entries, name)
-        results = self._opened(program, entries)
+        whole = own and bool(given) and name in _WHOLE
+        results = [] if whole else self._opened(program, entries)
         made = [e for e in results if isinstance(e, Expr)]
-        if own and len(jaxpr.eqns) > 1 and has_opaque_part(made, given):
+        if whole or (own and len(jaxpr.eqns) > 1 and has_opaque_part(made, given)):
             return self._named(eqn, entries, name, numbers=True)
         return results
 

@@ -1,12 +1,13 @@
-"""Records a PyTorch run as expressions, from aten operations or their decompositions.
+"""`formula` in PyTorch: one run of f as expressions, and the derivatives that it is compared with.
 
-An operation outside of the vocabulary is run again by PyTorch's own decomposition, and recorded as
-its parts if all of these are in the vocabulary. Otherwise it becomes an opaque operation with its
-name, which PyTorch computes and differentiates; so does a torch.autograd.Function.
+f runs once at copies of its arguments under a recorder of aten operations, and its effects are
+undone. Captured tensors that require grad are differentiated like arguments. An operation outside
+of the vocabulary is run again by PyTorch's own decomposition, and recorded as its parts if all of
+these are in the vocabulary. Otherwise it becomes an opaque operation with its name, which PyTorch
+computes and differentiates; so does a torch.autograd.Function.
 
-Views and in-place writes become indexing (functionalization). The first tensor seen on a storage is
-its root; any other is a set of the root's elements, given by strides. A write through a view makes
-a new root, from which later reads are taken.
+An in-place operation gives the tensor a new value. A program that reads a tensor after another view
+of its memory was written, or makes sparse tensors, is written by its own name.
 """
 
 from __future__ import annotations
@@ -20,21 +21,8 @@ import numpy as np
 import torch
 
 from gradtools.backend import Backend
-from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import call_if_kept
-from gradtools.seeing.formulas.algebra import (
-    apply,
-    broadcast,
-    einsum,
-    imag,
-    matmul,
-    mean,
-    plus,
-    real,
-    reshape,
-    swap,
-    total,
-)
+from gradtools.seeing.formulas import algebra
 from gradtools.seeing.formulas.expressions import (
     Expr,
     constant_of,
@@ -45,33 +33,141 @@ from gradtools.seeing.formulas.expressions import (
     placeholder,
 )
 from gradtools.seeing.formulas.opaque import OpaqueFunction, by_name
-from gradtools.seeing.formulas.operations import (
-    arrange,
-    from_the_end,
-    slices_of,
-    stop,
-    take_along,
-)
-from gradtools.seeing.formulas.reductions import variance
-from gradtools.seeing.formulas.words import (
-    constant,
-    fitted,
-    has_opaque_part,
-    translated,
-)
+from gradtools.seeing.formulas.operations import from_the_end, stop, take_along
+from gradtools.seeing.formulas.reverse_mode import Recorded
+from gradtools.seeing.formulas.words import WORDS, constant, fitted, has_opaque_part, translated
+from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.torch import _upstream as private
 from gradtools.seeing.torch.operands import SAME, AtenCall
 from gradtools.seeing.torch.recording.autograd_functions import name_and_mark
+from gradtools.seeing.torch.recording.observation import followed, recording_run
 from gradtools.seeing.torch.recording.operations import NO_DATA
 from gradtools.seeing.torch.recording.recorder import Operations, Recorder
-from gradtools.seeing.torch.recording.values import Write, like, offsets, view_of
-from gradtools.seeing.torch.undo import Undo
+from gradtools.seeing.torch.recording.values import Write, like, view_of
+from gradtools.seeing.torch.undo import Undo, copied, undone
 from gradtools.torch import _upstream as upstream
 from gradtools.torch._upstream import pytree
+from gradtools.torch.function_modes import PlainAttention, PlainKernels
 from gradtools.torch.functorch_wrappers import is_inexact, tensors_in
+from gradtools.torch.operation_marks import plainly
 
 Tensor = torch.Tensor
 Values = Sequence[Expr | None]  # of an operation's results; None for a constant
+
+
+def formula_graph(program: LeafProgram) -> Recorded:
+    """Records one forward run of a program and undoes its effects."""
+    with recording_run(f"{program.caller}: a program", program.run, program.leaves) as undo:
+        recorder = _FormulaRecorder(undo, program.backend)
+        xs = [copied(x, k in program.wrt) for k, x in enumerate(program.leaves)]
+        pairs = zip(xs, program.names, strict=True)
+        inputs = [recorder.introduced(x, name) for x, name in pairs]
+
+        def run() -> list[Expr]:
+            with PlainAttention():  # as a softmax between two products
+                ys = program.run(xs)
+            return [recorder.of(y) if isinstance(y, Tensor) else constant(y) for y in ys]
+
+        with plainly():  # without recomputation
+            outputs = recorder.run(run)
+    if recorder.unwritable:
+        outputs = _by_its_name(program, inputs, outputs)
+    read = set(order(outputs))
+    held = {p: x for p, x in recorder.held.items() if p in read}
+    wanted = tuple(p for p, x in held.items() if x.requires_grad and is_inexact(x))
+    return Recorded(
+        tuple(inputs),
+        tuple(outputs),
+        {p: _numbers(x) for p, x in held.items()},
+        wanted,
+        tuple(held[p] for p in wanted),
+        frozenset(recorder.dtypes),
+    )
+
+
+def _by_its_name(
+    program: LeafProgram, inputs: Sequence[Expr], outputs: Sequence[Expr]
+) -> list[Expr]:
+    """The outputs of the whole program as an opaque operation."""
+    leaves = program.leaves
+
+    def run(*xs: Tensor) -> list[Tensor]:
+        with torch.enable_grad(), followed(), PlainKernels():
+            ys = program.run([x.clone() for x in xs])
+            return [y if isinstance(y, Tensor) else torch.as_tensor(y) for y in ys]
+
+    array = lambda v, x: torch.tensor(np.asarray(v), device=x.device).to(x.dtype)
+    arrays = lambda values: [*map(array, values, leaves)]
+    around = partial(undone, program.run, leaves)
+    moving = tuple(k in program.wrt for k in range(len(leaves)))
+    kernel = OpaqueFunction(program.backend, run, arrays, moving, around)
+    name = getattr(program.f, "__name__", type(program.f).__name__)
+    return by_name(name.strip("<>"), inputs, [(y.shape, y.kind) for y in outputs], kernel)
+
+
+def differentiated(
+    program: LeafProgram,
+    recorded: Recorded,
+    active: Sequence[int],
+    inputs: Sequence[Any],
+    cotangents: Sequence[Tensor],
+    directions: Sequence[Tensor],
+) -> tuple[list[Any], list[Any], list[Any]]:
+    """f's outputs and gradients by PyTorch, and with directions the derivatives of the gradients.
+
+    active: Which of the inputs and the captured tensors are differentiated.
+    """
+    wrt = [k for k in active if k < len(inputs)]
+    undoing = undone(program.run, program.leaves)
+    with undoing, followed(), torch.inference_mode(False), torch.enable_grad():
+        xs = [copied(x, k in wrt) for k, x in enumerate(inputs)]
+        moving = [*(xs[k] for k in wrt), *recorded.captured]
+        with PlainKernels():  # fused ones are differentiated once
+            ys = program.run(xs)
+            # A default device would move tensors, too.
+            outs = [y if isinstance(y, Tensor) else torch.as_tensor(y) for y in ys]
+        inexact = [y for y in outs if is_inexact(y)]
+        pairs = zip(cotangents, inexact, strict=True)
+        given = [c.to(y.dtype).requires_grad_(bool(directions)) for c, y in pairs]
+        gradients = _gradients(inexact, moving, given, create_graph=bool(directions))
+        second: list[Tensor] = []
+        if directions:
+            along = [u.to(g.dtype) for u, g in zip(directions, gradients, strict=True)]
+            second = _gradients(gradients, [*moving, *given], along)
+        return [*map(_numbers, outs)], [*map(_numbers, gradients)], [*map(_numbers, second)]
+
+
+def _gradients(
+    outs: Sequence[Tensor],
+    xs: Sequence[Tensor],
+    cotangents: Sequence[Tensor],
+    create_graph: bool = False,
+) -> list[Tensor]:
+    """torch.autograd.grad, with zeros where nothing depends on an input."""
+    pairs = [(y, c) for y, c in zip(outs, cotangents, strict=True) if y.requires_grad]
+    grads: Sequence[Tensor | None] = [None] * len(xs)
+    if pairs and xs:
+        ys, cts = zip(*pairs, strict=True)
+        grads = torch.autograd.grad(ys, xs, cts, create_graph=create_graph, allow_unused=True)
+    return [torch.zeros_like(x) if g is None else g for x, g in zip(xs, grads, strict=True)]
+
+
+def _numbers(x: Tensor) -> np.ndarray:
+    """A copy of the tensor's contents."""
+    with upstream.disable_current_modes():
+        value = x.detach().resolve_conj().resolve_neg().to_dense().cpu()
+        value = value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
+        return value.clone().numpy()
+
+
+def _like(x: Tensor) -> tuple[tuple[int, ...], str]:
+    """A tensor's shape and kind."""
+    shape, dtype = like(x)
+    return shape, kind_of(dtype)
+
+
+# --- the recorder
+
 _DRAWS = """
 rand randn randint randperm rand_like randn_like randint_like normal uniform bernoulli multinomial
 exponential poisson geometric log_normal cauchy random normal_functional
@@ -81,21 +177,7 @@ _WHOLE = ("cum", "logcum", "upsample", "grid_sampler", "_fft", "convolution", "r
 _WHOLE += ("constant_pad", "floor_", "hardsigmoid", "repeat", "roll")
 
 
-def _like(x: Tensor) -> tuple[tuple[int, ...], str]:
-    """A tensor's shape and kind."""
-    shape, dtype = like(x)
-    return shape, kind_of(dtype)
-
-
-def numbers(x: Tensor) -> np.ndarray:
-    """A copy of the tensor's contents."""
-    with upstream.disable_current_modes():
-        value = x.detach().resolve_conj().resolve_neg().to_dense().cpu()
-        value = value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
-        return value.clone().numpy()
-
-
-class FormulaRecorder(Recorder[Expr]):
+class _FormulaRecorder(Recorder[Expr]):
     """Records the expression of each tensor."""
 
     caller, levels = "formula", ("rules", "functions", "operations")
@@ -106,8 +188,9 @@ class FormulaRecorder(Recorder[Expr]):
         self.leaves: dict[Expr, Tensor] = {}  # of the arguments, and captured
         self.held: dict[Expr, Tensor] = {}
         self.dtypes: set[str] = set()  # of all floating and complex results
+        self.unwritable = False  # whether the program is written by its own name
 
-    # --- calls
+    # Calls.
 
     def ruled(self, kind: Any, apply_: Any, args: Any, kwargs: Any) -> Any:
         """Records a torch.autograd.Function as an opaque operation."""
@@ -154,34 +237,29 @@ class FormulaRecorder(Recorder[Expr]):
         if call.raw == "copy_" and view_of(call.args[0]) == view_of(call.args[1]):
             return call.run()  # the end of y[0] += 1
         given = [self.of(x) for x in tensors_in([call.args, call.kwargs])]
-        own = SimpleNamespace(**{key: self.valued(v) for key, v in call.arguments()})
-        operands, writes = self.valued(call.operands()), self.keep_written(call)
+        own = SimpleNamespace(**{key: self._valued(v) for key, v in call.arguments()})
+        operands, writes = self._valued(call.operands()), self.keep_written(call)
         out = call.run()
         made = [y for y in tensors_in(out) if not any(y is x for x in writes)]
         if any(y.layout is not torch.strided for y in made):
-            raise GradtoolsError(
-                f"formula: f makes a sparse tensor ({call.raw}); a formula is of dense ones. "
-                "Give f dense arguments, or leave to_sparse out."
-            )
+            self.unwritable = True
         outs, values = made or writes, None
         key = call.raw if call.raw.endswith("__") else call.raw.rstrip("_")
+        name, attributes = call.said(out)
         if key in (*_DRAWS, *NO_DATA) or all(x.is_constant for x in given):
             values = [self.constant(y) for y in outs]
+        elif key in READINGS:
+            values = READINGS[key](self, call, own)
         else:
-            name, attributes = call.said(out)
             operands = [x if isinstance(x, Expr) else constant(x) for x in operands]
-            if key in READINGS:
-                read = READINGS[key](self, call, own)
-                values = read if read is None or isinstance(read, list) else [read]
-            else:
-                values = translated(name, operands, attributes, [*map(_like, outs)])
-            if values is None and (made or not writes):
-                out, values = self._in_parts(call, given, writes if made else []) or (out, None)
-            if values is None:
-                if call.func.namespace == "gradtools" and self.rules:
-                    name = self.rules[-1][0]
-                name = name.removeprefix("linalg_")
-                values = self.named(name, call.func, call.args, call.kwargs, given, outs)
+            values = translated(name, operands, attributes, [*map(_like, outs)])
+        if values is None and (made or not writes):
+            out, values = self._in_parts(call, given, writes if made else []) or (out, None)
+        if values is None:
+            if call.func.namespace == "gradtools" and self.rules:
+                name = self.rules[-1][0]
+            name = name.removeprefix("linalg_")
+            values = self.named(name, call.func, call.args, call.kwargs, given, outs)
         self._note(outs, values, not made)
         if made:  # side outputs, such as running statistics, become constants
             self._note(writes, [self.constant(x) for x in writes], written=True)
@@ -189,7 +267,7 @@ class FormulaRecorder(Recorder[Expr]):
 
     def _in_parts(
         self, call: AtenCall, given: Sequence[Expr], left_out: Sequence[Tensor]
-    ) -> tuple[Any, list[Expr | None]] | None:
+    ) -> tuple[Any, Values] | None:
         """The result of PyTorch's decomposition, if all of its parts are in the vocabulary.
 
         left_out: Tensors that the operation only updates; the decomposition gets None.
@@ -236,7 +314,7 @@ class FormulaRecorder(Recorder[Expr]):
         kernel = OpaqueFunction(self.backend, run, arrays, tuple(map(is_inexact, xs)))
         return by_name(name, given, map(_like, outs), kernel)
 
-    # --- values of tensors
+    # Values of tensors.
 
     def new(self, x: Any, name: str = "") -> Expr:
         """A new value."""
@@ -244,17 +322,17 @@ class FormulaRecorder(Recorder[Expr]):
         self.leaves[value] = x
         return value
 
-    def valued(self, x: Any) -> Any:
+    def _valued(self, x: Any) -> Any:
         """An argument, with expressions in place of tensors."""
         if isinstance(x, Tensor):
             return self.of(x)
-        return [self.valued(v) for v in x] if isinstance(x, list | tuple) else x
+        return [self._valued(v) for v in x] if isinstance(x, list | tuple) else x
 
     def met(self, x: Tensor) -> Expr:
         """The value of a tensor that f did not compute."""
-        shown = self.table.memory(x)
-        if shown is not None:  # a view of something known
-            return arrange(shown.value, places(x, shown.root))
+        if self.table.memory(x) is not None:  # a view that no operation was seen to make
+            self.unwritable = True
+            return self.constant(x)
         self.undo.watch(x)
         if id(x) not in self.names and not x.requires_grad:
             return self.constant(x)
@@ -263,21 +341,20 @@ class FormulaRecorder(Recorder[Expr]):
         return value
 
     def rewritten(self, x: Tensor, before: Expr, writes: Sequence[Write[Expr]]) -> Expr:
-        """The current value of a view of a storage that was written to."""
-        value, shown = self.met(x), self.table.memory(x)
-        is_detached = shown is not None and shown.root.requires_grad and not x.requires_grad
-        return stop(value) if is_detached and is_inexact(x) else value
+        """The contents of a tensor of whose memory another view was written."""
+        self.unwritable = True
+        return self.constant(x)
 
     def constant(self, x: Tensor) -> Expr:
         """A constant with the tensor's contents."""
         with self.silent():
-            return constant(numbers(x))
+            return constant(_numbers(x))
 
     def value_of(self, x: Expr) -> np.ndarray:
         """The numbers of an expression in this run."""
         leaves = [p for p in order([x]) if p.op == "placeholder"]
         with self.silent():
-            return evaluate([x], {p: numbers(self.leaves[p]) for p in leaves})[0]
+            return evaluate([x], {p: _numbers(self.leaves[p]) for p in leaves})[0]
 
     def _note(self, outs: Sequence[Tensor], values: Values, written: bool = False) -> None:
         """Gives tensors new values; while the user's grad mode is off these have no derivative."""
@@ -285,71 +362,23 @@ class FormulaRecorder(Recorder[Expr]):
             if value is None:
                 continue
             value = fitted(value, _like(y))
+            is_off = is_inexact(y) and not self.rules and not torch.is_grad_enabled()
             if is_inexact(y):
                 self.dtypes.add(like(y)[1])
+            if written and is_off and y.requires_grad:  # autograd does not see the write
+                before = self.of(y)
+                value = before + stop(value - before)
             if written:
-                self._write(y, value)
+                self.table.write(y, value)
             else:
-                self.hold(y, stop(value) if self._is_off(y) else value)
-
-    def _is_off(self, y: Tensor) -> bool:
-        """Whether y is computed while the user's grad mode is off."""
-        return is_inexact(y) and not self.rules and not torch.is_grad_enabled()
-
-    def _write(self, x: Tensor, value: Expr) -> None:
-        """Gives x a new value after an in-place write, and updates its root.
-
-        Autograd does not see a write while the user's grad mode is off, nor the root a write to a
-        detached view of it: they keep the derivative of what is overwritten.
-        """
-        shown = self.table.memory(x)
-        assert shown is not None
-        root, before, own = shown.root, shown.value, value
-        is_off = self._is_off(x)
-        kept = lambda old, new: stop(new) if old.is_constant else old + stop(new - old)
-        if is_off:
-            own = kept(self.of(x), value) if x.requires_grad else stop(value)
-        if view_of(x) == view_of(root):
-            shown.value = value
-        elif shown.value.is_constant and value.is_constant:
-            shown.value = self.constant(root)
-        else:  # a part of the root was written, by an opaque operation
-            at = places(x, root)
-            index = torch.from_numpy(at.ravel()).to(x.device)
-            name = f"set_at[{slices_of(at, shown.value.shape)}]"
-            fun = lambda y, u: y.flatten().index_put((index,), u.flatten()).reshape(y.shape)
-            (shown.value,) = self.named(name, fun, (root, x), {}, [shown.value, value], [root])
-        is_detached = root.requires_grad and not (x.requires_grad or self.rules)
-        if is_inexact(root) and (is_off or is_detached):
-            shown.value = kept(before, shown.value)
-        self.table.write(x, own)
-        if self.table.get(root) is not None:
-            self.hold(root, own if x is root else shown.value)
-
-
-# --- views and writes in place
-
-
-def places(x: Tensor, root: Tensor) -> np.ndarray:
-    """For each element of x its index in the flattened root."""
-    if x.dtype != root.dtype or x.is_conj() != root.is_conj() or x.is_neg() != root.is_neg():
-        raise GradtoolsError(
-            "formula: f writes in place through a view of another dtype, or of a conjugate; "
-            "write it by an operation that is not in place."
-        )
-    known, wanted = offsets(root).ravel(), offsets(x)
-    by_offset = np.argsort(known, kind="stable")
-    at = np.minimum(np.searchsorted(known[by_offset], wanted.ravel()), max(len(known) - 1, 0))
-    result = by_offset[at] if len(known) else at
-    if len(result) and not np.array_equal(known[result], wanted.ravel()):
-        raise GradtoolsError("formula: f reads memory beyond what it made; copy it first.")
-    return result.reshape(wanted.shape)
+                self.hold(y, stop(value) if is_off else value)
 
 
 # --- functions that are read whole
 
-_of = lambda meant, *xs: (meant, *xs)
-_linear = lambda x, w, *bias: plus(matmul(x, swap(w) if w.rank > 1 else w), *bias)
+
+def _linear(x: Expr, w: Expr, *bias: Expr) -> Expr:
+    return algebra.plus(x @ (algebra.swap(w) if w.rank > 1 else w), *bias)
 
 
 def _of_einsum(equation: Any, *xs: Any) -> tuple:
@@ -358,22 +387,23 @@ def _of_einsum(equation: Any, *xs: Any) -> tuple:
     text = equation.replace(" ", "") if isinstance(equation, str) else ""
     once = all(len(set(part)) == len(part) for part in text.split("->")[0].split(","))
     explicit = once and "->" in text and "." not in text
-    return (partial(einsum, text), *xs) if explicit else (None, None)
+    return (partial(algebra.einsum, text), *xs) if explicit else (None, None)
 
 
+_of = lambda meant, *xs: (meant, *xs)
 _TENSOR: Any = Tensor
 _TORCH: Any = torch  # its stubs lack some of these
 # What functions mean, and of which tensors: products whose aten operations merge and split axes,
 # parts of complex numbers, and detach, as autograd also detaches the tensors that it saves.
 _FUNCTIONS: dict[Any, Callable[..., tuple]] = {
-    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), partial(_of, matmul)),
-    Tensor.__rmatmul__: lambda a, b: (matmul, b, a),
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), partial(_of, algebra.matmul)),
+    Tensor.__rmatmul__: lambda a, b: (algebra.matmul, b, a),
     torch.nn.functional.linear: lambda *xs: (_linear, *(x for x in xs if x is not None)),
     torch.einsum: _of_einsum,
     **dict.fromkeys((torch.detach, Tensor.detach, _TENSOR.data.__get__), partial(_of, stop)),
     **dict.fromkeys((_TENSOR.detach_, _TORCH.detach_), partial(_of, stop)),
-    **dict.fromkeys((torch.real, _TENSOR.real.__get__), partial(_of, real)),
-    **dict.fromkeys((torch.imag, _TENSOR.imag.__get__), partial(_of, imag)),
+    **dict.fromkeys((torch.real, _TENSOR.real.__get__), partial(_of, algebra.real)),
+    **dict.fromkeys((torch.imag, _TENSOR.imag.__get__), partial(_of, algebra.imag)),
 }
 
 
@@ -381,60 +411,50 @@ _FUNCTIONS: dict[Any, Callable[..., tuple]] = {
 # A reading takes the recorder, the call, and its arguments by aten's names as expressions.
 
 
-def _copied(recorder: FormulaRecorder, call: AtenCall, own: Any) -> Expr:
+def _copied(recorder: _FormulaRecorder, call: AtenCall, own: Any) -> Values:
     """The written value, broadcast to the array's shape."""
     x = lifted(getattr(own, "src", getattr(own, "value", 0.0)))
-    return broadcast(x, own.self.shape)
+    return [algebra.broadcast(x, own.self.shape)]
 
 
-def _remainder(recorder: FormulaRecorder, call: AtenCall, own: Any) -> Expr | None:
+def _remainder(recorder: _FormulaRecorder, call: AtenCall, own: Any) -> Values | None:
     """The operand itself, if it is an index within bounds."""
     n = constant_of(lifted(own.other))
     if not isinstance(own.self, Expr) or own.self.is_inexact or n is None:
         return None
     value = recorder.value_of(own.self)
-    return from_the_end(own.self, int(n)) if ((value >= 0) & (value < n)).all() else None
+    return [from_the_end(own.self, int(n))] if ((value >= 0) & (value < n)).all() else None
 
 
-def _var_mean(recorder: FormulaRecorder, call: AtenCall, own: Any) -> list[Expr]:
+def _var_mean(recorder: _FormulaRecorder, call: AtenCall, own: Any) -> Values:
     keep, correction = getattr(own, "keepdim", False), getattr(own, "correction", None)
     axes = [a % own.self.rank for a in own.dim or range(own.self.rank)]
     correction = int(getattr(own, "unbiased", True)) if correction is None else correction
-    squares = variance(own.self, axes=axes, correction=correction, keep=keep)
-    return [squares, mean(own.self, axes, keep)]
+    squares = WORDS["variance"](own.self, axes=axes, correction=correction, keep=keep)
+    return [squares, algebra.mean(own.self, axes, keep)]
 
 
-def _nll(recorder: FormulaRecorder, call: AtenCall, own: Any) -> list[Expr | None] | None:
+def _nll(recorder: _FormulaRecorder, call: AtenCall, own: Any) -> Values | None:
     """-x[t] of each row; the class axis follows the batch axis."""
     axis, target = 0 if own.self.rank == 1 else 1, own.target
     if own.weight is not None or (recorder.value_of(target) == own.ignore_index).any():
         return None
-    at = reshape(target, (*target.shape[:axis], 1, *target.shape[axis:]))
+    at = algebra.reshape(target, (*target.shape[:axis], 1, *target.shape[axis:]))
     entries = take_along(own.self, at, axis=axis)
     if entries is None:
         return None
-    losses = -reshape(entries, target.shape)
-    return [(losses, mean(losses), total(losses))[own.reduction], None]
+    losses = -algebra.reshape(entries, target.shape)
+    return [(losses, algebra.mean(losses), algebra.total(losses))[own.reduction], None]
 
 
-def _dropout(recorder: FormulaRecorder, call: AtenCall, own: Any) -> list[Expr | None]:
-    """The mask that was drawn is a constant."""
-    kept = recorder.constant(call.outs[1] / (1 - own.p))
-    return [own.input * kept, None]
-
-
-def _rrelu(recorder: FormulaRecorder, call: AtenCall, own: Any) -> list[Expr | None] | None:
-    """The slopes that were drawn are constants; they are 1 for positive entries."""
-    slopes = call.outs[1] if len(call.outs) > 1 else call.given["noise"]
-    return [own.self * recorder.constant(slopes), None] if own.training else None
-
-
-READINGS: dict[str, Callable[[FormulaRecorder, AtenCall, Any], Any]] = {
-    "log_sigmoid_forward": lambda recorder, call, own: [-apply("softplus", -own.self), None],
-    "native_dropout": _dropout,
-    **dict.fromkeys(("rrelu_with_noise", "rrelu_with_noise_functional"), _rrelu),
+READINGS: dict[str, Callable[[_FormulaRecorder, AtenCall, Any], Values | None]] = {
+    "log_sigmoid_forward": lambda recorder, call, own: [WORDS["log_sigmoid"](own.self), None],
+    # The mask that was drawn is a constant.
+    "native_dropout": lambda recorder, call, own: [
+        own.input * recorder.constant(call.outs[1] / (1 - own.p)),
+        None,
+    ],
     **dict.fromkeys(("copy", "fill", "zero"), _copied),
-    "as_strided": lambda recorder, call, own: recorder.met(call.outs[0]),
     "remainder": _remainder,
     "var_mean": _var_mean,
     **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), _nll),

@@ -1,1 +1,0 @@
-"""Translation of a jaxpr to expressions, for `formula`."""

@@ -1,1 +1,0 @@
-"""Translation of a PyTorch run to expressions, for `formula`."""

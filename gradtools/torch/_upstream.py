@@ -292,6 +292,6 @@ def marked_constant(fun: Callable[..., Any]) -> Callable[..., Any]:
 # user's `raise` from PyTorch's (`code_origin`); patching classes for the time of a call, which no
 # mode sees (`thread_patches`); an import hook, since dynamo knows marked functions by identity, and
 # importing it takes seconds (`compiling`); one registered operator, since compiled programs hold no
-# Python objects (`host`); reading the memory of NumPy's generator, since copying its state takes
-# longer than a small layer (`state`); removing the hooks of leaves during a second evaluation,
-# so that they run once (`lazy_graphs`).
+# Python objects (`host`); reading the memory of the generators of Python and NumPy, since copying
+# their states takes longer than a small layer (`state`); removing the hooks of leaves during a
+# second evaluation, so that they run once (`lazy_graphs`).

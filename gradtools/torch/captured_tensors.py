@@ -1,10 +1,9 @@
 """Tensors that a recomputed function captures, and the tensors that it reads in their place.
 
 In the first run inside of torch.func no graph shows the captured tensors, so a function mode finds
-them
-(`Captured`). Captured tensors become inputs of f's node. Whenever f runs again, a mode replaces
-them by these inputs (`Replaced`). Modes do not see
-the arguments of `Function.apply`; a captured tensor among them raises an error.
+them (`Captured`). They become inputs of f's node. Whenever f runs again, a mode replaces them by
+these inputs (`Replaced`). Modes do not see the arguments of `Function.apply`; a captured tensor
+among them raises an error.
 """
 
 from __future__ import annotations

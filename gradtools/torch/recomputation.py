@@ -85,7 +85,6 @@ class Program:
         captured: Tensors that the first arguments replace.
         inline: How many of the captured tensors were sources.
         inlines: Whether sources can be replaced when it runs again.
-        kept: Whether the graph of the first run is kept in memory.
         otherwise: Whether it is computed again by other operations, which round differently.
         pulls: The class of its pullback, if that is not `Pull`.
     """
@@ -94,7 +93,7 @@ class Program:
     tracked: Sequence[bool] | None = None
     call: Run | None = None
     inline, inlines = 0, True
-    verify = kept = otherwise = False
+    verify = otherwise = False
     pulls: type[Pull] | None = None
 
     def __init__(self, caller: str, run: Run, held: Held, state: RunState) -> None:
@@ -147,7 +146,6 @@ class Program:
         changed = [*map(upstream.version_of, written)] != versions
         sources = None if changed else self._sources(ys, inner, began)
         if sources is None:
-            self.kept = True
             read = "reads a tensor that was computed outside of f"
             what = "changes an argument in place" if changed else read
             warn_once(

@@ -7,7 +7,6 @@ else is searched or restored.
 
 from __future__ import annotations
 
-import _random
 import ctypes
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -133,7 +132,7 @@ def _state(stream: Stream) -> tuple[Any, Any]:
 # longer than a small layer, so it is not copied again while the words are the same.
 _latest: dict[str, tuple[Any, Any]] = {}
 _PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]
-_HEAD, _SIZE = object.__basicsize__, _random.Random.__basicsize__
+_HEAD, _SIZE = object.__basicsize__, random.Random.__mro__[1].__basicsize__
 
 
 def _words(stream: str) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import gc
 import itertools
 
 import pytest
@@ -14,7 +13,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import gradtools.torch as gt
 from gradtools import GradtoolsError
 from gradtools.errors import WARNED
-from gradtools.torch.freezing import _Use
 
 D = torch.float64
 
@@ -204,15 +202,6 @@ def test_gradients_stop_and_change_in_forward_mode_as_in_reverse_mode(G, along):
 # --- third order ------------------------------------------------------------------------------
 
 
-def third(G, z, y):
-    """Gradients of a function of the gradient of a function of df/dz."""
-    (g,) = torch.autograd.grad(loss(y, G(z)), z, create_graph=True)
-    (h,) = torch.autograd.grad(g.pow(2).sum().tanh(), z, create_graph=True)
-    (k,) = torch.autograd.grad((h * h.detach().cos()).sum(), y, create_graph=True)
-    last = torch.autograd.grad(k.sin().sum(), (y, z))
-    return [g.detach(), h.detach(), k.detach(), *last]
-
-
 @pytest.mark.slow_at("fff")
 @pytest.mark.parametrize("operator", ["frozen", "chunked", "checkpoint"])
 @pytest.mark.parametrize("mix", [*map("".join, itertools.product("fr", repeat=3))])
@@ -258,25 +247,6 @@ def test_directions_of_mixed_partial_see_one_mask():
     first, second, third = gt.mixed_partial(f, G, u, torch.linspace(-1, 1, 64), [u, u, 2 * u])
     assert torch.equal(first, second) and torch.equal(2 * first, third)
     assert first.count_nonzero() > 8
-
-
-def test_a_use_is_freed_with_its_last_holder():
-    """And not by gc, which comes when it likes: a graph of G would wait for it."""
-    model = nn.Linear(4, 3).to(D).requires_grad_(False)
-    (z,), y = inputs(2, 4, count=1)
-    z, y = z.requires_grad_(), y.requires_grad_()
-    G, uses = gt.frozen(model), lambda: sum(type(x) is _Use for x in gc.get_objects())
-    gc.collect()
-    gc.disable()
-    try:
-        before = uses()
-        (slope,) = torch.autograd.grad(loss(y, G(z)), z, create_graph=True)
-        assert uses() > before
-        torch.autograd.grad(slope.square().sum(), y)
-        del slope
-        assert uses() == before
-    finally:
-        gc.enable()
 
 
 # --- parameters -------------------------------------------------------------------------------

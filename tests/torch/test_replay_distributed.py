@@ -72,9 +72,9 @@ class Critic(nn.Module):
         return torch.cat(slopes).square().mean().sqrt()
 
 
-def sharded(whole: nn.Module, **options: Any) -> nn.Module:
+def sharded(whole: nn.Module) -> nn.Module:
     """FSDP2 around the whole step."""
-    return fully_shard(whole, mesh=init_device_mesh("cpu", (WORLD,)), **options)
+    return fully_shard(whole, mesh=init_device_mesh("cpu", (WORLD,)))
 
 
 def sharded_layers(whole: Any) -> nn.Module:
@@ -88,17 +88,12 @@ def sharded_layers(whole: Any) -> nn.Module:
 
 WRAPPERS: dict[str, tuple[Callable[[Any], nn.Module], tuple[Any, ...]]] = {
     "FSDP2": (sharded, ()),
-    "FSDP2 that frees parameters after the forward pass": (
-        lambda w: sharded(w, reshard_after_forward=True),
-        (),
-    ),
     "FSDP2 around each layer": (sharded_layers, ()),
     "FSDP2 with dropout and batch norm": (sharded, (nn.Dropout, lambda: nn.BatchNorm1d(4))),
     "DDP with dropout and batch norm": (
         DistributedDataParallel,
         (nn.Dropout, lambda: nn.BatchNorm1d(4)),
     ),
-    "DDP of a static graph": (lambda w: DistributedDataParallel(w, static_graph=True), ()),
     "DDP that looks for unused parameters": (
         lambda w: DistributedDataParallel(w, find_unused_parameters=True),
         (nn.Dropout,),

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 
 import gradtools.torch as gt
 from gradtools.rules import Rule
@@ -130,6 +131,17 @@ def test_a_tangent_along_a_graph_keeps_it(name):
         w = torch.linspace(0.5, 2.0, y.numel(), dtype=torch.float64).reshape(y.shape)
         (found,) = torch.autograd.grad((w * dy).sum(), v)
         torch.testing.assert_close(found, gt.vjp(f, x)[1](w)[0])
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("kind", ["vjp", "jvp", "both"])
+def test_a_pullback_at_dual_numbers_keeps_their_tangents(kind, create_graph):
+    x = torch.tensor([0.3, 0.7], dtype=torch.float64)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x.clone().requires_grad_(), x.exp())
+        y = _sine(kind)(dual).sum()
+        (g,) = torch.autograd.grad(y, dual, create_graph=create_graph)
+        torch.testing.assert_close(forward_ad.unpack_dual(g).tangent, -x.sin() * x.exp())
 
 
 def test_a_first_derivative_runs_fwd_once_whatever_it_saves():

@@ -107,7 +107,7 @@ class Application:
         repeats = isinstance(self.rule, JvpRule) or at.extras or at.opaque_residuals
         if before is not None and repeats and before.current() is not before:
             self.randomness = before
-        # Autograd attaches the node to the very tensors, which the author may hold.
+        # Autograd attaches the node to the tensors themselves, and the author may keep these.
         return [y.detach() for y in out]
 
     def note(self, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:

@@ -1,12 +1,8 @@
-"""Installs rules in PyTorch: which way a call of a rule takes.
+"""Applies rules in PyTorch: in eager code, under torch.func, in compiled code and under export.
 
-Where something is differentiated it is an application of a `torch.autograd.Function`
-(`functions.py`). Two things differ from PyTorch's manual:
-
-- Dynamo cannot trace a `Function` with a `jvp` and may drop a rule under `torch.func`
-  (torch#192985, torch#193279). It sees one opaque call, which functorch's levels then enter.
-- A missing map is the transpose of the other one (`maps.py`). PyTorch transposes nonlinear maps as
-  well, so linearity is checked, once for each rule.
+A rule whose inputs are differentiated is applied by a `torch.autograd.Function` (`functions.py`).
+Dynamo cannot trace a `Function` with a `jvp` and may drop a rule under `torch.func` (torch#192985,
+torch#193279). It sees one opaque call, which functorch's levels then enter.
 """
 
 from __future__ import annotations
@@ -88,7 +84,7 @@ def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _undifferentiated(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
-    """The value alone, for inputs that are not differentiated, where a recursive rule ends."""
+    """The outputs, for inputs that are not differentiated; a recursive rule ends here."""
     if rule.contract is None:
         with torch.no_grad():
             return [y.detach() if y.requires_grad else y for y in rule.primal(*xs)]

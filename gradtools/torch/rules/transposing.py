@@ -168,10 +168,10 @@ def _extras_of(point: Any, xs: Sequence[Tensor]) -> tuple[Any, list[Tensor], lis
 
 
 def extras_pushed(point: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
-    """Tangents of the extras."""
+    """The tangents of the extras; None for zeros and for tangents that are not used."""
     likes, xs = point.like_ys[point.count :], inputs_of(point, point.pushing, tensors)
     forward_alone = in_eager() and not any(x.requires_grad for x in xs)
-    if forward_alone or not any(likes):  # then nobody needs tangents of extras
+    if forward_alone or not any(likes):
         return [None] * len(likes)
     run, moving, _ = _extras_of(point, xs)
     dxs = [dx for dx in filled(dxs, point.like_xs) if dx is not None]
@@ -196,8 +196,8 @@ def transposed(
     With gradients on, the result is differentiable in `at` and `values`. None for zeros, and for
     the vectors of integers, whose aval is None.
 
-    known: For a map at tensors without tangents: a list that keeps the vectors of ones at which the
-        map is traced, for later calls.
+    known: A list that keeps the vectors of ones at which the map is traced, for later calls. Given
+        only if no tensor in `at` has a tangent.
     """
     mask = [like is not None for like in likes]
     if not any(mask):
@@ -260,14 +260,14 @@ def _refuse_cut(rule: Rule, y: Tensor, v: Tensor) -> None:
 # --- a rule that is applied to the tangents of its own map --------------------------------
 
 Vectors = set[int] | int | None
-"""What tells the vectors of a map from other tensors: the ids of these leaves, the level of
-torch.func at which the map is traced, or None if no other tensor requires grad."""
+"""Identifies the vectors of a map: the ids of these leaves, the torch.func level at which it is
+traced, or None if no other tensor requires grad."""
 
 
 class _Ongoing(threading.local):
-    """This thread's maps that run in order to be transposed, the innermost last.
+    """The maps that are being transposed in this thread, the innermost last.
 
-    Each is the `origin` of its rule, and its vectors.
+    Each entry holds the `origin` of the map's rule, and the map's vectors.
     """
 
     def __init__(self) -> None:
@@ -278,7 +278,7 @@ ongoing = _Ongoing()
 
 
 def applied_to(vectors: Vectors, rule: Rule, run: Callable[..., Any], *args: Any) -> Any:
-    """`run(*args)`, a map of the rule at these vectors, which runs in order to be transposed."""
+    """Runs a map of the rule at these vectors, as a part of its transposition."""
     ongoing.maps.append((rule.origin, vectors))
     try:
         return run(*args)
@@ -289,7 +289,7 @@ def applied_to(vectors: Vectors, rule: Rule, run: Callable[..., Any], *args: Any
 def in_own_transpose(rule: Rule, xs: Sequence[Tensor]) -> bool:
     """Whether xs depend on vectors to which the rule's own tangent map is applied.
 
-    Also if that map applied another rule, which applies this one. A rule with a cotangent map
+    That map may have applied another rule, which applies this one. A rule with a cotangent map
     needs no transposition.
     """
     maps = ongoing.maps

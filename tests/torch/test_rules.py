@@ -90,18 +90,6 @@ def test_two_rules_in_one_compiled_function_are_not_mistaken_for_each_other():
         assert run(x).item() == 2 * k
 
 
-# --- a linear function, whose rule is itself ---------------------------------------------
-
-
-def product():
-    f = gt.custom_rule(lambda x, y: x * y)
-    f.defjvp(lambda p, t: (f(*p), f(t[0], p[1]) + f(p[0], t[1])))
-    return f
-
-
-X = torch.tensor([1.5, -2.0, 0.5], dtype=torch.float64)
-
-
 def _sine(kind):
     f = gt.custom_rule(torch.sin)
     if kind != "jvp":

@@ -18,6 +18,7 @@ import torch.autograd.forward_ad as forward_ad
 from gradtools.boundary import trimmed
 from gradtools.rules import JvpRule, Linearized, Rule, batched, closed_over_error
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.compiling import real_tensors_too
 from gradtools.torch.functorch_wrappers import (
     alive,
     filled,
@@ -32,7 +33,6 @@ from gradtools.torch.operation_marks import RULE
 from gradtools.torch.rules.transposing import (
     extras_pushed,
     pulled_back,
-    real_tensors_too,
     tangent_at,
 )
 from gradtools.torch.state import Randomness

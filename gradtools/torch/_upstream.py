@@ -187,9 +187,6 @@ tensor_hooks: Callable[[Tensor], Any] = attrgetter("_backward_hooks")
 """Whether x is a zero without memory, as forward mode makes them; whether autograd tracks it as a
 view; whether two tensors share a storage; the hooks that edit x's gradient, or None."""
 
-make_subclass: Callable[[type, Tensor], Tensor] = Tensor._make_subclass  # type: ignore[attr-defined]
-"""A tensor of a class in the memory of another, not as a view."""
-
 add_each_, multiply_each = torch._foreach_add_, torch._foreach_mul
 divide_each, divide_each_ = torch._foreach_div, torch._foreach_div_
 """One operation for many tensors."""

@@ -29,7 +29,7 @@ from gradtools.torch.hooks import edited, tied
 from gradtools.torch.known_errors import explained
 from gradtools.torch.many_tangents import jvps, restarting
 from gradtools.torch.rules.installing import apply_rule, apply_rule_by_key
-from gradtools.torch.rules.transposing import transpose
+from gradtools.torch.rules.transposing import pull, push, transpose
 
 if TYPE_CHECKING:
     from gradtools.arguments.chunks import ChunkOptions
@@ -193,6 +193,8 @@ class TorchBackend(FrameworkBackend):
     edited = staticmethod(edited)
     tied = staticmethod(tied)
     transpose = staticmethod(transpose)
+    pull = staticmethod(pull)
+    push = staticmethod(push)
 
     def stop_gradient(self, x: Array) -> Array:
         return x.detach()

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import sys
 import threading
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -21,6 +21,7 @@ import torch
 from gradtools.backend import Compiler
 from gradtools.foreign_arrays import refuse_foreign
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.functorch_wrappers import unwrapped
 
 Tensor = torch.Tensor
 F = TypeVar("F", bound=Callable[..., Any])
@@ -195,3 +196,18 @@ NO_DOUBLE_BACKWARD = (
     "no compiled double backward (pytorch#91469): it silently loses that derivative. Compile the "
     "derivative instead, as in torch.compile(lambda x: gt.hvp(f, (x,), (v,)))."
 )
+
+
+@contextmanager
+def real_tensors_too(xs: Sequence[Tensor]) -> Iterator[None]:
+    """Lets a compiled graph embed the tensors that a rule closes over as constants."""
+    tracing = upstream.TracingContext.try_get() is not None
+    mode = upstream.detect_fake_mode([unwrapped(x) for x in xs]) if tracing else None
+    if mode is None:
+        yield
+        return
+    before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
+    try:
+        yield
+    finally:
+        mode.allow_non_fake_inputs = before

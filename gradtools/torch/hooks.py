@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -13,7 +13,6 @@ from gradtools.torch.autograd_graph import leaves_of
 from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.operation_marks import DERIVATIVE, detached, note_edit
 from gradtools.torch.rules.functions import Application, attach
-from gradtools.torch.rules.installing import edit_application
 from gradtools.torch.trees import flatten, unflatten
 
 Tensor = torch.Tensor
@@ -49,6 +48,22 @@ def edited(rule: Rule, x: Any, cotangent: Any = None, value: Any = None) -> Tens
     # The user may keep the given value, and the output may be written in place.
     out = x if value is None else value.detach().clone()
     return attach((application, (out,)), x)[0]
+
+
+def edit_application(rule: Rule, inputs: int) -> Application:
+    """The application that all calls of an edit share, made at the first one."""
+    cotangent = rule.cotangent
+    assert cotangent is not None
+
+    def pulled(ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:
+        return (None,) * inputs if cts[0] is None else cotangent(ctx.saved_tensors, cts)
+
+    maps = rule.linearized_from([None] * inputs, []).without_arrays()
+    # An edit that saves nothing does not read its first argument.
+    pull, count = pulled if maps.saves else cotangent, inputs - len(rule.nondifferentiable)
+    application = Application(rule, maps, count, pull, maps.saves, materializes=rule.reverse_only)
+    rule.__dict__["_application"] = application
+    return application
 
 
 def tied(x: Any, function: Callable[..., Any]) -> Any:

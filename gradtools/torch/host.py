@@ -73,9 +73,7 @@ class KernelCalls:
                 tracked = True
         if tracked:
             return self.differentiated(args, statics) if self.differentiated else NotImplemented
-        if _levels() is not None or _modes() or _functions() or _tracing() is not None:
-            return NotImplemented
-        if _forward_level() >= 0 or running.checked:
+        if is_followed() or running.checked:
             return NotImplemented
         arrays: list[np.ndarray] = []
         keeps = len(args) != self.fresh
@@ -117,7 +115,7 @@ def is_followed() -> bool:
     """
     if _levels() is not None or _modes() or _functions() or _tracing() is not None:
         return True
-    return upstream.forward_level() >= 0
+    return _forward_level() >= 0
 
 
 # --- the operator ------------------------------------------------------------------------

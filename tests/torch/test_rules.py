@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.autograd.forward_ad as forward_ad
 
 import gradtools.torch as gt
 from gradtools.rules import Rule
@@ -89,18 +90,6 @@ def test_two_rules_in_one_compiled_function_are_not_mistaken_for_each_other():
         assert run(x).item() == 2 * k
 
 
-# --- a linear function, whose rule is itself ---------------------------------------------
-
-
-def product():
-    f = gt.custom_rule(lambda x, y: x * y)
-    f.defjvp(lambda p, t: (f(*p), f(t[0], p[1]) + f(p[0], t[1])))
-    return f
-
-
-X = torch.tensor([1.5, -2.0, 0.5], dtype=torch.float64)
-
-
 def _sine(kind):
     f = gt.custom_rule(torch.sin)
     if kind != "jvp":
@@ -130,6 +119,17 @@ def test_a_tangent_along_a_graph_keeps_it(name):
         w = torch.linspace(0.5, 2.0, y.numel(), dtype=torch.float64).reshape(y.shape)
         (found,) = torch.autograd.grad((w * dy).sum(), v)
         torch.testing.assert_close(found, gt.vjp(f, x)[1](w)[0])
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+@pytest.mark.parametrize("kind", ["vjp", "jvp", "both"])
+def test_a_pullback_at_dual_numbers_keeps_their_tangents(kind, create_graph):
+    x = torch.tensor([0.3, 0.7], dtype=torch.float64)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(x.clone().requires_grad_(), x.exp())
+        y = _sine(kind)(dual).sum()
+        (g,) = torch.autograd.grad(y, dual, create_graph=create_graph)
+        torch.testing.assert_close(forward_ad.unpack_dual(g).tangent, -x.sin() * x.exp())
 
 
 def test_a_first_derivative_runs_fwd_once_whatever_it_saves():

@@ -1,12 +1,12 @@
 """Checks of a user's rule: transposed maps are linear, and no captured tensor is differentiated.
 
-A map is evaluated once for a signature, at copies of the current values, with random generators
-restored afterwards. In code that is being compiled there are no values, and it is evaluated at
-made-up numbers.
+Linearity is checked once for a signature. The map is evaluated at copies of the current values, and
+the states of random generators are restored afterwards. While code is compiled, tensors have no
+values, so the map is evaluated at made-up numbers.
 
-Autograd knows a rule's arguments only, so the derivative by a captured tensor would be lost in
-silence. Closures are searched before a call. A result that requires grad at detached arguments
-shows what that search cannot see.
+Autograd differentiates a rule with respect to its arguments only, so a derivative with respect to a
+captured tensor would be silently lost. Closures are searched before each call. If the search misses
+a tensor, an output at detached arguments requires grad, which raises too.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ Tensor = torch.Tensor
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """A block in which no mode, transform, graph or hook sees the evaluations of a check."""
+    """Context in which no mode, transform, graph or hook sees the evaluations of a check."""
     outside = upstream.temporarily_clear_interpreter_stack()
     with upstream.disable_current_modes(), outside, torch.no_grad(), unpacked():
         yield
@@ -83,16 +83,16 @@ def check_linear(rule: Rule, which: str, run: Any, at: Sequence[Any], likes: Seq
 
 
 def abstract_eval(fun: Callable[..., list[Tensor]], *xs: Tensor) -> None:
-    """Runs fun on copies of xs, once for a signature, and nothing where they have no values.
+    """Runs fun at copies of xs, once for a signature; does nothing if they have no values.
 
-    A FakeTensorMode would import PyTorch's compiler, and leave fake tensors in fun's caches. A host
-    kernel does not run: it returns zeros like its `out` specs.
+    A FakeTensorMode would import PyTorch's compiler, and leave fake tensors in fun's caches. Host
+    kernels do not run; they return zeros like their `out` specs.
     """
     values = [_value_of(x) for x in xs]
     if any(x is None for x in values):
         return
     drawn = Randomness.everywhere({x.device.type for x in values})
-    # f's own error surfaces in the call.
+    # An error of f is raised by the call itself.
     with _undisturbed(), restored(drawn), checking(), suppress(Exception):
         fun(*[x.clone() for x in values])
 
@@ -101,7 +101,7 @@ def abstract_eval(fun: Callable[..., list[Tensor]], *xs: Tensor) -> None:
 
 
 def _value_of(x: Any) -> Any:
-    """x without functorch's wrappers, of a batch one example; None where x has no values."""
+    """x without functorch's wrappers; one example of a batch; None if x has no values."""
     if upstream.TracingContext.try_get() is not None or x.device.type == "meta":
         return None
     if not upstream.is_wrapped(x):
@@ -111,9 +111,9 @@ def _value_of(x: Any) -> Any:
 
 
 def _wave(aval: Any, shift: float, around: float) -> Any:
-    """Test numbers of few binary digits, so that sums of them are exact; see `is_linear`.
+    """Numbers with few binary digits, so that their sums are exact; see `is_linear`.
 
-    A SymInt counts as its size hint, which adds no guard.
+    A SymInt is replaced by its size hint, which adds no guard.
     """
     shape, dtype, device = aval[:3]
     shape = [n if isinstance(n, int) else upstream.size_hint(n, fallback=2) for n in shape]
@@ -136,7 +136,7 @@ def _gap(a: Tensor, b: Tensor) -> float:
 def closes_over_tracked(rule: Rule) -> bool:
     """Whether a rule captures a differentiated tensor, whose derivative would be lost.
 
-    Not of a rule without a contract, which gradtools derived from another one.
+    False for a rule without a contract, which gradtools derived from another rule.
     """
     if rule.contract is None:
         return False
@@ -148,13 +148,13 @@ def closes_over_tracked(rule: Rule) -> bool:
 
 
 def _captures(functions: Any, wanted: Callable[[Tensor], bool], attributes: bool = True) -> bool:
-    """Whether functions, or with `attributes` what their attributes hold, capture one."""
+    """Whether the functions capture a tensor with `wanted(x)`, also in `attributes` of objects."""
     is_wanted = lambda x: isinstance(x, Tensor) and wanted(x)
     return any(True for _ in captured_objects(functions, is_wanted, Tensor, attributes))
 
 
 def closures_of(rule: Rule) -> Closures:
-    """What a rule's functions close over."""
+    """The tensors that a rule's functions close over, cached."""
     known: Closures | None = rule.__dict__.get("_closures")
     if known is None:
         known = rule.__dict__["_closures"] = Closures(rule.user_functions)
@@ -164,7 +164,7 @@ def closures_of(rule: Rule) -> Closures:
 class Closures:
     """The tensors in the closures of functions, which are searched again if a cell is rebound.
 
-    Other rules among what they close over look at their own closures when they are called.
+    Rules among the captured objects check their own closures when they are called.
 
     Attributes:
         empty: Whether the functions close over nothing.
@@ -189,7 +189,7 @@ class Closures:
             if _contents(cell) is not content:
                 self._search()
                 break
-        if self._may_change:  # the contents of a container, without a new object
+        if self._may_change:  # a container may change without a new object in its cell
             return _captures(self._functions, wanted, attributes=False)
         return any(map(wanted, self._tensors))
 

@@ -18,6 +18,7 @@ import torch.autograd.forward_ad as forward_ad
 from gradtools.boundary import trimmed
 from gradtools.rules import JvpRule, Linearized, Rule, batched, closed_over_error
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.compiling import real_tensors_too
 from gradtools.torch.functorch_wrappers import (
     alive,
     filled,
@@ -32,7 +33,6 @@ from gradtools.torch.operation_marks import RULE
 from gradtools.torch.rules.transposing import (
     extras_pushed,
     pulled_back,
-    real_tensors_too,
     tangent_at,
 )
 from gradtools.torch.state import Randomness
@@ -107,7 +107,7 @@ class Application:
         repeats = isinstance(self.rule, JvpRule) or at.extras or at.opaque_residuals
         if before is not None and repeats and before.current() is not before:
             self.randomness = before
-        # Autograd attaches the node to the very tensors, which the author may hold.
+        # Autograd attaches the node to the tensors themselves, and the author may keep these.
         return [y.detach() for y in out]
 
     def note(self, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:

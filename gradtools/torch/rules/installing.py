@@ -1,18 +1,13 @@
-"""Installs rules in PyTorch: which way a call of a rule takes.
+"""Applies rules in PyTorch: in eager code, under torch.func, in compiled code and under export.
 
-Where something is differentiated it is an application of a `torch.autograd.Function`
-(`functions.py`). Two things differ from PyTorch's manual:
-
-- Dynamo cannot trace a `Function` with a `jvp` and may drop a rule under `torch.func`
-  (torch#192985, torch#193279). It sees one opaque call, which functorch's levels then enter.
-- A missing map is the transpose of the other one (`maps.py`). PyTorch transposes nonlinear maps as
-  well, so linearity is checked, once for each rule.
+A rule whose inputs are differentiated is applied by a `torch.autograd.Function` (`functions.py`).
+Dynamo cannot trace a `Function` with a `jvp` and may drop a rule under `torch.func` (torch#192985,
+torch#193279). It sees one opaque call, which functorch's levels then enter.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 
@@ -20,12 +15,13 @@ from gradtools.errors import GradtoolsError, warn
 from gradtools.rules import Rule, by_key, closed_over_error, reverse_only_text
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.captured_tensors import as_read_now
-from gradtools.torch.compiling import is_compiling, opaque_to_dynamo
+from gradtools.torch.compiling import is_compiling, opaque_to_dynamo, real_tensors_too
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact, is_wrapped, unwrapped
+from gradtools.torch.hooks import edit_application
 from gradtools.torch.operation_marks import note_edit, pushing_in_trace
 from gradtools.torch.rules.checking import closes_over_tracked
 from gradtools.torch.rules.functions import Application, BatchedRule, RuleFunction, apart, attach
-from gradtools.torch.rules.transposing import in_eager, in_own_transpose, real_tensors_too
+from gradtools.torch.rules.transposing import in_eager, in_own_transpose
 
 Tensor = torch.Tensor
 _levels, _functions = upstream.peek_interpreter_stack, upstream.count_of_function_modes
@@ -91,7 +87,7 @@ def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _undifferentiated(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
-    """The value alone, for inputs that are not differentiated, where a recursive rule ends."""
+    """The outputs, for inputs that are not differentiated; a recursive rule ends here."""
     if rule.contract is None:
         with torch.no_grad():
             return [y.detach() if y.requires_grad else y for y in rule.primal(*xs)]
@@ -100,22 +96,6 @@ def _undifferentiated(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
     if any(map(tracked, ys)) and not any(map(tracked, xs)):
         raise closed_over_error(rule.name)
     return list(ys)
-
-
-def edit_application(rule: Rule, inputs: int) -> Application:
-    """The application that all calls of an edit share, made at the first one."""
-    cotangent = rule.cotangent
-    assert cotangent is not None
-
-    def pulled(ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:
-        return (None,) * inputs if cts[0] is None else cotangent(ctx.saved_tensors, cts)
-
-    maps = rule.linearized_from([None] * inputs, []).without_arrays()
-    # An edit that saves nothing does not read its first argument.
-    pull, count = pulled if maps.saves else cotangent, inputs - len(rule.nondifferentiable)
-    application = Application(rule, maps, count, pull, maps.saves, materializes=rule.reverse_only)
-    rule.__dict__["_application"] = application
-    return application
 
 
 def _is_plain_eager(xs: Sequence[Tensor]) -> bool:

@@ -47,7 +47,7 @@ _MOST = 256
 
 
 class Signature:
-    """What all calls with tensors of the same shapes, dtypes and devices share.
+    """The state that all calls with the same shapes, dtypes, devices and structure share.
 
     Attributes:
         specialized: The rule at this structure of its arguments.
@@ -73,12 +73,12 @@ class Signature:
         self.recording: Application | None = None
 
     def outputs(self, ys: Sequence[Tensor]) -> Any:
-        """The output that f returns, of its tensors."""
+        """The output of f, rebuilt from its tensors."""
         out_def = self.specialized.outs.get(self.key, self.specialized.newest)
         return ys[0] if out_def is _LEAF else self.specialized.backend.unflatten(out_def, list(ys))
 
     def value(self, args: tuple[Any, ...], tracked: bool) -> Any:
-        """f alone, for arguments that are not differentiated."""
+        """Calls f itself, for arguments that are not differentiated."""
         out = self.specialized.fun(*args)
         is_known = type(out) is Tensor and self.key in self.specialized.values
         ys = [out] if is_known else self.specialized.outputs(args, out, "it")
@@ -180,7 +180,7 @@ class Signature:
     # its graph is the same at any dx; at dx = x the graph leads a cotangent to x.
 
     def recorded(self, args: tuple[Any, ...]) -> Any:
-        """The value, by one evaluation of the forward rule; None if that does not cover it."""
+        """The output, by one evaluation of the forward rule; None for calls of `apply_rule`."""
         xs = tuple(map(Tensor.detach, args))
         point = self.recording = self.recording or self._recording(xs)
         if point is None:
@@ -196,15 +196,15 @@ class Signature:
         return attach((point, (y.detach(),)), *args, dy)[0]
 
     def _recording(self, xs: tuple[Tensor, ...]) -> Application | None:
-        """The application of recorded calls; None if the tangent map may not be transposed so.
+        """The application of recorded calls.
 
-        That is if f does not return one tensor, if the map is not linear (which is raised when a
-        derivative is taken), or if its graph ends in another leaf, which would get a gradient.
+        None if f does not return a single tensor, if the map is not linear (an error is raised when
+        a derivative is taken), or if its graph has another leaf, which would get a gradient.
         """
         dxs = [ones(*x).requires_grad_() for x in self.avals]
         run = self.specialized.tangent
         tangent = lambda xs, dxs: applied_to(None, self.rule, run, xs, dxs)
-        # No checkpoint counts what runs once.
+        # A checkpoint counts the tensors that are saved, and this graph is not built again.
         with unpacked(), restored(Randomness.now(xs)), suppress(GradtoolsError):
             check_linear(self.rule, "tangent", tangent, xs, self.likes)
             leaves = leaves_of([dy for dy in tangent(xs, dxs) if dy is not None])
@@ -221,7 +221,7 @@ class Signature:
     def pushed(self, args: tuple[Any, ...]) -> Any:
         """The output with its tangent, by one run of the author's code, without a node.
 
-        None if that does not cover the call.
+        None for calls of `apply_rule`.
         """
         level = _forward_level()
         xs, dxs = zip(*[upstream.unpack_dual(x, level) for x in args], strict=True)
@@ -251,10 +251,8 @@ class Signature:
         pairs = chain(combinations(new, 2), product(new, (*xs, *there)))
         if len(new) > 2 or any(starmap(upstream.is_alias_of, pairs)):
             apart = without_aliases(apart, xs, there)
-        both = zip(apart, apart[len(ys) :], strict=False)
-        return self.outputs(
-            [y if dy is None else upstream.make_dual(y, dy, level=level) for y, dy in both]
-        )
+        paired = lambda y, dy: y if dy is None else upstream.make_dual(y, dy, level=level)
+        return self.outputs(list(map(paired, apart, apart[len(ys) :])))
 
 
 def _pulled_in_graph(ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:

@@ -15,8 +15,7 @@ as plain code when it is transposed.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -28,13 +27,14 @@ from gradtools.rules import JvpRule, Map, Rule, evaluating_again, replaced_where
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import engines
 from gradtools.torch.autograd_graph import leaves_of
-from gradtools.torch.compiling import is_compiling
-from gradtools.torch.functorch_wrappers import alive, filled, like, ones, unwrapped
+from gradtools.torch.compiling import is_compiling, real_tensors_too
+from gradtools.torch.functorch_wrappers import alive, filled, is_inexact, like, ones, unwrapped
 from gradtools.torch.modes import unpacked
 from gradtools.torch.rules.checking import check_linear
 from gradtools.torch.state import restored
 
 Tensor = torch.Tensor
+Fun = Callable[..., Sequence[Any]]
 
 
 def in_eager() -> bool:
@@ -56,8 +56,7 @@ def pulled_back(ctx: Any, cts: Sequence[Any]) -> Any:
             parts.append(_cotangent(point, tensors, inner))
         if any(ct is not None for ct in hidden):
             run, xs, mask = _extras_of(point, inputs_of(point, point.pulling, tensors))
-            again = engines.vjp(run, xs, groups=None, once=True)
-            parts.append(spread(again.pullback(hidden), mask))
+            parts.append(spread(pull(run, xs, hidden), mask))
     if not parts:
         return (None,) * len(point.like_xs)
     return parts[0] if len(parts) == 1 else [*map(total, zip(*parts, strict=True))]
@@ -155,28 +154,70 @@ def _drawn(randomness: Any, run: Map, saved: Sequence[Tensor], vs: Sequence[Any]
 # --- extras: differentiated through the code that computed them ---------------------------
 
 
-def _extras_of(point: Any, xs: Sequence[Tensor]) -> tuple[Any, list[Tensor], list[bool]]:
+def _extras_of(point: Any, xs: Sequence[Tensor]) -> tuple[Fun, list[Tensor], list[bool]]:
     """The extras as a function of the floating and complex inputs, these, and their mask."""
     mask = [like is not None for like in point.like_xs]
 
-    def run(*changed: Tensor) -> tuple[list[Tensor], list[Any]]:
+    def run(*changed: Tensor) -> list[Tensor]:
         with restored(point.randomness):
             at = replaced_where(xs, mask, changed)
-            return list(point.rule.at(*at, perturbed=point.perturbed).extras), []
+            return list(point.rule.at(*at, perturbed=point.perturbed).extras)
 
     return run, [x for x, m in zip(xs, mask, strict=True) if m], mask
 
 
 def extras_pushed(point: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
-    """Tangents of the extras."""
+    """The tangents of the extras; None for zeros and for tangents that are not used."""
     likes, xs = point.like_ys[point.count :], inputs_of(point, point.pushing, tensors)
     forward_alone = in_eager() and not any(x.requires_grad for x in xs)
-    if forward_alone or not any(likes):  # then nobody needs tangents of extras
+    if forward_alone or not any(likes):
         return [None] * len(likes)
     run, moving, _ = _extras_of(point, xs)
-    dxs = [dx for dx in filled(dxs, point.like_xs) if dx is not None]
-    pushed = engines.jvp(run, moving, dxs)[2]
-    return [like and dy for like, dy in zip(likes, pushed, strict=True)]
+    return push(run, moving, [dx for dx in filled(dxs, point.like_xs) if dx is not None])
+
+
+# --- derivatives of functions -------------------------------------------------------------
+#
+# While code is compiled, a rule runs below the levels of torch.func, where the engines would see
+# eager code. Dual numbers may have tangents that overlap in memory, which autograd cannot write to.
+
+
+def pull(fun: Fun, xs: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:
+    """The pullback of `fun` at xs, of cotangents; None, also among these, stands for zeros."""
+    if not in_eager() or upstream.forward_level() >= 0:
+        return _func_vjp(fun, xs)[1](cts)
+    result = engines.vjp(lambda *a: (list(fun(*a)), []), list(xs), groups=None, once=True)
+    return result.pullback(cts)
+
+
+def push(fun: Fun, xs: Sequence[Tensor], dxs: Sequence[Tensor]) -> list[Any]:
+    """The tangents of the outputs of `fun` at xs; None for integers. Dual levels do not nest."""
+    outs, pullback = _func_vjp(fun, xs)
+    mask = [y is not None for y in outs]
+    zeros = [torch.zeros_like(y) for y in outs if y is not None]
+    return spread(_func_vjp(lambda *cts: pullback(spread(cts, mask)), zeros)[1](dxs), mask)
+
+
+def _func_vjp(fun: Fun, xs: Sequence[Tensor]) -> tuple[list[Any], Any]:
+    """`torch.func.vjp` for outputs of which some are None or integers, which count as None."""
+    mask = list[bool]()
+
+    def dense(*xs: Tensor) -> tuple[Tensor, ...]:
+        ys = fun(*xs)
+        mask[:] = [y is not None and is_inexact(y) for y in ys]
+        return tuple([y for y, m in zip(ys, mask, strict=True) if m]) or (torch.zeros(()),)
+
+    with unpacked():  # torch.func refuses to run inside of hooks on saved tensors
+        outs, pull = torch.func.vjp(dense, *xs)[:2]
+    ys = spread(outs[: sum(mask)], mask)
+
+    def pullback(cts: Sequence[Any]) -> list[Any]:
+        pairs = zip(ys, cts, strict=True)
+        full = [torch.zeros_like(y) if ct is None else ct for y, ct in pairs if y is not None]
+        with unpacked():  # views, since what fun returns unchanged may be of a level that has ended
+            return [v.view_as(v) for v in pull(tuple(full) or (torch.zeros(()),))]
+
+    return ys, pullback
 
 
 # --- the transpose of a map --------------------------------------------------------------
@@ -196,49 +237,47 @@ def transposed(
     With gradients on, the result is differentiable in `at` and `values`. None for zeros, and for
     the vectors of integers, whose aval is None.
 
-    known: For a map at tensors without tangents: a list that keeps the vectors of ones at which the
-        map is traced, for later calls.
+    known: A list that keeps the vectors of ones at which the map is traced, for later calls. Given
+        only if no tensor in `at` has a tangent.
     """
     mask = [like is not None for like in likes]
     if not any(mask):
         return [None] * len(likes)
-    if upstream.saved_tensors_hooks_on(False) is not None:  # torch.func refuses to run inside them
+    if upstream.saved_tensors_hooks_on(False) is not None:  # they must not see this graph
         with unpacked():
             return transposed(rule, linear, at, likes, values, known)
     eager, graphs = in_eager(), torch.is_grad_enabled()
     alone = eager and not graphs and (known is not None or upstream.forward_level() < 0)
     at = [x.detach() for x in at] if alone else at
-    pairs = list[Any]()  # of results that have a graph, and their values
 
-    def run(*vs: Tensor) -> tuple[Tensor, ...]:
+    def run(*vs: Tensor) -> Sequence[Any]:
         vectors: Vectors = None if alone else {*map(id, vs)}
         if not eager:
             vectors = upstream.peek_interpreter_stack().level()
         outs = applied_to(vectors, rule, linear, at, spread(vs, mask))
-        for y, v in zip(outs, values, strict=True):
-            if y is not None and v is not None:
-                if y.requires_grad:
-                    pairs.append((y, v))
-                elif rule.contract is not None and rule.contract.checked:
+        if rule.contract is not None and rule.contract.checked:
+            for y, v in zip(outs, values, strict=True):
+                if y is not None and v is not None and not y.requires_grad:
                     _refuse_cut(rule, y, v)
-        return tuple([y for y, _ in pairs])
+        return outs
 
     vs = known if alone and known else [ones(*like) for like in likes if like is not None]
     if not eager:
-        pull = torch.func.vjp(lambda *vs: run(*vs) or (torch.zeros(()),), *vs)[1]
-        pulled = pull(tuple([v for _, v in pairs]) or (torch.zeros(()),))
-        # Views, since what the map returns unchanged may be of a level that has ended.
-        return spread([v.view_as(v) for v in pulled], mask)
+        return spread(pull(run, vs, values), mask)
     if alone and known is not None:
         known[:] = vs
     upstream.set_grad_enabled(True)
     try:
-        ys = run(*[v.requires_grad_() for v in vs])
+        outs = run(*[v.requires_grad_() for v in vs])
     finally:
         upstream.set_grad_enabled(graphs)
-    if not ys:
+    pairs = list[Any]()
+    for y, v in zip(outs, values, strict=True):
+        if y is not None and v is not None and y.requires_grad:
+            pairs.append((y, v))
+    if not pairs:
         return [None] * len(likes)
-    given = tuple([v for _, v in pairs])
+    ys, given = zip(*pairs, strict=True)
     return spread(upstream.run_engine(ys, given, graphs, graphs, tuple(vs), True), mask)
 
 
@@ -260,14 +299,14 @@ def _refuse_cut(rule: Rule, y: Tensor, v: Tensor) -> None:
 # --- a rule that is applied to the tangents of its own map --------------------------------
 
 Vectors = set[int] | int | None
-"""What tells the vectors of a map from other tensors: the ids of these leaves, the level of
-torch.func at which the map is traced, or None if no other tensor requires grad."""
+"""Identifies the vectors of a map: the ids of these leaves, the torch.func level at which it is
+traced, or None if no other tensor requires grad."""
 
 
 class _Ongoing(threading.local):
-    """This thread's maps that run in order to be transposed, the innermost last.
+    """The maps that are being transposed in this thread, the innermost last.
 
-    Each is the `origin` of its rule, and its vectors.
+    Each entry holds the `origin` of the map's rule, and the map's vectors.
     """
 
     def __init__(self) -> None:
@@ -278,7 +317,7 @@ ongoing = _Ongoing()
 
 
 def applied_to(vectors: Vectors, rule: Rule, run: Callable[..., Any], *args: Any) -> Any:
-    """`run(*args)`, a map of the rule at these vectors, which runs in order to be transposed."""
+    """Runs a map of the rule at these vectors, as a part of its transposition."""
     ongoing.maps.append((rule.origin, vectors))
     try:
         return run(*args)
@@ -289,7 +328,7 @@ def applied_to(vectors: Vectors, rule: Rule, run: Callable[..., Any], *args: Any
 def in_own_transpose(rule: Rule, xs: Sequence[Tensor]) -> bool:
     """Whether xs depend on vectors to which the rule's own tangent map is applied.
 
-    Also if that map applied another rule, which applies this one. A rule with a cotangent map
+    That map may have applied another rule, which applies this one. A rule with a cotangent map
     needs no transposition.
     """
     maps = ongoing.maps
@@ -308,21 +347,3 @@ def in_own_transpose(rule: Rule, xs: Sequence[Tensor]) -> bool:
         ):
             return True
     return False
-
-
-# --- compiled graphs ---------------------------------------------------------------------
-
-
-@contextmanager
-def real_tensors_too(xs: Sequence[Tensor]) -> Iterator[None]:
-    """Lets a compiled graph embed the tensors that a rule closes over as constants."""
-    tracing = upstream.TracingContext.try_get() is not None
-    mode = upstream.detect_fake_mode([unwrapped(x) for x in xs]) if tracing else None
-    if mode is None:
-        yield
-        return
-    before, mode.allow_non_fake_inputs = mode.allow_non_fake_inputs, True
-    try:
-        yield
-    finally:
-        mode.allow_non_fake_inputs = before

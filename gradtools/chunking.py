@@ -58,12 +58,12 @@ class Chunking(Operators):
         verify: Verify = "first",
         progress: bool = False,
     ) -> F:
-        """Applies f to a batch in chunks and keeps the graph of one chunk in memory.
+        """f over a batch, chunk by chunk, at the memory of one chunk's graph.
 
-        The values and all derivatives equal those of the loop `concat(f(c) for c in chunks)`, for
-        any loss. In the backward pass each chunk is computed again. The result equals `f(batch)` if
-        f treats examples independently and deterministically. Batch normalization in training mode
-        does not: it normalizes each chunk by the chunk's own statistics, and a warning is issued
+        The values and all derivatives are those of the loop `concat(f(chunk) for chunk in batch)`,
+        for any loss. In the backward pass each chunk is computed again. This equals `f(batch)` if f
+        treats examples independently and deterministically. Batch normalization in training mode
+        does not: it normalizes each chunk by that chunk's own statistics, which a warning says
         once.
 
         PyTorch: f is a module, or a function that uses modules; parameters need not be passed.
@@ -86,12 +86,12 @@ class Chunking(Operators):
                 for each of the chunk's examples along its axis in `out_axes`.
             chunk_size: How many examples at once; the last chunk may hold fewer.
             in_axes: The batch axis, as in `vmap`: an integer or one entry for each positional
-                argument, or a dict from f's parameters to axes. None passes the argument whole to
-                every chunk; a pytree argument takes a pytree of axes. Arguments without an entry
-                are split along axis 0, keyword arguments too; arrays without axes and non-arrays
-                are shared. A list is a list of examples: f gets slices of it.
+                argument, or a dict from f's parameters to axes, however they are passed; None
+                shares one, and a tree of axes is for one that is a tree. What no entry names is
+                split on axis 0, keyword arguments too; arrays without axes and non-arrays
+                are shared. An argument that is a list is a list of examples: f gets slices of it.
             out_axes: The axis along which outputs are joined: an integer, or a tree of them like
-                f's output. If f maps a list of examples to a list, the lists are joined.
+                f's output. A list that f makes of a list is joined as lists are.
             key_argnums: Which arguments are random keys; chunk i gets the key folded with i.
             carry_argnums: Which arguments are state that is passed from chunk to chunk; f then
                 returns `(out, new_carry)`, and so does the chunked function, with a tuple of
@@ -100,21 +100,22 @@ class Chunking(Operators):
                 order of outputs is restored. Use it for a batch that is sharded over devices.
             verify: PyTorch: whether the outputs of a chunk that is computed again are compared with
                 those of the first pass; a difference raises. "first": in the function's first
-                backward pass; True: in every backward pass; False: never.
+                backward pass; True: in each one; False: never.
             progress: Whether to show a progress bar (of the package tqdm) over the chunks. A JAX
-                program that is lowered for another platform shows none.
+                program that is lowered for another platform has none.
 
         Returns:
-            A function of f's arguments. If f is a module, so is the result: in PyTorch a
-            `torch.nn.Module` that shares f's parameters, buffers, state_dict and attributes under
-            the same names; for `equinox` and `flax.nnx` a module that holds f as `module`.
+            A function of f's arguments. A module stays one: in PyTorch a `torch.nn.Module` with
+            f's parameters, buffers, state_dict and attributes, which are f's own, under the same
+            names; of an `equinox` or `flax.nnx` module one that holds f as `module`.
 
         Raises:
             GradtoolsError: chunk_size is below 1; (on call) a list is empty, axes differ in
                 length, in_axes or out_axes do not fit, f is a DistributedDataParallel (wrap
-                the module that calls chunked instead), or f returns an array that cannot be
-                joined, such as batch statistics or a table of all pairs. None, and strings, flags
-                and other constants that are equal in all chunks, pass.
+                the module that calls chunked instead), f changes what cannot be replayed, or
+                returns what cannot be joined, such as batch statistics or a table of all pairs;
+                the message says how to leave it out. None, and strings, flags and other
+                constants that are equal in all chunks, pass.
 
         Example:
             >>> square = gt.chunked(lambda x: x ** 2, chunk_size=2)
@@ -166,8 +167,7 @@ class Chunking(Operators):
 
             value = sum_c W_c f_c / sum_c W_c        grads = sum_c W_c df_c / sum_c W_c
 
-        which equal those of the full batch, also if the last chunk is smaller or token counts
-        differ.
+        which equals the full batch's, also if the last chunk is smaller or token counts differ.
         Unlike in `chunked`, each chunk's backward pass runs at once: nothing is recomputed.
 
         Args:
@@ -191,13 +191,13 @@ class Chunking(Operators):
 
         Returns:
             A function of f's arguments, returning `(value, grads)` or `((value, aux), grads)` as
-            `value_and_grad` does; with carries a pair of that and new_carry.
+            `value_and_grad` does; with carries `(that, new_carry)`.
             Sums are made in float32 where gradients are narrower, and rounded once.
 
         Raises:
             GradtoolsError: As `chunked` and `value_and_grad` do; weights are given for a sum,
-                have another length than the batch, or sum to 0 (under jit this gives NaN
-                instead); a differentiated argument is split.
+                do not fit the batch, or sum to 0 (NaN under jit); a differentiated argument is
+                split.
 
         Example:
             >>> loss = gt.microbatched_value_and_grad(lambda w, x: (w * x).mean(), chunk_size=2)

@@ -57,10 +57,10 @@ class Freezing(Operators):
         G: F,
         verify: Verify = "first",
     ) -> F:
-        """A replacement for G; second derivatives through it do not store G's graph.
+        """A drop-in for G whose second derivatives store no graph of G.
 
         For gradients with respect to many z_i through a large pretrained G that feed a further
-        loss. Each call keeps its arguments and outputs, and nothing that grows with G's depth.
+        loss. A use keeps its arguments, its outputs and nothing that grows with the depth of G.
         With F the work of a forward pass, it costs F forward, F for the pullback, and 2F for the
         second derivative: 4F, where double backward takes 3F and keeps graphs of G for every use.
         In PyTorch, take each first derivative before the next use of G: otherwise the cost is 5F.
@@ -84,8 +84,8 @@ class Freezing(Operators):
                 `chunked`, up to the rounding of other kernels.
 
         Returns:
-            A function of G's arguments. If G is a module, so is the result, as in `chunked`: it
-            shares G's tensors, which are constants when it is called.
+            A function of G's arguments. A module stays one, as in `chunked`: its tensors are G's
+            own, in its state_dict and moved with it; for its call they are constants.
 
         Raises:
             GradtoolsError: (on differentiating) PyTorch: a derivative
@@ -107,7 +107,7 @@ class Freezing(Operators):
         return self.frozen_for("frozen", G, checked_verify("frozen", verify))
 
     def frozen_for(self, caller: str, G: F, verify: bool | None = None) -> F:
-        """`frozen(G)` for the function of another operator, which its errors name."""
+        """`frozen(G)` by the name of another operator, of whose f its errors speak."""
         options, uses = ChunkOptions(verify), self._backend.frozen_uses()
         return self._backend.like_module(G, partial(self._frozen_of, caller, options, uses))
 

@@ -262,7 +262,7 @@ class Specialization:
             name = str(dtype).removeprefix("torch.")
             raise self.contract.refusal(
                 f"{who} has shape {tuple(x.shape)} and dtype {self.backend.dtype_name(x)}, "
-                f"expected {shape} and {name}, those of its argument. Reshape or cast it."
+                f"expected {shape} and {name}, like its argument. Reshape or cast it."
             )
         return None if zero else x
 

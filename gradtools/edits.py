@@ -152,8 +152,8 @@ class Edits(Operators):
         backend = self._backend
         if sign < 0 and isinstance(scale, float | int | np.number) and scale < 0:
             raise GradtoolsError(
-                f"{name}: scale is {scale}, and a negative one would not reverse; it must not be "
-                "negative. For a factor of either sign use scale_gradient."
+                f"{name}: scale is {scale}; it must not be negative. For a factor of either sign "
+                "use scale_gradient."
             )
         if isinstance(scale, int):
             scale = as_float(name, "scale", scale)
@@ -351,8 +351,8 @@ class Edits(Operators):
         given, given_def = backend.flatten(dx)
         if treedef != given_def:
             raise GradtoolsError(
-                f"replace_gradient: dx has the structure {in_words(given_def)}, expected that of "
-                f"x, {in_words(treedef)}. Give one array for each of x's."
+                f"replace_gradient: dx has the structure {in_words(given_def)}; expected the "
+                f"structure of x, {in_words(treedef)}. Give one array for each array of x."
             )
         if not any(_edited(backend, leaf) for leaf in leaves):
             _check_editable(backend, "replace_gradient", x, leaves)
@@ -463,9 +463,9 @@ def _checked_cotangents(backend: Backend, tree: Any, like: Any, cts: Any) -> lis
     given, expected = backend.flatten(like)
     if treedef != expected:
         raise GradtoolsError(
-            f"transform_gradient: fn returned the structure {in_words(treedef)}, expected "
-            f"{in_words(expected)}, that of the cotangent. Return one array for each that fn is "
-            "given."
+            f"transform_gradient: fn returned the structure {in_words(treedef)}; expected the "
+            f"structure of the cotangent, {in_words(expected)}. Return one array for each array "
+            "that fn gets."
         )
     arrays = [leaf for leaf, old in zip(leaves, given, strict=True) if old is not None]
     names = lambda i: (f"fn's leaf {i}", "the cotangent")
@@ -498,8 +498,8 @@ class _StraightThrough:
         else:
             raise GradtoolsError(
                 f"straight_through: {name} was called with {len(args)} positional and "
-                f"{len(kwargs)} keyword arguments; without a surrogate the derivative is that of "
-                "the identity, which has one argument. Give a surrogate."
+                f"{len(kwargs)} keyword arguments; without a surrogate it is differentiated as the "
+                "identity, which takes one argument. Give a surrogate."
             )
         if self._surrogate is None and _edited(backend, through):  # one array, in no tree
             value = backend.call_on_host(self._f, backend.stop_gradient(through), through)

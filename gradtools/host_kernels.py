@@ -340,7 +340,7 @@ class KernelCall:
             ys = tree
             if len(ys) != len(expected.specs):
                 count = len(expected.specs)
-                raise self.error(f"it returned {len(ys)} arrays, expected {count}, those of out.")
+                raise self.error(f"it returned {len(ys)} arrays; out names {count}.")
         elif not (expected.alone and type(tree) is np.ndarray):
             wanted = expected.treedef
             try:
@@ -350,13 +350,13 @@ class KernelCall:
             if any(y is None or isinstance(y, tuple | list | dict) for y in ys):
                 if tree is None:
                     raise self.error(
-                        f"it returned None, expected {in_words(wanted)}, the structure of out. A "
-                        "kernel returns its result; a routine that fills an array must return that "
-                        "array."
+                        f"it returned None; expected the structure of out, {in_words(wanted)}. A "
+                        "kernel that fills an array must return the array."
                     )
                 came = in_words(self.trees.flatten(tree)[1])
                 raise self.error(
-                    f"it returned the structure {came}, expected {in_words(wanted)}, that of out."
+                    f"it returned the structure {came}; expected the structure of out, "
+                    f"{in_words(wanted)}."
                 )
         for y, (shape, dtype) in zip(ys, expected.avals, strict=True):
             if type(y) is not np.ndarray or y.dtype != dtype or y.shape != (*batch, *shape):

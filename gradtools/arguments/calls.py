@@ -148,7 +148,8 @@ class Call:
     def __call__(self, *leaves: Array) -> tuple[list[Array], list[Array]]:
         """f at these leaves: `(outs, extras)`. Stores the structure of f's output."""
         args, backend = list(self.args), self.backend
-        for i, tree in zip(self.argnums, self.to_trees(leaves), strict=True):
+        trees = leaves if self._is_leaf else self.to_trees(leaves)
+        for i, tree in zip(self.argnums, trees, strict=True):
             args[i] = tree
         out, aux = self.f(*args, **self.kwargs), None
         if self.has_aux:
@@ -214,8 +215,8 @@ class Call:
                 came = in_words(self.backend.flatten(tree)[1])
                 raise GradtoolsError(
                     f"{self.caller}: {what if self.names else f'{what} {i}'} has the structure "
-                    f"{came}, expected that of {self._name(i)}, {in_words(treedef)}. Give one leaf "
-                    "for each of its leaves."
+                    f"{came}; expected the structure of {self._name(i)}, {in_words(treedef)}. Give "
+                    "one leaf for each of its leaves."
                 )
             flat += leaves
         if self._exact:
@@ -279,8 +280,8 @@ class Call:
         if leaves is None:
             came = in_words(self.backend.flatten(tree)[1])
             raise GradtoolsError(
-                f"{self.caller}: the cotangent has the structure {came}, expected that of f's "
-                f"output, {in_words(self._out_def)}. Give one leaf for each of its leaves."
+                f"{self.caller}: the cotangent has the structure {came}; expected the structure of "
+                f"f's output, {in_words(self._out_def)}. Give one leaf for each of its leaves."
             )
         places = [k for k, kind in enumerate(self._kinds) if kind in _INEXACT]
         path = lambda k: self._paths_of_output()[k]

@@ -212,7 +212,7 @@ def matching(
         wanted = (tuple(like.shape), backend.dtype_name(like))
         name, like_name = names()
         raise GradtoolsError(
-            f"{caller}: {name} has shape {came[0]} and dtype {came[1]}, expected {wanted[0]} and "
-            f"{wanted[1]}, those of {like_name}. Reshape or cast it."
+            f"{caller}: {name} has shape {came[0]} and dtype {came[1]}; expected {wanted[0]} and "
+            f"{wanted[1]}, like {like_name}. Reshape or cast it."
         )
     return x

@@ -124,9 +124,9 @@ class Outputs:
             came = "the number of the chunk's examples" if counts else repr(leaf)
             came = came if same else f"{leaf!r} at chunk {number} and {known!r} before"
             raise GradtoolsError(
-                f"chunked: f's output{self.backend.leaf_paths(out)[k]} is {came}; what is no array "
-                "must be a constant, the same for all chunks. Return an array with an entry for "
-                "each example, or wrap f and leave that output out."
+                f"chunked: f's output{self.backend.leaf_paths(out)[k]} is {came}; a non-array must "
+                "be a constant, the same for all chunks. Return an array with an entry for each "
+                "example, or wrap f and leave that output out."
             )
 
     # --- the whole output
@@ -167,8 +167,8 @@ def _axes_of(backend: Backend, axes: Any, out: Any) -> list[int]:
 
 def other_structure(what: str, treedef: Any, known: Any, number: int) -> GradtoolsError:
     """The error of an output or carry with another structure than in the chunks before."""
-    origin = "of the carry passed to f" if what == "carry" else "of the other chunks"
+    origin = "the carry passed to f" if what == "carry" else "the outputs of the other chunks"
     return GradtoolsError(
         f"chunked: f's {what} at chunk {number} has the structure {in_words(treedef)}; expected "
-        f"{in_words(known)}, that {origin}. Return the same structure for every chunk."
+        f"{in_words(known)}, as {origin}. Return the same structure for every chunk."
     )

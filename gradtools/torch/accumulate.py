@@ -275,44 +275,38 @@ def _memory(x: torch.Tensor) -> Any:
 
 def _check(caller: str, entry: TargetLeaf) -> None:
     p, g, path = entry.target, entry.grad, entry.path
-    name = with_article(type(g if isinstance(p, torch.Tensor) else p).__name__)
-    if not isinstance(p, torch.Tensor):
-        came, expected, fix = f"target{path} is {name}", "a leaf tensor", "Give parameters."
-    elif not isinstance(g, torch.Tensor):
-        came, expected, fix = f"grads{path} is {name}", "a tensor", "Convert it with asarray."
-    elif _is_traced(p) or _is_traced(g):
+    for side, x in (("target", p), ("grads", g)):
+        if not isinstance(x, torch.Tensor):
+            came = f"{side}{path} is {with_article(type(x).__name__)}"
+            refuse(caller, came, "a tensor", "Give parameters and their gradients.")
+    if _is_traced(p) or _is_traced(g):
         raise GradtoolsError(
             f"{caller}: grads{path} belongs to a torch.func transform that is still running; .grad "
             "would outlive it. Return the gradients from the transformed function and write them "
             "outside."
         )
-    elif not p.is_leaf:
-        came, expected = (
-            f"target{path} is the result of {type(p.grad_fn).__name__}",
-            "a leaf tensor",
-        )
-        fix = "Give the parameter it was computed from; an intermediate result keeps no .grad."
-    elif not (p.is_floating_point() or p.is_complex()):
+    if not p.is_leaf:
+        came, fix = f"target{path} is the result of {type(p.grad_fn).__name__}", "Give parameters."
+        refuse(caller, came, "a leaf tensor", f"{fix} An intermediate result keeps no .grad.")
+    if not (p.is_floating_point() or p.is_complex()):
         came = f"target{path} is {_short(p.dtype)} of shape {tuple(p.shape)}"
-        expected = "a floating or complex tensor"
         fix = "Leave it out of grads, or put None there."
-    elif not p.requires_grad:
-        came = f"target{path} has requires_grad=False"
-        expected = "a tensor that requires grad"
+        refuse(caller, came, "a floating or complex tensor", fix)
+    if not p.requires_grad:
         fix = "Call requires_grad_() on the module's own parameter (make_functional returns "
         fix += "detached aliases), or leave its name out of grads."
-    else:
-        dtype = _expected_dtype(p, g)
-        if g.shape == p.shape and g.dtype == dtype and g.device == p.device:
-            return
-        came = f"grads{path} is {spec_in_words(spec(g))}"
-        expected = f"{_short(dtype)} of shape {tuple(p.shape)} on {p.device}, as the parameter"
-        fix = f"Convert it with .to({dtype}), or set the parameter's grad_dtype."
-        if g.device != p.device:
-            fix = f"Move it with .to({str(p.device)!r})."
-        if g.shape != p.shape:
-            fix = "Reduce it over the batch first, or give it under another name."
-    refuse(caller, came, expected, fix)
+        came = f"target{path} has requires_grad=False"
+        refuse(caller, came, "a tensor that requires grad", fix)
+    dtype = _expected_dtype(p, g)
+    if g.shape == p.shape and g.dtype == dtype and g.device == p.device:
+        return
+    fix = f"Convert it with .to({dtype}), or set the parameter's grad_dtype."
+    if g.device != p.device:
+        fix = f"Move it with .to({str(p.device)!r})."
+    if g.shape != p.shape:
+        fix = "Reduce it over the batch first, or give it under another name."
+    expected = f"{_short(dtype)} of shape {tuple(p.shape)} on {p.device}, as the parameter"
+    refuse(caller, f"grads{path} is {spec_in_words(spec(g))}", expected, fix)
 
 
 def _all_fit(merged: Sequence[tuple[Any, Any]]) -> bool:

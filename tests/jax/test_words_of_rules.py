@@ -37,12 +37,6 @@ def test_a_map_that_divides_by_what_it_is_linear_in_is_refused_in_words(name):
     np.testing.assert_allclose(gt.grad(lambda x: f(x).sum())(X), change(jnp.ones(2)))
 
 
-def test_an_unknown_name_says_what_to_write():
-    with pytest.raises(AttributeError, match=r"Write jacobian\(f, mode=.reverse.\)") as error:
-        gt.jacrev  # noqa: B018 - read for its error
-    assert error.value.name == "jacrev" and error.value.obj is gt
-
-
 @pytest.mark.skipif(jax.device_count() < 2, reason="one device")
 @pytest.mark.parametrize("is_summed", [True, False])
 def test_a_backward_pass_under_shard_map_may_sum_a_shared_cotangent_itself(is_summed):

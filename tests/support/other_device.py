@@ -175,7 +175,6 @@ def _sine_of_jax(x: torch.Tensor) -> torch.Tensor:
 
 MORE = (
     Use("noise in chunked", _summed(gt.chunked(_dropped, 2))),
-    Use("noise in chunked: none retained", _summed(gt.chunked(_dropped, 2))),
     Use("noise in checkpoint", _summed(gt.checkpoint(_dropped))),
     Use("noise in frozen", _summed(gt.frozen(_dropped))),
     Use("a module by a key", _in_a_module),

@@ -163,7 +163,7 @@ class _Use:
             return True
 
     def reverse_only(self, xs: Entries) -> str | None:
-        """A custom_vjp in G, which has no forward mode; None if its tangents are not needed.
+        """Names a custom_vjp in G, which has no forward mode; None if no tangent needs one.
 
         Raises if it is an edit.
         """

@@ -124,7 +124,7 @@ class Arrays(ABC):
         return self.xp.minimum(self.xp.maximum(x, -bound), bound)
 
     def clipped_by_norm(self, xs: list[Array], bound: Any) -> list[Array] | None:
-        """xs * min(1, bound / norm) in the way that is fastest here; None: `clip_norm` is."""
+        """xs * min(1, bound / norm) by a faster function than `clip_norm`; None without one."""
         return None
 
     def zeros_like(self, x: Array) -> Array:

@@ -159,8 +159,8 @@ def bind_again(eqn: Any, xs: Sequence[Any]) -> Any:
 def define_linearization(primitive: Primitive, rule: Callable[..., Any]) -> None:
     """Defines how a primitive is linearized: `rule(carried, *xs, **params)`.
 
-    Some versions of JAX pass a boolean (whether for reverse mode) before the mask of the inputs
-    that have tangents. Gone: JAX linearizes by the jvp, at twice the time of eager rules.
+    Some versions of JAX pass a boolean (whether it is for reverse mode) before `carried`, the mask
+    of the inputs that have tangents. Gone: JAX linearizes the jvp, which is slower in eager code.
     """
     run = lambda *args, **params: rule(*args[isinstance(args[0], bool) :], **params)
     getattr(_ad, "primitive_linearizations", {})[primitive] = run

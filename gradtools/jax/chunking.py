@@ -308,7 +308,7 @@ def _progress(chunks: Chunks) -> Callable[[Any], Any]:
     count = chunks.cut.count
     if not chunks.options.progress:
         return lambda index: index
-    shown = [progress_bar(count)]  # made here, where an error about the missing package is raised
+    shown = [progress_bar(count)]  # raises at once if tqdm is missing
 
     def move(index: Any) -> None:
         if not shown:

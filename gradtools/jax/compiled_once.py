@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import Any
 
 import jax
@@ -86,7 +86,7 @@ def _key(jaxpr: Any, of_rule: bool = False) -> Hashable:
     rows: list[Hashable] = [named(jaxpr.constvars), named(jaxpr.invars)]
     for eqn in jaxpr.eqns:
         params = eqn.params
-        if jaxprs.is_ruled(eqn) and not of_rule and _is_of_jax(eqn):
+        if eqn.primitive.name in jaxprs.RULED and not of_rule and _is_of_jax(eqn):
             params = {k: x for k, x in params.items() if not _is_function(x)}
             rows.append(_key_of_rule(eqn))
         rows += [(eqn.primitive, read(eqn.invars), _value(params), eqn.ctx), named(eqn.outvars)]
@@ -125,10 +125,9 @@ def _is_of_jax(eqn: Eqn) -> bool:
 
 def _key_of_rule(eqn: Eqn) -> Hashable:
     """The key of the pullback of a function with a rule."""
-    run = partial(jaxprs.bound, eqn)
     given = lambda ys: [jnp.ones_like(y) if is_inexact(y) else None for y in ys]
-    pulled = jax.make_jaxpr(lambda *xs: pull(lambda *xs: run(xs), xs, given))
-    closed = pulled(*[v.aval for v in eqn.invars])
+    pulled = lambda *xs: pull(lambda *xs: jaxprs.bound(eqn, xs), xs, given)
+    closed = jax.make_jaxpr(pulled)(*[v.aval for v in eqn.invars])
     if closed.consts:
         raise TypeError("a rule that reads arrays")
     return _key(jaxprs.live(open_jaxpr(closed)), of_rule=True)

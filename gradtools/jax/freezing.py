@@ -79,14 +79,14 @@ class _TracedOnce:
     def __init__(self, fun: Callable[..., list[Array]], xs: Sequence[Array]) -> None:
         self.fun = fun
         self.program, self.consts = traced(fun, *xs)
-        self.avals = [_strong(v.aval) for v in self.program.jaxpr.invars]
+        self.avals = [v.aval.update(weak_type=False) for v in self.program.jaxpr.invars]
         # The arrays that the program closes over, if none is a tracer. They are its last inputs,
         # so that compiled code holds them once for all derivatives.
         self.captured = self.consts if all(map(_is_plain, self.consts)) else []
 
     def __call__(self, *xs: Array) -> list[Array]:
         xs, consts = xs[: len(self.avals)], xs[len(self.avals) :] or tuple(self.consts)
-        if [_strong(jax.typeof(x)) for x in xs] != self.avals:
+        if [jax.typeof(x).update(weak_type=False) for x in xs] != self.avals:
             return self.fun(*xs)
         return self.program(consts, *xs)
 
@@ -96,10 +96,6 @@ def _is_plain(x: Any) -> bool:
     aval = jax.typeof(x)
     known = type(aval) is jax.core.ShapedArray and not isinstance(x, jax.core.Tracer)
     return known and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
-
-
-def _strong(aval: Any) -> Any:
-    return aval.update(weak_type=False)
 
 
 class _Use:
@@ -163,7 +159,7 @@ class _Use:
             return True
 
     def reverse_only(self, xs: Entries) -> str | None:
-        """A custom_vjp in G, which has no forward mode; None if its tangents are not needed.
+        """Names a custom_vjp in G, which has no forward mode; None if no tangent needs one.
 
         Raises if it is an edit.
         """

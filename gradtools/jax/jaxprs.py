@@ -55,7 +55,7 @@ def traced(fun: Callable[..., Any], *args: Any) -> tuple[TracedProgram, list[Any
 
 
 def own(x: Any) -> Any:
-    """A NumPy array as a copy of its own; anything else unchanged."""
+    """A copy of a NumPy array; anything else unchanged."""
     # In a trace `jnp.array` keeps the memory.
     return jnp.asarray(np.array(x)) if isinstance(x, np.ndarray) else x
 

@@ -63,10 +63,6 @@ def _union(mask: int, bits: Sequence[int]) -> int:
     return total
 
 
-def _any(bits: Sequence[int]) -> int:
-    return reduce(or_, bits, 0)
-
-
 # --- leaf equations ----------------------------------------------------------------------
 
 
@@ -158,12 +154,13 @@ class Flow:
         if edges is not None and len(written) == len(eqn.outvars):
             outputs = [_union(mask, bits) for mask in edges]
             return [b if self.raw or i else 0 for i, b in zip(written, outputs, strict=True)]
-        total = _any(bits)  # every input to every output, but no float to an integer or a bool
+        # Every input flows to every output, but no float to an integer or a bool.
+        total = reduce(or_, bits, 0)
         kept = eqn.primitive.name in _COMPARISONS and upstream.is_activation_rule(eqn)
         if self.raw or all(written) or kept:
             return [total] * len(written)
         floats = [b for var, b in zip(eqn.invars, bits, strict=True) if is_inexact(var)]
-        return [total if i else total & ~_any(floats) for i in written]
+        return [total if i else total & ~reduce(or_, floats, 0) for i in written]
 
     def _edges(self, eqn: Eqn, bodies: list[InnerJaxpr]) -> list[int]:
         """For each output of a structured equation the mask of its inputs that flow to it."""
@@ -187,7 +184,8 @@ class Flow:
         for gate in (body for body in bodies if self.raw and body.gate):
             carried = {i: masks[k] for k, i in gate.carries}
             inputs = [carried.get(i, 1 << at) for i, at in enumerate(gate.inputs)]
-            gates = _any([_union(mask, inputs) for mask in self.of_jaxpr(gate.jaxpr)])
+            flows = [_union(mask, inputs) for mask in self.of_jaxpr(gate.jaxpr)]
+            gates = reduce(or_, flows, 0)
         return [mask | gates for mask in masks]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import warnings
 from collections import UserDict
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -193,6 +194,11 @@ def gradient(kind, m):
     return jax.grad(loss)(leaves)
 
 
+def with_gradient(f, kind, m):
+    wanted = gradient(kind, m)  # before f, which may change the module
+    return f(kind, m), wanted
+
+
 def by_jvp(kind, m):
     leaves, loss = kind.flat_loss(m)
     ts = directions(leaves)
@@ -271,7 +277,7 @@ def by_jacobian(kind, m):
 
 
 OPERATORS = {
-    **{n: lambda kind, m, f=f: (f(kind, m), gradient(kind, m)) for n, f in GRADIENTS.items()},
+    **{n: partial(with_gradient, f) for n, f in GRADIENTS.items()},
     "jvp": by_jvp, "hvp": by_hvp, "argument": by_argument, "minimax": by_minimax,
     "tree": by_tree, "assign": by_assign, "per_example": by_per_example, "frozen": by_frozen,
     "jacobian": by_jacobian, "mixed_partial": by_mixed_partial,

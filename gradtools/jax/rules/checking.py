@@ -22,19 +22,17 @@ from gradtools.jax.trees import all_known, is_inexact, zeros_of
 from gradtools.rule_contract import is_linear
 from gradtools.rules import Rule, replaced_where
 
-_MAPS = {"tangent": "the forward rule", "cotangent": "bwd"}
-
 
 def loss_of(
     rule: Rule, which: str, signature: Any, linear: Callable[..., list[Any]], likes: Sequence[Any]
 ) -> str:
     """What transposing a user's map would lose, as a sentence; empty if nothing.
 
-    which: "tangent" or "cotangent", what the map is linear in, shaped like `likes`.
+    which: "tangent" or "cotangent", in which the map is linear, shaped like `likes`.
     """
     if rule.contract is None:
         return ""
-    who = _MAPS[which]
+    who = "the forward rule" if which == "tangent" else "bwd"
 
     def look() -> tuple[str]:
         zeros = [*map(zeros_of, likes)]

@@ -69,7 +69,7 @@ def apply_rule(rule: Rule, *xs: Any) -> list[Any]:
         x if isinstance(x, jax.Array) and not jax.typeof(x).weak_type else jnp.asarray(x)
         for x in xs
     ]
-    axes = frozenset().union(*map(varies, arrays))  # the transpose of the cast sums over them
+    axes = frozenset().union(*map(varies, arrays))  # the transpose of this cast is a sum
     xs = [varying(x, axes) for x in arrays] if axes else arrays
     shared = tuple([axes - varies(x) for x in arrays])
     if any(shared) and rule.contract is not None and rule.linearize is not None:
@@ -121,7 +121,7 @@ def attempt(fun: Callable[..., list[Any]], *xs: Any) -> list[Any]:
 
 
 def _linearize(carried: Sequence[bool], *xs: Any, rule: Rule) -> Any:
-    """JAX's linearization of the primal: the outputs, which move, residuals and the tangent map.
+    """Returns the outputs, which of them have tangents, the residuals, and the tangent map.
 
     carried: Which inputs have tangents.
     """

@@ -265,10 +265,8 @@ def _split(rule: JvpRule, xs: Sequence[Any], perturbed: Mask | None = None) -> L
 
 def differentiated_inputs(rule: Rule, likes: Sequence[Any], perturbed: Mask | None) -> list[bool]:
     """Which inputs are differentiated."""
-    return [
-        like is not None and i not in rule.nondifferentiable and (perturbed is None or perturbed[i])
-        for i, like in enumerate(likes)
-    ]
+    moving = perturbed or [like is not None for like in likes]
+    return [m and i not in rule.nondifferentiable for i, m in enumerate(moving)]
 
 
 def _dense(value: Any, like: Any) -> Any:

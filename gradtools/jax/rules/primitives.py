@@ -117,10 +117,9 @@ def eval_forward(rule: Rule, xs: Any) -> list[Any]:
     assert isinstance(rule, TracedRule)
     assert rule.forward is not None
     if not rule.extras:
-        return list(rule.forward(*[jax.lax.stop_gradient(x) for x in xs]))
-    return list(
-        rule.forward(*[with_varying_tangent(x) if varies(x) and is_inexact(x) else x for x in xs])
-    )
+        return rule.forward(*[jax.lax.stop_gradient(x) for x in xs])
+    moving = [with_varying_tangent(x) if varies(x) and is_inexact(x) else x for x in xs]
+    return rule.forward(*moving)
 
 
 def _flow(*operands: Any, rule: Rule, xs: int | None = None) -> list[Any]:

@@ -247,7 +247,7 @@ def _keep(cache: dict[Any, Any], key: Any, made: Any) -> None:
 
 
 class Bridged(CustomRule):
-    """A function of the guest framework as one of the host; see `gradtools.bridge`."""
+    """A function of the guest framework as a function of the host; see `gradtools.bridge`."""
 
     _kind = "bridged function"
     _is_checked = False
@@ -298,7 +298,7 @@ class FlatBridged(Foreign):
         return [self.guest.as_array(self.name, leaves[i]) for i in order]
 
     def _arranged(self, treedef: Any, count: int) -> tuple[Any, list[int]]:
-        """The host's treedef for one of the guest, and the order of its leaves."""
+        """The host's treedef for a treedef of the guest, and the order of its leaves."""
         marks = [np.zeros(()) for _ in range(count)]
         places = {id(mark): i for i, mark in enumerate(marks)}
         leaves, structure = self.host.flatten(self.guest.backend.unflatten(treedef, marks))

@@ -83,13 +83,8 @@ class JaxGuest:
         self._hold_wide(of.name, specs)
         try:
             ys = jax.eval_shape(of.run, *map(_struct, specs))
-        except jax.errors.JAXTypeError as error:
-            raise GradtoolsError(
-                f"to_torch: what {of.name} returns could not be determined without running it. "
-                "Declare it: to_torch(f, out=ArraySpec(shape, dtype), jit=False), a pytree of "
-                "ArraySpecs, or a "
-                f"function of the arguments' ArraySpecs. JAX says: {error}"
-            ) from error
+        except _READS_VALUES as error:
+            raise _reads_values(of.name, error) from error
         return [ArraySpec(y.shape, y.dtype.name) for y in ys]
 
     def _hold_wide(self, name: str, specs: Sequence[ArraySpec]) -> None:
@@ -120,11 +115,7 @@ class JaxGuest:
         except _READS_VALUES as error:
             if not self.jit:
                 raise
-            raise GradtoolsError(
-                f"to_torch: {signature.of.name} reads values of its arguments (a Python if, "
-                "float(), np.asarray), which have none while jax.jit compiles it. Say to_torch(f, "
-                f"jit=False), or use jnp.where or jax.lax.cond. JAX says: {error}"
-            ) from error
+            raise _reads_values(signature.of.name, error) from error
         for y in ys:
             if isinstance(y, jax.core.Tracer):
                 raise GradtoolsError(
@@ -144,6 +135,15 @@ class JaxGuest:
 
 def _struct(spec: ArraySpec) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype))
+
+
+def _reads_values(name: str, error: Exception) -> GradtoolsError:
+    return GradtoolsError(
+        f"to_torch: {name} reads values of its arguments (a Python if, float(), np.asarray), which "
+        "have none while JAX traces it. Use jnp.where or jax.lax.cond, or leave it untraced: "
+        "to_torch(f, out=ArraySpec(shape, dtype), jit=False), where a traced program alone needs "
+        f"out. JAX says: {error}"
+    )
 
 
 def _argument(name: str) -> str:

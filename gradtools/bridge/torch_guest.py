@@ -109,8 +109,8 @@ class TorchGuest:
                 raise
             except Exception as error:
                 raise GradtoolsError(
-                    f"to_jax: what {of.name} returns could not be determined without running it, "
-                    "which a traced program (jit, vmap, scan) needs. Declare it: "
+                    f"to_jax: a traced program (jit, vmap, scan) needs the shape and dtype of what "
+                    f"{of.name} returns, and they could not be inferred. Declare them: "
                     "to_jax(f, out=ArraySpec(shape, dtype)), a pytree of ArraySpecs, or a function "
                     f"of the arguments' ArraySpecs. PyTorch says: {error}"
                 ) from error
@@ -146,10 +146,9 @@ class TorchGuest:
             if stream is not None and not torch.equal(stream, torch.get_rng_state()):
                 torch.set_rng_state(stream)
                 raise GradtoolsError(
-                    f"to_jax: {of.name} draws random numbers from PyTorch's global stream, so each "
-                    "evaluation would draw others, also that of the derivative. Call eval() on the "
-                    "module, or bridge it: apply, params, state = to_jax(module), and give apply a "
-                    "key."
+                    f"to_jax: {of.name} draws random numbers from PyTorch's global stream, so its "
+                    "derivative would draw other numbers. Call eval() on the module, or bridge it: "
+                    "apply, params, state = to_jax(module), and pass a key to apply."
                 )
         except BaseException:
             base.written = None if is_first else base.written
@@ -161,8 +160,8 @@ class TorchGuest:
             base.written = written.union(i for i in range(len(ts)) if is_kept(ts, i))
         elif written:
             raise GradtoolsError(
-                f"to_jax: {of.name} wrote in an argument, and did not at its first call, so JAX's "
-                "own array was changed. Clone what you write in: x = x.clone()."
+                f"to_jax: {of.name} wrote to an argument, and did not in its first call, so JAX's "
+                "array was changed. Clone the argument before you write to it: x = x.clone()."
             )
         return outs
 

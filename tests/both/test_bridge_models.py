@@ -77,7 +77,7 @@ def test_dropout_follows_the_key_and_its_gradient_is_that_of_the_same_mask():
     slope = jax.jit(jax.grad(value))(params, one)["4.weight"][0, 0]
     at = lambda s: value({**params, "4.weight": weight.at[0, 0].add(s)}, one)
     near(slope, (at(eps) - at(-eps)) / (2 * eps), 1e-6)
-    with pytest.raises(GradtoolsError, match=r"draws random numbers.*give apply a key"):
+    with pytest.raises(GradtoolsError, match=r"draws random numbers.*pass a key to apply"):
         apply(params, state, jnp.asarray(X))
 
 

@@ -59,12 +59,12 @@ def recording_of(program: LeafProgram, wanted: Wanted = lambda x: False) -> Reco
 
 @dataclass
 class Diagnosis:
-    """What `why_zero` finds.
+    """The result of one analysis of `why_zero`.
 
     Attributes:
         findings: The lost gradients.
         names: The names of the arrays that were examined.
-        notes: What may be intended and is worth a look, each with its arrays.
+        notes: Losses that may be intended, each with its arrays.
     """
 
     findings: list[Finding] = field(default_factory=list)
@@ -220,7 +220,7 @@ def gathered_notes(notes: Iterable[Note]) -> list[Note]:
     return list(names.items())
 
 
-# --- f and what it holds -----------------------------------------------------------------
+# --- f and its parameters -----------------------------------------------------------------
 
 
 def source_of(f: Any) -> Source | None:

@@ -36,16 +36,16 @@ KINDS: dict[str, FindingKind] = {
         "remove the detach or stop_gradient, or stop only what must stay constant",
     ),
     "left_framework": FindingKind(
-        "the computation leaves the framework, which sees only a constant come back",
-        "write it with the framework's own operations; where it must be NumPy, give it a rule "
-        "(host_function, custom_rule), or straight_through(f, surrogate) if it is discrete",
+        "the computation leaves the framework, and its result is a constant to the framework",
+        "use operations of the framework; for a NumPy function write a rule (host_function, "
+        "custom_rule), or use straight_through(f, surrogate) if the function is discrete",
     ),
     "integer_cast": FindingKind(
         "a floating array becomes an integer or a boolean, which has no derivative",
-        "cast later, after what is to be differentiated, or use straight_through(f)",
+        "cast after the differentiated part of the computation, or use straight_through(f)",
     ),
     "discrete": FindingKind(
-        "a discrete step: its result jumps and is constant in between",
+        "a discrete operation: its result is piecewise constant",
         "use a smooth version (sigmoid for a comparison, softmax for argmax or one-hot, softplus "
         "for a relu that is differentiated twice), or straight_through(f, surrogate)",
     ),
@@ -64,7 +64,7 @@ KINDS: dict[str, FindingKind] = {
     ),
     "in_place_data": FindingKind(
         "an array is overwritten in a way that differentiation does not see",
-        "write y = ... instead of changing x.data in place",
+        "write y = ... instead of writing to x.data",
     ),
     "rule": FindingKind(
         "its own rule carries no derivative to this input",
@@ -78,16 +78,15 @@ KINDS: dict[str, FindingKind] = {
     # at these values
     "zero": FindingKind(
         "it receives a gradient and passes on only zeros at these values",
-        "see what enters: a factor of zero, a relu below zero, a clip outside of its bounds, a "
-        "saturated function, entries that are not selected or that are overwritten, terms that "
-        "cancel",
+        "check the operands: a factor of zero, a negative input of a relu, a clipped or saturated "
+        "function, entries that are not selected or are overwritten, terms that cancel",
         numerical=True,
     ),
     "nan": FindingKind(
         "from here on numbers or gradients are NaN or infinite at these values",
-        "keep what enters away from where the function or its slope is infinite (add an epsilon "
-        "inside, clip, subtract the maximum); where a mask selects the entry away, replace what "
-        "enters, since 0 * inf is NaN in the backward pass: where(x > 0, f(where(x > 0, x, 1)), 0)",
+        "keep the operand away from points at which the function or its slope is infinite (add an "
+        "epsilon inside, clip, subtract the maximum); if a mask hides the entry, replace the "
+        "operand, where(x > 0, f(where(x > 0, x, 1)), 0): 0 * inf is NaN in the backward pass",
         numerical=True,
         headline=(
             "gets a gradient that is NaN or infinite:",
@@ -113,7 +112,7 @@ KINDS: dict[str, FindingKind] = {
     "not_optimized": _in_training(
         "no step of the optimizer changes it",
         "create the optimizer with all parameters of the model after its last layer was added, or "
-        "call add_param_group; check what masks and labels leave out",
+        "call add_param_group; check the masks and labels of the optimizer",
         headline=_NOT_TRAINED,
     ),
     "other_model": _in_training(

@@ -26,8 +26,8 @@ class PassStep:
     """An operation of one of the passes.
 
     Attributes:
-        node: The operation, or the one of the forward pass that it differentiates; None if it is
-            not reported, as what stacks the rounds of a loop.
+        node: The operation, or the operation of the forward pass that it differentiates; None if
+            it is not reported, like the stacking of a loop's iterations.
         inputs: The values that it reads, by number.
         outputs: The values that it makes.
     """
@@ -59,8 +59,8 @@ class PassesAtValues:
             no entries.
         outputs: The outputs of the forward pass, by number.
         seeds: Their cotangents.
-        gradients: For each leaf, by a key of the framework's, its own number and that of its
-            gradient.
+        gradients: The number of each leaf and the number of its gradient, by the framework's key
+            of the leaf.
     """
 
     steps: Sequence[PassStep] = ()
@@ -70,7 +70,7 @@ class PassesAtValues:
     gradients: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
     def places(self, leaf: int) -> list[LossPlace] | None:
-        """Where a leaf's gradient becomes zero or NaN; None if it is sound or there is none."""
+        """Where a leaf's gradient becomes zero or NaN; None if it does not, or if there is none."""
         if leaf not in self.gradients:
             return None
         gradient = self.gradients[leaf][1]
@@ -134,7 +134,7 @@ class PassesAtValues:
         return places
 
     def last_rule(self, leaf: int) -> Node | None:
-        """The last custom rule that reads what is computed from a value."""
+        """The last custom rule that reads a value computed from this one."""
         reached = self._reached([leaf])
         reading = (
             step.node for step in reversed(self.steps) if not reached.isdisjoint(step.inputs)

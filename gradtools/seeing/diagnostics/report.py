@@ -22,7 +22,7 @@ class GradientReport:
         findings: Every place at which a gradient is lost, by argument, in program order; findings
             shared by the most arguments come first.
         arguments: The names of the leaves that were examined.
-        notes: What may be intended and is worth a look, each with its leaves.
+        notes: Losses that may be intended, each with its leaves.
 
     The text groups leaves with equal findings: "these 41 leaves: bert.*".
     """

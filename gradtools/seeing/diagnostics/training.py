@@ -52,7 +52,7 @@ class Optimised:
 
     Attributes:
         holds: Whether it changes an array; None if that is unknown.
-        strangers: The names of the arrays that it holds and the model does not.
+        strangers: The names of the arrays that are in the optimizer and not in the model.
     """
 
     holds: Callable[[HeldArray], bool | None]
@@ -91,7 +91,7 @@ def trained(
     own = {id(h.array) for h in held if h.role == PARAMETER}
     recording = recording_of(program, lambda x: model is None or id(x) in own)
     graph = recording.graph
-    if model is None:  # what f itself holds and asks for a gradient
+    if model is None:  # the parameters that f captures
         held = [HeldArray(p.name, p.array) for p in of_modules_in_use(recording.parameters)]
     result = Diagnosis(names=[h.name for h in held if h.role != FROZEN])
 
@@ -129,15 +129,15 @@ def trained(
 
 _FROZEN = "requires_grad is False, so it is not trained"
 _SPENT = (
-    "no backward pass goes through the graph, which was freed or holds a reentrant checkpoint: "
-    "gradients at these values were not looked at"
+    "the graph was freed or contains a reentrant checkpoint, so no backward pass ran and gradients "
+    "at these values were not checked"
 )
 
 
 def _compare_with_optimizer(
     result: Diagnosis, held: Sequence[HeldArray], optimised: Optimised | None
 ) -> None:
-    """Adds the parameters that the optimizer lacks, and the frozen ones that it holds.
+    """Adds the parameters that the optimizer lacks, and the frozen parameters that it steps.
 
     Without an optimizer, frozen parameters are findings if all parameters are frozen.
     """
@@ -161,10 +161,10 @@ def _compare_with_optimizer(
 
 # --- networks that are stopped on purpose ------------------------------------------------
 
-_UNSTEPPED = (
-    "not trained, and no optimizer steps it, as a target network, a teacher, what is frozen"
+_UNSTEPPED = "not trained, and no optimizer steps it, like a target network or a teacher"
+_TWIN = (
+    "not trained, next to a trained network of the same shape, like a target network or a teacher"
 )
-_TWIN = "not trained, next to a network like it that is, as a target network or a teacher"
 
 
 def _note_targets(
@@ -226,7 +226,7 @@ def _twins(
                 trained_ones = [n for name in weights for n in numbers[name]]
                 lost = [n for name in names for n in numbers[name]]
                 reached = forward(graph, dict.fromkeys(lost, _FULL))
-                reads = any(  # a weight beside the stopped network's outputs
+                reads = any(  # a weight multiplies the stopped network's outputs
                     not set(trained_ones).isdisjoint(node.inputs)
                     and any(map(reached.get, node.inputs))
                     for node in graph.nodes

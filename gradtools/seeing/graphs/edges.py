@@ -21,7 +21,7 @@ _PASSING = ("broadcast", "reshape", "maximum", "identity", "expand_dims", "squee
 
 
 def edges_of(graph: PlainGraph) -> tuple[Edge, ...]:
-    """Every edge of one graph, without those of its bodies."""
+    """Every edge of one graph, without the edges of its bodies."""
     makers = {value: i for i, node in enumerate(graph.nodes) for value in node.outputs}
     phases = phases_of(graph.nodes)
     lost = lost_links(graph)
@@ -50,7 +50,7 @@ def alive_anyway(graph: PlainGraph) -> frozenset[int]:
 
 
 def _captured(graph: PlainGraph) -> Iterator[int]:
-    """What a program holds, also where a call in it hands on what its own program holds."""
+    """The captured values of a program, and results of its calls that are captured values there."""
     yield from graph.captured
     for node in graph.nodes:
         if len(node.bodies) == 1 and not node.bodies[0].carries:

@@ -86,7 +86,7 @@ _ORDERS = range(SECOND + 1)
 
 
 class Graphing(Operators):
-    """The operators that draw what differentiation does, bound to one backend."""
+    """The operators that draw graphs of gradients, bound to one backend."""
 
     def gradient_graph(
         self,

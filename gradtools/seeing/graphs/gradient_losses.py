@@ -44,7 +44,7 @@ class Loss:
         node: The operation.
         input: The position of its operand that still has a derivative.
         call: The outermost node whose body contains the operation, if any.
-        whole: Whether the leaf's whole gradient is lost, not only that of one summand.
+        whole: Whether the leaf's whole gradient is lost, not only the gradient of one summand.
         further: Whether the derivative was lost before it on every path.
     """
 
@@ -59,7 +59,7 @@ class Loss:
 
 
 def losses(graph: PlainGraph, leaf: int) -> list[Loss]:
-    """The operations that lose the gradient of a leaf, none if it has one; in program order."""
+    """The operations that lose the gradient of a leaf, in program order; empty if it has one."""
     if behind(graph, tuple(graph.outputs)).get(leaf, _NONE) == _FULL:
         return []
     return losses_between(graph, leaf, graph.outputs)

@@ -125,7 +125,7 @@ class Node(_Pickled):
         loss: The kind of loss, a key of `findings.KINDS`, of a link below differentiable.
         mark: "custom rule", "edited gradient", "chunked", "frozen", "checkpoint", or empty.
         bodies: The programs inside.
-        saved: The values that it saves for its own backward, where autograd tells.
+        saved: The values that it saves for backward, if read from an autograd graph.
     """
 
     operation: str

@@ -1,4 +1,4 @@
-"""The neutral names of operations, which are those of `seeing/formulas/words.py`."""
+"""The neutral names of operations, as in `seeing/formulas/words.py`."""
 
 from __future__ import annotations
 

@@ -56,10 +56,10 @@ class Box:
         title: The operation's name, or the leaf's.
         phase: The pass that it runs in.
         node: The operation.
-        values: What it makes; of a leaf or an output, the value.
+        values: Its results; for a leaf or an output, the value.
         scope: The modules that it ran in, within the block around it.
         name: The name of the call or module of which it is the only operation.
-        operands: What it reads, in order.
+        operands: Its operands, in order.
         made: The letters of the values that it makes.
         call: The operation with its operands; for an output, its value.
     """
@@ -111,7 +111,7 @@ class Box:
 
     @property
     def heading(self) -> str:
-        """What is made of what, as in a program."""
+        """The assignment, as in a program: "c = matmul(a, b)"."""
         if self.kind == "output":
             return f"{self.title} = {self.call}" if self.call else self.title
         expression = self.call if self.kind == "operation" and self.call else self.title
@@ -242,7 +242,7 @@ class Outline:
         return {item.key: around for around, item in paths}
 
     def drawn(self, opened: frozenset[int]) -> Iterator[tuple[str, int, Box | Block]]:
-        """What is drawn, in program order, with its depth.
+        """The drawn items in program order, with their depths.
 
         A box or a closed block is a "box"; the children of a column or of an open block are between
         its "open" and its "close".
@@ -272,7 +272,7 @@ class Outline:
 
     def seen_arrows(self, opened: frozenset[int]) -> list[Arrow]:
         """The arrows between visible boxes and closed blocks; parallel ones are merged."""
-        seen: dict[int, int] = {}  # what is drawn for each box: itself, or the closed block
+        seen: dict[int, int] = {}  # by box: the key of the drawn box or closed block
         for event, _, item in self.drawn(opened):
             if event == "box":
                 inside = item.boxes if isinstance(item, Block) else (item,)
@@ -335,7 +335,7 @@ def _blocks_in(block: Block) -> list[Block]:
 
 
 def merged(arrows: Iterable[Arrow], end: Callable[[int], int] = int) -> list[Arrow]:
-    """Joins parallel arrows; `end` gives what is drawn for a box."""
+    """Joins parallel arrows; `end` maps a box to the drawn box or closed block."""
     ends = lambda arrow: (end(arrow.source), end(arrow.target), arrow.saved)
     result = []
     for (source, target, saved), parallel in grouped(arrows, ends).items():

@@ -37,7 +37,7 @@ _LOOPS = ("scan", "while", "while_loop", "for", "loop", "map")
 _BRANCHES = ("cond", "switch", "where_branch")
 _MOST_CHILDREN = 60  # of a block; more are split into parts
 _PART = 25  # the least number of children of a part
-_LEAVES_ABOVE = 8  # so many outputs are drawn outside of all blocks; those of arguments always
+_LEAVES_ABOVE = 8  # the most outputs that are drawn outside of all blocks
 _LEAVES_NEAR = 24  # so many are drawn next to the blocks that make them
 _OF_ARGUMENT = re.compile(r"argument [^\[.]+$")
 
@@ -90,7 +90,7 @@ def outline_of(graph: PlainGraph, *, title: str = "") -> Outline:
 
 @dataclass(frozen=True)
 class _Level:
-    """A graph or a body of it, and what is known of its values.
+    """A graph or a body of it, with the boxes and numbers of its values.
 
     Attributes:
         graph: The graph.
@@ -280,7 +280,7 @@ def _place_leaves(boxes: Sequence[Box], roots: Mapping[int, Block]) -> None:
     for box in boxes:
         for maker in (maker for operand in box.operands for maker, _ in operand.makers):
             readers.setdefault(maker, []).extend([paths[box.key]] if box.key in paths else [])
-    # the leaves before and after a child, by its id; those of an empty column by its own
+    # the leaves before and after a child, by the child's id; of an empty column, by its own id
     before, after = dict[int, list[Box]](), dict[int, list[Box]]()
     first = next(iter(roots.values()))
     for leaf in (box for box in boxes if box.kind in ("input", "captured")):
@@ -308,7 +308,7 @@ def _place_leaves(boxes: Sequence[Box], roots: Mapping[int, Block]) -> None:
         many = box.phase and len(outputs) > _LEAVES_ABOVE
         if makers and many and not _OF_ARGUMENT.search(box.values[0].name):
             anchor = makers[0][-1]
-            if len(outputs) <= _LEAVES_NEAR:  # beside the first of several parts
+            if len(outputs) <= _LEAVES_NEAR:  # next to the first of several parts
                 steps = zip(makers[0][:-1], makers[0][1:], strict=True)
                 is_one = lambda block: sum(isinstance(c, Block) for c in block.children) == 1
                 anchor = next((part for block, part in steps if not is_one(block)), anchor)

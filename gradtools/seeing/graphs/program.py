@@ -33,7 +33,7 @@ class LeafProgram:
     Attributes:
         framework: The backend's implementation of seeing.
         leaves: Every array among the arguments; NumPy arrays are converted.
-        statics: What the arguments hold besides arrays, such as modules, with names.
+        statics: The other leaves of the arguments, such as modules, with names.
         names: The name of each leaf, such as "argument 0['w']" or "argument 'scale'".
         out_names: The name of each leaf of f's result in the latest run.
     """
@@ -97,7 +97,7 @@ class LeafProgram:
 
     @contextmanager
     def running(self, how: str = "") -> Iterator[None]:
-        """A context in which f runs; what f raises for reasons of its own names f and its line."""
+        """A context in which f runs; an error that f raises is raised again with f's line."""
         try:
             yield
         except GradtoolsError:

@@ -45,7 +45,7 @@ def named_objects(
 
 
 def _parts(x: Any, name: str) -> Iterable[Named]:
-    if isinstance(x, FunctionType):  # what it and its inner functions read from outside
+    if isinstance(x, FunctionType):  # the variables that it and its inner functions read
         read = [*cells_of(x).items(), *globals_of(x).items()]
         wrapped = getattr(x, "__wrapped__", None)
         defaults = [(x.__defaults__, "default"), (x.__kwdefaults__, "default"), (wrapped, "")]

@@ -166,7 +166,7 @@ class _AnsweringTracer(Tracer):
 
 
 def _shut(name: str) -> Callable[..., Any]:
-    """A conversion that leaves the framework: that of JAX's tracers, without known values."""
+    """A conversion that leaves the framework; it raises as for any tracer of JAX."""
 
     def convert(self: _AnsweringTracer, *args: Any) -> Any:
         with self.front.shut():

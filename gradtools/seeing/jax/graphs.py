@@ -77,7 +77,7 @@ class _Place:
 
 
 class _JaxprReader:
-    """Converts jaxprs; memoizes those that are called several times from one place."""
+    """Converts jaxprs; a jaxpr that is called several times from one place is converted once."""
 
     def __init__(self) -> None:
         self._known: dict[Any, tuple[Jaxpr, PlainGraph]] = {}  # jaxprs are held: ids stay unique

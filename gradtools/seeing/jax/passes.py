@@ -145,7 +145,7 @@ _WHOLE = ("chunked", "frozen")
 
 
 def _phases(graph: PlainGraph, phase_of: dict[int, int]) -> list[int]:
-    """The pass of each node; adds those of its results to `phase_of`."""
+    """The pass of each node; adds the passes of its results to `phase_of`."""
     result = []
     for node in graph.nodes:
         phase = max((phase_of.get(v, FORWARD) for v in node.inputs), default=FORWARD)

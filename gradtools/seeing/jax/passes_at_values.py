@@ -169,7 +169,7 @@ class _Tape:
     def __init__(self) -> None:
         self.steps: list[PassStep] = []
         self.sizes: dict[int, float | None] = {}
-        self._held: dict[int, int] = {}  # the number of what a mutable reference holds, by id
+        self._held: dict[int, int] = {}  # the number of the contents of a mutable reference, by id
 
     def new(self, x: Any) -> Known:
         """An array with its number; of a mutable reference its contents are looked at."""

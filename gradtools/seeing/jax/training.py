@@ -1,4 +1,4 @@
-"""The arrays of a JAX model (equinox, flax, pytrees), and those that its optimizer changes.
+"""The arrays of a JAX model (equinox, flax, pytrees), and the arrays that its optimizer changes.
 
 A loss that captures its model is traced once. In its jaxpr the model's arrays are constants, which
 are identified by id and replaced by variables. An optax optimizer is probed with gradients of one:
@@ -66,7 +66,7 @@ def model_of(f: Any) -> Any:
 
 
 def are_parameters(f: Any, x: Any) -> bool:
-    """Whether an argument of f holds what is trained: f captures no module."""
+    """Whether an argument of f is trained, since f captures no module."""
     return model_of(f) is None
 
 

@@ -52,7 +52,7 @@ def record(
     except Exception:
         if not is_new or upstream.DYNAMO not in sys.modules:
             raise
-    # torch.cond imported dynamo in this run; now that it is there, it is told to run code eagerly.
+    # torch.cond imported dynamo in this run; the second run makes dynamo run code eagerly.
     return _recorded(run, leaves, names, wanted)
 
 
@@ -65,7 +65,7 @@ def _recorded(run: Run, leaves: Sequence[Any], names: Sequence[str], wanted: Wan
         before = _copies(seen.outs)
         try:
             passes = _differentiated(seen, wanted)
-        except RuntimeError as error:  # the graph was freed, or holds a reentrant checkpoint
+        except RuntimeError as error:  # the graph was freed, or contains a reentrant checkpoint
             if not is_of("torch", error):
                 raise
             spent = True
@@ -180,7 +180,7 @@ def _changes(
     None if f does not run with any such numbers. `before`: The outputs of the first run.
     """
     changes = None
-    # f may refuse large steps, and take smaller ones; what it clips may move one way only
+    # f may refuse large steps; a clipped value may move in one direction only
     for size in (1.0, -1.0, 1e-3):
         if changes is not None and (any(changes) or not which or abs(size) < 1):
             break

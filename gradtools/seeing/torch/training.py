@@ -1,4 +1,4 @@
-"""The arrays of a PyTorch model, and those that its optimizer changes."""
+"""The arrays of a PyTorch model, and the arrays that its optimizer changes."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def model_of(f: Any) -> nn.Module | None:
 
 
 def are_parameters(f: Any, x: Any) -> bool:
-    """Whether an argument of f holds what is trained: a tensor that requires grad."""
+    """Whether an argument of f contains a tensor that requires grad."""
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in flatten(x)[0])
 
 

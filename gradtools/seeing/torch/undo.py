@@ -1,4 +1,4 @@
-"""Undoes what a recorded run changes, from copies that are made before it.
+"""Undoes the effects of a recorded run, from copies that are made before it.
 
 Copied are the random streams that f may draw from, the attributes of the modules that f can reach,
 and the tensors that it can reach or reads: contents, `.data`, `.grad`, `requires_grad`. Containers
@@ -48,7 +48,7 @@ def copied(x: Any, tracked: bool = True) -> Any:
 
 
 class Undo:
-    """Copies of what a run may change.
+    """Copies of the state that a run may change.
 
     Attributes:
         names: The names in the user's code of the tensors that f can reach, by id.
@@ -140,11 +140,11 @@ def _refill(contents: Tensor, copy: Tensor) -> None:
             contents.copy_(copy)
 
 
-# --- what f can reach --------------------------------------------------------------------
+# --- objects that f can reach --------------------------------------------------------------------
 
 
 def _roots(run: Run) -> list[Named]:
-    """f, and what its arguments hold besides arrays."""
+    """f, and the leaves of its arguments that are no arrays."""
     owner: Any = getattr(run, "__self__", None)
     if not hasattr(owner, "f"):
         return [(run, "")]
@@ -168,7 +168,7 @@ _OF_MODULES = frozenset(vars(torch.nn.Module()))
 
 
 def whose_code(x: Any) -> int:
-    """The origin of a function's code, or of what a method or a partial calls."""
+    """The origin of the code of a function, or of the function of a method or partial."""
     x = getattr(x, "__func__", getattr(x, "func", x))
     return whose(x.__code__) if hasattr(x, "__code__") else USER
 

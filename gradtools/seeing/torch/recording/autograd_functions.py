@@ -27,7 +27,7 @@ class ParametersRead(TorchFunctionMode):
 
 
 _EDITS = ("scale_gradient", "clip_gradient", "transform_gradient", "replace_gradient")
-_AGAIN = ("chunked", "frozen", "checkpoint")  # what computes a part of f again
+_AGAIN = ("chunked", "frozen", "checkpoint")  # operators that recompute a part of f
 _MARKS = {**{name: name for name in _AGAIN}, **dict.fromkeys(_EDITS, "edited gradient")}
 
 

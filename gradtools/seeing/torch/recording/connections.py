@@ -72,7 +72,7 @@ class ConnectionRecorder(RunRecorder):
         refusal: PyTorch's own error, and its description.
         aliases: The copies of the leaves that f was given.
         inputs: Their numbers.
-        outs: What f returned.
+        outs: The results of f.
         outputs: Their numbers.
     """
 
@@ -96,7 +96,7 @@ class ConnectionRecorder(RunRecorder):
         self._is_plain = True  # whether no transform of torch.func runs, whose arrays are partial
         self._edges: dict[int, Edge] = {}  # a tensor's place in autograd's graph, by its id
 
-    # --- what runs
+    # --- calls
 
     def called(self, fun: Any, args: Any, kwargs: Any) -> Any:
         """Runs a function of PyTorch, whose operations get its name."""
@@ -136,7 +136,7 @@ class ConnectionRecorder(RunRecorder):
                 self.hold(y, numbers[0])
                 return out
             number = self.new(y)
-            if name == "array_wrap":  # what a NumPy ufunc returns for a tensor operand
+            if name == "array_wrap":  # the result of a NumPy ufunc of a tensor
                 left = [leaving for leaving in self.leavings if leaving.inputs[0] == numbers[0]]
                 self.outside += [(leaving.outputs[0], number) for leaving in left[-1:]]
                 numbers, tracked = [], []
@@ -256,7 +256,7 @@ class ConnectionRecorder(RunRecorder):
         at = replace(here, mark=mark or here.mark)
         about = {"links": links, "loss": loss, "phase": self.phase}
         node = self.node(operation, native, inputs, outputs, at, **about)
-        self.made.append(RecordedNode(node, native, -1, torch.is_grad_enabled()))
+        self.made.append(RecordedNode(node, native, torch.is_grad_enabled()))
         return self.made[-1]
 
     # --- data that leaves PyTorch, and returns

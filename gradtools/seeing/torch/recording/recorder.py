@@ -9,7 +9,7 @@ makes the call::
     "operations"   operated(call)                      aten operations (TorchDispatchMode)
 
 Each level has its use. Functions show whether a call is differentiable and what leaves for NumPy
-(`calls.py`, for `why_zero`). Operations are what is computed in all passes (`passes.py`, for the
+(`calls.py`, for `why_zero`). Operations show the computation of all passes (`passes.py`, for the
 graph). A formula (`translating.py`) uses whichever reads better. Common to all are value
 numbers, in-place writes, the running line and modules, and undoing effects; they are here.
 """
@@ -53,7 +53,7 @@ class Recorder(Generic[V]):
     """Base class of the recorders. V is the representation of a value, such as its number.
 
     Args:
-        undo: Copies of what the program may change.
+        undo: Copies of the state that the program may change.
 
     Attributes:
         caller: The operator that the user called.

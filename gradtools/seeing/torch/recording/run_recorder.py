@@ -38,12 +38,11 @@ _CUT, _ZERO, _FULL = Dependence.CUT, Dependence.ZERO_DERIVATIVE, Dependence.DIFF
 
 @dataclass
 class RecordedNode:
-    """A node, and what is known when it runs.
+    """A node, and the state in which it ran.
 
     Attributes:
         node: The node; its links are set if they are known already.
         name: Its aten name without the marks of in-place variants.
-        sequence: The number of the latest node of autograd when it ran.
         grad_enabled: Whether grad mode was on.
         inner: Whether it is part of a derivative that f itself takes.
         written: The number of its first inputs that it changes in place.
@@ -55,7 +54,6 @@ class RecordedNode:
 
     node: Node
     name: str
-    sequence: int
     grad_enabled: bool
     inner: bool = False
     written: int = 0
@@ -86,7 +84,7 @@ class RunRecorder(Recorder[int]):
         self._views: dict[int, Node] = {}  # by the first number of the tensor that it made
         self._first: dict[int, int] = {}  # of a tensor that was written to, its first number
 
-    # --- what runs
+    # --- calls
 
     def called(self, fun: Any, args: Any, kwargs: Any) -> Any:
         """Runs a function of PyTorch, whose operations get its name."""
@@ -154,7 +152,6 @@ class RunRecorder(Recorder[int]):
             RecordedNode(
                 node,
                 name,
-                sequence,
                 grad,
                 inner=not self.phase and running is not None,
                 written=0 if overwrites else len(written),
@@ -201,7 +198,7 @@ class RunRecorder(Recorder[int]):
         return number
 
     def met(self, x: Tensor) -> int:
-        """The number of what f holds."""
+        """The number of a captured tensor."""
         number = self.new(x, self.names.get(id(x)) or numbers_in(x))
         self.capture(x, number)
         return number
@@ -229,7 +226,7 @@ class RunRecorder(Recorder[int]):
             links, loss = self.links_of_update(x, write.tensor, given, grad)
             about = {"attributes": attributes, "phase": self.phase, "links": links, "loss": loss}
             node = self.node(operation, "update", given, [number], origin, **about)
-            self.made.append(RecordedNode(node, "update", -1, grad))
+            self.made.append(RecordedNode(node, "update", grad))
             self._first[number] = first(before)
             before = number
         return before

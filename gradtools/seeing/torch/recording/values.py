@@ -167,17 +167,11 @@ def _overlap(a: Tensor, b: Tensor) -> bool:
         return True
     if a.numel() == 0 or b.numel() == 0 or a.itemsize != b.itemsize:
         return a.numel() > 0 and b.numel() > 0
-    (a_low, a_high), (b_low, b_high) = _span(a), _span(b)
-    if a_high < b_low or b_high < a_low:
+    spans = [
+        (x.storage_offset(), sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True)))
+        for x in (a, b)
+    ]
+    (low, reach), (other, far) = sorted(spans)
+    if low + reach < other:
         return False
-    # The spans overlap: a dense tensor shares an element, unless its span lies inside the other's.
-    dense = a_high - a_low < a.numel() and not (b_low < a_low and a_high < b_high)
-    dense = dense or (b_high - b_low < b.numel() and not (a_low < b_low and b_high < a_high))
-    if dense or max(a_high, b_high) > _EXACT:
-        return True
-    return bool(np.isin(offsets(a), offsets(b)).any())
-
-
-def _span(x: Tensor) -> tuple[int, int]:
-    reach = sum((n - 1) * s for n, s in zip(x.shape, x.stride(), strict=True))
-    return int(x.storage_offset()), int(x.storage_offset() + reach)
+    return max(low + reach, other + far) > _EXACT or bool(np.isin(offsets(a), offsets(b)).any())

@@ -122,7 +122,7 @@ class FlatFunction:
 
 @contextmanager
 def naming(caller: str, name: str) -> Iterator[None]:
-    """A context that notes on an exception whose code raised it."""
+    """A context that adds a note to an exception: whose code raised it."""
     try:
         yield
     except Exception as error:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import importlib
 from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -41,20 +42,16 @@ _FUNCTIONS = {
     "large values": lambda gt, x: (1000 * x + 1e4) ** 2,
     "a mask of -1e9": lambda gt, x: _FUNCTIONS["a softmax"](gt, x + gt.asarray(MASK)),
 }
-for _name, _f in _FUNCTIONS.items():
-
-    def _gradient(gt: Any, f: Any = _f) -> Any:
-        return gt.grad(square(gt, partial(f, gt)))(gt.asarray(X))
-
-    def _product(gt: Any, f: Any = _f) -> Any:
-        return gt.hvp(square(gt, partial(f, gt)), (gt.asarray(X),), (gt.asarray(X + 1),))
-
-    def _tangent(gt: Any, f: Any = _f) -> Any:
-        return gt.jvp(partial(f, gt), (gt.asarray(X),), (gt.asarray(X + 1),))
-
-    both(f"grad of {_name}", _gradient)
-    both(f"hvp of {_name}", _product)
-    both(f"jvp of {_name}", _tangent)
+_OPERATORS = {
+    "grad": lambda gt, f, x: gt.grad(square(gt, f))(x),
+    "hvp": lambda gt, f, x: gt.hvp(square(gt, f), (x,), (x + 1,)),
+    "jvp": lambda gt, f, x: gt.jvp(f, (x,), (x + 1,)),
+}
+for (_name, _f), (_operator, _run) in product(_FUNCTIONS.items(), _OPERATORS.items()):
+    both(
+        f"{_operator} of {_name}",
+        lambda gt, f=_f, run=_run: run(gt, partial(f, gt), gt.asarray(X)),
+    )
 
 _WAYS = {
     "vjp": lambda gt, x, f: gt.vjp(f, x)[1](x),

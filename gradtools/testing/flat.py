@@ -122,7 +122,7 @@ class FlatFunction:
 
 @contextmanager
 def naming(caller: str, name: str) -> Iterator[None]:
-    """A context that notes on an exception whose code raised it."""
+    """A context that adds a note to an exception: whose code raised it."""
     try:
         yield
     except Exception as error:
@@ -152,7 +152,7 @@ def is_rounding(
     here, changes = compute(xs), [0.0]
     for draw in range(4):
         rng = np.random.default_rng(draw)
-        factors = [1 + 4 * eps * rng.uniform(-1, 1, x.shape) for x in xs]
+        factors = [1 + 2 * eps * rng.uniform(-1, 1, x.shape) for x in xs]
         near = compute([(x * f).astype(x.dtype) for x, f in zip(xs, factors, strict=True)])
         changes += [largest(widened(x) - widened(y)) for x, y in zip(near, here, strict=True)]
     return bool(np.max(off) <= 1e3 * max(changes))

@@ -89,29 +89,19 @@ def test_a_program_that_fails_says_which_side_failed():
 # --- conventions
 
 
-def test_a_difference_at_a_kink_is_named_and_is_no_disagreement():
-    x = np.array([0.0, 1.0, -2.0])
-    report = cross_check(
-        torch=lambda x: torch.clamp(x, 0, 1), jax=lambda x: jnp.clip(x, 0, 1), args=(x,)
-    )
-    assert report and {c.quantity for c in report.conventions} == {"gradient", "jvp"}
-    assert report.conventions[0].cause == "convention: a kink or tie"
-    assert "Convention: gradient of argument 0 at [0]" in str(report)
-
-
-@pytest.mark.sampled(1, 1)
 @pytest.mark.parametrize(
     ("by_torch", "by_jax", "x"),
     [
-        (torch.abs, jnp.abs, [0.0, 1.0]),
+        (lambda x: torch.clamp(x, 0, 1), lambda x: jnp.clip(x, 0, 1), [0.0, 1.0, -2.0]),
         (torch.median, jnp.median, [1.0, 1.0, 0.0]),
-        (lambda x: x.max(0).values, lambda x: x.max(0), [1.0, 1.0, 0.0]),
         (torch.relu, lambda x: jnp.where(x >= 0, x, 0.0), [0.0, 1.0, -1.0]),
     ],
 )
-def test_each_framework_keeps_its_own_subgradient(by_torch, by_jax, x):
-    report = cross_check(torch=by_torch, jax=by_jax, args=(np.array(x),), order=1)
-    assert report and report.conventions
+def test_a_difference_at_a_kink_or_tie_is_named_and_is_no_disagreement(by_torch, by_jax, x):
+    report = cross_check(torch=by_torch, jax=by_jax, args=(np.array(x),))
+    assert report and {c.quantity for c in report.conventions} >= {"gradient", "jvp"}
+    assert report.conventions[0].cause == "convention: a kink or tie"
+    assert "Convention: gradient of argument 0 at [" in str(report)
 
 
 def test_a_gradient_that_is_nan_at_a_kink_on_one_side_is_a_disagreement():
@@ -204,22 +194,6 @@ def test_a_transposed_parameter_is_named():
         )
     first = caught.value.report.first
     assert (first.quantity, first.cause) == ("parameter", "transposed layout")
-
-
-@pytest.mark.slow_at("nnx")
-@pytest.mark.parametrize("kind", ["linen", "nnx"])
-def test_the_common_layouts_need_no_mapping(kind):
-    module = two_layers()
-    ported: object = (Ported(), variables(module))
-    if kind == "nnx":
-        own = variables(module)["params"]
-        layers = [nnx.Linear(*sizes, rngs=nnx.Rngs(0)) for sizes in ((3, 5), (5, 3))]
-        for layer, params in zip(layers, own.values(), strict=True):
-            layer.kernel[...], layer.bias[...] = params["kernel"], params["bias"]
-        ported = nnx.Sequential(layers[0], jnp.tanh, layers[1])
-    report = cross_check(torch=module, jax=ported, args=(ROWS,), dtype="float64", order=1)
-    assert report and len(paths(report, "gradient")) == 5
-    assert report.notes == [] or "paired by order" in report.notes[0]
 
 
 @pytest.mark.slow_at("linen")

@@ -126,7 +126,7 @@ class CrossCheck:
     ) -> None:
         self.caller, self.sides = caller, (first, second)
         self.inputs, self.seed, self.tolerance = inputs, seed, tolerance
-        partial = caller == "first_divergence"  # it may be asked because of a missing parameter
+        partial = caller == "first_divergence"  # which may find that a parameter is missing
         self.pairing: Pairing = pair_parameters(caller, first, second, mapping, partial)
         for side in self.sides:
             side.bind(inputs)
@@ -291,7 +291,8 @@ class CrossCheck:
     def evaluate(self, quantity: Quantity, k: int, leaves: Arrays) -> Leaves:
         """One side's result in JAX's layout.
 
-        Where a program makes errors of warnings, a framework's own are none of the user's.
+        Deprecation warnings of the frameworks' own code are ignored, in case the program turns
+        warnings into errors.
         """
         with warnings.catch_warnings():
             for framework in ("torch", "jax"):

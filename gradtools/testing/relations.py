@@ -330,8 +330,8 @@ def expressions_of(a: np.ndarray, operands: Mapping[str, np.ndarray]) -> Express
             for text, f in _FUNCTIONS.items() if alike else ():
                 if (real or text not in _REAL) and equal(a, f(x), 1e-8):
                     found[Expression(_named(text, x=name))] = None
-            for text, c in _with_constant(a, x) if alike else ():
-                found[Expression(_named(text, x=name), c)] = None
+            for e in with_constant(a, x):
+                found[Expression(_named(e.form, x=name), e.c)] = None
             every = (itertools.combinations(range(x.ndim), n + 1) for n in range(x.ndim))
             for axes, (text, g) in itertools.product(itertools.chain(*every), _REDUCTIONS.items()):
                 count = math.prod(x.shape[i] for i in axes)
@@ -349,19 +349,24 @@ def expressions_of(a: np.ndarray, operands: Mapping[str, np.ndarray]) -> Express
     return sorted(found, key=lambda e: len(e.form))
 
 
-def _with_constant(a: np.ndarray, x: np.ndarray) -> Iterator[tuple[str, float]]:
-    """Expressions in x with one constant c, which is the same for all entries."""
-    forms = {"c x": a / x, "x + c": a - x}
-    if not np.iscomplexobj(x) and not np.iscomplexobj(a) and (x > 0).all() and (a > 0).all():
-        forms["sqrt(x + c)"], forms["sqrt(x) + c"] = a**2 - x, a - np.sqrt(x)
-        forms["1 / sqrt(x + c)"], forms["1 / (sqrt(x) + c)"] = a**-2.0 - x, 1 / a - np.sqrt(x)
-        forms["x ** c"] = np.log(a) / np.log(x)
-    for text, constants in forms.items():
-        c = constants.ravel()[0]
-        if np.isfinite(constants).all() and np.isreal(c) and np.ptp(np.abs(x)) > 0:
-            off = np.abs(constants - c).max()
-            if off <= 1e-9 * max(1.0, largest(x), abs(c)) and abs(c) > 10 * off:
-                yield text, float(np.real(c))
+def with_constant(a: np.ndarray, x: np.ndarray) -> Expressions:
+    """The expressions that an array is in x and one constant c, the same for all entries."""
+    if a.shape != x.shape or a.size < 2:
+        return []
+    a, x, found = widened(a), widened(x), []
+    with np.errstate(all="ignore"):
+        forms = {"c x": a / x, "x + c": a - x}
+        if a.dtype == x.dtype == float and (x > 0).all() and (a > 0).all():
+            forms["sqrt(x + c)"], forms["sqrt(x) + c"] = a**2 - x, a - np.sqrt(x)
+            forms["1 / sqrt(x + c)"], forms["1 / (sqrt(x) + c)"] = a**-2.0 - x, 1 / a - np.sqrt(x)
+            forms["x ** c"] = np.log(a) / np.log(x)
+        for text, constants in forms.items():
+            c = constants.ravel()[0]
+            if np.isfinite(constants).all() and np.isreal(c) and np.ptp(np.abs(x)) > 0:
+                off = np.abs(constants - c).max()
+                if off <= 1e-9 * max(1.0, largest(x), abs(c)) and abs(c) > 10 * off:
+                    found.append(Expression(text, float(np.real(c))))
+    return found
 
 
 def _named(text: str, **names: str) -> str:

@@ -25,6 +25,7 @@ from gradtools.testing.relations import (
     expressions_of,
     related,
     relation,
+    with_constant,
 )
 from gradtools.testing.report import entry_errors
 
@@ -101,7 +102,9 @@ class Blaming:
         if how := _simple(a, b) or found or _simple(ours[-1], theirs[-1]):
             return how
         for x in theirs:  # a fused operation of PyTorch is a function of a value in JAX's line
-            first, second = ([_in_one(s, x) for s in line] for line in (ours, theirs))
+            first, second = (
+                [with_constant(s.value, x.value) for s in line] for line in (ours, theirs)
+            )
             if found := expression_cause(first, second):
                 return found
         return UNRELATED
@@ -213,10 +216,6 @@ def _simple(x: Step, y: Step) -> str | None:
 
 def _operands(s: Step) -> Steps:
     return [s] * (s.entries >= 0) + common_operands(s)
-
-
-def _in_one(s: Step, x: Step) -> Expressions:
-    return [e for e in expressions_of(s.value, {"x": x.value}) if e.c is not None]
 
 
 def _sizes(s: Step) -> dict[str, float]:

@@ -1,7 +1,7 @@
 """How one of two arrays that should be equal differs from the other, in a few words.
 
-`related` looks for a relation of the entries: `cross_check` asks it about two results,
-`first_divergence` about the values and cotangents of two operations, and the other checks about a
+`related` looks for a relation of the entries: `cross_check` applies it to two results,
+`first_divergence` to the values and cotangents of two operations, and the other checks to a
 derivative and its differences. A relation must hold for every entry, much more closely than the
 arrays agree. `expression_cause` compares the formulas that two sides compute from values that both
 have: ``gelu(x)`` against ``tanh gelu(x)``, ``x + 1e-05`` against ``x + 0.001``.
@@ -22,8 +22,13 @@ from gradtools.testing.report import entry_errors, largest, widened
 
 SIDES = ("torch", "jax")
 FACTOR = "constant factor"
-LAYOUTS = ("transposed", "permuted", "interleaved", "reversed")  # the same entries, elsewhere
-MASKED = 9e3  # the magnitude from which numbers count as a mask's
+LAYOUTS = (
+    "transposed",
+    "permuted",
+    "interleaved",
+    "reversed",
+)  # relations of arrays with the same entries in another order
+MASKED = 9e3  # larger numbers are taken for entries of a mask
 _NEAR = 1e-6  # the relative error at which a factor is a known number
 _MOST_AXES = 5
 
@@ -130,7 +135,7 @@ def _rearrangements(x: np.ndarray) -> Moves:
             for order in [*permutations(range(count))][1:]:
                 blocks = every.reshape(count, -1)[list(order)].ravel()
                 orders.append((f"permuted blocks of axis {axis}", blocks))
-        if n > 2 and n % 2 == 0:  # neighbours against halves, as in rotary embeddings
+        if n > 2 and n % 2 == 0:  # adjacent entries against two halves, as in rotary embeddings
             pairs = every.reshape(-1, 2).T, every.reshape(2, -1).T
             orders += [(f"interleaved axis {axis}", order.ravel()) for order in pairs]
         for name, order in orders:
@@ -306,7 +311,7 @@ def _is_exchange(ours: Expressions, theirs: Expressions) -> bool:
 
 
 def _both(e: Expression, f: Expression, sizes: Mapping[str, float]) -> str:
-    """Two expressions, and what the constants in them may be."""
+    """The text for two expressions, with the meaning of a constant if it is known."""
     words = f"{e} in torch, {f} in jax"
     if len(letters := e.letters | f.letters) == 1:
         words = re.sub(rf"\b{letters.pop()}\b", "x", words)

@@ -48,7 +48,7 @@ class Blame:
 
 
 class Blaming:
-    """The comparison of two runs whose values are matched.
+    """Compares two runs: matches their values, and finds the operations at which they part.
 
     Attributes:
         pairs: The layout of each pair of equal values, by their numbers.
@@ -90,7 +90,7 @@ class Blaming:
         return max(pairs, key=lambda p: (p[0].number, p[1].number), default=None)
 
     def _relation(self, ours: Steps, theirs: Steps) -> str:
-        """How the first values of two lines are related, or what the lines compute."""
+        """How the values that two lines compute are related, in a few words."""
         a, b = ours[0], theirs[0]
         if a.entries == b.entries >= 0:
             return "the same entries in another order: reshaped where the other side transposes"
@@ -112,12 +112,14 @@ class Blaming:
     def _expressions(
         self, ours: Steps, theirs: Steps
     ) -> tuple[list[list[Expressions]], list[set[str | None]]]:
-        """The expressions of the steps of two lines in common values, and each line's operands."""
+        """The expressions of two lines in common values, and the letters of their operands."""
         every = [p for s in (ours[0], theirs[0], *ours[1:], *theirs[1:]) for p in _operands(s)]
         letters = dict(zip(dict.fromkeys(p.entries for p in every), "xyzuvw", strict=False))
         texts, own = [], []
         for run, line in ((self.torch, ours), (self.jax, theirs)):
-            nearest = [p for s in reversed(line) for p in _operands(s)]  # the layout of the line
+            nearest = [
+                p for s in reversed(line) for p in _operands(s)
+            ]  # in the layout that the line uses
             known = [p for p in (*run.steps, *nearest) if p.entries in letters]
             values = {letters[p.entries]: p.value for p in known}
             texts.append([expressions_of(s.value, values) for s in line])
@@ -146,7 +148,9 @@ class Blaming:
         g, h = self._cotangents(x, y)
         words = f"another derivative; cotangents: {relation(g, h) or UNRELATED}"
         for k, name in enumerate(SIDES):
-            if stops[k] and not stops[1 - k]:  # blame the stop, and the other side's use
+            if (
+                stops[k] and not stops[1 - k]
+            ):  # report the stop, and the use of the value on the other side
                 chosen[k], words = stops[k][0], f"stopped gradient in {name}"
                 after = {c.entries for c in chosen[k].children if c.entries >= 0}
                 others = (c for c in uses[1 - k] if c.entries in after)
@@ -171,7 +175,7 @@ class Blaming:
 
 
 def _likeness(pair: tuple[Step, Step]) -> tuple[bool, int, float, int]:
-    """Orders pairs of steps: those with common operands, the first in PyTorch, the most alike."""
+    """A sort key: common operands first, then early steps of PyTorch, then the shared part."""
     ours, theirs = ({p.entries for p in common_operands(s)} for s in pair)
     share = len(ours & theirs) / len(ours | theirs) if ours | theirs else 0.25
     return share > 0, -pair[0].number, share, -pair[1].number

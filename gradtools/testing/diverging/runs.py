@@ -61,9 +61,9 @@ class Step:
         leaf: The name of an argument or parameter, or "captured".
         tracked: Whether the cotangent of the value is recorded.
         cotangent: The gradient of Re<c, outputs> at the value; None if it is zero or not tracked.
-        entries: The number of the class of values with the same entries, on both sides; -1 if no
-            value of the other side has them.
-        is_common: Whether the other side has the value, in a layout with the same meaning.
+        entries: The number of the class of values with these entries, which has values of both
+            sides; -1 if the other side has no such value.
+        is_common: Whether the other side has an equal value, up to a permutation of the axes.
     """
 
     place: Place

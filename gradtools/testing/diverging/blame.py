@@ -71,7 +71,10 @@ class Blaming:
         )
         a, b = max(product(ours, theirs), key=_likeness)
         last = self._last_common(a, b)
-        if all(aligned(x.value, y.value, max(x.accuracy, y.accuracy)) for x, y in ends):
+        casts = lambda s: 0 < max((p.accuracy for p in s.parents), default=0) < s.accuracy
+        is_coarser = any(casts(s) for region in regions for s in region)
+        agree = (aligned(x.value, y.value, max(x.accuracy, y.accuracy)) for x, y in ends)
+        if is_coarser and all(agree):
             first, second = (_PRECISIONS.get(end.accuracy, "less") for end in ends[0])
             words = f"{first} in torch and {second} in jax from here on"
             return Blame(a, b, last, f"{words}; the outputs agree to the coarser precision")

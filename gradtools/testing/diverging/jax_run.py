@@ -157,7 +157,7 @@ class _Interpreter:
     ) -> Steps:
         """The results of an operation."""
         tracked = tracked and any(x.tracked for x in xs) and name != "stop_gradient"
-        place = Place(name, lines, "" if lines else self.layer, self.iteration)
+        place = Place(name, lines, self.layer, self.iteration)
         return [
             (self.watched if tracked and _is_inexact(y) else self.add)(place, y, parents or xs)
             for y in fun([x.value for x in xs])

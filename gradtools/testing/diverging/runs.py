@@ -24,7 +24,7 @@ class Place:
             parameter.
         lines: The user's call chain at the operation, innermost first: each with `file`, `line`,
             `function` and `text`.
-        layer: The path of the module that ran, if no line is the user's and the path is known.
+        layer: The path of the module that ran; empty if it is not known.
         iteration: The iterations of the enclosing loops, outermost first.
     """
 

@@ -1,7 +1,7 @@
 """How one of two arrays that should be equal differs from the other, in a few words.
 
-`related` looks for a relation of the entries: `cross_check` asks it about two results,
-`first_divergence` about the values and cotangents of two operations, and the other checks about a
+`related` looks for a relation of the entries: `cross_check` applies it to two results,
+`first_divergence` to the values and cotangents of two operations, and the other checks to a
 derivative and its differences. A relation must hold for every entry, much more closely than the
 arrays agree. `expression_cause` compares the formulas that two sides compute from values that both
 have: ``gelu(x)`` against ``tanh gelu(x)``, ``x + 1e-05`` against ``x + 0.001``.
@@ -22,8 +22,13 @@ from gradtools.testing.report import entry_errors, largest, widened
 
 SIDES = ("torch", "jax")
 FACTOR = "constant factor"
-LAYOUTS = ("transposed", "permuted", "interleaved", "reversed")  # the same entries, elsewhere
-MASKED = 9e3  # the magnitude from which numbers count as a mask's
+LAYOUTS = (
+    "transposed",
+    "permuted",
+    "interleaved",
+    "reversed",
+)  # relations of arrays with the same entries in another order
+MASKED = 9e3  # larger numbers are taken for entries of a mask
 _NEAR = 1e-6  # the relative error at which a factor is a known number
 _MOST_AXES = 5
 
@@ -130,7 +135,7 @@ def _rearrangements(x: np.ndarray) -> Moves:
             for order in [*permutations(range(count))][1:]:
                 blocks = every.reshape(count, -1)[list(order)].ravel()
                 orders.append((f"permuted blocks of axis {axis}", blocks))
-        if n > 2 and n % 2 == 0:  # neighbours against halves, as in rotary embeddings
+        if n > 2 and n % 2 == 0:  # adjacent entries against two halves, as in rotary embeddings
             pairs = every.reshape(-1, 2).T, every.reshape(2, -1).T
             orders += [(f"interleaved axis {axis}", order.ravel()) for order in pairs]
         for name, order in orders:
@@ -306,7 +311,7 @@ def _is_exchange(ours: Expressions, theirs: Expressions) -> bool:
 
 
 def _both(e: Expression, f: Expression, sizes: Mapping[str, float]) -> str:
-    """Two expressions, and what the constants in them may be."""
+    """The text for two expressions, with the meaning of a constant if it is known."""
     words = f"{e} in torch, {f} in jax"
     if len(letters := e.letters | f.letters) == 1:
         words = re.sub(rf"\b{letters.pop()}\b", "x", words)
@@ -330,8 +335,8 @@ def expressions_of(a: np.ndarray, operands: Mapping[str, np.ndarray]) -> Express
             for text, f in _FUNCTIONS.items() if alike else ():
                 if (real or text not in _REAL) and equal(a, f(x), 1e-8):
                     found[Expression(_named(text, x=name))] = None
-            for text, c in _with_constant(a, x) if alike else ():
-                found[Expression(_named(text, x=name), c)] = None
+            for e in with_constant(a, x):
+                found[Expression(_named(e.form, x=name), e.c)] = None
             every = (itertools.combinations(range(x.ndim), n + 1) for n in range(x.ndim))
             for axes, (text, g) in itertools.product(itertools.chain(*every), _REDUCTIONS.items()):
                 count = math.prod(x.shape[i] for i in axes)
@@ -349,19 +354,24 @@ def expressions_of(a: np.ndarray, operands: Mapping[str, np.ndarray]) -> Express
     return sorted(found, key=lambda e: len(e.form))
 
 
-def _with_constant(a: np.ndarray, x: np.ndarray) -> Iterator[tuple[str, float]]:
-    """Expressions in x with one constant c, which is the same for all entries."""
-    forms = {"c x": a / x, "x + c": a - x}
-    if not np.iscomplexobj(x) and not np.iscomplexobj(a) and (x > 0).all() and (a > 0).all():
-        forms["sqrt(x + c)"], forms["sqrt(x) + c"] = a**2 - x, a - np.sqrt(x)
-        forms["1 / sqrt(x + c)"], forms["1 / (sqrt(x) + c)"] = a**-2.0 - x, 1 / a - np.sqrt(x)
-        forms["x ** c"] = np.log(a) / np.log(x)
-    for text, constants in forms.items():
-        c = constants.ravel()[0]
-        if np.isfinite(constants).all() and np.isreal(c) and np.ptp(np.abs(x)) > 0:
-            off = np.abs(constants - c).max()
-            if off <= 1e-9 * max(1.0, largest(x), abs(c)) and abs(c) > 10 * off:
-                yield text, float(np.real(c))
+def with_constant(a: np.ndarray, x: np.ndarray) -> Expressions:
+    """The expressions that an array is in x and one constant c, the same for all entries."""
+    if a.shape != x.shape or a.size < 2:
+        return []
+    a, x, found = widened(a), widened(x), []
+    with np.errstate(all="ignore"):
+        forms = {"c x": a / x, "x + c": a - x}
+        if a.dtype == x.dtype == float and (x > 0).all() and (a > 0).all():
+            forms["sqrt(x + c)"], forms["sqrt(x) + c"] = a**2 - x, a - np.sqrt(x)
+            forms["1 / sqrt(x + c)"], forms["1 / (sqrt(x) + c)"] = a**-2.0 - x, 1 / a - np.sqrt(x)
+            forms["x ** c"] = np.log(a) / np.log(x)
+        for text, constants in forms.items():
+            c = constants.ravel()[0]
+            if np.isfinite(constants).all() and np.isreal(c) and np.ptp(np.abs(x)) > 0:
+                off = np.abs(constants - c).max()
+                if off <= 1e-9 * max(1.0, largest(x), abs(c)) and abs(c) > 10 * off:
+                    found.append(Expression(text, float(np.real(c))))
+    return found
 
 
 def _named(text: str, **names: str) -> str:

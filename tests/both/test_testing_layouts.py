@@ -158,13 +158,23 @@ def test_a_network_of_nnx_computes_the_same_with_the_mapped_parameters(rng):
     assert mapping.left_out == ("norm.num_batches_tracked (a buffer of integers)",)
 
 
-def test_attention_with_one_matrix_is_split(rng):
-    module = random_module(torch.nn.MultiheadAttention(6, 2, batch_first=True))
-    port = nn.MultiHeadDotProductAttention(2)
+def test_attention_with_one_matrix_is_split_and_paired_by_order(rng):
+    options = {"batch_first": True, "dtype": torch.float64}
+    layers = [random_module(t.MultiheadAttention(6, 2, **options)) for _ in range(2)]
     x = rng.normal(size=(2, 5, 6))
-    _, theirs = mapped(TorchOne(module), One(lambda: port).init(jax.random.key(0), x))
-    out = module(*[torch.as_tensor(x)] * 3)[0].detach().numpy()
-    np.testing.assert_allclose(out, One(lambda: port).apply(theirs, x), rtol=1e-12, atol=1e-13)
+
+    class Port(nn.Module):
+        @nn.compact
+        def __call__(self, x):
+            for name in ("a", "b"):
+                x = nn.MultiHeadDotProductAttention(2, name=name)(x)
+            return x
+
+    _, theirs = mapped(t.ModuleList(layers), Port().init(jax.random.key(0), x))
+    y = torch.as_tensor(x)
+    for layer in layers:
+        y = layer(y, y, y)[0]
+    np.testing.assert_allclose(y.detach(), Port().apply(theirs, x), rtol=1e-12, atol=1e-13)
 
 
 def test_overrides_rename_modules_and_arrays_and_say_how_they_lie(rng):

@@ -1,4 +1,4 @@
-"""Right ports that compute the same in another way: other layouts, formulas, loops, libraries."""
+"""Right ports that compute the same in another way: other layouts, formulas, loops or libraries."""
 
 from __future__ import annotations
 

@@ -25,6 +25,7 @@ from gradtools.testing.relations import (
     expressions_of,
     related,
     relation,
+    with_constant,
 )
 from gradtools.testing.report import entry_errors
 
@@ -47,7 +48,7 @@ class Blame:
 
 
 class Blaming:
-    """The comparison of two runs whose values are matched.
+    """Compares two runs: matches their values, and finds the operations at which they part.
 
     Attributes:
         pairs: The layout of each pair of equal values, by their numbers.
@@ -70,7 +71,10 @@ class Blaming:
         )
         a, b = max(product(ours, theirs), key=_likeness)
         last = self._last_common(a, b)
-        if all(aligned(x.value, y.value, max(x.accuracy, y.accuracy)) for x, y in ends):
+        casts = lambda s: 0 < max((p.accuracy for p in s.parents), default=0) < s.accuracy
+        is_coarser = any(casts(s) for region in regions for s in region)
+        agree = (aligned(x.value, y.value, max(x.accuracy, y.accuracy)) for x, y in ends)
+        if is_coarser and all(agree):
             first, second = (_PRECISIONS.get(end.accuracy, "less") for end in ends[0])
             words = f"{first} in torch and {second} in jax from here on"
             return Blame(a, b, last, f"{words}; the outputs agree to the coarser precision")
@@ -89,10 +93,8 @@ class Blaming:
         return max(pairs, key=lambda p: (p[0].number, p[1].number), default=None)
 
     def _relation(self, ours: Steps, theirs: Steps) -> str:
-        """How the first values of two lines are related, or what the lines compute."""
+        """How the values that two lines compute are related, in a few words."""
         a, b = ours[0], theirs[0]
-        if a.value.dtype.kind == b.value.dtype.kind and a.value.dtype != b.value.dtype:
-            return f"{a.value.dtype} in torch and {b.value.dtype} in jax"
         if a.entries == b.entries >= 0:
             return "the same entries in another order: reshaped where the other side transposes"
         (first, second), direct = self._expressions(ours, theirs)
@@ -102,24 +104,25 @@ class Blaming:
             return found
         if how := _simple(a, b) or found or _simple(ours[-1], theirs[-1]):
             return how
-        for x in theirs:  # PyTorch's value may be a function of a value that only JAX has
-            first, second = ([_in_one(s, x) for s in line] for line in (ours, theirs))
+        for x in theirs:  # a fused operation of PyTorch is a function of a value in JAX's line
+            first, second = (
+                [with_constant(s.value, x.value) for s in line] for line in (ours, theirs)
+            )
             if found := expression_cause(first, second):
                 return found
-        for x, y in product(ours, theirs):
-            if x.value.size > 1 and (how := _simple(x, y)):
-                return f"{x.op} in torch is {y.op} in jax: {how}"
         return UNRELATED
 
     def _expressions(
         self, ours: Steps, theirs: Steps
     ) -> tuple[list[list[Expressions]], list[set[str | None]]]:
-        """The expressions of the steps of two lines in common values, and each line's operands."""
+        """The expressions of two lines in common values, and the letters of their operands."""
         every = [p for s in (ours[0], theirs[0], *ours[1:], *theirs[1:]) for p in _operands(s)]
         letters = dict(zip(dict.fromkeys(p.entries for p in every), "xyzuvw", strict=False))
         texts, own = [], []
         for run, line in ((self.torch, ours), (self.jax, theirs)):
-            nearest = [p for s in reversed(line) for p in _operands(s)]  # the layout of the line
+            nearest = [
+                p for s in reversed(line) for p in _operands(s)
+            ]  # in the layout that the line uses
             known = [p for p in (*run.steps, *nearest) if p.entries in letters]
             values = {letters[p.entries]: p.value for p in known}
             texts.append([expressions_of(s.value, values) for s in line])
@@ -148,7 +151,9 @@ class Blaming:
         g, h = self._cotangents(x, y)
         words = f"another derivative; cotangents: {relation(g, h) or UNRELATED}"
         for k, name in enumerate(SIDES):
-            if stops[k] and not stops[1 - k]:  # blame the stop, and the other side's use
+            if (
+                stops[k] and not stops[1 - k]
+            ):  # report the stop, and the use of the value on the other side
                 chosen[k], words = stops[k][0], f"stopped gradient in {name}"
                 after = {c.entries for c in chosen[k].children if c.entries >= 0}
                 others = (c for c in uses[1 - k] if c.entries in after)
@@ -173,7 +178,7 @@ class Blaming:
 
 
 def _likeness(pair: tuple[Step, Step]) -> tuple[bool, int, float, int]:
-    """Orders pairs of steps: those with common operands, the first in PyTorch, the most alike."""
+    """A sort key: common operands first, then early steps of PyTorch, then the shared part."""
     ours, theirs = ({p.entries for p in common_operands(s)} for s in pair)
     share = len(ours & theirs) / len(ours | theirs) if ours | theirs else 0.25
     return share > 0, -pair[0].number, share, -pair[1].number
@@ -218,10 +223,6 @@ def _simple(x: Step, y: Step) -> str | None:
 
 def _operands(s: Step) -> Steps:
     return [s] * (s.entries >= 0) + common_operands(s)
-
-
-def _in_one(s: Step, x: Step) -> Expressions:
-    return [e for e in expressions_of(s.value, {"x": x.value}) if e.c is not None]
 
 
 def _sizes(s: Step) -> dict[str, float]:

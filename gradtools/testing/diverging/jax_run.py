@@ -129,7 +129,7 @@ class _Interpreter:
 
     def equation(self, eqn: Any, xs: Steps, lines: Lines, tracked: bool) -> Steps:
         name, inner = eqn.primitive.name, jaxprs.bodies(eqn)
-        if name == "scan" and eqn.params["length"] * len(inner[0].jaxpr.eqns) < LIMIT:
+        if name == "scan" and 0 < eqn.params["length"] * len(inner[0].jaxpr.eqns) < LIMIT:
             return self.scan(eqn, xs, lines, tracked)
         if name == "while":
             return self.loop(eqn, xs, lines, tracked)
@@ -157,7 +157,7 @@ class _Interpreter:
     ) -> Steps:
         """The results of an operation."""
         tracked = tracked and any(x.tracked for x in xs) and name != "stop_gradient"
-        place = Place(name, lines, "" if lines else self.layer, self.iteration)
+        place = Place(name, lines, self.layer, self.iteration)
         return [
             (self.watched if tracked and _is_inexact(y) else self.add)(place, y, parents or xs)
             for y in fun([x.value for x in xs])
@@ -177,9 +177,6 @@ class _Interpreter:
             outs = self.run(body.jaxpr, held, [*first, *carry, *rows], lines, tracked)
             carry, rounds[i] = outs[:carried], outs[carried:]
         self.iteration = before
-        if not rounds:
-            stacked = self.apply("scan", partial(jaxprs.bound, eqn), xs, lines, tracked)
-            return [*carry, *stacked[carried:]]
         stack = lambda rows: [jnp.stack(rows)]
         columns = [[*column] for column in zip(*rounds, strict=True)]
         return [*carry, *(self.apply("stack", stack, c, lines, tracked)[0] for c in columns)]

@@ -24,7 +24,7 @@ class Place:
             parameter.
         lines: The user's call chain at the operation, innermost first: each with `file`, `line`,
             `function` and `text`.
-        layer: The path of the module that ran, if no line is the user's and the path is known.
+        layer: The path of the module that ran; empty if it is not known.
         iteration: The iterations of the enclosing loops, outermost first.
     """
 
@@ -61,9 +61,9 @@ class Step:
         leaf: The name of an argument or parameter, or "captured".
         tracked: Whether the cotangent of the value is recorded.
         cotangent: The gradient of Re<c, outputs> at the value; None if it is zero or not tracked.
-        entries: The number of the class of values with the same entries, on both sides; -1 if no
-            value of the other side has them.
-        is_common: Whether the other side has the value, in a layout with the same meaning.
+        entries: The number of the class of values with these entries, which has values of both
+            sides; -1 if the other side has no such value.
+        is_common: Whether the other side has an equal value, up to a permutation of the axes.
     """
 
     place: Place

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gradtools.code_origin import calls_below_the_user, lines_above, users_lines
+from gradtools.code_origin import lines_above, users_lines
 from gradtools.seeing.torch._upstream import Watching, schema_of
 from gradtools.testing.cross_checking.sides import Side
 from gradtools.testing.diverging.runs import HALF, Place, Run, Step
@@ -114,13 +114,12 @@ class _Operations(Watching):
 
 
 def _place(operation: str) -> Place:
-    lines = users_lines(lines_above(1, run_in_torch))
-    return Place(operation, lines, "" if lines else _running_layer())
+    return Place(operation, users_lines(lines_above(1, run_in_torch)), _running_layer())
 
 
 def _running_layer() -> str:
     """The path of the innermost module whose forward runs, from the outermost one."""
-    owners = (x for _, _, x in calls_below_the_user(lines_above(1, run_in_torch)))
+    owners = (frame.f_locals.get("self") for frame, _ in lines_above(1, run_in_torch))
     running = [x for x in owners if isinstance(x, torch.nn.Module)]
     paths = (n for n, m in running[-1].named_modules() if m is running[0]) if running else ()
     return next(iter(paths), "")

@@ -276,13 +276,13 @@ class Formula:
         tolerance: float | None = None,
         convert: Callable[[np.ndarray], Any] | None = None,
     ) -> Agreement:
-        """Compares a derivation made by hand with the framework's vjp, at random points, too.
+        """Compares a derivation by hand with the framework's vjp, at random points as well.
 
         Args:
-            derivation: A function of the inputs, then of the outputs' cotangents, one for each,
-                then (at order 2) of the directions. It returns the inputs' cotangents in order
-                (at order 2, what the last section lists); one alone need not be a tuple; None is
-                zero.
+            derivation: A function of the inputs, then of one cotangent for each output, then (at
+                order 2) of the directions. It returns the inputs' cotangents in order
+                (at order 2, the results of the last section). A single result need not be a
+                tuple; None means zero.
             tolerance: The allowed relative error; by default that of f's precision.
             convert: Converts the derivation's arguments from NumPy arrays; by default to arrays
                 of the framework.

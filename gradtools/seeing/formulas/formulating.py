@@ -307,10 +307,10 @@ def compared(
     """Compares each of mine with the framework's own, where there is one.
 
     An array's error is relative to its greatest modulus, or to `floor` times the greatest number in
-    `scale`: below that a whole array may be what is left of larger numbers that cancel, such as
-    the gradient of a bias before batch normalization, which is 0 and is computed as 1e-17.
+    `scale`. Smaller arrays may be rounding errors of larger numbers that cancel: the gradient of a
+    bias before batch normalization is 0 and is computed as 1e-17.
 
-    who: What mine are from, for the message.
+    who: The source of `mine`, for the message.
     """
     greatest = lambda x: float(np.max(np.abs(x[np.isfinite(x)]), initial=0))
     arrays = [np.asarray(x) for x in chain(*scale) if x is not None]

@@ -24,7 +24,7 @@ _LONG = 60  # characters: a longer part of a line gets a line of its own
 
 @dataclass
 class Section:
-    """One part of the formula: the program, its adjoint, the adjoint of that."""
+    """One part of the formula: the program, its adjoint, or the adjoint of the adjoint."""
 
     title: str
     of: str  # what follows the title, in mathematics
@@ -51,7 +51,7 @@ class Statements:
         self.axes.learn(self.values)
         self.constants = [x for x in self.values if x.op == "array"]
         self._forward = set(order([x for x, _ in sections[0].roots]))
-        self._bases: Counter[str] = Counter()  # how many values get a name with this base
+        self._bases: Counter[str] = Counter()  # the number of values that share a base name
         self._counts: Counter[str] = Counter()
         self._name(roots, cotangents)
         done = set(self.constants)
@@ -61,7 +61,7 @@ class Statements:
     # Names.
 
     def _name(self, roots: Sequence[tuple[Expr, Written]], cotangents: Mapping[Expr, Expr]) -> None:
-        """Chooses what gets a name; cotangents: of the values of the program."""
+        """Names values; `cotangents` maps each value of the program to its cotangent."""
         names = self.writer.names
         self._taken |= {w.text for _, w in roots}
         if len(self.sections) > 2:  # of order 2: the derivatives are those of s
@@ -88,7 +88,7 @@ class Statements:
             else:
                 names[x] = barred
                 self._taken.add(barred.text)
-        for x in self.values:
+        for x in self.values:  # names for long parts of lines
             unnamed = x not in names and not _is_plain(x) and not is_wrapper(x)
             if unnamed and len(self.writer.write(x).text) > _LONG:
                 names[x] = self._new(self._base(x))

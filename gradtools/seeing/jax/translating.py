@@ -160,8 +160,6 @@ class _Translator:
         """The results of an equation by its words; None if the vocabulary has none."""
         places, exponents = operands.operands_of(eqn)
         xs = [*map(self.expr, entries)]
-        if eqn.primitive.name in ("optimization_barrier", "reduce_precision"):
-            return xs
         if eqn.primitive.name == "gather":
             result = self._gathered(eqn, *xs)
             return None if result is None else [result]

@@ -305,16 +305,16 @@ def test_a_line_says_what_is_computed(f, line):
 # --- where f is defined, and what is refused ---------------------------------------------
 
 
-def _tangent(recorder, call, own):
+def _tangent(recorder, call, about, x):
     at = X.numpy()
-    return [array(np.sin(at)) + array(np.cos(at)) * (own.self - array(at))]
+    return [array(np.sin(at)) + array(np.cos(at)) * (x - array(at))]
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda recorder, call, own: [apply("cos", own.self)],
-        lambda recorder, call, own: [apply("stop", apply("sin", own.self))],
+        lambda recorder, call, about, x: [apply("cos", x)],
+        lambda recorder, call, about, x: [apply("stop", apply("sin", x))],
         _tangent,
     ],
     ids=["value", "gradient", "right at one point"],

@@ -206,24 +206,16 @@ def short_names(paths: Sequence[str]) -> list[str]:
     """The shortest unique ends of the paths; numbers come last: 0.weight is weight_0."""
     found = [re.findall(r"[^\W_][\w]*|_\w+", p.replace("argument ", "arg")) for p in paths]
     parts = [f or [p.strip() or "x"] for f, p in zip(found, paths, strict=True)]
-
-    def name(k: int, length: int) -> str:
-        end = parts[k][-length:]
-        words = list(itertools.dropwhile(str.isdigit, end))
-        return "_".join([*(words or ["x"]), *end[: len(end) - len(words)]])
-
-    length = [1] * len(parts)
-    for k, p in enumerate(parts):  # a number alone is no name
-        length[k] += next((n for n, part in enumerate(reversed(p)) if not part.isdigit()), 0)
-    for _ in range(max(map(len, parts), default=0)):
-        chosen = [name(k, n) for k, n in enumerate(length)]
-        length = [n + (chosen.count(c) > 1) for n, c in zip(length, chosen, strict=True)]
+    ends = Counter(tuple(p[-n:]) for p in parts for n in range(1, 1 + len(p)))
     seen: Counter[str] = Counter()
     result = []
-    for chosen_name in (name(k, n) for k, n in enumerate(length)):
-        seen[chosen_name] += 1
-        same = seen[chosen_name]
-        result.append(chosen_name if same == 1 else f"{chosen_name}_{same}")
+    for p in parts:
+        unique = (p[-n:] for n in range(1, 1 + len(p)) if ends[tuple(p[-n:])] == 1)
+        end = next((words for words in unique if not all(map(str.isdigit, words))), p)
+        words = list(itertools.dropwhile(str.isdigit, end)) or ["x"]
+        name = "_".join([*words, *itertools.takewhile(str.isdigit, end)])
+        seen[name] += 1
+        result.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
     return result
 
 

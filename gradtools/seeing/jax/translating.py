@@ -65,13 +65,13 @@ def differentiated(
     run = lambda *leaves: [*map(jnp.asarray, program.run(list(leaves)))]
     moving = tuple(p.is_inexact for p in recorded.inputs)
     f = OpaqueFunction(program.backend, run, list, moving)
-    found = f.vjp(inexact, active, with_outputs=True).value(*inputs, *cotangents)
-    count, second = len(recorded.outputs), []
-    if directions:
-        both = [*active, *range(len(inputs), len(inputs) + len(cotangents))]
-        twice = f.vjp(inexact, active).vjp(range(len(active)), both)
-        second = twice.value(*inputs, *cotangents, *directions)
-    return found[:count], found[count:], second
+    once = f.vjp(inexact, active)
+    outputs, gradients = f.value(*inputs), once.value(*inputs, *cotangents)
+    if not directions:
+        return outputs, gradients, []
+    both = [*active, *range(len(inputs), len(inputs) + len(cotangents))]
+    twice = once.vjp(range(len(active)), both)
+    return outputs, gradients, twice.value(*inputs, *cotangents, *directions)
 
 
 # An expression, or what does not depend on the arguments: a NumPy array, JAX's of random keys.

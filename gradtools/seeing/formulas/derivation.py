@@ -15,7 +15,7 @@ from gradtools.printing import printable
 from gradtools.rules import replaced_at
 from gradtools.seeing.formulas import typesetting as ts
 from gradtools.seeing.formulas.complex_pairs import ComplexPair, find_pairs, together
-from gradtools.seeing.formulas.expressions import OPERATIONS, Expr, evaluate, placeholder
+from gradtools.seeing.formulas.expressions import COMPLEX, OPERATIONS, Expr, evaluate, placeholder
 from gradtools.seeing.formulas.expressions import order as ordered
 from gradtools.seeing.formulas.reverse_mode import Recorded, adjoint
 from gradtools.seeing.formulas.statements import Section, Statements, output_names, short_names
@@ -133,7 +133,9 @@ class Formula:
         if not pairs or len(cotangents) != 2 or cotangents[0].shape != cotangents[1].shape:
             return [], []
         base = "O" if "O" not in {p.name for p in pairs} else "out"
-        pairs.append(ComplexPair.of(base, *cotangents))
+        pairs.append(
+            ComplexPair(base, *cotangents, placeholder(base, cotangents[0].shape, COMPLEX))
+        )
         gradients = dict(zip(inputs, (g for g, _ in self._gradients), strict=True))
         found = together(gradients, pairs)
         if not found:

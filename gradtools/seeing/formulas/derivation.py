@@ -133,9 +133,9 @@ class Formula:
         if not pairs or len(cotangents) != 2 or cotangents[0].shape != cotangents[1].shape:
             return [], []
         base = "O" if "O" not in {p.name for p in pairs} else "out"
-        pairs.append(
-            ComplexPair(base, *cotangents, placeholder(base, cotangents[0].shape, COMPLEX))
-        )
+        real, imaginary = cotangents
+        whole = placeholder(base, real.shape, COMPLEX)
+        pairs.append(ComplexPair(base, real, imaginary, whole))
         gradients = dict(zip(inputs, (g for g, _ in self._gradients), strict=True))
         found = together(gradients, pairs)
         if not found:

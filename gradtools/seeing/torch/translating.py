@@ -273,13 +273,16 @@ class _FormulaRecorder(Recorder[Expr]):
         if call.raw.startswith(_WHOLE):
             return None
         decomposed = private.decompositions().get(call.func, call.func.decompose)
+        before, self.unwritable = self.unwritable, False
         try:
             args = [None if any(x is y for y in left_out) else x for x in call.args]
             with Operations(self):
                 out = decomposed(*args, **call.kwargs)
         except Exception:  # the decomposition may refuse what the operation accepts
             return None
-        if out is NotImplemented:
+        finally:
+            unwritable, self.unwritable = self.unwritable, before
+        if out is NotImplemented or unwritable:
             return None
         results = [self.of(y) for y in tensors_in(out) if is_inexact(y)]
         return None if has_opaque_part(results, given) else (out, [])

@@ -271,6 +271,12 @@ def test_parameters_take_part_in_a_derivation():
     assert not found.agrees_with(lambda x, w, ct: (w.T @ ct, torch.outer(ct, 2 * x)))
 
 
+def test_captured_tensors_without_requires_grad_are_not_differentiated():
+    scale = torch.linspace(1.0, 2.0, 4, dtype=torch.float64)
+    found = checked(lambda x: x * scale, X)
+    assert found.inputs == ("x",) and found.lines(1) == ["x̄ = ȳ ⊙ scale"]
+
+
 def test_gates_that_a_cell_writes_in_place_read_as_by_hand():
     torch.manual_seed(0)
     found = gt.formula(torch.nn.GRUCell(3, 4), torch.randn(2, 3), torch.randn(2, 4))

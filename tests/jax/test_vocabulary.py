@@ -16,10 +16,7 @@ import optax  # noqa: F401 (rows of the table name it)
 import pytest
 from flax import linen, nnx
 
-import gradtools
 import gradtools.jax as gt
-from gradtools.seeing.formulas.algebra import apply
-from gradtools.seeing.formulas.words import WORDS
 from tests.support.formula_rows import rows
 
 RNG = np.random.default_rng(3)
@@ -290,12 +287,3 @@ def test_a_rule_is_what_its_author_says(name):
     once = ("chunked", "a rule in a loop")
     order = 1 if name in once else 2
     assert str(checked(RULES[name], np.array([0.7, -1.3, 2.1]), order=order))
-
-
-# --- what has no word --------------------------------------------------------------------
-
-
-def test_a_mistaken_translation_is_found_by_the_comparison(monkeypatch):
-    monkeypatch.setitem(WORDS, "cos", lambda x: apply("sin", x))
-    with pytest.raises(gradtools.GradtoolsError, match="by automatic differentiation"):
-        checked(jnp.cos, real(3))

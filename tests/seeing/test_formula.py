@@ -9,8 +9,7 @@ import torch.nn.functional as F
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError
-from gradtools.seeing.formulas.expressions import OPERATIONS, evaluate
-from gradtools.seeing.formulas.expressions import number as constant
+from gradtools.seeing.formulas.expressions import OPERATIONS, evaluate, full
 from gradtools.seeing.formulas.formulating import compared
 from gradtools.seeing.formulas.typesetting import latex as latex_of
 from gradtools.seeing.formulas.typesetting import number
@@ -132,7 +131,7 @@ def test_the_transpose_of_a_batch_of_matrices_is_written_as_of_one():
 
 
 def test_one_over_a_zero_stays_in_the_formula():
-    (value,) = evaluate([constant(0.0) ** -1.0], {})
+    (value,) = evaluate([full(0.0, ()) ** -1.0], {})
     assert np.isinf(value)
 
 

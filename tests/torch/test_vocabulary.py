@@ -271,6 +271,12 @@ def test_parameters_take_part_in_a_derivation():
     assert not found.agrees_with(lambda x, w, ct: (w.T @ ct, torch.outer(ct, 2 * x)))
 
 
+def test_captured_tensors_without_requires_grad_are_not_differentiated():
+    scale = torch.linspace(1.0, 2.0, 4, dtype=torch.float64)
+    found = checked(lambda x: x * scale, X)
+    assert found.inputs == ("x",) and found.lines(1) == ["x̄ = ȳ ⊙ scale"]
+
+
 def test_gates_that_a_cell_writes_in_place_read_as_by_hand():
     torch.manual_seed(0)
     found = gt.formula(torch.nn.GRUCell(3, 4), torch.randn(2, 3), torch.randn(2, 4))
@@ -305,16 +311,16 @@ def test_a_line_says_what_is_computed(f, line):
 # --- where f is defined, and what is refused ---------------------------------------------
 
 
-def _tangent(recorder, call, own):
+def _tangent(recorder, call, about, x):
     at = X.numpy()
-    return [array(np.sin(at)) + array(np.cos(at)) * (own.self - array(at))]
+    return [array(np.sin(at)) + array(np.cos(at)) * (x - array(at))]
 
 
 @pytest.mark.parametrize(
     "wrong",
     [
-        lambda recorder, call, own: [apply("cos", own.self)],
-        lambda recorder, call, own: [apply("stop", apply("sin", own.self))],
+        lambda recorder, call, about, x: [apply("cos", x)],
+        lambda recorder, call, about, x: [apply("stop", apply("sin", x))],
         _tangent,
     ],
     ids=["value", "gradient", "right at one point"],

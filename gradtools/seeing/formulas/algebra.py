@@ -312,11 +312,7 @@ def reshape(x: Expr, shape: Iterable[int]) -> Expr:
     ones = tuple(a for a, n in enumerate(x.shape) if n == 1)
     inner = squeeze(x, ones) if ones else x
     long = tuple(n for n in shape if n != 1)
-    if inner.shape != long and inner.op == "reshape":
-        (inner,) = inner.args
-    if inner.shape != long and constant_of(inner) is not None:
-        inner = full(constant_of(inner), long)
-    elif inner.shape != long:
+    if inner.shape != long:
         inner = expr("reshape", (inner,), long, inner.kind)
     return broadcast(inner, shape, [a for a, n in enumerate(shape) if n != 1])
 
@@ -474,17 +470,9 @@ def _part(x: Expr, which: int) -> Expr:
     """The real (0) or imaginary (1) part."""
     if not x.is_complex:
         return (x, full(0.0, x.shape))[which]
-    if x.op == "conj":
-        return scale((1.0, -1.0)[which], _part(x.args[0], which))
-    if x.op == "add":
-        result = [_part(t, which) for t in x.args]
-        if any(f.op not in ("Re", "Im") for f in result):
-            return add(result)
     if x.op == "einsum":
         c, entries, out = parts(x)
         complex_ones = [k for k, (f, _) in enumerate(entries) if f.is_complex]
-        if not complex_ones:
-            return product(entries, out, x.shape, (complex(c).real, complex(c).imag)[which])
         if len(complex_ones) == 1 and not isinstance(c, complex):
             f, names = entries[complex_ones[0]]
             entries[complex_ones[0]] = _part(f, which), names

@@ -34,11 +34,6 @@ class ComplexPair:
     imaginary: Expr
     whole: Expr
 
-    @classmethod
-    def of(cls, name: str, real: Expr, imaginary: Expr) -> ComplexPair:
-        """The pair, with a new complex array."""
-        return cls(name, real, imaginary, placeholder(name, real.shape, COMPLEX))
-
 
 def find_pairs(leaves: Sequence[Expr]) -> list[ComplexPair]:
     """Pairs of inputs whose names differ only by re and im, real and imag, or r and i."""
@@ -48,7 +43,7 @@ def find_pairs(leaves: Sequence[Expr]) -> list[ComplexPair]:
         split = re.fullmatch(r"((.*?[^_.])[_.])(re|real|r)", name)
         q = split and by_name.get(split[1] + {"re": "im", "real": "imag", "r": "i"}[split[3]])
         if split and q and q.shape == p.shape:
-            result.append(ComplexPair.of(split[2], p, q))
+            result.append(ComplexPair(split[2], p, q, placeholder(split[2], p.shape, COMPLEX)))
     return result
 
 

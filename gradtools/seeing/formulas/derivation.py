@@ -15,7 +15,7 @@ from gradtools.printing import printable
 from gradtools.rules import replaced_at
 from gradtools.seeing.formulas import typesetting as ts
 from gradtools.seeing.formulas.complex_pairs import ComplexPair, find_pairs, together
-from gradtools.seeing.formulas.expressions import OPERATIONS, Expr, evaluate, placeholder
+from gradtools.seeing.formulas.expressions import COMPLEX, OPERATIONS, Expr, evaluate, placeholder
 from gradtools.seeing.formulas.expressions import order as ordered
 from gradtools.seeing.formulas.reverse_mode import Recorded, adjoint
 from gradtools.seeing.formulas.statements import Section, Statements, output_names, short_names
@@ -133,7 +133,9 @@ class Formula:
         if not pairs or len(cotangents) != 2 or cotangents[0].shape != cotangents[1].shape:
             return [], []
         base = "O" if "O" not in {p.name for p in pairs} else "out"
-        pairs.append(ComplexPair.of(base, *cotangents))
+        real, imaginary = cotangents
+        whole = placeholder(base, real.shape, COMPLEX)
+        pairs.append(ComplexPair(base, real, imaginary, whole))
         gradients = dict(zip(inputs, (g for g, _ in self._gradients), strict=True))
         found = together(gradients, pairs)
         if not found:
@@ -276,13 +278,13 @@ class Formula:
         tolerance: float | None = None,
         convert: Callable[[np.ndarray], Any] | None = None,
     ) -> Agreement:
-        """Compares a derivation made by hand with the framework's vjp, at random points, too.
+        """Compares a derivation by hand with the framework's vjp, at random points as well.
 
         Args:
-            derivation: A function of the inputs, then of the outputs' cotangents, one for each,
-                then (at order 2) of the directions. It returns the inputs' cotangents in order
-                (at order 2, what the last section lists); one alone need not be a tuple; None is
-                zero.
+            derivation: A function of the inputs, then of one cotangent for each output, then (at
+                order 2) of the directions. It returns the inputs' cotangents in order
+                (at order 2, the results of the last section). A single result need not be a
+                tuple; None means zero.
             tolerance: The allowed relative error; by default that of f's precision.
             convert: Converts the derivation's arguments from NumPy arrays; by default to arrays
                 of the framework.

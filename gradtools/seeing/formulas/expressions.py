@@ -93,9 +93,6 @@ class Expr:
         """Whether it is real or complex, so that it can have a derivative."""
         return self.kind in (REAL, COMPLEX)
 
-    def __repr__(self) -> str:
-        return f"<{self.op}{list(self.shape)} {self.serial}>"
-
 
 def expr(op: str, args: Iterable[Expr], shape: Iterable[int], kind: str, **attributes: Any) -> Expr:
     """The expression with these parts; the same object for equal parts."""
@@ -166,14 +163,9 @@ def order(roots: Iterable[Expr]) -> list[Expr]:
 # --- numbers and constant arrays
 
 
-def number(value: Any) -> Expr:
-    """A scalar constant."""
-    return full(value, ())
-
-
 def lifted(x: Any) -> Expr:
     """Converts a number to an expression."""
-    return x if isinstance(x, Expr) else number(x)
+    return x if isinstance(x, Expr) else full(x, ())
 
 
 def tidy(value: Any) -> Any:

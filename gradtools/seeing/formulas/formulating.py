@@ -48,41 +48,38 @@ class Formulating(Operators):
     ) -> Formula:
         """The adjoint program of f as mathematics, compared with automatic differentiation.
 
-        With y = f(x) and a cotangent ȳ for each output, a bar is the cotangent of what is under
-        it; at order 2 the adjoint program is differentiated once more, along a direction u for
-        each cotangent::
+        With y = f(x), the cotangent of x is written x̄. At order 2 the adjoint program is
+        differentiated once more, along a direction u for each cotangent of an input::
 
             order 1    x, ȳ     ->  x̄ = Jᴴ ȳ
             order 2    x, ȳ, u  ->  ∂s/∂x, ∂s/∂ȳ   of   s = <u, x̄>
 
-        The formula is computed at random points near the arguments and compared with what the
-        framework differentiates itself; where they differ nothing is returned. Arrays that f
-        captures, parameters included, keep their values at these points. What holds for one run of
-        f alone, such as the branch of a Python ``if``, is part of the formula.
-        Convolutions, linear algebra, loops and other operations for which the formula has no
-        algebra keep their names, and their adjoints are their vjps.
+        The formula is evaluated at random points near the arguments and compared with the
+        framework's derivatives; if they differ, an error is raised. Captured arrays, parameters
+        included, keep their values at these points. The formula describes one run of f, with the
+        branches that Python's ``if`` took. Convolutions, linear algebra, loops and other operations
+        outside of the vocabulary keep their names, and their adjoints are their vjps.
 
         Args:
-            f: Takes and returns pytrees of arrays; a module, too. Inputs are called as f calls
-                its parameters.
+            f: A function of pytrees of arrays, or a module. Inputs are named after f's
+                parameters.
             *args: Arguments of f; arrays of any shape and dtype.
             order: 1, or 2 with the double backward.
-            argnums: The position of the argument to which it is differentiated, or of several; its
-                leaves are floating or complex. In PyTorch parameters that f holds and that require
-                grad are differentiated as well, and ``argnums=()`` means these alone.
+            argnums: The position of the differentiated argument, or a tuple of positions; the
+                leaves are floating or complex. In PyTorch captured parameters that require grad
+                are differentiated as well, and ``argnums=()`` differentiates these alone.
             **kwargs: Keyword arguments of f.
 
         Returns:
-            A `Formula`: ``str()`` for terminals, ``.latex()`` for papers, and by itself in
-            notebooks; ``.marked`` are the operations that are written by their names, ``.check``
-            is the record of the comparison, and ``.agrees_with(derivation)`` compares a
-            derivation by hand with the framework's vjp.
+            A `Formula`, printed by ``str()``, ``.latex()`` and notebooks. ``.marked`` lists the
+            operations that are written by their names, ``.check`` is the result of the comparison,
+            and ``.agrees_with(derivation)`` compares a derivation by hand with the framework's vjp.
 
         Raises:
             GradtoolsError: order is not 1 or 2; argnums is out of range or names an integer
-                argument; f raises, returns no array, or what it computes cannot be differentiated
-                by the framework; the formula and automatic differentiation differ (which would be a
-                bug in gradtools; the error shows both values).
+                argument; f raises, returns no array, or cannot be differentiated by the framework;
+                the formula and automatic differentiation differ (a bug in gradtools; the error
+                shows both values).
 
         Example:
             >>> w, x = gt.asarray(np.ones((2, 3), "f")), gt.asarray(np.ones(3, "f"))
@@ -307,10 +304,10 @@ def compared(
     """Compares each of mine with the framework's own, where there is one.
 
     An array's error is relative to its greatest modulus, or to `floor` times the greatest number in
-    `scale`: below that a whole array may be what is left of larger numbers that cancel, such as
-    the gradient of a bias before batch normalization, which is 0 and is computed as 1e-17.
+    `scale`. Smaller arrays may be rounding errors of larger numbers that cancel: the gradient of a
+    bias before batch normalization is 0 and is computed as 1e-17.
 
-    who: What mine are from, for the message.
+    who: The source of `mine`, for the message.
     """
     greatest = lambda x: float(np.max(np.abs(x[np.isfinite(x)]), initial=0))
     arrays = [np.asarray(x) for x in chain(*scale) if x is not None]

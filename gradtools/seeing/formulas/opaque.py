@@ -40,13 +40,8 @@ class OpaqueFunction:
         with self.around():
             return [np.asarray(self.backend.to_numpy(y)) for y in self.run(*self.arrays(values))]
 
-    def vjp(
-        self, chosen: Sequence[int], wanted: Sequence[int], with_outputs: bool = False
-    ) -> OpaqueFunction:
-        """The function from operands and chosen outputs' cotangents to wanted operands' cotangents.
-
-        with_outputs: All outputs precede the cotangents.
-        """
+    def vjp(self, chosen: Sequence[int], wanted: Sequence[int]) -> OpaqueFunction:
+        """Maps operands and chosen outputs' cotangents to the wanted operands' cotangents."""
         count, backend = len(self.moving), self.backend
 
         def arrays(values: Sequence[np.ndarray]) -> list[Any]:
@@ -59,7 +54,7 @@ class OpaqueFunction:
 
             def some(*at: Any) -> tuple[list[Any], list[Any]]:
                 ys = self.run(*replaced_at(xs, wanted, at))
-                return [ys[k] for k in chosen], list(ys) if with_outputs else []
+                return [ys[k] for k in chosen], []
 
             some.caller = "formula"  # type: ignore[attr-defined]
             at = [xs[k] for k in wanted]
@@ -67,7 +62,7 @@ class OpaqueFunction:
             pairs = zip(both[count:], result.outs, strict=True)
             cotangents = [backend.cast(c, backend.dtype_name(y)) for c, y in pairs]
             grads = zip(at, result.pullback(cotangents), strict=True)
-            return [*result.extras, *(backend.zeros_like(x) if g is None else g for x, g in grads)]
+            return [backend.zeros_like(x) if g is None else g for x, g in grads]
 
         moving = (*self.moving, *[True] * len(chosen))
         return OpaqueFunction(backend, pulled, arrays, moving, self.around)

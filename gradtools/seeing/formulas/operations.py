@@ -428,7 +428,7 @@ def _pull_variance(y: Expr, g: Expr, x: Expr, axes: tuple[int, ...]) -> Expr:
     return 2 / prod(x.shape[a] for a in axes) * (centred(x, axes) * real(g))
 
 
-# The cotangent of a maximum or minimum is that of all entries which equal it.
+# Every entry that equals the maximum or minimum gets its whole cotangent.
 _pull_extreme = lambda y, g, x, axes: indicator(x, y, "==") * g
 _euclidean = lambda x, axes: np.sqrt((np.abs(x) ** 2).sum(axes))
 # The value from the argument and the axes; the argument's cotangent from the value and its

@@ -24,7 +24,7 @@ _LONG = 60  # characters: a longer part of a line gets a line of its own
 
 @dataclass
 class Section:
-    """One part of the formula: the program, its adjoint, the adjoint of that."""
+    """One part of the formula: the program, its adjoint, or the adjoint of the adjoint."""
 
     title: str
     of: str  # what follows the title, in mathematics
@@ -51,7 +51,7 @@ class Statements:
         self.axes.learn(self.values)
         self.constants = [x for x in self.values if x.op == "array"]
         self._forward = set(order([x for x, _ in sections[0].roots]))
-        self._bases: Counter[str] = Counter()  # how many values get a name with this base
+        self._bases: Counter[str] = Counter()  # the number of values that share a base name
         self._counts: Counter[str] = Counter()
         self._name(roots, cotangents)
         done = set(self.constants)
@@ -61,7 +61,7 @@ class Statements:
     # Names.
 
     def _name(self, roots: Sequence[tuple[Expr, Written]], cotangents: Mapping[Expr, Expr]) -> None:
-        """Chooses what gets a name; cotangents: of the values of the program."""
+        """Names values; `cotangents` maps each value of the program to its cotangent."""
         names = self.writer.names
         self._taken |= {w.text for _, w in roots}
         if len(self.sections) > 2:  # of order 2: the derivatives are those of s
@@ -88,7 +88,7 @@ class Statements:
             else:
                 names[x] = barred
                 self._taken.add(barred.text)
-        for x in self.values:
+        for x in self.values:  # names for long parts of lines
             unnamed = x not in names and not _is_plain(x) and not is_wrapper(x)
             if unnamed and len(self.writer.write(x).text) > _LONG:
                 names[x] = self._new(self._base(x))
@@ -206,24 +206,16 @@ def short_names(paths: Sequence[str]) -> list[str]:
     """The shortest unique ends of the paths; numbers come last: 0.weight is weight_0."""
     found = [re.findall(r"[^\W_][\w]*|_\w+", p.replace("argument ", "arg")) for p in paths]
     parts = [f or [p.strip() or "x"] for f, p in zip(found, paths, strict=True)]
-
-    def name(k: int, length: int) -> str:
-        end = parts[k][-length:]
-        words = list(itertools.dropwhile(str.isdigit, end))
-        return "_".join([*(words or ["x"]), *end[: len(end) - len(words)]])
-
-    length = [1] * len(parts)
-    for k, p in enumerate(parts):  # a number alone is no name
-        length[k] += next((n for n, part in enumerate(reversed(p)) if not part.isdigit()), 0)
-    for _ in range(max(map(len, parts), default=0)):
-        chosen = [name(k, n) for k, n in enumerate(length)]
-        length = [n + (chosen.count(c) > 1) for n, c in zip(length, chosen, strict=True)]
+    ends = Counter(tuple(p[-n:]) for p in parts for n in range(1, 1 + len(p)))
     seen: Counter[str] = Counter()
     result = []
-    for chosen_name in (name(k, n) for k, n in enumerate(length)):
-        seen[chosen_name] += 1
-        same = seen[chosen_name]
-        result.append(chosen_name if same == 1 else f"{chosen_name}_{same}")
+    for p in parts:
+        unique = (p[-n:] for n in range(1, 1 + len(p)) if ends[tuple(p[-n:])] == 1)
+        end = next((words for words in unique if not all(map(str.isdigit, words))), p)
+        words = list(itertools.dropwhile(str.isdigit, end)) or ["x"]
+        name = "_".join([*words, *itertools.takewhile(str.isdigit, end)])
+        seen[name] += 1
+        result.append(name if seen[name] == 1 else f"{name}_{seen[name]}")
     return result
 
 

@@ -29,9 +29,9 @@ from gradtools.seeing.formulas.expressions import (
     Expr,
     array,
     constant_of,
+    full,
     is_zero,
     kind_of,
-    number,
     order,
 )
 from gradtools.seeing.formulas.operations import cast_to, concatenate, reduced
@@ -192,7 +192,7 @@ def fitted(x: Expr, like: Like) -> Expr:
 def constant(value: Any) -> Expr:
     """A captured number or array."""
     value = np.asarray(value)
-    return array(value) if value.ndim or value.dtype.kind == "b" else number(value[()])
+    return array(value) if value.ndim or value.dtype.kind == "b" else full(value[()], ())
 
 
 def has_opaque_part(results: Sequence[Expr], operands: Sequence[Expr]) -> bool:

@@ -102,16 +102,17 @@ def _reduced(p: Any, eqn: Eqn) -> Attributes:
     return {"axes": axes} if len(axes) < len(_shape(eqn.invars[0])) else {}
 
 
+def _broadcast(p: Any, eqn: Eqn) -> Attributes:
+    shape, axes = _ints(p["shape"]), _ints(p["broadcast_dimensions"])
+    last = tuple(range(len(shape) - len(axes), len(shape)))
+    return _unless({"axes": last}, shape=shape, axes=axes)
+
+
 def _sliced(p: Any, eqn: Eqn) -> Attributes:
     start, limit = _ints(p["start_indices"]), _ints(p["limit_indices"])
     ones = (1,) * len(start)
     stride = _ints(p["strides"] or ones)
     return _unless({"stride": ones}, start=start, limit=limit, stride=stride)
-
-
-def _padded(p: Any, eqn: Eqn) -> Attributes:
-    low, high, interior = (_ints(part) for part in zip(*p["padding_config"], strict=True))
-    return _unless({"interior": (0,) * len(low)}, low=low, high=high, interior=interior)
 
 
 def _is_matmul(eqn: Eqn) -> bool:
@@ -152,10 +153,6 @@ def _convolved(p: Any, eqn: Eqn) -> Attributes:
     )
 
 
-def _unless_last(axes: tuple[int, ...], rank: int) -> tuple[int, ...] | None:
-    return None if axes == tuple(range(rank - len(axes), rank)) else axes
-
-
 _RELATIONS = {"eq_to": "==", "lt_to": "<", "le_to": "<=", **RELATIONS}  # a sort's total order
 LOGIC = {"and": "logical_and", "or": "logical_or", "xor": "logical_xor", "not": "logical_not"}
 _MOVES = ["copy", "copy_p", "device_put", "pvary", "pbroadcast", "gradtools_reverse_only"]
@@ -175,17 +172,13 @@ _FORMS: Mapping[str, Callable[[Any, Eqn], Attributes]] = {
         "shape": _shape(e.outvars[0]),
         "permutation": _ints(p["dimensions"] or ()) or None,  # a transpose before the reshape
     },
-    "broadcast_in_dim": lambda p, e: {
-        "shape": _ints(p["shape"]),
-        "axes": _unless_last(_ints(p["broadcast_dimensions"]), len(p["shape"])),
-    },
+    "broadcast_in_dim": _broadcast,
     "transpose": lambda p, e: {"permutation": _ints(p["permutation"])},
     "dot_general": lambda p, e: {} if _is_matmul(e) else {"subscripts": subscripts(e)},
     "conv_general_dilated": _convolved,
     **dict.fromkeys(("gather", "fft"), lambda p, e: {}),
     "slice": _sliced,
     "dynamic_slice": lambda p, e: {"sizes": _ints(p["slice_sizes"])},
-    "pad": _padded,
     "concatenate": lambda p, e: {"axis": p["dimension"]},
     "convert_element_type": lambda p, e: {"dtype": str(e.outvars[0].aval.dtype)},
     "sort": lambda p, e: {"axis": p["dimension"]},

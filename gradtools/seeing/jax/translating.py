@@ -65,13 +65,13 @@ def differentiated(
     run = lambda *leaves: [*map(jnp.asarray, program.run(list(leaves)))]
     moving = tuple(p.is_inexact for p in recorded.inputs)
     f = OpaqueFunction(program.backend, run, list, moving)
-    found = f.vjp(inexact, active, with_outputs=True).value(*inputs, *cotangents)
-    count, second = len(recorded.outputs), []
-    if directions:
-        both = [*active, *range(len(inputs), len(inputs) + len(cotangents))]
-        twice = f.vjp(inexact, active).vjp(range(len(active)), both)
-        second = twice.value(*inputs, *cotangents, *directions)
-    return found[:count], found[count:], second
+    once = f.vjp(inexact, active)
+    outputs, gradients = f.value(*inputs), once.value(*inputs, *cotangents)
+    if not directions:
+        return outputs, gradients, []
+    both = [*active, *range(len(inputs), len(inputs) + len(cotangents))]
+    twice = once.vjp(range(len(active)), both)
+    return outputs, gradients, twice.value(*inputs, *cotangents, *directions)
 
 
 def _needed(jaxpr: Any) -> list[Any]:
@@ -170,8 +170,6 @@ class _Translator:
         """The results of an equation by its words; None if the vocabulary has none."""
         places, exponents = operands.operands_of(eqn)
         xs = [*map(self.expr, entries)]
-        if eqn.primitive.name in ("optimization_barrier", "reduce_precision"):
-            return xs
         if eqn.primitive.name == "gather":
             result = self._gathered(eqn, *xs)
             return None if result is None else [result]

@@ -54,11 +54,6 @@ class AtenCall:
                 result += tensors_in(value)
         return [*_REORDERED[self.name](result)] if self.name in _REORDERED else result
 
-    def arguments(self) -> Iterator[tuple[str, Any]]:
-        """All arguments by name, with defaults filled in."""
-        for argument in self.schema:
-            yield argument.name, self.given.get(argument.name, argument.default_value)
-
     def written(self) -> Iterator[Tensor]:
         """The tensors that it writes to in place."""
         for argument, value in self.bound:

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -237,8 +236,8 @@ class _FormulaRecorder(Recorder[Expr]):
         if call.raw == "copy_" and view_of(call.args[0]) == view_of(call.args[1]):
             return call.run()  # the end of y[0] += 1
         given = [self.of(x) for x in tensors_in([call.args, call.kwargs])]
-        own = SimpleNamespace(**{key: self._valued(v) for key, v in call.arguments()})
-        operands, writes = self._valued(call.operands()), self.keep_written(call)
+        operands = [self.of(x) if isinstance(x, Tensor) else constant(x) for x in call.operands()]
+        writes = self.keep_written(call)
         out = call.run()
         made = [y for y in tensors_in(out) if not any(y is x for x in writes)]
         if any(y.layout is not torch.strided for y in made):
@@ -249,9 +248,8 @@ class _FormulaRecorder(Recorder[Expr]):
         if key in (*_DRAWS, *NO_DATA) or all(x.is_constant for x in given):
             values = [self.constant(y) for y in outs]
         elif key in READINGS:
-            values = READINGS[key](self, call, own)
+            values = READINGS[key](self, call, attributes, *operands)
         else:
-            operands = [x if isinstance(x, Expr) else constant(x) for x in operands]
             values = translated(name, operands, attributes, [*map(_like, outs)])
         if values is None and (made or not writes):
             out, values = self._in_parts(call, given, writes if made else []) or (out, None)
@@ -275,13 +273,16 @@ class _FormulaRecorder(Recorder[Expr]):
         if call.raw.startswith(_WHOLE):
             return None
         decomposed = private.decompositions().get(call.func, call.func.decompose)
+        before, self.unwritable = self.unwritable, False
         try:
             args = [None if any(x is y for y in left_out) else x for x in call.args]
             with Operations(self):
                 out = decomposed(*args, **call.kwargs)
         except Exception:  # the decomposition may refuse what the operation accepts
             return None
-        if out is NotImplemented:
+        finally:
+            unwritable, self.unwritable = self.unwritable, before
+        if out is NotImplemented or unwritable:
             return None
         results = [self.of(y) for y in tensors_in(out) if is_inexact(y)]
         return None if has_opaque_part(results, given) else (out, [])
@@ -321,12 +322,6 @@ class _FormulaRecorder(Recorder[Expr]):
         value = placeholder(name, *_like(x))
         self.leaves[value] = x
         return value
-
-    def _valued(self, x: Any) -> Any:
-        """An argument, with expressions in place of tensors."""
-        if isinstance(x, Tensor):
-            return self.of(x)
-        return [self._valued(v) for v in x] if isinstance(x, list | tuple) else x
 
     def met(self, x: Tensor) -> Expr:
         """The value of a tensor that f did not compute."""
@@ -408,50 +403,50 @@ _FUNCTIONS: dict[Any, Callable[..., tuple]] = {
 
 
 # --- aten operations whose meaning differs by more than the name
-# A reading takes the recorder, the call, and its arguments by aten's names as expressions.
+# A reading takes the recorder, the call, its attributes, and its operands as expressions.
 
 
-def _copied(recorder: _FormulaRecorder, call: AtenCall, own: Any) -> Values:
+def _copied(recorder: _FormulaRecorder, call: AtenCall, about: Any, *xs: Expr) -> Values:
     """The written value, broadcast to the array's shape."""
-    x = lifted(getattr(own, "src", getattr(own, "value", 0.0)))
-    return [algebra.broadcast(x, own.self.shape)]
+    return [algebra.broadcast(xs[1] if len(xs) > 1 else lifted(0.0), xs[0].shape)]
 
 
-def _remainder(recorder: _FormulaRecorder, call: AtenCall, own: Any) -> Values | None:
+def _remainder(
+    recorder: _FormulaRecorder, call: AtenCall, about: Any, x: Expr, other: Expr
+) -> Values | None:
     """The operand itself, if it is an index within bounds."""
-    n = constant_of(lifted(own.other))
-    if not isinstance(own.self, Expr) or own.self.is_inexact or n is None:
+    n = constant_of(other)
+    if x.is_inexact or n is None:
         return None
-    value = recorder.value_of(own.self)
-    return [from_the_end(own.self, int(n))] if ((value >= 0) & (value < n)).all() else None
+    value = recorder.value_of(x)
+    return [from_the_end(x, int(n))] if ((value >= 0) & (value < n)).all() else None
 
 
-def _var_mean(recorder: _FormulaRecorder, call: AtenCall, own: Any) -> Values:
-    keep, correction = getattr(own, "keepdim", False), getattr(own, "correction", None)
-    axes = [a % own.self.rank for a in own.dim or range(own.self.rank)]
-    correction = int(getattr(own, "unbiased", True)) if correction is None else correction
-    squares = WORDS["variance"](own.self, axes=axes, correction=correction, keep=keep)
-    return [squares, algebra.mean(own.self, axes, keep)]
+def _var_mean(recorder: _FormulaRecorder, call: AtenCall, about: Any, x: Expr) -> Values:
+    mean = algebra.mean(x, about.get("axes"), about.get("keep", False))
+    return [WORDS["variance"](x, **about), mean]
 
 
-def _nll(recorder: _FormulaRecorder, call: AtenCall, own: Any) -> Values | None:
+def _nll(
+    recorder: _FormulaRecorder, call: AtenCall, about: Any, x: Expr, target: Expr, *weight: Expr
+) -> Values | None:
     """-x[t] of each row; the class axis follows the batch axis."""
-    axis, target = 0 if own.self.rank == 1 else 1, own.target
-    if own.weight is not None or (recorder.value_of(target) == own.ignore_index).any():
+    axis = 0 if x.rank == 1 else 1
+    if weight or (recorder.value_of(target) == call.given["ignore_index"]).any():
         return None
     at = algebra.reshape(target, (*target.shape[:axis], 1, *target.shape[axis:]))
-    entries = take_along(own.self, at, axis=axis)
+    entries = take_along(x, at, axis=axis)
     if entries is None:
         return None
     losses = -algebra.reshape(entries, target.shape)
-    return [(losses, algebra.mean(losses), algebra.total(losses))[own.reduction], None]
+    return [(losses, algebra.mean(losses), algebra.total(losses))[call.given["reduction"]], None]
 
 
-READINGS: dict[str, Callable[[_FormulaRecorder, AtenCall, Any], Values | None]] = {
-    "log_sigmoid_forward": lambda recorder, call, own: [WORDS["log_sigmoid"](own.self), None],
+READINGS: dict[str, Callable[..., Values | None]] = {
+    "log_sigmoid_forward": lambda recorder, call, about, x: [WORDS["log_sigmoid"](x), None],
     # The mask that was drawn is a constant.
-    "native_dropout": lambda recorder, call, own: [
-        own.input * recorder.constant(call.outs[1] / (1 - own.p)),
+    "native_dropout": lambda recorder, call, about, x: [
+        x * recorder.constant(call.outs[1] / (1 - call.given["p"])),
         None,
     ],
     **dict.fromkeys(("copy", "fill", "zero"), _copied),

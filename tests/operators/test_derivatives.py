@@ -158,6 +158,8 @@ def test_the_jacobian_of_what_is_empty_is_empty(gt, backend_name, chunk_size):
     jacobian = gt.jacobian(lambda x: (x[:0] * 2, x * 2), mode="reverse", chunk_size=chunk_size)
     empty, full = lower(jacobian(x))
     assert empty.shape == (0, 3)
+    alone = gt.jacobian(lambda x: x[:0] * 2, mode="reverse", chunk_size=chunk_size)(x)
+    assert lower(alone).shape == (0, 3)
     close(full, 2 * np.eye(3), 0)
 
 

@@ -373,6 +373,9 @@ BAD: dict[str, Call] = {
     "assign_gradients of another tree": lambda gt, a: gt.assign_gradients(
         {"w": target(gt, a)}, a(V)
     ),
+    "assign_gradients of another length": lambda gt, a: gt.assign_gradients(
+        [target(gt, a), target(gt, a)], [a(V)]
+    ),
     "assign_gradients into integers": lambda gt, a: gt.assign_gradients([a(N)], [a(V)]),
     # --- models
     "make_functional of a number": lambda gt, a: gt.make_functional(3),

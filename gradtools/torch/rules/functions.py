@@ -19,15 +19,7 @@ from gradtools.boundary import trimmed
 from gradtools.rules import JvpRule, Linearized, Rule, batched, closed_over_error
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import real_tensors_too
-from gradtools.torch.functorch_wrappers import (
-    alive,
-    filled,
-    is_inexact,
-    is_wrapped,
-    like,
-    may_be_dual,
-    unwrapped,
-)
+from gradtools.torch.functorch_wrappers import alive, filled, like, may_be_dual, unwrapped
 from gradtools.torch.modes import batchings, by_new_vmap
 from gradtools.torch.operation_marks import RULE
 from gradtools.torch.rules.transposing import (
@@ -101,7 +93,9 @@ class Application:
             repeated.
         """
         self.count, self.linearized, out = len(at.ys), at.without_arrays(), [*at.ys, *at.extras]
-        if self.rule.contract is not None and any(y.requires_grad or is_wrapped(y) for y in out):
+        if self.rule.contract is not None and any(
+            y.requires_grad or upstream.is_wrapped(y) for y in out
+        ):
             raise closed_over_error(self.rule.name)
         # f for the value, the forward rule for a tangent: both draw the same numbers.
         repeats = isinstance(self.rule, JvpRule) or at.extras or at.opaque_residuals
@@ -129,6 +123,14 @@ def apart(xs: Sequence[Tensor]) -> Sequence[Tensor]:
     return [x if first[id(x)] == i else x.view_as(x) for i, x in enumerate(xs)]
 
 
+def apply_at(point: Application, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
+    """The outputs and extras of an application, with their node."""
+    inside = upstream.peek_interpreter_stack() is not None or any(map(upstream.is_wrapped, xs))
+    # Outside of torch.func as `attach`; looked up here, since recordings patch it.
+    kind: Any = RuleFunction if inside else super(torch.autograd.Function, RuleFunction)
+    return kind.apply(point, *apart(xs))
+
+
 class RuleFunction(torch.autograd.Function):
     """One application of a rule, in every mode."""
 
@@ -147,7 +149,7 @@ class RuleFunction(torch.autograd.Function):
         ctx.set_materialize_grads(point.materializes)
         ctx.save_for_backward(*map(everything.__getitem__, point.pulling))
         ctx.save_for_forward(*map(everything.__getitem__, point.pushing))
-        ctx.mark_non_differentiable(*[y for y in outputs if not is_inexact(y)])
+        ctx.mark_non_differentiable(*[y for y in outputs if like(y) is None])
 
     @staticmethod
     def backward(ctx: Any, *cts: Any) -> Any:
@@ -181,14 +183,14 @@ class RuleFunction(torch.autograd.Function):
             point.linearized = one.linearized_from(xs, [])
         if isinstance(one, BatchedRule):
             rule, xs, axes_of = one.batching_rule(info.batch_size, in_dims, xs, info.randomness)
-            out = RuleFunction.apply(Application(rule), *apart(xs))
+            out = apply_at(Application(rule), xs)
             point.count = len(out)
             return tuple(out), axes_of(out)
         axes = tuple([None if d is None else 0 for d in in_dims])
         front = [x if d is None else x.movedim(d, 0) for x, d in zip(xs, in_dims, strict=True)]
         rule = batched(one, _Lists(info.randomness == "same"), axes, None, info.batch_size)
         batch = Application(rule, perturbed=point.perturbed)
-        out = RuleFunction.apply(batch, *apart(front))
+        out = apply_at(batch, front)
         point.count, point.randomness = batch.count, batch.randomness
         if one.linearize is not None:
             assert batch.linearized is not None

@@ -20,7 +20,7 @@ from gradtools.torch.functorch_wrappers import is_dual, is_inexact, is_wrapped, 
 from gradtools.torch.hooks import edit_application
 from gradtools.torch.operation_marks import note_edit, pushing_in_trace
 from gradtools.torch.rules.checking import closes_over_tracked
-from gradtools.torch.rules.functions import Application, BatchedRule, RuleFunction, apart, attach
+from gradtools.torch.rules.functions import Application, BatchedRule, apart, apply_at, attach
 from gradtools.torch.rules.transposing import in_eager, in_own_transpose
 
 Tensor = torch.Tensor
@@ -83,7 +83,7 @@ def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
     point = Application(rule)
     if "cotangent" in rule.symbolic_zeros and in_eager():
         point.perturbed = tuple([is_inexact(x) and (x.requires_grad or is_dual(x)) for x in xs])
-    return RuleFunction.apply(point, *apart(xs))[: point.count]
+    return apply_at(point, xs)[: point.count]
 
 
 def _undifferentiated(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:

@@ -331,8 +331,7 @@ class Calls:
         xs = tuple([x for x in leaves if isinstance(x, Tensor)])
         others = tuple([ARRAY if isinstance(x, Tensor) else x for x in leaves])
         constants = (*statics, *others)
-        hashable = _CONSTANTS.issuperset(map(type, constants))
-        plain = hashable and _PLAIN.issuperset(map(type, xs))
+        plain = _CONSTANTS.issuperset(map(type, constants)) and _PLAIN.issuperset(map(type, xs))
         return xs if plain else (), (treedef, statics, others, type_key(constants))
 
     def _signature(self, key: Any, args: tuple[Any, ...], structure: Any) -> Signature:

@@ -271,10 +271,8 @@ def transposed(
         outs = run(*[v.requires_grad_() for v in vs])
     finally:
         upstream.set_grad_enabled(graphs)
-    pairs = list[Any]()
-    for y, v in zip(outs, values, strict=True):
-        if y is not None and v is not None and y.requires_grad:
-            pairs.append((y, v))
+    both = zip(outs, values, strict=True)
+    pairs = [(y, v) for y, v in both if y is not None and v is not None and y.requires_grad]
     if not pairs:
         return [None] * len(likes)
     ys, given = zip(*pairs, strict=True)

@@ -71,8 +71,12 @@ class Blaming:
         )
         a, b = max(product(ours, theirs), key=_likeness)
         last = self._last_common(a, b)
-        casts = lambda s: 0 < max((p.accuracy for p in s.parents), default=0) < s.accuracy
-        is_coarser = any(casts(s) for region in regions for s in region)
+        coarsest = lambda steps: max((s.accuracy for s in steps), default=0.0)
+        before = [[p for s in region for p in common_operands(s)] for region in regions]
+        is_coarser = any(
+            coarsest(region) > coarsest(known)
+            for region, known in zip(regions, before, strict=True)
+        )
         agree = (aligned(x.value, y.value, max(x.accuracy, y.accuracy)) for x, y in ends)
         if is_coarser and all(agree):
             first, second = (_PRECISIONS.get(end.accuracy, "less") for end in ends[0])

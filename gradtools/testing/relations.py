@@ -287,7 +287,11 @@ def expression_cause(
     if _is_exchange(ours, theirs):
         return "exchanged operands: gates, heads, or channels in another order"
     alike = [(e, f) for e, f in itertools.product(ours, theirs) if e.head == f.head]
-    ends, begun = (itertools.product(first[k], second[k]) for k in (-1, 0))
+    last = lambda side: next((step for step in reversed(side) if step), ())
+    ends, begun = (
+        itertools.product(last(first), last(second)),
+        itertools.product(first[0], second[0]),
+    )
     same_letters = lambda pair: pair[0].letters != pair[1].letters
     for e, f in (*alike, *sorted(ends, key=same_letters), *sorted(begun, key=same_letters)):
         if not any(e.same(x) for x in theirs) and not any(f.same(x) for x in ours):

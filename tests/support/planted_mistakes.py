@@ -109,7 +109,7 @@ _TABLE = {  # by port: the side, the old text, the new one, the cause, the lines
         ("jax", "jnp.tanh(c)", "c", "tanh(x) in torch, x * y in jax"),
     ],
     "vae": [
-        ("jax", "jnp.exp(0.5 * v)", "jnp.exp(v)", "0.5 x in torch, y * z in jax"),
+        ("jax", "jnp.exp(0.5 * v)", "jnp.exp(v)", "z ** 0.5 in torch, y * z in jax"),
         ("jax", "[z, m]", "[m, z]", "permuted blocks of axis 1"),
         ("torch", "kl.sum(-1).mean()", "kl.mean()", "constant factor 0.5"),
         ("jax", "0.1 * kl", "0.2 * kl", "constant factor 0.5"),

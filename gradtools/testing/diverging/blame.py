@@ -71,19 +71,22 @@ class Blaming:
         )
         a, b = max(product(ours, theirs), key=_likeness)
         last = self._last_common(a, b)
-        casts = lambda s: 0 < max((p.accuracy for p in s.parents), default=0) < s.accuracy
-        is_coarser = any(casts(s) for region in regions for s in region)
+        coarsest = lambda steps: max((s.accuracy for s in steps), default=0.0)
+        before = [[p for s in region for p in common_operands(s)] for region in regions]
+        is_coarser = any(
+            coarsest(region) > coarsest(known)
+            for region, known in zip(regions, before, strict=True)
+        )
         agree = (aligned(x.value, y.value, max(x.accuracy, y.accuracy)) for x, y in ends)
         if is_coarser and all(agree):
             first, second = (_PRECISIONS.get(end.accuracy, "less") for end in ends[0])
             words = f"{first} in torch and {second} in jax from here on"
             return Blame(a, b, last, f"{words}; the outputs agree to the coarser precision")
-        lines = [
-            [s, *(t for t in run.steps if t is not s and (t in region or t.place is s.place))]
-            for s, run, region in zip((a, b), (self.torch, self.jax), regions, strict=True)
-        ]
-        lines = [[t for t in line if t.site == line[0].site][:_LONGEST] for line in lines]
-        return Blame(a, b, last, self._relation(*lines))
+        ours, theirs = (
+            [s, *(t for t in region if t.site == s.site and t is not s)][:_LONGEST]
+            for s, region in zip((a, b), regions, strict=True)
+        )
+        return Blame(a, b, last, self._relation(ours, theirs))
 
     def _last_common(self, a: Step, b: Step) -> tuple[Step, Step] | None:
         """The last pair of equal values that both steps are made from."""
@@ -104,9 +107,10 @@ class Blaming:
             return found
         if how := _simple(a, b) or found or _simple(ours[-1], theirs[-1]):
             return how
+        fused = [s for s in self.torch.steps if s.place is a.place]
         for x in theirs:  # a fused operation of PyTorch is a function of a value in JAX's line
             first, second = (
-                [with_constant(s.value, x.value) for s in line] for line in (ours, theirs)
+                [with_constant(s.value, x.value) for s in steps] for steps in (fused, theirs)
             )
             if found := expression_cause(first, second):
                 return found

@@ -12,7 +12,7 @@ from functools import partial
 import jax
 import jax.numpy as jnp
 import numpy as np
-import optax  # noqa: F401 (rows of the table name it)
+import optax
 import pytest
 from flax import linen, nnx
 
@@ -217,6 +217,11 @@ def lines(f, *args, section=1, **options):
 )
 def test_labels_are_read_as_one_hot_factors(pick):
     loss = lambda z, y: -pick(nn.log_softmax(z), y).mean()
+    assert lines(loss, real(3, 4), np.array([0, 3, 1])) == ["z̄ = L̄ (softmaxⱼ(z) - onehot(y)) / 3"]
+
+
+def test_the_loss_of_optax_is_read_as_softmax_cross_entropy():
+    loss = lambda z, y: optax.softmax_cross_entropy_with_integer_labels(z, y).mean()
     assert lines(loss, real(3, 4), np.array([0, 3, 1])) == ["z̄ = L̄ (softmaxⱼ(z) - onehot(y)) / 3"]
 
 

@@ -202,6 +202,8 @@ PROGRAMS = [
     lambda x: gt.checkpoint(lambda z: z.sin().exp())(x),
     lambda x: F.dropout(x, 0.5) * x + torch.randn(4) * x,
     lambda x: torch.ops.aten.native_dropout(x, 0.5, True)[0] * x,
+    lambda x: F.rrelu(x, training=True) * F.rrelu_(2 * x, training=True),
+    lambda x: torch.fill(x, True) * x,
 ]
 
 

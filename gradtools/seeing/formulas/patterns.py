@@ -9,7 +9,7 @@ written and differentiated::
     mean |x - mean x|^2,  E x^2 - (E x)^2   variance(x)
     (x - mean x) / sqrt(variance + eps)     standardize(x)
     sqrt(sum |x|^2), and one over it        norm(x)
-    relu(variance(x))                       variance(x)
+    relu(variance(x)), |sum exp(x)|         the argument, which is not negative
 """
 
 from __future__ import annotations
@@ -190,7 +190,21 @@ def _norm(x: Expr) -> Expr | None:
     return reduced("norm", *squares) ** (2 * x["exponent"]) if squares else None
 
 
+def _modulus(x: Expr) -> Expr | None:
+    """|z| of sums and products of exponentials, which JAX's logsumexp computes."""
+    return x.args[0] if _is_positive(x.args[0]) else None
+
+
+def _is_positive(x: Expr) -> bool:
+    """Whether x is real and consists of sums and products of exponentials."""
+    if x.is_complex or x.op == "exp":
+        return not x.is_complex
+    scaled = x.op == "add" or (x.op == "einsum" and bool(x.args) and x["coefficient"] > 0)
+    return scaled and all(map(_is_positive, x.args))
+
+
 _PATTERNS: dict[str, tuple[Callable[[Expr], Expr | None], ...]] = {
+    "abs": (_modulus,),
     "relu": (lambda x: x.args[0] if x.args[0].op == "var" else None,),
     "log": (_logsumexp, _of_exponential),
     "einsum": (_softmax, _variance, _standardize),

@@ -25,7 +25,7 @@ from gradtools.rules import replaced_at
 from gradtools.seeing.formulas.algebra import reshape
 from gradtools.seeing.formulas.expressions import Expr, evaluate, kind_of, order, placeholder
 from gradtools.seeing.formulas.opaque import OpaqueFunction, by_name
-from gradtools.seeing.formulas.operations import picked, take_along
+from gradtools.seeing.formulas.operations import picked, sliced, take_along
 from gradtools.seeing.formulas.reverse_mode import Recorded
 from gradtools.seeing.formulas.words import constant, fitted, has_opaque_part, translated
 from gradtools.seeing.graphs.program import LeafProgram
@@ -178,12 +178,21 @@ class _Translator:
         return translated(operands.name_of(eqn), xs, attributes, likes)
 
     def _gathered(self, eqn: Any, x: Expr, indices: Expr) -> Expr | None:
-        """A gather of one entry of each row; None for any other."""
-        if indices.is_constant or not indices.rank:
+        """A gather of one slice, or of one entry of each row; None for any other."""
+        if not indices.rank:
             return None
         d, known = eqn.params["dimension_numbers"], self.value_of(indices)
-        axes = tuple(d.start_index_map)
-        limits = np.array([x.shape[a] - eqn.params["slice_sizes"][a] for a in axes])
+        axes, sizes = tuple(d.start_index_map), eqn.params["slice_sizes"]
+        if indices.is_constant:
+            if indices.rank > 1:
+                return None
+            at = dict(zip(axes, map(int, known), strict=True))
+            bounds = [(at.get(a, 0), at.get(a, 0) + n) for a, n in enumerate(sizes)]
+            if any(a < 0 or b > n for (a, b), n in zip(bounds, x.shape, strict=True)):
+                return None
+            start, limit = zip(*bounds, strict=True)
+            return reshape(sliced(x, start=start, limit=limit), eqn.outvars[0].aval.shape)
+        limits = np.array([x.shape[a] - sizes[a] for a in axes])
         if d.offset_dims or not bool(np.all((known >= 0) & (known <= limits))):
             return None
         batched = tuple(d.operand_batching_dims)

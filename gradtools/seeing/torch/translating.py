@@ -7,7 +7,8 @@ these are in the vocabulary. Otherwise it becomes an opaque operation with its n
 computes and differentiates; so does a torch.autograd.Function.
 
 An in-place operation gives the tensor a new value. A program that reads a tensor after another view
-of its memory was written, or makes sparse tensors, is written by its own name.
+of its memory was written, makes sparse tensors, or draws random numbers inside of an opaque
+operation, is written by its own name.
 """
 
 from __future__ import annotations
@@ -254,6 +255,8 @@ class _FormulaRecorder(Recorder[Expr]):
         if values is None and (made or not writes):
             out, values = self._in_parts(call, given, writes if made else []) or (out, None)
         if values is None:
+            if torch.Tag.nondeterministic_seeded in call.func.tags:
+                self.unwritable = True  # a later call would draw other numbers
             if call.func.namespace == "gradtools" and self.rules:
                 name = self.rules[-1][0]
             name = name.removeprefix("linalg_")
@@ -408,7 +411,8 @@ _FUNCTIONS: dict[Any, Callable[..., tuple]] = {
 
 def _copied(recorder: _FormulaRecorder, call: AtenCall, about: Any, *xs: Expr) -> Values:
     """The written value, broadcast to the array's shape."""
-    return [algebra.broadcast(xs[1] if len(xs) > 1 else lifted(0.0), xs[0].shape)]
+    value = xs[1] if len(xs) > 1 else lifted(call.given.get("value", 0.0))
+    return [algebra.broadcast(value, xs[0].shape)]
 
 
 def _remainder(

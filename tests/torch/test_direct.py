@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -56,6 +57,23 @@ def test_a_reverse_rule_that_is_not_linear_is_refused_in_forward_mode_at_each_sh
     for _ in range(3):
         with pytest.raises(GradtoolsError, match="not linear in its cotangents"):
             pushed(f, x[:3], x[:3])
+
+
+def test_a_forward_rule_of_another_dtype_is_refused_in_forward_mode_alone():
+    f = gt.custom_rule(lambda x: 2 * x)
+    f.defjvp(lambda p, t: ((2 * p[0]).float(), (2 * t[0]).float()))
+    with pytest.raises(GradtoolsError, match="the forward rule returned"):
+        pushed(f, numbers(), numbers())
+
+
+def test_a_captured_dual_number_is_refused_in_forward_mode_alone():
+    x, held = numbers(), SimpleNamespace()
+    f = gt.custom_rule(lambda x: x * held.w)
+    f.defjvp(lambda p, t: (p[0] * held.w, t[0] * held.w))
+    with forward_ad.dual_level():
+        held.w = forward_ad.make_dual(x, x)
+        with pytest.raises(GradtoolsError, match="closes over an array"):
+            f(forward_ad.make_dual(x, x))
 
 
 # --- how many calls it takes ---------------------------------------------------------------

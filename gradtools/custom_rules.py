@@ -321,12 +321,16 @@ class CustomRule:
             treedef = self._backend.treedef_of_static(structure)
             result = self._specializations[key] = Specialization(self, statics, treedef, others)
             self._by_key[result.key] = result
-            kind, functions = self._backend.array_type or str, _functions_in(statics)
-            if next(captured_objects(functions, self._backend.is_traced, kind), None) is not None:
-                self._transient[result.key] = key  # a cached tracer would leak
+            if self._is_transient(statics):
+                self._transient[result.key] = key
             if len(self._specializations) > _MOST_SPECIALIZATIONS:
                 del self._by_key[self._specializations.popitem(last=False)[1].key]
         return result
+
+    def _is_transient(self, statics: tuple[Any, ...]) -> bool:
+        """Whether a specialization serves one call, for a cached tracer would leak."""
+        kind, functions = self._backend.array_type or str, _functions_in(statics)
+        return next(captured_objects(functions, self._backend.is_traced, kind), None) is not None
 
     def _arrays_in(self, tree: Any) -> list[Any]:
         backend = self._backend

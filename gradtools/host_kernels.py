@@ -23,6 +23,7 @@ from gradtools.arguments.checks import check_function
 from gradtools.arguments.wording import in_words, name_of, with_article
 from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError
+from gradtools.integrations.containers import whole
 from gradtools.rules import ARRAY, KEYS, refilled
 
 T = TypeVar("T")
@@ -37,6 +38,7 @@ _SCALARS = {"b": bool, "i": int, "u": int, "f": float, "c": complex}
 _FRAMEWORKS = {"torch": "torch.Tensor", "jax": "jax.Array", "jaxlib": "jax.Array"}
 
 
+@whole
 @dataclass(frozen=True)
 class ArraySpec:
     """What an array looks like: its shape, and its dtype by name.
@@ -127,14 +129,10 @@ class Kernel:
     def __repr__(self) -> str:
         return f"<host kernel {self.name}>"
 
-    def called(self, args: Sequence[Any]) -> Any:
-        """`fun(*args)`, with a note on the error of writing to an argument."""
-        try:
-            return self.fun(*args)
-        except ValueError as error:
-            if "read-only" in str(error):  # NumPy's words
-                error.add_note(f"host function {self.name!r}: its arrays are read-only; copy them.")
-            raise
+    def note(self, error: ValueError) -> None:
+        """Adds a note to NumPy's error for writing to an argument."""
+        if "read-only" in str(error):
+            error.add_note(f"host function {self.name!r}: its arrays are read-only; copy them.")
 
     def bind(self, backend: Any, args: Sequence[Any]) -> tuple[KernelCall, list[Any]]:
         """The kernel's call with arguments like these, and the arrays among them, in order.
@@ -331,7 +329,11 @@ class KernelCall:
         return [np.array(y, dtype, order="C") for y, (_, dtype) in pairs]
 
     def _called(self, xs: Sequence[np.ndarray]) -> Any:
-        return self.kernel.called(xs if self.flat else self._arguments(xs))
+        try:
+            return self.kernel.fun(*xs) if self.flat else self.kernel.fun(*self._arguments(xs))
+        except ValueError as error:
+            self.kernel.note(error)
+            raise
 
     def _checked(self, tree: Any, expected: Results, batch: Shape = ()) -> list[Any]:
         """The kernel's results as a flat list, checked against the expected specs."""

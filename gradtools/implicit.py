@@ -91,10 +91,11 @@ class Implicit(Operators):
 class _Form:
     """F, and the structure, shapes and dtypes of z; x is z as one vector of real numbers."""
 
-    F: Callable[..., Any]
+    F: Callable[..., Any]  # of the captured arrays and its own arguments
     treedef: Any
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
+    captures: bool = False
 
     @property
     def dtype(self) -> str:
@@ -106,6 +107,10 @@ class _Closed(CustomRule):
 
     def _user_functions(self, specialized: Any) -> tuple[Any, ...]:
         return ()
+
+    def _is_transient(self, statics: tuple[Any, ...]) -> bool:
+        form: _Form = statics[0]
+        return form.captures
 
 
 class _Solution:
@@ -120,6 +125,7 @@ class _Solution:
         self.backend, self.F, self.solve = backend, F, solve
         self.linear_solve, self.has_aux = linear_solve, has_aux
         self.derivatives = Derivatives(backend)
+        self.plain = lambda captured, *args, **kwargs: F(*args, **kwargs)
         self.root = _Closed(backend, _root, "form")
         self.root.defvjp(self._root_fwd, self._root_bwd)
         self.root.defjvp(self._root_jvp)
@@ -154,10 +160,11 @@ class _Solution:
                     "expected a floating or complex array."
                 )
         shapes = tuple([tuple(x.shape) for x in leaves])
-        form = _Form(self.F, treedef, shapes, tuple([backend.dtype_name(x) for x in leaves]))
+        form = _Form(self.plain, treedef, shapes, tuple([backend.dtype_name(x) for x in leaves]))
         x = backend.stop_gradient(self._vector(form, leaves))
         F, captured = backend.closure_converted(self.F, self._tree(form, x), *args, **kwargs)
-        form, p = replace(form, F=F), (captured, args, kwargs)
+        form = replace(form, F=F, captures=True) if captured else form
+        p = captured, args, kwargs
         size, there = xp.abs(x), self._F(form, x, p)
         mean = xp.mean(size)
         moved = x + 0.01 * (size + xp.where(mean > 0, mean, xp.ones_like(mean)))

@@ -16,9 +16,11 @@ from collections import UserDict
 from collections.abc import Callable, Sequence
 from copy import copy
 from dataclasses import dataclass, field, fields, is_dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from gradtools.foreign_arrays import foreign_class, is_foreign, refuse_foreign
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -173,6 +175,12 @@ class _Kinds(dict[type, bool]):
 
 
 _KINDS = _Kinds()
+
+
+def whole(cls: type[T]) -> type[T]:
+    """A class decorator: instances are leaves, even if they contain arrays."""
+    _KINDS[cls] = False
+    return cls
 
 
 def _parts(x: Any) -> dict[Any, Any] | None:

@@ -58,6 +58,9 @@ class Replaced(TorchFunctionMode):
     of: The tensors that are replaced already, by an outer context.
     """
 
+    _before: Replaced | None = None
+    _graph, _within = True, 0  # grad mode as f set it, and its contexts in a Function's forward
+
     def __init__(self, captured: Sequence[Tensor], others: Sequence[Tensor], of: Any = ()) -> None:
         super().__init__()
         pairs = [*zip(captured, others, strict=True)]
@@ -66,8 +69,17 @@ class Replaced(TorchFunctionMode):
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if fun is upstream.set_grad_enabled:
-            self._graph = args[0]
+            self._note_grad_mode(args[0])
         return fun(*self._entered(args), **self._entered(kwargs or {}))
+
+    def _note_grad_mode(self, on: bool) -> None:
+        """Notes that f sets grad mode; not in a Function's forward, which restores it itself."""
+        if torch.is_grad_enabled() != self._graph:
+            self._within += 1
+        elif self._within and on != self._graph:
+            self._within -= 1
+        else:
+            self._graph = on
 
     def _entered(self, tree: Any) -> Any:
         return upstream.tree_map_only(Tensor, self.other, tree)
@@ -86,7 +98,7 @@ class Replaced(TorchFunctionMode):
 
     def __enter__(self) -> Self:
         self._before, _thread.mode = _thread.mode, self
-        self._graph = torch.is_grad_enabled()
+        self._graph, self._within = torch.is_grad_enabled(), 0
         return super().__enter__()
 
     def __exit__(self, *error: Any) -> None:

@@ -94,7 +94,11 @@ class KernelCalls:
                 pairs = zip(ys, expected.specs, strict=True)
                 ys = [y.to(getattr(torch, s.dtype)) for y, s in pairs]
             return ys[0] if expected.alone else call.trees.unflatten(expected.treedef, ys)
-        y = self.kernel.called(arrays)
+        try:
+            y = self.kernel.fun(*arrays)
+        except ValueError as error:
+            self.kernel.note(error)
+            raise
         first = arrays[0]
         if type(y) is _ARRAY and y.dtype is first.dtype and y.shape == first.shape:
             keeps = keeps or not y.flags.c_contiguous

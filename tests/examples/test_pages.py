@@ -76,7 +76,7 @@ def test_every_package_that_a_block_imports_is_in_an_extra():
 
 def test_readme_and_tour_have_blocks_of_both_kinds():
     kinds = [block.picks_a_backend for block in blocks([README, TOUR])]
-    assert kinds.count(True) >= 2 and kinds.count(False) >= 7
+    assert kinds.count(True) >= 1 and kinds.count(False) >= 7
 
 
 def test_a_block_that_fails_is_seen():

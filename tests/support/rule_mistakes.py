@@ -143,7 +143,7 @@ def _(gt):
     return vjp(gt, f, fwd, lambda x, c: (c / (1 + gt.xp.exp(-x)),)), (X,)
 
 
-@mistake("fwd in another dtype", "fwd", "dtype")
+@mistake("fwd in another dtype", "fwd returned float32")
 def _(gt):
     low = lambda x: gt._api._backend.cast(x, "float32")
     fwd = lambda x: (low(x * 0 + 1), x)
@@ -174,12 +174,12 @@ mistake("a residual that is detached", "residual [0]", "argument 0", "second")(
 mistake("a residual read from outside", "residual", "second", only="torch")(
     by_bwd(sin, _by_cos, X, res=lambda gt, x: gt.asarray(np.cos(gt.to_numpy(x))))
 )
-mistake("the forward rule takes a primal as a constant", "jvp's tangent of output", "second")(
+mistake("the forward rule takes a primal as a constant", "jvp is right at first order", "second")(
     by_jvp(sin, lambda gt, p, t: gt.xp.cos(gt.stop_gradient(p[0])) * t[0], X)
 )
 
 
-@mistake("bwd takes a residual as a constant", "bwd's cotangent of argument 0", "second")
+@mistake("bwd takes a residual as a constant", "bwd is right at first order", "argument 0")
 def _(gt):
     bwd = lambda xp, r, c: (3 * gt.stop_gradient(r[0]) ** 2 * c,)
     return by_bwd(lambda xp, x: x**3, bwd, X)(gt)
@@ -245,7 +245,7 @@ def _(gt):
     return vjp(gt, lambda x: x**2, fwd, lambda r, c: (r * c,)), (X,)
 
 
-@mistake("what the last call left behind", "bwd", "argument 0", "another call of fwd", only="torch")
+@mistake("what the last call left behind", "bwd", "array 0", "another call of fwd", only="torch")
 def _(gt):
     last = {}
     f = lambda x: x**2

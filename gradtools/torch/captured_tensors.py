@@ -127,10 +127,9 @@ class Captured(Replaced):
         self._level = level
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs, level = kwargs or {}, upstream.peek_interpreter_stack()
-        if level is None or level.level() < self._level:  # beneath, in a node of another program
-            return fun(*args, **kwargs)
-        if fun is torch.autograd.grad:  # of torch.func, which identifies its own wrappers
+        kwargs = kwargs or {}
+        # That of torch.func identifies its own wrappers.
+        if self._is_beneath() or fun is torch.autograd.grad:
             return fun(*args, **kwargs)
         if fun.__name__ == "__get__":  # of a property such as shape, or T
             result = fun(*args, **kwargs)
@@ -140,7 +139,13 @@ class Captured(Replaced):
         return fun(*enter(args), **enter(kwargs))
 
     def other(self, x: Tensor) -> Tensor:
-        return self._entered_level(super().other(x))
+        x = super().other(x)
+        return x if self._is_beneath() else self._entered_level(x)
+
+    def _is_beneath(self) -> bool:
+        """Whether a node of another program runs, below f's level."""
+        level = upstream.peek_interpreter_stack()
+        return level is None or level.level() < self._level
 
     def _entered_level(self, x: Tensor) -> Tensor:
         entry = self.found.get(id(x))

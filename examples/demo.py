@@ -28,7 +28,7 @@ from typing import Any
 
 import numpy as np
 
-STEPS, QUICK_STEPS, LOOK_EVERY = 1000, 100, 50  # accuracy is looked at every 50 steps
+STEPS, QUICK_STEPS, LOOK_EVERY = 1000, 100, 50  # accuracy is measured every 50 steps
 BATCH, RATE, MOMENTUM, MAX_SCALE = 64, 0.1, 0.5, 0.3
 WIDTHS = ((64, 128), (128, 64), (64, 10), (64, 32), (32, 1))  # a dense layer each
 FEATURES, LABELS, DOMAIN = slice(4), slice(4, 6), slice(6, 10)  # their matrices and biases
@@ -144,7 +144,7 @@ class FrameworkRun:
         return 100 * float(np.mean(scores.argmax(1) == domains.held_out_labels))
 
     def evaluations(self) -> Counter[str]:
-        """How often the cost ran since the start, by the way in which gradients were taken."""
+        """The number of evaluations of the cost so far, for each way to take gradients."""
         if self.name == "jax":
             import_module("jax").effects_barrier()
         return self._evaluations
@@ -219,7 +219,7 @@ class FrameworkRun:
 
 @dataclass
 class Training:
-    """What was seen of one training of every side, with or without reversal."""
+    """The record of one training run of every side, with or without reversal."""
 
     seed: int
     reverses: bool
@@ -232,7 +232,7 @@ class Training:
     def compare(
         self, results: Sequence[tuple[float, list[Array]]], plain: Sequence[list[Array]]
     ) -> None:
-        """Notes how far the first side's step is from the last's, and each from the plain way."""
+        """Records how far the two sides' steps differ, and each from the plain way."""
         (first_loss, first), (last_loss, last) = results[0], results[-1]
         self.losses.append(abs(first_loss - last_loss) / abs(last_loss))
         self.gradients.append(relative_difference(first, last))
@@ -331,7 +331,7 @@ def draw(trainings: Sequence[Training], backends: Sequence[str], out: Path) -> P
     from matplotlib.figure import Figure
 
     figure = Figure(layout="constrained")
-    FigureCanvasAgg(figure)  # no window, whatever the user's settings
+    FigureCanvasAgg(figure)  # draws without a window, whatever the user's settings
     axes: Any = figure.subplots()
     for reverses, label, colour in ((False, "without", "#b8542c"), (True, "with", "#22688c")):
         chosen = np.array([t.accuracy for t in trainings if t.reverses is reverses])

@@ -84,7 +84,7 @@ def slope_norms(gt, slopes, w, x):
 
 
 def no_help(gt, backend):
-    """What a penalty's gradient needs around a critic of 16 layers, plainly and through frozen."""
+    """The memory of a penalty's gradient around 16 layers, plainly and through frozen."""
     w, x = network(gt, 2, *[64] * 15, 1), gt.asarray(draws(0)["real"])
 
     def gradient_of_penalty(critic):

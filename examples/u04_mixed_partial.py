@@ -71,7 +71,7 @@ def section_by_hand(gt):
 
 
 def the_wrong_way(gt, f, G, y, z):
-    """To save memory, someone computes G(z) without a graph and then asks for d/dz."""
+    """Computes G(z) without a graph to save memory, and then d/dz, which fails."""
     try:
         gt.grad(lambda z: f(y, gt.stop_gradient(G(z))))(z)
         claim("the obvious two steps are refused", False)

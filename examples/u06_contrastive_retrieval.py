@@ -2,10 +2,10 @@
 
 A query is the signature of a function of the standard library; its document is the first paragraph
 of the docstring, without the function's name. The loss (symmetric InfoNCE with a learned
-temperature) compares every query of the batch with every document, so it is no sum over examples.
-`chunked` runs MiniLM, unchanged and with dropout, once for each of the two towers. In PyTorch it is
-sentence-transformers' own module, in JAX the same network in flax. All layers are trained except
-the embeddings.
+temperature) compares every query of the batch with every document, so it is not a sum over
+examples. `chunked` runs MiniLM, unchanged and with dropout, once for each of the two towers. In
+PyTorch it is sentence-transformers' own module, in JAX the same network in flax. All layers are
+trained except the embeddings.
 
 With --quick there are fewer pairs and steps.
 """

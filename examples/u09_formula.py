@@ -69,7 +69,7 @@ def tutorial(gt, backend):
 
 
 def drawn(gt, backend, name, f, x):
-    """The picture of a custom rule: what it keeps for backward, and for backward of that."""
+    """The picture of a custom rule with the values that it keeps for both backward passes."""
     for order in (1, 2):
         graph = gt.gradient_graph(f, x, order=order)
         saved = {edge.value: edge.bytes for edge in graph.edges if edge.saved}

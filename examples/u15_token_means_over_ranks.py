@@ -43,7 +43,7 @@ def of_one_rank(gt, x, there, everywhere):
 
 
 def in_process(rank, folder):
-    """What this rank of two processes found."""
+    """The results of this rank of two processes."""
     import torch.distributed as dist
 
     import gradtools.torch as gt
@@ -61,7 +61,7 @@ def in_process(rank, folder):
 
 
 def of_all_ranks(gt, backend):
-    """What each rank found."""
+    """The results of each rank."""
     if backend == "jax":
         of_rank = lambda x, there: gt.xp.stack(of_one_rank(gt, x, there, {"axis_name": "rank"}))
         import jax

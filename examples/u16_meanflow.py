@@ -96,7 +96,7 @@ def swish(xp, x):
 
 
 def digits():
-    """Images of 64 pixels in [-1, 1], and what they show."""
+    """Images of 64 pixels in [-1, 1], and their labels."""
     data = load_digits()
     return data.images.reshape(-1, PIXELS) / 8 - 1, data.target
 

@@ -92,7 +92,7 @@ def show(gt, backend):
 
 
 def repeated(step, count, backend):
-    """The step, so many times; in JAX in a loop, or the compiler shares what is computed again."""
+    """Repeats the step; in JAX in a loop, or the compiler shares the recomputed values."""
 
     def run(layers, *args):
         if backend == "torch":

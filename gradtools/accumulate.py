@@ -57,7 +57,7 @@ class Accumulation(Operators):
             An empty `GradientAccumulator`.
 
         Raises:
-            GradtoolsError: dtype is no floating precision.
+            GradtoolsError: dtype is not a floating precision.
 
         Example:
             >>> chunks = gt.GradientAccumulator()
@@ -94,7 +94,7 @@ class Accumulation(Operators):
 
         Raises:
             GradtoolsError: A structure, shape, dtype or device that does not match, named by its
-                leaf path; in PyTorch also a target that is no leaf or does not require grad.
+                leaf path; in PyTorch also a target that is not a leaf or does not require grad.
 
         Example:
             >>> def f(x1, x2): return x1**2 + 5 * x2
@@ -151,9 +151,9 @@ class State:
     """The sums so far, or one term. Replaced as a whole, so that `add` is atomic."""
 
     treedef: Any  # the gradients' structure
-    paths: tuple[str, ...]  # their leaf paths; of a term none
+    paths: tuple[str, ...]  # their leaf paths; empty for a term
     specs: tuple[Any, ...]  # the dtype, shape and device of each added leaf
-    # The weighted sums, which a backend may add to in place; of a term its detached leaves.
+    # The weighted sums, which a backend may update in place; for a term, its detached leaves.
     totals: tuple[Any, ...]
     errors: tuple[Any, ...]  # the rounding errors of the sums, when compensated
     dtypes: tuple[str, ...]  # the names of the dtypes in which the sums are read
@@ -202,8 +202,8 @@ class GradientAccumulator:
                 NaN, as the gradient of a mean over no examples is.
 
         Raises:
-            GradtoolsError: grads is unlike what was added before, holds something that is no
-                gradient, or crosses the border of a transformation; weight is no real scalar.
+            GradtoolsError: grads differs from earlier additions in structure, holds a non-gradient,
+            or crosses the border of a transformation; weight is not a real scalar.
         """
         self._check_trace("add")
         term = self._term(grads, self._weight(weight))

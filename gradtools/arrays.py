@@ -88,7 +88,7 @@ class ArraysAndKeys(Operators):
             different numbers from the same seed.
 
         Raises:
-            GradtoolsError: The seed is no integer, or too large.
+            GradtoolsError: The seed is not an integer, or too large.
 
         Example:
             >>> a, b = gt.random_key(0), gt.random_key(0)

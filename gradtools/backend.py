@@ -170,7 +170,7 @@ class Differentiation(Arrays):
         return [self.zeros_like(x) if v is None else v for v, x in pairs]
 
     def apart(self, fun: Callable[..., T], /, *args: Any) -> T:
-        """`fun(*args)`, whose stops are gradtools' own, and not those of the user's program."""
+        """`fun(*args)`, whose stopped gradients belong to gradtools, not to the user's program."""
         return fun(*args)
 
     def closure_converted(
@@ -199,7 +199,7 @@ class Differentiation(Arrays):
         return Staged(fun)
 
     def no_tangent(self, x: Any) -> Any:
-        """The tangent of an integer: None, or what the framework has for it."""
+        """The tangent of an integer: None, or the framework's own zero."""
         return None
 
     def outliving(
@@ -333,14 +333,14 @@ class Rules(Differentiation):
 
         Args:
             rule: A rule of one input that all calls share.
-            x: The input; None is returned if it is no array.
+            x: The input; None is returned if it is not an array.
             cotangent: This call's cotangent map, in place of the rule's.
             value: The output, of x's shape and dtype, in place of x.
         """
         return None
 
     def tied(self, x: Any, function: Callable[..., Any]) -> Any:
-        """x, which counts as computed from the arrays that a function captures."""
+        """x, marked as computed from the arrays that a function captures."""
         return x
 
     def apply_rule_by_key(self, key: str, *xs: Array) -> list[Array]:

@@ -2,8 +2,8 @@
 
 Code belongs to the user, an installed package, or a library (the frameworks, the standard library,
 gradtools), depending on its file. All inspection of frames and tracebacks is here. It serves to
-name the user's line in messages and graphs, to filter tracebacks, to tell a framework's error from
-the user's, and to look for mutable state in the user's code only.
+name the user's line in messages and graphs, to filter tracebacks, to distinguish a framework's
+error from the user's, and to look for mutable state in the user's code only.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ def is_our_frame(frame: FrameType) -> bool:
 def depth_of_the_user() -> int:
     """The `stacklevel` for `warnings.warn` in the calling function, of the user's innermost line.
 
-    If no frame is the user's, that of the first frame outside of gradtools.
+    If no frame is the user's, the stacklevel of the first frame outside of gradtools.
     """
     outside = depth = 0
     for depth, (frame, _) in enumerate(lines_above(1), 1):

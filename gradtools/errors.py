@@ -1,7 +1,7 @@
 """Exceptions and warnings.
 
-Every message names the function, the argument (leaf path, shape, dtype), what was expected, and how
-to fix it. The texts are part of the API.
+Every message names the function, the argument (leaf path, shape, dtype), the expected value, and
+the fix. The texts are part of the API.
 """
 
 import warnings
@@ -24,7 +24,7 @@ class LostDerivativeError(GradtoolsError):
 
 
 class DerivativeError(GradtoolsError, AssertionError):
-    """A derivative is not that of its function's values, as `gradtools.testing.checked` finds."""
+    """A derivative contradicts differences of values, as `gradtools.testing.checked` finds."""
 
 
 class Refusal(GradtoolsError):

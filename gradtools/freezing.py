@@ -30,21 +30,21 @@ _ONE = Partition(1, 1)  # a use is one chunk
 
 
 def name_of_function(caller: str) -> str:
-    """What errors of this operator call the function."""
+    """The function's name in errors of this operator."""
     return "G" if caller == "frozen" else "f"
 
 
 def edit_in_frozen(caller: str, edit: str) -> GradtoolsError:
     """The error of a second derivative along the arguments of a G that holds an edit.
 
-    That derivative is computed apart from the one by G's value. The edit, which is not linear,
-    would be applied to each of the two, and not to their sum.
+    That derivative and the one by G's value are computed separately, so an edit that is not linear
+    would be applied to each of the two and not to their sum.
     """
     fun = name_of_function(caller)
     return GradtoolsError(
         f"{caller}: {fun} holds {edit}, which has a reverse rule only, and a second derivative "
-        f"along the arguments of {fun} is needed, which is computed apart from the derivative by "
-        f"its value. Edit gradients outside of {fun}, or "
+        f"along the arguments of {fun} is needed, which is computed separately from the derivative "
+        f"by its value. Edit gradients outside of {fun}, or "
         f"{'use G itself' if fun == 'G' else 'leave out the mode'}."
     )
 
@@ -84,8 +84,8 @@ class Freezing(Operators):
                 `chunked`, up to the rounding of other kernels.
 
         Returns:
-            A function of G's arguments. A module stays one, as in `chunked`: its tensors are G's
-            own, in its state_dict and moved with it; for its call they are constants.
+            A function of G's arguments. A module gives a module, as in `chunked`, with G's tensors
+            in its state_dict; its call treats them as constants.
 
         Raises:
             GradtoolsError: (on differentiating) PyTorch: a derivative
@@ -107,7 +107,7 @@ class Freezing(Operators):
         return self.frozen_for("frozen", G, checked_verify("frozen", verify))
 
     def frozen_for(self, caller: str, G: F, verify: bool | None = None) -> F:
-        """`frozen(G)` by the name of another operator, of whose f its errors speak."""
+        """`frozen(G)` for another operator, whose name and f its errors mention."""
         options, uses = ChunkOptions(verify), self._backend.frozen_uses()
         return self._backend.like_module(G, partial(self._frozen_of, caller, options, uses))
 

@@ -63,8 +63,8 @@ class HostFunctions(Operators):
 
         Args:
             kernel: Gets read-only NumPy arrays (bfloat16 as float32) and returns NumPy arrays.
-                Arguments that are no arrays come as they are.
-            out: What the kernel returns: None (one array like the first array argument), a pytree
+                Non-array arguments are passed unchanged.
+            out: The specs of the results: None (one array like the first array argument), a pytree
                 of `ArraySpec`s, or a function from the arguments, arrays replaced by their
                 ArraySpecs, to one. Under vmap these are the specs of one example.
             vectorized: False: under vmap one call for each example. True: one call, each array
@@ -117,7 +117,7 @@ class HostFunction(CustomRule):
     """A kernel in the framework's program, and its rule; see `host_function`.
 
     Attributes:
-        kernel: The kernel, and what it returns.
+        kernel: The kernel, and the specs of its results.
         adjoint: The adjoint of a linear kernel, None if not given.
     """
 
@@ -191,7 +191,7 @@ def _linear_rule(host: HostFunction, specialized: Specialization) -> Rule:
                     f"host function {host.__name__!r} has an adjoint, so it maps floating or "
                     f"complex arrays to such; one is of dtype {backend.dtype_name(v)}."
                 )
-        # The adjoint's `out`: a symbolic length is specialized, since no cotangent tells it.
+        # The adjoint's `out`: a symbolic length is specialized, since no cotangent has it.
         sizes = lambda x: tuple(map(int, x.shape))
         specs = tuple([ArraySpec(sizes(x), backend.dtype_name(x)) for x in xs])
         out_def = specialized.newest

@@ -26,7 +26,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.rules import ARRAY, KEYS, refilled
 
 T = TypeVar("T")
-Shape = tuple[Any, ...]  # of integers, or of a framework's symbols while it traces
+Shape = tuple[Any, ...]  # integers, or a framework's symbols while it traces
 
 _SIZES = {"int": (8, 16, 32, 64), "float": (16, 32, 64), "complex": (64, 128)}
 _SIZES["uint"] = _SIZES["int"]
@@ -39,7 +39,7 @@ _FRAMEWORKS = {"torch": "torch.Tensor", "jax": "jax.Array", "jaxlib": "jax.Array
 
 @dataclass(frozen=True)
 class ArraySpec:
-    """What an array looks like: its shape, and its dtype by name.
+    """The shape of an array, and its dtype by name.
 
     Args:
         shape: A tuple of integers; an integer n stands for (n,).
@@ -47,7 +47,7 @@ class ArraySpec:
             of NumPy or of the framework. It is kept as a name.
 
     Raises:
-        GradtoolsError: shape or dtype is none.
+        GradtoolsError: shape or dtype is invalid.
 
     Example:
         >>> gt.ArraySpec((3,), "float32")
@@ -147,7 +147,7 @@ class Kernel:
         others = tuple([ARRAY if a else x for x, a in zip(leaves, arrays, strict=True)])
         key = (backend, treedef, others, *type_key(others))
         try:
-            call = self.calls.get(key)  # which compiled programs find by its key
+            call = self.calls.get(key)  # compiled programs find it by its key
         except TypeError:  # an argument that is not hashable
             return KernelCall(self, backend, treedef, others), xs
         if call is None:
@@ -190,8 +190,8 @@ def call_by_key(key: str) -> KernelCall:
     call = call_if_kept(key)
     if call is None:
         raise GradtoolsError(
-            "host_function: a compiled program calls a host function that is gone. Keep the "
-            "host function as long as what was compiled with it."
+            "host_function: a compiled program calls a host function that was deleted. Keep "
+            "the host function as long as the program."
         )
     return call
 
@@ -272,7 +272,7 @@ class KernelCall:
         elif out is None:
             if not specs:
                 raise self.error(
-                    "without an array argument nothing says what it returns. "
+                    "without an array argument the shape of its result is unknown. "
                     "Give out=ArraySpec(shape, dtype)."
                 )
             out = specs[0]
@@ -385,7 +385,7 @@ class KernelCall:
 
 
 def _wrong(y: Any, spec: ArraySpec, batch: Shape) -> str:
-    """What is wrong with y, and how to fix it, in words; empty if nothing is."""
+    """A message that says why y does not fit and how to fix it; empty if y fits."""
     shape = (*batch, *spec.shape)
     behind = f", the batch {batch} in front (vectorized=True)" if batch else ""
     expected = f"expected shape {shape} and dtype {spec.dtype}{behind}"
@@ -410,7 +410,7 @@ def carrier(dtype: str) -> str:
 
 def read_only(x: np.ndarray) -> np.ndarray:
     """x in C order, without a way to make it writable again."""
-    if x.dtype.kind not in _PLAIN_KINDS:  # of ml_dtypes, raw bytes to NumPy
+    if x.dtype.kind not in _PLAIN_KINDS:  # a dtype of ml_dtypes, raw bytes to NumPy
         x = x.astype(carrier(x.dtype.name))
     return np.asarray(np.asarray(x, order="C").data.toreadonly())
 

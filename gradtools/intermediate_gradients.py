@@ -41,8 +41,8 @@ class RetainedGradients(Operators):
         """Marks x, so that `retained_gradients` returns the gradient with respect to it.
 
         Outside of `retained_gradients` it costs nothing: PyTorch returns x itself, and a compiled
-        JAX program has no operation for it. Use the result in place of x: only what is computed
-        from it counts for the retained gradient.
+        JAX program has no operation for it. Use the result in place of x: only values computed from
+        the result count for the retained gradient.
 
         Args:
             x: A pytree of arrays. Leaves that are not floating or complex pass through.
@@ -52,7 +52,7 @@ class RetainedGradients(Operators):
             x, unchanged.
 
         Raises:
-            GradtoolsError: name is no string, or x holds no floating or complex array.
+            GradtoolsError: name is not a string, or x holds no floating or complex array.
 
         Example:
             >>> f = lambda x: gt.retain_gradient(x ** 2, "square") ** 3

@@ -10,7 +10,7 @@ outputs, or *extras*, which are further results of the forward pass. Extras are 
 differentiated through the code that computed them, so a rule that saves an intermediate result is
 right at second order.
 
-This module holds what is the same in every framework: the record, and the rule under vmap. Each
+This module is the same for every framework: the record, and the rule under vmap. Each
 backend's `rules/installing.py` installs a rule in the framework's own differentiation.
 """
 
@@ -341,7 +341,7 @@ def batched(
         out, out_axes = run(*xs)
         linearized, (count, _) = one[0], counts
         maps = mapped(linearized, saved_from(linearized.saves, x_axes, out_axes))
-        linearized = replace(linearized, written=None)  # it is of one example
+        linearized = replace(linearized, written=None)  # it holds for one example
         outs = {"ys": out[:count], "extras": out[count:]}
         return replace(linearized, example=linearized, **outs, **maps)
 

@@ -36,7 +36,7 @@ class ChunkOptions:
 
 
 def checked_size(caller: str, f: Any, chunk_size: Any) -> int:
-    """The chunk size as an integer; raises if it is invalid, or f is no function."""
+    """The chunk size as an integer; raises if it is invalid, or f is not a function."""
     check_function(caller, f, curried=False)
     return whole_number(caller, "chunk_size", chunk_size, 1, "examples")
 
@@ -255,7 +255,7 @@ class ChunkFunction:
                 # f's own container is a copy that nobody else would see.
                 raise GradtoolsError(
                     f"{self.outputs.caller}: f changes a list or dictionary that is an argument, "
-                    "and what it gets is a copy. Return what is new, or keep it in an attribute "
+                    "but it receives a copy. Return the new contents, or keep them in an attribute "
                     "or a variable outside of f."
                 )
         return self.outputs.arrays_in(number, out), new_carry

@@ -178,7 +178,7 @@ class ForeignSignature:
         return self.of.outs(self.ins)
 
     def record(self, run: Run, outs: list[ArraySpec]) -> None:
-        """Notes the outputs' ArraySpecs after a call, unless `run` is mapped."""
+        """Records the outputs' ArraySpecs after a call, unless `run` is mapped."""
         if run is self.of.entry:
             vars(self).setdefault("outs", outs)
 
@@ -220,7 +220,7 @@ class ForeignSignature:
 
 
 def _shared(arrays: Sequence[np.ndarray], depth: int) -> list[list[bool]]:
-    """For each array a mask of the batch axes over which it is broadcast, but not all arrays."""
+    """For each array a mask of the batch axes over which it, unlike another array, is broadcast."""
     result = [[a.strides[i] == 0 and a.shape[i] > 1 for i in range(depth)] for a in arrays]
     for level in range(depth):
         if all(s[level] for s in result):
@@ -307,8 +307,8 @@ class FlatBridged(Foreign):
             if other is not None:
                 kind = f"{type(other).__module__}.{type(other).__qualname__}"
                 raise GradtoolsError(
-                    f"{self.guest.operator}: {self.name} returned a {kind}, which is no pytree in "
-                    f"{self.guest.host_title}. Return a tuple, a list or a dict."
+                    f"{self.guest.operator}: {self.name} returned a {kind}, which is not a pytree "
+                    f"in {self.guest.host_title}. Return a tuple, a list or a dict."
                 )
             plain = [x if id(x) in places else tuple(x) for x in leaves]
             leaves, structure = self.host.flatten(self.host.unflatten(structure, plain))

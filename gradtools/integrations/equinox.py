@@ -26,7 +26,7 @@ class GradientReversal(eqx.Module):
     """The identity, with the gradient times ``-scale``.
 
     Attributes:
-        scale: A real number; it is static, no leaf and no parameter. For a schedule under jit
+        scale: A real number; it is static, not a leaf or a parameter. For a schedule under jit
             give it at the call.
 
     Example:

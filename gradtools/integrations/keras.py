@@ -43,8 +43,8 @@ class KerasBackend:
         name: Keras' name of the backend.
         alias: Detaches a variable's value.
         settled: Detaches the new value of a variable that is not trained.
-        seeds: `(key, count)` to so many pairs of integers.
-        drawing: `(key, arrays)` to a context that seeds draws outside of Keras' own streams.
+        seeds: Maps `(key, count)` to `count` pairs of integers.
+        drawing: Maps `(key, arrays)` to a context that seeds draws outside of Keras' own streams.
     """
 
     name: str

@@ -107,7 +107,7 @@ def _value(x: Any) -> Hashable:
     if isinstance(x, jax.Array | np.ndarray | np.generic | float | complex):
         if isinstance(x, jax.core.Tracer) or np.size(x) > _SMALL:
             raise TypeError("an array")
-        array = np.asarray(x)  # its bits tell 0.0 from -0.0
+        array = np.asarray(x)  # its bits distinguish 0.0 from -0.0
         return type(x), str(array.dtype), array.shape, array.tobytes()
     is_rule = isinstance(x, Rule)
     if is_rule and (x.user_functions or type(x) not in (Rule, JvpRule)):

@@ -59,7 +59,7 @@ def _run(
                 raise
             raise call.error(
                 "it calls JAX, which a host kernel must not: in a compiled program the call would "
-                "wait for ever. Compute it with NumPy, or outside the kernel."
+                "wait forever. Compute it with NumPy, or outside the kernel."
             ) from error
     if not expected.widened:
         return result

@@ -45,7 +45,8 @@ class TracedProgram:
 def traced(fun: Callable[..., Any], *args: Any) -> tuple[TracedProgram, list[Any]]:
     """Closure conversion: fun as a `TracedProgram`, and the arrays that it closes over.
 
-    NumPy arrays among them are copied, for the user may overwrite them before the backward pass.
+    NumPy arrays among them are copied, because the user may overwrite them before the backward
+    pass.
     """
     closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
     jaxpr = open_jaxpr(closed)
@@ -160,7 +161,7 @@ def named_after(f: Any, program: F) -> F:
     return program
 
 
-_ARGS = Signature([Parameter("args", Parameter.VAR_POSITIONAL)])  # not that of f
+_ARGS = Signature([Parameter("args", Parameter.VAR_POSITIONAL)])  # replaces f's signature
 
 
 # --- marks of gradtools' own operations, for the recorders ------------------------------

@@ -1,7 +1,7 @@
 """Modules as arguments: their floating arrays are differentiated, the rest is constant.
 
 An `equinox` module is a pytree whose leaves may be functions, strings and integers; a `flax.nnx`
-module is a graph, parts of which are no parameters and change during a call. A call of a function
+module is a graph, parts of which are not parameters and change during a call. A call of a function
 of modules becomes a call of a function of pytrees of arrays:
 
     f(module, x)   =   g(part of the module, x),      module = part + rest
@@ -144,7 +144,7 @@ class Opened:
         self._split_graphs(moving, [*others, *kwargs.values()])
         self.args = list(args)
         self._rests: dict[int, tuple[Any, list[Any]]] = {}
-        for i in argnums:  # the structure around the modules, and of each leaf what is kept apart
+        for i in argnums:  # the structure around the modules, and the rest of each leaf
             leaves, treedef = _flattened(self._kinds, args[i])
             if any(isinstance(x, self._kinds) for x in leaves):
                 pairs = [self._split(x) for x in leaves]
@@ -178,7 +178,7 @@ class Opened:
         self._known = dict(nnx.to_flat_state(self._rest))
 
     def _split(self, x: Any) -> tuple[Any, Any]:
-        """The part of a leaf, and its rest: an nnx module's number, None if it is no module."""
+        """The part of a leaf, and its rest: an nnx module's number, None if it is not a module."""
         if not isinstance(x, self._kinds):
             return x, None
         if id(x) in self._numbers:
@@ -236,7 +236,7 @@ class Opened:
         return trees.unflatten(treedef, result)
 
     def effects(self) -> list[Array]:
-        """The arrays that the latest call changed; returned once, for they belong to its trace."""
+        """The arrays that the latest call changed; returned once, as they belong to its trace."""
         result, self._effects = self._effects, []
         return result
 
@@ -257,7 +257,7 @@ class Opened:
             name = ".".join(map(str, self.changed[0][1:]))
             raise GradtoolsError(
                 f"{self.caller}: f changes a module that it is given ({name}), which "
-                f"{self.caller} does not hand on here. Set the module to evaluation "
+                f"{self.caller} cannot return here. Set the module to evaluation "
                 "(module.eval()), or use make_functional, and the state with has_aux=True."
             )
 

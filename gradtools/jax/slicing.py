@@ -1,7 +1,7 @@
 """Each chunk's part of an array, and the joined outputs, along an axis that may be sharded.
 
-Interleaved chunks are the columns of a table (rows of a chunk, chunks). What does not fit into the
-table, one row for each of the first chunks, follows it.
+Interleaved chunks are the columns of a table (rows of a chunk, chunks). Rows that do not fit into
+the table, one for each of the first chunks, follow it.
 """
 
 from __future__ import annotations

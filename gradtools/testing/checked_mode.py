@@ -44,12 +44,12 @@ _MOST_ROWS = 16  # of a batch
 
 @dataclass
 class CheckedReport:
-    """What a block of `checked` compared.
+    """The comparisons in a block of `checked`.
 
     Attributes:
         compared: How many derivatives agree with differences.
         skipped: How many were not compared, by the reason.
-        notes: Remarks on what is no error, such as a stopped value that leaves the framework.
+        notes: Remarks that are not errors, such as a stopped value that leaves the framework.
     """
 
     compared: int = 0
@@ -67,7 +67,7 @@ class _CheckedThread(threading.local):
 
     report: CheckedReport | None = None  # of the innermost context
     rng: Any = None
-    program: Any = None  # runs at other points now; nothing is compared inside of it
+    program: Any = None  # the program that runs at other points now, without comparisons
     own = False  # whether gradtools' code runs, rather than f's forward code
     taking = False  # whether a derivative of gradtools is being taken
     native = False  # whether a derivative of the framework's own, at known values, is compared
@@ -107,8 +107,7 @@ class CheckedProgram:
         at: A context in which it runs, which yields the arrays at a point.
         eps: The coarsest precision that f uses.
         unseen: How many operations hold stops that are not seen.
-        notes: For the report.
-        hooks: A sentence on each hook that f sets.
+        notes: Notes for the report. hooks: A sentence on each hook that f sets.
         values: The values that f stops, and `recorded` those of the first run.
         seen: The values inside of f, with names and lines; `held` returns the first `count`, or
             a derivative of these, of the kind "vjp" or "jvp".
@@ -256,7 +255,7 @@ class _CheckedMembers:
     ) -> None:
         """Compares the derivative of fun by a member, and raises a `DerivativeError` if it differs.
 
-        captures: Whether what fun captures is differentiated too.
+        captures: Whether arrays that fun captures are differentiated too.
         """
         report: Any = here.report
         if here.program is not None:
@@ -311,7 +310,7 @@ class _CheckedMembers:
         return self._apply_rule(lambda rule, *xs: run(key, *xs), by_key(key), *xs)
 
     def _edited(self, run: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return run(*args, **kwargs) if here.program is None else None  # then it is a rule
+        return run(*args, **kwargs) if here.program is None else None  # None: apply the rule
 
     # --- parts through which a backward pass of the framework's own goes
 
@@ -409,14 +408,13 @@ def checked(seed: int = 0) -> Iterator[CheckedReport]:
     """A context that compares every derivative that gradtools takes in it with differences.
 
     Each is compared with central differences of f's values, along a random direction and cotangent,
-    with random streams and buffers put back. So f runs several times. A custom function or hook
-    that loses a derivative is found, a rule whose bwd is not its derivative, a wrong formula of the
+    with random streams and buffers restored. So f runs several times. It finds custom functions and
+    hooks that lose a derivative, rules whose bwd is not their derivative, wrong formulas of the
     framework, and data that leaves the framework, at any depth of nesting. A backward pass of the
-    framework's own is compared where it goes through a custom rule, `chunked`, `frozen` or
-    `checkpoint`.
+    framework is compared where it goes through a custom rule, `chunked`, `frozen` or `checkpoint`.
 
     Intended differences are left out: gradtools' edits, and values that f itself stops by
-    `stop_gradient`, `detach` or `no_grad`. A straight-through estimator or a reversal by one's own
+    `stop_gradient`, `detach` or `no_grad`. A straight-through estimator or a reversal by your own
     custom function is an error; use `straight_through` and `reverse_gradient`. Derivatives of
     traced values (`jit`, `vmap`, compiled code) are counted as skipped.
 
@@ -424,13 +422,13 @@ def checked(seed: int = 0) -> Iterator[CheckedReport]:
     test in it, ``gradtools checked`` a script.
 
     Args:
-        seed: Of the random directions.
+        seed: The seed of the random directions.
 
     Yields:
         A `CheckedReport`: how many derivatives were compared and skipped, and notes.
 
     Raises:
-        DerivativeError: A derivative is not that of f's values. It names the operator, the
+        DerivativeError: A derivative contradicts f's values. It names the operator, the
             argument, the lines, both numbers, and the operation where it can be found.
 
     Example:

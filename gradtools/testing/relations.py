@@ -274,7 +274,7 @@ def expression_cause(
 
     Args:
         first: The expressions of the values of PyTorch's line, in order.
-        second: Those of JAX's line.
+        second: The same for JAX's line.
         direct: The letters of the operands of each line.
         sizes: Lengths that occur in the program by name, which explain a factor.
     """
@@ -301,7 +301,7 @@ def expression_cause(
 
 
 def _is_exchange(ours: Expressions, theirs: Expressions) -> bool:
-    """Whether two lines apply the same functions to the same values, but each to another one."""
+    """Whether two lines apply the same functions to the same values, but in exchanged roles."""
     forms, letters, functions = (
         [sorted(f(e) for e in side) for side in (ours, theirs)]
         for f in (lambda e: e.form, lambda e: sorted(e.letters), lambda e: e.function)
@@ -323,7 +323,7 @@ def _both(e: Expression, f: Expression, sizes: Mapping[str, float]) -> str:
 
 
 def expressions_of(a: np.ndarray, operands: Mapping[str, np.ndarray]) -> Expressions:
-    """The expressions that an array is in its operands, by letter; the shortest ones first."""
+    """The expressions in the operands, by letter, that equal an array; the shortest first."""
     a = widened(a)
     if not 1 < a.size <= _MOST_ENTRIES or not np.isfinite(a).all():
         return []
@@ -355,7 +355,7 @@ def expressions_of(a: np.ndarray, operands: Mapping[str, np.ndarray]) -> Express
 
 
 def with_constant(a: np.ndarray, x: np.ndarray) -> Expressions:
-    """The expressions that an array is in x and one constant c, the same for all entries."""
+    """The expressions in x and one constant c, the same for all entries, that equal an array."""
     if a.shape != x.shape or a.size < 2:
         return []
     a, x, found = widened(a), widened(x), []

@@ -1,9 +1,9 @@
 """The private names of PyTorch that gradtools uses, each with its reason.
 
 Other files import them from here (`tests/house/test_upstream.py` checks their source).
-`tests/torch/test_upstream.py` tests those whose change no test of an operator would show. All exist
-in PyTorch 2.8 to 2.15. What recorders and the bridge alone need is in the rooms of this name in
-`gradtools.seeing.torch` and `gradtools.bridge`.
+`tests/torch/test_upstream.py` tests the names whose change no test of an operator would show. All
+exist in PyTorch 2.8 to 2.15. Names that only recorders and the bridge need are in the modules of
+this name in `gradtools.seeing.torch` and `gradtools.bridge`.
 """
 
 from __future__ import annotations
@@ -177,8 +177,8 @@ tracing_state: Callable[[], Any] = _c._get_tracing_state
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 set_version_counters: Callable[..., None] = _c._autograd._unsafe_set_version_counter
-"""How often x was changed in place (documented), and a setter: a tensor whose contents are put back
-counts as unchanged for the graphs that saved it."""
+"""How often x was changed in place (documented), and a setter: a tensor whose contents are
+restored counts as unchanged for the graphs that saved it."""
 
 is_zero: Callable[[Tensor], bool] = methodcaller("_is_zerotensor")
 is_view: Callable[[Tensor], bool] = methodcaller("_is_view")

@@ -61,7 +61,7 @@ def _pairs_of_dicts(target: Any, grads: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _pairs(caller: str, target: Any, grads: Any, add: bool) -> list[tuple[Any, Any]]:
-    """The parameters with their gradients, each once; raises for what does not fit."""
+    """The parameters with their gradients, each once; raises for entries that do not fit."""
     if target is None:
         raise GradtoolsError(
             f"{caller}: target is None; expected the parameters whose .grad is to be written. Give "
@@ -91,7 +91,7 @@ def _pairs(caller: str, target: Any, grads: Any, add: bool) -> list[tuple[Any, A
 
 
 def detached(x: Any) -> torch.Tensor | None:
-    """The detached tensor; None if x is no tensor."""
+    """The detached tensor; None if x is not a tensor."""
     return x.detach() if isinstance(x, torch.Tensor) else None
 
 

@@ -14,7 +14,7 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.function_modes import PlainKernels, only_own_modes
 
 Tensor = torch.Tensor
-_parent = itemgetter(0)  # of an edge: a comprehension is a call of Python for each node
+_parent = itemgetter(0)  # the node of an edge; a comprehension would call Python for each node
 
 
 def nodes_of(outs: Iterable[Tensor], ends: Collection[Any] = ()) -> list[Any]:

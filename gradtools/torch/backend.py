@@ -81,7 +81,7 @@ class TorchBackend(FrameworkBackend):
     array_type = Tensor
 
     def is_array(self, x: Any, /) -> bool:
-        return isinstance(x, Tensor)  # torch.is_tensor is True of NumPy arrays in dynamo
+        return isinstance(x, Tensor)  # torch.is_tensor is True for NumPy arrays in dynamo
 
     is_inexact = staticmethod(is_inexact)
 
@@ -127,7 +127,7 @@ class TorchBackend(FrameworkBackend):
 
     def clipped_by_norm(self, xs: list[Array], bound: Any) -> list[Array] | None:
         wide = [_WIDE.get(x.dtype) for x in xs]
-        if None in wide or any(x.device.type == "mps" for x in xs):  # which has no float64
+        if None in wide or any(x.device.type == "mps" for x in xs):  # mps has no float64
             return None
         norm_of = torch.linalg.vector_norm
         norms = [norm_of(x, dtype=dtype) for x, dtype in zip(xs, wide, strict=True)]

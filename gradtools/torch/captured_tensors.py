@@ -74,7 +74,7 @@ class Replaced(TorchFunctionMode):
 
     def other(self, x: Tensor) -> Tensor:
         while (entry := self.of.get(id(x))) is not None:
-            if torch.is_grad_enabled() != self._graph:  # in a Function's forward
+            if torch.is_grad_enabled() != self._graph:  # f is in the forward pass of a Function
                 raise GradtoolsError(
                     "f passes a tensor that it captures to a torch.autograd.Function, whose "
                     "arguments cannot be replaced when f is computed again. Pass the tensor to f "
@@ -116,11 +116,11 @@ class Captured(Replaced):
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, level = kwargs or {}, upstream.peek_interpreter_stack()
-        if level is None or level.level() < self._level:  # beneath, in a node of another program
+        if level is None or level.level() < self._level:  # below f, in another node
             return fun(*args, **kwargs)
-        if fun is torch.autograd.grad:  # of torch.func, which identifies its own wrappers
+        if fun is torch.autograd.grad:  # torch.func needs its own wrappers
             return fun(*args, **kwargs)
-        if fun.__name__ == "__get__":  # of a property such as shape, or T
+        if fun.__name__ == "__get__":  # a property such as shape or T
             result = fun(*args, **kwargs)
             if not isinstance(result, Tensor):
                 return result
@@ -138,7 +138,7 @@ class Captured(Replaced):
             x = upstream.get_unwrapped(x)
         if not (x.requires_grad or is_wrapped(x)) or upstream.maybe_get_level(x) == self._level:
             return x
-        if upstream.maybe_get_level(x) > self._level:  # of a transform in f
+        if upstream.maybe_get_level(x) > self._level:  # x belongs to a transform in f
             beneath = _beneath(x, self._level)
             if beneath is not None and levels_differentiating([beneath]):
                 raise GradtoolsError(
@@ -156,8 +156,8 @@ class Captured(Replaced):
 class Read(Replaced):
     """A context without torch.func that finds the differentiated tensors that f captures.
 
-    own: The arguments of f. What f makes of them is its own, too: the result of an operation, or a
-    tensor whose graph is newer than this context.
+    own: The arguments of f. Tensors that f computes from them are its own, too: the result of an
+    operation, or a tensor whose graph is newer than this context.
     """
 
     def __init__(self, own: Sequence[Any]) -> None:
@@ -183,7 +183,7 @@ class Read(Replaced):
             self.found[id(x)] = x, x
 
     def check_all(self, ys: Sequence[Tensor]) -> None:
-        """Raises if f's outputs depend on a captured tensor that no mode was shown."""
+        """Raises if f's outputs depend on a captured tensor that no mode saw."""
         ends = {x.grad_fn for x, _ in self.found.values()} - {None}
         for node in nodes_of(ys, ends):
             leaf = node.variable if type(node) is upstream.AccumulateGrad else None

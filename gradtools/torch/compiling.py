@@ -106,7 +106,7 @@ def only_inlined(fun: F) -> F:
     """Marks `fun` as one that dynamo traces as part of a graph around it, and else leaves alone.
 
     Where it breaks that graph, `fun` runs again from its first line: compiled on its own, it would
-    hold for its answer that dynamo is tracing.
+    always return that dynamo is tracing.
     """
     _with_dynamo(lambda: upstream.skip_code(fun))
     return fun

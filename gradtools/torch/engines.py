@@ -5,8 +5,8 @@
     forward mode                     dual numbers, of which a process has one level; where that is
                                      in use, the transpose of the pullback
 
-What f holds is differentiated as PyTorch differentiates it. Whether that is right is the question
-of `gradtools.testing.checked`.
+f's own operations are differentiated as PyTorch differentiates them; `gradtools.testing.checked`
+checks them.
 
 Results are attached to autograd's graph exactly when grad mode is on at entry and something that
 they depend on requires grad. Otherwise they are detached, and the graph is freed.
@@ -62,8 +62,8 @@ Push = Callable[[Tensors], Tensors]
 class _Here(threading.local):
     """The derivatives of this thread. Class attributes are read fastest."""
 
-    taken = 0  # so far: it shows whether a function takes one itself
-    depth = 0  # how many have functions that are being evaluated
+    taken = 0  # derivatives so far: it shows whether a function takes one itself
+    depth = 0  # derivatives whose functions are being evaluated
 
 
 _here = _Here()
@@ -85,10 +85,10 @@ def vjp(fun: Fun, leaves: Tensors, *, groups: Sequence[int] | None, once: bool) 
 
 @only_inlined
 def jvp(fun: Fun, leaves: Tensors, tangents: Tensors) -> tuple[Tensors, Tensors, Tensors]:
-    """`(outs, extras, pushed)`, of one evaluation.
+    """`(outs, extras, pushed)` from one evaluation, by dual numbers.
 
-    By dual numbers. Where their level is in use, and inside of a checkpoint, which would run all of
-    this again in its backward pass, by the transpose of the pullback.
+    If their level is in use, or inside of a checkpoint, which would run all of this again in its
+    backward pass, the pullback is transposed instead.
     """
     if is_compiling():
         return _functorch_jvp(fun, leaves, tangents)
@@ -165,7 +165,7 @@ def _eager_vjp(fun: Fun, leaves: Tensors, once: bool) -> Evaluation:
             kinds = {type(node).__name__ for node in nodes_of(of.outs)}
             if (
                 "CompiledFunctionBackwardBackward" in kinds
-            ):  # from it no path leads to f's arguments
+            ):  # its graph has no path to f's arguments
                 raise GradtoolsError(f"{caller_of(fun)}: {NO_DOUBLE_BACKWARD}")
         return in_memory(grads, of.aliases)
 
@@ -179,14 +179,14 @@ def _eager_vjp(fun: Fun, leaves: Tensors, once: bool) -> Evaluation:
 def _evaluated(fun: Fun, leaves: Tensors, plain: bool = False, keep: bool = True) -> _Evaluated:
     """f at aliases of the leaves, once, with a graph.
 
-    plain: Whether by `PlainKernels`, as in all second derivatives.
+    plain: Whether f runs by `PlainKernels`, as in all second derivatives.
     keep: Whether grad mode is on at entry.
     """
-    inference = torch.is_inference_mode_enabled()  # in which grad mode may be on
+    inference = torch.is_inference_mode_enabled()  # grad mode may be on in it
     if inference or not torch.is_grad_enabled():
         with torch.inference_mode(False) if inference else torch.enable_grad():
             return _evaluated(fun, leaves, plain, keep=False)
-    own: Any = getattr(fun, "own", ())  # parameters, at which a module is called
+    own: Any = getattr(fun, "own", ())  # the parameters of module arguments
     spent, aliases = [False], []
     for x in leaves:
         if id(x) in own:
@@ -224,7 +224,7 @@ def _pulled(
     cts: Sequence[Tensor | None],
     retain: bool,
 ) -> list[Tensor | None]:
-    """The pullback of cotangents to the inputs; None for those that the outputs do not reach."""
+    """The pullback of cotangents to the inputs; None for inputs that do not reach the outputs."""
     create = torch.is_grad_enabled()
     if not create and torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():
@@ -253,7 +253,7 @@ def _eager_linearize(fun: Fun, leaves: Tensors) -> tuple[Tensors, Tensors, Push]
     """The pushforward is the pullback of the pullback, which is linear in the cotangents."""
     of: _Evaluated = evaluated_to_push(caller_of(fun), _evaluated, fun, leaves, True)
     tracked = [y for y in of.outs if y.requires_grad]
-    with torch.inference_mode(False), torch.enable_grad():  # any cotangents will do
+    with torch.inference_mode(False), torch.enable_grad():  # any cotangents suffice
         dummies = [torch.ones_like(y, requires_grad=True) for y in tracked]
         for dummy in dummies:
             setattr(dummy, SPENT, of.spent)

@@ -7,7 +7,7 @@
                 <u, g> along z           one double backward, computed again; its graph of G serves
                                          the pullback of y, which comes next
 
-Only autograd's engine, while it runs, knows whether the part along z is needed; it is asked then.
+Only autograd's engine, while it runs, knows whether the part along z is needed.
 Third derivatives, and all derivatives inside of torch.func, use double backward of G, computed
 again as in `recomputation.py`. G's parameters are constants: they lead to a node that raises.
 """
@@ -245,7 +245,7 @@ class _Use(Program):
         pull: Any
         pull, inputs = super().pullback(xs, cts, wants)
         if torch.is_grad_enabled() and upstream.peek_interpreter_stack() is None:
-            # Views, since the engine cannot be asked whether a leaf is needed.
+            # Views, since the engine does not say whether a leaf is needed.
             pull.leaves = xs
             inputs = [x.view_as(x) if x.requires_grad else x for x in inputs]
         return pull, inputs

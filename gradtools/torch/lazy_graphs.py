@@ -84,7 +84,7 @@ class LazyGraph(Program):
         super().__init__("", list, held, RunState.now(held))
         self.deferred = True  # whether the engine frees the graph
         self._nested = False  # whether f ran inside of vmap or of forward mode
-        self.leaves: dict[int, Tensor] = {}  # that f reached, by id
+        self.leaves: dict[int, Tensor] = {}  # the leaves that f reached, by id
         self._constants: set[int] = set()  # the ids of outputs of f that require no grad
 
     def note(self, output: Any, own: set[int]) -> None:

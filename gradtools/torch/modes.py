@@ -30,7 +30,7 @@ def batchings() -> int:
 def by_new_vmap(fun: Callable[..., list[Any]], xs: Sequence[Any]) -> list[Any]:
     """`fun(*xs)` inside of ``is_grads_batched``, mapped by `torch.vmap` outside of it.
 
-    Autograd records what a `torch.autograd.Function` returns on tensors of the legacy vmap, and
+    Autograd records the results of a `torch.autograd.Function` on tensors of the legacy vmap, and
     loses that graph when the level ends. Results of `torch.vmap` keep their graphs.
     """
     level, there = batchings(), list[bool]()

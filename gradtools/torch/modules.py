@@ -166,7 +166,7 @@ def apply(
 def _call(
     copied: Callable[..., Copy], params: Tensors, state: Tensors, args: tuple, kwargs: dict
 ) -> Applied:
-    if upstream.caches_weights():  # by id(module), which copies reuse
+    if upstream.caches_weights():  # by id(module), and copies reuse ids
         raise GradtoolsError(
             "apply: inside torch.nn.utils.parametrize.cached() a copy could be given another "
             "copy's weights. Call apply outside of it."
@@ -265,7 +265,7 @@ class _Links:
     """Values with the tensors and modules of a tree replaced by those of its copy.
 
     Args:
-        own: What is in the place of each object, by its id.
+        own: The replacement of each object, by its id.
 
     Attributes:
         copied: The fields of objects, those of their copies, and the latter as they were made.

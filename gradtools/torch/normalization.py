@@ -1,11 +1,10 @@
 """Layer, batch, group and instance norm, and distances, as programs of elementary operations.
 
 PyTorch's batching rules and forward rules of the fused kernels treat their other results, the mean
-and the deviation, as constants. So the derivative of a gradient under vmap, and of a tangent, is
-wrong there: both that of torch.func (torch#196699, torch#196700). Where gradtools itself maps or
-pushes a function, in `per_example_grad`, Jacobians and forward mode, it evaluates these programs,
-which are right at every order. So it does for `torch.cdist`, whose backward kernel has a wrong
-batching rule.
+and the deviation, as constants. So derivatives of a gradient under vmap, and of a tangent, are
+wrong in torch.func (torch#196699, torch#196700). Where gradtools itself maps or pushes a function,
+in `per_example_grad`, Jacobians and forward mode, it evaluates these programs, which are right at
+every order. The same holds for `torch.cdist`, whose backward kernel has a wrong batching rule.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ def _by_statistics(
     var: Any,
     how: tuple[Any, ...],
 ) -> Tensor:
-    """Normalizes by the input's own statistics; the kernel does so by running ones.
+    """Normalizes by the input's own statistics; the kernel normalizes by running statistics.
 
     how: The arguments of the kernel from `training` on.
     """

@@ -102,7 +102,7 @@ class Program:
         self.outside = held.began  # the number of nodes before the first chunk
         self.first: list[tuple[Tensor | None, int]] = []
         self.verified: Callable[[], None] = lambda: None
-        self.replaced = replaced_now()  # by an outer recomputation, in which this is the first run
+        self.replaced = replaced_now()  # tensors that an outer recomputation replaces
         levels = upstream.get_interpreter_stack() or ()
         self.maps = sum([level.key() == _VMAP for level in levels])
         self.eager = not levels  # derivatives in f sum in other orders inside of torch.func
@@ -126,7 +126,7 @@ class Program:
         """The first run: outputs without a graph, which become `known`, and the state after it.
 
         The outputs have their graph, and `known` is None, if f could not be computed again: it
-        changed an argument in place, or read a tensor with a graph that is no argument.
+        changed an argument in place, or read a tensor with a graph that is not an argument.
 
         others: Further tensors that f may write in.
         """
@@ -286,7 +286,7 @@ def _equal(y: Tensor, first: Tensor, exact: bool, scale: Tensors) -> bool:
 
     scale: The outputs whose largest entry rounding is relative to.
     """
-    if y.dtype is torch.complex32:  # which PyTorch does not compare
+    if y.dtype is torch.complex32:  # PyTorch does not compare complex32
         y, first = map(torch.view_as_real, (y, first))
         scale = [first]
     if exact and y.device.type == "cpu":
@@ -331,7 +331,7 @@ class Pull(Program):
     def pulled(self, xs: Sequence[Tensor]) -> Pulled:
         """The wanted sources and arguments with their gradients; None is zero."""
         create, fixed = torch.is_grad_enabled(), len(self.sources)
-        plain = not torch.is_inference_mode_enabled()  # in which no graph is recorded
+        plain = not torch.is_inference_mode_enabled()  # inference mode records no graph
         with torch.enable_grad() if plain else torch.inference_mode(False):
             entered = zip(xs[: self.size], self.wants[fixed:], strict=True)
             inner = [_entering(x, create, wanted) for x, wanted in entered]

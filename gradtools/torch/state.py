@@ -58,7 +58,7 @@ class Randomness:
     ) -> Randomness:
         """Python's, NumPy's, and PyTorch's generators of the CPU and all devices of these types.
 
-        generators: Further ones, that a module or a closure holds.
+        generators: Further generators, which a module or a closure holds.
         """
         others = sorted(set(kinds) - {"cpu", "meta"})
         counts = [(kind, torch.get_device_module(kind).device_count()) for kind in others]
@@ -206,7 +206,7 @@ class Held:
             if len(own) == len(first) and all(map(is_, own.values(), first.values())):
                 continue
             kinds = {*map(type, own.values()), *map(type, first.values())}
-            if own.keys() == first.keys() and kinds <= {*_PLAIN, type(None)}:  # no shards of FSDP2
+            if own.keys() == first.keys() and kinds <= {*_PLAIN, type(None)}:  # not shards of FSDP2
                 changed.append((own, dict(own)))
                 own.update(first)
         return changed
@@ -320,8 +320,8 @@ def _version(buffer: Tensor) -> int:
 def _same(buffer: Tensor, copy: Tensor, version: int, training: bool) -> bool:
     """Whether a buffer still has these contents.
 
-    Versions say so, but for the statistics of normalizations in training: their kernels increment
-    none, so small buffers are compared, without waiting for an accelerator.
+    Versions show changes, except for the statistics of normalizations in training: their kernels
+    increment none, so small buffers are compared, without waiting for an accelerator.
     """
     same = _version(buffer) == version and not buffer.is_inference()
     if type(copy) is not Tensor:  # fake: without numbers

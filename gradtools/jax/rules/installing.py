@@ -240,7 +240,7 @@ def _pulled(maps: Rule, saved: Sequence[Any], cts: Any, likes: Sequence[Any]) ->
     operands = as_arrays(operands)
     if flow_of(maps) is None:
         return run(*operands)
-    # What is not wanted is eliminated, which XLA does not do outside of jit.
+    # Unwanted results are eliminated, which XLA does under jit only.
     closed = jax.make_jaxpr(run)(*operands)
     return jax.core.eval_jaxpr(jaxprs.live(closed.jaxpr), closed.consts, *operands)
 

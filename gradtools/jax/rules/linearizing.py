@@ -104,7 +104,7 @@ def forward_pass(
 def _is_transformed(x: Any) -> bool:
     """Whether x is differentiated or mapped over: a tracer other than of a jaxpr.
 
-    Then fwd is traced first, which tells whether it has extras: only these are differentiated
+    Then fwd is traced first, which shows whether it has extras: only these are differentiated
     through its code.
     """
     return isinstance(x, jax.core.Tracer) and not isinstance(x, DynamicJaxprTracer)
@@ -294,7 +294,8 @@ def lift_value(rule: Rule, xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
 
     def lift(xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
         # Arrays that the primal captured are taken from xs: they may have been batched since, or
-        # belong to another trace. The closure keeps them, for a new array may get a lost one's id.
+        # belong to another trace. The closure keeps them, because a new array may get the id of a
+        # deleted array.
         at = {id(c): n + i for i, c in enumerate(consts)}
         lifted, captured = lift_captured(rule, xs[:n], differentiated=True)
         return lifted, [*range(n), *[at.get(id(c), c) for c in captured]]
@@ -370,7 +371,7 @@ def lift_captured(
     dxs, cts = ([None if x is None else jax.typeof(x) for x in vs] for vs in (dxs, cts))
 
     def run_tangent(a: Any, v: Any) -> list[Any]:
-        if tangent is None:  # no input moves but a captured one
+        if tangent is None:  # only captured inputs are differentiated
             raise closed_over_error(name)
         return tangent(a[len(saves) :], list(a[: len(saves)]), _zeros_for(v[:n], dxs))
 

@@ -61,7 +61,7 @@ def _transposed_by_vjp(linear: Any, examples: Any, values: Any) -> list[Any]:
     eqns = [e for e in closed.jaxpr.eqns if e.primitive.name != "pvary"]
     if [e.primitive for e in eqns] == [primal_p] and not eqns[0].params["rule"].contract:
         # One equation of gradtools' own, such as a host function's backward: its linearity is
-        # checked numerically, for the kernel's residuals say nothing about it.
+        # checked numerically, because the kernel's residuals say nothing about it.
         moving = tuple([v not in closed.jaxpr.constvars for v in eqns[0].invars])
         likes = [zeros_of(v.aval.update(weak_type=False)) for v in eqns[0].invars]
         check_linear(eqns[0].params["rule"], likes, moving)

@@ -179,7 +179,7 @@ def _from_values(name: str, places: Sequence[LossPlace]) -> list[Finding]:
     return [
         Finding(name, place.kind, _called(place.node), place.node.source, place.node.scope)
         for place in places
-        if place.node.loss != "zero_derivative"  # that is reported already
+        if place.node.loss != "zero_derivative"  # reported already
     ]
 
 

@@ -13,7 +13,7 @@ class FindingKind:
     """A kind of loss.
 
     Attributes:
-        reason: What happened, as a clause.
+        reason: The reason, as a clause.
         fix: What to write instead.
         numerical: Whether it depends on the values, so that other values may have a gradient.
         headline: The title for one leaf and for several, if not "gets no gradient".
@@ -116,7 +116,7 @@ KINDS: dict[str, FindingKind] = {
         headline=_NOT_TRAINED,
     ),
     "other_model": _in_training(
-        "the optimizer holds it, and it is no parameter of the model",
+        "the optimizer holds it, but it is not a parameter of the model",
         "create the optimizer with the parameters of the trained model after that was copied, "
         "loaded, wrapped or moved",
         headline=("is optimized without effect:", "are optimized without effect:"),
@@ -134,8 +134,9 @@ _FIXES = {
         "make_functional(module) or torch.func.functional_call"
     ),
     ("detached", "Parameter"): (
-        "nn.Parameter makes a new leaf of a computed tensor: register what it is computed from as "
-        "the parameter, or pass the tensor itself (make_functional, torch.func.functional_call)"
+        "nn.Parameter makes a new leaf of a computed tensor: register the tensors that it is "
+        "computed from as parameters, or pass the tensor itself (make_functional, "
+        "torch.func.functional_call)"
     ),
     ("left_framework", "tensor"): (
         "torch.tensor copies numbers: join tensors by torch.stack or torch.cat, and use a tensor "

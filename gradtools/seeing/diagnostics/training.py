@@ -38,7 +38,7 @@ class HeldArray:
         name: Its path in the model.
         array: The array.
         role: PARAMETER; FROZEN, a parameter without requires_grad; or UNREGISTERED, an array that
-            requires grad and is no parameter.
+            requires grad and is not a parameter.
     """
 
     name: str

@@ -158,7 +158,7 @@ class _Comparison:
         return self.formula
 
     def _compared_nearby(self) -> tuple[list[tuple[Point, Agreement]], str]:
-        """The comparisons at points near the arguments; why there is none, if there is none."""
+        """The comparisons at points near the arguments, and the reason if there is none."""
         near: list[tuple[Point, Agreement]] = []
         for point in self._points(_STEPS):
             if len(near) == _POINTS:

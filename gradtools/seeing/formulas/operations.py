@@ -255,7 +255,7 @@ def _write_reshape(w: Writer, x: Expr) -> Written:
 
 
 def _reshape_labels(y: Expr) -> list[list[int | None]]:
-    """Axes before which equally many entries lie correspond."""
+    """Axes correspond if equally many entries lie before them."""
     (x,) = y.args
     place = {prod(y.shape[:k]): k for k, n in enumerate(y.shape) if n != 1}
     return [[place.get(prod(x.shape[:k])) for k in range(x.rank)]]

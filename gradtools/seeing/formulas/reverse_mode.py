@@ -35,7 +35,7 @@ class Recorded:
     held: dict[Expr, Any] = field(default_factory=dict)  # the array of each captured value
     wanted: tuple[Expr, ...] = ()  # captured values that require grad; differentiated like inputs
     captured: tuple[Any, ...] = ()  # the framework's arrays of these
-    dtypes: frozenset[str] = frozenset()  # of all floating and complex results
+    dtypes: frozenset[str] = frozenset()  # the dtypes of floating and complex results
 
     @property
     def opened(self) -> tuple[Expr, ...]:

@@ -27,7 +27,7 @@ class Section:
     """One part of the formula: the program, its adjoint, or the adjoint of the adjoint."""
 
     title: str
-    of: str  # what follows the title, in mathematics
+    of: str  # the rest of the title, in mathematics
     roots: list[tuple[Expr, Written]]  # the results, with their names
     lines: list[tuple[Written, Written]] = field(default_factory=list)  # both sides of equations
 
@@ -64,7 +64,7 @@ class Statements:
         """Names values; `cotangents` maps each value of the program to its cotangent."""
         names = self.writer.names
         self._taken |= {w.text for _, w in roots}
-        if len(self.sections) > 2:  # of order 2: the derivatives are those of s
+        if len(self.sections) > 2:  # at order 2 the derivatives are of s
             self._taken.add("s")
         for x, written in roots:
             if not _is_plain(x):
@@ -72,7 +72,7 @@ class Statements:
         self._bases["c"] = len(self.constants)
         for x in self.constants:
             names[x] = self._new("c")
-        primals: dict[Expr, Expr] = {}  # of each cotangent, the most telling value first
+        primals: dict[Expr, Expr] = {}  # the primal value of each cotangent
         for v, c in cotangents.items():
             if not _is_plain(v) and v.shape == c.shape:
                 primals.setdefault(c, v)

@@ -35,10 +35,10 @@ from gradtools.seeing.graphs.outline import (
 _CALLS = ("call", "jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat")
 _LOOPS = ("scan", "while", "while_loop", "for", "loop", "map")
 _BRANCHES = ("cond", "switch", "where_branch")
-_MOST_CHILDREN = 60  # of a block; more are split into parts
+_MOST_CHILDREN = 60  # the most children of a block; more are split into parts
 _PART = 25  # the least number of children of a part
 _LEAVES_ABOVE = 8  # the most outputs that are drawn outside of all blocks
-_LEAVES_NEAR = 24  # so many are drawn next to the blocks that make them
+_LEAVES_NEAR = 24  # the most outputs that are drawn next to the blocks that make them
 _OF_ARGUMENT = re.compile(r"argument [^\[.]+$")
 
 

@@ -190,7 +190,7 @@ def _text(value: Any) -> str:
     if isinstance(value, jax.core.Tracer | jax.Ref):
         return ""
     dtype = getattr(value, "dtype", None)
-    known = dtype is None or isinstance(dtype, np.dtype)  # a random key is no number
+    known = dtype is None or isinstance(dtype, np.dtype)  # a random key is not a number
     return numbers_text(np.shape(value), lambda: np.asarray(value).tolist()) if known else ""
 
 

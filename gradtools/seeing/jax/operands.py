@@ -190,7 +190,7 @@ _FORMS: Mapping[str, Callable[[Any, Eqn], Attributes]] = {
 }
 # These have their name as the only attribute; a composite has its own attributes, too.
 _NAMED = {*jaxprs.CALLS, *jaxprs.RULED, "while", "cond", "shard_map"} - {"composite"}
-# Where an array lies and how precisely it may be computed; what a program inside is called by.
+# Placement and precision of arrays, and names of inner programs.
 _UNSAID = frozenset(
     ["accuracy", "sharding", "out_sharding", "out_dtype", "preferred_element_type", "precision"]
     + ["weak_type", "dimensions", "input_dtype", "index_dtype", "rule", "linear", "unroll"]

@@ -39,7 +39,7 @@ from gradtools.seeing.jax.passes_at_values import differentiated, step_of
 def graph_of_outputs(outputs: Any) -> PlainGraph:
     """Raises: arrays of JAX hold no graph."""
     raise GradtoolsError(
-        "gradient_graph: a JAX array holds no graph of what made it, so outputs= is for PyTorch "
+        "gradient_graph: a JAX array does not record how it was made, so outputs= is for PyTorch "
         "alone. Fix: pass the function and its arguments: gradient_graph(f, *args)."
     )
 
@@ -53,8 +53,8 @@ def gradient_graph(program: LeafProgram, order: int) -> PlainGraph:
         traced = recorded_run.trace(program.run, program.leaves)
     except recorded_run.LEAVING as error:
         raise GradtoolsError(
-            f"{program.caller}: an array leaves JAX on the way: "
-            f"{str(error).strip().splitlines()[0]}. Ask why_zero, which says what to write instead."
+            f"{program.caller}: an array leaves JAX: "
+            f"{str(error).strip().splitlines()[0]}. Call why_zero, which names the fix."
         ) from error
     captured = recorded_run.captured_arrays(program.run)
     forward = graph_of(traced.closed, program.names, captured=captured)

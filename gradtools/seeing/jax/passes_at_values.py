@@ -172,7 +172,7 @@ class _Tape:
         self._held: dict[int, int] = {}  # the number of the contents of a mutable reference, by id
 
     def new(self, x: Any) -> Known:
-        """An array with its number; of a mutable reference its contents are looked at."""
+        """An array with its number; for a mutable reference, its contents are examined."""
         content = x[...] if isinstance(x, jax.Ref) else x
         number = len(self.sizes)
         is_known = is_inexact(content) and content.size

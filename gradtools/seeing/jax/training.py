@@ -2,7 +2,7 @@
 
 A loss that captures its model is traced once. In its jaxpr the model's arrays are constants, which
 are identified by id and replaced by variables. An optax optimizer is probed with gradients of one:
-an array whose update is zero, while others are not, is one that it does not change.
+it does not change an array whose update is zero while others are not.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def lifted(
     if not arrays:
         raise GradtoolsError(
             f"{caller}: f was given no argument and holds no module. Pass its arguments, "
-            f"{caller}(f, x), or name what is trained, {caller}(f, model=...): a module or a "
+            f"{caller}(f, x), or the trained model, {caller}(f, model=...): a module or a "
             "pytree of the arrays that f reads."
         )
     if not callable(f):
@@ -122,7 +122,7 @@ def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]
             raw |= {id(x)} if bool(jnp.all(update == 1)) else set()
     if not moved:  # a schedule that starts at zero
         return Optimised(lambda one: None)
-    as_is = raw if len(raw) < len(leaves) else set()  # a mask hands these gradients on
+    as_is = raw if len(raw) < len(leaves) else set()  # a mask passes these gradients on
     return Optimised(lambda one: id(one.array) in moved - as_is)
 
 

@@ -152,7 +152,7 @@ def _follow(run: Run, leaves: Sequence[Any], seen: ConnectionRecorder, before: l
 
 
 def _untraced(seen: ConnectionRecorder) -> list[int]:
-    """The leavings whose data could explain a lost gradient, and was not seen to come back."""
+    """The leavings whose data could explain a lost gradient and was not seen to return."""
     graph = seen.graph()
     held = [number for number, x in seen.captured_tensors.items() if x.requires_grad]
     back = {source for source, _ in graph.outside}

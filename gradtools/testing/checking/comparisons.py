@@ -45,7 +45,7 @@ class Comparisons:
 
     Attributes:
         xs: The point; vs is a random cotangent.
-        modes: The modes that f must have; None for those that it has.
+        modes: The modes that f must have; None for the modes that it has.
         labels: Names of modes for the report.
         present: The modes that f has, as far as it has been tried.
     """

@@ -1,9 +1,9 @@
 """The likely causes of disagreements, for the report of `cross_check`.
 
 First come causes that need further evaluations: randomness (a side differs from itself) and a kink
-(both agree nearby). Then relations of the two arrays (`relations.py`). What these do not explain is
-explained by the first operations at which the recorded programs part (`diverging/`). The detail
-ends with the side whose derivative contradicts finite differences of its own values.
+(both agree nearby). Then relations of the two arrays (`relations.py`). The remaining disagreements
+are explained by the first operations at which the recorded programs diverge (`diverging/`). The
+detail ends with the side whose derivative contradicts finite differences of its own values.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def explain(check: CrossCheck, report: Report) -> None:
             explained[n] = [side[i] for side in quantity.sides]
     factors = [d for d in report.disagreements if (d.cause or "").startswith(FACTOR)]
     for n, (a, b) in explained.items():
-        for other in factors:  # a loss has the factor of its gradient
+        for other in factors:  # a loss and its gradient have the same factor
             factor, c = other.ratio or 1.0, rows[n]
             unexplained = c.cause == UNKNOWN and c.ratio is not None and abs(factor - 1) > 1e-3
             if unexplained and equal(a, factor * widened(b), 1e3 * c.tolerance):
@@ -105,7 +105,7 @@ class Causes:
     # --- operations
 
     def by_operations(self, c: Comparison) -> Comparison:
-        """The comparison with the first operations at which the two programs part."""
+        """The comparison with the first operations at which the two programs diverge."""
         if (found := self.diverging()) is None:
             return c
         before, cause = c.cause or UNKNOWN, found.name

@@ -49,7 +49,7 @@ class Pairing:
 
 
 def pair_parameters(caller: str, first: Side, second: Side, mapping: Any, partial: bool) -> Pairing:
-    """Pairs the parameters of two sides; what has no counterpart becomes constant.
+    """Pairs the parameters of two sides; those without a counterpart become constant.
 
     partial: Whether a parameter of the JAX model may lack a counterpart.
 
@@ -112,8 +112,9 @@ def _mapping(caller: str, first: Side, second: Side, mapping: Any, partial: bool
         return mapping
     if not isinstance(mapping, Mapping | None):
         raise GradtoolsError(
-            f"{caller}: mapping is a {type(mapping).__name__}; expected None, what "
-            "match_parameters made, or its overrides (a dictionary from PyTorch's names to JAX's)."
+            f"{caller}: mapping is a {type(mapping).__name__}; expected None, the "
+            "result of match_parameters, or its overrides (a dictionary from PyTorch's names to "
+            "JAX's)."
         )
     mine = {joined(tokens(path)): x for path, x in first.free_params.items()}
     theirs = {tokens(path): x for path, x in second.free_params.items()}

@@ -22,7 +22,7 @@ def highest_precision(backends: Iterable[str]) -> Iterator[None]:
     """A context in which these frameworks compute float32 products in full precision.
 
     Args:
-        backends: Of "torch" and "jax".
+        backends: Any of "torch" and "jax".
     """
     with ExitStack() as inside:
         if "jax" in backends:
@@ -44,7 +44,7 @@ def highest_precision(backends: Iterable[str]) -> Iterator[None]:
 
 
 def _put(wanted: dict[str, Any]) -> None:
-    """Changes these settings of PyTorch, in the order in which the older write the newer ones."""
+    """Changes these settings of PyTorch, older settings first, since they write newer ones."""
     for name, (get, put) in settings_of_torch().items():
         if wanted.get(name) is not None and get() != wanted[name]:
             put(wanted[name])

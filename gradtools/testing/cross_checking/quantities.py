@@ -109,7 +109,7 @@ class CrossCheck:
         caller: The name of the check, for messages.
         sides: The program in PyTorch and in JAX.
         leaves: The differentiated leaves of each side, parameters first, in its own layout.
-        quantities: What was compared, by name.
+        quantities: The compared quantities, by name.
         outputs: The outputs of both sides.
         cotangents: One for each inexact output, of which the gradient is the pullback.
     """

@@ -133,12 +133,12 @@ class Side(FlatFunction):
         def of_arrays(*given: Any) -> Any:
             out = compute(*given)
             if not all(map(self.waist.is_array, self.waist.flatten(out)[0])):
-                raise TypeError("an output is no array")
+                raise TypeError("an output is not an array")
             return out
 
         try:
             return run_compiled(of_arrays, *given)
-        except Exception:  # run eagerly what cannot be traced
+        except Exception:  # run untraceable programs eagerly
             return compute(*given)
 
 

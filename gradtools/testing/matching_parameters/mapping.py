@@ -106,10 +106,10 @@ class ParameterMapping:
 
         Returns:
             Nested dictionaries of NumPy arrays, the structure of the JAX parameters: flax.linen's
-            new variables, or what `nnx.update` takes.
+            new variables, or the argument of `nnx.update`.
 
         Raises:
-            GradtoolsError: A name or a shape is not that of this mapping.
+            GradtoolsError: A name or a shape does not belong to this mapping.
         """
         arrays = read_torch(torch_params)
         known = {name for e in self.entries for name in (e.torch_name, e.added)}

@@ -166,7 +166,7 @@ class ConnectionRecorder(RunRecorder):
         with self.silent():
             if self.leavings and not self.phase:
                 made = [y for y in outs if isinstance(y, Tensor)] if not numbers else []
-                contents = [y.numpy() for y in made if _is_plain(y)]  # no operation of PyTorch
+                contents = [y.numpy() for y in made if _is_plain(y)]  # not an operation of PyTorch
                 self.entries[at] = [*_fingerprints((call.args, call.kwargs, contents))]
         return node
 
@@ -300,7 +300,7 @@ class ConnectionRecorder(RunRecorder):
         return number
 
     def hold(self, x: Tensor, value: int) -> None:
-        """Gives a tensor, unwrapped from transforms, this number; notes its size."""
+        """Gives a tensor, unwrapped from transforms, this number; records its size."""
         base = unwrapped(x)
         super().hold(base, value)
         if value not in self.sizes and self._is_plain:

@@ -94,7 +94,7 @@ class Recorder(Generic[V]):
         """A context in which `scope` follows the modules that this thread calls."""
         thread = threading.get_ident()
         running: list[tuple[torch.nn.Module, tuple[str, ...]]] = []  # with the scope around each
-        names: dict[int, dict[int, str]] = {}  # of the parts of a module, by id
+        names: dict[int, dict[int, str]] = {}  # the names of a module's parts, by id
 
         def enter(module: torch.nn.Module, args: Any) -> None:
             if threading.get_ident() != thread:
@@ -192,7 +192,7 @@ class Recorder(Generic[V]):
         return value
 
     def met(self, x: Tensor) -> V:
-        """The value of a tensor that nothing was seen to make."""
+        """The value of a tensor whose creation was not recorded."""
         raise NotImplementedError
 
     def rewritten(self, x: Tensor, before: V, writes: Sequence[Write[V]]) -> V:
@@ -203,11 +203,11 @@ class Recorder(Generic[V]):
         """The tensors that an operation is about to write to; copies captured ones."""
         written = [*call.written()]
         for x in written:
-            self.of(x)  # met now for the first time, it was there before
+            self.of(x)  # a tensor first seen now existed before the run
         return written
 
     def capture(self, x: Tensor, number: int) -> None:
-        """Notes a tensor that existed before the run."""
+        """Records a tensor that existed before the run."""
         self.captured[number] = x
         self.undo.watch(x)
 

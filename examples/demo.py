@@ -12,7 +12,7 @@ before it reaches the features, so that these become the same for both domains
 
 One evaluation of L gives every gradient. The frameworks train in lockstep on the same batches, and
 each step is compared. The constants were chosen on seeds 100 to 109, whose splits and weights the
-demo (seeds 0, 1, ...) does not use; the accuracy is that of the last step.
+demo (seeds 0, 1, ...) does not use; the accuracy is measured after the last step.
 """
 
 import argparse

@@ -103,7 +103,7 @@ def arrays():
 
 
 def as_params(weights):
-    """The flax parameters with these weights; those of layers are stacked."""
+    """The flax parameters with these weights; the layers' weights are stacked."""
     params = {}
     for name, place in places().items():
         x = weights[name].T if place.path[-1] == "kernel" else weights[name]

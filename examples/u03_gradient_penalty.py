@@ -8,7 +8,7 @@ Eight Gaussians on a circle are the data. The critic D(w, x) descends on
 point by ``gt.per_example_grad``, and ``gt.grad`` differentiates it again with respect to w. The
 generator descends on -mean D(fake).
 
-``gt.frozen`` does not help here: it treats parameters as constants, and those of the critic are
+``gt.frozen`` does not help here: it treats parameters as constants, but the critic's parameters are
 trained. If they are passed as arguments, their derivatives are exact, but the second derivative
 through D's arguments needs a graph of D in any case, so no memory is saved.
 """

@@ -78,7 +78,7 @@ def contrastive(gt, log_scale, queries, documents):
 
 
 def exact_gradient(side, batch):
-    """Dropout off, in float64: chunks of 4 against the full batch. For both to compare."""
+    """Chunks of 4 against the full batch, without dropout and in float64."""
     chunked, plain = (by_layer(side.exact(batch, chunk_size)) for chunk_size in (4, None))
     apart = max(difference(x, plain[layer]) for layer, x in chunked.items())
     claim(f"chunked differs from the full batch's gradient by {apart:.1e}", apart < 1e-9)

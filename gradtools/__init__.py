@@ -28,7 +28,7 @@ def available_backends() -> tuple[str, ...]:
     """The backends whose framework is installed, without importing any of them.
 
     Returns:
-        A tuple, in this order, of those of ``"torch"`` and ``"jax"`` that can be imported.
+        A tuple of ``"torch"`` and ``"jax"``, in this order, without those that cannot be imported.
 
     Example:
         >>> import gradtools

@@ -249,7 +249,8 @@ class Differentiation(Arrays):
     def retaining(self, call: MarkedCall) -> tuple[Evaluation, list[Mark], list[Array]]:
         """An evaluation of the call at its leaves and at one array for each marked leaf.
 
-        Also the marks, and arrays like these. By default the shapes are found by an evaluation.
+        Returns the marks, and arrays like these, as well. By default the shapes are found by an
+        evaluation.
         """
         if not hasattr(call, "tape"):
             call.tape = MarkedValues()

@@ -7,7 +7,7 @@ For L = g(f(x_1), ..., f(x_n)) the gradient to f's parameters w is
 a sum over chunks, and c_i depends on the outputs of f only. The first pass keeps the outputs and
 no graph; the backward pass recomputes the graph of one chunk at a time and pulls its c_i back (Gao
 et al., Scaling deep contrastive learning batch size under memory limited setup, 2021, for
-contrastive losses). With F the work of a forward pass, and 2F that of a backward pass, it costs 4F.
+contrastive losses). If a forward pass costs F and a backward pass 2F, it costs 4F.
 
 This module reads the arguments, and `arguments/chunks.py` cuts them into chunks. The backends'
 `chunking.py` run and recompute the chunks; PyTorch's uses `recomputation.py`.

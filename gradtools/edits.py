@@ -265,7 +265,7 @@ class Edits(Operators):
         Args:
             x: A pytree of arrays.
             fn: Takes and returns a pytree like x, with the same shapes and dtypes (None at
-                leaves that are not floating or complex). At second order it applies again.
+                leaves that are not floating or complex). At second order fn is applied again.
 
         Returns:
             x, unchanged.

@@ -68,7 +68,7 @@ class Freezing(Operators):
 
         Derivatives along the arguments themselves, where they depend on something that is
         differentiated, are exact and computed only if they are needed. Third derivatives are exact;
-        in PyTorch they keep the graph of one use at a time, in JAX that of each use.
+        in PyTorch they keep the graph of one use at a time, in JAX the graph of each use.
 
         PyTorch: G is a module or a function; random generators and buffers are restored as in
         `chunked`. Attention runs by plain operations in second derivatives. Where G has no forward

@@ -331,7 +331,7 @@ class _KernelMaps:
         return operands[:n], operands[n : n + k], operands[n + k :]
 
     def moved(self, xs: Entries) -> list[Any]:
-        """The differentiated ones among entries for the inputs."""
+        """The entries for differentiated inputs."""
         return [x for x, m in zip(xs, self.moving, strict=True) if m]
 
     # --- pull: cotangents of y to cotangents of x

@@ -137,7 +137,7 @@ class _Solution:
     def _solved(self, args: Any, kwargs: Any) -> tuple[_Form, Array, list[Array], Any]:
         """The form, x and aux that `solve` returns, checked, without derivatives.
 
-        Also the arrays that F closes over, which become arguments of the rules.
+        It also returns the arrays that F closes over, which become arguments of the rules.
         """
         backend, xp = self.backend, self.backend.xp
         leaves, treedef = backend.flatten((args, kwargs))

@@ -99,7 +99,7 @@ class RetainedGradients(Operators):
             gradients stacked in order, or as a list if their shapes differ; in JAX all steps of a
             traced loop at one mark come before those at the next. Under vmap the batch axis is in
             front. A value that does not reach the output gives zeros. All results are
-            differentiable, as those of `grad`.
+            differentiable, like the results of `grad`.
 
         Raises:
             GradtoolsError: (on call) The output is not a real scalar, or an argument in argnums

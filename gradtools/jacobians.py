@@ -142,7 +142,7 @@ class Jacobians(Operators):
 
         Products with several vectors at one point share an evaluation by `linearize(grad(f), x)`.
 
-        For complex arguments the Hessian is that of the real and imaginary parts: real-linear
+        For complex arguments it is the Hessian in the real and imaginary parts: real-linear
         in the tangent, symmetric under Re<u, v>.
 
         Args:

@@ -262,7 +262,7 @@ def captured_objects(
 def _references(x: Any, attributes: bool) -> list[Any]:
     """The objects that x refers to: closure cells, contents of a cell or container, attributes.
 
-    Of gradtools' own objects only the attributes that the user set; `__gradtools_holds__` names
+    For gradtools' own objects, only the attributes that the user set; `__gradtools_holds__` names
     them.
     """
     names = getattr(type(x), "__gradtools_holds__", None)
@@ -381,7 +381,8 @@ def evaluating_again(
 ) -> Linearized:
     """Maps that save the inputs and evaluate the rule again, in place of opaque residuals.
 
-    Those are constants to a derivative, and may hold arrays of a transform that has ended.
+    Opaque residuals are constants to a derivative, and may hold arrays of a transform that has
+    ended.
     """
 
     def again(which: Literal["tangent", "cotangent"]) -> Map | None:

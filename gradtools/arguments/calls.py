@@ -240,7 +240,7 @@ class Call:
                 )
 
     def output(self, outs: Sequence[Array], extras: Sequence[Array]) -> tuple[Any, Any]:
-        """`(out, aux)` of f from the flat lists. Also writes f's changes to the user's modules."""
+        """`(out, aux)` from the flat lists; writes f's changes to the user's modules."""
         self.settle(extras)
         diff, rest = iter(outs), iter(extras)
         leaves = [next(diff if kind in _INEXACT else rest) for kind in self._kinds]

@@ -98,7 +98,7 @@ def _named(
 
 
 def _parameters(f: Callable[..., Any]) -> list[Parameter]:
-    """f's parameters; those of a torch.nn.Module are its forward's."""
+    """f's parameters; for a torch.nn.Module, the parameters of its forward."""
     f, parameters = unwrap(f), list[Parameter]()
     for g in (f, getattr(f, "forward", None)):
         if not callable(g):

@@ -68,7 +68,7 @@ class MarkedValues:
 
 
 class _Marking(threading.local):
-    """Where this thread is. Class attributes are read fastest."""
+    """The current position of this thread. Class attributes are read fastest."""
 
     tape: MarkedValues | None = None  # of the `retained_gradients` that evaluates f
     place: tuple[int, ...] = ()  # the indices of the chunked calls around, and of their chunks

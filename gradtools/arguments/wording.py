@@ -48,7 +48,7 @@ def type_in_words(x: Any) -> str:
 
 
 def name_of(f: Any) -> str:
-    """A function's name, or that of its type."""
+    """A function's name, or its type's name."""
     return getattr(f, "__name__", None) or type(f).__name__
 
 

@@ -26,8 +26,8 @@ class GradientReversal(eqx.Module):
     """The identity, with the gradient times ``-scale``.
 
     Attributes:
-        scale: A real number; it is static, not a leaf or a parameter. For a schedule under jit
-            give it at the call.
+        scale: A real number; it is static, not a leaf or a parameter. For a schedule under jit pass
+            it at the call.
 
     Example:
         >>> import jax, jax.numpy as jnp

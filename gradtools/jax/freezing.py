@@ -36,7 +36,7 @@ Entries = Sequence[Any]
 def run_frozen(whole: Chunks, uses: None) -> list[Array]:
     """The outputs of one use."""
     arrays = [k for k, x in enumerate(whole.shared) if isinstance(x, jax.Array)]
-    arrays.sort(key=lambda k: not is_inexact(whole.shared[k]))  # the differentiated ones first
+    arrays.sort(key=lambda k: not is_inexact(whole.shared[k]))  # differentiated arrays first
     xs = [whole.shared[k] for k in arrays]
     modules = stateful(whole.caller, whole.call.f, whole.arguments)
     state = [] if modules is None else [jax.lax.stop_gradient(x) for x in modules.leaves]

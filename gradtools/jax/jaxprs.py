@@ -178,7 +178,7 @@ def marked_as_chunk(f: F) -> F:
 
 
 def is_chunk(jaxpr: Any) -> bool:
-    """Whether a jaxpr is that of a function marked by `marked_as_chunk`."""
+    """Whether a jaxpr belongs to a function marked by `marked_as_chunk`."""
     return name_of(jaxpr).startswith(_CHUNK)
 
 

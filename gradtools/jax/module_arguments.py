@@ -6,9 +6,9 @@ of modules becomes a call of a function of pytrees of arrays:
 
     f(module, x)   =   g(part of the module, x),      module = part + rest
 
-The part of an equinox module is its inexact arrays, as with `equinox.filter_grad`; that of an nnx
-module is the State of its `nnx.Param`s, as with `nnx.grad`. The updated state of an nnx module is
-an extra output of g, and is written to the user's module after the call.
+The part of an equinox module is its inexact arrays, as with `equinox.filter_grad`; the part of an
+nnx module is the State of its `nnx.Param`s, as with `nnx.grad`. The updated state of an nnx module
+is an extra output of g, and is written to the user's module after the call.
 """
 
 from __future__ import annotations

@@ -63,8 +63,8 @@ def like(x: Array, other: Any) -> Array:
 def of_result(shape: Any, batch: Any, xs: Any) -> tuple[Any, ...]:
     """The sharding of a callback's result, which JAX cannot infer: an entry for each axis.
 
-    They are those of the first argument of the same shape; for the batch axes, which are in front,
-    those of the first argument that is sharded along them.
+    The entries are taken from the first argument of the same shape, and for the batch axes, which
+    are in front, from the first argument that is sharded along them.
 
     xs: Shape and entries of each argument.
     """

@@ -1,7 +1,7 @@
 """Pytrees and dtypes in JAX, for the backend interface.
 
-A pullback is a pytree of its residuals, as that of `jax.vjp` is: it passes through jit, scan and
-custom rules.
+A pullback is a pytree of its residuals, like the pullback of `jax.vjp`: it passes through jit, scan
+and custom rules.
 """
 
 from __future__ import annotations

@@ -108,7 +108,7 @@ class CheckedProgram:
         eps: The coarsest precision that f uses.
         unseen: How many operations hold stops that are not seen.
         notes: Notes for the report. hooks: A sentence on each hook that f sets.
-        values: The values that f stops, and `recorded` those of the first run.
+        values: The values that f stops, and in `recorded` their values in the first run.
         seen: The values inside of f, with names and lines; `held` returns the first `count`, or
             a derivative of these, of the kind "vjp" or "jvp".
     """

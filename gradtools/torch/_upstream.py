@@ -36,7 +36,7 @@ disable_current_modes = _disable_current_modes
 """Torch.func's registry of containers, so that users' containers are known (pytorch#65761); and a
 context in which no dispatch mode sees gradtools' operations.
 
-Of the imported names, temporarily_clear_interpreter_stack runs code outside of all levels of
+Among the imported names, temporarily_clear_interpreter_stack runs code outside of all levels of
 torch.func; TracingContext and detect_fake_mode say whether a compiler traces.
 """
 

@@ -264,7 +264,7 @@ def _eager_linearize(fun: Fun, leaves: Tensors) -> tuple[Tensors, Tensors, Push]
     def push(tangents: Tensors) -> Tensors:
         if lost:
             raise RuntimeError(
-                "f's backward pass records no graph (as that of torch.cond), so the pushforward, "
+                "f's backward pass records no graph (as in torch.cond), so the pushforward, "
                 "which is its derivative, is unknown; the pullback of gt.vjp is right"
             )
         pairs = [(g, t) for g, t in zip(grads, tangents, strict=True) if g is not None]

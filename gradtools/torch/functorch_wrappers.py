@@ -130,7 +130,7 @@ class Example:
 def like(x: Tensor) -> Any:
     """The shape, dtype and device of a floating or complex tensor, None for others.
 
-    Also an `Example` if it is a wrapper subclass.
+    For a wrapper subclass, an `Example` as well.
     """
     if not is_inexact(x):
         return None

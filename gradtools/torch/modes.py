@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 
 
 def batchings() -> int:
-    """The number of open levels of autograd's legacy vmap, that of ``is_grads_batched``.
+    """The number of open levels of autograd's legacy vmap, which ``is_grads_batched`` uses.
 
     Dynamo must not trace this: it would drop the increment, whose result is unused, and keep the
     decrement.
@@ -124,5 +124,5 @@ def unpacked() -> Iterator[list[Any]]:
 
 
 def has_checkpoint(hooks: Sequence[Any]) -> bool:
-    """Whether some of the hooks are those of `torch.utils.checkpoint`."""
+    """Whether some of the hooks belong to `torch.utils.checkpoint`."""
     return "torch.utils.checkpoint" in [getattr(pack, "__module__", "") for pack, _ in hooks]

@@ -268,7 +268,8 @@ class _Links:
         own: The replacement of each object, by its id.
 
     Attributes:
-        copied: The fields of objects, those of their copies, and the latter as they were made.
+        copied: The fields of objects, the fields of their copies, and the copies' fields as they
+            were made.
     """
 
     def __init__(self, own: dict[int, Any]) -> None:

@@ -488,7 +488,7 @@ class _Node(torch.autograd.Function):
         if program.expands(axes):
             xs, axes = tuple([front(*pair) for pair in pairs[count:]]), (0,) * len(xs)
         outer = sum(v.key() == _VMAP for v in upstream.get_interpreter_stack() or ())
-        # A later vmap, such as that of a Jacobian's rows, shares the draws of the first run.
+        # A later vmap, such as the vmap over a Jacobian's rows, shares the draws of the first run.
         randomness = info.randomness if outer < program.maps else "same"
         batch = program.batched(axes, size, randomness)
         batch.known = [front(*pair) for pair in pairs[:count]]

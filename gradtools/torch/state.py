@@ -235,7 +235,7 @@ def _parts(x: Any) -> Iterable[Any]:
 class RunState:
     """The random streams that f may draw from, and the buffers of its modules, at one time.
 
-    copies: Of each buffer: the buffer, its copy, its version, and whether its module is training.
+    copies: For each buffer: the buffer, its copy, its version, and whether its module is training.
     """
 
     held: Held

@@ -10,7 +10,7 @@ A rule is *linearized* when it is first differentiated: the residuals of its map
 and a missing map is made by transposing the other one. The forward pass then also returns residuals
 that are neither inputs nor outputs (*extras*). An extra is differentiated through the code that
 computed it; an output is differentiated by the rule, at every order. The jvp of the maps in their
-residuals is that of the Python code. The rule of a primitive, unlike that of a `custom_jvp`,
+residuals is the jvp of the Python code. The rule of a primitive, unlike that of a `custom_jvp`,
 survives scan, cond, remat and jit.
 
 `primitives` defines what each primitive computes and how it is batched, `linearizing` how a rule is

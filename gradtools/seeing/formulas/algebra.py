@@ -399,7 +399,7 @@ def plus(*terms: Expr) -> Expr:
 def apply(name: str, /, *of: Any, kind: str = "", **attributes: Any) -> Expr:
     """An elementwise operation, broadcast as in NumPy; broadcasts are moved out of it.
 
-    kind: That of the result; by default the widest of the arguments', at least real.
+    kind: The kind of the result; by default the widest of the arguments', at least real.
     """
     args = [*map(lifted, of)]
     kind = kind or widest(REAL, *(a.kind for a in args))

@@ -2,8 +2,8 @@
 
 A backend records one run of f as expressions, and `Formula` transforms them to the adjoint program.
 Before the formula is returned it is evaluated in NumPy and compared with the framework's own
-automatic differentiation of f: reverse mode, and at order 2 reverse mode of reverse mode. That is
-done at the given arguments and at random points near them, if the program is the same there, in
+automatic differentiation of f: reverse mode, and at order 2 reverse mode of reverse mode. They are
+compared at the given arguments and at random points near them, if the program is the same there, in
 the precision in which f runs. Derivations by hand are compared with the framework in the same way.
 """
 

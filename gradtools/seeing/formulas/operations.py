@@ -1,6 +1,6 @@
 """The table of operations: how each is computed in NumPy, differentiated and written.
 
-Of a holomorphic function f the derivative f' is given as an expression of its value y and its
+For a holomorphic function f the derivative f' is given as an expression of its value y and its
 argument x; the cotangent of x is conj(f') g. Other functions give their pullback. Labels choose one
 entry of each row by a one-hot factor.
 """

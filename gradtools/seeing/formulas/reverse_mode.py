@@ -1,7 +1,7 @@
 """Reverse mode on expressions: a recorded program is transformed to its adjoint program.
 
-That is an expression again, so it can be simplified, written, evaluated, and differentiated once
-more, which is double backward::
+The adjoint is an expression again, so it can be simplified, written, evaluated, and differentiated
+once more, which is double backward::
 
     first order    x_bar = J^H g
     second order   the adjoint of <u, x_bar>, as a function of x and g

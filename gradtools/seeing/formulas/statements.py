@@ -1,8 +1,8 @@
 """Turns an adjoint program into lines of mathematics: which values get names, and their order.
 
 A value gets a name if it is a result, if it is used more than once and is not short, or if a line
-would become too long. The name of a cotangent is that of its primal value, with a bar. The name of
-a leaf is the shortest unique end of its path, such as ``argument 0['layers'][1].weight``.
+would become too long. The name of a cotangent is the name of its primal value, with a bar. The name
+of a leaf is the shortest unique end of its path, such as ``argument 0['layers'][1].weight``.
 """
 
 from __future__ import annotations
@@ -189,7 +189,7 @@ def _is_plain(x: Expr) -> bool:
 
 
 def _operands(x: Expr) -> tuple[Expr, ...]:
-    """The arguments of x; those of its operation where x is an output of an opaque one."""
+    """The arguments of x; for an output of an opaque operation, that operation's arguments."""
     return x.args[0].args if x.op == "output" else x.args
 
 

@@ -203,7 +203,7 @@ def _fraction(coefficient: Any) -> tuple[Any, float]:
 
 
 class _Factors:
-    """A product's factors, sorted to those in the numerator and those in the denominator.
+    """A product's factors, sorted into numerator and denominator.
 
     Products among the factors are flattened, but not named ones, nor sums inside of elementwise
     products. A sum of one array, times one over its length, is a mean.

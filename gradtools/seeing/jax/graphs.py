@@ -5,7 +5,7 @@ bodies. Links are differentiable between inexact arrays and cut elsewhere, excep
 in `reachability.py`. A custom rule replaces the derivative of its function, so cuts inside do not
 count. An equation that writes to a mutable reference gives it a new value.
 
-A node's line is that of the innermost frame of the user's code. JAX's own jitted functions are
+A node's line is the innermost line of the user's code. JAX's own jitted functions are
 traced once and have no such line: their equations get the line of each call.
 """
 

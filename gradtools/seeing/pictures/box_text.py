@@ -1,7 +1,7 @@
 """The text of a box and its measured size.
 
-Text is set in a monospaced font. The usual ones differ by a few percent in width; the advances
-below are those of the widest. Long text is wrapped at separators of names.
+Text is set in a monospaced font. The usual fonts differ by a few percent in width; the advance
+below is that of the widest font. Long text is wrapped at separators of names.
 """
 
 from __future__ import annotations

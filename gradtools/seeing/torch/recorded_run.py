@@ -2,7 +2,7 @@
 
 The user's function runs once under the recorders of `recording/`, and its effects are undone.
 
-Data that leaves PyTorch for NumPy or Python has no graph. Where it returns is found by
+Data that leaves PyTorch for NumPy or Python has no graph. The place where it returns is found by
 perturbation: the run is repeated with other numbers at the line where the data left. Numbers and
 arrays that then reach PyTorch with other contents come from that line; so do outputs that change.
 """

@@ -129,7 +129,7 @@ class Comparisons:
         return lambda t: flattened(self.probe.value(self.moved(us, t)))
 
     def at(self, mode: str, xs: Arrays, *vectors: Arrays) -> Any:
-        """A derivative by a mode: J u, J^H v, H u, or Re<w, H u>. The latest ones are kept."""
+        """A derivative by a mode: J u, J^H v, H u, or Re<w, H u>. The latest results are cached."""
         key = (mode, *(x.tobytes() for group in (xs, *vectors) for x in group))
         if key not in self._kept:
             probe = self.probe

@@ -56,7 +56,7 @@ def check_derivatives(
     float32 a three-hundredth); both modes against each other (dot-product test); linearity in the
     tangent and in the cotangent; for order 2 every mix of modes against slopes of the gradient
     and against each other. Complex arguments are moved in complex directions; all inner products
-    are Re<u, v>. The tolerances are those of `gradtools.testing.tolerance_table`. float32 products
+    are Re<u, v>. `gradtools.testing.tolerance_table` has the tolerances. float32 products
     are computed in full precision during the check, without TF32 or bfloat16.
 
     Args:
@@ -68,7 +68,7 @@ def check_derivatives(
         backend: "torch", "jax", or the module gradtools.torch or gradtools.jax.
         order: 1 or 2.
         modes: Of "forward", "reverse", "forward_over_reverse", "reverse_over_reverse",
-            "reverse_over_forward" and "forward_over_forward" those that f must have. None: all
+            "reverse_over_forward" and "forward_over_forward", the modes that f must have. None: all
             modes that f has; the report's `left_out` lists the others.
         seed: The seed of the random directions.
 

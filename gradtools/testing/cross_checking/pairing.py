@@ -38,7 +38,7 @@ class Pairing:
     def in_jax_layout(
         self, arrays: Sequence[np.ndarray | None], gradients: bool = False
     ) -> list[np.ndarray | None]:
-        """One array for each of PyTorch's parameters, as those of JAX's; None stays None.
+        """One array for each of PyTorch's parameters, converted to JAX's; None stays None.
 
         gradients: Whether the arrays are gradients. Two parameters whose sum is one parameter in
             JAX have the same gradient; their values and directions are added.

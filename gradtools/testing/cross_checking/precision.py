@@ -58,8 +58,9 @@ _NEWER = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.con
 def settings_of_torch() -> dict[str, Setting]:
     """PyTorch's settings that allow reduced precision in float32 products, in setting order.
 
-    Two older ones, for matrices and for cuDNN, write the newer ones (by library and operation), and
-    so come first. One that contradicts the newer ones cannot be read, and is None.
+    Two older settings, for matrices and for cuDNN, write the newer settings (by library and
+    operation), and so come first. A setting that contradicts the newer settings cannot be read, and
+    is None.
     """
     import torch
 

@@ -69,7 +69,7 @@ def match(
         named: Pairs of leaves that correspond, which are common even if their values are constant.
 
     Returns:
-        For the numbers of an equal pair its layout.
+        The layout of each equal pair, by its numbers.
     """
     prints = np.array([_fingerprint(s.value) for s in jax.steps]).reshape(-1, 5)
     strengths = np.array([strength(s.value) for s in jax.steps])

@@ -49,7 +49,7 @@ class Domains:
     source: Array
     source_labels: Array  # one-hot
     target: Array  # unlabelled
-    held_out: Array  # of the target domain
+    held_out: Array  # images of the target domain
     held_out_labels: Array
 
 
@@ -223,10 +223,10 @@ class Training:
 
     seed: int
     reverses: bool
-    accuracy: list[list[float]]  # of each side, in percent, at every look and at the end
+    accuracy: list[list[float]]  # the accuracy of each side, in percent, at every measurement
     losses: list[float]  # relative differences between the sides
     gradients: list[float]
-    plain: list[float]  # and to gradients taken the plain way
+    plain: list[float]  # differences from gradients taken the plain way
     evaluations: Counter[str]
 
     def compare(

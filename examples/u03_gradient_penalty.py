@@ -121,7 +121,7 @@ def apply(gt, w, x):
 
 
 def draws(seed):
-    """Points of eight Gaussians on a circle, noise for as many others, where to mix the two."""
+    """Samples of eight Gaussians on a circle, noise for the generator, and mixing weights."""
     rng = np.random.default_rng(seed)
     angle = rng.integers(8, size=POINTS) * np.pi / 4
     circle = np.stack([np.cos(angle), np.sin(angle)], axis=1)

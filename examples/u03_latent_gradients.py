@@ -30,7 +30,7 @@ TRAINING = 150 if QUICK else 500  # its steps
 GROUP, NOISE = 8, 0.7  # codes in each z_i
 N, STEPS, RATE = (4, 10, 0.03) if QUICK else (16, 40, 0.03)
 COUNTS = (1, 16) if QUICK else (1, 4, 16, 64)
-DEPTHS, WIDTH = (4, 24) if QUICK else (4, 12, 24), 64  # of the dense layers
+DEPTHS, WIDTH = (4, 24) if QUICK else (4, 12, 24), 64  # depths and width of the layers
 BYTES = {}  # what was measured, for the picture: (against what, backend, way) to a list
 
 
@@ -76,7 +76,7 @@ def g(gt, slopes, zs, x):
     """The contrastive loss of codes after a step down the energy, against the clean codes x."""
     xp = gt.xp
     moved, x = xp.reshape(zs - slopes, (-1, CODE)), xp.reshape(x, (-1, CODE))
-    logits = moved @ x.T - xp.sum(x**2, axis=1) / 2  # less a term of the row: -|moved - x|^2 / 2
+    logits = moved @ x.T - xp.sum(x**2, axis=1) / 2  # -|moved - x|^2 / 2 up to a row's constant
     own = xp.sum(moved * x, axis=1) - xp.sum(x**2, axis=1) / 2
     return xp.mean(xp.log(xp.sum(xp.exp(logits - own[:, None]), axis=1)))
 

@@ -92,7 +92,7 @@ def deep_jax(z, weights):
 
 
 def saved_bytes(way, *args):
-    """Bytes that autograd saves for a backward pass, every storage counted once; not inputs'."""
+    """The bytes that autograd saves for a backward pass, once per storage, without the inputs."""
     import torch
 
     kept = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in args}

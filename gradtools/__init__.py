@@ -42,7 +42,7 @@ def __dir__() -> list[str]:
     return [*__all__, "__version__", "bridge", "jax", "testing", "torch"]
 
 
-if not _typing.TYPE_CHECKING:  # where a type checker reads a __getattr__, no misspelt name is found
+if not _typing.TYPE_CHECKING:  # type checkers accept any name if they see a __getattr__
 
     def __getattr__(name: str) -> object:
         """Raises an error that says where the operators are."""

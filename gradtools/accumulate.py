@@ -362,7 +362,7 @@ class GradientAccumulator:
             if self._compensated:
                 share, xp = s - a, self._backend.xp
                 error = error + ((a - (s - share)) + (b - share))  # the rounding error of s
-                total = xp.where(xp.isfinite(s), s + error, s)  # else the error is NaN
+                total = xp.where(xp.isfinite(s), s + error, s)  # otherwise the error is NaN
                 errors.append(error - (total - s))
             totals.append(total)
         return replace(state, totals=tuple(totals), errors=tuple(errors), weight=weight)

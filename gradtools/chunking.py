@@ -108,9 +108,9 @@ class Chunking(Operators):
                 program that is lowered for another platform has none.
 
         Returns:
-            A function of f's arguments. A module stays one: in PyTorch a `torch.nn.Module` with
-            f's parameters, buffers, state_dict and attributes, which are f's own, under the same
-            names; of an `equinox` or `flax.nnx` module one that holds f as `module`.
+            A function of f's arguments. A module gives a module: in PyTorch a `torch.nn.Module`
+            with f's parameters, buffers, state_dict and attributes, which are f's own, under the
+            same names; for an `equinox` or `flax.nnx` module a module that holds f as `module`.
 
         Raises:
             GradtoolsError: chunk_size is below 1; (on call) a list is empty, axes differ in

@@ -14,7 +14,7 @@ from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule
 
-ARRAY = "array"  # in place of a bound's number
+ARRAY = "array"  # stands for a bound that is an array
 
 
 def clip_rule(backend: Backend, count: int, max_norm: Any, max_value: Any) -> Rule:

@@ -74,7 +74,7 @@ def _module_of(x: Any) -> str:
 def arrays_given(
     file: str | None, shapes: str | None, seed: int, dtype: str = "float64"
 ) -> tuple[np.ndarray, ...]:
-    """The arrays of a file, or draws of shapes; none where neither is given.
+    """The arrays of a file, or random arrays of the shapes; none if neither is given.
 
     Args:
         file: A .npz file, whose arrays come in their order, or a .npy file.

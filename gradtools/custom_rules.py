@@ -250,7 +250,7 @@ class CustomRule:
         """The value; differentiated by the rule wherever a derivative is taken."""
         statics: tuple[Any, ...] = ()
         rest: tuple[Any, ...] = args
-        try:  # as `user_facing` does, without a call of its own
+        try:  # like `user_facing`, but without a further call
             if kwargs or self._needs_binding:
                 statics, rest = self._bound(args, kwargs)
             if self._direct is not None:

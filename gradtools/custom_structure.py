@@ -299,7 +299,7 @@ class Residuals:
     """The pytree that fwd saved: the position of each array, and the other leaves."""
 
     treedef: Any
-    places: tuple[int, ...]  # in [*xs, *ys, *extras]
+    places: tuple[int, ...]  # positions in [*xs, *ys, *extras]
     others: tuple[Any, ...]
 
     @property

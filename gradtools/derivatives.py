@@ -388,8 +388,7 @@ class Derivatives(Operators):
 
         Returns:
             `(out, pushforward)`. The pushforward takes one tangent for each primal and may be
-            called many times. It keeps what `vjp` keeps; where one direction is enough, `jvp`
-            keeps nothing.
+            called many times. It keeps what `vjp` keeps; for one direction, `jvp` keeps nothing.
 
         Raises:
             GradtoolsError: A leaf is not differentiable, or a tangent does not fit.

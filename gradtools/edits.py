@@ -304,7 +304,7 @@ class Edits(Operators):
         places = [i for i, leaf in enumerate(leaves) if _edited(backend, leaf)]
         count, alone = len(leaves), len(leaves) == 1 and leaves[0] is x
 
-        def cotangent(xs: Any, cts: Any) -> list[Any]:  # it outlives x, which may be traced
+        def cotangent(xs: Any, cts: Any) -> list[Any]:  # may outlive x, which may be traced
             full = replaced_at([None] * count, places, cts)
             transformed = fn(backend.unflatten(treedef, full))
             return _checked_cotangents(backend, transformed, backend.unflatten(treedef, full), cts)

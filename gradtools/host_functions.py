@@ -191,7 +191,8 @@ def _linear_rule(host: HostFunction, specialized: Specialization) -> Rule:
                     f"host function {host.__name__!r} has an adjoint, so it maps floating or "
                     f"complex arrays to such; one is of dtype {backend.dtype_name(v)}."
                 )
-        # The adjoint's `out`: a symbolic length is specialized, since no cotangent has it.
+        # The adjoint's `out`: a symbolic length is specialized, since it is not known from the
+        # cotangents.
         sizes = lambda x: tuple(map(int, x.shape))
         specs = tuple([ArraySpec(sizes(x), backend.dtype_name(x)) for x in xs])
         out_def = specialized.newest

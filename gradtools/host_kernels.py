@@ -344,7 +344,7 @@ class KernelCall:
         elif not (expected.alone and type(tree) is np.ndarray):
             wanted = expected.treedef
             try:
-                ys = wanted.flatten_up_to(tree)  # in any order of dict keys
+                ys = wanted.flatten_up_to(tree)  # dict keys may have another order
             except (ValueError, TypeError):
                 ys = [None]
             if any(y is None or isinstance(y, tuple | list | dict) for y in ys):

@@ -85,7 +85,7 @@ class Partition:
         return not hasattr(self.size, "__index__")
 
     def with_chunks_of(self, chunk_size: int) -> Partition:
-        """The same batch in chunks of at most so many rows; if symbolic, of fewer than now."""
+        """The same batch in chunks of at most this size; a symbolic one in smaller chunks."""
         most = max(self.chunk_size - 1, 1) if self.is_symbolic else self.size
         return Partition(self.size, min(chunk_size, most))
 
@@ -134,7 +134,7 @@ class Chunks:
         keys, carried: The arguments that are random keys and carries.
         """
         backend, every = batch.backend, batch.arguments
-        leaves: tuple[list[Any], ...] = ([], [], [])  # by kind: _PIECES, _SHARED, _CARRY
+        leaves: tuple[list[Any], ...] = ([], [], [])  # leaves by kind: _PIECES, _SHARED, _CARRY
         plan, containers = list[ArgumentPlan](), list[int]()
         for i, flat in enumerate(every):
             places = []

@@ -70,7 +70,7 @@ class MarkedValues:
 class _Marking(threading.local):
     """The current position of this thread. Class attributes are read fastest."""
 
-    tape: MarkedValues | None = None  # of the `retained_gradients` that evaluates f
+    tape: MarkedValues | None = None  # the marks of the `retained_gradients` that evaluates f
     place: tuple[int, ...] = ()  # the indices of the chunked calls around, and of their chunks
     count = 0  # the marks and chunked calls before, in the same chunk
 

@@ -59,7 +59,7 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
             evaluation.checked = False
             return list(grads)
         jaxpr = known[0].jaxpr
-        # also in a jit that was traced before
+        # finds derivatives in cached jits, too
         evaluation.nested = is_in_scope(jaxprs.equations(jaxpr), DERIVATIVE_SCOPE)
         closed = ClosedJaxpr(jaxpr, known[1])  # its inputs are the leaves alone
         columns = zip(*reachability.reached_matrix(closed)[: len(outs)], strict=True)

@@ -106,7 +106,7 @@ class _Use:
         self.fun, self.count = fun, sum(map(is_inexact, xs))
         self.user_functions: Any = (fun,)  # the objects that may capture further arrays
         self.captured: list[Any] = []  # arrays that are passed after the arguments
-        if any(isinstance(x, jax.core.Tracer) for x in xs):  # else G may branch on values
+        if any(isinstance(x, jax.core.Tracer) for x in xs):  # otherwise G may branch on values
             self.fun = _TracedOnce(fun, xs)
             self.captured = self.fun.captured
             self.user_functions = () if self.captured else (list(self.fun.consts),)
@@ -203,7 +203,7 @@ def _pullback(
     def tangent(saved: Entries, dxs: Entries) -> list[Any]:
         xs, cts = saved[:inputs], saved[inputs:]
         along = [*dxs[:count], *dxs[stop:]]
-        if all(dx is None for dx in along[:count]):  # it is linear in the cotangents
+        if all(dx is None for dx in along[:count]):  # the pullback is linear in the cotangents
             return use.pulled(mask, xs, dxs[stop:])
         return _along(recomputed(xs), [*xs[:count], *cts], along)
 

@@ -254,7 +254,7 @@ class InnerJaxpr:
 
 
 def bodies(eqn: Eqn) -> list[InnerJaxpr]:
-    """The inner jaxprs of an equation; none if it is opaque, so that every input flows anywhere.
+    """The inner jaxprs of an equation; none if the equation is opaque.
 
     The body of one of gradtools' own primitives is the jaxpr that its `gradtools_flow` returns.
     """

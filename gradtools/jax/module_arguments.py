@@ -37,7 +37,7 @@ def opened(
 ) -> Opened | None:
     """The call as a call on pytrees of arrays; None if it has no module to open.
 
-    Modules of flax.nnx are opened in any argument, of equinox in the differentiated ones.
+    Modules of flax.nnx are opened in all arguments, equinox modules in differentiated ones only.
     """
     if not module_kinds():
         return None
@@ -263,6 +263,6 @@ class Opened:
 
     @property
     def opens_once(self) -> bool:
-        """Whether chunks get parts of one opening: a parameter may stand at several places."""
+        """Whether chunks get parts of one opening: a parameter may occur at several places."""
         moving = jax.tree.leaves(self._nodes[: len(self._params)])
         return len({id(x) for x in moving}) < len(moving)

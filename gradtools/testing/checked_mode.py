@@ -65,7 +65,7 @@ class CheckedReport:
 class _CheckedThread(threading.local):
     """The state of this thread."""
 
-    report: CheckedReport | None = None  # of the innermost context
+    report: CheckedReport | None = None  # the report of the innermost context
     rng: Any = None
     program: Any = None  # the program that runs at other points now, without comparisons
     own = False  # whether gradtools' code runs, rather than f's forward code

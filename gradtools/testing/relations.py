@@ -398,7 +398,7 @@ _FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "softplus(x)": lambda x: np.logaddexp(x, 0),
     "sign(x)": np.sign,
 }
-_REAL = [*_FUNCTIONS]  # not of complex numbers
+_REAL = [*_FUNCTIONS]  # functions of real numbers
 _FUNCTIONS |= {
     "x": lambda x: x,
     "sigmoid(x)": _sigmoid,
@@ -416,7 +416,7 @@ _REDUCTIONS: dict[str, Callable[..., Any]] = {
     "softmax(x)": _softmax,
     "log_softmax(x)": lambda x, **kept: np.log(_softmax(x, **kept)),
 }
-_PAIRS: dict[str, tuple[Callable[[Any, Any], Any], bool]] = {  # and whether the order counts
+_PAIRS: dict[str, tuple[Callable[[Any, Any], Any], bool]] = {  # function, is ordered
     "x + y": (np.add, False),
     "x - y": (np.subtract, True),
     "x * y": (np.multiply, False),

@@ -165,7 +165,7 @@ class TorchBackend(FrameworkBackend):
     vjp = staticmethod(engines.vjp)
     jvp = staticmethod(engines.jvp)
 
-    jvps = staticmethod(jvps)  # no LazyMember: dynamo, which traces it, cannot import
+    jvps = staticmethod(jvps)  # not a LazyMember, because dynamo traces it and cannot import
 
     linearize = staticmethod(engines.linearize)
 

@@ -159,7 +159,7 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if here.own or func in _BACKWARD:  # not f's own forward code
+        if here.own or func in _BACKWARD:  # called outside of f's own forward code
             with set_here(own=True):
                 return func(*args, **kwargs)
         if func is upstream.set_grad_enabled:

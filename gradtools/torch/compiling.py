@@ -26,7 +26,7 @@ from gradtools.torch.functorch_wrappers import unwrapped
 Tensor = torch.Tensor
 F = TypeVar("F", bound=Callable[..., Any])
 _SKIPPED: dict[str, Callable[..., Any]] = {}
-_TO_REGISTER: list[Callable[[], Any]] = []  # once dynamo is loaded
+_TO_REGISTER: list[Callable[[], Any]] = []  # to be called once dynamo is loaded
 
 
 def is_compiling() -> bool:  # an alias of PyTorch's function would sometimes be folded to False

@@ -95,7 +95,7 @@ def is_dual(x: Any) -> bool:
         return False
     x = unwrapped(x)
     if upstream.is_legacy_batched(x) or x.is_inference():
-        return False  # which have no tangents
+        return False  # these dtypes have no tangents
     return upstream.unpack_dual(x, level)[1] is not None
 
 

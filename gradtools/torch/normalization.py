@@ -141,7 +141,7 @@ def _of_channels(input: Tensor, *parameters: Tensor | None) -> list[Tensor | Non
 def _normalized(x: Tensor, axes: tuple[int, ...], eps: float) -> Tensor:
     """(x - mean) / deviation."""
     dtype = x.dtype
-    if dtype in (torch.bfloat16, torch.float16):  # as the kernels do
+    if dtype in (torch.bfloat16, torch.float16):  # the kernels compute in float32, too
         x = x.float()
     centered = x - x.mean(axes, keepdim=True)
     variance = (centered * centered).mean(axes, keepdim=True)

@@ -163,7 +163,7 @@ class Program:
             if views and any(upstream.is_alias_of(y, x) for x in (*inner, *sources)):
                 outs[i] = outs[i].clone()
         alive = [*map(weakref.ref, sources)]
-        del ys, y, sources  # with the graph, which frees leaves that f made for itself
+        del ys, y, sources  # frees the graph, and with it leaves that f made for itself
         self.read([x for ref in alive if (x := ref()) is not None])
         self.known, self.tracked, self.verify = outs, tracked, verify
         return outs, later
@@ -259,7 +259,7 @@ class Program:
                     "iterator, a counter, a cache, a file, or draws in another thread. Pass that "
                     "as an argument, or make it a buffer."
                 )
-        self.first.clear()  # also of the copies of this program
+        self.first.clear()  # copies of this program share the list
         self.verified()
 
     def _copy(self, **changes: Any) -> Program:
@@ -470,7 +470,7 @@ class _Node(torch.autograd.Function):
         xs, modes = [*map(alive, ctx.saved_tensors)], _NOTHING
         cts = tuple([ct if ct is None else alive(ct) for ct in cts])
         if not {*map(type, xs)} <= _ORDINARY:
-            modes = upstream.EnableTorchFunction()  # which a subclass's backward() disables
+            modes = upstream.EnableTorchFunction()  # a subclass's backward() disables these modes
         with marked(ctx.program.caller), modes:
             if batchings():
                 grads = by_new_vmap(lambda *cts: _pulled(ctx, xs, cts), cts)

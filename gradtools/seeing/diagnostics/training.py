@@ -212,7 +212,7 @@ def _twins(
     network's outputs, as the next layer of the same network would. Each term that depends on the
     stopped network must train the twin, as a distance between their outputs does.
     """
-    modules: dict[str, dict[str, Any]] = {}  # by prefix: the shapes by the rest of the name
+    modules: dict[str, dict[str, Any]] = {}  # for each prefix the shapes by the rest of the name
     for one in parameters:
         for k in range(len(one.name)):
             if not k or one.name[k - 1] in ".]":

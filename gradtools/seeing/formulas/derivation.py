@@ -78,7 +78,7 @@ class Formula:
     """
 
     check: Agreement | None = None
-    compare: Callable[..., Agreement] | None = None  # with a derivation; see `agrees_with`
+    compare: Callable[..., Agreement] | None = None  # compares with a derivation; see `agrees_with`
 
     def __init__(
         self, recorded: Recorded, order: int = 1, wrt: Sequence[int] | None = None

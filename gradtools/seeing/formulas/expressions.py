@@ -216,7 +216,7 @@ class Operation:
     labels: Callable[[Expr], Sequence[Sequence[int | None]]] = lambda y: [
         range(y.rank) if a.rank == y.rank else () for a in y.args
     ]
-    definition: str = ""  # of the name, printed below a formula that has it
+    definition: str = ""  # the definition of the name, printed below a formula that has it
 
 
 OPERATIONS: dict[str, Operation] = {}

@@ -227,7 +227,7 @@ class _Comparison:
         return _agreement(results, f"yes: agrees at the arguments{random}", f", called with {call}")
 
     def _points(self, steps: Sequence[float]) -> Iterator[Point]:
-        """Random points at relative distances of the given arguments; these themselves at 0."""
+        """Random points at relative distances of the given arguments; 0 gives the arguments."""
         rng, own = np.random.default_rng(0), len(self.program.leaves)
         for step in steps:
             cotangents, directions = self.formula.random_cotangents(rng)

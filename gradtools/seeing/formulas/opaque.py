@@ -29,7 +29,7 @@ class OpaqueFunction:
     """A function of NumPy arrays that the framework computes, and its vjp."""
 
     backend: Backend
-    run: Callable[..., Sequence[Any]]  # from and to the framework's arrays
+    run: Callable[..., Sequence[Any]]  # maps arrays of the framework to arrays of the framework
     # Converts NumPy's arrays to the framework's, each to the dtype that was recorded.
     arrays: Callable[[Sequence[np.ndarray]], list[Any]]
     moving: tuple[bool, ...]  # which operands have a derivative

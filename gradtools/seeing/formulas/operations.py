@@ -61,7 +61,7 @@ def _entrywise(name: str, evaluate: Callable[..., Any], pullback: Any = None, **
 def _sigmoid(x: np.ndarray) -> np.ndarray:
     if np.iscomplexobj(x):
         return 1 / (1 + np.exp(-x))
-    e = np.exp(-np.abs(x))  # no overflow, and full relative precision in both tails
+    e = np.exp(-np.abs(x))  # avoids overflow and keeps full relative precision in both tails
     return np.where(x >= 0, 1.0, e) / (1 + e)
 
 

@@ -227,7 +227,7 @@ class _Factors:
                 self.coefficient *= factor["coefficient"]
                 queue = opened(factor, names, lambda n: next(fresh)) + queue
         self.scalars: list[Expr] = []  # the factors without axes in the numerator
-        self.scalars_below: list[Expr] = []  # those in the denominator
+        self.scalars_below: list[Expr] = []  # the scalars in the denominator
         self.arrays: list[Entry] = []  # the factors with axes in the numerator
         self.below: list[Entry] = []  # those in the denominator
         self.size: dict[int, int] = {}  # the length of each label's axis

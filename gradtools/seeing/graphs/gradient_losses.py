@@ -69,7 +69,7 @@ def losses_between(graph: PlainGraph, start: int, ends: Sequence[int]) -> list[L
     """The operations that lose the derivative of the ends along the start.
 
     Operations further on that lose it as well, on every path, are listed if they stop it, leave
-    the framework, or stand on the same line: it takes a change at each of them.
+    the framework, or are on the same line, since each of them must be changed.
     """
     first = list(_frontier(graph, {start: _FULL}, dict.fromkeys(ends, _FULL)))
     reached, places = forward(graph, {start: _FULL}), {id(loss.node) for loss in first}

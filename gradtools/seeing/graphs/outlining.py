@@ -284,14 +284,14 @@ def _place_leaves(boxes: Sequence[Box], roots: Mapping[int, Block]) -> None:
     before, after = dict[int, list[Box]](), dict[int, list[Box]]()
     first = next(iter(roots.values()))
     for leaf in (box for box in boxes if box.kind in ("input", "captured")):
-        if leaf.kind == "captured" and leaf.key not in readers:  # or printed in place of an operand
+        if leaf.kind == "captured" and leaf.key not in readers:  # printed as an operand
             continue
         reading = readers.get(leaf.key, [])
         leaf.phase = min((path[0].phase for path in reading), default=first.phase)
         reading = [path for path in reading if path[0].phase == leaf.phase]
         if leaf.kind == "input" and not re.search(r"[\[.]", leaf.values[0].name):
             reading = [path[:2] for path in reading]  # a whole argument stays outside of blocks
-        depth = 1  # of the children that contain readers, in the innermost block around them all
+        depth = 1  # counts the common blocks of all children that contain readers
         while reading and all(
             p[depth] is reading[0][depth] and len(p) > depth + 1 for p in reading
         ):

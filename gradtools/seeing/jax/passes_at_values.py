@@ -141,7 +141,7 @@ def passes_at(
 
 
 def _reported(node: Node, origin: Node) -> Node:
-    """The node of the forward pass; of one with bodies, the node itself with its line."""
+    """The node of the forward pass; for a node with bodies, the node itself with its line."""
     if not origin.bodies or origin.links is not None:
         return origin
     return replace(node, source=node.source or origin.source, scope=node.scope or origin.scope)

@@ -208,7 +208,7 @@ def _compared(
     after = _copies(other.outs)
     alike = len(after) == len(before)
     outputs = [k for k, a in enumerate(before) if not (alike and _same(a, after[k]))]
-    # until the program takes another branch
+    # compares until the program takes another branch
     pairs = takewhile(
         lambda pair: pair[0].native == pair[1].native, zip(own.nodes, other.nodes, strict=False)
     )

@@ -273,7 +273,7 @@ class Comparisons:
         """Compares Re<J^H v, u> with Re<v, D_u f>; entry by entry if that fails or is undecided."""
         probe, vs = self.probe, self.vs
         pulled = lambda t: np.array(inner(us, self.at("reverse", self.moved(us, t), vs)))
-        value = slopes.shaped_like(measured.value, probe.out)  # of f; below, of Re<v, f>
+        value = slopes.shaped_like(measured.value, probe.out)  # slopes of f; below, of Re<v, f>
         sizes = np.abs(flattened(vs))
         error = float(np.sum(sizes[sizes > 0] * measured.error[sizes > 0]))
         error += self.numeric * size(vs, value) / 10

@@ -57,7 +57,7 @@ class _Operations(Watching):
         super().__init__()
         self.steps: list[Step] = []
         self.nodes: dict[int, tuple[Any, list[tuple[int, Step]]]] = {}
-        self.held: list[Any] = []  # no id or address may be used again
+        self.held: list[Any] = []  # keeps objects alive, so that no id or address is reused
         self.by_id: dict[int, Step] = {}
         self.by_view: dict[Any, Step] = {}
         self.latest: dict[int, Step] = {}  # the latest step in a memory, and the latest that wrote

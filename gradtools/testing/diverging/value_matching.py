@@ -82,7 +82,7 @@ def match(
             near = (np.abs(prints - fingerprint) <= allowed * np.abs(fingerprint) + 1e-300).all(1)
             candidates += [(a, jax.steps[k]) for k in np.flatnonzero(near & (strengths == own))]
     pairs: dict[tuple[int, int], Layout] = {}
-    classes: dict[int, list[Step]] = {}  # by the identity of a step
+    classes: dict[int, list[Step]] = {}  # steps with equal values, by the id of a step
     for a, b in candidates:
         alike = (a.value.dtype.kind in "fc") == (b.value.dtype.kind in "fc")
         layout = aligned(a.value, b.value, accuracy_of(a, b)) if alike else None

@@ -105,7 +105,7 @@ def _is_plain_eager(xs: Sequence[Tensor]) -> bool:
             return False
     if _levels() is not None or upstream.forward_level() >= 0 or _functions() or _dispatches():
         return False
-    return upstream.TracingContext.try_get() is None  # in which export runs, too
+    return upstream.TracingContext.try_get() is None  # torch.export runs in this context, too
 
 
 def _exported(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:

@@ -93,7 +93,7 @@ class Recorder(Generic[V]):
     def _modules_followed(self) -> Iterator[None]:
         """A context in which `scope` follows the modules that this thread calls."""
         thread = threading.get_ident()
-        running: list[tuple[torch.nn.Module, tuple[str, ...]]] = []  # with the scope around each
+        running: list[tuple[torch.nn.Module, tuple[str, ...]]] = []  # modules and scopes
         names: dict[int, dict[int, str]] = {}  # the names of a module's parts, by id
 
         def enter(module: torch.nn.Module, args: Any) -> None:

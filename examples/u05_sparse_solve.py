@@ -59,7 +59,7 @@ def show(gt, backend):
     heat = gt.asarray(np.where(np.arange(SIDE**2) % 3 == 0, 1.0, 0.2))
 
     def matrix(log_k):
-        """A's values; an edge conducts as the mean of its two nodes do."""
+        """A's values; the conductivity of an edge is the mean over its two nodes."""
         k = xp.exp(log_k)
         through = (k[first] + k[second]) / 2
         return xp.concat((through, through, -through, -through, k[walls]))

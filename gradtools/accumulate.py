@@ -197,9 +197,9 @@ class GradientAccumulator:
         Args:
             grads: A pytree of floating or complex arrays, of the same structure, shapes, dtypes
                 and device at every call. An entry of None stays None.
-            weight: A real number, or a real array of shape (). A concrete array is read at once,
-                which waits for its device. Gradients of weight 0 add nothing, even if they are
-                NaN, as the gradient of a mean over no examples is.
+            weight: A real number, or a real array of shape (). A concrete array is read
+                immediately, which waits for its device. Gradients of weight 0 add nothing, even if
+                they are NaN, as the gradient of a mean over no examples is.
 
         Raises:
             GradtoolsError: grads differs from earlier additions in structure, holds a non-gradient,

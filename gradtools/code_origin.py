@@ -132,7 +132,7 @@ def users_lines(lines: Lines) -> tuple[Source, ...]:
 def whose_frame(frame: FrameType) -> int:
     """The origin of the code that runs in a frame.
 
-    Generated code, such as a dataclass's methods, has a file name like that of code typed in by the
+    Generated code, such as a dataclass's methods, has a file name like interactive code of the
     user; its module decides.
     """
     file = frame.f_code.co_filename
@@ -184,7 +184,7 @@ def raised_by(package: str, error: BaseException) -> bool:
 
     A framework's errors have texts but no types of their own, and the user's errors may contain the
     same words. An error is the user's if a `raise` statement outside of the framework's modules
-    raised it; an error of compiled code comes out of a call. The top-level module itself counts as
+    raised it; an error of compiled code is raised by a call. The top-level module itself counts as
     the user's, since it raises on behalf of the user (`torch._check`).
     """
     origin = error.__traceback__

@@ -30,7 +30,7 @@ class Specialization:
         others: Their leaves, ARRAY for each array.
         outs: The structure of the output, by the avals of the inputs.
         newest: The structure of the latest output.
-        refined: Makes linear maps that are rules themselves, of a host function.
+        refined: Makes the linear maps of a host function rules, which can be differentiated.
         is_flat: Whether the arguments are arrays only, in no containers.
         fun, fwd, bwd, jvp: The author's functions, of flat tuples of arrays; None if not given.
     """
@@ -184,7 +184,7 @@ class Specialization:
         return self.refined(maps, [inexact for _, _, inexact in like], outs)
 
     def _fwd_arguments(self, xs: Sequence[Array], perturbed: tuple[bool, ...] | None) -> Any:
-        """fwd's arguments; with symbolic zeros each as a `Primal`."""
+        """fwd's arguments; with symbolic zeros, each becomes a `Primal`."""
         if "cotangent" not in self.of.symbolic_zeros:
             return self.arguments(xs)
         if perturbed is None:

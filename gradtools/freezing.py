@@ -59,16 +59,16 @@ class Freezing(Operators):
     ) -> F:
         """Use `frozen(G)` in place of G: second derivatives through it do not store G's graph.
 
-        It is for gradients with respect to many z_i through a large pretrained G that feed a
-        further loss. Each use keeps its arguments and outputs, and nothing that grows with the
-        depth of G. With F the work of a forward pass, it costs F forward, F for the pullback, and
-        2F for the second derivative: 4F, where double backward takes 3F and keeps graphs of G for
-        every use. In PyTorch, take each first derivative before the next use of G: otherwise the
-        cost is 5F. G's parameters are constants.
+        It is for gradients with respect to many z_i through a large pretrained G that enter another
+        loss. Each use keeps its arguments and outputs, and nothing that grows with the depth of G.
+        With F the work of a forward pass, it costs F forward, F for the pullback, and 2F for the
+        second derivative: 4F, where double backward takes 3F and keeps graphs of G for every use.
+        In PyTorch, take each first derivative before the next use of G: otherwise the cost is 5F.
+        G's parameters are constants.
 
-        Derivatives along the arguments themselves, where they depend on something that is
-        differentiated, are exact and computed only if they are needed. Third derivatives are exact;
-        in PyTorch they keep the graph of one use at a time, in JAX the graph of each use.
+        Derivatives along the arguments are exact, and computed only if the arguments depend on
+        something that is differentiated. Third derivatives are exact; in PyTorch they keep the
+        graph of one use at a time, in JAX the graph of each use.
 
         PyTorch: G is a module or a function; random generators and buffers are restored as in
         `chunked`. Attention runs by plain operations in second derivatives. Where G has no forward

@@ -66,7 +66,7 @@ class HostFunctions(Operators):
                 Non-array arguments are passed unchanged.
             out: The specs of the results: None (one array like the first array argument), a pytree
                 of `ArraySpec`s, or a function from the arguments, arrays replaced by their
-                ArraySpecs, to one. Under vmap these are the specs of one example.
+                ArraySpecs, to such a pytree. Under vmap these are the specs of one example.
             vectorized: False: under vmap one call for each example. True: one call, each array
                 argument with the batch axes in front. Elementwise kernels allow it.
             adjoint: The adjoint of a linear kernel A, a kernel too: Re<y, A x> = Re<adjoint(y), x>

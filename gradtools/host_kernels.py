@@ -97,7 +97,8 @@ class Kernel:
         fun: Gets the program's arrays as read-only NumPy arrays in C order (bfloat16 as float32),
             and other arguments unchanged; returns NumPy arrays.
         out: None (one array like the first array argument), a pytree of ArraySpecs, or a function
-            from the arguments, each array replaced by its ArraySpec of one example, to one.
+            from the arguments, each array replaced by its ArraySpec of one example, to such a
+            pytree.
         vectorized: Whether under vmap it is called once, with the batch axes in front of every
             array, instead of once for each example.
         name: Its name in messages.

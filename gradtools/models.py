@@ -72,8 +72,8 @@ class Models(Operators):
           mutable. ``train`` is passed as the module's own argument: ``train``, ``deterministic`` or
           ``use_running_average``. The key is split over ``rng_names``.
         - ``flax.nnx``: params holds the ``nnx.Param``s, state the random streams and all other
-          variables. With a key, every stream gets a key of its own and state keeps its streams as
-          they were; without one, the streams of state are used and counted on.
+          variables. With a key, every stream gets its own key and state keeps its streams
+          unchanged; without a key, the streams of state are used and advanced.
         - ``equinox``: params is the module with its inexact arrays only, state the
           ``eqx.nn.State`` passed as ``variables`` (passed to the module after the other positional
           arguments, and returned by it), or an empty dictionary. The key is passed as

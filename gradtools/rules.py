@@ -63,7 +63,7 @@ class Linearized:
         opaque_residuals: Whether the author saved non-arrays that may depend on x, so that a
             second derivative must evaluate the function again.
         tangent_only: How many of the last residuals only the tangent map reads.
-        example: The maps of one example, of an evaluation for a batch.
+        example: For an evaluation of a batch, the maps of one example.
         written: The cotangent map as its author wrote it, where `cotangent` is a rule itself, which
             has a forward mode. It reads the first residuals.
         key: Evaluations with equal keys have the same maps, as functions of the residuals; None if
@@ -183,7 +183,7 @@ class Rule:
         return self.linearize(*xs)
 
     def linearized_from(self, xs: Entries, ys: list[Array]) -> Linearized:
-        """`at` for known outputs, of a rule whose residuals are inputs and outputs only."""
+        """`at` for known outputs, if the rule's residuals are inputs and outputs only."""
         saves = tuple(range(len(xs))) if self.saves is None else self.saves
         return Linearized(ys, [], saves, self.tangent, self.cotangent)
 

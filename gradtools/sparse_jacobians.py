@@ -169,7 +169,7 @@ def _pattern(caller: str, sparsity: Any, ins: tuple[int, ...]) -> Csr:
         ins: The shape of f's argument.
 
     Raises:
-        GradtoolsError: It is none of these, or has another shape.
+        GradtoolsError: The pattern has another type or shape.
     """
     sparse = _scipy_sparse(caller)
     shape, flat = _nonzero(caller, sparsity)

@@ -42,7 +42,7 @@ class GradientReversal(eqx.Module):
     def __call__(self, x: Any, scale: Any = None, *, key: Any = None) -> Any:
         """x itself (an array or a pytree). ``scale``, if given, replaces the layer's own.
 
-        ``key`` is not used; a sequence of equinox's layers gives one to each.
+        ``key`` is not used; equinox's Sequential passes a key to each layer.
         """
         return gt.reverse_gradient(x, self.scale if scale is None else scale)
 

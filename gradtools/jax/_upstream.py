@@ -45,8 +45,8 @@ class RulePrimitive(Primitive):
     """A primitive with several results; JAX's caches refer weakly to a rule in its parameters.
 
     Attributes:
-        gradtools_flow: From an equation to the jaxpr of its data flow, or None; for `reachability`.
-        gradtools_program: From an equation to the jaxpr that it evaluates, or None; for `checking`.
+        gradtools_flow: Maps an equation to the jaxpr of its data flow, or None; for `reachability`.
+        gradtools_program: Maps an equation to the jaxpr that it evaluates, or None; for `checking`.
     """
 
     multiple_results = True

@@ -99,7 +99,7 @@ def _mapped(kinds: tuple[type, ...], f: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def like_module(f: Any, make: Callable[[Any], Callable[..., Any]]) -> Any:
-    """`make(f)`, such as `chunked(f)`; a module again if f is one of equinox or flax.nnx.
+    """`make(f)`, such as `chunked(f)`; a module if f is a module of equinox or flax.nnx.
 
     So its arrays are still leaves of the pytree or graph. The library's integration is imported
     when the first such module is transformed.

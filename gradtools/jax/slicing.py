@@ -117,7 +117,7 @@ def joined(cut: Partition, axis: int, parts: Sequence[Array], entry: Any) -> Arr
 
 
 def parted(x: Array, axis: int, m: int, n: int, entry: tuple[int, Any]) -> Array:
-    """x with the axis split in two, of which one may be sharded."""
+    """x with the axis split in two axes, one of which may be sharded."""
     shape = (*x.shape[:axis], m, n, *x.shape[axis + 1 :])
     return shardings.reshaped(x, shape, axis, 2, entry)
 

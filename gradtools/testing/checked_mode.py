@@ -99,7 +99,7 @@ def functions_within(fun: Any) -> list[Any]:
 
 
 class CheckedProgram:
-    """f, which runs again at other points and leaves no trace; a framework's class adds how.
+    """f, which runs again at other points without side effects; a subclass per framework runs it.
 
     Attributes:
         half: The module that runs it.

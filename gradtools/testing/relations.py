@@ -57,7 +57,7 @@ def related(
 
     Args:
         a: The first side's array.
-        b: The second side's, of the same shape or another.
+        b: The second side's array, of the same or another shape.
         names: The names of the sides.
         order: The order of the derivative.
         near: The relative error at which a relation holds.

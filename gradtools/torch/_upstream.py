@@ -58,7 +58,7 @@ wrapper's level, -2 if its transform has ended; the axis that vmap hides, -1 if 
 
 wrap_for_grad: Callable[[Tensor, int], Tensor] = _functorch._wrap_for_grad
 add_vmap_axis: Callable[[Tensor, int, int], Tensor] = _functorch._add_batch_dim
-"""A tensor inside of a level of `torch.func.grad`; one whose axis a level of vmap hides."""
+"""A tensor inside of a level of `torch.func.grad`; a tensor whose axis a level of vmap hides."""
 
 batch_size_of: Callable[[Any], int] = lambda v: _functorch.CVmapInterpreterPtr(v).batchSize()
 """The batch size of a level of vmap."""
@@ -68,7 +68,7 @@ enter_vmap: Callable[[], int] = _c._vmapmode_increment_nesting
 leave_vmap: Callable[[], int] = _c._vmapmode_decrement_nesting
 add_batch_axis: Callable[..., Tensor] = torch._add_batch_dim
 remove_batch_axis: Callable[..., Tensor] = torch._remove_batch_dim
-"""The vmap before functorch, of autograd's `is_grads_batched`: whether a tensor is its batch; entry
+"""The legacy vmap of autograd's `is_grads_batched`: whether a tensor is its batch; entry
 to and exit from a level, which return the number of levels; wraps a tensor, and unwraps it."""
 
 # --- forward mode ------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ time for a small function; the second also skips the context that compiled code 
 
 current_graph_task: Callable[[], int] = _c._current_graph_task_id
 will_run: Callable[[Any], bool] = _c._will_engine_execute_node
-"""Of the running backward pass: its id, -1 if none; whether it will execute a node."""
+"""The id of the running backward pass, -1 if none; whether it will execute a node."""
 
 AccumulateGrad: Any = _c._functions.AccumulateGrad
 ModuleHook: Any = torch.nn.modules._functions.BackwardHookFunction
@@ -217,8 +217,8 @@ def size_hint(n: Any, fallback: int) -> int:
 SLOTS = ("_parameters", "_buffers", "_modules")
 slots_of: Callable[[torch.nn.Module], tuple[Any, Any, Any]] = attrgetter(*SLOTS)
 NOT_SAVED, COMPILED_CALL = "_non_persistent_buffers_set", "_compiled_call_impl"
-"""The fields with a module's own parameters, buffers and children, None among them; with the names
-of buffers that no `state_dict` holds; and with the code of `module.compile()`, which a copy of the
+"""The fields of a module's own parameters, buffers and children, which may be None; of the names of
+buffers that no `state_dict` holds; and of the code of `module.compile()`, which a copy of the
 module must not run."""
 
 BatchNorm: Any = torch.nn.modules.batchnorm._BatchNorm

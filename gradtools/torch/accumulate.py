@@ -51,7 +51,7 @@ def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
 
 
 def _pairs_of_dicts(target: Any, grads: Any) -> list[tuple[Any, Any]] | None:
-    """Parameters and gradients of a module or a flat dict, if all fit and occur once; else None."""
+    """Parameters and gradients of a module or a flat dict, or None unless all fit and occur once."""
     named = ModuleTree.of(target).parameters if isinstance(target, torch.nn.Module) else target
     if not (type(named) is dict and type(grads) is dict and grads.keys() <= named.keys()):
         return None
@@ -324,7 +324,7 @@ def _all_fit(merged: Sequence[tuple[Any, Any]]) -> bool:
 
 
 def _expected_dtype(p: torch.Tensor, g: torch.Tensor) -> torch.dtype:
-    """`p.grad_dtype`, its own before PyTorch 2.10; where that allows any, what `.grad` has now."""
+    """`p.grad_dtype` (p's dtype before PyTorch 2.10); if it allows any, the dtype of `.grad`."""
     return getattr(p, "grad_dtype", p.dtype) or (g.dtype if p.grad is None else p.grad.dtype)
 
 

@@ -147,7 +147,7 @@ def _reinterpreted(array: np.ndarray) -> torch.Tensor:
 
 
 def _extended_to_numpy(x: torch.Tensor) -> np.ndarray:
-    """An array of an ml_dtypes dtype; of float32 if that package is not installed."""
+    """An array of an ml_dtypes dtype, or of float32 if that package is not installed."""
     try:
         import ml_dtypes
     except ImportError:

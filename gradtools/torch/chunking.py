@@ -250,7 +250,7 @@ class _Sums:
             self._sums = [s + x for s, x in zip(self._sums, terms, strict=True)]
 
     def total(self) -> Tensors:
-        """The sums; with weights their sum, and the weighted means."""
+        """The sums; with weights, the sum of the weights and the weighted means."""
         if self._weigh is None or not self._sums:
             return self._sums
         total, *rest = self._sums

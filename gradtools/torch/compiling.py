@@ -123,7 +123,7 @@ def left_to_python(module: str) -> None:
 
 @skipped_by_dynamo
 def uncompiled(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """`fun(*args, **kwargs)` with a graph break in compiled code."""
+    """Calls `fun(*args, **kwargs)`, with a graph break in compiled code."""
     return fun(*args, **kwargs)
 
 

@@ -112,12 +112,12 @@ def linearize(fun: Fun, leaves: Tensors) -> tuple[Tensors, Tensors, Push]:
 def pushed(
     fun: Fun, leaves: Tensors, tangents: Tensors, kernels: Any
 ) -> tuple[Tensors, Tensors, Tensors]:
-    """`jvp` by dual numbers and these kernels. Raises `NoForwardMode` if their level is in use."""
+    """Computes `jvp` by dual numbers and these kernels. Raises `NoForwardMode` if their level is in use."""
     return _outside_of_dynamo(partial(_dual_jvp, kernels=kernels), fun, leaves, tangents)
 
 
 def _outside_of_dynamo(engine: Callable[..., Any], fun: Fun, *args: Any) -> Any:
-    """`engine(fun, *args)`, a derivative that counts, with advice on known errors."""
+    """Calls `engine(fun, *args)`, counts the derivative, and adds advice to known errors."""
     _here.taken += 1
     try:
         if upstream.DYNAMO in sys.modules and upstream.compiles_here():
@@ -331,7 +331,7 @@ def _functorch_vjp(fun: Fun, leaves: Tensors, once: bool = True) -> Evaluation:
 
 
 def _func_vjp(fun: Any, *primals: Any, has_aux: bool = False) -> Any:
-    """`torch.func.vjp` outside of hooks on saved tensors, which it refuses; a checkpoint's stay."""
+    """`torch.func.vjp` outside of hooks on saved tensors, which it refuses, but inside of checkpoints."""
     if not is_compiling() and upstream.saved_tensors_hooks_on(False) is not None:
         with unpacked() as hooks:
             if not has_checkpoint(hooks):

@@ -50,7 +50,7 @@ class KernelCalls:
         count: The number of arguments; 0: any number.
         alike: Whether the result is one array like the first argument.
         fresh: With this number of arguments the kernel is a NumPy ufunc, which keeps no array and
-            returns a new one, so that nothing needs a copy; 0 for other kernels.
+        returns a new array, so that no copy is needed; 0 for other kernels.
     """
 
     def __init__(self, of: Any, differentiated: Callable[[Any, Any], Any] | None) -> None:

@@ -280,7 +280,7 @@ class _Links:
         self.copied.append((original, copy, copy.copy()))
 
     def relinked(self, x: Any, at: tuple[nn.Module, str], depth: int = DEPTH) -> Any:
-        """The value; x itself if it refers to nothing of the tree.
+        """The value, or x itself if it does not refer to the tree.
 
         Raises if it is a function that closes over the tree: it would use the originals.
         at: The module and its attribute, for messages.

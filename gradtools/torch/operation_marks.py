@@ -1,4 +1,4 @@
-"""Marks of a thread by which recordings know operations that gradtools made itself.
+"""Thread-local marks by which recordings identify operations of gradtools itself.
 
 A recording of a user's program sees gradtools' own operations as well. The functions here mark a
 `detach` as gradtools' own, with a reason. A Function's class attribute `recorded_as` is the kind as

@@ -441,7 +441,7 @@ def recomputed(program: Program, xs: Sequence[Tensor]) -> Tensors:
 class _Node(torch.autograd.Function):
     """A program at its sources and arguments.
 
-    count: How many known outputs come before them, so that torch.func unwraps these, too.
+    count: The number of known outputs before them, which torch.func then unwraps, too.
     """
 
     recorded_as = "chunked"

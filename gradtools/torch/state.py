@@ -138,7 +138,7 @@ _HEAD, _SIZE = object.__basicsize__, random.Random.__mro__[1].__basicsize__
 def _words(stream: str) -> Any:
     """The memory of the Mersenne Twister; empty for another generator of NumPy.
 
-    With the second number of a pair of Python's; NumPy's is in its state alone.
+    For Python, also the second number of a Gaussian pair; NumPy keeps it in its state only.
     """
     if stream == PYTHON:
         return ctypes.string_at(id(_PYTHON) + _HEAD, _SIZE - _HEAD), _PYTHON.gauss_next

@@ -113,7 +113,7 @@ def _with_unvarying_inputs(rule: Rule, shared: Sequence[frozenset[Any]]) -> Rule
 
 
 def attempt(fun: Callable[..., list[Any]], *xs: Any) -> list[Any]:
-    """`fun(*xs)`; errors of the rules in it are raised at once, not when the result is lowered."""
+    """`fun(*xs)`; errors of its rules are raised immediately, not when the result is lowered."""
     closed = jax.make_jaxpr(fun)(*xs)
     for _ in jaxprs.equations(closed, within_rules=True):  # traces them all
         pass

@@ -167,7 +167,7 @@ def _linearized(
 def _native(
     rule: Rule, linearized: Linearized, xs: Sequence[Any], perturbed: Mask | None = None
 ) -> Linearized:
-    """The maps in JAX's convention; a missing one is the other's transpose."""
+    """The maps in JAX's convention; a missing map is the transpose of the other."""
     given_tangent, given_cotangent = linearized.tangent, linearized.cotangent
     like_xs, like_ys = likes_of(xs), likes_of(linearized.ys)
     signature = *map(jax.typeof, xs), perturbed

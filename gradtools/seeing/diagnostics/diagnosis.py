@@ -184,7 +184,7 @@ def _from_values(name: str, places: Sequence[LossPlace]) -> list[Finding]:
 
 
 def _called(node: Node) -> str:
-    """An operation in the framework's own word; a rule by the name of its function."""
+    """The framework's name of an operation; for a rule, the name of its function."""
     name = node.attributes.get("name") if node.mark == CUSTOM else ""
     return str(name or node.native or node.operation)
 

@@ -152,7 +152,7 @@ class Finding:
     Attributes:
         argument: The leaf that loses its gradient, such as "argument 0['w']".
         kind: A key of `KINDS`.
-        operation: The operation's name, in the framework's own word.
+        operation: The framework's name of the operation.
         source: The innermost line of the user's own code, if known: ``.file``, ``.line`` and
             ``.function``.
         scope: The modules it runs in, outermost first.

@@ -162,7 +162,7 @@ def _flattened(
 def _stays_whole(x: Expr) -> bool:
     """Whether x is an elementwise product that stays one matrix inside of a contraction.
 
-    It does not if it is broadcast, or if factors of it can be eliminated by the sum.
+    It does not stay one if it is broadcast, or if the sum can eliminate some of its factors.
     """
     if x.op != "einsum" or len(x.args) < 2 or contracts(x):
         return False

@@ -206,7 +206,7 @@ _entrywise("where", np.where, _pull_where, form=_write_where)
 
 
 def where(c: Expr, a: Any, b: Any) -> Expr:
-    """a where c, else b; one of them for a constant c that is everywhere the same."""
+    """a where c holds, else b; only a or b if c is the same constant everywhere."""
     c, a, b = c if c.kind == BOOLEAN else indicator(c, 0, "!="), lifted(a), lifted(b)
     mask = c["value"].array if c.op == "array" else None
     if mask is not None and mask.all() == mask.any():
@@ -374,7 +374,7 @@ def picked(x: Expr, i: Expr) -> Expr:
 
 
 def from_the_end(i: Expr, n: int) -> Expr:
-    """The i of ``where(i < 0, i + n, i)``: a negative index counts from the end anyway."""
+    """The i of ``where(i < 0, i + n, i)``: a negative index counts from the end in NumPy, too."""
     if i.op in ("reshape", "einsum") and len(i.args) == 1 and i.args[0].op == "where":
         inner = from_the_end(i.args[0], n)
         if i.op == "reshape":

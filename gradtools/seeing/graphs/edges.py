@@ -45,7 +45,7 @@ def kept_anew(graph: PlainGraph) -> dict[int, int]:
 
 
 def alive_anyway(graph: PlainGraph) -> frozenset[int]:
-    """Values that are alive anyway: the program's inputs and captured arrays."""
+    """Values that the program's caller keeps: inputs and captured arrays."""
     return frozenset((*graph.inputs, *_captured(graph)))
 
 

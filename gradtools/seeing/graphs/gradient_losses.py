@@ -68,7 +68,7 @@ def losses(graph: PlainGraph, leaf: int) -> list[Loss]:
 def losses_between(graph: PlainGraph, start: int, ends: Sequence[int]) -> list[Loss]:
     """The operations that lose the derivative of the ends along the start.
 
-    Operations further on that lose it as well, on every path, are listed if they stop it, leave
+    Later operations that lose it as well, on every path, are listed if they stop it, leave
     the framework, or are on the same line, since each of them must be changed.
     """
     first = list(_frontier(graph, {start: _FULL}, dict.fromkeys(ends, _FULL)))

@@ -116,7 +116,7 @@ class _PassRecorder(RunRecorder):
             return self.run(fun)
 
     def origin(self) -> Origin:
-        """The running line, modules and mark; in later passes, of the forward operation."""
+        """The running line, modules and mark; in later passes, taken from the forward operation."""
         here, managed = super().origin(), mark_of_running()
         rule, own = next((known for known in self.rules if known[1]), ("", ""))
         source, mark = here.source, managed or own or here.mark

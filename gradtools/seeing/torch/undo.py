@@ -52,7 +52,7 @@ class Undo:
 
     Attributes:
         names: The names in the user's code of the tensors that f can reach, by id.
-        reachable: These tensors, by id.
+        reachable: The tensors that f can reach, by id.
     """
 
     def __init__(self, run: Run, kinds: Iterable[str] = ()) -> None:

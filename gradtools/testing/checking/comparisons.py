@@ -224,8 +224,8 @@ class Comparisons:
         There is no slope where f is not finite. Where no step gave one, or where rounding is as
         large as the slope, only NaN counts as wrong.
 
-        derivative: The derivative at the point x + t u. It shows a kink at x, and whether f changes
-                within the smallest step, which is then too large.
+        derivative: The derivative at the point x + t u. This shows a kink at x, and whether the
+        smallest step is too large for f.
         """
         limit, here = self.numeric, np.isfinite(measured.at)
         mine = np.where(here, widened(analytic), 0)
@@ -343,7 +343,7 @@ def scale_of(x: np.ndarray) -> float:
 
 
 def size_by_entry(x: np.ndarray) -> np.ndarray:
-    """The size of each entry; for zeros the leaf's."""
+    """The size of each entry; for zeros the leaf's size."""
     return np.where(x == 0, scale_of(x), np.abs(x))
 
 

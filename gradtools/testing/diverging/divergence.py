@@ -176,7 +176,7 @@ class RecordedRuns:
         blaming: The runs, with their values matched.
         named: The pairs of leaves that correspond.
         outputs: The outputs of both runs, in pairs.
-        comparisons: The comparisons of the outputs; if they agree, of the gradients.
+        comparisons: The comparisons of the outputs, or of the gradients if the outputs agree.
     """
 
     def __init__(self, check: CrossCheck) -> None:

@@ -60,7 +60,7 @@ def match(
     """Finds the values that both runs have, and sets `Step.entries` and `Step.is_common`.
 
     A reshape where the other side transposes gives an array with the entries of a common value in
-    another order. Such an array has an equal in another shape, but no equal of its own shape, and
+    another order. Such an array equals a value of another shape, but no value of its own shape, and
     is not common.
 
     Args:

@@ -139,7 +139,7 @@ class ParameterMapping:
             torch_params: As in `to_jax`; None for the model that the mapping was made from.
 
         Returns:
-            A model of the same type, with the arrays in the model's dtypes. It is a new one.
+            A model of the same type, with the arrays in the model's dtypes. It is a new object.
 
         Example:
             >>> import equinox as eqx, jax, torch

@@ -183,7 +183,7 @@ def extras_pushed(point: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> 
 
 
 def pull(fun: Fun, xs: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:
-    """The pullback of `fun` at xs, of cotangents; None, also among these, stands for zeros."""
+    """The pullback of `fun` at xs applied to cotangents; None means zeros in both."""
     if not in_eager() or upstream.forward_level() >= 0:
         return _func_vjp(fun, xs)[1](cts)
     result = engines.vjp(lambda *a: (list(fun(*a)), []), list(xs), groups=None, once=True)

@@ -150,7 +150,7 @@ class ConnectionRecorder(RunRecorder):
             return out
 
     def operated(self, call: AtenCall) -> Any:
-        """Records an aten operation; a number that a function takes of a tensor has left."""
+        """Records an aten operation; a number that a function reads from a tensor leaves."""
         if call.raw != "_local_scalar_dense":
             return super().operated(call)
         out = call.run()

@@ -30,7 +30,7 @@ import numpy as np
 
 STEPS, QUICK_STEPS, LOOK_EVERY = 1000, 100, 50  # accuracy is measured every 50 steps
 BATCH, RATE, MOMENTUM, MAX_SCALE = 64, 0.1, 0.5, 0.3
-WIDTHS = ((64, 128), (128, 64), (64, 10), (64, 32), (32, 1))  # a dense layer each
+WIDTHS = ((64, 128), (128, 64), (64, 10), (64, 32), (32, 1))  # (in, out) of each dense layer
 FEATURES, LABELS, DOMAIN = slice(4), slice(4, 6), slice(6, 10)  # their matrices and biases
 REVERSED, PLAIN = "with reverse_gradient", "the plain way"
 OPENING = """\
@@ -271,7 +271,7 @@ def relative_difference(a: Sequence[Array], b: Sequence[Array]) -> float:
 def train_all(
     sides: Sequence[FrameworkRun], seeds: Sequence[int], steps: int = STEPS
 ) -> list[Training]:
-    """For every seed one training without reversal and one with, in that order."""
+    """For every seed one training without reversal, then one training with reversal."""
     with ExitStack() as stack:
         for side in sides:
             stack.enter_context(side.working())

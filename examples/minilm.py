@@ -137,7 +137,7 @@ class Place:
         path: The parameter's path.
         layer: Its index in the stack, if it is of a layer.
         shape: The shape in flax, if it is not that of the transposed kernel or array.
-        flat: The shape before a kernel is transposed, if it is another.
+        flat: The shape before a kernel is transposed, if it differs.
     """
 
     path: tuple[str, ...]

@@ -7,7 +7,7 @@ differentiated, and those that are only passed through.
 A backend implements the abstract members: arrays and pytrees, the vjp of a function, and a function
 with its own pullback. The other members have defaults in terms of these, or raise an error that
 names the operator. PyTorch's and JAX's backends override many of them with the framework's own way.
-`docs/adding_a_backend.md` walks through a new one.
+`docs/adding_a_backend.md` walks through a new backend.
 
 All members use gradtools' complex convention: a pullback is J^H v. A backend converts where its
 framework's convention differs.
@@ -178,7 +178,7 @@ class Differentiation(Arrays):
     ) -> tuple[Callable[..., Any], list[Array]]:
         """`converted(captured, *args, **kwargs)` and the arrays that f captures at these arguments.
 
-        These are the arrays that a derivative may be taken of. By default there are none.
+        These are the arrays that a derivative may be taken of. By default there are no such arrays.
         """
         return lambda captured, *args, **kwargs: f(*args, **kwargs), []
 

@@ -42,7 +42,7 @@ class CustomRules(Operators):
     def custom_rule(self, f: Any = None, static_argnames: Any = ()) -> Any:
         """Gives the function `f` a derivative that you write.
 
-        Give a reverse rule, a forward rule, or both; the missing one follows by transposition:
+        Give a reverse rule, a forward rule, or both; the missing rule follows by transposition:
 
             f.defvjp(fwd, bwd)     fwd(*args) -> (out, residuals)
                                    bwd(residuals, cotangent) -> one cotangent per argument

@@ -226,7 +226,7 @@ class Specialization:
         return result
 
     def _like(self, tree: Any, treedef: Any, who: str) -> list[Any]:
-        """The leaves of tree at treedef's; None is a zero, of a leaf or of a whole subtree."""
+        """The leaves of tree at treedef's leaves; None stands for zeros of a leaf or subtree."""
         backend = self.backend
         if tree is None:
             return [None] * treedef.num_leaves

@@ -225,8 +225,8 @@ class Edits(Operators):
             x, unchanged.
 
         Raises:
-            GradtoolsError: Neither bound is given, or one is negative or no real scalar; under
-                `gt.jvp`.
+            GradtoolsError: Neither bound is given, or a bound is negative or not a real scalar;
+                under `gt.jvp`.
 
         Example:
             >>> x = gt.asarray(np.float32([3.0, 4.0]))

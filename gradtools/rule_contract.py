@@ -141,7 +141,7 @@ def is_linear(
     narrow = any(str(x.dtype).removeprefix("torch.") == "float16" for x in v)
     reach = 2.0**5 if narrow else 2.0**13  # the largest factor
     one, other = run(v), run(w)
-    for factor in (-max(1 / reach, _LEAST), reach):  # a negative one finds relu-like maps
+    for factor in (-max(1 / reach, _LEAST), reach):  # a negative factor finds relu-like maps
         for y, was, came in zip(scaled(factor, one), one, run(scaled(factor, v)), strict=True):
             if not distance(y, came) <= tolerance(y) * abs(factor) * size(was):
                 return False

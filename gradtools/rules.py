@@ -300,8 +300,8 @@ def batched(
     Args:
         rule: The rule of one example.
         backend: Provides `vmap_list` and `vmap_extras`.
-        x_axes: The batch axis of each input, 0 or None. The cotangent of an input without one is
-            summed over the batch.
+        x_axes: The batch axis of each input, 0 or None. The cotangent of an input without a batch
+            axis is summed over the batch.
         saved_axes: The same for the residuals; None if these are inputs and outputs only, or if
             the rule is yet to be linearized.
         size: The batch size.

@@ -3,7 +3,7 @@
 Columns that share no row (structurally orthogonal ones) are pushed as one tangent, rows that share
 no column are pulled as one cotangent, and each entry is read from the product in which it is the
 only term (Curtis, Powell and Reid, On the estimation of sparse Jacobian matrices, 1974). NetworkX
-computes a greedy colouring. An entry that the pattern omits would be added to another one, so one
+computes a greedy colouring. An entry that the pattern omits would be added to another entry, so one
 more product, with a random vector, is compared with the result's.
 """
 
@@ -110,7 +110,7 @@ def _verified(
     sizes = xp.where(xp.isfinite(sizes + true), sizes + abs(true), xp.zeros_like(sizes))
     if not sizes.shape[0]:
         return values
-    # Relative to the largest entry: a small one may be a difference of large terms.
+    # Relative to the largest entry: a small entry may be a difference of large terms.
     off = abs(ours - true) > _EPS.get(backend.dtype_name(true), 2.0**-7) ** 0.75 * xp.max(sizes)
     if backend.is_traced(off):
         return xp.where(xp.any(off), plain * np.nan, values)

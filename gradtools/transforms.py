@@ -26,9 +26,9 @@ class Transforms(Operators):
 
         Args:
             f: A function of pytrees of arrays.
-            in_axes: The batch axis of each positional argument, None for one that is shared, or
-                a dict from f's parameters to axes. Keyword arguments, and arguments that a dict
-                does not name, are mapped over axis 0, except for scalars and non-arrays.
+            in_axes: The batch axis of each positional argument, None for a shared argument, or a
+                dict from f's parameters to axes. Keyword arguments, and arguments that a dict does
+                not name, are mapped over axis 0, except for scalars and non-arrays.
             out_axes: The batch axis of each output.
 
         Returns:

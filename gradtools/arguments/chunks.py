@@ -85,7 +85,7 @@ class Partition:
         return not hasattr(self.size, "__index__")
 
     def with_chunks_of(self, chunk_size: int) -> Partition:
-        """The same batch in chunks of at most this size; a symbolic one in smaller chunks."""
+        """The same batch in chunks of at most this size; a symbolic batch in smaller chunks."""
         most = max(self.chunk_size - 1, 1) if self.is_symbolic else self.size
         return Partition(self.size, min(chunk_size, most))
 
@@ -211,7 +211,7 @@ class ChunkFunction:
         """The leaves of f's output, and of the new carry.
 
         Args:
-            number: The chunk's number, or that of another chunk of equal structure.
+            number: The number of the chunk, or of another chunk of equal structure.
             index: The chunk's number, which may be traced.
             pieces: The chunk's part of `splits`, then its `lists`.
             shared: The leaves that all chunks share.

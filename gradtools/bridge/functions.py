@@ -237,7 +237,7 @@ def _is_inexact(spec: ArraySpec) -> bool:
 
 
 def _keep(cache: dict[Any, Any], key: Any, made: Any) -> None:
-    """Adds an entry to a cache and drops its oldest one."""
+    """Adds an entry to a cache and drops the oldest entry."""
     cache[key] = made
     if len(cache) > _MOST:
         del cache[next(iter(cache))]

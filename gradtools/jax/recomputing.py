@@ -69,8 +69,8 @@ def _recomputed(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def refuse_to_repeat(caller: str, jaxpr: Any) -> None:
     """Raises if a program makes a mutable array, which JAX 0.10 cannot recompute.
 
-    `jax.checkpoint` fails on one with a bare KeyError, and a scan over one returns a wrong value
-    without an error in reverse mode.
+    For such a program `jax.checkpoint` raises a bare KeyError, and a scan silently returns a wrong
+    value in reverse mode.
     """
     if jaxprs.holds(jaxpr, "new_ref", "ref", "mutable_array", "empty_ref"):
         raise GradtoolsError(

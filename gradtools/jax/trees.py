@@ -20,7 +20,7 @@ from gradtools.jax import shardings
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """The leaves and the structure: JAX's treedef, or one that also opens other containers."""
+    """The leaves and the structure: JAX's treedef, or a treedef that opens more containers."""
     if isinstance(tree, jax.Array):
         return [tree], _LEAF
     return _CONTAINERS.opened(*jax.tree.flatten(tree))

@@ -288,7 +288,7 @@ class _CheckedMembers:
             return run(fun, leaves, *args, **kwargs)
 
     def _map_batches(self, run: Any, f: Any, batch: list[Any], *args: Any, **kwargs: Any) -> Any:
-        """Compares the derivatives inside of the first rows, which have values one by one."""
+        """Compares derivatives inside of f at the first rows, which are evaluated one by one."""
         if here.program is None and not self.half.traced(batch):
             with self.half.unchanged():
                 for row in zip(*(x[:_MOST_ROWS] for x in batch), strict=True):

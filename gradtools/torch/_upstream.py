@@ -226,7 +226,7 @@ BatchNorm: Any = torch.nn.modules.batchnorm._BatchNorm
 
 
 class ModuleLike(torch.nn.Module):
-    """A module that delegates conversions and loading to another one, `_own`."""
+    """A module that delegates conversions and loading to another module, `_own`."""
 
     _own: torch.nn.Module
 
@@ -270,7 +270,7 @@ def skip_module(name: str) -> None:
 
 
 def skip_code(fun: Callable[..., Any]) -> None:
-    """Makes dynamo compile a function only where it is inlined into another one."""
+    """Makes dynamo compile a function only where it is inlined into another function."""
     from torch._dynamo.eval_frame import skip_code as skip
 
     skip(fun.__code__)

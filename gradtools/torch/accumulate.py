@@ -51,7 +51,7 @@ def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
 
 
 def _pairs_of_dicts(target: Any, grads: Any) -> list[tuple[Any, Any]] | None:
-    """Parameters and gradients of a module or a flat dict, or None unless all fit and occur once."""
+    """Parameters and gradients of a module or flat dict; None unless all fit and occur once."""
     named = ModuleTree.of(target).parameters if isinstance(target, torch.nn.Module) else target
     if not (type(named) is dict and type(grads) is dict and grads.keys() <= named.keys()):
         return None

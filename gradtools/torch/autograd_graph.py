@@ -54,7 +54,7 @@ def is_spent(x: Tensor) -> bool:
 
 
 def depends_on_others(outs: Sequence[Tensor]) -> bool:
-    """Whether outs depend on a leaf that may be differentiated: one that is not spent."""
+    """Whether outs depend on a leaf that is not spent, and so may be differentiated."""
     accumulates, todo = upstream.AccumulateGrad, list[Any]()
     for y in outs:  # loops, since every derivative runs this
         if y.requires_grad:

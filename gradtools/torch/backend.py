@@ -118,7 +118,8 @@ class TorchBackend(FrameworkBackend):
         dtype = _REAL.get(like.dtype, like.dtype)
         if isinstance(x, Tensor):
             return x.to(dtype)
-        # A scalar on the CPU combines with tensors on any device, unlike one on another device.
+        # A scalar on the CPU combines with tensors on any device, unlike a scalar on another
+        # device.
         make = partial(torch.full, ()) if isinstance(x, float | int) else torch.tensor
         return make(x, dtype=dtype, device="cpu")
 

@@ -36,7 +36,7 @@ ENDED = -2  # what `maybe_get_level` returns for a wrapper of a transform that h
 
 class _Captures(threading.local):
     def __init__(self) -> None:
-        self.mode: Replaced | None = None  # the innermost one of this thread
+        self.mode: Replaced | None = None  # the innermost mode of this thread
 
 
 _thread = _Captures()

@@ -85,7 +85,7 @@ _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParalle
 
 @cache
 def _wrapper(kind: type) -> str | None:
-    """The name of a class of PyTorch that manages parameters around each call, if it is one."""
+    """The name of a class of PyTorch that manages parameters around each call, or None."""
     names = [k.__name__ for k in kind.__mro__ if k.__module__.startswith("torch.")]
     return next((name for name in names if name in _WRAPPERS), None)
 

@@ -90,7 +90,7 @@ def runs_as_written() -> bool:
 
 
 def skipped_by_dynamo(fun: F) -> F:
-    """Marks `fun` as one that dynamo does not trace (`torch.compiler.disable`)."""
+    """Marks `fun` as a function that dynamo does not trace (`torch.compiler.disable`)."""
     name = f"{fun.__module__}.{fun.__qualname__}"
     _SKIPPED[name] = fun
     _with_dynamo(lambda: _SKIPPED.update({name: torch.compiler.disable(fun)}))
@@ -103,7 +103,7 @@ def skipped_by_dynamo(fun: F) -> F:
 
 
 def only_inlined(fun: F) -> F:
-    """Marks `fun` as one that dynamo traces as part of a graph around it, and else leaves alone.
+    """Marks `fun` as a function that dynamo traces only as part of a surrounding graph.
 
     Where it breaks that graph, `fun` runs again from its first line: compiled on its own, it would
     always return that dynamo is tracing.

@@ -112,7 +112,7 @@ def linearize(fun: Fun, leaves: Tensors) -> tuple[Tensors, Tensors, Push]:
 def pushed(
     fun: Fun, leaves: Tensors, tangents: Tensors, kernels: Any
 ) -> tuple[Tensors, Tensors, Tensors]:
-    """Computes `jvp` by dual numbers and these kernels. Raises `NoForwardMode` if their level is in use."""
+    """`jvp` by dual numbers and these kernels. Raises `NoForwardMode` if their level is in use."""
     return _outside_of_dynamo(partial(_dual_jvp, kernels=kernels), fun, leaves, tangents)
 
 
@@ -331,7 +331,7 @@ def _functorch_vjp(fun: Fun, leaves: Tensors, once: bool = True) -> Evaluation:
 
 
 def _func_vjp(fun: Any, *primals: Any, has_aux: bool = False) -> Any:
-    """`torch.func.vjp` outside of hooks on saved tensors, which it refuses, but inside of checkpoints."""
+    """`torch.func.vjp` without hooks on saved tensors, which it refuses; keeps a checkpoint's."""
     if not is_compiling() and upstream.saved_tensors_hooks_on(False) is not None:
         with unpacked() as hooks:
             if not has_checkpoint(hooks):

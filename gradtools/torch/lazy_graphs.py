@@ -98,7 +98,8 @@ class LazyGraph(Program):
         for x in [n.variable for n in nodes if type(n) is upstream.AccumulateGrad]:
             if id(x) not in own and not is_spent(x):
                 self.leaves.setdefault(id(x), x)
-        # A second evaluation would meet a graph that f captures, and that the first one has freed.
+        # A second evaluation would meet a graph that f captures, and that the first evaluation has
+        # freed.
         if min(map(upstream.sequence_of, nodes), default=self.outside) < self.outside:
             self.deferred = False
 

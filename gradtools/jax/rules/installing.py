@@ -7,7 +7,7 @@ own have both:
     tangent    dy = J(x) dx        linear in dx; its transpose evaluates x' = J(x)^T y'
 
 A rule is *linearized* when it is first differentiated: the residuals of its maps are determined,
-and a missing map is made by transposing the other one. The forward pass then also returns residuals
+and a missing map is made by transposing the other map. The forward pass then also returns residuals
 that are neither inputs nor outputs (*extras*). An extra is differentiated through the code that
 computed it; an output is differentiated by the rule, at every order. The jvp of the maps in their
 residuals is the jvp of the Python code. The rule of a primitive, unlike that of a `custom_jvp`,

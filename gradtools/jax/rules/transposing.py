@@ -1,4 +1,4 @@
-"""The jvp or vjp map that a rule lacks, by transposing the one that it has."""
+"""The jvp or vjp map that a rule lacks, by transposing its other map."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def transpose(
     def own(*vs: Any) -> list[Any]:
         return [conj(y) for y in linear(at, *map(conj, vs))]
 
-    axes = frozenset().union(*map(varies, [*at, *values]))  # examples are made without types
+    axes = frozenset().union(*map(varies, [*at, *values]))  # examples have no mesh axes
     return transpose_map(rule, which, own, [jax.typeof(varying(x, axes)) for x in examples], values)
 
 

@@ -2,7 +2,7 @@
 
 A lost gradient raises no error: training ignores it. Reported are
 
-a. leaves that get no gradient, or one that is zero at the given values, with the operations at
+a. leaves that get no gradient, or a zero gradient at the given values, with the operations at
    which all of it is lost;
 b. scalar summands of the loss whose data left the framework or became discrete on every path;
 c. NaN and infinity, with the first line that makes them;

@@ -36,8 +36,8 @@ class SeeingOperators(Operators):
     ) -> GradientReport:
         """Finds the lines at which a gradient is lost, becomes zero, or becomes NaN.
 
-        Findings are: an argument or parameter without a gradient, or with one that is zero, NaN or
-        infinite at these values, with the operations at which this happens; a scalar summand of the
+        Findings are: an argument or parameter without a gradient, or with a zero, NaN or infinite
+        gradient at these values, with the operations at which this happens; a scalar summand of the
         loss whose data left the framework or became discrete (``.item()``, a comparison, an
         argmax); an edit of gradtools through which no gradient reaches any leaf. Each has its line,
         its kind and a fix. A summand that is stopped as a whole by `detach`, `stop_gradient` or
@@ -71,8 +71,8 @@ class SeeingOperators(Operators):
 
         Raises:
             GradtoolsError: argnums is out of range or names an integer argument; f raises for
-                reasons of its own, returns nothing, or takes no arguments and one is passed; a
-                model holds no arrays; `optimizer` is not an optimizer.
+                reasons of its own, returns nothing, or takes no arguments although an argument is
+                passed; a model holds no arrays; `optimizer` is not an optimizer.
 
         Example:
             >>> f = lambda x: (gt.stop_gradient(x) ** 2).sum()

@@ -3,7 +3,8 @@
 Everything that moves axes is a product of arrays, as einsum. Coefficients are collected, nested
 products flattened where that reads better, equal factors become powers, one-hot factors under a sum
 are eliminated, broadcasts are moved outwards, where they may cancel. A contraction (a product with
-a sum) is never flattened into another one, so that a matrix product of the program stays one value.
+a sum) is never flattened into another contraction, so that a matrix product of the program stays
+one value.
 
 A sum collects like terms and factors common factors out. Broadcasts are moved out of elementwise
 functions. Conjugates and real parts are moved to the leaves.
@@ -223,7 +224,7 @@ def times(*factors: Expr) -> Expr:
 
 
 def broadcast(x: Expr, shape: Sequence[int], axes: Iterable[int] | None = None) -> Expr:
-    """Broadcasts x; its axis i becomes axis ``axes[i]`` of the result, by default the last ones."""
+    """Broadcasts x; its axis i becomes axis ``axes[i]`` of the result, by default the last axes."""
     rank = len(shape)
     return product([(x, axes or range(rank - x.rank, rank))], range(rank), shape)
 

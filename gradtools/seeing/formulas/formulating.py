@@ -238,7 +238,7 @@ class _Comparison:
             yield inputs, cotangents, directions
 
     def _leaves(self, point: Point) -> list[Any]:
-        """The framework's arrays of f's arguments; integers and random keys are the given ones."""
+        """The framework's arrays of f's arguments; integers and random keys are unchanged."""
         given, is_inexact = self.program.leaves, self.backend.is_inexact
         pairs = zip(given, point[0][: len(given)], strict=True)
         return [self._array(x) if is_inexact(leaf) else leaf for leaf, x in pairs]
@@ -301,7 +301,7 @@ def compared(
     scale: Sequence[Group] = (),
     who: str = "derivation",
 ) -> Agreement:
-    """Compares each of mine with the framework's own, where there is one.
+    """Compares each array of `mine` with the framework's array, unless that is None.
 
     An array's error is relative to its greatest modulus, or to `floor` times the greatest number in
     `scale`. Smaller arrays may be rounding errors of larger numbers that cancel: the gradient of a

@@ -50,7 +50,7 @@ def alive_anyway(graph: PlainGraph) -> frozenset[int]:
 
 
 def _captured(graph: PlainGraph) -> Iterator[int]:
-    """The captured values of a program, and results of its calls that are captured values there."""
+    """The captured values of a program, and captured values that its calls return."""
     yield from graph.captured
     for node in graph.nodes:
         if len(node.bodies) == 1 and not node.bodies[0].carries:

@@ -167,7 +167,7 @@ class Edge:
         target: The position of the node that reads it; None for an output of the graph.
         value: Its number.
         bytes: Its size.
-        saved: Whether it is a residual: read in a later pass than the one that makes it.
+        saved: Whether it is a residual: read in a later pass than the pass that makes it.
             `Graph.kept` lists those that use additional memory.
         strength: How its reader's outputs depend on it.
         cut: Why no derivative flows, in words; None if one flows, or if none could.

@@ -261,7 +261,7 @@ class Outline:
             yield from visit(column, 0)
 
     def bytes_of(self, values: Iterable[int]) -> int:
-        """The bytes saved for these values, once per storage; zero for values kept by the caller."""
+        """The bytes saved for these values, once per storage; zero for values kept otherwise."""
         memories = {memory_of(self.values, v) for v in values if v not in self.alive}
         return sum(self.values[v].bytes for v in memories)
 

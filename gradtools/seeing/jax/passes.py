@@ -1,7 +1,7 @@
 """A JAX program with its backward passes, as a graph.
 
-An equation that depends on a cotangent is backward, one that depends on the cotangent of a gradient
-is backward of the backward. All others run forward, also if only a later pass reads the result:
+An equation that depends on a cotangent is backward; if it depends on the cotangent of a gradient,
+it is backward of the backward. All others run forward, also if only a later pass reads the result:
 where PyTorch saves x for the backward pass of sin, JAX computes cos x in the forward pass and saves
 it.
 """

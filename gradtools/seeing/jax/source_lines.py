@@ -1,6 +1,6 @@
 """Source lines and modules of JAX equations.
 
-`gradtools.code_origin` classifies stack frames. The line is the innermost one of the user's code,
+`gradtools.code_origin` classifies stack frames. The line is the innermost line of the user's code,
 else of an installed package. JAX keeps each equation's stack, up to where tracing began.
 """
 

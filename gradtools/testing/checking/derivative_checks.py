@@ -228,7 +228,7 @@ class DerivativeCheck(Comparisons):
     def _against_slope(
         self, mode: str, path: str, run: Callable[..., Any], part: slopes.Slope, us: Arrays
     ) -> None:
-        """Compares a second derivative with the slope of a first one along us."""
+        """Compares a second derivative with the slope of a first derivative along us."""
         derivative = lambda t: run(self.moved(us, t))[0]
         record = self.against_slope(mode, path, derivative(0.0), part, 2, derivative)
         if not record.agrees:

@@ -55,7 +55,7 @@ def explain(check: CrossCheck, report: Report) -> None:
         alone = c.order == 0 and c.shape == () and len(others) > 0 and c.cause not in others
         unexplained = cause == UNKNOWN or (cause.startswith(FACTOR) and "," not in cause)
         if c.order and first is not None and first.order == 0:
-            if cause == UNKNOWN:  # what explains the value explains its derivatives
+            if cause == UNKNOWN:  # the cause of a value explains its derivatives
                 rows[n] = c.because(first.cause or UNKNOWN, first.detail)
         elif not c.agrees and (unexplained or (alone and cause.startswith((FACTOR, "sign")))):
             rows[n] = causes.by_operations(c)

@@ -263,7 +263,7 @@ def in_double_precision(wanted: bool) -> Iterator[None]:
 
 
 def narrowed(dtype: str) -> str:
-    """The 32-bit integer dtype that JAX uses for a 64-bit one without x64."""
+    """The 32-bit integer dtype that JAX uses for a 64-bit integer dtype without x64."""
     import jax
 
     wide = jax.config.read("jax_enable_x64")

@@ -198,7 +198,7 @@ def _differing(ends: Steps) -> Steps:
 
 
 def _first(steps: Steps) -> Steps:
-    """The steps that depend on no other one of them."""
+    """The steps that depend on no other of these steps."""
     inside = {id(s) for s in steps}
     above = lambda s: ancestors(s.parents, stop=_is_known)
     return [s for s in steps if not any(id(p) in inside for p in above(s))]

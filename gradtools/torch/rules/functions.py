@@ -67,7 +67,8 @@ class Application:
         pulling, pushing: The positions in `[*xs, *ys, *extras]` of the tensors that are saved for
             the backward pass and for forward mode.
         materializes: Whether an undefined cotangent becomes zeros.
-        randomness: The generators' states before the evaluation, if a second one draws from them.
+        randomness: The generators' states before the evaluation, if a second evaluation draws from
+        them.
         perturbed: Which inputs are differentiated, None if unknown.
         like_xs, like_ys: The shapes, dtypes and devices of the inputs, and of the outputs and
             extras; None for integers.

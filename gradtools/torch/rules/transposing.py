@@ -1,7 +1,7 @@
 """The tangent and cotangent map of one application of a rule, each the transpose of the other.
 
 `ctx` is the context of the application's `torch.autograd.Function` (`functions.py`). A linear map
-v -> L(v) that the author did not give is transposed by differentiating the other one. PyTorch does
+v -> L(v) that the author did not give is transposed by differentiating the other map. PyTorch does
 so for nonlinear maps as well; `checking.py` checks linearity first. Extras are differentiated
 through the code that computed them, by a second evaluation of the rule.
 

@@ -124,7 +124,7 @@ class Recorder(Generic[V]):
     def origin(self) -> Origin:
         """The running line and modules.
 
-        The line is the innermost one of the user's code, else of an installed package.
+        The line is the innermost line of the user's code, else of an installed package.
         """
         return Origin(innermost(lines_above(1, Recorder.run), PACKAGE), self.scope)
 

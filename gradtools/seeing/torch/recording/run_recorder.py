@@ -2,7 +2,7 @@
 
 A tensor is identified by its id, else by the elements of storage that it shares. An in-place write
 gives the tensor a new value number, and likewise each of its views when it is next read: a view is
-taken again of the written base, and a base is updated at the place of the view.
+recomputed from the written base, and a base is updated at the place of the view.
 
 Whether an operation passes a derivative on is read from autograd: its results require grad or not
 when they are next read.

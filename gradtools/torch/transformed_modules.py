@@ -14,7 +14,7 @@ _SHARED = (*upstream.SLOTS, upstream.NOT_SAVED)
 
 
 def like_module(f: Any, make: Callable[[Any], Callable[..., Any]]) -> Any:
-    """`make(f)`, as a module if f is a module (but not a ScriptModule, which has no dictionaries)."""
+    """`make(f)`, as a module if f is a module (not a ScriptModule, which has no dictionaries)."""
     plain = isinstance(f, nn.Module) and all(name in f.__dict__ for name in _SHARED)
     return Transformed(f, make(f)) if plain else make(f)
 

@@ -137,7 +137,8 @@ class Differentiation(Arrays):
     ) -> tuple[list[Array], list[Array], list[list[Array]]]:
         """`jvp` along many tangents, and the outputs of one evaluation. Keeps no graph.
 
-        Fused attention runs by plain operations; another operation without forward mode raises.
+        Fused attention is replaced by plain operations; another operation without forward mode
+        raises.
         """
         outs, extras, push = self.linearize(fun, leaves)
         return outs, extras, [push(tangents) for tangents in many]

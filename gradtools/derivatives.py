@@ -341,7 +341,7 @@ class Derivatives(Operators):
     ) -> Any:
         """The value of f and its tangent J t, in forward mode, which keeps no graph.
 
-        In PyTorch f is pushed by dual numbers; attention and norms run by operations whose tangents
+        In PyTorch f is pushed by dual numbers; attention and norms use operations whose tangents
         are right at every order. `torch.no_grad` does not stop tangents there (pytorch#128600): use
         `stop_gradient`, or `linearize`, which is reverse mode. The process has one level of dual
         numbers; where another derivative uses it, the pullback is transposed instead.

@@ -71,7 +71,7 @@ class Freezing(Operators):
         graph of one use at a time, in JAX the graph of each use.
 
         PyTorch: G is a module or a function; random generators and buffers are restored as in
-        `chunked`. Attention runs by plain operations in second derivatives. Where G has no forward
+        `chunked`. Attention uses plain operations in second derivatives. Where G has no forward
         mode (recurrent layers on the CPU, a Function without jvp), sets gradient hooks or calls
         `torch.autograd.grad`, a second derivative takes one double backward of G. JAX: G is a
         function, or a module of equinox or flax.nnx. Where it has no forward mode (a

@@ -31,8 +31,8 @@ class MixedPartials(Operators):
 
         Args:
             f: A real scalar function of y and of G's result.
-            G: Any function of z that has a forward mode; PyTorch's fused attention, which has
-                none, runs by plain operations. For others take the gradient through `frozen(G)`.
+            G: Any function of z that has a forward mode; PyTorch's fused attention, which has none,
+            is replaced by plain operations. For others take the gradient through `frozen(G)`.
             y: A pytree of floating or complex arrays.
             z: The same, for G.
             u: The direction, a pytree like z, or a list of such pytrees.

@@ -262,7 +262,7 @@ class ChunkFunction:
 
 
 def warn_of_batch_norm(f: Hashable, what: str) -> None:
-    """Warns once for each function that its batch norm sees chunks. what: How the text begins."""
+    """Warns once for each function that its batch norm sees chunks. what: The first words."""
     warn_once(
         ("batch norm", f),
         f"{what} a batch normalization in training mode. It normalizes each chunk by that chunk's "

@@ -4,8 +4,8 @@
 
 Intended differences are left out: edits are identities on both sides, and a stop that f itself
 executes (`stop_gradient`, `detach`, a `no_grad` block) keeps the value of the first run in all
-others. Stops inside of gradtools, of custom functions and of rules do not. The same comparison of
-the values inside of f names the operation at which a wrong derivative begins.
+others. Stops inside of gradtools, custom functions and rules do not keep their value. The same
+comparison of the values inside of f names the operation at which a wrong derivative begins.
 
 `central_differences` compares. The modules `checked_mode` of `gradtools.torch` and `gradtools.jax`
 run f at other points. While a context is open, the members of a backend that differentiate are
@@ -106,7 +106,7 @@ class CheckedProgram:
         run: f's outputs at arrays, without edits.
         at: A context in which it runs, which yields the arrays at a point.
         eps: The coarsest precision that f uses.
-        unseen: How many operations hold stops that are not seen.
+        unseen: How many operations contain stops that the check cannot see.
         notes: Notes for the report. hooks: A sentence on each hook that f sets.
         values: The values that f stops, and in `recorded` their values in the first run.
         seen: The values inside of f, with names and lines; `held` returns the first `count`, or

@@ -62,7 +62,7 @@ def related(
         order: The order of the derivative.
         near: The relative error at which a relation holds.
         sizes: Lengths that occur in the program by name, which explain a factor.
-        single: Whether to name an unknown factor of constant arrays, which any two have.
+        single: Whether to name an unknown factor of constant arrays, which exists for any two.
     """
     if a.dtype == b.dtype == bool:
         return _mask_relation(a, b)

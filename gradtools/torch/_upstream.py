@@ -138,7 +138,7 @@ the nodes that a Function makes."""
 def function_of(node: Any) -> Any:
     """The user's `torch.autograd.Function` of a node; None for PyTorch's own.
 
-    vmap generates a class from it, whose closure holds the user's.
+    vmap generates a class from it, whose closure holds the user's class.
     """
     function = getattr(type(node), "_forward_cls", None)
     while function is not None and function.__module__ == "torch._functorch.autograd_function":

@@ -82,7 +82,7 @@ def pulled(
 ) -> tuple[Tensor | None, ...]:
     """`torch.autograd.grad` without its argument checks; None for unreached inputs.
 
-    plain: Whether a checkpoint computes its function again by `PlainKernels`.
+    plain: Whether a checkpoint computes its function again with `PlainKernels`.
     """
     if torch.overrides.has_torch_function((*ys, *xs)) and not only_own_modes((*ys, *xs)):
         return torch.autograd.grad(ys, xs, cts, retain, create, allow_unused=True)

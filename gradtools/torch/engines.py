@@ -144,7 +144,7 @@ class _Evaluated(NamedTuple):
     aliases: Tensors
     attached: bool  # whether results are attached to a graph outside
     spent: list[bool]  # the flag of the aliases, see `is_spent`
-    plain: bool  # whether the function ran by `PlainKernels`
+    plain: bool  # whether the function ran with `PlainKernels`
     pushes: bool  # whether tangents of the results are attached to a graph outside
 
 
@@ -179,7 +179,7 @@ def _eager_vjp(fun: Fun, leaves: Tensors, once: bool) -> Evaluation:
 def _evaluated(fun: Fun, leaves: Tensors, plain: bool = False, keep: bool = True) -> _Evaluated:
     """f at aliases of the leaves, once, with a graph.
 
-    plain: Whether f runs by `PlainKernels`, as in all second derivatives.
+    plain: Whether f runs with `PlainKernels`, as in all second derivatives.
     keep: Whether grad mode is on at entry.
     """
     inference = torch.is_inference_mode_enabled()  # grad mode may be on in it

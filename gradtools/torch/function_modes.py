@@ -277,7 +277,7 @@ traced: list[bool] = []  # not empty while dynamo traces a function that is diff
 
 
 def run_in_trace(fun: Any, xs: Sequence[Tensor], plain: bool) -> Any:
-    """`fun(*xs)`, which dynamo traces; `plain` is whether it runs by `PlainKernels`."""
+    """Calls `fun(*xs)`, which dynamo traces; `plain` says whether with `PlainKernels`."""
     traced.append(True)
     try:
         with PlainKernels() if plain else _NOTHING:

@@ -121,7 +121,7 @@ def unshared(x: Tensor) -> Tensor:
 
 
 class Example:
-    """A detached wrapper subclass, such as a DTensor: the shape alone does not say its parts."""
+    """A detached wrapper subclass, such as a DTensor: its shape does not determine its parts."""
 
     def __init__(self, x: Tensor) -> None:
         self.x = x.detach()

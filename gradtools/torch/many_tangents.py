@@ -32,8 +32,8 @@ def jvps(
 ) -> tuple[Tensors, Tensors, list[Tensors]]:
     """`jvp` along many tangents.
 
-    A dual number has one tangent, so each takes an evaluation of its own; all start from the state
-    before the first.
+    A dual number has one tangent, so each direction needs its own evaluation; all evaluations start
+    from the same state.
     """
     nested = upstream.peek_interpreter_stack() is not None or upstream.forward_level() >= 0
     if is_compiling() or nested:

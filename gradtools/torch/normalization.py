@@ -157,7 +157,7 @@ def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 def _with_tangent(x: Tensor, like: Tensor) -> Tensor:
     """x with a tangent of zeros, if `like` has a tangent and x has none.
 
-    The symbolic zero that PyTorch takes otherwise is a hundred times slower.
+    PyTorch would use a symbolic zero, which is a hundred times slower.
     """
     if upstream.peek_interpreter_stack() is not None or not is_dual(like) or is_dual(x):
         return x

@@ -49,7 +49,7 @@ def detached(x: Tensor, reason: str) -> Tensor:
 
 
 def reason_of_detach() -> str:
-    """The reason of gradtools' own detach in this thread; empty for the user's."""
+    """The reason of gradtools' own detach in this thread; empty for a detach of the user."""
     return _here.reason
 
 

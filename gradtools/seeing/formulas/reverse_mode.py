@@ -34,7 +34,7 @@ class Recorded:
     outputs: tuple[Expr, ...]
     held: dict[Expr, Any] = field(default_factory=dict)  # the array of each captured value
     wanted: tuple[Expr, ...] = ()  # captured values that require grad; differentiated like inputs
-    captured: tuple[Any, ...] = ()  # the framework's arrays of these
+    captured: tuple[Any, ...] = ()  # the framework's arrays of the wanted values
     dtypes: frozenset[str] = frozenset()  # the dtypes of floating and complex results
 
     @property

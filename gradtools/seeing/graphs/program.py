@@ -64,7 +64,7 @@ class LeafProgram:
         self.statics: list[tuple[Any, str]] = []
         self.names: list[str] = []
         self._owners: list[int] = []  # the argument of each leaf; keyword arguments come last
-        self._places: list[int] = []  # the leaves' positions among all leaves of the arguments
+        self._places: list[int] = []  # positions of the leaves among all arguments' leaves
         self._count, self._keywords = len(args), list(kwargs)
         called, whole = [*map(str, range(len(args))), *map(repr, kwargs)], [*args, *kwargs.values()]
         self._held, self._treedef = backend.flatten(whole)

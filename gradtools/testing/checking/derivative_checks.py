@@ -60,7 +60,7 @@ def check_derivatives(
     are computed in full precision during the check, without TF32 or bfloat16.
 
     Args:
-        f: Takes and returns pytrees of the backend's arrays; the same at each call.
+        f: A deterministic function that takes and returns pytrees of the backend's arrays.
         args: A tuple with one pytree for each argument of f; its leaves are NumPy arrays or the
             backend's, of any shape. Floating and complex leaves are differentiated; integers,
             booleans, Python numbers and anything else are constants. If a leaf has 64 bits, x64 is

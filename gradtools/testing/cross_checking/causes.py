@@ -1,9 +1,10 @@
 """The likely causes of disagreements, for the report of `cross_check`.
 
-First come causes that need further evaluations: randomness (a side differs from itself) and a kink
-(both agree nearby). Then relations of the two arrays (`relations.py`). The remaining disagreements
-are explained by the first operations at which the recorded programs diverge (`diverging/`). The
-detail ends with the side whose derivative contradicts finite differences of its own values.
+Causes that need further evaluations are tried first: randomness (a side differs from itself) and a
+kink (both agree nearby). Then relations of the two arrays are tried (`relations.py`). The remaining
+disagreements are explained by the first operations at which the recorded programs diverge
+(`diverging/`). The detail ends with the side whose derivative contradicts finite differences of its
+own values.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ CALLER = "first_divergence"
 class Divergence(Report):
     """The report of `first_divergence`; true if nothing differs.
 
-    `comparisons` holds the outputs, the gradients at the arguments and those at the parameters.
+    `comparisons` holds the outputs, the gradients at the arguments and at the parameters.
 
     Attributes:
         kind: "agrees"; "value" if outputs differ, "gradient" if only gradients do, "parameter" if a

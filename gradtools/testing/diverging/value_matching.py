@@ -20,7 +20,7 @@ Layout = tuple[str, Move]
 
 
 def strength(x: np.ndarray) -> int:
-    """The evidence that equality with x gives: STRONG for numbers that only a computation gives."""
+    """The evidence that equality with x gives: STRONG for numbers that do not occur by chance."""
     if x.size == 0 or (x.size > 1 and bool((x == x.flat[0]).all())):
         return NONE
     if x.dtype.kind not in "fc":

@@ -8,7 +8,7 @@ makes the call::
     "functions"    called(function, args, kwargs)      PyTorch functions (TorchFunctionMode)
     "operations"   operated(call)                      aten operations (TorchDispatchMode)
 
-Each level has its use. Functions show whether a call is differentiable and what leaves for NumPy
+Functions show whether a call is differentiable and what leaves for NumPy
 (`calls.py`, for `why_zero`). Operations show the computation of all passes (`passes.py`, for the
 graph). A formula (`translating.py`) uses whichever reads better. Common to all are value
 numbers, in-place writes, the running line and modules, and undoing effects; they are here.

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 import numpy as np
 from common import claim
 
-# Each program runs a few times only: Prefer fast compilation to fast code.
+# Each program runs a few times only, so prefer fast compilation to fast code.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 LAYERS, BUG_LAYERS, HEADS, WIDTH, FAR = 6, 2, 12, 384, -1e9

@@ -88,7 +88,7 @@ def draw_batch(domains: Domains, rng: np.random.Generator) -> tuple[Array, Array
 
 
 def initial_weights(seed: int) -> list[Array]:
-    """He's initialisation: of each layer the matrix of shape (in, out), then the bias."""
+    """He's initialisation: for each layer the matrix of shape (in, out), then the bias."""
     rng = np.random.default_rng([seed, 2])
     layers = [(rng.standard_normal(w) * np.sqrt(2 / w[0]), np.zeros(w[1])) for w in WIDTHS]
     return [x for layer in layers for x in layer]
@@ -226,7 +226,7 @@ class Training:
     accuracy: list[list[float]]  # the accuracy of each side, in percent, at every measurement
     losses: list[float]  # relative differences between the sides
     gradients: list[float]
-    plain: list[float]  # differences from gradients taken the plain way
+    plain: list[float]  # differences from the plain gradients
     evaluations: Counter[str]
 
     def compare(
@@ -301,7 +301,7 @@ def _accuracies(trainings: Sequence[Training], backends: Sequence[str]) -> Itera
     yield "\naccuracy on held-out target images, in %"
     yield "  seed" + "".join(f"{name:>9} without   with   gain" for name in backends)
     final = np.array([t.accuracy[-1] for t in trainings])
-    final = final.reshape(-1, 2, len(backends))  # a seed, without and with
+    final = final.reshape(-1, 2, len(backends))  # (seed, reversal, backend)
     for name, pairs in [*enumerate(final), ("mean", final.mean(0))]:
         yield f"  {name:>4}" + "".join(f"{a:>17.1f} {b:>6.1f} {b - a:>+6.1f}" for a, b in pairs.T)
 

@@ -31,7 +31,7 @@ GROUP, NOISE = 8, 0.7  # codes in each z_i
 N, STEPS, RATE = (4, 10, 0.03) if QUICK else (16, 40, 0.03)
 COUNTS = (1, 16) if QUICK else (1, 4, 16, 64)
 DEPTHS, WIDTH = (4, 24) if QUICK else (4, 12, 24), 64  # depths and width of the layers
-BYTES = {}  # what was measured, for the picture: (against what, backend, way) to a list
+BYTES = {}  # measurements for the picture: lists by (x axis, backend, method)
 
 
 def show(gt, backend):
@@ -251,7 +251,7 @@ def against_depth(gt, backend):
         zs = codes_like(n, 32, WIDTH)
         return bytes_of(gt, backend, way, dense, energy, layers, y, zs, unrolled)
 
-    few = {"torch": 24, "jax": 384}[backend]  # past which the peak is where it stays
+    few = {"torch": 24, "jax": 384}[backend]  # beyond this N the peak no longer moves
     for depth in DEPTHS:
         for name, way in ways(gt).items():
             further = (step(way, depth, few + 16) - step(way, depth, few)) / 16
@@ -331,7 +331,7 @@ def draw():
 
 
 def compiled(gt, program):
-    """In JAX; eager PyTorch needs it not."""
+    """Compiles f in JAX; returns it unchanged in PyTorch."""
     return gt.compile(program) if gt.__name__ == "gradtools.jax" else program
 
 

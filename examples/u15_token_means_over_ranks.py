@@ -32,7 +32,7 @@ def loss(w, x, there):
 
 
 def of_one_rank(gt, x, there, everywhere):
-    """By weights, over all ranks; by weights, on this rank; without weights."""
+    """The weighted mean over all ranks, the weighted mean of this rank, the unweighted mean."""
     w = gt.asarray(np.array([0.5, -1.0, 2.0]))
     weighted, equal = gt.GradientAccumulator(), gt.GradientAccumulator()
     for a, b in CHUNKS:
@@ -55,7 +55,7 @@ def in_process(rank, folder):
     x, there = batch()
     mine = gt.asarray(x[rank]), gt.asarray(there[rank])
     found = of_one_rank(gt, *mine, {"group": dist.group.WORLD})
-    dist.barrier()  # neither leaves while the other still sends
+    dist.barrier()  # waits until both ranks have sent
     dist.destroy_process_group()
     return np.stack([gt.to_numpy(g) for g in found])
 

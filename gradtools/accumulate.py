@@ -156,7 +156,7 @@ class State:
     # The weighted sums, which a backend may update in place; for a term, its detached leaves.
     totals: tuple[Any, ...]
     errors: tuple[Any, ...]  # the rounding errors of the sums, when compensated
-    dtypes: tuple[str, ...]  # the names of the dtypes in which the sums are read
+    dtypes: tuple[str, ...]  # the names of the results' dtypes
     weight: Any  # the sum of the weights
     # For each leaf the mesh axes of JAX over which all its terms were typed as varying.
     varies: tuple[frozenset[Any], ...]

@@ -48,7 +48,7 @@ class GradientSpec:
     argnums: Argnums
     has_aux: bool | None = None  # None if the operator does not take it
     disconnected_inputs: str = "raise"
-    minimizing: int | None = None  # how many of argnums are descended, the others ascended
+    minimizing: int | None = None  # the number of minimizing argnums; the others maximize
     opened: Any = None  # the call at modules that f belongs to
 
 

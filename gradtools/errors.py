@@ -91,7 +91,7 @@ def _refused(name: str, args: tuple[Any, ...]) -> Refusal:
 
 
 _REFUSALS: dict[type[Exception], type[Refusal]] = {
-    NotImplementedError: NotImplementedRefusal,  # before its base class RuntimeError
+    NotImplementedError: NotImplementedRefusal,  # listed before its base class RuntimeError
     RuntimeError: RuntimeRefusal,
     TypeError: TypeRefusal,
     ValueError: ValueRefusal,

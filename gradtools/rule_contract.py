@@ -56,7 +56,7 @@ class Contract:
             return True
         if len(self.passed) >= _MOST:
             self.passed.clear()
-        self.passed.add(key)  # before the check, since a rule may use itself
+        self.passed.add(key)  # set before the check, since a rule may use itself
         decided = False
         try:
             decided = check() is not False

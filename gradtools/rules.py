@@ -152,7 +152,7 @@ class Rule:
         return f"<rule {self.name}>"
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, key=next(KEYS))  # a copy has its own
+        vars(self).update(state, key=next(KEYS))  # a copy has its own key
         _BY_KEY[self.key] = self
 
     @classmethod
@@ -183,7 +183,7 @@ class Rule:
         return self.linearize(*xs)
 
     def linearized_from(self, xs: Entries, ys: list[Array]) -> Linearized:
-        """`at` for known outputs, if the rule's residuals are inputs and outputs only."""
+        """Like `at`, but for known outputs, if the rule's residuals are inputs and outputs only."""
         saves = tuple(range(len(xs))) if self.saves is None else self.saves
         return Linearized(ys, [], saves, self.tangent, self.cotangent)
 

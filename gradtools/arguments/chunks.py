@@ -203,7 +203,7 @@ class ChunkFunction:
     containers: list[int]  # the arguments that are containers shared by all chunks
     carry_def: Any  # the structure of the carry; None if there is none
     outputs: Outputs
-    place: ChunkedCall  # among the marks of `retain_gradient`
+    place: ChunkedCall  # the place of the call among the marks of `retain_gradient`
 
     def __call__(
         self, number: int, index: Any, pieces: list[Any], shared: list[Any], carry: list[Any]

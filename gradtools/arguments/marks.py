@@ -71,8 +71,8 @@ class _Marking(threading.local):
     """The current position of this thread. Class attributes are read fastest."""
 
     tape: MarkedValues | None = None  # the marks of the `retained_gradients` that evaluates f
-    place: tuple[int, ...] = ()  # the indices of the chunked calls around, and of their chunks
-    count = 0  # the marks and chunked calls before, in the same chunk
+    place: tuple[int, ...] = ()  # the indices of the enclosing chunked calls and chunks
+    count = 0  # the marks and chunked calls so far in the same chunk
 
     def next_index(self) -> int:
         self.count += 1

@@ -212,7 +212,7 @@ class ForeignSignature:
             sizes = arrays[0].shape[:depth]
             return [np.empty((*sizes, *s.shape), carrier(s.dtype)) for s in self.outs]
         shared = _shared(arrays, depth)
-        arrays = [  # without the axes over which they are the same
+        arrays = [  # without the axes over which they are broadcast
             a[(*[0 if s else slice(None) for s in of], ...)] if any(of) else a  # no number
             for a, of in zip(arrays, shared, strict=True)
         ]

@@ -204,7 +204,7 @@ def _with_copies(f: Any, copies: dict[int, Any]) -> Any:
     entered = set[int]()
 
     def of(x: Any) -> Any:
-        if id(x) in copies or id(x) in entered:  # entered: a recursive function
+        if id(x) in copies or id(x) in entered:  # a recursive function is entered once
             return copies.get(id(x), x)
         entered.add(id(x))
         new = with_parts(x, of)

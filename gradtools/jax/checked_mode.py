@@ -77,11 +77,11 @@ class HeldProgram(CheckedProgram):
         self.eps = max(float(jnp.finfo(x.dtype).eps) for x in leaves)
         self.closed: Any = None
         with unchanged():
-            fun(*leaves)  # derivatives inside of f are compared at values
+            fun(*leaves)  # compares derivatives inside of f at concrete values
         with self.at(self.numbers(leaves)) as xs:
             try:
                 self.closed = jax.make_jaxpr(lambda *xs: list(fun(*xs)[0]))(*xs)
-            except jax.errors.JAXTypeError:  # f reads values: its stops are not seen
+            except jax.errors.JAXTypeError:  # f reads values, so its stops are not recorded
                 self.unseen = 1
             self.run(*xs)
         self.recorded = self.values

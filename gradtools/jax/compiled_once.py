@@ -30,7 +30,7 @@ from gradtools.jax.trees import is_inexact
 from gradtools.rules import JvpRule, Rule
 
 _SMALL = 64  # entries of an array that may be part of a key
-_PLAIN = (type, jax.sharding.Mesh, jax.sharding.AbstractMesh)  # callable, but no functions
+_PLAIN = (type, jax.sharding.Mesh, jax.sharding.AbstractMesh)  # callable, but not functions
 
 
 def run_compiled(program: Callable[..., Any], *args: Any) -> Any:

@@ -215,7 +215,7 @@ def _pullback(
             try:
                 both = in_forward_mode(xs, cts, us)
             except TypeError as error:
-                # JAX fails at a symbolic zero tangent of a linear solve.
+                # JAX fails for a symbolic zero tangent of a linear solve.
                 if not (is_of("jax", error) and use.may_hold(xs, "custom_linear_solve")):
                     raise
                 lacking = f"lax.custom_linear_solve in {use.name}"

@@ -41,7 +41,7 @@ def refused_number(error: BaseException) -> str:
 
 
 CALLS_JAX = "no_execution config option"  # by `jax.no_execution`
-NEEDS_KEY = "key"  # a module of equinox that draws
+NEEDS_KEY = "key"  # raised by equinox modules that draw random numbers
 
 _HOST = (
     "f calls a function outside of JAX, whose derivative JAX does not know. Make it a "

@@ -269,7 +269,7 @@ class _CheckedMembers:
             verdict = found.verdict() if program.leaves else ""
         except DerivativeError:
             raise
-        except Exception as error:  # the operator's own run raises it, if it is not of a second run
+        except Exception as error:  # the operator raises it, unless only the second run fails
             report.notes.append(f"f could not run again: {type(error).__name__}: {error}")
             return
         if verdict == "differs" and not program.unseen:

@@ -74,7 +74,7 @@ def _relations(
     a: np.ndarray, b: np.ndarray, names: Any, order: int, near: float, sizes: Any, single: bool
 ) -> Iterator[str]:
     lost, same = "stopped gradient" if order else "zero", a.shape == b.shape
-    both_ways = ((a, b, names[0]), (b, a, names[1]))  # each array as the wrong one
+    both_ways = ((a, b, names[0]), (b, a, names[1]))  # either array may be the wrong one
     yield from (f"{lost} in {name}" for x, y, name in both_ways if not x.any() and y.any())
     if same and a.dtype.kind != "c" != b.dtype.kind:  # numbers of masks: -1e9 or -inf
         masks = a < -MASKED, b < -MASKED

@@ -49,7 +49,7 @@ _WIDE = {
     torch.bfloat16: torch.float64,
     torch.float32: torch.float64,
     torch.complex64: torch.complex128,
-}  # no sum of squares overflows there
+}  # wide enough for sums of squares
 _TINY = torch.finfo(torch.float64).tiny
 
 
@@ -173,7 +173,7 @@ class TorchBackend(FrameworkBackend):
     abstract_eval = LazyMember("rules.checking")
 
     def linear_map(self, run: Callable[..., Any], native: Any) -> Callable[..., Any]:
-        return (partial if is_compiling() else Linear)(run, native)  # dynamo knows partials only
+        return (partial if is_compiling() else Linear)(run, native)  # dynamo supports only partials
 
     def direct_calls(self, of: Any) -> Any:
         from gradtools.torch.rules.signatures import Calls

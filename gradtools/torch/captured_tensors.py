@@ -31,7 +31,7 @@ from gradtools.torch.functorch_wrappers import (
 
 Tensor = torch.Tensor
 Tensors = list[Tensor]
-ENDED = -2  # what `maybe_get_level` returns for a wrapper of a transform that has ended
+ENDED = -2  # the level of a wrapper whose transform has ended
 
 
 class _Captures(threading.local):

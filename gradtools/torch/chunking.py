@@ -231,7 +231,7 @@ class _Sums:
     def add(self, terms: Tensors) -> None:
         self._in_place = self._in_place and all(map(_is_plain, terms))
         number = terms[0].item() if self._in_place and self._weigh else 1.0
-        if self._in_place and self._sums:  # without a copy of the weighted terms
+        if self._in_place and self._sums:  # avoids a copy of the weighted terms
             sums = self._sums
             if self._weigh is not None:
                 sums[0].add_(terms[0])

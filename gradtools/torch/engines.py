@@ -62,7 +62,7 @@ Push = Callable[[Tensors], Tensors]
 class _Here(threading.local):
     """The derivatives of this thread. Class attributes are read fastest."""
 
-    taken = 0  # derivatives so far: it shows whether a function takes one itself
+    taken = 0  # derivatives so far, to find functions that take derivatives
     depth = 0  # derivatives whose functions are being evaluated
 
 
@@ -163,9 +163,8 @@ def _eager_vjp(fun: Fun, leaves: Tensors, once: bool) -> Evaluation:
             return grads
         if any(g is None for g in grads):
             kinds = {type(node).__name__ for node in nodes_of(of.outs)}
-            if (
-                "CompiledFunctionBackwardBackward" in kinds
-            ):  # its graph has no path to f's arguments
+            # The graph of this node has no path to f's arguments.
+            if "CompiledFunctionBackwardBackward" in kinds:
                 raise GradtoolsError(f"{caller_of(fun)}: {NO_DOUBLE_BACKWARD}")
         return in_memory(grads, of.aliases)
 

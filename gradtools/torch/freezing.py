@@ -55,7 +55,7 @@ class Uses:
     """State that all uses of one frozen function share."""
 
     def __init__(self) -> None:
-        self.state: RunState | None = None  # after the latest use
+        self.state: RunState | None = None  # the state after the latest use
         self.has_forward_mode = True
         self._latest: Callable[[], _Use | None] = lambda: None
 
@@ -131,7 +131,7 @@ class _Pullback(Pull):
 
     of: _Use
     pulls = _Second
-    leaves: Sequence[Tensor] = ()  # the arguments of the use, where derivatives may be left out
+    leaves: Sequence[Tensor] = ()  # the arguments of the use, if derivatives may be omitted
 
     def pulled(self, xs: Sequence[Tensor]) -> Pulled:
         if torch.is_grad_enabled() or self.rows or not self.of.retained:

@@ -72,7 +72,7 @@ _NEEDS_WEIGHTS = 15  # the position of multi_head_attention_forward's argument
 
 def _multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """`multi_head_attention_forward`, which uses no fused kernel if it returns the weights."""
-    if functional.scaled_dot_product_attention is not _FUSED:  # patched, as attention libraries do
+    if functional.scaled_dot_product_attention is not _FUSED:  # attention libraries patch it
         return functional.multi_head_attention_forward(*args, **kwargs)
     if len(args) > _NEEDS_WEIGHTS:
         names = ("need_weights", "attn_mask", "use_separate_proj_weight", "q_proj_weight")

@@ -83,7 +83,7 @@ class LazyGraph(Program):
         held = Held([f, *modules])
         super().__init__("", list, held, RunState.now(held))
         self.deferred = True  # whether the engine frees the graph
-        self._nested = False  # whether f ran inside of vmap or of forward mode
+        self._nested = False  # whether f ran inside of vmap or forward mode
         self.leaves: dict[int, Tensor] = {}  # the leaves that f reached, by id
         self._constants: set[int] = set()  # the ids of outputs of f that require no grad
 

@@ -42,7 +42,7 @@ def jvps(
     state, mode, rows = RunState.now(held), OneTangent(), list[Any]()
     points = [x.detach() for x in leaves]
     try:
-        with unpacked() as hooks, torch.enable_grad():  # G sees it enabled and records no graph
+        with unpacked() as hooks, torch.enable_grad():  # G sees grad mode on, but records no graph
             if has_checkpoint(hooks):  # a checkpoint would run all of this again
                 raise NoForwardMode
             for k, tangents in enumerate(many):

@@ -101,7 +101,7 @@ def dual_level() -> Iterator[None]:
             try:
                 upstream.leave_forward_level(level)
             finally:
-                if upstream.forward_level() == level:  # an interrupt came before it
+                if upstream.forward_level() == level:  # an interrupt may skip the exit
                     upstream.leave_forward_level(level)
                 upstream.set_forward_mode_enabled(tangents)
 

@@ -83,7 +83,7 @@ def apply_rule(rule: Rule, *xs: Any) -> list[Any]:
         xs = [varying(x, axes) for x in xs]
         lift = lift_value if rule in local_list("lifting") else lift_captured
         rule, captured = lift(rule, xs)
-        xs = [*xs, *captured]  # the captured ones keep the types at which the maps were traced
+        xs = [*xs, *captured]  # captured arrays keep the types of the trace of the maps
     return list(primal_p.bind(*xs, rule=rule))
 
 

@@ -245,7 +245,7 @@ def _split(rule: JvpRule, xs: Sequence[Any], perturbed: Mask | None = None) -> L
             return None
         like_ys = without_none(likes_of(ys))
         back, consts = traced(lambda *cts: list(pull(list(cts))), *map(zeros_of, like_ys))
-    except (*READS_A_VALUE, jax.errors.JaxRuntimeError):  # or out of memory, for example
+    except (*READS_A_VALUE, jax.errors.JaxRuntimeError):  # or memory is exhausted
         raise
     except (*NOT_LINEAR, GradtoolsError):
         return None  # forward mode needs no transpose; reverse mode will raise

@@ -112,7 +112,7 @@ def product(
             del size[axis]
     used = {name for _, names in factors for name in names}
     for name in size.keys() - used - set(out):
-        coefficient *= size[name]  # a sum over nothing
+        coefficient *= size[name]  # no factor has the axis
     coefficient = tidy(coefficient)
     if not factors or coefficient == 0:
         return full(coefficient, shape)

@@ -151,9 +151,8 @@ class Blaming:
         g, h = self._cotangents(x, y)
         words = f"another derivative; cotangents: {relation(g, h) or UNRELATED}"
         for k, name in enumerate(SIDES):
-            if (
-                stops[k] and not stops[1 - k]
-            ):  # report the stop, and the use of the value on the other side
+            # Reports the stop, and the use of the value on the other side.
+            if stops[k] and not stops[1 - k]:
                 chosen[k], words = stops[k][0], f"stopped gradient in {name}"
                 after = {c.entries for c in chosen[k].children if c.entries >= 0}
                 others = (c for c in uses[1 - k] if c.entries in after)

@@ -60,7 +60,7 @@ class _Operations(Watching):
         self.held: list[Any] = []  # keeps objects alive, so that no id or address is reused
         self.by_id: dict[int, Step] = {}
         self.by_view: dict[Any, Step] = {}
-        self.latest: dict[int, Step] = {}  # the latest step in a memory, and the latest that wrote
+        self.latest: dict[int, Step] = {}  # the latest step in each memory, and the latest write
         self.written: dict[int, Step] = {}
 
     def add(self, place: Place, x: torch.Tensor, parents: list[Step], leaf: str = "") -> Step:

@@ -214,7 +214,7 @@ class Attached(torch.autograd.Function):
             ctx.set_materialize_grads(False)
         if point.count > 1:
             outs = (*without_aliases(outs[: point.count], xs), *outs[point.count :])
-        else:  # most are a new tensor
+        else:  # most outputs are new tensors
             for x in xs:
                 if upstream.is_alias_of(x, outs[0]):
                     outs = (outs[0].clone(), *outs[1:])

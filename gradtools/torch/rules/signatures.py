@@ -304,7 +304,7 @@ class Calls:
             return NotImplemented
         if signature is None:
             if torch.jit.is_tracing():  # type: ignore[attr-defined]
-                return NotImplemented  # sizes are tensors there
+                return NotImplemented  # sizes are tensors in torch.jit.trace
             signature = self._signature(key, args, structure)
         graphs = tracked and _graphs()
         if plain and not graphs and _forward_level() < 0:

@@ -214,7 +214,7 @@ def _func_vjp(fun: Fun, xs: Sequence[Tensor]) -> tuple[list[Any], Any]:
     def pullback(cts: Sequence[Any]) -> list[Any]:
         pairs = zip(ys, cts, strict=True)
         full = [torch.zeros_like(y) if ct is None else ct for y, ct in pairs if y is not None]
-        with unpacked():  # views, since what fun returns unchanged may be of a level that has ended
+        with unpacked():  # views, since an unchanged result may belong to an ended level
             return [v.view_as(v) for v in pull(tuple(full) or (torch.zeros(()),))]
 
     return ys, pullback

@@ -92,7 +92,7 @@ class ConnectionRecorder(RunRecorder):
         self.outs: list[Any] = []
         self.outputs: list[int] = []
         self._replace = replace
-        self._scalars: list[int] = []  # the Python numbers that it took of tensors
+        self._scalars: list[int] = []  # the Python numbers that the function read from tensors
         self._is_plain = True  # whether no transform of torch.func runs, whose arrays are partial
         self._edges: dict[int, Edge] = {}  # a tensor's place in autograd's graph, by its id
 

@@ -8,10 +8,10 @@ makes the call::
     "functions"    called(function, args, kwargs)      PyTorch functions (TorchFunctionMode)
     "operations"   operated(call)                      aten operations (TorchDispatchMode)
 
-Functions show whether a call is differentiable and what leaves for NumPy
-(`calls.py`, for `why_zero`). Operations show the computation of all passes (`passes.py`, for the
-graph). A formula (`translating.py`) uses whichever reads better. Common to all are value
-numbers, in-place writes, the running line and modules, and undoing effects; they are here.
+Functions show whether a call is differentiable and which data leaves for NumPy (for `why_zero`).
+Operations show the computation of all passes (`passes.py`, for the graph). A formula
+(`translating.py`) uses whichever reads better. Common to all are value numbers, in-place writes,
+the running line and modules, and undoing effects; they are here.
 """
 
 from __future__ import annotations

@@ -94,7 +94,7 @@ class Formulating(Operators):
         """
         order = order_among("formula", order, (1, 2), "1, or 2 with the double backward")
         program = LeafProgram(self._backend, "formula", f, args, kwargs, argnums).with_values()
-        # f's own names of its parameters; x for an argument without one
+        # f's parameter names; x for an argument without a name
         alone = not any("argument 1" in name for name in program.names)
         x = "x" if alone else r"x\1"
         program.names = [re.sub(r"^argument (\d+)", x, n) for n in spoken(f, program.names)]

@@ -19,7 +19,7 @@ from gradtools.seeing.formulas.expressions import SEVERAL, Expr, constant_of, or
 from gradtools.seeing.formulas.typesetting import Written
 from gradtools.seeing.formulas.writing import Axes, Writer
 
-_LONG = 60  # characters: a longer part of a line gets a line of its own
+_LONG = 60  # characters; a longer part of a line gets its own line
 
 
 @dataclass
@@ -100,7 +100,7 @@ class Statements:
             if not is_wrapper(x):
                 uses.update(map(_unwrapped, _operands(x)))
         result: list[Expr] = []
-        weights: dict[Expr, float] = {}  # the sizes of values as written; named ones count 0
+        weights: dict[Expr, float] = {}  # the sizes of values as written; named values count 0
         for x in self.values:
             own = 0.5 if x.op in _LIGHT else 0 if is_wrapper(x) or not x.args else 2
             own = 1 if x.op == "add" else own

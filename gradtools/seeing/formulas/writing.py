@@ -229,7 +229,7 @@ class _Factors:
         self.scalars: list[Expr] = []  # the factors without axes in the numerator
         self.scalars_below: list[Expr] = []  # the scalars in the denominator
         self.arrays: list[Entry] = []  # the factors with axes in the numerator
-        self.below: list[Entry] = []  # those in the denominator
+        self.below: list[Entry] = []  # the factors with axes in the denominator
         self.size: dict[int, int] = {}  # the length of each label's axis
         for f, names in self.entries:
             self.size.update(zip(names, f.shape, strict=True))

@@ -37,7 +37,7 @@ class Dependence(IntEnum):
     """How one array depends on another: the strength of a link, and of a whole path."""
 
     NONE = 0  # no data flows
-    CUT = 1  # data flows, no derivative does: detached, compared, cast, out of the framework
+    CUT = 1  # data but no derivative flows: detached, compared, cast, out of the framework
     ZERO_DERIVATIVE = 2  # connected by round, floor, sign: the derivative is zero everywhere
     DIFFERENTIABLE = 3
 

@@ -280,7 +280,7 @@ def _place_leaves(boxes: Sequence[Box], roots: Mapping[int, Block]) -> None:
     for box in boxes:
         for maker in (maker for operand in box.operands for maker, _ in operand.makers):
             readers.setdefault(maker, []).extend([paths[box.key]] if box.key in paths else [])
-    # the leaves before and after a child, by the child's id; of an empty column, by its own id
+    # the leaves before and after a child, by the child's id (by the column's id if it is empty)
     before, after = dict[int, list[Box]](), dict[int, list[Box]]()
     first = next(iter(roots.values()))
     for leaf in (box for box in boxes if box.kind in ("input", "captured")):
@@ -308,7 +308,7 @@ def _place_leaves(boxes: Sequence[Box], roots: Mapping[int, Block]) -> None:
         many = box.phase and len(outputs) > _LEAVES_ABOVE
         if makers and many and not _OF_ARGUMENT.search(box.values[0].name):
             anchor = makers[0][-1]
-            if len(outputs) <= _LEAVES_NEAR:  # next to the first of several parts
+            if len(outputs) <= _LEAVES_NEAR:  # drawn next to the first of several parts
                 steps = zip(makers[0][:-1], makers[0][1:], strict=True)
                 is_one = lambda block: sum(isinstance(c, Block) for c in block.children) == 1
                 anchor = next((part for block, part in steps if not is_one(block)), anchor)

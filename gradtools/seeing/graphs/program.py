@@ -142,7 +142,7 @@ class LeafProgram:
         """Each leaf's name with f's own parameter name: ``params['w']`` for ``argument 0['w']``."""
         called = spoken(self.f, self.names)
         for k, i in enumerate(self._owners):
-            if i in self._models:  # a module's own names are its attributes'
+            if i in self._models:  # names in a module are attribute names
                 called[k] = re.sub(r"\['([^']*)'\]", r".\1", called[k], count=1)
         return dict(zip(self.names, called, strict=True))
 

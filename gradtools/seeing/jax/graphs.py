@@ -80,7 +80,7 @@ class _JaxprReader:
     """Converts jaxprs; a jaxpr that is called several times from one place is converted once."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, tuple[Jaxpr, PlainGraph]] = {}  # jaxprs are held: ids stay unique
+        self._known: dict[Any, tuple[Jaxpr, PlainGraph]] = {}  # holds jaxprs: unique ids
         self._flow = reachability.Flow(raw=False)
 
     def graph(
@@ -106,7 +106,7 @@ class _JaxprReader:
         rule = eqn.params["rule"] if _is_ours(eqn) else None
         user_functions = rule.user_functions if rule is not None else ()
         source = source_lines.source(eqn, place.site)
-        if source is None and user_functions:  # JAX kept no line of the call: the rule's own
+        if source is None and user_functions:  # JAX kept no line of the call: use the rule's line
             source = source_of(user_functions[-1])
         node = Node(
             **_described(eqn),

@@ -153,7 +153,7 @@ def _convolved(p: Any, eqn: Eqn) -> Attributes:
     )
 
 
-_RELATIONS = {"eq_to": "==", "lt_to": "<", "le_to": "<=", **RELATIONS}  # a sort's total order
+_RELATIONS = {"eq_to": "==", "lt_to": "<", "le_to": "<=", **RELATIONS}  # the total order of a sort
 LOGIC = {"and": "logical_and", "or": "logical_or", "xor": "logical_xor", "not": "logical_not"}
 _MOVES = ["copy", "copy_p", "device_put", "pvary", "pbroadcast", "gradtools_reverse_only"]
 _REDUCTIONS = ["reduce_sum", "reduce_prod", "reduce_max", "reduce_min"]

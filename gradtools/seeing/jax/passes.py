@@ -167,7 +167,7 @@ def _attributed(node: Node, phase: int, origin: Node | None) -> Node:
     node = node_in_phase(node, phase)
     if origin is None:
         return node
-    if phase and node.native == "add_any":  # accumulation of cotangents, part of no rule
+    if phase and node.native == "add_any":  # accumulation of cotangents, not part of a rule
         return replace(node, source=origin.source, scope=origin.scope)
     inner = (part.mark for body in origin.bodies for _, part in body.graph.walk())
     mark = next((mark for mark in inner if mark in _WHOLE), origin.mark)

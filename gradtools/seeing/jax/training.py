@@ -115,12 +115,12 @@ def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]
     treedef: Any = jax.tree.structure(part)
     ones = jax.tree.unflatten(treedef, [jnp.ones_like(x) for x in leaves])
     updates = treedef.flatten_up_to(optimizer.update(ones, state, part)[0])
-    moved, raw = set[int](), set[int]()  # by id; raw: the update is the gradient itself
+    moved, raw = set[int](), set[int]()  # ids; raw: those whose update is the gradient
     for x, update in zip(leaves, updates, strict=True):
         if hasattr(update, "dtype") and bool(jnp.any(update != 0)):
             moved.add(id(x))
             raw |= {id(x)} if bool(jnp.all(update == 1)) else set()
-    if not moved:  # a schedule that starts at zero
+    if not moved:  # the learning rate may start at zero
         return Optimised(lambda one: None)
     as_is = raw if len(raw) < len(leaves) else set()  # a mask passes these gradients on
     return Optimised(lambda one: id(one.array) in moved - as_is)

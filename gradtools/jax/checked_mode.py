@@ -128,7 +128,7 @@ class HeldProgram(CheckedProgram):
 
 
 def _is_own(e: Any) -> bool:
-    """Whether gradtools itself stops here."""
+    """Whether gradtools itself stops the gradient here."""
     scopes = str(e.source_info.name_stack)
     return scopes.rfind(_OWN) > scopes.rfind(_USER)
 

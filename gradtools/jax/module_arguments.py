@@ -263,6 +263,6 @@ class Opened:
 
     @property
     def opens_once(self) -> bool:
-        """Whether chunks get parts of one opening: a parameter may occur at several places."""
+        """Whether modules are opened once for all chunks: a parameter occurs at several places."""
         moving = jax.tree.leaves(self._nodes[: len(self._params)])
         return len({id(x) for x in moving}) < len(moving)

@@ -191,7 +191,7 @@ class Held:
         self.began = upstream.nodes_made()
 
     def versions(self) -> int:
-        """How often the parameters were changed in place, all together."""
+        """The total number of in-place changes of the parameters."""
         lazy = nn.parameter.is_lazy
         plain = [x for x in self.parameters if not (lazy(x) or x.is_inference())]
         return sum(map(upstream.version_of, plain))

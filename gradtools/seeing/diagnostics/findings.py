@@ -60,7 +60,7 @@ KINDS: dict[str, FindingKind] = {
     "inner_gradient": FindingKind(
         "a gradient is taken inside of f, and has no graph of its own to be differentiated",
         "pass create_graph=True to torch.autograd.grad or backward, or use gt.grad; where the "
-        "graph of the inner function is too large, use gt.frozen of it, or gt.mixed_partial",
+        "graph of the inner function is too large, apply gt.frozen to it, or use gt.mixed_partial",
     ),
     "in_place_data": FindingKind(
         "an array is overwritten in a way that differentiation does not see",

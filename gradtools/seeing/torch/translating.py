@@ -369,7 +369,7 @@ class _FormulaRecorder(Recorder[Expr]):
                 self.hold(y, stop(value) if is_off else value)
 
 
-# --- functions that are read whole
+# --- functions with expressions of their own
 
 
 def _linear(x: Expr, w: Expr, *bias: Expr) -> Expr:

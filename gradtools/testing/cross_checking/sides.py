@@ -151,7 +151,7 @@ class Inputs:
         treedef: The structure of the tuple of arguments.
         leaves: The leaves: arrays, and settings that are passed on unchanged.
         names: The path, "argument 0[x]", of each leaf that is differentiated, by its number.
-        integers: In words, the arrays that have no derivative.
+        integers: A description of the arrays that have no derivative.
     """
 
     trees: Any

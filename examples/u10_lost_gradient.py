@@ -30,7 +30,7 @@ def show(gt, backend):
         return xp.mean(image, axis=2)
 
     def fraction_through_numpy(image):
-        """How much of the image is bright, counted by NumPy: right, and without a gradient."""
+        """The bright fraction of the image by NumPy: the value is right, the gradient is lost."""
         if backend == "torch":
             import torch
 

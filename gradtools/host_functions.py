@@ -3,8 +3,8 @@
 A host function is a custom rule whose value is a kernel. Kernels cannot be differentiated, so the
 derivatives beyond the last rule that the user wrote follow from the symmetry of the Hessian:
 
-    bwd(x, c) = J(x)^H c is the gradient of Re<c, f(x)> in x. Its derivative along dx is a
-    product with that function's Hessian, and so equals its own pullback, of dx.
+    bwd(x, c) = J(x)^H c is the gradient of Re<c, f(x)> in x. Its derivative along dx is a product
+    with that function's Hessian, which equals the pullback of dx.
 
 A linear kernel A and its adjoint need no rule: dy = A dx, x' = A^H y', and so on at every order.
 """

@@ -55,7 +55,7 @@ def run_cell(source: str, file: str, names: dict[str, Any]) -> list[dict[str, An
 
 
 def display(value: Any) -> dict[str, Any]:
-    """A value as text and in the first of its own rich forms."""
+    """A value as text, and in the first rich form that it has."""
     data: dict[str, Any] = {"text/plain": str(value).splitlines(keepends=True)}
     if hasattr(value, "savefig"):
         file = io.BytesIO()

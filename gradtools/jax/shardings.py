@@ -162,7 +162,7 @@ def varies(x: Any) -> frozenset[Any]:
 
 @jax.custom_jvp
 def with_varying_tangent(x: Any) -> Any:
-    """x, with a tangent that varies like x, on which the evaluation of a traced jaxpr relies."""
+    """x, with a tangent that varies like x, as the evaluation of a traced jaxpr requires."""
     return x
 
 

@@ -78,7 +78,7 @@ class Statements:
                 primals.setdefault(c, v)
         repeated = self._repeated([x for x, _ in roots])
         values = {primals[x] for x in repeated if x in primals} - {*names, *repeated}
-        wanted = [*(x for x in self.values if x in values), *repeated]  # with their primal values
+        wanted = [*(x for x in self.values if x in values), *repeated]  # with primal values
         self._bases.update(self._base(x) for x in wanted if x not in primals)
         for x in wanted:
             v = primals.get(x)

@@ -180,7 +180,7 @@ class Comparisons:
             path: The leaf.
             sides: Both functions.
             order: The order of the derivative.
-            terms: The size of the terms that the sides are sums of, whose rounding is allowed.
+            terms: The size of the terms that both sides sum up; their rounding is allowed.
             cause: The cause if they differ.
             detail: Advice.
         """

@@ -225,7 +225,7 @@ def _operands(s: Step) -> Steps:
 
 
 def _sizes(s: Step) -> dict[str, float]:
-    """The lengths that may explain a factor of a step: of reduced axes, and of products before."""
+    """The lengths that may explain a factor of a step: of reduced axes and of earlier products."""
     sizes: dict[str, float] = {}
     for p in s.parents:
         if s.value.size and p.value.size % s.value.size == 0:

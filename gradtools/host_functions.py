@@ -188,8 +188,8 @@ def _linear_rule(host: HostFunction, specialized: Specialization) -> Rule:
         for v in (*xs, *ys):
             if not backend.is_inexact(v):
                 raise GradtoolsError(
-                    f"host function {host.__name__!r} has an adjoint, so it maps floating or "
-                    f"complex arrays to such; one is of dtype {backend.dtype_name(v)}."
+                    f"host function {host.__name__!r} has an adjoint, so its arguments must "
+                    f"be floating or complex arrays; one has dtype {backend.dtype_name(v)}."
                 )
         # The adjoint's `out`: a symbolic length is specialized, since it is not known from the
         # cotangents.
@@ -425,7 +425,7 @@ class _KernelMaps:
         return self._differentiated(self.push, operands, moved, along)
 
     def of_pushed(self, operands: Entries, cotangents: Entries) -> list[Any]:
-        """<v, J dx> = <bwd(x, v), dx>: its gradient in x is the pullback of bwd, of dx."""
+        """<v, J dx> = <bwd(x, v), dx>: its gradient in x is the pullback of bwd, applied to dx."""
         xs, saved, dxs = self.parted(operands)
         vs = self.backend.filled(cotangents, self.zero_cotangents(dxs[0]))
         at = self.moved(xs)

@@ -216,7 +216,7 @@ def _nonzero(caller: str, sparsity: Any) -> tuple[tuple[int, ...], np.ndarray]:
 
 
 def _coloured(pattern: Csr, mode: str) -> tuple[bool, np.ndarray]:
-    """Whether rows are pulled, and the colour of each row, else of each column.
+    """Whether rows are pulled, and the colours of the rows, or else of the columns.
 
     mode: "forward" pushes columns, "reverse" pulls rows; "auto" takes whichever needs fewer
         products, by the largest number of entries in a row and in a column.

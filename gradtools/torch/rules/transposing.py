@@ -231,7 +231,7 @@ def transposed(
     values: Sequence[Any],
     known: list[Tensor] | None = None,
 ) -> list[Any]:
-    """The transpose of `vs -> linear(at, vs)`, of vectors with these avals, at `values`.
+    """The transpose of `vs -> linear(at, vs)`, for vectors with these avals, applied to `values`.
 
     In eager code by autograd, a third of the time of torch.func, which works under any transform.
     With gradients on, the result is differentiable in `at` and `values`. None for zeros, and for

@@ -16,7 +16,7 @@ SOURCES = Path(__file__).parent / "native"
 
 
 class NoCompiler(Exception):
-    """There is nothing to compile with, or a package is missing; the text says what to do."""
+    """No compiler is installed, or a package is missing; the text says what to do."""
 
 
 def c_library(name):
@@ -66,7 +66,7 @@ def torch_extension(name, sources=SOURCES):
 
 
 def _cached(source, tools, build):
-    """What build(source, an empty folder) made, now or before."""
+    """The file that build(source, an empty folder) makes, cached."""
     digest = hashlib.sha256(source.read_bytes() + f"{tools} {sys.version}".encode()).hexdigest()
     library = _cache() / f"{source.stem}-{digest[:16]}.so"
     if not library.exists():

@@ -20,7 +20,7 @@ def every_derivative(gt, backend, f, x, t, by_hand=None, forward_twice=True, tol
         by_hand: (f(x), its gradient, its Hessian times t), or None: central differences of f,
             and of the gradient once that is checked.
         forward_twice: Whether forward mode over forward mode exists.
-        tolerance: For what is checked against `by_hand`; differences have their own.
+        tolerance: The tolerance of comparisons with `by_hand`; central differences have their own.
 
     Returns:
         Value, gradient and Hessian product.
@@ -89,12 +89,12 @@ def central(f, x, step):
 
 
 def compiled(gt, backend, f):
-    """f as one compiled program; PyTorch's would otherwise leave out what it cannot trace."""
+    """f as one compiled program; PyTorch must not skip operations that it cannot trace."""
     if backend == "jax":
         return gt.compile(f)
     import torch
 
-    torch.compiler.reset()  # it compiles a function a few times only, whatever it closes over
+    torch.compiler.reset()  # PyTorch compiles a function a few times only, even with new closures
     return gt.compile(f, fullgraph=True, backend="aot_eager")
 
 
@@ -127,14 +127,14 @@ def compiled_bytes(step, *args):
 
 
 def live_bytes(step, *args):
-    """The most bytes that the storages which a PyTorch step made held at once."""
+    """The peak bytes of the storages that a PyTorch step creates."""
     with peak_bytes() as peak:
         step(*args)
     return peak.most
 
 
 def peak_bytes():
-    """A context that counts the bytes of all PyTorch storages that live at once; `most` of them."""
+    """A context that tracks the live bytes of PyTorch storages; `most` is their maximum."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 

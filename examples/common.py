@@ -34,7 +34,7 @@ def main(show: Show, tolerance: float = 1e-12) -> None:
 
 
 def claim(text: str, holds: Any) -> None:
-    """Prints a claim that holds; leaves with status 1 at one that does not."""
+    """Prints a claim that holds; exits with status 1 if it does not hold."""
     if not holds:
         sys.exit(f"  FAILED: {text}")
     print(f"  {text}")
@@ -56,7 +56,7 @@ def difference(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def counter(backend: str) -> tuple[Callable[[], None], Callable[[], int]]:
-    """``count`` notes an evaluation while the program runs, also a compiled one; ``total``."""
+    """Counts evaluations at run time, also in compiled programs, in ``total``."""
     calls: list[None] = []
     note = lambda: calls.append(None)
     if backend == "torch":
@@ -72,7 +72,7 @@ def counter(backend: str) -> tuple[Callable[[], None], Callable[[], int]]:
 
 @contextmanager
 def double_precision(backend: str) -> Iterator[None]:
-    """JAX in 64 bits, in every thread, and then as before; PyTorch needs no switch."""
+    """Enables 64-bit JAX in every thread, and restores the setting; PyTorch needs none."""
     if backend == "torch":
         yield
         return

@@ -20,7 +20,7 @@ from importlib.util import find_spec
 import numpy as np
 from common import claim
 
-# Each program runs a few times only: XLA is to compile fast, not to make fast.
+# Each program runs a few times only, so prefer fast compilation to fast code.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 LAYERS, BUG_LAYERS, HEADS, WIDTH, FAR = 6, 2, 12, 384, -1e9
@@ -79,7 +79,7 @@ def batch():
 
 
 def weights(ids):
-    """The pretrained arrays, the tables cut to what `ids` use; ids in the smaller table."""
+    """The pretrained arrays, with the rows of the tables that `ids` use; ids in these rows."""
     found = read_safetensors(folder() / "model.safetensors")
     del found["embeddings.position_ids"]
     kept = {name: x for name, x in found.items() if not name.startswith("pooler")}

@@ -12,7 +12,7 @@ before it reaches the features, so that these become the same for both domains
 
 One evaluation of L gives every gradient. The frameworks train in lockstep on the same batches, and
 each step is compared. The constants were chosen on seeds 100 to 109, whose splits and weights the
-demo (seeds 0, 1, ...) does not use; the accuracy is that of the last step.
+demo (seeds 0, 1, ...) does not use; the accuracy is measured after the last step.
 """
 
 import argparse
@@ -28,9 +28,9 @@ from typing import Any
 
 import numpy as np
 
-STEPS, QUICK_STEPS, LOOK_EVERY = 1000, 100, 50  # accuracy is looked at every 50 steps
+STEPS, QUICK_STEPS, LOOK_EVERY = 1000, 100, 50  # accuracy is measured every 50 steps
 BATCH, RATE, MOMENTUM, MAX_SCALE = 64, 0.1, 0.5, 0.3
-WIDTHS = ((64, 128), (128, 64), (64, 10), (64, 32), (32, 1))  # a dense layer each
+WIDTHS = ((64, 128), (128, 64), (64, 10), (64, 32), (32, 1))  # (in, out) of each dense layer
 FEATURES, LABELS, DOMAIN = slice(4), slice(4, 6), slice(6, 10)  # their matrices and biases
 REVERSED, PLAIN = "with reverse_gradient", "the plain way"
 OPENING = """\
@@ -49,7 +49,7 @@ class Domains:
     source: Array
     source_labels: Array  # one-hot
     target: Array  # unlabelled
-    held_out: Array  # of the target domain
+    held_out: Array  # images of the target domain
     held_out_labels: Array
 
 
@@ -88,7 +88,7 @@ def draw_batch(domains: Domains, rng: np.random.Generator) -> tuple[Array, Array
 
 
 def initial_weights(seed: int) -> list[Array]:
-    """He's initialisation: of each layer the matrix of shape (in, out), then the bias."""
+    """He's initialisation: for each layer the matrix of shape (in, out), then the bias."""
     rng = np.random.default_rng([seed, 2])
     layers = [(rng.standard_normal(w) * np.sqrt(2 / w[0]), np.zeros(w[1])) for w in WIDTHS]
     return [x for layer in layers for x in layer]
@@ -144,7 +144,7 @@ class FrameworkRun:
         return 100 * float(np.mean(scores.argmax(1) == domains.held_out_labels))
 
     def evaluations(self) -> Counter[str]:
-        """How often the cost ran since the start, by the way in which gradients were taken."""
+        """The number of evaluations of the cost so far, for each way to take gradients."""
         if self.name == "jax":
             import_module("jax").effects_barrier()
         return self._evaluations
@@ -219,20 +219,20 @@ class FrameworkRun:
 
 @dataclass
 class Training:
-    """What was seen of one training of every side, with or without reversal."""
+    """The record of one training run of every side, with or without reversal."""
 
     seed: int
     reverses: bool
-    accuracy: list[list[float]]  # of each side, in percent, at every look and at the end
+    accuracy: list[list[float]]  # the accuracy of each side, in percent, at every measurement
     losses: list[float]  # relative differences between the sides
     gradients: list[float]
-    plain: list[float]  # and to gradients taken the plain way
+    plain: list[float]  # differences from the plain gradients
     evaluations: Counter[str]
 
     def compare(
         self, results: Sequence[tuple[float, list[Array]]], plain: Sequence[list[Array]]
     ) -> None:
-        """Notes how far the first side's step is from the last's, and each from the plain way."""
+        """Records how far the two sides' steps differ, and each from the plain way."""
         (first_loss, first), (last_loss, last) = results[0], results[-1]
         self.losses.append(abs(first_loss - last_loss) / abs(last_loss))
         self.gradients.append(relative_difference(first, last))
@@ -271,7 +271,7 @@ def relative_difference(a: Sequence[Array], b: Sequence[Array]) -> float:
 def train_all(
     sides: Sequence[FrameworkRun], seeds: Sequence[int], steps: int = STEPS
 ) -> list[Training]:
-    """For every seed one training without reversal and one with, in that order."""
+    """For every seed one training without reversal, then one training with reversal."""
     with ExitStack() as stack:
         for side in sides:
             stack.enter_context(side.working())
@@ -301,7 +301,7 @@ def _accuracies(trainings: Sequence[Training], backends: Sequence[str]) -> Itera
     yield "\naccuracy on held-out target images, in %"
     yield "  seed" + "".join(f"{name:>9} without   with   gain" for name in backends)
     final = np.array([t.accuracy[-1] for t in trainings])
-    final = final.reshape(-1, 2, len(backends))  # a seed, without and with
+    final = final.reshape(-1, 2, len(backends))  # (seed, reversal, backend)
     for name, pairs in [*enumerate(final), ("mean", final.mean(0))]:
         yield f"  {name:>4}" + "".join(f"{a:>17.1f} {b:>6.1f} {b - a:>+6.1f}" for a, b in pairs.T)
 
@@ -331,7 +331,7 @@ def draw(trainings: Sequence[Training], backends: Sequence[str], out: Path) -> P
     from matplotlib.figure import Figure
 
     figure = Figure(layout="constrained")
-    FigureCanvasAgg(figure)  # no window, whatever the user's settings
+    FigureCanvasAgg(figure)  # draws without a window, whatever the user's settings
     axes: Any = figure.subplots()
     for reverses, label, colour in ((False, "without", "#b8542c"), (True, "with", "#22688c")):
         chosen = np.array([t.accuracy for t in trainings if t.reverses is reverses])

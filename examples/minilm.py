@@ -103,7 +103,7 @@ def arrays():
 
 
 def as_params(weights):
-    """The flax parameters with these weights; those of layers are stacked."""
+    """The flax parameters with these weights; the layers' weights are stacked."""
     params = {}
     for name, place in places().items():
         x = weights[name].T if place.path[-1] == "kernel" else weights[name]
@@ -134,10 +134,10 @@ class Place:
     """Where flax keeps an array.
 
     Attributes:
-        path: Of the parameter.
+        path: The parameter's path.
         layer: Its index in the stack, if it is of a layer.
-        shape: What it is there, if that is not the transposed kernel's or the array's own.
-        flat: What it is before a kernel is transposed, if it is not the same.
+        shape: The shape in flax, if it is not that of the transposed kernel or array.
+        flat: The shape before a kernel is transposed, if it differs.
     """
 
     path: tuple[str, ...]

@@ -8,7 +8,7 @@ Eight Gaussians on a circle are the data. The critic D(w, x) descends on
 point by ``gt.per_example_grad``, and ``gt.grad`` differentiates it again with respect to w. The
 generator descends on -mean D(fake).
 
-``gt.frozen`` does not help here: it treats parameters as constants, and those of the critic are
+``gt.frozen`` does not help here: it treats parameters as constants, but the critic's parameters are
 trained. If they are passed as arguments, their derivatives are exact, but the second derivative
 through D's arguments needs a graph of D in any case, so no memory is saved.
 """
@@ -84,7 +84,7 @@ def slope_norms(gt, slopes, w, x):
 
 
 def no_help(gt, backend):
-    """What a penalty's gradient needs around a critic of 16 layers, plainly and through frozen."""
+    """The memory of a penalty's gradient around 16 layers, plainly and through frozen."""
     w, x = network(gt, 2, *[64] * 15, 1), gt.asarray(draws(0)["real"])
 
     def gradient_of_penalty(critic):
@@ -121,7 +121,7 @@ def apply(gt, w, x):
 
 
 def draws(seed):
-    """Points of eight Gaussians on a circle, noise for as many others, where to mix the two."""
+    """Samples of eight Gaussians on a circle, noise for the generator, and mixing weights."""
     rng = np.random.default_rng(seed)
     angle = rng.integers(8, size=POINTS) * np.pi / 4
     circle = np.stack([np.cos(angle), np.sin(angle)], axis=1)

@@ -30,8 +30,8 @@ TRAINING = 150 if QUICK else 500  # its steps
 GROUP, NOISE = 8, 0.7  # codes in each z_i
 N, STEPS, RATE = (4, 10, 0.03) if QUICK else (16, 40, 0.03)
 COUNTS = (1, 16) if QUICK else (1, 4, 16, 64)
-DEPTHS, WIDTH = (4, 24) if QUICK else (4, 12, 24), 64  # of the dense layers
-BYTES = {}  # what was measured, for the picture: (against what, backend, way) to a list
+DEPTHS, WIDTH = (4, 24) if QUICK else (4, 12, 24), 64  # depths and width of the layers
+BYTES = {}  # measurements for the picture: lists by (x axis, backend, method)
 
 
 def show(gt, backend):
@@ -73,10 +73,10 @@ def f(gt, y, images):
 
 
 def g(gt, slopes, zs, x):
-    """How badly each code, a step down the energy later, finds its own among the clean codes x."""
+    """The contrastive loss of codes after a step down the energy, against the clean codes x."""
     xp = gt.xp
     moved, x = xp.reshape(zs - slopes, (-1, CODE)), xp.reshape(x, (-1, CODE))
-    logits = moved @ x.T - xp.sum(x**2, axis=1) / 2  # less a term of the row: -|moved - x|^2 / 2
+    logits = moved @ x.T - xp.sum(x**2, axis=1) / 2  # -|moved - x|^2 / 2 up to a row's constant
     own = xp.sum(moved * x, axis=1) - xp.sum(x**2, axis=1) / 2
     return xp.mean(xp.log(xp.sum(xp.exp(logits - own[:, None]), axis=1)))
 
@@ -228,7 +228,7 @@ def critic_weights():
 
 
 def against_uses(gt, backend, weights, y):
-    """What dg/dy needs through the decoder, for N codes z_i."""
+    """The memory of dg/dy through the decoder, for N codes z_i."""
     step = lambda way, n: bytes_of(
         gt, backend, way, decoder, f, weights, y, codes_like(n, GROUP, CODE)
     )
@@ -242,7 +242,7 @@ def against_uses(gt, backend, weights, y):
 
 
 def against_depth(gt, backend):
-    """What one further z_i takes around dense layers."""
+    """The memory that one further z_i takes around dense layers."""
     energy = lambda gt, y, x: gt.xp.sum(gt.xp.tanh(x @ y))
     y = gt.asarray(np.random.default_rng(5).normal(size=WIDTH))
 
@@ -251,7 +251,7 @@ def against_depth(gt, backend):
         zs = codes_like(n, 32, WIDTH)
         return bytes_of(gt, backend, way, dense, energy, layers, y, zs, unrolled)
 
-    few = {"torch": 24, "jax": 384}[backend]  # past which the peak is where it stays
+    few = {"torch": 24, "jax": 384}[backend]  # beyond this N the peak no longer moves
     for depth in DEPTHS:
         for name, way in ways(gt).items():
             further = (step(way, depth, few + 16) - step(way, depth, few)) / 16
@@ -296,7 +296,7 @@ def noted(against, backend):
 
 
 def bytes_of(gt, backend, way, G, f, weights, y, zs, unrolled=False):
-    """What the derivative of a function of all df/dz_i to y needs at its peak."""
+    """The peak memory of dg/dy for a function g of all df/dz_i."""
 
     def step(y, zs, weights):
         use = way(lambda z: G(gt, weights, z))
@@ -307,12 +307,12 @@ def bytes_of(gt, backend, way, G, f, weights, y, zs, unrolled=False):
 
 
 def draw():
-    """What was measured so far, in out/frozen.png."""
+    """Draws the measurements so far into out/frozen.png."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)  # no window, whatever the user's settings
+    FigureCanvasAgg(figure)  # draws without a window, whatever the user's settings
     left, right = figure.subplots(1, 2)
     colours = {"frozen": "#22688c", "double backward": "#b8542c"}
     panels = {"N": (left, COUNTS), "layers": (right, DEPTHS)}
@@ -331,7 +331,7 @@ def draw():
 
 
 def compiled(gt, program):
-    """In JAX; eager PyTorch needs it not."""
+    """Compiles f in JAX; returns it unchanged in PyTorch."""
     return gt.compile(program) if gt.__name__ == "gradtools.jax" else program
 
 

@@ -71,7 +71,7 @@ def section_by_hand(gt):
 
 
 def the_wrong_way(gt, f, G, y, z):
-    """To save memory, someone computes G(z) without a graph and then asks for d/dz."""
+    """Computes G(z) without a graph to save memory, and then d/dz, which fails."""
     try:
         gt.grad(lambda z: f(y, gt.stop_gradient(G(z))))(z)
         claim("the obvious two steps are refused", False)
@@ -92,7 +92,7 @@ def deep_jax(z, weights):
 
 
 def saved_bytes(way, *args):
-    """Bytes that autograd saves for a backward pass, every storage counted once; not inputs'."""
+    """The bytes that autograd saves for a backward pass, once per storage, without the inputs."""
     import torch
 
     kept = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in args}

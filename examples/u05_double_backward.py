@@ -126,7 +126,7 @@ def checked_by_jax(f, opaque):
 
 
 def plain_torch(ours):
-    """The rule of sinh as it is often written: it saves what it computed on the way."""
+    """The rule of sinh as it is often written: it saves its intermediates."""
     import torch
 
     class Sinh(torch.autograd.Function):

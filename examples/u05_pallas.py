@@ -58,14 +58,14 @@ def pallas_kernels():
 
 
 def custom_ops():
-    """Both kernels as PyTorch operators, with what tracing and vmap need, and no autograd."""
+    """Both kernels as PyTorch operators, with rules for tracing and vmap, and no autograd."""
     import torch
 
     def operator(name, of, shape):
         op = torch.library.custom_op(f"gradtools_examples::{name}", of, mutates_args=())
         op.register_fake(lambda x: x.new_empty(shape(x)))
         op.register_vmap(lambda info, in_dims, x: (op(x.movedim(in_dims[0], 0)), 0))
-        return lambda x: op(x)  # by its arguments' names, which an operator does not tell
+        return lambda x: op(x)  # with argument names, which an operator lacks
 
     def value(x: torch.Tensor) -> torch.Tensor:
         return torch.logsumexp(x, -1)
@@ -103,7 +103,7 @@ def show(gt, backend):
 
 
 def without_a_rule(gt, backend, kernel, x):
-    """What a user of the bare kernel meets."""
+    """The error of the kernel without a rule."""
     x = gt.asarray(x)
     said = {"torch": "no autograd formula", "jax": "does not support reverse-mode"}[backend]
     text = refused(lambda: gt.grad(lambda x: kernel(x).sum())(x), Exception, said)

@@ -59,7 +59,7 @@ def show(gt, backend):
     heat = gt.asarray(np.where(np.arange(SIDE**2) % 3 == 0, 1.0, 0.2))
 
     def matrix(log_k):
-        """A's values; an edge conducts as the mean of its two nodes do."""
+        """A's values; the conductivity of an edge is the mean over its two nodes."""
         k = xp.exp(log_k)
         through = (k[first] + k[second]) / 2
         return xp.concat((through, through, -through, -through, k[walls]))
@@ -110,7 +110,7 @@ def edges():
 
 
 def dense(gt, values, rows, columns, b, found):
-    """The solution against NumPy's, of the full matrix."""
+    """The solution against NumPy's solution with the full matrix."""
     A = np.zeros((b.size, b.size))
     np.add.at(A, (gt.to_numpy(rows), gt.to_numpy(columns)), gt.to_numpy(values))
     apart = difference(gt.to_numpy(found), np.linalg.solve(A, b))

@@ -2,10 +2,10 @@
 
 A query is the signature of a function of the standard library; its document is the first paragraph
 of the docstring, without the function's name. The loss (symmetric InfoNCE with a learned
-temperature) compares every query of the batch with every document, so it is no sum over examples.
-`chunked` runs MiniLM, unchanged and with dropout, once for each of the two towers. In PyTorch it is
-sentence-transformers' own module, in JAX the same network in flax. All layers are trained except
-the embeddings.
+temperature) compares every query of the batch with every document, so it is not a sum over
+examples. `chunked` runs MiniLM, unchanged and with dropout, once for each of the two towers. In
+PyTorch it is sentence-transformers' own module, in JAX the same network in flax. All layers are
+trained except the embeddings.
 
 With --quick there are fewer pairs and steps.
 """
@@ -78,7 +78,7 @@ def contrastive(gt, log_scale, queries, documents):
 
 
 def exact_gradient(side, batch):
-    """Dropout off, in float64: chunks of 4 against the full batch. For both to compare."""
+    """Chunks of 4 against the full batch, without dropout and in float64."""
     chunked, plain = (by_layer(side.exact(batch, chunk_size)) for chunk_size in (4, None))
     apart = max(difference(x, plain[layer]) for layer, x in chunked.items())
     claim(f"chunked differs from the full batch's gradient by {apart:.1e}", apart < 1e-9)

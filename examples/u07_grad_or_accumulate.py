@@ -1,4 +1,4 @@
-"""Pure gradients change no buffer; accumulating ones add to it, for chosen inputs only.
+"""Pure gradients change no buffer; accumulated gradients are added to it, for chosen inputs only.
 
 Eight threads share the parameters of a digit classifier, each with a shard of the data. Returned
 gradients belong to the calling thread, so there are no races; one lock serializes additions.

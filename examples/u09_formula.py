@@ -28,7 +28,7 @@ FUNCTIONS = {
     ),
     "sinh": (
         lambda gt, x: gt.xp.sinh(x),
-        ["T = cosh(x)", "x̄ = ȳ ⊙ T"],  # named since it is used again
+        ["T = cosh(x)", "x̄ = ȳ ⊙ T"],  # named because it is used again
         ["∂s/∂x = ȳ ⊙ y ⊙ u", "∂s/∂ȳ = T ⊙ u"],
     ),
     "cube": (
@@ -69,7 +69,7 @@ def tutorial(gt, backend):
 
 
 def drawn(gt, backend, name, f, x):
-    """The picture of a custom rule: what it keeps for backward, and for backward of that."""
+    """The picture of a custom rule with the values that it keeps for both backward passes."""
     for order in (1, 2):
         graph = gt.gradient_graph(f, x, order=order)
         saved = {edge.value: edge.bytes for edge in graph.edges if edge.saved}
@@ -131,7 +131,7 @@ def network(gt, backend):
     labels = gt.asarray(np.array([2, 0]))
     loss = {"torch": loss_in_torch, "jax": loss_in_jax}[backend]
     argnums = (0, 1, 2, 3, 4)
-    found = gt.formula(loss, *arrays, labels, argnums=argnums)  # each names its own convolution
+    found = gt.formula(loss, *arrays, labels, argnums=argnums)  # names depend on the framework
     for line in found.lines(1):
         print(f"  {line}")
     mine = found.agrees_with(by_hand, convert=np.asarray)

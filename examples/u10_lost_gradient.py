@@ -15,7 +15,7 @@ from common import claim, main
 from sklearn.datasets import load_sample_image
 from tqdm import tqdm
 
-TARGET = 0.6  # the part of the pixels that shall be bright
+TARGET = 0.6  # the desired fraction of bright pixels
 STEPS = 60
 CHANNELS = (3, 8, 12)
 WEIGHTS = {"content": 1.0, "style": 3.0, "smooth": 0.02, "fraction": 2.0}
@@ -30,7 +30,7 @@ def show(gt, backend):
         return xp.mean(image, axis=2)
 
     def fraction_through_numpy(image):
-        """How much of the image is bright, counted by NumPy: right, and without a gradient."""
+        """The bright fraction of the image by NumPy: the value is right, the gradient is lost."""
         if backend == "torch":
             import torch
 
@@ -50,7 +50,7 @@ def show(gt, backend):
         return xp.mean(is_bright(brightness(image)))
 
     def features(image):
-        """What each layer of a small fixed network makes of an image."""
+        """The activations of each layer of a small fixed network."""
         found = []
         for weights in filters:
             image = rectified(xp, convolved(image, weights))
@@ -139,7 +139,7 @@ def pooled(xp, x):
 
 
 def gram(xp, x):
-    """How much each two channels go together, the style of Gatys et al."""
+    """The correlations of channels, the style of Gatys et al."""
     flat = xp.reshape(x, (-1, x.shape[2]))
     return flat.T @ flat / flat.shape[0]
 

@@ -32,7 +32,7 @@ def loss(w, x, there):
 
 
 def of_one_rank(gt, x, there, everywhere):
-    """By weights, over all ranks; by weights, on this rank; without weights."""
+    """The weighted mean over all ranks, the weighted mean of this rank, the unweighted mean."""
     w = gt.asarray(np.array([0.5, -1.0, 2.0]))
     weighted, equal = gt.GradientAccumulator(), gt.GradientAccumulator()
     for a, b in CHUNKS:
@@ -43,7 +43,7 @@ def of_one_rank(gt, x, there, everywhere):
 
 
 def in_process(rank, folder):
-    """What this rank of two processes found."""
+    """The results of this rank of two processes."""
     import torch.distributed as dist
 
     import gradtools.torch as gt
@@ -55,13 +55,13 @@ def in_process(rank, folder):
     x, there = batch()
     mine = gt.asarray(x[rank]), gt.asarray(there[rank])
     found = of_one_rank(gt, *mine, {"group": dist.group.WORLD})
-    dist.barrier()  # neither leaves while the other still sends
+    dist.barrier()  # waits until both ranks have sent
     dist.destroy_process_group()
     return np.stack([gt.to_numpy(g) for g in found])
 
 
 def of_all_ranks(gt, backend):
-    """What each rank found."""
+    """The results of each rank."""
     if backend == "jax":
         of_rank = lambda x, there: gt.xp.stack(of_one_rank(gt, x, there, {"axis_name": "rank"}))
         import jax

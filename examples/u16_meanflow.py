@@ -56,7 +56,7 @@ def show(gt, backend):
         return value, ({k: p - move(k) for k, p in params.items()}, mean, square)
 
     def drawn(params, noise, label):
-        """Digits of one step: at t = 1 all is noise, at r = 0 nothing."""
+        """Digits from one step: from pure noise at t = 1 to no noise at r = 0."""
         r, t = (gt.asarray(np.full((len(noise), 1), end)) for end in (0.0, 1.0))
         return noise - u(params, noise, r, t, label)
 
@@ -96,7 +96,7 @@ def swish(xp, x):
 
 
 def digits():
-    """Images of 64 pixels in [-1, 1], and what they show."""
+    """Images of 64 pixels in [-1, 1], and their labels."""
     data = load_digits()
     return data.images.reshape(-1, PIXELS) / 8 - 1, data.target
 

@@ -18,7 +18,7 @@ def show(gt, backend):
     before = gt.asarray(np.exp(-(np.linspace(-3, 3, POINTS) ** 2)))
 
     def residual(u):
-        """Of u = before + STEP (u'' - u^3), with u fixed to 0 beyond the ends."""
+        """The residual of u = before + STEP (u'' - u^3), with u fixed to 0 beyond the ends."""
         edge = xp.zeros(1, dtype=u.dtype)
         padded = xp.concat([edge, u, edge])
         flow = padded[2:] - 2 * u + padded[:-2]

@@ -1,8 +1,8 @@
 """Gradients through the steps of an optimizer, at the memory of the parameters alone.
 
 A network is trained for some steps on examples, a fifth of which have the wrong sign; the outer
-loss is that of a few clean examples after the last step. Its gradient with respect to a weight for
-each example and to the step size goes through all steps. ``mode="forward_over_reverse"`` of the
+loss is the loss of a few clean examples after the last step. Its gradient with respect to a weight
+for each example and to the step size goes through all steps. ``mode="forward_over_reverse"`` of the
 inner gradient keeps the parameters and the gradient of each step; double backward also keeps the
 activations.
 """
@@ -92,7 +92,7 @@ def show(gt, backend):
 
 
 def repeated(step, count, backend):
-    """The step, so many times; in JAX in a loop, or the compiler shares what is computed again."""
+    """Repeats the step; in JAX in a loop, or the compiler shares the recomputed values."""
 
     def run(layers, *args):
         if backend == "torch":

@@ -52,7 +52,7 @@ def show(gt, backend):
     y, v = X @ true + number(20), V @ true + number(40) * 0.1
     cost = lambda b, s: xp.mean((X @ b - y) ** 2) + xp.sum(xp.exp(s) * b**2)
 
-    def fitted(s):  # in closed form here; any optimizer would do
+    def fitted(s):  # in closed form here, but any optimizer works
         A = X.T @ X / 20 + xp.exp(s) * gt.asarray(np.eye(8))
         return xp.linalg.solve(A, (X.T @ y / 20)[:, None])[:, 0]
 

@@ -28,7 +28,7 @@ def available_backends() -> tuple[str, ...]:
     """The backends whose framework is installed, without importing any of them.
 
     Returns:
-        A tuple, in this order, of those of ``"torch"`` and ``"jax"`` that can be imported.
+        A tuple of ``"torch"`` and ``"jax"``, in this order, without those that cannot be imported.
 
     Example:
         >>> import gradtools
@@ -42,7 +42,7 @@ def __dir__() -> list[str]:
     return [*__all__, "__version__", "bridge", "jax", "testing", "torch"]
 
 
-if not _typing.TYPE_CHECKING:  # where a type checker reads a __getattr__, no misspelt name is found
+if not _typing.TYPE_CHECKING:  # type checkers accept any name if they see a __getattr__
 
     def __getattr__(name: str) -> object:
         """Raises an error that says where the operators are."""

@@ -57,7 +57,7 @@ class Accumulation(Operators):
             An empty `GradientAccumulator`.
 
         Raises:
-            GradtoolsError: dtype is no floating precision.
+            GradtoolsError: dtype is not a floating precision.
 
         Example:
             >>> chunks = gt.GradientAccumulator()
@@ -94,7 +94,7 @@ class Accumulation(Operators):
 
         Raises:
             GradtoolsError: A structure, shape, dtype or device that does not match, named by its
-                leaf path; in PyTorch also a target that is no leaf or does not require grad.
+                leaf path; in PyTorch also a target that is not a leaf or does not require grad.
 
         Example:
             >>> def f(x1, x2): return x1**2 + 5 * x2
@@ -151,12 +151,12 @@ class State:
     """The sums so far, or one term. Replaced as a whole, so that `add` is atomic."""
 
     treedef: Any  # the gradients' structure
-    paths: tuple[str, ...]  # their leaf paths; of a term none
+    paths: tuple[str, ...]  # their leaf paths; empty for a term
     specs: tuple[Any, ...]  # the dtype, shape and device of each added leaf
-    # The weighted sums, which a backend may add to in place; of a term its detached leaves.
+    # The weighted sums, which a backend may update in place; for a term, its detached leaves.
     totals: tuple[Any, ...]
     errors: tuple[Any, ...]  # the rounding errors of the sums, when compensated
-    dtypes: tuple[str, ...]  # the names of the dtypes in which the sums are read
+    dtypes: tuple[str, ...]  # the names of the results' dtypes
     weight: Any  # the sum of the weights
     # For each leaf the mesh axes of JAX over which all its terms were typed as varying.
     varies: tuple[frozenset[Any], ...]
@@ -197,13 +197,13 @@ class GradientAccumulator:
         Args:
             grads: A pytree of floating or complex arrays, of the same structure, shapes, dtypes
                 and device at every call. An entry of None stays None.
-            weight: A real number, or a real array of shape (). A concrete array is read at once,
-                which waits for its device. Gradients of weight 0 add nothing, even if they are
-                NaN, as the gradient of a mean over no examples is.
+            weight: A real number, or a real array of shape (). A concrete array is read
+                immediately, which waits for its device. Gradients of weight 0 add nothing, even if
+                they are NaN, as the gradient of a mean over no examples is.
 
         Raises:
-            GradtoolsError: grads is unlike what was added before, holds something that is no
-                gradient, or crosses the border of a transformation; weight is no real scalar.
+            GradtoolsError: grads differs from earlier additions in structure, holds a non-gradient,
+            or crosses the border of a transformation; weight is not a real scalar.
         """
         self._check_trace("add")
         term = self._term(grads, self._weight(weight))
@@ -362,7 +362,7 @@ class GradientAccumulator:
             if self._compensated:
                 share, xp = s - a, self._backend.xp
                 error = error + ((a - (s - share)) + (b - share))  # the rounding error of s
-                total = xp.where(xp.isfinite(s), s + error, s)  # else the error is NaN
+                total = xp.where(xp.isfinite(s), s + error, s)  # otherwise the error is NaN
                 errors.append(error - (total - s))
             totals.append(total)
         return replace(state, totals=tuple(totals), errors=tuple(errors), weight=weight)

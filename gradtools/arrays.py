@@ -1,6 +1,6 @@
 """Arrays and random keys: `asarray`, `to_numpy`, `xp`, `random_key`, `split_key`.
 
-Arrays come in and go out with the dtype that they have; randomness comes in as a key. The
+Conversions keep the dtype of an array; randomness is passed as a key. The
 backends' ``arrays.py`` implement them with the conversions below.
 """
 
@@ -81,14 +81,14 @@ class ArraysAndKeys(Operators):
         """A random key, made from a seed.
 
         Args:
-            seed: An integer of 64 bits with its sign; in JAX without x64 of 32 bits.
+            seed: A signed 64-bit integer; in JAX without x64 a 32-bit integer.
 
         Returns:
             JAX's typed key, or in PyTorch an int64 tensor of shape (2,). The two frameworks draw
             different numbers from the same seed.
 
         Raises:
-            GradtoolsError: The seed is no integer, or too large.
+            GradtoolsError: The seed is not an integer, or too large.
 
         Example:
             >>> a, b = gt.random_key(0), gt.random_key(0)

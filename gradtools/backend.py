@@ -7,7 +7,7 @@ differentiated, and those that are only passed through.
 A backend implements the abstract members: arrays and pytrees, the vjp of a function, and a function
 with its own pullback. The other members have defaults in terms of these, or raise an error that
 names the operator. PyTorch's and JAX's backends override many of them with the framework's own way.
-`docs/adding_a_backend.md` walks through a new one.
+`docs/adding_a_backend.md` walks through a new backend.
 
 All members use gradtools' complex convention: a pullback is J^H v. A backend converts where its
 framework's convention differs.
@@ -137,7 +137,8 @@ class Differentiation(Arrays):
     ) -> tuple[list[Array], list[Array], list[list[Array]]]:
         """`jvp` along many tangents, and the outputs of one evaluation. Keeps no graph.
 
-        Fused attention runs by plain operations; another operation without forward mode raises.
+        Fused attention is replaced by plain operations; another operation without forward mode
+        raises.
         """
         outs, extras, push = self.linearize(fun, leaves)
         return outs, extras, [push(tangents) for tangents in many]
@@ -170,7 +171,7 @@ class Differentiation(Arrays):
         return [self.zeros_like(x) if v is None else v for v, x in pairs]
 
     def apart(self, fun: Callable[..., T], /, *args: Any) -> T:
-        """`fun(*args)`, whose stops are gradtools' own, and not those of the user's program."""
+        """`fun(*args)`, whose stopped gradients belong to gradtools, not to the user's program."""
         return fun(*args)
 
     def closure_converted(
@@ -178,7 +179,7 @@ class Differentiation(Arrays):
     ) -> tuple[Callable[..., Any], list[Array]]:
         """`converted(captured, *args, **kwargs)` and the arrays that f captures at these arguments.
 
-        These are the arrays that a derivative may be taken of. By default there are none.
+        These are the arrays that a derivative may be taken of. By default there are no such arrays.
         """
         return lambda captured, *args, **kwargs: f(*args, **kwargs), []
 
@@ -199,7 +200,7 @@ class Differentiation(Arrays):
         return Staged(fun)
 
     def no_tangent(self, x: Any) -> Any:
-        """The tangent of an integer: None, or what the framework has for it."""
+        """The tangent of an integer: None, or the framework's own zero."""
         return None
 
     def outliving(
@@ -249,7 +250,8 @@ class Differentiation(Arrays):
     def retaining(self, call: MarkedCall) -> tuple[Evaluation, list[Mark], list[Array]]:
         """An evaluation of the call at its leaves and at one array for each marked leaf.
 
-        Also the marks, and arrays like these. By default the shapes are found by an evaluation.
+        Returns the marks, and arrays like these, as well. By default the shapes are found by an
+        evaluation.
         """
         if not hasattr(call, "tape"):
             call.tape = MarkedValues()
@@ -333,14 +335,14 @@ class Rules(Differentiation):
 
         Args:
             rule: A rule of one input that all calls share.
-            x: The input; None is returned if it is no array.
+            x: The input; None is returned if it is not an array.
             cotangent: This call's cotangent map, in place of the rule's.
             value: The output, of x's shape and dtype, in place of x.
         """
         return None
 
     def tied(self, x: Any, function: Callable[..., Any]) -> Any:
-        """x, which counts as computed from the arrays that a function captures."""
+        """x, marked as computed from the arrays that a function captures."""
         return x
 
     def apply_rule_by_key(self, key: str, *xs: Array) -> list[Array]:

@@ -41,7 +41,7 @@ class Arrays(ABC):
     def leaf_paths(self, tree: Any) -> list[str]: ...
 
     def entries_of(self, treedef: Any, leaves: Sequence[Any]) -> list[tuple[list[Any], Any]]:
-        """The leaves and the structure of each entry of a tuple, given those of the tuple."""
+        """The leaves and structure of each entry of a tuple, from those of the whole tuple."""
         return [self.flatten(x) for x in self.unflatten(treedef, list(leaves))]
 
     def flatten_arrays(self, tree: Any) -> tuple[list[Any], Any, list[str | None]]:
@@ -109,7 +109,7 @@ class Arrays(ABC):
         return self.dtype_name(x).startswith("complex")
 
     def as_leaf(self, x: Any) -> Any:
-        """An argument of a rule: floats, complex numbers and NumPy's arrays as arrays."""
+        """An argument of a rule; floats, complex numbers and NumPy arrays become arrays."""
         return self.asarray(x) if isinstance(x, float | complex) or hasattr(x, "dtype") else x
 
     def cast(self, x: Any, like: Array | str) -> Array:
@@ -119,7 +119,7 @@ class Arrays(ABC):
         return self.asarray(x).real.astype(np.finfo(self.dtype_name(like)).dtype)
 
     def clip(self, x: Array, bound: Any) -> Array:
-        """A real x between -bound and bound, which is a number or an array; NaN stays NaN."""
+        """Clips a real x to [-bound, bound]; bound is a number or an array, and NaN stays NaN."""
         bound = self.real_scalar(bound, x)
         return self.xp.minimum(self.xp.maximum(x, -bound), bound)
 

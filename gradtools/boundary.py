@@ -66,7 +66,7 @@ def like_function(prefix: str, f: Any, call: Any, suffix: str = "", doc: str = "
     except AttributeError:  # dynamo's representation of a partial has no attributes
         return call
     if type(call) is partial:
-        # JAX's errors name the place of the function inside of partials, and of what that wraps.
+        # JAX's errors name the place of the innermost function in partials and wrappers.
         def own(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
             try:
                 return fun(*args, **kwargs)

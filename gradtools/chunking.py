@@ -7,7 +7,7 @@ For L = g(f(x_1), ..., f(x_n)) the gradient to f's parameters w is
 a sum over chunks, and c_i depends on the outputs of f only. The first pass keeps the outputs and
 no graph; the backward pass recomputes the graph of one chunk at a time and pulls its c_i back (Gao
 et al., Scaling deep contrastive learning batch size under memory limited setup, 2021, for
-contrastive losses). With F the work of a forward pass, and 2F that of a backward pass, it costs 4F.
+contrastive losses). If a forward pass costs F and a backward pass 2F, it costs 4F.
 
 This module reads the arguments, and `arguments/chunks.py` cuts them into chunks. The backends'
 `chunking.py` run and recompute the chunks; PyTorch's uses `recomputation.py`.
@@ -71,7 +71,7 @@ class Chunking(Operators):
 
         PyTorch: f is a module, or a function that uses modules; parameters need not be passed.
         Before a chunk is computed again, random generators and the buffers of the modules that f is
-        or closes over are put back to their state in the first pass, and afterwards to their state
+        or closes over are reset to their state in the first pass, and afterwards to their state
         after it; grad mode and autocast are those of the first pass. Other effects of f happen
         twice, as in `torch.utils.checkpoint`; hooks and counters can call `is_recomputing`. Threads
         must not draw from the global generators, or update the buffers of one module, at the same
@@ -108,9 +108,9 @@ class Chunking(Operators):
                 program that is lowered for another platform has none.
 
         Returns:
-            A function of f's arguments. A module stays one: in PyTorch a `torch.nn.Module` with
-            f's parameters, buffers, state_dict and attributes, which are f's own, under the same
-            names; of an `equinox` or `flax.nnx` module one that holds f as `module`.
+            A function of f's arguments. A module gives a module: in PyTorch a `torch.nn.Module`
+            with f's parameters, buffers, state_dict and attributes, which are f's own, under the
+            same names; for an `equinox` or `flax.nnx` module a module that holds f as `module`.
 
         Raises:
             GradtoolsError: chunk_size is below 1; (on call) a list is empty, axes differ in
@@ -219,7 +219,7 @@ class Chunking(Operators):
 
         Returns:
             A function of f's arguments, returning `(value, grads)` or `((value, aux), grads)` as
-            `value_and_grad` does; with carries `(that, new_carry)`.
+            `value_and_grad` does; with carries, a pair of this and the new carry.
             Sums are made in float32 where gradients are narrower, and rounded once.
 
         Raises:
@@ -269,7 +269,7 @@ class Chunking(Operators):
 
 @dataclass(frozen=True)
 class _Microbatches:
-    """The options of `microbatched_value_and_grad`, and what a call does with them."""
+    """The options of `microbatched_value_and_grad`, and the steps of a call."""
 
     backend: Backend
     chunk_size: int
@@ -298,7 +298,7 @@ class _Microbatches:
         if opened is not None and opened.opens_once:
             spec = replace(spec, opened=opened)
         layout: list[Any] = []  # the structures and dtypes of value, grads and aux
-        shapes: list[Any] = []  # those of the leaves of aux
+        shapes: list[Any] = []  # the shapes of aux's leaves
 
         def weighted(w: Array, x: Array) -> Array:
             """w times x; zero where w is zero, even if x, a mean over no examples, is NaN."""
@@ -375,7 +375,7 @@ class _Microbatches:
     def _metrics(self, aux: Any, shapes: list[Any]) -> Any:
         """f's aux, checked to be arrays of numbers, which are reduced like the loss.
 
-        shapes: Those of an earlier chunk, if there was one.
+        shapes: The shapes in an earlier chunk, if there was one.
         """
         backend = self.backend
         leaves, treedef = backend.flatten(aux)

@@ -54,7 +54,7 @@ _ARGUMENTS = ("--args", "--shapes", "--seed")
 _OF_FUNCTION = ("function", *_ARGUMENTS, "--backend", "--argnums")
 
 
-_COMMANDS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {  # what runs, help, example, options
+_COMMANDS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {  # target, help, example, options
     "backends": ("cli:backends", "print which frameworks are installed, by version", "", ()),
     "check": (
         *("testing.check_command:check", "compare small programs on this device with NumPy"),

@@ -14,7 +14,7 @@ from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule
 
-ARRAY = "array"  # in place of a bound's number
+ARRAY = "array"  # stands for a bound that is an array
 
 
 def clip_rule(backend: Backend, count: int, max_norm: Any, max_value: Any) -> Rule:
@@ -70,7 +70,7 @@ def clip_norm(backend: Any, cts: list[Array], bound: Any) -> list[Array]:
     unit = xp.maximum(largest / 4, xp.full_like(largest, xp.finfo(largest.dtype).smallest_normal))
     scaled = [ct / unit for ct in wide]
     total = _of_all(xp, xp.sum, [_squares(backend, ct) for ct in scaled if 0 not in ct.shape])
-    size = xp.sqrt(xp.maximum(total, xp.full_like(total, 0.5)))  # only of zeros less than 1
+    size = xp.sqrt(xp.maximum(total, xp.full_like(total, 0.5)))  # below 1 for zeros only
     bound = backend.real_scalar(bound, size)
     inside, factor = unit * size <= bound, bound / size
     pairs = zip(cts, scaled, strict=True)

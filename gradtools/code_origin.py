@@ -2,8 +2,8 @@
 
 Code belongs to the user, an installed package, or a library (the frameworks, the standard library,
 gradtools), depending on its file. All inspection of frames and tracebacks is here. It serves to
-name the user's line in messages and graphs, to filter tracebacks, to tell a framework's error from
-the user's, and to look for mutable state in the user's code only.
+name the user's line in messages and graphs, to filter tracebacks, to distinguish a framework's
+error from the user's, and to look for mutable state in the user's code only.
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ def users_lines(lines: Lines) -> tuple[Source, ...]:
 def whose_frame(frame: FrameType) -> int:
     """The origin of the code that runs in a frame.
 
-    Generated code, such as a dataclass's methods, has a file name like that of code typed in by the
+    Generated code, such as a dataclass's methods, has a file name like interactive code of the
     user; its module decides.
     """
     file = frame.f_code.co_filename
@@ -162,7 +162,7 @@ def is_our_frame(frame: FrameType) -> bool:
 def depth_of_the_user() -> int:
     """The `stacklevel` for `warnings.warn` in the calling function, of the user's innermost line.
 
-    If no frame is the user's, that of the first frame outside of gradtools.
+    If no frame is the user's, the stacklevel of the first frame outside of gradtools.
     """
     outside = depth = 0
     for depth, (frame, _) in enumerate(lines_above(1), 1):
@@ -184,7 +184,7 @@ def raised_by(package: str, error: BaseException) -> bool:
 
     A framework's errors have texts but no types of their own, and the user's errors may contain the
     same words. An error is the user's if a `raise` statement outside of the framework's modules
-    raised it; an error of compiled code comes out of a call. The top-level module itself counts as
+    raised it; an error of compiled code is raised by a call. The top-level module itself counts as
     the user's, since it raises on behalf of the user (`torch._check`).
     """
     origin = error.__traceback__

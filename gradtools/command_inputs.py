@@ -74,13 +74,13 @@ def _module_of(x: Any) -> str:
 def arrays_given(
     file: str | None, shapes: str | None, seed: int, dtype: str = "float64"
 ) -> tuple[np.ndarray, ...]:
-    """The arrays of a file, or draws of shapes; none where neither is given.
+    """The arrays of a file, or random arrays of the shapes; none if neither is given.
 
     Args:
         file: A .npz file, whose arrays come in their order, or a .npy file.
         shapes: Such as ``"3x4,5:float32,()"``. Floats are normal draws, integers are 0, 1 or 2.
-        seed: Of the draws.
-        dtype: Of a shape that names none.
+        seed: The seed of the draws.
+        dtype: The dtype of shapes that name none.
     """
     if file:
         result = np.load(file)
@@ -94,7 +94,7 @@ def _drawn(rng: np.random.Generator, text: str, default: str) -> np.ndarray:
     shape_text, _, dtype = text.partition(":")
     if not re.fullmatch(r"\(\)|\d+(x\d+)*", shape_text) or (dtype and dtype not in np.sctypeDict):
         raise GradtoolsError(
-            f"--shapes: {text!r} is no shape; write 3x4 for a matrix, 5 for a vector, () "
+            f"--shapes: {text!r} is not a shape; write 3x4 for a matrix, 5 for a vector, () "
             f"for a number, with :int32 after it for another dtype than {default}."
         )
     shape = () if shape_text == "()" else tuple(map(int, shape_text.split("x")))

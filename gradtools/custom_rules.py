@@ -42,21 +42,21 @@ class CustomRules(Operators):
     def custom_rule(self, f: Any = None, static_argnames: Any = ()) -> Any:
         """Gives the function `f` a derivative that you write.
 
-        Give a reverse rule, a forward rule, or both; the missing one follows by transposition:
+        Give a reverse rule, a forward rule, or both; the missing rule follows by transposition:
 
             f.defvjp(fwd, bwd)     fwd(*args) -> (out, residuals)
                                    bwd(residuals, cotangent) -> one cotangent per argument
             f.defjvp(rule)         rule(primals, tangents) -> (out, tangent_out)
 
         Either gives forward and reverse mode, second order in every combination, vmap, compiled
-        code and loops. What `fwd` saves (inputs, outputs, intermediates, non-arrays) is
+        code and loops. Everything that `fwd` saves (inputs, outputs, intermediates, non-arrays) is
         differentiated through `fwd` at second order. Cotangents are J^H v in both frameworks.
 
         Args:
             f: Takes and returns pytrees of arrays. Keyword arguments are bound to its signature,
                 and a rule gets every argument by position, defaults included.
-            static_argnames: A name or names of hashable arguments that are no arrays and select the
-                program. They come first in the arguments of fwd, bwd and rule. An array that a
+            static_argnames: A name or names of hashable arguments that are not arrays and select
+                the program. They come first in the arguments of fwd, bwd and rule. An array that a
                 static function captures cannot be differentiated.
 
         Returns:
@@ -69,7 +69,7 @@ class CustomRules(Operators):
                 differs from f's in structure, shape or dtype; a cotangent differs from its
                 argument, or a tangent from its output, in structure, shape or dtype; a map that
                 is transposed for the other mode is not linear; a rule closes over an array that is
-                differentiated. `gradtools.testing.check_rule` finds what else may be wrong.
+                differentiated. `gradtools.testing.check_rule` finds other mistakes.
 
         Example:
             >>> @gt.custom_rule
@@ -106,7 +106,7 @@ _SETTINGS = {"fun", *_MAPS, "symbolic_zeros", "static_argnames", "kernel"}
 class CustomRule:
     """A function and its rule; see `custom_rule`.
 
-    Setting an attribute after a call clears what was cached for earlier calls.
+    Setting an attribute after a call clears the caches of earlier calls.
 
     Attributes:
         fun: The function that gives the value.
@@ -197,12 +197,12 @@ class CustomRule:
         """Gives the reverse rule.
 
         Args:
-            fwd: `fwd(*args)` returns the output and what bwd needs, any pytree.
+            fwd: `fwd(*args)` returns the output and the residuals for bwd, any pytree.
             bwd: `bwd(residuals, cotangent)` returns a tuple, one entry for each argument that is
                 not static. Static arguments lead the arguments of both.
-            symbolic_zeros: Whether fwd and bwd see what is not differentiated. Instead of each
-                array and number fwd then gets an object with `value` and `perturbed` (PyTorch's
-                `needs_input_grad`), and bwd gets None for a cotangent that is zero.
+            symbolic_zeros: Whether fwd and bwd see which arguments are not differentiated. Instead
+                of each array and number fwd then gets an object with `value` and `perturbed`
+                (PyTorch's `needs_input_grad`), and bwd gets None for a cotangent that is zero.
             optimize_remat: Accepted as by `jax.custom_vjp`; it has no effect. fwd is inlined, so
                 residuals that a checkpoint recomputes are not computed in the first pass.
         """
@@ -250,7 +250,7 @@ class CustomRule:
         """The value; differentiated by the rule wherever a derivative is taken."""
         statics: tuple[Any, ...] = ()
         rest: tuple[Any, ...] = args
-        try:  # as `user_facing` does, without a call of its own
+        try:  # like `user_facing`, but without a further call
             if kwargs or self._needs_binding:
                 statics, rest = self._bound(args, kwargs)
             if self._direct is not None:

@@ -30,7 +30,7 @@ class Specialization:
         others: Their leaves, ARRAY for each array.
         outs: The structure of the output, by the avals of the inputs.
         newest: The structure of the latest output.
-        refined: Makes linear maps that are rules themselves, of a host function.
+        refined: Makes the linear maps of a host function rules, which can be differentiated.
         is_flat: Whether the arguments are arrays only, in no containers.
         fun, fwd, bwd, jvp: The author's functions, of flat tuples of arrays; None if not given.
     """
@@ -184,7 +184,7 @@ class Specialization:
         return self.refined(maps, [inexact for _, _, inexact in like], outs)
 
     def _fwd_arguments(self, xs: Sequence[Array], perturbed: tuple[bool, ...] | None) -> Any:
-        """fwd's arguments; with symbolic zeros each as a `Primal`."""
+        """fwd's arguments; with symbolic zeros, each becomes a `Primal`."""
         if "cotangent" not in self.of.symbolic_zeros:
             return self.arguments(xs)
         if perturbed is None:
@@ -226,7 +226,7 @@ class Specialization:
         return result
 
     def _like(self, tree: Any, treedef: Any, who: str) -> list[Any]:
-        """The leaves of tree at treedef's; None is a zero, of a leaf or of a whole subtree."""
+        """The leaves of tree at treedef's leaves; None stands for zeros of a leaf or subtree."""
         backend = self.backend
         if tree is None:
             return [None] * treedef.num_leaves
@@ -299,7 +299,7 @@ class Residuals:
     """The pytree that fwd saved: the position of each array, and the other leaves."""
 
     treedef: Any
-    places: tuple[int, ...]  # in [*xs, *ys, *extras]
+    places: tuple[int, ...]  # positions in [*xs, *ys, *extras]
     others: tuple[Any, ...]
 
     @property

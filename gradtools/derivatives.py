@@ -48,7 +48,7 @@ class GradientSpec:
     argnums: Argnums
     has_aux: bool | None = None  # None if the operator does not take it
     disconnected_inputs: str = "raise"
-    minimizing: int | None = None  # how many of argnums are descended, the others ascended
+    minimizing: int | None = None  # the number of minimizing argnums; the others maximize
     opened: Any = None  # the call at modules that f belongs to
 
 
@@ -115,8 +115,8 @@ class Derivatives(Operators):
             f: Takes pytrees of arrays and returns one real array of shape ().
             argnums: Which positional arguments to differentiate with respect to: an integer or a
                 tuple. An argument may be a whole module: a `torch.nn.Module` gives a dict of
-                gradients by parameter name, an equinox or flax.nnx module what its library's own
-                grad returns.
+                gradients by parameter name, an equinox or flax.nnx module the result of its
+                library's own grad.
             has_aux: Whether f returns `(output, aux)`; aux may hold anything.
             disconnected_inputs: What happens when an argument does not reach the output:
                 "raise", "warn", "zeros", or "strict", which raises for any single leaf.
@@ -124,7 +124,7 @@ class Derivatives(Operators):
                 backward, which keeps the graphs of f and of its gradient. "forward_over_reverse":
                 by a jvp of the gradient, which is recomputed from the arguments, so that an
                 unrolled optimization keeps the parameters of each step and no activations. f is
-                wrapped in `frozen`: what it closes over is a constant.
+                wrapped in `frozen`: arrays that it closes over are constants.
 
         Returns:
             A function of f's arguments, returning a pytree like the argument (a tuple of them
@@ -341,7 +341,7 @@ class Derivatives(Operators):
     ) -> Any:
         """The value of f and its tangent J t, in forward mode, which keeps no graph.
 
-        In PyTorch f is pushed by dual numbers; attention and norms run by operations whose tangents
+        In PyTorch f is pushed by dual numbers; attention and norms use operations whose tangents
         are right at every order. `torch.no_grad` does not stop tangents there (pytorch#128600): use
         `stop_gradient`, or `linearize`, which is reverse mode. The process has one level of dual
         numbers; where another derivative uses it, the pullback is transposed instead.
@@ -388,8 +388,7 @@ class Derivatives(Operators):
 
         Returns:
             `(out, pushforward)`. The pushforward takes one tangent for each primal and may be
-            called many times. It keeps what `vjp` keeps; where one direction is enough, `jvp`
-            keeps nothing.
+            called many times. It keeps what `vjp` keeps; for one direction, `jvp` keeps nothing.
 
         Raises:
             GradtoolsError: A leaf is not differentiable, or a tangent does not fit.
@@ -445,7 +444,7 @@ class Derivatives(Operators):
         Args:
             f: A real scalar function of one example, as in `grad`.
             argnums: Which positional arguments to differentiate with respect to.
-            in_axes: Which axes are split, as in `vmap`. None altogether: the arguments in argnums
+            in_axes: Which axes are split, as in `vmap`. None: the arguments in argnums
                 are shared, and every array of the others is split on axis 0. Else an integer, one
                 entry for each positional argument, or a dict from f's parameters to axes, where
                 None shares an argument. Arguments without an entry are split on axis 0, keyword
@@ -454,11 +453,12 @@ class Derivatives(Operators):
                 PyTorch a Python loop, which takes any eager code, in JAX `lax.map`.
 
         Returns:
-            A function of f's arguments; what `grad` would return, each leaf with the examples
-            in front.
+            A function of f's arguments that returns the gradients, each leaf with a leading axis of
+            examples.
 
         Raises:
-            GradtoolsError: Batch sizes differ, there is none, in_axes does not fit, or as `grad`.
+            GradtoolsError: Batch sizes differ, no argument is split, in_axes does not fit, or as
+            `grad` does.
 
         Example:
             >>> w, x = gt.asarray(np.float32(2.0)), gt.asarray(np.float32([1.0, 3.0]))

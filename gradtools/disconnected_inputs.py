@@ -1,6 +1,6 @@
 """The policy `disconnected_inputs`: errors and warnings for arguments without a path to the output.
 
-An argument reaches the output if data flows from it through f and is not cut on the way: stopped or
+An argument reaches the output if data flows from it through f and is not cut: stopped or
 detached, cast to integer or boolean, compared, taken out of the framework. The backends determine
 that; this module reports it.
 """
@@ -60,9 +60,9 @@ def check_connected(
             DisconnectedInputWarning,
         )
         return
-    fix = 'If zero is what you mean, pass disconnected_inputs="zeros".'
+    fix = 'If the gradient should be zero, pass disconnected_inputs="zeros".'
     if caller not in _WITH_POLICY:
-        fix = "Leave it out of what is differentiated, or let it reach the output."
+        fix = "Do not differentiate with respect to it, or let it reach the output."
     message = (
         f"{caller}: {names} {verb} not reach the output of f by a differentiable path. It may be "
         "unused, stopped or detached, cast to an integer, compared, or it may leave the framework "

@@ -225,8 +225,8 @@ class Edits(Operators):
             x, unchanged.
 
         Raises:
-            GradtoolsError: Neither bound is given, or one is negative or no real scalar; under
-                `gt.jvp`.
+            GradtoolsError: Neither bound is given, or a bound is negative or not a real scalar;
+                under `gt.jvp`.
 
         Example:
             >>> x = gt.asarray(np.float32([3.0, 4.0]))
@@ -265,7 +265,7 @@ class Edits(Operators):
         Args:
             x: A pytree of arrays.
             fn: Takes and returns a pytree like x, with the same shapes and dtypes (None at
-                leaves that are not floating or complex). At second order it applies again.
+                leaves that are not floating or complex). At second order fn is applied again.
 
         Returns:
             x, unchanged.
@@ -283,7 +283,7 @@ class Edits(Operators):
         if not compiler.is_tracing():
             return self._transformed(x, fn)
         compiler.refuse(
-            "transform_gradient takes a Python function, which compiled code drops in silence "
+            "transform_gradient takes a Python function, which compiled code silently drops "
             "under torch.func (pytorch#193279)"
         )
         return compiler.uncompiled(self._transformed, x, fn)
@@ -304,7 +304,7 @@ class Edits(Operators):
         places = [i for i, leaf in enumerate(leaves) if _edited(backend, leaf)]
         count, alone = len(leaves), len(leaves) == 1 and leaves[0] is x
 
-        def cotangent(xs: Any, cts: Any) -> list[Any]:  # it outlives x, which may be traced
+        def cotangent(xs: Any, cts: Any) -> list[Any]:  # may outlive x, which may be traced
             full = replaced_at([None] * count, places, cts)
             transformed = fn(backend.unflatten(treedef, full))
             return _checked_cotangents(backend, transformed, backend.unflatten(treedef, full), cts)
@@ -426,7 +426,7 @@ def _edited(backend: Backend, leaf: Any) -> bool:
 
 
 def _check_editable(backend: Backend, name: str, x: Any, leaves: list[Any]) -> None:
-    """Raises for an object that is no pytree, since its arrays would silently stay unedited."""
+    """Raises for an object that is not a pytree, since its arrays would silently stay unedited."""
     if len(leaves) != 1 or leaves[0] is not x or hasattr(x, "dtype"):
         return
     if not isinstance(x, str | int | float | complex):
@@ -476,7 +476,7 @@ def _checked_cotangents(backend: Backend, tree: Any, like: Any, cts: Any) -> lis
 
 
 class _StraightThrough:
-    """`straight_through(f, surrogate)`, as a callable that prints what it is."""
+    """`straight_through(f, surrogate)`, as a callable with a repr that names both."""
 
     def __init__(self, backend: Backend, f: Any, surrogate: Any) -> None:
         self._backend, self._f, self._surrogate = backend, f, surrogate
@@ -501,7 +501,7 @@ class _StraightThrough:
                 f"{len(kwargs)} keyword arguments; without a surrogate it is differentiated as the "
                 "identity, which takes one argument. Give a surrogate."
             )
-        if self._surrogate is None and _edited(backend, through):  # one array, in no tree
+        if self._surrogate is None and _edited(backend, through):  # a single array
             value = backend.call_on_host(self._f, backend.stop_gradient(through), through)
             if backend.is_array(value):
                 alike = value.shape == through.shape and value.dtype == through.dtype

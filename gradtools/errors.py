@@ -1,7 +1,7 @@
 """Exceptions and warnings.
 
-Every message names the function, the argument (leaf path, shape, dtype), what was expected, and how
-to fix it. The texts are part of the API.
+Every message names the function, the argument (leaf path, shape, dtype), the expected value, and
+the fix. The texts are part of the API.
 """
 
 import warnings
@@ -24,7 +24,7 @@ class LostDerivativeError(GradtoolsError):
 
 
 class DerivativeError(GradtoolsError, AssertionError):
-    """A derivative is not that of its function's values, as `gradtools.testing.checked` finds."""
+    """A derivative contradicts differences of values, as `gradtools.testing.checked` finds."""
 
 
 class Refusal(GradtoolsError):
@@ -58,7 +58,7 @@ class GradtoolsWarning(UserWarning):
 
 
 class DisconnectedInputWarning(GradtoolsWarning):
-    """An argument may not reach the output: its gradient is zero, or an inner one is constant."""
+    """An argument may not reach the output: its gradient is zero, or an inner one constant."""
 
 
 class MissingRuleError(GradtoolsError):
@@ -91,7 +91,7 @@ def _refused(name: str, args: tuple[Any, ...]) -> Refusal:
 
 
 _REFUSALS: dict[type[Exception], type[Refusal]] = {
-    NotImplementedError: NotImplementedRefusal,  # before its base class RuntimeError
+    NotImplementedError: NotImplementedRefusal,  # listed before its base class RuntimeError
     RuntimeError: RuntimeRefusal,
     TypeError: TypeRefusal,
     ValueError: ValueRefusal,

@@ -30,21 +30,21 @@ _ONE = Partition(1, 1)  # a use is one chunk
 
 
 def name_of_function(caller: str) -> str:
-    """What errors of this operator call the function."""
+    """The function's name in errors of this operator."""
     return "G" if caller == "frozen" else "f"
 
 
 def edit_in_frozen(caller: str, edit: str) -> GradtoolsError:
     """The error of a second derivative along the arguments of a G that holds an edit.
 
-    That derivative is computed apart from the one by G's value. The edit, which is not linear,
-    would be applied to each of the two, and not to their sum.
+    That derivative and the one by G's value are computed separately, so an edit that is not linear
+    would be applied to each of the two and not to their sum.
     """
     fun = name_of_function(caller)
     return GradtoolsError(
         f"{caller}: {fun} holds {edit}, which has a reverse rule only, and a second derivative "
-        f"along the arguments of {fun} is needed, which is computed apart from the derivative by "
-        f"its value. Edit gradients outside of {fun}, or "
+        f"along the arguments of {fun} is needed, which is computed separately from the derivative "
+        f"by its value. Edit gradients outside of {fun}, or "
         f"{'use G itself' if fun == 'G' else 'leave out the mode'}."
     )
 
@@ -59,19 +59,19 @@ class Freezing(Operators):
     ) -> F:
         """Use `frozen(G)` in place of G: second derivatives through it do not store G's graph.
 
-        It is for gradients with respect to many z_i through a large pretrained G that feed a
-        further loss. Each use keeps its arguments and outputs, and nothing that grows with the
-        depth of G. With F the work of a forward pass, it costs F forward, F for the pullback, and
-        2F for the second derivative: 4F, where double backward takes 3F and keeps graphs of G for
-        every use. In PyTorch, take each first derivative before the next use of G: otherwise the
-        cost is 5F. G's parameters are constants.
+        It is for gradients with respect to many z_i through a large pretrained G that enter another
+        loss. Each use keeps its arguments and outputs, and nothing that grows with the depth of G.
+        With F the work of a forward pass, it costs F forward, F for the pullback, and 2F for the
+        second derivative: 4F, where double backward takes 3F and keeps graphs of G for every use.
+        In PyTorch, take each first derivative before the next use of G: otherwise the cost is 5F.
+        G's parameters are constants.
 
-        Derivatives along the arguments themselves, where they depend on something that is
-        differentiated, are exact and computed only if they are needed. Third derivatives are exact;
-        in PyTorch they keep the graph of one use at a time, in JAX that of each use.
+        Derivatives along the arguments are exact, and computed only if the arguments depend on
+        something that is differentiated. Third derivatives are exact; in PyTorch they keep the
+        graph of one use at a time, in JAX the graph of each use.
 
         PyTorch: G is a module or a function; random generators and buffers are restored as in
-        `chunked`. Attention runs by plain operations in second derivatives. Where G has no forward
+        `chunked`. Attention uses plain operations in second derivatives. Where G has no forward
         mode (recurrent layers on the CPU, a Function without jvp), sets gradient hooks or calls
         `torch.autograd.grad`, a second derivative takes one double backward of G. JAX: G is a
         function, or a module of equinox or flax.nnx. Where it has no forward mode (a
@@ -84,8 +84,8 @@ class Freezing(Operators):
                 `chunked`, up to the rounding of other kernels.
 
         Returns:
-            A function of G's arguments. A module stays one, as in `chunked`: its tensors are G's
-            own, in its state_dict and moved with it; for its call they are constants.
+            A function of G's arguments. A module gives a module, as in `chunked`, with G's tensors
+            in its state_dict; its call treats them as constants.
 
         Raises:
             GradtoolsError: (on differentiating) PyTorch: a derivative
@@ -107,7 +107,7 @@ class Freezing(Operators):
         return self.frozen_for("frozen", G, checked_verify("frozen", verify))
 
     def frozen_for(self, caller: str, G: F, verify: bool | None = None) -> F:
-        """`frozen(G)` by the name of another operator, of whose f its errors speak."""
+        """`frozen(G)` for another operator, whose name and f its errors mention."""
         options, uses = ChunkOptions(verify), self._backend.frozen_uses()
         return self._backend.like_module(G, partial(self._frozen_of, caller, options, uses))
 

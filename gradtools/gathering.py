@@ -18,8 +18,8 @@ class Gathering(Operators):
         computes L_r and L is their mean, the mean of the processes' gradients (as
         DistributedDataParallel or `jax.lax.pmean` computes) is the gradient of L. Under `shard_map`
         with check_vma=True make shared weights varying first (`jax.lax.pcast(w, axis,
-        to="varying")`) or put the pmean inside what is differentiated; otherwise `jax.grad` sums
-        over devices by itself.
+        to="varying")`) or put the pmean inside the differentiated function; otherwise `jax.grad`
+        sums over devices by itself.
 
         Args:
             x: A pytree of arrays with the local rows along axis 0, of the same shape everywhere.

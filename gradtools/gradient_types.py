@@ -1,6 +1,6 @@
 """The types of gradient functions, for type checkers: a gradient has its argument's type.
 
-That of a `torch.nn.Module` is a dict by parameter name. Nothing here is used at run time.
+The gradient of a `torch.nn.Module` is a dict by parameter name. Nothing here is used at run time.
 """
 
 from __future__ import annotations

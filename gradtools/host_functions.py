@@ -3,8 +3,8 @@
 A host function is a custom rule whose value is a kernel. Kernels cannot be differentiated, so the
 derivatives beyond the last rule that the user wrote follow from the symmetry of the Hessian:
 
-    bwd(x, c) = J(x)^H c is the gradient of Re<c, f(x)> in x. Its derivative along dx is a
-    product with that function's Hessian, and so equals its own pullback, of dx.
+    bwd(x, c) = J(x)^H c is the gradient of Re<c, f(x)> in x. Its derivative along dx is a product
+    with that function's Hessian, which equals the pullback of dx.
 
 A linear kernel A and its adjoint need no rule: dy = A dx, x' = A^H y', and so on at every order.
 """
@@ -63,10 +63,10 @@ class HostFunctions(Operators):
 
         Args:
             kernel: Gets read-only NumPy arrays (bfloat16 as float32) and returns NumPy arrays.
-                Arguments that are no arrays come as they are.
-            out: What the kernel returns: None (one array like the first array argument), a pytree
+                Non-array arguments are passed unchanged.
+            out: The specs of the results: None (one array like the first array argument), a pytree
                 of `ArraySpec`s, or a function from the arguments, arrays replaced by their
-                ArraySpecs, to one. Under vmap these are the specs of one example.
+                ArraySpecs, to such a pytree. Under vmap these are the specs of one example.
             vectorized: False: under vmap one call for each example. True: one call, each array
                 argument with the batch axes in front. Elementwise kernels allow it.
             adjoint: The adjoint of a linear kernel A, a kernel too: Re<y, A x> = Re<adjoint(y), x>
@@ -117,7 +117,7 @@ class HostFunction(CustomRule):
     """A kernel in the framework's program, and its rule; see `host_function`.
 
     Attributes:
-        kernel: The kernel, and what it returns.
+        kernel: The kernel, and the specs of its results.
         adjoint: The adjoint of a linear kernel, None if not given.
     """
 
@@ -188,10 +188,11 @@ def _linear_rule(host: HostFunction, specialized: Specialization) -> Rule:
         for v in (*xs, *ys):
             if not backend.is_inexact(v):
                 raise GradtoolsError(
-                    f"host function {host.__name__!r} has an adjoint, so it maps floating or "
-                    f"complex arrays to such; one is of dtype {backend.dtype_name(v)}."
+                    f"host function {host.__name__!r} has an adjoint, so its arguments must "
+                    f"be floating or complex arrays; one has dtype {backend.dtype_name(v)}."
                 )
-        # The adjoint's `out`: a symbolic length is specialized, since no cotangent tells it.
+        # The adjoint's `out`: a symbolic length is specialized, since it is not known from the
+        # cotangents.
         sizes = lambda x: tuple(map(int, x.shape))
         specs = tuple([ArraySpec(sizes(x), backend.dtype_name(x)) for x in xs])
         out_def = specialized.newest
@@ -331,7 +332,7 @@ class _KernelMaps:
         return operands[:n], operands[n : n + k], operands[n + k :]
 
     def moved(self, xs: Entries) -> list[Any]:
-        """The differentiated ones among entries for the inputs."""
+        """The entries for differentiated inputs."""
         return [x for x, m in zip(xs, self.moving, strict=True) if m]
 
     # --- pull: cotangents of y to cotangents of x
@@ -424,7 +425,7 @@ class _KernelMaps:
         return self._differentiated(self.push, operands, moved, along)
 
     def of_pushed(self, operands: Entries, cotangents: Entries) -> list[Any]:
-        """<v, J dx> = <bwd(x, v), dx>: its gradient in x is the pullback of bwd, of dx."""
+        """<v, J dx> = <bwd(x, v), dx>: its gradient in x is the pullback of bwd, applied to dx."""
         xs, saved, dxs = self.parted(operands)
         vs = self.backend.filled(cotangents, self.zero_cotangents(dxs[0]))
         at = self.moved(xs)

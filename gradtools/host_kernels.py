@@ -27,7 +27,7 @@ from gradtools.integrations.containers import whole
 from gradtools.rules import ARRAY, KEYS, refilled
 
 T = TypeVar("T")
-Shape = tuple[Any, ...]  # of integers, or of a framework's symbols while it traces
+Shape = tuple[Any, ...]  # integers, or a framework's symbols while it traces
 
 _SIZES = {"int": (8, 16, 32, 64), "float": (16, 32, 64), "complex": (64, 128)}
 _SIZES["uint"] = _SIZES["int"]
@@ -41,7 +41,7 @@ _FRAMEWORKS = {"torch": "torch.Tensor", "jax": "jax.Array", "jaxlib": "jax.Array
 @whole
 @dataclass(frozen=True)
 class ArraySpec:
-    """What an array looks like: its shape, and its dtype by name.
+    """The shape of an array, and its dtype by name.
 
     Args:
         shape: A tuple of integers; an integer n stands for (n,).
@@ -49,7 +49,7 @@ class ArraySpec:
             of NumPy or of the framework. It is kept as a name.
 
     Raises:
-        GradtoolsError: shape or dtype is none.
+        GradtoolsError: shape or dtype is invalid.
 
     Example:
         >>> gt.ArraySpec((3,), "float32")
@@ -99,7 +99,8 @@ class Kernel:
         fun: Gets the program's arrays as read-only NumPy arrays in C order (bfloat16 as float32),
             and other arguments unchanged; returns NumPy arrays.
         out: None (one array like the first array argument), a pytree of ArraySpecs, or a function
-            from the arguments, each array replaced by its ArraySpec of one example, to one.
+            from the arguments, each array replaced by its ArraySpec of one example, to such a
+            pytree.
         vectorized: Whether under vmap it is called once, with the batch axes in front of every
             array, instead of once for each example.
         name: Its name in messages.
@@ -145,7 +146,7 @@ class Kernel:
         others = tuple([ARRAY if a else x for x, a in zip(leaves, arrays, strict=True)])
         key = (backend, treedef, others, *type_key(others))
         try:
-            call = self.calls.get(key)  # which compiled programs find by its key
+            call = self.calls.get(key)  # compiled programs find it by its key
         except TypeError:  # an argument that is not hashable
             return KernelCall(self, backend, treedef, others), xs
         if call is None:
@@ -188,8 +189,8 @@ def call_by_key(key: str) -> KernelCall:
     call = call_if_kept(key)
     if call is None:
         raise GradtoolsError(
-            "host_function: a compiled program calls a host function that is gone. Keep the "
-            "host function as long as what was compiled with it."
+            "host_function: a compiled program calls a host function that was deleted. Keep "
+            "the host function as long as the program."
         )
     return call
 
@@ -270,7 +271,7 @@ class KernelCall:
         elif out is None:
             if not specs:
                 raise self.error(
-                    "without an array argument nothing says what it returns. "
+                    "without an array argument the shape of its result is unknown. "
                     "Give out=ArraySpec(shape, dtype)."
                 )
             out = specs[0]
@@ -346,7 +347,7 @@ class KernelCall:
         elif not (expected.alone and type(tree) is np.ndarray):
             wanted = expected.treedef
             try:
-                ys = wanted.flatten_up_to(tree)  # in any order of dict keys
+                ys = wanted.flatten_up_to(tree)  # dict keys may have another order
             except (ValueError, TypeError):
                 ys = [None]
             if any(y is None or isinstance(y, tuple | list | dict) for y in ys):
@@ -387,7 +388,7 @@ class KernelCall:
 
 
 def _wrong(y: Any, spec: ArraySpec, batch: Shape) -> str:
-    """What is wrong with y, and how to fix it, in words; empty if nothing is."""
+    """A message that says why y does not fit and how to fix it; empty if y fits."""
     shape = (*batch, *spec.shape)
     behind = f", the batch {batch} in front (vectorized=True)" if batch else ""
     expected = f"expected shape {shape} and dtype {spec.dtype}{behind}"
@@ -412,7 +413,7 @@ def carrier(dtype: str) -> str:
 
 def read_only(x: np.ndarray) -> np.ndarray:
     """x in C order, without a way to make it writable again."""
-    if x.dtype.kind not in _PLAIN_KINDS:  # of ml_dtypes, raw bytes to NumPy
+    if x.dtype.kind not in _PLAIN_KINDS:  # a dtype of ml_dtypes, raw bytes to NumPy
         x = x.astype(carrier(x.dtype.name))
     return np.asarray(np.asarray(x, order="C").data.toreadonly())
 

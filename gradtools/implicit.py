@@ -45,7 +45,7 @@ class Implicit(Operators):
 
         Args:
             F: The equation: takes z, theta and args, and returns a pytree like z. A fixed point of
-                g is a solution of `F = lambda z, *a: g(z, *a) - z`, a minimum of h one of
+                g is a solution of `F = lambda z, *a: g(z, *a) - z`, a minimum of h is a solution of
                 `F = gt.grad(h)`. It may close over arrays and modules that are differentiated, too.
             solve: `solve(theta, *args)` returns z, a pytree of floating or complex arrays. It is
                 called once, with arguments that have no gradient, and may be an optimizer, a
@@ -143,7 +143,7 @@ class _Solution:
     def _solved(self, args: Any, kwargs: Any) -> tuple[_Form, Array, list[Array], Any]:
         """The form, x and aux that `solve` returns, checked, without derivatives.
 
-        Also the arrays that F closes over, which become arguments of the rules.
+        It also returns the arrays that F closes over, which become arguments of the rules.
         """
         backend, xp = self.backend, self.backend.xp
         leaves, treedef = backend.flatten((args, kwargs))
@@ -205,7 +205,7 @@ class _Solution:
         v = (solver if callable(solver) else getattr(self.backend, solver))(product, b)
         tolerance = 1e-6 if form.dtype == "float64" else 1e-3
         xp, right = self.backend.xp, self._norm(b)
-        v = xp.where(right == 0, xp.zeros_like(b), v)  # whatever a solver makes of b = 0
+        v = xp.where(right == 0, xp.zeros_like(b), v)  # whatever a solver returns for b = 0
         left = self._norm(product(v) - b)
         return self._unless(
             ~(left <= tolerance * right), v,
@@ -304,7 +304,7 @@ class _Solution:
         return self.backend.xp.sqrt(self.backend.xp.sum(x * x))
 
     def _unless(self, wrong: Array, x: Array, text: str) -> Array:
-        """x; if wrong an error, or NaN in a trace, which cannot raise."""
+        """Returns x; raises if `wrong`, or returns NaN in a trace, which cannot raise."""
         xp = self.backend.xp
         if self.backend.is_traced(wrong):
             return xp.where(wrong, xp.full_like(x, nan), x)
@@ -314,4 +314,4 @@ class _Solution:
 
 
 def _root(form: _Form, x: Array, p: Any) -> Array:
-    return 1 * x  # a new array, for the rule's residuals tell its output from its argument
+    return 1 * x  # a new array, so that residuals distinguish outputs from arguments

@@ -41,8 +41,8 @@ class RetainedGradients(Operators):
         """Marks x, so that `retained_gradients` returns the gradient with respect to it.
 
         Outside of `retained_gradients` it costs nothing: PyTorch returns x itself, and a compiled
-        JAX program has no operation for it. Use the result in place of x: only what is computed
-        from it counts for the retained gradient.
+        JAX program has no operation for it. Use the result in place of x: only values computed from
+        the result count for the retained gradient.
 
         Args:
             x: A pytree of arrays. Leaves that are not floating or complex pass through.
@@ -52,7 +52,7 @@ class RetainedGradients(Operators):
             x, unchanged.
 
         Raises:
-            GradtoolsError: name is no string, or x holds no floating or complex array.
+            GradtoolsError: name is not a string, or x holds no floating or complex array.
 
         Example:
             >>> f = lambda x: gt.retain_gradient(x ** 2, "square") ** 3
@@ -99,7 +99,7 @@ class RetainedGradients(Operators):
             gradients stacked in order, or as a list if their shapes differ; in JAX all steps of a
             traced loop at one mark come before those at the next. Under vmap the batch axis is in
             front. A value that does not reach the output gives zeros. All results are
-            differentiable, as those of `grad`.
+            differentiable, like the results of `grad`.
 
         Raises:
             GradtoolsError: (on call) The output is not a real scalar, or an argument in argnums

@@ -54,10 +54,10 @@ class Jacobians(Operators):
             f: Takes and returns pytrees of arrays; real inputs.
             argnums: Which positional arguments to differentiate with respect to.
             mode: "reverse" pulls back one unit cotangent for each output entry, "forward" pushes
-                one unit tangent for each input entry. "auto" is "reverse" in PyTorch, and in JAX,
-                where the size of the output is known beforehand, what takes fewer passes. If f's
-                output has another precision than its input, "forward" gives that of the output,
-                the others that of the input.
+                one unit tangent for each input entry. "auto" is "reverse" in PyTorch, and the mode
+                with fewer passes in JAX, where the size of the output is known beforehand. If f's
+                output has another precision than its input, "forward" gives the output's precision,
+                the other modes the input's.
             chunk_size: How many unit vectors at once; all by default. 1 is a loop without vmap: in
                 PyTorch a Python loop, which takes any eager code, in JAX `lax.map`.
             sparsity: For an f from one array to one array: the pattern of entries that may differ
@@ -142,7 +142,7 @@ class Jacobians(Operators):
 
         Products with several vectors at one point share an evaluation by `linearize(grad(f), x)`.
 
-        For complex arguments the Hessian is that of the real and imaginary parts: real-linear
+        For complex arguments it is the Hessian in the real and imaginary parts: real-linear
         in the tangent, symmetric under Re<u, v>.
 
         Args:

@@ -23,16 +23,16 @@ class MixedPartials(Operators):
 
         With J the Jacobian of G at z and w = J u, <u, (d/dz) f(y, G(z))> = <w, (d/dg) f(y, g)>
         at g = G(z): so G is passed once in forward mode, and only f is differentiated twice.
-        What is kept does not grow with the depth of G. The result is differentiable, also with
-        respect to z, u and what G captures: in PyTorch that evaluates G once more.
+        The memory does not grow with the depth of G. The result is differentiable, also with
+        respect to z, u and the arrays that G captures: in PyTorch that evaluates G once more.
 
         Several directions share one evaluation of f, and in JAX one of G. In PyTorch G runs once
         for each direction, each time from the same random streams and buffers.
 
         Args:
-            f: A real scalar function of y and of what G returns.
-            G: Any function of z that has a forward mode; PyTorch's fused attention, which has
-                none, runs by plain operations. For others take the gradient through `frozen(G)`.
+            f: A real scalar function of y and of G's result.
+            G: Any function of z that has a forward mode; PyTorch's fused attention, which has none,
+            is replaced by plain operations. For others take the gradient through `frozen(G)`.
             y: A pytree of floating or complex arrays.
             z: The same, for G.
             u: The direction, a pytree like z, or a list of such pytrees.

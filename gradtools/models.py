@@ -59,21 +59,21 @@ class Models(Operators):
           graph); state maps each buffer's name to a copy, and the name of each frozen parameter
           to an alias, for which no gradient is computed. Tied parameters appear once, under their
           first name. Each call works on a structural copy of the module tree; hooks are kept; a
-          number that forward assigns to an attribute stays on that copy. What forward changes
-          inside a shared list or dictionary, and what it writes into its parameters, is not
-          detected. With a key, PyTorch's global generators (CPU, and the accelerators that the
-          call's tensors live on) are seeded and restored, under one lock for the whole process;
-          the ``random`` modules of Python and NumPy are left alone. On the CPU a seed has 32
-          effective bits, so one pair in 2^32 of different keys draws alike. Under
-          ``torch.func.vmap`` choose ``randomness="different"`` and a key that is not mapped. Under
-          ``torch.compile`` a call with a key runs uncompiled, and without a key numbers that
-          forward assigns stay on a private copy between calls.
+          number that forward assigns to an attribute stays on that copy. Changes that forward makes
+          to a shared list or dictionary, or to its parameters, are not detected. With a key,
+          PyTorch's global generators (CPU, and the accelerators that the call's tensors live on)
+          are seeded and restored, under one lock for the whole process; the ``random`` modules of
+          Python and NumPy are left alone. On the CPU a seed has 32 effective bits, so one pair in
+          2^32 of different keys draws alike. Under ``torch.func.vmap`` choose
+          ``randomness="different"`` and a key that is not mapped. Under ``torch.compile`` a call
+          with a key runs uncompiled, and without a key numbers that forward assigns stay on a
+          private copy between calls.
         - ``flax.linen``: params is ``variables["params"]``, state all other collections, each
           mutable. ``train`` is passed as the module's own argument: ``train``, ``deterministic`` or
           ``use_running_average``. The key is split over ``rng_names``.
         - ``flax.nnx``: params holds the ``nnx.Param``s, state the random streams and all other
-          variables. With a key, every stream gets a key of its own and state keeps its streams as
-          they were; without one, the streams of state are used and counted on.
+          variables. With a key, every stream gets its own key and state keeps its streams
+          unchanged; without a key, the streams of state are used and advanced.
         - ``equinox``: params is the module with its inexact arrays only, state the
           ``eqx.nn.State`` passed as ``variables`` (passed to the module after the other positional
           arguments, and returned by it), or an empty dictionary. The key is passed as
@@ -90,7 +90,7 @@ class Models(Operators):
         Args:
             module: A ``torch.nn.Module``, a ``flax.linen``, ``flax.nnx`` or ``equinox`` module,
                 or a built Keras model.
-            variables: For flax.linen what ``init`` returned; for equinox a State, or
+            variables: For flax.linen the result of ``init``; for equinox a State, or
                 None; else None.
             train: True or False sets the mode of the copy; None keeps the module's.
             rng_names: flax.linen's names of the streams that a key is split over.
@@ -100,7 +100,7 @@ class Models(Operators):
             shapes and dtypes; the leaves passed to apply may have other dtypes.
 
         Raises:
-            GradtoolsError: The module is of no accepted class, or of one whose parameters cannot
+            GradtoolsError: The module's class is not accepted, or its parameters cannot
                 be given from outside (scripted, sharded, lazy and not yet called); ``train``
                 cannot be passed on. From apply: params or state with a missing or unexpected
                 name, or params of another shape; in JAX, randomness without a key.

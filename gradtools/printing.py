@@ -15,7 +15,7 @@ import unicodedata
 from collections.abc import Sequence
 
 SPELLED = "gradtools.spelled"
-"""The error handler that spells what an encoding lacks, for example ``x ∈ ℝ³`` as ``x in R^3``."""
+"""Spells characters that an encoding lacks, for example ``x ∈ ℝ³`` as ``x in R^3``."""
 
 _WORDS = {"∈": "in", "√": "sqrt", "∂": "d", "Σ": "sum", "∞": "inf", "×": "x", "·": "*", "∘": "o"}
 _WORDS |= {"→": "->", "≠": "!=", "≤": "<=", "≥": ">=", "‖": "||", "⟨": "<", "⟩": ">", "−": "-"}
@@ -24,7 +24,7 @@ _WORDS |= {"\N{COMBINING MACRON}": "bar"}
 
 
 def printable(text: str) -> str:
-    """The text as `print` can write it: what the encoding of `sys.stdout` lacks is spelled."""
+    """The text, with characters spelled out that the encoding of `sys.stdout` lacks."""
     encoding = getattr(sys.stdout, "encoding", None)
     if not encoding or getattr(sys.stdout, "errors", None) != "strict":
         return text

@@ -1,4 +1,4 @@
-"""What gradtools requires of a user-written rule, since it installs the rule and completes it.
+"""The contract of a user-written rule, which gradtools installs and completes.
 
 For y = f(x) a rule consists of `fwd` or a forward rule, whose output is f's own, and of maps
 
@@ -6,7 +6,7 @@ For y = f(x) a rule consists of `fwd` or a forward rule, whose output is f's own
 
 Structure, shapes and dtypes are always checked. A map that is transposed for the other mode must be
 linear: transposing silently drops a constant part. Linearity is checked once for a signature. Rules
-derived from a rule share the results. All else is `gradtools.testing.check_rule`.
+derived from a rule share the results. `gradtools.testing.check_rule` checks the rest.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Contract:
             return True
         if len(self.passed) >= _MOST:
             self.passed.clear()
-        self.passed.add(key)  # before the check, since a rule may use itself
+        self.passed.add(key)  # set before the check, since a rule may use itself
         decided = False
         try:
             decided = check() is not False
@@ -78,7 +78,7 @@ class Contract:
 
         who: "fwd" or "the forward rule".
         came, avals: The structure and avals of its output.
-        expected, wanted: Those of f's output.
+        expected, wanted: The structure and avals of f's output.
         """
         fix = "Its first result must be the function's own output at the same arguments."
         if came != expected:
@@ -141,7 +141,7 @@ def is_linear(
     narrow = any(str(x.dtype).removeprefix("torch.") == "float16" for x in v)
     reach = 2.0**5 if narrow else 2.0**13  # the largest factor
     one, other = run(v), run(w)
-    for factor in (-max(1 / reach, _LEAST), reach):  # a negative one finds relu-like maps
+    for factor in (-max(1 / reach, _LEAST), reach):  # a negative factor finds relu-like maps
         for y, was, came in zip(scaled(factor, one), one, run(scaled(factor, v)), strict=True):
             if not distance(y, came) <= tolerance(y) * abs(factor) * size(was):
                 return False

@@ -10,7 +10,7 @@ outputs, or *extras*, which are further results of the forward pass. Extras are 
 differentiated through the code that computed them, so a rule that saves an intermediate result is
 right at second order.
 
-This module holds what is the same in every framework: the record, and the rule under vmap. Each
+This module is the same for every framework: the record, and the rule under vmap. Each
 backend's `rules/installing.py` installs a rule in the framework's own differentiation.
 """
 
@@ -63,7 +63,7 @@ class Linearized:
         opaque_residuals: Whether the author saved non-arrays that may depend on x, so that a
             second derivative must evaluate the function again.
         tangent_only: How many of the last residuals only the tangent map reads.
-        example: The maps of one example, of an evaluation for a batch.
+        example: For an evaluation of a batch, the maps of one example.
         written: The cotangent map as its author wrote it, where `cotangent` is a rule itself, which
             has a forward mode. It reads the first residuals.
         key: Evaluations with equal keys have the same maps, as functions of the residuals; None if
@@ -152,7 +152,7 @@ class Rule:
         return f"<rule {self.name}>"
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state, key=next(KEYS))  # a copy has its own
+        vars(self).update(state, key=next(KEYS))  # a copy has its own key
         _BY_KEY[self.key] = self
 
     @classmethod
@@ -183,7 +183,7 @@ class Rule:
         return self.linearize(*xs)
 
     def linearized_from(self, xs: Entries, ys: list[Array]) -> Linearized:
-        """`at` for known outputs, of a rule whose residuals are inputs and outputs only."""
+        """Like `at`, but for known outputs, if the rule's residuals are inputs and outputs only."""
         saves = tuple(range(len(xs))) if self.saves is None else self.saves
         return Linearized(ys, [], saves, self.tangent, self.cotangent)
 
@@ -262,7 +262,7 @@ def captured_objects(
 def _references(x: Any, attributes: bool) -> list[Any]:
     """The objects that x refers to: closure cells, contents of a cell or container, attributes.
 
-    Of gradtools' own objects only the attributes that the user set; `__gradtools_holds__` names
+    For gradtools' own objects, only the attributes that the user set; `__gradtools_holds__` names
     them.
     """
     names = getattr(type(x), "__gradtools_holds__", None)
@@ -300,8 +300,8 @@ def batched(
     Args:
         rule: The rule of one example.
         backend: Provides `vmap_list` and `vmap_extras`.
-        x_axes: The batch axis of each input, 0 or None. The cotangent of an input without one is
-            summed over the batch.
+        x_axes: The batch axis of each input, 0 or None. The cotangent of an input without a batch
+            axis is summed over the batch.
         saved_axes: The same for the residuals; None if these are inputs and outputs only, or if
             the rule is yet to be linearized.
         size: The batch size.
@@ -341,7 +341,7 @@ def batched(
         out, out_axes = run(*xs)
         linearized, (count, _) = one[0], counts
         maps = mapped(linearized, saved_from(linearized.saves, x_axes, out_axes))
-        linearized = replace(linearized, written=None)  # it is of one example
+        linearized = replace(linearized, written=None)  # it holds for one example
         outs = {"ys": out[:count], "extras": out[count:]}
         return replace(linearized, example=linearized, **outs, **maps)
 
@@ -381,7 +381,8 @@ def evaluating_again(
 ) -> Linearized:
     """Maps that save the inputs and evaluate the rule again, in place of opaque residuals.
 
-    Those are constants to a derivative, and may hold arrays of a transform that has ended.
+    Opaque residuals are constants to a derivative, and may hold arrays of a transform that has
+    ended.
     """
 
     def again(which: Literal["tangent", "cotangent"]) -> Map | None:

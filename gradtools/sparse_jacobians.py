@@ -3,7 +3,7 @@
 Columns that share no row (structurally orthogonal ones) are pushed as one tangent, rows that share
 no column are pulled as one cotangent, and each entry is read from the product in which it is the
 only term (Curtis, Powell and Reid, On the estimation of sparse Jacobian matrices, 1974). NetworkX
-computes a greedy colouring. An entry that the pattern omits would be added to another one, so one
+computes a greedy colouring. An entry that the pattern omits would be added to another entry, so one
 more product, with a random vector, is compared with the result's.
 """
 
@@ -22,7 +22,7 @@ from gradtools.errors import GradtoolsError
 
 Csr = Any
 _EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-_EDGES = 2 * 10**7  # of the column graph; beyond, each column gets a colour of its own
+_EDGES = 2 * 10**7  # edges of the column graph; beyond, each column gets its own colour
 
 
 def sparse_jacobian(
@@ -110,7 +110,7 @@ def _verified(
     sizes = xp.where(xp.isfinite(sizes + true), sizes + abs(true), xp.zeros_like(sizes))
     if not sizes.shape[0]:
         return values
-    # Relative to the largest entry: a small one may be a difference of large terms.
+    # Relative to the largest entry: a small entry may be a difference of large terms.
     off = abs(ours - true) > _EPS.get(backend.dtype_name(true), 2.0**-7) ** 0.75 * xp.max(sizes)
     if backend.is_traced(off):
         return xp.where(xp.any(off), plain * np.nan, values)
@@ -169,7 +169,7 @@ def _pattern(caller: str, sparsity: Any, ins: tuple[int, ...]) -> Csr:
         ins: The shape of f's argument.
 
     Raises:
-        GradtoolsError: It is none of these, or has another shape.
+        GradtoolsError: The pattern has another type or shape.
     """
     sparse = _scipy_sparse(caller)
     shape, flat = _nonzero(caller, sparsity)
@@ -216,7 +216,7 @@ def _nonzero(caller: str, sparsity: Any) -> tuple[tuple[int, ...], np.ndarray]:
 
 
 def _coloured(pattern: Csr, mode: str) -> tuple[bool, np.ndarray]:
-    """Whether rows are pulled, and the colour of each row, else of each column.
+    """Whether rows are pulled, and the colours of the rows, or else of the columns.
 
     mode: "forward" pushes columns, "reverse" pulls rows; "auto" takes whichever needs fewer
         products, by the largest number of entries in a row and in a column.

@@ -26,16 +26,17 @@ class Transforms(Operators):
 
         Args:
             f: A function of pytrees of arrays.
-            in_axes: The batch axis of each positional argument, None for one that is shared, or
-                a dict from f's parameters to axes. Keyword arguments, and arguments that a dict
-                does not name, are mapped over axis 0, except for scalars and non-arrays.
+            in_axes: The batch axis of each positional argument, None for a shared argument, or a
+                dict from f's parameters to axes. Keyword arguments, and arguments that a dict does
+                not name, are mapped over axis 0, except for scalars and non-arrays.
             out_axes: The batch axis of each output.
 
         Returns:
             The mapped function.
 
         Raises:
-            GradtoolsError: f is no function. Wrong axes and sizes raise the framework's own error.
+            GradtoolsError: f is not a function. Wrong axes and sizes raise the framework's own
+                error.
 
         Example:
             >>> rows = gt.asarray(np.ones((2, 3), np.float32))
@@ -64,10 +65,10 @@ class Transforms(Operators):
         """Recomputes the intermediate results of f in the backward pass.
 
         This costs one more forward pass of f and saves the memory of its graph. PyTorch: f is
-        recomputed as one chunk of `chunked`: random generators and the buffers of modules are put
-        back, so batch normalization updates its statistics once. f may capture computed tensors. In
-        compiled code it is ``torch.utils.checkpoint`` (not reentrant). JAX: ``jax.checkpoint``; f
-        may branch on Python numbers among its arguments.
+        recomputed as one chunk of `chunked`: random generators and the buffers of modules are
+        restored, so batch normalization updates its statistics once. f may capture computed
+        tensors. In compiled code it is ``torch.utils.checkpoint`` (not reentrant). JAX:
+        ``jax.checkpoint``; f may branch on Python numbers among its arguments.
 
         Args:
             f: A function of pytrees of arrays.
@@ -78,8 +79,8 @@ class Transforms(Operators):
             A function of the same value and derivatives.
 
         Raises:
-            GradtoolsError: f is no function, or verify is unknown; (on differentiating) f returns
-                other values when it is computed again.
+            GradtoolsError: f is not a function, or verify is unknown; (on differentiating) f
+                returns other values when it is computed again.
 
         Example:
             >>> square = gt.checkpoint(lambda x: (x * x).sum())
@@ -105,7 +106,7 @@ class Transforms(Operators):
             A function of the same value and derivatives.
 
         Raises:
-            GradtoolsError: f is no function. Unknown options raise the framework's own error.
+            GradtoolsError: f is not a function. Unknown options raise the framework's own error.
 
         Example:
             >>> fast = gt.compile(lambda x: x + 1)

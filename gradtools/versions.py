@@ -4,7 +4,7 @@ import os
 import re
 
 SUPPORTED = {"torch": ("2.8", "2.16"), "jax": ("0.7.2", "0.13")}
-"""For each framework the oldest supported version and the first that is too new.
+"""For each framework the oldest supported version and the first unsupported newer version.
 
 The extras of pyproject.toml ask for the same; `tests/house/test_versions.py` compares them.
 """

@@ -2,9 +2,9 @@
 
     python examples/notebooks/run.py [NAME ...]
 
-A cell is run as Jupyter runs it, without Jupyter: what it prints is kept, and the value of its last
-line in the form in which that shows itself. The site shows what is kept, and the tests
-(`tests/examples/test_notebooks.py`) hold it to what the cells give now.
+A cell is run as Jupyter runs it, without Jupyter: its output is kept, with the value of its last
+line in the richest form. The site shows this output, and the tests
+(`tests/examples/test_notebooks.py`) compare it with the cells' current output.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def run(notebook: dict[str, Any], name: str) -> list[list[dict[str, Any]]]:
 
 
 def run_cell(source: str, file: str, names: dict[str, Any]) -> list[dict[str, Any]]:
-    """What one cell prints, then what its last line shows, if that is an expression."""
+    """The output of one cell, then the value of its last line if that is an expression."""
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     body = ast.parse(source).body
     last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
@@ -55,7 +55,7 @@ def run_cell(source: str, file: str, names: dict[str, Any]) -> list[dict[str, An
 
 
 def display(value: Any) -> dict[str, Any]:
-    """A value as text and in the first of its own rich forms."""
+    """A value as text, and in the first rich form that it has."""
     data: dict[str, Any] = {"text/plain": str(value).splitlines(keepends=True)}
     if hasattr(value, "savefig"):
         file = io.BytesIO()

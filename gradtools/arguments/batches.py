@@ -133,7 +133,7 @@ class Batch:
             for flat in self.arguments:
                 for leaf in flat.leaves:
                     if isinstance(flat.argument.axes, int) and leaf.is_array:
-                        self._size(flat, leaf, flat.argument.axes)  # which refuses a scalar
+                        self._size(flat, leaf, flat.argument.axes)  # raises for a scalar
             raise GradtoolsError(
                 f"{self.caller}: no argument is split, so there are no examples. Pass the batch as "
                 "an array, and name its axis in in_axes."

@@ -60,7 +60,7 @@ class Call:
         self._is_leaf: bool
         kinds = self._flatten()
         alone = self._is_leaf and kinds[0] is not None and len(self.args) == 1 and not kwargs
-        if not alone:  # a single array is no module
+        if not alone:  # a single array is not a module
             self._check_others()
             self.opened = backend.opened(caller, f, args, kwargs, argnums)
         if self.opened is not None:
@@ -169,7 +169,7 @@ class Call:
                 y = as_array(backend, self.caller, y, f"f's output{backend.leaf_paths(out)[k]}")
                 self._kinds[k] = backend.flatten_arrays(y)[2][0]
             (outs if self._kinds[k] in _INEXACT else extras).append(y)
-        self.no_tangents = [*map(backend.no_tangent, extras)]  # of f's integer outputs
+        self.no_tangents = [*map(backend.no_tangent, extras)]  # for f's integer outputs
         self._aux_static: list[tuple[Any] | None] = []
         if self.has_aux:
             aux_leaves, self._aux_def = backend.flatten(aux)
@@ -186,7 +186,7 @@ class Call:
     def to_trees(self, leaves: Sequence[Any], exact: dict[int, Any] | None = None) -> Any:
         """One tree for each differentiated argument, with `leaves` in place of its own.
 
-        exact: What replaces the integers among them, by their positions; None: they stay.
+        exact: Replacements for the integers among them, by position; None keeps the integers.
         """
         if self._is_leaf:
             return tuple(leaves)
@@ -202,7 +202,7 @@ class Call:
     def from_trees(self, trees: Sequence[Any], what: str) -> list[Array]:
         """The leaves of one tree for each differentiated argument, checked against them.
 
-        what: What the trees are, for messages: "tangent" for "tangent 0" and so on, or the name of
+        what: A word for the trees in messages: "tangent" for "tangent 0" and so on, or the name of
             the only one if arguments have names.
         """
         own = self.names[0] if self.names else "argument"
@@ -240,7 +240,7 @@ class Call:
                 )
 
     def output(self, outs: Sequence[Array], extras: Sequence[Array]) -> tuple[Any, Any]:
-        """`(out, aux)` of f from the flat lists. Also writes f's changes to the user's modules."""
+        """`(out, aux)` from the flat lists; writes f's changes to the user's modules."""
         self.settle(extras)
         diff, rest = iter(outs), iter(extras)
         leaves = [next(diff if kind in _INEXACT else rest) for kind in self._kinds]

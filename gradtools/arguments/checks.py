@@ -100,8 +100,7 @@ def normalized_argnums(
         if not -count <= i < count:
             few = ("no positional argument", "one positional argument, number 0")
             called = few[count] if count < 2 else f"{count} arguments, numbers 0 to {count - 1}"
-            fix = "Keyword arguments are not differentiated; pass what is to be differentiated by "
-            fix += "position."
+            fix = "Keyword arguments are not differentiated; pass the argument by position."
             if name in ("key_argnums", "carry_argnums"):
                 fix = "Keyword arguments cannot be named; pass them by position."
             raise GradtoolsError(
@@ -123,7 +122,7 @@ def _as_position(caller: str, i: Any, name: str) -> int:
     if not isinstance(i, bool | type) and (isinstance(i, int) or hasattr(i, "__index__")):
         try:
             return operator.index(i)
-        except TypeError:  # of an array that is no integer
+        except TypeError:  # raised by an array that is not an integer
             pass
     raise GradtoolsError(
         f"{caller}: {name} must hold integers, got {shown(i)}. Give the position of an argument, "
@@ -151,7 +150,7 @@ def as_array(
     try:
         return backend.asarray(x, device_of)
     except GradtoolsError as error:
-        if is_numeric(backend, x):  # of an unsupported dtype
+        if is_numeric(backend, x):  # x has an unsupported dtype
             raise GradtoolsError(f"{caller}: {name}: {error}") from error
         came = describe(backend, x)
         raise GradtoolsError(
@@ -164,7 +163,7 @@ def differentiable_leaf(
 ) -> Array:
     """The leaf as an array that can be differentiated, or an error that names it.
 
-    elsewhere: Advice for a leaf that cannot, at the end of the message.
+    elsewhere: Advice at the end of the message.
     """
     came, fix = "", "Cast it"
     if isinstance(leaf, bool | int):

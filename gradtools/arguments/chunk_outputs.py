@@ -34,7 +34,7 @@ class Outputs:
         self.axes: list[int] | None = None
         self._out_axes, self._of_lists = out_axes, of_lists
         self._treedef: Any = _UNKNOWN  # None if the output is one array
-        self._constants: dict[int, Any] = {}  # leaves that are no arrays
+        self._constants: dict[int, Any] = {}  # leaves that are not arrays
         self._rests: list[list[int]] = []  # the first chunk's shapes without the joined axes
         self._lists: list[list[Any]] = [[] for _ in cut.rows]  # each chunk's parts of a list
 
@@ -61,7 +61,7 @@ class Outputs:
             raise other_structure("output", now, known, number)
         if self._out_axes is SUMMED:
             for k, leaf in enumerate(leaves):
-                # checkpoint lets what is no array pass through
+                # checkpoint passes non-arrays through
                 if self.caller != "checkpoint" and not is_numeric(backend, leaf):
                     raise GradtoolsError(
                         f"{self.caller}: the function returned {describe(backend, leaf)} at "
@@ -80,7 +80,7 @@ class Outputs:
         return arrays
 
     def _check_rows(self, leaf: Array, out: Any, k: int, place: int, number: int) -> None:
-        """Raises unless an array, in this place among them, has one entry for each example."""
+        """Raises unless the array at this index has one entry for each example."""
         assert self.axes is not None
         axis, shape, size = self.axes[place], list(leaf.shape), self.cut.sizes[number]
         path = self.backend.leaf_paths(out)[k] if self._treedef is not None else ""

@@ -36,7 +36,7 @@ class ChunkOptions:
 
 
 def checked_size(caller: str, f: Any, chunk_size: Any) -> int:
-    """The chunk size as an integer; raises if it is invalid, or f is no function."""
+    """The chunk size as an integer; raises if it is invalid, or f is not a function."""
     check_function(caller, f, curried=False)
     return whole_number(caller, "chunk_size", chunk_size, 1, "examples")
 
@@ -85,7 +85,7 @@ class Partition:
         return not hasattr(self.size, "__index__")
 
     def with_chunks_of(self, chunk_size: int) -> Partition:
-        """The same batch in chunks of at most so many rows; if symbolic, of fewer than now."""
+        """The same batch in chunks of at most this size; a symbolic batch in smaller chunks."""
         most = max(self.chunk_size - 1, 1) if self.is_symbolic else self.size
         return Partition(self.size, min(chunk_size, most))
 
@@ -134,7 +134,7 @@ class Chunks:
         keys, carried: The arguments that are random keys and carries.
         """
         backend, every = batch.backend, batch.arguments
-        leaves: tuple[list[Any], ...] = ([], [], [])  # by kind: _PIECES, _SHARED, _CARRY
+        leaves: tuple[list[Any], ...] = ([], [], [])  # leaves by kind: _PIECES, _SHARED, _CARRY
         plan, containers = list[ArgumentPlan](), list[int]()
         for i, flat in enumerate(every):
             places = []
@@ -203,7 +203,7 @@ class ChunkFunction:
     containers: list[int]  # the arguments that are containers shared by all chunks
     carry_def: Any  # the structure of the carry; None if there is none
     outputs: Outputs
-    place: ChunkedCall  # among the marks of `retain_gradient`
+    place: ChunkedCall  # the place of the call among the marks of `retain_gradient`
 
     def __call__(
         self, number: int, index: Any, pieces: list[Any], shared: list[Any], carry: list[Any]
@@ -211,7 +211,7 @@ class ChunkFunction:
         """The leaves of f's output, and of the new carry.
 
         Args:
-            number: The chunk's number, or that of another chunk of equal structure.
+            number: The number of the chunk, or of another chunk of equal structure.
             index: The chunk's number, which may be traced.
             pieces: The chunk's part of `splits`, then its `lists`.
             shared: The leaves that all chunks share.
@@ -255,14 +255,14 @@ class ChunkFunction:
                 # f's own container is a copy that nobody else would see.
                 raise GradtoolsError(
                     f"{self.outputs.caller}: f changes a list or dictionary that is an argument, "
-                    "and what it gets is a copy. Return what is new, or keep it in an attribute "
+                    "but it receives a copy. Return the new contents, or keep them in an attribute "
                     "or a variable outside of f."
                 )
         return self.outputs.arrays_in(number, out), new_carry
 
 
 def warn_of_batch_norm(f: Hashable, what: str) -> None:
-    """Warns once for each function that its batch norm sees chunks. what: How the text begins."""
+    """Warns once for each function that its batch norm sees chunks. what: The first words."""
     warn_once(
         ("batch norm", f),
         f"{what} a batch normalization in training mode. It normalizes each chunk by that chunk's "

@@ -24,7 +24,7 @@ class Argument(NamedTuple):
     value: Any
     axes: Any = None  # the axis that it is split on, None if it is shared, or a tree of these
     named: bool = False  # whether the user gave the axes explicitly
-    label: str | None = None  # a name for messages, if it is no argument of f
+    label: str | None = None  # a name for messages, if it is not an argument of f
 
     @property
     def name(self) -> str:
@@ -89,16 +89,16 @@ def _named(
         if name not in known:
             listed = ", ".join(dict.fromkeys(known))
             raise GradtoolsError(
-                f"{caller}: in_axes names {name!r}, which is no parameter of "
+                f"{caller}: in_axes names {name!r}, which is not a parameter of "
                 f"{getattr(f, '__name__', type(f).__name__)} and no keyword of this call. "
                 f"{f'Its parameters are {listed}' if known else 'It has no named parameters'}; "
-                "name one of them, or pass what you mean by keyword."
+                "name one of them, or pass the argument by keyword."
             )
     return {keys[name]: axes for name, axes in in_axes.items() if name in keys}
 
 
 def _parameters(f: Callable[..., Any]) -> list[Parameter]:
-    """f's parameters; those of a torch.nn.Module are its forward's."""
+    """f's parameters; for a torch.nn.Module, the parameters of its forward."""
     f, parameters = unwrap(f), list[Parameter]()
     for g in (f, getattr(f, "forward", None)):
         if not callable(g):

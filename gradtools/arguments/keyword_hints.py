@@ -90,7 +90,7 @@ _UNKNOWN = re.compile(r"unexpected keyword argument '(\w+)'")
 
 
 def _name(operator: Callable[..., Any]) -> str:
-    """The public name; for `__init__` that of the class."""
+    """The public name; for `__init__` the name of the class."""
     owner, _, name = operator.__qualname__.rpartition(".")
     return owner if name == "__init__" else name
 

@@ -68,11 +68,11 @@ class MarkedValues:
 
 
 class _Marking(threading.local):
-    """Where this thread is. Class attributes are read fastest."""
+    """The current position of this thread. Class attributes are read fastest."""
 
-    tape: MarkedValues | None = None  # of the `retained_gradients` that evaluates f
-    place: tuple[int, ...] = ()  # the indices of the chunked calls around, and of their chunks
-    count = 0  # the marks and chunked calls before, in the same chunk
+    tape: MarkedValues | None = None  # the marks of the `retained_gradients` that evaluates f
+    place: tuple[int, ...] = ()  # the indices of the enclosing chunked calls and chunks
+    count = 0  # the marks and chunked calls so far in the same chunk
 
     def next_index(self) -> int:
         self.count += 1

@@ -19,7 +19,7 @@ def describe(backend: Backend, x: Any) -> str:
 
 
 def shown(x: Any) -> str:
-    """A value that was passed for an option; of an array only the shape."""
+    """A value that was passed for an option; for an array, its shape only."""
     shape = getattr(x, "shape", None)
     return repr(x) if shape is None else f"an array of shape {tuple(shape)}"
 
@@ -48,7 +48,7 @@ def type_in_words(x: Any) -> str:
 
 
 def name_of(f: Any) -> str:
-    """A function's name, or that of its type."""
+    """A function's name, or its type's name."""
     return getattr(f, "__name__", None) or type(f).__name__
 
 

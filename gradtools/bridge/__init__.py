@@ -37,8 +37,8 @@ def to_jax(f: Callable[..., Any], *, out: Any = None, train: bool | None = None)
     The result supports both modes of differentiation in any mix, jit, vmap, scan and checkpoint.
     Outside of jit, f is called directly on the memory of its arguments; in a traced program it is a
     host callback, and arrays pass through the host's memory. f must be a pure function of its
-    arguments, because each derivative calls it again; what it captures is a constant. In-place
-    writes to an argument do not change the JAX array.
+    arguments, because each derivative calls it again; the arrays that it captures are constants.
+    In-place writes to an argument do not change the JAX array.
 
     Args:
         f: A function from pytrees of tensors (floating, complex, integer, bool; also bfloat16) to
@@ -46,8 +46,8 @@ def to_jax(f: Callable[..., Any], *, out: Any = None, train: bool | None = None)
             and must be hashable.
         out: The result's specification, if a traced program cannot infer it with fake tensors, as
             for a shape that depends on values: a pytree of `ArraySpec(shape, dtype)`, or a
-            function from f's arguments, with arrays replaced by ArraySpecs, to one. For a module
-            that of the pair `(output, state)`.
+            function from f's arguments, with arrays replaced by ArraySpecs, to such a pytree. For a
+            module, the specification of the pair `(output, state)`.
         train: The mode of a module; None keeps its current mode.
 
     Returns:
@@ -98,7 +98,7 @@ def to_torch(
             Arguments that are not tensors are static and must be hashable.
         out: The result's specification, if `jax.eval_shape` cannot infer it (with jit=False): a
             pytree of `ArraySpec(shape, dtype)`, or a function from the arguments, with tensors
-            replaced by ArraySpecs, to one.
+            replaced by ArraySpecs, to such a pytree.
         variables: As in `gradtools.jax.make_functional`.
         jit: Whether f is compiled; False for an f that reads values (a Python if).
 

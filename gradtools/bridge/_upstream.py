@@ -40,7 +40,7 @@ def _keys_of_a_thread() -> tuple[Any, Any]:
 
 
 def owners_of_memory(x: torch.Tensor) -> int:
-    """The reference count of x's storage, which may be donated if it is one."""
+    """The reference count of x's storage, which may be donated if the count is 1."""
     return int(torch._C._storage_Use_Count(x.untyped_storage()._cdata))
 
 

@@ -178,7 +178,7 @@ class ForeignSignature:
         return self.of.outs(self.ins)
 
     def record(self, run: Run, outs: list[ArraySpec]) -> None:
-        """Notes the outputs' ArraySpecs after a call, unless `run` is mapped."""
+        """Records the outputs' ArraySpecs after a call, unless `run` is mapped."""
         if run is self.of.entry:
             vars(self).setdefault("outs", outs)
 
@@ -212,7 +212,7 @@ class ForeignSignature:
             sizes = arrays[0].shape[:depth]
             return [np.empty((*sizes, *s.shape), carrier(s.dtype)) for s in self.outs]
         shared = _shared(arrays, depth)
-        arrays = [  # without the axes over which they are the same
+        arrays = [  # without the axes over which they are broadcast
             a[(*[0 if s else slice(None) for s in of], ...)] if any(of) else a  # no number
             for a, of in zip(arrays, shared, strict=True)
         ]
@@ -220,7 +220,7 @@ class ForeignSignature:
 
 
 def _shared(arrays: Sequence[np.ndarray], depth: int) -> list[list[bool]]:
-    """For each array a mask of the batch axes over which it is broadcast, but not all arrays."""
+    """For each array a mask of the batch axes over which it, unlike another array, is broadcast."""
     result = [[a.strides[i] == 0 and a.shape[i] > 1 for i in range(depth)] for a in arrays]
     for level in range(depth):
         if all(s[level] for s in result):
@@ -237,7 +237,7 @@ def _is_inexact(spec: ArraySpec) -> bool:
 
 
 def _keep(cache: dict[Any, Any], key: Any, made: Any) -> None:
-    """Adds an entry to a cache and drops its oldest one."""
+    """Adds an entry to a cache and drops the oldest entry."""
     cache[key] = made
     if len(cache) > _MOST:
         del cache[next(iter(cache))]
@@ -307,8 +307,8 @@ class FlatBridged(Foreign):
             if other is not None:
                 kind = f"{type(other).__module__}.{type(other).__qualname__}"
                 raise GradtoolsError(
-                    f"{self.guest.operator}: {self.name} returned a {kind}, which is no pytree in "
-                    f"{self.guest.host_title}. Return a tuple, a list or a dict."
+                    f"{self.guest.operator}: {self.name} returned a {kind}, which is not a pytree "
+                    f"in {self.guest.host_title}. Return a tuple, a list or a dict."
                 )
             plain = [x if id(x) in places else tuple(x) for x in leaves]
             leaves, structure = self.host.flatten(self.host.unflatten(structure, plain))

@@ -92,7 +92,7 @@ class TorchGuest:
     def abstract(self, of: Foreign, specs: Sequence[ArraySpec]) -> list[ArraySpec]:
         """The outputs' ArraySpecs, by fake tensors.
 
-        What the function writes meanwhile, such as caches of modules, is undone.
+        Changes that the function makes meanwhile, such as caches of modules, are undone.
         """
         from gradtools.seeing.torch.undo import undone
 

@@ -16,7 +16,7 @@ def refusal(caller: str, name: str, x: Any) -> Exception | None:
     if linen is not None and isinstance(x, linen.Module):
         return GradtoolsError(
             f"{caller}: {name} is the flax.linen module {type(x).__name__}, which holds no arrays; "
-            "its parameters are what module.init(key, *args) returned. Differentiate these: give "
+            "its parameters are the result of module.init(key, *args). Differentiate these: give "
             "them an argument of their own, named by argnums, and let f close over the module."
         )
     return None

@@ -1,4 +1,4 @@
-"""Dicts of one's own and dataclasses as pytrees, without registering them with a framework.
+"""User-defined dicts and dataclasses as pytrees, without registering them with a framework.
 
 A tokeniser's BatchEncoding is a `UserDict`, a model's output often a dataclass. These classes are
 not registered as pytrees, so a framework treats their instances as single leaves. A backend's
@@ -184,7 +184,7 @@ def whole(cls: type[T]) -> type[T]:
 
 
 def _parts(x: Any) -> dict[Any, Any] | None:
-    """The parts of a container, by key or field; None if x is no container."""
+    """The parts of a container, by key or field; None if x is not a container."""
     if not _KINDS[type(x)]:
         return None
     if isinstance(x, dict | UserDict):

@@ -26,8 +26,8 @@ class GradientReversal(eqx.Module):
     """The identity, with the gradient times ``-scale``.
 
     Attributes:
-        scale: A real number; it is static, no leaf and no parameter. For a schedule under jit
-            give it at the call.
+        scale: A real number; it is static, not a leaf or a parameter. For a schedule under jit pass
+            it at the call.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -42,7 +42,7 @@ class GradientReversal(eqx.Module):
     def __call__(self, x: Any, scale: Any = None, *, key: Any = None) -> Any:
         """x itself (an array or a pytree). ``scale``, if given, replaces the layer's own.
 
-        ``key`` is not used; a sequence of equinox's layers gives one to each.
+        ``key`` is not used; equinox's Sequential passes a key to each layer.
         """
         return gt.reverse_gradient(x, self.scale if scale is None else scale)
 

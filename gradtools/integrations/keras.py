@@ -29,9 +29,9 @@ def is_keras(module: Any) -> bool:
 def refusal(caller: str, name: str, model: Any) -> GradtoolsError:
     """The error for a Keras model in place of a pytree of arrays."""
     return GradtoolsError(
-        f"{caller}: {name} is a Keras model ({type(model).__name__}), whose variables are no "
-        "leaves of it. Differentiate params of apply, params, state = gt.make_functional(model, "
-        "train=True)."
+        f"{caller}: {name} is a Keras model ({type(model).__name__}), which is not a "
+        "pytree of its variables. Differentiate params of apply, params, state = "
+        "gt.make_functional(model, train=True)."
     )
 
 
@@ -43,8 +43,8 @@ class KerasBackend:
         name: Keras' name of the backend.
         alias: Detaches a variable's value.
         settled: Detaches the new value of a variable that is not trained.
-        seeds: `(key, count)` to so many pairs of integers.
-        drawing: `(key, arrays)` to a context that seeds draws outside of Keras' own streams.
+        seeds: Maps `(key, count)` to `count` pairs of integers.
+        drawing: Maps `(key, arrays)` to a context that seeds draws outside of Keras' own streams.
     """
 
     name: str

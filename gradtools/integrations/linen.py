@@ -23,7 +23,7 @@ class GradientReversal(linen.Module):
     """The identity, with the gradient times ``-scale``.
 
     Attributes:
-        scale: A real number; it is no parameter. For a schedule under jit give it at the call.
+        scale: A real number; it is not a parameter. For a schedule under jit pass it at the call.
 
     Example:
         >>> import jax, jax.numpy as jnp

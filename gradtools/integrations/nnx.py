@@ -38,7 +38,7 @@ class GradientReversal(nnx.Module):
     """The identity, with the gradient times ``-scale``.
 
     Args:
-        scale: A real number; it is no parameter. For a schedule under jit give it at the call.
+        scale: A real number; it is not a parameter. For a schedule under jit pass it at the call.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -73,7 +73,7 @@ class Transformed(nnx.Module):
 def make_functional(
     module: nnx.Module, variables: Any, train: bool | None, rng_names: tuple[str, ...]
 ) -> tuple:
-    """``(apply, params, state)``; `rng_names` is unused, for a module names its own streams."""
+    """``(apply, params, state)``; `rng_names` is unused, because a module names its own streams."""
     if variables is not None:
         raise GradtoolsError(
             "make_functional: a flax.nnx module holds its own arrays; leave variables=None."
@@ -110,7 +110,7 @@ def apply(
 
 
 def _reseed(model: Any, key: jax.Array) -> None:
-    """Sets each random stream of the model to a key of its own, of the same shape."""
+    """Sets each random stream of the model to its own key, of the same shape."""
     streams = [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.RngStream)]
     has_methods = hasattr(nnx.Variable, "set_value")  # flax 0.11 has only the property `value`
     for own, stream in zip(keys(key, len(streams)), streams, strict=True):
@@ -204,7 +204,7 @@ def _with_copies(f: Any, copies: dict[int, Any]) -> Any:
     entered = set[int]()
 
     def of(x: Any) -> Any:
-        if id(x) in copies or id(x) in entered:  # the latter: a recursive function
+        if id(x) in copies or id(x) in entered:  # a recursive function is entered once
             return copies.get(id(x), x)
         entered.add(id(x))
         new = with_parts(x, of)

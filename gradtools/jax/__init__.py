@@ -17,7 +17,7 @@ except ModuleNotFoundError as _error:
     raise _needed(__name__, _error) from None
 
 _api = _Api(_Backend())
-_LAYERS = "equinox", "linen", "nnx"  # with the layers of each library, imported when one is read
+_LAYERS = "equinox", "linen", "nnx"  # modules with layers, which are imported when first accessed
 
 if _typing.TYPE_CHECKING:
     import jax.numpy as _jnp

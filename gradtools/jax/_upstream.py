@@ -4,9 +4,9 @@
 `jax.extend.core`, whose import loads all of Pallas, which took half of the time of
 `import gradtools.jax`; a test asserts that they are the same objects. The rest are fields of
 records (an equation's source, a jaxpr's origin) for pictures, formulas and error messages, and one
-method's name. All exist in JAX 0.7.2 to 0.12 but where an entry names versions.
-"Gone:" says what to do once a name no longer exists. `tests/jax/test_upstream.py` tests those whose
-change no test of an operator would show.
+method's name. All exist in JAX 0.7.2 to 0.12 unless an entry names versions.
+"Gone:" says what to do once a name no longer exists. `tests/jax/test_upstream.py` tests the names
+whose change no test of an operator would show.
 """
 
 from __future__ import annotations
@@ -42,11 +42,11 @@ DynamicJaxprTracer: Any = getattr(partial_eval, "DynamicJaxprTracer", ())
 
 
 class RulePrimitive(Primitive):
-    """A primitive with several results, of whose parameters JAX's caches keep a rule weakly.
+    """A primitive with several results; JAX's caches refer weakly to a rule in its parameters.
 
     Attributes:
-        gradtools_flow: From an equation to the jaxpr of its data flow, or None; for `reachability`.
-        gradtools_program: From an equation to the jaxpr that it evaluates, or None; for `checking`.
+        gradtools_flow: Maps an equation to the jaxpr of its data flow, or None; for `reachability`.
+        gradtools_program: Maps an equation to the jaxpr that it evaluates, or None; for `checking`.
     """
 
     multiple_results = True
@@ -62,7 +62,7 @@ weakly_cached: set[type] = next(
     ),
     set(),
 )
-"""The classes of parameters of an equation of which JAX's caches drop what is collected.
+"""The parameter classes that JAX's caches of equations refer to weakly.
 
 JAX caches the output types of equations by their parameters (2048 entries), which for a rule would
 keep everything alive that the user's functions close over. Gone: they do.
@@ -97,7 +97,7 @@ def scopes_of(eqn: Any) -> Iterator[tuple[str, bool]]:
     """An equation's name stack, outermost first, and whether each name is a `jax.named_scope`.
 
     The others are transforms: "transpose", "jvp", "vmap". Gone: pictures have no modules, and
-    `gradient_graph` cannot tell the passes from each other, which it then refuses.
+    `gradient_graph` cannot distinguish the passes and refuses them.
     """
     for entry in eqn.source_info.name_stack.stack:
         yield getattr(entry, "name", ""), type(entry).__name__ == "Scope"
@@ -182,7 +182,7 @@ def as_varying(x: Any, axes: Sequence[Any]) -> Any:
     return vars(jax.lax)["pvary"](x, tuple(axes))
 
 
-# --- what a maintainer of JAX would refuse ------------------------------------------------------
+# --- hacks that a maintainer of JAX would refuse --------------------------------------------
 #
 # Further hacks, each in one module: `known_errors` matches the texts of JAX's errors, which have no
 # types of their own. Benefit: errors with advice. Cost: if JAX rewords one, its own text is shown.
@@ -193,9 +193,9 @@ def as_varying(x: Any, axes: Sequence[Any]) -> Any:
 def called_by_jax(depth: int) -> bool:
     """Whether JAX itself made the call that is `depth` frames above the caller's.
 
-    JAX evaluates the mask of `x[mask]` by `__array__`, as NumPy does, to which it must be refused;
-    only the frame distinguishes them. Benefit: an answer for f that selects by a condition. Cost:
-    without frames (an optimised build of JAX) f is reported to branch on a value.
+    JAX evaluates the mask of `x[mask]` by `__array__`, which must raise if NumPy calls it; only the
+    frame distinguishes the two. Benefit: an answer for f that selects by a condition. Cost: without
+    frames (an optimised build of JAX) f is reported to branch on a value.
     """
     return is_in(("jax",), sys._getframe(depth + 1).f_code.co_filename)
 

@@ -29,7 +29,7 @@ def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
     target, grads = part_of(target), part_of(grads)
     if target is None:
         leaves, treedef = trees.flatten(grads)
-        arrays = [_array(g) for g in leaves]  # None for what is no array, which the check refuses
+        arrays = [_array(g) for g in leaves]  # None for a non-array, which the check refuses
         pairs = zip(leaves, arrays, strict=True)
         zeros = [g if array is None else jnp.zeros_like(array) for g, array in pairs]
         target = trees.unflatten(treedef, zeros)
@@ -43,7 +43,7 @@ def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
         for side, array, given in (("target", p, entry.target), ("grads", g, entry.grad)):
             if array is None or not jnp.issubdtype(array.dtype, jnp.inexact):
                 came = with_article(type(given).__name__) if array is None else spec(array)
-                fix = "Leave what has no gradient out of grads, or put None there."
+                fix = "Omit entries without a gradient from grads, or set them to None."
                 refuse(caller, f"{side}{entry.path} is {came}", "a floating or complex array", fix)
         if (p.shape, p.dtype) != (g.shape, g.dtype):
             fix = (
@@ -60,7 +60,7 @@ def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
 
 
 def detached(x: Any) -> jax.Array | None:
-    """x with a stopped gradient, as an array; None if x is no array."""
+    """x with a stopped gradient, as an array; None if x is not an array."""
     array = _array(x)
     return array if array is None else jnp.asarray(jax.lax.stop_gradient(array))
 

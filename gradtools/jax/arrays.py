@@ -24,7 +24,7 @@ def asarray(x: Any, device_of: Any = None) -> jax.Array:
     if isinstance(x, jax.Array):
         return x
     if type(x) in (float, complex):
-        return jnp.asarray(x)  # weakly typed: it takes the dtype of what it meets
+        return jnp.asarray(x)  # weakly typed: it takes the other operand's dtype
     array = as_numpy(x)
     dtype = array.dtype.newbyteorder("=")
     if is_plain(x):  # JAX's dtype for a Python number of this kind

@@ -102,7 +102,7 @@ class JaxBackend(FrameworkBackend):
     linearize = staticmethod(engines.linearize)
 
     def abstract_eval(self, fun: Callable[..., list[Array]], *xs: Array) -> None:
-        with suppress(*READS_A_VALUE):  # only concrete arguments show what fun returns
+        with suppress(*READS_A_VALUE):  # the result of fun is known for concrete arguments only
             jax.make_jaxpr(lambda *a: list(fun(*a)))(*[jax.typeof(x) for x in xs])
 
     def no_tangent(self, x: Any) -> Any:
@@ -196,4 +196,4 @@ class JaxBackend(FrameworkBackend):
     run_checkpointed = LazyMember("recomputing", "checkpointed")
 
 
-_clip_norm = jax.jit(clip_norm, static_argnums=0, inline=True)  # one dispatch in eager code
+_clip_norm = jax.jit(clip_norm, static_argnums=0, inline=True)  # one dispatch if eager

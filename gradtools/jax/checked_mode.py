@@ -1,6 +1,6 @@
-"""JAX's half of `gradtools.testing.checked`: f is traced, and its jaxpr is evaluated with holds.
+"""JAX's half of `gradtools.testing.checked`: f's jaxpr is evaluated with stopped values kept.
 
-An interpreter records what each `stop_gradient` of f returns in the first run, and puts it back in
+An interpreter records the result of each `stop_gradient` of f in the first run, and reuses it in
 the others. Edits are identities. gradtools' own stops carry a name scope.
 """
 
@@ -31,7 +31,7 @@ def scope(own: bool) -> AbstractContextManager[Any]:
 
 @contextmanager
 def unchanged() -> Iterator[None]:
-    """The random streams of Python and NumPy are put back."""
+    """Restores the random streams of Python and NumPy."""
     states = random.getstate(), np.random.get_state()  # noqa: NPY002 - the stream that f may use
     try:
         yield
@@ -77,11 +77,11 @@ class HeldProgram(CheckedProgram):
         self.eps = max(float(jnp.finfo(x.dtype).eps) for x in leaves)
         self.closed: Any = None
         with unchanged():
-            fun(*leaves)  # derivatives inside of f are compared at values
+            fun(*leaves)  # compares derivatives inside of f at concrete values
         with self.at(self.numbers(leaves)) as xs:
             try:
                 self.closed = jax.make_jaxpr(lambda *xs: list(fun(*xs)[0]))(*xs)
-            except jax.errors.JAXTypeError:  # f reads values: its stops are not seen
+            except jax.errors.JAXTypeError:  # f reads values, so its stops are not recorded
                 self.unseen = 1
             self.run(*xs)
         self.recorded = self.values
@@ -97,7 +97,7 @@ class HeldProgram(CheckedProgram):
         return jaxprs.interpreted(self.closed.jaxpr, [*self.closed.consts, *xs], self._step)
 
     def hold(self, x: Any) -> Any:
-        """A value that f stops: recorded in the first run, put back in the others."""
+        """A value that f stops: recorded in the first run, restored in the others."""
         if self.recorded is None:
             self.values.append(x)
             return jax.lax.stop_gradient(x)
@@ -119,7 +119,7 @@ class HeldProgram(CheckedProgram):
         return ys
 
     def _look_at(self, e: Any, ys: list[Any]) -> None:
-        """Notes the precision and the stops of an operation that is not inlined."""
+        """Records the precision and the stops of an operation that is not inlined."""
         if self.recorded is None:
             self.unseen += any("stop_gradient" in str(p) for p in e.params.values())
             self.eps = max(self.eps, *(float(jnp.finfo(y.dtype).eps) for y in ys), 0.0)
@@ -128,7 +128,7 @@ class HeldProgram(CheckedProgram):
 
 
 def _is_own(e: Any) -> bool:
-    """Whether gradtools itself stops here."""
+    """Whether gradtools itself stops the gradient here."""
     scopes = str(e.source_info.name_stack)
     return scopes.rfind(_OWN) > scopes.rfind(_USER)
 

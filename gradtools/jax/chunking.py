@@ -58,7 +58,7 @@ def _run_steps(steps: _Steps, carry: list[Array]) -> tuple[list[Array], list[Arr
     advance, parts = _progress(chunks), []
     for run in steps.runs():
         many: Any = steps.of(0)
-        if chunks.cut.count != 1:  # else there is nothing to gain by computing it again
+        if chunks.cut.count != 1:  # recomputing a single chunk saves no memory
             step = steps.traced(run.kind, carry)
             refuse_to_repeat("chunked", step.program.jaxpr)
             # XLA does not merge the bodies of two loops, so CSE needs a barrier outside of them.

@@ -30,7 +30,7 @@ from gradtools.jax.trees import is_inexact
 from gradtools.rules import JvpRule, Rule
 
 _SMALL = 64  # entries of an array that may be part of a key
-_PLAIN = (type, jax.sharding.Mesh, jax.sharding.AbstractMesh)  # callable, but no functions
+_PLAIN = (type, jax.sharding.Mesh, jax.sharding.AbstractMesh)  # callable, but not functions
 
 
 def run_compiled(program: Callable[..., Any], *args: Any) -> Any:
@@ -107,7 +107,7 @@ def _value(x: Any) -> Hashable:
     if isinstance(x, jax.Array | np.ndarray | np.generic | float | complex):
         if isinstance(x, jax.core.Tracer) or np.size(x) > _SMALL:
             raise TypeError("an array")
-        array = np.asarray(x)  # its bits tell 0.0 from -0.0
+        array = np.asarray(x)  # its bits distinguish 0.0 from -0.0
         return type(x), str(array.dtype), array.shape, array.tobytes()
     is_rule = isinstance(x, Rule)
     if is_rule and (x.user_functions or type(x) not in (Rule, JvpRule)):

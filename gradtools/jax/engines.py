@@ -1,7 +1,7 @@
 """vjp, jvp and linearize in JAX, and which arguments reach the output.
 
 The derivatives are JAX's own; its pullback is the conjugate of gradtools', and is converted here.
-Which argument reaches the output, `reachability` reads from a jaxpr of f. In a trace f is traced to
+`reachability` reads from a jaxpr of f which arguments reach the output. In a trace f is traced to
 that jaxpr, which is then differentiated. At concrete arrays f itself is differentiated, and traced
 once more if the gradient of a whole argument is zero.
 """
@@ -59,9 +59,9 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
             evaluation.checked = False
             return list(grads)
         jaxpr = known[0].jaxpr
-        # also in a jit that was traced before
+        # finds derivatives in cached jits, too
         evaluation.nested = is_in_scope(jaxprs.equations(jaxpr), DERIVATIVE_SCOPE)
-        closed = ClosedJaxpr(jaxpr, known[1])  # whose inputs are the leaves alone
+        closed = ClosedJaxpr(jaxpr, known[1])  # its inputs are the leaves alone
         columns = zip(*reachability.reached_matrix(closed)[: len(outs)], strict=True)
         return [g if any(column) else None for g, column in zip(grads, columns, strict=True)]
 

@@ -36,7 +36,7 @@ Entries = Sequence[Any]
 def run_frozen(whole: Chunks, uses: None) -> list[Array]:
     """The outputs of one use."""
     arrays = [k for k, x in enumerate(whole.shared) if isinstance(x, jax.Array)]
-    arrays.sort(key=lambda k: not is_inexact(whole.shared[k]))  # the differentiated ones first
+    arrays.sort(key=lambda k: not is_inexact(whole.shared[k]))  # differentiated arrays first
     xs = [whole.shared[k] for k in arrays]
     modules = stateful(whole.caller, whole.call.f, whole.arguments)
     state = [] if modules is None else [jax.lax.stop_gradient(x) for x in modules.leaves]
@@ -106,7 +106,7 @@ class _Use:
         self.fun, self.count = fun, sum(map(is_inexact, xs))
         self.user_functions: Any = (fun,)  # the objects that may capture further arrays
         self.captured: list[Any] = []  # arrays that are passed after the arguments
-        if any(isinstance(x, jax.core.Tracer) for x in xs):  # else G may branch on values
+        if any(isinstance(x, jax.core.Tracer) for x in xs):  # otherwise G may branch on values
             self.fun = _TracedOnce(fun, xs)
             self.captured = self.fun.captured
             self.user_functions = () if self.captured else (list(self.fun.consts),)
@@ -203,7 +203,7 @@ def _pullback(
     def tangent(saved: Entries, dxs: Entries) -> list[Any]:
         xs, cts = saved[:inputs], saved[inputs:]
         along = [*dxs[:count], *dxs[stop:]]
-        if all(dx is None for dx in along[:count]):  # it is linear in the cotangents
+        if all(dx is None for dx in along[:count]):  # the pullback is linear in the cotangents
             return use.pulled(mask, xs, dxs[stop:])
         return _along(recomputed(xs), [*xs[:count], *cts], along)
 
@@ -215,7 +215,7 @@ def _pullback(
             try:
                 both = in_forward_mode(xs, cts, us)
             except TypeError as error:
-                # JAX fails at a symbolic zero tangent of a linear solve.
+                # JAX fails for a symbolic zero tangent of a linear solve.
                 if not (is_of("jax", error) and use.may_hold(xs, "custom_linear_solve")):
                     raise
                 lacking = f"lax.custom_linear_solve in {use.name}"

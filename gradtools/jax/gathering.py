@@ -25,7 +25,7 @@ def sum_over_ranks(xs: Sequence[Any], axis_name: Any) -> list[Any]:
 
 
 def tracked_axes(axis_name: Any) -> frozenset[Any]:
-    """The axes of these for which types track what varies: those of shard_map with check_vma."""
+    """The axes along which types track varying values: axes of shard_map with check_vma."""
     return frozenset().union(*[varies(jax.lax.axis_index(name)) for name in names(axis_name)])
 
 

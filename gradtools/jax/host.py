@@ -59,7 +59,7 @@ def _run(
                 raise
             raise call.error(
                 "it calls JAX, which a host kernel must not: in a compiled program the call would "
-                "wait for ever. Compute it with NumPy, or outside the kernel."
+                "wait forever. Compute it with NumPy, or outside the kernel."
             ) from error
     if not expected.widened:
         return result
@@ -78,7 +78,7 @@ def _eager(*xs: Any, call: KernelCall, expected: Results, batch: Shape) -> list[
             f"its arguments are committed to different devices, {names[0]} and {names[1]}. Move "
             "them together with jax.device_put."
         )
-    bridged = call.kernel.inside is not None  # and no callback of JAX's: nothing waits for it
+    bridged = call.kernel.inside is not None  # called directly, so no program waits for it
     result = _run(*xs, call=call, expected=expected, batch=batch, may_call_jax=bridged)
     if not committed:
         return [jnp.asarray(y) for y in result]

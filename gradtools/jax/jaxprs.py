@@ -45,7 +45,8 @@ class TracedProgram:
 def traced(fun: Callable[..., Any], *args: Any) -> tuple[TracedProgram, list[Any]]:
     """Closure conversion: fun as a `TracedProgram`, and the arrays that it closes over.
 
-    NumPy arrays among them are copied, for the user may overwrite them before the backward pass.
+    NumPy arrays among them are copied, because the user may overwrite them before the backward
+    pass.
     """
     closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
     jaxpr = open_jaxpr(closed)
@@ -160,7 +161,7 @@ def named_after(f: Any, program: F) -> F:
     return program
 
 
-_ARGS = Signature([Parameter("args", Parameter.VAR_POSITIONAL)])  # not that of f
+_ARGS = Signature([Parameter("args", Parameter.VAR_POSITIONAL)])  # replaces f's signature
 
 
 # --- marks of gradtools' own operations, for the recorders ------------------------------
@@ -177,7 +178,7 @@ def marked_as_chunk(f: F) -> F:
 
 
 def is_chunk(jaxpr: Any) -> bool:
-    """Whether a jaxpr is that of a function marked by `marked_as_chunk`."""
+    """Whether a jaxpr belongs to a function marked by `marked_as_chunk`."""
     return name_of(jaxpr).startswith(_CHUNK)
 
 
@@ -253,7 +254,7 @@ class InnerJaxpr:
 
 
 def bodies(eqn: Eqn) -> list[InnerJaxpr]:
-    """The inner jaxprs of an equation; none if it is opaque, so that every input flows anywhere.
+    """The inner jaxprs of an equation; none if the equation is opaque.
 
     The body of one of gradtools' own primitives is the jaxpr that its `gradtools_flow` returns.
     """

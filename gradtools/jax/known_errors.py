@@ -1,4 +1,4 @@
-"""Known errors of JAX, re-raised with what to do about them.
+"""Known errors of JAX, re-raised with advice.
 
 JAX raises plain ValueErrors and TypeErrors, so an error is recognized by its text, and as JAX's own
 by its traceback. Errors of the user's code pass unchanged. No other module of this backend reads an
@@ -17,7 +17,7 @@ from gradtools.rules import USE_REVERSE_MODE
 
 @contextmanager
 def explained(caller: str) -> Iterator[None]:
-    """Re-raises known errors of JAX with what to do about them."""
+    """Re-raises known errors of JAX with advice."""
     try:
         yield
     except (TypeError, ValueError, NotImplementedError) as error:
@@ -41,7 +41,7 @@ def refused_number(error: BaseException) -> str:
 
 
 CALLS_JAX = "no_execution config option"  # by `jax.no_execution`
-NEEDS_KEY = "key"  # a module of equinox that draws
+NEEDS_KEY = "key"  # raised by equinox modules that draw random numbers
 
 _HOST = (
     "f calls a function outside of JAX, whose derivative JAX does not know. Make it a "

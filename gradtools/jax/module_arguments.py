@@ -1,14 +1,14 @@
 """Modules as arguments: their floating arrays are differentiated, the rest is constant.
 
 An `equinox` module is a pytree whose leaves may be functions, strings and integers; a `flax.nnx`
-module is a graph, parts of which are no parameters and change during a call. A call of a function
+module is a graph, parts of which are not parameters and change during a call. A call of a function
 of modules becomes a call of a function of pytrees of arrays:
 
     f(module, x)   =   g(part of the module, x),      module = part + rest
 
-The part of an equinox module is its inexact arrays, as with `equinox.filter_grad`; that of an nnx
-module is the State of its `nnx.Param`s, as with `nnx.grad`. The updated state of an nnx module is
-an extra output of g, and is written to the user's module after the call.
+The part of an equinox module is its inexact arrays, as with `equinox.filter_grad`; the part of an
+nnx module is the State of its `nnx.Param`s, as with `nnx.grad`. The updated state of an nnx module
+is an extra output of g, and is written to the user's module after the call.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def opened(
 ) -> Opened | None:
     """The call as a call on pytrees of arrays; None if it has no module to open.
 
-    Modules of flax.nnx are opened in any argument, of equinox in the differentiated ones.
+    Modules of flax.nnx are opened in all arguments, equinox modules in differentiated ones only.
     """
     if not module_kinds():
         return None
@@ -99,7 +99,7 @@ def _mapped(kinds: tuple[type, ...], f: Callable[[Any], Any], tree: Any) -> Any:
 
 
 def like_module(f: Any, make: Callable[[Any], Callable[..., Any]]) -> Any:
-    """`make(f)`, such as `chunked(f)`; a module again if f is one of equinox or flax.nnx.
+    """`make(f)`, such as `chunked(f)`; a module if f is a module of equinox or flax.nnx.
 
     So its arrays are still leaves of the pytree or graph. The library's integration is imported
     when the first such module is transformed.
@@ -144,7 +144,7 @@ class Opened:
         self._split_graphs(moving, [*others, *kwargs.values()])
         self.args = list(args)
         self._rests: dict[int, tuple[Any, list[Any]]] = {}
-        for i in argnums:  # the structure around the modules, and of each leaf what is kept apart
+        for i in argnums:  # the structure around the modules, and the rest of each leaf
             leaves, treedef = _flattened(self._kinds, args[i])
             if any(isinstance(x, self._kinds) for x in leaves):
                 pairs = [self._split(x) for x in leaves]
@@ -178,7 +178,7 @@ class Opened:
         self._known = dict(nnx.to_flat_state(self._rest))
 
     def _split(self, x: Any) -> tuple[Any, Any]:
-        """The part of a leaf, and its rest: an nnx module's number, None if it is no module."""
+        """The part of a leaf, and its rest: an nnx module's number, None if it is not a module."""
         if not isinstance(x, self._kinds):
             return x, None
         if id(x) in self._numbers:
@@ -236,7 +236,7 @@ class Opened:
         return trees.unflatten(treedef, result)
 
     def effects(self) -> list[Array]:
-        """The arrays that the latest call changed; returned once, for they belong to its trace."""
+        """The arrays that the latest call changed; returned once, as they belong to its trace."""
         result, self._effects = self._effects, []
         return result
 
@@ -257,12 +257,12 @@ class Opened:
             name = ".".join(map(str, self.changed[0][1:]))
             raise GradtoolsError(
                 f"{self.caller}: f changes a module that it is given ({name}), which "
-                f"{self.caller} does not hand on here. Set the module to evaluation "
+                f"{self.caller} cannot return here. Set the module to evaluation "
                 "(module.eval()), or use make_functional, and the state with has_aux=True."
             )
 
     @property
     def opens_once(self) -> bool:
-        """Whether chunks get parts of one opening: a parameter may stand at several places."""
+        """Whether modules are opened once for all chunks: a parameter occurs at several places."""
         moving = jax.tree.leaves(self._nodes[: len(self._params)])
         return len({id(x) for x in moving}) < len(moving)

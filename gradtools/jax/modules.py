@@ -69,7 +69,7 @@ def _keras_seeds(key: jax.Array, count: int) -> list[jax.Array]:
 
 
 def mode_of(name: str, call: Callable[..., Any], train: bool | None) -> dict[str, bool]:
-    """The keyword arguments that set training or evaluation mode, of those that `call` accepts."""
+    """The keyword arguments of `call` that set training or evaluation mode."""
     if train is None:
         return {}
     names = inspect.signature(call).parameters

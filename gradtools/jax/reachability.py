@@ -2,15 +2,15 @@
 
 An input reaches an output if data flows from one to the other without crossing a cut: a stopped
 gradient, a float that becomes an integer or a bool, a host callback. A derivative that is zero
-(round, sign, x**0) is no cut. JAX's symbolic zeros answer another question, so this is a dataflow
-analysis of the jaxpr (a forward may-analysis)::
+(round, sign, x**0) is not a cut. JAX's symbolic zeros answer another question, so this is a
+dataflow analysis of the jaxpr (a forward may-analysis)::
 
     bits(out) = OR of bits(in) over the inputs of the equation that flow to `out`
 
 Sets of inputs are bit masks, one bit for each input; each sub-jaxpr is analysed once. The *raw*
 flow is the same analysis without cuts and with control dependence.
 
-`seeing/jax/graphs.py` finds where on the way a gradient is lost.
+`seeing/jax/graphs.py` finds the equations at which a gradient is lost.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,7 +43,7 @@ def within_a_trace() -> bool:
 def reached_matrix(closed_jaxpr: Jaxpr, raw: bool = False) -> list[list[bool]]:
     """For each output and each input of a jaxpr: does the input reach the output?
 
-    Without `raw`, what is not inexact reaches nothing and is reached by nothing.
+    Without `raw`, integers and booleans neither reach an output nor are reached.
     """
     jaxpr = open_jaxpr(closed_jaxpr)
     active, given = ([raw or x for x in inexact(v)] for v in (jaxpr.invars, jaxpr.outvars))

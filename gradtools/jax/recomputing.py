@@ -47,13 +47,13 @@ def checkpointed(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 def _recomputed(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     """f(*args, **kwargs), recomputed in the backward pass; captured NumPy arrays are copied.
 
-    Arrays are inputs. Whatever else is a constant of the program: f may branch on it.
+    Arrays are inputs. All other values are constants of the program, so f may branch on them.
     """
     leaves, treedef = jax.tree.flatten((args, kwargs))
     arrays = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray)]
     out_def: list[Any] = []
 
-    def fresh(*xs: Any) -> Any:  # new, for JAX caches the traces of a function
+    def fresh(*xs: Any) -> Any:  # new, because JAX caches the traces of a function
         args, kwargs = jax.tree.unflatten(treedef, replaced_at(leaves, arrays, xs))
         outs, structure = trees.flatten(f(*args, **kwargs))
         out_def[:] = [structure]
@@ -69,11 +69,11 @@ def _recomputed(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 def refuse_to_repeat(caller: str, jaxpr: Any) -> None:
     """Raises if a program makes a mutable array, which JAX 0.10 cannot recompute.
 
-    `jax.checkpoint` fails on one with a bare KeyError, and a scan over one returns a wrong value
-    without an error in reverse mode.
+    For such a program `jax.checkpoint` raises a bare KeyError, and a scan silently returns a wrong
+    value in reverse mode.
     """
     if jaxprs.holds(jaxpr, "new_ref", "ref", "mutable_array", "empty_ref"):
         raise GradtoolsError(
             f"{caller}: f makes a mutable array (jax.new_ref), which JAX does not differentiate in "
-            "what is repeated. Write x = x.at[i].set(y) instead."
+            "repeated code. Write x = x.at[i].set(y) instead."
         )

@@ -63,8 +63,8 @@ def like(x: Array, other: Any) -> Array:
 def of_result(shape: Any, batch: Any, xs: Any) -> tuple[Any, ...]:
     """The sharding of a callback's result, which JAX cannot infer: an entry for each axis.
 
-    They are those of the first argument of the same shape; for the batch axes, which are in front,
-    those of the first argument that is sharded along them.
+    The entries are taken from the first argument of the same shape, and for the batch axes, which
+    are in front, from the first argument that is sharded along them.
 
     xs: Shape and entries of each argument.
     """
@@ -162,7 +162,7 @@ def varies(x: Any) -> frozenset[Any]:
 
 @jax.custom_jvp
 def with_varying_tangent(x: Any) -> Any:
-    """x, with a tangent that varies like x, on which the evaluation of a traced jaxpr relies."""
+    """x, with a tangent that varies like x, as the evaluation of a traced jaxpr requires."""
     return x
 
 

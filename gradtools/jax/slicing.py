@@ -1,7 +1,7 @@
 """Each chunk's part of an array, and the joined outputs, along an axis that may be sharded.
 
-Interleaved chunks are the columns of a table (rows of a chunk, chunks). What does not fit into the
-table, one row for each of the first chunks, follows it.
+Interleaved chunks are the columns of a table (rows of a chunk, chunks). Rows that do not fit into
+the table, one for each of the first chunks, follow it.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ def joined(cut: Partition, axis: int, parts: Sequence[Array], entry: Any) -> Arr
 
 
 def parted(x: Array, axis: int, m: int, n: int, entry: tuple[int, Any]) -> Array:
-    """x with the axis split in two, of which one may be sharded."""
+    """x with the axis split in two axes, one of which may be sharded."""
     shape = (*x.shape[:axis], m, n, *x.shape[axis + 1 :])
     return shardings.reshaped(x, shape, axis, 2, entry)
 

@@ -1,7 +1,7 @@
 """Pytrees and dtypes in JAX, for the backend interface.
 
-A pullback is a pytree of its residuals, as that of `jax.vjp` is: it passes through jit, scan and
-custom rules.
+A pullback is a pytree of its residuals, like the pullback of `jax.vjp`: it passes through jit, scan
+and custom rules.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from gradtools.jax import shardings
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """The leaves and the structure: JAX's treedef, or one that also opens other containers."""
+    """The leaves and the structure: JAX's treedef, or a treedef that opens more containers."""
     if isinstance(tree, jax.Array):
         return [tree], _LEAF
     return _CONTAINERS.opened(*jax.tree.flatten(tree))
@@ -53,7 +53,7 @@ def unflatten(treedef: Any, leaves: Sequence[Any]) -> Any:
 
 
 def entries_of(treedef: Any, leaves: Sequence[Any]) -> list[tuple[list[Any], Any]]:
-    """See `Backend.entries_of`; builds no entry, for a class may look at its arrays."""
+    """See `Backend.entries_of`; builds no entry, because a class may inspect its arrays."""
     if type(treedef) is OpenedTree:
         return [flatten(x) for x in unflatten(treedef, leaves)]
     left = iter(leaves)

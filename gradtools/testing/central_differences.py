@@ -39,7 +39,7 @@ class DerivativeComparison:
     def verdict(self) -> str:
         """Whether the derivative "agrees", "differs", or is too "noisy" to tell.
 
-        It differs if it does in two of three comparisons. Between them the point moves a little,
+        It differs if two of three comparisons differ. Between them the point moves a little,
         away from a kink or tie, unless the derivative is NaN.
         """
         found = [self.compare()]
@@ -84,7 +84,7 @@ class DerivativeComparison:
         return "differs" if noise < gap else "noisy"
 
     def _moves(self) -> list[Any]:
-        """Random numbers on the scale of each entry: its size up to hundreds; for 0 the median.
+        """Random numbers on the scale of each entry: its size up to hundreds; for zeros the median.
 
         Entries in which a move of this size would be lost to rounding move by more.
         """

@@ -4,8 +4,8 @@
 
 Intended differences are left out: edits are identities on both sides, and a stop that f itself
 executes (`stop_gradient`, `detach`, a `no_grad` block) keeps the value of the first run in all
-others. Stops inside of gradtools, of custom functions and of rules do not. The same comparison of
-the values inside of f names the operation at which a wrong derivative begins.
+others. Stops inside of gradtools, custom functions and rules do not keep their value. The same
+comparison of the values inside of f names the operation at which a wrong derivative begins.
 
 `central_differences` compares. The modules `checked_mode` of `gradtools.torch` and `gradtools.jax`
 run f at other points. While a context is open, the members of a backend that differentiate are
@@ -44,12 +44,12 @@ _MOST_ROWS = 16  # of a batch
 
 @dataclass
 class CheckedReport:
-    """What a block of `checked` compared.
+    """The comparisons in a block of `checked`.
 
     Attributes:
         compared: How many derivatives agree with differences.
         skipped: How many were not compared, by the reason.
-        notes: Remarks on what is no error, such as a stopped value that leaves the framework.
+        notes: Remarks that are not errors, such as a stopped value that leaves the framework.
     """
 
     compared: int = 0
@@ -65,9 +65,9 @@ class CheckedReport:
 class _CheckedThread(threading.local):
     """The state of this thread."""
 
-    report: CheckedReport | None = None  # of the innermost context
+    report: CheckedReport | None = None  # the report of the innermost context
     rng: Any = None
-    program: Any = None  # runs at other points now; nothing is compared inside of it
+    program: Any = None  # the program that runs at other points now, without comparisons
     own = False  # whether gradtools' code runs, rather than f's forward code
     taking = False  # whether a derivative of gradtools is being taken
     native = False  # whether a derivative of the framework's own, at known values, is compared
@@ -99,17 +99,16 @@ def functions_within(fun: Any) -> list[Any]:
 
 
 class CheckedProgram:
-    """f, which runs again at other points and leaves no trace; a framework's class adds how.
+    """f, which runs again at other points without side effects; a subclass per framework runs it.
 
     Attributes:
         half: The module that runs it.
         run: f's outputs at arrays, without edits.
         at: A context in which it runs, which yields the arrays at a point.
         eps: The coarsest precision that f uses.
-        unseen: How many operations hold stops that are not seen.
-        notes: For the report.
-        hooks: A sentence on each hook that f sets.
-        values: The values that f stops, and `recorded` those of the first run.
+        unseen: How many operations contain stops that the check cannot see.
+        notes: Notes for the report. hooks: A sentence on each hook that f sets.
+        values: The values that f stops, and in `recorded` their values in the first run.
         seen: The values inside of f, with names and lines; `held` returns the first `count`, or
             a derivative of these, of the kind "vjp" or "jvp".
     """
@@ -256,7 +255,7 @@ class _CheckedMembers:
     ) -> None:
         """Compares the derivative of fun by a member, and raises a `DerivativeError` if it differs.
 
-        captures: Whether what fun captures is differentiated too.
+        captures: Whether arrays that fun captures are differentiated too.
         """
         report: Any = here.report
         if here.program is not None:
@@ -270,7 +269,7 @@ class _CheckedMembers:
             verdict = found.verdict() if program.leaves else ""
         except DerivativeError:
             raise
-        except Exception as error:  # the operator's own run raises it, if it is not of a second run
+        except Exception as error:  # the operator raises it, unless only the second run fails
             report.notes.append(f"f could not run again: {type(error).__name__}: {error}")
             return
         if verdict == "differs" and not program.unseen:
@@ -289,7 +288,7 @@ class _CheckedMembers:
             return run(fun, leaves, *args, **kwargs)
 
     def _map_batches(self, run: Any, f: Any, batch: list[Any], *args: Any, **kwargs: Any) -> Any:
-        """Compares the derivatives inside of the first rows, which have values one by one."""
+        """Compares derivatives inside of f at the first rows, which are evaluated one by one."""
         if here.program is None and not self.half.traced(batch):
             with self.half.unchanged():
                 for row in zip(*(x[:_MOST_ROWS] for x in batch), strict=True):
@@ -311,7 +310,7 @@ class _CheckedMembers:
         return self._apply_rule(lambda rule, *xs: run(key, *xs), by_key(key), *xs)
 
     def _edited(self, run: Any, /, *args: Any, **kwargs: Any) -> Any:
-        return run(*args, **kwargs) if here.program is None else None  # then it is a rule
+        return run(*args, **kwargs) if here.program is None else None  # None: apply the rule
 
     # --- parts through which a backward pass of the framework's own goes
 
@@ -409,14 +408,13 @@ def checked(seed: int = 0) -> Iterator[CheckedReport]:
     """A context that compares every derivative that gradtools takes in it with differences.
 
     Each is compared with central differences of f's values, along a random direction and cotangent,
-    with random streams and buffers put back. So f runs several times. A custom function or hook
-    that loses a derivative is found, a rule whose bwd is not its derivative, a wrong formula of the
+    with random streams and buffers restored. So f runs several times. It finds custom functions and
+    hooks that lose a derivative, rules whose bwd is not their derivative, wrong formulas of the
     framework, and data that leaves the framework, at any depth of nesting. A backward pass of the
-    framework's own is compared where it goes through a custom rule, `chunked`, `frozen` or
-    `checkpoint`.
+    framework is compared where it goes through a custom rule, `chunked`, `frozen` or `checkpoint`.
 
     Intended differences are left out: gradtools' edits, and values that f itself stops by
-    `stop_gradient`, `detach` or `no_grad`. A straight-through estimator or a reversal by one's own
+    `stop_gradient`, `detach` or `no_grad`. A straight-through estimator or a reversal by your own
     custom function is an error; use `straight_through` and `reverse_gradient`. Derivatives of
     traced values (`jit`, `vmap`, compiled code) are counted as skipped.
 
@@ -424,13 +422,13 @@ def checked(seed: int = 0) -> Iterator[CheckedReport]:
     test in it, ``gradtools checked`` a script.
 
     Args:
-        seed: Of the random directions.
+        seed: The seed of the random directions.
 
     Yields:
         A `CheckedReport`: how many derivatives were compared and skipped, and notes.
 
     Raises:
-        DerivativeError: A derivative is not that of f's values. It names the operator, the
+        DerivativeError: A derivative contradicts f's values. It names the operator, the
             argument, the lines, both numbers, and the operation where it can be found.
 
     Example:

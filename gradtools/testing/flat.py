@@ -25,7 +25,7 @@ class FlatFunction:
     Attributes:
         name: "torch" or "jax".
         gt: The namespace of that backend.
-        waist: Its implementation of `Backend`.
+        waist: The namespace's `Backend`.
     """
 
     def __init__(self, name: str) -> None:
@@ -137,7 +137,7 @@ def is_rounding(
 ) -> bool:
     """Whether differences are rounding error of larger numbers that cancel.
 
-    They are if they are small beside the largest numbers, and if the results change by as much
+    They are if they are small relative to the largest numbers, and if the results change by as much
     when the last digits of the arguments change. Otherwise they are real, however small.
 
     Args:

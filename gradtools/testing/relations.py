@@ -57,12 +57,12 @@ def related(
 
     Args:
         a: The first side's array.
-        b: The second side's, of the same shape or another.
+        b: The second side's array, of the same or another shape.
         names: The names of the sides.
         order: The order of the derivative.
         near: The relative error at which a relation holds.
         sizes: Lengths that occur in the program by name, which explain a factor.
-        single: Whether to name an unknown factor of constant arrays, which any two have.
+        single: Whether to name an unknown factor of constant arrays, which exists for any two.
     """
     if a.dtype == b.dtype == bool:
         return _mask_relation(a, b)
@@ -74,7 +74,7 @@ def _relations(
     a: np.ndarray, b: np.ndarray, names: Any, order: int, near: float, sizes: Any, single: bool
 ) -> Iterator[str]:
     lost, same = "stopped gradient" if order else "zero", a.shape == b.shape
-    both_ways = ((a, b, names[0]), (b, a, names[1]))  # each array as the wrong one
+    both_ways = ((a, b, names[0]), (b, a, names[1]))  # either array may be the wrong one
     yield from (f"{lost} in {name}" for x, y, name in both_ways if not x.any() and y.any())
     if same and a.dtype.kind != "c" != b.dtype.kind:  # numbers of masks: -1e9 or -inf
         masks = a < -MASKED, b < -MASKED
@@ -274,7 +274,7 @@ def expression_cause(
 
     Args:
         first: The expressions of the values of PyTorch's line, in order.
-        second: Those of JAX's line.
+        second: The same for JAX's line.
         direct: The letters of the operands of each line.
         sizes: Lengths that occur in the program by name, which explain a factor.
     """
@@ -305,7 +305,7 @@ def expression_cause(
 
 
 def _is_exchange(ours: Expressions, theirs: Expressions) -> bool:
-    """Whether two lines apply the same functions to the same values, but each to another one."""
+    """Whether two lines apply the same functions to the same values, but in exchanged roles."""
     forms, letters, functions = (
         [sorted(f(e) for e in side) for side in (ours, theirs)]
         for f in (lambda e: e.form, lambda e: sorted(e.letters), lambda e: e.function)
@@ -327,7 +327,7 @@ def _both(e: Expression, f: Expression, sizes: Mapping[str, float]) -> str:
 
 
 def expressions_of(a: np.ndarray, operands: Mapping[str, np.ndarray]) -> Expressions:
-    """The expressions that an array is in its operands, by letter; the shortest ones first."""
+    """The expressions in the operands, by letter, that equal an array; the shortest first."""
     a = widened(a)
     if not 1 < a.size <= _MOST_ENTRIES or not np.isfinite(a).all():
         return []
@@ -359,7 +359,7 @@ def expressions_of(a: np.ndarray, operands: Mapping[str, np.ndarray]) -> Express
 
 
 def with_constant(a: np.ndarray, x: np.ndarray) -> Expressions:
-    """The expressions that an array is in x and one constant c, the same for all entries."""
+    """The expressions in x and one constant c, the same for all entries, that equal an array."""
     if a.shape != x.shape or a.size < 2:
         return []
     a, x, found = widened(a), widened(x), []
@@ -402,7 +402,7 @@ _FUNCTIONS: dict[str, Callable[[Any], Any]] = {
     "softplus(x)": lambda x: np.logaddexp(x, 0),
     "sign(x)": np.sign,
 }
-_REAL = [*_FUNCTIONS]  # not of complex numbers
+_REAL = [*_FUNCTIONS]  # functions of real numbers
 _FUNCTIONS |= {
     "x": lambda x: x,
     "sigmoid(x)": _sigmoid,
@@ -420,7 +420,7 @@ _REDUCTIONS: dict[str, Callable[..., Any]] = {
     "softmax(x)": _softmax,
     "log_softmax(x)": lambda x, **kept: np.log(_softmax(x, **kept)),
 }
-_PAIRS: dict[str, tuple[Callable[[Any, Any], Any], bool]] = {  # and whether the order counts
+_PAIRS: dict[str, tuple[Callable[[Any, Any], Any], bool]] = {  # function, is ordered
     "x + y": (np.add, False),
     "x - y": (np.subtract, True),
     "x * y": (np.multiply, False),

@@ -18,13 +18,13 @@ except ModuleNotFoundError as _error:
     raise _needed(__name__, _error) from None
 
 _api = _Api(_Backend())
-_LAYERS = ("nn",)  # modules with the layers of each library, imported when one is read
+_LAYERS = ("nn",)  # modules with layers, which are imported when first accessed
 
 if _typing.TYPE_CHECKING:
     from gradtools.public import *  # noqa: F403 - declared once, for both backends
 
     xp: _ModuleType  # array_api_compat.torch, which a checker cannot read
-else:  # where a type checker reads a __getattr__, no misspelt name is found
+else:  # type checkers accept any name if they see a __getattr__
     __all__ = list(_api.names)
 
     def __getattr__(name: str) -> object:

@@ -1,9 +1,9 @@
 """The private names of PyTorch that gradtools uses, each with its reason.
 
 Other files import them from here (`tests/house/test_upstream.py` checks their source).
-`tests/torch/test_upstream.py` tests those whose change no test of an operator would show. All exist
-in PyTorch 2.8 to 2.15. What recorders and the bridge alone need is in the rooms of this name in
-`gradtools.seeing.torch` and `gradtools.bridge`.
+`tests/torch/test_upstream.py` tests the names whose change no test of an operator would show. All
+exist in PyTorch 2.8 to 2.15. Names that only recorders and the bridge need are in the modules of
+this name in `gradtools.seeing.torch` and `gradtools.bridge`.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ disable_current_modes = _disable_current_modes
 """Torch.func's registry of containers, so that users' containers are known (pytorch#65761); and a
 context in which no dispatch mode sees gradtools' operations.
 
-Of the imported names, temporarily_clear_interpreter_stack runs code outside of all levels of
+Among the imported names, temporarily_clear_interpreter_stack runs code outside of all levels of
 torch.func; TracingContext and detect_fake_mode say whether a compiler traces.
 """
 
@@ -58,7 +58,7 @@ wrapper's level, -2 if its transform has ended; the axis that vmap hides, -1 if 
 
 wrap_for_grad: Callable[[Tensor, int], Tensor] = _functorch._wrap_for_grad
 add_vmap_axis: Callable[[Tensor, int, int], Tensor] = _functorch._add_batch_dim
-"""A tensor inside of a level of `torch.func.grad`; one whose axis a level of vmap hides."""
+"""A tensor inside of a level of `torch.func.grad`; a tensor whose axis a level of vmap hides."""
 
 batch_size_of: Callable[[Any], int] = lambda v: _functorch.CVmapInterpreterPtr(v).batchSize()
 """The batch size of a level of vmap."""
@@ -68,7 +68,7 @@ enter_vmap: Callable[[], int] = _c._vmapmode_increment_nesting
 leave_vmap: Callable[[], int] = _c._vmapmode_decrement_nesting
 add_batch_axis: Callable[..., Tensor] = torch._add_batch_dim
 remove_batch_axis: Callable[..., Tensor] = torch._remove_batch_dim
-"""The vmap before functorch, of autograd's `is_grads_batched`: whether a tensor is its batch; entry
+"""The legacy vmap of autograd's `is_grads_batched`: whether a tensor is its batch; entry
 to and exit from a level, which return the number of levels; wraps a tensor, and unwraps it."""
 
 # --- forward mode ------------------------------------------------------------------------------
@@ -126,7 +126,7 @@ time for a small function; the second also skips the context that compiled code 
 
 current_graph_task: Callable[[], int] = _c._current_graph_task_id
 will_run: Callable[[Any], bool] = _c._will_engine_execute_node
-"""Of the running backward pass: its id, -1 if none; whether it will execute a node."""
+"""The id of the running backward pass, -1 if none; whether it will execute a node."""
 
 AccumulateGrad: Any = _c._functions.AccumulateGrad
 ModuleHook: Any = torch.nn.modules._functions.BackwardHookFunction
@@ -138,7 +138,7 @@ the nodes that a Function makes."""
 def function_of(node: Any) -> Any:
     """The user's `torch.autograd.Function` of a node; None for PyTorch's own.
 
-    vmap generates a class from it, whose closure holds the user's.
+    vmap generates a class from it, whose closure holds the user's class.
     """
     function = getattr(type(node), "_forward_cls", None)
     while function is not None and function.__module__ == "torch._functorch.autograd_function":
@@ -177,8 +177,8 @@ tracing_state: Callable[[], Any] = _c._get_tracing_state
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 set_version_counters: Callable[..., None] = _c._autograd._unsafe_set_version_counter
-"""How often x was changed in place (documented), and a setter: a tensor whose contents are put back
-counts as unchanged for the graphs that saved it."""
+"""How often x was changed in place (documented), and a setter: a tensor whose contents are
+restored counts as unchanged for the graphs that saved it."""
 
 is_zero: Callable[[Tensor], bool] = methodcaller("_is_zerotensor")
 is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
@@ -217,8 +217,8 @@ def size_hint(n: Any, fallback: int) -> int:
 SLOTS = ("_parameters", "_buffers", "_modules")
 slots_of: Callable[[torch.nn.Module], tuple[Any, Any, Any]] = attrgetter(*SLOTS)
 NOT_SAVED, COMPILED_CALL = "_non_persistent_buffers_set", "_compiled_call_impl"
-"""The fields with a module's own parameters, buffers and children, None among them; with the names
-of buffers that no `state_dict` holds; and with the code of `module.compile()`, which a copy of the
+"""The fields of a module's own parameters, buffers and children, which may be None; of the names of
+buffers that no `state_dict` holds; and of the code of `module.compile()`, which a copy of the
 module must not run."""
 
 BatchNorm: Any = torch.nn.modules.batchnorm._BatchNorm
@@ -226,7 +226,7 @@ BatchNorm: Any = torch.nn.modules.batchnorm._BatchNorm
 
 
 class ModuleLike(torch.nn.Module):
-    """A module that delegates conversions and loading to another one, `_own`."""
+    """A module that delegates conversions and loading to another module, `_own`."""
 
     _own: torch.nn.Module
 
@@ -270,7 +270,7 @@ def skip_module(name: str) -> None:
 
 
 def skip_code(fun: Callable[..., Any]) -> None:
-    """Makes dynamo compile a function only where it is inlined into another one."""
+    """Makes dynamo compile a function only where it is inlined into another function."""
     from torch._dynamo.eval_frame import skip_code as skip
 
     skip(fun.__code__)

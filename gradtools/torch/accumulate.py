@@ -51,7 +51,7 @@ def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
 
 
 def _pairs_of_dicts(target: Any, grads: Any) -> list[tuple[Any, Any]] | None:
-    """Parameters and gradients of a module or a flat dict, if all fit and occur once; else None."""
+    """Parameters and gradients of a module or flat dict; None unless all fit and occur once."""
     named = ModuleTree.of(target).parameters if isinstance(target, torch.nn.Module) else target
     if not (type(named) is dict and type(grads) is dict and grads.keys() <= named.keys()):
         return None
@@ -61,7 +61,7 @@ def _pairs_of_dicts(target: Any, grads: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _pairs(caller: str, target: Any, grads: Any, add: bool) -> list[tuple[Any, Any]]:
-    """The parameters with their gradients, each once; raises for what does not fit."""
+    """The parameters with their gradients, each once; raises for entries that do not fit."""
     if target is None:
         raise GradtoolsError(
             f"{caller}: target is None; expected the parameters whose .grad is to be written. Give "
@@ -91,7 +91,7 @@ def _pairs(caller: str, target: Any, grads: Any, add: bool) -> list[tuple[Any, A
 
 
 def detached(x: Any) -> torch.Tensor | None:
-    """The detached tensor; None if x is no tensor."""
+    """The detached tensor; None if x is not a tensor."""
     return x.detach() if isinstance(x, torch.Tensor) else None
 
 
@@ -324,7 +324,7 @@ def _all_fit(merged: Sequence[tuple[Any, Any]]) -> bool:
 
 
 def _expected_dtype(p: torch.Tensor, g: torch.Tensor) -> torch.dtype:
-    """`p.grad_dtype`, its own before PyTorch 2.10; where that allows any, what `.grad` has now."""
+    """`p.grad_dtype` (p's dtype before PyTorch 2.10); if it allows any, the dtype of `.grad`."""
     return getattr(p, "grad_dtype", p.dtype) or (g.dtype if p.grad is None else p.grad.dtype)
 
 

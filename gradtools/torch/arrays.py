@@ -42,7 +42,7 @@ def asarray(x: Any, device_of: Any = None) -> torch.Tensor:
     device = torch.empty(0).device if device_of is None else device_of.device
     if is_plain(x):
         return torch.tensor(array.tolist(), dtype=_default_dtype(array.dtype), device=device)
-    # The tensor owns its memory, for `array` may be read-only, reversed or byte-swapped.
+    # The tensor owns its memory, because `array` may be read-only, reversed or byte-swapped.
     owned = np.array(array, dtype=array.dtype.newbyteorder("="), order="C", copy=True)
     try:
         return torch.from_numpy(owned).to(device)
@@ -147,7 +147,7 @@ def _reinterpreted(array: np.ndarray) -> torch.Tensor:
 
 
 def _extended_to_numpy(x: torch.Tensor) -> np.ndarray:
-    """An array of an ml_dtypes dtype; of float32 if that package is not installed."""
+    """An array of an ml_dtypes dtype, or of float32 if that package is not installed."""
     try:
         import ml_dtypes
     except ImportError:

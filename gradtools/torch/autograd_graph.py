@@ -14,7 +14,7 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.function_modes import PlainKernels, only_own_modes
 
 Tensor = torch.Tensor
-_parent = itemgetter(0)  # of an edge: a comprehension is a call of Python for each node
+_parent = itemgetter(0)  # the node of an edge; a comprehension would call Python for each node
 
 
 def nodes_of(outs: Iterable[Tensor], ends: Collection[Any] = ()) -> list[Any]:
@@ -54,7 +54,7 @@ def is_spent(x: Tensor) -> bool:
 
 
 def depends_on_others(outs: Sequence[Tensor]) -> bool:
-    """Whether outs depend on a leaf that may be differentiated: one that is not spent."""
+    """Whether outs depend on a leaf that is not spent, and so may be differentiated."""
     accumulates, todo = upstream.AccumulateGrad, list[Any]()
     for y in outs:  # loops, since every derivative runs this
         if y.requires_grad:
@@ -82,7 +82,7 @@ def pulled(
 ) -> tuple[Tensor | None, ...]:
     """`torch.autograd.grad` without its argument checks; None for unreached inputs.
 
-    plain: Whether a checkpoint computes its function again by `PlainKernels`.
+    plain: Whether a checkpoint computes its function again with `PlainKernels`.
     """
     if torch.overrides.has_torch_function((*ys, *xs)) and not only_own_modes((*ys, *xs)):
         return torch.autograd.grad(ys, xs, cts, retain, create, allow_unused=True)

@@ -49,7 +49,7 @@ _WIDE = {
     torch.bfloat16: torch.float64,
     torch.float32: torch.float64,
     torch.complex64: torch.complex128,
-}  # no sum of squares overflows there
+}  # wide enough for sums of squares
 _TINY = torch.finfo(torch.float64).tiny
 
 
@@ -81,7 +81,7 @@ class TorchBackend(FrameworkBackend):
     array_type = Tensor
 
     def is_array(self, x: Any, /) -> bool:
-        return isinstance(x, Tensor)  # torch.is_tensor is True of NumPy arrays in dynamo
+        return isinstance(x, Tensor)  # torch.is_tensor is True for NumPy arrays in dynamo
 
     is_inexact = staticmethod(is_inexact)
 
@@ -118,7 +118,8 @@ class TorchBackend(FrameworkBackend):
         dtype = _REAL.get(like.dtype, like.dtype)
         if isinstance(x, Tensor):
             return x.to(dtype)
-        # A scalar on the CPU combines with tensors on any device, unlike one on another device.
+        # A scalar on the CPU combines with tensors on any device, unlike a scalar on another
+        # device.
         make = partial(torch.full, ()) if isinstance(x, float | int) else torch.tensor
         return make(x, dtype=dtype, device="cpu")
 
@@ -127,7 +128,7 @@ class TorchBackend(FrameworkBackend):
 
     def clipped_by_norm(self, xs: list[Array], bound: Any) -> list[Array] | None:
         wide = [_WIDE.get(x.dtype) for x in xs]
-        if None in wide or any(x.device.type == "mps" for x in xs):  # which has no float64
+        if None in wide or any(x.device.type == "mps" for x in xs):  # mps has no float64
             return None
         norm_of = torch.linalg.vector_norm
         norms = [norm_of(x, dtype=dtype) for x, dtype in zip(xs, wide, strict=True)]
@@ -165,14 +166,14 @@ class TorchBackend(FrameworkBackend):
     vjp = staticmethod(engines.vjp)
     jvp = staticmethod(engines.jvp)
 
-    jvps = staticmethod(jvps)  # no LazyMember: dynamo, which traces it, cannot import
+    jvps = staticmethod(jvps)  # not a LazyMember, because dynamo traces it and cannot import
 
     linearize = staticmethod(engines.linearize)
 
     abstract_eval = LazyMember("rules.checking")
 
     def linear_map(self, run: Callable[..., Any], native: Any) -> Callable[..., Any]:
-        return (partial if is_compiling() else Linear)(run, native)  # dynamo knows partials only
+        return (partial if is_compiling() else Linear)(run, native)  # dynamo supports only partials
 
     def direct_calls(self, of: Any) -> Any:
         from gradtools.torch.rules.signatures import Calls

@@ -31,12 +31,12 @@ from gradtools.torch.functorch_wrappers import (
 
 Tensor = torch.Tensor
 Tensors = list[Tensor]
-ENDED = -2  # what `maybe_get_level` returns for a wrapper of a transform that has ended
+ENDED = -2  # the level of a wrapper whose transform has ended
 
 
 class _Captures(threading.local):
     def __init__(self) -> None:
-        self.mode: Replaced | None = None  # the innermost one of this thread
+        self.mode: Replaced | None = None  # the innermost mode of this thread
 
 
 _thread = _Captures()
@@ -86,7 +86,7 @@ class Replaced(TorchFunctionMode):
 
     def other(self, x: Tensor) -> Tensor:
         while (entry := self.of.get(id(x))) is not None:
-            if torch.is_grad_enabled() != self._graph:  # in a Function's forward
+            if torch.is_grad_enabled() != self._graph:  # f is in the forward pass of a Function
                 raise GradtoolsError(
                     "f passes a tensor that it captures to a torch.autograd.Function, whose "
                     "arguments cannot be replaced when f is computed again. Pass the tensor to f "
@@ -128,10 +128,10 @@ class Captured(Replaced):
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # That of torch.func identifies its own wrappers.
+        # torch.func needs its own wrappers.
         if self._is_beneath() or fun is torch.autograd.grad:
             return fun(*args, **kwargs)
-        if fun.__name__ == "__get__":  # of a property such as shape, or T
+        if fun.__name__ == "__get__":  # a property such as shape or T
             result = fun(*args, **kwargs)
             if not isinstance(result, Tensor):
                 return result
@@ -155,7 +155,7 @@ class Captured(Replaced):
             x = upstream.get_unwrapped(x)
         if not (x.requires_grad or is_wrapped(x)) or upstream.maybe_get_level(x) == self._level:
             return x
-        if upstream.maybe_get_level(x) > self._level:  # of a transform in f
+        if upstream.maybe_get_level(x) > self._level:  # x belongs to a transform in f
             beneath = _beneath(x, self._level)
             if beneath is not None and levels_differentiating([beneath]):
                 raise GradtoolsError(
@@ -173,8 +173,8 @@ class Captured(Replaced):
 class Read(Replaced):
     """A context without torch.func that finds the differentiated tensors that f captures.
 
-    own: The arguments of f. What f makes of them is its own, too: the result of an operation, or a
-    tensor whose graph is newer than this context.
+    own: The arguments of f. Tensors that f computes from them are its own, too: the result of an
+    operation, or a tensor whose graph is newer than this context.
     """
 
     def __init__(self, own: Sequence[Any]) -> None:
@@ -200,7 +200,7 @@ class Read(Replaced):
             self.found[id(x)] = x, x
 
     def check_all(self, ys: Sequence[Tensor]) -> None:
-        """Raises if f's outputs depend on a captured tensor that no mode was shown."""
+        """Raises if f's outputs depend on a captured tensor that no mode saw."""
         ends = {x.grad_fn for x, _ in self.found.values()} - {None}
         for node in nodes_of(ys, ends):
             leaf = node.variable if type(node) is upstream.AccumulateGrad else None

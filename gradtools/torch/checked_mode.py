@@ -1,7 +1,7 @@
-"""PyTorch's half of `gradtools.testing.checked`: runs f again, with the stopped values held.
+"""PyTorch's half of `gradtools.testing.checked`: runs f again, with the stopped values held fixed.
 
 A `TorchFunctionMode` sees the operations of f. Values that f stops (by `detach`, `.data` or a
-`no_grad` block) are recorded in the first run and put back in the others. Nothing is held inside of
+`no_grad` block) are recorded in the first run and restored in the others. Nothing is held inside of
 an autograd.Function, where PyTorch turns gradients off without a call that the mode sees.
 """
 
@@ -40,7 +40,7 @@ def scope(own: bool) -> AbstractContextManager[None]:
 
 
 def unchanged() -> AbstractContextManager[None]:
-    """Random streams are put back."""
+    """Restores random streams."""
     return restored(Randomness.everywhere({"cuda"} if torch.cuda.is_initialized() else ()))
 
 
@@ -87,7 +87,7 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
         self.recorded = self.values
 
     def _measure(self, xs: Sequence[Tensor]) -> None:
-        """Notes the coarsest precision."""
+        """Records the coarsest precision."""
         for dtype in {x.dtype for x in xs if x.dtype.is_floating_point or x.dtype.is_complex}:
             self.eps = max(self.eps, torch.finfo(dtype).eps)
 
@@ -141,7 +141,7 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
     # --- the operations of f
 
     def hold(self, y: Any, in_place: bool = False) -> Any:
-        """A value that f stops: recorded in the first run, put back in the others."""
+        """A value that f stops: recorded in the first run, restored in the others."""
         is_tensor = isinstance(y, Tensor)
         if self.recorded is None:
             self.values.append(y.detach().clone() if is_tensor else y)
@@ -159,7 +159,7 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs, name = kwargs or {}, getattr(func, "__name__", "")
-        if here.own or func in _BACKWARD:  # not f's own forward code
+        if here.own or func in _BACKWARD:  # called outside of f's own forward code
             with set_here(own=True):
                 return func(*args, **kwargs)
         if func is upstream.set_grad_enabled:
@@ -208,7 +208,7 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
             super().see(name, line, [y.clone() for y in ys])
 
     def _see_arguments(self, name: str, given: Sequence[Tensor]) -> None:
-        """Sees what no operation returned, such as the results of autograd.Functions."""
+        """Sees tensors that no operation returned, such as the results of autograd.Functions."""
         if self.count is None:
             return
         line = innermost(lines_above(1))

@@ -56,7 +56,7 @@ def run_chunks(chunks: Chunks) -> tuple[list[Any], list[Any]]:
 
 
 def held_by(chunks: Chunks) -> Held | None:
-    """What f holds; None while exporting. Refuses wrappers, warns of batch norm."""
+    """The state that f holds, None while exporting; refuses wrappers, warns of batch norm."""
     if upstream.is_exporting() or is_plain():
         return None
     given = [*chunks.shared, *[x for x, _ in chunks.splits]]
@@ -85,22 +85,22 @@ _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParalle
 
 @cache
 def _wrapper(kind: type) -> str | None:
-    """The name of a class of PyTorch that manages parameters around each call, if it is one."""
+    """The name of a class of PyTorch that manages parameters around each call, or None."""
     names = [k.__name__ for k in kind.__mro__ if k.__module__.startswith("torch.")]
     return next((name for name in names if name in _WRAPPERS), None)
 
 
 def recomputes() -> bool:
-    """Whether chunks are recomputed: where a graph is recorded, but for torch.func's jvp."""
+    """Whether chunks are recomputed: where a graph is recorded, except in torch.func's jvp."""
     if upstream.is_exporting() or is_plain() or not torch.is_grad_enabled():
         return False
     levels = upstream.get_interpreter_stack() or ()
-    pushed = levels and upstream.forward_level() >= 0  # whose tangents torch.func hides
+    pushed = levels and upstream.forward_level() >= 0  # torch.func hides the tangents
     return not pushed and all(level.key() != _JVP for level in levels)
 
 
 def verifies(options: ChunkOptions, program: Program) -> bool:
-    """Whether this call is compared with its recomputation. Notes when it has been."""
+    """Whether this call is compared with its recomputation. Records when it has been compared."""
     if options.verify is None:
         program.verified = lambda: options.latest.update(verified=True)
     return options.verify is not False and "verified" not in options.latest
@@ -111,7 +111,7 @@ class Chunk:
 
     Attributes:
         after: The carry that f returned.
-        others: The outputs that are no tensors, by place.
+        others: The outputs that are not tensors, by place.
     """
 
     def __init__(self, chunks: Chunks, i: int, pieces: list[Any], carry: list[Any]) -> None:
@@ -231,7 +231,7 @@ class _Sums:
     def add(self, terms: Tensors) -> None:
         self._in_place = self._in_place and all(map(_is_plain, terms))
         number = terms[0].item() if self._in_place and self._weigh else 1.0
-        if self._in_place and self._sums:  # without a copy of the weighted terms
+        if self._in_place and self._sums:  # avoids a copy of the weighted terms
             sums = self._sums
             if self._weigh is not None:
                 sums[0].add_(terms[0])
@@ -250,7 +250,7 @@ class _Sums:
             self._sums = [s + x for s, x in zip(self._sums, terms, strict=True)]
 
     def total(self) -> Tensors:
-        """The sums; with weights their sum, and the weighted means."""
+        """The sums; with weights, the sum of the weights and the weighted means."""
         if self._weigh is None or not self._sums:
             return self._sums
         total, *rest = self._sums

@@ -26,7 +26,7 @@ from gradtools.torch.functorch_wrappers import unwrapped
 Tensor = torch.Tensor
 F = TypeVar("F", bound=Callable[..., Any])
 _SKIPPED: dict[str, Callable[..., Any]] = {}
-_TO_REGISTER: list[Callable[[], Any]] = []  # once dynamo is loaded
+_TO_REGISTER: list[Callable[[], Any]] = []  # to be called once dynamo is loaded
 
 
 def is_compiling() -> bool:  # an alias of PyTorch's function would sometimes be folded to False
@@ -90,7 +90,7 @@ def runs_as_written() -> bool:
 
 
 def skipped_by_dynamo(fun: F) -> F:
-    """Marks `fun` as one that dynamo does not trace (`torch.compiler.disable`)."""
+    """Marks `fun` as a function that dynamo does not trace (`torch.compiler.disable`)."""
     name = f"{fun.__module__}.{fun.__qualname__}"
     _SKIPPED[name] = fun
     _with_dynamo(lambda: _SKIPPED.update({name: torch.compiler.disable(fun)}))
@@ -103,10 +103,10 @@ def skipped_by_dynamo(fun: F) -> F:
 
 
 def only_inlined(fun: F) -> F:
-    """Marks `fun` as one that dynamo traces as part of a graph around it, and else leaves alone.
+    """Marks `fun` as a function that dynamo traces only as part of a surrounding graph.
 
     Where it breaks that graph, `fun` runs again from its first line: compiled on its own, it would
-    hold for its answer that dynamo is tracing.
+    always return that dynamo is tracing.
     """
     _with_dynamo(lambda: upstream.skip_code(fun))
     return fun
@@ -123,7 +123,7 @@ def left_to_python(module: str) -> None:
 
 @skipped_by_dynamo
 def uncompiled(fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """`fun(*args, **kwargs)` with a graph break in compiled code."""
+    """Calls `fun(*args, **kwargs)`, with a graph break in compiled code."""
     return fun(*args, **kwargs)
 
 

@@ -5,8 +5,8 @@
     forward mode                     dual numbers, of which a process has one level; where that is
                                      in use, the transpose of the pullback
 
-What f holds is differentiated as PyTorch differentiates it. Whether that is right is the question
-of `gradtools.testing.checked`.
+f's own operations are differentiated as PyTorch differentiates them; `gradtools.testing.checked`
+checks them.
 
 Results are attached to autograd's graph exactly when grad mode is on at entry and something that
 they depend on requires grad. Otherwise they are detached, and the graph is freed.
@@ -62,8 +62,8 @@ Push = Callable[[Tensors], Tensors]
 class _Here(threading.local):
     """The derivatives of this thread. Class attributes are read fastest."""
 
-    taken = 0  # so far: it shows whether a function takes one itself
-    depth = 0  # how many have functions that are being evaluated
+    taken = 0  # derivatives so far, to find functions that take derivatives
+    depth = 0  # derivatives whose functions are being evaluated
 
 
 _here = _Here()
@@ -85,10 +85,10 @@ def vjp(fun: Fun, leaves: Tensors, *, groups: Sequence[int] | None, once: bool) 
 
 @only_inlined
 def jvp(fun: Fun, leaves: Tensors, tangents: Tensors) -> tuple[Tensors, Tensors, Tensors]:
-    """`(outs, extras, pushed)`, of one evaluation.
+    """`(outs, extras, pushed)` from one evaluation, by dual numbers.
 
-    By dual numbers. Where their level is in use, and inside of a checkpoint, which would run all of
-    this again in its backward pass, by the transpose of the pullback.
+    If their level is in use, or inside of a checkpoint, which would run all of this again in its
+    backward pass, the pullback is transposed instead.
     """
     if is_compiling():
         return _functorch_jvp(fun, leaves, tangents)
@@ -117,7 +117,7 @@ def pushed(
 
 
 def _outside_of_dynamo(engine: Callable[..., Any], fun: Fun, *args: Any) -> Any:
-    """`engine(fun, *args)`, a derivative that counts, with advice on known errors."""
+    """Calls `engine(fun, *args)`, counts the derivative, and adds advice to known errors."""
     _here.taken += 1
     try:
         if upstream.DYNAMO in sys.modules and upstream.compiles_here():
@@ -144,7 +144,7 @@ class _Evaluated(NamedTuple):
     aliases: Tensors
     attached: bool  # whether results are attached to a graph outside
     spent: list[bool]  # the flag of the aliases, see `is_spent`
-    plain: bool  # whether the function ran by `PlainKernels`
+    plain: bool  # whether the function ran with `PlainKernels`
     pushes: bool  # whether tangents of the results are attached to a graph outside
 
 
@@ -163,9 +163,8 @@ def _eager_vjp(fun: Fun, leaves: Tensors, once: bool) -> Evaluation:
             return grads
         if any(g is None for g in grads):
             kinds = {type(node).__name__ for node in nodes_of(of.outs)}
-            if (
-                "CompiledFunctionBackwardBackward" in kinds
-            ):  # from it no path leads to f's arguments
+            # The graph of this node has no path to f's arguments.
+            if "CompiledFunctionBackwardBackward" in kinds:
                 raise GradtoolsError(f"{caller_of(fun)}: {NO_DOUBLE_BACKWARD}")
         return in_memory(grads, of.aliases)
 
@@ -179,14 +178,14 @@ def _eager_vjp(fun: Fun, leaves: Tensors, once: bool) -> Evaluation:
 def _evaluated(fun: Fun, leaves: Tensors, plain: bool = False, keep: bool = True) -> _Evaluated:
     """f at aliases of the leaves, once, with a graph.
 
-    plain: Whether by `PlainKernels`, as in all second derivatives.
+    plain: Whether f runs with `PlainKernels`, as in all second derivatives.
     keep: Whether grad mode is on at entry.
     """
-    inference = torch.is_inference_mode_enabled()  # in which grad mode may be on
+    inference = torch.is_inference_mode_enabled()  # grad mode may be on in it
     if inference or not torch.is_grad_enabled():
         with torch.inference_mode(False) if inference else torch.enable_grad():
             return _evaluated(fun, leaves, plain, keep=False)
-    own: Any = getattr(fun, "own", ())  # parameters, at which a module is called
+    own: Any = getattr(fun, "own", ())  # the parameters of module arguments
     spent, aliases = [False], []
     for x in leaves:
         if id(x) in own:
@@ -224,7 +223,7 @@ def _pulled(
     cts: Sequence[Tensor | None],
     retain: bool,
 ) -> list[Tensor | None]:
-    """The pullback of cotangents to the inputs; None for those that the outputs do not reach."""
+    """The pullback of cotangents to the inputs; None for inputs that do not reach the outputs."""
     create = torch.is_grad_enabled()
     if not create and torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():
@@ -253,7 +252,7 @@ def _eager_linearize(fun: Fun, leaves: Tensors) -> tuple[Tensors, Tensors, Push]
     """The pushforward is the pullback of the pullback, which is linear in the cotangents."""
     of: _Evaluated = evaluated_to_push(caller_of(fun), _evaluated, fun, leaves, True)
     tracked = [y for y in of.outs if y.requires_grad]
-    with torch.inference_mode(False), torch.enable_grad():  # any cotangents will do
+    with torch.inference_mode(False), torch.enable_grad():  # any cotangents suffice
         dummies = [torch.ones_like(y, requires_grad=True) for y in tracked]
         for dummy in dummies:
             setattr(dummy, SPENT, of.spent)
@@ -264,7 +263,7 @@ def _eager_linearize(fun: Fun, leaves: Tensors) -> tuple[Tensors, Tensors, Push]
     def push(tangents: Tensors) -> Tensors:
         if lost:
             raise RuntimeError(
-                "f's backward pass records no graph (as that of torch.cond), so the pushforward, "
+                "f's backward pass records no graph (as in torch.cond), so the pushforward, "
                 "which is its derivative, is unknown; the pullback of gt.vjp is right"
             )
         pairs = [(g, t) for g, t in zip(grads, tangents, strict=True) if g is not None]
@@ -331,7 +330,7 @@ def _functorch_vjp(fun: Fun, leaves: Tensors, once: bool = True) -> Evaluation:
 
 
 def _func_vjp(fun: Any, *primals: Any, has_aux: bool = False) -> Any:
-    """`torch.func.vjp` outside of hooks on saved tensors, which it refuses; a checkpoint's stay."""
+    """`torch.func.vjp` without hooks on saved tensors, which it refuses; keeps a checkpoint's."""
     if not is_compiling() and upstream.saved_tensors_hooks_on(False) is not None:
         with unpacked() as hooks:
             if not has_checkpoint(hooks):

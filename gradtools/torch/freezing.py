@@ -7,7 +7,7 @@
                 <u, g> along z           one double backward, computed again; its graph of G serves
                                          the pullback of y, which comes next
 
-Only autograd's engine, while it runs, knows whether the part along z is needed; it is asked then.
+Only autograd's engine, while it runs, knows whether the part along z is needed.
 Third derivatives, and all derivatives inside of torch.func, use double backward of G, computed
 again as in `recomputation.py`. G's parameters are constants: they lead to a node that raises.
 """
@@ -55,7 +55,7 @@ class Uses:
     """State that all uses of one frozen function share."""
 
     def __init__(self) -> None:
-        self.state: RunState | None = None  # after the latest use
+        self.state: RunState | None = None  # the state after the latest use
         self.has_forward_mode = True
         self._latest: Callable[[], _Use | None] = lambda: None
 
@@ -131,7 +131,7 @@ class _Pullback(Pull):
 
     of: _Use
     pulls = _Second
-    leaves: Sequence[Tensor] = ()  # the arguments of the use, where derivatives may be left out
+    leaves: Sequence[Tensor] = ()  # the arguments of the use, if derivatives may be omitted
 
     def pulled(self, xs: Sequence[Tensor]) -> Pulled:
         if torch.is_grad_enabled() or self.rows or not self.of.retained:
@@ -229,7 +229,7 @@ class _Use(Program):
         super()._compare(primals, exact and self.kernels is _NOTHING)
 
     def by(self, kernels: Any) -> _Use:
-        """A copy that is computed again by these kernels."""
+        """A copy that is computed again with these kernels."""
         return self._copy(kernels=kernels)  # type: ignore[return-value]
 
     # --- its derivatives
@@ -245,7 +245,7 @@ class _Use(Program):
         pull: Any
         pull, inputs = super().pullback(xs, cts, wants)
         if torch.is_grad_enabled() and upstream.peek_interpreter_stack() is None:
-            # Views, since the engine cannot be asked whether a leaf is needed.
+            # Views, since the engine does not say whether a leaf is needed.
             pull.leaves = xs
             inputs = [x.view_as(x) if x.requires_grad else x for x in inputs]
         return pull, inputs

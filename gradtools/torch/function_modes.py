@@ -57,7 +57,8 @@ def _attention(
         scores = scores.masked_fill(~attn_mask, -math.inf)
     elif attn_mask is not None:
         scores = scores + attn_mask
-    # PyTorch's own softmax has a tangent that has no derivative. All masked: a row of zeros.
+    # PyTorch's own softmax has a tangent that has no derivative. A row of masked scores gives
+    # zeros.
     most = value_of(scores).amax(-1, keepdim=True)
     terms = torch.exp(scores - most.masked_fill(most.isinf(), 0.0))
     total = terms.sum(-1, keepdim=True)
@@ -70,8 +71,8 @@ _NEEDS_WEIGHTS = 15  # the position of multi_head_attention_forward's argument
 
 
 def _multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """`multi_head_attention_forward`, which takes no fused kernel if it returns the weights."""
-    if functional.scaled_dot_product_attention is not _FUSED:  # patched, as attention libraries do
+    """`multi_head_attention_forward`, which uses no fused kernel if it returns the weights."""
+    if functional.scaled_dot_product_attention is not _FUSED:  # attention libraries patch it
         return functional.multi_head_attention_forward(*args, **kwargs)
     if len(args) > _NEEDS_WEIGHTS:
         names = ("need_weights", "attn_mask", "use_separate_proj_weight", "q_proj_weight")
@@ -151,20 +152,20 @@ class OneTangent(PlainAttention):
         self._began = upstream.nodes_made()
 
     _stopped = 0  # if tangents are stopped, one more than the levels of torch.func there
-    _inside: Any = None  # the Python function that is being entered, whose check comes here again
+    _inside: Any = None  # the Python function whose own check calls this mode again
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if fun is _set_graphs:
             # Inside of a Function autograd has disabled graphs itself, or tangents.
             levels = 1 + len(upstream.get_interpreter_stack() or ())
-            if args[0] and self._stopped >= levels:  # not by torch.func.grad within
+            if args[0] and self._stopped >= levels:  # and not by an inner torch.func.grad
                 upstream.set_forward_mode_enabled(True)
                 self._stopped = 0
             elif torch.is_grad_enabled() > args[0] and upstream.is_forward_mode_enabled():
                 upstream.set_forward_mode_enabled(False)
                 self._stopped = levels
             return fun(*args)
-        if fun is torch.autograd.grad:  # which needs the graph that is not recorded
+        if fun is torch.autograd.grad:  # it needs a graph, which is not recorded
             raise NoForwardMode
         if _redispatch and type(fun) is FunctionType and fun not in (self._inside, *_ATTENTION):
             before, self._inside = self._inside, fun
@@ -189,7 +190,7 @@ class OneTangent(PlainAttention):
                 y = super().__torch_function__(fun, types, args, kwargs)
         finally:
             _set_graphs(True)
-        leaf = args[0] if y is None and args else y  # None: of `x.requires_grad = True`
+        leaf = args[0] if y is None and args else y  # y is None for `x.requires_grad = True`
         made = isinstance(leaf, Tensor) and leaf.requires_grad and leaf.grad_fn is None
         if made and id(leaf) not in self.read:
             self._made[id(leaf)] = weakref.ref(leaf)
@@ -276,7 +277,7 @@ traced: list[bool] = []  # not empty while dynamo traces a function that is diff
 
 
 def run_in_trace(fun: Any, xs: Sequence[Tensor], plain: bool) -> Any:
-    """`fun(*xs)`, which dynamo traces; `plain` is whether it runs by `PlainKernels`."""
+    """Calls `fun(*xs)`, which dynamo traces; `plain` says whether with `PlainKernels`."""
     traced.append(True)
     try:
         with PlainKernels() if plain else _NOTHING:

@@ -95,7 +95,7 @@ def is_dual(x: Any) -> bool:
         return False
     x = unwrapped(x)
     if upstream.is_legacy_batched(x) or x.is_inference():
-        return False  # which have no tangents
+        return False  # these dtypes have no tangents
     return upstream.unpack_dual(x, level)[1] is not None
 
 
@@ -121,7 +121,7 @@ def unshared(x: Tensor) -> Tensor:
 
 
 class Example:
-    """A detached wrapper subclass, such as a DTensor: the shape alone does not say its parts."""
+    """A detached wrapper subclass, such as a DTensor: its shape does not determine its parts."""
 
     def __init__(self, x: Tensor) -> None:
         self.x = x.detach()
@@ -130,7 +130,7 @@ class Example:
 def like(x: Tensor) -> Any:
     """The shape, dtype and device of a floating or complex tensor, None for others.
 
-    Also an `Example` if it is a wrapper subclass.
+    For a wrapper subclass, an `Example` as well.
     """
     if not is_inexact(x):
         return None

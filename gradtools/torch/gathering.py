@@ -38,7 +38,7 @@ def check_group(caller: str, axis_name: Any, group: Any) -> None:
     if not (dist.is_available() and dist.is_initialized()):
         raise GradtoolsError(
             f"{caller}: there is no process group. Call torch.distributed.init_process_group "
-            "first; a single process has all rows already."
+            "first; a single process already has all rows."
         )
 
 

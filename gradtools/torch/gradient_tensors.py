@@ -43,7 +43,7 @@ def without_graph(x: Tensor, of_tangent: bool = True) -> Tensor:
 def tangents_of(xs: Sequence[Tensor]) -> list[Tensor]:
     """The tangents of dual numbers, which have a graph of their own."""
     if upstream.forward_level() < 0 or upstream.peek_interpreter_stack() is not None:
-        return []  # vmap cannot unpack what it batches, such as the rows of a Jacobian
+        return []  # vmap cannot unpack its own batch, such as the rows of a Jacobian
     tangents = [forward_ad.unpack_dual(x).tangent for x in xs if is_inexact(x)]
     return [t for t in tangents if t is not None]
 

@@ -51,7 +51,7 @@ def edited(rule: Rule, x: Any, cotangent: Any = None, value: Any = None) -> Tens
 
 
 def edit_application(rule: Rule, inputs: int) -> Application:
-    """The application that all calls of an edit share, made at the first one."""
+    """The application that all calls of an edit share, made at the first call."""
     cotangent = rule.cotangent
     assert cotangent is not None
 
@@ -70,7 +70,7 @@ def tied(x: Any, function: Callable[..., Any]) -> Any:
     """x, with edges to the leaves that a function captures: its derivatives depend on them.
 
     A backward pass sends nothing along these edges, but a derivative that is taken at x finds the
-    leaves of an outer one, and keeps its graph.
+    leaves of an outer derivative, and keeps its graph.
     """
     if not torch.is_grad_enabled() or upstream.peek_interpreter_stack() is not None:
         return x

@@ -1,8 +1,8 @@
 """Host kernels in PyTorch: one custom operator, which looks up the kernel by its key.
 
 A compiled program cannot hold Python objects, so the operator takes the key of a `KernelCall`. It
-has an implementation for fake tensors, and a vmap rule. It has no derivative: the rule around it
-has.
+has an implementation for fake tensors, and a vmap rule. Its derivative is defined by the rule
+around it.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class KernelCalls:
         count: The number of arguments; 0: any number.
         alike: Whether the result is one array like the first argument.
         fresh: With this number of arguments the kernel is a NumPy ufunc, which keeps no array and
-            returns a new one, so that nothing needs a copy; 0 for other kernels.
+        returns a new array, so that no copy is needed; 0 for other kernels.
     """
 
     def __init__(self, of: Any, differentiated: Callable[[Any, Any], Any] | None) -> None:
@@ -83,7 +83,7 @@ class KernelCalls:
                 if keeps:  # a copy: the kernel may keep it, and x may change in place
                     array = array.copy()
                     array.setflags(write=False)
-                    array = array.view()  # which cannot be made writable again
+                    array = array.view()  # a view that cannot be made writable again
                 arrays.append(array)
         except (RuntimeError, TypeError):  # tensors that NumPy cannot read directly
             return NotImplemented

@@ -1,8 +1,8 @@
-"""Adds advice to errors of PyTorch where gradtools has the way round.
+"""Adds advice to errors of PyTorch for which gradtools has an alternative.
 
-PyTorch raises a RuntimeError for nearly everything, so only the text identifies an error; that it
-is PyTorch's own follows from the frame that raised it. All other errors pass unchanged. Only this
-module reads error texts of PyTorch: if one is reworded upstream, PyTorch's own error is raised.
+PyTorch raises a RuntimeError for nearly everything, so only the text identifies an error; the frame
+that raised it shows that it is PyTorch's own. All other errors pass unchanged. Only this module
+reads error texts of PyTorch: if one is reworded upstream, PyTorch's own error is raised.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ def explain(caller: str, error: RuntimeError | AssertionError) -> None:
             raise refusal(error, text) from error
 
 
-# Errors where gradtools has the way round: parts of PyTorch's texts, and the advice.
+# Errors for which gradtools has an alternative: parts of PyTorch's texts, and the advice.
 _ADVICE = {
     r"Batching rule not implemented for|inside of vmap|vmap: we do not yet support|under vmap"
     r"|data-dependent|do not support batching|not yet have a batching rule|calling \.item\(\)"
@@ -91,9 +91,10 @@ _ADVICE = {
         "pullback."
     ),
     "aten::_scaled_dot_product": (
-        "of fused attention PyTorch has first derivatives alone. gradtools takes others by plain "
-        "operations where it takes them itself and the kernel draws no dropout: in f use gt.grad, "
-        "not torch.func.grad or torch.autograd.grad, and linearize, not jvp, of a pullback."
+        "PyTorch has only first derivatives of fused attention. gradtools takes others by plain "
+        "operations if gradtools takes all of them and the kernel draws no dropout: in f use "
+        "gt.grad, not torch.func.grad or torch.autograd.grad, and linearize, not jvp, of a "
+        "pullback."
     ),
     " is not implemented": (
         "f holds an operation whose backward pass has no derivative in PyTorch. Push forward "

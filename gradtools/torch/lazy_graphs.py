@@ -83,8 +83,8 @@ class LazyGraph(Program):
         held = Held([f, *modules])
         super().__init__("", list, held, RunState.now(held))
         self.deferred = True  # whether the engine frees the graph
-        self._nested = False  # whether f ran inside of vmap or of forward mode
-        self.leaves: dict[int, Tensor] = {}  # that f reached, by id
+        self._nested = False  # whether f ran inside of vmap or forward mode
+        self.leaves: dict[int, Tensor] = {}  # the leaves that f reached, by id
         self._constants: set[int] = set()  # the ids of outputs of f that require no grad
 
     def note(self, output: Any, own: set[int]) -> None:
@@ -98,7 +98,8 @@ class LazyGraph(Program):
         for x in [n.variable for n in nodes if type(n) is upstream.AccumulateGrad]:
             if id(x) not in own and not is_spent(x):
                 self.leaves.setdefault(id(x), x)
-        # A second evaluation would meet a graph that f captures, and that the first one has freed.
+        # A second evaluation would meet a graph that f captures, and that the first evaluation has
+        # freed.
         if min(map(upstream.sequence_of, nodes), default=self.outside) < self.outside:
             self.deferred = False
 

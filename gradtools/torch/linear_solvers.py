@@ -1,7 +1,7 @@
 """Linear solvers for `implicit_solution`: conjugate gradients, GMRES, and a dense matrix.
 
-The first two stop at a relative residual, where it can be read. Under vmap no value can be, and
-they take the largest number of iterations.
+The first two stop at a relative residual, where it can be read. Under vmap values cannot be read,
+and they run the largest number of iterations.
 
 Source: Saad, Iterative methods for sparse linear systems, 2003, algorithms 6.18 and 6.9.
 """

@@ -32,8 +32,8 @@ def jvps(
 ) -> tuple[Tensors, Tensors, list[Tensors]]:
     """`jvp` along many tangents.
 
-    A dual number has one tangent, so each takes an evaluation of its own; all start from the state
-    before the first.
+    A dual number has one tangent, so each direction needs its own evaluation; all evaluations start
+    from the same state.
     """
     nested = upstream.peek_interpreter_stack() is not None or upstream.forward_level() >= 0
     if is_compiling() or nested:
@@ -42,8 +42,8 @@ def jvps(
     state, mode, rows = RunState.now(held), OneTangent(), list[Any]()
     points = [x.detach() for x in leaves]
     try:
-        with unpacked() as hooks, torch.enable_grad():  # G sees it enabled and records no graph
-            if has_checkpoint(hooks):  # which would run all of this again
+        with unpacked() as hooks, torch.enable_grad():  # G sees grad mode on, but records no graph
+            if has_checkpoint(hooks):  # a checkpoint would run all of this again
                 raise NoForwardMode
             for k, tangents in enumerate(many):
                 if k:
@@ -109,14 +109,14 @@ def _by_engine(fun: Fun, leaves: Tensors, many: Sequence[Tensors]) -> Any:
 
 
 def restarting(fun: Fun, leaves: Sequence[Tensor], count: int) -> Callable[[], None]:
-    """A function to call before each of `count` evaluations, which puts back the state of now."""
+    """A function to call before each of `count` evaluations, which restores the current state."""
     if count < 2 or is_compiling():
         return lambda: None
     return RunState.now(_held(fun, leaves)).restore
 
 
 def _held(fun: Fun, leaves: Sequence[Tensor]) -> Held:
-    """What a function holds, and the function of the user that it calls."""
+    """The modules and tensors that a function holds, and the user's function that it calls."""
     f = getattr(fun, "f", fun)
     given = [f, getattr(f, "f", None), *getattr(f, "opened_modules", ())]
     given += [*getattr(fun, "args", ()), getattr(fun, "kwargs", {})]

@@ -16,7 +16,7 @@ Tensor = torch.Tensor
 
 
 def batchings() -> int:
-    """The number of open levels of autograd's legacy vmap, that of ``is_grads_batched``.
+    """The number of open levels of autograd's legacy vmap, which ``is_grads_batched`` uses.
 
     Dynamo must not trace this: it would drop the increment, whose result is unused, and keep the
     decrement.
@@ -30,7 +30,7 @@ def batchings() -> int:
 def by_new_vmap(fun: Callable[..., list[Any]], xs: Sequence[Any]) -> list[Any]:
     """`fun(*xs)` inside of ``is_grads_batched``, mapped by `torch.vmap` outside of it.
 
-    Autograd records what a `torch.autograd.Function` returns on tensors of the legacy vmap, and
+    Autograd records the results of a `torch.autograd.Function` on tensors of the legacy vmap, and
     loses that graph when the level ends. Results of `torch.vmap` keep their graphs.
     """
     level, there = batchings(), list[bool]()
@@ -101,7 +101,7 @@ def dual_level() -> Iterator[None]:
             try:
                 upstream.leave_forward_level(level)
             finally:
-                if upstream.forward_level() == level:  # an interrupt came before it
+                if upstream.forward_level() == level:  # an interrupt may skip the exit
                     upstream.leave_forward_level(level)
                 upstream.set_forward_mode_enabled(tangents)
 
@@ -124,5 +124,5 @@ def unpacked() -> Iterator[list[Any]]:
 
 
 def has_checkpoint(hooks: Sequence[Any]) -> bool:
-    """Whether some of the hooks are those of `torch.utils.checkpoint`."""
+    """Whether some of the hooks belong to `torch.utils.checkpoint`."""
     return "torch.utils.checkpoint" in [getattr(pack, "__module__", "") for pack, _ in hooks]

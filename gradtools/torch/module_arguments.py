@@ -51,7 +51,7 @@ def opened(
             raise GradtoolsError(
                 f"{caller}: argument {i} is a module, {type(args[i]).__name__}, which compiled "
                 "code cannot differentiate. Call gt.make_functional(module) outside, and "
-                "differentiate apply to params; or leave this derivative out of what is compiled."
+                "differentiate apply to params; or do not compile this derivative."
             )
         if not isinstance(args[i], Tensor) and not is_compiling() and _holds_module(args[i]):
             return Opened(caller, f, args, argnums)

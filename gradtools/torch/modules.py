@@ -166,7 +166,7 @@ def apply(
 def _call(
     copied: Callable[..., Copy], params: Tensors, state: Tensors, args: tuple, kwargs: dict
 ) -> Applied:
-    if upstream.caches_weights():  # by id(module), which copies reuse
+    if upstream.caches_weights():  # by id(module), and copies reuse ids
         raise GradtoolsError(
             "apply: inside torch.nn.utils.parametrize.cached() a copy could be given another "
             "copy's weights. Call apply outside of it."
@@ -265,10 +265,11 @@ class _Links:
     """Values with the tensors and modules of a tree replaced by those of its copy.
 
     Args:
-        own: What is in the place of each object, by its id.
+        own: The replacement of each object, by its id.
 
     Attributes:
-        copied: The fields of objects, those of their copies, and the latter as they were made.
+        copied: The fields of objects, the fields of their copies, and the copies' fields as they
+            were made.
     """
 
     def __init__(self, own: dict[int, Any]) -> None:
@@ -279,7 +280,7 @@ class _Links:
         self.copied.append((original, copy, copy.copy()))
 
     def relinked(self, x: Any, at: tuple[nn.Module, str], depth: int = DEPTH) -> Any:
-        """The value; x itself if it refers to nothing of the tree.
+        """The value, or x itself if it does not refer to the tree.
 
         Raises if it is a function that closes over the tree: it would use the originals.
         at: The module and its attribute, for messages.

@@ -15,7 +15,7 @@ class GradientReversal(nn.Module):
     """The identity, with the gradient times ``-scale``.
 
     Args:
-        scale: A real number, no parameter and no buffer. It may be assigned between calls, for a
+        scale: A real number, not a parameter or a buffer. It may be assigned between calls, for a
             schedule.
 
     Example:

@@ -1,11 +1,10 @@
 """Layer, batch, group and instance norm, and distances, as programs of elementary operations.
 
 PyTorch's batching rules and forward rules of the fused kernels treat their other results, the mean
-and the deviation, as constants. So the derivative of a gradient under vmap, and of a tangent, is
-wrong there: both that of torch.func (torch#196699, torch#196700). Where gradtools itself maps or
-pushes a function, in `per_example_grad`, Jacobians and forward mode, it evaluates these programs,
-which are right at every order. So it does for `torch.cdist`, whose backward kernel has a wrong
-batching rule.
+and the deviation, as constants. So derivatives of a gradient under vmap, and of a tangent, are
+wrong in torch.func (torch#196699, torch#196700). Where gradtools itself maps or pushes a function,
+in `per_example_grad`, Jacobians and forward mode, it evaluates these programs, which are right at
+every order. The same holds for `torch.cdist`, whose backward kernel has a wrong batching rule.
 """
 
 from __future__ import annotations
@@ -94,7 +93,7 @@ def _by_statistics(
     var: Any,
     how: tuple[Any, ...],
 ) -> Tensor:
-    """Normalizes by the input's own statistics; the kernel does so by running ones.
+    """Normalizes by the input's own statistics; the kernel normalizes by running statistics.
 
     how: The arguments of the kernel from `training` on.
     """
@@ -142,7 +141,7 @@ def _of_channels(input: Tensor, *parameters: Tensor | None) -> list[Tensor | Non
 def _normalized(x: Tensor, axes: tuple[int, ...], eps: float) -> Tensor:
     """(x - mean) / deviation."""
     dtype = x.dtype
-    if dtype in (torch.bfloat16, torch.float16):  # as the kernels do
+    if dtype in (torch.bfloat16, torch.float16):  # the kernels compute in float32, too
         x = x.float()
     centered = x - x.mean(axes, keepdim=True)
     variance = (centered * centered).mean(axes, keepdim=True)
@@ -158,7 +157,7 @@ def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 def _with_tangent(x: Tensor, like: Tensor) -> Tensor:
     """x with a tangent of zeros, if `like` has a tangent and x has none.
 
-    The symbolic zero that PyTorch takes otherwise is a hundred times slower.
+    PyTorch would use a symbolic zero, which is a hundred times slower.
     """
     if upstream.peek_interpreter_stack() is not None or not is_dual(like) or is_dual(x):
         return x

@@ -1,8 +1,8 @@
-"""Marks of a thread by which recordings know operations that gradtools made itself.
+"""Thread-local marks by which recordings identify operations of gradtools itself.
 
 A recording of a user's program sees gradtools' own operations as well. The functions here mark a
-`detach` as gradtools' own, with a reason. A Function's class attribute `recorded_as` says what the
-Function is recorded as.
+`detach` as gradtools' own, with a reason. A Function's class attribute `recorded_as` is the kind as
+which the Function is recorded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RULE = "rule"  # the mark of a Function that applies a rule
 
 
 def function_of_ours(kind: Any) -> str | None:
-    """What a Function's class is recorded as; None if it is not gradtools' own."""
+    """The kind as which a Function's class is recorded; None if it is not gradtools' own."""
     mark: str | None = getattr(kind, "recorded_as", None)
     own = kind.__module__.startswith(__name__.rpartition(".")[0] + ".")
     return mark or (kind.__name__.strip("_").lower() if own else None)
@@ -49,7 +49,7 @@ def detached(x: Tensor, reason: str) -> Tensor:
 
 
 def reason_of_detach() -> str:
-    """The reason of gradtools' own detach in this thread; empty for the user's."""
+    """The reason of gradtools' own detach in this thread; empty for a detach of the user."""
     return _here.reason
 
 
@@ -64,7 +64,7 @@ class _Running(threading.local):
     mark = ""  # the operator whose own machinery is running
     checked = False  # whether a rule's check evaluates a function
     edits = 0  # how many edits without forward mode have been applied
-    edit = ""  # the name of the latest one
+    edit = ""  # the name of the latest such edit
     pushing = ""  # the operator that transposes f's pullback, where rules must be linear
 
 

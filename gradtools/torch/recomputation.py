@@ -102,7 +102,7 @@ class Program:
         self.outside = held.began  # the number of nodes before the first chunk
         self.first: list[tuple[Tensor | None, int]] = []
         self.verified: Callable[[], None] = lambda: None
-        self.replaced = replaced_now()  # by an outer recomputation, in which this is the first run
+        self.replaced = replaced_now()  # tensors that an outer recomputation replaces
         levels = upstream.get_interpreter_stack() or ()
         self.maps = sum([level.key() == _VMAP for level in levels])
         self.eager = not levels  # derivatives in f sum in other orders inside of torch.func
@@ -126,7 +126,7 @@ class Program:
         """The first run: outputs without a graph, which become `known`, and the state after it.
 
         The outputs have their graph, and `known` is None, if f could not be computed again: it
-        changed an argument in place, or read a tensor with a graph that is no argument.
+        changed an argument in place, or read a tensor with a graph that is not an argument.
 
         others: Further tensors that f may write in.
         """
@@ -163,7 +163,7 @@ class Program:
             if views and any(upstream.is_alias_of(y, x) for x in (*inner, *sources)):
                 outs[i] = outs[i].clone()
         alive = [*map(weakref.ref, sources)]
-        del ys, y, sources  # with the graph, which frees leaves that f made for itself
+        del ys, y, sources  # frees the graph, and with it leaves that f made for itself
         self.read([x for ref in alive if (x := ref()) is not None])
         self.known, self.tracked, self.verify = outs, tracked, verify
         return outs, later
@@ -259,7 +259,7 @@ class Program:
                     "iterator, a counter, a cache, a file, or draws in another thread. Pass that "
                     "as an argument, or make it a buffer."
                 )
-        self.first.clear()  # also of the copies of this program
+        self.first.clear()  # copies of this program share the list
         self.verified()
 
     def _copy(self, **changes: Any) -> Program:
@@ -286,7 +286,7 @@ def _equal(y: Tensor, first: Tensor, exact: bool, scale: Tensors) -> bool:
 
     scale: The outputs whose largest entry rounding is relative to.
     """
-    if y.dtype is torch.complex32:  # which PyTorch does not compare
+    if y.dtype is torch.complex32:  # PyTorch does not compare complex32
         y, first, *scale = map(torch.view_as_real, (y, first, *scale))
     if exact and y.device.type == "cpu":
         return torch.equal(y, first) or torch.allclose(y, first, 0, 0, equal_nan=True)
@@ -333,7 +333,7 @@ class Pull(Program):
     def pulled(self, xs: Sequence[Tensor]) -> Pulled:
         """The wanted sources and arguments with their gradients; None is zero."""
         create, fixed = torch.is_grad_enabled(), len(self.sources)
-        plain = not torch.is_inference_mode_enabled()  # in which no graph is recorded
+        plain = not torch.is_inference_mode_enabled()  # inference mode records no graph
         with torch.enable_grad() if plain else torch.inference_mode(False):
             entered = zip(xs[: self.size], self.wants[fixed:], strict=True)
             inner = [_entering(x, create, wanted) for x, wanted in entered]
@@ -443,7 +443,7 @@ def recomputed(program: Program, xs: Sequence[Tensor]) -> Tensors:
 class _Node(torch.autograd.Function):
     """A program at its sources and arguments.
 
-    count: How many known outputs come before them, so that torch.func unwraps these, too.
+    count: The number of known outputs before them, which torch.func then unwraps, too.
     """
 
     recorded_as = "chunked"
@@ -472,7 +472,7 @@ class _Node(torch.autograd.Function):
         xs, modes = [*map(alive, ctx.saved_tensors)], _NOTHING
         cts = tuple([ct if ct is None else alive(ct) for ct in cts])
         if not {*map(type, xs)} <= _ORDINARY:
-            modes = upstream.EnableTorchFunction()  # which a subclass's backward() disables
+            modes = upstream.EnableTorchFunction()  # a subclass's backward() disables these modes
         with marked(ctx.program.caller), modes:
             if batchings():
                 grads = by_new_vmap(lambda *cts: _pulled(ctx, xs, cts), cts)
@@ -490,7 +490,7 @@ class _Node(torch.autograd.Function):
         if program.expands(axes):
             xs, axes = tuple([front(*pair) for pair in pairs[count:]]), (0,) * len(xs)
         outer = sum(v.key() == _VMAP for v in upstream.get_interpreter_stack() or ())
-        # A later vmap, such as that of a Jacobian's rows, shares the draws of the first run.
+        # A later vmap, such as the vmap over a Jacobian's rows, shares the draws of the first run.
         randomness = info.randomness if outer < program.maps else "same"
         batch = program.batched(axes, size, randomness)
         batch.known = [front(*pair) for pair in pairs[:count]]

@@ -58,7 +58,7 @@ class Randomness:
     ) -> Randomness:
         """Python's, NumPy's, and PyTorch's generators of the CPU and all devices of these types.
 
-        generators: Further ones, that a module or a closure holds.
+        generators: Further generators, which a module or a closure holds.
         """
         others = sorted(set(kinds) - {"cpu", "meta"})
         counts = [(kind, torch.get_device_module(kind).device_count()) for kind in others]
@@ -138,7 +138,7 @@ _HEAD, _SIZE = object.__basicsize__, random.Random.__mro__[1].__basicsize__
 def _words(stream: str) -> Any:
     """The memory of the Mersenne Twister; empty for another generator of NumPy.
 
-    With the second number of a pair of Python's; NumPy's is in its state alone.
+    For Python, also the second number of a Gaussian pair; NumPy keeps it in its state only.
     """
     if stream == PYTHON:
         return ctypes.string_at(id(_PYTHON) + _HEAD, _SIZE - _HEAD), _PYTHON.gauss_next
@@ -191,7 +191,7 @@ class Held:
         self.began = upstream.nodes_made()
 
     def versions(self) -> int:
-        """How often the parameters were changed in place, all together."""
+        """The total number of in-place changes of the parameters."""
         lazy = nn.parameter.is_lazy
         plain = [x for x in self.parameters if not (lazy(x) or x.is_inference())]
         return sum(map(upstream.version_of, plain))
@@ -206,7 +206,7 @@ class Held:
             if len(own) == len(first) and all(map(is_, own.values(), first.values())):
                 continue
             kinds = {*map(type, own.values()), *map(type, first.values())}
-            if own.keys() == first.keys() and kinds <= {*_PLAIN, type(None)}:  # no shards of FSDP2
+            if own.keys() == first.keys() and kinds <= {*_PLAIN, type(None)}:  # not shards of FSDP2
                 changed.append((own, dict(own)))
                 own.update(first)
         return changed
@@ -235,7 +235,7 @@ def _parts(x: Any) -> Iterable[Any]:
 class RunState:
     """The random streams that f may draw from, and the buffers of its modules, at one time.
 
-    copies: Of each buffer: the buffer, its copy, its version, and whether its module is training.
+    copies: For each buffer: the buffer, its copy, its version, and whether its module is training.
     """
 
     held: Held
@@ -320,8 +320,8 @@ def _version(buffer: Tensor) -> int:
 def _same(buffer: Tensor, copy: Tensor, version: int, training: bool) -> bool:
     """Whether a buffer still has these contents.
 
-    Versions say so, but for the statistics of normalizations in training: their kernels increment
-    none, so small buffers are compared, without waiting for an accelerator.
+    Versions show changes, except for the statistics of normalizations in training: their kernels
+    increment none, so small buffers are compared, without waiting for an accelerator.
     """
     same = _version(buffer) == version and not buffer.is_inference()
     if type(copy) is not Tensor:  # fake: without numbers

@@ -14,13 +14,13 @@ _SHARED = (*upstream.SLOTS, upstream.NOT_SAVED)
 
 
 def like_module(f: Any, make: Callable[[Any], Callable[..., Any]]) -> Any:
-    """`make(f)`, as a module if f is one; a ScriptModule, which has no dictionaries, is not."""
+    """`make(f)`, as a module if f is a module (not a ScriptModule, which has no dictionaries)."""
     plain = isinstance(f, nn.Module) and all(name in f.__dict__ for name in _SHARED)
     return Transformed(f, make(f)) if plain else make(f)
 
 
 class Transformed(upstream.ModuleLike):
-    """A module with the state of another one, and its own call.
+    """A module with the state of another module, and its own call.
 
     As with `torch.nn.DataParallel`, transforming a module gives a module. Unlike there, parameters
     keep their names, so that a `state_dict` is the same with and without the transformation.

@@ -119,7 +119,7 @@ _CONSTANTS = (str, bool, int, float, complex, torch.dtype, torch.device)
 
 
 def _in_python(fun: Callable[..., Any], *args: Any) -> Any:
-    """`fun(*args)`, with a graph break in compiled code."""
+    """Calls `fun(*args)`, with a graph break in compiled code."""
     if not torch.compiler.is_dynamo_compiling():
         return fun(*args)
     return uncompiled(fun, *args)

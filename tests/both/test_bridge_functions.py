@@ -167,5 +167,5 @@ def test_containers_that_the_host_does_not_know_become_tuples_or_are_refused():
             return cls(*parts)
 
     g = bridge.to_torch(lambda x: Pair(x, 2 * x))
-    with pytest.raises(GradtoolsError, match=r"to_torch: .*Pair, which is no pytree in PyTorch"):
+    with pytest.raises(GradtoolsError, match=r"to_torch: .*Pair, which is not a pytree in PyTorch"):
         g(torch.ones(2))

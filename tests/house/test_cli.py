@@ -86,7 +86,7 @@ def test_a_module_that_cannot_be_imported_is_told(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("shapes", ["3:U5", "3y4", "3:float33"])
 def test_shapes_that_cannot_be_drawn_are_told(shapes):
-    with pytest.raises(GradtoolsError, match=f"^--shapes: '{shapes}' is no shape"):
+    with pytest.raises(GradtoolsError, match=f"^--shapes: '{shapes}' is not a shape"):
         command_inputs.arrays_given(None, shapes, 0)
 
 

@@ -38,7 +38,7 @@ def test_a_number_that_one_branch_gives_is_drawn():
 
 
 def test_what_leaves_jax_is_refused_with_what_to_ask():
-    with pytest.raises(GradtoolsError, match=r"leaves JAX on the way.*why_zero"):
+    with pytest.raises(GradtoolsError, match=r"leaves JAX: .*why_zero"):
         gt.gradient_graph(lambda x: jnp.asarray(np.sin(x)), X)
 
 

@@ -102,7 +102,7 @@ REFUSALS = [
     ("graph written:broken --shapes 3", ["raised RuntimeError: on purpose (written.py:"]),
     ("graph written:absent --shapes 3", ["written has no absent"]),
     ("graph written:loss --shapes 3", ["missing 1 required positional argument: 'x'"]),
-    ("why-zero written:whole --shapes 3y", ["'3y' is no shape"]),
+    ("why-zero written:whole --shapes 3y", ["'3y' is not a shape"]),
     ("graph no_such_module:f", ["cannot be imported"]),
 ]
 

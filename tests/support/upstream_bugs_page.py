@@ -224,7 +224,7 @@ Also wrong in PyTorch, and so in gradtools:
 - **TorchScript**: forward mode and second derivatives of `torch.func` give zero once something
   requires a gradient (torch#73972, torch#84681).
 - **`torch.no_grad`** does not stop forward mode (torch#128600). In `frozen` and `mixed_partial`,
-  which choose forward mode, it does.
+  which choose forward mode, it stops it.
 - **`torch.compile`**: code that was compiled before loses tangents and second derivatives
   (torch#91469). `gt.compile` runs the function eagerly in forward mode.
 

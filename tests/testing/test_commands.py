@@ -73,7 +73,7 @@ def test_json_holds_every_comparison(programs, capsys):
     ("options", "says"),
     [
         (["ported:nothing", "ported:jax_loss", "--shapes", "3"], "ported has no nothing"),
-        (["ported:torch_loss", "ported:jax_loss", "--shapes", "3 by 4"], "is no shape"),
+        (["ported:torch_loss", "ported:jax_loss", "--shapes", "3 by 4"], "is not a shape"),
         (["ported:torch_loss", "ported:jax_loss", "--args", "objects.npz"], "Object arrays"),
         (["ported:torch_loss", "ported:jax_loss", "--shapes", "3"], "raised by the torch program"),
         (["ported:torch_loss", "ported:PI", "--shapes", "3,3"], "jax is a float; expected a"),

@@ -1,1 +1,1 @@
-"""Rules in JAX: how one is installed, transposed and held to its contract."""
+"""Rules in JAX: installation, transposition and checks."""

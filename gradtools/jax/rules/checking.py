@@ -2,7 +2,7 @@
 
 JAX transposes a linear map exactly, or raises, but for two losses without an error: a constant part
 (L(0) is not zero), and a path through a stopped gradient, an integer or a comparison. Both are
-looked for once for a signature, where a mode is completed. All else is `testing.check_rule`.
+looked for once for a signature, where a mode is completed. `testing.check_rule` checks the rest.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from gradtools.rules import Rule, replaced_where
 def loss_of(
     rule: Rule, which: str, signature: Any, linear: Callable[..., list[Any]], likes: Sequence[Any]
 ) -> str:
-    """What transposing a user's map would lose, as a sentence; empty if nothing.
+    """A sentence about the terms that transposing a user's map would lose; empty if none.
 
     which: "tangent" or "cotangent", in which the map is linear, shaped like `likes`.
     """
@@ -38,7 +38,7 @@ def loss_of(
         zeros = [*map(zeros_of, likes)]
         try:
             closed = jax.make_jaxpr(linear)(*zeros)
-        except READS_A_VALUE:  # which may be known
+        except READS_A_VALUE:  # its value may be known
             ys = linear(*zeros)
         else:
             matrices = [reachability.reached_matrix(closed, raw=raw) for raw in (True, False)]
@@ -65,7 +65,7 @@ def loss_of(
 
 
 def refuse_loss(rule: Rule, loss: str) -> None:
-    """Raises if `loss_of` found one."""
+    """Raises if `loss_of` returns a sentence."""
     if loss:
         assert rule.contract is not None
         raise GradtoolsError(f"{rule.contract.name}: {loss}")
@@ -74,7 +74,7 @@ def refuse_loss(rule: Rule, loss: str) -> None:
 def _at_zero(closed: Any, likes: Sequence[Any]) -> list[Any]:
     """A map at zero, with made-up residuals for tracers; empty if it may not run here."""
     known = all_known(closed.consts)
-    names = "gradtools_kernel", *(() if known else ("while",))  # which may not end
+    names = "gradtools_kernel", *(() if known else ("while",))  # a while loop may not end
     used = [e.primitive.name for e in jaxprs.equations(closed, within_rules=True)]
     known_sizes = all(isinstance(n, int) for x in (*closed.consts, *likes) for n in x.shape)
     if closed.effects or not known_sizes or any(n in names or "callback" in n for n in used):
@@ -118,12 +118,12 @@ def check_linear(rule: Rule, xs: Sequence[Any], moving: Sequence[bool]) -> None:
         if not made_up:
             raise
         warn(
-            f"{rule.name} is transposed, and whether it is linear could not be checked, for at "
+            f"{rule.name} is transposed, but its linearity could not be checked, because at "
             f"made-up values it raises {type(error).__name__}: {error}"
         )
         same = True
     if not same:
-        raise ValueError(f"{rule.name} is not linear in what it is to be transposed in")
+        raise ValueError(f"{rule.name} is not linear in the inputs by which it is transposed")
     _LINEAR.add(rule.origin)
 
 

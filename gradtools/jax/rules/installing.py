@@ -7,10 +7,10 @@ own have both:
     tangent    dy = J(x) dx        linear in dx; its transpose evaluates x' = J(x)^T y'
 
 A rule is *linearized* when it is first differentiated: the residuals of its maps are determined,
-and a missing map is made by transposing the other one. The forward pass then also returns residuals
+and a missing map is made by transposing the other map. The forward pass then also returns residuals
 that are neither inputs nor outputs (*extras*). An extra is differentiated through the code that
 computed it; an output is differentiated by the rule, at every order. The jvp of the maps in their
-residuals is that of the Python code. The rule of a primitive, unlike that of a `custom_jvp`,
+residuals is the jvp of the Python code. The rule of a primitive, unlike that of a `custom_jvp`,
 survives scan, cond, remat and jit.
 
 `primitives` defines what each primitive computes and how it is batched, `linearizing` how a rule is
@@ -83,7 +83,7 @@ def apply_rule(rule: Rule, *xs: Any) -> list[Any]:
         xs = [varying(x, axes) for x in xs]
         lift = lift_value if rule in local_list("lifting") else lift_captured
         rule, captured = lift(rule, xs)
-        xs = [*xs, *captured]  # the captured ones keep the types at which the maps were traced
+        xs = [*xs, *captured]  # captured arrays keep the types of the trace of the maps
     return list(primal_p.bind(*xs, rule=rule))
 
 
@@ -113,7 +113,7 @@ def _with_unvarying_inputs(rule: Rule, shared: Sequence[frozenset[Any]]) -> Rule
 
 
 def attempt(fun: Callable[..., list[Any]], *xs: Any) -> list[Any]:
-    """`fun(*xs)`; errors of the rules in it are raised at once, not when the result is lowered."""
+    """`fun(*xs)`; errors of its rules are raised immediately, not when the result is lowered."""
     closed = jax.make_jaxpr(fun)(*xs)
     for _ in jaxprs.equations(closed, within_rules=True):  # traces them all
         pass
@@ -240,7 +240,7 @@ def _pulled(maps: Rule, saved: Sequence[Any], cts: Any, likes: Sequence[Any]) ->
     operands = as_arrays(operands)
     if flow_of(maps) is None:
         return run(*operands)
-    # What is not wanted is eliminated, which XLA does not do outside of jit.
+    # Unwanted results are eliminated, which XLA does under jit only.
     closed = jax.make_jaxpr(run)(*operands)
     return jax.core.eval_jaxpr(jaxprs.live(closed.jaxpr), closed.consts, *operands)
 

@@ -104,7 +104,7 @@ def forward_pass(
 def _is_transformed(x: Any) -> bool:
     """Whether x is differentiated or mapped over: a tracer other than of a jaxpr.
 
-    Then fwd is traced first, which tells whether it has extras: only these are differentiated
+    Then fwd is traced first, which shows whether it has extras: only these are differentiated
     through its code.
     """
     return isinstance(x, jax.core.Tracer) and not isinstance(x, DynamicJaxprTracer)
@@ -167,7 +167,7 @@ def _linearized(
 def _native(
     rule: Rule, linearized: Linearized, xs: Sequence[Any], perturbed: Mask | None = None
 ) -> Linearized:
-    """The maps in JAX's convention; a missing one is the other's transpose."""
+    """The maps in JAX's convention; a missing map is the transpose of the other."""
     given_tangent, given_cotangent = linearized.tangent, linearized.cotangent
     like_xs, like_ys = likes_of(xs), likes_of(linearized.ys)
     signature = *map(jax.typeof, xs), perturbed
@@ -245,7 +245,7 @@ def _split(rule: JvpRule, xs: Sequence[Any], perturbed: Mask | None = None) -> L
             return None
         like_ys = without_none(likes_of(ys))
         back, consts = traced(lambda *cts: list(pull(list(cts))), *map(zeros_of, like_ys))
-    except (*READS_A_VALUE, jax.errors.JaxRuntimeError):  # the latter for example out of memory
+    except (*READS_A_VALUE, jax.errors.JaxRuntimeError):  # or memory is exhausted
         raise
     except (*NOT_LINEAR, GradtoolsError):
         return None  # forward mode needs no transpose; reverse mode will raise
@@ -294,7 +294,8 @@ def lift_value(rule: Rule, xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
 
     def lift(xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
         # Arrays that the primal captured are taken from xs: they may have been batched since, or
-        # belong to another trace. The closure keeps them, for a new array may get a lost one's id.
+        # belong to another trace. The closure keeps them, because a new array may get the id of a
+        # deleted array.
         at = {id(c): n + i for i, c in enumerate(consts)}
         lifted, captured = lift_captured(rule, xs[:n], differentiated=True)
         return lifted, [*range(n), *[at.get(id(c), c) for c in captured]]
@@ -370,7 +371,7 @@ def lift_captured(
     dxs, cts = ([None if x is None else jax.typeof(x) for x in vs] for vs in (dxs, cts))
 
     def run_tangent(a: Any, v: Any) -> list[Any]:
-        if tangent is None:  # no input moves but a captured one
+        if tangent is None:  # only captured inputs are differentiated
             raise closed_over_error(name)
         return tangent(a[len(saves) :], list(a[: len(saves)]), _zeros_for(v[:n], dxs))
 

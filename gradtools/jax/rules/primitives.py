@@ -44,7 +44,7 @@ class TracedRule(Rule):
         perturbed: The inputs for which the maps are valid, if the rule was linearized for some
             inputs only; None for all.
         whole: The rule for all inputs, if `perturbed` is given.
-        lift: Of a rule whose primal has been lifted, but not its maps: `lift(xs)` returns the rule
+        lift: For a rule whose primal has been lifted, but not its maps: `lift(xs)` returns the rule
             with its maps lifted, too, and one entry for each of its inputs: the position in `xs`,
             or the captured array itself.
     """

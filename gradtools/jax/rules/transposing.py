@@ -1,4 +1,4 @@
-"""The jvp or vjp map that a rule lacks, by transposing the one that it has."""
+"""The jvp or vjp map that a rule lacks, by transposing its other map."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def _transposed_by_vjp(linear: Any, examples: Any, values: Any) -> list[Any]:
     eqns = [e for e in closed.jaxpr.eqns if e.primitive.name != "pvary"]
     if [e.primitive for e in eqns] == [primal_p] and not eqns[0].params["rule"].contract:
         # One equation of gradtools' own, such as a host function's backward: its linearity is
-        # checked numerically, for the kernel's residuals say nothing about it.
+        # checked numerically, because the kernel's residuals say nothing about it.
         moving = tuple([v not in closed.jaxpr.constvars for v in eqns[0].invars])
         likes = [zeros_of(v.aval.update(weak_type=False)) for v in eqns[0].invars]
         check_linear(eqns[0].params["rule"], likes, moving)
@@ -80,7 +80,7 @@ def transpose(
     def own(*vs: Any) -> list[Any]:
         return [conj(y) for y in linear(at, *map(conj, vs))]
 
-    axes = frozenset().union(*map(varies, [*at, *values]))  # examples are made without types
+    axes = frozenset().union(*map(varies, [*at, *values]))  # examples have no mesh axes
     return transpose_map(rule, which, own, [jax.typeof(varying(x, axes)) for x in examples], values)
 
 

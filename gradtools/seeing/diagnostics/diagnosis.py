@@ -2,7 +2,7 @@
 
 A lost gradient raises no error: training ignores it. Reported are
 
-a. leaves that get no gradient, or one that is zero at the given values, with the operations at
+a. leaves that get no gradient, or a zero gradient at the given values, with the operations at
    which all of it is lost;
 b. scalar summands of the loss whose data left the framework or became discrete on every path;
 c. NaN and infinity, with the first line that makes them;
@@ -179,12 +179,12 @@ def _from_values(name: str, places: Sequence[LossPlace]) -> list[Finding]:
     return [
         Finding(name, place.kind, _called(place.node), place.node.source, place.node.scope)
         for place in places
-        if place.node.loss != "zero_derivative"  # that is reported already
+        if place.node.loss != "zero_derivative"  # reported already
     ]
 
 
 def _called(node: Node) -> str:
-    """An operation in the framework's own word; a rule by the name of its function."""
+    """The framework's name of an operation; for a rule, the name of its function."""
     name = node.attributes.get("name") if node.mark == CUSTOM else ""
     return str(name or node.native or node.operation)
 

@@ -13,7 +13,7 @@ class FindingKind:
     """A kind of loss.
 
     Attributes:
-        reason: What happened, as a clause.
+        reason: The reason, as a clause.
         fix: What to write instead.
         numerical: Whether it depends on the values, so that other values may have a gradient.
         headline: The title for one leaf and for several, if not "gets no gradient".
@@ -60,7 +60,7 @@ KINDS: dict[str, FindingKind] = {
     "inner_gradient": FindingKind(
         "a gradient is taken inside of f, and has no graph of its own to be differentiated",
         "pass create_graph=True to torch.autograd.grad or backward, or use gt.grad; where the "
-        "graph of the inner function is too large, use gt.frozen of it, or gt.mixed_partial",
+        "graph of the inner function is too large, apply gt.frozen to it, or use gt.mixed_partial",
     ),
     "in_place_data": FindingKind(
         "an array is overwritten in a way that differentiation does not see",
@@ -116,7 +116,7 @@ KINDS: dict[str, FindingKind] = {
         headline=_NOT_TRAINED,
     ),
     "other_model": _in_training(
-        "the optimizer holds it, and it is no parameter of the model",
+        "the optimizer holds it, but it is not a parameter of the model",
         "create the optimizer with the parameters of the trained model after that was copied, "
         "loaded, wrapped or moved",
         headline=("is optimized without effect:", "are optimized without effect:"),
@@ -134,8 +134,9 @@ _FIXES = {
         "make_functional(module) or torch.func.functional_call"
     ),
     ("detached", "Parameter"): (
-        "nn.Parameter makes a new leaf of a computed tensor: register what it is computed from as "
-        "the parameter, or pass the tensor itself (make_functional, torch.func.functional_call)"
+        "nn.Parameter makes a new leaf of a computed tensor: register the tensors that it is "
+        "computed from as parameters, or pass the tensor itself (make_functional, "
+        "torch.func.functional_call)"
     ),
     ("left_framework", "tensor"): (
         "torch.tensor copies numbers: join tensors by torch.stack or torch.cat, and use a tensor "
@@ -151,7 +152,7 @@ class Finding:
     Attributes:
         argument: The leaf that loses its gradient, such as "argument 0['w']".
         kind: A key of `KINDS`.
-        operation: The operation's name, in the framework's own word.
+        operation: The framework's name of the operation.
         source: The innermost line of the user's own code, if known: ``.file``, ``.line`` and
             ``.function``.
         scope: The modules it runs in, outermost first.

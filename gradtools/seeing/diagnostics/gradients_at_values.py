@@ -4,8 +4,8 @@ Each framework records one forward and one backward pass as a list of steps, wit
 value (`PassesAtValues`). The analysis is common to both:
 
 - A zero gradient is followed back towards the cotangents of the outputs. It is lost at the steps
-  that receive a nonzero cotangent, or none at all, and return zeros. Where nonzero cotangents add
-  up to zero, it is lost at the operation from which both come.
+  that return zeros for a nonzero cotangent or without a cotangent. Where nonzero cotangents add up
+  to zero, it is lost at the operation from which both come.
 - A NaN is followed back from the outputs, else from the gradient, to the steps whose result is NaN
   or infinite and whose operands are finite.
 """
@@ -142,7 +142,7 @@ class PassesAtValues:
         return next((node for node in reading if node is not None and node.mark == CUSTOM), None)
 
     def _meeting(self, step: PassStep) -> PassStep:
-        """The last step from which all cotangents that enter a step come; itself if it is one."""
+        """The last step from which all cotangents that enter a step come, or the step itself."""
         entering = self._cotangents.intersection(step.inputs)
         behind = [*map(self._steps_behind, entering)]
         common = set.intersection(*behind) if len(behind) > 1 else set()
@@ -166,7 +166,7 @@ class PassesAtValues:
     def _ends(
         self, values: Sequence[int], onward: Callable[[PassStep], list[int]]
     ) -> list[PassStep]:
-        """The steps behind these values from which `onward` leads no further, as they ran."""
+        """The steps at which a walk by `onward` from these values ends, as they ran."""
         ends, seen, todo = set[int](), set[int](), [*values]
         while todo:
             value = todo.pop()

@@ -44,8 +44,8 @@ class GradientReport:
         blocks = []
         if not self.findings and not self.arguments:
             blocks.append(
-                "Nothing was looked at: f was given no argument and holds no parameter. Pass its "
-                "arguments, why_zero(f, x), or name what is trained, why_zero(f, model=...)."
+                "Nothing was examined: f was given no argument and holds no parameter. Pass its "
+                "arguments, why_zero(f, x), or the trained model, why_zero(f, model=...)."
             )
         elif not self.findings:
             *most, last = self.arguments

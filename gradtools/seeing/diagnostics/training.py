@@ -2,7 +2,7 @@
 
 Three sets of arrays should be equal: the parameters of the model, the arrays that the loss's
 gradient reaches, and the arrays that the optimizer changes. The backends list the first and the
-last; one recorded run of the loss gives the second and locates the losses of the others.
+last set; one recorded run of the loss gives the second set and locates lost gradients.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class HeldArray:
         name: Its path in the model.
         array: The array.
         role: PARAMETER; FROZEN, a parameter without requires_grad; or UNREGISTERED, an array that
-            requires grad and is no parameter.
+            requires grad and is not a parameter.
     """
 
     name: str
@@ -177,7 +177,8 @@ def _note_targets(
     """Turns findings on parameters of target networks and teachers into notes.
 
     Such parameters are stopped as a whole, by a stop or no_grad alone; and they are the twin of a
-    network that is trained, or nobody named them and no step of the optimizer changes them.
+    network that is trained, or the caller did not name them and no step of the optimizer changes
+    them.
     """
     kinds: dict[str, set[str]] = {}
     for finding in result.findings:
@@ -212,7 +213,7 @@ def _twins(
     network's outputs, as the next layer of the same network would. Each term that depends on the
     stopped network must train the twin, as a distance between their outputs does.
     """
-    modules: dict[str, dict[str, Any]] = {}  # by prefix: the shapes by the rest of the name
+    modules: dict[str, dict[str, Any]] = {}  # for each prefix the shapes by the rest of the name
     for one in parameters:
         for k in range(len(one.name)):
             if not k or one.name[k - 1] in ".]":

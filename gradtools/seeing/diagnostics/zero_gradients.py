@@ -36,20 +36,21 @@ class SeeingOperators(Operators):
     ) -> GradientReport:
         """Finds the lines at which a gradient is lost, becomes zero, or becomes NaN.
 
-        Findings are: an argument or parameter without a gradient, or with one that is zero, NaN or
-        infinite at these values, with the operations at which this happens; a scalar summand of the
+        Findings are: an argument or parameter without a gradient, or with a zero, NaN or infinite
+        gradient at these values, with the operations at which this happens; a scalar summand of the
         loss whose data left the framework or became discrete (``.item()``, a comparison, an
         argmax); an edit of gradtools through which no gradient reaches any leaf. Each has its line,
         its kind and a fix. A summand that is stopped as a whole by `detach`, `stop_gradient` or
         `no_grad` is a note. Stops inside of an array that is otherwise differentiated
-        (straight-through estimators, targets, masks, normalizing constants) are neither. f may run
-        several times; what it changes in random streams, buffers and modules is put back.
+        (straight-through estimators, targets, masks, normalizing constants) are not reported. f may
+        run several times; its changes to random streams, buffers and modules are undone.
 
         In training pass the model as `model` (or as f), or a closure without arguments that
         computes the loss. Then the parameters are examined instead of the arguments: those that the
-        loss does not read or whose gradient is lost, those that the optimizer does not hold, what
-        it holds of another model, and tensors in a plain list or that require grad without being a
-        parameter. What may be intended, such as frozen parameters, is in the report's notes.
+        loss does not read or whose gradient is lost, those that the optimizer does not hold,
+        tensors of another model that it holds, and tensors in a plain list or that require grad
+        without being a parameter. Losses that may be intended, such as frozen parameters, are in
+        the report's notes.
 
         Args:
             f: Takes and returns pytrees of arrays; a module, or a closure without arguments.
@@ -57,7 +58,7 @@ class SeeingOperators(Operators):
             argnums: The position of the argument, or of several. Its leaves are floating or
                 complex.
             model: The model that is trained, or a tuple or dict of models and arrays. In JAX the
-                one that f captures, or a pytree of parameters.
+                model that f captures, or a pytree of parameters.
             optimizer: PyTorch: an optimizer or a list of them. JAX: a transformation of optax or an
                 `nnx.Optimizer`. Without `model`, the parameters are those of f, or the argument:
                 ``why_zero(loss, params, optimizer=opt)``.
@@ -70,8 +71,8 @@ class SeeingOperators(Operators):
 
         Raises:
             GradtoolsError: argnums is out of range or names an integer argument; f raises for
-                reasons of its own, returns nothing, or takes no arguments and one is passed; a
-                model holds no arrays; `optimizer` is not an optimizer.
+                reasons of its own, returns nothing, or takes no arguments although an argument is
+                passed; a model holds no arrays; `optimizer` is not an optimizer.
 
         Example:
             >>> f = lambda x: (gt.stop_gradient(x) ** 2).sum()
@@ -89,7 +90,7 @@ class SeeingOperators(Operators):
         if args and callable(f) and _takes_nothing(f):
             raise GradtoolsError(
                 f"why_zero: f takes no arguments, and {describe(backend, args[0])} was passed. "
-                "Pass a function of it, or name what is trained: why_zero(f, model=...)."
+                "Pass a function of it, or the trained model: why_zero(f, model=...)."
             )
         if args and optimizer is not None and model is None and not is_model:
             several = [args[i] for i in normalized_argnums("why_zero", argnums, len(args))]
@@ -123,5 +124,5 @@ def _takes_nothing(f: Any) -> bool:
     """Whether a function has no parameters."""
     try:
         return not signature(f).parameters
-    except (TypeError, ValueError):  # a builtin need not say
+    except (TypeError, ValueError):  # a builtin may lack a signature
         return False

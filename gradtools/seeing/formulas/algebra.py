@@ -3,7 +3,8 @@
 Everything that moves axes is a product of arrays, as einsum. Coefficients are collected, nested
 products flattened where that reads better, equal factors become powers, one-hot factors under a sum
 are eliminated, broadcasts are moved outwards, where they may cancel. A contraction (a product with
-a sum) is never flattened into another one, so that a matrix product of the program stays one value.
+a sum) is never flattened into another contraction, so that a matrix product of the program stays
+one value.
 
 A sum collects like terms and factors common factors out. Broadcasts are moved out of elementwise
 functions. Conjugates and real parts are moved to the leaves.
@@ -111,7 +112,7 @@ def product(
             del size[axis]
     used = {name for _, names in factors for name in names}
     for name in size.keys() - used - set(out):
-        coefficient *= size[name]  # a sum over nothing
+        coefficient *= size[name]  # no factor has the axis
     coefficient = tidy(coefficient)
     if not factors or coefficient == 0:
         return full(coefficient, shape)
@@ -162,7 +163,7 @@ def _flattened(
 def _stays_whole(x: Expr) -> bool:
     """Whether x is an elementwise product that stays one matrix inside of a contraction.
 
-    It does not if it is broadcast, or if factors of it can be eliminated by the sum.
+    It does not stay one if it is broadcast, or if the sum can eliminate some of its factors.
     """
     if x.op != "einsum" or len(x.args) < 2 or contracts(x):
         return False
@@ -223,7 +224,7 @@ def times(*factors: Expr) -> Expr:
 
 
 def broadcast(x: Expr, shape: Sequence[int], axes: Iterable[int] | None = None) -> Expr:
-    """Broadcasts x; its axis i becomes axis ``axes[i]`` of the result, by default the last ones."""
+    """Broadcasts x; its axis i becomes axis ``axes[i]`` of the result, by default the last axes."""
     rank = len(shape)
     return product([(x, axes or range(rank - x.rank, rank))], range(rank), shape)
 
@@ -399,7 +400,7 @@ def plus(*terms: Expr) -> Expr:
 def apply(name: str, /, *of: Any, kind: str = "", **attributes: Any) -> Expr:
     """An elementwise operation, broadcast as in NumPy; broadcasts are moved out of it.
 
-    kind: That of the result; by default the widest of the arguments', at least real.
+    kind: The kind of the result; by default the widest of the arguments', at least real.
     """
     args = [*map(lifted, of)]
     kind = kind or widest(REAL, *(a.kind for a in args))

@@ -77,7 +77,7 @@ def together(
 
 
 def _expanded(x: Expr, known: Mapping[Expr, list[Expr]]) -> list[Expr] | None:
-    """The terms of a polynomial in the parts; None if it is no polynomial, or too long."""
+    """The terms of a polynomial in the parts; None if it is not a polynomial, or too long."""
     terms = dict(known)
     for y in order([x]):
         if y in terms:

@@ -55,7 +55,7 @@ class Agreement:
 class Values(NamedTuple):
     """The numbers of a formula: of the outputs, the gradients, and at order 2 of the last section.
 
-    None stands where there is no derivative.
+    None means that there is no derivative.
     """
 
     outputs: tuple[np.ndarray | None, ...]
@@ -78,7 +78,7 @@ class Formula:
     """
 
     check: Agreement | None = None
-    compare: Callable[..., Agreement] | None = None  # with a derivation; see `agrees_with`
+    compare: Callable[..., Agreement] | None = None  # compares with a derivation; see `agrees_with`
 
     def __init__(
         self, recorded: Recorded, order: int = 1, wrt: Sequence[int] | None = None
@@ -285,7 +285,7 @@ class Formula:
                 order 2) of the directions. It returns the inputs' cotangents in order
                 (at order 2, the results of the last section). A single result need not be a
                 tuple; None means zero.
-            tolerance: The allowed relative error; by default that of f's precision.
+            tolerance: The allowed relative error; by default the tolerance of f's precision.
             convert: Converts the derivation's arguments from NumPy arrays; by default to arrays
                 of the framework.
 

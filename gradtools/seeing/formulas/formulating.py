@@ -2,8 +2,8 @@
 
 A backend records one run of f as expressions, and `Formula` transforms them to the adjoint program.
 Before the formula is returned it is evaluated in NumPy and compared with the framework's own
-automatic differentiation of f: reverse mode, and at order 2 reverse mode of reverse mode. That is
-done at the given arguments and at random points near them, if the program is the same there, in
+automatic differentiation of f: reverse mode, and at order 2 reverse mode of reverse mode. They are
+compared at the given arguments and at random points near them, if the program is the same there, in
 the precision in which f runs. Derivations by hand are compared with the framework in the same way.
 """
 
@@ -94,7 +94,7 @@ class Formulating(Operators):
         """
         order = order_among("formula", order, (1, 2), "1, or 2 with the double backward")
         program = LeafProgram(self._backend, "formula", f, args, kwargs, argnums).with_values()
-        # f's own names of its parameters; x for an argument without one
+        # f's parameter names; x for an argument without a name
         alone = not any("argument 1" in name for name in program.names)
         x = "x" if alone else r"x\1"
         program.names = [re.sub(r"^argument (\d+)", x, n) for n in spoken(f, program.names)]
@@ -158,7 +158,7 @@ class _Comparison:
         return self.formula
 
     def _compared_nearby(self) -> tuple[list[tuple[Point, Agreement]], str]:
-        """The comparisons at points near the arguments; why there is none, if there is none."""
+        """The comparisons at points near the arguments, and the reason if there is none."""
         near: list[tuple[Point, Agreement]] = []
         for point in self._points(_STEPS):
             if len(near) == _POINTS:
@@ -227,7 +227,7 @@ class _Comparison:
         return _agreement(results, f"yes: agrees at the arguments{random}", f", called with {call}")
 
     def _points(self, steps: Sequence[float]) -> Iterator[Point]:
-        """Random points at relative distances of the given arguments; these themselves at 0."""
+        """Random points at relative distances of the given arguments; 0 gives the arguments."""
         rng, own = np.random.default_rng(0), len(self.program.leaves)
         for step in steps:
             cotangents, directions = self.formula.random_cotangents(rng)
@@ -238,7 +238,7 @@ class _Comparison:
             yield inputs, cotangents, directions
 
     def _leaves(self, point: Point) -> list[Any]:
-        """The framework's arrays of f's arguments; integers and random keys are the given ones."""
+        """The framework's arrays of f's arguments; integers and random keys are unchanged."""
         given, is_inexact = self.program.leaves, self.backend.is_inexact
         pairs = zip(given, point[0][: len(given)], strict=True)
         return [self._array(x) if is_inexact(leaf) else leaf for leaf, x in pairs]
@@ -301,7 +301,7 @@ def compared(
     scale: Sequence[Group] = (),
     who: str = "derivation",
 ) -> Agreement:
-    """Compares each of mine with the framework's own, where there is one.
+    """Compares each array of `mine` with the framework's array, unless that is None.
 
     An array's error is relative to its greatest modulus, or to `floor` times the greatest number in
     `scale`. Smaller arrays may be rounding errors of larger numbers that cancel: the gradient of a

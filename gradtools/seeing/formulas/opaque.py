@@ -1,4 +1,4 @@
-"""Opaque operations: those for which a formula has no algebra, kept by their names.
+"""Opaque operations: formulas have no algebra for them and keep their names.
 
 A convolution, a Fourier transform, a loop, a function with a custom rule keeps its name. Its
 adjoint is its vjp applied to the cotangent; the framework computes both, and the adjoint of that::
@@ -29,7 +29,7 @@ class OpaqueFunction:
     """A function of NumPy arrays that the framework computes, and its vjp."""
 
     backend: Backend
-    run: Callable[..., Sequence[Any]]  # from and to the framework's arrays
+    run: Callable[..., Sequence[Any]]  # maps arrays of the framework to arrays of the framework
     # Converts NumPy's arrays to the framework's, each to the dtype that was recorded.
     arrays: Callable[[Sequence[np.ndarray]], list[Any]]
     moving: tuple[bool, ...]  # which operands have a derivative
@@ -77,7 +77,7 @@ def by_name(
 ) -> list[Expr]:
     """The outputs of an opaque operation, by the shape and the kind of each.
 
-    about: For an adjoint, what its notation needs.
+    about: The data for the notation of an adjoint.
     """
     call = expr("by_name", args, (), SEVERAL, name=name, kernel=kernel, **about)
     return [expr("output", (call,), s, kind, index=k) for k, (s, kind) in enumerate(outputs)]

@@ -1,6 +1,6 @@
 """The table of operations: how each is computed in NumPy, differentiated and written.
 
-Of a holomorphic function f the derivative f' is given as an expression of its value y and its
+For a holomorphic function f the derivative f' is given as an expression of its value y and its
 argument x; the cotangent of x is conj(f') g. Other functions give their pullback. Labels choose one
 entry of each row by a one-hot factor.
 """
@@ -61,7 +61,7 @@ def _entrywise(name: str, evaluate: Callable[..., Any], pullback: Any = None, **
 def _sigmoid(x: np.ndarray) -> np.ndarray:
     if np.iscomplexobj(x):
         return 1 / (1 + np.exp(-x))
-    e = np.exp(-np.abs(x))  # no overflow, and full relative precision in both tails
+    e = np.exp(-np.abs(x))  # avoids overflow and keeps full relative precision in both tails
     return np.where(x >= 0, 1.0, e) / (1 + e)
 
 
@@ -206,7 +206,7 @@ _entrywise("where", np.where, _pull_where, form=_write_where)
 
 
 def where(c: Expr, a: Any, b: Any) -> Expr:
-    """a where c, else b; one of them for a constant c that is everywhere the same."""
+    """a where c holds, else b; only a or b if c is the same constant everywhere."""
     c, a, b = c if c.kind == BOOLEAN else indicator(c, 0, "!="), lifted(a), lifted(b)
     mask = c["value"].array if c.op == "array" else None
     if mask is not None and mask.all() == mask.any():
@@ -255,7 +255,7 @@ def _write_reshape(w: Writer, x: Expr) -> Written:
 
 
 def _reshape_labels(y: Expr) -> list[list[int | None]]:
-    """Axes before which equally many entries lie correspond."""
+    """Axes correspond if equally many entries lie before them."""
     (x,) = y.args
     place = {prod(y.shape[:k]): k for k, n in enumerate(y.shape) if n != 1}
     return [[place.get(prod(x.shape[:k])) for k in range(x.rank)]]
@@ -374,7 +374,7 @@ def picked(x: Expr, i: Expr) -> Expr:
 
 
 def from_the_end(i: Expr, n: int) -> Expr:
-    """The i of ``where(i < 0, i + n, i)``: a negative index counts from the end anyway."""
+    """The i of ``where(i < 0, i + n, i)``: a negative index counts from the end in NumPy, too."""
     if i.op in ("reshape", "einsum") and len(i.args) == 1 and i.args[0].op == "where":
         inner = from_the_end(i.args[0], n)
         if i.op == "reshape":

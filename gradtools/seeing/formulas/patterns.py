@@ -1,4 +1,4 @@
-"""Names for compositions: JAX's programs are compositions where PyTorch's are one call.
+"""Names for compositions: JAX composes operations for which PyTorch has a single call.
 
 `named` looks at the result of each operation, and gives compositions a name by which they are
 written and differentiated::

@@ -1,7 +1,7 @@
 """Reverse mode on expressions: a recorded program is transformed to its adjoint program.
 
-That is an expression again, so it can be simplified, written, evaluated, and differentiated once
-more, which is double backward::
+The adjoint is an expression again, so it can be simplified, written, evaluated, and differentiated
+once more, which is double backward::
 
     first order    x_bar = J^H g
     second order   the adjoint of <u, x_bar>, as a function of x and g
@@ -34,8 +34,8 @@ class Recorded:
     outputs: tuple[Expr, ...]
     held: dict[Expr, Any] = field(default_factory=dict)  # the array of each captured value
     wanted: tuple[Expr, ...] = ()  # captured values that require grad; differentiated like inputs
-    captured: tuple[Any, ...] = ()  # the framework's arrays of these
-    dtypes: frozenset[str] = frozenset()  # of all floating and complex results
+    captured: tuple[Any, ...] = ()  # the framework's arrays of the wanted values
+    dtypes: frozenset[str] = frozenset()  # the dtypes of floating and complex results
 
     @property
     def opened(self) -> tuple[Expr, ...]:

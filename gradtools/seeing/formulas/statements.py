@@ -1,8 +1,8 @@
 """Turns an adjoint program into lines of mathematics: which values get names, and their order.
 
 A value gets a name if it is a result, if it is used more than once and is not short, or if a line
-would become too long. The name of a cotangent is that of its primal value, with a bar. The name of
-a leaf is the shortest unique end of its path, such as ``argument 0['layers'][1].weight``.
+would become too long. The name of a cotangent is the name of its primal value, with a bar. The name
+of a leaf is the shortest unique end of its path, such as ``argument 0['layers'][1].weight``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from gradtools.seeing.formulas.expressions import SEVERAL, Expr, constant_of, or
 from gradtools.seeing.formulas.typesetting import Written
 from gradtools.seeing.formulas.writing import Axes, Writer
 
-_LONG = 60  # characters: a longer part of a line gets a line of its own
+_LONG = 60  # characters; a longer part of a line gets its own line
 
 
 @dataclass
@@ -27,7 +27,7 @@ class Section:
     """One part of the formula: the program, its adjoint, or the adjoint of the adjoint."""
 
     title: str
-    of: str  # what follows the title, in mathematics
+    of: str  # the rest of the title, in mathematics
     roots: list[tuple[Expr, Written]]  # the results, with their names
     lines: list[tuple[Written, Written]] = field(default_factory=list)  # both sides of equations
 
@@ -64,7 +64,7 @@ class Statements:
         """Names values; `cotangents` maps each value of the program to its cotangent."""
         names = self.writer.names
         self._taken |= {w.text for _, w in roots}
-        if len(self.sections) > 2:  # of order 2: the derivatives are those of s
+        if len(self.sections) > 2:  # at order 2 the derivatives are of s
             self._taken.add("s")
         for x, written in roots:
             if not _is_plain(x):
@@ -72,13 +72,13 @@ class Statements:
         self._bases["c"] = len(self.constants)
         for x in self.constants:
             names[x] = self._new("c")
-        primals: dict[Expr, Expr] = {}  # of each cotangent, the most telling value first
+        primals: dict[Expr, Expr] = {}  # the primal value of each cotangent
         for v, c in cotangents.items():
             if not _is_plain(v) and v.shape == c.shape:
                 primals.setdefault(c, v)
         repeated = self._repeated([x for x, _ in roots])
         values = {primals[x] for x in repeated if x in primals} - {*names, *repeated}
-        wanted = [*(x for x in self.values if x in values), *repeated]  # with their primal values
+        wanted = [*(x for x in self.values if x in values), *repeated]  # with primal values
         self._bases.update(self._base(x) for x in wanted if x not in primals)
         for x in wanted:
             v = primals.get(x)
@@ -100,7 +100,7 @@ class Statements:
             if not is_wrapper(x):
                 uses.update(map(_unwrapped, _operands(x)))
         result: list[Expr] = []
-        weights: dict[Expr, float] = {}  # the sizes of values as written; named ones count 0
+        weights: dict[Expr, float] = {}  # the sizes of values as written; named values count 0
         for x in self.values:
             own = 0.5 if x.op in _LIGHT else 0 if is_wrapper(x) or not x.args else 2
             own = 1 if x.op == "add" else own
@@ -189,7 +189,7 @@ def _is_plain(x: Expr) -> bool:
 
 
 def _operands(x: Expr) -> tuple[Expr, ...]:
-    """The arguments of x; those of its operation where x is an output of an opaque one."""
+    """The arguments of x; for an output of an opaque operation, that operation's arguments."""
     return x.args[0].args if x.op == "output" else x.args
 
 

@@ -89,7 +89,7 @@ def power(x: Written, exponent: Any, mark: str = "") -> Written:
 
 
 def superscript(x: Written, mark: str) -> Written:
-    """A superscript mark such as that of the transpose."""
+    """A superscript mark such as the transpose."""
     return Written(x.at(ATOM).text + mark, POWER)
 
 

@@ -1,4 +1,4 @@
-"""The vocabulary: what the graphs' neutral names of operations mean as expressions.
+"""The vocabulary: the expressions of the graphs' neutral operation names.
 
 Both frameworks' translators turn each recorded operation into a name, operands and attributes, as
 `gradient_graph` prints them (`operands.py`); `translated` looks the name up here. An operation
@@ -196,6 +196,6 @@ def constant(value: Any) -> Expr:
 
 
 def has_opaque_part(results: Sequence[Expr], operands: Sequence[Expr]) -> bool:
-    """Whether some part of what makes the results of the operands is an opaque operation."""
+    """Whether the results depend on the operands through an opaque operation."""
     before = set(order(operands))
     return any(x.op == "by_name" and x not in before for x in order(results))

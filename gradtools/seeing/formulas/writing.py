@@ -203,7 +203,7 @@ def _fraction(coefficient: Any) -> tuple[Any, float]:
 
 
 class _Factors:
-    """A product's factors, sorted to those in the numerator and those in the denominator.
+    """A product's factors, sorted into numerator and denominator.
 
     Products among the factors are flattened, but not named ones, nor sums inside of elementwise
     products. A sum of one array, times one over its length, is a mean.
@@ -227,9 +227,9 @@ class _Factors:
                 self.coefficient *= factor["coefficient"]
                 queue = opened(factor, names, lambda n: next(fresh)) + queue
         self.scalars: list[Expr] = []  # the factors without axes in the numerator
-        self.scalars_below: list[Expr] = []  # those in the denominator
+        self.scalars_below: list[Expr] = []  # the scalars in the denominator
         self.arrays: list[Entry] = []  # the factors with axes in the numerator
-        self.below: list[Entry] = []  # those in the denominator
+        self.below: list[Entry] = []  # the factors with axes in the denominator
         self.size: dict[int, int] = {}  # the length of each label's axis
         for f, names in self.entries:
             self.size.update(zip(names, f.shape, strict=True))

@@ -1,4 +1,4 @@
-"""Dependence of each value of a graph on each other one: taint tracking with four strengths.
+"""Dependence of each value of a graph on each other value: taint tracking with four strengths.
 
 The strengths (none, cut, zero derivative, differentiable) form a max-min semiring. A path is as
 strong as its weakest link, and two values depend as strongly as their strongest path::

@@ -45,12 +45,12 @@ def kept_anew(graph: PlainGraph) -> dict[int, int]:
 
 
 def alive_anyway(graph: PlainGraph) -> frozenset[int]:
-    """Values that are alive anyway: the program's inputs and captured arrays."""
+    """Values that the program's caller keeps: inputs and captured arrays."""
     return frozenset((*graph.inputs, *_captured(graph)))
 
 
 def _captured(graph: PlainGraph) -> Iterator[int]:
-    """The captured values of a program, and results of its calls that are captured values there."""
+    """The captured values of a program, and captured values that its calls return."""
     yield from graph.captured
     for node in graph.nodes:
         if len(node.bodies) == 1 and not node.bodies[0].carries:

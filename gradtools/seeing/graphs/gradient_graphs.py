@@ -32,7 +32,7 @@ class Graph(PlainGraph):
     def kept(self) -> dict[int, int]:
         """Bytes of each value that the first pass saves for later passes.
 
-        Arguments and captured arrays are alive anyway and are not counted; a view counts as the
+        Arguments and captured arrays, which the caller keeps, are not counted; a view counts as the
         storage that it shares.
         """
         return kept_anew(self)
@@ -115,7 +115,7 @@ class Graphing(Operators):
         those of aten, and all intermediates are kept until the graph is made. In JAX f is traced.
 
         Args:
-            f: Takes and returns pytrees of arrays; a module, too.
+            f: A function of pytrees of arrays that returns such pytrees, or a module.
             *args: Arguments of f; arrays of any shape and dtype.
             order: 0 forward alone, 1 with backward, 2 with backward of the backward.
             argnums: The position of the argument along which it is differentiated, or of several;

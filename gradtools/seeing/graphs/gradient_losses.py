@@ -6,8 +6,8 @@ end by values that are not differentiable, all the way::
 
     lost(op)   if  full(input), not full(output), output ~> end through values that are not full
 
-So a stop inside of a value that is differentiable over another path is no loss: a straight-through
-estimator in any spelling, the shift of a softmax, a mask, a normalizing constant.
+So a stop inside of a value that is differentiable over another path is not a loss: a
+straight-through estimator in any spelling, the shift of a softmax, a mask, a normalizing constant.
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def losses(graph: PlainGraph, leaf: int) -> list[Loss]:
 def losses_between(graph: PlainGraph, start: int, ends: Sequence[int]) -> list[Loss]:
     """The operations that lose the derivative of the ends along the start.
 
-    Operations further on that lose it as well, on every path, are listed if they stop it, leave
-    the framework, or stand on the same line: it takes a change at each of them.
+    Later operations that lose it as well, on every path, are listed if they stop it, leave
+    the framework, or are on the same line, since each of them must be changed.
     """
     first = list(_frontier(graph, {start: _FULL}, dict.fromkeys(ends, _FULL)))
     reached, places = forward(graph, {start: _FULL}), {id(loss.node) for loss in first}
@@ -122,7 +122,7 @@ def _frontier(
 def lost_summands(graph: PlainGraph, leaves: Iterable[int]) -> Iterator[tuple[int, str]]:
     """The summands of outputs to which data flows from leaves and no derivative, with their role.
 
-    Only outputs that are differentiable in a leaf are looked at; others are metrics. The role is
+    Only outputs that are differentiable in a leaf are examined; others are metrics. The role is
     "shift" if a summand with a derivative reads the lost values as well, as in
     ``log(sum(exp(x - s))) + s``; "part" if the summand is computed from a partial sum that has a
     derivative, as in ``x - floor(x)`` and in a straight-through estimator ``h + x - stop(x)`` with
@@ -176,7 +176,7 @@ def _sums(graph: PlainGraph, value: int, strengths: Strengths) -> Iterator[int]:
 
 
 def _terms(graph: PlainGraph, value: int, strengths: Strengths) -> Sequence[int] | None:
-    """The scalars of which a value is a sum with constant weights; None if it is no sum."""
+    """The scalars of which a value is a sum with constant weights; None if it is not a sum."""
     node = _makers(graph).get(value)
     is_real = _is_scalar(graph, value) and graph.values[value].is_inexact
     depending = [v for v in node.inputs if strengths.get(v)] if node and is_real else []

@@ -7,7 +7,7 @@ code, the module, and how each of its outputs depends on each of its inputs::
 
     none < cut < zero_derivative < differentiable
 
-A path is as strong as its weakest link; of several paths the strongest counts. Loops, branches and
+A path is as strong as its weakest link; the strongest of several paths counts. Loops, branches and
 calls hold their programs as `Body`s, with graphs of their own.
 
 The backends' recorders build graphs; the other modules of this package analyse and print them.
@@ -37,7 +37,7 @@ class Dependence(IntEnum):
     """How one array depends on another: the strength of a link, and of a whole path."""
 
     NONE = 0  # no data flows
-    CUT = 1  # data flows, no derivative does: detached, compared, cast, out of the framework
+    CUT = 1  # data but no derivative flows: detached, compared, cast, out of the framework
     ZERO_DERIVATIVE = 2  # connected by round, floor, sign: the derivative is zero everywhere
     DIFFERENTIABLE = 3
 
@@ -122,7 +122,7 @@ class Node(_Pickled):
         phase: 0 forward, 1 backward, 2 backward of the backward.
         links: ``links[k][i]``: how output k depends on input i. None: derived from the bodies;
             without bodies differentiable between inexact arrays, a cut between all others.
-        loss: The kind of loss, a key of `findings.KINDS`, of a link below differentiable.
+        loss: The kind of loss, a key of `findings.KINDS`, if a link is weaker than differentiable.
         mark: "custom rule", "edited gradient", "chunked", "frozen", "checkpoint", or empty.
         bodies: The programs inside.
         saved: The values that it saves for backward, if read from an autograd graph.
@@ -167,7 +167,7 @@ class Edge:
         target: The position of the node that reads it; None for an output of the graph.
         value: Its number.
         bytes: Its size.
-        saved: Whether it is a residual: read in a later pass than the one that makes it.
+        saved: Whether it is a residual: read in a later pass than the pass that makes it.
             `Graph.kept` lists those that use additional memory.
         strength: How its reader's outputs depend on it.
         cut: Why no derivative flows, in words; None if one flows, or if none could.

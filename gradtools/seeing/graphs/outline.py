@@ -90,7 +90,7 @@ class Box:
 
     @property
     def sizes(self) -> list[str]:
-        """Shapes and dtypes of its values, of at most two of them."""
+        """Shapes and dtypes of at most two of its values."""
         more = [f"and {len(self.values) - 2} more"] if len(self.values) > 2 else []
         return [*map(value_text, self.values[:2]), *more]
 
@@ -261,7 +261,7 @@ class Outline:
             yield from visit(column, 0)
 
     def bytes_of(self, values: Iterable[int]) -> int:
-        """The bytes saved for these values, once per storage; zero for values alive anyway."""
+        """The bytes saved for these values, once per storage; zero for values kept otherwise."""
         memories = {memory_of(self.values, v) for v in values if v not in self.alive}
         return sum(self.values[v].bytes for v in memories)
 

@@ -35,10 +35,10 @@ from gradtools.seeing.graphs.outline import (
 _CALLS = ("call", "jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat")
 _LOOPS = ("scan", "while", "while_loop", "for", "loop", "map")
 _BRANCHES = ("cond", "switch", "where_branch")
-_MOST_CHILDREN = 60  # of a block; more are split into parts
+_MOST_CHILDREN = 60  # the most children of a block; more are split into parts
 _PART = 25  # the least number of children of a part
 _LEAVES_ABOVE = 8  # the most outputs that are drawn outside of all blocks
-_LEAVES_NEAR = 24  # so many are drawn next to the blocks that make them
+_LEAVES_NEAR = 24  # the most outputs that are drawn next to the blocks that make them
 _OF_ARGUMENT = re.compile(r"argument [^\[.]+$")
 
 
@@ -280,18 +280,18 @@ def _place_leaves(boxes: Sequence[Box], roots: Mapping[int, Block]) -> None:
     for box in boxes:
         for maker in (maker for operand in box.operands for maker, _ in operand.makers):
             readers.setdefault(maker, []).extend([paths[box.key]] if box.key in paths else [])
-    # the leaves before and after a child, by the child's id; of an empty column, by its own id
+    # the leaves before and after a child, by the child's id (by the column's id if it is empty)
     before, after = dict[int, list[Box]](), dict[int, list[Box]]()
     first = next(iter(roots.values()))
     for leaf in (box for box in boxes if box.kind in ("input", "captured")):
-        if leaf.kind == "captured" and leaf.key not in readers:  # or printed in place of an operand
+        if leaf.kind == "captured" and leaf.key not in readers:  # printed as an operand
             continue
         reading = readers.get(leaf.key, [])
         leaf.phase = min((path[0].phase for path in reading), default=first.phase)
         reading = [path for path in reading if path[0].phase == leaf.phase]
         if leaf.kind == "input" and not re.search(r"[\[.]", leaf.values[0].name):
             reading = [path[:2] for path in reading]  # a whole argument stays outside of blocks
-        depth = 1  # of the children that contain readers, in the innermost block around them all
+        depth = 1  # counts the common blocks of all children that contain readers
         while reading and all(
             p[depth] is reading[0][depth] and len(p) > depth + 1 for p in reading
         ):
@@ -308,7 +308,7 @@ def _place_leaves(boxes: Sequence[Box], roots: Mapping[int, Block]) -> None:
         many = box.phase and len(outputs) > _LEAVES_ABOVE
         if makers and many and not _OF_ARGUMENT.search(box.values[0].name):
             anchor = makers[0][-1]
-            if len(outputs) <= _LEAVES_NEAR:  # next to the first of several parts
+            if len(outputs) <= _LEAVES_NEAR:  # drawn next to the first of several parts
                 steps = zip(makers[0][:-1], makers[0][1:], strict=True)
                 is_one = lambda block: sum(isinstance(c, Block) for c in block.children) == 1
                 anchor = next((part for block, part in steps if not is_one(block)), anchor)

@@ -64,7 +64,7 @@ class LeafProgram:
         self.statics: list[tuple[Any, str]] = []
         self.names: list[str] = []
         self._owners: list[int] = []  # the argument of each leaf; keyword arguments come last
-        self._places: list[int] = []  # of the leaves, among all that the arguments hold
+        self._places: list[int] = []  # positions of the leaves among all arguments' leaves
         self._count, self._keywords = len(args), list(kwargs)
         called, whole = [*map(str, range(len(args))), *map(repr, kwargs)], [*args, *kwargs.values()]
         self._held, self._treedef = backend.flatten(whole)
@@ -142,7 +142,7 @@ class LeafProgram:
         """Each leaf's name with f's own parameter name: ``params['w']`` for ``argument 0['w']``."""
         called = spoken(self.f, self.names)
         for k, i in enumerate(self._owners):
-            if i in self._models:  # a module's own names are its attributes'
+            if i in self._models:  # names in a module are attribute names
                 called[k] = re.sub(r"\['([^']*)'\]", r".\1", called[k], count=1)
         return dict(zip(self.names, called, strict=True))
 
@@ -154,7 +154,7 @@ def spoken(f: Callable[..., Any], names: Sequence[str]) -> list[str]:
     """
     try:
         parameters = list(inspect.signature(getattr(f, "forward", f)).parameters.values())
-    except (TypeError, ValueError):  # a built-in function that does not say
+    except (TypeError, ValueError):  # a built-in function without a signature
         parameters = []
     plain = [p.name for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
     rest = next((p.name for p in parameters if p.kind is p.VAR_POSITIONAL), "")

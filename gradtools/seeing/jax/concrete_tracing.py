@@ -155,7 +155,7 @@ class _AnsweringTracer(Tracer):
         """The wrapped tracer, for JAX's own trace, which may find this one in closures.
 
         JAX reads this attribute of every array, as some are symbolic dimensions. It raises for
-        integers that may be used as a shape here, so that JAX asks for their value.
+        integers that may be used as a shape here, so that JAX requests their value.
         """
         if not self.front.is_shut and not jaxprs.is_inexact(self):
             raise AttributeError("dimension_as_value")

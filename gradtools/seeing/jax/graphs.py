@@ -5,7 +5,7 @@ bodies. Links are differentiable between inexact arrays and cut elsewhere, excep
 in `reachability.py`. A custom rule replaces the derivative of its function, so cuts inside do not
 count. An equation that writes to a mutable reference gives it a new value.
 
-A node's line is that of the innermost frame of the user's code. JAX's own jitted functions are
+A node's line is the innermost line of the user's code. JAX's own jitted functions are
 traced once and have no such line: their equations get the line of each call.
 """
 
@@ -80,7 +80,7 @@ class _JaxprReader:
     """Converts jaxprs; a jaxpr that is called several times from one place is converted once."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, tuple[Jaxpr, PlainGraph]] = {}  # jaxprs are held: ids stay unique
+        self._known: dict[Any, tuple[Jaxpr, PlainGraph]] = {}  # holds jaxprs: unique ids
         self._flow = reachability.Flow(raw=False)
 
     def graph(
@@ -106,7 +106,7 @@ class _JaxprReader:
         rule = eqn.params["rule"] if _is_ours(eqn) else None
         user_functions = rule.user_functions if rule is not None else ()
         source = source_lines.source(eqn, place.site)
-        if source is None and user_functions:  # JAX kept no line of the call: the rule's own
+        if source is None and user_functions:  # JAX kept no line of the call: use the rule's line
             source = source_of(user_functions[-1])
         node = Node(
             **_described(eqn),
@@ -190,7 +190,7 @@ def _text(value: Any) -> str:
     if isinstance(value, jax.core.Tracer | jax.Ref):
         return ""
     dtype = getattr(value, "dtype", None)
-    known = dtype is None or isinstance(dtype, np.dtype)  # a random key is no number
+    known = dtype is None or isinstance(dtype, np.dtype)  # a random key is not a number
     return numbers_text(np.shape(value), lambda: np.asarray(value).tolist()) if known else ""
 
 

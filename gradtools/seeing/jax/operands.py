@@ -153,7 +153,7 @@ def _convolved(p: Any, eqn: Eqn) -> Attributes:
     )
 
 
-_RELATIONS = {"eq_to": "==", "lt_to": "<", "le_to": "<=", **RELATIONS}  # a sort's total order
+_RELATIONS = {"eq_to": "==", "lt_to": "<", "le_to": "<=", **RELATIONS}  # the total order of a sort
 LOGIC = {"and": "logical_and", "or": "logical_or", "xor": "logical_xor", "not": "logical_not"}
 _MOVES = ["copy", "copy_p", "device_put", "pvary", "pbroadcast", "gradtools_reverse_only"]
 _REDUCTIONS = ["reduce_sum", "reduce_prod", "reduce_max", "reduce_min"]
@@ -190,7 +190,7 @@ _FORMS: Mapping[str, Callable[[Any, Eqn], Attributes]] = {
 }
 # These have their name as the only attribute; a composite has its own attributes, too.
 _NAMED = {*jaxprs.CALLS, *jaxprs.RULED, "while", "cond", "shard_map"} - {"composite"}
-# Where an array lies and how precisely it may be computed; what a program inside is called by.
+# Placement and precision of arrays, and names of inner programs.
 _UNSAID = frozenset(
     ["accuracy", "sharding", "out_sharding", "out_dtype", "preferred_element_type", "precision"]
     + ["weak_type", "dimensions", "input_dtype", "index_dtype", "rule", "linear", "unroll"]

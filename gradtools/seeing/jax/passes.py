@@ -1,8 +1,9 @@
 """A JAX program with its backward passes, as a graph.
 
-An equation that depends on a cotangent is backward, one that depends on the cotangent of a gradient
-is backward of the backward. All others run forward, also those that only a later pass reads: where
-PyTorch saves x for the backward pass of sin, JAX computes cos x in the forward pass and saves that.
+An equation that depends on a cotangent is backward; if it depends on the cotangent of a gradient,
+it is backward of the backward. All others run forward, also if only a later pass reads the result:
+where PyTorch saves x for the backward pass of sin, JAX computes cos x in the forward pass and saves
+it.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ from gradtools.seeing.jax.passes_at_values import differentiated, step_of
 def graph_of_outputs(outputs: Any) -> PlainGraph:
     """Raises: arrays of JAX hold no graph."""
     raise GradtoolsError(
-        "gradient_graph: a JAX array holds no graph of what made it, so outputs= is for PyTorch "
+        "gradient_graph: a JAX array does not record how it was made, so outputs= is for PyTorch "
         "alone. Fix: pass the function and its arguments: gradient_graph(f, *args)."
     )
 
@@ -53,8 +54,8 @@ def gradient_graph(program: LeafProgram, order: int) -> PlainGraph:
         traced = recorded_run.trace(program.run, program.leaves)
     except recorded_run.LEAVING as error:
         raise GradtoolsError(
-            f"{program.caller}: an array leaves JAX on the way: "
-            f"{str(error).strip().splitlines()[0]}. Ask why_zero, which says what to write instead."
+            f"{program.caller}: an array leaves JAX: "
+            f"{str(error).strip().splitlines()[0]}. Call why_zero, which names the fix."
         ) from error
     captured = recorded_run.captured_arrays(program.run)
     forward = graph_of(traced.closed, program.names, captured=captured)
@@ -166,7 +167,7 @@ def _attributed(node: Node, phase: int, origin: Node | None) -> Node:
     node = node_in_phase(node, phase)
     if origin is None:
         return node
-    if phase and node.native == "add_any":  # accumulation of cotangents, part of no rule
+    if phase and node.native == "add_any":  # accumulation of cotangents, not part of a rule
         return replace(node, source=origin.source, scope=origin.scope)
     inner = (part.mark for body in origin.bodies for _, part in body.graph.walk())
     mark = next((mark for mark in inner if mark in _WHOLE), origin.mark)

@@ -141,7 +141,7 @@ def passes_at(
 
 
 def _reported(node: Node, origin: Node) -> Node:
-    """The node of the forward pass; of one with bodies, the node itself with its line."""
+    """The node of the forward pass; for a node with bodies, the node itself with its line."""
     if not origin.bodies or origin.links is not None:
         return origin
     return replace(node, source=node.source or origin.source, scope=node.scope or origin.scope)
@@ -172,7 +172,7 @@ class _Tape:
         self._held: dict[int, int] = {}  # the number of the contents of a mutable reference, by id
 
     def new(self, x: Any) -> Known:
-        """An array with its number; of a mutable reference its contents are looked at."""
+        """An array with its number; for a mutable reference, its contents are examined."""
         content = x[...] if isinstance(x, jax.Ref) else x
         number = len(self.sizes)
         is_known = is_inexact(content) and content.size

@@ -1,6 +1,6 @@
 """Source lines and modules of JAX equations.
 
-`gradtools.code_origin` classifies stack frames. The line is the innermost one of the user's code,
+`gradtools.code_origin` classifies stack frames. The line is the innermost line of the user's code,
 else of an installed package. JAX keeps each equation's stack, up to where tracing began.
 """
 
@@ -61,7 +61,7 @@ def is_gradtools(jaxpr: Any) -> bool:
 def modules_around(eqn: Any) -> tuple[str, ...]:
     """The classes whose ``__call__`` is in an equation's stack, outermost first.
 
-    These are used for modules without named scopes: those of flax.nnx, and the user's callables.
+    They are used for modules without named scopes: modules of flax.nnx, and the user's callables.
     """
     names = [name for f in stack_of(eqn) for name in _module(f.function_name, f.file_name)]
     return tuple(reversed(names))

@@ -2,7 +2,7 @@
 
 A loss that captures its model is traced once. In its jaxpr the model's arrays are constants, which
 are identified by id and replaced by variables. An optax optimizer is probed with gradients of one:
-an array whose update is zero, while others are not, is one that it does not change.
+it does not change an array whose update is zero while others are not.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def lifted(
     if not arrays:
         raise GradtoolsError(
             f"{caller}: f was given no argument and holds no module. Pass its arguments, "
-            f"{caller}(f, x), or name what is trained, {caller}(f, model=...): a module or a "
+            f"{caller}(f, x), or the trained model, {caller}(f, model=...): a module or a "
             "pytree of the arrays that f reads."
         )
     if not callable(f):
@@ -115,14 +115,14 @@ def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]
     treedef: Any = jax.tree.structure(part)
     ones = jax.tree.unflatten(treedef, [jnp.ones_like(x) for x in leaves])
     updates = treedef.flatten_up_to(optimizer.update(ones, state, part)[0])
-    moved, raw = set[int](), set[int]()  # by id; raw: the update is the gradient itself
+    moved, raw = set[int](), set[int]()  # ids; raw: those whose update is the gradient
     for x, update in zip(leaves, updates, strict=True):
         if hasattr(update, "dtype") and bool(jnp.any(update != 0)):
             moved.add(id(x))
             raw |= {id(x)} if bool(jnp.all(update == 1)) else set()
-    if not moved:  # a schedule that starts at zero
+    if not moved:  # the learning rate may start at zero
         return Optimised(lambda one: None)
-    as_is = raw if len(raw) < len(leaves) else set()  # a mask hands these gradients on
+    as_is = raw if len(raw) < len(leaves) else set()  # a mask passes these gradients on
     return Optimised(lambda one: id(one.array) in moved - as_is)
 
 

@@ -1,10 +1,10 @@
 """`formula` in JAX: one run of f as expressions, and the derivatives that it is compared with.
 
-f's jaxpr is translated equation by equation. What does not depend on the arguments is computed at
-once. An equation is read by the graph's name and attributes (`operands.py`) if these are of the
-vocabulary; else it becomes an opaque operation. So do loops, branches, functions with custom rules,
-and functions of JAX with an opaque part: the name `solve` is more readable than its LU factors. A
-random draw is a constant.
+f's jaxpr is translated equation by equation. Values that do not depend on the arguments are
+computed at once. An equation is translated by the graph's name and attributes (`operands.py`) if
+the vocabulary has them; else it becomes an opaque operation. So do loops, branches, functions with
+custom rules, and functions of JAX with an opaque part: the name `solve` is more readable than its
+LU factors. A random draw is a constant.
 """
 
 from __future__ import annotations
@@ -84,7 +84,8 @@ def _needed(jaxpr: Any) -> list[Any]:
     return kept[::-1]
 
 
-# An expression, or what does not depend on the arguments: a NumPy array, JAX's of random keys.
+# An expression, or a value that does not depend on the arguments: a NumPy array, or JAX's random
+# keys.
 Entry = Any
 
 
@@ -95,7 +96,7 @@ class _Translator:
         self.backend = backend
         self.inputs: list[Expr] = []
         self.held: dict[Expr, Any] = {}  # the captured arrays
-        self.dtypes: set[str] = set()  # of all floating and complex results
+        self.dtypes: set[str] = set()  # the dtypes of floating and complex results
         self._leaves: dict[Expr, Any] = {}  # of the arguments
 
     def leaf(self, name: str, x: Any) -> Entry:
@@ -236,7 +237,7 @@ class _Translator:
         return self._fitted(eqn, by_name(name, args, map(_like, eqn.outvars), kernel))
 
     def _opened(self, program: Any, entries: Sequence[Entry]) -> list[Entry]:
-        """What a program gives for these operands, written out."""
+        """The results of a program at these operands, written out."""
         return self.run(program.jaxpr, [*map(self.captured, program.consts), *entries])
 
     def _call(self, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:

@@ -1,7 +1,7 @@
 """The text of a box and its measured size.
 
-Text is set in a monospaced font. The usual ones differ by a few percent in width; the advances
-below are those of the widest. Long text is wrapped at separators of names.
+Text is set in a monospaced font. The usual fonts differ by a few percent in width; the advance
+below is that of the widest font. Long text is wrapped at separators of names.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from functools import lru_cache
 from gradtools.seeing.graphs.outline import Block, Box
 
 TITLE, LINE = 13.0, 11.0
-_ADVANCE = 0.615  # of a letter, in units of its size: DejaVu Sans Mono has 0.602
+_ADVANCE = 0.615  # the advance of a letter, in units of its size: DejaVu Sans Mono has 0.602
 _LONGEST = {"title": 30, "line": 34}
-_MOST_LINES = 4  # per text; longer text is shortened in its middle
+_MOST_LINES = 4  # lines per text; longer text is shortened in its middle
 _PAD_X, _PAD_Y = 12.0, 8.0
 _HEIGHT = {"title": 17.0, "line": 14.5, "mark": 17.0, "alert": 15.5}
 _CLOSED = "▸ "

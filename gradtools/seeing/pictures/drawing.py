@@ -95,7 +95,7 @@ def to_html(
     outline = outline_of(graph, title=title)
     names = " and ".join(column.title for column in outline.columns)
     data = json.dumps(data_of(outline, depth, expand), separators=(",", ":"))
-    for letter in "<>&":  # which could end the script element
+    for letter in "<>&":  # these could end the script element
         data = data.replace(letter, f"\\u{ord(letter):04x}")
     return script("page.html").format(
         theme=f' data-theme="{theme}"' if theme in THEMES else "",

@@ -18,7 +18,7 @@ from gradtools.seeing.graphs.outlining import opened_outline
 from gradtools.seeing.pictures.box_text import card_of, short, shown
 from gradtools.seeing.pictures.palette import LIGHT
 
-_FIT = 90  # lines that blocks are opened for
+_FIT = 90  # blocks are opened up to so many lines
 _WIDEST = 56  # characters; the greatest column of the shapes
 
 

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 DisableTorchFunction: Any = torch._C.DisableTorchFunction
 """Reads attributes of the tensor itself, not of a tensor that a mode substitutes for it.
 
-Of the names that are imported above, HigherOrderOperator is the class of operators such as cond,
+Among the names that are imported above, HigherOrderOperator is the class of operators such as cond,
 and custom_function_call is the operator that torch.func calls in place of `Function.apply`.
 """
 

@@ -35,8 +35,8 @@ def graph_of_outputs(outputs: Any) -> PlainGraph:
     if not any(y.requires_grad for _, y in named):
         raise GradtoolsError(
             "gradient_graph: outputs has no tensor with a graph: each was detached, computed under "
-            "no_grad, or of nothing that requires grad. Fix: pass a result before it is detached, "
-            "or ask why_zero, which says where it is lost."
+            "no_grad, or computed from nothing that requires grad. Fix: pass a result before it is "
+            "detached, or call why_zero, which names the line."
         )
     return _AutogradReader().graph(named)
 
@@ -86,7 +86,7 @@ class _AutogradReader:
     def operands(self, fn: GradFn, held: list[int]) -> list[int]:
         """The operands of a node in order.
 
-        Those without a derivative are the constants that it holds, if it holds as many; else
+        Operands without a derivative are the constants that it holds, if it holds as many; else
         placeholders.
         """
         result, constants = [], iter(held)

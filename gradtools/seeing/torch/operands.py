@@ -61,7 +61,7 @@ class AtenCall:
                 yield from tensors_in(value)
 
     def said(self, out: Any) -> tuple[str, Mapping[str, Any]]:
-        """Its neutral name and its attributes; `out`: what it returned."""
+        """Its neutral name and its attributes; `out` is its result."""
         self.outs = [*tensors_in(out)]
         name, attributes = operations.neutral(self.name), self._attributes()
         form = _FORMS.get(self.name) or _FORMS.get(name)
@@ -120,7 +120,7 @@ def _plain(value: Any) -> Any:
 
 # Identities: the result is the operand.
 SAME = frozenset({"alias", "detach", "lift", "lift_fresh"})
-# Where an array is, how it lies, which gradients are wanted: not what is computed.
+# Arguments that do not affect values: device, memory layout, the wanted gradients.
 _UNSAID = frozenset(
     ["layout", "device", "pin_memory", "non_blocking", "memory_format", "copy", "half_to_float"]
     + ["input_dtype", "implicit", "output_mask", "generator", "is_coalesced", "requires_size_one"]
@@ -138,7 +138,7 @@ _REORDERED: Mapping[str, Callable[[list[Any]], list[Any]]] = {
 
 
 def _bound_of(call: AtenCall) -> str:
-    """Clip with one bound, which is an operand, is a maximum or a minimum."""
+    """Names a clip with one bound, which is an operand, a maximum or a minimum."""
     one = "minimum" if call.given.get("min") is None else "maximum"
     return one if len(call.operands()) == 2 else "clip"
 
@@ -153,7 +153,7 @@ def _transform(call: AtenCall) -> str:
 
 
 def _logical(name: str) -> Callable[[AtenCall], str]:
-    """A bitwise operation is a logical one where it is of truth values."""
+    """Names a bitwise operation on booleans a logical operation."""
     return lambda call: (
         name if call.first is not None and call.first.dtype == torch.bool else call.name
     )
@@ -206,7 +206,7 @@ def _split(call: AtenCall, said: Attributes) -> Attributes:
 
 
 def _filled(call: AtenCall, said: Attributes) -> Attributes:
-    """What a constant is filled with; its shape and dtype are those of its value."""
+    """The fill value of a constant; its shape and dtype are those of its result."""
     if call.name == "lift_fresh" and call.outs:
         held = numbers_text(call.outs[0].shape, call.outs[0].tolist)
         return {"value": held} if held else {}

@@ -7,7 +7,7 @@ the forward operation that it differentiates.
 
 A tensor is identified by its id, else by the elements of storage that it shares. An in-place write
 gives the tensor a new value number, and likewise each of its views when it is next read: a view is
-taken again of what was written, and its base is updated in the place of the view.
+recomputed from the written base, and a base is updated at the place of the view.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class _PassRecorder(RunRecorder):
             return self.run(fun)
 
     def origin(self) -> Origin:
-        """The running line, modules and mark; in later passes, of the forward operation."""
+        """The running line, modules and mark; in later passes, taken from the forward operation."""
         here, managed = super().origin(), mark_of_running()
         rule, own = next((known for known in self.rules if known[1]), ("", ""))
         source, mark = here.source, managed or own or here.mark
@@ -134,7 +134,7 @@ class _PassRecorder(RunRecorder):
         """Runs a torch.autograd.Function and marks its operations."""
         with self.within(*name_and_mark(kind, args)):
             out = apply(*args, **kwargs)
-            for y in tensors_in(out):  # it may compute nothing forward, and something backward
+            for y in tensors_in(out):  # it may run operations in its backward pass only
                 if y.grad_fn is not None:
                     self.origins.setdefault(upstream.sequence_of(y.grad_fn), self.origin())
             return out

@@ -2,7 +2,7 @@
 
 The user's function runs once under the recorders of `recording/`, and its effects are undone.
 
-Data that leaves PyTorch for NumPy or Python has no graph. Where it returns is found by
+Data that leaves PyTorch for NumPy or Python has no graph. The place where it returns is found by
 perturbation: the run is repeated with other numbers at the line where the data left. Numbers and
 arrays that then reach PyTorch with other contents come from that line; so do outputs that change.
 """
@@ -152,7 +152,7 @@ def _follow(run: Run, leaves: Sequence[Any], seen: ConnectionRecorder, before: l
 
 
 def _untraced(seen: ConnectionRecorder) -> list[int]:
-    """The leavings whose data could explain a lost gradient, and was not seen to come back."""
+    """The leavings whose data could explain a lost gradient and was not seen to return."""
     graph = seen.graph()
     held = [number for number, x in seen.captured_tensors.items() if x.requires_grad]
     back = {source for source, _ in graph.outside}
@@ -208,7 +208,7 @@ def _compared(
     after = _copies(other.outs)
     alike = len(after) == len(before)
     outputs = [k for k, a in enumerate(before) if not (alike and _same(a, after[k]))]
-    # until the program takes another branch
+    # compares until the program takes another branch
     pairs = takewhile(
         lambda pair: pair[0].native == pair[1].native, zip(own.nodes, other.nodes, strict=False)
     )

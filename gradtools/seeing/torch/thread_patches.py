@@ -3,7 +3,7 @@
 They see `Function.apply`, constructions of Parameters, and higher-order operators. In a block
 `around(owner, beneath, args, kwargs)` replaces this thread's calls of `owner(*args, **kwargs)`, and
 `beneath` calls the original. A class is patched from the first block of any thread until the end of
-the last one; threads without a block call the original.
+the last block; threads without a block call the original.
 """
 
 from __future__ import annotations

@@ -52,7 +52,7 @@ from gradtools.torch.functorch_wrappers import is_inexact, tensors_in
 from gradtools.torch.operation_marks import plainly
 
 Tensor = torch.Tensor
-Values = Sequence[Expr | None]  # of an operation's results; None for a constant
+Values = Sequence[Expr | None]  # an operation's results; None for a constant
 
 
 def formula_graph(program: LeafProgram) -> Recorded:
@@ -64,7 +64,7 @@ def formula_graph(program: LeafProgram) -> Recorded:
         inputs = [recorder.introduced(x, name) for x, name in pairs]
 
         def run() -> list[Expr]:
-            with PlainAttention():  # as a softmax between two products
+            with PlainAttention():  # attention as a softmax between two products
                 ys = program.run(xs)
             return [recorder.of(y) if isinstance(y, Tensor) else constant(y) for y in ys]
 
@@ -122,7 +122,7 @@ def differentiated(
     with undoing, followed(), torch.inference_mode(False), torch.enable_grad():
         xs = [copied(x, k in wrt) for k, x in enumerate(inputs)]
         moving = [*(xs[k] for k in wrt), *recorded.captured]
-        with PlainKernels():  # fused ones are differentiated once
+        with PlainKernels():  # fused kernels can be differentiated once only
             ys = program.run(xs)
             # A default device would move tensors, too.
             outs = [y if isinstance(y, Tensor) else torch.as_tensor(y) for y in ys]
@@ -185,9 +185,9 @@ class _FormulaRecorder(Recorder[Expr]):
     def __init__(self, undo: Undo, backend: Backend) -> None:
         super().__init__(undo)
         self.backend = backend
-        self.leaves: dict[Expr, Tensor] = {}  # of the arguments, and captured
+        self.leaves: dict[Expr, Tensor] = {}  # leaves of arguments, and captured leaves
         self.held: dict[Expr, Tensor] = {}
-        self.dtypes: set[str] = set()  # of all floating and complex results
+        self.dtypes: set[str] = set()  # the dtypes of floating and complex results
         self.unwritable = False  # whether the program is written by its own name
 
     # Calls.
@@ -328,7 +328,7 @@ class _FormulaRecorder(Recorder[Expr]):
 
     def met(self, x: Tensor) -> Expr:
         """The value of a tensor that f did not compute."""
-        if self.table.memory(x) is not None:  # a view that no operation was seen to make
+        if self.table.memory(x) is not None:  # a view whose creation was not recorded
             self.unwritable = True
             return self.constant(x)
         self.undo.watch(x)
@@ -372,7 +372,7 @@ class _FormulaRecorder(Recorder[Expr]):
                 self.hold(y, stop(value) if is_off else value)
 
 
-# --- functions that are read whole
+# --- functions with expressions of their own
 
 
 def _linear(x: Expr, w: Expr, *bias: Expr) -> Expr:
@@ -391,8 +391,9 @@ def _of_einsum(equation: Any, *xs: Any) -> tuple:
 _of = lambda meant, *xs: (meant, *xs)
 _TENSOR: Any = Tensor
 _TORCH: Any = torch  # its stubs lack some of these
-# What functions mean, and of which tensors: products whose aten operations merge and split axes,
-# parts of complex numbers, and detach, as autograd also detaches the tensors that it saves.
+# The expressions of functions, and their tensor arguments: products whose aten operations merge and
+# split axes, parts of complex numbers, and detach, as autograd also detaches the tensors that it
+# saves.
 _FUNCTIONS: dict[Any, Callable[..., tuple]] = {
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), partial(_of, algebra.matmul)),
     Tensor.__rmatmul__: lambda a, b: (algebra.matmul, b, a),

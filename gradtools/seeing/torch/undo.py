@@ -1,6 +1,6 @@
 """Undoes the effects of a recorded run, from copies that are made before it.
 
-Copied are the random streams that f may draw from, the attributes of the modules that f can reach,
+It copies the random streams that f may draw from, the attributes of the modules that f can reach,
 and the tensors that it can reach or reads: contents, `.data`, `.grad`, `requires_grad`. Containers
 and other objects are left as f changed them.
 """
@@ -52,7 +52,7 @@ class Undo:
 
     Attributes:
         names: The names in the user's code of the tensors that f can reach, by id.
-        reachable: These tensors, by id.
+        reachable: The tensors that f can reach, by id.
     """
 
     def __init__(self, run: Run, kinds: Iterable[str] = ()) -> None:
@@ -61,7 +61,7 @@ class Undo:
         # Each tensor with an alias of its storage, its gradient and its requires_grad.
         self._tensors: dict[int, tuple[Tensor, Tensor | None, Tensor | None, bool]] = {}
         self._versions: list[tuple[Tensor, int]] = []
-        self._contents: dict[int, tuple[Tensor, Tensor]] = {}  # of an owner, by id, and a copy
+        self._contents: dict[int, tuple[Tensor, Tensor]] = {}  # an owner, by id, and its copy
         self._slots: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._streams: list[Callable[[], Any]] = []
         generators: list[torch.Generator] = []
@@ -144,7 +144,7 @@ def _refill(contents: Tensor, copy: Tensor) -> None:
 
 
 def _roots(run: Run) -> list[Named]:
-    """f, and the leaves of its arguments that are no arrays."""
+    """f, and the leaves of its arguments that are not arrays."""
     owner: Any = getattr(run, "__self__", None)
     if not hasattr(owner, "f"):
         return [(run, "")]

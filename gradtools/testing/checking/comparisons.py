@@ -45,7 +45,7 @@ class Comparisons:
 
     Attributes:
         xs: The point; vs is a random cotangent.
-        modes: The modes that f must have; None for those that it has.
+        modes: The modes that f must have; None for the modes that it has.
         labels: Names of modes for the report.
         present: The modes that f has, as far as it has been tried.
     """
@@ -129,7 +129,7 @@ class Comparisons:
         return lambda t: flattened(self.probe.value(self.moved(us, t)))
 
     def at(self, mode: str, xs: Arrays, *vectors: Arrays) -> Any:
-        """A derivative by a mode: J u, J^H v, H u, or Re<w, H u>. The latest ones are kept."""
+        """A derivative by a mode: J u, J^H v, H u, or Re<w, H u>. The latest results are cached."""
         key = (mode, *(x.tobytes() for group in (xs, *vectors) for x in group))
         if key not in self._kept:
             probe = self.probe
@@ -180,7 +180,7 @@ class Comparisons:
             path: The leaf.
             sides: Both functions.
             order: The order of the derivative.
-            terms: The size of the terms that the sides are sums of, whose rounding is allowed.
+            terms: The size of the terms that both sides sum up; their rounding is allowed.
             cause: The cause if they differ.
             detail: Advice.
         """
@@ -224,8 +224,8 @@ class Comparisons:
         There is no slope where f is not finite. Where no step gave one, or where rounding is as
         large as the slope, only NaN counts as wrong.
 
-        derivative: The derivative at the point x + t u. It shows a kink at x, and whether f changes
-                within the smallest step, which is then too large.
+        derivative: The derivative at the point x + t u. This shows a kink at x, and whether the
+        smallest step is too large for f.
         """
         limit, here = self.numeric, np.isfinite(measured.at)
         mine = np.where(here, widened(analytic), 0)
@@ -273,7 +273,7 @@ class Comparisons:
         """Compares Re<J^H v, u> with Re<v, D_u f>; entry by entry if that fails or is undecided."""
         probe, vs = self.probe, self.vs
         pulled = lambda t: np.array(inner(us, self.at("reverse", self.moved(us, t), vs)))
-        value = slopes.shaped_like(measured.value, probe.out)  # of f; below, of Re<v, f>
+        value = slopes.shaped_like(measured.value, probe.out)  # slopes of f; below, of Re<v, f>
         sizes = np.abs(flattened(vs))
         error = float(np.sum(sizes[sizes > 0] * measured.error[sizes > 0]))
         error += self.numeric * size(vs, value) / 10
@@ -343,7 +343,7 @@ def scale_of(x: np.ndarray) -> float:
 
 
 def size_by_entry(x: np.ndarray) -> np.ndarray:
-    """The size of each entry; for zeros the leaf's."""
+    """The size of each entry; for zeros the leaf's size."""
     return np.where(x == 0, scale_of(x), np.abs(x))
 
 

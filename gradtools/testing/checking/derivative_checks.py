@@ -51,25 +51,25 @@ def check_derivatives(
 ) -> Report:
     """Checks the derivatives that a framework computes of f, at args.
 
-    Checked are, for random directions in each leaf of the arguments: forward and reverse mode
+    It checks, for random directions in each leaf of the arguments: forward and reverse mode
     against slopes from f's values at steps from a tenth to a millionth of the leaf's size (in
     float32 a three-hundredth); both modes against each other (dot-product test); linearity in the
     tangent and in the cotangent; for order 2 every mix of modes against slopes of the gradient
     and against each other. Complex arguments are moved in complex directions; all inner products
-    are Re<u, v>. The tolerances are those of `gradtools.testing.tolerance_table`. float32 products
+    are Re<u, v>. `gradtools.testing.tolerance_table` has the tolerances. float32 products
     are computed in full precision during the check, without TF32 or bfloat16.
 
     Args:
-        f: Takes and returns pytrees of the backend's arrays; the same at each call.
+        f: A deterministic function that takes and returns pytrees of the backend's arrays.
         args: A tuple with one pytree for each argument of f; its leaves are NumPy arrays or the
             backend's, of any shape. Floating and complex leaves are differentiated; integers,
-            booleans, Python numbers and anything else are constants. If a leaf has 64 bits, JAX's
-            are switched on for the check alone.
+            booleans, Python numbers and anything else are constants. If a leaf has 64 bits, x64 is
+            enabled in JAX during the check.
         backend: "torch", "jax", or the module gradtools.torch or gradtools.jax.
         order: 1 or 2.
         modes: Of "forward", "reverse", "forward_over_reverse", "reverse_over_reverse",
-            "reverse_over_forward" and "forward_over_forward" those that f must have. None: all
-            that f has; what it lacks is listed in the report's `left_out`.
+            "reverse_over_forward" and "forward_over_forward", the modes that f must have. None: all
+            modes that f has; the report's `left_out` lists the others.
         seed: The seed of the random directions.
 
     Returns:
@@ -228,7 +228,7 @@ class DerivativeCheck(Comparisons):
     def _against_slope(
         self, mode: str, path: str, run: Callable[..., Any], part: slopes.Slope, us: Arrays
     ) -> None:
-        """Compares a second derivative with the slope of a first one along us."""
+        """Compares a second derivative with the slope of a first derivative along us."""
         derivative = lambda t: run(self.moved(us, t))[0]
         record = self.against_slope(mode, path, derivative(0.0), part, 2, derivative)
         if not record.agrees:

@@ -58,7 +58,7 @@ def check_rule(
     fun's. The function is then checked as by `check_derivatives`: bwd and jvp against slopes of
     fun, and against each other; bwd's linearity in the cotangent and jvp's in the tangent; the
     modes that follow from them; and second order, for which the derivative of each residual is
-    compared with slopes of the residual, so that one whose derivative is lost on the way (detached,
+    compared with slopes of the residual, so that a residual whose derivative is lost (detached,
     or computed outside the framework) is named. Last, a batch of three examples under vmap is
     compared with the three alone.
 
@@ -75,7 +75,7 @@ def check_rule(
 
     Raises:
         AgreementError: The rule is wrong. It names the part, the argument or the residual.
-        GradtoolsError: `rule` is no rule, or as `check_derivatives` does.
+        GradtoolsError: `rule` is not a rule, or as `check_derivatives` does.
         Exception: An error of one of the rule's functions, with a note that names it.
 
     Example:
@@ -107,8 +107,8 @@ class RuleCheck(DerivativeCheck):
         linear = isinstance(rule, CustomRule) and getattr(rule, "adjoint", None) is not None
         if not isinstance(rule, CustomRule) or not (linear or rule.jvp or (rule.fwd and rule.bwd)):
             raise GradtoolsError(
-                f"{CALLER}: got a {type(rule).__name__}, which is no rule with derivatives; "
-                "expected what gt.custom_rule made, after .defvjp(fwd, bwd) or .defjvp(rule). For "
+                f"{CALLER}: got a {type(rule).__name__}, which is not a rule with derivatives; "
+                "expected a gt.custom_rule after .defvjp(fwd, bwd) or .defjvp(rule). For "
                 "a plain function use check_derivatives."
             )
         self.rule, self.args, self.backend, self.seed = rule, args, backend, seed

@@ -17,7 +17,7 @@ import numpy as np
 Line = Callable[[float], np.ndarray]
 
 _LARGEST_STEP = 0.1
-_COLUMNS = 6  # of the extrapolation table; more only amplify rounding
+_COLUMNS = 6  # columns of the extrapolation table; more only amplify rounding
 _FINEST = 70  # the most halvings of the step, for when larger steps leave f's domain
 
 

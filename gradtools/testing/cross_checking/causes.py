@@ -1,9 +1,10 @@
 """The likely causes of disagreements, for the report of `cross_check`.
 
-First come causes that need further evaluations: randomness (a side differs from itself) and a kink
-(both agree nearby). Then relations of the two arrays (`relations.py`). What these do not explain is
-explained by the first operations at which the recorded programs part (`diverging/`). The detail
-ends with the side whose derivative contradicts finite differences of its own values.
+Causes that need further evaluations are tried first: randomness (a side differs from itself) and a
+kink (both agree nearby). Then relations of the two arrays are tried (`relations.py`). The remaining
+disagreements are explained by the first operations at which the recorded programs diverge
+(`diverging/`). The detail ends with the side whose derivative contradicts finite differences of its
+own values.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ def explain(check: CrossCheck, report: Report) -> None:
             explained[n] = [side[i] for side in quantity.sides]
     factors = [d for d in report.disagreements if (d.cause or "").startswith(FACTOR)]
     for n, (a, b) in explained.items():
-        for other in factors:  # a loss has the factor of its gradient
+        for other in factors:  # a loss and its gradient have the same factor
             factor, c = other.ratio or 1.0, rows[n]
             unexplained = c.cause == UNKNOWN and c.ratio is not None and abs(factor - 1) > 1e-3
             if unexplained and equal(a, factor * widened(b), 1e3 * c.tolerance):
@@ -55,7 +56,7 @@ def explain(check: CrossCheck, report: Report) -> None:
         alone = c.order == 0 and c.shape == () and len(others) > 0 and c.cause not in others
         unexplained = cause == UNKNOWN or (cause.startswith(FACTOR) and "," not in cause)
         if c.order and first is not None and first.order == 0:
-            if cause == UNKNOWN:  # what explains the value explains its derivatives
+            if cause == UNKNOWN:  # the cause of a value explains its derivatives
                 rows[n] = c.because(first.cause or UNKNOWN, first.detail)
         elif not c.agrees and (unexplained or (alone and cause.startswith((FACTOR, "sign")))):
             rows[n] = causes.by_operations(c)
@@ -105,7 +106,7 @@ class Causes:
     # --- operations
 
     def by_operations(self, c: Comparison) -> Comparison:
-        """The comparison with the first operations at which the two programs part."""
+        """The comparison with the first operations at which the two programs diverge."""
         if (found := self.diverging()) is None:
             return c
         before, cause = c.cause or UNKNOWN, found.name

@@ -39,7 +39,7 @@ def cross_check(
 ) -> Report:
     """Compares one program in PyTorch with the same program in JAX.
 
-    Compared are the output (values, shapes, dtypes, tree), for order 1 and 2 the gradient of
+    It compares the output (values, shapes, dtypes, tree), for order 1 and 2 the gradient of
     Re<c, f> for every differentiated leaf, and for order 2 also a pushforward and the Hessian
     product of Re<c, f> by forward over reverse and by reverse over reverse. c and the directions
     are random, independent draws; for a real scalar f the gradient's c is 1. A leaf that reaches
@@ -48,8 +48,8 @@ def cross_check(
     disagreement. Derivatives that differ at a kink or tie alone, where each framework has its own
     subgradient, are reported as a convention.
 
-    Where the results do not tell the cause, both programs are recorded as by `first_divergence`,
-    and the report has the lines at which they part.
+    Where the results do not show the cause, both programs are recorded as by `first_divergence`,
+    and the report has the lines at which they diverge.
 
     For the check alone, float64 is switched on in JAX if an input or parameter has 64 bits, and
     float32 products are computed in full precision, without TF32 or bfloat16.
@@ -66,9 +66,9 @@ def cross_check(
             framework. 2 compares pushforwards and second derivatives too.
         mapping: The pairs of parameters, if both are models: a `ParameterMapping`, or a dictionary
             from PyTorch's names to JAX's, the overrides of `match_parameters`. None: the same names
-            and shapes, or what `match_parameters` pairs.
-        dtype: "float64", "float32", "float16" or "bfloat16": what all floating inputs, parameters
-            and buffers are cast to. None leaves them as they are.
+            and shapes, or the pairs of `match_parameters`.
+        dtype: "float64", "float32", "float16" or "bfloat16": the dtype to which all floating
+            inputs, parameters and buffers are cast. None leaves them as they are.
         seed: The seed of the random directions.
         tolerance: A relative error for everything, in place of the table `tolerance_table()`.
         raises: False returns a report that disagrees instead of raising.

@@ -38,7 +38,7 @@ class Pairing:
     def in_jax_layout(
         self, arrays: Sequence[np.ndarray | None], gradients: bool = False
     ) -> list[np.ndarray | None]:
-        """One array for each of PyTorch's parameters, as those of JAX's; None stays None.
+        """One array for each of PyTorch's parameters, converted to JAX's; None stays None.
 
         gradients: Whether the arrays are gradients. Two parameters whose sum is one parameter in
             JAX have the same gradient; their values and directions are added.
@@ -49,7 +49,7 @@ class Pairing:
 
 
 def pair_parameters(caller: str, first: Side, second: Side, mapping: Any, partial: bool) -> Pairing:
-    """Pairs the parameters of two sides; what has no counterpart becomes constant.
+    """Pairs the parameters of two sides; those without a counterpart become constant.
 
     partial: Whether a parameter of the JAX model may lack a counterpart.
 
@@ -75,7 +75,7 @@ def pair_parameters(caller: str, first: Side, second: Side, mapping: Any, partia
     mapping = _mapping(caller, first, second, mapping, partial)
     entries: dict[str, ParameterPair] = {}
     for e in mapping.entries:
-        if e.torch_name in mine:  # or it is a buffer
+        if e.torch_name in mine:  # otherwise it is a buffer
             name = joined(e.jax_path)
             entries[name if name in theirs else joined(without_collection(e.jax_path))] = e
     missing = [] if partial else [name for name in theirs if name not in entries]
@@ -112,8 +112,9 @@ def _mapping(caller: str, first: Side, second: Side, mapping: Any, partial: bool
         return mapping
     if not isinstance(mapping, Mapping | None):
         raise GradtoolsError(
-            f"{caller}: mapping is a {type(mapping).__name__}; expected None, what "
-            "match_parameters made, or its overrides (a dictionary from PyTorch's names to JAX's)."
+            f"{caller}: mapping is a {type(mapping).__name__}; expected None, the "
+            "result of match_parameters, or its overrides (a dictionary from PyTorch's names to "
+            "JAX's)."
         )
     mine = {joined(tokens(path)): x for path, x in first.free_params.items()}
     theirs = {tokens(path): x for path, x in second.free_params.items()}

@@ -22,7 +22,7 @@ def highest_precision(backends: Iterable[str]) -> Iterator[None]:
     """A context in which these frameworks compute float32 products in full precision.
 
     Args:
-        backends: Of "torch" and "jax".
+        backends: Any of "torch" and "jax".
     """
     with ExitStack() as inside:
         if "jax" in backends:
@@ -44,7 +44,7 @@ def highest_precision(backends: Iterable[str]) -> Iterator[None]:
 
 
 def _put(wanted: dict[str, Any]) -> None:
-    """Changes these settings of PyTorch, in the order in which the older write the newer ones."""
+    """Changes these settings of PyTorch, older settings first, since they write newer ones."""
     for name, (get, put) in settings_of_torch().items():
         if wanted.get(name) is not None and get() != wanted[name]:
             put(wanted[name])
@@ -58,8 +58,9 @@ _NEWER = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.con
 def settings_of_torch() -> dict[str, Setting]:
     """PyTorch's settings that allow reduced precision in float32 products, in setting order.
 
-    Two older ones, for matrices and for cuDNN, write the newer ones (by library and operation), and
-    so come first. One that contradicts the newer ones cannot be read, and is None.
+    Two older settings, for matrices and for cuDNN, write the newer settings (by library and
+    operation), and so come first. A setting that contradicts the newer settings cannot be read, and
+    is None.
     """
     import torch
 

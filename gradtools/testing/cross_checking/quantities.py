@@ -109,9 +109,9 @@ class CrossCheck:
         caller: The name of the check, for messages.
         sides: The program in PyTorch and in JAX.
         leaves: The differentiated leaves of each side, parameters first, in its own layout.
-        quantities: What was compared, by name.
+        quantities: The compared quantities, by name.
         outputs: The outputs of both sides.
-        cotangents: One for each inexact output, of which the gradient is the pullback.
+        cotangents: One for each inexact output; the gradient is their pullback.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class CrossCheck:
     ) -> None:
         self.caller, self.sides = caller, (first, second)
         self.inputs, self.seed, self.tolerance = inputs, seed, tolerance
-        partial = caller == "first_divergence"  # which may find that a parameter is missing
+        partial = caller == "first_divergence"  # it may report a missing parameter
         self.pairing: Pairing = pair_parameters(caller, first, second, mapping, partial)
         for side in self.sides:
             side.bind(inputs)

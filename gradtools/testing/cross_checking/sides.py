@@ -133,12 +133,12 @@ class Side(FlatFunction):
         def of_arrays(*given: Any) -> Any:
             out = compute(*given)
             if not all(map(self.waist.is_array, self.waist.flatten(out)[0])):
-                raise TypeError("an output is no array")
+                raise TypeError("an output is not an array")
             return out
 
         try:
             return run_compiled(of_arrays, *given)
-        except Exception:  # run eagerly what cannot be traced
+        except Exception:  # run untraceable programs eagerly
             return compute(*given)
 
 
@@ -151,7 +151,7 @@ class Inputs:
         treedef: The structure of the tuple of arguments.
         leaves: The leaves: arrays, and settings that are passed on unchanged.
         names: The path, "argument 0[x]", of each leaf that is differentiated, by its number.
-        integers: In words, the arrays that have no derivative.
+        integers: A description of the arrays that have no derivative.
     """
 
     trees: Any
@@ -263,7 +263,7 @@ def in_double_precision(wanted: bool) -> Iterator[None]:
 
 
 def narrowed(dtype: str) -> str:
-    """The 32-bit integer dtype that JAX uses for a 64-bit one without x64."""
+    """The 32-bit integer dtype that JAX uses for a 64-bit integer dtype without x64."""
     import jax
 
     wide = jax.config.read("jax_enable_x64")

@@ -37,7 +37,7 @@ def tolerance(dtype: Any, order: int = 0) -> float:
     """The largest relative error at which two results of one dtype agree.
 
     Args:
-        dtype: A NumPy dtype or its name, real or complex; of two results the coarser one's.
+        dtype: A NumPy dtype or its name, real or complex; for two results, the coarser dtype.
         order: How many derivatives were taken: 0, 1 or 2.
 
     Returns:
@@ -70,7 +70,7 @@ def epsilon(dtype: Any) -> float:
 
 
 def real_name(dtype: Any) -> str:
-    """The name of a dtype; of a complex one, that of its real part."""
+    """The name of a dtype; for a complex dtype, the name of its real part's dtype."""
     name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
     return _REAL_PART.get(name, name)
 

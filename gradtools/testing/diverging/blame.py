@@ -1,4 +1,4 @@
-"""Finds the first pair of operations at which two recorded runs part, and what relates them.
+"""Finds the first pair of operations at which two recorded runs diverge, and their relation.
 
 Values first: a walk from the differing outputs back to the values that both runs have visits the
 operations that may be wrong. The first of them on each side are paired by the common values that
@@ -39,7 +39,7 @@ Steps = list[Step]
 
 @dataclass
 class Blame:
-    """A pair of operations that part, the last values on which both agree, and the relation."""
+    """A pair of operations that diverge, the last values on which both agree, and the relation."""
 
     torch: Step
     jax: Step
@@ -48,7 +48,7 @@ class Blame:
 
 
 class Blaming:
-    """Compares two runs: matches their values, and finds the operations at which they part.
+    """Compares two runs: matches their values, and finds the operations at which they diverge.
 
     Attributes:
         pairs: The layout of each pair of equal values, by their numbers.
@@ -64,7 +64,7 @@ class Blaming:
     # --- values
 
     def of_values(self, ends: Sequence[tuple[Step, Step]]) -> Blame:
-        """The operations at which the values of these outputs part."""
+        """The operations at which the values of these outputs diverge."""
         regions = [_differing([*side]) for side in zip(*ends, strict=True)]
         ours, theirs = (
             _first(region) or [end] for region, end in zip(regions, ends[0], strict=True)
@@ -136,7 +136,7 @@ class Blaming:
     # --- cotangents
 
     def of_gradients(self, noise: float) -> Blame | None:
-        """The operations at which the cotangents part. noise: The size of rounding errors."""
+        """The operations at which the cotangents diverge. noise: The size of rounding errors."""
         classes: dict[int, tuple[Steps, Steps]] = {}
         for k, run in enumerate((self.torch, self.jax)):
             for s in run.steps:
@@ -155,7 +155,8 @@ class Blaming:
         g, h = self._cotangents(x, y)
         words = f"another derivative; cotangents: {relation(g, h) or UNRELATED}"
         for k, name in enumerate(SIDES):
-            if stops[k] and not stops[1 - k]:  # report the stop, and the other side's operation
+            # Reports the stop, and the use of the value on the other side.
+            if stops[k] and not stops[1 - k]:
                 chosen[k], words = stops[k][0], f"stopped gradient in {name}"
                 after = {c.entries for c in chosen[k].children if c.entries >= 0}
                 others = (c for c in uses[1 - k] if c.entries in after)
@@ -200,7 +201,7 @@ def _differing(ends: Steps) -> Steps:
 
 
 def _first(steps: Steps) -> Steps:
-    """The steps that depend on no other one of them."""
+    """The steps that depend on no other of these steps."""
     inside = {id(s) for s in steps}
     above = lambda s: ancestors(s.parents, stop=_is_known)
     return [s for s in steps if not any(id(p) in inside for p in above(s))]
@@ -228,7 +229,7 @@ def _operands(s: Step) -> Steps:
 
 
 def _sizes(s: Step) -> dict[str, float]:
-    """The lengths that may explain a factor of a step: what it reduces, and products before it."""
+    """The lengths that may explain a factor of a step: of reduced axes and of earlier products."""
     sizes: dict[str, float] = {}
     for p in s.parents:
         if s.value.size and p.value.size % s.value.size == 0:

@@ -1,4 +1,4 @@
-"""`first_divergence`: the first pair of operations at which a port parts from the original.
+"""`first_divergence`: the first pair of operations at which a port diverges from the original.
 
 Both programs run once on the same arguments, with every intermediate value recorded, and once
 backward from one random cotangent c. Equal values are matched, whatever their layout. If an output
@@ -35,13 +35,13 @@ CALLER = "first_divergence"
 class Divergence(Report):
     """The report of `first_divergence`; true if nothing differs.
 
-    `comparisons` holds the outputs, the gradients at the arguments and those at the parameters.
+    `comparisons` holds the outputs, the gradients at the arguments and at the parameters.
 
     Attributes:
         kind: "agrees"; "value" if outputs differ, "gradient" if only gradients do, "parameter" if a
             parameter of the port does not hold PyTorch's numbers, "not finite" if an output has no
             finite entry on either side.
-        torch: The operation in PyTorch at which the programs part; None if there is none.
+        torch: The operation in PyTorch at which the programs diverge; None if there is none.
         jax: The operation in JAX.
         last_torch: The last common value that both operations are made from, in PyTorch.
         last_jax: The same value in JAX.
@@ -83,11 +83,11 @@ def first_divergence(
     dtype: str | None = None,
     seed: int = 0,
 ) -> Divergence:
-    """Names the first operations at which a PyTorch program and its port to JAX part.
+    """Names the first operations at which a PyTorch program and its port to JAX diverge.
 
     Each program runs once forward and once backward. Operations inside of layers, loops and
     transformed functions are compared too; the report has the user's lines on both sides.
-    Intermediate values may lie in other layouts, and be computed in another order. At a value that
+    Intermediate values may have other layouts and be computed in another order. At a value that
     is NaN or infinite on both sides nothing is compared, which the report counts.
 
     Args:
@@ -176,7 +176,7 @@ class RecordedRuns:
         blaming: The runs, with their values matched.
         named: The pairs of leaves that correspond.
         outputs: The outputs of both runs, in pairs.
-        comparisons: Those of the outputs; if they agree, those of the gradients.
+        comparisons: The comparisons of the outputs, or of the gradients if the outputs agree.
     """
 
     def __init__(self, check: CrossCheck) -> None:
@@ -248,7 +248,7 @@ class RecordedRuns:
             self.comparisons.append(c)
 
     def blame(self) -> tuple[str, Blame | None]:
-        """The kind of divergence, and the operations at which the programs part."""
+        """The kind of divergence, and the operations at which the programs diverge."""
         if differs := [k for k in self.wrong if self.comparisons[k].cause is None]:
             return "value", self.blaming.of_values([self.outputs[k] for k in differs])
         if self.wrong:

@@ -57,10 +57,10 @@ class _Operations(Watching):
         super().__init__()
         self.steps: list[Step] = []
         self.nodes: dict[int, tuple[Any, list[tuple[int, Step]]]] = {}
-        self.held: list[Any] = []  # no id or address may be used again
+        self.held: list[Any] = []  # keeps objects alive, so that no id or address is reused
         self.by_id: dict[int, Step] = {}
         self.by_view: dict[Any, Step] = {}
-        self.latest: dict[int, Step] = {}  # the latest step in a memory, and the latest that wrote
+        self.latest: dict[int, Step] = {}  # the latest step in each memory, and the latest write
         self.written: dict[int, Step] = {}
 
     def add(self, place: Place, x: torch.Tensor, parents: list[Step], leaf: str = "") -> Step:
@@ -74,7 +74,7 @@ class _Operations(Watching):
         return step
 
     def step_of(self, x: torch.Tensor) -> Step:
-        """The step of a tensor, a new one if an operation in place has changed its memory."""
+        """The step of a tensor, a new step if an operation in place has changed its memory."""
         memory = _memory(x)
         step, written = (
             self.by_id.get(id(x)) or self.by_view.get(_view(x)),
@@ -118,7 +118,7 @@ def _place(operation: str) -> Place:
 
 
 def _running_layer() -> str:
-    """The path of the innermost module whose forward runs, from the outermost one."""
+    """The path of the innermost module whose forward runs, from the outermost module."""
     owners = (frame.f_locals.get("self") for frame, _ in lines_above(1, run_in_torch))
     running = [x for x in owners if isinstance(x, torch.nn.Module)]
     paths = (n for n, m in running[-1].named_modules() if m is running[0]) if running else ()

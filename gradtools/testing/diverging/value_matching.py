@@ -20,7 +20,7 @@ Layout = tuple[str, Move]
 
 
 def strength(x: np.ndarray) -> int:
-    """How much equality with x tells: STRONG for numbers that only a computation gives."""
+    """The evidence that equality with x gives: STRONG for numbers that do not occur by chance."""
     if x.size == 0 or (x.size > 1 and bool((x == x.flat[0]).all())):
         return NONE
     if x.dtype.kind not in "fc":
@@ -60,7 +60,7 @@ def match(
     """Finds the values that both runs have, and sets `Step.entries` and `Step.is_common`.
 
     A reshape where the other side transposes gives an array with the entries of a common value in
-    another order. Such an array has an equal in another shape, but no equal of its own shape, and
+    another order. Such an array equals a value of another shape, but no value of its own shape, and
     is not common.
 
     Args:
@@ -69,7 +69,7 @@ def match(
         named: Pairs of leaves that correspond, which are common even if their values are constant.
 
     Returns:
-        For the numbers of an equal pair its layout.
+        The layout of each equal pair, by its numbers.
     """
     prints = np.array([_fingerprint(s.value) for s in jax.steps]).reshape(-1, 5)
     strengths = np.array([strength(s.value) for s in jax.steps])
@@ -82,7 +82,7 @@ def match(
             near = (np.abs(prints - fingerprint) <= allowed * np.abs(fingerprint) + 1e-300).all(1)
             candidates += [(a, jax.steps[k]) for k in np.flatnonzero(near & (strengths == own))]
     pairs: dict[tuple[int, int], Layout] = {}
-    classes: dict[int, list[Step]] = {}  # by the identity of a step
+    classes: dict[int, list[Step]] = {}  # steps with equal values, by the id of a step
     for a, b in candidates:
         alike = (a.value.dtype.kind in "fc") == (b.value.dtype.kind in "fc")
         layout = aligned(a.value, b.value, accuracy_of(a, b)) if alike else None

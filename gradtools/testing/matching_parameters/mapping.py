@@ -106,10 +106,10 @@ class ParameterMapping:
 
         Returns:
             Nested dictionaries of NumPy arrays, the structure of the JAX parameters: flax.linen's
-            new variables, or what `nnx.update` takes.
+            new variables, or the argument of `nnx.update`.
 
         Raises:
-            GradtoolsError: A name or a shape is not that of this mapping.
+            GradtoolsError: A name or a shape does not belong to this mapping.
         """
         arrays = read_torch(torch_params)
         known = {name for e in self.entries for name in (e.torch_name, e.added)}
@@ -139,7 +139,7 @@ class ParameterMapping:
             torch_params: As in `to_jax`; None for the model that the mapping was made from.
 
         Returns:
-            A model of the same type, with the arrays in the model's dtypes. It is a new one.
+            A model of the same type, with the arrays in the model's dtypes. It is a new object.
 
         Example:
             >>> import equinox as eqx, jax, torch

@@ -16,7 +16,7 @@ The libraries store the same numbers under other names and with another order of
                            bias_ih + bias_hh              one bias
     weight normalization   norm (out, 1), direction       scale (out), kernel
 
-`match_parameters` pairs by name and shape and lists what it cannot pair.
+`match_parameters` pairs by name and shape and lists the unpaired arrays.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ def match_parameters(
 
     Modules are paired by name, ignoring the spelling ("layer.0.LayerNorm", "layer_0/layer_norm"),
     then by a common end of their names if only one pair has it, then, among those of equal kind and
-    shapes, by order. Within a pair of modules the arrays' names and shapes tell the layout; a
+    shapes, by order. Within a pair of modules the arrays' names and shapes determine the layout; a
     transposed convolution with as many channels in as out is recognized by its class or name, and
     is assumed not to use flax's transpose_kernel.
 
@@ -81,7 +81,7 @@ def match_parameters(
         overrides: Pairs that take precedence over the names: PyTorch's name of a module or an array
             to JAX's (with "." or "/" between its parts), or to a pair of JAX's name and a `Layout`
             or a permutation of the axes; to None to leave the array out.
-        partial: True returns what could be paired and lists the rest in `left_out`.
+        partial: True returns the pairs that were found and lists the rest in `left_out`.
 
     Returns:
         A `ParameterMapping`, with `to_jax` and `into`.

@@ -1,1 +1,1 @@
-"""Rules in PyTorch: how one is installed, transposed and held to its contract."""
+"""Rules in PyTorch: installation, transposition and checks."""

@@ -48,7 +48,7 @@ def check_linear(rule: Rule, which: str, run: Any, at: Sequence[Any], likes: Seq
 
     Args:
         rule: The rule.
-        which: "tangent" or "cotangent", what the map is linear in.
+        which: "tangent" or "cotangent", in which the map is linear.
         run: `run(at, vs)`; results and entries may be None.
         at: The residuals.
         likes: The shapes, dtypes and devices of its vectors, None for integers.

@@ -1,9 +1,9 @@
 """The `torch.autograd.Function` of a rule, with both modes and its own vmap.
 
 Double backward differentiates the code of the cotangent map, so a rule is differentiated at any
-order. A `jvp` staticmethod runs with forward gradients switched off, so nested forward mode drops a
-term in silence (torch#197867). Ours reads the primal part of what was saved and switches them on
-again. `test_nested_forward_mode_of_a_plain_function_is_still_wrong` fails once it is fixed.
+order. A `jvp` staticmethod runs with forward gradients switched off, so nested forward mode
+silently drops a term (torch#197867). Ours reads the primal part of the saved tensors and switches
+them on again. `test_nested_forward_mode_of_a_plain_function_is_still_wrong` fails once it is fixed.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class BatchedRule(Rule):
 
 @dataclass(eq=False, slots=True)
 class Application:
-    """One application of a rule: its maps and everything else that is no tensor.
+    """One application of a rule: its maps and everything else that is not a tensor.
 
     Tensors are saved by autograd. If the maps are the same in every call, one application serves
     all of them.
@@ -59,7 +59,8 @@ class Application:
         pulling, pushing: The positions in `[*xs, *ys, *extras]` of the tensors that are saved for
             the backward pass and for forward mode.
         materializes: Whether an undefined cotangent becomes zeros.
-        randomness: The generators' states before the evaluation, if a second one draws from them.
+        randomness: The generators' states before the evaluation, if a second evaluation draws from
+        them.
         perturbed: Which inputs are differentiated, None if unknown.
         like_xs, like_ys: The shapes, dtypes and devices of the inputs, and of the outputs and
             extras; None for integers.
@@ -105,7 +106,7 @@ class Application:
         return [y.detach() for y in out]
 
     def note(self, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
-        """Stores what inputs, outputs and extras look like, and which of them the maps need."""
+        """Stores the specs of inputs, outputs and extras, and which of them the maps need."""
         self.like_xs, self.like_ys = list(map(like, xs)), list(map(like, ys))
         maps = self.linearized
         assert maps is not None
@@ -116,7 +117,7 @@ class Application:
 
 
 def apart(xs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """xs with a view for each repeated tensor, since autograd tells inputs apart by identity."""
+    """xs with a view for each repeated tensor, since autograd distinguishes inputs by identity."""
     if len(xs) == 1 or len(set(map(id, xs))) == len(xs):
         return xs
     first = {id(x): i for i, x in reversed([*enumerate(xs)])}
@@ -215,7 +216,7 @@ class Attached(torch.autograd.Function):
             ctx.set_materialize_grads(False)
         if point.count > 1:
             outs = (*without_aliases(outs[: point.count], xs), *outs[point.count :])
-        else:  # most are a new tensor
+        else:  # most outputs are new tensors
             for x in xs:
                 if upstream.is_alias_of(x, outs[0]):
                     outs = (outs[0].clone(), *outs[1:])

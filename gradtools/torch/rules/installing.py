@@ -105,7 +105,7 @@ def _is_plain_eager(xs: Sequence[Tensor]) -> bool:
             return False
     if _levels() is not None or upstream.forward_level() >= 0 or _functions() or _dispatches():
         return False
-    return upstream.TracingContext.try_get() is None  # in which export runs, too
+    return upstream.TracingContext.try_get() is None  # torch.export runs in this context, too
 
 
 def _exported(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
@@ -118,9 +118,9 @@ def _exported(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*xs, *ys)):
         warn(
             f"torch.export: the program holds the values of {rule.name}, and no own "
-            "derivative: to autograd its outputs are constants there. Train the model that is "
-            "exported, and not what comes out; or say by torch.no_grad() around "
-            "torch.export.export that the values are enough."
+            "derivative: to autograd its outputs are constants there. Train the model before it "
+            "is exported; if the values are enough, call torch.export.export under "
+            "torch.no_grad()."
         )
     return [y.detach() for y in ys]
 

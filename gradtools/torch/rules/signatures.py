@@ -1,4 +1,4 @@
-"""Calls of custom rules: what is the same in all calls with tensors of the same shapes.
+"""Calls of custom rules: the state that calls with tensors of the same shapes share.
 
 A signature is the shapes, dtypes and devices of a call's tensors, and the structure and constants
 of the arguments. `Calls` makes one record for each, a `Signature`: the rule, the author's functions
@@ -56,7 +56,7 @@ class Signature:
         likes: The same, None for integers.
         key: The shapes and dtypes, the key of the contract's checks.
         repeats: Whether the forward pass may run again, so that the generators' states are kept.
-        shared: The applications that calls share, by the positions of what they save.
+        shared: The applications that calls share, by the positions of their saved tensors.
         smooth: Whether all tensors are floating or complex, and the author's code leaves a graph.
         records: Whether the forward rule is evaluated in the graph of the call (`recorded`).
         recording: The application of these calls.
@@ -256,7 +256,7 @@ class Signature:
 
 
 def _pulled_in_graph(ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:
-    """Hands the cotangent on to the tangent, the last input; at second order, transposes."""
+    """Passes the cotangent to the tangent, the last input; at second order, transposes."""
     if _graphs():
         return *pulled_back(ctx, cts), None
     if _is_compiling():  # compiled autograd cannot add a tensor to None
@@ -304,7 +304,7 @@ class Calls:
             return NotImplemented
         if signature is None:
             if torch.jit.is_tracing():  # type: ignore[attr-defined]
-                return NotImplemented  # sizes are tensors there
+                return NotImplemented  # sizes are tensors in torch.jit.trace
             signature = self._signature(key, args, structure)
         graphs = tracked and _graphs()
         if plain and not graphs and _forward_level() < 0:
@@ -318,7 +318,7 @@ class Calls:
                     out = signature.pushed(args)
             elif signature.specialized.bwd is not None:
                 return signature.applied(args)
-            # A checkpoint would run its recomputation inside of what is recorded.
+            # A checkpoint would run its recomputation inside of the recording.
             elif signature.records and _hooks(False) is None:
                 out = signature.recorded(args)
             if out is not None:

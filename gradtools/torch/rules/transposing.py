@@ -1,7 +1,7 @@
 """The tangent and cotangent map of one application of a rule, each the transpose of the other.
 
 `ctx` is the context of the application's `torch.autograd.Function` (`functions.py`). A linear map
-v -> L(v) that the author did not give is transposed by differentiating the other one. PyTorch does
+v -> L(v) that the author did not give is transposed by differentiating the other map. PyTorch does
 so for nonlinear maps as well; `checking.py` checks linearity first. Extras are differentiated
 through the code that computed them, by a second evaluation of the rule.
 
@@ -183,7 +183,7 @@ def extras_pushed(point: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> 
 
 
 def pull(fun: Fun, xs: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:
-    """The pullback of `fun` at xs, of cotangents; None, also among these, stands for zeros."""
+    """The pullback of `fun` at xs applied to cotangents; None means zeros in both."""
     if not in_eager() or upstream.forward_level() >= 0:
         return _func_vjp(fun, xs)[1](cts)
     result = engines.vjp(lambda *a: (list(fun(*a)), []), list(xs), groups=None, once=True)
@@ -214,7 +214,7 @@ def _func_vjp(fun: Fun, xs: Sequence[Tensor]) -> tuple[list[Any], Any]:
     def pullback(cts: Sequence[Any]) -> list[Any]:
         pairs = zip(ys, cts, strict=True)
         full = [torch.zeros_like(y) if ct is None else ct for y, ct in pairs if y is not None]
-        with unpacked():  # views, since what fun returns unchanged may be of a level that has ended
+        with unpacked():  # views, since an unchanged result may belong to an ended level
             return [v.view_as(v) for v in pull(tuple(full) or (torch.zeros(()),))]
 
     return ys, pullback
@@ -231,7 +231,7 @@ def transposed(
     values: Sequence[Any],
     known: list[Tensor] | None = None,
 ) -> list[Any]:
-    """The transpose of `vs -> linear(at, vs)`, of vectors with these avals, at `values`.
+    """The transpose of `vs -> linear(at, vs)`, for vectors with these avals, applied to `values`.
 
     In eager code by autograd, a third of the time of torch.func, which works under any transform.
     With gradients on, the result is differentiable in `at` and `values`. None for zeros, and for

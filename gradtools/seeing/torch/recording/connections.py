@@ -92,7 +92,7 @@ class ConnectionRecorder(RunRecorder):
         self.outs: list[Any] = []
         self.outputs: list[int] = []
         self._replace = replace
-        self._scalars: list[int] = []  # the Python numbers that it took of tensors
+        self._scalars: list[int] = []  # the Python numbers that the function read from tensors
         self._is_plain = True  # whether no transform of torch.func runs, whose arrays are partial
         self._edges: dict[int, Edge] = {}  # a tensor's place in autograd's graph, by its id
 
@@ -150,7 +150,7 @@ class ConnectionRecorder(RunRecorder):
             return out
 
     def operated(self, call: AtenCall) -> Any:
-        """Records an aten operation; a number that a function takes of a tensor has left."""
+        """Records an aten operation; a number that a function reads from a tensor leaves."""
         if call.raw != "_local_scalar_dense":
             return super().operated(call)
         out = call.run()
@@ -166,7 +166,7 @@ class ConnectionRecorder(RunRecorder):
         with self.silent():
             if self.leavings and not self.phase:
                 made = [y for y in outs if isinstance(y, Tensor)] if not numbers else []
-                contents = [y.numpy() for y in made if _is_plain(y)]  # no operation of PyTorch
+                contents = [y.numpy() for y in made if _is_plain(y)]  # not an operation of PyTorch
                 self.entries[at] = [*_fingerprints((call.args, call.kwargs, contents))]
         return node
 
@@ -300,7 +300,7 @@ class ConnectionRecorder(RunRecorder):
         return number
 
     def hold(self, x: Tensor, value: int) -> None:
-        """Gives a tensor, unwrapped from transforms, this number; notes its size."""
+        """Gives a tensor, unwrapped from transforms, this number; records its size."""
         base = unwrapped(x)
         super().hold(base, value)
         if value not in self.sizes and self._is_plain:

@@ -8,10 +8,10 @@ makes the call::
     "functions"    called(function, args, kwargs)      PyTorch functions (TorchFunctionMode)
     "operations"   operated(call)                      aten operations (TorchDispatchMode)
 
-Each level has its use. Functions show whether a call is differentiable and what leaves for NumPy
-(`calls.py`, for `why_zero`). Operations show the computation of all passes (`passes.py`, for the
-graph). A formula (`translating.py`) uses whichever reads better. Common to all are value
-numbers, in-place writes, the running line and modules, and undoing effects; they are here.
+Functions show whether a call is differentiable and which data leaves for NumPy (for `why_zero`).
+Operations show the computation of all passes (`passes.py`, for the graph). A formula
+(`translating.py`) uses whichever reads better. Common to all are value numbers, in-place writes,
+the running line and modules, and undoing effects; they are here.
 """
 
 from __future__ import annotations
@@ -93,8 +93,8 @@ class Recorder(Generic[V]):
     def _modules_followed(self) -> Iterator[None]:
         """A context in which `scope` follows the modules that this thread calls."""
         thread = threading.get_ident()
-        running: list[tuple[torch.nn.Module, tuple[str, ...]]] = []  # with the scope around each
-        names: dict[int, dict[int, str]] = {}  # of the parts of a module, by id
+        running: list[tuple[torch.nn.Module, tuple[str, ...]]] = []  # modules and scopes
+        names: dict[int, dict[int, str]] = {}  # the names of a module's parts, by id
 
         def enter(module: torch.nn.Module, args: Any) -> None:
             if threading.get_ident() != thread:
@@ -124,7 +124,7 @@ class Recorder(Generic[V]):
     def origin(self) -> Origin:
         """The running line and modules.
 
-        The line is the innermost one of the user's code, else of an installed package.
+        The line is the innermost line of the user's code, else of an installed package.
         """
         return Origin(innermost(lines_above(1, Recorder.run), PACKAGE), self.scope)
 
@@ -192,7 +192,7 @@ class Recorder(Generic[V]):
         return value
 
     def met(self, x: Tensor) -> V:
-        """The value of a tensor that nothing was seen to make."""
+        """The value of a tensor whose creation was not recorded."""
         raise NotImplementedError
 
     def rewritten(self, x: Tensor, before: V, writes: Sequence[Write[V]]) -> V:
@@ -203,11 +203,11 @@ class Recorder(Generic[V]):
         """The tensors that an operation is about to write to; copies captured ones."""
         written = [*call.written()]
         for x in written:
-            self.of(x)  # met now for the first time, it was there before
+            self.of(x)  # a tensor first seen now existed before the run
         return written
 
     def capture(self, x: Tensor, number: int) -> None:
-        """Notes a tensor that existed before the run."""
+        """Records a tensor that existed before the run."""
         self.captured[number] = x
         self.undo.watch(x)
 

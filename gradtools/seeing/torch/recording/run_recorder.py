@@ -2,7 +2,7 @@
 
 A tensor is identified by its id, else by the elements of storage that it shares. An in-place write
 gives the tensor a new value number, and likewise each of its views when it is next read: a view is
-taken again of what was written, and its base is updated in the place of the view.
+recomputed from the written base, and a base is updated at the place of the view.
 
 Whether an operation passes a derivative on is read from autograd: its results require grad or not
 when they are next read.
@@ -81,8 +81,8 @@ class RunRecorder(Recorder[int]):
         self.origins: dict[int, Origin] = {}
         self._function = ""  # the function of PyTorch that the user called
         self._tracked: dict[int, bool] = {}  # whether a value required grad when it was first read
-        self._views: dict[int, Node] = {}  # by the first number of the tensor that it made
-        self._first: dict[int, int] = {}  # of a tensor that was written to, its first number
+        self._views: dict[int, Node] = {}  # the node that made a view, by the view's first number
+        self._first: dict[int, int] = {}  # the first number of a tensor that was written to
 
     # --- calls
 
@@ -122,7 +122,7 @@ class RunRecorder(Recorder[int]):
         if name != "detach" or self.phase or self.rules or not x.requires_grad:
             return False
         if self._function != "data" and not private.is_inside_autograd():
-            return False  # of an output that autograd saves
+            return False  # the detach of an output that autograd saves
         return not (mark_of_running() or reason_of_detach() in (DERIVATIVE, CHUNK))
 
     def write(
@@ -191,7 +191,7 @@ class RunRecorder(Recorder[int]):
         return number
 
     def of(self, x: Tensor) -> int:
-        """The number of a tensor; of the forward pass it is noted whether a derivative flows."""
+        """The number of a tensor; records in the forward pass whether a derivative flows."""
         number = super().of(x)
         if not self.phase:
             self._tracked.setdefault(number, x.requires_grad)

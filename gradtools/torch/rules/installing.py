@@ -61,8 +61,7 @@ def _apply_by_key(key: str, *xs: Tensor) -> tuple[Tensor, ...]:
 
 
 def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
-    if _functions():
-        xs = as_read_now(xs)
+    xs = as_read_now(xs)
     if rule.reaches == "identity" and _is_plain_eager(xs):
         application = rule.__dict__.get("_application") or edit_application(rule, len(xs))
         xs = apart(xs)
@@ -70,11 +69,10 @@ def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
     if upstream.is_exporting() and _levels() is None:
         return _exported(rule, xs)
     if not isinstance(rule, BatchedRule) and not differentiated(xs):
-        if rule.reaches == "identity":
-            if not _functions():
-                return [y.detach().clone() for y in rule.primal(*xs)]
-        elif rule.reaches is None:
+        if rule.reaches is None:
             return _undifferentiated(rule, xs)
+        if rule.reaches == "identity" and not _functions():
+            return [y.detach().clone() for y in rule.primal(*xs)]
     if rule.user_functions:
         if in_own_transpose(rule, xs):
             return rule.primal(*xs)

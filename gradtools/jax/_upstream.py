@@ -160,10 +160,12 @@ def define_linearization(primitive: Primitive, rule: Callable[..., Any]) -> None
     """Defines how a primitive is linearized: `rule(carried, *xs, **params)`.
 
     Some versions of JAX pass a boolean (whether it is for reverse mode) before `carried`, the mask
-    of the inputs that have tangents. Gone: JAX linearizes the jvp, which is slower in eager code.
+    of the inputs that have tangents. Later ones return another record. There, and if this is gone,
+    JAX linearizes the jvp, which is slower in eager code.
     """
     run = lambda *args, **params: rule(*args[isinstance(args[0], bool) :], **params)
-    getattr(_ad, "primitive_linearizations", {})[primitive] = run
+    if jax.__version_info__ < (0, 11):
+        getattr(_ad, "primitive_linearizations", {})[primitive] = run
 
 
 def varying_axes(aval: Any) -> frozenset[Any]:

@@ -126,21 +126,21 @@ class _ChunkProgram:
     """f on a chunk of some shape, traced once and then evaluated from its jaxpr."""
 
     program: jaxprs.TracedProgram
-    consts: list[Any]  # cast to the types of the program's constants
+    consts: list[Any]
+    wide: list[Any]  # the constants, or in float32 where they are narrower
     outs: int  # the number of output leaves, which the carry follows
 
     def __call__(self, *args: Any) -> Any:
         *inputs, carry = args
-        pairs = zip(self.consts, self.program.jaxpr.constvars, strict=True)
-        consts = [x if x.dtype == v.aval.dtype else x.astype(v.aval.dtype) for x, v in pairs]
+        pairs = zip(self.wide, self.consts, strict=True)
+        consts = [x if x is c else x.astype(c.dtype) for x, c in pairs]
         return self.program(consts, inputs, self.widened(carry))
 
     def summing_widely(self) -> _ChunkProgram:
         """Casts 16-bit constants to float32, so that a scan sums their cotangents in float32."""
         narrow = lambda x: isinstance(x, jax.core.Tracer) and x.dtype in (jnp.float16, jnp.bfloat16)
         # Concrete constants are not differentiated.
-        wide = [x.astype("float32") if narrow(x) else x for x in self.consts]
-        return replace(self, consts=wide)
+        return replace(self, wide=[x.astype("float32") if narrow(x) else x for x in self.consts])
 
     def widened(self, carry: list[Array]) -> list[Array]:
         """A carry promoted to its type after a step, since a scan's carry keeps its type."""
@@ -201,7 +201,7 @@ class _Steps:
             shapes = jax.tree.unflatten(inputs.treedef, inputs.avals)  # with shardings
             program, consts = jaxprs.traced(self.of(number), *shapes, carry)
             outs = len(program.avals) - len(carry)
-            step = _ChunkProgram(program, consts, outs)
+            step = _ChunkProgram(program, consts, consts, outs)
             new = step.widened(carry)
             wider = any(varies(a) - varies(x) for a, x in zip(new, carry, strict=True))
             self._traced[key] = self.traced(kind, new) if wider else step

@@ -45,6 +45,7 @@ def run_compiled(program: Callable[..., Any], *args: Any) -> Any:
 
 def compiled(jaxpr: Jaxpr, derive: Callable[..., Any] = jax.jit) -> Any:
     """`derive(run)` of a program `run(consts, xs)`; the same object for equal programs."""
+    jaxpr = jaxpr.replace(constvars=jaxpr.constvars)  # from JAX 0.12 on a jaxpr keeps its arrays
     try:
         return _derived(_Program(_key(jaxpr), jaxpr), derive)
     except TypeError:  # not comparable, or not hashable

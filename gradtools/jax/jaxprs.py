@@ -49,9 +49,7 @@ def traced(fun: Callable[..., Any], *args: Any) -> tuple[TracedProgram, list[Any
     pass.
     """
     closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
-    jaxpr = open_jaxpr(closed)
-    jaxpr = jaxpr.replace(constvars=jaxpr.constvars)  # from JAX 0.12 on a jaxpr keeps its arrays
-    program = TracedProgram(jaxpr, jax.tree.structure(shapes), closed.out_avals)
+    program = TracedProgram(open_jaxpr(closed), jax.tree.structure(shapes), closed.out_avals)
     return program, [own(c) for c in constants_of(closed)]
 
 

@@ -212,6 +212,9 @@ class _Tape:
         name, inner = eqn.primitive.name, jaxprs.bodies(eqn)
         if not inner or any(body.jaxpr.constvars for body in inner):  # their values are unknown
             return None
+        sizes = [len(body.graph.nodes) for body in node.bodies]
+        if sizes != [len(body.jaxpr.eqns) for body in inner]:  # drawn as another program
+            return None
         if name == "cond":
             k = min(max(int(entries[0][0]), 0), len(inner) - 1)
             return self._body(node, k, inner[k], entries)

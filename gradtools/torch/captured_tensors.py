@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from itertools import compress
 from typing import Any, Self
 
@@ -114,17 +115,27 @@ class Replaced(TorchFunctionMode):
             )
 
 
+def reading(pairs: Sequence[tuple[Tensor, Tensor]]) -> AbstractContextManager[Any]:
+    """A context in which the second tensor of each pair is read in the place of the first."""
+    if not pairs or torch.compiler.is_compiling():
+        return nullcontext()
+    originals, others = zip(*pairs, strict=True)
+    return Replaced(originals, others, replaced_now())
+
+
 class Captured(Replaced):
     """A context that finds the tensors that f captures, inside of torch.func.
 
     f's own tensors are wrapped at `level`, which its arguments have entered. Other tensors that may
     be differentiated, or are batched, are captured, and enter that level as well.
+
+    hidden: Whether any other tensor may have a tangent, which torch.func's levels hide.
     """
 
-    def __init__(self, level: int) -> None:
+    def __init__(self, level: int, hidden: bool = False) -> None:
         super().__init__((), (), replaced_now())
         self.found: dict[int, tuple[Tensor, Tensor]] = {}
-        self._level = level
+        self._level, self._hidden = level, hidden
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -153,7 +164,8 @@ class Captured(Replaced):
             return entry[1]
         while upstream.maybe_get_level(x) == ENDED:
             x = upstream.get_unwrapped(x)
-        if not (x.requires_grad or is_wrapped(x)) or upstream.maybe_get_level(x) == self._level:
+        moves = x.requires_grad or is_wrapped(x) or (self._hidden and is_inexact(x))
+        if not moves or upstream.maybe_get_level(x) == self._level:
             return x
         if upstream.maybe_get_level(x) > self._level:  # x belongs to a transform in f
             beneath = _beneath(x, self._level)
@@ -195,16 +207,18 @@ class Read(Replaced):
         return super().other(x)
 
     def _note(self, x: Tensor) -> None:
-        tracked = x.requires_grad and torch.is_grad_enabled() and self._is_old(x)
-        if id(x) not in self._own and (tracked or is_dual(x)):
+        read = super().other(x)
+        tracked = read.requires_grad and torch.is_grad_enabled() and self._is_old(read)
+        if id(x) not in self._own and (tracked or is_dual(read)):
             self.found[id(x)] = x, x
 
     def check_all(self, ys: Sequence[Tensor]) -> None:
         """Raises if f's outputs depend on a captured tensor that no mode saw."""
-        ends = {x.grad_fn for x, _ in self.found.values()} - {None}
+        read = [super(Read, self).other(x) for x, _ in self.found.values()]
+        ends, own = {x.grad_fn for x in read} - {None}, {*map(id, read), *self._own}
         for node in nodes_of(ys, ends):
             leaf = node.variable if type(node) is upstream.AccumulateGrad else None
-            lost = leaf is not None and id(leaf) not in {*self.found, *self._own}
+            lost = leaf is not None and id(leaf) not in own
             if lost or (node not in ends and upstream.sequence_of(node) < self._began):
                 raise GradtoolsError(
                     "implicit_solution: F closes over a tensor that is differentiated and that it "
@@ -227,7 +241,8 @@ def closure_converted(
     def fun(*xs: Tensor) -> tuple[Tensor, ...]:
         args, kwargs = trees.unflatten(treedef, replaced_where(leaves, moving, xs))
         level = upstream.peek_interpreter_stack()
-        with Read(xs) if level is None else Captured(level.level()) as mode:
+        hidden = upstream.forward_level() >= 0
+        with Read(xs) if level is None else Captured(level.level(), hidden) as mode:
             y = f(*args, **kwargs)
         modes.append(mode)
         return tuple(tensors_in(y))
@@ -245,8 +260,7 @@ def closure_converted(
         pairs = [(x, y) for x, y in zip(found, captured, strict=True) if x is not y]
         if not pairs:
             return f(*args, **kwargs)
-        originals, others = zip(*pairs, strict=True)
-        with Replaced(originals, others, replaced_now()) as mode:
+        with reading(pairs) as mode:
             y = f(*args, **kwargs)
         mode.check("implicit_solution")
         return upstream.tree_map_only(Tensor, mode.other, y)

@@ -8,7 +8,8 @@ from the parameters' names. A module may be anywhere in a tree: in a list, a dic
 dataclass. The graph of a result is built in its backward pass (`lazy_graphs`).
 
 Inside of vmap, torch.func and forward mode a parameter is replaced by a batched or dual tensor.
-There f gets a structural copy of the module, like that of `make_functional`.
+There f gets a structural copy of the module, like that of `make_functional`, and whatever still
+reads the user's module (a closure, a hook, a bound method) reads the copy's parameters.
 """
 
 from __future__ import annotations
@@ -26,6 +27,7 @@ from gradtools.errors import DisconnectedInputError, GradtoolsError
 from gradtools.integrations import refusal
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
+from gradtools.torch.captured_tensors import reading
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.functorch_wrappers import is_dual, levels_differentiating
 from gradtools.torch.lazy_graphs import current_graph, is_nested
@@ -174,6 +176,7 @@ class Opened:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Calls f with the modules, or with copies of them that have other parameters."""
         copies: list[Copy] = []
+        replaced: list[tuple[Tensor, Tensor]] = []
 
         def whole(own: Any, part: Any) -> Any:
             if not _is_module(own):
@@ -183,6 +186,7 @@ class Opened:
                 return own
             tree = check_module(self._caller, own)
             copies.append(Copy(tree, part, tree.buffers))
+            replaced.extend((p, part[name]) for name, p in known.items() if p is not part[name])
             return copies[-1].root
 
         given, inner = list(args), set[int]()
@@ -192,7 +196,8 @@ class Opened:
             pairs = zip(leaves, parts, strict=True)
             given[i] = trees.unflatten(treedef, [whole(own, x) for own, x in pairs])
         try:
-            output = self.f(*given, **kwargs)
+            with reading(replaced):
+                output = self.f(*given, **kwargs)
         finally:
             for copy in copies:
                 copy.hand_back()

@@ -5,7 +5,9 @@ between threads. Here nothing is swapped: each call builds a structural copy (`C
 submodule has dictionaries of its own with the given parameters and clones of the given buffers.
 Everything else is shared, hooks included. References of the tree to itself (tied tensors, shared
 submodules, bound methods, lists of weights, plain objects that hold a submodule) are replaced by
-references to the copy. ``make_functional`` makes such a copy once, and each call copies that one.
+references to the copy; where closures and other objects still read the module's own tensors, the
+operations of the call read the given ones instead. ``make_functional`` makes such a copy once, and
+each call copies that one.
 
 ``torch.compile`` cannot trace the building of copies: there, ``functional_call`` is traced on
 another private copy. ``gradtools.models`` documents the public name.
@@ -15,12 +17,11 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from operator import is_
-from types import FunctionType
 from typing import Any
 
 import torch
@@ -28,12 +29,14 @@ from torch import Tensor, nn
 
 from gradtools.arguments.in_axes import check_names
 from gradtools.arguments.wording import type_in_words
-from gradtools.errors import GradtoolsError, warn
-from gradtools.function_variables import cells_of, with_parts
+from gradtools.errors import GradtoolsError
+from gradtools.function_variables import with_parts
 from gradtools.integrations import integration
+from gradtools.rules import captured_objects
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
 from gradtools.torch.arrays import seed_of, split_key
+from gradtools.torch.captured_tensors import reading
 from gradtools.torch.compiling import skipped_by_dynamo
 from gradtools.torch.state import Randomness
 
@@ -43,7 +46,6 @@ Applied = tuple[Any, dict[str, Tensor]]  # the output, and the new state
 Apply = Callable[..., Applied]
 
 DEPTH = 4  # how deep lists and dictionaries are searched for references into the tree
-_OF_EVERY_MODULE = frozenset(vars(nn.Module()))
 _INERT = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size))
 _CONTAINERS = frozenset((dict, OrderedDict, list, tuple, set, frozenset))
 SEEDING = threading.RLock()  # the global random streams are one resource of the process
@@ -106,9 +108,12 @@ def make_functional(
     all_params = {name: p.detach() for name, p in tree.parameters.items()}
     free = {name for name, p in tree.parameters.items() if p.requires_grad or frozen_too}
     buffers = {name: b.detach().clone() for name, b in tree.buffers.items()}
+    originals = {**tree.parameters, **tree.buffers}
     if train is not None:
         tree = _trained(tree, all_params, buffers, train)
     template = ModuleTree.of(Copy(tree, all_params, buffers).root)
+    if not _refers_to(template, originals.values()):
+        originals = {}
     references = Copy(template, all_params, buffers).references
     copied = partial(Copy, template, references=references)
     params = {name: p for name, p in all_params.items() if name in free}
@@ -117,7 +122,15 @@ def make_functional(
     state = {**frozen, **buffers}
     state_shapes = {name: x.shape for name, x in state.items()}
     private = copied(all_params, buffers).root  # for torch.compile alone
-    return partial(apply, copied, private, (shapes, state_shapes, tuple(frozen))), params, state
+    names = shapes, state_shapes, tuple(frozen)
+    return partial(apply, copied, private, names, originals), params, state
+
+
+def _refers_to(template: ModuleTree, originals: Iterable[Tensor]) -> bool:
+    """Whether a copy still refers to the module's tensors: by a closure, a hook, a bound method."""
+    wanted = {*map(id, originals)}
+    held = [vars(m)[name] for m in template.modules for name in _may_refer(vars(m))]
+    return any(True for _ in captured_objects(held, lambda x: id(x) in wanted, Tensor))
 
 
 def _trained(tree: ModuleTree, params: Tensors, buffers: Tensors, train: bool) -> ModuleTree:
@@ -138,6 +151,7 @@ def apply(
     copied: Callable[..., Copy],
     private: nn.Module,
     shapes: tuple[Shapes, Shapes, tuple[str, ...]],
+    originals: Tensors,
     /,
     params: Tensors,
     state: Tensors,
@@ -154,32 +168,39 @@ def apply(
     buffers = {name: x for name, x in state.items() if name not in frozen} if frozen else state
     given = {**params, **frozen} if frozen else params
     if key is not None:
-        out, after = _seeded_call(key, copied, given, buffers, args, kwargs)
+        out, after = _seeded_call(key, copied, originals, given, buffers, args, kwargs)
     elif torch.compiler.is_compiling():
         after = {name: buffer.clone() for name, buffer in buffers.items()}
         out = torch.func.functional_call(private, (dict(given), after), args, kwargs)
     else:
-        out, after = _call(copied, given, buffers, args, kwargs)
+        out, after = _call(copied, originals, given, buffers, args, kwargs)
     return out, {**frozen, **after}
 
 
 def _call(
-    copied: Callable[..., Copy], params: Tensors, state: Tensors, args: tuple, kwargs: dict
+    copied: Callable[..., Copy],
+    originals: Tensors,
+    params: Tensors,
+    state: Tensors,
+    args: tuple,
+    kwargs: dict,
 ) -> Applied:
     if upstream.caches_weights():  # by id(module), and copies reuse ids
         raise GradtoolsError(
             "apply: inside torch.nn.utils.parametrize.cached() a copy could be given another "
             "copy's weights. Call apply outside of it."
         )
-    copy = copied(params, {name: buffer.clone() for name, buffer in state.items()})
-    out = copy.root(*args, **kwargs)
+    own = {name: buffer.clone() for name, buffer in state.items()}
+    copy, given = copied(params, own), {**params, **own}
+    with reading([(x, given[name]) for name, x in originals.items()]):
+        out = copy.root(*args, **kwargs)
     return out, copy.buffers()
 
 
 @skipped_by_dynamo
-def _seeded_call(key: Any, copied: Callable[..., Copy], *given: Any) -> Applied:
+def _seeded_call(key: Any, copied: Callable[..., Copy], originals: Tensors, *given: Any) -> Applied:
     with _seeded(key, given):
-        return _call(copied, *given)
+        return _call(copied, originals, *given)
 
 
 # Copies
@@ -219,7 +240,7 @@ class Copy:
             if fields.get(upstream.COMPILED_CALL) is not None:
                 fields[upstream.COMPILED_CALL] = None
             for name in _may_refer(fields) if references is None else references[i]:
-                fields[name], old = self._links.relinked(fields[name], (m, name)), fields[name]
+                fields[name], old = self._links.relinked(fields[name]), fields[name]
                 if fields[name] is not old:
                     refers.append(name)
             for name in upstream.SLOTS:
@@ -279,28 +300,19 @@ class _Links:
     def note(self, original: dict[str, Any], copy: dict[str, Any]) -> None:
         self.copied.append((original, copy, copy.copy()))
 
-    def relinked(self, x: Any, at: tuple[nn.Module, str], depth: int = DEPTH) -> Any:
-        """The value, or x itself if it does not refer to the tree.
-
-        Raises if it is a function that closes over the tree: it would use the originals.
-        at: The module and its attribute, for messages.
-        """
+    def relinked(self, x: Any, depth: int = DEPTH) -> Any:
+        """The value, or x itself if it does not refer to the tree."""
         if type(x) in _INERT:
             return x
         known = self._own.get(id(x))
         if known is not None or not depth:
             return x if known is None else known
-        if type(x) is FunctionType:
-            held = [*cells_of(x).values(), *(x.__defaults__ or ())]
-            if any(self.relinked(y, at, 1) is not y for y in held):
-                _refuse_closure(*at)
-            return x
         fields = _attributes_of(x)
         if fields is None:
-            return with_parts(x, lambda part: self.relinked(part, at, depth - 1))
+            return with_parts(x, lambda part: self.relinked(part, depth - 1))
         if depth > 1 and id(x) not in self._objects:
             self._objects[id(x)] = x
-            new = {k: self.relinked(y, at, 1) for k, y in fields.items()}
+            new = {k: self.relinked(y, 1) for k, y in fields.items()}
             if not all(map(is_, new.values(), fields.values())):
                 copy = self._objects[id(x)] = object.__new__(type(x))
                 vars(copy).update(new)
@@ -316,22 +328,6 @@ def _attributes_of(x: Any) -> dict[str, Any] | None:
     if kind.__module__.partition(".")[0] in ("torch", "builtins", "gradtools"):
         return None
     return getattr(x, "__dict__", None)
-
-
-def _refuse_closure(module: nn.Module, name: str) -> None:
-    """Raises for an attribute, and warns for a hook."""
-    kind = type(module).__name__
-    if name not in _OF_EVERY_MODULE:
-        raise GradtoolsError(
-            f"make_functional: attribute {name!r} of {kind} is or holds a function that closes "
-            "over the module or its tensors, so it would not see the given parameters. Make it "
-            "a method, or pass what it needs as an argument."
-        )
-    if "forward" in name:
-        warn(
-            f"make_functional: a forward hook of {kind} closes over the module; it sees the "
-            "original module's tensors. Use the hook's first argument instead."
-        )
 
 
 # Checks

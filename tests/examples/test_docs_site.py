@@ -144,6 +144,7 @@ def test_what_is_loaded_from_another_host_fails(monkeypatch, tag, source):
         pages.on_post_page(tag.format(source), page, None)
 
 
+@needs_mkdocs
 def test_pages_of_examples_link_to_their_folder_and_notebooks_to_colab(monkeypatch):
     pages = hook("site_pages", monkeypatch)
     monkeypatch.setenv("REPO_URL", "https://github.com/a/gradtools/")
@@ -157,6 +158,7 @@ def test_pages_of_examples_link_to_their_folder_and_notebooks_to_colab(monkeypat
     assert "Colab" not in pages.with_downloads("# X\n", origin, here)
 
 
+@needs_mkdocs
 def test_a_downloaded_example_runs_alone(tmp_path, monkeypatch):
     packed = hook("site_pages", monkeypatch).examples_folder()
     zipfile.ZipFile(io.BytesIO(packed)).extractall(tmp_path)

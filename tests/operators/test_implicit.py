@@ -218,6 +218,58 @@ def test_a_layer_trains_the_module_that_it_closes_over(gt, backend_name):
         agree(gt, x.detach(), y.detach(), 1e-8)
 
 
+def test_a_captured_tensor_that_only_a_function_takes_is_refused(backend_name):
+    if backend_name == "jax":
+        pytest.skip("a Function of PyTorch")
+    import torch
+
+    import gradtools.torch as gt
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, z, w):
+            ctx.save_for_backward(z, w)
+            return z * w
+
+        @staticmethod
+        def backward(ctx, ct):
+            z, w = ctx.saved_tensors
+            return ct * w, ct * z
+
+    a = torch.ones(3, dtype=torch.float64)
+    leaf = torch.rand(3, dtype=torch.float64, requires_grad=True)
+    for w in (leaf, leaf.exp()):
+        F = lambda z, a, w=w: 0.1 * torch.tanh(Product.apply(z, w)) + a - z
+        solve = lambda a, w=w: _iterated(lambda z: 0.1 * torch.tanh(z * w) + a, a)
+        with pytest.raises(GradtoolsError, match=r"to an autograd\.Function alone"):
+            gt.implicit_solution(F, solve)(a)
+
+
+def _iterated(step, z):
+    for _ in range(60):
+        z = step(z)
+    return z
+
+
+def test_a_call_keeps_nothing_that_the_equation_closes_over(gt, backend_name):
+    """The rules of a call with captured arrays serve that call alone."""
+    import gc
+    import weakref
+
+    a, held, kept = gt.asarray(np.ones(3)), [], []
+    root = gt.implicit_solution(lambda z, a: z * held[0] - a, lambda a: a / held[0], "dense")
+
+    def loss(b):
+        held[:] = [2 * b]
+        kept.append(weakref.ref(held[0]))
+        return root(a).sum()
+
+    gt.grad(loss)(gt.asarray(np.ones(3)))
+    held.clear()
+    gc.collect()
+    assert not any(one() is not None for one in kept)
+
+
 def test_float32_is_solved_to_its_precision(gt):
     a = gt.asarray(np.float32([4.0, 9.0]))
     root = gt.implicit_solution(lambda z, a: z * z - a, lambda a: a**0.5, "cg")

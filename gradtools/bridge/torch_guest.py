@@ -2,7 +2,7 @@
 
 PyTorch functions may write in place and draw from global generators, which JAX cannot represent.
 The first call gets copies of its arguments. Later calls get copies of the arguments that it wrote
-to or keeps; the others share JAX's memory. A function that draws is refused, because its
+to; the others share JAX's memory. A function that draws is refused, because its
 derivatives would draw other numbers.
 """
 
@@ -25,12 +25,10 @@ from gradtools.bridge.functions import Foreign, ForeignSignature
 from gradtools.bridge.memory import (
     array_of,
     comes_back,
-    is_kept,
     numpy_of_tensor,
     of_one_cpu,
     tensor_of,
     tensor_of_numpy,
-    unshared,
 )
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import ArraySpec
@@ -54,7 +52,7 @@ class TorchGuest:
         return run
 
     def protected(self, xs: Sequence[Tensor], written: set[int] | None) -> Sequence[Tensor]:
-        """The arguments, with copies of those that the function may write to or keep."""
+        """The arguments, with copies of those that the function may write to."""
         return [x.clone() if written is None or i in written else x for i, x in enumerate(xs)]
 
     def as_array(self, name: str, y: Any) -> Tensor:
@@ -154,10 +152,10 @@ class TorchGuest:
             base.written = None if is_first else base.written
             raise
         signature.record(run, [_spec(y) for y in outs])
-        outs = unshared(outs)
+        outs = [y.detach().clone() for y in outs]
         written = {i for i, t in enumerate(ts) if upstream.version_of(t)}
         if is_first:
-            base.written = written.union(i for i in range(len(ts)) if is_kept(ts, i))
+            base.written = written
         elif written:
             raise GradtoolsError(
                 f"to_jax: {of.name} wrote to an argument, and did not in its first call, so JAX's "

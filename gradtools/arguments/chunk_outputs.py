@@ -58,7 +58,10 @@ class Outputs:
         elif treedef != self._treedef:
             array = backend.flatten(backend.asarray(0.0))[1]
             now, known = (array if t is None else t for t in (treedef, self._treedef))
-            raise other_structure("output", now, known, number)
+            ordered, now = backend.flatten_like(known, out)
+            if now != known:
+                raise other_structure("output", now, known, number)
+            return self.arrays_in(number, backend.unflatten(known, ordered))
         if self._out_axes is SUMMED:
             for k, leaf in enumerate(leaves):
                 # checkpoint passes non-arrays through

@@ -245,7 +245,7 @@ class ChunkFunction:
                     "chunked: with carry_argnums f returns a pair (output, new_carry); got "
                     f"{describe(backend, out)}."
                 )
-            new_carry, treedef = backend.flatten(out[1])
+            new_carry, treedef = backend.flatten_like(self.carry_def, out[1])
             if treedef != self.carry_def:
                 raise other_structure("carry", treedef, self.carry_def, number)
             out = out[0]

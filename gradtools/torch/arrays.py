@@ -21,7 +21,7 @@ import torch
 
 from gradtools.arguments.checks import whole_number
 from gradtools.arrays import as_numpy, as_seed, is_plain
-from gradtools.errors import GradtoolsError
+from gradtools.errors import GradtoolsError, RuntimeRefusal
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
 
@@ -62,7 +62,7 @@ def to_numpy(x: Any) -> np.ndarray:
         except TypeError:
             return _extended_to_numpy(y)
     except (RuntimeError, NotImplementedError, TypeError) as error:
-        raise GradtoolsError(
+        raise RuntimeRefusal(
             f"to_numpy: a {type(x).__name__} of shape {tuple(x.shape)} has no values that NumPy "
             "could read: it is inside a torch.func transform or torch.compile, on the meta device, "
             "or sparse. Return it from the transformed function, as an auxiliary output if "

@@ -87,7 +87,7 @@ def test_metrics_of_another_structure_are_refused(gt):
         return (w * x).sum(), {"a" if x.shape[0] == 2 else "c": x.sum()}
 
     total = gt.microbatched_value_and_grad(f, 2, reduction="sum", has_aux=True)
-    with pytest.raises(GradtoolsError, match="aux has the structure .* in one chunk and"):
+    with pytest.raises(GradtoolsError, match=r"aux has the structure .* in one chunk and"):
         total(gt.asarray(1.0), gt.asarray(X))
 
 

@@ -23,11 +23,11 @@ from gradtools.errors import GradtoolsError
 from gradtools.gradient_targets import TargetLeaf, paired, refuse
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
+from gradtools.torch.functorch_wrappers import PLAIN
 from gradtools.torch.module_arguments import with_parts
 from gradtools.torch.modules import ModuleTree
 
 _LOCK = threading.RLock()
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _is_traced = upstream.is_wrapped
 _layout, _dtype = attrgetter("layout"), attrgetter("dtype")
 Write = tuple[Callable[[Any, Any], Any], torch.Tensor, torch.Tensor]
@@ -312,7 +312,7 @@ def _check(caller: str, entry: TargetLeaf) -> None:
 def _all_fit(merged: Sequence[tuple[Any, Any]]) -> bool:
     """Whether all are ordinary leaves and their gradients: property by property, for speed."""
     ps, gs = [p for p, _ in merged], [g for _, g in merged]
-    if not ({*map(type, gs)} <= {torch.Tensor} and {*map(type, ps)} <= {*_PLAIN}):
+    if not ({*map(type, gs)} <= {torch.Tensor} and {*map(type, ps)} <= PLAIN):
         return False
     if any(map(_is_traced, ps)) or any(map(_is_traced, gs)):
         return False

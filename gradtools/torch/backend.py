@@ -24,8 +24,8 @@ from gradtools.torch import (
     trees,
 )
 from gradtools.torch.compiling import Dynamo, compiled, is_compiling, uncompiled
+from gradtools.torch.edits import edited, tied
 from gradtools.torch.functorch_wrappers import is_inexact, is_wrapped, may_have_no_value
-from gradtools.torch.hooks import edited, tied
 from gradtools.torch.known_errors import explained
 from gradtools.torch.many_tangents import jvps, restarting
 from gradtools.torch.rules.installing import apply_rule, apply_rule_by_key
@@ -273,18 +273,16 @@ class TorchBackend(FrameworkBackend):
     # --- chunks
 
     weighs_sums = True
-    is_recomputing = LazyMember("recomputation", "user_is_recomputing")
+    is_recomputing = LazyMember("recomputation")
     frozen_uses = LazyMember("freezing", "Uses")
 
 
 def _checkpointed(
     backend: TorchBackend, options: ChunkOptions, f: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
-    if (
-        is_compiling() and function_modes.traced
-    ):  # torch.func does not support checkpoint's operator
-        return f(*args, **kwargs)
     if is_compiling():
+        if function_modes.traced:  # torch.func does not support checkpoint's operator
+            return f(*args, **kwargs)
         from torch.utils.checkpoint import checkpoint
 
         return checkpoint(f, *args, use_reentrant=False, **kwargs)

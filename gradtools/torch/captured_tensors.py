@@ -23,16 +23,17 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
 from gradtools.torch.autograd_graph import nodes_of
 from gradtools.torch.functorch_wrappers import (
+    alive,
     is_dual,
     is_inexact,
     is_wrapped,
     levels_differentiating,
+    levels_of_vmap,
     tensors_in,
 )
 
 Tensor = torch.Tensor
 Tensors = list[Tensor]
-ENDED = -2  # the level of a wrapper whose transform has ended
 
 
 class _Captures(threading.local):
@@ -162,8 +163,7 @@ class Captured(Replaced):
         entry = self.found.get(id(x))
         if entry is not None:
             return entry[1]
-        while upstream.maybe_get_level(x) == ENDED:
-            x = upstream.get_unwrapped(x)
+        x = alive(x)
         moves = x.requires_grad or is_wrapped(x) or (self._hidden and is_inexact(x))
         if not moves or upstream.maybe_get_level(x) == self._level:
             return x
@@ -286,16 +286,6 @@ def batched_as(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensors:
     xs = list(xs)
     k = next(k for k, x in enumerate(xs) if is_inexact(x))
     for y in ys:
-        if not _batching(y) <= set().union(*map(_batching, xs)):
+        if not levels_of_vmap(y) <= set().union(*map(levels_of_vmap, xs)):
             xs[k] = xs[k] - torch.zeros_like(y, dtype=xs[k].dtype).sum()
     return xs
-
-
-def _batching(x: Tensor) -> set[int]:
-    """The levels of vmap in which x is batched."""
-    found = set[int]()
-    while is_wrapped(x):
-        if upstream.is_batchedtensor(x):
-            found.add(upstream.maybe_get_level(x))
-        x = upstream.get_unwrapped(x)
-    return found

@@ -10,9 +10,21 @@ from typing import Any
 import torch
 
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.function_modes import NoForwardMode as NoForwardMode
 
 Tensor = torch.Tensor
+_levels, _forward_level = upstream.peek_interpreter_stack, upstream.forward_level
+_functions, _dispatches = upstream.count_of_function_modes, upstream.count_of_dispatch_modes
+_tracing = upstream.tracing_state
+
+
+def is_followed() -> bool:
+    """Whether a transform, a mode, a trace or forward mode may observe an operation.
+
+    The legacy vmap counts for none of them.
+    """
+    if _levels() is not None or _dispatches() or _functions() or _tracing() is not None:
+        return True
+    return _forward_level() >= 0
 
 
 def batchings() -> int:
@@ -54,6 +66,10 @@ def by_new_vmap(fun: Callable[..., list[Any]], xs: Sequence[Any]) -> list[Any]:
         return [upstream.add_batch_axis(next(found), 0, level) if t else None for t in there]
     finally:
         upstream.enter_vmap()
+
+
+class NoForwardMode(Exception):
+    """PyTorch's only forward-mode level is in use, or cannot be used."""
 
 
 _FORWARD_MODE = threading.Lock()

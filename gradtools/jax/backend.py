@@ -38,7 +38,6 @@ class JaxBackend(FrameworkBackend):
     # --- pytrees
 
     flatten = staticmethod(trees.flatten)
-    flatten_arrays = staticmethod(trees.flatten_arrays)
     unflatten = staticmethod(trees.unflatten)
     leaf_paths = staticmethod(trees.leaf_paths)
     entries_of = staticmethod(trees.entries_of)
@@ -80,8 +79,7 @@ class JaxBackend(FrameworkBackend):
     ones_like = staticmethod(partial(jax.lax.full_like, fill_value=1))
 
     def unit_basis(self, x: Array, before: int = 0, after: int = 0) -> Array:
-        count = before + x.size + after
-        basis = jnp.eye(count, x.size, k=-before, dtype=x.dtype).reshape(count, *x.shape)
+        basis = super().unit_basis(x, before, after)
         spec = shardings.entries(x)
         if any(spec):
             basis = shardings.on_mesh(basis, jax.typeof(x).sharding.mesh, (None, *spec))

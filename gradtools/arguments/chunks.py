@@ -174,7 +174,7 @@ class Chunks:
 
     def result(self, outs: list[Array], carry: list[Array]) -> Any:
         """The chunked function's result, from joined leaves (or all chunks' leaves of lists)."""
-        out, carry_def = self.outputs.joined(outs), self.call.carry_def
+        out, carry_def = self.outputs.tree(outs), self.call.carry_def
         return out if carry_def is None else (out, self.call.backend.unflatten(carry_def, carry))
 
 

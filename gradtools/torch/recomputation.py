@@ -170,7 +170,7 @@ class Program:
                 outs[i] = outs[i].clone()
         alive = [*map(weakref.ref, sources)]
         del ys, y, sources  # frees the graph, and with it leaves that f made for itself
-        self.read([x for ref in alive if (x := ref()) is not None])
+        self.set_sources([x for ref in alive if (x := ref()) is not None])
         self.known, self.tracked, self.verify = outs, tracked, verify
         return outs, later
 
@@ -178,8 +178,8 @@ class Program:
         """`run` in the first pass."""
         return self.run(xs)
 
-    def read(self, sources: Tensors) -> None:
-        """Sets the sources."""
+    def set_sources(self, sources: Tensors) -> None:
+        """Sets the sources, and notes their versions."""
         self.sources, self.versions = sources, [*map(upstream.version_of, sources)]
 
     def inputs(self, xs: Sequence[Tensor], captured: Tensors) -> Tensors:

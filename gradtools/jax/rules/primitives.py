@@ -1,4 +1,4 @@
-"""The primal and tangent primitives of a rule: evaluation and vmap.
+"""The primal, value and tangent primitives of a rule: evaluation and vmap.
 
 The operands of the tangent primitive are the residuals, then the tangents that are not symbolic
 zeros. Its parameters: `given`, the mask of these tangents, and `ys`, the avals of the floating

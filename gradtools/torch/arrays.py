@@ -55,8 +55,7 @@ def to_numpy(x: Any) -> np.ndarray:
     if not isinstance(x, torch.Tensor):
         return np.array(as_numpy(x, "to_numpy"))
     try:
-        y = x.detach().cpu().resolve_conj().resolve_neg()
-        y = y.clone() if upstream.is_zero(y) else y  # a ZeroTensor, from double backward
+        y = on_cpu(x)
         try:
             return y.numpy().copy()
         except TypeError:
@@ -69,6 +68,12 @@ def to_numpy(x: Any) -> np.ndarray:
             "need be, and convert it outside, or wrap the NumPy code in host_function; a sparse "
             "tensor needs .to_dense()."
         ) from error
+
+
+def on_cpu(x: torch.Tensor) -> torch.Tensor:
+    """x without a graph, in memory that NumPy can read."""
+    y = x.detach().cpu().resolve_conj().resolve_neg()
+    return y.clone() if upstream.is_zero(y) else y  # PyTorch 2.8 reads a zero without memory
 
 
 def random_key(seed: Any) -> torch.Tensor:

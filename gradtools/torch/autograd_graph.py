@@ -62,7 +62,7 @@ def depends_on_others(outs: Sequence[Tensor]) -> bool:
     accumulates, todo = upstream.AccumulateGrad, list[Any]()
     for y in outs:  # loops, since every derivative runs this
         if y.requires_grad:
-            todo.append(node_of(y))
+            todo.append(y.grad_fn or get_gradient_edge(y).node)
     seen = set(todo)
     for node in todo:  # which grows
         if type(node) is accumulates:

@@ -11,18 +11,22 @@ from gradtools.rules import Rule, captured_objects
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import leaves_of
 from gradtools.torch.functorch_wrappers import PLAIN, is_inexact
-from gradtools.torch.modes import is_followed
 from gradtools.torch.operation_marks import DERIVATIVE, detached, note_edit
 from gradtools.torch.rules.functions import Application, attach
 from gradtools.torch.trees import flatten, unflatten
 
 Tensor = torch.Tensor
-_is_wrapped = upstream.is_wrapped
+_levels, _forward_level = upstream.peek_interpreter_stack, upstream.forward_level
+_functions, _dispatches = upstream.count_of_function_modes, upstream.count_of_dispatch_modes
+_is_wrapped, _tracing = upstream.is_wrapped, upstream.tracing_state
 
 
 def edited(rule: Rule, x: Any, cotangent: Any = None, value: Any = None) -> Tensor | None:
     """`gradtools.backend.Backend.edited`: attaches the node in plain eager mode."""
-    if type(x) not in PLAIN or _is_wrapped(x) or is_followed():
+    if type(x) not in PLAIN or _is_wrapped(x):
+        return None
+    # `is_followed`, written out: a call takes as long as the rest of an edit.
+    if _levels() or _functions() or _dispatches() or _tracing() or _forward_level() >= 0:
         return None
     if rule.reverse_only:
         note_edit(rule.name, (x,))

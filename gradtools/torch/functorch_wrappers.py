@@ -114,11 +114,14 @@ def is_inexact(x: Any) -> bool:
 
 def unshared(x: Tensor) -> Tensor:
     """x, or a copy if its entries overlap in memory: tangents get x's memory layout."""
-    if torch.compiler.is_dynamo_compiling() or x.is_contiguous():
-        return x
-    if all(n == 1 or s for n, s in zip(x.shape, x.stride(), strict=True)):
+    if torch.compiler.is_dynamo_compiling() or x.is_contiguous() or not has_overlaps(x):
         return x
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def has_overlaps(x: Tensor) -> bool:
+    """Whether entries of a dense tensor share memory, as after `expand`."""
+    return any(n > 1 and not stride for n, stride in zip(x.shape, x.stride(), strict=True))
 
 
 # --- zeros -------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import torch
 
 from gradtools.host_kernels import KernelCall, Results, call_by_key
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.arrays import on_cpu
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.functorch_wrappers import PLAIN, with_batch_in_front
 from gradtools.torch.modes import by_new_vmap, is_followed
@@ -131,8 +132,7 @@ def _run(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> list[Tensor]:
 
 def _numpy(x: Tensor) -> np.ndarray:
     """A copy, which the kernel may keep: the tensor may be changed in place afterwards."""
-    x = x.detach().cpu().resolve_conj().resolve_neg()
-    x = x.clone() if _is_zero(x) else x  # a zero without memory, which PyTorch 2.8 reads as it is
+    x = on_cpu(x)
     return (x.float() if x.dtype == torch.bfloat16 else x).numpy().copy()
 
 

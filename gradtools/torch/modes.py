@@ -12,9 +12,6 @@ import torch
 from gradtools.torch import _upstream as upstream
 
 Tensor = torch.Tensor
-_levels, _forward_level = upstream.peek_interpreter_stack, upstream.forward_level
-_functions, _dispatches = upstream.count_of_function_modes, upstream.count_of_dispatch_modes
-_tracing = upstream.tracing_state
 
 
 def is_followed() -> bool:
@@ -22,9 +19,9 @@ def is_followed() -> bool:
 
     The legacy vmap counts for none of them.
     """
-    if _levels() is not None or _dispatches() or _functions() or _tracing() is not None:
-        return True
-    return _forward_level() >= 0
+    traced = upstream.peek_interpreter_stack() or upstream.tracing_state()
+    modes = upstream.count_of_function_modes() or upstream.count_of_dispatch_modes()
+    return bool(traced or modes) or upstream.forward_level() >= 0
 
 
 def batchings() -> int:

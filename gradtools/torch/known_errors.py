@@ -8,7 +8,8 @@ reads error texts of PyTorch: if one is reworded upstream, PyTorch's own error i
 from __future__ import annotations
 
 import re
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeVar
 
 import torch
 
@@ -16,6 +17,19 @@ from gradtools.code_origin import place_of
 from gradtools.errors import refusal, said_by
 from gradtools.rules import USE_REVERSE_MODE
 from gradtools.torch.compiling import is_compiling
+
+T = TypeVar("T")
+
+
+def _torch_says(error: BaseException) -> str:
+    """The text of PyTorch's own error; empty for others, and for a `raise` in TorchScript."""
+    return "" if isinstance(error, torch.jit.Error) else said_by("torch", error)
+
+
+def known(error: BaseException, table: Mapping[str, T]) -> T | None:
+    """The table's entry whose key is in the text of PyTorch's own error; else None."""
+    text = _torch_says(error)
+    return next((value for part, value in table.items() if part in text), None)
 
 
 class explained:
@@ -36,8 +50,7 @@ class explained:
 
 def explain(caller: str, error: RuntimeError | AssertionError) -> None:
     """Raises a known error of PyTorch again with advice; returns for another error."""
-    # An error of TorchScript may be a `raise` in the user's code.
-    said = "" if isinstance(error, torch.jit.Error) else said_by("torch", error)
+    said = _torch_says(error)
     for parts, advice in _ADVICE.items():
         if said and re.search(parts, said):
             text = f"{caller}: {advice} PyTorch says{place_of(error)}: {error}"

@@ -38,6 +38,7 @@ class JaxBackend(FrameworkBackend):
     # --- pytrees
 
     flatten = staticmethod(trees.flatten)
+    flatten_arrays = staticmethod(trees.flatten_arrays)
     unflatten = staticmethod(trees.unflatten)
     leaf_paths = staticmethod(trees.leaf_paths)
     entries_of = staticmethod(trees.entries_of)

@@ -279,6 +279,9 @@ class GradientAccumulator:
 
     def _term(self, grads: Any, weight: Any) -> State:
         leaves, treedef = self._backend.flatten(grads)
+        state = self._state
+        if state is not None and treedef != state.treedef:
+            leaves, treedef = self._backend.flatten_like(state.treedef, grads)
         arrays, words = [self._arrays.detached(x) for x in leaves], self._arrays.spec_in_words
         for k, array in enumerate(arrays):
             if array is None or not self._backend.is_inexact(array):

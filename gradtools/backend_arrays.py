@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from contextlib import suppress
 from importlib import import_module
 from typing import Any
 
@@ -43,6 +44,14 @@ class Arrays(ABC):
     def entries_of(self, treedef: Any, leaves: Sequence[Any]) -> list[tuple[list[Any], Any]]:
         """The leaves and structure of each entry of a tuple, from those of the whole tuple."""
         return [self.flatten(x) for x in self.unflatten(treedef, list(leaves))]
+
+    def flatten_like(self, treedef: Any, tree: Any) -> tuple[list[Any], Any]:
+        """`flatten(tree)`, with dict keys in the order of `treedef` if it has the same keys."""
+        leaves, own = self.flatten(tree)
+        if own != treedef and own.num_leaves == treedef.num_leaves:
+            with suppress(ValueError, TypeError):  # trees of different structures
+                return self.flatten(self.unflatten(treedef, treedef.flatten_up_to(tree)))
+        return leaves, own
 
     def flatten_arrays(self, tree: Any) -> tuple[list[Any], Any, list[str | None]]:
         """The leaves, the structure, and the kind of each leaf.

@@ -33,7 +33,7 @@ from gradtools.arguments.chunks import (
     checked_verify,
 )
 from gradtools.arguments.in_axes import Argument, arguments_of_call, takes
-from gradtools.arguments.wording import describe, is_numeric
+from gradtools.arguments.wording import describe, in_words, is_numeric
 from gradtools.backend import Array, Backend, F, Operators, P, R, T
 from gradtools.boundary import like_function
 from gradtools.derivatives import Derivatives, GradientSpec
@@ -298,7 +298,7 @@ class _Microbatches:
         if opened is not None and opened.opens_once:
             spec = replace(spec, opened=opened)
         layout: list[Any] = []  # the structures and dtypes of value, grads and aux
-        shapes: list[Any] = []  # the shapes of aux's leaves
+        known: list[Any] = []  # the structure of aux, and the shapes of its leaves
 
         def weighted(w: Array, x: Array) -> Array:
             """w times x; zero where w is zero, even if x, a mean over no examples, is NaN."""
@@ -310,7 +310,7 @@ class _Microbatches:
         def terms(*chunk: Any, **kwargs: Any) -> Any:
             value, aux, grads = Derivatives(backend)._scalar_gradient(spec, chunk[:count], kwargs)
             aux, carry = aux if carried else (aux, None)
-            aux = self._metrics(aux, shapes) if has_aux else None
+            aux = self._metrics(aux, known) if has_aux else None
             parts = [backend.flatten(part) for part in (value, grads, aux)]
             flat = [x for leaves, _ in parts for x in leaves]
             names = [backend.dtype_name(x) for x in flat]
@@ -372,15 +372,22 @@ class _Microbatches:
                 )
         return Batch(backend, _MICROBATCHED, every, lists=True)
 
-    def _metrics(self, aux: Any, shapes: list[Any]) -> Any:
+    def _metrics(self, aux: Any, known: list[Any]) -> Any:
         """f's aux, checked to be arrays of numbers, which are reduced like the loss.
 
-        shapes: The shapes in an earlier chunk, if there was one.
+        known: The structure and the shapes in an earlier chunk, if there was one.
         """
         backend = self.backend
-        leaves, treedef = backend.flatten(aux)
+        leaves, treedef = backend.flatten_like(known[0], aux) if known else backend.flatten(aux)
         arrays, mean = list[Array](), self.reduction == "mean"
-        for x, path in zip(leaves, backend.leaf_paths(aux), strict=True):
+        before, shapes = known or (treedef, [])
+        if treedef != before:
+            raise GradtoolsError(
+                f"{_MICROBATCHED}: aux has the structure {in_words(before)} in one chunk and "
+                f"{in_words(treedef)} in another. Return the same structure for every chunk."
+            )
+        paths = backend.leaf_paths(backend.unflatten(treedef, leaves))
+        for x, path in zip(leaves, paths, strict=True):
             good, k = is_numeric(backend, x), len(arrays)
             x = x if backend.is_array(x) or not good else backend.asarray(x)
             if not good or (mean and not backend.is_inexact(x)):
@@ -389,14 +396,14 @@ class _Microbatches:
                     "floating numbers, which is reduced over chunks as the loss is. Counts are "
                     "summed with reduction='sum'; hand other state on by carry_argnums."
                 )
-            if k < len(shapes) and shapes[k] != tuple(x.shape):
+            if shapes and shapes[k] != tuple(x.shape):
                 raise GradtoolsError(
                     f"{_MICROBATCHED}: aux{path} has shape {shapes[k]} in one chunk and "
                     f"{tuple(x.shape)} in another. aux is reduced over chunks as the loss is; "
                     "outputs of each example are joined by chunked."
                 )
             arrays.append(x)
-        shapes[:] = [tuple(x.shape) for x in arrays]
+        known[:] = treedef, [tuple(x.shape) for x in arrays]
         return backend.unflatten(treedef, arrays)
 
     def weight(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any, size: int) -> Any:

@@ -79,30 +79,36 @@ class Specialization:
 
     def outputs(self, xs: Sequence[Array], out: Any, who: str) -> list[Array]:
         """The arrays of an output of f ("it"), fwd or the forward rule, checked by the contract."""
-        backend = self.backend
-        leaves, out_def = backend.flatten(out)
         avals = avals_of(xs)
-        ys = [y if backend.is_array(y) else self._as_array(y, who) for y in leaves]
+        if who != "it":
+            same_avals = lambda: self._check_output(xs, avals, out, who)
+            self.contract.check_once(who, avals, check=same_avals)
+        ys, out_def = self._flat_output(avals, out, who)
         if who == "it":
             self.values[avals] = out_def, self._avals_of(ys)
-        else:
-            same_avals = lambda: self._check_output(xs, avals, out_def, ys, who)
-            self.contract.check_once(who, avals, check=same_avals)
         self.outs[avals] = self.newest = out_def
         return ys
+
+    def _flat_output(self, avals: Any, out: Any, who: str) -> tuple[list[Array], Any]:
+        """The arrays of an output, and its structure; dict keys are in the order of f's output."""
+        backend, known = self.backend, self.values.get(avals)
+        if who == "it" or known is None:
+            leaves, out_def = backend.flatten(out)
+        else:
+            leaves, out_def = backend.flatten_like(known[0], out)
+        return [y if backend.is_array(y) else self._as_array(y, who) for y in leaves], out_def
 
     def _avals_of(self, ys: Sequence[Array]) -> list[Aval]:
         return [Aval(lengths_of(y.shape), self.backend.dtype_name(y)) for y in ys]
 
-    def _check_output(
-        self, xs: Sequence[Array], avals: Any, out_def: Any, ys: Any, who: str
-    ) -> bool:
+    def _check_output(self, xs: Sequence[Array], avals: Any, out: Any, who: str) -> bool:
         """Compares fwd's output with f's in structure, shapes and dtypes; False if undecided."""
         if avals not in self.values:
             self.backend.abstract_eval(self.primal, *xs)
         if avals not in self.values:
             return False
         expected, wanted = self.values[avals]
+        ys, out_def = self._flat_output(avals, out, who)
         came = self._avals_of(ys)
         if any(None in aval.shape for aval in (*came, *wanted)):
             ranks = lambda avals: [Aval((None,) * len(a.shape), a.dtype) for a in avals]

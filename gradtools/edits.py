@@ -348,7 +348,7 @@ class Edits(Operators):
         """
         backend = self._backend
         leaves, treedef = backend.flatten(x)
-        given, given_def = backend.flatten(dx)
+        given, given_def = backend.flatten_like(treedef, dx)
         if treedef != given_def:
             raise GradtoolsError(
                 f"replace_gradient: dx has the structure {in_words(given_def)}; expected the "
@@ -459,19 +459,18 @@ def _stopped(backend: Backend, name: str, x: Any) -> Any:
 
 def _checked_cotangents(backend: Backend, tree: Any, like: Any, cts: Any) -> list[Array]:
     """The leaves that a transform returned, checked against its argument `like`."""
-    leaves, treedef = backend.flatten(tree)
-    given, expected = backend.flatten(like)
+    expected = backend.flatten(like)[1]
+    leaves, treedef = backend.flatten_like(expected, tree)
     if treedef != expected:
         raise GradtoolsError(
             f"transform_gradient: fn returned the structure {in_words(treedef)}; expected the "
             f"structure of the cotangent, {in_words(expected)}. Return one array for each array "
             "that fn gets."
         )
-    arrays = [leaf for leaf, old in zip(leaves, given, strict=True) if old is not None]
     names = lambda i: (f"fn's leaf {i}", "the cotangent")
     return [
         matching(backend, "transform_gradient", new, ct, partial(names, i))
-        for i, (new, ct) in enumerate(zip(arrays, cts, strict=True))
+        for i, (new, ct) in enumerate(zip(leaves, cts, strict=True))
     ]
 
 
@@ -515,7 +514,7 @@ class _StraightThrough:
             both = lambda stopped: self._f(*stopped[0], **stopped[1])
             value = backend.call_on_host(both, stopped, through)
         leaves, treedef = backend.flatten(through)
-        values, value_def = backend.flatten(value)
+        values, value_def = backend.flatten_like(treedef, value)
         if value_def != treedef:
             raise GradtoolsError(
                 f"straight_through: {name} returned the structure {in_words(value_def)}, its "

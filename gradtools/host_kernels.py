@@ -58,6 +58,7 @@ class ArraySpec:
         True
     """
 
+    __gradtools_array__ = True  # see `integrations.containers`
     shape: Shape
     dtype: str
 

@@ -241,7 +241,7 @@ class _Solution:
     def _F(self, form: _Form, x: Array, p: Any) -> Array:
         """F as a function of vectors."""
         F = form.F(p[0], self._tree(form, x), *p[1], **p[2])
-        leaves, treedef = self.backend.flatten(F)
+        leaves, treedef = self.backend.flatten_like(form.treedef, F)
         if treedef != form.treedef or [tuple(y.shape) for y in leaves] != [*form.shapes]:
             raise GradtoolsError(
                 f"implicit_solution: F returns {describe(self.backend, F)}; expected the structure "

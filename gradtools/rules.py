@@ -443,6 +443,8 @@ def spread(values: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
 
 
 class _Array:
+    __gradtools_array__ = True  # see `integrations.containers`
+
     def __repr__(self) -> str:
         return "*"
 

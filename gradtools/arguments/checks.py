@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -215,3 +215,21 @@ def matching(
             f"{wanted[1]}, like {like_name}. Reshape or cast it."
         )
     return x
+
+
+def check_names(
+    what: str, given: Any, names: Collection[str], pairs: str = "path to array"
+) -> None:
+    """Raises unless `given` is a dictionary with these names."""
+    if not isinstance(given, Mapping):
+        raise GradtoolsError(
+            f"apply: {what} must be a dictionary from {pairs}, as make_functional returned it; got "
+            f"a {type(given).__name__}."
+        )
+    missing = [name for name in names if name not in given]
+    unexpected = [name for name in given if name not in names]
+    if missing or unexpected:
+        raise GradtoolsError(
+            f"apply: {what} must hold the names that make_functional returned; missing: "
+            f"{missing or 'none'}, unexpected: {unexpected or 'none'}."
+        )

@@ -1,4 +1,4 @@
-"""The outputs of chunks: their structure and constants, and joining them.
+"""The outputs of chunks: their structure and constants, and the tree of the joined leaves.
 
 Only rows of examples can be joined, so an output has one entry for each example of its chunk.
 """
@@ -58,7 +58,10 @@ class Outputs:
         elif treedef != self._treedef:
             array = backend.flatten(backend.asarray(0.0))[1]
             now, known = (array if t is None else t for t in (treedef, self._treedef))
-            raise other_structure("output", now, known, number)
+            ordered, now = backend.flatten_like(known, out)
+            if now != known:
+                raise other_structure("output", now, known, number)
+            return self.arrays_in(number, backend.unflatten(known, ordered))
         if self._out_axes is SUMMED:
             for k, leaf in enumerate(leaves):
                 # checkpoint passes non-arrays through
@@ -69,7 +72,7 @@ class Outputs:
                     )
             return leaves
         if self.axes is None:
-            self.axes = self._axes_of(leaves, kinds, out)
+            self.axes = self._axes_of_arrays(leaves, kinds, out)
         arrays: list[Array] = []
         for k, (leaf, kind) in enumerate(zip(leaves, kinds, strict=True)):
             if kind is None:
@@ -103,7 +106,7 @@ class Outputs:
                 f"joined on axis {axis}. Only that axis may depend on the size of a chunk."
             )
 
-    def _axes_of(self, leaves: list[Any], kinds: list[Any], out: Any) -> list[int]:
+    def _axes_of_arrays(self, leaves: list[Any], kinds: list[Any], out: Any) -> list[int]:
         if leaves and kinds.count(None) == len(kinds):
             path = self.backend.leaf_paths(out)[0]
             raise GradtoolsError(
@@ -131,8 +134,8 @@ class Outputs:
 
     # --- the whole output
 
-    def joined(self, outs: list[Array]) -> Any:
-        """The output for the whole batch, of joined leaves or of all chunks' leaves of lists."""
+    def tree(self, outs: list[Array]) -> Any:
+        """The output for the whole batch, of leaves that a backend joined, or of lists' leaves."""
         left = iter(outs)
         if self.axes is None and any(self._lists):
             parts = [part for chunk in self._lists for part in chunk]

@@ -174,7 +174,7 @@ class Chunks:
 
     def result(self, outs: list[Array], carry: list[Array]) -> Any:
         """The chunked function's result, from joined leaves (or all chunks' leaves of lists)."""
-        out, carry_def = self.outputs.joined(outs), self.call.carry_def
+        out, carry_def = self.outputs.tree(outs), self.call.carry_def
         return out if carry_def is None else (out, self.call.backend.unflatten(carry_def, carry))
 
 
@@ -245,7 +245,7 @@ class ChunkFunction:
                     "chunked: with carry_argnums f returns a pair (output, new_carry); got "
                     f"{describe(backend, out)}."
                 )
-            new_carry, treedef = backend.flatten(out[1])
+            new_carry, treedef = backend.flatten_like(self.carry_def, out[1])
             if treedef != self.carry_def:
                 raise other_structure("carry", treedef, self.carry_def, number)
             out = out[0]

@@ -7,7 +7,7 @@ that `in_axes` does not name are split on axis 0; arrays without axes are shared
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from inspect import Parameter, signature, unwrap
 from typing import Any, NamedTuple
 
@@ -110,21 +110,3 @@ def _parameters(f: Callable[..., Any]) -> list[Parameter]:
         if any(p.kind not in _VARIADIC for p in parameters):
             break
     return parameters
-
-
-def check_names(
-    what: str, given: Any, names: Collection[str], pairs: str = "path to array"
-) -> None:
-    """Raises unless `given` is a dictionary with these names."""
-    if not isinstance(given, Mapping):
-        raise GradtoolsError(
-            f"apply: {what} must be a dictionary from {pairs}, as make_functional returned it; got "
-            f"a {type(given).__name__}."
-        )
-    missing = [name for name in names if name not in given]
-    unexpected = [name for name in given if name not in names]
-    if missing or unexpected:
-        raise GradtoolsError(
-            f"apply: {what} must hold the names that make_functional returned; missing: "
-            f"{missing or 'none'}, unexpected: {unexpected or 'none'}."
-        )

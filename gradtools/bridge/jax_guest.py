@@ -21,18 +21,12 @@ from gradtools.bridge.memory import array_of, refuse_wide, tensor_of
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import ArraySpec
 from gradtools.jax.known_errors import explained
+from gradtools.jax.rules.primitives import READS_A_VALUE
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.functorch_wrappers import is_wrapped
-from gradtools.torch.host import is_followed
+from gradtools.torch.functorch_wrappers import PLAIN, is_wrapped
+from gradtools.torch.modes import is_followed
 
 Tensor = torch.Tensor
-_PLAIN = (Tensor, torch.nn.Parameter)
-_READS_VALUES = (
-    jax.errors.ConcretizationTypeError,
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-    jax.errors.NonConcreteBooleanIndexError,
-)
 
 
 class JaxGuest:
@@ -72,7 +66,7 @@ class JaxGuest:
         """Whether all are concrete tensors outside of autograd, transforms and tracing."""
         grad = torch.is_grad_enabled()
         for x in xs:
-            if type(x) not in _PLAIN or (grad and x.requires_grad) or is_wrapped(x):
+            if type(x) not in PLAIN or (grad and x.requires_grad) or is_wrapped(x):
                 return False
             if upstream.is_legacy_batched(x):
                 return False
@@ -83,7 +77,7 @@ class JaxGuest:
         self._hold_wide(of.name, specs)
         try:
             ys = jax.eval_shape(of.run, *map(_struct, specs))
-        except _READS_VALUES as error:
+        except READS_A_VALUE as error:
             raise _reads_values(of.name, error) from error
         return [ArraySpec(y.shape, y.dtype.name) for y in ys]
 
@@ -113,7 +107,7 @@ class JaxGuest:
         try:
             with explained(self.operator):  # also explains errors of compilation
                 ys = run(*xs)
-        except _READS_VALUES as error:
+        except READS_A_VALUE as error:
             if not self.jit:
                 raise
             raise _reads_values(signature.of.name, error) from error

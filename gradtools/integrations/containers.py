@@ -156,12 +156,14 @@ class Containers:
         return result, OpenedTree(treedef, tuple(nodes)) if nodes else treedef
 
     def _parts(self, x: Any) -> dict[Any, Any] | None:
-        """The parts of a container that holds an array at any depth; None for another leaf."""
+        """The parts of a container that holds an array at any depth; None for another leaf.
+
+        Objects that stand for an array, such as an ArraySpec, have a class attribute that says so.
+        """
         parts = None if self.is_whole(x) else _parts(x)
         inner = self.flatten(list(parts.values()))[0] if parts else ()
-        holds = any(
-            self.is_array(y) or is_foreign(self.framework, y) or self._parts(y) for y in inner
-        )
+        is_array = lambda y: self.is_array(y) or hasattr(type(y), "__gradtools_array__")
+        holds = any(is_array(y) or is_foreign(self.framework, y) or self._parts(y) for y in inner)
         return parts if holds else None
 
 

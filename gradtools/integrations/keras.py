@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from gradtools.arguments.in_axes import check_names
+from gradtools.arguments.checks import check_names
 from gradtools.errors import GradtoolsError
 
 _SEED = "seed_generator_state"  # Keras' name of the variable of a random stream

@@ -14,9 +14,19 @@ import numpy as np
 
 from gradtools.arguments.checks import whole_number
 from gradtools.arrays import as_numpy, as_seed, is_plain
-from gradtools.errors import GradtoolsError
+from gradtools.errors import GradtoolsError, TypeRefusal
 
 X64 = 'jax.config.update("jax_enable_x64", True), at the start of the program'
+
+
+class NoValues(TypeRefusal, jax.errors.TracerArrayConversionError):
+    """An array of a trace is to be converted to NumPy. To gradtools and JAX, f reads a value."""
+
+    def __init__(self, text: str) -> None:
+        TypeError.__init__(self, text)
+
+    def __reduce__(self) -> Any:
+        return GradtoolsError, self.args
 
 
 def asarray(x: Any, device_of: Any = None) -> jax.Array:
@@ -45,7 +55,7 @@ def asarray(x: Any, device_of: Any = None) -> jax.Array:
 def to_numpy(x: Any) -> np.ndarray:
     """A NumPy copy of one array. See ``gradtools.arrays``."""
     if isinstance(x, jax.core.Tracer):
-        raise GradtoolsError(
+        raise NoValues(
             f"to_numpy: an array of shape {x.shape} has no values that NumPy could read inside "
             "jit, vmap, grad and other transforms. Return it from the transformed function, as an "
             "auxiliary output if need be, and convert it outside, or wrap the NumPy code in "

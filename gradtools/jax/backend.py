@@ -80,8 +80,7 @@ class JaxBackend(FrameworkBackend):
     ones_like = staticmethod(partial(jax.lax.full_like, fill_value=1))
 
     def unit_basis(self, x: Array, before: int = 0, after: int = 0) -> Array:
-        count = before + x.size + after
-        basis = jnp.eye(count, x.size, k=-before, dtype=x.dtype).reshape(count, *x.shape)
+        basis = super().unit_basis(x, before, after)
         spec = shardings.entries(x)
         if any(spec):
             basis = shardings.on_mesh(basis, jax.typeof(x).sharding.mesh, (None, *spec))
@@ -125,11 +124,13 @@ class JaxBackend(FrameworkBackend):
             return super().closure_converted(f, *args, **kwargs)
         leaves, treedef = trees.flatten((args, kwargs))
         leaves = [self.as_leaf(x) for x in leaves]
-        places = [i for i, x in enumerate(leaves) if trees.is_array(x)]
+        places, out_def = [i for i, x in enumerate(leaves) if trees.is_array(x)], list[Any]()
 
         def flat(*xs: Array) -> Any:
             args, kwargs = trees.unflatten(treedef, replaced_at(leaves, places, xs))
-            return f(*args, **kwargs)
+            outs, structure = trees.flatten(f(*args, **kwargs))
+            out_def[:] = [structure]
+            return outs
 
         program, consts = jaxprs.traced(flat, *[leaves[i] for i in places])
         held = [i for i, c in enumerate(consts) if isinstance(c, jax.core.Tracer)]
@@ -139,7 +140,8 @@ class JaxBackend(FrameworkBackend):
 
         def converted(captured: list[Array], *args: Any, **kwargs: Any) -> Any:
             leaves, _ = trees.flatten((args, kwargs))
-            return program(replaced_at(rest, held, captured), *[leaves[i] for i in places])
+            outs = program(replaced_at(rest, held, captured), *[leaves[i] for i in places])
+            return trees.unflatten(out_def[0], outs)
 
         return converted, [consts[i] for i in held]
 

@@ -25,6 +25,7 @@ from gradtools.code_origin import is_in
 from gradtools.jax import jaxprs
 from gradtools.jax._upstream import Literal, file_of
 from gradtools.jax.jaxprs import Eqn, Jaxpr, open_jaxpr, traced
+from gradtools.jax.rules.primitives import READS_A_VALUE
 from gradtools.jax.rules.transposing import pull
 from gradtools.jax.trees import is_inexact
 from gradtools.rules import JvpRule, Rule
@@ -37,7 +38,7 @@ def run_compiled(program: Callable[..., Any], *args: Any) -> Any:
     """`program(*args)`, compiled once; uncompiled if it reads values of arrays."""
     try:
         made, consts = traced(program, *args)
-    except (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError):
+    except READS_A_VALUE:
         return program(*args)
     flat = compiled(made.jaxpr)(consts, jax.tree.leaves(args))
     return jax.tree.unflatten(made.treedef, flat)

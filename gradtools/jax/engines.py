@@ -118,7 +118,7 @@ def stage(fun: Fun, leaves: list[Array]) -> Staged:
     if traced is None:
         return Staged(fun)
     program, consts = traced
-    reverse_only = any(e.primitive is reverse_only_p for e in jaxprs.equations(program.jaxpr))
+    reverse_only = jaxprs.holds(program.jaxpr, reverse_only_p.name)
     results = jax.tree.unflatten(program.treedef, program.avals)[0]
     outs, inputs = (sum(x.size for x in xs) for xs in (results, leaves))
     mode = "forward" if inputs < outs and not reverse_only else "reverse"

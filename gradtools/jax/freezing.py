@@ -14,7 +14,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from gradtools.arguments.chunks import Chunks
 from gradtools.backend import Array
@@ -27,7 +26,7 @@ from gradtools.jax.recomputing import stateful
 from gradtools.jax.rules.installing import apply_rule
 from gradtools.jax.rules.primitives import TracedRule, reverse_only_p
 from gradtools.jax.rules.transposing import pull
-from gradtools.jax.trees import conj, is_inexact, zeros_of
+from gradtools.jax.trees import conj, is_inexact, zero_cotangent
 from gradtools.rules import Linearized, Rule, replaced_at, spread
 
 Entries = Sequence[Any]
@@ -194,8 +193,8 @@ def _pullback(
         fixed = [jax.lax.stop_gradient(x) for x in operands]
         native = jax.tree.unflatten(treedef, fixed[inputs:stop])
         pairs = zip(spread(fixed[stop:], mask), likes, strict=True)
-        zero = lambda y: zeros_of(y) if is_inexact(y) else np.zeros(y.shape, jax.dtypes.float0)
-        return [conj(g) for g in native([zero(y) if ct is None else conj(ct) for ct, y in pairs])]
+        cts = [zero_cotangent(y) if ct is None else conj(ct) for ct, y in pairs]
+        return [conj(g) for g in native(cts)]
 
     def recomputed(xs: Entries) -> Callable[..., list[Any]]:
         return lambda *both: use.pulled(mask, [*both[:count], *xs[count:]], both[count:])

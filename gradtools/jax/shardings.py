@@ -106,9 +106,9 @@ def without_axis(aval: Any, axis: int) -> Any:
     return _resized(aval, left(aval.shape), left(entries(aval)), aval)
 
 
-def with_leading(aval: Any, size: int, like: Any = None) -> Any:
-    """The aval with a new axis 0, sharded like axis 0 of `like`; replicated without `like`."""
-    entry = None if like is None else entries(like)[0]
+def with_leading(aval: Any, size: int, like: Any) -> Any:
+    """The aval with a new axis 0, sharded like axis 0 of `like`."""
+    entry = entries(like)[0]
     spec = entry, *entries(aval)
     return _resized(aval, (size, *aval.shape), spec, aval if entry is None else like)
 

@@ -23,11 +23,11 @@ from gradtools.errors import GradtoolsError
 from gradtools.gradient_targets import TargetLeaf, paired, refuse
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
+from gradtools.torch.functorch_wrappers import PLAIN, has_overlaps
 from gradtools.torch.module_arguments import with_parts
 from gradtools.torch.modules import ModuleTree
 
 _LOCK = threading.RLock()
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 _is_traced = upstream.is_wrapped
 _layout, _dtype = attrgetter("layout"), attrgetter("dtype")
 Write = tuple[Callable[[Any, Any], Any], torch.Tensor, torch.Tensor]
@@ -41,7 +41,7 @@ def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
         if merged is None:
             merged = _pairs(caller, target, grads, add)
         if add:  # the writes neither change nor keep the given tensors
-            buffers = {_memory(p.grad) for p, _ in merged if p.grad is not None}
+            buffers = {upstream.storage_key(p.grad) for p, _ in merged if p.grad is not None}
             writes = [_addition(p, g.detach(), buffers) for p, g in merged]
         else:
             writes = [(_set, p, g) for (p, _), g in zip(merged, _taken(merged), strict=True)]
@@ -223,17 +223,16 @@ def is_distributed(x: Any) -> bool:
 
 
 def _addition(p: torch.Tensor, g: torch.Tensor, buffers: set[Any]) -> Write:
-    """The write that adds g. buffers: The memory of all gradients that are about to be written."""
-    memory, old = _memory(g), p.grad
-    if memory is not None and memory in buffers:
+    """The write that adds g. buffers: The storages of all gradients that will be written."""
+    old = p.grad
+    if upstream.storage_key(g) in buffers:
         g = g.clone()
     if old is None:
         return _set, p, g.clone()
     # In place without a graph, and if no entries overlap.
     writable = not (old.requires_grad or old.is_inference())
     if writable and old.layout == torch.strided:
-        sizes = zip(old.shape, old.stride(), strict=True)
-        writable = all(stride != 0 or n <= 1 for n, stride in sizes)
+        writable = not has_overlaps(old)
     if writable and old.layout in (torch.strided, g.layout):
         return torch.Tensor.add_, old, g
     return _set, p, g + old.detach() if old.layout != torch.strided else old.detach() + g
@@ -260,14 +259,6 @@ def _are_apart(xs: Sequence[torch.Tensor]) -> bool:
 
 def _set(p: torch.Tensor, new: torch.Tensor) -> None:
     p.grad = new
-
-
-def _memory(x: torch.Tensor) -> Any:
-    """The address of x's storage; None if x has none (sparse, wrapped, fake)."""
-    try:
-        return x.untyped_storage().data_ptr() or None
-    except (NotImplementedError, RuntimeError):
-        return None
 
 
 # --- checks ------------------------------------------------------------------------------
@@ -312,7 +303,7 @@ def _check(caller: str, entry: TargetLeaf) -> None:
 def _all_fit(merged: Sequence[tuple[Any, Any]]) -> bool:
     """Whether all are ordinary leaves and their gradients: property by property, for speed."""
     ps, gs = [p for p, _ in merged], [g for _, g in merged]
-    if not ({*map(type, gs)} <= {torch.Tensor} and {*map(type, ps)} <= {*_PLAIN}):
+    if not ({*map(type, gs)} <= {torch.Tensor} and {*map(type, ps)} <= PLAIN):
         return False
     if any(map(_is_traced, ps)) or any(map(_is_traced, gs)):
         return False

@@ -21,7 +21,7 @@ import torch
 
 from gradtools.arguments.checks import whole_number
 from gradtools.arrays import as_numpy, as_seed, is_plain
-from gradtools.errors import GradtoolsError
+from gradtools.errors import GradtoolsError, RuntimeRefusal
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
 
@@ -55,20 +55,25 @@ def to_numpy(x: Any) -> np.ndarray:
     if not isinstance(x, torch.Tensor):
         return np.array(as_numpy(x, "to_numpy"))
     try:
-        y = x.detach().cpu().resolve_conj().resolve_neg()
-        y = y.clone() if upstream.is_zero(y) else y  # a ZeroTensor, from double backward
+        y = on_cpu(x)
         try:
             return y.numpy().copy()
         except TypeError:
             return _extended_to_numpy(y)
     except (RuntimeError, NotImplementedError, TypeError) as error:
-        raise GradtoolsError(
+        raise RuntimeRefusal(
             f"to_numpy: a {type(x).__name__} of shape {tuple(x.shape)} has no values that NumPy "
             "could read: it is inside a torch.func transform or torch.compile, on the meta device, "
             "or sparse. Return it from the transformed function, as an auxiliary output if "
             "need be, and convert it outside, or wrap the NumPy code in host_function; a sparse "
             "tensor needs .to_dense()."
         ) from error
+
+
+def on_cpu(x: torch.Tensor) -> torch.Tensor:
+    """x without a graph, in memory that NumPy can read."""
+    y = x.detach().cpu().resolve_conj().resolve_neg()
+    return y.clone() if upstream.is_zero(y) else y  # PyTorch 2.8 reads a zero without memory
 
 
 def random_key(seed: Any) -> torch.Tensor:

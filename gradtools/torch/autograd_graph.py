@@ -19,8 +19,12 @@ _parent = itemgetter(0)  # the node of an edge; a comprehension would call Pytho
 
 def nodes_of(outs: Iterable[Tensor], ends: Collection[Any] = ()) -> list[Any]:
     """The nodes of the graph of outs, including leaves, not followed past `ends`."""
-    tracked = [y for y in outs if y.requires_grad]
-    return nodes_behind([y.grad_fn or get_gradient_edge(y).node for y in tracked], ends)
+    return nodes_behind([node_of(y) for y in outs if y.requires_grad], ends)
+
+
+def node_of(y: Tensor) -> Any:
+    """The node of a tensor that requires grad."""
+    return y.grad_fn or get_gradient_edge(y).node
 
 
 def nodes_behind(nodes: Iterable[Any], ends: Collection[Any] = ()) -> list[Any]:

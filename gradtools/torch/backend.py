@@ -12,7 +12,7 @@ import torch
 from gradtools.arguments.wording import in_words
 from gradtools.backend import Array, FrameworkBackend, LazyMember
 from gradtools.boundary import Linear
-from gradtools.errors import GradtoolsError, is_of
+from gradtools.errors import GradtoolsError, RuntimeRefusal, is_of
 from gradtools.host_kernels import ArraySpec, Kernel
 from gradtools.torch import (
     arrays,
@@ -24,8 +24,8 @@ from gradtools.torch import (
     trees,
 )
 from gradtools.torch.compiling import Dynamo, compiled, is_compiling, uncompiled
+from gradtools.torch.edits import edited, tied
 from gradtools.torch.functorch_wrappers import is_inexact, is_wrapped, may_have_no_value
-from gradtools.torch.hooks import edited, tied
 from gradtools.torch.known_errors import explained
 from gradtools.torch.many_tangents import jvps, restarting
 from gradtools.torch.rules.installing import apply_rule, apply_rule_by_key
@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 
-_REAL = {
+_REAL = {  # dynamo does not trace `dtype.to_real()`
     torch.complex32: torch.float16,
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,
@@ -124,6 +124,8 @@ class TorchBackend(FrameworkBackend):
         return make(x, dtype=dtype, device="cpu")
 
     def clip(self, x: Array, bound: Any) -> Array:
+        if isinstance(bound, float) and bound > torch.finfo(x.dtype).max:
+            return x  # a bound that x's dtype cannot hold
         return x.clamp(-bound, bound)
 
     def clipped_by_norm(self, xs: list[Array], bound: Any) -> list[Array] | None:
@@ -209,7 +211,8 @@ class TorchBackend(FrameworkBackend):
         except RuntimeError as error:
             leaves, treedef = trees.flatten(like)
             xs, argdef = trees.flatten(args)
-            if not (is_of("torch", error) and any(map(is_wrapped, xs))):
+            reads = is_of("torch", error) or isinstance(error, RuntimeRefusal)  # by `to_numpy`
+            if not (reads and any(map(is_wrapped, xs))):
                 raise
             out = [ArraySpec(tuple(y.shape), self.dtype_name(y)) for y in leaves]
             names = [self.dtype_name(x) for x in xs]
@@ -218,7 +221,7 @@ class TorchBackend(FrameworkBackend):
                 given = [
                     self.cast(arrays.asarray(v), n) for v, n in zip(values, names, strict=True)
                 ]
-                result, came = trees.flatten(f(trees.unflatten(argdef, given)))
+                result, came = self.flatten_like(treedef, f(trees.unflatten(argdef, given)))
                 if came != treedef:
                     raise GradtoolsError(
                         f"straight_through: the function returned the structure {in_words(came)}, "
@@ -270,18 +273,16 @@ class TorchBackend(FrameworkBackend):
     # --- chunks
 
     weighs_sums = True
-    is_recomputing = LazyMember("recomputation", "user_is_recomputing")
+    is_recomputing = LazyMember("recomputation")
     frozen_uses = LazyMember("freezing", "Uses")
 
 
 def _checkpointed(
     backend: TorchBackend, options: ChunkOptions, f: Any, /, *args: Any, **kwargs: Any
 ) -> Any:
-    if (
-        is_compiling() and function_modes.traced
-    ):  # torch.func does not support checkpoint's operator
-        return f(*args, **kwargs)
     if is_compiling():
+        if function_modes.traced:  # torch.func does not support checkpoint's operator
+            return f(*args, **kwargs)
         from torch.utils.checkpoint import checkpoint
 
         return checkpoint(f, *args, use_reentrant=False, **kwargs)

@@ -1,9 +1,9 @@
 """Tensors that a recomputed function captures, and the tensors that it reads in their place.
 
 In the first run inside of torch.func no graph shows the captured tensors, so a function mode finds
-them (`Captured`). They become inputs of f's node. Whenever f runs again, a mode replaces them by
-these inputs (`Replaced`). Modes do not see the arguments of `Function.apply`; a captured tensor
-among them raises an error.
+them (`Captured`; outside of torch.func, for `implicit_solution`, `CapturedInEager`). They become
+inputs of f's node. Whenever f runs again, a mode replaces them by these inputs (`Replaced`). Modes
+do not see the arguments of `Function.apply`; a captured tensor among them raises an error.
 """
 
 from __future__ import annotations
@@ -23,16 +23,17 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch import trees
 from gradtools.torch.autograd_graph import nodes_of
 from gradtools.torch.functorch_wrappers import (
+    alive,
     is_dual,
     is_inexact,
     is_wrapped,
     levels_differentiating,
+    levels_of_vmap,
     tensors_in,
 )
 
 Tensor = torch.Tensor
 Tensors = list[Tensor]
-ENDED = -2  # the level of a wrapper whose transform has ended
 
 
 class _Captures(threading.local):
@@ -162,8 +163,7 @@ class Captured(Replaced):
         entry = self.found.get(id(x))
         if entry is not None:
             return entry[1]
-        while upstream.maybe_get_level(x) == ENDED:
-            x = upstream.get_unwrapped(x)
+        x = alive(x)
         moves = x.requires_grad or is_wrapped(x) or (self._hidden and is_inexact(x))
         if not moves or upstream.maybe_get_level(x) == self._level:
             return x
@@ -182,7 +182,7 @@ class Captured(Replaced):
         return inside
 
 
-class Read(Replaced):
+class CapturedInEager(Replaced):
     """A context without torch.func that finds the differentiated tensors that f captures.
 
     own: The arguments of f. Tensors that f computes from them are its own, too: the result of an
@@ -214,7 +214,7 @@ class Read(Replaced):
 
     def check_all(self, ys: Sequence[Tensor]) -> None:
         """Raises if f's outputs depend on a captured tensor that no mode saw."""
-        read = [super(Read, self).other(x) for x, _ in self.found.values()]
+        read = [super(CapturedInEager, self).other(x) for x, _ in self.found.values()]
         ends, own = {x.grad_fn for x in read} - {None}, {*map(id, read), *self._own}
         for node in nodes_of(ys, ends):
             leaf = node.variable if type(node) is upstream.AccumulateGrad else None
@@ -242,7 +242,7 @@ def closure_converted(
         args, kwargs = trees.unflatten(treedef, replaced_where(leaves, moving, xs))
         level = upstream.peek_interpreter_stack()
         hidden = upstream.forward_level() >= 0
-        with Read(xs) if level is None else Captured(level.level(), hidden) as mode:
+        with CapturedInEager(xs) if level is None else Captured(level.level(), hidden) as mode:
             y = f(*args, **kwargs)
         modes.append(mode)
         return tuple(tensors_in(y))
@@ -286,16 +286,6 @@ def batched_as(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensors:
     xs = list(xs)
     k = next(k for k, x in enumerate(xs) if is_inexact(x))
     for y in ys:
-        if not _batching(y) <= set().union(*map(_batching, xs)):
+        if not levels_of_vmap(y) <= set().union(*map(levels_of_vmap, xs)):
             xs[k] = xs[k] - torch.zeros_like(y, dtype=xs[k].dtype).sum()
     return xs
-
-
-def _batching(x: Tensor) -> set[int]:
-    """The levels of vmap in which x is batched."""
-    found = set[int]()
-    while is_wrapped(x):
-        if upstream.is_batchedtensor(x):
-            found.add(upstream.maybe_get_level(x))
-        x = upstream.get_unwrapped(x)
-    return found

@@ -208,7 +208,7 @@ def checkpointed(
 def sum_chunks(chunks: Chunks, weigh: Any = None) -> tuple[list[Any], list[Any]]:
     """The sums over chunks of the output leaves, and the carry. Each chunk frees its own graph.
 
-    weigh: As in `Recomputation.sum_chunks`.
+    weigh: As in `Backend.sum_chunks`.
     """
     sums, carry = _Sums(weigh), chunks.carry
     for i, pieces in _counted(chunks):
@@ -230,7 +230,7 @@ class _Sums:
 
     def add(self, terms: Tensors) -> None:
         self._in_place = self._in_place and all(map(_is_plain, terms))
-        number = terms[0].item() if self._in_place and self._weigh else 1.0
+        number = terms[0].item() if self._in_place and self._weigh else 1  # for integers, too
         if self._in_place and self._sums:  # avoids a copy of the weighted terms
             sums = self._sums
             if self._weigh is not None:

@@ -84,11 +84,6 @@ def as_written() -> AbstractContextManager[None]:
     return _AS_WRITTEN if upstream.DYNAMO in sys.modules and not is_compiling() else nullcontext()
 
 
-def runs_as_written() -> bool:
-    """Whether `as_written` is in force."""
-    return _AS_WRITTEN.inside > 0
-
-
 def skipped_by_dynamo(fun: F) -> F:
     """Marks `fun` as a function that dynamo does not trace (`torch.compiler.disable`)."""
     name = f"{fun.__module__}.{fun.__qualname__}"
@@ -184,7 +179,7 @@ def compiled(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
         if not is_compiling():
             for x in (*args, *kwargs.values()):
                 refuse_foreign("torch", x)  # a constant to compiled code
-            if upstream.forward_level() >= 0 or runs_as_written():
+            if upstream.forward_level() >= 0:
                 return f(*args, **kwargs)
         return code(*args, **kwargs)
 

@@ -35,11 +35,11 @@ from gradtools.torch.compiling import NO_DOUBLE_BACKWARD, is_compiling, only_inl
 from gradtools.torch.function_modes import PlainKernels, kernels_of, run_in_trace
 from gradtools.torch.functorch_wrappers import is_inexact, unshared
 from gradtools.torch.gradient_tensors import (
-    filled,
     freed,
     in_memory,
     kept,
     normal,
+    tangent_in_memory,
     tangents_of,
     without_graph,
 )
@@ -269,7 +269,7 @@ def _eager_linearize(fun: Fun, leaves: Tensors) -> tuple[Tensors, Tensors, Push]
         pairs = [(g, t) for g, t in zip(grads, tangents, strict=True) if g is not None]
         pushed = _pulled(of, [g for g, _ in pairs], dummies, [t for _, t in pairs], True)
         full = spread(pushed, [y.requires_grad for y in of.outs])
-        return [filled(t, y) for t, y in zip(full, of.outs, strict=True)]
+        return [tangent_in_memory(t, y) for t, y in zip(full, of.outs, strict=True)]
 
     return (of.outs, of.extras, push) if of.attached else (freed(of.outs), freed(of.extras), push)
 
@@ -285,7 +285,7 @@ def _dual_jvp(
         with PlainKernels() if kernels is None else kernels:
             outs, extras = fun(*duals)
         pushed = [forward_ad.unpack_dual(y) for y in outs]
-        outs, tangents = [y for y, _ in pushed], [filled(t, y) for y, t in pushed]
+        outs, tangents = [y for y, _ in pushed], [tangent_in_memory(t, y) for y, t in pushed]
         extras = [forward_ad.unpack_dual(x).primal if is_inexact(x) else x for x in extras]
     return (outs, extras, tangents) if keep else (freed(outs), freed(extras), freed(tangents))
 

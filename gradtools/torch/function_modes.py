@@ -21,19 +21,17 @@ from torch.overrides import TorchFunctionMode
 
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import (
+    PLAIN,
     is_dual,
     is_wrapped,
     levels_differentiating,
     tensors_in,
 )
+from gradtools.torch.modes import NoForwardMode
 from gradtools.torch.normalization import PROGRAMS as NORMS
 from gradtools.torch.normalization import value_of
 
 Tensor = torch.Tensor
-
-
-class NoForwardMode(Exception):
-    """PyTorch's only forward-mode level is in use, or cannot be used."""
 
 
 def _attention(
@@ -97,20 +95,20 @@ class OwnMode(TorchFunctionMode):
     """A mode of gradtools that need not see how gradtools calls autograd's engine."""
 
 
-class PlainKernels(OwnMode):
+class PlainAttention(OwnMode):
+    """Attention by plain operations, for passes in which PyTorch's own norms are right."""
+
+    programs = _ATTENTION
+
+    def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        program = self.programs.get(fun, fun)
+        return program(*args, **kwargs) if kwargs else program(*args)
+
+
+class PlainKernels(PlainAttention):
     """Attention and norms by operations that can be pushed, mapped and differentiated again."""
 
-    def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        program = _PLAIN_KERNELS.get(fun, fun)
-        return program(*args, **kwargs) if kwargs else program(*args)
-
-
-class PlainAttention(OwnMode):
-    """Attention alone, for passes in which PyTorch's own norms are right."""
-
-    def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        program = _ATTENTION.get(fun, fun)
-        return program(*args, **kwargs) if kwargs else program(*args)
+    programs = _PLAIN_KERNELS
 
 
 def plain_kernels_are_on() -> bool:
@@ -259,8 +257,9 @@ _RULES: dict[Any, Any] = {
 
 def only_own_modes(xs: Sequence[Tensor]) -> bool:
     """Whether no other mode and no subclass must see a call of these tensors."""
-    plain = all(type(x) in (Tensor, torch.nn.Parameter) for x in xs)
-    return plain and all(isinstance(mode, OwnMode) for mode in upstream.function_modes())
+    return PLAIN.issuperset(map(type, xs)) and all(
+        isinstance(mode, OwnMode) for mode in upstream.function_modes()
+    )
 
 
 def kernels_of(fun: Any) -> AbstractContextManager[Any]:

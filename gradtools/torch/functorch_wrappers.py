@@ -12,6 +12,8 @@ from gradtools.torch import _upstream as upstream
 Tensor = torch.Tensor
 
 is_wrapped = upstream.is_wrapped
+PLAIN = frozenset([Tensor, torch.nn.Parameter])
+"""PyTorch's own classes of tensors."""
 
 
 def unwrapped(x: Tensor) -> Tensor:
@@ -24,13 +26,6 @@ def unwrapped(x: Tensor) -> Tensor:
 def may_have_no_value(x: Tensor) -> bool:
     """Whether a transform is open in which x may have no value that Python could read."""
     return is_wrapped(x) or upstream.is_legacy_batched(x) or upstream.is_traced_by_make_fx()
-
-
-def levels(x: Tensor) -> Iterator[int]:
-    """The functorch levels in which x is wrapped."""
-    while is_wrapped(x):
-        yield upstream.maybe_get_level(x)
-        x = upstream.get_unwrapped(x)
 
 
 def levels_differentiating(xs: Iterable[Any]) -> set[int]:
@@ -58,11 +53,20 @@ def levels_differentiating(xs: Iterable[Any]) -> set[int]:
 OF_AUTOGRAD, OF_DUAL_NUMBERS = -1, -2
 
 
-def is_mapped(x: Tensor) -> bool:
-    """Whether x is batched by vmap."""
-    while is_wrapped(x) and not upstream.is_batchedtensor(x):
+def levels_of_vmap(x: Tensor) -> set[int]:
+    """The functorch levels of vmap in which x is batched."""
+    found = set[int]()
+    while is_wrapped(x):
+        if upstream.is_batchedtensor(x):
+            found.add(upstream.maybe_get_level(x))
         x = upstream.get_unwrapped(x)
-    return bool(is_wrapped(x))
+    return found
+
+
+def with_batch_in_front(xs: Sequence[Tensor], dims: Sequence[Any], size: int) -> list[Tensor]:
+    """The tensors with vmap's batch axis in front, as in a vmap staticmethod; None is shared."""
+    pairs = zip(xs, dims, strict=True)
+    return [x.expand(size, *x.shape) if d is None else x.movedim(d, 0) for x, d in pairs]
 
 
 def tensors_in(x: Any) -> Iterator[Tensor]:
@@ -110,11 +114,14 @@ def is_inexact(x: Any) -> bool:
 
 def unshared(x: Tensor) -> Tensor:
     """x, or a copy if its entries overlap in memory: tangents get x's memory layout."""
-    if torch.compiler.is_dynamo_compiling() or x.is_contiguous():
-        return x
-    if all(n == 1 or s for n, s in zip(x.shape, x.stride(), strict=True)):
+    if torch.compiler.is_dynamo_compiling() or x.is_contiguous() or not has_overlaps(x):
         return x
     return x.clone(memory_format=torch.contiguous_format)
+
+
+def has_overlaps(x: Tensor) -> bool:
+    """Whether entries of a dense tensor share memory, as after `expand`."""
+    return any(n > 1 and not stride for n, stride in zip(x.shape, x.stride(), strict=True))
 
 
 # --- zeros -------------------------------------------------------------------------------
@@ -135,11 +142,8 @@ def like(x: Tensor) -> Any:
     if not is_inexact(x):
         return None
     aval, inner = (x.shape, x.dtype, x.device), unwrapped(x)
-    is_wrapper = type(inner) not in _PLAIN and hasattr(inner, "__tensor_flatten__")
+    is_wrapper = type(inner) not in PLAIN and hasattr(inner, "__tensor_flatten__")
     return (*aval, Example(inner)) if is_wrapper and inner.shape == x.shape else aval
-
-
-_PLAIN = (Tensor, torch.nn.Parameter)
 
 
 def zeros(shape: Any, dtype: Any, device: Any, example: Example | None = None) -> Tensor:

@@ -15,17 +15,15 @@ import torch
 
 from gradtools.host_kernels import KernelCall, Results, call_by_key
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.arrays import on_cpu
 from gradtools.torch.compiling import is_compiling
-from gradtools.torch.modes import by_new_vmap
+from gradtools.torch.functorch_wrappers import PLAIN, with_batch_in_front
+from gradtools.torch.modes import by_new_vmap, is_followed
 from gradtools.torch.operation_marks import running
 from gradtools.torch.rules.installing import differentiated
 
 Tensor = torch.Tensor
-_PLAIN = (Tensor, torch.nn.Parameter)
-_modes, _functions = upstream.count_of_dispatch_modes, upstream.count_of_function_modes
-_tracing, _levels = upstream.tracing_state, upstream.peek_interpreter_stack
-_forward_level, _graphs = upstream.forward_level, torch.is_grad_enabled
-_is_zero = upstream.is_zero
+_graphs, _is_zero = torch.is_grad_enabled, upstream.is_zero
 _ARRAY, _tensor = np.ndarray, torch.from_numpy
 _is_compiling = torch.compiler.is_dynamo_compiling
 
@@ -67,7 +65,7 @@ class KernelCalls:
             return NotImplemented
         graphs, tracked = _graphs(), False
         for x in args:
-            if type(x) not in _PLAIN or _is_zero(x):
+            if type(x) not in PLAIN or _is_zero(x):
                 return NotImplemented
             if graphs and x.requires_grad:
                 tracked = True
@@ -112,16 +110,6 @@ class KernelCalls:
         return self.kernel.known_call(avals, self.backend, args)
 
 
-def is_followed() -> bool:
-    """Whether a transform, a mode or a trace may observe operations on plain tensors.
-
-    (The legacy vmap need not be checked: NumPy cannot read its batched tensors.)
-    """
-    if _levels() is not None or _modes() or _functions() or _tracing() is not None:
-        return True
-    return _forward_level() >= 0
-
-
 # --- the operator ------------------------------------------------------------------------
 
 
@@ -144,8 +132,7 @@ def _run(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> list[Tensor]:
 
 def _numpy(x: Tensor) -> np.ndarray:
     """A copy, which the kernel may keep: the tensor may be changed in place afterwards."""
-    x = x.detach().cpu().resolve_conj().resolve_neg()
-    x = x.clone() if _is_zero(x) else x  # a zero without memory, which PyTorch 2.8 reads as it is
+    x = on_cpu(x)
     return (x.float() if x.dtype == torch.bfloat16 else x).numpy().copy()
 
 
@@ -161,16 +148,8 @@ def _fake(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> list[Tensor]:
 
 def _vmap(info: Any, in_dims: Any, key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> Any:
     run = lambda *xs: torch.ops.gradtools.call_kernel(key, list(xs), [info.batch_size, *batch])
-    result = by_new_vmap(run, _front(info, in_dims[1], xs))
+    result = by_new_vmap(run, with_batch_in_front(xs, in_dims[1], info.batch_size))
     return result, [0] * len(result)
-
-
-def _front(info: Any, dims: Sequence[int | None], xs: Sequence[Tensor]) -> list[Tensor]:
-    """The arrays with the batch in front."""
-    return [
-        x.expand(info.batch_size, *x.shape) if d is None else x.movedim(d, 0)
-        for x, d in zip(xs, dims, strict=True)
-    ]
 
 
 _LIBRARY = torch.library.Library("gradtools", "FRAGMENT")
@@ -204,5 +183,6 @@ class _WithoutDerivative(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, key: str, batch: Sequence[int], *xs: Tensor) -> Any:
-        result = _bind(key, _front(info, in_dims[2:], xs), [info.batch_size, *batch])
+        front = with_batch_in_front(xs, in_dims[2:], info.batch_size)
+        result = _bind(key, front, [info.batch_size, *batch])
         return tuple(result), (0,) * len(result)

@@ -131,7 +131,7 @@ class LazyGraph(Program):
 
         ys = [every[k] for k in places]
         program = self._copy(caller=caller, run=run, first=[], verify=True)
-        program.read([*self.leaves.values()])
+        program.set_sources([*self.leaves.values()])
         program.known = [y.detach() if y.requires_grad else y for y in ys]
         # Results of vmap and forward mode have a graph that ends at captured tensors.
         for k, y in zip(places, recomputed(program, ys if self._nested else []), strict=True):

@@ -86,7 +86,7 @@ class _Pushed(Program):
         read = [x for x in seen if not (id(x) in own or is_spent(x) or made(x))]
         if not (read or any(x.requires_grad for x in xs)):
             return known
-        self.read(read)
+        self.set_sources(read)
         self.known, self.verify = [y.detach() for y in known], True
         return self.attached(xs)
 

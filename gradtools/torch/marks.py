@@ -13,6 +13,7 @@ import torch
 from gradtools.arguments.marks import Mark, MarkedValues, here
 from gradtools.backend import Backend, Evaluation
 from gradtools.torch import _upstream as upstream
+from gradtools.torch.functorch_wrappers import levels_of_vmap
 
 Tensor = torch.Tensor
 
@@ -56,12 +57,7 @@ def _batched(d: Tensor, x: Tensor, level: int) -> Tensor:
 
 def _vmaps(x: Tensor, level: int) -> list[Any]:
     """The vmaps inside of `level` that batch x, outermost first."""
-    own = set()
-    while upstream.is_wrapped(x):
-        if upstream.is_batchedtensor(x):
-            own.add(upstream.maybe_get_level(x))
-        x = upstream.get_unwrapped(x)
-    stack = upstream.get_interpreter_stack() or ()
+    own, stack = levels_of_vmap(x), upstream.get_interpreter_stack() or ()
     return [v for v in stack if v.level() > level and v.level() in own]
 
 

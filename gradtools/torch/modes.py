@@ -10,9 +10,18 @@ from typing import Any
 import torch
 
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.function_modes import NoForwardMode as NoForwardMode
 
 Tensor = torch.Tensor
+
+
+def is_followed() -> bool:
+    """Whether a transform, a mode, a trace or forward mode may observe an operation.
+
+    The legacy vmap counts for none of them.
+    """
+    traced = upstream.peek_interpreter_stack() or upstream.tracing_state()
+    modes = upstream.count_of_function_modes() or upstream.count_of_dispatch_modes()
+    return bool(traced or modes) or upstream.forward_level() >= 0
 
 
 def batchings() -> int:
@@ -54,6 +63,10 @@ def by_new_vmap(fun: Callable[..., list[Any]], xs: Sequence[Any]) -> list[Any]:
         return [upstream.add_batch_axis(next(found), 0, level) if t else None for t in there]
     finally:
         upstream.enter_vmap()
+
+
+class NoForwardMode(Exception):
+    """PyTorch's only forward-mode level is in use, or cannot be used."""
 
 
 _FORWARD_MODE = threading.Lock()

@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from gradtools.arguments.in_axes import check_names
+from gradtools.arguments.checks import check_names
 from gradtools.arguments.wording import type_in_words
 from gradtools.errors import GradtoolsError
 from gradtools.function_variables import with_parts

@@ -31,28 +31,6 @@ def function_of_ours(kind: Any) -> str | None:
     return mark or (kind.__name__.strip("_").lower() if own else None)
 
 
-class _DetachReason(threading.local):
-    def __init__(self) -> None:
-        self.reason = ""  # always set, since dynamo guards on the existence of attributes
-
-
-_here = _DetachReason()
-
-
-def detached(x: Tensor, reason: str) -> Tensor:
-    """`x.detach()`, marked as gradtools' own: not a cut in the user's program."""
-    before, _here.reason = _here.reason, reason
-    try:
-        return x.detach()
-    finally:
-        _here.reason = before
-
-
-def reason_of_detach() -> str:
-    """The reason of gradtools' own detach in this thread; empty for a detach of the user."""
-    return _here.reason
-
-
 # --- what runs in this thread --------------------------------------------------------------------
 
 
@@ -67,11 +45,26 @@ class _Running(threading.local):
     edit = ""  # the name of the latest such edit
     pushing = ""  # the operator that transposes f's pullback, where rules must be linear
 
+    def __init__(self) -> None:
+        # The reason of gradtools' own detach; empty for a detach of the user. It is always set,
+        # since dynamo guards on the existence of attributes.
+        self.reason = ""
 
-running = _running = _Running()
-is_recorded: Callable[[], bool] = partial(getattr, _running, "recorded")
-is_plain: Callable[[], bool] = partial(getattr, _running, "plain")
-mark: Callable[[], str] = partial(getattr, _running, "mark")
+
+running = _Running()
+is_recorded: Callable[[], bool] = partial(getattr, running, "recorded")
+is_plain: Callable[[], bool] = partial(getattr, running, "plain")
+mark: Callable[[], str] = partial(getattr, running, "mark")
+reason_of_detach: Callable[[], str] = partial(getattr, running, "reason")
+
+
+def detached(x: Tensor, reason: str) -> Tensor:
+    """`x.detach()`, marked as gradtools' own: not a cut in the user's program."""
+    before, running.reason = running.reason, reason
+    try:
+        return x.detach()
+    finally:
+        running.reason = before
 
 
 class _Flagged:
@@ -81,11 +74,11 @@ class _Flagged:
         self._name, self._value = name, value
 
     def __enter__(self) -> None:
-        self._before = getattr(_running, self._name)
-        setattr(_running, self._name, self._value)
+        self._before = getattr(running, self._name)
+        setattr(running, self._name, self._value)
 
     def __exit__(self, *error: Any) -> None:
-        setattr(_running, self._name, self._before)
+        setattr(running, self._name, self._before)
 
 
 recorded = partial(_Flagged, "recorded", True)
@@ -101,7 +94,7 @@ def marked(caller: str) -> _Flagged:
 
     An empty `caller` marks them as the user's.
     """
-    return _Flagged("mark", caller and (_running.mark or caller))
+    return _Flagged("mark", caller and (running.mark or caller))
 
 
 # --- edits without forward mode, which have no place in a pullback that is transposed ------------
@@ -123,6 +116,6 @@ def evaluated_to_push(caller: str, evaluate: Callable[..., Any], *args: Any) -> 
 
 def note_edit(name: str, xs: Sequence[Tensor]) -> None:
     """Counts an edit that has no forward mode. Raises where f's pullback is to be transposed."""
-    if _running.pushing and any(x.requires_grad for x in xs):
-        raise GradtoolsError(reverse_only_text(_running.pushing, name))
-    _running.edits, _running.edit = _running.edits + 1, name
+    if running.pushing and any(x.requires_grad for x in xs):
+        raise GradtoolsError(reverse_only_text(running.pushing, name))
+    running.edits, running.edit = running.edits + 1, name

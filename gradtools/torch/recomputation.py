@@ -26,11 +26,10 @@ from itertools import compress
 from typing import Any
 
 import torch
-from torch.autograd.graph import get_gradient_edge
 
 from gradtools.errors import GradtoolsError, warn_once
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.autograd_graph import nodes_of
+from gradtools.torch.autograd_graph import node_of, nodes_of
 from gradtools.torch.captured_tensors import (
     Captured,
     Replaced,
@@ -39,7 +38,15 @@ from gradtools.torch.captured_tensors import (
     replaced_now,
 )
 from gradtools.torch.compiling import left_to_python
-from gradtools.torch.functorch_wrappers import alive, is_dual, is_inexact, is_wrapped, unwrapped
+from gradtools.torch.functorch_wrappers import (
+    PLAIN,
+    alive,
+    is_dual,
+    is_inexact,
+    is_wrapped,
+    unwrapped,
+    with_batch_in_front,
+)
 from gradtools.torch.modes import batchings, by_new_vmap, unpacked
 from gradtools.torch.operation_marks import CHUNK, detached, marked
 from gradtools.torch.state import Held, RunState
@@ -58,10 +65,9 @@ class _Thread(threading.local):
 _thread = _Thread()
 _NOTHING = nullcontext()
 _VMAP = upstream.TransformType.Vmap
-_ORDINARY = {Tensor, torch.nn.Parameter}
 
 
-def user_is_recomputing() -> bool:
+def is_recomputing() -> bool:
     """The public `is_recomputing`."""
     return _thread.recomputing > 0
 
@@ -164,7 +170,7 @@ class Program:
                 outs[i] = outs[i].clone()
         alive = [*map(weakref.ref, sources)]
         del ys, y, sources  # frees the graph, and with it leaves that f made for itself
-        self.read([x for ref in alive if (x := ref()) is not None])
+        self.set_sources([x for ref in alive if (x := ref()) is not None])
         self.known, self.tracked, self.verify = outs, tracked, verify
         return outs, later
 
@@ -172,8 +178,8 @@ class Program:
         """`run` in the first pass."""
         return self.run(xs)
 
-    def read(self, sources: Tensors) -> None:
-        """Sets the sources."""
+    def set_sources(self, sources: Tensors) -> None:
+        """Sets the sources, and notes their versions."""
         self.sources, self.versions = sources, [*map(upstream.version_of, sources)]
 
     def inputs(self, xs: Sequence[Tensor], captured: Tensors) -> Tensors:
@@ -200,7 +206,7 @@ class Program:
         None if the outputs depend on another tensor that has a graph.
         """
         ends = {x.grad_fn: x for x in as_read_now(self.held.tensors) if x.grad_fn is not None}
-        given = {_node_behind(x) for x in inner if x.requires_grad}
+        given = {node_of(x) for x in inner if x.requires_grad}
         found: dict[int, Tensor] = {}
         for node in nodes_of(ys, ends.keys() | given):
             if node in given:
@@ -248,7 +254,7 @@ class Program:
         for y, (first, version) in zip(ys, self.first, strict=True):
             if first is None or y.shape != first.shape or is_wrapped(y):
                 continue  # under vmap, where shapes differ and values cannot be read
-            if type(first) not in _ORDINARY or first.device.type == "meta":
+            if type(first) not in PLAIN or first.device.type == "meta":
                 continue  # fake tensors have no values
             written = upstream.version_of(first) != version
             if not (written or _equal(y.detach(), first, exact and not self.otherwise, scale)):
@@ -347,7 +353,7 @@ class Pull(Program):
             lost = [x for x, g in zip(ends, grads, strict=True) if g is None and x.requires_grad]
             known = {*map(id, inner[: self.of.inline] if self.of.inline else self.sources)}
             lost = [x for x in lost if id(x) in known]
-            if lost and not {*map(_node_behind, lost)} <= {*nodes_of(ys)}:
+            if lost and not {*map(node_of, lost)} <= {*nodes_of(ys)}:
                 raise GradtoolsError(
                     f"{self.caller}: f depends on other tensors when it is computed again in the "
                     "backward pass: a parameter was replaced (by a cached parametrization, an "
@@ -414,10 +420,6 @@ def gradients(
     return [next(left) if x.requires_grad else None for x in xs]
 
 
-def _node_behind(x: Tensor) -> Any:
-    return x.grad_fn or get_gradient_edge(x).node
-
-
 def _entering(x: Tensor, create: bool, wanted: bool) -> Tensor:
     """x as an argument of f: a view, as in the first run, of x or of a new leaf."""
     if not (x.requires_grad or wanted):
@@ -471,7 +473,7 @@ class _Node(torch.autograd.Function):
     def backward(ctx: Any, *cts: Any) -> Any:
         xs, modes = [*map(alive, ctx.saved_tensors)], _NOTHING
         cts = tuple([ct if ct is None else alive(ct) for ct in cts])
-        if not {*map(type, xs)} <= _ORDINARY:
+        if not {*map(type, xs)} <= PLAIN:
             modes = upstream.EnableTorchFunction()  # a subclass's backward() disables these modes
         with marked(ctx.program.caller), modes:
             if batchings():
@@ -482,18 +484,16 @@ class _Node(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, program: Any, count: int, *inputs: Tensor) -> Any:
-        size, pairs = info.batch_size, [*zip(inputs, in_dims[2:], strict=True)]
-        front = lambda x, a: x.expand(size, *x.shape) if a is None else x.movedim(a, 0)
-        xs, axes = inputs[count:], in_dims[2 + count :]
+        size, xs, axes = info.batch_size, inputs[count:], in_dims[2 + count :]
         if program.sources:
             program = program.inlined()
         if program.expands(axes):
-            xs, axes = tuple([front(*pair) for pair in pairs[count:]]), (0,) * len(xs)
+            xs, axes = tuple(with_batch_in_front(xs, axes, size)), (0,) * len(xs)
         outer = sum(v.key() == _VMAP for v in upstream.get_interpreter_stack() or ())
         # A later vmap, such as the vmap over a Jacobian's rows, shares the draws of the first run.
         randomness = info.randomness if outer < program.maps else "same"
         batch = program.batched(axes, size, randomness)
-        batch.known = [front(*pair) for pair in pairs[:count]]
+        batch.known = with_batch_in_front(inputs[:count], in_dims[2 : 2 + count], size)
         ys = recomputed(batch, xs)
         return tuple(ys), (0,) * len(ys)
 

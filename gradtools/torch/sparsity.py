@@ -8,14 +8,14 @@ import numpy as np
 import torch
 
 from gradtools.errors import GradtoolsError
-from gradtools.torch.functorch_wrappers import is_mapped
+from gradtools.torch.functorch_wrappers import levels_of_vmap
 
 Tensor = torch.Tensor
 
 
 def sparse_array(index: np.ndarray, values: Tensor, shape: Sequence[int]) -> Tensor:
     """A sparse COO tensor: one row of `index` for each axis, sorted, each entry once."""
-    if is_mapped(values):
+    if levels_of_vmap(values):
         raise GradtoolsError(
             "jacobian, hessian: under vmap there is no sparse result, because PyTorch batches no "
             "sparse tensors. Call it for each example in a loop, or leave sparsity= out."

@@ -23,13 +23,13 @@ from torch import nn
 
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.function_modes import PlainKernels, plain_kernels_are_on
+from gradtools.torch.functorch_wrappers import PLAIN
 
 Tensor = torch.Tensor
 Slots = dict[str, Any]
 # A device's default generator, one of the two below, or a generator, such as the CPU's.
 Stream = torch.device | str | torch.Generator
 PYTHON, NUMPY, CPU = "Python's random stream", "NumPy's random stream", torch.default_generator
-_PLAIN = (Tensor, nn.Parameter)
 
 
 # --- random streams ------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ class Held:
             if len(own) == len(first) and all(map(is_, own.values(), first.values())):
                 continue
             kinds = {*map(type, own.values()), *map(type, first.values())}
-            if own.keys() == first.keys() and kinds <= {*_PLAIN, type(None)}:  # not shards of FSDP2
+            if own.keys() == first.keys() and kinds <= {*PLAIN, type(None)}:  # not shards of FSDP2
                 changed.append((own, dict(own)))
                 own.update(first)
         return changed

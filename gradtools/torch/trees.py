@@ -14,6 +14,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.integrations.containers import Containers, OpenedTree
 from gradtools.torch._upstream import pytree
 from gradtools.torch.compiling import uncompiled
+from gradtools.torch.functorch_wrappers import PLAIN
 
 
 @dataclass(frozen=True)
@@ -59,7 +60,6 @@ _TUPLES = [TreeDef(pytree.tree_structure((0,) * n), (True,) * n) for n in range(
 
 _ARRAYS = (torch.Tensor, np.ndarray)
 _LEAVES = (*_ARRAYS, torch.nn.Module)
-_PLAIN = {torch.Tensor, torch.nn.Parameter}
 
 
 def _is_tensor(x: Any) -> bool:
@@ -92,7 +92,7 @@ def is_flat(tree: Any) -> bool:
     """Whether a tree is a flat dictionary of tensors, such as a module's parameters."""
     if type(tree) is not dict or torch.compiler.is_dynamo_compiling():
         return False
-    return {*map(type, tree.values())} <= _PLAIN or all(map(_is_tensor, tree.values()))
+    return {*map(type, tree.values())} <= PLAIN or all(map(_is_tensor, tree.values()))
 
 
 @lru_cache(maxsize=64)

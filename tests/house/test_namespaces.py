@@ -158,7 +158,7 @@ torch/nn.py: the reversal layer of torch.nn
 jax/linen.py: where users find the reversal layer of flax.linen
 torch/modes.py: levels of a thread; JAX has none
 torch/operation_marks.py: operations of gradtools' own; in JAX a jaxpr's name tells them
-torch/hooks.py: hooks on gradients; JAX has none
+torch/edits.py: the node of an edit of one tensor; in JAX all edits are in `rules/installing.py`
 torch/state.py: random streams and buffers that change; JAX's functions are pure
 torch/captured_tensors.py: tensors that a recomputed function captures; JAX converts closures
 torch/recomputation.py: programs that run again; in JAX `recomputing.py`

@@ -170,3 +170,25 @@ def test_numbers_are_told_apart_by_their_bits():
     for power in (2, 2.0, 3, 2):
         f = gt.chunked(lambda x, p=power: x**p, 2)
         np.testing.assert_allclose(f(X), X**power, rtol=1e-6)
+
+
+VALUES = {
+    "a branch": lambda x: 2.0 if x.sum() > 0 else 3.0,
+    "a mask": lambda x: x[x > 0].sum(),
+    "an index": lambda x: [1.0, 2.0, 3.0][x.astype(int)[0]],
+    "np.asarray": lambda x: float(np.asarray(x).max()),
+    "to_numpy": lambda x: float(gt.to_numpy(x).max()),
+}
+
+
+@pytest.mark.parametrize("read", VALUES)
+def test_a_single_chunk_and_a_rule_may_read_a_value_in_any_way(read):
+    x, w = jnp.array([1.0, -2.0, 3.0]), jnp.array(2.0)
+    f = lambda w, x: w**2 * VALUES[read](x)
+    expected = jax.grad(f)(w, x)
+    assert gt.microbatched_value_and_grad(f, 5)(w, x)[1] == expected
+    rows = gt.chunked(lambda x: f(w, x) * jnp.ones(len(x)), 5)
+    assert jnp.array_equal(rows(x), f(w, x) * jnp.ones(3))
+    rule = gt.custom_rule(f)
+    rule.defvjp(lambda w, x: (f(w, x), (w, x)), lambda r, ct: (jax.grad(f)(*r) * ct, None))
+    assert gt.grad(rule)(w, x) == expected

@@ -127,7 +127,7 @@ def _rest_of_torch() -> dict[str, Any]:
         "autograd's threads": torch.autograd.is_multithreading_enabled(),
         "views in forward mode": torch._C._is_fwd_grad_enabled(),
         "hooks on all modules": _module_hooks(torch),
-        "gradtools: recomputing": recomputation.user_is_recomputing(),
+        "gradtools: recomputing": recomputation.is_recomputing(),
     }
 
 

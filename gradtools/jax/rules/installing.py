@@ -3,7 +3,8 @@
 JAX lets a function have a forward rule or a reverse rule, not both (jax#3996). Primitives of our
 own have both:
 
-    primal     y = f(x)            its jvp binds primal and tangent
+    primal     y = f(x)            its jvp binds primal, or value, and tangent
+    value      y = f(x), known     an output of a forward pass that also returns extras
     tangent    dy = J(x) dx        linear in dx; its transpose evaluates x' = J(x)^T y'
 
 A rule is *linearized* when it is first differentiated: the residuals of its maps are determined,

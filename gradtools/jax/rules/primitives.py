@@ -1,4 +1,4 @@
-"""The primal and tangent primitives of a rule: evaluation and vmap.
+"""The primal, value and tangent primitives of a rule: evaluation and vmap.
 
 The operands of the tangent primitive are the residuals, then the tangents that are not symbolic
 zeros. Its parameters: `given`, the mask of these tangents, and `ys`, the avals of the floating
@@ -26,7 +26,13 @@ from gradtools.rules import Rule, batched, saved_from, spread
 T = TypeVar("T")
 Mask = tuple[bool, ...]
 
-READS_A_VALUE = (jax.errors.ConcretizationTypeError, jax.errors.TracerArrayConversionError)
+READS_A_VALUE = (
+    jax.errors.ConcretizationTypeError,
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.NonConcreteBooleanIndexError,
+)
+"""JAX's errors for a program that needs the value of an array while it is traced."""
 
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)

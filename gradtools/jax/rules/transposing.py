@@ -6,15 +6,13 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from gradtools.errors import GradtoolsError, is_of
 from gradtools.jax import reachability
 from gradtools.jax.rules.checking import check_linear
 from gradtools.jax.rules.primitives import READS_A_VALUE, primal_p
 from gradtools.jax.shardings import varies, varying
-from gradtools.jax.trees import conj, is_inexact, struct_of, without_none, zeros_of
+from gradtools.jax.trees import conj, struct_of, without_none, zero_cotangent, zeros_of
 from gradtools.rules import Rule
 
 NOT_LINEAR = (NotImplementedError, TypeError, ValueError, AssertionError, RuntimeError)
@@ -90,6 +88,5 @@ def pull(fun: Callable[..., list[Any]], xs: Sequence[Any], cts: Any) -> list[Any
     axes = frozenset().union(*map(varies, [*xs, *known]))
     outs, pullback = jax.vjp(lambda *a: list(fun(*a)), *[varying(x, axes) for x in xs])
     pairs = zip(outs, cts(outs) if callable(cts) else cts, strict=True)
-    zero = lambda y: jnp.zeros_like(y) if is_inexact(y) else np.zeros(y.shape, jax.dtypes.float0)
-    full = [zero(y) if ct is None else conj(varying(ct, axes)) for y, ct in pairs]
+    full = [zero_cotangent(y) if ct is None else conj(varying(ct, axes)) for y, ct in pairs]
     return [conj(x) for x in pullback(full)]

@@ -16,8 +16,9 @@ from gradtools.rules import Rule, by_key, closed_over_error, reverse_only_text
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.captured_tensors import as_read_now
 from gradtools.torch.compiling import is_compiling, opaque_to_dynamo, real_tensors_too
+from gradtools.torch.edits import edit_application
 from gradtools.torch.functorch_wrappers import is_dual, is_inexact, is_wrapped, unwrapped
-from gradtools.torch.hooks import edit_application
+from gradtools.torch.modes import is_followed
 from gradtools.torch.operation_marks import note_edit, pushing_in_trace
 from gradtools.torch.rules.checking import closes_over_tracked
 from gradtools.torch.rules.functions import Application, BatchedRule, apart, apply_at, attach
@@ -25,7 +26,6 @@ from gradtools.torch.rules.transposing import in_eager, in_own_transpose
 
 Tensor = torch.Tensor
 _levels, _functions = upstream.peek_interpreter_stack, upstream.count_of_function_modes
-_dispatches = upstream.count_of_dispatch_modes
 
 
 def apply_rule(rule: Rule, *xs: Tensor) -> list[Tensor]:
@@ -101,9 +101,8 @@ def _is_plain_eager(xs: Sequence[Tensor]) -> bool:
     for x in xs:
         if x.layout is not torch.strided or is_wrapped(x) or x.is_nested:
             return False
-    if _levels() is not None or upstream.forward_level() >= 0 or _functions() or _dispatches():
-        return False
-    return upstream.TracingContext.try_get() is None  # torch.export runs in this context, too
+    # torch.export runs in a TracingContext, too
+    return not is_followed() and upstream.TracingContext.try_get() is None
 
 
 def _exported(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:

@@ -25,7 +25,7 @@ from gradtools.host_kernels import type_key
 from gradtools.rules import ARRAY, closed_over_error
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import leaves_of
-from gradtools.torch.functorch_wrappers import filled, is_dual, is_wrapped, ones
+from gradtools.torch.functorch_wrappers import PLAIN, filled, is_dual, is_wrapped, ones
 from gradtools.torch.modes import unpacked
 from gradtools.torch.operation_marks import running
 from gradtools.torch.rules.checking import check_linear, closures_of
@@ -39,7 +39,6 @@ Tensor = torch.Tensor
 _is_compiling, _levels = torch.compiler.is_dynamo_compiling, upstream.peek_interpreter_stack
 _modes, _hooks = upstream.count_of_function_modes, upstream.saved_tensors_hooks_on
 _forward_level, _graphs = upstream.forward_level, torch.is_grad_enabled
-_PLAIN = frozenset([Tensor, torch.nn.Parameter])
 _STRIDED, _requires_grad = torch.strided, attrgetter("requires_grad")
 _LEAF = flatten(torch.empty(0))[1]
 _CONSTANTS = {bool, int, float, complex, str, bytes, type(None), torch.dtype, type(ARRAY)}
@@ -286,7 +285,7 @@ class Calls:
         if _is_compiling() or (len(args) != self.count and self.count):
             return NotImplemented
         structure: tuple[Any, ...] = ()
-        if statics or not _PLAIN.issuperset(map(type, args)):
+        if statics or not PLAIN.issuperset(map(type, args)):
             args, structure = self._structure(args, statics)
         if not args:
             return NotImplemented
@@ -331,7 +330,7 @@ class Calls:
         xs = tuple([x for x in leaves if isinstance(x, Tensor)])
         others = tuple([ARRAY if isinstance(x, Tensor) else x for x in leaves])
         constants = (*statics, *others)
-        plain = _CONSTANTS.issuperset(map(type, constants)) and _PLAIN.issuperset(map(type, xs))
+        plain = _CONSTANTS.issuperset(map(type, constants)) and PLAIN.issuperset(map(type, xs))
         return xs if plain else (), (treedef, statics, others, type_key(constants))
 
     def _signature(self, key: Any, args: tuple[Any, ...], structure: Any) -> Signature:

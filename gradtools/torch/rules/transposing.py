@@ -185,20 +185,20 @@ def extras_pushed(point: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> 
 def pull(fun: Fun, xs: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:
     """The pullback of `fun` at xs applied to cotangents; None means zeros in both."""
     if not in_eager() or upstream.forward_level() >= 0:
-        return _func_vjp(fun, xs)[1](cts)
+        return _vjp_of_inexact(fun, xs)[1](cts)
     result = engines.vjp(lambda *a: (list(fun(*a)), []), list(xs), groups=None, once=True)
     return result.pullback(cts)
 
 
 def push(fun: Fun, xs: Sequence[Tensor], dxs: Sequence[Tensor]) -> list[Any]:
     """The tangents of the outputs of `fun` at xs; None for integers. Dual levels do not nest."""
-    outs, pullback = _func_vjp(fun, xs)
+    outs, pullback = _vjp_of_inexact(fun, xs)
     mask = [y is not None for y in outs]
     zeros = [torch.zeros_like(y) for y in outs if y is not None]
-    return spread(_func_vjp(lambda *cts: pullback(spread(cts, mask)), zeros)[1](dxs), mask)
+    return spread(_vjp_of_inexact(lambda *cts: pullback(spread(cts, mask)), zeros)[1](dxs), mask)
 
 
-def _func_vjp(fun: Fun, xs: Sequence[Tensor]) -> tuple[list[Any], Any]:
+def _vjp_of_inexact(fun: Fun, xs: Sequence[Tensor]) -> tuple[list[Any], Any]:
     """`torch.func.vjp` for outputs of which some are None or integers, which count as None."""
     mask = list[bool]()
 

@@ -10,28 +10,23 @@ import torch
 from gradtools.rules import Rule, captured_objects
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import leaves_of
-from gradtools.torch.functorch_wrappers import is_inexact
+from gradtools.torch.functorch_wrappers import PLAIN, is_inexact
 from gradtools.torch.operation_marks import DERIVATIVE, detached, note_edit
 from gradtools.torch.rules.functions import Application, attach
 from gradtools.torch.trees import flatten, unflatten
 
 Tensor = torch.Tensor
 _levels, _forward_level = upstream.peek_interpreter_stack, upstream.forward_level
-_modes, _dispatches = upstream.count_of_function_modes, upstream.count_of_dispatch_modes
-_is_wrapped, _tracing_state = upstream.is_wrapped, upstream.tracing_state
+_functions, _dispatches = upstream.count_of_function_modes, upstream.count_of_dispatch_modes
+_is_wrapped, _tracing = upstream.is_wrapped, upstream.tracing_state
 
 
 def edited(rule: Rule, x: Any, cotangent: Any = None, value: Any = None) -> Tensor | None:
     """`gradtools.backend.Backend.edited`: attaches the node in plain eager mode."""
-    if (
-        type(x) not in _EXACT
-        or _levels() is not None
-        or _forward_level() >= 0
-        or _modes()
-        or _dispatches()
-        or _is_wrapped(x)
-        or _tracing_state() is not None
-    ):
+    if type(x) not in PLAIN or _is_wrapped(x):
+        return None
+    # `is_followed`, written out: a call takes as long as the rest of an edit.
+    if _levels() or _functions() or _dispatches() or _tracing() or _forward_level() >= 0:
         return None
     if rule.reverse_only:
         note_edit(rule.name, (x,))
@@ -102,6 +97,3 @@ class _Tied(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, ct: Tensor) -> Any:
         return ct, *[None] * ctx.count
-
-
-_EXACT = (Tensor, torch.nn.Parameter)

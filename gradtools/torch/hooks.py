@@ -1,4 +1,4 @@
-"""Edits of one tensor where autograd alone is active: their node is attached directly."""
+"""Fast path for edits of one tensor when only autograd is active: attaches their node directly."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _is_wrapped, _tracing_state = upstream.is_wrapped, upstream.tracing_state
 
 
 def edited(rule: Rule, x: Any, cotangent: Any = None, value: Any = None) -> Tensor | None:
-    """`gradtools.backend.Backend.edited`: attaches the node in plain eager mode."""
+    """Implements `gradtools.backend.Backend.edited`: attaches the node in plain eager mode."""
     if (
         type(x) not in _EXACT
         or _levels() is not None
@@ -51,7 +51,7 @@ def edited(rule: Rule, x: Any, cotangent: Any = None, value: Any = None) -> Tens
 
 
 def edit_application(rule: Rule, inputs: int) -> Application:
-    """The application that all calls of an edit share, made at the first call."""
+    """Returns the application that all calls of an edit share, which the first call creates."""
     cotangent = rule.cotangent
     assert cotangent is not None
 
@@ -67,10 +67,10 @@ def edit_application(rule: Rule, inputs: int) -> Application:
 
 
 def tied(x: Any, function: Callable[..., Any]) -> Any:
-    """x, with edges to the leaves that a function captures: its derivatives depend on them.
+    """Returns x with edges to the leaves that a function captures: its derivatives depend on them.
 
-    A backward pass sends nothing along these edges, but a derivative that is taken at x finds the
-    leaves of an outer derivative, and keeps its graph.
+    A backward pass sends nothing along these edges, but a derivative taken at x finds the leaves of
+    an outer derivative through them, and keeps its graph.
     """
     if not torch.is_grad_enabled() or upstream.peek_interpreter_stack() is not None:
         return x
@@ -90,7 +90,7 @@ def _is_tracked(x: Any) -> bool:
 
 
 class _Tied(torch.autograd.Function):
-    """The identity of its first argument."""
+    """Returns its first argument unchanged."""
 
     recorded_as = "identity"
 

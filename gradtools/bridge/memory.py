@@ -1,8 +1,8 @@
-"""Conversion of arrays between the frameworks, by DLPack without a copy where that is safe.
+"""Converts arrays between the frameworks by DLPack, without a copy if this is safe.
 
 DLPack does not coordinate writes, and JAX's arrays are immutable. A tensor whose storage is
-referenced elsewhere is copied before JAX gets it, and a JAX array that is referenced elsewhere
-before PyTorch may write to it.
+referenced elsewhere is therefore copied before JAX gets it, and a JAX array that is referenced
+elsewhere is copied before PyTorch may write to it.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _BFLOAT16 = "bfloat16"
 
 
 def refuse_wide(dtype: str, who: str) -> None:
-    """Raises for a 64-bit dtype that JAX would silently narrow."""
+    """Raises an error for a 64-bit dtype that JAX would silently narrow."""
     if dtype in _WIDE and not jax.config.read("jax_enable_x64"):
         raise GradtoolsError(
             f"{who} has dtype {dtype}, which JAX cannot hold without x64. Switch it on: {X64}; or "
@@ -41,12 +41,12 @@ def refuse_wide(dtype: str, who: str) -> None:
 
 
 def tensor_of(x: jax.Array) -> Tensor:
-    """A tensor that shares the memory of a JAX array; it must not be written."""
+    """Returns a tensor that shares the memory of a JAX array; it must not be written to."""
     return from_dlpack(x)
 
 
 def array_of(t: Tensor, who: str) -> jax.Array:
-    """A JAX array that shares the memory of a tensor, which must not be written meanwhile."""
+    """Returns a JAX array sharing a tensor's memory, which must not be written to meanwhile."""
     if t.dtype in _WIDE_DTYPES:
         refuse_wide(str(t.dtype).removeprefix("torch."), who)
     if not t.is_cpu:
@@ -63,7 +63,7 @@ def array_of(t: Tensor, who: str) -> jax.Array:
     t = t.detach().resolve_conj().resolve_neg()
     if upstream.is_zero(t):  # a zero tensor without storage, from PyTorch's derivatives
         t = t.clone()
-    if 0 in t.stride():  # JAX refuses broadcast tensors, such as a cotangent of a sum
+    if 0 in t.stride():  # JAX rejects broadcast tensors, such as a cotangent of a sum
         t = t.contiguous()
     try:
         return jnp.from_dlpack(t)
@@ -78,7 +78,7 @@ def of_one_cpu() -> bool:
 
 
 def comes_back(x: jax.Array) -> bool:
-    """Whether DLPack would import a result of PyTorch to the device of x.
+    """Returns whether DLPack would import a PyTorch result to the device of x.
 
     A CPU tensor becomes an array committed to JAX's first CPU device.
     """
@@ -90,10 +90,10 @@ def comes_back(x: jax.Array) -> bool:
 
 
 def unshared(ys: list[Tensor]) -> list[Tensor]:
-    """The tensors, or copies if anything else references their storage: a view, a buffer, a graph.
+    """Returns the tensors, or copies if anything else (view, buffer, graph) shares the storage.
 
-    This reads the storage's reference count, which has no public API. The list is emptied, because
-    it holds references itself.
+    This reads the storage's reference count, which has no public API. It empties the list, because
+    the list holds references itself.
     """
     result = []
     while ys:
@@ -103,7 +103,7 @@ def unshared(ys: list[Tensor]) -> list[Tensor]:
 
 
 def is_kept(ts: Sequence[Tensor], i: int) -> bool:
-    """Whether anything except the list refers to its tensor i or to the tensor's storage."""
+    """Returns whether anything but the list refers to its tensor i or the tensor's storage."""
     is_held = private.owners_of_memory(ts[i]) > _owners_of_new()
     return is_held or sys.getrefcount(ts[i]) > _HELD_ONCE
 
@@ -114,7 +114,7 @@ def _owners_of_new() -> int:
 
 
 def tensors_of_own(ys: list[jax.Array], others: Sequence[Tensor]) -> list[Tensor]:
-    """Tensors that may be written: copies, unless JAX holds no other reference to the array."""
+    """Returns writable tensors: copies, unless JAX holds no other reference to the array."""
     taken = {x.data_ptr() for x in others}
     result = []
     for i in range(len(ys)):
@@ -140,15 +140,15 @@ _HELD_ONCE = _held_once()
 
 
 def tensor_of_numpy(x: np.ndarray, spec: ArraySpec) -> Tensor:
-    """A tensor that shares the memory of an array, maybe read-only; it must not be written."""
+    """Returns a tensor sharing an array's memory, maybe read-only; it must not be written to."""
     if spec.dtype == _BFLOAT16:  # raw bytes to NumPy
         return tensor_of_numpy(x.view(np.int16), replace(spec, dtype="int16")).view(torch.bfloat16)
     try:
         return from_dlpack(x)
-    except BufferError:  # PyTorch 2.8 takes no read-only arrays
+    except BufferError:  # PyTorch 2.8 rejects read-only arrays
         return torch.from_numpy(x.copy())
 
 
 def numpy_of_tensor(t: Tensor) -> np.ndarray:
-    """The tensor as a NumPy array, sharing memory on the CPU; bfloat16 as float32."""
+    """Converts a tensor to NumPy, sharing memory on the CPU; bfloat16 becomes float32."""
     return (t.float() if t.dtype is torch.bfloat16 else t).numpy(force=True)

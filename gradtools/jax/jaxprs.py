@@ -100,7 +100,7 @@ def equations(closed_jaxpr: Jaxpr, within_rules: bool = False) -> Iterator[Eqn]:
 
     within_rules: Whether to also trace and read the functions that gradtools' primitives evaluate.
     """
-    pending, seen = [open_jaxpr(closed_jaxpr)], dict[int, Jaxpr]()  # holds jaxprs: ids are reused
+    pending, seen = [open_jaxpr(closed_jaxpr)], dict[int, Jaxpr]()  # keeps ids unique
     while pending:
         jaxpr = pending.pop()
         if id(jaxpr) in seen:
@@ -238,7 +238,7 @@ def scan_counts(eqn: Eqn) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class InnerJaxpr:
-    """A jaxpr inside an equation, and how its inputs and outputs map to the equation's.
+    """A jaxpr inside an equation, and the mapping of its variables to the equation's.
 
     Input i of the jaxpr is the equation's input ``inputs[i]``. Its output k is the equation's
     output k, unless the body is a ``gate`` (the condition of a while). A carry (k, i) means that

@@ -65,7 +65,7 @@ _ADVICE = {
         f"replace_gradient, or a jax.custom_vjp), so it has no forward mode. {USE_REVERSE_MODE}"
     ),
     "Differentiation rule for": (
-        "f holds a primitive that has no derivative in JAX. Wrap it in gt.custom_rule and give it "
+        "f contains a primitive without a derivative in JAX. Wrap it in gt.custom_rule and give it "
         "a rule."
     ),
     "Transpose rule (for reverse-mode differentiation) for": _FORWARD_ONLY,

@@ -178,7 +178,7 @@ class Opened:
         self._known = dict(nnx.to_flat_state(self._rest))
 
     def _split(self, x: Any) -> tuple[Any, Any]:
-        """The part of a leaf, and its rest: an nnx module's number, None if it is not a module."""
+        """Splits a leaf into its part and the rest: an nnx module's index, None for non-modules."""
         if not isinstance(x, self._kinds):
             return x, None
         if id(x) in self._numbers:
@@ -252,7 +252,7 @@ class Opened:
         self._nnx.update(self._nodes, self._nnx.from_flat_state(new))
 
     def refuse_changes(self) -> None:
-        """Raises if the latest call changed a module, which this operator cannot return."""
+        """Raises if the latest call changed a module: this operator cannot return changes."""
         if self.changed:
             name = ".".join(map(str, self.changed[0][1:]))
             raise GradtoolsError(

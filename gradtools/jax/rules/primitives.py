@@ -203,7 +203,7 @@ batching.primitive_batchers[reverse_only_p] = lambda args, dims, name: (
 
 @dataclass(frozen=True)
 class _Vmaps:
-    """The vmap functions that `rules.batched` needs of a framework.
+    """The vmap functions that `rules.batched` requires from a framework.
 
     Attributes:
         axis: JAX's AxisData: the size and the names of the mapped axis.
@@ -221,7 +221,7 @@ class _Vmaps:
         return jax.vmap(fun, axes, out_axes, axis_size=size, **names)
 
     def vmap_extras(self, fun: Callable[..., Any], axes: Any, size: int, extras: Any) -> Any:
-        """vmap; extras that depend on no mapped input have no batch axis. Returns also out_axes."""
+        """Applies vmap; extras without a mapped input stay unbatched. Also returns out_axes."""
         trace = jax.make_jaxpr(lambda *a: list(fun(*a)), axis_env=[(self.axis.name, size)])
 
         def run(*xs: Any) -> tuple[list[Any], list[Any]]:

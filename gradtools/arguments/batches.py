@@ -27,7 +27,7 @@ class Leaf:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatArgument:
-    """An argument as its leaves."""
+    """The leaves of an argument."""
 
     argument: Argument
     treedef: Any  # its structure; None if it is one array
@@ -115,7 +115,7 @@ class Batch:
         return FlatArgument(argument, treedef, leaves, is_list)
 
     def _checked_size(self) -> tuple[int, tuple[int, Leaf | None]]:
-        """The number of examples, equal on every split axis, and one of the split leaves."""
+        """Returns the number of examples, equal on every split axis, and a split leaf."""
         places: dict[int, list[Place]] = {}
         for flat in self.arguments:
             if flat.is_list:

@@ -146,7 +146,7 @@ class Call:
     # --- the function of flat arrays
 
     def __call__(self, *leaves: Array) -> tuple[list[Array], list[Array]]:
-        """f at these leaves: `(outs, extras)`. Stores the structure of f's output."""
+        """Returns `(outs, extras)` of f at these leaves; stores the structure of f's output."""
         args, backend = list(self.args), self.backend
         trees = leaves if self._is_leaf else self.to_trees(leaves)
         for i, tree in zip(self.argnums, trees, strict=True):
@@ -341,7 +341,7 @@ def _is_integer(x: Any) -> bool:
 
 
 def _leaves_like(treedef: Any, tree: Any) -> list[Any] | None:
-    """The leaves of `tree` at treedef's leaves, in any order of dict keys; None if it differs."""
+    """Returns `tree`'s leaves in treedef's order, ignoring dict order; None if it differs."""
     try:
         leaves = treedef.flatten_up_to(tree)
     except (ValueError, TypeError):

@@ -118,7 +118,7 @@ class Outputs:
     def _note_constant(self, leaf: Any, out: Any, k: int, number: int) -> None:
         """Stores a non-array leaf; raises unless it is a constant, equal for all chunks."""
         known = self._constants.setdefault(k, leaf)
-        same = known is leaf or known == leaf or (known != known and leaf != leaf)  # NaN is itself
+        same = known is leaf or known == leaf or (known != known and leaf != leaf)  # equal NaNs
         counts = type(leaf) is int and leaf == self.cut.sizes[number] and self.cut.count != 1
         if counts or type(leaf).__hash__ in _BY_IDENTITY or not bool(same):
             came = "the number of the chunk's examples" if counts else repr(leaf)

@@ -193,7 +193,7 @@ class ArgumentPlan(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ChunkFunction:
-    """f as a function of the flat leaves of one chunk; it holds no array."""
+    """Calls f on the flat leaves of one chunk; holds no array."""
 
     backend: Backend
     f: Callable[..., Any]

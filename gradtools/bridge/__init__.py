@@ -103,8 +103,8 @@ def to_torch(
         jit: Whether f is compiled; pass False if f reads values (a Python if).
 
     Returns:
-        A function of tensors. For a model an `nn.Module`: its parameters are copies of the model's
-        floating arrays, by the model's names, its buffers the model's state. `train()` and
+        A function of tensors. For a model, an `nn.Module`: its parameters are copies of the model's
+        floating arrays, by the model's names; its buffers are the model's state. `train()` and
         `eval()` select the model's mode, if it has two. In training the buffers are updated with
         the state, and a missing key is drawn from PyTorch's global generator.
 

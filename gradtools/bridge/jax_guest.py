@@ -120,7 +120,7 @@ class JaxGuest:
             if isinstance(y, jax.core.Tracer):
                 raise GradtoolsError(
                     f"to_torch: {signature.of.name} closes over an array that JAX traces or "
-                    "differentiates around this call, and PyTorch would lose that. Pass it as an "
+                    "differentiates around this call, which PyTorch would lose. Pass it as an "
                     "argument, or convert the PyTorch program: to_jax(f)."
                 )
         for y in ys:

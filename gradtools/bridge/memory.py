@@ -73,7 +73,7 @@ def array_of(t: Tensor, who: str) -> jax.Array:
 
 @cache
 def of_one_cpu() -> bool:
-    """Whether JAX has a single device, the CPU."""
+    """Returns whether JAX has a single device, the CPU."""
     return [device.platform for device in jax.devices()] == ["cpu"]
 
 

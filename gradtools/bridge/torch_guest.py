@@ -109,7 +109,7 @@ class TorchGuest:
                 raise
             except Exception as error:
                 raise GradtoolsError(
-                    f"to_jax: a traced program (jit, vmap, scan) needs the shape and dtype of what "
+                    f"to_jax: a traced program (jit, vmap, scan) needs the result's shape and "
                     f"{of.name}, which could not be inferred. Declare them: "
                     "to_jax(f, out=ArraySpec(shape, dtype)), a pytree of ArraySpecs, or a function "
                     f"of the arguments' ArraySpecs. PyTorch says: {error}"

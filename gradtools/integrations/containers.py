@@ -46,7 +46,7 @@ class OpenedContainer:
 
 @dataclass(frozen=True)
 class OpenedTree:
-    """The structure of a tree, some of whose leaves are opened containers.
+    """The structure of a tree in which some leaves are opened containers.
 
     Attributes:
         treedef: The framework's own structure.

@@ -411,8 +411,8 @@ class GradientAccumulator:
             return
         raise GradtoolsError(
             f"GradientAccumulator.{caller}: the accumulator was made outside of the transformation "
-            "(jit, vmap, grad, scan, ...) in which it is used, or inside of a transformation "
-            "ended. It is a Python object with state, which traced functions cannot carry. Create, "
+            "(jit, vmap, grad, scan, ...) in which it is used, or inside of a transformation that "
+            "has ended. It is a stateful Python object, which a traced function cannot carry. Make, "
             "fill and read it in one place, or carry a buffer through the function with "
             "buffer = accumulate_gradients(buffer, grads)."
         )

@@ -1,6 +1,6 @@
 """The table of public operators, whose modules are imported lazily.
 
-`Api(backend)` binds them to a backend; the namespaces `gradtools.torch` and `gradtools.jax` export
+`Api(backend)` binds operators to a backend; namespaces `gradtools.torch`, `gradtools.jax` export
 its methods. A module is imported when one of its operators is first accessed.
 """
 

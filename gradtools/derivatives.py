@@ -108,8 +108,8 @@ class Derivatives(Operators):
     ) -> Callable[..., Any]:
         """Creates a function that computes the gradient of a real scalar f.
 
-        f is evaluated once, and no `.grad` is changed. In JAX f's Python code runs a second time,
-        as a trace, where the gradient of an argument may be zero because it does not reach f.
+        f is evaluated once, and no `.grad` is changed. In JAX, f's Python code is traced again if
+        the gradient of an argument may be zero because the argument does not reach the output.
 
         Args:
             f: Takes pytrees of arrays and returns one real array of shape ().
@@ -244,7 +244,7 @@ class Derivatives(Operators):
             >>> [float(g) for g in grads]
             [4.0, 4.0]
 
-        Source: the two aims of Goodfellow et al., Generative adversarial nets, 2014, and the one
+        Source: the two objectives of Goodfellow et al., Generative adversarial nets, 2014; the one
         pass of Ganin and Lempitsky, Unsupervised domain adaptation by backpropagation, 2015.
         """
         down, up = (tuple(a) if isinstance(a, tuple | list) else (a,) for a in (minimize, maximize))

@@ -55,7 +55,7 @@ def check_connected(
     if evaluation.nested:
         warn(
             f"{caller}: {names} {verb} not reach the output of f, and the gradient is zero. f "
-            "takes a derivative itself, which may be constant; else it was detached, stopped or "
+            "takes a derivative itself, which may be constant, or it was detached, stopped or "
             "taken without a graph (see why_zero).",
             DisconnectedInputWarning,
         )

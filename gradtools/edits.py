@@ -271,7 +271,7 @@ class Edits(Operators):
             x, unchanged.
 
         Raises:
-            GradtoolsError: fn returns another structure or shape; under `gt.jvp`.
+            GradtoolsError: fn returns another structure or shape; the edit is under `gt.jvp`.
 
         Example:
             >>> x = gt.asarray(np.float32(3.0))
@@ -336,7 +336,7 @@ class Edits(Operators):
             x, unchanged.
 
         Raises:
-            GradtoolsError: dx has another structure, shape or dtype; under `gt.jvp`.
+            GradtoolsError: dx has another structure, shape or dtype; the edit is under `gt.jvp`.
 
         Example:
             >>> x = gt.asarray(np.float32(3.0))

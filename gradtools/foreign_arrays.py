@@ -1,6 +1,6 @@
 """Rejects arrays of the other framework, which a framework would treat as constants.
 
-A reversal of such an array would silently do nothing. Operators find them where they flatten an
+A reversal of such an array would silently do nothing. Operators detect it when they flatten an
 argument (`integrations/containers.py`). The other framework is looked up, and never imported.
 """
 

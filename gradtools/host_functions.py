@@ -179,7 +179,7 @@ def _linear_rule(host: HostFunction, specialized: Specialization) -> Rule:
         given = "has a rule as well" if alone else "is called with other arguments"
         raise GradtoolsError(
             f"host function {host.__name__!r} has an adjoint, so it is linear in its arguments, "
-            f"which are floating or complex arrays, and needs no rule; it {given}. Bind other "
+            f"which are floating or complex arrays, and needs no rule; but it {given}. Bind other "
             "arguments with functools.partial."
         )
 
@@ -291,7 +291,7 @@ def _maps_as_rules(
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class _MapRule(Rule):
-    """A map of a host function as a rule; it shares the checks of `host`."""
+    """A map of a host function as a rule, which shares the checks of `host`."""
 
     host: Rule
 
@@ -302,7 +302,7 @@ class _MapRule(Rule):
 
 @dataclass(eq=False)
 class _KernelMaps:
-    """bwd and its transpose at one structure, as rules of `[*xs, *saved, *vectors]`.
+    """Stores bwd and its transpose at one structure, as rules of `[*xs, *saved, *vectors]`.
 
     `pull` is bwd as a function of x, the residuals and the cotangents: linear in the cotangents,
     and a gradient in x. `push` is its transpose in the cotangents. The vectors are the cotangents
@@ -425,7 +425,7 @@ class _KernelMaps:
         return self._differentiated(self.push, operands, moved, along)
 
     def of_pushed(self, operands: Entries, cotangents: Entries) -> list[Any]:
-        """<v, J dx> = <bwd(x, v), dx>: its gradient in x is the pullback of bwd, applied to dx."""
+        """<v, J dx> = <bwd(x, v), dx>; its gradient in x is bwd's pullback, applied to dx."""
         xs, saved, dxs = self.parted(operands)
         vs = self.backend.filled(cotangents, self.zero_cotangents(dxs[0]))
         at = self.moved(xs)

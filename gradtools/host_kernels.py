@@ -295,7 +295,7 @@ class KernelCall:
             batch: The sizes of the batch axes.
 
         Returns:
-            New arrays of the expected shapes behind the batch axes, bfloat16 as float32.
+            New arrays with batch axes and the expected shapes; bfloat16 becomes float32.
         """
         if not self.kernel.raw:
             xs = [read_only(x) for x in xs]

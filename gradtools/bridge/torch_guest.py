@@ -109,8 +109,8 @@ class TorchGuest:
                 raise
             except Exception as error:
                 raise GradtoolsError(
-                    f"to_jax: a traced program (jit, vmap, scan) needs the result's shape and "
-                    f"{of.name}, which could not be inferred. Declare them: "
+                    f"to_jax: a traced program (jit, vmap, scan) needs the shape and dtype of "
+                    f"{of.name}'s result, which could not be inferred. Declare them: "
                     "to_jax(f, out=ArraySpec(shape, dtype)), a pytree of ArraySpecs, or a function "
                     f"of the arguments' ArraySpecs. PyTorch says: {error}"
                 ) from error
@@ -122,7 +122,7 @@ class TorchGuest:
         self, signature: ForeignSignature, run: Any, xs: Sequence[jax.Array]
     ) -> list[jax.Array]:
         """Calls the function on JAX arrays."""
-        who = f"to_jax: what {signature.of.name} returns"
+        who = f"to_jax: the result of {signature.of.name}"
         with _plain_modes():
             ys = self._evaluated(signature, run, [tensor_of(x) for x in xs])
             return [array_of(y, who) for y in ys]

@@ -412,7 +412,7 @@ class GradientAccumulator:
         raise GradtoolsError(
             f"GradientAccumulator.{caller}: the accumulator was made outside of the transformation "
             "(jit, vmap, grad, scan, ...) in which it is used, or inside of a transformation that "
-            "has ended. It is a stateful Python object, which a traced function cannot carry. Make, "
+            "has ended. It is a stateful object, which a traced function cannot carry. Make, "
             "fill and read it in one place, or carry a buffer through the function with "
             "buffer = accumulate_gradients(buffer, grads)."
         )

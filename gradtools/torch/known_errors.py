@@ -85,7 +85,7 @@ _ADVICE = {
         'hvp(mode="reverse_over_reverse"); or wrap the operation in gt.custom_rule.'
     ),
     "must implement the jvp function|flat_bdims must not be None": (  # its text in vmap
-        "f holds a function with a reverse rule only (clip_gradient, transform_gradient, "
+        "f contains a function with a reverse rule only (clip_gradient, transform_gradient, "
         "replace_gradient, or a torch.autograd.Function without jvp), so it has no forward mode. "
         f"{USE_REVERSE_MODE} A Function is pushed by linearize(f, *primals)[1], the transposed "
         "pullback."
@@ -102,8 +102,8 @@ _ADVICE = {
         "plain operations."
     ),
     r"Can't call numpy\(\) on Tensor that requires grad": (
-        "f leaves PyTorch by numpy(), which stops gradients. Use PyTorch's operations instead, "
-        "or as a gt.host_function with a rule; x.detach().numpy() makes a constant of x, and "
+        "f leaves PyTorch by numpy(), which stops gradients. Use PyTorch's operations instead, or "
+        "a gt.host_function with a rule; x.detach().numpy() makes a constant of x, and "
         "gt.straight_through gives it a surrogate's derivative."
     ),
     "does not currently support double backward": (

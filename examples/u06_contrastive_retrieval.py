@@ -65,7 +65,7 @@ def show(gt, backend):
     return gradient
 
 
-# --- what both sides share
+# --- shared by both sides
 
 
 def contrastive(gt, log_scale, queries, documents):

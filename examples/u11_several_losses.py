@@ -54,7 +54,7 @@ def show(gt, backend):
     *padded, letters = map(gt.asarray, padded_pairs(SENTENCES))
 
     def padded_misfit(W, here, after, there):
-        """Returns the same for padded sentences of one length; `there` is 0 after their ends."""
+        """Returns the mean for padded sentences of one length; `there` is 0 after their ends."""
         logits = here @ W
         each = xp.log(xp.sum(xp.exp(logits), axis=2)) - xp.sum(logits * after, axis=2)
         return xp.sum(each * there) / xp.sum(there)

@@ -85,7 +85,7 @@ class Accumulation(Operators):
 
         Args:
             target: PyTorch: a pytree of leaf tensors that require grad, or a `torch.nn.Module`,
-                which stands for the dict of its `named_parameters()`. JAX: a pytree of floating or
+                meaning the dict of its `named_parameters()`. JAX: a pytree of floating or
                 complex arrays, or None for zeros.
             grads: The gradients, with the target's structure, shapes and dtypes.
 
@@ -320,7 +320,7 @@ class GradientAccumulator:
                     raise GradtoolsError(
                         f"GradientAccumulator.add: grads{path} must be added in {name}, but the "
                         f"backend gives {self._name(x)}. Allow 64-bit numbers first (in JAX: "
-                        "jax_enable_x64), or ask for a smaller dtype."
+                        "jax_enable_x64), or pass a smaller dtype."
                     )
             cast.append(x)
         weight = term.weight
@@ -445,7 +445,7 @@ class GradientAccumulator:
 
 
 def _precision(dtype: Any) -> str | None:
-    """Returns the name of a floating dtype, given by name or as a NumPy, PyTorch or JAX dtype."""
+    """Returns the name of a floating dtype: a name, or a NumPy, PyTorch or JAX dtype."""
     if dtype is None:
         return None
     name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)

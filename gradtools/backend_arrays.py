@@ -41,7 +41,7 @@ class Arrays(ABC):
     def leaf_paths(self, tree: Any) -> list[str]: ...
 
     def entries_of(self, treedef: Any, leaves: Sequence[Any]) -> list[tuple[list[Any], Any]]:
-        """Returns leaves and structure of each entry of a tuple, given the whole tuple's."""
+        """Returns leaves and structure of each entry of a tuple, from those of the whole tuple."""
         return [self.flatten(x) for x in self.unflatten(treedef, list(leaves))]
 
     def flatten_arrays(self, tree: Any) -> tuple[list[Any], Any, list[str | None]]:

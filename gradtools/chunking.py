@@ -374,7 +374,7 @@ class _Microbatches:
     def _metrics(self, aux: Any, shapes: list[Any]) -> Any:
         """Returns f's aux, checked to be arrays of numbers, which are reduced like the loss.
 
-        shapes: The shapes in an earlier chunk, if there was one.
+        shapes: The shapes in an earlier chunk, if there was an earlier chunk.
         """
         backend = self.backend
         leaves, treedef = backend.flatten(aux)

@@ -41,7 +41,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--args": {"metavar": "FILE", "help": "a .npz file, its arrays in their order, or .npy"},
     "--shapes": {"help": 'random arguments: "3x4,5:float32,()"'},
     "--seed": {"type": _not_negative, "default": 0, "metavar": "N", "help": "of random arguments"},
-    "--backend": {"choices": ("torch", "jax"), "help": "default: what FUNCTION's module imports"},
+    "--backend": {"choices": ("torch", "jax"), "help": "default: the import of FUNCTION's module"},
     "--on": {"choices": ("both", "torch", "jax"), "default": "both", "dest": "backend"},
     "--device": {"default": "auto", "help": "auto (default), cpu, gpu, tpu, or gpu:1"},
     "--argnums": {"type": _positions, "default": [0], "help": "positions: 0,2 (default: 0)"},

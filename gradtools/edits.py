@@ -494,7 +494,7 @@ class _StraightThrough:
         if self._surrogate is not None:
             through = self._surrogate(*args, **kwargs)
         elif len(args) == 1 and not kwargs:
-            through, hint = args[0], " (the identity unless you pass one)"
+            through, hint = args[0], " (by default the identity)"
         else:
             raise GradtoolsError(
                 f"straight_through: {name} was called with {len(args)} positional and "

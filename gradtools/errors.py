@@ -58,7 +58,7 @@ class GradtoolsWarning(UserWarning):
 
 
 class DisconnectedInputWarning(GradtoolsWarning):
-    """An argument may not reach the output: its gradient is zero, or an inner one is constant."""
+    """An argument may not reach the output: its gradient, or an inner gradient, is constant."""
 
 
 class MissingRuleError(GradtoolsError):

@@ -189,7 +189,7 @@ def _linear_rule(host: HostFunction, specialized: Specialization) -> Rule:
             if not backend.is_inexact(v):
                 raise GradtoolsError(
                     f"host function {host.__name__!r} has an adjoint, so its arguments must "
-                    f"be floating or complex arrays; one has dtype {backend.dtype_name(v)}."
+                    f"be floating or complex arrays; an argument has dtype {backend.dtype_name(v)}."
                 )
         # The adjoint's `out`: a symbolic length is specialized, because the cotangents do not
         # determine it.
@@ -425,7 +425,7 @@ class _KernelMaps:
         return self._differentiated(self.push, operands, moved, along)
 
     def of_pushed(self, operands: Entries, cotangents: Entries) -> list[Any]:
-        """<v, J dx> = <bwd(x, v), dx>; its gradient in x is bwd's pullback, applied to dx."""
+        """Pulls back <v, J dx> = <bwd(x, v), dx>: its gradient in x is bwd's pullback of dx."""
         xs, saved, dxs = self.parted(operands)
         vs = self.backend.filled(cotangents, self.zero_cotangents(dxs[0]))
         at = self.moved(xs)

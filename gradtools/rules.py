@@ -145,7 +145,7 @@ class Rule:
         if self.tangent is None and self.cotangent is None and self.linearize is None:
             raise GradtoolsError(
                 f"rule {self.name!r}: neither a tangent nor a cotangent map was given; "
-                "give at least one; the other is derived by transposition."
+                "pass at least one map; the other is derived by transposition."
             )
 
     def __repr__(self) -> str:

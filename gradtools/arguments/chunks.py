@@ -36,7 +36,7 @@ class ChunkOptions:
 
 
 def checked_size(caller: str, f: Any, chunk_size: Any) -> int:
-    """The chunk size as an integer; raises if it is invalid, or f is not a function."""
+    """Returns the chunk size as an integer; raises if it is invalid, or f is not a function."""
     check_function(caller, f, curried=False)
     return whole_number(caller, "chunk_size", chunk_size, 1, "examples")
 
@@ -272,7 +272,7 @@ def warn_of_batch_norm(f: Hashable, what: str) -> None:
 
 
 def progress_bar(count: int, unit: str = "chunk") -> Any:
-    """A tqdm progress bar, shown in a terminal or a notebook; raises if tqdm is missing."""
+    """Makes a tqdm progress bar for a terminal or notebook; raises if tqdm is missing."""
     try:
         from tqdm.auto import tqdm
     except ImportError as error:

@@ -13,11 +13,9 @@ from typing import Any
 
 from gradtools.errors import TypeRefusal
 
-_STATIC = (
-    "name the parameters in static_argnames=; static arguments lead those of fwd as well as bwd"
-)
+_STATIC = "name the parameters in static_argnames=; static arguments come first in fwd and in bwd"
 _WHOLE = "all of f is recomputed; call checkpoint around only the parts to recompute"
-_NESTS = "leave it out; derivatives nest, and in PyTorch what requires grad gives attached results"
+_NESTS = "leave it out; derivatives nest, and in PyTorch results have a graph if inputs do"
 _COMPLEX = (
     "leave it out; grad of a real f takes complex arguments, and vjp and jvp take a complex f, too"
 )
@@ -25,7 +23,7 @@ _RANKS = "add each rank's gradients to a GradientAccumulator; its mean takes gro
 _HINTS: dict[str, str | dict[str, str]] = {
     "nondiff_argnums": _STATIC,
     "nondiff_argnames": _STATIC,
-    "static_argnums": {"custom_rule": _STATIC, "checkpoint": "close over what is static"},
+    "static_argnums": {"custom_rule": _STATIC, "checkpoint": "close over static values"},
     "argnames": "give positions: argnums=0, or a tuple of them",
     "argnum": "write argnums=",
     "wrt": "write argnums=",

@@ -90,7 +90,7 @@ def comes_back(x: jax.Array) -> bool:
 
 
 def unshared(ys: list[Tensor]) -> list[Tensor]:
-    """Returns the tensors, or copies if anything else (view, buffer, graph) shares the storage.
+    """Returns the tensors, or copies if a view, buffer or graph also uses the storage.
 
     This reads the storage's reference count, which has no public API. It empties the list, because
     the list holds references itself.
@@ -103,7 +103,7 @@ def unshared(ys: list[Tensor]) -> list[Tensor]:
 
 
 def is_kept(ts: Sequence[Tensor], i: int) -> bool:
-    """Returns whether anything but the list refers to its tensor i or the tensor's storage."""
+    """Returns whether other references to tensor i, or to its storage, exist."""
     is_held = private.owners_of_memory(ts[i]) > _owners_of_new()
     return is_held or sys.getrefcount(ts[i]) > _HELD_ONCE
 

@@ -54,7 +54,7 @@ class TorchGuest:
         return run
 
     def protected(self, xs: Sequence[Tensor], written: set[int] | None) -> Sequence[Tensor]:
-        """Returns the arguments, copying those that the function may write to or keep."""
+        """Returns the arguments; copies arguments that the function may write to or keep."""
         return [x.clone() if written is None or i in written else x for i, x in enumerate(xs)]
 
     def as_array(self, name: str, y: Any) -> Tensor:

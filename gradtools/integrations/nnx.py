@@ -200,7 +200,7 @@ def _modules(x: Any) -> list[Any]:
 
 
 def _with_copies(f: Any, copies: dict[int, Any]) -> Any:
-    """Replaces the modules that f refers to by their copies, which are given by id."""
+    """Replaces the modules that f refers to by their copies; `copies` is keyed by id."""
     entered = set[int]()
 
     def of(x: Any) -> Any:

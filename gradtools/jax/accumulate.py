@@ -56,7 +56,7 @@ def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
     return trees.unflatten(trees.flatten(target)[1], new)
 
 
-# --- what the accumulator needs ----------------------------------------------------------
+# --- functions of the accumulator -------------------------------------------------------
 
 
 def detached(x: Any) -> jax.Array | None:

@@ -140,7 +140,7 @@ def _concatenated(parts: list[Array], axis: int) -> Array:
 
 
 def map_batch(f: Callable[..., Any], batch: Sequence[Array], size: int | None) -> Any:
-    """Applies `jax.lax.map` to f over the rows of some arrays, `size` rows at once (None: one).
+    """Applies `jax.lax.map` to f over the rows of some arrays, `size` rows at once (None means 1).
 
     If rows are sharded over a mesh of Explicit axes, the chunks are interleaved, so that all
     devices work on each chunk.

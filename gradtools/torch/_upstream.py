@@ -277,7 +277,7 @@ def skip_code(fun: Callable[..., Any]) -> None:
 
 
 def marked_constant(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """Equivalent of `torch.compiler.assume_constant_result` that does not import dynamo."""
+    """Has the effect of `torch.compiler.assume_constant_result` without importing dynamo."""
     fun._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fun
 

@@ -1,9 +1,9 @@
 """Writes gradients in PyTorch into `.grad` of the parameters.
 
 Like the autograd engine, this adds to `.grad` in place where possible and creates it if it is None.
-A process-wide lock serializes it, since `p.grad = p.grad + g` would lose what another thread adds
-between the read and the write. Everything that can fail (checks, allocation) comes before the first
-write. `gradtools.accumulate` documents the public names.
+A process-wide lock serializes it, since `p.grad = p.grad + g` would lose an addition of another
+thread between the read and the write. Everything that can fail (checks, allocation) comes before
+the first write. `gradtools.accumulate` documents the public names.
 """
 
 from __future__ import annotations
@@ -78,8 +78,8 @@ def _pairs(caller: str, target: Any, grads: Any, add: bool) -> list[tuple[Any, A
             first, _, other = by_id[id(p)]
             if not add:
                 raise GradtoolsError(
-                    f"{caller}: target{first} and target{path} are one parameter, and each was "
-                    "given a gradient. Give it one, with None at the other place, or add both with "
+                    f"{caller}: target{first} and target{path} are one parameter, and both "
+                    "have a gradient. Pass one gradient and None for the other, or add both with "
                     "accumulate_gradients."
                 )
             path, grad = first, other.detach() + grad.detach()
@@ -87,7 +87,7 @@ def _pairs(caller: str, target: Any, grads: Any, add: bool) -> list[tuple[Any, A
     return [(p, grad) for _, p, grad in by_id.values()]
 
 
-# --- what the accumulator needs ----------------------------------------------------------
+# --- functions of the accumulator -------------------------------------------------------
 
 
 def detached(x: Any) -> torch.Tensor | None:
@@ -219,7 +219,7 @@ def is_distributed(x: Any) -> bool:
     return module is not None and isinstance(x, module.DTensor)
 
 
-# --- what is written, and how ------------------------------------------------------------
+# --- the writes --------------------------------------------------------------------------
 
 
 def _addition(p: torch.Tensor, g: torch.Tensor, buffers: set[Any]) -> Write:

@@ -222,7 +222,7 @@ class Read(Replaced):
             if lost or (node not in ends and upstream.sequence_of(node) < self._began):
                 raise GradtoolsError(
                     "implicit_solution: F closes over a tensor that is differentiated and that it "
-                    "passes to an autograd.Function alone, which cannot be given another tensor in "
+                    "passes only to an autograd.Function, which cannot get another tensor in "
                     "its place. Pass it to F as an argument."
                 )
 

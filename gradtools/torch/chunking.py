@@ -72,7 +72,7 @@ def held_by(chunks: Chunks) -> Held | None:
                 "reduces gradients around each call, and here a call is computed several times. "
                 "Wrap the other way round: DistributedDataParallel around a module whose forward "
                 f"calls {chunks.caller} on the plain module, or fully_shard around a module whose "
-                f"forward calls {chunks.caller} on its layers or on a method of its own."
+                f"forward calls {chunks.caller} on its layers or on one of its methods."
             )
         if chunks.cut.count > 1 and module.training and isinstance(module, upstream.BatchNorm):
             name = getattr(chunks.call.f, "__name__", type(chunks.call.f).__name__)

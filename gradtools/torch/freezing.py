@@ -295,6 +295,6 @@ class _Constants(torch.autograd.Function):
             f"{ctx.caller}: a derivative is needed with respect to a parameter that {fun} "
             "reads and does not take as an argument; such parameters are constants here. Pass "
             "them as arguments (make_functional), switch them off (module.requires_grad_(False)), "
-            "ask for chosen inputs (torch.autograd.grad, or backward(inputs=...)), or "
+            "select inputs (torch.autograd.grad, or backward(inputs=...)), or "
             f"{instead}."
         )

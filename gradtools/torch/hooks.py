@@ -45,7 +45,7 @@ def edited(rule: Rule, x: Any, cotangent: Any = None, value: Any = None) -> Tens
         application = rule.__dict__.get("_application") or edit_application(rule, 1)
     else:
         application = Application(rule, None, 1, cotangent, materializes=True)
-    # The user may keep the given value, and the output may be written in place.
+    # The caller may keep `value`, and the output may be written in place.
     out = x if value is None else value.detach().clone()
     return attach((application, (out,)), x)[0]
 

@@ -187,7 +187,7 @@ def _call(
 ) -> Applied:
     if upstream.caches_weights():  # by id(module), and copies reuse ids
         raise GradtoolsError(
-            "apply: inside torch.nn.utils.parametrize.cached() a copy could be given another "
+            "apply: inside torch.nn.utils.parametrize.cached() a copy could get another "
             "copy's weights. Call apply outside of it."
         )
     own = {name: buffer.clone() for name, buffer in state.items()}
@@ -375,8 +375,8 @@ REDUCING = {
     "FSDPModule": _REDUCES + "call backward()",
 }
 _FIXES = {
-    "ScriptModule": "whose tensors cannot be given from outside; use the Python module",
-    "OptimizedModule": "whose tensors cannot be given from outside; use its ._orig_mod",
+    "ScriptModule": "whose tensors cannot be passed in; use the Python module",
+    "OptimizedModule": "whose tensors cannot be passed in; use its ._orig_mod",
 }
 
 

@@ -93,7 +93,7 @@ def _by_statistics(
     var: Any,
     how: tuple[Any, ...],
 ) -> Tensor:
-    """Normalizes by the input's own statistics if training, else by running statistics.
+    """Normalizes by the input's own statistics if training, otherwise by running statistics.
 
     how: The arguments of the kernel, starting with `training`.
     """

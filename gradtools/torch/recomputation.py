@@ -213,7 +213,7 @@ class Program:
                 if upstream.sequence_of(node) < self.outside:
                     return None
                 raise GradtoolsError(
-                    f"{self.caller}: f keeps something from one chunk to the next that requires "
+                    f"{self.caller}: f keeps a tensor from one chunk to the next that requires "
                     "grad (a cached function of a weight, an attached tensor), so it cannot be "
                     "computed again. Compute it in each call, or pass it to f as an argument."
                 )
@@ -254,9 +254,9 @@ class Program:
             if not (written or _equal(y.detach(), first, exact and not self.otherwise, scale)):
                 raise GradtoolsError(
                     f"{self.caller}: f returns other values when it is computed again in the "
-                    "backward pass, so its gradient would be wrong. It depends on something "
+                    "backward pass, so its gradient would be wrong. It depends on state "
                     "besides its arguments, random streams and the buffers of modules: an "
-                    "iterator, a counter, a cache, a file, or draws in another thread. Pass that "
+                    "iterator, a counter, a cache, a file, or draws in another thread. Pass it "
                     "as an argument, or make it a buffer."
                 )
         self.first.clear()  # copies of this program share the list

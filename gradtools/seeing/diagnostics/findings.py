@@ -33,7 +33,7 @@ _in_training = partial(FindingKind, has_place=False)
 KINDS: dict[str, FindingKind] = {
     "detached": FindingKind(
         "the gradient is stopped on purpose",
-        "remove the detach or stop_gradient, or stop only what must stay constant",
+        "remove the detach or stop_gradient, or stop only values that must be constant",
     ),
     "left_framework": FindingKind(
         "the computation leaves the framework, and its result is a constant to the framework",
@@ -58,7 +58,7 @@ KINDS: dict[str, FindingKind] = {
         "move it out of no_grad or inference_mode; pass use_reentrant=False to a checkpoint",
     ),
     "inner_gradient": FindingKind(
-        "a gradient is taken inside of f, and has no graph of its own to be differentiated",
+        "a gradient is taken inside of f without a graph, so it cannot be differentiated",
         "pass create_graph=True to torch.autograd.grad or backward, or use gt.grad; where the "
         "graph of the inner function is too large, apply gt.frozen to it, or use gt.mixed_partial",
     ),
@@ -100,7 +100,7 @@ KINDS: dict[str, FindingKind] = {
     ),
     "frozen": _in_training(
         "its requires_grad is False",
-        "call requires_grad_(True) if it is to be trained, else leave it out of the optimizer",
+        "call requires_grad_(True) if it is to be trained, otherwise leave it out of the optimizer",
     ),
     "unregistered": _in_training(
         "it requires grad, but parameters() does not list it",

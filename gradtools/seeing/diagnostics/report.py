@@ -44,7 +44,7 @@ class GradientReport:
         blocks = []
         if not self.findings and not self.arguments:
             blocks.append(
-                "Nothing was examined: f was given no argument and holds no parameter. Pass its "
+                "Nothing was examined: f has no argument and captures no parameter. Pass its "
                 "arguments, why_zero(f, x), or the trained model, why_zero(f, model=...)."
             )
         elif not self.findings:

@@ -60,7 +60,7 @@ class SeeingOperators(Operators):
             model: The model that is trained, or a tuple or dict of models and arrays. In JAX, the
                 model that f captures, or a pytree of parameters.
             optimizer: PyTorch: an optimizer or a list of them. JAX: a transformation of optax or an
-                `nnx.Optimizer`. Without `model`, the parameters are those of f, or the argument:
+                `nnx.Optimizer`. Without `model`, the parameters are f's or the argument:
                 ``why_zero(loss, params, optimizer=opt)``.
             **kwargs: Keyword arguments of f.
 

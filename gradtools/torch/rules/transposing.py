@@ -235,7 +235,7 @@ def transposed(
 
     In eager code it uses autograd, which takes a third of the time of torch.func; torch.func works
     under any transform. With gradients on, the result is differentiable in `at` and `values`. None
-    stands for zeros, and for vectors of integers, whose aval is None.
+    means zero, or a vector of integers, whose aval is None.
 
     known: A list that caches the vectors of ones at which the map is traced, for later calls. Given
         only if no tensor in `at` has a tangent.

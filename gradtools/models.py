@@ -54,7 +54,7 @@ class Models(Operators):
 
         params and state by library:
 
-        - - ``torch.nn``: params maps the name of each parameter that requires grad to a detached
+        - ``torch.nn``: params maps the name of each parameter that requires grad to a detached
           alias (same storage, ``requires_grad=False``: a training step builds no second graph);
           state maps each buffer's name to a copy, and the name of each frozen parameter to an
           alias, for which no gradient is computed. Tied parameters appear once, under their first
@@ -70,15 +70,15 @@ class Models(Operators):
         - ``flax.linen``: params is ``variables["params"]``, state all other collections, each
           mutable. ``train`` is passed as the module's own argument: ``train``, ``deterministic`` or
           ``use_running_average``. The key is split over ``rng_names``.
-        - - ``flax.nnx``: params holds the ``nnx.Param``s, state the random streams and all other
+        - ``flax.nnx``: params holds the ``nnx.Param``s, state the random streams and all other
           variables. With a key, every stream gets its own key and state keeps its streams
           unchanged; without a key, the streams in state are used and advanced.
-        - - ``equinox``: params is the module with only its inexact arrays; state is the
+        - ``equinox``: params is the module with only its inexact arrays; state is the
           ``eqx.nn.State`` passed as ``variables`` (passed to the module after the other positional
           arguments, and returned by it), or an empty dictionary. The key is passed as ``key=`` if
           the module's ``__call__`` takes it; the user must split it over a batch and provide the
           ``axis_name`` that batch normalisation needs.
-        - - Keras 3, on this framework's backend: params maps the paths of the trainable variables
+        - Keras 3, on this framework's backend: params maps the paths of the trainable variables
           to arrays; state maps the paths of all other variables, including the seeds of its random
           streams. ``train`` is passed as ``training``.
 

@@ -58,7 +58,7 @@ level, -2 if its transform has ended; the axis that vmap hides, -1 if none."""
 
 wrap_for_grad: Callable[[Tensor, int], Tensor] = _functorch._wrap_for_grad
 add_vmap_axis: Callable[[Tensor, int, int], Tensor] = _functorch._add_batch_dim
-"""Wraps a tensor for a level of `torch.func.grad`; wraps a batched tensor for a level of vmap."""
+"""Wraps a tensor for a level of `torch.func.grad`; hides an axis of a tensor in a level of vmap."""
 
 batch_size_of: Callable[[Any], int] = lambda v: _functorch.CVmapInterpreterPtr(v).batchSize()
 """Returns the batch size of a level of vmap."""
@@ -189,7 +189,7 @@ view; whether two tensors share a storage; the hooks that edit x's gradient, or 
 
 add_each_, multiply_each = torch._foreach_add_, torch._foreach_mul
 divide_each, divide_each_ = torch._foreach_div, torch._foreach_div_
-"""Multiplies many tensors by a number in one operation."""
+"""Adds, multiplies or divides many tensors in one operation."""
 
 
 def storage_key(x: Tensor) -> int:

@@ -3,6 +3,7 @@
     eager code                       `torch.autograd.grad`, at aliases of the arguments
     torch.func and compiled code     `torch.func`, which supports nesting and tracing
     forward mode                     dual numbers; if the process's only level of dual numbers is
+                                     in use, the transpose of the pullback
 
 PyTorch differentiates f's own operations; `gradtools.testing.checked` checks the result.
 
@@ -204,7 +205,7 @@ def _evaluated(fun: Fun, leaves: Tensors, plain: bool = False, keep: bool = True
             outs, extras = fun(*aliases)
     finally:
         _here.depth -= 1
-    for d in fun.tape.arrays if hasattr(fun, "tape") else ():  # gradients of marked values
+    for d in fun.tape.arrays if hasattr(fun, "tape") else ():  # the arrays of the marks
         setattr(d, SPENT, spent)
         aliases.append(d)
     spent[0] = True

@@ -3,10 +3,10 @@
 Each framework records one forward and one backward pass as a list of steps, with the magnitude of
 every value (`PassesAtValues`). Both frameworks share the analysis:
 
-- - A zero gradient is traced back towards the cotangents of the outputs. It is lost at the steps
+- A zero gradient is traced back towards the cotangents of the outputs. It is lost at the steps
   that return zeros for a nonzero cotangent or without a cotangent. If nonzero cotangents sum to
   zero, it is lost at the operation that produced both.
-- - A NaN is traced back from the outputs, or else from the gradient, to the steps whose result is
+- A NaN is traced back from the outputs, or else from the gradient, to the steps whose result is
   NaN or infinite and whose operands are finite.
 """
 

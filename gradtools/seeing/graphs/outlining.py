@@ -1,12 +1,12 @@
 """Converts a graph to its outline: nested blocks of boxes, with arrows between them.
 
-1. 1. The bodies of loops, branches and calls are inlined. Values are forwarded across the boundary
+1. The bodies of loops, branches and calls are inlined. Values are forwarded across the boundary
    of a body, so an operand names the boxes that compute it, wherever they are.
 2. Consecutive operations of one module or call become nested blocks; a block with one child is
    replaced by the child, under both names. A parameter is placed in the innermost block that
    contains all of its readers, an argument outside of all blocks, an output after the block that
    computes it. If there are many outputs, gradients of parameters are placed inside of blocks.
-3. 3. Letters name the values in the order of the whole outline, so the names are the same in the
+3. Letters name the values in the order of the whole outline, so the names are the same in the
    text and in all pictures of a graph, whichever blocks are expanded.
 """
 

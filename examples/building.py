@@ -1,4 +1,4 @@
-"""Builds the examples' native code at run time, once: nothing is built when gradtools is installed.
+"""Builds the examples' native code once, at run time: installing gradtools builds nothing.
 
 The libraries are cached in the user's cache folder under a hash of source and tools. Each is moved
 there in one step, so interrupted and concurrent builds are safe.
@@ -16,11 +16,11 @@ SOURCES = Path(__file__).parent / "native"
 
 
 class NoCompiler(Exception):
-    """No compiler is installed, or a package is missing; the text says what to do."""
+    """Raised if no compiler or a required package is installed; the text says how to install it."""
 
 
 def c_library(name):
-    """The shared library of native/NAME.c, compiled by the system's C compiler."""
+    """Builds the shared library of native/NAME.c with the system's C compiler."""
     compiler = shutil.which(os.environ.get("CC", "cc"))
     if compiler is None:
         raise NoCompiler("no C compiler: install one, or name it in the variable CC")
@@ -35,7 +35,7 @@ def c_library(name):
 
 
 def torch_extension(name, sources=SOURCES):
-    """The shared library of SOURCES/NAME.cpp, built as an extension of PyTorch."""
+    """Builds the shared library of SOURCES/NAME.cpp as an extension of PyTorch."""
     compiler = shutil.which(os.environ.get("CXX", "c++"))
     if compiler is None:
         raise NoCompiler("no C++ compiler: install one, or name it in the variable CXX")
@@ -66,7 +66,7 @@ def torch_extension(name, sources=SOURCES):
 
 
 def _cached(source, tools, build):
-    """The file that build(source, an empty folder) makes, cached."""
+    """Returns the cached file that build(source, an empty folder) makes."""
     digest = hashlib.sha256(source.read_bytes() + f"{tools} {sys.version}".encode()).hexdigest()
     library = _cache() / f"{source.stem}-{digest[:16]}.so"
     if not library.exists():
@@ -76,7 +76,7 @@ def _cached(source, tools, build):
 
 
 def _cache():
-    """A folder that only this user writes to."""
+    """Returns a folder to which only this user can write."""
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gradtools-examples"
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     return folder

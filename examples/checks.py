@@ -1,4 +1,4 @@
-"""Checks shared by several examples: all derivatives of a custom rule, and the memory of a step."""
+"""Checks shared by several examples: all derivatives of a custom rule, the memory of a step."""
 
 import weakref
 
@@ -13,17 +13,17 @@ def every_derivative(gt, backend, f, x, t, by_hand=None, forward_twice=True, tol
 
     Args:
         gt: The backend's functions.
-        backend: Its name.
-        f: Takes a vector to a number.
-        x: Where, a NumPy array.
+        backend: The backend's name.
+        f: Maps a vector to a number.
+        x: The point, a NumPy array.
         t: The direction of the Hessian products, a NumPy array.
-        by_hand: (f(x), its gradient, its Hessian times t), or None: central differences of f,
-            and of the gradient once that is checked.
-        forward_twice: Whether forward mode over forward mode exists.
-        tolerance: The tolerance of comparisons with `by_hand`; central differences have their own.
+        by_hand: (f(x), its gradient, its Hessian times t). If None, central differences of f, and
+            of the gradient once it has been checked.
+        forward_twice: Whether forward mode over forward mode is supported.
+        tolerance: The tolerance for `by_hand`; central differences have a separate tolerance.
 
     Returns:
-        Value, gradient and Hessian product.
+        The value, the gradient and the Hessian product.
     """
     at, along = gt.asarray(x), gt.asarray(t)
     value, gradient = (flat(gt, part) for part in gt.value_and_grad(f)(at))
@@ -71,7 +71,7 @@ MIXES = (
 
 
 def by_differences(gt, backend, f, x, t):
-    """f(x), its gradient, and its Hessian times t, the last from the gradient's differences."""
+    """Returns f(x), its gradient, and its Hessian times t by differences of the gradient."""
     steps = STEP * np.eye(x.size)
     of_value, of_slope = f, gt.grad(f)
     if backend == "jax":
@@ -83,23 +83,23 @@ def by_differences(gt, backend, f, x, t):
 
 
 def central(f, x, step):
-    """The difference of f along step at x, to fourth order."""
+    """Computes the fourth-order central difference of f along step at x."""
     near = f(x + step) - f(x - step)
     return (8 * near - (f(x + 2 * step) - f(x - 2 * step))) / 12
 
 
 def compiled(gt, backend, f):
-    """f as one compiled program; PyTorch must not skip operations that it cannot trace."""
+    """Compiles f as one program; PyTorch must not skip operations that it cannot trace."""
     if backend == "jax":
         return gt.compile(f)
     import torch
 
-    torch.compiler.reset()  # PyTorch compiles a function a few times only, even with new closures
+    torch.compiler.reset()  # PyTorch compiles a function only a few times, even with new closures
     return gt.compile(f, fullgraph=True, backend="aot_eager")
 
 
 def refused(f, error, *parts):
-    """The message with which f() is refused; None if it is not, or says something else."""
+    """Returns the message of the error that f() raises; None if it differs from `parts`."""
     try:
         f()
     except error as found:
@@ -120,21 +120,21 @@ def listed(found):
 
 
 def compiled_bytes(step, *args):
-    """The temporary bytes of JAX's compiled program, which is not run."""
+    """Returns the temporary bytes of JAX's compiled program, which is not run."""
     import jax
 
     return jax.jit(step).lower(*args).compile().memory_analysis().temp_size_in_bytes
 
 
 def live_bytes(step, *args):
-    """The peak bytes of the storages that a PyTorch step creates."""
+    """Returns the peak bytes of the storages that a PyTorch step creates."""
     with peak_bytes() as peak:
         step(*args)
     return peak.most
 
 
 def peak_bytes():
-    """A context that tracks the live bytes of PyTorch storages; `most` is their maximum."""
+    """Context that tracks the live bytes of PyTorch storages; `most` is their maximum."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -1,4 +1,4 @@
-"""Shared by the examples: the command line, one run for each backend, the comparison.
+"""Code shared by the examples: the command line, a run per backend, and the comparison.
 
 An example is one function ``show(gt, backend)``, where ``gt`` is ``gradtools.torch`` or
 ``gradtools.jax``. It prints its results, asserts claims about them, and returns a dict of the
@@ -41,7 +41,7 @@ def claim(text: str, holds: Any) -> None:
 
 
 def flat(gt: Any, tree: Any) -> np.ndarray:
-    """All numbers of a tree of dictionaries, tuples, lists and arrays, in one vector."""
+    """Concatenates all numbers of a tree of dictionaries, tuples, lists and arrays."""
     if isinstance(tree, dict):
         tree = [tree[key] for key in sorted(tree)]
     if isinstance(tree, (list, tuple)):
@@ -50,13 +50,13 @@ def flat(gt: Any, tree: Any) -> np.ndarray:
 
 
 def difference(a: np.ndarray, b: np.ndarray) -> float:
-    """The largest difference, relative to the largest number of b; NaN counts as infinite."""
+    """Returns the difference relative to the largest number of b; NaN counts as infinite."""
     found = float(np.max(np.abs(a - b)) / max(float(np.max(np.abs(b))), 1e-300))
     return found if np.isfinite(found) else float("inf")
 
 
 def counter(backend: str) -> tuple[Callable[[], None], Callable[[], int]]:
-    """Counts evaluations at run time, also in compiled programs, in ``total``."""
+    """Counts evaluations at run time, even in compiled programs, in ``total``."""
     calls: list[None] = []
     note = lambda: calls.append(None)
     if backend == "torch":
@@ -72,7 +72,7 @@ def counter(backend: str) -> tuple[Callable[[], None], Callable[[], int]]:
 
 @contextmanager
 def double_precision(backend: str) -> Iterator[None]:
-    """Enables 64-bit JAX in every thread, and restores the setting; PyTorch needs none."""
+    """Enables 64-bit JAX in every thread and restores the setting; PyTorch needs no setting."""
     if backend == "torch":
         yield
         return

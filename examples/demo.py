@@ -1,11 +1,11 @@
-"""Domain-adversarial training: one program that both frameworks run, compared at every step.
+"""Domain-adversarial training: both frameworks run one program, compared at every step.
 
     python examples/demo.py [--backend torch|jax|both] [--seeds N] [--out FOLDER] [--quick]
 
 A network is trained on clean, labeled digits and tested on rotated, noisy, partly inverted digits,
 whose labels are not used in training. A second head classifies the domain; its gradient is reversed
-before it reaches the features, so that these become the same for both domains
-(Ganin et al., Domain-Adversarial Training of Neural Networks, JMLR 17, 2016)::
+before it reaches the features, so that the features become the same for both domains (Ganin et al.,
+Domain-Adversarial Training of Neural Networks, JMLR 17, 2016)::
 
     L(theta_f, theta_y, theta_d) = L_label(theta_f, theta_y) + L_domain(R(theta_f), theta_d),
     R(x) = x,  dR/dx = -scale
@@ -31,7 +31,7 @@ import numpy as np
 STEPS, QUICK_STEPS, LOOK_EVERY = 1000, 100, 50  # accuracy is measured every 50 steps
 BATCH, RATE, MOMENTUM, MAX_SCALE = 64, 0.1, 0.5, 0.3
 WIDTHS = ((64, 128), (128, 64), (64, 10), (64, 32), (32, 1))  # (in, out) of each dense layer
-FEATURES, LABELS, DOMAIN = slice(4), slice(4, 6), slice(6, 10)  # their matrices and biases
+FEATURES, LABELS, DOMAIN = slice(4), slice(4, 6), slice(6, 10)  # their parameters
 REVERSED, PLAIN = "with reverse_gradient", "the plain way"
 OPENING = """\
 Domain-adversarial training on 1,797 real digits: 750 clean ones with labels,
@@ -70,9 +70,9 @@ def load_domains(seed: int) -> Domains:
 
 
 def shift(images: Array, rng: np.random.Generator) -> Array:
-    """The target domain: turned by 20 to 40 degrees, a tenth inverted (x to 0.8 x + 0.1), noised.
+    """Shifts to the target domain: rotates by 20 to 40 degrees, inverts a tenth, adds noise.
 
-    Full inversion is too far: there reversal aligns the domains with the classes mixed up.
+    Full inversion is too strong: reversal would then align the domains with mixed-up classes.
     """
     from scipy.ndimage import rotate
 
@@ -81,26 +81,26 @@ def shift(images: Array, rng: np.random.Generator) -> Array:
 
 
 def draw_batch(domains: Domains, rng: np.random.Generator) -> tuple[Array, Array, Array]:
-    """Source images, their labels and target images."""
+    """Draws source images, their labels and target images."""
     source = rng.integers(0, len(domains.source), BATCH)
     target = rng.integers(0, len(domains.target), BATCH)
     return domains.source[source], domains.source_labels[source], domains.target[target]
 
 
 def initial_weights(seed: int) -> list[Array]:
-    """He's initialisation: for each layer the matrix of shape (in, out), then the bias."""
+    """He initialization: for each layer the matrix of shape (in, out), then the bias."""
     rng = np.random.default_rng([seed, 2])
     layers = [(rng.standard_normal(w) * np.sqrt(2 / w[0]), np.zeros(w[1])) for w in WIDTHS]
     return [x for layer in layers for x in layer]
 
 
 def scale_at(progress: float) -> float:
-    """The reversal's scale, which rises from 0: MAX_SCALE (2 / (1 + exp(-10 progress)) - 1)."""
+    """Returns the reversal's scale, MAX_SCALE (2 / (1 + exp(-10 progress)) - 1)."""
     return float(MAX_SCALE * (2 / (1 + np.exp(-10 * progress)) - 1))
 
 
 class FrameworkRun:
-    """The program on one framework, "torch" or "jax": eager in PyTorch, compiled in JAX."""
+    """Runs the program on one framework, "torch" or "jax": eager in PyTorch, compiled in JAX."""
 
     def __init__(self, name: str) -> None:
         self.name, self.gt = name, import_module(f"gradtools.{name}")
@@ -111,7 +111,7 @@ class FrameworkRun:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Inside, JAX is in double precision, PyTorch on one thread: the network is small."""
+        """Context with double precision in JAX, and one thread in PyTorch: the network is small."""
         with ExitStack() as stack:
             if self.name == "jax":
                 stack.enter_context(import_module("jax").enable_x64(True))
@@ -122,7 +122,7 @@ class FrameworkRun:
             yield
 
     def start(self, weights: Sequence[Array]) -> None:
-        """Takes the weights, and a fresh optimizer."""
+        """Sets the weights, and creates a new optimizer."""
         self._evaluations.clear()
         self.params = [self.gt.asarray(x) for x in weights]
         self._momenta = [self.gt.xp.zeros_like(x) for x in self.params]
@@ -134,17 +134,17 @@ class FrameworkRun:
         return float(value), [self.gt.to_numpy(g) for g in grads]
 
     def plain_gradients(self, batch: Sequence[Array], scale: float) -> list[Array]:
-        """The same gradients from two evaluations: heads descend on the sum, features do not."""
+        """Computes the gradients by two evaluations: heads descend on the sum, features do not."""
         grads = self._plain(self.params, *self._arrays(batch, scale))
         return [self.gt.to_numpy(g) for g in grads]
 
     def accuracy(self, domains: Domains) -> float:
-        """The accuracy on the held-out images, in percent."""
+        """Returns the accuracy on the held-out images, in percent."""
         scores = self.gt.to_numpy(self._scores(self.params, self.gt.asarray(domains.held_out)))
         return 100 * float(np.mean(scores.argmax(1) == domains.held_out_labels))
 
     def evaluations(self) -> Counter[str]:
-        """The number of evaluations of the cost so far, for each way to take gradients."""
+        """Returns the number of evaluations of the cost so far, for each way to take gradients."""
         if self.name == "jax":
             import_module("jax").effects_barrier()
         return self._evaluations
@@ -196,7 +196,7 @@ class FrameworkRun:
         return self._dense(params[LABELS], features)
 
     def _dense(self, params: list[Any], x: Any) -> Any:
-        """Dense layers with ReLU between them."""
+        """Applies dense layers with ReLU between them."""
         for i in range(0, len(params), 2):
             x = (self._relu(x) if i else x) @ params[i] + params[i + 1]
         return x
@@ -211,7 +211,7 @@ class FrameworkRun:
         return xp.mean(log_total - xp.sum(shifted * labels, axis=1))
 
     def _domain_loss(self, logits: Any, size: int) -> Any:
-        """Cross-entropy of "is it a source image?", the first ``size`` of which are."""
+        """Returns the cross-entropy of the domain; the first ``size`` images are source images."""
         xp = self.gt.xp
         costs = xp.logaddexp(xp.zeros_like(logits), logits)
         return xp.mean(costs) - xp.sum(logits[:size]) / logits.shape[0]
@@ -219,7 +219,7 @@ class FrameworkRun:
 
 @dataclass
 class Training:
-    """The record of one training run of every side, with or without reversal."""
+    """The record of one training run on every backend, with or without reversal."""
 
     seed: int
     reverses: bool
@@ -232,7 +232,7 @@ class Training:
     def compare(
         self, results: Sequence[tuple[float, list[Array]]], plain: Sequence[list[Array]]
     ) -> None:
-        """Records how far the two sides' steps differ, and each from the plain way."""
+        """Records the differences between the two sides' steps, and from the plain gradients."""
         (first_loss, first), (last_loss, last) = results[0], results[-1]
         self.losses.append(abs(first_loss - last_loss) / abs(last_loss))
         self.gradients.append(relative_difference(first, last))
@@ -263,7 +263,7 @@ def train(sides: Sequence[FrameworkRun], seed: int, reverses: bool, steps: int =
 
 
 def relative_difference(a: Sequence[Array], b: Sequence[Array]) -> float:
-    """The norm of a - b over the norm of b, over all leaves jointly."""
+    """Returns the norm of a - b over the norm of b, over all leaves jointly."""
     difference = sum(float(np.sum((x - y) ** 2)) for x, y in zip(a, b, strict=True))
     return float(np.sqrt(difference / sum(float(np.sum(y**2)) for y in b)))
 
@@ -271,7 +271,7 @@ def relative_difference(a: Sequence[Array], b: Sequence[Array]) -> float:
 def train_all(
     sides: Sequence[FrameworkRun], seeds: Sequence[int], steps: int = STEPS
 ) -> list[Training]:
-    """For every seed one training without reversal, then one training with reversal."""
+    """Trains without and then with reversal for every seed."""
     with ExitStack() as stack:
         for side in sides:
             stack.enter_context(side.working())
@@ -284,10 +284,10 @@ def run_demo(
     """Runs the whole demo.
 
     Args:
-        backends: "torch", "jax" or both; with both, each step is compared.
-        seeds: the number of seeds.
-        out: the folder for the picture.
-        quick: few steps, to see that it runs; the accuracies then mean nothing.
+        backends: "torch", "jax" or both; with both backends, each step is compared.
+        seeds: The number of seeds.
+        out: The folder for the picture.
+        quick: Whether to run only a few steps, as a smoke test without meaningful accuracies.
     """
     started, steps = perf_counter(), QUICK_STEPS if quick else STEPS
     print(OPENING.format(" and ".join(backends), steps, MAX_SCALE))
@@ -331,7 +331,7 @@ def draw(trainings: Sequence[Training], backends: Sequence[str], out: Path) -> P
     from matplotlib.figure import Figure
 
     figure = Figure(layout="constrained")
-    FigureCanvasAgg(figure)  # draws without a window, whatever the user's settings
+    FigureCanvasAgg(figure)  # draws without a window, whatever the user's settings are
     axes: Any = figure.subplots()
     for reverses, label, colour in ((False, "without", "#b8542c"), (True, "with", "#22688c")):
         chosen = np.array([t.accuracy for t in trainings if t.reverses is reverses])
@@ -349,7 +349,7 @@ def draw(trainings: Sequence[Training], backends: Sequence[str], out: Path) -> P
 
 
 def main() -> None:
-    """Runs the demo as the command line says."""
+    """Runs the demo according to the command line."""
     parser = argparse.ArgumentParser(description="Domain-adversarial training on real digits.")
     parser.add_argument("--backend", choices=("both", "torch", "jax"), default="both")
     parser.add_argument("--seeds", type=int, default=5, metavar="N", help="default: 5")

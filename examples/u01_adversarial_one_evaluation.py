@@ -1,9 +1,9 @@
-"""One evaluation of f(x, y) gives the gradient of f to y and of -f to x.
+"""Computes the gradients of f with respect to y and of -f with respect to x in one evaluation.
 
 x = g(z) and y = g(w) come from one encoder g with one set of parameters: w are real images of
-digits, z the same images with noise. f measures the distance of their features. In adversarial
-training x maximizes it and y minimizes it. Without gradtools f is evaluated twice, with a stopped
-gradient in each; ``reverse_gradient`` on x does the same in one evaluation.
+digits, and z are the same images with noise. f measures the distance of their features. In
+adversarial training x maximizes f and y minimizes f. Without gradtools, f is evaluated twice, with
+a stopped gradient in each evaluation; ``reverse_gradient`` on x does the same in one evaluation.
 """
 
 import numpy as np

@@ -4,8 +4,8 @@ Eight Gaussians on a circle are the data. The critic D(w, x) descends on
 
     mean D(fake) - mean D(real) + 10 mean (|dD/dx| - 1)^2     dD/dx at points between real and fake
 
-(WGAN-GP: Gulrajani et al., Improved training of Wasserstein GANs, 2017). dD/dx is taken for each
-point by ``gt.per_example_grad``, and ``gt.grad`` differentiates it again with respect to w. The
+(WGAN-GP: Gulrajani et al., Improved training of Wasserstein GANs, 2017). ``gt.per_example_grad``
+computes dD/dx for each point, and ``gt.grad`` differentiates it again with respect to w. The
 generator descends on -mean D(fake).
 
 ``gt.frozen`` does not help here: it treats parameters as constants, but the critic's parameters are
@@ -75,7 +75,7 @@ def critic_loss(gt, slopes, w, fake, batch):
 
 
 def slope_of_each(gt, D):
-    """dD/dx at each row of x."""
+    """Returns dD/dx at each row of x."""
     return gt.per_example_grad(D, argnums=1, in_axes=(None, 0))
 
 
@@ -84,7 +84,7 @@ def slope_norms(gt, slopes, w, x):
 
 
 def no_help(gt, backend):
-    """The memory of a penalty's gradient around 16 layers, plainly and through frozen."""
+    """Measures the memory of a penalty's gradient around 16 layers, plainly and through frozen."""
     w, x = network(gt, 2, *[64] * 15, 1), gt.asarray(draws(0)["real"])
 
     def gradient_of_penalty(critic):
@@ -121,7 +121,7 @@ def apply(gt, w, x):
 
 
 def draws(seed):
-    """Samples of eight Gaussians on a circle, noise for the generator, and mixing weights."""
+    """Draws samples of eight Gaussians on a circle, noise for the generator, mixing weights."""
     rng = np.random.default_rng(seed)
     angle = rng.integers(8, size=POINTS) * np.pi / 4
     circle = np.stack([np.cos(angle), np.sin(angle)], axis=1)

@@ -1,12 +1,12 @@
-"""Gradients at many codes of a frozen decoder train a critic, without keeping the decoder's graphs.
+"""Trains a critic with gradients at many codes of a frozen decoder, without the decoder's graphs.
 
 G is a convolutional decoder, trained here on scikit-learn's digits. f(y, G(z)) is an energy that a
-small network y gives to images. Noisy codes z_1..z_N take a gradient step on the energy,
-z_i - df/dz_i, and g compares all of them with all clean codes x, as a contrastive loss. The loss is
+small network y assigns to images. Noisy codes z_1..z_N take a gradient step on the energy, z_i -
+df/dz_i, and g compares all of them with all clean codes x, as a contrastive loss. The loss is
 g(df/dz_1..N, x), and y is trained by dg/dy: a second derivative through G at every z_i.
 
 Plain double backward keeps two graphs of G for each z_i. ``gt.frozen(G)`` gives the same gradients
-and keeps none. out/frozen.png shows the memory over N and G's depth.
+and keeps no graph. out/frozen.png shows the memory over N and G's depth.
 
 With --quick everything is smaller, and there is no picture.
 """
@@ -67,13 +67,13 @@ def show(gt, backend):
 
 
 def f(gt, y, images):
-    """The energy of all images."""
+    """Returns the sum of the energies of all images."""
     hidden = gt.xp.tanh(gt.xp.reshape(images, (-1, 64)) @ y["w1"] + y["b1"])
     return gt.xp.sum(hidden @ y["w2"])
 
 
 def g(gt, slopes, zs, x):
-    """The contrastive loss of codes after a step down the energy, against the clean codes x."""
+    """Contrastive loss of codes after a step down the energy, against the clean codes x."""
     xp = gt.xp
     moved, x = xp.reshape(zs - slopes, (-1, CODE)), xp.reshape(x, (-1, CODE))
     logits = moved @ x.T - xp.sum(x**2, axis=1) / 2  # -|moved - x|^2 / 2 up to a row's constant
@@ -82,7 +82,7 @@ def g(gt, slopes, zs, x):
 
 
 def latent_gradients(gt, f, G, y, zs, unrolled=False):
-    """df/dz_i at each z_i, one after the other."""
+    """Computes df/dz_i at each z_i, one after the other."""
     slope = lambda z: gt.grad(lambda z: f(gt, y, G(z)))(z)
     if gt.__name__ == "gradtools.jax" and not unrolled:
         import jax
@@ -96,7 +96,7 @@ def ways(gt):
 
 
 def adam(gradient, params, batches, rate, what):
-    """The losses of the steps, and the last parameters."""
+    """Returns the losses of the steps, and the last parameters."""
     losses, means = [], {name: (0 * x, 0 * x) for name, x in params.items()}
     for k, batch in enumerate(progress(batches, what), 1):
         value, grads = gradient(params, *batch)
@@ -110,7 +110,7 @@ def adam(gradient, params, batches, rate, what):
 
 
 def found_own(gt, G, y, noisy, codes):
-    """The share of codes that are nearest to their own clean code."""
+    """Returns the share of codes whose nearest clean code is their own clean code."""
     if y is not None:
         noisy = noisy - latent_gradients(gt, f, G, y, noisy)
     a, b = (gt.to_numpy(x).reshape(-1, CODE) for x in (noisy, codes))
@@ -122,7 +122,7 @@ def found_own(gt, G, y, noisy, codes):
 
 
 def decoder(gt, weights, z):
-    """Codes to images of 8 x 8: 2 x 2, enlarged to 4 x 4 and to 8 x 8, each time a convolution."""
+    """Decodes codes to 8 x 8 images: 2 x 2, enlarged twice, with a convolution each time."""
     xp = gt.xp
     x = xp.reshape(xp.tanh(z @ weights["dense"]), (-1, CHANNELS, 2, 2))
     for name in ("conv1", "conv2"):
@@ -142,7 +142,7 @@ def convolve(gt, x, kernel):
 
 
 def constants(gt, weights):
-    """In PyTorch a module's frozen parameters, which gradtools need not watch for changes."""
+    """Makes weights a module's frozen parameters in PyTorch; their changes are not tracked."""
     weights = {name: gt.asarray(x.astype(np.float64)) for name, x in weights.items()}
     if gt.__name__ == "gradtools.jax":
         return weights
@@ -170,7 +170,7 @@ def start():
 
 
 def trained_autoencoder(gt):
-    """The weights of encoder and decoder after Adam's steps on the digits, in single precision."""
+    """Returns the encoder's and decoder's weights, trained on the digits in single precision."""
     images = (load_digits().data / 16).astype(np.float32)
     rng = np.random.default_rng(1)
 
@@ -194,7 +194,7 @@ def trained_autoencoder(gt):
 
 @functools.cache
 def decoder_weights(gt):
-    """From the disk, if this very decoder was trained before, in whichever framework."""
+    """Loads the weights from disk if this decoder was trained before, in either framework."""
     parts = (decoder, convolve, encoder, start, trained_autoencoder, adam)
     sources = "".join(map(inspect.getsource, parts)) + f"{CODE} {CHANNELS} {TRAINING}"
     path = OUT / f"digits-decoder-{hashlib.sha256(sources.encode()).hexdigest()[:12]}.npz"
@@ -209,7 +209,7 @@ def decoder_weights(gt):
 
 
 def some_codes(weights, gt, count):
-    """The codes of the first digits, and the same under noise: two arrays (count, GROUP, CODE)."""
+    """Returns the codes of the first digits, clean and with noise: arrays (count, GROUP, CODE)."""
     images = gt.asarray(load_digits(return_X_y=True)[0][: count * GROUP] / 16)
     codes = gt.to_numpy(encoder(gt, weights, images)).reshape(count, GROUP, CODE)
     return codes, codes + np.random.default_rng(2).normal(scale=NOISE, size=codes.shape)
@@ -228,7 +228,7 @@ def critic_weights():
 
 
 def against_uses(gt, backend, weights, y):
-    """The memory of dg/dy through the decoder, for N codes z_i."""
+    """Measures the memory of dg/dy through the decoder, for N codes z_i."""
     step = lambda way, n: bytes_of(
         gt, backend, way, decoder, f, weights, y, codes_like(n, GROUP, CODE)
     )
@@ -242,7 +242,7 @@ def against_uses(gt, backend, weights, y):
 
 
 def against_depth(gt, backend):
-    """The memory that one further z_i takes around dense layers."""
+    """Measures the memory that one further z_i takes around dense layers."""
     energy = lambda gt, y, x: gt.xp.sum(gt.xp.tanh(x @ y))
     y = gt.asarray(np.random.default_rng(5).normal(size=WIDTH))
 
@@ -296,7 +296,7 @@ def noted(against, backend):
 
 
 def bytes_of(gt, backend, way, G, f, weights, y, zs, unrolled=False):
-    """The peak memory of dg/dy for a function g of all df/dz_i."""
+    """Returns the peak memory of dg/dy for a function g of all df/dz_i."""
 
     def step(y, zs, weights):
         use = way(lambda z: G(gt, weights, z))
@@ -312,7 +312,7 @@ def draw():
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)  # draws without a window, whatever the user's settings
+    FigureCanvasAgg(figure)  # draws without a window, whatever the user's settings are
     left, right = figure.subplots(1, 2)
     colours = {"frozen": "#22688c", "double backward": "#b8542c"}
     panels = {"N": (left, COUNTS), "layers": (right, DEPTHS)}
@@ -336,7 +336,7 @@ def compiled(gt, program):
 
 
 def progress(steps, what):
-    """The steps, with a bar on a terminal."""
+    """Yields the steps, with a progress bar on a terminal."""
     if not sys.stderr.isatty():
         return steps
     from tqdm import tqdm

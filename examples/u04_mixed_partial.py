@@ -1,4 +1,4 @@
-"""(d/dy) <u, (d/dz) f(y, G(z))> for a known direction u, at memory constant in G's depth.
+"""Computes (d/dy) <u, (d/dz) f(y, G(z))> for a known u, with memory constant in G's depth.
 
 With w = J_G u the inner product is <w, (d/dg) f(y, g)> at g = G(z): one forward-mode pass through
 G, without a graph. Double backward keeps G's whole graph.
@@ -71,7 +71,7 @@ def section_by_hand(gt):
 
 
 def the_wrong_way(gt, f, G, y, z):
-    """Computes G(z) without a graph to save memory, and then d/dz, which fails."""
+    """Computes G(z) without a graph to save memory, so d/dz fails."""
     try:
         gt.grad(lambda z: f(y, gt.stop_gradient(G(z))))(z)
         claim("the obvious two steps are refused", False)
@@ -92,7 +92,7 @@ def deep_jax(z, weights):
 
 
 def saved_bytes(way, *args):
-    """The bytes that autograd saves for a backward pass, once per storage, without the inputs."""
+    """Returns the bytes that autograd saves for a backward pass, per storage, without inputs."""
     import torch
 
     kept = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in args}
@@ -108,7 +108,7 @@ def saved_bytes(way, *args):
 
 
 def compiled_bytes(way, *args):
-    """The temporary bytes of the compiled program."""
+    """Returns the temporary bytes of the compiled program."""
     import jax
 
     compiled = jax.jit(way).lower(*args).compile()

@@ -1,4 +1,4 @@
-"""A SciPy function with its known derivative: a circular aperture measured by its light.
+"""A SciPy function with its known derivative: measures a circular aperture by its light.
 
 Light through a circular hole makes rings: the brightness at the angle s is (2 J1(as) / as)^2,
 where a is the hole's radius in wavelengths over 2 pi. Neither framework has J1 for all orders of
@@ -17,7 +17,7 @@ STEPS = 8
 
 
 def bessel(gt):
-    """J_v(x) for an integer v, differentiable in x at any order."""
+    """Returns J_v(x) for an integer v, differentiable in x at any order."""
     jv = gt.host_function(lambda v, x: special.jv(v, x), out=lambda v, x: x, vectorized=True)
 
     def bwd(res, ct):

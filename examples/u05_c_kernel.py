@@ -1,9 +1,9 @@
-"""A kernel in C, compiled at run time and called through ctypes: a recurrence and its adjoint.
+"""A C kernel, compiled at run time and called through ctypes: a recurrence and its adjoint.
 
 y_t = a_t y_{t-1} + x_t is the core of a reservoir, a filter or a recurrent layer. In C it is one
-loop; its transpose, which backward needs, is the reversed loop. Each kernel's rule calls the other
-kernel, so derivatives of every order exist. Newton's method estimates the loss of a leaky
-reservoir, which grows with the temperature, from its filling.
+loop; its transpose, which the backward pass needs, is the reversed loop. Each kernel's rule calls
+the other kernel, so derivatives of every order exist. Newton's method estimates, from the filling
+of a leaky reservoir, how its loss grows with the temperature.
 """
 
 import ctypes
@@ -19,7 +19,7 @@ TRUE = np.array([1.5, -0.8])
 
 
 def kernels():
-    """The two C functions as functions of NumPy arrays, batch axes in front."""
+    """Returns the two C functions as functions of NumPy arrays, with leading batch axes."""
     library = ctypes.CDLL(str(c_library("recurrence")))
     array = np.ctypeslib.ndpointer(np.float64, flags="C_CONTIGUOUS")
 
@@ -38,7 +38,7 @@ def kernels():
 
 
 def recurrence(gt):
-    """(a, x) -> y, differentiable in both at any order."""
+    """Returns the function (a, x) -> y, differentiable in both arguments at any order."""
     run, back = (gt.host_function(kernel, vectorized=True) for kernel in kernels())
     before = lambda y: gt.xp.concat((gt.xp.zeros_like(y[:1]), y[:-1]))  # y_{t-1}
 
@@ -97,7 +97,7 @@ def show(gt, backend):
 
 
 def by_python(gt, run, rng):
-    """The kernel against the same loop in Python."""
+    """Compares the kernel with the same loop in Python."""
     a, x = rng.uniform(size=30), rng.normal(size=30)
     last, y = 0.0, []
     for one_a, one_x in zip(a, x, strict=True):

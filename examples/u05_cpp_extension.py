@@ -1,13 +1,13 @@
-"""A kernel in C++, built as an extension of PyTorch, that a JAX program calls as well.
+"""A C++ kernel, built as an extension of PyTorch, that a JAX program can also call.
 
-Soft dynamic time warping is a distance of two signals up to changes of their speed.
-The extension has the value, its gradient, and the product of its Hessian with a direction: value,
+Soft dynamic time warping is a distance between two signals up to changes of their speed. The
+extension computes the value, its gradient, and the product of its Hessian with a direction: value,
 vjp and double backward. These three kernels give every second derivative except forward over
-forward. A trust-region method then fits a bump's position, width and height to three records of it
-at different speeds.
+forward. A trust-region method then fits a bump's position, width and height to three records of the
+bump at different speeds.
 
-Building takes about 20 seconds at the first run. The kernels take and return NumPy arrays, so
-JAX does not see that they use PyTorch.
+The first run builds the extension in about 20 seconds. The kernels take and return NumPy arrays, so
+JAX does not notice that they use PyTorch.
 """
 
 import numpy as np
@@ -20,7 +20,7 @@ GAMMA, POINTS = 0.1, 24
 
 
 def soft_dtw(gt):
-    """A table of costs -> the softened cost of its best path, differentiable twice."""
+    """Maps a table of costs to the softened cost of its best path, differentiable twice."""
     torch_extension("soft_dtw")
     import torch
 
@@ -81,7 +81,7 @@ def show(gt, backend):
 
 
 def by_python(gt, cost):
-    """The kernel against the same recursion in Python."""
+    """Compares the kernel with the same recursion in Python."""
     D = np.random.default_rng(1).uniform(size=(4, 6))
     R = np.full((5, 7), np.inf)
     R[0, 0] = 0

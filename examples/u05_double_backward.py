@@ -1,4 +1,4 @@
-"""Four functions with their own derivative, differentiated twice: what may a rule save?
+"""Differentiates four functions with custom derivatives twice, to show what a rule may save.
 
 The square saves its input, exp its output, sinh the intermediates exp(x) and exp(-x), and the cube
 is an opaque kernel, whose derivative is another opaque kernel. A plain
@@ -87,7 +87,7 @@ def show(gt, backend):
 
 
 def what_cannot_follow(gt, f):
-    """From value, vjp and double backward alone there is no third order."""
+    """Shows that value, vjp and double backward do not give a third order."""
     import gradtools
 
     third = gt.grad(gt.grad(gt.grad(f)))
@@ -126,7 +126,7 @@ def checked_by_jax(f, opaque):
 
 
 def plain_torch(ours):
-    """The rule of sinh as it is often written: it saves its intermediates."""
+    """Runs the rule of sinh as it is often written, which saves its intermediates."""
     import torch
 
     class Sinh(torch.autograd.Function):
@@ -151,7 +151,7 @@ def plain_torch(ours):
 
 
 def plain_jax(ours):
-    """The same rule in jax.custom_vjp."""
+    """Runs the same rule in jax.custom_vjp."""
     import jax
 
     sinh = jax.custom_vjp(lambda x: (jax.numpy.exp(x) - jax.numpy.exp(-x)) / 2)

@@ -1,4 +1,4 @@
-"""A kernel in the framework's own language inside a rule: Pallas in JAX, a custom op in PyTorch.
+"""A rule around a kernel in the framework's own language: Pallas in JAX, a custom op in PyTorch.
 
 log(sum(exp(row))) and its softmax are one fused kernel each: in JAX a Pallas kernel (interpreted,
 so that it runs on every processor), in PyTorch a ``torch.library.custom_op``, which may call a
@@ -14,7 +14,7 @@ ROWS, COLUMNS = 3, 4
 
 
 def log_sum_exp(gt, backend):
-    """Rows of numbers -> log(sum(exp(row))), differentiable at any order."""
+    """Maps rows of numbers to log(sum(exp(row))), differentiable at any order."""
     kernels = {"torch": custom_ops, "jax": pallas_kernels}[backend]()
     value = gt.custom_rule(kernels[0])
     softmax = gt.custom_rule(kernels[1])
@@ -32,7 +32,7 @@ def log_sum_exp(gt, backend):
 
 
 def pallas_kernels():
-    """Both kernels in Pallas."""
+    """Returns both kernels in Pallas."""
     import jax
     import jax.numpy as jnp
     from jax.experimental import pallas
@@ -58,7 +58,7 @@ def pallas_kernels():
 
 
 def custom_ops():
-    """Both kernels as PyTorch operators, with rules for tracing and vmap, and no autograd."""
+    """Returns both kernels as PyTorch operators, with tracing and vmap rules but no autograd."""
     import torch
 
     def operator(name, of, shape):
@@ -103,7 +103,7 @@ def show(gt, backend):
 
 
 def without_a_rule(gt, backend, kernel, x):
-    """The error of the kernel without a rule."""
+    """Returns the error of the kernel without a rule."""
     x = gt.asarray(x)
     said = {"torch": "no autograd formula", "jax": "does not support reverse-mode"}[backend]
     text = refused(lambda: gt.grad(lambda x: kernel(x).sum())(x), Exception, said)

@@ -1,10 +1,10 @@
-"""SciPy's sparse solver, differentiated: heat conduction, and what conducts it.
+"""Differentiates SciPy's sparse solver, and estimates a conductivity from temperatures.
 
 x solves A x = b with a sparse A, given by its values, rows and columns. With the cotangent c of x,
-lambda solves A^T lambda = c: then b's cotangent is lambda, and that of the value at (i, j) is
--lambda_i x_j; and dx solves A dx = db - dA x. A^T is A with rows and columns exchanged, so both
-rules are made of the solver itself and hold at any order. In -div(k grad u) = f on a square with
-cold walls, k is found from u by a trust-region method that takes products with the Hessian.
+lambda solves A^T lambda = c. The cotangent of b is lambda, and the cotangent of the value at (i, j)
+is -lambda_i x_j; dx solves A dx = db - dA x. A^T is A with rows and columns exchanged, so both
+rules use the solver itself and hold at any order. In -div(k grad u) = f on a square with cold
+walls, k is found from u by a trust-region method that takes products with the Hessian.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ SIDE = 5
 
 
 def sparse_solver(gt, backend):
-    """(values, rows, columns, b) -> x, differentiable in values and b at any order."""
+    """Returns (values, rows, columns, b) -> x, differentiable in values and b at any order."""
 
     def kernel(values, rows, columns, b):
         return splu(csc_array((values, (rows, columns)), shape=(b.size, b.size))).solve(b)
@@ -47,7 +47,7 @@ def sparse_solver(gt, backend):
 
 
 def added(backend, x, places, values):
-    """x with values added at places."""
+    """Returns x with values added at places."""
     return x.index_add(0, places, values) if backend == "torch" else x.at[places].add(values)
 
 
@@ -59,7 +59,7 @@ def show(gt, backend):
     heat = gt.asarray(np.where(np.arange(SIDE**2) % 3 == 0, 1.0, 0.2))
 
     def matrix(log_k):
-        """A's values; the conductivity of an edge is the mean over its two nodes."""
+        """Returns A's values; the conductivity of an edge is the mean over its two nodes."""
         k = xp.exp(log_k)
         through = (k[first] + k[second]) / 2
         return xp.concat((through, through, -through, -through, k[walls]))
@@ -102,7 +102,7 @@ def show(gt, backend):
 
 
 def edges():
-    """Two ends of each edge within the square, and the node at each edge to a wall."""
+    """Returns both ends of each edge within the square, and the node at each edge to a wall."""
     node = np.arange(SIDE**2).reshape(SIDE, SIDE)
     first = np.concatenate([node[:, :-1].ravel(), node[:-1].ravel()])
     second = np.concatenate([node[:, 1:].ravel(), node[1:].ravel()])
@@ -110,7 +110,7 @@ def edges():
 
 
 def dense(gt, values, rows, columns, b, found):
-    """The solution against NumPy's solution with the full matrix."""
+    """Compares the solution with NumPy's solution with the full matrix."""
     A = np.zeros((b.size, b.size))
     np.add.at(A, (gt.to_numpy(rows), gt.to_numpy(columns)), gt.to_numpy(values))
     apart = difference(gt.to_numpy(found), np.linalg.solve(A, b))

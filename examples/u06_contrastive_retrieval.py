@@ -1,4 +1,4 @@
-"""A pretrained sentence encoder learns to find documentation, at the memory of one chunk.
+"""A pretrained sentence encoder learns to find documentation, with the memory of one chunk.
 
 A query is the signature of a function of the standard library; its document is the first paragraph
 of the docstring, without the function's name. The loss (symmetric InfoNCE with a learned
@@ -65,11 +65,11 @@ def show(gt, backend):
     return gradient
 
 
-# --- what both sides share
+# --- shared by both sides
 
 
 def contrastive(gt, log_scale, queries, documents):
-    """InfoNCE both ways: each query's own document, each document's own query."""
+    """Computes InfoNCE both ways: each query's own document, each document's own query."""
     xp = gt.xp
     logits = xp.exp(log_scale) * (queries @ documents.T)
     own = xp.mean(xp.sum(queries * documents, axis=1)) * xp.exp(log_scale)
@@ -78,7 +78,7 @@ def contrastive(gt, log_scale, queries, documents):
 
 
 def exact_gradient(side, batch):
-    """Chunks of 4 against the full batch, without dropout and in float64."""
+    """Compares chunks of 4 with the full batch, without dropout and in float64."""
     chunked, plain = (by_layer(side.exact(batch, chunk_size)) for chunk_size in (4, None))
     apart = max(difference(x, plain[layer]) for layer, x in chunked.items())
     claim(f"chunked differs from the full batch's gradient by {apart:.1e}", apart < 1e-9)
@@ -86,7 +86,7 @@ def exact_gradient(side, batch):
 
 
 def by_layer(gradient):
-    """One vector for each layer: single arrays may be mere rounding, as keys' biases are."""
+    """Returns one vector per layer: single arrays, such as keys' biases, may be only rounding."""
     found = {}
     for name, x in sorted(gradient.items()):
         found.setdefault(re.match(r"encoder\.layer\.\d", name)[0], []).append(x.ravel())
@@ -102,7 +102,7 @@ def memory(side, batch):
 
 
 def recall(side, batch):
-    """How often a query's own document is the nearest, and among the nearest five."""
+    """Returns how often a query's own document is the nearest, and among the nearest five."""
     queries, documents = side.embed(batch)
     scores = queries @ documents.T
     better = (scores > np.diag(scores)[:, None]).sum(axis=1)
@@ -110,7 +110,7 @@ def recall(side, batch):
 
 
 def progress(steps):
-    """The steps, with a bar on a terminal."""
+    """Yields the steps, with a progress bar on a terminal."""
     if not sys.stderr.isatty():
         return steps
     from tqdm import tqdm
@@ -122,7 +122,7 @@ def progress(steps):
 
 
 class _Torch:
-    """sentence-transformers' module, trained by loss.backward() and AdamW."""
+    """Trains sentence-transformers' module by loss.backward() and AdamW."""
 
     def __init__(self, gt):
         import torch
@@ -168,7 +168,7 @@ class _Torch:
         return found
 
     def bytes_of_a_step(self, batch, chunk_size):
-        """The peak of the memory that a forward and backward pass allocates."""
+        """Returns the peak of the memory that a forward and backward pass allocates."""
         self.model.train()
         with peak_bytes() as peak:
             self.loss(batch, chunk_size).backward()
@@ -183,7 +183,7 @@ class _Torch:
 
 
 class _Jax:
-    """The same network in flax, trained by optax; a step is one compiled program."""
+    """Trains the same network in flax by optax; a step is one compiled program."""
 
     def __init__(self, gt):
         import jax
@@ -260,11 +260,11 @@ class _Jax:
         return minilm.as_arrays(self.jax.jit(self.gt.grad(loss))(params))
 
     def bytes_of_a_step(self, batch, chunk_size):
-        """The temporary bytes of the compiled step, which is not run."""
+        """Returns the temporary bytes of the compiled step, which is not run."""
         return self.compiled(batch, chunk_size).memory_analysis().temp_size_in_bytes
 
     def single_precision(self):
-        """As JAX is by default; the examples run in double precision."""
+        """Context for JAX's default precision; the examples run in double precision."""
         return self.jax.enable_x64(False)
 
     def scale(self):
@@ -276,7 +276,7 @@ class _Jax:
 
 @functools.cache
 def pairs():
-    """A query and a document for each documented function of the modules, no document twice."""
+    """Returns a query and a document for each documented function, without repeated documents."""
     found, names = {}, set()
     for module in map(importlib.import_module, MODULES.split()):
         for name, function in sorted(vars(module).items()):
@@ -288,7 +288,7 @@ def pairs():
 
 
 def described(module, name, function):
-    """The first paragraph of a function's docstring without its name, if it says enough."""
+    """Returns the first paragraph of a docstring without the function's name, if long enough."""
     home = getattr(function, "__module__", None)
     if name[0] == "_" or not inspect.isroutine(function):
         return None

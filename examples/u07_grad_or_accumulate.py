@@ -1,8 +1,8 @@
-"""Pure gradients change no buffer; accumulated gradients are added to it, for chosen inputs only.
+"""Pure gradients change no buffer; accumulated gradients are added to buffers of chosen inputs.
 
-Eight threads share the parameters of a digit classifier, each with a shard of the data. Returned
-gradients belong to the calling thread, so there are no races; one lock serializes additions.
-docs/grad-or-backward.md says when to use which.
+Eight threads share the parameters of a digit classifier, and each thread has a shard of the data.
+Returned gradients belong to the calling thread, so there are no races; one lock serializes
+additions. docs/grad-or-backward.md explains when to use which.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -53,7 +53,7 @@ def show(gt, backend):
 
 
 def in_small(gt, buffers):
-    """y = x1^2 + 5 x2 at (3, 1): the gradients are (6, 5)."""
+    """Uses y = x1^2 + 5 x2 at (3, 1), where the gradients are (6, 5)."""
     x, read, accumulate = buffers(
         gt, {"x1": gt.asarray(np.float64(3)), "x2": gt.asarray(np.float64(1))}
     )
@@ -68,7 +68,7 @@ def in_small(gt, buffers):
 
 
 def buffers_torch(gt, params):
-    """The buffers are `.grad` of the real parameters; None counts as zero."""
+    """Uses `.grad` of the real parameters as buffers; None counts as zero."""
     params = {name: x.requires_grad_() for name, x in params.items()}
 
     def read(name):
@@ -79,7 +79,7 @@ def buffers_torch(gt, params):
 
 
 def buffers_jax(gt, params):
-    """The buffer is a value that the program carries along."""
+    """Uses a buffer that the program passes along as a value."""
     buffer = {name: 0 * x for name, x in params.items()}
     read = lambda name: gt.to_numpy(buffer[name])
     return params, read, lambda grads: buffer.update(gt.accumulate_gradients(buffer, grads))

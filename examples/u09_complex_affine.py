@@ -1,10 +1,10 @@
-"""The formula behind the gradient of a complex affine layer O = W I + b, checked by hand.
+"""Checks the formula for the gradient of a complex affine layer O = W I + b by hand.
 
     dL/dI = W^H dL/dO        dL/dW = dL/dO I^H        dL/db = the sum of dL/dO over the batch
 
-once with complex arrays and once with pairs of real ones, where (a + ib)(c + id) =
-(ac - bd) + i(ad + bc). In both backends the gradient of a real L is dL/dRe + i dL/dIm, so that
-`z - rate * grad` descends; native ``jax.grad`` gives its conjugate.
+once with complex arrays and once with pairs of real arrays, where (a + ib)(c + id) = (ac - bd) +
+i(ad + bc). In both backends the gradient of a real L is dL/dRe + i dL/dIm, so that `z - rate *
+grad` descends; native ``jax.grad`` returns its conjugate.
 """
 
 import numpy as np

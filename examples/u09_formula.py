@@ -1,4 +1,4 @@
-"""What automatic differentiation computes, as mathematics, compared with a derivation by hand.
+"""Prints automatic derivatives as mathematics, and compares them with a derivation by hand.
 
 Square, exp, sinh and cube to second order, with pictures of why double backward works; the rule
 W^H of a complex affine layer, natively and from separate real and imaginary parts; and a
@@ -44,7 +44,7 @@ def show(gt, backend):
 
 
 def formula(gt, name, f, *args, **options):
-    """The formula of f, which must read as the other backend's."""
+    """Returns the formula of f, which must equal the other backend's formula."""
     found = gt.formula(f, *args, **options)
     lines = str(found).splitlines()[:-1]  # the last line holds the relative error
     if READ.setdefault(name, lines) is not lines:
@@ -69,7 +69,7 @@ def tutorial(gt, backend):
 
 
 def drawn(gt, backend, name, f, x):
-    """The picture of a custom rule with the values that it keeps for both backward passes."""
+    """Draws a custom rule with the values that it keeps for both backward passes."""
     for order in (1, 2):
         graph = gt.gradient_graph(f, x, order=order)
         saved = {edge.value: edge.bytes for edge in graph.edges if edge.saved}
@@ -97,7 +97,7 @@ def complex_affine(gt, backend):
     claim(f"natively: {', '.join(whole.lines(1))}", "Ī = Wᴴ ȳ" in whole.lines(1))
 
     def in_parts(W_re, W_im, I_re, I_im, b_re, b_im):
-        """(a + ib)(c + id) = (ac - bd) + i(ad + bc)."""
+        """Computes (a + ib)(c + id) = (ac - bd) + i(ad + bc)."""
         return W_re @ I_re - W_im @ I_im + b_re, W_re @ I_im + W_im @ I_re + b_im
 
     split = [part for z in (W, I, b) for part in (z.real.copy(), z.imag.copy())]
@@ -163,7 +163,7 @@ def loss_in_jax(X, K, c, W, b, labels):
 
 
 def by_hand(X, K, c, W, b, labels, ct, flip=True, transpose=True):
-    """The gradients to X, K, c, W and b, from the cotangent of the loss, in NumPy."""
+    """Returns gradients to X, K, c, W and b from the cotangent of the loss, in NumPy."""
     n, m = len(X), len(K)
     Z = correlated(X, K) + c[:, None, None]
     side = Z.shape[2] // 2
@@ -184,7 +184,7 @@ def by_hand(X, K, c, W, b, labels, ct, flip=True, transpose=True):
 
 
 def correlated(X, K):
-    """The sum over channels and taps of X[n, i, y + a, x + b] K[o, i, a, b]."""
+    """Sums X[n, i, y + a, x + b] K[o, i, a, b] over channels and taps."""
     windows = np.lib.stride_tricks.sliding_window_view(X, K.shape[2:], (2, 3))
     return np.einsum("niyxab,oiab->noyx", windows, K)
 

@@ -1,9 +1,9 @@
 """Style transfer in which one term of the loss has no effect, until `why_zero` names the line.
 
-A photograph gets the style of another under two constraints: smoothness and a given fraction of
-bright pixels (the volume fraction). The fraction is computed on a binarized image in NumPy, so its
-gradient is lost without an error, and training ignores the term. ``why_zero`` names the line and
-the fix, ``straight_through`` with a sigmoid surrogate; then the fraction reaches its target. A
+A photograph gets the style of another photograph under two constraints: smoothness and a given
+fraction of bright pixels (the volume fraction). The fraction is computed on a binarized image in
+NumPy, so its gradient is silently lost, and training ignores the term. ``why_zero`` names the line
+and the fix, ``straight_through`` with a sigmoid surrogate; then the fraction reaches its target. A
 picture of before and after is written to ``out/``.
 """
 
@@ -30,7 +30,7 @@ def show(gt, backend):
         return xp.mean(image, axis=2)
 
     def fraction_through_numpy(image):
-        """The bright fraction of the image by NumPy: the value is right, the gradient is lost."""
+        """Computes the bright fraction by NumPy: the value is right, but the gradient is lost."""
         if backend == "torch":
             import torch
 
@@ -50,7 +50,7 @@ def show(gt, backend):
         return xp.mean(is_bright(brightness(image)))
 
     def features(image):
-        """The activations of each layer of a small fixed network."""
+        """Returns the activations of each layer of a small fixed network."""
         found = []
         for weights in filters:
             image = rectified(xp, convolved(image, weights))
@@ -98,7 +98,7 @@ def show(gt, backend):
 
 
 def trained(gt, backend, loss, image):
-    """The image after some steps of gradient descent with momentum."""
+    """Returns the image after some steps of gradient descent with momentum."""
     step = gt.value_and_grad(loss)
     step = gt.compile(step) if backend == "jax" else step
     speed = 0.0 * image
@@ -110,20 +110,20 @@ def trained(gt, backend, loss, image):
 
 
 def sample(name):
-    """One of scikit-learn's photographs, 53 by 80 pixels, from 0 to 1."""
+    """Loads one of scikit-learn's photographs, 53 by 80 pixels, from 0 to 1."""
     image = load_sample_image(name)[:424, :640] / 255.0
     return image.reshape(53, 8, 80, 8, 3).mean(axis=(1, 3))
 
 
 def fixed_filters():
-    """Filters of 3 by 3 pixels, drawn once and never trained."""
+    """Draws filters of 3 by 3 pixels, which are never trained."""
     rng = np.random.default_rng(0)
     shapes = [(3, 3, a, b) for a, b in pairwise(CHANNELS)]
     return [rng.normal(scale=(2 / (9 * shape[2])) ** 0.5, size=shape) for shape in shapes]
 
 
 def convolved(image, weights):
-    """An image (h, w, a) with weights (3, 3, a, b), without a border: (h - 2, w - 2, b)."""
+    """Convolves an image (h, w, a) with weights (3, 3, a, b); returns (h - 2, w - 2, b)."""
     h, w = image.shape[0] - 2, image.shape[1] - 2
     return sum(image[i : i + h, j : j + w] @ weights[i, j] for i in range(3) for j in range(3))
 
@@ -133,13 +133,13 @@ def rectified(xp, x):
 
 
 def pooled(xp, x):
-    """The mean of each 2 by 2 pixels."""
+    """Averages each 2 by 2 pixels."""
     h, w = x.shape[0] // 2, x.shape[1] // 2
     return xp.mean(xp.reshape(x[: 2 * h, : 2 * w], (h, 2, w, 2, -1)), axis=(1, 3))
 
 
 def gram(xp, x):
-    """The correlations of channels, the style of Gatys et al."""
+    """Returns the correlations of channels, the style of Gatys et al."""
     flat = xp.reshape(x, (-1, x.shape[2]))
     return flat.T @ flat / flat.shape[0]
 
@@ -149,7 +149,7 @@ def total_variation(xp, image):
 
 
 def draw(gt, backend, images):
-    """The images, and below each which of its pixels are bright."""
+    """Draws the images, and below each image its bright pixels."""
     import matplotlib
 
     matplotlib.use("Agg")

@@ -1,4 +1,4 @@
-"""Gradients of several losses and of unequal chunks, summed with the right weights before one step.
+"""Sums the gradients of several losses and of unequal chunks with the right weights.
 
 A model of the next letter is fitted to ten sentences, in chunks of 4, 4 and 2. Each chunk's loss is
 the mean over its letters, so its weight is its number of letters: with these weights a
@@ -29,7 +29,7 @@ def show(gt, backend):
     xp = gt.xp
 
     def misfit(W, pairs):
-        """The mean over the letters of -log p(next letter | letter), p = softmax of W's row."""
+        """Returns the mean over letters of -log p(next | letter), p = softmax of W's row."""
         here, after = pairs
         logits = here @ W
         return xp.mean(xp.log(xp.sum(xp.exp(logits), axis=1)) - xp.sum(logits * after, axis=1))
@@ -54,7 +54,7 @@ def show(gt, backend):
     *padded, letters = map(gt.asarray, padded_pairs(SENTENCES))
 
     def padded_misfit(W, here, after, there):
-        """The same of sentences of one length, where `there` is 0 behind their ends."""
+        """Returns the mean for padded sentences of one length; `there` is 0 after their ends."""
         logits = here @ W
         each = xp.log(xp.sum(xp.exp(logits), axis=2)) - xp.sum(logits * after, axis=2)
         return xp.sum(each * there) / xp.sum(there)
@@ -83,7 +83,7 @@ def show(gt, backend):
 
 
 def letter_pairs(sentences):
-    """Each letter and the one after it, as rows of zeros and ones."""
+    """Returns each letter and the letter after it, as rows of zeros and ones."""
     one_hot = np.eye(len(LETTERS))
     index = {letter: i for i, letter in enumerate(LETTERS)}
     here = [index[a] for line in sentences for a in line[:-1]]
@@ -92,7 +92,7 @@ def letter_pairs(sentences):
 
 
 def padded_pairs(sentences):
-    """Pairs of each sentence, zeros behind its end; where there are some, and how many."""
+    """Returns pairs of each sentence, zero-padded; a mask of the pairs, and their number."""
     rows = [letter_pairs([line]) for line in sentences]
     letters = np.array([len(here) for here, _ in rows], dtype=float)
     longest = int(letters.max())

@@ -1,9 +1,9 @@
-"""The gradient at an intermediate result is sampled for each example, then propagated further.
+"""Samples the gradient at an intermediate result for each example, then propagates it further.
 
-cost = g(h(x)). The cotangent of h's output passes through a sampler with a key for each example: a
-Bernoulli mask over its entries, divided by the rate, which preserves the mean. Or it is replaced by
-a known gradient. It is then pulled back to the parameters and summed over the batch, all in one
-backward pass.
+cost = g(h(x)). The cotangent of h's output passes through a sampler with one key per example: a
+Bernoulli mask over its entries, divided by the rate, which preserves the mean. Alternatively, a
+known gradient replaces it. It is then pulled back to the parameters and summed over the batch, all
+in one backward pass.
 """
 
 import numpy as np

@@ -1,10 +1,10 @@
-"""A simulator of the other framework: Newton's method, and derivatives inside a loss.
+"""Calls a simulator of the other framework in Newton's method, and differentiates it in a loss.
 
 The simulator, a damped pendulum, is written in JAX if this program runs in PyTorch, and in PyTorch
 if it runs in JAX: the bridge makes it a function of this framework, with its derivatives. Newton's
-method fits length and damping to an observed swing, with the Hessian through the simulator; then to
-the derivative of the swing with respect to its starting point, so that each step is a second
-derivative. Both programs give the same numbers.
+method fits length and damping to an observed swing, with the Hessian through the simulator; then it
+fits them to the derivative of the swing with respect to its starting point, so that each step is a
+second derivative. Both programs give the same numbers.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ TRUTH = np.array([0.8, 0.3])  # length, damping
 
 
 def jax_pendulum(start, body):
-    """The swing of a pendulum, in JAX."""
+    """Simulates the swing of a pendulum in JAX."""
     import jax
     import jax.numpy as jnp
 
@@ -31,7 +31,7 @@ def jax_pendulum(start, body):
 
 
 def torch_pendulum(start, body):
-    """The same in PyTorch."""
+    """Simulates the swing of a pendulum in PyTorch."""
     import torch
 
     angle, speed, angles = start, torch.zeros_like(start), []
@@ -43,7 +43,7 @@ def torch_pendulum(start, body):
 
 
 def crossed(backend):
-    """The other framework's simulator as a function of this one."""
+    """Converts the other framework's simulator to a function of this framework."""
     from gradtools import bridge
 
     if backend == "torch":

@@ -1,9 +1,9 @@
-"""The mean over all tokens of a step, where ranks and steps have unequal numbers of tokens.
+"""Computes the mean over all tokens of a step if ranks and steps have unequal token counts.
 
-Two ranks accumulate over three chunks each, and one chunk has padding only. The mean of the
-chunks' means is not the mean over tokens, nor is the mean over ranks of each rank's token mean, as
-DistributedDataParallel computes it. ``GradientAccumulator.mean`` divides the sum over
-ranks and chunks by all tokens. In PyTorch the ranks are two processes, in JAX an axis of ``vmap``.
+Two ranks accumulate over three chunks each, and one chunk contains only padding. The mean of the
+chunks' means is not the mean over tokens, nor is the mean over ranks of each rank's token mean,
+which DistributedDataParallel computes. ``GradientAccumulator.mean`` divides the sum over ranks and
+chunks by all tokens. In PyTorch the ranks are two processes, in JAX an axis of ``vmap``.
 """
 
 import multiprocessing
@@ -18,7 +18,7 @@ RANKS, CHUNKS = 2, ((0, 3), (3, 8), (8, 10))
 
 
 def batch():
-    """For each rank ten sentences of five tokens; and which tokens are there."""
+    """Returns ten sentences of five tokens for each rank, and a mask of the present tokens."""
     rng = np.random.default_rng(0)
     x, lengths = rng.normal(size=(RANKS, 10, 5, 3)), rng.integers(0, 6, size=(RANKS, 10))
     lengths[1] //= 2
@@ -27,12 +27,12 @@ def batch():
 
 
 def loss(w, x, there):
-    """The mean over the tokens that are there."""
+    """Returns the mean over the present tokens."""
     return (there * ((x @ w) ** 2 - x[..., 0]) ** 2).sum() / there.sum()
 
 
 def of_one_rank(gt, x, there, everywhere):
-    """The weighted mean over all ranks, the weighted mean of this rank, the unweighted mean."""
+    """Returns the weighted mean over all ranks, the rank's weighted mean, the unweighted mean."""
     w = gt.asarray(np.array([0.5, -1.0, 2.0]))
     weighted, equal = gt.GradientAccumulator(), gt.GradientAccumulator()
     for a, b in CHUNKS:
@@ -43,7 +43,7 @@ def of_one_rank(gt, x, there, everywhere):
 
 
 def in_process(rank, folder):
-    """The results of this rank of two processes."""
+    """Returns the results of this rank of two processes."""
     import torch.distributed as dist
 
     import gradtools.torch as gt
@@ -61,7 +61,7 @@ def in_process(rank, folder):
 
 
 def of_all_ranks(gt, backend):
-    """The results of each rank."""
+    """Returns the results of each rank."""
     if backend == "jax":
         of_rank = lambda x, there: gt.xp.stack(of_one_rank(gt, x, there, {"axis_name": "rank"}))
         import jax

@@ -6,10 +6,10 @@ r to t, for which
 
     u = v - (t - r) du/dt        du/dt = the derivative of u along (v, 0, 1)
 
-holds everywhere. So the loss contains a Jacobian-vector product of the network, computed together
-with its value in one forward pass, and is differentiated with respect to the parameters. One
-evaluation at noise then generates a digit: x = e - u(e, 0, 1). A nearest-neighbor classifier labels
-the generated digits, and a picture of them is written to ``out/``.
+holds everywhere. The loss therefore contains a Jacobian-vector product of the network, computed
+together with its value in one forward pass, and is differentiated with respect to the parameters.
+One evaluation at noise then generates a digit: x = e - u(e, 0, 1). A nearest-neighbor classifier
+labels the generated digits, and a picture of them is written to ``out/``.
 """
 
 from pathlib import Path
@@ -30,7 +30,7 @@ def show(gt, backend):
     frequencies = gt.asarray(FREQUENCIES)
 
     def u(params, z, r, t, label):
-        """The mean velocity from r to t at z, on the way to a digit of this label."""
+        """Returns the mean velocity from r to t at z, on the way to a digit of this label."""
         angles = [r * frequencies, (t - r) * frequencies]
         parts = [z, label, *map(xp.sin, angles), *map(xp.cos, angles)]
         h = swish(xp, xp.concat(parts, axis=1) @ params["in"] + params["in bias"])
@@ -47,7 +47,7 @@ def show(gt, backend):
         return xp.mean(errors / (gt.stop_gradient(errors) + 0.01))
 
     def step(state, rate, *batch):
-        """Adam."""
+        """Applies one step of Adam."""
         params, mean, square = state
         value, grads = gt.value_and_grad(loss)(params, *batch)
         mean = {k: 0.9 * m + 0.1 * grads[k] for k, m in mean.items()}
@@ -56,7 +56,7 @@ def show(gt, backend):
         return value, ({k: p - move(k) for k, p in params.items()}, mean, square)
 
     def drawn(params, noise, label):
-        """Digits from one step: from pure noise at t = 1 to no noise at r = 0."""
+        """Generates digits in one step: from pure noise at t = 1 to no noise at r = 0."""
         r, t = (gt.asarray(np.full((len(noise), 1), end)) for end in (0.0, 1.0))
         return noise - u(params, noise, r, t, label)
 
@@ -96,7 +96,7 @@ def swish(xp, x):
 
 
 def digits():
-    """Images of 64 pixels in [-1, 1], and their labels."""
+    """Returns images of 64 pixels in [-1, 1], and their labels."""
     data = load_digits()
     return data.images.reshape(-1, PIXELS) / 8 - 1, data.target
 
@@ -110,7 +110,7 @@ def initial(random):
 
 
 def batch_of(images, labels, random):
-    """Digits, noise, two times r <= t (equal in half of the rows), and labels."""
+    """Returns digits, noise, two times r <= t (equal in half of the rows), and labels."""
     rows = random.integers(0, len(images), BATCH)
     times = 1 / (1 + np.exp(0.4 - random.normal(size=(BATCH, 2))))
     t = times.max(axis=1)
@@ -120,7 +120,7 @@ def batch_of(images, labels, random):
 
 
 def picture(drawn, images, labels, backend):
-    """Draws above, real digits below, a column for each class. Returns the file's name."""
+    """Draws generated above real digits, a column per class; returns the file's name."""
     from matplotlib import pyplot
 
     real = np.concatenate([images[labels == c][:4] for c in range(CLASSES)])

@@ -1,7 +1,7 @@
-"""A Jacobian of 1,000 columns from three products, by coloring its sparsity pattern.
+"""Computes a Jacobian of 1,000 columns from three products, by coloring its sparsity pattern.
 
-An implicit step of a reaction and diffusion on a line is solved by Newton's method. Each equation
-holds a point and its neighbors, so columns that share no row are pushed together.
+Newton's method solves an implicit step of a reaction and diffusion on a line. Each equation
+contains a point and its neighbors, so columns that share no row are pushed together.
 """
 
 import numpy as np
@@ -18,7 +18,7 @@ def show(gt, backend):
     before = gt.asarray(np.exp(-(np.linspace(-3, 3, POINTS) ** 2)))
 
     def residual(u):
-        """The residual of u = before + STEP (u'' - u^3), with u fixed to 0 beyond the ends."""
+        """Returns the residual of u = before + STEP (u'' - u^3), with u = 0 beyond the ends."""
         edge = xp.zeros(1, dtype=u.dtype)
         padded = xp.concat([edge, u, edge])
         flow = padded[2:] - 2 * u + padded[:-2]
@@ -45,7 +45,7 @@ def show(gt, backend):
 
 
 def to_scipy(gt, J, backend):
-    """The framework's own sparse form as SciPy's."""
+    """Converts the framework's own sparse form to SciPy's."""
     if backend == "torch":
         J = J.coalesce()
         values, (rows, columns) = J.values(), gt.to_numpy(J.indices())

@@ -1,10 +1,10 @@
-"""Gradients through the steps of an optimizer, at the memory of the parameters alone.
+"""Differentiates through the steps of an optimizer, storing only the parameters of each step.
 
 A network is trained for some steps on examples, a fifth of which have the wrong sign; the outer
 loss is the loss of a few clean examples after the last step. Its gradient with respect to a weight
-for each example and to the step size goes through all steps. ``mode="forward_over_reverse"`` of the
-inner gradient keeps the parameters and the gradient of each step; double backward also keeps the
-activations.
+for each example and to the step size passes through all steps. ``mode="forward_over_reverse"`` of
+the inner gradient keeps the parameters and the gradient of each step; double backward also keeps
+the activations.
 """
 
 import numpy as np
@@ -58,9 +58,9 @@ def show(gt, backend):
     claim(f"through five steps both modes differ by {apart:.1e}", apart < 1e-12)
 
     def per_step(mode):
-        """Kilobytes that one more step takes, with 400 examples.
+        """Returns the kilobytes that one more step takes, with 400 examples.
 
-        One use of the loss is computed again at a time, whatever the number of steps.
+        Only one use of the loss is recomputed at a time, whatever the number of steps is.
         """
         outer, *fixed = inputs(3, copies=10)
         kept = {"torch": live_bytes, "jax": compiled_bytes}[backend]
@@ -92,7 +92,7 @@ def show(gt, backend):
 
 
 def repeated(step, count, backend):
-    """Repeats the step; in JAX in a loop, or the compiler shares the recomputed values."""
+    """Repeats the step; in JAX in a loop, since the compiler would share recomputed values."""
 
     def run(layers, *args):
         if backend == "torch":

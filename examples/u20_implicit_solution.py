@@ -1,8 +1,8 @@
 """Solutions of equations as layers: a deep equilibrium, and the penalties of a ridge regression.
 
 The derivative of z with F(z, theta) = 0 takes one linear solve with products of dF/dz, however z
-was found, so nothing is kept of the iterations. It is compared with the derivative of the unrolled
-iterations, with the closed form, and with JAX's own jax.lax.custom_root.
+was computed, so nothing is kept of the iterations. It is compared with the derivative of the
+unrolled iterations, with the closed form, and with JAX's own jax.lax.custom_root.
 """
 
 import numpy as np

@@ -1,6 +1,6 @@
-"""gradtools: edit, explain and save memory on gradients, one API for PyTorch and JAX.
+"""gradtools edits, explains and saves memory on gradients, with one API for PyTorch and JAX.
 
-Pick the backend by import; the rest of the program keeps its shape::
+Pick the backend by import; the rest of the program is the same::
 
     import gradtools.torch as gt      # or
     import gradtools.jax as gt
@@ -25,10 +25,10 @@ __all__ = [
 
 
 def available_backends() -> tuple[str, ...]:
-    """The backends whose framework is installed, without importing any of them.
+    """Returns the backends whose framework is installed, without importing any of them.
 
     Returns:
-        A tuple of ``"torch"`` and ``"jax"``, in this order, without those that cannot be imported.
+        A tuple of ``"torch"`` and ``"jax"``, in this order, if they can be imported.
 
     Example:
         >>> import gradtools
@@ -45,7 +45,7 @@ def __dir__() -> list[str]:
 if not _typing.TYPE_CHECKING:  # type checkers accept any name if they see a __getattr__
 
     def __getattr__(name: str) -> object:
-        """Raises an error that says where the operators are."""
+        """Raises an error that tells where the operators are."""
         raise AttributeError(
             f"module 'gradtools' has no attribute {name!r}. The operators belong to a backend: "
             "import gradtools.torch as gt, or import gradtools.jax as gt."

@@ -1,4 +1,4 @@
-"""`python -m gradtools` is the command `gradtools`, where that is not on the path."""
+"""Runs the command `gradtools` as `python -m gradtools`, in case it is not on the path."""
 
 from __future__ import annotations
 

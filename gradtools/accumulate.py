@@ -1,17 +1,17 @@
-"""Accumulating gradients: in the parameters' buffers, or in a `GradientAccumulator`.
+"""Accumulates gradients in the parameters' buffers or in a `GradientAccumulator`.
 
 `grad` writes nothing, so many threads may use it on shared parameters. The functions here write:
 
     accumulate_gradients   buffer += g                    assign_gradients   buffer = g
     GradientAccumulator    sum_i w_i g_i    and    (sum_i w_i g_i) / (sum_i w_i)
 
-With ranks (processes in PyTorch, devices along a mapped axis in JAX) both sums of the mean run over
-the ranks too, so that the mean over all tokens is exact however they are spread.
+With ranks (processes in PyTorch, devices along a mapped axis in JAX), both sums of the mean also
+run over the ranks, so that the mean over all tokens is exact, however they are distributed.
 
 The buffer is `.grad` in PyTorch and a pytree in JAX, written by the backends' `accumulate.py`.
 Compensated sums keep the rounding error of each addition, by Knuth's exact two-term sum (The Art of
-Computer Programming, vol. 2, 4.2.2), and add it to the sum once it is large enough, by Dekker's
-(Numerische Mathematik 18, 1971).
+Computer Programming, vol. 2, 4.2.2), and add the error to the sum once it is large enough, by
+Dekker's (Numerische Mathematik 18, 1971).
 """
 
 from __future__ import annotations
@@ -37,21 +37,21 @@ class Accumulation(Operators):
     def GradientAccumulator(
         self, dtype: Any = None, compensated: bool = False
     ) -> GradientAccumulator:
-        """A running weighted sum of gradients, thread-safe.
+        """Creates a running weighted sum of gradients, which is thread-safe.
 
-        After n calls of `add(g_i, w_i)`, `sum()` is w_1 g_1 + ... + w_n g_n and `mean()` is that
-        divided by w_1 + ... + w_n, which is `weight`. For chunks of unequal size, pass the number
-        of examples (or tokens) of a chunk as the weight of its mean gradient. `mean(group=...)`
-        and `mean(axis_name=...)` run over all ranks as well. The methods are those of
-        `gradtools.accumulate.GradientAccumulator`.
+        After n calls of `add(g_i, w_i)`, `sum()` is w_1 g_1 + ... + w_n g_n, and `mean()` is the
+        sum divided by w_1 + ... + w_n, which is `weight`. For chunks of unequal size, pass the
+        number of examples (or tokens) of a chunk as the weight of its mean gradient.
+        `mean(group=...)` and `mean(axis_name=...)` also average over all ranks. See
+        `gradtools.accumulate.GradientAccumulator` for the methods.
 
         Args:
             dtype: The precision of the sums and of the results, such as "float64"; complex leaves
-                use the complex dtype of that precision. None: the gradients' own dtype; 16-bit
+                use the complex dtype of that precision. If None, the gradients' own dtype; 16-bit
                 gradients are added in float32 and rounded when the sum or mean is read.
-            compensated: Whether to keep the rounding errors of the additions in one more buffer
+            compensated: Whether to keep the rounding errors of the additions in a second buffer
                 (Kahan summation). The result is about as accurate as a sum in twice the precision,
-                at nine more additions per entry.
+                for nine more additions per entry.
 
         Returns:
             An empty `GradientAccumulator`.
@@ -71,30 +71,30 @@ class Accumulation(Operators):
     def accumulate_gradients(self, target: Any, grads: Any) -> Any:
         """Adds gradients into a buffer.
 
-        PyTorch: target holds the parameters. Each `.grad` is added to as by `backward()`: in place
-        where possible, created where it is None. Calls from many threads are serialized by one
-        lock, which does not guard against a `backward()` or an optimizer step at the same time.
-        Gradients are copied and detached; hooks do not run, and DistributedDataParallel does not
-        reduce. If anything does not fit, nothing is written.
+        PyTorch: target holds the parameters. Gradients are added to each `.grad` as by
+        `backward()`: in place if possible; a `.grad` of None is created. Calls from many threads
+        are serialized by one lock, which does not guard against a simultaneous `backward()` or
+        optimizer step. Gradients are copied and detached; hooks do not run, and
+        DistributedDataParallel does not reduce. If any entry does not fit, nothing is written.
 
-        JAX: target is the buffer; the new buffer is returned and nothing is written. It works under
-        jit. A program that uses the return value runs in both frameworks.
+        JAX: target is the buffer; the function writes nothing and returns the new buffer. It works
+        under jit. A program that uses the return value runs in both frameworks.
 
-        Only entries that `grads` names are changed: a dict may hold some of the target's keys, and
-        an entry of None leaves everything below it unchanged.
+        Only entries in `grads` are changed: a dict may contain some of the target's keys, and an
+        entry of None leaves everything below it unchanged.
 
         Args:
             target: PyTorch: a pytree of leaf tensors that require grad, or a `torch.nn.Module`,
-                which means the dict of its `named_parameters()`. JAX: a pytree of floating
-                or complex arrays, or None for zeros.
-            grads: The gradients: of the target's structure, shapes and dtypes.
+                meaning the dict of its `named_parameters()`. JAX: a pytree of floating or
+                complex arrays, or None for zeros.
+            grads: The gradients, with the target's structure, shapes and dtypes.
 
         Returns:
             target in PyTorch, the new buffer in JAX.
 
         Raises:
-            GradtoolsError: A structure, shape, dtype or device that does not match, named by its
-                leaf path; in PyTorch also a target that is not a leaf or does not require grad.
+            GradtoolsError: A structure, shape, dtype or device does not match; the message names
+                the leaf path. In PyTorch also if a target is not a leaf or does not require grad.
 
         Example:
             >>> def f(x1, x2): return x1**2 + 5 * x2
@@ -115,10 +115,10 @@ class Accumulation(Operators):
     def assign_gradients(self, target: Any, grads: Any) -> Any:
         """Sets a buffer to gradients.
 
-        As `accumulate_gradients`, but the gradient replaces the old value. Entries that `grads`
-        does not name, or names as None, keep their old value. In PyTorch a shared parameter takes
-        one gradient only, and `.grad` is the given tensor itself, without its graph: an optimizer
-        or gradient clipping that changes `.grad` in place changes it, too.
+        Like `accumulate_gradients`, but replaces the old value by the gradient. Entries that are
+        missing in `grads`, or None, keep their old value. In PyTorch a shared parameter accepts
+        only one gradient, and `.grad` is the given tensor itself, without its graph: an optimizer
+        or gradient clipping that changes `.grad` in place also changes this tensor.
 
         Args:
             target: As in `accumulate_gradients`.
@@ -148,7 +148,7 @@ class Accumulation(Operators):
 
 @dataclass(frozen=True)
 class State:
-    """The sums so far, or one term. Replaced as a whole, so that `add` is atomic."""
+    """The sums so far, or one term. It is replaced as a whole, so that `add` is atomic."""
 
     treedef: Any  # the gradients' structure
     paths: tuple[str, ...]  # their leaf paths; empty for a term
@@ -158,19 +158,19 @@ class State:
     errors: tuple[Any, ...]  # the rounding errors of the sums, when compensated
     dtypes: tuple[str, ...]  # the names of the results' dtypes
     weight: Any  # the sum of the weights
-    # For each leaf the mesh axes of JAX over which all its terms were typed as varying.
+    # For each leaf, the mesh axes of JAX over which all its terms were typed as varying.
     varies: tuple[frozenset[Any], ...]
 
 
 @user_facing_methods
 class GradientAccumulator:
-    """A running weighted sum of gradients; made by `gt.GradientAccumulator`.
+    """A running weighted sum of gradients, created by `gt.GradientAccumulator`.
 
-    All methods may be called from many threads: one lock orders them. It holds detached numbers
-    in memory of its own, and hands out copies. It is an ordinary Python object with state: in
-    JAX, make it, add to it and read it either outside of every transformation or all inside one
-    traced function; in PyTorch likewise with respect to `torch.func` transforms. Crossing that
-    line would leak a tracer, or add once where a compiled function runs many times, and raises.
+    All methods may be called from many threads: a lock serializes them. The accumulator stores
+    detached numbers in its own memory and returns copies. It is an ordinary Python object with
+    state. In JAX, create it, add to it and read it either outside of every transformation or inside
+    one traced function; in PyTorch, the same applies to `torch.func` transforms. Otherwise it would
+    leak a tracer, or add once in a compiled function that runs many times; an error is raised.
     """
 
     def __init__(self, backend: Any, dtype: Any = None, compensated: bool = False) -> None:
@@ -192,18 +192,18 @@ class GradientAccumulator:
         return f"<GradientAccumulator, weight {state.weight}, {leaves}>"
 
     def add(self, grads: Any, weight: Any = 1) -> None:
-        """Adds weight times grads. An error leaves the accumulator as it was.
+        """Adds weight times grads. If an error is raised, the accumulator is unchanged.
 
         Args:
             grads: A pytree of floating or complex arrays, of the same structure, shapes, dtypes
                 and device at every call. An entry of None stays None.
             weight: A real number, or a real array of shape (). A concrete array is read
                 immediately, which waits for its device. Gradients of weight 0 add nothing, even if
-                they are NaN, as the gradient of a mean over no examples is.
+                they are NaN, like the gradient of a mean over no examples.
 
         Raises:
             GradtoolsError: grads differs from earlier additions in structure, holds a non-gradient,
-            or crosses the border of a transformation; weight is not a real scalar.
+            or belongs to another transformation; weight is not a real scalar.
         """
         self._check_trace("add")
         term = self._term(grads, self._weight(weight))
@@ -212,12 +212,12 @@ class GradientAccumulator:
 
     @property
     def weight(self) -> Any:
-        """The sum of the weights of this rank: a number, an array where one was traced."""
+        """The sum of the weights of this rank: a number, or an array if a weight was traced."""
         with self._lock:
             return 0 if self._state is None else self._state.weight
 
     def sum(self) -> Any:
-        """The sum of weight times gradient, in the precision of `dtype`.
+        """Returns the sum of weight times gradient, in the precision of `dtype`.
 
         Raises:
             GradtoolsError: Nothing has been added.
@@ -226,26 +226,26 @@ class GradientAccumulator:
         return self._result(state.treedef, sums, state.dtypes)
 
     def mean(self, group: Any = None, axis_name: Any = None) -> Any:
-        """The sum divided by the sum of the weights, of this rank or of all ranks.
+        """Returns the sum divided by the sum of the weights, of this rank or of all ranks.
 
         With a group or an axis it is sum_r sum_i w_ri g_ri / sum_r sum_i w_ri, the same on all
         ranks r. A rank without examples adds zeros with weight 0.
 
         Args:
-            group: PyTorch: a process group (`torch.distributed.group.WORLD` holds all processes)
-                or a DeviceMesh. Each of its processes must make this call. A DTensor, as FSDP2
-                puts in `.grad`, is one gradient of all processes of its mesh: add it with the same
-                weight on each.
-            axis_name: JAX: the mapped axis (of `shard_map`, `vmap` or `pmap`), or several. Under
-                `shard_map` with check_vma=True differentiate with respect to parameters that
-                vary (`jax.lax.pcast(w, axis, to="varying")`), or `jax.grad` itself sums the
+            group: PyTorch: a process group (`torch.distributed.group.WORLD` holds all processes) or
+                a DeviceMesh. Each of its processes must make this call. A DTensor, which FSDP2
+                stores in `.grad`, is one gradient of all processes of its mesh: add it with the
+                same weight on each process.
+            axis_name: JAX: the mapped axis or axes (of `shard_map`, `vmap` or `pmap`). Under
+                `shard_map` with check_vma=True, differentiate with respect to parameters that vary
+                (`jax.lax.pcast(w, axis, to="varying")`); otherwise `jax.grad` itself sums the
                 gradients over the axis, without their weights.
 
         Raises:
-            GradtoolsError: Nothing has been added, or the weights sum to zero. A total weight
-                that is traced is not known, and then zero gives NaN or infinity. The ranks added
-                gradients of different structures, shapes or dtypes; there is no such group or
-                axis; a gradient has already been summed over the ranks.
+            GradtoolsError: Nothing has been added, or the weights sum to zero. (A traced total
+                weight of zero gives NaN or infinity instead.) The ranks added gradients of
+                different structures, shapes or dtypes; there is no such group or axis; a gradient
+                has already been summed over the ranks.
         """
         if group is not None or axis_name is not None:
             uncompiled = self._backend.compiler.uncompiled
@@ -264,13 +264,13 @@ class GradientAccumulator:
         return self._result(treedef, self._over(sums, weight), dtypes)
 
     def _result(self, treedef: Any, values: Sequence[Any], dtypes: Sequence[str]) -> Any:
-        """The tree of these values, in the dtypes in which they are read."""
+        """Builds the tree of these values, cast to the result dtypes."""
         pairs = zip(values, dtypes, strict=True)
         cast = [x if self._name(x) == name else self._backend.cast(x, name) for x, name in pairs]
         return self._backend.unflatten(treedef, cast)
 
     def reset(self) -> None:
-        """Forgets everything; the next `add` may bring another structure."""
+        """Resets the accumulator; the next `add` may have another structure."""
         self._check_trace("reset")
         with self._lock:
             self._state = None
@@ -296,7 +296,7 @@ class GradientAccumulator:
         return State(treedef, (), specs, tuple(arrays), (), (), weight, varies)
 
     def _first(self, term: State) -> State:
-        """The state after a first `add`."""
+        """Returns the state after the first `add`."""
         paths = self._paths(term)
         weighted, copied = self._weighted(paths, term), self._arrays.copied
         pairs = zip(term.totals, weighted, strict=True)
@@ -311,7 +311,7 @@ class GradientAccumulator:
         return tuple(self._backend.leaf_paths(whole))
 
     def _weighted(self, paths: Sequence[str], term: State) -> list[Any]:
-        """The weight times the arrays, in the accumulator's dtype."""
+        """Multiplies the arrays by the weight, in the accumulator's dtype."""
         cast, zeros_like = list[Any](), self._backend.zeros_like
         for path, x in zip(paths, term.totals, strict=True):
             name = self._precision or _WIDE.get(self._name(x))
@@ -321,9 +321,9 @@ class GradientAccumulator:
                 x = self._backend.cast(x, name)
                 if self._name(x) != name:
                     raise GradtoolsError(
-                        f"GradientAccumulator.add: grads{path} was to be added in {name}, and the "
+                        f"GradientAccumulator.add: grads{path} must be added in {name}, but the "
                         f"backend gives {self._name(x)}. Allow 64-bit numbers first (in JAX: "
-                        "jax_enable_x64), or ask for a smaller dtype."
+                        "jax_enable_x64), or pass a smaller dtype."
                     )
             cast.append(x)
         weight = term.weight
@@ -340,12 +340,12 @@ class GradientAccumulator:
         return [total / self._factor(weight, total) for total in totals]
 
     def _factor(self, weight: Any, x: Any) -> Any:
-        """An array of the weight, which multiplies x without changing its dtype."""
+        """Converts the weight to an array that multiplies x without changing its dtype."""
         real = {"complex64": "float32", "complex128": "float64"}
         return self._backend.cast(weight, real.get(self._name(x), self._name(x)))
 
     def _after(self, term: State) -> State:
-        """The state with the term added."""
+        """Returns the state with the term added."""
         state = self._state
         assert state is not None
         self._check_alike(state, term)
@@ -373,7 +373,7 @@ class GradientAccumulator:
     # --- helpers
 
     def _read(self, caller: str, of: Callable[[State], list[Any]]) -> tuple[State, list[Any]]:
-        """The state and `of(state)`, which copies the sums under the lock."""
+        """Returns the state and `of(state)`, which copies the sums under the lock."""
         self._check_trace(caller)
         with self._lock:
             state = self._state
@@ -414,14 +414,14 @@ class GradientAccumulator:
             return
         raise GradtoolsError(
             f"GradientAccumulator.{caller}: the accumulator was made outside of the transformation "
-            "(jit, vmap, grad, scan, ...) in which it is used now, or inside of one that it has "
-            "left. It is a Python object with state, which a traced function cannot carry. Make, "
+            "(jit, vmap, grad, scan, ...) in which it is used, or inside of a transformation that "
+            "has ended. It is a stateful object, which a traced function cannot carry. Make, "
             "fill and read it in one place, or carry a buffer through the function with "
             "buffer = accumulate_gradients(buffer, grads)."
         )
 
     def _check_alike(self, state: State, term: State) -> None:
-        """Raises unless the term has the structure and specs of the terms before."""
+        """Raises unless the term has the structure and specs of earlier terms."""
         if state.treedef != term.treedef:
             paths = self._paths(term)
             new = [f"grads{path} is new" for path in paths if path not in state.paths]
@@ -448,7 +448,7 @@ class GradientAccumulator:
 
 
 def _precision(dtype: Any) -> str | None:
-    """The name of a floating dtype, which is a name or a dtype of NumPy, PyTorch or JAX."""
+    """Returns the name of a floating dtype: a name, or a NumPy, PyTorch or JAX dtype."""
     if dtype is None:
         return None
     name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)

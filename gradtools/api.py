@@ -1,6 +1,6 @@
-"""The table of public operators, which are imported lazily.
+"""The table of public operators, whose modules are imported lazily.
 
-`Api(backend)` binds them to a backend; the namespaces `gradtools.torch` and `gradtools.jax` export
+`Api(backend)` binds operators to a backend; namespaces `gradtools.torch`, `gradtools.jax` export
 its methods. A module is imported when one of its operators is first accessed.
 """
 
@@ -54,7 +54,7 @@ _PATH_OF = {
 
 
 def no_attribute(module: str, name: str) -> AttributeError:
-    """The error of an unknown public name, with the name to write instead if there is one."""
+    """Returns the error for an unknown public name, with its replacement if there is one."""
     more = f". Write {_INSTEAD[name]}." if name in _INSTEAD else ""
     text = f"module {module!r} has no attribute {name!r}{more}"
     # with name and obj Python adds "Did you mean" if a similar name exists
@@ -74,7 +74,7 @@ class Api(Operators):
         return operator
 
     def operators(self, path: str) -> Operators:
-        """The `Operators` object at "module:class", made once."""
+        """Returns the `Operators` object at "module:class", which is created once."""
         module, _, kind = path.partition(":")
         made = getattr(import_module(module), kind)(self._backend)
         return self.__dict__.setdefault(path, made)

@@ -1,7 +1,7 @@
 """Arrays and random keys: `asarray`, `to_numpy`, `xp`, `random_key`, `split_key`.
 
-Conversions keep the dtype of an array; randomness is passed as a key. The
-backends' ``arrays.py`` implement them with the conversions below.
+Conversions keep the dtype of an array; randomness is passed as a key. The backends' ``arrays.py``
+implement them with the conversions below.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ class ArraysAndKeys(Operators):
     def xp(self) -> Any:
         """The backend's array-API namespace, so that a function can be written once.
 
-        It is ``array_api_compat.torch`` in PyTorch, imported at first use, and ``jax.numpy``.
+        It is ``array_api_compat.torch`` (imported on first use) or ``jax.numpy``.
 
         Example:
             >>> gt.to_numpy(gt.xp.sum(gt.xp.ones((2, 3), dtype=gt.xp.float32), axis=0))
@@ -34,15 +34,14 @@ class ArraysAndKeys(Operators):
         return self._backend.xp
 
     def asarray(self, x: Any) -> Array:
-        """Converts x to an array of the framework, with NumPy's dtype of x.
+        """Converts x to an array of the framework with the dtype that NumPy gives x.
 
-        The result does not share memory with x; an array of the framework is returned as it is.
-        Python numbers and lists of them get the framework's default dtype.
+        The result does not share memory with x; an array of the framework is returned unchanged.
+        Python numbers and lists of numbers get the framework's default dtype.
 
         Args:
-            x: A NumPy array or scalar of any shape (bfloat16 and float8 through ml_dtypes
-                included), a Python number, a nested list of those, or anything that
-                ``numpy.asarray`` reads.
+            x: A NumPy array or scalar of any shape (including bfloat16 and float8 of ml_dtypes), a
+                Python number, a nested list of these, or any object that ``numpy.asarray`` accepts.
 
         Returns:
             The array.
@@ -58,18 +57,18 @@ class ArraysAndKeys(Operators):
         return self._backend.asarray(x)
 
     def to_numpy(self, x: Array) -> np.ndarray:
-        """One array as a NumPy array, a copy without gradient.
+        """Converts an array to a NumPy array, a copy without gradient.
 
         Args:
             x: An array of the backend, of any shape, dtype and device.
 
         Returns:
-            A writable ``numpy.ndarray`` of the same shape and dtype. bfloat16 and float8 are
-            those of ml_dtypes; where that is not installed (PyTorch alone), float32.
+            A writable ``numpy.ndarray`` of the same shape and dtype. bfloat16 and float8 use
+            ml_dtypes; if it is not installed (only in PyTorch), they become float32.
 
         Raises:
-            GradtoolsError: x is traced or mapped (inside jit, vmap, grad of the framework's
-                functional transforms) and has no values to read.
+            GradtoolsError: x is traced or mapped (inside the framework's jit, vmap or grad), so it
+                has no values.
 
         Example:
             >>> gt.to_numpy(gt.asarray(np.ones(2, np.float32)) * 3)
@@ -78,7 +77,7 @@ class ArraysAndKeys(Operators):
         return self._backend.to_numpy(x)
 
     def random_key(self, seed: int) -> Array:
-        """A random key, made from a seed.
+        """Makes a random key from a seed.
 
         Args:
             seed: A signed 64-bit integer; in JAX without x64 a 32-bit integer.
@@ -98,13 +97,13 @@ class ArraysAndKeys(Operators):
         return self._backend.random_key(seed)
 
     def split_key(self, key: Array, n: int = 2) -> Array:
-        """Independent keys derived from one key, which must not be used again.
+        """Splits a key into independent keys; the original key must not be used again.
 
         In PyTorch child i is a hash of the key and i (splitmix64), so it does not depend on n.
 
         Args:
             key: One key.
-            n: How many.
+            n: The number of keys.
 
         Returns:
             An array of n keys along axis 0; it unpacks, and vmap maps over it.
@@ -123,14 +122,14 @@ class ArraysAndKeys(Operators):
 
 
 def is_plain(x: Any) -> bool:
-    """Whether x consists of Python numbers, which are weakly typed."""
+    """Returns whether x consists of Python numbers, which are weakly typed."""
     if isinstance(x, (list, tuple)):
         return all(is_plain(item) for item in x)
     return isinstance(x, (bool, int, float, complex)) and not isinstance(x, np.generic)
 
 
 def as_numpy(x: Any, caller: str = "asarray") -> np.ndarray:
-    """`numpy.asarray(x)`, or an error if that does not hold numbers."""
+    """Calls `numpy.asarray(x)`; raises if the result does not hold numbers."""
     try:
         array = np.asarray(x)
     except Exception as error:
@@ -148,7 +147,7 @@ def as_numpy(x: Any, caller: str = "asarray") -> np.ndarray:
 
 
 def as_seed(seed: Any) -> int:
-    """A seed of 64 bits as a Python integer, or an error."""
+    """Converts a 64-bit seed to a Python integer, or raises."""
     if isinstance(seed, bool) or not isinstance(seed, numbers.Integral):
         raise GradtoolsError(f"random_key: seed must be an integer, got {shown(seed)}.")
     seed = int(seed)

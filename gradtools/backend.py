@@ -1,15 +1,15 @@
-"""The backend interface: the abstract members of a framework, and defaults for the others.
+"""The backend interface: a framework's abstract members, and defaults for the other members.
 
 The operators are written once, on flat lists of arrays. A function that is passed to a backend,
-`fun`, takes the differentiated leaves and returns two lists, `(outs, extras)`: the arrays that are
-differentiated, and those that are only passed through.
+`fun`, takes the differentiated leaves and returns two lists, `(outs, extras)`: arrays that are
+differentiated, and arrays that are only passed through.
 
 A backend implements the abstract members: arrays and pytrees, the vjp of a function, and a function
 with its own pullback. The other members have defaults in terms of these, or raise an error that
-names the operator. PyTorch's and JAX's backends override many of them with the framework's own way.
-`docs/adding_a_backend.md` walks through a new backend.
+names the operator. PyTorch's and JAX's backends override many of them with functions of the
+framework. `docs/adding_a_backend.md` explains how to add a backend.
 
-All members use gradtools' complex convention: a pullback is J^H v. A backend converts where its
+All members use gradtools' complex convention: a pullback is J^H v. A backend converts if its
 framework's convention differs.
 """
 
@@ -46,15 +46,15 @@ _PUSHING: ContextVar[str | None] = ContextVar("pushing", default=None)
 
 @dataclass(slots=True, eq=False, repr=False)
 class Evaluation:
-    """One evaluation of a function, and its derivative there.
+    """One evaluation of a function, and its derivative at that point.
 
     Attributes:
         outs: The differentiated outputs.
         extras: The outputs that were only passed through.
-        pullback: Maps cotangents of outs (None: zero) to cotangents of the leaves (None: the leaf
-            does not reach the outputs).
-        nested: Whether fun took a derivative itself, which may be constant in a leaf: None in the
-            pullback's result then means a zero.
+        pullback: Maps cotangents of outs (None for zero) to cotangents of the leaves (None if the
+            leaf does not reach the outputs).
+        nested: Whether fun itself took a derivative, which may be constant in a leaf: None in the
+            pullback's result then means zero.
         checked: Whether None in the pullback's result means that a leaf does not reach the
             outputs; False if the framework returns zeros, or None for other reasons.
     """
@@ -71,7 +71,7 @@ class Staged:
     """A function after tracing, in a framework that traces (JAX).
 
     Attributes:
-        run: Evaluates the trace. Called instead of the function, so that the user's code runs once.
+        run: Evaluates the trace. It replaces the function, so that the user's code runs only once.
         reverse_only: Whether it contains a rule without forward mode.
         jacobian_mode: The mode that takes fewer passes; "auto" if only an evaluation can decide.
     """
@@ -82,11 +82,11 @@ class Staged:
 
 
 class LazyMember:
-    """A descriptor for a backend's member in a submodule, which is imported at first use.
+    """A descriptor for a backend's member in a submodule, which is imported on first use.
 
-    This keeps an import of gradtools fast. On a backend without submodules it raises an error that
-    names the operator: `operator`, by default the member's own name. With an empty `name` the
-    member is the submodule itself.
+    This keeps the import of gradtools fast. On a backend without submodules it raises an error that
+    names the operator: `operator`, by default the member's own name. If `name` is empty, the member
+    is the submodule itself.
     """
 
     def __init__(
@@ -110,35 +110,35 @@ class LazyMember:
 
 
 class Differentiation(Arrays):
-    """One abstract member, the vjp; forward mode and the tools of rules follow from it."""
+    """Defines the abstract member vjp, and forward mode and tools for rules in terms of it."""
 
-    hvp_mode = "reverse_over_reverse"  # what mode="auto" means for hvp and hessian
+    hvp_mode = "reverse_over_reverse"  # the mode for mode="auto" in hvp and hessian
 
     @abstractmethod
     def vjp(
         self, fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bool
     ) -> Evaluation:
-        """Evaluates fun, and returns its pullback.
+        """Evaluates fun and returns its pullback.
 
-        groups: The sizes of consecutive groups of leaves, one for each argument, if a group that
-            does not reach the outputs will be an error; None if not.
+        groups: The sizes of consecutive groups of leaves, one per argument, if the caller will
+            raise an error for a group that does not reach the outputs; otherwise None.
         once: Whether the pullback is called only once, so that it may free the graph.
         """
 
     def jvp(
         self, fun: Fun, leaves: list[Array], tangents: list[Array]
     ) -> tuple[list[Array], list[Array], list[Array]]:
-        """`(outs, extras, pushed)`."""
+        """Returns `(outs, extras, pushed)`."""
         outs, extras, push = self.linearize(fun, leaves)
         return outs, extras, push(tangents)
 
     def jvps(
         self, fun: Fun, leaves: list[Array], many: Sequence[list[Array]]
     ) -> tuple[list[Array], list[Array], list[list[Array]]]:
-        """`jvp` along many tangents, and the outputs of one evaluation. Keeps no graph.
+        """Computes `jvp` along many tangents, and the outputs of one evaluation. Keeps no graph.
 
-        Fused attention is replaced by plain operations; another operation without forward mode
-        raises.
+        Fused attention is replaced by plain operations; other operations without forward mode raise
+        an error.
         """
         outs, extras, push = self.linearize(fun, leaves)
         return outs, extras, [push(tangents) for tangents in many]
@@ -146,7 +146,7 @@ class Differentiation(Arrays):
     def linearize(
         self, fun: Fun, leaves: list[Array]
     ) -> tuple[list[Array], list[Array], Callable[[list[Array]], list[Array]]]:
-        """`(outs, extras, pushforward)`: by default the transpose of the pullback."""
+        """Returns `(outs, extras, pushforward)`, by default the transpose of the pullback."""
         caller = getattr(fun, "caller", "jvp")
         token = _PUSHING.set(caller)
         try:
@@ -166,54 +166,54 @@ class Differentiation(Arrays):
         )
 
     def filled(self, values: Sequence[Array | None], likes: Sequence[Array]) -> list[Array]:
-        """The values, with zeros for None."""
+        """Returns the values, with zeros for None."""
         pairs = zip(values, likes, strict=True)
         return [self.zeros_like(x) if v is None else v for v, x in pairs]
 
     def apart(self, fun: Callable[..., T], /, *args: Any) -> T:
-        """`fun(*args)`, whose stopped gradients belong to gradtools, not to the user's program."""
+        """Calls `fun(*args)`, and marks its stopped gradients as gradtools', not the user's."""
         return fun(*args)
 
     def closure_converted(
         self, f: Callable[..., Any], /, *args: Any, **kwargs: Any
     ) -> tuple[Callable[..., Any], list[Array]]:
-        """`converted(captured, *args, **kwargs)` and the arrays that f captures at these arguments.
+        """Returns `converted(captured, *args, **kwargs)` and the arrays that f captures.
 
-        These are the arrays that a derivative may be taken of. By default there are no such arrays.
+        A derivative may be taken with respect to these arrays. By default there are none.
         """
         return lambda captured, *args, **kwargs: f(*args, **kwargs), []
 
     def pull(self, fun: Any, xs: Sequence[Array], cts: Sequence[Any]) -> list[Array]:
-        """The pullback of fun at xs, of cotangents (None: zero)."""
+        """Applies the pullback of fun at xs to cotangents (None for zero)."""
         result = self.vjp(lambda *a: (list(fun(*a)), []), list(xs), groups=None, once=False)
         return self.filled(result.pullback(cts), xs)
 
     def push(self, fun: Any, xs: Sequence[Array], dxs: Sequence[Any]) -> list[Array]:
-        """The tangents of fun at xs along dxs."""
+        """Computes the tangents of fun at xs along dxs."""
         return self.jvp(lambda *a: (list(fun(*a)), []), list(xs), list(dxs))[2]
 
     def attempt(self, fun: Callable[..., list[Array]], *xs: Array) -> list[Array]:
-        """`fun(*xs)`, which raises now, not when the result is used, if it has no derivative."""
+        """Calls `fun(*xs)`; raises now, not on use of the result, if it has no derivative."""
         return fun(*xs)
 
     def stage(self, fun: Fun, leaves: list[Array]) -> Staged:
         return Staged(fun)
 
     def no_tangent(self, x: Any) -> Any:
-        """The tangent of an integer: None, or the framework's own zero."""
+        """Returns the tangent of an integer: None, or the framework's own zero."""
         return None
 
     def outliving(
         self, call: Any, outs: Sequence[Array], out: Any = None
     ) -> tuple[Any, Sequence[Any]]:
-        """A `Call` and its outputs for a pullback to keep, with avals instead of traced arrays.
+        """Returns a `Call` and outputs for a pullback to keep: avals replace traced arrays.
 
-        out: f's output, of which a pullback names the leaves.
+        out: f's output, for the names of its leaves in a pullback.
         """
         return call, outs
 
     def linear_map(self, run: Callable[..., Any], native: Any) -> Callable[..., Any]:
-        """`run(native, *args)` as a function of args, which in JAX is a pytree."""
+        """Returns `run(native, *args)` as a function of args; in JAX it is a pytree."""
         return Linear(run, native)
 
     def opened(
@@ -224,34 +224,33 @@ class Differentiation(Arrays):
         kwargs: dict[str, Any],
         argnums: Sequence[int],
     ) -> Any:
-        """The call of f as a function of pytrees of arrays, if an argument holds a module.
+        """Rewrites the call of f as a function of pytrees of arrays, if an argument holds a module.
 
-        None if none does. The returned object replaces f, and its `args` replace the arguments.
-        `effects()` returns the arrays that a call changes in the modules, and `settle(extras)`
-        writes them to the user's modules.
+        Returns None if no argument does. The returned object replaces f, and its `args` replace the
+        arguments. `effects()` returns the arrays that a call changes in the modules, and
+        `settle(extras)` writes these arrays to the user's modules.
         """
         return None
 
     def attaching(
         self, opened: Any, /, caller: str, again: Callable[[], Any]
     ) -> Callable[..., Any]:
-        """The `attach(results, select)` of `Call.attaching` for a call that `opened` returned."""
+        """Returns `Call.attaching`'s `attach(results, select)` for a call that was `opened`."""
         return lambda results, select=None: results
 
     traces_marks = False
-    """Whether a mark is an operation of traces, also outside of `retained_gradients`."""
+    """Whether a mark is an operation of traces, even outside of `retained_gradients`."""
 
     def marked(self, xs: list[Array], mark: Mark) -> list[Array]:
-        """The leaves of a value that `retain_gradient` marks, plus the arrays of the tape."""
+        """Adds the arrays of the tape to the leaves of a value that `retain_gradient` marks."""
         make = lambda: [-self.zeros_like(x) for x in xs]
         arrays = here.tape.arrays_of(mark, make)  # type: ignore[union-attr]
         return [x + d for x, d in zip(xs, arrays, strict=True)]
 
     def retaining(self, call: MarkedCall) -> tuple[Evaluation, list[Mark], list[Array]]:
-        """An evaluation of the call at its leaves and at one array for each marked leaf.
+        """Evaluates the call at its leaves and at one array for each marked leaf.
 
-        Returns the marks, and arrays like these, as well. By default the shapes are found by an
-        evaluation.
+        Also returns the marks and arrays for them. By default an evaluation determines the shapes.
         """
         if not hasattr(call, "tape"):
             call.tape = MarkedValues()
@@ -261,26 +260,26 @@ class Differentiation(Arrays):
         return evaluation, call.tape.marks, arrays
 
     def part_of(self, tree: Any) -> Any:
-        """The tree with each module replaced by its differentiated part."""
+        """Replaces each module in the tree by its differentiated part."""
         return tree
 
     def restarting(self, fun: Fun, leaves: Sequence[Array], count: int) -> Callable[[], None]:
-        """A function to call before each of `count` evaluations, which resets random state."""
+        """Returns a function that resets random state before each of `count` evaluations."""
         return lambda: None
 
     def map_batches(
         self, f: Any, batch: list[Array], chunk_size: int | None, one_draw: bool = False
     ) -> list[Array]:
-        """f at each row of the batch, its outputs stacked.
+        """Applies f to each row of the batch and stacks the outputs.
 
-        one_draw: Whether the rows share the random numbers that f draws, as one evaluation would.
+        one_draw: Whether the rows share the random numbers that f draws, as in one evaluation.
         """
         rows = [f(*example) for example in zip(*batch, strict=True)]
         return [self.xp.stack(column) for column in zip(*rows, strict=True)]
 
 
 class Rules(Differentiation):
-    """Functions with their own derivative. A backend implements `with_pullback` or `apply_rule`."""
+    """Functions with custom derivatives. A backend implements `with_pullback` or `apply_rule`."""
 
     def with_pullback(
         self,
@@ -288,15 +287,15 @@ class Rules(Differentiation):
         pullback: Callable[[Sequence[Array], Sequence[Array], Entries], Entries],
         xs: Sequence[Array],
     ) -> list[Array]:
-        """`fun(*xs)`, whose derivative is `pullback(xs, ys, cotangents)`, at any order.
+        """Calls `fun(*xs)`, with the derivative `pullback(xs, ys, cotangents)` at any order.
 
-        Entries of cotangents and of the pullback's result may be None, a zero. The pullback
+        Entries of cotangents and of the pullback's result may be None for zero. The pullback
         consists of differentiable operations on xs and ys.
         """
         raise NotImplementedError
 
     def apply_rule(self, rule: Rule, *xs: Array) -> list[Array]:
-        """The rule's outputs, with its derivative; the pullback recomputes the residuals."""
+        """Applies the rule; the pullback recomputes the residuals."""
         caller = _PUSHING.get()
         if rule.reverse_only and caller is not None:
             raise GradtoolsError(reverse_only_text(caller, rule.name))
@@ -321,28 +320,28 @@ class Rules(Differentiation):
     cg = LazyMember("linear_solvers", operator="implicit_solution")
     gmres = LazyMember("linear_solvers", operator="implicit_solution")
     dense = LazyMember("linear_solvers", operator="implicit_solution")
-    """Linear solvers: `cg(matvec, b)` is x with `matvec(x) = b`, vectors of real numbers."""
+    """Linear solvers: `cg(matvec, b)` returns x with `matvec(x) = b`, for real vectors."""
 
     compiles_rules = False
-    """Whether a rule's maps are compiled for it, so that changing numbers should be arguments."""
+    """Whether a rule's maps are compiled once for it, so that varying numbers must be arguments."""
 
     def edited(
         self, rule: Rule, x: Any, cotangent: Map | None = None, value: Array | None = None
     ) -> Array | None:
-        """An edit of one array, if the backend has a shorter way than `apply_rule`.
+        """Applies an edit to one array, if the backend has a shorter way than `apply_rule`.
 
         It is not called in compiled code.
 
         Args:
-            rule: A rule of one input that all calls share.
-            x: The input; None is returned if it is not an array.
+            rule: A rule with one input that all calls share.
+            x: The input; the result is None if x is not an array.
             cotangent: This call's cotangent map, in place of the rule's.
             value: The output, of x's shape and dtype, in place of x.
         """
         return None
 
     def tied(self, x: Any, function: Callable[..., Any]) -> Any:
-        """x, marked as computed from the arrays that a function captures."""
+        """Marks x as computed from the arrays that a function captures."""
         return x
 
     def apply_rule_by_key(self, key: str, *xs: Array) -> list[Array]:
@@ -357,26 +356,26 @@ class Rules(Differentiation):
         examples: list[Array],
         values: list[Array],
     ) -> list[Array]:
-        """The transpose of `vs -> linear(at, *vs)`, of vectors like the examples, at values."""
+        """Applies the transpose of `vs -> linear(at, *vs)` at values; vs are like examples."""
         return self.pull(lambda *vs: linear(at, *vs), examples, values)
 
 
 class Compiler:
-    """The interface to a compiler that traces Python itself (dynamo); by default no-ops."""
+    """The interface to a compiler that traces Python (dynamo); by default no-ops."""
 
     def is_tracing(self) -> bool:
-        """Whether the compiler traces the line that calls this."""
+        """Returns whether the compiler traces the calling line."""
         return False
 
     def constant_result(self, fun: Callable[..., Any]) -> Callable[..., Any]:
-        """fun, whose result becomes a constant of the compiled graph."""
+        """Makes fun's result a constant of the compiled graph."""
         return fun
 
     def refuse(self, reason: str) -> None:
-        """Breaks the compiled graph here, with this reason."""
+        """Breaks the compiled graph at this point, for this reason."""
 
     def uncompiled(self, fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """`fun(*args, **kwargs)`, run by Python outside of the compiled graph."""
+        """Calls `fun(*args, **kwargs)` in Python, outside of the compiled graph."""
         return fun(*args, **kwargs)
 
 
@@ -386,12 +385,12 @@ class Programs(Rules):
     compiler = Compiler()
 
     def direct_calls(self, of: Any) -> Callable[[Any, Any], Any] | None:
-        """A fast path for calls of a custom rule or host function, or None.
+        """Returns a fast path for calls of a custom rule or host function, or None.
 
-        It takes the dynamic and the static arguments, as `Parameters.bound` splits them, and
-        returns NotImplemented for a call that it does not cover. It calls a host function's kernel
-        directly if the arguments are concrete arrays and no trace, transform or derivative is
-        active.
+        The fast path takes the dynamic and the static arguments, as `Parameters.bound` splits them,
+        and returns NotImplemented for a call that it does not support. It calls a host function's
+        kernel directly if the arguments are concrete arrays and no trace, transform or derivative
+        is active.
         """
         return None
 
@@ -401,7 +400,7 @@ class Programs(Rules):
     compile, vmap = LazyMember("", operator="compile"), LazyMember("", operator="vmap")
 
     def like_module(self, f: Any, make: Callable[[Any], Callable[..., Any]]) -> Any:
-        """`make(f)`; if f is a module of the framework, as a module that calls it."""
+        """Returns `make(f)`; if f is a module, returns a module that calls it."""
         return make(f)
 
     def call_on_host(self, f: Callable[..., Any], args: Any, like: Any) -> Any:
@@ -414,7 +413,7 @@ class Programs(Rules):
     random_key, split_key = LazyMember("arrays"), LazyMember("arrays")
 
     def as_number(self, x: Any) -> Any:
-        """x as a Python number if it is concrete, x itself if it is traced, else None."""
+        """Converts a concrete x to a Python number; returns a traced x itself, otherwise None."""
         return self.to_numpy(x).item() if self.is_array(x) and tuple(x.shape) == () else x
 
 
@@ -422,21 +421,21 @@ class Recomputation(Programs):
     """Chunks and frozen functions."""
 
     checkpoint = LazyMember("recomputing", operator="checkpoint")
-    """`checkpoint(f, options)`: f, which is recomputed when it is differentiated."""
+    """Returns f recomputed when it is differentiated: `checkpoint(f, options)`."""
 
     run_chunks = LazyMember("chunking", operator="chunked")
-    """The joined output leaves of `Chunks`, differentiable, and the last carry."""
+    """Returns the joined, differentiable output leaves of `Chunks`, and the last carry."""
 
     weighs_sums = False
-    """Whether `sum_chunks` multiplies the terms by their weights itself."""
+    """Whether `sum_chunks` itself multiplies the terms by their weights."""
 
     def sum_chunks(
         self, chunks: Chunks, weigh: Callable[[Array, Array], Array] | None = None
     ) -> tuple[list[Array], list[Array]]:
-        """The sums over chunks of the output leaves, without recomputation, and the carry.
+        """Sums the output leaves over chunks, without recomputation; returns sums and carry.
 
-        weigh: If `weighs_sums`: `weigh(w, x)` is a term. The first leaf of each chunk is its
-            weight, and the result is the sum of the weights, and the weighted means.
+        weigh: If `weighs_sums`, each term is `weigh(w, x)`. The first leaf of each chunk is its
+            weight, and the result is the sum of the weights and the weighted means.
         """
         terms, carry = [], chunks.carry
         for i, pieces in enumerate(self._pieces(chunks)):
@@ -445,7 +444,7 @@ class Recomputation(Programs):
         return [sum(column[1:], column[0]) for column in zip(*terms, strict=True)], carry
 
     def _pieces(self, chunks: Chunks) -> list[list[Array]]:
-        """Each chunk's part of every array that is split, then its part of lists."""
+        """Returns each chunk's slices of every split array, then its slices of lists."""
         part = lambda x, axis, r: x[
             (slice(None),) * (axis % x.ndim) + (slice(r.start, r.stop, r.step),)
         ]
@@ -455,11 +454,11 @@ class Recomputation(Programs):
         ]
 
     def frozen_uses(self) -> Any:
-        """The state that all uses of one frozen function share."""
+        """Returns the state that all uses of one frozen function share."""
         return None
 
     run_frozen = LazyMember("freezing", operator="frozen")
-    """The output leaves of one use, given as `Chunks` with a single chunk."""
+    """Returns the output leaves of one use, which is `Chunks` with a single chunk."""
 
     def is_recomputing(self) -> bool:
         return False
@@ -473,7 +472,7 @@ class Backend(Recomputation):
 
 
 class FrameworkBackend(Backend):
-    """The base of the PyTorch and JAX backends, with members in submodules of equal names."""
+    """Base class of the PyTorch and JAX backends, with members in submodules of equal names."""
 
     instances: ClassVar[list[FrameworkBackend]] = []
     on_creation: ClassVar[list[Callable[[FrameworkBackend], None]]] = []
@@ -505,7 +504,7 @@ class Operators:
     def __init__(self, backend: Backend) -> None:
         self._backend = backend
 
-    def __reduce__(self) -> Any:  # pickled by name, so that unpickling gives the same object
+    def __reduce__(self) -> Any:  # pickled by name, so that unpickling returns the same object
         return _operators_of, (self._backend.name, f"{type(self).__module__}:{type(self).__name__}")
 
     def __repr__(self) -> str:
@@ -513,12 +512,12 @@ class Operators:
 
 
 def _operators_of(backend: str, path: str) -> Any:
-    """The `Operators` object of a backend at "module:class"."""
+    """Returns the `Operators` object of a backend at "module:class"."""
     return _namespace(backend)._api.operators(path)
 
 
 def backend_of(name: str) -> Any:
-    """The backend of this name."""
+    """Returns the backend of this name."""
     return _namespace(name)._api._backend
 
 

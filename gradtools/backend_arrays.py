@@ -17,9 +17,9 @@ Array = Any
 
 
 class Arrays(ABC):
-    """Arrays and pytrees: the abstract members, and the others in terms of `xp`."""
+    """Arrays and pytrees: abstract members, and defaults in terms of `xp`."""
 
-    name: str  # "torch", "jax", or the module of another backend, which has its `_api`
+    name: str  # "torch", "jax", or the module of another backend, which defines `_api`
     package: str | None = None  # its submodules hold lazily imported members
 
     def submodule(self, name: str, caller: str) -> Any:
@@ -42,7 +42,7 @@ class Arrays(ABC):
     def leaf_paths(self, tree: Any) -> list[str]: ...
 
     def entries_of(self, treedef: Any, leaves: Sequence[Any]) -> list[tuple[list[Any], Any]]:
-        """The leaves and structure of each entry of a tuple, from those of the whole tuple."""
+        """Returns leaves and structure of each entry of a tuple, from those of the whole tuple."""
         return [self.flatten(x) for x in self.unflatten(treedef, list(leaves))]
 
     def flatten_like(self, treedef: Any, tree: Any) -> tuple[list[Any], Any]:
@@ -54,10 +54,10 @@ class Arrays(ABC):
         return leaves, own
 
     def flatten_arrays(self, tree: Any) -> tuple[list[Any], Any, list[str | None]]:
-        """The leaves, the structure, and the kind of each leaf.
+        """Returns the leaves, the structure, and the kind of each leaf.
 
-        "real" or "complex" for floating and complex arrays, "exact" for integers and booleans,
-        None for non-arrays.
+        The kind is "real" or "complex" for floating and complex arrays, "exact" for integers and
+        booleans, and None for non-arrays.
         """
         leaves, treedef = self.flatten(tree)
         return leaves, treedef, [self._kind(x) if self.is_array(x) else None for x in leaves]
@@ -66,7 +66,7 @@ class Arrays(ABC):
         return "complex" if self.is_complex(x) else "real" if self.is_inexact(x) else "exact"
 
     def flatten_static(self, tree: Any) -> tuple[list[Any], Any]:
-        """The leaves, and the structure in a hashable form that dynamo embeds as a constant."""
+        """Returns the leaves, and the structure in a hashable form that dynamo can embed."""
         return self.flatten(tree)
 
     def treedef_of_static(self, structure: Any) -> Any:
@@ -79,11 +79,11 @@ class Arrays(ABC):
         return self.unflatten(structure, leaves)
 
     def is_traced(self, x: Any) -> bool:
-        """Whether x is an array of a transform that is still running."""
+        """Returns whether x is an array of a transform that is still running."""
         return False
 
     def check_arrays(self, *trees: Any) -> None:
-        """Raises if one of these arguments, which are not flattened, holds a foreign array."""
+        """Raises if any of these arguments, which are not flattened, holds a foreign array."""
         if foreign_class(self.name):
             for tree in trees:
                 if type(tree) is not self.array_type:
@@ -95,7 +95,7 @@ class Arrays(ABC):
 
     # Arrays.
     array_type: type | None = None
-    """The commonest class of arrays: if `type(x)` is this one, `is_array(x)` need not be called."""
+    """The most common class of arrays: if `type(x)` is this class, `is_array(x)` is not called."""
 
     @abstractmethod
     def is_array(self, x: Any, /) -> bool: ...
@@ -118,7 +118,7 @@ class Arrays(ABC):
         return self.dtype_name(x).startswith("complex")
 
     def as_leaf(self, x: Any) -> Any:
-        """An argument of a rule; floats, complex numbers and NumPy arrays become arrays."""
+        """Converts floats, complex numbers and NumPy arrays to arrays, as arguments of a rule."""
         return self.asarray(x) if isinstance(x, float | complex) or hasattr(x, "dtype") else x
 
     def cast(self, x: Any, like: Array | str) -> Array:
@@ -133,36 +133,36 @@ class Arrays(ABC):
         return self.xp.minimum(self.xp.maximum(x, -bound), bound)
 
     def clipped_by_norm(self, xs: list[Array], bound: Any) -> list[Array] | None:
-        """xs * min(1, bound / norm) by a faster function than `clip_norm`; None without one."""
+        """Computes xs * min(1, bound / norm) faster than `clip_norm`; None if unsupported."""
         return None
 
     def zeros_like(self, x: Array) -> Array:
         return self.xp.zeros_like(x)
 
     def aval(self, x: Array) -> Any:
-        """The abstract value of x: shape, dtype, and what else its type says; no array."""
+        """Returns the abstract value of x: shape, dtype and other properties of its type."""
         return tuple(x.shape), x.dtype
 
     def zeros(self, aval: Any, device_of: Array) -> Array:
-        """Zeros of this abstract value, on the device of another array."""
+        """Returns zeros with this abstract value, on the device of another array."""
         return self.xp.zeros(aval[0], dtype=aval[1])
 
     def ones_like(self, x: Array) -> Array:
-        """Ones with x's shape, dtype and device."""
+        """Returns ones with x's shape, dtype and device."""
         return self.xp.ones_like(x)
 
     def unit_basis(self, x: Array, before: int = 0, after: int = 0) -> Array:
-        """The unit vectors of x's shape, with this many zeros before and after them."""
+        """Returns the unit vectors of x's shape, with this many zeros before and after them."""
         count = before + x.size + after
         return self.xp.eye(count, x.size, k=-before, dtype=x.dtype).reshape((count, *x.shape))
 
     def split(self, x: Array, parts: Sequence[slice]) -> Sequence[Array]:
-        """The parts of x, which follow one another along its first axis."""
+        """Splits x into consecutive parts along its first axis."""
         return [x[part] for part in parts]
 
     def is_known_zero(self, x: Array) -> bool:
         return False
 
     def is_symbolic_zero(self, x: Any) -> bool:
-        """Whether x is the framework's own object for a zero, with a shape and a dtype."""
+        """Returns whether x is the framework's symbolic zero, which has a shape and a dtype."""
         return False

@@ -1,8 +1,8 @@
-"""Traceback filtering at the API boundary, and the names of the functions that operators return.
+"""Traceback filtering at the API boundary, and the names of functions that operators return.
 
-Each public operator, and each function that one returns, is `user_facing`. An error that passes
-through loses gradtools' own frames, so that its traceback ends at the user's line (as JAX's
-traceback filtering). Calls that do not fail cost one more Python call.
+Each public operator, and each function that an operator returns, is `user_facing`. gradtools' own
+frames are removed from an error that passes through, so that its traceback ends at the user's line
+(as in JAX's traceback filtering). Calls that succeed cost one additional Python call.
 ``GRADTOOLS_FULL_TRACEBACK=1`` keeps all frames.
 """
 
@@ -52,9 +52,9 @@ def user_facing_methods(cls: C) -> C:
 
 
 def like_function(prefix: str, f: Any, call: Any, suffix: str = "", doc: str = "") -> Any:
-    """`call` with f's name (and a prefix), signature and docstring; picklable if f is.
+    """Gives `call` f's name (with a prefix), signature and docstring; picklable if f is.
 
-    doc: The first line of its docstring, in which {} is f's name.
+    doc: The first line of the docstring, in which {} is replaced by f's name.
     """
     own_name = getattr(f, "__name__", type(f).__name__)
     name, own_doc = f"{prefix}{own_name}{suffix}", getattr(f, "__doc__", None)
@@ -81,7 +81,7 @@ def like_function(prefix: str, f: Any, call: Any, suffix: str = "", doc: str = "
 
 
 class _Method(partial[Any]):
-    """A partial that binds as a method in a class, as Python 3.14's do."""
+    """A partial that binds as a method in a class, as in Python 3.14."""
 
     def __repr__(self) -> str:
         return f"<{vars(self).get('__name__', 'function')}, called with {signature_of(self)}>"
@@ -94,7 +94,7 @@ class _Method(partial[Any]):
 
 
 def signature_of(f: Any) -> str:
-    """The signature of f in a text, "(...)" if it is unknown."""
+    """Formats the signature of f; "(...)" if it is unknown."""
     try:
         return str(signature(f))
     except (TypeError, ValueError):
@@ -105,7 +105,7 @@ class Linear(partial[Any]):
     """A pullback or pushforward: `run(native, *args)` as a function of args."""
 
     def __call__(self, /, *args: Any, **kwargs: Any) -> Any:
-        """The value of the linear map."""
+        """Evaluates the linear map."""
         try:
             return self.func(*self.args, *args, **kwargs)
         except Exception as error:
@@ -117,7 +117,7 @@ class Linear(partial[Any]):
 
 
 def repr_of_linear(run: Callable[..., Any]) -> str:
-    """The text of a linear function by its docstring's first line."""
+    """Formats a linear function by its docstring's first line."""
     doc = (run.__doc__ or "").partition("\n")[0].rstrip(".")
     return f"<{getattr(run, '__name__', 'linear map')}{doc and ': ' + doc}>"
 
@@ -129,7 +129,7 @@ def _unpickled(args: Sequence[Any], keywords: dict[str, Any], known: dict[str, A
 
 
 def trimmed(error: Exception) -> Exception:
-    """The error, with gradtools' own frames taken out of its traceback and of its causes'."""
+    """Removes gradtools' own frames from the traceback of an error and of its causes."""
     if os.environ.get(FULL, "0") in ("", "0"):
         for each, hidden in hidden_frames(error):
             entries, result = list(_entries(each)), None
@@ -141,10 +141,10 @@ def trimmed(error: Exception) -> Exception:
 
 
 def hidden_frames(error: BaseException) -> Iterator[tuple[BaseException, list[FrameType]]]:
-    """The frames to hide, for an error and each of its causes and contexts.
+    """Yields the frames to hide, for an error and each of its causes and contexts.
 
-    Hidden are gradtools' own frames, and those beneath the user's innermost line of a
-    GradtoolsError. An unintended error of gradtools' own code keeps its frames.
+    These are gradtools' own frames, and for a GradtoolsError the frames below the user's innermost
+    line. An unintended error of gradtools' own code keeps its frames.
     """
     seen: list[BaseException] = []
     todo: list[BaseException | None] = [error]

@@ -1,12 +1,12 @@
-"""The exact gradient of a loss that needs the whole batch, at the memory of one chunk.
+"""Computes the exact gradient of a loss on the whole batch with the memory of one chunk.
 
-For L = g(f(x_1), ..., f(x_n)) the gradient to f's parameters w is
+For L = g(f(x_1), ..., f(x_n)), the gradient with respect to f's parameters w is
 
     dL/dw = sum_i J_i^H c_i        with J_i the Jacobian of f at chunk i, c_i = dL/df(x_i)
 
-a sum over chunks, and c_i depends on the outputs of f only. The first pass keeps the outputs and
-no graph; the backward pass recomputes the graph of one chunk at a time and pulls its c_i back (Gao
-et al., Scaling deep contrastive learning batch size under memory limited setup, 2021, for
+a sum over chunks, in which c_i depends only on the outputs of f. The first pass keeps the outputs
+but no graph; the backward pass recomputes the graph of one chunk at a time and pulls its c_i back
+(Gao et al., Scaling deep contrastive learning batch size under memory limited setup, 2021, for
 contrastive losses). If a forward pass costs F and a backward pass 2F, it costs 4F.
 
 This module reads the arguments, and `arguments/chunks.py` cuts them into chunks. The backends'
@@ -63,23 +63,22 @@ class Chunking(Operators):
     ) -> F:
         """Applies f to a batch in chunks, and keeps the graph of one chunk in memory.
 
-        The values and all derivatives are those of the loop `concat(f(chunk) for chunk in batch)`,
-        for any loss. In the backward pass each chunk is computed again. This equals `f(batch)` if f
-        treats examples independently and deterministically. Batch normalization in training mode
-        does not: it normalizes each chunk by that chunk's own statistics, and a warning is issued
-        once.
+        The values and all derivatives equal those of the loop `concat(f(chunk) for chunk in
+        batch)`, for any loss. Each chunk is recomputed in the backward pass. The result equals
+        `f(batch)` if f treats examples independently and deterministically. Batch normalization in
+        training mode does not: it normalizes each chunk by the chunk's own statistics, and a
+        warning is issued once.
 
         PyTorch: f is a module, or a function that uses modules; parameters need not be passed.
-        Before a chunk is computed again, random generators and the buffers of the modules that f is
-        or closes over are reset to their state in the first pass, and afterwards to their state
-        after it; grad mode and autocast are those of the first pass. Other effects of f happen
-        twice, as in `torch.utils.checkpoint`; hooks and counters can call `is_recomputing`. Threads
-        must not draw from the global generators, or update the buffers of one module, at the same
-        time.
+        Before a chunk is recomputed, random generators and the buffers of the modules that f is or
+        closes over are reset to their state in the first pass; afterwards their state is restored.
+        Grad mode and autocast are those of the first pass. Other effects of f happen twice, as in
+        `torch.utils.checkpoint`; hooks and counters can call `is_recomputing`. Threads must not
+        draw from the global generators, or update the buffers of one module, at the same time.
 
-        JAX: a scan over the chunks whose body is computed again in the backward pass, the same
-        program over the same arrays, so `verify` has no effect. Results of `pure_callback` are kept
-        and not computed again. A `grad` of a `grad` keeps every chunk's graph, as around
+        JAX: a scan over the chunks whose body is recomputed in the backward pass. It is the same
+        program over the same arrays, so `verify` has no effect. Results of `pure_callback` are
+        saved and not recomputed. A `grad` of a `grad` keeps every chunk's graph, as with
         `jax.checkpoint`, unless f is `checkpoint(f)`. Pass randomness as keys and changing state as
         carries; the state of flax.nnx modules is carried, not differentiated, and written back.
         Call it under jit: otherwise each call is traced.
@@ -87,38 +86,38 @@ class Chunking(Operators):
         Args:
             f: Takes chunks of the arguments and returns a pytree of arrays, each with one entry
                 for each of the chunk's examples along its axis in `out_axes`.
-            chunk_size: How many examples at once; the last chunk may hold fewer.
+            chunk_size: The number of examples per chunk; the last chunk may be smaller.
             in_axes: The batch axis, as in `vmap`: an integer, a tuple with an entry for each
-                positional argument, or a dict from f's parameters to axes. None passes the
-                argument whole to every chunk; a pytree argument takes a pytree of axes. Arguments
-                without an entry are split along axis 0, keyword arguments too; scalars and
-                non-arrays are shared. A list is a list of examples: f gets slices of it.
-            out_axes: The axis along which outputs are joined: an integer, or a tree of them like
-                f's output. A list that f makes of a list is joined as lists are.
-            key_argnums: Which arguments are random keys; chunk i gets the key folded with i.
-            carry_argnums: Which arguments are state that is passed from chunk to chunk; f then
-                returns `(out, new_carry)`, and so does the chunked function, with a tuple of
-                carries for several. Carries are not differentiated.
+                positional argument, or a dict from f's parameters to axes. None passes the argument
+                whole to every chunk; a pytree argument takes a pytree of axes. Arguments without an
+                entry, including keyword arguments, are split along axis 0; scalars and non-arrays
+                are shared. A list is a list of examples: f gets slices of it.
+            out_axes: The axis along which outputs are joined: an integer, or a tree of integers
+                like f's output. If f maps a list to a list, the lists are concatenated.
+            key_argnums: The positions of random keys; chunk i gets the key folded with i.
+            carry_argnums: The positions of state that is passed from chunk to chunk; f then returns
+                `(out, new_carry)`, and so does the chunked function; several carries form a tuple.
+                Carries are not differentiated.
             interleaved: Whether chunk i of n holds the rows i::n instead of a block of rows; the
                 order of outputs is restored. Use it for a batch that is sharded over devices.
-            verify: PyTorch: whether the outputs of a chunk that is computed again are compared with
-                those of the first pass; a difference raises. "first": in the function's first
-                backward pass; True: in each one; False: never.
+            verify: PyTorch: whether to compare the outputs of a recomputed chunk with the outputs
+                of the first pass; a difference raises an error. "first": in the function's first
+                backward pass; True: in every backward pass; False: never.
             progress: Whether to show a progress bar (of the package tqdm) over the chunks. A JAX
-                program that is lowered for another platform has none.
+                program that is lowered for another platform shows none.
 
         Returns:
-            A function of f's arguments. A module gives a module: in PyTorch a `torch.nn.Module`
-            with f's parameters, buffers, state_dict and attributes, which are f's own, under the
-            same names; for an `equinox` or `flax.nnx` module a module that holds f as `module`.
+            A function of f's arguments. A module gives a module: in PyTorch, a `torch.nn.Module`
+            that shares f's parameters, buffers, state_dict and attributes under the same names; for
+            an `equinox` or `flax.nnx` module, a module that holds f as `module`.
 
         Raises:
-            GradtoolsError: chunk_size is below 1; (on call) a list is empty, axes differ in
-                length, in_axes or out_axes do not fit, f is a DistributedDataParallel (wrap
-                the module that calls chunked instead), or an output cannot be joined, such as
-                batch statistics or a table of all pairs; the message says how to leave it out.
-                None, strings, flags and other constants may be returned if they are equal in all
-                chunks. (on differentiating) f returns other values when it is computed again.
+            GradtoolsError: chunk_size is below 1. When called: a list is empty, axes differ in
+                length, in_axes or out_axes do not fit, f is a DistributedDataParallel (wrap the
+                module that calls chunked instead), or an output cannot be joined, such as batch
+                statistics or a table of all pairs; the message explains how to leave it out.
+                Constants such as None, strings and flags must be equal in all chunks. When
+                differentiated: f returns different values when it is recomputed.
 
         Example:
             >>> square = gt.chunked(lambda x: x ** 2, chunk_size=2)
@@ -189,43 +188,43 @@ class Chunking(Operators):
         key_argnums: Argnums = (),
         carry_argnums: Argnums = (),
     ) -> Any:
-        """The value and gradient of a loss that is a mean or a sum over examples, chunk by chunk.
+        """Computes value and gradient of a mean or sum over examples, chunk by chunk.
 
         With W_c the weight of chunk c (by default its number of examples) and f_c its mean,
 
             value = sum_c W_c f_c / sum_c W_c        grads = sum_c W_c df_c / sum_c W_c
 
-        which equals the full batch's, also if the last chunk is smaller or token counts differ.
-        Unlike in `chunked`, each chunk's backward pass runs at once: nothing is recomputed.
+        which equals the full batch's, even if the last chunk is smaller or token counts differ.
+        Unlike in `chunked`, each chunk's backward pass runs immediately: nothing is recomputed.
 
         Args:
             f: A real scalar function of a chunk, as in `grad`: the (weighted) mean over the
                 chunk's examples, or their sum.
-            chunk_size: How many examples at once; the last chunk may hold fewer.
-            argnums: Which positional arguments to differentiate; they are shared by all chunks.
-            in_axes: As in `per_example_grad`: None means that the arguments in argnums are
-                shared and every array of the others is split on axis 0, by keyword or not.
+            chunk_size: The number of examples per chunk; the last chunk may be smaller.
+            argnums: The positional arguments to differentiate; all chunks share them.
+            in_axes: As in `per_example_grad`. None means that the arguments in argnums are shared,
+                and every array of the other arguments, positional or keyword, is split on axis 0.
             reduction: Whether f returns the mean or the sum of its chunk.
-            weights: For means that are not over examples: one weight for each example (such as its
-                number of tokens), cut with the batch, or a function of a chunk's arguments (it gets
-                the keyword arguments that it has parameters for) that returns the chunk's weight. A
-                chunk of weight 0 adds nothing, even if its mean is 0/0.
+            weights: For means that are not over examples: one weight per example (such as its
+                number of tokens), split with the batch, or a function of a chunk's arguments that
+                returns the chunk's weight (it gets the keyword arguments for which it has
+                parameters). A chunk of weight 0 adds nothing, even if its mean is 0/0.
             has_aux: Whether f returns `(loss, aux)`. aux holds arrays of numbers, such as metrics,
-                which are reduced as the loss is.
-            key_argnums: Which arguments are random keys; chunk i gets the key folded with i.
-            carry_argnums: Which arguments are state that is passed from chunk to chunk, such as
-                batch statistics; f then returns `(loss, new_carry)` (or `((loss, aux),
-                new_carry)`), new_carry being a tuple for several. It is not differentiated.
+                which are reduced like the loss.
+            key_argnums: The positions of random keys; chunk i gets the key folded with i.
+            carry_argnums: The positions of state that is passed from chunk to chunk, such as batch
+                statistics; f then returns `(loss, new_carry)` (or `((loss, aux), new_carry)`),
+                where several carries form a tuple. Carries are not differentiated.
 
         Returns:
-            A function of f's arguments, returning `(value, grads)` or `((value, aux), grads)` as
-            `value_and_grad` does; with carries, a pair of this and the new carry.
-            Sums are made in float32 where gradients are narrower, and rounded once.
+            A function of f's arguments that returns `(value, grads)` or `((value, aux), grads)`
+            like `value_and_grad`; with carries, a pair of this and the new carry. Narrower
+            gradients are summed in float32 and rounded once.
 
         Raises:
-            GradtoolsError: As `chunked` and `value_and_grad` do; weights are given for a sum, have
-                another length than the batch, or sum to 0 (under jit the result is NaN instead); a
-                differentiated argument is split.
+            GradtoolsError: As for `chunked` and `value_and_grad`; also if weights are given for a
+                sum, have another length than the batch, or sum to 0 (under jit the result is NaN
+                instead), or if a differentiated argument is split.
 
         Example:
             >>> loss = gt.microbatched_value_and_grad(lambda w, x: (w * x).mean(), chunk_size=2)
@@ -252,13 +251,13 @@ class Chunking(Operators):
         return like_function("microbatched_", f, partial(options.value_and_grads, f), "", doc)
 
     def is_recomputing(self) -> bool:
-        """Whether f is being recomputed, for hooks with side effects.
+        """Returns whether f is being recomputed, for hooks with side effects.
 
-        Always False in JAX, which has no hooks.
+        It is always False in JAX, which has no hooks.
 
         Returns:
             True inside f and the hooks of its modules while `chunked`, `checkpoint` or `frozen`
-            computes f again.
+            recomputes f.
 
         Example:
             >>> gt.is_recomputing()
@@ -282,7 +281,7 @@ class _Microbatches:
     carry_argnums: Argnums
 
     def value_and_grads(self, f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-        """The sum of the chunks' weighted terms, divided by the sum of the weights."""
+        """Sums the chunks' weighted terms and divides by the sum of the weights."""
         backend, has_aux, is_mean = self.backend, self.has_aux, self.reduction == "mean"
         positions = normalized_argnums(_MICROBATCHED, self.argnums, len(args))
         opened: Any = backend.opened(_MICROBATCHED, f, args, kwargs, positions)
@@ -301,7 +300,7 @@ class _Microbatches:
         known: list[Any] = []  # the structure of aux, and the shapes of its leaves
 
         def weighted(w: Array, x: Array) -> Array:
-            """w times x; zero where w is zero, even if x, a mean over no examples, is NaN."""
+            """Returns w * x; zero where w is zero, even if a mean x of nothing is NaN."""
             w = backend.real_scalar(w, x)
             if self.weights is None:
                 return w * x
@@ -315,7 +314,7 @@ class _Microbatches:
             flat = [x for leaves, _ in parts for x in leaves]
             names = [backend.dtype_name(x) for x in flat]
             layout[:] = [[(treedef, len(leaves)) for leaves, treedef in parts], names]
-            # At least 32 bits, so that sums of narrow dtypes do not round at each chunk.
+            # Uses at least 32 bits, so that sums of narrow dtypes are not rounded at each chunk.
             pairs, narrow = zip(flat, names, strict=True), ("float16", "bfloat16")
             wide = [backend.cast(x, "float32") if n in narrow else x for x, n in pairs]
             if is_mean:
@@ -349,7 +348,7 @@ class _Microbatches:
         return backend.attaching(opened, _MICROBATCHED, repeat)(outcome)
 
     def _batch(self, given: list[Argument], positions: tuple[int, ...]) -> Batch:
-        """The arguments, with weights of examples as another positional argument."""
+        """Splits the arguments; example weights become an additional positional argument."""
         backend, every = self.backend, list(given)
         if self.weights is not None and not callable(self.weights):
             weights = as_array(backend, _MICROBATCHED, self.weights, "weights")
@@ -393,13 +392,13 @@ class _Microbatches:
             if not good or (mean and not backend.is_inexact(x)):
                 raise GradtoolsError(
                     f"{_MICROBATCHED}: aux{path} is {describe(backend, x)}; expected an array of "
-                    "floating numbers, which is reduced over chunks as the loss is. Counts are "
-                    "summed with reduction='sum'; hand other state on by carry_argnums."
+                    "floating numbers, which is reduced over chunks like the loss. Counts are "
+                    "summed with reduction='sum'; pass other state on by carry_argnums."
                 )
             if shapes and shapes[k] != tuple(x.shape):
                 raise GradtoolsError(
                     f"{_MICROBATCHED}: aux{path} has shape {shapes[k]} in one chunk and "
-                    f"{tuple(x.shape)} in another. aux is reduced over chunks as the loss is; "
+                    f"{tuple(x.shape)} in another. aux is reduced over chunks like the loss; "
                     "outputs of each example are joined by chunked."
                 )
             arrays.append(x)
@@ -407,7 +406,7 @@ class _Microbatches:
         return backend.unflatten(treedef, arrays)
 
     def weight(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any, size: int) -> Any:
-        """The weight of the chunk with these arguments. given: The weights of its examples."""
+        """Returns the weight of a chunk with these arguments. given: Its examples' weights."""
         if not callable(self.weights):
             return size if self.weights is None else given.sum()
         result, backend = self.weights(*args, **takes(self.weights, kwargs)), self.backend
@@ -422,7 +421,7 @@ class _Microbatches:
         return result
 
     def _check_total(self, total: Array) -> None:
-        """Raises if concrete weights sum to zero; traced ones then give NaN."""
+        """Raises if concrete weights sum to zero; traced weights give NaN instead."""
         if self.weights is None:
             return
         number = self.backend.as_number(total)
@@ -434,7 +433,7 @@ class _Microbatches:
 
 
 def _with_carry(f: Callable[..., Any], has_aux: bool, *args: Any, **kwargs: Any) -> Any:
-    """f's `((loss, aux), carry)` as `(loss, (aux, carry))`, the form of has_aux."""
+    """Converts f's `((loss, aux), carry)` to `(loss, (aux, carry))`, the form of has_aux."""
     result = f(*args, **kwargs)
     out = result[0] if isinstance(result, tuple) and len(result) == 2 else None
     if out is None or (has_aux and not (isinstance(out, tuple) and len(out) == 2)):
@@ -452,7 +451,7 @@ def _keys_and_carries(
     carry_argnums: Argnums,
     differentiated: tuple[int, ...] = (),
 ) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Which arguments are keys and carries; their entries of `given` are made shared."""
+    """Returns the arguments that are keys and carries; makes their entries of `given` shared."""
     keys, carried = [
         () if argnums in ((), []) else normalized_argnums(caller, argnums, len(args), what)
         for what, argnums in (("key_argnums", key_argnums), ("carry_argnums", carry_argnums))

@@ -1,8 +1,8 @@
 """The command line: ``gradtools backends``, ``check``, ``cross-check`` and others.
 
-Options and commands are the two tables below. No framework is imported before a command needs it,
-so ``--help`` is fast. Exit status: 0 for success, 1 for failure or a negative result of a check, 2
-for wrong usage and if a check could not be run.
+Two tables below define options and commands. No framework is imported before a command needs it, so
+``--help`` is fast. The exit status is 0 for success, 1 for failure or a negative result of a check,
+and 2 for wrong usage or if a check could not be run.
 """
 
 import argparse
@@ -41,7 +41,7 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--args": {"metavar": "FILE", "help": "a .npz file, its arrays in their order, or .npy"},
     "--shapes": {"help": 'random arguments: "3x4,5:float32,()"'},
     "--seed": {"type": _not_negative, "default": 0, "metavar": "N", "help": "of random arguments"},
-    "--backend": {"choices": ("torch", "jax"), "help": "default: what FUNCTION's module imports"},
+    "--backend": {"choices": ("torch", "jax"), "help": "default: the import of FUNCTION's module"},
     "--on": {"choices": ("both", "torch", "jax"), "default": "both", "dest": "backend"},
     "--device": {"default": "auto", "help": "auto (default), cpu, gpu, tpu, or gpu:1"},
     "--argnums": {"type": _positions, "default": [0], "help": "positions: 0,2 (default: 0)"},
@@ -89,7 +89,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command.
 
     Args:
-        argv: the arguments without the program's name; ``sys.argv[1:]`` when None.
+        argv: The arguments without the program's name; ``sys.argv[1:]`` if None.
 
     Returns:
         The exit status.
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             module, _, name = _COMMANDS[args.command][0].partition(":")
             status = int(getattr(import_module(f"gradtools.{module}"), name)(args))
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader closed the pipe, as `| head` does
+    except BrokenPipeError:  # the reader closed the pipe, as in `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 128 + 13  # as a shell reports SIGPIPE
     except gradtools.GradtoolsError as error:
@@ -162,5 +162,5 @@ def backends(_: argparse.Namespace) -> int:
 def _is_installed(package: str) -> bool:
     try:
         return bool(version(package))
-    except ImportError:  # PackageNotFoundError is one
+    except ImportError:  # includes PackageNotFoundError
         return False

@@ -1,4 +1,4 @@
-"""The rule of `clip_gradient`: each modulus is clipped, then the global norm, without an epsilon.
+"""The rule of `clip_gradient` clips each modulus, then the global norm, without an epsilon.
 
 x' = c(y'),    c(y')_i = y'_i min(1, max_value / |y'_i|), then times min(1, max_norm / |y'|)
 """
@@ -14,13 +14,13 @@ from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
 from gradtools.rules import Rule
 
-ARRAY = "array"  # stands for a bound that is an array
+ARRAY = "array"  # the value of a bound that is an array
 
 
 def clip_rule(backend: Backend, count: int, max_norm: Any, max_value: Any) -> Rule:
-    """The rule of `clip_gradient`, of `count` leaves.
+    """Makes the rule of `clip_gradient` for `count` leaves.
 
-    A bound is a number, None, or `ARRAY`: then it is a further input of the rule.
+    A bound is a number, None, or `ARRAY`, which makes it a further input of the rule.
     """
     inputs = tuple(range(count, count + [max_norm, max_value].count(ARRAY)))
 
@@ -59,18 +59,18 @@ def _clip_modulus(backend: Backend, ct: Array, bound: Any) -> Array:
 
 
 def clip_norm(backend: Any, cts: list[Array], bound: Any) -> list[Array]:
-    """cts * min(1, bound / norm). The norm is computed of cts / unit, which cannot overflow."""
+    """Computes cts * min(1, bound / norm), with the norm of cts / unit, which cannot overflow."""
     xp = backend.xp
     wide = [_wide(backend, ct) for ct in cts]
     largest_of = [xp.max(xp.abs(ct)) for ct in wide if 0 not in ct.shape]
     if not largest_of:
         return cts
     largest = backend.stop_gradient(_of_all(xp, xp.max, largest_of))
-    # A quarter, whose reciprocal is never denormal; XLA would flush that to zero.
+    # Uses a quarter, whose reciprocal is never denormal; XLA would flush denormals to zero.
     unit = xp.maximum(largest / 4, xp.full_like(largest, xp.finfo(largest.dtype).smallest_normal))
     scaled = [ct / unit for ct in wide]
     total = _of_all(xp, xp.sum, [_squares(backend, ct) for ct in scaled if 0 not in ct.shape])
-    size = xp.sqrt(xp.maximum(total, xp.full_like(total, 0.5)))  # below 1 for zeros only
+    size = xp.sqrt(xp.maximum(total, xp.full_like(total, 0.5)))  # below 1 only for zeros
     bound = backend.real_scalar(bound, size)
     inside, factor = unit * size <= bound, bound / size
     pairs = zip(cts, scaled, strict=True)
@@ -96,7 +96,7 @@ def _squares(backend: Backend, ct: Array) -> Array:
 
 
 def bound_of(backend: Backend, name: str, bound: Any) -> Any:
-    """A bound of `clip_gradient` as `clip_rule` takes it."""
+    """Converts a bound of `clip_gradient` to an argument of `clip_rule`."""
     if bound is None:
         return None
     if isinstance(bound, int | float):
@@ -109,12 +109,12 @@ def bound_of(backend: Backend, name: str, bound: Any) -> Any:
     if not has_real_dtype(bound) or getattr(bound, "shape", ()) != ():
         raise GradtoolsError(
             f"clip_gradient: {name} is {describe(backend, bound)}; it must be a real number, or an "
-            "array of shape () that holds one."
+            "array of shape () with a real number."
         )
     return ARRAY
 
 
 def has_real_dtype(x: Any) -> bool:
-    """Whether x is an array of real numbers."""
+    """Returns whether x is an array of real numbers."""
     dtype = str(getattr(x, "dtype", "complex"))
     return not any(kind in dtype for kind in ("complex", "object", "str", "<U"))

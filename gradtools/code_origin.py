@@ -1,9 +1,9 @@
 """Classifies code by origin, and finds the user's line in a stack, an error or a function.
 
 Code belongs to the user, an installed package, or a library (the frameworks, the standard library,
-gradtools), depending on its file. All inspection of frames and tracebacks is here. It serves to
-name the user's line in messages and graphs, to filter tracebacks, to distinguish a framework's
-error from the user's, and to look for mutable state in the user's code only.
+gradtools), depending on its file. This module contains all inspection of frames and tracebacks. It
+names the user's line in messages and graphs, filters tracebacks, distinguishes a framework's error
+from the user's, and restricts the search for mutable state to the user's code.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class Source:
 
     @property
     def text(self) -> str:
-        """The line itself, stripped; empty where the file cannot be read."""
+        """The text of the line, stripped; empty if the file cannot be read."""
         return linecache.getline(self.file, self.line).strip()
 
 
@@ -51,7 +51,7 @@ class Source:
 
 @lru_cache(maxsize=4096)
 def kind_of(file: str) -> int:
-    """The origin of a file: USER, PACKAGE or LIBRARY."""
+    """Returns the origin of a file: USER, PACKAGE or LIBRARY."""
     if file.startswith("<"):
         return USER if file.startswith(_TYPED_IN) else LIBRARY
     if is_in(ENGINES, file):
@@ -62,14 +62,14 @@ def kind_of(file: str) -> int:
 
 
 def is_in(packages: Iterable[str], file: str) -> bool:
-    """Whether a file belongs to one of these packages, as they are installed."""
+    """Returns whether a file belongs to any of these packages, as installed."""
     modules = (sys.modules.get(name) for name in packages)
     files = (getattr(module, "__file__", None) for module in modules)
     return any(file.startswith(os.path.dirname(f) + os.sep) for f in files if f)
 
 
 def whose(x: CodeType | ModuleType | type) -> int:
-    """The origin of code, a module or a class; USER if it has no file."""
+    """Returns the origin of code, a module or a class; USER if it has no file."""
     if isinstance(x, CodeType):
         return kind_of(x.co_filename)
     name, module = (x.__module__, None) if isinstance(x, type) else (x.__name__, x)
@@ -79,7 +79,7 @@ def whose(x: CodeType | ModuleType | type) -> int:
 
 
 def is_ours(file: str, folder: str = "") -> bool:
-    """Whether a file belongs to gradtools, or to this folder of it."""
+    """Returns whether a file belongs to gradtools, or to this folder of it."""
     return file.startswith(os.path.join(_HERE, folder))
 
 
@@ -89,7 +89,7 @@ Lines = Iterable[tuple[FrameType, int]]
 
 
 def lines_above(depth: int, end: Any = None) -> Iterator[tuple[FrameType, int]]:
-    """The frames of the running stack with their lines, innermost first, without `depth` frames.
+    """Yields the frames above `depth` frames of the stack with their lines, innermost first.
 
     end: A function; the walk stops at its frame.
     """
@@ -99,20 +99,20 @@ def lines_above(depth: int, end: Any = None) -> Iterator[tuple[FrameType, int]]:
 
 
 def lines_of(error: BaseException) -> list[tuple[FrameType, int]]:
-    """The frames of an error's traceback with their lines, innermost first."""
+    """Returns the frames of an error's traceback with their lines, innermost first."""
     return list(traceback.walk_tb(error.__traceback__))[::-1]
 
 
 def functions_in(error: BaseException) -> list[tuple[str, str]]:
-    """The qualified names and files of the functions in an error's traceback, outermost first."""
+    """Returns names and files of the functions in an error's traceback, outermost first."""
     codes = [frame.f_code for frame, _ in reversed(lines_of(error))]
     return [(code.co_qualname, code.co_filename) for code in codes]
 
 
 def innermost(lines: Lines, stand_in: int = USER) -> Source | None:
-    """The user's innermost line.
+    """Returns the user's innermost line.
 
-    stand_in: With PACKAGE, the innermost line of an installed package if no line is the user's.
+    stand_in: If PACKAGE, an installed package's innermost line is used if there is no user line.
     """
     source, kind = None, stand_in + 1
     for frame, line in lines:
@@ -125,15 +125,15 @@ def innermost(lines: Lines, stand_in: int = USER) -> Source | None:
 
 
 def users_lines(lines: Lines) -> tuple[Source, ...]:
-    """All of the user's lines, innermost first."""
+    """Returns all of the user's lines, innermost first."""
     return tuple(_source(frame.f_code, n) for frame, n in lines if whose_frame(frame) == USER)
 
 
 def whose_frame(frame: FrameType) -> int:
-    """The origin of the code that runs in a frame.
+    """Returns the origin of the code that runs in a frame.
 
-    Generated code, such as a dataclass's methods, has a file name like interactive code of the
-    user; its module decides.
+    Generated code, such as a dataclass's methods, has a file name like a user's interactive code;
+    its module determines the origin.
     """
     file = frame.f_code.co_filename
     if not file.startswith("<") or file.startswith("<doctest"):
@@ -142,12 +142,12 @@ def whose_frame(frame: FrameType) -> int:
 
 
 def module_of(frame: FrameType) -> str:
-    """The name of the module whose code runs in a frame."""
+    """Returns the name of the module whose code runs in a frame."""
     return str(frame.f_globals.get("__name__", ""))
 
 
 def calls_below_the_user(lines: Lines) -> Iterator[tuple[str, str, Any]]:
-    """The module, name and `self` of each call that the user's innermost line leads to."""
+    """Yields module, name and `self` of each call below the user's innermost line."""
     for frame, _ in lines:
         if whose_frame(frame) == USER:
             return
@@ -155,14 +155,14 @@ def calls_below_the_user(lines: Lines) -> Iterator[tuple[str, str, Any]]:
 
 
 def is_our_frame(frame: FrameType) -> bool:
-    """Whether gradtools' code runs in a frame. JAX's synthetic frames have no module."""
+    """Returns whether gradtools' code runs in a frame. JAX's synthetic frames have no module."""
     return module_of(frame).partition(".")[0] == __package__ or is_ours(frame.f_code.co_filename)
 
 
 def depth_of_the_user() -> int:
-    """The `stacklevel` for `warnings.warn` in the calling function, of the user's innermost line.
+    """Returns the `stacklevel` of the user's innermost line for `warnings.warn` in the caller.
 
-    If no frame is the user's, the stacklevel of the first frame outside of gradtools.
+    If no frame is the user's, returns the stacklevel of the first frame outside of gradtools.
     """
     outside = depth = 0
     for depth, (frame, _) in enumerate(lines_above(1), 1):
@@ -174,18 +174,18 @@ def depth_of_the_user() -> int:
 
 
 def place_of(error: BaseException) -> str:
-    """The user's innermost line in an error's traceback, in parentheses; empty if none."""
+    """Formats the user's innermost line in an error's traceback, in parentheses; empty if none."""
     line = innermost(lines_of(error))
     return f" ({line})" if line else ""
 
 
 def raised_by(package: str, error: BaseException) -> bool:
-    """Whether a framework or gradtools raised an error, rather than the user.
+    """Returns whether a framework or gradtools raised an error, rather than the user.
 
     A framework's errors have texts but no types of their own, and the user's errors may contain the
     same words. An error is the user's if a `raise` statement outside of the framework's modules
-    raised it; an error of compiled code is raised by a call. The top-level module itself counts as
-    the user's, since it raises on behalf of the user (`torch._check`).
+    raised it; a call raises an error of compiled code. The framework's top-level module counts as
+    the user's code, since it raises on behalf of the user (`torch._check`).
     """
     origin = error.__traceback__
     if origin is None:
@@ -201,7 +201,7 @@ def raised_by(package: str, error: BaseException) -> bool:
 
 
 def definition_of(f: Any) -> Source | None:
-    """The line at which a Python function is defined."""
+    """Returns the line at which a Python function is defined."""
     code = getattr(f, "__code__", None)
     return None if code is None else _source(code, code.co_firstlineno)
 

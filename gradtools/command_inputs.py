@@ -1,4 +1,4 @@
-"""The functions and arrays that a command line names, for all commands.
+"""Reads the functions and arrays that a command line names, for all commands.
 
 A program is ``package.module:name``, imported from the working directory. Arrays are read from a
 file or drawn at random by shape.
@@ -23,7 +23,7 @@ _OF = {"torch": "torch", **dict.fromkeys(("jax", "jaxlib", "flax", "equinox", "o
 
 
 def inputs_of(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...], ModuleType]:
-    """The function of a command, its arguments, and the namespace of its framework."""
+    """Returns a command's function, its arguments, and its framework's namespace."""
     f = named(options.function)
     gt = import_module(f"gradtools.{options.backend or _framework_of(f, options.function)}")
     arrays = arrays_given(options.args, options.shapes, options.seed, "float32")
@@ -31,7 +31,7 @@ def inputs_of(options: argparse.Namespace) -> tuple[Any, tuple[Any, ...], Module
 
 
 def named(path: str) -> Any:
-    """The object that ``package.module:name`` names."""
+    """Imports the object that ``package.module:name`` names."""
     module, _, name = path.partition(":")
     if not module or not name:
         raise GradtoolsError(f"{path!r} names no program; write package.module:name.")
@@ -49,7 +49,7 @@ def named(path: str) -> Any:
 
 
 def _framework_of(f: Any, path: str) -> str:
-    """The framework that a function is written in, by its class or else its module's imports."""
+    """Returns the framework of a function, by its class or else its module's imports."""
     values = vars(sys.modules[path.partition(":")[0]]).values()
     modules = (x.__name__ if isinstance(x, ModuleType) else _module_of(x) for x in values)
     for names in (map(_module_of, type(f).__mro__), modules):
@@ -74,13 +74,13 @@ def _module_of(x: Any) -> str:
 def arrays_given(
     file: str | None, shapes: str | None, seed: int, dtype: str = "float64"
 ) -> tuple[np.ndarray, ...]:
-    """The arrays of a file, or random arrays of the shapes; none if neither is given.
+    """Returns the arrays of a file, or random arrays of the shapes; none if neither is given.
 
     Args:
-        file: A .npz file, whose arrays come in their order, or a .npy file.
+        file: A .npz file, whose arrays are used in order, or a .npy file.
         shapes: Such as ``"3x4,5:float32,()"``. Floats are normal draws, integers are 0, 1 or 2.
         seed: The seed of the draws.
-        dtype: The dtype of shapes that name none.
+        dtype: The default dtype of shapes.
     """
     if file:
         result = np.load(file)

@@ -1,8 +1,8 @@
-"""`custom_rule`: functions on pytrees with a jvp or vjp rule that the user writes.
+"""`custom_rule` gives functions on pytrees a jvp or vjp rule that the user writes.
 
-The author writes a rule on pytrees, with the signatures of `jax.custom_vjp` and
-`jax.custom_jvp`; here it becomes a `Rule` on flat lists of arrays: one `Specialization` for each
-combination of static arguments and tree structure.
+The author writes a rule on pytrees, with the signatures of `jax.custom_vjp` and `jax.custom_jvp`.
+It becomes a `Rule` on flat lists of arrays: one `Specialization` for each combination of static
+arguments and tree structure.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _MOST_SPECIALIZATIONS = 256
 
 
 class CustomRules(Operators):
-    """The operator that gives a function its own rule."""
+    """The operator that gives a function a custom rule."""
 
     @overload
     def custom_rule(self, f: Callable[..., Any], static_argnames: Any = ()) -> CustomRule: ...
@@ -42,19 +42,19 @@ class CustomRules(Operators):
     def custom_rule(self, f: Any = None, static_argnames: Any = ()) -> Any:
         """Gives the function `f` a derivative that you write.
 
-        Give a reverse rule, a forward rule, or both; the missing rule follows by transposition:
+        Give a reverse rule, a forward rule, or both; a missing rule is derived by transposition:
 
             f.defvjp(fwd, bwd)     fwd(*args) -> (out, residuals)
                                    bwd(residuals, cotangent) -> one cotangent per argument
             f.defjvp(rule)         rule(primals, tangents) -> (out, tangent_out)
 
-        Either gives forward and reverse mode, second order in every combination, vmap, compiled
+        Either rule supports both modes, second order in every combination, vmap, compiled
         code and loops. Everything that `fwd` saves (inputs, outputs, intermediates, non-arrays) is
         differentiated through `fwd` at second order. Cotangents are J^H v in both frameworks.
 
         Args:
             f: Takes and returns pytrees of arrays. Keyword arguments are bound to its signature,
-                and a rule gets every argument by position, defaults included.
+                and a rule gets every argument by position, including defaults.
             static_argnames: A name or names of hashable arguments that are not arrays and select
                 the program. They come first in the arguments of fwd, bwd and rule. An array that a
                 static function captures cannot be differentiated.
@@ -62,13 +62,13 @@ class CustomRules(Operators):
         Returns:
             A function with f's arguments. `bwd` returns None for a zero cotangent and for an
             integer argument; `rule` gets None as the tangent of an integer argument. A float or
-            complex number is an argument like an array; its tangent is a zero.
+            complex number is an argument like an array; its tangent is zero.
 
         Raises:
-            GradtoolsError: (on call) there is no rule; the output of fwd or of the forward rule
+            GradtoolsError: (When called) there is no rule; the output of fwd or of the forward rule
                 differs from f's in structure, shape or dtype; a cotangent differs from its
-                argument, or a tangent from its output, in structure, shape or dtype; a map that
-                is transposed for the other mode is not linear; a rule closes over an array that is
+                argument, or a tangent from its output, in structure, shape or dtype; a map that is
+                transposed for the other mode is not linear; a rule closes over an array that is
                 differentiated. `gradtools.testing.check_rule` finds other mistakes.
 
         Example:
@@ -104,17 +104,17 @@ _SETTINGS = {"fun", *_MAPS, "symbolic_zeros", "static_argnames", "kernel"}
 
 @user_facing_methods
 class CustomRule:
-    """A function and its rule; see `custom_rule`.
+    """A function with a custom rule; see `custom_rule`.
 
     Setting an attribute after a call clears the caches of earlier calls.
 
     Attributes:
-        fun: The function that gives the value.
-        fwd: The rule's forward pass, None if not given.
-        bwd: The rule's backward pass, None if not given.
-        jvp: The forward rule, None if not given.
+        fun: The function that computes the value.
+        fwd: The rule's forward pass; None if not given.
+        bwd: The rule's backward pass; None if not given.
+        jvp: The forward rule; None if not given.
         static_argnames: The names of the static arguments.
-        symbolic_zeros: Which maps have symbolic zeros: any of "tangent" and "cotangent".
+        symbolic_zeros: The maps with symbolic zeros: any of "tangent" and "cotangent".
     """
 
     __qualname__: str
@@ -148,12 +148,12 @@ class CustomRule:
         named: Any = sys.modules.get(self.__module__)
         for name in getattr(self, "__qualname__", self.__name__).split("."):
             named = getattr(named, name, None)
-        if named is self:  # a decorated function is pickled by its name, as any function
+        if named is self:  # a decorated function is pickled by name, like any function
             return getattr(self, "__qualname__", self.__name__)
         return super().__reduce_ex__(protocol)
 
     def __getstate__(self) -> dict[str, Any]:
-        """The attributes without the caches."""
+        """Returns the attributes without the caches."""
         return {k: x for k, x in dict(self.__dict__).items() if k not in _CACHES}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -163,7 +163,7 @@ class CustomRule:
     def _init_caches(self) -> None:
         self._specializations: OrderedDict[Any, Specialization] = OrderedDict()
         self._by_key: dict[str, Specialization] = {}
-        self._transient: dict[str, Any] = {}  # the keys of specializations for one call only
+        self._transient: dict[str, Any] = {}  # the keys of specializations that serve only one call
         self._clear_caches()
         self._key_of = self._backend.compiler.constant_result(self._key)
         self._out_of = self._backend.compiler.constant_result(self._out)
@@ -194,16 +194,16 @@ class CustomRule:
         symbolic_zeros: bool = False,
         optimize_remat: bool = False,
     ) -> None:
-        """Gives the reverse rule.
+        """Sets the reverse rule.
 
         Args:
             fwd: `fwd(*args)` returns the output and the residuals for bwd, any pytree.
             bwd: `bwd(residuals, cotangent)` returns a tuple, one entry for each argument that is
-                not static. Static arguments lead the arguments of both.
+                not static. Static arguments come first in the arguments of both.
             symbolic_zeros: Whether fwd and bwd see which arguments are not differentiated. Instead
-                of each array and number fwd then gets an object with `value` and `perturbed`
-                (PyTorch's `needs_input_grad`), and bwd gets None for a cotangent that is zero.
-            optimize_remat: Accepted as by `jax.custom_vjp`; it has no effect. fwd is inlined, so
+                of each array and number, fwd then gets an object with `value` and `perturbed`
+                (PyTorch's `needs_input_grad`), and bwd gets None for a zero cotangent.
+            optimize_remat: Accepted as in `jax.custom_vjp`; it has no effect. fwd is inlined, so
                 residuals that a checkpoint recomputes are not computed in the first pass.
         """
         check_function(f"{self.__name__}.defvjp", fwd, "fwd", curried=False)
@@ -213,7 +213,7 @@ class CustomRule:
         self._is_symbolic("cotangent", symbolic_zeros)
 
     def _check_order(self, fwd: Callable[..., Any]) -> None:
-        """Raises if fwd takes f's parameters in f's order and a static argument does not lead."""
+        """Raises if fwd has f's parameter order and a static argument is not first."""
         statics, names = self._binding.statics, list(self._binding.names)
         expected = sorted(names, key=lambda name: name not in statics)
         try:
@@ -223,7 +223,7 @@ class CustomRule:
         if taken == names != expected:
             raise GradtoolsError(
                 f"{self.__name__}.defvjp: fwd takes ({', '.join(taken)}) in the order of "
-                f"jax.custom_vjp, but static arguments lead: it is called as "
+                f"jax.custom_vjp, but static arguments come first: it is called as "
                 f"fwd({', '.join(expected)}). Reorder its parameters."
             )
 
@@ -231,15 +231,15 @@ class CustomRule:
         self.symbolic_zeros = self.symbolic_zeros - {which} | ({which} if yes else set())
 
     def defjvp(self, rule: F, symbolic_zeros: bool = False) -> F:
-        """Gives the forward rule: `rule(primals, tangents)` returns the output and its tangent.
+        """Sets the forward rule: `rule(primals, tangents)` returns the output and its tangent.
 
         Args:
-            rule: Static arguments lead its arguments.
+            rule: The forward rule; static arguments come first in its arguments.
             symbolic_zeros: Whether the tangent of an argument that is not differentiated is None
                 instead of an array of zeros.
 
         Returns:
-            The rule, so this may be used as a decorator.
+            The rule, so that the method can be used as a decorator.
         """
         check_function(f"{self.__name__}.defjvp", rule, "the rule", curried=False)
         self.jvp = rule
@@ -247,7 +247,7 @@ class CustomRule:
         return rule
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The value; differentiated by the rule wherever a derivative is taken."""
+        """Evaluates f; the rule defines its derivative wherever a derivative is taken."""
         statics: tuple[Any, ...] = ()
         rest: tuple[Any, ...] = args
         try:  # like `user_facing`, but without a further call
@@ -265,7 +265,7 @@ class CustomRule:
             raise
 
     def _applied(self, statics: tuple[Any, ...], rest: tuple[Any, ...]) -> Any:
-        """The value, by the rule of these arguments' structure."""
+        """Evaluates f with the rule for these arguments' structure."""
         backend = self._backend
         leaves, structure = backend.flatten_static(rest)
         leaves = [x if backend.is_array(x) else backend.as_leaf(x) for x in leaves]
@@ -284,14 +284,14 @@ class CustomRule:
                 self._specializations.pop(self._transient.pop(key), None)
 
     def _bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """`(statics, rest)` of a call, or an error that names the function."""
+        """Splits a call into `(statics, rest)`; raises an error that names the function."""
         try:
             return self._binding.bound(args, kwargs)
         except TypeError as error:
             signature = f"{self.__name__}{self._binding.signature}"
             raise TypeRefusal(f"{self._kind} {signature}: {error}.") from error
 
-    # Dynamo embeds the results of these two as constants.
+    # Dynamo embeds the results of the following two methods as constants.
 
     def _key(self, own_key: str, statics: Any, structure: Any, arrays: Any, others: Any) -> str:
         left = iter(others)
@@ -299,7 +299,7 @@ class CustomRule:
         return self._specialized(statics, structure, leaves).key
 
     def _out(self, key: str, avals: Any) -> Any:
-        """The structure of the output for inputs with these avals."""
+        """Returns the structure of the output for inputs with these avals."""
         specialized = self._by_key[key]
         if avals in specialized.outs:
             return specialized.outs[avals]
@@ -308,7 +308,7 @@ class CustomRule:
         return self._backend.static_treedef(specialized.newest)
 
     def _specialized(self, statics: Any, structure: Any, others: Any) -> Specialization:
-        """The specialization for static arguments and a structure whose leaves are `others`."""
+        """Returns the specialization for static arguments and a structure with leaves `others`."""
         keys = tuple([_static_key(x) for x in statics])
         key = (keys, structure, others, type_key((*statics, *others)))
         try:
@@ -328,7 +328,7 @@ class CustomRule:
         return result
 
     def _is_transient(self, statics: tuple[Any, ...]) -> bool:
-        """Whether a specialization serves one call, for a cached tracer would leak."""
+        """Returns whether a specialization serves one call: a cached tracer would leak."""
         kind, functions = self._backend.array_type or str, _functions_in(statics)
         return next(captured_objects(functions, self._backend.is_traced, kind), None) is not None
 
@@ -376,25 +376,25 @@ class CustomRule:
         )
 
     def _user_functions(self, specialized: Specialization) -> tuple[Any, ...]:
-        """The functions that may close over arrays; see `Rule`."""
+        """Returns the functions that may close over arrays; see `Rule`."""
         return (self.fun, *_functions_in(specialized.statics), *self._maps().values())
 
     def _maps(self) -> dict[str, Callable[..., Any]]:
-        """The user's functions of the rule, by role."""
+        """Returns the user's functions of the rule, by role."""
         return {role: f for role in _MAPS if (f := getattr(self, role)) is not None}
 
     def _contract(self) -> Contract:
-        """The contract of a specialization."""
+        """Returns the contract of a specialization."""
         return Contract(f"{self._kind} {self.__name__}", checked=self._is_checked)
 
 
 def _functions_in(statics: Sequence[Any]) -> list[Any]:
-    """The static arguments that may hold arrays."""
+    """Returns the static arguments that may hold arrays."""
     return [x for x in statics if not isinstance(x, bool | int | float | complex | str | type)]
 
 
 def _static_key(x: Any) -> Any:
-    """The key of a static argument: itself, or the id of an unhashable function."""
+    """Returns the key of a static argument: itself, or the id of an unhashable function."""
     return id(x) if callable(x) and not _is_hashable(x) else x
 
 

@@ -1,4 +1,4 @@
-"""`Specialization`: a `custom_rule` at one pytree structure, as functions of flat arrays."""
+"""`Specialization` is a `custom_rule` at one pytree structure, as functions of flat arrays."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ class Specialization:
         of: The custom rule.
         statics: The static arguments.
         treedef: The structure of the other arguments.
-        others: Their leaves, ARRAY for each array.
-        outs: The structure of the output, by the avals of the inputs.
+        others: The leaves of the other arguments, with ARRAY for each array.
+        outs: Maps the avals of the inputs to the structure of the output.
         newest: The structure of the latest output.
-        refined: Makes the linear maps of a host function rules, which can be differentiated.
-        is_flat: Whether the arguments are arrays only, in no containers.
-        fun, fwd, bwd, jvp: The author's functions, of flat tuples of arrays; None if not given.
+        refined: Converts the linear maps of a host function to rules, which are differentiable.
+        is_flat: Whether the arguments are only arrays, without containers.
+        fun, fwd, bwd, jvp: The author's functions of flat tuples of arrays; None if not given.
     """
 
     of: CustomRule
@@ -66,7 +66,7 @@ class Specialization:
         self.key = self.rule.key
 
     def arguments(self, values: Sequence[Any]) -> Any:
-        """The arguments, with `values` as their arrays."""
+        """Returns the arguments with `values` as their arrays."""
         if self.is_flat:
             return tuple(values)
         return self.backend.unflatten(self.treedef, refilled(self.others, values))
@@ -74,7 +74,7 @@ class Specialization:
     # --- values
 
     def primal(self, *xs: Array) -> list[Array]:
-        """The function itself."""
+        """Evaluates the function itself."""
         return self.outputs(xs, self.fun(*xs), "it")
 
     def outputs(self, xs: Sequence[Array], out: Any, who: str) -> list[Array]:
@@ -126,11 +126,11 @@ class Specialization:
     # --- the forward rule
 
     def pushforward(self, xs: Entries, dxs: Entries) -> tuple[list[Array], list[Any]]:
-        """Outputs and their tangents by the forward rule."""
+        """Returns outputs and their tangents by the forward rule."""
         return self.pushed(xs, self.jvp(tuple(xs), tuple(dxs)))
 
     def pushed(self, xs: Entries, result: Any) -> tuple[list[Array], list[Any]]:
-        """Outputs and tangents from the pair that the forward rule returned."""
+        """Returns outputs and tangents from the pair that the forward rule returned."""
         out, dout = self.pair(result, "the forward rule", "(out, tangent_out)")
         ys = self.outputs(xs, out, "the forward rule")
         dys = self._like(dout, self.outs[avals_of(xs)], "the forward rule's tangent")
@@ -140,11 +140,11 @@ class Specialization:
         ]
 
     def tangent(self, xs: Entries, dxs: Entries) -> list[Any]:
-        """The tangents alone."""
+        """Returns only the tangents."""
         return self.pushforward(xs, dxs)[1]
 
     def tangents(self, dxs: Sequence[Any]) -> Any:
-        """The tree of tangents that is passed to the forward rule."""
+        """Builds the tree of tangents that is passed to the forward rule."""
         instantiated = "tangent" not in self.of.symbolic_zeros
         has_zero = lambda x: instantiated and isinstance(x, float | complex)
         full = [o if o is ARRAY else 0.0 if has_zero(o) else None for o in self.others]
@@ -155,7 +155,7 @@ class Specialization:
     def linearize(self, *xs: Array, perturbed: tuple[bool, ...] | None = None) -> Linearized:
         """Runs fwd; returns the outputs and the maps that read its residuals.
 
-        perturbed: Which of xs are differentiated, None if unknown.
+        perturbed: Which of xs are differentiated, or None if unknown.
         """
         if "cotangent" not in self.of.symbolic_zeros:
             return self.linearized(xs, self.fwd(*xs))
@@ -163,7 +163,7 @@ class Specialization:
         return self.linearized(xs, self.of.fwd(*self.statics, *self._fwd_arguments(xs, perturbed)))
 
     def linearized(self, xs: Sequence[Array], result: Any) -> Linearized:
-        """The outputs, and the maps that read the residuals, of the pair that fwd returned."""
+        """Returns the outputs and the maps of the residuals, from the pair that fwd returned."""
         backend = self.backend
         like = [(tuple(x.shape), x.dtype, backend.is_inexact(x)) for x in xs]
         out, res = self.pair(result, "fwd", "(out, residuals)")
@@ -190,7 +190,7 @@ class Specialization:
         return self.refined(maps, [inexact for _, _, inexact in like], outs)
 
     def _fwd_arguments(self, xs: Sequence[Array], perturbed: tuple[bool, ...] | None) -> Any:
-        """fwd's arguments; with symbolic zeros, each becomes a `Primal`."""
+        """Returns fwd's arguments; with symbolic zeros, each becomes a `Primal`."""
         if "cotangent" not in self.of.symbolic_zeros:
             return self.arguments(xs)
         if perturbed is None:
@@ -201,7 +201,7 @@ class Specialization:
         return self.backend.unflatten(self.treedef, refilled(full, primals))
 
     def cotangents(self, cotangents: Any, like: Sequence[Any]) -> list[Any]:
-        """The flat cotangents that bwd returned, one for each array, checked against `like`."""
+        """Flattens bwd's cotangents, one for each array, and checks them against `like`."""
         if not isinstance(cotangents, tuple | list) or len(cotangents) != len(self.entries):
             came = describe(self.backend, cotangents)
             names = [n for n in self.of._binding.names if n not in self.of.static_argnames]
@@ -224,7 +224,7 @@ class Specialization:
     # --- checks
 
     def pair(self, result: Any, who: str, what: str) -> Any:
-        """The result, or an error if it is not a pair."""
+        """Returns the result; raises an error if it is not a pair."""
         if not isinstance(result, tuple | list) or len(result) != 2:
             raise self.contract.refusal(
                 f"{who} returned {describe(self.backend, result)}, expected a pair {what}."
@@ -232,7 +232,7 @@ class Specialization:
         return result
 
     def _like(self, tree: Any, treedef: Any, who: str) -> list[Any]:
-        """The leaves of tree at treedef's leaves; None stands for zeros of a leaf or subtree."""
+        """Returns the leaves of tree at treedef's leaves; None means zeros of a leaf or subtree."""
         backend = self.backend
         if tree is None:
             return [None] * treedef.num_leaves
@@ -257,7 +257,7 @@ class Specialization:
         return self._fits(x, tuple(like.shape), like.dtype, self.backend.is_inexact(like), who)
 
     def _fits(self, x: Any, shape: Any, dtype: Any, inexact: bool, who: str) -> Any:
-        """x, checked against a shape and dtype; None for a zero or an integer argument."""
+        """Checks x against a shape and dtype; returns None for a zero or an integer argument."""
         if x is None or not inexact:
             return None
         zero = self.backend.is_symbolic_zero(x)
@@ -277,7 +277,7 @@ _ZERO = object()
 
 
 def _without_none(tree: Any, whole: Any) -> Any:
-    """The tree with each None replaced by the subtree of `whole` in its place."""
+    """Replaces each None in the tree by the corresponding subtree of `whole`."""
     if tree is None:
         return whole
     if type(tree) is type(whole) and type(tree) in (dict, list, tuple) and len(tree) == len(whole):
@@ -288,12 +288,12 @@ def _without_none(tree: Any, whole: Any) -> Any:
 
 
 def avals_of(xs: Sequence[Array]) -> Any:
-    """Shapes and dtypes, a key of caches and checks."""
+    """Returns shapes and dtypes, as a key of caches and checks."""
     return tuple([(lengths_of(x.shape), x.dtype) for x in xs])
 
 
 def lengths_of(shape: Any) -> tuple[Any, ...]:
-    """The lengths of a shape's axes; None for a symbolic size of PyTorch, which has no hash."""
+    """Returns the lengths of a shape's axes; None for PyTorch's unhashable symbolic sizes."""
     return tuple([n if isinstance(n, int) else None for n in shape])
 
 
@@ -302,7 +302,7 @@ _PLAIN = (str, bytes, bool, int, float, complex, type)
 
 @dataclass(frozen=True)
 class Residuals:
-    """The pytree that fwd saved: the position of each array, and the other leaves."""
+    """The structure of the pytree that fwd saved: positions of arrays, and other leaves."""
 
     treedef: Any
     places: tuple[int, ...]  # positions in [*xs, *ys, *extras]
@@ -310,12 +310,12 @@ class Residuals:
 
     @property
     def opaque_residuals(self) -> bool:
-        """Whether a non-array among them may depend on x."""
+        """Whether a non-array leaf may depend on x."""
         return any(o is not ARRAY and not isinstance(o, _PLAIN) for o in self.others)
 
     @classmethod
     def of(cls, backend: Backend, res: Any, xs: Sequence[Array], ys: Sequence[Array]) -> Any:
-        """The record of a pytree `res`, and its arrays that are neither inputs nor outputs."""
+        """Records a pytree `res`; also returns its arrays that are neither inputs nor outputs."""
         leaves, treedef = backend.flatten(res)
         known = {id(x): i for i, x in reversed(list(enumerate([*xs, *ys])))}
         start = len(xs) + len(ys)
@@ -334,5 +334,5 @@ class Residuals:
         return cls(treedef, tuple(places), tuple(others)), extras
 
     def restored(self, backend: Backend, saved: Entries) -> Any:
-        """The pytree that fwd saved, rebuilt from its arrays."""
+        """Rebuilds the pytree that fwd saved from its arrays."""
         return backend.unflatten(self.treedef, refilled(self.others, saved))

@@ -1,11 +1,11 @@
-"""The derivative operators of first order, written once on a backend's vjp, jvp and linearize.
+"""First-order derivative operators, written once in terms of a backend's vjp, jvp and linearize.
 
 With J the Jacobian of f at x and Re<u, v> the inner product,
 
     pushforward  t -> J t          pullback  c -> J^H c          Re<c, J t> = Re<J^H c, t>
 
-and every operator here is one of the two. The gradient of a real f is
-J^H 1, which for complex x is df/dRe + i df/dIm: `x - lr * grad` descends.
+and every operator here computes one of the two. The gradient of a real f is J^H 1, which for
+complex x is df/dRe + i df/dIm: `x - lr * grad` descends.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ Argnums = int | Sequence[int]
 
 @dataclass(frozen=True)
 class GradientSpec:
-    """The options of one gradient operator."""
+    """The options of a gradient operator."""
 
     operator: str  # the name of the public function, for messages
     f: Callable[..., Any]
     argnums: Argnums
-    has_aux: bool | None = None  # None if the operator does not take it
+    has_aux: bool | None = None  # None if the operator has no such argument
     disconnected_inputs: str = "raise"
     minimizing: int | None = None  # the number of minimizing argnums; the others maximize
-    opened: Any = None  # the call at modules that f belongs to
+    opened: Any = None  # the call at the modules that f belongs to
 
 
 Disconnected = Literal["raise", "warn", "zeros", "strict"]
@@ -106,35 +106,35 @@ class Derivatives(Operators):
         disconnected_inputs: Disconnected = "raise",
         mode: GradMode = "auto",
     ) -> Callable[..., Any]:
-        """A function that computes the gradient of a real scalar f.
+        """Creates a function that computes the gradient of a real scalar f.
 
-        f is evaluated once, and no `.grad` is changed. In JAX f's Python code runs a second time,
-        as a trace, where the gradient of an argument may be zero because it does not reach f.
+        f is evaluated once, and no `.grad` is changed. In JAX, f's Python code is traced again if
+        the gradient of an argument may be zero because the argument does not reach the output.
 
         Args:
             f: Takes pytrees of arrays and returns one real array of shape ().
-            argnums: Which positional arguments to differentiate with respect to: an integer or a
+            argnums: The positional arguments to differentiate with respect to, an integer or a
                 tuple. An argument may be a whole module: a `torch.nn.Module` gives a dict of
-                gradients by parameter name, an equinox or flax.nnx module the result of its
+                gradients by parameter name; an equinox or flax.nnx module gives the result of its
                 library's own grad.
-            has_aux: Whether f returns `(output, aux)`; aux may hold anything.
-            disconnected_inputs: What happens when an argument does not reach the output:
-                "raise", "warn", "zeros", or "strict", which raises for any single leaf.
-            mode: How the gradient is differentiated in turn. "auto": by the framework's double
+            has_aux: Whether f returns `(output, aux)`; aux may be any object.
+            disconnected_inputs: The action if an argument does not reach the output: "raise",
+                "warn", "zeros", or "strict", which raises for any single leaf.
+            mode: How the gradient itself is differentiated. "auto": by the framework's double
                 backward, which keeps the graphs of f and of its gradient. "forward_over_reverse":
                 by a jvp of the gradient, which is recomputed from the arguments, so that an
-                unrolled optimization keeps the parameters of each step and no activations. f is
+                unrolled optimization stores the parameters of each step but no activations. f is
                 wrapped in `frozen`: arrays that it closes over are constants.
 
         Returns:
-            A function of f's arguments, returning a pytree like the argument (a tuple of them
+            A function of f's arguments that returns a pytree like the argument (a tuple of pytrees
             if argnums is a tuple), or `(grads, aux)`.
 
         Raises:
-            GradtoolsError: (on call) The output is not a real scalar; a differentiated argument
+            GradtoolsError: (When called) the output is not a real scalar; a differentiated argument
                 holds something that is not a floating or complex array; argnums is out of range.
-                With mode="forward_over_reverse" also as `frozen`.
-            DisconnectedInputError: (on call) As `disconnected_inputs` says.
+                With mode="forward_over_reverse", also as in `frozen`.
+            DisconnectedInputError: (When called) according to `disconnected_inputs`.
 
         Example:
             >>> x = {"w": gt.asarray(np.float32([1.0, 2.0]))}
@@ -188,7 +188,7 @@ class Derivatives(Operators):
         disconnected_inputs: Disconnected = "raise",
         mode: GradMode = "auto",
     ) -> Callable[..., Any]:
-        """The value and the gradient of a real scalar f, from one evaluation.
+        """Creates a function that computes value and gradient of a real scalar f in one evaluation.
 
         Args:
             f: As in `grad`.
@@ -198,11 +198,11 @@ class Derivatives(Operators):
             mode: As in `grad`.
 
         Returns:
-            A function of f's arguments, returning `(value, grads)` or `((value, aux), grads)`.
+            A function of f's arguments that returns `(value, grads)` or `((value, aux), grads)`.
 
         Raises:
-            GradtoolsError: As `grad` does.
-            DisconnectedInputError: As `grad` does.
+            GradtoolsError: As in `grad`.
+            DisconnectedInputError: As in `grad`.
 
         Example:
             >>> value, g = gt.value_and_grad(lambda x: x ** 2)(gt.asarray(np.float32(3.0)))
@@ -218,24 +218,24 @@ class Derivatives(Operators):
         maximize: Argnums,
         has_aux: bool = False,
     ) -> Callable[P, tuple[Any, tuple[Any, ...]]]:
-        """The value and the gradients of all players of a minimax problem.
+        """Creates a function that computes value and gradients of all players of a minimax problem.
 
         The gradients of the maximizing players are negated, so every player updates by `x - lr *
         grad` and ordinary optimizers work (GANs, domain-adversarial training).
 
         Args:
             f: As in `grad`.
-            minimize: The argnums of the players that minimize f.
-            maximize: The argnums of the players that maximize it.
+            minimize: The positions of the players that minimize f.
+            maximize: The positions of the players that maximize f.
             has_aux: Whether f returns `(value, aux)`.
 
         Returns:
-            A function of f's arguments, returning `(value, grads)` or `((value, aux), grads)`,
-            grads in ascending argnum order.
+            A function of f's arguments that returns `(value, grads)` or `((value, aux), grads)`,
+            with grads in ascending argnum order.
 
         Raises:
-            GradtoolsError: As `grad` does, or if an argument both minimizes and maximizes.
-            DisconnectedInputError: If a player does not reach f's output.
+            GradtoolsError: As in `grad`; also if an argument both minimizes and maximizes.
+            DisconnectedInputError: A player does not reach f's output.
 
         Example:
             >>> f = lambda x, y: x ** 2 - y ** 2
@@ -244,7 +244,7 @@ class Derivatives(Operators):
             >>> [float(g) for g in grads]
             [4.0, 4.0]
 
-        Source: the two aims of Goodfellow et al., Generative adversarial nets, 2014, and the one
+        Source: the two objectives of Goodfellow et al., Generative adversarial nets, 2014; the one
         pass of Ganin and Lempitsky, Unsupervised domain adaptation by backpropagation, 2015.
         """
         down, up = (tuple(a) if isinstance(a, tuple | list) else (a,) for a in (minimize, maximize))
@@ -264,21 +264,21 @@ class Derivatives(Operators):
         self, f: Callable[P, tuple[R, A]], *primals: Any, has_aux: Literal[True]
     ) -> tuple[R, Callable[[Any], tuple[Any, ...]], A]: ...
     def vjp(self, f: Callable[..., Any], *primals: Any, has_aux: bool = False) -> Any:
-        """The value of f and its pullback c -> J^H c, from one evaluation.
+        """Computes the value of f and its pullback c -> J^H c in one evaluation.
 
         Args:
             f: Takes and returns pytrees of arrays.
-            primals: Pytrees of arrays. Integers among the leaves are constants; their tangents and
-                cotangents are None in PyTorch and zeros of dtype float0 in JAX, which also takes
-                None for a tangent.
+            primals: Pytrees of arrays. Integer leaves are constants; their tangents and cotangents
+                are None in PyTorch and zeros of dtype float0 in JAX, which also accepts None for a
+                tangent.
             has_aux: Whether f returns `(output, aux)`.
 
         Returns:
             `(out, pullback)` or `(out, pullback, aux)`. The pullback takes a cotangent like out
-            (entries at leaves that are not floating or complex are ignored), may be called many
-            times, and returns a tuple with one pytree for each primal; a leaf that does not reach
-            the output gives zeros. In JAX it is a pytree, like `jax.vjp`'s: it may pass through
-            jit and scan, and may be a residual of a rule.
+            (entries at leaves that are not floating or complex are ignored) and returns a tuple
+            with one pytree per primal, with zeros for a leaf that does not reach the output. It may
+            be called many times. In JAX it is a pytree, like the pullback of `jax.vjp`: it may pass
+            through jit and scan, and may be a residual of a rule.
 
         Raises:
             GradtoolsError: A leaf is not differentiable, or a cotangent does not fit.
@@ -339,17 +339,17 @@ class Derivatives(Operators):
         tangents: Sequence[Any],
         has_aux: bool = False,
     ) -> Any:
-        """The value of f and its tangent J t, in forward mode, which keeps no graph.
+        """Computes the value of f and its tangent J t in forward mode, which keeps no graph.
 
-        In PyTorch f is pushed by dual numbers; attention and norms use operations whose tangents
-        are right at every order. `torch.no_grad` does not stop tangents there (pytorch#128600): use
-        `stop_gradient`, or `linearize`, which is reverse mode. The process has one level of dual
-        numbers; where another derivative uses it, the pullback is transposed instead.
+        In PyTorch, f is pushed with dual numbers; attention and norms use operations whose tangents
+        are correct at every order. `torch.no_grad` does not stop these tangents (pytorch#128600):
+        use `stop_gradient`, or `linearize`, which uses reverse mode. A process has one level of
+        dual numbers; if another derivative is using it, the pullback is transposed instead.
 
         Args:
             f: Takes and returns pytrees of arrays.
             primals: One pytree of arrays for each argument; integers are constants, as in `vjp`.
-            tangents: The same structure, shapes and dtypes.
+            tangents: Pytrees with the structure, shapes and dtypes of the primals.
             has_aux: Whether f returns `(output, aux)`.
 
         Returns:
@@ -357,8 +357,8 @@ class Derivatives(Operators):
             complex tangent_out is None in PyTorch and zeros of dtype float0 in JAX.
 
         Raises:
-            GradtoolsError: A tangent does not fit its primal; f holds something that forward
-                mode cannot enter (a reverse-only edit, a kernel without forward mode).
+            GradtoolsError: A tangent does not fit its primal; f contains an operation without
+                forward mode (a reverse-only edit, a kernel without a forward rule).
 
         Example:
             >>> x, t = gt.asarray(np.float32(3.0)), gt.asarray(np.float32(1.0))
@@ -378,17 +378,17 @@ class Derivatives(Operators):
         return call.attaching(self.jvp, f, primals, tangents, has_aux)(result)
 
     def linearize(self, f: Callable[P, R], *primals: Any) -> tuple[R, Callable[..., R]]:
-        """The value of f and its pushforward t -> J t, from one evaluation.
+        """Computes the value of f and its pushforward t -> J t in one evaluation.
 
         Args:
             f: Takes and returns pytrees of arrays.
-            primals: Pytrees of arrays. Integers among the leaves are constants; their tangents and
-                cotangents are None in PyTorch and zeros of dtype float0 in JAX, which also takes
-                None for a tangent.
+            primals: Pytrees of arrays. Integer leaves are constants; their tangents and cotangents
+                are None in PyTorch and zeros of dtype float0 in JAX, which also accepts None for a
+                tangent.
 
         Returns:
-            `(out, pushforward)`. The pushforward takes one tangent for each primal and may be
-            called many times. It keeps what `vjp` keeps; for one direction, `jvp` keeps nothing.
+            `(out, pushforward)`. The pushforward takes one tangent per primal and may be called
+            many times. It stores as much as `vjp`; for a single direction, `jvp` stores nothing.
 
         Raises:
             GradtoolsError: A leaf is not differentiable, or a tangent does not fit.
@@ -439,26 +439,26 @@ class Derivatives(Operators):
         in_axes: Any = None,
         chunk_size: int | None = None,
     ) -> Any:
-        """One gradient for each example of a batch.
+        """Creates a function that computes one gradient for each example of a batch.
 
         Args:
             f: A real scalar function of one example, as in `grad`.
-            argnums: Which positional arguments to differentiate with respect to.
-            in_axes: Which axes are split, as in `vmap`. None: the arguments in argnums
-                are shared, and every array of the others is split on axis 0. Else an integer, one
-                entry for each positional argument, or a dict from f's parameters to axes, where
-                None shares an argument. Arguments without an entry are split on axis 0, keyword
-                arguments too; arrays without axes and non-arrays are shared.
-            chunk_size: How many examples at once; all by default. 1 is a loop without vmap: in
-                PyTorch a Python loop, which takes any eager code, in JAX `lax.map`.
+            argnums: The positional arguments to differentiate with respect to.
+            in_axes: The axes that are split, as in `vmap`: an integer, one entry for each
+                positional argument, or a dict from f's parameters to axes, where None shares an
+                argument. If None, the arguments in argnums are shared, and every array of the other
+                arguments is split on axis 0. Arguments without an entry, including keyword
+                arguments, are split on axis 0; arrays without axes and non-arrays are shared.
+            chunk_size: The number of examples per chunk; all by default. 1 is a loop without vmap:
+                in PyTorch a Python loop, which supports any eager code, in JAX `lax.map`.
 
         Returns:
             A function of f's arguments that returns the gradients, each leaf with a leading axis of
             examples.
 
         Raises:
-            GradtoolsError: Batch sizes differ, no argument is split, in_axes does not fit, or as
-            `grad` does.
+            GradtoolsError: Batch sizes differ, no argument is split, or in_axes does not fit; also
+            as in `grad`.
 
         Example:
             >>> w, x = gt.asarray(np.float32(2.0)), gt.asarray(np.float32([1.0, 3.0]))
@@ -487,7 +487,7 @@ class Derivatives(Operators):
                 return self._scalar_gradient(of_example, *one)[2]
             except (TypeError, ValueError, IndexError) as error:
                 error.add_note(
-                    f"{name}: f sees one example, without the batch axis; x[None] has one."
+                    f"{name}: f sees one example, without the batch axis; x[None] has it."
                 )
                 raise
 
@@ -529,7 +529,7 @@ class Derivatives(Operators):
     def _scalar_gradient(
         self, spec: GradientSpec, args: Sequence[Any], kwargs: dict[str, Any]
     ) -> tuple[Any, Any, Any]:
-        """`(value, aux, grads)`."""
+        """Returns `(value, aux, grads)`."""
         operator, argnums, disconnected = spec.operator, spec.argnums, spec.disconnected_inputs
         name, fixed = "argnums", NOT_NAMED
         if operator == "minimax_value_and_grad":
@@ -566,7 +566,7 @@ class Derivatives(Operators):
 def derivative_function(
     operator: str, f: Any, argnums: Any, call: partial[Any]
 ) -> Callable[..., Any]:
-    """`call` as a function named after f, like "grad(f)"; checks f and argnums."""
+    """Names `call` after f, like "grad(f)", and checks f and argnums."""
     if not callable(f):
         check_function(operator, f)
     if type(argnums) is not int:

@@ -1,8 +1,8 @@
-"""The policy `disconnected_inputs`: errors and warnings for arguments without a path to the output.
+"""Implements `disconnected_inputs`: errors and warnings for arguments that miss the output.
 
-An argument reaches the output if data flows from it through f and is not cut: stopped or
-detached, cast to integer or boolean, compared, taken out of the framework. The backends determine
-that; this module reports it.
+An argument reaches the output if data flows from it through f without a cut: a stop or detach, a
+cast to integer or boolean, a comparison, or an operation outside of the framework. The backends
+determine this; this module reports it.
 """
 
 from __future__ import annotations
@@ -16,11 +16,11 @@ from gradtools.arguments.calls import Call
 from gradtools.backend import Array, Backend, Evaluation
 from gradtools.errors import DisconnectedInputError, DisconnectedInputWarning, warn
 
-_WITH_POLICY = ("grad", "value_and_grad")  # the operators that take disconnected_inputs
+_WITH_POLICY = ("grad", "value_and_grad")  # the operators with this argument
 
 
 is_missing = partial(operator.is_, None)
-"""Whether a leaf has no cotangent."""
+"""Returns whether a leaf has no cotangent."""
 
 
 def check_connected(
@@ -41,7 +41,7 @@ def check_connected(
             if all(grads[k] is None or backend.is_known_zero(grads[k]) for k in places):
                 warn(
                     f"{caller}: the gradient of {name} is zero everywhere, and f "
-                    "could not be traced to see whether the argument reaches the output (it "
+                    "could not be traced to find whether the argument reaches the output (it "
                     "branches on values, or leaves the framework)."
                 )
         return
@@ -55,7 +55,7 @@ def check_connected(
     if evaluation.nested:
         warn(
             f"{caller}: {names} {verb} not reach the output of f, and the gradient is zero. f "
-            "takes a derivative itself, which may be constant; else it was detached, stopped or "
+            "takes a derivative itself, which may be constant, or it was detached, stopped or "
             "taken without a graph (see why_zero).",
             DisconnectedInputWarning,
         )

@@ -1,4 +1,4 @@
-"""Edited gradients: identities in value, bit for bit, with a derivative of their own.
+"""Edited gradients: identities in value, bit for bit, with a custom derivative.
 
 Each edit is a rule whose primal is the identity, y = x. They differ in the cotangent map:
 
@@ -8,8 +8,8 @@ Each edit is a rule whose primal is the identity, y = x. They differ in the cota
     transform         x' = fn(y')        the same
     replace           x' = dx            the same
 
-A second derivative passes through the edit a second time: with scale s the Hessian of f(scale(x))
-is s^2 f''.
+A second derivative passes through the edit again: with scale s the Hessian of f(scale(x)) is s^2
+f''.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ SCALE = Rule(
     saves=(1,),
     reaches="identity",
 )
-"""Inputs x and s; dy = s dx."""
+"""Rule with inputs x and s; dy = s dx."""
 
 STRAIGHT_THROUGH = Rule(
     "straight_through",
@@ -50,7 +50,7 @@ STRAIGHT_THROUGH = Rule(
     saves=(),
     reaches="identity",
 )
-"""Inputs y and s; the value of y with the derivative of s."""
+"""Rule with inputs y and s: the value of y with the derivative of s."""
 
 THROUGH = Rule(
     "straight_through",
@@ -60,7 +60,7 @@ THROUGH = Rule(
     saves=(),
     reaches="identity",
 )
-"""`STRAIGHT_THROUGH` of a value that is known, with s as its only input; see `Backend.edited`."""
+"""`STRAIGHT_THROUGH` with a known value and s as its only input; see `Backend.edited`."""
 
 TRANSFORM = Rule(
     "transform_gradient",
@@ -70,7 +70,7 @@ TRANSFORM = Rule(
     reaches="identity",
     reverse_only=True,
 )
-"""Input x; each call gives its own cotangent map; see `Backend.edited`."""
+"""Rule with input x; each call passes its own cotangent map; see `Backend.edited`."""
 
 REPLACE_COTANGENT = Rule(
     "replace_gradient",
@@ -81,7 +81,7 @@ REPLACE_COTANGENT = Rule(
     reaches="identity",
     reverse_only=True,
 )
-"""Inputs x and dx; the cotangent is dx, whatever the incoming one."""
+"""Rule with inputs x and dx; the cotangent is dx, whatever the incoming cotangent is."""
 
 
 # --- the public edits --------------------------------------------------------------------
@@ -93,7 +93,7 @@ class Edits(Operators):
     def __init__(self, backend: Backend) -> None:
         super().__init__(backend)
         self._clip_rule = lru_cache(partial(clip_rule, backend))
-        # Dynamo embeds the key that this returns as a constant, so these rules are kept for good.
+        # Dynamo embeds the returned key as a constant, so these rules are never freed.
         keyed = cache(partial(clip_rule, backend))
         key = lambda count, *kinds: keyed(count, *kinds).key
         self._clip_key = backend.compiler.constant_result(key)
@@ -107,15 +107,15 @@ class Edits(Operators):
 
         Args:
             x: A pytree of arrays. Leaves that are not floating or complex pass through.
-            scale: A real number that is not negative, or a real array that broadcasts to every
-                leaf's shape; it may be traced or scheduled. It is not differentiated.
+            scale: A nonnegative real number, or a real array that broadcasts to every leaf's shape;
+                it may be traced or scheduled. It is not differentiated.
 
         Returns:
-            x, unchanged, in memory of its own.
+            x, unchanged, in separate memory.
 
         Raises:
             GradtoolsError: scale is complex or a negative number, or does not broadcast; x is an
-                object in which no array is found, such as a function.
+                object without arrays, such as a function.
 
         Example:
             >>> x = gt.asarray(np.float32(3.0))
@@ -138,8 +138,8 @@ class Edits(Operators):
             x, unchanged.
 
         Raises:
-            GradtoolsError: scale is complex or does not broadcast; x is an object in which no array
-                is found, such as a function.
+            GradtoolsError: scale is complex or does not broadcast; x is an object without arrays,
+                such as a function.
 
         Example:
             >>> x = gt.asarray(np.float32(3.0))
@@ -199,7 +199,7 @@ class Edits(Operators):
             x, unchanged, without a gradient.
 
         Raises:
-            GradtoolsError: x is an object in which no array is found, such as a function.
+            GradtoolsError: x is an object without arrays, such as a function.
 
         Example:
             >>> x = gt.asarray(np.float32(3.0))
@@ -211,10 +211,10 @@ class Edits(Operators):
     def clip_gradient(self, x: T, max_norm: Any = None, max_value: Any = None) -> T:
         """Clips the gradient that flows through x, by modulus and by global norm.
 
-        Each entry c becomes c min(1, max_value / |c|). Then all leaves are multiplied by min(1,
+        Each entry c becomes c min(1, max_value / |c|). All leaves are then multiplied by min(1,
         max_norm / norm), where norm is the 2-norm over all leaves of x. There is no epsilon; a zero
-        cotangent stays zero, and NaN stays NaN. Reverse mode only; at second order the cotangent is
-        clipped again.
+        cotangent stays zero, and NaN stays NaN. It supports reverse mode only; at second order the
+        cotangent is clipped again.
 
         Args:
             x: A pytree of arrays.
@@ -225,8 +225,8 @@ class Edits(Operators):
             x, unchanged.
 
         Raises:
-            GradtoolsError: Neither bound is given, or a bound is negative or not a real scalar;
-                under `gt.jvp`.
+            GradtoolsError: Neither bound is given, or a bound is negative or not a real scalar; or
+                the edit is used under `gt.jvp`.
 
         Example:
             >>> x = gt.asarray(np.float32([3.0, 4.0]))
@@ -260,7 +260,7 @@ class Edits(Operators):
         return _edit(backend, "clip_gradient", edit, x)
 
     def transform_gradient(self, x: T, fn: Callable[[Any], Any]) -> T:
-        """Replaces the gradient that flows through x by `fn(gradient)`. Reverse mode only.
+        """Replaces the gradient that flows through x by `fn(gradient)`; supports reverse mode only.
 
         Args:
             x: A pytree of arrays.
@@ -271,7 +271,7 @@ class Edits(Operators):
             x, unchanged.
 
         Raises:
-            GradtoolsError: fn returns another structure or shape; under `gt.jvp`.
+            GradtoolsError: fn returns another structure or shape; the edit is under `gt.jvp`.
 
         Example:
             >>> x = gt.asarray(np.float32(3.0))
@@ -324,9 +324,9 @@ class Edits(Operators):
     def replace_gradient(self, x: T, dx: Any) -> T:
         """Replaces the gradient that flows through x by `dx` (Theano's known_grads).
 
-        If x reaches the output by data flow, its gradient is dx, also where the incoming
-        cotangent is zero. Leaf by leaf; reverse mode only. The gradient may itself be
-        differentiated with respect to dx.
+        If data flows from x to the output, x's gradient is dx, even where the incoming cotangent is
+        zero. The replacement is made leaf by leaf and supports reverse mode only. The gradient may
+        itself be differentiated with respect to dx.
 
         Args:
             x: A pytree of arrays.
@@ -336,7 +336,7 @@ class Edits(Operators):
             x, unchanged.
 
         Raises:
-            GradtoolsError: dx has another structure, shape or dtype; under `gt.jvp`.
+            GradtoolsError: dx has another structure, shape or dtype; the edit is under `gt.jvp`.
 
         Example:
             >>> x = gt.asarray(np.float32(3.0))
@@ -367,21 +367,21 @@ class Edits(Operators):
     def straight_through(
         self, f: Callable[P, R], surrogate: Callable[..., Any] | None = None
     ) -> Callable[P, R]:
-        """A function with the value of `f`, exactly, and the derivative of `surrogate`.
+        """Creates a function with exactly the value of `f` and the derivative of `surrogate`.
 
-        The derivative is right in both modes and at every order; f itself is never
-        differentiated and sees detached inputs. It may be a NumPy function.
+        The derivative is correct in both modes and at every order; f itself is never differentiated
+        and sees detached inputs. It may be a NumPy function.
 
         Args:
             f: Any function; a boolean or integer result is cast to the surrogate's dtype.
-            surrogate: A differentiable function whose results have f's shapes; the identity if
-                None.
+            surrogate: A differentiable function whose results have f's shapes. If None, the
+                identity.
 
         Returns:
             A function with f's arguments.
 
         Raises:
-            GradtoolsError: (on call) f and surrogate disagree in structure, shape or dtype.
+            GradtoolsError: (When called) f and surrogate differ in structure, shape or dtype.
 
         Example:
             >>> hard = gt.straight_through(lambda x: x > 0.5, lambda x: x * x)
@@ -403,7 +403,7 @@ class Edits(Operators):
 
 @lru_cache(maxsize=128)
 def _scaling(factor: str) -> Rule:
-    """The rule of a constant factor in hexadecimal, since 0.0 and -0.0 are equal as keys."""
+    """Returns the rule of a constant factor, in hexadecimal, since 0.0 == -0.0 as keys."""
     number = float.fromhex(factor)
     is_negation = number == -1.0
 
@@ -426,7 +426,7 @@ def _edited(backend: Backend, leaf: Any) -> bool:
 
 
 def _check_editable(backend: Backend, name: str, x: Any, leaves: list[Any]) -> None:
-    """Raises for an object that is not a pytree, since its arrays would silently stay unedited."""
+    """Raises for an object that is not a pytree: its arrays would silently remain unedited."""
     if len(leaves) != 1 or leaves[0] is not x or hasattr(x, "dtype"):
         return
     if not isinstance(x, str | int | float | complex):
@@ -475,7 +475,7 @@ def _checked_cotangents(backend: Backend, tree: Any, like: Any, cts: Any) -> lis
 
 
 class _StraightThrough:
-    """`straight_through(f, surrogate)`, as a callable with a repr that names both."""
+    """Callable for `straight_through(f, surrogate)`, with a repr that names both functions."""
 
     def __init__(self, backend: Backend, f: Any, surrogate: Any) -> None:
         self._backend, self._f, self._surrogate = backend, f, surrogate
@@ -493,7 +493,7 @@ class _StraightThrough:
         if self._surrogate is not None:
             through = self._surrogate(*args, **kwargs)
         elif len(args) == 1 and not kwargs:
-            through, hint = args[0], " (the identity unless you pass one)"
+            through, hint = args[0], " (by default the identity)"
         else:
             raise GradtoolsError(
                 f"straight_through: {name} was called with {len(args)} positional and "

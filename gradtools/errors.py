@@ -24,11 +24,11 @@ class LostDerivativeError(GradtoolsError):
 
 
 class DerivativeError(GradtoolsError, AssertionError):
-    """A derivative contradicts differences of values, as `gradtools.testing.checked` finds."""
+    """A derivative contradicts finite differences, according to `gradtools.testing.checked`."""
 
 
 class Refusal(GradtoolsError):
-    """A `GradtoolsError` that is also of a built-in type; tracebacks show it as GradtoolsError."""
+    """A `GradtoolsError` that also has a built-in type; tracebacks show GradtoolsError."""
 
     def __init_subclass__(cls) -> None:
         cls.__qualname__ = "GradtoolsError"
@@ -58,7 +58,7 @@ class GradtoolsWarning(UserWarning):
 
 
 class DisconnectedInputWarning(GradtoolsWarning):
-    """An argument may not reach the output: its gradient is zero, or an inner one constant."""
+    """An argument may not reach the output: its gradient, or an inner gradient, is constant."""
 
 
 class MissingRuleError(GradtoolsError):
@@ -81,7 +81,7 @@ WARNED: set[Hashable] = set()
 
 
 def refusal(error: BaseException, text: str) -> GradtoolsError:
-    """A `GradtoolsError` with this text that is also of the type of a framework's error."""
+    """Makes a `GradtoolsError` with this text that also has the type of a framework's error."""
     kinds: Any = (ours for kind, ours in _REFUSALS.items() if isinstance(error, kind))
     return next(kinds, GradtoolsError)(text)
 
@@ -99,12 +99,12 @@ _REFUSALS: dict[type[Exception], type[Refusal]] = {
 
 
 def said_by(package: str, error: BaseException) -> str:
-    """The text of an error that a framework raised; empty for errors of the user and gradtools."""
+    """Returns the text of an error that a framework raised; empty for other errors."""
     return str(error) if is_of(package, error) else ""
 
 
 def is_of(package: str, error: BaseException) -> bool:
-    """Whether a framework raised an error, rather than the user or gradtools."""
+    """Returns whether a framework raised an error, rather than the user or gradtools."""
     return not isinstance(error, GradtoolsError) and raised_by(package, error)
 
 
@@ -112,7 +112,7 @@ _FRAMEWORKS = {"torch": "PyTorch", "jax": "JAX", "jaxlib": "JAX"}
 
 
 def needed(module: str, error: ModuleNotFoundError) -> ModuleNotFoundError:
-    """The error of importing a backend whose framework is not installed, with the pip command."""
+    """Returns the error for a backend whose framework is not installed, with the pip command."""
     missing = (error.name or "").partition(".")[0]
     if missing not in _FRAMEWORKS:
         return error

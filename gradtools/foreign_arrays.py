@@ -1,6 +1,6 @@
-"""Refuses arrays of the other framework, which a framework passes through as constants.
+"""Rejects arrays of the other framework, which a framework would treat as constants.
 
-A reversal of such an array would silently do nothing. Operators find them where they flatten an
+A reversal of such an array would silently do nothing. Operators detect it when they flatten an
 argument (`integrations/containers.py`). The other framework is looked up, and never imported.
 """
 
@@ -16,13 +16,13 @@ _ARRAYS = {"torch": "Tensor", "jax": "Array"}
 
 
 def foreign_class(framework: str) -> Any:
-    """The other framework's class of arrays; () if that framework is not imported."""
+    """Returns the other framework's class of arrays; () if that framework is not imported."""
     other = _OTHER.get(framework, "")
     return getattr(sys.modules.get(other), _ARRAYS.get(other, ""), ())
 
 
 def is_foreign(framework: str, x: Any) -> bool:
-    """Whether x is an array of the other framework."""
+    """Returns whether x is an array of the other framework."""
     # A literal of a jaxpr is a number that is registered as a jax.Array.
     return isinstance(x, foreign_class(framework)) and not isinstance(x, int | float | complex)
 

@@ -1,13 +1,13 @@
-"""`frozen`: second derivatives through a large function without its graph, by forward over reverse.
+"""`frozen` computes second derivatives through a large function without storing its graph.
 
-For y = G(z) with Jacobian J the pullback is v -> J^H v. It is linear in v, so its derivative
-along v, pulled back, is the pushforward u -> J u: one pass in forward mode, which keeps nothing.
-Its derivative along z is the tangent of the pullback along u,
+For y = G(z) with Jacobian J the pullback is v -> J^H v. It is linear in v, so its derivative along
+v, pulled back, is the pushforward u -> J u: one pass in forward mode, which stores nothing. Its
+derivative along z is the tangent of the pullback along u,
 
     (d/dz) <u, J(z)^H v> = (d/de) J(z + e u)^H v   at e = 0
 
-since both are the same second derivative of <v, G(z)>: forward over reverse, at the memory of
-one graph of G. Double backward would keep a graph of G and one of its pullback for each use until
+since both are the same second derivative of <v, G(z)>: forward over reverse, with the memory of one
+graph of G. Double backward would keep a graph of G and a graph of its pullback for each use until
 the end.
 
 The backends' `freezing.py` keep the first graph of a use until its pullback has run, and replace
@@ -26,23 +26,23 @@ from gradtools.backend import F, Operators
 from gradtools.boundary import like_function
 from gradtools.errors import GradtoolsError
 
-_ONE = Partition(1, 1)  # a use is one chunk
+_ONE = Partition(1, 1)  # a use is run as one chunk
 
 
 def name_of_function(caller: str) -> str:
-    """The function's name in errors of this operator."""
+    """Returns the function's name for errors of this operator."""
     return "G" if caller == "frozen" else "f"
 
 
 def edit_in_frozen(caller: str, edit: str) -> GradtoolsError:
-    """The error of a second derivative along the arguments of a G that holds an edit.
+    """Returns the error for a second derivative of a G that contains an edit.
 
-    That derivative and the one by G's value are computed separately, so an edit that is not linear
-    would be applied to each of the two and not to their sum.
+    The derivatives along the arguments and by G's value are computed separately, so a nonlinear
+    edit would be applied to each derivative instead of their sum.
     """
     fun = name_of_function(caller)
     return GradtoolsError(
-        f"{caller}: {fun} holds {edit}, which has a reverse rule only, and a second derivative "
+        f"{caller}: {fun} contains {edit}, which has a reverse rule only, and a second derivative "
         f"along the arguments of {fun} is needed, which is computed separately from the derivative "
         f"by its value. Edit gradients outside of {fun}, or "
         f"{'use G itself' if fun == 'G' else 'leave out the mode'}."
@@ -59,28 +59,28 @@ class Freezing(Operators):
     ) -> F:
         """Use `frozen(G)` in place of G: second derivatives through it do not store G's graph.
 
-        It is for gradients with respect to many z_i through a large pretrained G that enter another
-        loss. Each use keeps its arguments and outputs, and nothing that grows with the depth of G.
-        With F the work of a forward pass, it costs F forward, F for the pullback, and 2F for the
-        second derivative: 4F, where double backward takes 3F and keeps graphs of G for every use.
-        In PyTorch, take each first derivative before the next use of G: otherwise the cost is 5F.
-        G's parameters are constants.
+        It is intended for gradients with respect to many z_i through a large pretrained G that
+        enter another loss. Each use stores its arguments and outputs, but nothing that grows with
+        the depth of G. If a forward pass costs F, it costs F forward, F for the pullback, and 2F
+        for the second derivative: 4F in total, while double backward takes 3F and keeps graphs of G
+        for every use. In PyTorch, take each first derivative before the next use of G: otherwise
+        the cost is 5F. G's parameters are constants.
 
-        Derivatives along the arguments are exact, and computed only if the arguments depend on
-        something that is differentiated. Third derivatives are exact; in PyTorch they keep the
-        graph of one use at a time, in JAX the graph of each use.
+        Derivatives along the arguments are exact, and are computed only if the arguments depend on
+        differentiated arrays. Third derivatives are exact; they store the graph of one use at a
+        time in PyTorch, and of each use in JAX.
 
         PyTorch: G is a module or a function; random generators and buffers are restored as in
-        `chunked`. Attention uses plain operations in second derivatives. Where G has no forward
-        mode (recurrent layers on the CPU, a Function without jvp), sets gradient hooks or calls
+        `chunked`. Attention uses plain operations in second derivatives. If G has no forward mode
+        (recurrent layers on the CPU, a Function without jvp), sets gradient hooks or calls
         `torch.autograd.grad`, a second derivative takes one double backward of G. JAX: G is a
-        function, or a module of equinox or flax.nnx. Where it has no forward mode (a
-        `jax.custom_vjp`) that pass takes reverse mode twice, with a warning; a rule that is
-        nonlinear in its cotangent is refused.
+        function, or a module of equinox or flax.nnx. If G has no forward mode (a `jax.custom_vjp`),
+        that pass applies reverse mode twice, with a warning; a rule that is nonlinear in its
+        cotangent raises an error.
 
         Args:
             G: Takes and returns pytrees of arrays.
-            verify: PyTorch: whether the recomputation is compared with the first pass, as in
+            verify: PyTorch: whether to compare the recomputation with the first pass, as in
                 `chunked`, up to the rounding of other kernels.
 
         Returns:
@@ -88,9 +88,9 @@ class Freezing(Operators):
             in its state_dict; its call treats them as constants.
 
         Raises:
-            GradtoolsError: (on differentiating) PyTorch: a derivative
-                with respect to a parameter of G, or a tensor that it captures, is needed (in
-                reverse mode); G returns other values when it is computed again.
+            GradtoolsError: (When differentiated) PyTorch: a derivative with respect to a parameter
+                of G, or a tensor that it captures, is needed (in reverse mode); G returns different
+                values when it is recomputed.
 
         Example:
             >>> G = gt.frozen(lambda z: gt.xp.exp(z).sum())
@@ -99,15 +99,15 @@ class Freezing(Operators):
             >>> float(gt.grad(slope)(y))
             8.0
 
-        Source: Pearlmutter, Fast exact multiplication by the Hessian, 1994; forward over reverse
-        in place of double backward as in Kemaev et al., Scalable meta-learning via mixed-mode
+        Source: Pearlmutter, Fast exact multiplication by the Hessian, 1994; forward over reverse in
+        place of double backward as in Kemaev et al., Scalable meta-learning via mixed-mode
         differentiation, 2025.
         """
         check_function("frozen", G, "G", curried=False)
         return self.frozen_for("frozen", G, checked_verify("frozen", verify))
 
     def frozen_for(self, caller: str, G: F, verify: bool | None = None) -> F:
-        """`frozen(G)` for another operator, whose name and f its errors mention."""
+        """Applies `frozen(G)` for another operator; errors mention its name and f."""
         options, uses = ChunkOptions(verify), self._backend.frozen_uses()
         return self._backend.like_module(G, partial(self._frozen_of, caller, options, uses))
 

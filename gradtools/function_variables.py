@@ -1,4 +1,4 @@
-"""The objects that functions and containers refer to, and copies with other objects in place."""
+"""Finds the objects that functions and containers refer to, and replaces them in copies."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from weakref import ref
 
 
 def cells_of(f: Any) -> dict[str, Any]:
-    """The bound variables that a function closes over."""
+    """Returns the bound variables that a function closes over."""
     names = getattr(getattr(f, "__code__", None), "co_freevars", ())
     cells = zip(names, getattr(f, "__closure__", None) or (), strict=True)
     return {name: cell.cell_contents for name, cell in cells if cell != CellType()}
 
 
 def globals_of(f: Any) -> dict[str, Any]:
-    """The globals that a function and its inner functions read."""
+    """Returns the globals that a function and its inner functions read."""
     code, space = getattr(f, "__code__", None), getattr(f, "__globals__", {})
     return {name: space[name] for name in names_in(code) if name in space}
 
 
 def names_in(code: CodeType | None) -> Iterator[str]:
-    """The names of globals and attributes in code, its inner functions included."""
+    """Yields the names of globals and attributes in code, including inner functions."""
     if code is None:
         return
     yield from code.co_names
@@ -34,7 +34,7 @@ def names_in(code: CodeType | None) -> Iterator[str]:
 
 
 def parts_of(x: Any) -> list[Any]:
-    """The parts of a list, tuple, dict, bound method, partial or weak reference."""
+    """Returns the parts of a list, tuple, dict, bound method, partial or weak reference."""
     kind = type(x)
     if kind in (list, tuple):
         return list(x)
@@ -48,7 +48,7 @@ def parts_of(x: Any) -> list[Any]:
 
 
 def with_parts(x: Any, of: Callable[[Any], Any]) -> Any:
-    """x with `of(part)` in place of each part; x itself if no part changes."""
+    """Replaces each part of x by `of(part)`; returns x itself if no part changes."""
     old = parts_of(x)
     new = list(map(of, old))
     if all(a is b for a, b in zip(old, new, strict=True)):
@@ -67,7 +67,7 @@ def with_parts(x: Any, of: Callable[[Any], Any]) -> Any:
 
 
 def held_in(x: Any, kinds: tuple[type, ...]) -> list[Any]:
-    """The objects of these classes that a function or a container refers to, each once."""
+    """Returns the objects of these classes that a function or container refers to, each once."""
     found: dict[int, Any] = {}
     seen: set[int] = set()
     todo = [x]
@@ -93,5 +93,5 @@ def _referents(x: Any) -> list[Any]:
 
 
 def is_of_framework(f: FunctionType) -> bool:
-    """Whether a function is JAX's or flax's own."""
+    """Returns whether a function belongs to JAX or flax."""
     return (f.__module__ or "").partition(".")[0] in ("jax", "flax")

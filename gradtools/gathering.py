@@ -1,4 +1,4 @@
-"""The rows of all processes or devices, for losses over the global batch."""
+"""Gathers the rows of all processes or devices, for losses over the global batch."""
 
 from __future__ import annotations
 
@@ -8,31 +8,31 @@ from gradtools.backend import Operators
 
 
 class Gathering(Operators):
-    """`all_gather`."""
+    """The operator `all_gather`."""
 
     def all_gather(self, x: Any, axis_name: Any = None, group: Any = None) -> Any:
-        """The rows of all processes (PyTorch) or devices (JAX), one after the other.
+        """Concatenates the rows of all processes (PyTorch) or devices (JAX).
 
-        For losses over the global batch. The derivative is the adjoint: the cotangents of each row
-        are summed over all processes. So if every process computes the whole loss L, or process r
-        computes L_r and L is their mean, the mean of the processes' gradients (as
+        Use it for losses over the global batch. The derivative is the adjoint: the cotangents of
+        each row are summed over all processes. If every process computes the whole loss L, or
+        process r computes L_r and L is their mean, then the mean of the processes' gradients (which
         DistributedDataParallel or `jax.lax.pmean` computes) is the gradient of L. Under `shard_map`
-        with check_vma=True make shared weights varying first (`jax.lax.pcast(w, axis,
+        with check_vma=True, first make shared weights varying (`jax.lax.pcast(w, axis,
         to="varying")`) or put the pmean inside the differentiated function; otherwise `jax.grad`
-        sums over devices by itself.
+        itself sums over devices.
 
         Args:
             x: A pytree of arrays with the local rows along axis 0, of the same shape everywhere.
-            axis_name: JAX: the mapped axis (of `shard_map`, `vmap` or `pmap`), or several.
-            group: PyTorch: a process group; None is the default one.
+            axis_name: JAX: the mapped axis or axes (of `shard_map`, `vmap` or `pmap`).
+            group: PyTorch: a process group; None for the default group.
 
         Returns:
             A pytree of arrays with all rows along axis 0, in the order of ranks.
 
         Raises:
-            GradtoolsError: PyTorch: axis_name was given, no process group exists, shapes differ
-                between processes, or a batch of cotangents comes in (`is_grads_batched=True`).
-                JAX: group was given, axis_name is missing or unknown.
+            GradtoolsError: PyTorch: axis_name is given, no process group exists, shapes differ
+                between processes, or the cotangents are batched (`is_grads_batched=True`). JAX:
+                group is given, or axis_name is missing or unknown.
 
         Example:
             >>> callable(gt.all_gather)

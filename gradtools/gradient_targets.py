@@ -1,7 +1,7 @@
-"""Which gradient belongs to which buffer: a target and gradients walked in parallel.
+"""Pairs gradients with buffers by walking a target and its gradients in parallel.
 
-The target is a pytree of parameters (PyTorch) or of the arrays of a buffer (JAX). The gradients may
-name a part of it: a dict may have fewer keys, and None leaves everything below it alone.
+The target is a pytree of parameters (PyTorch) or of a buffer's arrays (JAX). The gradients may name
+a part of it: a dict may have fewer keys, and None leaves everything below it unchanged.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from gradtools.errors import GradtoolsError
 
 
 class TargetLeaf(NamedTuple):
-    """A leaf of the target and the gradient meant for it."""
+    """A leaf of the target and its gradient."""
 
-    path: str  # in the target
+    path: str  # its path in the target
     target: Any  # the parameter (PyTorch) or the buffer's array (JAX)
-    grad: Any  # the gradient, or None to leave this leaf alone
+    grad: Any  # the gradient, or None to leave this leaf unchanged
 
 
 def paired(trees: Any, caller: str, target: Any, grads: Any) -> list[TargetLeaf]:
-    """One entry for each leaf of target, in flattening order.
+    """Returns one entry for each leaf of target, in flattening order.
 
     trees: A backend's module of pytree functions.
     """
     leaves, treedef = trees.flatten(target)
 
     def pairs(numbered: Any, grads: Any, path: str) -> Iterator[tuple[int, Any]]:
-        """`(index, gradient)` for each leaf that grads names.
+        """Yields `(index, gradient)` for each leaf that grads names.
 
-        numbered: A part of the target, whose leaves are replaced by their indices.
+        numbered: A part of the target, with leaves replaced by their indices.
         """
 
         def refuse(expected: str) -> NoReturn:
@@ -67,7 +67,7 @@ def paired(trees: Any, caller: str, target: Any, grads: Any) -> list[TargetLeaf]
             for i, (below, grad) in enumerate(zip(numbered, grads, strict=True)):
                 yield from pairs(below, grad, path + (f".{fields[i]}" if fields else f"[{i}]"))
         elif [id(x) for x in trees.flatten(numbered)[0]] == [id(numbered)]:
-            # A dataclass, which `unflatten` rebuilt.
+            # a dataclass that `unflatten` rebuilt
             if type(grads) is not type(numbered):
                 refuse(f"a {type(numbered).__name__}, as in the target")
             for name, below in vars(numbered).items():

@@ -1,6 +1,6 @@
-"""The types of gradient functions, for type checkers: a gradient has its argument's type.
+"""Types of gradient functions for type checkers: a gradient has its argument's type.
 
-The gradient of a `torch.nn.Module` is a dict by parameter name. Nothing here is used at run time.
+The gradient of a `torch.nn.Module` is a dict by parameter name. This module is unused at run time.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class TorchModule(Protocol):
     def named_parameters(
         self, prefix: str = ..., recurse: bool = ..., remove_duplicate: bool = ...
     ) -> Iterator[tuple[str, Any]]:
-        """The parameters and their names."""
+        """Returns the parameters and their names."""
 
     def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
         """Adds a hook."""
@@ -35,7 +35,7 @@ class _Unknown:
 
 
 class Gradient(Protocol[T_co, P]):
-    """The function that `grad` returns: f's parameters, and the first argument's type."""
+    """The type of the function that `grad` returns: f's parameters, the first argument's type."""
 
     @overload
     def __call__(
@@ -50,7 +50,7 @@ class Gradient(Protocol[T_co, P]):
 
 
 class ValueAndGradient(Protocol[T_co, P, R_co]):
-    """The function that `value_and_grad` returns: f's output, and the first argument's type."""
+    """The type of `value_and_grad(f)`: f's output, and the first argument's type."""
 
     @overload
     def __call__(

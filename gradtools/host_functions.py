@@ -1,7 +1,7 @@
-"""Host functions: kernels of NumPy arrays with rules of their own.
+"""Host functions are kernels on NumPy arrays with custom rules.
 
-A host function is a custom rule whose value is a kernel. Kernels cannot be differentiated, so the
-derivatives beyond the last rule that the user wrote follow from the symmetry of the Hessian:
+A host function is a custom rule whose value is a kernel. Kernels cannot be differentiated, so
+derivatives beyond the last user-written rule are derived from the symmetry of the Hessian:
 
     bwd(x, c) = J(x)^H c is the gradient of Re<c, f(x)> in x. Its derivative along dx is a product
     with that function's Hessian, which equals the pullback of dx.
@@ -54,35 +54,35 @@ class HostFunctions(Operators):
         vectorized: bool = False,
         adjoint: Callable[..., Any] | None = None,
     ) -> Any:
-        """A kernel on NumPy arrays (NumPy, SciPy, ctypes, C++) inside the framework's program.
+        """Embeds a kernel on NumPy arrays (NumPy, SciPy, ctypes, C++) in the framework's program.
 
         It runs in eager and compiled code, under vmap and in loops. It takes rules like a
-        `custom_rule`; they may call the function itself and other host functions with rules. A bwd
-        that is a host function with a bwd gives double backward, and with it forward mode and
+        `custom_rule`; the rules may call the function itself and other host functions with rules.
+        If bwd is a host function with a bwd, double backward works, and also forward mode and
         forward over reverse, because a Hessian is symmetric.
 
         Args:
             kernel: Gets read-only NumPy arrays (bfloat16 as float32) and returns NumPy arrays.
                 Non-array arguments are passed unchanged.
             out: The specs of the results: None (one array like the first array argument), a pytree
-                of `ArraySpec`s, or a function from the arguments, arrays replaced by their
-                ArraySpecs, to such a pytree. Under vmap these are the specs of one example.
-            vectorized: False: under vmap one call for each example. True: one call, each array
-                argument with the batch axes in front. Elementwise kernels allow it.
-            adjoint: The adjoint of a linear kernel A, a kernel too: Re<y, A x> = Re<adjoint(y), x>
-                for all x and y, so that no rule is needed in either mode, at any order. It takes
-                a cotangent of A's result and returns a cotangent of A's argument (a tuple for
-                several arguments), real if the argument is real. A then takes floating and
-                complex arrays only.
+                of `ArraySpec`s, or a function that returns such a pytree for the arguments, with
+                arrays replaced by their ArraySpecs. Under vmap these are the specs of one example.
+            vectorized: If False, vmap calls the kernel once per example. If True, once, with
+                leading batch axes on each array argument. Elementwise kernels support this.
+            adjoint: The adjoint of a linear kernel A, also a kernel: Re<y, A x> = Re<adjoint(y), x>
+                for all x and y. No rule is then needed in either mode, at any order. It takes a
+                cotangent of A's result and returns a cotangent of A's argument (a tuple for several
+                arguments), real if the argument is real. A must then take only floating and complex
+                arrays.
 
         Returns:
-            A function of arrays. Without a rule, differentiating it raises.
+            A function of arrays. Without a rule, differentiating it raises an error.
 
         Raises:
-            GradtoolsError: (on call) the kernel returns another number, shape or dtype than `out`
-                says, or a framework's array; it calls JAX in a JAX program, which would wait for
-                itself forever; a kernel with an adjoint is given anything but floating or complex
-                arrays. The kernel's own exceptions reach you with their message.
+            GradtoolsError: (When called) the kernel returns another number, shape or dtype than
+                `out`, or a framework's array; it calls JAX in a JAX program, which would deadlock;
+                a kernel with an adjoint gets anything but floating or complex arrays. The kernel's
+                own exceptions propagate with their message.
 
         Example:
             >>> cube = gt.host_function(lambda x: x ** 3)
@@ -114,11 +114,11 @@ class HostFunctions(Operators):
 
 
 class HostFunction(CustomRule):
-    """A kernel in the framework's program, and its rule; see `host_function`.
+    """A kernel in the framework's program with a rule; see `host_function`.
 
     Attributes:
         kernel: The kernel, and the specs of its results.
-        adjoint: The adjoint of a linear kernel, None if not given.
+        adjoint: The adjoint of a linear kernel; None if not given.
     """
 
     _kind = "host function"
@@ -166,7 +166,7 @@ class HostFunction(CustomRule):
 
 
 def _linear_rule(host: HostFunction, specialized: Specialization) -> Rule:
-    """The rule of a linear kernel A: dy = A dx, x' = A^H y', whose own rule has A as adjoint."""
+    """Returns the rule of a linear kernel A: dy = A dx, x' = A^H y', a rule with adjoint A."""
     backend, adjoints = host._backend, dict[Any, HostFunction]()
     args = specialized.arguments([ARRAY] * specialized.others.count(ARRAY))
     signature = host._binding.signature
@@ -179,7 +179,7 @@ def _linear_rule(host: HostFunction, specialized: Specialization) -> Rule:
         given = "has a rule as well" if alone else "is called with other arguments"
         raise GradtoolsError(
             f"host function {host.__name__!r} has an adjoint, so it is linear in its arguments, "
-            f"which are floating or complex arrays, and needs no rule; it {given}. Bind other "
+            f"which are floating or complex arrays, and needs no rule; but it {given}. Bind other "
             "arguments with functools.partial."
         )
 
@@ -189,10 +189,10 @@ def _linear_rule(host: HostFunction, specialized: Specialization) -> Rule:
             if not backend.is_inexact(v):
                 raise GradtoolsError(
                     f"host function {host.__name__!r} has an adjoint, so its arguments must "
-                    f"be floating or complex arrays; one has dtype {backend.dtype_name(v)}."
+                    f"be floating or complex arrays; an argument has dtype {backend.dtype_name(v)}."
                 )
-        # The adjoint's `out`: a symbolic length is specialized, since it is not known from the
-        # cotangents.
+        # The adjoint's `out`: a symbolic length is specialized, because the cotangents do not
+        # determine it.
         sizes = lambda x: tuple(map(int, x.shape))
         specs = tuple([ArraySpec(sizes(x), backend.dtype_name(x)) for x in xs])
         out_def = specialized.newest
@@ -226,7 +226,7 @@ def _linear_rule(host: HostFunction, specialized: Specialization) -> Rule:
 
 
 def _alone(values: Sequence[Any]) -> Any:
-    """The only value, or a tuple of several."""
+    """Returns the only value, or a tuple of several values."""
     return values[0] if len(values) == 1 else tuple(values)
 
 
@@ -241,7 +241,7 @@ def _maps_as_rules(
     moving: Sequence[bool],
     outs: Entries,
 ) -> Linearized:
-    """The maps of a host function with a reverse rule as rules, which can be differentiated again.
+    """Converts the maps of a host function with a reverse rule to differentiable rules.
 
     Args:
         host: The host function.
@@ -249,7 +249,7 @@ def _maps_as_rules(
         known: The rules of earlier evaluations, by their structure.
         linearized: The maps of one evaluation.
         moving: Which inputs are floating or complex.
-        outs: The avals of the outputs, None for integers.
+        outs: The avals of the outputs; None for integers.
     """
     backend, n, k = host._backend, len(moving), len(linearized.saves)
     key = (linearized.key, tuple(outs))
@@ -264,7 +264,7 @@ def _maps_as_rules(
             known[key] = maps
             if len(known) > _MOST_MAPS:
                 del known[next(iter(known))]
-    given = linearized.tangent  # so that the closures keep no arrays of `linearized`
+    given = linearized.tangent  # keeps arrays of `linearized` out of the closures
     rules = maps.push, maps.pull
 
     def applied(rule: Rule, saved: Entries, vs: Entries) -> list[Array]:
@@ -291,7 +291,7 @@ def _maps_as_rules(
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class _MapRule(Rule):
-    """A map of a host function as a rule; it shares the checks of `host`."""
+    """A map of a host function as a rule, which shares the checks of `host`."""
 
     host: Rule
 
@@ -302,11 +302,11 @@ class _MapRule(Rule):
 
 @dataclass(eq=False)
 class _KernelMaps:
-    """bwd and its transpose at one structure, as rules of `[*xs, *saved, *vectors]`.
+    """Stores bwd and its transpose at one structure, as rules of `[*xs, *saved, *vectors]`.
 
     `pull` is bwd as a function of x, the residuals and the cotangents: linear in the cotangents,
     and a gradient in x. `push` is its transpose in the cotangents. The vectors are the cotangents
-    of `pull`, the tangents of `push`.
+    of `pull` or the tangents of `push`.
     """
 
     host: HostFunction
@@ -327,12 +327,12 @@ class _KernelMaps:
         self.push = rule(f"{name}'s jvp", self.pushed, self.d_pushed, self.of_pushed)
 
     def parted(self, operands: Entries) -> tuple[Any, Any, Any]:
-        """The operands as `(xs, residuals, vectors)`."""
+        """Splits the operands into `(xs, residuals, vectors)`."""
         n, k = self.n, self.k
         return operands[:n], operands[n : n + k], operands[n + k :]
 
     def moved(self, xs: Entries) -> list[Any]:
-        """The entries for differentiated inputs."""
+        """Returns the entries for differentiated inputs."""
         return [x for x, m in zip(xs, self.moving, strict=True) if m]
 
     # --- pull: cotangents of y to cotangents of x
@@ -346,7 +346,7 @@ class _KernelMaps:
         ]
 
     def evaluated(self, xs: Entries, values: Entries, cts: Entries) -> list[Array]:
-        """`pulled` as a function of the differentiated inputs: residuals are recomputed."""
+        """Evaluates `pulled` as a function of differentiated inputs; residuals are recomputed."""
         at = everything = replaced_where(xs, self.moving, values)
         if any(i >= self.n for i in self.saves):
             result = self.specialized.linearize(*at)
@@ -371,9 +371,9 @@ class _KernelMaps:
     def _differentiated(
         self, rule: Rule, operands: Entries, moved: Entries, along: Callable[..., list[Array]]
     ) -> list[Any]:
-        """The tangents of one of the maps, which is linear in the vectors.
+        """Returns the tangents of a map that is linear in the vectors.
 
-        along: `along(at, dxs)`: its derivative along tangents of the differentiated inputs.
+        along: `along(at, dxs)` is its derivative along tangents of the differentiated inputs.
         """
         xs, saved, vs = self.parted(operands)
         dxs, _, dvs = self.parted(moved)
@@ -397,7 +397,7 @@ class _KernelMaps:
         return [*spread(dxs, self.moving), *[None] * self.k, *dcts]
 
     def back(self, xs: Entries, at: Entries, cts: Entries, vs: Entries) -> Any:
-        """The pullback of `pulled`, to the inputs and to the cotangents."""
+        """Returns the pullback of `pulled`, to the inputs and to the cotangents."""
         run = lambda *values: self.evaluated(xs, values[: len(at)], values[len(at) :])
         result = self.backend.pull(run, [*at, *cts], vs)
         return result[: len(at)], result[len(at) :]
@@ -414,7 +414,7 @@ class _KernelMaps:
         return self.backend.transpose(self.push, "cotangent", pull, list(at), zeros, list(dxs))
 
     def zero_cotangents(self, like: Array) -> list[Array]:
-        """Zeros for each output that is differentiated."""
+        """Returns zeros for each differentiated output."""
         return [self.backend.zeros(aval, like) for aval in self.outs if aval is not None]
 
     def d_pushed(self, operands: Entries, moved: Entries) -> list[Any]:
@@ -425,7 +425,7 @@ class _KernelMaps:
         return self._differentiated(self.push, operands, moved, along)
 
     def of_pushed(self, operands: Entries, cotangents: Entries) -> list[Any]:
-        """<v, J dx> = <bwd(x, v), dx>: its gradient in x is the pullback of bwd, applied to dx."""
+        """Pulls back <v, J dx> = <bwd(x, v), dx>: its gradient in x is bwd's pullback of dx."""
         xs, saved, dxs = self.parted(operands)
         vs = self.backend.filled(cotangents, self.zero_cotangents(dxs[0]))
         at = self.moved(xs)

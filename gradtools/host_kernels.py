@@ -1,10 +1,10 @@
-"""Host kernels: NumPy, SciPy or ctypes functions inside a framework's program.
+"""Host kernels call NumPy, SciPy or ctypes functions inside a framework's program.
 
 A framework that traces a program must know the shape and dtype of a kernel's result before it runs
 the kernel. An `ArraySpec` declares them, and each result is checked against it here, before a
-framework could cast or misread it. Under vmap a kernel is called once for each example, or once
-with the batch axis in front of every argument. A kernel has no derivative of its own. The calls in
-the frameworks' programs are in `torch/host.py` and `jax/host.py`.
+framework could cast or misread it. Under vmap a kernel is called once per example, or once with the
+batch axis in front of every argument. A kernel has no derivative. `torch/host.py` and `jax/host.py`
+contain the calls in the frameworks' programs.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ _FRAMEWORKS = {"torch": "torch.Tensor", "jax": "jax.Array", "jaxlib": "jax.Array
 @whole
 @dataclass(frozen=True)
 class ArraySpec:
-    """The shape of an array, and its dtype by name.
+    """The shape and the dtype name of an array.
 
     Args:
-        shape: A tuple of integers; an integer n stands for (n,).
-        dtype: A name such as "float32", "bfloat16", "complex128", "int64" or "bool", or a dtype
-            of NumPy or of the framework. It is kept as a name.
+        shape: A tuple of integers; an integer n means (n,).
+        dtype: A name such as "float32", "bfloat16", "complex128", "int64" or "bool", or a dtype of
+            NumPy or of the framework. It is stored as a name.
 
     Raises:
         GradtoolsError: shape or dtype is invalid.
@@ -69,8 +69,8 @@ class ArraySpec:
             object.__setattr__(self, "shape", tuple([_dim(d) for d in dims]))
         except (TypeError, ValueError):
             raise GradtoolsError(
-                f"ArraySpec: shape is {shape!r}; it must be a tuple of integers that are not "
-                "negative, such as (2, 3), or () for a number."
+                f"ArraySpec: shape is {shape!r}; it must be a tuple of "
+                "nonnegative integers, such as (2, 3), or () for a number."
             ) from None
         name = dtype if isinstance(dtype, str) else str(dtype).removeprefix("torch.")
         if name not in _DTYPES:
@@ -100,13 +100,13 @@ class Kernel:
         fun: Gets the program's arrays as read-only NumPy arrays in C order (bfloat16 as float32),
             and other arguments unchanged; returns NumPy arrays.
         out: None (one array like the first array argument), a pytree of ArraySpecs, or a function
-            from the arguments, each array replaced by its ArraySpec of one example, to such a
-            pytree.
-        vectorized: Whether under vmap it is called once, with the batch axes in front of every
-            array, instead of once for each example.
-        name: Its name in messages.
+            that returns such a pytree for the arguments, with each array replaced by its ArraySpec
+            of one example.
+        vectorized: Whether vmap calls it once, with the batch axes in front of every array, instead
+            of once per example.
+        name: Its name for messages.
         raw: Whether it takes arrays of any strides (0 for a broadcast axis), and returns a list of
-            arrays that are never written to, which therefore are not copied.
+            arrays that are never written to and therefore are not copied.
         inside: The function of another framework that this kernel wraps, if any, with its `name`
             and `fun`.
     """
@@ -137,9 +137,9 @@ class Kernel:
             error.add_note(f"host function {self.name!r}: its arrays are read-only; copy them.")
 
     def bind(self, backend: Any, args: Sequence[Any]) -> tuple[KernelCall, list[Any]]:
-        """The kernel's call with arguments like these, and the arrays among them, in order.
+        """Returns the kernel's call with arguments like these, and their arrays in order.
 
-        A NumPy array is one of them; Python's and NumPy's numbers are not.
+        NumPy arrays are among the arrays; Python's and NumPy's numbers are not.
         """
         leaves, treedef = backend.flatten(tuple(args))
         arrays = [backend.is_array(x) or isinstance(x, np.ndarray) for x in leaves]
@@ -157,9 +157,9 @@ class Kernel:
     def known_call(
         self, avals: Any, backend: Any, args: Sequence[Any]
     ) -> tuple[KernelCall, Results]:
-        """The call with these arguments and its result specs, memoized by `avals`.
+        """Returns the call with these arguments and its result specs, memoized by `avals`.
 
-        avals: A key that differs wherever `out` may return other specs.
+        avals: A key that differs wherever `out` may return different specs.
         """
         result = self.known.get(avals)
         if result is None:
@@ -169,7 +169,7 @@ class Kernel:
 
 
 def _remember(cache: dict[Any, T], key: Any, value: T) -> T:
-    """Adds an entry to a cache, which forgets its oldest."""
+    """Adds an entry to a cache and drops the oldest entry."""
     cache[key] = value
     if len(cache) > _MOST_CALLS:
         del cache[next(iter(cache))]
@@ -177,7 +177,7 @@ def _remember(cache: dict[Any, T], key: Any, value: T) -> T:
 
 
 def type_key(values: Sequence[Any]) -> tuple[Any, ...]:
-    """A key that distinguishes equal values: 1, 1.0 and True, 0.0 and -0.0."""
+    """Returns a key that distinguishes equal values: 1, 1.0 and True, 0.0 and -0.0."""
     return tuple([(type(v), repr(v) if isinstance(v, float | complex) else "") for v in values])
 
 
@@ -186,7 +186,7 @@ _BY_KEY: weakref.WeakValueDictionary[str, KernelCall] = weakref.WeakValueDiction
 
 
 def call_by_key(key: str) -> KernelCall:
-    """The call with this key."""
+    """Returns the call with this key."""
     call = call_if_kept(key)
     if call is None:
         raise GradtoolsError(
@@ -197,7 +197,7 @@ def call_by_key(key: str) -> KernelCall:
 
 
 def call_if_kept(key: str) -> KernelCall | None:
-    """The call with this key, or None if it was garbage collected."""
+    """Returns the call with this key, or None if it was garbage collected."""
     return _BY_KEY.get(key)
 
 
@@ -206,11 +206,11 @@ class Results:
     """A kernel's results for one example: their ArraySpecs and tree structure.
 
     Attributes:
-        specs: One for each array.
+        specs: One ArraySpec for each array.
         treedef: The structure.
-        alone: Whether it is a single array in no container.
+        alone: Whether it is a single array without a container.
         avals: The shapes and NumPy dtypes, float32 for bfloat16.
-        widened: Whether any is bfloat16.
+        widened: Whether any array is bfloat16.
     """
 
     specs: tuple[ArraySpec, ...]
@@ -233,9 +233,9 @@ class KernelCall:
         kernel: The kernel.
         trees: The backend of the pytrees.
         treedef: The structure of the tuple of arguments.
-        others: Their leaves, ARRAY for each array.
+        others: The leaves of the arguments, with ARRAY for each array.
         key: A string that compiled code embeds to refer to the call; see `call_by_key`.
-        flat: Whether the arguments are arrays in no containers.
+        flat: Whether the arguments are arrays without containers.
     """
 
     kernel: Kernel
@@ -256,23 +256,23 @@ class KernelCall:
         return f"<call of {self.kernel!r}>"
 
     def keep(self) -> None:
-        """Keeps the call alive as long as the kernel: a compiled program holds only its key."""
+        """Keeps the call alive as long as the kernel: a compiled program stores only its key."""
         self.kernel.traced[self.key] = self
 
     def results_of(self, xs: Sequence[Any], batch_axes: int = 0) -> Results:
-        """The result specs for these arguments, whose first `batch_axes` axes are batches."""
+        """Returns the result specs for these arguments, with `batch_axes` leading batch axes."""
         name = self.trees.dtype_name
         return self.results([ArraySpec(tuple(x.shape[batch_axes:]), name(x)) for x in xs])
 
     def results(self, specs: Sequence[ArraySpec]) -> Results:
-        """The result specs for arguments of these ArraySpecs, of one example."""
+        """Returns the result specs for one example with arguments of these ArraySpecs."""
         out = self.kernel.out
         if callable(out):
             out = out(*self._arguments(specs))
         elif out is None:
             if not specs:
                 raise self.error(
-                    "without an array argument the shape of its result is unknown. "
+                    "without an array argument its result's shape is unknown. "
                     "Give out=ArraySpec(shape, dtype)."
                 )
             out = specs[0]
@@ -291,12 +291,12 @@ class KernelCall:
         """Calls the kernel.
 
         Args:
-            xs: NumPy arrays with len(batch) axes in front, each as long as batch's or 1.
-            expected: The result specs of one example, see `results`.
+            xs: NumPy arrays with len(batch) leading axes, each of length 1 or as in batch.
+            expected: The result specs of one example; see `results`.
             batch: The sizes of the batch axes.
 
         Returns:
-            New arrays of the expected shapes behind the batch axes, bfloat16 as float32.
+            New arrays with batch axes and the expected shapes; bfloat16 becomes float32.
         """
         if not self.kernel.raw:
             xs = [read_only(x) for x in xs]
@@ -323,9 +323,9 @@ class KernelCall:
         return self.owned(self._called(xs), expected, batch)
 
     def owned(self, tree: Any, expected: Results, batch: Shape = ()) -> list[np.ndarray]:
-        """The kernel's results, checked and copied.
+        """Checks and copies the kernel's results.
 
-        The kernel may return its argument, or its own workspace, which it writes in again.
+        The kernel may return its argument, or a workspace that it writes to again.
         """
         pairs = zip(self._checked(tree, expected, batch), expected.avals, strict=True)
         return [np.array(y, dtype, order="C") for y, (_, dtype) in pairs]
@@ -338,7 +338,7 @@ class KernelCall:
             raise
 
     def _checked(self, tree: Any, expected: Results, batch: Shape = ()) -> list[Any]:
-        """The kernel's results as a flat list, checked against the expected specs."""
+        """Flattens the kernel's results, and checks them against the expected specs."""
         ys = [tree]
         if self.kernel.raw:
             ys = tree
@@ -374,22 +374,22 @@ class KernelCall:
         return ys
 
     def _arguments(self, values: Sequence[Any]) -> Any:
-        """The arguments, with `values` as their arrays."""
+        """Returns the arguments with `values` as their arrays."""
         return self.trees.unflatten(self.treedef, refilled(self.others, values))
 
     def error(self, text: str) -> GradtoolsError:
-        """An error that names the kernel."""
+        """Returns an error that names the kernel."""
         inside = self.kernel.inside
         who = f"bridged {inside.name}" if inside else f"host function {self.kernel.name!r}"
         return GradtoolsError(f"{who}: {text}")
 
     def no_derivative(self) -> GradtoolsError:
-        """The error of differentiating a kernel without a rule."""
-        return self.error("it has no derivative of its own. Give it a rule (defvjp or defjvp).")
+        """Returns the error for differentiating a kernel without a rule."""
+        return self.error("it has no derivative. Give it a rule (defvjp or defjvp).")
 
 
 def _wrong(y: Any, spec: ArraySpec, batch: Shape) -> str:
-    """A message that says why y does not fit and how to fix it; empty if y fits."""
+    """Describes why y does not fit and how to fix it; empty if y fits."""
     shape = (*batch, *spec.shape)
     behind = f", the batch {batch} in front (vectorized=True)" if batch else ""
     expected = f"expected shape {shape} and dtype {spec.dtype}{behind}"
@@ -408,19 +408,19 @@ def _wrong(y: Any, spec: ArraySpec, batch: Shape) -> str:
 
 
 def carrier(dtype: str) -> str:
-    """The NumPy dtype in which a kernel gets a dtype that NumPy lacks (bfloat16)."""
+    """Returns the NumPy dtype that replaces a dtype that NumPy lacks (bfloat16)."""
     return _CARRIED.get(dtype, dtype)
 
 
 def read_only(x: np.ndarray) -> np.ndarray:
-    """x in C order, without a way to make it writable again."""
-    if x.dtype.kind not in _PLAIN_KINDS:  # a dtype of ml_dtypes, raw bytes to NumPy
+    """Returns x in C order, without a way to make it writable again."""
+    if x.dtype.kind not in _PLAIN_KINDS:  # a dtype of ml_dtypes, which NumPy reads as raw bytes
         x = x.astype(carrier(x.dtype.name))
     return np.asarray(np.asarray(x, order="C").data.toreadonly())
 
 
 def _fits(y: Any, dtype: str) -> bool:
-    """Whether a Python number is of this dtype's kind, and within its range."""
+    """Returns whether a Python number is of this dtype's kind and within its range."""
     try:
         kind = np.dtype(carrier(dtype)).kind
         return type(y) is _SCALARS[kind] and np.array(y, carrier(dtype)) is not None

@@ -4,7 +4,7 @@ z solves F(z, p) = 0. With A = dF/dz and B = dF/dp at the solution,
 
     dz = -A^-1 B dp        p' = -B^H A^-H z'
 
-so each mode takes one linear solve with products of A or A^H, wherever z came from. The linear
+so each mode takes one linear solve with products of A or A^H, however z was computed. The linear
 solve x = A^-1 b is itself differentiated by such a rule, dx = A^-1 (db - dA x), at any order.
 """
 
@@ -29,7 +29,7 @@ _SOLVERS = ("gmres", "cg", "dense")
 
 
 class Implicit(Operators):
-    """`implicit_solution`."""
+    """The operator `implicit_solution`."""
 
     def implicit_solution(
         self,
@@ -38,22 +38,22 @@ class Implicit(Operators):
         linear_solve: LinearSolve = "gmres",
         has_aux: bool = False,
     ) -> Callable[..., Any]:
-        """The solution z of F(z, theta, *args) = 0 as a differentiable function of theta and args.
+        """Returns z with F(z, theta, *args) = 0 as a differentiable function of theta and args.
 
-        The derivatives follow from the implicit function theorem: one linear solve for a pullback
+        The implicit function theorem gives the derivatives: one linear solve for a pullback
         or a tangent, in both modes and at every order. How `solve` finds z does not matter.
 
         Args:
             F: The equation: takes z, theta and args, and returns a pytree like z. A fixed point of
-                g is a solution of `F = lambda z, *a: g(z, *a) - z`, a minimum of h is a solution of
-                `F = gt.grad(h)`. It may close over arrays and modules that are differentiated, too.
+                g is a solution of `F = lambda z, *a: g(z, *a) - z`; a minimum of h is a solution of
+                `F = gt.grad(h)`. It may also close over differentiated arrays and modules.
             solve: `solve(theta, *args)` returns z, a pytree of floating or complex arrays. It is
                 called once, with arguments that have no gradient, and may be an optimizer, a
-                `while_loop` or, through `to_numpy` or `host_function`, SciPy.
-            linear_solve: How A x = b is solved: "gmres"; "cg" if A = dF/dz is symmetric (Hermitian)
-                and positive or negative definite, as at a minimum; "dense", by A as a matrix; or a
-                function `(matvec, b) -> x`. b and x are real vectors of all entries of z, with real
-                and imaginary parts for complex ones.
+                `while_loop`, or, through `to_numpy` or `host_function`, a SciPy function.
+            linear_solve: The solver of A x = b: "gmres"; "cg" if A = dF/dz is symmetric (Hermitian)
+                and positive or negative definite, as at a minimum; "dense" to use A as a matrix; or
+                a function `(matvec, b) -> x`. b and x are real vectors of all entries of z, with
+                real and imaginary parts for complex entries.
             has_aux: Whether solve returns `(z, aux)`; aux is returned without derivatives.
 
         Returns:
@@ -63,7 +63,7 @@ class Implicit(Operators):
             GradtoolsError: (on call) F returns another structure or shapes than z; F is not near
                 zero at z: moving z by 1 % changes F by less than its value. (On differentiating)
                 the residual of the linear solve is above 1e-6 of b (1e-3 below float64), as for a
-                singular A. Under jit and vmap NaN is returned instead of these two errors.
+                singular A. Under jit and vmap the result is NaN instead of these two errors.
 
         Example:
             >>> root = gt.implicit_solution(lambda z, a: z * z - a, lambda a: a ** 0.5)
@@ -89,9 +89,9 @@ class Implicit(Operators):
 
 @dataclass(frozen=True)
 class _Form:
-    """F, and the structure, shapes and dtypes of z; x is z as one vector of real numbers."""
+    """F, and the structure, shapes and dtypes of z; x is z as a single real vector."""
 
-    F: Callable[..., Any]  # of the captured arrays and its own arguments
+    F: Callable[..., Any]  # takes the captured arrays, then its own arguments
     treedef: Any
     shapes: tuple[tuple[int, ...], ...]
     dtypes: tuple[str, ...]
@@ -103,7 +103,7 @@ class _Form:
 
 
 class _Closed(CustomRule):
-    """A rule whose functions close over no array that is differentiated."""
+    """A rule whose functions close over no differentiated array."""
 
     def _user_functions(self, specialized: Any) -> tuple[Any, ...]:
         return ()
@@ -134,16 +134,16 @@ class _Solution:
         self.inverse.defjvp(self._inverse_jvp)
 
     def at(self, *args: Any, **kwargs: Any) -> Any:
-        """The solution at these arguments."""
+        """Returns the solution at these arguments."""
         form, x, captured, aux = self.backend.apart(self._solved, args, kwargs)
         p = (captured, args, kwargs)
         z = self._tree(form, self.root(form, x, p))
         return (z, aux) if self.has_aux else z
 
     def _solved(self, args: Any, kwargs: Any) -> tuple[_Form, Array, list[Array], Any]:
-        """The form, x and aux that `solve` returns, checked, without derivatives.
+        """Returns the form, x and aux from `solve`, checked, without derivatives.
 
-        It also returns the arrays that F closes over, which become arguments of the rules.
+        Also returns the arrays that F closes over, which become arguments of the rules.
         """
         backend, xp = self.backend, self.backend.xp
         leaves, treedef = backend.flatten((args, kwargs))
@@ -177,7 +177,7 @@ class _Solution:
         )  # fmt: skip
         return form, x, captured, aux
 
-    # --- x as a function of p
+    # --- derivatives of x as a function of p
 
     def _root_fwd(self, form: _Form, x: Array, p: Any) -> Any:
         x = self.root(form, x, p)
@@ -193,7 +193,7 @@ class _Solution:
         moved = self._pushed(partial(self._F, form, x), p, tangents[1])
         return x, self.inverse(form, False, x, p, -moved)
 
-    # --- v with A v = b, or A^H v = b for the adjoint, as a function of x, p and b
+    # --- the solution v of A v = b (adjoint: A^H v = b) as a function of x, p and b
 
     def _inverse(self, form: _Form, adjoint: bool, x: Array, p: Any, b: Array) -> Array:
         F, solver = lambda x: self._F(form, x, p), self.linear_solve
@@ -205,7 +205,7 @@ class _Solution:
         v = (solver if callable(solver) else getattr(self.backend, solver))(product, b)
         tolerance = 1e-6 if form.dtype == "float64" else 1e-3
         xp, right = self.backend.xp, self._norm(b)
-        v = xp.where(right == 0, xp.zeros_like(b), v)  # whatever a solver returns for b = 0
+        v = xp.where(right == 0, xp.zeros_like(b), v)  # the solver's result for b = 0 is ignored
         left = self._norm(product(v) - b)
         return self._unless(
             ~(left <= tolerance * right), v,
@@ -215,7 +215,7 @@ class _Solution:
         )  # fmt: skip
 
     def _product(self, form: _Form, adjoint: bool, v: Array, at: Any) -> Array:
-        """A v or A^H v at `at = (x, p)`."""
+        """Computes A v or A^H v at `at = (x, p)`."""
         F = lambda x: self._F(form, x, at[1])
         if adjoint:
             return self.derivatives.vjp(F, at[0])[1](v)[0]
@@ -239,7 +239,7 @@ class _Solution:
     # --- trees and vectors
 
     def _F(self, form: _Form, x: Array, p: Any) -> Array:
-        """F as a function of vectors."""
+        """Evaluates F as a function of vectors."""
         F = form.F(p[0], self._tree(form, x), *p[1], **p[2])
         leaves, treedef = self.backend.flatten_like(form.treedef, F)
         if treedef != form.treedef or [tuple(y.shape) for y in leaves] != [*form.shapes]:
@@ -268,7 +268,7 @@ class _Solution:
         return self.backend.unflatten(form.treedef, leaves)
 
     def _pulled(self, fun: Any, tree: Any, c: Array) -> Any:
-        """The pullback of fun at the floating leaves of a tree; None at the others."""
+        """Pulls c back through fun to the floating leaves of a tree; None at other leaves."""
         leaves, at, moving = self._moving(fun, tree)
         pulled = self.derivatives.vjp(at, moving)[1](c)[0] if moving else []
         left, treedef = iter(pulled), self.backend.flatten(tree)[1]
@@ -288,7 +288,7 @@ class _Solution:
 
     def _moving(self, fun: Any, tree: Any) -> tuple[list[Any], Callable[[list[Array]], Any], Any]:
         leaves, treedef = self.backend.flatten(tree)
-        leaves = [self.backend.as_leaf(x) for x in leaves]  # JAX's rules may be given NumPy arrays
+        leaves = [self.backend.as_leaf(x) for x in leaves]  # JAX's rules may get NumPy arrays
 
         def at(moving: list[Array]) -> Any:
             left = iter(moving)
@@ -304,7 +304,7 @@ class _Solution:
         return self.backend.xp.sqrt(self.backend.xp.sum(x * x))
 
     def _unless(self, wrong: Array, x: Array, text: str) -> Array:
-        """Returns x; raises if `wrong`, or returns NaN in a trace, which cannot raise."""
+        """Returns x; if `wrong`, raises, or returns NaN in a trace, which cannot raise."""
         xp = self.backend.xp
         if self.backend.is_traced(wrong):
             return xp.where(wrong, xp.full_like(x, nan), x)

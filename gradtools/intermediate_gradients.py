@@ -1,7 +1,7 @@
 """Gradients at intermediate values: `retain_gradient` and `retained_gradients`.
 
-For f(x) = g(h(x)) with a mark at y = h(x) the retained gradient is dg/dy. It is the gradient of
-g(h(x) + d) with respect to d at d = 0, so it takes no second pass, and is differentiable in turn.
+For f(x) = g(h(x)) with a mark at y = h(x), the retained gradient is dg/dy. It is the gradient of
+g(h(x) + d) with respect to d at d = 0, so it takes no second pass and is itself differentiable.
 `arguments/marks.py` explains the marks; `torch/marks.py` and `jax/marks.py` evaluate f with them.
 """
 
@@ -22,12 +22,12 @@ from gradtools.errors import GradtoolsError
 
 
 class MarkedCall(Call):
-    """A call of f that marks values; after its leaves it takes the arrays of the tape."""
+    """A call of f that marks values; the arrays of the tape follow its leaves."""
 
     tape: MarkedValues
 
     def __call__(self, *leaves: Array) -> tuple[list[Array], list[Array]]:
-        """f at the leaves, as in `Call`, with the arrays of its marks after them."""
+        """Evaluates f at the leaves, as in `Call`, with the arrays of its marks after them."""
         count = len(self.leaves)
         self.tape.replace(leaves[count:] or self.tape.arrays)
         with here.moved(self.tape, ()):
@@ -35,14 +35,14 @@ class MarkedCall(Call):
 
 
 class RetainedGradients(Operators):
-    """`retain_gradient` and `retained_gradients`."""
+    """The operators `retain_gradient` and `retained_gradients`."""
 
     def retain_gradient(self, x: T, name: str) -> T:
         """Marks x, so that `retained_gradients` returns the gradient with respect to it.
 
-        Outside of `retained_gradients` it costs nothing: PyTorch returns x itself, and a compiled
-        JAX program has no operation for it. Use the result in place of x: only values computed from
-        the result count for the retained gradient.
+        Outside of `retained_gradients` it has no cost: PyTorch returns x itself, and a compiled JAX
+        program has no operation for it. Use the result in place of x: only values computed from the
+        result contribute to the retained gradient.
 
         Args:
             x: A pytree of arrays. Leaves that are not floating or complex pass through.
@@ -60,7 +60,7 @@ class RetainedGradients(Operators):
             >>> float(retained["square"])
             48.0
 
-        Source: perturb of flax.linen and retain_grad of PyTorch's tensors.
+        Source: `perturb` of flax.linen and `retain_grad` of PyTorch.
         """
         backend = self._backend
         if not isinstance(name, str):
@@ -78,32 +78,32 @@ class RetainedGradients(Operators):
     def retained_gradients(
         self, f: Callable[P, R], argnums: Argnums = 0, has_aux: bool = False
     ) -> Callable[P, tuple[R, Any, dict[str, Any]]]:
-        """The value and gradient of a real scalar f, and the gradients at the values that it marks.
+        """Computes value and gradient of a real scalar f, and gradients at the values that f marks.
 
-        One evaluation of f in eager PyTorch; inside of torch.func's transforms, where the shapes of
-        marked values must be known first, f is evaluated twice. JAX: f is traced to a jaxpr, so it
-        cannot branch on values, and marks in `jax.lax.while_loop`, which has no reverse mode, are
-        refused.
+        In eager PyTorch f is evaluated once; inside of torch.func's transforms, which need the
+        shapes of marked values beforehand, f is evaluated twice. In JAX f is traced to a jaxpr, so
+        it cannot branch on values, and marks in `jax.lax.while_loop`, which has no reverse mode,
+        raise an error.
 
         Args:
             f: As in `grad`; it calls `retain_gradient`, or a function that does.
-            argnums: As in `grad`; with `()` grads is `()`, and only retained gradients are
-                computed.
+            argnums: As in `grad`; with `()` only retained gradients are computed, and grads is
+                `()`.
             has_aux: Whether f returns `(output, aux)`.
 
         Returns:
-            A function of f's arguments that returns `(value, grads, retained)`, or
-            `((value, aux), grads, retained)`. retained is a dict from name to a pytree like the
-            marked value, with None at leaves that are not floating or complex. A name that occurs
-            several times (in a loop, a scan, the chunks of `chunked`, a shared layer) gives its
-            gradients stacked in order, or as a list if their shapes differ; in JAX all steps of a
-            traced loop at one mark come before those at the next. Under vmap the batch axis is in
-            front. A value that does not reach the output gives zeros. All results are
-            differentiable, like the results of `grad`.
+            A function of f's arguments that returns `(value, grads, retained)`, or `((value, aux),
+            grads, retained)`. retained is a dict from name to a pytree like the marked value, with
+            None at leaves that are not floating or complex. If a name occurs several times (in a
+            loop, a scan, the chunks of `chunked`, a shared layer), its gradients are stacked in
+            order, or listed if their shapes differ; in JAX all steps of a traced loop at one mark
+            precede the steps at the next mark. Under vmap the batch axis is in front. A value that
+            does not reach the output gives zeros. All results are differentiable, like the results
+            of `grad`.
 
         Raises:
-            GradtoolsError: (on call) The output is not a real scalar, or an argument in argnums
-                holds something that is not a floating or complex array.
+            GradtoolsError: (When called) the output is not a real scalar, or an argument in argnums
+                contains a leaf that is not a floating or complex array.
 
         Example:
             >>> def f(w, x):
@@ -152,11 +152,11 @@ class RetainedGradients(Operators):
         return call.attaching(self._retained, f, argnums, has_aux, *args, **kwargs)(result)
 
 
-# --- several occurrences of a name ---------------------------------------------------------------
+# --- several occurrences of one name -------------------------------------------------------------
 
 
 def _by_name(backend: Any, entries: list[tuple[Mark, list[Array]]]) -> dict[str, Any]:
-    """The pytree of each name; several occurrences are stacked, or listed if shapes differ."""
+    """Returns the pytree of each name; stacks several occurrences, or lists different shapes."""
     retained = {}
     for name in dict.fromkeys(mark.name for mark, _ in entries):
         own = [

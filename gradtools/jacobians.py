@@ -1,11 +1,11 @@
-"""Jacobians, Hessians, and their products with vectors, without a matrix where none is needed.
+"""Computes Jacobians, Hessians and their products with vectors, without unnecessary matrices.
 
 With g the gradient of a real f, and H = dg/dx,
 
     hvp    H t, by a jvp or a vjp of g
 
-and a Jacobian or Hessian is made of the products with all unit vectors (`blocks`), or with a few
-sums of them where it is sparse (`sparse_jacobians`).
+A Jacobian or Hessian consists of the products with all unit vectors (`blocks`), or with a few sums
+of unit vectors if it is sparse (`sparse_jacobians`).
 """
 
 from __future__ import annotations
@@ -48,24 +48,24 @@ class Jacobians(Operators):
         chunk_size: int | None = None,
         sparsity: Any = None,
     ) -> Callable[P, Any]:
-        """The Jacobian of f: every output entry by every input entry.
+        """Computes the Jacobian of f, the derivative of every output entry by every input entry.
 
         Args:
             f: Takes and returns pytrees of arrays; real inputs.
-            argnums: Which positional arguments to differentiate with respect to.
-            mode: "reverse" pulls back one unit cotangent for each output entry, "forward" pushes
-                one unit tangent for each input entry. "auto" is "reverse" in PyTorch, and the mode
-                with fewer passes in JAX, where the size of the output is known beforehand. If f's
-                output has another precision than its input, "forward" gives the output's precision,
-                the other modes the input's.
-            chunk_size: How many unit vectors at once; all by default. 1 is a loop without vmap: in
-                PyTorch a Python loop, which takes any eager code, in JAX `lax.map`.
-            sparsity: For an f from one array to one array: the pattern of entries that may differ
-                from zero, a sparse matrix of SciPy, PyTorch or JAX (BCOO) or a boolean array. It
-                has one row for each entry of the output and one column for each entry of the
-                input, or the Jacobian's shape. Columns or rows are coloured, so a banded Jacobian
-                takes as many products as it has bands. One more product finds entries that the
-                pattern omits. It needs `pip install "gradtools[sparse]"`.
+            argnums: The positional arguments to differentiate with respect to.
+            mode: "reverse" pulls back one unit cotangent per output entry, "forward" pushes one
+                unit tangent per input entry. "auto" is "reverse" in PyTorch, and the mode with
+                fewer passes in JAX, where the size of the output is known beforehand. If f's output
+                has another precision than its input, "forward" gives the output's precision, the
+                other modes the input's precision.
+            chunk_size: The number of unit vectors per chunk; all by default. 1 is a loop without
+                vmap: in PyTorch a Python loop, which supports any eager code, in JAX `lax.map`.
+            sparsity: For an f from one array to one array: the pattern of entries that may be
+                nonzero, a sparse matrix of SciPy, PyTorch or JAX (BCOO) or a boolean array. It has
+                one row per output entry and one column per input entry, or the Jacobian's shape.
+                Columns or rows are coloured, so a banded Jacobian takes as many products as it has
+                bands. One more product detects entries missing in the pattern. It needs `pip
+                install "gradtools[sparse]"`.
 
         Returns:
             A function of f's arguments. For an output leaf of shape s and an input leaf of shape
@@ -75,9 +75,8 @@ class Jacobians(Operators):
 
         Raises:
             GradtoolsError: An input is complex (its Jacobian is not a complex matrix: use pairs of
-                real arrays, or `hvp`, `jvp` and `vjp`, which are real-linear); the mode is
-                unknown; the chunk size is below 1; the pattern has another shape
-                or omits an entry that is not zero.
+                real arrays, or `hvp`, `jvp` and `vjp`, which are real-linear); the mode is unknown;
+                the chunk size is below 1; the pattern has another shape or omits a nonzero entry.
 
         Example:
             >>> x = gt.asarray(np.float32([1.0, 2.0]))
@@ -117,7 +116,7 @@ class Jacobians(Operators):
             staged = backend.stage(call, call.leaves)
             mode, fun = staged.jacobian_mode, staged.run
         rows = blocks(backend, fun, call.leaves, mode, chunk_size)
-        if is_auto:  # the dtype must not depend on which mode the output's size selects
+        if is_auto:  # the dtype must not depend on the mode that the output's size selects
             for row in rows:
                 row[:] = [
                     _of_precision(backend, block, x)
@@ -138,26 +137,26 @@ class Jacobians(Operators):
         tangents: Sequence[Any],
         mode: HvpMode = "auto",
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """The gradient of a real scalar f and its Hessian times a vector, from one evaluation.
+        """Computes the gradient of a real scalar f and a Hessian-vector product in one evaluation.
 
         Products with several vectors at one point share an evaluation by `linearize(grad(f), x)`.
 
-        For complex arguments it is the Hessian in the real and imaginary parts: real-linear
-        in the tangent, symmetric under Re<u, v>.
+        For complex arguments it is the Hessian in the real and imaginary parts: it is real-linear
+        in the tangent and symmetric under Re<u, v>.
 
         Args:
             f: As in `grad`.
             primals: One pytree of floating or complex arrays for each argument.
-            tangents: The same structure, shapes and dtypes.
-            mode: "forward_over_reverse" (a jvp of the gradient), "reverse_over_reverse" (a vjp
-                of it), or "auto": the latter in PyTorch, the former in JAX unless f holds a
-                reverse-only edit.
+            tangents: Pytrees with the structure, shapes and dtypes of the primals.
+            mode: "forward_over_reverse" (a jvp of the gradient), "reverse_over_reverse" (a vjp of
+                the gradient), or "auto": "reverse_over_reverse" in PyTorch; in JAX
+                "forward_over_reverse" unless f contains a reverse-only edit.
 
         Returns:
             `(gradient, product)`, each a tuple with one pytree for each primal.
 
         Raises:
-            GradtoolsError: As `grad` and `jvp` do.
+            GradtoolsError: As in `grad` and `jvp`.
 
         Example:
             >>> x, t = gt.asarray(np.float32(3.0)), gt.asarray(np.float32(1.0))
@@ -190,22 +189,22 @@ class Jacobians(Operators):
         mode: HvpMode = "auto",
         sparsity: Any = None,
     ) -> Callable[P, Any]:
-        """The Hessian of a real scalar f of real arguments.
+        """Computes the Hessian of a real scalar f of real arguments.
 
         Args:
             f: As in `grad`.
-            argnums: Which positional arguments to differentiate with respect to.
+            argnums: The positional arguments to differentiate with respect to.
             mode: As in `hvp`.
             sparsity: The pattern of the Hessian, as in `jacobian`; an entry on one side of the
                 diagonal need not be repeated on the other side.
 
         Returns:
-            A function of f's arguments. For argument leaves of shapes s and t it returns an
-            array of shape s + t, in the tree of the argument, with that tree again at each leaf;
-            for a tuple of argnums, a tuple of tuples. With sparsity, one sparse array.
+            A function of f's arguments. For argument leaves of shapes s and t it returns an array
+            of shape s + t, in the tree of the argument, with that tree again at each leaf; for a
+            tuple of argnums, a tuple of tuples. With sparsity, it returns one sparse array.
 
         Raises:
-            GradtoolsError: An input is complex, or as `grad` does.
+            GradtoolsError: An input is complex; also as in `grad`.
 
         Example:
             >>> x = gt.asarray(np.float32([1.0, 2.0]))
@@ -240,7 +239,7 @@ class Jacobians(Operators):
         return call.attaching(self._hessian_at, f, argnums, mode, None, *args, **kwargs)(hessian)
 
     def _flat_gradient(self, call: Call, fun: Fun) -> Fun:
-        """The gradient of a call as a function of flat arrays; `fun` evaluates the call."""
+        """Returns the gradient of a call as a function of flat arrays; `fun` evaluates the call."""
 
         def gradient(*leaves: Array) -> tuple[list[Array], list[Array]]:
             grads, extras = gradient_at(call, fun, leaves, call.leaves)
@@ -249,12 +248,12 @@ class Jacobians(Operators):
         flat: Any = gradient
         flat.caller, flat.call, flat.plain_kernels = call.caller, call, True
         flat.own, flat.is_deferred = call.own, call.is_deferred
-        call.is_deferred = bool  # False: the gradient keeps its graph
+        call.is_deferred = bool  # always False: the gradient keeps its graph
         return flat
 
 
 def second_order_mode(call: Call, mode: str) -> tuple[str, Fun]:
-    """The mode that "auto" means for this call, and the function that evaluates the call."""
+    """Resolves "auto" for this call; returns the mode and the function that evaluates the call."""
     backend = call.backend
     if mode != "auto" or backend.hvp_mode == "reverse_over_reverse":
         return (backend.hvp_mode if mode == "auto" else mode), call
@@ -265,9 +264,9 @@ def second_order_mode(call: Call, mode: str) -> tuple[str, Fun]:
 def gradient_at(
     call: Call, fun: Fun, leaves: Sequence[Array], likes: Sequence[Array]
 ) -> tuple[list[Array], list[Array]]:
-    """The gradient of the number that fun computes at these leaves.
+    """Computes the gradient of the number that fun computes at these leaves.
 
-    Returns fun's extras as well. likes: Arrays of the leaves' shapes and dtypes.
+    Also returns fun's extras. likes: Arrays with the leaves' shapes and dtypes.
     """
     evaluation = call.backend.vjp(fun, list(leaves), groups=None, once=True)
     out = call.scalar(evaluation.outs, evaluation.extras)
@@ -291,9 +290,9 @@ def _refuse_complex(backend: Backend, call: Call) -> None:
 def blocks(
     backend: Backend, fun: Fun, leaves: list[Array], mode: str, chunk_size: int | None
 ) -> list[list[Array]]:
-    """For each output leaf and each input leaf, of shapes s and t, an array of shape s + t.
+    """Returns, for output and input leaves of shapes s and t, arrays of shape s + t.
 
-    mode: "forward", "reverse" or "auto", which is reverse here.
+    mode: "forward", "reverse" or "auto", which is reverse in this function.
     """
     if mode == "forward":
         passes = -(-_size(leaves) // chunk_size) if chunk_size else 1
@@ -311,16 +310,16 @@ def blocks(
 def _rows(
     backend: Backend, evaluation: Evaluation, leaves: list[Array], chunk_size: int | None
 ) -> list[list[Array]]:
-    """The blocks by pulling the unit cotangents of all outputs back as one batch."""
+    """Computes the blocks by pulling back the unit cotangents of all outputs as one batch."""
     outs = evaluation.outs
     bases, parts = _unit_vectors(backend, outs)
-    full = [0 not in x.shape for x in leaves]  # jax.lax.map takes no empty results in batches
+    full = [0 not in x.shape for x in leaves]  # jax.lax.map rejects empty batched results
 
     def pull(*units: Array) -> list[Array]:
         return [*compress(backend.filled(evaluation.pullback([*units]), leaves), full)]
 
     def columns(units: list[Array]) -> list[Sequence[Array]]:
-        """For each leaf its blocks, one for each output."""
+        """Returns each leaf's blocks, one per output."""
         mapped = iter(backend.map_batches(pull, units, chunk_size) if any(full) else [])
         return [
             backend.split(next(mapped), parts) if f else [backend.zeros_like(x)] * len(outs)
@@ -346,7 +345,7 @@ def _rows(
 def _columns(
     backend: Backend, push: Push, leaves: list[Array], chunk_size: int | None
 ) -> list[list[Array]]:
-    """The blocks by pushing the unit tangents of all leaves as one batch."""
+    """Computes the blocks by pushing the unit tangents of all leaves as one batch."""
     bases, parts = _unit_vectors(backend, leaves)
     mapped = backend.map_batches(lambda *units: push([*units]), bases, chunk_size, one_draw=True)
     last = [axis_moved(backend, column[: _size(leaves)], 0, -1) for column in mapped]
@@ -360,10 +359,10 @@ def _columns(
 
 
 def _unit_vectors(backend: Backend, xs: list[Array]) -> tuple[list[Array], list[slice]]:
-    """A batch of all unit vectors of the xs taken together, and the part of it for each of them.
+    """Returns a batch of all unit vectors of the concatenated xs, and each array's slice of it.
 
-    If the xs have no entries, the batch has one row, which belongs to none of them: it shows the
-    shapes of the results.
+    If the xs have no entries, the batch has one row, which belongs to none of the arrays: it
+    determines the shapes of the results.
     """
     ends = [*accumulate([math.prod(x.shape) for x in xs], initial=0)]
     count, parts = ends[-1], [*starmap(slice, pairwise(ends))]
@@ -374,7 +373,7 @@ def _unit_vectors(backend: Backend, xs: list[Array]) -> tuple[list[Array], list[
 
 
 def _of_precision(backend: Backend, block: Array, x: Array) -> Array:
-    """A real or complex block with entries of the precision of a real x."""
+    """Casts a real or complex block to the precision of a real x."""
     if not backend.is_complex(block):
         return backend.cast(block, x)
     real = backend.cast(block.real, x)

@@ -1,4 +1,4 @@
-"""The mixed partial derivative (d/dy) <u, (d/dz) f(y, G(z))>, without a graph of G."""
+"""Computes the mixed partial derivative (d/dy) <u, (d/dz) f(y, G(z))> without a graph of G."""
 
 from __future__ import annotations
 
@@ -14,35 +14,35 @@ from gradtools.jacobians import gradient_at, second_order_mode
 
 
 class MixedPartials(Operators):
-    """`mixed_partial`."""
+    """The operator `mixed_partial`."""
 
     def mixed_partial(
         self, f: Callable[[Any, R], Any], G: Callable[[T], R], y: Any, z: T, u: Any
     ) -> Any:
         """Computes (d/dy) <u, (d/dz) f(y, G(z))> by forward mode through G, which keeps no graph.
 
-        With J the Jacobian of G at z and w = J u, <u, (d/dz) f(y, G(z))> = <w, (d/dg) f(y, g)>
-        at g = G(z): so G is passed once in forward mode, and only f is differentiated twice.
+        With J the Jacobian of G at z and w = J u, <u, (d/dz) f(y, G(z))> = <w, (d/dg) f(y, g)> at g
+        = G(z). G is therefore evaluated once in forward mode, and only f is differentiated twice.
         The memory does not grow with the depth of G. The result is differentiable, also with
-        respect to z, u and the arrays that G captures: in PyTorch that evaluates G once more.
+        respect to z, u and the arrays that G captures; in PyTorch this evaluates G once more.
 
-        Several directions share one evaluation of f, and in JAX one of G. In PyTorch G runs once
-        for each direction, each time from the same random streams and buffers.
+        Several directions share one evaluation of f, and in JAX also of G. In PyTorch G runs once
+        per direction, each time with the same random streams and buffers.
 
         Args:
             f: A real scalar function of y and of G's result.
-            G: Any function of z that has a forward mode; PyTorch's fused attention, which has none,
-            is replaced by plain operations. For others take the gradient through `frozen(G)`.
+            G: A function of z that supports forward mode; PyTorch's fused attention, which does
+            not, is replaced by plain operations. For others take the gradient through `frozen(G)`.
             y: A pytree of floating or complex arrays.
-            z: The same, for G.
+            z: A pytree of floating or complex arrays, the argument of G.
             u: The direction, a pytree like z, or a list of such pytrees.
 
         Returns:
-            A pytree like y, or a list of them.
+            A pytree like y, or a list of such pytrees.
 
         Raises:
-            GradtoolsError: u does not fit z; G has no forward mode; in PyTorch, when the result
-                is differentiated and G, evaluated once more, returns another value.
+            GradtoolsError: u does not fit z; G has no forward mode; in PyTorch, the result is
+                differentiated and G, evaluated once more, returns another value.
 
         Example:
             >>> y, z, u = (gt.asarray(np.float32(v)) for v in (2.0, 3.0, 1.0))
@@ -50,7 +50,7 @@ class MixedPartials(Operators):
             432.0
 
         Source: forward over reverse, as in Pearlmutter, Fast exact multiplication by the Hessian,
-        1994, with the pushforward taken through G alone.
+        1994, with the pushforward taken through G only.
         """
         check_function("mixed_partial", f, curried=False)
         check_function("mixed_partial", G, "G", curried=False)
@@ -70,7 +70,7 @@ class MixedPartials(Operators):
     def _mixed_partials(
         self, f: Any, G: Any, y: Any, z: Any, us: list[Any], names: Sequence[str]
     ) -> list[Any]:
-        """The mixed partial derivatives along each direction of `us`."""
+        """Returns the mixed partial derivatives along each direction of `us`."""
         if not us:
             return []
         backend = self._backend
@@ -101,7 +101,7 @@ class MixedPartials(Operators):
 
 
 def _partial_of(call: Call, fun: Fun, which: int) -> Fun:
-    """For f(y, g): its gradient in argument `which`, as a function of the other's leaves."""
+    """Returns the gradient of f(y, g) in argument `which`, as a function of the other's leaves."""
     count = call.counts[0]
     leaves = call.leaves[:count] if which == 0 else call.leaves[count:]
 

@@ -1,7 +1,7 @@
-"""`make_functional`: a model as a pure function of its parameters and state.
+"""`make_functional` converts a model to a pure function of its parameters and state.
 
-A model becomes ``apply(params, state, *args, key=key) -> (out, new_state)``, in every framework
-the same, so that derivatives are taken with respect to an argument like any other. The backends'
+A model becomes ``apply(params, state, *args, key=key) -> (out, new_state)``, the same in every
+framework, so that derivatives are taken with respect to an ordinary argument. The backends'
 ``modules.py`` implement it.
 """
 
@@ -29,11 +29,11 @@ class Models(Operators):
     ) -> tuple[Apply, Any, Any]:
         """Converts a module to a pure function of its parameters and state.
 
-        ``apply(params, state, *args, key=None, **kwargs)`` returns ``(out, new_state)`` and
-        changes nothing: not the module, not its arguments. Many threads may call it at once, each
-        with parameters of its own. ``args`` and ``kwargs`` are the module's. With ``key`` the
-        call's randomness is a function of the key alone. The module is read when make_functional
-        is called; its mode or structure may change afterwards without effect on apply.
+        ``apply(params, state, *args, key=None, **kwargs)`` returns ``(out, new_state)`` and has no
+        side effects on the module or its arguments. Many threads may call it at once, each with its
+        own parameters. ``args`` and ``kwargs`` are the module's arguments. With ``key``, the call's
+        randomness is a function of the key only. make_functional reads the module when it is
+        called; later changes of its mode or structure do not affect apply.
 
         In PyTorch::
 
@@ -55,55 +55,54 @@ class Models(Operators):
         params and state by library:
 
         - ``torch.nn``: params maps the name of each parameter that requires grad to a detached
-          alias of it (one storage, ``requires_grad=False``: a training step builds no second
-          graph); state maps each buffer's name to a copy, and the name of each frozen parameter
-          to an alias, for which no gradient is computed. Tied parameters appear once, under their
-          first name. Each call works on a structural copy of the module tree; hooks are kept; a
-          number that forward assigns to an attribute stays on that copy. Changes that forward makes
-          to a shared list or dictionary, or to its parameters, are not detected. With a key,
-          PyTorch's global generators (CPU, and the accelerators that the call's tensors live on)
-          are seeded and restored, under one lock for the whole process; the ``random`` modules of
-          Python and NumPy are left alone. On the CPU a seed has 32 effective bits, so one pair in
-          2^32 of different keys draws alike. Under ``torch.func.vmap`` choose
-          ``randomness="different"`` and a key that is not mapped. Under ``torch.compile`` a call
-          with a key runs uncompiled, and without a key numbers that forward assigns stay on a
-          private copy between calls.
+          alias (same storage, ``requires_grad=False``: a training step builds no second graph);
+          state maps each buffer's name to a copy, and the name of each frozen parameter to an
+          alias, for which no gradient is computed. Tied parameters appear once, under their first
+          name. Each call works on a structural copy of the module tree; hooks are kept; a number
+          that forward assigns to an attribute remains on that copy. Changes that forward makes to a
+          shared list or dictionary, or to its parameters, are not detected. With a key, PyTorch's
+          global generators (of the CPU and of the accelerators that hold the call's tensors) are
+          seeded and restored, under one process-wide lock; the ``random`` modules of Python and
+          NumPy are unaffected. On the CPU a seed has 32 effective bits, so one pair in 2^32 of
+          different keys draws alike. Under ``torch.func.vmap`` use ``randomness="different"`` and a
+          key that is not mapped. Under ``torch.compile`` a call with a key runs uncompiled, and
+          without a key numbers that forward assigns remain on a private copy between calls.
         - ``flax.linen``: params is ``variables["params"]``, state all other collections, each
           mutable. ``train`` is passed as the module's own argument: ``train``, ``deterministic`` or
           ``use_running_average``. The key is split over ``rng_names``.
         - ``flax.nnx``: params holds the ``nnx.Param``s, state the random streams and all other
           variables. With a key, every stream gets its own key and state keeps its streams
-          unchanged; without a key, the streams of state are used and advanced.
-        - ``equinox``: params is the module with its inexact arrays only, state the
+          unchanged; without a key, the streams in state are used and advanced.
+        - ``equinox``: params is the module with only its inexact arrays; state is the
           ``eqx.nn.State`` passed as ``variables`` (passed to the module after the other positional
-          arguments, and returned by it), or an empty dictionary. The key is passed as
-          ``key=`` if the module's ``__call__`` takes it; splitting it over a batch, and the
-          ``axis_name`` that batch normalisation needs, are up to the user.
-        - Keras 3, on this framework's backend: params maps the paths of the trainable variables to
-          arrays, state those of all others, including the seeds of its random streams. ``train`` is
-          its ``training``.
+          arguments, and returned by it), or an empty dictionary. The key is passed as ``key=`` if
+          the module's ``__call__`` takes it; the user must split it over a batch and provide the
+          ``axis_name`` that batch normalisation needs.
+        - Keras 3, on this framework's backend: params maps the paths of the trainable variables
+          to arrays; state maps the paths of all other variables, including the seeds of its random
+          streams. ``train`` is passed as ``training``.
 
-        Conventions differ: PyTorch's running variance is unbiased and its momentum m is
-        ``1 - m`` elsewhere; flax's and equinox's is biased, and equinox, in evaluation, divides its
+        Conventions differ: PyTorch's running variance is unbiased and its momentum m is ``1 - m``
+        elsewhere; flax's and equinox's is biased, and equinox, in evaluation, divides its
         statistics by ``1 - m^calls``.
 
         Args:
             module: A ``torch.nn.Module``, a ``flax.linen``, ``flax.nnx`` or ``equinox`` module,
                 or a built Keras model.
-            variables: For flax.linen the result of ``init``; for equinox a State, or
-                None; else None.
-            train: True or False sets the mode of the copy; None keeps the module's.
-            rng_names: flax.linen's names of the streams that a key is split over.
+            variables: For flax.linen the result of ``init``; for equinox a State or None; otherwise
+                None.
+            train: True or False sets the mode of the copy; None keeps the module's mode.
+            rng_names: flax.linen's names of the streams over which a key is split.
 
         Returns:
             ``(apply, params, state)``. params and state are pytrees of arrays with the module's
             shapes and dtypes; the leaves passed to apply may have other dtypes.
 
         Raises:
-            GradtoolsError: The module's class is not accepted, or its parameters cannot
-                be given from outside (scripted, sharded, lazy and not yet called); ``train``
-                cannot be passed on. From apply: params or state with a missing or unexpected
-                name, or params of another shape; in JAX, randomness without a key.
+            GradtoolsError: The module's class is not supported, or its parameters cannot be passed
+                in (scripted, sharded, lazy and not yet called); ``train`` cannot be passed on. From
+                apply: params or state has a missing or unexpected name, or params has another
+                shape; in JAX, randomness without a key.
 
         Example:
             >>> gt.make_functional(3)  # doctest: +ELLIPSIS
@@ -118,7 +117,7 @@ class Models(Operators):
 
 
 class _Apply(partial[Any]):
-    """The function of parameters and state."""
+    """A function of parameters and state."""
 
     def __repr__(self) -> str:
         return "<apply, called with (params, state, *args, key=None, **kwargs)>"

@@ -1,8 +1,8 @@
-"""Texts and tables of reports for a terminal, and their HTML for a notebook.
+"""Formats texts and tables of reports for a terminal, and as HTML for a notebook.
 
 A report has one text, optionally with ANSI colours; `coloured` converts the escape sequences to
-HTML spans, so that a notebook shows the same as a terminal. Mathematical characters that a terminal
-lacks, as one of ASCII or cp1252 does, are spelled.
+HTML spans, so that a notebook shows the same text as a terminal. Mathematical characters that a
+terminal's encoding (ASCII, cp1252) lacks are spelled out.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _WORDS |= {"\N{COMBINING MACRON}": "bar"}
 
 
 def printable(text: str) -> str:
-    """The text, with characters spelled out that the encoding of `sys.stdout` lacks."""
+    """Spells out characters of a text that the encoding of `sys.stdout` lacks."""
     encoding = getattr(sys.stdout, "encoding", None)
     if not encoding or getattr(sys.stdout, "errors", None) != "strict":
         return text
@@ -66,7 +66,7 @@ _CELL = "text-align: left; padding: 0.1em 1em 0.1em 0"
 
 
 def coloured(text: str) -> str:
-    """Text with a terminal's colours as a block of HTML."""
+    """Converts text with a terminal's colours to a block of HTML."""
     shown = html.escape(text, quote=False)
     shown = re.sub(r"\x1b\[0m", "</span>", shown)
     shown = re.sub(r"\x1b\[(\d+)m", lambda code: f'<span style="{_STYLES[code[1]]}">', shown)
@@ -74,13 +74,13 @@ def coloured(text: str) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Rows of text as lines, each column as wide as its widest cell."""
+    """Aligns rows of text to lines, each column as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def table(rows: Sequence[Sequence[str]], notes: Sequence[str] = ()) -> str:
-    """Rows of text as a table of HTML, the first cell of each as its head."""
+    """Formats rows of text as an HTML table, the first cell of each row as its header."""
     lines = ["<table>"]
     for head, *cells in rows:
         shown = "".join(f'<td style="{_CELL}">{html.escape(cell)}</td>' for cell in cells)

@@ -1,12 +1,12 @@
-"""The contract of a user-written rule, which gradtools installs and completes.
+"""Checks a user-written rule, which gradtools installs and completes.
 
-For y = f(x) a rule consists of `fwd` or a forward rule, whose output is f's own, and of maps
+For y = f(x) a rule consists of `fwd` or a forward rule, whose output is f's output, and of maps
 
     dy = T(x) dx        x' = C(x) y'
 
 Structure, shapes and dtypes are always checked. A map that is transposed for the other mode must be
-linear: transposing silently drops a constant part. Linearity is checked once for a signature. Rules
-derived from a rule share the results. `gradtools.testing.check_rule` checks the rest.
+linear: transposing silently drops a constant part. Linearity is checked once per signature. Rules
+derived from a rule share its results. `gradtools.testing.check_rule` checks the rest.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Aval:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Contract:
-    """The checks of one user-written rule.
+    """The checks of a user-written rule.
 
     Attributes:
-        name: The rule's name in messages, such as "custom_rule sinh".
-        checked: Whether it is checked; False for a function of the other framework.
+        name: The rule's name for messages, such as "custom_rule sinh".
+        checked: Whether the rule is checked; False for a function of the other framework.
         passed: The checks that passed.
     """
 
@@ -48,9 +48,9 @@ class Contract:
     passed: set[Hashable] = field(default_factory=set)
 
     def check_once(self, *key: Hashable, check: Callable[[], Any]) -> bool:
-        """Runs a check unless it passed before under this key. Returns False if undecided.
+        """Runs a check unless it passed before under this key; returns False if undecided.
 
-        check: Raises if the rule is wrong; returns False if that cannot be decided yet.
+        check: Raises if the rule is wrong; returns False if this cannot be decided yet.
         """
         if not self.checked or key in self.passed:
             return True
@@ -68,13 +68,13 @@ class Contract:
     # --- the checks' messages
 
     def refusal(self, text: str) -> GradtoolsError:
-        """An error that names the rule."""
+        """Makes an error that names the rule."""
         return GradtoolsError(f"{self.name}: {text}")
 
     def check_outputs(
         self, who: str, came: Any, avals: list[Aval], expected: Any, wanted: list[Aval]
     ) -> None:
-        """Raises unless fwd's or the forward rule's output has the structure and avals of f's.
+        """Raises unless fwd's or the forward rule's output has f's structure and avals.
 
         who: "fwd" or "the forward rule".
         came, avals: The structure and avals of its output.
@@ -95,12 +95,12 @@ class Contract:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Primal:
-    """An argument as `fwd` sees it with `symbolic_zeros=True`.
+    """An argument that `fwd` gets with `symbolic_zeros=True`.
 
     Attributes:
         value: The array or number.
-        perturbed: Whether its derivative may be needed. If False, neither its cotangent nor
-            residuals for it are: PyTorch's `needs_input_grad`, JAX's `perturbed`.
+        perturbed: Whether its derivative may be needed. If False, neither its cotangent nor its
+            residuals are needed (PyTorch's `needs_input_grad`, JAX's `perturbed`).
     """
 
     value: Any
@@ -110,10 +110,10 @@ class Primal:
 # --- a numerical test of linearity
 
 Array = Any
-Entries = Sequence[Any]  # arrays, or None for a zero
+Entries = Sequence[Any]  # arrays, or None for zero
 
-_LEAST = 2.0**-9  # dividing by more would make 16-bit numbers subnormal
-_ODD, _TIMES = (3.0, 5.0, 7.0), 16.0  # samples of the rounding, and the tolerance in units of it
+_LEAST = 2.0**-9  # dividing by a larger number would make 16-bit numbers subnormal
+_ODD, _TIMES = (3.0, 5.0, 7.0), 16.0  # factors that sample rounding; tolerance factor
 
 
 def is_linear(
@@ -123,25 +123,25 @@ def is_linear(
     gap: Callable[[Array, Array], float],
     slack: Callable[[Array], float],
 ) -> bool:
-    """Whether `run` preserves sums and multiples, as for kernels, which have no jaxpr or graph.
+    """Returns whether `run` preserves sums and multiples; also works for kernels without a jaxpr.
 
-    In floating point both hold up to rounding, which is as large as the terms that the map adds
-    up, and cannot be bounded by the results if these terms cancel. So the vectors have few binary
-    digits. Multiplying by a power of two then is exact, and so is v + w; the rounding in L(v + w)
-    is compared with that in L(3 v), L(5 v) and L(7 v).
+    In floating point both hold up to rounding errors, which are as large as the terms that the map
+    adds, and cannot be bounded by the results if these terms cancel. The vectors therefore have few
+    binary digits, so multiplying by a power of two is exact, and so is v + w; the rounding in L(v +
+    w) is compared with the rounding in L(3 v), L(5 v) and L(7 v).
 
-    v, w: Vectors of four binary digits.
+    v, w: Vectors whose entries have four binary digits.
     gap: The largest modulus of a difference; equal entries and pairs of NaN count as 0.
     slack: The relative tolerance for an array if nothing cancels.
     """
     scaled = lambda factor, xs: [None if x is None else factor * x for x in xs]
     size = lambda y: 0.0 if y is None else gap(y, 0.0 * y)
     tolerance = lambda y: 0.0 if y is None else slack(y)
-    distance = lambda a, b: 0.0 if a is None or b is None else gap(a, b)  # None stands for zeros
+    distance = lambda a, b: 0.0 if a is None or b is None else gap(a, b)  # None means zeros
     narrow = any(str(x.dtype).removeprefix("torch.") == "float16" for x in v)
     reach = 2.0**5 if narrow else 2.0**13  # the largest factor
     one, other = run(v), run(w)
-    for factor in (-max(1 / reach, _LEAST), reach):  # a negative factor finds relu-like maps
+    for factor in (-max(1 / reach, _LEAST), reach):  # a negative factor detects relu-like maps
         for y, was, came in zip(scaled(factor, one), one, run(scaled(factor, v)), strict=True):
             if not distance(y, came) <= tolerance(y) * abs(factor) * size(was):
                 return False

@@ -1,16 +1,16 @@
-"""`Rule`: a function of flat arrays with its own jvp and vjp maps, the same in both frameworks.
+"""`Rule`: a function of flat arrays with custom jvp and vjp maps, for both frameworks.
 
-Every operation with a derivative of its own is a function with a tangent and a cotangent map:
+Every operation with a custom derivative is a function with a tangent and a cotangent map:
 
     y = f(x)        dy = J(x) dx        x' = J(x)^H y'
 
 Both maps are linear, in dx and in y', and adjoint to each other under Re<u, v>. One of them may be
-left out: it is then the transpose of the other. The maps get their residuals as arguments: inputs,
+omitted: it is then the transpose of the other. The maps get their residuals as arguments: inputs,
 outputs, or *extras*, which are further results of the forward pass. Extras are hidden outputs,
 differentiated through the code that computed them, so a rule that saves an intermediate result is
-right at second order.
+correct at second order.
 
-This module is the same for every framework: the record, and the rule under vmap. Each
+This module is the same for every framework: it defines the record, and the rule under vmap. Each
 backend's `rules/installing.py` installs a rule in the framework's own differentiation.
 """
 
@@ -35,39 +35,39 @@ if TYPE_CHECKING:
 
 Array = Any
 R = TypeVar("R", bound="Rule")
-Entries = Sequence[Any]  # arrays, or None for a zero
+Entries = Sequence[Any]  # arrays, or None for zero
 Map = Callable[[Entries, Entries], list[Any]]
 Jvp = Callable[[Entries, Entries], tuple[list[Any], list[Any]]]
 Matrix = Sequence[Sequence[bool]]
 
 
-KEYS = map(str, itertools.count())  # text: dynamo makes integers symbolic
+KEYS = map(str, itertools.count())  # strings, since dynamo makes integers symbolic
 _BY_KEY: weakref.WeakValueDictionary[str, Rule] = weakref.WeakValueDictionary()
 
 
 def by_key(key: str) -> Rule:
-    """The rule with this key."""
+    """Returns the rule with this key."""
     return _BY_KEY[key]
 
 
 @dataclass(slots=True)
 class Linearized:
-    """One evaluation of a function, and its linear maps there.
+    """One evaluation of a function, and its linear maps at that point.
 
     Attributes:
         ys: The outputs.
         extras: Further results that the maps read.
-        saves: The residuals: positions in `[*xs, *ys, *extras]`.
+        saves: The residuals, as positions in `[*xs, *ys, *extras]`.
         tangent: `tangent(saved, dxs)`, or None.
         cotangent: `cotangent(saved, cts)`, or None.
         opaque_residuals: Whether the author saved non-arrays that may depend on x, so that a
             second derivative must evaluate the function again.
-        tangent_only: How many of the last residuals only the tangent map reads.
+        tangent_only: The number of last residuals that only the tangent map reads.
         example: For an evaluation of a batch, the maps of one example.
-        written: The cotangent map as its author wrote it, where `cotangent` is a rule itself, which
-            has a forward mode. It reads the first residuals.
+        written: The cotangent map as its author wrote it, if `cotangent` is itself a rule with a
+            forward mode. It reads the first residuals.
         key: Evaluations with equal keys have the same maps, as functions of the residuals; None if
-            that is unknown.
+            this is unknown.
     """
 
     ys: list[Array]
@@ -82,42 +82,42 @@ class Linearized:
     written: Map | None = None
 
     def without_arrays(self) -> Linearized:
-        """A copy without arrays, which would leak from their trace: the maps and counts."""
+        """Returns a copy without arrays, which would leak from their trace: the maps and counts."""
         maps = self.saves, self.tangent, self.cotangent, self.opaque_residuals, self.tangent_only
         nothing = [None] * len(self.extras)
         return Linearized([], nothing, *maps, self.example, written=self.written)
 
     def saved(self, xs: Entries) -> list[Any]:
-        """The residuals that are passed to the linear maps."""
+        """Returns the residuals that are passed to the linear maps."""
         everything = [*xs, *self.ys, *self.extras]
         return [everything[i] for i in self.saves]
 
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Rule:
-    """A function on a flat list of arrays, with its tangent and its cotangent map.
+    """A function on a flat list of arrays, with its tangent and cotangent maps.
 
     Attributes:
-        name: Its name in messages.
+        name: Its name for messages.
         primal: `primal(*xs)` returns the list of outputs.
         tangent: `tangent(saved, dxs)` returns one tangent for each output. Entries of `dxs` and
             of the result may be None, a symbolic zero. It must be linear in `dxs`.
         cotangent: `cotangent(saved, cts)` returns one cotangent for each input, in gradtools'
             complex convention. Entries may be None, a symbolic zero.
         saves: The residuals, as positions in `[*xs, *ys]` (default: all inputs). Only these are
-            kept for the backward pass.
+            saved for the backward pass.
         linearize: `linearize(*xs)` returns a `Linearized`, for rules whose maps read more than
-            inputs and outputs; `tangent`, `cotangent` and `saves` then are left out.
+            inputs and outputs; `tangent`, `cotangent` and `saves` are then omitted.
         nondifferentiable: Positions of inputs that are never differentiated; their derivative is
             zero.
-        reverse_only: Whether the cotangent map is not linear, so that no tangent map exists.
-        user_functions: The functions that the rule's author wrote, which may close over tracers.
-            If it is empty, no map closes over any.
-        symbolic_zeros: Which of the maps "tangent" and "cotangent" get None for a zero although
-            the rule has a contract. With "cotangent", `linearize` gets a mask of the inputs that
-            are differentiated.
-        contract: The checks that the author's maps must pass; such maps get arrays of zeros
-            instead of None. None: a rule of gradtools' own, which is not checked.
+        reverse_only: Whether the cotangent map is nonlinear, so that no tangent map exists.
+        user_functions: The functions that the rule's author wrote, which may close over tracers. If
+            it is empty, no map closes over tracers.
+        symbolic_zeros: The maps, of "tangent" and "cotangent", that get None for a zero although
+            the rule has a contract. With "cotangent", `linearize` gets a mask of the differentiated
+            inputs.
+        contract: The checks that the author's maps must pass; such maps get arrays of zeros instead
+            of None. If None, the rule belongs to gradtools and is not checked.
         reaches: Which inputs reach which outputs by a differentiable path. "identity": the outputs
             are the inputs unchanged, and graphs draw an identity. A function (for functions of
             another framework, whose graphs are drawn inline): `reaches(*specs)` takes the
@@ -145,7 +145,7 @@ class Rule:
         if self.tangent is None and self.cotangent is None and self.linearize is None:
             raise GradtoolsError(
                 f"rule {self.name!r}: neither a tangent nor a cotangent map was given; "
-                "give at least one, the other follows by transposition."
+                "pass at least one map; the other is derived by transposition."
             )
 
     def __repr__(self) -> str:
@@ -163,18 +163,18 @@ class Rule:
 
     @property
     def origin(self) -> Any:
-        """An object shared by all rules derived from this one: a check of one serves all."""
+        """An object shared by all rules derived from this rule, whose checks they share."""
         return self.contract or self
 
     def fills(self, which: str) -> bool:
-        """Whether zeros are instantiated as arrays for the "tangent" or "cotangent" map."""
+        """Returns whether zeros are instantiated as arrays for the "tangent" or "cotangent" map."""
         return self.contract is not None and which not in self.symbolic_zeros
 
     def at(self, *xs: Array, perturbed: tuple[bool, ...] | None = None) -> Linearized:
         """Evaluates the rule; returns the outputs with the linear maps at xs.
 
-        perturbed: Which inputs are differentiated, for rules with `symbolic_zeros`; None if that
-            is unknown, so that each may be.
+        perturbed: Which inputs are differentiated, for rules with `symbolic_zeros`; None if
+            unknown, so that each input may be.
         """
         if self.linearize is None:
             return self.linearized_from(xs, self.primal(*xs))
@@ -183,12 +183,12 @@ class Rule:
         return self.linearize(*xs)
 
     def linearized_from(self, xs: Entries, ys: list[Array]) -> Linearized:
-        """Like `at`, but for known outputs, if the rule's residuals are inputs and outputs only."""
+        """Like `at`, but for known outputs, if the residuals are only inputs and outputs."""
         saves = tuple(range(len(xs))) if self.saves is None else self.saves
         return Linearized(ys, [], saves, self.tangent, self.cotangent)
 
     def saved(self, xs: Entries, ys: Entries, extras: Entries = ()) -> list[Any]:
-        """The residuals that are passed to the linear maps."""
+        """Returns the residuals that are passed to the linear maps."""
         if self.saves is None:
             return list(xs)
         everything = [*xs, *ys, *extras]
@@ -197,7 +197,7 @@ class Rule:
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class JvpRule(Rule):
-    """A rule whose author wrote a forward rule, which returns outputs and tangents together.
+    """A rule with a forward rule that returns outputs and tangents together.
 
     Attributes:
         jvp: `jvp(xs, dxs)` returns outputs and tangents from one evaluation; `tangent`, if given,
@@ -214,7 +214,7 @@ USE_REVERSE_MODE = (
 
 
 def closed_over_error(name: str) -> GradtoolsError:
-    """The error of a rule that closes over an array that is differentiated."""
+    """Returns the error for a rule that closes over a differentiated array."""
     return GradtoolsError(
         f"rule {name!r} closes over an array that is differentiated or mapped; its derivative "
         "would be lost. Pass that array to the function as an argument."
@@ -222,9 +222,9 @@ def closed_over_error(name: str) -> GradtoolsError:
 
 
 def reverse_only_text(caller: str, name: str) -> str:
-    """The message of `caller` where forward mode meets a rule that has a reverse rule only."""
+    """Returns the message of `caller` if forward mode meets a reverse-only rule."""
     return (
-        f"{caller}: f holds {name}, which has a reverse rule only, so it has no forward mode. "
+        f"{caller}: f contains {name}, which has a reverse rule only, so it has no forward mode. "
         f"{USE_REVERSE_MODE}"
     )
 
@@ -235,11 +235,11 @@ def captured_objects(
     array: type | tuple[type, ...],
     attributes: bool = True,
 ) -> Iterator[Any]:
-    """The objects with `wanted(x)` in closures, defaults, containers and optionally attributes.
+    """Yields the objects with `wanted(x)` in closures, defaults, containers and attributes.
 
-    They are searched, since tracing a rule that uses itself would not end.
+    The objects are searched, since tracing a rule that uses itself would recurse forever.
 
-    array: The framework's array type, or several types, which are not searched any deeper.
+    array: The framework's array type or types, which are not searched.
     """
     leaves = (array, np.ndarray, np.generic, str, bytes, int, float, complex, type, ModuleType)
     todo: list[Any] = []
@@ -260,10 +260,10 @@ def captured_objects(
 
 
 def _references(x: Any, attributes: bool) -> list[Any]:
-    """The objects that x refers to: closure cells, contents of a cell or container, attributes.
+    """Returns the objects that x refers to: closure cells, contents, attributes.
 
-    For gradtools' own objects, only the attributes that the user set; `__gradtools_holds__` names
-    them.
+    For gradtools' own objects, returns only attributes that the user set; `__gradtools_holds__`
+    names them.
     """
     names = getattr(type(x), "__gradtools_holds__", None)
     if names is not None:
@@ -295,29 +295,29 @@ def _references(x: Any, attributes: bool) -> list[Any]:
 def batched(
     rule: R, backend: Any, x_axes: Entries, saved_axes: Entries | None, size: int, **more: Any
 ) -> R:
-    """The rule of `vmap(rule)`.
+    """Returns the rule of `vmap(rule)`.
 
     Args:
         rule: The rule of one example.
         backend: Provides `vmap_list` and `vmap_extras`.
         x_axes: The batch axis of each input, 0 or None. The cotangent of an input without a batch
             axis is summed over the batch.
-        saved_axes: The same for the residuals; None if these are inputs and outputs only, or if
-            the rule is yet to be linearized.
+        saved_axes: The batch axes of the residuals; None if these are inputs and outputs only, or
+            if the rule is not linearized yet.
         size: The batch size.
-        more: The fields that a backend's own subclass of `Rule` adds.
+        more: The fields that a backend's subclass of `Rule` adds.
     """
     x_axes = tuple(x_axes)
 
     def mapped(one: Any, axes: tuple[Any, ...]) -> dict[str, Any]:
-        """The maps of a rule or an evaluation, whose residuals have these axes, for a batch."""
+        """Maps a rule's or evaluation's maps, whose residuals have these axes, over a batch."""
         push, pull = one.tangent, one.cotangent
 
         def tangent(saved: Entries, dxs: Entries) -> list[Any]:
             return _mapped(push, backend, (saved, axes), (dxs, x_axes), size)
 
         def cotangent(saved: Entries, cts: Entries) -> list[Any]:
-            own_axes = axes[: len(saved)]  # without the residuals of the tangent map alone
+            own_axes = axes[: len(saved)]  # without the residuals of the tangent map
             pulled = _mapped(pull, backend, (saved, own_axes), (cts, (0,) * len(cts)), size)
             return [
                 ct if ct is None or axis == 0 else ct.sum(0)
@@ -341,7 +341,7 @@ def batched(
         out, out_axes = run(*xs)
         linearized, (count, _) = one[0], counts
         maps = mapped(linearized, saved_from(linearized.saves, x_axes, out_axes))
-        linearized = replace(linearized, written=None)  # it holds for one example
+        linearized = replace(linearized, written=None)  # it is valid for one example
         outs = {"ys": out[:count], "extras": out[count:]}
         return replace(linearized, example=linearized, **outs, **maps)
 
@@ -379,9 +379,9 @@ def batched(
 def evaluating_again(
     rule: Rule, first: Linearized, count: int, perturbed: tuple[bool, ...] | None
 ) -> Linearized:
-    """Maps that save the inputs and evaluate the rule again, in place of opaque residuals.
+    """Returns maps that save the inputs and reevaluate the rule, for opaque residuals.
 
-    Opaque residuals are constants to a derivative, and may hold arrays of a transform that has
+    Opaque residuals are constants in a derivative, and may hold arrays of a transform that has
     ended.
     """
 
@@ -400,7 +400,7 @@ def evaluating_again(
 
 
 def saved_from(saves: tuple[int, ...] | None, x_axes: Entries, out_axes: Entries = ()) -> Any:
-    """The batch axes of the residuals; outputs without an entry in `out_axes` are batched."""
+    """Returns the batch axes of the residuals; outputs without `out_axes` are batched."""
     everything = [*x_axes, *out_axes]
     if saves is None:
         return tuple(x_axes)
@@ -408,7 +408,7 @@ def saved_from(saves: tuple[int, ...] | None, x_axes: Entries, out_axes: Entries
 
 
 def _mapped(linear: Any, backend: Any, at: Any, vectors: Any, size: int) -> list[Any]:
-    """`vmap` of a linear map at residuals and vectors; entries, in and out, may be None.
+    """Applies `vmap` to a linear map of residuals and vectors; entries may be None.
 
     at, vectors: Pairs of the entries and their batch axes.
     """
@@ -429,13 +429,13 @@ def _mapped(linear: Any, backend: Any, at: Any, vectors: Any, size: int) -> list
 
 
 def total(terms: Iterable[Any]) -> Any:
-    """The sum of the terms that are not None; None if all are."""
+    """Sums the terms that are not None; returns None if all are."""
     present = [t for t in terms if t is not None]
     return sum(present[1:], present[0]) if present else None
 
 
 def spread(values: Sequence[Any], mask: Sequence[bool]) -> list[Any]:
-    """`values` at the places where mask is true, None elsewhere."""
+    """Places `values` where mask is true, and None elsewhere."""
     if len(values) == len(mask):
         return list(values)
     left = iter(values)
@@ -454,19 +454,19 @@ ARRAY = _Array()
 
 
 def refilled(leaves: Sequence[Any], arrays: Iterable[Any]) -> list[Any]:
-    """The leaves, with an array in place of each ARRAY."""
+    """Replaces each ARRAY among the leaves by an array."""
     left = iter(arrays)
     return [next(left) if x is ARRAY else x for x in leaves]
 
 
 def replaced_where(xs: Sequence[Any], mask: Sequence[bool], new: Sequence[Any]) -> list[Any]:
-    """xs with new entries at the places where mask is true."""
+    """Replaces the entries of xs where mask is true."""
     left = iter(new)
     return [next(left) if m else x for x, m in zip(xs, mask, strict=True)]
 
 
 def replaced_at(xs: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
-    """xs with new entries at some places."""
+    """Replaces the entries of xs at some places."""
     full = list(xs)
     for i, x in zip(places, new, strict=True):
         full[i] = x

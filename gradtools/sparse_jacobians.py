@@ -1,10 +1,10 @@
-"""Sparse Jacobians and Hessians of a given pattern, by colouring.
+"""Computes sparse Jacobians and Hessians of a given pattern by colouring.
 
-Columns that share no row (structurally orthogonal ones) are pushed as one tangent, rows that share
-no column are pulled as one cotangent, and each entry is read from the product in which it is the
-only term (Curtis, Powell and Reid, On the estimation of sparse Jacobian matrices, 1974). NetworkX
-computes a greedy colouring. An entry that the pattern omits would be added to another entry, so one
-more product, with a random vector, is compared with the result's.
+Columns that share no row (structurally orthogonal columns) are pushed as one tangent, rows that
+share no column are pulled as one cotangent, and each entry is read from the product in which it is
+the only term (Curtis, Powell and Reid, On the estimation of sparse Jacobian matrices, 1974).
+NetworkX computes a greedy colouring. An entry that the pattern omits would be added to another
+entry, so one more product, with a random vector, is compared with the result's product.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ def sparse_jacobian(
     chunk_size: int | None,
     symmetric: bool = False,
 ) -> Any:
-    """The Jacobian of a call as the framework's sparse array.
+    """Computes the Jacobian of a call as the framework's sparse array.
 
     fun: The function to differentiate: the call, or its gradient for a Hessian.
-    symmetric: Whether it is a Hessian, so that one side of the diagonal is enough as a pattern.
+    symmetric: Whether it is a Hessian, so that one side of the diagonal suffices as a pattern.
     """
     backend = call.backend
     x = _only(call, call.leaves, "the argument")
@@ -94,10 +94,10 @@ def sparse_jacobian(
 def _verified(
     call: Call, values: Array, places: np.ndarray, signs: np.ndarray, product: Array
 ) -> Array:
-    """The values of the entries, if the pattern omits none.
+    """Returns the values of the entries if the pattern omits no entry.
 
     Their product with the random vector, the sum of `values * signs` at each place, is compared
-    with the true product. In a trace, where values cannot be read, the values become NaN instead.
+    with the true product. In a trace, where values cannot be read, wrong values become NaN instead.
 
     Raises:
         GradtoolsError: The products differ.
@@ -110,16 +110,16 @@ def _verified(
     sizes = xp.where(xp.isfinite(sizes + true), sizes + abs(true), xp.zeros_like(sizes))
     if not sizes.shape[0]:
         return values
-    # Relative to the largest entry: a small entry may be a difference of large terms.
+    # The tolerance is relative to the largest entry: small entries may be differences.
     off = abs(ours - true) > _EPS.get(backend.dtype_name(true), 2.0**-7) ** 0.75 * xp.max(sizes)
     if backend.is_traced(off):
         return xp.where(xp.any(off), plain * np.nan, values)
     if bool(xp.any(off)):
         k = int(np.argmax(backend.to_numpy(off)))
         raise GradtoolsError(
-            f"{call.caller}: sparsity leaves out entries that are not zero: the product with a "
+            f"{call.caller}: sparsity omits nonzero entries: the product with a "
             f"random vector is {float(true[k]):.6g} at {k}, and {float(ours[k]):.6g} by the "
-            "pattern. Give a pattern that holds every entry that may differ from zero."
+            "pattern. Give a pattern with every entry that may be nonzero."
         )
     return values
 
@@ -127,8 +127,8 @@ def _verified(
 def _only(call: Call, leaves: Sequence[Array], what: str) -> Array:
     if len(leaves) != 1 or call.backend.is_complex(leaves[0]) or call.opened is not None:
         raise GradtoolsError(
-            f"{call.caller}: with sparsity f takes one real array and returns one, and {what} is "
-            "another. Join arrays to one, or leave sparsity out."
+            f"{call.caller}: with sparsity f takes and returns one real array, but {what} is "
+            "different. Concatenate the arrays, or leave sparsity out."
         )
     return leaves[0]
 
@@ -146,7 +146,7 @@ def _check_rows(call: Call, pattern: Csr, y: Array) -> None:
 
 
 def _scipy_sparse(caller: str) -> Any:
-    """`scipy.sparse`; raises with the name of the pip extra if it is missing."""
+    """Imports `scipy.sparse`; raises with the name of the pip extra if it is missing."""
     try:
         import networkx as _  # noqa: F401 - is needed as well
         import scipy.sparse
@@ -159,13 +159,12 @@ def _scipy_sparse(caller: str) -> Any:
 
 
 def _pattern(caller: str, sparsity: Any, ins: tuple[int, ...]) -> Csr:
-    """A user's pattern as a boolean CSR matrix.
+    """Converts a user's pattern to a boolean CSR matrix.
 
     Args:
         caller: The operator's name, for errors.
         sparsity: A sparse matrix of SciPy, PyTorch or JAX (BCOO), or an array; its nonzero entries
-            are the pattern. It has one column for each entry of the input, or the Jacobian's
-            shape.
+            are the pattern. It has one column per input entry, or the Jacobian's shape.
         ins: The shape of f's argument.
 
     Raises:
@@ -191,7 +190,7 @@ def _pattern(caller: str, sparsity: Any, ins: tuple[int, ...]) -> Csr:
 
 
 def _nonzero(caller: str, sparsity: Any) -> tuple[tuple[int, ...], np.ndarray]:
-    """The shape of a pattern, and the flat indices of its nonzero entries."""
+    """Returns the shape of a pattern and the flat indices of its nonzero entries."""
     if hasattr(sparsity, "tocoo"):
         coo = sparsity.tocoo()
         kept, index = np.asarray(coo.data) != 0, np.stack(coo.coords)
@@ -216,10 +215,10 @@ def _nonzero(caller: str, sparsity: Any) -> tuple[tuple[int, ...], np.ndarray]:
 
 
 def _coloured(pattern: Csr, mode: str) -> tuple[bool, np.ndarray]:
-    """Whether rows are pulled, and the colours of the rows, or else of the columns.
+    """Returns whether rows are pulled, and the colours of the rows or of the columns.
 
-    mode: "forward" pushes columns, "reverse" pulls rows; "auto" takes whichever needs fewer
-        products, by the largest number of entries in a row and in a column.
+    mode: "forward" pushes columns, "reverse" pulls rows; "auto" takes the mode with fewer products,
+        judging by the largest number of entries in a row and in a column.
     """
     pattern.sort_indices()
     widest, highest = (int(np.asarray(pattern.sum(k)).max(initial=0)) for k in (1, 0))
@@ -232,7 +231,7 @@ def _coloured(pattern: Csr, mode: str) -> tuple[bool, np.ndarray]:
 
 @lru_cache(maxsize=32)
 def _greedy(starts: bytes, indices: bytes, shape: tuple[int, int]) -> np.ndarray:
-    """A colour for each column of a CSR matrix, such that no two columns of one share a row."""
+    """Colours the columns of a CSR matrix so that columns of equal colour share no row."""
     import networkx
 
     at = np.frombuffer(indices, np.int64), np.frombuffer(starts, np.int64)

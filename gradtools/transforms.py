@@ -1,4 +1,4 @@
-"""The frameworks' own function transforms under one name: `vmap`, `checkpoint`, `compile`."""
+"""The frameworks' function transforms under common names: `vmap`, `checkpoint`, `compile`."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ class Transforms(Operators):
     def vmap(self, f: Callable[P, R], in_axes: Any = 0, out_axes: Any = 0) -> Callable[P, R]:
         """Maps f, a function of one example, over a batch axis.
 
-        The framework's own: ``torch.func.vmap`` (whose random operations then differ from
-        example to example) or ``jax.vmap``. Keyword arguments are examples in both, as in
+        This is the framework's own vmap: ``torch.func.vmap`` (whose random operations then differ
+        between examples) or ``jax.vmap``. In both, keyword arguments are mapped, as in
         ``jax.vmap``.
 
         Args:
@@ -35,8 +35,8 @@ class Transforms(Operators):
             The mapped function.
 
         Raises:
-            GradtoolsError: f is not a function. Wrong axes and sizes raise the framework's own
-                error.
+            GradtoolsError: f is not a function. For wrong axes and sizes the framework raises its
+                own error.
 
         Example:
             >>> rows = gt.asarray(np.ones((2, 3), np.float32))
@@ -67,20 +67,20 @@ class Transforms(Operators):
         This costs one more forward pass of f and saves the memory of its graph. PyTorch: f is
         recomputed as one chunk of `chunked`: random generators and the buffers of modules are
         restored, so batch normalization updates its statistics once. f may capture computed
-        tensors. In compiled code it is ``torch.utils.checkpoint`` (not reentrant). JAX:
-        ``jax.checkpoint``; f may branch on Python numbers among its arguments.
+        tensors. In compiled code, ``torch.utils.checkpoint`` (not reentrant) is used. JAX:
+        ``jax.checkpoint`` is used; f may branch on Python numbers among its arguments.
 
         Args:
             f: A function of pytrees of arrays.
-            verify: PyTorch: whether the recomputation is compared with the first pass, as in
+            verify: PyTorch: whether to compare the recomputation with the first pass, as in
                 `chunked`.
 
         Returns:
-            A function of the same value and derivatives.
+            A function with the same value and derivatives.
 
         Raises:
-            GradtoolsError: f is not a function, or verify is unknown; (on differentiating) f
-                returns other values when it is computed again.
+            GradtoolsError: f is not a function, or verify is unknown; (when differentiated) f
+                returns different values when it is recomputed.
 
         Example:
             >>> square = gt.checkpoint(lambda x: (x * x).sum())
@@ -92,21 +92,21 @@ class Transforms(Operators):
         return self._backend.like_module(f, partial(self._checkpoint_of, options))
 
     def _checkpoint_of(self, options: ChunkOptions, f: Callable[..., Any]) -> Callable[..., Any]:
-        doc = "{}, computed again in the backward pass."
+        doc = "{}, recomputed in the backward pass."
         return like_function("checkpointed_", f, self._backend.checkpoint(f, options), "", doc)
 
     def compile(self, f: Callable[P, R], **options: Any) -> Callable[P, R]:
-        """Compiles f at its first call, by ``torch.compile`` or ``jax.jit``.
+        """Compiles f on its first call, with ``torch.compile`` or ``jax.jit``.
 
         Args:
             f: A function of pytrees of arrays.
             options: The framework's own, for example ``fullgraph=True`` or ``static_argnums=0``.
 
         Returns:
-            A function of the same value and derivatives.
+            A function with the same value and derivatives.
 
         Raises:
-            GradtoolsError: f is not a function. Unknown options raise the framework's own error.
+            GradtoolsError: f is not a function. Unknown options raise the framework's error.
 
         Example:
             >>> fast = gt.compile(lambda x: x + 1)

@@ -1,20 +1,20 @@
-"""The versions of the frameworks that gradtools supports, checked when a backend is imported."""
+"""The framework versions that gradtools supports, checked when a backend is imported."""
 
 import os
 import re
 
 SUPPORTED = {"torch": ("2.8", "2.16"), "jax": ("0.7.2", "0.13")}
-"""For each framework the oldest supported version and the first unsupported newer version.
+"""Maps each framework to the oldest supported and the first unsupported newer version.
 
-The extras of pyproject.toml ask for the same; `tests/house/test_versions.py` compares them.
+The extras of pyproject.toml require the same; `tests/house/test_versions.py` compares them.
 """
 
 ANY_VERSION = "GRADTOOLS_ANY_VERSION"
-"""The environment variable that switches the check off, for tests with nightly builds."""
+"""The environment variable that disables the check, for tests with nightly builds."""
 
 
 def check_version(package: str, version: str) -> None:
-    """Refuses a version of a framework outside of the supported range.
+    """Raises an error if a framework's version is outside of the supported range.
 
     Args:
         package: The framework's name, ``"torch"`` or ``"jax"``.
@@ -35,7 +35,7 @@ def check_version(package: str, version: str) -> None:
 
 
 def _release(version: str) -> tuple[int, ...]:
-    """The release number without zeros at its end; a pre-release counts as its release."""
+    """Returns the release number without trailing zeros; a pre-release counts as its release."""
     numbers = re.match(r"\d+(?:\.\d+)*", version)
     parts = [int(part) for part in numbers.group().split(".")] if numbers else []
     while parts and parts[-1] == 0:

@@ -1,6 +1,6 @@
-"""Reading the arguments of operators.
+"""Reads the arguments of operators.
 
-`calls` presents f as a function of the flat differentiated arrays. `in_axes` finds the axis on
+`calls` represents f as a function of the flat differentiated arrays. `in_axes` finds the axis on
 which each argument is split, `batches` splits the leaves, `chunks` cuts the batch and
 `chunk_outputs` joins the outputs. `static_arguments` separates a rule's static arguments. `checks`
 validates arguments, and `wording` describes values in messages.

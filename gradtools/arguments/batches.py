@@ -1,4 +1,4 @@
-"""A batch of arguments: each leaf with the axis that it is split on, or shared by all examples."""
+"""Batches of arguments: each leaf is split on an axis, or shared by all examples."""
 
 from __future__ import annotations
 
@@ -20,26 +20,26 @@ class Leaf:
     """A leaf of an argument."""
 
     value: Any  # an array or any other object
-    axis: Any  # the axis that it is split on; None if it is shared
+    axis: Any  # the axis on which it is split; None if it is shared
     is_array: bool
     place: int  # its index among the argument's leaves
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class FlatArgument:
-    """An argument as its leaves."""
+    """The leaves of an argument."""
 
     argument: Argument
     treedef: Any  # its structure; None if it is one array
     leaves: list[Leaf]
-    is_list: bool  # whether it is a list of examples; each chunk gets a slice of it
+    is_list: bool  # whether it is a list of examples; each chunk gets a slice
 
 
 Place = tuple[FlatArgument, Leaf | None]  # a split leaf, or None for a list of examples
 
 
 class Batch:
-    """Arguments with the axis on which each leaf is split; None if it is shared.
+    """Arguments with the axis on which each leaf is split; None if the leaf is shared.
 
     With `lists`, a split argument that is a list is a list of examples. Scalars are shared unless
     the user named an axis for them.
@@ -58,7 +58,7 @@ class Batch:
 
     @classmethod
     def whole(cls, backend: Backend, caller: str, args: Sequence[Any], kwargs: Any) -> Batch:
-        """A batch in which nothing is split."""
+        """Makes a batch in which nothing is split."""
         batch = cls.__new__(cls)
         batch.backend, batch.caller, batch.size = backend, caller, 1
         pairs = *enumerate(args), *kwargs.items()
@@ -79,7 +79,7 @@ class Batch:
     # --- reading
 
     def _flat(self, argument: Argument, lists: bool, converts: bool) -> FlatArgument:
-        """converts: Whether NumPy's arrays become the framework's."""
+        """converts: Whether to convert NumPy arrays to the framework's arrays."""
         x, backend = argument.value, self.backend
         values, treedef, kinds = [x], None, ["array"]  # the common case, an array
         if type(x) is not backend.array_type and not backend.is_array(x):
@@ -92,7 +92,7 @@ class Batch:
         axes: list[Any] = [None] * len(values)
         if not is_list and argument.axes is not None:
             if isinstance(argument.axes, int):
-                least = 0 if argument.named else 1  # the rank that an array needs to be split
+                least = 0 if argument.named else 1  # the minimal rank of an array that is split
                 pairs = zip(values, are_arrays, strict=True)
                 axes = [argument.axes if a and _rank(x) >= least else None for x, a in pairs]
             elif treedef is None:
@@ -115,7 +115,7 @@ class Batch:
         return FlatArgument(argument, treedef, leaves, is_list)
 
     def _checked_size(self) -> tuple[int, tuple[int, Leaf | None]]:
-        """The number of examples, equal on every split axis, and one of the split leaves."""
+        """Returns the number of examples, equal on every split axis, and a split leaf."""
         places: dict[int, list[Place]] = {}
         for flat in self.arguments:
             if flat.is_list:
@@ -133,7 +133,7 @@ class Batch:
             for flat in self.arguments:
                 for leaf in flat.leaves:
                     if isinstance(flat.argument.axes, int) and leaf.is_array:
-                        self._size(flat, leaf, flat.argument.axes)  # raises for a scalar
+                        self._size(flat, leaf, flat.argument.axes)  # raises an error for a scalar
             raise GradtoolsError(
                 f"{self.caller}: no argument is split, so there are no examples. Pass the batch as "
                 "an array, and name its axis in in_axes."
@@ -144,14 +144,14 @@ class Batch:
                 f"{self.caller}: the batch sizes differ: {listed}. Set in_axes so that every split "
                 "axis has one entry for each example; None shares an argument."
             )
-        # f of an empty array has no rows, and so has the chunked function.
+        # f of an empty array has no rows; nor has the chunked function.
         if 0 in places and (self.caller != "chunked" or places[0][0][0].is_list):
             name = self._name_of(*places[0][0])
             raise GradtoolsError(
                 f"{self.caller}: the batch is empty ({name} has size 0). Pass at least one example."
             )
         [(size, [(flat, leaf), *_])] = places.items()
-        # By identity, since dynamo cannot compare dataclasses.
+        # Compares by identity, since dynamo cannot compare dataclasses.
         at = next(i for i, each in enumerate(self.arguments) if each is flat)
         return size, (at, leaf)
 
@@ -176,7 +176,7 @@ class Batch:
         return leaf.value.shape[axis]
 
     def _name_of(self, flat: FlatArgument, leaf: Leaf | None) -> str:
-        """The name in messages of an argument's leaf, or of a list of examples."""
+        """Returns the name of an argument's leaf, or of a list of examples, for messages."""
         value, name = flat.argument.value, flat.argument.name
         if leaf is None:
             return f"the list {name}"
@@ -185,14 +185,14 @@ class Batch:
     # --- parts of the batch
 
     def size_of(self, values: Sequence[Any]) -> int:
-        """The number of examples in a part of the batch, given as one value for each argument."""
+        """Returns the number of examples in a part of the batch, one value per argument."""
         i, leaf = self._counted
         if leaf is None:
             return len(values[i])
         return self.backend.flatten(values[i])[0][leaf.place].shape[leaf.axis]
 
     def map(self, one: Callable[..., Any], chunk_size: int | None) -> Any:
-        """`one(args, kwargs)` at each example, stacked."""
+        """Calls `one(args, kwargs)` at each example, and stacks the results."""
         backend = self.backend
         batch = [axis_moved(backend, x, axis, 0) for x, axis in self.split]
         treedef: list[Any] = []
@@ -212,7 +212,7 @@ class Batch:
         return [(leaf.value, leaf.axis) for leaf in leaves if leaf.axis is not None]
 
     def at(self, example: Sequence[Array]) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """`(args, kwargs)` with an example's arrays in place of the leaves that are split."""
+        """Returns `(args, kwargs)` with an example's arrays in place of the split leaves."""
         left: Iterator[Array] = iter(example)
         values = []
         for flat in self.arguments:
@@ -224,7 +224,7 @@ class Batch:
 
 
 def axis_moved(backend: Backend, x: Array, source: int, target: int) -> Array:
-    """x with one axis in another place; PyTorch's moveaxis has no rule under a second vmap."""
+    """Moves one axis of x; PyTorch's moveaxis has no rule under a second vmap."""
     source, target = source % x.ndim, target % x.ndim
     order = [i for i in range(x.ndim) if i != source]
     order.insert(target, source)

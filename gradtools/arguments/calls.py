@@ -1,8 +1,8 @@
-"""`Call`: one call of a user's function as a function of flat arrays.
+"""`Call` represents one call of a user's function as a function of flat arrays.
 
-The derivative operators take arguments that are pytrees, backends take lists of arrays. A `Call`
-converts: it flattens the differentiated arguments, names each leaf by its argument and path, and
-unflattens results. It also validates the user's arguments.
+Derivative operators take arguments that are pytrees; backends take lists of arrays. A `Call`
+converts between them: it flattens the differentiated arguments, names each leaf by its argument and
+path, and unflattens results. It also validates the user's arguments.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ Attach = Callable[..., Any]
 class Call:
     """`f(*args, **kwargs)`, differentiated with respect to the arguments in `argnums`."""
 
-    returns_output = True  # whether the operator returns f's output; else it is not detached
-    # Whether f is evaluated by kernels that can be mapped by vmap and differentiated again.
+    returns_output = True  # whether the operator returns f's output; otherwise it is not detached
+    # Whether f runs with kernels that support vmap and second derivatives.
     plain_kernels = False
     own: frozenset[int] = frozenset()  # the ids of a module's parameters among the leaves
-    # Whether results are attached to the leaves afterwards (see `attaching`), so that their graph
-    # need not be kept. It is called after an evaluation.
+    # Whether `attaching` attaches results to the leaves after an evaluation, so that their graph
+    # need not be kept. It is called after the evaluation.
     is_deferred: Callable[[], bool] = staticmethod(bool)
 
     def __init__(
@@ -50,7 +50,7 @@ class Call:
         keeps_exact: bool = False,
     ) -> None:
         self.backend, self.caller = backend, caller
-        self.names = names  # the operator's own; without them "argument 0" and so on
+        self.names = names  # the operator's names; by default "argument 0" and so on
         # Whether f returns `(output, aux)`, and whether the operator has the argument has_aux.
         self.has_aux, self.takes_aux = bool(has_aux), has_aux is not None
         self.f: Any = f
@@ -67,7 +67,7 @@ class Call:
             self.f, self.args = self.opened, tuple(self.opened.args)
             self.at_parameters_of(self.opened)
             kinds = self._flatten()
-        # The integers among the leaves, by their positions, if the operator keeps them constant.
+        # The integer leaves by position, if the operator keeps them constant.
         self._exact: dict[int, Any] = {}
         for k, kind in enumerate(kinds):
             if kind in _INEXACT:
@@ -94,21 +94,21 @@ class Call:
             self.treedefs.append(treedef)
             self.counts.append(len(leaves))
             kinds += of_leaves
-        # The common case of one array, where no tree has to be rebuilt.
+        # The common case of one array, in which no tree is rebuilt.
         self._is_leaf = self.counts == [1] and leaves[0] is self.args[i]
         return kinds
 
     def _check_others(self) -> None:
-        """Raises if an argument that is not differentiated holds an array of the other framework.
+        """Raises if an argument that is not differentiated holds the other framework's array.
 
-        In compiled code dynamo refuses such an array itself.
+        In compiled code dynamo itself rejects such an array.
         """
         others = len(self.args) > len(self.argnums) or self.kwargs
         if others and not self.backend.compiler.is_tracing():
             self.backend.check_arrays(*self.args, *self.kwargs.values())
 
     def at_parameters_of(self, opened: Any) -> None:
-        """Differentiates at the parameters themselves that `opened` found in modules."""
+        """Differentiates with respect to the parameters that `opened` found in modules."""
         self.own, self.is_deferred = opened.own, opened.is_deferred
 
     @property
@@ -127,7 +127,7 @@ class Call:
         return self.names[i] if self.names else f"argument {i}"
 
     def without_values(self, aval: Callable[[Array], Any], out: Any = None) -> Call:
-        """A copy for pullbacks, without arrays: names, structures, shapes and dtypes.
+        """Returns a copy for pullbacks, without arrays: names, structures, shapes and dtypes.
 
         out: f's output, for its paths.
         """
@@ -146,7 +146,7 @@ class Call:
     # --- the function of flat arrays
 
     def __call__(self, *leaves: Array) -> tuple[list[Array], list[Array]]:
-        """f at these leaves: `(outs, extras)`. Stores the structure of f's output."""
+        """Returns `(outs, extras)` of f at these leaves; stores the structure of f's output."""
         args, backend = list(self.args), self.backend
         trees = leaves if self._is_leaf else self.to_trees(leaves)
         for i, tree in zip(self.argnums, trees, strict=True):
@@ -159,7 +159,7 @@ class Call:
                     f"{describe(backend, out)}. Return both, or leave has_aux out."
                 )
             out, aux = out
-        # Only the tree is stored: arrays would leak tracers and hold memory.
+        # Stores only the tree: arrays would leak tracers and hold memory.
         self._out_is_leaf = not isinstance(out, _TREES)
         out_leaves, self._out_def, self._kinds = backend.flatten_arrays(out)
         outs: list[Array] = []
@@ -184,9 +184,9 @@ class Call:
     # --- back into trees
 
     def to_trees(self, leaves: Sequence[Any], exact: dict[int, Any] | None = None) -> Any:
-        """One tree for each differentiated argument, with `leaves` in place of its own.
+        """Builds one tree per differentiated argument from `leaves`.
 
-        exact: Replacements for the integers among them, by position; None keeps the integers.
+        exact: Replacements for the integer leaves, by position; None keeps the integers.
         """
         if self._is_leaf:
             return tuple(leaves)
@@ -200,10 +200,10 @@ class Call:
         return tuple(trees)
 
     def from_trees(self, trees: Sequence[Any], what: str) -> list[Array]:
-        """The leaves of one tree for each differentiated argument, checked against them.
+        """Flattens one tree per differentiated argument, and checks the leaves.
 
         what: A word for the trees in messages: "tangent" for "tangent 0" and so on, or the name of
-            the only one if arguments have names.
+            the single tree if arguments have names.
         """
         own = self.names[0] if self.names else "argument"
         flat: list[Array] = []
@@ -240,7 +240,7 @@ class Call:
                 )
 
     def output(self, outs: Sequence[Array], extras: Sequence[Array]) -> tuple[Any, Any]:
-        """`(out, aux)` from the flat lists; writes f's changes to the user's modules."""
+        """Builds `(out, aux)` from the flat lists; writes f's changes to the user's modules."""
         self.settle(extras)
         diff, rest = iter(outs), iter(extras)
         leaves = [next(diff if kind in _INEXACT else rest) for kind in self._kinds]
@@ -254,9 +254,9 @@ class Call:
             self.opened.settle(extras)
 
     def attaching(self, operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Attach:
-        """`attach(results, select)`, which makes results differentiable by a module's parameters.
+        """Returns `attach(results, select)`, which makes results differentiable by parameters.
 
-        The identity in JAX, and if no argument holds a module. The attached graph may call
+        Returns the identity in JAX, and if no argument holds a module. The attached graph may call
         `operator(*args, **kwargs)` again, and `select` takes the results from its output.
         """
         if self.opened is None:
@@ -269,13 +269,13 @@ class Call:
             self.opened.refuse_changes()
 
     def tangent_output(self, tangents: Sequence[Array], exact: Sequence[Any] = ()) -> Any:
-        """The tree of f's output with tangents; `exact`, or None, at integer and boolean leaves."""
+        """Builds the tree of f's output from tangents, with `exact` or None at integer leaves."""
         left, none = iter(tangents), iter(exact)
         leaves = [next(left) if k in _INEXACT else next(none, None) for k in self._kinds]
         return self.backend.unflatten(self._out_def, leaves)
 
     def cotangents(self, tree: Any, outs: Sequence[Array]) -> list[Array]:
-        """The leaves of a cotangent tree that belong to `outs`, checked against them."""
+        """Returns the leaves of a cotangent tree that belong to `outs`, and checks them."""
         leaves = _leaves_like(self._out_def, tree)
         if leaves is None:
             came = in_words(self.backend.flatten(tree)[1])
@@ -292,7 +292,7 @@ class Call:
         ]
 
     def scalar(self, outs: Sequence[Array], extras: Sequence[Array]) -> Array:
-        """The one real scalar that f returned, or an error that describes f's output."""
+        """Returns the single real scalar that f returned; raises with a description otherwise."""
         single = len(self._kinds) == 1 and self._out_is_leaf
         out = outs[0] if single and outs else None
         if out is not None and tuple(out.shape) == () and self._kinds[0] == "real":
@@ -321,9 +321,9 @@ def call_of_primals(
     names: Sequence[str] = (),
     keeps_exact: bool = False,
 ) -> Call:
-    """The call `f(*primals)`, differentiated with respect to all of them.
+    """Returns the call `f(*primals)`, differentiated with respect to all primals.
 
-    keeps_exact: Whether integers among the leaves are constants; else they are refused.
+    keeps_exact: Whether integer leaves are constants; otherwise they are rejected.
     """
     check_function(caller, f, curried=False)
     if not primals:
@@ -334,14 +334,14 @@ def call_of_primals(
 
 
 def _is_integer(x: Any) -> bool:
-    """Whether x is a Python or NumPy integer or bool, or a NumPy array of them."""
+    """Returns whether x is a Python or NumPy integer or bool, or an array of such numbers."""
     return isinstance(x, int | np.integer | np.bool_) or (
         isinstance(x, np.ndarray) and x.dtype.kind in "biu"
     )
 
 
 def _leaves_like(treedef: Any, tree: Any) -> list[Any] | None:
-    """The leaves of `tree` at treedef's leaves, in any order of dict keys; None if it differs."""
+    """Returns `tree`'s leaves in treedef's order, ignoring dict order; None if it differs."""
     try:
         leaves = treedef.flatten_up_to(tree)
     except (ValueError, TypeError):

@@ -1,4 +1,4 @@
-"""Validation of arguments: counts, argnums, and arrays of equal shape and dtype."""
+"""Validates arguments: counts, argnums, and arrays of equal shape and dtype."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def check_choice(caller: str, name: str, value: Any, allowed: tuple[str, ...]) -
 def same_length(
     caller: str, primals: Any, tangents: Any
 ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-    """The primals and tangents as tuples, or an error if there is not one tangent for each."""
+    """Returns primals and tangents as tuples; raises unless each primal has one tangent."""
     for name, given in (("primals", primals), ("tangents", tangents)):
         if not isinstance(given, tuple | list):
             raise GradtoolsError(
@@ -50,7 +50,7 @@ def same_length(
 
 
 def whole_number(caller: str, name: str, value: Any, least: int, unit: str) -> int:
-    """A count (anything with `__index__`) as an integer, or an error."""
+    """Converts a count (anything with `__index__`) to an integer, or raises."""
     try:
         number = least - 1 if isinstance(value, bool | np.bool_) else operator.index(value)
     except TypeError:
@@ -64,12 +64,12 @@ def whole_number(caller: str, name: str, value: Any, least: int, unit: str) -> i
 
 
 def whole_or_none(caller: str, name: str, value: Any, least: int, unit: str) -> int | None:
-    """`whole_number`, or None for None."""
+    """Calls `whole_number`, unless the value is None."""
     return None if value is None else whole_number(caller, name, value, least, unit)
 
 
 def as_float(caller: str, name: str, value: Any) -> float:
-    """A Python number as a float, or an error for an integer that no float64 holds."""
+    """Converts a Python number to a float; raises for an integer too large for float64."""
     try:
         return float(value)
     except OverflowError:
@@ -80,7 +80,7 @@ def as_float(caller: str, name: str, value: Any) -> float:
 
 
 def order_among(caller: str, order: Any, known: Sequence[int], expected: str) -> int:
-    """The argument `order` as an integer, or an error."""
+    """Converts the argument `order` to an integer, or raises."""
     whole = hasattr(order, "__index__") and not isinstance(order, bool | np.bool_)
     if not whole or operator.index(order) not in known:
         raise GradtoolsError(f"{caller}: order is {order!r}; expected {expected}.")
@@ -90,7 +90,7 @@ def order_among(caller: str, order: Any, known: Sequence[int], expected: str) ->
 def normalized_argnums(
     caller: str, argnums: Any, count: int, name: str = "argnums"
 ) -> tuple[int, ...]:
-    """argnums as a tuple of positions from 0, each checked against the number of arguments."""
+    """Returns argnums as a tuple of nonnegative positions, checked against the count."""
     if type(argnums) is int and argnums == 0 and count:
         return (0,)
     given = tuple(argnums) if isinstance(argnums, tuple | list) else (argnums,)
@@ -118,7 +118,7 @@ def normalized_argnums(
 
 
 def _as_position(caller: str, i: Any, name: str) -> int:
-    # Dynamo makes integers symbolic; hasattr does not work on these.
+    # Dynamo makes integers symbolic; hasattr does not work on symbolic integers.
     if not isinstance(i, bool | type) and (isinstance(i, int) or hasattr(i, "__index__")):
         try:
             return operator.index(i)
@@ -131,7 +131,7 @@ def _as_position(caller: str, i: Any, name: str) -> int:
 
 
 def refuse_arguments(caller: str, argnums: Any) -> None:
-    """Raises if argnums holds arrays, as in `grad(f, x)` for `grad(f)(x)`."""
+    """Raises if argnums contains arrays, as in `grad(f, x)` instead of `grad(f)(x)`."""
     for i in argnums if isinstance(argnums, tuple | list) else (argnums,):
         if not isinstance(i, type) and getattr(i, "shape", ()) != ():
             raise GradtoolsError(
@@ -143,7 +143,7 @@ def refuse_arguments(caller: str, argnums: Any) -> None:
 def as_array(
     backend: Backend, caller: str, x: Any, name: str, device_of: Array | None = None
 ) -> Array:
-    """x as an array of the framework, on the device of `device_of`, or an error that names it."""
+    """Converts x to a framework array on `device_of`'s device; raises an error that names it."""
     if backend.is_array(x):
         return x
     backend.check_array(x, name)
@@ -161,7 +161,7 @@ def as_array(
 def differentiable_leaf(
     backend: Backend, caller: str, leaf: Any, name: str, elsewhere: str
 ) -> Array:
-    """The leaf as an array that can be differentiated, or an error that names it.
+    """Returns the leaf as a differentiable array; raises an error that names it.
 
     elsewhere: Advice at the end of the message.
     """
@@ -189,7 +189,7 @@ def differentiable_leaf(
 def matching(
     backend: Backend, caller: str, x: Any, like: Array, names: Callable[[], tuple[str, str]]
 ) -> Array:
-    """x as an array of like's shape and dtype, or an error that names both."""
+    """Converts x to an array of like's shape and dtype; raises an error that names both."""
     if isinstance(x, complex) and not backend.is_complex(like):
         name, like_name = names()
         raise GradtoolsError(

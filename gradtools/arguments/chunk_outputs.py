@@ -23,28 +23,28 @@ _UNKNOWN = object()  # the structure before the first output
 
 
 class Outputs:
-    """The structure and constants of f's output, which must be the same for all chunks."""
+    """The structure and constants of f's output, which must be equal for all chunks."""
 
     def __init__(
         self, backend: Backend, caller: str, out_axes: Any, cut: Partition, of_lists: bool
     ) -> None:
         self.backend, self.caller, self.cut = backend, caller, cut
         # The axis on which each array is joined. None before f was called, if outputs are summed,
-        # and if f maps a list of examples to a list.
+        # or if f maps a list of examples to a list.
         self.axes: list[int] | None = None
         self._out_axes, self._of_lists = out_axes, of_lists
         self._treedef: Any = _UNKNOWN  # None if the output is one array
         self._constants: dict[int, Any] = {}  # leaves that are not arrays
         self._rests: list[list[int]] = []  # the first chunk's shapes without the joined axes
-        self._lists: list[list[Any]] = [[] for _ in cut.rows]  # each chunk's parts of a list
+        self._lists: list[list[Any]] = [[] for _ in cut.rows]  # each chunk's slices of a list
 
     def same_as(self, number: int, others: range) -> None:
-        """Chunk `number` was run in place of `others`: their parts of lists equal its own."""
+        """Copies list slices from chunk `number` to `others`, in place of which it ran."""
         for other in others:
             self._lists[other] = self._lists[number]
 
     def arrays_in(self, number: int, out: Any) -> list[Array]:
-        """The arrays in a chunk's output, checked against the structure of the chunks before."""
+        """Returns the arrays in a chunk's output, checked against earlier chunks' structure."""
         backend = self.backend
         if self._of_lists and type(out) is list and len(out) == self.cut.sizes[number]:
             flat = [backend.flatten(x) for x in out]
@@ -94,7 +94,7 @@ class Outputs:
                 f"chunked: f's output{path} has {has} for {size} examples; only rows of examples "
                 "can be joined, one for each. For a mean or a sum over examples use "
                 "microbatched_value_and_grad. State that goes from chunk to chunk, such as batch "
-                "statistics, belongs in an argument that carry_argnums names. Else wrap f and "
+                "statistics, belongs in an argument that carry_argnums names. Otherwise wrap f and "
                 "leave that output out."
             )
         if place == len(self._rests):
@@ -111,7 +111,7 @@ class Outputs:
             path = self.backend.leaf_paths(out)[0]
             raise GradtoolsError(
                 f"chunked: f's output{path} is {describe(self.backend, leaves[0])}; expected an "
-                "array with an entry for each example. If the object holds one, return that."
+                "array with an entry for each example. If the object contains it, return it."
             )
         axes = [self._out_axes] * len(leaves)
         if type(self._out_axes) is not int:
@@ -121,7 +121,7 @@ class Outputs:
     def _note_constant(self, leaf: Any, out: Any, k: int, number: int) -> None:
         """Stores a non-array leaf; raises unless it is a constant, equal for all chunks."""
         known = self._constants.setdefault(k, leaf)
-        same = known is leaf or known == leaf or (known != known and leaf != leaf)  # NaN is itself
+        same = known is leaf or known == leaf or (known != known and leaf != leaf)  # equal NaNs
         counts = type(leaf) is int and leaf == self.cut.sizes[number] and self.cut.count != 1
         if counts or type(leaf).__hash__ in _BY_IDENTITY or not bool(same):
             came = "the number of the chunk's examples" if counts else repr(leaf)
@@ -169,7 +169,7 @@ def _axes_of(backend: Backend, axes: Any, out: Any) -> list[int]:
 
 
 def other_structure(what: str, treedef: Any, known: Any, number: int) -> GradtoolsError:
-    """The error of an output or carry with another structure than in the chunks before."""
+    """Returns the error for an output or carry whose structure differs from earlier chunks."""
     origin = "the carry passed to f" if what == "carry" else "the outputs of the other chunks"
     return GradtoolsError(
         f"chunked: f's {what} at chunk {number} has the structure {in_words(treedef)}; expected "

@@ -1,4 +1,4 @@
-"""`Chunks`: one call of a chunked function as data, its arguments cut into chunks."""
+"""`Chunks` represents one call of a chunked function, with its arguments cut into chunks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _CONTAINERS = (list, dict, tuple)
 class ChunkOptions:
     """The options of `chunked`, `checkpoint` and `frozen`."""
 
-    verify: bool | None = None  # compare in every backward pass, in none, or (None) in the first
+    verify: bool | None = None  # compare in every backward pass, in no pass, or (None) in the first
     progress: bool = False
     # A cache for the next call of the same function.
     latest: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -36,13 +36,13 @@ class ChunkOptions:
 
 
 def checked_size(caller: str, f: Any, chunk_size: Any) -> int:
-    """The chunk size as an integer; raises if it is invalid, or f is not a function."""
+    """Returns the chunk size as an integer; raises if it is invalid, or f is not a function."""
     check_function(caller, f, curried=False)
     return whole_number(caller, "chunk_size", chunk_size, 1, "examples")
 
 
 def checked_verify(caller: str, verify: Any) -> bool | None:
-    """The argument verify as a boolean, or None for "first"; other values are refused."""
+    """Converts verify to a boolean, or to None for "first"; rejects other values."""
     if verify is None or (isinstance(verify, str) and verify == "first"):
         return None
     if isinstance(verify, bool | np.bool_):
@@ -57,8 +57,8 @@ def checked_verify(caller: str, verify: Any) -> bool | None:
 class Partition:
     """The rows of each chunk of a batch.
 
-    The size may be symbolic, as in `jax.export`. Then all chunks have equal sizes, and only the
-    first one's rows are listed.
+    The size may be symbolic, as in `jax.export`. All chunks then have equal sizes, and only the
+    rows of the first chunk are listed.
     """
 
     size: int
@@ -85,12 +85,12 @@ class Partition:
         return not hasattr(self.size, "__index__")
 
     def with_chunks_of(self, chunk_size: int) -> Partition:
-        """The same batch in chunks of at most this size; a symbolic batch in smaller chunks."""
+        """Returns the batch in chunks of at most this size; a symbolic batch in smaller chunks."""
         most = max(self.chunk_size - 1, 1) if self.is_symbolic else self.size
         return Partition(self.size, min(chunk_size, most))
 
     def checked(self, caller: str) -> Partition:
-        """self; raises if a symbolic size cannot be cut into equal chunks."""
+        """Returns self; raises if a symbolic size cannot be cut into equal chunks."""
         if self.is_symbolic and (self.interleaved or self.size % self.chunk_size != 0):
             raise GradtoolsError(
                 f"{caller}: the batch has the symbolic size {self.size}, which cannot be cut into "
@@ -111,7 +111,7 @@ class Chunks:
     cut: Partition  # the rows of each chunk
     options: ChunkOptions
     splits: list[tuple[Any, int]]  # `(leaf, axis)` of every array that is split
-    lists: list[list[Any]]  # for each chunk the leaves of its slices of lists
+    lists: list[list[Any]]  # for each chunk, the leaves of its slices of lists
     shared: list[Any]  # the leaves that all chunks share, arrays or not
     carry: list[Any]  # the leaves of the initial carry
     carry_names: list[str]  # their names, for messages
@@ -129,7 +129,7 @@ class Chunks:
         keys: tuple[int, ...] = (),
         carried: tuple[int, ...] = (),
     ) -> Chunks:
-        """The call `f(batch)`.
+        """Represents the call `f(batch)`.
 
         keys, carried: The arguments that are random keys and carries.
         """
@@ -182,7 +182,7 @@ _PIECES, _SHARED, _CARRY = range(3)
 
 
 class ArgumentPlan(NamedTuple):
-    """How to rebuild an argument from a chunk's leaves."""
+    """The information to rebuild an argument from a chunk's leaves."""
 
     treedef: Any  # its structure; None if it is one array
     places: list[tuple[int, int]]  # each leaf's list (_PIECES, _SHARED or _CARRY) and index there
@@ -193,29 +193,29 @@ class ArgumentPlan(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ChunkFunction:
-    """f as a function of the flat leaves of one chunk; it holds no array."""
+    """Calls f on the flat leaves of one chunk; holds no array."""
 
     backend: Backend
     f: Callable[..., Any]
     keywords: list[str]  # the names of the last arguments
-    plans: list[list[ArgumentPlan]]  # for each chunk how to rebuild its arguments from leaves
+    plans: list[list[ArgumentPlan]]  # for each chunk, the plan to rebuild its arguments
     keys: tuple[int, ...]  # the arguments that are random keys
     containers: list[int]  # the arguments that are containers shared by all chunks
     carry_def: Any  # the structure of the carry; None if there is none
     outputs: Outputs
-    place: ChunkedCall  # the place of the call among the marks of `retain_gradient`
+    place: ChunkedCall  # the call's position among `retain_gradient` marks
 
     def __call__(
         self, number: int, index: Any, pieces: list[Any], shared: list[Any], carry: list[Any]
     ) -> tuple[list[Array], list[Array]]:
-        """The leaves of f's output, and of the new carry.
+        """Returns the leaves of f's output, and of the new carry.
 
         Args:
-            number: The number of the chunk, or of another chunk of equal structure.
-            index: The chunk's number, which may be traced.
-            pieces: The chunk's part of `splits`, then its `lists`.
+            number: The index of the chunk, or of another chunk of equal structure.
+            index: The chunk's index, which may be traced.
+            pieces: The chunk's slices of `splits`, then of `lists`.
             shared: The leaves that all chunks share.
-            carry: The carry from the chunk before.
+            carry: The carry from the previous chunk.
         """
         backend, values, leaves = self.backend, list[Any](), (pieces, shared, carry)
         for treedef, places in self.plans[number]:
@@ -252,7 +252,7 @@ class ChunkFunction:
         for x, before, treedef in containers:
             now, of_now = backend.flatten(x)
             if of_now != treedef or not all(map(is_, now, before)):
-                # f's own container is a copy that nobody else would see.
+                # f's own container is a copy that no other code sees.
                 raise GradtoolsError(
                     f"{self.outputs.caller}: f changes a list or dictionary that is an argument, "
                     "but it receives a copy. Return the new contents, or keep them in an attribute "
@@ -262,17 +262,17 @@ class ChunkFunction:
 
 
 def warn_of_batch_norm(f: Hashable, what: str) -> None:
-    """Warns once for each function that its batch norm sees chunks. what: The first words."""
+    """Warns once per function that its batch norm sees chunks. what: The first words."""
     warn_once(
         ("batch norm", f),
         f"{what} a batch normalization in training mode. It normalizes each chunk by that chunk's "
         "own statistics, as the plain loop over chunks does, so the result is not the full "
-        "batch's. For that use evaluation mode, or a normalization of single examples.",
+        "batch's. For these use evaluation mode, or a normalization of single examples.",
     )
 
 
 def progress_bar(count: int, unit: str = "chunk") -> Any:
-    """A tqdm progress bar, shown in a terminal or a notebook; raises if tqdm is missing."""
+    """Makes a tqdm progress bar for a terminal or notebook; raises if tqdm is missing."""
     try:
         from tqdm.auto import tqdm
     except ImportError as error:

@@ -1,4 +1,4 @@
-"""`in_axes`: reads the batch axis of each argument of a call, for all operators.
+"""Reads `in_axes`, the batch axis of each argument of a call, for all operators.
 
 As in `jax.vmap`, an integer or a tuple applies to positional arguments, and keyword arguments are
 split on axis 0. A dictionary applies to f's parameters by name, however they are passed. Arguments
@@ -18,11 +18,11 @@ _BY_POSITION = (Parameter.POSITIONAL_ONLY, Parameter.POSITIONAL_OR_KEYWORD)
 
 
 class Argument(NamedTuple):
-    """One argument of a call."""
+    """An argument of a call."""
 
     key: int | str  # its position, or its keyword
     value: Any
-    axes: Any = None  # the axis that it is split on, None if it is shared, or a tree of these
+    axes: Any = None  # the axis on which it is split, None if it is shared, or a tree of axes
     named: bool = False  # whether the user gave the axes explicitly
     label: str | None = None  # a name for messages, if it is not an argument of f
 
@@ -41,7 +41,7 @@ def arguments_of_call(
     in_axes: Any,
     shared: Collection[int] | None = None,
 ) -> list[Argument]:
-    """The arguments by position, then those by keyword, each with its axes.
+    """Lists the arguments by position, then by keyword, each with its axes.
 
     shared: Positions of arguments that are shared unless in_axes names them. If given, in_axes may
         be None.
@@ -68,7 +68,7 @@ def arguments_of_call(
 
 
 def takes(f: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
-    """The keyword arguments that f has parameters for."""
+    """Returns the keyword arguments for which f has parameters."""
     known = _parameters(f)
     if any(p.kind is Parameter.VAR_KEYWORD for p in known):
         return kwargs
@@ -79,7 +79,7 @@ def takes(f: Callable[..., Any], kwargs: dict[str, Any]) -> dict[str, Any]:
 def _named(
     caller: str, f: Callable[..., Any], given: list[Argument], in_axes: dict[Any, Any]
 ) -> dict[int | str, Any]:
-    """The axes of the arguments that a dictionary names, by the arguments' keys."""
+    """Returns the axes of the arguments that a dictionary names, by the arguments' keys."""
     parameters = [p for p in _parameters(f) if p.kind not in _VARIADIC]
     keys: dict[Any, Any] = {a.key: a.key for a in given}
     by_position = [p.name for p in parameters if p.kind in _BY_POSITION]
@@ -98,7 +98,7 @@ def _named(
 
 
 def _parameters(f: Callable[..., Any]) -> list[Parameter]:
-    """f's parameters; for a torch.nn.Module, the parameters of its forward."""
+    """Returns f's parameters; for a torch.nn.Module, its forward's parameters."""
     f, parameters = unwrap(f), list[Parameter]()
     for g in (f, getattr(f, "forward", None)):
         if not callable(g):

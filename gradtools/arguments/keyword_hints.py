@@ -1,6 +1,6 @@
-"""Keyword arguments of other libraries, and what to write instead.
+"""Keyword arguments of other libraries, and their replacements.
 
-The table of docs/coming-from.md for keywords: errors name gradtools' own keyword.
+This is the table of docs/coming-from.md for keywords: errors name gradtools' own keyword.
 """
 
 from __future__ import annotations
@@ -13,11 +13,9 @@ from typing import Any
 
 from gradtools.errors import TypeRefusal
 
-_STATIC = (
-    "name the parameters in static_argnames=; static arguments lead those of fwd as well as bwd"
-)
-_WHOLE = "all of f is computed again; call checkpoint around the parts for which that is wanted"
-_NESTS = "leave it out; derivatives nest, and in PyTorch what requires grad gives attached results"
+_STATIC = "name the parameters in static_argnames=; static arguments come first in fwd and in bwd"
+_WHOLE = "all of f is recomputed; call checkpoint around only the parts to recompute"
+_NESTS = "leave it out; derivatives nest, and in PyTorch results have a graph if inputs do"
 _COMPLEX = (
     "leave it out; grad of a real f takes complex arguments, and vjp and jvp take a complex f, too"
 )
@@ -25,7 +23,7 @@ _RANKS = "add each rank's gradients to a GradientAccumulator; its mean takes gro
 _HINTS: dict[str, str | dict[str, str]] = {
     "nondiff_argnums": _STATIC,
     "nondiff_argnames": _STATIC,
-    "static_argnums": {"custom_rule": _STATIC, "checkpoint": "close over what is static"},
+    "static_argnums": {"custom_rule": _STATIC, "checkpoint": "close over static values"},
     "argnames": "give positions: argnums=0, or a tuple of them",
     "argnum": "write argnums=",
     "wrt": "write argnums=",
@@ -55,17 +53,17 @@ _HINTS: dict[str, str | dict[str, str]] = {
 
 
 def passed_on(error: Exception) -> str:
-    """What to write instead of a keyword that an operator passed on to f; "" for other errors."""
+    """Suggests a replacement for a keyword that an operator passed on to f; "" for other errors."""
     unknown = _UNKNOWN.search(str(error)) if isinstance(error, TypeError) else None
     hint = _HINTS.get(unknown[1]) if unknown else None
     return f" Instead of {unknown[1]}=, {hint}." if unknown and isinstance(hint, str) else ""
 
 
 def wrong_call(operator: Callable[..., Any], error: Exception) -> TypeRefusal | None:
-    """A better error for a call that does not match an operator's signature.
+    """Returns a better error for a call that does not match an operator's signature.
 
-    Python's text names the operator's private class, and none of its parameters. None if the error
-    was raised inside the call.
+    Python's text names the operator's private class, but not its parameters. Returns None if the
+    error was raised inside the call.
     """
     trace = error.__traceback__
     if not isinstance(error, TypeError) or trace is None or trace.tb_next is not None:
@@ -90,13 +88,13 @@ _UNKNOWN = re.compile(r"unexpected keyword argument '(\w+)'")
 
 
 def _name(operator: Callable[..., Any]) -> str:
-    """The public name; for `__init__` the name of the class."""
+    """Returns the public name; for `__init__`, the name of the class."""
     owner, _, name = operator.__qualname__.rpartition(".")
     return owner if name == "__init__" else name
 
 
 def _usage(operator: Callable[..., Any]) -> str:
-    """The operator's signature without annotations."""
+    """Formats the operator's signature without annotations."""
     parameters = [p.replace(annotation=p.empty) for p in signature(operator).parameters.values()]
     plain = Signature([p for p in parameters if p.name != "self"])
     return f"{_name(operator)}{plain}"

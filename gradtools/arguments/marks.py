@@ -2,8 +2,8 @@
 
 While `retained_gradients` evaluates f, a mark computes y = x + d with an array d of negative zeros,
 so that y has x's bits, and the cotangent at y is the gradient with respect to d. `MarkedValues`
-makes these arrays in a first evaluation, and supplies them in every other: a chunk that is
-recomputed adds the same d again.
+makes these arrays in the first evaluation, and supplies them in later evaluations: a recomputed
+chunk adds the same d again.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from gradtools.backend_arrays import Array
 
 @dataclass(frozen=True)
 class Mark:
-    """One occurrence of a mark, or the occurrences in all steps of a traced loop.
+    """One occurrence of a mark, or its occurrences in all steps of a traced loop.
 
     Attributes:
         name: Its name.
         treedef: The structure of the marked value.
         places: Which leaves of the value are floating or complex.
-        size: How many leaves the value has.
+        size: The number of leaves of the value.
         loops: The number of leading axes of its arrays, one for each traced loop around it.
     """
 
@@ -60,7 +60,7 @@ class MarkedValues:
         self._found = {place: (m, [*islice(left, len(xs))]) for place, (m, xs) in pairs}
 
     def arrays_of(self, mark: Mark, make: Callable[[], list[Array]]) -> list[Array]:
-        """The arrays of the mark that is evaluated now."""
+        """Returns the arrays of the mark that is being evaluated."""
         place = *here.place, here.next_index()
         if place not in self._found:
             self._found[place] = mark, make()
@@ -68,11 +68,11 @@ class MarkedValues:
 
 
 class _Marking(threading.local):
-    """The current position of this thread. Class attributes are read fastest."""
+    """The current position of this thread. Class attributes are the fastest to read."""
 
     tape: MarkedValues | None = None  # the marks of the `retained_gradients` that evaluates f
     place: tuple[int, ...] = ()  # the indices of the enclosing chunked calls and chunks
-    count = 0  # the marks and chunked calls so far in the same chunk
+    count = 0  # number of marks and chunked calls so far in the same chunk
 
     def next_index(self) -> int:
         self.count += 1
@@ -93,7 +93,7 @@ _NOTHING = nullcontext()
 
 
 class ChunkedCall:
-    """The place of one chunked call among the marks; `at(i)` is a context around its chunk i."""
+    """The place of a chunked call among the marks; `at(i)` is a context for its chunk i."""
 
     def __init__(self, caller: str) -> None:
         # A rule differentiates a frozen function, so its marks have no gradient.
@@ -101,7 +101,7 @@ class ChunkedCall:
         self._place = *here.place, here.next_index()
 
     def at(self, number: int) -> Any:
-        """A context around f at this chunk."""
+        """Context for the evaluation of f at this chunk."""
         if self._tape is here.tape is None:
             return _NOTHING
         return here.moved(self._tape, (*self._place, number))

@@ -1,4 +1,4 @@
-"""Splits a call's arguments into static ones (`static_argnames`) and the rest."""
+"""Splits a call's arguments into static (`static_argnames`) and dynamic arguments."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from gradtools.errors import GradtoolsError
 
 
 def _signature(fun: Any) -> inspect.Signature | None:
-    """The signature; None for builtins and NumPy's ufuncs, which take arguments by position."""
+    """Returns the signature; None for builtins and NumPy's ufuncs, which take positions."""
     if isinstance(inspect.unwrap(fun), np.ufunc):
         return None
     try:
@@ -29,18 +29,18 @@ def _signature(fun: Any) -> inspect.Signature | None:
 
 @dataclass(frozen=True)
 class Parameters:
-    """Splits a call's arguments into static and dynamic ones, each in the signature's order."""
+    """Splits a call's arguments into static and dynamic arguments, in the signature's order."""
 
-    # The function's signature; None if it has none or takes *args only.
+    # The function's signature; None if it has none or takes only *args.
     signature: inspect.Signature | None
     names: tuple[str, ...]  # the parameters
-    static: tuple[bool, ...]  # which of them are static
-    keyword_only: tuple[bool, ...]  # which are keyword-only
-    star: str | None = None  # the name of *args, which come before the keyword-only arguments
+    static: tuple[bool, ...]  # which parameters are static
+    keyword_only: tuple[bool, ...]  # which parameters are keyword-only
+    star: str | None = None  # the name of *args, which precede the keyword-only arguments
 
     @classmethod
     def positional(cls, fun: Any) -> Parameters:
-        """The parameters of a kernel, which is called by position."""
+        """Returns the parameters of a kernel, which is called by position."""
         signature = _signature(fun)
         every = list(signature.parameters.values()) if signature else []
         kept = [p for p in every if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -52,7 +52,7 @@ class Parameters:
 
     @classmethod
     def of(cls, name: str, fun: Any, static_argnames: tuple[str, ...]) -> Parameters:
-        """The parameters of a function without **kwargs: a rule gets its arguments by position."""
+        """Returns a function's parameters without **kwargs: a rule gets arguments by position."""
         signature = _signature(fun)
         if signature:
             kept = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
@@ -82,7 +82,7 @@ class Parameters:
         return [name for name, s in zip(self.names, self.static, strict=True) if s]
 
     def bound(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
-        """`(statics, rest)` of a call."""
+        """Splits a call into `(statics, rest)`."""
         if not self.names:
             if kwargs and self.signature is not None:
                 call = self.signature.bind(*args, **kwargs)

@@ -1,4 +1,4 @@
-"""How arrays, structures and types are described in messages."""
+"""Describes arrays, structures and types in messages."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from gradtools.backend import Backend
 
 
 def describe(backend: Backend, x: Any) -> str:
-    """A short description of x for messages."""
+    """Describes x briefly for messages."""
     if backend.is_array(x) or (hasattr(x, "shape") and hasattr(x, "dtype")):
         return f"an array of shape {tuple(x.shape)} and dtype {backend.dtype_name(x)}"
     if isinstance(x, tuple | list | dict):
@@ -19,27 +19,27 @@ def describe(backend: Backend, x: Any) -> str:
 
 
 def shown(x: Any) -> str:
-    """A value that was passed for an option; for an array, its shape only."""
+    """Formats a value that was passed for an option; for an array, only its shape."""
     shape = getattr(x, "shape", None)
     return repr(x) if shape is None else f"an array of shape {tuple(shape)}"
 
 
 def in_words(treedef: Any) -> str:
-    """A tree structure for messages, with * for each array."""
+    """Formats a tree structure for messages, with * for each array."""
     text = " ".join(str(treedef).split())
     text = text.removeprefix("PyTreeDef(").removesuffix(")") if text[:9] == "PyTreeDef" else text
     return "one array" if text == "*" else text
 
 
 def is_numeric(backend: Backend, x: Any) -> bool:
-    """Whether x is an array of the framework, a number, or NumPy's array of numbers."""
+    """Returns whether x is a framework array, a number, or a NumPy array of numbers."""
     if backend.is_array(x) or isinstance(x, bool | int | float | complex):
         return True
     return isinstance(x, np.ndarray | np.generic) and x.dtype.kind in "fciub"
 
 
 def type_in_words(x: Any) -> str:
-    """The type of x with its module, after "a" or "an"; a class by its name."""
+    """Formats the type of x with its module, after "a" or "an"; a class by its name."""
     if isinstance(x, type):
         return f"the class {x.__qualname__}, expected an instance of it"
     kind = type(x)
@@ -48,12 +48,12 @@ def type_in_words(x: Any) -> str:
 
 
 def name_of(f: Any) -> str:
-    """A function's name, or its type's name."""
+    """Returns a function's name, or its type's name."""
     return getattr(f, "__name__", None) or type(f).__name__
 
 
 def with_article(name: str) -> str:
-    """The name of a type after "a" or "an"; None as it is written."""
+    """Formats a type's name after "a" or "an"; None is unchanged."""
     if name == "NoneType":
         return "None"
     name = "jax.Array" if name == "ArrayImpl" else name

@@ -1,9 +1,9 @@
-"""A function or model of one framework inside the other: `from gradtools import bridge`.
+"""Calls functions and models of one framework in the other: `from gradtools import bridge`.
 
     y = to_jax(f)(x)      dy = jvp_f(x, dx)      x' = vjp_f(x, y')
 
-A bridged function is differentiated by its own framework, with `gradtools.vjp` and `jvp`. Both of
-these are bridged again, so that modes mix at any order. Only this package imports both frameworks.
+A bridged function is differentiated by its own framework, with `gradtools.vjp` and `jvp`. Both are
+bridged again, so modes mix at any order. Only this package imports both frameworks.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _TORCH = TorchGuest()
 
 @user_facing
 def to_jax(f: Callable[..., Any], *, out: Any = None, train: bool | None = None) -> Any:
-    """A PyTorch function or module as a differentiable JAX function.
+    """Converts a PyTorch function or module to a differentiable JAX function.
 
     The result supports both modes of differentiation in any mix, jit, vmap, scan and checkpoint.
     Outside of jit, f is called directly on the memory of its arguments; in a traced program it is a
-    host callback, and arrays pass through the host's memory. f must be a pure function of its
+    host callback, and arrays are copied through the host's memory. f must be a pure function of its
     arguments, because each derivative calls it again; the arrays that it captures are constants.
     In-place writes to an argument do not change the JAX array.
 
@@ -45,8 +45,8 @@ def to_jax(f: Callable[..., Any], *, out: Any = None, train: bool | None = None)
             pytrees of tensors, or a `torch.nn.Module`. Arguments that are not arrays are static
             and must be hashable.
         out: The result's specification, if a traced program cannot infer it with fake tensors, as
-            for a shape that depends on values: a pytree of `ArraySpec(shape, dtype)`, or a
-            function from f's arguments, with arrays replaced by ArraySpecs, to such a pytree. For a
+            for a shape that depends on values: a pytree of `ArraySpec(shape, dtype)`, or a function
+            that returns such a pytree for f's arguments with arrays replaced by ArraySpecs. For a
             module, the specification of the pair `(output, state)`.
         train: The mode of a module; None keeps its current mode.
 
@@ -57,9 +57,9 @@ def to_jax(f: Callable[..., Any], *, out: Any = None, train: bool | None = None)
         names, copied from it; `key` is a JAX key. Without x64, integers of the state have 32 bits.
 
     Raises:
-        GradtoolsError: f is not a function. (On call) f draws from PyTorch's global generator; it
-            returns 64 bits and x64 is off; in a traced program, its shapes cannot be inferred and
-            `out` is None, or differ from it. Under jit JAX's error contains the text.
+        GradtoolsError: f is not a function. (When called) f draws from PyTorch's global generator;
+            it returns 64 bits and x64 is off; in a traced program, its shapes cannot be inferred
+            and `out` is None, or differ from `out`. Under jit JAX's error contains the text.
 
     Example:
         >>> import jax, jax.numpy as jnp, torch
@@ -86,30 +86,30 @@ def to_jax(f: Callable[..., Any], *, out: Any = None, train: bool | None = None)
 def to_torch(
     f: Callable[..., Any], *, out: Any = None, variables: Any = None, jit: bool = True
 ) -> Any:
-    """A JAX function or model as a differentiable PyTorch function or module.
+    """Converts a JAX function or model to a differentiable PyTorch function or module.
 
     The result supports reverse and forward mode in any mix, `torch.func`, `torch.compile` and
     checkpoint. Outside of transforms f is called on the memory of its arguments, and a call waits
-    for its results. f and each of its derivatives are compiled once for each shape and dtype.
+    for its results. f and each of its derivatives are compiled once per shape and dtype.
 
     Args:
         f: A function from pytrees of arrays to pytrees of arrays, or a model: a `flax.nnx` or
             `equinox` module, or a `flax.linen` module with its `variables`.
             Arguments that are not tensors are static and must be hashable.
         out: The result's specification, if `jax.eval_shape` cannot infer it (with jit=False): a
-            pytree of `ArraySpec(shape, dtype)`, or a function from the arguments, with tensors
-            replaced by ArraySpecs, to such a pytree.
+            pytree of `ArraySpec(shape, dtype)`, or a function that returns such a pytree for the
+            arguments, with tensors replaced by ArraySpecs.
         variables: As in `gradtools.jax.make_functional`.
-        jit: Whether f is compiled; False for an f that reads values (a Python if).
+        jit: Whether f is compiled; pass False if f reads values (a Python if).
 
     Returns:
-        A function of tensors. For a model an `nn.Module`: its parameters are copies of the model's
-        floating arrays, by the model's names, its buffers the model's state. `train()` and
+        A function of tensors. For a model, an `nn.Module`: its parameters are copies of the model's
+        floating arrays, by the model's names; its buffers are the model's state. `train()` and
         `eval()` select the model's mode, if it has two. In training the buffers are updated with
         the state, and a missing key is drawn from PyTorch's global generator.
 
     Raises:
-        GradtoolsError: f is not a function. (On call) a tensor has 64 bits and x64 is off; f
+        GradtoolsError: f is not a function. (When called) a tensor has 64 bits and x64 is off; f
             closes over a tracer of JAX; a tensor is sparse.
 
     Example:

@@ -1,6 +1,6 @@
-"""The private names of PyTorch that the bridge alone uses, each with its reason.
+"""The private names of PyTorch that only the bridge uses, each with its reason.
 
-See `gradtools.torch._upstream`, which has the others.
+See `gradtools.torch._upstream` for the other names.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 @contextmanager
 def outermost() -> Iterator[None]:
-    """Context in which operations are dispatched as in a new thread: to autograd, without modes."""
+    """Context in which operations dispatch as in a new thread: to autograd, without modes."""
     with (
         _disable_current_modes(),
         temporarily_clear_interpreter_stack(),
@@ -29,7 +29,7 @@ def outermost() -> Iterator[None]:
 
 @cache
 def _keys_of_a_thread() -> tuple[Any, Any]:
-    """The dispatch keys that are included and excluded in a new thread."""
+    """Returns the dispatch keys that are included and excluded in a new thread."""
     result: list[Any] = []
     c: Any = torch._C
     local = c._dispatch_tls_local_include_set, c._dispatch_tls_local_exclude_set
@@ -40,7 +40,7 @@ def _keys_of_a_thread() -> tuple[Any, Any]:
 
 
 def fake_tensors(**options: Any) -> Any:
-    """A `FakeTensorMode`: operations compute shapes only. Its import takes a second."""
+    """Makes a `FakeTensorMode`: operations compute only shapes. Its import takes a second."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     return FakeTensorMode(**options)

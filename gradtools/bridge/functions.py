@@ -1,4 +1,4 @@
-"""A function of one framework (the guest) as a custom rule of the other (the host).
+"""Wraps a function of one framework (the guest) as a custom rule of the other (the host).
 
 The rule of f calls the guest's `gradtools.vjp` and `jvp`, which are bridged functions again:
 
@@ -42,8 +42,8 @@ class Foreign:
         guest: The framework of the function.
         name: The function's name in messages.
         run: The function of the guest's arrays.
-        outs: A function from the inputs' ArraySpecs to the outputs'.
-        base: The function of which it is a derivative, or itself.
+        outs: A function from the inputs' ArraySpecs to the outputs' ArraySpecs.
+        base: The function whose derivative it is, or itself.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Foreign:
         return f"<{self.guest.name} function {self.name}>"
 
     def signature(self, xs: Sequence[Array]) -> ForeignSignature:
-        """The specialization to the shapes and dtypes of these host arrays; memoized."""
+        """Returns the memoized specialization to these host arrays' shapes and dtypes."""
         key = tuple([(x.shape, x.dtype) for x in xs])
         if key not in self._signatures:
             made = ForeignSignature(self, self.guest.specs_of(self.name, xs))
@@ -74,13 +74,13 @@ class Foreign:
         return self._signatures[key]
 
     def applied(self, *xs: Array) -> list[Array]:
-        """The outputs, differentiated by the rule."""
+        """Returns the outputs, differentiated by the rule."""
         if self.guest.are_plain(xs):
             return self.value(*xs)
         return self.guest.host.apply_rule(self.rule, *xs)
 
     def value(self, *xs: Array) -> list[Array]:
-        """The outputs as the host's arrays, without derivatives."""
+        """Returns the outputs as host arrays, without derivatives."""
         signature, host = self.signature(xs), self.guest.host
         if self.guest.are_plain(xs):
             return self.guest.called(signature, self.entry, xs)
@@ -106,7 +106,7 @@ class Foreign:
         return Rule(self.name, self.value, tangent, cotangent)
 
     def jvp(self, moving: Mask) -> Foreign:
-        """The function (inputs, tangents of the moving ones) -> tangents of inexact outputs."""
+        """Returns the map (inputs, tangents of moving inputs) -> tangents of inexact outputs."""
         n, backend = len(moving), self.guest.backend
 
         def pushed(*operands: Array) -> list[Array]:
@@ -120,7 +120,7 @@ class Foreign:
         return self._of("jvp", (moving,), pushed, outs)
 
     def vjp(self, moving: Mask, given: Mask) -> Foreign:
-        """The function (inputs, cotangents of outputs) -> cotangents of moving inputs."""
+        """Returns the map (inputs, cotangents of outputs) -> cotangents of moving inputs."""
         n, backend = len(moving), self.guest.backend
 
         def pulled(*operands: Array) -> list[Array]:
@@ -136,7 +136,7 @@ class Foreign:
         return self._of("vjp", (moving, given), pulled, outs)
 
     def _restricted(self, xs: Sequence[Array], moving: Mask, select: Any) -> tuple[Any, Any]:
-        """The function of the moving inputs to selected outputs, and these inputs."""
+        """Returns the function of the moving inputs to selected outputs, and these inputs."""
 
         def fun(*at: Array) -> tuple[list[Array], list[Array]]:
             return select(self.run(*replaced_where(xs, moving, at))), []
@@ -145,7 +145,7 @@ class Foreign:
         return fun, [x for x, m in zip(xs, moving, strict=True) if m]
 
     def mapped(self, shared: Any, depth: int) -> Run:
-        """The function mapped over `depth` batch axes, memoized; `shared` as from `_shared`."""
+        """Maps the function over `depth` batch axes, memoized; `shared` is from `_shared`."""
         if shared not in self._mapped:
             run = self.run
             for level in reversed(range(depth)):
@@ -174,7 +174,7 @@ class ForeignSignature:
 
     @cached_property
     def outs(self) -> list[ArraySpec]:
-        """The outputs' ArraySpecs: of the first call, or inferred without running the function."""
+        """The outputs' ArraySpecs, from the first call or inferred without running the function."""
         return self.of.outs(self.ins)
 
     def record(self, run: Run, outs: list[ArraySpec]) -> None:
@@ -203,7 +203,7 @@ class ForeignSignature:
         return self.of.base.fun
 
     def _on_host(self, *arrays: np.ndarray) -> list[np.ndarray]:
-        """The function of NumPy arrays, each with leading batch axes."""
+        """Calls the function on NumPy arrays, each with leading batch axes."""
         guest = self.of.guest
         depth = arrays[0].ndim - len(self.ins[0].shape) if arrays else 0
         if not depth:
@@ -220,7 +220,7 @@ class ForeignSignature:
 
 
 def _shared(arrays: Sequence[np.ndarray], depth: int) -> list[list[bool]]:
-    """For each array a mask of the batch axes over which it, unlike another array, is broadcast."""
+    """Returns, per array, a mask of the batch axes over which only some arrays broadcast."""
     result = [[a.strides[i] == 0 and a.shape[i] > 1 for i in range(depth)] for a in arrays]
     for level in range(depth):
         if all(s[level] for s in result):
@@ -247,7 +247,7 @@ def _keep(cache: dict[Any, Any], key: Any, made: Any) -> None:
 
 
 class Bridged(CustomRule):
-    """A function of the guest framework as a function of the host; see `gradtools.bridge`."""
+    """A guest framework's function as a function of the host; see `gradtools.bridge`."""
 
     _kind = "bridged function"
     _is_checked = False
@@ -264,7 +264,7 @@ class Bridged(CustomRule):
         return Parameters(None, (), (), ())
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The value; differentiated by the guest wherever the host takes a derivative."""
+        """Returns the value; the guest differentiates wherever the host takes a derivative."""
         return super().__call__(args, kwargs)
 
     def _rule(self, specialized: Specialization) -> Rule:
@@ -273,7 +273,7 @@ class Bridged(CustomRule):
 
 
 def _of_trees(args: Any, kwargs: Any) -> Any:
-    """The signature of a bridged function for its rule: two pytrees."""
+    """Defines the signature of a bridged function for its rule: two pytrees."""
     raise AssertionError("its rule is made by `Bridged._rule`")
 
 
@@ -285,7 +285,7 @@ class FlatBridged(Foreign):
         self.fun = of.fun
         # The arguments that it writes to, and gets copies of; None before its first call.
         self.written: set[int] | None = None
-        self.structures: dict[Any, Any] = {}  # host's output treedef by shapes
+        self.structures: dict[Any, Any] = {}  # maps shapes to the host's output treedef
         super().__init__(of.guest, of.__name__, self._run, self._outs)
 
     def _run(self, *arrays: Array) -> list[Array]:
@@ -298,7 +298,7 @@ class FlatBridged(Foreign):
         return [self.guest.as_array(self.name, leaves[i]) for i in order]
 
     def _arranged(self, treedef: Any, count: int) -> tuple[Any, list[int]]:
-        """The host's treedef for a treedef of the guest, and the order of its leaves."""
+        """Returns the host's treedef for a guest treedef, and the order of its leaves."""
         marks = [np.zeros(()) for _ in range(count)]
         places = {id(mark): i for i, mark in enumerate(marks)}
         leaves, structure = self.host.flatten(self.guest.backend.unflatten(treedef, marks))
@@ -315,7 +315,7 @@ class FlatBridged(Foreign):
         return structure, [places[id(x)] for x in leaves]
 
     def primal(self, *xs: Array) -> list[Array]:
-        """The outputs as a pytree of the host, flattened by the rule's shape."""
+        """Returns the outputs as a pytree of the host, flattened for the rule."""
         ys, shapes = self.value(*xs), _shapes(xs)
         if shapes not in self.structures:
             ins = self.signature(xs).ins
@@ -325,7 +325,7 @@ class FlatBridged(Foreign):
         return self.specialized.outputs(xs, tree, "it")
 
     def _outs(self, specs: Sequence[ArraySpec]) -> list[ArraySpec]:
-        """The ArraySpecs of the outputs, by the guest's abstract evaluation or by `out`."""
+        """Returns the outputs' ArraySpecs, by the guest's abstract evaluation or by `out`."""
         out = self.of.out
         if out is None:
             return self.guest.abstract(self, specs)
@@ -337,7 +337,7 @@ class FlatBridged(Foreign):
             if not isinstance(spec, ArraySpec):
                 raise GradtoolsError(
                     f"{self.guest.operator}: out holds {spec!r}; it must be a pytree of "
-                    "ArraySpec(shape, dtype), or a function of the arguments' ArraySpecs to one."
+                    "ArraySpec(shape, dtype), or a function that returns such a pytree."
                 )
         return result
 

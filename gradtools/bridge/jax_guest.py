@@ -1,7 +1,7 @@
-"""JAX as a guest: a JAX function in a PyTorch program.
+"""JAX as a guest: runs JAX functions in a PyTorch program.
 
-The function and its derivatives are compiled by `jax.jit`. A call waits for the results, because
-PyTorch owns the memory of the arguments and may write to it after the call.
+`jax.jit` compiles the function and its derivatives. A call waits for the results, because PyTorch
+owns the memory of the arguments and may write to it after the call.
 """
 
 from __future__ import annotations
@@ -40,11 +40,11 @@ class JaxGuest:
         self.jit = jit
 
     def entry(self, run: Any) -> Any:
-        """The function as it is called: compiled, unless jit=False."""
+        """Returns the function to call: compiled, unless jit=False."""
         return jax.jit(run) if self.jit else run
 
     def protected(self, xs: Sequence[jax.Array], written: Any) -> Sequence[jax.Array]:
-        """The arguments: a JAX function cannot write to them."""
+        """Returns the arguments: a JAX function cannot write to them."""
         return xs
 
     def as_array(self, name: str, y: Any) -> jax.Array:
@@ -57,13 +57,13 @@ class JaxGuest:
             ) from None
 
     def specs_of(self, name: str, xs: Sequence[Tensor]) -> tuple[ArraySpec, ...]:
-        """The tensors' ArraySpecs. Sizes that are tensors, as in torch.jit.trace, become fixed."""
+        """Returns the tensors' ArraySpecs. Tensor sizes, as in torch.jit.trace, become fixed."""
         shapes = [tuple([int(n) if isinstance(n, Tensor) else n for n in x.shape]) for x in xs]
         dtypes = [str(x.dtype).removeprefix("torch.") for x in xs]
         return tuple(map(ArraySpec, shapes, dtypes))
 
     def are_plain(self, xs: Sequence[Any]) -> bool:
-        """Whether all are concrete tensors outside of autograd, transforms and tracing."""
+        """Returns whether all are concrete tensors outside of autograd, transforms and tracing."""
         grad = torch.is_grad_enabled()
         for x in xs:
             if type(x) not in PLAIN or (grad and x.requires_grad) or is_wrapped(x):
@@ -73,7 +73,7 @@ class JaxGuest:
         return not is_followed()
 
     def abstract(self, of: Foreign, specs: Sequence[ArraySpec]) -> list[ArraySpec]:
-        """The outputs' ArraySpecs, by `jax.eval_shape`."""
+        """Returns the outputs' ArraySpecs, by `jax.eval_shape`."""
         self._hold_wide(of.name, specs)
         try:
             ys = jax.eval_shape(of.run, *map(_struct, specs))
@@ -105,7 +105,7 @@ class JaxGuest:
 
     def _evaluated(self, signature: ForeignSignature, run: Any, xs: Sequence[Any]) -> list[Any]:
         try:
-            with explained(self.operator):  # also explains errors of compilation
+            with explained(self.operator):  # also explains compilation errors
                 ys = run(*xs)
         except READS_A_VALUE as error:
             if not self.jit:
@@ -115,8 +115,8 @@ class JaxGuest:
             if isinstance(y, jax.core.Tracer):
                 raise GradtoolsError(
                     f"to_torch: {signature.of.name} closes over an array that JAX traces or "
-                    "differentiates around this call, and PyTorch would lose that. Pass it as an "
-                    "argument, or take the PyTorch program into JAX's: to_jax(f)."
+                    "differentiates around this call, which PyTorch would lose. Pass it as an "
+                    "argument, or convert the PyTorch program: to_jax(f)."
                 )
         for y in ys:
             y.block_until_ready()
@@ -124,7 +124,7 @@ class JaxGuest:
         return ys
 
     def mapped(self, run: Any, dims: tuple[int | None, ...]) -> Any:
-        """The function under vmap."""
+        """Applies vmap to the function."""
         return jax.vmap(run, dims)
 
 
@@ -136,7 +136,7 @@ def _reads_values(name: str, error: Exception) -> GradtoolsError:
     return GradtoolsError(
         f"to_torch: {name} reads values of its arguments (a Python if, float(), np.asarray), which "
         "have none while JAX traces it. Use jnp.where or jax.lax.cond, or leave it untraced: "
-        "to_torch(f, out=ArraySpec(shape, dtype), jit=False), where a traced program alone needs "
+        "to_torch(f, out=ArraySpec(shape, dtype), jit=False), where only traced programs need "
         f"out. JAX says: {error}"
     )
 

@@ -1,4 +1,4 @@
-"""Conversion of arrays between the frameworks, by DLPack without a copy where that is safe.
+"""Converts arrays between the frameworks by DLPack, without a copy if this is safe.
 
 DLPack does not coordinate writes, and JAX's arrays are immutable. Arguments are shared; results
 are copied once, because a tensor that PyTorch holds elsewhere may be written to later.
@@ -28,7 +28,7 @@ _BFLOAT16 = "bfloat16"
 
 
 def refuse_wide(dtype: str, who: str) -> None:
-    """Raises for a 64-bit dtype that JAX would silently narrow."""
+    """Raises an error for a 64-bit dtype that JAX would silently narrow."""
     if dtype in _WIDE and not jax.config.read("jax_enable_x64"):
         raise GradtoolsError(
             f"{who} has dtype {dtype}, which JAX cannot hold without x64. Switch it on: {X64}; or "
@@ -37,12 +37,12 @@ def refuse_wide(dtype: str, who: str) -> None:
 
 
 def tensor_of(x: jax.Array) -> Tensor:
-    """A tensor that shares the memory of a JAX array; it must not be written."""
+    """Returns a tensor that shares the memory of a JAX array; it must not be written to."""
     return from_dlpack(x)
 
 
 def array_of(t: Tensor, who: str) -> jax.Array:
-    """A JAX array that shares the memory of a tensor, which must not be written meanwhile."""
+    """Returns a JAX array sharing a tensor's memory, which must not be written to meanwhile."""
     if t.dtype in _WIDE_DTYPES:
         refuse_wide(str(t.dtype).removeprefix("torch."), who)
     if not t.is_cpu:
@@ -59,7 +59,7 @@ def array_of(t: Tensor, who: str) -> jax.Array:
     t = t.detach().resolve_conj().resolve_neg()
     if upstream.is_zero(t):  # a zero tensor without storage, from PyTorch's derivatives
         t = t.clone()
-    if 0 in t.stride():  # JAX refuses broadcast tensors, such as a cotangent of a sum
+    if 0 in t.stride():  # JAX rejects broadcast tensors, such as a cotangent of a sum
         t = t.contiguous()
     try:
         return jnp.from_dlpack(t)
@@ -69,12 +69,12 @@ def array_of(t: Tensor, who: str) -> jax.Array:
 
 @cache
 def of_one_cpu() -> bool:
-    """Whether JAX has a single device, the CPU."""
+    """Returns whether JAX has a single device, the CPU."""
     return [device.platform for device in jax.devices()] == ["cpu"]
 
 
 def comes_back(x: jax.Array) -> bool:
-    """Whether DLPack would import a result of PyTorch to the device of x.
+    """Returns whether DLPack would import a PyTorch result to the device of x.
 
     A CPU tensor becomes an array committed to JAX's first CPU device.
     """
@@ -89,15 +89,15 @@ def comes_back(x: jax.Array) -> bool:
 
 
 def tensor_of_numpy(x: np.ndarray, spec: ArraySpec) -> Tensor:
-    """A tensor that shares the memory of an array, maybe read-only; it must not be written."""
+    """Returns a tensor sharing an array's memory, maybe read-only; it must not be written to."""
     if spec.dtype == _BFLOAT16:  # raw bytes to NumPy
         return tensor_of_numpy(x.view(np.int16), replace(spec, dtype="int16")).view(torch.bfloat16)
     try:
         return from_dlpack(x)
-    except BufferError:  # PyTorch 2.8 takes no read-only arrays
+    except BufferError:  # PyTorch 2.8 rejects read-only arrays
         return torch.from_numpy(x.copy())
 
 
 def numpy_of_tensor(t: Tensor) -> np.ndarray:
-    """The tensor as a NumPy array, sharing memory on the CPU; bfloat16 as float32."""
+    """Converts a tensor to NumPy, sharing memory on the CPU; bfloat16 becomes float32."""
     return (t.float() if t.dtype is torch.bfloat16 else t).numpy(force=True)

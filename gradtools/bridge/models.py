@@ -1,9 +1,9 @@
-"""Models of one framework in the other.
+"""Converts models of one framework to the other.
 
-A PyTorch module becomes `(apply, params, state)` of JAX arrays, a JAX model an `nn.Module` with its
-arrays as parameters and buffers. Both bridge `make_functional` of the model's own framework, with
-its treatment of batch statistics and keys. Parameters and state are copies, so that an optimizer of
-one framework does not write to arrays of the other.
+A PyTorch module becomes `(apply, params, state)` of JAX arrays; a JAX model becomes an `nn.Module`
+with its arrays as parameters and buffers. Both bridge `make_functional` of the model's framework,
+including its treatment of batch statistics and keys. Parameters and state are copies, so that an
+optimizer of one framework does not write to arrays of the other.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _NARROW = {torch.int64: torch.int32, torch.uint64: torch.uint32}
 
 
 def module_to_jax(guest: Any, module: nn.Module, out: Any, train: bool | None) -> Any:
-    """`(apply, params, state)` of a PyTorch module."""
+    """Converts a PyTorch module to `(apply, params, state)`."""
     run, params, state = gradtools.torch.make_functional(module, train=train)
     dtypes = {name: t.dtype for name, t in state.items()}
 
@@ -52,7 +52,7 @@ def module_to_jax(guest: Any, module: nn.Module, out: Any, train: bool | None) -
     bridged = Bridged(guest, fun, out)
 
     def apply(params: Any, state: Any, *args: Any, key: Any = None, **kwargs: Any) -> Any:
-        """The output and new state of the module, at these parameters, buffers and arguments."""
+        """Returns the module's output and new state at these parameters, buffers and arguments."""
         if key is not None:
             check_key("apply", key)
             kwargs["key"] = jax.random.key_data(key)
@@ -62,7 +62,7 @@ def module_to_jax(guest: Any, module: nn.Module, out: Any, train: bool | None) -
 
 
 def _narrow(t: Tensor) -> Tensor:
-    """A 64-bit integer tensor, such as num_batches_tracked, in 32 bits if x64 is off."""
+    """Narrows a 64-bit integer tensor, such as num_batches_tracked, if x64 is off."""
     wide = jax.config.read("jax_enable_x64")
     return t if wide else t.to(_NARROW.get(t.dtype, t.dtype))
 
@@ -79,7 +79,7 @@ def _arrays(module: nn.Module, tensors: dict[str, Tensor]) -> dict[str, jax.Arra
 
 
 def is_jax_model(x: Any) -> bool:
-    """Whether x is a model of an imported JAX library."""
+    """Returns whether x is a model of an imported JAX library."""
     linen = sys.modules.get("flax.linen")
     kinds = module_kinds()
     kinds += (linen.Module,) if linen is not None else ()
@@ -91,7 +91,7 @@ def model_to_torch(guest: Any, model: Any, variables: Any, out: Any) -> nn.Modul
     run, params, state = gradtools.jax.make_functional(model, variables=variables)
     modes = {True: run, False: run}
     for train in modes:
-        try:  # raises for a model without modes
+        try:  # raises an error for a model without modes
             modes[train] = gradtools.jax.make_functional(model, variables=variables, train=train)[0]
         except GradtoolsError:
             break
@@ -102,8 +102,8 @@ class BridgedModule(nn.Module):
     """A JAX model as a PyTorch module; see `gradtools.bridge.to_torch`.
 
     Its parameters are the model's floating arrays and its buffers the model's state, by the model's
-    names. `forward` takes the model's arguments, and `key`, by default drawn from PyTorch's global
-    generator in training.
+    names. `forward` takes the model's arguments and a `key`; in training a missing key is drawn
+    from PyTorch's global generator.
     """
 
     def __init__(
@@ -138,7 +138,7 @@ class BridgedModule(nn.Module):
             self._bridged[train] = Bridged(guest, one, out)
 
     def forward(self, *args: Any, key: Tensor | None = None, **kwargs: Any) -> Any:
-        """The model's output. While training, the buffers become the new state."""
+        """Returns the model's output. In training, the buffers are set to the new state."""
         ps, ss = (
             [attrgetter(name)(self) for name in names] for names in (self._params, self._state)
         )
@@ -160,12 +160,12 @@ class BridgedModule(nn.Module):
         return out
 
     def extra_repr(self) -> str:
-        """The model's class."""
+        """Returns the model's class."""
         return f"{self._name} of JAX"
 
 
 def _impl(x: Any) -> str | None:
-    """The implementation of a typed key; None for another array."""
+    """Returns the implementation of a typed key; None for other arrays."""
     is_key = jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
     return str(jax.random.key_impl(x)) if is_key else None
 
@@ -182,7 +182,7 @@ def _registered(
     names = []
     for path, x in leaves:
         *above, last = [_key(entry) for entry in path] or ["value"]
-        if above and last == "value":  # the attribute of an nnx Variable, left out of the name
+        if above and last == "value":  # omits the attribute of an nnx Variable from the name
             last = above.pop()
         inside = module
         for name in above:
@@ -199,7 +199,7 @@ def _registered(
 
 
 def _key(entry: Any) -> str:
-    """A step of a key path as a module's name."""
+    """Converts a step of a key path to a name in a module."""
     for attribute in ("key", "idx", "name"):
         if hasattr(entry, attribute):
             return str(getattr(entry, attribute)).replace(".", "_")

@@ -1,4 +1,4 @@
-"""PyTorch as a guest: a PyTorch function in a JAX program.
+"""PyTorch as a guest: runs PyTorch functions in a JAX program.
 
 PyTorch functions may write in place and draw from global generators, which JAX cannot represent.
 The first call gets copies of its arguments. Later calls get copies of the arguments that it wrote
@@ -66,17 +66,17 @@ class TorchGuest:
         )
 
     def specs_of(self, name: str, xs: Sequence[Any]) -> tuple[ArraySpec, ...]:
-        """The JAX arrays' ArraySpecs."""
+        """Returns the JAX arrays' ArraySpecs."""
         for x in xs:
             if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
                 raise GradtoolsError(
-                    f"to_jax: an argument of {name} is a typed key, which PyTorch does not know. "
+                    f"to_jax: an argument of {name} is a typed key, unknown to PyTorch. "
                     "Pass jax.random.key_data(key), or bridge a module, whose apply takes key=."
                 )
         return tuple([ArraySpec(x.shape, x.dtype.name) for x in xs])
 
     def are_plain(self, xs: Sequence[Any]) -> bool:
-        """Whether all are concrete, on a device that PyTorch shares, and nothing is traced.
+        """Returns whether all are concrete, untraced, and on a device that PyTorch shares.
 
         Other arrays pass through the host, and results return to their device.
         """
@@ -88,9 +88,9 @@ class TorchGuest:
         return not within_a_trace()
 
     def abstract(self, of: Foreign, specs: Sequence[ArraySpec]) -> list[ArraySpec]:
-        """The outputs' ArraySpecs, by fake tensors.
+        """Returns the outputs' ArraySpecs, inferred with fake tensors.
 
-        Changes that the function makes meanwhile, such as caches of modules, are undone.
+        Changes that the function makes during this, such as caches of modules, are undone.
         """
         from gradtools.seeing.torch.undo import undone
 
@@ -107,8 +107,8 @@ class TorchGuest:
                 raise
             except Exception as error:
                 raise GradtoolsError(
-                    f"to_jax: a traced program (jit, vmap, scan) needs the shape and dtype of what "
-                    f"{of.name} returns, and they could not be inferred. Declare them: "
+                    f"to_jax: a traced program (jit, vmap, scan) needs the shape and dtype of "
+                    f"{of.name}'s result, which could not be inferred. Declare them: "
                     "to_jax(f, out=ArraySpec(shape, dtype)), a pytree of ArraySpecs, or a function "
                     f"of the arguments' ArraySpecs. PyTorch says: {error}"
                 ) from error
@@ -120,7 +120,7 @@ class TorchGuest:
         self, signature: ForeignSignature, run: Any, xs: Sequence[jax.Array]
     ) -> list[jax.Array]:
         """Calls the function on JAX arrays."""
-        who = f"to_jax: what {signature.of.name} returns"
+        who = f"to_jax: the result of {signature.of.name}"
         with _plain_modes():
             ys = self._evaluated(signature, run, [tensor_of(x) for x in xs])
             return [array_of(y, who) for y in ys]
@@ -158,18 +158,18 @@ class TorchGuest:
             base.written = written
         elif written:
             raise GradtoolsError(
-                f"to_jax: {of.name} wrote to an argument, and did not in its first call, so JAX's "
+                f"to_jax: {of.name} wrote to an argument, but not in its first call, so JAX's "
                 "array was changed. Clone the argument before you write to it: x = x.clone()."
             )
         return outs
 
     def mapped(self, run: Any, dims: tuple[int | None, ...]) -> Any:
-        """The function under vmap, or in a loop over the examples if PyTorch cannot map it."""
+        """Applies vmap, or loops over the examples if PyTorch cannot map the function."""
 
         def call(*ts: Tensor) -> list[Tensor]:
             try:
                 return list(torch.func.vmap(run, dims, randomness="error")(*ts))
-            except Exception:  # unsupported by vmap; an error of f is raised again by the loop
+            except Exception:  # unsupported by vmap; the loop raises an error of f again
                 size = next(t.shape[0] for t, d in zip(ts, dims, strict=True) if d is not None)
                 at = lambda i: [t if d is None else t[i] for t, d in zip(ts, dims, strict=True)]
                 rows = [run(*at(i)) for i in range(size)]
@@ -180,7 +180,7 @@ class TorchGuest:
 
 @contextmanager
 def _plain_modes() -> Iterator[None]:
-    """PyTorch's modes as in a host callback's thread, for a call from inside of PyTorch."""
+    """Sets PyTorch's modes as in a host callback's thread, for a call from inside PyTorch."""
     with ExitStack() as stack:
         if is_inside_autograd():
             stack.enter_context(private.outermost())  # JAX was called below PyTorch's autograd

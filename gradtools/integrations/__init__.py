@@ -1,4 +1,4 @@
-"""Integrations with other libraries; each module is imported once a program uses its library."""
+"""Integrations with other libraries; each module is imported when a program uses its library."""
 
 from importlib import import_module
 from sys import modules
@@ -8,7 +8,7 @@ from gradtools.errors import GradtoolsError
 
 
 def refusal(caller: str, name: str, x: Any) -> Exception | None:
-    """An error with advice, if x is a library's object that was passed in place of arrays."""
+    """Returns an error with advice if a library's object was passed in place of arrays."""
     keras = integration("keras")
     if keras is not None and keras.is_keras(x):
         return keras.refusal(caller, name, x)
@@ -16,13 +16,13 @@ def refusal(caller: str, name: str, x: Any) -> Exception | None:
     if linen is not None and isinstance(x, linen.Module):
         return GradtoolsError(
             f"{caller}: {name} is the flax.linen module {type(x).__name__}, which holds no arrays; "
-            "its parameters are the result of module.init(key, *args). Differentiate these: give "
-            "them an argument of their own, named by argnums, and let f close over the module."
+            "its parameters are the result of module.init(key, *args). Differentiate these: pass "
+            "them as an argument that argnums names, and let f close over the module."
         )
     return None
 
 
 def integration(library: str) -> Any:
-    """The integration module of a library; None if the program has not imported the library."""
+    """Returns a library's integration module; None if the program has not imported the library."""
     name = library.removeprefix("flax.")
     return import_module(f"{__name__}.{name}") if library in modules else None

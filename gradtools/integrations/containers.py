@@ -1,13 +1,13 @@
-"""User-defined dicts and dataclasses as pytrees, without registering them with a framework.
+"""Treats user-defined dicts and dataclasses as pytrees, without registering them.
 
-A tokeniser's BatchEncoding is a `UserDict`, a model's output often a dataclass. These classes are
-not registered as pytrees, so a framework treats their instances as single leaves. A backend's
-`flatten` opens such leaves: the arrays in them become leaves of the tree, and the structure records
-how to rebuild the container. A container without arrays, such as a configuration, stays a leaf, and
-so does a callable one.
+A tokeniser's BatchEncoding is a `UserDict`, and a model's output is often a dataclass. These
+classes are not registered as pytrees, so a framework treats their instances as single leaves. A
+backend's `flatten` opens such leaves: the arrays in them become leaves of the tree, and the
+structure records how to rebuild the container. A container without arrays, such as a configuration,
+remains a leaf, and so does a callable container.
 
-All operators flatten their arguments here, so here an array of the other framework is refused. A
-framework passes it through as a constant, which would silently undo an edit or a derivative.
+All operators flatten their arguments here, so an array of the other framework is rejected here. A
+framework would pass it through as a constant, which would silently undo an edit or a derivative.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class OpenedContainer:
 
     Attributes:
         kind: Its class.
-        keys: Its keys, or the names of its fields.
+        keys: The container's keys, or the names of its fields.
         treedef: The structure of the list of its parts.
         pattern: A copy with None for each part, so that the structure keeps no array alive.
     """
@@ -40,13 +40,13 @@ class OpenedContainer:
     pattern: Any = field(compare=False, repr=False)
 
     def made(self, parts: Sequence[Any]) -> Any:
-        """A container with these parts."""
+        """Builds a container from these parts."""
         return _with_parts(self.pattern, dict(zip(self.keys, parts, strict=True)))
 
 
 @dataclass(frozen=True)
 class OpenedTree:
-    """The structure of a tree, some of whose leaves are opened containers.
+    """The structure of a tree in which some leaves are opened containers.
 
     Attributes:
         treedef: The framework's own structure.
@@ -58,12 +58,12 @@ class OpenedTree:
 
     @property
     def num_leaves(self) -> int:
-        """The number of leaves, with those inside of containers."""
+        """The number of leaves, including leaves inside of containers."""
         inner = sum(node.treedef.num_leaves for _, node in self.nodes)
         return self.treedef.num_leaves - len(self.nodes) + inner
 
     def flatten_up_to(self, tree: Any) -> list[Any]:
-        """The subtrees of `tree` at this tree's leaves."""
+        """Returns the subtrees of `tree` at this tree's leaves."""
         nodes, result = dict(self.nodes), list[Any]()
         for place, x in enumerate(self.treedef.flatten_up_to(tree)):
             if (node := nodes.get(place)) is None:
@@ -115,7 +115,7 @@ class Containers:
         return leaves, treedef
 
     def closed(self, tree: OpenedTree, leaves: Sequence[Any]) -> Any:
-        """The inverse of `opened`: the tree with these leaves."""
+        """Inverts `opened`: builds the tree from these leaves."""
         left, nodes, outer = iter(leaves), dict(tree.nodes), list[Any]()
         for place in range(tree.treedef.num_leaves):
             if (node := nodes.get(place)) is None:
@@ -126,7 +126,7 @@ class Containers:
         return self.unflatten(tree.treedef, outer)
 
     def paths(self, tree: Any) -> list[str]:
-        """The path of each leaf, as text."""
+        """Returns the path of each leaf, as text."""
         result = []
         for path, x in zip(self.leaf_paths(tree), self.flatten(tree)[0], strict=True):
             if (parts := self._parts(x)) is None:
@@ -168,7 +168,7 @@ class Containers:
 
 
 class _Kinds(dict[type, bool]):
-    """Whether the instances of a class may be opened."""
+    """Maps a class to whether its instances may be opened."""
 
     def __missing__(self, cls: type) -> bool:
         called = any("__call__" in base.__dict__ for base in cls.__mro__)
@@ -180,13 +180,13 @@ _KINDS = _Kinds()
 
 
 def whole(cls: type[T]) -> type[T]:
-    """A class decorator: instances are leaves, even if they contain arrays."""
+    """Class decorator that makes instances leaves, even if they contain arrays."""
     _KINDS[cls] = False
     return cls
 
 
 def _parts(x: Any) -> dict[Any, Any] | None:
-    """The parts of a container, by key or field; None if x is not a container."""
+    """Returns a container's parts, by key or field; None if x is not a container."""
     if not _KINDS[type(x)]:
         return None
     if isinstance(x, dict | UserDict):
@@ -195,7 +195,7 @@ def _parts(x: Any) -> dict[Any, Any] | None:
 
 
 def _with_parts(x: Any, parts: dict[Any, Any]) -> Any:
-    """A copy of a container with these parts."""
+    """Copies a container with these parts."""
     new = copy(x)
     if isinstance(new, UserDict):
         new.data = parts

@@ -1,8 +1,8 @@
 """equinox: the layer GradientReversal, transformed modules, and modules as pure functions.
 
 The layer is the identity in the forward pass and multiplies by -scale in the backward pass (Ganin
-and Lempitsky, ICML 2015, arXiv:1409.7495): the layers before it ascend the loss that the layers
-after it descend.
+and Lempitsky, ICML 2015, arXiv:1409.7495): layers before it ascend the loss that layers after it
+descend.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from gradtools.jax.modules import fresh, no_key
 
 
 class GradientReversal(eqx.Module):
-    """The identity, with the gradient times ``-scale``.
+    """Returns its input; multiplies the gradient by ``-scale``.
 
     Attributes:
-        scale: A real number; it is static, not a leaf or a parameter. For a schedule under jit pass
-            it at the call.
+        scale: A real number; it is static, not a leaf or a parameter. For a schedule under jit,
+            pass it in the call.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -40,9 +40,9 @@ class GradientReversal(eqx.Module):
     scale: float = eqx.field(static=True, default=1.0)
 
     def __call__(self, x: Any, scale: Any = None, *, key: Any = None) -> Any:
-        """x itself (an array or a pytree). ``scale``, if given, replaces the layer's own.
+        """Returns x (an array or a pytree). ``scale``, if given, replaces the layer's scale.
 
-        ``key`` is not used; equinox's Sequential passes a key to each layer.
+        ``key`` is unused; equinox's Sequential passes a key to each layer.
         """
         return gt.reverse_gradient(x, self.scale if scale is None else scale)
 
@@ -50,14 +50,14 @@ class GradientReversal(eqx.Module):
 class Transformed(eqx.Module):
     """A module whose call is `make(module)`.
 
-    It is compared by identity, so it can be jitted like a function.
+    Comparison is by identity, so it can be jitted like a function.
     """
 
     module: Any
     make: Callable[[Any], Callable[..., Any]] = eqx.field(static=True, repr=False)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The transformed call."""
+        """Calls the transformed module."""
         return self.make(self.module)(*args, **kwargs)
 
     def __hash__(self) -> int:
@@ -70,7 +70,7 @@ class Transformed(eqx.Module):
 def make_functional(
     module: Any, variables: Any, train: bool | None, rng_names: tuple[str, ...]
 ) -> tuple:
-    """``(apply, params, state)``; params is the module with its inexact arrays only."""
+    """Returns ``(apply, params, state)``; params is the module with only its inexact arrays."""
     if variables is not None and not isinstance(variables, eqx.nn.State):
         raise GradtoolsError(
             "make_functional: for an equinox module variables is the eqx.nn.State of "
@@ -98,7 +98,7 @@ def apply(
     key: jax.Array | None = None,
     **kwargs: Any,
 ) -> tuple[Any, Any]:
-    """The output of the module, and its new state."""
+    """Returns the module's output and its new state."""
     if key is not None:
         check_key("apply", key)
     if takes_key:

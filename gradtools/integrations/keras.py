@@ -1,7 +1,7 @@
-"""A Keras 3 model as a pure function of its variables, on PyTorch or JAX.
+"""Converts a Keras 3 model to a pure function of its variables, on PyTorch or JAX.
 
-Keras has a pure call of its own, `stateless_call`, which takes the variables as a list; here they
-are addressed by their paths. Each of gradtools' backends provides a `KerasBackend`: how arrays are
+Keras has a pure call, `stateless_call`, which takes the variables as a list; here they are
+addressed by path. Each gradtools backend provides a `KerasBackend`, which defines how arrays are
 detached, and how a key becomes the seeds of Keras' random streams.
 """
 
@@ -17,17 +17,17 @@ from typing import Any
 from gradtools.arguments.checks import check_names
 from gradtools.errors import GradtoolsError
 
-_SEED = "seed_generator_state"  # Keras' name of the variable of a random stream
+_SEED = "seed_generator_state"  # Keras' variable name of a random stream
 
 
 def is_keras(module: Any) -> bool:
-    """Whether a module is a Keras layer or model."""
+    """Returns whether a module is a Keras layer or model."""
     keras = sys.modules.get("keras")
     return keras is not None and isinstance(module, keras.Layer)
 
 
 def refusal(caller: str, name: str, model: Any) -> GradtoolsError:
-    """The error for a Keras model in place of a pytree of arrays."""
+    """Returns the error for a Keras model in place of a pytree of arrays."""
     return GradtoolsError(
         f"{caller}: {name} is a Keras model ({type(model).__name__}), which is not a "
         "pytree of its variables. Differentiate params of apply, params, state = "
@@ -57,7 +57,7 @@ class KerasBackend:
 def make_functional(
     module: Any, variables: Any, train: bool | None, framework: KerasBackend
 ) -> tuple:
-    """``(apply, params, state)``: params and state map the variables' paths to arrays."""
+    """Returns ``(apply, params, state)``: params and state map variable paths to arrays."""
     keras = sys.modules["keras"]
     backend = keras.backend.backend()
     if backend != framework.name:
@@ -97,7 +97,7 @@ def apply(
     key: Any = None,
     **kwargs: Any,
 ) -> tuple[Any, dict[str, Any]]:
-    """The output of the module, and its new state."""
+    """Returns the module's output and its new state."""
     check_names("params", params, layout)
     check_names("state", state, rest)
     for path, shape in layout.items():
@@ -119,7 +119,7 @@ def apply(
 
 
 def _by_path(variables: Sequence[Any]) -> dict[str, Any]:
-    """The variables by path; equal paths are numbered."""
+    """Returns the variables by path; equal paths are numbered."""
     result: dict[str, Any] = {}
     for v in variables:
         path, n = v.path, 1

@@ -1,8 +1,8 @@
-"""flax.linen: the layer GradientReversal, and modules as pure functions.
+"""flax.linen integration: the layer GradientReversal, and modules as pure functions.
 
 The layer is the identity in the forward pass and multiplies by -scale in the backward pass (Ganin
-and Lempitsky, ICML 2015, arXiv:1409.7495): the layers before it ascend the loss that the layers
-after it descend.
+and Lempitsky, ICML 2015, arXiv:1409.7495): layers before it ascend the loss that layers after it
+descend.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ from gradtools.jax.modules import keys, mode_of, no_key
 
 
 class GradientReversal(linen.Module):
-    """The identity, with the gradient times ``-scale``.
+    """Returns its input; multiplies the gradient by ``-scale``.
 
     Attributes:
-        scale: A real number; it is not a parameter. For a schedule under jit pass it at the call.
+        scale: A real number; it is not a parameter. For a schedule under jit, pass it in the call.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -36,17 +36,17 @@ class GradientReversal(linen.Module):
     scale: float = 1.0
 
     def __call__(self, x: Any, scale: Any = None) -> Any:
-        """x itself (an array or a pytree). ``scale``, if given, replaces the layer's own."""
+        """Returns x (an array or a pytree). ``scale``, if given, replaces the layer's scale."""
         return gt.reverse_gradient(x, self.scale if scale is None else scale)
 
 
 def make_functional(
     module: linen.Module, variables: Any, train: bool | None, rng_names: tuple[str, ...]
 ) -> tuple:
-    """``(apply, params, state)``; state contains all collections except the parameters."""
+    """Returns ``(apply, params, state)``; state contains all collections except the parameters."""
     if variables is None:
         raise GradtoolsError(
-            "make_functional: a flax.linen module does not hold its arrays; give "
+            "make_functional: a flax.linen module does not hold its arrays; pass "
             "variables=module.init(key, *args)."
         )
     params = variables.get("params", {})
@@ -67,7 +67,7 @@ def apply(
     key: jax.Array | None = None,
     **kwargs: Any,
 ) -> tuple[Any, Any]:
-    """The output of the module, and its new state."""
+    """Returns the module's output and its new state."""
     rngs = None
     if key is not None:
         rngs = dict(zip(rng_names, keys(key, len(rng_names)), strict=True))

@@ -1,10 +1,10 @@
 """flax.nnx: the layer GradientReversal, modules as pure functions, and modules in loops and rules.
 
 A flax.nnx module mutates itself when it is called: dropout counts its draws, batch normalisation
-updates its statistics. flax refuses this inside of a trace that the module does not belong to, such
-as the body of a scan. So the body works on a copy of the module: its parameters are constants of
-the body, and its other state is a carry of the loop, which is not differentiated. The final state
-is written to the original module.
+updates its statistics. flax forbids this inside of a trace to which the module does not belong,
+such as the body of a scan. The body therefore works on a copy of the module: its parameters are
+constants of the body, and its other state is a carry of the loop, which is not differentiated. The
+final state is written to the original module.
 
 Modules are found in f (itself, the owner of a method, `partial`, closures, the globals that it
 names, containers of these) and in its arguments.
@@ -35,10 +35,10 @@ from gradtools.jax.modules import fresh, keys
 
 
 class GradientReversal(nnx.Module):
-    """The identity, with the gradient times ``-scale``.
+    """Returns its input; multiplies the gradient by ``-scale``.
 
     Args:
-        scale: A real number; it is not a parameter. For a schedule under jit pass it at the call.
+        scale: A real number; it is not a parameter. For a schedule under jit, pass it in the call.
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -52,7 +52,7 @@ class GradientReversal(nnx.Module):
         self.scale = scale
 
     def __call__(self, x: Any, scale: Any = None) -> Any:
-        """x itself (an array or a pytree). ``scale``, if given, replaces the layer's own."""
+        """Returns x (an array or a pytree). ``scale``, if given, replaces the layer's scale."""
         return gt.reverse_gradient(x, self.scale if scale is None else scale)
 
 
@@ -63,7 +63,7 @@ class Transformed(nnx.Module):
         self.module, self.make = module, make
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """The transformed call."""
+        """Calls the transformed module."""
         return self.make(self.module)(*args, **kwargs)
 
 
@@ -73,7 +73,7 @@ class Transformed(nnx.Module):
 def make_functional(
     module: nnx.Module, variables: Any, train: bool | None, rng_names: tuple[str, ...]
 ) -> tuple:
-    """``(apply, params, state)``; `rng_names` is unused, because a module names its own streams."""
+    """Returns ``(apply, params, state)``; ignores `rng_names`: a module names its streams."""
     if variables is not None:
         raise GradtoolsError(
             "make_functional: a flax.nnx module holds its own arrays; leave variables=None."
@@ -97,7 +97,7 @@ def apply(
     key: jax.Array | None = None,
     **kwargs: Any,
 ) -> tuple[Any, Any]:
-    """The output of the module, and its new state."""
+    """Returns the module's output and its new state."""
     model = nnx.merge(graph, params, state["rngs"], state["variables"], copy=True)
     if train is not None:
         model.train() if train else model.eval()
@@ -110,7 +110,7 @@ def apply(
 
 
 def _reseed(model: Any, key: jax.Array) -> None:
-    """Sets each random stream of the model to its own key, of the same shape."""
+    """Gives each random stream of the model its own key, of the same shape."""
     streams = [node for _, node in nnx.iter_graph(model) if isinstance(node, nnx.RngStream)]
     has_methods = hasattr(nnx.Variable, "set_value")  # flax 0.11 has only the property `value`
     for own, stream in zip(keys(key, len(streams)), streams, strict=True):
@@ -128,7 +128,7 @@ def _reseed(model: Any, key: jax.Array) -> None:
 
 
 def stateful(caller: str, f: Callable[..., Any], args: Any) -> Stateful | None:
-    """f with the state of the modules in it and in its arguments; None without any."""
+    """Wraps f with the state of its and its arguments' modules; None if there are none."""
     own, given = _modules(f), _modules(args)
     return Stateful(caller, f, own, given) if own or given else None
 
@@ -189,18 +189,18 @@ class Stateful:
         return nnx.state(modules, nnx.Not(nnx.Param))
 
     def _kept(self, state: Any, which: int) -> Any:
-        """The state without variables that a call added (intermediates); a carry cannot grow."""
+        """Drops variables that a call added (intermediates): a carry cannot grow."""
         flat = nnx.to_flat_state(state)
         return nnx.from_flat_state([(p, v) for p, v in flat if p in self._known[which]])
 
 
 def _modules(x: Any) -> list[Any]:
-    """The nnx modules and variables in a function or a container, each once."""
+    """Returns the nnx modules and variables in a function or a container, each once."""
     return held_in(x, (nnx.Pytree, nnx.Variable))
 
 
 def _with_copies(f: Any, copies: dict[int, Any]) -> Any:
-    """f with the modules that it refers to replaced by their copies, which are given by id."""
+    """Replaces the modules that f refers to by their copies; `copies` is keyed by id."""
     entered = set[int]()
 
     def of(x: Any) -> Any:

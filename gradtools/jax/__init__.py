@@ -17,7 +17,7 @@ except ModuleNotFoundError as _error:
     raise _needed(__name__, _error) from None
 
 _api = _Api(_Backend())
-_LAYERS = "equinox", "linen", "nnx"  # modules with layers, which are imported when first accessed
+_LAYERS = "equinox", "linen", "nnx"  # modules with layers, imported on first access
 
 if _typing.TYPE_CHECKING:
     import jax.numpy as _jnp
@@ -29,7 +29,7 @@ else:  # hidden from type checkers, which accept any name if there is a __getatt
     __all__ = list(_api.names)
 
     def __getattr__(name: str) -> object:
-        """A public name; its module is imported when the name is first read."""
+        """Returns a public name and imports its module on first access."""
         if name in _LAYERS:
             return _import_module(f"{__name__}.{name}")
         if name not in __all__:

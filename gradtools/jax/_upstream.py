@@ -1,12 +1,12 @@
-"""Every undocumented name of JAX that gradtools uses, each with its reason; no other file uses any.
+"""Every undocumented name of JAX that gradtools uses, with its reason; no other file uses any.
 
 `jax._src` is used for the classes of a jaxpr and for one cache. The classes are public in
-`jax.extend.core`, whose import loads all of Pallas, which took half of the time of
-`import gradtools.jax`; a test asserts that they are the same objects. The rest are fields of
-records (an equation's source, a jaxpr's origin) for pictures, formulas and error messages, and one
-method's name. All exist in JAX 0.7.2 to 0.12 unless an entry names versions.
-"Gone:" says what to do once a name no longer exists. `tests/jax/test_upstream.py` tests the names
-whose change no test of an operator would show.
+`jax.extend.core`, but importing it loads all of Pallas, which took half of the time of `import
+gradtools.jax`; a test asserts that both names refer to the same objects. The other names are fields
+of records (an equation's source, a jaxpr's origin) for pictures, formulas and error messages, and
+one method's name. All exist in JAX 0.7.2 to 0.12 unless an entry names versions. "Gone:" states the
+effect of a name's removal. `tests/jax/test_upstream.py` tests names whose change no operator's test
+would reveal.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from jax.interpreters import partial_eval
 
 from gradtools.code_origin import is_in
 
-ClosedJaxpr: Any = getattr(_core, "ClosedJaxpr", Jaxpr)  # one class from JAX 0.12 on
+ClosedJaxpr: Any = getattr(_core, "ClosedJaxpr", Jaxpr)  # one class since JAX 0.12
 
 
 DynamicJaxprTracer: Any = getattr(partial_eval, "DynamicJaxprTracer", ())
@@ -64,20 +64,20 @@ weakly_cached: set[type] = next(
 )
 """The parameter classes that JAX's caches of equations refer to weakly.
 
-JAX caches the output types of equations by their parameters (2048 entries), which for a rule would
-keep everything alive that the user's functions close over. Gone: they do.
+JAX caches the output types of equations by their parameters (2048 entries). For a rule, this would
+keep everything alive that the user's functions close over. Gone: they stay alive.
 """
 
 enable_x64: Any = (
     jax.enable_x64 if hasattr(jax, "enable_x64") else vars(jax.experimental)["enable_x64"]
 )
-"""A context manager that enables or disables float64. JAX 0.7 has it in `jax.experimental` only."""
+"""Context manager that enables or disables float64. JAX 0.7 has it only in `jax.experimental`."""
 
 
 def constants_of(closed: Any) -> list[Any]:
-    """The constants of a closed jaxpr, with NumPy arrays unwrapped.
+    """Returns the constants of a closed jaxpr, with NumPy arrays unwrapped.
 
-    JAX 0.7 and 0.8 wrap NumPy arrays in a class without operators, with a field `val`; from 0.9 on
+    JAX 0.7 and 0.8 wrap NumPy arrays in a class without operators, with a field `val`; since 0.9
     that class is a subclass of NumPy's.
     """
     own = jax.Array | np.ndarray
@@ -85,44 +85,44 @@ def constants_of(closed: Any) -> list[Any]:
 
 
 def stack_of(eqn: Any) -> Sequence[Any]:
-    """The stack frames of an equation's operation, innermost first, up to the start of the trace.
+    """Returns the stack frames of an equation, innermost first, up to the start of the trace.
 
-    `jax.extend.source_info_util.summarize` gives one line of text. Gone: findings have no line.
+    `jax.extend.source_info_util.summarize` returns only one line. Gone: findings have no line.
     """
     traceback = getattr(getattr(eqn, "source_info", None), "traceback", None)
     return traceback.frames if traceback is not None else ()
 
 
 def scopes_of(eqn: Any) -> Iterator[tuple[str, bool]]:
-    """An equation's name stack, outermost first, and whether each name is a `jax.named_scope`.
+    """Yields an equation's name stack, outermost first, and whether each is a `jax.named_scope`.
 
-    The others are transforms: "transpose", "jvp", "vmap". Gone: pictures have no modules, and
-    `gradient_graph` cannot distinguish the passes and refuses them.
+    Other names are transforms: "transpose", "jvp", "vmap". Gone: pictures have no modules, and
+    `gradient_graph` raises because it cannot distinguish the passes.
     """
     for entry in eqn.source_info.name_stack.stack:
         yield getattr(entry, "name", ""), type(entry).__name__ == "Scope"
 
 
 def is_in_scope(eqns: Iterable[Any], name: str) -> bool:
-    """Whether one of these equations has a scope or transform of this name in its name stack."""
+    """Returns whether any of these equations has a scope or transform of this name."""
     return any(name == scope for eqn in eqns for scope, _ in scopes_of(eqn))
 
 
 def name_of(jaxpr: Any) -> str:
-    """The name of the function behind a jaxpr. Gone: pictures say the primitive's name."""
+    """Returns the name of a jaxpr's function. Gone: pictures show the primitive's name."""
     return str(getattr(getattr(jaxpr, "debug_info", None), "func_name", "") or "")
 
 
 def file_of(jaxpr: Any) -> str:
-    """The file and line of the function behind a jaxpr, if known. Gone: it counts as users'."""
+    """Returns the file and line of a jaxpr's function, if known. Gone: it counts as users' code."""
     info = getattr(jaxpr, "debug_info", None)
     return str(getattr(info, "func_src_info", None)).partition(" at ")[2]
 
 
 class Tracer(jax.core.Tracer):  # type: ignore[misc]
-    """The base class of gradtools' tracers. Gone: JAX's text about a tracer's origin is shown.
+    """Base class of gradtools' tracers. Gone: JAX's own text about a tracer's origin is shown.
 
-    JAX before 0.10 takes no `aval`: a tracer's type is a property of its class.
+    Before JAX 0.10 the constructor takes no `aval`: the type is a property of the class.
     """
 
     if "aval" in signature(jax.core.Tracer.__init__).parameters:
@@ -148,8 +148,8 @@ class Tracer(jax.core.Tracer):  # type: ignore[misc]
 def bind_again(eqn: Any, xs: Sequence[Any]) -> Any:
     """Evaluates an equation's primitive at other operands.
 
-    From JAX 0.9 on `get_bind_params` returns the parameters; before, functions that precede the
-    operands, and the parameters.
+    Since JAX 0.9 `get_bind_params` returns only the parameters; before, it also returned functions
+    that precede the operands.
     """
     params = eqn.primitive.get_bind_params(eqn.params)
     functions, params = params if isinstance(params, tuple) else ((), params)
@@ -160,8 +160,8 @@ def define_linearization(primitive: Primitive, rule: Callable[..., Any]) -> None
     """Defines how a primitive is linearized: `rule(carried, *xs, **params)`.
 
     Some versions of JAX pass a boolean (whether it is for reverse mode) before `carried`, the mask
-    of the inputs that have tangents. Later ones return another record. There, and if this is gone,
-    JAX linearizes the jvp, which is slower in eager code.
+    of inputs that have tangents. Since JAX 0.11 the rule returns another record. There, or if the
+    name is gone, JAX linearizes the jvp, which is slower in eager code.
     """
     run = lambda *args, **params: rule(*args[isinstance(args[0], bool) :], **params)
     if jax.__version_info__ < (0, 11):
@@ -169,16 +169,16 @@ def define_linearization(primitive: Primitive, rule: Callable[..., Any]) -> None
 
 
 def varying_axes(aval: Any) -> frozenset[Any]:
-    """The mesh axes over which a type varies under shard_map.
+    """Returns the mesh axes over which a type varies under shard_map.
 
-    `aval.vma` until JAX 0.9, `aval.manual_axis_type.varying` from 0.10 on.
+    They are `aval.vma` until JAX 0.9, and `aval.manual_axis_type.varying` since 0.10.
     """
     kind = getattr(aval, "manual_axis_type", None)
     return frozenset(getattr(aval, "vma", ()) if kind is None else kind.varying)
 
 
 def as_varying(x: Any, axes: Sequence[Any]) -> Any:
-    """x, cast to vary over these mesh axes. JAX 0.7 has `pvary` instead of `pcast`."""
+    """Casts x to vary over these mesh axes. JAX 0.7 has `pvary` instead of `pcast`."""
     if hasattr(jax.lax, "pcast"):
         return jax.lax.pcast(x, tuple(axes), to="varying")
     return vars(jax.lax)["pvary"](x, tuple(axes))
@@ -187,25 +187,25 @@ def as_varying(x: Any, axes: Sequence[Any]) -> Any:
 # --- hacks that a maintainer of JAX would refuse --------------------------------------------
 #
 # Further hacks, each in one module: `known_errors` matches the texts of JAX's errors, which have no
-# types of their own. Benefit: errors with advice. Cost: if JAX rewords one, its own text is shown.
+# types of their own. Benefit: errors with advice. Cost: if a text changes, JAX's own is shown.
 #
-# `code_origin` reads the instruction that raised an error, as described in torch/_upstream.py.
+# `code_origin` reads the instruction that raised an error; see torch/_upstream.py.
 
 
 def called_by_jax(depth: int) -> bool:
-    """Whether JAX itself made the call that is `depth` frames above the caller's.
+    """Returns whether JAX made the call that is `depth` frames above the caller's.
 
     JAX evaluates the mask of `x[mask]` by `__array__`, which must raise if NumPy calls it; only the
     frame distinguishes the two. Benefit: an answer for f that selects by a condition. Cost: without
-    frames (an optimised build of JAX) f is reported to branch on a value.
+    frames (an optimised build of JAX), f is reported to branch on a value.
     """
     return is_in(("jax",), sys._getframe(depth + 1).f_code.co_filename)
 
 
 def is_activation_rule(eqn: Any) -> bool:
-    """Whether a comparison comes from jax.nn's derivative of an activation, such as relu.
+    """Returns whether a comparison comes from jax.nn's derivative of an activation like relu.
 
-    At second order this comparison is the only remainder of relu, whose derivative is zero, not
+    At second order this comparison is the only trace of relu, whose derivative is zero rather than
     cut; no mark distinguishes it from a comparison in the user's code. Benefit: why_zero reports
     "its derivative is zero". Cost: under jit, where JAX records no stack, it reports a cut.
     """
@@ -222,10 +222,10 @@ def is_activation_rule(eqn: Any) -> bool:
 def with_variables(
     f: FunctionType, cells: dict[str, Any], named: dict[str, Any], defaults: Any
 ) -> FunctionType:
-    """A function with the same code, some of whose closure cells and globals are replaced.
+    """Returns a function with the same code, replacing some of its closure cells and globals.
 
-    flax refuses to mutate a captured module inside of another trace, and a captured module can be
-    replaced by a copy in this way only: the function's own cells may be read by another thread.
+    flax refuses to mutate a captured module inside of another trace. Replacing the captured module
+    by a copy is the only way around, since another thread may read the function's own cells.
     Benefit: loops and rules around such functions. Cost: if its globals contain a flax module, a
     global that the function sets is set in a copy.
     """

@@ -1,4 +1,4 @@
-"""Gradient accumulation in JAX, without side effects: each operator returns the new buffer.
+"""Gradient accumulation in JAX, without side effects: each operator returns a new buffer.
 
 The buffer is a pytree that the user passes on, like an optimizer's state, so these operators run
 under jit and need no lock. `gradtools.accumulate` documents the public names.
@@ -24,12 +24,12 @@ from gradtools.jax.shardings import varies as varies  # of the accumulator
 
 
 def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
-    """The new buffer: target with grads added to it (or replaced by them) where grads has one."""
+    """Returns the target, with grads added to it (or replacing it) where grads has an entry."""
     caller = "accumulate_gradients" if add else "assign_gradients"
     target, grads = part_of(target), part_of(grads)
     if target is None:
         leaves, treedef = trees.flatten(grads)
-        arrays = [_array(g) for g in leaves]  # None for a non-array, which the check refuses
+        arrays = [_array(g) for g in leaves]  # None for a non-array, which the check rejects
         pairs = zip(leaves, arrays, strict=True)
         zeros = [g if array is None else jnp.zeros_like(array) for g, array in pairs]
         target = trees.unflatten(treedef, zeros)
@@ -56,17 +56,17 @@ def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
     return trees.unflatten(trees.flatten(target)[1], new)
 
 
-# --- what the accumulator needs ----------------------------------------------------------
+# --- functions of the accumulator -------------------------------------------------------
 
 
 def detached(x: Any) -> jax.Array | None:
-    """x with a stopped gradient, as an array; None if x is not an array."""
+    """Stops the gradient of x and converts it to an array; None if x is not an array."""
     array = _array(x)
     return array if array is None else jnp.asarray(jax.lax.stop_gradient(array))
 
 
 def copied(x: jax.Array) -> jax.Array:
-    """A copy in new memory, so that the original may be donated or deleted."""
+    """Copies x to new memory, so that the original may be donated or deleted."""
     return jnp.array(x, copy=True)
 
 
@@ -79,7 +79,7 @@ def over(xs: Any, number: float) -> list[Any]:
 
 
 def current_trace() -> Any:
-    """A key of the current trace; equal outside of all traces, in every thread."""
+    """Returns a key of the current trace; equal outside of all traces, in every thread."""
     return get_opaque_trace_state(convention="gradtools")
 
 
@@ -92,14 +92,14 @@ def spec_in_words(spec: str) -> str:
 
 
 def added(totals: Any, xs: Any, weight: Any) -> bool:
-    """False: JAX arrays cannot be added to in place."""
+    """Returns False: JAX arrays cannot be added to in place."""
     return False
 
 
 def sums_over_ranks(own: State | None, group: Any, axis_name: Any) -> Any:
-    """`(treedef, sums, weight, dtypes)` of all devices along an axis."""
+    """Returns `(treedef, sums, weight, dtypes)` over all devices along an axis."""
     caller = "GradientAccumulator.mean"
-    if own is None:  # all devices run one program, so nothing was added on any
+    if own is None:  # all devices run one program, so nothing was added anywhere
         raise GradtoolsError(
             f"{caller}: nothing has been added, so there is no mean. Call add(grads) first."
         )
@@ -118,7 +118,7 @@ def sums_over_ranks(own: State | None, group: Any, axis_name: Any) -> Any:
 
 
 def _array(x: Any) -> jax.Array | None:
-    """A JAX array, in memory of its own if NumPy could still change it; None for no array."""
+    """Converts x to a JAX array, copying memory that NumPy could change; None for non-arrays."""
     if isinstance(x, jax.Array):
         return x
     if not isinstance(x, (np.ndarray, np.generic, int, float, complex)):

@@ -1,7 +1,7 @@
 """Arrays, keys and the array-API namespace of the JAX backend.
 
-An array keeps NumPy's dtype, or the conversion raises: without x64, JAX would narrow float64 to
-float32 and a seed of more than 32 bits to its low half without an error. Keys are JAX's own.
+Arrays keep NumPy's dtype, or the conversion raises: without x64, JAX would silently narrow float64
+to float32 and seeds to their low 32 bits. Keys are JAX's own.
 
 ``gradtools.arrays`` documents the public names.
 """
@@ -30,7 +30,7 @@ class NoValues(TypeRefusal, jax.errors.TracerArrayConversionError):
 
 
 def asarray(x: Any, device_of: Any = None) -> jax.Array:
-    """One array as a JAX array of the same dtype; JAX's pass through. See ``gradtools.arrays``."""
+    """Converts one array to a JAX array of the same dtype; returns JAX arrays as they are."""
     if isinstance(x, jax.Array):
         return x
     if type(x) in (float, complex):
@@ -53,7 +53,7 @@ def asarray(x: Any, device_of: Any = None) -> jax.Array:
 
 
 def to_numpy(x: Any) -> np.ndarray:
-    """A NumPy copy of one array. See ``gradtools.arrays``."""
+    """Copies one array to NumPy. See ``gradtools.arrays``."""
     if isinstance(x, jax.core.Tracer):
         raise NoValues(
             f"to_numpy: an array of shape {x.shape} has no values that NumPy could read inside "
@@ -67,7 +67,7 @@ def to_numpy(x: Any) -> np.ndarray:
 
 
 def random_key(seed: Any) -> jax.Array:
-    """JAX's key of an integer seed. See ``gradtools.arrays``."""
+    """Makes a JAX key from an integer seed. See ``gradtools.arrays``."""
     if isinstance(seed, jax.Array):
         return jax.random.key(seed)
     seed = as_seed(seed)
@@ -81,20 +81,20 @@ def random_key(seed: Any) -> jax.Array:
 
 
 def split_key(key: jax.Array, n: int = 2) -> jax.Array:
-    """Independent keys, an array of shape (n,). See ``gradtools.arrays``."""
+    """Splits a key into n independent keys, an array of shape (n,). See ``gradtools.arrays``."""
     check_key("split_key", key)
     n = whole_number("split_key", "n", n, 1, "keys")
     return jax.random.split(key, n)
 
 
 def fold_in(key: jax.Array, index: Any) -> jax.Array:
-    """The key of one of many, by an index that may be traced."""
+    """Returns the key at an index, which may be traced."""
     check_key("chunked", key)
     return jax.random.fold_in(key, index)
 
 
 def check_key(caller: str, key: Any) -> None:
-    """Raises unless ``key`` is one key (an old-style key of two words is one too)."""
+    """Raises unless ``key`` is one key; old-style keys of two words are accepted."""
     if isinstance(key, jax.Array):
         typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
         if key.ndim == (0 if typed else 1) and (typed or key.dtype == np.uint32):
@@ -114,5 +114,5 @@ def _too_wide(dtype: np.dtype, shape: tuple[int, ...]) -> GradtoolsError:
     else:
         advice = "convert it first, for example x.astype(np.float32)"
     return GradtoolsError(
-        f"asarray: JAX cannot hold {name} (shape {shape}) as it is set up now; {advice}."
+        f"asarray: JAX cannot hold {name} (shape {shape}) as it is configured; {advice}."
     )

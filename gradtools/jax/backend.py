@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 class JaxBackend(FrameworkBackend):
     """`gradtools.backend.Backend` for JAX.
 
-    The engines and rules are imported with it, members that most programs do not use lazily.
+    Imports the engines and rules with this module and rarely used members lazily.
     """
 
     name, package = "jax", "gradtools.jax"
@@ -57,7 +57,7 @@ class JaxBackend(FrameworkBackend):
     split_key = staticmethod(arrays.split_key)  # compiled code may call them
 
     def as_leaf(self, x: Any) -> Any:
-        """An array, weakly typed for a Python float or complex; an integer is unchanged."""
+        """Returns an array, weakly typed for a Python float or complex; integers are unchanged."""
         if isinstance(x, float | complex) or hasattr(x, "__array__"):
             return jnp.asarray(x)
         return x
@@ -101,7 +101,7 @@ class JaxBackend(FrameworkBackend):
     linearize = staticmethod(engines.linearize)
 
     def abstract_eval(self, fun: Callable[..., list[Array]], *xs: Array) -> None:
-        with suppress(*READS_A_VALUE):  # the result of fun is known for concrete arguments only
+        with suppress(*READS_A_VALUE):  # fun's result is known only for concrete arguments
             jax.make_jaxpr(lambda *a: list(fun(*a)))(*[jax.typeof(x) for x in xs])
 
     def no_tangent(self, x: Any) -> Any:
@@ -136,7 +136,7 @@ class JaxBackend(FrameworkBackend):
         held = [i for i, c in enumerate(consts) if isinstance(c, jax.core.Tracer)]
         if not held:
             return super().closure_converted(f, *args, **kwargs)
-        rest = replaced_at(consts, held, [None] * len(held))  # a kept tracer would leak
+        rest = replaced_at(consts, held, [None] * len(held))  # a tracer kept here would leak
 
         def converted(captured: list[Array], *args: Any, **kwargs: Any) -> Any:
             leaves, _ = trees.flatten((args, kwargs))
@@ -153,7 +153,7 @@ class JaxBackend(FrameworkBackend):
     stop_gradient = staticmethod(jax.lax.stop_gradient)
 
     def call_on_host(self, f: Callable[..., Any], args: Any, like: Any) -> Any:
-        """`f(args)`; under a trace an f that needs NumPy arrays runs in a `pure_callback`."""
+        """Calls `f(args)`; under a trace, an f that needs NumPy runs in a `pure_callback`."""
         try:
             return f(args)
         except jax.errors.TracerArrayConversionError:

@@ -1,7 +1,7 @@
-"""JAX's half of `gradtools.testing.checked`: f's jaxpr is evaluated with stopped values kept.
+"""JAX's half of `gradtools.testing.checked`: evaluates f's jaxpr with stopped values held fixed.
 
 An interpreter records the result of each `stop_gradient` of f in the first run, and reuses it in
-the others. Edits are identities. gradtools' own stops carry a name scope.
+later runs. Edits are identities. gradtools' own stops carry a name scope.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def unchanged() -> Iterator[None]:
 
 
 def like(values: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
-    """NumPy arrays as arrays like others."""
+    """Converts NumPy arrays to arrays with the dtypes of `likes`."""
     pairs = zip(values, likes, strict=True)
     return [jnp.asarray(np.asarray(v).astype(x.dtype)) for v, x in pairs]
 
@@ -53,7 +53,7 @@ def traced(xs: Sequence[Any]) -> bool:
 
 @contextmanager
 def native(xs: Sequence[Any]) -> Iterator[Any]:
-    """The values of xs, and which of them JAX differentiates at; empty if they are traced."""
+    """Yields xs' values and which of them JAX differentiates at; empty if they are traced."""
     values = list(xs)
     for i, x in enumerate(xs):
         while isinstance(values[i], jax.core.Tracer) and hasattr(values[i], "primal"):
@@ -68,7 +68,7 @@ def native(xs: Sequence[Any]) -> Iterator[Any]:
 
 
 class HeldProgram(CheckedProgram):
-    """f, which runs again at other points."""
+    """Runs f again at other points, with stopped values held fixed."""
 
     half = sys.modules[__name__]
 
@@ -97,7 +97,7 @@ class HeldProgram(CheckedProgram):
         return jaxprs.interpreted(self.closed.jaxpr, [*self.closed.consts, *xs], self._step)
 
     def hold(self, x: Any) -> Any:
-        """A value that f stops: recorded in the first run, restored in the others."""
+        """Records a value that f stops in the first run, and restores it in later runs."""
         if self.recorded is None:
             self.values.append(x)
             return jax.lax.stop_gradient(x)
@@ -128,7 +128,7 @@ class HeldProgram(CheckedProgram):
 
 
 def _is_own(e: Any) -> bool:
-    """Whether gradtools itself stops the gradient here."""
+    """Returns whether gradtools itself stops the gradient here."""
     scopes = str(e.source_info.name_stack)
     return scopes.rfind(_OWN) > scopes.rfind(_USER)
 

@@ -1,10 +1,10 @@
-"""Chunks in JAX: a scan over the chunks, whose body is rematerialized in the backward pass.
+"""Chunks in JAX run as a scan, whose body is rematerialized in the backward pass.
 
     first pass   y_i, s_{i+1} = f(x_i, s_i)        keeps no residuals
     backward     dw += J_i^H c_i                   with J_i recomputed from x_i and s_i
 
 Consecutive chunks of equal shapes form a run, which is one scan; f is traced once for each shape of
-a chunk. The body slices the batch by the chunk's number, so that no scan needs a copy of the batch.
+a chunk. The body slices the batch by the chunk's index, so scans do not copy the batch.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ from gradtools.jax.slicing import Split, joined
 
 
 def run_chunks(chunks: Chunks) -> tuple[list[Array], list[Array]]:
-    """The joined output leaves (or those of all chunks), and the carry after all chunks."""
+    """Returns the joined (or all chunks') output leaves and the carry after all chunks."""
     return _compiled_steps(chunks, _run_steps)
 
 
 def sum_chunks(chunks: Chunks, weigh: None = None) -> tuple[list[Array], list[Array]]:
-    """The sums over chunks of the output leaves, without rematerialization, and the carry."""
+    """Sums the output leaves over chunks, without rematerialization; returns sums and carry."""
     return _compiled_steps(chunks, _sum_steps)
 
 
 def _compiled_steps(chunks: Chunks, program: Callable[..., Any]) -> tuple[list[Array], list[Array]]:
-    """`program(steps, carry)`, compiled once; writes the state of f's modules."""
+    """Calls `program(steps, carry)`, compiled once; writes the state of f's modules."""
     steps, carry = _Steps(chunks), [asarray(x) for x in chunks.carry]
     carry += [] if steps.modules is None else map(jnp.asarray, steps.modules.leaves)
     outs, carry = run_compiled(partial(program, steps), [_constant(x) for x in carry])
@@ -52,7 +52,7 @@ def _compiled_steps(chunks: Chunks, program: Callable[..., Any]) -> tuple[list[A
 
 
 def _run_steps(steps: _Steps, carry: list[Array]) -> tuple[list[Array], list[Array]]:
-    """The joined outputs, and the carry after all chunks; each run of chunks is one scan."""
+    """Joins the outputs of all chunks and returns the last carry; each run of chunks is a scan."""
     chunks = steps.chunks
     steps.refuse_shared_draws(carry)
     advance, parts = _progress(chunks), []
@@ -61,7 +61,7 @@ def _run_steps(steps: _Steps, carry: list[Array]) -> tuple[list[Array], list[Arr
         if chunks.cut.count != 1:  # recomputing a single chunk saves no memory
             step = steps.traced(run.kind, carry)
             refuse_to_repeat("chunked", step.program.jaxpr)
-            # XLA does not merge the bodies of two loops, so CSE needs a barrier outside of them.
+            # XLA does not merge two loops' bodies: only code outside of loops needs a CSE barrier.
             many = rematerialized(step.summing_widely(), prevent_cse=run.count == 1)
             carry = step.widened(carry)
 
@@ -87,7 +87,7 @@ def _run_steps(steps: _Steps, carry: list[Array]) -> tuple[list[Array], list[Arr
 
 
 def _sum_steps(steps: _Steps, state: list[Array]) -> tuple[list[Array], list[Array]]:
-    """The sums of the outputs, and the carry after all chunks."""
+    """Returns the sums of the outputs and the carry after all chunks."""
     steps.refuse_shared_draws(state)
     if steps.chunks.cut.count == 1:
         outs, state = steps.of(0)(*steps.inputs(0), state)
@@ -123,12 +123,12 @@ class _ChunkRun(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _ChunkProgram:
-    """f on a chunk of some shape, traced once and then evaluated from its jaxpr."""
+    """Applies f to chunks of one shape; f is traced once and evaluated from its jaxpr."""
 
     program: jaxprs.TracedProgram
     consts: list[Any]
-    wide: list[Any]  # the constants, or in float32 where they are narrower
-    outs: int  # the number of output leaves, which the carry follows
+    wide: list[Any]  # the constants, promoted to float32 if narrower
+    outs: int  # the number of output leaves, which precede the carry
 
     def __call__(self, *args: Any) -> Any:
         *inputs, carry = args
@@ -143,7 +143,7 @@ class _ChunkProgram:
         return replace(self, wide=[x.astype("float32") if narrow(x) else x for x in self.consts])
 
     def widened(self, carry: list[Array]) -> list[Array]:
-        """A carry promoted to its type after a step, since a scan's carry keeps its type."""
+        """Promotes a carry to its type after a step: a scan's carry keeps its type."""
         pairs = zip(carry, self.program.avals[self.outs :], strict=True)
         return [_promoted(x, aval) for x, aval in pairs]
 
@@ -155,7 +155,7 @@ class _Steps:
     lists: The arrays in the chunk's slices of lists.
 
     Attributes:
-        kinds: A number for each chunk, equal for chunks of equal structure and shapes.
+        kinds: An integer for each chunk, equal for chunks of equal structure and shapes.
     """
 
     def __init__(self, chunks: Chunks) -> None:
@@ -176,7 +176,7 @@ class _Steps:
         self._traced: dict[Any, _ChunkProgram] = {}
 
     def runs(self) -> Iterator[_ChunkRun]:
-        """The runs of the call. If the batch's size is symbolic, all chunks are one."""
+        """Yields the runs of the call. If the batch size is symbolic, all chunks form one run."""
         if self.chunks.cut.is_symbolic:
             yield _ChunkRun(0, 0, self.chunks.cut.count)
             return
@@ -185,7 +185,7 @@ class _Steps:
             yield _ChunkRun(kind, first, 1 + len(others))
 
     def over(self, run: _ChunkRun, body: Any, carry: Any) -> tuple[Any, list[Array]]:
-        """The carry and the stacked outputs of `body(carry, inputs)` over the chunks of a run."""
+        """Returns the carry and stacked outputs of `body(carry, inputs)` over a run's chunks."""
         if run.count != 1:
             return jax.lax.scan(body, carry, self.stacked(run))
         # eval_jaxpr returns constants as numbers
@@ -193,7 +193,7 @@ class _Steps:
         return carry, [x[None] for x in outs]
 
     def traced(self, kind: int, carry: list[Array]) -> _ChunkProgram:
-        """The function of a kind of chunk, as a jaxpr that a scan can repeat."""
+        """Traces the function of a kind of chunk to a jaxpr that a scan can repeat."""
         key = kind, *map(varies, carry)
         if key not in self._traced:
             number = self.kinds.index(kind)
@@ -208,7 +208,7 @@ class _Steps:
         return self._traced[key]
 
     def refuse_shared_draws(self, carry: list[Array]) -> None:
-        """Raises if f draws random numbers per example by a key that all chunks share.
+        """Raises if f draws random numbers per example with a key that all chunks share.
 
         Draws that do not depend on the examples, such as a mask of weights, are allowed: they have
         the same shape at other chunk sizes.
@@ -219,14 +219,14 @@ class _Steps:
         other = chunks.recut(chunks.cut.with_chunks_of(chunks.cut.sizes[0] + 1))
         if _Steps(other)._shared_draws(carry) != drawn:
             raise GradtoolsError(
-                f"{chunks.caller}: f draws random numbers by a key that all chunks share, so each "
+                f"{chunks.caller}: f draws random numbers with a key that chunks share, so each "
                 "chunk would get the same numbers (one dropout mask for all). Pass the key as an "
                 "argument by position and name it in key_argnums: chunk i gets the key folded with "
                 "i."
             )
 
     def _shared_draws(self, carry: list[Array]) -> set[Any]:
-        """The random draws of a chunk whose keys do not depend on the chunk's number."""
+        """Returns a chunk's random draws whose keys do not depend on the chunk's index."""
         return reachability.draws(self.traced(self.kinds[0], carry).program.jaxpr)
 
     def inputs(self, number: int) -> tuple[Any, ...]:
@@ -271,7 +271,7 @@ def _is_array(x: Any) -> bool:
 
 
 def _next_carry(chunks: Chunks, k: int, new: Any, old: Array) -> Array:
-    """The new carry leaf, or an error if its shape or dtype differs from the old one's."""
+    """Returns the new carry leaf; raises if its shape or dtype differs from the old leaf's."""
     new = jnp.asarray(new)
     if jax.typeof(new).weak_type and jnp.result_type(new, old) == old.dtype:
         new = jax.lax.convert_element_type(new, old.dtype)
@@ -287,7 +287,7 @@ def _next_carry(chunks: Chunks, k: int, new: Any, old: Array) -> Array:
 
 
 def _constant(x: Array) -> Array:
-    """x without a derivative and without a weak type: a scan's carry keeps its type."""
+    """Returns x without derivative and weak type: a scan's carry keeps its type."""
     return jax.lax.stop_gradient(_strong(x))
 
 
@@ -296,7 +296,7 @@ def _strong(x: Array) -> Array:
 
 
 def _promoted(x: Array, aval: Any) -> Array:
-    """x with the varying axes and sharding of `aval`."""
+    """Gives x the varying axes and sharding of `aval`."""
     return shardings.like(varying(x, varies(aval)), aval)
 
 
@@ -304,11 +304,11 @@ def _promoted(x: Array, aval: Any) -> Array:
 
 
 def _progress(chunks: Chunks) -> Callable[[Any], Any]:
-    """The index of a chunk, as a function that advances the progress bar when it is computed."""
+    """Returns a function that returns a chunk's index and advances the progress bar."""
     count = chunks.cut.count
     if not chunks.options.progress:
         return lambda index: index
-    shown = [progress_bar(count)]  # raises at once if tqdm is missing
+    shown = [progress_bar(count)]  # raises early if tqdm is missing
 
     def move(index: Any) -> None:
         if not shown:

@@ -1,13 +1,13 @@
-"""A compilation cache for programs that eager code rebuilds at every call.
+"""Compilation cache for programs that eager code rebuilds at every call.
 
 JAX caches the compilation of a loop, a `jit` or a `checkpoint` by the identity of its body, and an
-operator builds a new body from the user's function at each call. So the function is traced at each
+operator builds a new body from the user's function at each call. The function is traced at each
 call, since the values that it reads may have changed, and programs with equal equations share one
 compilation. Captured arrays are arguments of the program, so the cache keeps no array alive.
 
 A program with a user's rule (`custom_jvp`, `custom_vjp`, `custom_rule`) is compiled at each call,
-because the rule runs later and may read other values than before. The rule of a function of JAX,
-such as `jax.nn.relu`, is part of the key: the equations of its pullback.
+because the rule runs later and may read other values. For a function of JAX with a rule, such as
+`jax.nn.relu`, the equations of its pullback are part of the key.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from gradtools.jax.rules.transposing import pull
 from gradtools.jax.trees import is_inexact
 from gradtools.rules import JvpRule, Rule
 
-_SMALL = 64  # entries of an array that may be part of a key
+_SMALL = 64  # maximum size of an array in a key
 _PLAIN = (type, jax.sharding.Mesh, jax.sharding.AbstractMesh)  # callable, but not functions
 
 
 def run_compiled(program: Callable[..., Any], *args: Any) -> Any:
-    """`program(*args)`, compiled once; uncompiled if it reads values of arrays."""
+    """Calls `program(*args)`, compiled once; uncompiled if it reads values of arrays."""
     try:
         made, consts = traced(program, *args)
     except READS_A_VALUE:
@@ -45,17 +45,17 @@ def run_compiled(program: Callable[..., Any], *args: Any) -> Any:
 
 
 def compiled(jaxpr: Jaxpr, derive: Callable[..., Any] = jax.jit) -> Any:
-    """`derive(run)` of a program `run(consts, xs)`; the same object for equal programs."""
-    jaxpr = jaxpr.replace(constvars=jaxpr.constvars)  # from JAX 0.12 on a jaxpr keeps its arrays
+    """Returns `derive(run)` of a program `run(consts, xs)`; the same object for equal programs."""
+    jaxpr = jaxpr.replace(constvars=jaxpr.constvars)  # since JAX 0.12 a jaxpr keeps its arrays
     try:
         return _derived(_Program(_key(jaxpr), jaxpr), derive)
-    except TypeError:  # not comparable, or not hashable
+    except TypeError:  # not comparable or not hashable
         return derive(_Program((), jaxpr).__call__)
 
 
 @dataclass(frozen=True)
 class _Program:
-    """A jaxpr as a function of constants and inputs, equal to others that compute the same."""
+    """A jaxpr as a function of constants and inputs; equal to programs that compute the same."""
 
     key: Hashable
     jaxpr: Jaxpr = field(compare=False)
@@ -70,9 +70,9 @@ def _derived(program: _Program, derive: Callable[..., Any]) -> Any:
 
 
 def _key(jaxpr: Any, of_rule: bool = False) -> Hashable:
-    """A hashable form of a jaxpr, up to the names of its variables.
+    """Returns a hashable form of a jaxpr, up to the names of its variables.
 
-    of_rule: Whether it is the pullback of a rule, which may contain no further rule.
+    of_rule: Whether it is the pullback of a rule, which must not contain another rule.
     """
     names: dict[Any, int] = {}
 
@@ -96,7 +96,7 @@ def _key(jaxpr: Any, of_rule: bool = False) -> Hashable:
 
 
 def _value(x: Any) -> Hashable:
-    """A hashable form of an equation's parameter, equal for parameters that do the same.
+    """Returns a hashable form of an equation's parameter; equal forms have equal effect.
 
     Raises TypeError for large arrays and for functions with a closure.
     """
@@ -120,13 +120,13 @@ def _value(x: Any) -> Hashable:
 
 
 def _is_of_jax(eqn: Eqn) -> bool:
-    """Whether a function with a rule is JAX's, or the slice of a chunk."""
+    """Returns whether a function with a rule is JAX's, or the slice of a chunk."""
     function = jaxprs.programs_of(eqn)[0].jaxpr
     return jaxprs.is_chunk(function) or is_in(("jax",), file_of(function))
 
 
 def _key_of_rule(eqn: Eqn) -> Hashable:
-    """The key of the pullback of a function with a rule."""
+    """Returns the key of the pullback of a function with a rule."""
     given = lambda ys: [jnp.ones_like(y) if is_inexact(y) else None for y in ys]
     pulled = lambda *xs: pull(lambda *xs: jaxprs.bound(eqn, xs), xs, given)
     closed = jax.make_jaxpr(pulled)(*[v.aval for v in eqn.invars])
@@ -136,5 +136,5 @@ def _key_of_rule(eqn: Eqn) -> Hashable:
 
 
 def _is_function(x: Any) -> bool:
-    """Whether x is a function, or one of JAX's transformed functions."""
+    """Returns whether x is a function, or one of JAX's transformed functions."""
     return (callable(x) or hasattr(x, "call_wrapped")) and not isinstance(x, _PLAIN)

@@ -1,9 +1,9 @@
-"""vjp, jvp and linearize in JAX, and which arguments reach the output.
+"""Computes vjp, jvp and linearize in JAX, and which arguments reach the output.
 
-The derivatives are JAX's own; its pullback is the conjugate of gradtools', and is converted here.
-`reachability` reads from a jaxpr of f which arguments reach the output. In a trace f is traced to
-that jaxpr, which is then differentiated. At concrete arrays f itself is differentiated, and traced
-once more if the gradient of a whole argument is zero.
+JAX computes the derivatives; its pullback is the conjugate of gradtools', and is converted here.
+`reachability` reads from a jaxpr of f which arguments reach the output. Under a trace, f is traced
+to that jaxpr, which is then differentiated. At concrete arrays f itself is differentiated, and
+traced again if the gradient of a whole argument is zero.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _UNTRACEABLE = (jax.errors.JAXTypeError, jax.errors.NonConcreteBooleanIndexError
 
 
 def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bool) -> Evaluation:
-    """One evaluation and its pullback, whose result has None for a leaf that does not reach."""
+    """Evaluates fun once; the pullback returns None for a leaf that does not reach the output."""
     caller, in_trace = _caller(fun), reachability.within_a_trace() or not all_known(leaves)
     with explained(caller):
         traced = _traced(fun, leaves) if in_trace and groups is not None else None
@@ -48,7 +48,7 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
         return evaluation
 
     def of_connected(cts: Sequence[Array | None]) -> list[Array | None]:
-        """Traces fun if a gradient of a whole group of concrete arrays is zero."""
+        """Traces fun if the gradients of a whole group of concrete arrays are zero."""
         grads, ends, known = pullback(cts), [*accumulate(groups)], traced
         if known is None:
             parts = [grads[end - n : end] for end, n in zip(ends, groups, strict=True)]
@@ -59,9 +59,9 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
             evaluation.checked = False
             return list(grads)
         jaxpr = known[0].jaxpr
-        # finds derivatives in cached jits, too
+        # also finds derivatives in cached jits
         evaluation.nested = is_in_scope(jaxprs.equations(jaxpr), DERIVATIVE_SCOPE)
-        closed = ClosedJaxpr(jaxpr, known[1])  # its inputs are the leaves alone
+        closed = ClosedJaxpr(jaxpr, known[1])  # its inputs are the leaves only
         columns = zip(*reachability.reached_matrix(closed)[: len(outs)], strict=True)
         return [g if any(column) else None for g, column in zip(grads, columns, strict=True)]
 
@@ -87,7 +87,7 @@ def jvp(
 def jvps(
     fun: Fun, leaves: list[Array], many: Sequence[list[Array]]
 ) -> tuple[list[Array], list[Array], list[list[Array]]]:
-    """`jvp` along many tangents, by vmap, with unbatched outputs."""
+    """Computes `jvp` along many tangents by vmap, with unbatched outputs."""
     if len(many) == 1:
         outs, extras, pushed = jvp(fun, leaves, many[0])
         return outs, extras, [pushed]
@@ -100,7 +100,7 @@ def jvps(
 def linearize(
     fun: Fun, leaves: list[Array]
 ) -> tuple[list[Array], list[Array], Callable[[list[Array]], list[Array]]]:
-    """`(outs, extras, pushforward)`. A reverse-only rule raises when the pushforward is called."""
+    """Returns `(outs, extras, pushforward)`; the pushforward raises for reverse-only rules."""
     with explained("linearize"), jax.named_scope(DERIVATIVE_SCOPE):
         outs, push, extras = jax.linearize(fun, *leaves, has_aux=True)
         _mark_passed(leaves, outs)
@@ -113,7 +113,7 @@ def _pushed(push: Any, tangents: list[Array]) -> list[Array]:
 
 
 def stage(fun: Fun, leaves: list[Array]) -> Staged:
-    """The function as a jaxpr, with properties that are read from it."""
+    """Traces the function to a jaxpr, and reads properties from it."""
     traced = _traced(fun, leaves)
     if traced is None:
         return Staged(fun)
@@ -137,7 +137,7 @@ def _caller(fun: Fun, default: str = "vjp") -> str:
 
 
 def _traced(fun: Fun, leaves: list[Array]) -> tuple[jaxprs.TracedProgram, list[Any]] | None:
-    """fun as a jaxpr; None if it branches on values or leaves the framework."""
+    """Traces fun to a jaxpr; None if it branches on values or leaves the framework."""
     try:
         return jaxprs.traced(fun, *leaves)
     except _UNTRACEABLE:

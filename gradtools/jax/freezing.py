@@ -1,7 +1,7 @@
-"""Frozen functions in JAX: a rule whose pullback is a rule again.
+"""A frozen function in JAX is a rule whose pullback is also a rule.
 
-The residuals of the first evaluation are read by the pullback only: a second derivative recomputes
-from the arguments. So differentiating a first derivative keeps arguments and cotangents only,
+Only the pullback reads the residuals of the first evaluation: a second derivative recomputes from
+the arguments. Differentiating a first derivative therefore stores only arguments and cotangents,
 independently of the depth of G.
 """
 
@@ -33,7 +33,7 @@ Entries = Sequence[Any]
 
 
 def run_frozen(whole: Chunks, uses: None) -> list[Array]:
-    """The outputs of one use."""
+    """Evaluates one use and returns its outputs."""
     arrays = [k for k, x in enumerate(whole.shared) if isinstance(x, jax.Array)]
     arrays.sort(key=lambda k: not is_inexact(whole.shared[k]))  # differentiated arrays first
     xs = [whole.shared[k] for k in arrays]
@@ -70,17 +70,17 @@ def run_frozen(whole: Chunks, uses: None) -> list[Array]:
 class _TracedOnce:
     """A function of flat arrays whose Python code runs once for all derivatives.
 
-    Each derivative evaluates the jaxpr again. (Tracing the function again would take exponential
-    time in nested frozen functions.) At other avals, such as arrays that vary over a mesh, the
-    function itself runs.
+    Each derivative evaluates the jaxpr again, since retracing would take exponential time in nested
+    frozen functions. At other avals, such as arrays that vary over a mesh, the function itself
+    runs.
     """
 
     def __init__(self, fun: Callable[..., list[Array]], xs: Sequence[Array]) -> None:
         self.fun = fun
         self.program, self.consts = traced(fun, *xs)
         self.avals = [v.aval.update(weak_type=False) for v in self.program.jaxpr.invars]
-        # The arrays that the program closes over, if none is a tracer. They are its last inputs,
-        # so that compiled code holds them once for all derivatives.
+        # The arrays that the program closes over, if none is a tracer. They are its last inputs, so
+        # that compiled code holds them once for all derivatives.
         self.captured = self.consts if all(map(_is_plain, self.consts)) else []
 
     def __call__(self, *xs: Array) -> list[Array]:
@@ -91,14 +91,14 @@ class _TracedOnce:
 
 
 def _is_plain(x: Any) -> bool:
-    """Whether x is an array of numbers and no tracer."""
+    """Returns whether x is a numeric array that is not a tracer."""
     aval = jax.typeof(x)
     known = type(aval) is jax.core.ShapedArray and not isinstance(x, jax.core.Tracer)
     return known and not jnp.issubdtype(aval.dtype, jax.dtypes.extended)
 
 
 class _Use:
-    """One use of a frozen function of flat arrays, of which the first `count` are inexact."""
+    """One use of a frozen function of flat arrays; the first `count` arrays are inexact."""
 
     def __init__(self, caller: str, fun: Callable[..., list[Array]], xs: list[Array]) -> None:
         self.caller, self.name = caller, name_of_function(caller)
@@ -118,11 +118,11 @@ class _Use:
         )
 
     def at(self, xs: Entries) -> Callable[..., list[Array]]:
-        """G as a function of its inexact arguments."""
+        """Returns G as a function of its inexact arguments."""
         return lambda *moved: self.fun(*moved, *xs[self.count :])
 
     def linearize(self, *xs: Array) -> Linearized:
-        """The evaluation, with the residuals of the pullback as extras."""
+        """Evaluates G; the residuals of the pullback are extras."""
         fixed = [jax.lax.stop_gradient(x) for x in xs]
         with explained(self.caller):
             ys, native = jax.vjp(self.at(fixed), *fixed[: self.count])
@@ -144,12 +144,12 @@ class _Use:
         return Linearized(ys, left, saves, tangent, cotangent)
 
     def pulled(self, mask: Sequence[bool], xs: Entries, cts: Entries) -> list[Any]:
-        """The pullback, recomputed from the arguments."""
+        """Computes the pullback, recomputed from the arguments."""
         with explained(self.caller):
             return pull(self.at(xs), xs[: self.count], spread(cts, mask))
 
     def may_hold(self, xs: Entries, *names: str) -> bool:
-        """Whether G may contain such a primitive; True if G cannot be traced."""
+        """Returns whether G may contain such a primitive; True if G cannot be traced."""
         if isinstance(self.fun, _TracedOnce):
             return holds(self.fun.program.jaxpr, *names)
         try:
@@ -158,9 +158,9 @@ class _Use:
             return True
 
     def reverse_only(self, xs: Entries) -> str | None:
-        """Names a custom_vjp in G, which has no forward mode; None if no tangent needs one.
+        """Names a custom_vjp in G, which lacks forward mode; None if no tangent needs forward mode.
 
-        Raises if it is an edit.
+        Raises an error if the custom_vjp is an edit.
         """
         if not self.may_hold(xs, "custom_vjp_call", "custom_vjp_call_jaxpr"):
             return None
@@ -178,7 +178,7 @@ class _Use:
 def _pullback(
     use: _Use, inputs: int, treedef: Any, likes: Sequence[Any], mask: Sequence[bool]
 ) -> Rule:
-    """The pullback as a rule, from (arguments, residuals, cotangents) to cotangents.
+    """Returns the pullback as a rule from (arguments, residuals, cotangents) to cotangents.
 
     Args:
         use: The frozen function.
@@ -207,7 +207,7 @@ def _pullback(
         return _along(recomputed(xs), [*xs[:count], *cts], along)
 
     def cotangent(saved: Entries, us: Entries) -> list[Any]:
-        """The pullback of us, with respect to the arguments and to the cotangents."""
+        """Pulls us back to the arguments and to the cotangents."""
         xs, cts = saved[:inputs], saved[inputs:]
         lacking = use.reverse_only(xs)
         if lacking is None:
@@ -221,14 +221,14 @@ def _pullback(
         if lacking is not None:
             warn(
                 f"{use.caller}: {lacking} lacks the derivative that forward over reverse needs; "
-                "that pass takes reverse mode twice, and keeps a graph of "
+                "that pass applies reverse mode twice, and stores a graph of "
                 f"{use.name} while it runs."
             )
             both = pull(recomputed(xs), [*xs[:count], *cts], us)
         return [*both[:count], *([None] * (stop - count)), *both[count:]]
 
     def in_forward_mode(xs: Entries, cts: Entries, us: Entries) -> list[Any]:
-        """The tangents of the pullback and, for the given cotangents, of the outputs."""
+        """Computes tangents of the pullback and, for the given cotangents, of the outputs."""
 
         def run(*moved: Array) -> list[Any]:
             values: list[Any] = []
@@ -255,7 +255,7 @@ def _pullback(
 
 
 def _along(fun: Callable[..., list[Array]], xs: Entries, dxs: Entries) -> list[Any]:
-    """The derivative of fun at xs along dxs (None: zero), in forward mode."""
+    """Differentiates fun at xs along dxs (None means zero) in forward mode."""
     moved = [i for i, dx in enumerate(dxs) if dx is not None]
     run = lambda *new: fun(*replaced_at(xs, moved, new))
     return list(jax.jvp(run, [xs[i] for i in moved], [dxs[i] for i in moved])[1])

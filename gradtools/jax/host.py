@@ -1,14 +1,14 @@
 """Host kernels in JAX: one primitive, which a compiled program lowers to a callback.
 
 On concrete arrays the kernel is called directly, so its exceptions propagate unchanged. Under vmap
-the primitive is bound again, with one more batch axis in front. It has no derivative of its own:
+the primitive is bound again with an additional leading batch axis. It has no derivative:
 `host_functions` wraps it in a rule.
 
-A result with the shape of an argument is sharded as that argument, its batch axes as the batch;
-any other result is replicated on the arguments' devices.
+A result with the shape of an argument is sharded like that argument, and its batch axes like the
+batch; any other result is replicated on the arguments' devices.
 
-A callback must not call JAX: the program waits for the callback, and the call waits for the program
-(a deadlock, seen on the CPU). So kernels run with JAX's execution disallowed.
+A callback must not call JAX: the program would wait for the callback, and the call for the program
+(a deadlock, observed on the CPU). Kernels therefore run with JAX's execution disallowed.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ from gradtools.jax.known_errors import CALLS_JAX, says
 
 
 def call_kernel(call: KernelCall, xs: Sequence[Any]) -> list[Any]:
-    """The kernel's results; raises if JAX would narrow a result's dtype without an error."""
+    """Returns the kernel's results; raises if JAX would silently narrow a result's dtype."""
     expected = call.results_of(xs)
     for spec in expected.specs:
         if jax.dtypes.canonicalize_dtype(spec.dtype) != jnp.dtype(spec.dtype):
             raise call.error(
-                f"it is to return dtype {spec.dtype}, which JAX cannot hold without x64. Switch "
+                f"it must return dtype {spec.dtype}, which JAX cannot hold without x64. Switch "
                 f"it on: {X64}; or give out=ArraySpec(shape, dtype) with 32 bits."
             )
     return list(kernel_p.bind(*xs, call=call, expected=expected, batch=()))
@@ -68,7 +68,7 @@ def _run(
 
 
 def _eager(*xs: Any, call: KernelCall, expected: Results, batch: Shape) -> list[Any]:
-    """The results, each on the devices to which the arguments are committed."""
+    """Returns results on the devices to which the arguments are committed."""
     committed = [x for x in xs if isinstance(x, jax.Array) and x.committed]
     sets = [x.sharding.device_set for x in committed]
     other = next((devices for devices in sets if devices != sets[0]), None)
@@ -102,11 +102,11 @@ def _staged(*xs: Any, call: KernelCall, expected: Results, batch: Shape) -> list
 
 def _abstract(*xs: Any, **params: Any) -> list[Any]:
     def staged(*xs: Any) -> list[Any]:
-        """The results, typed as varying over all mesh axes over which an input varies."""
+        """Returns results typed as varying over all mesh axes over which an input varies."""
         axes = frozenset().union(*map(shardings.varies, xs))
         return [shardings.varying(y, axes) for y in _staged(*xs, **params)]
 
-    # `make_jaxpr`: its avals keep, under shard_map, the axes over which a value varies.
+    # `make_jaxpr` keeps, under shard_map, the axes over which a value varies.
     return list(jax.make_jaxpr(staged)(*xs).out_avals)
 
 

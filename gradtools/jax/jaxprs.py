@@ -1,4 +1,4 @@
-"""Reading jaxprs: inner jaxprs of an equation, the variables it writes, dead-code elimination.
+"""Reads jaxprs: inner jaxprs of an equation, the variables it writes, dead-code elimination.
 
 This is the only list of primitives with inner jaxprs: calls, loops, branches, and functions with
 JAX's custom rules. `reachability.py` reads the data flow.
@@ -18,14 +18,14 @@ from jax.interpreters import partial_eval
 
 from gradtools.jax._upstream import Literal, bind_again, constants_of, name_of
 
-Jaxpr = Any  # jax 0.12 merged ClosedJaxpr into Jaxpr
+Jaxpr = Any  # JAX 0.12 merged ClosedJaxpr into Jaxpr
 Eqn = Any
 F = TypeVar("F", bound=Callable[..., Any])
 
 
 @dataclass(frozen=True, eq=False)
 class TracedProgram:
-    """A function of pytrees of arrays as a jaxpr; the arrays that it closed over are arguments.
+    """A traced function of pytrees of arrays; the arrays that it closes over are arguments.
 
     Attributes:
         jaxpr: The open jaxpr, whose constants are variables.
@@ -43,9 +43,9 @@ class TracedProgram:
 
 
 def traced(fun: Callable[..., Any], *args: Any) -> tuple[TracedProgram, list[Any]]:
-    """Closure conversion: fun as a `TracedProgram`, and the arrays that it closes over.
+    """Traces fun to a `TracedProgram` and the arrays that it closes over (closure conversion).
 
-    NumPy arrays among them are copied, because the user may overwrite them before the backward
+    NumPy arrays among these are copied, because the user may overwrite them before the backward
     pass.
     """
     closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
@@ -54,18 +54,18 @@ def traced(fun: Callable[..., Any], *args: Any) -> tuple[TracedProgram, list[Any
 
 
 def own(x: Any) -> Any:
-    """A copy of a NumPy array; anything else unchanged."""
-    # In a trace `jnp.array` keeps the memory.
+    """Copies NumPy arrays; returns other values unchanged."""
+    # In a trace `jnp.array` would share the memory.
     return jnp.asarray(np.array(x)) if isinstance(x, np.ndarray) else x
 
 
 def open_jaxpr(jaxpr: Jaxpr) -> Jaxpr:
-    """The jaxpr inside a ClosedJaxpr; from jax 0.12 on they are the same."""
+    """Returns the jaxpr inside a ClosedJaxpr; since JAX 0.12 they are the same."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
 def sub_jaxprs(value: Any) -> Iterator[Jaxpr]:
-    """The jaxprs in an equation's parameter, or in all of its parameters."""
+    """Yields the jaxprs in an equation's parameter, or in all of its parameters."""
     if hasattr(open_jaxpr(value), "eqns"):
         yield open_jaxpr(value)
     elif isinstance(value, dict):
@@ -81,26 +81,26 @@ def is_inexact(var: Any) -> bool:
 
 
 def is_ref(var: Any) -> bool:
-    """Whether a variable is a mutable reference."""
+    """Returns whether a variable is a mutable reference."""
     return hasattr(var.aval, "inner_aval")
 
 
 def inexact(variables: Sequence[Any]) -> list[bool]:
-    """Which of these are floating or complex."""
+    """Returns which of these are floating or complex."""
     return [*map(is_inexact, variables)]
 
 
 def targets(eqn: Eqn) -> list[Any]:
-    """The variables that an equation writes: its outputs, and mutable references."""
+    """Returns the variables that an equation writes: its outputs, and mutable references."""
     return [*eqn.outvars, *filter(is_ref, eqn.invars)]
 
 
 def equations(closed_jaxpr: Jaxpr, within_rules: bool = False) -> Iterator[Eqn]:
-    """The equations at any depth; each sub-jaxpr is read once.
+    """Yields the equations at any depth; each sub-jaxpr is read once.
 
-    within_rules: Whether to trace and read also what gradtools' primitives evaluate.
+    within_rules: Whether to also trace and read the functions that gradtools' primitives evaluate.
     """
-    pending, seen = [open_jaxpr(closed_jaxpr)], dict[int, Jaxpr]()  # holds jaxprs: ids are reused
+    pending, seen = [open_jaxpr(closed_jaxpr)], dict[int, Jaxpr]()  # keeps ids unique
     while pending:
         jaxpr = pending.pop()
         if id(jaxpr) in seen:
@@ -115,12 +115,12 @@ def equations(closed_jaxpr: Jaxpr, within_rules: bool = False) -> Iterator[Eqn]:
 
 
 def holds(jaxpr: Jaxpr, *names: str) -> bool:
-    """Whether a jaxpr contains one of these primitives, at any depth."""
+    """Returns whether a jaxpr contains any of these primitives, at any depth."""
     return any(eqn.primitive.name in names for eqn in equations(jaxpr))
 
 
 def bound(eqn: Eqn, xs: Sequence[Any]) -> list[Any]:
-    """The results of an equation at these operands, in the context in which it was traced."""
+    """Evaluates an equation at these operands, in the context in which it was traced."""
     with eqn.ctx.manager:
         out = bind_again(eqn, xs)
     return list(out) if eqn.primitive.multiple_results else [out]
@@ -132,7 +132,7 @@ def interpreted(
     step: Callable[[int, Eqn, list[Any]], Sequence[Any]],
     constant: Callable[[Any], Any] = lambda literal: literal.val,
 ) -> list[Any]:
-    """Abstract interpretation of a jaxpr: its abstract outputs, from abstract inputs.
+    """Interprets a jaxpr abstractly: computes abstract outputs from abstract inputs.
 
     step: `step(index, eqn, operands)` returns an equation's abstract results.
     constant: The abstract value of a literal.
@@ -145,7 +145,7 @@ def interpreted(
 
 
 def live(jaxpr: Jaxpr) -> Jaxpr:
-    """Dead-code elimination, including inner jaxprs; keeps all inputs."""
+    """Eliminates dead code, including in inner jaxprs; keeps all inputs."""
     return partial_eval.dce_jaxpr(jaxpr, [True] * len(jaxpr.outvars), instantiate=True)[0]
 
 
@@ -153,7 +153,7 @@ DRAWS = ("random_bits", "random_split", "rng_bit_generator", "rng_uniform")
 
 
 def named_after(f: Any, program: F) -> F:
-    """The program, whose traces name f's place in JAX's errors about the values of tracers."""
+    """Makes JAX's errors about traced values name f's location in traces of the program."""
     program.__signature__ = _ARGS  # type: ignore[attr-defined]
     program.__wrapped__ = f  # type: ignore[attr-defined]
     return program
@@ -162,9 +162,9 @@ def named_after(f: Any, program: F) -> F:
 _ARGS = Signature([Parameter("args", Parameter.VAR_POSITIONAL)])  # replaces f's signature
 
 
-# --- marks of gradtools' own operations, for the recorders ------------------------------
+# --- marks that identify gradtools' own operations to recorders -------------------------
 #
-# The function's name is the only settable field that a jaxpr keeps.
+# The function's name is the only settable field that a jaxpr retains.
 
 _CHUNK = "gradtools_chunk_"
 
@@ -176,12 +176,12 @@ def marked_as_chunk(f: F) -> F:
 
 
 def is_chunk(jaxpr: Any) -> bool:
-    """Whether a jaxpr belongs to a function marked by `marked_as_chunk`."""
+    """Returns whether a jaxpr belongs to a function marked by `marked_as_chunk`."""
     return name_of(jaxpr).startswith(_CHUNK)
 
 
 def function_name(jaxpr: Any) -> str:
-    """The name of a jaxpr's function in the source, without the mark."""
+    """Returns the name of a jaxpr's function in the source, without the mark."""
     return name_of(jaxpr).removeprefix(_CHUNK)
 
 
@@ -196,7 +196,7 @@ class HeldJaxpr(NamedTuple):
 
 
 def programs_of(eqn: Eqn) -> list[HeldJaxpr]:
-    """The inner jaxprs that an equation runs: a while's condition and body, a cond's branches."""
+    """Returns an equation's inner jaxprs: a while's condition and body, a cond's branches."""
     keys = {"while": ("cond_jaxpr", "body_jaxpr"), "custom_vmap_call": ("call",)}.get(
         eqn.primitive.name, ("jaxpr", "call_jaxpr", "fun_jaxpr", "branches")
     )
@@ -218,18 +218,18 @@ RULED = ("custom_jvp_call", "custom_vjp_call", "custom_vjp_call_jaxpr")
 
 
 def is_ruled(eqn: Eqn) -> bool:
-    """Whether an equation calls a function with one of JAX's custom rules."""
+    """Returns whether an equation calls a function with one of JAX's custom rules."""
     return eqn.primitive.name in RULED
 
 
 def may_not_run(eqn: Eqn) -> bool:
-    """Whether a loop may have zero iterations."""
+    """Returns whether a loop may have zero iterations."""
     name = eqn.primitive.name
     return name == "while" or (name == "scan" and not eqn.params["length"])
 
 
 def scan_counts(eqn: Eqn) -> tuple[int, int]:
-    """The numbers of constants and carries of a scan, which jax 0.12 stores as a tree."""
+    """Returns a scan's numbers of constants and carries, which JAX 0.12 stores as a tree."""
     if "num_consts" in eqn.params:
         return eqn.params["num_consts"], eqn.params["num_carry"]
     consts, carry, _ = eqn.params["ft_in"].unpack()
@@ -238,11 +238,11 @@ def scan_counts(eqn: Eqn) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class InnerJaxpr:
-    """A jaxpr inside an equation, and how its inputs and outputs map to the equation's.
+    """A jaxpr inside an equation, and the mapping of its variables to the equation's.
 
     Input i of the jaxpr is the equation's input ``inputs[i]``. Its output k is the equation's
-    output k, unless the body is a ``gate`` (the condition of a while). A carry (k, i) says that the
-    equation's output k is fed back as input i.
+    output k, unless the body is a ``gate`` (the condition of a while). A carry (k, i) means that
+    the equation's output k is fed back as input i.
     """
 
     jaxpr: Jaxpr
@@ -252,9 +252,9 @@ class InnerJaxpr:
 
 
 def bodies(eqn: Eqn) -> list[InnerJaxpr]:
-    """The inner jaxprs of an equation; none if the equation is opaque.
+    """Returns the inner jaxprs of an equation; none if the equation is opaque.
 
-    The body of one of gradtools' own primitives is the jaxpr that its `gradtools_flow` returns.
+    The body of a gradtools primitive is the jaxpr that its `gradtools_flow` returns.
     """
     name, count = eqn.primitive.name, len(eqn.invars)
     if any(map(is_ref, eqn.invars)):
@@ -265,7 +265,7 @@ def bodies(eqn: Eqn) -> list[InnerJaxpr]:
         consts, carried = scan_counts(eqn)
         carries = tuple((k, consts + k) for k in range(carried))
         return [InnerJaxpr(programs_of(eqn)[0].jaxpr, range(count), carries)]
-    if name == "while":  # the condition, then the body: their constants, then the carry
+    if name == "while":  # inputs: the constants of condition and body, then the carry
         gates, consts = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
         carry = range(gates + consts, count)
         inner = []

@@ -1,8 +1,8 @@
 """Known errors of JAX, re-raised with advice.
 
-JAX raises plain ValueErrors and TypeErrors, so an error is recognized by its text, and as JAX's own
-by its traceback. Errors of the user's code pass unchanged. No other module of this backend reads an
-error's text. If JAX rewords an error, the user gets JAX's text instead of ours.
+JAX raises plain ValueErrors and TypeErrors, so this module recognizes an error by its text, and
+JAX's own errors by their traceback. Errors of the user's code propagate unchanged. No other module
+of this backend reads error texts. If JAX rewords an error, the user gets JAX's text without advice.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from gradtools.rules import USE_REVERSE_MODE
 
 @contextmanager
 def explained(caller: str) -> Iterator[None]:
-    """Re-raises known errors of JAX with advice."""
+    """Context that re-raises known errors of JAX with advice."""
     try:
         yield
     except (TypeError, ValueError, NotImplementedError) as error:
@@ -29,13 +29,13 @@ def explained(caller: str) -> Iterator[None]:
 
 
 def says(error: BaseException, *parts: str, package: str = "jax") -> bool:
-    """Whether an error was raised by the package and its text contains one of these parts."""
+    """Returns whether the package raised an error whose text contains any of these parts."""
     text = said_by(package, error)
     return any(part in text for part in parts)
 
 
 def refused_number(error: BaseException) -> str:
-    """`float`, `int` or `complex`, if JAX's error names that conversion of a tracer; else ""."""
+    """Returns `float`, `int` or `complex` if JAX's error names that conversion; otherwise ""."""
     conversion = str(error).partition("The problem arose with the `")[2].partition("`")[0]
     return conversion if conversion in ("float", "int", "complex") else ""
 
@@ -48,7 +48,7 @@ _HOST = (
     "gt.host_function, or wrap the call in gt.custom_rule, and give it a rule."
 )
 _FORWARD_ONLY = (
-    "f holds an operation that has a forward rule only, as a Pallas kernel has. Wrap it in "
+    "f contains an operation with a forward rule only, such as a Pallas kernel. Wrap it in "
     "gt.custom_rule and give it a reverse rule, or push forward: gt.jvp."
 )
 _ADVICE = {
@@ -56,16 +56,16 @@ _ADVICE = {
     "The FFI call to": _HOST,
     "Linearization failed to produce known values": _FORWARD_ONLY,
     "Reverse-mode differentiation does not work for lax.while_loop": (
-        "f holds a loop whose number of trips is known only when it runs, which has no reverse "
+        "f contains a loop with an unknown number of iterations, which does not support reverse "
         "mode. Use lax.scan or a fori_loop between Python integers, or push forward: gt.jvp, "
         "gt.jacobian(mode='forward')."
     ),
     "forward-mode autodiff (jvp) to a custom_vjp": (
-        "f holds a function that has a reverse rule only (clip_gradient, transform_gradient, "
+        "f contains a function with a reverse rule only (clip_gradient, transform_gradient, "
         f"replace_gradient, or a jax.custom_vjp), so it has no forward mode. {USE_REVERSE_MODE}"
     ),
     "Differentiation rule for": (
-        "f holds a primitive that has no derivative in JAX. Wrap it in gt.custom_rule and give it "
+        "f contains a primitive without a derivative in JAX. Wrap it in gt.custom_rule and give it "
         "a rule."
     ),
     "Transpose rule (for reverse-mode differentiation) for": _FORWARD_ONLY,

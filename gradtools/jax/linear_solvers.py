@@ -1,4 +1,4 @@
-"""Linear solvers for `implicit_solution`: the solvers of `jax.scipy`, and a dense matrix."""
+"""Linear solvers for `implicit_solution`: the solvers of `jax.scipy`, and a dense solver."""
 
 from __future__ import annotations
 

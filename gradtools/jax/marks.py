@@ -1,7 +1,7 @@
-"""`retained_gradients` in JAX: a primitive marks values, and an interpreter finds it in the jaxpr.
+"""`retained_gradients` in JAX: a primitive marks values, and an interpreter finds the marks.
 
 The primitive is the identity and lowers to no operation. The interpreter adds an array at each
-mark; in a scan it adds one slice of an array in each step, whose cotangents JAX stacks.
+mark; in a scan it adds one slice of an array per step, and JAX stacks the slices' cotangents.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ def retaining(call: Any) -> tuple[Evaluation, list[Mark], list[Array]]:
 
 
 def _marks(jaxpr: Any) -> list[tuple[Mark, list[Any]]]:
-    """The marks in a jaxpr at any depth, and the types of the marked leaves."""
+    """Returns the marks in a jaxpr at any depth, and the types of the marked leaves."""
     return [found for eqn in jaxpr.eqns for found in _marks_of(eqn)]
 
 
@@ -80,13 +80,13 @@ def _marks_of(eqn: Any) -> list[tuple[Mark, list[Any]]]:
         raise GradtoolsError(
             f"retained_gradients: the value {found[0][0].name!r} is marked inside of {name}, where "
             "its gradient cannot be retained. In a loop use jax.lax.scan, or jax.lax.fori_loop "
-            "with constant bounds; else return the value, and mark it outside."
+            "with constant bounds; otherwise return the value, and mark it outside."
         )
     return found
 
 
 def _evaluated(jaxpr: Any, entries: Sequence[Any], arrays: Sequence[Array]) -> list[Any]:
-    """The jaxpr's outputs, with the arrays added at its marks, in their order."""
+    """Evaluates a jaxpr, adding the arrays at its marks, in order."""
     left = iter(arrays)
 
     def step(_: int, eqn: Any, xs: list[Any]) -> Sequence[Any]:
@@ -102,7 +102,7 @@ def _evaluated(jaxpr: Any, entries: Sequence[Any], arrays: Sequence[Array]) -> l
 
 
 def _inner(eqn: Any, xs: list[Array], arrays: list[Array]) -> Any:
-    """An equation with inner jaxprs, with the arrays added at its marks."""
+    """Evaluates an equation with inner jaxprs, adding the arrays at its marks."""
     name, params, programs = eqn.primitive.name, eqn.params, jaxprs.programs_of(eqn)
     runs = [
         lambda xs, arrays, p=p: _typed(p.jaxpr, _evaluated(p.jaxpr, [*p.consts, *xs], arrays))

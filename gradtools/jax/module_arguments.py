@@ -1,14 +1,14 @@
-"""Modules as arguments: their floating arrays are differentiated, the rest is constant.
+"""Modules as arguments: their floating arrays are differentiated, other leaves are constant.
 
 An `equinox` module is a pytree whose leaves may be functions, strings and integers; a `flax.nnx`
-module is a graph, parts of which are not parameters and change during a call. A call of a function
-of modules becomes a call of a function of pytrees of arrays:
+module is a graph with parts that are not parameters and may change during a call. A call of a
+function of modules becomes a call of a function of pytrees of arrays:
 
     f(module, x)   =   g(part of the module, x),      module = part + rest
 
-The part of an equinox module is its inexact arrays, as with `equinox.filter_grad`; the part of an
-nnx module is the State of its `nnx.Param`s, as with `nnx.grad`. The updated state of an nnx module
-is an extra output of g, and is written to the user's module after the call.
+The part of an equinox module consists of its inexact arrays, as with `equinox.filter_grad`; the
+part of an nnx module is the State of its `nnx.Param`s, as with `nnx.grad`. The updated state of an
+nnx module is an extra output of g, and is written to the user's module after the call.
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ def opened(
     kwargs: dict[str, Any],
     argnums: Sequence[int],
 ) -> Opened | None:
-    """The call as a call on pytrees of arrays; None if it has no module to open.
+    """Rewrites the call in terms of pytrees of arrays; None if there is no module to open.
 
-    Modules of flax.nnx are opened in all arguments, equinox modules in differentiated ones only.
+    Opens flax.nnx modules in all arguments, but equinox modules in differentiated arguments only.
     """
     if not module_kinds():
         return None
@@ -46,7 +46,7 @@ def opened(
 
 
 def part_of(tree: Any) -> Any:
-    """The tree with each module replaced by its differentiated part."""
+    """Replaces each module in the tree by its differentiated part."""
     kinds, nnx = module_kinds(), sys.modules.get("flax.nnx")
     if not kinds or not _modules(kinds, tree):
         return tree
@@ -63,7 +63,7 @@ def part_of(tree: Any) -> Any:
 
 
 def module_kinds() -> tuple[type, ...]:
-    """The module classes of the libraries that the program has imported."""
+    """Returns the module classes of the libraries that the program has imported."""
     equinox, nnx = sys.modules.get("equinox"), sys.modules.get("flax.nnx")
     if nnx is not None and not hasattr(nnx, "Pytree"):
         found = sys.modules["flax"].__version__
@@ -79,7 +79,7 @@ def _modules(kinds: tuple[type, ...], tree: Any) -> list[Any]:
 
 
 def _flattened(kinds: tuple[type, ...], tree: Any) -> tuple[list[Any], Any]:
-    """The leaves and the structure, where a module is a leaf."""
+    """Flattens a tree, treating modules as leaves."""
     is_module = lambda x: isinstance(x, kinds)
     containers = Containers(
         "jax",
@@ -93,16 +93,16 @@ def _flattened(kinds: tuple[type, ...], tree: Any) -> tuple[list[Any], Any]:
 
 
 def _mapped(kinds: tuple[type, ...], f: Callable[[Any], Any], tree: Any) -> Any:
-    """The tree with f applied to each leaf, where a module is a leaf."""
+    """Applies f to each leaf of the tree, treating modules as leaves."""
     leaves, treedef = _flattened(kinds, tree)
     return trees.unflatten(treedef, list(map(f, leaves)))
 
 
 def like_module(f: Any, make: Callable[[Any], Callable[..., Any]]) -> Any:
-    """`make(f)`, such as `chunked(f)`; a module if f is a module of equinox or flax.nnx.
+    """Returns `make(f)`, such as `chunked(f)`, as a module if f is an equinox or nnx module.
 
-    So its arrays are still leaves of the pytree or graph. The library's integration is imported
-    when the first such module is transformed.
+    Its arrays remain leaves of the pytree or graph. The library's integration is imported when the
+    first such module is transformed.
     """
     for library in ("equinox", "flax.nnx"):
         loaded = sys.modules.get(library)
@@ -112,18 +112,18 @@ def like_module(f: Any, make: Callable[[Any], Callable[..., Any]]) -> Any:
 
 
 class Opened:
-    """A call whose arguments contain modules, as a function of pytrees of arrays.
+    """A call whose arguments contain modules, rewritten as a function of pytrees of arrays.
 
     All nnx modules of the call are split together, so that shared variables stay shared.
 
     Attributes:
         args: The arguments, with each differentiated module replaced by its part.
         changed: The paths of the variables of flax.nnx modules that the latest call changed.
-        has_modules: Whether there is any module of flax.nnx, or a differentiated one.
+        has_modules: Whether there is any flax.nnx module, or a differentiated equinox module.
     """
 
     own: frozenset[int] = frozenset()  # JAX differentiates at tracers
-    is_deferred = staticmethod(bool)  # False: results are attached by JAX's own traces
+    is_deferred = staticmethod(bool)  # always False: JAX's own traces attach the results
 
     def __init__(
         self,
@@ -144,7 +144,7 @@ class Opened:
         self._split_graphs(moving, [*others, *kwargs.values()])
         self.args = list(args)
         self._rests: dict[int, tuple[Any, list[Any]]] = {}
-        for i in argnums:  # the structure around the modules, and the rest of each leaf
+        for i in argnums:  # the structure around the modules, and the constant part of each leaf
             leaves, treedef = _flattened(self._kinds, args[i])
             if any(isinstance(x, self._kinds) for x in leaves):
                 pairs = [self._split(x) for x in leaves]
@@ -153,7 +153,7 @@ class Opened:
         self.has_modules = bool(self._nodes or self._rests)
 
     def _split_graphs(self, active: Sequence[Any], others: Sequence[Any]) -> None:
-        """Splits the nnx modules: those of the differentiated trees, then those of the others."""
+        """Splits the nnx modules of the differentiated trees, then of the other trees."""
         nnx = self._nnx = cast(Any, sys.modules.get("flax.nnx"))
         modules = [_modules((nnx.Pytree,), tree) if nnx else [] for tree in active]
         rest = [m for tree in others for m in (_modules((nnx.Pytree,), tree) if nnx else [])]
@@ -169,7 +169,7 @@ class Opened:
                 if isinstance(x, nnx.Param) and owners.setdefault(id(x), i) != i:
                     raise GradtoolsError(
                         f"{self.caller}: the parameter {'.'.join(map(str, path[1:]))} is in two of "
-                        "the differentiated arguments, so that its gradient belongs to both. Pass "
+                        "the differentiated arguments, so its gradient belongs to both. Pass "
                         "the modules in one argument, as a tuple or a dict."
                     )
         self._moving = lambda path, x: path[0] < len(first) and isinstance(x, nnx.Param)
@@ -178,7 +178,7 @@ class Opened:
         self._known = dict(nnx.to_flat_state(self._rest))
 
     def _split(self, x: Any) -> tuple[Any, Any]:
-        """The part of a leaf, and its rest: an nnx module's number, None if it is not a module."""
+        """Splits a leaf into its part and the rest: an nnx module's index, None for non-modules."""
         if not isinstance(x, self._kinds):
             return x, None
         if id(x) in self._numbers:
@@ -208,7 +208,7 @@ class Opened:
             return out
         self.changed, self._forms, self._effects = [], [], []
         for path, now in nnx.to_flat_state(nnx.state(tuple(copies), nnx.Not(self._moving))):
-            if path not in self._known:  # an intermediate, which the user's module lacks
+            if path not in self._known:  # a flax Intermediate, which the user's module lacks
                 continue
             leaves, form = jax.tree.flatten(now)
             before = jax.tree.leaves(self._known[path])
@@ -219,7 +219,7 @@ class Opened:
         return out
 
     def _whole(self, rest: tuple[Any, list[Any]] | None, tree: Any, copies: Sequence[Any]) -> Any:
-        """A differentiated tree with its modules made whole; any other with copies of modules."""
+        """Rebuilds modules in a differentiated tree; copies modules in other trees."""
         if rest is None:
             if not copies or not _modules(self._kinds, tree):
                 return tree
@@ -236,7 +236,7 @@ class Opened:
         return trees.unflatten(treedef, result)
 
     def effects(self) -> list[Array]:
-        """The arrays that the latest call changed; returned once, as they belong to its trace."""
+        """Returns the arrays that the latest call changed, only once: they belong to its trace."""
         result, self._effects = self._effects, []
         return result
 
@@ -252,17 +252,17 @@ class Opened:
         self._nnx.update(self._nodes, self._nnx.from_flat_state(new))
 
     def refuse_changes(self) -> None:
-        """Raises if the latest call changed a module, which this operator cannot return."""
+        """Raises if the latest call changed a module: this operator cannot return changes."""
         if self.changed:
             name = ".".join(map(str, self.changed[0][1:]))
             raise GradtoolsError(
-                f"{self.caller}: f changes a module that it is given ({name}), which "
+                f"{self.caller}: f changes a module argument ({name}), which "
                 f"{self.caller} cannot return here. Set the module to evaluation "
                 "(module.eval()), or use make_functional, and the state with has_aux=True."
             )
 
     @property
     def opens_once(self) -> bool:
-        """Whether modules are opened once for all chunks: a parameter occurs at several places."""
+        """Whether to open modules once for all chunks, because a parameter occurs several times."""
         moving = jax.tree.leaves(self._nodes[: len(self._params)])
         return len({id(x) for x in moving}) < len(moving)

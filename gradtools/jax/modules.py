@@ -1,8 +1,8 @@
-"""A JAX module as a pure function of its parameters and state.
+"""Converts a JAX module to a pure function of its parameters and state.
 
-flax.linen, flax.nnx and equinox each split a module from its arrays in their own way; here each
+flax.linen, flax.nnx and equinox split modules from their arrays in different ways; here each module
 becomes ``apply(params, state, *args, key=None) -> (out, new_state)``. Only libraries that the
-program has imported already are considered, since no other's module can exist.
+program has imported are considered, since modules of other libraries cannot exist.
 ``gradtools.models`` documents the public name.
 """
 
@@ -27,7 +27,7 @@ MODES = {
     "is_training": True,
     "deterministic": False,
     "use_running_average": False,
-}  # the keyword's value in training
+}  # the keyword's value in training mode
 
 
 def make_functional(
@@ -37,7 +37,7 @@ def make_functional(
     train: bool | None = None,
     rng_names: tuple[str, ...] = ("dropout",),
 ) -> tuple[Apply, Any, Any]:
-    """``(apply, params, state)`` of a module. See ``gradtools.models``."""
+    """Splits a module into ``(apply, params, state)``. See ``gradtools.models``."""
     for library in ("flax.linen", "flax.nnx", "equinox"):
         loaded = sys.modules.get(library)
         if loaded is not None and isinstance(module, loaded.Module):
@@ -57,7 +57,7 @@ def make_functional(
 
 
 def _applied(apply: Apply, /, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
-    trees.flatten((args, kwargs))  # refuses PyTorch's tensors, which a library would convert
+    trees.flatten((args, kwargs))  # rejects PyTorch's tensors, which a library would convert
     return apply(*args, **kwargs)
 
 
@@ -69,7 +69,7 @@ def _keras_seeds(key: jax.Array, count: int) -> list[jax.Array]:
 
 
 def mode_of(name: str, call: Callable[..., Any], train: bool | None) -> dict[str, bool]:
-    """The keyword arguments of `call` that set training or evaluation mode."""
+    """Returns the keyword arguments of `call` that set training or evaluation mode."""
     if train is None:
         return {}
     names = inspect.signature(call).parameters
@@ -84,7 +84,7 @@ def mode_of(name: str, call: Callable[..., Any], train: bool | None) -> dict[str
 
 
 def fresh(tree: Any) -> Any:
-    """A copy of the tree's containers, with the same arrays."""
+    """Copies the tree's containers, but not the arrays."""
     return jax.tree.map(lambda leaf: leaf, tree)
 
 

@@ -1,14 +1,14 @@
-"""Which inputs of a jaxpr reach which outputs.
+"""Determines which inputs of a jaxpr reach which outputs.
 
 An input reaches an output if data flows from one to the other without crossing a cut: a stopped
 gradient, a float that becomes an integer or a bool, a host callback. A derivative that is zero
-(round, sign, x**0) is not a cut. JAX's symbolic zeros answer another question, so this is a
+(round, sign, x**0) is not a cut. JAX's symbolic zeros do not make this distinction, so this is a
 dataflow analysis of the jaxpr (a forward may-analysis)::
 
     bits(out) = OR of bits(in) over the inputs of the equation that flow to `out`
 
-Sets of inputs are bit masks, one bit for each input; each sub-jaxpr is analysed once. The *raw*
-flow is the same analysis without cuts and with control dependence.
+Sets of inputs are bit masks with one bit per input; each sub-jaxpr is analysed once. The *raw* flow
+is the same analysis without cuts and with control dependence.
 
 `seeing/jax/graphs.py` finds the equations at which a gradient is lost.
 """
@@ -36,14 +36,14 @@ from gradtools.jax.jaxprs import (
 
 
 def within_a_trace() -> bool:
-    """Whether a trace or transform of JAX is running in this thread."""
+    """Returns whether a trace or transform of JAX is running in this thread."""
     return not upstream.trace_state_clean()
 
 
 def reached_matrix(closed_jaxpr: Jaxpr, raw: bool = False) -> list[list[bool]]:
-    """For each output and each input of a jaxpr: does the input reach the output?
+    """Computes, for each output and input of a jaxpr, whether the input reaches the output.
 
-    Without `raw`, integers and booleans neither reach an output nor are reached.
+    Without `raw`, integers and booleans do not reach outputs and are not reached.
     """
     jaxpr = open_jaxpr(closed_jaxpr)
     active, given = ([raw or x for x in inexact(v)] for v in (jaxpr.invars, jaxpr.outvars))
@@ -54,7 +54,7 @@ def reached_matrix(closed_jaxpr: Jaxpr, raw: bool = False) -> list[list[bool]]:
 
 
 def _union(mask: int, bits: Sequence[int]) -> int:
-    """The union of the bits at the indices in a mask."""
+    """Returns the union of the bits at the indices in a mask."""
     total = 0
     while mask:
         low = mask & -mask
@@ -75,7 +75,7 @@ ONE_TO_ONE = (
 
 
 def _leaf_edges(eqn: Eqn, raw: bool) -> list[int] | None:
-    """For each output the mask of the inputs that flow to it; None if all flow to all."""
+    """Returns each output's mask of inputs that flow to it; None if all flow to all outputs."""
     name, count, outs = eqn.primitive.name, len(eqn.invars), len(eqn.outvars)
     if not raw and name in _STOPS:
         return [0] * outs
@@ -108,24 +108,24 @@ class Flow:
     """Propagates bits through jaxprs and equations.
 
     Args:
-        raw: Without cuts, and with control dependence: the operands of a condition flow to all
-            results of the branches or of the loop.
+        raw: Whether to ignore cuts and include control dependence: the operands of a condition flow
+            to all results of the branches or of the loop.
     """
 
     def __init__(self, raw: bool):
         self.raw = raw
         self.uncut = self if raw else Flow(raw=True)
-        self._known: dict[int, tuple[Jaxpr, list[int]]] = {}  # keeps the jaxprs: ids are reused
+        self._known: dict[int, tuple[Jaxpr, list[int]]] = {}  # the jaxprs keep ids unique
 
     def of_jaxpr(self, jaxpr: Jaxpr) -> list[int]:
-        """For each output the mask of the inputs that flow to it."""
+        """Returns each output's mask of the inputs that flow to it."""
         if id(jaxpr) not in self._known:
             env = self.propagate(jaxpr, [1 << i for i in range(len(jaxpr.invars))])
             self._known[id(jaxpr)] = jaxpr, _read(env, jaxpr.outvars)
         return self._known[id(jaxpr)][1]
 
     def propagate(self, jaxpr: Jaxpr, bits: Sequence[int]) -> dict[Any, int]:
-        """The bits of every variable, given those of the inputs."""
+        """Returns the bits of every variable, given the bits of the inputs."""
         env = dict(zip(jaxpr.invars, bits, strict=True))
         for eqn in jaxpr.eqns:
             inputs = _read(env, eqn.invars)
@@ -134,7 +134,7 @@ class Flow:
         return env
 
     def visited(self, jaxpr: Jaxpr, bits: Sequence[int]) -> Iterator[tuple[Eqn, list[int]]]:
-        """The equations at any depth, with the bits of their operands in any step of a loop."""
+        """Yields the equations at any depth, with their operands' bits in any step of a loop."""
         env = self.propagate(jaxpr, bits)
         for eqn in jaxpr.eqns:
             inputs = _read(env, eqn.invars)
@@ -146,7 +146,7 @@ class Flow:
                 yield from self.visited(body.jaxpr, entering)
 
     def step(self, eqn: Eqn, bits: Sequence[int]) -> list[int]:
-        """The bits of an equation's targets, given those of its operands."""
+        """Returns the bits of an equation's targets, given the bits of its operands."""
         inner, written = bodies(eqn), inexact(targets(eqn))
         if inner:
             return [_union(mask, bits) for mask in self._edges(eqn, inner)]
@@ -154,7 +154,7 @@ class Flow:
         if edges is not None and len(written) == len(eqn.outvars):
             outputs = [_union(mask, bits) for mask in edges]
             return [b if self.raw or i else 0 for i, b in zip(written, outputs, strict=True)]
-        # Every input flows to every output, but no float to an integer or a bool.
+        # Every input flows to every output, except from a float to an integer or a bool.
         total = reduce(or_, bits, 0)
         kept = eqn.primitive.name in _COMPARISONS and upstream.is_activation_rule(eqn)
         if self.raw or all(written) or kept:
@@ -163,12 +163,12 @@ class Flow:
         return [total if i else total & ~reduce(or_, floats, 0) for i in written]
 
     def _edges(self, eqn: Eqn, bodies: list[InnerJaxpr]) -> list[int]:
-        """For each output of a structured equation the mask of its inputs that flow to it."""
+        """Returns, for each output of an equation with inner jaxprs, the mask of its inputs."""
         if eqn.primitive.name in RULED and not self.raw:  # the rule overrides cuts in its function
             masks = self.uncut._edges(eqn, bodies)
             return [m if is_inexact(var) else 0 for var, m in zip(eqn.outvars, masks, strict=True)]
         name, masks = eqn.primitive.name, [0] * len(eqn.outvars)
-        if may_not_run(eqn):  # without a step, a loop returns the initial values of its carry
+        if may_not_run(eqn):  # without iterations, a loop returns the initial values of its carry
             for k, i in bodies[-1].carries:
                 masks[k] = 1 << bodies[-1].inputs[i]
         for body in bodies:
@@ -178,7 +178,7 @@ class Flow:
                 inputs = [1 << i for i in body.inputs]
                 outputs = [_union(_closure(mask, back), inputs) for mask in inner]
                 masks = [a | b for a, b in zip(masks, outputs, strict=True)]
-        gates = 0  # the inputs that determine which branch runs, or how often a loop does
+        gates = 0  # the inputs that determine which branch runs, or the number of iterations
         if self.raw and name == "cond":
             gates = 1
         for gate in (body for body in bodies if self.raw and body.gate):
@@ -190,7 +190,7 @@ class Flow:
 
 
 def draws(closed: Jaxpr) -> set[Any]:
-    """The random draws whose keys do not depend on the inputs, as pairs (primitive, shape)."""
+    """Returns (primitive, shape) of the random draws whose keys do not depend on the inputs."""
     jaxpr = open_jaxpr(closed)
     return {
         (eqn.primitive.name, eqn.params["shape"])
@@ -204,7 +204,7 @@ def _read(env: dict[Any, int], atoms: Sequence[Any]) -> list[int]:
 
 
 def _closure(mask: int, back: dict[int, int]) -> int:
-    """The transitive closure of a mask over a loop's carries (`back`)."""
+    """Returns the transitive closure of a mask over a loop's carries (`back`)."""
     total = pending = mask
     while pending:
         low = pending & -pending

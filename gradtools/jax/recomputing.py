@@ -1,4 +1,4 @@
-"""`checkpoint`: a function is recomputed in the backward pass (rematerialization)."""
+"""`checkpoint` recomputes a function in the backward pass (rematerialization)."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from gradtools.rules import replaced_at
 
 
 def stateful(caller: str, f: Callable[..., Any], args: Any) -> Any:
-    """f with the state of the flax.nnx modules in it and in its arguments; None without any."""
+    """Wraps f with the state of its and its arguments' flax.nnx modules; None if there are none."""
     nnx = integration("flax.nnx")
     return None if nnx is None else nnx.stateful(caller, f, args)
 
 
 rematerialized = partial(jax.checkpoint, policy=lambda op, *_, **__: op.name == "pure_callback")
-"""`jax.checkpoint` that keeps the results of host callbacks; everything else runs again."""
+"""`jax.checkpoint` that saves the results of host callbacks; everything else is recomputed."""
 
 
 def checkpointed(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """f(*args, **kwargs), recomputed in the backward pass; the modules' state changes once."""
+    """Calls f(*args, **kwargs), recomputed in the backward pass; modules' state changes once."""
     if not reachability.within_a_trace():
-        return f(*args, **kwargs)  # nothing differentiates it
+        return f(*args, **kwargs)  # there is no derivative
     modules = stateful("checkpoint", f, (args, kwargs))
     if modules is None:
         return _recomputed(f, args, kwargs)
@@ -45,7 +45,7 @@ def checkpointed(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
 
 
 def _recomputed(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-    """f(*args, **kwargs), recomputed in the backward pass; captured NumPy arrays are copied.
+    """Calls f(*args, **kwargs), recomputed in the backward pass; copies captured NumPy arrays.
 
     Arrays are inputs. All other values are constants of the program, so f may branch on them.
     """
@@ -53,7 +53,7 @@ def _recomputed(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
     arrays = [i for i, x in enumerate(leaves) if isinstance(x, jax.Array | np.ndarray)]
     out_def: list[Any] = []
 
-    def fresh(*xs: Any) -> Any:  # new, because JAX caches the traces of a function
+    def fresh(*xs: Any) -> Any:  # a new function, because JAX caches traces
         args, kwargs = jax.tree.unflatten(treedef, replaced_at(leaves, arrays, xs))
         outs, structure = trees.flatten(f(*args, **kwargs))
         out_def[:] = [structure]
@@ -67,7 +67,7 @@ def _recomputed(f: Callable[..., Any], args: Any, kwargs: Any) -> Any:
 
 
 def refuse_to_repeat(caller: str, jaxpr: Any) -> None:
-    """Raises if a program makes a mutable array, which JAX 0.10 cannot recompute.
+    """Raises an error if a program makes a mutable array, which JAX 0.10 cannot recompute.
 
     For such a program `jax.checkpoint` raises a bare KeyError, and a scan silently returns a wrong
     value in reverse mode.

@@ -1,10 +1,10 @@
 """Sharding-in-types: arrays over a mesh of Explicit axes, whose types contain their sharding.
 
-There each operation must determine the sharding of its result: the axis of a scan is replicated, a
-slice of a sharded axis must divide by its devices, a carry keeps its sharding. So a batch axis is
-resharded before it is cut into chunks and after they are joined. A chunk is sharded as the batch if
-its size divides, else it is replicated. Over Auto and manual axes and without a mesh, the types
-contain no sharding, and these functions do nothing.
+Each operation must then determine the sharding of its result: the axis of a scan is replicated, a
+slice of a sharded axis must be divisible by its devices, a carry keeps its sharding. A batch axis
+is therefore resharded before it is cut into chunks and after chunks are joined. A chunk is sharded
+like the batch if its size is divisible, otherwise replicated. Over Auto and manual axes, or without
+a mesh, types contain no sharding, and these functions do nothing.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from gradtools.jax._upstream import as_varying, varying_axes
 
 
 def entries(x: Any) -> tuple[Any, ...]:
-    """For each axis of an array or aval, the mesh axes over which it is sharded, or None."""
+    """Returns, for each axis of an array or aval, the mesh axes over which it is sharded."""
     aval = _aval(x)
     return padded(getattr(getattr(aval, "sharding", None), "spec", ()), aval.ndim)
 
 
 def padded(spec: Any, ndim: int) -> tuple[Any, ...]:
-    """A PartitionSpec with an entry for every axis."""
+    """Pads a PartitionSpec with an entry for every axis."""
     return (*spec, *[None] * (ndim - len(spec)))
 
 
 def placed(x: Array, axis: int, entry: Any) -> Array:
-    """x with one axis sharded over `entry` if its length divides, else replicated."""
+    """Shards one axis of x over `entry` if its length is divisible; otherwise replicates it."""
     result = list(entries(x))
     mesh = _aval(x).sharding.mesh
     if entry is not None and (mesh.empty or not _fits(x, axis, entry, result, mesh)):
@@ -44,7 +44,7 @@ def placed(x: Array, axis: int, entry: Any) -> Array:
 
 
 def on_mesh(x: Array, mesh: Any, entries: Sequence[Any]) -> Array:
-    """x with each axis sharded over its entry."""
+    """Shards each axis of x over its entry."""
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*entries)))
 
 
@@ -53,7 +53,7 @@ def whole(x: Array, axis: int) -> Array:
 
 
 def like(x: Array, other: Any) -> Array:
-    """x, sharded like another array or aval."""
+    """Shards x like another array or aval."""
     wanted = entries(other)
     if entries(x) == wanted:
         return x
@@ -61,12 +61,12 @@ def like(x: Array, other: Any) -> Array:
 
 
 def of_result(shape: Any, batch: Any, xs: Any) -> tuple[Any, ...]:
-    """The sharding of a callback's result, which JAX cannot infer: an entry for each axis.
+    """Returns the sharding of a callback's result, one entry per axis; JAX cannot infer it.
 
-    The entries are taken from the first argument of the same shape, and for the batch axes, which
-    are in front, from the first argument that is sharded along them.
+    The entries are taken from the first argument of the same shape, and for the leading batch axes,
+    from the first argument that is sharded along them.
 
-    xs: Shape and entries of each argument.
+    xs: The shape and entries of each argument.
     """
     n = len(batch)
     like = next((e for s, e in xs if tuple(s[n:]) == tuple(shape[n:])), ())
@@ -75,7 +75,7 @@ def of_result(shape: Any, batch: Any, xs: Any) -> tuple[Any, ...]:
 
 
 def sharded_like(y: Array, batch: Any, xs: Any) -> Array:
-    """A result of `xs`, sharded by `of_result`."""
+    """Shards a result of `xs` according to `of_result`."""
     sharded = [x for x in xs if any(entries(x))]
     if not sharded:
         return y
@@ -85,9 +85,9 @@ def sharded_like(y: Array, batch: Any, xs: Any) -> Array:
 
 
 def reshaped(x: Array, shape: tuple[int, ...], at: int, count: int, entry: Any) -> Array:
-    """x with the axes from `at` on reshaped to `count` axes, one of which may be sharded.
+    """Reshapes the axes of x from `at` on to `count` axes, one of which may be sharded.
 
-    entry: `(position among these, mesh axes)`.
+    entry: `(position among the new axes, mesh axes)`.
     """
     result = entries(x)
     if not any(result):
@@ -114,7 +114,7 @@ def with_leading(aval: Any, size: int, like: Any) -> Any:
 
 
 def _resized(aval: Any, shape: tuple[int, ...], spec: tuple[Any, ...], on: Any) -> Any:
-    """The aval with another shape and sharding, over the mesh of `on`."""
+    """Returns the aval with another shape and sharding, over the mesh of `on`."""
     if not any((*spec, *entries(aval))):
         return aval.update(shape=shape)
     sharding = NamedSharding(_aval(on).sharding.mesh, PartitionSpec(*spec))
@@ -122,7 +122,7 @@ def _resized(aval: Any, shape: tuple[int, ...], spec: tuple[Any, ...], on: Any) 
 
 
 def spread(x: Array, size: int, like: Array) -> Array:
-    """x broadcast along a new axis 0, which is sharded like axis 0 of `like`."""
+    """Broadcasts x along a new axis 0, which is sharded like axis 0 of `like`."""
     return placed(jax.numpy.broadcast_to(x, (size, *x.shape)), 0, entries(like)[0])
 
 
@@ -136,7 +136,7 @@ def _fits(x: Array, axis: int, entry: Any, entries: list[Any], mesh: Any) -> boo
 
 
 def device_count(mesh: Any, entry: Any) -> int:
-    """The number of devices along the mesh axes of an entry."""
+    """Returns the number of devices along the mesh axes of an entry."""
     return prod(mesh.shape[name] for name in names(entry))
 
 
@@ -150,19 +150,19 @@ def names(entry: Any) -> tuple[Any, ...]:
 
 
 def varying(x: Any, axes: frozenset[Any]) -> Any:
-    """x, cast to vary over these mesh axes as well."""
+    """Casts x to vary over these mesh axes as well."""
     missing = axes - varies(x)
     return as_varying(x, sorted(missing)) if missing else x
 
 
 def varies(x: Any) -> frozenset[Any]:
-    """The mesh axes over which x varies, by its type."""
+    """Returns the mesh axes over which x varies, according to its type."""
     return varying_axes(_aval(x))
 
 
 @jax.custom_jvp
 def with_varying_tangent(x: Any) -> Any:
-    """x, with a tangent that varies like x, as the evaluation of a traced jaxpr requires."""
+    """Returns x with a tangent that varies like x, as the evaluation of a traced jaxpr requires."""
     return x
 
 

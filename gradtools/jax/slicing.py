@@ -1,7 +1,7 @@
-"""Each chunk's part of an array, and the joined outputs, along an axis that may be sharded.
+"""Slices arrays into chunks and joins outputs, along an axis that may be sharded.
 
-Interleaved chunks are the columns of a table (rows of a chunk, chunks). Rows that do not fit into
-the table, one for each of the first chunks, follow it.
+Interleaved chunks are the columns of a table (rows per chunk, chunks). Rows that do not fit into
+the table follow it, one for each of the first chunks.
 """
 
 from __future__ import annotations
@@ -22,20 +22,20 @@ from gradtools.jax.trees import is_inexact
 
 
 class Split:
-    """A split array; slices a chunk by its number."""
+    """A split array, which returns a chunk's slice by its index."""
 
     def __init__(self, x: Array, axis: int, cut: Partition) -> None:
         self.x, self.axis, self.cut, self.inexact = x, axis, cut, is_inexact(x)
         self.entry = shardings.entries(x)[axis]
         self._rows = x if self.entry is None else shardings.whole(x, axis)
-        if cut.interleaved:  # rows that all chunks have, as a table (rows of a chunk, chunks)
+        if cut.interleaved:  # the rows that all chunks have, as a table (rows per chunk, chunks)
             self._least = cut.size // cut.count
             even = cut.size == self._least * cut.count
             part = x if even else _part(self._rows, 0, self._least * cut.count, axis)
             self._table = parted(part, axis, self._least, cut.count, (0, self.entry))
 
     def piece(self, index: Any, size: int, slot: Array | None) -> Array:
-        """The chunk's rows, whose cotangent is routed to the slot."""
+        """Returns the chunk's rows, whose cotangent is routed to the slot."""
         piece = self.at(index, size)
         return piece if slot is None else _routed(piece, slot)
 
@@ -53,7 +53,7 @@ class Split:
         return shardings.placed(rows, self.axis, self.entry)
 
     def stacked(self, first: int, count: int, size: int) -> Array:
-        """The chunks first to first + count, along a new axis 0."""
+        """Returns chunks first to first + count, along a new axis 0."""
         axis = self.axis
         if not self.cut.interleaved:
             start = first * self.cut.chunk_size
@@ -74,11 +74,11 @@ class Split:
 @jax.custom_jvp
 @marked_as_chunk
 def _routed(piece: Array, slot: Array) -> Array:
-    """The piece, with the derivative of the slot.
+    """Returns the piece with the derivative of the slot.
 
     For an array that its body slices, a scan adds whole-array cotangents in each step; for its xs
-    it stacks the cotangents of the steps. So the cotangent is routed to a slot in the xs. The
-    slot's value is unused, so XLA removes it, and with it the copy of the batch in the xs.
+    it stacks the cotangents of the steps. The cotangent is therefore routed to a slot in the xs.
+    The slot's value is unused, so XLA removes it, and also the copy of the batch in the xs.
     """
     return piece
 
@@ -117,13 +117,13 @@ def joined(cut: Partition, axis: int, parts: Sequence[Array], entry: Any) -> Arr
 
 
 def parted(x: Array, axis: int, m: int, n: int, entry: tuple[int, Any]) -> Array:
-    """x with the axis split in two axes, one of which may be sharded."""
+    """Splits an axis of x into two axes, one of which may be sharded."""
     shape = (*x.shape[:axis], m, n, *x.shape[axis + 1 :])
     return shardings.reshaped(x, shape, axis, 2, entry)
 
 
 def merged(x: Array, axis: int) -> Array:
-    """x with the axis and the next one merged."""
+    """Merges an axis of x with the next axis."""
     shape = (*x.shape[:axis], x.shape[axis] * x.shape[axis + 1], *x.shape[axis + 2 :])
     first, second = shardings.entries(x)[axis : axis + 2]
     return shardings.reshaped(x, shape, axis, 1, (0, second if first is None else first))
@@ -140,15 +140,15 @@ def _concatenated(parts: list[Array], axis: int) -> Array:
 
 
 def map_batch(f: Callable[..., Any], batch: Sequence[Array], size: int | None) -> Any:
-    """`jax.lax.map` of f over the rows of some arrays, `size` of them at once (None: one).
+    """Applies `jax.lax.map` to f over the rows of some arrays, `size` rows at once (None means 1).
 
-    Where rows are sharded over a mesh of Explicit axes, the chunks are interleaved, so that all
+    If rows are sharded over a mesh of Explicit axes, the chunks are interleaved, so that all
     devices work on each chunk.
     """
     name = next((e for e in (shardings.entries(x)[0] for x in batch) if e is not None), None)
     if name is None:
         mapped = lambda batch: jax.lax.map(lambda xs: f(*xs), batch, batch_size=size)
-        return run_compiled(mapped, list(batch))  # f, such as a pullback, is new at each call
+        return run_compiled(mapped, list(batch))  # f may be a new object at each call
     cut, first, parts = Partition(batch[0].shape[0], size or 1, interleaved=True), 0, []
     splits = [Split(x, 0, cut) for x in batch]
     for rows, chunks in groupby(cut.sizes):

@@ -1,4 +1,4 @@
-"""Sparse arrays (BCOO), as the results of `gradtools.sparse_jacobians`."""
+"""Builds the sparse arrays (BCOO) that `gradtools.sparse_jacobians` returns."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from jax.experimental.sparse import BCOO
 
 
 def sparse_array(index: np.ndarray, values: jax.Array, shape: Sequence[int]) -> BCOO:
-    """A BCOO array: one row of `index` for each axis, sorted, each entry once."""
+    """Makes a BCOO array; `index` has one row per axis, sorted, without duplicates."""
     indices = jnp.asarray(index.T, np.int32)
     return BCOO((values, indices), shape=tuple(shape), indices_sorted=True, unique_indices=True)
 
 
 def summed(groups: np.ndarray, terms: jax.Array, like: jax.Array) -> jax.Array:
-    """The sums of terms by group, an array like `like`."""
+    """Sums the terms by group into an array like `like`."""
     return jnp.zeros_like(like).at[groups].add(terms)

@@ -1,6 +1,6 @@
 """Pytrees and dtypes in JAX, for the backend interface.
 
-A pullback is a pytree of its residuals, like the pullback of `jax.vjp`: it passes through jit, scan
+Like the pullback of `jax.vjp`, a pullback is a pytree of its residuals: it passes through jit, scan
 and custom rules.
 """
 
@@ -20,7 +20,7 @@ from gradtools.jax import shardings
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """The leaves and the structure: JAX's treedef, or a treedef that opens more containers."""
+    """Flattens a tree; the structure is JAX's treedef, or a treedef that opens more containers."""
     if isinstance(tree, jax.Array):
         return [tree], _LEAF
     return _CONTAINERS.opened(*jax.tree.flatten(tree))
@@ -75,12 +75,12 @@ def is_inexact(x: Any) -> bool:
 
 
 def conj(x: Any) -> Any:
-    """The complex conjugate; a real array unchanged."""
+    """Returns the complex conjugate; real arrays are unchanged."""
     return jnp.conj(x) if jnp.issubdtype(x.dtype, jnp.complexfloating) else x
 
 
 def zeros_of(aval: Any) -> Any:
-    """Zeros with the shape, dtype, sharding and varying axes of an abstract array."""
+    """Returns zeros with an abstract array's shape, dtype, sharding and varying axes."""
     zeros = shardings.like(jnp.zeros(aval.shape, aval.dtype), aval)
     return shardings.varying(zeros, shardings.varies(aval))
 
@@ -88,9 +88,9 @@ def zeros_of(aval: Any) -> Any:
 @jax.tree_util.register_dataclass
 @dataclass(eq=False, repr=False)
 class LinearMap:
-    """A pullback or pushforward as a pytree: a static function, and JAX's own map with residuals.
+    """A pullback or pushforward as a pytree: a static function and JAX's map with residuals.
 
-    Two have the same structure if their functions are the same object.
+    Two of them have the same structure if their functions are the same object.
     """
 
     run: Callable[..., Any] = field(metadata={"static": True})
@@ -105,7 +105,7 @@ class LinearMap:
 
 
 def likes_of(xs: Sequence[Any]) -> list[Any]:
-    """The aval of each inexact array; None for any other."""
+    """Returns the aval of each inexact array, and None for other values."""
     avals = [jax.typeof(x) for x in xs]
     return [aval.update(weak_type=False) if is_inexact(aval) else None for aval in avals]
 
@@ -115,7 +115,7 @@ def without_none(xs: Sequence[Any]) -> list[Any]:
 
 
 def filled(values: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
-    """`values` with zeros for None, except where `likes` is None, too."""
+    """Replaces None in `values` by zeros, except where `likes` is None."""
     pairs = zip(values, likes, strict=True)
     return [zeros_of(like) if v is None and like is not None else v for v, like in pairs]
 
@@ -126,7 +126,7 @@ def zero_cotangent(y: Any) -> Any:
 
 
 def struct_of(aval: Any) -> Any:
-    """The `ShapeDtypeStruct` of an array or aval, with its sharding."""
+    """Returns the `ShapeDtypeStruct` of an array or aval, with its sharding."""
     sharding = aval.sharding if any(shardings.entries(aval)) else None
     return jax.ShapeDtypeStruct(aval.shape, aval.dtype, sharding=sharding)
 

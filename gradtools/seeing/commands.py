@@ -13,7 +13,7 @@ from gradtools.seeing.graphs.gradient_graphs import FORMS, Graph
 
 
 def print_why_zero(options: argparse.Namespace) -> int:
-    """Prints where gradients are lost; returns the exit status, 1 if any is."""
+    """Prints where gradients are lost; returns the exit status, 1 if any gradient is lost."""
     f, args, gt = inputs_of(options)
     report = gt.why_zero(f, *args, argnums=tuple(options.argnums))
     print(report.to_json() if options.json else report)
@@ -31,7 +31,7 @@ def print_formula(options: argparse.Namespace) -> int:
 
 
 def _print_or_write(options: argparse.Namespace, operator: str, suffixes: tuple[str, ...]) -> int:
-    """Prints a graph or formula, or writes it to a file, which is checked before anything runs."""
+    """Prints a graph or formula, or writes it to a file, whose name is checked first."""
     out = options.out
     suffix = Path(out).suffix.lower() if out is not None else ""
     if out is not None and suffix not in suffixes:

@@ -14,11 +14,11 @@ if TYPE_CHECKING:
 class Framework:
     """The modules of one framework, each imported on first access.
 
-    Both frameworks have these: `recorded_run`, `training`, `passes` and `translating`.
+    Both frameworks provide `recorded_run`, `training`, `passes` and `translating`.
 
     Args:
         backend: The backend of the user's program.
-        caller: The operator that the user called, for the error.
+        caller: The operator that the user called, for error messages.
 
     Raises:
         GradtoolsError: The backend is neither PyTorch's nor JAX's.

@@ -18,17 +18,17 @@ except ModuleNotFoundError as _error:
     raise _needed(__name__, _error) from None
 
 _api = _Api(_Backend())
-_LAYERS = ("nn",)  # modules with layers, which are imported when first accessed
+_LAYERS = ("nn",)  # modules with layers, imported on first access
 
 if _typing.TYPE_CHECKING:
     from gradtools.public import *  # noqa: F403 - declared once, for both backends
 
-    xp: _ModuleType  # array_api_compat.torch, which a checker cannot read
-else:  # type checkers accept any name if they see a __getattr__
+    xp: _ModuleType  # array_api_compat.torch, which has no type hints
+else:  # a type checker accepts any name if it sees a __getattr__
     __all__ = list(_api.names)
 
     def __getattr__(name: str) -> object:
-        """A public name; its module is imported when the name is first read."""
+        """Returns a public name and imports its module on first access."""
         if name in _LAYERS:
             return _import_module(f"{__name__}.{name}")
         if name not in __all__:

@@ -1,9 +1,9 @@
 """The private names of PyTorch that gradtools uses, each with its reason.
 
 Other files import them from here (`tests/house/test_upstream.py` checks their source).
-`tests/torch/test_upstream.py` tests the names whose change no test of an operator would show. All
-exist in PyTorch 2.8 to 2.15. Names that only recorders and the bridge need are in the modules of
-this name in `gradtools.seeing.torch` and `gradtools.bridge`.
+`tests/torch/test_upstream.py` tests names whose change no operator's test would reveal. All of them
+exist in PyTorch 2.8 to 2.15. The modules of the same name in `gradtools.seeing.torch` and
+`gradtools.bridge` hold names that only recorders and the bridge need.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ _c: Any = torch._C
 pytree = _pytree
 tree_leaves, tree_map_only = pytree.tree_leaves, pytree.tree_map_only
 disable_current_modes = _disable_current_modes
-"""Torch.func's registry of containers, so that users' containers are known (pytorch#65761); and a
-context in which no dispatch mode sees gradtools' operations.
+"""torch.func's registry of pytree containers (pytorch#65761), which knows users' containers; and a
+context that hides gradtools' operations from dispatch modes.
 
 Among the imported names, temporarily_clear_interpreter_stack runs code outside of all levels of
 torch.func; TracingContext and detect_fake_mode say whether a compiler traces.
@@ -45,7 +45,7 @@ torch.func; TracingContext and detect_fake_mode say whether a compiler traces.
 peek_interpreter_stack: Callable[[], Any] = _functorch.peek_interpreter_stack
 get_interpreter_stack: Callable[[], Any] = _functorch.get_interpreter_stack
 TransformType: Any = _functorch.TransformType
-"""The innermost level of torch.func, or None; all levels, outermost first; their kinds."""
+"""The innermost level of torch.func, or None; all levels, outermost first; the enum of kinds."""
 
 is_wrapped: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
 is_batchedtensor: Callable[[Tensor], bool] = _functorch.is_batchedtensor
@@ -53,35 +53,35 @@ is_gradtrackingtensor: Callable[[Tensor], bool] = _functorch.is_gradtrackingtens
 get_unwrapped: Callable[[Tensor], Tensor] = _functorch.get_unwrapped
 maybe_get_level: Callable[[Tensor], int] = _functorch.maybe_get_level
 maybe_get_bdim: Callable[[Tensor], int] = _functorch.maybe_get_bdim
-"""Whether a tensor is a wrapper of a level, and of which kind; the tensor beneath one level; the
-wrapper's level, -2 if its transform has ended; the axis that vmap hides, -1 if none."""
+"""Whether a tensor is a functorch wrapper, and its kind; the tensor one level below; the wrapper's
+level, -2 if its transform has ended; the axis that vmap hides, -1 if none."""
 
 wrap_for_grad: Callable[[Tensor, int], Tensor] = _functorch._wrap_for_grad
 add_vmap_axis: Callable[[Tensor, int, int], Tensor] = _functorch._add_batch_dim
-"""A tensor inside of a level of `torch.func.grad`; a tensor whose axis a level of vmap hides."""
+"""Wraps a tensor for a level of `torch.func.grad`; hides an axis of a tensor in a level of vmap."""
 
 batch_size_of: Callable[[Any], int] = lambda v: _functorch.CVmapInterpreterPtr(v).batchSize()
-"""The batch size of a level of vmap."""
+"""Returns the batch size of a level of vmap."""
 
 is_legacy_batched: Callable[[Tensor], bool] = _functorch.is_legacy_batchedtensor
 enter_vmap: Callable[[], int] = _c._vmapmode_increment_nesting
 leave_vmap: Callable[[], int] = _c._vmapmode_decrement_nesting
 add_batch_axis: Callable[..., Tensor] = torch._add_batch_dim
 remove_batch_axis: Callable[..., Tensor] = torch._remove_batch_dim
-"""The legacy vmap of autograd's `is_grads_batched`: whether a tensor is its batch; entry
-to and exit from a level, which return the number of levels; wraps a tensor, and unwraps it."""
+"""The legacy vmap of autograd's `is_grads_batched`: tests whether a tensor is batched by it; enters
+and exits a level, returning the number of levels; wraps and unwraps a tensor."""
 
 # --- forward mode ------------------------------------------------------------------------------
 
 forward_level: Callable[[], int] = partial(attrgetter("_current_level"), forward_ad)
-"""The open level of forward mode, -1 if none."""
+"""The open level of forward mode, or -1."""
 
 
 def enter_forward_level() -> int | None:
-    """Enters a level of forward mode; None if one is active, in this thread or another.
+    """Enters a level of forward mode; returns None if one is active in this or another thread.
 
-    If another thread leaves `torch.func.jvp` at the same moment, PyTorch's own
-    function raises and leaves a level open; this copy of its code closes it.
+    If another thread leaves `torch.func.jvp` at the same moment, PyTorch's own function raises and
+    leaves a level open; this copy of its code closes the level.
     """
     try:
         level = int(_c._enter_dual_level())
@@ -96,7 +96,7 @@ def enter_forward_level() -> int | None:
 
 
 def leave_forward_level(level: int) -> None:
-    """Exits the level, three times as fast as PyTorch's own function."""
+    """Exits the level; three times as fast as PyTorch's own function."""
     _c._exit_dual_level(level=level)
     forward_ad._current_level = level - 1
 
@@ -104,20 +104,20 @@ def leave_forward_level(level: int) -> None:
 _load_decompositions = cache(forward_ad._maybe_load_decompositions)
 make_dual: Callable[..., Tensor] = torch._make_dual
 unpack_dual: Callable[..., Any] = torch._unpack_dual
-"""The functions of `forward_ad` without their checks, which take as long as they do."""
+"""The functions of `forward_ad` without their checks, which double their time."""
 
 is_forward_mode_enabled: Callable[[], bool] = _c._is_fwd_grad_enabled
 set_forward_mode_enabled: Callable[[bool], None] = _c._set_fwd_grad_enabled
 forward_mode_enabled: Any = forward_ad._set_fwd_grad_enabled
-"""Whether forward mode propagates tangents, a setter, and a context: constants have none."""
+"""Whether forward mode propagates tangents, its setter, and a context that disables tangents."""
 
 is_any_autocast_enabled: Callable[[], bool] = _c._is_any_autocast_enabled
-"""Whether autocast is on for any device."""
+"""Returns whether autocast is on for any device."""
 
 # --- autograd's engine and its graph -----------------------------------------------------------
 
 set_grad_enabled: Callable[[bool], None] = _c._set_grad_enabled
-"""The function beneath the class `torch.set_grad_enabled`, which modes see when f uses that."""
+"""The function beneath `torch.set_grad_enabled`, which modes see when f uses that class."""
 
 run_engine: Callable[..., tuple[Any, ...]] = torch.autograd.graph._engine_run_backward
 engine: Callable[..., tuple[Any, ...]] = torch.autograd.Variable._execution_engine.run_backward
@@ -126,17 +126,17 @@ time for a small function; the second also skips the context that compiled code 
 
 current_graph_task: Callable[[], int] = _c._current_graph_task_id
 will_run: Callable[[Any], bool] = _c._will_engine_execute_node
-"""The id of the running backward pass, -1 if none; whether it will execute a node."""
+"""The id of the running backward pass, or -1; whether that pass will execute a node."""
 
 AccumulateGrad: Any = _c._functions.AccumulateGrad
 ModuleHook: Any = torch.nn.modules._functions.BackwardHookFunction
 backward_class: Callable[[Any], Any] = attrgetter("_backward_cls")
-"""The class of the nodes of leaves; the Function of a module's full backward hooks; the class of
-the nodes that a Function makes."""
+"""The class of leaf nodes; the Function of a module's full backward hooks; the class of nodes that
+a Function creates."""
 
 
 def function_of(node: Any) -> Any:
-    """The user's `torch.autograd.Function` of a node; None for PyTorch's own.
+    """Returns the user's `torch.autograd.Function` of a node; None for PyTorch's own nodes.
 
     vmap generates a class from it, whose closure holds the user's class.
     """
@@ -151,13 +151,13 @@ def function_of(node: Any) -> Any:
 nodes_made: Callable[[], int] = _c._autograd._get_sequence_nr
 sequence_of: Callable[[Any], int] = methodcaller("_sequence_nr")
 hooks_made: Callable[[], int] = partial(getattr, RemovableHandle, "next_id")
-"""How many nodes this thread has created, and had when it created a node: captured tensors have
-earlier ones; how many hooks of any kind the process has registered."""
+"""The sequence number of this thread's next node, and a node's own number (nodes of captured
+tensors are older); the number of hooks of any kind that the process has registered."""
 
 saved_tensors_hooks_on: Callable[[bool], Any] = _c._autograd._top_saved_tensors_default_hooks
 push_saved_tensors_hooks: Callable[..., None] = _c._autograd._push_saved_tensors_default_hooks
 pop_saved_tensors_hooks: Callable[[], None] = _c._autograd._pop_saved_tensors_default_hooks
-"""The stack of hooks on saved tensors, which must not pack gradtools' short-lived graphs."""
+"""The stack of saved-tensor hooks, which must not pack gradtools' short-lived graphs."""
 
 # --- modes -------------------------------------------------------------------------------------
 
@@ -165,37 +165,37 @@ EnableTorchFunction: Any = _c._EnableTorchFunction
 function_modes: Callable[[], Sequence[Any]] = torch.overrides._get_current_function_mode_stack
 count_of_function_modes: Callable[[], int] = _c._len_torch_function_stack
 count_of_dispatch_modes: Callable[[], int] = _c._len_torch_dispatch_stack
-"""Enables modes in the backward pass of a subclass, which disables them; the active modes, and
-their counts."""
+"""Enables modes in the backward pass of a subclass, which disables them; the active function modes;
+the numbers of active modes."""
 
 _PROXY = _c._TorchDispatchModeKey.PROXY
 is_traced_by_make_fx: Callable[[], bool] = lambda: _c._get_dispatch_mode(_PROXY) is not None
 tracing_state: Callable[[], Any] = _c._get_tracing_state
-"""Whether torch.fx traces by proxies, which have no values; the state of `torch.jit.trace`."""
+"""Whether torch.fx traces with proxies, which have no values; the state of `torch.jit.trace`."""
 
 # --- tensors -----------------------------------------------------------------------------------
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 set_version_counters: Callable[..., None] = _c._autograd._unsafe_set_version_counter
-"""How often x was changed in place (documented), and a setter: a tensor whose contents are
-restored counts as unchanged for the graphs that saved it."""
+"""A tensor's version counter (documented), and its setter: graphs that saved a tensor consider it
+unchanged after its contents are restored."""
 
 is_zero: Callable[[Tensor], bool] = methodcaller("_is_zerotensor")
 is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
 is_alias_of: Callable[[Tensor, Tensor], bool] = _c._is_alias_of
 tensor_hooks: Callable[[Tensor], Any] = attrgetter("_backward_hooks")
-"""Whether x is a zero without memory, as forward mode makes them; whether autograd tracks it as a
+"""Whether x is a zero tensor without memory, as in forward mode; whether autograd tracks x as a
 view; whether two tensors share a storage; the hooks that edit x's gradient, or None."""
 
 add_each_, multiply_each = torch._foreach_add_, torch._foreach_mul
 divide_each, divide_each_ = torch._foreach_div, torch._foreach_div_
-"""One operation for many tensors."""
+"""Adds, multiplies or divides many tensors in one operation."""
 
 
 def storage_key(x: Tensor) -> int:
-    """A key that two living tensors share if and only if they share a storage.
+    """Returns a key that two living tensors share if and only if they share a storage.
 
-    A tensor without a storage (sparse, wrapped by a transform) has a key of its own.
+    A tensor without a storage (sparse, or wrapped by a transform) has its own key.
     """
     try:
         with _c.DisableTorchFunction():
@@ -205,7 +205,7 @@ def storage_key(x: Tensor) -> int:
 
 
 def size_hint(n: Any, fallback: int) -> int:
-    """The example value of a symbolic size. `hint_int` before PyTorch 2.12."""
+    """Returns the example value of a symbolic size (`hint_int` before PyTorch 2.12)."""
     from torch.fx.experimental import symbolic_shapes
 
     hint = getattr(symbolic_shapes, "optimization_hint", None) or vars(symbolic_shapes)["hint_int"]
@@ -217,12 +217,12 @@ def size_hint(n: Any, fallback: int) -> int:
 SLOTS = ("_parameters", "_buffers", "_modules")
 slots_of: Callable[[torch.nn.Module], tuple[Any, Any, Any]] = attrgetter(*SLOTS)
 NOT_SAVED, COMPILED_CALL = "_non_persistent_buffers_set", "_compiled_call_impl"
-"""The fields of a module's own parameters, buffers and children, which may be None; of the names of
-buffers that no `state_dict` holds; and of the code of `module.compile()`, which a copy of the
-module must not run."""
+"""The fields of a module for its own parameters, buffers and children, which may be None; for the
+names of non-persistent buffers; and for the code of `module.compile()`, which a copy of the module
+must not run."""
 
 BatchNorm: Any = torch.nn.modules.batchnorm._BatchNorm
-"""The base class of all batch normalizations, SyncBatchNorm included."""
+"""The base class of all batch normalizations, including SyncBatchNorm."""
 
 
 class ModuleLike(torch.nn.Module):
@@ -241,29 +241,29 @@ class ModuleLike(torch.nn.Module):
 caches_weights: Callable[[], int] = partial(getattr, parametrize, "_cache_enabled")
 """The number of open contexts of `parametrize.cached`."""
 
-# --- dynamo, which is not imported until someone compiles ---------------------------------------
+# --- dynamo, which is not imported until a function is compiled -----------------------------------
 
 DYNAMO = "torch._dynamo"
 _compiler_of_frames = getattr(_c._dynamo.eval_frame, "get_eval_frame_callback", None)
-"""The compiler's module; what compiles Python's frames in this thread, None if nothing does."""
+"""The name of dynamo's module; returns the compiler of this thread's frames, or None."""
 
 
 def compiles_here() -> bool:
-    """Whether dynamo would compile a function that is called here, as after a graph break."""
+    """Returns whether dynamo would compile a function called here, as after a graph break."""
     return DYNAMO in sys.modules if _compiler_of_frames is None else bool(_compiler_of_frames())
 
 
 def break_graph(reason: str) -> None:
-    """Causes a graph break in dynamo, with a reason for its logs."""
+    """Causes a graph break in dynamo; the reason appears in its logs."""
     sys.modules[DYNAMO].graph_break(msg=reason)
 
 
 is_exporting: Callable[[], bool] = partial(getattr, torch.compiler, "_is_exporting_flag")
-"""Whether `torch.export` is tracing: the flag, in place of which dynamo assumes True."""
+"""Whether `torch.export` is tracing: a flag, since dynamo folds the public function to True."""
 
 
 def skip_module(name: str) -> None:
-    """Makes dynamo skip the frames of a module; functions that it calls may be compiled."""
+    """Makes dynamo skip a module's frames; functions that the module calls may be compiled."""
     from torch._dynamo import trace_rules
 
     trace_rules.add(name)
@@ -277,18 +277,18 @@ def skip_code(fun: Callable[..., Any]) -> None:
 
 
 def marked_constant(fun: Callable[..., Any]) -> Callable[..., Any]:
-    """`torch.compiler.assume_constant_result` without importing dynamo."""
+    """Has the effect of `torch.compiler.assume_constant_result` without importing dynamo."""
     fun._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return fun
 
 
 # --- hacks that a maintainer of PyTorch would reject --------------------------------------------
 #
-# Each is in one module, because PyTorch offers nothing else: matching the texts of errors, which
-# have no types (`known_errors`); inspecting the instruction that raised an error, which tells a
-# user's `raise` from PyTorch's (`code_origin`); patching classes for the time of a call, which no
-# mode sees (`thread_patches`); an import hook, since dynamo knows marked functions by identity, and
-# importing it takes seconds (`compiling`); one registered operator, since compiled programs hold no
-# Python objects (`host`); reading the memory of the generators of Python and NumPy, since copying
-# their states takes longer than a small layer (`state`); removing the hooks of leaves during a
-# second evaluation, so that they run once (`lazy_graphs`).
+# Each is confined to one module, because PyTorch has no interface for it: matching error messages,
+# since errors have no types (`known_errors`); inspecting the instruction that raised an error, to
+# distinguish a user's `raise` from PyTorch's (`code_origin`); patching classes during a call that
+# modes cannot see (`thread_patches`); an import hook, since dynamo knows marked functions by
+# identity and its import takes seconds (`compiling`); one registered operator, since compiled
+# programs hold no Python objects (`host`); reading the memory of Python's and NumPy's generators,
+# since copying their states takes longer than a small layer (`state`); removing the hooks of leaves
+# during a second evaluation, so that they run once (`lazy_graphs`).

@@ -1,9 +1,9 @@
-"""Writing gradients in PyTorch: into `.grad` of the real parameters.
+"""Writes gradients in PyTorch into `.grad` of the parameters.
 
 Like the autograd engine, this adds to `.grad` in place where possible and creates it if it is None.
-A process-wide lock serializes it, since `p.grad = p.grad + g` would lose what another thread adds
-between the read and the write. Everything that can fail (checks, allocation) comes before the first
-write. `gradtools.accumulate` documents the public names.
+A process-wide lock serializes it, since `p.grad = p.grad + g` would lose an addition of another
+thread between the read and the write. Everything that can fail (checks, allocation) comes before
+the first write. `gradtools.accumulate` documents the public names.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ Write = tuple[Callable[[Any, Any], Any], torch.Tensor, torch.Tensor]
 
 
 def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
-    """Adds to, or sets, `.grad` of every parameter that grads names; atomic if anything fails."""
+    """Adds to, or sets, `.grad` of every parameter in grads; writes nothing if anything fails."""
     caller = "accumulate_gradients" if add else "assign_gradients"
     with _LOCK, torch.inference_mode(False), torch.no_grad():
         merged = _pairs_of_dicts(target, grads)
@@ -51,7 +51,7 @@ def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
 
 
 def _pairs_of_dicts(target: Any, grads: Any) -> list[tuple[Any, Any]] | None:
-    """Parameters and gradients of a module or flat dict; None unless all fit and occur once."""
+    """Pairs the entries of a module or flat dict; None unless all fit and none repeats."""
     named = ModuleTree.of(target).parameters if isinstance(target, torch.nn.Module) else target
     if not (type(named) is dict and type(grads) is dict and grads.keys() <= named.keys()):
         return None
@@ -61,7 +61,7 @@ def _pairs_of_dicts(target: Any, grads: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _pairs(caller: str, target: Any, grads: Any, add: bool) -> list[tuple[Any, Any]]:
-    """The parameters with their gradients, each once; raises for entries that do not fit."""
+    """Pairs each parameter with its gradient; raises for entries that do not fit or repeat."""
     if target is None:
         raise GradtoolsError(
             f"{caller}: target is None; expected the parameters whose .grad is to be written. Give "
@@ -78,8 +78,8 @@ def _pairs(caller: str, target: Any, grads: Any, add: bool) -> list[tuple[Any, A
             first, _, other = by_id[id(p)]
             if not add:
                 raise GradtoolsError(
-                    f"{caller}: target{first} and target{path} are one parameter, and each was "
-                    "given a gradient. Give it one, with None at the other place, or add both with "
+                    f"{caller}: target{first} and target{path} are one parameter, and both "
+                    "have a gradient. Pass one gradient and None for the other, or add both with "
                     "accumulate_gradients."
                 )
             path, grad = first, other.detach() + grad.detach()
@@ -87,11 +87,11 @@ def _pairs(caller: str, target: Any, grads: Any, add: bool) -> list[tuple[Any, A
     return [(p, grad) for _, p, grad in by_id.values()]
 
 
-# --- what the accumulator needs ----------------------------------------------------------
+# --- functions of the accumulator -------------------------------------------------------
 
 
 def detached(x: Any) -> torch.Tensor | None:
-    """The detached tensor; None if x is not a tensor."""
+    """Returns the detached tensor; None if x is not a tensor."""
     return x.detach() if isinstance(x, torch.Tensor) else None
 
 
@@ -100,7 +100,7 @@ def copied(x: torch.Tensor) -> torch.Tensor:
 
 
 def current_trace() -> Any:
-    """An identifier of the current `torch.func` nesting; None outside of all transforms."""
+    """Returns an identifier of the current `torch.func` nesting; None outside of all transforms."""
     level = upstream.peek_interpreter_stack()
     return None if level is None else level.level()
 
@@ -110,12 +110,12 @@ spec: Callable[[torch.Tensor], tuple[Any, ...]] = attrgetter("layout", "dtype", 
 
 
 def varies(x: torch.Tensor) -> frozenset[Any]:
-    """No mesh axes, which only JAX tracks."""
+    """Returns no axes: only JAX tracks the mesh axes along which an array varies."""
     return frozenset()
 
 
 def spec_in_words(spec: tuple[Any, ...]) -> str:
-    """Layout (unless dense), dtype, shape and device."""
+    """Describes the layout (unless dense), dtype, shape and device."""
     layout, dtype, shape, device = spec
     words = "" if layout == torch.strided else f"{_short(layout)} "
     return f"{words}{_short(dtype)} of shape {tuple(shape)} on {device}"
@@ -130,14 +130,14 @@ def over(xs: Sequence[torch.Tensor], number: float) -> list[torch.Tensor]:
 
 
 def _are_plain(xs: Sequence[torch.Tensor]) -> bool:
-    """Whether these are plain numbers, for one operation on all of them."""
+    """Returns whether all are plain tensors, which one fused operation can process."""
     if not xs or upstream.peek_interpreter_stack() is not None or upstream.forward_level() >= 0:
         return False
     return {*map(type, xs)} == {torch.Tensor} and {*map(_layout, xs)} == {torch.strided}
 
 
 def added(totals: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], weight: Any) -> bool:
-    """Adds weight times xs to the sums in place; False if that is not possible."""
+    """Adds weight times xs to the sums in place; returns False if that is not possible."""
     if type(weight) not in (int, float) or not (_are_plain(totals) and _are_plain(xs)):
         return False
     if any(map(torch.Tensor.is_inference, totals)):
@@ -151,7 +151,7 @@ def added(totals: Sequence[torch.Tensor], xs: Sequence[torch.Tensor], weight: An
 
 
 def sums_over_ranks(own: State | None, group: Any, axis_name: Any) -> Any:
-    """`(treedef, sums, weight, dtypes)` over all processes, which first compare structures."""
+    """Returns `(treedef, sums, weight, dtypes)` over all processes, after comparing structures."""
     # Imported here, since importing torch.distributed is slow and few programs use it.
     from gradtools.torch.gathering import add_over_ranks_, check_group, values_of_ranks
 
@@ -166,7 +166,7 @@ def sums_over_ranks(own: State | None, group: Any, axis_name: Any) -> Any:
     sent = values_of_ranks((layout, float(weight) if isinstance(weight, float) else weight), group)
     weights = _checked_weights(sent)
     assert own is not None
-    for x in own.totals:  # a DTensor is the same on all ranks, so its sum is a multiple
+    for x in own.totals:  # a DTensor is the same on all ranks; its sum is a multiple
         if is_distributed(x):
             x *= len(weights)
     add_over_ranks_([x for x in own.totals if not is_distributed(x)], group)
@@ -182,7 +182,7 @@ def _described(x: torch.Tensor) -> str:
 
 
 def _checked_weights(sent: Sequence[Any]) -> list[Any]:
-    """The weights of all processes; raises, on all equally, unless their sums can be added."""
+    """Returns the weights of all processes; raises on every rank if sums cannot be added."""
     layouts, weights = [layout for layout, _ in sent], [weight for _, weight in sent]
     for rank, layout in enumerate(layouts):
         if not layout:
@@ -214,12 +214,12 @@ def _checked_weights(sent: Sequence[Any]) -> list[Any]:
 
 
 def is_distributed(x: Any) -> bool:
-    """Whether it is a DTensor."""
+    """Returns whether x is a DTensor."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(x, module.DTensor)
 
 
-# --- what is written, and how ------------------------------------------------------------
+# --- the writes --------------------------------------------------------------------------
 
 
 def _addition(p: torch.Tensor, g: torch.Tensor, buffers: set[Any]) -> Write:
@@ -229,7 +229,7 @@ def _addition(p: torch.Tensor, g: torch.Tensor, buffers: set[Any]) -> Write:
         g = g.clone()
     if old is None:
         return _set, p, g.clone()
-    # In place without a graph, and if no entries overlap.
+    # Writes in place if there is no graph and no entries overlap.
     writable = not (old.requires_grad or old.is_inference())
     if writable and old.layout == torch.strided:
         writable = not has_overlaps(old)
@@ -239,9 +239,9 @@ def _addition(p: torch.Tensor, g: torch.Tensor, buffers: set[Any]) -> Write:
 
 
 def _taken(merged: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-    """The gradients without their graphs, as autograd would put them into `.grad`.
+    """Detaches the gradients, as autograd would put them into `.grad`.
 
-    Copies if one of them shares memory with another, and of those whose own entries do.
+    Copies all of them if any two share memory or one of them overlaps itself.
     """
     grads = [g.detach() for _, g in merged]
     dense = all(g.layout is torch.strided and g.is_contiguous() for g in grads)
@@ -249,7 +249,7 @@ def _taken(merged: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Te
 
 
 def _are_apart(xs: Sequence[torch.Tensor]) -> bool:
-    """Whether no two of these contiguous tensors overlap in memory."""
+    """Returns whether no two of these contiguous tensors overlap in memory."""
     try:
         spans = sorted([(x.data_ptr(), x.nbytes) for x in xs])
     except (NotImplementedError, RuntimeError):  # wrapped, fake
@@ -301,7 +301,7 @@ def _check(caller: str, entry: TargetLeaf) -> None:
 
 
 def _all_fit(merged: Sequence[tuple[Any, Any]]) -> bool:
-    """Whether all are ordinary leaves and their gradients: property by property, for speed."""
+    """Returns whether all are ordinary leaves with matching gradients, by a fast check."""
     ps, gs = [p for p, _ in merged], [g for _, g in merged]
     if not ({*map(type, gs)} <= {torch.Tensor} and {*map(type, ps)} <= PLAIN):
         return False
@@ -315,7 +315,7 @@ def _all_fit(merged: Sequence[tuple[Any, Any]]) -> bool:
 
 
 def _expected_dtype(p: torch.Tensor, g: torch.Tensor) -> torch.dtype:
-    """`p.grad_dtype` (p's dtype before PyTorch 2.10); if it allows any, the dtype of `.grad`."""
+    """Returns `p.grad_dtype` (p's dtype before PyTorch 2.10); if None, the dtype of `.grad`."""
     return getattr(p, "grad_dtype", p.dtype) or (g.dtype if p.grad is None else p.grad.dtype)
 
 

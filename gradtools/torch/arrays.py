@@ -1,11 +1,11 @@
 """Arrays, keys and the array-API namespace in PyTorch.
 
-Conversions from NumPy keep the dtype or raise. A key is an int64 tensor of two words; child i of
-the key (a, b) is, with the splitmix64 finalizer m and odd constants C, D,
+Conversions from NumPy keep the dtype or raise. A key is an int64 tensor of two words. Child i of
+the key (a, b), with the splitmix64 finalizer m and odd constants C and D, is
 
     a_i = m(a + (i + 1) C),    b_i = m(m(b + D a_i) + i),
 
-elementwise integer arithmetic, so it runs under ``torch.func.vmap`` and on any device.
+The arithmetic is elementwise on integers, so it runs under ``torch.func.vmap`` on any device.
 Each of the two maps is a bijection of 64 bits, so siblings never collide.
 The reference for m is Steele, Lea and Flood, "Fast splittable pseudorandom number
 generators" (OOPSLA 2014), in Vigna's variant.
@@ -30,7 +30,7 @@ ODD = -0x4498517A7B3558C5  # another odd word with about as many ones as zeros
 
 
 def asarray(x: Any, device_of: Any = None) -> torch.Tensor:
-    """One array as a tensor of the same dtype; tensors pass through. See ``gradtools.arrays``.
+    """Converts one array to a tensor of the same dtype; returns tensors as they are.
 
     device_of: A tensor on whose device the result is created, instead of the default device.
     """
@@ -51,7 +51,7 @@ def asarray(x: Any, device_of: Any = None) -> torch.Tensor:
 
 
 def to_numpy(x: Any) -> np.ndarray:
-    """A NumPy copy of one array, cut from the graph. See ``gradtools.arrays``."""
+    """Copies one array to NumPy, detached from the graph. See ``gradtools.arrays``."""
     if not isinstance(x, torch.Tensor):
         return np.array(as_numpy(x, "to_numpy"))
     try:
@@ -77,7 +77,7 @@ def on_cpu(x: torch.Tensor) -> torch.Tensor:
 
 
 def random_key(seed: Any) -> torch.Tensor:
-    """The key of an integer seed: an int64 tensor of shape (2,). See ``gradtools.arrays``."""
+    """Makes a key, an int64 tensor of shape (2,), from a seed. See ``gradtools.arrays``."""
     if not (isinstance(seed, torch.Tensor) and seed.ndim == 0 and not seed.is_floating_point()):
         seed = torch.tensor(as_seed(seed), dtype=torch.int64)
     first = _mix(seed.to(torch.int64) + GOLDEN)
@@ -85,26 +85,26 @@ def random_key(seed: Any) -> torch.Tensor:
 
 
 def split_key(key: torch.Tensor, n: int = 2) -> torch.Tensor:
-    """Independent keys, an int64 tensor of shape (n, 2). See ``gradtools.arrays``."""
+    """Splits a key into n independent keys, a tensor of shape (n, 2). See ``gradtools.arrays``."""
     check_key("split_key", key)
     n = whole_number("split_key", "n", n, 1, "keys")
     return _children(key, torch.arange(n, dtype=torch.int64, device=key.device))
 
 
 def fold_in(key: torch.Tensor, index: int) -> torch.Tensor:
-    """The child of a key that `split_key` would give at this index."""
+    """Returns the key that `split_key` would return at this index."""
     check_key("chunked", key)
     return _children(key, torch.tensor(index, dtype=torch.int64, device=key.device))
 
 
 def _children(key: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """The keys at these indices, along a last axis of two."""
+    """Returns the child keys at these indices; the last axis has length two."""
     first = _mix(key[0] + (index + 1) * GOLDEN)
     return torch.stack([first, _mix(_mix(key[1] + first * ODD) + index)], dim=-1)
 
 
 def seed_of(key: torch.Tensor) -> int:
-    """The 64-bit seed that a key stands for, as a signed Python integer."""
+    """Returns a 64-bit seed computed from a key, as a signed Python integer."""
     check_key("apply", key)
     return int(_mix(key[0] ^ _mix(key[1])).item())
 
@@ -122,7 +122,7 @@ def check_key(caller: str, key: Any) -> None:
 
 
 def xp() -> ModuleType:
-    """The array-API namespace of PyTorch, imported lazily."""
+    """Imports and returns PyTorch's array-API namespace."""
     try:
         import array_api_compat.torch as namespace
     except ImportError as error:
@@ -141,7 +141,7 @@ def _default_dtype(dtype: np.dtype) -> torch.dtype:
 
 
 def _reinterpreted(array: np.ndarray) -> torch.Tensor:
-    """A tensor of an ml_dtypes dtype, by reinterpreting its bits."""
+    """Converts an array of an ml_dtypes dtype to a tensor by reinterpreting its bits."""
     dtype = getattr(torch, array.dtype.name, None)
     if not isinstance(dtype, torch.dtype) or dtype.itemsize != array.dtype.itemsize:
         raise GradtoolsError(
@@ -152,7 +152,7 @@ def _reinterpreted(array: np.ndarray) -> torch.Tensor:
 
 
 def _extended_to_numpy(x: torch.Tensor) -> np.ndarray:
-    """An array of an ml_dtypes dtype, or of float32 if that package is not installed."""
+    """Converts to an ml_dtypes dtype, or to float32 if ml_dtypes is not installed."""
     try:
         import ml_dtypes
     except ImportError:
@@ -164,12 +164,12 @@ def _extended_to_numpy(x: torch.Tensor) -> np.ndarray:
 
 
 def _mix(x: torch.Tensor) -> torch.Tensor:
-    """The splitmix64 finaliser, a bijection of 64-bit words (int64 wraps around)."""
+    """Applies the splitmix64 finalizer, a bijection of 64-bit words (int64 wraps around)."""
     x = (x ^ _shift(x, 30)) * -0x40A7B892E31B1A47
     x = (x ^ _shift(x, 27)) * -0x6B2FB644ECCEEE15
     return x ^ _shift(x, 31)
 
 
 def _shift(x: torch.Tensor, bits: int) -> torch.Tensor:
-    """The logical right shift (PyTorch's is arithmetic)."""
+    """Shifts right logically; PyTorch's `>>` is arithmetic."""
     return (x >> bits) & ((1 << (64 - bits)) - 1)

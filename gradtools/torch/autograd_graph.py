@@ -14,7 +14,7 @@ from gradtools.torch import _upstream as upstream
 from gradtools.torch.function_modes import PlainKernels, only_own_modes
 
 Tensor = torch.Tensor
-_parent = itemgetter(0)  # the node of an edge; a comprehension would call Python for each node
+_parent = itemgetter(0)  # the node of an edge; a comprehension would run Python code per node
 
 
 def nodes_of(outs: Iterable[Tensor], ends: Collection[Any] = ()) -> list[Any]:
@@ -28,7 +28,7 @@ def node_of(y: Tensor) -> Any:
 
 
 def nodes_behind(nodes: Iterable[Any], ends: Collection[Any] = ()) -> list[Any]:
-    """These nodes and their ancestors, except for those that only the nodes `ends` lead to."""
+    """Returns these nodes and their ancestors, except ancestors reachable only through `ends`."""
     found, seen, todo = list[Any](), {None}, [*nodes]
     while todo:
         node = todo.pop()
@@ -40,7 +40,7 @@ def nodes_behind(nodes: Iterable[Any], ends: Collection[Any] = ()) -> list[Any]:
 
 
 def leaves_of(outs: Iterable[Tensor]) -> Iterator[Tensor]:
-    """The leaves in the graph of outs."""
+    """Yields the leaves in the graph of outs."""
     return (node.variable for node in nodes_of(outs) if type(node) is upstream.AccumulateGrad)
 
 
@@ -49,22 +49,22 @@ _UNSPENT = [False]
 
 
 def is_spent(x: Tensor) -> bool:
-    """Whether x is the alias of an argument in a derivative that has been taken.
+    """Returns whether x is the alias of an argument in a finished derivative.
 
-    Nobody differentiates with respect to such a leaf: it is a constant. Its attribute `SPENT` holds
-    a list of one flag, which the aliases of a derivative share.
+    Such a leaf is a constant: it is no longer differentiated. Its attribute `SPENT` holds a list
+    with one flag, which all aliases of a derivative share.
     """
     return bool(getattr(x, SPENT, _UNSPENT)[0])
 
 
 def depends_on_others(outs: Sequence[Tensor]) -> bool:
-    """Whether outs depend on a leaf that is not spent, and so may be differentiated."""
+    """Returns whether outs depend on a leaf that is not spent, and so may be differentiated."""
     accumulates, todo = upstream.AccumulateGrad, list[Any]()
     for y in outs:  # loops, since every derivative runs this
         if y.requires_grad:
             todo.append(y.grad_fn or get_gradient_edge(y).node)
     seen = set(todo)
-    for node in todo:  # which grows
+    for node in todo:  # the loop appends to todo
         if type(node) is accumulates:
             if not getattr(node.variable, SPENT, _UNSPENT)[0]:
                 return True
@@ -84,9 +84,9 @@ def pulled(
     create: bool,
     plain: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """`torch.autograd.grad` without its argument checks; None for unreached inputs.
+    """Calls `torch.autograd.grad` without its argument checks; None for unreached inputs.
 
-    plain: Whether a checkpoint computes its function again with `PlainKernels`.
+    plain: Whether a checkpoint recomputes its function with `PlainKernels`.
     """
     if torch.overrides.has_torch_function((*ys, *xs)) and not only_own_modes((*ys, *xs)):
         return torch.autograd.grad(ys, xs, cts, retain, create, allow_unused=True)

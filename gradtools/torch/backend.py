@@ -56,7 +56,7 @@ _TINY = torch.finfo(torch.float64).tiny
 class TorchBackend(FrameworkBackend):
     """`gradtools.backend.Backend` for PyTorch.
 
-    The engines and rules are imported with it, members that most programs do not use lazily.
+    Imports the engines and rules with this module and rarely used members lazily.
     """
 
     name, package = "torch", "gradtools.torch"
@@ -100,7 +100,7 @@ class TorchBackend(FrameworkBackend):
     split_key = staticmethod(arrays.split_key)  # compiled code may call them
 
     def as_leaf(self, x: Any) -> Any:
-        # NumPy's float64 and complex128 are Python numbers, and weakly typed like these.
+        # NumPy's float64 and complex128 are Python numbers, and weakly typed like them.
         is_number = isinstance(x, float | complex) or not hasattr(x, "__array__")
         return x if is_number else self.asarray(x)
 
@@ -135,7 +135,7 @@ class TorchBackend(FrameworkBackend):
         norm_of = torch.linalg.vector_norm
         norms = [norm_of(x, dtype=dtype) for x, dtype in zip(xs, wide, strict=True)]
         norm = norms[0] if len(norms) == 1 else norm_of(torch.stack(norms))
-        # Zeros stay; an infinite entry makes all NaN, as without a wider dtype.
+        # Zeros stay zero; an infinite entry makes all entries NaN, as in the original dtype.
         norm = norm.clamp(min=_TINY).nan_to_num(nan=math.nan, posinf=math.nan)
         factor = norm.clamp(max=bound) / norm
         narrow = (torch.float16, torch.bfloat16)
@@ -159,7 +159,7 @@ class TorchBackend(FrameworkBackend):
         return basis.reshape(len(basis), *x.shape)
 
     def split(self, x: Array, parts: Sequence[slice]) -> Sequence[Array]:
-        if x.requires_grad or len(parts) < 2:  # views of `split` with a graph are not writable
+        if x.requires_grad or len(parts) < 2:  # views from `split` with a graph cannot be written
             return super().split(x, parts)
         return x[: parts[-1].stop].split([part.stop - part.start for part in parts])
 
@@ -205,7 +205,7 @@ class TorchBackend(FrameworkBackend):
     closure_converted = LazyMember("captured_tensors")
 
     def call_on_host(self, f: Callable[..., Any], args: Any, like: Any) -> Any:
-        """`f(args)`; under torch.func an f that needs NumPy arrays runs as a host kernel."""
+        """Calls `f(args)`; under torch.func, an f that needs NumPy runs as a host kernel."""
         try:
             return f(args)
         except RuntimeError as error:

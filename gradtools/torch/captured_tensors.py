@@ -1,4 +1,4 @@
-"""Tensors that a recomputed function captures, and the tensors that it reads in their place.
+"""Finds the tensors that a recomputed function captures, and replaces them in later runs.
 
 In the first run inside of torch.func no graph shows the captured tensors, so a function mode finds
 them (`Captured`; outside of torch.func, for `implicit_solution`, `CapturedInEager`). They become
@@ -45,23 +45,23 @@ _thread = _Captures()
 
 
 def replaced_now() -> dict[int, tuple[Tensor, Tensor]]:
-    """The tensors that are replaced in this thread, by id, each with its replacement."""
+    """Maps the id of each tensor replaced in this thread to the tensor and its replacement."""
     return {} if _thread.mode is None else _thread.mode.of
 
 
 def as_read_now(xs: Sequence[Tensor]) -> list[Tensor]:
-    """The tensors or their replacements, as arguments of a node, which modes do not see."""
+    """Returns the tensors or their replacements, as arguments of a node, which modes do not see."""
     return list(xs) if _thread.mode is None else [*map(_thread.mode.other, xs)]
 
 
 class Replaced(TorchFunctionMode):
-    """A context in which f's operations read other tensors in the place of captured ones.
+    """Context in which f's operations read other tensors in place of captured tensors.
 
-    of: The tensors that are replaced already, by an outer context.
+    of: The tensors that an outer context replaces already.
     """
 
     _before: Replaced | None = None
-    _graph, _within = True, 0  # grad mode as f set it, and its contexts in a Function's forward
+    _graph, _within = True, 0  # f's grad mode; its open contexts in a Function's forward
 
     def __init__(self, captured: Sequence[Tensor], others: Sequence[Tensor], of: Any = ()) -> None:
         super().__init__()
@@ -75,7 +75,7 @@ class Replaced(TorchFunctionMode):
         return fun(*self._entered(args), **self._entered(kwargs or {}))
 
     def _note_grad_mode(self, on: bool) -> None:
-        """Notes that f sets grad mode; not in a Function's forward, which restores it itself."""
+        """Notes that f sets grad mode, except in a Function's forward, which restores it."""
         if torch.is_grad_enabled() != self._graph:
             self._within += 1
         elif self._within and on != self._graph:
@@ -108,7 +108,7 @@ class Replaced(TorchFunctionMode):
         super().__exit__(*error)
 
     def check(self, caller: str) -> None:
-        """Raises unless each captured tensor was replaced."""
+        """Raises an error unless each captured tensor was replaced."""
         if self._left:
             raise GradtoolsError(
                 f"{caller}: f captures a tensor of torch.func and does not read it when it is "
@@ -117,7 +117,7 @@ class Replaced(TorchFunctionMode):
 
 
 def reading(pairs: Sequence[tuple[Tensor, Tensor]]) -> AbstractContextManager[Any]:
-    """A context in which the second tensor of each pair is read in the place of the first."""
+    """Context in which the second tensor of each pair is read in place of the first."""
     if not pairs or torch.compiler.is_compiling():
         return nullcontext()
     originals, others = zip(*pairs, strict=True)
@@ -125,12 +125,12 @@ def reading(pairs: Sequence[tuple[Tensor, Tensor]]) -> AbstractContextManager[An
 
 
 class Captured(Replaced):
-    """A context that finds the tensors that f captures, inside of torch.func.
+    """Context that finds the tensors that f captures, inside of torch.func.
 
-    f's own tensors are wrapped at `level`, which its arguments have entered. Other tensors that may
-    be differentiated, or are batched, are captured, and enter that level as well.
+    f's own tensors are wrapped at `level`, which its arguments have entered. Other tensors that
+    require grad or are batched are captured, and enter that level as well.
 
-    hidden: Whether any other tensor may have a tangent, which torch.func's levels hide.
+    hidden: Whether other tensors may have tangents that torch.func's levels hide.
     """
 
     def __init__(self, level: int, hidden: bool = False) -> None:
@@ -155,7 +155,7 @@ class Captured(Replaced):
         return x if self._is_beneath() else self._entered_level(x)
 
     def _is_beneath(self) -> bool:
-        """Whether a node of another program runs, below f's level."""
+        """Returns whether a node of another program runs, below f's level."""
         level = upstream.peek_interpreter_stack()
         return level is None or level.level() < self._level
 
@@ -185,8 +185,8 @@ class Captured(Replaced):
 class CapturedInEager(Replaced):
     """A context without torch.func that finds the differentiated tensors that f captures.
 
-    own: The arguments of f. Tensors that f computes from them are its own, too: the result of an
-    operation, or a tensor whose graph is newer than this context.
+    own: The arguments of f. Tensors that f computes from them also belong to f: results of
+    operations, and tensors whose graph is newer than this context.
     """
 
     def __init__(self, own: Sequence[Any]) -> None:
@@ -222,7 +222,7 @@ class CapturedInEager(Replaced):
             if lost or (node not in ends and upstream.sequence_of(node) < self._began):
                 raise GradtoolsError(
                     "implicit_solution: F closes over a tensor that is differentiated and that it "
-                    "passes to an autograd.Function alone, which cannot be given another tensor in "
+                    "passes only to an autograd.Function, which cannot get another tensor in "
                     "its place. Pass it to F as an argument."
                 )
 
@@ -233,7 +233,7 @@ class CapturedInEager(Replaced):
 def closure_converted(
     f: Callable[..., Any], /, *args: Any, **kwargs: Any
 ) -> tuple[Callable[..., Any], Tensors]:
-    """See `Backend.closure_converted`. f runs once."""
+    """See `Backend.closure_converted`. Evaluates f once."""
     leaves, treedef = trees.flatten((args, kwargs))
     moving = [isinstance(x, Tensor) and is_inexact(x) for x in leaves]
     modes = list[Any]()
@@ -269,7 +269,7 @@ def closure_converted(
 
 
 def _beneath(x: Tensor, level: int) -> Tensor | None:
-    """The tensor that derivatives in f, above this level, have wrapped; None for f's own."""
+    """Returns the tensor that derivatives in f wrapped above this level, or None."""
     while upstream.maybe_get_level(x) > level:
         if not upstream.is_gradtrackingtensor(x):
             return None
@@ -280,8 +280,8 @@ def _beneath(x: Tensor, level: int) -> Tensor | None:
 def batched_as(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensors:
     """Returns xs with one of them batched in each vmap in which any of ys is batched.
 
-    torch.func enters no vmap for a pullback whose inputs are not batched in it, but f's draws in
-    the first pass may be.
+    torch.func does not enter a vmap for a pullback whose inputs are not batched in it, but f's
+    random draws in the first pass may be batched.
     """
     xs = list(xs)
     k = next(k for k, x in enumerate(xs) if is_inexact(x))

@@ -1,8 +1,8 @@
-"""PyTorch's half of `gradtools.testing.checked`: runs f again, with the stopped values held fixed.
+"""PyTorch's half of `gradtools.testing.checked`: reruns f with the stopped values held fixed.
 
 A `TorchFunctionMode` sees the operations of f. Values that f stops (by `detach`, `.data` or a
-`no_grad` block) are recorded in the first run and restored in the others. Nothing is held inside of
-an autograd.Function, where PyTorch turns gradients off without a call that the mode sees.
+`no_grad` block) are recorded in the first run and restored in later runs. Values inside of an
+autograd.Function are not held: PyTorch disables gradients there without a call that the mode sees.
 """
 
 from __future__ import annotations
@@ -40,12 +40,12 @@ def scope(own: bool) -> AbstractContextManager[None]:
 
 
 def unchanged() -> AbstractContextManager[None]:
-    """Restores random streams."""
+    """Restores the random state on exit."""
     return restored(Randomness.everywhere({"cuda"} if torch.cuda.is_initialized() else ()))
 
 
 def like(values: Sequence[Any], likes: Sequence[Tensor]) -> list[Tensor]:
-    """NumPy arrays as tensors like others."""
+    """Converts NumPy arrays to tensors with the dtypes and devices of `likes`."""
     pairs = zip(values, likes, strict=True)
     return [torch.as_tensor(v).to(x.device, x.dtype) for v, x in pairs]
 
@@ -57,14 +57,14 @@ def traced(xs: Sequence[Any]) -> bool:
 
 @contextmanager
 def native(xs: Sequence[Any]) -> Iterator[Any]:
-    """The values of xs, and which of them PyTorch may differentiate at; empty if none."""
+    """Yields the values of xs and their requires_grad flags; empty if none are differentiable."""
     moving = [isinstance(x, Tensor) and x.requires_grad for x in xs]
     values = [x.detach() if m else x for x, m in zip(xs, moving, strict=True)]
     yield (values, moving) if torch.is_grad_enabled() and not traced(xs) else ([], [])
 
 
 class HeldProgram(CheckedProgram, TorchFunctionMode):
-    """f, which runs again at other points."""
+    """Runs f again at other points, with stopped values held fixed."""
 
     half = sys.modules[__name__]
 
@@ -80,14 +80,14 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
         self._measure(leaves)
         with self.at(self.numbers(leaves)) as xs:
             outs = self.run(*xs)
-        if captures:  # tensors that f captures, and that require gradients, are leaves too
+        if captures:  # captured tensors that require gradients are leaves too
             self.captured = list(dict.fromkeys(x for x in leaves_of(outs) if id(x) not in self.new))
             self.leaves += [x.detach() for x in self.captured]
             self._measure(self.captured)
         self.recorded = self.values
 
     def _measure(self, xs: Sequence[Tensor]) -> None:
-        """Records the coarsest precision."""
+        """Records the coarsest precision of the tensors."""
         for dtype in {x.dtype for x in xs if x.dtype.is_floating_point or x.dtype.is_complex}:
             self.eps = max(self.eps, torch.finfo(dtype).eps)
 
@@ -132,7 +132,7 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
         return list(torch.autograd.grad(ys, ends, seeds, **options))
 
     def edit(self, rule: Any, xs: Sequence[Tensor]) -> list[Tensor]:
-        """An edit, which is left out."""
+        """Evaluates an edit as its forward function, without its change of the derivative."""
         with set_here(own=True):
             if rule.name == "straight_through":
                 return [xs[1] + self.hold((xs[0] - xs[1]).detach())]
@@ -141,7 +141,7 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
     # --- the operations of f
 
     def hold(self, y: Any, in_place: bool = False) -> Any:
-        """A value that f stops: recorded in the first run, restored in the others."""
+        """Records a value that f stops in the first run, and restores it in later runs."""
         is_tensor = isinstance(y, Tensor)
         if self.recorded is None:
             self.values.append(y.detach().clone() if is_tensor else y)
@@ -208,7 +208,7 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
             super().see(name, line, [y.clone() for y in ys])
 
     def _see_arguments(self, name: str, given: Sequence[Tensor]) -> None:
-        """Sees tensors that no operation returned, such as the results of autograd.Functions."""
+        """Records tensors that no operation returned, such as results of autograd.Functions."""
         if self.count is None:
             return
         line = innermost(lines_above(1))

@@ -39,7 +39,7 @@ _JVP = upstream.TransformType.Jvp
 
 
 def run_chunks(chunks: Chunks) -> tuple[list[Any], list[Any]]:
-    """The joined output leaves, differentiable, and the last carry."""
+    """Returns the joined output leaves, which are differentiable, and the last carry."""
     with marked(chunks.caller):
         rows, carry = [], [_bare(x) for x in chunks.carry]
         held = held_by(chunks) if recomputes() else None
@@ -56,7 +56,7 @@ def run_chunks(chunks: Chunks) -> tuple[list[Any], list[Any]]:
 
 
 def held_by(chunks: Chunks) -> Held | None:
-    """The state that f holds, None while exporting; refuses wrappers, warns of batch norm."""
+    """Returns the state that f holds (None in export); rejects wrappers, warns of batch norm."""
     if upstream.is_exporting() or is_plain():
         return None
     given = [*chunks.shared, *[x for x, _ in chunks.splits]]
@@ -65,14 +65,14 @@ def held_by(chunks: Chunks) -> Held | None:
     held = Held([chunks.call.f, *others], {x.device.type for x in tensors})
     for module in held.modules:
         kind = _wrapper(type(module))  # type: ignore[arg-type]
-        # Inside of FSDP2's own forward the parameters are gathered.
+        # Inside of FSDP2's own forward, the parameters are gathered already.
         if kind and (kind != "FSDPModule" or any(map(is_distributed, module.parameters()))):
             raise GradtoolsError(
                 f"{chunks.caller}: f is a {kind}, or holds one, which gathers parameters or "
                 "reduces gradients around each call, and here a call is computed several times. "
                 "Wrap the other way round: DistributedDataParallel around a module whose forward "
                 f"calls {chunks.caller} on the plain module, or fully_shard around a module whose "
-                f"forward calls {chunks.caller} on its layers or on a method of its own."
+                f"forward calls {chunks.caller} on its layers or on one of its methods."
             )
         if chunks.cut.count > 1 and module.training and isinstance(module, upstream.BatchNorm):
             name = getattr(chunks.call.f, "__name__", type(chunks.call.f).__name__)
@@ -85,13 +85,13 @@ _WRAPPERS = ("DistributedDataParallel", "DataParallel", "FullyShardedDataParalle
 
 @cache
 def _wrapper(kind: type) -> str | None:
-    """The name of a class of PyTorch that manages parameters around each call, or None."""
+    """Returns the name of a PyTorch class that manages parameters around each call, or None."""
     names = [k.__name__ for k in kind.__mro__ if k.__module__.startswith("torch.")]
     return next((name for name in names if name in _WRAPPERS), None)
 
 
 def recomputes() -> bool:
-    """Whether chunks are recomputed: where a graph is recorded, except in torch.func's jvp."""
+    """Returns whether chunks are recomputed: if a graph is recorded, except in torch.func's jvp."""
     if upstream.is_exporting() or is_plain() or not torch.is_grad_enabled():
         return False
     levels = upstream.get_interpreter_stack() or ()
@@ -100,18 +100,18 @@ def recomputes() -> bool:
 
 
 def verifies(options: ChunkOptions, program: Program) -> bool:
-    """Whether this call is compared with its recomputation. Records when it has been compared."""
+    """Returns whether this call is compared with its recomputation; records the comparison."""
     if options.verify is None:
         program.verified = lambda: options.latest.update(verified=True)
     return options.verify is not False and "verified" not in options.latest
 
 
 class Chunk:
-    """f at one chunk, as a function `run` of the tensors xs among its arguments.
+    """Evaluates f at one chunk, as a function `run` of the tensors xs among its arguments.
 
     Attributes:
         after: The carry that f returned.
-        others: The outputs that are not tensors, by place.
+        others: The outputs that are not tensors, by position.
     """
 
     def __init__(self, chunks: Chunks, i: int, pieces: list[Any], carry: list[Any]) -> None:
@@ -132,21 +132,21 @@ class Chunk:
         return [y for y in outs if isinstance(y, Tensor)] if self.others else outs
 
     def merged(self, ys: Tensors) -> list[Any]:
-        """All outputs, including non-tensors."""
+        """Returns all outputs, including non-tensors."""
         if not self.others:
             return ys
         left, count = iter(ys), len(ys) + len(self.others)
         return [self.others[k] if k in self.others else next(left) for k in range(count)]
 
     def recomputed(self, held: Held, state: RunState) -> tuple[Tensors, RunState]:
-        """The outputs, computed again in the backward pass, and the state after them."""
+        """Returns the outputs, to be recomputed in the backward pass, and the state after them."""
         program, xs = Program(self._chunks.caller, self.run, held, state), as_read_now(self.xs)
         verify = verifies(self._chunks.options, program)
         if upstream.peek_interpreter_stack() is not None:
             ys = first_in_functorch(program, xs, verify)
             self.after = [alive(x) if isinstance(x, Tensor) else x for x in self.after]
             return ys, state.again()
-        pushed = upstream.forward_level() >= 0  # tangents go through f's own operations
+        pushed = upstream.forward_level() >= 0  # tangents propagate through f's own operations
         if pushed and any(map(is_dual, (*xs, *held.tensors, *held.parameters))):
             return self.run(xs), state.again()
         outs, state = program.begin(xs, verify, [x for x in self._carry if isinstance(x, Tensor)])
@@ -154,7 +154,7 @@ class Chunk:
 
 
 def _joined(chunks: Chunks, rows: list[list[Any]]) -> list[Any]:
-    """The outputs of all chunks, concatenated; list outputs are joined to one flat list."""
+    """Concatenates the outputs of all chunks; list outputs form one flat list."""
     axes = chunks.outputs.axes
     if axes is None:
         return [y for row in rows for y in row]
@@ -174,7 +174,7 @@ def _bare(x: Any) -> Any:
 
 
 def _counted(chunks: Chunks) -> Iterator[tuple[int, list[Any]]]:
-    """The number of each chunk, and its part of every array that is split, then of lists."""
+    """Yields each chunk's index with its slice of every split array, then of the lists."""
     columns, lists = [_parts(chunks, x, axis) for x, axis in chunks.splits], chunks.lists
     bar = chunks.options.progress and chunks.cut.count > 1
     with progress_bar(chunks.cut.count) if bar else _NOTHING as shown:
@@ -194,7 +194,7 @@ def _parts(chunks: Chunks, x: Tensor, axis: int) -> Sequence[Tensor]:
 def checkpointed(
     backend: Any, f: Callable[..., Any], args: Any, kwargs: dict[str, Any], options: ChunkOptions
 ) -> Any:
-    """f as one chunk."""
+    """Evaluates f as one chunk."""
     if not recomputes():
         return f(*args, **kwargs)
     batch = Batch.whole(backend, "checkpoint", args, kwargs)
@@ -206,7 +206,7 @@ def checkpointed(
 
 
 def sum_chunks(chunks: Chunks, weigh: Any = None) -> tuple[list[Any], list[Any]]:
-    """The sums over chunks of the output leaves, and the carry. Each chunk frees its own graph.
+    """Returns the sums over chunks of the output leaves, and the carry. Each chunk frees its graph.
 
     weigh: As in `Backend.sum_chunks`.
     """
@@ -220,9 +220,9 @@ def sum_chunks(chunks: Chunks, weigh: Any = None) -> tuple[list[Any], list[Any]]
 
 
 class _Sums:
-    """Running sums of a chunk's outputs, in place where that is exact.
+    """Accumulates the outputs of chunks, in place if that is exact.
 
-    weigh: If given, `weigh(w, x)` is a term, where w is a chunk's first output.
+    weigh: If given, each term is `weigh(w, x)`, where w is a chunk's first output.
     """
 
     def __init__(self, weigh: Any) -> None:
@@ -250,7 +250,7 @@ class _Sums:
             self._sums = [s + x for s, x in zip(self._sums, terms, strict=True)]
 
     def total(self) -> Tensors:
-        """The sums; with weights, the sum of the weights and the weighted means."""
+        """Returns the sums; with weights, the sum of the weights and the weighted means."""
         if self._weigh is None or not self._sums:
             return self._sums
         total, *rest = self._sums

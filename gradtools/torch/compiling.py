@@ -1,7 +1,7 @@
 """Configures dynamo without importing it, and detects derivatives that compiled code would lose.
 
-Importing dynamo takes longer than importing the rest of PyTorch, and programs that compile nothing
-do not need it. So functions that it must not trace are registered by an import hook.
+Importing dynamo takes longer than importing the rest of PyTorch, and programs that do not compile
+do not need it. Functions that dynamo must not trace are therefore registered by an import hook.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ _SKIPPED: dict[str, Callable[..., Any]] = {}
 _TO_REGISTER: list[Callable[[], Any]] = []  # to be called once dynamo is loaded
 
 
-def is_compiling() -> bool:  # an alias of PyTorch's function would sometimes be folded to False
-    """Whether dynamo is tracing this line."""
+def is_compiling() -> bool:  # an alias of PyTorch's function may be folded to False
+    """Returns whether dynamo is tracing this line."""
     return torch.compiler.is_dynamo_compiling()
 
 
 def _with_dynamo(register: Callable[[], Any]) -> None:
-    """Registers something with dynamo: now, or once it is loaded."""
+    """Calls `register` once dynamo is loaded, immediately if it is loaded already."""
     if upstream.DYNAMO in sys.modules:
         register()
     else:
@@ -51,8 +51,8 @@ def opaque_to_dynamo(fun: F) -> F:
 class _AsWritten(AbstractContextManager[None]):
     """A reference-counted `torch.compiler.set_stance("force_eager")` for all threads.
 
-    `set_stance` is process-wide and restores the stance before it. Two threads that leave in the
-    order in which they entered would leave it set forever.
+    `set_stance` is process-wide and restores the previous stance. If two threads left it in the
+    order in which they entered, the stance would remain set.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ _AS_WRITTEN = _AsWritten()
 
 
 def as_written() -> AbstractContextManager[None]:
-    """Runs functions that `torch.compile` compiled eagerly, in all threads.
+    """Context in which all threads run functions compiled by `torch.compile` eagerly.
 
     Compiled code silently drops tangents, and modes do not see its operations.
     """
@@ -100,18 +100,18 @@ def skipped_by_dynamo(fun: F) -> F:
 def only_inlined(fun: F) -> F:
     """Marks `fun` as a function that dynamo traces only as part of a surrounding graph.
 
-    Where it breaks that graph, `fun` runs again from its first line: compiled on its own, it would
-    always return that dynamo is tracing.
+    After a graph break, `fun` runs again from its first line: if dynamo compiled it separately, it
+    would always return that dynamo is tracing.
     """
     _with_dynamo(lambda: upstream.skip_code(fun))
     return fun
 
 
 def left_to_python(module: str) -> None:
-    """Marks a module that dynamo does not trace; code that the module calls may be compiled.
+    """Makes dynamo skip a module; functions that the module calls may be compiled.
 
-    These modules run functions again in other modes, with a nesting in which dynamo itself fails.
-    They call `left_to_python(__name__)` in their first lines.
+    Such modules run functions again in other modes, nested in a way that makes dynamo fail. They
+    call `left_to_python(__name__)` in their first lines.
     """
     _with_dynamo(lambda: upstream.skip_module(module))
 
@@ -157,7 +157,7 @@ class _WhenDynamoArrives(MetaPathFinder):
             for register in _TO_REGISTER:
                 register()
 
-        loader.exec_module = exec_module  # the loader is this module's own
+        loader.exec_module = exec_module  # the loader belongs to this module only
         return spec
 
 
@@ -169,7 +169,7 @@ if upstream.DYNAMO not in sys.modules:
 
 
 def compiled(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
-    """`torch.compile(f)`, but f itself in forward mode: compiled code silently drops tangents."""
+    """Compiles f, but runs it eagerly in forward mode: compiled code silently drops tangents."""
     code = torch.compile(f, **options)
     if isinstance(f, torch.nn.Module):
         return code

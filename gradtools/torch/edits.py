@@ -1,4 +1,4 @@
-"""Edits of one tensor where autograd alone is active: their node is attached directly."""
+"""Fast path for edits of one tensor when only autograd is active: attaches their node directly."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def edited(rule: Rule, x: Any, cotangent: Any = None, value: Any = None) -> Tens
         application = rule.__dict__.get("_application") or edit_application(rule, 1)
     else:
         application = Application(rule, None, 1, cotangent, materializes=True)
-    # The user may keep the given value, and the output may be written in place.
+    # The caller may keep `value`, and the output may be written in place.
     out = x if value is None else value.detach().clone()
     return attach((application, (out,)), x)[0]
 
 
 def edit_application(rule: Rule, inputs: int) -> Application:
-    """The application that all calls of an edit share, made at the first call."""
+    """Returns the application that all calls of an edit share, which the first call creates."""
     cotangent = rule.cotangent
     assert cotangent is not None
 
@@ -62,10 +62,10 @@ def edit_application(rule: Rule, inputs: int) -> Application:
 
 
 def tied(x: Any, function: Callable[..., Any]) -> Any:
-    """x, with edges to the leaves that a function captures: its derivatives depend on them.
+    """Returns x with edges to the leaves that a function captures: its derivatives depend on them.
 
-    A backward pass sends nothing along these edges, but a derivative that is taken at x finds the
-    leaves of an outer derivative, and keeps its graph.
+    A backward pass sends nothing along these edges, but a derivative taken at x finds the leaves of
+    an outer derivative through them, and keeps its graph.
     """
     if not torch.is_grad_enabled() or upstream.peek_interpreter_stack() is not None:
         return x
@@ -85,7 +85,7 @@ def _is_tracked(x: Any) -> bool:
 
 
 class _Tied(torch.autograd.Function):
-    """The identity of its first argument."""
+    """Returns its first argument unchanged."""
 
     recorded_as = "identity"
 

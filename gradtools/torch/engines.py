@@ -1,15 +1,14 @@
-"""The engines that differentiate in PyTorch, chosen by the context of the call.
+"""Differentiation engines for PyTorch, chosen by the context of the call.
 
     eager code                       `torch.autograd.grad`, at aliases of the arguments
-    torch.func and compiled code     `torch.func`, which nests and can be traced there
-    forward mode                     dual numbers, of which a process has one level; where that is
+    torch.func and compiled code     `torch.func`, which supports nesting and tracing
+    forward mode                     dual numbers; if the process's only level of dual numbers is
                                      in use, the transpose of the pullback
 
-f's own operations are differentiated as PyTorch differentiates them; `gradtools.testing.checked`
-checks them.
+PyTorch differentiates f's own operations; `gradtools.testing.checked` checks the result.
 
-Results are attached to autograd's graph exactly when grad mode is on at entry and something that
-they depend on requires grad. Otherwise they are detached, and the graph is freed.
+Results are attached to autograd's graph if and only if grad mode is on at entry and they depend on
+a tensor that requires grad. Otherwise they are detached, and the graph is freed.
 """
 
 from __future__ import annotations
@@ -60,10 +59,10 @@ Push = Callable[[Tensors], Tensors]
 
 
 class _Here(threading.local):
-    """The derivatives of this thread. Class attributes are read fastest."""
+    """Counts the derivatives of this thread. Class attributes are the fastest to read."""
 
-    taken = 0  # derivatives so far, to find functions that take derivatives
-    depth = 0  # derivatives whose functions are being evaluated
+    taken = 0  # number of derivatives so far, to detect functions that take derivatives
+    depth = 0  # number of derivatives whose functions are being evaluated
 
 
 _here = _Here()
@@ -71,7 +70,7 @@ _here = _Here()
 
 @only_inlined
 def vjp(fun: Fun, leaves: Tensors, *, groups: Sequence[int] | None, once: bool) -> Evaluation:
-    """One evaluation and its pullback."""
+    """Evaluates fun once; returns the value and the pullback."""
     if torch.compiler.is_dynamo_compiling():
         return _functorch_vjp(fun, leaves)
     in_eager = upstream.peek_interpreter_stack() is None
@@ -79,16 +78,16 @@ def vjp(fun: Fun, leaves: Tensors, *, groups: Sequence[int] | None, once: bool) 
     result: Evaluation = _outside_of_dynamo(engine, fun, leaves, once)
     if upstream.DYNAMO not in sys.modules or (once and not upstream.compiles_here()):
         return result
-    # Dynamo would compile Python code that autograd calls, such as rules.
+    # Dynamo would otherwise compile Python code that autograd calls, such as rules.
     return replace(result, pullback=partial(uncompiled, result.pullback))
 
 
 @only_inlined
 def jvp(fun: Fun, leaves: Tensors, tangents: Tensors) -> tuple[Tensors, Tensors, Tensors]:
-    """`(outs, extras, pushed)` from one evaluation, by dual numbers.
+    """Evaluates fun once with dual numbers; returns `(outs, extras, pushed)`.
 
-    If their level is in use, or inside of a checkpoint, which would run all of this again in its
-    backward pass, the pullback is transposed instead.
+    Transposes the pullback instead if forward mode's level is in use, or inside of a checkpoint,
+    which would otherwise run all of this again in its backward pass.
     """
     if is_compiling():
         return _functorch_jvp(fun, leaves, tangents)
@@ -102,7 +101,7 @@ def jvp(fun: Fun, leaves: Tensors, tangents: Tensors) -> tuple[Tensors, Tensors,
 
 @only_inlined
 def linearize(fun: Fun, leaves: Tensors) -> tuple[Tensors, Tensors, Push]:
-    """`(outs, extras, pushforward)`: the transpose of the pullback, so f is evaluated once."""
+    """Evaluates fun once; returns `(outs, extras, pushforward)`, with the pullback's transpose."""
     if is_compiling():
         return _functorch_linearize(fun, leaves)
     in_eager = upstream.peek_interpreter_stack() is None
@@ -112,7 +111,7 @@ def linearize(fun: Fun, leaves: Tensors) -> tuple[Tensors, Tensors, Push]:
 def pushed(
     fun: Fun, leaves: Tensors, tangents: Tensors, kernels: Any
 ) -> tuple[Tensors, Tensors, Tensors]:
-    """`jvp` by dual numbers and these kernels. Raises `NoForwardMode` if their level is in use."""
+    """Computes `jvp` with these kernels; raises `NoForwardMode` if the level is in use."""
     return _outside_of_dynamo(partial(_dual_jvp, kernels=kernels), fun, leaves, tangents)
 
 
@@ -129,7 +128,7 @@ def _outside_of_dynamo(engine: Callable[..., Any], fun: Fun, *args: Any) -> Any:
 
 
 def caller_of(fun: Fun) -> str:
-    """The operator that the user called, if the function knows it."""
+    """Returns the operator that the user called, if the function knows it."""
     return getattr(fun, "caller", "gradtools")
 
 
@@ -137,15 +136,15 @@ def caller_of(fun: Fun) -> str:
 
 
 class _Evaluated(NamedTuple):
-    """A function's values at aliases of the leaves, with a graph."""
+    """A function's outputs with a graph, evaluated at aliases of the leaves."""
 
     outs: Tensors
     extras: list[Any]
     aliases: Tensors
-    attached: bool  # whether results are attached to a graph outside
+    attached: bool  # whether results are attached to an outer graph
     spent: list[bool]  # the flag of the aliases, see `is_spent`
     plain: bool  # whether the function ran with `PlainKernels`
-    pushes: bool  # whether tangents of the results are attached to a graph outside
+    pushes: bool  # whether tangents of the results are attached to an outer graph
 
 
 def _eager_vjp(fun: Fun, leaves: Tensors, once: bool) -> Evaluation:
@@ -176,12 +175,12 @@ def _eager_vjp(fun: Fun, leaves: Tensors, once: bool) -> Evaluation:
 
 
 def _evaluated(fun: Fun, leaves: Tensors, plain: bool = False, keep: bool = True) -> _Evaluated:
-    """f at aliases of the leaves, once, with a graph.
+    """Evaluates f once at aliases of the leaves, and records a graph.
 
     plain: Whether f runs with `PlainKernels`, as in all second derivatives.
     keep: Whether grad mode is on at entry.
     """
-    inference = torch.is_inference_mode_enabled()  # grad mode may be on in it
+    inference = torch.is_inference_mode_enabled()  # grad mode may be on inside of inference mode
     if inference or not torch.is_grad_enabled():
         with torch.inference_mode(False) if inference else torch.enable_grad():
             return _evaluated(fun, leaves, plain, keep=False)
@@ -206,7 +205,7 @@ def _evaluated(fun: Fun, leaves: Tensors, plain: bool = False, keep: bool = True
             outs, extras = fun(*aliases)
     finally:
         _here.depth -= 1
-    for d in fun.tape.arrays if hasattr(fun, "tape") else ():  # of marked values
+    for d in fun.tape.arrays if hasattr(fun, "tape") else ():  # the arrays of the marks
         setattr(d, SPENT, spent)
         aliases.append(d)
     spent[0] = True
@@ -223,7 +222,7 @@ def _pulled(
     cts: Sequence[Tensor | None],
     retain: bool,
 ) -> list[Tensor | None]:
-    """The pullback of cotangents to the inputs; None for inputs that do not reach the outputs."""
+    """Pulls cotangents back to the inputs; None for inputs that do not reach the outputs."""
     create = torch.is_grad_enabled()
     if not create and torch.is_inference_mode_enabled():
         with torch.inference_mode(False), torch.no_grad():
@@ -240,7 +239,7 @@ def _pulled(
     pushes = of.pushes or (forward and any(t.requires_grad for t in tangents_of(seeds)))
     create = create and (moves or pushes)
     again = create or forward  # some tangents are wrong without a graph
-    of.spent[0] = False  # a checkpoint that computes f again attaches to the aliases as before
+    of.spent[0] = False  # a checkpoint that recomputes f attaches to the aliases again
     try:
         grads = pulled(ys, inputs, seeds, retain or create, again, of.plain)
     finally:
@@ -249,15 +248,15 @@ def _pulled(
 
 
 def _eager_linearize(fun: Fun, leaves: Tensors) -> tuple[Tensors, Tensors, Push]:
-    """The pushforward is the pullback of the pullback, which is linear in the cotangents."""
+    """Computes the pushforward as the pullback of the pullback, which is linear."""
     of: _Evaluated = evaluated_to_push(caller_of(fun), _evaluated, fun, leaves, True)
     tracked = [y for y in of.outs if y.requires_grad]
-    with torch.inference_mode(False), torch.enable_grad():  # any cotangents suffice
+    with torch.inference_mode(False), torch.enable_grad():  # their values do not matter
         dummies = [torch.ones_like(y, requires_grad=True) for y in tracked]
         for dummy in dummies:
             setattr(dummy, SPENT, of.spent)
         grads = _pulled(of, tracked, of.aliases, dummies, True)
-        # A gradient that has no graph to the dummies is zero.
+        # A gradient without a graph to the dummy cotangents is zero.
         lost = any(g is not None and not g.requires_grad and bool(g.any()) for g in grads)
 
     def push(tangents: Tensors) -> Tensors:
@@ -294,7 +293,7 @@ def _dual_jvp(
 
 
 def _functorch_vjp(fun: Fun, leaves: Tensors, once: bool = True) -> Evaluation:
-    """In compiled code there are zeros for leaves that do not reach an output."""
+    """Evaluates with torch.func; in compiled code, unreached leaves get zeros instead of None."""
     some: list[bool] = []  # dynamo does not trace `list[bool]()`
     reached: list[bool] = []
     nested = [False]
@@ -330,7 +329,7 @@ def _functorch_vjp(fun: Fun, leaves: Tensors, once: bool = True) -> Evaluation:
 
 
 def _func_vjp(fun: Any, *primals: Any, has_aux: bool = False) -> Any:
-    """`torch.func.vjp` without hooks on saved tensors, which it refuses; keeps a checkpoint's."""
+    """Calls `torch.func.vjp` without saved-tensor hooks, except a checkpoint's; it rejects them."""
     if not is_compiling() and upstream.saved_tensors_hooks_on(False) is not None:
         with unpacked() as hooks:
             if not has_checkpoint(hooks):
@@ -347,7 +346,7 @@ def _functorch_jvp(fun: Fun, leaves: Tensors, tangents: Tensors) -> Any:
     xs = tuple([unshared(kept(fun, x)) for x in leaves])
     with nullcontext() if is_compiling() else forward_mode():
         outs, pushed, extras = torch.func.jvp(run, xs, tuple(tangents), has_aux=True)  # type: ignore[misc]
-    # Under vmap PyTorch promotes the tangent of a scalar times a Python number, unlike its value.
+    # Under vmap PyTorch promotes the tangent of a scalar times a Python number, but not its value.
     pairs = zip(pushed, outs, strict=True)
     pushed = [t if t.dtype == y.dtype or not is_inexact(y) else t.to(y.dtype) for t, y in pairs]
     return list(outs), list(extras), pushed

@@ -1,15 +1,15 @@
-"""Frozen functions in PyTorch: programs of `recomputation.py` with their own second derivative.
+"""Frozen functions in PyTorch: recomputed programs with a custom second derivative.
 
-    value       y = G(z)                 one pass, whose graph stands until its pullback or the
+    value       y = G(z)                 one pass, whose graph is kept until its pullback or the
                                          next use
     pullback    g = J(z)^H c             linear in c
-    second      <u, g> along c: J(z) u   one pass in forward mode, which keeps nothing
-                <u, g> along z           one double backward, computed again; its graph of G serves
-                                         the pullback of y, which comes next
+    second      <u, g> along c: J(z) u   one pass in forward mode, which stores nothing
+                <u, g> along z           one double backward, recomputed; its graph of G is also
+                                         used by the pullback of y, which runs next
 
-Only autograd's engine, while it runs, knows whether the part along z is needed.
-Third derivatives, and all derivatives inside of torch.func, use double backward of G, computed
-again as in `recomputation.py`. G's parameters are constants: they lead to a node that raises.
+Only autograd's engine, while it runs, knows whether the part along z is needed. Third derivatives,
+and all derivatives inside of torch.func, use double backward of G, recomputed as in
+`recomputation.py`. G's parameters are constants: their node raises if it is differentiated.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Uses:
         return Uses, ()
 
     def keep(self, use: _Use, inner: Tensors, ys: Tensors) -> None:
-        """Keeps the graph of one use, the latest."""
+        """Keeps the graph of the latest use and drops the graph of the use before it."""
         before = self._latest()
         if before is not None:
             before.retained.clear()
@@ -72,12 +72,12 @@ class Uses:
 
 
 def run_frozen(whole: Chunks, uses: Uses) -> list[Any]:
-    """The outputs of one use."""
+    """Evaluates one use and returns its outputs."""
     with marked("frozen"):
         chunk, held = Chunk(whole, 0, whole.lists[0], []), held_by(whole)
         if held is None or not torch.is_grad_enabled():
             return chunk.merged(chunk.run(chunk.xs))
-        if not recomputes() or upstream.forward_level() >= 0:  # tangents go through G's operations
+        if not recomputes() or upstream.forward_level() >= 0:  # G's operations push tangents
             with _constant(whole.caller, held):
                 return chunk.merged(chunk.run(chunk.xs))
         state = RunState.now(held, uses.state)
@@ -107,7 +107,7 @@ class _Second(Pull):
             try:
                 ys = use.pushed(zs, us)
             except (NoForwardMode, RuntimeError, GradtoolsError) as error:
-                # The level is in use, or an operation has no forward mode; other errors recur.
+                # The level is in use, or an operation lacks forward mode; other errors recur.
                 use.uses.has_forward_mode = isinstance(error, NoForwardMode)
             else:
                 pairs = zip(cs, compress(ys, given), self.wants[size:], strict=True)
@@ -127,7 +127,7 @@ class _Second(Pull):
 
 
 class _Pullback(Pull):
-    """The pullback of a use, linear in the cotangents."""
+    """The pullback of a use, which is linear in the cotangents."""
 
     of: _Use
     pulls = _Second
@@ -155,10 +155,10 @@ class _Use(Program):
     """One evaluation of a frozen function.
 
     Attributes:
-        gates: The number of arguments before G's own: 1 if a scalar stands for G's constants.
-        retained: Its arguments as leaves, and its outputs with their graph, at most once.
-        kernels: A context of the next passes.
-        changes: How often the parameters have been changed in place; None if G changes them.
+        gates: The number of arguments before G's own: 1 if a scalar represents G's constants.
+        retained: Its arguments as leaves and its outputs with their graph, stored at most once.
+        kernels: The context in which later passes run.
+        changes: The version counters of the parameters; None if G changes them.
         edit: The name of an edit without forward mode in G; empty if there is none.
         hooked: Whether G sets hooks on gradients, which forward mode does not see.
     """
@@ -173,12 +173,12 @@ class _Use(Program):
         self.retained: list[tuple[Tensors, Tensors]] = []
 
     def first_run(self, xs: Sequence[Tensor], verify: bool) -> Tensors:
-        """The outputs, as one node."""
+        """Evaluates the use as one node and returns its outputs."""
         hooks = upstream.hooks_made()
         ys, self.uses.state = self.begin(xs, verify, [])
         self.hooked = upstream.hooks_made() != hooks
         if self.held.versions() != self.changes:
-            self.changes = None  # G changes them itself
+            self.changes = None  # G itself changes its parameters
         inner, graph = self.retained.pop()
         if self.known is None:
             return ys
@@ -229,7 +229,7 @@ class _Use(Program):
         super()._compare(primals, exact and self.kernels is _NOTHING)
 
     def by(self, kernels: Any) -> _Use:
-        """A copy that is computed again with these kernels."""
+        """Returns a copy that is recomputed with these kernels."""
         return self._copy(kernels=kernels)  # type: ignore[return-value]
 
     # --- its derivatives
@@ -245,13 +245,13 @@ class _Use(Program):
         pull: Any
         pull, inputs = super().pullback(xs, cts, wants)
         if torch.is_grad_enabled() and upstream.peek_interpreter_stack() is None:
-            # Views, since the engine does not say whether a leaf is needed.
+            # Views, since the engine does not reveal whether a leaf's gradient is needed.
             pull.leaves = xs
             inputs = [x.view_as(x) if x.requires_grad else x for x in inputs]
         return pull, inputs
 
     def pushed(self, zs: Sequence[Tensor], us: Sequence[Tensor | None]) -> list[Tensor | None]:
-        """J(z) u, in forward mode."""
+        """Computes J(z) u in forward mode."""
         with dual_level():
             duals = [_dual(z, u) for z, u in zip(zs, us, strict=True)]
             with torch.enable_grad():
@@ -266,14 +266,14 @@ def _dual(z: Tensor, u: Tensor | None) -> Tensor:
 
 
 def _constant(caller: str, held: Held) -> Replaced:
-    """A context in which differentiating with respect to a parameter raises."""
+    """Context in which differentiating with respect to a parameter raises an error."""
     with upstream.temporarily_clear_interpreter_stack():
         xs = [x for x in held.parameters if x.requires_grad and not is_dual(x)]
         return Replaced(xs, _Constants.apply(caller, False, *xs) if xs else ())
 
 
 class _Constants(torch.autograd.Function):
-    """Constants of G, or one scalar for all of them; differentiating with respect to them raises.
+    """Returns G's constants, or one scalar for all of them; their derivative raises an error.
 
     Args:
         one: Whether it returns the scalar.
@@ -295,6 +295,6 @@ class _Constants(torch.autograd.Function):
             f"{ctx.caller}: a derivative is needed with respect to a parameter that {fun} "
             "reads and does not take as an argument; such parameters are constants here. Pass "
             "them as arguments (make_functional), switch them off (module.requires_grad_(False)), "
-            "ask for chosen inputs (torch.autograd.grad, or backward(inputs=...)), or "
+            "select inputs (torch.autograd.grad, or backward(inputs=...)), or "
             f"{instead}."
         )

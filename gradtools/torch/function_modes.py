@@ -1,9 +1,9 @@
-"""Function modes of one thread: the kernels that gradtools chooses where it differentiates again.
+"""Thread-local function modes: the kernels that gradtools chooses for second derivatives.
 
-The fused kernels of attention have one derivative, in reverse mode. Where gradtools itself pushes
-tangents or takes a second derivative, attention uses plain operations. (PyTorch's own way to
-choose its math kernel sets process-wide flags: two threads that leave its context in the order in
-which they entered switch flash attention off for good.) Norms use `normalization.PROGRAMS`.
+The fused attention kernels have one derivative, in reverse mode. If gradtools itself pushes
+tangents or takes a second derivative, attention uses plain operations. (PyTorch's context that
+selects its math kernel sets process-wide flags: two threads that leave it in the order in which
+they entered it disable flash attention permanently.) Norms use `normalization.PROGRAMS`.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def _attention(
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """softmax(q k^T / sqrt(d)) v."""
+    """Computes softmax(q k^T / sqrt(d)) v."""
     if enable_gqa:
         times = query.shape[-3] // key.shape[-3]
         key, value = (x.repeat_interleave(times, -3) for x in (key, value))
@@ -55,7 +55,7 @@ def _attention(
         scores = scores.masked_fill(~attn_mask, -math.inf)
     elif attn_mask is not None:
         scores = scores + attn_mask
-    # PyTorch's own softmax has a tangent that has no derivative. A row of masked scores gives
+    # PyTorch's own softmax has a tangent without a derivative. A fully masked row of scores gives
     # zeros.
     most = value_of(scores).amax(-1, keepdim=True)
     terms = torch.exp(scores - most.masked_fill(most.isinf(), 0.0))
@@ -69,7 +69,7 @@ _NEEDS_WEIGHTS = 15  # the position of multi_head_attention_forward's argument
 
 
 def _multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """`multi_head_attention_forward`, which uses no fused kernel if it returns the weights."""
+    """Calls `multi_head_attention_forward` so that it returns weights: no fused kernel."""
     if functional.scaled_dot_product_attention is not _FUSED:  # attention libraries patch it
         return functional.multi_head_attention_forward(*args, **kwargs)
     if len(args) > _NEEDS_WEIGHTS:
@@ -112,14 +112,14 @@ class PlainKernels(PlainAttention):
 
 
 def plain_kernels_are_on() -> bool:
-    """Whether `PlainKernels` is active in this thread."""
+    """Returns whether `PlainKernels` is active in this thread."""
     if not upstream.count_of_function_modes():
         return False
     return any(isinstance(mode, PlainKernels) for mode in upstream.function_modes())
 
 
 class MappedNorms(OwnMode):
-    """Norms by their programs under vmap, where two levels differentiate them."""
+    """Replaces norms by their programs under vmap if two levels differentiate them."""
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
@@ -134,36 +134,36 @@ _redispatch = getattr(torch.overrides, "redispatch_function", None)  # from PyTo
 
 
 class OneTangent(PlainAttention):
-    """A pass of dual numbers without a graph, whose tangents `no_grad` stops (torch#128600).
+    """Runs dual numbers without a graph; stops their tangents in `no_grad` blocks (torch#128600).
 
-    It is used where gradtools itself chose forward mode, in `frozen` and `mixed_partial`.
-    PyTorch's forward rules of linear operations multiply with zero tangents, and take longer than
-    the operation of the tangent alone.
+    It is used if gradtools itself chose forward mode, in `frozen` and `mixed_partial`. PyTorch's
+    forward rules of linear operations multiply zero tangents, which takes longer than applying the
+    operation to the nonzero tangent only.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        # The tensors without tangents that require grad, by id: those that the function reads from
-        # outside, and the leaves that a derivative inside of it has made.
+        # The tensors without tangents that require grad, by id: tensors that the function captures,
+        # and the leaves that a derivative inside of it created.
         self.read: dict[int, weakref.ref[Tensor]] = {}
         self._made: dict[int, weakref.ref[Tensor]] = {}
         self._began = upstream.nodes_made()
 
-    _stopped = 0  # if tangents are stopped, one more than the levels of torch.func there
+    _stopped = 0  # if tangents are stopped, 1 + the number of torch.func levels at that point
     _inside: Any = None  # the Python function whose own check calls this mode again
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if fun is _set_graphs:
-            # Inside of a Function autograd has disabled graphs itself, or tangents.
+            # Inside of a Function autograd has disabled graphs or tangents itself.
             levels = 1 + len(upstream.get_interpreter_stack() or ())
-            if args[0] and self._stopped >= levels:  # and not by an inner torch.func.grad
+            if args[0] and self._stopped >= levels:  # not set by an inner torch.func.grad
                 upstream.set_forward_mode_enabled(True)
                 self._stopped = 0
             elif torch.is_grad_enabled() > args[0] and upstream.is_forward_mode_enabled():
                 upstream.set_forward_mode_enabled(False)
                 self._stopped = levels
             return fun(*args)
-        if fun is torch.autograd.grad:  # it needs a graph, which is not recorded
+        if fun is torch.autograd.grad:  # it needs a graph, which this mode does not record
             raise NoForwardMode
         if _redispatch and type(fun) is FunctionType and fun not in (self._inside, *_ATTENTION):
             before, self._inside = self._inside, fun
@@ -195,7 +195,7 @@ class OneTangent(PlainAttention):
         return y
 
     def _is_inside(self, x: Tensor) -> bool:
-        """Whether a tensor that requires grad belongs to a derivative inside of the function."""
+        """Returns whether x, which requires grad, belongs to a derivative in the function."""
         if is_dual(x) or is_wrapped(x):
             return True
         if x.grad_fn is not None:
@@ -210,7 +210,7 @@ def _requires_grad(x: Any) -> bool:
     return isinstance(x, list | tuple | dict) and any(y.requires_grad for y in tensors_in(x))
 
 
-# --- tangents of linear operations, of which one operand has a tangent; else None ----------------
+# --- tangents of linear operations if one operand has a tangent; otherwise None ------------------
 
 
 def _parts(x: Any) -> tuple[Any, Any]:
@@ -241,7 +241,7 @@ def _sum(fun: Any, a: Any, b: Any, *more: Any) -> Any:
 
 
 _DIVISIONS = {torch.div, Tensor.div, Tensor.__truediv__}
-_DIFFERENCES = {torch.sub, Tensor.sub, Tensor.__sub__}  # b - a, `__rsub__`, is left to PyTorch
+_DIFFERENCES = {torch.sub, Tensor.sub, Tensor.__sub__}  # PyTorch handles b - a, `__rsub__`
 _CONVOLUTIONS = [getattr(functional, f"conv{t}{n}d") for t in ("", "_transpose") for n in (1, 2, 3)]
 _RULES: dict[Any, Any] = {
     **dict.fromkeys((functional.linear, *_CONVOLUTIONS), _linear),
@@ -252,7 +252,7 @@ _RULES: dict[Any, Any] = {
 }
 
 
-# --- which of them a derivative takes ------------------------------------------------------------
+# --- the choice of kernels for a derivative ------------------------------------------------------
 
 
 def only_own_modes(xs: Sequence[Tensor]) -> bool:
@@ -263,7 +263,7 @@ def only_own_modes(xs: Sequence[Tensor]) -> bool:
 
 
 def kernels_of(fun: Any) -> AbstractContextManager[Any]:
-    """The kernels for a function that is pulled back inside of torch.func's transforms."""
+    """Returns the kernels for a function that torch.func's transforms pull back."""
     around = [level.key() for level in upstream.get_interpreter_stack()[:-1]]
     kinds = upstream.TransformType
     if getattr(fun, "plain_kernels", False) or kinds.Grad in around or kinds.Jvp in around:
@@ -276,7 +276,7 @@ traced: list[bool] = []  # not empty while dynamo traces a function that is diff
 
 
 def run_in_trace(fun: Any, xs: Sequence[Tensor], plain: bool) -> Any:
-    """Calls `fun(*xs)`, which dynamo traces; `plain` says whether with `PlainKernels`."""
+    """Calls `fun(*xs)` while dynamo traces it; `plain` enables `PlainKernels`."""
     traced.append(True)
     try:
         with PlainKernels() if plain else _NOTHING:

@@ -17,23 +17,23 @@ PLAIN = frozenset([Tensor, torch.nn.Parameter])
 
 
 def unwrapped(x: Tensor) -> Tensor:
-    """x without the wrappers of torch.func transforms."""
+    """Returns x without the wrappers of torch.func transforms."""
     while is_wrapped(x):
         x = upstream.get_unwrapped(x)
     return x
 
 
 def may_have_no_value(x: Tensor) -> bool:
-    """Whether a transform is open in which x may have no value that Python could read."""
+    """Returns whether an open transform may hide x's value from Python."""
     return is_wrapped(x) or upstream.is_legacy_batched(x) or upstream.is_traced_by_make_fx()
 
 
 def levels_differentiating(xs: Iterable[Any]) -> set[int]:
-    """The levels at which any of xs is differentiated.
+    """Returns the levels at which any of xs is differentiated.
 
     These are functorch's levels, `OF_AUTOGRAD` for autograd's own graph, and `OF_DUAL_NUMBERS` for
-    forward mode outside of functorch. Functorch hides the latter's tangents, so if its level is
-    open, any of xs counts as differentiated there.
+    forward mode outside of functorch. Functorch hides tangents of the latter, so any of xs counts
+    as differentiated there if a forward-mode level is open.
     """
     result: set[int] = set()
     hidden = upstream.forward_level() >= 0 and upstream.peek_interpreter_stack() is not None
@@ -81,9 +81,9 @@ def tensors_in(x: Any) -> Iterator[Tensor]:
 
 
 def alive(x: Tensor) -> Tensor:
-    """x without dead wrappers of finished transforms, which a late pullback may receive.
+    """Removes dead wrappers of finished transforms from x, which a late pullback may receive.
 
-    A new transform at the same level would mistake them for its own.
+    A new transform at the same level would treat them as its own wrappers.
     """
     while is_wrapped(x) and upstream.maybe_get_level(x) == _ENDED:
         x = upstream.get_unwrapped(x)
@@ -104,7 +104,7 @@ def is_dual(x: Any) -> bool:
 
 
 def may_be_dual(x: Tensor) -> bool:
-    """Whether PyTorch supports tangents for tensors of this dtype and layout."""
+    """Returns whether PyTorch supports tangents for tensors of this dtype and layout."""
     return is_inexact(x) and x.layout is torch.strided
 
 
@@ -135,9 +135,9 @@ class Example:
 
 
 def like(x: Tensor) -> Any:
-    """The shape, dtype and device of a floating or complex tensor, None for others.
+    """Returns the shape, dtype and device of a floating or complex tensor; None for other tensors.
 
-    For a wrapper subclass, an `Example` as well.
+    For a wrapper subclass, the result also contains an `Example`.
     """
     if not is_inexact(x):
         return None
@@ -153,13 +153,13 @@ def zeros(shape: Any, dtype: Any, device: Any, example: Example | None = None) -
 
 
 def ones(shape: Any, dtype: Any, device: Any, example: Example | None = None) -> Tensor:
-    """Example vectors for tracing a linear map, which may branch on whether they are zero."""
+    """Returns nonzero examples for tracing a linear map, which may branch on zeros."""
     if example is not None:
         return torch.ones_like(example.x)
     return torch.ones(shape, dtype=dtype, device=device)
 
 
 def filled(values: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
-    """`values` with zeros for None, except where `likes` is None."""
+    """Replaces None in `values` by zeros, except where `likes` is None."""
     pairs = zip(values, likes, strict=True)
     return [zeros(*like) if v is None and like else v for v, like in pairs]

@@ -1,4 +1,4 @@
-"""Collectives over the processes of a group, differentiable: `all_gather`, and sums over ranks."""
+"""Differentiable collectives over the processes of a group: `all_gather`, and sums over ranks."""
 
 from __future__ import annotations
 
@@ -23,14 +23,14 @@ left_to_python(__name__)
 
 
 def all_gather(x: Any, axis_name: Any, group: Any) -> Any:
-    """All processes' rows. See `gradtools.chunking`."""
+    """Returns the rows of all processes. See `gradtools.chunking`."""
     check_group("all_gather", axis_name, group)
     leaves, treedef = trees.flatten(x)
     return trees.unflatten(treedef, [_gathered(leaf, group) for leaf in leaves])
 
 
 def check_group(caller: str, axis_name: Any, group: Any) -> None:
-    """Raises if there is no process group, or if axis_name is given."""
+    """Raises an error if there is no process group, or if axis_name is given."""
     if axis_name is not None:
         raise GradtoolsError(
             f"{caller}: axis_name belongs to JAX; in PyTorch pass group, or neither."
@@ -43,7 +43,7 @@ def check_group(caller: str, axis_name: Any, group: Any) -> None:
 
 
 def values_of_ranks(value: Any, group: Any) -> list[Any]:
-    """The values (in terms of JSON) of all processes of a group or DeviceMesh."""
+    """Returns the values (JSON-serializable) of all processes of a group or DeviceMesh."""
     values = [value]
     for each in _groups_of(group):
         values = [x for row in _of_all(values, each) for x in row]
@@ -51,7 +51,7 @@ def values_of_ranks(value: Any, group: Any) -> list[Any]:
 
 
 def add_over_ranks_(xs: Sequence[Tensor], group: Any) -> None:
-    """Replaces tensors without a graph by their sums over the processes."""
+    """Replaces tensors without a graph by their sums over the processes, in place."""
     for each in _groups_of(group):
         works = [dist.all_reduce(x, group=each, async_op=True) for x in xs]
         for work in works:
@@ -60,7 +60,7 @@ def add_over_ranks_(xs: Sequence[Tensor], group: Any) -> None:
 
 
 def _groups_of(group: Any) -> list[Any]:
-    """The process group, or those along the dimensions of a DeviceMesh."""
+    """Returns the process group, or the groups along the dimensions of a DeviceMesh."""
     return group.get_all_groups() if hasattr(group, "get_all_groups") else [group]
 
 
@@ -82,7 +82,7 @@ def _gathered(x: Any, group: Any) -> Tensor:
 
 
 def _of_all(value: Any, group: Any) -> list[Any]:
-    """All processes' values, sent as JSON (a pickle would run code), outside of any transform."""
+    """Gathers all processes' values as JSON (a pickle would run code), outside of transforms."""
     size = dist.get_world_size(group)
     if size < 1:  # this process does not belong to the group
         return []
@@ -115,7 +115,7 @@ def _all_rows_of(x: Tensor, group: Any) -> Tensor:
 
 
 def _own_rows_of(x: Tensor, group: Any) -> Tensor:
-    """This process's rows of the sum over processes."""
+    """Returns this process's rows of the sum over processes."""
 
     def value(x: Tensor, group: Any) -> Tensor:
         total = _in_memory(x).clone(memory_format=torch.contiguous_format)
@@ -126,7 +126,7 @@ def _own_rows_of(x: Tensor, group: Any) -> Tensor:
 
 
 def _linear(value: Any, forth: Any, back: Any, x: Tensor, group: Any) -> Tensor:
-    """A linear map as a rule; under vmap the batch is one more axis of each row."""
+    """Makes a rule from a linear map; under vmap the batch is an additional axis of each row."""
 
     def along(linear: Any, _: Any, vs: Sequence[Tensor | None]) -> list[Tensor | None]:
         return [None if v is None else linear(v, group) for v in vs]
@@ -154,5 +154,5 @@ def _linear(value: Any, forth: Any, back: Any, x: Tensor, group: Any) -> Tensor:
 
 
 def _in_memory(x: Tensor) -> Tensor:
-    """x with lazy conjugation and negation materialized, since collectives send raw memory."""
+    """Materializes lazy conjugation and negation of x, since collectives send raw memory."""
     return x.resolve_conj().resolve_neg()

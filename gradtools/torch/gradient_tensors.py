@@ -1,4 +1,4 @@
-"""Tensors around a derivative: detached results, zeros, copies that autograd can save."""
+"""Helpers for derivatives' tensors: detached results, zeros, copies that autograd can save."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ Tensor = torch.Tensor
 
 
 def normal(x: Tensor) -> Tensor:
-    """x, or a copy that autograd can save if x is an inference tensor."""
+    """Returns x, or a copy that autograd can save if x is an inference tensor."""
     return x.clone() if x.is_inference() else x
 
 
 def kept(fun: Any, x: Tensor) -> Tensor:
-    """x, detached if it is a parameter to which results are attached afterwards."""
+    """Returns x, detached if it is a parameter to which results are attached later."""
     return x.detach() if id(x) in getattr(fun, "own", ()) and fun.is_deferred() else x
 
 
 def without_graph(x: Tensor, of_tangent: bool = True) -> Tensor:
-    """x detached. A dual number keeps its tangent, which `detach` alone would drop.
+    """Detaches x, but keeps the tangent of a dual number, which `detach` alone would drop.
 
-    of_tangent: Whether the tangent is detached, too.
+    of_tangent: Whether to detach the tangent too.
     """
     if upstream.forward_level() >= 0:
         primal, tangent = forward_ad.unpack_dual(x)
@@ -41,7 +41,7 @@ def without_graph(x: Tensor, of_tangent: bool = True) -> Tensor:
 
 
 def tangents_of(xs: Sequence[Tensor]) -> list[Tensor]:
-    """The tangents of dual numbers, which have a graph of their own."""
+    """Returns the tangents of dual numbers; a tangent has a separate graph."""
     if upstream.forward_level() < 0 or upstream.peek_interpreter_stack() is not None:
         return []  # vmap cannot unpack its own batch, such as the rows of a Jacobian
     tangents = [forward_ad.unpack_dual(x).tangent for x in xs if is_inexact(x)]
@@ -49,9 +49,9 @@ def tangents_of(xs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def freed(xs: Sequence[Any], of_tangent: bool = True) -> list[Any]:
-    """The tensors, detached if they require grad; None stays None.
+    """Detaches the tensors that require grad; None stays None.
 
-    of_tangent: Whether the tangents are detached, too.
+    of_tangent: Whether to detach the tangents too.
     """
     result = []
     for x in xs:  # a loop, since every derivative runs this

@@ -1,8 +1,7 @@
-"""Host kernels in PyTorch: one custom operator, which looks up the kernel by its key.
+"""Host kernels in PyTorch: one custom operator looks up each kernel by its key.
 
 A compiled program cannot hold Python objects, so the operator takes the key of a `KernelCall`. It
-has an implementation for fake tensors, and a vmap rule. Its derivative is defined by the rule
-around it.
+has an implementation for fake tensors and a vmap rule. The surrounding rule defines its derivative.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _is_compiling = torch.compiler.is_dynamo_compiling
 
 
 def call_kernel(call: KernelCall, xs: Sequence[Tensor]) -> list[Tensor]:
-    """The kernel's results, on the device of the first array."""
+    """Returns the kernel's results on the device of the first array."""
     if not is_compiling() and running.checked:
         return [torch.zeros_like(y) for y in _fake(call.key, xs, [])]
     if not xs:  # without a tensor argument the operator would not be traced
@@ -38,16 +37,16 @@ def call_kernel(call: KernelCall, xs: Sequence[Tensor]) -> list[Tensor]:
 
 
 class KernelCalls:
-    """The fast path of a host function: plain tensors, not differentiated, no transform or mode.
+    """Fast path of a host function for plain tensors, without derivatives, transforms or modes.
 
     The dispatcher takes ten times as long as a call of the kernel.
 
     Attributes:
         kernel: The host function's kernel.
-        differentiated: The fast path for tensors that require grad, if there is one.
-        count: The number of arguments; 0: any number.
-        alike: Whether the result is one array like the first argument.
-        fresh: With this number of arguments the kernel is a NumPy ufunc, which keeps no array and
+        differentiated: The fast path for tensors that require grad, or None.
+        count: The number of arguments, or 0 for any number.
+        alike: Whether the result is one array with the first argument's shape and dtype.
+        fresh: The number of arguments if the kernel is a NumPy ufunc, which keeps no array and
         returns a new array, so that no copy is needed; 0 for other kernels.
     """
 
@@ -56,11 +55,11 @@ class KernelCalls:
         self.count = len(of._binding.names)
         self.fun = self.kernel.fun
         self.alike = self.kernel.out is None and not self.kernel.raw
-        # Further arguments would be written to.
+        # A ufunc would write to further arguments.
         self.fresh = self.fun.nin if isinstance(self.fun, np.ufunc) else 0
 
     def call(self, args: tuple[Any, ...], statics: tuple[()] = ()) -> Any:
-        """The result, or NotImplemented."""
+        """Returns the result, or NotImplemented."""
         if _is_compiling() or not args or (len(args) != self.count and self.count):
             return NotImplemented
         graphs, tracked = _graphs(), False
@@ -100,12 +99,12 @@ class KernelCalls:
         first = arrays[0]
         if type(y) is _ARRAY and y.dtype is first.dtype and y.shape == first.shape:
             keeps = keeps or not y.flags.c_contiguous
-            return _tensor(y.copy() if keeps else y)  # the kernel may keep it, too
+            return _tensor(y.copy() if keeps else y)  # the kernel may keep it
         call, expected = self._known(args, arrays)
         return _tensor(call.owned(y, expected)[0])
 
     def _known(self, args: tuple[Any, ...], arrays: list[np.ndarray]) -> tuple[KernelCall, Results]:
-        """The call with arrays of these shapes and dtypes, and its result specs."""
+        """Returns the call with arrays of these shapes and dtypes, and its result specs."""
         avals = tuple([(array.shape, array.dtype) for array in arrays])
         return self.kernel.known_call(avals, self.backend, args)
 
@@ -163,7 +162,7 @@ torch.library.register_vmap("gradtools::call_kernel", _vmap, lib=_LIBRARY)
 
 
 class _WithoutDerivative(torch.autograd.Function):
-    """The call of a kernel, whose derivative raises."""
+    """Calls a kernel; its derivative raises an error."""
 
     @staticmethod
     def forward(key: str, batch: Sequence[int], *xs: Tensor) -> tuple[Tensor, ...]:

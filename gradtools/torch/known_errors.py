@@ -1,8 +1,8 @@
 """Adds advice to errors of PyTorch for which gradtools has an alternative.
 
-PyTorch raises a RuntimeError for nearly everything, so only the text identifies an error; the frame
+PyTorch raises a RuntimeError for most failures, so only the text identifies an error; the frame
 that raised it shows that it is PyTorch's own. All other errors pass unchanged. Only this module
-reads error texts of PyTorch: if one is reworded upstream, PyTorch's own error is raised.
+matches PyTorch's error texts: if a text is reworded upstream, PyTorch's own error is raised.
 """
 
 from __future__ import annotations
@@ -22,12 +22,12 @@ T = TypeVar("T")
 
 
 def _torch_says(error: BaseException) -> str:
-    """The text of PyTorch's own error; empty for others, and for a `raise` in TorchScript."""
+    """Returns the text of PyTorch's own error; empty for others and TorchScript's `raise`."""
     return "" if isinstance(error, torch.jit.Error) else said_by("torch", error)
 
 
 def known(error: BaseException, table: Mapping[str, T]) -> T | None:
-    """The table's entry whose key is in the text of PyTorch's own error; else None."""
+    """Returns the table's entry whose key occurs in the text of PyTorch's own error, or None."""
     text = _torch_says(error)
     return next((value for part, value in table.items() if part in text), None)
 
@@ -49,7 +49,7 @@ class explained:
 
 
 def explain(caller: str, error: RuntimeError | AssertionError) -> None:
-    """Raises a known error of PyTorch again with advice; returns for another error."""
+    """Raises a known error of PyTorch again with advice; returns for other errors."""
     said = _torch_says(error)
     for parts, advice in _ADVICE.items():
         if said and re.search(parts, said):
@@ -57,13 +57,13 @@ def explain(caller: str, error: RuntimeError | AssertionError) -> None:
             raise refusal(error, text) from error
 
 
-# Errors for which gradtools has an alternative: parts of PyTorch's texts, and the advice.
+# Errors for which gradtools has an alternative: patterns of PyTorch's texts, and the advice.
 _ADVICE = {
     r"Batching rule not implemented for|inside of vmap|vmap: we do not yet support|under vmap"
     r"|data-dependent|do not support batching|not yet have a batching rule|calling \.item\(\)"
     r"|Tensor\.requires_grad_\(\)|Function with functorch transforms|not have vmap support"
     r"|override the setup_context staticmethod|unsupported for Sparse|'SparseCPU'|do not have ": (
-        "f holds an operation that PyTorch's vmap, or another transform of torch.func, cannot "
+        "f contains an operation that PyTorch's vmap, or another transform of torch.func, cannot "
         "enter, or branches on values, or its shape depends on values. per_example_grad and "
         "jacobian take chunk_size=1, a plain loop without them; for a Hessian take "
         "gt.jacobian(gt.grad(f), chunk_size=1)."
@@ -75,17 +75,17 @@ _ADVICE = {
         "chunk_size=1, a plain loop."
     ),
     "yet support saved tensor hooks|use_reentrant=True": (
-        "f holds torch.utils.checkpoint, or other saved_tensors_hooks, or is called inside of "
+        "f contains torch.utils.checkpoint, or other saved_tensors_hooks, or is called inside of "
         "them, which torch.func's transforms do not support; a reentrant checkpoint takes no "
         "derivative with respect to chosen inputs either. Use gt.checkpoint in its place."
     ),
     r"Trying to use forward AD with|c\+\+ API of custom Function|aten::_efficientzerotensor": (
-        "f holds an operation that has no forward mode in PyTorch. Use "
+        "f contains an operation without forward mode in PyTorch. Use "
         "linearize(f, *primals)[1], which transposes reverse mode, or "
         'hvp(mode="reverse_over_reverse"); or wrap the operation in gt.custom_rule.'
     ),
-    "must implement the jvp function|flat_bdims must not be None": (  # the same under vmap
-        "f holds a function with a reverse rule only (clip_gradient, transform_gradient, "
+    "must implement the jvp function|flat_bdims must not be None": (  # its text in vmap
+        "f contains a function with a reverse rule only (clip_gradient, transform_gradient, "
         "replace_gradient, or a torch.autograd.Function without jvp), so it has no forward mode. "
         f"{USE_REVERSE_MODE} A Function is pushed by linearize(f, *primals)[1], the transposed "
         "pullback."
@@ -97,17 +97,17 @@ _ADVICE = {
         "pullback."
     ),
     " is not implemented": (
-        "f holds an operation whose backward pass has no derivative in PyTorch. Push forward "
+        "f contains an operation whose backward pass has no derivative in PyTorch. Push forward "
         'instead, by gt.jvp of the gradient or hvp(mode="forward_over_reverse"), or write it by '
         "plain operations."
     ),
     r"Can't call numpy\(\) on Tensor that requires grad": (
-        "f leaves PyTorch by numpy(), where no gradient follows. Write it by PyTorch's operations, "
-        "or as a gt.host_function with a rule; x.detach().numpy() makes a constant of x, and "
+        "f leaves PyTorch by numpy(), which stops gradients. Use PyTorch's operations instead, or "
+        "a gt.host_function with a rule; x.detach().numpy() makes a constant of x, and "
         "gt.straight_through gives it a surrogate's derivative."
     ),
     "does not currently support double backward": (
-        "f holds a function that torch.compile compiled, whose backward pass PyTorch cannot "
+        "f contains a function that torch.compile compiled, whose backward pass PyTorch cannot "
         "differentiate (pytorch#91469). Compile the derivative instead, as in "
         "torch.compile(lambda x: gt.hvp(f, (x,), (v,)))."
     ),

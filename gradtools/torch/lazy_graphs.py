@@ -1,10 +1,10 @@
-"""Lazy graphs: the graph of a derivative at a module is built in its backward pass, if any.
+"""Lazy graphs: the graph of a derivative at a module is built only in a backward pass.
 
     results = g(p)        backward: evaluates g again with a graph, and pulls back
 
-The graph of a derivative costs as much as the derivative, and a training step does not need it. So
-an operator computes its results without one, and a node of `recomputation.py` attaches them to the
-leaves that f reached. The second evaluation builds the graph of all higher derivatives, too.
+The graph of a derivative costs as much as the derivative, and training steps do not need it. So
+an operator computes results without a graph, and a node of `recomputation.py` attaches them to
+leaves that f reached. The second evaluation also builds the graph for higher derivatives.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ _thread = _ThreadFlags()
 
 
 def current_graph(f: Any, modules: Iterable[nn.Module]) -> LazyGraph | None:
-    """The graph of a call of f that begins here; None if it is built at once.
+    """Returns the lazy graph of a call of f; None if the graph is built immediately.
 
-    It is built at once in the second evaluation, under a recorder, and inside of torch.func and of
+    It is built immediately in the second evaluation, under a recorder, and inside of torch.func and
     forward mode, whose levels no longer exist when a backward pass runs.
     """
     again, _thread.again = _thread.again, False
@@ -52,7 +52,7 @@ def current_graph(f: Any, modules: Iterable[nn.Module]) -> LazyGraph | None:
 
 
 def is_nested() -> bool:
-    """Whether the call is inside of torch.func or of forward mode."""
+    """Returns whether the call is inside of torch.func or of forward mode."""
     return upstream.peek_interpreter_stack() is not None or upstream.forward_level() >= 0
 
 
@@ -61,7 +61,7 @@ class _LazyPull(Pull):
         count = len(self.sources)
         pairs, left = super().pulled(xs)[: sum(self.wants[:count])], iter(xs[self.size :])
         cts = [next(left) if given else None for given in self.given]
-        # A result with a graph of its own is an argument, and passes its cotangent on.
+        # A result with its own graph is an argument, and passes its cotangent on.
         own = compress(zip(xs, cts, strict=False), self.wants[count:])
         return [*pairs, *own]
 
@@ -71,12 +71,12 @@ class _LazyPull(Pull):
 
 
 class LazyGraph(Program):
-    """The results of a derivative at modules, computed again if they are differentiated.
+    """The results of a derivative at modules, recomputed if they are differentiated.
 
-    Its arguments are the results that have a graph of their own; f does not read them.
+    Its arguments are the results that have their own graph; f does not read them.
     """
 
-    inlines = False  # the derivative is taken at the leaves themselves
+    inlines = False  # derivatives are taken at the leaves themselves
     otherwise, pulls = True, _LazyPull
 
     def __init__(self, f: Any, modules: Iterable[nn.Module]) -> None:
@@ -88,7 +88,7 @@ class LazyGraph(Program):
         self._constants: set[int] = set()  # the ids of outputs of f that require no grad
 
     def note(self, output: Any, own: set[int]) -> None:
-        """Records the leaves behind f's outputs, except for the ids in `own`."""
+        """Records the leaves behind f's outputs, except for ids in `own`."""
         if is_nested():
             self._nested = True
             return
@@ -98,7 +98,7 @@ class LazyGraph(Program):
         for x in [n.variable for n in nodes if type(n) is upstream.AccumulateGrad]:
             if id(x) not in own and not is_spent(x):
                 self.leaves.setdefault(id(x), x)
-        # A second evaluation would meet a graph that f captures, and that the first evaluation has
+        # A second evaluation would reach a graph that f captures and that the first evaluation has
         # freed.
         if min(map(upstream.sequence_of, nodes), default=self.outside) < self.outside:
             self.deferred = False
@@ -106,20 +106,20 @@ class LazyGraph(Program):
     def results(
         self, caller: str, again: Callable[[], Any], results: Any, select: Any = None
     ) -> Any:
-        """The tree of results, differentiable with respect to the leaves.
+        """Makes a tree of results differentiable with respect to the leaves.
 
-        again: Computes them once more; `select(again())` is the same tree, or `again()`.
+        again: Recomputes them; `select(again())` is the same tree, or `again()` if select is None.
         """
         if not (self.deferred and self.leaves and torch.is_grad_enabled()):
             return results
         every, treedef = trees.flatten(results)
         tensors = [(k, x) for k, x in enumerate(every) if isinstance(x, Tensor) and is_inexact(x)]
-        # A pullback of a cotangent that requires grad has its graph.
+        # If a cotangent requires grad, the pullback's results have their own graph.
         without = [(k, x) for k, x in tensors if self._nested or not x.requires_grad]
         places = [k for k, x in without if id(x) not in self._constants]
 
         def run(_: Sequence[Tensor]) -> Tensors:
-            # The cotangents may be batched by vmap; f must not run under it.
+            # The cotangents may be batched by vmap; f must run outside of it.
             outside = upstream.temporarily_clear_interpreter_stack(), torch.inference_mode(False)
             with outside[0], outside[1], torch.enable_grad(), PlainKernels():
                 _thread.again = True
@@ -141,7 +141,7 @@ class LazyGraph(Program):
 
 @contextmanager
 def _without_hooks(leaves: Sequence[Tensor]) -> Iterator[None]:
-    """Empties the leaves' hooks, which the enclosing backward pass runs on the same gradients."""
+    """Removes the leaves' hooks, which the enclosing backward pass runs on the same gradients."""
     hooks = [h for x in leaves if (h := upstream.tensor_hooks(x))]
     held = [dict(h) for h in hooks]
     try:

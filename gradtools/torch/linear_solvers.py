@@ -1,7 +1,7 @@
 """Linear solvers for `implicit_solution`: conjugate gradients, GMRES, and a dense matrix.
 
-The first two stop at a relative residual, where it can be read. Under vmap values cannot be read,
-and they run the largest number of iterations.
+The first two stop at a relative residual. Under vmap its value cannot be read, so they run the
+maximum number of iterations.
 
 Source: Saad, Iterative methods for sparse linear systems, 2003, algorithms 6.18 and 6.9.
 """
@@ -45,7 +45,7 @@ def gmres(matvec: Callable[[Tensor], Tensor], b: Tensor) -> Tensor:
             w, V = matvec(basis[-1]), torch.stack(basis)
             h = V @ w
             w = w - h @ V
-            again = V @ w  # orthogonalized twice, which is enough
+            again = V @ w  # orthogonalized twice, for accuracy
             w, h = w - again @ V, h + again
             length = torch.linalg.vector_norm(w)
             zeros = h.new_zeros(min(len(b), _BASIS) - k)
@@ -70,7 +70,7 @@ def _tolerance(b: Tensor) -> float:
 
 
 def _quotient(x: Tensor, y: Tensor) -> Tensor:
-    """x / y, or 0 for y = 0."""
+    """Computes x / y, or 0 where y = 0."""
     return torch.where(y == 0, torch.zeros_like(x), x / torch.where(y == 0, 1, y))
 
 

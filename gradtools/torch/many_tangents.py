@@ -1,7 +1,7 @@
-"""Tangents along many directions: forward mode without a graph, for `mixed_partial`.
+"""Pushes many tangents in forward mode without a graph, for `mixed_partial`.
 
 In eager code one node attaches the results to their sources. If they are differentiated, the
-function is computed again by double backward, as in `recomputation.py`, so no graph is kept.
+function is recomputed with double backward, as in `recomputation.py`, so no graph is kept.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ Tensors = list[Tensor]
 def jvps(
     fun: Fun, leaves: Tensors, many: Sequence[Tensors]
 ) -> tuple[Tensors, Tensors, list[Tensors]]:
-    """`jvp` along many tangents.
+    """Computes `jvp` along many tangents.
 
-    A dual number has one tangent, so each direction needs its own evaluation; all evaluations start
-    from the same state.
+    A dual number has one tangent, so each direction needs a separate evaluation; all evaluations
+    start from the same state.
     """
     nested = upstream.peek_interpreter_stack() is not None or upstream.forward_level() >= 0
     if is_compiling() or nested:
@@ -43,13 +43,13 @@ def jvps(
     points = [x.detach() for x in leaves]
     try:
         with unpacked() as hooks, torch.enable_grad():  # G sees grad mode on, but records no graph
-            if has_checkpoint(hooks):  # a checkpoint would run all of this again
+            if has_checkpoint(hooks):  # a checkpoint would rerun all of this
                 raise NoForwardMode
             for k, tangents in enumerate(many):
                 if k:
                     state.restore()
                 rows.append(pushed(fun, points, [t.detach() for t in tangents], mode))
-    except NoForwardMode:  # its level is in use, or G takes a derivative by autograd's engine
+    except NoForwardMode:  # its level is in use, or G uses autograd's engine
         state.restore()
         return _by_engine(fun, leaves, many)
     except NotImplementedError as error:
@@ -67,7 +67,7 @@ def jvps(
 
 
 class _Pushed(Program):
-    """The outputs of a function and its tangents, by double backward if it runs again."""
+    """A function's outputs and tangents; if it runs again, they are computed by double backward."""
 
     otherwise = True
 
@@ -76,12 +76,12 @@ class _Pushed(Program):
         self._fun, self._size = fun, count
 
     def results(self, given: Tensors, known: Tensors, mode: OneTangent) -> Tensors:
-        """The results, differentiable at the given tensors and the tensors that were read."""
+        """Returns results that are differentiable at the given and the read tensors."""
         own, xs = set(map(id, given)), as_read_now(given)
-        # Exclude tensors that the function made, such as aliases of a derivative that it took.
+        # Exclude tensors that the function created, such as aliases of a derivative that it took.
         made = lambda x: x.grad_fn is not None and upstream.sequence_of(x.grad_fn) >= self.outside
         alive = [x for ref in mode.read.values() if (x := ref()) is not None]
-        # Modes do not see the arguments of `Function.apply`; the recorded graph holds them.
+        # Modes do not see the arguments of `Function.apply`; the recorded graph contains them.
         seen = {id(x): x for x in (*alive, *leaves_of(known))}.values()
         read = [x for x in seen if not (id(x) in own or is_spent(x) or made(x))]
         if not (read or any(x.requires_grad for x in xs)):
@@ -91,7 +91,7 @@ class _Pushed(Program):
         return self.attached(xs)
 
     def _by_pulling(self, xs: Sequence[Tensor]) -> Tensors:
-        """The transpose of the pullback, which is linear in the cotangents."""
+        """Computes the transpose of the pullback, which is linear in the cotangents."""
         size, xs = self._size, list(xs)
         with torch.enable_grad():
             outs, _, push = linearize(self._fun, xs[:size])
@@ -109,14 +109,14 @@ def _by_engine(fun: Fun, leaves: Tensors, many: Sequence[Tensors]) -> Any:
 
 
 def restarting(fun: Fun, leaves: Sequence[Tensor], count: int) -> Callable[[], None]:
-    """A function to call before each of `count` evaluations, which restores the current state."""
+    """Returns a function that restores the current state before each of `count` evaluations."""
     if count < 2 or is_compiling():
         return lambda: None
     return RunState.now(_held(fun, leaves)).restore
 
 
 def _held(fun: Fun, leaves: Sequence[Tensor]) -> Held:
-    """The modules and tensors that a function holds, and the user's function that it calls."""
+    """Returns the state of the modules and tensors that a function, or its user function, holds."""
     f = getattr(fun, "f", fun)
     given = [f, getattr(f, "f", None), *getattr(f, "opened_modules", ())]
     given += [*getattr(fun, "args", ()), getattr(fun, "kwargs", {})]

@@ -1,7 +1,7 @@
-"""`retained_gradients` in PyTorch: eager code is evaluated once.
+"""`retained_gradients` in PyTorch evaluates eager code once.
 
-A mark makes its array, a leaf, when it is first evaluated, and autograd differentiates at the
-arguments and at these leaves. Inside of torch.func's transforms inputs must exist beforehand.
+The first evaluation of a mark creates its leaf array, and autograd differentiates at the arguments
+and at these leaves. Inside of torch.func's transforms, inputs must exist beforehand.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ def marked(backend: Any, xs: list[Tensor], mark: Mark) -> list[Tensor]:
 
 
 def _zeros(x: Tensor, level: int) -> Tensor:
-    """Negative zeros like x, with the axes of all vmaps inside of `level` in front."""
+    """Returns negative zeros like x, with the axes of all vmaps inside of `level` in front."""
     shape = [upstream.batch_size_of(v) for v in _vmaps(x, level)] + [*x.shape]
     if level:
         return -torch.zeros(shape, dtype=x.dtype, device=x.device)

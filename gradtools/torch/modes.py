@@ -1,4 +1,4 @@
-"""Levels and modes of a thread: legacy vmap, forward mode, saved-tensors hooks."""
+"""Manages a thread's levels and modes: legacy vmap, forward mode, saved-tensors hooks."""
 
 from __future__ import annotations
 
@@ -25,19 +25,19 @@ def is_followed() -> bool:
 
 
 def batchings() -> int:
-    """The number of open levels of autograd's legacy vmap, which ``is_grads_batched`` uses.
+    """Returns the number of open levels of autograd's legacy vmap (``is_grads_batched``).
 
     Dynamo must not trace this: it would drop the increment, whose result is unused, and keep the
     decrement.
     """
     if torch.compiler.is_dynamo_compiling():
-        return 0  # its backward is not traced under that vmap
+        return 0  # its backward pass is not traced under that vmap
     upstream.enter_vmap()
     return upstream.leave_vmap()
 
 
 def by_new_vmap(fun: Callable[..., list[Any]], xs: Sequence[Any]) -> list[Any]:
-    """`fun(*xs)` inside of ``is_grads_batched``, mapped by `torch.vmap` outside of it.
+    """Calls `fun(*xs)` inside of ``is_grads_batched`` by `torch.vmap` outside of it.
 
     Autograd records the results of a `torch.autograd.Function` on tensors of the legacy vmap, and
     loses that graph when the level ends. Results of `torch.vmap` keep their graphs.
@@ -73,7 +73,7 @@ _FORWARD_MODE = threading.Lock()
 
 
 def dual_of(x: Tensor, tangent: Tensor) -> Tensor:
-    """A dual tensor at the current level. Raises `NoForwardMode` for a DTensor."""
+    """Makes a dual tensor at the current level; raises `NoForwardMode` for a DTensor."""
     try:
         return upstream.make_dual(x, tangent, level=upstream.forward_level())
     except NotImplementedError as error:
@@ -82,10 +82,10 @@ def dual_of(x: Tensor, tangent: Tensor) -> Tensor:
 
 @contextmanager
 def forward_mode() -> Iterator[None]:
-    """A lock for forward mode, since PyTorch has a single level for all threads.
+    """Locks forward mode, since PyTorch has a single level for all threads.
 
-    Raises `NoForwardMode` instead of waiting, which could deadlock: the thread in the level may
-    wait for this one. The derivative then is computed by reverse mode twice.
+    Raises `NoForwardMode` instead of waiting, which could deadlock: the thread that holds the level
+    may wait for this thread. The caller then applies reverse mode twice.
     """
     if not _FORWARD_MODE.acquire(blocking=False):
         raise NoForwardMode
@@ -99,9 +99,9 @@ def forward_mode() -> Iterator[None]:
 
 @contextmanager
 def dual_level() -> Iterator[None]:
-    """`torch.autograd.forward_ad.dual_level`, or `NoForwardMode` if the level is in use.
+    """Enters `torch.autograd.forward_ad.dual_level`; raises `NoForwardMode` if the level is in use.
 
-    It enables tangents, which torch.func and a Function's jvp disable around code of their own.
+    It enables tangents, which torch.func and a Function's jvp disable around their own code.
     """
     with forward_mode():
         tangents, level = upstream.is_forward_mode_enabled(), upstream.enter_forward_level()
@@ -121,9 +121,9 @@ def dual_level() -> Iterator[None]:
 
 @contextmanager
 def unpacked() -> Iterator[list[Any]]:
-    """Removes saved-tensors hooks around an inner graph, and yields them, the innermost first.
+    """Removes saved-tensor hooks around an inner graph and yields them, innermost first.
 
-    So no checkpoint counts the tensors of that graph. torch.func refuses to run inside of hooks.
+    This hides the graph's tensors from checkpoints. torch.func refuses to run inside of hooks.
     """
     hooks: list[Any] = []
     while (top := upstream.saved_tensors_hooks_on(False)) is not None:
@@ -137,5 +137,5 @@ def unpacked() -> Iterator[list[Any]]:
 
 
 def has_checkpoint(hooks: Sequence[Any]) -> bool:
-    """Whether some of the hooks belong to `torch.utils.checkpoint`."""
+    """Returns whether any of the hooks belongs to `torch.utils.checkpoint`."""
     return "torch.utils.checkpoint" in [getattr(pack, "__module__", "") for pack, _ in hooks]

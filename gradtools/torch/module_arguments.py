@@ -1,15 +1,15 @@
-"""Modules as arguments: a module is differentiated at its own parameters.
+"""Modules as arguments: a module is differentiated with respect to its parameters.
 
     g = torch.autograd.grad(f(module), [p for p in module.parameters() if p.requires_grad])
 
-f gets the user's module itself, so classes, attributes and hooks of parameters, references to them
-from elsewhere, and state that f changes are as in `loss.backward()`. The gradient is a dictionary
-from the parameters' names. A module may be anywhere in a tree: in a list, a dictionary, a
+f gets the user's module itself. Classes, attributes, parameter hooks, outside references to
+parameters, and state changed by f therefore behave as in `loss.backward()`. The gradient is a
+dictionary by parameter name. A module may be anywhere in a tree: in a list, a dictionary, a
 dataclass. The graph of a result is built in its backward pass (`lazy_graphs`).
 
 Inside of vmap, torch.func and forward mode a parameter is replaced by a batched or dual tensor.
-There f gets a structural copy of the module, like that of `make_functional`, and whatever still
-reads the user's module (a closure, a hook, a bound method) reads the copy's parameters.
+There f gets a structural copy of the module, as in `make_functional`. Code that still reads the
+user's module (a closure, a hook, a bound method) reads the copy's parameters.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ def opened(
     kwargs: dict[str, Any],
     argnums: Sequence[int],
 ) -> Opened | None:
-    """The call as a call on dictionaries of parameters; None if no module is differentiated.
+    """Rewrites the call in terms of parameter dictionaries; None if it differentiates no module.
 
-    Raises in compiled code, where `torch.func` differentiates functions of tensors alone.
+    Raises in compiled code, where `torch.func` differentiates functions of tensors only.
     """
     for i in argnums:
         if is_compiling() and isinstance(args[i], nn.Module):
@@ -61,7 +61,7 @@ def opened(
 
 
 def _holds_module(tree: Any) -> bool:
-    """Whether a tree contains a module; common containers are walked without flattening."""
+    """Returns whether a tree contains a module, without flattening common containers."""
     kind = type(tree)
     if kind is dict:
         return not trees.is_flat(tree) and any(map(_holds_module, tree.values()))
@@ -77,19 +77,19 @@ def _is_module(x: Any) -> bool:
 
 
 def _flattened(tree: Any) -> tuple[list[Any], Any]:
-    """The leaves and the structure, where a module is a leaf."""
+    """Flattens a tree, treating modules as leaves."""
     if isinstance(tree, nn.Module):
         return trees.flatten(tree)
     return trees.WITH_MODULES.opened(*trees.WITH_MODULES.flatten(tree))
 
 
 def part_of(tree: Any) -> Any:
-    """The tree with each module replaced by the dictionary of its differentiated parameters."""
+    """Replaces each module in the tree by the dictionary of its differentiated parameters."""
     return with_parts(tree, lambda module: _differentiated(ModuleTree.of(module)))
 
 
 def with_parts(tree: Any, part: Callable[[nn.Module], Any]) -> Any:
-    """The tree with each module replaced by `part(module)`."""
+    """Replaces each module in the tree by `part(module)`."""
     if isinstance(tree, Tensor) or not _holds_module(tree):
         return tree
     leaves, treedef = _flattened(tree)
@@ -97,7 +97,7 @@ def with_parts(tree: Any, part: Callable[[nn.Module], Any]) -> Any:
 
 
 def _differentiated(tree: ModuleTree) -> Parameters:
-    """The parameters that require grad, or have a tangent in an outer derivative."""
+    """Returns the parameters that require grad, or have a tangent in an outer derivative."""
     of = _is_differentiated if is_nested() else attrgetter("requires_grad")
     return {name: p for name, p in tree.parameters.items() if of(p)}
 
@@ -110,7 +110,7 @@ def _is_differentiated(p: Tensor) -> bool:
 
 
 class Opened:
-    """A call some of whose arguments contain modules, as a function of their parameters.
+    """A call with modules among its arguments, rewritten as a function of their parameters.
 
     Attributes:
         f: The user's function.
@@ -120,7 +120,7 @@ class Opened:
     """
 
     opens_once = True
-    # f changes the user's modules themselves, so there is no change to return, write or refuse.
+    # f changes the user's modules directly, so there are no changes to return, write or reject.
     changed = ()
     effects: Callable[[], list[Tensor]] = staticmethod(list)
     settle = refuse_changes = staticmethod(lambda *extras: None)
@@ -144,7 +144,7 @@ class Opened:
                     if module in self._parameters or owners.setdefault(id(p), module) is not module:
                         raise GradtoolsError(
                             f"{caller}: the parameter {name} is in two of the differentiated "
-                            "modules, so that its gradient belongs to both. Pass one module that "
+                            "modules, so its gradient belongs to both. Pass one module that "
                             "holds them, as nn.ModuleDict or nn.ModuleList."
                         )
                 self._parameters[module] = named
@@ -156,7 +156,7 @@ class Opened:
         self.opened_modules = list(self._parameters)
         self._graph = current_graph(f, self.opened_modules)
         every = [p for named in self._parameters.values() for p in named.values()]
-        # A tensor of an outer derivative at the module has no graph of its own.
+        # A tensor of an outer derivative at the module does not have its own graph.
         plain = not is_nested() or all(p.requires_grad and not is_dual(p) for p in every)
         self.own = frozenset(map(id, every)) if plain else frozenset()
         if self._graph is not None and plain:
@@ -166,7 +166,7 @@ class Opened:
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
-        """Calls in the block are not part of the graph of results."""
+        """Context in which calls are excluded from the graph of results."""
         graph, self._graph = self._graph, None
         try:
             yield
@@ -174,7 +174,7 @@ class Opened:
             self._graph = graph
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls f with the modules, or with copies of them that have other parameters."""
+        """Calls f with the modules, or with copies that hold other parameters."""
         copies: list[Copy] = []
         replaced: list[tuple[Tensor, Tensor]] = []
 
@@ -206,11 +206,11 @@ class Opened:
         return output
 
     def is_deferred(self) -> bool:
-        """Whether the graph of results is built in the backward pass."""
+        """Returns whether the graph of results is built in the backward pass."""
         return self._graph is not None and self._graph.deferred
 
     def attaching(self, caller: str, again: Callable[[], Any]) -> Callable[..., Any]:
-        """A function `attach(results, select)` that makes results differentiable.
+        """Returns a function `attach(results, select)` that makes results differentiable.
 
         `select(again())` recomputes the results.
         """

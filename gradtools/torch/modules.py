@@ -1,16 +1,16 @@
-"""A PyTorch module as a pure function of its parameters and buffers.
+"""Converts a PyTorch module to a pure function of its parameters and buffers.
 
 ``torch.func.functional_call`` swaps tensors inside of the shared module, which is a data race
-between threads. Here nothing is swapped: each call builds a structural copy (`Copy`), in which each
-submodule has dictionaries of its own with the given parameters and clones of the given buffers.
-Everything else is shared, hooks included. References of the tree to itself (tied tensors, shared
+between threads. This module swaps nothing: each call builds a structural copy (`Copy`), whose
+submodules have their own dictionaries with the given parameters and clones of the given buffers.
+Everything else is shared, including hooks. References of the tree to itself (tied tensors, shared
 submodules, bound methods, lists of weights, plain objects that hold a submodule) are replaced by
-references to the copy; where closures and other objects still read the module's own tensors, the
-operations of the call read the given ones instead. ``make_functional`` makes such a copy once, and
-each call copies that one.
+references to the copy. If closures and other objects still read the module's own tensors,
+operations of the call read the given tensors instead. ``make_functional`` makes such a copy once,
+and each call copies that copy.
 
-``torch.compile`` cannot trace the building of copies: there, ``functional_call`` is traced on
-another private copy. ``gradtools.models`` documents the public name.
+``torch.compile`` cannot trace the construction of copies; it traces ``functional_call`` on another
+private copy instead. ``gradtools.models`` documents the public name.
 """
 
 from __future__ import annotations
@@ -45,17 +45,17 @@ Shapes = Mapping[str, torch.Size]
 Applied = tuple[Any, dict[str, Tensor]]  # the output, and the new state
 Apply = Callable[..., Applied]
 
-DEPTH = 4  # how deep lists and dictionaries are searched for references into the tree
+DEPTH = 4  # search depth in lists and dictionaries for references to the tree
 _INERT = frozenset((bool, int, float, str, type(None), torch.dtype, torch.device, torch.Size))
 _CONTAINERS = frozenset((dict, OrderedDict, list, tuple, set, frozenset))
-SEEDING = threading.RLock()  # the global random streams are one resource of the process
+SEEDING = threading.RLock()  # the process shares the global random streams
 
 
 @dataclass(frozen=True)
 class ModuleTree:
-    """The modules, parameters and buffers of a tree, each once under its first name.
+    """The modules, parameters and buffers of a tree, each listed once under its first name.
 
-    hidden: Modules that are wrapped by a transformed one (`chunked(module)`).
+    hidden: Modules wrapped by a transformed module (`chunked(module)`).
     """
 
     modules: dict[nn.Module, str]
@@ -65,7 +65,7 @@ class ModuleTree:
 
     @classmethod
     def of(cls, module: nn.Module) -> ModuleTree:
-        """The tree in one walk, which is faster than `named_modules` and so on."""
+        """Collects the tree in one walk, which is faster than `named_modules` etc."""
         tree = cls({}, {}, {}, {})
         tree._walk(module, "", set())
         for part in tree.modules:
@@ -96,9 +96,9 @@ def make_functional(
     rng_names: tuple[str, ...] = ("dropout",),
     frozen_too: bool = False,
 ) -> tuple[Apply, dict[str, Tensor], dict[str, Tensor]]:
-    """``(apply, params, state)`` of a module. See ``gradtools.models``.
+    """Splits a module into ``(apply, params, state)``. See ``gradtools.models``.
 
-    frozen_too: Whether params contains parameters that require no gradient, too.
+    frozen_too: Whether params also contains parameters that do not require grad.
     """
     keras = integration("keras")
     if keras is not None and keras.is_keras(module):
@@ -121,20 +121,20 @@ def make_functional(
     shapes = {name: p.shape for name, p in params.items()}
     state = {**frozen, **buffers}
     state_shapes = {name: x.shape for name, x in state.items()}
-    private = copied(all_params, buffers).root  # for torch.compile alone
+    private = copied(all_params, buffers).root  # used by torch.compile only
     names = shapes, state_shapes, tuple(frozen)
     return partial(apply, copied, private, names, originals), params, state
 
 
 def _refers_to(template: ModuleTree, originals: Iterable[Tensor]) -> bool:
-    """Whether a copy still refers to the module's tensors: by a closure, a hook, a bound method."""
+    """Returns whether a closure, hook or bound method of a copy refers to the module's tensors."""
     wanted = {*map(id, originals)}
     held = [vars(m)[name] for m in template.modules for name in _may_refer(vars(m))]
     return any(True for _ in captured_objects(held, lambda x: id(x) in wanted, Tensor))
 
 
 def _trained(tree: ModuleTree, params: Tensors, buffers: Tensors, train: bool) -> ModuleTree:
-    """A copy after ``module.train(train)``, which classes may override."""
+    """Returns a copy after ``module.train(train)``, which classes may override."""
     scratch = {name: p.clone() for name, p in params.items()}
     clones = {name: b.clone() for name, b in buffers.items()}
     root = Copy(tree, scratch, clones).root.train(train)
@@ -159,11 +159,11 @@ def apply(
     key: Any = None,
     **kwargs: Any,
 ) -> Applied:
-    """The output of the module, and its new state."""
+    """Returns the output of the module and its new state."""
     _check_tensors("params", params, shapes[0])
     _check_tensors("state", state, shapes[1])
     if not torch.compiler.is_compiling():
-        trees.flatten((args, kwargs))  # refuses JAX's arrays, which a module may pass through
+        trees.flatten((args, kwargs))  # rejects JAX's arrays, which a module may pass through
     frozen = {name: state[name] for name in shapes[2]}
     buffers = {name: x for name, x in state.items() if name not in frozen} if frozen else state
     given = {**params, **frozen} if frozen else params
@@ -187,7 +187,7 @@ def _call(
 ) -> Applied:
     if upstream.caches_weights():  # by id(module), and copies reuse ids
         raise GradtoolsError(
-            "apply: inside torch.nn.utils.parametrize.cached() a copy could be given another "
+            "apply: inside torch.nn.utils.parametrize.cached() a copy could get another "
             "copy's weights. Call apply outside of it."
         )
     own = {name: buffer.clone() for name, buffer in state.items()}
@@ -207,17 +207,17 @@ def _seeded_call(key: Any, copied: Callable[..., Copy], originals: Tensors, *giv
 
 
 class Copy:
-    """A copy of a module for one call: other parameters, everything else shared.
+    """A copy of a module for one call, with other parameters; everything else is shared.
 
     Args:
         tree: The module.
-        params: The copy's parameters; those that are missing are shared.
+        params: The copy's parameters; missing parameters are shared.
         buffers: The copy's buffers.
-        references: For each module the attributes that refer into the tree, if they are known.
+        references: For each module, the attributes that refer to the tree, if known.
 
     Attributes:
         root: The copy.
-        references: The same, as this copy found them.
+        references: The attributes that refer to the tree, as this copy found them.
     """
 
     def __init__(
@@ -234,7 +234,7 @@ class Copy:
         own |= {id(m): object.__new__(type(m)) for m in modules}
         self._links, self._given = _Links(own), buffers
         self.references: list[list[str]] = []
-        slots: dict[int, dict[str, Any]] = {}  # the same dictionary for modules that share theirs
+        slots: dict[int, dict[str, Any]] = {}  # modules that share a dictionary share its copy
         for i, m in enumerate(modules):
             fields, refers = vars(m).copy(), list[str]()
             if fields.get(upstream.COMPILED_CALL) is not None:
@@ -257,12 +257,12 @@ class Copy:
         self.root: nn.Module = own[id(modules[0])]
 
     def buffers(self) -> dict[str, Tensor]:
-        """The buffers after the call by their names, changed in place or reassigned."""
+        """Returns the buffers after the call by name, changed in place or reassigned."""
         after = ModuleTree.of(self.root).buffers
         return {name: after.get(name, b) for name, b in self._given.items()}
 
     def hand_back(self) -> None:
-        """Assigns buffers and other attributes that f assigned to the copy to the module."""
+        """Assigns buffers and attributes that f assigned to the copy to the original module."""
         for original, copy, before in self._links.copied:
             if len(copy) == len(before) and all(map(is_, copy.values(), before.values())):
                 continue
@@ -272,7 +272,7 @@ class Copy:
 
 
 def _may_refer(fields: dict[str, Any]) -> list[str]:
-    """The attributes of a module that may refer to other objects; most are plain values."""
+    """Returns a module's attributes that may refer to other objects; most are plain values."""
     result = []
     for name, x in fields.items():
         kind = type(x)
@@ -283,25 +283,24 @@ def _may_refer(fields: dict[str, Any]) -> list[str]:
 
 
 class _Links:
-    """Values with the tensors and modules of a tree replaced by those of its copy.
+    """Replaces the tensors and modules of a tree in a value by the copy's.
 
     Args:
-        own: The replacement of each object, by its id.
+        own: Maps an object's id to its replacement.
 
     Attributes:
-        copied: The fields of objects, the fields of their copies, and the copies' fields as they
-            were made.
+        copied: The fields of each object, of its copy, and of the copy at its creation.
     """
 
     def __init__(self, own: dict[int, Any]) -> None:
-        self._own, self._objects = own, dict[int, Any]()  # copies of plain objects, by their id
+        self._own, self._objects = own, dict[int, Any]()  # copies of plain objects by id
         self.copied: list[tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = []
 
     def note(self, original: dict[str, Any], copy: dict[str, Any]) -> None:
         self.copied.append((original, copy, copy.copy()))
 
     def relinked(self, x: Any, depth: int = DEPTH) -> Any:
-        """The value, or x itself if it does not refer to the tree."""
+        """Returns the value with replacements, or x itself if it does not refer to the tree."""
         if type(x) in _INERT:
             return x
         known = self._own.get(id(x))
@@ -321,7 +320,7 @@ class _Links:
 
 
 def _attributes_of(x: Any) -> dict[str, Any] | None:
-    """The attributes of a user's plain object, which may hold modules or tensors of the tree."""
+    """Returns the attributes of a user's plain object, which may hold modules or tensors."""
     kind: Any = type(x)
     if kind.__new__ is not object.__new__ or isinstance(x, nn.Module):
         return None
@@ -334,7 +333,7 @@ def _attributes_of(x: Any) -> dict[str, Any] | None:
 
 
 def check_module(caller: str, module: Any, variables: Any = None) -> ModuleTree:
-    """The module's tree; raises for other objects, and for modules that cannot be copied."""
+    """Returns the module's tree; raises for other objects and for modules that cannot be copied."""
     if not isinstance(module, nn.Module):
         raise GradtoolsError(
             f"{caller}: got {type_in_words(module)}; the PyTorch backend accepts a torch.nn.Module."
@@ -360,7 +359,7 @@ def check_module(caller: str, module: Any, variables: Any = None) -> ModuleTree:
 def check_wrapper(
     caller: str, module: nn.Module, name: str = "", fixes: Mapping[str, str] | None = None
 ) -> None:
-    """Raises for PyTorch's modules that must own their tensors, or (`REDUCING`) their gradients."""
+    """Raises for PyTorch's modules that must own their tensors or (`REDUCING`) their gradients."""
     fixes = {**_FIXES, **REDUCING} if fixes is None else fixes
     for base in type(module).__mro__:
         if base.__name__ in fixes and base.__module__.startswith("torch."):
@@ -376,8 +375,8 @@ REDUCING = {
     "FSDPModule": _REDUCES + "call backward()",
 }
 _FIXES = {
-    "ScriptModule": "whose tensors cannot be given from outside; use the Python module",
-    "OptimizedModule": "whose tensors cannot be given from outside; use its ._orig_mod",
+    "ScriptModule": "whose tensors cannot be passed in; use the Python module",
+    "OptimizedModule": "whose tensors cannot be passed in; use its ._orig_mod",
 }
 
 
@@ -399,9 +398,9 @@ def _check_tensors(what: str, given: Any, shapes: Shapes) -> None:
 
 @contextmanager
 def _seeded(key: Any, tensors: Any) -> Iterator[None]:
-    """Context in which the global generators of the tensors' devices and the CPU are seeded.
+    """Context that seeds the global generators of the tensors' devices and the CPU.
 
-    It restores them; ``torch.manual_seed`` would also seed devices that are not restored here.
+    It restores the generators on exit; ``torch.manual_seed`` would also seed other devices.
     """
     try:
         seed = seed_of(key)
@@ -423,5 +422,5 @@ def _seeded(key: Any, tensors: Any) -> Iterator[None]:
 
 
 def _keras_seeds(key: Any, count: int) -> list[Tensor]:
-    """A pair of integers of 31 bits for each random stream of a Keras model."""
+    """Returns a pair of 31-bit integers for each random stream of a Keras model."""
     return [k.abs() % (1 << 31) for k in split_key(key, count)] if count else []

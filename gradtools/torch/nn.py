@@ -1,7 +1,7 @@
 """Gradient reversal as a layer, for ``torch.nn`` models.
 
-Forward it is the identity, backward it multiplies by -scale: layers before it ascend the loss that
-layers after it descend (Ganin and Lempitsky, ICML 2015, arXiv:1409.7495).
+The forward pass is the identity; the backward pass multiplies by -scale. Layers before it ascend
+the loss that layers after it descend (Ganin and Lempitsky, ICML 2015, arXiv:1409.7495).
 """
 
 from typing import Any
@@ -12,10 +12,10 @@ import gradtools.torch as gt
 
 
 class GradientReversal(nn.Module):
-    """The identity, with the gradient times ``-scale``.
+    """Returns its input; multiplies the gradient by ``-scale``.
 
     Args:
-        scale: A real number, not a parameter or a buffer. It may be assigned between calls, for a
+        scale: A real number, not a parameter or a buffer. It may be assigned between calls, as a
             schedule.
 
     Example:
@@ -32,9 +32,9 @@ class GradientReversal(nn.Module):
         self.scale = scale
 
     def forward(self, x: Any, scale: Any = None) -> Any:
-        """x itself (an array or a pytree). ``scale``, if given, replaces the layer's own."""
+        """Returns x (an array or a pytree). ``scale``, if given, replaces the layer's scale."""
         return gt.reverse_gradient(x, self.scale if scale is None else scale)
 
     def extra_repr(self) -> str:
-        """The arguments in ``repr``."""
+        """Returns the arguments for ``repr``."""
         return f"scale={self.scale}"

@@ -1,10 +1,10 @@
-"""Layer, batch, group and instance norm, and distances, as programs of elementary operations.
+"""Layer, batch, group and instance norm, and distances, as compositions of elementary operations.
 
-PyTorch's batching rules and forward rules of the fused kernels treat their other results, the mean
-and the deviation, as constants. So derivatives of a gradient under vmap, and of a tangent, are
-wrong in torch.func (torch#196699, torch#196700). Where gradtools itself maps or pushes a function,
-in `per_example_grad`, Jacobians and forward mode, it evaluates these programs, which are right at
-every order. The same holds for `torch.cdist`, whose backward kernel has a wrong batching rule.
+PyTorch's batching and forward rules of the fused kernels treat the other results, the mean and the
+deviation, as constants. In torch.func, derivatives of a gradient under vmap and of a tangent are
+therefore wrong (torch#196699, torch#196700). If gradtools itself maps or pushes a function, in
+`per_example_grad`, Jacobians and forward mode, it evaluates these compositions, which are correct
+at every order. It also replaces `torch.cdist`, whose backward kernel has a wrong batching rule.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def layer_norm(
     eps: float = 1e-5,
     cudnn_enable: bool = True,
 ) -> Tensor:
-    """(x - mean) / deviation over the last axes, scaled."""
+    """Computes (x - mean) / deviation over the last axes, scaled."""
     axes = tuple(range(-len(normalized_shape), 0))
     return _scaled(_normalized(input, axes, eps), weight, bias)
 
@@ -43,7 +43,7 @@ def group_norm(
     eps: float = 1e-5,
     cudnn_enabled: bool = True,
 ) -> Tensor:
-    """Group norm, over groups of channels of each example."""
+    """Normalizes groups of channels of each example."""
     x = input.reshape(input.shape[0], num_groups, -1)
     y = _normalized(x, (-1,), eps).reshape(input.shape)
     return _scaled(y, *_of_channels(input, weight, bias))
@@ -60,7 +60,7 @@ def batch_norm(
     eps: float,
     *cudnn_enabled: bool,
 ) -> Tensor:
-    """`torch.batch_norm`; PyTorch's own kernel updates the running statistics."""
+    """Computes `torch.batch_norm`; PyTorch's own kernel updates the running statistics."""
     axes = (0, *range(2, input.dim()))
     how = training, momentum, eps, *cudnn_enabled
     return _by_statistics(torch.batch_norm, axes, input, weight, bias, mean, var, how)
@@ -77,7 +77,7 @@ def instance_norm(
     eps: float,
     *cudnn_enabled: bool,
 ) -> Tensor:
-    """`torch.instance_norm`, over the spatial axes of each example."""
+    """Computes `torch.instance_norm`, over the spatial axes of each example."""
     axes = tuple(range(2, input.dim()))
     how = use_input_stats, momentum, eps, *cudnn_enabled
     return _by_statistics(torch.instance_norm, axes, input, weight, bias, mean, var, how)
@@ -93,9 +93,9 @@ def _by_statistics(
     var: Any,
     how: tuple[Any, ...],
 ) -> Tensor:
-    """Normalizes by the input's own statistics; the kernel normalizes by running statistics.
+    """Normalizes by the input's own statistics if training, otherwise by running statistics.
 
-    how: The arguments of the kernel from `training` on.
+    how: The arguments of the kernel, starting with `training`.
     """
     training, _, eps, *_ = how
     if not training:
@@ -107,7 +107,7 @@ def _by_statistics(
 
 
 def cdist(x1: Tensor, x2: Tensor, p: float = 2.0, compute_mode: str | None = None) -> Tensor:
-    """`torch.cdist`, with all differences of rows in memory."""
+    """Computes `torch.cdist` with all differences of rows in memory."""
     return torch.linalg.vector_norm(x1.unsqueeze(-2) - x2.unsqueeze(-3), p, -1)
 
 
@@ -124,7 +124,7 @@ def _functional(
     eps: float = 1e-5,
     use_input_stats: bool | None = None,
 ) -> Tensor:
-    """`torch.nn.functional.batch_norm` or `instance_norm`."""
+    """Adapts a norm to the signature of its function in `torch.nn.functional`."""
     training = use_input_stats if training is None else training
     training = default if training is None else training
     momentum = 0.0 if momentum is None else momentum
@@ -133,15 +133,15 @@ def _functional(
 
 
 def _of_channels(input: Tensor, *parameters: Tensor | None) -> list[Tensor | None]:
-    """The parameters with one entry for each channel, in a shape that broadcasts with the input."""
+    """Reshapes per-channel parameters so that they broadcast with the input."""
     shape = (-1, *[1] * (input.dim() - 2))
     return [None if x is None else x.reshape(shape) for x in parameters]
 
 
 def _normalized(x: Tensor, axes: tuple[int, ...], eps: float) -> Tensor:
-    """(x - mean) / deviation."""
+    """Computes (x - mean) / deviation."""
     dtype = x.dtype
-    if dtype in (torch.bfloat16, torch.float16):  # the kernels compute in float32, too
+    if dtype in (torch.bfloat16, torch.float16):  # the kernels also compute in float32
         x = x.float()
     centered = x - x.mean(axes, keepdim=True)
     variance = (centered * centered).mean(axes, keepdim=True)
@@ -155,7 +155,7 @@ def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 def _with_tangent(x: Tensor, like: Tensor) -> Tensor:
-    """x with a tangent of zeros, if `like` has a tangent and x has none.
+    """Gives x a tangent of zeros if `like` has a tangent and x does not.
 
     PyTorch would use a symbolic zero, which is a hundred times slower.
     """
@@ -165,7 +165,7 @@ def _with_tangent(x: Tensor, like: Tensor) -> Tensor:
 
 
 def value_of(x: Tensor) -> Tensor:
-    """The primal of a dual number, detached."""
+    """Returns the primal of a dual number, detached."""
     return forward_ad.unpack_dual(x).primal.detach()
 
 
@@ -181,4 +181,4 @@ PROGRAMS: dict[Any, Callable[..., Any]] = {
     _functions.instance_norm: partial(_functional, instance_norm, True),
     torch.cdist: cdist,
 }
-"""The programs, by the function of PyTorch that they replace."""
+"""Maps functions of PyTorch to their replacements."""

@@ -1,8 +1,8 @@
-"""Thread-local marks by which recordings identify operations of gradtools itself.
+"""Thread-local marks that identify operations of gradtools itself in recordings.
 
-A recording of a user's program sees gradtools' own operations as well. The functions here mark a
-`detach` as gradtools' own, with a reason. A Function's class attribute `recorded_as` is the kind as
-which the Function is recorded.
+A recording of a user's program also contains gradtools' own operations. The functions here mark a
+`detach` as gradtools' own, with a reason. A Function's class attribute `recorded_as` is the kind
+under which the Function is recorded.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ RULE = "rule"  # the mark of a Function that applies a rule
 
 
 def function_of_ours(kind: Any) -> str | None:
-    """The kind as which a Function's class is recorded; None if it is not gradtools' own."""
+    """Returns the kind under which recordings list a Function; None if it is not gradtools'."""
     mark: str | None = getattr(kind, "recorded_as", None)
     own = kind.__module__.startswith(__name__.rpartition(".")[0] + ".")
     return mark or (kind.__name__.strip("_").lower() if own else None)
@@ -35,15 +35,15 @@ def function_of_ours(kind: Any) -> str | None:
 
 
 class _Running(threading.local):
-    """Thread-local flags, with class attributes as defaults, which are read fastest."""
+    """Thread-local flags; class attributes are defaults, which are the fastest to read."""
 
-    recorded = False  # whether a recorder writes down each operation
+    recorded = False  # whether a recorder records each operation
     plain = False  # whether chunks run as a plain loop, without recomputation
     mark = ""  # the operator whose own machinery is running
     checked = False  # whether a rule's check evaluates a function
-    edits = 0  # how many edits without forward mode have been applied
+    edits = 0  # the number of applied edits without forward mode
     edit = ""  # the name of the latest such edit
-    pushing = ""  # the operator that transposes f's pullback, where rules must be linear
+    pushing = ""  # the operator that transposes f's pullback, which requires linear rules
 
     def __init__(self) -> None:
         # The reason of gradtools' own detach; empty for a detach of the user. It is always set,
@@ -82,7 +82,7 @@ class _Flagged:
 
 
 recorded = partial(_Flagged, "recorded", True)
-"""Context in which a recorder writes down each operation, so that no extra runs happen."""
+"""Context in which a recorder records each operation, so extra runs are disabled."""
 plainly = partial(_Flagged, "plain", True)
 """Context in which graphs are kept instead of recomputed, so that f's operations are recorded."""
 checking = partial(_Flagged, "checked", True)
@@ -90,20 +90,20 @@ checking = partial(_Flagged, "checked", True)
 
 
 def marked(caller: str) -> _Flagged:
-    """Marks operations inside as machinery of `caller`, unless an outer operator's mark is set.
+    """Context that marks operations as internal to `caller`, unless an outer mark is set.
 
-    An empty `caller` marks them as the user's.
+    An empty `caller` marks them as the user's operations.
     """
     return _Flagged("mark", caller and (running.mark or caller))
 
 
-# --- edits without forward mode, which have no place in a pullback that is transposed ------------
+# --- edits without forward mode, which a transposed pullback must not contain -------------------
 
 pushing_in_trace: list[str] = []  # `pushing` in compiled code; dynamo follows a plain list
 
 
 def evaluated_to_push(caller: str, evaluate: Callable[..., Any], *args: Any) -> Any:
-    """`evaluate(*args)`, refusing edits that have no forward mode."""
+    """Calls `evaluate(*args)`, rejecting edits that have no forward mode."""
     if not is_compiling():
         with _Flagged("pushing", caller):
             return evaluate(*args)

@@ -1,17 +1,17 @@
-"""Functions that are computed again in the backward pass.
+"""Recomputes functions in the backward pass.
 
-    first pass      y = f(x)               its graph is read for the leaves of f, and freed
-    backward pass   x' = pull(f)(x, y')    f runs again, from the state where its first pass began
+    first pass      y = f(x)               its graph yields the leaves of f and is freed
+    backward pass   x' = pull(f)(x, y')    f runs again, from the state before its first pass
 
-`pull(f)` is a program like f, so the derivative of a derivative is computed again in turn: any
-order at the memory of one chunk. Each chunk is one node of autograd's graph, and autograd adds the
-chunks' gradients of a leaf in place.
+`pull(f)` is a program like f, so the derivative of a derivative is recomputed too: derivatives of
+any order need the memory of one chunk. Each chunk is one node of autograd's graph, and autograd
+adds the chunks' gradients of a leaf in place.
 
 The state consists of random streams, autocast, and the buffers of modules that f is or closes over
-(`state.py`). Outputs are compared with those of the first pass, which finds most other state.
+(`state.py`). Outputs are compared with the first pass, which detects most other state.
 
-Inside of torch.func no graph shows the captured tensors, so a mode finds them in the first pass;
-they become inputs of the node, and are replaced by these inputs whenever f runs again.
+Inside of torch.func no graph contains the captured tensors, so a mode finds them in the first pass;
+they become inputs of the node, which replace the captured tensors when f runs again.
 """
 
 from __future__ import annotations
@@ -76,23 +76,23 @@ def is_recomputing() -> bool:
 
 
 class Program:
-    """One chunk of f: a function of tensors that runs again from the state of its first run.
+    """One chunk of f: a function of tensors that reruns from the state of its first run.
 
     Attributes:
         caller: The name of the operator.
-        sources: Tensors besides its arguments at which it is differentiated.
+        sources: Tensors other than its arguments with respect to which it is differentiated.
         versions: The version counters of the sources.
         maps: The number of vmaps around its first run.
         known: Its outputs without a graph, if it has run.
-        tracked: Which outputs are differentiable, if that is known.
-        verify: Whether the outputs are compared with those of the next run.
-        first: The outputs of the first run and their versions, to compare with.
-        call: f on a batch, if it is mapped by vmap.
+        tracked: Which outputs are differentiable, or None if unknown.
+        verify: Whether the outputs are compared with the outputs of the next run.
+        first: The outputs of the first run and their versions, for comparison.
+        call: f on a batch if vmap maps it, or None.
         captured: Tensors that the first arguments replace.
-        inline: How many of the captured tensors were sources.
-        inlines: Whether sources can be replaced when it runs again.
-        otherwise: Whether it is computed again by other operations, which round differently.
-        pulls: The class of its pullback, if that is not `Pull`.
+        inline: The number of captured tensors that were sources.
+        inlines: Whether sources can be replaced in a rerun.
+        otherwise: Whether the rerun uses other operations, which round differently.
+        pulls: The class of its pullback if it is not `Pull`.
     """
 
     known: Tensors | None = None
@@ -111,37 +111,37 @@ class Program:
         self.replaced = replaced_now()  # tensors that an outer recomputation replaces
         levels = upstream.get_interpreter_stack() or ()
         self.maps = sum([level.key() == _VMAP for level in levels])
-        self.eager = not levels  # derivatives in f sum in other orders inside of torch.func
+        self.eager = not levels  # sums in f's derivatives have another order inside of torch.func
 
     def pullback(
         self, xs: Sequence[Tensor], cts: Sequence[Any], wants: Sequence[bool]
     ) -> tuple[Pull, Tensors]:
-        """The pullback of cotangents (or None) at xs, and its arguments; wants as in `Pull`."""
+        """Returns the pullback of cotangents at xs and its arguments; wants as in `Pull`."""
         there = [ct is not None for ct in cts]
         return (self.pulls or Pull)(self, len(xs), there, wants), [*xs, *compress(cts, there)]
 
     def wanted(self, ctx: Any, xs: Sequence[Tensor], wants: Sequence[bool]) -> Sequence[bool]:
-        """Which gradients of sources and arguments the running backward pass needs.
+        """Returns which gradients of sources and arguments the running backward pass needs.
 
         ctx: The context of the program's node.
-        wants: Which gradients it may need.
+        wants: Which gradients the backward pass may need.
         """
         return wants
 
     def begin(self, xs: Sequence[Tensor], verify: bool, others: Tensors) -> tuple[Tensors, Any]:
-        """The first run: outputs without a graph, which become `known`, and the state after it.
+        """Runs f for the first time; returns outputs without a graph (`known`), and the new state.
 
-        The outputs have their graph, and `known` is None, if f could not be computed again: it
-        changed an argument in place, or read a tensor with a graph that is not an argument.
+        If f could not be recomputed, because it changed an argument in place or read a tensor with
+        a graph that is not an argument, the outputs have their graph, and `known` is None.
 
-        others: Further tensors that f may write in.
+        others: Other tensors that f may write to.
         """
         inner = [_entering(x, True, False) for x in xs]
         written = [x for x in (*inner, *others) if not x.is_inference()]
         versions, began = [*map(upstream.version_of, written)], upstream.nodes_made()
         with unpacked() if upstream.saved_tensors_hooks_on(False) else _NOTHING:
             if self.state.casts.on:
-                torch.clear_autocast_cache()  # its casted weights have another call's graph
+                torch.clear_autocast_cache()  # its cast weights have another call's graph
             ys = self.run_first(inner)
             if self.state.casts.on:
                 torch.clear_autocast_cache()
@@ -156,7 +156,7 @@ class Program:
             what = "changes an argument in place" if changed else read
             warn_once(
                 (self.caller, what),
-                f"{self.caller}: f {what}, so it is not computed again: its graph is kept in "
+                f"{self.caller}: f {what}, so it is not recomputed: its graph is kept in "
                 "memory. Clone the argument, or pass the tensor as an argument.",
             )
             return ys, later
@@ -164,7 +164,7 @@ class Program:
         if True not in tracked:
             return ys, later
         outs = [detached(y, CHUNK) for y in ys]
-        for i, y in enumerate(ys):  # autograd does not know of memory that is shared with an input
+        for i, y in enumerate(ys):  # autograd does not know that they share an input's memory
             views = upstream.is_view(y) or id(y) in map(id, inner)
             if views and any(upstream.is_alias_of(y, x) for x in (*inner, *sources)):
                 outs[i] = outs[i].clone()
@@ -175,7 +175,7 @@ class Program:
         return outs, later
 
     def run_first(self, xs: Sequence[Tensor]) -> Tensors:
-        """`run` in the first pass."""
+        """Calls `run` in the first pass."""
         return self.run(xs)
 
     def set_sources(self, sources: Tensors) -> None:
@@ -183,27 +183,27 @@ class Program:
         self.sources, self.versions = sources, [*map(upstream.version_of, sources)]
 
     def inputs(self, xs: Sequence[Tensor], captured: Tensors) -> Tensors:
-        """The node's arguments after a first pass inside of torch.func. Sets `captured`."""
+        """Returns the node's arguments after a first pass inside of torch.func; sets `captured`."""
         self.captured = captured
         return [*captured, *xs]
 
     def attached(self, xs: Sequence[Tensor]) -> Tensors:
-        """The known outputs at xs, as one node."""
+        """Attaches the known outputs at xs as one node."""
         if {x.grad_fn for x in self.sources} <= {None}:
             return recomputed(self, xs)
-        # Captured tensors with a graph become arguments, so that f's graph ends at them.
+        # Captured tensors with a graph become arguments, so f's graph ends at them.
         return recomputed(self.inlined(), [*self.sources, *xs])
 
     def remember(self, ys: Sequence[Tensor]) -> None:
-        """Sets the outputs to compare with, below all levels of torch.func."""
+        """Sets the outputs for later comparison, below all levels of torch.func."""
         tracked = zip(ys, self.tracked or map(is_inexact, ys), strict=True)
         # Batched copies of this program share the list.
         self.first[:] = [(y if t else None, upstream.version_of(y)) for y, t in tracked]
 
     def _sources(self, ys: Tensors, inner: Tensors, began: int) -> Tensors | None:
-        """The leaves and captured tensors that the outputs depend on, except for `inner`.
+        """Returns the leaves and captured tensors that the outputs depend on, except `inner`.
 
-        None if the outputs depend on another tensor that has a graph.
+        Returns None if the outputs depend on another tensor that has a graph.
         """
         ends = {x.grad_fn: x for x in as_read_now(self.held.tensors) if x.grad_fn is not None}
         given = {node_of(x) for x in inner if x.requires_grad}
@@ -219,14 +219,14 @@ class Program:
                 if upstream.sequence_of(node) < self.outside:
                     return None
                 raise GradtoolsError(
-                    f"{self.caller}: f keeps something from one chunk to the next that requires "
+                    f"{self.caller}: f keeps a tensor from one chunk to the next that requires "
                     "grad (a cached function of a weight, an attached tensor), so it cannot be "
                     "computed again. Compute it in each call, or pass it to f as an argument."
                 )
         return [*found.values()]
 
     def again(self, xs: Sequence[Tensor]) -> Tensors:
-        """Runs f from the state of its first run; the current state is restored afterwards."""
+        """Runs f from the state of its first run; restores the current state afterwards."""
         _thread.recomputing += 1
         try:
             ys = self.state.rerun(self._call, xs)
@@ -237,7 +237,7 @@ class Program:
         return ys
 
     def _call(self, xs: Sequence[Tensor]) -> Tensors:
-        """Calls f, with the first arguments in place of the tensors that it captures."""
+        """Calls f with the first arguments in place of the tensors that it captures."""
         if self.call is not None:
             return self.call(xs)
         count = len(self.captured)
@@ -260,9 +260,9 @@ class Program:
             if not (written or _equal(y.detach(), first, exact and not self.otherwise, scale)):
                 raise GradtoolsError(
                     f"{self.caller}: f returns other values when it is computed again in the "
-                    "backward pass, so its gradient would be wrong. It depends on something "
+                    "backward pass, so its gradient would be wrong. It depends on state "
                     "besides its arguments, random streams and the buffers of modules: an "
-                    "iterator, a counter, a cache, a file, or draws in another thread. Pass that "
+                    "iterator, a counter, a cache, a file, or draws in another thread. Pass it "
                     "as an argument, or make it a buffer."
                 )
         self.first.clear()  # copies of this program share the list
@@ -274,7 +274,7 @@ class Program:
         return other
 
     def inlined(self) -> Program:
-        """A copy that takes the sources as arguments."""
+        """Returns a copy that takes the sources as arguments."""
         own = self.sources
         return self._copy(captured=own + self.captured, sources=[], versions=[], inline=len(own))
 
@@ -288,9 +288,9 @@ class Program:
 
 
 def _equal(y: Tensor, first: Tensor, exact: bool, scale: Tensors) -> bool:
-    """Whether two results are equal, up to rounding where kernels may sum in other orders.
+    """Returns whether two results are equal, up to rounding if kernels may sum in another order.
 
-    scale: The outputs whose largest entry rounding is relative to.
+    scale: The outputs whose largest entry sets the scale of the rounding.
     """
     if y.dtype is torch.complex32:  # PyTorch does not compare complex32
         y, first, *scale = map(torch.view_as_real, (y, first, *scale))
@@ -300,18 +300,18 @@ def _equal(y: Tensor, first: Tensor, exact: bool, scale: Tensors) -> bool:
     largest = [torch.where(x.isfinite(), x, 0).abs().max() for x in scale if x.numel()]
     size = torch.stack(largest).max() if largest else 0.0
     close = (y - first).abs() <= near * (first.abs() + size)
-    close |= (y == first) | ((y != y) & (first != first))  # infinite, or NaN
-    return bool(close.all())  # one value, for which the host waits
+    close |= (y == first) | ((y != y) & (first != first))  # infinite or NaN
+    return bool(close.all())  # reads one value, which synchronizes the device
 
 
 class Pull(Program):
     """The pullback of a program, as a program of its arguments and of cotangents.
 
-    size: How many arguments the program has.
+    size: The number of the program's arguments.
     given: Which outputs of the program have a cotangent.
     wants: The sources and arguments whose gradients are returned.
-    rows: For each vmap over cotangents only, the innermost first: the axes of the cotangents, the
-        axis of the gradients, and the size.
+    rows: For each vmap over cotangents only, innermost first, the axes of the cotangents, the axis
+        of the gradients, and the batch size.
     """
 
     def __init__(
@@ -337,7 +337,7 @@ class Pull(Program):
         return grads
 
     def pulled(self, xs: Sequence[Tensor]) -> Pulled:
-        """The wanted sources and arguments with their gradients; None is zero."""
+        """Returns the wanted sources and arguments with their gradients; None means zero."""
         create, fixed = torch.is_grad_enabled(), len(self.sources)
         plain = not torch.is_inference_mode_enabled()  # inference mode records no graph
         with torch.enable_grad() if plain else torch.inference_mode(False):
@@ -405,7 +405,7 @@ def gradients(
     create: bool,
     retain: bool = False,
 ) -> list[Tensor | None]:
-    """The gradients at xs by autograd's engine; None for tensors that are not reached."""
+    """Computes the gradients at xs by autograd's engine; None for unreached tensors."""
     pairs = [(y, c) for y, c in zip(ys, cts, strict=True) if y.requires_grad]
     ends = tuple([x for x in xs if x.requires_grad])
     if not pairs or not ends:
@@ -421,7 +421,7 @@ def gradients(
 
 
 def _entering(x: Tensor, create: bool, wanted: bool) -> Tensor:
-    """x as an argument of f: a view, as in the first run, of x or of a new leaf."""
+    """Returns x as an argument of f: a view, as in the first run, of x or of a new leaf."""
     if not (x.requires_grad or wanted):
         return x.detach()
     x = x if create and x.requires_grad else x.detach().requires_grad_()
@@ -432,20 +432,20 @@ def _entering(x: Tensor, create: bool, wanted: bool) -> Tensor:
 
 
 def recomputed(program: Program, xs: Sequence[Tensor]) -> Tensors:
-    """The program's outputs at xs as one node, whose pullback runs the program again."""
+    """Returns the program's outputs at xs as one node, whose pullback reruns the program."""
     if upstream.forward_level() >= 0 and any(map(is_dual, xs)):
         return program.again(xs)
     apply: Any = _Node.apply
     if upstream.peek_interpreter_stack() is None:
-        apply = super(torch.autograd.Function, _Node).apply  # looked up here: recordings patch it
+        apply = super(torch.autograd.Function, _Node).apply  # recordings patch it
     known, program.known = program.known or [], None
     return list(apply(program, len(known), *known, *program.sources, *xs))
 
 
 class _Node(torch.autograd.Function):
-    """A program at its sources and arguments.
+    """Autograd node of a program at its sources and arguments.
 
-    count: The number of known outputs before them, which torch.func then unwraps, too.
+    count: The number of known outputs before the inputs, which torch.func unwraps too.
     """
 
     recorded_as = "chunked"
@@ -490,7 +490,7 @@ class _Node(torch.autograd.Function):
         if program.expands(axes):
             xs, axes = tuple(with_batch_in_front(xs, axes, size)), (0,) * len(xs)
         outer = sum(v.key() == _VMAP for v in upstream.get_interpreter_stack() or ())
-        # A later vmap, such as the vmap over a Jacobian's rows, shares the draws of the first run.
+        # A later vmap, such as over a Jacobian's rows, shares the random draws of the first run.
         randomness = info.randomness if outer < program.maps else "same"
         batch = program.batched(axes, size, randomness)
         batch.known = with_batch_in_front(inputs[:count], in_dims[2 : 2 + count], size)
@@ -498,12 +498,12 @@ class _Node(torch.autograd.Function):
         return tuple(ys), (0,) * len(ys)
 
 
-# PyTorch reads this signature in every call, and building it takes as long as the call.
+# PyTorch reads this signature in every call, and its construction takes as long as the call.
 _Node.forward.__signature__ = inspect.signature(_Node.forward)  # type: ignore[attr-defined]
 
 
 def _pulled(ctx: Any, xs: Sequence[Tensor], cts: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """The gradients at the program's sources and its arguments xs."""
+    """Computes the gradients at the program's sources and its arguments xs."""
     program = ctx.program
     wants = program.wanted(ctx, xs, ctx.needs_input_grad[2 + ctx.count :])
     if not any(wants) or all(ct is None for ct in cts):
@@ -530,7 +530,7 @@ def _pulled(ctx: Any, xs: Sequence[Tensor], cts: Sequence[Tensor | None]) -> lis
 
 
 def first_in_functorch(program: Program, xs: Sequence[Tensor], verify: bool) -> Tensors:
-    """Runs a program for the first time inside of torch.func, and attaches its outputs."""
+    """Runs a program for the first time inside of torch.func and attaches its outputs."""
     moving, found = [is_inexact(x) for x in xs], dict[int, tuple[Tensor, Tensor]]()
 
     def fun(*inner: Tensor) -> tuple[Tensor, ...]:
@@ -549,7 +549,7 @@ def first_in_functorch(program: Program, xs: Sequence[Tensor], verify: bool) -> 
         return list(ys)
     plain = [*map(unwrapped, inputs)]
     shared = [any(upstream.is_alias_of(unwrapped(y), x) for x in plain) for y in ys]
-    # Autograd would not know of memory that is shared with an input.
+    # Autograd would not know that they share memory with an input.
     outs = [y.detach().clone() if s else y.detach() for y, s in zip(ys, shared, strict=True)]
     program.known, program.verify = outs, verify
     return recomputed(program, batched_as(inputs, ys))

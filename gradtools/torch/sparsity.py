@@ -1,4 +1,4 @@
-"""Sparse tensors, as the results of `gradtools.sparse_jacobians`."""
+"""Builds the sparse tensors that `gradtools.sparse_jacobians` returns."""
 
 from __future__ import annotations
 
@@ -27,6 +27,6 @@ def sparse_array(index: np.ndarray, values: Tensor, shape: Sequence[int]) -> Ten
 
 
 def summed(groups: np.ndarray, terms: Tensor, like: Tensor) -> Tensor:
-    """The sums of terms by group, a tensor like `like`."""
+    """Sums the terms by group into a tensor like `like`."""
     at = torch.from_numpy(groups).to(terms.device)
     return torch.zeros_like(like).index_add(0, at, terms)

@@ -1,8 +1,8 @@
 """The state that a recomputation restores: random streams, autocast, and buffers of modules.
 
-`Held` finds the modules and tensors that a function is or closes over, once for each call.
-`RunState` is the state at one time; states share the copy of a buffer that did not change. Nothing
-else is searched or restored.
+`Held` finds the modules and tensors that a function is or closes over, once per call. `RunState` is
+a snapshot of the state; snapshots share the copies of unchanged buffers. Nothing else is searched
+or restored.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from gradtools.torch.functorch_wrappers import PLAIN
 
 Tensor = torch.Tensor
 Slots = dict[str, Any]
-# A device's default generator, one of the two below, or a generator, such as the CPU's.
+# A device (for its default generator), "python" or "numpy", or a generator, such as the CPU's.
 Stream = torch.device | str | torch.Generator
 PYTHON, NUMPY, CPU = "Python's random stream", "NumPy's random stream", torch.default_generator
 
@@ -37,7 +37,7 @@ PYTHON, NUMPY, CPU = "Python's random stream", "NumPy's random stream", torch.de
 
 @dataclass(eq=False, repr=False)
 class Randomness:
-    """The states of random generators, each with a value that is equal for equal states."""
+    """The states of random generators, each with a key that is equal for equal states."""
 
     states: dict[Stream, tuple[Any, Any]]
 
@@ -47,7 +47,7 @@ class Randomness:
 
     @classmethod
     def now(cls, xs: Sequence[Tensor]) -> Randomness | None:
-        """PyTorch's generators of these tensors' devices and the CPU; None while compiling."""
+        """Reads PyTorch's generators for the CPU and xs' devices; None while compiling."""
         if torch.compiler.is_dynamo_compiling() or upstream.TracingContext.try_get() is not None:
             return None
         return cls.of({x.device for x in xs if x.device.type not in ("cpu", "meta")})
@@ -56,9 +56,9 @@ class Randomness:
     def everywhere(
         cls, kinds: Iterable[str], generators: Iterable[torch.Generator] = ()
     ) -> Randomness:
-        """Python's, NumPy's, and PyTorch's generators of the CPU and all devices of these types.
+        """Reads Python's, NumPy's and PyTorch's generators on the CPU and devices of these types.
 
-        generators: Further generators, which a module or a closure holds.
+        generators: Additional generators, which a module or a closure holds.
         """
         others = sorted(set(kinds) - {"cpu", "meta"})
         counts = [(kind, torch.get_device_module(kind).device_count()) for kind in others]
@@ -66,21 +66,21 @@ class Randomness:
         return cls.of([*devices, PYTHON, NUMPY, *generators])
 
     def seeded(self, seed: int) -> Randomness:
-        """The states of the generators of the same devices after seeding.
+        """Returns the states of the generators of the same devices after seeding.
 
-        Made by new generators, since not all devices expose their default generator.
+        Seeds new generators, since not all devices expose their default generator.
         """
         devices = [(s, s) if isinstance(s, torch.device) else (CPU, "cpu") for s in self.states]
         made = [(s, torch.Generator(device).manual_seed(seed)) for s, device in devices]
         return Randomness({s: (generator.get_state(), b"") for s, generator in made})
 
     def current(self) -> Randomness:
-        """The current states of the same generators; self if nothing was drawn."""
+        """Returns the current states of the same generators; self if nothing was drawn."""
         moved = {s: now for s, (_, key) in self.states.items() if (now := _state(s))[1] != key}
         return Randomness({**self.states, **moved}) if moved else self
 
     def advanced_to(self, later: Randomness) -> Randomness:
-        """The states of the generators that have a different later state."""
+        """Returns the states of the generators whose later state differs."""
         pairs = self.states.items()
         return Randomness({s: state for s, state in pairs if later.states[s] is not state})
 
@@ -97,9 +97,9 @@ class Randomness:
 
 @contextmanager
 def restored(randomness: Randomness | None) -> Iterator[None]:
-    """Restores these states in the block, and the current ones after it.
+    """Context that sets these states and restores the previous states on exit.
 
-    None: does nothing.
+    It does nothing if `randomness` is None.
     """
     if randomness is None:
         yield
@@ -113,7 +113,7 @@ def restored(randomness: Randomness | None) -> Iterator[None]:
 
 
 def _state(stream: Stream) -> tuple[Any, Any]:
-    """A generator's state, and a value that is equal for equal states."""
+    """Returns a generator's state, and a key that is equal for equal states."""
     if isinstance(stream, str):
         state, words = _latest.get(stream, (None, b""))
         if not words or words != _words(stream) or (stream == NUMPY and state["has_gauss"]):
@@ -128,7 +128,7 @@ def _state(stream: Stream) -> tuple[Any, Any]:
     return state, ctypes.string_at(state.data_ptr(), state.numel())  # works under transforms
 
 
-# The states of Python and NumPy, and their words, as they were read last: copying a state takes
+# The latest states of Python's and NumPy's generators, and their words: copying a state takes
 # longer than a small layer, so it is not copied again while the words are the same.
 _latest: dict[str, tuple[Any, Any]] = {}
 _PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]
@@ -136,9 +136,9 @@ _HEAD, _SIZE = object.__basicsize__, random.Random.__mro__[1].__basicsize__
 
 
 def _words(stream: str) -> Any:
-    """The memory of the Mersenne Twister; empty for another generator of NumPy.
+    """Reads the memory of the Mersenne Twister; empty for NumPy's other generators.
 
-    For Python, also the second number of a Gaussian pair; NumPy keeps it in its state only.
+    For Python, also reads the second number of a Gaussian pair; NumPy stores it in its state only.
     """
     if stream == PYTHON:
         return ctypes.string_at(id(_PYTHON) + _HEAD, _SIZE - _HEAD), _PYTHON.gauss_next
@@ -159,9 +159,9 @@ class Held:
         tensors: The tensors in closures.
         generators: The generators of modules and in closures.
         parameters: The parameters of the modules.
-        kinds: The types of devices whose random streams f may draw from.
+        kinds: The device types whose random streams f may draw from.
         buffers: The buffers of each module that has any, with the module.
-        began: The number of autograd nodes that this thread had made.
+        began: The number of autograd nodes created by this thread before.
     """
 
     def __init__(self, roots: Sequence[Any], kinds: Iterable[str] = ()) -> None:
@@ -191,15 +191,15 @@ class Held:
         self.began = upstream.nodes_made()
 
     def versions(self) -> int:
-        """The total number of in-place changes of the parameters."""
+        """Returns the total number of in-place changes of the parameters."""
         lazy = nn.parameter.is_lazy
         plain = [x for x in self.parameters if not (lazy(x) or x.is_inference())]
         return sum(map(upstream.version_of, plain))
 
     def reset_parameters(self) -> list[tuple[Slots, Slots]]:
-        """Restores the first parameters of modules that hold others now; returns the others.
+        """Restores the original parameters of modules; returns the parameters that it replaced.
 
-        A module holds other parameters after a `functional_call` has ended.
+        A module may hold other parameters after a `functional_call` has ended.
         """
         changed = list[tuple[Slots, Slots]]()
         for own, first in self._first:
@@ -223,19 +223,19 @@ def _parts(x: Any) -> Iterable[Any]:
         return [x.__self__]
     if isinstance(x, partial):
         return [x.func, *x.args, *x.keywords.values()]
-    if kind in (list, tuple):  # no method of a subclass is run
+    if kind in (list, tuple):  # does not call methods of subclasses
         return x
     return x.values() if kind is dict else ()
 
 
-# --- the state at one time -----------------------------------------------------------------------
+# --- snapshots of the state ----------------------------------------------------------------------
 
 
 @dataclass(eq=False)
 class RunState:
-    """The random streams that f may draw from, and the buffers of its modules, at one time.
+    """A snapshot of the random streams that f may draw from and the buffers of its modules.
 
-    copies: For each buffer: the buffer, its copy, its version, and whether its module is training.
+    copies: For each buffer, the buffer, its copy, its version, and whether its module is training.
     """
 
     held: Held
@@ -246,7 +246,7 @@ class RunState:
 
     @classmethod
     def now(cls, held: Held, before: RunState | None = None) -> RunState:
-        """The current state. before: An earlier state, whose unchanged copies are shared."""
+        """Takes a snapshot. before: An earlier snapshot, whose unchanged copies are shared."""
         if upstream.peek_interpreter_stack() is not None:
             with upstream.temporarily_clear_interpreter_stack():
                 return cls.now(held, before)
@@ -269,15 +269,15 @@ class RunState:
         return cls(held, streams, slots, copies, casts)
 
     def again(self) -> RunState:
-        """The current state of the same streams and modules."""
+        """Takes a new snapshot of the same streams and modules."""
         return RunState.now(self.held, self)
 
     def until(self, later: RunState) -> RunState:
-        """This state, with only the streams that have advanced until `later`."""
+        """Returns this state with only the streams that have advanced until `later`."""
         return replace(self, streams=self.streams.advanced_to(later.streams))
 
     def rerun(self, fun: Callable[[Any], Any], xs: Any) -> Any:
-        """Returns `fun(xs)`, run from this state; the current state is restored afterwards."""
+        """Returns `fun(xs)`, run from this state; restores the current state afterwards."""
         now = self.again() if self.streams.states or self.slots else None
         changed, casts = self.held.reset_parameters(), self.casts
         try:
@@ -318,13 +318,13 @@ def _version(buffer: Tensor) -> int:
 
 
 def _same(buffer: Tensor, copy: Tensor, version: int, training: bool) -> bool:
-    """Whether a buffer still has these contents.
+    """Returns whether a buffer still has these contents.
 
-    Versions show changes, except for the statistics of normalizations in training: their kernels
-    increment none, so small buffers are compared, without waiting for an accelerator.
+    Versions reveal changes, except for normalization statistics in training: their kernels do not
+    increment versions, so small buffers are compared, without waiting for an accelerator.
     """
     same = _version(buffer) == version and not buffer.is_inference()
-    if type(copy) is not Tensor:  # fake: without numbers
+    if type(copy) is not Tensor:  # fake tensors have no values
         return same
     if buffer.device.type != "cpu" or buffer.layout is not torch.strided:
         return same and not training
@@ -332,7 +332,7 @@ def _same(buffer: Tensor, copy: Tensor, version: int, training: bool) -> bool:
 
 
 class _Casts:
-    """Autocast, and gradtools' own choice of kernels, as they were when this object was made."""
+    """The autocast settings and gradtools' choice of kernels when this object was created."""
 
     def __init__(self, kinds: Iterable[str]) -> None:
         self.plain, self.on = plain_kernels_are_on(), upstream.is_any_autocast_enabled()
@@ -344,7 +344,7 @@ class _Casts:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """A context with the first settings."""
+        """Context with the stored settings."""
         torch.clear_autocast_cache()
         with ExitStack() as inside:
             if self.plain and not plain_kernels_are_on():

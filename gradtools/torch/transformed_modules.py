@@ -1,4 +1,4 @@
-"""Modules that operators return: `chunked(module)` and the like are modules with its state."""
+"""Modules that operators return: `chunked(module)` etc. are modules with the original's state."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ _SHARED = (*upstream.SLOTS, upstream.NOT_SAVED)
 
 
 def like_module(f: Any, make: Callable[[Any], Callable[..., Any]]) -> Any:
-    """`make(f)`, as a module if f is a module (not a ScriptModule, which has no dictionaries)."""
+    """Returns `make(f)`, as a module if f is a module (except ScriptModules)."""
     plain = isinstance(f, nn.Module) and all(name in f.__dict__ for name in _SHARED)
     return Transformed(f, make(f)) if plain else make(f)
 
 
 class Transformed(upstream.ModuleLike):
-    """A module with the state of another module, and its own call.
+    """A module that shares another module's state but has its own call.
 
-    As with `torch.nn.DataParallel`, transforming a module gives a module. Unlike there, parameters
-    keep their names, so that a `state_dict` is the same with and without the transformation.
-    Parameters, buffers and submodules are shared by using the module's own dictionaries, and
-    methods that a module may override are delegated to it.
+    As with `torch.nn.DataParallel`, transforming a module returns a module. Unlike there,
+    parameters keep their names, so `state_dict` is the same with and without the transformation.
+    Parameters, buffers and submodules are shared through the module's own dictionaries, and methods
+    that a module may override are delegated to it.
     """
 
     def __init__(self, module: nn.Module, call: Callable[..., Any]) -> None:
@@ -36,7 +36,7 @@ class Transformed(upstream.ModuleLike):
 
     @user_facing
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """The transformed call."""
+        """Calls the transformed function."""
         return self._call(*args, **kwargs)
 
     @property

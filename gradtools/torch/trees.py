@@ -1,4 +1,4 @@
-"""Pytrees in PyTorch, with JAX's convention that None is an empty tree."""
+"""Pytrees in PyTorch with JAX's convention that None is an empty tree."""
 
 from __future__ import annotations
 
@@ -22,9 +22,9 @@ class TreeDef:
     """A tree's structure.
 
     Attributes:
-        spec: PyTorch's, in which None is a leaf.
+        spec: PyTorch's spec, in which None is a leaf.
         present: Which of its leaves are not None.
-        keys: The keys of a flat dictionary of tensors, for a fast path.
+        keys: The keys of a flat dictionary of tensors, used by a fast path.
     """
 
     spec: Any
@@ -39,7 +39,7 @@ class TreeDef:
         return hash(self.present)  # hashing the spec is slow, and collisions are rare
 
     def flatten_up_to(self, tree: Any) -> list[Any]:
-        """The subtrees of `tree` at this structure's leaves."""
+        """Returns the subtrees of `tree` at this structure's leaves."""
         if self is _LEAF:
             return [tree]
         if self.keys is not None and type(tree) is dict and tuple(tree) == self.keys:
@@ -67,7 +67,7 @@ def _is_tensor(x: Any) -> bool:
 
 
 def flatten(tree: Any) -> tuple[list[Any], Any]:
-    """The leaves that are not None, and the structure: a `TreeDef` or an `OpenedTree`."""
+    """Returns the leaves that are not None, and the structure, a `TreeDef` or `OpenedTree`."""
     # Fast paths for common trees, since PyTorch's pytrees are slow.
     if isinstance(tree, _LEAVES):
         return [tree], _LEAF
@@ -89,7 +89,7 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 
 
 def is_flat(tree: Any) -> bool:
-    """Whether a tree is a flat dictionary of tensors, such as a module's parameters."""
+    """Returns whether a tree is a flat dictionary of tensors, such as a module's parameters."""
     if type(tree) is not dict or torch.compiler.is_dynamo_compiling():
         return False
     return {*map(type, tree.values())} <= PLAIN or all(map(_is_tensor, tree.values()))
@@ -107,7 +107,7 @@ def _list_of(count: int) -> TreeDef:
 
 
 def _may_hold_tensors(x: Any) -> bool:
-    """Whether a leaf is a container that may hold tensors. Dynamo can trace this function."""
+    """Returns whether a leaf is a container that may hold tensors; dynamo can trace it."""
     if isinstance(x, Mapping):
         parts = list(x.values())
     else:
@@ -126,7 +126,7 @@ def _in_python(fun: Callable[..., Any], *args: Any) -> Any:
 
 
 def flatten_arrays(tree: Any) -> tuple[list[Any], Any, list[str | None]]:
-    """The leaves, the structure, and each leaf's kind: "real", "complex", "exact" or None."""
+    """Returns leaves, structure and each leaf's kind: "real", "complex", "exact" or None."""
     if isinstance(tree, torch.Tensor):
         return [tree], _LEAF, ["real" if tree.is_floating_point() else _kind_of(tree)]
     leaves, treedef = flatten(tree)
@@ -167,7 +167,7 @@ def unflatten(treedef: Any, leaves: Sequence[Any]) -> Any:
 
 
 def leaf_paths(tree: Any) -> list[str]:
-    """The path of each leaf that is not None, such as `['w'][0]`."""
+    """Returns the path of each leaf that is not None, such as `['w'][0]`."""
     if is_flat(tree):
         return [f"[{key!r}]" for key in tree]
     if torch.compiler.is_dynamo_compiling() and not any(
@@ -188,13 +188,13 @@ def _leaf_paths(tree: Any) -> list[str]:
 
 
 def _is_nameless(x: Any) -> bool:
-    """Whether x is a container that was registered without key paths."""
+    """Returns whether x is a container that was registered without key paths."""
     node = pytree.SUPPORTED_NODES.get(type(x))
     return node is not None and node.flatten_with_keys_fn is None
 
 
 def _paths_in(container: Any) -> list[str]:
-    """The leaf paths in a container without key paths; its context may be a list of names."""
+    """Returns leaf paths in a container without key paths; its context may list the names."""
     parts, context = pytree.SUPPORTED_NODES[type(container)].flatten_fn(container)
     named = isinstance(context, list | tuple) and len(context) == len(parts)
     keys = context if named else range(len(parts))
@@ -204,14 +204,14 @@ def _paths_in(container: Any) -> list[str]:
 _CONTAINERS = Containers(
     "torch", _flattened, unflatten, _leaf_paths, lambda x: isinstance(x, _ARRAYS)
 )
-# Trees in which a module is a leaf like an array.
+# Pytrees in which a module is a leaf, like an array.
 WITH_MODULES = Containers(
     "torch", _flattened, unflatten, _leaf_paths, lambda x: isinstance(x, _LEAVES)
 )
 
 
 def flatten_static(tree: Any) -> tuple[list[Any], Any]:
-    """The leaves, and the structure in a form that dynamo can embed as a constant."""
+    """Returns the leaves, and the structure in a form that dynamo can embed as a constant."""
     if not torch.compiler.is_dynamo_compiling():
         return flatten(tree)
     leaves: list[Any] = []
@@ -237,28 +237,28 @@ def static_treedef(treedef: TreeDef) -> Any:
     if any(type(x) is not int for x in leaves):
         kind = next(type(x).__name__ for x in leaves if type(x) is not int)
         raise GradtoolsError(
-            f"in compiled code a custom rule returns tuples, lists and dicts of tensors, and not "
+            f"in compiled code a custom rule must return tuples, lists and dicts of tensors, not "
             f"a {kind}."
         )
     return structure
 
 
 def unflatten_static(structure: Any, leaves: Sequence[Any]) -> Any:
-    """The tree of a TreeDef or a static structure with these leaves."""
+    """Builds the tree of a TreeDef or a static structure from these leaves."""
     if isinstance(structure, TreeDef | OpenedTree):
         return unflatten(structure, leaves)
     return _unflattened_static(structure, list(leaves))
 
 
 def treedef_of_static(structure: Any) -> Any:
-    """The TreeDef of a structure that `flatten_static` returned."""
+    """Returns the TreeDef of a structure that `flatten_static` returned."""
     if isinstance(structure, TreeDef | OpenedTree):
         return structure
     return flatten(_unflattened_static(structure, [0] * str(structure).count("'leaf'") or [0]))[1]
 
 
 def _unflattened_static(structure: Any, leaves: list[Any]) -> Any:
-    """Consumes the leaves from the front of the list."""
+    """Builds the tree, consuming the leaves from the front of the list."""
     if structure == "none":
         return None
     if structure == "leaf":

@@ -136,7 +136,7 @@ def test_torch_export_warns_that_the_derivative_is_lost():
         def forward(self, x):
             return f(x)
 
-    with pytest.warns(GradtoolsWarning, match=r"torch\.export: the program holds the values"):
+    with pytest.warns(GradtoolsWarning, match=r"torch\.export: the program contains the values"):
         program = torch.export.export(Model(), (torch.ones(3, requires_grad=True),)).module()
     np.testing.assert_allclose(
         program(torch.zeros(3) + 0.5).detach(), np.sin(np.full(3, 0.5)), rtol=1e-6

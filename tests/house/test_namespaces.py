@@ -260,7 +260,7 @@ def made_of(gt):
             "<chunked_loss, called with (w, x)>",
             "loss, applied to a batch in chunks.",
         ),
-        gt.checkpoint(loss): ("<checkpointed_loss, called with (w, x)>", "loss, computed again"),
+        gt.checkpoint(loss): ("<checkpointed_loss, called with (w, x)>", "loss, recomputed"),
         gt.frozen(loss): ("<frozen_loss, called with (w, x)>", "loss, with constant parameters."),
         gt.custom_rule(loss): ("<custom_rule loss, rules: none>", "Squared error."),
         full: ("<GradientAccumulator, weight 3, float32[2]>", "A running weighted sum"),

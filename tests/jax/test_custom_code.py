@@ -58,7 +58,7 @@ REFUSED = {
     io: "host_function.*IO callbacks",
     ffi: "host_function.*FFI call",
     pallas: "forward rule only.*Linearization failed",
-    loop: "trips is known only when it runs.*Reverse-mode differentiation",
+    loop: "unknown number of iterations.*Reverse-mode differentiation",
 }
 IN_REVERSE = ["grad", "jit of grad", "vjp", "linearize", "jacobian, reverse", "frozen"]
 

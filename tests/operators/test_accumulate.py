@@ -288,7 +288,7 @@ def test_no_tracer_leaks_into_an_accumulator(jax_gt):
         with pytest.raises(GradtoolsError, match=r"made outside of the transformation"):
             transform(step)(np.ones(2, np.float32))
     jax.jit(leak)(np.ones(2, np.float32))
-    with pytest.raises(GradtoolsError, match=r"inside of one that it has left"):
+    with pytest.raises(GradtoolsError, match=r"inside of a transformation that has ended"):
         leaked[0].sum()
 
 

@@ -172,7 +172,7 @@ def _noisy(w: Any, x: Any, key: Any) -> Any:
     return encode(w, x) * jax.random.bernoulli(key, 0.5, (*x.shape[:1], w.shape[1]))
 
 
-@program(refused="by a key that all chunks share")
+@program(refused="with a key that chunks share")
 def a_key_that_is_captured(chunked: Any) -> Any:
     key = jax.random.key(1)
     return both(lambda w: chunked(lambda w, x: _noisy(w, x, key), 3, (None, 0))(w, X), W)

@@ -18,10 +18,10 @@ pytestmark = pytest.mark.slow
 
 OWN_DOING = (
     "automatic differentiation of it does not",  # the framework has no derivative
-    "formula: f holds a primitive that has no derivative in JAX",
-    "formula: f holds an operation that has a forward rule only",
+    "formula: f contains a primitive without a derivative in JAX",
+    "formula: f contains an operation with a forward rule only",
     "no value of f is finite at the arguments or near them",
-    "f holds a loop whose number of trips is known only when it runs, which has no reverse mode",
+    "f contains a loop with an unknown number of iterations, which does not support reverse mode",
     "which is too coarse for a comparison",
     "a formula is of dense ones",
 )

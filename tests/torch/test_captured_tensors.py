@@ -12,7 +12,7 @@ import torch
 import gradtools.torch as gt
 from gradtools import GradtoolsError
 
-pytestmark = pytest.mark.filterwarnings("ignore:.*is not computed again")
+pytestmark = pytest.mark.filterwarnings("ignore:.*is not recomputed")
 
 
 class Square(torch.autograd.Function):

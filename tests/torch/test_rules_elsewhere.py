@@ -47,7 +47,7 @@ class Model(torch.nn.Module):
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_exported_program_has_the_values_and_says_that_it_has_no_rule(kind, strict):
     model = Model(expm1(kind))
-    with pytest.warns(GradtoolsWarning, match=r"torch\.export: the program holds the values"):
+    with pytest.warns(GradtoolsWarning, match=r"torch\.export: the program contains the values"):
         program = torch.export.export(model, (X,), strict=strict)
     file = io.BytesIO()
     torch.export.save(program, file)

@@ -1,8 +1,8 @@
-"""Whether a map may be transposed to complete the mode that a rule lacks.
+"""Checks whether a map may be transposed to complete the mode that a rule lacks.
 
-JAX transposes a linear map exactly, or raises, but for two losses without an error: a constant part
-(L(0) is not zero), and a path through a stopped gradient, an integer or a comparison. Both are
-looked for once for a signature, where a mode is completed. `testing.check_rule` checks the rest.
+JAX transposes a linear map exactly, or raises, except that it silently loses a constant part (L(0)
+is not zero), and a path through a stopped gradient, an integer or a comparison. This module checks
+for both, once per signature, if a mode is completed. `testing.check_rule` checks the rest.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from gradtools.rules import Rule, replaced_where
 def loss_of(
     rule: Rule, which: str, signature: Any, linear: Callable[..., list[Any]], likes: Sequence[Any]
 ) -> str:
-    """A sentence about the terms that transposing a user's map would lose; empty if none.
+    """Describes the terms that transposing a user's map would lose; empty if there are none.
 
-    which: "tangent" or "cotangent", in which the map is linear, shaped like `likes`.
+    which: The vectors in which the map is linear, "tangent" or "cotangent", shaped like `likes`.
     """
     if rule.contract is None:
         return ""
@@ -47,7 +47,7 @@ def loss_of(
                 if any(lost):
                     return (
                         f"transposing {who} loses {which} {lost.index(True)}, which passes through "
-                        "something that no derivative crosses (a stopped gradient, an integer, a "
+                        "an operation without a derivative (a stopped gradient, an integer, a "
                         "comparison). Make it linear, or give the rule of the other mode.",
                     )
             ys = _at_zero(closed, likes)
@@ -65,16 +65,16 @@ def loss_of(
 
 
 def refuse_loss(rule: Rule, loss: str) -> None:
-    """Raises if `loss_of` returns a sentence."""
+    """Raises an error if `loss_of` returned a sentence."""
     if loss:
         assert rule.contract is not None
         raise GradtoolsError(f"{rule.contract.name}: {loss}")
 
 
 def _at_zero(closed: Any, likes: Sequence[Any]) -> list[Any]:
-    """A map at zero, with made-up residuals for tracers; empty if it may not run here."""
+    """Evaluates a map at zero, with example residuals for tracers; empty if it may not run."""
     known = all_known(closed.consts)
-    names = "gradtools_kernel", *(() if known else ("while",))  # a while loop may not end
+    names = "gradtools_kernel", *(() if known else ("while",))  # a while loop may not terminate
     used = [e.primitive.name for e in jaxprs.equations(closed, within_rules=True)]
     known_sizes = all(isinstance(n, int) for x in (*closed.consts, *likes) for n in x.shape)
     if closed.effects or not known_sizes or any(n in names or "callback" in n for n in used):
@@ -91,10 +91,10 @@ _LINEAR: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def check_linear(rule: Rule, xs: Sequence[Any], moving: Sequence[bool]) -> None:
-    """Raises if the rule's value is not linear in some inputs; once for each rule.
+    """Raises if the rule's value is not linear in some inputs; checked once per rule.
 
     A rule's value may be a kernel without a jaxpr, so linearity is tested numerically: at the
-    current values, or in a trace at made-up ones.
+    current values, or at example values in a trace.
     """
     if rule.origin in _LINEAR:
         return
@@ -118,8 +118,8 @@ def check_linear(rule: Rule, xs: Sequence[Any], moving: Sequence[bool]) -> None:
         if not made_up:
             raise
         warn(
-            f"{rule.name} is transposed, but its linearity could not be checked, because at "
-            f"made-up values it raises {type(error).__name__}: {error}"
+            f"{rule.name} is transposed, but its linearity could not be checked: evaluation at "
+            f"example values raises {type(error).__name__}: {error}"
         )
         same = True
     if not same:
@@ -128,7 +128,7 @@ def check_linear(rule: Rule, xs: Sequence[Any], moving: Sequence[bool]) -> None:
 
 
 def wave(x: Any, shift: float, around: float) -> Any:
-    """Made-up numbers shaped like x: multiples of 1/16, so that small sums of them are exact."""
+    """Returns example numbers shaped like x: multiples of 1/16, so that small sums are exact."""
     if not is_inexact(x):
         return jnp.zeros(x.shape, x.dtype)
     steps = np.round(8 * np.sin(np.arange(1, x.size + 1) * shift)) / 16

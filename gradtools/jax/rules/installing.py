@@ -1,21 +1,21 @@
-"""A rule in JAX: primitives that jvp binds, and whose transpose is the rule's cotangent map.
+"""A rule in JAX consists of primitives bound by jvp; their transpose is the cotangent map.
 
-JAX lets a function have a forward rule or a reverse rule, not both (jax#3996). Primitives of our
-own have both:
+JAX lets a function have a forward rule or a reverse rule, but not both (jax#3996). The primitives
+of gradtools have both:
 
     primal     y = f(x)            its jvp binds primal, or value, and tangent
     value      y = f(x), known     an output of a forward pass that also returns extras
     tangent    dy = J(x) dx        linear in dx; its transpose evaluates x' = J(x)^T y'
 
-A rule is *linearized* when it is first differentiated: the residuals of its maps are determined,
-and a missing map is made by transposing the other map. The forward pass then also returns residuals
+A rule is *linearized* when it is first differentiated: this determines the residuals of its maps,
+and makes a missing map by transposing the other map. The forward pass then also returns residuals
 that are neither inputs nor outputs (*extras*). An extra is differentiated through the code that
-computed it; an output is differentiated by the rule, at every order. The jvp of the maps in their
-residuals is the jvp of the Python code. The rule of a primitive, unlike that of a `custom_jvp`,
-survives scan, cond, remat and jit.
+computed it; an output is differentiated by the rule, at every order. The jvp of the maps with
+respect to their residuals is the jvp of the Python code. Unlike the rule of a `custom_jvp`, the
+rule of a primitive survives scan, cond, remat and jit.
 
-`primitives` defines what each primitive computes and how it is batched, `linearizing` how a rule is
-linearized; this module defines how the primitives are differentiated and transposed.
+`primitives` defines the evaluation and batching of each primitive, `linearizing` defines the
+linearization of a rule, and this module defines derivatives and transposes of the primitives.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ from gradtools.rules import Rule, closed_over_error, replaced_at, replaced_where
 
 
 def apply_rule(rule: Rule, *xs: Any) -> list[Any]:
-    """`rule.primal(*xs)`, differentiated by the rule in every mode, at every order."""
+    """Calls `rule.primal(*xs)`; the rule defines its derivatives in every mode, at every order."""
     arrays = [  # arrays and tracers without a weak type are passed unconverted
         x if isinstance(x, jax.Array) and not jax.typeof(x).weak_type else jnp.asarray(x)
         for x in xs
@@ -84,21 +84,21 @@ def apply_rule(rule: Rule, *xs: Any) -> list[Any]:
         xs = [varying(x, axes) for x in xs]
         lift = lift_value if rule in local_list("lifting") else lift_captured
         rule, captured = lift(rule, xs)
-        xs = [*xs, *captured]  # captured arrays keep the types of the trace of the maps
+        xs = [*xs, *captured]  # captured arrays keep their types from the trace of the maps
     return list(primal_p.bind(*xs, rule=rule))
 
 
 def _with_unvarying_inputs(rule: Rule, shared: Sequence[frozenset[Any]]) -> Rule:
-    """The rule for inputs that do not vary over some mesh axes of shard_map (`shared`).
+    """Adapts the rule to inputs that do not vary over some mesh axes of shard_map (`shared`).
 
-    JAX sums the cotangent of such an input over these axes. If the author has summed it already, as
-    `jax.custom_vjp` demands, each device gets its part.
+    JAX sums the cotangent of such an input over these axes. If the author has already summed it, as
+    `jax.custom_vjp` requires, each device gets its part.
     """
 
     def linearize(*xs: Any, **options: Any) -> Any:
         assert rule.linearize is not None
         linearized = rule.linearize(*xs, **options)
-        pull: Any = linearized.cotangent  # so that the closure keeps no arrays of `linearized`
+        pull: Any = linearized.cotangent  # keeps arrays of `linearized` out of the closure
 
         def in_parts(saved: Any, cts: Any) -> list[Any]:
             result = list(pull(saved, cts))
@@ -114,9 +114,9 @@ def _with_unvarying_inputs(rule: Rule, shared: Sequence[frozenset[Any]]) -> Rule
 
 
 def attempt(fun: Callable[..., list[Any]], *xs: Any) -> list[Any]:
-    """`fun(*xs)`; errors of its rules are raised immediately, not when the result is lowered."""
+    """Calls `fun(*xs)`; errors of its rules are raised now, not when the result is lowered."""
     closed = jax.make_jaxpr(fun)(*xs)
-    for _ in jaxprs.equations(closed, within_rules=True):  # traces them all
+    for _ in jaxprs.equations(closed, within_rules=True):  # traces all of them
         pass
     return list(jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *xs))
 
@@ -153,7 +153,7 @@ def _primal_jvp(xs: Any, dxs: Any, *, rule: Rule) -> tuple[Any, Any]:
 
 
 def _value_jvp(operands: Any, tangents: Any, *, rule: TracedRule, xs: int) -> Any:
-    """The jvp by the rule; the code that computed the values is not differentiated."""
+    """Applies the rule's jvp; the code that computed the values is not differentiated."""
     given = _perturbed(rule, [*map(_carries, tangents[:xs])])
     moving = [dx for dx, g in zip(tangents, given, strict=False) if g]
     if rule.perturbed is not None:
@@ -177,7 +177,7 @@ def _perturbed(rule: Rule, carried: Sequence[bool]) -> Mask:
 
 
 def _bind_tangent(maps: Rule, ys: Any, saved: Any, moving: Any, given: Mask) -> list[Any]:
-    """The tangents of outputs with avals ys, for the tangents of the given inputs."""
+    """Returns the tangents of outputs with avals ys, for the tangents of the given inputs."""
     axes = frozenset().union(*map(varies, ys))
     likes = tuple([y.update(weak_type=False) for y in ys if is_inexact(y)])
     moving = [varying(dx, axes) for dx in moving]
@@ -194,7 +194,7 @@ def _carries(dx: Any) -> bool:
 
 
 def _tangent_jvp(operands: Any, tangents: Any, *, rule: Rule, given: Mask, ys: Any) -> Any:
-    """The jvp: linear in the tangents, plus the derivative of the Python map in the residuals."""
+    """Computes the jvp, which adds the derivative of the Python map in the residuals."""
     n = len(operands) - sum(given)
     params = {"rule": rule, "given": given, "ys": ys}
     out, parts = tangent_p.bind(*operands, **params), []
@@ -222,9 +222,9 @@ def _tangent_transpose(cts: Any, *operands: Any, rule: Rule, given: Mask, ys: An
 
 
 def _pulled(maps: Rule, saved: Sequence[Any], cts: Any, likes: Sequence[Any]) -> list[Any]:
-    """The rule's cotangent map at cotangents that may be symbolic zeros, as JAX's own operations.
+    """Applies the rule's cotangent map to cotangents, possibly symbolic zeros, in JAX operations.
 
-    likes: The avals of the inputs whose cotangents are wanted, None for the others.
+    likes: The avals of the inputs whose cotangents are wanted, None for other inputs.
     """
     wanted, present = without_none(likes), [type(ct) is not ad.Zero for ct in cts]
     if not any(present):
@@ -241,18 +241,18 @@ def _pulled(maps: Rule, saved: Sequence[Any], cts: Any, likes: Sequence[Any]) ->
     operands = as_arrays(operands)
     if flow_of(maps) is None:
         return run(*operands)
-    # Unwanted results are eliminated, which XLA does under jit only.
+    # Eliminates unwanted results; XLA does this only under jit.
     closed = jax.make_jaxpr(run)(*operands)
     return jax.core.eval_jaxpr(jaxprs.live(closed.jaxpr), closed.consts, *operands)
 
 
 def _primal_transpose(cts: Any, *xs: Any, rule: Rule) -> list[Any]:
-    """The transpose of a rule inside a linear function: its pullback, linearized at zero."""
+    """Transposes a rule inside a linear function: applies its pullback, linearized at zero."""
     unknown = tuple([ad.is_undefined_primal(x) for x in xs])
     is_lifted = isinstance(rule, TracedRule) and rule.lift is not None
     if is_lifted or rule.origin in local_list("linearizing"):
-        # A linear function that its own rule calls: transposing by the rule would recurse without
-        # end, so the primal's code is transposed.
+        # A linear function that its own rule calls: transposing by the rule would recurse forever,
+        # so the primal's code is transposed.
         likes = [struct_of(x.aval) for x, u in zip(xs, unknown, strict=True) if u]
         run = lambda *moved: eval_primal(*replaced_where(xs, unknown, moved), rule=rule)
         transposed = jax.linear_transpose(run, *likes)
@@ -274,7 +274,7 @@ ad.primitive_transposes[tangent_p] = _tangent_transpose
 
 
 def _apply_reverse_only(rule: Rule, xs: Sequence[Any]) -> list[Any]:
-    """The edit as a `custom_vjp`; fwd applies the edit itself, so that second order has it, too."""
+    """Applies the edit as a `custom_vjp`; fwd applies it again, so that second order has it too."""
     lifts = rule.user_functions and captured_tracers(rule)
     rule, captured = lift_captured(rule, xs) if lifts else (rule, [])
 

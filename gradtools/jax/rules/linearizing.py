@@ -1,7 +1,7 @@
-"""Linearization of a rule: its jvp and vjp maps, with all that they read as inputs.
+"""Linearizes a rule: its jvp and vjp maps, with every value that they read as an input.
 
 JAX's cotangents are the conjugates of gradtools'. A linearized rule uses JAX's convention; only
-`_native` converts.
+`_native` converts between them.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ _local = threading.local()
 
 
 def local_list(what: str) -> list[Any]:
-    """This thread's stack of rules that are being lifted, or linearized."""
+    """Returns this thread's stack of rules that are being lifted or linearized."""
     return _local.__dict__.setdefault(what, [])
 
 
@@ -102,21 +102,21 @@ def forward_pass(
 
 
 def _is_transformed(x: Any) -> bool:
-    """Whether x is differentiated or mapped over: a tracer other than of a jaxpr.
+    """Returns whether x is differentiated or mapped: a tracer other than a jaxpr's.
 
-    Then fwd is traced first, which shows whether it has extras: only these are differentiated
+    If so, fwd is traced first, which reveals whether it has extras: only extras are differentiated
     through its code.
     """
     return isinstance(x, jax.core.Tracer) and not isinstance(x, DynamicJaxprTracer)
 
 
 def linearized_rule(rule: Rule, xs: Sequence[Any], perturbed: Mask | None = None) -> Any:
-    """The rule with both maps and explicit residuals.
+    """Returns the rule with both maps and explicit residuals.
 
     Its maps follow JAX's convention: conjugated, with cotangents and tangents of floating outputs
     only.
 
-    perturbed: Which inputs are differentiated, for a rule with `symbolic_zeros`; the maps then are
+    perturbed: Which inputs are differentiated, for a rule with `symbolic_zeros`; the maps are then
         valid for these inputs only.
     """
     if is_linearized(rule):
@@ -127,10 +127,10 @@ def linearized_rule(rule: Rule, xs: Sequence[Any], perturbed: Mask | None = None
 
 
 def _forward_of(rule: Rule, perturbed: Mask | None) -> tuple[Callable[..., list[Any]], Any]:
-    """The forward pass, and the linearized rule as a function to call after it.
+    """Returns the forward pass, and the linearized rule as a function to call after it.
 
     The forward pass returns outputs and extras. The linearized rule may take a function that
-    repeats it.
+    repeats the forward pass.
     """
     perturbed, made = perturbed if rule.symbolic_zeros else None, list[Linearized]()
 
@@ -150,7 +150,7 @@ def _forward_of(rule: Rule, perturbed: Mask | None) -> tuple[Callable[..., list[
 def _linearized(
     rule: Rule, made: Linearized, perturbed: Mask | None = None, forward: Any = None
 ) -> TracedRule:
-    """The rule with the maps `made` by one evaluation; `forward` repeats that evaluation."""
+    """Returns the rule with maps from one evaluation (`made`); `forward` repeats the evaluation."""
     return TracedRule.of(
         rule,
         tangent=made.tangent,
@@ -167,7 +167,7 @@ def _linearized(
 def _native(
     rule: Rule, linearized: Linearized, xs: Sequence[Any], perturbed: Mask | None = None
 ) -> Linearized:
-    """The maps in JAX's convention; a missing map is the transpose of the other."""
+    """Converts the maps to JAX's convention; a missing map is the transpose of the other."""
     given_tangent, given_cotangent = linearized.tangent, linearized.cotangent
     like_xs, like_ys = likes_of(xs), likes_of(linearized.ys)
     signature = *map(jax.typeof, xs), perturbed
@@ -212,9 +212,9 @@ def _native(
 def _split(rule: JvpRule, xs: Sequence[Any], perturbed: Mask | None = None) -> Linearized | None:
     """Splits a forward rule into a forward pass and a linear map of its residuals.
 
-    Transposing the rule evaluates everything that does not depend on a tangent; the values that
-    the transpose then closes over are the residuals, stored as extras (partial evaluation, as in
-    Radul et al., You only linearize once, 2023).
+    Transposing the rule evaluates everything that does not depend on a tangent. The values that the
+    transpose then closes over are the residuals, which are stored as extras (partial evaluation, as
+    in Radul et al., You only linearize once, 2023).
     """
     full_like = likes_of(xs)
     mask = differentiated_inputs(rule, full_like, perturbed)
@@ -231,7 +231,7 @@ def _split(rule: JvpRule, xs: Sequence[Any], perturbed: Mask | None = None) -> L
     def push(*dxs: Any) -> list[Any]:
         ys[:], dys = evaluated(*dxs)
         kinds = {type(dx) for dx in dxs if isinstance(dx, jax.core.Tracer)}
-        staged[:] = [type(y) in kinds for y in ys]  # a value that depends on a tangent
+        staged[:] = [type(y) in kinds for y in ys]  # values that depend on a tangent
         return dys
 
     if any(varies(x) for x in xs):
@@ -248,7 +248,7 @@ def _split(rule: JvpRule, xs: Sequence[Any], perturbed: Mask | None = None) -> L
     except (*READS_A_VALUE, jax.errors.JaxRuntimeError):  # or memory is exhausted
         raise
     except (*NOT_LINEAR, GradtoolsError):
-        return None  # forward mode needs no transpose; reverse mode will raise
+        return None  # forward mode needs no transpose; reverse mode will raise an error
 
     def tangent(saved: Entries, dxs: Entries) -> list[Any]:
         full = filled([dx for dx, m in zip(dxs, mask, strict=True) if m], like_xs)
@@ -264,38 +264,37 @@ def _split(rule: JvpRule, xs: Sequence[Any], perturbed: Mask | None = None) -> L
 
 
 def differentiated_inputs(rule: Rule, likes: Sequence[Any], perturbed: Mask | None) -> list[bool]:
-    """Which inputs are differentiated."""
+    """Returns which inputs are differentiated."""
     moving = perturbed or [like is not None for like in likes]
     return [m and i not in rule.nondifferentiable for i, m in enumerate(moving)]
 
 
 def _dense(value: Any, like: Any) -> Any:
-    """A map's result, with zeros for None."""
+    """Returns a map's result, with zeros for None."""
     return zeros_of(like) if value is None else jnp.asarray(value, like.dtype)
 
 
 # --- closure conversion: arrays that a rule closes over become its inputs ------------------------
 #
-# A rule may run after the trace in which it was made has ended, when tracers in its closure would
-# have leaked.
+# A rule may run after its trace has ended, when tracers in its closure would have leaked.
 
 
 def captured_tracers(rule: Rule) -> list[Any]:
-    """The tracers that the user's functions of a rule close over, if a trace is running."""
+    """Returns the tracers that a rule's user functions close over, if a trace is running."""
     is_tracer = lambda x: isinstance(x, jax.core.Tracer)
     functions = rule.user_functions if reachability.within_a_trace() else ()
     return list(captured_objects(functions, is_tracer, jax.Array))
 
 
 def lift_value(rule: Rule, xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
-    """Lifts the primal only, for a rule whose maps apply the rule itself; the maps follow later."""
+    """Lifts the primal only, for a rule whose maps apply the rule; the maps are lifted later."""
     n = len(xs)
     hoisted, consts = traced(lambda *a: list(rule.primal(*a)), *xs)
 
     def lift(xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
         # Arrays that the primal captured are taken from xs: they may have been batched since, or
-        # belong to another trace. The closure keeps them, because a new array may get the id of a
-        # deleted array.
+        # belong to another trace. The closure keeps them alive, because a new array may get the id
+        # of a deleted array.
         at = {id(c): n + i for i, c in enumerate(consts)}
         lifted, captured = lift_captured(rule, xs[:n], differentiated=True)
         return lifted, [*range(n), *[at.get(id(c), c) for c in captured]]
@@ -314,14 +313,14 @@ def lift_value(rule: Rule, xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
 def lift_captured(
     rule: Rule, xs: Sequence[Any], differentiated: bool = False
 ) -> tuple[Rule, list[Any]]:
-    """The rule with the arrays it closes over appended to its inputs, and those arrays.
+    """Returns the rule with its closed-over arrays appended to its inputs, and these arrays.
 
-    Each map is traced with all tangents. A rule that closes over nothing is returned unchanged.
+    Traces each map with all tangents. A rule that closes over nothing is returned unchanged.
 
     Args:
         rule: The rule.
         xs: Its inputs.
-        differentiated: Whether concrete inputs are differentiated, too.
+        differentiated: Whether concrete inputs are differentiated too.
     """
     n, consts = len(xs), list[Any]()
 
@@ -347,7 +346,7 @@ def lift_captured(
         moving = [
             is_inexact(x) and i not in rule.nondifferentiable and (anyway or not all_known([x]))
             for i, x in enumerate(xs)
-        ]  # concrete inputs are not differentiated, except by an edit, which records what it cuts
+        ]  # concrete inputs are differentiated only by an edit, which records its cuts
         flow = primal if flow_of(rule) is rule.primal else of_inputs(flow_of(rule))
         if any(moving):
             maps = rule if rule.reverse_only else linearized_rule(rule, xs)
@@ -395,7 +394,7 @@ def lift_captured(
 
 
 def _zeros_for(values: Sequence[Any], examples: Sequence[Any]) -> list[Any]:
-    """`values` with zeros for None wherever `examples` has an array, and None elsewhere."""
+    """Replaces None in `values` by zeros if `examples` has an array; None elsewhere."""
     return [
         None if e is None else zeros_of(e) if v is None else v
         for v, e in zip(values, examples, strict=True)

@@ -1,8 +1,8 @@
 """The primal, value and tangent primitives of a rule: evaluation and vmap.
 
 The operands of the tangent primitive are the residuals, then the tangents that are not symbolic
-zeros. Its parameters: `given`, the mask of these tangents, and `ys`, the avals of the floating
-outputs. `installing.py` defines how the primitives are differentiated.
+zeros. Its parameters are `given`, the mask of these tangents, and `ys`, the avals of the floating
+outputs. `installing.py` defines the derivatives of the primitives.
 """
 
 from __future__ import annotations
@@ -37,22 +37,22 @@ READS_A_VALUE = (
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class TracedRule(Rule):
-    """A rule with the facts that tracing needs.
+    """A rule with the information that tracing needs.
 
     Attributes:
-        closed_over: Positions of inputs that were closed over; differentiating them raises.
-        flow: The function whose data flow is the rule's: it determines which inputs each output
-            depends on, and the cotangent map is evaluated for the wanted inputs only. None: each
-            output depends on each input.
+        closed_over: Positions of closed-over inputs; differentiating them raises an error.
+        flow: A function with the rule's data flow: it determines which inputs each output depends
+            on, and the cotangent map is evaluated for the wanted inputs only. If None, each output
+            depends on each input.
         extras: The number of extras of a linearized rule, which has both maps and explicit
-            residuals; None: it is not linearized.
-        forward: `forward(*xs)` returns `[*ys, *extras]`, of a linearized rule that primal binds.
+            residuals; None if the rule is not linearized.
+        forward: For a linearized rule that primal binds, `forward(*xs)` returns `[*ys, *extras]`.
         perturbed: The inputs for which the maps are valid, if the rule was linearized for some
             inputs only; None for all.
         whole: The rule for all inputs, if `perturbed` is given.
         lift: For a rule whose primal has been lifted, but not its maps: `lift(xs)` returns the rule
-            with its maps lifted, too, and one entry for each of its inputs: the position in `xs`,
-            or the captured array itself.
+            with lifted maps, and one entry for each of its inputs: the position in `xs`, or the
+            captured array itself.
     """
 
     closed_over: tuple[int, ...] = ()
@@ -65,17 +65,17 @@ class TracedRule(Rule):
 
 
 def flow_of(rule: Rule) -> Callable[..., list[Any]] | None:
-    """The function whose data flow is the rule's; None: each output depends on each input."""
+    """Returns a function with the rule's data flow; None if all outputs depend on all inputs."""
     return getattr(rule, "flow", None)
 
 
 def is_linearized(rule: Rule) -> bool:
-    """Whether a rule has both maps and explicit residuals."""
+    """Returns whether a rule has both maps and explicit residuals."""
     return getattr(rule, "extras", None) is not None
 
 
 def memoized(owner: Any, key: tuple[Any, ...], make: Callable[[], T]) -> T:
-    """`make()`, memoized on the owner by key; the newest 64 entries are kept."""
+    """Returns `make()`, memoized on the owner by key; keeps the newest 64 entries."""
     kept = vars(owner).setdefault("_memo", {})
     if key in kept:
         return kept[key]
@@ -90,7 +90,7 @@ def memoized(owner: Any, key: tuple[Any, ...], make: Callable[[], T]) -> T:
 
 
 def as_arrays(xs: Sequence[Any]) -> list[Any]:
-    """xs with Python numbers converted to arrays; JAX passes literals on unconverted."""
+    """Converts Python numbers in xs to arrays; JAX passes literals on unconverted."""
     return [x if hasattr(x, "shape") else jnp.asarray(x) for x in xs]
 
 
@@ -100,7 +100,7 @@ def promoting(rule: Rule) -> Any:
 
 
 def eval_primal(*xs: Any, rule: Rule) -> list[Any]:
-    """The outputs of the rule's function."""
+    """Evaluates the rule's function."""
     return list(rule.primal(*as_arrays(xs)))
 
 
@@ -110,7 +110,7 @@ def _value(*operands: Any, rule: TracedRule, xs: int) -> list[Any]:
 
 
 def eval_tangent(*operands: Any, rule: Rule, given: Mask, ys: Any) -> list[Any]:
-    """The rule's tangent map."""
+    """Evaluates the rule's tangent map."""
     n, operands = len(operands) - sum(given), tuple(as_arrays(operands))
     assert rule.tangent is not None
     with promoting(rule):
@@ -119,7 +119,7 @@ def eval_tangent(*operands: Any, rule: Rule, given: Mask, ys: Any) -> list[Any]:
 
 
 def eval_forward(rule: Rule, xs: Any) -> list[Any]:
-    """Outputs and extras of a linearized rule."""
+    """Evaluates a linearized rule; returns outputs and extras."""
     assert isinstance(rule, TracedRule)
     assert rule.forward is not None
     if not rule.extras:
@@ -129,14 +129,14 @@ def eval_forward(rule: Rule, xs: Any) -> list[Any]:
 
 
 def _flow(*operands: Any, rule: Rule, xs: int | None = None) -> list[Any]:
-    """The rule's data flow, from its inputs to its outputs."""
+    """Evaluates the rule's data flow, from its inputs to its outputs."""
     flow = flow_of(rule)
     assert flow is not None
     return list(flow(*operands[:xs]))
 
 
 def jaxpr_of(run: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> Any:
-    """The jaxpr of a primitive with these parameters, memoized on its rule."""
+    """Traces a primitive with these parameters, memoized on its rule."""
     rule = params["rule"]
 
     def make() -> Any:
@@ -156,18 +156,18 @@ def _define(
     outs: Callable[..., list[Any]] | None = None,
     flow: Callable[..., list[Any]] | None = None,
 ) -> RulePrimitive:
-    """A primitive that evaluates `run`.
+    """Defines a primitive that evaluates `run`.
 
-    outs: The avals of its results; None: they are traced.
-    flow: Like `run`, with the data flow of a rule that has one; None: all flows to all.
+    outs: The avals of its results; if None, they are traced.
+    flow: Like `run`, with the rule's data flow; if None, all inputs flow to all outputs.
     """
 
     def program(eqn: Any, run: Any = run) -> Any:
         return jaxpr_of(run, tuple([v.aval for v in eqn.invars]), eqn.params)
 
     def traced_outs(*avals: Any, **params: Any) -> list[Any]:
-        # `make_jaxpr`, not `eval_shape`: its avals keep weak types and, under shard_map, the
-        # axes over which a value varies.
+        # `make_jaxpr`, unlike `eval_shape`, keeps weak types and, under shard_map, the axes over
+        # which a value varies.
         return list(jaxpr_of(run, tuple(avals), params).out_avals)
 
     primitive = RulePrimitive(name)
@@ -203,13 +203,13 @@ batching.primitive_batchers[reverse_only_p] = lambda args, dims, name: (
 
 # --- under vmap --------------------------------------------------------------------------
 #
-# Each primitive is bound again, with the rule of a batch, whose maps are those of one example under
-# vmap (`rules.batched`).
+# Batching binds each primitive again, with a batched rule: its maps are the vmap of one example's
+# maps (`rules.batched`).
 
 
 @dataclass(frozen=True)
 class _Vmaps:
-    """The vmap functions that `rules.batched` needs of a framework.
+    """The vmap functions that `rules.batched` requires from a framework.
 
     Attributes:
         axis: JAX's AxisData: the size and the names of the mapped axis.
@@ -227,7 +227,7 @@ class _Vmaps:
         return jax.vmap(fun, axes, out_axes, axis_size=size, **names)
 
     def vmap_extras(self, fun: Callable[..., Any], axes: Any, size: int, extras: Any) -> Any:
-        """vmap; extras that depend on no mapped input have no batch axis. Returns also out_axes."""
+        """Applies vmap; extras without a mapped input stay unbatched. Also returns out_axes."""
         trace = jax.make_jaxpr(lambda *a: list(fun(*a)), axis_env=[(self.axis.name, size)])
 
         def run(*xs: Any) -> tuple[list[Any], list[Any]]:
@@ -250,7 +250,7 @@ class _Vmaps:
 
 
 def _batched(rule: Rule, x_axes: Any, saved_axes: Any, axis: Any) -> Rule:
-    """The rule of a batch."""
+    """Returns the rule of a batch."""
     lists, size = _Vmaps(axis), axis.size
 
     def lift(xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
@@ -282,7 +282,7 @@ def _batched(rule: Rule, x_axes: Any, saved_axes: Any, axis: Any) -> Rule:
 
 
 def _batching_rule(primitive: RulePrimitive) -> Any:
-    """The batching rule of one of the primitives, which binds it with the rule of a batch."""
+    """Returns the batching rule of a primitive, which binds it with the rule of a batch."""
 
     def run(axis: Any, args: Any, dims: Any, *, rule: Any, **params: Any) -> Any:
         if all(d is None for d in dims):

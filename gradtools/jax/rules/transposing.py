@@ -1,4 +1,4 @@
-"""The jvp or vjp map that a rule lacks, by transposing its other map."""
+"""Computes the jvp or vjp map that a rule lacks by transposing its other map."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ NOT_LINEAR = (NotImplementedError, TypeError, ValueError, AssertionError, Runtim
 
 
 def transpose_map(rule: Rule, which: str, linear: Any, examples: Any, values: Any) -> list[Any]:
-    """The transpose of `linear` (shaped like `examples` to `values`), applied to `values`."""
+    """Applies the transpose of `linear` (shaped like `examples` to `values`) to `values`."""
     try:
         if any(varies(v) for v in (*values, *examples)):
             return _transposed_by_vjp(linear, examples, values)
@@ -28,8 +28,8 @@ def transpose_map(rule: Rule, which: str, linear: Any, examples: Any, values: An
         raise
     except RecursionError as error:
         raise GradtoolsError(
-            f"rule {rule.name!r}: its {which} map applies the function itself, or one whose "
-            f"rule leads back to it, so the other mode, which transposes the {which} map, never "
+            f"rule {rule.name!r}: its {which} map applies the function itself, or a function whose "
+            f"rule leads back to it, so transposing the {which} map for the other mode never "
             "ends. Give the missing map as well: defvjp(fwd, bwd) where there is a forward rule, "
             "defjvp(rule) where there is a reverse rule."
         ) from error
@@ -37,14 +37,14 @@ def transpose_map(rule: Rule, which: str, linear: Any, examples: Any, values: An
         if not is_of("jax", error):
             raise
         raise GradtoolsError(
-            f"rule {rule.name!r}: the other mode was to follow by transposing its {which} map, "
+            f"rule {rule.name!r}: the other mode is derived by transposing its {which} map, "
             f"but JAX cannot transpose it: a {which} map must be linear in its {which}s. "
             f"Give the missing map as well, or make this one linear. JAX says: {error}"
         ) from error
 
 
 def _transposed_by_vjp(linear: Any, examples: Any, values: Any) -> list[Any]:
-    """The transpose as the pullback at zero, for values that vary over mesh axes of shard_map.
+    """Transposes by the pullback at zero, for values that vary over mesh axes of shard_map.
 
     `jax.linear_transpose` cannot express such types (check_vma=True). The jaxpr of the pullback
     must not depend on the point, which proves that the map is linear.
@@ -58,22 +58,22 @@ def _transposed_by_vjp(linear: Any, examples: Any, values: Any) -> list[Any]:
     closed = jax.make_jaxpr(lambda *v: linear(*v))(*zeros)
     eqns = [e for e in closed.jaxpr.eqns if e.primitive.name != "pvary"]
     if [e.primitive for e in eqns] == [primal_p] and not eqns[0].params["rule"].contract:
-        # One equation of gradtools' own, such as a host function's backward: its linearity is
-        # checked numerically, because the kernel's residuals say nothing about it.
+        # A single equation of gradtools, such as a host function's backward pass: its linearity is
+        # checked numerically, because the kernel's residuals contain no information about it.
         moving = tuple([v not in closed.jaxpr.constvars for v in eqns[0].invars])
         likes = [zeros_of(v.aval.update(weak_type=False)) for v in eqns[0].invars]
         check_linear(eqns[0].params["rule"], likes, moving)
     else:
         flow = reachability.reached_matrix(jax.make_jaxpr(pulled)(zeros, list(values)), raw=True)
         if any(any(row[: len(zeros)]) for row in flow):
-            raise ValueError("its derivative depends on where it is taken")
+            raise ValueError("its derivative depends on the point")
     return list(pulled(zeros, list(values)))
 
 
 def transpose(
     rule: Rule, which: str, linear: Any, at: Sequence[Any], examples: Any, values: Any
 ) -> list[Any]:
-    """The transpose of `vs -> linear(at, *vs)` in gradtools' convention, at `values`."""
+    """Applies the transpose of `vs -> linear(at, *vs)` to `values`, in gradtools' convention."""
 
     def own(*vs: Any) -> list[Any]:
         return [conj(y) for y in linear(at, *map(conj, vs))]
@@ -83,7 +83,7 @@ def transpose(
 
 
 def pull(fun: Callable[..., list[Any]], xs: Sequence[Any], cts: Any) -> list[Any]:
-    """The pullback of `fun` at xs, applied to `cts` (None is zero) or to `cts(outputs)`."""
+    """Applies the pullback of `fun` at xs to `cts` (None means zero) or to `cts(outputs)`."""
     known = [] if callable(cts) else without_none(cts)
     axes = frozenset().union(*map(varies, [*xs, *known]))
     outs, pullback = jax.vjp(lambda *a: list(fun(*a)), *[varying(x, axes) for x in xs])

@@ -1,4 +1,4 @@
-"""The report of `why_zero`: plain data with a text."""
+"""The report of `why_zero`: plain data with a text representation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ class GradientReport:
     """The findings of `why_zero`; false if there are none.
 
     Attributes:
-        findings: Every place at which a gradient is lost, by argument, in program order; findings
+        findings: Every place at which a gradient is lost, by argument, in program order. Findings
             shared by the most arguments come first.
         arguments: The names of the leaves that were examined.
         notes: Losses that may be intended, each with its leaves.
@@ -44,7 +44,7 @@ class GradientReport:
         blocks = []
         if not self.findings and not self.arguments:
             blocks.append(
-                "Nothing was examined: f was given no argument and holds no parameter. Pass its "
+                "Nothing was examined: f has no argument and captures no parameter. Pass its "
                 "arguments, why_zero(f, x), or the trained model, why_zero(f, model=...)."
             )
         elif not self.findings:
@@ -68,7 +68,7 @@ class GradientReport:
         return coloured(str(self))
 
     def to_dict(self) -> dict[str, Any]:
-        """The report as plain data, for JSON."""
+        """Returns the report as plain data for JSON."""
         return {
             "findings": [
                 {**asdict(f), "reason": f.reason, "fix": f.fix, "numerical": f.numerical}
@@ -79,7 +79,7 @@ class GradientReport:
         }
 
     def to_json(self) -> str:
-        """The report as JSON."""
+        """Returns the report as JSON."""
         return json.dumps(self.to_dict(), indent=2)
 
 
@@ -116,7 +116,7 @@ def _place(f: Finding) -> Any:
     return f.kind, f.source, f.whole, f.detail
 
 
-_OPERATIONS = 3  # operations of a group that are listed
+_OPERATIONS = 3  # maximum number of operations listed for a group
 
 
 def by_weight(findings: Sequence[Finding]) -> tuple[Finding, ...]:
@@ -128,14 +128,14 @@ def by_weight(findings: Sequence[Finding]) -> tuple[Finding, ...]:
     return tuple(finding for name in sorted(of_name, key=weight) for finding in of_name[name])
 
 
-_MOST = 5  # listed names or modules of a group
+_MOST = 5  # maximum number of names or modules listed for a group
 
 
 def gathered(names: Sequence[str], known: Sequence[str]) -> str:
-    """A group's names, abbreviated by whole modules: "these 41 leaves: bert.*"."""
+    """Abbreviates a group's names by whole modules: "these 41 leaves: bert.*"."""
     if len(names) == 1:
         return names[0]
-    # the steps of layers[0].weight are layers, [0] and .weight
+    # the path of layers[0].weight is layers, [0], .weight
     steps = [(name, re.findall(r"\[[^\]]*\]|\.?[^.\[\]]+", name)) for name in known]
     result = list(_gathered(set(names), steps, 0))
     result += [name for name in names if name not in set(known)]
@@ -145,7 +145,7 @@ def gathered(names: Sequence[str], known: Sequence[str]) -> str:
 
 
 def _noun(names: Sequence[str]) -> str:
-    """The noun for several names: parameters of a model, or leaves of arguments."""
+    """Returns the noun for several names: parameters of a model, or leaves of arguments."""
     of_arguments = any(name.startswith(("argument", "keyword")) for name in names)
     return "leaves" if of_arguments else "parameters"
 
@@ -166,7 +166,7 @@ def _gathered(names: set[str], known: Sequence[tuple[str, list[str]]], depth: in
 
 
 def _lines(finding: Finding) -> str:
-    """A finding's place, line, reason and fix."""
+    """Describes a finding's place, line, reason and fix."""
     source = finding.source
     where = "somewhere in f" if source is None else str(source)
     where += f" in {source.function}" if source is not None and source.function else ""

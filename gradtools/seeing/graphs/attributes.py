@@ -1,8 +1,8 @@
-"""The label of an operation: its operands in order, and its attributes.
+"""Formats the label of an operation: its operands in order, and its attributes.
 
     subtract(1, a)    sum(b, axis=0)    power(a, 2)    slice(c, [1:3, :])    compare(a > 0)
 
-The shape attribute is left out, because the output is printed with its shape.
+The label omits the shape attribute, because the output is printed with its shape.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _LONGEST = 48
 
 
 def call_text(node: Node, operands: Sequence[str], shape: Sequence[int] = ()) -> str:
-    """The call as source code, ``name(operands, attributes)``; `shape` is the first operand's."""
+    """Formats a call as ``name(operands, attributes)``; `shape` is the first operand's."""
     attributes = node.attributes
     if "relation" in attributes and len(operands) == 2:
         return f"{node.operation}({operands[0]} {attributes['relation']} {operands[1]})"
@@ -41,7 +41,7 @@ def call_text(node: Node, operands: Sequence[str], shape: Sequence[int] = ()) ->
 
 
 def text_of(value: Any) -> str:
-    """An attribute's value as text, truncated to `_LONGEST` characters."""
+    """Formats an attribute's value, truncated to `_LONGEST` characters."""
     if isinstance(value, tuple):
         inner = ", ".join(map(text_of, value))
         text = f"({inner},)" if len(value) == 1 else f"({inner})"
@@ -53,7 +53,7 @@ def text_of(value: Any) -> str:
 
 
 def _slices(bounds: Mapping[str, Any], shape: Sequence[int]) -> str:
-    """A slice in NumPy's notation, such as ``1:3, :``; dropped axes show their index."""
+    """Formats a slice in NumPy's notation, such as ``1:3, :``; dropped axes show their index."""
     rank = len(bounds["start"])
     ends = shape if len(shape) == rank else (None,) * rank
     strides, dropped = bounds.get("stride", (1,) * rank), bounds.get("drop", ())
@@ -72,24 +72,24 @@ _MOST_NUMBERS = 64
 
 
 def numbers_text(shape: Sequence[int], listed: Callable[[], Any]) -> str:
-    """The contents of a small array, such as "2.5" or "[0, 2]", as its name; "" for a large one.
+    """Formats the contents of a small array, such as "2.5" or "[0, 2]"; "" for large arrays.
 
     Args:
         shape: Its shape.
-        listed: Gives its numbers as nested lists.
+        listed: Returns its numbers as nested lists.
     """
     return number_text(listed()) if 0 < math.prod(shape) <= _MOST_NUMBERS else ""
 
 
 def number_text(value: Any) -> str:
-    """A number to six digits, integers in full; nested lists of numbers in brackets."""
+    """Formats a number to six digits, an integer in full, and nested lists in brackets."""
     if isinstance(value, list):
         return f"[{', '.join(map(number_text, value))}]"
     return f"{value:d}" if isinstance(value, int) else f"{value:.6g}"
 
 
 def is_number(text: str) -> bool:
-    """Whether a captured value's name is a number, which is then shown in place of an operand."""
+    """Returns whether a captured value's name is a number, which replaces the operand."""
     try:
         complex(text)
     except ValueError:
@@ -98,5 +98,5 @@ def is_number(text: str) -> bool:
 
 
 def are_numbers(text: str) -> bool:
-    """Whether a captured value's name is its contents, as `numbers_text` writes them."""
+    """Returns whether a captured value's name is its contents, as in `numbers_text`."""
     return text.startswith("[") or is_number(text)

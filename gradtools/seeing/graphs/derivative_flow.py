@@ -1,13 +1,13 @@
-"""Dependence of each value of a graph on each other value: taint tracking with four strengths.
+"""Computes how each value of a graph depends on each other value: taint tracking with strengths.
 
-The strengths (none, cut, zero derivative, differentiable) form a max-min semiring. A path is as
-strong as its weakest link, and two values depend as strongly as their strongest path::
+The four strengths (none, cut, zero derivative, differentiable) form a max-min semiring. A path is
+as strong as its weakest link, and two values depend as strongly as their strongest path::
 
     dependence(out, in) = max over paths of min over links
 
 The forward pass computes how strongly each value depends on an input, the backward pass how
 strongly the outputs depend on each value. The links of a node with bodies are computed from the
-paths through its bodies; for loops that is a fixed point over any number of iterations.
+paths through its bodies; for loops this is a fixed point over any number of iterations.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ Strengths = Mapping[int, Dependence]
 
 @memoized
 def dependence_matrix(graph: PlainGraph) -> list[list[Dependence]]:
-    """``matrix[output][input]``: how each output depends on each input."""
+    """Computes ``matrix[output][input]``, how each output depends on each input."""
     rows = [backward(graph, {out: _FULL}) for out in graph.outputs]
     return [[row.get(value, _NONE) for value in graph.inputs] for row in rows]
 
@@ -38,9 +38,9 @@ def dependence_matrix(graph: PlainGraph) -> list[list[Dependence]]:
 def forward(
     graph: PlainGraph, start: Strengths, without: Container[int] = ()
 ) -> dict[int, Dependence]:
-    """How strongly each value depends on those in `start`; independent values have no entry.
+    """Computes how strongly each value depends on `start`; independent values have no entry.
 
-    without: Values through which no path leads.
+    without: Values that paths must not pass through.
     """
     return _propagated(graph, start, without, reverse=False)
 
@@ -48,14 +48,14 @@ def forward(
 def backward(
     graph: PlainGraph, end: Strengths, without: Container[int] = ()
 ) -> dict[int, Dependence]:
-    """How strongly the values in `end` depend on each value of the graph."""
+    """Computes how strongly the values in `end` depend on each value of the graph."""
     return _propagated(graph, end, without, reverse=True)
 
 
 def _propagated(
     graph: PlainGraph, start: Strengths, without: Container[int], reverse: bool
 ) -> dict[int, Dependence]:
-    """Abstract interpretation of a graph, or of its reverse; values without an entry are zero."""
+    """Interprets a graph, or its reverse, abstractly; values without an entry are zero."""
     result: dict[int, Dependence] = {}
     partners: dict[int, list[int]] = {}
     for pair in graph.outside:
@@ -82,18 +82,18 @@ def _propagated(
 
 
 def through(links: Sequence[Dependence], strengths: Sequence[Dependence]) -> Dependence:
-    """The strongest path that continues through one of these links."""
+    """Returns the strength of the strongest path that continues through these links."""
     return max(map(min, links, strengths), default=_NONE)
 
 
 @memoized
 def behind(graph: PlainGraph, values: tuple[int, ...]) -> Strengths:
-    """How strongly these values depend on each value of the graph."""
+    """Computes how strongly these values depend on each value of the graph."""
     return backward(graph, dict.fromkeys(values, _FULL))
 
 
 def links_of(graph: PlainGraph, node: Node) -> Links:
-    """``links[k][i]``: how output k of a node depends on its input i."""
+    """Returns ``links[k][i]``, how output k of a node depends on its input i."""
     if node.links is not None:
         return node.links
     return _links_of_bodies(node) if node.bodies else even_links(node, graph.values)
@@ -101,13 +101,13 @@ def links_of(graph: PlainGraph, node: Node) -> Links:
 
 @memoized
 def _links_of_bodies(node: Node) -> Links:
-    """The links of a node, from the paths through its bodies."""
+    """Computes the links of a node from the paths through its bodies."""
     links = [[_NONE] * len(node.inputs) for _ in node.outputs]
     for body in node.bodies:
         for row, inner in zip(links, _rounds(body), strict=True) if not body.gate else ():
             for i, strength in zip(body.inputs, inner, strict=True):
                 row[i] = max(row[i], strength)
-    # inputs that select a branch, or that determine a loop's trip count
+    # inputs that select a branch or determine a loop's trip count
     deciding = set(range(len(node.inputs))).difference(*(body.inputs for body in node.bodies))
     for gate in (body for body in node.bodies if body.gate):
         carried = {i: k for k, i in gate.carries}
@@ -122,7 +122,7 @@ def _links_of_bodies(node: Node) -> Links:
 
 
 def _rounds(body: Body) -> list[list[Dependence]]:
-    """How a body's outputs depend on its inputs after any number of iterations: a fixed point."""
+    """Computes the dependence of a body's outputs on its inputs after any number of iterations."""
     matrix = [list(row) for row in dependence_matrix(body.graph)]
     if body.skippable:
         for k, i in body.carries:
@@ -140,7 +140,7 @@ def _rounds(body: Body) -> list[list[Dependence]]:
 
 
 def entering_body(body: Body, node: Node, known: Strengths) -> Strengths:
-    """How strong a body's inputs are in any iteration, from the values around its node."""
+    """Returns the strengths of a body's inputs in any iteration, from the values around it."""
     ties = [(node.inputs[outer], i) for i, outer in enumerate(body.inputs)]
     start: dict[int, Dependence] = {}
     for outer, i in (*ties, *((node.outputs[k], i) for k, i in body.carries)):
@@ -150,7 +150,7 @@ def entering_body(body: Body, node: Node, known: Strengths) -> Strengths:
 
 
 def leaving_body(body: Body, node: Node, leaving: Sequence[Dependence]) -> Strengths:
-    """How much each output of a body matters: as a result, to the condition, or as a carry."""
+    """Returns how a body's outputs matter: as a result, to the condition, or as a carry."""
     if body.gate:
         return dict.fromkeys(body.graph.outputs, _FULL)
     strengths = list(leaving)

@@ -9,7 +9,7 @@ from gradtools.seeing.graphs.nodes import Node, PlainGraph, Value, memoized
 
 @memoized
 def inlined(graph: PlainGraph) -> PlainGraph:
-    """The graph with the nodes of its calls in their place; loops, branches and rules remain."""
+    """Replaces each call by its nodes; loops, branches and rules remain."""
     if not any(map(_is_call, graph.nodes)):
         return graph
     values, captured, nodes = dict(graph.values), list(graph.captured), list[Node]()
@@ -51,6 +51,6 @@ def inlined(graph: PlainGraph) -> PlainGraph:
 
 
 def _is_call(node: Node) -> bool:
-    """Whether a node runs one program once, which determines its derivative."""
+    """Returns whether a node runs one program once, which determines its derivative."""
     (body, *more) = node.bodies or (None,)
     return body is not None and not (more or body.carries or body.gate) and node.links is None

@@ -6,15 +6,15 @@ from textwrap import dedent
 
 
 def by_native(table: str) -> dict[str, str]:
-    """The neutral name of each of a framework's names.
+    """Maps each of a framework's names to the neutral name.
 
-    table: Lines of a neutral name and the framework's names for it; indented lines go on.
+    table: Lines with a neutral name and the framework's names for it; indented lines continue.
     """
     lines = dedent(table).strip().replace("\n    ", " ").splitlines()
     return {native: line.split()[0] for line in lines for native in line.split()[1:]}
 
 
-# The names that both frameworks have.
+# Names common to both frameworks.
 SHARED = by_native("""
     negate     neg
     subtract   sub

@@ -2,7 +2,7 @@
 
 Forward computes the outputs y = f(x). Backward takes a cotangent c for each y and computes the
 gradients g = Jᴴc. Backward of the backward takes a cotangent v for each g and computes the
-derivatives of <g, v> along x and along c. Both backends name inputs and outputs alike::
+derivatives of <g, v> along x and along c. Both backends use the same names for inputs and outputs::
 
     x, c, v  ->  y, g, d<g, v>/dx, d<g, v>/dc
 """
@@ -16,21 +16,21 @@ from gradtools.seeing.graphs.nodes import Node, PlainGraph, Value
 
 FORWARD, BACKWARD, SECOND = range(3)
 CUSTOM = "custom rule"
-INNER = "inner derivative"  # marks the operations of derivatives that f itself takes
+INNER = "inner derivative"  # marks operations of derivatives that f itself takes
 
 
 def cotangent_of(name: str) -> str:
-    """The name of an output's or a gradient's cotangent."""
+    """Returns the name of an output's or a gradient's cotangent."""
     return f"cotangent of {name}"
 
 
 def gradient_of(name: str) -> str:
-    """The name of a result of the backward pass."""
+    """Returns the name of a result of the backward pass."""
     return f"gradient of {name}"
 
 
 def second_gradient_of(name: str) -> str:
-    """The name of a result of the backward of the backward."""
+    """Returns the name of a result of the backward of the backward."""
     return f"second gradient of {name}"
 
 
@@ -42,9 +42,9 @@ _ROLES = tuple(
 
 
 def with_named_outputs(graph: PlainGraph, names: Sequence[str]) -> PlainGraph:
-    """The graph with its outputs named; an output that has a name already gets an identity node.
+    """Names the graph's outputs; an output that has a name already gets an identity node.
 
-    A gradient may be an input cotangent itself, and one value may be two outputs.
+    A gradient may itself be an input cotangent, and one value may be two outputs.
     """
     nodes, values, outputs = list(graph.nodes), dict(graph.values), []
     leaving = {second_gradient_of(""): SECOND, gradient_of(""): BACKWARD, "": FORWARD}
@@ -60,7 +60,7 @@ def with_named_outputs(graph: PlainGraph, names: Sequence[str]) -> PlainGraph:
 
 
 def with_spoken_names(graph: PlainGraph, spoken: Mapping[str, str]) -> PlainGraph:
-    """The graph with the display names of the leaves, and of their cotangents and gradients."""
+    """Adds the display names of the leaves, and of their cotangents and gradients, to the graph."""
 
     def named(value: Value) -> Value:
         role = next((r for r in _ROLES if value.name.startswith(r)), "")

@@ -1,7 +1,7 @@
-"""The objects that a function can reach without its arguments, with their names in its code.
+"""Finds the objects that a function can reach without its arguments, with their names.
 
 The search follows closures, the globals that the code names, defaults, bound methods, and the
-containers and attributes of all these. It serves to name captured arrays: ``net.layers[0].weight``.
+containers and attributes of all these. It names captured arrays: ``net.layers[0].weight``.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def named_objects(
     is_array: Callable[[Any], bool],
     parts: Callable[[Any, str], Iterable[Named] | None] = lambda x, name: None,
 ) -> Iterator[Named]:
-    """Every object that can be reached from `roots`, breadth first.
+    """Yields every object that can be reached from `roots`, breadth first.
 
     Args:
         roots: Objects with their names; the name of a function is empty.
-        is_array: Whether an object is an array, which has no parts.
-        parts: The parts of an object of the framework, with names; None for another object.
+        is_array: Returns whether an object is an array, which has no parts.
+        parts: Returns the parts of a framework's object, with names; None for other objects.
     """
     seen: dict[int, Any] = {}
     todo = deque(roots)

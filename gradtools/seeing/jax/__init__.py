@@ -1,1 +1,1 @@
-"""JAX's implementation of `gradtools.seeing`: recording, measuring, translating programs."""
+"""JAX's implementation of `gradtools.seeing`: records and translates programs."""

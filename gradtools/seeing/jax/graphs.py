@@ -1,12 +1,12 @@
-"""Converts a jaxpr to a `Graph`, the form that both frameworks share.
+"""Converts a jaxpr to a `Graph`, the representation that both frameworks share.
 
 Each equation is a node, each variable a value; loops, branches and calls keep their jaxprs as
-bodies. Links are differentiable between inexact arrays and cut elsewhere, except as stated here and
-in `reachability.py`. A custom rule replaces the derivative of its function, so cuts inside do not
-count. An equation that writes to a mutable reference gives it a new value.
+bodies. Links are differentiable between inexact arrays and cut otherwise, except as documented here
+and in `reachability.py`. A custom rule replaces the derivative of its function, so cuts inside do
+not count. An equation that writes to a mutable reference gives it a new value.
 
-A node's line is the innermost line of the user's code. JAX's own jitted functions are
-traced once and have no such line: their equations get the line of each call.
+A node's line is the innermost line of the user's code. JAX's own jitted functions are traced once
+and lack such a line: their equations get the line of each call.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def graph_of(
     names: Sequence[str] = (),
     captured: Mapping[int, str] = MappingProxyType({}),
 ) -> PlainGraph:
-    """The graph of a jaxpr.
+    """Converts a jaxpr to a graph.
 
     Args:
         closed_jaxpr: The result of ``jax.make_jaxpr(f)(*args)``.
@@ -48,8 +48,8 @@ def graph_of(
         captured: Names of closed-over constants, by ``id`` of the array.
 
     Returns:
-        The graph. Its ``captured`` are the constants: closed-over arrays by name, literals by
-        their value.
+        The graph. Its ``captured`` are the constants, named by variable for closed-over arrays and
+        by value for literals.
 
     Example:
         >>> closed = jax.make_jaxpr(lambda x: jnp.sin(x) * 2)(1.0)
@@ -77,10 +77,10 @@ class _Place:
 
 
 class _JaxprReader:
-    """Converts jaxprs; a jaxpr that is called several times from one place is converted once."""
+    """Converts jaxprs; a jaxpr that is called several times from one line is converted once."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, tuple[Jaxpr, PlainGraph]] = {}  # holds jaxprs: unique ids
+        self._known: dict[Any, tuple[Jaxpr, PlainGraph]] = {}  # holds jaxprs so that ids are unique
         self._flow = reachability.Flow(raw=False)
 
     def graph(
@@ -133,7 +133,7 @@ class _JaxprReader:
         return Body(self._known[key][1], tuple(body.inputs), body.carries, body.gate, skippable)
 
     def links(self, eqn: Eqn, inner: Sequence[Any]) -> Links | None:
-        """An equation's links, by `reachability.py`; None if its bodies determine them."""
+        """Returns an equation's links by `reachability.py`; None if its bodies determine them."""
         name = eqn.primitive.name
         if inner and not jaxprs.is_ruled(eqn):
             return None
@@ -173,7 +173,7 @@ class _JaxprValues:
         return self._numbers[atom]
 
     def literal(self, value: Value) -> int:
-        """The number of a literal, or of a static parameter, that is read once."""
+        """Adds a literal or static parameter that is read once; returns its number."""
         number = len(self.by_number)
         self.by_number[number] = value
         self.literals.append(number)
@@ -186,7 +186,7 @@ def _value(aval: Any, name: str) -> Value:
 
 
 def _text(value: Any) -> str:
-    """The contents of a small array as text, to be used as its name."""
+    """Formats the contents of a small array, for use as its name."""
     if isinstance(value, jax.core.Tracer | jax.Ref):
         return ""
     dtype = getattr(value, "dtype", None)
@@ -195,7 +195,7 @@ def _text(value: Any) -> str:
 
 
 def _in_places(eqn: Eqn, node: Node, values: _JaxprValues) -> Node:
-    """The node with operands in the neutral order; a static exponent becomes an operand."""
+    """Returns the node with operands in the neutral order; a static exponent becomes an operand."""
     order, numbers = operands.operands_of(eqn)
     more = [values.literal(Value((), "int32", str(n))) for n in numbers]
     inputs = (*(node.inputs[i] for i in order), *more)
@@ -209,10 +209,10 @@ def _in_places(eqn: Eqn, node: Node, values: _JaxprValues) -> Node:
 
 
 def _described(eqn: Eqn) -> dict[str, Any]:
-    """The operation, native name, attributes and mark of an equation's node.
+    """Returns the operation, native name, attributes and mark of an equation's node.
 
-    A call of a function with a custom rule has the function's name as its attribute; a library's
-    function also as its operation. One of gradtools' rules and edits has the rule's name.
+    A call of a function with a custom rule has the function's name as an attribute, and as its
+    operation if a library owns the function. A gradtools rule or edit has the rule's name.
     """
     name, inner = eqn.primitive.name, [*jaxprs.sub_jaxprs(eqn.params)]
     native = name
@@ -245,12 +245,12 @@ def _described(eqn: Eqn) -> dict[str, Any]:
 
 
 def _is_ours(eqn: Eqn) -> bool:
-    """Whether an equation belongs to a gradtools rule; custom_vmap also has a "rule" parameter."""
+    """Returns whether an equation belongs to a rule; custom_vmap also has a "rule" parameter."""
     return eqn.primitive.name.startswith("gradtools_") and "rule" in eqn.params
 
 
 def _edit(eqn: Eqn) -> str:
-    """The name of a reverse-only gradient edit; "" for any other equation.
+    """Returns the name of a reverse-only gradient edit; "" for other equations.
 
     The other inputs of such an edit only enter its cotangent, so their links are cut.
     """
@@ -275,7 +275,7 @@ _FLAT: dict[str, Callable[[Eqn], bool]] = {
 
 
 def _loss(eqn: Eqn, links: Links | None) -> str | None:
-    """The kind of loss, if some inexact input has a link that is not differentiable."""
+    """Returns the kind of loss, if some inexact input has a link that is not differentiable."""
     entering = [i for i, atom in enumerate(eqn.invars) if jaxprs.is_inexact(atom)]
     if links is None:
         loses = bool(entering) and not all(map(jaxprs.is_inexact, jaxprs.targets(eqn)))
@@ -301,7 +301,7 @@ _OURS = "gradtools_"  # prefix of gradtools' named scopes
 
 
 def _inside(eqn: Eqn, place: _Place) -> _Place:
-    """The context inside an equation, with modules from named scopes or stack frames."""
+    """Returns the context inside an equation; modules come from named scopes or stack frames."""
     scopes, phase = [], 0
     for name, named in scopes_of(eqn):
         if named:

@@ -1,12 +1,12 @@
-"""A jaxpr with its backward passes as one program, and its evaluation at given values.
+"""Differentiates a jaxpr as one program of all passes, and evaluates it at given values.
 
 The jaxpr is evaluated equation by equation inside of `jax.vjp`, each in a named scope with its
-number. JAX attaches the scope to all equations that it derives from this one, forward and backward,
-so each gets the line, the modules and the mark of its origin.
+index. JAX attaches the scope to all forward and backward equations that it derives from the
+equation, so each derived equation gets the line, the modules and the mark of its origin.
 
-At given values, for `seeing/diagnostics/gradients_at_values.py`, the program of both passes is
-evaluated equation by equation. Calls, branches and short loops are inlined, so that the operations
-inside of them are seen.
+For `seeing/diagnostics/gradients_at_values.py`, the program of both passes is evaluated at given
+values, equation by equation. Calls, branches and short loops are inlined, so that the operations
+inside of them are visible.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from gradtools.seeing.graphs.nodes import Node, PlainGraph
 from gradtools.seeing.graphs.passes import BACKWARD
 from gradtools.seeing.jax.graphs import graph_of
 
-_UNROLLED = 2000  # the most equations of an unrolled loop
+_UNROLLED = 2000  # maximum number of equations of an unrolled loop
 _STEP = "gradtools_step_"
 
 
 def differentiated(
     closed: Any, leaves: int, wrt: Sequence[int], outs: Sequence[int], order: int = BACKWARD
 ) -> Callable[..., list[Any]]:
-    """The program of all passes: takes leaves and cotangents, returns outputs and gradients.
+    """Returns the program of all passes, from leaves and cotangents to outputs and gradients.
 
     Args:
         closed: The closed jaxpr of the forward pass.
@@ -53,7 +53,7 @@ def differentiated(
             return _with_its_line(eqn, xs)
 
     def backward(given: Any, active: Any, cts: Any) -> tuple[list[Any], list[Any]]:
-        """The gradients, and the outputs."""
+        """Returns the gradients and the outputs."""
 
         def fun(*moving: Any) -> Any:
             full = replaced_at(given, wrt, moving)
@@ -79,13 +79,13 @@ def differentiated(
 
 
 def step_of(eqn: Any) -> int | None:
-    """The position of the equation of the forward pass from which JAX derived this one."""
+    """Returns the index of the forward equation from which JAX derived this equation."""
     derived = (name for name, _ in scopes_of(eqn) if name.startswith(_STEP))
     return next((int(name.removeprefix(_STEP)) for name in derived), None)
 
 
 def _with_its_line(eqn: Any, xs: Sequence[Any]) -> list[Any]:
-    """The results of an equation at other operands; `eval_jaxpr` passes on its line."""
+    """Evaluates an equation at other operands; `eval_jaxpr` preserves its line."""
     pairs = zip(eqn.invars, xs, strict=True)
     given = {atom: x for atom, x in pairs if not isinstance(atom, Literal)}
     one = _empty().replace(eqns=[eqn], invars=list(given), outvars=list(eqn.outvars))
@@ -108,7 +108,7 @@ def passes_at(
     wrt: Sequence[int],
     outs: Sequence[int],
 ) -> PassesAtValues:
-    """Both passes at these leaves.
+    """Evaluates both passes at these leaves.
 
     Args:
         closed: The program's closed jaxpr.
@@ -141,14 +141,14 @@ def passes_at(
 
 
 def _reported(node: Node, origin: Node) -> Node:
-    """The node of the forward pass; for a node with bodies, the node itself with its line."""
+    """Returns the forward node; for a node with bodies, the node itself with its line."""
     if not origin.bodies or origin.links is not None:
         return origin
     return replace(node, source=node.source or origin.source, scope=node.scope or origin.scope)
 
 
 def _seeds(avals: Sequence[Any]) -> list[Any]:
-    """The outputs' cotangents: 1 for a single scalar, random otherwise."""
+    """Returns the outputs' cotangents: 1 for a single scalar, random otherwise."""
     rng = np.random.default_rng(0)
     if len(avals) == 1 and avals[0].size == 1:
         return [jnp.ones(avals[0].shape, avals[0].dtype)]
@@ -163,16 +163,16 @@ class _Tape:
 
     Attributes:
         steps: The operations so far.
-        sizes: The greatest modulus of each array, by number, as in `PassesAtValues`.
+        sizes: The maximum modulus of each array, by number, as in `PassesAtValues`.
     """
 
     def __init__(self) -> None:
         self.steps: list[PassStep] = []
         self.sizes: dict[int, float | None] = {}
-        self._held: dict[int, int] = {}  # the number of the contents of a mutable reference, by id
+        self._held: dict[int, int] = {}  # maps a mutable reference's id to its contents' number
 
     def new(self, x: Any) -> Known:
-        """An array with its number; for a mutable reference, its contents are examined."""
+        """Numbers an array; for a mutable reference, its contents are examined."""
         content = x[...] if isinstance(x, jax.Ref) else x
         number = len(self.sizes)
         is_known = is_inexact(content) and content.size

@@ -1,9 +1,9 @@
-"""`record` in JAX: the jaxpr of a program as a graph, or JAX's error.
+"""`record` in JAX returns the jaxpr of a program as a graph, or JAX's error.
 
-A program is traced abstractly, so no number is computed. A program that branches on values, as
-eager differentiation allows, is traced with concrete values where Python needs them
-(`concrete_tracing.py`). An array that leaves JAX through NumPy, float or item ends the trace; that
-is the finding.
+A program is traced abstractly, so nothing is computed. A program that branches on values, as eager
+differentiation allows, is traced with concrete values where Python needs them
+(`concrete_tracing.py`). An array that leaves JAX through NumPy, float or item ends the trace and is
+the finding.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def record(
 ) -> Recording:
     """Records a function of flat leaves as a graph and differentiates it.
 
-    wanted: Unused; captured arrays of JAX are constants.
+    wanted: Unused: captured arrays of JAX are constants.
     """
     try:
         traced = trace(run, leaves)
@@ -70,24 +70,24 @@ def record(
         raise
     except Exception as error:
         if any(node.loss == "left_framework" for _, node in graph.walk()):
-            return Recording(graph)  # a callback, which JAX does not differentiate: a finding
+            return Recording(graph)  # a finding: JAX does not differentiate callbacks
         raise GradtoolsError(
             f"why_zero: the gradient of f raised {type(error).__name__}: {error}"
         ) from error
 
 
 def watchable() -> bool:
-    """True: a program can be traced inside of any transform."""
+    """Returns True: a program can be traced inside of any transform."""
     return True
 
 
 def repeatable(caller: str, f: Any) -> Any:
-    """f, with the state of its stateful modules restored after each run."""
+    """Wraps f so that the state of its stateful modules is restored after each run."""
     return stateful(caller, f, ()) or f
 
 
 def is_model(x: Any) -> bool:
-    """Whether x is a module of a library."""
+    """Returns whether x is a module of a library."""
     return isinstance(x, module_kinds())
 
 
@@ -108,7 +108,7 @@ class Traced:
 
 
 def trace(run: Run, leaves: Sequence[Any]) -> Traced:
-    """The jaxpr of a run."""
+    """Traces a run to a jaxpr."""
     host: list[int] = []
 
     def fun(*xs: Any) -> list[Any]:
@@ -127,7 +127,7 @@ def trace(run: Run, leaves: Sequence[Any]) -> Traced:
 
 
 def _constant(y: Any) -> Any:
-    """A NumPy or Python output as a constant of its shape."""
+    """Converts a NumPy or Python output to a constant of its shape."""
     array = np.asarray(y)
     return jnp.asarray(array) if array.dtype.kind in "fciub" else jnp.zeros(())
 
@@ -136,7 +136,7 @@ def _constant(y: Any) -> Any:
 
 
 def _what_left(error: Exception) -> Finding | None:
-    """How an array left JAX; None if a shape or a branch depended on its values."""
+    """Describes how an array left JAX; None if a shape or branch depended on its values."""
     line, modules = source_of_error(error)
     written = line.text if line is not None else ""
     if isinstance(error, jax.errors.TracerBoolConversionError):
@@ -157,7 +157,7 @@ def _what_left(error: Exception) -> Finding | None:
 
 
 def captured_arrays(run: Run) -> dict[int, str]:
-    """The names of the arrays that a function can reach without its arguments, by id."""
+    """Returns the names of the arrays that a function can reach without arguments, by id."""
     result: dict[int, str] = {}
     for x, name in _reached(run):
         if isinstance(x, jax.Array | np.ndarray):
@@ -166,7 +166,7 @@ def captured_arrays(run: Run) -> dict[int, str]:
 
 
 def _reached(run: Run) -> Iterator[tuple[Any, str]]:
-    """All objects that a function can reach without its arguments, with their names."""
+    """Yields all objects that a function can reach without its arguments, with names."""
     owner = getattr(run, "__self__", None)
     start = getattr(owner, "f", run)  # the user's function, without the arguments of this call
     is_array = lambda x: isinstance(x, jax.Array | np.ndarray)

@@ -1,7 +1,7 @@
-"""Source lines and modules of JAX equations.
+"""Finds source lines and modules of JAX equations.
 
 `gradtools.code_origin` classifies stack frames. The line is the innermost line of the user's code,
-else of an installed package. JAX keeps each equation's stack, up to where tracing began.
+or else of an installed package. JAX keeps each equation's stack up to the start of the trace.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from gradtools.jax._upstream import file_of, stack_of
 
 
 def source(eqn: Any, site: Source | None = None) -> Source | None:
-    """The innermost line of the user's code that made an equation.
+    """Returns the innermost line of the user's code that made an equation.
 
-    A stack ends where tracing began, so inside of a library's jitted function there may be no such
-    line. Then `site`, the line of the call, is returned, or a line of an installed package.
+    A stack ends where tracing began, so a library's jitted function may contain no such line. Then
+    `site`, the line of the call, or a line of an installed package is returned.
     """
     package: Source | None = None
     for frame in stack_of(eqn):
@@ -43,13 +43,13 @@ def _line(frame: Any) -> Source:
 
 
 def source_of_error(error: BaseException) -> tuple[Source | None, tuple[str, ...]]:
-    """The innermost line of the user's code in an error's traceback, and the modules around it."""
+    """Returns the innermost user line in an error's traceback, and its modules."""
     modules = [name for function, file in functions_in(error) for name in _module(function, file)]
     return innermost(lines_of(error), PACKAGE), tuple(modules)
 
 
 def is_own(jaxpr: Any) -> bool | None:
-    """Whether a jaxpr's function belongs to a library, not to the user; None if unknown."""
+    """Returns whether a jaxpr's function belongs to a library; None if unknown."""
     where = file_of(jaxpr)
     return is_in(_LIBRARIES, where) if where else None
 
@@ -59,16 +59,16 @@ def is_gradtools(jaxpr: Any) -> bool:
 
 
 def modules_around(eqn: Any) -> tuple[str, ...]:
-    """The classes whose ``__call__`` is in an equation's stack, outermost first.
+    """Returns the classes whose ``__call__`` is in an equation's stack, outermost first.
 
-    They are used for modules without named scopes: modules of flax.nnx, and the user's callables.
+    They are used for modules without named scopes: flax.nnx modules and the user's callables.
     """
     names = [name for f in stack_of(eqn) for name in _module(f.function_name, f.file_name)]
     return tuple(reversed(names))
 
 
 def _module(function: str, file: str) -> list[str]:
-    """The class, if a function is a module's ``__call__``."""
+    """Returns the class if a function is a module's ``__call__``."""
     owner, _, method = function.rpartition(".")
     called = method == "__call__" and owner and "<" not in owner and owner[0] != "_"
     return [owner] if called and not is_in(_ENGINES, file) else []

@@ -1,7 +1,7 @@
-"""The text of a box and its measured size.
+"""Measures the text of a box and sizes the box.
 
-Text is set in a monospaced font. The usual fonts differ by a few percent in width; the advance
-below is that of the widest font. Long text is wrapped at separators of names.
+Text is set in a monospaced font. Common fonts differ by a few percent in width; the advance below
+is an upper bound for them. Long text is wrapped at separators of names.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from functools import lru_cache
 from gradtools.seeing.graphs.outline import Block, Box
 
 TITLE, LINE = 13.0, 11.0
-_ADVANCE = 0.615  # the advance of a letter, in units of its size: DejaVu Sans Mono has 0.602
+_ADVANCE = 0.615  # the advance of a letter relative to its size: DejaVu Sans Mono has 0.602
 _LONGEST = {"title": 30, "line": 34}
-_MOST_LINES = 4  # lines per text; longer text is shortened in its middle
+_MOST_LINES = 4  # maximum lines per text; longer text is shortened in the middle
 _PAD_X, _PAD_Y = 12.0, 8.0
 _HEIGHT = {"title": 17.0, "line": 14.5, "mark": 17.0, "alert": 15.5}
 _CLOSED = "▸ "
@@ -41,7 +41,7 @@ class Card:
 
 
 def card_of(item: Box | Block) -> Card:
-    """The card of a box, or of a closed block."""
+    """Makes the card of a box, or of a collapsed block."""
     titles = [*_lines(item.heading if isinstance(item, Box) else item.title, _LONGEST["title"])]
     titles[0] = titles[0] if isinstance(item, Box) else _CLOSED + titles[0]
     texts = [("title", line) for line in titles]
@@ -62,13 +62,13 @@ def card_of(item: Box | Block) -> Card:
 
 
 def size_of(style: str) -> float:
-    """The font size of a style."""
+    """Returns the font size of a style."""
     return TITLE if style == "title" else LINE
 
 
 @lru_cache(maxsize=10000)
 def text_width(text: str, size: float) -> float:
-    """An upper bound of a text's width in the usual monospaced fonts."""
+    """Returns an upper bound of a text's width in common monospaced fonts."""
     return size * (len(text) * _ADVANCE if text.isascii() else sum(map(_advance, text)))
 
 
@@ -83,7 +83,7 @@ def _advance(letter: str) -> float:
 
 @lru_cache(maxsize=10000)
 def _lines(text: str, longest: int) -> tuple[str, ...]:
-    """Wraps a text to lines of at most `longest` characters, at separators where possible."""
+    """Wraps a text to lines of at most `longest` characters, at separators if possible."""
     text = shown(text)
     if len(text) > longest * _MOST_LINES:
         half = longest * _MOST_LINES // 2 - 2
@@ -99,14 +99,14 @@ def _lines(text: str, longest: int) -> tuple[str, ...]:
 
 
 def short(text: str, longest: int = 60) -> str:
-    """A text on one line, shortened in its middle to `longest` characters."""
+    """Formats a text on one line, shortened in the middle to `longest` characters."""
     text = shown(text)
     half = longest // 2
     return text if len(text) <= longest else f"{text[: half - 1]}…{text[-half:]}"
 
 
 def shown(text: str) -> str:
-    """Replaces characters that cannot be drawn by a dot: control characters, surrogates."""
+    """Replaces undrawable characters by a dot: control characters, surrogates."""
     if text.isascii() and text.isprintable():
         return text
     return "".join(

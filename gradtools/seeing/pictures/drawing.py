@@ -1,9 +1,8 @@
-"""A graph as a self-contained HTML page, and as an SVG document.
+"""Draws a graph as a self-contained HTML page, or as an SVG document.
 
 There is one layout, in JavaScript, because the page runs it again whenever a block opens or closes:
-`layout.js` and `markup.js` draw the data of `page_data.py`, and `page.js` handles events. For a
-picture in a file QuickJS runs the same scripts. Picture and page follow the reader's light or dark
-setting.
+`layout.js` and `markup.js` draw the data of `page_data.py`, and `page.js` handles events. For an
+SVG file, QuickJS runs the same scripts. Picture and page follow the reader's light or dark setting.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from gradtools.seeing.pictures.page_data import data_of, script
 from gradtools.seeing.pictures.palette import THEMES, page_style, style_sheet
 
 _THEMES = ("auto", *THEMES)
-_STACK = 64 << 20  # bytes, enough for blocks nested a thousand deep
+_STACK = 64 << 20  # bytes; enough for blocks nested a thousand deep
 _FILE = """
 (data, style) => {
   const G = JSON.parse(data);
@@ -38,20 +37,20 @@ def to_svg(
     theme: str = "auto",
     title: str = "",
 ) -> str:
-    """A graph as a picture.
+    """Draws a graph as SVG.
 
     Args:
         graph: The graph.
         depth: The number of open levels of blocks; None opens as many as fit one screen.
-        expand: Names of blocks to open in any case, such as "layers.3.attention" or "*.attention".
-        theme: "light", "dark", or "auto", the setting of the reader's system.
+        expand: Names of blocks that are always open, such as "layers.3.attention" or "*.attention".
+        theme: "light", "dark", or "auto" for the setting of the reader's system.
         title: The picture's title.
 
     Returns:
         An SVG document.
 
     Raises:
-        GradtoolsError: an unknown theme; quickjs-ng is not installed.
+        GradtoolsError: theme is unknown, or quickjs-ng is not installed.
     """
     _check_theme("to_svg", theme)
     data = json.dumps(data_of(outline_of(graph, title=title), depth, expand))
@@ -65,7 +64,7 @@ def _check_theme(caller: str, theme: str) -> None:
 
 
 def interpreter() -> Any:
-    """A JavaScript context with the layout and markup scripts; bound to the current thread."""
+    """Makes a JavaScript context with the layout and markup scripts, bound to this thread."""
     try:
         import quickjs
     except ModuleNotFoundError:
@@ -90,7 +89,7 @@ def to_html(
     theme: str = "auto",
     title: str = "",
 ) -> str:
-    """A graph as a self-contained HTML page, in which blocks open and close; as `to_svg`."""
+    """Draws a graph as a self-contained HTML page whose blocks open and close; see `to_svg`."""
     _check_theme("to_html", theme)
     outline = outline_of(graph, title=title)
     names = " and ".join(column.title for column in outline.columns)
@@ -107,6 +106,6 @@ def to_html(
 
 
 def framed(page: str, height: int = 640) -> str:
-    """A page in a sandboxed iframe, for notebooks."""
+    """Wraps a page in a sandboxed iframe, for notebooks."""
     look = f"width:100%;height:{height}px;border:1px solid #8884;border-radius:8px"
     return f'<iframe sandbox="allow-scripts" style="{look}" srcdoc="{escape(page)}"></iframe>'

@@ -1,6 +1,6 @@
-"""An outline as JSON data for layout.js, markup.js and page.js.
+"""Converts an outline to JSON data for layout.js, markup.js and page.js.
 
-Text widths are measured here. The scripts measure only sizes in bytes, with `advance` per letter.
+Text widths are measured in Python. The scripts measure only byte sizes, with `advance` per letter.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from gradtools.seeing.graphs.nodes import memory_of
 from gradtools.seeing.graphs.outline import ALIVE, PHASES, Arrow, Block, Box, Outline, value_text
 from gradtools.seeing.pictures.box_text import LINE, card_of, short, shown, text_width
 
-_LIMITS = (44, 36, 30, 25, 21, 17, 14, 11, 8, 5, 2)  # boxes
+_LIMITS = (44, 36, 30, 25, 21, 17, 14, 11, 8, 5, 2)  # number of boxes
 _WORDS: dict[int | str, str] = {
     **dict(enumerate(PHASES)),
     "input": "input or output",
@@ -28,19 +28,19 @@ _WORDS: dict[int | str, str] = {
 
 @cache
 def script(name: str) -> str:
-    """The text of a script, a style sheet or a page of this folder."""
+    """Reads a script, a style sheet or a page of this folder."""
     return files("gradtools.seeing.pictures").joinpath(name).read_text(encoding="utf-8")
 
 
 def data_of(
     outline: Outline, depth: int | None = None, expand: str | Iterable[str] = ()
 ) -> dict[str, Any]:
-    """An outline as JSON data.
+    """Converts an outline to JSON data.
 
     Args:
         outline: The outline.
         depth: The number of open levels of blocks; None opens as many as fit one screen.
-        expand: Names of blocks to open in any case.
+        expand: Names of blocks that are always open.
     """
     views = [outline.opened(depth, expand, limit) for limit in _LIMITS]
     items = [item for column in outline.columns for item in (column, *column.walk())]

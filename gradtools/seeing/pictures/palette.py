@@ -1,9 +1,9 @@
 """The colours of the pictures, for light and for dark backgrounds.
 
-The passes are blue, orange and a purple of another lightness than both, after Okabe and Ito (2008),
-so that they are distinguishable with every kind of colour vision (a test simulates them). Nothing
-is shown by colour alone: each pass is a column with its name, cuts have a cross and their reason,
-residuals are dashed, marks are words.
+The passes are blue, orange and a purple of a different lightness, after Okabe and Ito (2008), so
+that they are distinguishable with every kind of colour vision (a test simulates them). Nothing is
+shown by colour only: each pass is a column with its name, cuts have a cross and a reason, residuals
+are dashed, marks are words.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from gradtools.seeing.pictures.page_data import script
 
 @dataclass(frozen=True)
 class Colours:
-    """One theme: colours by their use; each pass has an (edge, fill) pair."""
+    """A theme: colours by their use; each pass has an (edge, fill) pair."""
 
     paper: str
     ink: str
@@ -53,7 +53,7 @@ FONT = (
 
 
 def style_sheet(theme: str = "auto") -> str:
-    """The CSS of a picture: "light", "dark", or "auto", which follows the reader's setting."""
+    """Returns a picture's CSS: "light", "dark", or "auto" for the reader's setting."""
     shapes = Template(script("shapes.css")).substitute(font=FONT)
     if theme in THEMES:
         return shapes + _coloured(THEMES[theme])
@@ -62,7 +62,7 @@ def style_sheet(theme: str = "auto") -> str:
 
 
 def page_style(css: str) -> str:
-    """The CSS of a page: follows the reader's setting unless ``data-theme`` overrides it.
+    """Returns a page's CSS: the reader's setting, unless ``data-theme`` overrides it.
 
     css: The page's own style sheet, which reads the colours as variables.
     """

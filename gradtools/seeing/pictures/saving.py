@@ -9,18 +9,18 @@ from typing import Any
 
 from gradtools.errors import GradtoolsError
 
-Forms = Mapping[str, Callable[..., str]]  # by suffix; called with the object and its options
+Forms = Mapping[str, Callable[..., str]]  # maps suffixes to functions of an object and options
 
 
 def save(seen: Any, forms: Forms, path: str | os.PathLike[str], **view: Any) -> None:
     """Writes an object in the format of the path's suffix.
 
     Raises:
-        GradtoolsError: the suffix is unknown.
+        GradtoolsError: The suffix is unknown.
     """
     suffix = Path(path).suffix.lower()
     if suffix not in forms:
         raise GradtoolsError(
-            f"save: no form is known for the suffix {suffix!r}; expected one of {', '.join(forms)}."
+            f"save: the suffix {suffix!r} is unknown; expected one of {', '.join(forms)}."
         )
     Path(path).write_text(forms[suffix](seen, **view), encoding="utf-8")

@@ -1,1 +1,1 @@
-"""PyTorch's implementation of `gradtools.seeing`: recording, measuring, translating runs."""
+"""PyTorch's implementation of `gradtools.seeing`: records and translates runs."""

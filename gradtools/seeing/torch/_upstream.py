@@ -1,6 +1,6 @@
-"""The private names of PyTorch that recorders alone use, each with its reason.
+"""The private names of PyTorch that only recorders use, each with its reason.
 
-See `gradtools.torch._upstream`, which has the others.
+See `gradtools.torch._upstream` for the other names.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 DisableTorchFunction: Any = torch._C.DisableTorchFunction
 """Reads attributes of the tensor itself, not of a tensor that a mode substitutes for it.
 
-Among the names that are imported above, HigherOrderOperator is the class of operators such as cond,
-and custom_function_call is the operator that torch.func calls in place of `Function.apply`.
+Among the names imported above, HigherOrderOperator is the class of operators such as cond, and
+custom_function_call is the operator that torch.func calls instead of `Function.apply`.
 """
 
 
 class Watching(TorchDispatchMode):
-    """A dispatch mode that does not import dynamo, an import slower than any code under the mode.
+    """A dispatch mode that does not import dynamo, since that import takes longer than a run.
 
     It never runs inside of compiled code.
     """
@@ -38,31 +38,31 @@ class Watching(TorchDispatchMode):
 _SHARES_APPLY = isinstance(vars(torch.autograd.Function)["apply"], classmethod)
 _OTHERS: Any = () if _SHARES_APPLY else (torch.autograd.Function,)
 Functions: tuple[Any, ...] = (function._SingleLevelFunction, *_OTHERS)
-"""The classes whose `apply` a recorder patches, so that it also sees a bound `Function.apply`. From
-PyTorch 2.14 on `torch.autograd.Function` has an `apply` of its own in C."""
+"""The classes whose `apply` a recorder patches, so that it also sees a bound `Function.apply`.
+Since PyTorch 2.14 `torch.autograd.Function` has its own `apply` in C."""
 
 
 def is_inside_autograd() -> bool:
-    """Whether an operation was dispatched by autograd, unlike the detach of a tensor it saves."""
+    """Returns whether autograd dispatched an operation, unlike the detach of a saved tensor."""
     excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
     return excluded(torch._C.DispatchKey.AutogradFunctionality)
 
 
 current_node: Callable[[], Any] = torch._C._current_autograd_node
-"""The node whose backward runs, whose operations get the source line of the forward pass."""
+"""Returns the node whose backward is running; its operations get the forward line."""
 
 schema_of: Callable[[Any], Any] = attrgetter("_schema")
-"""An operator's name and arguments."""
+"""Returns an operator's name and its arguments' names."""
 
 
 def described(node: Any) -> Sequence[Any]:
-    """The shape, dtype and device of each output of a node."""
+    """Returns the shape, dtype and device of each output of a node."""
     described: Sequence[Any] = getattr(node, "_input_metadata", ())
     return described
 
 
 def decompositions() -> Any:
-    """PyTorch's own decompositions of operators; the import takes a second."""
+    """Returns PyTorch's own decompositions of operators; the import takes a second."""
     from torch._decomp import decomposition_table
 
     return decomposition_table

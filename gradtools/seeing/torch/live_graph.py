@@ -1,8 +1,8 @@
 """Reads the autograd graph of existing tensors.
 
 No program runs. Autograd's nodes are visited from the results to the leaves and listed in the order
-of the forward pass. A node reveals its forward operation and its saved tensors. Operands through
-which no derivative flows are known only if they are saved.
+of the forward pass. A node contains its forward operation and its saved tensors. Operands without a
+derivative are known only if the node saved them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _WRAPPED = 2**63  # greater values are negative axes, stored as unsigned integer
 
 
 def graph_of_outputs(outputs: Any) -> PlainGraph:
-    """The autograd graph behind a pytree of tensors."""
+    """Reads the autograd graph of a pytree of tensors."""
     pairs = zip(leaf_paths(outputs), flatten(outputs)[0], strict=True)
     named = [(f"output{path}", y) for path, y in pairs if isinstance(y, Tensor)]
     if not any(y.requires_grad for _, y in named):
@@ -47,7 +47,7 @@ class _AutogradReader:
     def __init__(self) -> None:
         self.values: dict[int, Value] = {}
         self.numbers: dict[Any, int] = {}  # by (id of a node, output) or (id of a tensor, -1)
-        self.held: list[Any] = []  # keeps objects alive, so that ids stay unique
+        self.held: list[Any] = []  # keeps objects alive so that ids stay unique
         self.inputs: list[int] = []
         self.captured: list[int] = []
 
@@ -84,10 +84,10 @@ class _AutogradReader:
         )
 
     def operands(self, fn: GradFn, held: list[int]) -> list[int]:
-        """The operands of a node in order.
+        """Returns the operands of a node in order.
 
-        Operands without a derivative are the constants that it holds, if it holds as many; else
-        placeholders.
+        Operands without a derivative are the node's saved constants if the numbers match; otherwise
+        they are placeholders.
         """
         result, constants = [], iter(held)
         is_known = sum(given is None for given, _ in fn.next_functions) == len(held)
@@ -105,7 +105,7 @@ class _AutogradReader:
         return result
 
     def tensor(self, x: Tensor) -> int:
-        """The value number of a tensor: a node's output, a leaf, or a saved constant."""
+        """Returns a tensor's value number: of a node's output, a leaf, or a saved constant."""
         if x.grad_fn is not None and (id(x.grad_fn), x.output_nr) in self.numbers:
             return self.numbers[id(x.grad_fn), x.output_nr]
         if (id(x), -1) not in self.numbers:
@@ -123,7 +123,7 @@ class _AutogradReader:
         return number
 
     def saved(self, fn: GradFn) -> tuple[list[int], dict[str, Any]]:
-        """The tensors that a node saves, and its static attributes."""
+        """Returns the tensors that a node saves, and its static attributes."""
         tensors, attributes = list[int](), dict[str, Any]()
         for key in dir(fn):
             if not key.startswith(_SAVED):
@@ -147,7 +147,7 @@ class _AutogradReader:
 
 
 def in_order(ends: list[Any]) -> Iterator[GradFn]:
-    """The nodes behind these, in topological order, without the leaves' AccumulateGrad."""
+    """Yields the nodes behind `ends` in topological order, without the leaves' AccumulateGrad."""
     done: set[Any] = set()
     todo = [(fn, False) for fn in reversed(ends) if fn is not None]
     while todo:

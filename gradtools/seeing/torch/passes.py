@@ -1,13 +1,13 @@
-"""A PyTorch program with its backward passes, as a graph of aten's operations.
+"""Records a PyTorch program with its backward passes as a graph of aten operations.
 
 f runs once under a dispatch mode that records each operation; then autograd runs once or twice
 under the same mode. Autograd numbers its nodes in forward order (sequence numbers) and reports the
-node that is running. So each operation of a later pass gets the line, the modules and the mark of
+running node. Each operation of a later pass therefore gets the line, the modules and the mark of
 the forward operation that it differentiates.
 
-A tensor is identified by its id, else by the elements of storage that it shares. An in-place write
-gives the tensor a new value number, and likewise each of its views when it is next read: a view is
-recomputed from the written base, and a base is updated at the place of the view.
+A tensor is identified by its id, or else by the storage elements that it shares. An in-place write
+gives the tensor a new value number, and also each of its views when it is next read: a view is
+recomputed from the written base, and a base is updated at the elements of the view.
 """
 
 from __future__ import annotations
@@ -49,9 +49,9 @@ Tensor = torch.Tensor
 
 
 def gradient_graph(program: LeafProgram, order: int) -> PlainGraph:
-    """The graph of a program's passes, with its effects undone.
+    """Records a program's passes as a graph, and undoes its effects.
 
-    order: 0 forward alone, 1 with backward, 2 with backward of the backward.
+    order: 0 for forward only, 1 with backward, 2 with backward of the backward.
     """
     # the fused kernels of attention have no second derivative
     kernels = PlainKernels() if order == SECOND else nullcontext()
@@ -116,7 +116,7 @@ class _PassRecorder(RunRecorder):
             return self.run(fun)
 
     def origin(self) -> Origin:
-        """The running line, modules and mark; in later passes, taken from the forward operation."""
+        """Returns line, modules and mark; in later passes, the forward operation's."""
         here, managed = super().origin(), mark_of_running()
         rule, own = next((known for known in self.rules if known[1]), ("", ""))
         source, mark = here.source, managed or own or here.mark
@@ -126,7 +126,7 @@ class _PassRecorder(RunRecorder):
             return Origin(source or of.source, here.scope, mark, rule)
         if source is None or (of.source is not None and "-packages" in source.file):
             source = of.source
-        if managed and of.mark:  # a frozen function is a chunk to gradtools
+        if managed and of.mark:  # gradtools runs a frozen function as a chunk
             mark = of.mark
         return Origin(source, here.scope or of.scope, mark or of.mark, rule or of.rule)
 
@@ -134,7 +134,7 @@ class _PassRecorder(RunRecorder):
         """Runs a torch.autograd.Function and marks its operations."""
         with self.within(*name_and_mark(kind, args)):
             out = apply(*args, **kwargs)
-            for y in tensors_in(out):  # it may run operations in its backward pass only
+            for y in tensors_in(out):  # it may run operations only in its backward pass
                 if y.grad_fn is not None:
                     self.origins.setdefault(upstream.sequence_of(y.grad_fn), self.origin())
             return out
@@ -142,7 +142,7 @@ class _PassRecorder(RunRecorder):
     # --- captured tensors
 
     def parameters(self, outs: Any, given: Any) -> dict[str, Tensor]:
-        """The captured leaves that require grad and reach the outputs, by name."""
+        """Returns the captured leaves that require grad and reach the outputs, by name."""
         own = {id(x) for x in given}
         result: dict[str, tuple[int, Tensor]] = {}
         for x in reversed(list(leaves_of(list(outs)))):
@@ -155,10 +155,10 @@ class _PassRecorder(RunRecorder):
         ordered = sorted(result.items(), key=lambda item: item[1][0])
         return {name: x for name, (_, x) in ordered}
 
-    # --- the whole
+    # --- the result
 
     def graph(self, inputs: Sequence[int], outputs: Sequence[int]) -> PlainGraph:
-        """The recorded graph, without dead code of the later passes."""
+        """Returns the recorded graph, without dead code of later passes."""
         nodes = [
             replace(node, mark=node.mark or INNER) if made.inner else node
             for made, node in zip(self.made, map(self.linked, self.made), strict=True)

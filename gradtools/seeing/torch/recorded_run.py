@@ -1,10 +1,10 @@
-"""`record` in PyTorch: one run of a function as a graph, and its backward pass at the values.
+"""`record` in PyTorch returns one run of a function as a graph, with its backward pass.
 
 The user's function runs once under the recorders of `recording/`, and its effects are undone.
 
-Data that leaves PyTorch for NumPy or Python has no graph. The place where it returns is found by
-perturbation: the run is repeated with other numbers at the line where the data left. Numbers and
-arrays that then reach PyTorch with other contents come from that line; so do outputs that change.
+Data that leaves PyTorch for NumPy or Python has no graph. Perturbation finds where it returns: the
+run is repeated with other numbers at the line where the data left. Numbers and arrays that then
+reach PyTorch with other contents come from that line; so do outputs that change.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gradtools.torch.autograd_graph import leaves_of
 
 Tensor = torch.Tensor
 _FULL = Dependence.DIFFERENTIABLE
-_MOST = 8  # lines that are tried, with up to three runs each
+_MOST = 8  # maximum number of lines that are tried, with up to three runs each
 __all__ = ["is_model", "record", "repeatable", "watchable"]
 
 
@@ -87,7 +87,7 @@ def _recorded(run: Run, leaves: Sequence[Any], names: Sequence[str], wanted: Wan
 
 
 def _differentiated(seen: ConnectionRecorder, wanted: Wanted) -> PassesAtValues:
-    """Records the backward pass of a finished run, for random cotangents; 1 for a real number."""
+    """Records a finished run's backward pass for random cotangents, or 1 for a real number."""
     outs = [y for y in seen.outs if isinstance(y, Tensor) and y.requires_grad]
     own = {id(x) for x in seen.aliases}
     leaves = [x for x in leaves_of(outs) if id(x) in own or wanted(x)]
@@ -105,7 +105,7 @@ def _differentiated(seen: ConnectionRecorder, wanted: Wanted) -> PassesAtValues:
     )
     if any(grad is not None and grad.is_meta for grad in grads):
         raise GradtoolsError(
-            "why_zero: the gradient is on the meta device, which holds no numbers to be compared "
+            "why_zero: the gradient is on the meta device, which has no values to compare "
             "with zero. Pass arrays that hold numbers."
         )
     with seen.silent():
@@ -119,22 +119,22 @@ def _differentiated(seen: ConnectionRecorder, wanted: Wanted) -> PassesAtValues:
 
 
 def repeatable(caller: str, f: Any) -> Any:
-    """f, whose effects are undone by a run."""
+    """Returns f unchanged: recording undoes its effects."""
     return f
 
 
 def is_model(x: Any) -> bool:
-    """Whether x is a module."""
+    """Returns whether x is a module."""
     return isinstance(x, torch.nn.Module)
 
 
-# --- data that leaves PyTorch, and returns -----------------------------------------------
+# --- data that leaves PyTorch and returns ------------------------------------------------
 
 
 def _follow(run: Run, leaves: Sequence[Any], seen: ConnectionRecorder, before: list[Any]) -> None:
-    """Adds links from data that left to where it returned; before: Copies of the outputs.
+    """Links data that left to where it returned; before: Copies of the outputs.
 
-    If no perturbed run succeeds, or f differs from run to run, it returned in every output.
+    If no perturbed run succeeds, or f is not deterministic, the data returned in every output.
     """
     lost = _untraced(seen)
     changes = partial(_changes, run, leaves, seen, before)
@@ -152,7 +152,7 @@ def _follow(run: Run, leaves: Sequence[Any], seen: ConnectionRecorder, before: l
 
 
 def _untraced(seen: ConnectionRecorder) -> list[int]:
-    """The leavings whose data could explain a lost gradient and was not seen to return."""
+    """Returns leavings that could explain a lost gradient and have no known return."""
     graph = seen.graph()
     held = [number for number, x in seen.captured_tensors.items() if x.requires_grad]
     back = {source for source, _ in graph.outside}
@@ -175,22 +175,22 @@ def _changes(
     before: Sequence[Any],
     which: frozenset[int],
 ) -> tuple[list[int], list[int]] | None:
-    """The nodes and the values that change in a run with other numbers at these leavings.
+    """Returns the nodes and values that change in a run with other numbers at these leavings.
 
-    None if f does not run with any such numbers. `before`: The outputs of the first run.
+    Returns None if f does not run with any such numbers. `before`: The outputs of the first run.
     """
     changes = None
-    # f may refuse large steps; a clipped value may move in one direction only
+    # f may reject large steps; a clipped value may move in one direction only
     for size in (1.0, -1.0, 1e-3):
         if changes is not None and (any(changes) or not which or abs(size) < 1):
             break
         other = partial(ConnectionRecorder, replace=(which, partial(_other, size=size)))
         again = observed(run, leaves, recorder_of=other)
         with contextlib.ExitStack() as inside:
-            inside.enter_context(contextlib.redirect_stdout(io.StringIO()))  # printed already
+            inside.enter_context(contextlib.redirect_stdout(io.StringIO()))  # printed before
             try:
                 seen = inside.enter_context(again)
-            except Exception:  # the user's code, at numbers that the user did not pass
+            except Exception:  # user code, at numbers that the user did not pass
                 continue
             if seen.refusal is None:
                 changes = _compared(first, seen, before)
@@ -200,10 +200,10 @@ def _changes(
 def _compared(
     own: ConnectionRecorder, other: ConnectionRecorder, before: Sequence[Any]
 ) -> tuple[list[int], list[int]]:
-    """The nodes that were given other data from outside, and the values that such data made.
+    """Returns nodes that received other outside data, and values made from such data.
 
     Tensors are outputs of the program, so they count only if no node or captured tensor explains
-    their change.
+    the change.
     """
     after = _copies(other.outs)
     alike = len(after) == len(before)
@@ -223,7 +223,7 @@ def _compared(
 
 
 def _other(x: Any, size: float) -> Any:
-    """A perturbed number, array or list of the same type."""
+    """Returns a perturbed number, array or list of the same type."""
     if isinstance(x, list):
         return [_other(item, size) for item in x]
     array = np.asarray(x)
@@ -238,7 +238,7 @@ def _other(x: Any, size: float) -> Any:
 
 
 def _copies(outs: Sequence[Any]) -> list[Any]:
-    """Copies of the outputs, for a later comparison."""
+    """Copies the outputs for a later comparison."""
     return [x.detach().clone() if isinstance(x, Tensor) else np.array(x) for x in outs]
 
 

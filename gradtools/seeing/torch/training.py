@@ -1,4 +1,4 @@
-"""The arrays of a PyTorch model, and the arrays that its optimizer changes."""
+"""Lists the arrays of a PyTorch model, and the arrays that its optimizer changes."""
 
 from __future__ import annotations
 
@@ -23,25 +23,25 @@ from gradtools.torch.functorch_wrappers import is_inexact
 from gradtools.torch.trees import flatten
 
 Tensor = torch.Tensor
-_DEPTH = 4  # how deep plain containers are searched
+_DEPTH = 4  # search depth in plain containers
 
 
 def lifted(caller: str, f: Any, args: Any, kwargs: Any, arrays: Any) -> None:
-    """None: in PyTorch a recording shows which captured tensors f reads."""
+    """Returns None: in PyTorch a recording reveals which captured tensors f reads."""
 
 
 def model_of(f: Any) -> nn.Module | None:
-    """f, if it is a module."""
+    """Returns f if it is a module."""
     return f if isinstance(f, nn.Module) else None
 
 
 def are_parameters(f: Any, x: Any) -> bool:
-    """Whether an argument of f contains a tensor that requires grad."""
+    """Returns whether an argument of f contains a tensor that requires grad."""
     return any(isinstance(leaf, Tensor) and leaf.requires_grad for leaf in flatten(x)[0])
 
 
 def held(caller: str, model: Any) -> list[HeldArray]:
-    """The arrays of a model, or of a tree of models and tensors, each once."""
+    """Lists the arrays of a model, or of a tree of models and tensors, each once."""
     result = list(_of(model, ""))
     if not result:
         raise GradtoolsError(
@@ -79,7 +79,7 @@ def _of(model: Any, name: str) -> Iterator[HeldArray]:
 
 
 def _hidden(value: Any, name: str, listed: set[int], depth: int) -> Iterator[HeldArray]:
-    """Tensors in an attribute that `parameters()` does not list."""
+    """Yields tensors in an attribute that `parameters()` does not list."""
     if isinstance(value, Tensor):
         if value.requires_grad and not _is_computed(value, listed):
             yield HeldArray(name, value, UNREGISTERED)
@@ -95,7 +95,7 @@ def _hidden(value: Any, name: str, listed: set[int], depth: int) -> Iterator[Hel
 
 
 def _is_computed(x: Tensor, listed: set[int]) -> bool:
-    """Whether it was computed from a parameter of the model, as weight_norm's weight and states."""
+    """Returns whether it was computed from a parameter, like weight_norm's weight or states."""
     return not x.is_leaf and any(id(leaf) in listed for leaf in leaves_of([x]))
 
 

@@ -1,8 +1,8 @@
-"""Undoes the effects of a recorded run, from copies that are made before it.
+"""Undoes the effects of a recorded run, from copies made before the run.
 
 It copies the random streams that f may draw from, the attributes of the modules that f can reach,
-and the tensors that it can reach or reads: contents, `.data`, `.grad`, `requires_grad`. Containers
-and other objects are left as f changed them.
+and the tensors that it can reach or reads: contents, `.data`, `.grad`, `requires_grad`. Changes to
+containers and other objects are not undone.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ Run = Callable[[Sequence[Any]], Sequence[Any]]
 
 @contextmanager
 def undone(run: Run, leaves: Sequence[Any]) -> Iterator[Undo]:
-    """A context whose changes are undone at its end; code that was compiled runs eagerly in it."""
+    """Context that undoes changes on exit; compiled code runs eagerly inside."""
     undo = Undo(run, {x.device.type for x in leaves if isinstance(x, Tensor)})
     try:
         with as_written():
@@ -41,7 +41,7 @@ def undone(run: Run, leaves: Sequence[Any]) -> Iterator[Undo]:
 
 
 def copied(x: Any, tracked: bool = True) -> Any:
-    """A copy of a leaf; it requires grad if `tracked` and if it is floating or complex."""
+    """Copies a leaf; it requires grad if `tracked` and if it is floating or complex."""
     if not isinstance(x, Tensor):
         return x
     return x.detach().clone().requires_grad_(tracked and is_inexact(x))
@@ -51,7 +51,7 @@ class Undo:
     """Copies of the state that a run may change.
 
     Attributes:
-        names: The names in the user's code of the tensors that f can reach, by id.
+        names: Maps the ids of tensors that f can reach to their names in the user's code.
         reachable: The tensors that f can reach, by id.
     """
 
@@ -61,7 +61,7 @@ class Undo:
         # Each tensor with an alias of its storage, its gradient and its requires_grad.
         self._tensors: dict[int, tuple[Tensor, Tensor | None, Tensor | None, bool]] = {}
         self._versions: list[tuple[Tensor, int]] = []
-        self._contents: dict[int, tuple[Tensor, Tensor]] = {}  # an owner, by id, and its copy
+        self._contents: dict[int, tuple[Tensor, Tensor]] = {}  # by id: owner and copy
         self._slots: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._streams: list[Callable[[], Any]] = []
         generators: list[torch.Generator] = []
@@ -81,7 +81,7 @@ class Undo:
         self._streams.append(Randomness.everywhere(kinds, generators).restore)
 
     def watch(self, x: Tensor) -> None:
-        """Copies a tensor that existed before, and its `.grad`."""
+        """Copies a tensor that existed before the run, and its `.grad`."""
         with upstream.disable_current_modes(), private.DisableTorchFunction():
             x = unwrapped(x)
             if id(x) in self._tensors:
@@ -105,7 +105,7 @@ class Undo:
                     own.update(was)
             for x, alias, grad, requires_grad in self._tensors.values():
                 if alias is not None and owner_of(x) is not owner_of(alias):
-                    x.data = alias  # another tensor's storage was assigned
+                    x.data = alias  # f assigned another tensor's storage
                 if x.is_leaf and x.requires_grad != requires_grad:
                     x.requires_grad_(requires_grad)
                 if x.is_leaf and x.grad is not grad:
@@ -120,12 +120,12 @@ class Undo:
 
 
 def _has_storage(x: Tensor) -> bool:
-    """Whether its contents are a storage's: not if it is sparse or wraps other tensors."""
+    """Returns whether its contents are in a storage: not if sparse or a wrapper of tensors."""
     return x.layout is torch.strided and not hasattr(x, "__tensor_flatten__")
 
 
 def _contents_of(x: Tensor) -> Tensor:
-    """All numbers of a tensor's storage, as one axis; x if it has none."""
+    """Returns all numbers of a tensor's storage as one axis; x if it has no storage."""
     if not _has_storage(x):
         return x
     count = owner_of(x).nbytes() // x.element_size()
@@ -133,9 +133,9 @@ def _contents_of(x: Tensor) -> Tensor:
 
 
 def _refill(contents: Tensor, copy: Tensor) -> None:
-    """Writes the copy's numbers back."""
+    """Writes the copy's contents back."""
     with torch.inference_mode(contents.is_inference()), torch.no_grad():
-        is_known = contents.device.type == "cpu" and _has_storage(contents)  # without a wait
+        is_known = contents.device.type == "cpu" and _has_storage(contents)  # does not wait
         if not (is_known and torch.equal(contents, copy)):
             contents.copy_(copy)
 
@@ -144,7 +144,7 @@ def _refill(contents: Tensor, copy: Tensor) -> None:
 
 
 def _roots(run: Run) -> list[Named]:
-    """f, and the leaves of its arguments that are not arrays."""
+    """Returns f, and the leaves of its arguments that are not arrays."""
     owner: Any = getattr(run, "__self__", None)
     if not hasattr(owner, "f"):
         return [(run, "")]
@@ -152,7 +152,7 @@ def _roots(run: Run) -> list[Named]:
 
 
 def _parts(x: Any, name: str) -> Iterable[Named] | None:
-    """The arrays of a module by their names; nothing of PyTorch's and other libraries' objects."""
+    """Returns a module's arrays by name; nothing for objects of PyTorch and other libraries."""
     if isinstance(x, torch.nn.Module):
         before = f"{name}." if name else ""
         slots = [pair for slot in upstream.slots_of(x) for pair in slot.items()]
@@ -168,7 +168,7 @@ _OF_MODULES = frozenset(vars(torch.nn.Module()))
 
 
 def whose_code(x: Any) -> int:
-    """The origin of the code of a function, or of the function of a method or partial."""
+    """Returns the origin of a function's code, or of the function of a method or partial."""
     x = getattr(x, "__func__", getattr(x, "func", x))
     return whose(x.__code__) if hasattr(x, "__code__") else USER
 
@@ -177,7 +177,7 @@ def whose_code(x: Any) -> int:
 
 
 def name_of(function: Any) -> str:
-    """The name of a PyTorch function without underscores of in-place and dunder variants."""
+    """Returns a PyTorch function's name without underscores of in-place and dunder variants."""
     name = getattr(function, "__name__", None) or type(function).__name__
     if name in ("__get__", "__set__"):
         name = ("" if name == "__get__" else "set_") + function.__self__.__name__
@@ -187,11 +187,11 @@ def name_of(function: Any) -> str:
 
 
 def owner_of(x: Tensor) -> Any:
-    """The storage of a strided tensor, else the tensor itself. Equal owners share memory."""
+    """Returns the storage of a strided tensor, or the tensor itself. Equal owners share memory."""
     with private.DisableTorchFunction():  # a mode may substitute another tensor
         return x.untyped_storage() if x.layout is torch.strided else x
 
 
 def memory_of(x: Tensor) -> int:
-    """The id of the tensor's owner."""
+    """Returns the id of the tensor's owner."""
     return id(owner_of(x))

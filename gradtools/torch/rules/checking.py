@@ -1,12 +1,12 @@
 """Checks of a user's rule: transposed maps are linear, and no captured tensor is differentiated.
 
-Linearity is checked once for a signature. The map is evaluated at copies of the current values, and
-the states of random generators are restored afterwards. While code is compiled, tensors have no
-values, so the map is evaluated at made-up numbers.
+Linearity is checked once per signature. The map is evaluated at copies of the current values, and
+the states of random generators are restored afterwards. During compilation tensors have no values,
+so the map is evaluated at fixed example numbers.
 
 Autograd differentiates a rule with respect to its arguments only, so a derivative with respect to a
 captured tensor would be silently lost. Closures are searched before each call. If the search misses
-a tensor, an output at detached arguments requires grad, which raises too.
+a tensor, an output at detached arguments requires grad, which also raises.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ Tensor = torch.Tensor
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Context in which no mode, transform, graph or hook sees the evaluations of a check."""
+    """Context that hides the evaluations of a check from modes, transforms, graphs and hooks."""
     outside = upstream.temporarily_clear_interpreter_stack()
     with upstream.disable_current_modes(), outside, torch.no_grad(), unpacked():
         yield
 
 
 def check_linear(rule: Rule, which: str, run: Any, at: Sequence[Any], likes: Sequence[Any]) -> None:
-    """Raises if a map of a user's rule does not preserve sums and multiples.
+    """Raises an error if a map of a user's rule does not preserve sums and multiples.
 
-    Runs once for a signature, with fixed vectors, so that it draws no random numbers.
+    Runs once per signature, with fixed vectors, so that it draws no random numbers.
 
     Args:
         rule: The rule.
-        which: "tangent" or "cotangent", in which the map is linear.
+        which: The vectors in which the map is linear, "tangent" or "cotangent".
         run: `run(at, vs)`; results and entries may be None.
         at: The residuals.
-        likes: The shapes, dtypes and devices of its vectors, None for integers.
+        likes: The shapes, dtypes and devices of the vectors, None for integers.
     """
     mask = [like is not None for like in likes]
 
@@ -72,7 +72,7 @@ def check_linear(rule: Rule, which: str, run: Any, at: Sequence[Any], likes: Seq
                 return  # undecided
         if not same:
             raise GradtoolsError(
-                f"rule {rule.name!r}: the other mode was to follow by transposing its {which} map, "
+                f"rule {rule.name!r}: the other mode is derived by transposing its {which} map, "
                 f"but that map is not linear in its {which}s. Give the missing map as well, or "
                 "make this one linear."
             )
@@ -83,16 +83,16 @@ def check_linear(rule: Rule, which: str, run: Any, at: Sequence[Any], likes: Seq
 
 
 def abstract_eval(fun: Callable[..., list[Tensor]], *xs: Tensor) -> None:
-    """Runs fun at copies of xs, once for a signature; does nothing if they have no values.
+    """Runs fun at copies of xs, once per signature; does nothing if they have no values.
 
-    A FakeTensorMode would import PyTorch's compiler, and leave fake tensors in fun's caches. Host
+    A FakeTensorMode would import PyTorch's compiler and leave fake tensors in fun's caches. Host
     kernels do not run; they return zeros like their `out` specs.
     """
     values = [_value_of(x) for x in xs]
     if any(x is None for x in values):
         return
     drawn = Randomness.everywhere({x.device.type for x in values})
-    # An error of f is raised by the call itself.
+    # The call itself raises an error of f.
     with _undisturbed(), restored(drawn), checking(), suppress(Exception):
         fun(*[x.clone() for x in values])
 
@@ -101,7 +101,7 @@ def abstract_eval(fun: Callable[..., list[Tensor]], *xs: Tensor) -> None:
 
 
 def _value_of(x: Any) -> Any:
-    """x without functorch's wrappers; one example of a batch; None if x has no values."""
+    """Unwraps x; returns one example of a batch, or None if x has no values."""
     if upstream.TracingContext.try_get() is not None or x.device.type == "meta":
         return None
     if not upstream.is_wrapped(x):
@@ -111,7 +111,7 @@ def _value_of(x: Any) -> Any:
 
 
 def _wave(aval: Any, shift: float, around: float) -> Any:
-    """Numbers with few binary digits, so that their sums are exact; see `is_linear`.
+    """Returns numbers with few binary digits, whose sums are exact; see `is_linear`.
 
     A SymInt is replaced by its size hint, which adds no guard.
     """
@@ -134,9 +134,9 @@ def _gap(a: Tensor, b: Tensor) -> float:
 
 
 def closes_over_tracked(rule: Rule) -> bool:
-    """Whether a rule captures a differentiated tensor, whose derivative would be lost.
+    """Returns whether a rule captures a differentiated tensor, whose derivative would be lost.
 
-    False for a rule without a contract, which gradtools derived from another rule.
+    Returns False for a rule without a contract, which gradtools derived from another rule.
     """
     if rule.contract is None:
         return False
@@ -148,13 +148,13 @@ def closes_over_tracked(rule: Rule) -> bool:
 
 
 def _captures(functions: Any, wanted: Callable[[Tensor], bool], attributes: bool = True) -> bool:
-    """Whether the functions capture a tensor with `wanted(x)`, also in `attributes` of objects."""
+    """Returns whether functions (or `attributes` of objects) capture a tensor with `wanted(x)`."""
     is_wanted = lambda x: isinstance(x, Tensor) and wanted(x)
     return any(True for _ in captured_objects(functions, is_wanted, Tensor, attributes))
 
 
 def closures_of(rule: Rule) -> Closures:
-    """The tensors that a rule's functions close over, cached."""
+    """Returns the tensors that a rule's functions close over, cached."""
     known: Closures | None = rule.__dict__.get("_closures")
     if known is None:
         known = rule.__dict__["_closures"] = Closures(rule.user_functions)
@@ -162,7 +162,7 @@ def closures_of(rule: Rule) -> Closures:
 
 
 class Closures:
-    """The tensors in the closures of functions, which are searched again if a cell is rebound.
+    """The tensors in the closures of functions; searched again if a cell is rebound.
 
     Rules among the captured objects check their own closures when they are called.
 
@@ -184,7 +184,7 @@ class Closures:
         self._may_change = any(isinstance(x, dict | list | set) for x in objects)
 
     def captures(self, wanted: Callable[[Tensor], bool]) -> bool:
-        """Whether a tensor with `wanted(x)` is captured."""
+        """Returns whether a tensor with `wanted(x)` is captured."""
         for cell, content in self._cells:
             if _contents(cell) is not content:
                 self._search()

@@ -1,9 +1,9 @@
-"""The `torch.autograd.Function` of a rule, with both modes and its own vmap.
+"""The `torch.autograd.Function` of a rule, which supports both modes and vmap.
 
-Double backward differentiates the code of the cotangent map, so a rule is differentiated at any
-order. A `jvp` staticmethod runs with forward gradients switched off, so nested forward mode
-silently drops a term (torch#197867). Ours reads the primal part of the saved tensors and switches
-them on again. `test_nested_forward_mode_of_a_plain_function_is_still_wrong` fails once it is fixed.
+Double backward differentiates the code of the cotangent map, so rules have derivatives of any
+order. A `jvp` staticmethod runs with forward gradients disabled, so nested forward mode
+silently drops a term (torch#197867). This `jvp` reads the saved tensors' primal parts and enables
+them again. `test_nested_forward_mode_of_a_plain_function_is_still_wrong` fails once it is fixed.
 """
 
 from __future__ import annotations
@@ -46,25 +46,25 @@ class BatchedRule(Rule):
 
 @dataclass(eq=False, slots=True)
 class Application:
-    """One application of a rule: its maps and everything else that is not a tensor.
+    """One application of a rule: its maps and all other state that is not a tensor.
 
-    Tensors are saved by autograd. If the maps are the same in every call, one application serves
-    all of them.
+    Autograd saves the tensors. If the maps are the same in every call, all calls share one
+    application.
 
     Attributes:
         rule: The rule.
         linearized: Its maps at this evaluation, without arrays.
         count: The number of outputs; extras follow them.
         pull: The backward pass, at any order.
-        pulling, pushing: The positions in `[*xs, *ys, *extras]` of the tensors that are saved for
-            the backward pass and for forward mode.
-        materializes: Whether an undefined cotangent becomes zeros.
+        pulling, pushing: The positions in `[*xs, *ys, *extras]` of the tensors saved for the
+            backward pass and for forward mode.
+        materializes: Whether undefined cotangents become zeros.
         randomness: The generators' states before the evaluation, if a second evaluation draws from
         them.
-        perturbed: Which inputs are differentiated, None if unknown.
+        perturbed: Which inputs are differentiated, or None if unknown.
         like_xs, like_ys: The shapes, dtypes and devices of the inputs, and of the outputs and
             extras; None for integers.
-        ones: The vectors at which a map is transposed, by the name of the map.
+        ones: Maps the name of a map to the vectors at which it is transposed.
     """
 
     rule: Rule
@@ -81,28 +81,28 @@ class Application:
     ones: dict[str, list[Tensor]] = field(default_factory=dict)
 
     def evaluate(self, xs: Sequence[Tensor]) -> list[Tensor]:
-        """Outputs and extras at detached inputs; stores the maps."""
+        """Returns outputs and extras at detached inputs; stores the maps."""
         rule, written = self.rule, self.rule.contract is not None
         before = Randomness.now(xs) if written else None
-        with torch.set_grad_enabled(written):  # an output that requires grad shows a capture
+        with torch.set_grad_enabled(written):  # an output that requires grad reveals a capture
             return self.record(rule.at(*[x.detach() for x in xs], perturbed=self.perturbed), before)
 
     def record(self, at: Linearized, before: Randomness | None = None) -> list[Tensor]:
         """Stores the maps without arrays; returns the outputs and extras.
 
-        before: The generators' states before the evaluation of a user's rule; None if it is not
-            repeated.
+        before: The generators' states before the evaluation of a user's rule; None if it runs only
+            once.
         """
         self.count, self.linearized, out = len(at.ys), at.without_arrays(), [*at.ys, *at.extras]
         if self.rule.contract is not None and any(
             y.requires_grad or upstream.is_wrapped(y) for y in out
         ):
             raise closed_over_error(self.rule.name)
-        # f for the value, the forward rule for a tangent: both draw the same numbers.
+        # f for the value, the forward rule for a tangent: both must draw the same numbers.
         repeats = isinstance(self.rule, JvpRule) or at.extras or at.opaque_residuals
         if before is not None and repeats and before.current() is not before:
             self.randomness = before
-        # Autograd attaches the node to the tensors themselves, and the author may keep these.
+        # Autograd attaches the node to the tensors themselves, and the rule's author may keep them.
         return [y.detach() for y in out]
 
     def note(self, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
@@ -117,7 +117,7 @@ class Application:
 
 
 def apart(xs: Sequence[Tensor]) -> Sequence[Tensor]:
-    """xs with a view for each repeated tensor, since autograd distinguishes inputs by identity."""
+    """Replaces repeated tensors in xs by views: autograd distinguishes inputs by identity."""
     if len(xs) == 1 or len(set(map(id, xs))) == len(xs):
         return xs
     first = {id(x): i for i, x in reversed([*enumerate(xs)])}
@@ -125,15 +125,15 @@ def apart(xs: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def apply_at(point: Application, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
-    """The outputs and extras of an application, with their node."""
+    """Returns the outputs and extras of an application, attached to its node."""
     inside = upstream.peek_interpreter_stack() is not None or any(map(upstream.is_wrapped, xs))
-    # Outside of torch.func as `attach`; looked up here, since recordings patch it.
+    # Outside of torch.func this equals `attach`; it is looked up here because recordings patch it.
     kind: Any = RuleFunction if inside else super(torch.autograd.Function, RuleFunction)
     return kind.apply(point, *apart(xs))
 
 
 class RuleFunction(torch.autograd.Function):
-    """One application of a rule, in every mode."""
+    """Autograd function of one application of a rule, in every mode."""
 
     recorded_as = RULE
 
@@ -178,7 +178,7 @@ class RuleFunction(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, point: Application, *xs: Tensor) -> Any:
-        """Applies the rule of a batch, made from the maps of one example, at the level below."""
+        """Applies the rule of a batch, built from the maps of one example, one level below."""
         one, in_dims = point.rule, in_dims[1:]
         if one.linearize is None:
             point.linearized = one.linearized_from(xs, [])
@@ -200,9 +200,9 @@ class RuleFunction(torch.autograd.Function):
 
 
 class Attached(torch.autograd.Function):
-    """The node of outputs that are known already, where autograd alone is active.
+    """Attaches a node to known outputs if only autograd is active.
 
-    Its forward pass is a part of the context's set-up, which saves PyTorch a call of Python.
+    Its forward pass is part of the context's setup, which saves PyTorch a Python call.
     """
 
     recorded_as = RULE
@@ -235,9 +235,9 @@ for _kind in (RuleFunction, Attached):
 
 
 def without_aliases(ys: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
-    """ys, cloned where they share memory with each other or with `others`.
+    """Clones each of ys that shares memory with another or with `others`.
 
-    Autograd would not know of an in-place write to one of them that changes another.
+    Autograd would not notice that an in-place write to one tensor changes another.
     """
     key = lambda x: upstream.storage_key(unwrapped(x))
     known = {key(x) for xs in others for x in xs if x is not None}

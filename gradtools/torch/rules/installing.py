@@ -1,8 +1,8 @@
 """Applies rules in PyTorch: in eager code, under torch.func, in compiled code and under export.
 
-A rule whose inputs are differentiated is applied by a `torch.autograd.Function` (`functions.py`).
-Dynamo cannot trace a `Function` with a `jvp` and may drop a rule under `torch.func` (torch#192985,
-torch#193279). It sees one opaque call, which functorch's levels then enter.
+A `torch.autograd.Function` (`functions.py`) applies a rule whose inputs are differentiated. Dynamo
+cannot trace a `Function` with a `jvp` and may drop a rule under `torch.func` (torch#192985,
+torch#193279). It sees one opaque call instead, which functorch's levels then enter.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _levels, _functions = upstream.peek_interpreter_stack, upstream.count_of_functio
 
 
 def apply_rule(rule: Rule, *xs: Tensor) -> list[Tensor]:
-    """`rule.primal(*xs)`, differentiated by the rule in every mode, at every order."""
+    """Calls `rule.primal(*xs)`; the rule defines its derivatives in every mode, at every order."""
     if is_compiling():
         return apply_rule_by_key(rule.key, *xs)
     if rule.reverse_only:
@@ -38,10 +38,10 @@ def apply_rule(rule: Rule, *xs: Tensor) -> list[Tensor]:
 
 
 def apply_rule_by_key(key: str, *xs: Tensor) -> list[Tensor]:
-    """`apply_rule` for compiled code, which holds the rule's key as a constant."""
+    """Applies a rule in compiled code, which holds the rule's key as a constant."""
     if not is_compiling():
         return apply_rule(by_key(key), *xs)
-    # Dynamo does not show whether an input is differentiated, so it counts as differentiated.
+    # Dynamo does not reveal whether an input is differentiated, so every input counts as such.
     if pushing_in_trace and _reverse_only(key):
         raise GradtoolsError(reverse_only_text(pushing_in_trace[-1], _reverse_only(key)))
     return list(_apply_by_key(key, *xs))
@@ -49,13 +49,13 @@ def apply_rule_by_key(key: str, *xs: Tensor) -> list[Tensor]:
 
 @upstream.marked_constant
 def _reverse_only(key: str) -> str:
-    """The name of the rule, if it has no forward mode."""
+    """Returns the name of the rule if it has no forward mode, or an empty string."""
     return by_key(key).name if by_key(key).reverse_only else ""
 
 
 @opaque_to_dynamo
 def _apply_by_key(key: str, *xs: Tensor) -> tuple[Tensor, ...]:
-    """`apply_rule` as one opaque node of dynamo's graph, which cannot hold Python objects."""
+    """Applies a rule as one opaque node of dynamo's graph, which cannot hold Python objects."""
     with real_tensors_too(xs):
         return tuple(_apply(by_key(key), xs))
 
@@ -85,7 +85,7 @@ def _apply(rule: Rule, xs: Sequence[Tensor]) -> Sequence[Tensor]:
 
 
 def _undifferentiated(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
-    """The outputs, for inputs that are not differentiated; a recursive rule ends here."""
+    """Returns the outputs for inputs that are not differentiated; ends a rule's recursion."""
     if rule.contract is None:
         with torch.no_grad():
             return [y.detach() if y.requires_grad else y for y in rule.primal(*xs)]
@@ -97,7 +97,7 @@ def _undifferentiated(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def _is_plain_eager(xs: Sequence[Tensor]) -> bool:
-    """Whether autograd alone is active: no transform, mode, recording or dual numbers."""
+    """Returns whether only autograd is active: no transform, mode, recording or dual numbers."""
     for x in xs:
         if x.layout is not torch.strided or is_wrapped(x) or x.is_nested:
             return False
@@ -106,16 +106,16 @@ def _is_plain_eager(xs: Sequence[Tensor]) -> bool:
 
 
 def _exported(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
-    """The values, as constants.
+    """Returns the values, as constants.
 
-    `torch.export` cannot keep a rule: PyTorch inlines a Function there, so that its gradient
-    silently becomes that of its operations or, exported strictly, none.
+    `torch.export` cannot keep a rule: PyTorch inlines a Function there, so its gradient silently
+    becomes the gradient of its operations or, in strict mode, disappears.
     """
     ys = rule.primal(*[x.detach() for x in xs])
     if torch.is_grad_enabled() and any(x.requires_grad for x in (*xs, *ys)):
         warn(
-            f"torch.export: the program holds the values of {rule.name}, and no own "
-            "derivative: to autograd its outputs are constants there. Train the model before it "
+            f"torch.export: the program contains the values of {rule.name}, but not its "
+            "derivative: its outputs are constants to autograd. Train the model before it "
             "is exported; if the values are enough, call torch.export.export under "
             "torch.no_grad()."
         )
@@ -123,7 +123,7 @@ def _exported(rule: Rule, xs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def differentiated(xs: Sequence[Tensor]) -> bool:
-    """Whether any of xs may be differentiated, in any mode or transform."""
+    """Returns whether any of xs may be differentiated, in any mode or transform."""
     levels = upstream.get_interpreter_stack() or ()
     if any(level.key() in _DERIVATIVES for level in levels):
         return True

@@ -1,11 +1,11 @@
-"""Calls of custom rules: the state that calls with tensors of the same shapes share.
+"""Calls of custom rules: state that is shared by calls with tensors of the same shapes.
 
-A signature is the shapes, dtypes and devices of a call's tensors, and the structure and constants
-of the arguments. `Calls` makes one record for each, a `Signature`: the rule, the author's functions
+A signature consists of the shapes, dtypes and devices of a call's tensors, and the structure and
+constants of the arguments. `Calls` makes a `Signature` for each: the rule, the author's functions
 of flat tensors, and the applications that later calls share.
 
-Where nothing but autograd's graph or forward mode is active, the author's code runs here, and its
-outputs get their node (`attach`) or tangents. Everywhere else `installing.py` applies the rule.
+If only autograd's graph or forward mode is active, the author's code runs here, and its outputs get
+their node (`attach`) or tangents. Otherwise `installing.py` applies the rule.
 """
 
 from __future__ import annotations
@@ -46,19 +46,19 @@ _MOST = 256
 
 
 class Signature:
-    """The state that all calls with the same shapes, dtypes, devices and structure share.
+    """State shared by all calls with the same shapes, dtypes, devices and structure.
 
     Attributes:
-        specialized: The rule at this structure of its arguments.
-        rule: Its `Rule`.
+        specialized: The rule for this structure of its arguments.
+        rule: The `Rule` of `specialized`.
         avals: The shape, dtype and device of each tensor.
-        likes: The same, None for integers.
-        key: The shapes and dtypes, the key of the contract's checks.
-        repeats: Whether the forward pass may run again, so that the generators' states are kept.
+        likes: The same as `avals`, but None for integers.
+        key: The shapes and dtypes, which are the key of the contract's checks.
+        repeats: Whether the forward pass may run again, so that generator states are stored.
         shared: The applications that calls share, by the positions of their saved tensors.
-        smooth: Whether all tensors are floating or complex, and the author's code leaves a graph.
+        smooth: Whether all tensors are floating or complex and the author's code leaves a graph.
         records: Whether the forward rule is evaluated in the graph of the call (`recorded`).
-        recording: The application of these calls.
+        recording: The application of recorded calls.
     """
 
     def __init__(self, specialized: Specialization, avals: tuple[Any, ...]) -> None:
@@ -72,12 +72,12 @@ class Signature:
         self.recording: Application | None = None
 
     def outputs(self, ys: Sequence[Tensor]) -> Any:
-        """The output of f, rebuilt from its tensors."""
+        """Rebuilds the output of f from its tensors."""
         out_def = self.specialized.outs.get(self.key, self.specialized.newest)
         return ys[0] if out_def is _LEAF else self.specialized.backend.unflatten(out_def, list(ys))
 
     def value(self, args: tuple[Any, ...], tracked: bool) -> Any:
-        """Calls f itself, for arguments that are not differentiated."""
+        """Calls f itself for arguments that are not differentiated."""
         out = self.specialized.fun(*args)
         is_known = type(out) is Tensor and self.key in self.specialized.values
         ys = [out] if is_known else self.specialized.outputs(args, out, "it")
@@ -88,13 +88,13 @@ class Signature:
     # --- fwd and bwd
 
     def applied(self, args: tuple[Any, ...]) -> Any:
-        """The output with its node, by one run of fwd."""
+        """Runs fwd once and returns the output with its node."""
         point, outs = self.evaluated(tuple(map(Tensor.detach, args)))
         ys = attach((point, outs), *args)
         return ys[0] if point.pull is not pulled_back else self.outputs(ys[: point.count])
 
     def evaluated(self, xs: tuple[Any, ...]) -> tuple[Application, tuple[Tensor, ...]]:
-        """The application, outputs and extras of one run of fwd."""
+        """Runs fwd once; returns the application, outputs and extras."""
         before = Randomness.now(xs) if self.repeats else None
         result = self.specialized.fwd(*xs)
         shared = self._shared(xs, result)
@@ -105,7 +105,7 @@ class Signature:
                 return point, tuple(map(Tensor.detach, outs))
         at = self.specialized.linearized(xs, result)
         again = bool(at.extras or at.opaque_residuals)
-        if again and before is None:  # another evaluation must draw the same numbers
+        if again and before is None:  # a second evaluation must draw the same numbers
             self.repeats = True
             return self.evaluated(xs)
         self.repeats, point = again, Application(self.rule)
@@ -114,9 +114,9 @@ class Signature:
         return point, outs
 
     def _shared(self, xs: tuple[Tensor, ...], result: Any) -> Any:
-        """The application that calls share whose fwd saved the same, its output and extras.
+        """Returns the application shared by calls whose fwd saved the same, its output and extras.
 
-        None if fwd returned or saved anything but one tensor or a tuple of them.
+        Returns None unless fwd returned a tensor and saved a tensor or a tuple of tensors.
         """
         out, res = result if type(result) is tuple and len(result) == 2 else (None, None)
         leaves = (res,) if type(res) is Tensor else res
@@ -145,9 +145,9 @@ class Signature:
         return point, outs
 
     def _share(self, point: Application, count: int | None) -> None:
-        """Gives a shared application the cotangent map and the backward pass of bwd alone.
+        """Gives a shared application the cotangent map and backward pass of bwd only.
 
-        count: The number of residuals; None: one tensor in no tuple.
+        count: The number of residuals, or None if bwd gets one tensor without a tuple.
         """
         specialized, avals, likes, maps = self.specialized, self.avals, self.likes, point.linearized
         bwd, is_flat = specialized.bwd, specialized.is_flat
@@ -173,13 +173,13 @@ class Signature:
         if maps is not None and specialized.refined is None:
             point.linearized = replace(maps, cotangent=cotangent)
 
-    # --- a forward rule alone in reverse mode
+    # --- reverse mode of a rule that has only a forward map
     #
     # Autograd transposes its tangent map T(x) in the graph of the call. T(x) is linear in dx, so
-    # its graph is the same at any dx; at dx = x the graph leads a cotangent to x.
+    # its graph is the same at any dx; at dx = x the graph routes a cotangent to x.
 
     def recorded(self, args: tuple[Any, ...]) -> Any:
-        """The output, by one evaluation of the forward rule; None for calls of `apply_rule`."""
+        """Evaluates the forward rule once; returns the output, or None to use `apply_rule`."""
         xs = tuple(map(Tensor.detach, args))
         point = self.recording = self.recording or self._recording(xs)
         if point is None:
@@ -191,19 +191,19 @@ class Signature:
         y, dy = result
         if y.requires_grad:
             raise closed_over_error(self.rule.name)
-        # Detached: the graph may hold y itself, which would be a reference cycle.
+        # Detached because the graph may hold y itself, which would be a reference cycle.
         return attach((point, (y.detach(),)), *args, dy)[0]
 
     def _recording(self, xs: tuple[Tensor, ...]) -> Application | None:
-        """The application of recorded calls.
+        """Returns the application of recorded calls.
 
-        None if f does not return a single tensor, if the map is not linear (an error is raised when
-        a derivative is taken), or if its graph has another leaf, which would get a gradient.
+        Returns None if f does not return a single tensor, if the map is not linear (taking a
+        derivative raises an error), or if its graph has another leaf, which would get a gradient.
         """
         dxs = [ones(*x).requires_grad_() for x in self.avals]
         run = self.specialized.tangent
         tangent = lambda xs, dxs: applied_to(None, self.rule, run, xs, dxs)
-        # A checkpoint counts the tensors that are saved, and this graph is not built again.
+        # A checkpoint counts saved tensors, and its recomputation does not rebuild this graph.
         with unpacked(), restored(Randomness.now(xs)), suppress(GradtoolsError):
             check_linear(self.rule, "tangent", tangent, xs, self.likes)
             leaves = leaves_of([dy for dy in tangent(xs, dxs) if dy is not None])
@@ -215,12 +215,12 @@ class Signature:
                 return point
         return None
 
-    # --- forward mode alone
+    # --- forward mode only
 
     def pushed(self, args: tuple[Any, ...]) -> Any:
-        """The output with its tangent, by one run of the author's code, without a node.
+        """Runs the author's code once; returns the output with its tangent, without a node.
 
-        None for calls of `apply_rule`.
+        Returns None if `apply_rule` is needed.
         """
         level = _forward_level()
         xs, dxs = zip(*[upstream.unpack_dual(x, level) for x in args], strict=True)
@@ -255,7 +255,7 @@ class Signature:
 
 
 def _pulled_in_graph(ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:
-    """Passes the cotangent to the tangent, the last input; at second order, transposes."""
+    """Passes the cotangent to the tangent, the last input; at second order, transposes the map."""
     if _graphs():
         return *pulled_back(ctx, cts), None
     if _is_compiling():  # compiled autograd cannot add a tensor to None
@@ -264,7 +264,7 @@ def _pulled_in_graph(ctx: Any, cts: Sequence[Any]) -> Sequence[Any]:
 
 
 def _is_pair(result: Any) -> bool:
-    """Whether a forward rule returned a tensor and its tangent, of the same shape and dtype."""
+    """Returns whether a forward rule returned a tensor and a tangent of its shape and dtype."""
     if type(result) is not tuple or len(result) != 2:
         return False
     y, dy = result
@@ -272,16 +272,16 @@ def _is_pair(result: Any) -> bool:
 
 
 class Calls:
-    """Calls of one `CustomRule`."""
+    """Handles the calls of one `CustomRule`."""
 
     def __init__(self, of: Any) -> None:
         self.of = of
-        # 0: any number of arguments may come.
+        # A count of 0 allows any number of arguments.
         self.count = 0 if of._needs_binding else len(of._binding.names)
         self.signatures: dict[Any, Signature] = {}
 
     def call(self, args: tuple[Any, ...], statics: tuple[Any, ...]) -> Any:
-        """The rule's output; NotImplemented for arguments that have no signature."""
+        """Returns the rule's output; NotImplemented for arguments without a signature."""
         if _is_compiling() or (len(args) != self.count and self.count):
             return NotImplemented
         structure: tuple[Any, ...] = ()
@@ -325,7 +325,7 @@ class Calls:
         return signature.outputs(apply_rule(signature.rule, *args))
 
     def _structure(self, args: Any, statics: tuple[Any, ...]) -> tuple[tuple[Any, ...], Any]:
-        """The tensors of a call, and its structure and constants; no tensors if it has no key."""
+        """Returns the tensors, structure and constants of a call; no tensors if it has no key."""
         leaves, treedef = self.of._backend.flatten_static(args)
         xs = tuple([x for x in leaves if isinstance(x, Tensor)])
         others = tuple([ARRAY if isinstance(x, Tensor) else x for x in leaves])
@@ -334,7 +334,7 @@ class Calls:
         return xs if plain else (), (treedef, statics, others, type_key(constants))
 
     def _signature(self, key: Any, args: tuple[Any, ...], structure: Any) -> Signature:
-        """The signature of a first call, which it keeps."""
+        """Makes and stores the signature of a first call."""
         treedef, statics, others = (structure or self._structure(args, ())[1])[:3]
         specialized = self.of._specialized(statics, treedef, others)
         avals = tuple([(x.shape, x.dtype, x.device) for x in args])

@@ -1,15 +1,15 @@
-"""The tangent and cotangent map of one application of a rule, each the transpose of the other.
+"""Tangent and cotangent maps of one application of a rule; each is the transpose of the other.
 
-`ctx` is the context of the application's `torch.autograd.Function` (`functions.py`). A linear map
-v -> L(v) that the author did not give is transposed by differentiating the other map. PyTorch does
-so for nonlinear maps as well; `checking.py` checks linearity first. Extras are differentiated
+`ctx` is the context of the application's `torch.autograd.Function` (`functions.py`). If the author
+gave only one of the linear maps, the other is its transpose, computed by differentiation. PyTorch
+would also transpose nonlinear maps; `checking.py` checks linearity first. Extras are differentiated
 through the code that computed them, by a second evaluation of the rule.
 
-Recursion must be broken where a rule applies itself to tangents. The forward rule of a linear
-function may be the function, df(x)[t] = f(t). Transposing it needs the derivative of t -> f(t),
-which by the rule is df(t)[s] = f(s), and so on without end. A linear function is its own
-derivative, so there the function's code is transposed, as in JAX, which evaluates a `custom_jvp`
-as plain code when it is transposed.
+A rule that applies itself to tangents would recurse forever. The forward rule of a linear function
+f may be the function itself, df(x)[t] = f(t). Transposing it needs the derivative of t -> f(t),
+which by the rule is df(t)[s] = f(s), and so on. A linear function is its own derivative, so the
+function's code is transposed there, as in JAX, which evaluates a `custom_jvp` as plain code when it
+is transposed.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ Fun = Callable[..., Sequence[Any]]
 
 
 def in_eager() -> bool:
-    """Whether no torch.func transform and no compiler is active."""
+    """Returns whether no torch.func transform and no compiler is active."""
     stack = upstream.peek_interpreter_stack()
     return stack is None and not is_compiling() and upstream.TracingContext.try_get() is None
 
 
 def pulled_back(ctx: Any, cts: Sequence[Any]) -> Any:
-    """The backward pass, at any order."""
+    """Runs the backward pass, at any order."""
     point, tensors = ctx.point, [alive(x) for x in ctx.saved_tensors]
     if point.rule.reverse_only:
         return point.linearized.cotangent(tensors, cts)
@@ -63,15 +63,15 @@ def pulled_back(ctx: Any, cts: Sequence[Any]) -> Any:
 
 
 def inputs_of(point: Any, kept: Sequence[int], tensors: Sequence[Tensor]) -> list[Tensor]:
-    """The inputs, which were saved for a second evaluation."""
+    """Returns the inputs, which were saved for a second evaluation."""
     return [tensors[kept.index(i)] for i in range(len(point.like_xs))]
 
 
-# --- the maps, and the transpose of one for the other -------------------------------------
+# --- the maps, each the transpose of the other --------------------------------------------
 
 
 def tangent_at(point: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
-    """The tangents of the outputs, at the residuals in `tensors`."""
+    """Computes the tangents of the outputs at the residuals in `tensors`."""
     rule = point.rule
     maps, at = _maps_at(point, point.pushing, tensors)
     dxs = [None if i in rule.nondifferentiable else dx for i, dx in enumerate(dxs)]
@@ -89,7 +89,7 @@ def tangent_at(point: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> lis
 
 
 def _cotangent(point: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> Sequence[Any]:
-    """The cotangents of the inputs, at the residuals in `tensors`."""
+    """Computes the cotangents of the inputs at the residuals in `tensors`."""
     rule = point.rule
     maps, at = _maps_at(point, point.pulling, tensors)
     if rule.fills("cotangent") and any(ct is None for ct in cts):
@@ -108,7 +108,7 @@ def _cotangent(point: Any, tensors: Sequence[Tensor], cts: Sequence[Any]) -> Seq
 def _by_transposing(
     point: Any, which: str, whole: Any, run: Map, at: Any, likes: Any, values: Sequence[Any]
 ) -> list[Any]:
-    """The transpose of `vs -> run(at, vs)`, a part of the map `whole`, at `values`."""
+    """Transposes `vs -> run(at, vs)`, a part of the map `whole`, at `values`."""
     if which not in point.ones:
         check_linear(point.rule, which, whole, at, likes)
     known = point.ones.setdefault(which, [])
@@ -118,7 +118,7 @@ def _by_transposing(
 def transpose(
     rule: Rule, which: str, linear: Any, at: list[Any], examples: list[Any], values: list[Any]
 ) -> list[Any]:
-    """The transpose of `vs -> linear(at, *vs)`, of tensors like the examples, at `values`."""
+    """Transposes `vs -> linear(at, *vs)` at `values`; the vectors have the examples' shapes."""
     run, likes = lambda at, vs: linear(at, *vs), list(map(like, examples))
     check_linear(rule, which, run, at, likes)
     return filled(transposed(rule, run, at, likes, values), likes)
@@ -127,9 +127,9 @@ def transpose(
 def _maps_at(
     point: Any, kept: Sequence[int], tensors: Sequence[Tensor]
 ) -> tuple[Any, Sequence[Tensor]]:
-    """The rule's maps and their residuals.
+    """Returns the rule's maps and their residuals.
 
-    Maps that evaluate the author's functions again draw the random numbers of the first evaluation.
+    Maps that reevaluate the author's functions draw the random numbers of the first evaluation.
 
     kept: The positions of `tensors` in `[*xs, *ys, *extras]`.
     """
@@ -155,7 +155,7 @@ def _drawn(randomness: Any, run: Map, saved: Sequence[Tensor], vs: Sequence[Any]
 
 
 def _extras_of(point: Any, xs: Sequence[Tensor]) -> tuple[Fun, list[Tensor], list[bool]]:
-    """The extras as a function of the floating and complex inputs, these, and their mask."""
+    """Returns the extras as a function of the inexact inputs, these inputs, and their mask."""
     mask = [like is not None for like in point.like_xs]
 
     def run(*changed: Tensor) -> list[Tensor]:
@@ -167,7 +167,7 @@ def _extras_of(point: Any, xs: Sequence[Tensor]) -> tuple[Fun, list[Tensor], lis
 
 
 def extras_pushed(point: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> list[Any]:
-    """The tangents of the extras; None for zeros and for tangents that are not used."""
+    """Computes the tangents of the extras; None for zeros and unused tangents."""
     likes, xs = point.like_ys[point.count :], inputs_of(point, point.pushing, tensors)
     forward_alone = in_eager() and not any(x.requires_grad for x in xs)
     if forward_alone or not any(likes):
@@ -178,12 +178,12 @@ def extras_pushed(point: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> 
 
 # --- derivatives of functions -------------------------------------------------------------
 #
-# While code is compiled, a rule runs below the levels of torch.func, where the engines would see
-# eager code. Dual numbers may have tangents that overlap in memory, which autograd cannot write to.
+# During compilation a rule runs below the levels of torch.func, where the engines would see eager
+# code. Dual numbers may have tangents with overlapping memory, which autograd cannot write to.
 
 
 def pull(fun: Fun, xs: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:
-    """The pullback of `fun` at xs applied to cotangents; None means zeros in both."""
+    """Applies the pullback of `fun` at xs to cotangents; None means zero in both."""
     if not in_eager() or upstream.forward_level() >= 0:
         return _vjp_of_inexact(fun, xs)[1](cts)
     result = engines.vjp(lambda *a: (list(fun(*a)), []), list(xs), groups=None, once=True)
@@ -207,14 +207,14 @@ def _vjp_of_inexact(fun: Fun, xs: Sequence[Tensor]) -> tuple[list[Any], Any]:
         mask[:] = [y is not None and is_inexact(y) for y in ys]
         return tuple([y for y, m in zip(ys, mask, strict=True) if m]) or (torch.zeros(()),)
 
-    with unpacked():  # torch.func refuses to run inside of hooks on saved tensors
+    with unpacked():  # torch.func refuses to run inside of saved-tensor hooks
         outs, pull = torch.func.vjp(dense, *xs)[:2]
     ys = spread(outs[: sum(mask)], mask)
 
     def pullback(cts: Sequence[Any]) -> list[Any]:
         pairs = zip(ys, cts, strict=True)
         full = [torch.zeros_like(y) if ct is None else ct for y, ct in pairs if y is not None]
-        with unpacked():  # views, since an unchanged result may belong to an ended level
+        with unpacked():  # uses views, since an unchanged result may belong to an ended level
             return [v.view_as(v) for v in pull(tuple(full) or (torch.zeros(()),))]
 
     return ys, pullback
@@ -231,13 +231,13 @@ def transposed(
     values: Sequence[Any],
     known: list[Tensor] | None = None,
 ) -> list[Any]:
-    """The transpose of `vs -> linear(at, vs)`, for vectors with these avals, applied to `values`.
+    """Applies the transpose of `vs -> linear(at, vs)`, for vectors with these avals, to `values`.
 
-    In eager code by autograd, a third of the time of torch.func, which works under any transform.
-    With gradients on, the result is differentiable in `at` and `values`. None for zeros, and for
-    the vectors of integers, whose aval is None.
+    In eager code it uses autograd, which takes a third of the time of torch.func; torch.func works
+    under any transform. With gradients on, the result is differentiable in `at` and `values`. None
+    means zero, or a vector of integers, whose aval is None.
 
-    known: A list that keeps the vectors of ones at which the map is traced, for later calls. Given
+    known: A list that caches the vectors of ones at which the map is traced, for later calls. Given
         only if no tensor in `at` has a tangent.
     """
     mask = [like is not None for like in likes]
@@ -280,29 +280,29 @@ def transposed(
 
 
 def _refuse_cut(rule: Rule, y: Tensor, v: Tensor) -> None:
-    """Raises if a result y of a linear map, at vectors of ones, is not zero and has no graph.
+    """Raises if a result y of a linear map at vectors of ones is nonzero and has no graph.
 
-    v: The vector of the transpose; y is not needed where it is zero.
+    v: The vector of the transpose; if it is zero, y is not needed.
     """
     if upstream.TracingContext.try_get() is None and all(
         bool((unwrapped(x) != 0).any()) for x in (y, v)
     ):
         raise GradtoolsError(
-            f"rule {rule.name!r}: the other mode follows by transposing one of its maps, but "
+            f"rule {rule.name!r}: the other mode is derived by transposing one of its maps, but "
             "PyTorch records no graph of that map, as under torch.no_grad or after detach. "
             "Compute it with gradients on, or give the missing map as well."
         )
 
 
-# --- a rule that is applied to the tangents of its own map --------------------------------
+# --- rules that are applied to the tangents of their own map -------------------------------
 
 Vectors = set[int] | int | None
-"""Identifies the vectors of a map: the ids of these leaves, the torch.func level at which it is
-traced, or None if no other tensor requires grad."""
+"""Identifies the vectors of a map: the ids of these leaves and the torch.func level at which the
+map is traced, or None if no other tensor requires grad."""
 
 
 class _Ongoing(threading.local):
-    """The maps that are being transposed in this thread, the innermost last.
+    """The maps that this thread is transposing, innermost last.
 
     Each entry holds the `origin` of the map's rule, and the map's vectors.
     """
@@ -315,7 +315,7 @@ ongoing = _Ongoing()
 
 
 def applied_to(vectors: Vectors, rule: Rule, run: Callable[..., Any], *args: Any) -> Any:
-    """Runs a map of the rule at these vectors, as a part of its transposition."""
+    """Runs a map of the rule at these vectors during its transposition."""
     ongoing.maps.append((rule.origin, vectors))
     try:
         return run(*args)
@@ -324,9 +324,9 @@ def applied_to(vectors: Vectors, rule: Rule, run: Callable[..., Any], *args: Any
 
 
 def in_own_transpose(rule: Rule, xs: Sequence[Tensor]) -> bool:
-    """Whether xs depend on vectors to which the rule's own tangent map is applied.
+    """Returns whether xs depend on vectors to which the rule's own tangent map is applied.
 
-    That map may have applied another rule, which applies this one. A rule with a cotangent map
+    That map may have applied another rule, which applies this rule. A rule with a cotangent map
     needs no transposition.
     """
     maps = ongoing.maps

@@ -1,1 +1,1 @@
-"""Recorders of PyTorch runs, whose effects are undone."""
+"""Recorders of PyTorch runs, which undo the effects of a run."""

@@ -14,7 +14,7 @@ Tensor = torch.Tensor
 
 
 class ParametersRead(TorchFunctionMode):
-    """A mode that collects the leaves with requires_grad that PyTorch's functions receive."""
+    """Collects the leaves with requires_grad that PyTorch's functions receive."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -32,7 +32,7 @@ _MARKS = {**{name: name for name in _AGAIN}, **dict.fromkeys(_EDITS, "edited gra
 
 
 def name_and_mark(kind: Any, args: Any) -> tuple[str, str]:
-    """The name and the mark of a torch.autograd.Function."""
+    """Returns the name and the mark of a torch.autograd.Function."""
     recorded_as = function_of_ours(kind)
     if recorded_as is None:
         return kind.__name__, "custom rule"

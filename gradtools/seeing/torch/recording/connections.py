@@ -1,8 +1,8 @@
-"""Records how values of a PyTorch run are connected, for `why_zero`.
+"""Records the connections between the values of a PyTorch run, for `why_zero`.
 
-The operations are aten's (`run_recorder.py`), each with the name of the function that the user
-called. A torch.autograd.Function is one node, whatever it runs inside. Data that leaves for NumPy
-or Python is a node without results in PyTorch; `recorded_run.py` finds where it returns.
+The operations are aten operations (`run_recorder.py`), each with the name of the function that the
+user called. A torch.autograd.Function is one node, whatever it runs inside. Data that leaves for
+NumPy or Python is a node without results in PyTorch; `recorded_run.py` finds where it returns.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ _CUT, _FULL = Dependence.CUT, Dependence.DIFFERENTIABLE
 Edge = tuple[Any, int]  # a node of autograd, and the number of its output
 Replace = tuple[frozenset[int], Callable[[Any], Any]]
 
-# PyTorch's own errors about lost gradients, by a part of their text, with the kind of loss of each.
-# `tests/support/torch_lost_gradients.py` raises each, so that tests notice a new wording.
+# Maps a part of PyTorch's error text about a lost gradient to the kind of loss.
+# `tests/support/torch_lost_gradients.py` raises each error, so that tests notice a new wording.
 REFUSALS = {
     "Can't call numpy() on Tensor that requires grad": "left_framework",
     "Can't export tensors that require gradient": "left_framework",
@@ -65,15 +65,15 @@ class ConnectionRecorder(RunRecorder):
     Attributes:
         outside: As in `Graph`.
         reachable: The tensors that the program can reach before it runs, by id.
-        leavings: The nodes by which data left for NumPy or Python so far.
-        entries: For nodes after a leaving, fingerprints of the numbers and arrays among their
-            arguments, to compare two runs.
-        sizes: The greatest modulus of each tensor's entries, by number, as in `PassesAtValues`.
+        leavings: The nodes at which data has left for NumPy or Python so far.
+        entries: For nodes after a leaving, fingerprints of their numeric and array arguments, for
+            the comparison of two runs.
+        sizes: The maximum modulus of each tensor's entries, by number, as in `PassesAtValues`.
         refusal: PyTorch's own error, and its description.
-        aliases: The copies of the leaves that f was given.
-        inputs: Their numbers.
+        aliases: The copies of the leaves that were passed to f.
+        inputs: The value numbers of the aliases.
         outs: The results of f.
-        outputs: Their numbers.
+        outputs: The value numbers of the results.
     """
 
     caller = "why_zero"
@@ -92,14 +92,14 @@ class ConnectionRecorder(RunRecorder):
         self.outs: list[Any] = []
         self.outputs: list[int] = []
         self._replace = replace
-        self._scalars: list[int] = []  # the Python numbers that the function read from tensors
+        self._scalars: list[int] = []  # numbers that the function read from tensors
         self._is_plain = True  # whether no transform of torch.func runs, whose arrays are partial
-        self._edges: dict[int, Edge] = {}  # a tensor's place in autograd's graph, by its id
+        self._edges: dict[int, Edge] = {}  # maps a tensor's id to its edge in autograd's graph
 
     # --- calls
 
     def called(self, fun: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a function of PyTorch, whose operations get its name."""
+        """Runs a function of PyTorch, and gives its operations the function's name."""
         if fun is private.custom_function_call:
             kind, *args = args
             return self.ruled(kind, partial(fun, kind), args, kwargs)
@@ -118,14 +118,14 @@ class ConnectionRecorder(RunRecorder):
             self._function = ""
         with self.silent():
             results = [*map(unwrapped, tensors_in(out))]
-            for x in [*xs, *results]:  # now autograd's graph shows how they are connected
+            for x in [*xs, *results]:  # autograd's graph now contains their connections
                 self.of(x)
             for value in self._scalars:
                 self.outside += [(value, self.of(y)) for y in results]
         return out
 
     def _apart(self, raw: str, xs: list[Tensor], fun: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a function that makes a tensor apart from autograd's graph, as one node."""
+        """Records a function that makes a tensor outside of autograd's graph as one node."""
         name = raw if raw in ("Parameter", "Buffer") else name_of(fun)
         with self.silent():
             numbers = [*map(self.of, xs)]
@@ -150,7 +150,7 @@ class ConnectionRecorder(RunRecorder):
             return out
 
     def operated(self, call: AtenCall) -> Any:
-        """Records an aten operation; a number that a function reads from a tensor leaves."""
+        """Records an aten operation; a number that a function reads from a tensor is a leaving."""
         if call.raw != "_local_scalar_dense":
             return super().operated(call)
         out = call.run()
@@ -185,8 +185,8 @@ class ConnectionRecorder(RunRecorder):
             ys = [*map(unwrapped, tensors_in(out))]
             changed = [x for x, version in zip(xs, before, strict=True) if version != version_of(x)]
             outs = list({id(y): y for y in (*changed, *ys)}.values())
-            # It also reads captured tensors, for which it returns no derivative, unless it is a
-            # reentrant checkpoint that computes its function again in backward.
+            # It also reads captured tensors. It returns no derivative for them unless it is a
+            # reentrant checkpoint, which recomputes its function in backward.
             again = kind is torch.utils.checkpoint.CheckpointFunction
             given, own = {id(x) for x in xs}, function_of_ours(kind)
             more = [] if own else [x for x in map(unwrapped, read.tensors) if id(x) not in given]
@@ -251,7 +251,7 @@ class ConnectionRecorder(RunRecorder):
         loss: str | None = None,
         mark: str = "",
     ) -> RecordedNode:
-        """Adds a node whose links are known."""
+        """Adds a node with known links."""
         here = self.origin()
         at = replace(here, mark=mark or here.mark)
         about = {"links": links, "loss": loss, "phase": self.phase}
@@ -259,12 +259,12 @@ class ConnectionRecorder(RunRecorder):
         self.made.append(RecordedNode(node, native, torch.is_grad_enabled()))
         return self.made[-1]
 
-    # --- data that leaves PyTorch, and returns
+    # --- data that leaves PyTorch and returns
 
     def _leaves(
         self, raw: str, name: str, xs: list[Tensor], fun: Any, args: Any, kwargs: Any
     ) -> Any:
-        """Records data that leaves for NumPy or Python, or as a boolean on which f may branch."""
+        """Records data that leaves for NumPy or Python, or as a bool on which f may branch."""
         with self.silent():
             branch = raw in operations.BRANCHES
             numbers = [*map(self.of, xs)] if branch else [self.of(xs[0])]
@@ -279,12 +279,12 @@ class ConnectionRecorder(RunRecorder):
     def _leave(
         self, operation: str, name: str, numbers: Sequence[int], value: int, loss: str | None
     ) -> None:
-        """Adds the node of data that leaves."""
+        """Adds the node at which data leaves."""
         made = self.add(operation, name, numbers, [value], ((_CUT,) * len(numbers),), loss)
         self.leavings += [] if self.phase else [made.node]
 
     def enters(self, leaving: Node, at: int) -> None:
-        """Connects data that left to the node at which it returned, by its position."""
+        """Connects data that left to the node, given by its position, at which it returned."""
         number = self.new(0.0)
         self.outside.append((leaving.outputs[0], number))
         self.made[at].hosts.append(number)
@@ -292,7 +292,7 @@ class ConnectionRecorder(RunRecorder):
     # --- values
 
     def new(self, x: Any, name: str = "") -> int:
-        """A new number for a tensor, a NumPy array or a Python number."""
+        """Numbers a tensor, a NumPy array or a Python number."""
         number = super().new(x, name)
         if isinstance(x, np.ndarray | np.generic | bool | int | float | complex):
             array = np.asarray(x)
@@ -300,7 +300,7 @@ class ConnectionRecorder(RunRecorder):
         return number
 
     def hold(self, x: Tensor, value: int) -> None:
-        """Gives a tensor, unwrapped from transforms, this number; records its size."""
+        """Assigns this number to a tensor, unwrapped from transforms; records its size."""
         base = unwrapped(x)
         super().hold(base, value)
         if value not in self.sizes and self._is_plain:
@@ -309,7 +309,7 @@ class ConnectionRecorder(RunRecorder):
         self._edges.pop(id(base), None)
 
     def of(self, x: Tensor) -> int:
-        """The value of a tensor."""
+        """Returns the value of a tensor."""
         with self.silent():
             base = unwrapped(x)
             number = super().of(base)
@@ -319,7 +319,7 @@ class ConnectionRecorder(RunRecorder):
     def links_of_update(
         self, x: Tensor, written: Tensor, given: Sequence[int], grad: bool
     ) -> tuple[Links | None, str | None]:
-        """An update passes a derivative on if autograd gave x a new place in its graph."""
+        """Returns the links: a derivative flows if autograd gave x a new edge in its graph."""
         was_reconnected = self._edges.get(id(x), edge_of(x)) != edge_of(x)
         if not written.requires_grad or was_reconnected:
             return None, None
@@ -334,7 +334,7 @@ class ConnectionRecorder(RunRecorder):
         return {number: x for number, x in self.captured.items() if x is not None}
 
     def graph(self) -> PlainGraph:
-        """The recorded graph."""
+        """Returns the recorded graph."""
         values = dict(self.values)
         for number, x in self.captured_tensors.items():
             values[number] = replace(values[number], name=self.names.get(id(x), ""))
@@ -343,7 +343,7 @@ class ConnectionRecorder(RunRecorder):
         return PlainGraph(tuple(self.nodes), values, *ends, captured, outside)
 
 
-# functions that make a tensor apart from autograd's graph, with the kind of loss
+# functions that make a tensor outside of autograd's graph, with the kind of loss
 _APART = {
     **dict.fromkeys(
         ("data", "detach", "deepcopy", "array_wrap", "Parameter", "Buffer"), "detached"
@@ -354,13 +354,13 @@ _APART = {
 
 
 def _is_plain(x: Tensor) -> bool:
-    """Whether NumPy can read its memory."""
+    """Returns whether NumPy can read its memory."""
     on_cpu = x.device.type == "cpu" and x.layout is torch.strided
     return on_cpu and not x.requires_grad and x.dtype is not torch.bfloat16
 
 
 def _fingerprints(x: Any) -> Iterator[Any]:
-    """Fingerprints of the numbers and NumPy arrays among arguments, to compare two runs."""
+    """Yields fingerprints of the numbers and NumPy arrays among arguments."""
     for leaf in upstream.tree_leaves(x):
         if isinstance(leaf, np.ndarray):
             yield leaf.shape, leaf.dtype, zlib.crc32(np.ascontiguousarray(leaf).tobytes())
@@ -369,10 +369,10 @@ def _fingerprints(x: Any) -> Iterator[Any]:
 
 
 def edge_of(x: Tensor) -> Edge:
-    """A tensor's place in autograd's graph."""
+    """Returns a tensor's edge in autograd's graph."""
     return x.grad_fn, x.output_nr
 
 
 def version_of(x: Tensor) -> int | None:
-    """A tensor's version counter; None for inference tensors, which have none."""
+    """Returns a tensor's version counter; None for inference tensors, which have none."""
     return None if x.is_inference() else upstream.version_of(x)

@@ -1,8 +1,8 @@
 """Runs the user's function once under a recorder and undoes its effects.
 
-f runs eagerly, compiled code included, at copies of its leaves that require grad; control-flow
-operators run as Python loops and branches. Afterwards the state of the snapshot, captured tensors
-and `.grad` are restored.
+f runs eagerly, including compiled code, at copies of its leaves that require grad; control-flow
+operators run as Python loops and branches. Afterwards the snapshot's state, captured tensors and
+`.grad` are restored.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _here = threading.local()
 
 
 def watchable() -> bool:
-    """Whether a run can be recorded here: in plain eager code, and not in another recording."""
+    """Returns whether a run can be recorded: in plain eager code, outside another recording."""
     inside = is_compiling() or upstream.peek_interpreter_stack() is not None
     return not inside and not getattr(_here, "recording", False)
 
@@ -40,9 +40,9 @@ def observed(
     names: Sequence[str] = (),
     recorder_of: Callable[[Undo], ConnectionRecorder] = ConnectionRecorder,
 ) -> Iterator[ConnectionRecorder]:
-    """A context with a recorded run, whose effects are undone on exit.
+    """Context that yields a recorded run and undoes its effects on exit.
 
-    PyTorch's own error about a gradient ends the run and is its `refusal`.
+    PyTorch's own error about a gradient ends the run and becomes its `refusal`.
     """
     with recording_run("a run", run, leaves) as undo:
         seen = recorder_of(undo)
@@ -67,13 +67,13 @@ def observed(
 
 @contextmanager
 def recording_run(what: str, run: Run, leaves: Sequence[Any]) -> Iterator[Undo]:
-    """A context in which this thread may record one run; its effects are undone on exit.
+    """Context in which this thread may record one run; undoes its effects on exit.
 
-    what: The subject of the error if no run can be recorded here.
+    what: The subject of the error message if no run can be recorded.
     """
     if not watchable():
         raise GradtoolsError(
-            f"{what} can be recorded in plain eager code only, not inside a transform of "
+            f"{what} can only be recorded in plain eager code, not inside a transform of "
             "torch.func, in compiled code, or while another run is recorded."
         )
     with undone(run, leaves) as undo:
@@ -101,7 +101,7 @@ _FOLLOWED: dict[str, Callable[..., Any]] = {
 
 
 def followed() -> AbstractContextManager[None]:
-    """A context in which this thread's cond and while_loop run in Python."""
+    """Context in which this thread's cond and while_loop run in Python."""
 
     def follow(operator: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return _FOLLOWED.get(operator.name(), call)(*args, **kwargs)

@@ -1,8 +1,8 @@
-"""The neutral names of aten's operations, and why some of them carry no derivative.
+"""Neutral names of aten operations, and the reasons why some have no derivative.
 
-Variants of an operation have one name: `add` and `add_`. The neutral names are those of
-`seeing/formulas/words.py`; other operations keep PyTorch's name. Autograd's nodes have neutral
-names too, because a call such as cross_entropy makes several nodes.
+Variants of an operation have one name: `add` and `add_`. `seeing/formulas/words.py` defines the
+neutral names; other operations keep PyTorch's name. Autograd's nodes also have neutral names,
+because a call such as cross_entropy makes several nodes.
 """
 
 from __future__ import annotations
@@ -92,11 +92,11 @@ softmax           safe_softmax
 
 
 def neutral(name: str) -> str:
-    """The name in the vocabulary of both frameworks, or PyTorch's own."""
+    """Returns the framework-neutral name, or PyTorch's own name if there is none."""
     return _NEUTRAL.get(name, name)
 
 
-# --- why a call carries no derivative ----------------------------------------------------
+# --- reasons why a call has no derivative ------------------------------------------------
 
 ZERO_DERIVATIVE = frozenset(
     {"round", "floor", "ceil", "trunc", "sign", "floor_divide", "heaviside", "nextafter"}
@@ -109,7 +109,7 @@ UNDIFFERENTIABLE = frozenset(
     {"unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"}
 )
 
-# The result takes shape, dtype or device from the first argument, and none of its contents.
+# The result takes shape, dtype or device from the first argument, but not its contents.
 NO_DATA = frozenset(
     {"zeros_like", "ones_like", "empty_like", "rand_like", "randn_like", "randint_like"}
     | {"new_zeros", "new_ones", "new_empty", "new_empty_strided", "full_like", "new_full"}
@@ -121,7 +121,7 @@ OVERWRITES = frozenset(
     | {"geometric_", "normal_", "bernoulli_"}
 )
 
-# Functions by which data leaves for NumPy or Python, as PyTorch spells them.
+# Functions by which data leaves for NumPy or Python, in PyTorch's spelling.
 LEAVES = frozenset(
     {"item", "tolist", "numpy", "__array__", "__float__", "__int__", "__complex__", "__index__"}
 )
@@ -129,7 +129,7 @@ BRANCHES = frozenset({"__bool__", "is_nonzero", "equal", "allclose", "__contains
 
 
 def loss_of(name: str, grad_enabled: bool, to_inexact: bool) -> str:
-    """Why an output has no derivative with respect to a floating input: a key of `KINDS`.
+    """Returns why an output has no derivative along a floating input: a key of `KINDS`.
 
     Args:
         name: The function's name, from `name_of`.
@@ -144,7 +144,7 @@ def loss_of(name: str, grad_enabled: bool, to_inexact: bool) -> str:
 
 
 def library_call(lines: Lines) -> tuple[str, str] | None:
-    """The function of PyTorch that the user called and that stops gradients, with the kind of loss.
+    """Returns the PyTorch function called by the user that stops gradients, and the loss.
 
     lines: The frames of the running operation, innermost first.
     """
@@ -166,23 +166,23 @@ _BACKWARD = {
     "adaptive_max_pool2_d": "max_pool",
     "hardtanh": "clip",
     "nll_loss": "index",
-    "rsub": "rsub",  # its operands are in reverse
+    "rsub": "rsub",  # its operands are in reverse order
 }
 
 
 def neutral_of_node(node: Any) -> str:
-    """The neutral name of a node of autograd, such as "multiply" of MulBackward0."""
+    """Returns the neutral name of an autograd node, such as "multiply" for MulBackward0."""
     words = name_of_node(node)
     return _BACKWARD.get(words) or neutral(words)
 
 
 def name_of_node(node: Any) -> str:
-    """The aten name of an autograd node's forward operation."""
+    """Returns the aten name of an autograd node's forward operation."""
     return _WORDS.sub("_", word_of(node)).lower()
 
 
 def word_of(node: Any) -> str:
-    """An autograd node's name without namespace and "Backward", or its rule's name."""
+    """Returns an autograd node's name without namespace and "Backward", or its rule's name."""
     rule = getattr(getattr(node, "point", None), "rule", None)
     if isinstance(rule, Rule):
         return rule.name

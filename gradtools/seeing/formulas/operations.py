@@ -7,35 +7,18 @@ entry of each row by a one-hot factor.
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradtools.seeing.formulas import algebra
 from gradtools.seeing.formulas import typesetting as ts
-from gradtools.seeing.formulas.algebra import (
-    apply,
-    broadcast,
-    broadcast_shape,
-    centred,
-    conj,
-    contracts,
-    mean,
-    plus,
-    product,
-    real,
-    reshape,
-    spread,
-    total,
-    transpose,
-    unsqueeze,
-)
+from gradtools.seeing.formulas.algebra import apply, conj, mean, real, reshape, spread, total
 from gradtools.seeing.formulas.expressions import (
     BOOLEAN,
-    DTYPES,
     REAL,
     Expr,
     constant_of,
@@ -57,17 +40,8 @@ def _entrywise(name: str, evaluate: Callable[..., Any], pullback: Any = None, **
 
 # --- functions of one argument
 
-
-def _sigmoid(x: np.ndarray) -> np.ndarray:
-    if np.iscomplexobj(x):
-        return 1 / (1 + np.exp(-x))
-    e = np.exp(-np.abs(x))  # avoids overflow and keeps full relative precision in both tails
-    return np.where(x >= 0, 1.0, e) / (1 + e)
-
-
-_gaussian = lambda y, x: 2 / math.sqrt(math.pi) * apply("exp", -(x**2))
 # The value, the derivative from the value y and the argument x, and the definition if it is shown.
-_FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[Expr, Expr], Expr], str]] = {
+FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[Expr, Expr], Expr], str]] = {
     "exp": (np.exp, lambda y, x: y, ""),
     "log": (np.log, lambda y, x: x**-1, ""),
     "sin": (np.sin, lambda y, x: apply("cos", x), ""),
@@ -75,20 +49,23 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[Expr, Expr], Expr], st
     "sinh": (np.sinh, lambda y, x: apply("cosh", x), ""),
     "cosh": (np.cosh, lambda y, x: apply("sinh", x), ""),
     "tanh": (np.tanh, lambda y, x: 1 - y**2, ""),
-    "erf": (np.vectorize(math.erf, otypes=[float]), _gaussian, ""),
     "softplus": (
         lambda x: np.logaddexp(x, 0),
         lambda y, x: apply("sigmoid", x),
         "softplus(x) := log(1 + e^x)",
     ),
-    "sigmoid": (_sigmoid, lambda y, x: y * (1 - y), "sigmoid(x) := 1 / (1 + e^(-x))"),
+    "sigmoid": (
+        lambda x: np.exp(-np.logaddexp(-x, 0)),
+        lambda y, x: y * (1 - y),
+        "sigmoid(x) := 1 / (1 + e^(-x))",
+    ),
     "relu": (
         lambda x: np.maximum(x, 0),
         lambda y, x: indicator(x, 0, ">"),
         "relu(x) := max(x, 0)",
     ),
 }
-for _name, (_value, _slope, _definition) in _FUNCTIONS.items():
+for _name, (_value, _slope, _definition) in FUNCTIONS.items():
     _pulled = lambda y, g, x, slope=_slope: [conj(slope(y, x)) * g]
     _entrywise(_name, _value, _pulled, definition=_definition)
 
@@ -110,12 +87,6 @@ def _write_power(w: Writer, x: Expr) -> Written:
     if size != 1:  # the power of a whole matrix is marked as elementwise
         raised = ts.power(base, size, "∘" if x.rank > 1 and size != 0.5 else "")
     return ts.over(ts.number(1.0), raised) if negative else raised
-
-
-def _write_cast(w: Writer, x: Expr) -> Written:
-    """√x and √(x + 0i) differ below zero, so a cast to complex is written."""
-    inner = w.write(x.args[0])
-    return Written(f"{inner.text} + 0i", ts.SUM) if x.is_complex else inner
 
 
 operation(
@@ -146,22 +117,17 @@ _entrywise(
     form=lambda w, x: ts.superscript(w.write(x.args[0]), "*"),
 )
 _entrywise("stop", lambda x: x)
-_entrywise(
+_entrywise(  # a real array as complex numbers: √x and √(x + 0i) differ below zero
     "cast",
-    lambda x, to: x.astype(DTYPES[to]),
-    lambda y, g, x: [g if y.is_complex else None],
-    form=_write_cast,
+    lambda x: x + 0j,
+    lambda y, g, x: [g],
+    form=lambda w, x: Written(f"{w.write(x.args[0]).text} + 0i", ts.SUM),
 )
 
 
 def stop(x: Expr) -> Expr:
     """stop_gradient: x with no derivative."""
     return x if x.op == "stop" or constant_of(x) is not None else apply("stop", x, kind=x.kind)
-
-
-def cast_to(x: Expr, kind: str) -> Expr:
-    """x as values of another kind."""
-    return apply("cast", x, kind=kind, to=kind)
 
 
 # --- comparison and choice
@@ -185,8 +151,7 @@ def indicator(a: Any, b: Any, relation: str) -> Expr:
 def _pull_where(y: Expr, g: Expr, c: Expr, a: Expr, b: Expr) -> list[Expr | None]:
     otherwise = 1 - c
     if c.op == "compare":
-        left, right = c.args
-        otherwise = indicator(left, right, _RELATIONS[c["relation"]][1])
+        otherwise = indicator(*c.args, _RELATIONS[c["relation"]][1])
     return [None, c * g, otherwise * g]
 
 
@@ -210,7 +175,8 @@ def where(c: Expr, a: Any, b: Any) -> Expr:
     c, a, b = c if c.kind == BOOLEAN else indicator(c, 0, "!="), lifted(a), lifted(b)
     mask = c["value"].array if c.op == "array" else None
     if mask is not None and mask.all() == mask.any():
-        return broadcast(a if mask.all() else b, broadcast_shape(c.shape, a.shape, b.shape))
+        shape = algebra.broadcast_shape(c.shape, a.shape, b.shape)
+        return algebra.broadcast(a if mask.all() else b, shape)
     return apply("where", c, a, b, kind=widest(a.kind, b.kind))
 
 
@@ -225,7 +191,7 @@ def _einsum(y: Expr, *arrays: np.ndarray) -> np.ndarray:
     numbers = [a + 0.0 if a.dtype.kind in "bui" else a for a in arrays]
     pairs = [*zip(numbers, y["labels"], strict=True)]
     value: Any = 1.0
-    if len(arrays) == 1 or contracts(y):
+    if len(arrays) == 1 or algebra.contracts(y):
         kept = [l for l in axes if any(l in names for names in y["labels"])]
         operands = [part for pair in pairs for part in pair]
         value = spread(einsum(*operands, kept, optimize=len(arrays) > 2), kept)
@@ -233,17 +199,16 @@ def _einsum(y: Expr, *arrays: np.ndarray) -> np.ndarray:
         for a, names in pairs:
             own = sorted(set(names))
             value = value * spread(einsum(a, names, own), own)
-    result = np.broadcast_to(y["coefficient"] * value, y.shape)
-    return result if y.is_inexact else result.astype(DTYPES[y.kind])
+    return np.broadcast_to(y["coefficient"] * value, y.shape)
 
 
 def _pull_einsum(y: Expr, g: Expr, *factors: Expr) -> list[Expr]:
     """For each factor g times the conjugates of all others."""
     entries = [(conj(f), names) for f, names in zip(factors, y["labels"], strict=True)]
     result = []
-    for k, factor in enumerate(factors):
+    for k, (factor, labels) in enumerate(zip(factors, y["labels"], strict=True)):
         others = [(g, range(y.rank)), *entries[:k], *entries[k + 1 :]]
-        result.append(product(others, y["labels"][k], factor.shape, np.conj(y["coefficient"])))
+        result.append(algebra.product(others, labels, factor.shape, np.conj(y["coefficient"])))
     return result
 
 
@@ -254,21 +219,13 @@ def _write_reshape(w: Writer, x: Expr) -> Written:
     return ts.function("reshape", [w.operand(x.args[0])], "x".join(map(str, x.shape)))
 
 
-def _reshape_labels(y: Expr) -> list[list[int | None]]:
-    """Axes correspond if equally many entries lie before them."""
-    (x,) = y.args
-    place = {prod(y.shape[:k]): k for k, n in enumerate(y.shape) if n != 1}
-    return [[place.get(prod(x.shape[:k])) for k in range(x.rank)]]
-
-
 operation("array", lambda y: y["value"].array, form=lambda w, x: Written("c"))
-operation("einsum", _einsum, _pull_einsum, labels=lambda y: y["labels"])
+operation("einsum", _einsum, _pull_einsum)
 operation(
     "reshape",
     lambda y, x: np.reshape(x, y.shape),
     lambda y, g, x: [reshape(g, x.shape)],
     form=_write_reshape,
-    labels=_reshape_labels,
 )
 
 
@@ -279,19 +236,16 @@ def sliced(x: Expr, *, start: Any, limit: Any, stride: Any = None, drop: Any = (
     """The slice start:limit:stride of each axis, stride > 0, without the length-1 axes in drop."""
     triples = zip(start, limit, stride or (1,) * x.rank, strict=True)
     bounds = tuple((int(a), int(max(a, b)), int(s)) for a, b, s in triples)
-    shape = [len(range(*bound)) for bound in bounds]
-    part = x if tuple(shape) == x.shape else expr("slice", (x,), shape, x.kind, bounds=bounds)
+    shape = tuple(len(range(*bound)) for bound in bounds)
+    part = x if shape == x.shape else expr("slice", (x,), shape, x.kind, bounds=bounds)
     return reshape(part, [n for a, n in enumerate(shape) if a not in drop])
 
 
 def split(x: Expr, *, sizes: Sequence[int], axis: int) -> list[Expr]:
     """Consecutive slices of these sizes."""
-    ends = list(itertools.accumulate(sizes))
     at = lambda n, others: [n if a == axis else other for a, other in enumerate(others)]
-    pairs = [
-        (at(end - n, (0,) * x.rank), at(end, x.shape)) for n, end in zip(sizes, ends, strict=True)
-    ]
-    return [sliced(x, start=start, limit=limit) for start, limit in pairs]
+    pairs = zip(accumulate(sizes), sizes, strict=True)
+    return [sliced(x, start=at(e - n, (0,) * x.rank), limit=at(e, x.shape)) for e, n in pairs]
 
 
 def _selected(y: Expr) -> tuple[slice, ...]:
@@ -308,9 +262,8 @@ def _write_part(w: Writer, y: Expr) -> Written:
     """A part of an array in NumPy's notation, or zeros with that part."""
     (x,) = y.args
     pieces = []
-    for (first, last, step), n in zip(y["bounds"], max(x, y, key=_size).shape, strict=True):
-        stop = "" if last >= n else str(last)
-        along = f"{first or ''}:{stop}" + f":{step}" * (step > 1)
+    for (first, last, step), n in zip(y["bounds"], map(max, x.shape, y.shape), strict=True):
+        along = f"{first or ''}:{'' if last >= n else last}" + f":{step}" * (step > 1)
         pieces.append(str(first) if last - first == 1 < n else along)
     at = ", ".join(pieces)
     if y.op == "slice":
@@ -319,37 +272,11 @@ def _write_part(w: Writer, y: Expr) -> Written:
     return Written(f"into[{at}]({w.operand(x).text})")
 
 
-_size = lambda x: prod(x.shape)
-operation(
-    "slice",
-    lambda y, x: x[_selected(y)],
-    lambda y, g, x: [expr("into", (g,), x.shape, g.kind, bounds=y["bounds"])],
-    form=_write_part,
-)
-operation(
-    "into",
-    _embedded,
-    lambda y, g, x: [expr("slice", (g,), x.shape, g.kind, bounds=y["bounds"])],
-    form=_write_part,
-)
-operation(
-    "concatenate",
-    lambda y, *xs: np.concatenate(xs, y["axis"]),
-    lambda y, g, *xs: split(g, sizes=[x.shape[y["axis"]] for x in xs], axis=y["axis"]),
-    form=lambda w, x: Written(
-        "[" + ("; " if x["axis"] == 0 else ", ").join(w.operand(a).text for a in x.args) + "]"
-    ),
-)
-
-
-def concatenate(*xs: Expr, axis: int) -> Expr:
-    """numpy.concatenate."""
-    xs = tuple(x for x in xs if x.shape != (0,)) or xs
-    if len(xs) == 1:
-        return xs[0]
-    shape = list(xs[0].shape)
-    shape[axis] = sum(x.shape[axis] for x in xs)
-    return expr("concatenate", xs, shape, widest(*(x.kind for x in xs)), axis=axis)
+_adjoint_part = lambda y, g, x: [
+    expr("into" if y.op == "slice" else "slice", (g,), x.shape, g.kind, bounds=y["bounds"])
+]
+operation("slice", lambda y, x: x[_selected(y)], _adjoint_part, form=_write_part)
+operation("into", _embedded, _adjoint_part, form=_write_part)
 
 
 # --- one entry of each row
@@ -358,7 +285,6 @@ operation(
     "one_hot",  # a last axis with 1 at i; a negative index counts from the end
     lambda y, i: (np.asarray(i)[..., None] % y["size"] == np.arange(y["size"])) * 1.0,
     form=lambda w, x: ts.function("onehot", [w.write(x.args[0])]),
-    labels=lambda y: [range(y.rank - 1)],
 )
 
 
@@ -369,21 +295,7 @@ def one_hot(i: Expr, *, size: int) -> Expr:
 
 def picked(x: Expr, i: Expr) -> Expr:
     """The entry of each row of x that i names: the last axis is summed with a one-hot factor."""
-    i = from_the_end(i, x.shape[-1])
     return total(x * one_hot(i, size=x.shape[-1]), [x.rank - 1])
-
-
-def from_the_end(i: Expr, n: int) -> Expr:
-    """The i of ``where(i < 0, i + n, i)``: a negative index counts from the end in NumPy, too."""
-    if i.op in ("reshape", "einsum") and len(i.args) == 1 and i.args[0].op == "where":
-        inner = from_the_end(i.args[0], n)
-        if i.op == "reshape":
-            return reshape(inner, i.shape)
-        return product([(inner, *i["labels"])], range(i.rank), i.shape, i["coefficient"])
-    if i.op != "where" or i.args[0].op != "compare" or i.args[0].args[0] is not i.args[2]:
-        return i
-    wrapped = i.args[1].args[0] if i.args[1].op == "cast" else i.args[1]
-    return i.args[2] if wrapped is i.args[2] + n else i
 
 
 def take_along(x: Expr, i: Expr, *, axis: int) -> Expr | None:
@@ -391,7 +303,7 @@ def take_along(x: Expr, i: Expr, *, axis: int) -> Expr | None:
     rest = lambda of: (*of.shape[:axis], *of.shape[axis + 1 :])
     if not (x.rank and i.rank) or i.shape[axis] != 1 or rest(x) != rest(i):
         return None
-    last = transpose(x, [*(a for a in range(x.rank) if a != axis), axis])
+    last = algebra.transpose(x, [*(a for a in range(x.rank) if a != axis), axis])
     return reshape(picked(last, reshape(i, rest(i))), i.shape)
 
 
@@ -406,10 +318,8 @@ def _write_along(w: Writer, y: Expr) -> Written:
     if y.op == "norm":
         return Written(f"‖{w.operand(x).text}‖" + (ts.below(below) if below else ""))
     if y.op == "standardize" and y["eps"]:
-        epsilon = ts.number(y["eps"]).text
-        w.note(
-            f"standardize(x) = (x - mean(x)) / √(var(x) + ε), ε = {epsilon}, over the axes below"
-        )
+        eps = f"ε = {ts.number(y['eps']).text}"
+        w.note(f"standardize(x) = (x - mean(x)) / √(var(x) + ε), {eps}, over the axes below")
     return ts.function(y.op, [w.operand(x)], below)
 
 
@@ -425,7 +335,7 @@ def _pull_logsumexp(y: Expr, g: Expr, x: Expr, axes: tuple[int, ...]) -> Expr:
 
 
 def _pull_variance(y: Expr, g: Expr, x: Expr, axes: tuple[int, ...]) -> Expr:
-    return 2 / prod(x.shape[a] for a in axes) * (centred(x, axes) * real(g))
+    return 2 / prod(x.shape[a] for a in axes) * (algebra.centred(x, axes) * real(g))
 
 
 # Every entry that equals the maximum or minimum gets its whole cotangent.
@@ -440,22 +350,16 @@ _REDUCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Expr], str]] = {
     "logsumexp": (_logsumexp, _pull_logsumexp, "logsumexpᵢ(x) := log Σᵢ e^x"),
     "var": (np.var, _pull_variance, "varᵢ(x) := meanᵢ |x - meanᵢ x|²"),
 }
-
-
-def _reduction_labels(y: Expr) -> list[list[int | None]]:
-    kept = iter(range(y.rank))
-    return [[None if a in y["axes"] else next(kept) for a in range(y.args[0].rank)]]
-
-
-def _pull_reduction(y: Expr, g: Expr, x: Expr) -> list[Expr]:
-    axes = y["axes"]
-    return [_REDUCTIONS[y.op][1](spread(y, axes, x.shape), spread(g, axes, x.shape), x, axes)]
-
-
 for _name, (_value, _, _definition) in _REDUCTIONS.items():
-    _about = {"form": _write_along, "definition": _definition, "labels": _reduction_labels}
-    _of_axes = lambda y, x, value=_value: value(x, y["axes"])
-    operation(_name, _of_axes, _pull_reduction, **_about)
+    operation(
+        _name,
+        lambda y, x, value=_value: value(x, y["axes"]),
+        lambda y, g, x: [
+            _REDUCTIONS[y.op][1](*(spread(z, y["axes"], x.shape) for z in (y, g)), x, y["axes"])
+        ],
+        form=_write_along,
+        definition=_definition,
+    )
 
 
 def reduced(name: str, x: Expr, axes: Iterable[int] | None = None, keep: bool = False) -> Expr:
@@ -466,7 +370,7 @@ def reduced(name: str, x: Expr, axes: Iterable[int] | None = None, keep: bool = 
     kind = REAL if name in ("norm", "var") else x.kind
     shape = [n for a, n in enumerate(x.shape) if a not in axes]
     result = expr(name, (x,), shape, kind, axes=axes)
-    return unsqueeze(result, axes) if keep else result
+    return algebra.unsqueeze(result, axes) if keep else result
 
 
 def softmax(x: Expr, *, axis: int) -> Expr:
@@ -484,7 +388,7 @@ def _standardize(y: Expr, x: np.ndarray) -> np.ndarray:
 def _pull_standardize(y: Expr, g: Expr, x: Expr) -> list[Expr]:
     """(g - mean g - y mean(y g)) / deviation."""
     axes = y["axes"]
-    inner = plus(g, -mean(g, axes, keep=True), -(y * mean(y * g, axes, keep=True)))
+    inner = algebra.plus(g, -mean(g, axes, keep=True), -(y * mean(y * g, axes, keep=True)))
     return [inner / spread((reduced("var", x, axes) + y["eps"]) ** 0.5, axes, x.shape)]
 
 

@@ -305,9 +305,8 @@ _LETTERS = "ijklmnprsuvaeh"  # letters that have subscripts in Unicode
 class Axes:
     """Letters for axes, by union-find: axes that correspond get the same letter.
 
-    Every operation labels the axes of its arguments: those of a sum one by one, those of a product
-    by their labels (`Operation.labels`). A class of axes that correspond is one dimension of the
-    problem, such as the batch or the classes, and gets one letter.
+    Axes of a sum correspond one by one, those of a product by their labels (see `_labels`). A class
+    of axes that correspond is one dimension of the problem, such as the batch or the classes.
 
     taken: Letters that have another meaning.
     """
@@ -327,7 +326,7 @@ class Axes:
         """Unites axes of equal length to which the values' operations give one label."""
         for y in values:
             first: dict[Any, Axis] = {l: (y, l) for l in range(y.rank)}
-            for x, labels in zip(y.args, OPERATIONS[y.op].labels(y) if y.args else (), strict=True):
+            for x, labels in zip(y.args, _labels(y), strict=True):
                 for k, label in enumerate(labels):
                     z, i = (x, k) if label is None else first.setdefault(label, (x, k))
                     if z.shape[i] == x.shape[k] != 1:
@@ -352,6 +351,24 @@ class Axes:
     def unique(self, x: Expr) -> tuple[str, ...]:
         """The letters of all axes, with primes for repeated ones."""
         return primed(self.letters(x))
+
+
+def _labels(y: Expr) -> Sequence[Sequence[int | None]]:
+    """For each argument of y the axis of y that corresponds to each axis, or None."""
+    if y.op == "einsum":
+        return y["labels"]
+    kept, axes = iter(range(y.rank)), y.get("axes", ())
+    place = {prod(y.shape[:k]): k for k, n in enumerate(y.shape) if n != 1}
+
+    def of(x: Expr) -> Sequence[int | None]:
+        if x.rank == y.rank and y.op != "reshape":
+            return range(x.rank)
+        if axes:  # a reduction
+            return [None if a in axes else next(kept) for a in range(x.rank)]
+        # as many entries lie before corresponding axes of a reshape
+        return [place.get(prod(x.shape[:k])) for k in range(x.rank)]
+
+    return [*map(of, y.args)]
 
 
 def primed(letters: Sequence[str]) -> tuple[str, ...]:

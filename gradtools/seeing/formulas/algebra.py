@@ -19,19 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.seeing.formulas.expressions import (
-    COMPLEX,
-    REAL,
-    Expr,
-    array,
-    constant_of,
-    expr,
-    full,
-    is_zero,
-    lifted,
-    tidy,
-    widest,
-)
+from gradtools.seeing.formulas.expressions import COMPLEX, REAL, Expr, array, constant_of, expr
+from gradtools.seeing.formulas.expressions import full, is_zero, lifted, tidy, widest
 
 # --- products
 

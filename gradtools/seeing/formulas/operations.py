@@ -17,16 +17,8 @@ import numpy as np
 from gradtools.seeing.formulas import algebra
 from gradtools.seeing.formulas import typesetting as ts
 from gradtools.seeing.formulas.algebra import apply, conj, mean, real, reshape, spread, total
-from gradtools.seeing.formulas.expressions import (
-    BOOLEAN,
-    REAL,
-    Expr,
-    constant_of,
-    expr,
-    lifted,
-    operation,
-    widest,
-)
+from gradtools.seeing.formulas.expressions import BOOLEAN, REAL, Expr, constant_of, expr, lifted
+from gradtools.seeing.formulas.expressions import operation, widest
 from gradtools.seeing.formulas.typesetting import Written
 
 if TYPE_CHECKING:
@@ -151,7 +143,8 @@ def indicator(a: Any, b: Any, relation: str) -> Expr:
 def _pull_where(y: Expr, g: Expr, c: Expr, a: Expr, b: Expr) -> list[Expr | None]:
     otherwise = 1 - c
     if c.op == "compare":
-        otherwise = indicator(*c.args, _RELATIONS[c["relation"]][1])
+        left, right = c.args
+        otherwise = indicator(left, right, _RELATIONS[c["relation"]][1])
     return [None, c * g, otherwise * g]
 
 

@@ -19,19 +19,8 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from gradtools.seeing.formulas import algebra
-from gradtools.seeing.formulas.algebra import (
-    Entry,
-    add,
-    apply,
-    centred,
-    drop_axes,
-    mean,
-    parts,
-    product,
-    summands,
-    total,
-    varying,
-)
+from gradtools.seeing.formulas.algebra import Entry, add, apply, centred, drop_axes, mean, parts
+from gradtools.seeing.formulas.algebra import product, summands, total, varying
 from gradtools.seeing.formulas.expressions import Expr, constant_of
 from gradtools.seeing.formulas.operations import reduced, softmax, standardize
 

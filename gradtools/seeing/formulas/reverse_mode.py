@@ -14,15 +14,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradtools.seeing.formulas.algebra import add, real
-from gradtools.seeing.formulas.expressions import (
-    OPERATIONS,
-    SEVERAL,
-    ArrayValue,
-    Expr,
-    full,
-    is_zero,
-    order,
-)
+from gradtools.seeing.formulas.expressions import OPERATIONS, SEVERAL, ArrayValue, Expr, full
+from gradtools.seeing.formulas.expressions import is_zero, order
 from gradtools.seeing.formulas.opaque import pulled_back
 
 

@@ -21,19 +21,8 @@ import numpy as np
 
 from gradtools.seeing.formulas import algebra, operations
 from gradtools.seeing.formulas.algebra import apply, broadcast, broadcast_shape
-from gradtools.seeing.formulas.expressions import (
-    BOOLEAN,
-    COMPLEX,
-    INTEGER,
-    REAL,
-    Expr,
-    array,
-    constant_of,
-    full,
-    is_zero,
-    kind_of,
-    order,
-)
+from gradtools.seeing.formulas.expressions import BOOLEAN, COMPLEX, INTEGER, REAL, Expr, array
+from gradtools.seeing.formulas.expressions import constant_of, full, is_zero, kind_of, order
 from gradtools.seeing.formulas.operations import FUNCTIONS, reduced
 from gradtools.seeing.formulas.patterns import named
 
@@ -127,6 +116,7 @@ WORDS: dict[str, Callable[..., Any]] = {
     **{name: _reduction(name) for name in ("max", "min", "logsumexp")},
     "norm": _norm,
     "variance": _variance,
+    "deviation": lambda x, **how: _variance(x, **how) ** 0.5,
     "softmax": operations.softmax,
     "log_softmax": lambda x, *, axis: x - reduced("logsumexp", x, [axis][: x.rank], keep=True),
     "standardize": operations.standardize,

@@ -17,16 +17,8 @@ from math import prod
 from typing import Any
 
 from gradtools.seeing.formulas import typesetting as ts
-from gradtools.seeing.formulas.algebra import (
-    Entry,
-    Labels,
-    contracts,
-    drop_axes,
-    is_wrapper,
-    opened,
-    power,
-    varying,
-)
+from gradtools.seeing.formulas.algebra import Entry, Labels, contracts, drop_axes, is_wrapper
+from gradtools.seeing.formulas.algebra import opened, power, varying
 from gradtools.seeing.formulas.expressions import OPERATIONS, Expr, constant_of
 from gradtools.seeing.formulas.typesetting import Written
 

@@ -23,14 +23,8 @@ import torch
 from gradtools.backend import Backend
 from gradtools.host_kernels import call_if_kept
 from gradtools.seeing.formulas import algebra
-from gradtools.seeing.formulas.expressions import (
-    Expr,
-    evaluate,
-    kind_of,
-    lifted,
-    order,
-    placeholder,
-)
+from gradtools.seeing.formulas.expressions import Expr, evaluate, kind_of, lifted, order
+from gradtools.seeing.formulas.expressions import placeholder
 from gradtools.seeing.formulas.opaque import OpaqueFunction, by_name
 from gradtools.seeing.formulas.operations import picked, stop
 from gradtools.seeing.formulas.reverse_mode import Recorded

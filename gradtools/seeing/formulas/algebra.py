@@ -19,8 +19,8 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.seeing.formulas.expressions import COMPLEX, REAL, Expr, array, constant_of, expr
-from gradtools.seeing.formulas.expressions import full, is_zero, lifted, tidy, widest
+from gradtools.seeing.formulas import expressions
+from gradtools.seeing.formulas.expressions import REAL, Expr, expr, full, lifted, tidy, widest
 
 # --- products
 
@@ -183,9 +183,8 @@ def _einsum(
         for name in names:
             number.setdefault(name, len(number))
     labels = tuple(tuple(number[n] for n in names) for _, names in entries)
-    kind = widest(
-        *(f.kind for f, _ in entries), COMPLEX if isinstance(coefficient, complex) else REAL
-    )
+    own = expressions.COMPLEX if isinstance(coefficient, complex) else REAL
+    kind = widest(*(f.kind for f, _ in entries), own)
     if len(entries) == 1 and coefficient == 1 and set(entries[0][1]) <= set(out):
         kind = entries[0][0].kind  # a transposed index stays integer
     args, shape = (f for f, _ in entries), (size[n] for n in out)
@@ -298,7 +297,7 @@ def reshape(x: Expr, shape: Iterable[int]) -> Expr:
     if x.op == "reshape":
         return reshape(x.args[0], shape)
     if x.op == "array":
-        return array(x["value"].array.reshape(shape))
+        return expressions.array(x["value"].array.reshape(shape))
     ones = tuple(a for a, n in enumerate(x.shape) if n == 1)
     inner = squeeze(x, ones) if ones else x
     long = tuple(n for n in shape if n != 1)
@@ -339,14 +338,14 @@ def _gather(terms: Sequence[Expr]) -> dict[Expr, Any]:
     """The sum of the coefficients of each distinct term."""
     result: dict[Expr, Any] = {}
     for x in terms:
-        coefficient, core = constant_of(x), x
+        coefficient, core = expressions.constant_of(x), x
         if coefficient is not None:
             core = full(1.0, x.shape)
         elif x.op == "einsum" and x["coefficient"] != 1:
             coefficient = x["coefficient"]
             core = product(zip(x.args, x["labels"], strict=True), range(x.rank), x.shape)
         result[core] = result.get(core, 0) + (1.0 if coefficient is None else coefficient)
-    return {core: c for core, c in result.items() if c != 0 and not is_zero(core)}
+    return {core: c for core, c in result.items() if c != 0 and not expressions.is_zero(core)}
 
 
 def _without_common(terms: list[Expr], shape: tuple[int, ...]) -> Expr:
@@ -409,7 +408,7 @@ def power(x: Expr, exponent: Any) -> Expr:
         return x
     if exponent == 0:
         return full(1.0, x.shape)
-    constant = constant_of(x)
+    constant = expressions.constant_of(x)
     negative = isinstance(exponent, complex) or exponent < 0
     if constant is not None and (constant != 0 or not negative):
         return full(constant**exponent, x.shape)
@@ -422,7 +421,7 @@ def power(x: Expr, exponent: Any) -> Expr:
         if whole or (positive and len(entries) == 1):
             raised = [(power(f, exponent), names) for f, names in entries]
             return product(raised, out, x.shape, c**exponent)
-    kind = COMPLEX if isinstance(exponent, complex) else ""
+    kind = expressions.COMPLEX if isinstance(exponent, complex) else ""
     return apply("power", x, kind=kind, exponent=exponent)
 
 

@@ -14,11 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from gradtools.seeing.formulas import algebra
+from gradtools.seeing.formulas import algebra, expressions
 from gradtools.seeing.formulas import typesetting as ts
 from gradtools.seeing.formulas.algebra import apply, conj, mean, real, reshape, spread, total
-from gradtools.seeing.formulas.expressions import BOOLEAN, REAL, Expr, constant_of, expr, lifted
-from gradtools.seeing.formulas.expressions import operation, widest
+from gradtools.seeing.formulas.expressions import REAL, Expr, constant_of, expr, lifted, operation
 from gradtools.seeing.formulas.typesetting import Written
 
 if TYPE_CHECKING:
@@ -137,7 +136,7 @@ _RELATIONS = {
 
 def indicator(a: Any, b: Any, relation: str) -> Expr:
     """The indicator function: 1 where a and b, expressions or numbers, satisfy the relation."""
-    return apply("compare", a, b, kind=BOOLEAN, relation=relation)
+    return apply("compare", a, b, kind=expressions.BOOLEAN, relation=relation)
 
 
 def _pull_where(y: Expr, g: Expr, c: Expr, a: Expr, b: Expr) -> list[Expr | None]:
@@ -165,12 +164,12 @@ _entrywise("where", np.where, _pull_where, form=_write_where)
 
 def where(c: Expr, a: Any, b: Any) -> Expr:
     """a where c holds, else b; only a or b if c is the same constant everywhere."""
-    c, a, b = c if c.kind == BOOLEAN else indicator(c, 0, "!="), lifted(a), lifted(b)
+    c, a, b = c if c.kind == expressions.BOOLEAN else indicator(c, 0, "!="), lifted(a), lifted(b)
     mask = c["value"].array if c.op == "array" else None
     if mask is not None and mask.all() == mask.any():
         shape = algebra.broadcast_shape(c.shape, a.shape, b.shape)
         return algebra.broadcast(a if mask.all() else b, shape)
-    return apply("where", c, a, b, kind=widest(a.kind, b.kind))
+    return apply("where", c, a, b, kind=expressions.widest(a.kind, b.kind))
 
 
 # --- constants, contractions, reshapes

@@ -19,8 +19,7 @@ from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 from gradtools.seeing.formulas import algebra
-from gradtools.seeing.formulas.algebra import Entry, add, apply, centred, drop_axes, mean, parts
-from gradtools.seeing.formulas.algebra import product, summands, total, varying
+from gradtools.seeing.formulas.algebra import Entry, add, apply, mean, parts, product, varying
 from gradtools.seeing.formulas.expressions import Expr, constant_of
 from gradtools.seeing.formulas.operations import reduced, softmax, standardize
 
@@ -29,7 +28,7 @@ def named(x: Expr) -> Expr:
     """The result of an operation, by its name where it is one of the compositions above."""
     kept = sorted(varying(x))
     if len(kept) < x.rank and constant_of(x) is None:  # broadcast along the other axes
-        inner = drop_axes(x, kept)
+        inner = algebra.drop_axes(x, kept)
         other = named(inner)
         return x if other is inner else algebra.broadcast(other, x.shape, kept)
     results = (pattern(x) for op, pattern in _PATTERNS if op == x.op)
@@ -41,7 +40,7 @@ def named(x: Expr) -> Expr:
 
 def _terms(x: Expr) -> list[Expr]:
     """The terms of a sum, with nested sums flattened."""
-    terms = summands(x)
+    terms = algebra.summands(x)
     return terms if terms == [x] else [t for term in terms for t in _terms(term)]
 
 
@@ -82,7 +81,7 @@ def _squares(x: Expr, of_mean: bool) -> tuple[Expr, tuple[int, ...]] | None:
 def _centre(y: Expr, axes: tuple[int, ...]) -> Expr | None:
     """Z, if y is z - mean z."""
     rests = (add([z for z in y.args if z is not t]) for t in y.args if y.op == "add")
-    return next((z for z in rests if centred(z, axes) is y), None)
+    return next((z for z in rests if algebra.centred(z, axes) is y), None)
 
 
 def _replaced(x: Expr, gone: Sequence[Entry], new: Entry) -> Expr:
@@ -101,7 +100,7 @@ def _logsumexp(x: Expr) -> Expr | None:
         return None
     z, shift = _without_shift(e.args[0], axes)
     kept = [a for a in range(z.rank) if a not in axes]
-    return algebra.plus(reduced("logsumexp", z, axes), *(drop_axes(s, kept) for s in shift))
+    return algebra.plus(reduced("logsumexp", z, axes), *(algebra.drop_axes(s, kept) for s in shift))
 
 
 def _softmax(x: Expr) -> Expr | None:
@@ -109,7 +108,7 @@ def _softmax(x: Expr) -> Expr | None:
     _, entries, _ = parts(x)
     for e, names in entries:
         for axis in range(e.rank) if e.op == "exp" else ():
-            below = total(e, [axis]) ** -1, (*names[:axis], *names[axis + 1 :])
+            below = algebra.total(e, [axis]) ** -1, (*names[:axis], *names[axis + 1 :])
             if below in entries:
                 p = softmax(_without_shift(e.args[0], [axis])[0], axis=axis)
                 return _replaced(x, [(e, names), below], (p, names))

@@ -19,10 +19,9 @@ from typing import Any
 
 import numpy as np
 
-from gradtools.seeing.formulas import algebra, operations
+from gradtools.seeing.formulas import algebra, expressions, operations
 from gradtools.seeing.formulas.algebra import apply, broadcast, broadcast_shape
-from gradtools.seeing.formulas.expressions import BOOLEAN, COMPLEX, INTEGER, REAL, Expr, array
-from gradtools.seeing.formulas.expressions import constant_of, full, is_zero, kind_of, order
+from gradtools.seeing.formulas.expressions import BOOLEAN, INTEGER, REAL, Expr, constant_of, order
 from gradtools.seeing.formulas.operations import FUNCTIONS, reduced
 from gradtools.seeing.formulas.patterns import named
 
@@ -40,12 +39,12 @@ def _maximum(a: Expr, b: Expr) -> Expr | None:
     if constant_of(b) not in (0, -math.inf):
         return None
     whole = broadcast(a, broadcast_shape(a.shape, b.shape))
-    return apply("relu", whole) if is_zero(b) else whole
+    return apply("relu", whole) if expressions.is_zero(b) else whole
 
 
 def _cast(x: Expr, *, dtype: Any = None) -> Expr | None:
     """x in another dtype; None for a cast to integers, which truncates."""
-    kind = x.kind if dtype is None else kind_of(dtype)
+    kind = x.kind if dtype is None else expressions.kind_of(dtype)
     if kind in (INTEGER, BOOLEAN) and kind != x.kind and (kind, x.kind) != (INTEGER, BOOLEAN):
         return None
     return algebra.real(x) if kind == REAL else x
@@ -98,7 +97,7 @@ WORDS: dict[str, Callable[..., Any]] = {
     "maximum": _maximum,
     "expm1": lambda x: apply("exp", x) - 1,
     "log1p": lambda x: apply("log", 1 + x),
-    "logaddexp": lambda a, b: apply("softplus", a) if is_zero(b) else None,
+    "logaddexp": lambda a, b: apply("softplus", a) if expressions.is_zero(b) else None,
     "silu": lambda x: x * apply("sigmoid", x),
     "einsum": lambda *xs, subscripts: algebra.einsum(subscripts, *xs),
     "matmul": algebra.matmul,
@@ -173,7 +172,7 @@ def translated(
         return None
     results = result if isinstance(result, list) else [result]
     likes, more = likes[: len(results)], likes[len(results) :]
-    if any(kind in (REAL, COMPLEX) for _, kind in more):
+    if any(kind in (REAL, expressions.COMPLEX) for _, kind in more):
         return None
     for x, (shape, kind) in zip(results, likes, strict=True):
         counts = kind in (INTEGER, BOOLEAN) and x is not None and constant_of(x) is None
@@ -187,14 +186,16 @@ def fitted(x: Expr, like: Like) -> Expr:
     shape, kind = like
     x = named(x)
     x = x if x.shape == tuple(shape) else broadcast(x, tuple(shape))
-    plain = kind != COMPLEX or x.is_complex or constant_of(x) is not None
-    return x if plain else apply("cast", x, kind=COMPLEX)
+    plain = kind != expressions.COMPLEX or x.is_complex or constant_of(x) is not None
+    return x if plain else apply("cast", x, kind=expressions.COMPLEX)
 
 
 def constant(value: Any) -> Expr:
     """A captured number or array."""
     value = np.asarray(value)
-    return array(value) if value.ndim or value.dtype.kind == "b" else full(value[()], ())
+    if value.ndim or value.dtype.kind == "b":
+        return expressions.array(value)
+    return expressions.full(value[()], ())
 
 
 def has_opaque_part(results: Sequence[Expr], operands: Sequence[Expr]) -> bool:

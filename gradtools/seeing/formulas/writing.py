@@ -16,9 +16,9 @@ from functools import partial
 from math import prod
 from typing import Any
 
+from gradtools.seeing.formulas import algebra
 from gradtools.seeing.formulas import typesetting as ts
-from gradtools.seeing.formulas.algebra import Entry, Labels, contracts, drop_axes, is_wrapper
-from gradtools.seeing.formulas.algebra import opened, power, varying
+from gradtools.seeing.formulas.algebra import Entry, Labels, contracts, opened, power, varying
 from gradtools.seeing.formulas.expressions import OPERATIONS, Expr, constant_of
 from gradtools.seeing.formulas.typesetting import Written
 
@@ -46,7 +46,7 @@ class Writer:
 
     def is_named(self, x: Expr) -> bool:
         """Whether x has a name, maybe transposed or scaled."""
-        return (x.args[0] if is_wrapper(x) else x) in self.names
+        return (x.args[0] if algebra.is_wrapper(x) else x) in self.names
 
     def operand(self, x: Expr) -> Written:
         """x as an operand of a function of whole arrays, where a repetition has to be written."""
@@ -55,7 +55,9 @@ class Writer:
         if len(kept) == x.rank or constant_of(x) is not None:
             return self.write(x)
         self.note("repeat: repeated along the axes that the operand lacks")
-        return ts.function("repeat", [self.write(drop_axes(x, kept))], "x".join(map(str, x.shape)))
+        return ts.function(
+            "repeat", [self.write(algebra.drop_axes(x, kept))], "x".join(map(str, x.shape))
+        )
 
     def note(self, text: str) -> None:
         """Adds an explanation of the notation."""

@@ -22,9 +22,8 @@ import torch
 
 from gradtools.backend import Backend
 from gradtools.host_kernels import call_if_kept
-from gradtools.seeing.formulas import algebra
+from gradtools.seeing.formulas import algebra, expressions
 from gradtools.seeing.formulas.expressions import Expr, evaluate, kind_of, lifted, order
-from gradtools.seeing.formulas.expressions import placeholder
 from gradtools.seeing.formulas.opaque import OpaqueFunction, by_name
 from gradtools.seeing.formulas.operations import picked, stop
 from gradtools.seeing.formulas.reverse_mode import Recorded
@@ -315,7 +314,7 @@ class _FormulaRecorder(Recorder[Expr]):
 
     def new(self, x: Any, name: str = "") -> Expr:
         """A new value."""
-        value = placeholder(name, *_like(x))
+        value = expressions.placeholder(name, *_like(x))
         self.leaves[value] = x
         return value
 

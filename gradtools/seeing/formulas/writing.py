@@ -55,9 +55,8 @@ class Writer:
         if len(kept) == x.rank or constant_of(x) is not None:
             return self.write(x)
         self.note("repeat: repeated along the axes that the operand lacks")
-        return ts.function(
-            "repeat", [self.write(algebra.drop_axes(x, kept))], "x".join(map(str, x.shape))
-        )
+        inner = self.write(algebra.drop_axes(x, kept))
+        return ts.function("repeat", [inner], "x".join(map(str, x.shape)))
 
     def note(self, text: str) -> None:
         """Adds an explanation of the notation."""

@@ -15,7 +15,7 @@ from gradtools.printing import printable
 from gradtools.rules import replaced_at
 from gradtools.seeing.formulas import typesetting as ts
 from gradtools.seeing.formulas.complex_pairs import ComplexPair, find_pairs, together
-from gradtools.seeing.formulas.expressions import COMPLEX, OPERATIONS, Expr, evaluate, placeholder
+from gradtools.seeing.formulas.expressions import COMPLEX, Expr, evaluate, placeholder
 from gradtools.seeing.formulas.expressions import order as ordered
 from gradtools.seeing.formulas.reverse_mode import Recorded, adjoint
 from gradtools.seeing.formulas.statements import Section, Statements, output_names, short_names
@@ -151,7 +151,8 @@ class Formula:
         for section in self._statements.sections:
             lines = (f"  {a.text} = {b.text}" for a, b in section.lines)
             parts += [f"{section.title} {section.of}".strip(), *lines, ""]
-        notes = [*self._legend(), *self._definitions(), *self._statements.writer.notes]
+        writer = self._statements.writer
+        notes = [*self._legend(), *writer.definitions, *writer.notes]
         parts += ["where", *(f"  {text}" for text in notes)]
         parts += [str(self.check)] if self.check is not None else []
         return printable("\n".join(parts))
@@ -168,7 +169,7 @@ class Formula:
         for section in self._statements.sections:
             title = rf"\textbf{{{section.title}}}\ {ts.latex(section.of)}"
             blocks.append([title, *(ts.latex(f"{a.text} = {b.text}") for a, b in section.lines)])
-        if names := self._definitions():
+        if names := self._statements.writer.definitions:
             blocks.append([*map(ts.latex, names)])
         aligned = [" \\\\\n".join(f"&{row}" for row in rows) for rows in blocks]
         return "\n\\\\[1em]\n".join(f"\\begin{{aligned}}\n{a}\n\\end{{aligned}}" for a in aligned)
@@ -225,11 +226,6 @@ class Formula:
             result.append(f"{written.writer.names[x].text}: held by the program, {shape}")
         lengths = ", ".join(f"{l} = {n}" for l, n in sizes.items())
         return [*result, *([lengths] if lengths else [])]
-
-    def _definitions(self) -> list[str]:
-        """The definitions of the functions that have one and are written by their names."""
-        used = self._statements.writer.recognised
-        return [o.definition for name, o in OPERATIONS.items() if name in used and o.definition]
 
     # Numbers.
 

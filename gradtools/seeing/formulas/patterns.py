@@ -72,10 +72,8 @@ def _squares(x: Expr, of_mean: bool) -> tuple[Expr, tuple[int, ...]] | None:
         return None
     if power.op != "power" or power["exponent"] != 2:
         return None
-    (z,) = power.args
-    if z.op == "abs":
-        return z.args[0], axes
-    return None if z.is_complex else (z, axes)
+    z = power.args[0].args[0] if power.args[0].op == "abs" else power.args[0]
+    return None if power.args[0].is_complex else (z, axes)
 
 
 def _centre(y: Expr, axes: tuple[int, ...]) -> Expr | None:

@@ -57,6 +57,13 @@ def _variance(x: Expr, *, axes: Any = None, correction: float = 0, keep: bool = 
     return scale * reduced("var", x, axes, keep)
 
 
+def _einsum(*xs: Expr, subscripts: str) -> Expr | None:
+    """An explicit contraction; None with an ellipsis or a diagonal."""
+    text = subscripts.replace(" ", "")
+    once = all(len(set(part)) == len(part) for part in text.split("->")[0].split(","))
+    return algebra.einsum(text, *xs) if once and "->" in text and "." not in text else None
+
+
 def _norm(x: Expr, *, ord: Any = 2, **how: Any) -> Expr | None:
     """The Euclidean norm; None for any other."""
     return _reduction("norm")(x, **how) if x.rank and ord == 2 else None
@@ -99,8 +106,9 @@ WORDS: dict[str, Callable[..., Any]] = {
     "log1p": lambda x: apply("log", 1 + x),
     "logaddexp": lambda a, b: apply("softplus", a) if expressions.is_zero(b) else None,
     "silu": lambda x: x * apply("sigmoid", x),
-    "einsum": lambda *xs, subscripts: algebra.einsum(subscripts, *xs),
+    "einsum": _einsum,
     "matmul": algebra.matmul,
+    "linear": lambda x, w, *b: algebra.plus(x @ (algebra.swap(w) if w.rank > 1 else w), *b),
     "outer": partial(algebra.einsum, "i,j->ij"),
     "vdot": lambda a, b: algebra.conj(a) @ b,
     "transpose": algebra.transpose,

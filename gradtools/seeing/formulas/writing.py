@@ -30,7 +30,7 @@ class Writer:
         self.axes = axes
         self.names: dict[Expr, Written] = {}
         self.notes: dict[str, None] = {}  # explanations of the notation that was used
-        self.recognised: set[str] = set()  # the operations that were written by their name
+        self.definitions: dict[str, None] = {}  # of the functions that were written by their names
 
     def write(self, x: Expr) -> Written:
         """x as a whole array."""
@@ -40,8 +40,10 @@ class Writer:
             return ts.number(constant_of(x))
         if x.op == "einsum":
             return self._product(x)
-        self.recognised.add(x.op)
-        form = OPERATIONS[x.op].form
+        operation = OPERATIONS[x.op]
+        if operation.definition:
+            self.definitions[operation.definition] = None
+        form = operation.form
         return form(self, x) if form else ts.function(x.op, [self.operand(a) for a in x.args])
 
     def is_named(self, x: Expr) -> bool:
@@ -77,7 +79,9 @@ class Writer:
         elif f.arrays or f.below:
             core = self._matrices(f) or self._aligned(f) or self._einsum(f)
         up = [self._factor(s, f) for s, _ in self._sorted((s, ()) for s in f.scalars)]
-        coefficient, number_below = _fraction(f.coefficient)
+        coefficient, number_below = f.coefficient, 1.0
+        if not isinstance(coefficient, complex) and 0 < abs(coefficient) < 1:
+            coefficient, number_below = ts.halves(coefficient)
         down = [ts.number(number_below)] if number_below != 1 else []
         down += [self.write(s) for s in f.scalars_below]
         down += [_hadamard(below)] if below else []
@@ -180,19 +184,6 @@ def _multiplied(pieces: Sequence[Written], sign: str = " ") -> Written:
 
 
 _hadamard = partial(_multiplied, sign=" ⊙ ")
-
-
-def _fraction(coefficient: Any) -> tuple[Any, float]:
-    """A coefficient such as 2/5 or 1/√8 as numerator and denominator."""
-    if isinstance(coefficient, complex) or not 0 < abs(coefficient) < 1:
-        return coefficient, 1.0
-    sign = 1.0 if coefficient > 0 else -1.0
-    exact, square = ts.fraction(coefficient, 10**6), ts.fraction(coefficient**2, 10**6, 2e-14)
-    if exact is not None and abs(exact.numerator) < 10:
-        return float(exact.numerator), float(exact.denominator)
-    if square is not None and square.numerator == 1:
-        return sign, float(square.denominator) ** 0.5
-    return coefficient, 1.0
 
 
 class _Factors:

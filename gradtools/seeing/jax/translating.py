@@ -74,16 +74,6 @@ def differentiated(
     return outputs, gradients, twice.value(*inputs, *cotangents, *directions)
 
 
-def _needed(jaxpr: Any) -> list[Any]:
-    """The equations that have a used result, without those in inner jaxprs."""
-    read, kept = {id(v) for v in jaxpr.outvars}, []
-    for eqn in reversed(jaxpr.eqns):
-        if any(id(v) in read for v in eqn.outvars):
-            kept.append(eqn)
-            read.update(map(id, eqn.invars))
-    return kept[::-1]
-
-
 # An expression, or a value that does not depend on the arguments: a NumPy array, or JAX's random
 # keys.
 Entry = Any
@@ -137,8 +127,7 @@ class _Translator:
     def run(self, jaxpr: Any, entries: Sequence[Entry]) -> list[Entry]:
         """Translates a jaxpr from the entries of its constants and inputs to those of outputs."""
         step = lambda i, eqn, entries: self._step(eqn, entries)
-        read = jaxpr.replace(eqns=_needed(jaxpr))
-        return jaxprs.interpreted(read, entries, step, lambda lit: np.asarray(lit.val))
+        return jaxprs.interpreted(jaxpr, entries, step, lambda lit: np.asarray(lit.val))
 
     def _step(self, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
         """Translates one equation."""

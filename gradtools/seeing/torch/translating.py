@@ -27,7 +27,14 @@ from gradtools.seeing.formulas.expressions import Expr, evaluate, kind_of, lifte
 from gradtools.seeing.formulas.opaque import OpaqueFunction, by_name
 from gradtools.seeing.formulas.operations import picked, stop
 from gradtools.seeing.formulas.reverse_mode import Recorded
-from gradtools.seeing.formulas.words import WORDS, constant, fitted, has_opaque_part, translated
+from gradtools.seeing.formulas.words import (
+    WORDS,
+    constant,
+    fitted,
+    has_opaque_part,
+    made,
+    translated,
+)
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.torch import _upstream as private
 from gradtools.seeing.torch.operands import SAME, AtenCall
@@ -211,17 +218,19 @@ class _FormulaRecorder(Recorder[Expr]):
 
     def called(self, fun: Any, args: Any, kwargs: Any) -> Any:
         """Records the functions in `_FUNCTIONS`; all others are recorded as aten operations."""
-        if fun not in _FUNCTIONS or kwargs or upstream.peek_interpreter_stack() is not None:
+        name, tensors, about = _FUNCTIONS.get(fun), [x for x in args if x is not None], {}
+        if name == "einsum":
+            about, tensors = {"subscripts": args[0]}, tensors[1:]
+        plain = all(isinstance(x, Tensor) and is_inexact(x) for x in tensors)
+        if not name or not plain or kwargs or upstream.peek_interpreter_stack() is not None:
             return fun(*args, **kwargs)
-        meant, *tensors = _FUNCTIONS[fun](*args)
-        if not all(isinstance(x, Tensor) and is_inexact(x) for x in tensors):
-            return fun(*args)
         xs = [self.of(x) for x in tensors]
-        if all(x.is_constant for x in xs):
+        value = None if all(x.is_constant for x in xs) else made(name, xs, about)
+        if value is None:
             return fun(*args)
         with self.silent():
             out = fun(*args)
-        self._note([out], [meant(*xs)])
+        self._note([out], [value])
         return out
 
     def operated(self, call: AtenCall) -> Any:
@@ -362,37 +371,20 @@ class _FormulaRecorder(Recorder[Expr]):
                 self.hold(y, stop(value) if is_off else value)
 
 
-# --- functions with expressions of their own
-
-
-def _linear(x: Expr, w: Expr, *bias: Expr) -> Expr:
-    return algebra.plus(x @ (algebra.swap(w) if w.rank > 1 else w), *bias)
-
-
-def _of_einsum(equation: Any, *xs: Any) -> tuple:
-    """An explicit contraction; no diagonal, no ellipsis, no form with lists of axes."""
-    xs = tuple(xs[0]) if len(xs) == 1 and isinstance(xs[0], list | tuple) else xs
-    text = equation.replace(" ", "") if isinstance(equation, str) else ""
-    once = all(len(set(part)) == len(part) for part in text.split("->")[0].split(","))
-    explicit = once and "->" in text and "." not in text
-    return (partial(algebra.einsum, text), *xs) if explicit else (None, None)
-
-
-_of = lambda meant, *xs: (meant, *xs)
+# The words of functions whose aten operations merge and split axes, of parts of complex numbers,
+# and of detach, as autograd also detaches the tensors that it saves.
 _TENSOR: Any = Tensor
 _TORCH: Any = torch  # its stubs lack some of these
-# The expressions of functions, and their tensor arguments: products whose aten operations merge and
-# split axes, parts of complex numbers, and detach, as autograd also detaches the tensors that it
-# saves.
-_FUNCTIONS: dict[Any, Callable[..., tuple]] = {
-    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), partial(_of, algebra.matmul)),
-    Tensor.__rmatmul__: lambda a, b: (algebra.matmul, b, a),
-    torch.nn.functional.linear: lambda *xs: (_linear, *(x for x in xs if x is not None)),
-    torch.einsum: _of_einsum,
-    **dict.fromkeys((torch.detach, Tensor.detach, _TENSOR.data.__get__), partial(_of, stop)),
-    **dict.fromkeys((_TENSOR.detach_, _TORCH.detach_), partial(_of, stop)),
-    **dict.fromkeys((torch.real, _TENSOR.real.__get__), partial(_of, algebra.real)),
-    **dict.fromkeys((torch.imag, _TENSOR.imag.__get__), partial(_of, algebra.imag)),
+_FUNCTIONS: dict[Any, str] = {
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), "matmul"),
+    torch.nn.functional.linear: "linear",
+    torch.einsum: "einsum",
+    **dict.fromkeys((torch.detach, Tensor.detach, _TENSOR.data.__get__), "stop"),
+    **dict.fromkeys((_TENSOR.detach_, _TORCH.detach_), "stop"),
+    torch.real: "real",
+    _TENSOR.real.__get__: "real",
+    torch.imag: "imag",
+    _TENSOR.imag.__get__: "imag",
 }
 
 

@@ -64,7 +64,7 @@ def differentiated(
     inexact = [k for k, y in enumerate(recorded.outputs) if y.is_inexact]
     run = lambda *leaves: [*map(jnp.asarray, program.run(list(leaves)))]
     moving = tuple(p.is_inexact for p in recorded.inputs)
-    f = OpaqueFunction(program.backend, run, list, moving)
+    f = OpaqueFunction(program.backend, run, [None] * len(inputs), moving)
     once = f.vjp(inexact, active)
     outputs, gradients = f.value(*inputs), once.value(*inputs, *cotangents)
     if not directions:
@@ -213,10 +213,9 @@ class _Translator:
         shown = [k for k, e in enumerate(entries) if is_shown(e)]
         avals = [eqn.invars[k].aval for k in shown]
         run = lambda *xs: _bound(eqn, replaced_at(entries, shown, xs))
-        arrays = lambda values: [*map(self.backend.cast, values, avals)]
         inexact = tuple(map(self.backend.is_inexact, avals))
         around = partial(enable_x64, bool(jax.config.read("jax_enable_x64")))
-        kernel = OpaqueFunction(self.backend, run, arrays, inexact, around)
+        kernel = OpaqueFunction(self.backend, run, avals, inexact, around)
         args = [self.expr(entries[k]) for k in shown]
         return self._fitted(eqn, by_name(name, args, map(_like, eqn.outvars), kernel))
 

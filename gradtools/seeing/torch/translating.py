@@ -13,7 +13,7 @@ operation, is written by its own name.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
 
@@ -96,19 +96,10 @@ def _by_its_name(
             return [y if isinstance(y, Tensor) else torch.as_tensor(y) for y in ys]
 
     around = partial(undone, program.run, leaves)
-    moving = [k in program.wrt for k in range(len(leaves))]
-    kernel = _kernel(program.backend, run, leaves, moving, around)
+    moving = tuple(k in program.wrt for k in range(len(leaves)))
+    kernel = OpaqueFunction(program.backend, run, leaves, moving, around)
     name = getattr(program.f, "__name__", type(program.f).__name__)
     return by_name(name.strip("<>"), inputs, [(y.shape, y.kind) for y in outputs], kernel)
-
-
-def _kernel(
-    backend: Backend, run: Any, like: Sequence[Tensor], moving: Iterable[bool], *around: Any
-) -> OpaqueFunction:
-    """An opaque function of tensors of the dtypes and devices of these."""
-    array = lambda v, x: torch.tensor(np.asarray(v), device=x.device).to(x.dtype)
-    arrays = lambda values: [*map(array, values, like)]
-    return OpaqueFunction(backend, run, arrays, tuple(moving), *around)
 
 
 def differentiated(
@@ -316,7 +307,7 @@ class _FormulaRecorder(Recorder[Expr]):
                 out = [*tensors_in(fun(*xs, **named))]
                 return out or [*tensors_in(xs[0])]  # written in place
 
-        kernel = _kernel(self.backend, run, xs, map(is_inexact, xs))
+        kernel = OpaqueFunction(self.backend, run, xs, tuple(map(is_inexact, xs)))
         return by_name(name, given, map(_like, outs), kernel)
 
     # Values of tensors.

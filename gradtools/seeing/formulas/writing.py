@@ -78,12 +78,12 @@ class Writer:
             below = [self.write(a) for a, _ in f.below]
         elif f.arrays or f.below:
             core = self._matrices(f) or self._aligned(f) or self._einsum(f)
-        up = [self._factor(s, f) for s, _ in self._sorted((s, ()) for s in f.scalars)]
+        up = [self._factor(s, f) for s, _ in self._sorted(f.scalars)]
         coefficient, number_below = f.coefficient, 1.0
         if not isinstance(coefficient, complex) and 0 < abs(coefficient) < 1:
             coefficient, number_below = ts.halves(coefficient)
         down = [ts.number(number_below)] if number_below != 1 else []
-        down += [self.write(s) for s in f.scalars_below]
+        down += [self.write(s) for s, _ in f.scalars_below]
         down += [_hadamard(below)] if below else []
         minus = not isinstance(coefficient, complex) and coefficient < 0
         coefficient = -coefficient if minus else coefficient
@@ -140,7 +140,7 @@ class Writer:
         letters, factors = f.letters(self.axes), [*f.arrays, *f.below]
         clear = len(set(letters.values())) == len(letters)
         in_place = all(names == tuple(range(f.target.rank)) for _, names in factors)
-        spanned = any(set(names) == set(f.size) for _, names in f.arrays)
+        spanned = any(set(names) == f.used for _, names in f.arrays)
         if not (spanned and clear if f.summed else clear or in_place):
             return None
         written: dict[Entry, Written] = {}
@@ -196,9 +196,9 @@ class _Factors:
     def __init__(self, x: Expr, named: Collection[Expr]) -> None:
         self.target, self.coefficient = x, x["coefficient"]
         self.mean: Expr | None = None
-        fresh = itertools.count(x.rank + 1000)
         queue: list[Entry] = list(zip(x.args, x["labels"], strict=True))
         self.entries: list[Entry] = []
+        marks = itertools.count()
         while queue:
             factor, names = queue.pop(0)
             alone, is_mean = not self.entries and not queue, self._is_mean(factor, named)
@@ -209,23 +209,18 @@ class _Factors:
                 self.entries.append((factor, names))
             else:
                 self.coefficient *= factor["coefficient"]
-                queue = opened(factor, names, lambda n: next(fresh)) + queue
-        self.scalars: list[Expr] = []  # the factors without axes in the numerator
-        self.scalars_below: list[Expr] = []  # the scalars in the denominator
-        self.arrays: list[Entry] = []  # the factors with axes in the numerator
-        self.below: list[Entry] = []  # the factors with axes in the denominator
-        self.size: dict[int, int] = {}  # the length of each label's axis
+                queue = opened(factor, names, next(marks)) + queue
+        # Factors without axes and with axes, each in the numerator and in the denominator.
+        groups: list[list[Entry]] = [[], [], [], []]
+        self.scalars, self.scalars_below, self.arrays, self.below = groups
         for f, names in self.entries:
-            self.size.update(zip(names, f.shape, strict=True))
             exponent = f["exponent"] if f.op == "power" else 1
             negative = not isinstance(exponent, complex) and exponent < 0
             shown = power(f.args[0], -exponent) if negative else f
-            if f.rank:
-                (self.below if negative else self.arrays).append((shown, names))
-            else:
-                (self.scalars_below if negative else self.scalars).append(shown)
-        self.out = [l for l in range(x.rank) if l in self.size]
-        self.summed = self.size.keys() - set(self.out)
+            groups[2 * bool(names) + negative].append((shown, names))
+        self.used = {l for _, names in self.entries for l in names}
+        self.out = [l for l in range(x.rank) if l in self.used]
+        self.summed = self.used.difference(self.out)
         order = [self.out if len(self.out) > 1 else ()]
         order += [names for _, names in (*self.arrays, *self.below)]
         # The order of labels in which factors are written; others are transposed.

@@ -34,8 +34,10 @@ class Writer:
 
     def write(self, x: Expr) -> Written:
         """x as a whole array."""
-        if x in self.names:
-            return self.names[x]
+        return self.names[x] if x in self.names else self.composed(x)
+
+    def composed(self, x: Expr) -> Written:
+        """x by its operation, also if it has a name."""
         if constant_of(x) is not None:
             return ts.number(constant_of(x))
         if x.op == "einsum":

@@ -50,11 +50,13 @@ def _cast(x: Expr, *, dtype: Any = None) -> Expr | None:
     return algebra.real(x) if kind == REAL else x
 
 
-def _variance(x: Expr, *, axes: Any = None, correction: float = 0, keep: bool = False) -> Expr:
-    """sum(abs(x - mean)**2) / (n - correction)."""
+def _variance(
+    x: Expr, *, axes: Any = None, correction: float = 0, keep: bool = False
+) -> list[Expr]:
+    """sum(abs(x - mean)**2) / (n - correction), and the mean."""
     n = math.prod(x.shape if axes is None else (x.shape[a] for a in axes))
     scale = n / (n - correction) if n > correction else math.nan
-    return scale * reduced("var", x, axes, keep)
+    return [scale * reduced("var", x, axes, keep), algebra.mean(x, axes, keep)]
 
 
 def _einsum(*xs: Expr, subscripts: str) -> Expr | None:
@@ -123,7 +125,7 @@ WORDS: dict[str, Callable[..., Any]] = {
     **{name: _reduction(name) for name in ("max", "min", "logsumexp")},
     "norm": _norm,
     "variance": _variance,
-    "deviation": lambda x, **how: _variance(x, **how) ** 0.5,
+    "deviation": lambda x, **how: _variance(x, **how)[0] ** 0.5,
     "softmax": operations.softmax,
     "log_softmax": lambda x, *, axis: x - reduced("logsumexp", x, [axis][: x.rank], keep=True),
     "standardize": operations.standardize,
@@ -178,7 +180,7 @@ def translated(
     result = made(name, operands, attributes)
     if result is None:
         return None
-    results = result if isinstance(result, list) else [result]
+    results = result[: len(likes)] if isinstance(result, list) else [result]
     likes, more = likes[: len(results)], likes[len(results) :]
     if any(kind in (REAL, expressions.COMPLEX) for _, kind in more):
         return None

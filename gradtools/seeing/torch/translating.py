@@ -27,14 +27,7 @@ from gradtools.seeing.formulas.expressions import Expr, evaluate, kind_of, lifte
 from gradtools.seeing.formulas.opaque import OpaqueFunction, by_name
 from gradtools.seeing.formulas.operations import picked, stop
 from gradtools.seeing.formulas.reverse_mode import Recorded
-from gradtools.seeing.formulas.words import (
-    WORDS,
-    constant,
-    fitted,
-    has_opaque_part,
-    made,
-    translated,
-)
+from gradtools.seeing.formulas.words import constant, fitted, has_opaque_part, made, translated
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.torch import _upstream as private
 from gradtools.seeing.torch.operands import SAME, AtenCall
@@ -366,16 +359,13 @@ class _FormulaRecorder(Recorder[Expr]):
 # and of detach, as autograd also detaches the tensors that it saves.
 _TENSOR: Any = Tensor
 _TORCH: Any = torch  # its stubs lack some of these
-_FUNCTIONS: dict[Any, str] = {
+_DETACHING = (torch.detach, Tensor.detach, _TENSOR.data.__get__, _TENSOR.detach_, _TORCH.detach_)
+_FUNCTIONS: dict[Any, str] = dict.fromkeys(_DETACHING, "stop") | {
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), "matmul"),
+    **dict.fromkeys((torch.real, _TENSOR.real.__get__), "real"),
+    **dict.fromkeys((torch.imag, _TENSOR.imag.__get__), "imag"),
     torch.nn.functional.linear: "linear",
     torch.einsum: "einsum",
-    **dict.fromkeys((torch.detach, Tensor.detach, _TENSOR.data.__get__), "stop"),
-    **dict.fromkeys((_TENSOR.detach_, _TORCH.detach_), "stop"),
-    torch.real: "real",
-    _TENSOR.real.__get__: "real",
-    torch.imag: "imag",
-    _TENSOR.imag.__get__: "imag",
 }
 
 
@@ -387,11 +377,6 @@ def _copied(recorder: _FormulaRecorder, call: AtenCall, about: Any, *xs: Expr) -
     """The written value, broadcast to the array's shape."""
     value = xs[1] if len(xs) > 1 else lifted(call.given.get("value", 0.0))
     return [algebra.broadcast(value, xs[0].shape)]
-
-
-def _var_mean(recorder: _FormulaRecorder, call: AtenCall, about: Any, x: Expr) -> Values:
-    mean = algebra.mean(x, about.get("axes"), about.get("keep", False))
-    return [WORDS["variance"](x, **about), mean]
 
 
 def _nll(
@@ -411,6 +396,5 @@ READINGS: dict[str, Callable[..., Values | None]] = {
         None,
     ],
     **dict.fromkeys(("copy", "fill", "zero"), _copied),
-    "var_mean": _var_mean,
     "nll_loss_forward": _nll,
 }

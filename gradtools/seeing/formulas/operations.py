@@ -322,6 +322,10 @@ def _logsumexp(x: np.ndarray, axes: tuple[int, ...], keepdims: bool = False) -> 
     return result if keepdims else result.squeeze(axes)
 
 
+def _standardize(x: np.ndarray, axes: tuple[int, ...], eps: float) -> np.ndarray:
+    return (x - x.mean(axes, keepdims=True)) / np.sqrt(x.var(axes, keepdims=True) + eps)
+
+
 def _pull_logsumexp(y: Expr, g: Expr, x: Expr, axes: tuple[int, ...]) -> Expr:
     return conj(softmax(x, axis=axes[0]) if len(axes) == 1 else apply("exp", x - y)) * g
 
@@ -330,35 +334,54 @@ def _pull_variance(y: Expr, g: Expr, x: Expr, axes: tuple[int, ...]) -> Expr:
     return 2 / prod(x.shape[a] for a in axes) * (algebra.centred(x, axes) * real(g))
 
 
+def _pull_standardize(y: Expr, g: Expr, x: Expr, axes: tuple[int, ...]) -> Expr:
+    """(g - mean g - y mean(y g)) / deviation."""
+    inner = algebra.plus(g, -mean(g, axes, keep=True), -(y * mean(y * g, axes, keep=True)))
+    return inner / (along("var", x, axes, keep=True) + y["eps"]) ** 0.5
+
+
 # Every entry that equals the maximum or minimum gets its whole cotangent.
 _pull_extreme = lambda y, g, x, axes: indicator(x, y, "==") * g
-_euclidean = lambda x, axes: np.sqrt((np.abs(x) ** 2).sum(axes))
 # The value from the argument and the axes; the argument's cotangent from the value and its
 # cotangent, both broadcast to the argument; the definition if it is shown.
-_REDUCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Expr], str]] = {
+_ALONG: dict[str, tuple[Callable[..., Any], Callable[..., Expr], str]] = {
     "max": (np.max, _pull_extreme, ""),
     "min": (np.min, _pull_extreme, ""),
-    "norm": (_euclidean, lambda y, g, x, axes: x * (real(g) / y), ""),
+    "norm": (
+        lambda x, axes: np.sqrt((np.abs(x) ** 2).sum(axes)),
+        lambda y, g, x, axes: x * (real(g) / y),
+        "",
+    ),
     "logsumexp": (_logsumexp, _pull_logsumexp, "logsumexpᵢ(x) := log Σᵢ e^x"),
     "var": (np.var, _pull_variance, "varᵢ(x) := meanᵢ |x - meanᵢ x|²"),
+    "softmax": (
+        lambda x, axes: np.exp(x - _logsumexp(x, axes, keepdims=True)),
+        lambda y, g, x, axes: conj(y) * (g - total(conj(y) * g, axes, keep=True)),
+        "softmaxᵢ(x) := e^x / Σᵢ e^x",
+    ),
+    "standardize": (_standardize, _pull_standardize, ""),
 }
-for _name, (_value, _, _definition) in _REDUCTIONS.items():
-    operation(
-        _name,
-        lambda y, x, value=_value: value(x, y["axes"]),
-        lambda y, g, x: [
-            _REDUCTIONS[y.op][1](*(spread(z, y["axes"], x.shape) for z in (y, g)), x, y["axes"])
-        ],
-        form=_write_along,
-        definition=_definition,
-    )
 
 
-def reduced(name: str, x: Expr, axes: Iterable[int] | None = None, keep: bool = False) -> Expr:
-    """A reduction over axes, by default all; x itself if there are none."""
+def _pull_along(y: Expr, g: Expr, x: Expr) -> list[Expr]:
+    wide = lambda z: z if z.rank == x.rank else spread(z, y["axes"], x.shape)
+    return [_ALONG[y.op][1](wide(y), wide(g), x, y["axes"])]
+
+
+for _name, (_value, _, _definition) in _ALONG.items():
+    _of_axes = lambda y, x, value=_value: value(x, *(v for _, v in y.attributes))
+    operation(_name, _of_axes, _pull_along, form=_write_along, definition=_definition)
+
+
+def along(
+    name: str, x: Expr, axes: Iterable[int] | None = None, keep: bool = False, **more: Any
+) -> Expr:
+    """A reduction over axes, by default all, or a function along axes; x itself without axes."""
     axes = tuple(range(x.rank) if axes is None else sorted(axes))
     if not axes:
         return x
+    if name in ("softmax", "standardize"):
+        return expr(name, (x,), x.shape, x.kind, axes=axes, **more)
     kind = REAL if name in ("norm", "var") else x.kind
     shape = [n for a, n in enumerate(x.shape) if a not in axes]
     result = expr(name, (x,), shape, kind, axes=axes)
@@ -367,34 +390,4 @@ def reduced(name: str, x: Expr, axes: Iterable[int] | None = None, keep: bool = 
 
 def softmax(x: Expr, *, axis: int) -> Expr:
     """exp(x) over its sum along an axis; a scalar is an axis of length 1."""
-    if x.rank:
-        return expr("softmax", (x,), x.shape, x.kind, axes=(axis,))
-    return reshape(softmax(reshape(x, (1,)), axis=0), ())
-
-
-def _standardize(y: Expr, x: np.ndarray) -> np.ndarray:
-    axes = y["axes"]
-    return (x - x.mean(axes, keepdims=True)) / np.sqrt(x.var(axes, keepdims=True) + y["eps"])
-
-
-def _pull_standardize(y: Expr, g: Expr, x: Expr) -> list[Expr]:
-    """(g - mean g - y mean(y g)) / deviation."""
-    axes = y["axes"]
-    inner = algebra.plus(g, -mean(g, axes, keep=True), -(y * mean(y * g, axes, keep=True)))
-    return [inner / spread((reduced("var", x, axes) + y["eps"]) ** 0.5, axes, x.shape)]
-
-
-def standardize(x: Expr, *, axes: Iterable[int], eps: float = 0.0) -> Expr:
-    """(x - mean) / sqrt(variance + eps)."""
-    attributes = {"axes": tuple(sorted(axes)), "eps": float(eps)}
-    return expr("standardize", (x,), x.shape, x.kind, **attributes)
-
-
-operation(
-    "softmax",
-    lambda y, x: np.exp(x - _logsumexp(x, y["axes"], keepdims=True)),
-    lambda y, g, x: [conj(y) * (g - total(conj(y) * g, y["axes"], keep=True))],
-    form=_write_along,
-    definition="softmaxᵢ(x) := e^x / Σᵢ e^x",
-)
-operation("standardize", _standardize, _pull_standardize, form=_write_along)
+    return along("softmax", x, [axis]) if x.rank else expressions.full(1.0, ())

@@ -21,7 +21,7 @@ from typing import Any
 from gradtools.seeing.formulas import algebra
 from gradtools.seeing.formulas.algebra import Entry, add, apply, mean, parts, product, varying
 from gradtools.seeing.formulas.expressions import Expr, constant_of
-from gradtools.seeing.formulas.operations import reduced, softmax, standardize
+from gradtools.seeing.formulas.operations import along, softmax
 
 
 def named(x: Expr) -> Expr:
@@ -98,7 +98,7 @@ def _logsumexp(x: Expr) -> Expr | None:
         return None
     z, shift = _without_shift(e.args[0], axes)
     kept = [a for a in range(z.rank) if a not in axes]
-    return algebra.plus(reduced("logsumexp", z, axes), *(algebra.drop_axes(s, kept) for s in shift))
+    return algebra.plus(along("logsumexp", z, axes), *(algebra.drop_axes(s, kept) for s in shift))
 
 
 def _softmax(x: Expr) -> Expr | None:
@@ -127,7 +127,7 @@ def _variance(x: Expr) -> Expr | None:
     """The mean of |z - mean z|**2."""
     squares = _squares(x, of_mean=True)
     z = _centre(*squares) if squares else None
-    return reduced("var", z, squares[1]) if squares and z is not None else None
+    return along("var", z, squares[1]) if squares and z is not None else None
 
 
 def _variance_of_moments(x: Expr) -> Expr | None:
@@ -135,7 +135,7 @@ def _variance_of_moments(x: Expr) -> Expr | None:
     for first in x.args:
         squares = _squares(first, of_mean=True)
         if squares and not squares[0].is_complex and x is first - mean(*squares) ** 2:
-            return reduced("var", *squares)
+            return along("var", *squares)
     return None
 
 
@@ -152,7 +152,7 @@ def _standardize(x: Expr) -> Expr | None:
         for g, own in entries:
             kept = tuple(l for a, l in enumerate(own) if a not in axes)
             if g.shape == z.shape and kept == names and _centre(g, axes) is z:
-                y = standardize(z, axes=axes, eps=sum(eps))
+                y = along("standardize", z, axes, eps=float(sum(eps)))
                 return _replaced(x, [(f, names), (g, own)], (y, own))
     return None
 
@@ -160,7 +160,7 @@ def _standardize(x: Expr) -> Expr | None:
 def _norm(x: Expr) -> Expr | None:
     """sqrt(sum |z|**2), or its reciprocal."""
     squares = _squares(x.args[0], of_mean=False) if x["exponent"] in (0.5, -0.5) else None
-    return reduced("norm", *squares) ** (2 * x["exponent"]) if squares else None
+    return along("norm", *squares) ** (2 * x["exponent"]) if squares else None
 
 
 def _modulus(x: Expr) -> Expr | None:

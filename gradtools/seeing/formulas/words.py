@@ -14,7 +14,6 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -22,7 +21,7 @@ import numpy as np
 from gradtools.seeing.formulas import algebra, expressions, operations
 from gradtools.seeing.formulas.algebra import apply, broadcast, broadcast_shape
 from gradtools.seeing.formulas.expressions import BOOLEAN, INTEGER, REAL, Expr, constant_of, order
-from gradtools.seeing.formulas.operations import FUNCTIONS, reduced
+from gradtools.seeing.formulas.operations import FUNCTIONS, along
 from gradtools.seeing.formulas.patterns import named
 
 
@@ -56,7 +55,7 @@ def _variance(
     """sum(abs(x - mean)**2) / (n - correction), and the mean."""
     n = math.prod(x.shape if axes is None else (x.shape[a] for a in axes))
     scale = n / (n - correction) if n > correction else math.nan
-    return [scale * reduced("var", x, axes, keep), algebra.mean(x, axes, keep)]
+    return [scale * along("var", x, axes, keep), algebra.mean(x, axes, keep)]
 
 
 def _einsum(*xs: Expr, subscripts: str) -> Expr | None:
@@ -72,7 +71,7 @@ def _norm(x: Expr, *, ord: Any = 2, **how: Any) -> Expr | None:
 
 
 def _reduction(name: str) -> Callable[..., Expr]:
-    return lambda x, *, axes=None, keep=False: reduced(name, x, axes or None, keep)
+    return lambda x, *, axes=None, keep=False: along(name, x, axes or None, keep)
 
 
 def _unless_complex(name: str) -> Callable[[Expr], Expr | None]:
@@ -111,7 +110,6 @@ WORDS: dict[str, Callable[..., Any]] = {
     "einsum": _einsum,
     "matmul": algebra.matmul,
     "linear": lambda x, w, *b: algebra.plus(x @ (algebra.swap(w) if w.rank > 1 else w), *b),
-    "outer": partial(algebra.einsum, "i,j->ij"),
     "vdot": lambda a, b: algebra.conj(a) @ b,
     "transpose": algebra.transpose,
     "reshape": algebra.reshape,
@@ -127,8 +125,7 @@ WORDS: dict[str, Callable[..., Any]] = {
     "variance": _variance,
     "deviation": lambda x, **how: _variance(x, **how)[0] ** 0.5,
     "softmax": operations.softmax,
-    "log_softmax": lambda x, *, axis: x - reduced("logsumexp", x, [axis][: x.rank], keep=True),
-    "standardize": operations.standardize,
+    "log_softmax": lambda x, *, axis: x - along("logsumexp", x, [axis][: x.rank], keep=True),
 }
 
 Like = tuple[Sequence[int], str]  # the shape and the kind of a result

@@ -173,12 +173,12 @@ def test_a_module_has_its_formula(name):
 BY_NAME = set(
     """
     all angle any arccos arcsin arcsinh arctan arctan2 arctanh argmax argsort cbrt cho_solve
-    cholesky clip cond conv convolution cummax cumprod cumsum det diag diagonal digamma
-    dynamic_slice eigh erfinv exp2 expm fft flip floor fmod gather hypot ifft interp inverse irfft
-    is_finite lgamma logcumsumexp logical_and logical_or max_pool maximum min_pool minimum pad
-    pinv polygamma power prod qr quantile relu6 remainder rfft round scan scatter scatter_add
-    select slogdet solve sort sum_pool svd take take_along_axis tan tile topk triangular_solve
-    unbind update where xlogy
+    cholesky clip concatenate cond conv convolution cummax cumprod cumsum det diag diagonal digamma
+    dynamic_slice eigh erfc erfinv exp2 expm fft flip floor fmod gather hypot ifft interp inverse
+    irfft is_finite lgamma logaddexp logcumsumexp logical_and logical_or max_pool maximum min_pool
+    minimum pad pinv polygamma power prod qr quantile relu6 remainder rfft round scan scatter
+    scatter_add select slogdet solve sort stack sum_pool svd take take_along_axis tan tile topk
+    triangular_solve unbind update where xlogy
     """.split()
 )
 

@@ -7,6 +7,7 @@ out, and none is told that means something else.
 """
 
 import importlib
+import math
 import re
 
 import numpy as np
@@ -139,9 +140,14 @@ ARGUMENTS = {
 BY_NAME = {
     **{name: getattr(np, name) for name in "exp2 log2 log10 tan floor ceil trunc".split()},
     **{name: getattr(np, name) for name in "arcsin arccos arctan arcsinh arccosh".split()},
-    **{name: getattr(np, name) for name in "arctanh arctan2 hypot power".split()},
+    **{name: getattr(np, name) for name in "arctanh arctan2 hypot power logaddexp".split()},
     **{name: getattr(np, name) for name in "maximum minimum".split()},
     **{name: getattr(np, name) for name in "logical_and logical_or logical_not".split()},
+    "erf": np.vectorize(math.erf),
+    "erfc": np.vectorize(math.erfc),
+    "cast": lambda x, dtype: x.astype(dtype),
+    "concatenate": lambda *xs, axis: np.concatenate(xs, axis),
+    "stack": lambda *xs, axis: np.stack(xs, axis),
     "round": lambda x, rounding_method=None: np.round(x),
     "clip": lambda x, *bounds, min=None, max=None: np.clip(x, *(bounds or (min, max))),
     "prod": lambda x, axes=None: x.prod(axes),

@@ -86,10 +86,11 @@ LINES = [
 # Of what the formula has no algebra.
 BY_NAME = set(
     """
-    angle arctan2 avg_pool cdist cholesky clip convolution cumsum det diagonal eigh embedding
-    erfinv exp2 group_norm hardsigmoid hardtanh index inverse is_nan logical_and logical_not
-    maximum minimum norm pad power remainder rfft scatter scatter_add scatter_along solve sort
-    take_along triangular_solve view_as_complex
+    angle arctan2 avg_pool binary_cross_entropy_with_logits cast cdist cholesky clip concatenate
+    convolution cumsum det diagonal eigh embedding erf erfc erfinv exp2 gelu group_norm hardsigmoid
+    hardtanh index inverse is_nan log_sigmoid logaddexp logical_and logical_not maximum minimum
+    nll_loss2d_forward norm pad power remainder rfft scatter scatter_add scatter_along solve sort
+    sum take_along triangular_solve view_as_complex
     """.split()
 )
 

@@ -13,25 +13,14 @@ functions. Conjugates and real parts are moved to the leaves.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from math import prod
 from typing import Any
 
 import numpy as np
 
-from gradtools.seeing.formulas.expressions import (
-    COMPLEX,
-    REAL,
-    Expr,
-    array,
-    constant_of,
-    expr,
-    full,
-    is_zero,
-    lifted,
-    tidy,
-    widest,
-)
+from gradtools.seeing.formulas import expressions
+from gradtools.seeing.formulas.expressions import REAL, Expr, expr, full, lifted, tidy, widest
 
 # --- products
 
@@ -64,34 +53,25 @@ def is_wrapper(x: Expr) -> bool:
     return x.op == "einsum" and len(x.args) == 1 and not contracts(x)
 
 
-def opened(x: Expr, names: Labels, fresh: Callable[[int], Any] | None = None) -> list[Entry]:
-    """The factors of a product x whose axes have these names.
-
-    fresh: Makes the name of a summed axis from its length.
-    """
+def opened(x: Expr, names: Labels, mark: int) -> list[Entry]:
+    """The factors of a product x whose axes have these names; its summed axes have the mark."""
     known: dict[Any, Any] = dict(enumerate(names))
-    result = []
-    for factor, labels in zip(x.args, x.get("labels", ()), strict=True):
-        for l, n in zip(labels, factor.shape, strict=True):
-            if l not in known:
-                assert fresh is not None
-                known[l] = fresh(n)
-        result.append((factor, tuple(known[l] for l in labels)))
-    return result
+    name = lambda l: known.setdefault(l, ("summed", mark, l))
+    return [(f, tuple(map(name, own))) for f, own in zip(x.args, x["labels"], strict=True)]
 
 
 def product(
     entries: Iterable[tuple[Expr, Iterable[Any]]],
     out: Iterable[Any],
-    shape: Iterable[int],
+    shape: Iterable[int] | None = None,
     coefficient: Any = 1.0,
 ) -> Expr:
     """The canonical einsum of factors with the labels of their axes, all different in each.
 
-    out, shape: The labels of the result, all different, and their lengths.
+    out, shape: The labels of the result, all different, and their lengths, by default the factors'.
     """
-    out, shape = tuple(out), tuple(shape)
-    size = dict(zip(out, shape, strict=True))
+    out = tuple(out)
+    size: dict[Any, int] = {} if shape is None else dict(zip(out, shape, strict=True))
     factors: list[Entry] = []
     for factor, labels in entries:
         names = tuple(labels)
@@ -115,7 +95,7 @@ def product(
         coefficient *= size[name]  # no factor has the axis
     coefficient = tidy(coefficient)
     if not factors or coefficient == 0:
-        return full(coefficient, shape)
+        return full(coefficient, [size[n] for n in out])
     if len(factors) == 1 and coefficient == 1 and factors[0][1] == out:
         return factors[0][0]
     factors.sort(key=lambda f: (f[0].turn, [str(n) for n in f[1]]))
@@ -139,14 +119,7 @@ def _flattened(
     axes = [set(names) for _, names in entries if names]
     sums = any(not names <= set(out) for names in axes)
     sums = sums or any(a.isdisjoint(b) for a, b in itertools.combinations(axes, 2))
-    number = itertools.count(1)
-
-    def fresh(n: int) -> Any:
-        name = ("new", next(number))
-        size[name] = n
-        return name
-
-    queue = list(entries)
+    queue, marks = list(entries), itertools.count()
     while queue:
         factor, names = queue.pop(0)
         alone = not flat and not queue and len(factor.args) == 1
@@ -156,7 +129,8 @@ def _flattened(
             continue
         sums = sums or contracts(factor)
         coefficient *= factor["coefficient"]
-        queue = opened(factor, names, fresh) + queue
+        queue = (inner := opened(factor, names, next(marks))) + queue
+        size.update((l, n) for f, own in inner for l, n in zip(own, f.shape, strict=True))
     return coefficient, flat
 
 
@@ -194,9 +168,8 @@ def _einsum(
         for name in names:
             number.setdefault(name, len(number))
     labels = tuple(tuple(number[n] for n in names) for _, names in entries)
-    kind = widest(
-        *(f.kind for f, _ in entries), COMPLEX if isinstance(coefficient, complex) else REAL
-    )
+    own = expressions.COMPLEX if isinstance(coefficient, complex) else REAL
+    kind = widest(*(f.kind for f, _ in entries), own)
     if len(entries) == 1 and coefficient == 1 and set(entries[0][1]) <= set(out):
         kind = entries[0][0].kind  # a transposed index stays integer
     args, shape = (f for f, _ in entries), (size[n] for n in out)
@@ -218,9 +191,8 @@ def broadcast_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
 
 def times(*factors: Expr) -> Expr:
     """The elementwise product, broadcast as in NumPy."""
-    shape = broadcast_shape(*(f.shape for f in factors))
-    rank = len(shape)
-    return product([(f, range(rank - f.rank, rank)) for f in factors], range(rank), shape)
+    rank = max(f.rank for f in factors)
+    return product([(f, range(rank - f.rank, rank)) for f in factors], range(rank))
 
 
 def broadcast(x: Expr, shape: Sequence[int], axes: Iterable[int] | None = None) -> Expr:
@@ -235,12 +207,17 @@ def drop_axes(x: Expr, kept: Sequence[int]) -> Expr:
     return product(entries, kept, [x.shape[a] for a in kept], coefficient)
 
 
+def with_factors(x: Expr, factors: Iterable[Expr], coefficient: Any) -> Expr:
+    """The product x with other factors in the places of its own."""
+    return product(zip(factors, x["labels"], strict=True), range(x.rank), x.shape, coefficient)
+
+
 def transpose(x: Expr, permutation: Iterable[int]) -> Expr:
     """numpy.transpose; x itself for the identity permutation."""
     permutation, axes = tuple(permutation), tuple(range(x.rank))
     if permutation == axes:
         return x
-    return product([(x, axes)], permutation, [x.shape[a] for a in permutation])
+    return product([(x, axes)], permutation)
 
 
 def swap(x: Expr) -> Expr:
@@ -252,7 +229,7 @@ def total(x: Expr, axes: Iterable[int] | None = None, keep: bool = False) -> Exp
     """The sum over axes."""
     axes = set(range(x.rank) if axes is None else axes)
     left = [a for a in range(x.rank) if a not in axes]
-    result = product([(x, range(x.rank))], left, [x.shape[a] for a in left])
+    result = product([(x, range(x.rank))], left)
     return unsqueeze(result, axes) if keep else result
 
 
@@ -283,22 +260,16 @@ def spread(x: Expr, axes: Iterable[int], shape: Sequence[int]) -> Expr:
 def einsum(subscripts: str, *xs: Expr) -> Expr:
     """numpy.einsum with an explicit output."""
     left, out = subscripts.replace(" ", "").split("->")
-    entries = list(zip(xs, left.split(","), strict=True))
-    size: dict[str, int] = {}
-    for x, names in entries:
-        for name, n in zip(names, x.shape, strict=True):
-            size[name] = n if size.get(name, 1) == 1 else size[name]
-    return product(entries, out, [size[n] for n in out])
+    return product(zip(xs, left.split(","), strict=True), out)
 
 
 def matmul(a: Expr, b: Expr) -> Expr:
     """numpy.matmul."""
-    batch = broadcast_shape(a.shape[:-2], b.shape[:-2])
-    lead = lambda x: range(len(batch) - len(x.shape[:-2]), len(batch))
+    batch = max(a.rank - 2, b.rank - 2, 0)
+    lead = lambda x: range(batch - max(x.rank - 2, 0), batch)
     left, right = (*lead(a), *"ik"[-a.rank :]), (*lead(b), *"kj"[: b.rank])
-    out = (*range(len(batch)), *"i"[: a.rank - 1], *"j"[: b.rank - 1])
-    shape = (*batch, *a.shape[-2:-1], *b.shape[1:][-1:])
-    return product([(a, left), (b, right)], out, shape)
+    out = (*range(batch), *"i"[: a.rank - 1], *"j"[: b.rank - 1])
+    return product([(a, left), (b, right)], out)
 
 
 def reshape(x: Expr, shape: Iterable[int]) -> Expr:
@@ -309,7 +280,7 @@ def reshape(x: Expr, shape: Iterable[int]) -> Expr:
     if x.op == "reshape":
         return reshape(x.args[0], shape)
     if x.op == "array":
-        return array(x["value"].array.reshape(shape))
+        return expressions.array(x["value"].array.reshape(shape))
     ones = tuple(a for a, n in enumerate(x.shape) if n == 1)
     inner = squeeze(x, ones) if ones else x
     long = tuple(n for n in shape if n != 1)
@@ -350,14 +321,14 @@ def _gather(terms: Sequence[Expr]) -> dict[Expr, Any]:
     """The sum of the coefficients of each distinct term."""
     result: dict[Expr, Any] = {}
     for x in terms:
-        coefficient, core = constant_of(x), x
+        coefficient, core = expressions.constant_of(x), x
         if coefficient is not None:
             core = full(1.0, x.shape)
         elif x.op == "einsum" and x["coefficient"] != 1:
             coefficient = x["coefficient"]
-            core = product(zip(x.args, x["labels"], strict=True), range(x.rank), x.shape)
+            core = with_factors(x, x.args, 1.0)
         result[core] = result.get(core, 0) + (1.0 if coefficient is None else coefficient)
-    return {core: c for core, c in result.items() if c != 0 and not is_zero(core)}
+    return {core: c for core, c in result.items() if c != 0 and not expressions.is_zero(core)}
 
 
 def _without_common(terms: list[Expr], shape: tuple[int, ...]) -> Expr:
@@ -381,9 +352,7 @@ def _without_common(terms: list[Expr], shape: tuple[int, ...]) -> Expr:
     for c, entries, _ in split:
         for entry in common:
             entries.remove(entry)
-        ratio = c / coefficient
-        if not isinstance(ratio, complex) and abs(abs(ratio) - 1) < 1e-14:
-            ratio = 1.0 if ratio > 0 else -1.0
+        ratio = c if coefficient == 1 else np.sign(c / coefficient)
         left.append(product(entries, out, shape, ratio))
     return product([*common, (add(left), out)], out, shape, coefficient)
 
@@ -420,7 +389,7 @@ def power(x: Expr, exponent: Any) -> Expr:
         return x
     if exponent == 0:
         return full(1.0, x.shape)
-    constant = constant_of(x)
+    constant = expressions.constant_of(x)
     negative = isinstance(exponent, complex) or exponent < 0
     if constant is not None and (constant != 0 or not negative):
         return full(constant**exponent, x.shape)
@@ -428,12 +397,10 @@ def power(x: Expr, exponent: Any) -> Expr:
     if x.op == "power" and whole:
         return power(x.args[0], x["exponent"] * exponent)
     if x.op == "einsum" and x.args and not contracts(x):
-        c, entries, out = parts(x)
-        positive = not isinstance(c, complex) and c > 0
-        if whole or (positive and len(entries) == 1):
-            raised = [(power(f, exponent), names) for f, names in entries]
-            return product(raised, out, x.shape, c**exponent)
-    kind = COMPLEX if isinstance(exponent, complex) else ""
+        c = x["coefficient"]
+        if whole or (not isinstance(c, complex) and c > 0 and len(x.args) == 1):
+            return with_factors(x, [power(f, exponent) for f in x.args], c**exponent)
+    kind = expressions.COMPLEX if isinstance(exponent, complex) else ""
     return apply("power", x, kind=kind, exponent=exponent)
 
 
@@ -447,8 +414,7 @@ def conj(x: Expr) -> Expr:
     if x.op == "conj":
         return x.args[0]
     if x.op == "einsum":
-        entries = [(conj(f), names) for f, names in zip(x.args, x["labels"], strict=True)]
-        return product(entries, range(x.rank), x.shape, tidy(np.conj(x["coefficient"])))
+        return with_factors(x, map(conj, x.args), tidy(np.conj(x["coefficient"])))
     if x.op == "add":
         return add([conj(t) for t in x.args])
     exponent = x["exponent"] if x.op == "power" else 0.5
@@ -471,13 +437,9 @@ def _part(x: Expr, which: int) -> Expr:
     """The real (0) or imaginary (1) part."""
     if not x.is_complex:
         return (x, full(0.0, x.shape))[which]
-    if x.op == "einsum":
-        c, entries, out = parts(x)
-        complex_ones = [k for k, (f, _) in enumerate(entries) if f.is_complex]
-        if len(complex_ones) == 1 and not isinstance(c, complex):
-            f, names = entries[complex_ones[0]]
-            entries[complex_ones[0]] = _part(f, which), names
-            return product(entries, out, x.shape, c)
+    c = x.get("coefficient", 1j)  # of a product
+    if not isinstance(c, complex) and sum(f.is_complex for f in x.args) == 1:
+        return with_factors(x, [_part(f, which) if f.is_complex else f for f in x.args], c)
     return apply(("Re", "Im")[which], x, kind=REAL)
 
 

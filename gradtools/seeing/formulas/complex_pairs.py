@@ -35,45 +35,44 @@ class ComplexPair:
     whole: Expr
 
 
-def find_pairs(leaves: Sequence[Expr]) -> list[ComplexPair]:
-    """Pairs of inputs whose names differ only by re and im, real and imag, or r and i."""
-    by_name = {p["name"]: p for p in leaves if p.kind == "real"}
-    result = []
+def in_complex_numbers(
+    gradients: Mapping[Expr, Expr | None], cotangents: Sequence[Expr]
+) -> list[tuple[ComplexPair, Expr | None]]:
+    """The pairs of inputs with their gradients in terms of the pairs; the cotangents' pair is last.
+
+    Inputs are paired if their names differ only by re and im, real and imag, or r and i. The
+    gradient of a pair that is not differentiated is None. Empty if one has no complex form.
+    """
+    by_name, pairs = {p["name"]: p for p in gradients if p.kind == "real"}, list[ComplexPair]()
     for name, p in by_name.items():
         split = re.fullmatch(r"((.*?[^_.])[_.])(re|real|r)", name)
         q = split and by_name.get(split[1] + {"re": "im", "real": "imag", "r": "i"}[split[3]])
         if split and q and q.shape == p.shape:
-            result.append(ComplexPair(split[2], p, q, placeholder(split[2], p.shape, COMPLEX)))
-    return result
-
-
-def together(
-    gradients: Mapping[Expr, Expr | None], pairs: Sequence[ComplexPair]
-) -> list[tuple[ComplexPair, Expr]]:
-    """The gradients of the pairs in terms of the pairs' complex arrays, without those not taken.
-
-    Nothing if one of them has no complex form.
-    """
+            pairs.append(ComplexPair(split[2], p, q, placeholder(split[2], p.shape, COMPLEX)))
+    if not pairs or len({c.shape for c in cotangents}) != 1 or len(cotangents) != 2:
+        return []
+    base = "out" if "O" in {p.name for p in pairs} else "O"
+    whole = placeholder(base, cotangents[0].shape, COMPLEX)
+    pairs.append(ComplexPair(base, cotangents[0], cotangents[1], whole))
     parts = {p.real: [0.5 * p.whole, 0.5 * conj(p.whole)] for p in pairs}
     parts |= {p.imaginary: [-0.5j * p.whole, 0.5j * conj(p.whole)] for p in pairs}
-    rng = np.random.default_rng(0)
-    result = []
+    rng, result = np.random.default_rng(0), list[tuple[ComplexPair, Expr | None]]()
     for p in pairs:
-        re, im = gradients.get(p.real), gradients.get(p.imaginary)
-        if re is None or im is None:
-            continue
-        terms = _expanded(re + 1j * im, parts)
+        one, other = gradients.get(p.real), gradients.get(p.imaginary)
+        apart = one + 1j * other if one is not None and other is not None else None
+        terms = [] if apart is None else _expanded(apart, parts)
         if terms is None:
             return []
-        apart, whole = re + 1j * im, add(terms)
-        leaves = [x for x in order([apart, whole]) if x.op == "placeholder"]
-        values = {x: rng.normal(size=x.shape) for x in (*leaves, *parts)}
-        values |= {q.whole: values[q.real] + 1j * values[q.imaginary] for q in pairs}
-        one, other = evaluate([apart, whole], values)
-        if not np.allclose(one, other, rtol=1e-12, atol=1e-12):
-            return []
-        result.append((p, whole))
-    return result
+        together = add(terms) if terms else None
+        if apart is not None and together is not None:
+            leaves = [x for x in order([apart, together]) if x.op == "placeholder"]
+            values = {x: rng.normal(size=x.shape) for x in (*leaves, *parts)}
+            values |= {q.whole: values[q.real] + 1j * values[q.imaginary] for q in pairs}
+            here, there = evaluate([apart, together], values)
+            if not np.allclose(here, there, rtol=1e-12, atol=1e-12):
+                return []
+        result.append((p, together))
+    return result if any(x is not None for _, x in result) else []
 
 
 def _expanded(x: Expr, known: Mapping[Expr, list[Expr]]) -> list[Expr] | None:

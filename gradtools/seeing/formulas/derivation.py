@@ -14,8 +14,8 @@ from gradtools.errors import GradtoolsError
 from gradtools.printing import printable
 from gradtools.rules import replaced_at
 from gradtools.seeing.formulas import typesetting as ts
-from gradtools.seeing.formulas.complex_pairs import ComplexPair, find_pairs, together
-from gradtools.seeing.formulas.expressions import COMPLEX, OPERATIONS, Expr, evaluate, placeholder
+from gradtools.seeing.formulas.complex_pairs import in_complex_numbers
+from gradtools.seeing.formulas.expressions import Expr, evaluate, placeholder
 from gradtools.seeing.formulas.expressions import order as ordered
 from gradtools.seeing.formulas.reverse_mode import Recorded, adjoint
 from gradtools.seeing.formulas.statements import Section, Statements, output_names, short_names
@@ -111,7 +111,7 @@ class Formula:
             written = [Written(f"∂s/∂{self._names[x].text}") for x in xs]
             results = [*of_inputs(both[:count]), *both[count:]]
             self._second = list(zip(results, written, strict=True))
-        self._pairs, self._whole = self._in_complex_numbers()
+        self._in_complex_numbers()
         marked = [x["name"] for x in ordered(recorded.outputs) if x.op == "by_name"]
         self.marked = tuple(dict.fromkeys(marked))
         of_leaves = lambda group: tuple(self._names[p].text for p in group)
@@ -126,23 +126,15 @@ class Formula:
         self._names[result] = name
         return result
 
-    def _in_complex_numbers(self) -> tuple[list[ComplexPair], list[tuple[Expr, Written]]]:
-        """The adjoint of separate real and imaginary parts in complex form, if it has one."""
-        inputs, cotangents = self._recorded.opened, self._cotangents
-        pairs = find_pairs(inputs)
-        if not pairs or len(cotangents) != 2 or cotangents[0].shape != cotangents[1].shape:
-            return [], []
-        base = "O" if "O" not in {p.name for p in pairs} else "out"
-        real, imaginary = cotangents
-        whole = placeholder(base, real.shape, COMPLEX)
-        pairs.append(ComplexPair(base, real, imaginary, whole))
-        gradients = dict(zip(inputs, (g for g, _ in self._gradients), strict=True))
-        found = together(gradients, pairs)
-        if not found:
-            return [], []
-        self._names.update({p.whole: ts.symbol(p.name) for p in pairs[:-1]})
-        self._names[pairs[-1].whole] = ts.bar(ts.symbol(base))
-        return pairs, [(whole, ts.bar(self._names[p.whole])) for p, whole in found]
+    def _in_complex_numbers(self) -> None:
+        """Names the pairs of real and imaginary parts and their gradients in complex form."""
+        gradients = dict(zip(self._recorded.opened, (g for g, _ in self._gradients), strict=True))
+        found = in_complex_numbers(gradients, self._cotangents)
+        self._pairs = [p for p, _ in found]
+        self._names.update({p.whole: ts.symbol(p.name) for p in self._pairs})
+        self._whole = [(x, ts.bar(self._names[p.whole])) for p, x in found if x is not None]
+        if found:  # the last pair is of cotangents
+            self._names[self._pairs[-1].whole] = ts.bar(ts.symbol(self._pairs[-1].name))
 
     # Reading.
 
@@ -151,7 +143,8 @@ class Formula:
         for section in self._statements.sections:
             lines = (f"  {a.text} = {b.text}" for a, b in section.lines)
             parts += [f"{section.title} {section.of}".strip(), *lines, ""]
-        notes = [*self._legend(), *self._definitions(), *self._statements.writer.notes]
+        writer = self._statements.writer
+        notes = [*self._legend(), *writer.definitions, *writer.notes]
         parts += ["where", *(f"  {text}" for text in notes)]
         parts += [str(self.check)] if self.check is not None else []
         return printable("\n".join(parts))
@@ -168,7 +161,7 @@ class Formula:
         for section in self._statements.sections:
             title = rf"\textbf{{{section.title}}}\ {ts.latex(section.of)}"
             blocks.append([title, *(ts.latex(f"{a.text} = {b.text}") for a, b in section.lines)])
-        if names := self._definitions():
+        if names := self._statements.writer.definitions:
             blocks.append([*map(ts.latex, names)])
         aligned = [" \\\\\n".join(f"&{row}" for row in rows) for rows in blocks]
         return "\n\\\\[1em]\n".join(f"\\begin{{aligned}}\n{a}\n\\end{{aligned}}" for a in aligned)
@@ -225,11 +218,6 @@ class Formula:
             result.append(f"{written.writer.names[x].text}: held by the program, {shape}")
         lengths = ", ".join(f"{l} = {n}" for l, n in sizes.items())
         return [*result, *([lengths] if lengths else [])]
-
-    def _definitions(self) -> list[str]:
-        """The definitions of the functions that have one and are written by their names."""
-        used = self._statements.writer.recognised
-        return [o.definition for name, o in OPERATIONS.items() if name in used and o.definition]
 
     # Numbers.
 

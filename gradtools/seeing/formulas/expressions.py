@@ -211,11 +211,6 @@ class Operation:
     # Maps the expression, its cotangent and the arguments to the arguments' cotangents.
     pullback: Callable[..., Sequence[Expr | None]] | None = None
     form: Callable[[Writer, Expr], Written] | None = None  # None writes the name and the arguments
-    # For each argument the label of each axis. Axes with one label correspond and get one letter;
-    # the labels of the result's axes are 0, 1, ...; None corresponds to none.
-    labels: Callable[[Expr], Sequence[Sequence[int | None]]] = lambda y: [
-        range(y.rank) if a.rank == y.rank else () for a in y.args
-    ]
     definition: str = ""  # the definition of the name, printed below a formula that has it
 
 

@@ -137,9 +137,8 @@ class _Comparison:
         self.formula.compare = self.with_derivation
         (here,) = self._points([0.0])
         theirs = self._numbers(here)
-        at_given = self._compared(here, theirs)
+        at_given = self._compared(self.formula, here, theirs)
         near, why_not = self._compared_nearby()
-        self.near = [point for point, _ in near]
         if not near and not all_finite(theirs[:1]):
             raise GradtoolsError(
                 "formula: no value of f is finite at the arguments or near them, so nothing was "
@@ -147,49 +146,52 @@ class _Comparison:
             )
         if not near and not at_given:
             raise _differs(at_given)
-        results = [result for result in (*(r for _, r in near), at_given) if result]
         note = "" if near else f"; {why_not}; compared at the given arguments alone"
         if not at_given:
             note = "; but not at the given arguments, which are at a tie, at an edge or where a "
             note += f"number is no longer finite: {at_given}"
         places = ["the arguments"] * bool(at_given) + [_counted(len(near))] * bool(near)
         said = f"agrees with automatic differentiation at {' and '.join(places)}"
-        self.formula.check = _agreement(results, said, note)
+        self.formula.check = _agreement([*near, *[at_given] * bool(at_given)], said, note)
         return self.formula
 
-    def _compared_nearby(self) -> tuple[list[tuple[Point, Agreement]], str]:
+    def _compared_nearby(self) -> tuple[list[Agreement], str]:
         """The comparisons at points near the arguments, and the reason if there is none."""
-        near: list[tuple[Point, Agreement]] = []
+        results: list[Agreement] = []
         for point in self._points(_STEPS):
-            if len(near) == _POINTS:
-                break
             try:
                 theirs = self._numbers(point)
             except GradtoolsError:  # f may be undefined there
                 continue
             if not all_finite(theirs[:1]):
                 continue
-            result = self._compared(point, theirs)
-            near.append((point, result))
-            if not result and self._runs_alike(point):
-                raise _differs(result)
+            result = self._compared(self.formula, point, theirs)
             if not result:
+                other = self._recorded_at(point)
+                same = other.inputs == self.formula.inputs
+                if same and not self._compared(other, point, theirs):
+                    raise _differs(result)
+                self.near = []
                 return [], "nearby f runs another program (values decide what it runs)"
-        return near, "nearby f is not defined (it raises, or a value is not finite)"
+            self.near.append(point)
+            results.append(result)
+            if len(results) == _POINTS:
+                break
+        return results, "nearby f is not defined (it raises, or a value is not finite)"
 
-    def _compared(self, point: Point, theirs: Sequence[Group]) -> Agreement:
+    def _compared(self, formula: Formula, point: Point, theirs: Sequence[Group]) -> Agreement:
         """The formula's numbers at a point, compared with the framework's."""
-        formula, ours = self.formula, self.formula.evaluate(*point)
+        ours = formula.evaluate(*point)
         names = [*formula.outputs, *formula.gradients, *formula.second]
         groups = [*chain(*theirs)], [*chain(*ours)]
         return compared(names, *groups, self.tolerance, self.floor, ours, "formula")
 
-    def _runs_alike(self, point: Point) -> bool:
-        """Whether f runs the same program at a nearby point."""
-        before, mark = self.program.leaves, self.recorded.fingerprint()
+    def _recorded_at(self, point: Point) -> Formula:
+        """The formula of the program that f runs at a nearby point."""
+        before = self.program.leaves
         try:
             self.program.leaves = self._leaves(point)
-            return bool(self.programs.formula_graph(self.program).fingerprint() == mark)
+            return Formula(self.programs.formula_graph(self.program), self.order, self.active)
         finally:
             self.program.leaves = before
 

@@ -30,24 +30,22 @@ class OpaqueFunction:
 
     backend: Backend
     run: Callable[..., Sequence[Any]]  # maps arrays of the framework to arrays of the framework
-    # Converts NumPy's arrays to the framework's, each to the dtype that was recorded.
-    arrays: Callable[[Sequence[np.ndarray]], list[Any]]
+    likes: Sequence[Any]  # an array of each operand's dtype and device; None for any dtype
     moving: tuple[bool, ...]  # which operands have a derivative
     around: Callable[[], AbstractContextManager[Any]] = nullcontext  # the context in which it runs
 
     def value(self, *values: np.ndarray) -> list[np.ndarray]:
         """The outputs as NumPy arrays."""
+        backend, first = self.backend, next((x for x in self.likes if x is not None), None)
         with self.around():
-            return [np.asarray(self.backend.to_numpy(y)) for y in self.run(*self.arrays(values))]
+            pairs = zip(values, self.likes, strict=True)
+            typed = lambda v, like: backend.cast(np.array(v), like)
+            xs = [backend.asarray(v, first) if x is None else typed(v, x) for v, x in pairs]
+            return [np.asarray(backend.to_numpy(y)) for y in self.run(*xs)]
 
     def vjp(self, chosen: Sequence[int], wanted: Sequence[int]) -> OpaqueFunction:
         """Maps operands and chosen outputs' cotangents to the wanted operands' cotangents."""
         count, backend = len(self.moving), self.backend
-
-        def arrays(values: Sequence[np.ndarray]) -> list[Any]:
-            given = self.arrays(values[:count])
-            first = next(iter(given), None)
-            return [*given, *(backend.asarray(np.asarray(c), first) for c in values[count:])]
 
         def pulled(*both: Any) -> list[Any]:
             xs = both[:count]
@@ -64,8 +62,8 @@ class OpaqueFunction:
             grads = zip(at, result.pullback(cotangents), strict=True)
             return [backend.zeros_like(x) if g is None else g for x, g in grads]
 
-        moving = (*self.moving, *[True] * len(chosen))
-        return OpaqueFunction(backend, pulled, arrays, moving, self.around)
+        likes, moving = (*self.likes, *[None] * len(chosen)), (*self.moving, *[True] * len(chosen))
+        return OpaqueFunction(backend, pulled, likes, moving, self.around)
 
 
 def by_name(
@@ -120,4 +118,4 @@ def _write(w: Writer, x: Expr) -> ts.Written:
 
 
 operation("by_name", lambda y, *args: y["kernel"].value(*args))
-operation("output", lambda y, call: call[y["index"]], form=_write, labels=lambda y: [()])
+operation("output", lambda y, call: call[y["index"]], form=_write)

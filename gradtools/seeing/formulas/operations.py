@@ -7,43 +7,17 @@ entry of each row by a one-hot factor.
 
 from __future__ import annotations
 
-import itertools
-import math
 from collections.abc import Callable, Iterable, Sequence
+from itertools import accumulate
 from math import prod
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from gradtools.seeing.formulas import algebra, expressions
 from gradtools.seeing.formulas import typesetting as ts
-from gradtools.seeing.formulas.algebra import (
-    apply,
-    broadcast,
-    broadcast_shape,
-    centred,
-    conj,
-    contracts,
-    mean,
-    plus,
-    product,
-    real,
-    reshape,
-    spread,
-    total,
-    transpose,
-    unsqueeze,
-)
-from gradtools.seeing.formulas.expressions import (
-    BOOLEAN,
-    DTYPES,
-    REAL,
-    Expr,
-    constant_of,
-    expr,
-    lifted,
-    operation,
-    widest,
-)
+from gradtools.seeing.formulas.algebra import apply, conj, mean, real, reshape, spread, total
+from gradtools.seeing.formulas.expressions import REAL, Expr, constant_of, expr, lifted, operation
 from gradtools.seeing.formulas.typesetting import Written
 
 if TYPE_CHECKING:
@@ -57,17 +31,8 @@ def _entrywise(name: str, evaluate: Callable[..., Any], pullback: Any = None, **
 
 # --- functions of one argument
 
-
-def _sigmoid(x: np.ndarray) -> np.ndarray:
-    if np.iscomplexobj(x):
-        return 1 / (1 + np.exp(-x))
-    e = np.exp(-np.abs(x))  # avoids overflow and keeps full relative precision in both tails
-    return np.where(x >= 0, 1.0, e) / (1 + e)
-
-
-_gaussian = lambda y, x: 2 / math.sqrt(math.pi) * apply("exp", -(x**2))
 # The value, the derivative from the value y and the argument x, and the definition if it is shown.
-_FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[Expr, Expr], Expr], str]] = {
+FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[Expr, Expr], Expr], str]] = {
     "exp": (np.exp, lambda y, x: y, ""),
     "log": (np.log, lambda y, x: x**-1, ""),
     "sin": (np.sin, lambda y, x: apply("cos", x), ""),
@@ -75,20 +40,23 @@ _FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[Expr, Expr], Expr], st
     "sinh": (np.sinh, lambda y, x: apply("cosh", x), ""),
     "cosh": (np.cosh, lambda y, x: apply("sinh", x), ""),
     "tanh": (np.tanh, lambda y, x: 1 - y**2, ""),
-    "erf": (np.vectorize(math.erf, otypes=[float]), _gaussian, ""),
     "softplus": (
         lambda x: np.logaddexp(x, 0),
         lambda y, x: apply("sigmoid", x),
         "softplus(x) := log(1 + e^x)",
     ),
-    "sigmoid": (_sigmoid, lambda y, x: y * (1 - y), "sigmoid(x) := 1 / (1 + e^(-x))"),
+    "sigmoid": (
+        lambda x: np.exp(-np.logaddexp(-x, 0)),
+        lambda y, x: y * (1 - y),
+        "sigmoid(x) := 1 / (1 + e^(-x))",
+    ),
     "relu": (
         lambda x: np.maximum(x, 0),
         lambda y, x: indicator(x, 0, ">"),
         "relu(x) := max(x, 0)",
     ),
 }
-for _name, (_value, _slope, _definition) in _FUNCTIONS.items():
+for _name, (_value, _slope, _definition) in FUNCTIONS.items():
     _pulled = lambda y, g, x, slope=_slope: [conj(slope(y, x)) * g]
     _entrywise(_name, _value, _pulled, definition=_definition)
 
@@ -110,12 +78,6 @@ def _write_power(w: Writer, x: Expr) -> Written:
     if size != 1:  # the power of a whole matrix is marked as elementwise
         raised = ts.power(base, size, "∘" if x.rank > 1 and size != 0.5 else "")
     return ts.over(ts.number(1.0), raised) if negative else raised
-
-
-def _write_cast(w: Writer, x: Expr) -> Written:
-    """√x and √(x + 0i) differ below zero, so a cast to complex is written."""
-    inner = w.write(x.args[0])
-    return Written(f"{inner.text} + 0i", ts.SUM) if x.is_complex else inner
 
 
 operation(
@@ -146,22 +108,17 @@ _entrywise(
     form=lambda w, x: ts.superscript(w.write(x.args[0]), "*"),
 )
 _entrywise("stop", lambda x: x)
-_entrywise(
+_entrywise(  # a real array as complex numbers: √x and √(x + 0i) differ below zero
     "cast",
-    lambda x, to: x.astype(DTYPES[to]),
-    lambda y, g, x: [g if y.is_complex else None],
-    form=_write_cast,
+    lambda x: x + 0j,
+    lambda y, g, x: [g],
+    form=lambda w, x: Written(f"{w.write(x.args[0]).text} + 0i", ts.SUM),
 )
 
 
 def stop(x: Expr) -> Expr:
     """stop_gradient: x with no derivative."""
     return x if x.op == "stop" or constant_of(x) is not None else apply("stop", x, kind=x.kind)
-
-
-def cast_to(x: Expr, kind: str) -> Expr:
-    """x as values of another kind."""
-    return apply("cast", x, kind=kind, to=kind)
 
 
 # --- comparison and choice
@@ -179,7 +136,7 @@ _RELATIONS = {
 
 def indicator(a: Any, b: Any, relation: str) -> Expr:
     """The indicator function: 1 where a and b, expressions or numbers, satisfy the relation."""
-    return apply("compare", a, b, kind=BOOLEAN, relation=relation)
+    return apply("compare", a, b, kind=expressions.BOOLEAN, relation=relation)
 
 
 def _pull_where(y: Expr, g: Expr, c: Expr, a: Expr, b: Expr) -> list[Expr | None]:
@@ -207,11 +164,12 @@ _entrywise("where", np.where, _pull_where, form=_write_where)
 
 def where(c: Expr, a: Any, b: Any) -> Expr:
     """a where c holds, else b; only a or b if c is the same constant everywhere."""
-    c, a, b = c if c.kind == BOOLEAN else indicator(c, 0, "!="), lifted(a), lifted(b)
+    c, a, b = c if c.kind == expressions.BOOLEAN else indicator(c, 0, "!="), lifted(a), lifted(b)
     mask = c["value"].array if c.op == "array" else None
     if mask is not None and mask.all() == mask.any():
-        return broadcast(a if mask.all() else b, broadcast_shape(c.shape, a.shape, b.shape))
-    return apply("where", c, a, b, kind=widest(a.kind, b.kind))
+        shape = algebra.broadcast_shape(c.shape, a.shape, b.shape)
+        return algebra.broadcast(a if mask.all() else b, shape)
+    return apply("where", c, a, b, kind=expressions.widest(a.kind, b.kind))
 
 
 # --- constants, contractions, reshapes
@@ -225,7 +183,7 @@ def _einsum(y: Expr, *arrays: np.ndarray) -> np.ndarray:
     numbers = [a + 0.0 if a.dtype.kind in "bui" else a for a in arrays]
     pairs = [*zip(numbers, y["labels"], strict=True)]
     value: Any = 1.0
-    if len(arrays) == 1 or contracts(y):
+    if len(arrays) == 1 or algebra.contracts(y):
         kept = [l for l in axes if any(l in names for names in y["labels"])]
         operands = [part for pair in pairs for part in pair]
         value = spread(einsum(*operands, kept, optimize=len(arrays) > 2), kept)
@@ -233,17 +191,16 @@ def _einsum(y: Expr, *arrays: np.ndarray) -> np.ndarray:
         for a, names in pairs:
             own = sorted(set(names))
             value = value * spread(einsum(a, names, own), own)
-    result = np.broadcast_to(y["coefficient"] * value, y.shape)
-    return result if y.is_inexact else result.astype(DTYPES[y.kind])
+    return np.broadcast_to(y["coefficient"] * value, y.shape)
 
 
 def _pull_einsum(y: Expr, g: Expr, *factors: Expr) -> list[Expr]:
     """For each factor g times the conjugates of all others."""
     entries = [(conj(f), names) for f, names in zip(factors, y["labels"], strict=True)]
     result = []
-    for k, factor in enumerate(factors):
+    for k, (factor, labels) in enumerate(zip(factors, y["labels"], strict=True)):
         others = [(g, range(y.rank)), *entries[:k], *entries[k + 1 :]]
-        result.append(product(others, y["labels"][k], factor.shape, np.conj(y["coefficient"])))
+        result.append(algebra.product(others, labels, factor.shape, np.conj(y["coefficient"])))
     return result
 
 
@@ -254,21 +211,13 @@ def _write_reshape(w: Writer, x: Expr) -> Written:
     return ts.function("reshape", [w.operand(x.args[0])], "x".join(map(str, x.shape)))
 
 
-def _reshape_labels(y: Expr) -> list[list[int | None]]:
-    """Axes correspond if equally many entries lie before them."""
-    (x,) = y.args
-    place = {prod(y.shape[:k]): k for k, n in enumerate(y.shape) if n != 1}
-    return [[place.get(prod(x.shape[:k])) for k in range(x.rank)]]
-
-
 operation("array", lambda y: y["value"].array, form=lambda w, x: Written("c"))
-operation("einsum", _einsum, _pull_einsum, labels=lambda y: y["labels"])
+operation("einsum", _einsum, _pull_einsum)
 operation(
     "reshape",
     lambda y, x: np.reshape(x, y.shape),
     lambda y, g, x: [reshape(g, x.shape)],
     form=_write_reshape,
-    labels=_reshape_labels,
 )
 
 
@@ -279,19 +228,16 @@ def sliced(x: Expr, *, start: Any, limit: Any, stride: Any = None, drop: Any = (
     """The slice start:limit:stride of each axis, stride > 0, without the length-1 axes in drop."""
     triples = zip(start, limit, stride or (1,) * x.rank, strict=True)
     bounds = tuple((int(a), int(max(a, b)), int(s)) for a, b, s in triples)
-    shape = [len(range(*bound)) for bound in bounds]
-    part = x if tuple(shape) == x.shape else expr("slice", (x,), shape, x.kind, bounds=bounds)
+    shape = tuple(len(range(*bound)) for bound in bounds)
+    part = x if shape == x.shape else expr("slice", (x,), shape, x.kind, bounds=bounds)
     return reshape(part, [n for a, n in enumerate(shape) if a not in drop])
 
 
 def split(x: Expr, *, sizes: Sequence[int], axis: int) -> list[Expr]:
     """Consecutive slices of these sizes."""
-    ends = list(itertools.accumulate(sizes))
     at = lambda n, others: [n if a == axis else other for a, other in enumerate(others)]
-    pairs = [
-        (at(end - n, (0,) * x.rank), at(end, x.shape)) for n, end in zip(sizes, ends, strict=True)
-    ]
-    return [sliced(x, start=start, limit=limit) for start, limit in pairs]
+    pairs = zip(accumulate(sizes), sizes, strict=True)
+    return [sliced(x, start=at(e - n, (0,) * x.rank), limit=at(e, x.shape)) for e, n in pairs]
 
 
 def _selected(y: Expr) -> tuple[slice, ...]:
@@ -308,9 +254,8 @@ def _write_part(w: Writer, y: Expr) -> Written:
     """A part of an array in NumPy's notation, or zeros with that part."""
     (x,) = y.args
     pieces = []
-    for (first, last, step), n in zip(y["bounds"], max(x, y, key=_size).shape, strict=True):
-        stop = "" if last >= n else str(last)
-        along = f"{first or ''}:{stop}" + f":{step}" * (step > 1)
+    for (first, last, step), n in zip(y["bounds"], map(max, x.shape, y.shape), strict=True):
+        along = f"{first or ''}:{'' if last >= n else last}" + f":{step}" * (step > 1)
         pieces.append(str(first) if last - first == 1 < n else along)
     at = ", ".join(pieces)
     if y.op == "slice":
@@ -319,37 +264,11 @@ def _write_part(w: Writer, y: Expr) -> Written:
     return Written(f"into[{at}]({w.operand(x).text})")
 
 
-_size = lambda x: prod(x.shape)
-operation(
-    "slice",
-    lambda y, x: x[_selected(y)],
-    lambda y, g, x: [expr("into", (g,), x.shape, g.kind, bounds=y["bounds"])],
-    form=_write_part,
-)
-operation(
-    "into",
-    _embedded,
-    lambda y, g, x: [expr("slice", (g,), x.shape, g.kind, bounds=y["bounds"])],
-    form=_write_part,
-)
-operation(
-    "concatenate",
-    lambda y, *xs: np.concatenate(xs, y["axis"]),
-    lambda y, g, *xs: split(g, sizes=[x.shape[y["axis"]] for x in xs], axis=y["axis"]),
-    form=lambda w, x: Written(
-        "[" + ("; " if x["axis"] == 0 else ", ").join(w.operand(a).text for a in x.args) + "]"
-    ),
-)
-
-
-def concatenate(*xs: Expr, axis: int) -> Expr:
-    """numpy.concatenate."""
-    xs = tuple(x for x in xs if x.shape != (0,)) or xs
-    if len(xs) == 1:
-        return xs[0]
-    shape = list(xs[0].shape)
-    shape[axis] = sum(x.shape[axis] for x in xs)
-    return expr("concatenate", xs, shape, widest(*(x.kind for x in xs)), axis=axis)
+_adjoint_part = lambda y, g, x: [
+    expr("into" if y.op == "slice" else "slice", (g,), x.shape, g.kind, bounds=y["bounds"])
+]
+operation("slice", lambda y, x: x[_selected(y)], _adjoint_part, form=_write_part)
+operation("into", _embedded, _adjoint_part, form=_write_part)
 
 
 # --- one entry of each row
@@ -358,7 +277,6 @@ operation(
     "one_hot",  # a last axis with 1 at i; a negative index counts from the end
     lambda y, i: (np.asarray(i)[..., None] % y["size"] == np.arange(y["size"])) * 1.0,
     form=lambda w, x: ts.function("onehot", [w.write(x.args[0])]),
-    labels=lambda y: [range(y.rank - 1)],
 )
 
 
@@ -369,21 +287,7 @@ def one_hot(i: Expr, *, size: int) -> Expr:
 
 def picked(x: Expr, i: Expr) -> Expr:
     """The entry of each row of x that i names: the last axis is summed with a one-hot factor."""
-    i = from_the_end(i, x.shape[-1])
     return total(x * one_hot(i, size=x.shape[-1]), [x.rank - 1])
-
-
-def from_the_end(i: Expr, n: int) -> Expr:
-    """The i of ``where(i < 0, i + n, i)``: a negative index counts from the end in NumPy, too."""
-    if i.op in ("reshape", "einsum") and len(i.args) == 1 and i.args[0].op == "where":
-        inner = from_the_end(i.args[0], n)
-        if i.op == "reshape":
-            return reshape(inner, i.shape)
-        return product([(inner, *i["labels"])], range(i.rank), i.shape, i["coefficient"])
-    if i.op != "where" or i.args[0].op != "compare" or i.args[0].args[0] is not i.args[2]:
-        return i
-    wrapped = i.args[1].args[0] if i.args[1].op == "cast" else i.args[1]
-    return i.args[2] if wrapped is i.args[2] + n else i
 
 
 def take_along(x: Expr, i: Expr, *, axis: int) -> Expr | None:
@@ -391,7 +295,7 @@ def take_along(x: Expr, i: Expr, *, axis: int) -> Expr | None:
     rest = lambda of: (*of.shape[:axis], *of.shape[axis + 1 :])
     if not (x.rank and i.rank) or i.shape[axis] != 1 or rest(x) != rest(i):
         return None
-    last = transpose(x, [*(a for a in range(x.rank) if a != axis), axis])
+    last = algebra.transpose(x, [*(a for a in range(x.rank) if a != axis), axis])
     return reshape(picked(last, reshape(i, rest(i))), i.shape)
 
 
@@ -406,10 +310,8 @@ def _write_along(w: Writer, y: Expr) -> Written:
     if y.op == "norm":
         return Written(f"‖{w.operand(x).text}‖" + (ts.below(below) if below else ""))
     if y.op == "standardize" and y["eps"]:
-        epsilon = ts.number(y["eps"]).text
-        w.note(
-            f"standardize(x) = (x - mean(x)) / √(var(x) + ε), ε = {epsilon}, over the axes below"
-        )
+        eps = f"ε = {ts.number(y['eps']).text}"
+        w.note(f"standardize(x) = (x - mean(x)) / √(var(x) + ε), {eps}, over the axes below")
     return ts.function(y.op, [w.operand(x)], below)
 
 
@@ -420,85 +322,72 @@ def _logsumexp(x: np.ndarray, axes: tuple[int, ...], keepdims: bool = False) -> 
     return result if keepdims else result.squeeze(axes)
 
 
+def _standardize(x: np.ndarray, axes: tuple[int, ...], eps: float) -> np.ndarray:
+    return (x - x.mean(axes, keepdims=True)) / np.sqrt(x.var(axes, keepdims=True) + eps)
+
+
 def _pull_logsumexp(y: Expr, g: Expr, x: Expr, axes: tuple[int, ...]) -> Expr:
     return conj(softmax(x, axis=axes[0]) if len(axes) == 1 else apply("exp", x - y)) * g
 
 
 def _pull_variance(y: Expr, g: Expr, x: Expr, axes: tuple[int, ...]) -> Expr:
-    return 2 / prod(x.shape[a] for a in axes) * (centred(x, axes) * real(g))
+    return 2 / prod(x.shape[a] for a in axes) * (algebra.centred(x, axes) * real(g))
+
+
+def _pull_standardize(y: Expr, g: Expr, x: Expr, axes: tuple[int, ...]) -> Expr:
+    """(g - mean g - y mean(y g)) / deviation."""
+    inner = algebra.plus(g, -mean(g, axes, keep=True), -(y * mean(y * g, axes, keep=True)))
+    return inner / (along("var", x, axes, keep=True) + y["eps"]) ** 0.5
 
 
 # Every entry that equals the maximum or minimum gets its whole cotangent.
 _pull_extreme = lambda y, g, x, axes: indicator(x, y, "==") * g
-_euclidean = lambda x, axes: np.sqrt((np.abs(x) ** 2).sum(axes))
 # The value from the argument and the axes; the argument's cotangent from the value and its
 # cotangent, both broadcast to the argument; the definition if it is shown.
-_REDUCTIONS: dict[str, tuple[Callable[..., Any], Callable[..., Expr], str]] = {
+_ALONG: dict[str, tuple[Callable[..., Any], Callable[..., Expr], str]] = {
     "max": (np.max, _pull_extreme, ""),
     "min": (np.min, _pull_extreme, ""),
-    "norm": (_euclidean, lambda y, g, x, axes: x * (real(g) / y), ""),
+    "norm": (
+        lambda x, axes: np.sqrt((np.abs(x) ** 2).sum(axes)),
+        lambda y, g, x, axes: x * (real(g) / y),
+        "",
+    ),
     "logsumexp": (_logsumexp, _pull_logsumexp, "logsumexpᵢ(x) := log Σᵢ e^x"),
     "var": (np.var, _pull_variance, "varᵢ(x) := meanᵢ |x - meanᵢ x|²"),
+    "softmax": (
+        lambda x, axes: np.exp(x - _logsumexp(x, axes, keepdims=True)),
+        lambda y, g, x, axes: conj(y) * (g - total(conj(y) * g, axes, keep=True)),
+        "softmaxᵢ(x) := e^x / Σᵢ e^x",
+    ),
+    "standardize": (_standardize, _pull_standardize, ""),
 }
 
 
-def _reduction_labels(y: Expr) -> list[list[int | None]]:
-    kept = iter(range(y.rank))
-    return [[None if a in y["axes"] else next(kept) for a in range(y.args[0].rank)]]
+def _pull_along(y: Expr, g: Expr, x: Expr) -> list[Expr]:
+    wide = lambda z: z if z.rank == x.rank else spread(z, y["axes"], x.shape)
+    return [_ALONG[y.op][1](wide(y), wide(g), x, y["axes"])]
 
 
-def _pull_reduction(y: Expr, g: Expr, x: Expr) -> list[Expr]:
-    axes = y["axes"]
-    return [_REDUCTIONS[y.op][1](spread(y, axes, x.shape), spread(g, axes, x.shape), x, axes)]
+for _name, (_value, _, _definition) in _ALONG.items():
+    _of_axes = lambda y, x, value=_value: value(x, *(v for _, v in y.attributes))
+    operation(_name, _of_axes, _pull_along, form=_write_along, definition=_definition)
 
 
-for _name, (_value, _, _definition) in _REDUCTIONS.items():
-    _about = {"form": _write_along, "definition": _definition, "labels": _reduction_labels}
-    _of_axes = lambda y, x, value=_value: value(x, y["axes"])
-    operation(_name, _of_axes, _pull_reduction, **_about)
-
-
-def reduced(name: str, x: Expr, axes: Iterable[int] | None = None, keep: bool = False) -> Expr:
-    """A reduction over axes, by default all; x itself if there are none."""
+def along(
+    name: str, x: Expr, axes: Iterable[int] | None = None, keep: bool = False, **more: Any
+) -> Expr:
+    """A reduction over axes, by default all, or a function along axes; x itself without axes."""
     axes = tuple(range(x.rank) if axes is None else sorted(axes))
     if not axes:
         return x
+    if name in ("softmax", "standardize"):
+        return expr(name, (x,), x.shape, x.kind, axes=axes, **more)
     kind = REAL if name in ("norm", "var") else x.kind
     shape = [n for a, n in enumerate(x.shape) if a not in axes]
     result = expr(name, (x,), shape, kind, axes=axes)
-    return unsqueeze(result, axes) if keep else result
+    return algebra.unsqueeze(result, axes) if keep else result
 
 
 def softmax(x: Expr, *, axis: int) -> Expr:
     """exp(x) over its sum along an axis; a scalar is an axis of length 1."""
-    if x.rank:
-        return expr("softmax", (x,), x.shape, x.kind, axes=(axis,))
-    return reshape(softmax(reshape(x, (1,)), axis=0), ())
-
-
-def _standardize(y: Expr, x: np.ndarray) -> np.ndarray:
-    axes = y["axes"]
-    return (x - x.mean(axes, keepdims=True)) / np.sqrt(x.var(axes, keepdims=True) + y["eps"])
-
-
-def _pull_standardize(y: Expr, g: Expr, x: Expr) -> list[Expr]:
-    """(g - mean g - y mean(y g)) / deviation."""
-    axes = y["axes"]
-    inner = plus(g, -mean(g, axes, keep=True), -(y * mean(y * g, axes, keep=True)))
-    return [inner / spread((reduced("var", x, axes) + y["eps"]) ** 0.5, axes, x.shape)]
-
-
-def standardize(x: Expr, *, axes: Iterable[int], eps: float = 0.0) -> Expr:
-    """(x - mean) / sqrt(variance + eps)."""
-    attributes = {"axes": tuple(sorted(axes)), "eps": float(eps)}
-    return expr("standardize", (x,), x.shape, x.kind, **attributes)
-
-
-operation(
-    "softmax",
-    lambda y, x: np.exp(x - _logsumexp(x, y["axes"], keepdims=True)),
-    lambda y, g, x: [conj(y) * (g - total(conj(y) * g, y["axes"], keep=True))],
-    form=_write_along,
-    definition="softmaxᵢ(x) := e^x / Σᵢ e^x",
-)
-operation("standardize", _standardize, _pull_standardize, form=_write_along)
+    return along("softmax", x, [axis]) if x.rank else expressions.full(1.0, ())

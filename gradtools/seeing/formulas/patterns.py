@@ -18,38 +18,21 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
-from gradtools.seeing.formulas.algebra import (
-    Entry,
-    add,
-    apply,
-    broadcast,
-    centred,
-    contracts,
-    drop_axes,
-    mean,
-    parts,
-    plus,
-    product,
-    summands,
-    total,
-    varying,
-)
+from gradtools.seeing.formulas import algebra
+from gradtools.seeing.formulas.algebra import Entry, add, apply, mean, parts, product, varying
 from gradtools.seeing.formulas.expressions import Expr, constant_of
-from gradtools.seeing.formulas.operations import reduced, softmax, standardize
+from gradtools.seeing.formulas.operations import along, softmax
 
 
 def named(x: Expr) -> Expr:
     """The result of an operation, by its name where it is one of the compositions above."""
     kept = sorted(varying(x))
     if len(kept) < x.rank and constant_of(x) is None:  # broadcast along the other axes
-        inner = drop_axes(x, kept)
+        inner = algebra.drop_axes(x, kept)
         other = named(inner)
-        return x if other is inner else broadcast(other, x.shape, kept)
-    for pattern in _PATTERNS.get(x.op, ()):
-        result = pattern(x)
-        if result is not None and result.shape == x.shape:
-            return result
-    return x
+        return x if other is inner else algebra.broadcast(other, x.shape, kept)
+    results = (pattern(x) for op, pattern in _PATTERNS if op == x.op)
+    return next((y for y in results if y is not None and y.shape == x.shape), x)
 
 
 # --- parts of sums and products
@@ -57,7 +40,7 @@ def named(x: Expr) -> Expr:
 
 def _terms(x: Expr) -> list[Expr]:
     """The terms of a sum, with nested sums flattened."""
-    terms = summands(x)
+    terms = algebra.summands(x)
     return terms if terms == [x] else [t for term in terms for t in _terms(term)]
 
 
@@ -73,7 +56,7 @@ def _summed(x: Expr) -> tuple[Any, Expr, tuple[int, ...]] | None:
     """(c, z, axes), if x is c times the sum of z over axes."""
     c, entries, out = parts(x)
     core = product(entries, out, x.shape)
-    if not contracts(core) or len(core.args) != 1 or core["coefficient"] != 1:
+    if not algebra.contracts(core) or len(core.args) != 1 or core["coefficient"] != 1:
         return None
     (names,) = core["labels"]
     if tuple(l for l in names if l < x.rank) != out:
@@ -89,19 +72,14 @@ def _squares(x: Expr, of_mean: bool) -> tuple[Expr, tuple[int, ...]] | None:
         return None
     if power.op != "power" or power["exponent"] != 2:
         return None
-    (z,) = power.args
-    if z.op == "abs":
-        return z.args[0], axes
-    return None if z.is_complex else (z, axes)
+    z = power.args[0].args[0] if power.args[0].op == "abs" else power.args[0]
+    return None if power.args[0].is_complex else (z, axes)
 
 
 def _centre(y: Expr, axes: tuple[int, ...]) -> Expr | None:
     """Z, if y is z - mean z."""
-    for t in y.args if y.op == "add" else ():
-        z = add([other for other in y.args if other is not t])
-        if centred(z, axes) is y:
-            return z
-    return None
+    rests = (add([z for z in y.args if z is not t]) for t in y.args if y.op == "add")
+    return next((z for z in rests if algebra.centred(z, axes) is y), None)
 
 
 def _replaced(x: Expr, gone: Sequence[Entry], new: Entry) -> Expr:
@@ -120,7 +98,7 @@ def _logsumexp(x: Expr) -> Expr | None:
         return None
     z, shift = _without_shift(e.args[0], axes)
     kept = [a for a in range(z.rank) if a not in axes]
-    return plus(reduced("logsumexp", z, axes), *(drop_axes(s, kept) for s in shift))
+    return algebra.plus(along("logsumexp", z, axes), *(algebra.drop_axes(s, kept) for s in shift))
 
 
 def _softmax(x: Expr) -> Expr | None:
@@ -128,7 +106,7 @@ def _softmax(x: Expr) -> Expr | None:
     _, entries, _ = parts(x)
     for e, names in entries:
         for axis in range(e.rank) if e.op == "exp" else ():
-            below = total(e, [axis]) ** -1, (*names[:axis], *names[axis + 1 :])
+            below = algebra.total(e, [axis]) ** -1, (*names[:axis], *names[axis + 1 :])
             if below in entries:
                 p = softmax(_without_shift(e.args[0], [axis])[0], axis=axis)
                 return _replaced(x, [(e, names), below], (p, names))
@@ -137,10 +115,10 @@ def _softmax(x: Expr) -> Expr | None:
 
 def _of_exponential(x: Expr) -> Expr | None:
     """1 / (1 + exp(-z)), and log(1 + exp(z))."""
-    for e in (t for t in x.args[0].args if t.op == "exp"):
+    for e in (t for t in x.args[0].args if t.op == "exp" and not x.is_complex):
         if x is (1 + e) ** -1:
             return apply("sigmoid", -e.args[0])
-        if x is apply("log", 1 + e) and not x.is_complex:
+        if x is apply("log", 1 + e):
             return apply("softplus", e.args[0])
     return None
 
@@ -149,17 +127,15 @@ def _variance(x: Expr) -> Expr | None:
     """The mean of |z - mean z|**2."""
     squares = _squares(x, of_mean=True)
     z = _centre(*squares) if squares else None
-    return reduced("var", z, squares[1]) if squares and z is not None else None
+    return along("var", z, squares[1]) if squares and z is not None else None
 
 
 def _variance_of_moments(x: Expr) -> Expr | None:
     """mean z**2 - (mean z)**2."""
     for first in x.args:
         squares = _squares(first, of_mean=True)
-        if squares and not squares[0].is_complex:
-            m = mean(*squares)
-            if [t for t in x.args if t is not first] == [-(m * m)]:
-                return reduced("var", *squares)
+        if squares and not squares[0].is_complex and x is first - mean(*squares) ** 2:
+            return along("var", *squares)
     return None
 
 
@@ -167,19 +143,16 @@ def _standardize(x: Expr) -> Expr | None:
     """(z - mean z) times (variance z + eps)**-1/2."""
     _, entries, _ = parts(x)
     for f, names in entries:
-        if f.op != "power" or f["exponent"] != -0.5:
-            continue
-        terms = _terms(f.args[0])
+        terms = _terms(f.args[0]) if f.op == "power" and f["exponent"] == -0.5 else []
         eps = [constant_of(t) for t in terms if constant_of(t) is not None]
-        rest = [t for t in terms if constant_of(t) is None]
-        v = rest[0] if len(rest) == 1 and rest[0].op == "var" else None
-        if v is None or v.args[0].is_complex:
+        v, *more = [t for t in terms if constant_of(t) is None] or [x]
+        if more or v.op != "var" or v.args[0].is_complex:
             continue
         (z,), axes = v.args, v["axes"]
         for g, own in entries:
             kept = tuple(l for a, l in enumerate(own) if a not in axes)
             if g.shape == z.shape and kept == names and _centre(g, axes) is z:
-                y = standardize(z, axes=axes, eps=float(eps[0]) if eps else 0.0)
+                y = along("standardize", z, axes, eps=float(sum(eps)))
                 return _replaced(x, [(f, names), (g, own)], (y, own))
     return None
 
@@ -187,27 +160,17 @@ def _standardize(x: Expr) -> Expr | None:
 def _norm(x: Expr) -> Expr | None:
     """sqrt(sum |z|**2), or its reciprocal."""
     squares = _squares(x.args[0], of_mean=False) if x["exponent"] in (0.5, -0.5) else None
-    return reduced("norm", *squares) ** (2 * x["exponent"]) if squares else None
+    return along("norm", *squares) ** (2 * x["exponent"]) if squares else None
 
 
 def _modulus(x: Expr) -> Expr | None:
-    """|z| of sums and products of exponentials, which JAX's logsumexp computes."""
-    return x.args[0] if _is_positive(x.args[0]) else None
+    """|sum exp(z)|, which JAX's logsumexp computes, and relu(variance)."""
+    c, z, _ = _summed(x.args[0]) or (1, x.args[0], ())
+    return x.args[0] if c == 1 and not z.is_complex and z.op in ("exp", "var") else None
 
 
-def _is_positive(x: Expr) -> bool:
-    """Whether x is real and consists of sums and products of exponentials."""
-    if x.is_complex or x.op == "exp":
-        return not x.is_complex
-    scaled = x.op == "add" or (x.op == "einsum" and bool(x.args) and x["coefficient"] > 0)
-    return scaled and all(map(_is_positive, x.args))
-
-
-_PATTERNS: dict[str, tuple[Callable[[Expr], Expr | None], ...]] = {
-    "abs": (_modulus,),
-    "relu": (lambda x: x.args[0] if x.args[0].op == "var" else None,),
-    "log": (_logsumexp, _of_exponential),
-    "einsum": (_softmax, _variance, _standardize),
-    "add": (_variance_of_moments,),
-    "power": (_of_exponential, _norm),
-}
+_PATTERNS: Sequence[tuple[str, Callable[[Expr], Expr | None]]] = [
+    *(("abs", _modulus), ("relu", _modulus), ("log", _logsumexp), ("log", _of_exponential)),
+    *(("einsum", _softmax), ("einsum", _variance), ("einsum", _standardize)),
+    *(("add", _variance_of_moments), ("power", _of_exponential), ("power", _norm)),
+]

@@ -14,15 +14,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from gradtools.seeing.formulas.algebra import add, real
-from gradtools.seeing.formulas.expressions import (
-    OPERATIONS,
-    SEVERAL,
-    ArrayValue,
-    Expr,
-    full,
-    is_zero,
-    order,
-)
+from gradtools.seeing.formulas.expressions import OPERATIONS, SEVERAL, Expr, full, is_zero, order
 from gradtools.seeing.formulas.opaque import pulled_back
 
 
@@ -41,17 +33,6 @@ class Recorded:
     def opened(self) -> tuple[Expr, ...]:
         """The inputs, and the captured values that are wanted."""
         return (*self.inputs, *self.wanted)
-
-    def fingerprint(self) -> list[Any]:
-        """The operations in order; equal for two runs that computed the same expressions."""
-        place: dict[Expr, int] = {}
-        result = []
-        for x in order(self.outputs):
-            place[x] = len(place)
-            known = [(k, v) for k, v in x.attributes if k not in ("kernel", "number", "of")]
-            plain = [(k, v if isinstance(v, ArrayValue) else repr(v)) for k, v in known]
-            result.append((x.op, x.shape, tuple(place[a] for a in x.args), tuple(plain)))
-        return result
 
 
 def adjoint(

@@ -135,50 +135,22 @@ class Statements:
     def _write(self, section: Section, done: set[Expr]) -> None:
         """Writes the named values, with the results that others use, then the other results."""
         names, roots = self.writer.names, [x for x, _ in section.roots]
-        values = order(roots)
-        used = {a for x in values for a in x.args}
-        for x in values:
-            if (
-                x in names
-                and x.op != "placeholder"
-                and x not in done
-                and (x not in roots or x in used)
-            ):
-                section.lines.append((names[x], self._side(x)))
-                done.add(x)
-        written = {left.text for left, _ in section.lines}
+        values = [x for x in order(roots) if x in names and x.op != "placeholder"]
+        used = {a for x in order(roots) for a in x.args}
+        new = [x for x in values if x not in done and (x not in roots or x in used)]
+        section.lines = [(names[x], self.writer.composed(x)) for x in new]
         for x, name in section.roots:
             own = names.get(x)
-            side = self._side(x) if own is None or own.text == name.text else own
-            if name.text not in (side.text, *written):
+            is_other = own is not None and (x.op == "placeholder" or own.text != name.text)
+            side = own if own is not None and is_other else self.writer.composed(x)
+            if name.text not in (side.text, *(names[v].text for v in new)):
                 section.lines.append((name, side))
-            done.add(x)
-
-    def _side(self, x: Expr) -> Written:
-        """The right side of the equation that defines x."""
-        names = self.writer.names
-        own = names.pop(x, None) if x.op != "placeholder" else None
-        side = self.writer.write(x)
-        if own is not None:
-            names[x] = own
-        return side
+        done.update(new, roots)
 
 
-_LIGHT = {
-    *("power", "conj", "Re", "Im", "compare", "one_hot", "slice", "reshape", "abs", "sgn"),
-    *("cast", "stop"),
-}
-_BASES = {
-    "exp": "e",
-    "sigmoid": "s",
-    "tanh": "h",
-    "relu": "h",
-    "softmax": "p",
-    "standardize": "n",
-    "var": "v",
-    "norm": "r",
-    "output": "z",
-}
+_LIGHT = "power conj Re Im compare one_hot slice reshape abs sgn cast stop".split()
+_BASES = {"exp": "e", "sigmoid": "s", "tanh": "h", "relu": "h", "softmax": "p", "output": "z"}
+_BASES |= {"standardize": "n", "var": "v", "norm": "r"}
 
 
 def _is_plain(x: Expr) -> bool:

@@ -118,21 +118,27 @@ def number(value: Any) -> Written:
     level = SUM if value < 0 or value != value else ATOM
     if value != value or abs(value) == float("inf"):
         return Written({"inf": "∞", "-inf": "-∞"}.get(str(value), "NaN"), level)
-    if value.is_integer() and abs(value) < 1e15:
-        return Written(str(int(value)), level)
-    if abs(value) >= 1e15:
-        return Written(f"{value:.6g}", level)
+    if abs(value) >= 1e15 or value.is_integer():
+        return Written(f"{value:.6g}" if abs(value) >= 1e15 else str(int(value)), level)
     exact, square = fraction(value), fraction(value * value, tolerance=2e-14)
-    sign = "-" * (value < 0)
-    if exact is not None:
-        if exact.denominator in (5, 10, 20, 100, 1000) and len(f"{value:g}") <= 5:
-            return Written(f"{value:g}", level)
-        return Written(f"{exact.numerator}/{exact.denominator}", SUM if sign else PRODUCT)
-    if square is not None and square.denominator == 1:
-        return Written(f"{sign}√{square.numerator}", SUM if sign else POWER)
-    if square is not None and square.numerator == 1:
-        return Written(f"{sign}1/√{square.denominator}", SUM if sign else PRODUCT)
-    return Written(f"{value:.6g}", level)
+    if exact and exact.denominator in (5, 10, 20, 100, 1000) and len(f"{value:g}") <= 5:
+        return Written(f"{value:g}", level)
+    if square and square.denominator == 1:
+        return Written(f"{'-' * (value < 0)}√{square.numerator}", SUM if value < 0 else POWER)
+    top, below = halves(value)
+    if not 1 < below <= 1000:
+        return Written(f"{value:.6g}", level)
+    return Written(f"{number(top).text}/{number(below).text}", SUM if value < 0 else PRODUCT)
+
+
+def halves(value: float) -> tuple[float, float]:
+    """The numerator and the denominator of a fraction such as 2/5 or 1/√8; else the value and 1."""
+    exact, square = fraction(value, 10**6), fraction(value * value, 10**6, 2e-14)
+    if exact and abs(exact.numerator) < 10:
+        return float(exact.numerator), float(exact.denominator)
+    if square and square.numerator == 1:
+        return 1.0 if value > 0 else -1.0, float(square.denominator) ** 0.5
+    return value, 1.0
 
 
 def fraction(value: float, most: int = 1000, tolerance: float = 1e-14) -> Fraction | None:

@@ -14,38 +14,22 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 
-from gradtools.seeing.formulas import algebra, operations
+from gradtools.seeing.formulas import algebra, expressions, operations
 from gradtools.seeing.formulas.algebra import apply, broadcast, broadcast_shape
-from gradtools.seeing.formulas.expressions import (
-    BOOLEAN,
-    COMPLEX,
-    INTEGER,
-    REAL,
-    Expr,
-    array,
-    constant_of,
-    full,
-    is_zero,
-    kind_of,
-    order,
-)
-from gradtools.seeing.formulas.operations import cast_to, concatenate, reduced
+from gradtools.seeing.formulas.expressions import BOOLEAN, INTEGER, REAL, Expr, constant_of, order
+from gradtools.seeing.formulas.operations import FUNCTIONS, along
 from gradtools.seeing.formulas.patterns import named
 
 
 def _power(a: Expr, b: Expr) -> Expr | None:
-    """A power with a constant exponent or base; None for others."""
-    exponent, base = constant_of(b), constant_of(a)
-    if exponent is not None:
-        return broadcast(a, broadcast_shape(a.shape, b.shape)) ** exponent
-    if base is not None and not isinstance(base, complex) and base > 0:
-        return apply("exp", math.log(base) * broadcast(b, broadcast_shape(a.shape, b.shape)))
-    return None
+    """A power with a constant exponent; None for others."""
+    exponent = constant_of(b)
+    shape = broadcast_shape(a.shape, b.shape)
+    return None if exponent is None else broadcast(a, shape) ** exponent
 
 
 def _maximum(a: Expr, b: Expr) -> Expr | None:
@@ -54,38 +38,49 @@ def _maximum(a: Expr, b: Expr) -> Expr | None:
     if constant_of(b) not in (0, -math.inf):
         return None
     whole = broadcast(a, broadcast_shape(a.shape, b.shape))
-    return apply("relu", whole) if is_zero(b) else whole
+    return apply("relu", whole) if expressions.is_zero(b) else whole
 
 
-def _cast(x: Expr, *, dtype: Any = None) -> Expr:
-    """x in another dtype; a cast to integers truncates."""
-    kind = x.kind if dtype is None else kind_of(dtype)
-    if x.is_complex and kind == REAL:
-        return algebra.real(x)
+def _cast(x: Expr, *, dtype: Any = None) -> Expr | None:
+    """x in another dtype; None for a cast to integers, which truncates."""
+    kind = x.kind if dtype is None else expressions.kind_of(dtype)
     if kind in (INTEGER, BOOLEAN) and kind != x.kind and (kind, x.kind) != (INTEGER, BOOLEAN):
-        return cast_to(x, kind)
-    return x
+        return None
+    return algebra.real(x) if kind == REAL else x
 
 
-def _norm(x: Expr, *, axes: Any = None, ord: Any = 2, keep: bool = False) -> Expr | None:
-    """The Euclidean norm; None for any other."""
-    return reduced("norm", x, axes or None, keep) if x.rank and ord == 2 else None
-
-
-def _variance(x: Expr, *, axes: Any = None, correction: float = 0, keep: bool = False) -> Expr:
-    """sum(abs(x - mean)**2) / (n - correction)."""
+def _variance(
+    x: Expr, *, axes: Any = None, correction: float = 0, keep: bool = False
+) -> list[Expr]:
+    """sum(abs(x - mean)**2) / (n - correction), and the mean."""
     n = math.prod(x.shape if axes is None else (x.shape[a] for a in axes))
     scale = n / (n - correction) if n > correction else math.nan
-    return scale * reduced("var", x, axes, keep)
+    return [scale * along("var", x, axes, keep), algebra.mean(x, axes, keep)]
+
+
+def _einsum(*xs: Expr, subscripts: str) -> Expr | None:
+    """An explicit contraction; None with an ellipsis or a diagonal."""
+    text = subscripts.replace(" ", "")
+    once = all(len(set(part)) == len(part) for part in text.split("->")[0].split(","))
+    return algebra.einsum(text, *xs) if once and "->" in text and "." not in text else None
+
+
+def _norm(x: Expr, *, ord: Any = 2, **how: Any) -> Expr | None:
+    """The Euclidean norm; None for any other."""
+    return _reduction("norm")(x, **how) if x.rank and ord == 2 else None
 
 
 def _reduction(name: str) -> Callable[..., Expr]:
-    return lambda x, *, axes=None, keep=False: reduced(name, x, axes or None, keep)
+    return lambda x, *, axes=None, keep=False: along(name, x, axes or None, keep)
 
 
-_FUNCTIONS = "exp log sin cos sinh cosh tanh erf sigmoid relu softplus".split()
+def _unless_complex(name: str) -> Callable[[Expr], Expr | None]:
+    real_only = ("sigmoid", "softplus", "relu")
+    return lambda x: None if x.is_complex and name in real_only else apply(name, x)
+
+
 WORDS: dict[str, Callable[..., Any]] = {
-    **{name: lambda x, name=name: apply(name, x) for name in _FUNCTIONS},
+    **{name: _unless_complex(name) for name in FUNCTIONS},
     "identity": lambda x: x,
     "add": lambda a, b, *, alpha=1: a + alpha * b,
     "subtract": lambda a, b, *, alpha=1: a - alpha * b,
@@ -110,21 +105,17 @@ WORDS: dict[str, Callable[..., Any]] = {
     "maximum": _maximum,
     "expm1": lambda x: apply("exp", x) - 1,
     "log1p": lambda x: apply("log", 1 + x),
-    "logaddexp": lambda a, b: apply("softplus", b) if is_zero(a) else b + apply("softplus", a - b),
-    "log_sigmoid": lambda x: -apply("softplus", -x),
+    "logaddexp": lambda a, b: apply("softplus", a) if expressions.is_zero(b) else None,
     "silu": lambda x: x * apply("sigmoid", x),
-    "erfc": lambda x: 1 - apply("erf", x),
-    "einsum": lambda *xs, subscripts: algebra.einsum(subscripts, *xs),
+    "einsum": _einsum,
     "matmul": algebra.matmul,
-    "outer": partial(algebra.einsum, "i,j->ij"),
+    "linear": lambda x, w, *b: algebra.plus(x @ (algebra.swap(w) if w.rank > 1 else w), *b),
     "vdot": lambda a, b: algebra.conj(a) @ b,
     "transpose": algebra.transpose,
     "reshape": algebra.reshape,
     "broadcast": broadcast,
     "slice": operations.sliced,
     "split": operations.split,
-    "concatenate": concatenate,
-    "stack": lambda *xs, axis: concatenate(*(algebra.unsqueeze(x, [axis]) for x in xs), axis=axis),
     "one_hot": operations.one_hot,
     "take_along": operations.take_along,
     "sum": algebra.total,
@@ -132,67 +123,86 @@ WORDS: dict[str, Callable[..., Any]] = {
     **{name: _reduction(name) for name in ("max", "min", "logsumexp")},
     "norm": _norm,
     "variance": _variance,
-    "deviation": lambda x, **how: _variance(x, **how) ** 0.5,
+    "deviation": lambda x, **how: _variance(x, **how)[0] ** 0.5,
     "softmax": operations.softmax,
-    "log_softmax": lambda x, *, axis: x - reduced("logsumexp", x, [axis][: x.rank], keep=True),
-    "standardize": operations.standardize,
+    "log_softmax": lambda x, *, axis: x - along("logsumexp", x, [axis][: x.rank], keep=True),
 }
 
 Like = tuple[Sequence[int], str]  # the shape and the kind of a result
-# These commute with a cast from real to complex.
-_LINEAR = """
-add subtract multiply negate einsum matmul outer sum mean reshape transpose broadcast concatenate
-stack split slice real imag conj abs identity
-""".split()
+_WRAPS: dict[str, Callable[..., Any]] = {"where": np.where, "remainder": np.remainder}
+_BRANCHED = ("power", "sqrt", "rsqrt", "log", "log1p")  # these differ for x and x + 0i
 
 
 def made(name: str, operands: Sequence[Expr], attributes: Mapping[str, Any]) -> Any:
     """The expression of a word, or several; None if the vocabulary has no such form of it."""
-    make = WORDS.get(name)
-    if make is None:
+    if name not in WORDS:
         return None
     try:
-        inspect.signature(make).bind(*operands, **attributes)
+        bound = inspect.signature(WORDS[name]).bind(*operands, **attributes)
     except TypeError:
         return None
-    return make(*operands, **attributes)
+    return WORDS[name](*bound.args, **bound.kwargs)
+
+
+def _unwrapped(
+    name: str, xs: Sequence[Expr], value_of: Callable[[Expr], np.ndarray]
+) -> Expr | None:
+    """The index itself where negative indices are wrapped and, in this run, none is negative."""
+    if name not in _WRAPS or any(x.op == "placeholder" and x.is_inexact for x in order(xs)):
+        return None
+    values = [*map(value_of, xs)]
+    result = _WRAPS[name](*values)
+    pairs = (p for p in zip(xs, values, strict=True) if p[0].kind == INTEGER)
+    return next((x for x, v in pairs if np.array_equal(v, result)), None)
 
 
 def translated(
-    name: str, operands: Sequence[Expr], attributes: Mapping[str, Any], likes: Sequence[Like]
+    name: str,
+    operands: Sequence[Expr],
+    attributes: Mapping[str, Any],
+    likes: Sequence[Like],
+    value_of: Callable[[Expr], np.ndarray],
 ) -> list[Expr | None] | None:
     """The results of an operation; None if the vocabulary lacks it or a result of it.
 
     An integer result without a word, such as the places of a maximum, is None.
+
+    value_of: Computes an operand's numbers in this run.
     """
-    if name in _LINEAR:
-        operands = [x.args[0] if x.op == "cast" and x.is_complex else x for x in operands]
+    if [kind for _, kind in likes] == [INTEGER] and (i := _unwrapped(name, operands, value_of)):
+        return [i]
+    if name not in _BRANCHED:
+        operands = [x.args[0] if x.op == "cast" else x for x in operands]
     attributes = {k: v for k, v in attributes.items() if k != "dtype" or name == "cast"}
     result = made(name, operands, attributes)
-    results = result if isinstance(result, list) else [result]
+    if result is None:
+        return None
+    results = result[: len(likes)] if isinstance(result, list) else [result]
     likes, more = likes[: len(results)], likes[len(results) :]
-    if any(kind in (REAL, COMPLEX) for _, kind in more):
+    if any(kind in (REAL, expressions.COMPLEX) for _, kind in more):
         return None
-    if [getattr(r, "shape", None) for r in results] != [tuple(shape) for shape, _ in likes]:
-        return None
+    for x, (shape, kind) in zip(results, likes, strict=True):
+        counts = kind in (INTEGER, BOOLEAN) and x is not None and constant_of(x) is None
+        if x is None or x.shape != tuple(shape) or (counts and x.is_inexact):
+            return None
     return [*map(fitted, results, likes), *[None] * len(more)]
 
 
 def fitted(x: Expr, like: Like) -> Expr:
-    """x by its name, of this shape, and of the kind of the framework's result."""
+    """x by its name, of this shape, and complex where the framework's result is."""
     shape, kind = like
     x = named(x)
-    if x.is_inexact and kind in (INTEGER, BOOLEAN) and constant_of(x) is None:
-        x = cast_to(x, kind)
     x = x if x.shape == tuple(shape) else broadcast(x, tuple(shape))
-    plain = x.is_complex or constant_of(x) is not None
-    return x if kind != COMPLEX or plain else cast_to(x, COMPLEX)
+    plain = kind != expressions.COMPLEX or x.is_complex or constant_of(x) is not None
+    return x if plain else apply("cast", x, kind=expressions.COMPLEX)
 
 
 def constant(value: Any) -> Expr:
     """A captured number or array."""
     value = np.asarray(value)
-    return array(value) if value.ndim or value.dtype.kind == "b" else full(value[()], ())
+    if value.ndim or value.dtype.kind == "b":
+        return expressions.array(value)
+    return expressions.full(value[()], ())
 
 
 def has_opaque_part(results: Sequence[Expr], operands: Sequence[Expr]) -> bool:

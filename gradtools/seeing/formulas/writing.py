@@ -16,17 +16,9 @@ from functools import partial
 from math import prod
 from typing import Any
 
+from gradtools.seeing.formulas import algebra
 from gradtools.seeing.formulas import typesetting as ts
-from gradtools.seeing.formulas.algebra import (
-    Entry,
-    Labels,
-    contracts,
-    drop_axes,
-    is_wrapper,
-    opened,
-    power,
-    varying,
-)
+from gradtools.seeing.formulas.algebra import Entry, Labels, contracts, opened, power, varying
 from gradtools.seeing.formulas.expressions import OPERATIONS, Expr, constant_of
 from gradtools.seeing.formulas.typesetting import Written
 
@@ -38,23 +30,27 @@ class Writer:
         self.axes = axes
         self.names: dict[Expr, Written] = {}
         self.notes: dict[str, None] = {}  # explanations of the notation that was used
-        self.recognised: set[str] = set()  # the operations that were written by their name
+        self.definitions: dict[str, None] = {}  # of the functions that were written by their names
 
     def write(self, x: Expr) -> Written:
         """x as a whole array."""
-        if x in self.names:
-            return self.names[x]
+        return self.names[x] if x in self.names else self.composed(x)
+
+    def composed(self, x: Expr) -> Written:
+        """x by its operation, also if it has a name."""
         if constant_of(x) is not None:
             return ts.number(constant_of(x))
         if x.op == "einsum":
             return self._product(x)
-        self.recognised.add(x.op)
-        form = OPERATIONS[x.op].form
+        operation = OPERATIONS[x.op]
+        if operation.definition:
+            self.definitions[operation.definition] = None
+        form = operation.form
         return form(self, x) if form else ts.function(x.op, [self.operand(a) for a in x.args])
 
     def is_named(self, x: Expr) -> bool:
         """Whether x has a name, maybe transposed or scaled."""
-        return (x.args[0] if is_wrapper(x) else x) in self.names
+        return (x.args[0] if algebra.is_wrapper(x) else x) in self.names
 
     def operand(self, x: Expr) -> Written:
         """x as an operand of a function of whole arrays, where a repetition has to be written."""
@@ -63,7 +59,8 @@ class Writer:
         if len(kept) == x.rank or constant_of(x) is not None:
             return self.write(x)
         self.note("repeat: repeated along the axes that the operand lacks")
-        return ts.function("repeat", [self.write(drop_axes(x, kept))], "x".join(map(str, x.shape)))
+        inner = self.write(algebra.drop_axes(x, kept))
+        return ts.function("repeat", [inner], "x".join(map(str, x.shape)))
 
     def note(self, text: str) -> None:
         """Adds an explanation of the notation."""
@@ -83,10 +80,12 @@ class Writer:
             below = [self.write(a) for a, _ in f.below]
         elif f.arrays or f.below:
             core = self._matrices(f) or self._aligned(f) or self._einsum(f)
-        up = [self._factor(s, f) for s, _ in self._sorted((s, ()) for s in f.scalars)]
-        coefficient, number_below = _fraction(f.coefficient)
+        up = [self._factor(s, f) for s, _ in self._sorted(f.scalars)]
+        coefficient, number_below = f.coefficient, 1.0
+        if not isinstance(coefficient, complex) and 0 < abs(coefficient) < 1:
+            coefficient, number_below = ts.halves(coefficient)
         down = [ts.number(number_below)] if number_below != 1 else []
-        down += [self.write(s) for s in f.scalars_below]
+        down += [self.write(s) for s, _ in f.scalars_below]
         down += [_hadamard(below)] if below else []
         minus = not isinstance(coefficient, complex) and coefficient < 0
         coefficient = -coefficient if minus else coefficient
@@ -143,7 +142,7 @@ class Writer:
         letters, factors = f.letters(self.axes), [*f.arrays, *f.below]
         clear = len(set(letters.values())) == len(letters)
         in_place = all(names == tuple(range(f.target.rank)) for _, names in factors)
-        spanned = any(set(names) == set(f.size) for _, names in f.arrays)
+        spanned = any(set(names) == f.used for _, names in f.arrays)
         if not (spanned and clear if f.summed else clear or in_place):
             return None
         written: dict[Entry, Written] = {}
@@ -189,19 +188,6 @@ def _multiplied(pieces: Sequence[Written], sign: str = " ") -> Written:
 _hadamard = partial(_multiplied, sign=" ⊙ ")
 
 
-def _fraction(coefficient: Any) -> tuple[Any, float]:
-    """A coefficient such as 2/5 or 1/√8 as numerator and denominator."""
-    if isinstance(coefficient, complex) or not 0 < abs(coefficient) < 1:
-        return coefficient, 1.0
-    sign = 1.0 if coefficient > 0 else -1.0
-    exact, square = ts.fraction(coefficient, 10**6), ts.fraction(coefficient**2, 10**6, 2e-14)
-    if exact is not None and abs(exact.numerator) < 10:
-        return float(exact.numerator), float(exact.denominator)
-    if square is not None and square.numerator == 1:
-        return sign, float(square.denominator) ** 0.5
-    return coefficient, 1.0
-
-
 class _Factors:
     """A product's factors, sorted into numerator and denominator.
 
@@ -212,9 +198,9 @@ class _Factors:
     def __init__(self, x: Expr, named: Collection[Expr]) -> None:
         self.target, self.coefficient = x, x["coefficient"]
         self.mean: Expr | None = None
-        fresh = itertools.count(x.rank + 1000)
         queue: list[Entry] = list(zip(x.args, x["labels"], strict=True))
         self.entries: list[Entry] = []
+        marks = itertools.count()
         while queue:
             factor, names = queue.pop(0)
             alone, is_mean = not self.entries and not queue, self._is_mean(factor, named)
@@ -225,23 +211,18 @@ class _Factors:
                 self.entries.append((factor, names))
             else:
                 self.coefficient *= factor["coefficient"]
-                queue = opened(factor, names, lambda n: next(fresh)) + queue
-        self.scalars: list[Expr] = []  # the factors without axes in the numerator
-        self.scalars_below: list[Expr] = []  # the scalars in the denominator
-        self.arrays: list[Entry] = []  # the factors with axes in the numerator
-        self.below: list[Entry] = []  # the factors with axes in the denominator
-        self.size: dict[int, int] = {}  # the length of each label's axis
+                queue = opened(factor, names, next(marks)) + queue
+        # Factors without axes and with axes, each in the numerator and in the denominator.
+        groups: list[list[Entry]] = [[], [], [], []]
+        self.scalars, self.scalars_below, self.arrays, self.below = groups
         for f, names in self.entries:
-            self.size.update(zip(names, f.shape, strict=True))
             exponent = f["exponent"] if f.op == "power" else 1
             negative = not isinstance(exponent, complex) and exponent < 0
             shown = power(f.args[0], -exponent) if negative else f
-            if f.rank:
-                (self.below if negative else self.arrays).append((shown, names))
-            else:
-                (self.scalars_below if negative else self.scalars).append(shown)
-        self.out = [l for l in range(x.rank) if l in self.size]
-        self.summed = self.size.keys() - set(self.out)
+            groups[2 * bool(names) + negative].append((shown, names))
+        self.used = {l for _, names in self.entries for l in names}
+        self.out = [l for l in range(x.rank) if l in self.used]
+        self.summed = self.used.difference(self.out)
         order = [self.out if len(self.out) > 1 else ()]
         order += [names for _, names in (*self.arrays, *self.below)]
         # The order of labels in which factors are written; others are transposed.
@@ -305,9 +286,8 @@ _LETTERS = "ijklmnprsuvaeh"  # letters that have subscripts in Unicode
 class Axes:
     """Letters for axes, by union-find: axes that correspond get the same letter.
 
-    Every operation labels the axes of its arguments: those of a sum one by one, those of a product
-    by their labels (`Operation.labels`). A class of axes that correspond is one dimension of the
-    problem, such as the batch or the classes, and gets one letter.
+    Axes of a sum correspond one by one, those of a product by their labels (see `_labels`). A class
+    of axes that correspond is one dimension of the problem, such as the batch or the classes.
 
     taken: Letters that have another meaning.
     """
@@ -327,7 +307,7 @@ class Axes:
         """Unites axes of equal length to which the values' operations give one label."""
         for y in values:
             first: dict[Any, Axis] = {l: (y, l) for l in range(y.rank)}
-            for x, labels in zip(y.args, OPERATIONS[y.op].labels(y) if y.args else (), strict=True):
+            for x, labels in zip(y.args, _labels(y), strict=True):
                 for k, label in enumerate(labels):
                     z, i = (x, k) if label is None else first.setdefault(label, (x, k))
                     if z.shape[i] == x.shape[k] != 1:
@@ -352,6 +332,24 @@ class Axes:
     def unique(self, x: Expr) -> tuple[str, ...]:
         """The letters of all axes, with primes for repeated ones."""
         return primed(self.letters(x))
+
+
+def _labels(y: Expr) -> Sequence[Sequence[int | None]]:
+    """For each argument of y the axis of y that corresponds to each axis, or None."""
+    if y.op == "einsum":
+        return y["labels"]
+    kept, axes = iter(range(y.rank)), y.get("axes", ())
+    place = {prod(y.shape[:k]): k for k, n in enumerate(y.shape) if n != 1}
+
+    def of(x: Expr) -> Sequence[int | None]:
+        if x.rank == y.rank and y.op != "reshape":
+            return range(x.rank)
+        if axes:  # a reduction
+            return [None if a in axes else next(kept) for a in range(x.rank)]
+        # as many entries lie before corresponding axes of a reshape
+        return [place.get(prod(x.shape[:k])) for k in range(x.rank)]
+
+    return [*map(of, y.args)]
 
 
 def primed(letters: Sequence[str]) -> tuple[str, ...]:

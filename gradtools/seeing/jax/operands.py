@@ -68,12 +68,9 @@ def _plain(value: Any) -> Any:
     """A parameter as numbers, strings and tuples of them."""
     if isinstance(value, Enum):
         return value.name.lower()
-    if isinstance(value, np.dtype):
-        return str(value)
-    if isinstance(value, np.generic):
-        return value.item()
     if isinstance(value, list | tuple):
         return tuple(map(_plain, value))
+    value = value.item() if isinstance(value, np.generic) else value
     return value if value is None or isinstance(value, bool | int | float | str) else str(value)
 
 
@@ -155,19 +152,22 @@ def _convolved(p: Any, eqn: Eqn) -> Attributes:
 
 _RELATIONS = {"eq_to": "==", "lt_to": "<", "le_to": "<=", **RELATIONS}  # the total order of a sort
 LOGIC = {"and": "logical_and", "or": "logical_or", "xor": "logical_xor", "not": "logical_not"}
-_MOVES = ["copy", "copy_p", "device_put", "pvary", "pbroadcast", "gradtools_reverse_only"]
-_REDUCTIONS = ["reduce_sum", "reduce_prod", "reduce_max", "reduce_min"]
-_REDUCTIONS += ["reduce_and", "reduce_or", "reduce_xor"]
-_RUNNING = ["cumsum", "cumprod", "cummax", "cummin", "cumlogsumexp"]
-_SCATTERS = ["scatter", "scatter-add", "scatter-sub", "scatter-mul", "scatter-min", "scatter-max"]
-_SCATTERS += [name.replace("-", "_") for name in _SCATTERS[1:]]
+_OF_SHAPES = "squeeze expand_dims".split()
+_OF_AXES = "reduce_sum reduce_prod reduce_max reduce_min reduce_and reduce_or reduce_xor".split()
+_RUNNING = "cumsum cumprod cummax cummin cumlogsumexp".split()
+_ALONG = "concatenate sort iota".split()
+_SCATTERS = ["scatter", *(f"scatter{s}{of}" for s in "-_" for of in "add sub mul min max".split())]
+_BARE = (
+    "copy copy_p device_put pvary pbroadcast gradtools_reverse_only gather fft integer_pow".split()
+)
 _FORMS: Mapping[str, Callable[[Any, Eqn], Attributes]] = {
-    **dict.fromkeys(_REDUCTIONS, _reduced),
+    **dict.fromkeys(_OF_AXES, _reduced),
     **dict.fromkeys(("argmax", "argmin"), lambda p, e: {"axis": _ints(p["axes"])[0]}),
     **dict.fromkeys(_RUNNING, lambda p, e: {"axis": p["axis"], "reverse": p["reverse"] or None}),
-    **dict.fromkeys(_SCATTERS, lambda p, e: {}),
+    **dict.fromkeys((*_SCATTERS, *_BARE, "gather", "fft"), lambda p, e: {}),
     **dict.fromkeys(_RELATIONS, lambda p, e: {"relation": _RELATIONS[e.primitive.name]}),
-    **dict.fromkeys(("squeeze", "expand_dims"), lambda p, e: {"shape": _shape(e.outvars[0])}),
+    **dict.fromkeys(_OF_SHAPES, lambda p, e: {"shape": _shape(e.outvars[0])}),
+    **dict.fromkeys(_ALONG, lambda p, e: {"axis": p["dimension"]}),
     "reshape": lambda p, e: {
         "shape": _shape(e.outvars[0]),
         "permutation": _ints(p["dimensions"] or ()) or None,  # a transpose before the reshape
@@ -176,29 +176,21 @@ _FORMS: Mapping[str, Callable[[Any, Eqn], Attributes]] = {
     "transpose": lambda p, e: {"permutation": _ints(p["permutation"])},
     "dot_general": lambda p, e: {} if _is_matmul(e) else {"subscripts": subscripts(e)},
     "conv_general_dilated": _convolved,
-    **dict.fromkeys(("gather", "fft"), lambda p, e: {}),
     "slice": _sliced,
     "dynamic_slice": lambda p, e: {"sizes": _ints(p["slice_sizes"])},
-    "concatenate": lambda p, e: {"axis": p["dimension"]},
     "convert_element_type": lambda p, e: {"dtype": str(e.outvars[0].aval.dtype)},
-    "sort": lambda p, e: {"axis": p["dimension"]},
     "rev": lambda p, e: {"axes": _ints(p["dimensions"])},
-    "iota": lambda p, e: {"axis": p["dimension"]},
-    "integer_pow": lambda p, e: {},
     "scan": lambda p, e: {"length": p["length"], "reverse": p["reverse"] or None},
-    **dict.fromkeys(_MOVES, lambda p, e: {}),
 }
 # These have their name as the only attribute; a composite has its own attributes, too.
 _NAMED = {*jaxprs.CALLS, *jaxprs.RULED, "while", "cond", "shard_map"} - {"composite"}
 # Placement and precision of arrays, and names of inner programs.
-_UNSAID = frozenset(
-    ["accuracy", "sharding", "out_sharding", "out_dtype", "preferred_element_type", "precision"]
-    + ["weak_type", "dimensions", "input_dtype", "index_dtype", "rule", "linear", "unroll"]
-    + ["debug_info"]
-    + ["in_tree", "out_tree", "ctx_mesh", "inline", "keep_unused", "update_consts"]
-    + ["indices_are_sorted", "unique_indices", "is_stable", "_split_transpose", "backend"]
-    + ["num_consts", "num_carry", "cond_nconsts", "body_nconsts", "symbolic_zeros"]
-)
+_UNSAID = """
+accuracy sharding out_sharding out_dtype preferred_element_type precision weak_type dimensions rule
+input_dtype index_dtype linear unroll debug_info in_tree out_tree ctx_mesh inline keep_unused
+update_consts indices_are_sorted unique_indices is_stable _split_transpose backend num_consts
+num_carry cond_nconsts body_nconsts symbolic_zeros
+""".split()
 
 _NAMES = SHARED | by_native("""
     identity        copy copy_p pvary pbroadcast device_put gradtools_reverse_only

@@ -64,7 +64,7 @@ def differentiated(
     inexact = [k for k, y in enumerate(recorded.outputs) if y.is_inexact]
     run = lambda *leaves: [*map(jnp.asarray, program.run(list(leaves)))]
     moving = tuple(p.is_inexact for p in recorded.inputs)
-    f = OpaqueFunction(program.backend, run, list, moving)
+    f = OpaqueFunction(program.backend, run, [None] * len(inputs), moving)
     once = f.vjp(inexact, active)
     outputs, gradients = f.value(*inputs), once.value(*inputs, *cotangents)
     if not directions:
@@ -72,16 +72,6 @@ def differentiated(
     both = [*active, *range(len(inputs), len(inputs) + len(cotangents))]
     twice = once.vjp(range(len(active)), both)
     return outputs, gradients, twice.value(*inputs, *cotangents, *directions)
-
-
-def _needed(jaxpr: Any) -> list[Any]:
-    """The equations that have a used result, without those in inner jaxprs."""
-    read, kept = {id(v) for v in jaxpr.outvars}, []
-    for eqn in reversed(jaxpr.eqns):
-        if any(id(v) in read for v in eqn.outvars):
-            kept.append(eqn)
-            read.update(map(id, eqn.invars))
-    return kept[::-1]
 
 
 # An expression, or a value that does not depend on the arguments: a NumPy array, or JAX's random
@@ -137,8 +127,7 @@ class _Translator:
     def run(self, jaxpr: Any, entries: Sequence[Entry]) -> list[Entry]:
         """Translates a jaxpr from the entries of its constants and inputs to those of outputs."""
         step = lambda i, eqn, entries: self._step(eqn, entries)
-        read = jaxpr.replace(eqns=_needed(jaxpr))
-        return jaxprs.interpreted(read, entries, step, lambda lit: np.asarray(lit.val))
+        return jaxprs.interpreted(jaxpr, entries, step, lambda lit: np.asarray(lit.val))
 
     def _step(self, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
         """Translates one equation."""
@@ -176,35 +165,30 @@ class _Translator:
             return None if result is None else [result]
         xs = [*(xs[i] for i in places), *(constant(float(n)) for n in exponents)]
         likes, attributes = [*map(_like, eqn.outvars)], operands.attributes_of(eqn)
-        return translated(operands.name_of(eqn), xs, attributes, likes)
+        return translated(operands.name_of(eqn), xs, attributes, likes, self.value_of)
 
     def _gathered(self, eqn: Any, x: Expr, indices: Expr) -> Expr | None:
         """A gather of one slice, or of one entry of each row; None for any other."""
-        if not indices.rank:
-            return None
         d, known = eqn.params["dimension_numbers"], self.value_of(indices)
-        axes, sizes = tuple(d.start_index_map), eqn.params["slice_sizes"]
-        if indices.is_constant:
-            if indices.rank > 1:
-                return None
-            at = dict(zip(axes, map(int, known), strict=True))
-            bounds = [(at.get(a, 0), at.get(a, 0) + n) for a, n in enumerate(sizes)]
-            if any(a < 0 or b > n for (a, b), n in zip(bounds, x.shape, strict=True)):
-                return None
-            start, limit = zip(*bounds, strict=True)
-            return reshape(sliced(x, start=start, limit=limit), eqn.outvars[0].aval.shape)
-        limits = np.array([x.shape[a] - sizes[a] for a in axes])
-        if d.offset_dims or not bool(np.all((known >= 0) & (known <= limits))):
+        axes, batched = tuple(d.start_index_map), tuple(d.operand_batching_dims)
+        sizes = np.array(eqn.params["slice_sizes"])
+        limits = np.array(x.shape)[[*axes]] - sizes[[*axes]]
+        if not indices.rank or not np.all((known >= 0) & (known <= limits)):
             return None
-        batched = tuple(d.operand_batching_dims)
+        if indices.is_constant and indices.rank == 1:
+            start = np.zeros(x.rank, int)
+            start[[*axes]] = known
+            return reshape(sliced(x, start=start, limit=start + sizes), eqn.outvars[0].aval.shape)
+        if d.offset_dims:
+            return None
         if len(axes) == 1 and batched == tuple(d.start_indices_batching_dims):
             i, rank = reshape(indices, indices.shape[:-1]), len(batched) + 1
             return take_along(x, i, axis=axes[0]) if rank == x.rank == i.rank else None
-        if batched or axes != (0, 1) or indices.op != "concatenate" or indices.rank != 2:
+        if batched or axes != (0, 1) or indices.op != "output" or known.shape != (x.shape[0], 2):
             return None
-        counting, *rows = indices.args  # x[0, i[0]], x[1, i[1]], ...
-        in_order = counting.op == "array" and counting["value"].array.ravel().tolist()
-        if len(rows) != 1 or in_order != [*range(x.shape[0])]:
+        rows = indices.args[0].args  # x[0, i[0]], x[1, i[1]], ...; the counting is no operand
+        counts = known[:, 0].tolist() == [*range(x.shape[0])] and len(rows) == 1
+        if not counts or self.value_of(rows[0]).ravel().tolist() != known[:, 1].tolist():
             return None
         return picked(x, reshape(rows[0], (x.shape[0],)))
 
@@ -229,10 +213,9 @@ class _Translator:
         shown = [k for k, e in enumerate(entries) if is_shown(e)]
         avals = [eqn.invars[k].aval for k in shown]
         run = lambda *xs: _bound(eqn, replaced_at(entries, shown, xs))
-        arrays = lambda values: [*map(self.backend.cast, values, avals)]
         inexact = tuple(map(self.backend.is_inexact, avals))
         around = partial(enable_x64, bool(jax.config.read("jax_enable_x64")))
-        kernel = OpaqueFunction(self.backend, run, arrays, inexact, around)
+        kernel = OpaqueFunction(self.backend, run, avals, inexact, around)
         args = [self.expr(entries[k]) for k in shown]
         return self._fitted(eqn, by_name(name, args, map(_like, eqn.outvars), kernel))
 
@@ -252,7 +235,7 @@ class _Translator:
         if own and given and name in ("one_hot", "logaddexp"):
             attributes = {"size": eqn.outvars[0].aval.shape[-1]} if name == "one_hot" else {}
             xs, likes = [*map(self.expr, entries)], [*map(_like, eqn.outvars)]
-            results = translated(name, xs, attributes, likes)
+            results = translated(name, xs, attributes, likes, self.value_of)
             if results is not None:
                 return self._fitted(eqn, results)
         plain = own and eqn.primitive.name == "custom_jvp_call"

@@ -121,12 +121,12 @@ def _plain(value: Any) -> Any:
 # Identities: the result is the operand.
 SAME = frozenset({"alias", "detach", "lift", "lift_fresh"})
 # Arguments that do not affect values: device, memory layout, the wanted gradients.
-_UNSAID = frozenset(
-    ["layout", "device", "pin_memory", "non_blocking", "memory_format", "copy", "half_to_float"]
-    + ["input_dtype", "implicit", "output_mask", "generator", "is_coalesced", "requires_size_one"]
-    + ["compute_mode", "compute_log_sumexp", "return_debug_mask", "check_errors"]
-)
-_OF_AXES = frozenset(["prod", "all", "any", "amax", "amin", "logsumexp", "max", "min"])
+_UNSAID = """
+layout device pin_memory non_blocking memory_format copy half_to_float input_dtype implicit
+output_mask generator is_coalesced requires_size_one compute_mode compute_log_sumexp
+return_debug_mask check_errors
+""".split()
+_OF_AXES = "prod all any amax amin logsumexp max min".split()
 _REORDERED: Mapping[str, Callable[[list[Any]], list[Any]]] = {
     **dict.fromkeys(("rsub", "triangular_solve"), lambda xs: [xs[1], xs[0], *xs[2:]]),
     "masked_fill": lambda xs: [xs[1], xs[2], xs[0]] if len(xs) == 3 else xs,
@@ -152,15 +152,14 @@ def _transform(call: AtenCall) -> str:
     return "r" * halved + "i" * back + "fft"
 
 
-def _logical(name: str) -> Callable[[AtenCall], str]:
-    """Names a bitwise operation on booleans a logical operation."""
-    return lambda call: (
-        name if call.first is not None and call.first.dtype == torch.bool else call.name
-    )
+def _logical(call: AtenCall) -> str:
+    """Names a bitwise operation on other arrays than booleans as PyTorch does."""
+    of_booleans = call.first is not None and call.first.dtype == torch.bool
+    return operations.neutral(call.name) if of_booleans else call.name
 
 
 _RENAMED: Mapping[str, Callable[[AtenCall], str]] = {
-    **{name: _logical(name) for name in (f"logical_{of}" for of in ("and", "or", "xor", "not"))},
+    **dict.fromkeys((f"logical_{of}" for of in ("and", "or", "xor", "not")), _logical),
     **dict.fromkeys(("fft_c2c", "fft_r2c", "fft_c2r"), _transform),
     "clip": _bound_of,
     "convolution": lambda call: "convolution" + "_transposed" * bool(call.given.get("transposed")),
@@ -231,9 +230,9 @@ def _variance(call: AtenCall, said: Attributes) -> Attributes:
 
 def _convolved(call: AtenCall, said: Attributes) -> Attributes:
     """The settings of a convolution that differ from their defaults."""
-    usual = {"stride": 1, "dilation": 1, "padding": 0, "output_padding": 0, "groups": 1}
     kept: Attributes = {}
-    for name, default in usual.items():
+    for name in ("stride", "dilation", "padding", "output_padding", "groups"):
+        default = 1 if name in ("stride", "dilation", "groups") else 0
         value = said.get(name, default)
         values = value if isinstance(value, tuple) else (value,)
         if any(n != default for n in values):

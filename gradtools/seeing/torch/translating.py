@@ -22,20 +22,12 @@ import torch
 
 from gradtools.backend import Backend
 from gradtools.host_kernels import call_if_kept
-from gradtools.seeing.formulas import algebra
-from gradtools.seeing.formulas.expressions import (
-    Expr,
-    constant_of,
-    evaluate,
-    kind_of,
-    lifted,
-    order,
-    placeholder,
-)
+from gradtools.seeing.formulas import algebra, expressions
+from gradtools.seeing.formulas.expressions import Expr, evaluate, kind_of, lifted, order
 from gradtools.seeing.formulas.opaque import OpaqueFunction, by_name
-from gradtools.seeing.formulas.operations import from_the_end, stop, take_along
+from gradtools.seeing.formulas.operations import picked, stop
 from gradtools.seeing.formulas.reverse_mode import Recorded
-from gradtools.seeing.formulas.words import WORDS, constant, fitted, has_opaque_part, translated
+from gradtools.seeing.formulas.words import constant, fitted, has_opaque_part, made, translated
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.torch import _upstream as private
 from gradtools.seeing.torch.operands import SAME, AtenCall
@@ -72,8 +64,8 @@ def formula_graph(program: LeafProgram) -> Recorded:
             outputs = recorder.run(run)
     if recorder.unwritable:
         outputs = _by_its_name(program, inputs, outputs)
-    read = set(order(outputs))
-    held = {p: x for p, x in recorder.held.items() if p in read}
+    read = set(order(outputs)).difference(inputs)
+    held = {p: x for p, x in recorder.leaves.items() if p in read}
     wanted = tuple(p for p, x in held.items() if x.requires_grad and is_inexact(x))
     return Recorded(
         tuple(inputs),
@@ -96,11 +88,9 @@ def _by_its_name(
             ys = program.run([x.clone() for x in xs])
             return [y if isinstance(y, Tensor) else torch.as_tensor(y) for y in ys]
 
-    array = lambda v, x: torch.tensor(np.asarray(v), device=x.device).to(x.dtype)
-    arrays = lambda values: [*map(array, values, leaves)]
     around = partial(undone, program.run, leaves)
     moving = tuple(k in program.wrt for k in range(len(leaves)))
-    kernel = OpaqueFunction(program.backend, run, arrays, moving, around)
+    kernel = OpaqueFunction(program.backend, run, leaves, moving, around)
     name = getattr(program.f, "__name__", type(program.f).__name__)
     return by_name(name.strip("<>"), inputs, [(y.shape, y.kind) for y in outputs], kernel)
 
@@ -168,13 +158,11 @@ def _like(x: Tensor) -> tuple[tuple[int, ...], str]:
 
 # --- the recorder
 
+
 _DRAWS = """
 rand randn randint randperm rand_like randn_like randint_like normal uniform bernoulli multinomial
 exponential poisson geometric log_normal cauchy random normal_functional
 """.split()
-# Prefixes of operations whose decomposition would be less readable than the name.
-_WHOLE = ("cum", "logcum", "upsample", "grid_sampler", "_fft", "convolution", "renorm", "linalg")
-_WHOLE += ("constant_pad", "floor_", "hardsigmoid", "repeat", "roll")
 
 
 class _FormulaRecorder(Recorder[Expr]):
@@ -186,7 +174,6 @@ class _FormulaRecorder(Recorder[Expr]):
         super().__init__(undo)
         self.backend = backend
         self.leaves: dict[Expr, Tensor] = {}  # leaves of arguments, and captured leaves
-        self.held: dict[Expr, Tensor] = {}
         self.dtypes: set[str] = set()  # the dtypes of floating and complex results
         self.unwritable = False  # whether the program is written by its own name
 
@@ -215,17 +202,19 @@ class _FormulaRecorder(Recorder[Expr]):
 
     def called(self, fun: Any, args: Any, kwargs: Any) -> Any:
         """Records the functions in `_FUNCTIONS`; all others are recorded as aten operations."""
-        if fun not in _FUNCTIONS or kwargs or upstream.peek_interpreter_stack() is not None:
+        name, tensors, about = _FUNCTIONS.get(fun), [x for x in args if x is not None], {}
+        if name == "einsum":
+            about, tensors = {"subscripts": args[0]}, tensors[1:]
+        plain = all(isinstance(x, Tensor) and is_inexact(x) for x in tensors)
+        if not name or not plain or kwargs or upstream.peek_interpreter_stack() is not None:
             return fun(*args, **kwargs)
-        meant, *tensors = _FUNCTIONS[fun](*args)
-        if not all(isinstance(x, Tensor) and is_inexact(x) for x in tensors):
-            return fun(*args)
         xs = [self.of(x) for x in tensors]
-        if all(x.is_constant for x in xs):
+        value = None if all(x.is_constant for x in xs) else made(name, xs, about)
+        if value is None:
             return fun(*args)
         with self.silent():
             out = fun(*args)
-        self._note([out], [meant(*xs)])
+        self._note([out], [value])
         return out
 
     def operated(self, call: AtenCall) -> Any:
@@ -246,17 +235,18 @@ class _FormulaRecorder(Recorder[Expr]):
         outs, values = made or writes, None
         key = call.raw if call.raw.endswith("__") else call.raw.rstrip("_")
         name, attributes = call.said(out)
+        seeded = torch.Tag.nondeterministic_seeded in call.func.tags
         if key in (*_DRAWS, *NO_DATA) or all(x.is_constant for x in given):
             values = [self.constant(y) for y in outs]
         elif key in READINGS:
             values = READINGS[key](self, call, attributes, *operands)
         else:
-            values = translated(name, operands, attributes, [*map(_like, outs)])
-        if values is None and (made or not writes):
+            likes = [*map(_like, outs)]
+            values = translated(name, operands, attributes, likes, self.value_of)
+        if values is None and not seeded and (made or not writes):
             out, values = self._in_parts(call, given, writes if made else []) or (out, None)
         if values is None:
-            if torch.Tag.nondeterministic_seeded in call.func.tags:
-                self.unwritable = True  # a later call would draw other numbers
+            self.unwritable = self.unwritable or seeded  # a later call would draw other numbers
             if call.func.namespace == "gradtools" and self.rules:
                 name = self.rules[-1][0]
             name = name.removeprefix("linalg_")
@@ -273,21 +263,19 @@ class _FormulaRecorder(Recorder[Expr]):
 
         left_out: Tensors that the operation only updates; the decomposition gets None.
         """
-        if call.raw.startswith(_WHOLE):
-            return None
         decomposed = private.decompositions().get(call.func, call.func.decompose)
         before, self.unwritable = self.unwritable, False
         try:
             args = [None if any(x is y for y in left_out) else x for x in call.args]
             with Operations(self):
                 out = decomposed(*args, **call.kwargs)
+            results = [self.of(y) for y in tensors_in(out)]
         except Exception:  # the decomposition may refuse what the operation accepts
             return None
         finally:
             unwritable, self.unwritable = self.unwritable, before
         if out is NotImplemented or unwritable:
             return None
-        results = [self.of(y) for y in tensors_in(out) if is_inexact(y)]
         return None if has_opaque_part(results, given) else (out, [])
 
     def named(
@@ -302,7 +290,6 @@ class _FormulaRecorder(Recorder[Expr]):
         """The outputs as an opaque operation."""
         kept = [call_if_kept(a) for a in args if isinstance(a, str)]  # a host kernel's call
         xs = [*tensors_in([args, kwargs])]
-        dtypes, device = [x.dtype for x in xs], xs[0].device
 
         def run(*tensors: Tensor) -> list[Tensor]:
             left = iter(tensors)
@@ -313,16 +300,14 @@ class _FormulaRecorder(Recorder[Expr]):
                 out = [*tensors_in(fun(*xs, **named))]
                 return out or [*tensors_in(xs[0])]  # written in place
 
-        array = lambda v, dtype: torch.tensor(np.asarray(v), device=device).to(dtype)
-        arrays = lambda values: [*map(array, values, dtypes)]
-        kernel = OpaqueFunction(self.backend, run, arrays, tuple(map(is_inexact, xs)))
+        kernel = OpaqueFunction(self.backend, run, xs, tuple(map(is_inexact, xs)))
         return by_name(name, given, map(_like, outs), kernel)
 
     # Values of tensors.
 
     def new(self, x: Any, name: str = "") -> Expr:
         """A new value."""
-        value = placeholder(name, *_like(x))
+        value = expressions.placeholder(name, *_like(x))
         self.leaves[value] = x
         return value
 
@@ -334,9 +319,7 @@ class _FormulaRecorder(Recorder[Expr]):
         self.undo.watch(x)
         if id(x) not in self.names and not x.requires_grad:
             return self.constant(x)
-        value = self.new(x, self.names.get(id(x), ""))
-        self.held[value] = x
-        return value
+        return self.new(x, self.names.get(id(x), ""))
 
     def rewritten(self, x: Tensor, before: Expr, writes: Sequence[Write[Expr]]) -> Expr:
         """The contents of a tensor of whose memory another view was written."""
@@ -372,37 +355,17 @@ class _FormulaRecorder(Recorder[Expr]):
                 self.hold(y, stop(value) if is_off else value)
 
 
-# --- functions with expressions of their own
-
-
-def _linear(x: Expr, w: Expr, *bias: Expr) -> Expr:
-    return algebra.plus(x @ (algebra.swap(w) if w.rank > 1 else w), *bias)
-
-
-def _of_einsum(equation: Any, *xs: Any) -> tuple:
-    """An explicit contraction; no diagonal, no ellipsis, no form with lists of axes."""
-    xs = tuple(xs[0]) if len(xs) == 1 and isinstance(xs[0], list | tuple) else xs
-    text = equation.replace(" ", "") if isinstance(equation, str) else ""
-    once = all(len(set(part)) == len(part) for part in text.split("->")[0].split(","))
-    explicit = once and "->" in text and "." not in text
-    return (partial(algebra.einsum, text), *xs) if explicit else (None, None)
-
-
-_of = lambda meant, *xs: (meant, *xs)
+# The words of functions whose aten operations merge and split axes, of parts of complex numbers,
+# and of detach, as autograd also detaches the tensors that it saves.
 _TENSOR: Any = Tensor
 _TORCH: Any = torch  # its stubs lack some of these
-# The expressions of functions, and their tensor arguments: products whose aten operations merge and
-# split axes, parts of complex numbers, and detach, as autograd also detaches the tensors that it
-# saves.
-_FUNCTIONS: dict[Any, Callable[..., tuple]] = {
-    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), partial(_of, algebra.matmul)),
-    Tensor.__rmatmul__: lambda a, b: (algebra.matmul, b, a),
-    torch.nn.functional.linear: lambda *xs: (_linear, *(x for x in xs if x is not None)),
-    torch.einsum: _of_einsum,
-    **dict.fromkeys((torch.detach, Tensor.detach, _TENSOR.data.__get__), partial(_of, stop)),
-    **dict.fromkeys((_TENSOR.detach_, _TORCH.detach_), partial(_of, stop)),
-    **dict.fromkeys((torch.real, _TENSOR.real.__get__), partial(_of, algebra.real)),
-    **dict.fromkeys((torch.imag, _TENSOR.imag.__get__), partial(_of, algebra.imag)),
+_DETACHING = (torch.detach, Tensor.detach, _TENSOR.data.__get__, _TENSOR.detach_, _TORCH.detach_)
+_FUNCTIONS: dict[Any, str] = dict.fromkeys(_DETACHING, "stop") | {
+    **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), "matmul"),
+    **dict.fromkeys((torch.real, _TENSOR.real.__get__), "real"),
+    **dict.fromkeys((torch.imag, _TENSOR.imag.__get__), "imag"),
+    torch.nn.functional.linear: "linear",
+    torch.einsum: "einsum",
 }
 
 
@@ -416,46 +379,22 @@ def _copied(recorder: _FormulaRecorder, call: AtenCall, about: Any, *xs: Expr) -
     return [algebra.broadcast(value, xs[0].shape)]
 
 
-def _remainder(
-    recorder: _FormulaRecorder, call: AtenCall, about: Any, x: Expr, other: Expr
-) -> Values | None:
-    """The operand itself, if it is an index within bounds."""
-    n = constant_of(other)
-    if x.is_inexact or n is None:
-        return None
-    value = recorder.value_of(x)
-    return [from_the_end(x, int(n))] if ((value >= 0) & (value < n)).all() else None
-
-
-def _var_mean(recorder: _FormulaRecorder, call: AtenCall, about: Any, x: Expr) -> Values:
-    mean = algebra.mean(x, about.get("axes"), about.get("keep", False))
-    return [WORDS["variance"](x, **about), mean]
-
-
 def _nll(
     recorder: _FormulaRecorder, call: AtenCall, about: Any, x: Expr, target: Expr, *weight: Expr
 ) -> Values | None:
-    """-x[t] of each row; the class axis follows the batch axis."""
-    axis = 0 if x.rank == 1 else 1
+    """-x[t] of each row, without weights and ignored labels."""
     if weight or (recorder.value_of(target) == call.given["ignore_index"]).any():
         return None
-    at = algebra.reshape(target, (*target.shape[:axis], 1, *target.shape[axis:]))
-    entries = take_along(x, at, axis=axis)
-    if entries is None:
-        return None
-    losses = -algebra.reshape(entries, target.shape)
+    losses = -picked(x, target)
     return [(losses, algebra.mean(losses), algebra.total(losses))[call.given["reduction"]], None]
 
 
 READINGS: dict[str, Callable[..., Values | None]] = {
-    "log_sigmoid_forward": lambda recorder, call, about, x: [WORDS["log_sigmoid"](x), None],
     # The mask that was drawn is a constant.
     "native_dropout": lambda recorder, call, about, x: [
         x * recorder.constant(call.outs[1] / (1 - call.given["p"])),
         None,
     ],
     **dict.fromkeys(("copy", "fill", "zero"), _copied),
-    "remainder": _remainder,
-    "var_mean": _var_mean,
-    **dict.fromkeys(("nll_loss_forward", "nll_loss2d_forward"), _nll),
+    "nll_loss_forward": _nll,
 }

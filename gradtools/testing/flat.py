@@ -1,4 +1,4 @@
-"""`FlatFunction`: a function of flat arrays in one framework, whose derivatives are NumPy arrays.
+"""`FlatFunction`: a program of one framework, with values and derivatives as NumPy arrays.
 
 A `FlatFunction` takes its floating and complex leaves as positional arguments and returns its
 floating and complex outputs as a list. It computes J u, J^H v, and Hessian products of Re<v, f> in
@@ -7,6 +7,7 @@ four mixes of modes. Points, tangents, cotangents and results are NumPy arrays.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from importlib import import_module
@@ -14,28 +15,69 @@ from typing import Any
 
 import numpy as np
 
+from gradtools.errors import GradtoolsError, LostDerivativeError, MissingRuleError
+from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.report import largest, widened
 
 Arrays = list[np.ndarray]
 
+# Messages of the frameworks and of gradtools for a function that lacks a mode.
+_NO_SUCH_MODE = re.compile(
+    r"forward[- ]mode|forward AD|jvp|reverse[- ]mode|reverse rule|forward rule|double backward"
+    r"|derivative for .* not implemented|once_differentiable|not differentiable twice"
+    r"|does not require grad|Pure callbacks",
+    re.IGNORECASE,
+)
+
 
 class FlatFunction:
-    """A function of flat arrays in one framework.
+    """A program of one framework, as a function of flat arrays.
 
     Attributes:
+        caller: The name of the check, for messages.
         name: "torch" or "jax".
         gt: The namespace of that backend.
         waist: The namespace's `Backend`.
+        program: The program as a function of its differentiated leaves.
+        leaves: The leaves at which it is checked, in NumPy.
+        paths: Their names, such as "argument 0['w']".
+        out: The floating and complex outputs at these leaves.
+        out_paths: Their names.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    program: Callable[..., Any]
+    leaves: Arrays
+    paths: list[str]
+    out: Arrays
+    out_paths: list[str]
+
+    def __init__(self, caller: str, name: str) -> None:
+        self.caller, self.name = caller, name
         self.gt = import_module(f"gradtools.{name}")
         self.waist = self.gt._api._backend
 
+    def bind(self, leaves: Arrays, paths: list[str]) -> None:
+        """Evaluates the program at these leaves, which have these names."""
+        self.leaves, self.paths = leaves, paths
+        out = self.run(lambda xs: self.program(*xs), leaves)
+        named = zip(self.waist.leaf_paths(out), self.waist.flatten(out)[0], strict=True)
+        pairs = ((f"output{path}", self.own(y)) for path, y in named)
+        found = [(path, y) for path, y in pairs if self.differentiable(y)]
+        self.out_paths, self.out = [path for path, _ in found], self.numpy([y for _, y in found])
+
+    @property
+    def eps(self) -> float:
+        """The machine epsilon of the coarsest array."""
+        return max(tolerances.epsilon(x.dtype) for x in [*self.leaves, *self.out])
+
     def flat(self, *leaves: Any) -> list[Any]:
         """The floating and complex outputs at these leaves, in the framework's arrays."""
-        raise NotImplementedError
+        outs = self.waist.flatten(self.program(*leaves))[0]
+        return [*filter(self.differentiable, map(self.own, outs))]
+
+    def own(self, x: Any) -> Any:
+        """Converts a NumPy array or number to the framework's array; other values are unchanged."""
+        return self.array(x) if isinstance(x, np.ndarray | np.generic | float | complex) else x
 
     # --- arrays
 
@@ -56,7 +98,11 @@ class FlatFunction:
         """Whether x is a floating or complex array of the framework."""
         return bool(self.waist.is_array(x) and self.waist.is_inexact(x))
 
-    # --- first order
+    # --- values and derivatives
+
+    def value(self, xs: Arrays) -> Arrays:
+        """The floating and complex outputs at xs."""
+        return self.numpy(self.run(lambda xs: self.flat(*xs), xs))
 
     def forward(self, xs: Arrays, us: Arrays) -> Arrays:
         """J u at xs."""
@@ -118,6 +164,21 @@ class FlatFunction:
         if self.waist.is_complex(y):
             return (v.real * y.real + v.imag * y.imag).sum()
         return (v * y).sum()
+
+
+def no_such_mode(error: Exception) -> bool:
+    """Whether an error means that a function lacks a mode, rather than that a rule is wrong."""
+    if isinstance(error, LostDerivativeError):
+        return False
+    if isinstance(error, NotImplementedError | MissingRuleError):
+        return True
+    expected = isinstance(error, RuntimeError | TypeError | ValueError | GradtoolsError)
+    return expected and _NO_SUCH_MODE.search(str(error)) is not None
+
+
+def first_line(error: Exception) -> str:
+    """An error's type and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
 
 
 @contextmanager

@@ -19,7 +19,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from functools import partial
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -27,20 +27,24 @@ import numpy as np
 from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError
 from gradtools.testing.checking import slopes
-from gradtools.testing.checking.probe import (
-    FIRST,
-    MODES,
-    SECOND,
-    Probe,
-    backend_name,
-    inner,
-    size,
-    wants_64_bits,
-)
 from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.cross_checking.precision import highest_precision
 from gradtools.testing.cross_checking.sides import in_double_precision
-from gradtools.testing.flat import Arrays, FlatFunction, first_line, is_rounding, no_such_mode
+from gradtools.testing.flat import (
+    FIRST,
+    MODES,
+    SECOND,
+    Arrays,
+    FlatFunction,
+    Probe,
+    backend_name,
+    first_line,
+    inner,
+    is_rounding,
+    no_such_mode,
+    size,
+    wants_64_bits,
+)
 from gradtools.testing.relations import relation
 from gradtools.testing.report import (
     AGREES,
@@ -76,7 +80,7 @@ def check_derivatives(
     float32 a three-hundredth); both modes against each other (dot-product test); linearity in the
     tangent and in the cotangent; for order 2 every mix of modes against slopes of the gradient
     and against each other. Complex arguments are moved in complex directions; all inner products
-    are Re<u, v>. `gradtools.testing.tolerance_table` has the tolerances. float32 products
+    are Re<u, v>. The tolerances are those of `gradtools.testing.tolerance`. float32 products
     are computed in full precision during the check, without TF32 or bfloat16.
 
     Args:
@@ -237,13 +241,10 @@ class DerivativeCheck:
         return lambda t: flattened(self.probe.value(self.moved(us, t)))
 
     def at(self, mode: str, xs: Arrays, *vectors: Arrays) -> Any:
-        """A derivative by a mode: J u, J^H v, H u, or Re<w, H u>. The latest results are cached."""
+        """A derivative by a mode, as `FlatFunction.derivative`. The latest results are cached."""
         key = (mode, *(x.tobytes() for group in (xs, *vectors) for x in group))
         if key not in self._kept:
-            probe = self.probe
-            own: dict[str, Callable[..., Any]]
-            own = {"forward": probe.forward, "reverse": probe.reverse, SECOND[3]: probe.curvature}
-            found = own.get(mode, partial(probe.product, mode))(xs, *vectors)
+            found = self.probe.derivative(mode, xs, *vectors)
             while len(self._kept) >= _KEPT:
                 self._kept.pop(next(iter(self._kept)))
             self._kept[key] = found
@@ -516,54 +517,54 @@ class DerivativeCheck:
         """Compares every mix of modes with slopes of the gradient, and with each other."""
         if not self.report:
             return
-        vs, at, eps = self.vs, self.at, self.probe.eps
-        d, e = self.everywhere(by_entry=True), self.everywhere()
+        vs, d, e = self.vs, self.everywhere(by_entry=True), self.everywhere()
+        seeds = {SECOND[2]: (d, vs), SECOND[3]: (d, e)}
+        of = lambda mode, xs: self.at(mode, xs, *seeds.get(mode, (vs, d)))
         lacking = [mode for mode in FIRST if not self.present[mode] and self.modes is None]
         tried = [m for m in SECOND if not any(part in m.split("_over_") for part in lacking)]
-        modes = [m for m in tried if m != SECOND[3] and self.has(m, d, vs)]
+        present = [mode for mode in tried if self.has(mode, *seeds.get(mode, (vs, d)))]
+        modes = [mode for mode in present if mode != SECOND[3]]  # all of these compute H d
         if modes and self.present["reverse"]:
-            gradient = lambda t: flattened(at("reverse", self.moved(d, t), vs))
-            along = slopes.slope(gradient, eps).parts(self.xs)
-            for mode in modes:
-                for i, part in enumerate(along):
-                    run = lambda xs, m=mode, i=i: (at(m, xs, d, vs)[i],)
-                    self._against_slope(mode, self.probe.paths[i], run, part, d)
+            self._slopes_of("reverse", vs, d, modes, of)
         for mode in modes[1:]:
-            most = max(map(largest, at(modes[0], self.xs, d, vs)))
-            terms = 16 * eps / self.exact[2] * most
+            most = max(map(largest, of(modes[0], self.xs)))
+            terms = 16 * self.probe.eps / self.exact[2] * most
             name = f"{self.label(modes[0])} | {self.label(mode)}"
             for i, path in enumerate(self.probe.paths):
-                both = lambda xs, m=mode, i=i: (at(modes[0], xs, d, vs)[i], at(m, xs, d, vs)[i])
+                both = lambda xs, m=mode, i=i: (of(modes[0], xs)[i], of(m, xs)[i])
                 self.equal(name, path, both, 2, terms, "two mixes of modes differ")
-        if SECOND[3] in tried and self.has(SECOND[3], d, e, vs):
-            curved = lambda xs: np.asarray(at(SECOND[3], xs, d, e, vs))
-            for mode in modes:
-                both = lambda xs, m=mode: (curved(xs), inner(e, at(m, xs, d, vs)))
-                terms = size(e, at(mode, self.xs, d, vs))
-                name = f"{self.label(SECOND[3])} | {self.label(mode)}"
-                self.equal(name, "all arguments", both, 2, terms, "two mixes of modes differ")
-            if not modes:
-                pushed = lambda t: np.array(inner(vs, at("forward", self.moved(e, t), d)))
-                part = slopes.slope(pushed, eps)
-                run = lambda xs: (curved(xs),)
-                self._against_slope(SECOND[3], "all arguments", run, part, e)
+        for mode in modes if SECOND[3] in present else ():
+            both = lambda xs, m=mode: (inner(vs, of(SECOND[3], xs)), inner(e, of(m, xs)))
+            name, terms = (
+                f"{self.label(SECOND[3])} | {self.label(mode)}",
+                size(e, of(mode, self.xs)),
+            )
+            self.equal(name, "all arguments", both, 2, terms, "two mixes of modes differ")
+        if present == [SECOND[3]]:
+            self._slopes_of("forward", d, e, present, of)
         self.note_undecided()
 
-    def _against_slope(
-        self, mode: str, path: str, run: Callable[..., Any], part: slopes.Slope, us: Arrays
+    def _slopes_of(
+        self, first: str, seed: Arrays, us: Arrays, modes: Sequence[str], of: Callable[..., Any]
     ) -> None:
-        """Compares a second derivative with the slope of a first derivative along us."""
-        derivative = lambda t: run(self.moved(us, t))[0]
-        record = self.against_slope(mode, path, derivative, part, 2)
-        if not record.agrees:
-            known = f" ({record.cause})" if record.cause else ""
-            record = record.because(
-                f"right at first order, wrong at second{known}",
-                f"{record.detail} Something that depends on the arguments, such as a residual, is "
-                "taken as constant.",
-            )
-            record = self.unless_rounding(record, widened(derivative(0.0)) - part.value, run)
-        self.report.comparisons.append(record)
+        """Compares second derivatives with the slope along us of a first derivative."""
+        probe, by_leaf = self.probe, first == "reverse"
+        paths, like = (probe.paths, self.xs) if by_leaf else (probe.out_paths, probe.out)
+        line = lambda t: flattened(self.at(first, self.moved(us, t), seed))
+        along = slopes.slope(line, probe.eps).parts(like)
+        for mode, (i, part) in product(modes, enumerate(along)):
+            run = lambda xs, m=mode, i=i: (of(m, xs)[i],)
+            derivative = lambda t, run=run: run(self.moved(us, t))[0]
+            record = self.against_slope(mode, paths[i], derivative, part, 2)
+            if not record.agrees:
+                known = f" ({record.cause})" if record.cause else ""
+                record = record.because(
+                    f"right at first order, wrong at second{known}",
+                    f"{record.detail} Something that depends on the arguments, such as a residual, "
+                    "is taken as constant.",
+                )
+                record = self.unless_rounding(record, widened(derivative(0.0)) - part.value, run)
+            self.report.comparisons.append(record)
 
 
 def scale_of(x: np.ndarray) -> float:

@@ -24,8 +24,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.rules import ARRAY
 from gradtools.testing.checking import slopes
 from gradtools.testing.checking.derivative_checks import DerivativeCheck, check_context
-from gradtools.testing.checking.probe import Probe, described
-from gradtools.testing.flat import Arrays, first_line, naming
+from gradtools.testing.flat import Arrays, Probe, described, first_line, naming
 from gradtools.testing.relations import relation
 from gradtools.testing.report import Report, compare_arrays, largest
 
@@ -286,8 +285,8 @@ class RuleCheck(DerivativeCheck):
         """
         probe = self.probe
         flat, gt, array, numpy = probe.flat, probe.gt, probe.array, probe.numpy
-        pull = lambda xs, v: gt.vjp(flat, *xs)[1](list(v))
-        push = lambda xs, u: gt.jvp(flat, tuple(xs), tuple(u))[1]
+        pull = lambda xs, v: probe.pulled(flat, v, *xs)
+        push = lambda xs, u: probe.pushed(flat, u, *xs)
         runs: dict[str, tuple[Sequence[str], Callable[..., Any], Arrays]] = {
             "value": (probe.out_paths, lambda xs, _: flat(*xs), []),
             "reverse mode": (probe.paths, pull, self.vs),

@@ -203,12 +203,12 @@ class CrossCheck:
             pushed, twice = self.directions("jvp"), self.directions("hvp")
 
             def pushforward(k: int, leaves: Arrays) -> Arrays:
-                found = self.sides[k].forward(leaves, pushed[k])
+                found = self.sides[k].derivative("forward", leaves, pushed[k])
                 own = [*inexact(self.outputs[k])]
                 return [found[own.index(path)] for path in self.out_paths]
 
             def product(mode: str, k: int, leaves: Arrays) -> Arrays:
-                return self.sides[k].product(mode, leaves, twice[k], self.cotangents_of(k))
+                return self.sides[k].derivative(mode, leaves, self.cotangents_of(k), twice[k])
 
             outs = [f"output{path}" for path in self.out_paths]
             result.append(Quantity("jvp", 1, pushforward, outs, of_leaves=False))
@@ -346,6 +346,6 @@ class CrossCheck:
                 lead = "the batch size, " * (axis == 0 and path.startswith("argument"))
                 result[f"{lead}axis {axis} of {path}"] = size
             result[f"the number of entries of {path}"] = x.size
-        for path, x in self.outputs[1].items():
+        for path, x in (pair for out in self.outputs[1:] for pair in out.items()):
             result[f"the number of entries of output{path}"] = x.size
         return result

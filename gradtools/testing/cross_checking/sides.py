@@ -95,7 +95,7 @@ class Side(FlatFunction):
         def pulled(xs: Any, cts: Any) -> Any:
             fun: Any = lambda *xs: (self.flat(*xs), [])
             result = self.waist.vjp(fun, list(xs), groups=[1] * len(xs), once=True)
-            return result.pullback(self._like(cts, result.outs))
+            return result.pullback(self.like(cts, result.outs))
 
         found = self.run(pulled, leaves, cotangents)
         return [None if g is None else self.gt.to_numpy(g) for g in found]

@@ -19,7 +19,6 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from itertools import product
 from typing import Any
 
 import numpy as np
@@ -456,7 +455,7 @@ class DerivativeCheck:
             )
         for i, path in enumerate(probe.paths):
             for us in self.directions(i):
-                self._slopes(us, i)
+                self.slopes_along(us, i)
                 if not (forward and reverse):
                     continue
                 dot = lambda xs, us=us: (
@@ -481,25 +480,49 @@ class DerivativeCheck:
         """Compares the derivatives with finite differences along one line; returns the report."""
         self.has("reverse", self.vs), self.has("forward", self.everywhere())
         if order == 1:
-            self._slopes(self.everywhere())
+            self.slopes_along(self.everywhere())
         else:
             self.second_order()
         return self.report
 
-    def _slopes(self, us: Arrays, i: int | None = None) -> None:
+    def slopes_along(self, us: Arrays, i: int | None = None) -> None:
         """Compares both modes with the slope along us, a direction in leaf i or in all leaves."""
         probe, measured = self.probe, slopes.slope(self.line(us), self.probe.eps)
         leaf = "all arguments" if i is None else probe.paths[i]
-        records = self.report.comparisons
         if self.present["forward"]:
-            for k, part in enumerate(measured.parts(probe.out)):
-                pushed = lambda t, k=k: self.at("forward", self.moved(us, t), us)[k]
-                name = f"{probe.out_paths[k]} by {leaf}"
-                records.append(self.against_slope("forward", name, pushed, part, 1))
-        if self.present["reverse"] and i is not None:
-            records.append(self._reverse_against_slope(i, us, measured))
-        elif self.present["reverse"]:
-            records.append(self._products(leaf, [(self.vs, us, measured)], ())[0])
+            paths = [f"{path} by {leaf}" for path in probe.out_paths]
+            pushed = lambda xs: self.at("forward", xs, us)
+            self._parts("forward", paths, pushed, measured, us, 1)
+        if self.present["reverse"]:
+            if i is None:
+                record, _ = self._products(leaf, [(self.vs, us, measured)], ())
+            else:
+                record = self._reverse_against_slope(i, us, measured)
+            self.report.comparisons.append(record)
+
+    def _parts(
+        self,
+        mode: str,
+        paths: Sequence[str],
+        run: Callable[[Arrays], Arrays],
+        measured: slopes.Slope,
+        us: Arrays,
+        order: int,
+    ) -> None:
+        """Compares the arrays of a derivative with the parts of a slope along us."""
+        for i, part in enumerate(measured.parts(run(self.xs))):
+            each = lambda xs, i=i: (run(xs)[i],)
+            derivative = lambda t, each=each: each(self.moved(us, t))[0]
+            record = self.against_slope(mode, paths[i], derivative, part, order)
+            if not record.agrees and order == 2:
+                known = f" ({record.cause})" if record.cause else ""
+                record = record.because(
+                    f"right at first order, wrong at second{known}",
+                    f"{record.detail} Something that depends on the arguments, such as a residual, "
+                    "is taken as constant.",
+                )
+                record = self.unless_rounding(record, widened(derivative(0.0)) - part.value, each)
+            self.report.comparisons.append(record)
 
     def _linear(self, mode: str, what: str, a: Arrays, b: Arrays, paths: Sequence[str]) -> None:
         """Compares J (b - 16 a) with J b - 16 J a, where all are finite."""
@@ -524,8 +547,14 @@ class DerivativeCheck:
         tried = [m for m in SECOND if not any(part in m.split("_over_") for part in lacking)]
         present = [mode for mode in tried if self.has(mode, *seeds.get(mode, (vs, d)))]
         modes = [mode for mode in present if mode != SECOND[3]]  # all of these compute H d
+        line = lambda first, seed, us: slopes.slope(
+            lambda t: flattened(self.at(first, self.moved(us, t), seed)), self.probe.eps
+        )
         if modes and self.present["reverse"]:
-            self._slopes_of("reverse", vs, d, modes, of)
+            measured = line("reverse", vs, d)
+            for mode in modes:
+                run = lambda xs, m=mode: of(m, xs)
+                self._parts(mode, self.probe.paths, run, measured, d, 2)
         for mode in modes[1:]:
             most = max(map(largest, of(modes[0], self.xs)))
             terms = 16 * self.probe.eps / self.exact[2] * most
@@ -541,30 +570,9 @@ class DerivativeCheck:
             )
             self.equal(name, "all arguments", both, 2, terms, "two mixes of modes differ")
         if present == [SECOND[3]]:
-            self._slopes_of("forward", d, e, present, of)
+            run, paths = lambda xs: of(SECOND[3], xs), self.probe.out_paths
+            self._parts(SECOND[3], paths, run, line("forward", d, e), e, 2)
         self.note_undecided()
-
-    def _slopes_of(
-        self, first: str, seed: Arrays, us: Arrays, modes: Sequence[str], of: Callable[..., Any]
-    ) -> None:
-        """Compares second derivatives with the slope along us of a first derivative."""
-        probe, by_leaf = self.probe, first == "reverse"
-        paths, like = (probe.paths, self.xs) if by_leaf else (probe.out_paths, probe.out)
-        line = lambda t: flattened(self.at(first, self.moved(us, t), seed))
-        along = slopes.slope(line, probe.eps).parts(like)
-        for mode, (i, part) in product(modes, enumerate(along)):
-            run = lambda xs, m=mode, i=i: (of(m, xs)[i],)
-            derivative = lambda t, run=run: run(self.moved(us, t))[0]
-            record = self.against_slope(mode, paths[i], derivative, part, 2)
-            if not record.agrees:
-                known = f" ({record.cause})" if record.cause else ""
-                record = record.because(
-                    f"right at first order, wrong at second{known}",
-                    f"{record.detail} Something that depends on the arguments, such as a residual, "
-                    "is taken as constant.",
-                )
-                record = self.unless_rounding(record, widened(derivative(0.0)) - part.value, run)
-            self.report.comparisons.append(record)
 
 
 def scale_of(x: np.ndarray) -> float:

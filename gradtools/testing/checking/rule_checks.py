@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,7 +23,6 @@ from gradtools.custom_rules import CustomRule
 from gradtools.custom_structure import Specialization
 from gradtools.errors import GradtoolsError
 from gradtools.rules import ARRAY
-from gradtools.testing.checking import slopes
 from gradtools.testing.checking.derivative_checks import DerivativeCheck, check_context
 from gradtools.testing.flat import Arrays, Probe, described, first_line, naming
 from gradtools.testing.relations import relation
@@ -240,22 +240,20 @@ class RuleCheck(DerivativeCheck):
         found = waist.flatten(residuals(*self._moved(1.0)))[0]
         if not any(map(self.probe.differentiable, found)):
             return  # no residual has a derivative
-        check = DerivativeCheck(Probe(CALLER, residuals, self.args, self.backend), seed=self.seed)
-        probe = check.probe
-        for i, argument in enumerate(probe.paths):
+        probe = Probe(CALLER, residuals, self.args, self.backend)
+        check = DerivativeCheck(probe, seed=self.seed, labels={"forward": "residual"})
+        check.present["reverse"] = False
+        for i in range(len(probe.paths)):
             us = next(check.directions(i))
             if not check.has("forward", us):
                 self.report.left_out.append("the residuals' derivatives: fwd has no forward mode")
                 return
-            parts = slopes.slope(check.line(us), probe.eps).parts(probe.out)
-            for k, (out_path, part) in enumerate(zip(probe.out_paths, parts, strict=True)):
-                moved = lambda t, k=k, us=us: check.at("forward", check.moved(us, t), us)[k]
-                name = f"residual {out_path.removeprefix('output') or '[0]'} by {argument}"
-                record = check.against_slope("residual", name, moved, part, 2)
-                if not record.agrees:
-                    why = "a residual's derivative is lost between the arguments and fwd's return"
-                    record = record.because(f"{why}: right at first order, wrong at second")
-                self.report.comparisons.append(record)
+            check.slopes_along(us, i)
+        why = "a residual's derivative is lost between the arguments and fwd's return"
+        for c in (c for c in check.report if c.quantity != "value"):
+            path = c.path.replace("output by", "output[0] by").replace("output", "residual ", 1)
+            lost = c if c.agrees else c.because(f"{why}: right at first order, wrong at second")
+            self.report.comparisons.append(replace(lost, path=path, order=2))
         check.note_undecided()
         self.report.left_out += check.report.left_out
 

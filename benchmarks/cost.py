@@ -35,12 +35,12 @@ from tqdm import tqdm
 import gradtools.jax as gj
 import gradtools.torch as gt
 from gradtools.errors import GradtoolsError
-from gradtools.testing.cross_checking.devices import placed
 
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent))
 
 from tests.support.costs import cost  # noqa: E402, it is no package
+from tests.support.devices import placed  # noqa: E402
 
 ROWS, WIDTH, ROUNDS, LEAST = 64, 128, 9, 2e-3
 PEERS = {

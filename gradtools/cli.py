@@ -43,7 +43,6 @@ _OPTIONS: dict[str, dict[str, Any]] = {
     "--seed": {"type": _not_negative, "default": 0, "metavar": "N", "help": "of random arguments"},
     "--backend": {"choices": ("torch", "jax"), "help": "default: the import of FUNCTION's module"},
     "--on": {"choices": ("both", "torch", "jax"), "default": "both", "dest": "backend"},
-    "--device": {"default": "auto", "help": "auto (default), cpu, gpu, tpu, or gpu:1"},
     "--argnums": {"type": _positions, "default": [0], "help": "positions: 0,2 (default: 0)"},
     "--order": {"type": int, "choices": (0, 1, 2), "default": 1, "help": "of derivatives"},
     "--dtype": {"help": "cast floating inputs and parameters, for example float64"},
@@ -58,7 +57,7 @@ _COMMANDS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {  # target, help,
     "backends": ("cli:backends", "print which frameworks are installed, by version", "", ()),
     "check": (
         *("testing.check_command:check", "compare small programs on this device with NumPy"),
-        *("--backend jax", ("--on", "--device")),
+        *("--backend jax", ("--on",)),
     ),
     "cross-check": (
         *("testing.commands:cross_check", "compare one program in both frameworks up to order 2"),

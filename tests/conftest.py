@@ -24,9 +24,9 @@ import numpy as np
 import pytest
 
 from gradtools.testing import plugin
-from gradtools.testing.cross_checking.devices import placed
 from gradtools.testing.plugin import BACKENDS, wanted_backends
 from tests.support import state_of_process, tiers, torchvision_anywhere
+from tests.support.devices import placed
 
 GENERATORS = pytest.StashKey[list]()
 CLOCK = pytest.StashKey[float]()
@@ -39,6 +39,7 @@ def pytest_addoption(parser: pytest.Parser, pluginmanager: pytest.PytestPluginMa
     if not pluginmanager.has_plugin(plugin.__name__):
         pluginmanager.register(plugin, plugin.__name__)
     parser.addoption("--times", help="a file for the seconds that each test takes")
+    parser.addoption("--gradtools-device", default="auto", help="auto, cpu, gpu, tpu, or as gpu:1")
 
 
 @pytest.hookimpl(tryfirst=True)
@@ -226,9 +227,9 @@ def rng() -> np.random.Generator:
 
 
 @pytest.fixture(scope="session")
-def device(gradtools_device: str) -> str:
+def device(request: pytest.FixtureRequest) -> str:
     """Where every test makes its arrays, in both frameworks: ``--gradtools-device``."""
-    return gradtools_device
+    return str(request.config.getoption("--gradtools-device"))
 
 
 @pytest.fixture(scope="session")

@@ -14,7 +14,6 @@ if TYPE_CHECKING:
     from gradtools.testing.checking.rule_checks import check_rule as check_rule
     from gradtools.testing.cross_checking.compare import cross_check as cross_check
     from gradtools.testing.cross_checking.tolerances import tolerance as tolerance
-    from gradtools.testing.cross_checking.tolerances import tolerance_table as tolerance_table
     from gradtools.testing.diverging.divergence import Divergence as Divergence
     from gradtools.testing.diverging.divergence import first_divergence as first_divergence
     from gradtools.testing.matching_parameters.mapping import Layout as Layout
@@ -42,7 +41,6 @@ _HOMES = {
     "Comparison": "report",
     "Report": "report",
     "tolerance": "cross_checking.tolerances",
-    "tolerance_table": "cross_checking.tolerances",
 }
 __all__ = list(_HOMES)
 

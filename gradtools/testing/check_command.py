@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 import gradtools
-from gradtools.testing.cross_checking.devices import placed
 from gradtools.testing.cross_checking.precision import highest_precision
 from gradtools.testing.cross_checking.sides import in_double_precision
 
@@ -134,9 +133,11 @@ def check(options: argparse.Namespace) -> int:
         gt = import_module(f"gradtools.{backend}")
         with ExitStack() as inside:
             inside.enter_context(in_double_precision(backend == "jax"))
-            inside.enter_context(placed(backend, options.device))
+            if backend == "torch" and (torch := import_module("torch")).cuda.is_available():
+                inside.enter_context(torch.device("cuda"))
             inside.enter_context(highest_precision([backend]))
-            print(f"{backend}: {import_module(backend).__version__}, device {options.device}")
+            device = getattr(gt.asarray(1.0), "device", "")
+            print(f"{backend}: {import_module(backend).__version__}, device {device}")
             for name in PROGRAMS:
                 try:
                     error = error_of(gt, name)

@@ -1,41 +1,95 @@
-"""`FlatFunction`: a function of flat arrays in one framework, whose derivatives are NumPy arrays.
+"""`FlatFunction`: a program of one framework, with values and derivatives as NumPy arrays.
 
 A `FlatFunction` takes its floating and complex leaves as positional arguments and returns its
-floating and complex outputs as a list. It computes J u, J^H v, and Hessian products of Re<v, f> in
-four mixes of modes. Points, tangents, cotangents and results are NumPy arrays.
+floating and complex outputs as a list. Its derivatives are compositions of two maps of functions,
+pushforward and pullback. Points, tangents, cotangents and results are NumPy arrays.
+`Probe` is a user's function at its arguments.
 """
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
 from importlib import import_module
 from typing import Any
 
 import numpy as np
 
+from gradtools.arguments.checks import check_function
+from gradtools.code_origin import definition_of
+from gradtools.errors import GradtoolsError, LostDerivativeError, MissingRuleError
+from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.report import largest, widened
 
 Arrays = list[np.ndarray]
+FIRST = ("forward", "reverse")
+SECOND = (
+    "forward_over_reverse",
+    "reverse_over_reverse",
+    "reverse_over_forward",
+    "forward_over_forward",
+)
+MODES = FIRST + SECOND
+
+# Messages of the frameworks and of gradtools for a function that lacks a mode.
+_NO_SUCH_MODE = re.compile(
+    r"forward[- ]mode|forward AD|jvp|reverse[- ]mode|reverse rule|forward rule|double backward"
+    r"|derivative for .* not implemented|once_differentiable|not differentiable twice"
+    r"|does not require grad|Pure callbacks",
+    re.IGNORECASE,
+)
 
 
 class FlatFunction:
-    """A function of flat arrays in one framework.
+    """A program of one framework, as a function of flat arrays.
 
     Attributes:
+        caller: The name of the check, for messages.
         name: "torch" or "jax".
         gt: The namespace of that backend.
         waist: The namespace's `Backend`.
+        program: The program as a function of its differentiated leaves.
+        leaves: The leaves at which it is checked, in NumPy.
+        paths: Their names, such as "argument 0['w']".
+        out: The floating and complex outputs at these leaves.
+        out_paths: Their names.
     """
 
-    def __init__(self, name: str) -> None:
-        self.name = name
+    program: Callable[..., Any]
+    leaves: Arrays
+    paths: list[str]
+    out: Arrays
+    out_paths: list[str]
+
+    def __init__(self, caller: str, name: str) -> None:
+        self.caller, self.name = caller, name
         self.gt = import_module(f"gradtools.{name}")
         self.waist = self.gt._api._backend
 
+    def bind(self, leaves: Arrays, paths: list[str]) -> None:
+        """Evaluates the program at these leaves, which have these names."""
+        self.leaves, self.paths = leaves, paths
+        out = self.run(lambda xs: self.program(*xs), leaves)
+        named = zip(self.waist.leaf_paths(out), self.waist.flatten(out)[0], strict=True)
+        pairs = ((f"output{path}", self.own(y)) for path, y in named)
+        found = [(path, y) for path, y in pairs if self.differentiable(y)]
+        self.out_paths, self.out = [path for path, _ in found], self.numpy([y for _, y in found])
+
+    @property
+    def eps(self) -> float:
+        """The machine epsilon of the coarsest array."""
+        return max(tolerances.epsilon(x.dtype) for x in [*self.leaves, *self.out])
+
     def flat(self, *leaves: Any) -> list[Any]:
         """The floating and complex outputs at these leaves, in the framework's arrays."""
-        raise NotImplementedError
+        outs = self.waist.flatten(self.program(*leaves))[0]
+        return [*filter(self.differentiable, map(self.own, outs))]
+
+    def own(self, x: Any) -> Any:
+        """Converts a NumPy array or number to the framework's array; other values are unchanged."""
+        return self.array(x) if isinstance(x, np.ndarray | np.generic | float | complex) else x
 
     # --- arrays
 
@@ -56,22 +110,39 @@ class FlatFunction:
         """Whether x is a floating or complex array of the framework."""
         return bool(self.waist.is_array(x) and self.waist.is_inexact(x))
 
-    # --- first order
+    # --- values and derivatives
 
-    def forward(self, xs: Arrays, us: Arrays) -> Arrays:
-        """J u at xs."""
-        return self.numpy(self.run(lambda xs, us: self.gt.jvp(self.flat, xs, us)[1], xs, us))
+    def value(self, xs: Arrays) -> Arrays:
+        """The floating and complex outputs at xs."""
+        return self.numpy(self.run(lambda xs: self.flat(*xs), xs))
 
-    def reverse(self, xs: Arrays, vs: Arrays) -> Arrays:
-        """J^H v at xs."""
+    def derivative(self, mode: str, xs: Arrays, *seeds: Arrays) -> Arrays:
+        """A derivative at xs by one mode, or by one over another, as "forward_over_reverse".
 
-        def pulled(xs: Any, vs: Any) -> Any:
-            outs, pullback = self.gt.vjp(self.flat, *xs)
-            return pullback(self._like(vs, outs))
+        With the seed u of a forward mode and v of a reverse mode, and H the Hessian of Re<v, f>,
+        they are J u, J^H v, H u by three mixes, and D^2 f[u, w] by forward over forward.
 
-        return self.numpy(self.run(pulled, xs, vs))
+        seeds: The tangents or cotangents of each mode, the inner mode's first.
+        """
 
-    def _like(self, vs: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
+        def differentiated(points: Any, *seeds: Any) -> Any:
+            f = self.flat
+            for step, seed in zip(reversed(mode.split("_over_")), seeds, strict=True):
+                f = partial(self.pushed if step == "forward" else self.pulled, f, seed)
+            return f(*points)
+
+        return self.numpy(self.run(differentiated, xs, *seeds))
+
+    def pushed(self, f: Callable[..., Any], us: Sequence[Any], *xs: Any) -> list[Any]:
+        """J u of f at xs, all in the framework's arrays."""
+        return list(self.gt.jvp(f, xs, tuple(us))[1])
+
+    def pulled(self, f: Callable[..., Any], vs: Sequence[Any], *xs: Any) -> list[Any]:
+        """J^H v of f at xs."""
+        outs, pullback = self.gt.vjp(f, *xs)
+        return list(pullback(self.like(vs, outs)))
+
+    def like(self, vs: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
         """Cotangents in the outputs' dtypes."""
         return [self.waist.cast(v, y) for v, y in zip(vs, outs, strict=True)]
 
@@ -79,45 +150,67 @@ class FlatFunction:
         """`compute(*groups)` with the groups converted to the framework's arrays."""
         return compute(*map(self.arrays, groups))
 
-    # --- second order: H is the Hessian of Re<v, f>
 
-    def product(self, mode: str, xs: Arrays, us: Arrays, vs: Arrays) -> Arrays:
-        """H u at xs, by one mix of modes."""
+class Probe(FlatFunction):
+    """f at args, in one backend.
 
-        def multiplied(points: Any, tangents: Any, vs: Any) -> Any:
-            if mode == "reverse_over_forward":
-                value, pullback = self.gt.vjp(self._slope(tangents, vs), *points)
-                return pullback(self.waist.ones_like(value))
+    Floating and complex arrays are its leaves; integers, Python numbers and others are constants.
+    """
 
-            def gradient(*xs: Any) -> list[Any]:
-                outs, pullback = self.gt.vjp(self.flat, *xs)
-                return list(pullback(self._like(vs, outs)))
+    def __init__(self, caller: str, f: Callable[..., Any], args: Sequence[Any], backend: Any):
+        super().__init__(caller, backend_name(caller, backend))
+        self.f = f
+        check_function(caller, f, curried=False)
+        if not isinstance(args, tuple | list) or not args:
+            kind = "an empty one" if isinstance(args, tuple | list) else f"a {type(args).__name__}"
+            raise GradtoolsError(
+                f"{caller}: args must be a tuple with one entry for each argument of f, got "
+                f"{kind}. For one argument write (x,)."
+            )
+        leaves, self._tree = self.waist.flatten(tuple(args))
+        paths = [f"argument {i}{p}" for i, x in enumerate(args) for p in self.waist.leaf_paths(x)]
+        is_numpy = lambda x: isinstance(x, np.ndarray | np.generic)
+        self._all = [self.array(x) if is_numpy(x) else x for x in leaves]
+        moving = [i for i, x in enumerate(self._all) if self.differentiable(x)]
+        self._moving = moving
+        if not moving:
+            raise GradtoolsError(
+                f"{caller}: no argument holds a floating or complex array; there is no derivative "
+                "to check. Pass NumPy arrays (Python numbers count as constants)."
+            )
+        self.bind([self.gt.to_numpy(self._all[i]) for i in moving], [paths[i] for i in moving])
+        if not self.out:
+            raise GradtoolsError(
+                f"{caller}: f returned no floating or complex array; there is no derivative to "
+                "check."
+            )
 
-            if mode == "forward_over_reverse":
-                return self.gt.jvp(gradient, points, tangents)[1]
-            return self.gt.vjp(gradient, *points)[1](list(tangents))
+    def rebuilt(self, moving: Sequence[Any]) -> tuple[Any, ...]:
+        """The arguments with these differentiable leaves."""
+        full = list(self._all)
+        for i, x in zip(self._moving, moving, strict=True):
+            full[i] = x
+        return self.waist.unflatten(self._tree, full)
 
-        return self.numpy(self.run(multiplied, xs, us, vs))
+    def program(self, *leaves: Any) -> Any:
+        """f at the arguments with these leaves."""
+        with naming(self.caller, f"f, {described(self.f)}"):
+            return self.f(*self.rebuilt(leaves))
 
-    def curvature(self, xs: Arrays, us: Arrays, ws: Arrays, vs: Arrays) -> np.ndarray:
-        """Re<w, H u> at xs, by forward over forward."""
-        curved = lambda xs, us, ws, vs: self.gt.jvp(self._slope(us, vs), xs, ws)[1]
-        return np.asarray(self.gt.to_numpy(self.run(curved, xs, us, ws, vs)))
 
-    def _slope(self, us: Any, vs: Any) -> Any:
-        """Re<v, J u> as a function of the leaves."""
+def no_such_mode(error: Exception) -> bool:
+    """Whether an error means that a function lacks a mode, rather than that a rule is wrong."""
+    if isinstance(error, LostDerivativeError):
+        return False
+    if isinstance(error, NotImplementedError | MissingRuleError):
+        return True
+    expected = isinstance(error, RuntimeError | TypeError | ValueError | GradtoolsError)
+    return expected and _NO_SUCH_MODE.search(str(error)) is not None
 
-        def along(*xs: Any) -> Any:
-            pushed = self.gt.jvp(self.flat, xs, us)[1]
-            return sum(map(self._inner, self._like(vs, pushed), pushed))
 
-        return along
-
-    def _inner(self, v: Any, y: Any) -> Any:
-        """Re<v, y> of the framework's arrays."""
-        if self.waist.is_complex(y):
-            return (v.real * y.real + v.imag * y.imag).sum()
-        return (v * y).sum()
+def first_line(error: Exception) -> str:
+    """An error's type and the first line of its message."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
 
 
 @contextmanager
@@ -156,3 +249,40 @@ def is_rounding(
         near = compute([(x * f).astype(x.dtype) for x, f in zip(xs, factors, strict=True)])
         changes += [largest(widened(x) - widened(y)) for x, y in zip(near, here, strict=True)]
     return bool(np.max(off) <= 1e3 * max(changes))
+
+
+def described(f: Any) -> str:
+    """A function's name, and the line at which it is defined if that is known."""
+    name, line = getattr(f, "__name__", type(f).__name__), definition_of(f)
+    return f"{name} ({line})" if line else str(name)
+
+
+def inner(us: Sequence[Any], ws: Sequence[Any]) -> float:
+    """Re<u, w> in double precision; entries with u = 0 do not count, even if w is NaN."""
+    pairs = ((u, w, np.not_equal(u, 0)) for u, w in zip(us, ws, strict=True))
+    return float(sum(np.vdot(widened(u)[on], widened(w)[on]).real for u, w, on in pairs))
+
+
+def size(us: Sequence[Any], ws: Sequence[Any]) -> float:
+    """The sum of |u w|, the scale of an inner product's rounding error."""
+    return inner([np.abs(u) for u in us], [np.abs(w) for w in ws])
+
+
+def backend_name(caller: str, backend: Any) -> str:
+    """Normalizes a backend's name or namespace module to "torch" or "jax"."""
+    name = backend if isinstance(backend, str) else getattr(backend, "__name__", "")
+    name = name.removeprefix("gradtools.")
+    if name not in ("torch", "jax"):
+        raise GradtoolsError(
+            f'{caller}: backend is {backend!r}; expected "torch", "jax", or one of the modules '
+            "gradtools.torch and gradtools.jax."
+        )
+    import_module(f"gradtools.{name}")  # its error says how to install the framework
+    return name
+
+
+def wants_64_bits(backend: str, args: Any) -> bool:
+    """Whether some array in the arguments has a 64-bit dtype."""
+    leaves = import_module(f"gradtools.{backend}")._api._backend.flatten(args)[0]
+    names = [str(getattr(x, "dtype", "")).removeprefix("torch.") for x in leaves]
+    return not {"float64", "complex128", "int64", "uint64"}.isdisjoint(names)

@@ -1,9 +1,8 @@
 """The pytest plugin: runs tests once for each backend, and compares the backends.
 
-It is installed with the package. It provides the fixtures `gt`, `gradtools_device` and
-`cross_check` and the options ``--gradtools-backend``, ``--gradtools-checked`` and
-``--gradtools-device``. A run that uses none of them imports no framework and prints nothing.
-``-p no:gradtools`` switches it off.
+It is installed with the package. It provides the fixtures `gt` and `cross_check` and the options
+``--gradtools-backend`` and ``--gradtools-checked``. A run that uses none of them imports no
+framework and prints nothing. ``-p no:gradtools`` switches it off.
 
     def test_a_square_has_the_slope_two_x(gt):              # once for each installed backend
         x = gt.asarray(np.float32(3.0))
@@ -18,7 +17,7 @@ It is installed with the package. It provides the fixtures `gt`, `gradtools_devi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from importlib import import_module
 from typing import Any
 
@@ -36,11 +35,6 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--gradtools-checked",
         action="store_true",
         help="compare every derivative that gradtools takes in a test with finite differences",
-    )
-    group.addoption(
-        "--gradtools-device",
-        default="auto",
-        help="where tests that take gt make their arrays: auto, cpu, gpu, tpu, or as gpu:1",
     )
     group.addoption(
         "--gradtools-backend",
@@ -82,21 +76,12 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 
 @pytest.fixture(scope="session")
-def gradtools_device(request: pytest.FixtureRequest) -> str:
-    """The value of ``--gradtools-device``, "auto" by default."""
-    return str(request.config.getoption("--gradtools-device"))
-
-
-@pytest.fixture(scope="session")
-def gt(gradtools_backend: str, gradtools_device: str) -> Iterator[Any]:
+def gt(gradtools_backend: str) -> Any:
     """The namespace `gradtools.torch` or `gradtools.jax`; the test runs once for each.
 
     It has session scope, so that fixtures of every scope may use it.
     """
-    from gradtools.testing.cross_checking.devices import placed
-
-    with placed(gradtools_backend, gradtools_device):
-        yield import_module(f"gradtools.{gradtools_backend}")
+    return import_module(f"gradtools.{gradtools_backend}")
 
 
 @pytest.fixture

@@ -9,11 +9,10 @@ have: ``gelu(x)`` against ``tanh gelu(x)``, ``x + 1e-05`` against ``x + 0.001``.
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from itertools import permutations
+from itertools import chain, combinations, permutations, product
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,7 +26,7 @@ LAYOUTS = (
     "permuted",
     "interleaved",
     "reversed",
-)  # relations of arrays with the same entries in another order
+)  # of the same entries
 MASKED = 9e3  # larger numbers are taken for entries of a mask
 _NEAR = 1e-6  # the relative error at which a factor is a known number
 _MOST_AXES = 5
@@ -65,12 +64,25 @@ def related(
         single: Whether to name an unknown factor of constant arrays, which exists for any two.
     """
     if a.dtype == b.dtype == bool:
-        return _mask_relation(a, b)
-    found = _relations(widened(a), widened(b), names, order, near, sizes or {}, single)
+        found = _of_masks(a, b)
+    else:
+        found = _of_numbers(widened(a), widened(b), names, order, near, sizes or {}, single)
     return next(map(Relation, found), None)
 
 
-def _relations(
+def _of_masks(a: np.ndarray, b: np.ndarray) -> Iterator[str]:
+    if a.shape != b.shape or a.all() or b.all() or not (a.any() and b.any()):
+        return
+    yield from ("mask shifted by one" for _ in _shifts(a, b, 2, np.array_equal))
+    moved = [(bool(how), move(b)) for how, move in layouts(b, a.shape)]
+    inverted, transposed = "inverted mask", "transposed mask"
+    kinds = ((inverted, 0, 1), (transposed, 1, 0), (f"{inverted}, transposed", 1, 1))
+    for name, is_moved, is_inverted in kinds:
+        if any(how == is_moved and ((y ^ bool(is_inverted)) == a).all() for how, y in moved):
+            yield name
+
+
+def _of_numbers(
     a: np.ndarray, b: np.ndarray, names: Any, order: int, near: float, sizes: Any, single: bool
 ) -> Iterator[str]:
     lost, same = "stopped gradient" if order else "zero", a.shape == b.shape
@@ -81,24 +93,29 @@ def _relations(
         kept = ~masks[0] & ~masks[1]
         differ = masks[0].any() and masks[1].any() and (masks[0] != masks[1]).any()
         if differ and equal(a[kept], b[kept], _NEAR):
-            found = _mask_relation(*masks)
-            yield found.name if found else "another mask"
+            yield next(_of_masks(*masks), "another mask")
     conjugates = (False, True) if a.dtype.kind == "c" and b.imag.any() else (False,)
     moves = (*layouts(b, a.shape), *(_rearrangements(b) if same else ()))
-    for (how, move), conjugate in itertools.product(moves, conjugates):
+    for (how, move), conjugate in product(moves, conjugates):
         y = move(b).conj() if conjugate else move(b)
         factor = _factor(a, y, near, sizes, single)
         if factor is not None and (how or conjugate or factor):
             yield ", ".join(filter(None, [how, "conjugate" * conjugate, factor]))
-    for axis, n in enumerate(a.shape if same else ()):
-        ends = np.moveaxis(a, axis, 0), np.moveaxis(b, axis, 0)
-        for x, y in (ends, ends[::-1]) if n > 3 else ():
-            if np.ptp(np.abs(y[1:])) > 0 and equal(x[:-1], y[1:], near):
-                yield f"shifted by one along axis {axis}"
-    for x, y, name in both_ways if same else ():
-        absent = (x == 0) & (y != 0)
-        if absent.any() and (x != 0).any() and equal(x, np.where(absent, 0, y), near):
-            yield f"{lost} in places in {name}"
+    if same:
+        moved = lambda x, y: np.ptp(np.abs(y)) > 0 and equal(x, y, near)
+        yield from (f"shifted by one along axis {axis}" for axis in _shifts(a, b, 3, moved))
+        for x, y, name in both_ways:
+            absent = (x == 0) & (y != 0)
+            if absent.any() and (x != 0).any() and equal(x, np.where(absent, 0, y), near):
+                yield f"{lost} in places in {name}"
+
+
+def _shifts(a: np.ndarray, b: np.ndarray, longer: int, is_same: Callable[..., bool]) -> Any:
+    """The axes longer than this along which one array is the other, shifted by one."""
+    for axis in (axis for axis, n in enumerate(a.shape) if n > longer):
+        x, y = np.moveaxis(a, axis, 0), np.moveaxis(b, axis, 0)
+        if is_same(x[:-1], y[1:]) or is_same(y[:-1], x[1:]):
+            yield axis
 
 
 def layouts(x: np.ndarray, shape: tuple[int, ...]) -> Moves:
@@ -129,33 +146,21 @@ def _rearrangements(x: np.ndarray) -> Moves:
         yield "transposed layout", lambda x: x.T.reshape(x.shape)
         yield "transposed layout", lambda x: x.reshape(x.shape[::-1]).T
     for axis, n in enumerate(x.shape):
-        every = np.arange(n)
-        orders = [(f"reversed axis {axis}", every[::-1])] if n > 2 else []
-        for count in (k for k in (2, 3, 4) if n > 2 and n % k == 0):
+        for name, order in orders(n):
+            yield f"{name} {axis}", lambda x, o=order, k=axis: np.take(x, o, k)  # type: ignore[misc]
+
+
+def orders(n: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Orders of the entries of an axis of length n that occur as mistakes."""
+    every = np.arange(n)
+    if n > 2:
+        yield "reversed axis", every[::-1]
+        for count in (k for k in (2, 3, 4) if n % k == 0):
             for order in [*permutations(range(count))][1:]:
-                blocks = every.reshape(count, -1)[list(order)].ravel()
-                orders.append((f"permuted blocks of axis {axis}", blocks))
-        if n > 2 and n % 2 == 0:  # adjacent entries against two halves, as in rotary embeddings
-            pairs = every.reshape(-1, 2).T, every.reshape(2, -1).T
-            orders += [(f"interleaved axis {axis}", order.ravel()) for order in pairs]
-        for name, order in orders:
-            yield name, lambda x, order=order, axis=axis: np.take(x, order, axis)  # type: ignore[misc]
-
-
-def _mask_relation(a: np.ndarray, b: np.ndarray) -> Relation | None:
-    """How two masks are related: inverted, transposed, shifted by one."""
-    if a.shape != b.shape or a.all() or b.all() or not (a.any() and b.any()):
-        return None
-    for axis, n in enumerate(a.shape):
-        x, y = np.moveaxis(a, axis, 0), np.moveaxis(b, axis, 0)
-        if n > 2 and ((x[1:] == y[:-1]).all() or (y[1:] == x[:-1]).all()):
-            return Relation("mask shifted by one")
-    names = {"inverted mask": ~b, "transposed mask": b, "inverted mask, transposed": ~b}
-    for name, other in names.items():
-        for layout, move in layouts(other, a.shape):
-            if bool(layout) != (name == "inverted mask") and (move(other) == a).all():
-                return Relation(name)
-    return None
+                yield "permuted blocks of axis", every.reshape(count, -1)[list(order)].ravel()
+    if n > 2 and n % 2 == 0:  # adjacent entries against two halves, as in rotary embeddings
+        yield "interleaved axis", every.reshape(-1, 2).T.ravel()
+        yield "interleaved axis", every.reshape(2, -1).T.ravel()
 
 
 def _factor(a: np.ndarray, b: np.ndarray, near: float, sizes: Any, single: bool) -> str | None:
@@ -170,11 +175,9 @@ def _factor(a: np.ndarray, b: np.ndarray, near: float, sizes: Any, single: bool)
     named = factor_name(ratio, sizes)
     if named is None and not single and bool((a == a.reshape(-1)[:1]).all()):
         return None
-    real, imaginary = f"{ratio.real:.6g}", f"{ratio.imag:.4g}i"
-    if abs(ratio.imag) < 1e-9 * abs(ratio):
-        text = real
-    else:
-        text = imaginary if abs(ratio.real) < 1e-9 * abs(ratio) else f"{real} + {imaginary}"
+    small, real, imaginary = 1e-9 * abs(ratio), f"{ratio.real:.6g}", f"{ratio.imag:.4g}i"
+    both = f"{real} + {imaginary}" if abs(ratio.real) >= small else imaginary
+    text = real if abs(ratio.imag) < small else both
     return f"{FACTOR} {text}" + (f", {named}" if named else "")
 
 
@@ -189,12 +192,10 @@ def factor_name(ratio: complex, sizes: Mapping[str, float]) -> str | None:
         >>> factor_name(1 / 5, {"the batch size": 5})
         'the batch size'
     """
-    ratio = complex(ratio)
-    size = abs(ratio)
+    ratio, size = complex(ratio), abs(ratio)
     if abs(ratio.imag) > _NEAR * size:
-        return (
-            "the imaginary unit" if abs(ratio - 1j * ratio.imag) < _NEAR > abs(size - 1) else None
-        )
+        is_unit = abs(ratio.real) < _NEAR > abs(size - 1)
+        return "the imaginary unit" if is_unit else None
     table: list[tuple[float, str]] = []
     for name, n in ((name, n) for name, n in sizes.items() if n > 1):
         sample = f"n / (n - 1) for n = {n}, {name}: unbiased and biased"
@@ -202,8 +203,8 @@ def factor_name(ratio: complex, sizes: Mapping[str, float]) -> str | None:
         table += [(math.sqrt(n / (n - 1)), f"the root of {sample}")] if n > 2 else []
     table.append((2.0, "a half square, or counted twice"))
     table += [(math.sqrt(n), f"the root of {name}") for name, n in sizes.items() if n > 2]
-    is_ = lambda n: abs(size / n - 1) < _NEAR or abs(size * n - 1) < _NEAR
-    return next((text for n, text in table if is_(n)), None)
+    is_near = lambda n: min(abs(size / n - 1), abs(size * n - 1)) < _NEAR
+    return next((text for n, text in table if is_near(n)), None)
 
 
 def relation(
@@ -231,34 +232,33 @@ def equal(a: Any, b: Any, near: float) -> bool:
 
 
 class Expression(NamedTuple):
-    """A formula in letters, such as "c x", and its constant c, None without one."""
+    """A formula of operands, such as "c x".
 
-    form: str
+    Attributes:
+        function: The formula, with x and y for its operands and c for a constant.
+        letters: The letters of its operands, in order.
+        c: The constant.
+        axes: The axes that it reduces, " over (0,)".
+    """
+
+    function: str
+    letters: str
     c: float | None = None
+    axes: str = ""
+
+    @property
+    def form(self) -> str:
+        """The formula in its own letters."""
+        own = dict(zip("xy", self.letters, strict=False))
+        return re.sub(r"\b[xy]\b", lambda m: own[m[0]], self.function) + self.axes
 
     def __str__(self) -> str:
         return self.form if self.c is None else re.sub(r"\bc\b", f"{self.c:.4g}", self.form)
 
-    @property
-    def letters(self) -> set[str]:
-        """The letters of its operands."""
-        return {*re.findall(r"\b[u-z]\b", self.form)}
-
-    @property
-    def function(self) -> str:
-        """The formula without the names of its operands."""
-        return re.sub(r"\b[u-z]\b", "_", self.form)
-
-    @property
-    def head(self) -> str:
-        """The formula without its axes."""
-        return self.form.partition(" over ")[0]
-
-    def same(self, other: Expression) -> bool:
-        """Whether both are one formula with one constant."""
-        c, d = self.c, other.c
-        near = c is not None and d is not None and abs(c - d) <= 1e-9 * abs(c)
-        return self.form == other.form and (c == d or near)
+    def is_in(self, others: Expressions) -> bool:
+        """Whether it is one of these formulas, with the same constant."""
+        near = lambda d: self.c == d or abs((self.c or 0) - (d or 0)) <= 1e-9 * abs(self.c or 0)
+        return any(self._replace(c=e.c) == e and near(e.c) for e in others)
 
 
 Expressions = list[Expression]
@@ -278,50 +278,43 @@ def expression_cause(
         direct: The letters of the operands of each line.
         sizes: Lengths that occur in the program by name, which explain a factor.
     """
-    ours, theirs = ([e for step in side for e in step] for side in (first, second))
-    for e, f in itertools.product(ours, theirs):
-        roots = "sqrt" in e.form and "sqrt" in f.form and bool(e.c and f.c)
-        if roots and ("sqrt(x)" in e.form) != ("sqrt(x)" in f.form):
-            where = ["outside" if "sqrt(x)" in x.form else "inside" for x in (e, f)]
-            return f"an epsilon {where[0]} of the root in torch, {where[1]} in jax"
-    if _is_exchange(ours, theirs):
-        return "exchanged operands: gates, heads, or channels in another order"
-    alike = [(e, f) for e, f in itertools.product(ours, theirs) if e.head == f.head]
-    last = lambda side: next((step for step in reversed(side) if step), ())
-    ends, begun = (
-        itertools.product(last(first), last(second)),
-        itertools.product(first[0], second[0]),
+    ours, theirs = ([*chain(*side)] for side in (first, second))
+    rooted = ([e for e in side if "sqrt" in e.function and e.c] for side in (ours, theirs))
+    for pair in product(*rooted):
+        inside, outside = ("outside" if "sqrt(x)" in e.function else "inside" for e in pair)
+        if inside != outside:
+            return f"an epsilon {inside} of the root in torch, {outside} in jax"
+    forms, functions, operands = (
+        [sorted(map(part, side)) for side in (ours, theirs)]
+        for part in (lambda e: e.form, lambda e: e.function + e.axes, lambda e: e.letters)
     )
-    same_letters = lambda pair: pair[0].letters != pair[1].letters
-    for e, f in (*alike, *sorted(ends, key=same_letters), *sorted(begun, key=same_letters)):
-        if not any(e.same(x) for x in theirs) and not any(f.same(x) for x in ours):
+    used = [{*"".join(letters)} for letters in operands]
+    if forms[0] != forms[1] and functions[0] == functions[1] and used[0] == used[1]:
+        return "exchanged operands: gates, heads, or channels in another order"
+    ends = ([step for step in side if step][-1:] or [[]] for side in (first, second))
+    same = lambda pair: {*pair[0].letters} != {*pair[1].letters}
+    alike = lambda pair: pair[0][:2] == pair[1][:2]
+    last, start = product(*(side[0] for side in ends)), product(first[0], second[0])
+    pairs = [*filter(alike, product(ours, theirs)), *sorted(last, key=same)]
+    for e, f in (*pairs, *sorted(start, key=same)):
+        if not e.is_in(theirs) and not f.is_in(ours):
             return _both(e, f, sizes or {})
     for k, lines in enumerate((first, second)):  # a function that one line leaves out
         for e in lines[-1]:
-            if len(e.letters) == 1 and e.letters <= {*direct[1 - k]} and e.form not in e.letters:
-                sides = [e, Expression(next(iter(e.letters)))][:: -1 if k else 1]
+            if len(e.letters) == 1 and e.letters in {*direct[1 - k]} and e.function != "x":
+                sides = [e, Expression("x", e.letters)][:: -1 if k else 1]
                 return _both(sides[0], sides[1], sizes or {})
     return ""
 
 
-def _is_exchange(ours: Expressions, theirs: Expressions) -> bool:
-    """Whether two lines apply the same functions to the same values, but in exchanged roles."""
-    forms, letters, functions = (
-        [sorted(f(e) for e in side) for side in (ours, theirs)]
-        for f in (lambda e: e.form, lambda e: sorted(e.letters), lambda e: e.function)
-    )
-    used = [{x for e in side for x in e} for side in letters]
-    return forms[0] != forms[1] and functions[0] == functions[1] and used[0] == used[1]
-
-
 def _both(e: Expression, f: Expression, sizes: Mapping[str, float]) -> str:
     """The text for two expressions, with the meaning of a constant if it is known."""
+    if len({*e.letters, *f.letters}) == 1:
+        e, f = (x._replace(letters="x" * len(x.letters)) for x in (e, f))
     words = f"{e} in torch, {f} in jax"
-    if len(letters := e.letters | f.letters) == 1:
-        words = re.sub(rf"\b{letters.pop()}\b", "x", words)
-    if e.form == f.form and e.form.startswith("c ") and abs((e.c or 0) + (f.c or 0) - 1) < 1e-9:
+    if e[:2] == f[:2] and e.function == "c x" and abs((e.c or 0) + (f.c or 0) - 1) < 1e-9:
         return f"{words}: a weight and its complement"
-    scaled = e if e.form == f"c {f.form}" else f if f.form == f"c {e.form}" else None
+    scaled = next((x for x, y in ((e, f), (f, e)) if x.form == f"c {y.form}"), None)
     known = factor_name(scaled.c or 0, sizes) if scaled else None
     return f"{words}: {known}" if known else words
 
@@ -331,31 +324,31 @@ def expressions_of(a: np.ndarray, operands: Mapping[str, np.ndarray]) -> Express
     a = widened(a)
     if not 1 < a.size <= _MOST_ENTRIES or not np.isfinite(a).all():
         return []
-    found: dict[Expression, None] = {}
     known = {n: widened(x) for n, x in operands.items() if 0 < x.size <= _MOST_ENTRIES}
     with np.errstate(all="ignore"):
-        for name, x in known.items():
-            real, alike = not np.iscomplexobj(x), x.shape == a.shape
-            for text, f in _FUNCTIONS.items() if alike else ():
-                if (real or text not in _REAL) and equal(a, f(x), 1e-8):
-                    found[Expression(_named(text, x=name))] = None
-            for e in with_constant(a, x):
-                found[Expression(_named(e.form, x=name), e.c)] = None
-            every = (itertools.combinations(range(x.ndim), n + 1) for n in range(x.ndim))
-            for axes, (text, g) in itertools.product(itertools.chain(*every), _REDUCTIONS.items()):
-                count = math.prod(x.shape[i] for i in axes)
-                size = x.size if text.endswith("softmax(x)") else x.size // count
-                if count > 1 and size == a.size:
-                    y = g(x, axis=axes, keepdims=True).ravel()
-                    if equal(a.ravel(), y, 1e-8):
-                        found[Expression(_named(text, x=name) + f" over {axes}")] = None
-        for (n, x), (m, y) in itertools.permutations(known.items(), 2):
-            lengths = zip(x.shape[::-1], y.shape[::-1], strict=False)
-            fits = a.ndim in (x.ndim, y.ndim) and all(k == l or 1 in (k, l) for k, l in lengths)
-            for text, (h, orders) in _PAIRS.items() if fits else ():
-                if (n < m or orders) and equal(a, h(x, y), 1e-8):
-                    found[Expression(_named(text, x=n, y=m))] = None
-    return sorted(found, key=lambda e: len(e.form))
+        found = [e for e, y in _candidates(a, known) if equal(a, y, 1e-8)]
+        found += [e._replace(letters=n) for n, x in known.items() for e in with_constant(a, x)]
+    return sorted(dict.fromkeys(found), key=lambda e: len(e.form))
+
+
+def _candidates(a: np.ndarray, known: Mapping[str, np.ndarray]) -> Iterator[tuple[Expression, Any]]:
+    """Expressions that may equal an array, with their values."""
+    for n, x in known.items():
+        for text, f in _FUNCTIONS.items() if x.shape == a.shape else ():
+            if text not in _REAL or not np.iscomplexobj(x):
+                yield Expression(text, n), f(x)
+        for axes in chain(*(combinations(range(x.ndim), k + 1) for k in range(x.ndim))):
+            count = math.prod(x.shape[i] for i in axes)
+            for text, g in _REDUCTIONS.items() if count > 1 else ():
+                if a.size == (x.size if text.endswith("softmax(x)") else x.size // count):
+                    y = g(x, axis=axes, keepdims=True).reshape(a.shape)
+                    yield Expression(text, n, axes=f" over {axes}"), y
+    for (n, x), (m, y) in permutations(known.items(), 2):
+        lengths = zip(x.shape[::-1], y.shape[::-1], strict=False)
+        if a.ndim in (x.ndim, y.ndim) and all(k == l or 1 in (k, l) for k, l in lengths):
+            for text, (h, is_ordered) in _PAIRS.items():
+                if n < m or is_ordered:
+                    yield Expression(text, n + m), h(x, y)
 
 
 def with_constant(a: np.ndarray, x: np.ndarray) -> Expressions:
@@ -374,12 +367,8 @@ def with_constant(a: np.ndarray, x: np.ndarray) -> Expressions:
             if np.isfinite(constants).all() and np.isreal(c) and np.ptp(np.abs(x)) > 0:
                 off = np.abs(constants - c).max()
                 if off <= 1e-9 * max(1.0, largest(x), abs(c)) and abs(c) > 10 * off:
-                    found.append(Expression(text, float(np.real(c))))
+                    found.append(Expression(text, "x", float(np.real(c))))
     return found
-
-
-def _named(text: str, **names: str) -> str:
-    return re.sub(r"\b[xy]\b", lambda m: names[m[0]], text)
 
 
 def _sigmoid(x: Any) -> Any:

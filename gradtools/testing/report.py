@@ -92,7 +92,7 @@ class Comparison:
         why = f" Likely cause: {self.cause}." if self.cause else ""
         return (
             f"{self.quantity} of {self.path}{where}: {names[0]} {show(self.first)}, "
-            f"{names[1]} {show(self.second)}{ratio}; error {show_units(self.error)} times the "
+            f"{names[1]} {show(self.second)}{ratio}; error {self.error:.2g} times the "
             f"tolerance {self.tolerance:g}.{why}{' ' + self.detail if self.detail else ''}"
         )
 
@@ -136,21 +136,16 @@ def compare_arrays(
         found = mismatch(quantity, path, order, words, first.shape)
         return replace(found, tolerance=allowed, dtype=dtype)
     units = entry_errors(first, second, allowed, noise)
-    found = Comparison(quantity, path, order, 0.0, allowed, None, None, None, first.shape, dtype)
     if not units.size:
-        return found
-    at = np.unravel_index(int(np.argmax(units)), units.shape)
-    error, numbers = float(units[at]), (as_number(first[at]), as_number(second[at]))
+        return Comparison(quantity, path, order, 0, allowed, None, None, None, first.shape, dtype)
+    place = tuple(map(int, np.unravel_index(int(np.argmax(units)), units.shape)))
+    error, values = float(units[place]), (as_number(first[place]), as_number(second[place]))
     known = int((np.isfinite(widened(first)) | np.isfinite(widened(second))).sum())
-    found = replace(
-        found,
-        error=error,
-        place=tuple(int(i) for i in at),
-        first=numbers[0],
-        second=numbers[1],
-        status=DIFFERS if error > 1 else AGREES,
-        uncompared=units.size - known if error <= 1 else 0,
+    status, unknown = (DIFFERS, 0) if error > 1 else (AGREES, units.size - known)
+    found = Comparison(
+        quantity, path, order, error, allowed, place, *values, first.shape, dtype, status
     )
+    found = replace(found, uncompared=unknown)
     return found if known or error > 1 else found.because(*_NOTHING_FINITE)
 
 
@@ -191,8 +186,8 @@ def largest(x: Any) -> float:
 
 def as_number(x: Any) -> Number:
     """One entry of an array as a Python number."""
-    value = x.item() if x.dtype.kind in "biufc" else float(x)
-    return value if isinstance(value, bool | int | float | complex) else float(value)
+    kinds: dict[str, Any] = {"b": bool, "c": complex, "i": int, "u": int}
+    return kinds.get(x.dtype.kind, float)(x)  # type: ignore[no-any-return]
 
 
 @dataclass
@@ -264,7 +259,7 @@ class Report:
         parts = [
             f"{len(self)} arrays compared, {f'{result} disagree' if result else 'all agree'}"
             + (f", {known} by a known convention" if known else ""),
-            f"largest error of what agrees {show_units(agreeing)} of the tolerance",
+            f"largest error of what agrees {agreeing:.2g} of the tolerance",
             f"{unknown} entries are NaN or infinite on both sides" if unknown else "",
             f"{len(self.left_out)} left out" if self.left_out else "",
         ]
@@ -278,13 +273,13 @@ class Report:
             colour: Whether to add a terminal's colours.
             limit: The most comparisons to show, without those that agree; None shows all.
         """
-        chosen, known = self.comparisons, self.conventions[:limit]
+        chosen, known, first = self.comparisons, self.conventions[:limit], self.first
         if limit is not None and len(self) > limit:
             chosen = [*self.disagreements, *self.conventions][:limit]
         cells = [("quantity", "leaf", "error", "place", *self.names, "ratio", "likely cause")]
         for c in chosen:
             place = str(list(c.place)) if c.place else ""
-            numbers = show_units(c.error), place, show(c.first), show(c.second), show(c.ratio)
+            numbers = f"{c.error:.2g}", place, show(c.first), show(c.second), show(c.ratio)
             numbers = numbers if c.error or not c.agrees else ("0", "", "", "", "")
             cause = c.cause or (f"{c.uncompared} entries not compared" if c.uncompared else "")
             cells.append((c.quantity, c.path, *numbers, cause))
@@ -292,20 +287,14 @@ class Report:
         if colour:
             pairs = zip(rows, chosen, strict=True)
             rows = [f"\x1b[{_COLOURS[c.status]}m{line}\x1b[0m" for line, c in pairs]
-        hidden = len(self) - len(chosen)
-        first = self.first
-        return "\n".join(
-            [
-                self.summary(),
-                *([f"First disagreement: {first.describe(self.names)}", ""] if first else []),
-                head,
-                *rows,
-                *([f"... and {hidden} more; print(error.report) shows all"] if hidden else []),
-                *(f"Convention: {c.describe(self.names)}" for c in known),
-                *(f"Left out: {reason}" for reason in self.left_out),
-                *(f"Note: {note}" for note in self.notes),
-            ]
-        )
+        lines = [self.summary()]
+        lines += [f"First disagreement: {first.describe(self.names)}", ""] if first else []
+        lines += [head, *rows]
+        if hidden := len(self) - len(chosen):
+            lines.append(f"... and {hidden} more; print(error.report) shows all")
+        lines += [f"Convention: {c.describe(self.names)}" for c in known]
+        lines += [f"Left out: {reason}" for reason in self.left_out]
+        return "\n".join([*lines, *(f"Note: {note}" for note in self.notes)])
 
     def __str__(self) -> str:
         return self.table()
@@ -352,11 +341,6 @@ def show(x: Any) -> str:
     if isinstance(x, complex):
         return f"{x.real:.6g}{x.imag:+.6g}j"
     return f"{x:.9g}"
-
-
-def show_units(error: float) -> str:
-    """An error in units of its tolerance, as text."""
-    return "0" if error == 0 else f"{error:.2g}"
 
 
 def _plain(x: Any) -> Any:

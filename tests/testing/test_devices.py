@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from gradtools import GradtoolsError
-from gradtools.testing.cross_checking.devices import placed
+from tests.support.devices import placed
 from tests.support.every_operator import POINT
 
 
@@ -56,7 +56,7 @@ import jax
 jax.config.update("jax_enable_x64", True)
 import gradtools.jax as gt
 from tests.support.every_operator import POINT, USES, World, healthy
-from gradtools.testing.cross_checking.devices import placed
+from tests.support.devices import placed
 second = jax.devices("cpu")[1]
 with placed("jax", "cpu:1"):
     for name in ("grad", "jvp", "hvp", "clip_gradient", "custom_rule: bwd", "asarray"):

@@ -6,12 +6,19 @@ at many step sizes, and random u, w, v:
     J u = D_u f      Re<J^H v, u> = Re<v, D_u f>      H u = D_u J^H v      against values
     Re<v, J u> = Re<J^H v, u>      H u = H u = H u = Re<w, H u>            modes against each other
     J (w - 16 u) = J w - 16 J u     the same of J^H                    linearity
+
+A value that is zero in exact arithmetic, such as the sum of a layer norm, is computed as rounding
+error: a small difference counts as such if it changes by its own size when x's last digits change.
+At a kink the slope is the mean of the derivatives on both sides, and any derivative between these
+two is right.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -19,24 +26,40 @@ import numpy as np
 from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError
 from gradtools.testing.checking import slopes
-from gradtools.testing.checking.comparisons import Comparisons, flattened
-from gradtools.testing.checking.probe import (
+from gradtools.testing.cross_checking import tolerances
+from gradtools.testing.cross_checking.precision import highest_precision
+from gradtools.testing.cross_checking.sides import in_double_precision
+from gradtools.testing.flat import (
     FIRST,
     MODES,
     SECOND,
+    Arrays,
+    FlatFunction,
     Probe,
     backend_name,
+    first_line,
     inner,
+    is_rounding,
+    no_such_mode,
     size,
     wants_64_bits,
 )
-from gradtools.testing.cross_checking.precision import highest_precision
-from gradtools.testing.cross_checking.sides import in_double_precision
-from gradtools.testing.flat import Arrays
-from gradtools.testing.report import Report, largest, widened
+from gradtools.testing.relations import relation
+from gradtools.testing.report import (
+    AGREES,
+    CONVENTION,
+    Comparison,
+    Report,
+    compare_arrays,
+    largest,
+    show,
+    widened,
+)
 
 CALLER = "check_derivatives"
 _SCALE = -16.0
+_ENTRIES = 64  # the most entries or outputs that are differenced one by one if a leaf fails
+_KEPT = 32  # derivatives
 
 
 @user_facing
@@ -56,7 +79,7 @@ def check_derivatives(
     float32 a three-hundredth); both modes against each other (dot-product test); linearity in the
     tangent and in the cotangent; for order 2 every mix of modes against slopes of the gradient
     and against each other. Complex arguments are moved in complex directions; all inner products
-    are Re<u, v>. `gradtools.testing.tolerance_table` has the tolerances. float32 products
+    are Re<u, v>. The tolerances are those of `gradtools.testing.tolerance`. float32 products
     are computed in full precision during the check, without TF32 or bfloat16.
 
     Args:
@@ -127,8 +150,298 @@ def check_context(
         yield
 
 
-class DerivativeCheck(Comparisons):
-    """The checks, whose comparisons are collected in `report`."""
+class DerivativeCheck:
+    """The comparisons for one function at one point, collected in `report`.
+
+    Attributes:
+        xs: The point; vs is a random cotangent.
+        modes: The modes that f must have; None for the modes that it has.
+        labels: Names of modes for the report.
+        present: The modes that f has, as far as it has been tried.
+    """
+
+    def __init__(
+        self,
+        probe: FlatFunction,
+        modes: Sequence[str] | None = None,
+        seed: int = 0,
+        labels: dict[str, str] | None = None,
+    ) -> None:
+        self.probe, self.modes, self.labels = probe, modes, labels or {}
+        self.rng = np.random.default_rng(seed)
+        f = getattr(probe, "f", probe)
+        name = getattr(f, "__name__", type(f).__name__)
+        self.report = Report(f"{probe.caller} of {name} in {probe.name}", ("left", "right"))
+        self.xs, kinds = probe.leaves, [x.dtype for x in (*probe.leaves, *probe.out)]
+        self.vs = [np.where(np.isfinite(y), self.draw(y), 0).astype(y.dtype) for y in probe.out]
+        self.numeric = max(tolerances.FINITE_DIFFERENCES[tolerances.real_name(k)] for k in kinds)
+        self.exact = [max(tolerances.tolerance(k, order) for k in kinds) for order in (0, 1, 2)]
+        self.present: dict[str, bool] = {}
+        self._undecided: dict[str, np.ndarray] = {}
+        self._kept: dict[Any, Any] = {}
+        again = probe.value(self.xs)
+        for path, y, z in zip(probe.out_paths, probe.out, again, strict=True):
+            if not np.array_equal(y, z, equal_nan=True):
+                raise GradtoolsError(
+                    f"{probe.caller}: two calls of f at the same arguments gave different values. "
+                    "Fix its randomness (a key as an argument, dropout off) and its state."
+                )
+            if count := int(np.sum(~np.isfinite(y))):
+                self.report.left_out.append(
+                    f"{count} of {y.size} entries of {path} are not finite: their derivatives are "
+                    "not checked"
+                )
+            if 0 < count == y.size:  # a failure
+                self.report.comparisons.append(compare_arrays("value", path, y, y))
+
+    def note_undecided(self) -> None:
+        """Lists in the report the entries that no direction could decide."""
+        both = self.present.get("forward") and self.present.get("reverse")
+        rest = "only the modes are compared with each other" if both else "nothing else decides"
+        for what, entries in self._undecided.items():
+            if entries.any():
+                self.report.left_out.append(
+                    f"{what}: finite differences cannot decide {int(entries.sum())} of "
+                    f"{entries.size} entries (f leaves its domain nearby, rounding hides "
+                    f"the slope, or every step is too large for it); {rest}"
+                )
+        self._undecided = {}
+
+    # --- directions, lines and derivatives
+
+    def draw(self, like: np.ndarray) -> np.ndarray:
+        """Random numbers of size 1/2 to 1 and either sign (phase, if complex), few bits each."""
+        shape, rng = like.shape, self.rng
+        draw = lambda: rng.integers(64, 129, shape) / 128 * rng.choice((-1, 1), shape)
+        x = draw() + 1j * draw() if like.dtype.kind == "c" else draw()
+        return np.asarray(x).astype(like.dtype)
+
+    def everywhere(self, by_entry: bool = False) -> Arrays:
+        """A direction along all leaves, scaled by each leaf's size or by each entry's."""
+        sizes = size_by_entry if by_entry else scale_of
+        return [(self.draw(x) * sizes(x)).astype(x.dtype) for x in self.xs]
+
+    def along(self, i: int, u: np.ndarray) -> Arrays:
+        """A direction in leaf i alone."""
+        return [u.astype(x.dtype) if i == j else np.zeros_like(x) for j, x in enumerate(self.xs)]
+
+    def directions(self, i: int) -> Iterator[Arrays]:
+        """Directions along leaf i: scaled by its size, and by each entry's (safe in f's domain)."""
+        x = self.xs[i]
+        yield self.along(i, self.draw(x) * scale_of(x))
+        yield self.along(i, self.draw(x) * size_by_entry(x))
+
+    def moved(self, us: Arrays, t: float) -> Arrays:
+        """The point x + t u."""
+        return [(x + t * u).astype(x.dtype) for x, u in zip(self.xs, us, strict=True)]
+
+    def line(self, us: Arrays) -> slopes.Line:
+        """All entries of f along u."""
+        return lambda t: flattened(self.probe.value(self.moved(us, t)))
+
+    def at(self, mode: str, xs: Arrays, *vectors: Arrays) -> Any:
+        """A derivative by a mode, as `FlatFunction.derivative`. The latest results are cached."""
+        key = (mode, *(x.tobytes() for group in (xs, *vectors) for x in group))
+        if key not in self._kept:
+            found = self.probe.derivative(mode, xs, *vectors)
+            while len(self._kept) >= _KEPT:
+                self._kept.pop(next(iter(self._kept)))
+            self._kept[key] = found
+        return self._kept[key]
+
+    def has(self, mode: str, *vectors: Arrays) -> bool:
+        """Whether f has a mode, and is to be checked in it; computed at x at the first call."""
+        if mode not in self.present:
+            wanted = self.modes is None or mode in self.modes
+            try:
+                if wanted:
+                    self.at(mode, self.xs, *vectors)
+            except Exception as error:
+                words = f"{self.label(mode)} mode: {first_line(error)}"
+                if self.modes is not None or not no_such_mode(error):
+                    raise GradtoolsError(f"{self.probe.caller}: {words}") from error
+                self.report.left_out.append(words)
+                wanted = False
+            self.present[mode] = wanted
+        return self.present[mode]
+
+    def label(self, mode: str) -> str:
+        """A mode's name in the report."""
+        return self.labels.get(mode, mode.replace("_", " "))
+
+    # --- two functions of the point
+
+    def equal(
+        self,
+        quantity: str,
+        path: str,
+        sides: Callable[[Arrays], tuple[Any, Any]],
+        order: int,
+        terms: float,
+        cause: str,
+        detail: str = "",
+    ) -> None:
+        """Compares two functions of the point.
+
+        Args:
+            quantity: The names of both.
+            path: The leaf.
+            sides: Both functions.
+            order: The order of the derivative.
+            terms: The size of the terms that both sides sum up; their rounding is allowed.
+            cause: The cause if they differ.
+            detail: Advice.
+        """
+        a, b = map(widened, sides(self.xs))
+        unknown = a.ndim == 0 and not (np.isfinite(a) or np.isfinite(b))
+        if unknown:
+            reason = f"{quantity} of {path}: NaN or infinity on both sides decides nothing"
+            self.report.left_out += [reason] if reason not in self.report.left_out else []
+        biggest, limit = max(largest(a), largest(b)), self.exact[order]
+        if math.isfinite(terms) and biggest:
+            limit = max(limit, self.exact[order] * terms / biggest)
+        record = compare_arrays(quantity, path, a, b, order, tolerance=limit)
+        if unknown and record.error <= 1:
+            record = replace(record, status=AGREES, cause=None, detail="")
+        elif not record.agrees:
+            record = self.unless_rounding(record.because(cause, detail), a - b, sides)
+        self.report.comparisons.append(record)
+
+    def unless_rounding(
+        self, record: Comparison, off: np.ndarray, sides: Callable[[Arrays], tuple[Any, ...]]
+    ) -> Comparison:
+        """A disagreement; it agrees if a difference of its size is rounding error of the sides."""
+        eps, greatest = self.probe.eps, max(1.0, *map(largest, [*self.xs, *self.probe.out]))
+        if not is_rounding(np.abs(off), sides, self.xs, eps, 1e3 * eps * greatest):
+            return record
+        return replace(record, error=1.0, status=AGREES, cause=None, detail="")
+
+    # --- finite differences
+
+    def against_slope(
+        self,
+        mode: str,
+        path: str,
+        derivative: Callable[[float], Any],
+        measured: slopes.Slope,
+        order: int,
+    ) -> Comparison:
+        """Compares a derivative with a slope and stores which entries remain undecided.
+
+        There is no slope where f is not finite. Where no step gave one, or where rounding is as
+        large as the slope, only NaN counts as wrong.
+
+        derivative: The derivative at the point x + t u. This shows a kink at x, and whether the
+        smallest step is too large for f.
+        """
+        what, limit = f"{self.label(mode)} of {path}", self.numeric
+        here, mine = np.isfinite(measured.at), widened(derivative(0.0))
+        mine = np.where(here, mine, 0)
+
+        def compared(error: np.ndarray) -> tuple[Comparison, Any, Any, Any, Any]:
+            known = here & np.isfinite(error)
+            value = np.where(known, measured.value, np.where(np.isnan(mine), 0, mine))
+            noise = 10 * np.where(known, error, 0.0)
+            with np.errstate(invalid="ignore"):
+                off = np.where(mine == value, 0.0, np.abs(mine - value))
+                near = off <= noise
+            biggest = max(largest(mine), largest(value))
+            vague = near & (noise > 0.1 * biggest) & ((mine != 0) | (value != 0))
+            quantity, kept = f"{self.label(mode)} | finite differences", np.where(near, mine, value)
+            c = compare_arrays(quantity, path, mine, kept, order, tolerance=limit)
+            if c.agrees:
+                allowed = np.maximum(limit * biggest + noise, np.finfo(float).tiny)
+                c = replace(c, error=float(np.max(off / allowed, initial=0.0)))
+            return c, here & (~known | vague), value, off, np.maximum(noise, limit * biggest)
+
+        record, undecided, value, off, slack = compared(measured.error)
+        if not record.agrees and np.isfinite(mine).all():
+            t = slopes.smallest_step(self.probe.eps)
+            near = [np.where(here, widened(derivative(s * t)), 0) for s in (-1, 1, -0.5, 0.5)]
+            left, right = near[:2]
+            gap, most = np.abs(left - right), np.maximum(np.abs(left), np.abs(right))
+            is_mean = np.abs((left + right) / 2 - value) <= 4 * limit * most + slack
+            between = np.abs(left - mine) + np.abs(right - mine) - gap <= 4 * limit * most
+            if ((off <= slack) | ((gap > 16 * limit * most) & is_mean & between)).all():
+                detail = "f has two slopes here; any between them is right."
+                record = record.because("a kink", detail, CONVENTION)
+            else:  # the derivative may change so fast that every step is too large
+                change = np.fmax(np.abs(left - near[2]), np.abs(right - near[3]))
+                coarse = np.isfinite(measured.error) & (off <= 2 * change)
+                if coarse.any():
+                    error = np.where(coarse, np.inf, measured.error)
+                    record, undecided, value, *_ = compared(error)
+        self._undecided[what] = undecided & self._undecided.get(what, True)
+        if record.agrees:
+            return record
+        cause = relation(mine, value, ("the derivative", "the numeric one")) or ""
+        if (~np.isfinite(mine) & np.isfinite(value)).any():
+            cause = "the derivative is not finite"
+        elif not np.any(mine) and np.any(value):
+            cause = "the derivative is zero: a gradient is stopped"
+        return record.because(
+            cause, f"Analytic {show(record.first)}, numeric {show(record.second)}."
+        )
+
+    def _reverse_against_slope(self, i: int, us: Arrays, measured: slopes.Slope) -> Comparison:
+        """Compares Re<J^H v, u> with Re<v, D_u f>, for u in leaf i.
+
+        A sum over outputs or entries has no bounds at kinks and hides where it is wrong, so if it
+        fails or is undecided, it is compared output by output and entry by entry.
+        """
+        vs, x, path = self.vs, self.xs[i], self.probe.paths[i]
+        record, decided = self._products(path, [(vs, us, measured)], ())
+        if record.agrees and decided:
+            return record
+        seeds = np.eye(sum(v.size for v in vs))
+        if decided and len(seeds) <= _ENTRIES and all(v.dtype.kind == "f" for v in vs):
+            like = [slopes.shaped_like(row, vs) for row in seeds]
+            rows = [[c.astype(v.dtype) for c, v in zip(row, vs, strict=True)] for row in like]
+            pairs = [(row, us, measured) for row in rows]
+            each, _ = self._products(f"{path}, output by output", pairs, (len(pairs),))
+            if each.agrees:
+                return each
+        if x.size > _ENTRIES or (decided and x.size == 1):
+            return record if decided else replace(record, status=AGREES, cause=None, detail="")
+        step, pairs = scale_of(x), []
+        for place in np.ndindex(x.shape):
+            for unit in (1, 1j) if x.dtype.kind == "c" else (1,):
+                u = np.zeros_like(x)
+                u[place] = unit * step
+                along = self.along(i, u)
+                pairs.append((vs, along, slopes.slope(self.line(along), self.probe.eps)))
+        entries, _ = self._products(path, pairs, x.shape, step)
+        return record if decided and entries.agrees else entries
+
+    def _products(
+        self, path: str, pairs: Sequence[Any], shape: tuple[int, ...], step: float = 1.0
+    ) -> tuple[Comparison, bool]:
+        """Compares Re<J^H v, u> / step with slopes along u, and says whether these decide.
+
+        pairs: v, u and the slope of f along u; two in a row are a complex entry.
+        """
+        is_complex = len(pairs) > math.prod(shape)
+
+        def gathered(numbers: Any) -> np.ndarray:
+            x = np.array([*numbers]) / step
+            return (x[::2] + 1j * x[1::2] if is_complex else x).reshape(shape)
+
+        pulled = lambda t: gathered(
+            inner(us, self.at("reverse", self.moved(us, t), vs)) for vs, us, _ in pairs
+        )
+        values, errors = list[float](), list[float]()
+        for vs, _, measured in pairs:
+            value, sizes = slopes.shaped_like(measured.value, vs), np.abs(flattened(vs))
+            values.append(inner(vs, value))
+            error = float(np.sum(sizes[sizes > 0] * measured.error[sizes > 0]))
+            errors.append(error + self.numeric * size(vs, value) / 10)
+        mine, finite = pulled(0.0), bool(np.isfinite(flattened(self.probe.out)).all())
+        error = np.abs(gathered(errors))
+        measured = slopes.Slope(gathered(values), error, np.where(finite, 0.0, mine))
+        record = self.against_slope("reverse", path, pulled, measured, 1)
+        return record, bool((np.isfinite(error) & (finite | np.isfinite(mine))).all())
+
+    # --- the checks
 
     def first_order(self) -> None:
         """Compares both modes with finite differences and each other, and checks linearity."""
@@ -142,7 +455,7 @@ class DerivativeCheck(Comparisons):
             )
         for i, path in enumerate(probe.paths):
             for us in self.directions(i):
-                self._slopes(i, us)
+                self.slopes_along(us, i)
                 if not (forward and reverse):
                     continue
                 dot = lambda xs, us=us: (
@@ -163,18 +476,53 @@ class DerivativeCheck(Comparisons):
             self._linear("forward", "tangent", a, b, probe.out_paths)
         self.note_undecided()
 
-    def _slopes(self, i: int, us: Arrays) -> None:
-        """Compares both modes with the slope along us, a direction in leaf i."""
-        probe = self.probe
-        measured = slopes.slope(self.line(us), probe.eps)
+    def along_a_line(self, order: int) -> Report:
+        """Compares the derivatives with finite differences along one line; returns the report."""
+        self.has("reverse", self.vs), self.has("forward", self.everywhere())
+        if order == 1:
+            self.slopes_along(self.everywhere())
+        else:
+            self.second_order()
+        return self.report
+
+    def slopes_along(self, us: Arrays, i: int | None = None) -> None:
+        """Compares both modes with the slope along us, a direction in leaf i or in all leaves."""
+        probe, measured = self.probe, slopes.slope(self.line(us), self.probe.eps)
+        leaf = "all arguments" if i is None else probe.paths[i]
         if self.present["forward"]:
-            for k, part in enumerate(measured.parts(probe.out)):
-                pushed = lambda t, k=k: self.at("forward", self.moved(us, t), us)[k]
-                name = f"{probe.out_paths[k]} by {probe.paths[i]}"
-                record = self.against_slope("forward", name, pushed(0.0), part, 1, pushed)
-                self.report.comparisons.append(record)
+            paths = [f"{path} by {leaf}" for path in probe.out_paths]
+            pushed = lambda xs: self.at("forward", xs, us)
+            self._parts("forward", paths, pushed, measured, us, 1)
         if self.present["reverse"]:
-            self.report.comparisons.append(self.reverse_against_slope(i, us, measured))
+            if i is None:
+                record, _ = self._products(leaf, [(self.vs, us, measured)], ())
+            else:
+                record = self._reverse_against_slope(i, us, measured)
+            self.report.comparisons.append(record)
+
+    def _parts(
+        self,
+        mode: str,
+        paths: Sequence[str],
+        run: Callable[[Arrays], Arrays],
+        measured: slopes.Slope,
+        us: Arrays,
+        order: int,
+    ) -> None:
+        """Compares the arrays of a derivative with the parts of a slope along us."""
+        for i, part in enumerate(measured.parts(run(self.xs))):
+            each = lambda xs, i=i: (run(xs)[i],)
+            derivative = lambda t, each=each: each(self.moved(us, t))[0]
+            record = self.against_slope(mode, paths[i], derivative, part, order)
+            if not record.agrees and order == 2:
+                known = f" ({record.cause})" if record.cause else ""
+                record = record.because(
+                    f"right at first order, wrong at second{known}",
+                    f"{record.detail} Something that depends on the arguments, such as a residual, "
+                    "is taken as constant.",
+                )
+                record = self.unless_rounding(record, widened(derivative(0.0)) - part.value, each)
+            self.report.comparisons.append(record)
 
     def _linear(self, mode: str, what: str, a: Arrays, b: Arrays, paths: Sequence[str]) -> None:
         """Compares J (b - 16 a) with J b - 16 J a, where all are finite."""
@@ -192,51 +540,52 @@ class DerivativeCheck(Comparisons):
         """Compares every mix of modes with slopes of the gradient, and with each other."""
         if not self.report:
             return
-        vs, at, eps = self.vs, self.at, self.probe.eps
-        d, e = self.everywhere(by_entry=True), self.everywhere()
+        vs, d, e = self.vs, self.everywhere(by_entry=True), self.everywhere()
+        seeds = {SECOND[2]: (d, vs), SECOND[3]: (d, e)}
+        of = lambda mode, xs: self.at(mode, xs, *seeds.get(mode, (vs, d)))
         lacking = [mode for mode in FIRST if not self.present[mode] and self.modes is None]
         tried = [m for m in SECOND if not any(part in m.split("_over_") for part in lacking)]
-        modes = [m for m in tried if m != SECOND[3] and self.has(m, d, vs)]
+        present = [mode for mode in tried if self.has(mode, *seeds.get(mode, (vs, d)))]
+        modes = [mode for mode in present if mode != SECOND[3]]  # all of these compute H d
+        line = lambda first, seed, us: slopes.slope(
+            lambda t: flattened(self.at(first, self.moved(us, t), seed)), self.probe.eps
+        )
         if modes and self.present["reverse"]:
-            gradient = lambda t: flattened(at("reverse", self.moved(d, t), vs))
-            along = slopes.slope(gradient, eps).parts(self.xs)
+            measured = line("reverse", vs, d)
             for mode in modes:
-                for i, part in enumerate(along):
-                    run = lambda xs, m=mode, i=i: (at(m, xs, d, vs)[i],)
-                    self._against_slope(mode, self.probe.paths[i], run, part, d)
+                run = lambda xs, m=mode: of(m, xs)
+                self._parts(mode, self.probe.paths, run, measured, d, 2)
         for mode in modes[1:]:
-            most = max(map(largest, at(modes[0], self.xs, d, vs)))
-            terms = 16 * eps / self.exact[2] * most
+            most = max(map(largest, of(modes[0], self.xs)))
+            terms = 16 * self.probe.eps / self.exact[2] * most
             name = f"{self.label(modes[0])} | {self.label(mode)}"
             for i, path in enumerate(self.probe.paths):
-                both = lambda xs, m=mode, i=i: (at(modes[0], xs, d, vs)[i], at(m, xs, d, vs)[i])
+                both = lambda xs, m=mode, i=i: (of(modes[0], xs)[i], of(m, xs)[i])
                 self.equal(name, path, both, 2, terms, "two mixes of modes differ")
-        if SECOND[3] in tried and self.has(SECOND[3], d, e, vs):
-            curved = lambda xs: np.asarray(at(SECOND[3], xs, d, e, vs))
-            for mode in modes:
-                both = lambda xs, m=mode: (curved(xs), inner(e, at(m, xs, d, vs)))
-                terms = size(e, at(mode, self.xs, d, vs))
-                name = f"{self.label(SECOND[3])} | {self.label(mode)}"
-                self.equal(name, "all arguments", both, 2, terms, "two mixes of modes differ")
-            if not modes:
-                pushed = lambda t: np.array(inner(vs, at("forward", self.moved(e, t), d)))
-                part = slopes.slope(pushed, eps)
-                run = lambda xs: (curved(xs),)
-                self._against_slope(SECOND[3], "all arguments", run, part, e)
+        for mode in modes if SECOND[3] in present else ():
+            both = lambda xs, m=mode: (inner(vs, of(SECOND[3], xs)), inner(e, of(m, xs)))
+            name, terms = (
+                f"{self.label(SECOND[3])} | {self.label(mode)}",
+                size(e, of(mode, self.xs)),
+            )
+            self.equal(name, "all arguments", both, 2, terms, "two mixes of modes differ")
+        if present == [SECOND[3]]:
+            run, paths = lambda xs: of(SECOND[3], xs), self.probe.out_paths
+            self._parts(SECOND[3], paths, run, line("forward", d, e), e, 2)
         self.note_undecided()
 
-    def _against_slope(
-        self, mode: str, path: str, run: Callable[..., Any], part: slopes.Slope, us: Arrays
-    ) -> None:
-        """Compares a second derivative with the slope of a first derivative along us."""
-        derivative = lambda t: run(self.moved(us, t))[0]
-        record = self.against_slope(mode, path, derivative(0.0), part, 2, derivative)
-        if not record.agrees:
-            known = f" ({record.cause})" if record.cause else ""
-            record = record.because(
-                f"right at first order, wrong at second{known}",
-                f"{record.detail} Something that depends on the arguments, such as a residual, is "
-                "taken as constant.",
-            )
-            record = self.unless_rounding(record, widened(derivative(0.0)) - part.value, run)
-        self.report.comparisons.append(record)
+
+def scale_of(x: np.ndarray) -> float:
+    """The size of a leaf's entries, a power of two."""
+    mean = math.sqrt(float(np.mean(np.abs(widened(x)) ** 2))) if x.size else 1.0
+    return 2.0 ** round(math.log2(mean)) if 0 < mean < math.inf else 1.0
+
+
+def size_by_entry(x: np.ndarray) -> np.ndarray:
+    """The size of each entry; for zeros the leaf's size."""
+    return np.where(x == 0, scale_of(x), np.abs(x))
+
+
+def flattened(xs: Sequence[np.ndarray]) -> np.ndarray:
+    """All entries of all arrays in one vector."""
+    return np.concatenate([widened(x).ravel() for x in xs])

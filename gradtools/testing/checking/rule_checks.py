@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -22,10 +23,8 @@ from gradtools.custom_rules import CustomRule
 from gradtools.custom_structure import Specialization
 from gradtools.errors import GradtoolsError
 from gradtools.rules import ARRAY
-from gradtools.testing.checking import slopes
 from gradtools.testing.checking.derivative_checks import DerivativeCheck, check_context
-from gradtools.testing.checking.probe import Probe, described, first_line, no_such_mode
-from gradtools.testing.flat import Arrays, naming
+from gradtools.testing.flat import Arrays, Probe, described, first_line, naming
 from gradtools.testing.relations import relation
 from gradtools.testing.report import Report, compare_arrays, largest
 
@@ -103,6 +102,8 @@ def check_rule(
 class RuleCheck(DerivativeCheck):
     """The comparisons for one rule at one point, collected in `report`."""
 
+    probe: Probe
+
     def __init__(self, rule: Any, args: Sequence[Any], backend: Any, seed: int) -> None:
         linear = isinstance(rule, CustomRule) and getattr(rule, "adjoint", None) is not None
         if not isinstance(rule, CustomRule) or not (linear or rule.jvp or (rule.fwd and rule.bwd)):
@@ -115,28 +116,74 @@ class RuleCheck(DerivativeCheck):
         own = {"forward": rule.jvp and "jvp", "reverse": rule.bwd and "bwd"}
         self.own = {mode: part for mode, part in own.items() if part}
         super().__init__(Probe(CALLER, rule, args, backend), list(self.own), seed, dict(self.own))
-        self.functions = _Parts(self.probe, rule)
+        waist, here = self.probe.waist, self._moved(1.0)
+        statics, rest = rule._bound(here, {})
+        leaves, treedef = waist.flatten(tuple(rest))
+        others = tuple([ARRAY if waist.is_array(x) else x for x in leaves])
+        self.functions = Specialization(rule, statics, treedef, others)
+        arrays = list(filter(waist.is_array, leaves))
+        self.avals = [(tuple(x.shape), x.dtype, waist.is_inexact(x)) for x in arrays]
+
+    # --- the functions of the rule, called as in every use of the rule
+
+    def _moved(self, factor: float) -> tuple[Any, ...]:
+        """The arguments, with each differentiated array times a factor."""
+        leaves = [(x * factor).astype(x.dtype) for x in self.probe.leaves]
+        return self.probe.rebuilt(self.probe.arrays(leaves))
+
+    def _arrays_in(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
+        """The arrays of the arguments that are not static."""
+        waist = self.probe.waist
+        return tuple(filter(waist.is_array, waist.flatten(tuple(self.rule._bound(args, {})[1]))[0]))
+
+    def _named(self, part: str) -> Any:
+        return naming(CALLER, f"{part}, {described(getattr(self.rule, part))}")
+
+    def fwd(self, *args: Any) -> Any:
+        """The output and the residuals."""
+        xs, functions, fwd = self._arrays_in(args), self.functions, self.rule.fwd
+        assert fwd is not None
+        with self._named("fwd"):
+            result = fwd(*functions.statics, *functions._fwd_arguments(xs, None))
+        return functions.pair(result, "fwd", "(out, residuals)")
+
+    def bwd(self, out: Any, residuals: Any, vs: list[Any]) -> list[Any]:
+        """bwd's validated entries for the differentiable leaves."""
+        leaves, treedef = self.probe.waist.flatten(out)
+        left = iter(vs)
+        full = [next(left) if self.probe.differentiable(y) else None for y in leaves]
+        with self._named("bwd"):
+            cotangent = self.probe.waist.unflatten(treedef, full)
+            entries = self.functions.bwd(residuals, cotangent)
+        return self.functions.cotangents(entries, self.avals)
+
+    def jvp(self, args: tuple[Any, ...], us: Arrays) -> Any:
+        """jvp's output, and its tangent along us."""
+        left, xs = iter(self.probe.arrays(us)), self._arrays_in(args)
+        tangents = tuple([next(left) if inexact else None for _, _, inexact in self.avals])
+        with self._named("jvp"):
+            result = self.functions.jvp(xs, tangents)
+        return self.functions.pair(result, "jvp", "(out, tangent_out)")
 
     # --- the parts
 
     def parts(self) -> None:
         """Checks fwd, bwd and jvp at first order."""
-        probe, parts, runs = self.probe, self.functions, dict[str, Callable[[], Any]]()
-        args, us = probe.rebuilt(probe.arrays(probe.leaves)), self.everywhere()
+        probe, runs = self.probe, dict[str, Callable[[], Any]]()
+        args, us = self._moved(1.0), self.everywhere()
         if "reverse" in self.own:
             cts = list(probe.arrays(self.vs))
-            runs["fwd"] = lambda: parts.fwd(args)
+            runs["fwd"] = lambda: self.fwd(*args)
             out, residuals = self._unchanging("fwd", runs["fwd"], {"argument ": args})
             held = {"the cotangent of output": cts, "the residual ": residuals}
-            pull = lambda: parts.bwd(out, residuals, cts)
+            pull, what = lambda: self.bwd(out, residuals, cts), "bwd's cotangent of array"
             first = self._unchanging("bwd", pull, held)
-            self._same("bwd's cotangent of array", first, pull(), _DRAWN.format("bwd"))
-            nearby = [(x * _NEARBY).astype(x.dtype) for x in probe.leaves]
+            self._same(what, first, pull(), _DRAWN.format("bwd"))
             with suppress(Exception):  # the nearby point may be outside of f's domain
-                parts.fwd(probe.rebuilt(probe.arrays(nearby)))
-            self._same("bwd's cotangent of array", first, pull(), _STALE)
+                self.fwd(*self._moved(_NEARBY))
+            self._same(what, first, pull(), _STALE)
         if "forward" in self.own:
-            runs["jvp"] = lambda: parts.jvp(args, us)
+            runs["jvp"] = lambda: self.jvp(args, us)
             pushed = self._unchanging("jvp", runs["jvp"], {"argument ": args})[1]
             self._same("jvp's tangent of output", pushed, runs["jvp"]()[1], _DRAWN.format("jvp"))
         if self.own:
@@ -189,29 +236,24 @@ class RuleCheck(DerivativeCheck):
 
     def residuals(self) -> None:
         """Compares each residual's derivative with finite differences of the residual."""
-        residuals = lambda *args: self.functions.fwd(args)[1]
-        found = residuals(*self.probe.rebuilt(self.probe.arrays(self.probe.leaves)))
-        if not any(map(self.probe.differentiable, self.probe.waist.flatten(found)[0])):
+        residuals, waist = lambda *args: self.fwd(*args)[1], self.probe.waist
+        found = waist.flatten(residuals(*self._moved(1.0)))[0]
+        if not any(map(self.probe.differentiable, found)):
             return  # no residual has a derivative
         probe = Probe(CALLER, residuals, self.args, self.backend)
-        check = DerivativeCheck(probe, seed=self.seed)
-        for i, argument in enumerate(probe.paths):
+        check = DerivativeCheck(probe, seed=self.seed, labels={"forward": "residual"})
+        check.present["reverse"] = False
+        for i in range(len(probe.paths)):
             us = next(check.directions(i))
-            try:
-                moved = probe.forward(probe.leaves, us)
-            except Exception as error:
-                if not no_such_mode(error):
-                    raise
+            if not check.has("forward", us):
                 self.report.left_out.append("the residuals' derivatives: fwd has no forward mode")
                 return
-            parts = slopes.slope(check.line(us), probe.eps).parts(probe.out)
-            for out_path, mine, part in zip(probe.out_paths, moved, parts, strict=True):
-                name = f"residual {out_path.removeprefix('output') or '[0]'} by {argument}"
-                record = check.against_slope("residual", name, mine, part, 2)
-                if not record.agrees:
-                    why = "a residual's derivative is lost between the arguments and fwd's return"
-                    record = record.because(f"{why}: right at first order, wrong at second")
-                self.report.comparisons.append(record)
+            check.slopes_along(us, i)
+        why = "a residual's derivative is lost between the arguments and fwd's return"
+        for c in (c for c in check.report if c.quantity != "value"):
+            path = c.path.replace("output by", "output[0] by").replace("output", "residual ", 1)
+            lost = c if c.agrees else c.because(f"{why}: right at first order, wrong at second")
+            self.report.comparisons.append(replace(lost, path=path, order=2))
         check.note_undecided()
         self.report.left_out += check.report.left_out
 
@@ -241,8 +283,8 @@ class RuleCheck(DerivativeCheck):
         """
         probe = self.probe
         flat, gt, array, numpy = probe.flat, probe.gt, probe.array, probe.numpy
-        pull = lambda xs, v: gt.vjp(flat, *xs)[1](list(v))
-        push = lambda xs, u: gt.jvp(flat, tuple(xs), tuple(u))[1]
+        pull = lambda xs, v: probe.pulled(flat, v, *xs)
+        push = lambda xs, u: probe.pushed(flat, u, *xs)
         runs: dict[str, tuple[Sequence[str], Callable[..., Any], Arrays]] = {
             "value": (probe.out_paths, lambda xs, _: flat(*xs), []),
             "reverse mode": (probe.paths, pull, self.vs),
@@ -272,52 +314,6 @@ class RuleCheck(DerivativeCheck):
                     "With vectorized=True a kernel gets the axes of the batch in front of every "
                     "array, and works on the last axes alone.",
                 )
-
-
-class _Parts:
-    """The functions of a rule at the arguments of a probe, called as in every use of the rule."""
-
-    def __init__(self, probe: Probe, rule: CustomRule) -> None:
-        self.probe, self.rule, self.waist = probe, rule, probe.waist
-        statics, rest = rule._bound(probe.rebuilt(probe.arrays(probe.leaves)), {})
-        leaves, treedef = self.waist.flatten(tuple(rest))
-        others = tuple([ARRAY if self.waist.is_array(x) else x for x in leaves])
-        self.parts = Specialization(rule, statics, treedef, others)
-        arrays = list(filter(self.waist.is_array, leaves))
-        self.avals = [(tuple(x.shape), x.dtype, self.waist.is_inexact(x)) for x in arrays]
-
-    def _named(self, part: str) -> Any:
-        return naming(CALLER, f"{part}, {described(getattr(self.rule, part))}")
-
-    def _arrays_in(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arrays of the arguments that are not static."""
-        leaves = self.waist.flatten(tuple(self.rule._bound(args, {})[1]))[0]
-        return tuple(filter(self.waist.is_array, leaves))
-
-    def fwd(self, args: tuple[Any, ...]) -> Any:
-        """The output and the residuals."""
-        xs, fwd = self._arrays_in(args), self.rule.fwd
-        assert fwd is not None
-        with self._named("fwd"):
-            result = fwd(*self.parts.statics, *self.parts._fwd_arguments(xs, None))
-        return self.parts.pair(result, "fwd", "(out, residuals)")
-
-    def bwd(self, out: Any, residuals: Any, vs: list[Any]) -> list[Any]:
-        """bwd's validated entries for the differentiable leaves."""
-        leaves, treedef = self.waist.flatten(out)
-        left = iter(vs)
-        full = [next(left) if self.probe.differentiable(y) else None for y in leaves]
-        with self._named("bwd"):
-            entries = self.parts.bwd(residuals, self.waist.unflatten(treedef, full))
-        return self.parts.cotangents(entries, self.avals)
-
-    def jvp(self, args: tuple[Any, ...], us: Arrays) -> Any:
-        """jvp's output, and its tangent along us."""
-        left, xs = iter(self.probe.arrays(us)), self._arrays_in(args)
-        tangents = tuple([next(left) if inexact else None for _, _, inexact in self.avals])
-        with self._named("jvp"):
-            result = self.parts.jvp(xs, tangents)
-        return self.parts.pair(result, "jvp", "(out, tangent_out)")
 
 
 def _changed(before: list[tuple[str, Any]], after: list[tuple[str, Any]]) -> str:

@@ -70,7 +70,7 @@ def cross_check(
         dtype: "float64", "float32", "float16" or "bfloat16": the dtype to which all floating
             inputs, parameters and buffers are cast. None leaves them as they are.
         seed: The seed of the random directions.
-        tolerance: A relative error for everything, in place of the table `tolerance_table()`.
+        tolerance: A relative error for everything, in place of `tolerance(dtype, order)`.
         raises: False returns a report that disagrees instead of raising.
 
     Returns:

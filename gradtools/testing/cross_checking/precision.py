@@ -13,8 +13,9 @@ from contextlib import ExitStack, contextmanager
 from functools import cache, partial
 from typing import Any
 
-_HIGHEST = {"float32_matmul_precision": "highest", "cudnn.allow_tf32": False}
 _FULL = ("none", "ieee", "highest", "float32")
+Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # its getter and its setter
+_NEWER = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
 
 
 @contextmanager
@@ -28,18 +29,18 @@ def highest_precision(backends: Iterable[str]) -> Iterator[None]:
         if "jax" in backends:
             import jax
 
-            name = "jax_default_matmul_precision"
-            value = getattr(jax.config, name)
+            config: Any = jax.config
+            value = config.jax_default_matmul_precision
             if value not in (*_FULL, None) or (not value and jax.default_backend() != "cpu"):
                 inside.enter_context(jax.default_matmul_precision("highest"))
         if "torch" in backends:
             before = {name: get() for name, (get, _) in settings_of_torch().items()}
-            wanted = {name: x for name, x in _HIGHEST.items() if before[name] is not None}
-            newer = [name for name in before if name.endswith(".fp32_precision")]
+            newer = {name: "ieee" for name in before if name.endswith(".fp32_precision")}
             if any(before[name] not in _FULL for name in newer) or not newer:
                 inside.callback(_put, before)
-                _put(wanted)
-                _put({name: "ieee" for name in newer if before[name] not in _FULL})
+                older = {"float32_matmul_precision": "highest", "cudnn.allow_tf32": False}
+                _put({name: x for name, x in older.items() if before[name] is not None})
+                _put({name: x for name, x in newer.items() if before[name] not in _FULL})
         yield
 
 
@@ -48,10 +49,6 @@ def _put(wanted: dict[str, Any]) -> None:
     for name, (get, put) in settings_of_torch().items():
         if wanted.get(name) is not None and get() != wanted[name]:
             put(wanted[name])
-
-
-Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # its getter and its setter
-_NEWER = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
 
 
 @cache
@@ -64,12 +61,11 @@ def settings_of_torch() -> dict[str, Setting]:
     """
     import torch
 
-    cudnn: Any = torch.backends.cudnn
     get, put = torch.get_float32_matmul_precision, torch.set_float32_matmul_precision
     found: dict[str, Setting] = {"float32_matmul_precision": (partial(_read, get), put)}
-    get, put = _attribute(cudnn, "allow_tf32")
+    get, put = _attribute(torch.backends.cudnn, "allow_tf32")
     found["cudnn.allow_tf32"] = partial(_read, get), put
-    for name in _NEWER if hasattr(cudnn, "conv") else ():  # from PyTorch 2.9 on
+    for name in _NEWER if hasattr(torch.backends.cudnn, "conv") else ():  # from PyTorch 2.9 on
         holder = operator.attrgetter(name)(torch.backends)
         found[f"{name}.fp32_precision"] = _attribute(holder, "fp32_precision")
     return found

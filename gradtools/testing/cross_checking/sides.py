@@ -1,7 +1,7 @@
 """`Side`: a program in one framework, with values and derivatives as NumPy arrays.
 
-A `Side` wraps a function, a module or a functionalized triple. Its values, pullbacks, pushforwards
-and Hessian products take and return NumPy arrays, so `cross_check` is independent of the framework.
+A `Side` wraps a function, a module or a functionalized triple, so `cross_check` is independent of
+the framework. Both sides take the same `Inputs`.
 """
 
 from __future__ import annotations
@@ -21,53 +21,45 @@ from gradtools.testing.flat import Arrays, FlatFunction
 
 Path = tuple[str, ...]
 Output = dict[str, np.ndarray]  # the leaves of an output by path
+_BOTH = "Give NumPy arrays: each side gets them as its own."
 
 
 class Side(FlatFunction):
     """A program in one framework.
 
     Attributes:
-        subject: The program, as it was given.
         params: The program's parameters in NumPy, by path; empty for a function.
         constant: The paths of parameters that the other side does not have.
     """
 
     def __init__(self, caller: str, name: str, subject: Any, dtype: str | None = None) -> None:
-        super().__init__(name)
-        self.subject = subject
-        self.apply, params, self._state = resolve(self.gt, caller, name, subject)
+        super().__init__(caller, name)
+        self.apply, params, state = resolve(self.gt, caller, name, subject)
         self.is_model, self.constant = params is not None, set[str]()
         self._own, self._tree = self.waist.flatten(params)
         arrays = [cast(self.gt.to_numpy(x), dtype) for x in self._own]
         self.params = dict(zip(self.waist.leaf_paths(params), arrays, strict=True))
-        if dtype is not None:
-            leaves, tree = self.waist.flatten(self._state)
-            converted = lambda x: self.array(cast(self.gt.to_numpy(x), dtype))
-            leaves = [converted(x) if self.differentiable(x) else x for x in leaves]
-            self._state = self.waist.unflatten(tree, leaves)
+        leaves, tree = self.waist.flatten(state)
+        converted = lambda x: self.array(cast(self.gt.to_numpy(x), dtype))
+        leaves = [converted(x) if dtype and self.differentiable(x) else x for x in leaves]
+        self._state = self.waist.unflatten(tree, leaves)
 
     def array(self, x: Any) -> Any:
         """x in the framework, on the device of the program's parameters."""
+        x = np.asarray(x)
         if self.name == "jax":
-            x = x.astype(narrowed(x.dtype.name))
-        x = self.gt.asarray(x)
-        device = getattr(self._own[0], "device", None) if self._own else None
-        return x.to(device) if self.name == "torch" and device is not None else x
-
-    # --- the program as a function of flat leaves
-
-    def bind(self, inputs: Inputs) -> None:
-        """Sets `program`: a function of the differentiated leaves, parameters first."""
-        self.program = self.bound(inputs, self.free_params)
+            return self.gt.asarray(x.astype(narrowed(x.dtype.name)))
+        return self.gt.asarray(x).to(self._own[0].device if self._own else None)
 
     def bound(self, inputs: Inputs, differentiated: Mapping[str, Any]) -> Callable[..., Any]:
         """The program as a function of these parameters and the differentiated inputs."""
-        own_form = lambda x: self.array(x) if isinstance(x, np.ndarray | np.generic) else x
-        given, own = [*map(own_form, inputs.leaves)], [*map(self.array, self.params.values())]
-        free = [path in differentiated for path in self.params]
+        is_array = lambda x: isinstance(x, np.ndarray | np.generic)
+        given = [self.array(x) if is_array(x) else x for x in inputs.leaves]
+        own = [*map(self.array, self.params.values())]
 
         def program(*leaves: Any) -> Any:
             moving = iter(leaves)
+            free = (path in differentiated for path in self.params)
             params = [next(moving) if f else x for f, x in zip(free, own, strict=True)]
             args = inputs.rebuilt(given, moving)
             if not self.is_model:
@@ -79,7 +71,7 @@ class Side(FlatFunction):
     @property
     def numbers(self) -> dict[str, np.ndarray]:
         """The floating and complex parameters."""
-        return {path: x for path, x in self.params.items() if is_inexact(x)}
+        return inexact(self.params)
 
     @property
     def free_params(self) -> dict[str, np.ndarray]:
@@ -91,31 +83,19 @@ class Side(FlatFunction):
         pairs = zip(self.waist.leaf_paths(out), self.waist.flatten(out)[0], strict=True)
         return {normal(path): x for path, x in pairs if self.waist.is_array(x)}
 
-    def flat(self, *leaves: Any) -> list[Any]:
-        """The program's inexact outputs."""
-        return self._parted(*leaves)[0]
-
-    def _parted(self, *leaves: Any) -> tuple[list[Any], list[Any]]:
-        """The program's inexact outputs and its other outputs."""
-        outs = self.waist.flatten(self.program(*leaves))[0]
-        arrays = [x if self.waist.is_array(x) else self.gt.asarray(x) for x in outs]
-        inexact = [x for x in arrays if self.waist.is_inexact(x)]
-        return inexact, [x for x in arrays if not self.waist.is_inexact(x)]
-
-    # --- values and derivatives; leaves, tangents and cotangents are NumPy arrays
-
-    def value(self, leaves: Arrays) -> Output:
-        """The output."""
+    def output(self, leaves: Arrays) -> Output:
+        """All arrays and numbers of the output."""
         out = self.run(lambda xs: self.program(*xs), leaves)
-        paths = [normal(path) for path in self.waist.leaf_paths(out)]
+        paths = map(normal, self.waist.leaf_paths(out))
         return dict(zip(paths, self.numpy(self.waist.flatten(out)[0]), strict=True))
 
     def pullback(self, leaves: Arrays, cotangents: Arrays) -> list[np.ndarray | None]:
         """J^H c for each leaf; None for a leaf that does not reach the output."""
 
         def pulled(xs: Any, cts: Any) -> Any:
-            result = self.waist.vjp(self._parted, list(xs), groups=[1] * len(xs), once=True)
-            return result.pullback(self._like(cts, result.outs))
+            fun: Any = lambda *xs: (self.flat(*xs), [])
+            result = self.waist.vjp(fun, list(xs), groups=[1] * len(xs), once=True)
+            return result.pullback(self.like(cts, result.outs))
 
         found = self.run(pulled, leaves, cotangents)
         return [None if g is None else self.gt.to_numpy(g) for g in found]
@@ -171,19 +151,19 @@ class Inputs:
         names, integers = dict[int, str](), list[str]()
         for i, path in enumerate(map(tokens, trees.leaf_paths(tuple(args)))):
             name = f"argument {path[0]}" + "".join(f"[{token}]" for token in path[1:])
+            kind = type(leaves[i])
+            if kind.__module__.split(".")[0] == "torch":
+                raise GradtoolsError(
+                    f"{caller}: {name} is a {kind.__name__}, which only one of the frameworks "
+                    f"takes. {_BOTH}"
+                )
             if not isinstance(leaves[i], np.ndarray | np.generic | float | complex):
-                if type(leaves[i]).__module__.split(".")[0] == "torch":
-                    kind = type(leaves[i]).__name__
-                    raise GradtoolsError(
-                        f"{caller}: {name} is a {kind}, which only one of the frameworks takes. "
-                        f"{_BOTH}"
-                    )
                 continue
             leaves[i] = cast(np.asarray(leaves[i]), dtype)
-            if not is_inexact(leaves[i]):
-                integers.append(f"{name} is {leaves[i].dtype.name}")
-            else:
+            if is_inexact(leaves[i]):
                 names[i] = name
+            else:
+                integers.append(f"{name} is {leaves[i].dtype.name}")
         words = f" ({', '.join(integers)})" if integers else ""
         return cls(trees, treedef, leaves, names, words)
 
@@ -200,14 +180,13 @@ class Inputs:
 
 def resolve(gt: Any, caller: str, name: str, subject: Any) -> tuple[Callable[..., Any], Any, Any]:
     """`(apply, params, state)`; params is None for a function."""
-    module, variables = subject, None
     if library(one := getattr(subject, "__wrapped__", None)) == "equinox":  # jax.vmap(module)
         apply_one, params, state = gt.make_functional(one)
         example = lambda params, state: lambda *xs: apply_one(params, state, *xs)[0]
         apply = lambda params, state, *args: (gt.vmap(example(params, state))(*args), state)
         return apply, params, state
-    if isinstance(subject, tuple) and len(subject) == 2 and library(subject[0]):
-        module, variables = subject
+    size = len(subject) if isinstance(subject, tuple) else 0
+    module, variables = subject if size == 2 and library(subject[0]) else (subject, None)
     kind = library(module)
     if kind is not None and (kind == "torch.nn") != (name == "torch"):
         raise GradtoolsError(
@@ -225,15 +204,14 @@ def resolve(gt: Any, caller: str, name: str, subject: Any) -> tuple[Callable[...
         return make_functional(module, variables=variables, frozen_too=True)
     if kind is not None:
         return gt.make_functional(module, variables=variables)
-    if isinstance(subject, tuple) and len(subject) == 3 and callable(subject[0]):
+    if size == 3 and callable(subject[0]):
         apply, params, state = subject
         return apply, {} if params is None else params, state
     if callable(subject):
         return subject, None, None
-    kind = f"a {type(subject).__name__}"
-    kind = f"a tuple of {len(subject)}" if isinstance(subject, tuple) else kind
+    words = f"a tuple of {size}" if size else f"a {type(subject).__name__}"
     raise GradtoolsError(
-        f"{caller}: {name} is {kind}; expected a function, a module, for flax.linen "
+        f"{caller}: {name} is {words}; expected a function, a module, for flax.linen "
         "the pair (module, variables), or the triple (apply, params, state) of make_functional."
     )
 
@@ -284,17 +262,14 @@ def nested(flat: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
     return tree
 
 
-_BOTH = "Give NumPy arrays: each side gets them as its own."
-
-
 def is_inexact(x: np.ndarray) -> bool:
     """Whether x is floating or complex."""
     return tolerances.real_name(x.dtype) in tolerances.EPSILONS
 
 
-def inexact(out: Output) -> Output:
-    """The floating and complex leaves of an output."""
-    return {path: x for path, x in out.items() if is_inexact(x)}
+def inexact(arrays: Output) -> Output:
+    """The floating and complex arrays."""
+    return {path: x for path, x in arrays.items() if is_inexact(x)}
 
 
 def cast(x: np.ndarray, dtype: str | None) -> np.ndarray:
@@ -305,9 +280,8 @@ def cast(x: np.ndarray, dtype: str | None) -> np.ndarray:
         if dtype not in ("float64", "float32"):
             raise GradtoolsError(f"cross_check: there are no complex numbers of {dtype}.")
         return x.astype({"float64": "complex128", "float32": "complex64"}[dtype])
-    return x.astype(
-        np.dtype(getattr(import_module("ml_dtypes"), dtype)) if dtype[0] == "b" else dtype
-    )
+    bfloat16 = dtype == "bfloat16"
+    return x.astype(import_module("ml_dtypes").bfloat16 if bfloat16 else dtype)
 
 
 def normal(path: str) -> str:

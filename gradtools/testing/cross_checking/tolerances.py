@@ -9,8 +9,8 @@ number of entries, the depth of a network or the size of a batch, and NaN is nev
 0 is a value, 1 a gradient, a vjp or a jvp, 2 a Hessian product. Finite differences have a separate
 column, because extrapolation keeps about half of the digits.
 
-The table does not depend on the device. float32 has the same spacing everywhere, and `precision.py`
-turns TF32 and bfloat16 matrix products off during a comparison, unless ``precision="as set"``.
+The table does not depend on the device: `precision.py` turns TF32 and bfloat16 matrix products off
+during a comparison.
 """
 
 from __future__ import annotations
@@ -79,22 +79,3 @@ def coarser(first: Any, second: Any) -> str:
     """The name of the dtype with the larger epsilon."""
     names = real_name(first), real_name(second)
     return max(names, key=lambda name: EPSILONS.get(name, 0.0))
-
-
-def tolerance_table() -> str:
-    """The table of tolerances as text.
-
-    Example:
-        >>> from gradtools.testing import tolerance_table
-        >>> print(tolerance_table())
-        dtype     value  first order  second order  finite differences
-        float64   1e-12        1e-12         1e-11               1e-07
-        float32   1e-05        1e-05        0.0001               0.002
-        float16   0.004        0.008          0.03                 0.1
-        bfloat16   0.03         0.06           0.2                 0.3
-    """
-    columns = ("dtype", "value", "first order", "second order", "finite differences")
-    rows = [(name, *TOLERANCES[name], FINITE_DIFFERENCES[name]) for name in TOLERANCES]
-    line = "{:<9}{:>6}  {:>11}  {:>12}  {:>18}"
-    texts = [(name, *(f"{x:g}" for x in numbers)) for name, *numbers in rows]
-    return "\n".join(line.format(*cells) for cells in (columns, *texts))

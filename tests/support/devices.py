@@ -24,11 +24,6 @@ def placed(backend: str, device: str = "auto") -> Iterator[None]:
 
     Raises:
         GradtoolsError: There is no such device here.
-
-    Example:
-        >>> from gradtools.testing.cross_checking.devices import placed
-        >>> with placed(gt.__name__.split(".")[1], "cpu"):
-        ...     x = gt.asarray(1.0)
     """
     if device == "auto":
         yield

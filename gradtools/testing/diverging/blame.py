@@ -10,14 +10,21 @@ differently.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import product
+from itertools import product, starmap
 
 import numpy as np
 
-from gradtools.testing.diverging.runs import HALF, Run, Step
-from gradtools.testing.diverging.value_matching import STRONG, accuracy_of, aligned, match, strength
+from gradtools.testing.diverging.runs import HALF, Run, Step, ancestors
+from gradtools.testing.diverging.value_matching import (
+    STRONG,
+    accuracy_of,
+    aligned,
+    layout_of,
+    match,
+    strength,
+)
 from gradtools.testing.relations import (
     SIDES,
     Expressions,
@@ -51,13 +58,13 @@ class Blaming:
     """Compares two runs: matches their values, and finds the operations at which they diverge.
 
     Attributes:
-        pairs: The layout of each pair of equal values, by their numbers.
+        classes: The values that both runs have, by their entries.
         accuracy: The relative error that rounding may cause in cotangents.
     """
 
     def __init__(self, torch: Run, jax: Run, named: Sequence[tuple[Step, Step]]) -> None:
         self.torch, self.jax = torch, jax
-        self.pairs = match(torch, jax, named)
+        self.classes = match(torch, jax, named)
         coarsest = (max((s.accuracy for s in r.outputs.values()), default=0) for r in (torch, jax))
         self.accuracy = max(min(coarsest), 1e-9)
 
@@ -65,18 +72,15 @@ class Blaming:
 
     def of_values(self, ends: Sequence[tuple[Step, Step]]) -> Blame:
         """The operations at which the values of these outputs diverge."""
-        regions = [_differing([*side]) for side in zip(*ends, strict=True)]
-        ours, theirs = (
-            _first(region) or [end] for region, end in zip(regions, ends[0], strict=True)
-        )
-        a, b = max(product(ours, theirs), key=_likeness)
-        last = self._last_common(a, b)
+        regions = [_differing(side) for side in zip(*ends, strict=True)]
+        firsts = [_first(region) or [end] for region, end in zip(regions, ends[0], strict=True)]
+        a, b = max(product(*firsts), key=_likeness)
+        operands = product(common_operands(a), common_operands(b))
+        pairs = [(x, y) for x, y in operands if x.entries == y.entries]
+        last = max(pairs, key=lambda p: (p[0].number, p[1].number), default=None)
+        known = [[p for s in region for p in common_operands(s)] for region in regions]
         coarsest = lambda steps: max((s.accuracy for s in steps), default=0.0)
-        before = [[p for s in region for p in common_operands(s)] for region in regions]
-        is_coarser = any(
-            coarsest(region) > coarsest(known)
-            for region, known in zip(regions, before, strict=True)
-        )
+        is_coarser = any(coarsest(x) > coarsest(y) for x, y in zip(regions, known, strict=True))
         agree = (aligned(x.value, y.value, max(x.accuracy, y.accuracy)) for x, y in ends)
         if is_coarser and all(agree):
             first, second = (_PRECISIONS.get(end.accuracy, "less") for end in ends[0])
@@ -88,21 +92,13 @@ class Blaming:
         )
         return Blame(a, b, last, self._relation(ours, theirs))
 
-    def _last_common(self, a: Step, b: Step) -> tuple[Step, Step] | None:
-        """The last pair of equal values that both steps are made from."""
-        mine, theirs = ({id(s) for s in common_operands(x)} for x in (a, b))
-        every = [(self.torch.steps[i], self.jax.steps[k]) for i, k in self.pairs]
-        pairs = [(x, y) for x, y in every if id(x) in mine and id(y) in theirs]
-        return max(pairs, key=lambda p: (p[0].number, p[1].number), default=None)
-
     def _relation(self, ours: Steps, theirs: Steps) -> str:
         """How the values that two lines compute are related, in a few words."""
         a, b = ours[0], theirs[0]
         if a.entries == b.entries >= 0:
             return "the same entries in another order: reshaped where the other side transposes"
         (first, second), direct = self._expressions(ours, theirs)
-        sizes = _sizes(ours[-1]) | _sizes(theirs[-1])
-        found = expression_cause(first, second, direct, sizes)
+        found = expression_cause(first, second, direct, _sizes(ours[-1]) | _sizes(theirs[-1]))
         if any(words in found for words in ("complement", "epsilon", "another order")):
             return found
         if how := _simple(a, b) or found or _simple(ours[-1], theirs[-1]):
@@ -116,44 +112,35 @@ class Blaming:
                 return found
         return UNRELATED
 
-    def _expressions(
-        self, ours: Steps, theirs: Steps
-    ) -> tuple[list[list[Expressions]], list[set[str | None]]]:
-        """The expressions of two lines in common values, and the letters of their operands."""
-        every = [p for s in (ours[0], theirs[0], *ours[1:], *theirs[1:]) for p in _operands(s)]
-        letters = dict(zip(dict.fromkeys(p.entries for p in every), "xyzuvw", strict=False))
-        texts, own = [], []
-        for run, line in ((self.torch, ours), (self.jax, theirs)):
-            nearest = [
-                p for s in reversed(line) for p in _operands(s)
-            ]  # in the layout that the line uses
-            known = [p for p in (*run.steps, *nearest) if p.entries in letters]
-            values = {letters[p.entries]: p.value for p in known}
+    def _expressions(self, *lines: Steps) -> tuple[list[list[Expressions]], list[set[str | None]]]:
+        """The expressions of both lines in common values, and the letters of their operands."""
+        ordered = *(line[0] for line in lines), *(s for line in lines for s in line[1:])
+        entries = dict.fromkeys(p.entries for s in ordered for p in _operands(s))
+        letters = dict(zip(entries, "xyzuvw", strict=False))
+        texts = []
+        for k, line in enumerate(lines):
+            values = {letter: self.classes[n][k][-1].value for n, letter in letters.items()}
+            for p in (p for s in reversed(line) for p in _operands(s) if p.entries in letters):
+                values[letters[p.entries]] = p.value  # in the layout that the line uses
             texts.append([expressions_of(s.value, values) for s in line])
-            own.append({letters.get(p.entries) for s in line for p in s.parents})
-        return texts, own
+        return texts, [{letters.get(p.entries) for s in line for p in s.parents} for line in lines]
 
     # --- cotangents
 
     def of_gradients(self, noise: float) -> Blame | None:
         """The operations at which the cotangents diverge. noise: The size of rounding errors."""
-        classes: dict[int, tuple[Steps, Steps]] = {}
-        for k, run in enumerate((self.torch, self.jax)):
-            for s in run.steps:
-                if s.entries >= 0 and s.tracked:
-                    classes.setdefault(s.entries, ([], []))[k].append(s)
-        differing = [c for c in classes.values() if self._differs(c, noise)]
+        tracked = [tuple([s for s in side if s.tracked] for side in c) for c in self.classes]
+        differing = [c for c in tracked if all(c) and self._differs(c, noise)]
         if not differing:
             return None
         sides = max(differing, key=lambda c: c[0][0].number)
-        uses = [[c for s in side for c in s.children] for side in sides]
-        stops = [[c for c in used if c.op in _STOPS and c.children] for used in uses]
-        n = sides[0][0].entries
-        uses = [[c for c in used if c.tracked and c.entries != n] for used in uses]
+        x, y = (side[0] for side in sides)
+        used = [[c for s in side for c in s.children] for side in sides]
+        stops = [[c for c in of if c.place.operation in _STOPS and c.children] for of in used]
+        uses = [[c for c in of if c.tracked and c.entries != x.entries] for of in used]
         chosen = [(u or side)[0] for u, side in zip(uses, sides, strict=True)]
-        x, y = sides[0][0], sides[1][0]
-        g, h = self._cotangents(x, y)
-        words = f"another derivative; cotangents: {relation(g, h) or UNRELATED}"
+        found = relation(*(_cotangents(x, y) or (x.gradient, y.gradient)))
+        words = f"another derivative; cotangents: {found or UNRELATED}"
         for k, name in enumerate(SIDES):
             # Reports the stop, and the use of the value on the other side.
             if stops[k] and not stops[1 - k]:
@@ -163,21 +150,21 @@ class Blaming:
                 chosen[1 - k] = next(others, chosen[1 - k])
         return Blame(chosen[0], chosen[1], (x, y), words)
 
-    def _differs(self, sides: tuple[Steps, Steps], noise: float) -> bool:
+    def _differs(self, sides: tuple[Steps, ...], noise: float) -> bool:
         """Whether no two cotangents at a common value agree."""
-        every = [(x, y) for x, y in product(*sides) if (x.number, y.number) in self.pairs]
         limit = max(1e-6, 10 * self.accuracy)
-        for x, y in every:
-            g, h = self._cotangents(x, y)
-            agree = (entry_errors(g, h, limit, noise) <= 1).all()
-            if agree and ((x, y) == every[0] or (g.any() and h.any())):
-                return False
-        return bool(every)
+        found = [*filter(None, starmap(_cotangents, product(*sides)))]
+        agree = (
+            (entry_errors(g, h, limit, noise) <= 1).all() and (n == 0 or (g.any() and h.any()))
+            for n, (g, h) in enumerate(found)
+        )
+        return bool(found) and not any(agree)
 
-    def _cotangents(self, x: Step, y: Step) -> tuple[np.ndarray, np.ndarray]:
-        """The cotangents of an equal pair, in JAX's layout."""
-        move = self.pairs[x.number, y.number][1] if (x.number, y.number) in self.pairs else None
-        return (x.gradient if move is None else move(x.gradient)), y.gradient
+
+def _cotangents(x: Step, y: Step) -> tuple[np.ndarray, np.ndarray] | None:
+    """The cotangents of two equal values, in JAX's layout."""
+    layout = layout_of(x, y)
+    return None if layout is None else (layout[1](x.gradient), y.gradient)
 
 
 def _likeness(pair: tuple[Step, Step]) -> tuple[bool, int, float, int]:
@@ -187,16 +174,12 @@ def _likeness(pair: tuple[Step, Step]) -> tuple[bool, int, float, int]:
     return share > 0, -pair[0].number, share, -pair[1].number
 
 
-def _differing(ends: Steps) -> Steps:
+def _differing(ends: Sequence[Step]) -> Steps:
     """The steps between the values that both runs have and differing outputs, in order."""
     behind = ancestors(ends, stop=lambda s: _is_known(s) and s not in ends)
-    moving: set[int] = set()
-    for s in sorted(ancestors(ends), key=lambda s: s.number):
-        if s.leaf or any(id(p) in moving for p in s.parents):
-            moving.add(id(s))
     chosen = [s for s in behind if not (s.leaf or s.is_common)]
     chosen = [s for s in chosen if strength(s.value) or s in ends]
-    chosen = [s for s in chosen if id(s) in moving] or chosen
+    chosen = [s for s in chosen if s.moving] or chosen
     return sorted(chosen, key=lambda s: s.number)
 
 
@@ -224,10 +207,6 @@ def _simple(x: Step, y: Step) -> str | None:
     return None if found is None or found.name.startswith("zero") else found.name
 
 
-def _operands(s: Step) -> Steps:
-    return [s] * (s.entries >= 0) + common_operands(s)
-
-
 def _sizes(s: Step) -> dict[str, float]:
     """The lengths that may explain a factor of a step: of reduced axes and of earlier products."""
     sizes: dict[str, float] = {}
@@ -235,30 +214,17 @@ def _sizes(s: Step) -> dict[str, float]:
         if s.value.size and p.value.size % s.value.size == 0:
             sizes["the number of reduced entries"] = p.value.size // s.value.size
     near = ancestors([s])[:_LONGEST]
-    for p in (p for t in near if t.op in _PRODUCTS for p in t.parents):
+    for p in (p for t in near if t.place.operation in _PRODUCTS for p in t.parents):
         for k, n in enumerate(p.value.shape):
             sizes[f"the root of axis {k} of a matrix product"] = math.sqrt(n)
     return sizes
 
 
-# --- walks
+def _operands(s: Step) -> Steps:
+    return [s] * (s.entries >= 0) + common_operands(s)
 
 
 def common_operands(s: Step) -> Steps:
     """The common values that a step is directly made from."""
-    every = ancestors(s.parents, stop=lambda p: p.entries >= 0, with_stops=True)
+    every = ancestors(s.parents, stop=lambda p: p.entries >= 0)
     return [p for p in every if p.entries >= 0]
-
-
-def ancestors(
-    steps: Iterable[Step], stop: Callable[[Step], bool] | None = None, with_stops: bool = False
-) -> Steps:
-    """The steps and all that they depend on, not beyond steps for which `stop` is true."""
-    seen: dict[int, Step] = {}
-    pending = [*steps]
-    while pending:
-        s = pending.pop()
-        if id(s) not in seen:
-            seen[id(s)] = s
-            pending += s.parents if stop is None or not stop(s) else []
-    return [s for s in seen.values() if with_stops or stop is None or not stop(s)]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,7 +10,6 @@ import numpy as np
 
 from gradtools.code_origin import Source
 
-LIMIT = 5_000  # values of one side; longer loops are one operation
 HALF = 3e-2  # the accuracy of a value that was widened from 16 bits
 _ACCURACIES = {"float64": 1e-9, "complex128": 1e-9, "float32": 1e-4, "complex64": 1e-4}
 
@@ -56,9 +55,10 @@ class Step:
         place: The operation that returned the value.
         value: The value in NumPy; floating types of 16 bits are widened.
         parents: The steps of the operation's operands, and `children` the steps that use the value.
-        number: The position in the run; -1 for a literal.
-        accuracy: The relative error that rounding may cause at the coarsest dtype so far.
         leaf: The name of an argument or parameter, or "captured".
+        accuracy: The relative error that rounding may cause at the coarsest dtype so far.
+        number: The position in the run; -1 for a literal.
+        moving: Whether the value depends on a leaf.
         tracked: Whether the cotangent of the value is recorded.
         cotangent: The gradient of Re<c, outputs> at the value; None if it is zero or not tracked.
         entries: The number of the class of values with these entries, which has values of both
@@ -69,19 +69,15 @@ class Step:
     place: Place
     value: Any
     parents: list[Step] = field(default_factory=list)
-    number: int = -1
-    accuracy: float = 0.0
     leaf: str = ""
+    accuracy: float = 0.0
+    number: int = -1
+    moving: bool = False
     tracked: bool = False
     cotangent: Any = None
     children: list[Step] = field(default_factory=list)
     entries: int = -1
     is_common: bool = False
-
-    @property
-    def op(self) -> str:
-        """The name of the operation."""
-        return self.place.operation
 
     @property
     def gradient(self) -> Any:
@@ -110,9 +106,11 @@ class Run:
     pull: Callable[[dict[str, Any]], None]
 
     def __post_init__(self) -> None:
-        for step in self.steps:
+        for n, step in enumerate(self.steps):
             own = _ACCURACIES.get(step.value.dtype.name, 0.0)
+            step.number = n
             step.accuracy = max([step.accuracy, own, *(p.accuracy for p in step.parents)])
+            step.moving = bool(step.leaf) or any(p.moving for p in step.parents)
             for parent in step.parents:
                 parent.children.append(step)
 
@@ -120,3 +118,15 @@ class Run:
     def leaves(self) -> dict[str, Step]:
         """The arguments and parameters by name."""
         return {s.leaf: s for s in self.steps if s.leaf not in ("", "captured")}
+
+
+def ancestors(steps: Iterable[Step], stop: Callable[[Step], bool] = lambda s: False) -> list[Step]:
+    """The steps and all that they depend on, as far as the steps for which `stop` is true."""
+    seen: dict[int, Step] = {}
+    pending = [*steps]
+    while pending:
+        s = pending.pop()
+        if id(s) not in seen:
+            seen[id(s)] = s
+            pending += [] if stop(s) else s.parents
+    return [*seen.values()]

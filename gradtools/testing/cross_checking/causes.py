@@ -20,7 +20,7 @@ from gradtools.testing.checking.probe import first_line
 from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.cross_checking.quantities import CrossCheck, Quantity
 from gradtools.testing.cross_checking.sides import inexact
-from gradtools.testing.diverging.divergence import RecordedRuns
+from gradtools.testing.diverging.recorded_runs import RecordedRuns
 from gradtools.testing.relations import FACTOR, Relation, equal, related
 from gradtools.testing.report import CONVENTION, Comparison, Report, widened
 

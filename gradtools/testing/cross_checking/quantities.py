@@ -360,6 +360,6 @@ class CrossCheck:
                 lead = "the batch size, " * (axis == 0 and path.startswith("argument"))
                 result[f"{lead}axis {axis} of {path}"] = size
             result[f"the number of entries of {path}"] = x.size
-        for path, x in self.outputs[1].items():
+        for path, x in (pair for out in self.outputs[1:] for pair in out.items()):
             result[f"the number of entries of output{path}"] = x.size
         return result

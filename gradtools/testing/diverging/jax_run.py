@@ -18,11 +18,12 @@ import numpy as np
 from gradtools.code_origin import USER, Source, kind_of
 from gradtools.jax import jaxprs
 from gradtools.jax._upstream import constants_of, scopes_of, stack_of
-from gradtools.jax.trees import is_inexact
+from gradtools.jax.arrays import to_numpy
+from gradtools.jax.trees import conj, is_inexact
 from gradtools.seeing.jax.recorded_run import trace
 from gradtools.seeing.jax.unrolling import Evaluate, Unrolling
 from gradtools.testing.cross_checking.sides import Side
-from gradtools.testing.diverging.runs import HALF, Place, Run, Step
+from gradtools.testing.diverging.runs import Place, Run, Step
 
 
 def run_in_jax(side: Side, program: Any, leaves: dict[str, np.ndarray]) -> Run:
@@ -46,13 +47,13 @@ def run_in_jax(side: Side, program: Any, leaves: dict[str, np.ndarray]) -> Run:
 
     outs, pullback, values = jax.vjp(record, *arrays, has_aux=True)
     for step, x in zip(recorder.steps, values, strict=True):
-        step.value, step.accuracy = _array(x), _accuracy(x)
+        step.value = to_numpy(x)
 
     def pull(cotangents: dict[str, Any]) -> None:
         pullback([_like(y, cotangents[path]) for path, y in zip(paths, outs, strict=True)])
         for step in recorder.steps:
             if step.cotangent is not None:
-                step.cotangent = _array(jnp.conj(step.cotangent))
+                step.cotangent = to_numpy(conj(step.cotangent))
 
     return Run(recorder.steps, ends, pull)
 
@@ -139,14 +140,4 @@ def _like(y: Any, cotangent: np.ndarray) -> Any:
     """A cotangent of y in JAX's convention."""
     if not is_inexact(y):
         return np.zeros(y.shape, jax.dtypes.float0)
-    return jnp.conj(jnp.asarray(cotangent, y.dtype))
-
-
-def _accuracy(x: Any) -> float:
-    return HALF if x.dtype in (jnp.bfloat16, jnp.float16) else 0.0
-
-
-def _array(x: Any) -> np.ndarray:
-    if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
-        return np.zeros(0)
-    return np.asarray(x, np.float32 if _accuracy(x) else None)
+    return conj(jnp.asarray(cotangent, y.dtype))

@@ -10,8 +10,12 @@ import numpy as np
 
 from gradtools.code_origin import Source
 
-HALF = 3e-2  # the accuracy of a value that was widened from 16 bits
-_ACCURACIES = {"float64": 1e-9, "complex128": 1e-9, "float32": 1e-4, "complex64": 1e-4}
+HALF = 3e-2
+_ACCURACIES = {
+    **dict.fromkeys(("float64", "complex128"), 1e-9),
+    **dict.fromkeys(("float32", "complex64"), 1e-4),
+    **dict.fromkeys(("float16", "bfloat16"), HALF),
+}
 
 
 @dataclass(frozen=True)
@@ -56,11 +60,11 @@ class Step:
         value: The value in NumPy; floating types of 16 bits are widened.
         parents: The steps of the operation's operands, and `children` the steps that use the value.
         leaf: The name of an argument or parameter, or "captured".
-        accuracy: The relative error that rounding may cause at the coarsest dtype so far.
-        number: The position in the run; -1 for a literal.
-        moving: Whether the value depends on a leaf.
         tracked: Whether the cotangent of the value is recorded.
         cotangent: The gradient of Re<c, outputs> at the value; None if it is zero or not tracked.
+        number: The position in the run; -1 for a literal.
+        accuracy: The relative error that rounding may cause at the coarsest dtype so far.
+        moving: Whether the value depends on a leaf.
         entries: The number of the class of values with these entries, which has values of both
             sides; -1 if the other side has no such value.
         is_common: Whether the other side has an equal value, up to a permutation of the axes.
@@ -70,12 +74,12 @@ class Step:
     value: Any
     parents: list[Step] = field(default_factory=list)
     leaf: str = ""
-    accuracy: float = 0.0
-    number: int = -1
-    moving: bool = False
     tracked: bool = False
     cotangent: Any = None
+    number: int = -1
     children: list[Step] = field(default_factory=list)
+    accuracy: float = 0.0
+    moving: bool = False
     entries: int = -1
     is_common: bool = False
 
@@ -108,9 +112,9 @@ class Run:
     def __post_init__(self) -> None:
         for n, step in enumerate(self.steps):
             own = _ACCURACIES.get(step.value.dtype.name, 0.0)
-            step.number = n
-            step.accuracy = max([step.accuracy, own, *(p.accuracy for p in step.parents)])
-            step.moving = bool(step.leaf) or any(p.moving for p in step.parents)
+            step.value = step.value.astype(np.float32) if own == HALF else step.value
+            step.accuracy = max([own, *(p.accuracy for p in step.parents)])
+            step.number, step.moving = n, bool(step.leaf) or any(p.moving for p in step.parents)
             for parent in step.parents:
                 parent.children.append(step)
 
@@ -120,7 +124,7 @@ class Run:
         return {s.leaf: s for s in self.steps if s.leaf not in ("", "captured")}
 
 
-def ancestors(steps: Iterable[Step], stop: Callable[[Step], bool] = lambda s: False) -> list[Step]:
+def ancestors(steps: Iterable[Step], stop: Callable[[Step], bool]) -> list[Step]:
     """The steps and all that they depend on, as far as the steps for which `stop` is true."""
     seen: dict[int, Step] = {}
     pending = [*steps]

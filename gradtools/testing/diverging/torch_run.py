@@ -19,7 +19,8 @@ from gradtools.seeing.torch.recording.recorder import Origin, Recorder
 from gradtools.seeing.torch.recording.run_recorder import RunRecorder
 from gradtools.seeing.torch.undo import Undo, copied
 from gradtools.testing.cross_checking.sides import Side
-from gradtools.testing.diverging.runs import HALF, Place, Run, Step
+from gradtools.testing.diverging.runs import Place, Run, Step
+from gradtools.torch.arrays import to_numpy
 
 
 def run_in_torch(side: Side, program: Any, leaves: dict[str, np.ndarray]) -> Run:
@@ -73,9 +74,7 @@ class _Values(RunRecorder):
         """A new value; `node` sets its place unless it is a captured tensor."""
         number = super().new(x, name)
         if isinstance(x, torch.Tensor):
-            accuracy = HALF if x.dtype in (torch.bfloat16, torch.float16) else 0.0
-            step = Step(Place("captured"), _array(x), leaf="captured", accuracy=accuracy)
-            self.steps[number] = step
+            self.steps[number] = Step(Place("captured"), _array(x), leaf="captured")
         return number
 
     def of(self, x: torch.Tensor) -> int:
@@ -103,8 +102,4 @@ class _Values(RunRecorder):
 
 
 def _array(x: torch.Tensor) -> np.ndarray:
-    """A copy in NumPy; 16 bits are widened."""
-    x = x.detach().resolve_conj().resolve_neg().cpu()
-    x = x if x.layout is torch.strided else x.to_dense()
-    half = x.dtype in (torch.bfloat16, torch.float16)
-    return np.array((x.float() if half else x).numpy())
+    return to_numpy(x if x.layout is torch.strided else x.to_dense())

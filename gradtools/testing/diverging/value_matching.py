@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from gradtools.testing.diverging.runs import Run, Step
-from gradtools.testing.relations import MASKED, Move, layouts
+from gradtools.testing.relations import MASKED, Move, equal, layouts
 
 NONE, WEAK, STRONG = range(3)
 _SAMPLE = 4096  # entries that distinguish a mask from numbers
@@ -40,17 +40,10 @@ def aligned(a: np.ndarray, b: np.ndarray, accuracy: float) -> tuple[str, Move] |
 def _close(a: np.ndarray, b: np.ndarray, accuracy: float) -> bool:
     """Whether two arrays are equal to an error relative to the largest entry.
 
-    Entries of the size of a mask's constants (-1e4, -1e9) do not count as the largest.
+    The constants of a mask (-1e4, -1e9) are compared apart.
     """
-    if a.dtype.kind not in "fc" and b.dtype.kind not in "fc":
-        return bool((a == b).all())
-    with np.errstate(all="ignore"):
-        sizes = np.abs(np.where(np.isfinite(b), b, 0)).astype(float)
-        ordinary = sizes[sizes < MASKED].max(initial=0)
-        masked = (sizes >= MASKED) & (sizes > 1e3 * ordinary)
-        size = np.where(masked, sizes, sizes[~masked].max(initial=1e-300))
-        same = (a == b) | (np.isnan(a) & np.isnan(b)) | (np.abs(a - b) <= accuracy * size)
-        return bool(same.all())
+    is_large = np.abs(b) >= MASKED
+    return all(equal(a[part], b[part], accuracy) for part in (is_large, ~is_large))
 
 
 def layout_of(a: Step, b: Step) -> tuple[str, Move] | None:

@@ -1,4 +1,4 @@
-"""Finds the first pair of operations at which two recorded runs diverge, and their relation.
+"""Two recorded runs, and the first pair of operations at which they diverge.
 
 Values first: a walk from the differing outputs back to the values that both runs have visits the
 operations that may be wrong. The first of them on each side are paired by the common values that
@@ -9,13 +9,17 @@ differently.
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import import_module
 from itertools import product, starmap
+from typing import Any
 
 import numpy as np
 
+from gradtools.errors import GradtoolsError
+from gradtools.testing.cross_checking.quantities import CrossCheck
+from gradtools.testing.cross_checking.sides import Side, tokens
 from gradtools.testing.diverging.runs import HALF, Run, Step, ancestors
 from gradtools.testing.diverging.value_matching import (
     STRONG,
@@ -25,6 +29,7 @@ from gradtools.testing.diverging.value_matching import (
     match,
     strength,
 )
+from gradtools.testing.matching_parameters.parameter_names import joined
 from gradtools.testing.relations import (
     SIDES,
     Expressions,
@@ -34,10 +39,9 @@ from gradtools.testing.relations import (
     relation,
     with_constant,
 )
-from gradtools.testing.report import entry_errors
+from gradtools.testing.report import Comparison, compare_arrays, entry_errors, largest
 
 _STOPS = ("detach", "stop_gradient")
-_PRODUCTS = ("mm", "bmm", "addmm", "baddbmm", "dot", "mv", "dot_general")
 _PRECISIONS = {1e-9: "float64", 1e-4: "float32", HALF: "16 bits"}
 _LONGEST = 12  # operations of one line that are compared
 UNRELATED = "no simple relation"
@@ -54,35 +58,110 @@ class Blame:
     relation: str
 
 
-class Blaming:
-    """Compares two runs: matches their values, and finds the operations at which they diverge.
+class RecordedRuns:
+    """The recorded runs of a cross-check's two programs, at the point of the check.
 
     Attributes:
+        torch: The run in PyTorch.
+        jax: The run in JAX.
+        named: The pairs of leaves that correspond.
+        outputs: The pairs of outputs.
         classes: The values that both runs have, by their entries.
-        accuracy: The relative error that rounding may cause in cotangents.
+        comparisons: The comparisons of the outputs, and of the gradients if the outputs agree.
+        notes: Notes for a report.
     """
 
-    def __init__(self, torch: Run, jax: Run, named: Sequence[tuple[Step, Step]]) -> None:
-        self.torch, self.jax = torch, jax
-        self.classes = match(torch, jax, named)
-        coarsest = (max((s.accuracy for s in r.outputs.values()), default=0) for r in (torch, jax))
-        self.accuracy = max(min(coarsest), 1e-9)
+    def __init__(self, check: CrossCheck) -> None:
+        self.check, self.notes = check, list[str]()
+        self.torch, self.jax = first, second = [*map(self._recorded, check.sides)]
+        if len(first.outputs) != len(second.outputs):
+            raise GradtoolsError(
+                f"{check.caller}: the program returns {len(first.outputs)} arrays in PyTorch and "
+                f"{len(second.outputs)} in JAX. Return the same arrays."
+            )
+        mine, theirs = first.leaves, second.leaves
+        self.named = [(mine[x], theirs[x]) for x in check.inputs.moving]
+        for path, pair in zip(check.pairing.paths, check.pairing.pairs, strict=True):
+            self.named.append((mine[pair.torch_name], theirs[path.removeprefix("parameter ")]))
+        alike = first.outputs.keys() == second.outputs.keys()
+        paths = [*(second if alike else first).outputs]
+        pairs = zip(paths, second.outputs.values(), strict=True)
+        self.outputs = [(first.outputs[path], y) for path, y in pairs]
+        self.classes = match(first, second, self.named)
+        coarsest = (
+            max((s.accuracy for s in r.outputs.values()), default=0) for r in (first, second)
+        )
+        self.limit, self.noise = max(1e-6, 10 * min(coarsest)), 0.0  # for cotangents
+        layouts = [aligned(x.value, y.value, max(x.accuracy, y.accuracy)) for x, y in self.outputs]
+        self.comparisons = [*map(self._compared, range(len(paths)), layouts)]
+        self.wrong = [k for k, c in enumerate(self.comparisons) if not c.agrees]
+        if not self.wrong:
+            drawn = [*map(self._drawn, range(len(paths)))]
+            moved = [l[1](c) if l else c for c, l in zip(drawn, layouts, strict=True)]
+            first.pull(dict(zip(paths, drawn, strict=True)))
+            second.pull(dict(zip(second.outputs, moved, strict=True)))
+            self._compare_gradients(mine, theirs)
+
+    def _recorded(self, side: Side) -> Run:
+        """A side's run, in which all of its parameters are differentiated."""
+        inputs = self.check.inputs
+        leaves = {joined(tokens(path)): x for path, x in side.numbers.items()} | inputs.moving
+        record = getattr(import_module(f"{__package__}.{side.name}_run"), f"run_in_{side.name}")
+        with self.check.naming(side):
+            run: Run = record(side, side.bound(inputs, side.numbers), leaves)
+        return run
+
+    def _compared(self, k: int, layout: Any) -> Comparison:
+        """The comparison of output k."""
+        (x, y), (name, move) = self.outputs[k], layout or ("", lambda a: a)
+        if name:
+            shapes = f"{x.value.shape} in PyTorch and {y.value.shape} in JAX"
+            self.notes.append(f"output {k} is in a {name}: {shapes}")
+        limit = accuracy_of(x, y)
+        return compare_arrays("value", f"output {k}", move(x.value), y.value, tolerance=limit)
+
+    def _drawn(self, k: int) -> Any:
+        """A random cotangent of output k."""
+        x, rng = self.outputs[k][0].value, np.random.default_rng([self.check.seed, k])
+        c = rng.normal(size=x.shape) if x.shape else np.ones(())
+        return c + 1j * rng.normal(size=x.shape) if x.dtype.kind == "c" else c
+
+    def _compare_gradients(self, *leaves: dict[str, Step]) -> None:
+        """Compares the gradients at arguments and parameters."""
+        size = max((largest(s.gradient) for s in leaves[0].values()), default=0.0)
+        self.noise = 1e-3 * max((s.accuracy for s in leaves[0].values()), default=0.0) * size
+        gradients = []
+        for side, known in zip(self.check.sides, leaves, strict=True):
+            names = *(joined(tokens(p)) for p in side.free_params), *self.check.inputs.moving
+            gradients.append([known[n].gradient for n in names])
+        firsts = self.check.in_jax_layout(gradients[0], gradients=True)
+        for path, g, h in zip(self.check.paths, firsts, gradients[1], strict=True):
+            found = compare_arrays(
+                "gradient", path, g, h, 1, tolerance=self.limit, noise=self.noise
+            )
+            self.comparisons.append(found)
+
+    def blame(self) -> tuple[str, Blame | None]:
+        """The kind of divergence, and the operations at which the programs diverge."""
+        if differs := [k for k in self.wrong if self.comparisons[k].cause is None]:
+            return "value", self._of_values([self.outputs[k] for k in differs])
+        if self.wrong:
+            return "not finite", None
+        if all(c.agrees for c in self.comparisons):
+            return "agrees", None
+        return "gradient", self._of_gradients()
 
     # --- values
 
-    def of_values(self, ends: Sequence[tuple[Step, Step]]) -> Blame:
+    def _of_values(self, ends: Sequence[tuple[Step, Step]]) -> Blame:
         """The operations at which the values of these outputs diverge."""
         regions = [_differing(side) for side in zip(*ends, strict=True)]
-        firsts = [_first(region) or [end] for region, end in zip(regions, ends[0], strict=True)]
-        a, b = max(product(*firsts), key=_likeness)
+        ours, theirs = (_first(r) or [end] for r, end in zip(regions, ends[0], strict=True))
+        a, b = max(product(ours, theirs), key=_likeness)
         operands = product(common_operands(a), common_operands(b))
         pairs = [(x, y) for x, y in operands if x.entries == y.entries]
         last = max(pairs, key=lambda p: (p[0].number, p[1].number), default=None)
-        known = [[p for s in region for p in common_operands(s)] for region in regions]
-        coarsest = lambda steps: max((s.accuracy for s in steps), default=0.0)
-        is_coarser = any(coarsest(x) > coarsest(y) for x, y in zip(regions, known, strict=True))
-        agree = (aligned(x.value, y.value, max(x.accuracy, y.accuracy)) for x, y in ends)
-        if is_coarser and all(agree):
+        if all(aligned(x.value, y.value, max(x.accuracy, y.accuracy)) for x, y in ends):
             first, second = (_PRECISIONS.get(end.accuracy, "less") for end in ends[0])
             words = f"{first} in torch and {second} in jax from here on"
             return Blame(a, b, last, f"{words}; the outputs agree to the coarser precision")
@@ -98,19 +177,17 @@ class Blaming:
         if a.entries == b.entries >= 0:
             return "the same entries in another order: reshaped where the other side transposes"
         (first, second), direct = self._expressions(ours, theirs)
-        found = expression_cause(first, second, direct, _sizes(ours[-1]) | _sizes(theirs[-1]))
+        sizes = self.check.sizes()
+        found = expression_cause(first, second, direct, sizes)
         if any(words in found for words in ("complement", "epsilon", "another order")):
             return found
-        if how := _simple(a, b) or found or _simple(ours[-1], theirs[-1]):
+        if how := _simple(a, b, sizes) or found or _simple(ours[-1], theirs[-1], sizes):
             return how
+        # A fused operation of PyTorch is a function of a value in JAX's line.
         fused = [s for s in self.torch.steps if s.place is a.place]
-        for x in theirs:  # a fused operation of PyTorch is a function of a value in JAX's line
-            first, second = (
-                [with_constant(s.value, x.value) for s in steps] for steps in (fused, theirs)
-            )
-            if found := expression_cause(first, second):
-                return found
-        return UNRELATED
+        forms = lambda steps, x: [with_constant(s.value, x.value) for s in steps]
+        causes = (expression_cause(forms(fused, x), forms(theirs, x)) for x in theirs)
+        return next(filter(None, causes), UNRELATED)
 
     def _expressions(self, *lines: Steps) -> tuple[list[list[Expressions]], list[set[str | None]]]:
         """The expressions of both lines in common values, and the letters of their operands."""
@@ -127,10 +204,10 @@ class Blaming:
 
     # --- cotangents
 
-    def of_gradients(self, noise: float) -> Blame | None:
-        """The operations at which the cotangents diverge. noise: The size of rounding errors."""
+    def _of_gradients(self) -> Blame | None:
+        """The operations at which the cotangents diverge."""
         tracked = [tuple([s for s in side if s.tracked] for side in c) for c in self.classes]
-        differing = [c for c in tracked if all(c) and self._differs(c, noise)]
+        differing = [c for c in tracked if all(c) and self._differs(c)]
         if not differing:
             return None
         sides = max(differing, key=lambda c: c[0][0].number)
@@ -150,12 +227,12 @@ class Blaming:
                 chosen[1 - k] = next(others, chosen[1 - k])
         return Blame(chosen[0], chosen[1], (x, y), words)
 
-    def _differs(self, sides: tuple[Steps, ...], noise: float) -> bool:
+    def _differs(self, sides: tuple[Steps, ...]) -> bool:
         """Whether no two cotangents at a common value agree."""
-        limit = max(1e-6, 10 * self.accuracy)
         found = [*filter(None, starmap(_cotangents, product(*sides)))]
         agree = (
-            (entry_errors(g, h, limit, noise) <= 1).all() and (n == 0 or (g.any() and h.any()))
+            (entry_errors(g, h, self.limit, self.noise) <= 1).all()
+            and (n == 0 or (g.any() and h.any()))
             for n, (g, h) in enumerate(found)
         )
         return bool(found) and not any(agree)
@@ -179,7 +256,6 @@ def _differing(ends: Sequence[Step]) -> Steps:
     behind = ancestors(ends, stop=lambda s: _is_known(s) and s not in ends)
     chosen = [s for s in behind if not (s.leaf or s.is_common)]
     chosen = [s for s in chosen if strength(s.value) or s in ends]
-    chosen = [s for s in chosen if s.moving] or chosen
     return sorted(chosen, key=lambda s: s.number)
 
 
@@ -194,7 +270,7 @@ def _is_known(s: Step) -> bool:
     return s.is_common and (bool(s.leaf) or strength(s.value) == STRONG)
 
 
-def _simple(x: Step, y: Step) -> str | None:
+def _simple(x: Step, y: Step, sizes: Mapping[str, float]) -> str | None:
     """A relation of two values alone: a layout, a conjugate, a sign, a factor, a mask."""
     a, b = x.value, y.value
     kinds = {a.dtype.kind, b.dtype.kind}
@@ -202,22 +278,8 @@ def _simple(x: Step, y: Step) -> str | None:
         return None
     if a.size > 1 and kinds != {"b"} and STRONG not in (strength(a), strength(b)):
         return None
-    sizes = _sizes(x) | _sizes(y)
     found = related(a, b, near=10 * accuracy_of(x, y), sizes=sizes, single=a.size > 1)
     return None if found is None or found.name.startswith("zero") else found.name
-
-
-def _sizes(s: Step) -> dict[str, float]:
-    """The lengths that may explain a factor of a step: of reduced axes and of earlier products."""
-    sizes: dict[str, float] = {}
-    for p in s.parents:
-        if s.value.size and p.value.size % s.value.size == 0:
-            sizes["the number of reduced entries"] = p.value.size // s.value.size
-    near = ancestors([s])[:_LONGEST]
-    for p in (p for t in near if t.place.operation in _PRODUCTS for p in t.parents):
-        for k, n in enumerate(p.value.shape):
-            sizes[f"the root of axis {k} of a matrix product"] = math.sqrt(n)
-    return sizes
 
 
 def _operands(s: Step) -> Steps:

@@ -88,10 +88,8 @@ class RecordedRuns:
         pairs = zip(paths, second.outputs.values(), strict=True)
         self.outputs = [(first.outputs[path], y) for path, y in pairs]
         self.classes = match(first, second, self.named)
-        coarsest = (
-            max((s.accuracy for s in r.outputs.values()), default=0) for r in (first, second)
-        )
-        self.limit, self.noise = max(1e-6, 10 * min(coarsest)), 0.0  # for cotangents
+        accuracies = (accuracy_of(x, y) for x, y in self.outputs)
+        self.limit, self.noise = max(1e-6, *(10 * a for a in accuracies)), 0.0  # for cotangents
         layouts = [aligned(x.value, y.value, max(x.accuracy, y.accuracy)) for x, y in self.outputs]
         self.comparisons = [*map(self._compared, range(len(paths)), layouts)]
         self.wrong = [k for k, c in enumerate(self.comparisons) if not c.agrees]
@@ -256,6 +254,7 @@ def _differing(ends: Sequence[Step]) -> Steps:
     behind = ancestors(ends, stop=lambda s: _is_known(s) and s not in ends)
     chosen = [s for s in behind if not (s.leaf or s.is_common)]
     chosen = [s for s in chosen if strength(s.value) or s in ends]
+    chosen = [s for s in chosen if s.moving] or chosen
     return sorted(chosen, key=lambda s: s.number)
 
 

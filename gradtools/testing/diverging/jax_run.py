@@ -15,12 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from gradtools.code_origin import USER, Source, kind_of
 from gradtools.jax import jaxprs
-from gradtools.jax._upstream import constants_of, scopes_of, stack_of
+from gradtools.jax._upstream import constants_of, scopes_of
 from gradtools.jax.arrays import to_numpy
 from gradtools.jax.trees import conj, is_inexact
 from gradtools.seeing.jax.recorded_run import trace
+from gradtools.seeing.jax.source_lines import users_lines
 from gradtools.seeing.jax.unrolling import Evaluate, Unrolling
 from gradtools.testing.cross_checking.sides import Side
 from gradtools.testing.diverging.runs import Place, Run, Step
@@ -39,18 +39,20 @@ def run_in_jax(side: Side, program: Any, leaves: dict[str, np.ndarray]) -> Run:
     closed = trace(flat, arrays).closed
 
     def record(*arrays: Any) -> Any:
-        own = [recorder.watched(Place(n), x, leaf=n) for n, x in zip(leaves, arrays, strict=True)]
         held = map(recorder.constant, constants_of(closed))
+        named = zip(leaves, arrays, strict=True)
+        own = [recorder.step(Place(name), x, (), name, tracked=True) for name, x in named]
         outs = recorder.evaluated(jaxprs.open_jaxpr(closed), [*held, *own], Place(""))
-        ends.update(zip(paths, map(recorder.kept, outs), strict=True))
-        return [s.value for s in outs], [s.value for s in recorder.steps]
+        ends.update(zip(paths, outs, strict=True))
+        moving = {path: s.value for path, s in ends.items() if is_inexact(s.value)}
+        return moving, [s.value for s in recorder.steps]
 
     outs, pullback, values = jax.vjp(record, *arrays, has_aux=True)
     for step, x in zip(recorder.steps, values, strict=True):
         step.value = to_numpy(x)
 
     def pull(cotangents: dict[str, Any]) -> None:
-        pullback([_like(y, cotangents[path]) for path, y in zip(paths, outs, strict=True)])
+        pullback({p: conj(jnp.asarray(cotangents[p], y.dtype)) for p, y in outs.items()})
         for step in recorder.steps:
             if step.cotangent is not None:
                 step.cotangent = to_numpy(conj(step.cotangent))
@@ -80,34 +82,32 @@ class _Values(Unrolling[Step, Place, Place]):
         self.steps: list[Step] = []
         self.in_rule = False  # whether the primal function of a custom rule runs
 
-    def watched(self, place: Place, x: Any, **more: Any) -> Step:
-        """A new step whose cotangent is recorded."""
-        step = Step(place, x, tracked=True, **more)
-        step.value = _watched(step, x)
-        return self.kept(step)
-
-    def kept(self, step: Step) -> Step:
-        """The step, which is recorded if it is a literal."""
-        if step.number < 0:
-            step.number = len(self.steps)
-            self.steps.append(step)
-        return step
+    def step(
+        self,
+        place: Place,
+        x: Any,
+        parents: Sequence[Step] = (),
+        leaf: str = "",
+        tracked: bool = False,
+    ) -> Step:
+        """A new step. tracked: Whether its cotangent is recorded."""
+        made = Step(place, x, [*parents], leaf, tracked)
+        made.value = _watched(made, x) if tracked else x
+        self.steps.append(made)
+        return made
 
     def array(self, value: Step) -> Any:
         return value.value
 
     def literal(self, literal: Any) -> Step:
-        return Step(Place("literal"), jnp.asarray(literal.val, literal.aval.dtype))
+        return self.step(Place("literal"), jnp.asarray(literal.val, literal.aval.dtype))
 
     def constant(self, x: Any) -> Step:
-        return self.kept(Step(Place("captured"), jnp.asarray(x), leaf="captured"))
+        return self.step(Place("captured"), jnp.asarray(x), leaf="captured")
 
     def place(self, at: Place, i: int, eqn: Any) -> Place:
-        frames = [f for f in stack_of(eqn) if kind_of(f.file_name) == USER]
-        last = lambda f: f.function_name.rpartition(".")[2]
-        lines = [Source(f.file_name, f.line_num, last(f)) for f in frames]
         layer = ".".join(name for name, is_scope in scopes_of(eqn) if is_scope)
-        return replace(at, lines=(*lines, *at.lines), layer=layer or at.layer)
+        return replace(at, lines=(*users_lines(eqn), *at.lines), layer=layer or at.layer)
 
     def inside(self, at: Place, k: int, iteration: int | None) -> Place:
         return at if iteration is None else replace(at, iteration=(*at.iteration, iteration))
@@ -121,23 +121,10 @@ class _Values(Unrolling[Step, Place, Place]):
         self.in_rule = before
         results = super().equation(eqn, xs, at)
         for step in results:
-            step.parents += [s for s in outs if s.number >= 0]
+            step.parents += outs
         return results
 
     def operation(self, at: Place, name: str, evaluate: Evaluate, xs: Sequence[Step]) -> list[Step]:
         tracked = any(x.tracked for x in xs) and not self.in_rule and name != "stop_gradient"
-        place, steps = replace(at, operation=name), []
-        for y in evaluate([x.value for x in xs]):
-            known = [x for x in xs if x.number >= 0]
-            if tracked and is_inexact(y):
-                steps.append(self.watched(place, y, parents=known))
-            else:
-                steps.append(self.kept(Step(place, y, known)))
-        return steps
-
-
-def _like(y: Any, cotangent: np.ndarray) -> Any:
-    """A cotangent of y in JAX's convention."""
-    if not is_inexact(y):
-        return np.zeros(y.shape, jax.dtypes.float0)
-    return conj(jnp.asarray(cotangent, y.dtype))
+        place, outs = replace(at, operation=name), evaluate([x.value for x in xs])
+        return [self.step(place, y, xs, tracked=tracked and is_inexact(y)) for y in outs]

@@ -89,7 +89,7 @@ class RecordedRuns:
         self.outputs = [(first.outputs[path], y) for path, y in pairs]
         self.classes = match(first, second, self.named)
         accuracies = (accuracy_of(x, y) for x, y in self.outputs)
-        self.limit, self.noise = max(1e-6, *(10 * a for a in accuracies)), 0.0  # for cotangents
+        self.limit, self.noise = max([1e-6, *(10 * a for a in accuracies)]), 0.0  # for cotangents
         layouts = [aligned(x.value, y.value, max(x.accuracy, y.accuracy)) for x, y in self.outputs]
         self.comparisons = [*map(self._compared, range(len(paths)), layouts)]
         self.wrong = [k for k, c in enumerate(self.comparisons) if not c.agrees]
@@ -163,8 +163,9 @@ class RecordedRuns:
             first, second = (_PRECISIONS.get(end.accuracy, "less") for end in ends[0])
             words = f"{first} in torch and {second} in jax from here on"
             return Blame(a, b, last, f"{words}; the outputs agree to the coarser precision")
+        site = lambda s: s.place.line or s.place.layer
         ours, theirs = (
-            [s, *(t for t in region if t.site == s.site and t is not s)][:_LONGEST]
+            [s, *(t for t in region if site(t) == site(s) and t is not s)][:_LONGEST]
             for s, region in zip((a, b), regions, strict=True)
         )
         return Blame(a, b, last, self._relation(ours, theirs))

@@ -62,7 +62,7 @@ class Step:
         leaf: The name of an argument or parameter, or "captured".
         tracked: Whether the cotangent of the value is recorded.
         cotangent: The gradient of Re<c, outputs> at the value; None if it is zero or not tracked.
-        number: The position in the run; -1 for a literal.
+        number: The position in the run.
         accuracy: The relative error that rounding may cause at the coarsest dtype so far.
         moving: Whether the value depends on a leaf.
         entries: The number of the class of values with these entries, which has values of both
@@ -76,7 +76,7 @@ class Step:
     leaf: str = ""
     tracked: bool = False
     cotangent: Any = None
-    number: int = -1
+    number: int = 0
     children: list[Step] = field(default_factory=list)
     accuracy: float = 0.0
     moving: bool = False
@@ -88,19 +88,13 @@ class Step:
         """The cotangent, as an array."""
         return np.zeros(self.value.shape) if self.cotangent is None else self.cotangent
 
-    @property
-    def site(self) -> Any:
-        """Equal for operations of one line, or of one layer if no line is the user's."""
-        line = self.place.line
-        return (line.file, line.line) if line else self.place.layer
-
 
 @dataclass
 class Run:
     """The record of one side.
 
     Attributes:
-        steps: The steps in order, the differentiated leaves first.
+        steps: The steps in order.
         outputs: The steps of the outputs by path.
         pull: Sets the cotangents of the steps, from NumPy arrays for the outputs by path.
     """

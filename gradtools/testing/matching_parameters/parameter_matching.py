@@ -234,7 +234,7 @@ class _Matching:
         """Pairs the k-th modules of equal leaves and shapes."""
         groups: dict[Any, tuple[list[str], list[Path]]] = {}
         for module, leaves in self.ours.items():
-            kind = sorted((leaf, part.of(self.source).shape) for leaf, part in leaves.items())
+            kind = sorted((leaf, part.shape) for leaf, part in leaves.items())
             role = module.rpartition(".")[2] if any(p.rows for p in leaves.values()) else ""
             groups.setdefault((role, *kind), ([], []))[0].append(module)
         for jax_module in sorted(self.theirs, key=natural_key):
@@ -252,22 +252,19 @@ class _Matching:
         """The pairs of two modules' arrays; empty if a parameter cannot be paired."""
         ours, theirs = self.ours[module], self.theirs[jax_module]
         if "weight_hh" in ours:
-            names = {leaf: part.name for leaf, part in ours.items()}
-            shapes = {name: self.source[name].shape for name in names.values()}
-            pairs = cell_pairs(names, shapes, theirs)
-            fit = (
-                e.layout.to_jax(np.empty(e.torch_shape)).shape == self.jax[e.jax_path].shape
-                for e in pairs
-            )
-            return pairs if len(pairs) == len(theirs) and all(fit) else []
+            pairs = cell_pairs(ours, theirs)
+            shapes = [e.layout.to_jax(np.empty(e.torch_shape)).shape for e in pairs]
+            fit = len(pairs) == len(theirs) and shapes == [
+                self.jax[e.jax_path].shape for e in pairs
+            ]
+            return pairs if fit else []
         found: dict[str, ParameterPair] = {}
         for leaf, part in ours.items():
             for path in (theirs[n] for n in _LEAVES.get(leaf, (leaf,)) if n in theirs):
-                shapes = part.of(self.source).shape, self.jax[path].shape
-                layout = _layout(shapes[0], path, shapes[1], module in self.transposed)
+                transposed = module in self.transposed
+                layout = _layout(part.shape, path, self.jax[path].shape, transposed)
                 if layout is not None:
-                    layout = replace(layout, rows=part.rows)
-                    shape = self.source[part.name].shape
+                    layout, shape = replace(layout, rows=part.rows), self.source[part.name].shape
                     found[leaf] = ParameterPair(part.name, path, layout, shape)
                     break
         trained = [{*leaves} - {*_STATISTICS} for leaves in (ours, found)]
@@ -310,12 +307,8 @@ class Part(NamedTuple):
     """An array of PyTorch, or a range of its rows."""
 
     name: str
+    shape: Shape
     rows: tuple[int, int] | None = None
-
-    def of(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The rows in PyTorch's arrays."""
-        x = arrays[self.name]
-        return x[slice(*self.rows)] if self.rows else x
 
 
 Modules = dict[str, dict[str, Part]]
@@ -338,7 +331,7 @@ def _torch_modules(arrays: Mapping[str, np.ndarray]) -> Modules:
         if leaf.startswith("in_proj_"):
             n, prefix = len(x) // 3, f"{owner}." if owner else ""
             for k, role in enumerate(("query", "key", "value")):
-                part = Part(name, (k * n, (k + 1) * n))
+                part = Part(name, (n, *x.shape[1:]), (k * n, (k + 1) * n))
                 modules.setdefault(prefix + role, {})[leaf.removeprefix("in_proj_")] = part
             continue
         if f"{owner.removesuffix('out_proj')}in_proj_weight" in arrays:
@@ -346,7 +339,7 @@ def _torch_modules(arrays: Mapping[str, np.ndarray]) -> Modules:
         if cell := leaf_of_cell(leaf):
             leaf, end = cell
             owner = owner if end in ("", "_l0") else f"{owner}.{end[2:]}"
-        modules.setdefault(owner, {})[leaf] = Part(name)
+        modules.setdefault(owner, {})[leaf] = Part(name, x.shape)
     return modules
 
 

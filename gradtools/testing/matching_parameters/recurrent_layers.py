@@ -12,7 +12,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from gradtools.testing.matching_parameters.mapping import Layout, ParameterPair, Shape
+from gradtools.testing.matching_parameters.mapping import Layout, ParameterPair
 from gradtools.testing.matching_parameters.parameter_names import Path
 
 _GATES = {4: "ifgo", 3: "rzn"}
@@ -30,26 +30,23 @@ def gate_of(name: Any) -> str | None:
     return found and found[1]
 
 
-def cell_pairs(
-    names: Mapping[str, str], shapes: Mapping[str, Shape], cell: Mapping[str, Path]
-) -> list[ParameterPair]:
+def cell_pairs(ours: Mapping[str, Any], cell: Mapping[str, Path]) -> list[ParameterPair]:
     """The pairs of one cell's parameters.
 
     Args:
-        names: The names of PyTorch's parameters, by leaf.
-        shapes: Their shapes, by name.
+        ours: PyTorch's parameters by leaf, each with its `name` and `shape`.
         cell: The paths of JAX's parameters, by gate and leaf ("hf.kernel") in flax.
     """
-    rows, width = shapes[names["weight_hh"]]
+    rows, width = ours["weight_hh"].shape
     gates, every, pairs = rows // width, (0, rows), list[ParameterPair]()
     sums = rows - width if gates == 3 else rows  # the rows in which the biases are summed
 
     def add(leaf: str, path: Path, part: tuple[int, int], summed: int = 0, **layout: Any) -> None:
         """Adds a pair. part: The rows; the second bias is added to them up to `summed`."""
-        if name := names.get(leaf):
+        if leaf in ours:
             how = Layout("recurrent", rows=None if part == every else part, **layout)
-            extra = (names["bias_hh"], (part[0], summed)) if summed > part[0] else ()
-            pairs.append(ParameterPair(name, path, how, shapes[name], *extra))
+            extra = (ours["bias_hh"].name, (part[0], summed)) if summed > part[0] else ()
+            pairs.append(ParameterPair(ours[leaf].name, path, how, ours[leaf].shape, *extra))
 
     for key, path in cell.items():
         gate, _, leaf = key.rpartition(".")

@@ -38,6 +38,11 @@ def source(eqn: Any, site: Source | None = None) -> Source | None:
     return site or package
 
 
+def users_lines(eqn: Any) -> list[Source]:
+    """All lines of the user's code in an equation's stack, innermost first."""
+    return [_line(frame) for frame in stack_of(eqn) if kind_of(frame.file_name) == USER]
+
+
 def _line(frame: Any) -> Source:
     return Source(frame.file_name, frame.line_num, frame.function_name.rpartition(".")[2])
 

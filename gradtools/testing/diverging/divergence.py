@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -21,12 +20,10 @@ import numpy as np
 from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError
 from gradtools.testing.cross_checking.quantities import CrossCheck, crossed
-from gradtools.testing.cross_checking.sides import library, tokens
-from gradtools.testing.diverging.blame import Blame, Blaming
-from gradtools.testing.diverging.runs import Place, Run, Step
-from gradtools.testing.diverging.value_matching import accuracy_of, aligned
-from gradtools.testing.matching_parameters.parameter_names import joined
-from gradtools.testing.report import Comparison, Report, compare_arrays, largest
+from gradtools.testing.cross_checking.sides import library
+from gradtools.testing.diverging.recorded_runs import Blame, RecordedRuns
+from gradtools.testing.diverging.runs import Place
+from gradtools.testing.report import Report
 
 CALLER = "first_divergence"
 
@@ -141,118 +138,29 @@ def _report(check: CrossCheck, runs: RecordedRuns) -> Divergence:
         result.kind, blame = "parameter", Blame(x, y, None, words + wrong[0].detail)
     else:
         result.kind, blame = runs.blame()
-    if result.kind == "not finite" and result.first:
-        result.relation = (
-            f"{result.first.path} has no finite entry on either side, so nothing was compared: "
-            "gradtools.torch.why_zero(f, *args) finds the operation."
-        )
     if blame is not None:
         result.relation = blame.relation
         result.torch, result.jax = blame.torch.place, blame.jax.place
         if blame.last:
             result.last_torch, result.last_jax = (s.place for s in blame.last)
+    elif result.kind == "not finite" and result.first:
+        result.relation = (
+            f"{result.first.path} has no finite entry on either side, so nothing was compared: "
+            "gradtools.torch.why_zero(f, *args) finds the operation."
+        )
     result.comparisons = [
         c if c.agrees or c.cause else c.because(result.relation) for c in result.comparisons
     ]
-    steps = runs.blaming.torch.steps
-    matched = [s for s in steps if s.entries >= 0]
+    ours, theirs = runs.torch.steps, runs.jax.steps
+    matched = [s.value for s in ours if s.entries >= 0]
     result.notes.append(
-        f"{len(matched)} of {len(steps)} values of PyTorch's run are found in JAX's run of "
-        f"{len(runs.blaming.jax.steps)} values"
+        f"{len(matched)} of {len(ours)} values of PyTorch's run are found in JAX's run of "
+        f"{len(theirs)} values"
     )
-    values = [s.value for s in matched if s.value.dtype.kind in "fc"]
-    if both := [n for n in (int((~np.isfinite(x)).sum()) for x in values) if n]:
+    counts = [int((~np.isfinite(x)).sum()) for x in matched if x.dtype.kind in "fc"]
+    if both := [*filter(None, counts)]:
         result.notes.append(
             f"{sum(both)} entries of {len(both)} values are NaN or infinite on both sides and "
             "were not compared"
         )
     return result
-
-
-class RecordedRuns:
-    """The recorded runs of a cross-check's two programs, at the point of the check.
-
-    Attributes:
-        blaming: The runs, with their values matched.
-        named: The pairs of leaves that correspond.
-        outputs: The outputs of both runs, in pairs.
-        comparisons: The comparisons of the outputs, or of the gradients if the outputs agree.
-    """
-
-    def __init__(self, check: CrossCheck) -> None:
-        self.check, self.notes = check, list[str]()
-        self.rng = np.random.default_rng(check.seed)
-        first, second = (self._recorded(k) for k in (0, 1))
-        mine, theirs = first.leaves, second.leaves
-        self.named = [(mine[x], theirs[x]) for x in check.inputs.moving]
-        names = [joined(tokens(path)) for path in check.sides[1].free_params]
-        for name, pair in zip(names, check.pairing.pairs, strict=False):
-            self.named.append((mine[pair.torch_name], theirs[name]))
-        if len(first.outputs) != len(second.outputs):
-            raise GradtoolsError(
-                f"{check.caller}: the program returns {len(first.outputs)} arrays in PyTorch and "
-                f"{len(second.outputs)} in JAX. Return the same arrays."
-            )
-        alike = first.outputs.keys() == second.outputs.keys()
-        paths = [*(second if alike else first).outputs]
-        self.outputs = [
-            (first.outputs[path], y) for path, y in zip(paths, second.outputs.values(), strict=True)
-        ]
-        layouts = [aligned(x.value, y.value, max(x.accuracy, y.accuracy)) for x, y in self.outputs]
-        self.comparisons = [*map(self._output, range(len(paths)), layouts)]
-        self.wrong = [k for k, c in enumerate(self.comparisons) if not c.agrees]
-        self.blaming = Blaming(first, second, self.named)
-        if not self.wrong:
-            drawn = [self._drawn(x) for x, _ in self.outputs]
-            moved = [l[1](c) if l else c for c, l in zip(drawn, layouts, strict=True)]
-            first.pull(dict(zip(paths, drawn, strict=True)))
-            second.pull(dict(zip(second.outputs, moved, strict=True)))
-            self._compare_gradients(mine, theirs)
-
-    def _recorded(self, k: int) -> Run:
-        """A side's run, in which all of its parameters are differentiated."""
-        inputs, side = self.check.inputs, self.check.sides[k]
-        leaves = {joined(tokens(path)): x for path, x in side.numbers.items()} | inputs.moving
-        record = getattr(import_module(f"{__package__}.{side.name}_run"), f"run_in_{side.name}")
-        with self.check.naming(side):
-            return record(side, side.bound(inputs, side.numbers), leaves)
-
-    def _output(self, k: int, layout: Any) -> Comparison:
-        x, y = self.outputs[k]
-        a, (name, move) = x.value, layout or ("", lambda a: a)
-        if name:
-            shapes = f"{a.shape} in PyTorch and {y.value.shape} in JAX"
-            self.notes.append(f"output {k} is in a {name}: {shapes}")
-        limit = accuracy_of(x, y)
-        return compare_arrays("value", f"output {k}", move(a), y.value, tolerance=limit)
-
-    def _drawn(self, x: Step) -> Any:
-        """A random cotangent."""
-        shape, rng = x.value.shape, self.rng
-        c = rng.normal(size=shape) if shape else np.ones(())
-        return c + 1j * rng.normal(size=shape) if x.value.dtype.kind == "c" else c
-
-    def _compare_gradients(self, mine: dict[str, Step], theirs: dict[str, Step]) -> None:
-        """Compares the gradients at arguments and parameters."""
-        leaves = [*mine.values()]
-        size = max((largest(s.cotangent) for s in leaves if s.cotangent is not None), default=0.0)
-        self.noise = 1e-3 * max((s.accuracy for s in leaves), default=0.0) * size
-        limit = max(1e-6, 10 * self.blaming.accuracy)
-        gradients = []
-        for side, known in zip(self.check.sides, (mine, theirs), strict=True):
-            names = *(joined(tokens(p)) for p in side.free_params), *self.check.inputs.moving
-            gradients.append([known[n].gradient for n in names])
-        firsts = self.check.in_jax_layout(gradients[0], gradients=True)
-        for path, g, h in zip(self.check.paths, firsts, gradients[1], strict=True):
-            c = compare_arrays("gradient", path, g, h, 1, tolerance=limit, noise=self.noise)
-            self.comparisons.append(c)
-
-    def blame(self) -> tuple[str, Blame | None]:
-        """The kind of divergence, and the operations at which the programs diverge."""
-        if differs := [k for k in self.wrong if self.comparisons[k].cause is None]:
-            return "value", self.blaming.of_values([self.outputs[k] for k in differs])
-        if self.wrong:
-            return "not finite", None
-        if all(c.agrees for c in self.comparisons):
-            return "agrees", None
-        return "gradient", self.blaming.of_gradients(self.noise)

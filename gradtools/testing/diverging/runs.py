@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,9 +10,12 @@ import numpy as np
 
 from gradtools.code_origin import Source
 
-LIMIT = 5_000  # values of one side; longer loops are one operation
-HALF = 3e-2  # the accuracy of a value that was widened from 16 bits
-_ACCURACIES = {"float64": 1e-9, "complex128": 1e-9, "float32": 1e-4, "complex64": 1e-4}
+HALF = 3e-2
+_ACCURACIES = {
+    **dict.fromkeys(("float64", "complex128"), 1e-9),
+    **dict.fromkeys(("float32", "complex64"), 1e-4),
+    **dict.fromkeys(("float16", "bfloat16"), HALF),
+}
 
 
 @dataclass(frozen=True)
@@ -56,11 +59,12 @@ class Step:
         place: The operation that returned the value.
         value: The value in NumPy; floating types of 16 bits are widened.
         parents: The steps of the operation's operands, and `children` the steps that use the value.
-        number: The position in the run; -1 for a literal.
-        accuracy: The relative error that rounding may cause at the coarsest dtype so far.
         leaf: The name of an argument or parameter, or "captured".
         tracked: Whether the cotangent of the value is recorded.
         cotangent: The gradient of Re<c, outputs> at the value; None if it is zero or not tracked.
+        number: The position in the run.
+        accuracy: The relative error that rounding may cause at the coarsest dtype so far.
+        moving: Whether the value depends on a leaf.
         entries: The number of the class of values with these entries, which has values of both
             sides; -1 if the other side has no such value.
         is_common: Whether the other side has an equal value, up to a permutation of the axes.
@@ -69,30 +73,20 @@ class Step:
     place: Place
     value: Any
     parents: list[Step] = field(default_factory=list)
-    number: int = -1
-    accuracy: float = 0.0
     leaf: str = ""
     tracked: bool = False
     cotangent: Any = None
+    number: int = 0
     children: list[Step] = field(default_factory=list)
+    accuracy: float = 0.0
+    moving: bool = False
     entries: int = -1
     is_common: bool = False
-
-    @property
-    def op(self) -> str:
-        """The name of the operation."""
-        return self.place.operation
 
     @property
     def gradient(self) -> Any:
         """The cotangent, as an array."""
         return np.zeros(self.value.shape) if self.cotangent is None else self.cotangent
-
-    @property
-    def site(self) -> Any:
-        """Equal for operations of one line, or of one layer if no line is the user's."""
-        line = self.place.line
-        return (line.file, line.line) if line else self.place.layer
 
 
 @dataclass
@@ -100,7 +94,7 @@ class Run:
     """The record of one side.
 
     Attributes:
-        steps: The steps in order, the differentiated leaves first.
+        steps: The steps in order.
         outputs: The steps of the outputs by path.
         pull: Sets the cotangents of the steps, from NumPy arrays for the outputs by path.
     """
@@ -110,9 +104,11 @@ class Run:
     pull: Callable[[dict[str, Any]], None]
 
     def __post_init__(self) -> None:
-        for step in self.steps:
+        for n, step in enumerate(self.steps):
             own = _ACCURACIES.get(step.value.dtype.name, 0.0)
-            step.accuracy = max([step.accuracy, own, *(p.accuracy for p in step.parents)])
+            step.value = step.value.astype(np.float32) if own == HALF else step.value
+            step.accuracy = max([own, *(p.accuracy for p in step.parents)])
+            step.number, step.moving = n, bool(step.leaf) or any(p.moving for p in step.parents)
             for parent in step.parents:
                 parent.children.append(step)
 
@@ -120,3 +116,15 @@ class Run:
     def leaves(self) -> dict[str, Step]:
         """The arguments and parameters by name."""
         return {s.leaf: s for s in self.steps if s.leaf not in ("", "captured")}
+
+
+def ancestors(steps: Iterable[Step], stop: Callable[[Step], bool]) -> list[Step]:
+    """The steps and all that they depend on, as far as the steps for which `stop` is true."""
+    seen: dict[int, Step] = {}
+    pending = [*steps]
+    while pending:
+        s = pending.pop()
+        if id(s) not in seen:
+            seen[id(s)] = s
+            pending += [] if stop(s) else s.parents
+    return [*seen.values()]

@@ -12,11 +12,10 @@ from collections.abc import Sequence
 import numpy as np
 
 from gradtools.testing.diverging.runs import Run, Step
-from gradtools.testing.relations import MASKED, Move, layouts
+from gradtools.testing.relations import MASKED, Move, equal, layouts
 
 NONE, WEAK, STRONG = range(3)
 _SAMPLE = 4096  # entries that distinguish a mask from numbers
-Layout = tuple[str, Move]
 
 
 def strength(x: np.ndarray) -> int:
@@ -32,7 +31,7 @@ def strength(x: np.ndarray) -> int:
     return WEAK if len(np.unique(x.ravel()[:_SAMPLE])) < 3 else STRONG
 
 
-def aligned(a: np.ndarray, b: np.ndarray, accuracy: float) -> Layout | None:
+def aligned(a: np.ndarray, b: np.ndarray, accuracy: float) -> tuple[str, Move] | None:
     """The layout of a in which it equals b: its name, and the move; None if there is none."""
     every = layouts(a, b.shape)
     return next(((how, move) for how, move in every if _close(move(a), b, accuracy)), None)
@@ -41,22 +40,26 @@ def aligned(a: np.ndarray, b: np.ndarray, accuracy: float) -> Layout | None:
 def _close(a: np.ndarray, b: np.ndarray, accuracy: float) -> bool:
     """Whether two arrays are equal to an error relative to the largest entry.
 
-    Entries of the size of a mask's constants (-1e4, -1e9) do not count as the largest.
+    The constants of a mask (-1e4, -1e9) are compared apart.
     """
-    if a.dtype.kind not in "fc" and b.dtype.kind not in "fc":
-        return bool((a == b).all())
-    with np.errstate(all="ignore"):
-        sizes = np.abs(np.where(np.isfinite(b), b, 0)).astype(float)
-        ordinary = sizes[sizes < MASKED].max(initial=0)
-        masked = (sizes >= MASKED) & (sizes > 1e3 * ordinary)
-        size = np.where(masked, sizes, sizes[~masked].max(initial=1e-300))
-        same = (a == b) | (np.isnan(a) & np.isnan(b)) | (np.abs(a - b) <= accuracy * size)
-        return bool(same.all())
+    is_large = np.abs(b) >= MASKED
+    return all(equal(a[part], b[part], accuracy) for part in (is_large, ~is_large))
+
+
+def layout_of(a: Step, b: Step) -> tuple[str, Move] | None:
+    """The layout of a step's value in which it equals another's."""
+    alike = (a.value.dtype.kind in "fc") == (b.value.dtype.kind in "fc")
+    return aligned(a.value, b.value, accuracy_of(a, b)) if alike else None
+
+
+def accuracy_of(a: Step, b: Step) -> float:
+    """The accuracy of the finer side: a coarser dtype on one side is a difference."""
+    return max(min(a.accuracy, b.accuracy), 1e-9)
 
 
 def match(
     torch: Run, jax: Run, named: Sequence[tuple[Step, Step]]
-) -> dict[tuple[int, int], Layout]:
+) -> list[tuple[list[Step], list[Step]]]:
     """Finds the values that both runs have, and sets `Step.entries` and `Step.is_common`.
 
     A reshape where the other side transposes gives an array with the entries of a common value in
@@ -69,47 +72,38 @@ def match(
         named: Pairs of leaves that correspond, which are common even if their values are constant.
 
     Returns:
-        The layout of each equal pair, by its numbers.
+        The classes of values with the same entries: the steps of PyTorch and of JAX, in order.
     """
     prints = np.array([_fingerprint(s.value) for s in jax.steps]).reshape(-1, 5)
     strengths = np.array([strength(s.value) for s in jax.steps])
     accuracies = np.array([s.accuracy for s in jax.steps])
-    candidates = list(named)
+    pairs = [p for p in named if layout_of(*p)]
     for a in torch.steps:
         if own := strength(a.value):
             fingerprint = _fingerprint(a.value)
             allowed = 10 * np.maximum(np.minimum(accuracies, a.accuracy), 1e-9)[:, None]
             near = (np.abs(prints - fingerprint) <= allowed * np.abs(fingerprint) + 1e-300).all(1)
-            candidates += [(a, jax.steps[k]) for k in np.flatnonzero(near & (strengths == own))]
-    pairs: dict[tuple[int, int], Layout] = {}
-    classes: dict[int, list[Step]] = {}  # steps with equal values, by the id of a step
-    for a, b in candidates:
-        alike = (a.value.dtype.kind in "fc") == (b.value.dtype.kind in "fc")
-        layout = aligned(a.value, b.value, accuracy_of(a, b)) if alike else None
-        if layout is not None:
-            pairs[a.number, b.number] = layout
-            first, second = (classes.setdefault(id(s), [s]) for s in (a, b))
-            if first is not second:
-                first += second
-                classes.update((id(s), first) for s in second)
-    numbers: dict[int, int] = {}
-    for k, run in enumerate((torch, jax)):
-        own, equal = {id(s) for s in run.steps}, dict[int, list[int]]()
-        for pair in pairs:
-            equal.setdefault(pair[k], []).append(pair[1 - k])
-        for s in (s for s in run.steps if id(s) in classes):
-            members = classes[id(s)]
-            s.entries = numbers.setdefault(id(members), len(numbers))
-            mates = [m for m in members if id(m) not in own and _axes(m) == _axes(s)]
-            before = [p for p in s.parents if p.entries == s.entries]
-            is_equal = any(m.number in equal.get(s.number, ()) for m in mates)
-            s.is_common = is_equal or (not mates and all(p.is_common for p in before))
-    return pairs
-
-
-def accuracy_of(a: Step, b: Step) -> float:
-    """The accuracy of the finer side: a coarser dtype on one side is a difference."""
-    return max(min(a.accuracy, b.accuracy), 1e-9)
+            alike = (jax.steps[k] for k in np.flatnonzero(near & (strengths == own)))
+            pairs += [(a, b) for b in alike if layout_of(a, b)]
+    classes: dict[int, tuple[list[Step], list[Step]]] = {}  # by the id of a step
+    for a, b in pairs:
+        first, second = classes.setdefault(id(a), ([a], [])), classes.setdefault(id(b), ([], [b]))
+        if first is not second:
+            for mine, theirs in zip(first, second, strict=True):
+                mine += theirs
+            classes.update((id(s), first) for side in second for s in side)
+    result = [*{id(c): c for c in classes.values()}.values()]
+    for n, sides in enumerate(result):
+        for k, side in enumerate(sides):
+            side.sort(key=lambda s: s.number)
+            for s in side:
+                s.entries = n
+                mates = [m for m in sides[1 - k] if _axes(m) == _axes(s)]
+                before = [p for p in s.parents if p.entries == n]
+                s.is_common = any(layout_of(s, m) for m in mates) or (
+                    not mates and all(p.is_common for p in before)
+                )
+    return result
 
 
 def _axes(s: Step) -> list[int]:

@@ -18,7 +18,6 @@ from gradtools.testing.matching_parameters.parameter_names import (
     joined,
     path_of,
     read_torch,
-    walk,
     without_collection,
 )
 
@@ -152,7 +151,8 @@ class ParameterMapping:
         import jax
 
         tree = self.to_jax(self.source if torch_params is None else torch_params)
-        arrays = {joined(without_collection(path)): x for path, x in walk(tree)}
+        name = lambda path: joined(without_collection(path_of(path)))
+        arrays = {name(path): x for path, x in jax.tree.leaves_with_path(tree)}
         if library(module) == "flax.nnx":
             from flax import nnx
 
@@ -160,7 +160,7 @@ class ParameterMapping:
             return nnx.merge(graph, self.into(state, torch_params))
 
         def replaced(path: Any, leaf: Any) -> Any:
-            x = arrays.get(joined(without_collection(path_of(path))))
+            x = arrays.get(name(path))
             return leaf if x is None else jax.numpy.asarray(x, leaf.dtype)
 
         return jax.tree_util.tree_map_with_path(replaced, module)

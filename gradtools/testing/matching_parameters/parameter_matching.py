@@ -21,10 +21,11 @@ The libraries store the same numbers under other names and with another order of
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
 from math import prod
+from operator import mul
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -41,12 +42,17 @@ from gradtools.testing.matching_parameters.parameter_names import (
     Path,
     joined,
     name_key,
+    natural_key,
     read_jax,
     read_torch,
     split_name,
     without_collection,
 )
-from gradtools.testing.matching_parameters.recurrent_layers import cells_of, recurrent_pairs
+from gradtools.testing.matching_parameters.recurrent_layers import (
+    cell_pairs,
+    gate_of,
+    leaf_of_cell,
+)
 
 _LEAVES = {  # PyTorch's names of arrays, and JAX's
     "weight": ("kernel", "scale", "embedding", "weight"),
@@ -143,12 +149,11 @@ class _Matching:
             self._override(name, target)
 
     def run(self, partial: bool) -> ParameterMapping:
-        self._recurrent()
         for pairs in (self._by_name, self._by_name, self._by_order):  # unique names, then the rest
-            self.ours, self.theirs = _torch_modules(self.torch), _jax_modules(self.jax)
+            self.ours = _torch_modules(self.torch)
+            self.theirs = _jax_modules(self.jax, self.ours)
             for module, jax_module in [*pairs()]:
-                for part, path, layout in self._fits(module, jax_module):
-                    self._add(part, path, layout)
+                self._add(self._fits(module, jax_module))
         for name, x in list(self.torch.items()):  # buffers that need no counterpart
             counter = x.dtype.kind in "iub"
             if counter or name.endswith(_STATISTICS):
@@ -193,7 +198,18 @@ class _Matching:
                 f"of shape {y.shape}. Give the permutation of axes that makes them equal, as a "
                 "pair (name, axes)."
             )
-        self._add(Part(name), path, layout)
+        self._add([ParameterPair(name, path, layout, x.shape)])
+
+    def _add(self, pairs: Sequence[ParameterPair]) -> None:
+        self.entries += pairs
+        names = {e.torch_name for e in pairs}
+        for e in pairs:
+            del self.jax[e.jax_path]
+            half = e.layout.rows is None and e.added_rows[1] < e.torch_shape[0]
+            if half and e.added not in {"", *names}:  # nnx.GRUCell has one bias for the gate n
+                self.left_out.append(f"{e.added} (no counterpart of its last rows)")
+        for name in names | {e.added for e in pairs}:
+            self.torch.pop(name, None)
 
     # --- pairs of modules
 
@@ -218,10 +234,10 @@ class _Matching:
         """Pairs the k-th modules of equal leaves and shapes."""
         groups: dict[Any, tuple[list[str], list[Path]]] = {}
         for module, leaves in self.ours.items():
-            kind = sorted((leaf, part.of(self.source).shape) for leaf, part in leaves.items())
+            kind = sorted((leaf, part.shape) for leaf, part in leaves.items())
             role = module.rpartition(".")[2] if any(p.rows for p in leaves.values()) else ""
             groups.setdefault((role, *kind), ([], []))[0].append(module)
-        for jax_module in sorted(self.theirs, key=_natural):
+        for jax_module in sorted(self.theirs, key=natural_key):
             for (role, *_), (ours, theirs) in groups.items():
                 if role in ("", str(jax_module[-1])) and self._fits(ours[0], jax_module):
                     theirs.append(jax_module)
@@ -232,53 +248,30 @@ class _Matching:
                     self.notes.append(f"paired by order: {module} with {joined(jax_module)}")
                     yield module, jax_module
 
-    def _fits(self, module: str, jax_module: Path) -> list[tuple[Part, Path, Layout]]:
+    def _fits(self, module: str, jax_module: Path) -> list[ParameterPair]:
         """The pairs of two modules' arrays; empty if a parameter cannot be paired."""
-        ours, theirs, pairs = self.ours[module], self.theirs[jax_module], {}
+        ours, theirs = self.ours[module], self.theirs[jax_module]
+        if "weight_hh" in ours:
+            pairs = cell_pairs(ours, theirs)
+            shapes = [e.layout.to_jax(np.empty(e.torch_shape)).shape for e in pairs]
+            fit = len(pairs) == len(theirs) and shapes == [
+                self.jax[e.jax_path].shape for e in pairs
+            ]
+            return pairs if fit else []
+        found: dict[str, ParameterPair] = {}
         for leaf, part in ours.items():
             for path in (theirs[n] for n in _LEAVES.get(leaf, (leaf,)) if n in theirs):
-                shapes = part.of(self.source).shape, self.jax[path].shape
-                layout = _layout(shapes[0], path, shapes[1], module in self.transposed)
+                transposed = module in self.transposed
+                layout = _layout(part.shape, path, self.jax[path].shape, transposed)
                 if layout is not None:
-                    pairs[leaf] = part, path, layout
+                    layout, shape = replace(layout, rows=part.rows), self.source[part.name].shape
+                    found[leaf] = ParameterPair(part.name, path, layout, shape)
                     break
-        trained = [{*leaves} - {*_STATISTICS} for leaves in (ours, pairs)]
+        trained = [{*leaves} - {*_STATISTICS} for leaves in (ours, found)]
         complete = trained[0] == trained[1] and len(trained[0]) == len({*theirs} - {"mean", "var"})
-        return [*pairs.values()] if complete else []
-
-    def _recurrent(self) -> None:
-        """Pairs cells of equal sizes: by their names, or in order."""
-        for sizes, ours in cells_of(self.torch, True).items():
-            theirs = sorted(cells_of(self.jax, False).get(sizes, []), key=_natural)
-            if len(ours) != len(theirs):
-                continue
-            named = {name_key(self._spelled(str(owner[0]))): owner for owner in ours}
-            keys = [name_key(without_collection(path)) for path in theirs]
-            by_name = len(named) == len(ours) and sorted(keys) == sorted(named)
-            order = [named[key] for key in keys] if by_name else ours
-            for (module, end), path in zip(order, theirs, strict=True):
-                prefix = f"{module}." if module else ""
-                entries = recurrent_pairs(prefix, end, path, self.torch, self.jax)
-                names = {e.torch_name for e in entries}
-                for e in entries:  # nnx.GRUCell has no second bias for the gate n
-                    whole = e.layout.rows is None and e.added not in {"", *names}
-                    if whole and e.added_rows[1] < e.torch_shape[0]:
-                        self.left_out.append(f"{e.added} (no counterpart of its last rows)")
-                    del self.jax[e.jax_path]
-                for name in names | {e.added for e in entries} - {""}:
-                    del self.torch[name]
-                self.entries += entries
-                if not by_name:
-                    self.notes.append(f"paired by order: {prefix}*{end} with {joined(path)}")
+        return [*found.values()] if complete else []
 
     # --- bookkeeping
-
-    def _add(self, part: Part, path: Path, layout: Layout) -> None:
-        shape = self.source[part.name].shape
-        layout = replace(layout, rows=part.rows) if part.rows else layout
-        self.entries.append(ParameterPair(part.name, path, layout, shape))
-        del self.jax[path]
-        self.torch.pop(part.name, None)
 
     def _rest(self, partial: bool) -> None:
         if not self.torch and not self.jax:
@@ -314,12 +307,8 @@ class Part(NamedTuple):
     """An array of PyTorch, or a range of its rows."""
 
     name: str
+    shape: Shape
     rows: tuple[int, int] | None = None
-
-    def of(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The rows in PyTorch's arrays."""
-        x = arrays[self.name]
-        return x[slice(*self.rows)] if self.rows else x
 
 
 Modules = dict[str, dict[str, Part]]
@@ -329,8 +318,8 @@ JaxModules = dict[Path, dict[str, Path]]
 def _torch_modules(arrays: Mapping[str, np.ndarray]) -> Modules:
     """PyTorch's arrays by module and leaf.
 
-    A matrix for query, key and value is a module for each. The direction of a normalized weight is
-    the leaf "weight", its norms are the leaf "weight_g".
+    A matrix for query, key and value is a module for each, and so is each cell of a recurrent
+    layer. The direction of a normalized weight is the leaf "weight", its norms are "weight_g".
     """
     modules: Modules = {}
     for name, x in arrays.items():
@@ -342,21 +331,33 @@ def _torch_modules(arrays: Mapping[str, np.ndarray]) -> Modules:
         if leaf.startswith("in_proj_"):
             n, prefix = len(x) // 3, f"{owner}." if owner else ""
             for k, role in enumerate(("query", "key", "value")):
-                part = Part(name, (k * n, (k + 1) * n))
+                part = Part(name, (n, *x.shape[1:]), (k * n, (k + 1) * n))
                 modules.setdefault(prefix + role, {})[leaf.removeprefix("in_proj_")] = part
             continue
         if f"{owner.removesuffix('out_proj')}in_proj_weight" in arrays:
             owner = owner.removesuffix("_proj")
-        modules.setdefault(owner, {})[leaf] = Part(name)
+        if cell := leaf_of_cell(leaf):
+            leaf, end = cell
+            owner = owner if end in ("", "_l0") else f"{owner}.{end[2:]}"
+        modules.setdefault(owner, {})[leaf] = Part(name, x.shape)
     return modules
 
 
-def _jax_modules(arrays: Mapping[Path, np.ndarray]) -> JaxModules:
-    """JAX's arrays by module and leaf. The norms of a normalized weight are the leaf "g"."""
+def _jax_modules(arrays: Mapping[Path, np.ndarray], ours: Modules) -> JaxModules:
+    """JAX's arrays by module and leaf.
+
+    The norms of a normalized weight are the leaf "g". The gates of a cell are a part of its leaves'
+    names; a module is a cell if its parts are named so, and if PyTorch's model has cells.
+    """
     modules: JaxModules = {}
+    has_cells = any("weight_hh" in leaves for leaves in ours.values())
+    gates = [(path[:-2], gate_of(path[-2])) for path in arrays if len(path) > 1 and has_cells]
     for path in arrays:
         module, leaf = without_collection(path[:-1]), str(path[-1])
-        if "/" in leaf:  # linen's WeightNorm has "layer/kernel/scale"
+        gate = gate_of(path[-2]) if len(path) > 1 else None
+        if gate and {g and g[0] for cell, g in gates if cell == path[:-2]} == {"i", "h"}:
+            module, leaf = module[:-1], f"{gate}.{leaf}"
+        elif "/" in leaf:  # linen's WeightNorm has "layer/kernel/scale"
             module, leaf = (*module[:-1], *leaf.split("/")[:-2]), "g"
         elif (*path[:-2], "g") in arrays:  # equinox's WeightNorm has g, layer.weight, layer.bias
             module = module[:-1]
@@ -366,38 +367,21 @@ def _jax_modules(arrays: Mapping[Path, np.ndarray]) -> JaxModules:
 
 def _layout(shape: Shape, path: Path, target: Shape, transposed: bool = False) -> Layout | None:
     """The layout that converts one shape to the other; None if there is none."""
-    leaf, rank = str(path[-1]), len(shape)
+    leaf, rank, window = str(path[-1]), len(shape), range(2, len(shape))
     if leaf != "kernel":
-        if shape == target:
-            return Layout("as it is")
-        if (leaf in ("bias", "g") or "/" in leaf) and prod(shape) == prod(target):
-            return Layout("as it is, several axes", shape=target)
-        square = rank == 2 and shape[::-1] == target
-        return Layout("transposed", (1, 0)) if square and leaf != "embedding" else None
-    if rank <= 2:
-        return _linear(shape, target) if rank == 2 else None
-    window = tuple(range(2, rank))
-    usual = tuple(shape[a] for a in (*window, 1, 0)) == target
-    other = tuple(shape[a] for a in (*window, 0, 1)) == target
-    transposed = transposed or "transpose" in "".join(map(str, path)).lower()
-    if other and (transposed or not usual):
-        return Layout("transposed convolution", (*window, 0, 1), tuple(range(rank - 2)))
-    return Layout("convolution", (*window, 1, 0)) if usual else None
-
-
-def _linear(shape: Shape, target: Shape) -> Layout | None:
-    if target == shape[::-1]:
-        return Layout("linear", (1, 0))
-    ends = [prod(target[:k]) for k in range(1, len(target))]
-    if prod(target) == prod(shape) and shape[1] in ends and len(target) > 2:
-        return Layout("linear, several axes", (1, 0), shape=target)
-    return None
-
-
-# --- names
-
-
-def _natural(path: Path) -> list[tuple[int, Any]]:
-    """A natural sort key: Dense_2 before Dense_10."""
-    parts = re.findall(r"\d+|\D+", ".".join(map(str, path)))
-    return [(0, int(part)) if part.isdigit() else (1, part) for part in parts]
+        tried = [Layout("as it is")]
+        if leaf in ("bias", "g") or "/" in leaf:
+            tried.append(Layout("as it is, several axes", shape=target))
+        elif rank == 2 and leaf != "embedding":
+            tried.append(Layout("transposed", (1, 0)))
+    elif rank <= 2:
+        tried = [Layout("linear", (1, 0))] if rank == 2 else []
+        if rank == 2 < len(target) and shape[1] in [*accumulate(target, mul)][:-1]:
+            tried.append(Layout("linear, several axes", (1, 0), shape=target))
+    else:
+        usual = Layout("convolution", (*window, 1, 0))
+        other = Layout("transposed convolution", (*window, 0, 1), tuple(range(rank - 2)))
+        transposed = transposed or "transpose" in "".join(map(str, path)).lower()
+        tried = [other, usual] if transposed else [usual, other]
+    empty, alike = np.empty(shape), prod(shape) == prod(target)
+    return next((x for x in tried if alike and x.to_jax(empty).shape == target), None)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -30,32 +30,25 @@ def read_torch(params: Any) -> dict[str, np.ndarray]:
 
 def read_jax(params: Any) -> dict[Path, np.ndarray]:
     """The NumPy arrays of linen variables, nnx or equinox modules, or dictionaries, by path."""
+    import jax
+
     if isinstance(params, tuple) and len(params) == 2 and isinstance(params[1], Mapping):
         params = params[1]  # (module, variables), as the other checks take a linen model
-    if not isinstance(params, Mapping) and not hasattr(params, "to_pure_dict"):
-        if library(params) == "equinox":
-            return _of_equinox(params)
-        if library(params) != "flax.nnx":
-            raise GradtoolsError(
-                f"{CALLER}: the JAX parameters are a {type(params).__name__}; expected the "
-                "variables of flax.linen, an nnx.Module or State, an equinox.Module, or nested "
-                "dictionaries of arrays."
-            )
+    if library(params) == "equinox":
+        import equinox
+
+        params = equinox.filter(params, equinox.is_inexact_array)
+    elif library(params) == "flax.nnx":
         from flax import nnx
 
         params = nnx.state(params, nnx.Any(nnx.Param, nnx.BatchStat))
-    if hasattr(params, "to_pure_dict"):
-        params = params.to_pure_dict()
-    return {path: _numpy(x) for path, x in walk(params)}
-
-
-def _of_equinox(module: Any) -> dict[Path, np.ndarray]:
-    """The inexact arrays of an equinox module, by path."""
-    import equinox
-    import jax
-
-    paths = jax.tree.leaves_with_path(equinox.filter(module, equinox.is_inexact_array))
-    return {path_of(keys): _numpy(x) for keys, x in paths}
+    elif not isinstance(params, Mapping) and not hasattr(params, "to_pure_dict"):
+        raise GradtoolsError(
+            f"{CALLER}: the JAX parameters are a {type(params).__name__}; expected the "
+            "variables of flax.linen, an nnx.Module or State, an equinox.Module, or nested "
+            "dictionaries of arrays."
+        )
+    return {path_of(keys): _numpy(x) for keys, x in jax.tree.leaves_with_path(params)}
 
 
 def path_of(keys: Sequence[Any]) -> Path:
@@ -63,18 +56,6 @@ def path_of(keys: Sequence[Any]) -> Path:
     values = lambda key: (getattr(key, name, None) for name in ("name", "idx", "key"))
     path = tuple(next(v for v in values(key) if v is not None) for key in keys)
     return path[:-1] if path[-1:] == ("value",) else path
-
-
-def walk(tree: Any, path: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """The leaves of nested dictionaries and sequences, with their paths."""
-    if isinstance(tree, Mapping):
-        for key, value in tree.items():
-            yield from walk(value, (*path, key))
-    elif isinstance(tree, list | tuple):
-        for i, value in enumerate(tree):
-            yield from walk(value, (*path, i))
-    elif tree is not None:
-        yield path, getattr(tree, "value", tree)
 
 
 def _numpy(x: Any) -> np.ndarray:
@@ -99,6 +80,12 @@ def name_key(parts: Sequence[Any]) -> tuple[str, ...]:
         else:
             result.append(part)
     return tuple(result)
+
+
+def natural_key(path: Path) -> list[tuple[int, Any]]:
+    """A natural sort key: Dense_2 before Dense_10."""
+    parts = re.findall(r"\d+|\D+", ".".join(map(str, path)))
+    return [(0, int(part)) if part.isdigit() else (1, part) for part in parts]
 
 
 def joined(path: Sequence[Any]) -> str:

@@ -1,0 +1,120 @@
+"""Evaluation of a jaxpr at given values, with calls, branches and loops entered.
+
+It serves `why_zero` (`passes_at_values.py`), which examines the passes of a program, and
+`first_divergence`, which compares a program's values with another's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+import jax
+import jax.numpy as jnp
+
+from gradtools.jax import jaxprs
+
+V = TypeVar("V")  # the representation of a value
+P = TypeVar("P")  # the place of an equation
+J = TypeVar("J")  # the place of a jaxpr
+Evaluate = Callable[[list[Any]], list[Any]]
+
+
+class Unrolling(Generic[V, P, J]):
+    """Evaluates a jaxpr equation by equation; subclasses record the operations.
+
+    Attributes:
+        longest: The most equations of an unrolled loop. A longer scan is one operation, and so is
+            the rest of a longer while loop.
+    """
+
+    longest = 2000
+
+    # --- representation
+
+    def array(self, value: V) -> Any:
+        """The array of a value."""
+        raise NotImplementedError
+
+    def literal(self, literal: Any) -> V:
+        """The value of a literal."""
+        raise NotImplementedError
+
+    def constant(self, x: Any) -> V:
+        """The value of an array that a jaxpr holds."""
+        raise NotImplementedError
+
+    def place(self, at: J, i: int, eqn: Any) -> P:
+        """The place of the equation i of a jaxpr."""
+        raise NotImplementedError
+
+    def inside(self, at: P, k: int, iteration: int | None) -> J:
+        """The place of the inner jaxpr k of an equation, in an iteration of a loop."""
+        raise NotImplementedError
+
+    def operation(self, at: P, name: str, evaluate: Evaluate, xs: Sequence[V]) -> list[V]:
+        """The results of an operation."""
+        raise NotImplementedError
+
+    def enters(self, eqn: Any, at: P) -> bool:
+        """Whether the inner jaxprs of an equation are evaluated."""
+        name = eqn.primitive.name
+        if name == "scan":
+            size = eqn.params["length"] * len(jaxprs.programs_of(eqn)[0].jaxpr.eqns)
+            return 0 < size <= self.longest
+        return name in ("cond", "while", *jaxprs.CALLS)
+
+    # --- evaluation
+
+    def evaluated(self, jaxpr: Any, entries: Sequence[V], at: J) -> list[V]:
+        """The outputs of an open jaxpr. entries: Its constants and inputs."""
+        step = lambda i, eqn, xs: self.equation(eqn, xs, self.place(at, i, eqn))
+        return jaxprs.interpreted(jaxpr, entries, step, self.literal)
+
+    def equation(self, eqn: Any, xs: list[V], at: P) -> list[V]:
+        """The results of an equation."""
+        name = eqn.primitive.name
+        if not self.enters(eqn, at):
+            return self.operation(at, name, partial(jaxprs.bound, eqn), xs)
+        if name == "scan":
+            return self._scan(eqn, xs, at)
+        if name == "while":
+            return self._while(eqn, xs, at)
+        k, programs = 0, jaxprs.programs_of(eqn)
+        if name == "cond":
+            k, xs = min(max(int(self.array(xs[0])), 0), len(programs) - 1), xs[1:]
+        return self.program(programs[k], xs, self.inside(at, k, None))
+
+    def program(self, held: jaxprs.HeldJaxpr, xs: Sequence[V], at: J) -> list[V]:
+        """The outputs of an inner jaxpr."""
+        return self.evaluated(held.jaxpr, [*map(self.constant, held.consts), *xs], at)
+
+    def _scan(self, eqn: Any, xs: list[V], at: P) -> list[V]:
+        held, length = jaxprs.programs_of(eqn)[0], eqn.params["length"]
+        count, carried = jaxprs.scan_counts(eqn)
+        # An index that is an array has one compilation for all rows.
+        index = lambda x, i: jax.lax.dynamic_index_in_dim(x, jnp.asarray(i), keepdims=False)
+        rows = lambda x: [index(x[0], i) for i in range(length)]
+        columns = [self.operation(at, "row", rows, [x]) for x in xs[count + carried :]]
+        first, carry = xs[:count], xs[count : count + carried]
+        rounds: list[list[V]] = [[]] * length
+        for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
+            given = [*first, *carry, *(column[i] for column in columns)]
+            outs = self.program(held, given, self.inside(at, 0, i))
+            carry, rounds[i] = outs[:carried], outs[carried:]
+        stack = lambda rows: [jnp.stack(rows)]
+        columns = [[*column] for column in zip(*rounds, strict=True)]
+        return [*carry, *(self.operation(at, "stack", stack, column)[0] for column in columns)]
+
+    def _while(self, eqn: Any, xs: list[V], at: P) -> list[V]:
+        test, body = jaxprs.programs_of(eqn)
+        n, m = eqn.params["cond_nconsts"], eqn.params["body_nconsts"]
+        gates, consts, carry, i = xs[:n], xs[n : n + m], xs[n + m :], 0
+        while self.array(self.program(test, [*gates, *carry], self.inside(at, 0, i))[0]):
+            if i * len(body.jaxpr.eqns) > self.longest:
+                rest = partial(jaxprs.bound, eqn)
+                return self.operation(at, "while", rest, [*gates, *consts, *carry])
+            carry = self.program(body, [*consts, *carry], self.inside(at, 1, i))
+            i += 1
+        return carry

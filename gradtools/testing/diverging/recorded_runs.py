@@ -1,0 +1,292 @@
+"""Two recorded runs, and the first pair of operations at which they diverge.
+
+Values first: a walk from the differing outputs back to the values that both runs have visits the
+operations that may be wrong. The first of them on each side are paired by the common values that
+they are made from. If all outputs agree, cotangents are compared at the values that both runs have:
+the last such value whose cotangents differ is used by the operations that differentiate
+differently.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from importlib import import_module
+from itertools import product, starmap
+from typing import Any
+
+import numpy as np
+
+from gradtools.errors import GradtoolsError
+from gradtools.testing.cross_checking.quantities import CrossCheck
+from gradtools.testing.cross_checking.sides import Side, tokens
+from gradtools.testing.diverging.runs import HALF, Run, Step, ancestors
+from gradtools.testing.diverging.value_matching import (
+    STRONG,
+    accuracy_of,
+    aligned,
+    layout_of,
+    match,
+    strength,
+)
+from gradtools.testing.matching_parameters.parameter_names import joined
+from gradtools.testing.relations import (
+    SIDES,
+    Expressions,
+    expression_cause,
+    expressions_of,
+    related,
+    relation,
+    with_constant,
+)
+from gradtools.testing.report import Comparison, compare_arrays, entry_errors, largest
+
+_STOPS = ("detach", "stop_gradient")
+_PRECISIONS = {1e-9: "float64", 1e-4: "float32", HALF: "16 bits"}
+_LONGEST = 12  # operations of one line that are compared
+UNRELATED = "no simple relation"
+Steps = list[Step]
+
+
+@dataclass
+class Blame:
+    """A pair of operations that diverge, the last values on which both agree, and the relation."""
+
+    torch: Step
+    jax: Step
+    last: tuple[Step, Step] | None
+    relation: str
+
+
+class RecordedRuns:
+    """The recorded runs of a cross-check's two programs, at the point of the check.
+
+    Attributes:
+        torch: The run in PyTorch.
+        jax: The run in JAX.
+        named: The pairs of leaves that correspond.
+        outputs: The pairs of outputs.
+        classes: The values that both runs have, by their entries.
+        comparisons: The comparisons of the outputs, and of the gradients if the outputs agree.
+        notes: Notes for a report.
+    """
+
+    def __init__(self, check: CrossCheck) -> None:
+        self.check, self.notes = check, list[str]()
+        self.torch, self.jax = first, second = [*map(self._recorded, check.sides)]
+        if len(first.outputs) != len(second.outputs):
+            raise GradtoolsError(
+                f"{check.caller}: the program returns {len(first.outputs)} arrays in PyTorch and "
+                f"{len(second.outputs)} in JAX. Return the same arrays."
+            )
+        mine, theirs = first.leaves, second.leaves
+        self.named = [(mine[x], theirs[x]) for x in check.inputs.moving]
+        for path, pair in zip(check.pairing.paths, check.pairing.pairs, strict=True):
+            self.named.append((mine[pair.torch_name], theirs[path.removeprefix("parameter ")]))
+        alike = first.outputs.keys() == second.outputs.keys()
+        paths = [*(second if alike else first).outputs]
+        pairs = zip(paths, second.outputs.values(), strict=True)
+        self.outputs = [(first.outputs[path], y) for path, y in pairs]
+        self.classes = match(first, second, self.named)
+        accuracies = (accuracy_of(x, y) for x, y in self.outputs)
+        self.limit, self.noise = max([1e-6, *(10 * a for a in accuracies)]), 0.0  # for cotangents
+        layouts = [aligned(x.value, y.value, max(x.accuracy, y.accuracy)) for x, y in self.outputs]
+        self.comparisons = [*map(self._compared, range(len(paths)), layouts)]
+        self.wrong = [k for k, c in enumerate(self.comparisons) if not c.agrees]
+        if not self.wrong:
+            drawn = [*map(self._drawn, range(len(paths)))]
+            moved = [l[1](c) if l else c for c, l in zip(drawn, layouts, strict=True)]
+            first.pull(dict(zip(paths, drawn, strict=True)))
+            second.pull(dict(zip(second.outputs, moved, strict=True)))
+            self._compare_gradients(mine, theirs)
+
+    def _recorded(self, side: Side) -> Run:
+        """A side's run, in which all of its parameters are differentiated."""
+        inputs = self.check.inputs
+        leaves = {joined(tokens(path)): x for path, x in side.numbers.items()} | inputs.moving
+        record = getattr(import_module(f"{__package__}.{side.name}_run"), f"run_in_{side.name}")
+        with self.check.naming(side):
+            run: Run = record(side, side.bound(inputs, side.numbers), leaves)
+        return run
+
+    def _compared(self, k: int, layout: Any) -> Comparison:
+        """The comparison of output k."""
+        (x, y), (name, move) = self.outputs[k], layout or ("", lambda a: a)
+        if name:
+            shapes = f"{x.value.shape} in PyTorch and {y.value.shape} in JAX"
+            self.notes.append(f"output {k} is in a {name}: {shapes}")
+        limit = accuracy_of(x, y)
+        return compare_arrays("value", f"output {k}", move(x.value), y.value, tolerance=limit)
+
+    def _drawn(self, k: int) -> Any:
+        """A random cotangent of output k."""
+        x, rng = self.outputs[k][0].value, np.random.default_rng([self.check.seed, k])
+        c = rng.normal(size=x.shape) if x.shape else np.ones(())
+        return c + 1j * rng.normal(size=x.shape) if x.dtype.kind == "c" else c
+
+    def _compare_gradients(self, *leaves: dict[str, Step]) -> None:
+        """Compares the gradients at arguments and parameters."""
+        size = max((largest(s.gradient) for s in leaves[0].values()), default=0.0)
+        self.noise = 1e-3 * max((s.accuracy for s in leaves[0].values()), default=0.0) * size
+        gradients = []
+        for side, known in zip(self.check.sides, leaves, strict=True):
+            names = *(joined(tokens(p)) for p in side.free_params), *self.check.inputs.moving
+            gradients.append([known[n].gradient for n in names])
+        firsts = self.check.in_jax_layout(gradients[0], gradients=True)
+        for path, g, h in zip(self.check.paths, firsts, gradients[1], strict=True):
+            found = compare_arrays(
+                "gradient", path, g, h, 1, tolerance=self.limit, noise=self.noise
+            )
+            self.comparisons.append(found)
+
+    def blame(self) -> tuple[str, Blame | None]:
+        """The kind of divergence, and the operations at which the programs diverge."""
+        if differs := [k for k in self.wrong if self.comparisons[k].cause is None]:
+            return "value", self._of_values([self.outputs[k] for k in differs])
+        if self.wrong:
+            return "not finite", None
+        if all(c.agrees for c in self.comparisons):
+            return "agrees", None
+        return "gradient", self._of_gradients()
+
+    # --- values
+
+    def _of_values(self, ends: Sequence[tuple[Step, Step]]) -> Blame:
+        """The operations at which the values of these outputs diverge."""
+        regions = [_differing(side) for side in zip(*ends, strict=True)]
+        ours, theirs = (_first(r) or [end] for r, end in zip(regions, ends[0], strict=True))
+        a, b = max(product(ours, theirs), key=_likeness)
+        operands = product(common_operands(a), common_operands(b))
+        pairs = [(x, y) for x, y in operands if x.entries == y.entries]
+        last = max(pairs, key=lambda p: (p[0].number, p[1].number), default=None)
+        if all(aligned(x.value, y.value, max(x.accuracy, y.accuracy)) for x, y in ends):
+            first, second = (_PRECISIONS.get(end.accuracy, "less") for end in ends[0])
+            words = f"{first} in torch and {second} in jax from here on"
+            return Blame(a, b, last, f"{words}; the outputs agree to the coarser precision")
+        site = lambda s: s.place.line or s.place.layer
+        ours, theirs = (
+            [s, *(t for t in region if site(t) == site(s) and t is not s)][:_LONGEST]
+            for s, region in zip((a, b), regions, strict=True)
+        )
+        return Blame(a, b, last, self._relation(ours, theirs))
+
+    def _relation(self, ours: Steps, theirs: Steps) -> str:
+        """How the values that two lines compute are related, in a few words."""
+        a, b = ours[0], theirs[0]
+        if a.entries == b.entries >= 0:
+            return "the same entries in another order: reshaped where the other side transposes"
+        (first, second), direct = self._expressions(ours, theirs)
+        sizes = self.check.sizes()
+        found = expression_cause(first, second, direct, sizes)
+        if any(words in found for words in ("complement", "epsilon", "another order")):
+            return found
+        if how := _simple(a, b, sizes) or found or _simple(ours[-1], theirs[-1], sizes):
+            return how
+        # A fused operation of PyTorch is a function of a value in JAX's line.
+        fused = [s for s in self.torch.steps if s.place is a.place]
+        forms = lambda steps, x: [with_constant(s.value, x.value) for s in steps]
+        causes = (expression_cause(forms(fused, x), forms(theirs, x)) for x in theirs)
+        return next(filter(None, causes), UNRELATED)
+
+    def _expressions(self, *lines: Steps) -> tuple[list[list[Expressions]], list[set[str | None]]]:
+        """The expressions of both lines in common values, and the letters of their operands."""
+        ordered = *(line[0] for line in lines), *(s for line in lines for s in line[1:])
+        entries = dict.fromkeys(p.entries for s in ordered for p in _operands(s))
+        letters = dict(zip(entries, "xyzuvw", strict=False))
+        texts = []
+        for k, line in enumerate(lines):
+            values = {letter: self.classes[n][k][-1].value for n, letter in letters.items()}
+            for p in (p for s in reversed(line) for p in _operands(s) if p.entries in letters):
+                values[letters[p.entries]] = p.value  # in the layout that the line uses
+            texts.append([expressions_of(s.value, values) for s in line])
+        return texts, [{letters.get(p.entries) for s in line for p in s.parents} for line in lines]
+
+    # --- cotangents
+
+    def _of_gradients(self) -> Blame | None:
+        """The operations at which the cotangents diverge."""
+        tracked = [tuple([s for s in side if s.tracked] for side in c) for c in self.classes]
+        differing = [c for c in tracked if all(c) and self._differs(c)]
+        if not differing:
+            return None
+        sides = max(differing, key=lambda c: c[0][0].number)
+        x, y = (side[0] for side in sides)
+        used = [[c for s in side for c in s.children] for side in sides]
+        stops = [[c for c in of if c.place.operation in _STOPS and c.children] for of in used]
+        uses = [[c for c in of if c.tracked and c.entries != x.entries] for of in used]
+        chosen = [(u or side)[0] for u, side in zip(uses, sides, strict=True)]
+        found = relation(*(_cotangents(x, y) or (x.gradient, y.gradient)))
+        words = f"another derivative; cotangents: {found or UNRELATED}"
+        for k, name in enumerate(SIDES):
+            # Reports the stop, and the use of the value on the other side.
+            if stops[k] and not stops[1 - k]:
+                chosen[k], words = stops[k][0], f"stopped gradient in {name}"
+                after = {c.entries for c in chosen[k].children if c.entries >= 0}
+                others = (c for c in uses[1 - k] if c.entries in after)
+                chosen[1 - k] = next(others, chosen[1 - k])
+        return Blame(chosen[0], chosen[1], (x, y), words)
+
+    def _differs(self, sides: tuple[Steps, ...]) -> bool:
+        """Whether no two cotangents at a common value agree."""
+        found = [*filter(None, starmap(_cotangents, product(*sides)))]
+        agree = (
+            (entry_errors(g, h, self.limit, self.noise) <= 1).all()
+            and (n == 0 or (g.any() and h.any()))
+            for n, (g, h) in enumerate(found)
+        )
+        return bool(found) and not any(agree)
+
+
+def _cotangents(x: Step, y: Step) -> tuple[np.ndarray, np.ndarray] | None:
+    """The cotangents of two equal values, in JAX's layout."""
+    layout = layout_of(x, y)
+    return None if layout is None else (layout[1](x.gradient), y.gradient)
+
+
+def _likeness(pair: tuple[Step, Step]) -> tuple[bool, int, float, int]:
+    """A sort key: common operands first, then early steps of PyTorch, then the shared part."""
+    ours, theirs = ({p.entries for p in common_operands(s)} for s in pair)
+    share = len(ours & theirs) / len(ours | theirs) if ours | theirs else 0.25
+    return share > 0, -pair[0].number, share, -pair[1].number
+
+
+def _differing(ends: Sequence[Step]) -> Steps:
+    """The steps between the values that both runs have and differing outputs, in order."""
+    behind = ancestors(ends, stop=lambda s: _is_known(s) and s not in ends)
+    chosen = [s for s in behind if not (s.leaf or s.is_common)]
+    chosen = [s for s in chosen if strength(s.value) or s in ends]
+    chosen = [s for s in chosen if s.moving] or chosen
+    return sorted(chosen, key=lambda s: s.number)
+
+
+def _first(steps: Steps) -> Steps:
+    """The steps that depend on no other of these steps."""
+    inside = {id(s) for s in steps}
+    above = lambda s: ancestors(s.parents, stop=_is_known)
+    return [s for s in steps if not any(id(p) in inside for p in above(s))]
+
+
+def _is_known(s: Step) -> bool:
+    return s.is_common and (bool(s.leaf) or strength(s.value) == STRONG)
+
+
+def _simple(x: Step, y: Step, sizes: Mapping[str, float]) -> str | None:
+    """A relation of two values alone: a layout, a conjugate, a sign, a factor, a mask."""
+    a, b = x.value, y.value
+    kinds = {a.dtype.kind, b.dtype.kind}
+    if a.size != b.size or not (kinds <= {"f", "c"} or kinds == {"b"}):
+        return None
+    if a.size > 1 and kinds != {"b"} and STRONG not in (strength(a), strength(b)):
+        return None
+    found = related(a, b, near=10 * accuracy_of(x, y), sizes=sizes, single=a.size > 1)
+    return None if found is None or found.name.startswith("zero") else found.name
+
+
+def _operands(s: Step) -> Steps:
+    return [s] * (s.entries >= 0) + common_operands(s)
+
+
+def common_operands(s: Step) -> Steps:
+    """The common values that a step is directly made from."""
+    every = ancestors(s.parents, stop=lambda p: p.entries >= 0)
+    return [p for p in every if p.entries >= 0]

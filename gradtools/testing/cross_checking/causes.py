@@ -22,7 +22,7 @@ import numpy as np
 from gradtools.testing.checking.derivative_checks import DerivativeCheck
 from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.cross_checking.quantities import CrossCheck
-from gradtools.testing.diverging.divergence import RecordedRuns
+from gradtools.testing.diverging.recorded_runs import RecordedRuns
 from gradtools.testing.flat import first_line
 from gradtools.testing.relations import FACTOR, Relation, equal, orders, related
 from gradtools.testing.report import CONVENTION, Comparison, Report, widened

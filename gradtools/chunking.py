@@ -36,13 +36,12 @@ from gradtools.arguments.in_axes import Argument, arguments_of_call, takes
 from gradtools.arguments.wording import describe, in_words, is_numeric
 from gradtools.backend import Array, Backend, F, Operators, P, R, T
 from gradtools.boundary import like_function
-from gradtools.derivatives import Derivatives, GradientSpec
+from gradtools.derivatives import Argnums, Derivatives, GradientSpec
 from gradtools.errors import GradtoolsError
 
 if TYPE_CHECKING:
     from gradtools.gradient_types import ValueAndGradient
 
-Argnums = int | Sequence[int]
 _MICROBATCHED = "microbatched_value_and_grad"
 
 

@@ -25,9 +25,6 @@ class NoValues(TypeRefusal, jax.errors.TracerArrayConversionError):
     def __init__(self, text: str) -> None:
         TypeError.__init__(self, text)
 
-    def __reduce__(self) -> Any:
-        return GradtoolsError, self.args
-
 
 def asarray(x: Any, device_of: Any = None) -> jax.Array:
     """One array as a JAX array of the same dtype; JAX's pass through. See ``gradtools.arrays``."""

@@ -145,6 +145,14 @@ def test_solutions_and_their_arguments_may_be_dataclasses(gt):
     g = gt.grad(lambda a: root(a).p.sum() + 2 * root(a).q.sum())(at)
     assert np.allclose(gt.to_numpy(g.p), 0.25) and np.allclose(gt.to_numpy(g.q), 2.0)
 
+    def captures(b):
+        root = gt.implicit_solution(
+            lambda z, a: Pair(z.p**2 - b * a.p, z.q - a.q), lambda a: Pair((b * a.p) ** 0.5, a.q)
+        )
+        return root(at).p.sum()
+
+    assert np.isclose(float(gt.grad(captures)(gt.asarray(np.array(1.0)))), 1.0)
+
 
 NUMPY = {
     "zero": lambda gt, f: gt.grad(lambda x: (f(x) * 0).sum()),

@@ -38,6 +38,7 @@ from gradtools.backend import Array, Backend, F, Operators, P, R, T
 from gradtools.boundary import like_function
 from gradtools.derivatives import Argnums, Derivatives, GradientSpec
 from gradtools.errors import GradtoolsError
+from gradtools.integrations.containers import is_same
 
 if TYPE_CHECKING:
     from gradtools.gradient_types import ValueAndGradient
@@ -380,7 +381,7 @@ class _Microbatches:
         leaves, treedef = backend.flatten_like(known[0], aux) if known else backend.flatten(aux)
         arrays, mean = list[Array](), self.reduction == "mean"
         before, shapes = known or (treedef, [])
-        if treedef != before:
+        if not is_same(treedef, before):
             raise GradtoolsError(
                 f"{_MICROBATCHED}: aux has the structure {in_words(before)} in one chunk and "
                 f"{in_words(treedef)} in another. Return the same structure for every chunk."

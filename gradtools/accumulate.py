@@ -26,6 +26,7 @@ from gradtools.arguments.wording import describe, in_words, with_article
 from gradtools.backend import Operators
 from gradtools.boundary import user_facing_methods
 from gradtools.errors import GradtoolsError
+from gradtools.integrations.containers import is_same
 
 _WIDE = {"float16": "float32", "bfloat16": "float32", "complex32": "complex64"}
 PRECISIONS = ("float16", "bfloat16", "float32", "float64")
@@ -280,7 +281,7 @@ class GradientAccumulator:
     def _term(self, grads: Any, weight: Any) -> State:
         leaves, treedef = self._backend.flatten(grads)
         state = self._state
-        if state is not None and treedef != state.treedef:
+        if state is not None and not is_same(treedef, state.treedef):
             leaves, treedef = self._backend.flatten_like(state.treedef, grads)
         arrays, words = [self._arrays.detached(x) for x in leaves], self._arrays.spec_in_words
         for k, array in enumerate(arrays):
@@ -422,7 +423,7 @@ class GradientAccumulator:
 
     def _check_alike(self, state: State, term: State) -> None:
         """Raises unless the term has the structure and specs of earlier terms."""
-        if state.treedef != term.treedef:
+        if not is_same(state.treedef, term.treedef):
             paths = self._paths(term)
             new = [f"grads{path} is new" for path in paths if path not in state.paths]
             lost = [f"grads{path} is missing" for path in state.paths if path not in paths]

@@ -12,6 +12,7 @@ import numpy as np
 
 from gradtools.errors import GradtoolsError
 from gradtools.foreign_arrays import foreign_class, refuse_foreign
+from gradtools.integrations.containers import is_same
 
 Array = Any
 
@@ -48,7 +49,7 @@ class Arrays(ABC):
     def flatten_like(self, treedef: Any, tree: Any) -> tuple[list[Any], Any]:
         """`flatten(tree)`, with dict keys in the order of `treedef` if it has the same keys."""
         leaves, own = self.flatten(tree)
-        if own != treedef and own.num_leaves == treedef.num_leaves:
+        if not is_same(own, treedef) and own.num_leaves == treedef.num_leaves:
             with suppress(ValueError, TypeError):  # trees of different structures
                 return self.flatten(self.unflatten(treedef, treedef.flatten_up_to(tree)))
         return leaves, own

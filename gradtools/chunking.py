@@ -36,13 +36,13 @@ from gradtools.arguments.in_axes import Argument, arguments_of_call, takes
 from gradtools.arguments.wording import describe, in_words, is_numeric
 from gradtools.backend import Array, Backend, F, Operators, P, R, T
 from gradtools.boundary import like_function
-from gradtools.derivatives import Derivatives, GradientSpec
+from gradtools.derivatives import Argnums, Derivatives, GradientSpec
 from gradtools.errors import GradtoolsError
+from gradtools.integrations.containers import is_same
 
 if TYPE_CHECKING:
     from gradtools.gradient_types import ValueAndGradient
 
-Argnums = int | Sequence[int]
 _MICROBATCHED = "microbatched_value_and_grad"
 
 
@@ -380,7 +380,7 @@ class _Microbatches:
         leaves, treedef = backend.flatten_like(known[0], aux) if known else backend.flatten(aux)
         arrays, mean = list[Array](), self.reduction == "mean"
         before, shapes = known or (treedef, [])
-        if treedef != before:
+        if not is_same(treedef, before):
             raise GradtoolsError(
                 f"{_MICROBATCHED}: aux has the structure {in_words(before)} in one chunk and "
                 f"{in_words(treedef)} in another. Return the same structure for every chunk."

@@ -13,7 +13,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TYPE_CHECKING, Any, Concatenate, Literal, TypeVar, overload
+from operator import itemgetter
+from typing import TYPE_CHECKING, Any, Concatenate, Literal, TypeVar, get_args, overload
 
 from gradtools.arguments.batches import Batch
 from gradtools.arguments.calls import NOT_NAMED, Call, call_of_primals
@@ -54,9 +55,8 @@ class GradientSpec:
 
 Disconnected = Literal["raise", "warn", "zeros", "strict"]
 GradMode = Literal["auto", "forward_over_reverse"]
-_DISCONNECTED = ("raise", "warn", "zeros", "strict")
 _PLAYERS = "minimize or maximize"
-_GRAD_MODES = ("auto", "forward_over_reverse")
+_first = itemgetter(0)
 
 
 class Derivatives(Operators):
@@ -504,10 +504,10 @@ class Derivatives(Operators):
         self, operator: str, f: Any, argnums: Argnums, has_aux: bool, disconnected: str, mode: str
     ) -> Callable[..., Any]:
         if disconnected != "raise":
-            check_choice(operator, "disconnected_inputs", disconnected, _DISCONNECTED)
+            check_choice(operator, "disconnected_inputs", disconnected, get_args(Disconnected))
         if mode != "auto":  # the gradient is differentiated forward over reverse
             check_function(operator, f)
-            check_choice(operator, "mode", mode, _GRAD_MODES)
+            check_choice(operator, "mode", mode, get_args(GradMode))
             f = Freezing(self._backend).frozen_for(f"{operator}(mode={mode!r})", f)
         spec = GradientSpec(operator, f, argnums, has_aux, disconnected)
         return derivative_function(operator, f, argnums, partial(self._gradient_at, spec))
@@ -586,7 +586,3 @@ WHAT = {
     "hessian": "Hessian of {}",
     "retained_gradients": "Value of {}, gradient and gradients at the values that it marks",
 }
-
-
-def _first(pair: tuple[Any, ...]) -> Any:
-    return pair[0]

@@ -26,6 +26,7 @@ from gradtools.backend import Array, Backend, Operators, P, R, T
 from gradtools.boundary import user_facing
 from gradtools.clipping import ARRAY, bound_of, clip_rule, has_real_dtype
 from gradtools.errors import GradtoolsError
+from gradtools.integrations.containers import is_same
 from gradtools.rules import Rule, replaced_at
 
 # --- the rules ---------------------------------------------------------------------------
@@ -349,7 +350,7 @@ class Edits(Operators):
         backend = self._backend
         leaves, treedef = backend.flatten(x)
         given, given_def = backend.flatten_like(treedef, dx)
-        if treedef != given_def:
+        if not is_same(treedef, given_def):
             raise GradtoolsError(
                 f"replace_gradient: dx has the structure {in_words(given_def)}; expected the "
                 f"structure of x, {in_words(treedef)}. Give one array for each array of x."
@@ -461,7 +462,7 @@ def _checked_cotangents(backend: Backend, tree: Any, like: Any, cts: Any) -> lis
     """The leaves that a transform returned, checked against its argument `like`."""
     expected = backend.flatten(like)[1]
     leaves, treedef = backend.flatten_like(expected, tree)
-    if treedef != expected:
+    if not is_same(treedef, expected):
         raise GradtoolsError(
             f"transform_gradient: fn returned the structure {in_words(treedef)}; expected the "
             f"structure of the cotangent, {in_words(expected)}. Return one array for each array "
@@ -515,7 +516,7 @@ class _StraightThrough:
             value = backend.call_on_host(both, stopped, through)
         leaves, treedef = backend.flatten(through)
         values, value_def = backend.flatten_like(treedef, value)
-        if value_def != treedef:
+        if not is_same(value_def, treedef):
             raise GradtoolsError(
                 f"straight_through: {name} returned the structure {in_words(value_def)}, its "
                 f"surrogate{hint} {in_words(treedef)}; they must be the same."

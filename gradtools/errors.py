@@ -86,8 +86,9 @@ def refusal(error: BaseException, text: str) -> GradtoolsError:
     return next(kinds, GradtoolsError)(text)
 
 
-def _refused(name: str, args: tuple[Any, ...]) -> Refusal:
-    return next(kind for kind in _REFUSALS.values() if kind.__name__ == name)(*args)
+def _refused(name: str, args: tuple[Any, ...]) -> GradtoolsError:
+    kinds: Any = (kind for kind in _REFUSALS.values() if kind.__name__ == name)
+    return next(kinds, GradtoolsError)(*args)
 
 
 _REFUSALS: dict[type[Exception], type[Refusal]] = {

@@ -23,6 +23,7 @@ from gradtools.boundary import like_function
 from gradtools.custom_rules import CustomRule
 from gradtools.derivatives import Derivatives
 from gradtools.errors import GradtoolsError
+from gradtools.integrations.containers import is_same
 
 LinearSolve = str | Callable[[Callable[[Array], Array], Array], Array]
 _SOLVERS = ("gmres", "cg", "dense")
@@ -242,7 +243,7 @@ class _Solution:
         """Evaluates F as a function of vectors."""
         F = form.F(p[0], self._tree(form, x), *p[1], **p[2])
         leaves, treedef = self.backend.flatten_like(form.treedef, F)
-        if treedef != form.treedef or [tuple(y.shape) for y in leaves] != [*form.shapes]:
+        if not is_same(treedef, form.treedef) or [tuple(y.shape) for y in leaves] != [*form.shapes]:
             raise GradtoolsError(
                 f"implicit_solution: F returns {describe(self.backend, F)}; expected the structure "
                 f"and shapes of z, {in_words(form.treedef)} with the shapes {[*form.shapes]}."

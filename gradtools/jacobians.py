@@ -14,7 +14,7 @@ import math
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, compress, pairwise, starmap
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from gradtools.arguments.batches import axis_moved
 from gradtools.arguments.calls import Call, call_of_primals
@@ -25,14 +25,11 @@ from gradtools.arguments.checks import (
     whole_or_none,
 )
 from gradtools.backend import Array, Backend, Evaluation, Fun, Operators, P
-from gradtools.derivatives import derivative_function
+from gradtools.derivatives import Argnums, derivative_function
 from gradtools.errors import GradtoolsError
 
-Argnums = int | Sequence[int]
 JacobianMode = Literal["auto", "forward", "reverse"]
 HvpMode = Literal["auto", "forward_over_reverse", "reverse_over_reverse"]
-_JACOBIAN_MODES = ("auto", "forward", "reverse")
-_HVP_MODES = ("auto", "forward_over_reverse", "reverse_over_reverse")
 
 Push = Callable[[list[Array]], list[Array]]
 
@@ -83,7 +80,7 @@ class Jacobians(Operators):
             >>> gt.to_numpy(gt.jacobian(lambda x: x ** 2)(x)).tolist()
             [[2.0, 0.0], [0.0, 4.0]]
         """
-        check_choice("jacobian", "mode", mode, _JACOBIAN_MODES)
+        check_choice("jacobian", "mode", mode, get_args(JacobianMode))
         chunk_size = whole_or_none("jacobian", "chunk_size", chunk_size, 1, "unit vectors")
 
         call = partial(self._jacobian_at, f, argnums, mode, chunk_size, sparsity)
@@ -166,7 +163,7 @@ class Jacobians(Operators):
 
         Source: Pearlmutter, Fast exact multiplication by the Hessian, 1994.
         """
-        check_choice("hvp", "mode", mode, _HVP_MODES)
+        check_choice("hvp", "mode", mode, get_args(HvpMode))
         primals, tangents = same_length("hvp", primals, tangents)
         call = call_of_primals(self._backend, "hvp", f, primals)
         flat_tangents = call.from_trees(tangents, "tangent")
@@ -211,7 +208,7 @@ class Jacobians(Operators):
             >>> gt.to_numpy(gt.hessian(lambda x: (x ** 3).sum())(x)).tolist()
             [[6.0, 0.0], [0.0, 12.0]]
         """
-        check_choice("hessian", "mode", mode, _HVP_MODES)
+        check_choice("hessian", "mode", mode, get_args(HvpMode))
         return derivative_function(
             "hessian", f, argnums, partial(self._hessian_at, f, argnums, mode, sparsity)
         )

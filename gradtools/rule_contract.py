@@ -17,6 +17,7 @@ from typing import Any
 
 from gradtools.arguments.wording import in_words
 from gradtools.errors import GradtoolsError
+from gradtools.integrations.containers import is_same
 from gradtools.rules import total
 
 _MOST = 1024
@@ -81,7 +82,7 @@ class Contract:
         expected, wanted: The structure and avals of f's output.
         """
         fix = "Its first result must be the function's own output at the same arguments."
-        if came != expected:
+        if not is_same(came, expected):
             raise self.refusal(
                 f"{who} returned an output of the structure {in_words(came)}, but the function "
                 f"returns {in_words(expected)}. {fix}"

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from gradtools.arguments.wording import describe, in_words, is_numeric
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
+from gradtools.integrations.containers import is_same
 
 if TYPE_CHECKING:
     from gradtools.arguments.chunks import Partition
@@ -55,11 +56,11 @@ class Outputs:
             leaves, treedef, kinds = backend.flatten_arrays(out)
         if self._treedef is _UNKNOWN:
             self._treedef = treedef
-        elif treedef != self._treedef:
+        elif not is_same(treedef, self._treedef):
             array = backend.flatten(backend.asarray(0.0))[1]
             now, known = (array if t is None else t for t in (treedef, self._treedef))
             ordered, now = backend.flatten_like(known, out)
-            if now != known:
+            if not is_same(now, known):
                 raise other_structure("output", now, known, number)
             return self.arrays_in(number, backend.unflatten(known, ordered))
         if self._out_axes is SUMMED:

@@ -17,6 +17,7 @@ from gradtools.arguments.marks import ChunkedCall
 from gradtools.arguments.wording import describe, shown
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError, warn_once
+from gradtools.integrations.containers import is_same
 
 Verify = Literal["first"] | bool
 _CONTAINERS = (list, dict, tuple)
@@ -246,12 +247,12 @@ class ChunkFunction:
                     f"{describe(backend, out)}."
                 )
             new_carry, treedef = backend.flatten_like(self.carry_def, out[1])
-            if treedef != self.carry_def:
+            if not is_same(treedef, self.carry_def):
                 raise other_structure("carry", treedef, self.carry_def, number)
             out = out[0]
         for x, before, treedef in containers:
             now, of_now = backend.flatten(x)
-            if of_now != treedef or not all(map(is_, now, before)):
+            if not is_same(of_now, treedef) or not all(map(is_, now, before)):
                 # f's own container is a copy that no other code sees.
                 raise GradtoolsError(
                     f"{self.outputs.caller}: f changes a list or dictionary that is an argument, "

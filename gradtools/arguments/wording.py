@@ -26,8 +26,9 @@ def shown(x: Any) -> str:
 
 def in_words(treedef: Any) -> str:
     """Formats a tree structure for messages, with * for each array."""
-    text = " ".join(str(treedef).split())
-    text = text.removeprefix("PyTreeDef(").removesuffix(")") if text[:9] == "PyTreeDef" else text
+    head, *containers = " ".join(str(treedef).split()).partition(" with ")
+    head = head.removeprefix("PyTreeDef(").removesuffix(")") if head[:9] == "PyTreeDef" else head
+    text = "".join([head, *containers])
     return "one array" if text == "*" else text
 
 

@@ -80,6 +80,11 @@ class OpenedTree:
         return f"{self.treedef} with {named}"
 
 
+def is_same(a: Any, b: Any) -> bool:
+    """Whether two structures are equal. `a != b` would be False for JAX's and an `OpenedTree`."""
+    return bool(a == b)
+
+
 @dataclass(frozen=True, eq=False, repr=False)
 class Containers:
     """A framework's pytree functions, extended to containers.

@@ -25,9 +25,6 @@ class NoValues(TypeRefusal, jax.errors.TracerArrayConversionError):
     def __init__(self, text: str) -> None:
         TypeError.__init__(self, text)
 
-    def __reduce__(self) -> Any:
-        return GradtoolsError, self.args
-
 
 def asarray(x: Any, device_of: Any = None) -> jax.Array:
     """Converts one array to a JAX array of the same dtype; returns JAX arrays as they are."""

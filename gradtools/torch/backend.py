@@ -14,6 +14,7 @@ from gradtools.backend import Array, FrameworkBackend, LazyMember
 from gradtools.boundary import Linear
 from gradtools.errors import GradtoolsError, RuntimeRefusal, is_of
 from gradtools.host_kernels import ArraySpec, Kernel
+from gradtools.integrations.containers import is_same
 from gradtools.torch import (
     arrays,
     engines,
@@ -222,7 +223,7 @@ class TorchBackend(FrameworkBackend):
                     self.cast(arrays.asarray(v), n) for v, n in zip(values, names, strict=True)
                 ]
                 result, came = self.flatten_like(treedef, f(trees.unflatten(argdef, given)))
-                if came != treedef:
+                if not is_same(came, treedef):
                     raise GradtoolsError(
                         f"straight_through: the function returned the structure {in_words(came)}, "
                         f"its surrogate {in_words(treedef)}; they must be the same."

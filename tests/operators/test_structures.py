@@ -114,6 +114,29 @@ def test_fwd_and_an_equation_may_return_a_dict_in_another_order(gt):
     assert np.isclose(float(gt.grad(lambda a: root(a)["q"])(gt.asarray(3.0))), 2.0)
 
 
+def test_a_list_is_not_a_dataclass(gt):
+    one, two = gt.asarray(np.array([1.0])), gt.asarray(np.array([2.0]))
+    pair, both = Pair(one, two), [one, two]
+    square = lambda x: [x, 2 * x] if x.shape[0] == 2 else Pair(x, 2 * x)
+    rule = gt.custom_rule(lambda x: [x, x])
+    rule.defvjp(lambda x: (Pair(x, x), None), lambda _, ct: (ct[0],))
+    total = gt.GradientAccumulator()
+    total.add(both)
+    wrong = (
+        lambda: gt.replace_gradient(both, pair),
+        lambda: gt.replace_gradient(pair, both),
+        lambda: gt.straight_through(lambda x: pair, lambda x: both)(one),
+        lambda: gt.chunked(square, 2)(gt.asarray(X)),
+        lambda: gt.implicit_solution(lambda z, a: [z.p, z.q], lambda a: pair)(one),
+        lambda: gt.vjp(rule, one),
+        lambda: total.add(pair),
+    )
+    for call in wrong:
+        with pytest.raises(GradtoolsError, match=r"structure|is new") as caught:
+            call()
+        assert "* with Pair of ['p', 'q']" in str(caught.value)
+
+
 def test_rules_take_dataclasses(gt):
     square = gt.custom_rule(lambda x: Pair(x.p**2, [x.q[0] ** 2]))
     square.defvjp(
@@ -144,6 +167,14 @@ def test_solutions_and_their_arguments_may_be_dataclasses(gt):
     at = Pair(gt.asarray(np.array([4.0])), gt.asarray(X))
     g = gt.grad(lambda a: root(a).p.sum() + 2 * root(a).q.sum())(at)
     assert np.allclose(gt.to_numpy(g.p), 0.25) and np.allclose(gt.to_numpy(g.q), 2.0)
+
+    def captures(b):
+        root = gt.implicit_solution(
+            lambda z, a: Pair(z.p**2 - b * a.p, z.q - a.q), lambda a: Pair((b * a.p) ** 0.5, a.q)
+        )
+        return root(at).p.sum()
+
+    assert np.isclose(float(gt.grad(captures)(gt.asarray(np.array(1.0)))), 1.0)
 
 
 NUMPY = {

@@ -36,7 +36,11 @@ def user_facing(fun: F) -> F:
 
             refusal = wrong_call(fun, error)
             if refusal is not None:
-                raise trimmed(refusal) from None
+                try:
+                    raise refusal from None
+                except TypeError:
+                    trimmed(refusal)
+                    raise
             trimmed(error)
             raise  # a bare raise adds no entry for this frame
 

@@ -209,6 +209,7 @@ class CustomRule:
         check_function(f"{self.__name__}.defvjp", fwd, "fwd", curried=False)
         check_function(f"{self.__name__}.defvjp", bwd, "bwd", curried=False)
         self._check_order(fwd)
+        self._check_count(f"{self.__name__}.defvjp: bwd", bwd, "residuals", "cotangent")
         self.fwd, self.bwd = fwd, bwd
         self._is_symbolic("cotangent", symbolic_zeros)
 
@@ -227,6 +228,20 @@ class CustomRule:
                 f"fwd({', '.join(expected)}). Reorder its parameters."
             )
 
+    def _check_count(self, who: str, rule: Callable[..., Any], *called: str) -> None:
+        """Raises if bwd or the forward rule cannot be called with the arguments that it gets."""
+        called = (*self._binding.statics, *called)
+        try:
+            taken = inspect.signature(rule, follow_wrapped=False)
+        except (TypeError, ValueError):
+            return
+        try:
+            taken.bind(*called)
+        except TypeError:
+            raise GradtoolsError(
+                f"{who} takes {taken}, but it is called with ({', '.join(called)})."
+            ) from None
+
     def _is_symbolic(self, which: str, yes: bool) -> None:
         self.symbolic_zeros = self.symbolic_zeros - {which} | ({which} if yes else set())
 
@@ -242,6 +257,7 @@ class CustomRule:
             The rule, so that the method can be used as a decorator.
         """
         check_function(f"{self.__name__}.defjvp", rule, "the rule", curried=False)
+        self._check_count(f"{self.__name__}.defjvp: the rule", rule, "primals", "tangents")
         self.jvp = rule
         self._is_symbolic("tangent", symbolic_zeros)
         return rule

@@ -395,7 +395,7 @@ class Edits(Operators):
         """
         check_function("straight_through", f)
         if surrogate is not None:
-            check_function("straight_through", surrogate, "surrogate")
+            check_function("straight_through", surrogate, "surrogate", curried=False)
         return _StraightThrough(self._backend, f, surrogate)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple, NoReturn
 
-from gradtools.arguments.wording import in_words, with_article
+from gradtools.arguments.wording import in_words, type_in_words, with_article
 from gradtools.errors import GradtoolsError
 
 
@@ -47,6 +47,11 @@ def paired(trees: Any, caller: str, target: Any, grads: Any) -> list[TargetLeaf]
         if isinstance(numbered, int):
             below = trees.flatten(grads)[0]
             if len(below) != 1 or below[0] is not grads:
+                if not hasattr(leaves[numbered], "shape"):
+                    raise GradtoolsError(
+                        f"{caller}: target{path} is {type_in_words(leaves[numbered])}; expected a "
+                        "pytree of arrays, or a module of this framework."
+                    )
                 refuse("one array, as in the target")
             yield numbered, grads
         elif isinstance(numbered, Mapping):

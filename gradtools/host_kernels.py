@@ -66,6 +66,8 @@ class ArraySpec:
     def __init__(self, shape: Any, dtype: Any) -> None:
         dims = (shape,) if isinstance(shape, numbers.Integral) else shape
         try:
+            if hasattr(shape, "dtype") and type(shape).__module__.split(".")[0] in _FRAMEWORKS:
+                raise TypeError  # a tensor in place of its shape; its entries are not read
             object.__setattr__(self, "shape", tuple([_dim(d) for d in dims]))
         except (TypeError, ValueError):
             raise GradtoolsError(
@@ -267,6 +269,8 @@ class KernelCall:
     def results(self, specs: Sequence[ArraySpec]) -> Results:
         """Returns the result specs for one example with arguments of these ArraySpecs."""
         out = self.kernel.out
+        if isinstance(out, type) and issubclass(out, np.generic | bool | int | float | complex):
+            raise self.error(f"out is {out!r}; it must be an ArraySpec(shape, dtype).")
         if callable(out):
             out = out(*self._arguments(specs))
         elif out is None:

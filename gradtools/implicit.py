@@ -154,6 +154,11 @@ class _Solution:
         z, aux = z if self.has_aux else (z, None)
         leaves, treedef = backend.flatten(z)
         leaves = [backend.as_leaf(x) for x in leaves]  # solve may return NumPy arrays
+        if not leaves:
+            raise GradtoolsError(
+                f"implicit_solution: solve returned {describe(backend, z)}; expected z, a pytree "
+                "of floating or complex arrays. Is a return statement missing?"
+            )
         for x, path in zip(leaves, backend.leaf_paths(z), strict=True):
             if not (backend.is_array(x) and backend.is_inexact(x)):
                 raise GradtoolsError(

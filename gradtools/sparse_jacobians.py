@@ -126,9 +126,10 @@ def _verified(
 
 def _only(call: Call, leaves: Sequence[Array], what: str) -> Array:
     if len(leaves) != 1 or call.backend.is_complex(leaves[0]) or call.opened is not None:
+        came = "complex, or a module" if len(leaves) == 1 else f"{len(leaves)} arrays"
         raise GradtoolsError(
             f"{call.caller}: with sparsity f takes and returns one real array, but {what} is "
-            "different. Concatenate the arrays, or leave sparsity out."
+            f"{came}. Concatenate the arrays, or leave sparsity out."
         )
     return leaves[0]
 

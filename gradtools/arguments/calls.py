@@ -304,8 +304,9 @@ class Call:
             fix = "Take its real part, or a norm"
         elif single and not outs:
             fix = "Keep it floating: a cast to integer or boolean has no derivative"
-        if not self.has_aux and not single and self.takes_aux:
+        if not single and self.takes_aux:
             fix += ", or return (loss, aux) with has_aux=True"
+            fix = "Return (loss, aux), in this order" if self.has_aux else fix
         fix = "Is a return statement missing?" if output is None else f"{fix}."
         raise GradtoolsError(
             f"{self.caller}: f must return one real number, an array of shape (); got {came}. {fix}"

@@ -11,7 +11,7 @@ import numpy as np
 from gradtools.arguments.wording import describe, is_numeric, shown, with_article
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
-from gradtools.integrations import refusal
+from gradtools.integrations import kind_of_module, refusal
 
 
 def check_function(caller: str, f: Any, name: str = "f", curried: bool = True) -> None:
@@ -176,6 +176,13 @@ def differentiable_leaf(
         else:
             came = f"an object of type {type(leaf).__name__}"
             fix = "Pass its arrays in a list or a dictionary"
+            if found := kind_of_module(leaf):
+                kind = leaf.__name__ if isinstance(leaf, type) else type(leaf).__name__
+                if isinstance(leaf, type):
+                    came, fix = f"the class {kind}, not an instance", f"Pass {kind}(...)"
+                elif found[0] != backend.name:
+                    came = f"the {found[1]} module {kind}"
+                    fix = f"Import gradtools.{found[0]}, which takes such modules"
     if not came and not backend.is_inexact(leaf):
         came = f"an array of dtype {backend.dtype_name(leaf)} and shape {tuple(leaf.shape)}"
     if came:

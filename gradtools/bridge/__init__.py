@@ -11,6 +11,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from gradtools.arguments.wording import type_in_words
 from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError
 from gradtools.errors import needed as _needed
@@ -136,4 +137,10 @@ def to_torch(
 
 def _check(caller: str, f: Any) -> None:
     if isinstance(f, BridgedModule) or not (callable(f) or is_jax_model(f)):
-        raise GradtoolsError(f"{caller}: got {f!r}; expected a function or a model.")
+        pair = (
+            " Pass a flax.linen module and its variables as to_torch(module, variables=variables)."
+        )
+        hint = pair if isinstance(f, tuple) and f and is_jax_model(f[0]) else ""
+        raise GradtoolsError(
+            f"{caller}: got {type_in_words(f)}; expected a function or a model.{hint}"
+        )

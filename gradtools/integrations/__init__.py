@@ -22,6 +22,15 @@ def refusal(caller: str, name: str, x: Any) -> Exception | None:
     return None
 
 
+def kind_of_module(x: Any) -> tuple[str, str] | None:
+    """The library of a module, or of a class of modules, and the wing that takes it."""
+    for wing, library in (("torch", "torch.nn"), ("jax", "flax.nnx"), ("jax", "equinox")):
+        kind = getattr(modules.get(library), "Module", ())
+        if isinstance(x, kind) or (isinstance(x, type) and issubclass(x, kind)):
+            return wing, library
+    return None
+
+
 def integration(library: str) -> Any:
     """Returns a library's integration module; None if the program has not imported the library."""
     name = library.removeprefix("flax.")

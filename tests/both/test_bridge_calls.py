@@ -328,10 +328,15 @@ def test_arrays_of_the_wrong_framework_are_refused_by_name():
         bridge.to_jax(lambda t: t)(torch.ones(2))
     with pytest.raises(GradtoolsError, match=r"to_torch|jax"):
         bridge.to_torch(lambda t: t)(jnp.ones(2))
-    with pytest.raises(GradtoolsError, match="to_jax: got 3; expected a function or a model"):
+    with pytest.raises(GradtoolsError, match="to_jax: got an int; expected a function or a model"):
         bridge.to_jax(3)
-    with pytest.raises(GradtoolsError, match="to_torch: got 3; expected a function or a model"):
+    with pytest.raises(
+        GradtoolsError, match="to_torch: got an int; expected a function or a model"
+    ):
         bridge.to_torch(3)
+    linen = pytest.importorskip("flax.linen")
+    with pytest.raises(GradtoolsError, match=r"got a tuple; .* to_torch\(module, variables=var"):
+        bridge.to_torch((linen.Dense(2), {"params": {}}))
     with pytest.raises(GradtoolsError, match=r"to_jax: .* typed key.*jax.random.key_data"):
         bridge.to_jax(lambda t: t)(jax.random.key(0))
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import numpy as np
 import pytest
 
@@ -100,3 +102,29 @@ def test_a_host_functions_rule_may_be_set_after_calls(gt, x):
         same(gt.grad(lambda x: f(x).sum())(x), np.cos(X))
     f.bwd = TWICE["bwd"](gt)
     same(gt.grad(lambda x: f(x).sum())(x), 2 * np.cos(X))
+
+
+def test_a_rule_that_can_be_called_is_taken_whatever_its_signature_says(gt):
+    """Only bwd's and the forward rule's own parameters count, not those of a wrapped function."""
+
+    def f(x):
+        return x * x
+
+    @functools.wraps(f)
+    def bwd(*saved_and_cotangent):
+        x, c = saved_and_cotangent
+        return (2 * x * c,)
+
+    @functools.wraps(f)
+    def pushed(primals, tangents, scale=2):
+        return f(*primals), scale * primals[0] * tangents[0]
+
+    x = gt.asarray(np.float32(3.0))
+    for give in (
+        lambda rule: rule.defvjp(lambda x: (f(x), x), bwd),
+        lambda rule: rule.defjvp(pushed),
+        lambda rule: rule.defjvp(functools.partial(pushed, scale=2)),
+    ):
+        rule = gt.custom_rule(f)
+        give(rule)
+        assert float(gt.grad(rule)(x)) == 6

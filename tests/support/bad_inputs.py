@@ -103,6 +103,12 @@ def pulled(gt: Any, a: Any, fwd: Any, bwd: Any) -> Any:
     return gt.vjp(rule, a(V))[1](a(V))
 
 
+def tangent_alone(gt: Any, a: Any) -> Any:
+    rule = gt.custom_rule(lambda x: x * x)
+    rule.defjvp(lambda primals, tangents: 2 * primals[0] * tangents[0])
+    return gt.jvp(rule, (a(V),), (a(V),))
+
+
 def added(gt: Any, *grads: Any) -> None:
     total = gt.GradientAccumulator()
     for one in grads:
@@ -113,6 +119,20 @@ def target(gt: Any, a: Any) -> Any:
     """What gradients are written to."""
     x = a(V)
     return x.requires_grad_() if hasattr(x, "requires_grad_") else x
+
+
+def layer(gt: Any) -> Any:
+    """A module of the framework, of one row."""
+    if gt.__name__.endswith("torch"):
+        return pytest.importorskip("torch").nn.LayerNorm(2)
+    return pytest.importorskip("equinox").nn.LayerNorm(2)
+
+
+def other_layer(gt: Any) -> Any:
+    """A module of the other framework."""
+    other = "jax" if gt.__name__.endswith("torch") else "torch"
+    pytest.importorskip(other)
+    return layer(importlib.import_module(f"gradtools.{other}"))
 
 
 def other_gather(gt: Any) -> dict[str, Any]:
@@ -408,6 +428,107 @@ BAD: dict[str, Call] = {
     ),
     "chunked with a key that is not there": lambda gt, a: gt.chunked(total(gt), 1, key_argnums=5)(
         a(V)
+    ),
+    # --- a newcomer's program: the way of another tool
+    "grad of a Python integer": lambda gt, a: gt.grad(lambda x: x**2)(3),
+    "grad of an iterator of parameters": lambda gt, a: gt.grad(lambda p: 0.0)(iter([a(V)])),
+    "grad of a set": lambda gt, a: gt.grad(lambda p: 0.0)({1.0}),
+    "grad of a module without a loss": lambda gt, a: gt.grad(layer(gt))(a(F32)),
+    "grad of a class of modules": lambda gt, a: gt.grad(lambda m: 0.0)(type(layer(gt))),
+    "grad of a module of the other framework": lambda gt, a: gt.grad(lambda m: 0.0)(
+        other_layer(gt)
+    ),
+    "vjp of a module of the other framework": lambda gt, a: gt.vjp(lambda m: 0.0, other_layer(gt)),
+    "grad of a dictionary of losses": lambda gt, a: gt.grad(lambda x: {"loss": (x * x).sum()})(
+        a(V)
+    ),
+    "grad of a loss of shape (1,)": lambda gt, a: gt.grad(lambda x: x[:1])(a(V)),
+    "value_and_grad, aux before the loss": lambda gt, a: gt.value_and_grad(
+        lambda x: ({"n": 1}, (x * x).sum()), has_aux=True
+    )(a(V)),
+    "argnums a boolean": lambda gt, a: gt.grad(total(gt), argnums=True)(a(V)),
+    "disconnected_inputs as in Theano": lambda gt, a: gt.grad(
+        total(gt), disconnected_inputs="ignore"
+    )(a(V)),
+    "allow_unused as in PyTorch": lambda gt, a: gt.grad(total(gt), allow_unused=True)(a(V)),
+    "create_graph as in PyTorch": lambda gt, a: gt.grad(total(gt), create_graph=True)(a(V)),
+    "grad, the mode of a Jacobian": lambda gt, a: gt.grad(total(gt), mode="reverse")(a(V)),
+    "jacobian, the name of jacfwd": lambda gt, a: gt.jacobian(lambda x: x, mode="jacfwd")(a(V)),
+    "hvp without tuples": lambda gt, a: gt.hvp(total(gt), a(V), a(V)),
+    "a pullback without a cotangent": lambda gt, a: gt.vjp(total(gt), a(V))[1](),
+    "a cotangent of another dtype": lambda gt, a: gt.vjp(lambda x: 2 * x, a(V))[1](a(F32)),
+    "a number as tangent of a vector": lambda gt, a: gt.jvp(total(gt), (a(V),), (1.0,)),
+    "a pushforward of a tuple": lambda gt, a: gt.linearize(total(gt), a(V))[1]((a(V),)),
+    "sparsity of another shape": lambda gt, a: gt.jacobian(
+        lambda x: x, sparsity=np.ones((3, 2), bool)
+    )(a(V)),
+    "sparsity of two arguments": lambda gt, a: gt.jacobian(
+        lambda x, y: x * y, argnums=(0, 1), sparsity=np.eye(2, dtype=bool)
+    )(a(V), a(V)),
+    "sparsity, True": lambda gt, a: gt.jacobian(lambda x: x, sparsity=True)(a(V)),
+    "a loss for each example, not one": lambda gt, a: gt.per_example_grad(lambda w, x: w * x)(
+        a(V), a(ROWS)
+    ),
+    "in_axes by a name that f lacks": lambda gt, a: gt.per_example_grad(mean, in_axes={"data": 0})(
+        a(V), a(ROWS)
+    ),
+    "a microbatch of losses": lambda gt, a: gt.microbatched_value_and_grad(lambda w, x: x @ w, 2)(
+        a(V), a(ROWS)
+    ),
+    "a microbatch with a text as aux": lambda gt, a: gt.microbatched_value_and_grad(
+        lambda w, x: (mean(w, x), "text"), 2, has_aux=True
+    )(a(V), a(ROWS)),
+    "minimax, players by name": lambda gt, a: gt.minimax_value_and_grad(
+        lambda x, y: (x - y).sum(), "x", "y"
+    )(a(V), a(V)),
+    "mixed_partial of a vector": lambda gt, a: gt.mixed_partial(
+        lambda y, g: y * g, lambda z: z * z, a(V), a(V), a(V)
+    ),
+    "a solve without a return": lambda gt, a: gt.implicit_solution(
+        lambda z, t: z - t, lambda t: None
+    )(a(V)),
+    "a fixed point in place of its equation": lambda gt, a: gt.implicit_solution(
+        lambda z, t: t * gt.xp.cos(z), lambda t: 0 * t + 0.739
+    )(a(S)),
+    "clip_gradient between two numbers": lambda gt, a: gt.clip_gradient(a(V), max_value=(-1, 1)),
+    "reverse_gradient by a negative scale": lambda gt, a: gt.reverse_gradient(a(V), -1.0),
+    "replace_gradient by a number": lambda gt, a: gt.grad(
+        lambda x: (gt.replace_gradient(x, 0.0) ** 2).sum()
+    )(a(V)),
+    "transform_gradient without a return": lambda gt, a: gt.grad(
+        lambda x: (gt.transform_gradient(x, lambda c: None) ** 2).sum()
+    )(a(V)),
+    "straight_through at an array": lambda gt, a: gt.straight_through(gt.xp.round, a(V)),
+    "a bwd of a context and a cotangent too many": lambda gt, a: gt.custom_rule(total(gt)).defvjp(
+        lambda x: (x, x), lambda ctx, saved, c: (c,)
+    ),
+    "a forward rule of one argument": lambda gt, a: gt.custom_rule(total(gt)).defjvp(
+        lambda primals: primals
+    ),
+    "a bwd without a return": lambda gt, a: pulled(gt, a, lambda x: (x, x), lambda saved, c: None),
+    "a bwd of one cotangent too many": lambda gt, a: pulled(
+        gt, a, lambda x: (x, x), lambda saved, c: (c, None)
+    ),
+    "a forward rule of the tangent alone": lambda gt, a: tangent_alone(gt, a),
+    "static_argnames by position": lambda gt, a: gt.custom_rule(mean, static_argnames=(1,)),
+    "a kernel's out that is a dtype": lambda gt, a: gt.host_function(np.sin, out=np.float64)(a(V)),
+    "a kernel that returns a list": lambda gt, a: gt.host_function(lambda x: [1.0, 2.0])(a(V)),
+    "an ArraySpec of an array": lambda gt, a: gt.ArraySpec(a(V), "float32"),
+    "an ArraySpec without a dtype": lambda gt, a: gt.ArraySpec((2,)),
+    "gradients of the other structure, swapped": lambda gt, a: gt.assign_gradients(
+        {"w": target(gt, a)}, layer(gt)
+    ),
+    "assign_gradients to an optimizer": lambda gt, a: gt.assign_gradients(object(), {"w": a(V)}),
+    "accumulating a loss as a weight": lambda gt, a: gt.GradientAccumulator().add(
+        a(V), weight=a(V)
+    ),
+    "to_numpy of a dictionary": lambda gt, a: gt.to_numpy({"w": a(V)}),
+    "split of keys": lambda gt, a: gt.split_key(gt.split_key(gt.random_key(0))),
+    "formula of a value": lambda gt, a: gt.formula((a(V) ** 2).sum(), a(V)),
+    "gradient_graph without arguments": lambda gt, a: gt.gradient_graph(total(gt)),
+    "why_zero of a gradient": lambda gt, a: gt.why_zero(gt.grad(total(gt))(a(V))),
+    "why_zero, a list of arrays as optimizer": lambda gt, a: gt.why_zero(
+        total(gt), a(V), optimizer=[a(V)]
     ),
 }
 

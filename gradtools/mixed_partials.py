@@ -64,7 +64,7 @@ class MixedPartials(Operators):
             names = [f"u[{k}]" for k in range(len(u))]
             return self._backend.compiler.uncompiled(self._mixed_partials, f, G, y, z, u, names)
         except TypeError as error:
-            error.add_note("mixed_partial: it calls G(z), and f(y, G(z)).")
+            error.add_note("mixed_partial calls G(z) and f(y, G(z)).")
             raise
 
     def _mixed_partials(

@@ -406,7 +406,7 @@ class _KernelMaps:
 
     def pushed(self, *operands: Array) -> list[Array]:
         xs, saved, dxs = self.parted(operands)
-        pull = lambda at, *cts: self.backend.apply_rule(self.pull, *at, *cts)
+        pull = lambda at, *cts: self.pulled(*at, *cts)
         return self.transposed(pull, [*xs, *saved], dxs)
 
     def transposed(self, pull: Any, at: Entries, dxs: Entries) -> list[Array]:

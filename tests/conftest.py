@@ -111,7 +111,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if "torch" in wanted:
         import torch
 
+        from tests.support.processes import keep_process_groups
+
         torchvision_anywhere.install()
+        keep_process_groups()
         torch.set_num_threads(1)
     inside = ExitStack()  # from here on: what modules make while they are collected is placed, too
     for backend in wanted:

@@ -39,11 +39,6 @@ def _keys_of_a_thread() -> tuple[Any, Any]:
     return result[0], result[1]
 
 
-def owners_of_memory(x: torch.Tensor) -> int:
-    """Returns the reference count of x's storage, which may be donated if the count is 1."""
-    return int(torch._C._storage_Use_Count(x.untyped_storage()._cdata))
-
-
 def fake_tensors(**options: Any) -> Any:
     """Makes a `FakeTensorMode`: operations compute only shapes. Its import takes a second."""
     from torch._subclasses.fake_tensor import FakeTensorMode

@@ -283,7 +283,7 @@ class FlatBridged(Foreign):
     def __init__(self, of: Bridged, specialized: Specialization) -> None:
         self.of, self.specialized, self.host = of, specialized, of._backend
         self.fun = of.fun
-        # The arguments that it writes to or keeps, which are copied; None before its first call.
+        # The arguments that it writes to, which are copied; None before its first call.
         self.written: set[int] | None = None
         self.structures: dict[Any, Any] = {}  # maps shapes to the host's output treedef
         super().__init__(of.guest, of.__name__, self._run, self._outs)

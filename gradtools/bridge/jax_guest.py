@@ -17,7 +17,7 @@ import torch
 import gradtools.jax
 from gradtools.backend import backend_of
 from gradtools.bridge.functions import Foreign, ForeignSignature
-from gradtools.bridge.memory import array_of, refuse_wide, tensors_of_own
+from gradtools.bridge.memory import array_of, refuse_wide, tensor_of
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import ArraySpec
 from gradtools.jax.known_errors import explained
@@ -96,7 +96,8 @@ class JaxGuest:
     def called(self, signature: ForeignSignature, run: Any, xs: Sequence[Tensor]) -> list[Tensor]:
         """Calls the function on tensors."""
         who = _argument(signature.of.name)
-        return tensors_of_own(self._evaluated(signature, run, [array_of(x, who) for x in xs]), xs)
+        ys = self._evaluated(signature, run, [array_of(x, who) for x in xs])
+        return [tensor_of(y).clone() for y in ys]
 
     def called_on_host(
         self, signature: ForeignSignature, run: Any, arrays: Sequence[np.ndarray]

@@ -1,14 +1,11 @@
 """Converts arrays between the frameworks by DLPack, without a copy if this is safe.
 
-DLPack does not coordinate writes, and JAX's arrays are immutable. A tensor whose storage is
-referenced elsewhere is therefore copied before JAX gets it, and a JAX array that is referenced
-elsewhere is copied before PyTorch may write to it.
+DLPack does not coordinate writes, and JAX's arrays are immutable. Arguments are shared; results
+are copied once, because a tensor that PyTorch holds elsewhere may be written to later.
 """
 
 from __future__ import annotations
 
-import sys
-from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -19,7 +16,6 @@ import numpy as np
 import torch
 from torch.utils.dlpack import from_dlpack
 
-from gradtools.bridge import _upstream as private
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import ArraySpec
 from gradtools.jax.arrays import X64
@@ -87,53 +83,6 @@ def comes_back(x: jax.Array) -> bool:
         return bool(x.committed) and device == jax.local_devices(backend="cpu")[0]
     seen = torch.cuda.device_count() if device.platform in ("gpu", "cuda", "rocm") else 0
     return bool(device.local_hardware_id < seen)
-
-
-def unshared(ys: list[Tensor]) -> list[Tensor]:
-    """Returns the tensors, or copies if a view, buffer or graph also uses the storage.
-
-    This reads the storage's reference count, which has no public API. It empties the list, because
-    the list holds references itself.
-    """
-    result = []
-    while ys:
-        t = ys.pop(0).detach()
-        result.append(t.clone() if private.owners_of_memory(t) > _owners_of_new() else t)
-    return result
-
-
-def is_kept(ts: Sequence[Tensor], i: int) -> bool:
-    """Returns whether other references to tensor i, or to its storage, exist."""
-    is_held = private.owners_of_memory(ts[i]) > _owners_of_new()
-    return is_held or sys.getrefcount(ts[i]) > _HELD_ONCE
-
-
-@cache
-def _owners_of_new() -> int:
-    return private.owners_of_memory(torch.empty(0))
-
-
-def tensors_of_own(ys: list[jax.Array], others: Sequence[Tensor]) -> list[Tensor]:
-    """Returns writable tensors: copies, unless JAX holds no other reference to the array."""
-    taken = {x.data_ptr() for x in others}
-    result = []
-    for i in range(len(ys)):
-        t = tensor_of(ys[i])
-        at = t.data_ptr()
-        if at in taken or sys.getrefcount(ys[i]) > _HELD_ONCE:
-            t = t.clone()
-            at = t.data_ptr()
-        taken.add(at)
-        result.append(t)
-    return result
-
-
-def _held_once() -> int:
-    ys = [np.empty(0)]
-    return sys.getrefcount(ys[0])
-
-
-_HELD_ONCE = _held_once()
 
 
 # --- NumPy, in callbacks -----------------------------------------------------------------

@@ -2,8 +2,8 @@
 
 PyTorch functions may write in place and draw from global generators, which JAX cannot represent.
 The first call gets copies of its arguments. Later calls get copies of arguments that the function
-wrote to or keeps; other arguments share JAX's memory. A function that draws random numbers is
-rejected, because its derivatives would draw other numbers.
+wrote to; other arguments share JAX's memory. A function that draws random numbers is rejected,
+because its derivatives would draw other numbers.
 """
 
 from __future__ import annotations
@@ -25,12 +25,10 @@ from gradtools.bridge.functions import Foreign, ForeignSignature
 from gradtools.bridge.memory import (
     array_of,
     comes_back,
-    is_kept,
     numpy_of_tensor,
     of_one_cpu,
     tensor_of,
     tensor_of_numpy,
-    unshared,
 )
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import ArraySpec
@@ -54,7 +52,7 @@ class TorchGuest:
         return run
 
     def protected(self, xs: Sequence[Tensor], written: set[int] | None) -> Sequence[Tensor]:
-        """Returns the arguments; copies arguments that the function may write to or keep."""
+        """Returns the arguments; copies arguments that the function may write to."""
         return [x.clone() if written is None or i in written else x for i, x in enumerate(xs)]
 
     def as_array(self, name: str, y: Any) -> Tensor:
@@ -154,10 +152,10 @@ class TorchGuest:
             base.written = None if is_first else base.written
             raise
         signature.record(run, [_spec(y) for y in outs])
-        outs = unshared(outs)
+        outs = [y.detach().clone() for y in outs]
         written = {i for i, t in enumerate(ts) if upstream.version_of(t)}
         if is_first:
-            base.written = written.union(i for i in range(len(ts)) if is_kept(ts, i))
+            base.written = written
         elif written:
             raise GradtoolsError(
                 f"to_jax: {of.name} wrote to an argument, but not in its first call, so JAX's "

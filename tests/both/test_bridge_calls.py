@@ -199,13 +199,13 @@ def test_each_dtype_and_shape_keeps_its_bits_both_ways_traced_or_not(dtype, shap
         assert np.array_equal(np.asarray(f(x)), np.asarray(x))
 
 
-def test_arrays_are_not_copied_on_their_way_in_or_out():
+def test_arguments_are_not_copied():
     seen = []
     f = bridge.to_jax(lambda t: seen.append(t.data_ptr()) or t + 1)
     x = jnp.ones((50, 50))
     f(x)  # looked at, on a copy
-    y = f(x)
-    assert seen[-1] == x.unsafe_buffer_pointer() != y.unsafe_buffer_pointer()
+    f(x)
+    assert seen[-1] == x.unsafe_buffer_pointer()
     inside = []
     g = bridge.to_torch(lambda a: inside.append(a.unsafe_buffer_pointer()) or a + 1, jit=False)
     t = torch.ones(50, 50)
@@ -213,28 +213,18 @@ def test_arrays_are_not_copied_on_their_way_in_or_out():
     assert inside == [t.data_ptr()]
 
 
-@pytest.mark.slow_at("True")
-@pytest.mark.parametrize("compiling", [False, True])
-def test_results_are_not_copied_unless_somebody_else_holds_them(compiling):
-    """Nor where dynamo has once refused a function: a caller then holds what it calls with."""
-    if compiling:
-        with pytest.raises(torch._dynamo.exc.Unsupported):
-            torch.compile(lambda t: t.tolist() and print(t), fullgraph=True)(torch.ones(1))
-    pointers, table = [], torch.zeros(40, 40)
-
-    def f(t, fresh):
-        y = (t * 2).T if fresh else table
-        pointers.append(y.data_ptr())
-        return y
-
-    cross = bridge.to_jax(f)
-    x = jnp.ones((40, 40))
-    for _ in range(2):
-        y = cross(x, True)
-    assert y.unsafe_buffer_pointer() == pointers[-1]
-    z = cross(x, False)
+def test_a_result_that_pytorch_holds_and_writes_later_is_a_copy():
+    table, x = torch.zeros(40, 40), jnp.ones((40, 40))
+    z = bridge.to_jax(lambda t: table)(x)
     table.add_(1)
-    assert float(jnp.abs(z).max()) == 0 and z.unsafe_buffer_pointer() != table.data_ptr()
+    assert float(jnp.abs(z).max()) == 0
+
+
+def test_a_result_may_be_written_while_jax_holds_it():
+    table = jnp.zeros(40)
+    for jit in (True, False):
+        bridge.to_torch(lambda a: table, jit=jit)(torch.ones(40)).add_(1)
+    near(table, np.zeros(40))
 
 
 def test_a_tensor_written_after_the_call_changes_no_result():
@@ -254,15 +244,6 @@ def test_a_function_that_writes_in_its_argument_gets_a_copy(around):
     for _ in range(3):
         near(f(x), 2 * np.ones(4))
         near(x, np.zeros(4))
-
-
-def test_a_function_that_keeps_its_argument_gets_a_copy():
-    kept, x = [], jnp.ones(40)
-    f = bridge.to_jax(lambda t: (kept.append(t), t * 2)[1])
-    for _ in range(3):
-        f(x)
-        kept[-1].zero_()
-    near(x, np.ones(40))
 
 
 @pytest.mark.parametrize("around", [lambda f: f, jax.jit])

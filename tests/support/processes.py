@@ -7,6 +7,7 @@ all test modules of a worker.
 from __future__ import annotations
 
 import contextlib
+import functools
 import multiprocessing
 import os
 import time
@@ -22,6 +23,24 @@ import torch.multiprocessing as mp
 _IMPORTED = ("gradtools.torch", "torch.distributed.fsdp", "torch.nn.parallel", "pytest")
 
 Case = Callable[..., Any]
+_groups: list[Any] = []
+
+
+def keep_process_groups() -> None:
+    """Keeps every default process group alive until the process ends.
+
+    The destructor of a Gloo group joins the group's threads while it holds the GIL, and a thread
+    may wait for the GIL to free the tensors of the last collective (pytorch/pytorch#56297). One of
+    about 2,000 calls of ``destroy_process_group`` right after a collective never returned.
+    """
+    init = dist.init_process_group
+
+    @functools.wraps(init)
+    def init_process_group(*args: Any, **kwargs: Any) -> None:
+        init(*args, **kwargs)
+        _groups.append(dist.group.WORLD)
+
+    dist.init_process_group = init_process_group
 
 
 def found_in_processes(
@@ -53,6 +72,7 @@ def work(
 ) -> None:
     """One process, all cases."""
     torch.set_num_threads(1)
+    keep_process_groups()
     init = f"file://{folder}/init"
     dist.init_process_group("gloo", init_method=init, rank=rank, world_size=world)
     found: dict[Any, Any] = {}

@@ -32,7 +32,7 @@ class MixedPartials(Operators):
         Args:
             f: A real scalar function of y and of G's result.
             G: A function of z that supports forward mode; PyTorch's fused attention, which does
-            not, is replaced by plain operations. For others take the gradient through `frozen(G)`.
+            not, is replaced by plain operations. Otherwise take the gradient through `frozen(G)`.
             y: A pytree of floating or complex arrays.
             z: A pytree of floating or complex arrays, the argument of G.
             u: The direction, a pytree like z, or a list of such pytrees.

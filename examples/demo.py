@@ -232,7 +232,7 @@ class Training:
     def compare(
         self, results: Sequence[tuple[float, list[Array]]], plain: Sequence[list[Array]]
     ) -> None:
-        """Records the differences between the two sides' steps, and from the plain gradients."""
+        """Records how far the sides' steps differ from each other and from the plain gradients."""
         (first_loss, first), (last_loss, last) = results[0], results[-1]
         self.losses.append(abs(first_loss - last_loss) / abs(last_loss))
         self.gradients.append(relative_difference(first, last))

@@ -1,4 +1,4 @@
-"""Gradients at intermediate values show where they vanish in a recurrent network; two uses.
+"""Gradients at intermediate values show where they vanish in a recurrent network.
 
 A network of 30 steps marks its state in each step. The norms of the retained gradients show how far
 back the loss reaches; gradients times values attribute the output to the steps (Shrikumar et al.,

@@ -290,7 +290,7 @@ class GradientAccumulator:
                 raise GradtoolsError(
                     f"GradientAccumulator.add: grads{self._backend.leaf_paths(grads)[k]} is "
                     f"{came if array is None else words(self._arrays.spec(array))}; expected a "
-                    "floating or complex array. Give the gradients, and None where there is none."
+                    "floating or complex array. Pass gradients, or None for a missing gradient."
                 )
         specs = tuple(map(self._arrays.spec, arrays))
         varies = tuple(map(self._arrays.varies, arrays))

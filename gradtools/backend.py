@@ -171,7 +171,7 @@ class Differentiation(Arrays):
         return [self.zeros_like(x) if v is None else v for v, x in pairs]
 
     def apart(self, fun: Callable[..., T], /, *args: Any) -> T:
-        """Calls `fun(*args)`, and marks its stopped gradients as gradtools', not the user's."""
+        """Calls `fun(*args)`, and marks its stopped gradients as stopped by gradtools."""
         return fun(*args)
 
     def closure_converted(

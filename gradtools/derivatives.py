@@ -133,7 +133,7 @@ class Derivatives(Operators):
         Raises:
             GradtoolsError: (When called) the output is not a real scalar; a differentiated argument
                 holds something that is not a floating or complex array; argnums is out of range.
-                With mode="forward_over_reverse", also as in `frozen`.
+                With mode="forward_over_reverse", `frozen` raises its errors too.
             DisconnectedInputError: (When called) according to `disconnected_inputs`.
 
         Example:

@@ -518,8 +518,8 @@ class _StraightThrough:
         values, value_def = backend.flatten_like(treedef, value)
         if not is_same(value_def, treedef):
             raise GradtoolsError(
-                f"straight_through: {name} returned the structure {in_words(value_def)}, its "
-                f"surrogate{hint} {in_words(treedef)}; they must be the same."
+                f"straight_through: {name} returned the structure {in_words(value_def)}, but "
+                f"its surrogate{hint} has the structure {in_words(treedef)}."
             )
         pairs = enumerate(zip(values, leaves, strict=True))
         return backend.unflatten(treedef, [self._leaf(i, v, s, hint) for i, (v, s) in pairs])

@@ -60,7 +60,7 @@ def paired(trees: Any, caller: str, target: Any, grads: Any) -> list[TargetLeaf]
             for key in grads:
                 if key not in numbered:
                     raise GradtoolsError(
-                        f"{caller}: grads{path}[{key!r}] has no place in the target, whose keys "
+                        f"{caller}: grads{path}[{key!r}] is not in the target, whose keys "
                         f"there are {_listed(numbered)}. Give gradients under the target's names; "
                         "some of them may be left out."
                     )

@@ -32,7 +32,7 @@ class MixedPartials(Operators):
         Args:
             f: A real scalar function of y and of G's result.
             G: A function of z that supports forward mode; PyTorch's fused attention, which does
-            not, is replaced by plain operations. For others take the gradient through `frozen(G)`.
+            not, is replaced by plain operations. Otherwise take the gradient through `frozen(G)`.
             y: A pytree of floating or complex arrays.
             z: A pytree of floating or complex arrays, the argument of G.
             u: The direction, a pytree like z, or a list of such pytrees.
@@ -64,7 +64,7 @@ class MixedPartials(Operators):
             names = [f"u[{k}]" for k in range(len(u))]
             return self._backend.compiler.uncompiled(self._mixed_partials, f, G, y, z, u, names)
         except TypeError as error:
-            error.add_note("mixed_partial: it calls G(z), and f(y, G(z)).")
+            error.add_note("mixed_partial calls G(z) and f(y, G(z)).")
             raise
 
     def _mixed_partials(

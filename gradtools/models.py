@@ -83,8 +83,8 @@ class Models(Operators):
           streams. ``train`` is passed as ``training``.
 
         Conventions differ: PyTorch's running variance is unbiased and its momentum m is ``1 - m``
-        elsewhere; flax's and equinox's is biased, and equinox, in evaluation, divides its
-        statistics by ``1 - m^calls``.
+        elsewhere; flax and equinox use the biased variance, and equinox divides its statistics by
+        ``1 - m^calls`` in evaluation.
 
         Args:
             module: A ``torch.nn.Module``, a ``flax.linen``, ``flax.nnx`` or ``equinox`` module,

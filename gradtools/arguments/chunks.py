@@ -267,8 +267,8 @@ def warn_of_batch_norm(f: Hashable, what: str) -> None:
     warn_once(
         ("batch norm", f),
         f"{what} a batch normalization in training mode. It normalizes each chunk by that chunk's "
-        "own statistics, as the plain loop over chunks does, so the result is not the full "
-        "batch's. For these use evaluation mode, or a normalization of single examples.",
+        "own statistics, as the plain loop over chunks does, so the result differs from "
+        "the full batch's. Use evaluation mode, or a normalization of single examples.",
     )
 
 

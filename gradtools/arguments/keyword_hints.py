@@ -33,7 +33,7 @@ _HINTS: dict[str, str | dict[str, str]] = {
     "retain_graph": "leave it out; the pullback of vjp may be called many times",
     "allow_unused": 'write disconnected_inputs="zeros"',
     "materialize_grads": 'write disconnected_inputs="zeros"',
-    "vectorize": "leave it out; chunk_size= says how many passes run at once",
+    "vectorize": "leave it out; chunk_size= limits the passes that run at once",
     "strict": 'grad and value_and_grad take disconnected_inputs="strict"',
     "in_dims": "write in_axes=",
     "out_dims": "write out_axes=",
@@ -46,7 +46,7 @@ _HINTS: dict[str, str | dict[str, str]] = {
     "chunks": "write chunk_size=, the number of examples in a chunk",
     "group": {"microbatched_value_and_grad": _RANKS},
     "axis_name": {"microbatched_value_and_grad": _RANKS},
-    "verify": "leave it out; nothing is computed again",
+    "verify": "leave it out; nothing is recomputed",
     "result_shape_dtypes": "write out=ArraySpec(shape, dtype)",
     "vmap_method": "write vectorized=True, or leave it out for one call for each example",
 }

@@ -77,7 +77,7 @@ def to_jax(f: Callable[..., Any], *, out: Any = None, train: bool | None = None)
     if isinstance(f, torch.nn.Module):
         return module_to_jax(_TORCH, f, out, train)
     if train is not None:
-        raise GradtoolsError("to_jax: train concerns modules, and f is a function.")
+        raise GradtoolsError("to_jax: train applies to modules, but f is a function.")
     if isinstance(f, Bridged) and isinstance(f.guest, JaxGuest):
         return f.fun
     return Bridged(_TORCH, f, out)
@@ -129,7 +129,7 @@ def to_torch(
     if is_jax_model(f):
         return model_to_torch(guest, f, variables, out)
     if variables is not None:
-        raise GradtoolsError("to_torch: variables concern models, and f is a function.")
+        raise GradtoolsError("to_torch: variables apply to models, but f is a function.")
     if isinstance(f, Bridged) and isinstance(f.guest, TorchGuest):
         return f.fun
     return Bridged(guest, f, out)

@@ -78,7 +78,7 @@ def constants_of(closed: Any) -> list[Any]:
     """Returns the constants of a closed jaxpr, with NumPy arrays unwrapped.
 
     JAX 0.7 and 0.8 wrap NumPy arrays in a class without operators, with a field `val`; since 0.9
-    that class is a subclass of NumPy's.
+    that class is a subclass of NumPy's class.
     """
     own = jax.Array | np.ndarray
     return [getattr(c, "val", c) if not isinstance(c, own) else c for c in closed.consts]

@@ -1,7 +1,7 @@
 """Arrays, keys and the array-API namespace of the JAX backend.
 
 Arrays keep NumPy's dtype, or the conversion raises: without x64, JAX would silently narrow float64
-to float32 and seeds to their low 32 bits. Keys are JAX's own.
+to float32 and seeds to their low 32 bits. Keys are JAX keys.
 
 ``gradtools.arrays`` documents the public names.
 """

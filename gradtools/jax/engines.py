@@ -1,6 +1,6 @@
 """Computes vjp, jvp and linearize in JAX, and which arguments reach the output.
 
-JAX computes the derivatives; its pullback is the conjugate of gradtools', and is converted here.
+JAX computes the derivatives. Its pullback is conjugated here.
 `reachability` reads from a jaxpr of f which arguments reach the output. Under a trace, f is traced
 to that jaxpr, which is then differentiated. At concrete arrays f itself is differentiated, and
 traced again if the gradient of a whole argument is zero.

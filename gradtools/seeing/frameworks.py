@@ -21,7 +21,7 @@ class Framework:
         caller: The operator that the user called, for error messages.
 
     Raises:
-        GradtoolsError: The backend is neither PyTorch's nor JAX's.
+        GradtoolsError: The backend is neither PyTorch nor JAX.
     """
 
     def __init__(self, backend: Backend, caller: str) -> None:

@@ -126,7 +126,7 @@ time for a small function; the second also skips the context that compiled code 
 
 current_graph_task: Callable[[], int] = _c._current_graph_task_id
 will_run: Callable[[Any], bool] = _c._will_engine_execute_node
-"""The id of the running backward pass, or -1; whether that pass will execute a node."""
+"""They return the id of the running backward pass (or -1), and whether it will run a node."""
 
 AccumulateGrad: Any = _c._functions.AccumulateGrad
 ModuleHook: Any = torch.nn.modules._functions.BackwardHookFunction
@@ -245,7 +245,7 @@ caches_weights: Callable[[], int] = partial(getattr, parametrize, "_cache_enable
 
 DYNAMO = "torch._dynamo"
 _compiler_of_frames = getattr(_c._dynamo.eval_frame, "get_eval_frame_callback", None)
-"""The name of dynamo's module; returns the compiler of this thread's frames, or None."""
+"""Returns the compiler of this thread's frames, or None."""
 
 
 def compiles_here() -> bool:

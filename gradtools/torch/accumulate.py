@@ -207,8 +207,8 @@ def _checked_weights(sent: Sequence[Any]) -> list[Any]:
     if "DTensor" in kinds and len({*weights}) > 1:
         raise GradtoolsError(
             f"{_MEAN}: the ranks gave weights {weights} to a DTensor, which is one gradient of all "
-            "of them. Give add() the weight of all ranks, the same on each, and scale each rank's "
-            "loss by its own share of it before backward()."
+            "ranks. Pass the total weight of all ranks to add() on each rank, and scale each "
+            "rank's loss by its share of that weight before backward()."
         )
     return weights
 

@@ -159,7 +159,7 @@ def _extended_to_numpy(x: torch.Tensor) -> np.ndarray:
         return x.float().numpy()
     dtype = getattr(ml_dtypes, str(x.dtype).removeprefix("torch."), None)
     if dtype is None:
-        raise TypeError(f"NumPy knows no {x.dtype} in this layout")
+        raise TypeError(f"NumPy does not support {x.dtype} in this layout")
     return x.contiguous().view(getattr(torch, f"uint{8 * x.itemsize}")).numpy().view(dtype).copy()
 
 

@@ -226,7 +226,7 @@ class TorchBackend(FrameworkBackend):
                 if not is_same(came, treedef):
                     raise GradtoolsError(
                         f"straight_through: the function returned the structure {in_words(came)}, "
-                        f"its surrogate {in_words(treedef)}; they must be the same."
+                        f"but its surrogate has the structure {in_words(treedef)}."
                     ) from None
                 pairs = zip(result, out, strict=True)
                 return [arrays.to_numpy(self.cast(y, spec.dtype)) for y, spec in pairs]

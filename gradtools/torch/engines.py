@@ -263,7 +263,7 @@ def _eager_linearize(fun: Fun, leaves: Tensors) -> tuple[Tensors, Tensors, Push]
         if lost:
             raise RuntimeError(
                 "f's backward pass records no graph (as in torch.cond), so the pushforward, "
-                "which is its derivative, is unknown; the pullback of gt.vjp is right"
+                "which is its derivative, is unknown; the pullback of gt.vjp is correct"
             )
         pairs = [(g, t) for g, t in zip(grads, tangents, strict=True) if g is not None]
         pushed = _pulled(of, [g for g, _ in pairs], dummies, [t for _, t in pairs], True)

@@ -33,7 +33,7 @@ def check_group(caller: str, axis_name: Any, group: Any) -> None:
     """Raises an error if there is no process group, or if axis_name is given."""
     if axis_name is not None:
         raise GradtoolsError(
-            f"{caller}: axis_name belongs to JAX; in PyTorch pass group, or neither."
+            f"{caller}: axis_name belongs to JAX; in PyTorch pass group or nothing."
         )
     if not (dist.is_available() and dist.is_initialized()):
         raise GradtoolsError(
@@ -69,8 +69,7 @@ def _gathered(x: Any, group: Any) -> Tensor:
         raise GradtoolsError("all_gather: expected tensors with rows along axis 0.")
     if x.layout is not torch.strided or x.is_nested:
         raise GradtoolsError(
-            "all_gather: a sparse or nested tensor has no rows that lie one after the other. Give "
-            "its dense form."
+            "all_gather: a sparse or nested tensor has no contiguous rows. Give its dense form."
         )
     shapes = _of_all(f"{tuple(x.shape)} of {x.dtype}", group)
     if any(shape != shapes[0] for shape in shapes):

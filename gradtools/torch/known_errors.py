@@ -70,14 +70,14 @@ _ADVICE = {
     ),
     "vmap: inplace arithmetic|would mutate a captured Tensor": (
         "f changes a tensor in place that all examples share (such as batch normalization's "
-        "running statistics in training mode), which torch.func's transforms cannot follow. Put "
-        "the module in evaluation mode or make_functional it, or give per_example_grad or jacobian "
-        "chunk_size=1, a plain loop."
+        "running statistics in training mode), which torch.func's transforms reject. Put "
+        "the module in evaluation mode, call make_functional on it, or pass chunk_size=1 (a plain "
+        "loop) to per_example_grad or jacobian."
     ),
     "yet support saved tensor hooks|use_reentrant=True": (
         "f contains torch.utils.checkpoint, or other saved_tensors_hooks, or is called inside of "
-        "them, which torch.func's transforms do not support; a reentrant checkpoint takes no "
-        "derivative with respect to chosen inputs either. Use gt.checkpoint in its place."
+        "them, which torch.func's transforms do not support; a reentrant checkpoint also "
+        "lacks derivatives with respect to chosen inputs. Use gt.checkpoint in its place."
     ),
     r"Trying to use forward AD with|c\+\+ API of custom Function|aten::_efficientzerotensor": (
         "f contains an operation without forward mode in PyTorch. Use "
@@ -87,12 +87,12 @@ _ADVICE = {
     "must implement the jvp function|flat_bdims must not be None": (  # its text in vmap
         "f contains a function with a reverse rule only (clip_gradient, transform_gradient, "
         "replace_gradient, or a torch.autograd.Function without jvp), so it has no forward mode. "
-        f"{USE_REVERSE_MODE} A Function is pushed by linearize(f, *primals)[1], the transposed "
-        "pullback."
+        f"{USE_REVERSE_MODE} For a Function use linearize(f, *primals)[1], which transposes "
+        "the pullback."
     ),
     "aten::_scaled_dot_product": (
-        "PyTorch has only first derivatives of fused attention. gradtools takes others by plain "
-        "operations if gradtools takes all of them and the kernel draws no dropout: in f use "
+        "PyTorch has only first derivatives of fused attention. gradtools uses plain operations "
+        "for others if it takes all derivatives and the kernel draws no dropout: in f use "
         "gt.grad, not torch.func.grad or torch.autograd.grad, and linearize, not jvp, of a "
         "pullback."
     ),

@@ -25,7 +25,7 @@ RULE = "rule"  # the mark of a Function that applies a rule
 
 
 def function_of_ours(kind: Any) -> str | None:
-    """Returns the kind under which recordings list a Function; None if it is not gradtools'."""
+    """Returns the kind under which recordings list a Function; None for a Function of the user."""
     mark: str | None = getattr(kind, "recorded_as", None)
     own = kind.__module__.startswith(__name__.rpartition(".")[0] + ".")
     return mark or (kind.__name__.strip("_").lower() if own else None)

@@ -116,7 +116,7 @@ class Program:
     def pullback(
         self, xs: Sequence[Tensor], cts: Sequence[Any], wants: Sequence[bool]
     ) -> tuple[Pull, Tensors]:
-        """Returns the pullback of cotangents at xs and its arguments; wants as in `Pull`."""
+        """Returns the pullback of cotangents at xs and its arguments; `Pull` explains wants."""
         there = [ct is not None for ct in cts]
         return (self.pulls or Pull)(self, len(xs), there, wants), [*xs, *compress(cts, there)]
 

@@ -17,8 +17,8 @@ def sparse_array(index: np.ndarray, values: Tensor, shape: Sequence[int]) -> Ten
     """A sparse COO tensor: one row of `index` for each axis, sorted, each entry once."""
     if levels_of_vmap(values):
         raise GradtoolsError(
-            "jacobian, hessian: under vmap there is no sparse result, because PyTorch batches no "
-            "sparse tensors. Call it for each example in a loop, or leave sparsity= out."
+            "jacobian, hessian: vmap does not support sparse results, because PyTorch has no "
+            "batched sparse tensors. Call it for each example in a loop, or leave sparsity= out."
         )
     at = torch.from_numpy(np.ascontiguousarray(index, np.int64)).to(values.device)
     return torch.sparse_coo_tensor(

@@ -278,7 +278,7 @@ def test_a_shape_that_depends_on_values_is_said_by_out():
     f = lambda t: t[t > 0] * 2
     x = jnp.asarray([1.0, -1.0, 2.0])
     near(bridge.to_jax(f)(x), [2, 4])
-    with pytest.raises(GradtoolsError, match=r"to_jax: .*<lambda> returns.*out=ArraySpec\(shape"):
+    with pytest.raises(GradtoolsError, match=r"to_jax: .*<lambda>.*out=ArraySpec\(shape"):
         jax.jit(bridge.to_jax(f))(x)
     told = jax.jit(bridge.to_jax(f, out=gj.ArraySpec((2,), "float64")))
     near(told(x), [2, 4])

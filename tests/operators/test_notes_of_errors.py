@@ -20,7 +20,7 @@ def test_per_example_grad_says_that_f_sees_one_example(gt):
             raise ValueError("expected 2D input")
         return (x @ w).sum()
 
-    assert "f sees one example, without the batch axis; x[None] has one" in notes(
+    assert "f sees one example, without the batch axis; x[None] has it" in notes(
         lambda: gt.per_example_grad(f)(w, x)
     )
 
@@ -41,7 +41,7 @@ def test_chunks_say_what_f_was_called_with(gt):
 def test_mixed_partial_says_how_its_functions_are_called(gt):
     x = gt.asarray(np.ones(3))
     swapped = lambda: gt.mixed_partial(lambda z: z, lambda y, g: (y * g).sum(), x, x, x)
-    assert "it calls G(z), and f(y, G(z))" in notes(swapped)
+    assert "mixed_partial calls G(z) and f(y, G(z))" in notes(swapped)
 
 
 def test_a_kernel_that_writes_its_argument_hears_that_it_is_read_only(gt):

@@ -1,7 +1,7 @@
 """Linearizes a rule: its jvp and vjp maps, with every value that they read as an input.
 
-JAX's cotangents are the conjugates of gradtools'. A linearized rule uses JAX's convention; only
-`_native` converts between them.
+Cotangents in JAX are the conjugates of cotangents in gradtools. A linearized rule uses JAX's
+convention; only `_native` converts between them.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ def transpose_map(rule: Rule, which: str, linear: Any, examples: Any, values: An
         raise GradtoolsError(
             f"rule {rule.name!r}: the other mode is derived by transposing its {which} map, "
             f"but JAX cannot transpose it: a {which} map must be linear in its {which}s. "
-            f"Give the missing map as well, or make this one linear. JAX says: {error}"
+            f"Give the missing map as well, or make this map linear. JAX says: {error}"
         ) from error
 
 

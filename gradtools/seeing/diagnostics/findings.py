@@ -54,7 +54,7 @@ KINDS: dict[str, FindingKind] = {
         "use straight_through(f), which keeps the value and passes the gradient on",
     ),
     "no_grad": FindingKind(
-        "it runs while gradients are switched off",
+        "it runs while gradients are disabled",
         "move it out of no_grad or inference_mode; pass use_reentrant=False to a checkpoint",
     ),
     "inner_gradient": FindingKind(
@@ -67,11 +67,11 @@ KINDS: dict[str, FindingKind] = {
         "write y = ... instead of writing to x.data",
     ),
     "rule": FindingKind(
-        "its own rule carries no derivative to this input",
+        "its rule has no derivative for this input",
         "return a cotangent for this input in the rule instead of None",
     ),
     "unused": FindingKind(
-        "nothing of the argument flows to the output",
+        "no data flows from the argument to the output",
         "use the argument that f receives, not a captured array in its place, and return the "
         "framework's own array, not a NumPy or Python number",
     ),

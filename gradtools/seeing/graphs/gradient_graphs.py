@@ -41,19 +41,19 @@ class Graph(PlainGraph):
         return printable(self.to_text())
 
     def to_text(self, **view: Any) -> str:
-        """Formats the graph as text for a terminal; `view` as in `to_svg`."""
+        """Formats the graph as text for a terminal; `to_svg` explains `view`."""
         return texts.to_text(self, **view)
 
     def to_dot(self, **view: Any) -> str:
-        """Formats the graph in Graphviz' language; `view` as in `to_svg`."""
+        """Formats the graph in Graphviz' language; `to_svg` explains `view`."""
         return texts.to_dot(self, **view)
 
     def to_mermaid(self, **view: Any) -> str:
-        """Formats the graph as a Mermaid flowchart for Markdown; `view` as in `to_svg`."""
+        """Formats the graph as a Mermaid flowchart for Markdown; `to_svg` explains `view`."""
         return texts.to_mermaid(self, **view)
 
     def to_svg(self, **view: Any) -> str:
-        """Draws the graph as SVG, which needs `gradtools[svg]`; options as in `drawing.to_svg`."""
+        """Draws the graph as SVG; needs `gradtools[svg]`. `drawing.to_svg` explains `view`."""
         return drawing.to_svg(self, **view)
 
     def to_html(self, **view: Any) -> str:

@@ -35,7 +35,7 @@ def graph_of_outputs(outputs: Any) -> PlainGraph:
     if not any(y.requires_grad for _, y in named):
         raise GradtoolsError(
             "gradient_graph: outputs has no tensor with a graph: each was detached, computed under "
-            "no_grad, or computed from nothing that requires grad. Fix: pass a result before it is "
+            "no_grad, or computed from constants. Fix: pass a result before it is "
             "detached, or call why_zero, which names the line."
         )
     return _AutogradReader().graph(named)

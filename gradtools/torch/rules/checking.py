@@ -74,7 +74,7 @@ def check_linear(rule: Rule, which: str, run: Any, at: Sequence[Any], likes: Seq
             raise GradtoolsError(
                 f"rule {rule.name!r}: the other mode is derived by transposing its {which} map, "
                 f"but that map is not linear in its {which}s. Give the missing map as well, or "
-                "make this one linear."
+                "make this map linear."
             )
 
     if isinstance(rule.origin, Contract):

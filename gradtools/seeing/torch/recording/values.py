@@ -97,7 +97,7 @@ class TensorTable(Generic[V]):
         return self._memories.get(memory_of(x))
 
     def write(self, x: Tensor, value: V, by: Any = None) -> None:
-        """Logs an in-place write to x and assigns this value to x; by: As in `Write`."""
+        """Logs an in-place write to x and assigns this value to x; `Write` explains by."""
         if (memory := self.memory(x)) is not None:
             memory.written.append(Write(x, value, by))
         self.hold(x, value)

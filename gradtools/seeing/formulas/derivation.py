@@ -141,7 +141,7 @@ class Formula:
     def __str__(self) -> str:
         parts = []
         for section in self._statements.sections:
-            lines = (f"  {a.text} = {b.text}" for a, b in section.lines)
+            lines = (f"  {line}" for line in section.lines)
             parts += [f"{section.title} {section.of}".strip(), *lines, ""]
         writer = self._statements.writer
         notes = [*self._legend(), *writer.definitions, *writer.notes]
@@ -153,14 +153,14 @@ class Formula:
 
     def lines(self, section: int) -> list[str]:
         """The lines of one part: 0 the program, 1 its adjoint, 2 the adjoint of that."""
-        return [f"{a.text} = {b.text}" for a, b in self._statements.sections[section].lines]
+        return [*self._statements.sections[section].lines]
 
     def latex(self) -> str:
         """The formula in LaTeX: one ``aligned`` for each part, and one for definitions of names."""
         blocks = []
         for section in self._statements.sections:
             title = rf"\textbf{{{section.title}}}\ {ts.latex(section.of)}"
-            blocks.append([title, *(ts.latex(f"{a.text} = {b.text}") for a, b in section.lines)])
+            blocks.append([title, *map(ts.latex, section.lines)])
         if names := self._statements.writer.definitions:
             blocks.append([*map(ts.latex, names)])
         aligned = [" \\\\\n".join(f"&{row}" for row in rows) for rows in blocks]

@@ -68,8 +68,8 @@ class Formula:
 
     Args:
         recorded: The program. Its inputs are followed by differentiated captured arrays.
-        order: 1, or 2 to add the double backward.
-        wrt: The positions of the differentiated inputs; by default all floating and complex ones.
+        order: 1, or 2 with the double backward.
+        active: The positions of the differentiated inputs.
 
     Attributes:
         inputs, outputs, cotangents, gradients, directions, second: The names, as text.
@@ -80,9 +80,7 @@ class Formula:
     check: Agreement | None = None
     compare: Callable[..., Agreement] | None = None  # compares with a derivation; see `agrees_with`
 
-    def __init__(
-        self, recorded: Recorded, order: int = 1, wrt: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, recorded: Recorded, order: int, active: Sequence[int]) -> None:
         inputs = recorded.opened
         self.order, self._recorded = order, recorded
         leaves = list(dict.fromkeys((*inputs, *recorded.held)))
@@ -90,7 +88,6 @@ class Formula:
         self._names = {p: ts.symbol(n) for p, n in zip(leaves, chosen, strict=True)}
         names = output_names(recorded.outputs, set(chosen))
         self._outputs = list(zip(recorded.outputs, names, strict=True))
-        active = [k for k, p in enumerate(inputs) if p.is_inexact and (wrt is None or k in wrt)]
         sources = [inputs[k] for k in active]
         of_inputs = lambda grads: replaced_at([None] * len(inputs), active, grads)
         inexact = [(y, name) for y, name in self._outputs if y.is_inexact]

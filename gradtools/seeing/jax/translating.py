@@ -50,17 +50,14 @@ def formula_graph(program: LeafProgram) -> Recorded:
 
 
 def differentiated(
-    program: LeafProgram,
-    recorded: Recorded,
-    active: Sequence[int],
-    inputs: Sequence[Any],
-    cotangents: Sequence[Any],
-    directions: Sequence[Any],
-) -> tuple[list[Any], list[Any], list[Any]]:
+    program: LeafProgram, recorded: Recorded, active: Sequence[int], point: Sequence[list[Any]]
+) -> list[list[Any]]:
     """f's outputs and gradients by JAX, and with directions the derivatives of the gradients.
 
     active: Which of the inputs are differentiated.
+    point: The inputs, the cotangents and, at order 2, the directions.
     """
+    inputs, cotangents, directions = point
     inexact = [k for k, y in enumerate(recorded.outputs) if y.is_inexact]
     run = lambda *leaves: [*map(jnp.asarray, program.run(list(leaves)))]
     moving = tuple(p.is_inexact for p in recorded.inputs)
@@ -68,10 +65,10 @@ def differentiated(
     once = f.vjp(inexact, active)
     outputs, gradients = f.value(*inputs), once.value(*inputs, *cotangents)
     if not directions:
-        return outputs, gradients, []
+        return [outputs, gradients, []]
     both = [*active, *range(len(inputs), len(inputs) + len(cotangents))]
     twice = once.vjp(range(len(active)), both)
-    return outputs, gradients, twice.value(*inputs, *cotangents, *directions)
+    return [outputs, gradients, twice.value(*inputs, *cotangents, *directions)]
 
 
 # An expression, or a value that does not depend on the arguments: a NumPy array, or JAX's random

@@ -20,6 +20,7 @@ from gradtools.seeing.formulas import algebra
 from gradtools.seeing.formulas import typesetting as ts
 from gradtools.seeing.formulas.algebra import Entry, Labels, contracts, opened, power, varying
 from gradtools.seeing.formulas.expressions import OPERATIONS, Expr, constant_of
+from gradtools.seeing.formulas.operations import DEFINITIONS
 from gradtools.seeing.formulas.typesetting import Written
 
 
@@ -42,10 +43,9 @@ class Writer:
             return ts.number(constant_of(x))
         if x.op == "einsum":
             return self._product(x)
-        operation = OPERATIONS[x.op]
-        if operation.definition:
-            self.definitions[operation.definition] = None
-        form = operation.form
+        if x.op in DEFINITIONS:
+            self.definitions[DEFINITIONS[x.op]] = None
+        form = OPERATIONS[x.op].form
         return form(self, x) if form else ts.function(x.op, [self.operand(a) for a in x.args])
 
     def is_named(self, x: Expr) -> bool:

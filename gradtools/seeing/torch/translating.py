@@ -68,14 +68,10 @@ def formula_graph(program: LeafProgram) -> Recorded:
     read = set(order(outputs)).difference(inputs)
     held = {p: x for p, x in recorder.leaves.items() if p in read}
     wanted = tuple(p for p, x in held.items() if x.requires_grad and is_inexact(x))
-    return Recorded(
-        tuple(inputs),
-        tuple(outputs),
-        {p: _numbers(x) for p, x in held.items()},
-        wanted,
-        tuple(held[p] for p in wanted),
-        frozenset(recorder.dtypes),
-    )
+    contents = {p: _numbers(x) for p, x in held.items()}
+    captured = tuple(held[p] for p in wanted)
+    dtypes = frozenset(recorder.dtypes)
+    return Recorded(tuple(inputs), tuple(outputs), contents, wanted, captured, dtypes)
 
 
 def _by_its_name(

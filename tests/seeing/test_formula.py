@@ -9,8 +9,9 @@ import torch.nn.functional as F
 
 import gradtools.torch as gt
 from gradtools import GradtoolsError
-from gradtools.seeing.formulas.expressions import OPERATIONS, evaluate, full
+from gradtools.seeing.formulas.expressions import evaluate, full
 from gradtools.seeing.formulas.formulating import compared
+from gradtools.seeing.formulas.operations import DEFINITIONS
 from gradtools.seeing.formulas.typesetting import latex as latex_of
 from gradtools.seeing.formulas.typesetting import number
 
@@ -83,15 +84,14 @@ NAMES = {  # of each definition, as a line has it
 
 @pytest.mark.parametrize("name", LOSSES)
 def test_each_name_is_defined_below_and_latex_is_well_formed(name):
-    definitions = {n: o.definition for n, o in OPERATIONS.items() if o.definition}
-    assert set(NAMES) == set(definitions)
+    assert set(NAMES) == set(DEFINITIONS)
     f, args = LOSSES[name]
     found = gt.formula(f, *args, order=2, argnums=tuple(range(len(args))))
     text, latex = str(found), found.latex()
     lines = text.partition("\nwhere\n")[0]
     named = {name for name, pattern in NAMES.items() if re.search(pattern, lines)}
-    assert {name for name, told in definitions.items() if told in text} == named
-    assert {name for name, told in definitions.items() if latex_of(told) in latex} == named
+    assert {name for name, told in DEFINITIONS.items() if told in text} == named
+    assert {name for name, told in DEFINITIONS.items() if latex_of(told) in latex} == named
     assert latex.count("{") == latex.count("}") and not re.search("[^\x00-\x7f]", latex)
 
 

@@ -68,8 +68,8 @@ class Formula:
 
     Args:
         recorded: The program. Its inputs are followed by differentiated captured arrays.
-        order: 1, or 2 to add the double backward.
-        wrt: The positions of the differentiated inputs; by default all floating and complex ones.
+        order: 1, or 2 with the double backward.
+        active: The positions of the differentiated inputs.
 
     Attributes:
         inputs, outputs, cotangents, gradients, directions, second: The names, as text.
@@ -80,9 +80,7 @@ class Formula:
     check: Agreement | None = None
     compare: Callable[..., Agreement] | None = None  # compares with a derivation; see `agrees_with`
 
-    def __init__(
-        self, recorded: Recorded, order: int = 1, wrt: Sequence[int] | None = None
-    ) -> None:
+    def __init__(self, recorded: Recorded, order: int, active: Sequence[int]) -> None:
         inputs = recorded.opened
         self.order, self._recorded = order, recorded
         leaves = list(dict.fromkeys((*inputs, *recorded.held)))
@@ -90,7 +88,6 @@ class Formula:
         self._names = {p: ts.symbol(n) for p, n in zip(leaves, chosen, strict=True)}
         names = output_names(recorded.outputs, set(chosen))
         self._outputs = list(zip(recorded.outputs, names, strict=True))
-        active = [k for k, p in enumerate(inputs) if p.is_inexact and (wrt is None or k in wrt)]
         sources = [inputs[k] for k in active]
         of_inputs = lambda grads: replaced_at([None] * len(inputs), active, grads)
         inexact = [(y, name) for y, name in self._outputs if y.is_inexact]
@@ -141,7 +138,7 @@ class Formula:
     def __str__(self) -> str:
         parts = []
         for section in self._statements.sections:
-            lines = (f"  {a.text} = {b.text}" for a, b in section.lines)
+            lines = (f"  {line}" for line in section.lines)
             parts += [f"{section.title} {section.of}".strip(), *lines, ""]
         writer = self._statements.writer
         notes = [*self._legend(), *writer.definitions, *writer.notes]
@@ -153,14 +150,14 @@ class Formula:
 
     def lines(self, section: int) -> list[str]:
         """The lines of one part: 0 the program, 1 its adjoint, 2 the adjoint of that."""
-        return [f"{a.text} = {b.text}" for a, b in self._statements.sections[section].lines]
+        return [*self._statements.sections[section].lines]
 
     def latex(self) -> str:
         """The formula in LaTeX: one ``aligned`` for each part, and one for definitions of names."""
         blocks = []
         for section in self._statements.sections:
             title = rf"\textbf{{{section.title}}}\ {ts.latex(section.of)}"
-            blocks.append([title, *(ts.latex(f"{a.text} = {b.text}") for a, b in section.lines)])
+            blocks.append([title, *map(ts.latex, section.lines)])
         if names := self._statements.writer.definitions:
             blocks.append([*map(ts.latex, names)])
         aligned = [" \\\\\n".join(f"&{row}" for row in rows) for rows in blocks]

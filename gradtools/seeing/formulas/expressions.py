@@ -211,7 +211,6 @@ class Operation:
     # Maps the expression, its cotangent and the arguments to the arguments' cotangents.
     pullback: Callable[..., Sequence[Expr | None]] | None = None
     form: Callable[[Writer, Expr], Written] | None = None  # None writes the name and the arguments
-    definition: str = ""  # the definition of the name, printed below a formula that has it
 
 
 OPERATIONS: dict[str, Operation] = {}

@@ -256,13 +256,11 @@ class _Comparison:
 
         A gradient is None where the input is not differentiated.
         """
-        inputs, *others = self._leaves(point), *(map(self._array, group) for group in point[1:])
-        cotangents, directions = ([*group] for group in others)
+        at = [self._leaves(point), *([*map(self._array, group)] for group in point[1:])]
         count, of_inputs = len(self.active), [None] * len(self.recorded.opened)
+        differentiated = self.programs.differentiated
         try:
-            outputs, gradients, second = self.programs.differentiated(
-                self.program, self.recorded, self.active, inputs, cotangents, directions
-            )
+            outputs, *grads = differentiated(self.program, self.recorded, self.active, at)
         except GradtoolsError:
             raise
         except Exception as error:
@@ -271,10 +269,8 @@ class _Comparison:
                 f"formula: f runs, and automatic differentiation of it does not ({what}), so there "
                 "is nothing to compare a formula with."
             ) from error
-        groups = outputs, replaced_at(of_inputs, self.active, gradients)
-        if self.order == 1:
-            return groups
-        return *groups, [*replaced_at(of_inputs, self.active, second[:count]), *second[count:]]
+        wide = lambda xs: [*replaced_at(of_inputs, self.active, xs[:count]), *xs[count:]]
+        return outputs, *map(wide, grads[: self.order])
 
 
 def _counted(points: int) -> str:

@@ -31,34 +31,30 @@ def _entrywise(name: str, evaluate: Callable[..., Any], pullback: Any = None, **
 
 # --- functions of one argument
 
-# The value, the derivative from the value y and the argument x, and the definition if it is shown.
-FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[Expr, Expr], Expr], str]] = {
-    "exp": (np.exp, lambda y, x: y, ""),
-    "log": (np.log, lambda y, x: x**-1, ""),
-    "sin": (np.sin, lambda y, x: apply("cos", x), ""),
-    "cos": (np.cos, lambda y, x: -apply("sin", x), ""),
-    "sinh": (np.sinh, lambda y, x: apply("cosh", x), ""),
-    "cosh": (np.cosh, lambda y, x: apply("sinh", x), ""),
-    "tanh": (np.tanh, lambda y, x: 1 - y**2, ""),
-    "softplus": (
-        lambda x: np.logaddexp(x, 0),
-        lambda y, x: apply("sigmoid", x),
-        "softplus(x) := log(1 + e^x)",
-    ),
-    "sigmoid": (
-        lambda x: np.exp(-np.logaddexp(-x, 0)),
-        lambda y, x: y * (1 - y),
-        "sigmoid(x) := 1 / (1 + e^(-x))",
-    ),
-    "relu": (
-        lambda x: np.maximum(x, 0),
-        lambda y, x: indicator(x, 0, ">"),
-        "relu(x) := max(x, 0)",
-    ),
+# The definitions of the names that are printed with theirs.
+DEFINITIONS = {
+    "softplus": "softplus(x) := log(1 + e^x)",
+    "sigmoid": "sigmoid(x) := 1 / (1 + e^(-x))",
+    "relu": "relu(x) := max(x, 0)",
+    "logsumexp": "logsumexpᵢ(x) := log Σᵢ e^x",
+    "softmax": "softmaxᵢ(x) := e^x / Σᵢ e^x",
+    "var": "varᵢ(x) := meanᵢ |x - meanᵢ x|²",
 }
-for _name, (_value, _slope, _definition) in FUNCTIONS.items():
-    _pulled = lambda y, g, x, slope=_slope: [conj(slope(y, x)) * g]
-    _entrywise(_name, _value, _pulled, definition=_definition)
+# The value, and the derivative from the value y and the argument x.
+FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[Expr, Expr], Expr]]] = {
+    "exp": (np.exp, lambda y, x: y),
+    "log": (np.log, lambda y, x: x**-1),
+    "sin": (np.sin, lambda y, x: apply("cos", x)),
+    "cos": (np.cos, lambda y, x: -apply("sin", x)),
+    "sinh": (np.sinh, lambda y, x: apply("cosh", x)),
+    "cosh": (np.cosh, lambda y, x: apply("sinh", x)),
+    "tanh": (np.tanh, lambda y, x: 1 - y**2),
+    "softplus": (lambda x: np.logaddexp(x, 0), lambda y, x: apply("sigmoid", x)),
+    "sigmoid": (lambda x: np.exp(-np.logaddexp(-x, 0)), lambda y, x: y * (1 - y)),
+    "relu": (lambda x: np.maximum(x, 0), lambda y, x: indicator(x, 0, ">")),
+}
+for _name, (_value, _slope) in FUNCTIONS.items():
+    _entrywise(_name, _value, lambda y, g, x, slope=_slope: [conj(slope(y, x)) * g])
 
 
 # --- sums, powers, parts of complex numbers
@@ -342,24 +338,19 @@ def _pull_standardize(y: Expr, g: Expr, x: Expr, axes: tuple[int, ...]) -> Expr:
 
 # Every entry that equals the maximum or minimum gets its whole cotangent.
 _pull_extreme = lambda y, g, x, axes: indicator(x, y, "==") * g
+_euclidean = lambda x, axes: np.sqrt((np.abs(x) ** 2).sum(axes))
+_softmax = lambda x, axes: np.exp(x - _logsumexp(x, axes, keepdims=True))
+_pull_softmax = lambda y, g, x, axes: conj(y) * (g - total(conj(y) * g, axes, keep=True))
 # The value from the argument and the axes; the argument's cotangent from the value and its
-# cotangent, both broadcast to the argument; the definition if it is shown.
-_ALONG: dict[str, tuple[Callable[..., Any], Callable[..., Expr], str]] = {
-    "max": (np.max, _pull_extreme, ""),
-    "min": (np.min, _pull_extreme, ""),
-    "norm": (
-        lambda x, axes: np.sqrt((np.abs(x) ** 2).sum(axes)),
-        lambda y, g, x, axes: x * (real(g) / y),
-        "",
-    ),
-    "logsumexp": (_logsumexp, _pull_logsumexp, "logsumexpᵢ(x) := log Σᵢ e^x"),
-    "var": (np.var, _pull_variance, "varᵢ(x) := meanᵢ |x - meanᵢ x|²"),
-    "softmax": (
-        lambda x, axes: np.exp(x - _logsumexp(x, axes, keepdims=True)),
-        lambda y, g, x, axes: conj(y) * (g - total(conj(y) * g, axes, keep=True)),
-        "softmaxᵢ(x) := e^x / Σᵢ e^x",
-    ),
-    "standardize": (_standardize, _pull_standardize, ""),
+# cotangent, both broadcast to the argument.
+_ALONG: dict[str, tuple[Callable[..., Any], Callable[..., Expr]]] = {
+    "max": (np.max, _pull_extreme),
+    "min": (np.min, _pull_extreme),
+    "norm": (_euclidean, lambda y, g, x, axes: x * (real(g) / y)),
+    "logsumexp": (_logsumexp, _pull_logsumexp),
+    "var": (np.var, _pull_variance),
+    "softmax": (_softmax, _pull_softmax),
+    "standardize": (_standardize, _pull_standardize),
 }
 
 
@@ -368,9 +359,9 @@ def _pull_along(y: Expr, g: Expr, x: Expr) -> list[Expr]:
     return [_ALONG[y.op][1](wide(y), wide(g), x, y["axes"])]
 
 
-for _name, (_value, _, _definition) in _ALONG.items():
+for _name, (_value, _) in _ALONG.items():
     _of_axes = lambda y, x, value=_value: value(x, *(v for _, v in y.attributes))
-    operation(_name, _of_axes, _pull_along, form=_write_along, definition=_definition)
+    operation(_name, _of_axes, _pull_along, form=_write_along)
 
 
 def along(

@@ -29,7 +29,7 @@ class Section:
     title: str
     of: str  # the rest of the title, in mathematics
     roots: list[tuple[Expr, Written]]  # the results, with their names
-    lines: list[tuple[Written, Written]] = field(default_factory=list)  # both sides of equations
+    lines: list[str] = field(default_factory=list)  # equations
 
 
 class Statements:
@@ -138,13 +138,14 @@ class Statements:
         values = [x for x in order(roots) if x in names and x.op != "placeholder"]
         used = {a for x in order(roots) for a in x.args}
         new = [x for x in values if x not in done and (x not in roots or x in used)]
-        section.lines = [(names[x], self.writer.composed(x)) for x in new]
+        equation = lambda name, side: f"{name.text} = {side.text}"
+        section.lines = [equation(names[x], self.writer.composed(x)) for x in new]
         for x, name in section.roots:
             own = names.get(x)
             is_other = own is not None and (x.op == "placeholder" or own.text != name.text)
             side = own if own is not None and is_other else self.writer.composed(x)
             if name.text not in (side.text, *(names[v].text for v in new)):
-                section.lines.append((name, side))
+                section.lines.append(equation(name, side))
         done.update(new, roots)
 
 

@@ -20,6 +20,7 @@ from gradtools.seeing.formulas import algebra
 from gradtools.seeing.formulas import typesetting as ts
 from gradtools.seeing.formulas.algebra import Entry, Labels, contracts, opened, power, varying
 from gradtools.seeing.formulas.expressions import OPERATIONS, Expr, constant_of
+from gradtools.seeing.formulas.operations import DEFINITIONS
 from gradtools.seeing.formulas.typesetting import Written
 
 
@@ -42,10 +43,9 @@ class Writer:
             return ts.number(constant_of(x))
         if x.op == "einsum":
             return self._product(x)
-        operation = OPERATIONS[x.op]
-        if operation.definition:
-            self.definitions[operation.definition] = None
-        form = operation.form
+        if x.op in DEFINITIONS:
+            self.definitions[DEFINITIONS[x.op]] = None
+        form = OPERATIONS[x.op].form
         return form(self, x) if form else ts.function(x.op, [self.operand(a) for a in x.args])
 
     def is_named(self, x: Expr) -> bool:
@@ -134,7 +134,7 @@ class Writer:
     def _link(self, group: list[Expr], flipped: bool) -> Written:
         if len(group) == 1:
             return self.transposed(group[0]) if flipped else self.write(group[0]).at(ts.PRODUCT)
-        written = ts.bracket(_hadamard([self.write(g) for g in group]))
+        written = ts.bracket(_hadamard([*map(self.write, group)]))
         return ts.superscript(written, "ᵀ") if flipped else written
 
     def _aligned(self, f: _Factors) -> Written | None:
@@ -298,9 +298,8 @@ class Axes:
         self._taken = set(taken)
 
     def _root(self, axis: Axis) -> Axis:
-        while (up := self._parent.get(axis, axis)) != axis:
-            above = self._parent[axis] = self._parent.get(up, up)  # path halving
-            axis = above
+        while axis in self._parent:
+            axis = self._parent[axis]
         return axis
 
     def learn(self, values: Iterable[Expr]) -> None:
@@ -310,10 +309,9 @@ class Axes:
             for x, labels in zip(y.args, _labels(y), strict=True):
                 for k, label in enumerate(labels):
                     z, i = (x, k) if label is None else first.setdefault(label, (x, k))
-                    if z.shape[i] == x.shape[k] != 1:
-                        one, other = self._root((z, i)), self._root((x, k))
-                        if one != other:
-                            self._parent[other] = one
+                    new, old = self._root((z, i)), self._root((x, k))
+                    if new != old and z.shape[i] == x.shape[k] != 1:
+                        self._parent[new] = old
 
     def letter(self, x: Expr, axis: int) -> str:
         """The letter of an axis."""

@@ -50,17 +50,14 @@ def formula_graph(program: LeafProgram) -> Recorded:
 
 
 def differentiated(
-    program: LeafProgram,
-    recorded: Recorded,
-    active: Sequence[int],
-    inputs: Sequence[Any],
-    cotangents: Sequence[Any],
-    directions: Sequence[Any],
-) -> tuple[list[Any], list[Any], list[Any]]:
+    program: LeafProgram, recorded: Recorded, active: Sequence[int], point: Sequence[list[Any]]
+) -> list[list[Any]]:
     """f's outputs and gradients by JAX, and with directions the derivatives of the gradients.
 
     active: Which of the inputs are differentiated.
+    point: The inputs, the cotangents and, at order 2, the directions.
     """
+    inputs, cotangents, directions = point
     inexact = [k for k, y in enumerate(recorded.outputs) if y.is_inexact]
     run = lambda *leaves: [*map(jnp.asarray, program.run(list(leaves)))]
     moving = tuple(p.is_inexact for p in recorded.inputs)
@@ -68,10 +65,10 @@ def differentiated(
     once = f.vjp(inexact, active)
     outputs, gradients = f.value(*inputs), once.value(*inputs, *cotangents)
     if not directions:
-        return outputs, gradients, []
+        return [outputs, gradients, []]
     both = [*active, *range(len(inputs), len(inputs) + len(cotangents))]
     twice = once.vjp(range(len(active)), both)
-    return outputs, gradients, twice.value(*inputs, *cotangents, *directions)
+    return [outputs, gradients, twice.value(*inputs, *cotangents, *directions)]
 
 
 # An expression, or a value that does not depend on the arguments: a NumPy array, or JAX's random
@@ -154,7 +151,7 @@ class _Translator:
         # For a host function, the name of its kernel.
         kernel = getattr(eqn.params.get("call"), "kernel", None)
         shown = getattr(kernel, "name", None) or operands.name_of(eqn)
-        return self._named(eqn, entries, shown, numbers=name == "rem")
+        return self._named(eqn, entries, shown)
 
     def _read(self, eqn: Any, entries: Sequence[Entry]) -> Sequence[Expr | None] | None:
         """The results of an equation by its words; None if the vocabulary has none."""
@@ -197,18 +194,12 @@ class _Translator:
         self.dtypes.update(str(t) for t in dtypes if jnp.issubdtype(t, jnp.inexact))
         return [fitted(x, _like(var)) for x, var in zip(results, eqn.outvars, strict=True)]
 
-    def _named(
-        self, eqn: Any, entries: Sequence[Entry], name: str, numbers: bool = False
-    ) -> list[Entry]:
-        """As an opaque operation; known operands that are not shown are part of its kernel.
-
-        Shown are inexact arrays and, if `numbers`, constants without axes.
-        """
+    def _named(self, eqn: Any, entries: Sequence[Entry], name: str) -> list[Entry]:
+        """As an opaque operation; known integer arrays and random keys are part of its kernel."""
 
         def is_shown(e: Entry) -> bool:
-            if isinstance(e, Expr) or not np.ndim(e):
-                return isinstance(e, Expr) or (numbers and not _is_key(e))
-            return bool(jnp.issubdtype(e.dtype, jnp.inexact))
+            is_number = not (isinstance(e, Expr) or np.ndim(e) or _is_key(e))
+            return is_number or isinstance(e, Expr) or bool(jnp.issubdtype(e.dtype, jnp.inexact))
 
         shown = [k for k, e in enumerate(entries) if is_shown(e)]
         avals = [eqn.invars[k].aval for k in shown]
@@ -232,7 +223,8 @@ class _Translator:
         name = name.lstrip("_").rpartition(".")[2] or eqn.primitive.name
         name = {"inv": "inverse", "slogdet_lu": "slogdet"}.get(name, name)
         given = [e for e in entries if isinstance(e, Expr)]
-        if own and given and name in ("one_hot", "logaddexp"):
+        own = own and bool(given)
+        if own and name in ("one_hot", "logaddexp"):
             attributes = {"size": eqn.outvars[0].aval.shape[-1]} if name == "one_hot" else {}
             xs, likes = [*map(self.expr, entries)], [*map(_like, eqn.outvars)]
             results = translated(name, xs, attributes, likes, self.value_of)
@@ -241,11 +233,11 @@ class _Translator:
         plain = own and eqn.primitive.name == "custom_jvp_call"
         if jaxprs.is_ruled(eqn) and not plain and not is_chunk(jaxpr):
             return self._named(eqn, entries, name)
-        whole = own and bool(given) and name in _WHOLE
+        whole = own and name in _WHOLE
         results = [] if whole else self._opened(program, entries)
         made = [e for e in results if isinstance(e, Expr)]
         if whole or (own and len(jaxpr.eqns) > 1 and has_opaque_part(made, given)):
-            return self._named(eqn, entries, name, numbers=True)
+            return self._named(eqn, entries, name)
         return results
 
 

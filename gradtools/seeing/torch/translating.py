@@ -44,6 +44,7 @@ from gradtools.torch.functorch_wrappers import is_inexact, tensors_in
 from gradtools.torch.operation_marks import plainly
 
 Tensor = torch.Tensor
+Tensors = Sequence[Tensor]
 Values = Sequence[Expr | None]  # an operation's results; None for a constant
 
 
@@ -67,14 +68,10 @@ def formula_graph(program: LeafProgram) -> Recorded:
     read = set(order(outputs)).difference(inputs)
     held = {p: x for p, x in recorder.leaves.items() if p in read}
     wanted = tuple(p for p, x in held.items() if x.requires_grad and is_inexact(x))
-    return Recorded(
-        tuple(inputs),
-        tuple(outputs),
-        {p: _numbers(x) for p, x in held.items()},
-        wanted,
-        tuple(held[p] for p in wanted),
-        frozenset(recorder.dtypes),
-    )
+    contents = {p: _numbers(x) for p, x in held.items()}
+    captured = tuple(held[p] for p in wanted)
+    dtypes = frozenset(recorder.dtypes)
+    return Recorded(tuple(inputs), tuple(outputs), contents, wanted, captured, dtypes)
 
 
 def _by_its_name(
@@ -96,17 +93,14 @@ def _by_its_name(
 
 
 def differentiated(
-    program: LeafProgram,
-    recorded: Recorded,
-    active: Sequence[int],
-    inputs: Sequence[Any],
-    cotangents: Sequence[Tensor],
-    directions: Sequence[Tensor],
-) -> tuple[list[Any], list[Any], list[Any]]:
+    program: LeafProgram, recorded: Recorded, active: Sequence[int], point: Sequence[list[Any]]
+) -> list[list[Any]]:
     """f's outputs and gradients by PyTorch, and with directions the derivatives of the gradients.
 
     active: Which of the inputs and the captured tensors are differentiated.
+    point: The inputs, the cotangents and, at order 2, the directions.
     """
+    inputs, cotangents, directions = point
     wrt = [k for k in active if k < len(inputs)]
     undoing = undone(program.run, program.leaves)
     with undoing, followed(), torch.inference_mode(False), torch.enable_grad():
@@ -119,26 +113,23 @@ def differentiated(
         inexact = [y for y in outs if is_inexact(y)]
         pairs = zip(cotangents, inexact, strict=True)
         given = [c.to(y.dtype).requires_grad_(bool(directions)) for c, y in pairs]
-        gradients = _gradients(inexact, moving, given, create_graph=bool(directions))
+        gradients = _gradients(inexact, moving, given, again=bool(directions))
         second: list[Tensor] = []
         if directions:
             along = [u.to(g.dtype) for u, g in zip(directions, gradients, strict=True)]
             second = _gradients(gradients, [*moving, *given], along)
-        return [*map(_numbers, outs)], [*map(_numbers, gradients)], [*map(_numbers, second)]
+        return [[*map(_numbers, group)] for group in (outs, gradients, second)]
 
 
 def _gradients(
-    outs: Sequence[Tensor],
-    xs: Sequence[Tensor],
-    cotangents: Sequence[Tensor],
-    create_graph: bool = False,
+    outs: Tensors, xs: Tensors, cotangents: Tensors, again: bool = False
 ) -> list[Tensor]:
     """torch.autograd.grad, with zeros where nothing depends on an input."""
     pairs = [(y, c) for y, c in zip(outs, cotangents, strict=True) if y.requires_grad]
     grads: Sequence[Tensor | None] = [None] * len(xs)
     if pairs and xs:
         ys, cts = zip(*pairs, strict=True)
-        grads = torch.autograd.grad(ys, xs, cts, create_graph=create_graph, allow_unused=True)
+        grads = torch.autograd.grad(ys, xs, cts, create_graph=again, allow_unused=True)
     return [torch.zeros_like(x) if g is None else g for x, g in zip(xs, grads, strict=True)]
 
 
@@ -194,7 +185,7 @@ class _FormulaRecorder(Recorder[Expr]):
         elif any(x.requires_grad for x in xs) and not any(y.requires_grad for y in outs):
             values = [stop(self.of(y)) if is_inexact(y) else None for y in outs]
         else:
-            values = self.named(name, kind.apply, args, kwargs, given, outs)
+            values = self.named(name, (kind.apply, args, kwargs), given, outs)
         for y, value in zip(outs, values, strict=True):
             if value is not None:
                 self.table.hold(y, fitted(value, _like(y)), alone=True)
@@ -250,7 +241,7 @@ class _FormulaRecorder(Recorder[Expr]):
             if call.func.namespace == "gradtools" and self.rules:
                 name = self.rules[-1][0]
             name = name.removeprefix("linalg_")
-            values = self.named(name, call.func, call.args, call.kwargs, given, outs)
+            values = self.named(name, (call.func, call.args, call.kwargs), given, outs)
         self._note(outs, values, not made)
         if made:  # side outputs, such as running statistics, become constants
             self._note(writes, [self.constant(x) for x in writes], written=True)
@@ -279,15 +270,10 @@ class _FormulaRecorder(Recorder[Expr]):
         return None if has_opaque_part(results, given) else (out, [])
 
     def named(
-        self,
-        name: str,
-        fun: Any,
-        args: Any,
-        kwargs: Any,
-        given: Sequence[Expr],
-        outs: Sequence[Tensor],
+        self, name: str, call: tuple[Any, Any, Any], given: Sequence[Expr], outs: Tensors
     ) -> list[Expr]:
-        """The outputs as an opaque operation."""
+        """The outputs of a call of a function as an opaque operation."""
+        fun, args, kwargs = call
         kept = [call_if_kept(a) for a in args if isinstance(a, str)]  # a host kernel's call
         xs = [*tensors_in([args, kwargs])]
 

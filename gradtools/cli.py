@@ -62,7 +62,7 @@ _COMMANDS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {  # target, help,
     "cross-check": (
         *("testing.commands:cross_check", "compare one program in both frameworks up to order 2"),
         "mymodule:torch_loss mymodule:jax_loss --shapes 3x4,5",
-        ("torch", "jax", *_ARGUMENTS, "--order", "--dtype", "--json"),
+        ("torch", "jax", *_ARGUMENTS, "--order", "--dtype"),
     ),
     "checked": (
         *("testing.commands:checked_script", "run a script and check every derivative it takes"),

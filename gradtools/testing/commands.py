@@ -32,7 +32,7 @@ def cross_check(options: argparse.Namespace) -> int:
         raises=False,
     )
     report.title = f"{options.torch} and {options.jax}"
-    print(report.to_json() if options.json else report.table(colour=sys.stdout.isatty()))
+    print(report.table(colour=sys.stdout.isatty()))
     return 0 if report else 1
 
 

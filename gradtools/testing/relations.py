@@ -281,9 +281,9 @@ def expression_cause(
     ours, theirs = ([*chain(*side)] for side in (first, second))
     rooted = ([e for e in side if "sqrt" in e.function and e.c] for side in (ours, theirs))
     for pair in product(*rooted):
-        inside, outside = ("outside" if "sqrt(x)" in e.function else "inside" for e in pair)
-        if inside != outside:
-            return f"an epsilon {inside} of the root in torch, {outside} in jax"
+        places = ["outside" if "sqrt(x)" in e.function else "inside" for e in pair]
+        if places[0] != places[1]:
+            return f"an epsilon {places[0]} of the root in torch, {places[1]} in jax"
     forms, functions, operands = (
         [sorted(map(part, side)) for side in (ours, theirs)]
         for part in (lambda e: e.form, lambda e: e.function + e.axes, lambda e: e.letters)
@@ -291,12 +291,13 @@ def expression_cause(
     used = [{*"".join(letters)} for letters in operands]
     if forms[0] != forms[1] and functions[0] == functions[1] and used[0] == used[1]:
         return "exchanged operands: gates, heads, or channels in another order"
-    ends = ([step for step in side if step][-1:] or [[]] for side in (first, second))
-    same = lambda pair: {*pair[0].letters} != {*pair[1].letters}
+    ends = [next((step for step in reversed(side) if step), []) for side in (first, second)]
     alike = lambda pair: pair[0][:2] == pair[1][:2]
-    last, start = product(*(side[0] for side in ends)), product(first[0], second[0])
-    pairs = [*filter(alike, product(ours, theirs)), *sorted(last, key=same)]
-    for e, f in (*pairs, *sorted(start, key=same)):
+    other_letters = lambda pair: {*pair[0].letters} != {*pair[1].letters}
+    pairs = [*filter(alike, product(ours, theirs))]
+    for sides in (ends, (first[0], second[0])):
+        pairs += sorted(product(*sides), key=other_letters)
+    for e, f in pairs:
         if not e.is_in(theirs) and not f.is_in(ours):
             return _both(e, f, sizes or {})
     for k, lines in enumerate((first, second)):  # a function that one line leaves out

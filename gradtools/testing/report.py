@@ -6,10 +6,9 @@ table, an `AgreementError` has the report as an attribute. This module is framew
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -302,12 +301,6 @@ class Report:
     def _repr_html_(self) -> str:
         return coloured(self.table(colour=True))
 
-    def to_json(self) -> str:
-        """The report as JSON, with NaN, inf and complex numbers as strings."""
-        rows = [{**asdict(c), "ratio": c.ratio} for c in self.comparisons]
-        whole = {**asdict(self), "agrees": bool(self), "cause": self.cause, "comparisons": rows}
-        return json.dumps(_plain(whole), indent=2, allow_nan=False)
-
     def require(self) -> Report:
         """Returns the report itself if everything agrees.
 
@@ -341,13 +334,3 @@ def show(x: Any) -> str:
     if isinstance(x, complex):
         return f"{x.real:.6g}{x.imag:+.6g}j"
     return f"{x:.9g}"
-
-
-def _plain(x: Any) -> Any:
-    if isinstance(x, dict):
-        return {key: _plain(value) for key, value in x.items()}
-    if isinstance(x, list | tuple):
-        return [_plain(value) for value in x]
-    if isinstance(x, complex) or (isinstance(x, float) and not math.isfinite(x)):
-        return str(x)
-    return x

@@ -150,6 +150,12 @@ def branch_and_loop():
     return f, g, (np.abs(normal(4)),)
 
 
+def branch_of_python():
+    f = lambda x: torch.sin(x) if x.sum() > 0 else torch.cos(x)
+    g = lambda x: jnp.sin(x) if x.sum() > 0 else jnp.cos(x)
+    return f, g, (np.abs(normal(4)),)
+
+
 def half_precision_inside():
     f = lambda x: (x.bfloat16() @ x.bfloat16().T).float().tanh()
     g = lambda x: jnp.tanh((x.astype("bfloat16") @ x.astype("bfloat16").T).astype("float32"))
@@ -266,5 +272,5 @@ RIGHT_PORTS = [
     *(attention_layer, convolutions, gru, losses, complex_rows, complex_parameters),
     *(written_in_place, branch_and_loop, half_precision_inside, single_precision),
     *(masked_attention, own_rules, gradient_inside, unrolled_against_scanned, vmapped_layer),
-    *(loss_in_linen, detached_output),
+    *(loss_in_linen, detached_output, branch_of_python),
 ]

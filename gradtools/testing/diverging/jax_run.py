@@ -35,7 +35,7 @@ def run_in_jax(side: Side, program: Any, leaves: dict[str, np.ndarray]) -> Run:
         paths[:] = [*outs]
         return [jnp.asarray(y) for y in outs.values()]
 
-    arrays, recorder, ends = side.arrays([*leaves.values()]), _Values(), dict[str, Step]()
+    arrays, recorder, ends = side.arrays([*leaves.values()]), _UnrolledValues(), dict[str, Step]()
     closed = trace(flat, arrays).closed
 
     def record(*arrays: Any) -> Any:
@@ -73,7 +73,7 @@ def _store(step: Step, _: None, cotangent: Any) -> tuple[Any]:
 _watched.defvjp(lambda step, x: (x, None), _store)
 
 
-class _Values(Unrolling[Step, Place, Place]):
+class _UnrolledValues(Unrolling[Step, Place, Place]):
     """Records a step for each value."""
 
     longest = 5000

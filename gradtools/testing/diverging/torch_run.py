@@ -33,7 +33,7 @@ def run_in_torch(side: Side, program: Any, leaves: dict[str, np.ndarray]) -> Run
     """
     arrays = side.arrays([*leaves.values()])
     with recording_run("first_divergence: a program", lambda xs: program(*xs), arrays) as undo:
-        recorder, inputs = _Values(undo), [*map(copied, arrays)]
+        recorder, inputs = _ValueRecorder(undo), [*map(copied, arrays)]
         for x, name in zip(inputs, leaves, strict=True):
             step = recorder.steps[recorder.introduced(x, name)]
             step.place, step.leaf = Place(name), name
@@ -55,7 +55,7 @@ def run_in_torch(side: Side, program: Any, leaves: dict[str, np.ndarray]) -> Run
     return Run([*recorder.steps.values()], ends, pull)
 
 
-class _Values(RunRecorder):
+class _ValueRecorder(RunRecorder):
     """Records the values of a run.
 
     Attributes:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,7 +16,7 @@ def describe(backend: Backend, x: Any) -> str:
         return f"an array of shape {tuple(x.shape)} and dtype {backend.dtype_name(x)}"
     if isinstance(x, tuple | list | dict):
         return f"a {type(x).__name__} of {len(x)}"
-    return "None" if x is None else with_article(type(x).__name__)
+    return "a function" if isinstance(x, partial) else with_article(type(x).__name__)
 
 
 def shown(x: Any) -> str:

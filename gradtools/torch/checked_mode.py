@@ -74,6 +74,10 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
         within = functions_within(fun)
         self.opened = [f for f in within if isinstance(f, Opened)]
         roots = [within[-1], *(m for f in self.opened for m in f.opened_modules)]
+        own = frozenset().union(*(f.own for f in self.opened))
+        self.hooked = [upstream.tensor_hooks(x) if id(x) in own else None for x in leaves]
+        for hook in [h for hooks in self.hooked for h in (hooks or {}).values()]:
+            self.hooks[f"A parameter has a hook ({definition_of(hook)})."] = None
         self.start = RunState.now(Held(roots, {x.device.type for x in leaves}))
         self.known, self.stopped = dict[int, Tensor](), dict[int, Tensor]()
         self.captured = list[Tensor]()
@@ -114,6 +118,7 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
         pushed = upstream.forward_level() >= 0  # `detach` would drop tangents
         new = lambda x: x if pushed or x.requires_grad else x.detach().requires_grad_()
         given = [new(x) for x in xs[: len(xs) - len(self.captured)]]
+        given = [_with_hooks(x, hooks) for x, hooks in zip(given, self.hooked, strict=True)]
         self.new, self.known = {id(x) for x in given}, {}
         with self:
             outs = list(self.fun(*given)[0])
@@ -221,6 +226,14 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
             elif cls is not None and not cls.__module__.startswith("gradtools."):
                 text = f"the autograd.Function {cls.__name__} ({definition_of(cls.forward)})"
             self.see(text, line, [t])
+
+
+def _with_hooks(x: Tensor, hooks: Any) -> Tensor:
+    """Returns a view of x whose gradient a parameter's hooks edit; x without hooks."""
+    y = x.view_as(x) if hooks else x
+    for hook in (hooks or {}).values():
+        y.register_hook(hook)
+    return y
 
 
 @torch.no_grad()

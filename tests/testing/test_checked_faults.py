@@ -233,6 +233,14 @@ def test_parameters_of_a_module_are_named(torch_and_gt):
     _check(run, "chunked", "leaf 0, leaf 1", "Function Sine")
 
 
+def test_a_hook_of_a_parameter_is_named(torch_and_gt):
+    torch, gt = torch_and_gt
+    x, net = torch.from_numpy(X), torch.nn.Linear(3, 2, dtype=torch.float64)
+    net.bias.register_hook(lambda g: g / 2)
+    run = lambda: gt.grad(lambda net: net(x).square().sum())(net)
+    _check(run, "grad", "argument 0['bias']", "A parameter has a hook (test_checked_faults.py:")
+
+
 # --- PyTorch: what is lost at second order, and wrong formulas of its own
 
 

@@ -92,7 +92,7 @@ def letter_pairs(sentences):
 
 
 def padded_pairs(sentences):
-    """Returns pairs of each sentence, zero-padded; a mask of the pairs, and their number."""
+    """Returns the zero-padded letter pairs of each sentence, their mask and their number."""
     rows = [letter_pairs([line]) for line in sentences]
     letters = np.array([len(here) for here, _ in rows], dtype=float)
     longest = int(letters.max())

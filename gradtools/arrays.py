@@ -106,7 +106,7 @@ class ArraysAndKeys(Operators):
             n: The number of keys.
 
         Returns:
-            An array of n keys along axis 0; it unpacks, and vmap maps over it.
+            An array of n keys along axis 0, which can be unpacked and mapped by vmap.
 
         Raises:
             GradtoolsError: ``key`` is not one key, or n is not a positive integer.

@@ -155,7 +155,7 @@ class Specialization:
     def linearize(self, *xs: Array, perturbed: tuple[bool, ...] | None = None) -> Linearized:
         """Runs fwd; returns the outputs and the maps that read its residuals.
 
-        perturbed: Which of xs are differentiated, or None if unknown.
+        perturbed: Whether each of xs is differentiated, or None if unknown.
         """
         if "cotangent" not in self.of.symbolic_zeros:
             return self.linearized(xs, self.fwd(*xs))

@@ -248,7 +248,7 @@ def _maps_as_rules(
         specialized: Its functions of flat arrays.
         known: The rules of earlier evaluations, by their structure.
         linearized: The maps of one evaluation.
-        moving: Which inputs are floating or complex.
+        moving: Whether each input is floating or complex.
         outs: The avals of the outputs; None for integers.
     """
     backend, n, k = host._backend, len(moving), len(linearized.saves)

@@ -60,7 +60,7 @@ class RetainedGradients(Operators):
             >>> float(retained["square"])
             48.0
 
-        Source: `perturb` of flax.linen and `retain_grad` of PyTorch.
+        Source: flax.linen.Module.perturb and torch.Tensor.retain_grad.
         """
         backend = self._backend
         if not isinstance(name, str):

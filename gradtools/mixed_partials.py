@@ -26,8 +26,8 @@ class MixedPartials(Operators):
         The memory does not grow with the depth of G. The result is differentiable, also with
         respect to z, u and the arrays that G captures; in PyTorch this evaluates G once more.
 
-        Several directions share one evaluation of f, and in JAX also of G. In PyTorch G runs once
-        per direction, each time with the same random streams and buffers.
+        Several directions share one evaluation of f. In JAX they also share one evaluation of G;
+        in PyTorch G runs once per direction, each time with the same random streams and buffers.
 
         Args:
             f: A real scalar function of y and of G's result.

@@ -113,9 +113,9 @@ class Rule:
         reverse_only: Whether the cotangent map is nonlinear, so that no tangent map exists.
         user_functions: The functions that the rule's author wrote, which may close over tracers. If
             it is empty, no map closes over tracers.
-        symbolic_zeros: The maps, of "tangent" and "cotangent", that get None for a zero although
-            the rule has a contract. With "cotangent", `linearize` gets a mask of the differentiated
-            inputs.
+        symbolic_zeros: The names of the maps ("tangent", "cotangent") that get None instead of
+            zeros, even if the rule has a contract. With "cotangent", `linearize`
+            gets a mask of the differentiated inputs.
         contract: The checks that the author's maps must pass; such maps get arrays of zeros instead
             of None. If None, the rule belongs to gradtools and is not checked.
         reaches: Which inputs reach which outputs by a differentiable path. "identity": the outputs
@@ -157,7 +157,7 @@ class Rule:
 
     @classmethod
     def of(cls, rule: Rule, **changes: Any) -> Self:
-        """Converts a rule to this class, keeping the fields that both have, with changes."""
+        """Converts a rule to this class: copies the fields of both classes, and applies changes."""
         common = [f.name for f in fields(cls) if f.init and hasattr(rule, f.name)]
         return cls(**{name: getattr(rule, name) for name in common} | changes)
 
@@ -173,7 +173,7 @@ class Rule:
     def at(self, *xs: Array, perturbed: tuple[bool, ...] | None = None) -> Linearized:
         """Evaluates the rule; returns the outputs with the linear maps at xs.
 
-        perturbed: Which inputs are differentiated, for rules with `symbolic_zeros`; None if
+        perturbed: Whether each input is differentiated, for rules with `symbolic_zeros`; None if
             unknown, so that each input may be.
         """
         if self.linearize is None:

@@ -202,8 +202,8 @@ class Call:
     def from_trees(self, trees: Sequence[Any], what: str) -> list[Array]:
         """Flattens one tree per differentiated argument, and checks the leaves.
 
-        what: A word for the trees in messages: "tangent" for "tangent 0" and so on, or the name of
-            the single tree if arguments have names.
+        what: A word for the trees in messages. With "tangent" they are called "tangent 0" and so
+            on; if arguments have names, it is the name of the single tree.
         """
         own = self.names[0] if self.names else "argument"
         flat: list[Array] = []

@@ -25,7 +25,7 @@ class Mark:
     Attributes:
         name: Its name.
         treedef: The structure of the marked value.
-        places: Which leaves of the value are floating or complex.
+        places: The indices of the floating and complex leaves of the value.
         size: The number of leaves of the value.
         loops: The number of leading axes of its arrays, one for each traced loop around it.
     """

@@ -184,7 +184,7 @@ class ForeignSignature:
 
     @cached_property
     def inexact(self) -> Mask:
-        """Which outputs are floating or complex."""
+        """Whether each output is floating or complex."""
         return tuple(map(_is_inexact, self.outs))
 
     @cached_property

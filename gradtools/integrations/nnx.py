@@ -140,7 +140,7 @@ class Stateful:
         leaves: The current state of the user's modules.
         now: The state from which the next call starts.
         after: The state after the latest call.
-        changed: Which leaves any call has changed.
+        changed: Whether any call has changed each leaf.
     """
 
     def __init__(self, caller: str, f: Any, own: list[Any], given: list[Any]) -> None:

@@ -86,8 +86,8 @@ def vjp(fun: Fun, leaves: Tensors, *, groups: Sequence[int] | None, once: bool) 
 def jvp(fun: Fun, leaves: Tensors, tangents: Tensors) -> tuple[Tensors, Tensors, Tensors]:
     """Evaluates fun once with dual numbers; returns `(outs, extras, pushed)`.
 
-    Transposes the pullback instead if forward mode's level is in use, or inside of a checkpoint,
-    which would otherwise run all of this again in its backward pass.
+    If forward mode's level is in use, the pullback is transposed instead. The same happens inside
+    of a checkpoint, whose backward pass would otherwise evaluate the tangents again.
     """
     if is_compiling():
         return _functorch_jvp(fun, leaves, tangents)

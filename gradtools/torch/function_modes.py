@@ -143,8 +143,8 @@ class OneTangent(PlainAttention):
 
     def __init__(self) -> None:
         super().__init__()
-        # The tensors without tangents that require grad, by id: tensors that the function captures,
-        # and the leaves that a derivative inside of it created.
+        # Maps ids to the tensors that require grad and have no tangent: captured tensors, and the
+        # leaves that a derivative inside of the function created.
         self.read: dict[int, weakref.ref[Tensor]] = {}
         self._made: dict[int, weakref.ref[Tensor]] = {}
         self._began = upstream.nodes_made()

@@ -257,7 +257,7 @@ class Copy:
         self.root: nn.Module = own[id(modules[0])]
 
     def buffers(self) -> dict[str, Tensor]:
-        """Returns the buffers after the call by name, changed in place or reassigned."""
+        """Maps names to the buffers after the call, which may be new tensors."""
         after = ModuleTree.of(self.root).buffers
         return {name: after.get(name, b) for name, b in self._given.items()}
 

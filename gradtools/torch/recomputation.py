@@ -84,7 +84,7 @@ class Program:
         versions: The version counters of the sources.
         maps: The number of vmaps around its first run.
         known: Its outputs without a graph, if it has run.
-        tracked: Which outputs are differentiable, or None if unknown.
+        tracked: Whether each output is differentiable, or None if unknown.
         verify: Whether the outputs are compared with the outputs of the next run.
         first: The outputs of the first run and their versions, for comparison.
         call: f on a batch if vmap maps it, or None.
@@ -124,7 +124,7 @@ class Program:
         """Returns which gradients of sources and arguments the running backward pass needs.
 
         ctx: The context of the program's node.
-        wants: Which gradients the backward pass may need.
+        wants: Whether the backward pass may need the gradient of each input.
         """
         return wants
 
@@ -308,7 +308,7 @@ class Pull(Program):
     """The pullback of a program, as a program of its arguments and of cotangents.
 
     size: The number of the program's arguments.
-    given: Which outputs of the program have a cotangent.
+    given: Whether each output of the program has a cotangent.
     wants: The sources and arguments whose gradients are returned.
     rows: For each vmap over cotangents only, innermost first, the axes of the cotangents, the axis
         of the gradients, and the batch size.

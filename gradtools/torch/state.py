@@ -152,7 +152,7 @@ def _words(stream: str) -> Any:
 
 
 class Held:
-    """The modules, tensors and generators that functions are, or close over.
+    """The modules, tensors and generators among some objects and in their closures.
 
     Attributes:
         modules: The modules and their submodules.

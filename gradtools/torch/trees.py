@@ -23,7 +23,7 @@ class TreeDef:
 
     Attributes:
         spec: PyTorch's spec, in which None is a leaf.
-        present: Which of its leaves are not None.
+        present: Whether each leaf is an object other than None.
         keys: The keys of a flat dictionary of tensors, used by a fast path.
     """
 

@@ -124,7 +124,7 @@ def attempt(fun: Callable[..., list[Any]], *xs: Any) -> list[Any]:
 def _linearize(carried: Sequence[bool], *xs: Any, rule: Rule) -> Any:
     """Returns the outputs, which of them have tangents, the residuals, and the tangent map.
 
-    carried: Which inputs have tangents.
+    carried: Whether each input has a tangent.
     """
     xs, inputs = as_arrays(xs), range(len(xs))
     carried = [c and is_inexact(x) for c, x in zip(carried, xs, strict=True)]

@@ -116,8 +116,8 @@ def linearized_rule(rule: Rule, xs: Sequence[Any], perturbed: Mask | None = None
     Its maps follow JAX's convention: conjugated, with cotangents and tangents of floating outputs
     only.
 
-    perturbed: Which inputs are differentiated, for a rule with `symbolic_zeros`; the maps are then
-        valid for these inputs only.
+    perturbed: Whether each input is differentiated, for a rule with `symbolic_zeros`; the maps are
+        then valid for the differentiated inputs only.
     """
     if is_linearized(rule):
         return rule
@@ -394,7 +394,7 @@ def lift_captured(
 
 
 def _zeros_for(values: Sequence[Any], examples: Sequence[Any]) -> list[Any]:
-    """Replaces None in `values` by zeros if `examples` has an array; None elsewhere."""
+    """Replaces None in `values` by zeros where `examples` has an array; else returns None there."""
     return [
         None if e is None else zeros_of(e) if v is None else v
         for v, e in zip(values, examples, strict=True)

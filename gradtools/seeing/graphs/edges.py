@@ -133,5 +133,5 @@ _SHORT = {
     "zero_derivative": "derivative zero",
     "no_grad": "gradients switched off",
     "in_place_data": "overwritten in place",
-    "rule": "its rule carries none",
+    "rule": "its rule gives no gradient",
 }

@@ -189,8 +189,9 @@ class PlainGraph(_Pickled):
     Attributes:
         nodes: The operations, in the order in which they ran.
         values: Maps the number of each value to the value.
-        inputs: The leaves of the arguments, by number.
-        outputs: The leaves of the result. A value may be returned twice or be an input.
+        inputs: The value numbers of the leaves of the arguments.
+        outputs: The value numbers of the leaves of the result. A value may be returned twice, or
+            be an input.
         captured: Arrays that the program reads by closure: parameters, constants.
         outside: Pairs (value, value) for data that flows from one to the other outside of the
             framework, through NumPy or a Python number. Such a flow is a cut.

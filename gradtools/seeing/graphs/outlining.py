@@ -108,7 +108,7 @@ class _InlinedGraph:
 
     Attributes:
         boxes: Every box by key.
-        values: The values that boxes read, by number.
+        values: The values that boxes read; an index in this list is the value's number.
         alive: The numbers of values that stay alive without being saved.
         entries: A box or a block for each node.
     """
@@ -280,7 +280,7 @@ def _place_leaves(boxes: Sequence[Box], roots: Mapping[int, Block]) -> None:
     for box in boxes:
         for maker in (maker for operand in box.operands for maker, _ in operand.makers):
             readers.setdefault(maker, []).extend([paths[box.key]] if box.key in paths else [])
-    # the leaves before and after a child, by the child's id (the column's id if it is empty)
+    # maps a child's id (or the id of an empty column) to the leaves before and after it
     before, after = dict[int, list[Box]](), dict[int, list[Box]]()
     first = next(iter(roots.values()))
     for leaf in (box for box in boxes if box.kind in ("input", "captured")):

@@ -155,7 +155,7 @@ class _JaxprReader:
 
 
 class _JaxprValues:
-    """The values of one jaxpr, by number."""
+    """The numbered values of one jaxpr."""
 
     def __init__(self) -> None:
         self.by_number: dict[int, Value] = {}

@@ -165,7 +165,7 @@ class _Tape(Unrolling[Known, Node, Nodes]):
 
     Attributes:
         steps: The operations so far.
-        sizes: The maximum modulus of each array, by number, as in `PassesAtValues`.
+        sizes: Maps the number of each array to its maximum modulus, as in `PassesAtValues`.
     """
 
     def __init__(self) -> None:

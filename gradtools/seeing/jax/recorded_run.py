@@ -157,7 +157,7 @@ def _what_left(error: Exception) -> Finding | None:
 
 
 def captured_arrays(run: Run) -> dict[int, str]:
-    """Returns the names of the arrays that a function can reach without arguments, by id."""
+    """Maps the id of each array that a function can reach without arguments to its name."""
     result: dict[int, str] = {}
     for x, name in _reached(run):
         if isinstance(x, jax.Array | np.ndarray):

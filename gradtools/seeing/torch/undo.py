@@ -52,7 +52,7 @@ class Undo:
 
     Attributes:
         names: Maps the ids of tensors that f can reach to their names in the user's code.
-        reachable: The tensors that f can reach, by id.
+        reachable: Maps the ids of tensors that f can reach to these tensors.
     """
 
     def __init__(self, run: Run, kinds: Iterable[str] = ()) -> None:
@@ -61,7 +61,7 @@ class Undo:
         # Each tensor with an alias of its storage, its gradient and its requires_grad.
         self._tensors: dict[int, tuple[Tensor, Tensor | None, Tensor | None, bool]] = {}
         self._versions: list[tuple[Tensor, int]] = []
-        self._contents: dict[int, tuple[Tensor, Tensor]] = {}  # by id: owner and copy
+        self._contents: dict[int, tuple[Tensor, Tensor]] = {}  # maps an id to owner and copy
         self._slots: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._streams: list[Callable[[], Any]] = []
         generators: list[torch.Generator] = []

@@ -3,7 +3,8 @@
 Double backward differentiates the code of the cotangent map, so rules have derivatives of any
 order. A `jvp` staticmethod runs with forward gradients disabled, so nested forward mode
 silently drops a term (torch#197867). This `jvp` reads the saved tensors' primal parts and enables
-them again. `test_nested_forward_mode_of_a_plain_function_is_still_wrong` fails once it is fixed.
+forward gradients again. `test_nested_forward_mode_of_a_plain_function_is_still_wrong` fails once
+PyTorch is fixed.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Application:
         materializes: Whether undefined cotangents become zeros.
         randomness: The generators' states before the evaluation, if a second evaluation draws from
         them.
-        perturbed: Which inputs are differentiated, or None if unknown.
+        perturbed: Whether each input is differentiated, or None if unknown.
         like_xs, like_ys: The shapes, dtypes and devices of the inputs, and of the outputs and
             extras; None for integers.
         ones: Maps the name of a map to the vectors at which it is transposed.

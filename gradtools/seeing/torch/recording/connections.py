@@ -64,11 +64,11 @@ class ConnectionRecorder(RunRecorder):
 
     Attributes:
         outside: As in `Graph`.
-        reachable: The tensors that the program can reach before it runs, by id.
+        reachable: Maps ids to the tensors that the program can reach before it runs.
         leavings: The nodes at which data has left for NumPy or Python so far.
         entries: For nodes after a leaving, fingerprints of their numeric and array arguments, for
             the comparison of two runs.
-        sizes: The maximum modulus of each tensor's entries, by number, as in `PassesAtValues`.
+        sizes: Maps a tensor's number to its maximum modulus, as in `PassesAtValues`.
         refusal: PyTorch's own error, and its description.
         aliases: The copies of the leaves that were passed to f.
         inputs: The value numbers of the aliases.
@@ -330,7 +330,7 @@ class ConnectionRecorder(RunRecorder):
 
     @property
     def captured_tensors(self) -> dict[int, Tensor]:
-        """The tensors that existed before the run, by number."""
+        """Maps value numbers to the tensors that existed before the run."""
         return {number: x for number, x in self.captured.items() if x is not None}
 
     def graph(self) -> PlainGraph:

@@ -58,9 +58,9 @@ class Recorder(Generic[V]):
     Attributes:
         caller: The operator that the user called.
         levels: The intercepted levels, outermost first.
-        values: Every value, by number.
-        captured: The tensors that existed before the run, by number.
-        names: The names of the tensors that the program can reach, by id.
+        values: Maps each number to its value.
+        captured: Maps value numbers to the tensors that existed before the run.
+        names: Maps the ids of the tensors that the program can reach to their names.
         scope: The running modules, outermost first, each by its name in the module around it.
         rules: Name and mark of the running Functions, outermost first.
         table: The values of the tensors.

@@ -147,13 +147,14 @@ def made(name: str, operands: Sequence[Expr], attributes: Mapping[str, Any]) -> 
 def _unwrapped(
     name: str, xs: Sequence[Expr], value_of: Callable[[Expr], np.ndarray]
 ) -> Expr | None:
-    """The index itself where negative indices are wrapped and, in this run, none is negative."""
-    if name not in _WRAPS or any(x.op == "placeholder" and x.is_inexact for x in order(xs)):
+    """The index i of where(i < 0, i + n, i) or i % n, if all are within bounds in this run."""
+    i = xs[2] if name == "where" else xs[0] if name == "remainder" else None
+    if i is None or any(x.op == "placeholder" and x.is_inexact for x in order(xs)):
         return None
-    values = [*map(value_of, xs)]
-    result = _WRAPS[name](*values)
-    pairs = (p for p in zip(xs, values, strict=True) if p[0].kind == INTEGER)
-    return next((x for x, v in pairs if np.array_equal(v, result)), None)
+    condition, index = (x.args[0] if algebra.is_wrapper(x) else x for x in (xs[0], i))
+    if name == "where" and (condition.op != "compare" or condition.args[0] is not index):
+        return None
+    return i if np.array_equal(value_of(i), _WRAPS[name](*map(value_of, xs))) else None
 
 
 def translated(
@@ -185,7 +186,7 @@ def translated(
         counts = kind in (INTEGER, BOOLEAN) and x is not None and constant_of(x) is None
         if x is None or x.shape != tuple(shape) or (counts and x.is_inexact):
             return None
-    return [*map(fitted, results, likes), *[None] * len(more)]
+    return [*results, *[None] * len(more)]
 
 
 def fitted(x: Expr, like: Like) -> Expr:

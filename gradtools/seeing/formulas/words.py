@@ -130,6 +130,7 @@ WORDS: dict[str, Callable[..., Any]] = {
 
 Like = tuple[Sequence[int], str]  # the shape and the kind of a result
 _WRAPS: dict[str, Callable[..., Any]] = {"where": np.where, "remainder": np.remainder}
+_CLOSED = ("add", "subtract", "multiply", "negate", "sum")  # of integers these give integers
 _BRANCHED = ("power", "sqrt", "rsqrt", "log", "log1p")  # these differ for x and x + 0i
 
 
@@ -173,7 +174,7 @@ def translated(
     if [kind for _, kind in likes] == [INTEGER] and (i := _unwrapped(name, operands, value_of)):
         return [i]
     if name not in _BRANCHED:
-        operands = [x.args[0] if x.op == "cast" else x for x in operands]
+        operands = [x.args[0] if x.op == "cast" and x.is_complex else x for x in operands]
     attributes = {k: v for k, v in attributes.items() if k != "dtype" or name == "cast"}
     result = made(name, operands, attributes)
     if result is None:
@@ -183,19 +184,21 @@ def translated(
     if any(kind in (REAL, expressions.COMPLEX) for _, kind in more):
         return None
     for x, (shape, kind) in zip(results, likes, strict=True):
-        counts = kind in (INTEGER, BOOLEAN) and x is not None and constant_of(x) is None
-        if x is None or x.shape != tuple(shape) or (counts and x.is_inexact):
+        counts = kind == BOOLEAN or (kind == INTEGER and name not in _CLOSED)
+        if x is None or x.shape != tuple(shape):
+            return None
+        if counts and x.is_inexact and constant_of(x) is None:
             return None
     return [*results, *[None] * len(more)]
 
 
 def fitted(x: Expr, like: Like) -> Expr:
-    """x by its name, of this shape, and complex where the framework's result is."""
+    """x by its name, of this shape, and of the kind of the framework's result."""
     shape, kind = like
     x = named(x)
     x = x if x.shape == tuple(shape) else broadcast(x, tuple(shape))
-    plain = kind != expressions.COMPLEX or x.is_complex or constant_of(x) is not None
-    return x if plain else apply("cast", x, kind=expressions.COMPLEX)
+    plain = kind not in (expressions.COMPLEX, INTEGER) or x.is_complex or constant_of(x) is not None
+    return x if plain or x.kind in (kind, BOOLEAN) else apply("cast", x, kind=kind, to=kind)
 
 
 def constant(value: Any) -> Expr:

@@ -141,3 +141,11 @@ def test_what_does_not_fit_a_formula_is_refused():
         found.evaluate([np.ones(3)])
     with pytest.raises(GradtoolsError, match=r"W has shape \(3, 4\)"):
         found.evaluate([np.ones((4, 3)), np.ones(4), np.ones(3)])
+
+
+def test_a_choice_between_integers_holds_for_other_integers():
+    f = lambda x, y: x * torch.where(y > 2, 2 * y + 1, y)
+    found = gt.formula(f, array(3), torch.tensor([0, 1, 2]))
+    assert found.lines(0) == ["T = {2 y + 1 if y > 2; y otherwise}", "f = x ⊙ T"]
+    (value,) = found.evaluate([np.ones(3), np.array([2, 3, 4])]).outputs
+    np.testing.assert_array_equal(value, [2, 7, 9])

@@ -90,7 +90,7 @@ BY_NAME = set(
     convolution cumsum det diagonal eigh embedding erf erfc erfinv exp2 gelu group_norm hardsigmoid
     hardtanh index inverse is_nan log_sigmoid logaddexp logical_and logical_not maximum minimum
     nll_loss2d_forward norm pad power remainder rfft scatter scatter_add scatter_along solve sort
-    sum take_along triangular_solve view_as_complex
+    take_along triangular_solve view_as_complex
     """.split()
 )
 

@@ -76,6 +76,12 @@ def _write_power(w: Writer, x: Expr) -> Written:
     return ts.over(ts.number(1.0), raised) if negative else raised
 
 
+def _write_cast(w: Writer, x: Expr) -> Written:
+    """√x and √(x + 0i) differ below zero, so a cast to complex is written."""
+    inner = w.write(x.args[0])
+    return Written(f"{inner.text} + 0i", ts.SUM) if x.is_complex else inner
+
+
 operation(
     "add",
     lambda y, *xs: sum(xs[1:], xs[0] + 0.0),
@@ -104,11 +110,8 @@ _entrywise(
     form=lambda w, x: ts.superscript(w.write(x.args[0]), "*"),
 )
 _entrywise("stop", lambda x: x)
-_entrywise(  # a real array as complex numbers: √x and √(x + 0i) differ below zero
-    "cast",
-    lambda x: x + 0j,
-    lambda y, g, x: [g],
-    form=lambda w, x: Written(f"{w.write(x.args[0]).text} + 0i", ts.SUM),
+_entrywise(
+    "cast", lambda x, to: x.astype(expressions.DTYPES[to]), lambda y, g, x: [g], form=_write_cast
 )
 
 

@@ -130,6 +130,7 @@ WORDS: dict[str, Callable[..., Any]] = {
 
 Like = tuple[Sequence[int], str]  # the shape and the kind of a result
 _WRAPS: dict[str, Callable[..., Any]] = {"where": np.where, "remainder": np.remainder}
+_CLOSED = ("add", "subtract", "multiply", "negate", "sum")  # of integers these give integers
 _BRANCHED = ("power", "sqrt", "rsqrt", "log", "log1p")  # these differ for x and x + 0i
 
 
@@ -147,13 +148,14 @@ def made(name: str, operands: Sequence[Expr], attributes: Mapping[str, Any]) -> 
 def _unwrapped(
     name: str, xs: Sequence[Expr], value_of: Callable[[Expr], np.ndarray]
 ) -> Expr | None:
-    """The index itself where negative indices are wrapped and, in this run, none is negative."""
-    if name not in _WRAPS or any(x.op == "placeholder" and x.is_inexact for x in order(xs)):
+    """The index i of where(i < 0, i + n, i) or i % n, if all are within bounds in this run."""
+    i = xs[2] if name == "where" else xs[0] if name == "remainder" else None
+    if i is None or any(x.op == "placeholder" and x.is_inexact for x in order(xs)):
         return None
-    values = [*map(value_of, xs)]
-    result = _WRAPS[name](*values)
-    pairs = (p for p in zip(xs, values, strict=True) if p[0].kind == INTEGER)
-    return next((x for x, v in pairs if np.array_equal(v, result)), None)
+    condition, index = (x.args[0] if algebra.is_wrapper(x) else x for x in (xs[0], i))
+    if name == "where" and (condition.op != "compare" or condition.args[0] is not index):
+        return None
+    return i if np.array_equal(value_of(i), _WRAPS[name](*map(value_of, xs))) else None
 
 
 def translated(
@@ -172,7 +174,7 @@ def translated(
     if [kind for _, kind in likes] == [INTEGER] and (i := _unwrapped(name, operands, value_of)):
         return [i]
     if name not in _BRANCHED:
-        operands = [x.args[0] if x.op == "cast" else x for x in operands]
+        operands = [x.args[0] if x.op == "cast" and x.is_complex else x for x in operands]
     attributes = {k: v for k, v in attributes.items() if k != "dtype" or name == "cast"}
     result = made(name, operands, attributes)
     if result is None:
@@ -182,19 +184,21 @@ def translated(
     if any(kind in (REAL, expressions.COMPLEX) for _, kind in more):
         return None
     for x, (shape, kind) in zip(results, likes, strict=True):
-        counts = kind in (INTEGER, BOOLEAN) and x is not None and constant_of(x) is None
-        if x is None or x.shape != tuple(shape) or (counts and x.is_inexact):
+        counts = kind == BOOLEAN or (kind == INTEGER and name not in _CLOSED)
+        if x is None or x.shape != tuple(shape):
             return None
-    return [*map(fitted, results, likes), *[None] * len(more)]
+        if counts and x.is_inexact and constant_of(x) is None:
+            return None
+    return [*results, *[None] * len(more)]
 
 
 def fitted(x: Expr, like: Like) -> Expr:
-    """x by its name, of this shape, and complex where the framework's result is."""
+    """x by its name, of this shape, and of the kind of the framework's result."""
     shape, kind = like
     x = named(x)
     x = x if x.shape == tuple(shape) else broadcast(x, tuple(shape))
-    plain = kind != expressions.COMPLEX or x.is_complex or constant_of(x) is not None
-    return x if plain else apply("cast", x, kind=expressions.COMPLEX)
+    plain = kind not in (expressions.COMPLEX, INTEGER) or x.is_complex or constant_of(x) is not None
+    return x if plain or x.kind in (kind, BOOLEAN) else apply("cast", x, kind=kind, to=kind)
 
 
 def constant(value: Any) -> Expr:

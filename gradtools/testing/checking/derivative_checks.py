@@ -481,6 +481,7 @@ class DerivativeCheck:
         self.has("reverse", self.vs), self.has("forward", self.everywhere())
         if order == 1:
             self.slopes_along(self.everywhere())
+            self.note_undecided()
         else:
             self.second_order()
         return self.report

@@ -239,7 +239,7 @@ class _Matching:
             groups.setdefault((role, *kind), ([], []))[0].append(module)
         for jax_module in sorted(self.theirs, key=natural_key):
             for (role, *_), (ours, theirs) in groups.items():
-                if role in ("", str(jax_module[-1])) and self._fits(ours[0], jax_module):
+                if role in ("", str(*jax_module[-1:])) and self._fits(ours[0], jax_module):
                     theirs.append(jax_module)
                     break
         for ours, theirs in groups.values():
@@ -253,11 +253,10 @@ class _Matching:
         ours, theirs = self.ours[module], self.theirs[jax_module]
         if "weight_hh" in ours:
             pairs = cell_pairs(ours, theirs)
-            shapes = [e.layout.to_jax(np.empty(e.torch_shape)).shape for e in pairs]
-            fit = len(pairs) == len(theirs) and shapes == [
-                self.jax[e.jax_path].shape for e in pairs
-            ]
-            return pairs if fit else []
+            shape = lambda e: e.layout.to_jax(np.empty(e.torch_shape)).shape
+            fit = all(shape(e) == self.jax[e.jax_path].shape for e in pairs)
+            weights = {ours[leaf].name for leaf in ("weight_ih", "weight_hh")}
+            return pairs if fit and weights <= {e.torch_name for e in pairs} else []
         found: dict[str, ParameterPair] = {}
         for leaf, part in ours.items():
             for path in (theirs[n] for n in _LEAVES.get(leaf, (leaf,)) if n in theirs):
@@ -357,6 +356,7 @@ def _jax_modules(arrays: Mapping[Path, np.ndarray], ours: Modules) -> JaxModules
         gate = gate_of(path[-2]) if len(path) > 1 else None
         if gate and {g and g[0] for cell, g in gates if cell == path[:-2]} == {"i", "h"}:
             module, leaf = module[:-1], f"{gate}.{leaf}"
+            module = module[:-1] if module[-1:] == ("cell",) else module  # of an RNN
         elif "/" in leaf:  # linen's WeightNorm has "layer/kernel/scale"
             module, leaf = (*module[:-1], *leaf.split("/")[:-2]), "g"
         elif (*path[:-2], "g") in arrays:  # equinox's WeightNorm has g, layer.weight, layer.bias

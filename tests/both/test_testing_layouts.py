@@ -257,6 +257,33 @@ def test_a_recurrent_layer_computes_the_same_with_the_mapped_parameters(name, rn
         assert cross_check(torch=module, jax=port, args=(x,), mapping=mapping, order=1)
 
 
+def test_layers_of_one_size_are_paired_by_name_and_a_bias_may_be_left_out():
+    gates = [side + gate for side in "ih" for gate in "rzn"]
+    cell = {gate: {"kernel": np.ones((3, 3)), "bias": np.ones(3)} for gate in gates}
+    theirs = {name: {"cell": cell} for name in ("first", "second")}
+    module = t.ModuleDict({name: t.GRU(3, 3, bias=False) for name in ("second", "first")})
+    mapping = match_parameters(module, theirs, partial=True)
+    pairs = {(e.torch_name.split(".")[0], e.jax_path[0]) for e in mapping.entries}
+    assert pairs == {("first", "first"), ("second", "second")} and len(mapping.entries) == 12
+    assert len(mapping.left_out) == 12 and all("bias" in name for name in mapping.left_out)
+
+
+def test_a_scalar_and_layers_named_like_gates_are_paired():
+    mine = {"i.weight": np.ones((3, 2)), "h.weight": np.ones((4, 3)), "scale": np.array(0.5)}
+    cell = {f"rnn.{name}": x.detach().numpy() for name, x in t.RNNCell(3, 5).named_parameters()}
+    theirs = {
+        "rnn": {
+            "i": {"kernel": np.ones((3, 5))},
+            "h": {"kernel": np.ones((5, 5)), "bias": np.ones(5)},
+        },
+        "i": {"kernel": np.ones((2, 3))},
+        "h": {"kernel": np.ones((3, 4))},
+        "scale": np.ones(()),
+    }
+    found = match_parameters({**mine, **cell}, theirs).to_jax({**mine, **cell})
+    assert jax.tree.map(np.shape, found) == jax.tree.map(np.shape, theirs)
+
+
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 def test_a_cell_of_equinox_gets_its_numbers_in_one_call(kind, rng):
     module = random_module(getattr(torch.nn, f"{kind}Cell")(3, 4))

@@ -150,6 +150,20 @@ def branch_and_loop():
     return f, g, (np.abs(normal(4)),)
 
 
+def reversed_scan():
+    def f(xs):
+        y = torch.zeros(2, dtype=xs.dtype)
+        for x in xs.flip(0):
+            y = torch.tanh(y + x)
+        return y
+
+    def g(xs):
+        step = lambda y, x: (jnp.tanh(y + x), None)
+        return jax.lax.scan(step, jnp.zeros(2), xs, reverse=True)[0]
+
+    return f, g, (normal(4, 2),)
+
+
 def branch_of_python():
     f = lambda x: torch.sin(x) if x.sum() > 0 else torch.cos(x)
     g = lambda x: jnp.sin(x) if x.sum() > 0 else jnp.cos(x)
@@ -272,5 +286,5 @@ RIGHT_PORTS = [
     *(attention_layer, convolutions, gru, losses, complex_rows, complex_parameters),
     *(written_in_place, branch_and_loop, half_precision_inside, single_precision),
     *(masked_attention, own_rules, gradient_inside, unrolled_against_scanned, vmapped_layer),
-    *(loss_in_linen, detached_output, branch_of_python),
+    *(loss_in_linen, detached_output, branch_of_python, reversed_scan),
 ]

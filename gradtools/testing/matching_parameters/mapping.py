@@ -47,7 +47,7 @@ class Layout:
         x = x if self.rows is None else x[slice(*self.rows)]
         x = x if self.axes is None else x.transpose(self.axes)
         x = np.flip(x, self.reversed_axes) if self.reversed_axes else x
-        return np.ascontiguousarray(x if self.shape is None else x.reshape(self.shape))
+        return np.asarray(x if self.shape is None else x.reshape(self.shape), order="C")
 
 
 @dataclass(frozen=True)

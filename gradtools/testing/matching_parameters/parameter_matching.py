@@ -205,8 +205,8 @@ class _Matching:
         names = {e.torch_name for e in pairs}
         for e in pairs:
             del self.jax[e.jax_path]
-            half = e.layout.rows is None and e.added_rows[1] < e.torch_shape[0]
-            if half and e.added not in {"", *names}:  # nnx.GRUCell has one bias for the gate n
+            whole = e.layout.rows is None and e.added not in {"", *names}
+            if whole and e.added_rows[1] < e.torch_shape[0]:  # nnx.GRUCell: one bias for the gate n
                 self.left_out.append(f"{e.added} (no counterpart of its last rows)")
         for name in names | {e.added for e in pairs}:
             self.torch.pop(name, None)
@@ -239,13 +239,15 @@ class _Matching:
             groups.setdefault((role, *kind), ([], []))[0].append(module)
         for jax_module in sorted(self.theirs, key=natural_key):
             for (role, *_), (ours, theirs) in groups.items():
-                if role in ("", str(jax_module[-1])) and self._fits(ours[0], jax_module):
+                if role in ("", str(*jax_module[-1:])) and self._fits(ours[0], jax_module):
                     theirs.append(jax_module)
                     break
         for ours, theirs in groups.values():
             if len(ours) == len(theirs):
                 for module, jax_module in zip(ours, theirs, strict=True):
-                    self.notes.append(f"paired by order: {module} with {joined(jax_module)}")
+                    self.notes.append(
+                        f"paired by order: {module} with {joined(jax_module) or 'the model'}"
+                    )
                     yield module, jax_module
 
     def _fits(self, module: str, jax_module: Path) -> list[ParameterPair]:
@@ -253,11 +255,10 @@ class _Matching:
         ours, theirs = self.ours[module], self.theirs[jax_module]
         if "weight_hh" in ours:
             pairs = cell_pairs(ours, theirs)
-            shapes = [e.layout.to_jax(np.empty(e.torch_shape)).shape for e in pairs]
-            fit = len(pairs) == len(theirs) and shapes == [
-                self.jax[e.jax_path].shape for e in pairs
-            ]
-            return pairs if fit else []
+            shape = lambda e: e.layout.to_jax(np.empty(e.torch_shape)).shape
+            fit = all(shape(e) == self.jax[e.jax_path].shape for e in pairs)
+            weights = {ours[leaf].name for leaf in ("weight_ih", "weight_hh")}
+            return pairs if fit and weights <= {e.torch_name for e in pairs} else []
         found: dict[str, ParameterPair] = {}
         for leaf, part in ours.items():
             for path in (theirs[n] for n in _LEAVES.get(leaf, (leaf,)) if n in theirs):
@@ -347,16 +348,21 @@ def _jax_modules(arrays: Mapping[Path, np.ndarray], ours: Modules) -> JaxModules
     """JAX's arrays by module and leaf.
 
     The norms of a normalized weight are the leaf "g". The gates of a cell are a part of its leaves'
-    names; a module is a cell if its parts are named so, and if PyTorch's model has cells.
+    names; it has parts that are named like gates, and the sizes of a cell in PyTorch.
     """
     modules: JaxModules = {}
-    has_cells = any("weight_hh" in leaves for leaves in ours.values())
-    gates = [(path[:-2], gate_of(path[-2])) for path in arrays if len(path) > 1 and has_cells]
+    sizes: dict[Path, dict[str, int]] = {}
+    for path, x in arrays.items():
+        if path[-1] == "kernel" and (gate := gate_of(*path[-2:-1])):
+            sizes.setdefault(path[:-2], {})[gate[0]] = len(x)
+    cells = [leaves for leaves in ours.values() if "weight_hh" in leaves]
+    known = [{side: cell[f"weight_{side}h"].shape[1] for side in "ih"} for cell in cells]
     for path in arrays:
         module, leaf = without_collection(path[:-1]), str(path[-1])
-        gate = gate_of(path[-2]) if len(path) > 1 else None
-        if gate and {g and g[0] for cell, g in gates if cell == path[:-2]} == {"i", "h"}:
+        gate = gate_of(*path[-2:-1])
+        if gate and sizes.get(path[:-2]) in known:
             module, leaf = module[:-1], f"{gate}.{leaf}"
+            module = module[:-1] if module[-1:] == ("cell",) else module  # of an RNN
         elif "/" in leaf:  # linen's WeightNorm has "layer/kernel/scale"
             module, leaf = (*module[:-1], *leaf.split("/")[:-2]), "g"
         elif (*path[:-2], "g") in arrays:  # equinox's WeightNorm has g, layer.weight, layer.bias

@@ -24,7 +24,7 @@ def leaf_of_cell(name: str) -> tuple[str, str] | None:
     return None if found is None else (found[1], found[2] or "")
 
 
-def gate_of(name: Any) -> str | None:
+def gate_of(name: Any = "") -> str | None:
     """The side and the gate ("hf", or "h" for all gates) that flax names so."""
     found = re.fullmatch(r"(?:dense_)?([ih][ifgorzn]?)_?", str(name))
     return found and found[1]

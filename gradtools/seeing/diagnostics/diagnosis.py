@@ -25,6 +25,7 @@ from gradtools.code_origin import Source, definition_of
 from gradtools.seeing.diagnostics.findings import KINDS, Finding
 from gradtools.seeing.diagnostics.gradients_at_values import LossPlace
 from gradtools.seeing.graphs.derivative_flow import behind
+from gradtools.seeing.graphs.flattening import flat
 from gradtools.seeing.graphs.gradient_losses import (
     STOPS,
     Loss,
@@ -33,9 +34,7 @@ from gradtools.seeing.graphs.gradient_losses import (
     lost_summands,
     useless_edits,
 )
-from gradtools.seeing.graphs.inlining import inlined
 from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph
-from gradtools.seeing.graphs.passes import CUSTOM
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.graphs.recording import CapturedParameter, Recording, Wanted
 
@@ -54,7 +53,7 @@ def recording_of(program: LeafProgram, wanted: Wanted = lambda x: False) -> Reco
     with program.running():
         record: Callable[..., Recording] = program.framework.recorded_run.record
         recording = record(program.run, program.leaves, program.names, wanted)
-        return replace(recording, graph=inlined(recording.graph))
+        return replace(recording, graph=flat(recording.graph))
 
 
 @dataclass
@@ -79,21 +78,18 @@ class Examined:
     Attributes:
         name: Its name.
         numbers: The graph's values that carry its gradient; none if f does not read it.
-        key: Its key in `PassesAtValues.gradients`.
         absent: The kind of the finding if nothing of it flows to the output.
     """
 
     name: str
     numbers: Sequence[int]
-    key: int
     absent: str = "unused"
 
 
 def of_arguments(program: LeafProgram, recording: Recording) -> list[Examined]:
     """The leaves in `program.wrt`."""
-    keys = recording.aliases or range(len(program.leaves))
     inputs = recording.graph.inputs
-    return [Examined(program.names[k], inputs[k : k + 1], keys[k]) for k in program.wrt]
+    return [Examined(program.names[k], inputs[k : k + 1]) for k in program.wrt]
 
 
 def diagnosed(
@@ -111,12 +107,13 @@ def diagnosed(
     numbers: dict[int, str] = {}
     for one in examined:
         best = max((matters.get(n, _NONE) for n in one.numbers), default=_NONE)
-        places = passes.places(one.key)
-        is_absent = bool(passes.steps) and one.key not in passes.gradients
+        leaf = next((n for n in one.numbers if n in passes.gradients), None)
+        places = passes.places(leaf)
+        is_absent = bool(passes.steps) and leaf is None
         rules = [rule for n in one.numbers if (rule := passes.last_rule(n))] if is_absent else []
         if best == _FULL and rules:  # a rule that returns None
             findings += from_losses(one.name, [Loss(replace(n, loss="rule"), 0) for n in rules])
-        elif best == _FULL or (one.key in passes.gradients and places is None):
+        elif best == _FULL or (leaf is not None and places is None):
             numbers.update(dict.fromkeys(one.numbers, one.name))
         elif lost := [loss for number in one.numbers for loss in losses(graph, number)]:
             findings += from_losses(one.name, lost)
@@ -124,7 +121,7 @@ def diagnosed(
         elif not places:
             line = source_of(program.f) if one.absent == "unused" else None
             findings.append(Finding(one.name, one.absent, "argument", line))
-        starting = [p for p in places or () if passes.starts_at_zero(p, one.key)]
+        starting = [p for p in places or () if leaf is not None and passes.starts_at_zero(p, leaf)]
         if starting and len(starting) == len(places or ()):
             notes.append((f"{_at(starting[0].node)} {_STARTS_AT_ZERO}", [one.name]))
         elif places is not None:
@@ -166,11 +163,9 @@ def from_losses(name: str, losses: Sequence[Loss]) -> list[Finding]:
     """One finding for each line and kind of one leaf's losses."""
     findings = []
     for loss in losses:
-        node, call = loss.node, loss.call
-        source = node.source or (call.source if call else None)
-        scope = node.scope or (call.scope if call else ())
-        kind = node.loss if node.loss in KINDS else "discrete"
-        findings.append(Finding(name, str(kind), _called(node), source, scope, loss.whole))
+        node, kind = loss.node, loss.node.loss if loss.node.loss in KINDS else "discrete"
+        where = node.source, node.scope
+        findings.append(Finding(name, str(kind), _called(node), *where, loss.whole))
     return without_repeats(findings)
 
 
@@ -184,9 +179,8 @@ def _from_values(name: str, places: Sequence[LossPlace]) -> list[Finding]:
 
 
 def _called(node: Node) -> str:
-    """The framework's name of an operation; for a rule, the name of its function."""
-    name = node.attributes.get("name") if node.mark == CUSTOM else ""
-    return str(name or node.native or node.operation)
+    """The framework's name of an operation; for a call or a rule, the name of its function."""
+    return str(node.attributes.get("name") or node.native or node.operation)
 
 
 def without_repeats(findings: Iterable[Finding]) -> list[Finding]:

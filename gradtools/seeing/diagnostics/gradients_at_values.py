@@ -59,8 +59,8 @@ class PassesAtValues:
             no entries.
         outputs: The outputs of the forward pass, by number.
         seeds: Their cotangents.
-        gradients: The number of each leaf and the number of its gradient, by the framework's key
-            of the leaf.
+        gradients: The number of each leaf and the number of its gradient, by the leaf's number in
+            the graph of the program.
     """
 
     steps: Sequence[PassStep] = ()
@@ -69,9 +69,9 @@ class PassesAtValues:
     seeds: Sequence[int] = ()
     gradients: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
-    def places(self, leaf: int) -> list[LossPlace] | None:
+    def places(self, leaf: int | None) -> list[LossPlace] | None:
         """Where a leaf's gradient becomes zero or NaN; None if it does not, or if there is none."""
-        if leaf not in self.gradients:
+        if leaf is None:
             return None
         gradient = self.gradients[leaf][1]
         if bad := self._bad_outputs or [*filter(self._is_bad, [gradient])]:

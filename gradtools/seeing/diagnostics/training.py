@@ -106,9 +106,7 @@ def trained(
         hidden = [h.name for h in held if h.role == UNREGISTERED]
         result.findings += [Finding(name, UNREGISTERED, "module") for name in hidden]
         examined = [
-            Examined(h.name, numbers[h.name], id(h.array) if lifted is None else k, "unread")
-            for k, h in enumerate(held)
-            if h.role == PARAMETER
+            Examined(h.name, numbers[h.name], "unread") for h in held if h.role == PARAMETER
         ]
         lost_gradients = diagnosed(program, recording, examined)
         result.findings += lost_gradients.findings

@@ -6,20 +6,22 @@ strong as its weakest link, and two values depend as strongly as their strongest
     dependence(out, in) = max over paths of min over links
 
 The forward pass computes how strongly each value depends on an input, the backward pass how
-strongly the outputs depend on each value. The links of a node with bodies are computed from the
-paths through its bodies; for loops that is a fixed point over any number of iterations.
+strongly the outputs depend on each value. The bodies of loops, branches and calls are flattened
+(`flattening.py`); for loops the result is a fixed point over any number of iterations.
 """
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Mapping
+from dataclasses import replace
 
+from gradtools.seeing.graphs.flattening import flat
 from gradtools.seeing.graphs.nodes import (
-    Body,
     Dependence,
     Links,
     Node,
     PlainGraph,
+    Value,
     even_links,
     memoized,
 )
@@ -55,35 +57,24 @@ def backward(
 def _propagated(
     graph: PlainGraph, start: Strengths, without: Container[int], reverse: bool
 ) -> dict[int, Dependence]:
-    """Abstract interpretation of a graph, or of its reverse; values without an entry are zero."""
-    result: dict[int, Dependence] = {}
-    partners: dict[int, list[int]] = {}
-    for pair in graph.outside:
-        source, target = pair[::-1] if reverse else pair
-        partners.setdefault(source, []).append(target)
-
-    def raise_to(value: int, strength: Dependence) -> None:
-        if value not in without and strength > result.get(value, _NONE):
-            result[value] = strength
-            for other in partners.get(value, ()):
-                raise_to(other, min(strength, _CUT))
-
-    for value, given in start.items():
-        raise_to(value, given)
-    for node in reversed(graph.nodes) if reverse else graph.nodes:
-        sources, targets = (node.outputs, node.inputs) if reverse else (node.inputs, node.outputs)
-        entering = [result.get(value, _NONE) for value in sources]
-        if any(entering):
+    """Abstract interpretation of a graph, or of its reverse, to the fixed point."""
+    graph = flat(graph)
+    result = {v: strength for v, strength in start.items() if strength and v not in without}
+    moved = bool(result)
+    while moved:
+        moved = False
+        for node in reversed(graph.nodes) if reverse else graph.nodes:
+            ends = (node.outputs, node.inputs) if reverse else (node.inputs, node.outputs)
+            entering = [result.get(value, _NONE) for value in ends[0]]
+            if not any(entering):
+                continue
             links = links_of(graph, node)
             rows = zip(*links, strict=True) if reverse else links
-            for value, row in zip(targets, rows, strict=True):
-                raise_to(value, through(row, entering))
+            for value, row in zip(ends[1], rows, strict=True):
+                strength = max(map(min, row, entering), default=_NONE)
+                if strength > result.get(value, _NONE) and value not in without:
+                    result[value], moved = strength, True
     return result
-
-
-def through(links: Sequence[Dependence], strengths: Sequence[Dependence]) -> Dependence:
-    """The strongest path that continues through one of these links."""
-    return max(map(min, links, strengths), default=_NONE)
 
 
 @memoized
@@ -102,67 +93,13 @@ def links_of(graph: PlainGraph, node: Node) -> Links:
 @memoized
 def _links_of_bodies(node: Node) -> Links:
     """The links of a node, from the paths through its bodies."""
-    links = [[_NONE] * len(node.inputs) for _ in node.outputs]
+    count = len(node.inputs)
+    inputs, outputs = range(count), range(count, count + len(node.outputs))
+    alone = replace(node, inputs=tuple(inputs), outputs=tuple(outputs))
+    values = dict.fromkeys((*inputs, *outputs), Value((), ""))
     for body in node.bodies:
-        for row, inner in zip(links, _rounds(body), strict=True) if not body.gate else ():
-            for i, strength in zip(body.inputs, inner, strict=True):
-                row[i] = max(row[i], strength)
-    # inputs that select a branch, or that determine a loop's trip count
-    deciding = set(range(len(node.inputs))).difference(*(body.inputs for body in node.bodies))
-    for gate in (body for body in node.bodies if body.gate):
-        carried = {i: k for k, i in gate.carries}
-        for i, column in enumerate(zip(*dependence_matrix(gate.graph), strict=True)):
-            if any(column):
-                deciding.add(gate.inputs[i])
-                if i in carried:
-                    deciding |= {j for j, s in enumerate(links[carried[i]]) if s}
-    return tuple(
-        tuple(max(s, _CUT) if i in deciding else s for i, s in enumerate(row)) for row in links
-    )
-
-
-def _rounds(body: Body) -> list[list[Dependence]]:
-    """How a body's outputs depend on its inputs after any number of iterations: a fixed point."""
-    matrix = [list(row) for row in dependence_matrix(body.graph)]
-    if body.skippable:
-        for k, i in body.carries:
-            value = body.graph.values[body.graph.inputs[i]]
-            matrix[k][i] = max(matrix[k][i], _FULL if value.is_inexact else _CUT)
-    changed = bool(body.carries)
-    while changed:
-        changed = False
-        for row in matrix:
-            for k, i in body.carries:
-                for j, strength in enumerate(matrix[k]):
-                    if min(row[i], strength) > row[j]:
-                        row[j], changed = min(row[i], strength), True
-    return matrix
-
-
-def entering_body(body: Body, node: Node, known: Strengths) -> Strengths:
-    """How strong a body's inputs are in any iteration, from the values around its node."""
-    ties = [(node.inputs[outer], i) for i, outer in enumerate(body.inputs)]
-    start: dict[int, Dependence] = {}
-    for outer, i in (*ties, *((node.outputs[k], i) for k, i in body.carries)):
-        inner = body.graph.inputs[i]
-        start[inner] = max(start.get(inner, _NONE), known.get(outer, _NONE))
-    return start
-
-
-def leaving_body(body: Body, node: Node, leaving: Sequence[Dependence]) -> Strengths:
-    """How much each output of a body matters: as a result, to the condition, or as a carry."""
-    if body.gate:
-        return dict.fromkeys(body.graph.outputs, _FULL)
-    strengths = list(leaving)
-    for gate in (other for other in node.bodies if other.gate):
-        read = [max(column) for column in zip(*dependence_matrix(gate.graph), strict=True)]
-        for k, i in gate.carries:
-            strengths[k] = max(strengths[k], min(_CUT, read[i]))
-    matrix = _rounds(body) if body.carries else []
-    for k, i in body.carries:
-        column = [row[i] for row in matrix]
-        strengths[k] = max(strengths[k], through(column, strengths))
-    end: dict[int, Dependence] = {}
-    for value, strength in zip(body.graph.outputs, strengths, strict=True):
-        end[value] = max(strength, end.get(value, _NONE))
-    return end
+        values |= {
+            i: body.graph.values[v] for i, v in zip(body.inputs, body.graph.inputs, strict=True)
+        }
+    graph = PlainGraph((alone,), values, alone.inputs, alone.outputs)
+    return tuple(map(tuple, dependence_matrix(graph)))

@@ -21,11 +21,10 @@ from gradtools.seeing.graphs.derivative_flow import (
     Strengths,
     backward,
     behind,
-    entering_body,
     forward,
-    leaving_body,
     links_of,
 )
+from gradtools.seeing.graphs.flattening import JOIN, flat
 from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, memoized
 
 _NONE, _CUT, _ZERO, _FULL = Dependence
@@ -43,14 +42,12 @@ class Loss:
     Attributes:
         node: The operation.
         input: The position of its operand that still has a derivative.
-        call: The outermost node whose body contains the operation, if any.
         whole: Whether the leaf's whole gradient is lost, not only the gradient of one summand.
         further: Whether the derivative was lost before it on every path.
     """
 
     node: Node
     input: int
-    call: Node | None = None
     whole: bool = True
     further: bool = False
 
@@ -71,12 +68,20 @@ def losses_between(graph: PlainGraph, start: int, ends: Sequence[int]) -> list[L
     Later operations that lose it as well, on every path, are listed if they stop it, leave
     the framework, or are on the same line, since each of them must be changed.
     """
-    first = list(_frontier(graph, {start: _FULL}, dict.fromkeys(ends, _FULL)))
-    reached, places = forward(graph, {start: _FULL}), {id(loss.node) for loss in first}
-    lines = {loss.node.source for loss in first}
+    graph = flat(graph)
+    reached, first = forward(graph, {start: _FULL}), list[Loss]()
+    full = {v for v, strength in reached.items() if strength == _FULL}
+    lost = backward(graph, dict.fromkeys(ends, _FULL), full)
+    for node in graph.nodes:
+        if full.isdisjoint(node.inputs) or not any(map(lost.get, node.outputs)):
+            continue
+        for value, row in zip(node.outputs, links_of(graph, node), strict=True):
+            for i, link in enumerate(row if lost.get(value) else ()):
+                first += [Loss(node, i)] if node.inputs[i] in full and _NONE < link < _FULL else []
+    places, lines = {id(loss.node) for loss in first}, {loss.node.source for loss in first}
     further = []
     for node in graph.nodes if first else ():
-        loses = node.loss and id(node) not in places and not node.bodies
+        loses = node.loss and id(node) not in places
         near = node.loss in _LISTED or node.source in lines
         columns = [*zip(*links_of(graph, node), strict=True)] if loses and near else []
         inputs = [
@@ -88,32 +93,8 @@ def losses_between(graph: PlainGraph, start: int, ends: Sequence[int]) -> list[L
         ]
         if inputs and not any(map(forward(graph, {start: _FULL}, node.outputs).get, ends)):
             further.append(Loss(node, inputs[0], further=True))
-    if not further:
-        return first
     order = {id(node): k for k, node in enumerate(graph.nodes)}
-    return sorted([*first, *further], key=lambda x: order.get(id(x.node), order.get(id(x.call), 0)))
-
-
-def _frontier(
-    graph: PlainGraph, start: Strengths, end: Strengths, call: Node | None = None
-) -> Iterator[Loss]:
-    """The operations from a differentiable value to values that lead to the end without any."""
-    reached = forward(graph, start)
-    lost = backward(graph, end, {v for v, strength in reached.items() if strength == _FULL})
-    for node in graph.nodes:
-        leaving = [lost.get(value, _NONE) for value in node.outputs]
-        entering = [reached.get(value, _NONE) for value in node.inputs]
-        if not (any(leaving) and _FULL in entering):
-            continue
-        if node.bodies and node.links is None:
-            for body in node.bodies:
-                inner = entering_body(body, node, reached), leaving_body(body, node, leaving)
-                yield from _frontier(body.graph, *inner, call or node)
-            continue
-        for k, row in enumerate(links_of(graph, node)):
-            for i, link in enumerate(row):
-                if leaving[k] and entering[i] == _FULL and _NONE < link < _FULL:
-                    yield Loss(node, i, call)
+    return sorted([*first, *further], key=lambda loss: order[id(loss.node)])
 
 
 # --- a summand of the loss ---------------------------------------------------------------
@@ -129,7 +110,7 @@ def lost_summands(graph: PlainGraph, leaves: Iterable[int]) -> Iterator[tuple[in
     a discrete h(x); else empty.
 
     Args:
-        graph: The program, in which calls are inlined.
+        graph: The program without bodies.
         leaves: The values that may be trained.
     """
     strengths, makers = forward(graph, dict.fromkeys(leaves, _FULL)), _makers(graph)
@@ -229,6 +210,8 @@ def _classes(graph: PlainGraph) -> Mapping[int, int]:
         if graph.values[v].name:  # literals are named by their contents
             classes[v] = numbers.setdefault(graph.values[v], -1 - len(numbers))
     for node in graph.nodes:
+        if node.operation == JOIN:
+            continue
         if node.operation in _SHAPING and len(node.inputs) == len(node.outputs) == 1:
             classes[node.outputs[0]] = classes.get(node.inputs[0], node.inputs[0])
             continue

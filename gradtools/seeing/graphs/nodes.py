@@ -192,8 +192,6 @@ class PlainGraph(_Pickled):
         inputs: The leaves of the arguments, by number.
         outputs: The leaves of the result. One value may be returned twice, or be an input.
         captured: Arrays that the program reads by closure: parameters, constants.
-        outside: Pairs (value, value): data flows from one to the other outside of the framework,
-            through NumPy or a Python number. Such a flow is a cut.
     """
 
     nodes: tuple[Node, ...]
@@ -201,7 +199,6 @@ class PlainGraph(_Pickled):
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     captured: tuple[int, ...] = ()
-    outside: tuple[tuple[int, int], ...] = ()
 
     def walk(self) -> Iterator[tuple[PlainGraph, Node]]:
         """Every node with its graph; the nodes of bodies follow their own node."""

@@ -39,9 +39,7 @@ class Recording:
         parameters: The captured arrays with requires_grad.
         reads: For tensors that existed before the run, by id, the numbers of the values that carry
             their gradient: their own, and those of tensors computed from them before.
-        passes: The run with its backward pass at these values; in JAX leaves have their positions
-            for keys, in PyTorch the ids of the tensors.
-        aliases: In PyTorch, the ids of the copies of the leaves that f was given.
+        passes: The run with its backward pass at these values.
         spent: Whether no backward pass is possible, because the graph was freed before.
     """
 
@@ -50,5 +48,4 @@ class Recording:
     parameters: tuple[CapturedParameter, ...] = ()
     reads: Mapping[int, Sequence[int]] = field(default_factory=dict)
     passes: PassesAtValues = field(default_factory=PassesAtValues)
-    aliases: tuple[int, ...] = ()
     spent: bool = False

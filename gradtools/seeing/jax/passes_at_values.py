@@ -136,7 +136,7 @@ def passes_at(
         tape.sizes,
         [numbers[k] for k in outs],
         [number for _, number in inputs[len(leaves) :]],
-        {i: (inputs[i][1], gradient) for i, gradient in gradients},
+        {forward.inputs[i]: (inputs[i][1], gradient) for i, gradient in gradients},
     )
 
 

@@ -76,11 +76,6 @@ def record(
         ) from error
 
 
-def watchable() -> bool:
-    """True: a program can be traced inside of any transform."""
-    return True
-
-
 def repeatable(caller: str, f: Any) -> Any:
     """f, with the state of its stateful modules restored after each run."""
     return stateful(caller, f, ()) or f

@@ -9,12 +9,11 @@ arrays that then reach PyTorch with other contents come from that line; so do ou
 
 from __future__ import annotations
 
-import contextlib
-import io
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from functools import partial
-from itertools import takewhile
+from io import StringIO
 from typing import Any
 
 import numpy as np
@@ -26,14 +25,13 @@ from gradtools.seeing.graphs.derivative_flow import backward, forward
 from gradtools.seeing.graphs.nodes import Dependence, grouped
 from gradtools.seeing.graphs.recording import CapturedParameter, Recording, Run, Wanted
 from gradtools.seeing.torch.recording.connections import ConnectionRecorder
-from gradtools.seeing.torch.recording.observation import observed, watchable
+from gradtools.seeing.torch.recording.observation import recording_run
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import leaves_of
 
 Tensor = torch.Tensor
 _FULL = Dependence.DIFFERENTIABLE
 _MOST = 8  # lines that are tried, with up to three runs each
-__all__ = ["is_model", "record", "repeatable", "watchable"]
 
 
 def record(
@@ -57,19 +55,17 @@ def record(
 
 
 def _recorded(run: Run, leaves: Sequence[Any], names: Sequence[str], wanted: Wanted) -> Recording:
-    passes = PassesAtValues()
-    spent = False
-    with observed(run, leaves, names) as seen:
+    passes = None
+    with recording_run("a run", run, leaves) as undo:
+        seen = ConnectionRecorder(undo).observe(run, leaves, names)
         if seen.refusal is not None:
             return Recording(seen.graph(), seen.refusal[1])
-        before = _copies(seen.outs)
         try:
             passes = _differentiated(seen, wanted)
         except RuntimeError as error:  # the graph was freed, or contains a reentrant checkpoint
             if not is_of("torch", error):
                 raise
-            spent = True
-    _follow(run, leaves, seen, before)
+    _follow(run, leaves, seen)
 
     reads: dict[int, list[int]] = {}
     for number, x in seen.captured_tensors.items():
@@ -79,17 +75,19 @@ def _recorded(run: Run, leaves: Sequence[Any], names: Sequence[str], wanted: Wan
     own = {id(x) for x in leaves}
     parameters = [
         CapturedParameter(seen.names[key], reads.get(key, ()), x)
-        for key, x in seen.reachable.items()
+        for key, x in undo.reachable.items()
         if x.requires_grad and x.is_leaf and key not in own
     ]
-    aliases = tuple(map(id, seen.aliases))
-    return Recording(seen.graph(), None, tuple(parameters), reads, passes, aliases, spent)
+    spent = passes is None
+    return Recording(
+        seen.graph(), None, tuple(parameters), reads, passes or PassesAtValues(), spent
+    )
 
 
 def _differentiated(seen: ConnectionRecorder, wanted: Wanted) -> PassesAtValues:
     """Records the backward pass of a finished run, for random cotangents; 1 for a real number."""
     outs = [y for y in seen.outs if isinstance(y, Tensor) and y.requires_grad]
-    own = {id(x) for x in seen.aliases}
+    own = {id(x) for x in seen.leaves}
     leaves = [x for x in leaves_of(outs) if id(x) in own or wanted(x)]
     if not leaves:
         return PassesAtValues()
@@ -109,8 +107,8 @@ def _differentiated(seen: ConnectionRecorder, wanted: Wanted) -> PassesAtValues:
             "with zero. Pass arrays that hold numbers."
         )
     with seen.silent():
-        pairs = zip(leaves, inputs, grads, strict=True)
-        gradients = {id(x): (n, seen.of(g)) for x, n, g in pairs if g is not None}
+        pairs = zip(inputs, grads, strict=True)
+        gradients = {n: (n, seen.of(g)) for n, g in pairs if g is not None}
     steps = []
     for made in seen.made:
         node = made.node if made.of is None else seen.linked(seen.made[made.of])
@@ -131,31 +129,28 @@ def is_model(x: Any) -> bool:
 # --- data that leaves PyTorch, and returns -----------------------------------------------
 
 
-def _follow(run: Run, leaves: Sequence[Any], seen: ConnectionRecorder, before: list[Any]) -> None:
-    """Adds links from data that left to where it returned; before: Copies of the outputs.
+def _follow(run: Run, leaves: Sequence[Any], seen: ConnectionRecorder) -> None:
+    """Adds links from data that left to where it returned.
 
     If no perturbed run succeeds, or f differs from run to run, it returned in every output.
     """
     lost = _untraced(seen)
-    changes = partial(_changes, run, leaves, seen, before)
-    is_deterministic = bool(lost) and changes(frozenset()) == ([], [])
+    changes = partial(_changes, run, leaves, seen)
+    is_deterministic = bool(lost) and changes(()) == []
     lines = grouped(lost, lambda k: seen.leavings[k].source or k)
     for which in [*lines.values()][:_MOST] if is_deterministic else [lost]:
-        moved = changes(frozenset(which)) if is_deterministic else None
+        moved = changes(which) if is_deterministic else None
         if moved is None and all(seen.leavings[k].operation == "branch" for k in which):
             continue  # a check that raises, as distributions check their arguments
-        nodes, values = ([], seen.outputs) if moved is None else moved
-        for leaving in (seen.leavings[k] for k in which):
-            for node in nodes:
-                seen.enters(leaving, node)
-            seen.outside += [(leaving.outputs[0], number) for number in values]
+        returned = seen.outputs if moved is None else moved
+        seen.outside += [(seen.leavings[k].outputs[0], v) for k in which for v in returned]
 
 
 def _untraced(seen: ConnectionRecorder) -> list[int]:
     """The leavings whose data could explain a lost gradient and was not seen to return."""
     graph = seen.graph()
     held = [number for number, x in seen.captured_tensors.items() if x.requires_grad]
-    back = {source for source, _ in graph.outside}
+    back = {source for source, _ in seen.outside}
     matters = backward(graph, dict.fromkeys(graph.outputs, _FULL))
     leaves = [v for v in (*graph.inputs, *held) if graph.values[v].is_inexact]
     reached = forward(graph, dict.fromkeys(leaves, _FULL))
@@ -169,57 +164,27 @@ def _untraced(seen: ConnectionRecorder) -> list[int]:
 
 
 def _changes(
-    run: Run,
-    leaves: Sequence[Any],
-    first: ConnectionRecorder,
-    before: Sequence[Any],
-    which: frozenset[int],
-) -> tuple[list[int], list[int]] | None:
-    """The nodes and the values that change in a run with other numbers at these leavings.
+    run: Run, leaves: Sequence[Any], first: ConnectionRecorder, which: Sequence[int]
+) -> list[int] | None:
+    """The values that change in a run with other numbers at these leavings.
 
-    None if f does not run with any such numbers. `before`: The outputs of the first run.
+    None if f does not run with any such numbers.
     """
     changes = None
     # f may refuse large steps; a clipped value may move in one direction only
     for size in (1.0, -1.0, 1e-3):
-        if changes is not None and (any(changes) or not which or abs(size) < 1):
+        if changes is not None and (changes or not which or abs(size) < 1):
             break
-        other = partial(ConnectionRecorder, replace=(which, partial(_other, size=size)))
-        again = observed(run, leaves, recorder_of=other)
-        with contextlib.ExitStack() as inside:
-            inside.enter_context(contextlib.redirect_stdout(io.StringIO()))  # printed already
+        again = recording_run("a run", run, leaves)
+        with redirect_stdout(StringIO()), again as undo:  # printed already
+            other = ConnectionRecorder(undo, which, partial(_other, size=size))
             try:
-                seen = inside.enter_context(again)
+                other.observe(run, leaves)
             except Exception:  # the user's code, at numbers that the user did not pass
                 continue
-            if seen.refusal is None:
-                changes = _compared(first, seen, before)
+        if other.refusal is None:
+            changes = first.changes(other)
     return changes
-
-
-def _compared(
-    own: ConnectionRecorder, other: ConnectionRecorder, before: Sequence[Any]
-) -> tuple[list[int], list[int]]:
-    """The nodes that were given other data from outside, and the values that such data made.
-
-    Tensors are outputs of the program, so they count only if no node or captured tensor explains
-    their change.
-    """
-    after = _copies(other.outs)
-    alike = len(after) == len(before)
-    outputs = [k for k, a in enumerate(before) if not (alike and _same(a, after[k]))]
-    # compares until the program takes another branch
-    pairs = takewhile(
-        lambda pair: pair[0].native == pair[1].native, zip(own.nodes, other.nodes, strict=False)
-    )
-    nodes = [k for k, _ in enumerate(pairs) if own.entries.get(k) != other.entries.get(k)]
-    both = zip(own.captured_tensors.items(), other.captured_tensors.values(), strict=False)
-    unknown = [(n, x, y) for (n, x), y in both if id(x) not in own.reachable]
-    alike = len(own.captured_tensors) == len(other.captured_tensors)
-    captured = [n for n, x, y in unknown if alike and not _same(x, y)]
-    is_explained = bool(nodes or captured)
-    ends = [k for k in outputs if not (is_explained and isinstance(own.outs[k], Tensor))]
-    return nodes, [*captured, *(own.outputs[k] for k in ends)]
 
 
 def _other(x: Any, size: float) -> Any:
@@ -235,16 +200,3 @@ def _other(x: Any, size: float) -> Any:
     else:
         other = array + 1
     return other if isinstance(x, np.ndarray) else type(x)(other.item())
-
-
-def _copies(outs: Sequence[Any]) -> list[Any]:
-    """Copies of the outputs, for a later comparison."""
-    return [x.detach().clone() if isinstance(x, Tensor) else np.array(x) for x in outs]
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) != isinstance(b, Tensor) or a.shape != b.shape:
-        return False
-    if isinstance(a, Tensor):
-        return bool(((a == b) | (a != a) & (b != b)).all())
-    return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"))

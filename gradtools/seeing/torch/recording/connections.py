@@ -8,10 +8,12 @@ or Python is a node without results in PyTorch; `recorded_run.py` finds where it
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from itertools import takewhile, zip_longest
+from types import MappingProxyType
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -19,13 +21,14 @@ import torch.utils.checkpoint
 
 from gradtools.code_origin import innermost, lines_of
 from gradtools.seeing.diagnostics.findings import Finding
+from gradtools.seeing.graphs.flattening import join
 from gradtools.seeing.graphs.nodes import Dependence, Links, Node, PlainGraph, Value
 from gradtools.seeing.torch import _upstream as private
 from gradtools.seeing.torch.operands import AtenCall
 from gradtools.seeing.torch.recording import autograd_functions, operations
 from gradtools.seeing.torch.recording.run_recorder import RecordedNode, RunRecorder
 from gradtools.seeing.torch.recording.values import size_of
-from gradtools.seeing.torch.undo import Undo, name_of
+from gradtools.seeing.torch.undo import Run, Undo, copied, name_of
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import known_errors
 from gradtools.torch.functorch_wrappers import is_inexact, tensors_in, unwrapped
@@ -34,7 +37,6 @@ from gradtools.torch.operation_marks import function_of_ours, reason_of_detach
 Tensor = torch.Tensor
 _CUT, _FULL = Dependence.CUT, Dependence.DIFFERENTIABLE
 Edge = tuple[Any, int]  # a node of autograd, and the number of its output
-Replace = tuple[frozenset[int], Callable[[Any], Any]]
 
 # PyTorch's own errors about lost gradients, by a part of their text, with the kind of loss of each.
 # `tests/support/torch_lost_gradients.py` raises each, so that tests notice a new wording.
@@ -60,41 +62,64 @@ class ConnectionRecorder(RunRecorder):
 
     Args:
         undo: As in `Recorder`.
-        replace: The indices of leavings whose data is replaced, and the function that replaces it.
+        replaced: The indices of leavings whose data is replaced.
+        other: The function that replaces it.
 
     Attributes:
-        outside: As in `Graph`.
-        reachable: The tensors that the program can reach before it runs, by id.
+        outside: Pairs (value, value): data flows from one to the other outside of PyTorch, through
+            NumPy or a Python number.
         leavings: The nodes by which data left for NumPy or Python so far.
-        entries: For nodes after a leaving, fingerprints of the numbers and arrays among their
-            arguments, to compare two runs.
+        entries: The data that entered after a leaving, to compare two runs: the name of the
+            operation that read it, the operation or a captured tensor's number, and fingerprints.
         sizes: The greatest modulus of each tensor's entries, by number, as in `PassesAtValues`.
         refusal: PyTorch's own error, and its description.
-        aliases: The copies of the leaves that f was given.
-        inputs: Their numbers.
-        outs: The results of f.
-        outputs: Their numbers.
+        leaves: The copies of the leaves that f was given; `inputs` are their numbers.
+        outs: The results of f; `outputs` are their numbers.
     """
 
     caller = "why_zero"
     levels = ("rules", "parameters", "functions", "operations")
 
-    def __init__(self, undo: Undo, replace: Replace | None = None) -> None:
+    def __init__(
+        self, undo: Undo, replaced: Container[int] = (), other: Callable[[Any], Any] = str
+    ) -> None:
         super().__init__(undo)
         self.outside: list[tuple[int, int]] = []
-        self.reachable = undo.reachable
         self.leavings: list[Node] = []
-        self.entries: dict[int, list[Any]] = {}
+        self.entries: list[tuple[str, RecordedNode | int, list[Any]]] = []
         self.sizes: dict[int, float | None] = {}
         self.refusal: tuple[BaseException, Finding] | None = None
-        self.aliases: list[Any] = []
-        self.inputs: list[int] = []
-        self.outs: list[Any] = []
-        self.outputs: list[int] = []
-        self._replace = replace
+        self.leaves, self.outs = list[Any](), list[Any]()
+        self.inputs, self.outputs = list[int](), list[int]()
+        self._replaced, self._other = replaced, other
+        self._results: list[Any] = []  # fingerprints of the results of f
         self._scalars: list[int] = []  # the Python numbers that the function read from tensors
         self._is_plain = True  # whether no transform of torch.func runs, whose arrays are partial
         self._edges: dict[int, Edge] = {}  # a tensor's place in autograd's graph, by its id
+
+    def observe(self, run: Run, leaves: Sequence[Any], names: Sequence[str] = ()) -> Self:
+        """Records one run at copies of its leaves.
+
+        PyTorch's own error about a gradient ends the run and is the `refusal`.
+        """
+        self.leaves = [copied(x) for x in leaves]
+        named = zip_longest(self.leaves, names, fillvalue="")
+        self.inputs = [self.introduced(x, name) for x, name in named]
+        try:
+            self.outs = [*self.run(run, self.leaves)]
+        except Exception as error:
+            causes: list[BaseException] = [error]
+            while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+                causes.append(cause)
+            if self.refusal is None or self.refusal[0] not in causes:
+                raise
+        else:
+            self.refusal = None  # f caught it
+        with self.silent():
+            number_of = lambda y: (self.of if isinstance(y, Tensor) else self.new)(y)
+            self.outputs = [*map(number_of, self.outs)]
+            self._results = [_contents(y) for y in self.outs]
+        return self
 
     # --- calls
 
@@ -110,18 +135,13 @@ class ConnectionRecorder(RunRecorder):
         in_list = name in ("as_tensor", "asarray") and not isinstance(args[0], Tensor)
         if xs and ((name in _APART and raw != "detach") or in_list):
             return self._apart(raw, xs[1:] if name == "new_tensor" else xs, fun, args, kwargs)
-        self._function, self._scalars = name, []
-        self._is_plain = upstream.peek_interpreter_stack() is None
-        try:
-            out = self._result(name, fun, args, kwargs)
-        finally:
-            self._function = ""
+        self._scalars, self._is_plain = [], upstream.peek_interpreter_stack() is None
+        out = self._result(name, super().called, (fun, args, kwargs))
         with self.silent():
             results = [*map(unwrapped, tensors_in(out))]
             for x in [*xs, *results]:  # now autograd's graph shows how they are connected
                 self.of(x)
-            for value in self._scalars:
-                self.outside += [(value, self.of(y)) for y in results]
+            self.outside += [(value, self.of(y)) for value in self._scalars for y in results]
         return out
 
     def _apart(self, raw: str, xs: list[Tensor], fun: Any, args: Any, kwargs: Any) -> Any:
@@ -154,20 +174,17 @@ class ConnectionRecorder(RunRecorder):
         if call.raw != "_local_scalar_dense":
             return super().operated(call)
         out = call.run()
-        value, number = self.new(out), self.of(call.args[0])
+        self._scalars.append(self.new(out))
         loss = "left_framework" if call.args[0].requires_grad else None
-        name = self._function or "item"
-        self._leave("leave", name, [number], value, loss)
-        self._scalars.append(value)
+        numbers = [self.of(call.args[0])]
+        self._leave("leave", self._function or "item", numbers, self._scalars[-1], loss)
         return out
 
     def write(self, call: AtenCall, numbers: Any, outs: Any, written: Any) -> Node:
-        node, at = super().write(call, numbers, outs, written), len(self.made) - 1
+        node = super().write(call, numbers, outs, written)
         with self.silent():
-            if self.leavings and not self.phase:
-                made = [y for y in outs if isinstance(y, Tensor)] if not numbers else []
-                contents = [y.numpy() for y in made if _is_plain(y)]  # not an operation of PyTorch
-                self.entries[at] = [*_fingerprints((call.args, call.kwargs, contents))]
+            of, made = self.made[-1], () if numbers else outs
+            self._enter(node.native, of, (call.args, call.kwargs), made)
         return node
 
     def native(self, call: AtenCall) -> str:
@@ -221,7 +238,7 @@ class ConnectionRecorder(RunRecorder):
         xs = [*map(unwrapped, tensors_in((args, kwargs)))]
         return self._apart(kind.__name__, xs, make, args, kwargs)
 
-    def _result(self, name: str, fun: Any, args: Any, kwargs: Any) -> Any:
+    def _result(self, name: str, fun: Any, args: Any, kwargs: Any = MappingProxyType({})) -> Any:
         """Makes a call; keeps PyTorch's error if it concerns a gradient."""
         try:
             return fun(*args, **kwargs)
@@ -250,14 +267,14 @@ class ConnectionRecorder(RunRecorder):
         links: Links,
         loss: str | None = None,
         mark: str = "",
-    ) -> RecordedNode:
+    ) -> Node:
         """Adds a node whose links are known."""
         here = self.origin()
         at = replace(here, mark=mark or here.mark)
         about = {"links": links, "loss": loss, "phase": self.phase}
         node = self.node(operation, native, inputs, outputs, at, **about)
         self.made.append(RecordedNode(node, native, torch.is_grad_enabled()))
-        return self.made[-1]
+        return node
 
     # --- data that leaves PyTorch, and returns
 
@@ -272,22 +289,40 @@ class ConnectionRecorder(RunRecorder):
             value = self.new(xs[0] if isinstance(out, list) else out)
             operation, loss = ("branch", "discrete") if branch else ("leave", "left_framework")
             self._leave(operation, name, numbers, value, loss)
-            if self._replace is not None and len(self.leavings) - 1 in self._replace[0]:
-                return self._replace[1](out)
-            return out
+            return self._other(out) if len(self.leavings) - 1 in self._replaced else out
 
     def _leave(
         self, operation: str, name: str, numbers: Sequence[int], value: int, loss: str | None
     ) -> None:
         """Adds the node of data that leaves."""
-        made = self.add(operation, name, numbers, [value], ((_CUT,) * len(numbers),), loss)
-        self.leavings += [] if self.phase else [made.node]
+        node = self.add(operation, name, numbers, [value], ((_CUT,) * len(numbers),), loss)
+        self.leavings += [] if self.phase else [node]
 
-    def enters(self, leaving: Node, at: int) -> None:
-        """Connects data that left to the node at which it returned, by its position."""
+    def _enter(self, name: str, of: RecordedNode | int, read: Any, made: Iterable[Any]) -> None:
+        """Notes numbers and arrays that an operation reads, and tensors that it makes of them."""
+        if self.leavings and not self.phase:
+            data = [x for x in upstream.tree_leaves(read) if not isinstance(x, Tensor)]
+            self.entries.append((name, of, [*map(_contents, (*data, *made))]))
+
+    def changes(self, other: ConnectionRecorder) -> list[int]:
+        """The values that are different in another run, with other data at its leavings.
+
+        The results of f count only if no value before them explains their change.
+        """
+        both = zip(self.entries, other.entries, strict=False)
+        alike = takewhile(lambda pair: pair[0][0] == pair[1][0], both)  # until another branch
+        changed = [of for (_, of, data), (*_, new) in alike if data != new]
+        entered = [of if isinstance(of, int) else self._operand(of) for of in changed]
+        results = zip_longest(self._results, other._results)
+        moved = [k for k, (a, b) in enumerate(results) if a != b and k < len(self.outs)]
+        ends = [k for k in moved if not (entered and isinstance(self.outs[k], Tensor))]
+        return [*entered, *(self.outputs[k] for k in ends)]
+
+    def _operand(self, made: RecordedNode) -> int:
+        """A new operand of an operation, for its data from NumPy or Python."""
         number = self.new(0.0)
-        self.outside.append((leaving.outputs[0], number))
-        self.made[at].hosts.append(number)
+        made.node = replace(made.node, inputs=(*made.node.inputs, number))
+        return number
 
     # --- values
 
@@ -297,6 +332,14 @@ class ConnectionRecorder(RunRecorder):
         if isinstance(x, np.ndarray | np.generic | bool | int | float | complex):
             array = np.asarray(x)
             self.values[number] = Value(array.shape, array.dtype.name, name)
+        return number
+
+    def met(self, x: Tensor) -> int:
+        """The number of a captured tensor; a tensor that f could not reach before entered."""
+        number = super().met(x)
+        if id(x) not in self.undo.reachable:
+            with self.silent():
+                self._enter("captured", number, (), [x])
         return number
 
     def hold(self, x: Tensor, value: int) -> None:
@@ -339,8 +382,8 @@ class ConnectionRecorder(RunRecorder):
         for number, x in self.captured_tensors.items():
             values[number] = replace(values[number], name=self.names.get(id(x), ""))
         ends = tuple(self.inputs), tuple(self.outputs)
-        captured, outside = tuple(self.captured), tuple(self.outside)
-        return PlainGraph(tuple(self.nodes), values, *ends, captured, outside)
+        joins = [join(source, target, _CUT) for source, target in self.outside]
+        return PlainGraph((*joins, *self.nodes), values, *ends, tuple(self.captured))
 
 
 # functions that make a tensor apart from autograd's graph, with the kind of loss
@@ -353,19 +396,14 @@ _APART = {
 }
 
 
-def _is_plain(x: Tensor) -> bool:
-    """Whether NumPy can read its memory."""
-    on_cpu = x.device.type == "cpu" and x.layout is torch.strided
-    return on_cpu and not x.requires_grad and x.dtype is not torch.bfloat16
-
-
-def _fingerprints(x: Any) -> Iterator[Any]:
-    """Fingerprints of the numbers and NumPy arrays among arguments, to compare two runs."""
-    for leaf in upstream.tree_leaves(x):
-        if isinstance(leaf, np.ndarray):
-            yield leaf.shape, leaf.dtype, zlib.crc32(np.ascontiguousarray(leaf).tobytes())
-        elif isinstance(leaf, float | int | complex | np.generic):
-            yield repr(leaf)
+def _contents(x: Any) -> Any:
+    """A fingerprint of a tensor, an array or a number, to compare two runs."""
+    if isinstance(x, Tensor) and not x.is_meta and x.layout is torch.strided:
+        x = x.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+        x = x.view(torch.uint8).numpy()
+    if isinstance(x, np.ndarray):
+        return x.shape, x.dtype, zlib.crc32(np.ascontiguousarray(x).tobytes())
+    return repr(x) if isinstance(x, float | int | complex | np.generic) else None
 
 
 def edge_of(x: Tensor) -> Edge:

@@ -1,8 +1,6 @@
-"""Runs the user's function once under a recorder and undoes its effects.
+"""The context in which a recorder runs the user's function, whose effects are undone.
 
-f runs eagerly, compiled code included, at copies of its leaves that require grad; control-flow
-operators run as Python loops and branches. Afterwards the state of the snapshot, captured tensors
-and `.grad` are restored.
+f runs eagerly, compiled code included; control-flow operators run as Python loops and branches.
 """
 
 from __future__ import annotations
@@ -15,15 +13,12 @@ from typing import Any
 import torch
 
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.graphs.recording import Run
-from gradtools.seeing.torch.recording.connections import ConnectionRecorder
 from gradtools.seeing.torch.thread_patches import control_flow_called
-from gradtools.seeing.torch.undo import Undo, copied, undone
+from gradtools.seeing.torch.undo import Run, Undo, undone
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.operation_marks import recorded
 
-Tensor = torch.Tensor
 _here = threading.local()
 
 
@@ -31,38 +26,6 @@ def watchable() -> bool:
     """Whether a run can be recorded here: in plain eager code, and not in another recording."""
     inside = is_compiling() or upstream.peek_interpreter_stack() is not None
     return not inside and not getattr(_here, "recording", False)
-
-
-@contextmanager
-def observed(
-    run: Run,
-    leaves: Sequence[Any],
-    names: Sequence[str] = (),
-    recorder_of: Callable[[Undo], ConnectionRecorder] = ConnectionRecorder,
-) -> Iterator[ConnectionRecorder]:
-    """A context with a recorded run, whose effects are undone on exit.
-
-    PyTorch's own error about a gradient ends the run and is its `refusal`.
-    """
-    with recording_run("a run", run, leaves) as undo:
-        seen = recorder_of(undo)
-        seen.aliases = [copied(x) for x in leaves]
-        named = zip(seen.aliases, names or [""] * len(leaves), strict=True)
-        seen.inputs = [seen.introduced(x, name) for x, name in named]
-        try:
-            seen.outs = [*seen.run(run, seen.aliases)]
-        except Exception as error:
-            causes: list[BaseException] = [error]
-            while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
-                causes.append(cause)
-            if seen.refusal is None or seen.refusal[0] not in causes:
-                raise
-        else:
-            seen.refusal = None  # f caught it
-        with seen.silent():
-            number_of = lambda y: (seen.of if isinstance(y, Tensor) else seen.new)(y)
-            seen.outputs = [*map(number_of, seen.outs)]
-        yield seen
 
 
 @contextmanager

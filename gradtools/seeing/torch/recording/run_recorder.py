@@ -11,7 +11,7 @@ when they are next read.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -49,7 +49,6 @@ class RecordedNode:
         rounds: Whether it rounds its result to an integer.
         known_loss: The kind of its loss and the function to name, if these are known already.
         of: In a backward pass, the position of the node that it differentiates.
-        hosts: Values that came back from NumPy or Python as its arguments.
     """
 
     node: Node
@@ -60,7 +59,6 @@ class RecordedNode:
     rounds: bool = False
     known_loss: tuple[str, str] | None = None
     of: int | None = None
-    hosts: list[int] = field(default_factory=list)
 
 
 class RunRecorder(Recorder[int]):
@@ -245,13 +243,8 @@ class RunRecorder(Recorder[int]):
         A node of a rule stays as it is: the rule replaces its derivative.
         """
         node, values = made.node, self.values
-        if made.hosts:
-            node = replace(node, inputs=(*node.inputs, *made.hosts))
-        if node.links is not None:
-            more = (_FULL,) * len(made.hosts)
-            return replace(node, links=tuple((*row, *more) for row in node.links))
-        entering = [self._tracked.get(v, False) for v in made.node.inputs]
-        if not any(entering) or node.phase or node.mark:
+        entering = [self._tracked.get(v, False) for v in node.inputs]
+        if node.links is not None or not any(entering) or node.phase or node.mark:
             return node
         name = made.name
         inexact = [v for v in node.outputs if values[v].is_inexact]

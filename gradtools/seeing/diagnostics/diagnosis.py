@@ -24,8 +24,7 @@ from typing import Any
 from gradtools.code_origin import Source, definition_of
 from gradtools.seeing.diagnostics.findings import KINDS, Finding
 from gradtools.seeing.diagnostics.gradients_at_values import LossPlace
-from gradtools.seeing.graphs.derivative_flow import behind
-from gradtools.seeing.graphs.flattening import flat
+from gradtools.seeing.graphs.derivative_flow import behind, flat
 from gradtools.seeing.graphs.gradient_losses import (
     STOPS,
     Loss,

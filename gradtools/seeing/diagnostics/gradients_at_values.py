@@ -46,6 +46,7 @@ class LossPlace:
     zeros: tuple[int, ...] = ()
 
 
+Onward = Callable[[PassStep], list[int]]  # the operands at which a walk goes on
 _UNKNOWN = Node("input", (), ())
 
 
@@ -143,38 +144,27 @@ class PassesAtValues:
 
     def _meeting(self, step: PassStep) -> PassStep:
         """The last step from which all cotangents that enter a step come, or the step itself."""
-        entering = self._cotangents.intersection(step.inputs)
-        behind = [*map(self._steps_behind, entering)]
+        onward = lambda step: [*self._cotangents.intersection(step.inputs)]
+        behind = [{*self._walk([value], onward)} for value in onward(step)]
         common = set.intersection(*behind) if len(behind) > 1 else set()
         return self.steps[max(common)] if common else step
-
-    def _steps_behind(self, value: int) -> set[int]:
-        """The positions of the steps through which a cotangent comes."""
-        result, todo = set[int](), [value]
-        while todo:
-            at = self._makers.get(todo.pop())
-            if at is not None and at not in result:
-                result.add(at)
-                todo += self._cotangents.intersection(self.steps[at].inputs)
-        return result
 
     def _origins(self, values: Sequence[int]) -> list[Node]:
         bad = lambda step: [v for v in step.inputs if self._is_bad(v) and v in self._makers]
         ends = [step.node for step in self._ends(values, bad) if step.node is not None]
         return [*dict.fromkeys(ends)]
 
-    def _ends(
-        self, values: Sequence[int], onward: Callable[[PassStep], list[int]]
-    ) -> list[PassStep]:
-        """The steps at which a walk by `onward` from these values ends, as they ran."""
-        ends, seen, todo = set[int](), set[int](), [*values]
-        while todo:
-            value = todo.pop()
-            if value in seen or value not in self._makers:
-                continue
-            seen.add(value)
-            at = self._makers[value]
-            further = onward(self.steps[at])
-            todo += further
-            ends |= set() if further else {at}
+    def _ends(self, values: Sequence[int], onward: Onward) -> list[PassStep]:
+        """The steps at which a walk ends, as they ran."""
+        ends = [at for at, further in self._walk(values, onward).items() if not further]
         return [self.steps[at] for at in sorted(ends)]
+
+    def _walk(self, values: Sequence[int], onward: Onward) -> dict[int, list[int]]:
+        """The positions of the steps behind these values, each with the values it goes on to."""
+        result, todo = dict[int, list[int]](), [*values]
+        while todo:
+            at = self._makers.get(todo.pop())
+            if at is not None and at not in result:
+                result[at] = onward(self.steps[at])
+                todo += result[at]
+        return result

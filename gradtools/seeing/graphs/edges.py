@@ -11,8 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from gradtools.seeing.diagnostics.findings import KINDS
-from gradtools.seeing.graphs.derivative_flow import links_of
-from gradtools.seeing.graphs.flattening import flattened
+from gradtools.seeing.graphs.derivative_flow import flattened, links_of
 from gradtools.seeing.graphs.gradient_losses import losses
 from gradtools.seeing.graphs.nodes import Dependence, Edge, Node, PlainGraph, memory_of, needed
 

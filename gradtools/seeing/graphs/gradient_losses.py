@@ -18,13 +18,14 @@ from math import prod
 from typing import Any
 
 from gradtools.seeing.graphs.derivative_flow import (
+    JOIN,
     Strengths,
     backward,
     behind,
+    flat,
     forward,
     links_of,
 )
-from gradtools.seeing.graphs.flattening import JOIN, flat
 from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, memoized
 
 _NONE, _CUT, _ZERO, _FULL = Dependence

@@ -15,12 +15,20 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from itertools import groupby
+from typing import Any, NamedTuple
 
 from gradtools.seeing.graphs.attributes import are_numbers, call_text, is_number, text_of
 from gradtools.seeing.graphs.edges import alive_anyway, lost_links, reads_of
-from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, Value, memory_of
+from gradtools.seeing.graphs.nodes import (
+    Dependence,
+    Node,
+    PlainGraph,
+    Value,
+    memory_of,
+    shared_length,
+)
 from gradtools.seeing.graphs.outline import (
     PHASES,
     Arrow,
@@ -88,15 +96,8 @@ def outline_of(graph: PlainGraph, *, title: str = "") -> Outline:
 # --- inlining ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Level:
-    """A graph or a body of it, with the boxes and numbers of its values.
-
-    Attributes:
-        graph: The graph.
-        made: The boxes that make each value.
-        numbers: The number of each value among `_InlinedGraph.values`.
-    """
+class _Level(NamedTuple):
+    """A graph or a body, the boxes that make its values, and their numbers in the outline."""
 
     graph: PlainGraph
     made: dict[int, Makers]
@@ -233,25 +234,19 @@ def _is_number(box: Box) -> bool:
 # --- nesting -----------------------------------------------------------------------------
 
 
-def _runs(entries: Sequence[Box | Block], level: int) -> list[Box | Block]:
+def _runs(entries: Iterable[Box | Block], level: int) -> list[Box | Block]:
     """Groups consecutive entries of one scope, recursively, and drops empty calls."""
-    has_box = lambda block: any(isinstance(item, Box) for item in block.walk())
-    entries = [entry for entry in entries if isinstance(entry, Box) or has_box(entry)]
+    entries = [entry for entry in entries if isinstance(entry, Box) or entry.boxes]
     result: list[Box | Block] = []
-    start = 0
-    while start < len(entries):
-        entry = entries[start]
-        name = entry.scope[level : level + 1]
-        stop = start + 1
-        while name and stop < len(entries) and entries[stop].scope[level : level + 1] == name:
-            stop += 1
+    for name, run in groupby(entries, lambda entry: entry.scope[level : level + 1]):
+        several = [*run]
         if name:
-            inside = _runs(entries[start:stop], level + 1)
-            entry = Block("scope", name[0], entry.scope[: level + 1], entry.phase, inside)
-        elif isinstance(entry, Block):  # a call, whose own entries are nested too
-            entry.children = _runs(entry.children, 0)
-        result.append(_tidy(entry))
-        start = stop
+            scope, inside = several[0].scope[: level + 1], _runs(several, level + 1)
+            several = [Block("scope", name[0], scope, several[0].phase, inside)]
+        for entry in several if not name else ():  # a call's own entries are nested too
+            if isinstance(entry, Block):
+                entry.children = _runs(entry.children, 0)
+        result += map(_tidy, several)
     return result
 
 
@@ -280,47 +275,46 @@ def _place_leaves(boxes: Sequence[Box], roots: Mapping[int, Block]) -> None:
     for box in boxes:
         for maker in (maker for operand in box.operands for maker, _ in operand.makers):
             readers.setdefault(maker, []).extend([paths[box.key]] if box.key in paths else [])
-    # the leaves before and after a child, by the child's id (by the column's id if it is empty)
-    before, after = dict[int, list[Box]](), dict[int, list[Box]]()
+    # the leaves before and after a child, or in an empty column
+    before, after = dict[Box | Block, list[Box]](), dict[Box | Block, list[Box]]()
     first = next(iter(roots.values()))
-    for leaf in (box for box in boxes if box.kind in ("input", "captured")):
-        if leaf.kind == "captured" and leaf.key not in readers:  # printed as an operand
+    outputs = [box for box in boxes if box.kind == "output"]
+    for leaf in boxes:
+        if leaf.kind == "operation" or (leaf.kind == "captured" and leaf.key not in readers):
+            continue  # an unread captured value is printed as an operand
+        if leaf.kind == "output":
+            after.setdefault(_maker_of(leaf, paths, roots, len(outputs)), []).append(leaf)
             continue
         reading = readers.get(leaf.key, [])
         leaf.phase = min((path[0].phase for path in reading), default=first.phase)
         reading = [path for path in reading if path[0].phase == leaf.phase]
         if leaf.kind == "input" and not re.search(r"[\[.]", leaf.values[0].name):
             reading = [path[:2] for path in reading]  # a whole argument stays outside of blocks
-        depth = 1  # counts the common blocks of all children that contain readers
-        while reading and all(
-            p[depth] is reading[0][depth] and len(p) > depth + 1 for p in reading
-        ):
-            depth += 1
+        depth = shared_length([path[:-1] for path in reading])  # of the innermost common block
         home = reading[0][depth - 1] if reading else first
-        inside = {id(path[depth]) for path in reading} or set(map(id, home.children))
-        anchor = next((child for child in home.children if id(child) in inside), home)
-        before.setdefault(id(anchor), []).append(leaf)
-    outputs = [box for box in boxes if box.kind == "output"]
-    for box in outputs:
-        home = roots[min(box.phase, max(roots))]
-        anchor = home.children[-1] if home.children else home
-        makers = [paths[key] for key, _ in box.operands[0].makers if key in paths]
-        many = box.phase and len(outputs) > _LEAVES_ABOVE
-        if makers and many and not _OF_ARGUMENT.search(box.values[0].name):
-            anchor = makers[0][-1]
-            if len(outputs) <= _LEAVES_NEAR:  # drawn next to the first of several parts
-                steps = zip(makers[0][:-1], makers[0][1:], strict=True)
-                is_one = lambda block: sum(isinstance(c, Block) for c in block.children) == 1
-                anchor = next((part for block, part in steps if not is_one(block)), anchor)
-        after.setdefault(id(anchor), []).append(box)
+        inside = {path[depth] for path in reading} or {*home.children}
+        anchor = next((child for child in home.children if child in inside), home)
+        before.setdefault(anchor, []).append(leaf)
     for block in [b for root in roots.values() for b in (root, *root.walk())]:
         if isinstance(block, Block):
-            children: list[Box | Block] = []
-            for child in block.children or [block]:
-                children += before.get(id(child), ())
-                children += [child] if child is not block else []
-                children += after.get(id(child), ())
-            block.children = children
+            parts = [[*before.get(c, ()), c, *after.get(c, ())] for c in block.children or [block]]
+            block.children = [item for part in parts for item in part if item is not block]
+
+
+def _maker_of(
+    output: Box, paths: Mapping[int, Sequence[Any]], roots: Mapping[int, Block], count: int
+) -> Box | Block:
+    """The box or block after which an output is drawn, if there are `count` outputs."""
+    home = roots[min(output.phase, max(roots))]
+    makers = [paths[key] for key, _ in output.operands[0].makers if key in paths]
+    is_whole = _OF_ARGUMENT.search(output.values[0].name)
+    if not makers or not output.phase or count <= _LEAVES_ABOVE or is_whole:
+        return home.children[-1] if home.children else home
+    if count > _LEAVES_NEAR:
+        return makers[0][-1]
+    steps = zip(makers[0][:-1], makers[0][1:], strict=True)  # the first of several parts
+    is_one = lambda block: sum(isinstance(child, Block) for child in block.children) == 1
+    return next((part for block, part in steps if not is_one(block)), makers[0][-1])
 
 
 def _paths_to(columns: Iterable[Block]) -> dict[int, Sequence[Any]]:
@@ -331,18 +325,16 @@ def _paths_to(columns: Iterable[Block]) -> dict[int, Sequence[Any]]:
 
 def _in_parts(block: Block) -> Block:
     """Splits blocks with more than `_MOST_CHILDREN` children into parts of consecutive ones."""
-    block.children = [
-        _in_parts(child) if isinstance(child, Block) else child for child in block.children
-    ]
-    while len(block.children) > _MOST_CHILDREN:
-        size = max(_PART, math.isqrt(len(block.children)))
-        parts: list[Box | Block] = []
-        for start in range(0, len(block.children), size):
-            inside = block.children[start : start + size]
+    children = [_in_parts(c) if isinstance(c, Block) else c for c in block.children]
+    while len(children) > _MOST_CHILDREN:
+        size, several = max(_PART, math.isqrt(len(children))), children
+        children = []
+        for start in range(0, len(several), size):
+            inside = several[start : start + size]
             title = f"steps {start + 1}…{start + len(inside)}"
             part = Block("steps", title, (*block.scope, title), block.phase, inside)
-            parts += [part] if len(inside) > 1 else inside
-        block.children = parts
+            children += [part] if len(inside) > 1 else inside
+    block.children = children
     return block
 
 
@@ -359,11 +351,8 @@ def _name_values(boxes: Sequence[Box], columns: Sequence[Block]) -> None:
     paths = _paths_to(columns)
     names: dict[tuple[int, int], str] = {}
     for key in paths:
-        if boxes[key].kind != "output":
-            for k in sorted(read.get(key, {0})):
-                names[key, k] = letters(len(names))
-    made: dict[Block, dict[str, None]] = {}
-    given: dict[Block, dict[str, str]] = {}
+        for k in sorted(read.get(key, {0})) if boxes[key].kind != "output" else ():
+            names[key, k] = letters(len(names))
     for key, path in paths.items():
         box, texts = boxes[key], []
         for operand in box.operands:
@@ -371,12 +360,11 @@ def _name_values(boxes: Sequence[Box], columns: Sequence[Block]) -> None:
             if text := operand.text or "|".join(crossing.values()):
                 texts.append(_bracketed(operand, text))
             for of, name in crossing.items():
-                for block in paths[of[0]][:-1]:
-                    if block not in path:
-                        made.setdefault(block, {})[name] = None
-                for block in path[:-1]:
-                    if block not in paths[of[0]]:
-                        given.setdefault(block, {})[name] = _bracketed(operand, name)
+                makers, readers = paths[of[0]][:-1], path[:-1]
+                for block in makers:
+                    block.made |= {name: name} if block not in readers else {}
+                for block in readers:
+                    block.given |= {name: _bracketed(operand, name)} if block not in makers else {}
         outputs = range(max(read.get(key, {0})) + 1)
         box.made = ", ".join(names.get((key, k), "_") for k in outputs)
         box.call = ", ".join(texts)
@@ -384,10 +372,6 @@ def _name_values(boxes: Sequence[Box], columns: Sequence[Block]) -> None:
             first = box.operands[0].makers[:1] if box.operands else ()
             shape = next((boxes[maker].values[k].shape for maker, k in first), ())
             box.call = call_text(box.node, texts, shape)
-    for block, outside in made.items():
-        block.made = tuple(outside)
-    for block, inside in given.items():
-        block.given = tuple(inside.values())
 
 
 def _bracketed(operand: Operand, text: str) -> str:

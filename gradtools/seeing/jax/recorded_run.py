@@ -1,42 +1,29 @@
 """`record` in JAX: the jaxpr of a program as a graph, or JAX's error.
 
-A program is traced abstractly, so no number is computed. A program that branches on values, as
-eager differentiation allows, is traced with concrete values where Python needs them
-(`concrete_tracing.py`). An array that leaves JAX through NumPy, float or item ends the trace; that
-is the finding.
+An array that leaves JAX through NumPy, float or item ends the trace (`tracing.py`); that is the
+finding.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from gradtools.errors import GradtoolsError
-from gradtools.jax.known_errors import refused_number
 from gradtools.jax.module_arguments import module_kinds
 from gradtools.jax.recomputing import stateful
 from gradtools.jax.trees import is_inexact
-from gradtools.seeing.diagnostics.findings import Finding
 from gradtools.seeing.graphs.derivative_flow import behind
 from gradtools.seeing.graphs.nodes import Dependence
-from gradtools.seeing.graphs.reachable import named_objects
 from gradtools.seeing.graphs.recording import Recording, Run, Wanted
-from gradtools.seeing.jax.concrete_tracing import jaxpr_with_answers
 from gradtools.seeing.jax.graphs import graph_of
-from gradtools.seeing.jax.passes_at_values import passes_at
-from gradtools.seeing.jax.source_lines import source_of_error
+from gradtools.seeing.jax.passes import passes_at
+from gradtools.seeing.jax.tracing import LEAVING, captured_arrays, trace, what_left
 
 _FULL = Dependence.DIFFERENTIABLE
-LEAVING = (
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-    jax.errors.ConcretizationTypeError,
-)
+__all__ = ["captured_arrays", "is_model", "record", "repeatable", "trace"]
 
 
 def record(
@@ -52,7 +39,7 @@ def record(
     try:
         traced = trace(run, leaves)
     except LEAVING as error:
-        kind = _what_left(error)
+        kind = what_left(error)
         if kind is None:
             raise
         return Recording(graph_of(jax.make_jaxpr(lambda *xs: [])(*leaves), names), kind)
@@ -84,85 +71,3 @@ def repeatable(caller: str, f: Any) -> Any:
 def is_model(x: Any) -> bool:
     """Whether x is a module of a library."""
     return isinstance(x, module_kinds())
-
-
-# --- the trace ---------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Traced:
-    """A traced program.
-
-    Attributes:
-        closed: Its closed jaxpr.
-        host_outputs: The indices of outputs that are not JAX arrays.
-    """
-
-    closed: Any
-    host_outputs: tuple[int, ...]
-
-
-def trace(run: Run, leaves: Sequence[Any]) -> Traced:
-    """The jaxpr of a run."""
-    host: list[int] = []
-
-    def fun(*xs: Any) -> list[Any]:
-        outs = list(run(list(xs)))
-        host[:] = [k for k, y in enumerate(outs) if not isinstance(y, jax.Array)]
-        return [_constant(y) if k in host else y for k, y in enumerate(outs)]
-
-    try:
-        return Traced(jax.make_jaxpr(fun)(*leaves), tuple(host))
-    except jax.errors.NonConcreteBooleanIndexError:
-        pass
-    except jax.errors.ConcretizationTypeError as error:
-        if _what_left(error) is not None:
-            raise
-    return Traced(jaxpr_with_answers(fun, leaves), tuple(host))
-
-
-def _constant(y: Any) -> Any:
-    """A NumPy or Python output as a constant of its shape."""
-    array = np.asarray(y)
-    return jnp.asarray(array) if array.dtype.kind in "fciub" else jnp.zeros(())
-
-
-# --- JAX's errors ------------------------------------------------------------------------
-
-
-def _what_left(error: Exception) -> Finding | None:
-    """How an array left JAX; None if a shape or a branch depended on its values."""
-    line, modules = source_of_error(error)
-    written = line.text if line is not None else ""
-    if isinstance(error, jax.errors.TracerBoolConversionError):
-        return None
-    if isinstance(error, jax.errors.TracerArrayConversionError):
-        operation = "numpy"
-    elif isinstance(error, jax.errors.TracerIntegerConversionError):
-        operation = "int"
-    else:
-        names = (name for name in ("item", "tolist") if f".{name}(" in written)
-        operation = refused_number(error) or next(names, "")
-    message = str(error).strip().splitlines()[0]
-    lost = Finding("", "left_framework", operation, line, modules, detail=message)
-    return lost if operation else None
-
-
-# --- captured arrays ---------------------------------------------------------------------
-
-
-def captured_arrays(run: Run) -> dict[int, str]:
-    """The names of the arrays that a function can reach without its arguments, by id."""
-    result: dict[int, str] = {}
-    for x, name in _reached(run):
-        if isinstance(x, jax.Array | np.ndarray):
-            result.setdefault(id(x), name)
-    return result
-
-
-def _reached(run: Run) -> Iterator[tuple[Any, str]]:
-    """All objects that a function can reach without its arguments, with their names."""
-    owner = getattr(run, "__self__", None)
-    start = getattr(owner, "f", run)  # the user's function, without the arguments of this call
-    is_array = lambda x: isinstance(x, jax.Array | np.ndarray)
-    return named_objects([(start, ""), (type(start).__call__, "")], is_array)

@@ -21,7 +21,7 @@ import torch.utils.checkpoint
 
 from gradtools.code_origin import innermost, lines_of
 from gradtools.seeing.diagnostics.findings import Finding
-from gradtools.seeing.graphs.flattening import join
+from gradtools.seeing.graphs.derivative_flow import join
 from gradtools.seeing.graphs.nodes import Dependence, Links, Node, PlainGraph, Value
 from gradtools.seeing.torch import _upstream as private
 from gradtools.seeing.torch.operands import AtenCall
@@ -163,7 +163,7 @@ class ConnectionRecorder(RunRecorder):
             keeps = [not t or (name == "set_data" and not k) for k, t in enumerate(tracked)]
             links = (tuple(_FULL if keep else _CUT for keep in keeps),)
             loss = None if all(keeps) else _APART.get(name, "left_framework")
-            self.add(operations.neutral(name), name, numbers, [number], links, loss)
+            self.add(name, numbers, [number], links=links, loss=loss)
             self.table.hold(y, number, alone=True)
             self._edges[id(y)] = edge_of(y)
             self._tracked[number] = y.requires_grad
@@ -177,7 +177,7 @@ class ConnectionRecorder(RunRecorder):
         self._scalars.append(self.new(out))
         loss = "left_framework" if call.args[0].requires_grad else None
         numbers = [self.of(call.args[0])]
-        self._leave("leave", self._function or "item", numbers, self._scalars[-1], loss)
+        self._leave("leave", loss, self._function or "item", numbers, self._scalars[-1])
         return out
 
     def write(self, call: AtenCall, numbers: Any, outs: Any, written: Any) -> Node:
@@ -223,7 +223,7 @@ class ConnectionRecorder(RunRecorder):
                 loss = "no_grad" if is_off else "rule"
                 loss = loss if any(map(is_inexact, outs)) else "discrete"
             at, made = len(self.made), [self.new(y) for y in outs]
-            self.add(operations.neutral(name), name, numbers, made, links, loss, mark)
+            self.add(name, numbers, made, links=links, loss=loss, mark=mark)
             for y, number in zip(outs, made, strict=True):
                 if any(y is x for x in changed):
                     self.table.write(y, number, (self.origin(), True))
@@ -258,21 +258,12 @@ class ConnectionRecorder(RunRecorder):
         """The nodes of the forward pass so far, with their links."""
         return [self.linked(made) for made in self.made if not made.node.phase]
 
-    def add(
-        self,
-        operation: str,
-        native: str,
-        inputs: Sequence[int],
-        outputs: Sequence[int],
-        links: Links,
-        loss: str | None = None,
-        mark: str = "",
-    ) -> Node:
-        """Adds a node whose links are known."""
+    def add(self, native: str, inputs: Sequence[int], outputs: Sequence[int], **about: Any) -> Node:
+        """Adds a node whose links are known; about: Its attributes."""
         here = self.origin()
-        at = replace(here, mark=mark or here.mark)
-        about = {"links": links, "loss": loss, "phase": self.phase}
-        node = self.node(operation, native, inputs, outputs, at, **about)
+        at = replace(here, mark=about.pop("mark", "") or here.mark)
+        operation = about.pop("operation", operations.neutral(native))
+        node = self.node(operation, native, inputs, outputs, at, phase=self.phase, **about)
         self.made.append(RecordedNode(node, native, torch.is_grad_enabled()))
         return node
 
@@ -287,15 +278,16 @@ class ConnectionRecorder(RunRecorder):
             numbers = [*map(self.of, xs)] if branch else [self.of(xs[0])]
             out = self._result(name, fun, args, kwargs)
             value = self.new(xs[0] if isinstance(out, list) else out)
-            operation, loss = ("branch", "discrete") if branch else ("leave", "left_framework")
-            self._leave(operation, name, numbers, value, loss)
+            kind = ("branch", "discrete") if branch else ("leave", "left_framework")
+            self._leave(*kind, name, numbers, value)
             return self._other(out) if len(self.leavings) - 1 in self._replaced else out
 
     def _leave(
-        self, operation: str, name: str, numbers: Sequence[int], value: int, loss: str | None
+        self, operation: str, loss: str | None, name: str, numbers: Sequence[int], value: int
     ) -> None:
         """Adds the node of data that leaves."""
-        node = self.add(operation, name, numbers, [value], ((_CUT,) * len(numbers),), loss)
+        links = ((_CUT,) * len(numbers),)
+        node = self.add(name, numbers, [value], operation=operation, links=links, loss=loss)
         self.leavings += [] if self.phase else [node]
 
     def _enter(self, name: str, of: RecordedNode | int, read: Any, made: Iterable[Any]) -> None:

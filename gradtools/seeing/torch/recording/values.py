@@ -48,13 +48,11 @@ class Memory(Generic[V]):
 
     Attributes:
         owner: The storage, or a tensor that has none; referenced so that its id stays unique.
-        root: The first tensor seen on it.
-        value: The root's current value.
+        value: The value of the first tensor seen on it.
         written: The log of in-place writes.
     """
 
     owner: Any
-    root: Tensor
     value: V
     written: list[Write[V]] = field(default_factory=list)
 
@@ -86,7 +84,7 @@ class TensorTable(Generic[V]):
         key = id(owner)
         memory = self._memories.get(key)
         if memory is None:
-            memory = self._memories[key] = Memory(owner, x, value)
+            memory = self._memories[key] = Memory(owner, value)
         known = self._known[id(x)] = KnownTensor(x, value, key, len(memory.written))
         if not alone:
             self._alike[view_of(x)] = known

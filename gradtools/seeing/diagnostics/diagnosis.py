@@ -35,7 +35,7 @@ from gradtools.seeing.graphs.gradient_losses import (
 )
 from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph
 from gradtools.seeing.graphs.program import LeafProgram
-from gradtools.seeing.graphs.recording import CapturedParameter, Recording, Wanted
+from gradtools.seeing.graphs.recording import Recording, Wanted
 
 _NONE, _FULL = Dependence.NONE, Dependence.DIFFERENTIABLE
 Note = tuple[str, list[str]]  # a text, and the leaves that it concerns
@@ -127,7 +127,7 @@ def diagnosed(
             at_values += _from_values(one.name, places)
 
     every = [*numbers, *(v for v in graph.inputs if graph.values[v].is_inexact)]
-    every += [n for p in recording.parameters for n in p.numbers]
+    every += [n for _, x in recording.parameters for n in recording.numbers(x)]
     for number, loss in useless_edits(graph, numbers, every):
         findings += from_losses(numbers[number], [loss])
     known = {(f.argument, f.source) for f in findings}
@@ -225,11 +225,11 @@ def source_of(f: Any) -> Source | None:
     return None
 
 
-def of_modules_in_use(parameters: Sequence[CapturedParameter]) -> list[CapturedParameter]:
-    """The parameters of modules of which f reads at least one parameter.
+def of_modules_in_use(recording: Recording) -> list[tuple[str, Any]]:
+    """The captured parameters of modules of which f reads at least one parameter.
 
     A module that is merely reachable from f's closure or globals is not part of f.
     """
-    root = lambda p: p.name.partition(".")[0]
-    used = {root(p) for p in parameters if p.numbers}
-    return [p for p in parameters if root(p) in used]
+    root = lambda name: name.partition(".")[0]
+    used = {root(name) for name, x in recording.parameters if recording.numbers(x)}
+    return [(name, x) for name, x in recording.parameters if root(name) in used]

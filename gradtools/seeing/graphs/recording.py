@@ -19,15 +19,6 @@ Wanted = Callable[[Any], bool]  # whether a captured array is differentiated lik
 
 
 @dataclass(frozen=True)
-class CapturedParameter:
-    """A captured array with requires_grad, and its numbers in `Recording.reads`."""
-
-    name: str
-    numbers: Sequence[int]
-    array: Any
-
-
-@dataclass(frozen=True)
 class Recording:
     """One run of a function of flat leaves.
 
@@ -36,7 +27,7 @@ class Recording:
             value for each, also for NumPy arrays and Python numbers.
         refusal: The framework's error that ended the run, if any, without a leaf's name; the graph
             then has no outputs.
-        parameters: The captured arrays with requires_grad.
+        parameters: The captured arrays with requires_grad, with their names.
         reads: For tensors that existed before the run, by id, the numbers of the values that carry
             their gradient: their own, and those of tensors computed from them before.
         passes: The run with its backward pass at these values.
@@ -45,7 +36,11 @@ class Recording:
 
     graph: PlainGraph
     refusal: Finding | None = None
-    parameters: tuple[CapturedParameter, ...] = ()
+    parameters: tuple[tuple[str, Any], ...] = ()
     reads: Mapping[int, Sequence[int]] = field(default_factory=dict)
     passes: PassesAtValues = field(default_factory=PassesAtValues)
     spent: bool = False
+
+    def numbers(self, array: Any) -> Sequence[int]:
+        """The numbers of the values that carry the gradient of a captured array."""
+        return self.reads.get(id(array), ())

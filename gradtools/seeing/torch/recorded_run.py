@@ -23,7 +23,7 @@ from gradtools.errors import GradtoolsError, is_of
 from gradtools.seeing.diagnostics.gradients_at_values import PassesAtValues, PassStep
 from gradtools.seeing.graphs.derivative_flow import backward, forward
 from gradtools.seeing.graphs.nodes import Dependence, grouped
-from gradtools.seeing.graphs.recording import CapturedParameter, Recording, Run, Wanted
+from gradtools.seeing.graphs.recording import Recording, Run, Wanted
 from gradtools.seeing.torch.recording.connections import ConnectionRecorder
 from gradtools.seeing.torch.recording.observation import recording_run
 from gradtools.torch import _upstream as upstream
@@ -74,7 +74,7 @@ def _recorded(run: Run, leaves: Sequence[Any], names: Sequence[str], wanted: Wan
             reads.setdefault(id(tensor), []).append(number)
     own = {id(x) for x in leaves}
     parameters = [
-        CapturedParameter(seen.names[key], reads.get(key, ()), x)
+        (seen.names[key], x)
         for key, x in undo.reachable.items()
         if x.requires_grad and x.is_leaf and key not in own
     ]

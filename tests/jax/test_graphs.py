@@ -14,9 +14,9 @@ import gradtools.jax as gt  # noqa: E402
 from gradtools.seeing.graphs.derivative_flow import dependence_matrix  # noqa: E402
 from gradtools.seeing.graphs.gradient_losses import losses  # noqa: E402
 from gradtools.seeing.graphs.nodes import Dependence  # noqa: E402
-from gradtools.seeing.jax.concrete_tracing import jaxpr_with_answers  # noqa: E402
 from gradtools.seeing.jax.graphs import graph_of  # noqa: E402
 from gradtools.seeing.jax.recorded_run import record  # noqa: E402
+from gradtools.seeing.jax.tracing import jaxpr_with_answers  # noqa: E402
 
 X = jnp.asarray([1.0, 2.0, 3.0], jnp.float32)
 FULL, ZERO, CUT, NONE = (

@@ -36,6 +36,12 @@ def squared(x):
 squared.defvjp(lambda x: (x**2, x), lambda saved, ct: (None,))
 
 
+@pytest.mark.parametrize("name", ["relu", "relu6"])
+def test_a_function_of_jax_is_called_by_its_name(name):
+    (found,) = gt.why_zero(lambda x: getattr(jax.nn, name)(x).sum(), -jax.numpy.ones(2))
+    assert (found.kind, found.operation) == ("zero", name)
+
+
 def test_a_rule_is_called_by_the_name_of_its_function():
     (found,) = gt.why_zero(lambda x: squared(x).sum(), jax.numpy.ones(2))
     assert (found.kind, found.operation) == ("rule", "squared")

@@ -32,6 +32,13 @@ def test_a_planted_loss_is_found_and_nothing_else(name):
     PLANTED[name].check(gt, still)
 
 
+def test_layers_in_a_plain_list_are_told_of_a_module_list_first():
+    given = next(given for name, given in PLANTED.items() if "list" in name).make()
+    report = gt.why_zero(given.closure, model=given.model)
+    fixes = {f.fix for f in report if f.kind == "unregistered"}
+    assert len(fixes) == 1 and fixes.pop().startswith("keep layers in an nn.ModuleList")
+
+
 def test_a_healthy_loop_has_nothing_to_tell():
     given = loop(Net())
     report = gt.why_zero(given.closure, model=given.model, optimizer=given.optimizer)

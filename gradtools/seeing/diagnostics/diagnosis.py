@@ -24,7 +24,7 @@ from typing import Any
 from gradtools.code_origin import Source, definition_of
 from gradtools.seeing.diagnostics.findings import KINDS, Finding
 from gradtools.seeing.diagnostics.gradients_at_values import LossPlace
-from gradtools.seeing.graphs.derivative_flow import behind
+from gradtools.seeing.graphs.derivative_flow import behind, flat
 from gradtools.seeing.graphs.gradient_losses import (
     STOPS,
     Loss,
@@ -33,11 +33,9 @@ from gradtools.seeing.graphs.gradient_losses import (
     lost_summands,
     useless_edits,
 )
-from gradtools.seeing.graphs.inlining import inlined
 from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph
-from gradtools.seeing.graphs.passes import CUSTOM
 from gradtools.seeing.graphs.program import LeafProgram
-from gradtools.seeing.graphs.recording import CapturedParameter, Recording, Wanted
+from gradtools.seeing.graphs.recording import Recording, Wanted
 
 _NONE, _FULL = Dependence.NONE, Dependence.DIFFERENTIABLE
 Note = tuple[str, list[str]]  # a text, and the leaves that it concerns
@@ -54,7 +52,7 @@ def recording_of(program: LeafProgram, wanted: Wanted = lambda x: False) -> Reco
     with program.running():
         record: Callable[..., Recording] = program.framework.recorded_run.record
         recording = record(program.run, program.leaves, program.names, wanted)
-        return replace(recording, graph=inlined(recording.graph))
+        return replace(recording, graph=flat(recording.graph))
 
 
 @dataclass
@@ -85,7 +83,6 @@ class Examined:
 
     name: str
     numbers: Sequence[int]
-    key: int
     absent: str = "unused"
 
 
@@ -93,7 +90,7 @@ def of_arguments(program: LeafProgram, recording: Recording) -> list[Examined]:
     """Returns the leaves in `program.wrt`."""
     keys = recording.aliases or range(len(program.leaves))
     inputs = recording.graph.inputs
-    return [Examined(program.names[k], inputs[k : k + 1], keys[k]) for k in program.wrt]
+    return [Examined(program.names[k], inputs[k : k + 1]) for k in program.wrt]
 
 
 def diagnosed(
@@ -111,12 +108,13 @@ def diagnosed(
     numbers: dict[int, str] = {}
     for one in examined:
         best = max((matters.get(n, _NONE) for n in one.numbers), default=_NONE)
-        places = passes.places(one.key)
-        is_absent = bool(passes.steps) and one.key not in passes.gradients
+        leaf = next((n for n in one.numbers if n in passes.gradients), None)
+        places = passes.places(leaf)
+        is_absent = bool(passes.steps) and leaf is None
         rules = [rule for n in one.numbers if (rule := passes.last_rule(n))] if is_absent else []
         if best == _FULL and rules:  # a rule that returned None
             findings += from_losses(one.name, [Loss(replace(n, loss="rule"), 0) for n in rules])
-        elif best == _FULL or (one.key in passes.gradients and places is None):
+        elif best == _FULL or (leaf is not None and places is None):
             numbers.update(dict.fromkeys(one.numbers, one.name))
         elif lost := [loss for number in one.numbers for loss in losses(graph, number)]:
             findings += from_losses(one.name, lost)
@@ -124,14 +122,14 @@ def diagnosed(
         elif not places:
             line = source_of(program.f) if one.absent == "unused" else None
             findings.append(Finding(one.name, one.absent, "argument", line))
-        starting = [p for p in places or () if passes.starts_at_zero(p, one.key)]
+        starting = [p for p in places or () if leaf is not None and passes.starts_at_zero(p, leaf)]
         if starting and len(starting) == len(places or ()):
             notes.append((f"{_at(starting[0].node)} {_STARTS_AT_ZERO}", [one.name]))
         elif places is not None:
             at_values += _from_values(one.name, places)
 
     every = [*numbers, *(v for v in graph.inputs if graph.values[v].is_inexact)]
-    every += [n for p in recording.parameters for n in p.numbers]
+    every += [n for _, x in recording.parameters for n in recording.numbers(x)]
     for number, loss in useless_edits(graph, numbers, every):
         findings += from_losses(numbers[number], [loss])
     known = {(f.argument, f.source) for f in findings}
@@ -166,11 +164,9 @@ def from_losses(name: str, losses: Sequence[Loss]) -> list[Finding]:
     """Makes one finding for each line and kind of one leaf's losses."""
     findings = []
     for loss in losses:
-        node, call = loss.node, loss.call
-        source = node.source or (call.source if call else None)
-        scope = node.scope or (call.scope if call else ())
-        kind = node.loss if node.loss in KINDS else "discrete"
-        findings.append(Finding(name, str(kind), _called(node), source, scope, loss.whole))
+        node, kind = loss.node, loss.node.loss if loss.node.loss in KINDS else "discrete"
+        where = node.source, node.scope
+        findings.append(Finding(name, str(kind), _called(node), *where, loss.whole))
     return without_repeats(findings)
 
 
@@ -237,6 +233,6 @@ def of_modules_in_use(parameters: Sequence[CapturedParameter]) -> list[CapturedP
 
     A module that is merely reachable from f's closure or globals is not part of f.
     """
-    root = lambda p: p.name.partition(".")[0]
-    used = {root(p) for p in parameters if p.numbers}
-    return [p for p in parameters if root(p) in used]
+    root = lambda name: name.partition(".")[0]
+    used = {root(name) for name, x in recording.parameters if recording.numbers(x)}
+    return [(name, x) for name, x in recording.parameters if root(name) in used]

@@ -104,9 +104,9 @@ KINDS: dict[str, FindingKind] = {
     ),
     "unregistered": _in_training(
         "it requires grad, but parameters() does not list it",
-        "make it a parameter after all other operations, self.name = nn.Parameter(tensor); put "
-        "several in an nn.ModuleList, nn.ModuleDict or nn.ParameterList; or pass a computed tensor "
-        "as an argument",
+        "keep layers in an nn.ModuleList or nn.ModuleDict, not in a list or dict, and tensors in "
+        "an nn.ParameterList; make a single tensor a parameter after all other operations, "
+        "self.name = nn.Parameter(tensor); or pass a computed tensor as an argument",
         headline=_NOT_TRAINED,
     ),
     "not_optimized": _in_training(

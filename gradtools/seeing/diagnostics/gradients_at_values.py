@@ -46,6 +46,7 @@ class LossPlace:
     zeros: tuple[int, ...] = ()
 
 
+Onward = Callable[[PassStep], list[int]]  # the operands at which a walk goes on
 _UNKNOWN = Node("input", (), ())
 
 
@@ -177,3 +178,13 @@ class PassesAtValues:
             todo += further
             ends |= set() if further else {at}
         return [self.steps[at] for at in sorted(ends)]
+
+    def _walk(self, values: Sequence[int], onward: Onward) -> dict[int, list[int]]:
+        """The positions of the steps behind these values, each with the values it goes on to."""
+        result, todo = dict[int, list[int]](), [*values]
+        while todo:
+            at = self._makers.get(todo.pop())
+            if at is not None and at not in result:
+                result[at] = onward(self.steps[at])
+                todo += result[at]
+        return result

@@ -92,11 +92,11 @@ def trained(
     recording = recording_of(program, lambda x: model is None or id(x) in own)
     graph = recording.graph
     if model is None:  # the parameters that f captures
-        held = [HeldArray(p.name, p.array) for p in of_modules_in_use(recording.parameters)]
+        held = [HeldArray(name, x) for name, x in of_modules_in_use(recording)]
     result = Diagnosis(names=[h.name for h in held if h.role != FROZEN])
 
     if lifted is None:
-        numbers = {h.name: recording.reads.get(id(h.array), ()) for h in held}
+        numbers = {h.name: recording.numbers(h.array) for h in held}
     else:
         numbers = {h.name: graph.inputs[k : k + 1] for k, h in enumerate(held)}
     if recording.refusal is not None:
@@ -106,9 +106,7 @@ def trained(
         hidden = [h.name for h in held if h.role == UNREGISTERED]
         result.findings += [Finding(name, UNREGISTERED, "module") for name in hidden]
         examined = [
-            Examined(h.name, numbers[h.name], id(h.array) if lifted is None else k, "unread")
-            for k, h in enumerate(held)
-            if h.role == PARAMETER
+            Examined(h.name, numbers[h.name], "unread") for h in held if h.role == PARAMETER
         ]
         lost_gradients = diagnosed(program, recording, examined)
         result.findings += lost_gradients.findings

@@ -13,6 +13,7 @@ paths through its bodies; for loops this is a fixed point over any number of ite
 from __future__ import annotations
 
 from collections.abc import Container, Mapping, Sequence
+from dataclasses import replace
 
 from gradtools.seeing.graphs.nodes import (
     Body,
@@ -20,12 +21,14 @@ from gradtools.seeing.graphs.nodes import (
     Links,
     Node,
     PlainGraph,
+    Value,
     even_links,
     memoized,
 )
 
 _NONE, _CUT, _ZERO, _FULL = Dependence
 Strengths = Mapping[int, Dependence]
+JOIN = "join"
 
 
 @memoized
@@ -76,8 +79,10 @@ def _propagated(
         if any(entering):
             links = links_of(graph, node)
             rows = zip(*links, strict=True) if reverse else links
-            for value, row in zip(targets, rows, strict=True):
-                raise_to(value, through(row, entering))
+            for value, row in zip(ends[1], rows, strict=True):
+                strength = max(map(min, row, entering), default=_NONE)
+                if strength > result.get(value, _NONE) and value not in without:
+                    result[value], moved = strength, True
     return result
 
 
@@ -126,17 +131,12 @@ def _rounds(body: Body) -> list[list[Dependence]]:
     matrix = [list(row) for row in dependence_matrix(body.graph)]
     if body.skippable:
         for k, i in body.carries:
-            value = body.graph.values[body.graph.inputs[i]]
-            matrix[k][i] = max(matrix[k][i], _FULL if value.is_inexact else _CUT)
-    changed = bool(body.carries)
-    while changed:
-        changed = False
-        for row in matrix:
-            for k, i in body.carries:
-                for j, strength in enumerate(matrix[k]):
-                    if min(row[i], strength) > row[j]:
-                        row[j], changed = min(row[i], strength), True
-    return matrix
+            v = body.graph.inputs[i]
+            initial, inner[v] = inner[v], new(body.graph.values[v])
+            nodes.extend((join(initial, inner[v]), join(made[k], inner[v])))
+            if body.skippable:
+                is_inexact = body.graph.values[v].is_inexact
+                nodes.append(join(initial, made[k], _FULL if is_inexact else _CUT))
 
 
 def entering_body(body: Body, node: Node, known: Strengths) -> Strengths:

@@ -18,12 +18,12 @@ from math import prod
 from typing import Any
 
 from gradtools.seeing.graphs.derivative_flow import (
+    JOIN,
     Strengths,
     backward,
     behind,
-    entering_body,
+    flat,
     forward,
-    leaving_body,
     links_of,
 )
 from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, memoized
@@ -50,7 +50,6 @@ class Loss:
 
     node: Node
     input: int
-    call: Node | None = None
     whole: bool = True
     further: bool = False
 
@@ -71,12 +70,20 @@ def losses_between(graph: PlainGraph, start: int, ends: Sequence[int]) -> list[L
     Later operations that also lose it, on every path, are included if they stop it, leave the
     framework, or are on the same line, since each of them must be changed.
     """
-    first = list(_frontier(graph, {start: _FULL}, dict.fromkeys(ends, _FULL)))
-    reached, places = forward(graph, {start: _FULL}), {id(loss.node) for loss in first}
-    lines = {loss.node.source for loss in first}
+    graph = flat(graph)
+    reached, first = forward(graph, {start: _FULL}), list[Loss]()
+    full = {v for v, strength in reached.items() if strength == _FULL}
+    lost = backward(graph, dict.fromkeys(ends, _FULL), full)
+    for node in graph.nodes:
+        if full.isdisjoint(node.inputs) or not any(map(lost.get, node.outputs)):
+            continue
+        for value, row in zip(node.outputs, links_of(graph, node), strict=True):
+            for i, link in enumerate(row if lost.get(value) else ()):
+                first += [Loss(node, i)] if node.inputs[i] in full and _NONE < link < _FULL else []
+    places, lines = {id(loss.node) for loss in first}, {loss.node.source for loss in first}
     further = []
     for node in graph.nodes if first else ():
-        loses = node.loss and id(node) not in places and not node.bodies
+        loses = node.loss and id(node) not in places
         near = node.loss in _LISTED or node.source in lines
         columns = [*zip(*links_of(graph, node), strict=True)] if loses and near else []
         inputs = [
@@ -88,8 +95,6 @@ def losses_between(graph: PlainGraph, start: int, ends: Sequence[int]) -> list[L
         ]
         if inputs and not any(map(forward(graph, {start: _FULL}, node.outputs).get, ends)):
             further.append(Loss(node, inputs[0], further=True))
-    if not further:
-        return first
     order = {id(node): k for k, node in enumerate(graph.nodes)}
     return sorted([*first, *further], key=lambda x: order.get(id(x.node), order.get(id(x.call), 0)))
 
@@ -229,6 +234,8 @@ def _classes(graph: PlainGraph) -> Mapping[int, int]:
         if graph.values[v].name:  # literals are named by their contents
             classes[v] = numbers.setdefault(graph.values[v], -1 - len(numbers))
     for node in graph.nodes:
+        if node.operation == JOIN:
+            continue
         if node.operation in _SHAPING and len(node.inputs) == len(node.outputs) == 1:
             classes[node.outputs[0]] = classes.get(node.inputs[0], node.inputs[0])
             continue

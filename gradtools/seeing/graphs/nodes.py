@@ -202,7 +202,6 @@ class PlainGraph(_Pickled):
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     captured: tuple[int, ...] = ()
-    outside: tuple[tuple[int, int], ...] = ()
 
     def walk(self) -> Iterator[tuple[PlainGraph, Node]]:
         """Yields every node with its graph; the nodes of bodies follow their own node."""

@@ -130,8 +130,8 @@ class Block:
         children: Its boxes and blocks, in program order.
         mark: As in `Node.mark`.
         key: Its number, shared with boxes.
-        made: The letters of its values that are read outside.
-        given: The letters of the outside values that it reads.
+        made: The letters of its values that are read outside, each with its text.
+        given: The letters of the outside values that it reads, each with its text.
     """
 
     kind: str
@@ -141,8 +141,8 @@ class Block:
     children: list[Box | Block] = field(default_factory=list)
     mark: str = ""
     key: int = -1
-    made: tuple[str, ...] = ()
-    given: tuple[str, ...] = ()
+    made: dict[str, str] = field(default_factory=dict)
+    given: dict[str, str] = field(default_factory=dict)
 
     @property
     def path(self) -> str:
@@ -155,7 +155,7 @@ class Block:
         made, given = _few(self.made), _few(self.given)
         return f"{made} = ({given})" if made else f"({given})"
 
-    @cached_property
+    @property
     def boxes(self) -> tuple[Box, ...]:
         """Every box in it, in program order."""
         return tuple(item for item in self.walk() if isinstance(item, Box))
@@ -326,8 +326,8 @@ class Outline:
         return result
 
 
-def _few(names: tuple[str, ...]) -> str:
-    return ", ".join(names if len(names) <= _FEW else (*names[:_FEW], "…"))
+def _few(names: Iterable[str]) -> str:
+    return ", ".join(name if k < _FEW else "…" for k, name in enumerate(names) if k <= _FEW)
 
 
 def _blocks_in(block: Block) -> list[Block]:

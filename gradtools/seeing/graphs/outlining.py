@@ -15,12 +15,20 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import replace
+from itertools import groupby
+from typing import Any, NamedTuple
 
 from gradtools.seeing.graphs.attributes import are_numbers, call_text, is_number, text_of
 from gradtools.seeing.graphs.edges import alive_anyway, lost_links, reads_of
-from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph, Value, memory_of
+from gradtools.seeing.graphs.nodes import (
+    Dependence,
+    Node,
+    PlainGraph,
+    Value,
+    memory_of,
+    shared_length,
+)
 from gradtools.seeing.graphs.outline import (
     PHASES,
     Arrow,
@@ -238,13 +246,8 @@ def _runs(entries: Sequence[Box | Block], level: int) -> list[Box | Block]:
     has_box = lambda block: any(isinstance(item, Box) for item in block.walk())
     entries = [entry for entry in entries if isinstance(entry, Box) or has_box(entry)]
     result: list[Box | Block] = []
-    start = 0
-    while start < len(entries):
-        entry = entries[start]
-        name = entry.scope[level : level + 1]
-        stop = start + 1
-        while name and stop < len(entries) and entries[stop].scope[level : level + 1] == name:
-            stop += 1
+    for name, run in groupby(entries, lambda entry: entry.scope[level : level + 1]):
+        several = [*run]
         if name:
             inside = _runs(entries[start:stop], level + 1)
             entry = Block("scope", name[0], entry.scope[: level + 1], entry.phase, inside)
@@ -283,8 +286,12 @@ def _place_leaves(boxes: Sequence[Box], roots: Mapping[int, Block]) -> None:
     # maps a child's id (or the id of an empty column) to the leaves before and after it
     before, after = dict[int, list[Box]](), dict[int, list[Box]]()
     first = next(iter(roots.values()))
-    for leaf in (box for box in boxes if box.kind in ("input", "captured")):
-        if leaf.kind == "captured" and leaf.key not in readers:  # printed as an operand
+    outputs = [box for box in boxes if box.kind == "output"]
+    for leaf in boxes:
+        if leaf.kind == "operation" or (leaf.kind == "captured" and leaf.key not in readers):
+            continue  # an unread captured value is printed as an operand
+        if leaf.kind == "output":
+            after.setdefault(_maker_of(leaf, paths, roots, len(outputs)), []).append(leaf)
             continue
         reading = readers.get(leaf.key, [])
         leaf.phase = min((path[0].phase for path in reading), default=first.phase)
@@ -297,30 +304,29 @@ def _place_leaves(boxes: Sequence[Box], roots: Mapping[int, Block]) -> None:
         ):
             depth += 1
         home = reading[0][depth - 1] if reading else first
-        inside = {id(path[depth]) for path in reading} or set(map(id, home.children))
-        anchor = next((child for child in home.children if id(child) in inside), home)
-        before.setdefault(id(anchor), []).append(leaf)
-    outputs = [box for box in boxes if box.kind == "output"]
-    for box in outputs:
-        home = roots[min(box.phase, max(roots))]
-        anchor = home.children[-1] if home.children else home
-        makers = [paths[key] for key, _ in box.operands[0].makers if key in paths]
-        many = box.phase and len(outputs) > _LEAVES_ABOVE
-        if makers and many and not _OF_ARGUMENT.search(box.values[0].name):
-            anchor = makers[0][-1]
-            if len(outputs) <= _LEAVES_NEAR:  # drawn next to the first of several parts
-                steps = zip(makers[0][:-1], makers[0][1:], strict=True)
-                is_one = lambda block: sum(isinstance(c, Block) for c in block.children) == 1
-                anchor = next((part for block, part in steps if not is_one(block)), anchor)
-        after.setdefault(id(anchor), []).append(box)
+        inside = {path[depth] for path in reading} or {*home.children}
+        anchor = next((child for child in home.children if child in inside), home)
+        before.setdefault(anchor, []).append(leaf)
     for block in [b for root in roots.values() for b in (root, *root.walk())]:
         if isinstance(block, Block):
-            children: list[Box | Block] = []
-            for child in block.children or [block]:
-                children += before.get(id(child), ())
-                children += [child] if child is not block else []
-                children += after.get(id(child), ())
-            block.children = children
+            parts = [[*before.get(c, ()), c, *after.get(c, ())] for c in block.children or [block]]
+            block.children = [item for part in parts for item in part if item is not block]
+
+
+def _maker_of(
+    output: Box, paths: Mapping[int, Sequence[Any]], roots: Mapping[int, Block], count: int
+) -> Box | Block:
+    """The box or block after which an output is drawn, if there are `count` outputs."""
+    home = roots[min(output.phase, max(roots))]
+    makers = [paths[key] for key, _ in output.operands[0].makers if key in paths]
+    is_whole = _OF_ARGUMENT.search(output.values[0].name)
+    if not makers or not output.phase or count <= _LEAVES_ABOVE or is_whole:
+        return home.children[-1] if home.children else home
+    if count > _LEAVES_NEAR:
+        return makers[0][-1]
+    steps = zip(makers[0][:-1], makers[0][1:], strict=True)  # the first of several parts
+    is_one = lambda block: sum(isinstance(child, Block) for child in block.children) == 1
+    return next((part for block, part in steps if not is_one(block)), makers[0][-1])
 
 
 def _paths_to(columns: Iterable[Block]) -> dict[int, Sequence[Any]]:
@@ -341,8 +347,8 @@ def _in_parts(block: Block) -> Block:
             inside = block.children[start : start + size]
             title = f"steps {start + 1}…{start + len(inside)}"
             part = Block("steps", title, (*block.scope, title), block.phase, inside)
-            parts += [part] if len(inside) > 1 else inside
-        block.children = parts
+            children += [part] if len(inside) > 1 else inside
+    block.children = children
     return block
 
 
@@ -359,11 +365,8 @@ def _name_values(boxes: Sequence[Box], columns: Sequence[Block]) -> None:
     paths = _paths_to(columns)
     names: dict[tuple[int, int], str] = {}
     for key in paths:
-        if boxes[key].kind != "output":
-            for k in sorted(read.get(key, {0})):
-                names[key, k] = letters(len(names))
-    made: dict[Block, dict[str, None]] = {}
-    given: dict[Block, dict[str, str]] = {}
+        for k in sorted(read.get(key, {0})) if boxes[key].kind != "output" else ():
+            names[key, k] = letters(len(names))
     for key, path in paths.items():
         box, texts = boxes[key], []
         for operand in box.operands:
@@ -371,12 +374,11 @@ def _name_values(boxes: Sequence[Box], columns: Sequence[Block]) -> None:
             if text := operand.text or "|".join(crossing.values()):
                 texts.append(_bracketed(operand, text))
             for of, name in crossing.items():
-                for block in paths[of[0]][:-1]:
-                    if block not in path:
-                        made.setdefault(block, {})[name] = None
-                for block in path[:-1]:
-                    if block not in paths[of[0]]:
-                        given.setdefault(block, {})[name] = _bracketed(operand, name)
+                makers, readers = paths[of[0]][:-1], path[:-1]
+                for block in makers:
+                    block.made |= {name: name} if block not in readers else {}
+                for block in readers:
+                    block.given |= {name: _bracketed(operand, name)} if block not in makers else {}
         outputs = range(max(read.get(key, {0})) + 1)
         box.made = ", ".join(names.get((key, k), "_") for k in outputs)
         box.call = ", ".join(texts)
@@ -384,10 +386,6 @@ def _name_values(boxes: Sequence[Box], columns: Sequence[Block]) -> None:
             first = box.operands[0].makers[:1] if box.operands else ()
             shape = next((boxes[maker].values[k].shape for maker, k in first), ())
             box.call = call_text(box.node, texts, shape)
-    for block, outside in made.items():
-        block.made = tuple(outside)
-    for block, inside in given.items():
-        block.given = tuple(inside.values())
 
 
 def _bracketed(operand: Operand, text: str) -> str:

@@ -47,8 +47,11 @@ class Recording:
 
     graph: PlainGraph
     refusal: Finding | None = None
-    parameters: tuple[CapturedParameter, ...] = ()
+    parameters: tuple[tuple[str, Any], ...] = ()
     reads: Mapping[int, Sequence[int]] = field(default_factory=dict)
     passes: PassesAtValues = field(default_factory=PassesAtValues)
-    aliases: tuple[int, ...] = ()
     spent: bool = False
+
+    def numbers(self, array: Any) -> Sequence[int]:
+        """The numbers of the values that carry the gradient of a captured array."""
+        return self.reads.get(id(array), ())

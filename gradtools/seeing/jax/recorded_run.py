@@ -8,35 +8,24 @@ the finding.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from typing import Any
 
 import jax
-import jax.numpy as jnp
-import numpy as np
 
 from gradtools.errors import GradtoolsError
-from gradtools.jax.known_errors import refused_number
 from gradtools.jax.module_arguments import module_kinds
 from gradtools.jax.recomputing import stateful
 from gradtools.jax.trees import is_inexact
-from gradtools.seeing.diagnostics.findings import Finding
 from gradtools.seeing.graphs.derivative_flow import behind
 from gradtools.seeing.graphs.nodes import Dependence
-from gradtools.seeing.graphs.reachable import named_objects
 from gradtools.seeing.graphs.recording import Recording, Run, Wanted
-from gradtools.seeing.jax.concrete_tracing import jaxpr_with_answers
 from gradtools.seeing.jax.graphs import graph_of
-from gradtools.seeing.jax.passes_at_values import passes_at
-from gradtools.seeing.jax.source_lines import source_of_error
+from gradtools.seeing.jax.passes import passes_at
+from gradtools.seeing.jax.tracing import LEAVING, captured_arrays, trace, what_left
 
 _FULL = Dependence.DIFFERENTIABLE
-LEAVING = (
-    jax.errors.TracerArrayConversionError,
-    jax.errors.TracerIntegerConversionError,
-    jax.errors.ConcretizationTypeError,
-)
+__all__ = ["captured_arrays", "is_model", "record", "repeatable", "trace"]
 
 
 def record(
@@ -52,7 +41,7 @@ def record(
     try:
         traced = trace(run, leaves)
     except LEAVING as error:
-        kind = _what_left(error)
+        kind = what_left(error)
         if kind is None:
             raise
         return Recording(graph_of(jax.make_jaxpr(lambda *xs: [])(*leaves), names), kind)

@@ -21,7 +21,7 @@ from gradtools.jax.module_arguments import module_kinds, opened, part_of
 from gradtools.jax.recomputing import stateful
 from gradtools.jax.trees import is_inexact
 from gradtools.seeing.diagnostics.training import HeldArray, Optimised
-from gradtools.seeing.jax.recorded_run import trace
+from gradtools.seeing.jax.tracing import trace
 
 
 def lifted(

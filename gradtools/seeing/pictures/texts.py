@@ -39,7 +39,7 @@ def to_text(graph: PlainGraph, **view: Any) -> str:
         elif event == "open":
             lines.append((f"{indent}▾ {short(item.title)}", "", mark))
         elif isinstance(item, Block) and event == "box":
-            call = f"▸ {short(item.title)}({', '.join(item.given)})"
+            call = f"▸ {short(item.title)}({', '.join(item.given.values())})"
             made = f"{', '.join(item.made)} = " if item.made else ""
             notes += [counted(item.operations, "operation"), *item.lines[1:]]
             lines.append((f"{indent}{made}{call}", "", "  ".join(filter(None, notes))))

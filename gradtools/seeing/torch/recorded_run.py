@@ -9,12 +9,11 @@ reach PyTorch with other contents come from that line; so do outputs that change
 
 from __future__ import annotations
 
-import contextlib
-import io
 import sys
 from collections.abc import Sequence
+from contextlib import redirect_stdout
 from functools import partial
-from itertools import takewhile
+from io import StringIO
 from typing import Any
 
 import numpy as np
@@ -24,9 +23,9 @@ from gradtools.errors import GradtoolsError, is_of
 from gradtools.seeing.diagnostics.gradients_at_values import PassesAtValues, PassStep
 from gradtools.seeing.graphs.derivative_flow import backward, forward
 from gradtools.seeing.graphs.nodes import Dependence, grouped
-from gradtools.seeing.graphs.recording import CapturedParameter, Recording, Run, Wanted
+from gradtools.seeing.graphs.recording import Recording, Run, Wanted
 from gradtools.seeing.torch.recording.connections import ConnectionRecorder
-from gradtools.seeing.torch.recording.observation import observed, watchable
+from gradtools.seeing.torch.recording.observation import recording_run
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import leaves_of
 
@@ -57,19 +56,17 @@ def record(
 
 
 def _recorded(run: Run, leaves: Sequence[Any], names: Sequence[str], wanted: Wanted) -> Recording:
-    passes = PassesAtValues()
-    spent = False
-    with observed(run, leaves, names) as seen:
+    passes = None
+    with recording_run("a run", run, leaves) as undo:
+        seen = ConnectionRecorder(undo).observe(run, leaves, names)
         if seen.refusal is not None:
             return Recording(seen.graph(), seen.refusal[1])
-        before = _copies(seen.outs)
         try:
             passes = _differentiated(seen, wanted)
         except RuntimeError as error:  # the graph was freed, or contains a reentrant checkpoint
             if not is_of("torch", error):
                 raise
-            spent = True
-    _follow(run, leaves, seen, before)
+    _follow(run, leaves, seen)
 
     reads: dict[int, list[int]] = {}
     for number, x in seen.captured_tensors.items():
@@ -78,18 +75,20 @@ def _recorded(run: Run, leaves: Sequence[Any], names: Sequence[str], wanted: Wan
             reads.setdefault(id(tensor), []).append(number)
     own = {id(x) for x in leaves}
     parameters = [
-        CapturedParameter(seen.names[key], reads.get(key, ()), x)
-        for key, x in seen.reachable.items()
+        (seen.names[key], x)
+        for key, x in undo.reachable.items()
         if x.requires_grad and x.is_leaf and key not in own
     ]
-    aliases = tuple(map(id, seen.aliases))
-    return Recording(seen.graph(), None, tuple(parameters), reads, passes, aliases, spent)
+    spent = passes is None
+    return Recording(
+        seen.graph(), None, tuple(parameters), reads, passes or PassesAtValues(), spent
+    )
 
 
 def _differentiated(seen: ConnectionRecorder, wanted: Wanted) -> PassesAtValues:
     """Records a finished run's backward pass for random cotangents, or 1 for a real number."""
     outs = [y for y in seen.outs if isinstance(y, Tensor) and y.requires_grad]
-    own = {id(x) for x in seen.aliases}
+    own = {id(x) for x in seen.leaves}
     leaves = [x for x in leaves_of(outs) if id(x) in own or wanted(x)]
     if not leaves:
         return PassesAtValues()
@@ -109,8 +108,8 @@ def _differentiated(seen: ConnectionRecorder, wanted: Wanted) -> PassesAtValues:
             "with zero. Pass arrays that hold numbers."
         )
     with seen.silent():
-        pairs = zip(leaves, inputs, grads, strict=True)
-        gradients = {id(x): (n, seen.of(g)) for x, n, g in pairs if g is not None}
+        pairs = zip(inputs, grads, strict=True)
+        gradients = {n: (n, seen.of(g)) for n, g in pairs if g is not None}
     steps = []
     for made in seen.made:
         node = made.node if made.of is None else seen.linked(seen.made[made.of])
@@ -137,25 +136,22 @@ def _follow(run: Run, leaves: Sequence[Any], seen: ConnectionRecorder, before: l
     If no perturbed run succeeds, or f is not deterministic, the data returned in every output.
     """
     lost = _untraced(seen)
-    changes = partial(_changes, run, leaves, seen, before)
-    is_deterministic = bool(lost) and changes(frozenset()) == ([], [])
+    changes = partial(_changes, run, leaves, seen)
+    is_deterministic = bool(lost) and changes(()) == []
     lines = grouped(lost, lambda k: seen.leavings[k].source or k)
     for which in [*lines.values()][:_MOST] if is_deterministic else [lost]:
-        moved = changes(frozenset(which)) if is_deterministic else None
+        moved = changes(which) if is_deterministic else None
         if moved is None and all(seen.leavings[k].operation == "branch" for k in which):
             continue  # a check that raises, as distributions check their arguments
-        nodes, values = ([], seen.outputs) if moved is None else moved
-        for leaving in (seen.leavings[k] for k in which):
-            for node in nodes:
-                seen.enters(leaving, node)
-            seen.outside += [(leaving.outputs[0], number) for number in values]
+        returned = seen.outputs if moved is None else moved
+        seen.outside += [(seen.leavings[k].outputs[0], v) for k in which for v in returned]
 
 
 def _untraced(seen: ConnectionRecorder) -> list[int]:
     """Returns leavings that could explain a lost gradient and have no known return."""
     graph = seen.graph()
     held = [number for number, x in seen.captured_tensors.items() if x.requires_grad]
-    back = {source for source, _ in graph.outside}
+    back = {source for source, _ in seen.outside}
     matters = backward(graph, dict.fromkeys(graph.outputs, _FULL))
     leaves = [v for v in (*graph.inputs, *held) if graph.values[v].is_inexact]
     reached = forward(graph, dict.fromkeys(leaves, _FULL))
@@ -182,7 +178,7 @@ def _changes(
     changes = None
     # f may reject large steps; a clipped value may move in one direction only
     for size in (1.0, -1.0, 1e-3):
-        if changes is not None and (any(changes) or not which or abs(size) < 1):
+        if changes is not None and (changes or not which or abs(size) < 1):
             break
         other = partial(ConnectionRecorder, replace=(which, partial(_other, size=size)))
         again = observed(run, leaves, recorder_of=other)
@@ -192,8 +188,8 @@ def _changes(
                 seen = inside.enter_context(again)
             except Exception:  # user code, at numbers that the user did not pass
                 continue
-            if seen.refusal is None:
-                changes = _compared(first, seen, before)
+        if other.refusal is None:
+            changes = first.changes(other)
     return changes
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,10 +23,11 @@ Around = Callable[[Any, Callable[..., Any], Any, Any], Any]
 class _Patch:
     """A patched method of a class."""
 
-    def __init__(self, holder: Any, name: str, kind: Callable[[Any], Any] = lambda f: f) -> None:
-        self._holder, self._name, self._kind = holder, name, kind
-        self._lock, self._before = threading.Lock(), None
+    def __init__(self, holder: Any, name: str) -> None:
+        self._holder, self._name = holder, name
+        self._lock = threading.Lock()
         self._blocks: dict[int, Around] = {}  # by thread
+        self._before: Any = None  # the method, or None if it is inherited
 
     @contextmanager
     def by(self, around: Around) -> Iterator[None]:
@@ -41,7 +41,7 @@ class _Patch:
         with self._lock:
             if not self._blocks:
                 self._before = vars(self._holder).get(self._name)
-                setattr(self._holder, self._name, self._kind(call))
+                setattr(self._holder, self._name, self._patched(self._before))
             self._blocks[thread] = around
         try:
             yield
@@ -53,15 +53,21 @@ class _Patch:
                 elif not self._blocks:
                     setattr(self._holder, self._name, self._before)
 
-    def _original(self, owner: Any, /, *args: Any, **kwargs: Any) -> Any:
-        before: Any = self._before
-        if before is None:
-            return getattr(super(self._holder, owner), self._name)(*args, **kwargs)
-        bound = (None, owner) if self._kind is classmethod else (owner,)
-        return before.__get__(*bound)(*args, **kwargs)
+    def _patched(self, before: Any) -> Any:
+        of_class = self._name == "apply"
+
+        def call(owner: Any, /, *args: Any, **kwargs: Any) -> Any:
+            if before is None:
+                beneath = getattr(super(self._holder, owner), self._name)
+            else:
+                beneath = before.__get__(*((None, owner) if of_class else (owner,)))
+            block = self._blocks.get(threading.get_ident())
+            return block(owner, beneath, args, kwargs) if block else beneath(*args, **kwargs)
+
+        return classmethod(call) if of_class else call
 
 
-_FUNCTIONS = [_Patch(kind, "apply", classmethod) for kind in private.Functions]
+_FUNCTIONS = [_Patch(kind, "apply") for kind in private.Functions]
 
 
 @contextmanager

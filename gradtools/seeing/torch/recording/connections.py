@@ -8,10 +8,12 @@ NumPy or Python is a node without results in PyTorch; `recorded_run.py` finds wh
 from __future__ import annotations
 
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
-from typing import Any
+from itertools import takewhile, zip_longest
+from types import MappingProxyType
+from typing import Any, Self
 
 import numpy as np
 import torch
@@ -19,13 +21,14 @@ import torch.utils.checkpoint
 
 from gradtools.code_origin import innermost, lines_of
 from gradtools.seeing.diagnostics.findings import Finding
+from gradtools.seeing.graphs.derivative_flow import join
 from gradtools.seeing.graphs.nodes import Dependence, Links, Node, PlainGraph, Value
 from gradtools.seeing.torch import _upstream as private
 from gradtools.seeing.torch.operands import AtenCall
 from gradtools.seeing.torch.recording import autograd_functions, operations
 from gradtools.seeing.torch.recording.run_recorder import RecordedNode, RunRecorder
 from gradtools.seeing.torch.recording.values import size_of
-from gradtools.seeing.torch.undo import Undo, name_of
+from gradtools.seeing.torch.undo import Run, Undo, copied, name_of
 from gradtools.torch import _upstream as upstream
 from gradtools.torch import known_errors
 from gradtools.torch.functorch_wrappers import is_inexact, tensors_in, unwrapped
@@ -34,7 +37,6 @@ from gradtools.torch.operation_marks import function_of_ours, reason_of_detach
 Tensor = torch.Tensor
 _CUT, _FULL = Dependence.CUT, Dependence.DIFFERENTIABLE
 Edge = tuple[Any, int]  # a node of autograd, and the number of its output
-Replace = tuple[frozenset[int], Callable[[Any], Any]]
 
 # Maps a part of PyTorch's error text about a lost gradient to the kind of loss.
 # `tests/support/torch_lost_gradients.py` raises each error, so that tests notice a new wording.
@@ -60,7 +62,8 @@ class ConnectionRecorder(RunRecorder):
 
     Args:
         undo: As in `Recorder`.
-        replace: The indices of leavings whose data is replaced, and the function that replaces it.
+        replaced: The indices of leavings whose data is replaced.
+        other: The function that replaces it.
 
     Attributes:
         outside: As in `Graph`.
@@ -79,12 +82,13 @@ class ConnectionRecorder(RunRecorder):
     caller = "why_zero"
     levels = ("rules", "parameters", "functions", "operations")
 
-    def __init__(self, undo: Undo, replace: Replace | None = None) -> None:
+    def __init__(
+        self, undo: Undo, replaced: Container[int] = (), other: Callable[[Any], Any] = str
+    ) -> None:
         super().__init__(undo)
         self.outside: list[tuple[int, int]] = []
-        self.reachable = undo.reachable
         self.leavings: list[Node] = []
-        self.entries: dict[int, list[Any]] = {}
+        self.entries: list[tuple[str, RecordedNode | int, list[Any]]] = []
         self.sizes: dict[int, float | None] = {}
         self.refusal: tuple[BaseException, Finding] | None = None
         self.aliases: list[Any] = []
@@ -95,6 +99,30 @@ class ConnectionRecorder(RunRecorder):
         self._scalars: list[int] = []  # numbers that the function read from tensors
         self._is_plain = True  # whether no transform of torch.func runs, whose arrays are partial
         self._edges: dict[int, Edge] = {}  # maps a tensor's id to its edge in autograd's graph
+
+    def observe(self, run: Run, leaves: Sequence[Any], names: Sequence[str] = ()) -> Self:
+        """Records one run at copies of its leaves.
+
+        PyTorch's own error about a gradient ends the run and is the `refusal`.
+        """
+        self.leaves = [copied(x) for x in leaves]
+        named = zip_longest(self.leaves, names, fillvalue="")
+        self.inputs = [self.introduced(x, name) for x, name in named]
+        try:
+            self.outs = [*self.run(run, self.leaves)]
+        except Exception as error:
+            causes: list[BaseException] = [error]
+            while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
+                causes.append(cause)
+            if self.refusal is None or self.refusal[0] not in causes:
+                raise
+        else:
+            self.refusal = None  # f caught it
+        with self.silent():
+            number_of = lambda y: (self.of if isinstance(y, Tensor) else self.new)(y)
+            self.outputs = [*map(number_of, self.outs)]
+            self._results = [_contents(y) for y in self.outs]
+        return self
 
     # --- calls
 
@@ -110,18 +138,13 @@ class ConnectionRecorder(RunRecorder):
         in_list = name in ("as_tensor", "asarray") and not isinstance(args[0], Tensor)
         if xs and ((name in _APART and raw != "detach") or in_list):
             return self._apart(raw, xs[1:] if name == "new_tensor" else xs, fun, args, kwargs)
-        self._function, self._scalars = name, []
-        self._is_plain = upstream.peek_interpreter_stack() is None
-        try:
-            out = self._result(name, fun, args, kwargs)
-        finally:
-            self._function = ""
+        self._scalars, self._is_plain = [], upstream.peek_interpreter_stack() is None
+        out = self._result(name, super().called, (fun, args, kwargs))
         with self.silent():
             results = [*map(unwrapped, tensors_in(out))]
             for x in [*xs, *results]:  # autograd's graph now contains their connections
                 self.of(x)
-            for value in self._scalars:
-                self.outside += [(value, self.of(y)) for y in results]
+            self.outside += [(value, self.of(y)) for value in self._scalars for y in results]
         return out
 
     def _apart(self, raw: str, xs: list[Tensor], fun: Any, args: Any, kwargs: Any) -> Any:
@@ -143,7 +166,7 @@ class ConnectionRecorder(RunRecorder):
             keeps = [not t or (name == "set_data" and not k) for k, t in enumerate(tracked)]
             links = (tuple(_FULL if keep else _CUT for keep in keeps),)
             loss = None if all(keeps) else _APART.get(name, "left_framework")
-            self.add(operations.neutral(name), name, numbers, [number], links, loss)
+            self.add(name, numbers, [number], links=links, loss=loss)
             self.table.hold(y, number, alone=True)
             self._edges[id(y)] = edge_of(y)
             self._tracked[number] = y.requires_grad
@@ -154,20 +177,17 @@ class ConnectionRecorder(RunRecorder):
         if call.raw != "_local_scalar_dense":
             return super().operated(call)
         out = call.run()
-        value, number = self.new(out), self.of(call.args[0])
+        self._scalars.append(self.new(out))
         loss = "left_framework" if call.args[0].requires_grad else None
-        name = self._function or "item"
-        self._leave("leave", name, [number], value, loss)
-        self._scalars.append(value)
+        numbers = [self.of(call.args[0])]
+        self._leave("leave", loss, self._function or "item", numbers, self._scalars[-1])
         return out
 
     def write(self, call: AtenCall, numbers: Any, outs: Any, written: Any) -> Node:
-        node, at = super().write(call, numbers, outs, written), len(self.made) - 1
+        node = super().write(call, numbers, outs, written)
         with self.silent():
-            if self.leavings and not self.phase:
-                made = [y for y in outs if isinstance(y, Tensor)] if not numbers else []
-                contents = [y.numpy() for y in made if _is_plain(y)]  # not an operation of PyTorch
-                self.entries[at] = [*_fingerprints((call.args, call.kwargs, contents))]
+            of, made = self.made[-1], () if numbers else outs
+            self._enter(node.native, of, (call.args, call.kwargs), made)
         return node
 
     def native(self, call: AtenCall) -> str:
@@ -206,7 +226,7 @@ class ConnectionRecorder(RunRecorder):
                 loss = "no_grad" if is_off else "rule"
                 loss = loss if any(map(is_inexact, outs)) else "discrete"
             at, made = len(self.made), [self.new(y) for y in outs]
-            self.add(operations.neutral(name), name, numbers, made, links, loss, mark)
+            self.add(name, numbers, made, links=links, loss=loss, mark=mark)
             for y, number in zip(outs, made, strict=True):
                 if any(y is x for x in changed):
                     self.table.write(y, number, (self.origin(), True))
@@ -221,7 +241,7 @@ class ConnectionRecorder(RunRecorder):
         xs = [*map(unwrapped, tensors_in((args, kwargs)))]
         return self._apart(kind.__name__, xs, make, args, kwargs)
 
-    def _result(self, name: str, fun: Any, args: Any, kwargs: Any) -> Any:
+    def _result(self, name: str, fun: Any, args: Any, kwargs: Any = MappingProxyType({})) -> Any:
         """Makes a call; keeps PyTorch's error if it concerns a gradient."""
         try:
             return fun(*args, **kwargs)
@@ -253,11 +273,11 @@ class ConnectionRecorder(RunRecorder):
     ) -> RecordedNode:
         """Adds a node with known links."""
         here = self.origin()
-        at = replace(here, mark=mark or here.mark)
-        about = {"links": links, "loss": loss, "phase": self.phase}
-        node = self.node(operation, native, inputs, outputs, at, **about)
+        at = replace(here, mark=about.pop("mark", "") or here.mark)
+        operation = about.pop("operation", operations.neutral(native))
+        node = self.node(operation, native, inputs, outputs, at, phase=self.phase, **about)
         self.made.append(RecordedNode(node, native, torch.is_grad_enabled()))
-        return self.made[-1]
+        return node
 
     # --- data that leaves PyTorch and returns
 
@@ -270,14 +290,12 @@ class ConnectionRecorder(RunRecorder):
             numbers = [*map(self.of, xs)] if branch else [self.of(xs[0])]
             out = self._result(name, fun, args, kwargs)
             value = self.new(xs[0] if isinstance(out, list) else out)
-            operation, loss = ("branch", "discrete") if branch else ("leave", "left_framework")
-            self._leave(operation, name, numbers, value, loss)
-            if self._replace is not None and len(self.leavings) - 1 in self._replace[0]:
-                return self._replace[1](out)
-            return out
+            kind = ("branch", "discrete") if branch else ("leave", "left_framework")
+            self._leave(*kind, name, numbers, value)
+            return self._other(out) if len(self.leavings) - 1 in self._replaced else out
 
     def _leave(
-        self, operation: str, name: str, numbers: Sequence[int], value: int, loss: str | None
+        self, operation: str, loss: str | None, name: str, numbers: Sequence[int], value: int
     ) -> None:
         """Adds the node at which data leaves."""
         made = self.add(operation, name, numbers, [value], ((_CUT,) * len(numbers),), loss)
@@ -286,8 +304,8 @@ class ConnectionRecorder(RunRecorder):
     def enters(self, leaving: Node, at: int) -> None:
         """Connects data that left to the node, given by its position, at which it returned."""
         number = self.new(0.0)
-        self.outside.append((leaving.outputs[0], number))
-        self.made[at].hosts.append(number)
+        made.node = replace(made.node, inputs=(*made.node.inputs, number))
+        return number
 
     # --- values
 
@@ -297,6 +315,14 @@ class ConnectionRecorder(RunRecorder):
         if isinstance(x, np.ndarray | np.generic | bool | int | float | complex):
             array = np.asarray(x)
             self.values[number] = Value(array.shape, array.dtype.name, name)
+        return number
+
+    def met(self, x: Tensor) -> int:
+        """The number of a captured tensor; a tensor that f could not reach before entered."""
+        number = super().met(x)
+        if id(x) not in self.undo.reachable:
+            with self.silent():
+                self._enter("captured", number, (), [x])
         return number
 
     def hold(self, x: Tensor, value: int) -> None:
@@ -339,8 +365,8 @@ class ConnectionRecorder(RunRecorder):
         for number, x in self.captured_tensors.items():
             values[number] = replace(values[number], name=self.names.get(id(x), ""))
         ends = tuple(self.inputs), tuple(self.outputs)
-        captured, outside = tuple(self.captured), tuple(self.outside)
-        return PlainGraph(tuple(self.nodes), values, *ends, captured, outside)
+        joins = [join(source, target, _CUT) for source, target in self.outside]
+        return PlainGraph((*joins, *self.nodes), values, *ends, tuple(self.captured))
 
 
 # functions that make a tensor outside of autograd's graph, with the kind of loss

@@ -1,4 +1,4 @@
-"""Runs the user's function once under a recorder and undoes its effects.
+"""The context in which a recorder runs the user's function, whose effects are undone.
 
 f runs eagerly, including compiled code, at copies of its leaves that require grad; control-flow
 operators run as Python loops and branches. Afterwards the snapshot's state, captured tensors and
@@ -15,15 +15,12 @@ from typing import Any
 import torch
 
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.graphs.recording import Run
-from gradtools.seeing.torch.recording.connections import ConnectionRecorder
 from gradtools.seeing.torch.thread_patches import control_flow_called
-from gradtools.seeing.torch.undo import Undo, copied, undone
+from gradtools.seeing.torch.undo import Run, Undo, undone
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.compiling import is_compiling
 from gradtools.torch.operation_marks import recorded
 
-Tensor = torch.Tensor
 _here = threading.local()
 
 

@@ -11,7 +11,7 @@ they are next read.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 from typing import Any
 
@@ -60,7 +60,6 @@ class RecordedNode:
     rounds: bool = False
     known_loss: tuple[str, str] | None = None
     of: int | None = None
-    hosts: list[int] = field(default_factory=list)
 
 
 class RunRecorder(Recorder[int]):
@@ -245,13 +244,8 @@ class RunRecorder(Recorder[int]):
         A node of a rule is unchanged: the rule replaces its derivative.
         """
         node, values = made.node, self.values
-        if made.hosts:
-            node = replace(node, inputs=(*node.inputs, *made.hosts))
-        if node.links is not None:
-            more = (_FULL,) * len(made.hosts)
-            return replace(node, links=tuple((*row, *more) for row in node.links))
-        entering = [self._tracked.get(v, False) for v in made.node.inputs]
-        if not any(entering) or node.phase or node.mark:
+        entering = [self._tracked.get(v, False) for v in node.inputs]
+        if node.links is not None or not any(entering) or node.phase or node.mark:
             return node
         name = made.name
         inexact = [v for v in node.outputs if values[v].is_inexact]

@@ -54,7 +54,6 @@ class Memory(Generic[V]):
     """
 
     owner: Any
-    root: Tensor
     value: V
     written: list[Write[V]] = field(default_factory=list)
 
@@ -86,7 +85,7 @@ class TensorTable(Generic[V]):
         key = id(owner)
         memory = self._memories.get(key)
         if memory is None:
-            memory = self._memories[key] = Memory(owner, x, value)
+            memory = self._memories[key] = Memory(owner, value)
         known = self._known[id(x)] = KnownTensor(x, value, key, len(memory.written))
         if not alone:
             self._alike[view_of(x)] = known

@@ -13,16 +13,109 @@ Conversions that leave the framework (float, item, int, NumPy) raise as in a pla
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 
 from gradtools.jax import jaxprs
 from gradtools.jax._upstream import Tracer, called_by_jax, set_current_trace, take_current_trace
+from gradtools.jax.known_errors import refused_number
+from gradtools.seeing.diagnostics.findings import Finding
+from gradtools.seeing.graphs.reachable import named_objects
+from gradtools.seeing.graphs.recording import Run
+from gradtools.seeing.jax.source_lines import source_of_error
 
 Answers = list[Any]
+LEAVING = (
+    jax.errors.TracerArrayConversionError,
+    jax.errors.TracerIntegerConversionError,
+    jax.errors.ConcretizationTypeError,
+)
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A traced program.
+
+    Attributes:
+        closed: Its closed jaxpr.
+        host_outputs: The indices of outputs that are not JAX arrays.
+    """
+
+    closed: Any
+    host_outputs: tuple[int, ...]
+
+
+def trace(run: Run, leaves: Sequence[Any]) -> Traced:
+    """The jaxpr of a run."""
+    host: list[int] = []
+
+    def fun(*xs: Any) -> list[Any]:
+        outs = list(run(list(xs)))
+        host[:] = [k for k, y in enumerate(outs) if not isinstance(y, jax.Array)]
+        return [_constant(y) if k in host else y for k, y in enumerate(outs)]
+
+    try:
+        return Traced(jax.make_jaxpr(fun)(*leaves), tuple(host))
+    except jax.errors.NonConcreteBooleanIndexError:
+        pass
+    except jax.errors.ConcretizationTypeError as error:
+        if what_left(error) is not None:
+            raise
+    return Traced(jaxpr_with_answers(fun, leaves), tuple(host))
+
+
+def _constant(y: Any) -> Any:
+    """A NumPy or Python output as a constant of its shape."""
+    array = np.asarray(y)
+    return jnp.asarray(array) if array.dtype.kind in "fciub" else jnp.zeros(())
+
+
+# --- JAX's errors ------------------------------------------------------------------------
+
+
+def what_left(error: Exception) -> Finding | None:
+    """How an array left JAX; None if a shape or a branch depended on its values."""
+    line, modules = source_of_error(error)
+    written = line.text if line is not None else ""
+    if isinstance(error, jax.errors.TracerBoolConversionError):
+        return None
+    if isinstance(error, jax.errors.TracerArrayConversionError):
+        operation = "numpy"
+    elif isinstance(error, jax.errors.TracerIntegerConversionError):
+        operation = "int"
+    else:
+        names = (name for name in ("item", "tolist") if f".{name}(" in written)
+        operation = refused_number(error) or next(names, "")
+    message = str(error).strip().splitlines()[0]
+    lost = Finding("", "left_framework", operation, line, modules, detail=message)
+    return lost if operation else None
+
+
+# --- captured arrays ---------------------------------------------------------------------
+
+
+def captured_arrays(run: Run) -> dict[int, str]:
+    """The names of the arrays that a function can reach without its arguments, by id."""
+    result: dict[int, str] = {}
+    for x, name in _reached(run):
+        if isinstance(x, jax.Array | np.ndarray):
+            result.setdefault(id(x), name)
+    return result
+
+
+def _reached(run: Run) -> Iterator[tuple[Any, str]]:
+    """All objects that a function can reach without its arguments, with their names."""
+    owner = getattr(run, "__self__", None)
+    start = getattr(owner, "f", run)  # the user's function, without the arguments of this call
+    is_array = lambda x: isinstance(x, jax.Array | np.ndarray)
+    return named_objects([(start, ""), (type(start).__call__, "")], is_array)
+
+
+# --- programs that branch on values ------------------------------------------------------
 
 
 def jaxpr_with_answers(fun: Callable[..., Any], leaves: Sequence[Any]) -> Any:
@@ -73,7 +166,7 @@ class _AnsweringTrace(jax.core.Trace):  # type: ignore[misc]
         super().__init__()
         self.parent = parent
         self.requires_low = parent.requires_low
-        self._answers, self._asked, self.is_shut = answers, 0, False
+        self._answers, self._asked = answers, 0
 
     def unwrapped(self, x: Any) -> Any:
         return x.inner if isinstance(x, _AnsweringTracer) and x.front is self else x
@@ -142,7 +235,7 @@ class _AnsweringTracer(Tracer):
         return bool(self.front.answer(self))
 
     def to_concrete_value(self) -> Any:
-        return None if self.front.is_shut else self.front.answer(self)
+        return self.front.answer(self)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         """Returns the value to JAX, which counts the entries of a boolean index; NumPy raises."""
@@ -157,7 +250,7 @@ class _AnsweringTracer(Tracer):
         JAX reads this attribute of every array, as some are symbolic dimensions. Here it raises for
         integers that may be used as a shape, so that JAX requests their value.
         """
-        if not self.front.is_shut and not jaxprs.is_inexact(self):
+        if not jaxprs.is_inexact(self):
             raise AttributeError("dimension_as_value")
         return lambda: self.inner
 
@@ -175,5 +268,5 @@ def _shut(name: str) -> Callable[..., Any]:
     return convert
 
 
-for _name in ("__index__", "__int__", "item", "tolist"):
-    setattr(_AnsweringTracer, _name, _shut(_name))
+for _name in ("__index__", "__int__", "__float__", "__complex__", "item", "tolist"):
+    setattr(_AnsweringTracer, _name, _leaving(_name))

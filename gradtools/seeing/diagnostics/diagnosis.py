@@ -1,17 +1,17 @@
-"""`why_zero` finds where a gradient is lost, and suggests a fix.
+"""`why_zero`: where a gradient is lost, and the fix.
 
-A lost gradient raises no error: training ignores it. The report contains
+A lost gradient raises no error: training ignores it. Reported are
 
-a. leaves with no gradient, or a zero gradient at the given values, with the operations that lose
-   it;
+a. leaves that get no gradient, or a zero gradient at the given values, with the operations at
+   which all of it is lost;
 b. scalar summands of the loss whose data left the framework or became discrete on every path;
-c. NaN and infinity, with the first line that produces them;
+c. NaN and infinity, with the first line that makes them;
 d. differences between the optimizer and the model (`training.py`);
 e. edits of gradients through which no gradient reaches any leaf.
 
-Stops inside of a tensor that is otherwise differentiated are not reported. `gradient_losses.py`
-finds (a), (b) and (e) in the graph of one recorded run; `gradients_at_values.py` finds (a) and (c)
-in its passes at the given values. `findings.py` defines the kinds of losses.
+Nothing inside of a tensor that is otherwise differentiated is reported. The graph of one recorded
+run serves (a), (b) and (e), by `graphs/gradient_losses.py`; its forward and backward passes at the
+values serve (a) and (c), by `gradients_at_values.py`. The kinds are in `findings.py`.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ Note = tuple[str, list[str]]  # a text, and the leaves that it concerns
 
 
 def recording_of(program: LeafProgram, wanted: Wanted = lambda x: False) -> Recording:
-    """Records one run of a program, and its gradients at the given values.
+    """One recorded run of a program, and its gradients at the given values.
 
     wanted: The captured arrays that are differentiated besides the leaves.
 
     Raises:
-        GradtoolsError: f itself raised an error.
+        GradtoolsError: f raised for reasons of its own.
     """
     with program.running():
         record: Callable[..., Recording] = program.framework.recorded_run.record
@@ -77,8 +77,7 @@ class Examined:
     Attributes:
         name: Its name.
         numbers: The graph's values that carry its gradient; none if f does not read it.
-        key: Its key in `PassesAtValues.gradients`.
-        absent: The kind of the finding if the array does not affect the output.
+        absent: The kind of the finding if nothing of it flows to the output.
     """
 
     name: str
@@ -87,8 +86,7 @@ class Examined:
 
 
 def of_arguments(program: LeafProgram, recording: Recording) -> list[Examined]:
-    """Returns the leaves in `program.wrt`."""
-    keys = recording.aliases or range(len(program.leaves))
+    """The leaves in `program.wrt`."""
     inputs = recording.graph.inputs
     return [Examined(program.names[k], inputs[k : k + 1]) for k in program.wrt]
 
@@ -96,7 +94,7 @@ def of_arguments(program: LeafProgram, recording: Recording) -> list[Examined]:
 def diagnosed(
     program: LeafProgram, recording: Recording, examined: Sequence[Examined]
 ) -> Diagnosis:
-    """Returns the findings for each examined array, and notes."""
+    """The findings for each examined array, and notes."""
     names = [one.name for one in examined]
     if recording.refusal is not None:
         whole = ", ".join(f"argument {i}" for i in program.argnums)
@@ -112,7 +110,7 @@ def diagnosed(
         places = passes.places(leaf)
         is_absent = bool(passes.steps) and leaf is None
         rules = [rule for n in one.numbers if (rule := passes.last_rule(n))] if is_absent else []
-        if best == _FULL and rules:  # a rule that returned None
+        if best == _FULL and rules:  # a rule that returns None
             findings += from_losses(one.name, [Loss(replace(n, loss="rule"), 0) for n in rules])
         elif best == _FULL or (leaf is not None and places is None):
             numbers.update(dict.fromkeys(one.numbers, one.name))
@@ -144,7 +142,7 @@ def diagnosed(
 def _of_summands(
     graph: PlainGraph, numbers: dict[int, str], every: Iterable[int]
 ) -> Iterator[tuple[str, list[Loss]]]:
-    """Yields leaves whose data enters a summand of the loss that no derivative enters."""
+    """The leaves whose data enters a summand of the loss that no derivative enters."""
     for value, role in lost_summands(graph, every):
         for number, name in numbers.items():
             lost = [replace(x, whole=False) for x in losses_between(graph, number, [value])]
@@ -154,14 +152,14 @@ def _of_summands(
 
 
 def _is_stopped(lost: Sequence[Loss]) -> bool:
-    """Returns whether detach, stop_gradient or no_grad stops a summand as a whole."""
+    """Whether a summand is stopped as a whole by detach, stop_gradient or no_grad."""
     first = all(loss.node.loss in STOPS for loss in lost if not loss.further)
     later = any(loss.node.loss in STOPS for loss in lost if loss.further)
     return (first or later) and all(loss.node.loss != "left_framework" for loss in lost)
 
 
 def from_losses(name: str, losses: Sequence[Loss]) -> list[Finding]:
-    """Makes one finding for each line and kind of one leaf's losses."""
+    """One finding for each line and kind of one leaf's losses."""
     findings = []
     for loss in losses:
         node, kind = loss.node, loss.node.loss if loss.node.loss in KINDS else "discrete"
@@ -171,7 +169,7 @@ def from_losses(name: str, losses: Sequence[Loss]) -> list[Finding]:
 
 
 def _from_values(name: str, places: Sequence[LossPlace]) -> list[Finding]:
-    """Makes one finding for each operation that makes a gradient zero or NaN at the values."""
+    """One finding for each operation at which a gradient becomes zero or NaN at the values."""
     return [
         Finding(name, place.kind, _called(place.node), place.node.source, place.node.scope)
         for place in places
@@ -180,13 +178,12 @@ def _from_values(name: str, places: Sequence[LossPlace]) -> list[Finding]:
 
 
 def _called(node: Node) -> str:
-    """Returns the framework's name of an operation; for a rule, the name of its function."""
-    name = node.attributes.get("name") if node.mark == CUSTOM else ""
-    return str(name or node.native or node.operation)
+    """The framework's name of an operation; for a call or a rule, the name of its function."""
+    return str(node.attributes.get("name") or node.native or node.operation)
 
 
 def without_repeats(findings: Iterable[Finding]) -> list[Finding]:
-    """Keeps one finding for each leaf, kind and line."""
+    """One finding for each leaf, kind and line."""
     kept: dict[Any, Finding] = {}
     for finding in findings:
         place = finding.source or (finding.operation, finding.scope)
@@ -208,7 +205,7 @@ def _at(node: Node) -> str:
 
 
 def gathered_notes(notes: Iterable[Note]) -> list[Note]:
-    """Merges notes with equal texts and joins their leaves."""
+    """One note for each text, with all of its leaves."""
     names: dict[str, list[str]] = {}
     for text, of in notes:
         known = names.setdefault(text, [])
@@ -220,7 +217,7 @@ def gathered_notes(notes: Iterable[Note]) -> list[Note]:
 
 
 def source_of(f: Any) -> Source | None:
-    """Finds the line that defines a function, or the forward method of a module."""
+    """The line at which a function, or the forward method of a module, is defined."""
     f = inspect.unwrap(getattr(f, "func", f))
     for candidate in (f, getattr(f, "forward", None), type(f).__call__):
         if source := definition_of(candidate):
@@ -228,8 +225,8 @@ def source_of(f: Any) -> Source | None:
     return None
 
 
-def of_modules_in_use(parameters: Sequence[CapturedParameter]) -> list[CapturedParameter]:
-    """Returns the parameters of modules of which f reads at least one parameter.
+def of_modules_in_use(recording: Recording) -> list[tuple[str, Any]]:
+    """The captured parameters of modules of which f reads at least one parameter.
 
     A module that is merely reachable from f's closure or globals is not part of f.
     """

@@ -1,13 +1,13 @@
-"""Finds where a gradient becomes zero, NaN or infinite at the given values.
+"""Gradients at the given values: where one becomes zero, NaN or infinite.
 
-Each framework records one forward and one backward pass as a list of steps, with the magnitude of
-every value (`PassesAtValues`). Both frameworks share the analysis:
+Each framework records one forward and one backward pass as a list of steps, with the size of every
+value (`PassesAtValues`). The analysis is common to both:
 
-- A zero gradient is traced back towards the cotangents of the outputs. It is lost at the steps
-  that return zeros for a nonzero cotangent or without a cotangent. If nonzero cotangents sum to
-  zero, it is lost at the operation that produced both.
-- A NaN is traced back from the outputs, or else from the gradient, to the steps whose result is
-  NaN or infinite and whose operands are finite.
+- A zero gradient is followed back towards the cotangents of the outputs. It is lost at the steps
+  that return zeros for a nonzero cotangent or without a cotangent. Where nonzero cotangents add up
+  to zero, it is lost at the operation from which both come.
+- A NaN is followed back from the outputs, else from the gradient, to the steps whose result is NaN
+  or infinite and whose operands are finite.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ class PassStep:
     """An operation of one of the passes.
 
     Attributes:
-        node: The operation, or the forward operation that it differentiates; None for internal
-            steps such as stacking a loop's iterations, which are not reported.
-        inputs: The values that it reads, as numbers.
-        outputs: The values that it produces.
+        node: The operation, or the operation of the forward pass that it differentiates; None if
+            it is not reported, like the stacking of a loop's iterations.
+        inputs: The values that it reads, by number.
+        outputs: The values that it makes.
     """
 
     node: Node | None
@@ -56,11 +56,12 @@ class PassesAtValues:
 
     Attributes:
         steps: The operations, in the order in which they ran.
-        sizes: The maximum modulus of the entries of each value, NaN if an entry is NaN; None if it
-            has no entries.
-        outputs: The outputs of the forward pass, as numbers.
+        sizes: The greatest modulus of the entries of each value, NaN if one is NaN; None if it has
+            no entries.
+        outputs: The outputs of the forward pass, by number.
         seeds: Their cotangents.
-        gradients: Maps the framework's key of a leaf to the numbers of the leaf and its gradient.
+        gradients: The number of each leaf and the number of its gradient, by the leaf's number in
+            the graph of the program.
     """
 
     steps: Sequence[PassStep] = ()
@@ -69,9 +70,9 @@ class PassesAtValues:
     seeds: Sequence[int] = ()
     gradients: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
-    def places(self, leaf: int) -> list[LossPlace] | None:
-        """Finds where a leaf's gradient becomes zero or NaN; None if it does not or is absent."""
-        if leaf not in self.gradients:
+    def places(self, leaf: int | None) -> list[LossPlace] | None:
+        """Where a leaf's gradient becomes zero or NaN; None if it does not, or if there is none."""
+        if leaf is None:
             return None
         gradient = self.gradients[leaf][1]
         if bad := self._bad_outputs or [*filter(self._is_bad, [gradient])]:
@@ -81,7 +82,7 @@ class PassesAtValues:
         return None
 
     def starts_at_zero(self, place: LossPlace, leaf: int) -> bool:
-        """Returns whether a zero operand comes from another leaf, which gets a gradient."""
+        """Whether an operand that is zero comes from another leaf, which gets a gradient."""
         own = self._reached([self.gradients[leaf][0]])
         others = [v for v, gradient in self.gradients.values() if self.sizes.get(gradient)]
         moving = self._reached(others)
@@ -89,7 +90,7 @@ class PassesAtValues:
 
     @cached_property
     def _makers(self) -> dict[int, int]:
-        """Maps each value to the position of the step that produces it."""
+        """The position of the step that makes each value."""
         return {v: at for at, step in enumerate(self.steps) for v in step.outputs}
 
     @cached_property
@@ -105,7 +106,7 @@ class PassesAtValues:
         return size is not None and not math.isfinite(size)
 
     def _reached(self, values: Iterable[int]) -> set[int]:
-        """Returns these values and all values that are computed from them."""
+        """The values that are computed from these, and these."""
         result = set(values)
         for step in self.steps:
             if not result.isdisjoint(step.inputs):
@@ -119,7 +120,7 @@ class PassesAtValues:
         def onward(step: PassStep) -> list[int]:
             zeros = [v for v in step.inputs if self.sizes.get(v) == 0]
             entering = self._cotangents.intersection(step.inputs)
-            if not entering:  # zeros made by a rule of the backward pass
+            if not entering:  # zeros that a rule of the backward pass made
                 return [v for v in zeros if self._makers.get(v, -1) >= first]
             return [*entering] if entering.issubset(zeros) else []
 
@@ -134,7 +135,7 @@ class PassesAtValues:
         return places
 
     def last_rule(self, leaf: int) -> Node | None:
-        """Returns the last custom rule that reads a value computed from the leaf."""
+        """The last custom rule that reads a value computed from this one."""
         reached = self._reached([leaf])
         reading = (
             step.node for step in reversed(self.steps) if not reached.isdisjoint(step.inputs)
@@ -142,41 +143,20 @@ class PassesAtValues:
         return next((node for node in reading if node is not None and node.mark == CUSTOM), None)
 
     def _meeting(self, step: PassStep) -> PassStep:
-        """Returns the last step on the paths of all cotangents entering a step, or the step."""
-        entering = self._cotangents.intersection(step.inputs)
-        behind = [*map(self._steps_behind, entering)]
+        """The last step from which all cotangents that enter a step come, or the step itself."""
+        onward = lambda step: [*self._cotangents.intersection(step.inputs)]
+        behind = [{*self._walk([value], onward)} for value in onward(step)]
         common = set.intersection(*behind) if len(behind) > 1 else set()
         return self.steps[max(common)] if common else step
-
-    def _steps_behind(self, value: int) -> set[int]:
-        """Returns the positions of the steps through which a cotangent passed."""
-        result, todo = set[int](), [value]
-        while todo:
-            at = self._makers.get(todo.pop())
-            if at is not None and at not in result:
-                result.add(at)
-                todo += self._cotangents.intersection(self.steps[at].inputs)
-        return result
 
     def _origins(self, values: Sequence[int]) -> list[Node]:
         bad = lambda step: [v for v in step.inputs if self._is_bad(v) and v in self._makers]
         ends = [step.node for step in self._ends(values, bad) if step.node is not None]
         return [*dict.fromkeys(ends)]
 
-    def _ends(
-        self, values: Sequence[int], onward: Callable[[PassStep], list[int]]
-    ) -> list[PassStep]:
-        """Walks from these values by `onward`; returns the last steps, in program order."""
-        ends, seen, todo = set[int](), set[int](), [*values]
-        while todo:
-            value = todo.pop()
-            if value in seen or value not in self._makers:
-                continue
-            seen.add(value)
-            at = self._makers[value]
-            further = onward(self.steps[at])
-            todo += further
-            ends |= set() if further else {at}
+    def _ends(self, values: Sequence[int], onward: Onward) -> list[PassStep]:
+        """The steps at which a walk ends, as they ran."""
+        ends = [at for at, further in self._walk(values, onward).items() if not further]
         return [self.steps[at] for at in sorted(ends)]
 
     def _walk(self, values: Sequence[int], onward: Onward) -> dict[int, list[int]]:

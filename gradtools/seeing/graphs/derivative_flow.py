@@ -1,13 +1,22 @@
-"""Computes how each value of a graph depends on each other value: taint tracking with strengths.
+"""Dependence of each value of a graph on each other value: taint tracking with four strengths.
 
-The four strengths (none, cut, zero derivative, differentiable) form a max-min semiring. A path is
-as strong as its weakest link, and two values depend as strongly as their strongest path::
+The strengths (none, cut, zero derivative, differentiable) form a max-min semiring. A path is as
+strong as its weakest link, and two values depend as strongly as their strongest path::
 
     dependence(out, in) = max over paths of min over links
 
 The forward pass computes how strongly each value depends on an input, the backward pass how
-strongly the outputs depend on each value. The links of a node with bodies are computed from the
-paths through its bodies; for loops this is a fixed point over any number of iterations.
+strongly the outputs depend on each value.
+
+First the operations of loops, branches and calls are put in the place of their nodes. The values of
+a call are renamed. A value that enters or leaves a loop or a branch is *joined* to its name on the
+other side, by a node "join" with the strength of the flow::
+
+    loop     initial -> carry,  result -> carry,  condition -cut-> result
+    branch   result of each branch -> result,  predicate -cut-> result
+
+So a value may be the result of several nodes, and the joins of a loop form a cycle: the result is a
+fixed point over any number of iterations.
 """
 
 from __future__ import annotations
@@ -33,7 +42,7 @@ JOIN = "join"
 
 @memoized
 def dependence_matrix(graph: PlainGraph) -> list[list[Dependence]]:
-    """Computes ``matrix[output][input]``, how each output depends on each input."""
+    """``matrix[output][input]``: how each output depends on each input."""
     rows = [backward(graph, {out: _FULL}) for out in graph.outputs]
     return [[row.get(value, _NONE) for value in graph.inputs] for row in rows]
 
@@ -41,9 +50,9 @@ def dependence_matrix(graph: PlainGraph) -> list[list[Dependence]]:
 def forward(
     graph: PlainGraph, start: Strengths, without: Container[int] = ()
 ) -> dict[int, Dependence]:
-    """Computes how strongly each value depends on `start`; independent values have no entry.
+    """How strongly each value depends on those in `start`; independent values have no entry.
 
-    without: Values that paths must not pass through.
+    without: Values through which no path leads.
     """
     return _propagated(graph, start, without, reverse=False)
 
@@ -51,32 +60,24 @@ def forward(
 def backward(
     graph: PlainGraph, end: Strengths, without: Container[int] = ()
 ) -> dict[int, Dependence]:
-    """Computes how strongly the values in `end` depend on each value of the graph."""
+    """How strongly the values in `end` depend on each value of the graph."""
     return _propagated(graph, end, without, reverse=True)
 
 
 def _propagated(
     graph: PlainGraph, start: Strengths, without: Container[int], reverse: bool
 ) -> dict[int, Dependence]:
-    """Interprets a graph, or its reverse, abstractly; values without an entry are zero."""
-    result: dict[int, Dependence] = {}
-    partners: dict[int, list[int]] = {}
-    for pair in graph.outside:
-        source, target = pair[::-1] if reverse else pair
-        partners.setdefault(source, []).append(target)
-
-    def raise_to(value: int, strength: Dependence) -> None:
-        if value not in without and strength > result.get(value, _NONE):
-            result[value] = strength
-            for other in partners.get(value, ()):
-                raise_to(other, min(strength, _CUT))
-
-    for value, given in start.items():
-        raise_to(value, given)
-    for node in reversed(graph.nodes) if reverse else graph.nodes:
-        sources, targets = (node.outputs, node.inputs) if reverse else (node.inputs, node.outputs)
-        entering = [result.get(value, _NONE) for value in sources]
-        if any(entering):
+    """Abstract interpretation of a graph, or of its reverse, to the fixed point."""
+    graph = flat(graph)
+    result = {v: strength for v, strength in start.items() if strength and v not in without}
+    moved = bool(result)
+    while moved:
+        moved = False
+        for node in reversed(graph.nodes) if reverse else graph.nodes:
+            ends = (node.outputs, node.inputs) if reverse else (node.inputs, node.outputs)
+            entering = [result.get(value, _NONE) for value in ends[0]]
+            if not any(entering):
+                continue
             links = links_of(graph, node)
             rows = zip(*links, strict=True) if reverse else links
             for value, row in zip(ends[1], rows, strict=True):
@@ -86,19 +87,14 @@ def _propagated(
     return result
 
 
-def through(links: Sequence[Dependence], strengths: Sequence[Dependence]) -> Dependence:
-    """Returns the strength of the strongest path that continues through these links."""
-    return max(map(min, links, strengths), default=_NONE)
-
-
 @memoized
 def behind(graph: PlainGraph, values: tuple[int, ...]) -> Strengths:
-    """Computes how strongly these values depend on each value of the graph."""
+    """How strongly these values depend on each value of the graph."""
     return backward(graph, dict.fromkeys(values, _FULL))
 
 
 def links_of(graph: PlainGraph, node: Node) -> Links:
-    """Returns ``links[k][i]``, how output k of a node depends on its input i."""
+    """``links[k][i]``: how output k of a node depends on its input i."""
     if node.links is not None:
         return node.links
     return _links_of_bodies(node) if node.bodies else even_links(node, graph.values)
@@ -106,30 +102,84 @@ def links_of(graph: PlainGraph, node: Node) -> Links:
 
 @memoized
 def _links_of_bodies(node: Node) -> Links:
-    """Computes the links of a node from the paths through its bodies."""
-    links = [[_NONE] * len(node.inputs) for _ in node.outputs]
+    """The links of a node, from the paths through its bodies."""
+    count = len(node.inputs)
+    inputs, outputs = range(count), range(count, count + len(node.outputs))
+    alone = replace(node, inputs=tuple(inputs), outputs=tuple(outputs))
+    values = dict.fromkeys((*inputs, *outputs), Value((), ""))
     for body in node.bodies:
-        for row, inner in zip(links, _rounds(body), strict=True) if not body.gate else ():
-            for i, strength in zip(body.inputs, inner, strict=True):
-                row[i] = max(row[i], strength)
-    # inputs that select a branch or determine a loop's trip count
-    deciding = set(range(len(node.inputs))).difference(*(body.inputs for body in node.bodies))
-    for gate in (body for body in node.bodies if body.gate):
-        carried = {i: k for k, i in gate.carries}
-        for i, column in enumerate(zip(*dependence_matrix(gate.graph), strict=True)):
-            if any(column):
-                deciding.add(gate.inputs[i])
-                if i in carried:
-                    deciding |= {j for j, s in enumerate(links[carried[i]]) if s}
-    return tuple(
-        tuple(max(s, _CUT) if i in deciding else s for i, s in enumerate(row)) for row in links
-    )
+        values |= {
+            i: body.graph.values[v] for i, v in zip(body.inputs, body.graph.inputs, strict=True)
+        }
+    graph = PlainGraph((alone,), values, alone.inputs, alone.outputs)
+    return tuple(map(tuple, dependence_matrix(graph)))
 
 
-def _rounds(body: Body) -> list[list[Dependence]]:
-    """Computes the dependence of a body's outputs on its inputs after any number of iterations."""
-    matrix = [list(row) for row in dependence_matrix(body.graph)]
-    if body.skippable:
+# --- graphs without bodies ---------------------------------------------------------------
+
+
+def flat(graph: PlainGraph) -> PlainGraph:
+    """The graph without bodies; the values of the graph itself keep their numbers."""
+    return flattened(graph)[0]
+
+
+def join(source: int, target: int, strength: Dependence = _FULL) -> Node:
+    """A node by which data flows from one value to another."""
+    return Node(JOIN, (source,), (target,), links=((strength,),))
+
+
+@memoized
+def flattened(graph: PlainGraph) -> tuple[PlainGraph, Mapping[int, Node]]:
+    """The graph without bodies, and the original of each of its nodes, by id."""
+    if not any(node.bodies and node.links is None for node in graph.nodes):
+        return graph, {id(node): node for node in graph.nodes}
+    values, captured = dict(graph.values), list(graph.captured)
+    nodes, originals = list[Node](), dict[int, Node]()
+
+    def new(value: Value) -> int:
+        values[len(values)] = value
+        return len(values) - 1
+
+    def add(program: PlainGraph, numbers: dict[int, int], call: Node | None) -> None:
+        for node in program.nodes:
+            inputs = [numbers[v] for v in node.inputs]
+            is_own = call is None
+            made = [v if is_own else new(program.values[v]) for v in node.outputs]
+            numbers.update(zip(node.outputs, made, strict=True))
+            if node.bodies and node.links is None:
+                results = enter(node, inputs, made, call or node)
+                numbers.update(zip(node.outputs, results, strict=True))
+                continue
+            if call is not None:
+                source, scope = node.source or call.source, node.scope or call.scope
+                nodes.append(replace(node, source=source, scope=scope))
+            else:
+                nodes.append(node)
+            nodes[-1] = replace(nodes[-1], inputs=tuple(inputs), outputs=tuple(made))
+            originals[id(nodes[-1])] = node
+
+    def enter(node: Node, inputs: Sequence[int], made: Sequence[int], call: Node) -> Sequence[int]:
+        """Adds the bodies of a node; returns its results."""
+        results: Sequence[int] = made
+        is_call = len(node.bodies) == 1 and not (node.bodies[0].carries or node.bodies[0].gate)
+        deciding = set(range(len(inputs))).difference(*(body.inputs for body in node.bodies))
+        nodes.extend(join(inputs[i], v, _CUT) for i in sorted(deciding) for v in made)
+        for body in node.bodies:
+            program = body.graph
+            inner = dict(zip(program.inputs, (inputs[i] for i in body.inputs), strict=True))
+            inner |= {v: new(program.values[v]) for v in program.captured}
+            captured.extend(inner[v] for v in program.captured)
+            carry(body, inner, made)
+            add(program, inner, call)
+            ends = [inner[v] for v in program.outputs]
+            if body.gate:
+                nodes.extend(join(end, v, _CUT) for end in ends for v in made)
+            else:
+                nodes.extend(map(join, ends, made))
+            results = ends if is_call else made
+        return results
+
+    def carry(body: Body, inner: dict[int, int], made: Sequence[int]) -> None:
         for k, i in body.carries:
             v = body.graph.inputs[i]
             initial, inner[v] = inner[v], new(body.graph.values[v])
@@ -138,31 +188,8 @@ def _rounds(body: Body) -> list[list[Dependence]]:
                 is_inexact = body.graph.values[v].is_inexact
                 nodes.append(join(initial, made[k], _FULL if is_inexact else _CUT))
 
-
-def entering_body(body: Body, node: Node, known: Strengths) -> Strengths:
-    """Returns the strengths of a body's inputs in any iteration, from the values around it."""
-    ties = [(node.inputs[outer], i) for i, outer in enumerate(body.inputs)]
-    start: dict[int, Dependence] = {}
-    for outer, i in (*ties, *((node.outputs[k], i) for k, i in body.carries)):
-        inner = body.graph.inputs[i]
-        start[inner] = max(start.get(inner, _NONE), known.get(outer, _NONE))
-    return start
-
-
-def leaving_body(body: Body, node: Node, leaving: Sequence[Dependence]) -> Strengths:
-    """Returns how a body's outputs matter: as a result, to the condition, or as a carry."""
-    if body.gate:
-        return dict.fromkeys(body.graph.outputs, _FULL)
-    strengths = list(leaving)
-    for gate in (other for other in node.bodies if other.gate):
-        read = [max(column) for column in zip(*dependence_matrix(gate.graph), strict=True)]
-        for k, i in gate.carries:
-            strengths[k] = max(strengths[k], min(_CUT, read[i]))
-    matrix = _rounds(body) if body.carries else []
-    for k, i in body.carries:
-        column = [row[i] for row in matrix]
-        strengths[k] = max(strengths[k], through(column, strengths))
-    end: dict[int, Dependence] = {}
-    for value, strength in zip(body.graph.outputs, strengths, strict=True):
-        end[value] = max(strength, end.get(value, _NONE))
-    return end
+    own = {v: v for v in graph.values}
+    add(graph, own, None)
+    outputs = tuple(own[v] for v in graph.outputs)
+    ends = replace(graph, nodes=tuple(nodes), values=values, outputs=outputs)
+    return replace(ends, captured=tuple(captured)), originals

@@ -1,13 +1,13 @@
-"""Finds where a gradient is lost: of a whole leaf, of a summand of the loss, or at an edit.
+"""Finds where a gradient is lost: for a leaf as a whole, for a summand of the loss, at an edit.
 
 Values are *differentiable* in a leaf, or only data flows to them from it (`derivative_flow.py`). A
-gradient is lost at operations that read a differentiable value and whose result leads to the end
-only through values that are not differentiable::
+gradient is lost at the operations that read a differentiable value and whose result leads to the
+end by values that are not differentiable, all the way::
 
     lost(op)   if  full(input), not full(output), output ~> end through values that are not full
 
-A stop inside of a value that is differentiable through another path is therefore not a loss, as in
-a straight-through estimator, the shift of a softmax, a mask, or a normalizing constant.
+So a stop inside of a value that is differentiable over another path is not a loss: a
+straight-through estimator in any spelling, the shift of a softmax, a mask, a normalizing constant.
 """
 
 from __future__ import annotations
@@ -43,9 +43,8 @@ class Loss:
     Attributes:
         node: The operation.
         input: The position of its operand that still has a derivative.
-        call: The outermost node whose body contains the operation, if any.
-        whole: Whether the leaf's whole gradient is lost, or only the gradient of one summand.
-        further: Whether the derivative was already lost before it on every path.
+        whole: Whether the leaf's whole gradient is lost, not only the gradient of one summand.
+        further: Whether the derivative was lost before it on every path.
     """
 
     node: Node
@@ -54,21 +53,21 @@ class Loss:
     further: bool = False
 
 
-# --- losses of a whole leaf --------------------------------------------------------------
+# --- a leaf as a whole -------------------------------------------------------------------
 
 
 def losses(graph: PlainGraph, leaf: int) -> list[Loss]:
-    """Returns the operations that lose a leaf's gradient, in program order; empty if it has one."""
+    """The operations that lose the gradient of a leaf, in program order; empty if it has one."""
     if behind(graph, tuple(graph.outputs)).get(leaf, _NONE) == _FULL:
         return []
     return losses_between(graph, leaf, graph.outputs)
 
 
 def losses_between(graph: PlainGraph, start: int, ends: Sequence[int]) -> list[Loss]:
-    """Returns the operations that lose the derivative of the ends along the start.
+    """The operations that lose the derivative of the ends along the start.
 
-    Later operations that also lose it, on every path, are included if they stop it, leave the
-    framework, or are on the same line, since each of them must be changed.
+    Later operations that lose it as well, on every path, are listed if they stop it, leave
+    the framework, or are on the same line, since each of them must be changed.
     """
     graph = flat(graph)
     reached, first = forward(graph, {start: _FULL}), list[Loss]()
@@ -96,45 +95,23 @@ def losses_between(graph: PlainGraph, start: int, ends: Sequence[int]) -> list[L
         if inputs and not any(map(forward(graph, {start: _FULL}, node.outputs).get, ends)):
             further.append(Loss(node, inputs[0], further=True))
     order = {id(node): k for k, node in enumerate(graph.nodes)}
-    return sorted([*first, *further], key=lambda x: order.get(id(x.node), order.get(id(x.call), 0)))
+    return sorted([*first, *further], key=lambda loss: order[id(loss.node)])
 
 
-def _frontier(
-    graph: PlainGraph, start: Strengths, end: Strengths, call: Node | None = None
-) -> Iterator[Loss]:
-    """Yields the last operations that read a differentiable value on the way to the end."""
-    reached = forward(graph, start)
-    lost = backward(graph, end, {v for v, strength in reached.items() if strength == _FULL})
-    for node in graph.nodes:
-        leaving = [lost.get(value, _NONE) for value in node.outputs]
-        entering = [reached.get(value, _NONE) for value in node.inputs]
-        if not (any(leaving) and _FULL in entering):
-            continue
-        if node.bodies and node.links is None:
-            for body in node.bodies:
-                inner = entering_body(body, node, reached), leaving_body(body, node, leaving)
-                yield from _frontier(body.graph, *inner, call or node)
-            continue
-        for k, row in enumerate(links_of(graph, node)):
-            for i, link in enumerate(row):
-                if leaving[k] and entering[i] == _FULL and _NONE < link < _FULL:
-                    yield Loss(node, i, call)
-
-
-# --- losses of a summand of the loss -----------------------------------------------------
+# --- a summand of the loss ---------------------------------------------------------------
 
 
 def lost_summands(graph: PlainGraph, leaves: Iterable[int]) -> Iterator[tuple[int, str]]:
-    """Yields output summands that depend on leaves without any derivative, with their role.
+    """The summands of outputs to which data flows from leaves and no derivative, with their role.
 
     Only outputs that are differentiable in a leaf are examined; others are metrics. The role is
-    "shift" if a summand with a derivative also reads the lost values, as in ``log(sum(exp(x - s)))
-    + s``; "part" if the summand is computed from a partial sum that has a derivative, as in ``x -
-    floor(x)`` and in a straight-through estimator ``h + x - stop(x)`` with a discrete h(x);
-    otherwise empty.
+    "shift" if a summand with a derivative reads the lost values as well, as in
+    ``log(sum(exp(x - s))) + s``; "part" if the summand is computed from a partial sum that has a
+    derivative, as in ``x - floor(x)`` and in a straight-through estimator ``h + x - stop(x)`` with
+    a discrete h(x); else empty.
 
     Args:
-        graph: The program, with inlined calls.
+        graph: The program without bodies.
         leaves: The values that may be trained.
     """
     strengths, makers = forward(graph, dict.fromkeys(leaves, _FULL)), _makers(graph)
@@ -155,7 +132,7 @@ def lost_summands(graph: PlainGraph, leaves: Iterable[int]) -> Iterator[tuple[in
 
 
 def trains_others(graph: PlainGraph, values: Iterable[int], others: Iterable[int]) -> bool:
-    """Returns whether each summand that depends on `values` is differentiable in `others`."""
+    """Whether each summand to which data flows from `values` is differentiable in `others`."""
     own, other = (forward(graph, dict.fromkeys(of, _FULL)) for of in (values, others))
     both = {v: max(own.get(v, _NONE), other.get(v, _NONE)) for v in (*own, *other)}
     terms = [v for out in graph.outputs for v in _summands(graph, out, both)]
@@ -163,7 +140,7 @@ def trains_others(graph: PlainGraph, values: Iterable[int], others: Iterable[int
 
 
 def _summands(graph: PlainGraph, value: int, strengths: Strengths) -> Iterator[int]:
-    """Walks back through sums and products with constants and yields the summands."""
+    """Walks back through sums and products with constants."""
     terms = _terms(graph, value, strengths)
     if terms is None:
         yield value
@@ -173,7 +150,7 @@ def _summands(graph: PlainGraph, value: int, strengths: Strengths) -> Iterator[i
 
 
 def _sums(graph: PlainGraph, value: int, strengths: Strengths) -> Iterator[int]:
-    """Yields the partial sums of an output that have a derivative."""
+    """The partial sums of an output that have a derivative."""
     if strengths.get(value) == _FULL:
         yield value
     for v in _terms(graph, value, strengths) or ():
@@ -181,7 +158,7 @@ def _sums(graph: PlainGraph, value: int, strengths: Strengths) -> Iterator[int]:
 
 
 def _terms(graph: PlainGraph, value: int, strengths: Strengths) -> Sequence[int] | None:
-    """Returns the scalars whose weighted sum is the value; None if it is not a sum."""
+    """The scalars of which a value is a sum with constant weights; None if it is not a sum."""
     node = _makers(graph).get(value)
     is_real = _is_scalar(graph, value) and graph.values[value].is_inexact
     depending = [v for v in node.inputs if strengths.get(v)] if node and is_real else []
@@ -200,7 +177,7 @@ def _terms(graph: PlainGraph, value: int, strengths: Strengths) -> Sequence[int]
 
 
 def _stacked(graph: PlainGraph, value: int) -> Sequence[int] | None:
-    """Returns the scalars that are stacked to a vector; None for other values."""
+    """The scalars that are stacked to a vector; None for another value."""
     if _is_scalar(graph, value):
         return [value]
     node = _makers(graph).get(value)
@@ -219,7 +196,7 @@ def _makers(graph: PlainGraph) -> Mapping[int, Node]:
 
 
 def equal_values(graph: PlainGraph, values: set[int]) -> set[int]:
-    """Returns all values that equal these, by value numbering, up to reshapes."""
+    """These values and all values equal to them, by value numbering, up to reshapes."""
     classes = _classes(graph)
     wanted = {classes[v] for v in values if v in classes}
     return values.union(v for v, of in classes.items() if of in wanted)
@@ -227,7 +204,7 @@ def equal_values(graph: PlainGraph, values: set[int]) -> set[int]:
 
 @memoized
 def _classes(graph: PlainGraph) -> Mapping[int, int]:
-    """Maps each value to its class of equal values."""
+    """The class of equal values of each value."""
     classes: dict[int, int] = {}
     numbers: dict[Any, int] = {}
     for v in graph.captured:
@@ -248,7 +225,7 @@ def _classes(graph: PlainGraph) -> Mapping[int, int]:
     return classes
 
 
-# --- edits without effect ----------------------------------------------------------------
+# --- an edit -----------------------------------------------------------------------------
 
 _EDITS = frozenset({"scale_gradient", "clip_gradient", "transform_gradient", "replace_gradient"})
 
@@ -256,12 +233,12 @@ _EDITS = frozenset({"scale_gradient", "clip_gradient", "transform_gradient", "re
 def useless_edits(
     graph: PlainGraph, leaves: Iterable[int], every: Iterable[int]
 ) -> list[tuple[int, Loss]]:
-    """Finds edits through which no gradient reaches any leaf; returns leaves and losses.
+    """For edits of gradients through which no gradient reaches any leaf: leaf and loss.
 
     Args:
         graph: The program.
         leaves: The leaves to report: their data flows through the edit, and their derivative ends
-            before or after it.
+            before or behind it.
         every: All values that may be trained.
     """
     reached = forward(graph, dict.fromkeys(every, _FULL))

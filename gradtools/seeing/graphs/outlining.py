@@ -1,13 +1,13 @@
 """Converts a graph to its outline: nested blocks of boxes, with arrows between them.
 
-1. The bodies of loops, branches and calls are inlined. Values are forwarded across the boundary
-   of a body, so an operand names the boxes that compute it, wherever they are.
+1. The bodies of loops, branches and calls are inlined. Values are forwarded across the boundary of
+   a body, so an operand names the boxes that compute it, wherever they are.
 2. Consecutive operations of one module or call become nested blocks; a block with one child is
    replaced by the child, under both names. A parameter is placed in the innermost block that
    contains all of its readers, an argument outside of all blocks, an output after the block that
    computes it. If there are many outputs, gradients of parameters are placed inside of blocks.
-3. Letters name the values in the order of the whole outline, so the names are the same in the
-   text and in all pictures of a graph, whichever blocks are expanded.
+3. Values are named by letters in the order of the whole outline, so that they are the same in the
+   text and in all pictures of a graph, whichever blocks are open.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from gradtools.seeing.graphs.outline import (
 _CALLS = ("call", "jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat")
 _LOOPS = ("scan", "while", "while_loop", "for", "loop", "map")
 _BRANCHES = ("cond", "switch", "where_branch")
-_MOST_CHILDREN = 60  # maximum number of children of a block; larger blocks are split into parts
-_PART = 25  # minimum number of children of a part
-_LEAVES_ABOVE = 8  # maximum number of outputs drawn outside of all blocks
-_LEAVES_NEAR = 24  # maximum number of outputs drawn next to the blocks that compute them
+_MOST_CHILDREN = 60  # the most children of a block; more are split into parts
+_PART = 25  # the least number of children of a part
+_LEAVES_ABOVE = 8  # the most outputs that are drawn outside of all blocks
+_LEAVES_NEAR = 24  # the most outputs that are drawn next to the blocks that make them
 _OF_ARGUMENT = re.compile(r"argument [^\[.]+$")
 
 
@@ -58,13 +58,13 @@ def opened_outline(
     title: str = "",
     limit: int = 44,
 ) -> tuple[Outline, frozenset[int]]:
-    """Returns the outline and its expanded blocks' keys; options of `to_svg`, limit in boxes."""
+    """The outline and the keys of its open blocks; options of `drawing.to_svg`, limit in boxes."""
     outline = outline_of(graph, title=title)
     return outline, outline.opened(depth, expand, limit)
 
 
 def outline_of(graph: PlainGraph, *, title: str = "") -> Outline:
-    """Builds the outline of a graph, with one column for each pass."""
+    """The outline of a graph, with one column for each pass."""
     flat = _InlinedGraph(graph)
     roots = {}
     outputs = [box for box in flat.boxes if box.kind == "output"]
@@ -96,15 +96,8 @@ def outline_of(graph: PlainGraph, *, title: str = "") -> Outline:
 # --- inlining ----------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class _Level:
-    """A graph or a body of it, with the boxes and numbers of its values.
-
-    Attributes:
-        graph: The graph.
-        made: The boxes that produce each value.
-        numbers: The index of each value in `_InlinedGraph.values`.
-    """
+class _Level(NamedTuple):
+    """A graph or a body, the boxes that make its values, and their numbers in the outline."""
 
     graph: PlainGraph
     made: dict[int, Makers]
@@ -115,9 +108,9 @@ class _InlinedGraph:
     """A graph with its bodies inlined.
 
     Attributes:
-        boxes: Every box by key.
-        values: The values that boxes read; an index in this list is the value's number.
-        alive: The numbers of values that stay alive without being saved.
+        boxes: Every box, by its key.
+        values: The values that boxes read, by number.
+        alive: The numbers of values that are alive without being saved.
         entries: A box or a block for each node.
     """
 
@@ -157,7 +150,7 @@ class _InlinedGraph:
         return self._box("operation", node.operation, node.phase, node=node, values=values, **rest)
 
     def _entries(self, level: _Level, around: tuple[str, ...]) -> list[Box | Block]:
-        """Returns one entry per node; adds the makers of its outputs to `level.made`."""
+        """One entry for each node; adds the makers of its outputs to `level.made`."""
         entries: list[Box | Block] = []
         for node in level.graph.nodes:
             scope = node.scope[len(around) :] if node.scope[: len(around)] == around else node.scope
@@ -197,7 +190,7 @@ class _InlinedGraph:
         return level.numbers[value]
 
     def _call(self, level: _Level, node: Node, scope: tuple[str, ...]) -> Block:
-        """Builds the block of a node with bodies, forwarding values across the boundary."""
+        """The block of a node with bodies, whose values are forwarded across the boundary."""
         title, name = node.operation, node.attributes.get("name")
         kind = "loop" if title in _LOOPS else "branch" if title in _BRANCHES else "call"
         if title in _CALLS and isinstance(name, str):
@@ -232,7 +225,7 @@ class _InlinedGraph:
 
 
 def _is_number(box: Box) -> bool:
-    """Returns whether a captured value is a number, which is printed in its reader's box."""
+    """Whether a captured value is a plain number, which is printed in its reader's box."""
     if box.kind != "captured" or box.values[0].shape:
         return False
     return not box.values[0].name or is_number(box.values[0].name)
@@ -241,20 +234,19 @@ def _is_number(box: Box) -> bool:
 # --- nesting -----------------------------------------------------------------------------
 
 
-def _runs(entries: Sequence[Box | Block], level: int) -> list[Box | Block]:
-    """Groups consecutive entries of one scope recursively, and drops empty calls."""
-    has_box = lambda block: any(isinstance(item, Box) for item in block.walk())
-    entries = [entry for entry in entries if isinstance(entry, Box) or has_box(entry)]
+def _runs(entries: Iterable[Box | Block], level: int) -> list[Box | Block]:
+    """Groups consecutive entries of one scope, recursively, and drops empty calls."""
+    entries = [entry for entry in entries if isinstance(entry, Box) or entry.boxes]
     result: list[Box | Block] = []
     for name, run in groupby(entries, lambda entry: entry.scope[level : level + 1]):
         several = [*run]
         if name:
-            inside = _runs(entries[start:stop], level + 1)
-            entry = Block("scope", name[0], entry.scope[: level + 1], entry.phase, inside)
-        elif isinstance(entry, Block):  # a call, whose entries are nested too
-            entry.children = _runs(entry.children, 0)
-        result.append(_tidy(entry))
-        start = stop
+            scope, inside = several[0].scope[: level + 1], _runs(several, level + 1)
+            several = [Block("scope", name[0], scope, several[0].phase, inside)]
+        for entry in several if not name else ():  # a call's own entries are nested too
+            if isinstance(entry, Block):
+                entry.children = _runs(entry.children, 0)
+        result += map(_tidy, several)
     return result
 
 
@@ -277,14 +269,14 @@ def _tidy(entry: Box | Block) -> Box | Block:
 
 
 def _place_leaves(boxes: Sequence[Box], roots: Mapping[int, Block]) -> None:
-    """Places inputs before their first reader and outputs after their producer."""
+    """Puts inputs before their first reader, outputs after their maker."""
     paths = _paths_to(roots.values())
     readers: dict[int, list[Sequence[Any]]] = {}
     for box in boxes:
         for maker in (maker for operand in box.operands for maker, _ in operand.makers):
             readers.setdefault(maker, []).extend([paths[box.key]] if box.key in paths else [])
-    # maps a child's id (or the id of an empty column) to the leaves before and after it
-    before, after = dict[int, list[Box]](), dict[int, list[Box]]()
+    # the leaves before and after a child, or in an empty column
+    before, after = dict[Box | Block, list[Box]](), dict[Box | Block, list[Box]]()
     first = next(iter(roots.values()))
     outputs = [box for box in boxes if box.kind == "output"]
     for leaf in boxes:
@@ -298,11 +290,7 @@ def _place_leaves(boxes: Sequence[Box], roots: Mapping[int, Block]) -> None:
         reading = [path for path in reading if path[0].phase == leaf.phase]
         if leaf.kind == "input" and not re.search(r"[\[.]", leaf.values[0].name):
             reading = [path[:2] for path in reading]  # a whole argument stays outside of blocks
-        depth = 1  # number of blocks common to all children that contain readers
-        while reading and all(
-            p[depth] is reading[0][depth] and len(p) > depth + 1 for p in reading
-        ):
-            depth += 1
+        depth = shared_length([path[:-1] for path in reading])  # of the innermost common block
         home = reading[0][depth - 1] if reading else first
         inside = {path[depth] for path in reading} or {*home.children}
         anchor = next((child for child in home.children if child in inside), home)
@@ -330,21 +318,19 @@ def _maker_of(
 
 
 def _paths_to(columns: Iterable[Block]) -> dict[int, Sequence[Any]]:
-    """Maps each box's key to the blocks that contain it, outermost first, and the box."""
+    """For each box, by key, the blocks that lead to it, outermost first, and itself."""
     paths = (path for column in columns for path in column.paths())
     return {item.key: (*around, item) for around, item in paths if isinstance(item, Box)}
 
 
 def _in_parts(block: Block) -> Block:
-    """Splits blocks with more than `_MOST_CHILDREN` children into consecutive parts."""
-    block.children = [
-        _in_parts(child) if isinstance(child, Block) else child for child in block.children
-    ]
-    while len(block.children) > _MOST_CHILDREN:
-        size = max(_PART, math.isqrt(len(block.children)))
-        parts: list[Box | Block] = []
-        for start in range(0, len(block.children), size):
-            inside = block.children[start : start + size]
+    """Splits blocks with more than `_MOST_CHILDREN` children into parts of consecutive ones."""
+    children = [_in_parts(c) if isinstance(c, Block) else c for c in block.children]
+    while len(children) > _MOST_CHILDREN:
+        size, several = max(_PART, math.isqrt(len(children))), children
+        children = []
+        for start in range(0, len(several), size):
+            inside = several[start : start + size]
             title = f"steps {start + 1}…{start + len(inside)}"
             part = Block("steps", title, (*block.scope, title), block.phase, inside)
             children += [part] if len(inside) > 1 else inside
@@ -356,7 +342,7 @@ def _in_parts(block: Block) -> Block:
 
 
 def _name_values(boxes: Sequence[Box], columns: Sequence[Block]) -> None:
-    """Writes the letters of values into boxes, and into blocks whose border they cross."""
+    """Writes the letters of values into boxes, and into the blocks whose border they cross."""
     read: dict[int, set[int]] = {}
     for box in boxes:
         for operand in box.operands:
@@ -389,7 +375,7 @@ def _name_values(boxes: Sequence[Box], columns: Sequence[Block]) -> None:
 
 
 def _bracketed(operand: Operand, text: str) -> str:
-    """Formats an operand: ✕ if it loses a derivative, in brackets if none flows through it."""
+    """An operand's text: ✕ if it loses a derivative, in brackets if none flows through it."""
     if operand.cut:
         return f"✕{text}"
     weak = operand.makers and operand.strength < Dependence.DIFFERENTIABLE
@@ -397,7 +383,7 @@ def _bracketed(operand: Operand, text: str) -> str:
 
 
 def letters(number: int) -> str:
-    """Returns a name for an index: a, b, ..., z, aa, ab, ..."""
+    """a, b, ..., z, aa, ab, ..."""
     result = ""
     number += 1
     while number:

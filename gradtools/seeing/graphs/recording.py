@@ -1,4 +1,4 @@
-"""`Recording` holds one run of a function as a graph, or the error of the framework that ended it.
+"""`Recording`: one run of a function as a graph, or the framework's error that ended it.
 
 Each backend implements `record`. It runs or traces a function of flat leaves once, differentiates
 it at the given values, and returns a `Recording`, which `diagnosis.py` interprets.
@@ -19,30 +19,19 @@ Wanted = Callable[[Any], bool]  # whether a captured array is differentiated lik
 
 
 @dataclass(frozen=True)
-class CapturedParameter:
-    """A captured array that requires grad, and its numbers in `Recording.reads`."""
-
-    name: str
-    numbers: Sequence[int]
-    array: Any
-
-
-@dataclass(frozen=True)
 class Recording:
     """One run of a function of flat leaves.
 
     Attributes:
-        graph: Its graph. ``graph.inputs`` are the leaves, and ``graph.outputs`` the results, one
-            value each, including NumPy arrays and Python numbers.
+        graph: Its graph. ``graph.inputs`` are the leaves, ``graph.outputs`` the results, with one
+            value for each, also for NumPy arrays and Python numbers.
         refusal: The framework's error that ended the run, if any, without a leaf's name; the graph
             then has no outputs.
-        parameters: The captured arrays that require grad.
-        reads: Maps the id of a tensor that existed before the run to the numbers of the values that
-            carry its gradient: its own, and the values of tensors computed from it before.
-        passes: The run with its backward pass at these values. The keys are positions of leaves in
-            JAX, and ids of tensors in PyTorch.
-        aliases: In PyTorch, the ids of the copies of the leaves that are passed to f.
-        spent: Whether a backward pass is impossible, because the graph was freed before.
+        parameters: The captured arrays with requires_grad, with their names.
+        reads: For tensors that existed before the run, by id, the numbers of the values that carry
+            their gradient: their own, and those of tensors computed from them before.
+        passes: The run with its backward pass at these values.
+        spent: Whether no backward pass is possible, because the graph was freed before.
     """
 
     graph: PlainGraph

@@ -1,7 +1,11 @@
-"""Draws a JAX program with its backward passes as a graph.
+"""A JAX program with its backward passes, as a graph and at given values.
+
+The jaxpr is evaluated equation by equation inside of `jax.vjp`, each in a named scope with its
+number. JAX attaches the scope to all equations that it derives from this one, forward and backward,
+so each gets the line, the modules and the mark of its origin.
 
 An equation that depends on a cotangent is backward; if it depends on the cotangent of a gradient,
-it is backward of the backward. All others run forward, even if only a later pass reads the result:
+it is backward of the backward. All others run forward, also if only a later pass reads the result:
 where PyTorch saves x for the backward pass of sin, JAX computes cos x in the forward pass and saves
 it.
 
@@ -118,17 +122,17 @@ def _empty() -> Any:
 
 
 def graph_of_outputs(outputs: Any) -> PlainGraph:
-    """Raises an error: arrays of JAX hold no graph."""
+    """Raises: arrays of JAX hold no graph."""
     raise GradtoolsError(
         "gradient_graph: a JAX array does not record how it was made, so outputs= is for PyTorch "
-        "only. Fix: pass the function and its arguments: gradient_graph(f, *args)."
+        "alone. Fix: pass the function and its arguments: gradient_graph(f, *args)."
     )
 
 
 def gradient_graph(program: LeafProgram, order: int) -> PlainGraph:
-    """Returns the passes of a program as one graph.
+    """The passes of a program as one graph.
 
-    order: 0 for forward only, 1 with backward, 2 with backward of the backward.
+    order: 0 forward alone, 1 with backward, 2 with backward of the backward.
     """
     try:
         traced = trace(program.run, program.leaves)
@@ -162,7 +166,7 @@ def gradient_graph(program: LeafProgram, order: int) -> PlainGraph:
 def _ends(
     program: LeafProgram, avals: Sequence[Any], wrt: Sequence[int], outs: Sequence[int], order: int
 ) -> tuple[list[tuple[Any, str, int]], list[str]]:
-    """Returns each input's example, name and pass, and the outputs' names."""
+    """For each input an example, its name and the pass in which it enters; the outputs' names."""
     names, cts = [program.names[k] for k in wrt], []
     inputs = [(x, name, FORWARD) for x, name in zip(program.leaves, program.names, strict=True)]
     for k in outs:
@@ -188,7 +192,7 @@ def _in_passes(
     entering: Sequence[int],
     names: Sequence[str],
 ) -> PlainGraph:
-    """Assigns nodes to passes; nodes of later passes get the origin of their forward node.
+    """The graph with its nodes in passes, each with the origin of its forward node.
 
     entering, names: The pass in which each input enters, and the names of the outputs.
     """
@@ -200,13 +204,13 @@ def _in_passes(
         step = step_of(eqn)
         node = _attributed(node, phase, None if step is None else forward.nodes[step])
         node = replace(node, inputs=tuple(same.get(v, v) for v in node.inputs))
-        if node.operation == "stop" and (node.phase or node.mark in _RULES):  # gradtools' own
+        if node.operation == "stop" and (node.phase or node.mark in _RULES):  # not the user's
             same[node.outputs[0]] = node.inputs[0]
         else:
             nodes.append(node)
 
     leaving = [(same.get(v, v), name) for v, name in zip(whole.outputs, names, strict=True)]
-    ends = [  # second gradients without a gradient's cotangent are always zero
+    ends = [  # without the second gradients that no gradient's cotangent reaches: always zero
         (value, name)
         for value, name in leaving
         if not name.startswith(second_gradient_of("")) or phase_of.get(value, FORWARD) == SECOND
@@ -220,13 +224,13 @@ def _in_passes(
     return with_named_outputs(whole, [name for _, name in ends])
 
 
-# A rule replaces the derivatives of operations inside nodes with these marks.
+# The derivatives of operations inside of these are replaced by a rule.
 _RULES = ("custom rule", "edited gradient", "frozen")
 _WHOLE = ("chunked", "frozen")
 
 
 def _phases(graph: PlainGraph, phase_of: dict[int, int]) -> list[int]:
-    """Returns the pass of each node; adds the passes of its results to `phase_of`."""
+    """The pass of each node; adds the passes of its results to `phase_of`."""
     result = []
     for node in graph.nodes:
         phase = max((phase_of.get(v, FORWARD) for v in node.inputs), default=FORWARD)
@@ -243,7 +247,7 @@ def _phases(graph: PlainGraph, phase_of: dict[int, int]) -> list[int]:
 
 
 def _attributed(node: Node, phase: int, origin: Node | None) -> Node:
-    """Assigns a node to its pass, with the line, modules and mark of its forward node."""
+    """A node with its pass, and the line, modules and mark of its forward node."""
     node = node_in_phase(node, phase)
     if origin is None:
         return node

@@ -1,10 +1,10 @@
-"""`record` in PyTorch returns one run of a function as a graph, with its backward pass.
+"""`record` in PyTorch: one run of a function as a graph, and its backward pass at the values.
 
 The user's function runs once under the recorders of `recording/`, and its effects are undone.
 
-Data that leaves PyTorch for NumPy or Python has no graph. Perturbation finds where it returns: the
-run is repeated with other numbers at the line where the data left. Numbers and arrays that then
-reach PyTorch with other contents come from that line; so do outputs that change.
+Data that leaves PyTorch for NumPy or Python has no graph. The place where it returns is found by
+perturbation: the run is repeated with other numbers at the line where the data left. Numbers and
+arrays that then reach PyTorch with other contents come from that line; so do outputs that change.
 """
 
 from __future__ import annotations
@@ -31,8 +31,7 @@ from gradtools.torch.autograd_graph import leaves_of
 
 Tensor = torch.Tensor
 _FULL = Dependence.DIFFERENTIABLE
-_MOST = 8  # maximum number of lines that are tried, with up to three runs each
-__all__ = ["is_model", "record", "repeatable", "watchable"]
+_MOST = 8  # lines that are tried, with up to three runs each
 
 
 def record(
@@ -86,7 +85,7 @@ def _recorded(run: Run, leaves: Sequence[Any], names: Sequence[str], wanted: Wan
 
 
 def _differentiated(seen: ConnectionRecorder, wanted: Wanted) -> PassesAtValues:
-    """Records a finished run's backward pass for random cotangents, or 1 for a real number."""
+    """Records the backward pass of a finished run, for random cotangents; 1 for a real number."""
     outs = [y for y in seen.outs if isinstance(y, Tensor) and y.requires_grad]
     own = {id(x) for x in seen.leaves}
     leaves = [x for x in leaves_of(outs) if id(x) in own or wanted(x)]
@@ -104,7 +103,7 @@ def _differentiated(seen: ConnectionRecorder, wanted: Wanted) -> PassesAtValues:
     )
     if any(grad is not None and grad.is_meta for grad in grads):
         raise GradtoolsError(
-            "why_zero: the gradient is on the meta device, which has no values to compare "
+            "why_zero: the gradient is on the meta device, which holds no numbers to be compared "
             "with zero. Pass arrays that hold numbers."
         )
     with seen.silent():
@@ -118,22 +117,22 @@ def _differentiated(seen: ConnectionRecorder, wanted: Wanted) -> PassesAtValues:
 
 
 def repeatable(caller: str, f: Any) -> Any:
-    """Returns f unchanged: recording undoes its effects."""
+    """f, whose effects are undone by a run."""
     return f
 
 
 def is_model(x: Any) -> bool:
-    """Returns whether x is a module."""
+    """Whether x is a module."""
     return isinstance(x, torch.nn.Module)
 
 
-# --- data that leaves PyTorch and returns ------------------------------------------------
+# --- data that leaves PyTorch, and returns -----------------------------------------------
 
 
-def _follow(run: Run, leaves: Sequence[Any], seen: ConnectionRecorder, before: list[Any]) -> None:
-    """Links data that left to where it returned; before: Copies of the outputs.
+def _follow(run: Run, leaves: Sequence[Any], seen: ConnectionRecorder) -> None:
+    """Adds links from data that left to where it returned.
 
-    If no perturbed run succeeds, or f is not deterministic, the data returned in every output.
+    If no perturbed run succeeds, or f differs from run to run, it returned in every output.
     """
     lost = _untraced(seen)
     changes = partial(_changes, run, leaves, seen)
@@ -148,7 +147,7 @@ def _follow(run: Run, leaves: Sequence[Any], seen: ConnectionRecorder, before: l
 
 
 def _untraced(seen: ConnectionRecorder) -> list[int]:
-    """Returns leavings that could explain a lost gradient and have no known return."""
+    """The leavings whose data could explain a lost gradient and was not seen to return."""
     graph = seen.graph()
     held = [number for number, x in seen.captured_tensors.items() if x.requires_grad]
     back = {source for source, _ in seen.outside}
@@ -165,61 +164,31 @@ def _untraced(seen: ConnectionRecorder) -> list[int]:
 
 
 def _changes(
-    run: Run,
-    leaves: Sequence[Any],
-    first: ConnectionRecorder,
-    before: Sequence[Any],
-    which: frozenset[int],
-) -> tuple[list[int], list[int]] | None:
-    """Returns the nodes and values that change in a run with other numbers at these leavings.
+    run: Run, leaves: Sequence[Any], first: ConnectionRecorder, which: Sequence[int]
+) -> list[int] | None:
+    """The values that change in a run with other numbers at these leavings.
 
-    Returns None if f does not run with any such numbers. `before`: The outputs of the first run.
+    None if f does not run with any such numbers.
     """
     changes = None
-    # f may reject large steps; a clipped value may move in one direction only
+    # f may refuse large steps; a clipped value may move in one direction only
     for size in (1.0, -1.0, 1e-3):
         if changes is not None and (changes or not which or abs(size) < 1):
             break
-        other = partial(ConnectionRecorder, replace=(which, partial(_other, size=size)))
-        again = observed(run, leaves, recorder_of=other)
-        with contextlib.ExitStack() as inside:
-            inside.enter_context(contextlib.redirect_stdout(io.StringIO()))  # printed before
+        again = recording_run("a run", run, leaves)
+        with redirect_stdout(StringIO()), again as undo:  # printed already
+            other = ConnectionRecorder(undo, which, partial(_other, size=size))
             try:
-                seen = inside.enter_context(again)
-            except Exception:  # user code, at numbers that the user did not pass
+                other.observe(run, leaves)
+            except Exception:  # the user's code, at numbers that the user did not pass
                 continue
         if other.refusal is None:
             changes = first.changes(other)
     return changes
 
 
-def _compared(
-    own: ConnectionRecorder, other: ConnectionRecorder, before: Sequence[Any]
-) -> tuple[list[int], list[int]]:
-    """Returns nodes that received other outside data, and values made from such data.
-
-    Tensors are outputs of the program, so they count only if no node or captured tensor explains
-    the change.
-    """
-    after = _copies(other.outs)
-    alike = len(after) == len(before)
-    outputs = [k for k, a in enumerate(before) if not (alike and _same(a, after[k]))]
-    # compares until the program takes another branch
-    pairs = takewhile(
-        lambda pair: pair[0].native == pair[1].native, zip(own.nodes, other.nodes, strict=False)
-    )
-    nodes = [k for k, _ in enumerate(pairs) if own.entries.get(k) != other.entries.get(k)]
-    both = zip(own.captured_tensors.items(), other.captured_tensors.values(), strict=False)
-    unknown = [(n, x, y) for (n, x), y in both if id(x) not in own.reachable]
-    alike = len(own.captured_tensors) == len(other.captured_tensors)
-    captured = [n for n, x, y in unknown if alike and not _same(x, y)]
-    is_explained = bool(nodes or captured)
-    ends = [k for k in outputs if not (is_explained and isinstance(own.outs[k], Tensor))]
-    return nodes, [*captured, *(own.outputs[k] for k in ends)]
-
-
 def _other(x: Any, size: float) -> Any:
-    """Returns a perturbed number, array or list of the same type."""
+    """A perturbed number, array or list of the same type."""
     if isinstance(x, list):
         return [_other(item, size) for item in x]
     array = np.asarray(x)
@@ -231,16 +200,3 @@ def _other(x: Any, size: float) -> Any:
     else:
         other = array + 1
     return other if isinstance(x, np.ndarray) else type(x)(other.item())
-
-
-def _copies(outs: Sequence[Any]) -> list[Any]:
-    """Copies the outputs for a later comparison."""
-    return [x.detach().clone() if isinstance(x, Tensor) else np.array(x) for x in outs]
-
-
-def _same(a: Any, b: Any) -> bool:
-    if isinstance(a, Tensor) != isinstance(b, Tensor) or a.shape != b.shape:
-        return False
-    if isinstance(a, Tensor):
-        return bool(((a == b) | (a != a) & (b != b)).all())
-    return bool(np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"))

@@ -1,8 +1,8 @@
-"""Records the connections between the values of a PyTorch run, for `why_zero`.
+"""Records how values of a PyTorch run are connected, for `why_zero`.
 
-The operations are aten operations (`run_recorder.py`), each with the name of the function that the
-user called. A torch.autograd.Function is one node, whatever it runs inside. Data that leaves for
-NumPy or Python is a node without results in PyTorch; `recorded_run.py` finds where it returns.
+The operations are aten's (`run_recorder.py`), each with the name of the function that the user
+called. A torch.autograd.Function is one node, whatever it runs inside. Data that leaves for NumPy
+or Python is a node without results in PyTorch; `recorded_run.py` finds where it returns.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Tensor = torch.Tensor
 _CUT, _FULL = Dependence.CUT, Dependence.DIFFERENTIABLE
 Edge = tuple[Any, int]  # a node of autograd, and the number of its output
 
-# Maps a part of PyTorch's error text about a lost gradient to the kind of loss.
-# `tests/support/torch_lost_gradients.py` raises each error, so that tests notice a new wording.
+# PyTorch's own errors about lost gradients, by a part of their text, with the kind of loss of each.
+# `tests/support/torch_lost_gradients.py` raises each, so that tests notice a new wording.
 REFUSALS = {
     "Can't call numpy() on Tensor that requires grad": "left_framework",
     "Can't export tensors that require gradient": "left_framework",
@@ -66,17 +66,15 @@ class ConnectionRecorder(RunRecorder):
         other: The function that replaces it.
 
     Attributes:
-        outside: As in `Graph`.
-        reachable: Maps ids to the tensors that the program can reach before it runs.
-        leavings: The nodes at which data has left for NumPy or Python so far.
-        entries: For nodes after a leaving, fingerprints of their numeric and array arguments, for
-            the comparison of two runs.
-        sizes: Maps a tensor's number to its maximum modulus, as in `PassesAtValues`.
+        outside: Pairs (value, value): data flows from one to the other outside of PyTorch, through
+            NumPy or a Python number.
+        leavings: The nodes by which data left for NumPy or Python so far.
+        entries: The data that entered after a leaving, to compare two runs: the name of the
+            operation that read it, the operation or a captured tensor's number, and fingerprints.
+        sizes: The greatest modulus of each tensor's entries, by number, as in `PassesAtValues`.
         refusal: PyTorch's own error, and its description.
-        aliases: The copies of the leaves that were passed to f.
-        inputs: The value numbers of the aliases.
-        outs: The results of f.
-        outputs: The value numbers of the results.
+        leaves: The copies of the leaves that f was given; `inputs` are their numbers.
+        outs: The results of f; `outputs` are their numbers.
     """
 
     caller = "why_zero"
@@ -91,14 +89,13 @@ class ConnectionRecorder(RunRecorder):
         self.entries: list[tuple[str, RecordedNode | int, list[Any]]] = []
         self.sizes: dict[int, float | None] = {}
         self.refusal: tuple[BaseException, Finding] | None = None
-        self.aliases: list[Any] = []
-        self.inputs: list[int] = []
-        self.outs: list[Any] = []
-        self.outputs: list[int] = []
-        self._replace = replace
-        self._scalars: list[int] = []  # numbers that the function read from tensors
+        self.leaves, self.outs = list[Any](), list[Any]()
+        self.inputs, self.outputs = list[int](), list[int]()
+        self._replaced, self._other = replaced, other
+        self._results: list[Any] = []  # fingerprints of the results of f
+        self._scalars: list[int] = []  # the Python numbers that the function read from tensors
         self._is_plain = True  # whether no transform of torch.func runs, whose arrays are partial
-        self._edges: dict[int, Edge] = {}  # maps a tensor's id to its edge in autograd's graph
+        self._edges: dict[int, Edge] = {}  # a tensor's place in autograd's graph, by its id
 
     def observe(self, run: Run, leaves: Sequence[Any], names: Sequence[str] = ()) -> Self:
         """Records one run at copies of its leaves.
@@ -127,7 +124,7 @@ class ConnectionRecorder(RunRecorder):
     # --- calls
 
     def called(self, fun: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a function of PyTorch, and gives its operations the function's name."""
+        """Runs a function of PyTorch, whose operations get its name."""
         if fun is private.custom_function_call:
             kind, *args = args
             return self.ruled(kind, partial(fun, kind), args, kwargs)
@@ -142,13 +139,13 @@ class ConnectionRecorder(RunRecorder):
         out = self._result(name, super().called, (fun, args, kwargs))
         with self.silent():
             results = [*map(unwrapped, tensors_in(out))]
-            for x in [*xs, *results]:  # autograd's graph now contains their connections
+            for x in [*xs, *results]:  # now autograd's graph shows how they are connected
                 self.of(x)
             self.outside += [(value, self.of(y)) for value in self._scalars for y in results]
         return out
 
     def _apart(self, raw: str, xs: list[Tensor], fun: Any, args: Any, kwargs: Any) -> Any:
-        """Records a function that makes a tensor outside of autograd's graph as one node."""
+        """Runs a function that makes a tensor apart from autograd's graph, as one node."""
         name = raw if raw in ("Parameter", "Buffer") else name_of(fun)
         with self.silent():
             numbers = [*map(self.of, xs)]
@@ -173,7 +170,7 @@ class ConnectionRecorder(RunRecorder):
             return out
 
     def operated(self, call: AtenCall) -> Any:
-        """Records an aten operation; a number that a function reads from a tensor is a leaving."""
+        """Records an aten operation; a number that a function reads from a tensor leaves."""
         if call.raw != "_local_scalar_dense":
             return super().operated(call)
         out = call.run()
@@ -205,8 +202,8 @@ class ConnectionRecorder(RunRecorder):
             ys = [*map(unwrapped, tensors_in(out))]
             changed = [x for x, version in zip(xs, before, strict=True) if version != version_of(x)]
             outs = list({id(y): y for y in (*changed, *ys)}.values())
-            # It also reads captured tensors. It returns no derivative for them unless it is a
-            # reentrant checkpoint, which recomputes its function in backward.
+            # It also reads captured tensors, for which it returns no derivative, unless it is a
+            # reentrant checkpoint that computes its function again in backward.
             again = kind is torch.utils.checkpoint.CheckpointFunction
             given, own = {id(x) for x in xs}, function_of_ours(kind)
             more = [] if own else [x for x in map(unwrapped, read.tensors) if id(x) not in given]
@@ -261,17 +258,8 @@ class ConnectionRecorder(RunRecorder):
         """The nodes of the forward pass so far, with their links."""
         return [self.linked(made) for made in self.made if not made.node.phase]
 
-    def add(
-        self,
-        operation: str,
-        native: str,
-        inputs: Sequence[int],
-        outputs: Sequence[int],
-        links: Links,
-        loss: str | None = None,
-        mark: str = "",
-    ) -> RecordedNode:
-        """Adds a node with known links."""
+    def add(self, native: str, inputs: Sequence[int], outputs: Sequence[int], **about: Any) -> Node:
+        """Adds a node whose links are known; about: Its attributes."""
         here = self.origin()
         at = replace(here, mark=about.pop("mark", "") or here.mark)
         operation = about.pop("operation", operations.neutral(native))
@@ -279,12 +267,12 @@ class ConnectionRecorder(RunRecorder):
         self.made.append(RecordedNode(node, native, torch.is_grad_enabled()))
         return node
 
-    # --- data that leaves PyTorch and returns
+    # --- data that leaves PyTorch, and returns
 
     def _leaves(
         self, raw: str, name: str, xs: list[Tensor], fun: Any, args: Any, kwargs: Any
     ) -> Any:
-        """Records data that leaves for NumPy or Python, or as a bool on which f may branch."""
+        """Records data that leaves for NumPy or Python, or as a boolean on which f may branch."""
         with self.silent():
             branch = raw in operations.BRANCHES
             numbers = [*map(self.of, xs)] if branch else [self.of(xs[0])]
@@ -297,12 +285,33 @@ class ConnectionRecorder(RunRecorder):
     def _leave(
         self, operation: str, loss: str | None, name: str, numbers: Sequence[int], value: int
     ) -> None:
-        """Adds the node at which data leaves."""
-        made = self.add(operation, name, numbers, [value], ((_CUT,) * len(numbers),), loss)
-        self.leavings += [] if self.phase else [made.node]
+        """Adds the node of data that leaves."""
+        links = ((_CUT,) * len(numbers),)
+        node = self.add(name, numbers, [value], operation=operation, links=links, loss=loss)
+        self.leavings += [] if self.phase else [node]
 
-    def enters(self, leaving: Node, at: int) -> None:
-        """Connects data that left to the node, given by its position, at which it returned."""
+    def _enter(self, name: str, of: RecordedNode | int, read: Any, made: Iterable[Any]) -> None:
+        """Notes numbers and arrays that an operation reads, and tensors that it makes of them."""
+        if self.leavings and not self.phase:
+            data = [x for x in upstream.tree_leaves(read) if not isinstance(x, Tensor)]
+            self.entries.append((name, of, [*map(_contents, (*data, *made))]))
+
+    def changes(self, other: ConnectionRecorder) -> list[int]:
+        """The values that are different in another run, with other data at its leavings.
+
+        The results of f count only if no value before them explains their change.
+        """
+        both = zip(self.entries, other.entries, strict=False)
+        alike = takewhile(lambda pair: pair[0][0] == pair[1][0], both)  # until another branch
+        changed = [of for (_, of, data), (*_, new) in alike if data != new]
+        entered = [of if isinstance(of, int) else self._operand(of) for of in changed]
+        results = zip_longest(self._results, other._results)
+        moved = [k for k, (a, b) in enumerate(results) if a != b and k < len(self.outs)]
+        ends = [k for k in moved if not (entered and isinstance(self.outs[k], Tensor))]
+        return [*entered, *(self.outputs[k] for k in ends)]
+
+    def _operand(self, made: RecordedNode) -> int:
+        """A new operand of an operation, for its data from NumPy or Python."""
         number = self.new(0.0)
         made.node = replace(made.node, inputs=(*made.node.inputs, number))
         return number
@@ -310,7 +319,7 @@ class ConnectionRecorder(RunRecorder):
     # --- values
 
     def new(self, x: Any, name: str = "") -> int:
-        """Numbers a tensor, a NumPy array or a Python number."""
+        """A new number for a tensor, a NumPy array or a Python number."""
         number = super().new(x, name)
         if isinstance(x, np.ndarray | np.generic | bool | int | float | complex):
             array = np.asarray(x)
@@ -326,7 +335,7 @@ class ConnectionRecorder(RunRecorder):
         return number
 
     def hold(self, x: Tensor, value: int) -> None:
-        """Assigns this number to a tensor, unwrapped from transforms; records its size."""
+        """Gives a tensor, unwrapped from transforms, this number; records its size."""
         base = unwrapped(x)
         super().hold(base, value)
         if value not in self.sizes and self._is_plain:
@@ -335,7 +344,7 @@ class ConnectionRecorder(RunRecorder):
         self._edges.pop(id(base), None)
 
     def of(self, x: Tensor) -> int:
-        """Returns the value of a tensor."""
+        """The value of a tensor."""
         with self.silent():
             base = unwrapped(x)
             number = super().of(base)
@@ -345,7 +354,7 @@ class ConnectionRecorder(RunRecorder):
     def links_of_update(
         self, x: Tensor, written: Tensor, given: Sequence[int], grad: bool
     ) -> tuple[Links | None, str | None]:
-        """Returns the links: a derivative flows if autograd gave x a new edge in its graph."""
+        """An update passes a derivative on if autograd gave x a new place in its graph."""
         was_reconnected = self._edges.get(id(x), edge_of(x)) != edge_of(x)
         if not written.requires_grad or was_reconnected:
             return None, None
@@ -356,11 +365,11 @@ class ConnectionRecorder(RunRecorder):
 
     @property
     def captured_tensors(self) -> dict[int, Tensor]:
-        """Maps value numbers to the tensors that existed before the run."""
+        """The tensors that existed before the run, by number."""
         return {number: x for number, x in self.captured.items() if x is not None}
 
     def graph(self) -> PlainGraph:
-        """Returns the recorded graph."""
+        """The recorded graph."""
         values = dict(self.values)
         for number, x in self.captured_tensors.items():
             values[number] = replace(values[number], name=self.names.get(id(x), ""))
@@ -369,7 +378,7 @@ class ConnectionRecorder(RunRecorder):
         return PlainGraph((*joins, *self.nodes), values, *ends, tuple(self.captured))
 
 
-# functions that make a tensor outside of autograd's graph, with the kind of loss
+# functions that make a tensor apart from autograd's graph, with the kind of loss
 _APART = {
     **dict.fromkeys(
         ("data", "detach", "deepcopy", "array_wrap", "Parameter", "Buffer"), "detached"
@@ -379,26 +388,21 @@ _APART = {
 }
 
 
-def _is_plain(x: Tensor) -> bool:
-    """Returns whether NumPy can read its memory."""
-    on_cpu = x.device.type == "cpu" and x.layout is torch.strided
-    return on_cpu and not x.requires_grad and x.dtype is not torch.bfloat16
-
-
-def _fingerprints(x: Any) -> Iterator[Any]:
-    """Yields fingerprints of the numbers and NumPy arrays among arguments."""
-    for leaf in upstream.tree_leaves(x):
-        if isinstance(leaf, np.ndarray):
-            yield leaf.shape, leaf.dtype, zlib.crc32(np.ascontiguousarray(leaf).tobytes())
-        elif isinstance(leaf, float | int | complex | np.generic):
-            yield repr(leaf)
+def _contents(x: Any) -> Any:
+    """A fingerprint of a tensor, an array or a number, to compare two runs."""
+    if isinstance(x, Tensor) and not x.is_meta and x.layout is torch.strided:
+        x = x.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
+        x = x.view(torch.uint8).numpy()
+    if isinstance(x, np.ndarray):
+        return x.shape, x.dtype, zlib.crc32(np.ascontiguousarray(x).tobytes())
+    return repr(x) if isinstance(x, float | int | complex | np.generic) else None
 
 
 def edge_of(x: Tensor) -> Edge:
-    """Returns a tensor's edge in autograd's graph."""
+    """A tensor's place in autograd's graph."""
     return x.grad_fn, x.output_nr
 
 
 def version_of(x: Tensor) -> int | None:
-    """Returns a tensor's version counter; None for inference tensors, which have none."""
+    """A tensor's version counter; None for inference tensors, which have none."""
     return None if x.is_inference() else upstream.version_of(x)

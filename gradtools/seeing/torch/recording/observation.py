@@ -1,8 +1,6 @@
 """The context in which a recorder runs the user's function, whose effects are undone.
 
-f runs eagerly, including compiled code, at copies of its leaves that require grad; control-flow
-operators run as Python loops and branches. Afterwards the snapshot's state, captured tensors and
-`.grad` are restored.
+f runs eagerly, compiled code included; control-flow operators run as Python loops and branches.
 """
 
 from __future__ import annotations
@@ -25,52 +23,20 @@ _here = threading.local()
 
 
 def watchable() -> bool:
-    """Returns whether a run can be recorded: in plain eager code, outside another recording."""
+    """Whether a run can be recorded here: in plain eager code, and not in another recording."""
     inside = is_compiling() or upstream.peek_interpreter_stack() is not None
     return not inside and not getattr(_here, "recording", False)
 
 
 @contextmanager
-def observed(
-    run: Run,
-    leaves: Sequence[Any],
-    names: Sequence[str] = (),
-    recorder_of: Callable[[Undo], ConnectionRecorder] = ConnectionRecorder,
-) -> Iterator[ConnectionRecorder]:
-    """Context that yields a recorded run and undoes its effects on exit.
-
-    PyTorch's own error about a gradient ends the run and becomes its `refusal`.
-    """
-    with recording_run("a run", run, leaves) as undo:
-        seen = recorder_of(undo)
-        seen.aliases = [copied(x) for x in leaves]
-        named = zip(seen.aliases, names or [""] * len(leaves), strict=True)
-        seen.inputs = [seen.introduced(x, name) for x, name in named]
-        try:
-            seen.outs = [*seen.run(run, seen.aliases)]
-        except Exception as error:
-            causes: list[BaseException] = [error]
-            while (cause := causes[-1].__cause__ or causes[-1].__context__) is not None:
-                causes.append(cause)
-            if seen.refusal is None or seen.refusal[0] not in causes:
-                raise
-        else:
-            seen.refusal = None  # f caught it
-        with seen.silent():
-            number_of = lambda y: (seen.of if isinstance(y, Tensor) else seen.new)(y)
-            seen.outputs = [*map(number_of, seen.outs)]
-        yield seen
-
-
-@contextmanager
 def recording_run(what: str, run: Run, leaves: Sequence[Any]) -> Iterator[Undo]:
-    """Context in which this thread may record one run; undoes its effects on exit.
+    """A context in which this thread may record one run; its effects are undone on exit.
 
-    what: The subject of the error message if no run can be recorded.
+    what: The subject of the error if no run can be recorded here.
     """
     if not watchable():
         raise GradtoolsError(
-            f"{what} can only be recorded in plain eager code, not inside a transform of "
+            f"{what} can be recorded in plain eager code only, not inside a transform of "
             "torch.func, in compiled code, or while another run is recorded."
         )
     with undone(run, leaves) as undo:
@@ -98,7 +64,7 @@ _FOLLOWED: dict[str, Callable[..., Any]] = {
 
 
 def followed() -> AbstractContextManager[None]:
-    """Context in which this thread's cond and while_loop run in Python."""
+    """A context in which this thread's cond and while_loop run in Python."""
 
     def follow(operator: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return _FOLLOWED.get(operator.name(), call)(*args, **kwargs)

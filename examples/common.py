@@ -20,7 +20,7 @@ Show = Callable[[Any, str], dict[str, Any]]
 
 
 def main(show: Show, tolerance: float = 1e-12) -> None:
-    """Runs show on the chosen backends; exits with status 1 if a claim fails."""
+    """Runs `show` on the chosen backends; exits with status 1 if a claim fails."""
     results = {}
     for backend in _wanted():
         print(f"{backend}:")

@@ -266,7 +266,7 @@ def flax_encoder(layers, bug=None):
     return MiniLM
 
 
-BUGS = {  # the layer that must be named, and a part of the named line in JAX or of the relation
+BUGS = {  # the expected layer, and an expected substring of the JAX line or of the relation
     "transposed": ("encoder.layer.1.attention.self.query", "transposed layout"),
     "gelu": ("encoder.layer.0.intermediate", "nn.gelu"),
     "epsilon": ("encoder.layer.0.attention.output.LayerNorm", "nn.LayerNorm(epsilon=epsilon"),

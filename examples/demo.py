@@ -1,4 +1,4 @@
-"""Domain-adversarial training: both frameworks run one program, compared at every step.
+"""Runs domain-adversarial training in both frameworks, and compares them at every step.
 
     python examples/demo.py [--backend torch|jax|both] [--seeds N] [--out FOLDER] [--quick]
 

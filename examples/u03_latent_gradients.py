@@ -251,7 +251,7 @@ def against_depth(gt, backend):
         zs = codes_like(n, 32, WIDTH)
         return bytes_of(gt, backend, way, dense, energy, layers, y, zs, unrolled)
 
-    few = {"torch": 24, "jax": 384}[backend]  # beyond this N the peak no longer moves
+    few = {"torch": 24, "jax": 384}[backend]  # beyond this N the peak does not change
     for depth in DEPTHS:
         for name, way in ways(gt).items():
             further = (step(way, depth, few + 16) - step(way, depth, few)) / 16

@@ -1,4 +1,4 @@
-"""A SciPy function with its known derivative: measures a circular aperture by its light.
+"""Gives a SciPy function its known derivative, and measures an aperture from its light.
 
 Light through a circular hole makes rings: the brightness at the angle s is (2 J1(as) / as)^2,
 where a is the hole's radius in wavelengths over 2 pi. Neither framework has J1 for all orders of

@@ -110,7 +110,7 @@ def edges():
 
 
 def dense(gt, values, rows, columns, b, found):
-    """Compares the solution with NumPy's solution with the full matrix."""
+    """Compares the solution with NumPy's solution for the full matrix."""
     A = np.zeros((b.size, b.size))
     np.add.at(A, (gt.to_numpy(rows), gt.to_numpy(columns)), gt.to_numpy(values))
     apart = difference(gt.to_numpy(found), np.linalg.solve(A, b))

@@ -1,4 +1,4 @@
-"""A small network learns the solution of u'(t) = -2 t u(t), u(0) = 1, on [0, 2].
+"""Trains a small network to solve u'(t) = -2 t u(t), u(0) = 1, on [0, 2].
 
 The loss is the mean of r^2 with the residual r = u' + 2 t u at points t. It contains the derivative
 of the network with respect to its input, by ``gt.jvp``, and is differentiated with respect to the

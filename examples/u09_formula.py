@@ -28,7 +28,7 @@ FUNCTIONS = {
     ),
     "sinh": (
         lambda gt, x: gt.xp.sinh(x),
-        ["T = cosh(x)", "x̄ = ȳ ⊙ T"],  # named because it is used again
+        ["T = cosh(x)", "x̄ = ȳ ⊙ T"],  # named because it is used more than once
         ["∂s/∂x = ȳ ⊙ y ⊙ u", "∂s/∂ȳ = T ⊙ u"],
     ),
     "cube": (
@@ -46,7 +46,7 @@ def show(gt, backend):
 def formula(gt, name, f, *args, **options):
     """Returns the formula of f, which must equal the other backend's formula."""
     found = gt.formula(f, *args, **options)
-    lines = str(found).splitlines()[:-1]  # the last line holds the relative error
+    lines = str(found).splitlines()[:-1]  # the last line contains the relative error
     if READ.setdefault(name, lines) is not lines:
         claim(f"{name} reads alike in both frameworks", READ[name] == lines)
     return found
@@ -163,7 +163,7 @@ def loss_in_jax(X, K, c, W, b, labels):
 
 
 def by_hand(X, K, c, W, b, labels, ct, flip=True, transpose=True):
-    """Returns gradients to X, K, c, W and b from the cotangent of the loss, in NumPy."""
+    """Returns the gradients of X, K, c, W and b from the cotangent of the loss, in NumPy."""
     n, m = len(X), len(K)
     Z = correlated(X, K) + c[:, None, None]
     side = Z.shape[2] // 2

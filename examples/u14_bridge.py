@@ -88,7 +88,7 @@ def fitted(gt, backend):
     off = difference(found, TRUTH)
     claim(f"Newton's method finds length {found[0]:.3f}, damping {found[1]:.3f}", off < 1e-8)
 
-    def swing(body):  # how the swing follows its starting point: a derivative inside the loss
+    def swing(body):  # the derivative with respect to the starting point, inside the loss
         return gt.jvp(lambda start: simulate(start, body), (start,), (xp.ones_like(start),))[1]
 
     target = swing(truth)

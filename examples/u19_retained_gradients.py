@@ -34,7 +34,7 @@ def show(gt, backend):
     print(f"  |dL/dh| at steps 1, 15, 30: {[f'{float(norms[i]):.1e}' for i in (0, 14, 29)]}")
     claim("the gradient vanishes with the distance", float(norms[0]) < 1e-2 * float(norms[-1]))
 
-    def with_inputs(added):  # the same by hand: arrays that are added to the states
+    def with_inputs(added):  # the same by hand: gradients of arrays that are added to the states
         h = states_of(weights, xs, lambda i, h: h + added[i])[0]
         return xp.mean((h @ readout - target) ** 2)
 

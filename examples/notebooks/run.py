@@ -1,4 +1,4 @@
-"""Runs the notebooks beside it and keeps what their cells print and show.
+"""Runs the notebooks in this folder and stores their cells' outputs.
 
     python examples/notebooks/run.py [NAME ...]
 
@@ -25,7 +25,7 @@ FORMS = {"_repr_html_": "text/html", "_repr_latex_": "text/latex"}
 
 
 def run(notebook: dict[str, Any], name: str) -> list[list[dict[str, Any]]]:
-    """The outputs of each cell, run one after the other in a namespace of their own."""
+    """Runs the code cells in order, in one fresh namespace; returns the outputs of each."""
     names: dict[str, Any] = {"__name__": "__main__"}
     outputs = []
     for number, cell in enumerate(notebook["cells"]):
@@ -35,7 +35,7 @@ def run(notebook: dict[str, Any], name: str) -> list[list[dict[str, Any]]]:
 
 
 def run_cell(source: str, file: str, names: dict[str, Any]) -> list[dict[str, Any]]:
-    """The output of one cell, then the value of its last line if that is an expression."""
+    """Runs one cell; returns its printed output and the value of a final expression."""
     linecache.cache[file] = (len(source), None, source.splitlines(keepends=True), file)
     body = ast.parse(source).body
     last = body.pop() if body and isinstance(body[-1], ast.Expr) else None
@@ -55,7 +55,7 @@ def run_cell(source: str, file: str, names: dict[str, Any]) -> list[dict[str, An
 
 
 def display(value: Any) -> dict[str, Any]:
-    """A value as text, and in the first rich form that it has."""
+    """Returns a value as text and, if it has one, in its first rich representation."""
     data: dict[str, Any] = {"text/plain": str(value).splitlines(keepends=True)}
     if hasattr(value, "savefig"):
         file = io.BytesIO()

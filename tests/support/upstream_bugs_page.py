@@ -200,33 +200,33 @@ _OURS = {
 
 _HEAD = """# Wrong derivatives in the frameworks
 
-gradtools differentiates f as the framework does, with the framework's number.
-[`checked`](answers-for.md#check-the-rest) names a wrong one in your program, by finite
+gradtools differentiates f as the framework does, and returns the framework's numbers.
+[`checked`](answers-for.md#check-the-rest) reports a wrong derivative in your program, by finite
 differences.
 
 ## PyTorch {version}
 
-In brackets: what plain PyTorch gives, if not another number. Right in gradtools: attention where
-gradtools chooses forward mode or a second derivative, and norms in forward mode and under its own
-`vmap`. The table is written by `python -m tests.support.upstream_bugs_page`; what has "no report"
-is [written out](upstream/index.md) where a number is wrong.
+Brackets show the result in plain PyTorch if it is not another number. Two cases are right in
+gradtools: attention, if gradtools chooses forward mode or a second derivative, and norms in forward
+mode and under its own `vmap`. `python -m tests.support.upstream_bugs_page` writes the table; for
+"no report" with a wrong number there is [a report](upstream/index.md).
 
 | wrong in PyTorch | derivative | found by `checked` | reported as |
 |---|---|---|---|
 """
 _MORE = """
-Also wrong in PyTorch, and so in gradtools:
+These derivatives are also wrong in PyTorch, and therefore in gradtools:
 
 - **Custom operators** (`torch.library`): forward mode through a registered backward gives zero.
 - **`torch.autograd.Function`**: a derivative with respect to saved intermediates is lost at second
   order (torch#76185): [double backward](double-backward.md).
 - **`torch.cond`, `scan`, `map`, `while_loop`**: forward mode gives zero.
-- **TorchScript**: forward mode and second derivatives of `torch.func` give zero once something
+- **TorchScript**: forward mode and second derivatives of `torch.func` give zero if any tensor
   requires a gradient (torch#73972, torch#84681).
-- **`torch.no_grad`** does not stop forward mode (torch#128600). In `frozen` and `mixed_partial`,
-  which choose forward mode, it stops it.
-- **`torch.compile`**: code that was compiled before loses tangents and second derivatives
-  (torch#91469). `gt.compile` runs the function eagerly in forward mode.
+- **`torch.no_grad`** does not stop forward mode (torch#128600). `frozen` and `mixed_partial`, which
+  choose forward mode, stop tangents in it.
+- **`torch.compile`**: compiled code loses tangents and second derivatives if it is differentiated
+  from outside (torch#91469). `gt.compile` runs the function eagerly in forward mode.
 
 ## JAX
 

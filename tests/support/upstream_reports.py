@@ -230,9 +230,9 @@ def index() -> str:
     lines = [f"- [{report.title}]({report.name}.md)\n" for report in REPORTS]
     return (
         "# Reports for PyTorch and JAX\n\n"
-        "Wrong derivatives that [`checked`](../answers-for.md#check-the-rest) or the tests found,\n"
-        "and for which no issue was found upstream. Each page is ready to be filed. Written by\n"
-        "`python -m tests.support.upstream_reports`.\n\n" + "".join(lines)
+        "Wrong derivatives were found by [`checked`](../answers-for.md#check-the-rest) or by the "
+        "tests.\nNo upstream issue was found for them, and each page is ready to be filed.\n"
+        "`python -m tests.support.upstream_reports` writes the pages.\n\n" + "".join(lines)
     )
 
 

@@ -152,7 +152,7 @@ class State:
     """The sums so far, or one term. It is replaced as a whole, so that `add` is atomic."""
 
     treedef: Any  # the gradients' structure
-    paths: tuple[str, ...]  # their leaf paths; empty for a term
+    paths: tuple[str, ...]  # the leaf paths of the gradients; empty for a term
     specs: tuple[Any, ...]  # the dtype, shape and device of each added leaf
     # The weighted sums, which a backend may update in place; for a term, its detached leaves.
     totals: tuple[Any, ...]

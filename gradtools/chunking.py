@@ -372,7 +372,7 @@ class _Microbatches:
         return Batch(backend, _MICROBATCHED, every, lists=True)
 
     def _metrics(self, aux: Any, known: list[Any]) -> Any:
-        """f's aux, checked to be arrays of numbers, which are reduced like the loss.
+        """Checks that f's aux consists of numeric arrays, which are reduced like the loss.
 
         known: The structure and the shapes in an earlier chunk, if there was one.
         """

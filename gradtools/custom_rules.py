@@ -200,9 +200,9 @@ class CustomRule:
             fwd: `fwd(*args)` returns the output and the residuals for bwd, any pytree.
             bwd: `bwd(residuals, cotangent)` returns a tuple, one entry for each argument that is
                 not static. Static arguments come first in the arguments of both.
-            symbolic_zeros: Whether fwd and bwd see which arguments are not differentiated. Instead
-                of each array and number, fwd then gets an object with `value` and `perturbed`
-                (PyTorch's `needs_input_grad`), and bwd gets None for a zero cotangent.
+            symbolic_zeros: Whether to pass symbolic zeros to fwd and bwd. Instead of each array
+                and number, fwd then gets an object with `value` and `perturbed` (PyTorch's
+                `needs_input_grad`), and bwd gets None for a zero cotangent.
             optimize_remat: Accepted as in `jax.custom_vjp`; it has no effect. fwd is inlined, so
                 residuals that a checkpoint recomputes are not computed in the first pass.
         """

@@ -78,7 +78,7 @@ class Specialization:
         return self.outputs(xs, self.fun(*xs), "it")
 
     def outputs(self, xs: Sequence[Array], out: Any, who: str) -> list[Array]:
-        """The arrays of an output of f ("it"), fwd or the forward rule, checked by the contract."""
+        """Flattens an output of f ("it"), fwd or the forward rule, after checks by the contract."""
         avals = avals_of(xs)
         if who != "it":
             same_avals = lambda: self._check_output(xs, avals, out, who)
@@ -90,7 +90,7 @@ class Specialization:
         return ys
 
     def _flat_output(self, avals: Any, out: Any, who: str) -> tuple[list[Array], Any]:
-        """The arrays of an output, and its structure; dict keys are in the order of f's output."""
+        """Flattens an output; dict keys are in the order of f's output."""
         backend, known = self.backend, self.values.get(avals)
         if who == "it" or known is None:
             leaves, out_def = backend.flatten(out)

@@ -459,7 +459,7 @@ def _stopped(backend: Backend, name: str, x: Any) -> Any:
 
 
 def _checked_cotangents(backend: Backend, tree: Any, like: Any, cts: Any) -> list[Array]:
-    """The leaves that a transform returned, checked against its argument `like`."""
+    """Flattens a transform's result, and checks it against the argument `like`."""
     expected = backend.flatten(like)[1]
     leaves, treedef = backend.flatten_like(expected, tree)
     if not is_same(treedef, expected):

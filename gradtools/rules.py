@@ -183,7 +183,7 @@ class Rule:
         return self.linearize(*xs)
 
     def linearized_from(self, xs: Entries, ys: list[Array]) -> Linearized:
-        """Like `at`, but for known outputs, if the residuals are only inputs and outputs."""
+        """Returns the same as `at` for known outputs, if residuals are only inputs and outputs."""
         saves = tuple(range(len(xs))) if self.saves is None else self.saves
         return Linearized(ys, [], saves, self.tangent, self.cotangent)
 

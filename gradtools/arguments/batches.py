@@ -144,7 +144,7 @@ class Batch:
                 f"{self.caller}: the batch sizes differ: {listed}. Set in_axes so that every split "
                 "axis has one entry for each example; None shares an argument."
             )
-        # f of an empty array has no rows; nor has the chunked function.
+        # Neither f of an empty array nor the chunked function returns rows.
         if 0 in places and (self.caller != "chunked" or places[0][0][0].is_list):
             name = self._name_of(*places[0][0])
             raise GradtoolsError(

@@ -136,7 +136,7 @@ class Outputs:
     # --- the whole output
 
     def tree(self, outs: list[Array]) -> Any:
-        """The output for the whole batch, of leaves that a backend joined, or of lists' leaves."""
+        """Builds the output for the whole batch from joined leaves, or from the leaves of lists."""
         left = iter(outs)
         if self.axes is None and any(self._lists):
             parts = [part for chunk in self._lists for part in chunk]

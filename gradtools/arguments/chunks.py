@@ -174,7 +174,7 @@ class Chunks:
         )  # fmt: skip
 
     def result(self, outs: list[Array], carry: list[Array]) -> Any:
-        """The chunked function's result, from joined leaves (or all chunks' leaves of lists)."""
+        """Builds the result from joined output leaves (for lists, the leaves of all chunks)."""
         out, carry_def = self.outputs.tree(outs), self.call.carry_def
         return out if carry_def is None else (out, self.call.backend.unflatten(carry_def, carry))
 

@@ -52,7 +52,7 @@ class TorchGuest:
         return run
 
     def protected(self, xs: Sequence[Tensor], written: set[int] | None) -> Sequence[Tensor]:
-        """The arguments, with copies of those that the function may write to."""
+        """Returns the arguments, and copies of arguments that the function may write to."""
         return [x.clone() if written is None or i in written else x for i, x in enumerate(xs)]
 
     def as_array(self, name: str, y: Any) -> Tensor:

@@ -23,7 +23,7 @@ def refusal(caller: str, name: str, x: Any) -> Exception | None:
 
 
 def kind_of_module(x: Any) -> tuple[str, str] | None:
-    """The library of a module, or of a class of modules, and the wing that takes it."""
+    """Returns the framework and the library of a module or module class, or None."""
     for wing, library in (("torch", "torch.nn"), ("jax", "flax.nnx"), ("jax", "equinox")):
         kind = getattr(modules.get(library), "Module", ())
         if isinstance(x, kind) or (isinstance(x, type) and issubclass(x, kind)):

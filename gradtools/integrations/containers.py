@@ -81,7 +81,7 @@ class OpenedTree:
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Whether two structures are equal. `a != b` would be False for JAX's and an `OpenedTree`."""
+    """Compares two structures. `a != b` would be False for JAX's and an `OpenedTree`."""
     return bool(a == b)
 
 
@@ -95,7 +95,7 @@ class Containers:
         unflatten: The framework's own function.
         leaf_paths: The framework's own function.
         is_array: Whether a leaf is an array.
-        is_whole: Whether a leaf is never opened, whatever it contains.
+        is_whole: Whether a leaf remains a leaf even if it contains arrays.
     """
 
     framework: str
@@ -161,7 +161,7 @@ class Containers:
         return result, OpenedTree(treedef, tuple(nodes)) if nodes else treedef
 
     def _parts(self, x: Any) -> dict[Any, Any] | None:
-        """The parts of a container that holds an array at any depth; None for another leaf.
+        """Returns the parts of a container of arrays at any depth; None for another leaf.
 
         Objects that stand for an array, such as an ArraySpec, have a class attribute that says so.
         """

@@ -53,7 +53,7 @@ def traced(xs: Sequence[Any]) -> bool:
 
 @contextmanager
 def native(xs: Sequence[Any]) -> Iterator[Any]:
-    """Yields xs' values and which of them JAX differentiates at; empty if they are traced."""
+    """Yields the values of xs and the mask of differentiated xs; both are empty under a trace."""
     values = list(xs)
     for i, x in enumerate(xs):
         while isinstance(values[i], jax.core.Tracer) and hasattr(values[i], "primal"):

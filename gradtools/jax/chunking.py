@@ -32,7 +32,7 @@ from gradtools.jax.slicing import Split, joined
 
 
 def run_chunks(chunks: Chunks) -> tuple[list[Array], list[Array]]:
-    """Returns the joined (or all chunks') output leaves and the carry after all chunks."""
+    """Returns the output leaves, joined or of each chunk, and the final carry."""
     return _compiled_steps(chunks, _run_steps)
 
 

@@ -107,7 +107,7 @@ def without_axis(aval: Any, axis: int) -> Any:
 
 
 def with_leading(aval: Any, size: int, like: Any) -> Any:
-    """The aval with a new axis 0, sharded like axis 0 of `like`."""
+    """Adds an axis 0 to the aval, sharded like axis 0 of `like`."""
     entry = entries(like)[0]
     spec = entry, *entries(aval)
     return _resized(aval, (size, *aval.shape), spec, aval if entry is None else like)

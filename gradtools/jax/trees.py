@@ -27,7 +27,7 @@ def flatten(tree: Any) -> tuple[list[Any], Any]:
 
 
 def flatten_arrays(tree: Any) -> tuple[list[Any], Any, list[str | None]]:
-    """`Backend.flatten_arrays` by fewer calls, since every derivative runs this."""
+    """Implements `Backend.flatten_arrays` with few calls, since every derivative runs it."""
     leaves, treedef = flatten(tree)
     kinds: list[str | None] = [None] * len(leaves)
     for i, x in enumerate(leaves):

@@ -223,7 +223,7 @@ def is_distributed(x: Any) -> bool:
 
 
 def _addition(p: torch.Tensor, g: torch.Tensor, buffers: set[Any]) -> Write:
-    """The write that adds g. buffers: The storages of all gradients that will be written."""
+    """Returns the write that adds g. buffers: The storages of all gradients to be written."""
     old = p.grad
     if upstream.storage_key(g) in buffers:
         g = g.clone()

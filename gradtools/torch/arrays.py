@@ -71,7 +71,7 @@ def to_numpy(x: Any) -> np.ndarray:
 
 
 def on_cpu(x: torch.Tensor) -> torch.Tensor:
-    """x without a graph, in memory that NumPy can read."""
+    """Returns x without a graph, in memory that NumPy can read."""
     y = x.detach().cpu().resolve_conj().resolve_neg()
     return y.clone() if upstream.is_zero(y) else y  # PyTorch 2.8 reads a zero without memory
 

@@ -18,12 +18,12 @@ _parent = itemgetter(0)  # the node of an edge; a comprehension would run Python
 
 
 def nodes_of(outs: Iterable[Tensor], ends: Collection[Any] = ()) -> list[Any]:
-    """The nodes of the graph of outs, including leaves, not followed past `ends`."""
+    """Returns the nodes of the graph of outs, including leaves, up to `ends`."""
     return nodes_behind([node_of(y) for y in outs if y.requires_grad], ends)
 
 
 def node_of(y: Tensor) -> Any:
-    """The node of a tensor that requires grad."""
+    """Returns the node of a tensor that requires grad."""
     return y.grad_fn or get_gradient_edge(y).node
 
 

@@ -22,7 +22,7 @@ _is_wrapped, _tracing = upstream.is_wrapped, upstream.tracing_state
 
 
 def edited(rule: Rule, x: Any, cotangent: Any = None, value: Any = None) -> Tensor | None:
-    """`gradtools.backend.Backend.edited`: attaches the node in plain eager mode."""
+    """Implements `gradtools.backend.Backend.edited`: attaches the node in plain eager mode."""
     if type(x) not in PLAIN or _is_wrapped(x):
         return None
     # `is_followed`, written out: a call takes as long as the rest of an edit.

@@ -156,7 +156,7 @@ class _Use(Program):
 
     Attributes:
         gates: The number of arguments before G's own: 1 if a scalar represents G's constants.
-        retained: Its arguments as leaves and its outputs with their graph, stored at most once.
+        retained: At most one pair of lists: the arguments as leaves, and outputs with a graph.
         kernels: The context in which later passes run.
         changes: The version counters of the parameters; None if G changes them.
         edit: The name of an edit without forward mode in G; empty if there is none.

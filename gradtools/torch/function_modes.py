@@ -92,7 +92,7 @@ _PLAIN_KERNELS = {**_ATTENTION, **NORMS}
 
 
 class OwnMode(TorchFunctionMode):
-    """A mode of gradtools that need not see how gradtools calls autograd's engine."""
+    """A mode of gradtools that ignores gradtools' own calls of autograd's engine."""
 
 
 class PlainAttention(OwnMode):
@@ -256,7 +256,7 @@ _RULES: dict[Any, Any] = {
 
 
 def only_own_modes(xs: Sequence[Tensor]) -> bool:
-    """Whether no other mode and no subclass must see a call of these tensors."""
+    """Returns whether no other mode and no subclass must see a call of these tensors."""
     return PLAIN.issuperset(map(type, xs)) and all(
         isinstance(mode, OwnMode) for mode in upstream.function_modes()
     )

@@ -54,7 +54,7 @@ OF_AUTOGRAD, OF_DUAL_NUMBERS = -1, -2
 
 
 def levels_of_vmap(x: Tensor) -> set[int]:
-    """The functorch levels of vmap in which x is batched."""
+    """Returns the functorch levels of vmap in which x is batched."""
     found = set[int]()
     while is_wrapped(x):
         if upstream.is_batchedtensor(x):
@@ -64,7 +64,7 @@ def levels_of_vmap(x: Tensor) -> set[int]:
 
 
 def with_batch_in_front(xs: Sequence[Tensor], dims: Sequence[Any], size: int) -> list[Tensor]:
-    """The tensors with vmap's batch axis in front, as in a vmap staticmethod; None is shared."""
+    """Moves vmap's batch axis to the front, as in a vmap staticmethod; None is shared."""
     pairs = zip(xs, dims, strict=True)
     return [x.expand(size, *x.shape) if d is None else x.movedim(d, 0) for x, d in pairs]
 
@@ -113,14 +113,14 @@ def is_inexact(x: Any) -> bool:
 
 
 def unshared(x: Tensor) -> Tensor:
-    """x, or a copy if its entries overlap in memory: tangents get x's memory layout."""
+    """Returns x, or a copy if its entries overlap: tangents get x's memory layout."""
     if torch.compiler.is_dynamo_compiling() or x.is_contiguous() or not has_overlaps(x):
         return x
     return x.clone(memory_format=torch.contiguous_format)
 
 
 def has_overlaps(x: Tensor) -> bool:
-    """Whether entries of a dense tensor share memory, as after `expand`."""
+    """Returns whether entries of a dense tensor share memory, as after `expand`."""
     return any(n > 1 and not stride for n, stride in zip(x.shape, x.stride(), strict=True))
 
 

@@ -60,14 +60,14 @@ def freed(xs: Sequence[Any], of_tangent: bool = True) -> list[Any]:
 
 
 def in_memory(xs: Sequence[Tensor | None], likes: Sequence[Tensor]) -> list[Tensor | None]:
-    """The tensors, with zeros in memory for the symbolic ones that forward mode leaves."""
+    """Allocates zeros in place of the symbolic zeros that forward mode leaves."""
     return [
         x if x is None else tangent_in_memory(x, like) for x, like in zip(xs, likes, strict=True)
     ]
 
 
 def tangent_in_memory(tangent: Tensor | None, like: Tensor) -> Tensor:
-    """The tangent; zeros in memory for None and for PyTorch's symbolic zero."""
+    """Returns the tangent; allocates zeros for None and for PyTorch's symbolic zero."""
     if tangent is None or upstream.is_zero(tangent):
         return torch.zeros_like(like, requires_grad=False)
     return tangent

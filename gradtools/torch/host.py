@@ -130,7 +130,7 @@ def _run(key: str, xs: Sequence[Tensor], batch: Sequence[int]) -> list[Tensor]:
 
 
 def _numpy(x: Tensor) -> np.ndarray:
-    """A copy, which the kernel may keep: the tensor may be changed in place afterwards."""
+    """Returns a copy that the kernel may keep if the tensor is changed in place later."""
     x = on_cpu(x)
     return (x.float() if x.dtype == torch.bfloat16 else x).numpy().copy()
 

@@ -56,7 +56,7 @@ def _batched(d: Tensor, x: Tensor, level: int) -> Tensor:
 
 
 def _vmaps(x: Tensor, level: int) -> list[Any]:
-    """The vmaps inside of `level` that batch x, outermost first."""
+    """Returns the vmaps inside of `level` that batch x, outermost first."""
     own, stack = levels_of_vmap(x), upstream.get_interpreter_stack() or ()
     return [v for v in stack if v.level() > level and v.level() in own]
 

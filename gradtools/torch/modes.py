@@ -15,7 +15,7 @@ Tensor = torch.Tensor
 
 
 def is_followed() -> bool:
-    """Whether a transform, a mode, a trace or forward mode may observe an operation.
+    """Returns whether a transform, a mode, a trace or forward mode may observe an operation.
 
     The legacy vmap counts for none of them.
     """

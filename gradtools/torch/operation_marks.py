@@ -59,7 +59,7 @@ reason_of_detach: Callable[[], str] = partial(getattr, running, "reason")
 
 
 def detached(x: Tensor, reason: str) -> Tensor:
-    """`x.detach()`, marked as gradtools' own: not a cut in the user's program."""
+    """Detaches x, with a mark that the detach is not the user's."""
     before, running.reason = running.reason, reason
     try:
         return x.detach()

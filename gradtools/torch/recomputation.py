@@ -68,7 +68,7 @@ _VMAP = upstream.TransformType.Vmap
 
 
 def is_recomputing() -> bool:
-    """The public `is_recomputing`."""
+    """Implements the public `is_recomputing`."""
     return _thread.recomputing > 0
 
 
@@ -111,7 +111,7 @@ class Program:
         self.replaced = replaced_now()  # tensors that an outer recomputation replaces
         levels = upstream.get_interpreter_stack() or ()
         self.maps = sum([level.key() == _VMAP for level in levels])
-        self.eager = not levels  # sums in f's derivatives have another order inside of torch.func
+        self.eager = not levels  # torch.func sums f's derivatives in another order
 
     def pullback(
         self, xs: Sequence[Tensor], cts: Sequence[Any], wants: Sequence[bool]
@@ -141,7 +141,7 @@ class Program:
         versions, began = [*map(upstream.version_of, written)], upstream.nodes_made()
         with unpacked() if upstream.saved_tensors_hooks_on(False) else _NOTHING:
             if self.state.casts.on:
-                torch.clear_autocast_cache()  # its cast weights have another call's graph
+                torch.clear_autocast_cache()  # cached casts belong to another graph
             ys = self.run_first(inner)
             if self.state.casts.on:
                 torch.clear_autocast_cache()

@@ -14,7 +14,7 @@ Tensor = torch.Tensor
 
 
 def sparse_array(index: np.ndarray, values: Tensor, shape: Sequence[int]) -> Tensor:
-    """A sparse COO tensor: one row of `index` for each axis, sorted, each entry once."""
+    """Builds a sparse COO tensor; `index` has one row per axis, sorted and without repeats."""
     if levels_of_vmap(values):
         raise GradtoolsError(
             "jacobian, hessian: vmap does not support sparse results, because PyTorch has no "

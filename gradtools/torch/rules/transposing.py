@@ -191,7 +191,7 @@ def pull(fun: Fun, xs: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:
 
 
 def push(fun: Fun, xs: Sequence[Tensor], dxs: Sequence[Tensor]) -> list[Any]:
-    """The tangents of the outputs of `fun` at xs; None for integers. Dual levels do not nest."""
+    """Returns tangents of fun's outputs at xs (None for integers). Dual levels do not nest."""
     outs, pullback = _vjp_of_inexact(fun, xs)
     mask = [y is not None for y in outs]
     zeros = [torch.zeros_like(y) for y in outs if y is not None]
@@ -199,7 +199,7 @@ def push(fun: Fun, xs: Sequence[Tensor], dxs: Sequence[Tensor]) -> list[Any]:
 
 
 def _vjp_of_inexact(fun: Fun, xs: Sequence[Tensor]) -> tuple[list[Any], Any]:
-    """`torch.func.vjp` for outputs of which some are None or integers, which count as None."""
+    """Applies `torch.func.vjp` to outputs that may be None or integers, which count as None."""
     mask = list[bool]()
 
     def dense(*xs: Tensor) -> tuple[Tensor, ...]:

@@ -10,16 +10,10 @@ from gradtools.arguments.checks import normalized_argnums
 from gradtools.arguments.wording import describe
 from gradtools.backend import Operators
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.diagnostics.diagnosis import (
-    Diagnosis,
-    diagnosed,
-    of_arguments,
-    recording_of,
-)
+from gradtools.seeing.diagnostics.diagnosis import Diagnosis, diagnosed, recording_of
 from gradtools.seeing.diagnostics.report import GradientReport, by_weight
 from gradtools.seeing.diagnostics.training import trained
-from gradtools.seeing.frameworks import Framework
-from gradtools.seeing.graphs.program import LeafProgram
+from gradtools.seeing.graphs.program import Framework, LeafProgram
 
 
 class SeeingOperators(Operators):
@@ -106,7 +100,9 @@ class SeeingOperators(Operators):
         if looks_at_arguments:
             program = LeafProgram(backend, "why_zero", f, args, kwargs, argnums).with_values()
             recording = recording_of(program)
-            parts.append(diagnosed(program, recording, of_arguments(program, recording)))
+            inputs, names = recording.graph.inputs, program.names
+            examined = {names[k]: inputs[k : k + 1] for k in program.wrt}
+            parts.append(diagnosed(program, recording, examined))
         if in_training:
             if not callable(f):
                 raise GradtoolsError(

@@ -11,11 +11,10 @@ from gradtools.arguments.checks import order_among
 from gradtools.backend import Operators, P
 from gradtools.errors import GradtoolsError
 from gradtools.printing import printable
-from gradtools.seeing.frameworks import Framework
 from gradtools.seeing.graphs.edges import edges_of, kept_anew
 from gradtools.seeing.graphs.nodes import Edge, PlainGraph
 from gradtools.seeing.graphs.passes import SECOND, with_spoken_names
-from gradtools.seeing.graphs.program import LeafProgram
+from gradtools.seeing.graphs.program import Framework, LeafProgram
 from gradtools.seeing.pictures import drawing, saving, texts
 
 

@@ -11,6 +11,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -22,9 +23,32 @@ from gradtools.backend import Backend
 from gradtools.code_origin import place_of
 from gradtools.errors import GradtoolsError
 from gradtools.rules import replaced_at
-from gradtools.seeing.frameworks import Framework
 
 _WHOLE = ("gradient_graph", "formula")  # these need every output to be an array
+
+
+class Framework:
+    """The modules of one framework, each imported on first access.
+
+    Both frameworks have these: `recorded_run`, `training`, `passes` and `translating`.
+
+    Args:
+        backend: The backend of the user's program.
+        caller: The operator that the user called, for the error.
+
+    Raises:
+        GradtoolsError: The backend is neither PyTorch's nor JAX's.
+    """
+
+    def __init__(self, backend: Backend, caller: str) -> None:
+        if backend.name not in ("torch", "jax"):
+            raise GradtoolsError(f"{caller}: the backend {backend.name!r} does not provide it.")
+        self._package = f"gradtools.seeing.{backend.name}"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return import_module(f"{self._package}.{name}")
 
 
 class LeafProgram:

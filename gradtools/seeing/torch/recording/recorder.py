@@ -28,7 +28,7 @@ from torch.overrides import TorchFunctionMode
 
 from gradtools.code_origin import PACKAGE, Source, innermost, lines_above
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.graphs.nodes import Node, Value
+from gradtools.seeing.graphs.nodes import Value
 from gradtools.seeing.torch import _upstream as private
 from gradtools.seeing.torch.operands import AtenCall
 from gradtools.seeing.torch.recording.values import TensorTable, Write, like
@@ -127,19 +127,6 @@ class Recorder(Generic[V]):
         The line is the innermost line of the user's code, else of an installed package.
         """
         return Origin(innermost(lines_above(1, Recorder.run), PACKAGE), self.scope)
-
-    def node(
-        self,
-        operation: str,
-        native: str,
-        inputs: Sequence[int],
-        outputs: Sequence[int],
-        at: Origin,
-        **more: Any,
-    ) -> Node:
-        """A node with this origin."""
-        more |= {"source": at.source, "scope": at.scope, "mark": at.mark}
-        return Node(operation, tuple(inputs), tuple(outputs), native, **more)
 
     @contextmanager
     def silent(self) -> Iterator[None]:

@@ -17,13 +17,13 @@ values serve (a) and (c), by `gradients_at_values.py`. The kinds are in `finding
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from gradtools.code_origin import Source, definition_of
 from gradtools.seeing.diagnostics.findings import KINDS, Finding
-from gradtools.seeing.diagnostics.gradients_at_values import LossPlace
+from gradtools.seeing.diagnostics.gradients_at_values import LossPlace, PassesAtValues
 from gradtools.seeing.graphs.derivative_flow import behind, flat
 from gradtools.seeing.graphs.gradient_losses import (
     STOPS,
@@ -70,61 +70,51 @@ class Diagnosis:
     notes: list[Note] = field(default_factory=list)
 
 
-@dataclass(frozen=True)
-class Examined:
-    """An array whose gradient is examined: a leaf of an argument, or a parameter.
-
-    Attributes:
-        name: Its name.
-        numbers: The graph's values that carry its gradient; none if f does not read it.
-        absent: The kind of the finding if nothing of it flows to the output.
-    """
-
-    name: str
-    numbers: Sequence[int]
-    absent: str = "unused"
-
-
-def of_arguments(program: LeafProgram, recording: Recording) -> list[Examined]:
-    """The leaves in `program.wrt`."""
-    inputs = recording.graph.inputs
-    return [Examined(program.names[k], inputs[k : k + 1]) for k in program.wrt]
-
-
 def diagnosed(
-    program: LeafProgram, recording: Recording, examined: Sequence[Examined]
+    program: LeafProgram,
+    recording: Recording,
+    examined: Mapping[str, Sequence[int]],
+    absent: str = "unused",
 ) -> Diagnosis:
-    """The findings for each examined array, and notes."""
-    names = [one.name for one in examined]
+    """The findings for each examined array, and notes.
+
+    Args:
+        program: The program that was recorded.
+        recording: Its recording.
+        examined: For each leaf or parameter, by name, the graph's values that carry its gradient;
+            none if f does not read it.
+        absent: The kind of the finding if nothing of an array flows to the output.
+    """
+    names = [*examined]
     if recording.refusal is not None:
         whole = ", ".join(f"argument {i}" for i in program.argnums)
         name = names[0] if len(names) == 1 else whole
         return Diagnosis([replace(recording.refusal, argument=name)], names)
-    graph, passes = recording.graph, recording.passes
+    graph, passes = recording.graph, recording.passes or PassesAtValues()
     findings, notes, at_values = list[Finding](), list[Note](), list[Finding]()
     matters = behind(graph, tuple(graph.outputs))
     numbers: dict[int, str] = {}
-    for one in examined:
-        best = max((matters.get(n, _NONE) for n in one.numbers), default=_NONE)
-        leaf = next((n for n in one.numbers if n in passes.gradients), None)
+    for name, values in examined.items():
+        best = max((matters.get(n, _NONE) for n in values), default=_NONE)
+        leaf = next((n for n in values if n in passes.gradients), None)
         places = passes.places(leaf)
         is_absent = bool(passes.steps) and leaf is None
-        rules = [rule for n in one.numbers if (rule := passes.last_rule(n))] if is_absent else []
+        rules = [rule for n in values if (rule := passes.last_rule(n))] if is_absent else []
         if best == _FULL and rules:  # a rule that returns None
-            findings += from_losses(one.name, [Loss(replace(n, loss="rule"), 0) for n in rules])
+            findings += from_losses(name, [Loss(replace(n, loss="rule"), 0) for n in rules])
         elif best == _FULL or (leaf is not None and places is None):
-            numbers.update(dict.fromkeys(one.numbers, one.name))
-        elif lost := [loss for number in one.numbers for loss in losses(graph, number)]:
-            findings += from_losses(one.name, lost)
+            numbers.update(dict.fromkeys(values, name))
+        elif lost := [loss for number in values for loss in losses(graph, number)]:
+            findings += from_losses(name, lost)
             continue
         elif not places:
-            line = source_of(program.f) if one.absent == "unused" else None
-            findings.append(Finding(one.name, one.absent, "argument", line))
+            line = source_of(program.f) if absent == "unused" else None
+            findings.append(Finding(name, absent, "argument", line))
         starting = [p for p in places or () if leaf is not None and passes.starts_at_zero(p, leaf)]
         if starting and len(starting) == len(places or ()):
-            notes.append((f"{_at(starting[0].node)} {_STARTS_AT_ZERO}", [one.name]))
+            notes.append((f"{_at(starting[0].node)} {_STARTS_AT_ZERO}", [name]))
         elif places is not None:
-            at_values += _from_values(one.name, places)
+            at_values += _from_values(name, places)
 
     every = [*numbers, *(v for v in graph.inputs if graph.values[v].is_inexact)]
     every += [n for _, x in recording.parameters for n in recording.numbers(x)]

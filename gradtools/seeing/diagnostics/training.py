@@ -14,17 +14,15 @@ from typing import Any
 from gradtools.backend import Backend
 from gradtools.seeing.diagnostics.diagnosis import (
     Diagnosis,
-    Examined,
     diagnosed,
     of_modules_in_use,
     recording_of,
 )
 from gradtools.seeing.diagnostics.findings import Finding
-from gradtools.seeing.frameworks import Framework
 from gradtools.seeing.graphs.derivative_flow import behind, forward
 from gradtools.seeing.graphs.gradient_losses import STOPS, trains_others
 from gradtools.seeing.graphs.nodes import Dependence, PlainGraph
-from gradtools.seeing.graphs.program import LeafProgram
+from gradtools.seeing.graphs.program import Framework, LeafProgram
 
 _FULL = Dependence.DIFFERENTIABLE
 PARAMETER, FROZEN, UNREGISTERED = "parameter", "frozen", "unregistered"
@@ -105,17 +103,15 @@ def trained(
     else:
         hidden = [h.name for h in held if h.role == UNREGISTERED]
         result.findings += [Finding(name, UNREGISTERED, "module") for name in hidden]
-        examined = [
-            Examined(h.name, numbers[h.name], "unread") for h in held if h.role == PARAMETER
-        ]
-        lost_gradients = diagnosed(program, recording, examined)
+        examined = {h.name: numbers[h.name] for h in held if h.role == PARAMETER}
+        lost_gradients = diagnosed(program, recording, examined, "unread")
         result.findings += lost_gradients.findings
         result.notes += lost_gradients.notes
         matters = behind(graph, tuple(graph.outputs))
         frozen = [h.name for h in held if h.role == FROZEN]
         frozen = [name for name in frozen if any(matters.get(n) == _FULL for n in numbers[name])]
         result.notes += [(_FROZEN, frozen)] if frozen else []
-        result.notes += [(_SPENT, [])] if recording.spent else []
+        result.notes += [(_SPENT, [])] if recording.passes is None else []
 
     optimised = None
     if optimizer is not None:

@@ -120,7 +120,16 @@ def _links_of_bodies(node: Node) -> Links:
 
 def flat(graph: PlainGraph) -> PlainGraph:
     """The graph without bodies; the values of the graph itself keep their numbers."""
-    return flattened(graph)[0]
+    return _flattened(graph)[0] if _has_bodies(graph) else graph
+
+
+def original(graph: PlainGraph, node: Node) -> Node:
+    """The node of a graph, or of one of its bodies, from which a node of `flat(graph)` is made."""
+    return _flattened(graph)[1][id(node)] if _has_bodies(graph) else node
+
+
+def _has_bodies(graph: PlainGraph) -> bool:
+    return any(node.bodies and node.links is None for node in graph.nodes)
 
 
 def join(source: int, target: int, strength: Dependence = _FULL) -> Node:
@@ -129,10 +138,8 @@ def join(source: int, target: int, strength: Dependence = _FULL) -> Node:
 
 
 @memoized
-def flattened(graph: PlainGraph) -> tuple[PlainGraph, Mapping[int, Node]]:
+def _flattened(graph: PlainGraph) -> tuple[PlainGraph, Mapping[int, Node]]:
     """The graph without bodies, and the original of each of its nodes, by id."""
-    if not any(node.bodies and node.links is None for node in graph.nodes):
-        return graph, {id(node): node for node in graph.nodes}
     values, captured = dict(graph.values), list(graph.captured)
     nodes, originals = list[Node](), dict[int, Node]()
 
@@ -143,20 +150,18 @@ def flattened(graph: PlainGraph) -> tuple[PlainGraph, Mapping[int, Node]]:
     def add(program: PlainGraph, numbers: dict[int, int], call: Node | None) -> None:
         for node in program.nodes:
             inputs = [numbers[v] for v in node.inputs]
-            is_own = call is None
-            made = [v if is_own else new(program.values[v]) for v in node.outputs]
+            made = [new(program.values[v]) if call else v for v in node.outputs]
             numbers.update(zip(node.outputs, made, strict=True))
             if node.bodies and node.links is None:
                 results = enter(node, inputs, made, call or node)
                 numbers.update(zip(node.outputs, results, strict=True))
                 continue
+            moved = replace(node, inputs=tuple(inputs), outputs=tuple(made))
             if call is not None:
                 source, scope = node.source or call.source, node.scope or call.scope
-                nodes.append(replace(node, source=source, scope=scope))
-            else:
-                nodes.append(node)
-            nodes[-1] = replace(nodes[-1], inputs=tuple(inputs), outputs=tuple(made))
-            originals[id(nodes[-1])] = node
+                moved = replace(moved, source=source, scope=scope)
+            nodes.append(moved)
+            originals[id(moved)] = node
 
     def enter(node: Node, inputs: Sequence[int], made: Sequence[int], call: Node) -> Sequence[int]:
         """Adds the bodies of a node; returns its results."""

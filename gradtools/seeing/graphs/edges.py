@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 from gradtools.seeing.diagnostics.findings import KINDS
-from gradtools.seeing.graphs.derivative_flow import flattened, links_of
+from gradtools.seeing.graphs.derivative_flow import links_of, original
 from gradtools.seeing.graphs.gradient_losses import losses
 from gradtools.seeing.graphs.nodes import Dependence, Edge, Node, PlainGraph, memory_of, needed
 
@@ -96,8 +96,8 @@ def lost_links(graph: PlainGraph) -> frozenset[tuple[int, int]]:
     captured = (value for value in forward.captured if forward.values[value].shape)
     leaves = [v for v in (*forward.inputs, *captured) if forward.values[v].is_inexact]
     for value in leaves if any(node.loss for _, node in forward.walk()) else ():
-        nodes = flattened(forward)[1]
-        result |= {(id(nodes[id(loss.node)]), loss.input) for loss in losses(forward, value)}
+        lost = losses(forward, value)
+        result |= {(id(original(forward, loss.node)), loss.input) for loss in lost}
     makers = {value: node for node in forward.nodes for value in node.outputs}
     for node in forward.nodes:
         if node.loss in _ON_PURPOSE and not node.bodies and not _is_shift(node, makers):

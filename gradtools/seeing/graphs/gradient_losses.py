@@ -120,8 +120,9 @@ def lost_summands(graph: PlainGraph, leaves: Iterable[int]) -> Iterator[tuple[in
     for out in graph.outputs:
         if not _is_scalar(graph, out) or strengths.get(out) != _FULL:
             continue
-        terms = list(_summands(graph, out, strengths))
-        sums = equal_values(graph, set(_sums(graph, out, strengths)))
+        parts = list(_parts(graph, out, strengths))
+        terms = [v for v, is_sum in parts if not is_sum]
+        sums = equal_values(graph, {v for v, _ in parts if strengths.get(v) == _FULL})
         trained = [above(v) for v in terms if strengths[v] == _FULL]
         for value in terms:
             if strengths[value] < _FULL:
@@ -135,26 +136,17 @@ def trains_others(graph: PlainGraph, values: Iterable[int], others: Iterable[int
     """Whether each summand to which data flows from `values` is differentiable in `others`."""
     own, other = (forward(graph, dict.fromkeys(of, _FULL)) for of in (values, others))
     both = {v: max(own.get(v, _NONE), other.get(v, _NONE)) for v in (*own, *other)}
-    terms = [v for out in graph.outputs for v in _summands(graph, out, both)]
-    return all(other.get(v) == _FULL for v in terms if own.get(v))
+    parts = [part for out in graph.outputs for part in _parts(graph, out, both)]
+    return all(is_sum or other.get(v) == _FULL for v, is_sum in parts if own.get(v))
 
 
-def _summands(graph: PlainGraph, value: int, strengths: Strengths) -> Iterator[int]:
-    """Walks back through sums and products with constants."""
+def _parts(graph: PlainGraph, value: int, strengths: Strengths) -> Iterator[tuple[int, bool]]:
+    """Walks back through sums and products with constants: values, and whether each is a sum."""
     terms = _terms(graph, value, strengths)
-    if terms is None:
-        yield value
+    yield value, terms is not None
     for v in terms or ():
         if strengths.get(v):
-            yield from _summands(graph, v, strengths)
-
-
-def _sums(graph: PlainGraph, value: int, strengths: Strengths) -> Iterator[int]:
-    """The partial sums of an output that have a derivative."""
-    if strengths.get(value) == _FULL:
-        yield value
-    for v in _terms(graph, value, strengths) or ():
-        yield from _sums(graph, v, strengths) if strengths.get(v) else ()
+            yield from _parts(graph, v, strengths)
 
 
 def _terms(graph: PlainGraph, value: int, strengths: Strengths) -> Sequence[int] | None:

@@ -1,8 +1,8 @@
-"""`LeafProgram` represents a user's call as a function of its array leaves.
+"""`LeafProgram`: a user's call as a function of its array leaves.
 
 `LeafProgram` flattens ``f(*args, **kwargs)``: its leaves are the arrays among the arguments, each
-named by its argument and path, and ``run(leaves)`` returns the leaves of f's result. It also
-validates the user's arguments.
+named by its argument and path, and ``run(leaves)`` returns the leaves of f's result. The user's
+arguments are validated here.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from importlib import import_module
 from typing import Any
 
 import numpy as np
@@ -22,13 +23,36 @@ from gradtools.backend import Backend
 from gradtools.code_origin import place_of
 from gradtools.errors import GradtoolsError
 from gradtools.rules import replaced_at
-from gradtools.seeing.frameworks import Framework
 
-_WHOLE = ("gradient_graph", "formula")  # operators that require every output to be an array
+_WHOLE = ("gradient_graph", "formula")  # these need every output to be an array
+
+
+class Framework:
+    """The modules of one framework, each imported on first access.
+
+    Both frameworks have these: `recorded_run`, `training`, `passes` and `translating`.
+
+    Args:
+        backend: The backend of the user's program.
+        caller: The operator that the user called, for the error.
+
+    Raises:
+        GradtoolsError: The backend is neither PyTorch's nor JAX's.
+    """
+
+    def __init__(self, backend: Backend, caller: str) -> None:
+        if backend.name not in ("torch", "jax"):
+            raise GradtoolsError(f"{caller}: the backend {backend.name!r} does not provide it.")
+        self._package = f"gradtools.seeing.{backend.name}"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        return import_module(f"{self._package}.{name}")
 
 
 class LeafProgram:
-    """A call ``f(*args, **kwargs)`` as a function of its array leaves.
+    """``f(*args, **kwargs)`` as a function of its array leaves.
 
     Attributes:
         framework: The backend's implementation of seeing.
@@ -87,7 +111,7 @@ class LeafProgram:
                 self._owners.append(i)
 
     def with_values(self) -> LeafProgram:
-        """Returns the program; raises if its arrays are tracers of a running transform."""
+        """The program itself; raises if its arrays are tracers of a running transform."""
         if any(map(self.backend.is_traced, self.leaves)):
             raise GradtoolsError(
                 f"{self.caller}: called inside of a transform (jit, vmap, grad), where arrays have "
@@ -97,7 +121,7 @@ class LeafProgram:
 
     @contextmanager
     def running(self, how: str = "") -> Iterator[None]:
-        """Context in which f runs; an error that f raises is raised again with f's line."""
+        """A context in which f runs; an error that f raises is raised again with f's line."""
         try:
             yield
         except GradtoolsError:
@@ -116,7 +140,7 @@ class LeafProgram:
         return [k for k in positions if self.backend.is_inexact(self.leaves[k])]
 
     def run(self, leaves: Sequence[Any]) -> list[Any]:
-        """Calls f with these leaves of its arguments and returns the leaves of its result."""
+        """The leaves of f's result, for these leaves of its arguments."""
         held = replaced_at(self._held, self._places, leaves)
         args = list(self.backend.unflatten(self._treedef, held))
         kwargs = dict(zip(self._keywords, args[self._count :], strict=True))
@@ -148,9 +172,9 @@ class LeafProgram:
 
 
 def spoken(f: Callable[..., Any], names: Sequence[str]) -> list[str]:
-    """Replaces argument positions in the leaves' names by f's parameter names, if known.
+    """The leaves' names with f's parameter names, where its signature is known.
 
-    ``argument 0['w']`` becomes ``params['w']``, and ``argument 'x'`` becomes ``x``.
+    ``argument 0['w']`` is ``params['w']``, ``argument 'x'`` is ``x``.
     """
     try:
         parameters = list(inspect.signature(getattr(f, "forward", f)).parameters.values())

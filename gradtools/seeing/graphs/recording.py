@@ -30,16 +30,14 @@ class Recording:
         parameters: The captured arrays with requires_grad, with their names.
         reads: For tensors that existed before the run, by id, the numbers of the values that carry
             their gradient: their own, and those of tensors computed from them before.
-        passes: The run with its backward pass at these values.
-        spent: Whether no backward pass is possible, because the graph was freed before.
+        passes: The run with its backward pass at these values; None if the graph was freed before.
     """
 
     graph: PlainGraph
     refusal: Finding | None = None
     parameters: tuple[tuple[str, Any], ...] = ()
     reads: Mapping[int, Sequence[int]] = field(default_factory=dict)
-    passes: PassesAtValues = field(default_factory=PassesAtValues)
-    spent: bool = False
+    passes: PassesAtValues | None = field(default_factory=PassesAtValues)
 
     def numbers(self, array: Any) -> Sequence[int]:
         """The numbers of the values that carry the gradient of a captured array."""

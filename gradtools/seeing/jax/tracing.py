@@ -1,9 +1,10 @@
-"""Traces programs that branch on values: a Python ``if``, or data-dependent shapes.
+"""Traces programs, also programs that branch on values: a Python ``if``, data-dependent shapes.
 
-Eager differentiation supports such programs; plain tracing does not, because tracers have no
-values. Here a wrapper around JAX's own trace forwards every primitive to it. If Python needs a
-tracer's value (``bool(x)``), the value is computed from the jaxpr traced so far, and the program is
-traced again with all values that were needed so far::
+A program is traced abstractly, so no number is computed. Eager differentiation allows programs to
+branch on values, plain tracing does not, because tracers have no values. Such a program is traced
+by a trace that wraps JAX's own and forwards every primitive to it. If Python needs a tracer's value
+(``bool(x)``), the value is computed from the jaxpr traced so far, and the program is traced again
+with all values that were needed so far::
 
     answers = ();  while the trace needs the value of y:  answers += (y at the leaves,)
 
@@ -119,7 +120,7 @@ def _reached(run: Run) -> Iterator[tuple[Any, str]]:
 
 
 def jaxpr_with_answers(fun: Callable[..., Any], leaves: Sequence[Any]) -> Any:
-    """Calls `jax.make_jaxpr(fun)(*leaves)`, providing values that Python needs.
+    """`jax.make_jaxpr(fun)(*leaves)`, with values where Python needs them.
 
     Args:
         fun: Takes and returns flat lists of arrays.
@@ -134,7 +135,7 @@ def jaxpr_with_answers(fun: Callable[..., Any], leaves: Sequence[Any]) -> Any:
 
 
 def _attempt(fun: Any, leaves: Any, answers: Answers) -> tuple[Any, bool]:
-    """Returns the jaxpr of the whole program, or of the next value that Python needs."""
+    """The jaxpr of the whole program, or of the next value that Python needs."""
     complete = True
 
     def answering(*inner: Any) -> Any:
@@ -153,14 +154,14 @@ def _attempt(fun: Any, leaves: Any, answers: Answers) -> tuple[Any, bool]:
 
 
 class _ValueNeeded(BaseException):
-    """Signals that Python needs an unknown value; user code does not catch a BaseException."""
+    """Python needs an unknown value. A BaseException, so that user code does not catch it."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
 
 
 class _AnsweringTrace(jax.core.Trace):  # type: ignore[misc]
-    """Forwards every primitive to the wrapped trace and wraps the results."""
+    """Forwards every primitive to the trace behind it and wraps the results."""
 
     def __init__(self, parent: Any, answers: Answers) -> None:
         super().__init__()
@@ -185,24 +186,15 @@ class _AnsweringTrace(jax.core.Trace):  # type: ignore[misc]
         return self.wrapped(self.parent.stage_value(self.unwrapped(val)))
 
     def answer(self, tracer: _AnsweringTracer) -> Any:
-        """Returns the next known value; raises if there is none."""
+        """The next known value; raises if there is none."""
         if self._asked == len(self._answers):
             raise _ValueNeeded([tracer.inner])
         self._asked += 1
         return self._answers[self._asked - 1]
 
-    @contextmanager
-    def shut(self) -> Iterator[None]:
-        """Context without known values, in which conversions raise as in any trace."""
-        before, self.is_shut = self.is_shut, True
-        try:
-            yield
-        finally:
-            self.is_shut = before
-
 
 def _forwarding(name: str) -> Callable[..., Any]:
-    """Makes a method that calls the parent trace's method with its own tracers unwrapped."""
+    """A method that calls the parent's of the same name, with its own tracers unwrapped."""
 
     def process(self: _AnsweringTrace, *args: Any, **kwargs: Any) -> Any:
         plain = [
@@ -221,7 +213,7 @@ for _name in ("call", "custom_jvp_call", "custom_vjp_call", "shard_map"):
 
 
 class _AnsweringTracer(Tracer):
-    """A tracer that wraps a tracer of JAX and may know its value."""
+    """A tracer that wraps one of JAX's own and may know its value."""
 
     __slots__ = ("front", "inner")
 
@@ -230,25 +222,23 @@ class _AnsweringTracer(Tracer):
         self.front, self.inner = front, inner
 
     def __bool__(self) -> bool:
-        if self.size != 1:
-            return bool(super().__bool__())  # raises an error
-        return bool(self.front.answer(self))
+        return bool(self.front.answer(self) if self.size == 1 else self.inner)
 
     def to_concrete_value(self) -> Any:
         return self.front.answer(self)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the value to JAX, which counts the entries of a boolean index; NumPy raises."""
-        if called_by_jax(1) and not self.front.is_shut:
-            return self.front.answer(self)
-        return super().__array__(*args, **kwargs)
+        """Allowed for JAX itself, which counts the entries of a boolean index; NumPy raises."""
+        return (
+            self.front.answer(self) if called_by_jax(1) else self.inner.__array__(*args, **kwargs)
+        )
 
     @property
     def dimension_as_value(self) -> Any:  # type: ignore[override]
-        """The wrapped tracer, for JAX's own trace, which may find this tracer in closures.
+        """The wrapped tracer, for JAX's own trace, which may find this one in closures.
 
-        JAX reads this attribute of every array, as some are symbolic dimensions. Here it raises for
-        integers that may be used as a shape, so that JAX requests their value.
+        JAX reads this attribute of every array, as some are symbolic dimensions. It raises for
+        integers that may be used as a shape here, so that JAX requests their value.
         """
         if not jaxprs.is_inexact(self):
             raise AttributeError("dimension_as_value")
@@ -258,14 +248,9 @@ class _AnsweringTracer(Tracer):
         return self
 
 
-def _shut(name: str) -> Callable[..., Any]:
-    """Makes a conversion that leaves the framework; it raises as for any tracer of JAX."""
-
-    def convert(self: _AnsweringTracer, *args: Any) -> Any:
-        with self.front.shut():
-            return getattr(super(_AnsweringTracer, self), name)(*args)
-
-    return convert
+def _leaving(name: str) -> Callable[..., Any]:
+    """A conversion that leaves the framework; the wrapped tracer raises."""
+    return lambda self, *args: getattr(self.inner, name)(*args)
 
 
 for _name in ("__index__", "__int__", "__float__", "__complex__", "item", "tolist"):

@@ -78,10 +78,7 @@ def _recorded(run: Run, leaves: Sequence[Any], names: Sequence[str], wanted: Wan
         for key, x in undo.reachable.items()
         if x.requires_grad and x.is_leaf and key not in own
     ]
-    spent = passes is None
-    return Recording(
-        seen.graph(), None, tuple(parameters), reads, passes or PassesAtValues(), spent
-    )
+    return Recording(seen.graph(), None, tuple(parameters), reads, passes)
 
 
 def _differentiated(seen: ConnectionRecorder, wanted: Wanted) -> PassesAtValues:

@@ -13,10 +13,9 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from gradtools.code_origin import lines_above, users_lines
-from gradtools.seeing.graphs.nodes import Node
 from gradtools.seeing.torch.recording.observation import recording_run
 from gradtools.seeing.torch.recording.recorder import Origin, Recorder
-from gradtools.seeing.torch.recording.run_recorder import RunRecorder
+from gradtools.seeing.torch.recording.run_recorder import RecordedNode, RunRecorder
 from gradtools.seeing.torch.undo import Undo, copied
 from gradtools.testing.cross_checking.sides import Side
 from gradtools.testing.diverging.runs import Place, Run, Step
@@ -71,7 +70,7 @@ class _ValueRecorder(RunRecorder):
         self.edges: dict[int, GradientEdge] = {}
 
     def new(self, x: Any, name: str = "") -> int:
-        """A new value; `node` sets its place unless it is a captured tensor."""
+        """A new value; `add` sets its place unless it is a captured tensor."""
         number = super().new(x, name)
         if isinstance(x, torch.Tensor):
             self.steps[number] = Step(Place("captured"), _array(x), leaf="captured")
@@ -84,21 +83,15 @@ class _ValueRecorder(RunRecorder):
             self.edges.setdefault(number, GradientEdge(x.grad_fn, x.output_nr))
         return number
 
-    def node(
-        self,
-        operation: str,
-        native: str,
-        inputs: Sequence[int],
-        outputs: Sequence[int],
-        at: Origin,
-        **more: Any,
-    ) -> Node:
+    def add(
+        self, native: str, inputs: Sequence[int], outputs: Sequence[int], at: Origin, **about: Any
+    ) -> RecordedNode:
         lines = users_lines(lines_above(1, Recorder.run))
         place = Place(native.removeprefix("aten."), lines, ".".join(at.scope[1:]))
         parents = [self.steps[n] for n in inputs if n in self.steps]
         for step in (self.steps[n] for n in outputs if n in self.steps):
             step.place, step.parents, step.leaf = place, parents, ""
-        return super().node(operation, native, inputs, outputs, at, **more)
+        return super().add(native, inputs, outputs, at, **about)
 
 
 def _array(x: torch.Tensor) -> np.ndarray:

@@ -163,7 +163,7 @@ class ConnectionRecorder(RunRecorder):
             keeps = [not t or (name == "set_data" and not k) for k, t in enumerate(tracked)]
             links = (tuple(_FULL if keep else _CUT for keep in keeps),)
             loss = None if all(keeps) else _APART.get(name, "left_framework")
-            self.add(name, numbers, [number], links=links, loss=loss)
+            self.add(name, numbers, [number], self.origin(), links=links, loss=loss)
             self.table.hold(y, number, alone=True)
             self._edges[id(y)] = edge_of(y)
             self._tracked[number] = y.requires_grad
@@ -223,7 +223,8 @@ class ConnectionRecorder(RunRecorder):
                 loss = "no_grad" if is_off else "rule"
                 loss = loss if any(map(is_inexact, outs)) else "discrete"
             at, made = len(self.made), [self.new(y) for y in outs]
-            self.add(name, numbers, made, links=links, loss=loss, mark=mark)
+            about = {"links": links, "loss": loss} | ({"mark": mark} if mark else {})
+            self.add(name, numbers, made, self.origin(), **about)
             for y, number in zip(outs, made, strict=True):
                 if any(y is x for x in changed):
                     self.table.write(y, number, (self.origin(), True))
@@ -258,15 +259,6 @@ class ConnectionRecorder(RunRecorder):
         """The nodes of the forward pass so far, with their links."""
         return [self.linked(made) for made in self.made if not made.node.phase]
 
-    def add(self, native: str, inputs: Sequence[int], outputs: Sequence[int], **about: Any) -> Node:
-        """Adds a node whose links are known; about: Its attributes."""
-        here = self.origin()
-        at = replace(here, mark=about.pop("mark", "") or here.mark)
-        operation = about.pop("operation", operations.neutral(native))
-        node = self.node(operation, native, inputs, outputs, at, phase=self.phase, **about)
-        self.made.append(RecordedNode(node, native, torch.is_grad_enabled()))
-        return node
-
     # --- data that leaves PyTorch, and returns
 
     def _leaves(
@@ -286,9 +278,9 @@ class ConnectionRecorder(RunRecorder):
         self, operation: str, loss: str | None, name: str, numbers: Sequence[int], value: int
     ) -> None:
         """Adds the node of data that leaves."""
-        links = ((_CUT,) * len(numbers),)
-        node = self.add(name, numbers, [value], operation=operation, links=links, loss=loss)
-        self.leavings += [] if self.phase else [node]
+        about = {"operation": operation, "links": ((_CUT,) * len(numbers),), "loss": loss}
+        made = self.add(name, numbers, [value], self.origin(), **about)
+        self.leavings += [] if self.phase else [made.node]
 
     def _enter(self, name: str, of: RecordedNode | int, read: Any, made: Iterable[Any]) -> None:
         """Notes numbers and arrays that an operation reads, and tensors that it makes of them."""

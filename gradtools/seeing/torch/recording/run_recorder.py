@@ -141,23 +141,16 @@ class RunRecorder(Recorder[int]):
         operation, attributes = call.said(outs)
         if origin.rule and origin.mark == CUSTOM:
             attributes = MappingProxyType({**attributes, "rule": origin.rule})
-        about = {"attributes": attributes, "phase": self.phase}
-        node = self.node(operation, self.native(call), numbers, made, origin, **about)
-        of = self.positions.get(upstream.sequence_of(running)) if self.phase and running else None
-        grad = torch.is_grad_enabled()
-        known = None if grad else operations.library_call(lines_above(1, Recorder.run))
-        self.made.append(
-            RecordedNode(
-                node,
-                name,
-                grad,
-                inner=not self.phase and running is not None,
-                written=0 if overwrites else len(written),
-                rounds=bool(call.kwargs.get("rounding_mode")),
-                known_loss=known,
-                of=of,
-            )
-        )
+        about = {"operation": operation, "attributes": attributes}
+        new = self.add(self.native(call), numbers, made, origin, **about)
+        new.name, node, grad = name, new.node, new.grad_enabled
+        if self.phase and running:
+            new.of = self.positions.get(upstream.sequence_of(running))
+        new.inner = not self.phase and running is not None
+        new.written = 0 if overwrites else len(written)
+        new.rounds = bool(call.kwargs.get("rounding_mode"))
+        if not grad:
+            new.known_loss = operations.library_call(lines_above(1, Recorder.run))
         for y, number in zip(outs, made, strict=True):
             if isinstance(y, Tensor):
                 if any(y is x for x in written):
@@ -166,6 +159,16 @@ class RunRecorder(Recorder[int]):
                     self._views[number] = node
                 self.hold(y, number)
         return node
+
+    def add(
+        self, native: str, inputs: Sequence[int], outputs: Sequence[int], at: Origin, **about: Any
+    ) -> RecordedNode:
+        """Adds a node; about: Its attributes that do not follow from its name and origin."""
+        given: dict[str, Any] = {"operation": operations.neutral(native), "mark": at.mark} | about
+        given |= {"inputs": tuple(inputs), "outputs": tuple(outputs), "phase": self.phase}
+        node = Node(native=native, source=at.source, scope=at.scope, **given)
+        self.made.append(RecordedNode(node, native, torch.is_grad_enabled()))
+        return self.made[-1]
 
     def native(self, call: AtenCall) -> str:
         """The framework's name of an operation."""
@@ -222,9 +225,8 @@ class RunRecorder(Recorder[int]):
                 elif part.operation == "slice":
                     attributes = part.attributes
             links, loss = self.links_of_update(x, write.tensor, given, grad)
-            about = {"attributes": attributes, "phase": self.phase, "links": links, "loss": loss}
-            node = self.node(operation, "update", given, [number], origin, **about)
-            self.made.append(RecordedNode(node, "update", grad))
+            about = {"operation": operation, "attributes": attributes, "links": links, "loss": loss}
+            self.add("update", given, [number], origin, **about).grad_enabled = grad
             self._first[number] = first(before)
             before = number
         return before

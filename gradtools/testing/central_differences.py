@@ -37,7 +37,7 @@ class DerivativeComparison:
     step: float = 0.0
 
     def verdict(self) -> str:
-        """Whether the derivative "agrees", "differs", or is too "noisy" to tell.
+        """Returns "agrees", "differs" or, if the comparisons are inconclusive, "noisy".
 
         It differs if two of three comparisons differ. Between them the point moves a little,
         away from a kink or tie, unless the derivative is NaN.
@@ -76,7 +76,7 @@ class DerivativeComparison:
         rounding = 20 * eps * dot(vs, [np.abs(y) + 1 for y in base])[1] / self.step
         noise = rounding + 10 * abs(differences[0] - differences[1])
         if not np.isfinite(self.slope):
-            # In coarse precision an infinity may be an overflow, and decides nothing.
+            # In low precision an infinity may be an overflow, which is inconclusive.
             gap = abs(self.difference) + 2 * rounding if eps < 1e-4 else 0.0
         else:
             mean = sum(program.slope(end, vs, moved)[0] for end in ends) / 2
@@ -84,7 +84,7 @@ class DerivativeComparison:
         return "differs" if noise < gap else "noisy"
 
     def _moves(self) -> list[Any]:
-        """Random numbers on the scale of each entry: its size up to hundreds; for zeros the median.
+        """Draws normal numbers scaled by each entry's size (capped), or for zeros by the median.
 
         Entries in which a move of this size would be lost to rounding move by more.
         """
@@ -98,7 +98,7 @@ class DerivativeComparison:
 
 
 def normal(rng: Any, like: Any) -> Any:
-    """Normal numbers of the shape of an array, complex or Hermitian if it is.
+    """Draws normal numbers of an array's shape, complex or Hermitian like the array.
 
     Derivatives of Cholesky factors, eigenvalues and the like are along Hermitian tangents.
     """
@@ -111,7 +111,7 @@ def normal(rng: Any, like: Any) -> Any:
 
 
 def dot(xs: Sequence[Any], ys: Sequence[Any]) -> tuple[float, float]:
-    """Re<x, y>, and its size without cancellation."""
+    """Returns Re<x, y> and the sum of the moduli of its terms."""
     with np.errstate(all="ignore"):
         terms = [np.conj(x) * y for x, y in zip(xs, ys, strict=True)]
         return float(sum(t.real.sum() for t in terms)), float(sum(np.abs(t).sum() for t in terms))

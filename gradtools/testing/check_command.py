@@ -115,7 +115,7 @@ PROGRAMS = {k: f for k, f in vars(_Programs).items() if k[0] != "_" and k != "ar
 
 
 def error_of(gt: Any, name: str) -> float:
-    """The largest difference of a program from NumPy, relative to the largest number."""
+    """Returns the largest difference of a program from NumPy, relative to the largest number."""
     found, expected = map(gt._api._backend.flatten, PROGRAMS[name](_Programs(gt)))
     pairs = [(gt.to_numpy(x), np.asarray(y)) for x, y in zip(found[0], expected[0], strict=True)]
     return max(float(np.max(np.abs(x - y)) / max(1.0, np.max(np.abs(y)))) for x, y in pairs)

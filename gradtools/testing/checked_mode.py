@@ -67,7 +67,7 @@ class _CheckedThread(threading.local):
 
     report: CheckedReport | None = None  # the report of the innermost context
     rng: Any = None
-    program: Any = None  # the program that runs at other points now, without comparisons
+    program: Any = None  # the program that now runs at other points, without comparisons
     own = False  # whether gradtools' code runs, rather than f's forward code
     taking = False  # whether a derivative of gradtools is being taken
     native = False  # whether a derivative of the framework's own, at known values, is compared
@@ -88,7 +88,7 @@ def set_here(**values: Any) -> Iterator[None]:
 
 
 def functions_within(fun: Any) -> list[Any]:
-    """The function that a backend differentiates and the functions it wraps, the user's last."""
+    """Returns the differentiated function and the functions it wraps, the user's last."""
     found = [getattr(fun, "call", fun)]
     while (inner := getattr(found[-1], "f", None) or getattr(found[-1], "fun", None)) is not None:
         found.append(inner)
@@ -128,7 +128,7 @@ class CheckedProgram:
         self.seen = list[tuple[str, str, Any]]()
 
     def held(self, *xs: Any) -> list[Any]:
-        """f's outputs at arrays; with a `count`, the first values inside of f, or a derivative."""
+        """Returns f's outputs; with a `count`, the first values inside of f, or a derivative."""
         run: Any = lambda *xs: (self._values(*xs), [])
         if self.kind == "jvp":
             return list(self.backend.jvp(run, [*xs], [*xs])[2])
@@ -143,21 +143,21 @@ class CheckedProgram:
         return outs if self.count is None else [y for _, _, y in self.seen[: self.count]]
 
     def __call__(self, points: Sequence[Any]) -> list[Any]:
-        """The same as NumPy arrays."""
+        """Returns the outputs at these points as NumPy arrays."""
         with self.at(points) as xs:
             return self.numbers(self.held(*xs))
 
     def numbers(self, xs: Sequence[Any]) -> list[Any]:
-        """Arrays as wide NumPy arrays."""
+        """Converts arrays to NumPy arrays of double precision."""
         narrow = map(self.backend.to_numpy, xs)
         return [x.astype(np.result_type(x.dtype, np.float64)) for x in narrow]
 
     def rounded(self, points: Sequence[Any]) -> list[Any]:
-        """The points in the precision of f's arguments."""
+        """Rounds the points to the precision of f's arguments."""
         return self.numbers(self.half.like(points, self.leaves))
 
     def slope(self, points: Any, vs: Sequence[Any], us: Sequence[Any]) -> tuple[float, float]:
-        """Re<v, J u> at a point, by the member that differentiates, and its size."""
+        """Returns Re<v, J u> by the compared member, and the sum of the moduli of its terms."""
         like = self.half.like
         run: Any = lambda *xs: (self.held(*xs), [])
         with self.at(points) as xs:
@@ -168,7 +168,7 @@ class CheckedProgram:
             return dot(vs, self.numbers(self.backend.jvp(run, xs, like(us, xs))[2]))
 
     def pull(self, run: Any, xs: list[Any], vs: Sequence[Any]) -> list[Any]:
-        """The pullback of NumPy arrays at xs."""
+        """Applies the pullback at xs to NumPy arrays."""
         result = self.backend.vjp(run, xs, groups=None, once=True)
         return list(self.backend.filled(result.pullback(self.half.like(vs, result.outs)), xs))
 
@@ -178,11 +178,11 @@ class CheckedProgram:
             self.seen += [(name, f" ({line})" if line else "", y) for y in ys]
 
     def comparison(self) -> DerivativeComparison:
-        """A comparison at f's arguments."""
+        """Returns a comparison at f's arguments."""
         return DerivativeComparison(self, self.numbers(self.leaves), here.rng)
 
     def first_wrong(self) -> str:
-        """The first value inside of f that has a wrong derivative, by bisection, in words."""
+        """Describes the first value inside of f with a wrong derivative, found by bisection."""
 
         def differs(k: int) -> bool:
             self.count = k + 1
@@ -195,7 +195,7 @@ class CheckedProgram:
                 self(self.numbers(self.leaves))
                 found, self.kind = [(name, line) for name, line, _ in self.seen], kind
                 k = bisect_left(range(len(found)), True, key=differs)
-            except Exception:  # f has no derivative of this kind, so none is named
+            except Exception:  # f has no derivative of this kind to report
                 continue
             for name, line in found[k : k + 1]:
                 texts.append(f"The {word}derivative of {name}{line} is the first that is wrong.")
@@ -372,7 +372,7 @@ def _replace(owner: Any, name: str, value: Any) -> None:
 
 
 def _users_call(run: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """A call that runs the user's function."""
+    """Runs the user's function, and compares the derivatives that it takes."""
     if here.report is None:
         return run(self, *args, **kwargs)
     with set_here(own=False), self.backend.checked.half.scope(False):
@@ -380,7 +380,7 @@ def _users_call(run: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _rule_call(run: Any, self: Any, *args: Any, **kwargs: Any) -> Any:
-    """A call of a custom rule."""
+    """Calls a custom rule during a check."""
     if here.report is None or here.own:
         return run(self, *args, **kwargs)
     members = self._backend.checked
@@ -405,7 +405,7 @@ def _replace_members() -> None:
 
 @contextmanager
 def checked(seed: int = 0) -> Iterator[CheckedReport]:
-    """A context that compares every derivative that gradtools takes in it with differences.
+    """Context that compares every derivative that gradtools takes with finite differences.
 
     Each is compared with central differences of f's values, along a random direction and cotangent,
     with random streams and buffers restored. So f runs several times. It finds custom functions and

@@ -83,7 +83,7 @@ class FlatFunction:
         return max(tolerances.epsilon(x.dtype) for x in [*self.leaves, *self.out])
 
     def flat(self, *leaves: Any) -> list[Any]:
-        """The floating and complex outputs at these leaves, in the framework's arrays."""
+        """Returns the floating and complex outputs at these leaves, as framework arrays."""
         outs = self.waist.flatten(self.program(*leaves))[0]
         return [*filter(self.differentiable, map(self.own, outs))]
 
@@ -107,17 +107,17 @@ class FlatFunction:
         return [self.gt.to_numpy(x) if is_array(x) else np.asarray(x) for x in xs]
 
     def differentiable(self, x: Any) -> bool:
-        """Whether x is a floating or complex array of the framework."""
+        """Returns whether x is a floating or complex array of the framework."""
         return bool(self.waist.is_array(x) and self.waist.is_inexact(x))
 
     # --- values and derivatives
 
     def value(self, xs: Arrays) -> Arrays:
-        """The floating and complex outputs at xs."""
+        """Returns the floating and complex outputs at xs."""
         return self.numpy(self.run(lambda xs: self.flat(*xs), xs))
 
     def derivative(self, mode: str, xs: Arrays, *seeds: Arrays) -> Arrays:
-        """A derivative at xs by one mode, or by one over another, as "forward_over_reverse".
+        """Computes a derivative at xs by a mode, or by nested modes ("forward_over_reverse").
 
         With the seed u of a forward mode and v of a reverse mode, and H the Hessian of Re<v, f>,
         they are J u, J^H v, H u by three mixes, and D^2 f[u, w] by forward over forward.
@@ -134,11 +134,11 @@ class FlatFunction:
         return self.numpy(self.run(differentiated, xs, *seeds))
 
     def pushed(self, f: Callable[..., Any], us: Sequence[Any], *xs: Any) -> list[Any]:
-        """J u of f at xs, all in the framework's arrays."""
+        """Returns J u of f at xs; all arrays are the framework's."""
         return list(self.gt.jvp(f, xs, tuple(us))[1])
 
     def pulled(self, f: Callable[..., Any], vs: Sequence[Any], *xs: Any) -> list[Any]:
-        """J^H v of f at xs."""
+        """Returns J^H v of f at xs."""
         outs, pullback = self.gt.vjp(f, *xs)
         return list(pullback(self.like(vs, outs)))
 
@@ -147,7 +147,7 @@ class FlatFunction:
         return [self.waist.cast(v, y) for v, y in zip(vs, outs, strict=True)]
 
     def run(self, compute: Callable[..., Any], *groups: Arrays) -> Any:
-        """`compute(*groups)` with the groups converted to the framework's arrays."""
+        """Runs `compute(*groups)` with the groups converted to the framework's arrays."""
         return compute(*map(self.arrays, groups))
 
 
@@ -186,20 +186,20 @@ class Probe(FlatFunction):
             )
 
     def rebuilt(self, moving: Sequence[Any]) -> tuple[Any, ...]:
-        """The arguments with these differentiable leaves."""
+        """Returns the arguments with these differentiable leaves."""
         full = list(self._all)
         for i, x in zip(self._moving, moving, strict=True):
             full[i] = x
         return self.waist.unflatten(self._tree, full)
 
     def program(self, *leaves: Any) -> Any:
-        """f at the arguments with these leaves."""
+        """Returns f at the arguments with these leaves."""
         with naming(self.caller, f"f, {described(self.f)}"):
             return self.f(*self.rebuilt(leaves))
 
 
 def no_such_mode(error: Exception) -> bool:
-    """Whether an error means that a function lacks a mode, rather than that a rule is wrong."""
+    """Returns whether an error means that a mode is missing, not that a rule is wrong."""
     if isinstance(error, LostDerivativeError):
         return False
     if isinstance(error, NotImplementedError | MissingRuleError):
@@ -209,13 +209,13 @@ def no_such_mode(error: Exception) -> bool:
 
 
 def first_line(error: Exception) -> str:
-    """An error's type and the first line of its message."""
+    """Returns an error's type and the first line of its message."""
     return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[0][:200]}"
 
 
 @contextmanager
 def naming(caller: str, name: str) -> Iterator[None]:
-    """A context that adds a note to an exception: whose code raised it."""
+    """Context that adds to exceptions a note about the code that raised them."""
     try:
         yield
     except Exception as error:
@@ -228,7 +228,7 @@ def naming(caller: str, name: str) -> Iterator[None]:
 def is_rounding(
     off: np.ndarray, compute: Callable[[Arrays], Any], xs: Arrays, eps: float, bound: float
 ) -> bool:
-    """Whether differences are rounding error of larger numbers that cancel.
+    """Returns whether differences are rounding error of larger numbers that cancel.
 
     They are if they are small relative to the largest numbers, and if the results change by as much
     when the last digits of the arguments change. Otherwise they are real, however small.
@@ -252,19 +252,19 @@ def is_rounding(
 
 
 def described(f: Any) -> str:
-    """A function's name, and the line at which it is defined if that is known."""
+    """Describes a function by its name and, if known, the line of its definition."""
     name, line = getattr(f, "__name__", type(f).__name__), definition_of(f)
     return f"{name} ({line})" if line else str(name)
 
 
 def inner(us: Sequence[Any], ws: Sequence[Any]) -> float:
-    """Re<u, w> in double precision; entries with u = 0 do not count, even if w is NaN."""
+    """Returns Re<u, w> in double precision; entries with u = 0 do not count, even if w is NaN."""
     pairs = ((u, w, np.not_equal(u, 0)) for u, w in zip(us, ws, strict=True))
     return float(sum(np.vdot(widened(u)[on], widened(w)[on]).real for u, w, on in pairs))
 
 
 def size(us: Sequence[Any], ws: Sequence[Any]) -> float:
-    """The sum of |u w|, the scale of an inner product's rounding error."""
+    """Returns the sum of |u w|, the scale of an inner product's rounding error."""
     return inner([np.abs(u) for u in us], [np.abs(w) for w in ws])
 
 
@@ -282,7 +282,7 @@ def backend_name(caller: str, backend: Any) -> str:
 
 
 def wants_64_bits(backend: str, args: Any) -> bool:
-    """Whether some array in the arguments has a 64-bit dtype."""
+    """Returns whether some array in the arguments has a 64-bit dtype."""
     leaves = import_module(f"gradtools.{backend}")._api._backend.flatten(args)[0]
     names = [str(getattr(x, "dtype", "")).removeprefix("torch.") for x in leaves]
     return not {"float64", "complex128", "int64", "uint64"}.isdisjoint(names)

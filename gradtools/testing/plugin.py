@@ -40,12 +40,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--gradtools-backend",
         choices=(*BACKENDS, "both"),
         default="both",
-        help="run tests that take a backend with this one only",
+        help="run tests that take a backend with this backend only",
     )
 
 
 def wanted_backends(config: pytest.Config) -> list[str]:
-    """The installed and selected backends, in the order torch, jax."""
+    """Returns the installed and selected backends, in the order torch, jax."""
     option = config.getoption("--gradtools-backend")
     return [b for b in BACKENDS if option in (b, "both") and b in gradtools.available_backends()]
 
@@ -77,7 +77,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 
 @pytest.fixture(scope="session")
 def gt(gradtools_backend: str) -> Any:
-    """The namespace `gradtools.torch` or `gradtools.jax`; the test runs once for each.
+    """Returns the namespace `gradtools.torch` or `gradtools.jax`; the test runs once for each.
 
     It has session scope, so that fixtures of every scope may use it.
     """
@@ -86,7 +86,7 @@ def gt(gradtools_backend: str) -> Any:
 
 @pytest.fixture
 def cross_check(request: pytest.FixtureRequest) -> Callable[..., Any]:
-    """`gradtools.testing.cross_check`.
+    """Returns `gradtools.testing.cross_check`.
 
     A test that uses it is skipped unless both frameworks are installed and selected.
     """

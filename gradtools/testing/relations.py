@@ -1,4 +1,4 @@
-"""How one of two arrays that should be equal differs from the other, in a few words.
+"""Describes in a few words how two arrays that should be equal differ.
 
 `related` looks for a relation of the entries: `cross_check` applies it to two results,
 `first_divergence` to the values and cotangents of two operations, and the other checks to a
@@ -52,7 +52,7 @@ def related(
     sizes: Mapping[str, float] | None = None,
     single: bool = False,
 ) -> Relation | None:
-    """The first relation that holds between two differing arrays; None if none does.
+    """Returns the first relation that holds between two differing arrays; None if none does.
 
     Args:
         a: The first side's array.
@@ -111,7 +111,7 @@ def _of_numbers(
 
 
 def _shifts(a: np.ndarray, b: np.ndarray, longer: int, is_same: Callable[..., bool]) -> Any:
-    """The axes longer than this along which one array is the other, shifted by one."""
+    """Yields the axes longer than `longer` along which one array is the other, shifted by one."""
     for axis in (axis for axis, n in enumerate(a.shape) if n > longer):
         x, y = np.moveaxis(a, axis, 0), np.moveaxis(b, axis, 0)
         if is_same(x[:-1], y[1:]) or is_same(y[:-1], x[1:]):
@@ -119,7 +119,7 @@ def _shifts(a: np.ndarray, b: np.ndarray, longer: int, is_same: Callable[..., bo
 
 
 def layouts(x: np.ndarray, shape: tuple[int, ...]) -> Moves:
-    """Moves of x to a shape: none, a reshape, axes permuted before or after one."""
+    """Yields moves of x to a shape: none, a reshape, a permutation before or after it."""
     if x.shape == shape:
         yield "", lambda x: x
     thin, target = ([n for n in s if n != 1] for s in (x.shape, shape))
@@ -141,7 +141,7 @@ def _transposition(first: list[int], axes: tuple[int, ...], last: tuple[int, ...
 
 
 def _rearrangements(x: np.ndarray) -> Moves:
-    """Moves of x to its own shape that change the order of its entries."""
+    """Yields moves of x to its own shape that change the order of its entries."""
     if x.ndim > 1 and x.shape != x.T.shape:
         yield "transposed layout", lambda x: x.T.reshape(x.shape)
         yield "transposed layout", lambda x: x.reshape(x.shape[::-1]).T
@@ -164,7 +164,7 @@ def orders(n: int) -> Iterator[tuple[str, np.ndarray]]:
 
 
 def _factor(a: np.ndarray, b: np.ndarray, near: float, sizes: Any, single: bool) -> str | None:
-    """The factor of a over b in words, if it is the same everywhere; empty for 1."""
+    """Describes the factor a / b if it is the same everywhere; empty for 1."""
     size = float(np.vdot(b, b).real) if np.isfinite(b).all() else math.inf
     ratio = complex(np.vdot(b, a) / size) if 0 < size < math.inf else 0j
     if ratio == 0 or not np.isfinite(ratio) or not equal(a, ratio * b, near):
@@ -182,7 +182,7 @@ def _factor(a: np.ndarray, b: np.ndarray, near: float, sizes: Any, single: bool)
 
 
 def factor_name(ratio: complex, sizes: Mapping[str, float]) -> str | None:
-    """The likely meaning of a factor: a size, its root, n / (n - 1), 2, the imaginary unit.
+    """Names a factor: a size, its square root, n / (n - 1), 2, or the imaginary unit.
 
     Args:
         ratio: The factor.
@@ -210,7 +210,7 @@ def factor_name(ratio: complex, sizes: Mapping[str, float]) -> str | None:
 def relation(
     first: np.ndarray, second: np.ndarray, names: Sequence[str] = SIDES, order: int = 1
 ) -> str | None:
-    """How the finite entries of an array differ from another's of its shape, in a few words."""
+    """Describes how the finite entries of two arrays of one shape differ."""
     a, b = widened(first), widened(second)
     if a.shape != b.shape:
         return None
@@ -223,7 +223,7 @@ def relation(
 
 
 def equal(a: Any, b: Any, near: float) -> bool:
-    """Whether two arrays have equal shapes and agree to a relative error."""
+    """Returns whether two arrays have equal shapes and agree to a relative error."""
     a, b = np.asarray(a), np.asarray(b)
     return a.shape == b.shape and bool((entry_errors(a, b, max(near, 1e-300), 0.0) <= 1).all())
 
@@ -256,7 +256,7 @@ class Expression(NamedTuple):
         return self.form if self.c is None else re.sub(r"\bc\b", f"{self.c:.4g}", self.form)
 
     def is_in(self, others: Expressions) -> bool:
-        """Whether it is one of these formulas, with the same constant."""
+        """Returns whether this is one of the formulas, with the same constant."""
         near = lambda d: self.c == d or abs((self.c or 0) - (d or 0)) <= 1e-9 * abs(self.c or 0)
         return any(self._replace(c=e.c) == e and near(e.c) for e in others)
 
@@ -270,7 +270,7 @@ def expression_cause(
     direct: Sequence[Collection[str | None]] = ((), ()),
     sizes: Mapping[str, float] | None = None,
 ) -> str:
-    """Two different expressions in common operands that two lines compute; empty if unknown.
+    """Describes two lines by their expressions in common operands; empty if unknown.
 
     Args:
         first: The expressions of the values of PyTorch's line, in order.
@@ -309,7 +309,7 @@ def expression_cause(
 
 
 def _both(e: Expression, f: Expression, sizes: Mapping[str, float]) -> str:
-    """The text for two expressions, with the meaning of a constant if it is known."""
+    """Formats two expressions, with the meaning of a constant if it is known."""
     if len({*e.letters, *f.letters}) == 1:
         e, f = (x._replace(letters="x" * len(x.letters)) for x in (e, f))
     words = f"{e} in torch, {f} in jax"
@@ -321,7 +321,7 @@ def _both(e: Expression, f: Expression, sizes: Mapping[str, float]) -> str:
 
 
 def expressions_of(a: np.ndarray, operands: Mapping[str, np.ndarray]) -> Expressions:
-    """The expressions in the operands, by letter, that equal an array; the shortest first."""
+    """Finds expressions in the named operands that equal an array, the shortest first."""
     a = widened(a)
     if not 1 < a.size <= _MOST_ENTRIES or not np.isfinite(a).all():
         return []
@@ -353,7 +353,7 @@ def _candidates(a: np.ndarray, known: Mapping[str, np.ndarray]) -> Iterator[tupl
 
 
 def with_constant(a: np.ndarray, x: np.ndarray) -> Expressions:
-    """The expressions in x and one constant c, the same for all entries, that equal an array."""
+    """Finds expressions in x and a constant c, shared by all entries, that equal an array."""
     if a.shape != x.shape or a.size < 2:
         return []
     a, x, found = widened(a), widened(x), []

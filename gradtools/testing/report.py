@@ -36,8 +36,8 @@ class Comparison:
         quantity: The kind of the arrays, for example "value", "gradient" or "jvp".
         path: The leaf: "output['loss']", "argument 0", "parameter ['w']", a layer's name.
         order: The order of the derivative: 0, 1 or 2.
-        error: The largest error, in units of the tolerance. More than 1 is a disagreement; inf
-            if it cannot be measured (NaN in only one, another shape, another dtype).
+        error: The largest error in tolerances; above 1 is a disagreement, inf cannot be measured
+            (NaN in only one array, different shapes or dtypes).
         tolerance: The allowed relative error.
         place: The index of the worst entry, () for a scalar, None if there is none.
         first: The first array's value there, or a text such as "float32" or "not connected".
@@ -81,11 +81,11 @@ class Comparison:
         return self.status != DIFFERS
 
     def because(self, cause: str, detail: str = "", status: str = DIFFERS) -> Comparison:
-        """A copy of the record with a cause."""
+        """Returns a copy of the record with a cause."""
         return replace(self, cause=cause, detail=detail, status=status)
 
     def describe(self, names: Sequence[str] = ("first", "second")) -> str:
-        """One sentence with the values, their place, the error and the cause."""
+        """Formats one sentence with the values, their place, the error and the cause."""
         where = f" at {list(self.place)}" if self.place else ""
         ratio = "" if self.ratio is None else f", ratio {show(self.ratio)}"
         why = f" Likely cause: {self.cause}." if self.cause else ""
@@ -151,7 +151,7 @@ def compare_arrays(
 def mismatch(
     quantity: str, path: str, order: int, words: tuple[str, str], shape: tuple[int, ...] = ()
 ) -> Comparison:
-    """A disagreement that cannot be measured, described by a text for each side."""
+    """Returns a disagreement without a measured error, described by a text for each side."""
     return Comparison(
         quantity, path, order, math.inf, 0.0, None, *words, shape=shape, status=DIFFERS
     )
@@ -160,7 +160,7 @@ def mismatch(
 def entry_errors(
     first: np.ndarray, second: np.ndarray, tolerance: float, noise: float
 ) -> np.ndarray:
-    """The error of each entry, in units of the tolerance; inf if only one side is finite."""
+    """Returns each entry's error in tolerances; inf if only one side is finite."""
     a, b = widened(first), widened(second)
     with np.errstate(all="ignore"):
         same = (a == b) | (np.isnan(a) & np.isnan(b))
@@ -172,19 +172,19 @@ def entry_errors(
 
 
 def widened(x: Any) -> np.ndarray:
-    """x in float64 or complex128, so that differences are exact."""
+    """Converts x to float64 or complex128, so that differences are exact."""
     x = np.asarray(x)
     return x.astype(np.complex128 if x.dtype.kind == "c" else np.float64)
 
 
 def largest(x: Any) -> float:
-    """The largest finite modulus."""
+    """Returns the largest finite modulus."""
     sizes = np.abs(widened(x))
     return float(sizes[np.isfinite(sizes)].max(initial=0.0))
 
 
 def as_number(x: Any) -> Number:
-    """One entry of an array as a Python number."""
+    """Converts one entry of an array to a Python number."""
     kinds: dict[str, Any] = {"b": bool, "c": complex, "i": int, "u": int}
     return kinds.get(x.dtype.kind, float)(x)  # type: ignore[no-any-return]
 
@@ -251,14 +251,14 @@ class Report:
         return None if self.first is None else self.first.cause
 
     def summary(self) -> str:
-        """One line: how many arrays were compared, disagree or were left out; the largest error."""
+        """Formats one line: the numbers of compared and differing arrays, and the largest error."""
         result, known = len(self.disagreements), len(self.conventions)
         agreeing = max((c.error for c in self.comparisons if c.status == AGREES), default=0.0)
         unknown = sum(c.uncompared for c in self.comparisons)
         parts = [
             f"{len(self)} arrays compared, {f'{result} disagree' if result else 'all agree'}"
             + (f", {known} by a known convention" if known else ""),
-            f"largest error of what agrees {agreeing:.2g} of the tolerance",
+            f"largest error of agreeing arrays {agreeing:.2g} of the tolerance",
             f"{unknown} entries are NaN or infinite on both sides" if unknown else "",
             f"{len(self.left_out)} left out" if self.left_out else "",
         ]
@@ -266,7 +266,7 @@ class Report:
         return f"{self.title}: {'; '.join(parts)}"
 
     def table(self, colour: bool = False, limit: int | None = None) -> str:
-        """The report as text, one line for each comparison.
+        """Formats the report, one line for each comparison.
 
         Args:
             colour: Whether to add a terminal's colours.
@@ -305,7 +305,7 @@ class Report:
         """Returns the report itself if everything agrees.
 
         Raises:
-            AgreementError: Something disagrees; the error carries the report.
+            AgreementError: A comparison failed; the error has the report.
         """
         if not self:
             raise AgreementError(self)
@@ -328,7 +328,7 @@ class AgreementError(GradtoolsError):
 
 
 def show(x: Any) -> str:
-    """A value of a record as short text."""
+    """Formats a value of a record as short text."""
     if x is None or isinstance(x, str | bool | int):
         return "" if x is None else str(x)
     if isinstance(x, complex):

@@ -66,7 +66,7 @@ def test_a_right_port_is_not_blamed(name, tmp_path):
 def test_a_report_explains_itself_and_can_be_required():
     report = first_divergence(lambda x: (2 * x).tanh(), lambda x: jnp.tanh(3 * x), (X,))
     with pytest.raises(
-        AgreementError, match=r"The programs part in a value: constant factor 0\.666667"
+        AgreementError, match=r"The programs diverge in a value: constant factor 0\.666667"
     ) as e:
         report.require()
     assert "torch: mul at test_divergence.py:" in str(e.value)

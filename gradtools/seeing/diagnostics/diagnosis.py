@@ -42,12 +42,12 @@ Note = tuple[str, list[str]]  # a text, and the leaves that it concerns
 
 
 def recording_of(program: LeafProgram, wanted: Wanted = lambda x: False) -> Recording:
-    """One recorded run of a program, and its gradients at the given values.
+    """Records a run of a program, and its gradients at the given values.
 
     wanted: The captured arrays that are differentiated besides the leaves.
 
     Raises:
-        GradtoolsError: f raised for reasons of its own.
+        GradtoolsError: f raised an error of its own.
     """
     with program.running():
         record: Callable[..., Recording] = program.framework.recorded_run.record
@@ -76,7 +76,7 @@ def diagnosed(
     examined: Mapping[str, Sequence[int]],
     absent: str = "unused",
 ) -> Diagnosis:
-    """The findings for each examined array, and notes.
+    """Returns the findings for each examined array, and notes.
 
     Args:
         program: The program that was recorded.
@@ -132,7 +132,7 @@ def diagnosed(
 def _of_summands(
     graph: PlainGraph, numbers: dict[int, str], every: Iterable[int]
 ) -> Iterator[tuple[str, list[Loss]]]:
-    """The leaves whose data enters a summand of the loss that no derivative enters."""
+    """Returns the leaves whose data enters a summand of the loss that no derivative enters."""
     for value, role in lost_summands(graph, every):
         for number, name in numbers.items():
             lost = [replace(x, whole=False) for x in losses_between(graph, number, [value])]
@@ -142,14 +142,14 @@ def _of_summands(
 
 
 def _is_stopped(lost: Sequence[Loss]) -> bool:
-    """Whether a summand is stopped as a whole by detach, stop_gradient or no_grad."""
+    """Returns whether a summand is stopped as a whole by detach, stop_gradient or no_grad."""
     first = all(loss.node.loss in STOPS for loss in lost if not loss.further)
     later = any(loss.node.loss in STOPS for loss in lost if loss.further)
     return (first or later) and all(loss.node.loss != "left_framework" for loss in lost)
 
 
 def from_losses(name: str, losses: Sequence[Loss]) -> list[Finding]:
-    """One finding for each line and kind of one leaf's losses."""
+    """Returns one finding for each line and kind of one leaf's losses."""
     findings = []
     for loss in losses:
         node, kind = loss.node, loss.node.loss if loss.node.loss in KINDS else "discrete"
@@ -159,7 +159,7 @@ def from_losses(name: str, losses: Sequence[Loss]) -> list[Finding]:
 
 
 def _from_values(name: str, places: Sequence[LossPlace]) -> list[Finding]:
-    """One finding for each operation at which a gradient becomes zero or NaN at the values."""
+    """Returns one finding per operation at which a gradient becomes zero or NaN."""
     return [
         Finding(name, place.kind, _called(place.node), place.node.source, place.node.scope)
         for place in places
@@ -168,12 +168,12 @@ def _from_values(name: str, places: Sequence[LossPlace]) -> list[Finding]:
 
 
 def _called(node: Node) -> str:
-    """The framework's name of an operation; for a call or a rule, the name of its function."""
+    """Returns the framework's name of an operation, or the function's name of a call or rule."""
     return str(node.attributes.get("name") or node.native or node.operation)
 
 
 def without_repeats(findings: Iterable[Finding]) -> list[Finding]:
-    """One finding for each leaf, kind and line."""
+    """Returns one finding for each leaf, kind and line."""
     kept: dict[Any, Finding] = {}
     for finding in findings:
         place = finding.source or (finding.operation, finding.scope)
@@ -195,7 +195,7 @@ def _at(node: Node) -> str:
 
 
 def gathered_notes(notes: Iterable[Note]) -> list[Note]:
-    """One note for each text, with all of its leaves."""
+    """Returns one note for each text, with all of its leaves."""
     names: dict[str, list[str]] = {}
     for text, of in notes:
         known = names.setdefault(text, [])
@@ -207,7 +207,7 @@ def gathered_notes(notes: Iterable[Note]) -> list[Note]:
 
 
 def source_of(f: Any) -> Source | None:
-    """The line at which a function, or the forward method of a module, is defined."""
+    """Returns the line at which a function, or the forward method of a module, is defined."""
     f = inspect.unwrap(getattr(f, "func", f))
     for candidate in (f, getattr(f, "forward", None), type(f).__call__):
         if source := definition_of(candidate):
@@ -216,7 +216,7 @@ def source_of(f: Any) -> Source | None:
 
 
 def of_modules_in_use(recording: Recording) -> list[tuple[str, Any]]:
-    """The captured parameters of modules of which f reads at least one parameter.
+    """Returns the captured parameters of modules of which f reads at least one parameter.
 
     A module that is merely reachable from f's closure or globals is not part of f.
     """

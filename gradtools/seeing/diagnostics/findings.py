@@ -54,11 +54,11 @@ KINDS: dict[str, FindingKind] = {
         "use straight_through(f), which keeps the value and passes the gradient on",
     ),
     "no_grad": FindingKind(
-        "it runs while gradients are switched off",
+        "it runs while gradients are disabled",
         "move it out of no_grad or inference_mode; pass use_reentrant=False to a checkpoint",
     ),
     "inner_gradient": FindingKind(
-        "a gradient is taken inside of f, and has no graph of its own to be differentiated",
+        "f takes a gradient without a graph, so that gradient cannot be differentiated",
         "pass create_graph=True to torch.autograd.grad or backward, or use gt.grad; where the "
         "graph of the inner function is too large, apply gt.frozen to it, or use gt.mixed_partial",
     ),
@@ -67,11 +67,11 @@ KINDS: dict[str, FindingKind] = {
         "write y = ... instead of writing to x.data",
     ),
     "rule": FindingKind(
-        "its own rule carries no derivative to this input",
+        "its own rule returns no derivative for this input",
         "return a cotangent for this input in the rule instead of None",
     ),
     "unused": FindingKind(
-        "nothing of the argument flows to the output",
+        "no data flows from the argument to the output",
         "use the argument that f receives, not a captured array in its place, and return the "
         "framework's own array, not a NumPy or Python number",
     ),

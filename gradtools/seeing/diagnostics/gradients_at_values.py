@@ -1,4 +1,4 @@
-"""Gradients at the given values: where one becomes zero, NaN or infinite.
+"""Gradients at the given values: finds where they become zero, NaN or infinite.
 
 Each framework records one forward and one backward pass as a list of steps, with the size of every
 value (`PassesAtValues`). The analysis is common to both:
@@ -26,8 +26,8 @@ class PassStep:
     """An operation of one of the passes.
 
     Attributes:
-        node: The operation, or the operation of the forward pass that it differentiates; None if
-            it is not reported, like the stacking of a loop's iterations.
+        node: The operation, or the forward operation that it differentiates; None for operations
+            that are not reported, such as the stacking of a loop's iterations.
         inputs: The values that it reads, by number.
         outputs: The values that it makes.
     """
@@ -56,8 +56,8 @@ class PassesAtValues:
 
     Attributes:
         steps: The operations, in the order in which they ran.
-        sizes: The greatest modulus of the entries of each value, NaN if one is NaN; None if it has
-            no entries.
+        sizes: The greatest modulus of each value's entries (NaN if any entry is NaN); None for an
+            empty value.
         outputs: The outputs of the forward pass, by number.
         seeds: Their cotangents.
         gradients: The number of each leaf and the number of its gradient, by the leaf's number in
@@ -71,7 +71,7 @@ class PassesAtValues:
     gradients: Mapping[int, tuple[int, int]] = field(default_factory=dict)
 
     def places(self, leaf: int | None) -> list[LossPlace] | None:
-        """Where a leaf's gradient becomes zero or NaN; None if it does not, or if there is none."""
+        """Returns where a leaf's gradient becomes zero or NaN; None if it does not."""
         if leaf is None:
             return None
         gradient = self.gradients[leaf][1]
@@ -82,7 +82,7 @@ class PassesAtValues:
         return None
 
     def starts_at_zero(self, place: LossPlace, leaf: int) -> bool:
-        """Whether an operand that is zero comes from another leaf, which gets a gradient."""
+        """Returns whether an operand is zero because of another leaf that gets a gradient."""
         own = self._reached([self.gradients[leaf][0]])
         others = [v for v, gradient in self.gradients.values() if self.sizes.get(gradient)]
         moving = self._reached(others)
@@ -106,7 +106,7 @@ class PassesAtValues:
         return size is not None and not math.isfinite(size)
 
     def _reached(self, values: Iterable[int]) -> set[int]:
-        """The values that are computed from these, and these."""
+        """Returns these values and all values that are computed from them."""
         result = set(values)
         for step in self.steps:
             if not result.isdisjoint(step.inputs):
@@ -135,7 +135,7 @@ class PassesAtValues:
         return places
 
     def last_rule(self, leaf: int) -> Node | None:
-        """The last custom rule that reads a value computed from this one."""
+        """Returns the last custom rule that reads a value computed from the leaf."""
         reached = self._reached([leaf])
         reading = (
             step.node for step in reversed(self.steps) if not reached.isdisjoint(step.inputs)
@@ -143,7 +143,7 @@ class PassesAtValues:
         return next((node for node in reading if node is not None and node.mark == CUSTOM), None)
 
     def _meeting(self, step: PassStep) -> PassStep:
-        """The last step from which all cotangents that enter a step come, or the step itself."""
+        """Returns the last common ancestor of a step's cotangents, or the step itself."""
         onward = lambda step: [*self._cotangents.intersection(step.inputs)]
         behind = [{*self._walk([value], onward)} for value in onward(step)]
         common = set.intersection(*behind) if len(behind) > 1 else set()
@@ -155,12 +155,12 @@ class PassesAtValues:
         return [*dict.fromkeys(ends)]
 
     def _ends(self, values: Sequence[int], onward: Onward) -> list[PassStep]:
-        """The steps at which a walk ends, as they ran."""
+        """Returns the steps at which a walk ends, in execution order."""
         ends = [at for at, further in self._walk(values, onward).items() if not further]
         return [self.steps[at] for at in sorted(ends)]
 
     def _walk(self, values: Sequence[int], onward: Onward) -> dict[int, list[int]]:
-        """The positions of the steps behind these values, each with the values it goes on to."""
+        """Maps the positions of the steps behind these values to the next values of the walk."""
         result, todo = dict[int, list[int]](), [*values]
         while todo:
             at = self._makers.get(todo.pop())

@@ -65,7 +65,7 @@ def trained(
     model: Any = None,
     optimizer: Any = None,
 ) -> Diagnosis:
-    """The findings on the arrays that a training loop trains.
+    """Returns the findings on the arrays that a training loop trains.
 
     Args:
         backend: The backend.
@@ -155,10 +155,8 @@ def _compare_with_optimizer(
 
 # --- networks that are stopped on purpose ------------------------------------------------
 
-_UNSTEPPED = "not trained, and no optimizer steps it, like a target network or a teacher"
-_TWIN = (
-    "not trained, next to a trained network of the same shape, like a target network or a teacher"
-)
+_UNSTEPPED = "not trained and not in an optimizer, like a target network or a teacher"
+_TWIN = "not trained, but a network of the same shape is, as with a target network or a teacher"
 
 
 def _note_targets(
@@ -201,7 +199,7 @@ def _twins(
     numbers: Mapping[str, Sequence[int]],
     stopped: set[str],
 ) -> set[str]:
-    """The stopped parameters of networks that have a trained twin, such as target networks.
+    """Returns the stopped parameters of networks that have a trained twin, such as target networks.
 
     A twin has the same names and shapes under another prefix. It must not read the stopped
     network's outputs, as the next layer of the same network would. Each term that depends on the

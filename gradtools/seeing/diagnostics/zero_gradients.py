@@ -117,7 +117,7 @@ class SeeingOperators(Operators):
 
 
 def _takes_nothing(f: Any) -> bool:
-    """Whether a function has no parameters."""
+    """Returns whether a function has no parameters."""
     try:
         return not signature(f).parameters
     except (TypeError, ValueError):  # a builtin may lack a signature

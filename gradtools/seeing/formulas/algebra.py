@@ -1,10 +1,10 @@
 """Smart constructors of expressions: they canonicalize on construction.
 
-Everything that moves axes is a product of arrays, as einsum. Coefficients are collected, nested
-products flattened where that reads better, equal factors become powers, one-hot factors under a sum
-are eliminated, broadcasts are moved outwards, where they may cancel. A contraction (a product with
-a sum) is never flattened into another contraction, so that a matrix product of the program stays
-one value.
+Every operation that moves axes is a product of arrays, as einsum. Coefficients are collected,
+nested products are flattened if that is easier to read, equal factors become powers, one-hot
+factors under a sum are eliminated, and broadcasts move outwards, where they may cancel. A
+contraction (a product with a sum) is never flattened into another contraction, so a matrix product
+of the program stays one value.
 
 A sum collects like terms and factors common factors out. Broadcasts are moved out of elementwise
 functions. Conjugates and real parts are moved to the leaves.
@@ -30,7 +30,7 @@ Entry = tuple[Expr, Labels]  # a factor, with the labels of its axes
 
 
 def parts(x: Expr) -> tuple[Any, list[Entry], Labels]:
-    """x as a product: its coefficient, its factors, and its own labels."""
+    """Returns x as a product: its coefficient, its factors and its own labels."""
     out = tuple(range(x.rank))
     if x.op != "einsum":
         return 1.0, [(x, out)], out
@@ -38,23 +38,23 @@ def parts(x: Expr) -> tuple[Any, list[Entry], Labels]:
 
 
 def varying(x: Expr) -> set[int]:
-    """The axes along which x is not broadcast."""
+    """Returns the axes along which x is not broadcast."""
     _, entries, out = parts(x)
     return {l for _, names in entries for l in names}.intersection(out)
 
 
 def contracts(x: Expr) -> bool:
-    """Whether x is a product with summed labels."""
+    """Returns whether x is a product with summed labels."""
     return x.op == "einsum" and any(l >= x.rank for labels in x["labels"] for l in labels)
 
 
 def is_wrapper(x: Expr) -> bool:
-    """Whether x is another array transposed, broadcast or scaled."""
+    """Returns whether x is another array transposed, broadcast or scaled."""
     return x.op == "einsum" and len(x.args) == 1 and not contracts(x)
 
 
 def opened(x: Expr, names: Labels, mark: int) -> list[Entry]:
-    """The factors of a product x whose axes have these names; its summed axes have the mark."""
+    """Returns the factors of x with its axes renamed to `names`; `mark` tags summed axes."""
     known: dict[Any, Any] = dict(enumerate(names))
     name = lambda l: known.setdefault(l, ("summed", mark, l))
     return [(f, tuple(map(name, own))) for f, own in zip(x.args, x["labels"], strict=True)]
@@ -66,7 +66,7 @@ def product(
     shape: Iterable[int] | None = None,
     coefficient: Any = 1.0,
 ) -> Expr:
-    """The canonical einsum of factors with the labels of their axes, all different in each.
+    """Returns the canonical einsum of factors; the axis labels of a factor are distinct.
 
     out, shape: The labels of the result, all different, and their lengths, by default the factors'.
     """
@@ -104,7 +104,7 @@ def product(
         core = _einsum(factors, kept, size)
         same = coefficient == 1 and kept == out
         return core if same else _einsum([(core, kept)], out, size, coefficient)
-    by_rank = sorted(factors, key=lambda f: -len(f[1]))  # the order of the axes follows these
+    by_rank = sorted(factors, key=lambda f: -len(f[1]))  # these determine the order of the axes
     kept = tuple(dict.fromkeys(n for _, names in by_rank for n in names))
     if len(factors) > 1 and set(kept) == set(out) and kept != out:
         factors = [(_einsum(factors, kept, size), kept)]
@@ -114,7 +114,7 @@ def product(
 def _flattened(
     coefficient: Any, entries: list[Entry], out: Labels, size: dict[Any, int]
 ) -> tuple[Any, list[Entry]]:
-    """Coefficient and factors, with products among these flattened where that reads better."""
+    """Flattens products among the factors if the result is easier to read."""
     flat: list[Entry] = []
     axes = [set(names) for _, names in entries if names]
     sums = any(not names <= set(out) for names in axes)
@@ -135,7 +135,7 @@ def _flattened(
 
 
 def _stays_whole(x: Expr) -> bool:
-    """Whether x is an elementwise product that stays one matrix inside of a contraction.
+    """Returns whether x is an elementwise product that stays one matrix inside of a contraction.
 
     It does not stay one if it is broadcast, or if the sum can eliminate some of its factors.
     """
@@ -151,7 +151,7 @@ def _stays_whole(x: Expr) -> bool:
 
 
 def _with_powers(entries: list[Entry]) -> list[Entry]:
-    """Equal factors with equal labels as powers."""
+    """Combines equal factors with equal labels to powers."""
     powers: dict[Entry, Any] = {}
     for factor, names in entries:
         is_power = factor.op == "power"
@@ -180,17 +180,17 @@ def _einsum(
 
 
 def scale(coefficient: Any, x: Expr) -> Expr:
-    """A number times x."""
+    """Multiplies x by a number."""
     return product([(x, range(x.rank))], range(x.rank), x.shape, coefficient)
 
 
 def broadcast_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
-    """The shape to which NumPy broadcasts these shapes."""
+    """Returns the shape to which NumPy broadcasts these shapes."""
     return tuple(np.broadcast_shapes(*map(tuple, shapes)))
 
 
 def times(*factors: Expr) -> Expr:
-    """The elementwise product, broadcast as in NumPy."""
+    """Returns the elementwise product, broadcast as in NumPy."""
     rank = max(f.rank for f in factors)
     return product([(f, range(rank - f.rank, rank)) for f in factors], range(rank))
 
@@ -202,18 +202,18 @@ def broadcast(x: Expr, shape: Sequence[int], axes: Iterable[int] | None = None) 
 
 
 def drop_axes(x: Expr, kept: Sequence[int]) -> Expr:
-    """x restricted to the axes `kept`; it must be broadcast along the others."""
+    """Restricts x to the axes `kept`; x must be broadcast along the others."""
     coefficient, entries, _ = parts(x)
     return product(entries, kept, [x.shape[a] for a in kept], coefficient)
 
 
 def with_factors(x: Expr, factors: Iterable[Expr], coefficient: Any) -> Expr:
-    """The product x with other factors in the places of its own."""
+    """Replaces the factors of a product."""
     return product(zip(factors, x["labels"], strict=True), range(x.rank), x.shape, coefficient)
 
 
 def transpose(x: Expr, permutation: Iterable[int]) -> Expr:
-    """numpy.transpose; x itself for the identity permutation."""
+    """Implements numpy.transpose; returns x for the identity permutation."""
     permutation, axes = tuple(permutation), tuple(range(x.rank))
     if permutation == axes:
         return x
@@ -221,12 +221,12 @@ def transpose(x: Expr, permutation: Iterable[int]) -> Expr:
 
 
 def swap(x: Expr) -> Expr:
-    """The last two axes exchanged."""
+    """Exchanges the last two axes."""
     return transpose(x, (*range(x.rank - 2), x.rank - 1, x.rank - 2))
 
 
 def total(x: Expr, axes: Iterable[int] | None = None, keep: bool = False) -> Expr:
-    """The sum over axes."""
+    """Sums over axes."""
     axes = set(range(x.rank) if axes is None else axes)
     left = [a for a in range(x.rank) if a not in axes]
     result = product([(x, range(x.rank))], left)
@@ -234,13 +234,13 @@ def total(x: Expr, axes: Iterable[int] | None = None, keep: bool = False) -> Exp
 
 
 def mean(x: Expr, axes: Iterable[int] | None = None, keep: bool = False) -> Expr:
-    """The mean over axes."""
+    """Averages over axes."""
     axes = tuple(range(x.rank) if axes is None else axes)
     return scale(1.0 / prod(x.shape[a] for a in axes), total(x, axes, keep))
 
 
 def centred(x: Expr, axes: Iterable[int]) -> Expr:
-    """x - mean x."""
+    """Returns x - mean x."""
     return x - mean(x, axes, keep=True)
 
 
@@ -252,19 +252,19 @@ def unsqueeze(x: Expr, axes: Iterable[int]) -> Expr:
 
 
 def spread(x: Expr, axes: Iterable[int], shape: Sequence[int]) -> Expr:
-    """The adjoint of a sum over axes (without keep): broadcasts over them."""
+    """Returns the adjoint of a sum over axes (without keep): broadcasts over them."""
     axes = set(axes)
     return broadcast(x, shape, [a for a in range(len(shape)) if a not in axes])
 
 
 def einsum(subscripts: str, *xs: Expr) -> Expr:
-    """numpy.einsum with an explicit output."""
+    """Implements numpy.einsum with an explicit output."""
     left, out = subscripts.replace(" ", "").split("->")
     return product(zip(xs, left.split(","), strict=True), out)
 
 
 def matmul(a: Expr, b: Expr) -> Expr:
-    """numpy.matmul."""
+    """Implements numpy.matmul."""
     batch = max(a.rank - 2, b.rank - 2, 0)
     lead = lambda x: range(batch - max(x.rank - 2, 0), batch)
     left, right = (*lead(a), *"ik"[-a.rank :]), (*lead(b), *"kj"[: b.rank])
@@ -273,7 +273,7 @@ def matmul(a: Expr, b: Expr) -> Expr:
 
 
 def reshape(x: Expr, shape: Iterable[int]) -> Expr:
-    """A row-major reshape; axes of length 1 are removed and inserted by products."""
+    """Reshapes in row-major order; products remove and insert axes of length 1."""
     shape = tuple(shape)
     if x.shape == shape:
         return x
@@ -293,7 +293,7 @@ def reshape(x: Expr, shape: Iterable[int]) -> Expr:
 
 
 def add(terms: Sequence[Expr]) -> Expr:
-    """The sum of terms of one shape, with like terms collected and common factors factored out."""
+    """Adds terms of one shape; collects like terms and factors out common factors."""
     if len(terms) == 1:
         return terms[0]
     shape = terms[0].shape
@@ -308,7 +308,7 @@ def add(terms: Sequence[Expr]) -> Expr:
 
 
 def summands(x: Expr) -> list[Expr]:
-    """The terms of a sum, which may be scaled, transposed or broadcast; else x alone."""
+    """Returns the terms of a sum, possibly scaled, transposed or broadcast, or x alone."""
     if x.op == "add":
         return list(x.args)
     if is_wrapper(x) and x.args[0].op == "add":
@@ -318,7 +318,7 @@ def summands(x: Expr) -> list[Expr]:
 
 
 def _gather(terms: Sequence[Expr]) -> dict[Expr, Any]:
-    """The sum of the coefficients of each distinct term."""
+    """Returns the sum of the coefficients of each distinct term."""
     result: dict[Expr, Any] = {}
     for x in terms:
         coefficient, core = expressions.constant_of(x), x
@@ -332,7 +332,7 @@ def _gather(terms: Sequence[Expr]) -> dict[Expr, Any]:
 
 
 def _without_common(terms: list[Expr], shape: tuple[int, ...]) -> Expr:
-    """The sum with common factors, a common coefficient and common broadcasts factored out."""
+    """Factors common factors, a common coefficient and common broadcasts out of a sum."""
     kept = sorted(set().union(*map(varying, terms)))
     if len(kept) < len(shape):
         return broadcast(add([drop_axes(t, kept) for t in terms]), shape, kept)
@@ -358,7 +358,7 @@ def _without_common(terms: list[Expr], shape: tuple[int, ...]) -> Expr:
 
 
 def plus(*terms: Expr) -> Expr:
-    """The sum, broadcast as in NumPy."""
+    """Returns the sum, broadcast as in NumPy."""
     shape = broadcast_shape(*(t.shape for t in terms))
     return add([broadcast(t, shape) for t in terms])
 
@@ -367,7 +367,7 @@ def plus(*terms: Expr) -> Expr:
 
 
 def apply(name: str, /, *of: Any, kind: str = "", **attributes: Any) -> Expr:
-    """An elementwise operation, broadcast as in NumPy; broadcasts are moved out of it.
+    """Applies an elementwise operation, broadcast as in NumPy; moves broadcasts outwards.
 
     kind: The kind of the result; by default the widest of the arguments', at least real.
     """
@@ -383,7 +383,7 @@ def apply(name: str, /, *of: Any, kind: str = "", **attributes: Any) -> Expr:
 
 
 def power(x: Expr, exponent: Any) -> Expr:
-    """x to a constant power, elementwise."""
+    """Raises x to a constant power, elementwise."""
     exponent = tidy(exponent)
     if exponent == 1:
         return x
@@ -408,7 +408,7 @@ def power(x: Expr, exponent: Any) -> Expr:
 
 
 def conj(x: Expr) -> Expr:
-    """The complex conjugate, moved to the leaves."""
+    """Returns the complex conjugate, moved to the leaves."""
     if not x.is_complex:
         return x
     if x.op == "conj":
@@ -424,17 +424,17 @@ def conj(x: Expr) -> Expr:
 
 
 def real(x: Expr) -> Expr:
-    """The real part."""
+    """Returns the real part."""
     return _part(x, 0)
 
 
 def imag(x: Expr) -> Expr:
-    """The imaginary part."""
+    """Returns the imaginary part."""
     return _part(x, 1)
 
 
 def _part(x: Expr, which: int) -> Expr:
-    """The real (0) or imaginary (1) part."""
+    """Returns the real (0) or imaginary (1) part."""
     if not x.is_complex:
         return (x, full(0.0, x.shape))[which]
     c = x.get("coefficient", 1j)  # of a product

@@ -38,7 +38,7 @@ class ComplexPair:
 def in_complex_numbers(
     gradients: Mapping[Expr, Expr | None], cotangents: Sequence[Expr]
 ) -> list[tuple[ComplexPair, Expr | None]]:
-    """The pairs of inputs with their gradients in terms of the pairs; the cotangents' pair is last.
+    """Returns pairs of inputs with gradients in terms of pairs; the cotangents' pair is last.
 
     Inputs are paired if their names differ only by re and im, real and imag, or r and i. The
     gradient of a pair that is not differentiated is None. Empty if one has no complex form.
@@ -76,7 +76,7 @@ def in_complex_numbers(
 
 
 def _expanded(x: Expr, known: Mapping[Expr, list[Expr]]) -> list[Expr] | None:
-    """The terms of a polynomial in the parts; None if it is not a polynomial, or too long."""
+    """Returns the terms of a polynomial in the parts; None for other or long expressions."""
     terms = dict(known)
     for y in order([x]):
         if y in terms:

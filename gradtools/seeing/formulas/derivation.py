@@ -118,7 +118,7 @@ class Formula:
         self.directions, self.second = of_leaves(self._directions), of_results(self._second)
 
     def _introduced(self, what: str, like: Expr, name: Written) -> Expr:
-        """A new placeholder of this shape, with its name."""
+        """Returns a new placeholder of this shape, with its name."""
         result = placeholder(what, like.shape, like.kind)
         self._names[result] = name
         return result
@@ -149,11 +149,11 @@ class Formula:
     __repr__ = __str__
 
     def lines(self, section: int) -> list[str]:
-        """The lines of one part: 0 the program, 1 its adjoint, 2 the adjoint of that."""
+        """Returns the lines of one part: 0 the program, 1 its adjoint, 2 the adjoint of that."""
         return [*self._statements.sections[section].lines]
 
     def latex(self) -> str:
-        """The formula in LaTeX: one ``aligned`` for each part, and one for definitions of names."""
+        """Formats the formula in LaTeX: one ``aligned`` per part, and one for definitions."""
         blocks = []
         for section in self._statements.sections:
             title = rf"\textbf{{{section.title}}}\ {ts.latex(section.of)}"
@@ -164,7 +164,7 @@ class Formula:
         return "\n\\\\[1em]\n".join(f"\\begin{{aligned}}\n{a}\n\\end{{aligned}}" for a in aligned)
 
     def _gathered(self) -> str:
-        """The parts below each other, as one LaTeX ``gathered`` environment."""
+        """Stacks the parts in one LaTeX ``gathered`` environment."""
         return f"\\begin{{gathered}}\n{self.latex()}\n\\end{{gathered}}"
 
     def _repr_latex_(self) -> str:
@@ -198,7 +198,7 @@ class Formula:
         return Statements(sections, self._names, self._table)
 
     def _legend(self) -> list[str]:
-        """The spaces of the leaves, as x ∈ ℝ^(i×j), the constants, and the lengths of the axes."""
+        """Lists the leaves' spaces (x ∈ ℝ^(i×j)), the constants and the axis lengths."""
         written, recorded = self._statements, self._recorded
         used = {*written.values, *recorded.opened}
         sizes: dict[str, int] = {}
@@ -221,7 +221,7 @@ class Formula:
     def evaluate(
         self, inputs: Arrays, cotangents: Arrays | None = None, directions: Arrays = ()
     ) -> Values:
-        """The numbers of every result, in float64 and complex128.
+        """Evaluates every result in float64 or complex128.
 
         Args:
             inputs: One array for each input.
@@ -248,7 +248,7 @@ class Formula:
         return Values(*(tuple(map(shaped, group)) for group in groups))
 
     def random_cotangents(self, rng: np.random.Generator) -> tuple[list, list]:
-        """Random cotangents and directions, standard normal."""
+        """Returns random cotangents and directions, standard normal."""
 
         def draw(p: Expr) -> np.ndarray:
             x = rng.normal(size=p.shape)

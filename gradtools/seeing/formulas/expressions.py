@@ -70,7 +70,7 @@ class Expr:
         return dict(self.attributes)[name]
 
     def get(self, name: str, default: Any = None) -> Any:
-        """An attribute, or the default."""
+        """Returns an attribute, or the default."""
         return dict(self.attributes).get(name, default)
 
     @property
@@ -95,7 +95,7 @@ class Expr:
 
 
 def expr(op: str, args: Iterable[Expr], shape: Iterable[int], kind: str, **attributes: Any) -> Expr:
-    """The expression with these parts; the same object for equal parts."""
+    """Returns the expression with these parts; equal parts give the same object."""
     args, shape = tuple(args), tuple(int(n) for n in shape)
     pairs = tuple(sorted(attributes.items()))
     key = (op, tuple(id(a) for a in args), pairs, shape, kind)
@@ -107,12 +107,12 @@ def expr(op: str, args: Iterable[Expr], shape: Iterable[int], kind: str, **attri
 
 
 def widest(*kinds: str) -> str:
-    """The kind to which these are promoted."""
+    """Returns the kind to which these kinds are promoted."""
     return max(kinds, key=_RANK.__getitem__, default=REAL)
 
 
 def kind_of(dtype: Any) -> str:
-    """The kind of a dtype or a dtype's name."""
+    """Returns the kind of a dtype or a dtype's name."""
     name = str(dtype)
     if name.startswith(("float", "bfloat")):
         return REAL
@@ -140,12 +140,12 @@ _fresh = itertools.count()
 
 
 def placeholder(name: str, shape: Iterable[int], kind: str = REAL) -> Expr:
-    """A new input, distinct from all others."""
+    """Returns a new input, distinct from all others."""
     return expr("placeholder", (), shape, kind, name=name, number=next(_fresh))
 
 
 def order(roots: Iterable[Expr]) -> list[Expr]:
-    """The roots and everything they depend on, in topological order."""
+    """Returns the roots and everything they depend on, in topological order."""
     seen: set[Expr] = set()
     result: list[Expr] = []
     stack = [(root, False) for root in reversed(list(roots))]
@@ -169,20 +169,20 @@ def lifted(x: Any) -> Expr:
 
 
 def tidy(value: Any) -> Any:
-    """A Python number: complex only if the imaginary part is nonzero, without negative zero."""
+    """Converts to a Python number, real if the imaginary part is 0, without negative zero."""
     value = complex(value)
     return value if value.imag else float(value.real) + 0.0
 
 
 def full(value: Any, shape: Sequence[int]) -> Expr:
-    """A constant array of this shape: a product without factors."""
+    """Returns a constant array of this shape: a product without factors."""
     c = tidy(value.item() if hasattr(value, "item") else value)
     kind = COMPLEX if isinstance(c, complex) else REAL
     return expr("einsum", (), shape, kind, labels=(), coefficient=c)
 
 
 def array(value: Any) -> Expr:
-    """A captured array as an expression; equal numbers become one."""
+    """Converts a captured array to an expression, a constant if all its numbers are equal."""
     value = np.asarray(value)
     if value.size and np.all(value == value.flat[0]) and value.dtype.kind in "fc":
         return full(value.flat[0].item(), value.shape)
@@ -190,12 +190,12 @@ def array(value: Any) -> Expr:
 
 
 def constant_of(x: Expr) -> Any:
-    """The number of which x consists, if it is a constant array; else None."""
+    """Returns the number of which x consists if it is a constant array, otherwise None."""
     return x["coefficient"] if x.op == "einsum" and not x.args else None
 
 
 def is_zero(x: Expr) -> bool:
-    """Whether x is known to be zero."""
+    """Returns whether x is known to be zero."""
     return constant_of(x) == 0
 
 
@@ -222,7 +222,7 @@ def operation(name: str, evaluate: Callable[..., Any], pullback: Any = None, **m
 
 
 def evaluate(roots: Sequence[Expr], known: Mapping[Expr, Any]) -> list[np.ndarray]:
-    """The roots' values from those of the placeholders; each subexpression is computed once.
+    """Evaluates the roots at values of the placeholders; computes each subexpression once.
 
     Raises:
         GradtoolsError: A value has another shape than its placeholder.

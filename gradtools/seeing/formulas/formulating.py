@@ -46,7 +46,7 @@ class Formulating(Operators):
         argnums: int | tuple[int, ...] = 0,
         **kwargs: Any,
     ) -> Formula:
-        """The adjoint program of f as mathematics, compared with automatic differentiation.
+        """Writes the adjoint program of f as mathematics, checked by automatic differentiation.
 
         With y = f(x), the cotangent of x is written x̄. At order 2 the adjoint program is
         differentiated once more, along a direction u for each cotangent of an input::
@@ -126,7 +126,7 @@ class _Comparison:
         self.tolerance = tolerance * (10 ** (order - 1) if self.single else 1)
 
     def shown(self) -> Formula:
-        """The formula with the result of its comparison.
+        """Returns the formula with the result of its comparison.
 
         It is compared at the given arguments and at random points near them, nearer if f's domain
         requires it.
@@ -156,7 +156,7 @@ class _Comparison:
         return self.formula
 
     def _compared_nearby(self) -> tuple[list[Agreement], str]:
-        """The comparisons at points near the arguments, and the reason if there is none."""
+        """Compares at points near the arguments; returns the reason if there is no comparison."""
         results: list[Agreement] = []
         for point in self._points(_STEPS):
             try:
@@ -180,14 +180,14 @@ class _Comparison:
         return results, "nearby f is not defined (it raises, or a value is not finite)"
 
     def _compared(self, formula: Formula, point: Point, theirs: Sequence[Group]) -> Agreement:
-        """The formula's numbers at a point, compared with the framework's."""
+        """Compares the formula's numbers at a point with the framework's numbers."""
         ours = formula.evaluate(*point)
         names = [*formula.outputs, *formula.gradients, *formula.second]
         groups = [*chain(*theirs)], [*chain(*ours)]
         return compared(names, *groups, self.tolerance, self.floor, ours, "formula")
 
     def _recorded_at(self, point: Point) -> Formula:
-        """The formula of the program that f runs at a nearby point."""
+        """Returns the formula of the program that f runs at a nearby point."""
         before = self.program.leaves
         try:
             self.program.leaves = self._leaves(point)
@@ -229,7 +229,7 @@ class _Comparison:
         return _agreement(results, f"yes: agrees at the arguments{random}", f", called with {call}")
 
     def _points(self, steps: Sequence[float]) -> Iterator[Point]:
-        """Random points at relative distances of the given arguments; 0 gives the arguments."""
+        """Draws points at relative distances from the given arguments; 0 gives the arguments."""
         rng, own = np.random.default_rng(0), len(self.program.leaves)
         for step in steps:
             cotangents, directions = self.formula.random_cotangents(rng)
@@ -240,19 +240,19 @@ class _Comparison:
             yield inputs, cotangents, directions
 
     def _leaves(self, point: Point) -> list[Any]:
-        """The framework's arrays of f's arguments; integers and random keys are unchanged."""
+        """Converts f's arguments to framework arrays; integers and random keys are unchanged."""
         given, is_inexact = self.program.leaves, self.backend.is_inexact
         pairs = zip(given, point[0][: len(given)], strict=True)
         return [self._array(x) if is_inexact(leaf) else leaf for leaf, x in pairs]
 
     def _array(self, x: Any) -> Any:
-        """The framework's array of a NumPy array or number; other arrays as they are."""
+        """Converts a NumPy array or number to a framework array; other arrays are unchanged."""
         if hasattr(x, "dtype") and not isinstance(x, np.ndarray | np.generic):
             return x
         return self.backend.asarray(np.asarray(x), next(iter(self.program.leaves), None))
 
     def _numbers(self, point: Point) -> tuple[Group, ...]:
-        """The framework's outputs, gradients and, at order 2, their derivatives.
+        """Returns the framework's outputs, gradients and, at order 2, their derivatives.
 
         A gradient is None where the input is not differentiated.
         """
@@ -278,13 +278,13 @@ def _counted(points: int) -> str:
 
 
 def _agreement(results: Sequence[Agreement], said: str, note: str) -> Agreement:
-    """The agreement of all of these."""
+    """Combines several results to one agreement."""
     error = max(result.error for result in results)
     return Agreement(True, error, message=f"{said} (greatest relative error {error:.1e}){note}")
 
 
 def _differs(result: Agreement) -> GradtoolsError:
-    """The error that is raised in place of a formula that is wrong."""
+    """Returns the error that is raised instead of returning a wrong formula."""
     return GradtoolsError(
         f"formula: {result}; the formula is not shown. Please report the function"
     )
@@ -337,12 +337,12 @@ def compared(
 
 
 def all_finite(groups: Sequence[Group]) -> bool:
-    """Whether all arrays are finite."""
+    """Returns whether all arrays are finite."""
     return all(np.isfinite(x).all() for group in groups for x in group if x is not None)
 
 
 def _moved(rng: np.random.Generator, x: np.ndarray, step: float) -> np.ndarray:
-    """An array near x, of its dtype: entries times e**(step n), zeros plus step n."""
+    """Returns an array near x: entries times e**(step n), zeros plus step n."""
     if x.dtype.kind not in "fc" or not step:
         return x
     n = rng.normal(size=x.shape)
@@ -352,7 +352,7 @@ def _moved(rng: np.random.Generator, x: np.ndarray, step: float) -> np.ndarray:
 
 
 def _for_each_input(result: list, names: Sequence[str], expected: Group, call: str) -> list[Any]:
-    """A derivation's results with one entry for each input, None where it has no derivative."""
+    """Expands a derivation's results to one per input, None without a derivative."""
     can = [k for k, a in enumerate(expected) if a is not None]
     if len(result) == len(can) < len(expected):
         return replaced_at([None] * len(expected), can, result)

@@ -1,7 +1,7 @@
 """Opaque operations: formulas have no algebra for them and keep their names.
 
-A convolution, a Fourier transform, a loop, a function with a custom rule keeps its name. Its
-adjoint is its vjp applied to the cotangent; the framework computes both, and the adjoint of that::
+Convolutions, Fourier transforms, loops and functions with a custom rule keep their names. The
+adjoint is the vjp of the cotangent; the framework computes both, and the adjoint of the vjp::
 
     y = solve(A, b)        Ā = vjp₁[solve](A, b; ȳ)        b̄ = vjp₂[solve](A, b; ȳ)
 """
@@ -35,7 +35,7 @@ class OpaqueFunction:
     around: Callable[[], AbstractContextManager[Any]] = nullcontext  # the context in which it runs
 
     def value(self, *values: np.ndarray) -> list[np.ndarray]:
-        """The outputs as NumPy arrays."""
+        """Returns the outputs as NumPy arrays."""
         backend, first = self.backend, next((x for x in self.likes if x is not None), None)
         with self.around():
             pairs = zip(values, self.likes, strict=True)
@@ -73,7 +73,7 @@ def by_name(
     kernel: OpaqueFunction,
     **about: Any,
 ) -> list[Expr]:
-    """The outputs of an opaque operation, by the shape and the kind of each.
+    """Returns the outputs of an opaque operation, by the shape and the kind of each.
 
     about: The data for the notation of an adjoint.
     """
@@ -84,7 +84,7 @@ def by_name(
 def pulled_back(
     call: Expr, cotangents: Mapping[int, Expr], active: Collection[Expr]
 ) -> Sequence[Expr | None]:
-    """The cotangents of the active operands of an opaque operation, from those of its outputs."""
+    """Pulls the cotangents of an opaque operation's outputs back to its active operands."""
     kernel, args = call["kernel"], call.args
     given = {k: g for k, g in sorted(cotangents.items()) if not is_zero(g)}
     moving = [k for k, m in enumerate(kernel.moving) if m]
@@ -98,7 +98,7 @@ def pulled_back(
         kernel.vjp([*given], wanted),
         of=len(args),
         level=call.get("level", 0) + 1,
-        # Indices among the operands that have a derivative; () where there is only one.
+        # Indices among the operands that have a derivative; () if there is only one.
         places=tuple(map(moving.index, wanted)) if len(moving) > 1 else (),
     )
     return replaced_at([None] * len(args), wanted, pulled)

@@ -31,7 +31,7 @@ def _entrywise(name: str, evaluate: Callable[..., Any], pullback: Any = None, **
 
 # --- functions of one argument
 
-# The definitions of the names that are printed with theirs.
+# The definitions of names that are printed with a definition.
 DEFINITIONS = {
     "softplus": "softplus(x) := log(1 + e^x)",
     "sigmoid": "sigmoid(x) := 1 / (1 + e^(-x))",
@@ -61,7 +61,7 @@ for _name, (_value, _slope) in FUNCTIONS.items():
 
 
 def _write_sum(w: Writer, x: Expr) -> Written:
-    """The terms: compositions first, then named values, then numbers."""
+    """Writes the terms: compositions first, then named values, then numbers."""
     w.axes.letters(x)  # the first letters are for the axes of sums
     rank = lambda a: 2 if constant_of(a) is not None else int(w.is_named(a))
     return ts.summed([w.write(a) for a in sorted(x.args, key=rank)])
@@ -77,7 +77,7 @@ def _write_power(w: Writer, x: Expr) -> Written:
 
 
 def _write_cast(w: Writer, x: Expr) -> Written:
-    """√x and √(x + 0i) differ below zero, so a cast to complex is written."""
+    """Writes a cast to complex, because √x and √(x + 0i) differ below zero."""
     inner = w.write(x.args[0])
     return Written(f"{inner.text} + 0i", ts.SUM) if x.is_complex else inner
 
@@ -116,7 +116,7 @@ _entrywise(
 
 
 def stop(x: Expr) -> Expr:
-    """stop_gradient: x with no derivative."""
+    """Returns x without a derivative (stop_gradient)."""
     return x if x.op == "stop" or constant_of(x) is not None else apply("stop", x, kind=x.kind)
 
 
@@ -134,7 +134,7 @@ _RELATIONS = {
 
 
 def indicator(a: Any, b: Any, relation: str) -> Expr:
-    """The indicator function: 1 where a and b, expressions or numbers, satisfy the relation."""
+    """Returns the indicator: 1 where a and b (expressions or numbers) satisfy the relation."""
     return apply("compare", a, b, kind=expressions.BOOLEAN, relation=relation)
 
 
@@ -162,7 +162,7 @@ _entrywise("where", np.where, _pull_where, form=_write_where)
 
 
 def where(c: Expr, a: Any, b: Any) -> Expr:
-    """a where c holds, else b; only a or b if c is the same constant everywhere."""
+    """Selects a where c holds, else b; returns a or b alone if c is constant."""
     c, a, b = c if c.kind == expressions.BOOLEAN else indicator(c, 0, "!="), lifted(a), lifted(b)
     mask = c["value"].array if c.op == "array" else None
     if mask is not None and mask.all() == mask.any():
@@ -175,7 +175,7 @@ def where(c: Expr, a: Any, b: Any) -> Expr:
 
 
 def _einsum(y: Expr, *arrays: np.ndarray) -> np.ndarray:
-    """Coefficient times the einsum of the factors, broadcast to the shape."""
+    """Computes the coefficient times the einsum of the factors, broadcast to the shape."""
     einsum: Any = np.einsum  # NumPy's types lack the form with lists of labels
     axes = range(y.rank)
     spread = lambda x, own: np.asarray(x)[tuple(slice(None) if l in own else None for l in axes)]
@@ -194,7 +194,7 @@ def _einsum(y: Expr, *arrays: np.ndarray) -> np.ndarray:
 
 
 def _pull_einsum(y: Expr, g: Expr, *factors: Expr) -> list[Expr]:
-    """For each factor g times the conjugates of all others."""
+    """Returns for each factor g times the conjugates of the other factors."""
     entries = [(conj(f), names) for f, names in zip(factors, y["labels"], strict=True)]
     result = []
     for k, (factor, labels) in enumerate(zip(factors, y["labels"], strict=True)):
@@ -224,7 +224,7 @@ operation(
 
 
 def sliced(x: Expr, *, start: Any, limit: Any, stride: Any = None, drop: Any = ()) -> Expr:
-    """The slice start:limit:stride of each axis, stride > 0, without the length-1 axes in drop."""
+    """Slices each axis as start:limit:stride (stride > 0); removes the length-1 axes in drop."""
     triples = zip(start, limit, stride or (1,) * x.rank, strict=True)
     bounds = tuple((int(a), int(max(a, b)), int(s)) for a, b, s in triples)
     shape = tuple(len(range(*bound)) for bound in bounds)
@@ -233,7 +233,7 @@ def sliced(x: Expr, *, start: Any, limit: Any, stride: Any = None, drop: Any = (
 
 
 def split(x: Expr, *, sizes: Sequence[int], axis: int) -> list[Expr]:
-    """Consecutive slices of these sizes."""
+    """Returns consecutive slices of these sizes."""
     at = lambda n, others: [n if a == axis else other for a, other in enumerate(others)]
     pairs = zip(accumulate(sizes), sizes, strict=True)
     return [sliced(x, start=at(e - n, (0,) * x.rank), limit=at(e, x.shape)) for e, n in pairs]
@@ -250,7 +250,7 @@ def _embedded(y: Expr, g: np.ndarray) -> np.ndarray:
 
 
 def _write_part(w: Writer, y: Expr) -> Written:
-    """A part of an array in NumPy's notation, or zeros with that part."""
+    """Writes a part of an array in NumPy's notation, or zeros with that part."""
     (x,) = y.args
     pieces = []
     for (first, last, step), n in zip(y["bounds"], map(max, x.shape, y.shape), strict=True):
@@ -280,17 +280,17 @@ operation(
 
 
 def one_hot(i: Expr, *, size: int) -> Expr:
-    """A last axis with 1 at i."""
+    """Appends an axis with 1 at i and 0 elsewhere."""
     return expr("one_hot", (i,), (*i.shape, size), REAL, size=size)
 
 
 def picked(x: Expr, i: Expr) -> Expr:
-    """The entry of each row of x that i names: the last axis is summed with a one-hot factor."""
+    """Picks entry i of each row of x: sums the last axis with a one-hot factor."""
     return total(x * one_hot(i, size=x.shape[-1]), [x.rank - 1])
 
 
 def take_along(x: Expr, i: Expr, *, axis: int) -> Expr | None:
-    """numpy.take_along_axis with one entry of each row; None for other shapes."""
+    """Implements numpy.take_along_axis with one entry per row; None for other shapes."""
     rest = lambda of: (*of.shape[:axis], *of.shape[axis + 1 :])
     if not (x.rank and i.rank) or i.shape[axis] != 1 or rest(x) != rest(i):
         return None
@@ -302,7 +302,7 @@ def take_along(x: Expr, i: Expr, *, axis: int) -> Expr | None:
 
 
 def _write_along(w: Writer, y: Expr) -> Written:
-    """A function with the letters of its axes below, unless these are all axes."""
+    """Writes a function, with its axes as a subscript unless it acts on all axes."""
     x, axes = y.args[0], y["axes"]
     letters = w.axes.unique(x)
     below = "".join(letters[a] for a in axes) if len(axes) < x.rank else ""
@@ -334,7 +334,7 @@ def _pull_variance(y: Expr, g: Expr, x: Expr, axes: tuple[int, ...]) -> Expr:
 
 
 def _pull_standardize(y: Expr, g: Expr, x: Expr, axes: tuple[int, ...]) -> Expr:
-    """(g - mean g - y mean(y g)) / deviation."""
+    """Returns (g - mean g - y mean(y g)) / deviation."""
     inner = algebra.plus(g, -mean(g, axes, keep=True), -(y * mean(y * g, axes, keep=True)))
     return inner / (along("var", x, axes, keep=True) + y["eps"]) ** 0.5
 
@@ -370,7 +370,7 @@ for _name, (_value, _) in _ALONG.items():
 def along(
     name: str, x: Expr, axes: Iterable[int] | None = None, keep: bool = False, **more: Any
 ) -> Expr:
-    """A reduction over axes, by default all, or a function along axes; x itself without axes."""
+    """Applies a reduction over, or a function along, axes (default: all); without axes, x."""
     axes = tuple(range(x.rank) if axes is None else sorted(axes))
     if not axes:
         return x
@@ -383,5 +383,5 @@ def along(
 
 
 def softmax(x: Expr, *, axis: int) -> Expr:
-    """exp(x) over its sum along an axis; a scalar is an axis of length 1."""
+    """Divides exp(x) by its sum along an axis; a scalar is an axis of length 1."""
     return along("softmax", x, [axis]) if x.rank else expressions.full(1.0, ())

@@ -25,7 +25,7 @@ from gradtools.seeing.formulas.operations import along, softmax
 
 
 def named(x: Expr) -> Expr:
-    """The result of an operation, by its name where it is one of the compositions above."""
+    """Replaces the result of an operation by its name if it is one of the compositions above."""
     kept = sorted(varying(x))
     if len(kept) < x.rank and constant_of(x) is None:  # broadcast along the other axes
         inner = algebra.drop_axes(x, kept)
@@ -39,13 +39,13 @@ def named(x: Expr) -> Expr:
 
 
 def _terms(x: Expr) -> list[Expr]:
-    """The terms of a sum, with nested sums flattened."""
+    """Returns the terms of a sum, with nested sums flattened."""
     terms = algebra.summands(x)
     return terms if terms == [x] else [t for term in terms for t in _terms(term)]
 
 
 def _without_shift(x: Expr, axes: Iterable[int]) -> tuple[Expr, list[Expr]]:
-    """X without its terms that are constant along the axes, and these terms."""
+    """Splits x into terms that vary along the axes (their sum) and constant terms."""
     terms, axes = _terms(x), set(axes)
     constant = [t for t in terms if axes.isdisjoint(varying(t))]
     rest = [t for t in terms if t not in constant]
@@ -53,7 +53,7 @@ def _without_shift(x: Expr, axes: Iterable[int]) -> tuple[Expr, list[Expr]]:
 
 
 def _summed(x: Expr) -> tuple[Any, Expr, tuple[int, ...]] | None:
-    """(c, z, axes), if x is c times the sum of z over axes."""
+    """Returns (c, z, axes), if x is c times the sum of z over axes."""
     c, entries, out = parts(x)
     core = product(entries, out, x.shape)
     if not algebra.contracts(core) or len(core.args) != 1 or core["coefficient"] != 1:
@@ -65,7 +65,7 @@ def _summed(x: Expr) -> tuple[Any, Expr, tuple[int, ...]] | None:
 
 
 def _squares(x: Expr, of_mean: bool) -> tuple[Expr, tuple[int, ...]] | None:
-    """(z, axes), if x is the sum, or the mean, of |z|**2 over axes."""
+    """Returns (z, axes), if x is the sum, or the mean, of |z|**2 over axes."""
     c, power, axes = _summed(x) or (1, x, ())
     length = math.prod(power.shape[a] for a in axes) if of_mean else 1
     if not axes or isinstance(c, complex) or abs(c * length - 1) > 1e-6:
@@ -77,13 +77,13 @@ def _squares(x: Expr, of_mean: bool) -> tuple[Expr, tuple[int, ...]] | None:
 
 
 def _centre(y: Expr, axes: tuple[int, ...]) -> Expr | None:
-    """Z, if y is z - mean z."""
+    """Matches z - mean z; returns z or None."""
     rests = (add([z for z in y.args if z is not t]) for t in y.args if y.op == "add")
     return next((z for z in rests if algebra.centred(z, axes) is y), None)
 
 
 def _replaced(x: Expr, gone: Sequence[Entry], new: Entry) -> Expr:
-    """The product x with a new factor in place of others."""
+    """Returns the product x with a new factor in place of others."""
     c, entries, out = parts(x)
     return product([new, *(e for e in entries if e not in gone)], out, x.shape, c)
 
@@ -92,7 +92,7 @@ def _replaced(x: Expr, gone: Sequence[Entry], new: Entry) -> Expr:
 
 
 def _logsumexp(x: Expr) -> Expr | None:
-    """log sum exp(z)."""
+    """Matches log sum exp(z)."""
     c, e, axes = _summed(x.args[0]) or (0, x, ())
     if c != 1 or e.op != "exp":
         return None
@@ -102,7 +102,7 @@ def _logsumexp(x: Expr) -> Expr | None:
 
 
 def _softmax(x: Expr) -> Expr | None:
-    """An exponential over its own sum along one axis."""
+    """Matches an exponential divided by its sum along one axis."""
     _, entries, _ = parts(x)
     for e, names in entries:
         for axis in range(e.rank) if e.op == "exp" else ():
@@ -114,7 +114,7 @@ def _softmax(x: Expr) -> Expr | None:
 
 
 def _of_exponential(x: Expr) -> Expr | None:
-    """1 / (1 + exp(-z)), and log(1 + exp(z))."""
+    """Matches 1 / (1 + exp(-z)) and log(1 + exp(z))."""
     for e in (t for t in x.args[0].args if t.op == "exp" and not x.is_complex):
         if x is (1 + e) ** -1:
             return apply("sigmoid", -e.args[0])
@@ -124,14 +124,14 @@ def _of_exponential(x: Expr) -> Expr | None:
 
 
 def _variance(x: Expr) -> Expr | None:
-    """The mean of |z - mean z|**2."""
+    """Matches the mean of |z - mean z|**2."""
     squares = _squares(x, of_mean=True)
     z = _centre(*squares) if squares else None
     return along("var", z, squares[1]) if squares and z is not None else None
 
 
 def _variance_of_moments(x: Expr) -> Expr | None:
-    """mean z**2 - (mean z)**2."""
+    """Matches mean z**2 - (mean z)**2."""
     for first in x.args:
         squares = _squares(first, of_mean=True)
         if squares and not squares[0].is_complex and x is first - mean(*squares) ** 2:
@@ -140,7 +140,7 @@ def _variance_of_moments(x: Expr) -> Expr | None:
 
 
 def _standardize(x: Expr) -> Expr | None:
-    """(z - mean z) times (variance z + eps)**-1/2."""
+    """Matches (z - mean z) times (variance z + eps)**-1/2."""
     _, entries, _ = parts(x)
     for f, names in entries:
         terms = _terms(f.args[0]) if f.op == "power" and f["exponent"] == -0.5 else []
@@ -158,13 +158,13 @@ def _standardize(x: Expr) -> Expr | None:
 
 
 def _norm(x: Expr) -> Expr | None:
-    """sqrt(sum |z|**2), or its reciprocal."""
+    """Matches sqrt(sum |z|**2) and its reciprocal."""
     squares = _squares(x.args[0], of_mean=False) if x["exponent"] in (0.5, -0.5) else None
     return along("norm", *squares) ** (2 * x["exponent"]) if squares else None
 
 
 def _modulus(x: Expr) -> Expr | None:
-    """|sum exp(z)|, which JAX's logsumexp computes, and relu(variance)."""
+    """Matches |sum exp(z)|, which JAX's logsumexp computes, and relu(variance)."""
     c, z, _ = _summed(x.args[0]) or (1, x.args[0], ())
     return x.args[0] if c == 1 and not z.is_complex and z.op in ("exp", "var") else None
 

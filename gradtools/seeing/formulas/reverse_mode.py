@@ -38,7 +38,7 @@ class Recorded:
 def adjoint(
     outputs: Sequence[Expr], cotangents: Sequence[Expr], wrt: Sequence[Expr]
 ) -> tuple[list[Expr], dict[Expr, Expr]]:
-    """The adjoint program: values are visited in reverse topological order.
+    """Returns the adjoint program. Values are visited in reverse topological order.
 
     Returns:
         The cotangents of ``wrt``, and the cotangent of every value between.

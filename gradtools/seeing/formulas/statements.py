@@ -94,7 +94,7 @@ class Statements:
                 names[x] = self._new(self._base(x))
 
     def _repeated(self, roots: Sequence[Expr]) -> list[Expr]:
-        """The values without a name that are used more than once, themselves or transposed."""
+        """Returns unnamed values that are used more than once, possibly transposed."""
         uses = Counter(roots)
         for x in self.values:
             if not is_wrapper(x):
@@ -113,7 +113,7 @@ class Statements:
         return result
 
     def _base(self, x: Expr) -> str:
-        """A base name: by the operation for values of the program, T for others."""
+        """Returns a base name: by the operation for values of the program, T otherwise."""
         if x.op in ("add", "einsum"):
             forward = any(a in self._forward for a in (x, *(x.args if is_wrapper(x) else ())))
             return ("Z" if x.rank > 1 else "z") if forward and x.rank else "T"
@@ -155,14 +155,14 @@ _BASES |= {"standardize": "n", "var": "v", "norm": "r"}
 
 
 def _is_plain(x: Expr) -> bool:
-    """Whether it needs no name: a leaf or a number, or a transpose or conjugate of one."""
+    """Returns whether x is a leaf or a number, possibly transposed or conjugated."""
     if x.op == "placeholder" or constant_of(x) is not None:
         return True
     return (is_wrapper(x) or x.op == "conj") and _is_plain(x.args[0])
 
 
 def _operands(x: Expr) -> tuple[Expr, ...]:
-    """The arguments of x; for an output of an opaque operation, that operation's arguments."""
+    """Returns the arguments of x, or of the opaque operation of which x is an output."""
     return x.args[0].args if x.op == "output" else x.args
 
 
@@ -176,7 +176,7 @@ def _unwrapped(x: Expr) -> Expr:
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
-    """The shortest unique ends of the paths; numbers come last: 0.weight is weight_0."""
+    """Returns the shortest unique ends of the paths; numbers come last: 0.weight is weight_0."""
     found = [re.findall(r"[^\W_][\w]*|_\w+", p.replace("argument ", "arg")) for p in paths]
     parts = [f or [p.strip() or "x"] for f, p in zip(found, paths, strict=True)]
     ends = Counter(tuple(p[-n:]) for p in parts for n in range(1, 1 + len(p)))
@@ -193,7 +193,7 @@ def short_names(paths: Sequence[str]) -> list[str]:
 
 
 def output_names(outputs: Sequence[Expr], taken: set[str]) -> list[Written]:
-    """The names of the outputs, different from those taken."""
+    """Returns names for the outputs that are not in `taken`."""
     if len(outputs) == 1:
         (y,) = outputs
         wanted = ["L"] if not y.rank and not y.is_complex else []

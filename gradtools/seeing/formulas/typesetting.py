@@ -34,22 +34,22 @@ class Written:
     level: int = ATOM  # the precedence: SUM, BIG (a sum sign), PRODUCT, POWER or ATOM
 
     def at(self, level: int) -> Written:
-        """In brackets, if its precedence is below this level."""
+        """Adds brackets if the precedence is below this level."""
         return self if self.level >= level else bracket(self)
 
 
 def bracket(x: Written) -> Written:
-    """In round brackets."""
+    """Adds round brackets."""
     return Written(f"({x.text})")
 
 
 def join(pieces: Iterable[Written], between: str, level: int) -> Written:
-    """Pieces with separators between."""
+    """Joins pieces with separators."""
     return Written(between.join(p.text for p in pieces), level)
 
 
 def symbol(name: str) -> Written:
-    """A name: Greek words become letters; trailing digits, or text after _, become a subscript."""
+    """Formats a name: Greek words become letters, trailing digits or text after _ subscripts."""
     match = re.fullmatch(r"([^\W\d_]+)_?(\d+)", name) or re.fullmatch(r"([^\W\d_])_(\w+)", name)
     base, index = match.groups() if match else (name, "")
     return Written(_GREEK.get(base, base) + (below(index) if index else ""))
@@ -59,12 +59,12 @@ BAR, _OVERLINE = "\u0304", "\u0305"
 
 
 def has_bar(x: Written) -> bool:
-    """Whether a name has a bar: the name of a cotangent."""
+    """Returns whether a name has a bar: the name of a cotangent."""
     return BAR in unicodedata.normalize("NFD", x.text)
 
 
 def bar(x: Written) -> Written:
-    """The cotangent of x: a bar over the letters of its name."""
+    """Formats the cotangent of x: a bar over the letters of its name."""
     text = unicodedata.normalize("NFD", x.text)
     head = re.match(r"[A-Za-zα-ωΑ-Ω]+", text)
     base = head.group() if head else text[:1]
@@ -73,13 +73,13 @@ def bar(x: Written) -> Written:
 
 
 def below(text: str) -> str:
-    """A subscript in Unicode, or after an underscore where a letter has none."""
+    """Formats a subscript in Unicode, or after an underscore if Unicode lacks a letter."""
     small = text.translate(str.maketrans(*_LOWERED))
     return small if set(small) <= set(_LOWERED[1]) else f"_{text}"
 
 
 def power(x: Written, exponent: Any, mark: str = "") -> Written:
-    """A constant power; mark: a sign before the exponent."""
+    """Formats a constant power. mark: A sign before the exponent."""
     if exponent == 0.5:
         return Written(f"√{x.at(ATOM).text}", POWER)
     shown = number(exponent).text
@@ -89,17 +89,17 @@ def power(x: Written, exponent: Any, mark: str = "") -> Written:
 
 
 def superscript(x: Written, mark: str) -> Written:
-    """A superscript mark such as the transpose."""
+    """Adds a superscript mark such as the transpose."""
     return Written(x.at(ATOM).text + mark, POWER)
 
 
 def function(name: str, args: Iterable[Written], axes: str = "") -> Written:
-    """A function of arguments, with its axes as a subscript."""
+    """Formats a function of arguments, with its axes as a subscript."""
     return Written(f"{name}{below(axes) if axes else ''}({join(args, ', ', SUM).text})")
 
 
 def inner_product(a: Written, b: Written) -> Written:
-    """The inner product <a, b>."""
+    """Formats the inner product <a, b>."""
     return Written(f"⟨{a.text}, {b.text}⟩")
 
 
@@ -107,7 +107,7 @@ def inner_product(a: Written, b: Written) -> Written:
 
 
 def number(value: Any) -> Written:
-    """A number, as a short fraction or a root where it equals one."""
+    """Formats a number, as a short fraction or a root if it equals one."""
     if isinstance(value, complex):
         size, sign = number(abs(value.imag)).text, "-" if value.imag < 0 else "+"
         if value.real:
@@ -132,7 +132,7 @@ def number(value: Any) -> Written:
 
 
 def halves(value: float) -> tuple[float, float]:
-    """The numerator and the denominator of a fraction such as 2/5 or 1/√8; else the value and 1."""
+    """Returns numerator and denominator of a fraction such as 2/5 or 1/√8, else value and 1."""
     exact, square = fraction(value, 10**6), fraction(value * value, 10**6, 2e-14)
     if exact and abs(exact.numerator) < 10:
         return float(exact.numerator), float(exact.denominator)
@@ -142,7 +142,7 @@ def halves(value: float) -> tuple[float, float]:
 
 
 def fraction(value: float, most: int = 1000, tolerance: float = 1e-14) -> Fraction | None:
-    """The fraction with a denominator up to `most` that equals the value; else None."""
+    """Returns the fraction with a denominator up to `most` that equals the value; else None."""
     near = Fraction(value).limit_denominator(most)
     return near if near and abs(float(near) - value) <= tolerance * abs(value) else None
 
@@ -151,14 +151,14 @@ def fraction(value: float, most: int = 1000, tolerance: float = 1e-14) -> Fracti
 
 
 def summed(terms: Sequence[Written]) -> Written:
-    """A sum; terms that begin with a minus come last and are subtracted."""
+    """Formats a sum; terms that begin with a minus come last and are subtracted."""
     terms = sorted(terms, key=lambda t: t.text.startswith("-"))
     signed = [f" - {t.text[1:]}" if t.text.startswith("-") else f" + {t.text}" for t in terms[1:]]
     return Written("".join([terms[0].text, *signed]), SUM if signed else terms[0].level)
 
 
 def over(top: Written, bottom: Written) -> Written:
-    """A fraction."""
+    """Formats a fraction."""
     return Written(f"{top.at(PRODUCT).text} / {bottom.at(POWER).text}", PRODUCT)
 
 
@@ -180,7 +180,7 @@ _SIGNS |= {sign: rf"\{sign}" for sign in "#%&$_{}"}
 
 
 def latex(text: str) -> str:
-    """The LaTeX of a text of this notation."""
+    """Converts a text of this notation to LaTeX."""
 
     def of_token(token: re.Match[str]) -> str:
         if token["open"]:  # a root or an exponent

@@ -2,7 +2,7 @@
 
 Both frameworks' translators turn each recorded operation into a name, operands and attributes, as
 `gradient_graph` prints them (`operands.py`); `translated` looks the name up here. An operation
-without a word is kept by its name (`opaque.py`).
+outside of the vocabulary keeps its name (`opaque.py`).
 
 Conventions: axes are counted from 0 and never negative; ``axes`` is a tuple, ``axis`` one number;
 ``keep`` (default False) keeps a reduced axis with length 1; elementwise operations broadcast as in
@@ -26,14 +26,14 @@ from gradtools.seeing.formulas.patterns import named
 
 
 def _power(a: Expr, b: Expr) -> Expr | None:
-    """A power with a constant exponent; None for others."""
+    """Returns a power with a constant exponent; None for other powers."""
     exponent = constant_of(b)
     shape = broadcast_shape(a.shape, b.shape)
     return None if exponent is None else broadcast(a, shape) ** exponent
 
 
 def _maximum(a: Expr, b: Expr) -> Expr | None:
-    """The maximum with the number 0, which is relu, or with -inf; None for any other."""
+    """Returns the maximum with 0 (relu) or with -inf; None for other maxima."""
     a, b = (a, b) if constant_of(a) is None else (b, a)
     if constant_of(b) not in (0, -math.inf):
         return None
@@ -42,7 +42,7 @@ def _maximum(a: Expr, b: Expr) -> Expr | None:
 
 
 def _cast(x: Expr, *, dtype: Any = None) -> Expr | None:
-    """x in another dtype; None for a cast to integers, which truncates."""
+    """Casts x to another dtype; None for a cast to integers, which truncates."""
     kind = x.kind if dtype is None else expressions.kind_of(dtype)
     if kind in (INTEGER, BOOLEAN) and kind != x.kind and (kind, x.kind) != (INTEGER, BOOLEAN):
         return None
@@ -52,21 +52,21 @@ def _cast(x: Expr, *, dtype: Any = None) -> Expr | None:
 def _variance(
     x: Expr, *, axes: Any = None, correction: float = 0, keep: bool = False
 ) -> list[Expr]:
-    """sum(abs(x - mean)**2) / (n - correction), and the mean."""
+    """Returns sum(abs(x - mean)**2) / (n - correction), and the mean."""
     n = math.prod(x.shape if axes is None else (x.shape[a] for a in axes))
     scale = n / (n - correction) if n > correction else math.nan
     return [scale * along("var", x, axes, keep), algebra.mean(x, axes, keep)]
 
 
 def _einsum(*xs: Expr, subscripts: str) -> Expr | None:
-    """An explicit contraction; None with an ellipsis or a diagonal."""
+    """Returns an explicit contraction; None with an ellipsis or a diagonal."""
     text = subscripts.replace(" ", "")
     once = all(len(set(part)) == len(part) for part in text.split("->")[0].split(","))
     return algebra.einsum(text, *xs) if once and "->" in text and "." not in text else None
 
 
 def _norm(x: Expr, *, ord: Any = 2, **how: Any) -> Expr | None:
-    """The Euclidean norm; None for any other."""
+    """Returns the Euclidean norm; None for other norms."""
     return _reduction("norm")(x, **how) if x.rank and ord == 2 else None
 
 
@@ -130,12 +130,12 @@ WORDS: dict[str, Callable[..., Any]] = {
 
 Like = tuple[Sequence[int], str]  # the shape and the kind of a result
 _WRAPS: dict[str, Callable[..., Any]] = {"where": np.where, "remainder": np.remainder}
-_CLOSED = ("add", "subtract", "multiply", "negate", "sum")  # of integers these give integers
+_CLOSED = ("add", "subtract", "multiply", "negate", "sum")  # these give integers for integers
 _BRANCHED = ("power", "sqrt", "rsqrt", "log", "log1p")  # these differ for x and x + 0i
 
 
 def made(name: str, operands: Sequence[Expr], attributes: Mapping[str, Any]) -> Any:
-    """The expression of a word, or several; None if the vocabulary has no such form of it."""
+    """Returns the expressions of a word; None if the vocabulary lacks this form."""
     if name not in WORDS:
         return None
     try:
@@ -148,7 +148,7 @@ def made(name: str, operands: Sequence[Expr], attributes: Mapping[str, Any]) -> 
 def _unwrapped(
     name: str, xs: Sequence[Expr], value_of: Callable[[Expr], np.ndarray]
 ) -> Expr | None:
-    """The index i of where(i < 0, i + n, i) or i % n, if all are within bounds in this run."""
+    """Returns i of where(i < 0, i + n, i) or i % n, if all are within bounds in this run."""
     i = xs[2] if name == "where" else xs[0] if name == "remainder" else None
     if i is None or any(x.op == "placeholder" and x.is_inexact for x in order(xs)):
         return None
@@ -165,7 +165,7 @@ def translated(
     likes: Sequence[Like],
     value_of: Callable[[Expr], np.ndarray],
 ) -> list[Expr | None] | None:
-    """The results of an operation; None if the vocabulary lacks it or a result of it.
+    """Returns the results of an operation; None if the vocabulary lacks one of them.
 
     An integer result without a word, such as the places of a maximum, is None.
 
@@ -193,7 +193,7 @@ def translated(
 
 
 def fitted(x: Expr, like: Like) -> Expr:
-    """x by its name, of this shape, and of the kind of the framework's result."""
+    """Names x, and gives it the shape and kind of the framework's result."""
     shape, kind = like
     x = named(x)
     x = x if x.shape == tuple(shape) else broadcast(x, tuple(shape))
@@ -202,7 +202,7 @@ def fitted(x: Expr, like: Like) -> Expr:
 
 
 def constant(value: Any) -> Expr:
-    """A captured number or array."""
+    """Returns the expression of a captured number or array."""
     value = np.asarray(value)
     if value.ndim or value.dtype.kind == "b":
         return expressions.array(value)
@@ -210,6 +210,6 @@ def constant(value: Any) -> Expr:
 
 
 def has_opaque_part(results: Sequence[Expr], operands: Sequence[Expr]) -> bool:
-    """Whether the results depend on the operands through an opaque operation."""
+    """Returns whether the results depend on the operands through an opaque operation."""
     before = set(order(operands))
     return any(x.op == "by_name" and x not in before for x in order(results))

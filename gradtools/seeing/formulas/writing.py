@@ -2,7 +2,7 @@
 
 Products of matrices are written by juxtaposition, the elementwise product as a circled dot, sums
 over axes by their letters. Axes align by their letters, so a broadcast is not written. A product
-that would be ambiguous in this notation, such as one of three axes each, is a call of einsum.
+that would be ambiguous, such as a product of arrays with three axes, is a call of einsum.
 
 A contraction is a chain of matrices if every summed label belongs to two factors, and following
 the labels leads from one axis of the result to the other.
@@ -25,7 +25,7 @@ from gradtools.seeing.formulas.typesetting import Written
 
 
 class Writer:
-    """Writes expressions; named ones by their names."""
+    """Writes expressions; named expressions by their names."""
 
     def __init__(self, axes: Axes) -> None:
         self.axes = axes
@@ -34,11 +34,11 @@ class Writer:
         self.definitions: dict[str, None] = {}  # of the functions that were written by their names
 
     def write(self, x: Expr) -> Written:
-        """x as a whole array."""
+        """Writes x as a whole array."""
         return self.names[x] if x in self.names else self.composed(x)
 
     def composed(self, x: Expr) -> Written:
-        """x by its operation, also if it has a name."""
+        """Writes x by its operation, even if x has a name."""
         if constant_of(x) is not None:
             return ts.number(constant_of(x))
         if x.op == "einsum":
@@ -49,16 +49,16 @@ class Writer:
         return form(self, x) if form else ts.function(x.op, [self.operand(a) for a in x.args])
 
     def is_named(self, x: Expr) -> bool:
-        """Whether x has a name, maybe transposed or scaled."""
+        """Returns whether x has a name, possibly transposed or scaled."""
         return (x.args[0] if algebra.is_wrapper(x) else x) in self.names
 
     def operand(self, x: Expr) -> Written:
-        """x as an operand of a function of whole arrays, where a repetition has to be written."""
+        """Writes an operand of a function of whole arrays, in which broadcasting is explicit."""
         used = varying(x)
         kept = [a for a, n in enumerate(x.shape) if a in used or n == 1]
         if len(kept) == x.rank or constant_of(x) is not None:
             return self.write(x)
-        self.note("repeat: repeated along the axes that the operand lacks")
+        self.note("repeat: broadcasts the operand along its missing axes")
         inner = self.write(algebra.drop_axes(x, kept))
         return ts.function("repeat", [inner], "x".join(map(str, x.shape)))
 
@@ -67,13 +67,13 @@ class Writer:
         self.notes[text] = None
 
     def transposed(self, x: Expr) -> Written:
-        """The transpose, the conjugate transpose where x is a conjugate."""
+        """Writes the transpose, or the conjugate transpose if x is a conjugate."""
         if x.op == "conj" and x not in self.names:
             return ts.superscript(self.write(x.args[0]), "ᴴ")
         return ts.superscript(self.write(x), "ᵀ")
 
     def _product(self, x: Expr) -> Written:
-        """A product: its coefficient and scalars, and its factors with axes, over its divisors."""
+        """Writes a product: coefficient, scalars and factors with axes, over its divisors."""
         f = _Factors(x, self.names)
         core, below = None, list[Written]()
         if not f.arrays and f.below and not f.summed:  # L̄ / x, and not L̄ 1 / x
@@ -101,7 +101,7 @@ class Writer:
         return Written(f"-{top.at(ts.BIG).text}", ts.SUM) if minus else top
 
     def _factor(self, x: Expr, f: _Factors) -> Written:
-        """A factor of a product: a mean, if it is the sum that the coefficient divides."""
+        """Writes a factor of a product, as a mean if the coefficient divides its sum."""
         if x is not f.mean:
             return self.write(x)
         (inner,), (names,) = x.args, x["labels"]
@@ -110,7 +110,7 @@ class Writer:
         return ts.function("mean", [self.write(inner)], over if x.rank else "")
 
     def _matrices(self, f: _Factors) -> Written | None:
-        """One array, an inner product or a product of matrices and vectors; None for others."""
+        """Writes an array, an inner product or a product of matrices and vectors, or None."""
         if f.below:
             return None
         if len(f.arrays) == 1 and not f.summed:
@@ -138,7 +138,7 @@ class Writer:
         return ts.superscript(written, "ᵀ") if flipped else written
 
     def _aligned(self, f: _Factors) -> Written | None:
-        """An elementwise product, summed over axes by their letters; None if that is ambiguous."""
+        """Writes an elementwise product, summed over lettered axes; None if ambiguous."""
         letters, factors = f.letters(self.axes), [*f.arrays, *f.below]
         clear = len(set(letters.values())) == len(letters)
         in_place = all(names == tuple(range(f.target.rank)) for _, names in factors)
@@ -160,7 +160,7 @@ class Writer:
         return Written(f"Σ{ts.below(over)} {top.at(ts.POWER).text}", ts.BIG) if over else top
 
     def _einsum(self, f: _Factors) -> Written:
-        """A product as a call of einsum, with the letters of the axes."""
+        """Writes a product as a call of einsum, with the letters of the axes."""
         letters = f.letters(self.axes)
         names = dict(zip(letters, primed([*letters.values()]), strict=True))
         of = lambda labels: "".join(names[l] for l in labels)
@@ -229,7 +229,7 @@ class _Factors:
         self.reference = list(dict.fromkeys(l for names in order for l in names))
 
     def _is_mean(self, x: Expr, named: Collection[Expr]) -> bool:
-        """Whether x is an unnamed sum of one array, and the coefficient is one over its length."""
+        """Returns whether x is an unnamed sum and the coefficient is one over its length."""
         if x in named or not contracts(x) or len(x.args) != 1:
             return False
         (inner,), (labels,) = x.args, x["labels"]
@@ -239,7 +239,7 @@ class _Factors:
         return is_real and whole and length > 1 and abs(abs(self.coefficient) * length - 1) < 1e-12
 
     def letters(self, axes: Axes) -> dict[int, str]:
-        """The letter of each label."""
+        """Returns the letter of each label."""
         result: dict[int, str] = {}
         for f, names in self.entries:
             for k, l in enumerate(names):
@@ -251,7 +251,7 @@ Link = tuple[list[Expr], bool]  # factors that are multiplied, and whether they 
 
 
 def _chain(f: _Factors) -> list[Link] | None:
-    """The factors as two matrices or vectors side by side, in which equal labels are one link."""
+    """Chains the factors as two matrices or vectors; equal labels form one link."""
     groups: dict[Labels, list[Expr]] = {}
     for a, names in sorted(f.arrays, key=lambda e: -len(e[1])):
         groups.setdefault(names, []).append(a)
@@ -314,7 +314,7 @@ class Axes:
                         self._parent[new] = old
 
     def letter(self, x: Expr, axis: int) -> str:
-        """The letter of an axis."""
+        """Returns the letter of an axis."""
         root = self._root((x, axis))
         if root not in self._letters:
             more = (f"{c}{n}" for n in itertools.count(1) for c in "ijklmn")
@@ -324,16 +324,16 @@ class Axes:
         return self._letters[root]
 
     def letters(self, x: Expr) -> tuple[str, ...]:
-        """The letters of all axes; axes of one array that correspond share a letter."""
+        """Returns the letters of all axes; axes of one array that correspond share a letter."""
         return tuple(self.letter(x, a) for a in range(x.rank))
 
     def unique(self, x: Expr) -> tuple[str, ...]:
-        """The letters of all axes, with primes for repeated ones."""
+        """Returns the letters of all axes, with primes for repeated letters."""
         return primed(self.letters(x))
 
 
 def _labels(y: Expr) -> Sequence[Sequence[int | None]]:
-    """For each argument of y the axis of y that corresponds to each axis, or None."""
+    """Returns for each argument of y the axis of y that corresponds to each axis, or None."""
     if y.op == "einsum":
         return y["labels"]
     kept, axes = iter(range(y.rank)), y.get("axes", ())
@@ -351,7 +351,7 @@ def _labels(y: Expr) -> Sequence[Sequence[int | None]]:
 
 
 def primed(letters: Sequence[str]) -> tuple[str, ...]:
-    """The letters, with primes to distinguish them from each other."""
+    """Adds primes to repeated letters."""
     result: list[str] = []
     for letter in letters:
         while letter in result:

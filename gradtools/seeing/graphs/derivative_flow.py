@@ -42,7 +42,7 @@ JOIN = "join"
 
 @memoized
 def dependence_matrix(graph: PlainGraph) -> list[list[Dependence]]:
-    """``matrix[output][input]``: how each output depends on each input."""
+    """Returns ``matrix[output][input]``: how each output depends on each input."""
     rows = [backward(graph, {out: _FULL}) for out in graph.outputs]
     return [[row.get(value, _NONE) for value in graph.inputs] for row in rows]
 
@@ -50,7 +50,7 @@ def dependence_matrix(graph: PlainGraph) -> list[list[Dependence]]:
 def forward(
     graph: PlainGraph, start: Strengths, without: Container[int] = ()
 ) -> dict[int, Dependence]:
-    """How strongly each value depends on those in `start`; independent values have no entry.
+    """Returns how strongly each value depends on `start`; independent values are omitted.
 
     without: Values through which no path leads.
     """
@@ -60,14 +60,14 @@ def forward(
 def backward(
     graph: PlainGraph, end: Strengths, without: Container[int] = ()
 ) -> dict[int, Dependence]:
-    """How strongly the values in `end` depend on each value of the graph."""
+    """Returns how strongly the values in `end` depend on each value of the graph."""
     return _propagated(graph, end, without, reverse=True)
 
 
 def _propagated(
     graph: PlainGraph, start: Strengths, without: Container[int], reverse: bool
 ) -> dict[int, Dependence]:
-    """Abstract interpretation of a graph, or of its reverse, to the fixed point."""
+    """Interprets a graph, or its reverse, abstractly to the fixed point."""
     graph = flat(graph)
     result = {v: strength for v, strength in start.items() if strength and v not in without}
     moved = bool(result)
@@ -89,12 +89,12 @@ def _propagated(
 
 @memoized
 def behind(graph: PlainGraph, values: tuple[int, ...]) -> Strengths:
-    """How strongly these values depend on each value of the graph."""
+    """Returns how strongly these values depend on each value of the graph."""
     return backward(graph, dict.fromkeys(values, _FULL))
 
 
 def links_of(graph: PlainGraph, node: Node) -> Links:
-    """``links[k][i]``: how output k of a node depends on its input i."""
+    """Returns ``links[k][i]``: how output k of a node depends on its input i."""
     if node.links is not None:
         return node.links
     return _links_of_bodies(node) if node.bodies else even_links(node, graph.values)
@@ -102,7 +102,7 @@ def links_of(graph: PlainGraph, node: Node) -> Links:
 
 @memoized
 def _links_of_bodies(node: Node) -> Links:
-    """The links of a node, from the paths through its bodies."""
+    """Returns the links of a node, from the paths through its bodies."""
     count = len(node.inputs)
     inputs, outputs = range(count), range(count, count + len(node.outputs))
     alone = replace(node, inputs=tuple(inputs), outputs=tuple(outputs))
@@ -119,12 +119,12 @@ def _links_of_bodies(node: Node) -> Links:
 
 
 def flat(graph: PlainGraph) -> PlainGraph:
-    """The graph without bodies; the values of the graph itself keep their numbers."""
+    """Returns the graph without bodies; the values of the graph itself keep their numbers."""
     return _flattened(graph)[0] if _has_bodies(graph) else graph
 
 
 def original(graph: PlainGraph, node: Node) -> Node:
-    """The node of a graph, or of one of its bodies, from which a node of `flat(graph)` is made."""
+    """Returns the original of a node of `flat(graph)`, in the graph or in a body."""
     return _flattened(graph)[1][id(node)] if _has_bodies(graph) else node
 
 
@@ -133,13 +133,13 @@ def _has_bodies(graph: PlainGraph) -> bool:
 
 
 def join(source: int, target: int, strength: Dependence = _FULL) -> Node:
-    """A node by which data flows from one value to another."""
+    """Creates a node by which data flows from one value to another."""
     return Node(JOIN, (source,), (target,), links=((strength,),))
 
 
 @memoized
 def _flattened(graph: PlainGraph) -> tuple[PlainGraph, Mapping[int, Node]]:
-    """The graph without bodies, and the original of each of its nodes, by id."""
+    """Returns the graph without bodies, and the original of each of its nodes by id."""
     values, captured = dict(graph.values), list(graph.captured)
     nodes, originals = list[Node](), dict[int, Node]()
 

@@ -21,7 +21,7 @@ _PASSING = ("broadcast", "reshape", "maximum", "identity", "expand_dims", "squee
 
 
 def edges_of(graph: PlainGraph) -> tuple[Edge, ...]:
-    """Every edge of one graph, without the edges of its bodies."""
+    """Returns every edge of one graph, without the edges of its bodies."""
     makers = {value: i for i, node in enumerate(graph.nodes) for value in node.outputs}
     phases = phases_of(graph.nodes)
     lost = lost_links(graph)
@@ -35,7 +35,7 @@ def edges_of(graph: PlainGraph) -> tuple[Edge, ...]:
 
 
 def kept_anew(graph: PlainGraph) -> dict[int, int]:
-    """Residuals: values of the first pass that later passes read, once per storage, with bytes."""
+    """Returns the residuals (values that later passes read) and their bytes, per storage."""
     nodes, phases = [node for node in graph.nodes if not node.phase], phases_of(graph.nodes)
     read = {v for n in graph.nodes for v in n.inputs if n.phase > phases[v]}
     for i in needed(nodes, graph.outputs):
@@ -45,12 +45,12 @@ def kept_anew(graph: PlainGraph) -> dict[int, int]:
 
 
 def alive_anyway(graph: PlainGraph) -> frozenset[int]:
-    """Values that the program's caller keeps: inputs and captured arrays."""
+    """Returns the values that the program's caller keeps: inputs and captured arrays."""
     return frozenset((*graph.inputs, *_captured(graph)))
 
 
 def _captured(graph: PlainGraph) -> Iterator[int]:
-    """The captured values of a program, and captured values that its calls return."""
+    """Returns the captured values of a program, and captured values that its calls return."""
     yield from graph.captured
     for node in graph.nodes:
         if len(node.bodies) == 1 and not node.bodies[0].carries:
@@ -62,7 +62,7 @@ def _captured(graph: PlainGraph) -> Iterator[int]:
 
 
 def phases_of(nodes: Sequence[Node]) -> dict[int, int]:
-    """The pass in which each value is computed; for inputs, the pass that first reads them."""
+    """Returns the pass that computes each value; for inputs, the first pass that reads it."""
     phases: dict[int, int] = {}
     for node in nodes:
         for value in node.inputs:
@@ -73,14 +73,14 @@ def phases_of(nodes: Sequence[Node]) -> dict[int, int]:
 def reads_of(
     graph: PlainGraph, node: Node, lost: frozenset[tuple[int, int]]
 ) -> Iterator[tuple[int, Dependence, str | None]]:
-    """The inputs of a node, each with the dependence on it and why no derivative flows, if lost."""
+    """Yields a node's inputs, the dependence on each, and the reason of a lost derivative."""
     for i, (value, strength) in enumerate(zip(node.inputs, _strengths(graph, node), strict=True)):
         is_lost = strength == _CUT and (id(node), i) in lost
         yield value, strength, reason(node.loss) if is_lost else None
 
 
 def _strengths(graph: PlainGraph, node: Node) -> tuple[Dependence, ...]:
-    """The strongest dependence of any of a node's outputs on each of its inputs."""
+    """Returns the strongest dependence of any of a node's outputs on each of its inputs."""
     columns = zip(*links_of(graph, node), strict=True)
     return tuple(map(max, columns)) or (_NONE,) * len(node.inputs)
 
@@ -108,7 +108,7 @@ def lost_links(graph: PlainGraph) -> frozenset[tuple[int, int]]:
 
 
 def _is_shift(node: Node, makers: dict[int, Node]) -> bool:
-    """Whether it stops a maximum, as the numerically stable softmax does without any effect."""
+    """Returns whether a node stops a maximum, which has no effect in a stable softmax."""
     queue = [node]
     while queue:
         made = [makers[value] for value in queue.pop().inputs if value in makers]
@@ -119,7 +119,7 @@ def _is_shift(node: Node, makers: dict[int, Node]) -> bool:
 
 
 def reason(loss: str | None) -> str:
-    """A kind of loss in a few words, for pictures."""
+    """Returns a kind of loss in a few words, for pictures."""
     if loss is None:
         return "no derivative"
     return _SHORT.get(loss, KINDS[loss].reason if loss in KINDS else loss)

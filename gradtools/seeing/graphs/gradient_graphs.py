@@ -40,23 +40,23 @@ class Graph(PlainGraph):
         return printable(self.to_text())
 
     def to_text(self, **view: Any) -> str:
-        """The graph as text for a terminal; `view` as in `to_svg`."""
+        """Formats the graph as text for a terminal; `view` as in `to_svg`."""
         return texts.to_text(self, **view)
 
     def to_dot(self, **view: Any) -> str:
-        """The graph in Graphviz' language; `view` as in `to_svg`."""
+        """Formats the graph in Graphviz' language; `view` as in `to_svg`."""
         return texts.to_dot(self, **view)
 
     def to_mermaid(self, **view: Any) -> str:
-        """The graph as a Mermaid flowchart, for Markdown; `view` as in `to_svg`."""
+        """Formats the graph as a Mermaid flowchart for Markdown; `view` as in `to_svg`."""
         return texts.to_mermaid(self, **view)
 
     def to_svg(self, **view: Any) -> str:
-        """The graph as a picture, which needs `gradtools[svg]`; options as in `drawing.to_svg`."""
+        """Draws the graph (requires `gradtools[svg]`); options as in `drawing.to_svg`."""
         return drawing.to_svg(self, **view)
 
     def to_html(self, **view: Any) -> str:
-        """The graph as a page of its own, in which blocks open and close; see `drawing.to_html`."""
+        """Formats the graph as an interactive HTML page; options as in `drawing.to_html`."""
         return drawing.to_html(self, **view)
 
     def save(self, path: str | os.PathLike[str], **view: Any) -> None:
@@ -96,7 +96,7 @@ class Graphing(Operators):
         outputs: Any = None,
         **kwargs: Any,
     ) -> Graph:
-        """The program of f and of its gradients as a graph.
+        """Builds the graph of f and of its gradients.
 
         With y = f(x), a cotangent c for each output and a cotangent v for each gradient::
 

@@ -57,14 +57,14 @@ class Loss:
 
 
 def losses(graph: PlainGraph, leaf: int) -> list[Loss]:
-    """The operations that lose the gradient of a leaf, in program order; empty if it has one."""
+    """Returns the operations that lose a leaf's gradient, in program order."""
     if behind(graph, tuple(graph.outputs)).get(leaf, _NONE) == _FULL:
         return []
     return losses_between(graph, leaf, graph.outputs)
 
 
 def losses_between(graph: PlainGraph, start: int, ends: Sequence[int]) -> list[Loss]:
-    """The operations that lose the derivative of the ends along the start.
+    """Returns the operations that lose the derivative of the ends along the start.
 
     Later operations that lose it as well, on every path, are listed if they stop it, leave
     the framework, or are on the same line, since each of them must be changed.
@@ -102,7 +102,7 @@ def losses_between(graph: PlainGraph, start: int, ends: Sequence[int]) -> list[L
 
 
 def lost_summands(graph: PlainGraph, leaves: Iterable[int]) -> Iterator[tuple[int, str]]:
-    """The summands of outputs to which data flows from leaves and no derivative, with their role.
+    """Returns the output summands that the leaves reach without a derivative, with roles.
 
     Only outputs that are differentiable in a leaf are examined; others are metrics. The role is
     "shift" if a summand with a derivative reads the lost values as well, as in
@@ -133,7 +133,7 @@ def lost_summands(graph: PlainGraph, leaves: Iterable[int]) -> Iterator[tuple[in
 
 
 def trains_others(graph: PlainGraph, values: Iterable[int], others: Iterable[int]) -> bool:
-    """Whether each summand to which data flows from `values` is differentiable in `others`."""
+    """Returns whether each summand that depends on `values` is differentiable in `others`."""
     own, other = (forward(graph, dict.fromkeys(of, _FULL)) for of in (values, others))
     both = {v: max(own.get(v, _NONE), other.get(v, _NONE)) for v in (*own, *other)}
     parts = [part for out in graph.outputs for part in _parts(graph, out, both)]
@@ -150,7 +150,7 @@ def _parts(graph: PlainGraph, value: int, strengths: Strengths) -> Iterator[tupl
 
 
 def _terms(graph: PlainGraph, value: int, strengths: Strengths) -> Sequence[int] | None:
-    """The scalars of which a value is a sum with constant weights; None if it is not a sum."""
+    """Returns the scalars whose weighted sum a value is; None if it is not a sum."""
     node = _makers(graph).get(value)
     is_real = _is_scalar(graph, value) and graph.values[value].is_inexact
     depending = [v for v in node.inputs if strengths.get(v)] if node and is_real else []
@@ -169,7 +169,7 @@ def _terms(graph: PlainGraph, value: int, strengths: Strengths) -> Sequence[int]
 
 
 def _stacked(graph: PlainGraph, value: int) -> Sequence[int] | None:
-    """The scalars that are stacked to a vector; None for another value."""
+    """Returns the scalars that are stacked to a vector; None for another value."""
     if _is_scalar(graph, value):
         return [value]
     node = _makers(graph).get(value)
@@ -188,7 +188,7 @@ def _makers(graph: PlainGraph) -> Mapping[int, Node]:
 
 
 def equal_values(graph: PlainGraph, values: set[int]) -> set[int]:
-    """These values and all values equal to them, by value numbering, up to reshapes."""
+    """Returns these values and all values equal to them up to reshapes, by value numbering."""
     classes = _classes(graph)
     wanted = {classes[v] for v in values if v in classes}
     return values.union(v for v, of in classes.items() if of in wanted)
@@ -196,7 +196,7 @@ def equal_values(graph: PlainGraph, values: set[int]) -> set[int]:
 
 @memoized
 def _classes(graph: PlainGraph) -> Mapping[int, int]:
-    """The class of equal values of each value."""
+    """Returns the class of equal values of each value."""
     classes: dict[int, int] = {}
     numbers: dict[Any, int] = {}
     for v in graph.captured:
@@ -225,7 +225,7 @@ _EDITS = frozenset({"scale_gradient", "clip_gradient", "transform_gradient", "re
 def useless_edits(
     graph: PlainGraph, leaves: Iterable[int], every: Iterable[int]
 ) -> list[tuple[int, Loss]]:
-    """For edits of gradients through which no gradient reaches any leaf: leaf and loss.
+    """Returns the leaf and loss of each edit through which no gradient reaches any leaf.
 
     Args:
         graph: The program.

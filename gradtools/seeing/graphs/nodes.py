@@ -112,7 +112,7 @@ class Node(_Pickled):
     """One operation of the program.
 
     Attributes:
-        operation: The neutral name, such as "matmul" or "add"; else the native one.
+        operation: The neutral name, such as "matmul" or "add", or else the native name.
         inputs: The values it reads, by number, in the order of its arguments.
         outputs: The values it makes.
         native: The framework's own name.
@@ -201,7 +201,7 @@ class PlainGraph(_Pickled):
     captured: tuple[int, ...] = ()
 
     def walk(self) -> Iterator[tuple[PlainGraph, Node]]:
-        """Every node with its graph; the nodes of bodies follow their own node."""
+        """Returns every node with its graph; the nodes of bodies follow their own node."""
         for node in self.nodes:
             yield self, node
             for body in node.bodies:
@@ -213,7 +213,7 @@ class PlainGraph(_Pickled):
 
 
 def memoized(make: Callable[[K, *Ts], T]) -> Callable[[K, *Ts], T]:
-    """A function of a graph or node (and of hashable arguments), computed once for each."""
+    """Memoizes a function of a graph or node (and of hashable arguments)."""
     known: WeakKeyDictionary[K, dict[Any, T]] = WeakKeyDictionary()
 
     @wraps(make)
@@ -231,7 +231,7 @@ def needed(
     outputs: Iterable[int],
     anyhow: Callable[[Node], bool] = lambda node: False,
 ) -> list[int]:
-    """Dead-code elimination: the nodes on which the outputs, or any `anyhow` node, depend."""
+    """Eliminates dead code: returns nodes on which the outputs or `anyhow` nodes depend."""
     read, kept = set(outputs), []
     for i in reversed(range(len(nodes))):
         if anyhow(nodes[i]) or not read.isdisjoint(nodes[i].outputs):
@@ -241,13 +241,13 @@ def needed(
 
 
 def memory_of(values: Mapping[int, Value], value: int) -> int:
-    """The value that owns the storage: the base of a view, else the value itself."""
+    """Returns the value that owns the storage: the base of a view, otherwise the value."""
     base = values[value].base
     return value if base is None else base
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """The items by their key, in the order in which the keys come first."""
+    """Groups the items by key, in the order of the first item of each key."""
     groups: dict[K, list[T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -255,13 +255,13 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 
 def shared_length(paths: Sequence[Sequence[str]]) -> int:
-    """The length of the longest common prefix of these scopes, or names."""
+    """Returns the length of the longest common prefix of these scopes, or names."""
     steps = zip(*paths, strict=False)
     return sum(1 for _ in takewhile(lambda step: len(set(step)) == 1, steps))
 
 
 def node_in_phase(node: Node, phase: int) -> Node:
-    """The node and all nodes of its bodies, moved to one pass; saves nothing."""
+    """Moves a node and all nodes of its bodies to one pass; the copy saves nothing."""
     moved = lambda graph: replace(graph, nodes=tuple(node_in_phase(n, phase) for n in graph.nodes))
     bodies = tuple(replace(body, graph=moved(body.graph)) for body in node.bodies)
     return replace(node, phase=phase, bodies=bodies, saved=())

@@ -177,13 +177,13 @@ class Block:
         )
 
     def walk(self) -> Iterator[Box | Block]:
-        """All boxes and blocks in it, in preorder."""
+        """Returns all boxes and blocks in it, in preorder."""
         return (item for _, item in self.paths())
 
     def paths(
         self, around: tuple[Block, ...] = ()
     ) -> Iterator[tuple[tuple[Block, ...], Box | Block]]:
-        """All boxes and blocks in it, each with the blocks around it, outermost first."""
+        """Returns all boxes and blocks in it, each with the blocks around it, outermost first."""
         for child in self.children:
             yield (*around, self), child
             if isinstance(child, Block):
@@ -195,8 +195,8 @@ class Arrow:
     """Values that go from one box to another.
 
     Attributes:
-        source: The key of a box.
-        target: The key of another.
+        source: The key of the box at its start.
+        target: The key of the box at its end.
         values: The values, as keys of `Outline.values`.
         saved: Whether they are residuals: saved by one pass for a later one.
         strength: The strongest dependence among them.
@@ -242,7 +242,7 @@ class Outline:
         return {item.key: around for around, item in paths}
 
     def drawn(self, opened: frozenset[int]) -> Iterator[tuple[str, int, Box | Block]]:
-        """The drawn items in program order, with their depths.
+        """Returns the drawn items in program order, with their depths.
 
         A box or a closed block is a "box"; the children of a column or of an open block are between
         its "open" and its "close".
@@ -261,17 +261,17 @@ class Outline:
             yield from visit(column, 0)
 
     def bytes_of(self, values: Iterable[int]) -> int:
-        """The bytes saved for these values, once per storage; zero for values kept otherwise."""
+        """Returns the bytes saved for these values; shared storage counts once."""
         memories = {memory_of(self.values, v) for v in values if v not in self.alive}
         return sum(self.values[v].bytes for v in memories)
 
     def kept_text(self, values: Iterable[int]) -> str:
-        """The bytes saved for these values as text, or `ALIVE`."""
+        """Returns the bytes saved for these values as text, or `ALIVE`."""
         size = self.bytes_of(values)
         return size_text(size) if size else ALIVE
 
     def seen_arrows(self, opened: frozenset[int]) -> list[Arrow]:
-        """The arrows between visible boxes and closed blocks; parallel ones are merged."""
+        """Returns the arrows between visible boxes and closed blocks; merges parallel arrows."""
         seen: dict[int, int] = {}  # by box: the key of the drawn box or closed block
         for event, _, item in self.drawn(opened):
             if event == "box":
@@ -282,7 +282,7 @@ class Outline:
     def opened(
         self, depth: int | None = None, expand: str | Iterable[str] = (), limit: int = 44
     ) -> frozenset[int]:
-        """The blocks to draw open.
+        """Returns the blocks to draw open.
 
         Args:
             depth: The number of open levels; None opens as many as fit.
@@ -350,7 +350,7 @@ def merged(arrows: Iterable[Arrow], end: Callable[[int], int] = int) -> list[Arr
 
 
 def matches(path: str, pattern: str) -> bool:
-    """Whether a pattern matches a path or an end of it.
+    """Returns whether a pattern matches a path or a suffix of the path.
 
     ``*`` matches anything but a dot, so "layers.*" matches each layer and nothing inside.
     """
@@ -359,7 +359,7 @@ def matches(path: str, pattern: str) -> bool:
 
 
 def counted(number: int, noun: str) -> str:
-    """A number and its noun, in the plural unless it is 1."""
+    """Formats a number and its noun, in the plural unless the number is 1."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
@@ -376,6 +376,6 @@ def size_text(size: int) -> str:
 
 
 def value_text(value: Value) -> str:
-    """Shape and dtype: "32×384 float32", "scalar float32"."""
+    """Formats shape and dtype: "32×384 float32", "scalar float32"."""
     shape = "×".join(map(str, value.shape))
     return f"{shape} {value.dtype}" if shape else f"scalar {value.dtype}"

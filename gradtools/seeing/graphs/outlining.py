@@ -58,13 +58,13 @@ def opened_outline(
     title: str = "",
     limit: int = 44,
 ) -> tuple[Outline, frozenset[int]]:
-    """The outline and the keys of its open blocks; options of `drawing.to_svg`, limit in boxes."""
+    """Returns the outline and its open blocks' keys; options as in `drawing.to_svg`."""
     outline = outline_of(graph, title=title)
     return outline, outline.opened(depth, expand, limit)
 
 
 def outline_of(graph: PlainGraph, *, title: str = "") -> Outline:
-    """The outline of a graph, with one column for each pass."""
+    """Returns the outline of a graph, with one column for each pass."""
     flat = _InlinedGraph(graph)
     roots = {}
     outputs = [box for box in flat.boxes if box.kind == "output"]
@@ -150,7 +150,7 @@ class _InlinedGraph:
         return self._box("operation", node.operation, node.phase, node=node, values=values, **rest)
 
     def _entries(self, level: _Level, around: tuple[str, ...]) -> list[Box | Block]:
-        """One entry for each node; adds the makers of its outputs to `level.made`."""
+        """Returns one entry for each node; adds the makers of its outputs to `level.made`."""
         entries: list[Box | Block] = []
         for node in level.graph.nodes:
             scope = node.scope[len(around) :] if node.scope[: len(around)] == around else node.scope
@@ -190,7 +190,7 @@ class _InlinedGraph:
         return level.numbers[value]
 
     def _call(self, level: _Level, node: Node, scope: tuple[str, ...]) -> Block:
-        """The block of a node with bodies, whose values are forwarded across the boundary."""
+        """Adds the block of a node with bodies; its values cross the boundary unchanged."""
         title, name = node.operation, node.attributes.get("name")
         kind = "loop" if title in _LOOPS else "branch" if title in _BRANCHES else "call"
         if title in _CALLS and isinstance(name, str):
@@ -225,7 +225,7 @@ class _InlinedGraph:
 
 
 def _is_number(box: Box) -> bool:
-    """Whether a captured value is a plain number, which is printed in its reader's box."""
+    """Returns whether a captured value is a plain number, which is printed in its reader's box."""
     if box.kind != "captured" or box.values[0].shape:
         return False
     return not box.values[0].name or is_number(box.values[0].name)
@@ -243,7 +243,7 @@ def _runs(entries: Iterable[Box | Block], level: int) -> list[Box | Block]:
         if name:
             scope, inside = several[0].scope[: level + 1], _runs(several, level + 1)
             several = [Block("scope", name[0], scope, several[0].phase, inside)]
-        for entry in several if not name else ():  # a call's own entries are nested too
+        for entry in several if not name else ():  # entries inside of a call are nested too
             if isinstance(entry, Block):
                 entry.children = _runs(entry.children, 0)
         result += map(_tidy, several)
@@ -304,7 +304,7 @@ def _place_leaves(boxes: Sequence[Box], roots: Mapping[int, Block]) -> None:
 def _maker_of(
     output: Box, paths: Mapping[int, Sequence[Any]], roots: Mapping[int, Block], count: int
 ) -> Box | Block:
-    """The box or block after which an output is drawn, if there are `count` outputs."""
+    """Returns the box or block after which an output is drawn, if there are `count` outputs."""
     home = roots[min(output.phase, max(roots))]
     makers = [paths[key] for key, _ in output.operands[0].makers if key in paths]
     is_whole = _OF_ARGUMENT.search(output.values[0].name)
@@ -318,7 +318,7 @@ def _maker_of(
 
 
 def _paths_to(columns: Iterable[Block]) -> dict[int, Sequence[Any]]:
-    """For each box, by key, the blocks that lead to it, outermost first, and itself."""
+    """Returns for each box, by key, the blocks that lead to it, outermost first, and itself."""
     paths = (path for column in columns for path in column.paths())
     return {item.key: (*around, item) for around, item in paths if isinstance(item, Box)}
 
@@ -375,7 +375,7 @@ def _name_values(boxes: Sequence[Box], columns: Sequence[Block]) -> None:
 
 
 def _bracketed(operand: Operand, text: str) -> str:
-    """An operand's text: ✕ if it loses a derivative, in brackets if none flows through it."""
+    """Adds ✕ to an operand that loses a derivative, brackets if no derivative flows."""
     if operand.cut:
         return f"✕{text}"
     weak = operand.makers and operand.strength < Dependence.DIFFERENTIABLE
@@ -383,7 +383,7 @@ def _bracketed(operand: Operand, text: str) -> str:
 
 
 def letters(number: int) -> str:
-    """a, b, ..., z, aa, ab, ..."""
+    """Returns a, b, ..., z, aa, ab, ..."""
     result = ""
     number += 1
     while number:

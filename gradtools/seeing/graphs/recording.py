@@ -40,5 +40,5 @@ class Recording:
     passes: PassesAtValues | None = field(default_factory=PassesAtValues)
 
     def numbers(self, array: Any) -> Sequence[int]:
-        """The numbers of the values that carry the gradient of a captured array."""
+        """Returns the numbers of the values that carry the gradient of a captured array."""
         return self.reads.get(id(array), ())

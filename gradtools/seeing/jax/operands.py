@@ -22,7 +22,7 @@ Attributes = dict[str, Any]
 
 
 def name_of(eqn: Eqn) -> str:
-    """The neutral name of a primitive."""
+    """Returns the neutral name of a primitive."""
     name = eqn.primitive.name
     if name == "dot_general":
         return "matmul" if _is_matmul(eqn) else "einsum"
@@ -37,7 +37,7 @@ def name_of(eqn: Eqn) -> str:
 
 
 def operands_of(eqn: Eqn) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """The positions of its operands in the neutral order, and the numbers that follow them there.
+    """Returns the operands' positions in the neutral order, and the numbers that follow them.
 
     Such a number is a static exponent.
     """
@@ -49,7 +49,7 @@ def operands_of(eqn: Eqn) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def attributes_of(eqn: Eqn) -> Attributes:
-    """The static parameters that are not jaxprs and differ from their defaults."""
+    """Returns the static parameters that are not jaxprs and differ from their defaults."""
     name = eqn.primitive.name
     form = _FORMS.get(name)
     if form is not None:
@@ -65,7 +65,7 @@ def attributes_of(eqn: Eqn) -> Attributes:
 
 
 def _plain(value: Any) -> Any:
-    """A parameter as numbers, strings and tuples of them."""
+    """Converts a parameter to numbers, strings and tuples."""
     if isinstance(value, Enum):
         return value.name.lower()
     if isinstance(value, list | tuple):
@@ -86,7 +86,7 @@ def _ints(values: Any) -> tuple[int, ...]:
 
 
 def _unless(usual: Attributes, **attributes: Any) -> Attributes:
-    """The attributes that differ from their usual values."""
+    """Returns the attributes that differ from their usual values."""
     return {k: v for k, v in attributes.items() if k not in usual or v != usual[k]}
 
 
@@ -113,7 +113,7 @@ def _sliced(p: Any, eqn: Eqn) -> Attributes:
 
 
 def _is_matmul(eqn: Eqn) -> bool:
-    """Whether it is NumPy's matmul of two arrays with equal batches."""
+    """Returns whether an equation is NumPy's matmul of two arrays with equal batches."""
     (left, right), (batch_left, batch_right) = eqn.params["dimension_numbers"]
     a, b = len(_shape(eqn.invars[0])), len(_shape(eqn.invars[1]))
     batch = tuple(range(len(batch_left)))
@@ -126,7 +126,7 @@ def _is_matmul(eqn: Eqn) -> bool:
 
 
 def subscripts(eqn: Eqn) -> str:
-    """A contraction's einsum subscripts."""
+    """Returns a contraction's einsum subscripts."""
     (left, right), (batch_left, batch_right) = eqn.params["dimension_numbers"]
     names = iter(ascii_lowercase)
     first = [next(names) for _ in _shape(eqn.invars[0])]

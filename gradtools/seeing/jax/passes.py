@@ -58,7 +58,7 @@ _STEP = "gradtools_step_"
 def differentiated(
     closed: Any, leaves: int, wrt: Sequence[int], outs: Sequence[int], order: int = BACKWARD
 ) -> Callable[..., list[Any]]:
-    """The program of all passes: takes leaves and cotangents, returns outputs and gradients.
+    """Returns the program of all passes: (leaves, cotangents) -> (outputs, gradients).
 
     Args:
         closed: The closed jaxpr of the forward pass.
@@ -73,7 +73,7 @@ def differentiated(
             return _with_its_line(eqn, xs)
 
     def backward(given: Any, active: Any, cts: Any) -> tuple[list[Any], list[Any]]:
-        """The gradients, and the outputs."""
+        """Returns the gradients, and the outputs."""
 
         def fun(*moving: Any) -> Any:
             full = replaced_at(given, wrt, moving)
@@ -99,13 +99,13 @@ def differentiated(
 
 
 def step_of(eqn: Any) -> int | None:
-    """The position of the equation of the forward pass from which JAX derived this one."""
+    """Returns the position of the forward equation from which JAX derived `eqn`."""
     derived = (name for name, _ in scopes_of(eqn) if name.startswith(_STEP))
     return next((int(name.removeprefix(_STEP)) for name in derived), None)
 
 
 def _with_its_line(eqn: Any, xs: Sequence[Any]) -> list[Any]:
-    """The results of an equation at other operands; `eval_jaxpr` passes on its line."""
+    """Evaluates an equation at other operands; `eval_jaxpr` passes on its line."""
     pairs = zip(eqn.invars, xs, strict=True)
     given = {atom: x for atom, x in pairs if not isinstance(atom, Literal)}
     one = _empty().replace(eqns=[eqn], invars=list(given), outvars=list(eqn.outvars))
@@ -122,7 +122,7 @@ def _empty() -> Any:
 
 
 def graph_of_outputs(outputs: Any) -> PlainGraph:
-    """Raises: arrays of JAX hold no graph."""
+    """Raises an error: arrays of JAX hold no graph."""
     raise GradtoolsError(
         "gradient_graph: a JAX array does not record how it was made, so outputs= is for PyTorch "
         "alone. Fix: pass the function and its arguments: gradient_graph(f, *args)."
@@ -130,7 +130,7 @@ def graph_of_outputs(outputs: Any) -> PlainGraph:
 
 
 def gradient_graph(program: LeafProgram, order: int) -> PlainGraph:
-    """The passes of a program as one graph.
+    """Returns the passes of a program as one graph.
 
     order: 0 forward alone, 1 with backward, 2 with backward of the backward.
     """
@@ -166,7 +166,7 @@ def gradient_graph(program: LeafProgram, order: int) -> PlainGraph:
 def _ends(
     program: LeafProgram, avals: Sequence[Any], wrt: Sequence[int], outs: Sequence[int], order: int
 ) -> tuple[list[tuple[Any, str, int]], list[str]]:
-    """For each input an example, its name and the pass in which it enters; the outputs' names."""
+    """Returns an example, name and pass for each input, and the outputs' names."""
     names, cts = [program.names[k] for k in wrt], []
     inputs = [(x, name, FORWARD) for x, name in zip(program.leaves, program.names, strict=True)]
     for k in outs:
@@ -192,7 +192,7 @@ def _in_passes(
     entering: Sequence[int],
     names: Sequence[str],
 ) -> PlainGraph:
-    """The graph with its nodes in passes, each with the origin of its forward node.
+    """Returns the graph with its nodes in passes, each with the origin of its forward node.
 
     entering, names: The pass in which each input enters, and the names of the outputs.
     """
@@ -210,7 +210,7 @@ def _in_passes(
             nodes.append(node)
 
     leaving = [(same.get(v, v), name) for v, name in zip(whole.outputs, names, strict=True)]
-    ends = [  # without the second gradients that no gradient's cotangent reaches: always zero
+    ends = [  # omits second gradients that no gradient's cotangent reaches: they are zero
         (value, name)
         for value, name in leaving
         if not name.startswith(second_gradient_of("")) or phase_of.get(value, FORWARD) == SECOND
@@ -224,13 +224,13 @@ def _in_passes(
     return with_named_outputs(whole, [name for _, name in ends])
 
 
-# The derivatives of operations inside of these are replaced by a rule.
+# A rule replaces the derivatives of operations inside of these.
 _RULES = ("custom rule", "edited gradient", "frozen")
 _WHOLE = ("chunked", "frozen")
 
 
 def _phases(graph: PlainGraph, phase_of: dict[int, int]) -> list[int]:
-    """The pass of each node; adds the passes of its results to `phase_of`."""
+    """Returns the pass of each node; adds the passes of its results to `phase_of`."""
     result = []
     for node in graph.nodes:
         phase = max((phase_of.get(v, FORWARD) for v in node.inputs), default=FORWARD)
@@ -247,7 +247,7 @@ def _phases(graph: PlainGraph, phase_of: dict[int, int]) -> list[int]:
 
 
 def _attributed(node: Node, phase: int, origin: Node | None) -> Node:
-    """A node with its pass, and the line, modules and mark of its forward node."""
+    """Returns a node with its pass, and the line, modules and mark of its forward node."""
     node = node_in_phase(node, phase)
     if origin is None:
         return node
@@ -273,7 +273,7 @@ def passes_at(
     wrt: Sequence[int],
     outs: Sequence[int],
 ) -> PassesAtValues:
-    """Both passes at these leaves.
+    """Returns both passes at these leaves.
 
     Args:
         closed: The program's closed jaxpr.
@@ -306,14 +306,14 @@ def passes_at(
 
 
 def _reported(node: Node, origin: Node) -> Node:
-    """The node of the forward pass; for a node with bodies, the node itself with its line."""
+    """Returns the forward pass's node, or a node with bodies with the forward line."""
     if not origin.bodies or origin.links is not None:
         return origin
     return replace(node, source=node.source or origin.source, scope=node.scope or origin.scope)
 
 
 def _seeds(avals: Sequence[Any]) -> list[Any]:
-    """The outputs' cotangents: 1 for a single scalar, random otherwise."""
+    """Returns the outputs' cotangents: 1 for a single scalar, random otherwise."""
     rng = np.random.default_rng(0)
     if len(avals) == 1 and avals[0].size == 1:
         return [jnp.ones(avals[0].shape, avals[0].dtype)]
@@ -337,7 +337,7 @@ class _Tape:
         self._held: dict[int, int] = {}  # the number of the contents of a mutable reference, by id
 
     def new(self, x: Any) -> Known:
-        """An array with its number; for a mutable reference, its contents are examined."""
+        """Numbers an array; for a mutable reference, its contents are examined."""
         content = x[...] if isinstance(x, jax.Ref) else x
         number = len(self.sizes)
         is_known = is_inexact(content) and content.size
@@ -378,7 +378,7 @@ class _Tape:
         if not inner or any(body.jaxpr.constvars for body in inner):  # their values are unknown
             return None
         sizes = [len(body.graph.nodes) for body in node.bodies]
-        if sizes != [len(body.jaxpr.eqns) for body in inner]:  # drawn as another program
+        if sizes != [len(body.jaxpr.eqns) for body in inner]:  # drawn as a separate program
             return None
         if name == "cond":
             k = min(max(int(entries[0][0]), 0), len(inner) - 1)

@@ -64,10 +64,10 @@ def record(
 
 
 def repeatable(caller: str, f: Any) -> Any:
-    """f, with the state of its stateful modules restored after each run."""
+    """Returns f with the state of its stateful modules restored after each run."""
     return stateful(caller, f, ()) or f
 
 
 def is_model(x: Any) -> bool:
-    """Whether x is a module of a library."""
+    """Returns whether x is a module of a library."""
     return isinstance(x, module_kinds())

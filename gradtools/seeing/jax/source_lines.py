@@ -39,7 +39,7 @@ def source(eqn: Any, site: Source | None = None) -> Source | None:
 
 
 def users_lines(eqn: Any) -> list[Source]:
-    """All lines of the user's code in an equation's stack, innermost first."""
+    """Returns all lines of the user's code in an equation's stack, innermost first."""
     return [_line(frame) for frame in stack_of(eqn) if kind_of(frame.file_name) == USER]
 
 

@@ -51,7 +51,7 @@ class Traced:
 
 
 def trace(run: Run, leaves: Sequence[Any]) -> Traced:
-    """The jaxpr of a run."""
+    """Returns the jaxpr of a run."""
     host: list[int] = []
 
     def fun(*xs: Any) -> list[Any]:
@@ -70,7 +70,7 @@ def trace(run: Run, leaves: Sequence[Any]) -> Traced:
 
 
 def _constant(y: Any) -> Any:
-    """A NumPy or Python output as a constant of its shape."""
+    """Returns a NumPy or Python output as a constant of its shape."""
     array = np.asarray(y)
     return jnp.asarray(array) if array.dtype.kind in "fciub" else jnp.zeros(())
 
@@ -79,7 +79,7 @@ def _constant(y: Any) -> Any:
 
 
 def what_left(error: Exception) -> Finding | None:
-    """How an array left JAX; None if a shape or a branch depended on its values."""
+    """Returns how an array left JAX; None if a shape or branch depended on its values."""
     line, modules = source_of_error(error)
     written = line.text if line is not None else ""
     if isinstance(error, jax.errors.TracerBoolConversionError):
@@ -100,7 +100,7 @@ def what_left(error: Exception) -> Finding | None:
 
 
 def captured_arrays(run: Run) -> dict[int, str]:
-    """The names of the arrays that a function can reach without its arguments, by id."""
+    """Returns the names of the arrays that a function can reach without its arguments, by id."""
     result: dict[int, str] = {}
     for x, name in _reached(run):
         if isinstance(x, jax.Array | np.ndarray):
@@ -109,7 +109,7 @@ def captured_arrays(run: Run) -> dict[int, str]:
 
 
 def _reached(run: Run) -> Iterator[tuple[Any, str]]:
-    """All objects that a function can reach without its arguments, with their names."""
+    """Returns all objects that a function can reach without its arguments, with their names."""
     owner = getattr(run, "__self__", None)
     start = getattr(owner, "f", run)  # the user's function, without the arguments of this call
     is_array = lambda x: isinstance(x, jax.Array | np.ndarray)
@@ -120,7 +120,7 @@ def _reached(run: Run) -> Iterator[tuple[Any, str]]:
 
 
 def jaxpr_with_answers(fun: Callable[..., Any], leaves: Sequence[Any]) -> Any:
-    """`jax.make_jaxpr(fun)(*leaves)`, with values where Python needs them.
+    """Returns `jax.make_jaxpr(fun)(*leaves)`, with values where Python needs them.
 
     Args:
         fun: Takes and returns flat lists of arrays.
@@ -135,7 +135,7 @@ def jaxpr_with_answers(fun: Callable[..., Any], leaves: Sequence[Any]) -> Any:
 
 
 def _attempt(fun: Any, leaves: Any, answers: Answers) -> tuple[Any, bool]:
-    """The jaxpr of the whole program, or of the next value that Python needs."""
+    """Returns the jaxpr of the whole program, or of the next value that Python needs."""
     complete = True
 
     def answering(*inner: Any) -> Any:
@@ -186,7 +186,7 @@ class _AnsweringTrace(jax.core.Trace):  # type: ignore[misc]
         return self.wrapped(self.parent.stage_value(self.unwrapped(val)))
 
     def answer(self, tracer: _AnsweringTracer) -> Any:
-        """The next known value; raises if there is none."""
+        """Returns the next known value; raises if there is none."""
         if self._asked == len(self._answers):
             raise _ValueNeeded([tracer.inner])
         self._asked += 1
@@ -194,7 +194,7 @@ class _AnsweringTrace(jax.core.Trace):  # type: ignore[misc]
 
 
 def _forwarding(name: str) -> Callable[..., Any]:
-    """A method that calls the parent's of the same name, with its own tracers unwrapped."""
+    """Returns a method that unwraps its tracers and calls the parent's method of that name."""
 
     def process(self: _AnsweringTrace, *args: Any, **kwargs: Any) -> Any:
         plain = [
@@ -228,7 +228,7 @@ class _AnsweringTracer(Tracer):
         return self.front.answer(self)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        """Allowed for JAX itself, which counts the entries of a boolean index; NumPy raises."""
+        """Converts for JAX, which counts the entries of a boolean index; raises for NumPy."""
         return (
             self.front.answer(self) if called_by_jax(1) else self.inner.__array__(*args, **kwargs)
         )
@@ -249,7 +249,7 @@ class _AnsweringTracer(Tracer):
 
 
 def _leaving(name: str) -> Callable[..., Any]:
-    """A conversion that leaves the framework; the wrapped tracer raises."""
+    """Returns a conversion that leaves the framework; the wrapped tracer raises."""
     return lambda self, *args: getattr(self.inner, name)(*args)
 
 

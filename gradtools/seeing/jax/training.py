@@ -27,7 +27,7 @@ from gradtools.seeing.jax.tracing import trace
 def lifted(
     caller: str, f: Any, args: Sequence[Any], kwargs: dict[str, Any], arrays: list[Any]
 ) -> Callable[[list[Any]], Any]:
-    """`f(*args, **kwargs)` as a function of arrays that f captures."""
+    """Returns `f(*args, **kwargs)` as a function of arrays that f captures."""
     if not arrays:
         raise GradtoolsError(
             f"{caller}: f was given no argument and holds no module. Pass its arguments, "
@@ -55,7 +55,7 @@ def lifted(
 
 
 def model_of(f: Any) -> Any:
-    """f if it is a module, else the module or list of modules that it captures, or None."""
+    """Returns f if it is a module, or the modules that it captures, or None."""
     kinds = module_kinds()
     if not kinds:
         return None
@@ -66,12 +66,12 @@ def model_of(f: Any) -> Any:
 
 
 def are_parameters(f: Any, x: Any) -> bool:
-    """Whether an argument of f is trained, since f captures no module."""
+    """Returns whether an argument of f is trained, since f captures no module."""
     return model_of(f) is None
 
 
 def held(caller: str, model: Any) -> list[HeldArray]:
-    """The arrays of a model, or of a tree of models and arrays."""
+    """Returns the arrays of a model, or of a tree of models and arrays."""
     result = [HeldArray(name, x) for name, x in _named(part_of(model)) if _is_floating(x)]
     if not result:
         raise GradtoolsError(
@@ -89,7 +89,7 @@ def _is_floating(x: Any) -> bool:
 
 
 def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]) -> Optimised:
-    """The arrays that a step with gradients of one changes.
+    """Returns the arrays that an optimizer step with gradients of 1 changes.
 
     The optimizer is an optax transformation or an `nnx.Optimizer`.
     """
@@ -115,7 +115,7 @@ def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]
     treedef: Any = jax.tree.structure(part)
     ones = jax.tree.unflatten(treedef, [jnp.ones_like(x) for x in leaves])
     updates = treedef.flatten_up_to(optimizer.update(ones, state, part)[0])
-    moved, raw = set[int](), set[int]()  # ids; raw: those whose update is the gradient
+    moved, raw = set[int](), set[int]()  # ids; raw: arrays whose update is the gradient
     for x, update in zip(leaves, updates, strict=True):
         if hasattr(update, "dtype") and bool(jnp.any(update != 0)):
             moved.add(id(x))
@@ -132,7 +132,7 @@ def _is_an_optimizer(x: Any) -> bool:
 
 
 def _pure(nnx: Any, state: Any) -> Any:
-    """A state with arrays in place of its Variables. Older flax calls it `pure`."""
+    """Returns a state with arrays in place of Variables. Older flax calls it `pure`."""
     return (nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure)(state)
 
 
@@ -140,12 +140,12 @@ def _pure(nnx: Any, state: Any) -> Any:
 
 
 def _named(tree: Any) -> list[tuple[str, Any]]:
-    """The leaves of a tree with their names."""
+    """Returns the leaves of a tree with their names."""
     return [(_name(path), x) for path, x in jax.tree.leaves_with_path(tree)]
 
 
 def _name(path: Sequence[Any]) -> str:
-    """A key path as Python source: layers[0].weight."""
+    """Returns a key path as Python source: layers[0].weight."""
     result = ""
     for step in path:
         key = next(

@@ -33,7 +33,7 @@ from gradtools.seeing.jax import operands, recorded_run, source_lines
 
 
 def formula_graph(program: LeafProgram) -> Recorded:
-    """The forward program as expressions; its leaves also determine indices and random draws."""
+    """Translates the forward program; its leaves also fix indices and random draws."""
     traced = recorded_run.trace(program.run, program.leaves)
     names = recorded_run.captured_arrays(program.run)
     translator = _Translator(program.backend)
@@ -52,7 +52,7 @@ def formula_graph(program: LeafProgram) -> Recorded:
 def differentiated(
     program: LeafProgram, recorded: Recorded, active: Sequence[int], point: Sequence[list[Any]]
 ) -> list[list[Any]]:
-    """f's outputs and gradients by JAX, and with directions the derivatives of the gradients.
+    """Returns JAX's outputs and gradients of f; with directions, also their derivatives.
 
     active: Which of the inputs are differentiated.
     point: The inputs, the cotangents and, at order 2, the directions.
@@ -87,7 +87,7 @@ class _Translator:
         self._leaves: dict[Expr, Any] = {}  # of the arguments
 
     def leaf(self, name: str, x: Any) -> Entry:
-        """The entry of an argument's leaf. A random key is an input too, and its own entry."""
+        """Returns the entry of an argument's leaf; a random key is an input and its own entry."""
         if _is_key(x):
             self.inputs.append(placeholder(name, jax.random.key_data(x).shape, "integer"))
             return x
@@ -96,7 +96,7 @@ class _Translator:
         return self.inputs[-1]
 
     def captured(self, x: Any, name: str = "") -> Entry:
-        """The entry of a captured array: a placeholder if inexact or named, else itself."""
+        """Returns a placeholder for a captured array that is inexact or named, else the array."""
         if _is_key(x) or x.dtype == np.uint32:
             return x
         if not (name or jnp.issubdtype(x.dtype, jnp.inexact)):
@@ -107,7 +107,7 @@ class _Translator:
         return p
 
     def expr(self, entry: Entry) -> Expr:
-        """The entry as an expression."""
+        """Returns the entry as an expression."""
         if isinstance(entry, Expr):
             return entry
         value = np.asarray(entry)
@@ -115,7 +115,7 @@ class _Translator:
         return constant(value.astype(np.float64) if floating else value)
 
     def value_of(self, x: Expr) -> np.ndarray:
-        """The numbers of an expression in this run."""
+        """Returns the numbers of an expression in this run."""
         known = self._leaves | self.held
         return evaluate([x], {p: known[p] for p in order([x]) if p.op == "placeholder"})[0]
 
@@ -154,7 +154,7 @@ class _Translator:
         return self._named(eqn, entries, shown)
 
     def _read(self, eqn: Any, entries: Sequence[Entry]) -> Sequence[Expr | None] | None:
-        """The results of an equation by its words; None if the vocabulary has none."""
+        """Translates an equation by the vocabulary; None if the vocabulary lacks it."""
         places, exponents = operands.operands_of(eqn)
         xs = [*map(self.expr, entries)]
         if eqn.primitive.name == "gather":
@@ -165,7 +165,7 @@ class _Translator:
         return translated(operands.name_of(eqn), xs, attributes, likes, self.value_of)
 
     def _gathered(self, eqn: Any, x: Expr, indices: Expr) -> Expr | None:
-        """A gather of one slice, or of one entry of each row; None for any other."""
+        """Translates a gather of one slice, or of one entry per row; None for other gathers."""
         d, known = eqn.params["dimension_numbers"], self.value_of(indices)
         axes, batched = tuple(d.start_index_map), tuple(d.operand_batching_dims)
         sizes = np.array(eqn.params["slice_sizes"])
@@ -195,7 +195,7 @@ class _Translator:
         return [fitted(x, _like(var)) for x, var in zip(results, eqn.outvars, strict=True)]
 
     def _named(self, eqn: Any, entries: Sequence[Entry], name: str) -> list[Entry]:
-        """As an opaque operation; known integer arrays and random keys are part of its kernel."""
+        """Translates an equation to an opaque operation; known integers are part of its kernel."""
 
         def is_shown(e: Entry) -> bool:
             is_number = not (isinstance(e, Expr) or np.ndim(e) or _is_key(e))
@@ -211,11 +211,11 @@ class _Translator:
         return self._fitted(eqn, by_name(name, args, map(_like, eqn.outvars), kernel))
 
     def _opened(self, program: Any, entries: Sequence[Entry]) -> list[Entry]:
-        """The results of a program at these operands, written out."""
+        """Inlines a program at these operands."""
         return self.run(program.jaxpr, [*map(self.captured, program.consts), *entries])
 
     def _call(self, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
-        """A call, as a word, by the name of a function of JAX or of a rule, or written out."""
+        """Translates a call: by the vocabulary, by the name of a function or rule, or inlined."""
         (program,) = jaxprs.programs_of(eqn)
         jaxpr = program.jaxpr
         own = bool(source_lines.is_own(jaxpr)) and not source_lines.is_gradtools(jaxpr)
@@ -250,7 +250,7 @@ _OF_KEYS = ("random_wrap", "random_seed", "random_fold_in", "random_bits", "thre
 
 
 def _bound(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """The results of an equation at these operands; a literal keeps its dtype."""
+    """Returns the results of an equation at these operands; a literal keeps its dtype."""
     pairs = zip(eqn.invars, values, strict=True)
     return jaxprs.bound(eqn, [a.val if isinstance(a, Literal) else x for a, x in pairs])
 

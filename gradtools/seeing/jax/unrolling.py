@@ -1,7 +1,7 @@
 """Evaluation of a jaxpr at given values, with calls, branches and loops entered.
 
 It serves `why_zero` (`passes_at_values.py`), which examines the passes of a program, and
-`first_divergence`, which compares a program's values with another's.
+`first_divergence`, which compares the values of two programs.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ class Unrolling(Generic[V, P, J]):
     # --- representation
 
     def array(self, value: V) -> Any:
-        """The array of a value."""
+        """Returns the array of a value."""
         raise NotImplementedError
 
     def literal(self, literal: Any) -> V:
-        """The value of a literal."""
+        """Returns the value of a literal."""
         raise NotImplementedError
 
     def constant(self, x: Any) -> V:
-        """The value of an array that a jaxpr holds."""
+        """Returns the value of an array that a jaxpr holds."""
         raise NotImplementedError
 
     def place(self, at: J, i: int, eqn: Any) -> P:
-        """The place of the equation i of a jaxpr."""
+        """Returns the place of the equation i of a jaxpr."""
         raise NotImplementedError
 
     def inside(self, at: P, k: int, iteration: int | None) -> J:
-        """The place of the inner jaxpr k of an equation, in an iteration of a loop."""
+        """Returns the place of the inner jaxpr k of an equation, in an iteration of a loop."""
         raise NotImplementedError
 
     def operation(self, at: P, name: str, evaluate: Evaluate, xs: Sequence[V]) -> list[V]:
-        """The results of an operation."""
+        """Returns the results of an operation."""
         raise NotImplementedError
 
     def enters(self, eqn: Any, at: P) -> bool:
-        """Whether the inner jaxprs of an equation are evaluated."""
+        """Returns whether the inner jaxprs of an equation are evaluated."""
         name = eqn.primitive.name
         if name == "scan":
             size = eqn.params["length"] * len(jaxprs.programs_of(eqn)[0].jaxpr.eqns)
@@ -68,12 +68,12 @@ class Unrolling(Generic[V, P, J]):
     # --- evaluation
 
     def evaluated(self, jaxpr: Any, entries: Sequence[V], at: J) -> list[V]:
-        """The outputs of an open jaxpr. entries: Its constants and inputs."""
+        """Returns the outputs of an open jaxpr. entries: Its constants and inputs."""
         step = lambda i, eqn, xs: self.equation(eqn, xs, self.place(at, i, eqn))
         return jaxprs.interpreted(jaxpr, entries, step, self.literal)
 
     def equation(self, eqn: Any, xs: list[V], at: P) -> list[V]:
-        """The results of an equation."""
+        """Returns the results of an equation."""
         name = eqn.primitive.name
         if not self.enters(eqn, at):
             return self.operation(at, name, partial(jaxprs.bound, eqn), xs)
@@ -87,13 +87,13 @@ class Unrolling(Generic[V, P, J]):
         return self.program(programs[k], xs, self.inside(at, k, None))
 
     def program(self, held: jaxprs.HeldJaxpr, xs: Sequence[V], at: J) -> list[V]:
-        """The outputs of an inner jaxpr."""
+        """Returns the outputs of an inner jaxpr."""
         return self.evaluated(held.jaxpr, [*map(self.constant, held.consts), *xs], at)
 
     def _scan(self, eqn: Any, xs: list[V], at: P) -> list[V]:
         held, length = jaxprs.programs_of(eqn)[0], eqn.params["length"]
         count, carried = jaxprs.scan_counts(eqn)
-        # An index that is an array has one compilation for all rows.
+        # An array as the index needs one compilation for all rows.
         index = lambda x, i: jax.lax.dynamic_index_in_dim(x, jnp.asarray(i), keepdims=False)
         rows = lambda x: [index(x[0], i) for i in range(length)]
         columns = [self.operation(at, "row", rows, [x]) for x in xs[count + carried :]]

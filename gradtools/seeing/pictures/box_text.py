@@ -14,7 +14,7 @@ from functools import lru_cache
 from gradtools.seeing.graphs.outline import Block, Box
 
 TITLE, LINE = 13.0, 11.0
-_ADVANCE = 0.615  # the advance of a letter relative to its size: DejaVu Sans Mono has 0.602
+_ADVANCE = 0.615  # the width of a letter relative to the font size: 0.602 in DejaVu Sans Mono
 _LONGEST = {"title": 30, "line": 34}
 _MOST_LINES = 4  # maximum lines per text; longer text is shortened in the middle
 _PAD_X, _PAD_Y = 12.0, 8.0

@@ -23,7 +23,7 @@ _WIDEST = 56  # characters; the greatest column of the shapes
 
 
 def to_text(graph: PlainGraph, **view: Any) -> str:
-    """A graph as text; the options are those of `drawing.to_svg`."""
+    """Formats a graph as text; the options are those of `drawing.to_svg`."""
     outline, opened = opened_outline(graph, limit=_FIT, **view)
     kept: dict[int, set[int]] = {}
     for arrow in outline.seen_arrows(opened):
@@ -64,7 +64,7 @@ _SAFE = " .,_-+=×…▸→'?✕≠∂"
 
 
 def to_mermaid(graph: PlainGraph, **view: Any) -> str:
-    """A graph as a Mermaid flowchart; the options are those of `drawing.to_svg`."""
+    """Formats a graph as a Mermaid flowchart; options as in `drawing.to_svg`."""
     outline, opened = opened_outline(graph, **view)
     arrows = outline.seen_arrows(opened)
     lines = ["---", f"title: {_in_mermaid(outline.title)}", "---"] if outline.title else []
@@ -102,7 +102,7 @@ def to_mermaid(graph: PlainGraph, **view: Any) -> str:
 
 
 def _in_mermaid(*lines: str) -> str:
-    """A quoted label; the special characters of Mermaid and HTML are written as ``#code;``."""
+    """Quotes a label; special characters of Mermaid and HTML become ``#code;``."""
     safe = lambda x: x if x.isalnum() or x in _SAFE else f"#{ord(x)};"
     return '"{}"'.format("<br/>".join("".join(map(safe, shown(line))) for line in lines))
 
@@ -111,7 +111,7 @@ def _in_mermaid(*lines: str) -> str:
 
 
 def to_dot(graph: PlainGraph, **view: Any) -> str:
-    """A graph in Graphviz' language; the options are those of `drawing.to_svg`."""
+    """Formats a graph in Graphviz' language; options as in `drawing.to_svg`."""
     outline, opened = opened_outline(graph, **view)
     lines = [
         "digraph gradtools {",
@@ -160,6 +160,6 @@ def to_dot(graph: PlainGraph, **view: Any) -> str:
 
 
 def _in_dot(text: str) -> str:
-    """A quoted string of Graphviz, with centred lines."""
+    """Quotes a string for Graphviz, with centred lines."""
     lines = [shown(line).replace("\\", "\\\\").replace('"', '\\"') for line in text.split("\n")]
     return '"{}"'.format("\\n".join(lines).replace("&", "&amp;"))

@@ -44,7 +44,7 @@ class AtenCall:
         return self.func(*self.args, **self.kwargs)
 
     def operands(self) -> list[Any]:
-        """Its tensors, and the numbers passed for tensors, in order."""
+        """Returns the call's tensors, and the numbers passed for tensors, in order."""
         result: list[Any] = []
         for argument, value in self.bound:
             alias = argument.alias_info
@@ -55,13 +55,13 @@ class AtenCall:
         return [*_REORDERED[self.name](result)] if self.name in _REORDERED else result
 
     def written(self) -> Iterator[Tensor]:
-        """The tensors that it writes to in place."""
+        """Returns the tensors that the call writes to in place."""
         for argument, value in self.bound:
             if argument.alias_info is not None and argument.alias_info.is_write:
                 yield from tensors_in(value)
 
     def said(self, out: Any) -> tuple[str, Mapping[str, Any]]:
-        """Its neutral name and its attributes; `out` is its result."""
+        """Returns the call's neutral name and attributes; `out` is the call's result."""
         self.outs = [*tensors_in(out)]
         name, attributes = operations.neutral(self.name), self._attributes()
         form = _FORMS.get(self.name) or _FORMS.get(name)
@@ -72,7 +72,7 @@ class AtenCall:
         return name, MappingProxyType(attributes)
 
     def _attributes(self) -> Attributes:
-        """The arguments that are not operands and differ from their defaults.
+        """Returns the arguments that are not operands and differ from their defaults.
 
         The schema's dim and dims are `axis` (one) or `axes` (several), counted from 0.
         """
@@ -104,7 +104,7 @@ class AtenCall:
 
 
 def _is_number(argument: Any, value: Any) -> bool:
-    """Whether it is a number passed for a tensor operand."""
+    """Returns whether a value is a number passed for a tensor operand."""
     number = isinstance(value, int | float | complex) and not isinstance(value, bool)
     needed = not argument.has_default_value()
     return number and needed and str(argument.type) in ("Tensor", "number")
@@ -144,7 +144,7 @@ def _bound_of(call: AtenCall) -> str:
 
 
 def _transform(call: AtenCall) -> str:
-    """A Fourier transform, as NumPy names it."""
+    """Returns NumPy's name of a Fourier transform."""
     if call.name == "fft_c2r":
         return "irfft"
     halved = call.name == "fft_r2c" and call.given["onesided"]
@@ -170,7 +170,7 @@ _RENAMED: Mapping[str, Callable[[AtenCall], str]] = {
 
 
 def _permuted(call: AtenCall, said: Attributes) -> Attributes:
-    """The axes of the operand, in the order of the result's."""
+    """Returns the axes of the operand, in the order of the result's axes."""
     order, given, rank = [*range(call.rank)], call.given, call.rank
     if call.name == "permute":
         order = [a % rank for a in given["dims"]]
@@ -181,7 +181,7 @@ def _permuted(call: AtenCall, said: Attributes) -> Attributes:
 
 
 def _window(call: AtenCall, said: Attributes) -> Attributes:
-    """Start, limit and stride on each axis of a slice; the axis that a selection drops."""
+    """Returns start, limit and stride per axis of a slice, and the axis that a selection drops."""
     assert call.first is not None
     shape, given = call.first.shape, call.given
     axis = given.get("dim", 0) % max(1, call.rank)
@@ -199,13 +199,13 @@ def _window(call: AtenCall, said: Attributes) -> Attributes:
 
 
 def _split(call: AtenCall, said: Attributes) -> Attributes:
-    """The sizes of consecutive parts along an axis."""
+    """Returns the sizes of consecutive parts along an axis."""
     axis = said["axis"]
     return {"sizes": tuple(part.shape[axis] for part in call.outs), "axis": axis}
 
 
 def _filled(call: AtenCall, said: Attributes) -> Attributes:
-    """The fill value of a constant; its shape and dtype are those of its result."""
+    """Returns the fill value of a constant; the result has the shape and dtype."""
     if call.name == "lift_fresh" and call.outs:
         held = numbers_text(call.outs[0].shape, call.outs[0].tolist)
         return {"value": held} if held else {}
@@ -229,7 +229,7 @@ def _variance(call: AtenCall, said: Attributes) -> Attributes:
 
 
 def _convolved(call: AtenCall, said: Attributes) -> Attributes:
-    """The settings of a convolution that differ from their defaults."""
+    """Returns the settings of a convolution that differ from their defaults."""
     kept: Attributes = {}
     for name in ("stride", "dilation", "padding", "output_padding", "groups"):
         default = 1 if name in ("stride", "dilation", "groups") else 0

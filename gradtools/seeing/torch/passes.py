@@ -126,7 +126,7 @@ class _PassRecorder(RunRecorder):
             return Origin(source or of.source, here.scope, mark, rule)
         if source is None or (of.source is not None and "-packages" in source.file):
             source = of.source
-        if managed and of.mark:  # gradtools runs a frozen function as a chunk
+        if managed and of.mark:  # a frozen function runs as a chunk
             mark = of.mark
         return Origin(source, here.scope or of.scope, mark or of.mark, rule or of.rule)
 

@@ -31,7 +31,7 @@ from gradtools.torch.autograd_graph import leaves_of
 
 Tensor = torch.Tensor
 _FULL = Dependence.DIFFERENTIABLE
-_MOST = 8  # lines that are tried, with up to three runs each
+_MOST = 8  # the most lines that are tried, with up to three runs each
 
 
 def record(
@@ -114,12 +114,12 @@ def _differentiated(seen: ConnectionRecorder, wanted: Wanted) -> PassesAtValues:
 
 
 def repeatable(caller: str, f: Any) -> Any:
-    """f, whose effects are undone by a run."""
+    """Returns f unchanged: the recording undoes f's effects."""
     return f
 
 
 def is_model(x: Any) -> bool:
-    """Whether x is a module."""
+    """Returns whether x is a module."""
     return isinstance(x, torch.nn.Module)
 
 
@@ -144,7 +144,7 @@ def _follow(run: Run, leaves: Sequence[Any], seen: ConnectionRecorder) -> None:
 
 
 def _untraced(seen: ConnectionRecorder) -> list[int]:
-    """The leavings whose data could explain a lost gradient and was not seen to return."""
+    """Returns the exits whose data may explain a lost gradient and never returned."""
     graph = seen.graph()
     held = [number for number, x in seen.captured_tensors.items() if x.requires_grad]
     back = {source for source, _ in seen.outside}
@@ -163,12 +163,12 @@ def _untraced(seen: ConnectionRecorder) -> list[int]:
 def _changes(
     run: Run, leaves: Sequence[Any], first: ConnectionRecorder, which: Sequence[int]
 ) -> list[int] | None:
-    """The values that change in a run with other numbers at these leavings.
+    """Returns the values that change in a run with other numbers at these exits.
 
-    None if f does not run with any such numbers.
+    None if f raises for all of these numbers.
     """
     changes = None
-    # f may refuse large steps; a clipped value may move in one direction only
+    # f may raise for large steps; a clipped value may move in one direction only
     for size in (1.0, -1.0, 1e-3):
         if changes is not None and (changes or not which or abs(size) < 1):
             break
@@ -185,7 +185,7 @@ def _changes(
 
 
 def _other(x: Any, size: float) -> Any:
-    """A perturbed number, array or list of the same type."""
+    """Returns a perturbed number, array or list of the same type."""
     if isinstance(x, list):
         return [_other(item, size) for item in x]
     array = np.asarray(x)

@@ -77,7 +77,7 @@ def formula_graph(program: LeafProgram) -> Recorded:
 def _by_its_name(
     program: LeafProgram, inputs: Sequence[Expr], outputs: Sequence[Expr]
 ) -> list[Expr]:
-    """The outputs of the whole program as an opaque operation."""
+    """Returns the outputs of the whole program as an opaque operation."""
     leaves = program.leaves
 
     def run(*xs: Tensor) -> list[Tensor]:
@@ -95,7 +95,7 @@ def _by_its_name(
 def differentiated(
     program: LeafProgram, recorded: Recorded, active: Sequence[int], point: Sequence[list[Any]]
 ) -> list[list[Any]]:
-    """f's outputs and gradients by PyTorch, and with directions the derivatives of the gradients.
+    """Returns PyTorch's outputs and gradients of f; with directions, also their derivatives.
 
     active: Which of the inputs and the captured tensors are differentiated.
     point: The inputs, the cotangents and, at order 2, the directions.
@@ -124,7 +124,7 @@ def differentiated(
 def _gradients(
     outs: Tensors, xs: Tensors, cotangents: Tensors, again: bool = False
 ) -> list[Tensor]:
-    """torch.autograd.grad, with zeros where nothing depends on an input."""
+    """Applies torch.autograd.grad, with zeros for inputs that no output depends on."""
     pairs = [(y, c) for y, c in zip(outs, cotangents, strict=True) if y.requires_grad]
     grads: Sequence[Tensor | None] = [None] * len(xs)
     if pairs and xs:
@@ -134,7 +134,7 @@ def _gradients(
 
 
 def _numbers(x: Tensor) -> np.ndarray:
-    """A copy of the tensor's contents."""
+    """Returns a copy of the tensor's contents."""
     with upstream.disable_current_modes():
         value = x.detach().resolve_conj().resolve_neg().to_dense().cpu()
         value = value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
@@ -142,7 +142,7 @@ def _numbers(x: Tensor) -> np.ndarray:
 
 
 def _like(x: Tensor) -> tuple[tuple[int, ...], str]:
-    """A tensor's shape and kind."""
+    """Returns a tensor's shape and kind."""
     shape, dtype = like(x)
     return shape, kind_of(dtype)
 
@@ -250,7 +250,7 @@ class _FormulaRecorder(Recorder[Expr]):
     def _in_parts(
         self, call: AtenCall, given: Sequence[Expr], left_out: Sequence[Tensor]
     ) -> tuple[Any, Values] | None:
-        """The result of PyTorch's decomposition, if all of its parts are in the vocabulary.
+        """Translates PyTorch's decomposition if all of its parts are in the vocabulary.
 
         left_out: Tensors that the operation only updates; the decomposition gets None.
         """
@@ -261,7 +261,7 @@ class _FormulaRecorder(Recorder[Expr]):
             with Operations(self):
                 out = decomposed(*args, **call.kwargs)
             results = [self.of(y) for y in tensors_in(out)]
-        except Exception:  # the decomposition may refuse what the operation accepts
+        except Exception:  # the decomposition may raise for arguments that the operation accepts
             return None
         finally:
             unwritable, self.unwritable = self.unwritable, before
@@ -272,7 +272,7 @@ class _FormulaRecorder(Recorder[Expr]):
     def named(
         self, name: str, call: tuple[Any, Any, Any], given: Sequence[Expr], outs: Tensors
     ) -> list[Expr]:
-        """The outputs of a call of a function as an opaque operation."""
+        """Returns the outputs of a call of a function as an opaque operation."""
         fun, args, kwargs = call
         kept = [call_if_kept(a) for a in args if isinstance(a, str)]  # a host kernel's call
         xs = [*tensors_in([args, kwargs])]
@@ -292,13 +292,13 @@ class _FormulaRecorder(Recorder[Expr]):
     # Values of tensors.
 
     def new(self, x: Any, name: str = "") -> Expr:
-        """A new value."""
+        """Creates a value."""
         value = expressions.placeholder(name, *_like(x))
         self.leaves[value] = x
         return value
 
     def met(self, x: Tensor) -> Expr:
-        """The value of a tensor that f did not compute."""
+        """Returns the value of a tensor that f did not compute."""
         if self.table.memory(x) is not None:  # a view whose creation was not recorded
             self.unwritable = True
             return self.constant(x)
@@ -308,17 +308,17 @@ class _FormulaRecorder(Recorder[Expr]):
         return self.new(x, self.names.get(id(x), ""))
 
     def rewritten(self, x: Tensor, before: Expr, writes: Sequence[Write[Expr]]) -> Expr:
-        """The contents of a tensor of whose memory another view was written."""
+        """Returns the contents of a tensor after writes to another view of its memory."""
         self.unwritable = True
         return self.constant(x)
 
     def constant(self, x: Tensor) -> Expr:
-        """A constant with the tensor's contents."""
+        """Returns a constant with the tensor's contents."""
         with self.silent():
             return constant(_numbers(x))
 
     def value_of(self, x: Expr) -> np.ndarray:
-        """The numbers of an expression in this run."""
+        """Returns the numbers of an expression in this run."""
         leaves = [p for p in order([x]) if p.op == "placeholder"]
         with self.silent():
             return evaluate([x], {p: _numbers(self.leaves[p]) for p in leaves})[0]
@@ -344,7 +344,7 @@ class _FormulaRecorder(Recorder[Expr]):
 # The words of functions whose aten operations merge and split axes, of parts of complex numbers,
 # and of detach, as autograd also detaches the tensors that it saves.
 _TENSOR: Any = Tensor
-_TORCH: Any = torch  # its stubs lack some of these
+_TORCH: Any = torch  # torch's stubs lack some of these
 _DETACHING = (torch.detach, Tensor.detach, _TENSOR.data.__get__, _TENSOR.detach_, _TORCH.detach_)
 _FUNCTIONS: dict[Any, str] = dict.fromkeys(_DETACHING, "stop") | {
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), "matmul"),
@@ -360,7 +360,7 @@ _FUNCTIONS: dict[Any, str] = dict.fromkeys(_DETACHING, "stop") | {
 
 
 def _copied(recorder: _FormulaRecorder, call: AtenCall, about: Any, *xs: Expr) -> Values:
-    """The written value, broadcast to the array's shape."""
+    """Broadcasts the written value to the array's shape."""
     value = xs[1] if len(xs) > 1 else lifted(call.given.get("value", 0.0))
     return [algebra.broadcast(value, xs[0].shape)]
 
@@ -368,7 +368,7 @@ def _copied(recorder: _FormulaRecorder, call: AtenCall, about: Any, *xs: Expr) -
 def _nll(
     recorder: _FormulaRecorder, call: AtenCall, about: Any, x: Expr, target: Expr, *weight: Expr
 ) -> Values | None:
-    """-x[t] of each row, without weights and ignored labels."""
+    """Returns -x[t] of each row; weights and ignored labels are not supported."""
     if weight or (recorder.value_of(target) == call.given["ignore_index"]).any():
         return None
     losses = -picked(x, target)

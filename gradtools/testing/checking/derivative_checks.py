@@ -210,37 +210,37 @@ class DerivativeCheck:
     # --- directions, lines and derivatives
 
     def draw(self, like: np.ndarray) -> np.ndarray:
-        """Random numbers of size 1/2 to 1 and either sign (phase, if complex), few bits each."""
+        """Draws numbers with few bits, of size 1/2 to 1 and random sign or phase."""
         shape, rng = like.shape, self.rng
         draw = lambda: rng.integers(64, 129, shape) / 128 * rng.choice((-1, 1), shape)
         x = draw() + 1j * draw() if like.dtype.kind == "c" else draw()
         return np.asarray(x).astype(like.dtype)
 
     def everywhere(self, by_entry: bool = False) -> Arrays:
-        """A direction along all leaves, scaled by each leaf's size or by each entry's."""
+        """Draws a direction along all leaves, scaled by each leaf's size or each entry's size."""
         sizes = size_by_entry if by_entry else scale_of
         return [(self.draw(x) * sizes(x)).astype(x.dtype) for x in self.xs]
 
     def along(self, i: int, u: np.ndarray) -> Arrays:
-        """A direction in leaf i alone."""
+        """Returns a direction that is u in leaf i and zero elsewhere."""
         return [u.astype(x.dtype) if i == j else np.zeros_like(x) for j, x in enumerate(self.xs)]
 
     def directions(self, i: int) -> Iterator[Arrays]:
-        """Directions along leaf i: scaled by its size, and by each entry's (safe in f's domain)."""
+        """Yields directions in leaf i, scaled by its size and by each entry's (domain-safe)."""
         x = self.xs[i]
         yield self.along(i, self.draw(x) * scale_of(x))
         yield self.along(i, self.draw(x) * size_by_entry(x))
 
     def moved(self, us: Arrays, t: float) -> Arrays:
-        """The point x + t u."""
+        """Returns the point x + t u."""
         return [(x + t * u).astype(x.dtype) for x, u in zip(self.xs, us, strict=True)]
 
     def line(self, us: Arrays) -> slopes.Line:
-        """All entries of f along u."""
+        """Returns all entries of f along u as a function of t."""
         return lambda t: flattened(self.probe.value(self.moved(us, t)))
 
     def at(self, mode: str, xs: Arrays, *vectors: Arrays) -> Any:
-        """A derivative by a mode, as `FlatFunction.derivative`. The latest results are cached."""
+        """Returns `FlatFunction.derivative` by a mode, and caches the latest results."""
         key = (mode, *(x.tobytes() for group in (xs, *vectors) for x in group))
         if key not in self._kept:
             found = self.probe.derivative(mode, xs, *vectors)
@@ -250,7 +250,7 @@ class DerivativeCheck:
         return self._kept[key]
 
     def has(self, mode: str, *vectors: Arrays) -> bool:
-        """Whether f has a mode, and is to be checked in it; computed at x at the first call."""
+        """Returns whether a mode is selected and f has it, which the first call tests at x."""
         if mode not in self.present:
             wanted = self.modes is None or mode in self.modes
             try:
@@ -266,7 +266,7 @@ class DerivativeCheck:
         return self.present[mode]
 
     def label(self, mode: str) -> str:
-        """A mode's name in the report."""
+        """Returns the name of a mode in the report."""
         return self.labels.get(mode, mode.replace("_", " "))
 
     # --- two functions of the point
@@ -310,7 +310,7 @@ class DerivativeCheck:
     def unless_rounding(
         self, record: Comparison, off: np.ndarray, sides: Callable[[Arrays], tuple[Any, ...]]
     ) -> Comparison:
-        """A disagreement; it agrees if a difference of its size is rounding error of the sides."""
+        """Changes the record to agreement if the difference is rounding error of the sides."""
         eps, greatest = self.probe.eps, max(1.0, *map(largest, [*self.xs, *self.probe.out]))
         if not is_rounding(np.abs(off), sides, self.xs, eps, 1e3 * eps * greatest):
             return record
@@ -577,16 +577,16 @@ class DerivativeCheck:
 
 
 def scale_of(x: np.ndarray) -> float:
-    """The size of a leaf's entries, a power of two."""
+    """Returns the size of a leaf's entries, a power of two."""
     mean = math.sqrt(float(np.mean(np.abs(widened(x)) ** 2))) if x.size else 1.0
     return 2.0 ** round(math.log2(mean)) if 0 < mean < math.inf else 1.0
 
 
 def size_by_entry(x: np.ndarray) -> np.ndarray:
-    """The size of each entry; for zeros the leaf's size."""
+    """Returns the size of each entry, and the leaf's size for zeros."""
     return np.where(x == 0, scale_of(x), np.abs(x))
 
 
 def flattened(xs: Sequence[np.ndarray]) -> np.ndarray:
-    """All entries of all arrays in one vector."""
+    """Concatenates all entries of all arrays into one vector."""
     return np.concatenate([widened(x).ravel() for x in xs])

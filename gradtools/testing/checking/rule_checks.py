@@ -36,7 +36,7 @@ _DRAWN = (
     "state changed? Draw it in fwd, and save it."
 )
 _STALE = (
-    "changes after another call of fwd: bwd reads what the last call left behind (a global, an "
+    "changes after another call of fwd: bwd reads state of the last call (a global, an "
     "attribute, a closure's variable). Return it from fwd as a residual."
 )
 
@@ -127,12 +127,12 @@ class RuleCheck(DerivativeCheck):
     # --- the functions of the rule, called as in every use of the rule
 
     def _moved(self, factor: float) -> tuple[Any, ...]:
-        """The arguments, with each differentiated array times a factor."""
+        """Returns the arguments, with each differentiated array multiplied by a factor."""
         leaves = [(x * factor).astype(x.dtype) for x in self.probe.leaves]
         return self.probe.rebuilt(self.probe.arrays(leaves))
 
     def _arrays_in(self, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The arrays of the arguments that are not static."""
+        """Returns the arrays of the arguments that are not static."""
         waist = self.probe.waist
         return tuple(filter(waist.is_array, waist.flatten(tuple(self.rule._bound(args, {})[1]))[0]))
 
@@ -140,7 +140,7 @@ class RuleCheck(DerivativeCheck):
         return naming(CALLER, f"{part}, {described(getattr(self.rule, part))}")
 
     def fwd(self, *args: Any) -> Any:
-        """The output and the residuals."""
+        """Returns the output and the residuals of fwd."""
         xs, functions, fwd = self._arrays_in(args), self.functions, self.rule.fwd
         assert fwd is not None
         with self._named("fwd"):
@@ -148,7 +148,7 @@ class RuleCheck(DerivativeCheck):
         return functions.pair(result, "fwd", "(out, residuals)")
 
     def bwd(self, out: Any, residuals: Any, vs: list[Any]) -> list[Any]:
-        """bwd's validated entries for the differentiable leaves."""
+        """Returns bwd's validated cotangents of the differentiable leaves."""
         leaves, treedef = self.probe.waist.flatten(out)
         left = iter(vs)
         full = [next(left) if self.probe.differentiable(y) else None for y in leaves]
@@ -158,7 +158,7 @@ class RuleCheck(DerivativeCheck):
         return self.functions.cotangents(entries, self.avals)
 
     def jvp(self, args: tuple[Any, ...], us: Arrays) -> Any:
-        """jvp's output, and its tangent along us."""
+        """Returns jvp's output and its tangent along us."""
         left, xs = iter(self.probe.arrays(us)), self._arrays_in(args)
         tangents = tuple([next(left) if inexact else None for _, _, inexact in self.avals])
         with self._named("jvp"):
@@ -207,7 +207,7 @@ class RuleCheck(DerivativeCheck):
                 self.report.comparisons[n] = c.because(c.cause or "", f"{c.detail} {look}")
 
     def _unchanging(self, part: str, run: Callable[[], Any], trees: dict[str, Any]) -> Any:
-        """The result of a part, which must leave the arrays in these trees as they are.
+        """Returns the result of a part, which must not change the arrays in these trees.
 
         A framework shares them with others, and calls fwd and bwd at any time.
         """
@@ -229,7 +229,7 @@ class RuleCheck(DerivativeCheck):
             raise GradtoolsError(f"{CALLER}: {what}{path.rstrip()} {why}")
 
     def _copied(self, tree: Any) -> list[tuple[str, Any]]:
-        """The arrays of a tree in NumPy with their paths; None for other leaves."""
+        """Converts the arrays of a tree to NumPy, with their paths; None for other leaves."""
         waist, copy = self.probe.waist, self.probe.gt.to_numpy
         arrays = [np.array(copy(x)) if waist.is_array(x) else None for x in waist.flatten(tree)[0]]
         return list(zip(waist.leaf_paths(tree), arrays, strict=True))
@@ -317,7 +317,7 @@ class RuleCheck(DerivativeCheck):
 
 
 def _changed(before: list[tuple[str, Any]], after: list[tuple[str, Any]]) -> str:
-    """The path of the first array that differs, " " for an array alone; empty if none does."""
+    """Returns the path of the first changed array, " " for an array alone, or ""."""
     for (path, a), (_, b) in zip(before, after, strict=True):
         if a is not None and not np.array_equal(a, b, equal_nan=a.dtype.kind in "fc"):
             return path or " "

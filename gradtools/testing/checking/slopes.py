@@ -41,13 +41,13 @@ class Slope(NamedTuple):
 
 
 def shaped_like(entries: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """The entries of a vector as arrays of these shapes."""
+    """Splits the entries of a vector into arrays of these shapes."""
     ends = np.cumsum([x.size for x in like])[:-1]
     return [part.reshape(x.shape) for part, x in zip(np.split(entries, ends), like, strict=True)]
 
 
 def slope(f: Line, eps: float) -> Slope:
-    """The slope of f at 0 by extrapolated central differences.
+    """Computes the slope of f at 0 by extrapolated central differences.
 
     Args:
         f: The function from a position on the line to a vector.
@@ -85,5 +85,5 @@ def slope(f: Line, eps: float) -> Slope:
 
 
 def smallest_step(eps: float) -> float:
-    """The smallest step of a difference, unless larger ones leave f's domain."""
+    """Returns the smallest step of a difference, unless larger ones leave f's domain."""
     return 10 * eps**0.5

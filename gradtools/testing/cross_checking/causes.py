@@ -66,7 +66,7 @@ class Causes:
         self.diverging, self.reordered = cache(self._diverging), cache(self._reordered)
 
     def of(self, c: Comparison) -> Comparison:
-        """A disagreement with its cause, by the results."""
+        """Returns the disagreement with a cause that is inferred from the results."""
         quantity = self.check.quantities[c.quantity]
         i = quantity.paths.index(c.path)
         a, b = (side[i] for side in quantity.sides)
@@ -100,7 +100,7 @@ class Causes:
     # --- operations
 
     def is_vague(self, c: Comparison) -> bool:
-        """Whether the cause is unknown, or would fit by accident: a factor without a name.
+        """Returns whether the cause is unknown or may be accidental: a factor without a name.
 
         Any two numbers have a factor, so a number's cause counts if another result has it too.
         """
@@ -112,7 +112,7 @@ class Causes:
         return cause == UNKNOWN or (cause.startswith(FACTOR) and "," not in cause)
 
     def with_the_factor(self, c: Comparison) -> Comparison:
-        """The comparison, with the factor of a derivative if it is the same."""
+        """Takes the named factor of another comparison as the cause if the ratios agree."""
         for d in self.report.disagreements:
             is_factor = c.cause == UNKNOWN and (d.cause or "").startswith(FACTOR)
             if is_factor and c.ratio and d.ratio and abs(d.ratio / c.ratio - 1) < 1e3 * c.tolerance:
@@ -120,7 +120,7 @@ class Causes:
         return c
 
     def by_operations(self, c: Comparison) -> Comparison:
-        """The comparison with the first operations at which the two programs diverge."""
+        """Adds the first operations at which the two programs diverge to the cause."""
         if (found := self.diverging()) is None:
             return c
         before, cause = c.cause or UNKNOWN, found.name
@@ -133,7 +133,7 @@ class Causes:
         return c.because(cause, f"{c.detail} {found.sentence}".strip())
 
     def _diverging(self) -> Relation | None:
-        """How the first operations that differ are related, and their lines."""
+        """Returns the relation of the first operations that differ, and their lines."""
         try:
             kind, blame = RecordedRuns(self.check).blame()
         except Exception as error:  # such as a program that cannot be traced
@@ -146,12 +146,12 @@ class Causes:
             mine, other = self.names if "torch" in blame.relation else self.names[::-1]
             advice = f"In {other} it is not stopped: stop it there, or remove the stop in {mine}."
             return Relation(blame.relation, f"The values agree. {where} {advice}")
-        return Relation(blame.relation, f"The programs part in a {kind} at {where}")
+        return Relation(blame.relation, f"The programs diverge in a {kind} at {where}")
 
     # --- further evaluations
 
     def _reordered(self) -> str:
-        """The order of axes of JAX's arguments and parameters that gives PyTorch's values."""
+        """Finds the axis order of JAX's arguments and parameters that gives PyTorch's values."""
         check, quantity = self.check, self.check.quantities["value"]
         leaves, expected = check.leaves[1], quantity.sides[0]
         lengths = dict.fromkeys(n for x in leaves for n in x.shape)
@@ -166,7 +166,7 @@ class Causes:
         return ""
 
     def _is_random(self, name: str, k: int) -> bool:
-        """Whether one side's result differs from run to run."""
+        """Returns whether one side's result differs from run to run."""
         quantity = self.check.quantities[name]
         runs = (self.check.evaluate(quantity, k, self.check.leaves[k]) for _ in range(2))
         return any(
@@ -180,7 +180,7 @@ class Causes:
         )
 
     def _at_a_kink(self, c: Comparison, i: int) -> Comparison | None:
-        """The comparison with a kink as its cause, if the two sides agree nearby."""
+        """Returns the comparison with a kink as its cause, if the two sides agree nearby."""
         check, quantity = self.check, self.check.quantities[c.quantity]
         size = _STEPS.get(tolerances.real_name(c.dtype), 0.05)
         for draw in range(2):
@@ -200,7 +200,7 @@ class Causes:
         )
 
     def _wrong_side(self, c: Comparison, a: Any, b: Any) -> str | None:
-        """The side whose derivative contradicts its values, if it is one of the two.
+        """Returns the side whose derivative contradicts its values, if there is exactly one.
 
         The values agree, so if PyTorch's derivative is right, another one is wrong.
         """
@@ -211,7 +211,7 @@ class Causes:
         return self.names[second is True] if (first is True) != (second is True) else None
 
     def _contradicts(self, name: str, k: int) -> bool | None:
-        """Whether a side's derivative differs from differences of its values; None if undecided."""
+        """Compares a side's derivative with differences of its values; None if undecided."""
         side = self.check.sides[k]
         modes = {"gradient": ["reverse"], "jvp": ["forward"]}
         second = ["reverse", name.removeprefix("hvp, ").replace(" ", "_")]
@@ -227,7 +227,7 @@ class Causes:
     # --- relations of the two arrays
 
     def _related(self, c: Comparison, a: Any, b: Any) -> Relation:
-        """One side that is NaN or infinite, or a relation of the two arrays."""
+        """Relates the two arrays; reports a side that is NaN or infinite."""
         near = min(1e3 * c.tolerance, 0.03) or 1e-9
         if a.shape != b.shape:
             words = "A reduction, keepdims, or broadcasting (n, 1) against (n,) on one side only."

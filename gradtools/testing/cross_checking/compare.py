@@ -77,7 +77,7 @@ def cross_check(
         A `Report`: true if all agrees. ``print(report)`` shows the table.
 
     Raises:
-        AgreementError: Something disagrees; its ``report`` says what, where and probably why.
+        AgreementError: The programs disagree; its ``report`` has values and likely causes.
         GradtoolsError: An argument of cross_check itself is wrong, or the parameters of the two
             models cannot be matched.
 

@@ -38,7 +38,7 @@ class Pairing:
     def in_jax_layout(
         self, arrays: Sequence[np.ndarray | None], gradients: bool = False
     ) -> list[np.ndarray | None]:
-        """One array for each of PyTorch's parameters, converted to JAX's; None stays None.
+        """Converts one array per PyTorch parameter to JAX's parameters; None stays None.
 
         gradients: Whether the arrays are gradients. Two parameters whose sum is one parameter in
             JAX have the same gradient; their values and directions are added.
@@ -107,7 +107,7 @@ def pair_parameters(caller: str, first: Side, second: Side, mapping: Any, partia
 
 
 def _mapping(caller: str, first: Side, second: Side, mapping: Any, partial: bool) -> Any:
-    """The mapping; made from equal names and shapes, or by `match_parameters`."""
+    """Returns the mapping, made from equal names and shapes or by `match_parameters`."""
     if isinstance(mapping, ParameterMapping):
         return mapping
     if not isinstance(mapping, Mapping | None):

@@ -20,7 +20,7 @@ _NEWER = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.con
 
 @contextmanager
 def highest_precision(backends: Iterable[str]) -> Iterator[None]:
-    """A context in which these frameworks compute float32 products in full precision.
+    """Context in which these frameworks compute float32 products in full precision.
 
     Args:
         backends: Any of "torch" and "jax".
@@ -53,7 +53,7 @@ def _put(wanted: dict[str, Any]) -> None:
 
 @cache
 def settings_of_torch() -> dict[str, Setting]:
-    """PyTorch's settings that allow reduced precision in float32 products, in setting order.
+    """Returns PyTorch's settings for reduced precision in float32 products, in setting order.
 
     Two older settings, for matrices and for cuDNN, write the newer settings (by library and
     operation), and so come first. A setting that contradicts the newer settings cannot be read, and
@@ -72,7 +72,7 @@ def settings_of_torch() -> dict[str, Setting]:
 
 
 def _attribute(holder: Any, name: str) -> Setting:
-    """The setting of a property, bypassing `torch.backends.disable_global_flags`.
+    """Returns the setting of a property, bypassing `torch.backends.disable_global_flags`.
 
     (`torch.testing._internal` calls that, after which assigning to the property raises.)
     """

@@ -81,7 +81,7 @@ def crossed(
     seed: int = 0,
     tolerance: float | None = None,
 ) -> Iterator[CrossCheck]:
-    """The cross-check of two programs, in a context of 64 bits if one of the arrays has them."""
+    """Cross-checks two programs, with 64-bit types enabled if an array has such a type."""
     if not isinstance(args, tuple | list):
         raise GradtoolsError(
             f"{caller}: args must be a tuple with one entry for each argument, got a "
@@ -192,7 +192,7 @@ class CrossCheck:
         return alike and inexact(first).keys() == inexact(second).keys()
 
     def _derivatives(self, order: int) -> list[Quantity]:
-        """The derivatives to compare: along random directions, the same on both sides."""
+        """Returns the derivatives to compare, along random directions shared by both sides."""
         likes = [self.outputs[0][path] for path in self.out_paths]
         scalar = len(likes) == 1 and likes[0].shape == () and likes[0].dtype.kind != "c"
         drawn = [self._draw("gradient", i, x) for i, x in enumerate(likes)]
@@ -218,7 +218,7 @@ class CrossCheck:
         return result
 
     def cotangents_of(self, k: int) -> Arrays:
-        """The cotangents in the order of one side's outputs."""
+        """Returns the cotangents in the order of one side's outputs."""
         return [self.cotangents[self.out_paths.index(p)] for p in inexact(self.outputs[k])]
 
     def _add(self, quantity: Quantity, report: Report) -> None:
@@ -261,7 +261,7 @@ class CrossCheck:
             report.comparisons.append(c)
 
     def _is_rounding(self, quantity: Quantity, i: int, a: np.ndarray, b: np.ndarray) -> bool:
-        """Whether the difference of one leaf is rounding of larger numbers that cancel."""
+        """Returns whether a leaf's difference is rounding error of larger numbers that cancel."""
         present = [x for side in quantity.sides for x in side if x is not None]
         present += [*self.leaves[0], *(x for out in self.outputs for x in inexact(out).values())]
         eps = max(tolerances.epsilon(x.dtype) for x in present)
@@ -274,7 +274,7 @@ class CrossCheck:
     # --- evaluation
 
     def evaluate(self, quantity: Quantity, k: int, leaves: Arrays) -> Leaves:
-        """One side's result in JAX's layout.
+        """Returns one side's result in JAX's layout.
 
         Deprecation warnings of the frameworks' own code are ignored, in case the program turns
         warnings into errors.
@@ -287,7 +287,7 @@ class CrossCheck:
         return self.in_jax_layout(result, gradients=True) if own else list(result)
 
     def evaluated_nearby(self, quantity: Quantity, k: int, leaves: Arrays) -> Arrays:
-        """One side's result at another point; NaN where the program raises there."""
+        """Returns one side's result at another point; NaN if the program raises there."""
         found: Leaves
         try:
             found = self.evaluate(quantity, k, leaves)
@@ -300,7 +300,7 @@ class CrossCheck:
             return self.sides[k].output(leaves)
 
     def naming(self, side: Side) -> AbstractContextManager[None]:
-        """A context that adds the side's name to an exception."""
+        """Context that adds the side's name to an exception."""
         return naming(self.caller, f"the {side.name} program")
 
     # --- directions and points
@@ -311,7 +311,7 @@ class CrossCheck:
         return [*self.pairing.in_jax_layout(leaves[:count], gradients), *leaves[count:]]
 
     def directions(self, purpose: Any, size: float | None = None) -> list[Arrays]:
-        """One random direction, in each side's layout.
+        """Draws one random direction; returns it in each side's layout.
 
         size: The length relative to the largest entry of each leaf; by default an entry is about 1.
         """
@@ -323,7 +323,7 @@ class CrossCheck:
         return [drawn, [d if size else d.astype(x.dtype) for d, x in theirs]]
 
     def nearby(self, purpose: Any, size: float) -> list[Arrays]:
-        """The leaves of both sides, moved along a random direction."""
+        """Moves the leaves of both sides along a random direction."""
         pairs = zip(self.leaves, self.directions(purpose, size), strict=True)
         return [
             [np.asarray(widened(x) + d).astype(x.dtype) for x, d in zip(xs, ds, strict=True)]
@@ -338,7 +338,7 @@ class CrossCheck:
         return np.asarray(drawn).astype(like.dtype)
 
     def sizes(self) -> dict[str, int]:
-        """The axis lengths and sizes that occur, by name."""
+        """Returns the axis lengths and sizes that occur, by name."""
         result: dict[str, int] = {}
         pairs = zip(self.paths, self.leaves[1], strict=True)
         for path, x in sorted(pairs, key=lambda pair: not pair[0].startswith("argument")):

@@ -45,14 +45,14 @@ class Side(FlatFunction):
         self._state = self.waist.unflatten(tree, leaves)
 
     def array(self, x: Any) -> Any:
-        """x in the framework, on the device of the program's parameters."""
+        """Converts x to the framework, on the device of the program's parameters."""
         x = np.asarray(x)
         if self.name == "jax":
             return self.gt.asarray(x.astype(narrowed(x.dtype.name)))
         return self.gt.asarray(x).to(self._own[0].device if self._own else None)
 
     def bound(self, inputs: Inputs, differentiated: Mapping[str, Any]) -> Callable[..., Any]:
-        """The program as a function of these parameters and the differentiated inputs."""
+        """Returns the program as a function of these parameters and the differentiated inputs."""
         is_array = lambda x: isinstance(x, np.ndarray | np.generic)
         given = [self.array(x) if is_array(x) else x for x in inputs.leaves]
         own = [*map(self.array, self.params.values())]
@@ -79,18 +79,18 @@ class Side(FlatFunction):
         return {path: x for path, x in self.numbers.items() if path not in self.constant}
 
     def named_arrays(self, out: Any) -> dict[str, Any]:
-        """The arrays of an output by path."""
+        """Returns the arrays of an output by path."""
         pairs = zip(self.waist.leaf_paths(out), self.waist.flatten(out)[0], strict=True)
         return {normal(path): x for path, x in pairs if self.waist.is_array(x)}
 
     def output(self, leaves: Arrays) -> Output:
-        """All arrays and numbers of the output."""
+        """Returns all arrays and numbers of the output."""
         out = self.run(lambda xs: self.program(*xs), leaves)
         paths = map(normal, self.waist.leaf_paths(out))
         return dict(zip(paths, self.numpy(self.waist.flatten(out)[0]), strict=True))
 
     def pullback(self, leaves: Arrays, cotangents: Arrays) -> list[np.ndarray | None]:
-        """J^H c for each leaf; None for a leaf that does not reach the output."""
+        """Returns J^H c for each leaf; None for a leaf that does not reach the output."""
 
         def pulled(xs: Any, cts: Any) -> Any:
             fun: Any = lambda *xs: (self.flat(*xs), [])
@@ -101,7 +101,7 @@ class Side(FlatFunction):
         return [None if g is None else self.gt.to_numpy(g) for g in found]
 
     def run(self, compute: Callable[..., Any], *groups: Arrays) -> Any:
-        """`compute(*groups)`; in JAX compiled as one program if it can be traced.
+        """Runs `compute(*groups)`; in JAX it is compiled as one program if it can be traced.
 
         Eager JAX code would compile each of its operations.
         """
@@ -173,13 +173,13 @@ class Inputs:
         return {name: self.leaves[i] for i, name in self.names.items()}
 
     def rebuilt(self, leaves: Sequence[Any], moving: Iterator[Any]) -> tuple[Any, ...]:
-        """The arguments of these leaves, with `moving` in place of the differentiated ones."""
+        """Builds the arguments from these leaves, with `moving` for differentiated leaves."""
         full = [next(moving) if i in self.names else x for i, x in enumerate(leaves)]
         return self.trees.unflatten(self.treedef, full)  # type: ignore[no-any-return]
 
 
 def resolve(gt: Any, caller: str, name: str, subject: Any) -> tuple[Callable[..., Any], Any, Any]:
-    """`(apply, params, state)`; params is None for a function."""
+    """Returns `(apply, params, state)`; params is None for a function."""
     if library(one := getattr(subject, "__wrapped__", None)) == "equinox":  # jax.vmap(module)
         apply_one, params, state = gt.make_functional(one)
         example = lambda params, state: lambda *xs: apply_one(params, state, *xs)[0]
@@ -199,7 +199,7 @@ def resolve(gt: Any, caller: str, name: str, subject: Any) -> tuple[Callable[...
             f"variables. Pass the pair {name}=(module, variables), where variables is what "
             "module.init(key, *args) returns."
         )
-    if kind == "torch.nn":  # includes frozen parameters, which the other side has too
+    if kind == "torch.nn":  # includes frozen parameters, which the other side also has
         make_functional = import_module("gradtools.torch.modules").make_functional
         return make_functional(module, variables=variables, frozen_too=True)
     if kind is not None:
@@ -217,7 +217,7 @@ def resolve(gt: Any, caller: str, name: str, subject: Any) -> tuple[Callable[...
 
 
 def library(x: Any) -> str | None:
-    """The library of a module; None if x is not a module."""
+    """Returns the library of a module; None if x is not a module."""
     for cls in type(x).__mro__:
         home = cls.__module__
         if cls.__name__ == "Module" and home.startswith(
@@ -241,7 +241,7 @@ def in_double_precision(wanted: bool) -> Iterator[None]:
 
 
 def narrowed(dtype: str) -> str:
-    """The 32-bit integer dtype that JAX uses for a 64-bit integer dtype without x64."""
+    """Returns the 32-bit integer dtype that JAX substitutes for 64 bits without x64."""
     import jax
 
     wide = jax.config.read("jax_enable_x64")
@@ -252,7 +252,7 @@ def narrowed(dtype: str) -> str:
 
 
 def nested(flat: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
-    """Nested dictionaries from leaves by path."""
+    """Builds nested dictionaries from leaves by path."""
     tree: dict[Any, Any] = {}
     for path, x in flat.items():
         place = tree
@@ -263,17 +263,17 @@ def nested(flat: Mapping[tuple[Any, ...], Any]) -> dict[Any, Any]:
 
 
 def is_inexact(x: np.ndarray) -> bool:
-    """Whether x is floating or complex."""
+    """Returns whether x is floating or complex."""
     return tolerances.real_name(x.dtype) in tolerances.EPSILONS
 
 
 def inexact(arrays: Output) -> Output:
-    """The floating and complex arrays."""
+    """Returns the floating and complex arrays."""
     return {path: x for path, x in arrays.items() if is_inexact(x)}
 
 
 def cast(x: np.ndarray, dtype: str | None) -> np.ndarray:
-    """x in another precision; complex stays complex, integers are unchanged."""
+    """Casts x to another precision; complex stays complex, integers are unchanged."""
     if dtype is None or not is_inexact(x):
         return x
     if x.dtype.kind == "c":
@@ -290,7 +290,7 @@ def normal(path: str) -> str:
 
 
 def tokens(path: str) -> Path:
-    """The names and numbers of a leaf's path."""
+    """Returns the names and numbers of a leaf's path."""
     result = re.findall(r"\['([^']*)'\]|\[\"([^\"]*)\"\]|\[([^\]]*)\]|\.?([^\[\].]+)", path)
     names = tuple(next(part for part in parts if part) for parts in result if any(parts))
     return names[:-1] if len(names) > 1 and names[-1] == "value" else names

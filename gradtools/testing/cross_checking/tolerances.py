@@ -34,7 +34,7 @@ _REAL_PART = {"complex128": "float64", "complex64": "float32"}
 
 
 def tolerance(dtype: Any, order: int = 0) -> float:
-    """The largest relative error at which two results of one dtype agree.
+    """Returns the largest relative error at which two results of one dtype agree.
 
     Args:
         dtype: A NumPy dtype or its name, real or complex; for two results, the coarser dtype.
@@ -65,17 +65,17 @@ def tolerance(dtype: Any, order: int = 0) -> float:
 
 
 def epsilon(dtype: Any) -> float:
-    """The machine epsilon of a dtype; 0.0 for integers and booleans."""
+    """Returns the machine epsilon of a dtype; 0.0 for integers and booleans."""
     return EPSILONS.get(real_name(dtype), 0.0)
 
 
 def real_name(dtype: Any) -> str:
-    """The name of a dtype; for a complex dtype, the name of its real part's dtype."""
+    """Returns the name of a dtype; for a complex dtype, the name of its real part's dtype."""
     name = dtype if isinstance(dtype, str) else np.dtype(dtype).name
     return _REAL_PART.get(name, name)
 
 
 def coarser(first: Any, second: Any) -> str:
-    """The name of the dtype with the larger epsilon."""
+    """Returns the name of the dtype with the larger epsilon."""
     names = real_name(first), real_name(second)
     return max(names, key=lambda name: EPSILONS.get(name, 0.0))

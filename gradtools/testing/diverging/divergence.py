@@ -53,20 +53,20 @@ class Divergence(Report):
     relation: str = ""
 
     def explanation(self) -> str:
-        """The divergence in a few lines; empty if there is none."""
+        """Explains the divergence in a few lines; empty if there is none."""
         if self.kind == "agrees":
             return ""
         if self.kind == "not finite":
             return self.relation
         both = {"torch": (self.torch, self.last_torch), "jax": (self.jax, self.last_jax)}
-        lines = [f"The programs part in a {self.kind}: {self.relation}"]
+        lines = [f"The programs diverge in a {self.kind}: {self.relation}"]
         lines += [f"  {name + ':':<7}{at}" for name, (at, _) in both.items() if at]
         lines += ["Before it they agree:"] if self.last_torch else []
         lines += [f"  {name + ':':<7}{last}" for name, (_, last) in both.items() if last]
         return "\n".join(lines)
 
     def table(self, colour: bool = False, limit: int | None = None) -> str:
-        """The explanation, then the table of the comparisons."""
+        """Formats the explanation, then the table of the comparisons."""
         return "\n".join(filter(None, [self.explanation(), super().table(colour, limit)]))
 
 

@@ -101,7 +101,7 @@ class RecordedRuns:
             self._compare_gradients(mine, theirs)
 
     def _recorded(self, side: Side) -> Run:
-        """A side's run, in which all of its parameters are differentiated."""
+        """Returns a side's run, in which all of its parameters are differentiated."""
         inputs = self.check.inputs
         leaves = {joined(tokens(path)): x for path, x in side.numbers.items()} | inputs.moving
         record = getattr(import_module(f"{__package__}.{side.name}_run"), f"run_in_{side.name}")
@@ -110,7 +110,7 @@ class RecordedRuns:
         return run
 
     def _compared(self, k: int, layout: Any) -> Comparison:
-        """The comparison of output k."""
+        """Compares output k."""
         (x, y), (name, move) = self.outputs[k], layout or ("", lambda a: a)
         if name:
             shapes = f"{x.value.shape} in PyTorch and {y.value.shape} in JAX"
@@ -119,7 +119,7 @@ class RecordedRuns:
         return compare_arrays("value", f"output {k}", move(x.value), y.value, tolerance=limit)
 
     def _drawn(self, k: int) -> Any:
-        """A random cotangent of output k."""
+        """Draws a random cotangent of output k."""
         x, rng = self.outputs[k][0].value, np.random.default_rng([self.check.seed, k])
         c = rng.normal(size=x.shape) if x.shape else np.ones(())
         return c + 1j * rng.normal(size=x.shape) if x.dtype.kind == "c" else c
@@ -140,7 +140,7 @@ class RecordedRuns:
             self.comparisons.append(found)
 
     def blame(self) -> tuple[str, Blame | None]:
-        """The kind of divergence, and the operations at which the programs diverge."""
+        """Returns the kind of divergence, and the operations at which the programs diverge."""
         if differs := [k for k in self.wrong if self.comparisons[k].cause is None]:
             return "value", self._of_values([self.outputs[k] for k in differs])
         if self.wrong:
@@ -152,7 +152,7 @@ class RecordedRuns:
     # --- values
 
     def _of_values(self, ends: Sequence[tuple[Step, Step]]) -> Blame:
-        """The operations at which the values of these outputs diverge."""
+        """Returns the operations at which the values of these outputs diverge."""
         regions = [_differing(side) for side in zip(*ends, strict=True)]
         ours, theirs = (_first(r) or [end] for r, end in zip(regions, ends[0], strict=True))
         a, b = max(product(ours, theirs), key=_likeness)
@@ -171,7 +171,7 @@ class RecordedRuns:
         return Blame(a, b, last, self._relation(ours, theirs))
 
     def _relation(self, ours: Steps, theirs: Steps) -> str:
-        """How the values that two lines compute are related, in a few words."""
+        """Describes in a few words how the values that two lines compute are related."""
         a, b = ours[0], theirs[0]
         if a.entries == b.entries >= 0:
             return "the same entries in another order: reshaped where the other side transposes"
@@ -189,7 +189,7 @@ class RecordedRuns:
         return next(filter(None, causes), UNRELATED)
 
     def _expressions(self, *lines: Steps) -> tuple[list[list[Expressions]], list[set[str | None]]]:
-        """The expressions of both lines in common values, and the letters of their operands."""
+        """Returns both lines' expressions in common values, and their operands' letters."""
         ordered = *(line[0] for line in lines), *(s for line in lines for s in line[1:])
         entries = dict.fromkeys(p.entries for s in ordered for p in _operands(s))
         letters = dict(zip(entries, "xyzuvw", strict=False))
@@ -204,7 +204,7 @@ class RecordedRuns:
     # --- cotangents
 
     def _of_gradients(self) -> Blame | None:
-        """The operations at which the cotangents diverge."""
+        """Returns the operations at which the cotangents diverge."""
         tracked = [tuple([s for s in side if s.tracked] for side in c) for c in self.classes]
         differing = [c for c in tracked if all(c) and self._differs(c)]
         if not differing:
@@ -227,7 +227,7 @@ class RecordedRuns:
         return Blame(chosen[0], chosen[1], (x, y), words)
 
     def _differs(self, sides: tuple[Steps, ...]) -> bool:
-        """Whether no two cotangents at a common value agree."""
+        """Returns whether all pairs of cotangents at a common value differ."""
         found = [*filter(None, starmap(_cotangents, product(*sides)))]
         agree = (
             (entry_errors(g, h, self.limit, self.noise) <= 1).all()
@@ -238,20 +238,20 @@ class RecordedRuns:
 
 
 def _cotangents(x: Step, y: Step) -> tuple[np.ndarray, np.ndarray] | None:
-    """The cotangents of two equal values, in JAX's layout."""
+    """Returns the cotangents of two equal values, in JAX's layout."""
     layout = layout_of(x, y)
     return None if layout is None else (layout[1](x.gradient), y.gradient)
 
 
 def _likeness(pair: tuple[Step, Step]) -> tuple[bool, int, float, int]:
-    """A sort key: common operands first, then early steps of PyTorch, then the shared part."""
+    """Returns a sort key: common operands, then early PyTorch steps, then the shared part."""
     ours, theirs = ({p.entries for p in common_operands(s)} for s in pair)
     share = len(ours & theirs) / len(ours | theirs) if ours | theirs else 0.25
     return share > 0, -pair[0].number, share, -pair[1].number
 
 
 def _differing(ends: Sequence[Step]) -> Steps:
-    """The steps between the values that both runs have and differing outputs, in order."""
+    """Returns the steps between the values that both runs have and differing outputs, in order."""
     behind = ancestors(ends, stop=lambda s: _is_known(s) and s not in ends)
     chosen = [s for s in behind if not (s.leaf or s.is_common)]
     chosen = [s for s in chosen if strength(s.value) or s in ends]
@@ -260,7 +260,7 @@ def _differing(ends: Sequence[Step]) -> Steps:
 
 
 def _first(steps: Steps) -> Steps:
-    """The steps that depend on no other of these steps."""
+    """Returns the steps that depend on none of the other steps."""
     inside = {id(s) for s in steps}
     above = lambda s: ancestors(s.parents, stop=_is_known)
     return [s for s in steps if not any(id(p) in inside for p in above(s))]
@@ -271,7 +271,7 @@ def _is_known(s: Step) -> bool:
 
 
 def _simple(x: Step, y: Step, sizes: Mapping[str, float]) -> str | None:
-    """A relation of two values alone: a layout, a conjugate, a sign, a factor, a mask."""
+    """Returns a relation of two values: a layout, a conjugate, a sign, a factor or a mask."""
     a, b = x.value, y.value
     kinds = {a.dtype.kind, b.dtype.kind}
     if a.size != b.size or not (kinds <= {"f", "c"} or kinds == {"b"}):
@@ -287,6 +287,6 @@ def _operands(s: Step) -> Steps:
 
 
 def common_operands(s: Step) -> Steps:
-    """The common values that a step is directly made from."""
+    """Returns the common values that a step reads directly."""
     every = ancestors(s.parents, stop=lambda p: p.entries >= 0)
     return [p for p in every if p.entries >= 0]

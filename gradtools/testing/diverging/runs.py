@@ -119,7 +119,7 @@ class Run:
 
 
 def ancestors(steps: Iterable[Step], stop: Callable[[Step], bool]) -> list[Step]:
-    """The steps and all that they depend on, as far as the steps for which `stop` is true."""
+    """Returns the steps and their ancestors, up to steps for which `stop` is true."""
     seen: dict[int, Step] = {}
     pending = [*steps]
     while pending:

@@ -70,14 +70,14 @@ class _ValueRecorder(RunRecorder):
         self.edges: dict[int, GradientEdge] = {}
 
     def new(self, x: Any, name: str = "") -> int:
-        """A new value; `add` sets its place unless it is a captured tensor."""
+        """Creates a value; `add` sets its place unless it is a captured tensor."""
         number = super().new(x, name)
         if isinstance(x, torch.Tensor):
             self.steps[number] = Step(Place("captured"), _array(x), leaf="captured")
         return number
 
     def of(self, x: torch.Tensor) -> int:
-        """The number of a tensor's value; keeps the edge at which it is now."""
+        """Returns the number of a tensor's value, and stores its current autograd edge."""
         number = super().of(x)
         if x.grad_fn is not None:
             self.edges.setdefault(number, GradientEdge(x.grad_fn, x.output_nr))

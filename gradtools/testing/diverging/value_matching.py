@@ -19,7 +19,7 @@ _SAMPLE = 4096  # entries that distinguish a mask from numbers
 
 
 def strength(x: np.ndarray) -> int:
-    """The evidence that equality with x gives: STRONG for numbers that do not occur by chance."""
+    """Rates the evidence of equality with x: STRONG if it is unlikely by chance."""
     if x.size == 0 or (x.size > 1 and bool((x == x.flat[0]).all())):
         return NONE
     if x.dtype.kind not in "fc":
@@ -32,28 +32,28 @@ def strength(x: np.ndarray) -> int:
 
 
 def aligned(a: np.ndarray, b: np.ndarray, accuracy: float) -> tuple[str, Move] | None:
-    """The layout of a in which it equals b: its name, and the move; None if there is none."""
+    """Returns the name and the move of the layout in which a equals b, or None."""
     every = layouts(a, b.shape)
     return next(((how, move) for how, move in every if _close(move(a), b, accuracy)), None)
 
 
 def _close(a: np.ndarray, b: np.ndarray, accuracy: float) -> bool:
-    """Whether two arrays are equal to an error relative to the largest entry.
+    """Returns whether two arrays agree relative to the largest entry.
 
-    The constants of a mask (-1e4, -1e9) are compared apart.
+    The constants of a mask (-1e4, -1e9) are compared separately.
     """
     is_large = np.abs(b) >= MASKED
     return all(equal(a[part], b[part], accuracy) for part in (is_large, ~is_large))
 
 
 def layout_of(a: Step, b: Step) -> tuple[str, Move] | None:
-    """The layout of a step's value in which it equals another's."""
+    """Returns the layout in which the value of step a equals the value of step b."""
     alike = (a.value.dtype.kind in "fc") == (b.value.dtype.kind in "fc")
     return aligned(a.value, b.value, accuracy_of(a, b)) if alike else None
 
 
 def accuracy_of(a: Step, b: Step) -> float:
-    """The accuracy of the finer side: a coarser dtype on one side is a difference."""
+    """Returns the finer side's accuracy: a coarser dtype on one side is a difference."""
     return max(min(a.accuracy, b.accuracy), 1e-9)
 
 

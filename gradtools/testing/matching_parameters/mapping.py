@@ -43,7 +43,7 @@ class Layout:
     rows: tuple[int, int] | None = None
 
     def to_jax(self, x: np.ndarray) -> np.ndarray:
-        """PyTorch's array in JAX's layout."""
+        """Converts PyTorch's array to JAX's layout."""
         x = x if self.rows is None else x[slice(*self.rows)]
         x = x if self.axes is None else x.transpose(self.axes)
         x = np.flip(x, self.reversed_axes) if self.reversed_axes else x
@@ -67,7 +67,7 @@ class ParameterPair:
     added_rows: tuple[int, int] = (0, 0)
 
     def to_jax(self, arrays: Mapping[str, np.ndarray]) -> np.ndarray:
-        """The parameter in JAX, from PyTorch's by name."""
+        """Builds the JAX parameter from PyTorch's parameters by name."""
         x = arrays[self.torch_name]
         if self.added:
             x, rows = x.copy(), slice(*self.added_rows)
@@ -96,7 +96,7 @@ class ParameterMapping:
     source: Mapping[str, np.ndarray] = field(default_factory=dict, repr=False, compare=False)
 
     def to_jax(self, torch_params: Any) -> dict[Any, Any]:
-        """PyTorch's arrays in JAX's names and layout.
+        """Converts PyTorch's arrays to JAX's names and layout.
 
         Args:
             torch_params: A `torch.nn.Module`, or a dictionary from names to arrays, such as a
@@ -131,7 +131,7 @@ class ParameterMapping:
         return nested(flat)
 
     def into(self, module: Any, torch_params: Any = None) -> Any:
-        """A JAX model with PyTorch's numbers in place of its own.
+        """Returns a copy of the JAX model that has PyTorch's weights.
 
         Args:
             module: An `equinox.Module`, an `nnx.Module`, or flax.linen's variables.

@@ -117,7 +117,7 @@ def paired(
     partial: bool = False,
     names: tuple[str, str] = (CALLER, "overrides"),
 ) -> ParameterMapping:
-    """`match_parameters`; `names` are those of the operator and of its overrides, for messages."""
+    """Implements `match_parameters`. names: The operator and its overrides, for messages."""
     modules = [*getattr(torch_params, "named_modules", lambda: ())()]
     transposed = {name for name, m in modules if "Transpose" in type(m).__name__}
     in_torch, in_jax = read_torch(torch_params), read_jax(jax_params)
@@ -214,7 +214,7 @@ class _Matching:
     # --- pairs of modules
 
     def _by_name(self) -> Iterator[tuple[str, Path]]:
-        """Pairs of modules with equal names, or with a common end of them that is unique."""
+        """Returns pairs of modules with equal names, or with a unique common suffix."""
 
         def ends(parts: Sequence[Any]) -> list[tuple[str, ...]]:  # the longest first
             whole = name_key(("whole", *parts))
@@ -251,7 +251,7 @@ class _Matching:
                     yield module, jax_module
 
     def _fits(self, module: str, jax_module: Path) -> list[ParameterPair]:
-        """The pairs of two modules' arrays; empty if a parameter cannot be paired."""
+        """Returns the pairs of two modules' arrays; empty if a parameter cannot be paired."""
         ours, theirs = self.ours[module], self.theirs[jax_module]
         if "weight_hh" in ours:
             pairs = cell_pairs(ours, theirs)
@@ -293,7 +293,7 @@ class _Matching:
         )
 
     def _spelled(self, module: str) -> tuple[str, ...]:
-        """PyTorch's module path, renamed by the overrides."""
+        """Returns PyTorch's module path, renamed by the overrides."""
         for prefix in sorted(self.renamed, key=len, reverse=True):
             if module == prefix or module.startswith(f"{prefix}."):
                 module = self.renamed[prefix] + module[len(prefix) :]
@@ -317,7 +317,7 @@ JaxModules = dict[Path, dict[str, Path]]
 
 
 def _torch_modules(arrays: Mapping[str, np.ndarray]) -> Modules:
-    """PyTorch's arrays by module and leaf.
+    """Groups PyTorch's arrays by module and leaf.
 
     A matrix for query, key and value is a module for each, and so is each cell of a recurrent
     layer. The direction of a normalized weight is the leaf "weight", its norms are "weight_g".
@@ -345,7 +345,7 @@ def _torch_modules(arrays: Mapping[str, np.ndarray]) -> Modules:
 
 
 def _jax_modules(arrays: Mapping[Path, np.ndarray], ours: Modules) -> JaxModules:
-    """JAX's arrays by module and leaf.
+    """Groups JAX's arrays by module and leaf.
 
     The norms of a normalized weight are the leaf "g". The gates of a cell are a part of its leaves'
     names; it has parts that are named like gates, and the sizes of a cell in PyTorch.
@@ -372,7 +372,7 @@ def _jax_modules(arrays: Mapping[Path, np.ndarray], ours: Modules) -> JaxModules
 
 
 def _layout(shape: Shape, path: Path, target: Shape, transposed: bool = False) -> Layout | None:
-    """The layout that converts one shape to the other; None if there is none."""
+    """Returns the layout that converts one shape to the other; None if there is none."""
     leaf, rank, window = str(path[-1]), len(shape), range(2, len(shape))
     if leaf != "kernel":
         tried = [Layout("as it is")]

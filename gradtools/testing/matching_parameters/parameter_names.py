@@ -17,7 +17,7 @@ _COLLECTIONS = ("params", "batch_stats")
 
 
 def read_torch(params: Any) -> dict[str, np.ndarray]:
-    """The NumPy arrays of a module, a state_dict or a dictionary of arrays, by name."""
+    """Reads the NumPy arrays of a module, a state_dict or a dictionary of arrays, by name."""
     if hasattr(params, "state_dict"):
         params = params.state_dict()
     if not isinstance(params, Mapping):
@@ -29,7 +29,7 @@ def read_torch(params: Any) -> dict[str, np.ndarray]:
 
 
 def read_jax(params: Any) -> dict[Path, np.ndarray]:
-    """The NumPy arrays of linen variables, nnx or equinox modules, or dictionaries, by path."""
+    """Reads the NumPy arrays of linen variables, nnx or equinox modules, or dicts, by path."""
     import jax
 
     if isinstance(params, tuple) and len(params) == 2 and isinstance(params[1], Mapping):
@@ -52,7 +52,7 @@ def read_jax(params: Any) -> dict[Path, np.ndarray]:
 
 
 def path_of(keys: Sequence[Any]) -> Path:
-    """JAX's key path as names, indices and keys, without the `value` of an nnx variable."""
+    """Converts JAX's key path to names, indices and keys, without an nnx `value`."""
     values = lambda key: (getattr(key, name, None) for name in ("name", "idx", "key"))
     path = tuple(next(v for v in values(key) if v is not None) for key in keys)
     return path[:-1] if path[-1:] == ("value",) else path
@@ -66,12 +66,12 @@ def _numpy(x: Any) -> np.ndarray:
 
 
 def without_collection(path: Sequence[Any]) -> Path:
-    """A path without flax's collection."""
+    """Removes flax's collection from a path."""
     return tuple(path[1:]) if path and path[0] in _COLLECTIONS else tuple(path)
 
 
 def name_key(parts: Sequence[Any]) -> tuple[str, ...]:
-    """A normalized name: lower-case letters, with numbers as separate parts."""
+    """Returns a normalized name: lower-case letters, with numbers as separate parts."""
     text = ".".join(map(str, parts)).lower()
     result: list[str] = []
     for part in re.findall(r"[a-z]+|\d+", text):
@@ -83,16 +83,16 @@ def name_key(parts: Sequence[Any]) -> tuple[str, ...]:
 
 
 def natural_key(path: Path) -> list[tuple[int, Any]]:
-    """A natural sort key: Dense_2 before Dense_10."""
+    """Returns a natural sort key: Dense_2 before Dense_10."""
     parts = re.findall(r"\d+|\D+", ".".join(map(str, path)))
     return [(0, int(part)) if part.isdigit() else (1, part) for part in parts]
 
 
 def joined(path: Sequence[Any]) -> str:
-    """A path as text."""
+    """Formats a path as text."""
     return ".".join(map(str, path))
 
 
 def split_name(name: str) -> tuple[str, ...]:
-    """The parts of a module's name, joined by "." or "/"."""
+    """Returns the parts of a module's name, joined by "." or "/"."""
     return tuple(name.replace("/", ".").split(".")) if name else ()

@@ -1,9 +1,9 @@
 """Parameters of LSTM, GRU and RNN cells in PyTorch, flax and equinox.
 
 PyTorch stacks the gates' rows (i, f, g, o for an LSTM; r, z, n for a GRU) and has two biases. flax
-has a kernel and perhaps a bias for each gate ("ii", "hf"), or one for all gates ("dense_i",
-"dense_h"); equinox has PyTorch's matrices and one bias. JAX's bias is the sum of PyTorch's two, but
-for a GRU's gate n, whose second bias is multiplied by the gate r.
+has a kernel and perhaps a bias for each gate ("ii", "hf") or for all gates ("dense_i", "dense_h");
+equinox has PyTorch's matrices and one bias. The bias in JAX is the sum of PyTorch's two biases,
+except for a GRU's gate n, whose second bias is multiplied by the gate r.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ _GATES = {4: "ifgo", 3: "rzn"}
 
 
 def leaf_of_cell(name: str) -> tuple[str, str] | None:
-    """The leaf and the end ("_l0_reverse") in the name of a PyTorch cell's parameter."""
+    """Splits the name of a PyTorch cell's parameter into leaf and suffix ("_l0_reverse")."""
     found = re.fullmatch(r"((?:weight|bias)_[ih]h)(_l\d+\w*)?", name)
     return None if found is None else (found[1], found[2] or "")
 
 
 def gate_of(name: Any = "") -> str | None:
-    """The side and the gate ("hf", or "h" for all gates) that flax names so."""
+    """Returns the side and the gate of a name of flax: "hf", or "h" for all gates."""
     found = re.fullmatch(r"(?:dense_)?([ih][ifgorzn]?)_?", str(name))
     return found and found[1]
 
 
 def cell_pairs(ours: Mapping[str, Any], cell: Mapping[str, Path]) -> list[ParameterPair]:
-    """The pairs of one cell's parameters.
+    """Returns the pairs of one cell's parameters.
 
     Args:
         ours: PyTorch's parameters by leaf, each with its `name` and `shape`.

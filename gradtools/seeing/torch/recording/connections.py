@@ -289,7 +289,7 @@ class ConnectionRecorder(RunRecorder):
             self.entries.append((name, of, [*map(_contents, (*data, *made))]))
 
     def changes(self, other: ConnectionRecorder) -> list[int]:
-        """The values that are different in another run, with other data at its leavings.
+        """Returns the values that differ in another run that has other data at its exits.
 
         The results of f count only if no value before them explains their change.
         """
@@ -303,7 +303,7 @@ class ConnectionRecorder(RunRecorder):
         return [*entered, *(self.outputs[k] for k in ends)]
 
     def _operand(self, made: RecordedNode) -> int:
-        """A new operand of an operation, for its data from NumPy or Python."""
+        """Adds an operand to an operation, for its data from NumPy or Python."""
         number = self.new(0.0)
         made.node = replace(made.node, inputs=(*made.node.inputs, number))
         return number
@@ -311,7 +311,7 @@ class ConnectionRecorder(RunRecorder):
     # --- values
 
     def new(self, x: Any, name: str = "") -> int:
-        """A new number for a tensor, a NumPy array or a Python number."""
+        """Numbers a tensor, a NumPy array or a Python number."""
         number = super().new(x, name)
         if isinstance(x, np.ndarray | np.generic | bool | int | float | complex):
             array = np.asarray(x)
@@ -319,7 +319,7 @@ class ConnectionRecorder(RunRecorder):
         return number
 
     def met(self, x: Tensor) -> int:
-        """The number of a captured tensor; a tensor that f could not reach before entered."""
+        """Numbers a captured tensor; a tensor that f could not reach before came from outside."""
         number = super().met(x)
         if id(x) not in self.undo.reachable:
             with self.silent():
@@ -336,7 +336,7 @@ class ConnectionRecorder(RunRecorder):
         self._edges.pop(id(base), None)
 
     def of(self, x: Tensor) -> int:
-        """The value of a tensor."""
+        """Returns the value of a tensor."""
         with self.silent():
             base = unwrapped(x)
             number = super().of(base)
@@ -346,7 +346,7 @@ class ConnectionRecorder(RunRecorder):
     def links_of_update(
         self, x: Tensor, written: Tensor, given: Sequence[int], grad: bool
     ) -> tuple[Links | None, str | None]:
-        """An update passes a derivative on if autograd gave x a new place in its graph."""
+        """Treats an update as differentiable if autograd gave x a new place in its graph."""
         was_reconnected = self._edges.get(id(x), edge_of(x)) != edge_of(x)
         if not written.requires_grad or was_reconnected:
             return None, None
@@ -361,7 +361,7 @@ class ConnectionRecorder(RunRecorder):
         return {number: x for number, x in self.captured.items() if x is not None}
 
     def graph(self) -> PlainGraph:
-        """The recorded graph."""
+        """Returns the recorded graph."""
         values = dict(self.values)
         for number, x in self.captured_tensors.items():
             values[number] = replace(values[number], name=self.names.get(id(x), ""))
@@ -381,7 +381,7 @@ _APART = {
 
 
 def _contents(x: Any) -> Any:
-    """A fingerprint of a tensor, an array or a number, to compare two runs."""
+    """Returns a fingerprint of a tensor, an array or a number, to compare two runs."""
     if isinstance(x, Tensor) and not x.is_meta and x.layout is torch.strided:
         x = x.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1)
         x = x.view(torch.uint8).numpy()
@@ -391,10 +391,10 @@ def _contents(x: Any) -> Any:
 
 
 def edge_of(x: Tensor) -> Edge:
-    """A tensor's place in autograd's graph."""
+    """Returns a tensor's place in autograd's graph."""
     return x.grad_fn, x.output_nr
 
 
 def version_of(x: Tensor) -> int | None:
-    """A tensor's version counter; None for inference tensors, which have none."""
+    """Returns a tensor's version counter; None for inference tensors, which have none."""
     return None if x.is_inference() else upstream.version_of(x)

@@ -23,14 +23,14 @@ _here = threading.local()
 
 
 def watchable() -> bool:
-    """Whether a run can be recorded here: in plain eager code, and not in another recording."""
+    """Returns whether a run can be recorded here: eagerly and not in another recording."""
     inside = is_compiling() or upstream.peek_interpreter_stack() is not None
     return not inside and not getattr(_here, "recording", False)
 
 
 @contextmanager
 def recording_run(what: str, run: Run, leaves: Sequence[Any]) -> Iterator[Undo]:
-    """A context in which this thread may record one run; its effects are undone on exit.
+    """Context in which this thread may record one run; its effects are undone on exit.
 
     what: The subject of the error if no run can be recorded here.
     """
@@ -64,7 +64,7 @@ _FOLLOWED: dict[str, Callable[..., Any]] = {
 
 
 def followed() -> AbstractContextManager[None]:
-    """A context in which this thread's cond and while_loop run in Python."""
+    """Context in which this thread's cond and while_loop run in Python."""
 
     def follow(operator: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return _FOLLOWED.get(operator.name(), call)(*args, **kwargs)

@@ -91,7 +91,7 @@ class Recorder(Generic[V]):
 
     @contextmanager
     def _modules_followed(self) -> Iterator[None]:
-        """A context in which `scope` follows the modules that this thread calls."""
+        """Context in which `scope` follows the modules that this thread calls."""
         thread = threading.get_ident()
         running: list[tuple[torch.nn.Module, tuple[str, ...]]] = []  # modules and scopes
         names: dict[int, dict[int, str]] = {}  # the names of a module's parts, by id
@@ -112,7 +112,7 @@ class Recorder(Generic[V]):
             if threading.get_ident() != thread or all(of is not module for of, _ in running):
                 return
             left = None
-            while left is not module:  # modules above it raised, and their exit is not reported
+            while left is not module:  # enclosing modules raised, so their exit is not reported
                 left, self.scope = running.pop()
 
         with ExitStack() as hooks:
@@ -122,7 +122,7 @@ class Recorder(Generic[V]):
             yield
 
     def origin(self) -> Origin:
-        """The running line and modules.
+        """Returns the running line and modules.
 
         The line is the innermost line of the user's code, else of an installed package.
         """
@@ -130,7 +130,7 @@ class Recorder(Generic[V]):
 
     @contextmanager
     def silent(self) -> Iterator[None]:
-        """A context in which recording is paused."""
+        """Context in which recording is paused."""
         before, self.quiet = self.quiet, True
         try:
             yield
@@ -139,7 +139,7 @@ class Recorder(Generic[V]):
 
     @contextmanager
     def within(self, name: str, mark: str = "") -> Iterator[None]:
-        """A context in which a Function of this name runs."""
+        """Context in which a Function of this name runs."""
         self.rules.append((name, mark))
         try:
             yield
@@ -149,14 +149,14 @@ class Recorder(Generic[V]):
     # --- values
 
     def new(self, x: Any, name: str = "") -> V:
-        """A new value for a tensor or number; here its number."""
+        """Returns a new value for a tensor or number; here its number."""
         number = len(self.values)
         shape, dtype = like(x) if isinstance(x, Tensor) else ((), type(x).__name__)
         self.values[number] = Value(shape, dtype, name)
         return cast(V, number)
 
     def introduced(self, x: Any, name: str) -> V:
-        """A new value for an input."""
+        """Returns a new value for an input."""
         value = self.new(x, name)
         if isinstance(x, Tensor):
             self.hold(x, value)
@@ -167,7 +167,7 @@ class Recorder(Generic[V]):
         self.table.hold(x, value)
 
     def of(self, x: Tensor) -> V:
-        """The value of a tensor as it is now: it may be new here, or written to by another name."""
+        """Returns a tensor's current value; the tensor may be new, or written through an alias."""
         known = self.table.find(x)
         if known is None:
             value = self.met(x)
@@ -179,15 +179,15 @@ class Recorder(Generic[V]):
         return value
 
     def met(self, x: Tensor) -> V:
-        """The value of a tensor whose creation was not recorded."""
+        """Returns the value of a tensor whose creation was not recorded."""
         raise NotImplementedError
 
     def rewritten(self, x: Tensor, before: V, writes: Sequence[Write[V]]) -> V:
-        """The value of a tensor after writes through aliases of its storage."""
+        """Returns the value of a tensor after writes through aliases of its storage."""
         raise NotImplementedError
 
     def keep_written(self, call: AtenCall) -> list[Tensor]:
-        """The tensors that an operation is about to write to; copies captured ones."""
+        """Returns the tensors that an operation is about to write to; copies captured ones."""
         written = [*call.written()]
         for x in written:
             self.of(x)  # a tensor first seen now existed before the run

@@ -41,13 +41,13 @@ class RecordedNode:
     """A node, and the state in which it ran.
 
     Attributes:
-        node: The node; its links are set if they are known already.
+        node: The node; its links are set if they are already known.
         name: Its aten name without the marks of in-place variants.
         grad_enabled: Whether grad mode was on.
-        inner: Whether it is part of a derivative that f itself takes.
-        written: The number of its first inputs that it changes in place.
-        rounds: Whether it rounds its result to an integer.
-        known_loss: The kind of its loss and the function to name, if these are known already.
+        inner: Whether the node is part of a derivative that f itself takes.
+        written: The number of leading inputs that the node changes in place.
+        rounds: Whether the operation rounds its result to an integer.
+        known_loss: The kind of loss and the function to name, if they are already known.
         of: In a backward pass, the position of the node that it differentiates.
     """
 
@@ -116,7 +116,7 @@ class RunRecorder(Recorder[int]):
         return out
 
     def _stops(self, name: str, x: Tensor) -> bool:
-        """Whether the user stops a gradient here, rather than a rule or autograd itself."""
+        """Returns whether the user stops a gradient here, rather than a rule or autograd itself."""
         if name != "detach" or self.phase or self.rules or not x.requires_grad:
             return False
         if self._function != "data" and not private.is_inside_autograd():
@@ -171,7 +171,7 @@ class RunRecorder(Recorder[int]):
         return self.made[-1]
 
     def native(self, call: AtenCall) -> str:
-        """The framework's name of an operation."""
+        """Returns the framework's name of an operation."""
         return f"aten.{call.raw}"
 
     # --- numbers of tensors
@@ -184,7 +184,7 @@ class RunRecorder(Recorder[int]):
             self.values[value] = replace(self.values[value], base=memory.value)
 
     def number_of(self, y: Any) -> int:
-        """The value number of a tensor or of a Python number."""
+        """Returns the value number of a tensor or of a Python number."""
         if isinstance(y, Tensor):
             return self.of(y)
         number = self.new(y, number_text(y) if isinstance(y, int | float | complex) else "")
@@ -192,14 +192,14 @@ class RunRecorder(Recorder[int]):
         return number
 
     def of(self, x: Tensor) -> int:
-        """The number of a tensor; records in the forward pass whether a derivative flows."""
+        """Numbers a tensor; records in the forward pass whether a derivative flows."""
         number = super().of(x)
         if not self.phase:
             self._tracked.setdefault(number, x.requires_grad)
         return number
 
     def met(self, x: Tensor) -> int:
-        """The number of a captured tensor."""
+        """Returns the number of a captured tensor."""
         number = self.new(x, self.names.get(id(x)) or numbers_in(x))
         self.capture(x, number)
         return number
@@ -234,13 +234,13 @@ class RunRecorder(Recorder[int]):
     def links_of_update(
         self, x: Tensor, written: Tensor, given: Sequence[int], grad: bool
     ) -> tuple[Links | None, str | None]:
-        """The links of an update of x after a write to an alias, and the kind of its loss."""
+        """Returns the links of x's update after a write to an alias, and the kind of loss."""
         return None, None
 
     # --- links
 
     def linked(self, made: RecordedNode) -> Node:
-        """A node of the forward pass with its links, which are weak if it passes no derivative on.
+        """Returns a forward node with its links, which are weak if no derivative passes.
 
         A node of a rule stays as it is: the rule replaces its derivative.
         """

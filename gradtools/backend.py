@@ -72,7 +72,7 @@ class Staged:
 
     Attributes:
         run: Evaluates the trace. It replaces the function, so that the user's code runs only once.
-        reverse_only: Whether it contains a rule without forward mode.
+        reverse_only: Whether the function contains a rule without forward mode.
         jacobian_mode: The mode that takes fewer passes; "auto" if only an evaluation can decide.
     """
 

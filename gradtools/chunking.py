@@ -406,7 +406,7 @@ class _Microbatches:
         return backend.unflatten(treedef, arrays)
 
     def weight(self, args: tuple[Any, ...], kwargs: dict[str, Any], given: Any, size: int) -> Any:
-        """Returns the weight of a chunk with these arguments. given: Its examples' weights."""
+        """Returns the weight of a chunk with these arguments. given: The examples' weights."""
         if not callable(self.weights):
             return size if self.weights is None else given.sum()
         result, backend = self.weights(*args, **takes(self.weights, kwargs)), self.backend

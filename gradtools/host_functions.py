@@ -245,7 +245,7 @@ def _maps_as_rules(
 
     Args:
         host: The host function.
-        specialized: Its functions of flat arrays.
+        specialized: The host function on flat arrays.
         known: The rules of earlier evaluations, by their structure.
         linearized: The maps of one evaluation.
         moving: Whether each input is floating or complex.

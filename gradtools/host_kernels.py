@@ -106,7 +106,7 @@ class Kernel:
             of one example.
         vectorized: Whether vmap calls it once, with the batch axes in front of every array, instead
             of once per example.
-        name: Its name for messages.
+        name: The name for messages.
         raw: Whether it takes arrays of any strides (0 for a broadcast axis), and returns a list of
             arrays that are never written to and therefore are not copied.
         inside: The function of another framework that this kernel wraps, if any, with its `name`
@@ -210,7 +210,7 @@ class Results:
     Attributes:
         specs: One ArraySpec for each array.
         treedef: The structure.
-        alone: Whether it is a single array without a container.
+        alone: Whether the result is a single array without a container.
         avals: The shapes and NumPy dtypes, float32 for bfloat16.
         widened: Whether any array is bfloat16.
     """

@@ -98,7 +98,7 @@ class Rule:
     """A function on a flat list of arrays, with its tangent and cotangent maps.
 
     Attributes:
-        name: Its name for messages.
+        name: The name for messages.
         primal: `primal(*xs)` returns the list of outputs.
         tangent: `tangent(saved, dxs)` returns one tangent for each output. Entries of `dxs` and
             of the result may be None, a symbolic zero. It must be linear in `dxs`.
@@ -118,7 +118,7 @@ class Rule:
             gets a mask of the differentiated inputs.
         contract: The checks that the author's maps must pass; such maps get arrays of zeros instead
             of None. If None, the rule belongs to gradtools and is not checked.
-        reaches: Which inputs reach which outputs by a differentiable path. "identity": the outputs
+        reaches: The differentiable paths from inputs to outputs. "identity": the outputs
             are the inputs unchanged, and graphs draw an identity. A function (for functions of
             another framework, whose graphs are drawn inline): `reaches(*specs)` takes the
             ArraySpecs of the inputs and returns `matrix[output][input]` of booleans. None, as the

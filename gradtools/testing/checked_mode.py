@@ -47,8 +47,8 @@ class CheckedReport:
     """The comparisons in a block of `checked`.
 
     Attributes:
-        compared: How many derivatives agree with differences.
-        skipped: How many were not compared, by the reason.
+        compared: The number of derivatives that agree with finite differences.
+        skipped: The number of derivatives that were not compared, by reason.
         notes: Remarks that are not errors, such as a stopped value that leaves the framework.
     """
 
@@ -106,7 +106,7 @@ class CheckedProgram:
         run: f's outputs at arrays, without edits.
         at: A context in which it runs, which yields the arrays at a point.
         eps: The coarsest precision that f uses.
-        unseen: How many operations contain stops that the check cannot see.
+        unseen: The number of operations that contain stops that the check cannot see.
         notes: Notes for the report. hooks: A sentence on each hook that f sets.
         values: The values that f stops, and in `recorded` their values in the first run.
         seen: The values inside of f, with names and lines; `held` returns the first `count`, or

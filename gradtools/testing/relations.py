@@ -33,7 +33,7 @@ _MOST_AXES = 5
 
 
 class Relation(NamedTuple):
-    """How two arrays are related: in a few words, and a sentence of evidence or advice."""
+    """A relation of two arrays: its name, and a sentence of evidence or advice."""
 
     name: str
     sentence: str = ""
@@ -274,7 +274,7 @@ def expression_cause(
 
     Args:
         first: The expressions of the values of PyTorch's line, in order.
-        second: The same for JAX's line.
+        second: The expressions of the values of JAX's line.
         direct: The letters of the operands of each line.
         sizes: Lengths that occur in the program by name, which explain a factor.
     """

@@ -36,18 +36,18 @@ class Comparison:
         quantity: The kind of the arrays, for example "value", "gradient" or "jvp".
         path: The leaf: "output['loss']", "argument 0", "parameter ['w']", a layer's name.
         order: The order of the derivative: 0, 1 or 2.
-        error: The largest error in tolerances; above 1 is a disagreement, inf cannot be measured
-            (NaN in only one array, different shapes or dtypes).
+        error: The largest error in units of the tolerance; a disagreement if above 1, inf
+            if it cannot be measured (NaN in only one array, different shapes or dtypes).
         tolerance: The allowed relative error.
         place: The index of the worst entry, () for a scalar, None if there is none.
         first: The first array's value there, or a text such as "float32" or "not connected".
-        second: The same of the second array.
-        shape: The arrays' shape (the first one's if they differ).
+        second: The second array's value there, or a text.
+        shape: The shape of the arrays, or of the first array if the shapes differ.
         dtype: The coarser of their dtypes.
         status: "agrees", "differs", or "convention" (they differ by a known convention).
         cause: The likely cause in a few words, or None.
         detail: The evidence for the cause, and advice.
-        uncompared: How many entries are NaN, or the same infinity, in both arrays.
+        uncompared: The number of entries that are NaN, or the same infinity, in both arrays.
     """
 
     quantity: str

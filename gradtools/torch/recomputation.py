@@ -83,7 +83,7 @@ class Program:
         sources: Tensors other than its arguments with respect to which it is differentiated.
         versions: The version counters of the sources.
         maps: The number of vmaps around its first run.
-        known: Its outputs without a graph, if it has run.
+        known: The outputs without a graph, if the program has run.
         tracked: Whether each output is differentiable, or None if unknown.
         verify: Whether the outputs are compared with the outputs of the next run.
         first: The outputs of the first run and their versions, for comparison.
@@ -92,7 +92,7 @@ class Program:
         inline: The number of captured tensors that were sources.
         inlines: Whether sources can be replaced in a rerun.
         otherwise: Whether the rerun uses other operations, which round differently.
-        pulls: The class of its pullback if it is not `Pull`.
+        pulls: The class of the pullback.
     """
 
     known: Tensors | None = None

@@ -14,10 +14,10 @@ class FindingKind:
 
     Attributes:
         reason: The reason, as a clause.
-        fix: What to write instead.
-        numerical: Whether it depends on the values, so that other values may have a gradient.
+        fix: The suggested change to the code.
+        numerical: Whether the loss depends on the values: other values may have a gradient.
         headline: The title for one leaf and for several, if not "gets no gradient".
-        has_place: Whether it is located at a line of the program.
+        has_place: Whether the loss occurs at a line of the program.
     """
 
     reason: str
@@ -155,7 +155,7 @@ class Finding:
         operation: The framework's name of the operation.
         source: The innermost line of the user's own code, if known: ``.file``, ``.line`` and
             ``.function``.
-        scope: The modules it runs in, outermost first.
+        scope: The modules in which the operation runs, outermost first.
         whole: Whether the whole gradient is lost, not only one term.
         detail: Additional text: the framework's own message, a name.
     """
@@ -170,16 +170,16 @@ class Finding:
 
     @property
     def reason(self) -> str:
-        """What happened there."""
+        """The reason for the loss, as a clause."""
         return KINDS[self.kind].reason
 
     @property
     def fix(self) -> str:
-        """What to write instead."""
+        """The suggested change to the code."""
         operation = self.operation.partition(",")[0]
         return _FIXES.get((self.kind, operation), KINDS[self.kind].fix)
 
     @property
     def numerical(self) -> bool:
-        """Whether it depends on the values: another point may have a gradient."""
+        """Whether the loss depends on the values: another point may have a gradient."""
         return KINDS[self.kind].numerical

@@ -28,7 +28,7 @@ class PassStep:
     Attributes:
         node: The operation, or the forward operation that it differentiates; None for operations
             that are not reported, such as the stacking of a loop's iterations.
-        inputs: The values that it reads, by number.
+        inputs: The numbers of the values that it reads.
         outputs: The values that it makes.
     """
 
@@ -58,7 +58,7 @@ class PassesAtValues:
         steps: The operations, in the order in which they ran.
         sizes: The greatest modulus of each value's entries (NaN if any entry is NaN); None for an
             empty value.
-        outputs: The outputs of the forward pass, by number.
+        outputs: The numbers of the forward pass's outputs.
         seeds: Their cotangents.
         gradients: The number of each leaf and the number of its gradient, by the leaf's number in
             the graph of the program.

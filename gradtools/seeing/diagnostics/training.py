@@ -33,7 +33,7 @@ class HeldArray:
     """An array that a model holds.
 
     Attributes:
-        name: Its path in the model.
+        name: The path in the model.
         array: The array.
         role: PARAMETER; FROZEN, a parameter without requires_grad; or UNREGISTERED, an array that
             requires grad and is not a parameter.
@@ -49,7 +49,7 @@ class Optimised:
     """The arrays that an optimizer changes.
 
     Attributes:
-        holds: Whether it changes an array; None if that is unknown.
+        holds: Returns whether the optimizer changes an array; None if unknown.
         strangers: The names of the arrays that are in the optimizer and not in the model.
     """
 
@@ -70,8 +70,8 @@ def trained(
     Args:
         backend: The backend.
         f: The loss: a function or a module.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
+        args: The positional arguments of f.
+        kwargs: The keyword arguments of f.
         model: The model, or a pytree of models and arrays; None if f is the model or holds it.
         optimizer: The optimizer, or several.
     """

@@ -30,7 +30,7 @@ class Agreement:
     """Whether numbers agree with automatic differentiation; truthy if they do.
 
     Attributes:
-        agrees: Whether they agree.
+        agrees: Whether all numbers agree.
         error: The greatest relative error.
         where: The first differing entry, such as "x̄[0, 2]"; empty if none differs.
         framework: The framework's value there.
@@ -225,8 +225,8 @@ class Formula:
 
         Args:
             inputs: One array for each input.
-            cotangents: One for each output that can have one; ones by default.
-            directions: At order 2, one for each input that can have a derivative.
+            cotangents: One per differentiable output; ones by default.
+            directions: At order 2, one per differentiable input.
 
         Raises:
             GradtoolsError: The numbers or shapes do not fit.

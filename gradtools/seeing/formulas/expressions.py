@@ -80,17 +80,17 @@ class Expr:
 
     @property
     def is_complex(self) -> bool:
-        """Whether its values may be complex."""
+        """Whether the values may be complex."""
         return self.kind == COMPLEX
 
     @property
     def is_constant(self) -> bool:
-        """Whether it depends on no placeholder."""
+        """Whether the expression is independent of all placeholders."""
         return self.turn[0]
 
     @property
     def is_inexact(self) -> bool:
-        """Whether it is real or complex, so that it can have a derivative."""
+        """Whether the expression is real or complex, so that it can have a derivative."""
         return self.kind in (REAL, COMPLEX)
 
 
@@ -204,7 +204,7 @@ def is_zero(x: Expr) -> bool:
 
 @dataclass(frozen=True)
 class Operation:
-    """How an operation is evaluated, differentiated and written."""
+    """The evaluation, derivative and notation of an operation."""
 
     # Evaluates in NumPy, from the expression and the arguments' values.
     evaluate: Callable[..., Any]

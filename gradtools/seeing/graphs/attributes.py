@@ -75,7 +75,7 @@ def numbers_text(shape: Sequence[int], listed: Callable[[], Any]) -> str:
     """Formats the contents of a small array, such as "2.5" or "[0, 2]"; "" for large arrays.
 
     Args:
-        shape: Its shape.
+        shape: The shape.
         listed: Returns its numbers as nested lists.
     """
     return number_text(listed()) if 0 < math.prod(shape) <= _MOST_NUMBERS else ""

@@ -34,7 +34,7 @@ Ts = TypeVarTuple("Ts")
 
 
 class Dependence(IntEnum):
-    """How one array depends on another: the strength of a link, and of a whole path."""
+    """The dependence of one array on another array, as the strength of a link or a path."""
 
     NONE = 0  # no data flows
     CUT = 1  # data but no derivative flows: detached, compared, cast, out of the framework
@@ -50,12 +50,12 @@ class Value:
     """An array in the program.
 
     Attributes:
-        shape: Its shape.
-        dtype: Its dtype's name.
+        shape: The shape.
+        dtype: The name of the dtype.
         name: The path of an input's or output's leaf, the name of a captured parameter, or empty.
         base: The value whose storage it shares, if it is a view.
         spoken: The name with the function's own parameter name, for texts and pictures:
-            "params['w']" for "argument 0['w']"; empty if it is the same.
+            "params['w']" for "argument 0['w']"; empty if both are equal.
     """
 
     shape: tuple[int, ...]
@@ -84,7 +84,7 @@ class Body:
         graph: The program.
         inputs: ``inputs[i]`` is the position of the node's input that enters as input i.
         carries: Pairs (k, i): output k is input i of a loop's next iteration.
-        gate: Whether it is a loop's condition. Output k of any other body is the node's output k.
+        gate: Whether the body is a loop condition. Output k of other bodies is the node's output k.
         skippable: Whether a loop may run zero times, which returns its carries unchanged.
     """
 
@@ -113,7 +113,7 @@ class Node(_Pickled):
 
     Attributes:
         operation: The neutral name, such as "matmul" or "add", or else the native name.
-        inputs: The values it reads, by number, in the order of its arguments.
+        inputs: The numbers of the values that it reads, in the order of the arguments.
         outputs: The values it makes.
         native: The framework's own name.
         attributes: Static parameters: axes, a permutation, a subscript string.
@@ -163,14 +163,14 @@ class Edge:
     """A value with its producer and one of its readers.
 
     Attributes:
-        source: The position of the node that makes it; None for an input or a captured value.
-        target: The position of the node that reads it; None for an output of the graph.
-        value: Its number.
-        bytes: Its size.
-        saved: Whether it is a residual: read in a later pass than the pass that makes it.
-            `Graph.kept` lists those that use additional memory.
-        strength: How its reader's outputs depend on it.
-        cut: Why no derivative flows, in words; None if one flows, or if none could.
+        source: The position of the producer; None for an input or a captured value.
+        target: The position of the reader; None for an output of the graph.
+        value: The number of the value.
+        bytes: The size of the value.
+        saved: Whether the value is a residual: a later pass than the producer's pass reads it.
+            `Graph.kept` lists the residuals that use additional memory.
+        strength: The dependence of the reader's outputs on the value.
+        cut: The reason why no derivative flows; None if a derivative flows or is impossible.
     """
 
     source: int | None
@@ -188,9 +188,9 @@ class PlainGraph(_Pickled):
 
     Attributes:
         nodes: The operations, in the order in which they ran.
-        values: Every array, by number.
-        inputs: The leaves of the arguments, by number.
-        outputs: The leaves of the result. One value may be returned twice, or be an input.
+        values: All arrays by their numbers.
+        inputs: The numbers of the arguments' leaves.
+        outputs: The numbers of the result's leaves. A value may occur twice, or be an input.
         captured: Arrays that the program reads by closure: parameters, constants.
     """
 

@@ -32,11 +32,11 @@ class Operand:
     """One operand: a value, which several branches may make, or a number as text.
 
     Attributes:
-        makers: The boxes that make it.
+        makers: The boxes that produce the value.
         number: The value, as a key of `Outline.values`.
         text: The number, in place of makers.
-        strength: How the outputs of the operation depend on it.
-        cut: Why no derivative flows, if one is lost.
+        strength: The dependence of the operation's outputs on the operand.
+        cut: The reason why a derivative is lost, or None.
     """
 
     makers: Makers
@@ -51,17 +51,17 @@ class Box:
     """One operation, input, captured value or output.
 
     Attributes:
-        key: Its number, shared with blocks.
+        key: The number; blocks and boxes share one sequence.
         kind: "input", "captured", "output" or "operation".
-        title: The operation's name, or the leaf's.
-        phase: The pass that it runs in.
+        title: The name of the operation or the leaf.
+        phase: The pass in which it runs.
         node: The operation.
-        values: Its results; for a leaf or an output, the value.
-        scope: The modules that it ran in, within the block around it.
+        values: The results; for a leaf or an output, the value.
+        scope: The modules in which it ran, within the enclosing block.
         name: The name of the call or module of which it is the only operation.
-        operands: Its operands, in order.
-        made: The letters of the values that it makes.
-        call: The operation with its operands; for an output, its value.
+        operands: The operands, in order.
+        made: The letters of the results.
+        call: The operation with its operands; for an output, the value.
     """
 
     key: int
@@ -85,7 +85,7 @@ class Box:
 
     @property
     def alert(self) -> str:
-        """Why a gradient is lost here, in a few words, or empty."""
+        """The reason why a gradient is lost here, in a few words, or empty."""
         return next((operand.cut for operand in self.operands if operand.cut), "")
 
     @property
@@ -124,14 +124,14 @@ class Block:
 
     Attributes:
         kind: "pass", "scope", "steps", "loop", "branch" or "call".
-        title: Its name.
-        scope: The modules around it and its own, outermost first.
-        phase: The pass that it runs in.
-        children: Its boxes and blocks, in program order.
+        title: The name.
+        scope: The enclosing modules and the block's own module, outermost first.
+        phase: The pass in which it runs.
+        children: The boxes and blocks inside, in program order.
         mark: As in `Node.mark`.
-        key: Its number, shared with boxes.
-        made: The letters of its values that are read outside, each with its text.
-        given: The letters of the outside values that it reads, each with its text.
+        key: The number; blocks and boxes share one sequence.
+        made: The letters and texts of the block's values that are read outside.
+        given: The letters and texts of the outside values that the block reads.
     """
 
     kind: str
@@ -198,9 +198,9 @@ class Arrow:
         source: The key of the box at its start.
         target: The key of the box at its end.
         values: The values, as keys of `Outline.values`.
-        saved: Whether they are residuals: saved by one pass for a later one.
-        strength: The strongest dependence among them.
-        cut: Why no derivative flows, if one is lost.
+        saved: Whether the values are residuals: saved by one pass for a later pass.
+        strength: The strongest dependence among the values.
+        cut: The reason why a derivative is lost, or None.
     """
 
     source: int

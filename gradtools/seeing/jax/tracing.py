@@ -42,7 +42,7 @@ class Traced:
     """A traced program.
 
     Attributes:
-        closed: Its closed jaxpr.
+        closed: The closed jaxpr.
         host_outputs: The indices of outputs that are not JAX arrays.
     """
 

@@ -54,7 +54,7 @@ def differentiated(
 ) -> list[list[Any]]:
     """Returns JAX's outputs and gradients of f; with directions, also their derivatives.
 
-    active: Which of the inputs are differentiated.
+    active: The positions of the differentiated inputs.
     point: The inputs, the cotangents and, at order 2, the directions.
     """
     inputs, cotangents, directions = point

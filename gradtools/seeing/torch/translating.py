@@ -97,7 +97,7 @@ def differentiated(
 ) -> list[list[Any]]:
     """Returns PyTorch's outputs and gradients of f; with directions, also their derivatives.
 
-    active: Which of the inputs and the captured tensors are differentiated.
+    active: The positions of the differentiated inputs and captured tensors.
     point: The inputs, the cotangents and, at order 2, the directions.
     """
     inputs, cotangents, directions = point

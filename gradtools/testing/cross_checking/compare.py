@@ -48,7 +48,7 @@ def cross_check(
     disagreement. Derivatives that differ at a kink or tie alone, where each framework has its own
     subgradient, are reported as a convention.
 
-    Where the results do not show the cause, both programs are recorded as by `first_divergence`,
+    If the results do not show the cause, both programs are recorded as by `first_divergence`,
     and the report has the lines at which they diverge.
 
     For the check alone, float64 is switched on in JAX if an input or parameter has 64 bits, and
@@ -68,7 +68,7 @@ def cross_check(
             from PyTorch's names to JAX's, the overrides of `match_parameters`. None: the same names
             and shapes, or the pairs of `match_parameters`.
         dtype: "float64", "float32", "float16" or "bfloat16": the dtype to which all floating
-            inputs, parameters and buffers are cast. None leaves them as they are.
+            inputs, parameters and buffers are cast. None leaves them unchanged.
         seed: The seed of the random directions.
         tolerance: A relative error for everything, in place of `tolerance(dtype, order)`.
         raises: False returns a report that disagrees instead of raising.

@@ -53,7 +53,7 @@ class Quantity:
     """A value or derivative that is computed on both sides.
 
     Attributes:
-        name: Its name in the report.
+        name: The name in the report.
         order: The order of the derivative.
         compute: `(side's number, leaves) -> one array for each path`, None where not connected.
         paths: The paths of the result's leaves.
@@ -108,11 +108,11 @@ class CrossCheck:
         caller: The name of the check, for messages.
         sides: The program in PyTorch and in JAX.
         leaves: The differentiated leaves of each side, parameters first, in its own layout.
-        paths: Their names.
+        paths: The names of the leaves.
         quantities: The compared quantities, by name.
         outputs: The outputs of both sides.
         out_paths: The paths of the floating and complex outputs.
-        cotangents: One for each of them; the gradient is their pullback.
+        cotangents: One per path in `out_paths`; the gradient is their pullback.
     """
 
     def __init__(

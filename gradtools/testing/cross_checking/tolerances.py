@@ -38,7 +38,7 @@ def tolerance(dtype: Any, order: int = 0) -> float:
 
     Args:
         dtype: A NumPy dtype or its name, real or complex; for two results, the coarser dtype.
-        order: How many derivatives were taken: 0, 1 or 2.
+        order: The number of derivatives that were taken: 0, 1 or 2.
 
     Returns:
         The relative error, a Python float; 0.0 for integers and booleans, which must be equal.

@@ -40,9 +40,9 @@ class Divergence(Report):
             finite entry on either side.
         torch: The operation in PyTorch at which the programs diverge; None if there is none.
         jax: The operation in JAX.
-        last_torch: The last common value that both operations are made from, in PyTorch.
-        last_jax: The same value in JAX.
-        relation: How the two values or cotangents are related, in a few words.
+        last_torch: The last common value from which both operations are computed, in PyTorch.
+        last_jax: The last common value in JAX.
+        relation: The relation of the two values or cotangents, in a few words.
     """
 
     kind: str = "agrees"
@@ -94,7 +94,7 @@ def first_divergence(
             `jax.vmap` of an equinox module, a triple, or a function of JAX arrays.
         args: A tuple of both programs' positional arguments: pytrees of NumPy arrays of any shape
             and dtype. Other leaves are passed on.
-        mapping: How the models' parameters correspond, as in `cross_check`; None pairs them by name
+        mapping: The pairs of the models' parameters, as in `cross_check`; None pairs them by name
             and shape.
         dtype: "float64" or "float32": the precision of the models' parameters and of the arguments.
             By default float64 if `torch` is a module, and unchanged otherwise.

@@ -27,7 +27,7 @@ class Place:
             parameter.
         lines: The user's call chain at the operation, innermost first: each with `file`, `line`,
             `function` and `text`.
-        layer: The path of the module that ran; empty if it is not known.
+        layer: The path of the module that ran; empty if unknown.
         iteration: The iterations of the enclosing loops, outermost first.
     """
 

@@ -58,8 +58,8 @@ class _ValueRecorder(RunRecorder):
     """Records the values of a run.
 
     Attributes:
-        steps: The step of each tensor's value, by number.
-        edges: The edge of autograd's graph for each value that has one.
+        steps: Maps the number of a value to its step.
+        edges: Maps the number of a value to its edge in autograd's graph, if it has an edge.
     """
 
     caller, levels = "first_divergence", ("functions", "operations")

@@ -48,7 +48,7 @@ class RecordedNode:
         written: The number of leading inputs that the node changes in place.
         rounds: Whether the operation rounds its result to an integer.
         known_loss: The kind of loss and the function to name, if they are already known.
-        of: In a backward pass, the position of the node that it differentiates.
+        of: In a backward pass, the position of the differentiated node.
     """
 
     node: Node

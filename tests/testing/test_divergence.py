@@ -130,6 +130,17 @@ def test_a_rule_that_is_not_the_derivative_is_named(side):
     assert (report.torch.operation, report.jax.operation) == names
 
 
+def test_values_inside_of_a_rule_have_no_cotangents():
+    plain = lambda y: jnp.exp(y) / (1 + jnp.exp(y))
+    rule = jax.custom_vjp(plain)
+    rule.defvjp(lambda y: (plain(y),) * 2, lambda z, c: (c * z * (1 - z),))
+    ratio = lambda e: (e / (1 + e)).sum()
+    f = lambda x: ratio((2 * x).exp())
+    report = first_divergence(f, lambda x: rule(x + jax.lax.stop_gradient(x)).sum(), (X,))
+    assert (report.kind, report.relation) == ("gradient", "stopped gradient in jax")
+    assert report.last_torch.operation == "argument 0"
+
+
 def test_an_array_without_a_finite_entry_is_a_failure_and_others_are_counted():
     f = lambda x: (x * float("nan")).sum()
     report = first_divergence(f, lambda x: (3 * x * float("nan")).sum(), (X,))

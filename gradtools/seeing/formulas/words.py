@@ -153,7 +153,7 @@ def _unwrapped(
     if i is None or any(x.op == "placeholder" and x.is_inexact for x in order(xs)):
         return None
     condition, index = (x.args[0] if algebra.is_wrapper(x) else x for x in (xs[0], i))
-    if name == "where" and (condition.op != "compare" or condition.args[0] is not index):
+    if name == "where" and condition is not operations.indicator(index, 0, "<"):
         return None
     return i if np.array_equal(value_of(i), _WRAPS[name](*map(value_of, xs))) else None
 

@@ -36,8 +36,7 @@ def run_in_torch(side: Side, program: Any, leaves: dict[str, np.ndarray]) -> Run
         for x, name in zip(inputs, leaves, strict=True):
             step = recorder.steps[recorder.introduced(x, name)]
             step.place, step.leaf = Place(name), name
-        aliases = [x.view_as(x) for x in inputs]  # f may write in place
-        outs = side.named_arrays(recorder.run(program, *aliases))
+        outs = side.named_arrays(recorder.run(program, *inputs))
         ends = {path: recorder.steps[recorder.of(y)] for path, y in outs.items()}
     edges: dict[int, Any] = {**recorder.edges, **dict(enumerate(inputs))}
 

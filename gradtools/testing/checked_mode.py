@@ -4,12 +4,12 @@
 
 Intended differences are left out: edits are identities on both sides, and a stop that f itself
 executes (`stop_gradient`, `detach`, a `no_grad` block) keeps the value of the first run in all
-others. Stops inside of gradtools, custom functions and rules do not keep their value. The same
+other runs. Stops inside of gradtools, custom functions and rules do not keep their value. The same
 comparison of the values inside of f names the operation at which a wrong derivative begins.
 
 `central_differences` compares. The modules `checked_mode` of `gradtools.torch` and `gradtools.jax`
 run f at other points. While a context is open, the members of a backend that differentiate are
-replaced on the instance, so an operator outside of one runs the same code as ever.
+replaced on the instance, so operators outside of a context run unchanged.
 """
 
 from __future__ import annotations
@@ -173,7 +173,7 @@ class CheckedProgram:
         return list(self.backend.filled(result.pullback(self.half.like(vs, result.outs)), xs))
 
     def see(self, name: str, line: Source | None, ys: Sequence[Any]) -> None:
-        """Keeps values inside of f that an operation returns, while they are counted."""
+        """Stores values that operations inside of f return, while they are counted."""
         if self.count is not None:
             self.seen += [(name, f" ({line})" if line else "", y) for y in ys]
 
@@ -255,7 +255,7 @@ class _CheckedMembers:
     ) -> None:
         """Compares the derivative of fun by a member, and raises a `DerivativeError` if it differs.
 
-        captures: Whether arrays that fun captures are differentiated too.
+        captures: Whether arrays that fun captures are also differentiated.
         """
         report: Any = here.report
         if here.program is not None:
@@ -418,18 +418,18 @@ def checked(seed: int = 0) -> Iterator[CheckedReport]:
     custom function is an error; use `straight_through` and `reverse_gradient`. Derivatives of
     traced values (`jit`, `vmap`, compiled code) are counted as skipped.
 
-    The context concerns its own thread, and may be nested. ``pytest --gradtools-checked`` runs each
-    test in it, ``gradtools checked`` a script.
+    The context applies to its own thread, and may be nested. ``pytest --gradtools-checked`` runs
+    each test in it, ``gradtools checked`` a script.
 
     Args:
         seed: The seed of the random directions.
 
     Yields:
-        A `CheckedReport`: how many derivatives were compared and skipped, and notes.
+        A `CheckedReport` with the numbers of compared and skipped derivatives, and notes.
 
     Raises:
         DerivativeError: A derivative contradicts f's values. It names the operator, the
-            argument, the lines, both numbers, and the operation where it can be found.
+            argument, the lines, both numbers and, if possible, the operation.
 
     Example:
         >>> from gradtools.testing import checked

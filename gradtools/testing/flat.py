@@ -52,7 +52,7 @@ class FlatFunction:
         waist: The namespace's `Backend`.
         program: The program as a function of its differentiated leaves.
         leaves: The leaves at which it is checked, in NumPy.
-        paths: Their names, such as "argument 0['w']".
+        paths: The names of the leaves, such as "argument 0['w']".
         out: The floating and complex outputs at these leaves.
         out_paths: Their names.
     """
@@ -230,7 +230,7 @@ def is_rounding(
 ) -> bool:
     """Returns whether differences are rounding error of larger numbers that cancel.
 
-    They are if they are small relative to the largest numbers, and if the results change by as much
+    This holds if they are small relative to the largest numbers, and the results change by as much
     when the last digits of the arguments change. Otherwise they are real, however small.
 
     Args:

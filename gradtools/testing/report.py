@@ -114,13 +114,13 @@ def compare_arrays(
         order: The order of the derivative, which selects the tolerance.
         first: A NumPy array or number.
         second: Another one.
-        tolerance: A relative error in place of the table's.
+        tolerance: A relative error that replaces the tolerance of the table.
         noise: Absolute differences up to this size count as rounding of larger numbers that
             cancel. 0 by default.
 
     Returns:
-        A `Comparison`, with status "agrees" or "differs" and no cause yet. Arrays without an entry
-        that is finite in one of them differ, since nothing was compared.
+        A `Comparison`, with status "agrees" or "differs" and no cause yet. Arrays without a finite
+        entry on either side differ, since nothing was compared.
 
     Example:
         >>> found = compare_arrays("value", "output", np.array([1.0, 2.0]), np.array([1.0, 2.5]))

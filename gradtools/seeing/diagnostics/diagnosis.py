@@ -1,4 +1,4 @@
-"""`why_zero`: where a gradient is lost, and the fix.
+"""`why_zero` finds where a gradient is lost, and suggests a fix.
 
 A lost gradient raises no error: training ignores it. Reported are
 
@@ -83,7 +83,7 @@ def diagnosed(
         recording: Its recording.
         examined: For each leaf or parameter, by name, the graph's values that carry its gradient;
             none if f does not read it.
-        absent: The kind of the finding if nothing of an array flows to the output.
+        absent: The kind of the finding if no data flows from an array to the output.
     """
     names = [*examined]
     if recording.refusal is not None:

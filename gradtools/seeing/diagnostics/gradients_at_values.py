@@ -4,10 +4,10 @@ Each framework records one forward and one backward pass as a list of steps, wit
 value (`PassesAtValues`). The analysis is common to both:
 
 - A zero gradient is followed back towards the cotangents of the outputs. It is lost at the steps
-  that return zeros for a nonzero cotangent or without a cotangent. Where nonzero cotangents add up
-  to zero, it is lost at the operation from which both come.
-- A NaN is followed back from the outputs, else from the gradient, to the steps whose result is NaN
-  or infinite and whose operands are finite.
+  that return zeros for a nonzero cotangent or without a cotangent. If nonzero cotangents add up to
+  zero, it is lost at the operation from which both come.
+- A NaN is followed back from the outputs, or else from the gradient, to the steps whose result is
+  NaN or infinite and whose operands are finite.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class PassStep:
 
 @dataclass(frozen=True)
 class LossPlace:
-    """A step at which a gradient becomes zero or NaN: its node, the kind, its zero operands."""
+    """A step at which a gradient becomes zero or NaN: the node, the kind and the zero operands."""
 
     node: Node
     kind: str

@@ -1,7 +1,7 @@
 """`formula`: a program and its derivatives as readable mathematics, checked numerically.
 
 A framework's translator turns a recorded run into expressions, of operations in the vocabulary or
-opaque ones::
+opaque operations::
 
     run --names (words), patterns--> expressions --reverse_mode--> the adjoint program, and its own
         --statements, writing--> text --typesetting--> LaTeX;  --evaluate--> numbers

@@ -137,7 +137,7 @@ def _flattened(
 def _stays_whole(x: Expr) -> bool:
     """Returns whether x is an elementwise product that stays one matrix inside of a contraction.
 
-    It does not stay one if it is broadcast, or if the sum can eliminate some of its factors.
+    It is split if it is broadcast, or if the sum can eliminate some of its factors.
     """
     if x.op != "einsum" or len(x.args) < 2 or contracts(x):
         return False

@@ -41,7 +41,7 @@ def in_complex_numbers(
     """Returns pairs of inputs with gradients in terms of pairs; the cotangents' pair is last.
 
     Inputs are paired if their names differ only by re and im, real and imag, or r and i. The
-    gradient of a pair that is not differentiated is None. Empty if one has no complex form.
+    gradient of a pair that is not differentiated is None. Empty if any pair has no complex form.
     """
     by_name, pairs = {p["name"]: p for p in gradients if p.kind == "real"}, list[ComplexPair]()
     for name, p in by_name.items():

@@ -34,7 +34,7 @@ class Agreement:
         error: The greatest relative error.
         where: The first differing entry, such as "x̄[0, 2]"; empty if none differs.
         framework: The framework's value there.
-        derivation: The value there that is compared with it.
+        derivation: The compared value there.
         message: The result as text.
     """
 
@@ -67,7 +67,7 @@ class Formula:
     """A program and its derivatives as mathematics.
 
     Args:
-        recorded: The program. Its inputs are followed by differentiated captured arrays.
+        recorded: The program. The inputs are followed by differentiated captured arrays.
         order: 1, or 2 with the double backward.
         active: The positions of the differentiated inputs.
 
@@ -279,7 +279,7 @@ class Formula:
 
         Raises:
             GradtoolsError: `derivation` returns a wrong number of cotangents, or one for an
-                argument that is not in ``argnums``. Its own errors are passed on.
+                argument that is not in ``argnums``. Errors of `derivation` are passed on.
         """
         assert self.compare is not None
         return self.compare(derivation, tolerance, convert)

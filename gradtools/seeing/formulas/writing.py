@@ -191,8 +191,8 @@ _hadamard = partial(_multiplied, sign=" ⊙ ")
 class _Factors:
     """A product's factors, sorted into numerator and denominator.
 
-    Products among the factors are flattened, but not named ones, nor sums inside of elementwise
-    products. A sum of one array, times one over its length, is a mean.
+    Products among the factors are flattened, except named products and sums inside of elementwise
+    products. A sum of one array that is divided by its length is a mean.
     """
 
     def __init__(self, x: Expr, named: Collection[Expr]) -> None:
@@ -284,9 +284,9 @@ _LETTERS = "ijklmnprsuvaeh"  # letters that have subscripts in Unicode
 
 
 class Axes:
-    """Letters for axes, by union-find: axes that correspond get the same letter.
+    """Letters of axes, by union-find: axes that correspond get the same letter.
 
-    Axes of a sum correspond one by one, those of a product by their labels (see `_labels`). A class
+    Axes of a sum correspond one by one, axes of a product by their labels (see `_labels`). A class
     of axes that correspond is one dimension of the problem, such as the batch or the classes.
 
     taken: Letters that have another meaning.

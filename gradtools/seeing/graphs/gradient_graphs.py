@@ -20,7 +20,7 @@ from gradtools.seeing.pictures import drawing, saving, texts
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Graph(PlainGraph):
-    """One run of a program: its nodes and values, with text, pictures and pages of them."""
+    """One run of a program: its nodes and values, with its text, pictures and HTML pages."""
 
     @property
     def edges(self) -> tuple[Edge, ...]:
@@ -107,8 +107,8 @@ class Graphing(Operators):
         Each operation belongs to a pass (``node.phase``) and has the line of f that it comes from,
         the modules around it, and a ``node.mark``: "custom rule", "edited gradient", "chunked",
         "frozen" or "checkpoint" if it belongs to one, else empty. A value that a later pass reads
-        was saved for it: ``edge.saved``, with its bytes. If a derivative is lost, the edge says
-        why.
+        was saved for it: ``edge.saved``, with its bytes. If a derivative is lost, the edge has the
+        reason.
 
         In PyTorch f runs once and is differentiated, with its effects undone; the operations are
         those of aten, and all intermediates are kept until the graph is made. In JAX f is traced.
@@ -116,10 +116,10 @@ class Graphing(Operators):
         Args:
             f: A function of pytrees of arrays that returns such pytrees, or a module.
             *args: Arguments of f; arrays of any shape and dtype.
-            order: 0 forward alone, 1 with backward, 2 with backward of the backward.
-            argnums: The position of the argument along which it is differentiated, or of several;
-                its leaves are floating or complex. In PyTorch parameters that f holds and that
-                require grad are differentiated as well, and ``argnums=()`` means these alone.
+            order: 0 for forward only, 1 with backward, 2 with backward of the backward.
+            argnums: The position of the differentiated argument, or a tuple of positions; the
+                leaves are floating or complex. In PyTorch parameters that f holds and that require
+                grad are differentiated as well, and ``argnums=()`` means these alone.
             outputs: In place of f: a pytree of existing PyTorch tensors. Their autograd graph is
                 drawn; nothing runs.
             **kwargs: Keyword arguments of f.
@@ -129,10 +129,10 @@ class Graphing(Operators):
             "gradient of argument 0['w']"; texts and pictures say "params['w']", as f names its
             parameter. A leaf that no derivative reaches has no gradient.
             ``str()``, ``to_svg()``, ``to_html()``, ``to_dot()``, ``to_mermaid()`` and ``save()``
-            show it; a notebook draws it by itself.
+            show it; a notebook displays it.
 
         Raises:
-            GradtoolsError: neither f nor outputs is given, or both, or outputs have no graph, as
+            GradtoolsError: neither or both of f and outputs are given, or outputs have no graph, as
                 in JAX; order is not 0, 1 or 2; argnums is out of range or names an integer
                 argument; f raises, returns no array, or leaves the framework where it may not.
 

@@ -1,9 +1,9 @@
 """The outline of a graph: a tree of blocks and boxes with arrows, before layout.
 
 A `Box` is one operation, input or output. A `Block` is a module, a call or a loop, and may be
-closed to one box. Each pass (forward, backward, backward of the backward) is a column: a `Block` at
-the root. `Arrow`s join boxes; the ends of an arrow are drawn at the outermost closed blocks around
-its boxes.
+collapsed to a box. Each pass (forward, backward, backward of the backward) is a column: a `Block`
+at the root. `Arrow`s join boxes; the ends of an arrow are drawn at the outermost closed blocks
+around its boxes.
 
 A block is a run of consecutive nodes of one pass in one scope. Contracting a run of consecutive
 steps makes no cycle, so the outline is acyclic whichever blocks are closed.
@@ -120,7 +120,7 @@ class Box:
 
 @dataclass(eq=False)
 class Block:
-    """A group of boxes that may be closed to one.
+    """A group of boxes that may be collapsed to a box.
 
     Attributes:
         kind: "pass", "scope", "steps", "loop", "branch" or "call".

@@ -5,9 +5,9 @@ number. JAX attaches the scope to all equations that it derives from this one, f
 so each gets the line, the modules and the mark of its origin.
 
 An equation that depends on a cotangent is backward; if it depends on the cotangent of a gradient,
-it is backward of the backward. All others run forward, also if only a later pass reads the result:
-where PyTorch saves x for the backward pass of sin, JAX computes cos x in the forward pass and saves
-it.
+it is backward of the backward. All other equations run forward, even if only a later pass reads the
+result: where PyTorch saves x for the backward pass of sin, JAX computes cos x in the forward pass
+and saves it.
 
 At given values, for `seeing/diagnostics/gradients_at_values.py`, the program of both passes is
 evaluated equation by equation. Calls, branches and short loops are inlined, so that the operations
@@ -132,7 +132,7 @@ def graph_of_outputs(outputs: Any) -> PlainGraph:
 def gradient_graph(program: LeafProgram, order: int) -> PlainGraph:
     """Returns the passes of a program as one graph.
 
-    order: 0 forward alone, 1 with backward, 2 with backward of the backward.
+    order: 0 for forward only, 1 with backward, 2 with backward of the backward.
     """
     try:
         traced = trace(program.run, program.leaves)

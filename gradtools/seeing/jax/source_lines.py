@@ -1,4 +1,4 @@
-"""Finds source lines and modules of JAX equations.
+"""Finds the source lines and modules of JAX equations.
 
 `gradtools.code_origin` classifies stack frames. The line is the innermost line of the user's code,
 or else of an installed package. JAX keeps each equation's stack up to the start of the trace.

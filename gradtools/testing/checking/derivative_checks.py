@@ -284,7 +284,7 @@ class DerivativeCheck:
         """Compares two functions of the point.
 
         Args:
-            quantity: The names of both.
+            quantity: The names of both functions.
             path: The leaf.
             sides: Both functions.
             order: The order of the derivative.
@@ -328,8 +328,8 @@ class DerivativeCheck:
     ) -> Comparison:
         """Compares a derivative with a slope and stores which entries remain undecided.
 
-        There is no slope where f is not finite. Where no step gave one, or where rounding is as
-        large as the slope, only NaN counts as wrong.
+        There is no slope if f is not finite. If no step gave a slope, or rounding is as large as
+        the slope, only NaN counts as wrong.
 
         derivative: The derivative at the point x + t u. This shows a kink at x, and whether the
         smallest step is too large for f.
@@ -386,7 +386,7 @@ class DerivativeCheck:
     def _reverse_against_slope(self, i: int, us: Arrays, measured: slopes.Slope) -> Comparison:
         """Compares Re<J^H v, u> with Re<v, D_u f>, for u in leaf i.
 
-        A sum over outputs or entries has no bounds at kinks and hides where it is wrong, so if it
+        A sum over outputs or entries has no bounds at kinks and does not locate errors, so if it
         fails or is undecided, it is compared output by output and entry by entry.
         """
         vs, x, path = self.vs, self.xs[i], self.probe.paths[i]

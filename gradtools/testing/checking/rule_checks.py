@@ -58,23 +58,23 @@ def check_rule(
     fun, and against each other; bwd's linearity in the cotangent and jvp's in the tangent; the
     modes that follow from them; and second order, for which the derivative of each residual is
     compared with slopes of the residual, so that a residual whose derivative is lost (detached,
-    or computed outside the framework) is named. Last, a batch of three examples under vmap is
-    compared with the three alone.
+    or computed outside the framework) is named. Finally, a batch of three examples under vmap is
+    compared with the single examples.
 
     Args:
-        rule: The result of `gt.custom_rule` or `gt.host_function`. (A function with a rule of
-            PyTorch's or JAX's own is checked by `check_derivatives`.)
+        rule: The result of `gt.custom_rule` or `gt.host_function`. (`check_derivatives` checks
+            functions with a native rule of PyTorch or JAX.)
         args: As in `check_derivatives`.
         backend: As in `check_derivatives`.
         order: 1 or 2.
         seed: The seed of the random directions.
 
     Returns:
-        A `Report`, as `check_derivatives` does.
+        A `Report`, as in `check_derivatives`.
 
     Raises:
         AgreementError: The rule is wrong. It names the part, the argument or the residual.
-        GradtoolsError: `rule` is not a rule, or as `check_derivatives` does.
+        GradtoolsError: `rule` is not a rule, or an error of `check_derivatives`.
         Exception: An error of one of the rule's functions, with a note that names it.
 
     Example:
@@ -275,7 +275,7 @@ class RuleCheck(DerivativeCheck):
                 self.report.comparisons[n] = c.because(f"{part} is {c.cause}", detail)
 
     def batch(self) -> None:
-        """Compares a batch of three examples with the three alone.
+        """Compares a batch of three examples with the single examples.
 
         A rule is written for one example, and the framework batches it. Mistakes are possible in a
         host kernel with `vectorized=True`, in a rule with its own vmap, and in code that reads the

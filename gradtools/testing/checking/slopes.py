@@ -25,10 +25,9 @@ class Slope(NamedTuple):
     """An estimate of f'(0).
 
     Attributes:
-        value: The slope of each entry; NaN where no step gave one.
-        error: A bound of its error: the disagreement of steps, and rounding; inf where no step
-            gave a slope.
-        at: f(0); where it is not finite there is no slope.
+        value: The slope of each entry; NaN if no step gave a slope.
+        error: A bound of the error: the disagreement of steps, and rounding; inf without a slope.
+        at: f(0); if it is not finite, there is no slope.
     """
 
     value: np.ndarray

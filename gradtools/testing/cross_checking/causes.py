@@ -1,6 +1,6 @@
 """The likely causes of disagreements, for the report of `cross_check`.
 
-Each disagreement is explained by the first that applies:
+Each disagreement is explained by the first cause that applies:
 
 1. randomness (a side differs from itself), an argument that reaches the output on one side only;
 2. a gradient that one side stops, a kink at which both agree nearby, NaN or infinity on one side;
@@ -102,7 +102,7 @@ class Causes:
     def is_vague(self, c: Comparison) -> bool:
         """Returns whether the cause is unknown or may be accidental: a factor without a name.
 
-        Any two numbers have a factor, so a number's cause counts if another result has it too.
+        Any two numbers have a factor, so a number's factor counts only if another result has it.
         """
         cause, others = c.cause or "", self.report.disagreements
         others = [d for d in others if d.order <= 1 and d is not c]
@@ -202,7 +202,7 @@ class Causes:
     def _wrong_side(self, c: Comparison, a: Any, b: Any) -> str | None:
         """Returns the side whose derivative contradicts its values, if there is exactly one.
 
-        The values agree, so if PyTorch's derivative is right, another one is wrong.
+        The values agree, so if PyTorch's derivative is right, a different derivative is wrong.
         """
         first, near = self.contradicts(c.quantity, 0), tolerances.FINITE_DIFFERENCES
         if first is False and not equal(a, b, 10 * near.get(tolerances.real_name(c.dtype), 0.1)):

@@ -43,15 +43,15 @@ def cross_check(
     Re<c, f> for every differentiated leaf, and for order 2 also a pushforward and the Hessian
     product of Re<c, f> by forward over reverse and by reverse over reverse. c and the directions
     are random, independent draws; for a real scalar f the gradient's c is 1. A leaf that reaches
-    the output in one framework only is a disagreement. NaN and infinity agree only with the same at
-    the same place. They are counted as not compared, and an array without a finite entry is a
-    disagreement. Derivatives that differ at a kink or tie alone, where each framework has its own
-    subgradient, are reported as a convention.
+    the output in one framework only is a disagreement. NaN and infinity agree only with the same
+    value at the same place. They are counted as not compared, and an array without a finite entry
+    is a disagreement. Derivatives that differ only at a kink or tie, where each framework has its
+    own subgradient, are reported as a convention.
 
     If the results do not show the cause, both programs are recorded as by `first_divergence`,
     and the report has the lines at which they diverge.
 
-    For the check alone, float64 is switched on in JAX if an input or parameter has 64 bits, and
+    During the check, float64 is enabled in JAX if an input or parameter has 64 bits, and
     float32 products are computed in full precision, without TF32 or bfloat16.
 
     Args:
@@ -62,15 +62,15 @@ def cross_check(
         args: The positional arguments of both: pytrees (tuples, lists, dicts) of NumPy arrays of
             any shape. Floating and complex leaves are differentiated, integers and booleans are
             passed on; a Python float counts as float64; other leaves are settings.
-        order: 0 compares values. 1 compares gradients too, and costs one gradient in each
-            framework. 2 compares pushforwards and second derivatives too.
+        order: 0 compares values. 1 also compares gradients, and costs one gradient in each
+            framework. 2 also compares pushforwards and second derivatives.
         mapping: The pairs of parameters, if both are models: a `ParameterMapping`, or a dictionary
             from PyTorch's names to JAX's, the overrides of `match_parameters`. None: the same names
             and shapes, or the pairs of `match_parameters`.
         dtype: "float64", "float32", "float16" or "bfloat16": the dtype to which all floating
             inputs, parameters and buffers are cast. None leaves them unchanged.
         seed: The seed of the random directions.
-        tolerance: A relative error for everything, in place of `tolerance(dtype, order)`.
+        tolerance: A relative error for all quantities, instead of `tolerance(dtype, order)`.
         raises: False returns a report that disagrees instead of raising.
 
     Returns:

@@ -26,7 +26,7 @@ class Pairing:
     Attributes:
         paths: The names of JAX's parameters, in order; empty if nothing is paired.
         names: The names of PyTorch's parameters, in order.
-        pairs: For each of JAX's parameters the pair.
+        pairs: The pair for each of JAX's parameters.
         notes: Notes for the report.
     """
 
@@ -49,7 +49,7 @@ class Pairing:
 
 
 def pair_parameters(caller: str, first: Side, second: Side, mapping: Any, partial: bool) -> Pairing:
-    """Pairs the parameters of two sides; those without a counterpart become constant.
+    """Pairs the parameters of two sides; unpaired parameters become constant.
 
     partial: Whether a parameter of the JAX model may lack a counterpart.
 

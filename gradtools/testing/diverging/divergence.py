@@ -1,7 +1,7 @@
 """`first_divergence`: the first pair of operations at which a port diverges from the original.
 
 Both programs run once on the same arguments, with every intermediate value recorded, and once
-backward from one random cotangent c. Equal values are matched, whatever their layout. If an output
+backward from one random cotangent c. Equal values are matched in any layout. If an output
 differs, the first operations whose values have no counterpart are named; if a gradient of
 Re<c, out> differs, the operations behind the last value with unequal cotangents.
 
@@ -83,9 +83,9 @@ def first_divergence(
     """Names the first operations at which a PyTorch program and its port to JAX diverge.
 
     Each program runs once forward and once backward. Operations inside of layers, loops and
-    transformed functions are compared too; the report has the user's lines on both sides.
-    Intermediate values may have other layouts and be computed in another order. At a value that
-    is NaN or infinite on both sides nothing is compared, which the report counts.
+    transformed functions are also compared; the report has the user's lines on both sides.
+    Intermediate values may have other layouts and be computed in another order. At a value that is
+    NaN or infinite on both sides nothing is compared, which the report counts.
 
     Args:
         torch: A `torch.nn.Module`, in the mode (train or eval) in which it is to run; it is copied.

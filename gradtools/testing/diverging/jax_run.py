@@ -113,7 +113,7 @@ class _UnrolledValues(Unrolling[Step, Place, Place]):
         return at if iteration is None else replace(at, iteration=(*at.iteration, iteration))
 
     def equation(self, eqn: Any, xs: list[Step], at: Place) -> list[Step]:
-        """Evaluates the primal function of a custom rule too; in the backward pass it is not."""
+        """Also evaluates the primal function of a custom rule, which the backward pass skips."""
         if not jaxprs.is_ruled(eqn):
             return super().equation(eqn, xs, at)
         before, self.in_rule = self.in_rule, True

@@ -38,7 +38,7 @@ class Place:
 
     @property
     def line(self) -> Source | None:
-        """The user's innermost line; None if the operation is a library's own."""
+        """The user's innermost line; None for an operation of a library."""
         return self.lines[0] if self.lines else None
 
     def __str__(self) -> str:

@@ -1,6 +1,6 @@
 """`match_parameters`: pairs the parameters of a torch.nn model with those of its port to JAX.
 
-The libraries store the same numbers under other names and with another order of axes:
+The libraries store the same numbers under different names and in different axis orders:
 
     layer                  torch.nn                       flax.linen and flax.nnx
     linear                 weight (out, in)               kernel (in, out)

@@ -62,8 +62,8 @@ class ConnectionRecorder(RunRecorder):
 
     Args:
         undo: As in `Recorder`.
-        replaced: The indices of leavings whose data is replaced.
-        other: The function that replaces it.
+        replaced: The indices of `leavings` whose data is replaced.
+        other: The function that replaces the data.
 
     Attributes:
         outside: Pairs (value, value): data flows from one to the other outside of PyTorch, through

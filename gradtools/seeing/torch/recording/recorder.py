@@ -10,7 +10,7 @@ makes the call::
 
 Functions show whether a call is differentiable and which data leaves for NumPy (for `why_zero`).
 Operations show the computation of all passes (`passes.py`, for the graph). A formula
-(`translating.py`) uses whichever reads better. Common to all are value numbers, in-place writes,
+(`translating.py`) uses the more readable level. Common to all are value numbers, in-place writes,
 the running line and modules, and undoing effects; they are here.
 """
 
@@ -41,7 +41,7 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class Origin:
-    """Where an operation comes from: the user's line, the modules, a rule's mark and its name."""
+    """The origin of an operation: the user's line, the modules, a rule's mark and its name."""
 
     source: Source | None = None
     scope: tuple[str, ...] = ()
@@ -124,7 +124,7 @@ class Recorder(Generic[V]):
     def origin(self) -> Origin:
         """Returns the running line and modules.
 
-        The line is the innermost line of the user's code, else of an installed package.
+        The line is the innermost line of the user's code, or else of an installed package.
         """
         return Origin(innermost(lines_above(1, Recorder.run), PACKAGE), self.scope)
 

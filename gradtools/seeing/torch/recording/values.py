@@ -1,6 +1,6 @@
 """The table of tensors' values: by id, and by storage with its log of writes.
 
-A tensor is identified by its id, else as an alias of the same elements of the same storage as a
+A tensor is identified by its id, or else as an alias of the same elements of the same storage as a
 known tensor. Each storage has a log of in-place writes, so that a tensor's value can be updated
 with the writes since it was last seen.
 """

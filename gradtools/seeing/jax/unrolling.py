@@ -1,6 +1,6 @@
 """Evaluation of a jaxpr at given values, with calls, branches and loops entered.
 
-It serves `why_zero` (`passes_at_values.py`), which examines the passes of a program, and
+It serves `why_zero` (`passes.py`), which examines the passes of a program, and
 `first_divergence`, which compares a program's values with another's.
 """
 

@@ -315,5 +315,5 @@ def test_a_gradient_without_create_graph_is_no_stop_on_purpose():
 @pytest.mark.parametrize("where", ["in vmap", "in another recording"])
 def test_a_run_is_recorded_in_plain_eager_code_alone(where):
     look = lambda x: (gt.gradient_graph(torch.sin, X), x.sum())[1]
-    with pytest.raises(GradtoolsError, match="can be recorded in plain eager code only"):
+    with pytest.raises(GradtoolsError, match="can only be recorded in plain eager code"):
         torch.vmap(look)(X[None]) if where == "in vmap" else gt.why_zero(look, X)

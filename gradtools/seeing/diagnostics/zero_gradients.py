@@ -40,33 +40,33 @@ class SeeingOperators(Operators):
         run several times; its changes to random streams, buffers and modules are undone.
 
         In training pass the model as `model` (or as f), or a closure without arguments that
-        computes the loss. Then the parameters are examined instead of the arguments: those that the
-        loss does not read or whose gradient is lost, those that the optimizer does not hold,
-        tensors of another model that it holds, and tensors in a plain list or that require grad
-        without being a parameter. Losses that may be intended, such as frozen parameters, are in
-        the report's notes.
+        computes the loss. The parameters are then examined instead of the arguments: parameters
+        that the loss does not read or whose gradient is lost, parameters missing from the
+        optimizer, tensors of another model in the optimizer, and tensors in a plain list or that
+        require grad without being a parameter. Losses that may be intended, such as frozen
+        parameters, are in the report's notes.
 
         Args:
             f: Takes and returns pytrees of arrays; a module, or a closure without arguments.
             *args: Arguments of f.
-            argnums: The position of the argument, or of several. Its leaves are floating or
-                complex.
-            model: The model that is trained, or a tuple or dict of models and arrays. In JAX the
+            argnums: The position or positions of the differentiated arguments, whose leaves are
+                floating or complex.
+            model: The model that is trained, or a tuple or dict of models and arrays. In JAX, the
                 model that f captures, or a pytree of parameters.
             optimizer: PyTorch: an optimizer or a list of them. JAX: a transformation of optax or an
-                `nnx.Optimizer`. Without `model`, the parameters are those of f, or the argument:
+                `nnx.Optimizer`. Without `model`, the parameters are f's or the argument:
                 ``why_zero(loss, params, optimizer=opt)``.
             **kwargs: Keyword arguments of f.
 
         Returns:
-            A `GradientReport`, false when nothing is lost: ``.findings``, one for each leaf and
-            cause, with ``argument``, ``kind``, ``source`` (``.file``, ``.line``, ``.function``)
-            and ``fix``; ``str()`` to read, ``.to_json()`` to keep.
+            A `GradientReport`, false if nothing is lost: ``.findings``, one per leaf and cause,
+            with ``argument``, ``kind``, ``source`` (``.file``, ``.line``, ``.function``) and
+            ``fix``; ``str()`` formats it as text, ``.to_json()`` as JSON.
 
         Raises:
-            GradtoolsError: argnums is out of range or names an integer argument; f raises for
-                reasons of its own, returns nothing, or takes no arguments although an argument is
-                passed; a model holds no arrays; `optimizer` is not an optimizer.
+            GradtoolsError: argnums is out of range or names an integer argument; f raises an error,
+                returns nothing, or takes no arguments although an argument is passed; a model holds
+                no arrays; `optimizer` is not an optimizer.
 
         Example:
             >>> f = lambda x: (gt.stop_gradient(x) ** 2).sum()
@@ -117,7 +117,7 @@ class SeeingOperators(Operators):
 
 
 def _takes_nothing(f: Any) -> bool:
-    """Whether a function has no parameters."""
+    """Returns whether a function has no parameters."""
     try:
         return not signature(f).parameters
     except (TypeError, ValueError):  # a builtin may lack a signature

@@ -122,17 +122,17 @@ def _empty() -> Any:
 
 
 def graph_of_outputs(outputs: Any) -> PlainGraph:
-    """Raises: arrays of JAX hold no graph."""
+    """Raises an error: arrays of JAX hold no graph."""
     raise GradtoolsError(
         "gradient_graph: a JAX array does not record how it was made, so outputs= is for PyTorch "
-        "alone. Fix: pass the function and its arguments: gradient_graph(f, *args)."
+        "only. Fix: pass the function and its arguments: gradient_graph(f, *args)."
     )
 
 
 def gradient_graph(program: LeafProgram, order: int) -> PlainGraph:
-    """The passes of a program as one graph.
+    """Returns the passes of a program as one graph.
 
-    order: 0 forward alone, 1 with backward, 2 with backward of the backward.
+    order: 0 for forward only, 1 with backward, 2 with backward of the backward.
     """
     try:
         traced = trace(program.run, program.leaves)
@@ -166,7 +166,7 @@ def gradient_graph(program: LeafProgram, order: int) -> PlainGraph:
 def _ends(
     program: LeafProgram, avals: Sequence[Any], wrt: Sequence[int], outs: Sequence[int], order: int
 ) -> tuple[list[tuple[Any, str, int]], list[str]]:
-    """For each input an example, its name and the pass in which it enters; the outputs' names."""
+    """Returns each input's example, name and pass, and the outputs' names."""
     names, cts = [program.names[k] for k in wrt], []
     inputs = [(x, name, FORWARD) for x, name in zip(program.leaves, program.names, strict=True)]
     for k in outs:
@@ -192,7 +192,7 @@ def _in_passes(
     entering: Sequence[int],
     names: Sequence[str],
 ) -> PlainGraph:
-    """The graph with its nodes in passes, each with the origin of its forward node.
+    """Assigns nodes to passes; nodes of later passes get the origin of their forward node.
 
     entering, names: The pass in which each input enters, and the names of the outputs.
     """
@@ -204,13 +204,13 @@ def _in_passes(
         step = step_of(eqn)
         node = _attributed(node, phase, None if step is None else forward.nodes[step])
         node = replace(node, inputs=tuple(same.get(v, v) for v in node.inputs))
-        if node.operation == "stop" and (node.phase or node.mark in _RULES):  # not the user's
+        if node.operation == "stop" and (node.phase or node.mark in _RULES):  # gradtools' own
             same[node.outputs[0]] = node.inputs[0]
         else:
             nodes.append(node)
 
     leaving = [(same.get(v, v), name) for v, name in zip(whole.outputs, names, strict=True)]
-    ends = [  # without the second gradients that no gradient's cotangent reaches: always zero
+    ends = [  # second gradients without a gradient's cotangent are always zero
         (value, name)
         for value, name in leaving
         if not name.startswith(second_gradient_of("")) or phase_of.get(value, FORWARD) == SECOND
@@ -224,13 +224,13 @@ def _in_passes(
     return with_named_outputs(whole, [name for _, name in ends])
 
 
-# The derivatives of operations inside of these are replaced by a rule.
+# A rule replaces the derivatives of operations inside nodes with these marks.
 _RULES = ("custom rule", "edited gradient", "frozen")
 _WHOLE = ("chunked", "frozen")
 
 
 def _phases(graph: PlainGraph, phase_of: dict[int, int]) -> list[int]:
-    """The pass of each node; adds the passes of its results to `phase_of`."""
+    """Returns the pass of each node; adds the passes of its results to `phase_of`."""
     result = []
     for node in graph.nodes:
         phase = max((phase_of.get(v, FORWARD) for v in node.inputs), default=FORWARD)
@@ -247,7 +247,7 @@ def _phases(graph: PlainGraph, phase_of: dict[int, int]) -> list[int]:
 
 
 def _attributed(node: Node, phase: int, origin: Node | None) -> Node:
-    """A node with its pass, and the line, modules and mark of its forward node."""
+    """Assigns a node to its pass, with the line, modules and mark of its forward node."""
     node = node_in_phase(node, phase)
     if origin is None:
         return node

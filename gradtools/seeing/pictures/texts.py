@@ -1,7 +1,7 @@
-"""A graph in three text formats: for a terminal, for Mermaid and for Graphviz.
+"""Formats a graph as text for a terminal, for Mermaid and for Graphviz.
 
-On a terminal values are named by letters. A line is an assignment with the shape, and with the
-bytes that are saved for a later pass::
+On a terminal, letters name the values. A line is an assignment with the shape and the bytes that
+are saved for a later pass::
 
     forward
       a = argument 0           8×4 float32
@@ -18,12 +18,12 @@ from gradtools.seeing.graphs.outlining import opened_outline
 from gradtools.seeing.pictures.box_text import card_of, short, shown
 from gradtools.seeing.pictures.palette import LIGHT
 
-_FIT = 90  # blocks are opened up to so many lines
-_WIDEST = 56  # characters; the greatest column of the shapes
+_FIT = 90  # number of lines up to which blocks are expanded
+_WIDEST = 56  # maximum width of the shapes' column, in characters
 
 
 def to_text(graph: PlainGraph, **view: Any) -> str:
-    """A graph as text; the options are those of `drawing.to_svg`."""
+    """Formats a graph as text; the options are the options of `drawing.to_svg`."""
     outline, opened = opened_outline(graph, limit=_FIT, **view)
     kept: dict[int, set[int]] = {}
     for arrow in outline.seen_arrows(opened):
@@ -64,7 +64,7 @@ _SAFE = " .,_-+=×…▸→'?✕≠∂"
 
 
 def to_mermaid(graph: PlainGraph, **view: Any) -> str:
-    """A graph as a Mermaid flowchart; the options are those of `drawing.to_svg`."""
+    """Formats a graph as a Mermaid flowchart; the options are the options of `drawing.to_svg`."""
     outline, opened = opened_outline(graph, **view)
     arrows = outline.seen_arrows(opened)
     lines = ["---", f"title: {_in_mermaid(outline.title)}", "---"] if outline.title else []
@@ -102,7 +102,7 @@ def to_mermaid(graph: PlainGraph, **view: Any) -> str:
 
 
 def _in_mermaid(*lines: str) -> str:
-    """A quoted label; the special characters of Mermaid and HTML are written as ``#code;``."""
+    """Quotes a label; special characters of Mermaid and HTML become ``#code;``."""
     safe = lambda x: x if x.isalnum() or x in _SAFE else f"#{ord(x)};"
     return '"{}"'.format("<br/>".join("".join(map(safe, shown(line))) for line in lines))
 
@@ -111,7 +111,7 @@ def _in_mermaid(*lines: str) -> str:
 
 
 def to_dot(graph: PlainGraph, **view: Any) -> str:
-    """A graph in Graphviz' language; the options are those of `drawing.to_svg`."""
+    """Formats a graph in Graphviz' language; the options are the options of `drawing.to_svg`."""
     outline, opened = opened_outline(graph, **view)
     lines = [
         "digraph gradtools {",
@@ -160,6 +160,6 @@ def to_dot(graph: PlainGraph, **view: Any) -> str:
 
 
 def _in_dot(text: str) -> str:
-    """A quoted string of Graphviz, with centred lines."""
+    """Quotes a string for Graphviz, with centred lines."""
     lines = [shown(line).replace("\\", "\\\\").replace('"', '\\"') for line in text.split("\n")]
     return '"{}"'.format("\\n".join(lines).replace("&", "&amp;"))

@@ -23,20 +23,20 @@ _here = threading.local()
 
 
 def watchable() -> bool:
-    """Whether a run can be recorded here: in plain eager code, and not in another recording."""
+    """Returns whether a run can be recorded: in plain eager code, outside another recording."""
     inside = is_compiling() or upstream.peek_interpreter_stack() is not None
     return not inside and not getattr(_here, "recording", False)
 
 
 @contextmanager
 def recording_run(what: str, run: Run, leaves: Sequence[Any]) -> Iterator[Undo]:
-    """A context in which this thread may record one run; its effects are undone on exit.
+    """Context in which this thread may record one run; undoes its effects on exit.
 
-    what: The subject of the error if no run can be recorded here.
+    what: The subject of the error message if no run can be recorded.
     """
     if not watchable():
         raise GradtoolsError(
-            f"{what} can be recorded in plain eager code only, not inside a transform of "
+            f"{what} can only be recorded in plain eager code, not inside a transform of "
             "torch.func, in compiled code, or while another run is recorded."
         )
     with undone(run, leaves) as undo:
@@ -64,7 +64,7 @@ _FOLLOWED: dict[str, Callable[..., Any]] = {
 
 
 def followed() -> AbstractContextManager[None]:
-    """A context in which this thread's cond and while_loop run in Python."""
+    """Context in which this thread's cond and while_loop run in Python."""
 
     def follow(operator: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return _FOLLOWED.get(operator.name(), call)(*args, **kwargs)

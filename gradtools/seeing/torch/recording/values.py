@@ -1,8 +1,8 @@
-"""The table of tensors' values: by id, and by storage with its log of writes.
+"""A table of tensors' values, by id and by storage with a log of writes.
 
-A tensor is identified by its id, else as an alias of the same elements of the same storage as a
-known tensor. Each storage has a log of in-place writes, so that a tensor's value can be updated
-with the writes since it was last seen.
+A tensor is identified by its id, or else as an alias of the same storage elements as a known
+tensor. Each storage has a log of in-place writes, so that a tensor's value can be updated with the
+writes since it was last seen.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Memory(Generic[V]):
 
 
 class TensorTable(Generic[V]):
-    """The values of tensors."""
+    """Maps tensors to values."""
 
     def __init__(self) -> None:
         self._known: dict[int, KnownTensor[V]] = {}
@@ -66,11 +66,11 @@ class TensorTable(Generic[V]):
         self._memories: dict[int, Memory[V]] = {}
 
     def get(self, x: Tensor) -> KnownTensor[V] | None:
-        """The entry of this tensor object."""
+        """Returns the entry of this tensor object."""
         return self._known.get(id(x))
 
     def find(self, x: Tensor) -> KnownTensor[V] | None:
-        """The entry of this tensor, or of an alias of the same elements."""
+        """Returns the entry of this tensor, or of an alias of the same elements."""
         known = self._known.get(id(x))
         if known is None or known.memory != memory_of(x):  # x.data = ... changed its storage
             known = self._alike.get(view_of(x))
@@ -79,7 +79,7 @@ class TensorTable(Generic[V]):
         return known
 
     def hold(self, x: Tensor, value: V, alone: bool = False) -> KnownTensor[V]:
-        """Gives x this value; unless `alone`, also its aliases of the same elements."""
+        """Assigns this value to x; unless `alone`, also to aliases of the same elements."""
         owner = owner_of(x)
         key = id(owner)
         memory = self._memories.get(key)
@@ -91,17 +91,17 @@ class TensorTable(Generic[V]):
         return known
 
     def memory(self, x: Tensor) -> Memory[V] | None:
-        """The storage of x, if it is known."""
+        """Returns the storage of x, if it is known."""
         return self._memories.get(memory_of(x))
 
     def write(self, x: Tensor, value: V, by: Any = None) -> None:
-        """Logs an in-place write to x and gives x this value; by: As in `Write`."""
+        """Logs an in-place write to x and assigns this value to x; `Write` explains by."""
         if (memory := self.memory(x)) is not None:
             memory.written.append(Write(x, value, by))
         self.hold(x, value)
 
     def since(self, known: KnownTensor[V]) -> list[Write[V]]:
-        """The writes to a tensor's elements since it got its value."""
+        """Returns the writes to a tensor's elements since its value was assigned."""
         written = self._memories[known.memory].written[known.writes :]
         return [write for write in written if _overlap(write.tensor, known.tensor)]
 
@@ -110,13 +110,13 @@ Like = tuple[tuple[int, ...], str]
 
 
 def like(x: Tensor) -> Like:
-    """A tensor's shape and dtype."""
+    """Returns a tensor's shape and dtype."""
     with private.DisableTorchFunction():
         return tuple(x.shape), str(x.dtype).removeprefix("torch.")
 
 
 def size_of(x: Tensor) -> float | None:
-    """The greatest modulus of a tensor's entries, NaN if one is NaN; None if there is none."""
+    """Returns a tensor's maximum modulus, NaN if an entry is NaN; None if there are no entries."""
     if not is_inexact(x) or x.is_meta or not x.numel():
         return None
     if x.layout is not torch.strided:
@@ -128,18 +128,18 @@ def size_of(x: Tensor) -> float | None:
 
 
 def numbers_in(x: Tensor) -> str:
-    """The contents of a small tensor as text, to be used as its name."""
+    """Formats the contents of a small tensor, for use as its name."""
     if x.requires_grad or x.device.type != "cpu" or x.layout is not torch.strided:
         return ""
     try:
         with upstream.disable_current_modes():
             return numbers_text(x.shape, x.tolist)
-    except RuntimeError:  # it has no contents: a tensor of a torch.func transform, a meta tensor
+    except RuntimeError:  # no contents: a tensor in a torch.func transform, or a meta tensor
         return ""
 
 
 def view_of(x: Tensor) -> Any:
-    """A key that is equal for tensors that are the same view of the same storage."""
+    """Returns a key that is equal for tensors that are the same view of the same storage."""
     with private.DisableTorchFunction():
         if x.layout is not torch.strided:
             return id(x)
@@ -148,7 +148,7 @@ def view_of(x: Tensor) -> Any:
 
 
 def offsets(x: Tensor) -> np.ndarray:
-    """For each element its offset in the storage."""
+    """Returns the storage offset of each element."""
     result = np.full((1,) * x.dim() or (), x.storage_offset(), dtype=np.int64)
     for axis, (n, stride) in enumerate(zip(x.shape, x.stride(), strict=True)):
         along = np.arange(n, dtype=np.int64) * stride
@@ -156,11 +156,11 @@ def offsets(x: Tensor) -> np.ndarray:
     return result
 
 
-_EXACT = 1 << 16  # entries up to which overlap is decided entry by entry
+_EXACT = 1 << 16  # number of entries up to which overlap is tested entry by entry
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:
-    """Whether two tensors on one storage share an element."""
+    """Returns whether two tensors on one storage share an element."""
     if a.layout is not torch.strided or b.layout is not torch.strided:
         return True
     if a.numel() == 0 or b.numel() == 0 or a.itemsize != b.itemsize:

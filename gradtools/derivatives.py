@@ -120,7 +120,7 @@ class Derivatives(Operators):
             has_aux: Whether f returns `(output, aux)`; aux may be any object.
             disconnected_inputs: The action if an argument does not reach the output: "raise",
                 "warn", "zeros", or "strict", which raises for any single leaf.
-            mode: How the gradient itself is differentiated. "auto": by the framework's double
+            mode: How the gradient is differentiated. "auto": by the framework's double
                 backward, which keeps the graphs of f and of its gradient. "forward_over_reverse":
                 by a jvp of the gradient, which is recomputed from the arguments, so that an
                 unrolled optimization stores the parameters of each step but no activations. f is

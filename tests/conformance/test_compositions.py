@@ -77,7 +77,7 @@ def test_a_frozen_function_that_edits_a_cotangent_refuses_a_second_derivative(gt
             ):
                 gt.hvp(loss, (x,), (x,), mode)
         slopes = lambda x, loss=loss: gt.xp.sum(gt.grad(loss)(x) * x)
-        with pytest.raises(GradtoolsError, match=r"holds (clip|transform|replace)_gradient, which"):
+        with pytest.raises(GradtoolsError, match=r"contains (clip|transform|replace)_gradient"):
             gt.grad(slopes)(x)
 
 

@@ -177,8 +177,7 @@ jax/equinox.py: where users find the reversal layer of equinox
 seeing/jax/graphs.py: a jaxpr as a graph; PyTorch's is recorded as it runs
 seeing/jax/source_lines.py: the user's line behind an equation; in PyTorch a part of recording
 jax/slicing.py: parts of arrays that may be sharded; PyTorch's are in `chunking`
-seeing/jax/concrete_tracing.py: traces of programs that decide on values; PyTorch runs them
-seeing/jax/passes_at_values.py: a jaxpr with its backward passes; PyTorch's autograd runs them
+seeing/jax/tracing.py: traces of programs that decide on values; PyTorch runs them
 seeing/jax/unrolling.py: a jaxpr's loops and branches at given values; PyTorch runs them
 jax/reachability.py: connectedness is read from the jaxpr; PyTorch's autograd tells it
 """.strip().splitlines()

@@ -406,7 +406,7 @@ def test_what_is_refused_in_every_process(processes):
             assert "around a module whose forward calls chunked" in message
         for message in sharded:
             assert "f is a FSDPModule, or holds one" in message
-            assert "a module whose forward calls chunked on its layers or on a method" in message
+            assert "forward calls chunked on its layers or on one of its methods" in message
 
 
 def test_token_means_over_ranks_and_steps_are_the_gradient_of_all_examples(processes):

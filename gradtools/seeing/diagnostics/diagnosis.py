@@ -1,17 +1,17 @@
 """`why_zero` finds where a gradient is lost, and suggests a fix.
 
-A lost gradient raises no error: training ignores it. Reported are
+A lost gradient raises no error: training ignores it. The report contains
 
-a. leaves that get no gradient, or a zero gradient at the given values, with the operations at
-   which all of it is lost;
+a. leaves with no gradient, or a zero gradient at the given values, with the operations that lose
+   it;
 b. scalar summands of the loss whose data left the framework or became discrete on every path;
-c. NaN and infinity, with the first line that makes them;
+c. NaN and infinity, with the first line that produces them;
 d. differences between the optimizer and the model (`training.py`);
 e. edits of gradients through which no gradient reaches any leaf.
 
-Nothing inside of a tensor that is otherwise differentiated is reported. The graph of one recorded
-run serves (a), (b) and (e), by `graphs/gradient_losses.py`; its forward and backward passes at the
-values serve (a) and (c), by `gradients_at_values.py`. The kinds are in `findings.py`.
+Stops inside of a tensor that is otherwise differentiated are not reported. `gradient_losses.py`
+finds (a), (b) and (e) in the graph of one recorded run; `gradients_at_values.py` finds (a) and (c)
+in its passes at the given values. `findings.py` defines the kinds of losses.
 """
 
 from __future__ import annotations
@@ -42,12 +42,12 @@ Note = tuple[str, list[str]]  # a text, and the leaves that it concerns
 
 
 def recording_of(program: LeafProgram, wanted: Wanted = lambda x: False) -> Recording:
-    """Records a run of a program, and its gradients at the given values.
+    """Records one run of a program, and its gradients at the given values.
 
     wanted: The captured arrays that are differentiated besides the leaves.
 
     Raises:
-        GradtoolsError: f raised an error of its own.
+        GradtoolsError: f itself raised an error.
     """
     with program.running():
         record: Callable[..., Recording] = program.framework.recorded_run.record
@@ -132,7 +132,7 @@ def diagnosed(
 def _of_summands(
     graph: PlainGraph, numbers: dict[int, str], every: Iterable[int]
 ) -> Iterator[tuple[str, list[Loss]]]:
-    """Returns the leaves whose data enters a summand of the loss that no derivative enters."""
+    """Yields leaves whose data enters a summand of the loss that no derivative enters."""
     for value, role in lost_summands(graph, every):
         for number, name in numbers.items():
             lost = [replace(x, whole=False) for x in losses_between(graph, number, [value])]
@@ -142,14 +142,14 @@ def _of_summands(
 
 
 def _is_stopped(lost: Sequence[Loss]) -> bool:
-    """Returns whether a summand is stopped as a whole by detach, stop_gradient or no_grad."""
+    """Returns whether detach, stop_gradient or no_grad stops a summand as a whole."""
     first = all(loss.node.loss in STOPS for loss in lost if not loss.further)
     later = any(loss.node.loss in STOPS for loss in lost if loss.further)
     return (first or later) and all(loss.node.loss != "left_framework" for loss in lost)
 
 
 def from_losses(name: str, losses: Sequence[Loss]) -> list[Finding]:
-    """Returns one finding for each line and kind of one leaf's losses."""
+    """Makes one finding for each line and kind of one leaf's losses."""
     findings = []
     for loss in losses:
         node, kind = loss.node, loss.node.loss if loss.node.loss in KINDS else "discrete"
@@ -159,7 +159,7 @@ def from_losses(name: str, losses: Sequence[Loss]) -> list[Finding]:
 
 
 def _from_values(name: str, places: Sequence[LossPlace]) -> list[Finding]:
-    """Returns one finding per operation at which a gradient becomes zero or NaN."""
+    """Makes one finding for each operation that makes a gradient zero or NaN at the values."""
     return [
         Finding(name, place.kind, _called(place.node), place.node.source, place.node.scope)
         for place in places
@@ -195,7 +195,7 @@ def _at(node: Node) -> str:
 
 
 def gathered_notes(notes: Iterable[Note]) -> list[Note]:
-    """Returns one note for each text, with all of its leaves."""
+    """Merges notes with equal texts and joins their leaves."""
     names: dict[str, list[str]] = {}
     for text, of in notes:
         known = names.setdefault(text, [])
@@ -207,7 +207,7 @@ def gathered_notes(notes: Iterable[Note]) -> list[Note]:
 
 
 def source_of(f: Any) -> Source | None:
-    """Returns the line at which a function, or the forward method of a module, is defined."""
+    """Finds the line that defines a function, or the forward method of a module."""
     f = inspect.unwrap(getattr(f, "func", f))
     for candidate in (f, getattr(f, "forward", None), type(f).__call__):
         if source := definition_of(candidate):

@@ -1,4 +1,4 @@
-"""The kinds of lost gradients that `why_zero` reports, each with its reason and its fix."""
+"""The kinds of lost gradients that `why_zero` reports, each with a reason and a fix."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ class FindingKind:
 
     Attributes:
         reason: The reason, as a clause.
-        fix: The suggested change to the code.
-        numerical: Whether the loss depends on the values: other values may have a gradient.
-        headline: The title for one leaf and for several, if not "gets no gradient".
-        has_place: Whether the loss occurs at a line of the program.
+        fix: What to write instead.
+        numerical: Whether it depends on the values, so that other values may have a gradient.
+        headline: The titles for one leaf and for several, if not "gets no gradient".
+        has_place: Whether it has a line in the program.
     """
 
     reason: str
@@ -33,7 +33,7 @@ _in_training = partial(FindingKind, has_place=False)
 KINDS: dict[str, FindingKind] = {
     "detached": FindingKind(
         "the gradient is stopped on purpose",
-        "remove the detach or stop_gradient, or stop only what must stay constant",
+        "remove the detach or stop_gradient, or stop only values that must be constant",
     ),
     "left_framework": FindingKind(
         "the computation leaves the framework, and its result is a constant to the framework",
@@ -58,7 +58,7 @@ KINDS: dict[str, FindingKind] = {
         "move it out of no_grad or inference_mode; pass use_reentrant=False to a checkpoint",
     ),
     "inner_gradient": FindingKind(
-        "f takes a gradient without a graph, so that gradient cannot be differentiated",
+        "a gradient is taken inside of f without a graph, so it cannot be differentiated",
         "pass create_graph=True to torch.autograd.grad or backward, or use gt.grad; where the "
         "graph of the inner function is too large, apply gt.frozen to it, or use gt.mixed_partial",
     ),
@@ -67,7 +67,7 @@ KINDS: dict[str, FindingKind] = {
         "write y = ... instead of writing to x.data",
     ),
     "rule": FindingKind(
-        "its own rule returns no derivative for this input",
+        "its rule has no derivative for this input",
         "return a cotangent for this input in the rule instead of None",
     ),
     "unused": FindingKind(
@@ -93,14 +93,14 @@ KINDS: dict[str, FindingKind] = {
             "get gradients that are NaN or infinite:",
         ),
     ),
-    # of a model
+    # findings on a model
     "unread": _in_training(
         "the loss does not use it",
         "use it in the computation of the loss, or remove it from the model",
     ),
     "frozen": _in_training(
         "its requires_grad is False",
-        "call requires_grad_(True) if it is to be trained, else leave it out of the optimizer",
+        "call requires_grad_(True) if it is to be trained, otherwise leave it out of the optimizer",
     ),
     "unregistered": _in_training(
         "it requires grad, but parameters() does not list it",
@@ -123,7 +123,7 @@ KINDS: dict[str, FindingKind] = {
     ),
 }
 
-# The fixes of single functions of PyTorch, by kind and operation.
+# Fixes for specific functions of PyTorch, by kind and operation.
 _FIXES = {
     ("no_grad", "sample"): (
         "Distribution.sample draws under no_grad: use rsample, which is reparametrized, or the "
@@ -147,7 +147,7 @@ _FIXES = {
 
 @dataclass(frozen=True)
 class Finding:
-    """One place at which a gradient is lost.
+    """A place at which a gradient is lost.
 
     Attributes:
         argument: The leaf that loses its gradient, such as "argument 0['w']".
@@ -155,9 +155,9 @@ class Finding:
         operation: The framework's name of the operation.
         source: The innermost line of the user's own code, if known: ``.file``, ``.line`` and
             ``.function``.
-        scope: The modules in which the operation runs, outermost first.
-        whole: Whether the whole gradient is lost, not only one term.
-        detail: Additional text: the framework's own message, a name.
+        scope: The modules that contain it, outermost first.
+        whole: Whether the whole gradient is lost, or only one term.
+        detail: Additional text: the framework's own message, or a name.
     """
 
     argument: str
@@ -170,12 +170,12 @@ class Finding:
 
     @property
     def reason(self) -> str:
-        """The reason for the loss, as a clause."""
+        """The reason for the loss."""
         return KINDS[self.kind].reason
 
     @property
     def fix(self) -> str:
-        """The suggested change to the code."""
+        """The suggested change."""
         operation = self.operation.partition(",")[0]
         return _FIXES.get((self.kind, operation), KINDS[self.kind].fix)
 

@@ -1,12 +1,12 @@
-"""Gradients at the given values: finds where they become zero, NaN or infinite.
+"""Finds where a gradient becomes zero, NaN or infinite at the given values.
 
-Each framework records one forward and one backward pass as a list of steps, with the size of every
-value (`PassesAtValues`). The analysis is common to both:
+Each framework records one forward and one backward pass as a list of steps, with the magnitude of
+every value (`PassesAtValues`). Both frameworks share the analysis:
 
-- A zero gradient is followed back towards the cotangents of the outputs. It is lost at the steps
-  that return zeros for a nonzero cotangent or without a cotangent. If nonzero cotangents add up to
-  zero, it is lost at the operation from which both come.
-- A NaN is followed back from the outputs, or else from the gradient, to the steps whose result is
+- A zero gradient is traced back towards the cotangents of the outputs. It is lost at the steps
+  that return zeros for a nonzero cotangent or without a cotangent. If nonzero cotangents sum to
+  zero, it is lost at the operation that produced both.
+- A NaN is traced back from the outputs, or else from the gradient, to the steps whose result is
   NaN or infinite and whose operands are finite.
 """
 
@@ -26,10 +26,10 @@ class PassStep:
     """An operation of one of the passes.
 
     Attributes:
-        node: The operation, or the forward operation that it differentiates; None for operations
-            that are not reported, such as the stacking of a loop's iterations.
-        inputs: The numbers of the values that it reads.
-        outputs: The values that it makes.
+        node: The operation, or the forward operation that it differentiates; None for internal
+            steps such as stacking a loop's iterations, which are not reported.
+        inputs: The values that it reads, as numbers.
+        outputs: The values that it produces.
     """
 
     node: Node | None
@@ -82,7 +82,7 @@ class PassesAtValues:
         return None
 
     def starts_at_zero(self, place: LossPlace, leaf: int) -> bool:
-        """Returns whether an operand is zero because of another leaf that gets a gradient."""
+        """Returns whether a zero operand comes from another leaf, which gets a gradient."""
         own = self._reached([self.gradients[leaf][0]])
         others = [v for v, gradient in self.gradients.values() if self.sizes.get(gradient)]
         moving = self._reached(others)
@@ -90,7 +90,7 @@ class PassesAtValues:
 
     @cached_property
     def _makers(self) -> dict[int, int]:
-        """The position of the step that makes each value."""
+        """Maps each value to the position of the step that produces it."""
         return {v: at for at, step in enumerate(self.steps) for v in step.outputs}
 
     @cached_property
@@ -120,7 +120,7 @@ class PassesAtValues:
         def onward(step: PassStep) -> list[int]:
             zeros = [v for v in step.inputs if self.sizes.get(v) == 0]
             entering = self._cotangents.intersection(step.inputs)
-            if not entering:  # zeros that a rule of the backward pass made
+            if not entering:  # zeros made by a rule of the backward pass
                 return [v for v in zeros if self._makers.get(v, -1) >= first]
             return [*entering] if entering.issubset(zeros) else []
 

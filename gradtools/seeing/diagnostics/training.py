@@ -1,8 +1,8 @@
-"""Lost gradients in training: the model's parameters, the loss's gradients, the optimizer's steps.
+"""Finds lost gradients in training: compares parameters, gradients and the optimizer's steps.
 
 Three sets of arrays should be equal: the parameters of the model, the arrays that the loss's
 gradient reaches, and the arrays that the optimizer changes. The backends list the first and the
-last set; one recorded run of the loss gives the second set and locates lost gradients.
+last set; one recorded run of the loss yields the second set and locates lost gradients.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ PARAMETER, FROZEN, UNREGISTERED = "parameter", "frozen", "unregistered"
 
 @dataclass(frozen=True)
 class HeldArray:
-    """An array that a model holds.
+    """An array in a model.
 
     Attributes:
         name: The path in the model.
         array: The array.
         role: PARAMETER; FROZEN, a parameter without requires_grad; or UNREGISTERED, an array that
-            requires grad and is not a parameter.
+            requires grad but is not a parameter.
     """
 
     name: str
@@ -49,8 +49,8 @@ class Optimised:
     """The arrays that an optimizer changes.
 
     Attributes:
-        holds: Returns whether the optimizer changes an array; None if unknown.
-        strangers: The names of the arrays that are in the optimizer and not in the model.
+        holds: A function that returns whether an array is changed; None if unknown.
+        strangers: The names of arrays that are in the optimizer but not in the model.
     """
 
     holds: Callable[[HeldArray], bool | None]
@@ -65,14 +65,14 @@ def trained(
     model: Any = None,
     optimizer: Any = None,
 ) -> Diagnosis:
-    """Returns the findings on the arrays that a training loop trains.
+    """Returns findings on the arrays that a training loop trains.
 
     Args:
         backend: The backend.
         f: The loss: a function or a module.
-        args: The positional arguments of f.
-        kwargs: The keyword arguments of f.
-        model: The model, or a pytree of models and arrays; None if f is the model or holds it.
+        args: Its arguments.
+        kwargs: Its keyword arguments.
+        model: The model, or a pytree of models and arrays; None if f is or captures the model.
         optimizer: The optimizer, or several.
     """
     caller, is_named = "why_zero", model is not None
@@ -131,7 +131,7 @@ _SPENT = (
 def _compare_with_optimizer(
     result: Diagnosis, held: Sequence[HeldArray], optimised: Optimised | None
 ) -> None:
-    """Adds the parameters that the optimizer lacks, and the frozen parameters that it steps.
+    """Adds parameters missing from the optimizer, and frozen parameters that it steps.
 
     Without an optimizer, frozen parameters are findings if all parameters are frozen.
     """
@@ -153,7 +153,7 @@ def _compare_with_optimizer(
     ]
 
 
-# --- networks that are stopped on purpose ------------------------------------------------
+# --- networks that are stopped intentionally ---------------------------------------------
 
 _UNSTEPPED = "not trained and not in an optimizer, like a target network or a teacher"
 _TWIN = "not trained, but a network of the same shape is, as with a target network or a teacher"
@@ -168,9 +168,8 @@ def _note_targets(
 ) -> None:
     """Turns findings on parameters of target networks and teachers into notes.
 
-    Such parameters are stopped as a whole, by a stop or no_grad alone; and they are the twin of a
-    network that is trained, or the caller did not name them and no step of the optimizer changes
-    them.
+    Such parameters are stopped as a whole, only by a stop or no_grad. In addition, they are the
+    twin of a trained network, or the caller did not name them and no optimizer step changes them.
     """
     kinds: dict[str, set[str]] = {}
     for finding in result.findings:
@@ -199,13 +198,13 @@ def _twins(
     numbers: Mapping[str, Sequence[int]],
     stopped: set[str],
 ) -> set[str]:
-    """Returns the stopped parameters of networks that have a trained twin, such as target networks.
+    """Returns parameters of stopped networks with a trained twin, such as target networks.
 
     A twin has the same names and shapes under another prefix. It must not read the stopped
     network's outputs, as the next layer of the same network would. Each term that depends on the
-    stopped network must train the twin, as a distance between their outputs does.
+    stopped network must train the twin; an example is a distance between their outputs.
     """
-    modules: dict[str, dict[str, Any]] = {}  # for each prefix the shapes by the rest of the name
+    modules: dict[str, dict[str, Any]] = {}  # maps each prefix to shapes by the rest of the name
     for one in parameters:
         for k in range(len(one.name)):
             if not k or one.name[k - 1] in ".]":

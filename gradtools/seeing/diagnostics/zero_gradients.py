@@ -49,19 +49,19 @@ class SeeingOperators(Operators):
         Args:
             f: Takes and returns pytrees of arrays; a module, or a closure without arguments.
             *args: Arguments of f.
-            argnums: The position of the argument, or a tuple of positions. Its leaves are floating
-                or complex.
-            model: The model that is trained, or a tuple or dict of models and arrays. In JAX the
+            argnums: The position or positions of the differentiated arguments, whose leaves are
+                floating or complex.
+            model: The model that is trained, or a tuple or dict of models and arrays. In JAX, the
                 model that f captures, or a pytree of parameters.
             optimizer: PyTorch: an optimizer or a list of them. JAX: a transformation of optax or an
-                `nnx.Optimizer`. Without `model`, the parameters are those of f, or the argument:
+                `nnx.Optimizer`. Without `model`, the parameters are f's or the argument:
                 ``why_zero(loss, params, optimizer=opt)``.
             **kwargs: Keyword arguments of f.
 
         Returns:
-            A `GradientReport`, false when nothing is lost: ``.findings``, one for each leaf and
-            cause, with ``argument``, ``kind``, ``source`` (``.file``, ``.line``, ``.function``)
-            and ``fix``; ``str()`` to read, ``.to_json()`` to keep.
+            A `GradientReport`, false if nothing is lost: ``.findings``, one per leaf and cause,
+            with ``argument``, ``kind``, ``source`` (``.file``, ``.line``, ``.function``) and
+            ``fix``; ``str()`` formats it as text, ``.to_json()`` as JSON.
 
         Raises:
             GradtoolsError: argnums is out of range or names an integer argument; f raises an error,

@@ -42,7 +42,7 @@ JOIN = "join"
 
 @memoized
 def dependence_matrix(graph: PlainGraph) -> list[list[Dependence]]:
-    """Returns ``matrix[output][input]``: how each output depends on each input."""
+    """Computes ``matrix[output][input]``, how each output depends on each input."""
     rows = [backward(graph, {out: _FULL}) for out in graph.outputs]
     return [[row.get(value, _NONE) for value in graph.inputs] for row in rows]
 
@@ -50,9 +50,9 @@ def dependence_matrix(graph: PlainGraph) -> list[list[Dependence]]:
 def forward(
     graph: PlainGraph, start: Strengths, without: Container[int] = ()
 ) -> dict[int, Dependence]:
-    """Returns how strongly each value depends on `start`; independent values are omitted.
+    """Computes how strongly each value depends on `start`; independent values have no entry.
 
-    without: Values through which no path leads.
+    without: Values that paths must not pass through.
     """
     return _propagated(graph, start, without, reverse=False)
 

@@ -1,8 +1,8 @@
-"""The edges of a graph: each value's producer, readers, bytes and derivative.
+"""Computes the edges of a graph: each value's producer, readers, bytes and derivative.
 
 A value that a later pass reads is a *saved* residual. An edge gets a cut reason if a derivative is
-lost there. Comparisons that only make a mask, and the stopped maximum that softmax subtracts, lose
-nothing. Other deliberate stops get their reason.
+lost there. A comparison that only makes a mask loses nothing; neither does the stopped maximum that
+softmax subtracts. Other intentional stops get their reason.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def edges_of(graph: PlainGraph) -> tuple[Edge, ...]:
 
 
 def kept_anew(graph: PlainGraph) -> dict[int, int]:
-    """Returns the residuals (values that later passes read) and their bytes, per storage."""
+    """Returns the residuals that later passes read, once per storage, with their bytes."""
     nodes, phases = [node for node in graph.nodes if not node.phase], phases_of(graph.nodes)
     read = {v for n in graph.nodes for v in n.inputs if n.phase > phases[v]}
     for i in needed(nodes, graph.outputs):
@@ -50,7 +50,7 @@ def alive_anyway(graph: PlainGraph) -> frozenset[int]:
 
 
 def _captured(graph: PlainGraph) -> Iterator[int]:
-    """Returns the captured values of a program, and captured values that its calls return."""
+    """Yields the captured values of a program, and captured values that its calls return."""
     yield from graph.captured
     for node in graph.nodes:
         if len(node.bodies) == 1 and not node.bodies[0].carries:
@@ -62,7 +62,7 @@ def _captured(graph: PlainGraph) -> Iterator[int]:
 
 
 def phases_of(nodes: Sequence[Node]) -> dict[int, int]:
-    """Returns the pass that computes each value; for inputs, the first pass that reads it."""
+    """Returns the pass that computes each value; for inputs, the pass that first reads them."""
     phases: dict[int, int] = {}
     for node in nodes:
         for value in node.inputs:
@@ -73,20 +73,20 @@ def phases_of(nodes: Sequence[Node]) -> dict[int, int]:
 def reads_of(
     graph: PlainGraph, node: Node, lost: frozenset[tuple[int, int]]
 ) -> Iterator[tuple[int, Dependence, str | None]]:
-    """Yields a node's inputs, the dependence on each, and the reason of a lost derivative."""
+    """Yields a node's inputs, the dependence on each, and the reason if a derivative is lost."""
     for i, (value, strength) in enumerate(zip(node.inputs, _strengths(graph, node), strict=True)):
         is_lost = strength == _CUT and (id(node), i) in lost
         yield value, strength, reason(node.loss) if is_lost else None
 
 
 def _strengths(graph: PlainGraph, node: Node) -> tuple[Dependence, ...]:
-    """Returns the strongest dependence of any of a node's outputs on each of its inputs."""
+    """Returns the strongest dependence of a node's outputs on each of its inputs."""
     columns = zip(*links_of(graph, node), strict=True)
     return tuple(map(max, columns)) or (_NONE,) * len(node.inputs)
 
 
 def lost_links(graph: PlainGraph) -> frozenset[tuple[int, int]]:
-    """Links at which the forward pass loses a derivative: pairs (``id`` of the node, input)."""
+    """Returns the links that lose a derivative in the forward pass, as (``id`` of node, input)."""
     forward, result = graph, set()
     if any(node.phase for node in graph.nodes):  # later passes are not differentiated
         nodes = tuple(node for node in graph.nodes if not node.phase)
@@ -108,7 +108,7 @@ def lost_links(graph: PlainGraph) -> frozenset[tuple[int, int]]:
 
 
 def _is_shift(node: Node, makers: dict[int, Node]) -> bool:
-    """Returns whether a node stops a maximum, which has no effect in a stable softmax."""
+    """Returns whether it stops a maximum without effect, as the numerically stable softmax does."""
     queue = [node]
     while queue:
         made = [makers[value] for value in queue.pop().inputs if value in makers]
@@ -119,7 +119,7 @@ def _is_shift(node: Node, makers: dict[int, Node]) -> bool:
 
 
 def reason(loss: str | None) -> str:
-    """Returns a kind of loss in a few words, for pictures."""
+    """Describes a kind of loss in a few words, for pictures."""
     if loss is None:
         return "no derivative"
     return _SHORT.get(loss, KINDS[loss].reason if loss in KINDS else loss)
@@ -134,5 +134,5 @@ _SHORT = {
     "zero_derivative": "derivative zero",
     "no_grad": "gradients switched off",
     "in_place_data": "overwritten in place",
-    "rule": "its rule carries none",
+    "rule": "its rule gives no gradient",
 }

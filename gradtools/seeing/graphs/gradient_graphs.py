@@ -20,11 +20,11 @@ from gradtools.seeing.pictures import drawing, saving, texts
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Graph(PlainGraph):
-    """One run of a program: its nodes and values, with its text, pictures and HTML pages."""
+    """One run of a program: its nodes and values, with text, picture and HTML formats."""
 
     @property
     def edges(self) -> tuple[Edge, ...]:
-        """One edge for each pair of a value's producer and reader; edges to outputs come last."""
+        """One edge per pair of a value's producer and reader; edges to outputs come last."""
         return edges_of(self)
 
     @property
@@ -40,23 +40,23 @@ class Graph(PlainGraph):
         return printable(self.to_text())
 
     def to_text(self, **view: Any) -> str:
-        """Formats the graph as text for a terminal; `view` as in `to_svg`."""
+        """Formats the graph as text for a terminal; `to_svg` explains `view`."""
         return texts.to_text(self, **view)
 
     def to_dot(self, **view: Any) -> str:
-        """Formats the graph in Graphviz' language; `view` as in `to_svg`."""
+        """Formats the graph in Graphviz' language; `to_svg` explains `view`."""
         return texts.to_dot(self, **view)
 
     def to_mermaid(self, **view: Any) -> str:
-        """Formats the graph as a Mermaid flowchart for Markdown; `view` as in `to_svg`."""
+        """Formats the graph as a Mermaid flowchart for Markdown; `to_svg` explains `view`."""
         return texts.to_mermaid(self, **view)
 
     def to_svg(self, **view: Any) -> str:
-        """Draws the graph (requires `gradtools[svg]`); options as in `drawing.to_svg`."""
+        """Draws the graph as SVG; needs `gradtools[svg]`. `drawing.to_svg` explains `view`."""
         return drawing.to_svg(self, **view)
 
     def to_html(self, **view: Any) -> str:
-        """Formats the graph as an interactive HTML page; options as in `drawing.to_html`."""
+        """Draws an HTML page in which blocks open and close; see `drawing.to_html`."""
         return drawing.to_html(self, **view)
 
     def save(self, path: str | os.PathLike[str], **view: Any) -> None:
@@ -96,7 +96,7 @@ class Graphing(Operators):
         outputs: Any = None,
         **kwargs: Any,
     ) -> Graph:
-        """Builds the graph of f and of its gradients.
+        """Returns the program of f and of its gradients as a graph.
 
         With y = f(x), a cotangent c for each output and a cotangent v for each gradient::
 
@@ -106,30 +106,30 @@ class Graphing(Operators):
 
         Each operation belongs to a pass (``node.phase``) and has the line of f that it comes from,
         the modules around it, and a ``node.mark``: "custom rule", "edited gradient", "chunked",
-        "frozen" or "checkpoint" if it belongs to one, else empty. A value that a later pass reads
-        was saved for it: ``edge.saved``, with its bytes. If a derivative is lost, the edge has the
-        reason.
+        "frozen" or "checkpoint" if it belongs to such a part, else empty. A value that a later pass
+        reads was saved for it: ``edge.saved``, with its bytes. If a derivative is lost,
+        ``edge.cut`` gives the reason.
 
-        In PyTorch f runs once and is differentiated, with its effects undone; the operations are
-        those of aten, and all intermediates are kept until the graph is made. In JAX f is traced.
+        In PyTorch f runs once and is differentiated, and its effects are undone; the operations are
+        aten's, and all intermediates are kept until the graph is built. In JAX f is traced.
 
         Args:
             f: A function of pytrees of arrays that returns such pytrees, or a module.
             *args: Arguments of f; arrays of any shape and dtype.
             order: 0 for forward only, 1 with backward, 2 with backward of the backward.
-            argnums: The position of the differentiated argument, or a tuple of positions; the
-                leaves are floating or complex. In PyTorch parameters that f holds and that require
-                grad are differentiated as well, and ``argnums=()`` means these alone.
-            outputs: In place of f: a pytree of existing PyTorch tensors. Their autograd graph is
+            argnums: The position or positions of the differentiated arguments, whose leaves are
+                floating or complex. In PyTorch, parameters that f holds and that require grad are
+                differentiated as well; with ``argnums=()`` only these are.
+            outputs: In place of f, a pytree of existing PyTorch tensors, whose autograd graph is
                 drawn; nothing runs.
             **kwargs: Keyword arguments of f.
 
         Returns:
             A `Graph`. Inputs and outputs have names: "argument 0['w']", "cotangent of output",
-            "gradient of argument 0['w']"; texts and pictures say "params['w']", as f names its
-            parameter. A leaf that no derivative reaches has no gradient.
-            ``str()``, ``to_svg()``, ``to_html()``, ``to_dot()``, ``to_mermaid()`` and ``save()``
-            show it; a notebook displays it.
+            "gradient of argument 0['w']"; texts and pictures use f's parameter names,
+            "params['w']". A leaf that no derivative reaches has no gradient. Use ``str()``,
+            ``to_svg()``, ``to_html()``, ``to_dot()``, ``to_mermaid()`` or ``save()`` to show it;
+            notebooks draw it automatically.
 
         Raises:
             GradtoolsError: neither or both of f and outputs are given, or outputs have no graph, as
@@ -146,7 +146,7 @@ class Graphing(Operators):
             >>> [graph.values[value].name for value in graph.outputs]
             ['output', 'gradient of argument 0']
 
-        Source: the pictures of PyTorch's tutorial on double backward with custom functions.
+        Source: the pictures in PyTorch's tutorial on double backward with custom functions.
         """
         expected = "0 (forward), 1 (with backward) or 2 (with backward of the backward)"
         order = order_among("gradient_graph", order, _ORDERS, expected)

@@ -1,13 +1,13 @@
-"""Finds where a gradient is lost: for a leaf as a whole, for a summand of the loss, at an edit.
+"""Finds where a gradient is lost: of a whole leaf, of a summand of the loss, or at an edit.
 
 Values are *differentiable* in a leaf, or only data flows to them from it (`derivative_flow.py`). A
-gradient is lost at the operations that read a differentiable value and whose result leads to the
-end by values that are not differentiable, all the way::
+gradient is lost at operations that read a differentiable value and whose result leads to the end
+only through values that are not differentiable::
 
     lost(op)   if  full(input), not full(output), output ~> end through values that are not full
 
-So a stop inside of a value that is differentiable over another path is not a loss: a
-straight-through estimator in any spelling, the shift of a softmax, a mask, a normalizing constant.
+A stop inside of a value that is differentiable through another path is therefore not a loss, as in
+a straight-through estimator, the shift of a softmax, a mask, or a normalizing constant.
 """
 
 from __future__ import annotations
@@ -53,11 +53,11 @@ class Loss:
     further: bool = False
 
 
-# --- a leaf as a whole -------------------------------------------------------------------
+# --- losses of a whole leaf --------------------------------------------------------------
 
 
 def losses(graph: PlainGraph, leaf: int) -> list[Loss]:
-    """Returns the operations that lose a leaf's gradient, in program order."""
+    """Returns the operations that lose a leaf's gradient, in program order; empty if it has one."""
     if behind(graph, tuple(graph.outputs)).get(leaf, _NONE) == _FULL:
         return []
     return losses_between(graph, leaf, graph.outputs)
@@ -66,8 +66,8 @@ def losses(graph: PlainGraph, leaf: int) -> list[Loss]:
 def losses_between(graph: PlainGraph, start: int, ends: Sequence[int]) -> list[Loss]:
     """Returns the operations that lose the derivative of the ends along the start.
 
-    Later operations that lose it as well, on every path, are listed if they stop it, leave
-    the framework, or are on the same line, since each of them must be changed.
+    Later operations that also lose it, on every path, are included if they stop it, leave the
+    framework, or are on the same line, since each of them must be changed.
     """
     graph = flat(graph)
     reached, first = forward(graph, {start: _FULL}), list[Loss]()
@@ -150,7 +150,7 @@ def _parts(graph: PlainGraph, value: int, strengths: Strengths) -> Iterator[tupl
 
 
 def _terms(graph: PlainGraph, value: int, strengths: Strengths) -> Sequence[int] | None:
-    """Returns the scalars whose weighted sum a value is; None if it is not a sum."""
+    """Returns the scalars whose weighted sum is the value; None if it is not a sum."""
     node = _makers(graph).get(value)
     is_real = _is_scalar(graph, value) and graph.values[value].is_inexact
     depending = [v for v in node.inputs if strengths.get(v)] if node and is_real else []
@@ -169,7 +169,7 @@ def _terms(graph: PlainGraph, value: int, strengths: Strengths) -> Sequence[int]
 
 
 def _stacked(graph: PlainGraph, value: int) -> Sequence[int] | None:
-    """Returns the scalars that are stacked to a vector; None for another value."""
+    """Returns the scalars that are stacked to a vector; None for other values."""
     if _is_scalar(graph, value):
         return [value]
     node = _makers(graph).get(value)
@@ -188,7 +188,7 @@ def _makers(graph: PlainGraph) -> Mapping[int, Node]:
 
 
 def equal_values(graph: PlainGraph, values: set[int]) -> set[int]:
-    """Returns these values and all values equal to them up to reshapes, by value numbering."""
+    """Returns all values that equal these, by value numbering, up to reshapes."""
     classes = _classes(graph)
     wanted = {classes[v] for v in values if v in classes}
     return values.union(v for v, of in classes.items() if of in wanted)
@@ -196,7 +196,7 @@ def equal_values(graph: PlainGraph, values: set[int]) -> set[int]:
 
 @memoized
 def _classes(graph: PlainGraph) -> Mapping[int, int]:
-    """Returns the class of equal values of each value."""
+    """Maps each value to its class of equal values."""
     classes: dict[int, int] = {}
     numbers: dict[Any, int] = {}
     for v in graph.captured:
@@ -217,7 +217,7 @@ def _classes(graph: PlainGraph) -> Mapping[int, int]:
     return classes
 
 
-# --- an edit -----------------------------------------------------------------------------
+# --- edits without effect ----------------------------------------------------------------
 
 _EDITS = frozenset({"scale_gradient", "clip_gradient", "transform_gradient", "replace_gradient"})
 
@@ -225,12 +225,12 @@ _EDITS = frozenset({"scale_gradient", "clip_gradient", "transform_gradient", "re
 def useless_edits(
     graph: PlainGraph, leaves: Iterable[int], every: Iterable[int]
 ) -> list[tuple[int, Loss]]:
-    """Returns the leaf and loss of each edit through which no gradient reaches any leaf.
+    """Finds edits through which no gradient reaches any leaf; returns leaves and losses.
 
     Args:
         graph: The program.
         leaves: The leaves to report: their data flows through the edit, and their derivative ends
-            before or behind it.
+            before or after it.
         every: All values that may be trained.
     """
     reached = forward(graph, dict.fromkeys(every, _FULL))

@@ -1,14 +1,14 @@
-"""The graph form: one run of a program, the same for both frameworks.
+"""The graph data structure: one run of a program, the same for both frameworks.
 
-A `Graph` is a list of `Node`s in the order in which they ran. Each node reads values and makes
-values; a value is an abstract array, of which only shape and dtype are kept. A node has a
-framework-neutral name (`operation`), the framework's own name (`native`), the line of the user's
-code, the module, and how each of its outputs depends on each of its inputs::
+A `Graph` is a list of `Node`s in the order in which they ran. Each node reads values and produces
+values; a value is an abstract array, with only a shape and a dtype. A node has a framework-neutral
+name (`operation`), the framework's own name (`native`), the line of the user's code, the module,
+and the dependence of each of its outputs on each of its inputs::
 
     none < cut < zero_derivative < differentiable
 
-A path is as strong as its weakest link; the strongest of several paths counts. Loops, branches and
-calls hold their programs as `Body`s, with graphs of their own.
+A path is as strong as its weakest link; of several paths, the strongest counts. Loops, branches and
+calls hold their programs as `Body`s, with separate graphs.
 
 The backends' recorders build graphs; the other modules of this package analyse and print them.
 """
@@ -34,10 +34,10 @@ Ts = TypeVarTuple("Ts")
 
 
 class Dependence(IntEnum):
-    """The dependence of one array on another array, as the strength of a link or a path."""
+    """How one array depends on another: the strength of a link or of a whole path."""
 
     NONE = 0  # no data flows
-    CUT = 1  # data but no derivative flows: detached, compared, cast, out of the framework
+    CUT = 1  # data flows but no derivative: detached, compared, cast, out of the framework
     ZERO_DERIVATIVE = 2  # connected by round, floor, sign: the derivative is zero everywhere
     DIFFERENTIABLE = 3
 
@@ -50,12 +50,12 @@ class Value:
     """An array in the program.
 
     Attributes:
-        shape: The shape.
-        dtype: The name of the dtype.
-        name: The path of an input's or output's leaf, the name of a captured parameter, or empty.
+        shape: Its shape.
+        dtype: Its dtype's name.
+        name: The path of an input or output leaf, the name of a captured parameter, or empty.
         base: The value whose storage it shares, if it is a view.
-        spoken: The name with the function's own parameter name, for texts and pictures:
-            "params['w']" for "argument 0['w']"; empty if both are equal.
+        spoken: The name for texts and pictures, with the function's own parameter name:
+            "params['w']" for "argument 0['w']"; empty if it is the same.
     """
 
     shape: tuple[int, ...]
@@ -78,14 +78,14 @@ class Value:
 
 @dataclass(frozen=True)
 class Body:
-    """A program inside a node, and how its inputs and outputs map to those of the node.
+    """A program inside a node, and the mapping of its inputs and outputs to the node's.
 
     Attributes:
         graph: The program.
-        inputs: ``inputs[i]`` is the position of the node's input that enters as input i.
+        inputs: ``inputs[i]`` is the position of the node's input that becomes input i.
         carries: Pairs (k, i): output k is input i of a loop's next iteration.
-        gate: Whether the body is a loop condition. Output k of other bodies is the node's output k.
-        skippable: Whether a loop may run zero times, which returns its carries unchanged.
+        gate: Whether it is a loop's condition. Output k of any other body is the node's output k.
+        skippable: Whether a loop may have zero iterations, and then returns its carries unchanged.
     """
 
     graph: PlainGraph
@@ -113,19 +113,19 @@ class Node(_Pickled):
 
     Attributes:
         operation: The neutral name, such as "matmul" or "add", or else the native name.
-        inputs: The numbers of the values that it reads, in the order of the arguments.
-        outputs: The values it makes.
+        inputs: The values it reads, as numbers, in the order of its arguments.
+        outputs: The values it produces.
         native: The framework's own name.
         attributes: Static parameters: axes, a permutation, a subscript string.
         source: The innermost line of the user's own code that ran it.
         scope: The modules it ran in, outermost first.
         phase: 0 forward, 1 backward, 2 backward of the backward.
-        links: ``links[k][i]``: how output k depends on input i. None: derived from the bodies;
-            without bodies differentiable between inexact arrays, a cut between all others.
+        links: ``links[k][i]`` is the dependence of output k on input i. If None, it is derived from
+            the bodies; without bodies, inexact arrays are differentiable and other pairs are cut.
         loss: The kind of loss, a key of `findings.KINDS`, if a link is weaker than differentiable.
         mark: "custom rule", "edited gradient", "chunked", "frozen", "checkpoint", or empty.
-        bodies: The programs inside.
-        saved: The values that it saves for backward, if read from an autograd graph.
+        bodies: The programs inside the node.
+        saved: The values that it saves for backward, if known from an autograd graph.
     """
 
     operation: str
@@ -149,7 +149,7 @@ def even_links(
     strength: Dependence = Dependence.DIFFERENTIABLE,
     cut: Container[int] = (),
 ) -> Links:
-    """Links of one strength between inexact arrays; cuts between others and from `cut` values."""
+    """Links inexact arrays with one strength; cuts other pairs, and links from `cut` values."""
 
     def link(out: int, given: int) -> Dependence:
         both = values[out].is_inexact and values[given].is_inexact
@@ -163,14 +163,14 @@ class Edge:
     """A value with its producer and one of its readers.
 
     Attributes:
-        source: The position of the producer; None for an input or a captured value.
-        target: The position of the reader; None for an output of the graph.
+        source: The position of its producer; None for an input or a captured value.
+        target: The position of its reader; None for an output of the graph.
         value: The number of the value.
-        bytes: The size of the value.
-        saved: Whether the value is a residual: a later pass than the producer's pass reads it.
-            `Graph.kept` lists the residuals that use additional memory.
-        strength: The dependence of the reader's outputs on the value.
-        cut: The reason why no derivative flows; None if a derivative flows or is impossible.
+        bytes: Its size.
+        saved: Whether it is a residual: read by a later pass than the pass that produces it.
+            `Graph.kept` lists residuals that use additional memory.
+        strength: How its reader's outputs depend on it.
+        cut: The reason why no derivative flows, in words; None if one flows or none is possible.
     """
 
     source: int | None
@@ -201,7 +201,7 @@ class PlainGraph(_Pickled):
     captured: tuple[int, ...] = ()
 
     def walk(self) -> Iterator[tuple[PlainGraph, Node]]:
-        """Returns every node with its graph; the nodes of bodies follow their own node."""
+        """Yields every node with its graph; the nodes of bodies follow their own node."""
         for node in self.nodes:
             yield self, node
             for body in node.bodies:
@@ -213,7 +213,7 @@ class PlainGraph(_Pickled):
 
 
 def memoized(make: Callable[[K, *Ts], T]) -> Callable[[K, *Ts], T]:
-    """Memoizes a function of a graph or node (and of hashable arguments)."""
+    """Memoizes a function of a graph or node (and of hashable arguments), by weak reference."""
     known: WeakKeyDictionary[K, dict[Any, T]] = WeakKeyDictionary()
 
     @wraps(make)
@@ -231,7 +231,7 @@ def needed(
     outputs: Iterable[int],
     anyhow: Callable[[Node], bool] = lambda node: False,
 ) -> list[int]:
-    """Eliminates dead code: returns nodes on which the outputs or `anyhow` nodes depend."""
+    """Eliminates dead code: keeps nodes on which the outputs, or any `anyhow` node, depend."""
     read, kept = set(outputs), []
     for i in reversed(range(len(nodes))):
         if anyhow(nodes[i]) or not read.isdisjoint(nodes[i].outputs):
@@ -241,13 +241,13 @@ def needed(
 
 
 def memory_of(values: Mapping[int, Value], value: int) -> int:
-    """Returns the value that owns the storage: the base of a view, otherwise the value."""
+    """Returns the value that owns the storage: the base of a view, or the value itself."""
     base = values[value].base
     return value if base is None else base
 
 
 def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
-    """Groups the items by key, in the order of the first item of each key."""
+    """Groups items by key, in the order in which the keys first occur."""
     groups: dict[K, list[T]] = {}
     for item in items:
         groups.setdefault(key(item), []).append(item)
@@ -261,7 +261,7 @@ def shared_length(paths: Sequence[Sequence[str]]) -> int:
 
 
 def node_in_phase(node: Node, phase: int) -> Node:
-    """Moves a node and all nodes of its bodies to one pass; the copy saves nothing."""
+    """Moves the node and all nodes of its bodies to one pass; the result saves nothing."""
     moved = lambda graph: replace(graph, nodes=tuple(node_in_phase(n, phase) for n in graph.nodes))
     bodies = tuple(replace(body, graph=moved(body.graph)) for body in node.bodies)
     return replace(node, phase=phase, bodies=bodies, saved=())

@@ -1,12 +1,12 @@
 """The outline of a graph: a tree of blocks and boxes with arrows, before layout.
 
 A `Box` is one operation, input or output. A `Block` is a module, a call or a loop, and may be
-collapsed to a box. Each pass (forward, backward, backward of the backward) is a column: a `Block`
-at the root. `Arrow`s join boxes; the ends of an arrow are drawn at the outermost closed blocks
+collapsed to one box. Each pass (forward, backward, backward of the backward) is a column: a `Block`
+at the root. `Arrow`s join boxes; the ends of an arrow are drawn at the outermost collapsed blocks
 around its boxes.
 
-A block is a run of consecutive nodes of one pass in one scope. Contracting a run of consecutive
-steps makes no cycle, so the outline is acyclic whichever blocks are closed.
+A block is a run of consecutive nodes of one pass in one scope. Contracting consecutive steps
+creates no cycle, so the outline is acyclic, whichever blocks are collapsed.
 """
 
 from __future__ import annotations
@@ -19,24 +19,24 @@ from functools import cached_property
 from gradtools.seeing.graphs.nodes import Dependence, Node, Value, grouped, memory_of
 
 ALIVE = "alive anyway"
-_OPEN = 40  # operations; graphs up to this size are fully open
-_FEW = 6  # values listed in a closed block's signature
+_OPEN = 40  # number of operations up to which a graph is fully expanded
+_FEW = 6  # maximum number of values in a collapsed block's signature
 PHASES = ("forward", "backward", "backward of the backward")
 
 
-Makers = tuple[tuple[int, int], ...]  # pairs (key of a box, index of a value that it makes)
+Makers = tuple[tuple[int, int], ...]  # pairs (key of a box, index of a value that it produces)
 
 
 @dataclass(frozen=True)
 class Operand:
-    """One operand: a value, which several branches may make, or a number as text.
+    """An operand: a value, which several branches may produce, or a number as text.
 
     Attributes:
-        makers: The boxes that produce the value.
+        makers: The boxes that produce it.
         number: The value, as a key of `Outline.values`.
-        text: The number, in place of makers.
-        strength: The dependence of the operation's outputs on the operand.
-        cut: The reason why a derivative is lost, or None.
+        text: The number as text, if there are no makers.
+        strength: How the outputs of the operation depend on it.
+        cut: The reason, if a derivative is lost.
     """
 
     makers: Makers
@@ -53,15 +53,15 @@ class Box:
     Attributes:
         key: The number; blocks and boxes share one sequence.
         kind: "input", "captured", "output" or "operation".
-        title: The name of the operation or the leaf.
-        phase: The pass in which it runs.
+        title: The operation's name, or the leaf's.
+        phase: The pass that contains it.
         node: The operation.
-        values: The results; for a leaf or an output, the value.
-        scope: The modules in which it ran, within the enclosing block.
-        name: The name of the call or module of which it is the only operation.
-        operands: The operands, in order.
-        made: The letters of the results.
-        call: The operation with its operands; for an output, the value.
+        values: Its results; for a leaf or an output, the value.
+        scope: The modules that contain it, within the block around it.
+        name: The name of the call or module if this is its only operation.
+        operands: Its operands, in order.
+        made: The letters of the values that it produces.
+        call: The operation with its operands; for an output, its value.
     """
 
     key: int
@@ -85,7 +85,7 @@ class Box:
 
     @property
     def alert(self) -> str:
-        """The reason why a gradient is lost here, in a few words, or empty."""
+        """The reason for a lost gradient in a few words, or empty."""
         return next((operand.cut for operand in self.operands if operand.cut), "")
 
     @property
@@ -120,14 +120,14 @@ class Box:
 
 @dataclass(eq=False)
 class Block:
-    """A group of boxes that may be collapsed to a box.
+    """A group of boxes that may be collapsed to one box.
 
     Attributes:
         kind: "pass", "scope", "steps", "loop", "branch" or "call".
-        title: The name.
-        scope: The enclosing modules and the block's own module, outermost first.
-        phase: The pass in which it runs.
-        children: The boxes and blocks inside, in program order.
+        title: Its name.
+        scope: The modules around it and its own modules, outermost first.
+        phase: The pass that it runs in.
+        children: Its boxes and blocks, in program order.
         mark: As in `Node.mark`.
         key: The number; blocks and boxes share one sequence.
         made: The letters and texts of the block's values that are read outside.
@@ -167,7 +167,7 @@ class Block:
 
     @cached_property
     def lines(self) -> tuple[str, ...]:
-        """The lines below its title when it is closed."""
+        """The lines below its title when it is collapsed."""
         alerts = {box.alert for box in self.boxes if box.alert}
         results = sum(box.kind == "output" for box in self.boxes)
         return (
@@ -177,13 +177,13 @@ class Block:
         )
 
     def walk(self) -> Iterator[Box | Block]:
-        """Returns all boxes and blocks in it, in preorder."""
+        """Yields all boxes and blocks in it, in preorder."""
         return (item for _, item in self.paths())
 
     def paths(
         self, around: tuple[Block, ...] = ()
     ) -> Iterator[tuple[tuple[Block, ...], Box | Block]]:
-        """Returns all boxes and blocks in it, each with the blocks around it, outermost first."""
+        """Yields all boxes and blocks in it, each with its enclosing blocks, outermost first."""
         for child in self.children:
             yield (*around, self), child
             if isinstance(child, Block):
@@ -192,15 +192,15 @@ class Block:
 
 @dataclass(frozen=True)
 class Arrow:
-    """Values that go from one box to another.
+    """Values that flow from one box to another box.
 
     Attributes:
-        source: The key of the box at its start.
-        target: The key of the box at its end.
+        source: The key of the producing box.
+        target: The key of the reading box.
         values: The values, as keys of `Outline.values`.
-        saved: Whether the values are residuals: saved by one pass for a later pass.
-        strength: The strongest dependence among the values.
-        cut: The reason why a derivative is lost, or None.
+        saved: Whether they are residuals, which one pass saves for a later pass.
+        strength: The strongest dependence among them.
+        cut: The reason, if a derivative is lost.
     """
 
     source: int
@@ -213,14 +213,14 @@ class Arrow:
 
 @dataclass(frozen=True)
 class Outline:
-    """The blocks, boxes and arrows that are drawn.
+    """The blocks, boxes and arrows of a picture.
 
     Attributes:
         columns: One block for each pass, in the order in which they run.
         arrows: The arrows between boxes.
         values: The values on the arrows, numbered across the whole outline.
         title: The picture's title.
-        alive: The values that are alive without being saved for a later pass.
+        alive: The values that stay alive without being saved for a later pass.
     """
 
     columns: tuple[Block, ...]
@@ -231,21 +231,21 @@ class Outline:
 
     @cached_property
     def blocks(self) -> tuple[Block, ...]:
-        """Every block below the columns, outer ones first."""
+        """Every block below the columns; outer blocks come first."""
         inner = (item for column in self.columns for item in column.walk())
         return tuple(item for item in inner if isinstance(item, Block))
 
     @cached_property
     def around(self) -> dict[int, tuple[Block, ...]]:
-        """The blocks around each box and block, its column first."""
+        """Maps each box and block to its enclosing blocks, its column first."""
         paths = (path for column in self.columns for path in column.paths())
         return {item.key: around for around, item in paths}
 
     def drawn(self, opened: frozenset[int]) -> Iterator[tuple[str, int, Box | Block]]:
-        """Returns the drawn items in program order, with their depths.
+        """Yields the drawn items in program order, with their depths.
 
-        A box or a closed block is a "box"; the children of a column or of an open block are between
-        its "open" and its "close".
+        A box or a collapsed block is a "box"; the children of a column or of an expanded block are
+        between its "open" and its "close".
         """
 
         def visit(item: Box | Block, depth: int) -> Iterator[tuple[str, int, Box | Block]]:
@@ -261,18 +261,18 @@ class Outline:
             yield from visit(column, 0)
 
     def bytes_of(self, values: Iterable[int]) -> int:
-        """Returns the bytes saved for these values; shared storage counts once."""
+        """Returns the bytes saved for these values, once per storage; `alive` values count zero."""
         memories = {memory_of(self.values, v) for v in values if v not in self.alive}
         return sum(self.values[v].bytes for v in memories)
 
     def kept_text(self, values: Iterable[int]) -> str:
-        """Returns the bytes saved for these values as text, or `ALIVE`."""
+        """Formats the bytes saved for these values, or returns `ALIVE`."""
         size = self.bytes_of(values)
         return size_text(size) if size else ALIVE
 
     def seen_arrows(self, opened: frozenset[int]) -> list[Arrow]:
-        """Returns the arrows between visible boxes and closed blocks; merges parallel arrows."""
-        seen: dict[int, int] = {}  # by box: the key of the drawn box or closed block
+        """Returns the arrows between visible boxes and collapsed blocks; merges parallel arrows."""
+        seen: dict[int, int] = {}  # maps a box to the drawn box or collapsed block
         for event, _, item in self.drawn(opened):
             if event == "box":
                 inside = item.boxes if isinstance(item, Block) else (item,)
@@ -282,16 +282,16 @@ class Outline:
     def opened(
         self, depth: int | None = None, expand: str | Iterable[str] = (), limit: int = 44
     ) -> frozenset[int]:
-        """Returns the blocks to draw open.
+        """Chooses the blocks to draw expanded.
 
         Args:
-            depth: The number of open levels; None opens as many as fit.
-            expand: Names of blocks to open in any case, with the blocks around them: a title, a
-                path such as "encoder.layers.3" or an end of it; ``*`` matches all but a dot.
+            depth: The number of expanded levels; None expands as many as fit.
+            expand: Names of blocks that are always expanded, with the blocks around them: a title,
+                a path such as "encoder.layers.3" or the end of a path; ``*`` matches all but a dot.
             limit: The number of boxes that fit, if depth is None.
 
         Returns:
-            The keys of the open blocks.
+            The keys of the expanded blocks.
         """
         patterns = (expand,) if isinstance(expand, str) else tuple(expand)
         if depth is None:
@@ -305,9 +305,9 @@ class Outline:
         return frozenset(result)
 
     def _fitting(self, limit: int) -> list[int]:
-        """Opens blocks level by level, smaller ones first, while all boxes fit.
+        """Expands blocks level by level, smaller blocks first, while all boxes fit.
 
-        The blocks of one name in several passes open together.
+        Blocks with the same name in several passes expand together.
         """
         if sum(column.operations for column in self.columns) <= _OPEN:
             return [block.key for block in self.blocks]
@@ -335,7 +335,7 @@ def _blocks_in(block: Block) -> list[Block]:
 
 
 def merged(arrows: Iterable[Arrow], end: Callable[[int], int] = int) -> list[Arrow]:
-    """Joins parallel arrows; `end` maps a box to the drawn box or closed block."""
+    """Merges parallel arrows; `end` maps a box to the drawn box or collapsed block."""
     ends = lambda arrow: (end(arrow.source), end(arrow.target), arrow.saved)
     result = []
     for (source, target, saved), parallel in grouped(arrows, ends).items():
@@ -350,9 +350,9 @@ def merged(arrows: Iterable[Arrow], end: Callable[[int], int] = int) -> list[Arr
 
 
 def matches(path: str, pattern: str) -> bool:
-    """Returns whether a pattern matches a path or a suffix of the path.
+    """Returns whether a pattern matches a path or the end of a path.
 
-    ``*`` matches anything but a dot, so "layers.*" matches each layer and nothing inside.
+    ``*`` matches anything but a dot, so "layers.*" matches each layer but nothing inside it.
     """
     written = "[^.]*".join(map(re.escape, pattern.split("*")))
     return re.search(rf"(?:\A|\.){written}\Z", path) is not None
@@ -364,7 +364,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def size_text(size: int) -> str:
-    """Bytes in decimal units: "512 B", "16 kB", "1.2 MB"."""
+    """Formats bytes in decimal units: "512 B", "16 kB", "1.2 MB"."""
     if size < 1000:
         return f"{size} B"
     for unit in ("kB", "MB", "GB", "TB"):

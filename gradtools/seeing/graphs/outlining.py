@@ -1,13 +1,13 @@
 """Converts a graph to its outline: nested blocks of boxes, with arrows between them.
 
-1. The bodies of loops, branches and calls are inlined. Values are forwarded across the boundary of
-   a body, so an operand names the boxes that compute it, wherever they are.
+1. The bodies of loops, branches and calls are inlined. Values are forwarded across the boundary
+   of a body, so an operand names the boxes that compute it, wherever they are.
 2. Consecutive operations of one module or call become nested blocks; a block with one child is
    replaced by the child, under both names. A parameter is placed in the innermost block that
    contains all of its readers, an argument outside of all blocks, an output after the block that
    computes it. If there are many outputs, gradients of parameters are placed inside of blocks.
-3. Values are named by letters in the order of the whole outline, so that they are the same in the
-   text and in all pictures of a graph, whichever blocks are open.
+3. Letters name the values in the order of the whole outline, so the names are the same in the
+   text and in all pictures of a graph, whichever blocks are expanded.
 """
 
 from __future__ import annotations
@@ -43,10 +43,10 @@ from gradtools.seeing.graphs.outline import (
 _CALLS = ("call", "jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat")
 _LOOPS = ("scan", "while", "while_loop", "for", "loop", "map")
 _BRANCHES = ("cond", "switch", "where_branch")
-_MOST_CHILDREN = 60  # the most children of a block; more are split into parts
-_PART = 25  # the least number of children of a part
-_LEAVES_ABOVE = 8  # the most outputs that are drawn outside of all blocks
-_LEAVES_NEAR = 24  # the most outputs that are drawn next to the blocks that make them
+_MOST_CHILDREN = 60  # maximum number of children of a block; larger blocks are split into parts
+_PART = 25  # minimum number of children of a part
+_LEAVES_ABOVE = 8  # maximum number of outputs drawn outside of all blocks
+_LEAVES_NEAR = 24  # maximum number of outputs drawn next to the blocks that compute them
 _OF_ARGUMENT = re.compile(r"argument [^\[.]+$")
 
 
@@ -58,13 +58,13 @@ def opened_outline(
     title: str = "",
     limit: int = 44,
 ) -> tuple[Outline, frozenset[int]]:
-    """Returns the outline and its open blocks' keys; options as in `drawing.to_svg`."""
+    """Returns the outline and its expanded blocks' keys; options of `to_svg`, limit in boxes."""
     outline = outline_of(graph, title=title)
     return outline, outline.opened(depth, expand, limit)
 
 
 def outline_of(graph: PlainGraph, *, title: str = "") -> Outline:
-    """Returns the outline of a graph, with one column for each pass."""
+    """Builds the outline of a graph, with one column for each pass."""
     flat = _InlinedGraph(graph)
     roots = {}
     outputs = [box for box in flat.boxes if box.kind == "output"]
@@ -108,9 +108,9 @@ class _InlinedGraph:
     """A graph with its bodies inlined.
 
     Attributes:
-        boxes: Every box, by its key.
-        values: The values that boxes read, by number.
-        alive: The numbers of values that are alive without being saved.
+        boxes: Every box by key.
+        values: The values that boxes read; an index in this list is the value's number.
+        alive: The numbers of values that stay alive without being saved.
         entries: A box or a block for each node.
     """
 
@@ -150,7 +150,7 @@ class _InlinedGraph:
         return self._box("operation", node.operation, node.phase, node=node, values=values, **rest)
 
     def _entries(self, level: _Level, around: tuple[str, ...]) -> list[Box | Block]:
-        """Returns one entry for each node; adds the makers of its outputs to `level.made`."""
+        """Returns one entry per node; adds the makers of its outputs to `level.made`."""
         entries: list[Box | Block] = []
         for node in level.graph.nodes:
             scope = node.scope[len(around) :] if node.scope[: len(around)] == around else node.scope
@@ -190,7 +190,7 @@ class _InlinedGraph:
         return level.numbers[value]
 
     def _call(self, level: _Level, node: Node, scope: tuple[str, ...]) -> Block:
-        """Adds the block of a node with bodies; its values cross the boundary unchanged."""
+        """Builds the block of a node with bodies, forwarding values across the boundary."""
         title, name = node.operation, node.attributes.get("name")
         kind = "loop" if title in _LOOPS else "branch" if title in _BRANCHES else "call"
         if title in _CALLS and isinstance(name, str):
@@ -225,7 +225,7 @@ class _InlinedGraph:
 
 
 def _is_number(box: Box) -> bool:
-    """Returns whether a captured value is a plain number, which is printed in its reader's box."""
+    """Returns whether a captured value is a number, which is printed in its reader's box."""
     if box.kind != "captured" or box.values[0].shape:
         return False
     return not box.values[0].name or is_number(box.values[0].name)
@@ -342,7 +342,7 @@ def _in_parts(block: Block) -> Block:
 
 
 def _name_values(boxes: Sequence[Box], columns: Sequence[Block]) -> None:
-    """Writes the letters of values into boxes, and into the blocks whose border they cross."""
+    """Writes the letters of values into boxes, and into blocks whose border they cross."""
     read: dict[int, set[int]] = {}
     for box in boxes:
         for operand in box.operands:
@@ -375,7 +375,7 @@ def _name_values(boxes: Sequence[Box], columns: Sequence[Block]) -> None:
 
 
 def _bracketed(operand: Operand, text: str) -> str:
-    """Adds ✕ to an operand that loses a derivative, brackets if no derivative flows."""
+    """Formats an operand: ✕ if it loses a derivative, in brackets if none flows through it."""
     if operand.cut:
         return f"✕{text}"
     weak = operand.makers and operand.strength < Dependence.DIFFERENTIABLE
@@ -383,7 +383,7 @@ def _bracketed(operand: Operand, text: str) -> str:
 
 
 def letters(number: int) -> str:
-    """Returns a, b, ..., z, aa, ab, ..."""
+    """Returns a name for an index: a, b, ..., z, aa, ab, ..."""
     result = ""
     number += 1
     while number:

@@ -1,8 +1,8 @@
-"""`LeafProgram`: a user's call as a function of its array leaves.
+"""`LeafProgram` represents a user's call as a function of its array leaves.
 
 `LeafProgram` flattens ``f(*args, **kwargs)``: its leaves are the arrays among the arguments, each
-named by its argument and path, and ``run(leaves)`` returns the leaves of f's result. The user's
-arguments are validated here.
+named by its argument and path, and ``run(leaves)`` returns the leaves of f's result. It also
+validates the user's arguments.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ class LeafProgram:
                 self._owners.append(i)
 
     def with_values(self) -> LeafProgram:
-        """Returns the program itself; raises if its arrays are tracers of a running transform."""
+        """Returns the program; raises if its arrays are tracers of a running transform."""
         if any(map(self.backend.is_traced, self.leaves)):
             raise GradtoolsError(
                 f"{self.caller}: called inside of a transform (jit, vmap, grad), where arrays have "
@@ -140,7 +140,7 @@ class LeafProgram:
         return [k for k in positions if self.backend.is_inexact(self.leaves[k])]
 
     def run(self, leaves: Sequence[Any]) -> list[Any]:
-        """Runs f on these leaves of its arguments; returns the leaves of the result."""
+        """Calls f with these leaves of its arguments and returns the leaves of its result."""
         held = replaced_at(self._held, self._places, leaves)
         args = list(self.backend.unflatten(self._treedef, held))
         kwargs = dict(zip(self._keywords, args[self._count :], strict=True))
@@ -172,9 +172,9 @@ class LeafProgram:
 
 
 def spoken(f: Callable[..., Any], names: Sequence[str]) -> list[str]:
-    """Returns the leaves' names with f's parameter names, if its signature is known.
+    """Replaces argument positions in the leaves' names by f's parameter names, if known.
 
-    ``argument 0['w']`` is ``params['w']``, ``argument 'x'`` is ``x``.
+    ``argument 0['w']`` becomes ``params['w']``, and ``argument 'x'`` becomes ``x``.
     """
     try:
         parameters = list(inspect.signature(getattr(f, "forward", f)).parameters.values())

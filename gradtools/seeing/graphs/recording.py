@@ -1,4 +1,4 @@
-"""`Recording`: one run of a function as a graph, or the framework's error that ended it.
+"""`Recording` holds one run of a function as a graph, or the error of the framework that ended it.
 
 Each backend implements `record`. It runs or traces a function of flat leaves once, differentiates
 it at the given values, and returns a `Recording`, which `diagnosis.py` interprets.

@@ -16,7 +16,7 @@ inside of them are seen.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import islice
@@ -50,8 +50,8 @@ from gradtools.seeing.graphs.passes import (
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.jax.graphs import graph_of
 from gradtools.seeing.jax.tracing import LEAVING, captured_arrays, trace
+from gradtools.seeing.jax.unrolling import Evaluate, Unrolling
 
-_UNROLLED = 2000  # the most equations of an unrolled loop
 _STEP = "gradtools_step_"
 
 
@@ -125,7 +125,7 @@ def graph_of_outputs(outputs: Any) -> PlainGraph:
     """Raises an error: arrays of JAX hold no graph."""
     raise GradtoolsError(
         "gradient_graph: a JAX array does not record how it was made, so outputs= is for PyTorch "
-        "alone. Fix: pass the function and its arguments: gradient_graph(f, *args)."
+        "only. Fix: pass the function and its arguments: gradient_graph(f, *args)."
     )
 
 
@@ -166,7 +166,7 @@ def gradient_graph(program: LeafProgram, order: int) -> PlainGraph:
 def _ends(
     program: LeafProgram, avals: Sequence[Any], wrt: Sequence[int], outs: Sequence[int], order: int
 ) -> tuple[list[tuple[Any, str, int]], list[str]]:
-    """Returns an example, name and pass for each input, and the outputs' names."""
+    """Returns each input's example, name and pass, and the outputs' names."""
     names, cts = [program.names[k] for k in wrt], []
     inputs = [(x, name, FORWARD) for x, name in zip(program.leaves, program.names, strict=True)]
     for k in outs:
@@ -192,7 +192,7 @@ def _in_passes(
     entering: Sequence[int],
     names: Sequence[str],
 ) -> PlainGraph:
-    """Returns the graph with its nodes in passes, each with the origin of its forward node.
+    """Assigns nodes to passes; nodes of later passes get the origin of their forward node.
 
     entering, names: The pass in which each input enters, and the names of the outputs.
     """
@@ -204,13 +204,13 @@ def _in_passes(
         step = step_of(eqn)
         node = _attributed(node, phase, None if step is None else forward.nodes[step])
         node = replace(node, inputs=tuple(same.get(v, v) for v in node.inputs))
-        if node.operation == "stop" and (node.phase or node.mark in _RULES):  # not the user's
+        if node.operation == "stop" and (node.phase or node.mark in _RULES):  # gradtools' own
             same[node.outputs[0]] = node.inputs[0]
         else:
             nodes.append(node)
 
     leaving = [(same.get(v, v), name) for v, name in zip(whole.outputs, names, strict=True)]
-    ends = [  # omits second gradients that no gradient's cotangent reaches: they are zero
+    ends = [  # second gradients without a gradient's cotangent are always zero
         (value, name)
         for value, name in leaving
         if not name.startswith(second_gradient_of("")) or phase_of.get(value, FORWARD) == SECOND
@@ -224,7 +224,7 @@ def _in_passes(
     return with_named_outputs(whole, [name for _, name in ends])
 
 
-# A rule replaces the derivatives of operations inside of these.
+# A rule replaces the derivatives of operations inside nodes with these marks.
 _RULES = ("custom rule", "edited gradient", "frozen")
 _WHOLE = ("chunked", "frozen")
 
@@ -247,7 +247,7 @@ def _phases(graph: PlainGraph, phase_of: dict[int, int]) -> list[int]:
 
 
 def _attributed(node: Node, phase: int, origin: Node | None) -> Node:
-    """Returns a node with its pass, and the line, modules and mark of its forward node."""
+    """Assigns a node to its pass, with the line, modules and mark of its forward node."""
     node = node_in_phase(node, phase)
     if origin is None:
         return node
@@ -321,9 +321,10 @@ def _seeds(avals: Sequence[Any]) -> list[Any]:
 
 
 Known = tuple[Any, int]  # an array and its number
+Nodes = Sequence[Node]
 
 
-class _Tape:
+class _Tape(Unrolling[Known, Node, Nodes]):
     """Evaluates a jaxpr along its graph.
 
     Attributes:
@@ -345,72 +346,40 @@ class _Tape:
         return x, number
 
     def run(self, closed: Any, graph: PlainGraph, args: Sequence[Known]) -> list[Known]:
+        """The outputs of a closed jaxpr."""
         pairs = zip(closed.jaxpr.constvars, closed.consts, strict=True)
         consts = [self.new(jax.new_ref(x[...]) if is_ref(var) else x) for var, x in pairs]
-        return self._jaxpr(closed.jaxpr, graph, [*consts, *args])
+        return self.evaluated(closed.jaxpr, [*consts, *args], graph.nodes)
 
-    def _jaxpr(self, jaxpr: Any, graph: PlainGraph, args: Sequence[Known]) -> list[Known]:
-        def step(i: int, eqn: Any, entries: list[Known]) -> list[Known]:
-            entries = [(x, self._held.get(id(x), number)) for x, number in entries]
-            inlined = self._inlined(eqn, graph.nodes[i], entries)
-            if inlined is not None:
-                return inlined
-            results = jaxprs.bound(eqn, [x for x, _ in entries])
-            written = [x for x, _ in entries if isinstance(x, jax.Ref)]
-            outs = self._step(graph.nodes[i], entries, [*results, *written])
-            self._held.update((id(x), number) for x, number in outs if isinstance(x, jax.Ref))
-            return outs[: len(results)]
+    def array(self, value: Known) -> Any:
+        return value[0]
 
-        constant = lambda literal: self.new(np.asarray(literal.val, literal.aval.dtype))
-        return jaxprs.interpreted(jaxpr, args, step, constant)
+    def literal(self, literal: Any) -> Known:
+        return self.new(np.asarray(literal.val, literal.aval.dtype))
 
-    def _step(
-        self, node: Node | None, entries: Sequence[Known], results: Sequence[Any]
+    def constant(self, x: Any) -> Known:
+        return self.new(x)
+
+    def place(self, at: Nodes, i: int, eqn: Any) -> Node:
+        return at[i]
+
+    def inside(self, at: Node, k: int, iteration: int | None) -> Nodes:
+        return [replace(n, source=n.source or at.source) for n in at.bodies[k].graph.nodes]
+
+    def enters(self, eqn: Any, at: Node) -> bool:
+        inner = [len(body.jaxpr.eqns) for body in jaxprs.bodies(eqn)]
+        drawn = [len(body.graph.nodes) for body in at.bodies]  # it may be another program
+        is_known = bool(inner) and inner == drawn and eqn.primitive.name != "while"
+        return is_known and super().enters(eqn, at)
+
+    def operation(
+        self, at: Node, name: str, evaluate: Evaluate, xs: Sequence[Known]
     ) -> list[Known]:
-        outs = [self.new(x) for x in results]
+        entries = [(x, self._held.get(id(x), number)) for x, number in xs]
+        results = evaluate([x for x, _ in entries])
+        written = [x for x, _ in entries if isinstance(x, jax.Ref)]
+        outs = [*map(self.new, [*results, *written])]
+        node = None if name in ("row", "stack") else at  # not reported
         self.steps.append(PassStep(node, [n for _, n in entries], [n for _, n in outs]))
-        return outs
-
-    # --- inlining
-
-    def _inlined(self, eqn: Any, node: Node, entries: Sequence[Known]) -> list[Known] | None:
-        name, inner = eqn.primitive.name, jaxprs.bodies(eqn)
-        if not inner or any(body.jaxpr.constvars for body in inner):  # their values are unknown
-            return None
-        sizes = [len(body.graph.nodes) for body in node.bodies]
-        if sizes != [len(body.jaxpr.eqns) for body in inner]:  # drawn as a separate program
-            return None
-        if name == "cond":
-            k = min(max(int(entries[0][0]), 0), len(inner) - 1)
-            return self._body(node, k, inner[k], entries)
-        if name == "scan":
-            return self._loop(eqn, node, inner[0], entries)
-        return self._body(node, 0, inner[0], entries) if name in jaxprs.CALLS else None
-
-    def _body(self, node: Node, k: int, inner: Any, entries: Sequence[Known]) -> list[Known]:
-        graph = node.bodies[k].graph
-        nodes = (replace(n, source=n.source or node.source) for n in graph.nodes)
-        args = [entries[i] for i in inner.inputs]
-        return self._jaxpr(inner.jaxpr, replace(graph, nodes=tuple(nodes)), args)
-
-    def _loop(
-        self, eqn: Any, node: Node, inner: Any, entries: Sequence[Known]
-    ) -> list[Known] | None:
-        length = eqn.params["length"]
-        if not length or length * len(inner.jaxpr.eqns) > _UNROLLED:
-            return None
-        consts, carried = jaxprs.scan_counts(eqn)
-        first, carry = entries[:consts], list(entries[consts : consts + carried])
-        columns = [self._step(None, [x], [*_rows(x[0])]) for x in entries[consts + carried :]]
-        rounds: list[Any] = [None] * length
-        for i in reversed(range(length)) if eqn.params["reverse"] else range(length):
-            rows = [column[i] for column in columns]
-            outs = self._body(node, 0, inner, [*first, *carry, *rows])
-            carry, rounds[i] = outs[:carried], outs[carried:]
-        for column in zip(*rounds, strict=True):
-            carry += self._step(None, column, [jnp.stack([x for x, _ in column])])
-        return carry
-
-
-def _rows(x: Any) -> Iterator[Any]:
-    return (x[i] for i in range(len(x)))
+        self._held.update((id(x), number) for x, number in outs if isinstance(x, jax.Ref))
+        return outs[: len(results)]

@@ -34,7 +34,7 @@ def record(
 ) -> Recording:
     """Records a function of flat leaves as a graph and differentiates it.
 
-    wanted: Unused; captured arrays of JAX are constants.
+    wanted: Unused: captured arrays of JAX are constants.
     """
     try:
         traced = trace(run, leaves)

@@ -1,8 +1,8 @@
-"""The arrays of a JAX model (equinox, flax, pytrees), and the arrays that its optimizer changes.
+"""Lists the arrays of a JAX model (equinox, flax, pytrees), and the arrays its optimizer changes.
 
 A loss that captures its model is traced once. In its jaxpr the model's arrays are constants, which
 are identified by id and replaced by variables. An optax optimizer is probed with gradients of one:
-it does not change an array whose update is zero while others are not.
+it does not change an array whose update is zero if other updates are nonzero.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from gradtools.seeing.jax.tracing import trace
 def lifted(
     caller: str, f: Any, args: Sequence[Any], kwargs: dict[str, Any], arrays: list[Any]
 ) -> Callable[[list[Any]], Any]:
-    """Returns `f(*args, **kwargs)` as a function of arrays that f captures."""
+    """Converts `f(*args, **kwargs)` to a function of arrays that f captures."""
     if not arrays:
         raise GradtoolsError(
-            f"{caller}: f was given no argument and holds no module. Pass its arguments, "
+            f"{caller}: f has no argument and captures no module. Pass its arguments, "
             f"{caller}(f, x), or the trained model, {caller}(f, model=...): a module or a "
             "pytree of the arrays that f reads."
         )
@@ -55,7 +55,7 @@ def lifted(
 
 
 def model_of(f: Any) -> Any:
-    """Returns f if it is a module, or the modules that it captures, or None."""
+    """Returns f if it is a module, otherwise the modules that it captures, or None."""
     kinds = module_kinds()
     if not kinds:
         return None
@@ -71,7 +71,7 @@ def are_parameters(f: Any, x: Any) -> bool:
 
 
 def held(caller: str, model: Any) -> list[HeldArray]:
-    """Returns the arrays of a model, or of a tree of models and arrays."""
+    """Lists the arrays of a model, or of a tree of models and arrays."""
     result = [HeldArray(name, x) for name, x in _named(part_of(model)) if _is_floating(x)]
     if not result:
         raise GradtoolsError(
@@ -89,7 +89,7 @@ def _is_floating(x: Any) -> bool:
 
 
 def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]) -> Optimised:
-    """Returns the arrays that an optimizer step with gradients of 1 changes.
+    """Finds the arrays that a step with gradients of one changes.
 
     The optimizer is an optax transformation or an `nnx.Optimizer`.
     """
@@ -104,7 +104,7 @@ def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]
             came = f"{type(error).__name__}: {error}"
             raise GradtoolsError(
                 f"{caller}: the optimizer's init(params) of this model's parameters raised {came}. "
-                "Give the model, or the part of it, that the optimizer is made for."
+                "Pass the model, or the part of it, for which the optimizer was made."
             ) from error
     else:
         raise GradtoolsError(
@@ -122,7 +122,7 @@ def optimised(caller: str, optimizer: Any, model: Any, held: Sequence[HeldArray]
             raw |= {id(x)} if bool(jnp.all(update == 1)) else set()
     if not moved:  # the learning rate may start at zero
         return Optimised(lambda one: None)
-    as_is = raw if len(raw) < len(leaves) else set()  # a mask passes these gradients on
+    as_is = raw if len(raw) < len(leaves) else set()  # a mask passes these gradients unchanged
     return Optimised(lambda one: id(one.array) in moved - as_is)
 
 
@@ -132,7 +132,7 @@ def _is_an_optimizer(x: Any) -> bool:
 
 
 def _pure(nnx: Any, state: Any) -> Any:
-    """Returns a state with arrays in place of Variables. Older flax calls it `pure`."""
+    """Replaces a state's Variables by arrays; older flax calls this function `pure`."""
     return (nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure)(state)
 
 
@@ -145,7 +145,7 @@ def _named(tree: Any) -> list[tuple[str, Any]]:
 
 
 def _name(path: Sequence[Any]) -> str:
-    """Returns a key path as Python source: layers[0].weight."""
+    """Formats a key path as Python source: layers[0].weight."""
     result = ""
     for step in path:
         key = next(

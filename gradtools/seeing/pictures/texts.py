@@ -1,7 +1,7 @@
-"""A graph in three text formats: for a terminal, for Mermaid and for Graphviz.
+"""Formats a graph as text for a terminal, for Mermaid and for Graphviz.
 
-On a terminal values are named by letters. A line is an assignment with the shape, and with the
-bytes that are saved for a later pass::
+On a terminal, letters name the values. A line is an assignment with the shape and the bytes that
+are saved for a later pass::
 
     forward
       a = argument 0           8×4 float32
@@ -18,12 +18,12 @@ from gradtools.seeing.graphs.outlining import opened_outline
 from gradtools.seeing.pictures.box_text import card_of, short, shown
 from gradtools.seeing.pictures.palette import LIGHT
 
-_FIT = 90  # blocks are opened up to so many lines
-_WIDEST = 56  # characters; the greatest column of the shapes
+_FIT = 90  # number of lines up to which blocks are expanded
+_WIDEST = 56  # maximum width of the shapes' column, in characters
 
 
 def to_text(graph: PlainGraph, **view: Any) -> str:
-    """Formats a graph as text; the options are those of `drawing.to_svg`."""
+    """Formats a graph as text; the options are the options of `drawing.to_svg`."""
     outline, opened = opened_outline(graph, limit=_FIT, **view)
     kept: dict[int, set[int]] = {}
     for arrow in outline.seen_arrows(opened):
@@ -64,7 +64,7 @@ _SAFE = " .,_-+=×…▸→'?✕≠∂"
 
 
 def to_mermaid(graph: PlainGraph, **view: Any) -> str:
-    """Formats a graph as a Mermaid flowchart; options as in `drawing.to_svg`."""
+    """Formats a graph as a Mermaid flowchart; the options are the options of `drawing.to_svg`."""
     outline, opened = opened_outline(graph, **view)
     arrows = outline.seen_arrows(opened)
     lines = ["---", f"title: {_in_mermaid(outline.title)}", "---"] if outline.title else []
@@ -111,7 +111,7 @@ def _in_mermaid(*lines: str) -> str:
 
 
 def to_dot(graph: PlainGraph, **view: Any) -> str:
-    """Formats a graph in Graphviz' language; options as in `drawing.to_svg`."""
+    """Formats a graph in Graphviz' language; the options are the options of `drawing.to_svg`."""
     outline, opened = opened_outline(graph, **view)
     lines = [
         "digraph gradtools {",

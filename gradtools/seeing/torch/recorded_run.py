@@ -1,10 +1,10 @@
-"""`record` in PyTorch: one run of a function as a graph, and its backward pass at the values.
+"""`record` in PyTorch returns one run of a function as a graph, with its backward pass.
 
 The user's function runs once under the recorders of `recording/`, and its effects are undone.
 
-Data that leaves PyTorch for NumPy or Python has no graph. The place where it returns is found by
-perturbation: the run is repeated with other numbers at the line where the data left. Numbers and
-arrays that then reach PyTorch with other contents come from that line; so do outputs that change.
+Data that leaves PyTorch for NumPy or Python has no graph. Perturbation finds where it returns: the
+run is repeated with other numbers at the line where the data left. Numbers and arrays that then
+reach PyTorch with other contents come from that line; so do outputs that change.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _recorded(run: Run, leaves: Sequence[Any], names: Sequence[str], wanted: Wan
 
 
 def _differentiated(seen: ConnectionRecorder, wanted: Wanted) -> PassesAtValues:
-    """Records the backward pass of a finished run, for random cotangents; 1 for a real number."""
+    """Records a finished run's backward pass for random cotangents, or 1 for a real number."""
     outs = [y for y in seen.outs if isinstance(y, Tensor) and y.requires_grad]
     own = {id(x) for x in seen.leaves}
     leaves = [x for x in leaves_of(outs) if id(x) in own or wanted(x)]
@@ -100,7 +100,7 @@ def _differentiated(seen: ConnectionRecorder, wanted: Wanted) -> PassesAtValues:
     )
     if any(grad is not None and grad.is_meta for grad in grads):
         raise GradtoolsError(
-            "why_zero: the gradient is on the meta device, which holds no numbers to be compared "
+            "why_zero: the gradient is on the meta device, which has no values to compare "
             "with zero. Pass arrays that hold numbers."
         )
     with seen.silent():
@@ -144,7 +144,7 @@ def _follow(run: Run, leaves: Sequence[Any], seen: ConnectionRecorder) -> None:
 
 
 def _untraced(seen: ConnectionRecorder) -> list[int]:
-    """Returns the exits whose data may explain a lost gradient and never returned."""
+    """Returns leavings that could explain a lost gradient and have no known return."""
     graph = seen.graph()
     held = [number for number, x in seen.captured_tensors.items() if x.requires_grad]
     back = {source for source, _ in seen.outside}

@@ -1,9 +1,9 @@
 """Patches for calls that a TorchFunctionMode cannot see, in the thread that records.
 
-They see `Function.apply`, constructions of Parameters, and higher-order operators. In a block
-`around(owner, beneath, args, kwargs)` replaces this thread's calls of `owner(*args, **kwargs)`, and
-`beneath` calls the original. A class is patched from the first block of any thread until the end of
-the last block; threads without a block call the original.
+The patches intercept `Function.apply`, constructions of Parameters, and higher-order operators. In
+a block, `around(owner, beneath, args, kwargs)` replaces this thread's calls of `owner(*args,
+**kwargs)`, and `beneath` calls the original. A class is patched from the first block of any thread
+until the end of the last block; threads without a block call the original.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _FUNCTIONS = [_Patch(kind, "apply") for kind in private.Functions]
 def functions_applied(around: Around) -> Iterator[None]:
     """Patches `Function.apply`; the owner is the Function's class.
 
-    Up to PyTorch 2.13 a bound `apply` is seen as well, since the patch is in a base class.
+    Before PyTorch 2.14 a bound `apply` is also intercepted, since the patch is in a base class.
     """
     with ExitStack() as patches:
         for patch in _FUNCTIONS:
@@ -78,10 +78,10 @@ def functions_applied(around: Around) -> Iterator[None]:
 
 
 parameters_made = _Patch(type(torch.nn.Parameter), "__call__").by
-"""Patches the construction of Parameters and Buffers; the owner is that class.
+"""Patches the construction of Parameters and Buffers; the owner is their class.
 
 The patch is in their metaclass. PyTorch's functions are not replaced, since dynamo, which may be
-imported meanwhile, identifies them by identity.
+imported in the meantime, compares them by identity.
 """
 
 control_flow_called = _Patch(private.HigherOrderOperator, "__call__").by

@@ -1,8 +1,8 @@
-"""Records how values of a PyTorch run are connected, for `why_zero`.
+"""Records the connections between the values of a PyTorch run, for `why_zero`.
 
-The operations are aten's (`run_recorder.py`), each with the name of the function that the user
-called. A torch.autograd.Function is one node, whatever it runs inside. Data that leaves for NumPy
-or Python is a node without results in PyTorch; `recorded_run.py` finds where it returns.
+The operations are aten operations (`run_recorder.py`), each with the name of the function that the
+user called. A torch.autograd.Function is one node, whatever it runs inside. Data that leaves for
+NumPy or Python is a node without results in PyTorch; `recorded_run.py` finds where it returns.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ Tensor = torch.Tensor
 _CUT, _FULL = Dependence.CUT, Dependence.DIFFERENTIABLE
 Edge = tuple[Any, int]  # a node of autograd, and the number of its output
 
-# PyTorch's own errors about lost gradients, by a part of their text, with the kind of loss of each.
-# `tests/support/torch_lost_gradients.py` raises each, so that tests notice a new wording.
+# Maps a part of PyTorch's error text about a lost gradient to the kind of loss.
+# `tests/support/torch_lost_gradients.py` raises each error, so that tests notice a new wording.
 REFUSALS = {
     "Can't call numpy() on Tensor that requires grad": "left_framework",
     "Can't export tensors that require gradient": "left_framework",
@@ -170,7 +170,7 @@ class ConnectionRecorder(RunRecorder):
             return out
 
     def operated(self, call: AtenCall) -> Any:
-        """Records an aten operation; a number that a function reads from a tensor leaves."""
+        """Records an aten operation; a number that a function reads from a tensor is a leaving."""
         if call.raw != "_local_scalar_dense":
             return super().operated(call)
         out = call.run()
@@ -202,8 +202,8 @@ class ConnectionRecorder(RunRecorder):
             ys = [*map(unwrapped, tensors_in(out))]
             changed = [x for x, version in zip(xs, before, strict=True) if version != version_of(x)]
             outs = list({id(y): y for y in (*changed, *ys)}.values())
-            # It also reads captured tensors, for which it returns no derivative, unless it is a
-            # reentrant checkpoint that computes its function again in backward.
+            # It also reads captured tensors. It returns no derivative for them unless it is a
+            # reentrant checkpoint, which recomputes its function in backward.
             again = kind is torch.utils.checkpoint.CheckpointFunction
             given, own = {id(x) for x in xs}, function_of_ours(kind)
             more = [] if own else [x for x in map(unwrapped, read.tensors) if id(x) not in given]
@@ -259,12 +259,12 @@ class ConnectionRecorder(RunRecorder):
         """The nodes of the forward pass so far, with their links."""
         return [self.linked(made) for made in self.made if not made.node.phase]
 
-    # --- data that leaves PyTorch, and returns
+    # --- data that leaves PyTorch and returns
 
     def _leaves(
         self, raw: str, name: str, xs: list[Tensor], fun: Any, args: Any, kwargs: Any
     ) -> Any:
-        """Records data that leaves for NumPy or Python, or as a boolean on which f may branch."""
+        """Records data that leaves for NumPy or Python, or as a bool on which f may branch."""
         with self.silent():
             branch = raw in operations.BRANCHES
             numbers = [*map(self.of, xs)] if branch else [self.of(xs[0])]
@@ -327,7 +327,7 @@ class ConnectionRecorder(RunRecorder):
         return number
 
     def hold(self, x: Tensor, value: int) -> None:
-        """Gives a tensor, unwrapped from transforms, this number; records its size."""
+        """Assigns this number to a tensor, unwrapped from transforms; records its size."""
         base = unwrapped(x)
         super().hold(base, value)
         if value not in self.sizes and self._is_plain:
@@ -346,7 +346,7 @@ class ConnectionRecorder(RunRecorder):
     def links_of_update(
         self, x: Tensor, written: Tensor, given: Sequence[int], grad: bool
     ) -> tuple[Links | None, str | None]:
-        """Treats an update as differentiable if autograd gave x a new place in its graph."""
+        """Returns the links: a derivative flows if autograd gave x a new edge in its graph."""
         was_reconnected = self._edges.get(id(x), edge_of(x)) != edge_of(x)
         if not written.requires_grad or was_reconnected:
             return None, None
@@ -357,7 +357,7 @@ class ConnectionRecorder(RunRecorder):
 
     @property
     def captured_tensors(self) -> dict[int, Tensor]:
-        """The tensors that existed before the run, by number."""
+        """Maps value numbers to the tensors that existed before the run."""
         return {number: x for number, x in self.captured.items() if x is not None}
 
     def graph(self) -> PlainGraph:
@@ -370,7 +370,7 @@ class ConnectionRecorder(RunRecorder):
         return PlainGraph((*joins, *self.nodes), values, *ends, tuple(self.captured))
 
 
-# functions that make a tensor apart from autograd's graph, with the kind of loss
+# functions that make a tensor outside of autograd's graph, with the kind of loss
 _APART = {
     **dict.fromkeys(
         ("data", "detach", "deepcopy", "array_wrap", "Parameter", "Buffer"), "detached"
@@ -391,7 +391,7 @@ def _contents(x: Any) -> Any:
 
 
 def edge_of(x: Tensor) -> Edge:
-    """Returns a tensor's place in autograd's graph."""
+    """Returns a tensor's edge in autograd's graph."""
     return x.grad_fn, x.output_nr
 
 

@@ -23,20 +23,20 @@ _here = threading.local()
 
 
 def watchable() -> bool:
-    """Returns whether a run can be recorded here: eagerly and not in another recording."""
+    """Returns whether a run can be recorded: in plain eager code, outside another recording."""
     inside = is_compiling() or upstream.peek_interpreter_stack() is not None
     return not inside and not getattr(_here, "recording", False)
 
 
 @contextmanager
 def recording_run(what: str, run: Run, leaves: Sequence[Any]) -> Iterator[Undo]:
-    """Context in which this thread may record one run; its effects are undone on exit.
+    """Context in which this thread may record one run; undoes its effects on exit.
 
-    what: The subject of the error if no run can be recorded here.
+    what: The subject of the error message if no run can be recorded.
     """
     if not watchable():
         raise GradtoolsError(
-            f"{what} can be recorded in plain eager code only, not inside a transform of "
+            f"{what} can only be recorded in plain eager code, not inside a transform of "
             "torch.func, in compiled code, or while another run is recorded."
         )
     with undone(run, leaves) as undo:

@@ -1,4 +1,4 @@
-"""`Recorder`: records a PyTorch run by function and dispatch modes, and numbers tensors' values.
+"""`Recorder` records a PyTorch run with function and dispatch modes, and numbers tensors' values.
 
 Only `Recorder` enters modes. It intercepts calls at up to four levels; the handler of each level
 makes the call::
@@ -8,10 +8,10 @@ makes the call::
     "functions"    called(function, args, kwargs)      PyTorch functions (TorchFunctionMode)
     "operations"   operated(call)                      aten operations (TorchDispatchMode)
 
-Functions show whether a call is differentiable and which data leaves for NumPy (for `why_zero`).
-Operations show the computation of all passes (`passes.py`, for the graph). A formula
-(`translating.py`) uses the more readable level. Common to all are value numbers, in-place writes,
-the running line and modules, and undoing effects; they are here.
+The functions level reveals whether a call is differentiable and which data leaves for NumPy (for
+`why_zero`). The operations level contains the computation of all passes (`passes.py`, for the
+graph). A formula (`translating.py`) uses whichever is more readable. This module holds the common
+parts: value numbers, in-place writes, the running line and modules, and undoing effects.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ V = TypeVar("V")
 
 @dataclass(frozen=True)
 class Origin:
-    """The origin of an operation: the user's line, the modules, a rule's mark and its name."""
+    """The origin of an operation: the user's line, the modules, a rule's mark and name."""
 
     source: Source | None = None
     scope: tuple[str, ...] = ()
@@ -58,12 +58,12 @@ class Recorder(Generic[V]):
     Attributes:
         caller: The operator that the user called.
         levels: The intercepted levels, outermost first.
-        values: Every value, by number.
-        captured: The tensors that existed before the run, by number.
-        names: The names of the tensors that the program can reach, by id.
-        scope: The modules that are running, outermost first, each by its name in the one around it.
-        rules: Name and mark of the Functions that are running, outermost first.
-        table: The value of each tensor.
+        values: Maps each number to its value.
+        captured: Maps value numbers to the tensors that existed before the run.
+        names: Maps the ids of the tensors that the program can reach to their names.
+        scope: The running modules, outermost first, each by its name in the module around it.
+        rules: Name and mark of the running Functions, outermost first.
+        table: The values of the tensors.
         quiet: Whether recording is paused.
     """
 
@@ -94,7 +94,7 @@ class Recorder(Generic[V]):
         """Context in which `scope` follows the modules that this thread calls."""
         thread = threading.get_ident()
         running: list[tuple[torch.nn.Module, tuple[str, ...]]] = []  # modules and scopes
-        names: dict[int, dict[int, str]] = {}  # the names of a module's parts, by id
+        names: dict[int, dict[int, str]] = {}  # names of a module's parts, by id
 
         def enter(module: torch.nn.Module, args: Any) -> None:
             if threading.get_ident() != thread:
@@ -112,7 +112,7 @@ class Recorder(Generic[V]):
             if threading.get_ident() != thread or all(of is not module for of, _ in running):
                 return
             left = None
-            while left is not module:  # enclosing modules raised, so their exit is not reported
+            while left is not module:  # modules above it raised: no exit is reported
                 left, self.scope = running.pop()
 
         with ExitStack() as hooks:
@@ -149,25 +149,25 @@ class Recorder(Generic[V]):
     # --- values
 
     def new(self, x: Any, name: str = "") -> V:
-        """Returns a new value for a tensor or number; here its number."""
+        """Makes a new value for a tensor or number; by default a number."""
         number = len(self.values)
         shape, dtype = like(x) if isinstance(x, Tensor) else ((), type(x).__name__)
         self.values[number] = Value(shape, dtype, name)
         return cast(V, number)
 
     def introduced(self, x: Any, name: str) -> V:
-        """Returns a new value for an input."""
+        """Makes a new value for an input."""
         value = self.new(x, name)
         if isinstance(x, Tensor):
             self.hold(x, value)
         return value
 
     def hold(self, x: Tensor, value: V) -> None:
-        """Gives x this value."""
+        """Assigns this value to x."""
         self.table.hold(x, value)
 
     def of(self, x: Tensor) -> V:
-        """Returns a tensor's current value; the tensor may be new, or written through an alias."""
+        """Returns a tensor's current value; it may be new here, or written to through an alias."""
         known = self.table.find(x)
         if known is None:
             value = self.met(x)
@@ -183,14 +183,14 @@ class Recorder(Generic[V]):
         raise NotImplementedError
 
     def rewritten(self, x: Tensor, before: V, writes: Sequence[Write[V]]) -> V:
-        """Returns the value of a tensor after writes through aliases of its storage."""
+        """Returns a tensor's value after writes through aliases of its storage."""
         raise NotImplementedError
 
     def keep_written(self, call: AtenCall) -> list[Tensor]:
-        """Returns the tensors that an operation is about to write to; copies captured ones."""
+        """Returns the tensors that an operation will write to; copies captured tensors."""
         written = [*call.written()]
         for x in written:
-            self.of(x)  # a tensor first seen now existed before the run
+            self.of(x)  # a tensor first seen here existed before the run
         return written
 
     def capture(self, x: Tensor, number: int) -> None:
@@ -211,7 +211,7 @@ class _Functions(TorchFunctionMode):
 
 
 class Operations(private.Watching):
-    """The dispatch mode of the "operations" level; re-entered to record decompositions."""
+    """Dispatch mode of the "operations" level; re-entered to record decompositions."""
 
     def __init__(self, recorder: Any) -> None:
         super().__init__()

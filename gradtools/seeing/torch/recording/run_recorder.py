@@ -1,11 +1,11 @@
-"""Records the aten operations of a PyTorch run as nodes, with the numbers of the values.
+"""Records the aten operations of a PyTorch run as nodes with value numbers.
 
-A tensor is identified by its id, else by the elements of storage that it shares. An in-place write
-gives the tensor a new value number, and likewise each of its views when it is next read: a view is
-recomputed from the written base, and a base is updated at the place of the view.
+A tensor is identified by its id, or else by the storage elements that it shares. An in-place write
+gives the tensor a new value number, and also each of its views when it is next read: a view is
+recomputed from the written base, and a base is updated at the elements of the view.
 
-Whether an operation passes a derivative on is read from autograd: its results require grad or not
-when they are next read.
+Autograd reveals whether an operation passes a derivative on: its results require grad or not when
+they are next read.
 """
 
 from __future__ import annotations
@@ -67,8 +67,8 @@ class RunRecorder(Recorder[int]):
     Attributes:
         made: The nodes so far.
         phase: The pass that is running.
-        positions: For each sequence number of autograd's nodes the node that made it, by position.
-        origins: For each of them the line, modules and mark.
+        positions: Maps an autograd node's sequence number to its recorded node's position.
+        origins: Maps the sequence number of an autograd node to its line, modules and mark.
     """
 
     def __init__(self, undo: Undo) -> None:
@@ -78,14 +78,14 @@ class RunRecorder(Recorder[int]):
         self.positions: dict[int, int] = {}
         self.origins: dict[int, Origin] = {}
         self._function = ""  # the function of PyTorch that the user called
-        self._tracked: dict[int, bool] = {}  # whether a value required grad when it was first read
-        self._views: dict[int, Node] = {}  # the node that made a view, by the view's first number
-        self._first: dict[int, int] = {}  # the first number of a tensor that was written to
+        self._tracked: dict[int, bool] = {}  # whether a value required grad on its first read
+        self._views: dict[int, Node] = {}  # maps a view's first number to its node
+        self._first: dict[int, int] = {}  # first number of a tensor that was written to
 
     # --- calls
 
     def called(self, fun: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a function of PyTorch, whose operations get its name."""
+        """Runs a function of PyTorch, and gives its operations the function's name."""
         self._function = name_of(fun)
         try:
             return fun(*args, **kwargs)
@@ -111,12 +111,12 @@ class RunRecorder(Recorder[int]):
             for made, number in zip(node.outputs, before, strict=False):
                 self._first[made] = self._first.get(number, number)
             if call.raw == "clone" and (given[0].is_conj() or given[0].is_neg()):
-                # a lazy conjugate that a kernel writes out, where autograd does not see it
+                # a kernel materializes a lazy conjugate, unseen by autograd
                 self._tracked[node.outputs[0]] = given[0].requires_grad and torch.is_grad_enabled()
         return out
 
     def _stops(self, name: str, x: Tensor) -> bool:
-        """Returns whether the user stops a gradient here, rather than a rule or autograd itself."""
+        """Returns whether the user stops a gradient here, rather than a rule or autograd."""
         if name != "detach" or self.phase or self.rules or not x.requires_grad:
             return False
         if self._function != "data" and not private.is_inside_autograd():
@@ -177,7 +177,7 @@ class RunRecorder(Recorder[int]):
     # --- numbers of tensors
 
     def hold(self, x: Tensor, value: int) -> None:
-        """Gives x this number; the storage's first value becomes its base."""
+        """Assigns this number to x; the storage's first value becomes its base."""
         super().hold(x, value)
         memory = self.table.memory(x)
         if memory is not None and memory.value != value:
@@ -192,20 +192,20 @@ class RunRecorder(Recorder[int]):
         return number
 
     def of(self, x: Tensor) -> int:
-        """Numbers a tensor; records in the forward pass whether a derivative flows."""
+        """Returns a tensor's number; records in the forward pass whether a derivative flows."""
         number = super().of(x)
         if not self.phase:
             self._tracked.setdefault(number, x.requires_grad)
         return number
 
     def met(self, x: Tensor) -> int:
-        """Returns the number of a captured tensor."""
+        """Numbers a captured tensor."""
         number = self.new(x, self.names.get(id(x)) or numbers_in(x))
         self.capture(x, number)
         return number
 
     def rewritten(self, x: Tensor, before: int, writes: Sequence[Write[int]]) -> int:
-        """Adds an update node for each write to x's storage since it was last seen."""
+        """Adds an update node for each write to x's storage since it was last read."""
 
         def first(number: int) -> int:
             return self._first.get(number, number)
@@ -234,15 +234,15 @@ class RunRecorder(Recorder[int]):
     def links_of_update(
         self, x: Tensor, written: Tensor, given: Sequence[int], grad: bool
     ) -> tuple[Links | None, str | None]:
-        """Returns the links of x's update after a write to an alias, and the kind of loss."""
+        """Returns the links of an update of x after a write to an alias, and the kind of loss."""
         return None, None
 
     # --- links
 
     def linked(self, made: RecordedNode) -> Node:
-        """Returns a forward node with its links, which are weak if no derivative passes.
+        """Returns a forward node with its links, which are weak if it passes no derivative on.
 
-        A node of a rule stays as it is: the rule replaces its derivative.
+        A node of a rule is unchanged: the rule replaces its derivative.
         """
         node, values = made.node, self.values
         entering = [self._tracked.get(v, False) for v in node.inputs]
@@ -271,7 +271,7 @@ class RunRecorder(Recorder[int]):
             moved = any(entering[made.written :])
             links = even_links(node, values, cut=node.inputs[made.written :])
             return replace(node, links=links, loss="no_grad") if moved else node
-        elif len(inexact) > 1 and not all(known):  # autograd differentiates some of its results
+        elif len(inexact) > 1 and not all(known):  # autograd differentiates some results
             rows = even_links(node, values)
             cut = (_CUT,) * len(node.inputs)
             lost = [self._tracked.get(v) is False for v in node.outputs]

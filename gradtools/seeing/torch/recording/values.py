@@ -1,8 +1,8 @@
-"""The table of tensors' values: by id, and by storage with its log of writes.
+"""A table of tensors' values, by id and by storage with a log of writes.
 
-A tensor is identified by its id, or else as an alias of the same elements of the same storage as a
-known tensor. Each storage has a log of in-place writes, so that a tensor's value can be updated
-with the writes since it was last seen.
+A tensor is identified by its id, or else as an alias of the same storage elements as a known
+tensor. Each storage has a log of in-place writes, so that a tensor's value can be updated with the
+writes since it was last seen.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Memory(Generic[V]):
 
 
 class TensorTable(Generic[V]):
-    """The values of tensors."""
+    """Maps tensors to values."""
 
     def __init__(self) -> None:
         self._known: dict[int, KnownTensor[V]] = {}
@@ -79,7 +79,7 @@ class TensorTable(Generic[V]):
         return known
 
     def hold(self, x: Tensor, value: V, alone: bool = False) -> KnownTensor[V]:
-        """Gives x this value; unless `alone`, also its aliases of the same elements."""
+        """Assigns this value to x; unless `alone`, also to aliases of the same elements."""
         owner = owner_of(x)
         key = id(owner)
         memory = self._memories.get(key)
@@ -95,13 +95,13 @@ class TensorTable(Generic[V]):
         return self._memories.get(memory_of(x))
 
     def write(self, x: Tensor, value: V, by: Any = None) -> None:
-        """Logs an in-place write to x and gives x this value; by: As in `Write`."""
+        """Logs an in-place write to x and assigns this value to x; `Write` explains by."""
         if (memory := self.memory(x)) is not None:
             memory.written.append(Write(x, value, by))
         self.hold(x, value)
 
     def since(self, known: KnownTensor[V]) -> list[Write[V]]:
-        """Returns the writes to a tensor's elements since it got its value."""
+        """Returns the writes to a tensor's elements since its value was assigned."""
         written = self._memories[known.memory].written[known.writes :]
         return [write for write in written if _overlap(write.tensor, known.tensor)]
 
@@ -116,7 +116,7 @@ def like(x: Tensor) -> Like:
 
 
 def size_of(x: Tensor) -> float | None:
-    """Returns the greatest modulus of a tensor's entries (NaN if any is); None if empty."""
+    """Returns a tensor's maximum modulus, NaN if an entry is NaN; None if there are no entries."""
     if not is_inexact(x) or x.is_meta or not x.numel():
         return None
     if x.layout is not torch.strided:
@@ -134,12 +134,12 @@ def numbers_in(x: Tensor) -> str:
     try:
         with upstream.disable_current_modes():
             return numbers_text(x.shape, x.tolist)
-    except RuntimeError:  # it has no contents: a tensor of a torch.func transform, a meta tensor
+    except RuntimeError:  # no contents: a tensor in a torch.func transform, or a meta tensor
         return ""
 
 
 def view_of(x: Tensor) -> Any:
-    """Returns a key that is equal for equal views of the same storage."""
+    """Returns a key that is equal for tensors that are the same view of the same storage."""
     with private.DisableTorchFunction():
         if x.layout is not torch.strided:
             return id(x)
@@ -156,7 +156,7 @@ def offsets(x: Tensor) -> np.ndarray:
     return result
 
 
-_EXACT = 1 << 16  # entries up to which overlap is decided entry by entry
+_EXACT = 1 << 16  # number of entries up to which overlap is tested entry by entry
 
 
 def _overlap(a: Tensor, b: Tensor) -> bool:

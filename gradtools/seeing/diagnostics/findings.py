@@ -14,8 +14,8 @@ class FindingKind:
 
     Attributes:
         reason: The reason, as a clause.
-        fix: What to write instead.
-        numerical: Whether it depends on the values, so that other values may have a gradient.
+        fix: The suggested change to the code.
+        numerical: Whether the loss depends on the values: other values may have a gradient.
         headline: The titles for one leaf and for several, if not "gets no gradient".
         has_place: Whether it has a line in the program.
     """

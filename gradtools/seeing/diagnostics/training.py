@@ -70,8 +70,8 @@ def trained(
     Args:
         backend: The backend.
         f: The loss: a function or a module.
-        args: Its arguments.
-        kwargs: Its keyword arguments.
+        args: The positional arguments of f.
+        kwargs: The keyword arguments of f.
         model: The model, or a pytree of models and arrays; None if f is or captures the model.
         optimizer: The optimizer, or several.
     """

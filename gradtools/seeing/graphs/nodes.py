@@ -50,12 +50,12 @@ class Value:
     """An array in the program.
 
     Attributes:
-        shape: Its shape.
-        dtype: Its dtype's name.
+        shape: The shape.
+        dtype: The name of the dtype.
         name: The path of an input or output leaf, the name of a captured parameter, or empty.
         base: The value whose storage it shares, if it is a view.
         spoken: The name for texts and pictures, with the function's own parameter name:
-            "params['w']" for "argument 0['w']"; empty if it is the same.
+            "params['w']" for "argument 0['w']"; empty if both are equal.
     """
 
     shape: tuple[int, ...]
@@ -84,7 +84,7 @@ class Body:
         graph: The program.
         inputs: ``inputs[i]`` is the position of the node's input that becomes input i.
         carries: Pairs (k, i): output k is input i of a loop's next iteration.
-        gate: Whether it is a loop's condition. Output k of any other body is the node's output k.
+        gate: Whether the body is a loop condition. Output k of other bodies is the node's output k.
         skippable: Whether a loop may have zero iterations, and then returns its carries unchanged.
     """
 
@@ -166,10 +166,10 @@ class Edge:
         source: The position of its producer; None for an input or a captured value.
         target: The position of its reader; None for an output of the graph.
         value: The number of the value.
-        bytes: Its size.
+        bytes: The size of the value.
         saved: Whether it is a residual: read by a later pass than the pass that produces it.
             `Graph.kept` lists residuals that use additional memory.
-        strength: How its reader's outputs depend on it.
+        strength: The dependence of the reader's outputs on the value.
         cut: The reason why no derivative flows, in words; None if one flows or none is possible.
     """
 

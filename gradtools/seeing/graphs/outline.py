@@ -35,7 +35,7 @@ class Operand:
         makers: The boxes that produce it.
         number: The value, as a key of `Outline.values`.
         text: The number as text, if there are no makers.
-        strength: How the outputs of the operation depend on it.
+        strength: The dependence of the operation's outputs on the operand.
         cut: The reason, if a derivative is lost.
     """
 
@@ -53,15 +53,15 @@ class Box:
     Attributes:
         key: The number; blocks and boxes share one sequence.
         kind: "input", "captured", "output" or "operation".
-        title: The operation's name, or the leaf's.
+        title: The name of the operation or the leaf.
         phase: The pass that contains it.
         node: The operation.
-        values: Its results; for a leaf or an output, the value.
+        values: The results; for a leaf or an output, the value.
         scope: The modules that contain it, within the block around it.
         name: The name of the call or module if this is its only operation.
-        operands: Its operands, in order.
+        operands: The operands, in order.
         made: The letters of the values that it produces.
-        call: The operation with its operands; for an output, its value.
+        call: The operation with its operands; for an output, the value.
     """
 
     key: int
@@ -124,10 +124,10 @@ class Block:
 
     Attributes:
         kind: "pass", "scope", "steps", "loop", "branch" or "call".
-        title: Its name.
+        title: The name.
         scope: The modules around it and its own modules, outermost first.
-        phase: The pass that it runs in.
-        children: Its boxes and blocks, in program order.
+        phase: The pass in which it runs.
+        children: The boxes and blocks inside, in program order.
         mark: As in `Node.mark`.
         key: The number; blocks and boxes share one sequence.
         made: The letters and texts of the block's values that are read outside.
@@ -199,7 +199,7 @@ class Arrow:
         target: The key of the reading box.
         values: The values, as keys of `Outline.values`.
         saved: Whether they are residuals, which one pass saves for a later pass.
-        strength: The strongest dependence among them.
+        strength: The strongest dependence among the values.
         cut: The reason, if a derivative is lost.
     """
 

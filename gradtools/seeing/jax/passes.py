@@ -346,7 +346,7 @@ class _Tape(Unrolling[Known, Node, Nodes]):
         return x, number
 
     def run(self, closed: Any, graph: PlainGraph, args: Sequence[Known]) -> list[Known]:
-        """The outputs of a closed jaxpr."""
+        """Returns the outputs of a closed jaxpr."""
         pairs = zip(closed.jaxpr.constvars, closed.consts, strict=True)
         consts = [self.new(jax.new_ref(x[...]) if is_ref(var) else x) for var, x in pairs]
         return self.evaluated(closed.jaxpr, [*consts, *args], graph.nodes)

@@ -1,7 +1,7 @@
 """Evaluation of a jaxpr at given values, with calls, branches and loops entered.
 
 It serves `why_zero` (`passes.py`), which examines the passes of a program, and
-`first_divergence`, which compares a program's values with another's.
+`first_divergence`, which compares the values of two programs.
 """
 
 from __future__ import annotations

@@ -35,8 +35,8 @@ def call_kernel(call: KernelCall, xs: Sequence[Any]) -> list[Any]:
     for spec in expected.specs:
         if jax.dtypes.canonicalize_dtype(spec.dtype) != jnp.dtype(spec.dtype):
             raise call.error(
-                f"it must return dtype {spec.dtype}, which JAX cannot hold without x64. Switch "
-                f"it on: {X64}; or give out=ArraySpec(shape, dtype) with 32 bits."
+                f"it must return dtype {spec.dtype}, which JAX cannot hold without x64. Enable "
+                f"it: {X64}; or pass out=ArraySpec(shape, dtype) with 32 bits."
             )
     return list(kernel_p.bind(*xs, call=call, expected=expected, batch=()))
 

@@ -221,9 +221,9 @@ class CapturedInEager(Replaced):
             lost = leaf is not None and id(leaf) not in own
             if lost or (node not in ends and upstream.sequence_of(node) < self._began):
                 raise GradtoolsError(
-                    "implicit_solution: F closes over a tensor that is differentiated and that it "
-                    "passes only to an autograd.Function, which cannot get another tensor in "
-                    "its place. Pass it to F as an argument."
+                    "implicit_solution: F closes over a differentiated tensor and passes it only "
+                    "to an autograd.Function, where the tensor cannot be replaced. Pass the tensor "
+                    "to F as an argument."
                 )
 
     def _is_old(self, x: Tensor) -> bool:

@@ -68,8 +68,8 @@ def held_by(chunks: Chunks) -> Held | None:
         # Inside of FSDP2's own forward, the parameters are gathered already.
         if kind and (kind != "FSDPModule" or any(map(is_distributed, module.parameters()))):
             raise GradtoolsError(
-                f"{chunks.caller}: f is a {kind}, or holds one, which gathers parameters or "
-                "reduces gradients around each call, and here a call is computed several times. "
+                f"{chunks.caller}: f is or contains a {kind}, which gathers parameters or reduces "
+                "gradients around each call, but here f is called several times. "
                 "Wrap the other way round: DistributedDataParallel around a module whose forward "
                 f"calls {chunks.caller} on the plain module, or fully_shard around a module whose "
                 f"forward calls {chunks.caller} on its layers or on one of its methods."

@@ -63,9 +63,9 @@ _ADVICE = {
     r"|data-dependent|do not support batching|not yet have a batching rule|calling \.item\(\)"
     r"|Tensor\.requires_grad_\(\)|Function with functorch transforms|not have vmap support"
     r"|override the setup_context staticmethod|unsupported for Sparse|'SparseCPU'|do not have ": (
-        "f contains an operation that PyTorch's vmap, or another transform of torch.func, cannot "
-        "enter, or branches on values, or its shape depends on values. per_example_grad and "
-        "jacobian take chunk_size=1, a plain loop without them; for a Hessian take "
+        "f contains an operation that PyTorch's vmap, or another transform of torch.func, does "
+        "not support, or branches or shapes that depend on values. Pass chunk_size=1 (a plain "
+        "loop without transforms) to per_example_grad or jacobian; for a Hessian use "
         "gt.jacobian(gt.grad(f), chunk_size=1)."
     ),
     "vmap: inplace arithmetic|would mutate a captured Tensor": (
@@ -91,10 +91,10 @@ _ADVICE = {
         "the pullback."
     ),
     "aten::_scaled_dot_product": (
-        "PyTorch has only first derivatives of fused attention. gradtools uses plain operations "
-        "for others if it takes all derivatives and the kernel draws no dropout: in f use "
-        "gt.grad, not torch.func.grad or torch.autograd.grad, and linearize, not jvp, of a "
-        "pullback."
+        "PyTorch has only first derivatives of fused attention. For higher derivatives gradtools "
+        "uses plain operations if it takes all derivatives and there is no dropout: in f use "
+        "gt.grad instead of torch.func.grad or torch.autograd.grad, and linearize instead of jvp "
+        "of a pullback."
     ),
     " is not implemented": (
         "f contains an operation whose backward pass has no derivative in PyTorch. Push forward "
@@ -112,8 +112,8 @@ _ADVICE = {
         "torch.compile(lambda x: gt.hvp(f, (x,), (v,)))."
     ),
     "Nested forward mode AD|ensors does not require grad|a tensor that doesn't require grad": (
-        "f sets a hook on a gradient, or takes a derivative by PyTorch's own functions, where "
-        "forward mode or torch.func runs it and no graph is recorded. Use gt.grad, gt.jvp or "
+        "f sets a gradient hook or takes a derivative by PyTorch's own functions, but runs in "
+        "forward mode or torch.func, where no graph is recorded. Use gt.grad, gt.jvp or "
         "gt.hessian in f, or a derivative in reverse mode (grad, vjp, linearize)."
     ),
 }

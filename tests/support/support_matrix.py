@@ -76,7 +76,7 @@ REFUSALS: tuple[Refusal, ...] = (
     Refusal(
         "gradcheck maps forward mode by autograd's vmap, which cannot enter a derivative",
         "GradcheckError",
-        "Batching rule not implemented for aten::_unpack_dual|cannot enter",
+        "Batching rule not implemented for aten::_unpack_dual|does not support, or branches",
         ("gradcheck",),
         ("retained_gradients", "implicit_solution"),
         backend="torch",

@@ -401,11 +401,11 @@ def test_what_is_refused_in_every_process(processes):
         assert "expected tensors with rows along axis 0" in scalar
         assert "axis_name belongs to JAX" in axis
         for message in (ddp, held):
-            assert "f is a DistributedDataParallel, or holds one" in message
+            assert "f is or contains a DistributedDataParallel" in message
             assert "other way round" in message
             assert "around a module whose forward calls chunked" in message
         for message in sharded:
-            assert "f is a FSDPModule, or holds one" in message
+            assert "f is or contains a FSDPModule" in message
             assert "forward calls chunked on its layers or on one of its methods" in message
 
 

@@ -1,10 +1,10 @@
-"""The API reference from the docstrings: a hook of MkDocs (see mkdocs.yml).
+"""MkDocs hook that builds the API reference from docstrings (see mkdocs.yml).
 
 A line ``::: gradtools.torch.grad`` on a page becomes the function's signature and docstring;
 ``::: gradtools.custom_rules.CustomRule defvjp defjvp`` shows these members of a class as well, and
-``::: gradtools.testing.Report *`` all that have docstrings; ``::: $ gradtools check`` is what that
-command says of itself, and ``::: kinds`` the table of the findings of `why_zero`. What is shown is
-what `help()` sees: the object itself, imported, so a bound method appears as it is called.
+``::: gradtools.testing.Report *`` all members with docstrings; ``::: $ gradtools check`` becomes
+the command's help, and ``::: kinds`` the table of the findings of `why_zero`. Objects are imported
+and shown as in `help()`, so a bound method appears as it is called.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ WIDTH = 90
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Puts docstrings in the place of the lines that name what they belong to."""
+    """Replaces the lines ``::: path`` by signatures and docstrings."""
     markdown = COMMAND.sub(lambda found: command(found[1].split()), markdown)
     markdown = re.sub(r"^::: kinds$", lambda _: kinds(), markdown, flags=re.M)
     return ENTRY.sub(lambda found: entry(found[1], found[2].split()), markdown)
 
 
 def kinds() -> str:
-    """Every kind of finding of `why_zero`, with its reason and its fix."""
+    """Returns the table of the kinds of findings, with reasons and fixes."""
     rows = [f"| {name} | {k.reason} | {k.fix} |" for name, k in KINDS.items()]
-    return "\n".join(["| kind | what happened | fix |", "|---|---|---|", *rows])
+    return "\n".join(["| kind | reason | fix |", "|---|---|---|", *rows])
 
 
 def command(words: list[str]) -> str:
-    """What `gradtools ... --help` prints."""
+    """Returns the output of `gradtools ... --help`."""
     printed = io.StringIO()
     with redirect_stdout(printed), suppress(SystemExit):
         cli.main([*words, "--help"])
@@ -54,7 +54,7 @@ def command(words: list[str]) -> str:
 
 
 def entry(path: str, members: list[str]) -> str:
-    """The heading, signature and docstring of what a path names, and of its members."""
+    """Returns the headings, signatures and docstrings of an object and its members."""
     module, _, name = path.rpartition(".")
     thing = getattr(importlib.import_module(module), name)
     parts = [
@@ -71,7 +71,7 @@ def entry(path: str, members: list[str]) -> str:
 
 
 def described(name: str, thing: Any, caller: str) -> Iterator[str]:
-    """The signature, if it is called, and the docstring in Markdown."""
+    """Yields the signature, if the object is callable, and the docstring in Markdown."""
     if isinstance(thing, (staticmethod, classmethod)):
         thing = thing.__func__
     is_error = isinstance(thing, type) and issubclass(thing, BaseException)
@@ -81,7 +81,7 @@ def described(name: str, thing: Any, caller: str) -> Iterator[str]:
 
 
 def signature(name: str, thing: Any) -> str:
-    """How it is called, one argument a line where one line is too long."""
+    """Formats a signature, with one argument per line if one line is too long."""
     found = inspect.signature(thing)
     kept = [
         _bare(p)
@@ -102,7 +102,7 @@ def signature(name: str, thing: Any) -> str:
 
 
 class _Bare(str):
-    """An annotation that is shown as it is written."""
+    """An annotation that is displayed as written in the source."""
 
     def __repr__(self) -> str:
         return str(self)
@@ -118,7 +118,7 @@ def _bare(parameter: inspect.Parameter) -> inspect.Parameter:
 
 
 def documented(text: str) -> Iterator[str]:
-    """A docstring of Google's style, section by section."""
+    """Converts a Google-style docstring to Markdown, section by section."""
     pieces = SECTION.split(text)
     yield prose(pieces[0])
     for title, body in zip(pieces[1::2], pieces[2::2], strict=True):
@@ -134,7 +134,7 @@ def documented(text: str) -> Iterator[str]:
 
 
 def prose(text: str) -> str:
-    """Text of a docstring as Markdown: what is no code means itself."""
+    """Converts docstring text to Markdown; escapes special characters outside of code."""
     lines = text.strip("\n").replace("::\n\n", ":\n\n").split("\n\n")
     return "\n\n".join(
         p if p.startswith("    ") else _escaped(p) for p in lines
@@ -151,7 +151,7 @@ def _escaped(text: str) -> str:
 
 
 def _items(body: str) -> Iterator[str]:
-    """One line of a list for each "name: text"."""
+    """Yields a list item for each "name: text"."""
     pieces = ITEM.split(body)
     if pieces[0].strip():
         yield f"- {_line(pieces[0])}"
@@ -164,7 +164,7 @@ def _line(text: str) -> str:
 
 
 def _own(body: str) -> tuple[str, str]:
-    """What is indented below a section's title, and what follows it."""
+    """Splits the indented body of a section from the text after it."""
     lines = body.strip("\n").split("\n")
     end = next(
         (k for k, line in enumerate(lines) if line and line[0] != " "),
@@ -186,7 +186,7 @@ def _with_stars(parameters: list[inspect.Parameter]) -> list[str]:
 
 
 def _public(thing: type) -> list[str]:
-    """The documented members of a class, in the order in which they are written."""
+    """Returns the documented members of a class in source order."""
     return [
         name
         for name, value in vars(thing).items()

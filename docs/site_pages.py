@@ -1,16 +1,14 @@
-"""What the site holds besides docs/*.md: a hook of MkDocs (see mkdocs.yml) and nothing else.
+"""MkDocs hook that adds the site's pages besides docs/*.md (see mkdocs.yml).
 
-A page may link to any file of the repository, as it does when it is read there. The hook makes a
-page of each file that is linked: README.md is the home page, a program is shown with its docstring,
-with what it prints and draws where that is kept (examples/printed), and its source; a notebook with
-its outputs; Markdown as it is, pictures beside it. A link to a file that does not exist stays as it
-is, and MkDocs, which runs strictly, fails on it.
+A page may link to any file of the repository, and the hook makes a page of each linked file.
+README.md is the home page. A program is shown with its docstring, its stored output and pictures
+(examples/printed) and its source, a notebook with its outputs, Markdown unchanged. A link to a
+missing file is not rewritten, so MkDocs in strict mode fails.
 
 The programs are downloaded as one folder, examples.zip, since they import files that they share. A
 notebook links to itself in Colab if REPO_URL is set (.github/workflows/docs.yml).
 
-The built pages load nothing from elsewhere: a script, a style or a picture of another host is an
-error.
+The built pages load nothing from other hosts: such a script, style or picture is an error.
 """
 
 from __future__ import annotations
@@ -42,7 +40,7 @@ ELSEWHERE = re.compile(
     rf"""|<link[^>]*rel=["']?(?:stylesheet|preconnect|preload)[^>]*\shref{HOST}"""
 )
 
-# Pages for people who change the project, which the search puts last.
+# Pages for contributors, which the search ranks last.
 INTERNALS = (
     *(
         "architecture.",
@@ -90,14 +88,14 @@ SPELLED = re.compile(
 
 _origins: dict[
     str, str
-] = {}  # what the pages were made of, by their place on the site
+] = {}  # the source files of the pages, by path on the site
 
 
 # --- the hook's events -------------------------------------------------------------------
 
 
 def on_files(files: Any, config: Any) -> Any:
-    """Adds a page for each file of the repository that a page links to, and for those again."""
+    """Adds a page for each repository file that a page links to, recursively."""
     _origins.clear()
     _origins.update(
         {f.src_uri: f"docs/{f.src_uri}" for f in files.documentation_pages()}
@@ -146,7 +144,7 @@ def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
-    """Adds the other spelling of American and British words, which the search then finds."""
+    """Adds the other spelling of American and British words, for the search."""
     words = sorted({word.lower() for word in SPELLED.findall(html)})
     return (
         f"{html}<p hidden>{' '.join(map(respelled, words))}</p>"
@@ -156,7 +154,7 @@ def on_page_content(html: str, page: Any, config: Any, files: Any) -> str:
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
-    """Refuses a page that would load something from another host."""
+    """Raises an error for a page that loads a resource from another host."""
     found = ELSEWHERE.search(output)
     if found:
         raise PluginError(
@@ -165,24 +163,24 @@ def on_post_page(output: str, page: Any, config: Any) -> str:
     return output
 
 
-# --- what the site shows otherwise than the file ---------------------------------------------
+# --- differences between the site and the files ----------------------------------------------
 
 
 def in_tabs(block: re.Match[str]) -> str:
-    """A block that runs in both frameworks, as a tab for each."""
+    """Converts a block that runs in both frameworks to one tab per framework."""
     tabs = []
     for name in ("torch", "jax"):
         code = block[0].replace(EITHER, f"import gradtools.{name} as gt")
         shown = "".join(
             f"    {line}".rstrip() + "\n" for line in code.splitlines()
         )
-        mark = "===" if tabs else "===!"  # the first begins a set of its own
+        mark = "===" if tabs else "===!"  # the first tab begins a new set
         tabs.append(f'{mark} "{FRAMEWORKS[name]}"\n\n{shown}')
     return "\n".join(tabs)
 
 
 def with_downloads(markdown: str, origin: str, here: str) -> str:
-    """A page about examples with links to their folder, and to Colab for a notebook."""
+    """Adds links to the examples folder, and to Colab for a notebook."""
     place = posixpath.relpath("examples.zip", posixpath.dirname(here) or ".")
     shown = [f"[Download all examples]({place})"]
     repository = os.environ.get("REPO_URL", "").rstrip("/")
@@ -196,7 +194,7 @@ def with_downloads(markdown: str, origin: str, here: str) -> str:
 
 
 def examples_folder() -> bytes:
-    """The folder of examples as a zip file."""
+    """Returns the folder of examples as a zip file."""
     packed = io.BytesIO()
     with zipfile.ZipFile(packed, "w", zipfile.ZIP_DEFLATED) as folder:
         for path in sorted((ROOT / "examples").rglob("*")):
@@ -209,13 +207,13 @@ def examples_folder() -> bytes:
 
 
 def linked_picture(picture: re.Match[str]) -> str:
-    """A picture of the gallery, as wide as it needs to be, which opens its interactive page."""
+    """Links a picture of the gallery to its interactive page, at its natural width."""
     page = picture[2].removesuffix(".svg") + ".html"
     return f'<div class="picture" markdown>\n[{picture[0]}]({page} "open the graph")\n</div>'
 
 
 def respelled(word: str) -> str:
-    """A word in American spelling if it is British, and the other way round."""
+    """Converts a word from British to American spelling, or vice versa."""
     for one, other in SPELLINGS:
         for a, b in ((one, other), (other, one)):
             if a in word:
@@ -224,7 +222,7 @@ def respelled(word: str) -> str:
 
 
 def interactive_pages(config: Any) -> Iterator[File]:
-    """The pages behind the pictures of the gallery, drawn when the site is built."""
+    """Yields the interactive pages of the gallery's pictures."""
     sys.path.insert(0, str(ROOT))
     from tests.support.gallery import pictures
 
@@ -239,7 +237,7 @@ def interactive_pages(config: Any) -> Iterator[File]:
 
 
 def site_place(origin: str) -> str:
-    """Where the site shows a file of the repository, which is given by its path there."""
+    """Maps the path of a repository file to its path on the site."""
     if origin == "README.md":
         return "index.md"
     if origin.startswith("docs/"):
@@ -249,7 +247,7 @@ def site_place(origin: str) -> str:
 
 
 def prose(markdown: str) -> Iterator[tuple[bool, str]]:
-    """The parts of a page in turn, each with whether it is prose; code is none."""
+    """Yields the parts of a page in order, and whether each part is prose or code."""
     at = 0
     for code in CODE.finditer(markdown):
         yield True, markdown[at : code.start()]
@@ -259,7 +257,7 @@ def prose(markdown: str) -> Iterator[tuple[bool, str]]:
 
 
 def links(origin: str, markdown: str) -> list[str]:
-    """The paths in the repository that a page links to."""
+    """Returns the repository paths that a page links to."""
     folder = posixpath.dirname(origin)
     return [
         posixpath.normpath(posixpath.join(folder, found[2]))
@@ -270,7 +268,7 @@ def links(origin: str, markdown: str) -> list[str]:
 
 
 def relinked(markdown: str, origin: str, here: str) -> str:
-    """The page with links from here, its place on the site, instead of from origin."""
+    """Rewrites the page's links, relative to its place on the site instead of origin."""
     folder = posixpath.dirname(origin)
 
     def link(found: re.Match[str]) -> str:
@@ -302,7 +300,7 @@ def _linked_from_docs() -> list[str]:
 
 
 def page_of(origin: str) -> str | None:
-    """The Markdown that shows a file; None for what is copied as it is."""
+    """Returns a file as Markdown; None for files that are copied unchanged."""
     path = ROOT / origin
     if path.suffix == ".py":
         return program(path)
@@ -316,15 +314,15 @@ def page_of(origin: str) -> str | None:
 
 
 def program(path: Path) -> str:
-    """A program: its docstring, what it prints and draws where that is kept, its source."""
+    """Formats a program: docstring, stored output and pictures, and source."""
     source = path.read_text(encoding="utf-8")
     said = (ast.get_docstring(ast.parse(source)) or "").replace("``", "`")
-    said = re.sub(r"<(?=[a-z])", "&lt;", said)  # an inner product is no tag
+    said = re.sub(r"<(?=[a-z])", "&lt;", said)  # an inner product is not a tag
     parts = [f"# {_title(path)}", said.replace("::\n", ":\n")]
     kept = PRINTED / f"{path.stem}.txt"
     if path.parent.name == "examples" and kept.exists():
         parts += [
-            "## What it prints",
+            "## Output",
             fenced(kept.read_text(encoding="utf-8"), "text"),
         ]
         pictures = [
@@ -336,7 +334,7 @@ def program(path: Path) -> str:
 
 
 def _title(path: Path) -> str:
-    """What the list of examples calls a program; its own name if it is not in the list."""
+    """Returns a program's title in the list of examples, or its file name."""
     listed = ROOT / "docs" / "examples.md"
     text = listed.read_text(encoding="utf-8") if listed.exists() else ""
     found = re.search(rf"\[([^\]]+)\]\(\.\./examples/{path.stem}\.py\)", text)
@@ -344,7 +342,7 @@ def _title(path: Path) -> str:
 
 
 def notebook(content: dict[str, Any]) -> str:
-    """A notebook's cells, each with the outputs that are kept with it."""
+    """Formats a notebook's cells with their stored outputs."""
     parts = []
     for cell in content["cells"]:
         source = "".join(cell["source"])
@@ -357,7 +355,7 @@ def notebook(content: dict[str, Any]) -> str:
 
 
 def _output(output: dict[str, Any]) -> str:
-    """One output, in its richest form that a page can show."""
+    """Formats one output in the richest form that a page can show."""
     if output["output_type"] == "stream":
         return fenced("".join(output["text"]), "text")
     data = {kind: "".join(shown) for kind, shown in output["data"].items()}
@@ -370,14 +368,14 @@ def _output(output: dict[str, Any]) -> str:
 
 
 def _in_one_block(shown: str) -> str:
-    """HTML without empty lines, at which Markdown would end it."""
+    """Removes empty lines, at which Markdown would end the HTML block."""
     return re.sub(
         r"\n[ \t]*(?=\n)", "\n&#8203;" if "<pre" in shown else "", shown
     )
 
 
 def fenced(text: str, language: str) -> str:
-    """A block of code, in a fence that the text does not hold."""
+    """Formats a code block, with a fence that does not occur in the text."""
     fence = "`" * max(
         3, 1 + max((len(run) for run in re.findall("`+", text)), default=0)
     )

@@ -88,7 +88,7 @@ def draw_batch(domains: Domains, rng: np.random.Generator) -> tuple[Array, Array
 
 
 def initial_weights(seed: int) -> list[Array]:
-    """He initialization: for each layer the matrix of shape (in, out), then the bias."""
+    """Draws He-initialized weights: for each layer the matrix (in, out), then the bias."""
     rng = np.random.default_rng([seed, 2])
     layers = [(rng.standard_normal(w) * np.sqrt(2 / w[0]), np.zeros(w[1])) for w in WIDTHS]
     return [x for layer in layers for x in layer]
@@ -128,7 +128,7 @@ class FrameworkRun:
         self._momenta = [self.gt.xp.zeros_like(x) for x in self.params]
 
     def step(self, batch: Sequence[Array], scale: float) -> tuple[float, list[Array]]:
-        """One training step; returns the loss and the gradients."""
+        """Runs one training step; returns the loss and the gradients."""
         result = self._step(self.params, self._momenta, *self._arrays(batch, scale))
         self.params, self._momenta, value, grads = result
         return float(value), [self.gt.to_numpy(g) for g in grads]

@@ -73,7 +73,7 @@ def f(gt, y, images):
 
 
 def g(gt, slopes, zs, x):
-    """Contrastive loss of codes after a step down the energy, against the clean codes x."""
+    """Returns the contrastive loss of codes after an energy step, against clean codes x."""
     xp = gt.xp
     moved, x = xp.reshape(zs - slopes, (-1, CODE)), xp.reshape(x, (-1, CODE))
     logits = moved @ x.T - xp.sum(x**2, axis=1) / 2  # -|moved - x|^2 / 2 up to a row's constant

@@ -487,7 +487,7 @@ class Derivatives(Operators):
                 return self._scalar_gradient(of_example, *one)[2]
             except (TypeError, ValueError, IndexError) as error:
                 error.add_note(
-                    f"{name}: f sees one example, without the batch axis; x[None] has it."
+                    f"{name}: f sees one example, without the batch axis; x[None] adds it."
                 )
                 raise
 

@@ -90,7 +90,7 @@ class Box:
 
     @property
     def sizes(self) -> list[str]:
-        """Shapes and dtypes of at most two of its values."""
+        """The shapes and dtypes of at most two of its values."""
         more = [f"and {len(self.values) - 2} more"] if len(self.values) > 2 else []
         return [*map(value_text, self.values[:2]), *more]
 

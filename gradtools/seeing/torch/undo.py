@@ -120,7 +120,7 @@ class Undo:
 
 
 def _has_storage(x: Tensor) -> bool:
-    """Returns whether its contents are in a storage: not if sparse or a wrapper of tensors."""
+    """Returns whether x has a storage: sparse tensors and wrapper subclasses have none."""
     return x.layout is torch.strided and not hasattr(x, "__tensor_flatten__")
 
 

@@ -1,6 +1,6 @@
 """A context in which float32 matrix products keep all bits.
 
-Accelerators multiply float32 matrices with fewer bits if settings allow: TF32 has 11 of the 24,
+Accelerators multiply float32 matrices with fewer bits if settings allow: TF32 has 11 of 24 bits,
 bfloat16 has 8. Correct derivatives in float32 would then differ, so the checks run at the highest
 precision and restore the settings afterwards.
 """

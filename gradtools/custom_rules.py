@@ -21,11 +21,11 @@ from gradtools.arguments.static_arguments import Parameters
 from gradtools.arguments.wording import describe, name_of
 from gradtools.backend import Backend, F, Operators
 from gradtools.boundary import trimmed, user_facing_methods
-from gradtools.custom_structure import Specialization, avals_of
+from gradtools.custom_structure import Specialization
 from gradtools.errors import GradtoolsError, TypeRefusal
 from gradtools.host_kernels import type_key
 from gradtools.rule_contract import Contract
-from gradtools.rules import ARRAY, KEYS, JvpRule, Rule, captured_objects
+from gradtools.rules import ARRAY, KEYS, JvpRule, Rule, avals_of, captured_objects
 
 _MOST_SPECIALIZATIONS = 256
 

@@ -13,7 +13,7 @@ from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import type_key
 from gradtools.rule_contract import Aval, Primal
-from gradtools.rules import ARRAY, Entries, Linearized, refilled
+from gradtools.rules import ARRAY, Entries, Linearized, avals_of, lengths_of, refilled
 
 if TYPE_CHECKING:
     from gradtools.custom_rules import CustomRule
@@ -285,16 +285,6 @@ def _without_none(tree: Any, whole: Any) -> Any:
             return {k: _without_none(x, whole.get(k)) for k, x in tree.items()}
         return type(tree)(map(_without_none, tree, whole))
     return tree
-
-
-def avals_of(xs: Sequence[Array]) -> Any:
-    """Returns shapes and dtypes, as a key of caches and checks."""
-    return tuple([(lengths_of(x.shape), x.dtype) for x in xs])
-
-
-def lengths_of(shape: Any) -> tuple[Any, ...]:
-    """Returns the lengths of a shape's axes; None for PyTorch's unhashable symbolic sizes."""
-    return tuple([n if isinstance(n, int) else None for n in shape])
 
 
 _PLAIN = (str, bytes, bool, int, float, complex, type)

@@ -471,3 +471,13 @@ def replaced_at(xs: Sequence[Any], places: Sequence[int], new: Sequence[Any]) ->
     for i, x in zip(places, new, strict=True):
         full[i] = x
     return full
+
+
+def avals_of(xs: Sequence[Array]) -> Any:
+    """Returns shapes and dtypes, as a key of caches and checks."""
+    return tuple([(lengths_of(x.shape), x.dtype) for x in xs])
+
+
+def lengths_of(shape: Any) -> tuple[Any, ...]:
+    """Returns the lengths of a shape's axes; None for PyTorch's unhashable symbolic sizes."""
+    return tuple([n if isinstance(n, int) else None for n in shape])

@@ -13,7 +13,6 @@ from gradtools.arguments.wording import in_words
 from gradtools.backend import Array, FrameworkBackend, LazyMember
 from gradtools.boundary import Linear
 from gradtools.errors import GradtoolsError, RuntimeRefusal, is_of
-from gradtools.host_kernels import ArraySpec, Kernel
 from gradtools.integrations.containers import is_same
 from gradtools.torch import (
     arrays,
@@ -215,6 +214,8 @@ class TorchBackend(FrameworkBackend):
             reads = is_of("torch", error) or isinstance(error, RuntimeRefusal)  # by `to_numpy`
             if not (reads and any(map(is_wrapped, xs))):
                 raise
+            from gradtools.host_kernels import ArraySpec, Kernel  # loaded on first use
+
             out = [ArraySpec(tuple(y.shape), self.dtype_name(y)) for y in leaves]
             names = [self.dtype_name(x) for x in xs]
 

@@ -325,7 +325,7 @@ def test_a_program_in_a_fresh_process(name, backend):
 # What a bare import loads: few rooms, and none of which most programs need nothing.
 ASKED_FOR = (
     *("seeing", "testing", "cli", "display", "keras_layers"),
-    *("accumulate", "chunking", "custom", "frozen", "kernels", "models", "measures", "modules"),
+    *("accumulate", "chunking", "custom", "frozen", "kernels", "models"),
 )
 FRAMEWORK = {"torch": "torch", "jax": "jax, jax.numpy, jax.extend.core"}
 LOADED = """

@@ -19,11 +19,9 @@ from typing import Any
 
 import torch
 
-from gradtools.custom_rules import CustomRule
-from gradtools.custom_structure import avals_of, lengths_of
 from gradtools.errors import GradtoolsError
 from gradtools.rule_contract import Contract, is_linear
-from gradtools.rules import Rule, captured_objects, spread
+from gradtools.rules import Rule, avals_of, captured_objects, lengths_of, spread
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import is_dual, is_wrapped
 from gradtools.torch.modes import unpacked
@@ -175,6 +173,8 @@ class Closures:
         self._search()
 
     def _search(self) -> None:
+        from gradtools.custom_rules import CustomRule
+
         is_kept = lambda x: isinstance(x, CellType | Tensor | dict | list | set)
         leaves = Tensor, CustomRule
         objects = [*captured_objects(self._functions, is_kept, leaves, attributes=False)]

@@ -283,9 +283,9 @@ class _Matching:
             self.left_out += [f"{x} (no counterpart in JAX)" for x in mine]
             self.left_out += [f"{y} (no counterpart in PyTorch)" for y in theirs]
             return
-        rest = "partial=True leaves them out"
+        rest = "partial=True omits them"
         if self.argument != "overrides":
-            rest = "None in place of JAX's name leaves one of PyTorch's out"
+            rest = "None in place of JAX's name omits a PyTorch parameter"
         raise GradtoolsError(
             f"{self.caller}: no counterpart was found for {', '.join(mine) or 'nothing'} in "
             f"PyTorch and {', '.join(theirs) or 'nothing'} in JAX. Pair them by {self.argument}="

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 Tensor = torch.Tensor
 
 
-_REAL = {  # dynamo does not trace `dtype.to_real()`
+_REAL = {  # dynamo does not trace dtype.to_real
     torch.complex32: torch.float16,
     torch.complex64: torch.float32,
     torch.complex128: torch.float64,

@@ -2,7 +2,7 @@
 
 `related` looks for a relation of the entries: `cross_check` applies it to two results,
 `first_divergence` to the values and cotangents of two operations, and the other checks to a
-derivative and its differences. A relation must hold for every entry, much more closely than the
+derivative and its differences. A relation must hold for all entries, far more closely than the
 arrays agree. `expression_cause` compares the formulas that two sides compute from values that both
 have: ``gelu(x)`` against ``tanh gelu(x)``, ``x + 1e-05`` against ``x + 0.001``.
 """

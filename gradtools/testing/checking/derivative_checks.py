@@ -133,7 +133,7 @@ def check_derivatives(
 def check_context(
     caller: str, args: Any, backend: Any, order: int, modes: Sequence[str] | None = None
 ) -> Iterator[None]:
-    """The context of a check, with JAX's 64 bits if args have them, at the highest precision.
+    """Context of a check: the highest precision, and JAX's 64 bits if args have them.
 
     Raises if order, modes or the backend are invalid.
     """

@@ -184,8 +184,8 @@ def raised_by(package: str, error: BaseException) -> bool:
 
     A framework's errors have texts but no types of their own, and the user's errors may contain the
     same words. An error is the user's if a `raise` statement outside of the framework's modules
-    raised it; a call raises an error of compiled code. The framework's top-level module counts as
-    the user's code, since it raises on behalf of the user (`torch._check`).
+    raised it; errors of compiled code are raised by a call. The framework's top-level module counts
+    as the user's code, since it raises on behalf of the user (`torch._check`).
     """
     origin = error.__traceback__
     if origin is None:

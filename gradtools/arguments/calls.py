@@ -254,7 +254,7 @@ class Call:
             self.opened.settle(extras)
 
     def attaching(self, operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Attach:
-        """Returns `attach(results, select)`, which makes results differentiable by parameters.
+        """Returns `attach(results, select)`, which attaches results to the parameters' graph.
 
         Returns the identity in JAX, and if no argument holds a module. The attached graph may call
         `operator(*args, **kwargs)` again, and `select` takes the results from its output.

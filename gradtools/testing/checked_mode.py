@@ -109,8 +109,8 @@ class CheckedProgram:
         unseen: The number of operations that contain stops that the check cannot see.
         notes: Notes for the report. hooks: A sentence on each hook that f sets.
         values: The values that f stops, and in `recorded` their values in the first run.
-        seen: The values inside of f, with names and lines; `held` returns the first `count`, or
-            a derivative of these, of the kind "vjp" or "jvp".
+        seen: The values inside of f, with names and lines; `held` returns the first `count` values,
+            or their "vjp" or "jvp" derivative.
     """
 
     half: Any

@@ -76,7 +76,7 @@ def numbers_text(shape: Sequence[int], listed: Callable[[], Any]) -> str:
 
     Args:
         shape: The shape.
-        listed: Returns its numbers as nested lists.
+        listed: Returns the array's numbers as nested lists.
     """
     return number_text(listed()) if 0 < math.prod(shape) <= _MOST_NUMBERS else ""
 

@@ -8,7 +8,7 @@ computes and differentiates; so does a torch.autograd.Function.
 
 An in-place operation gives the tensor a new value. A program that reads a tensor after another view
 of its memory was written, makes sparse tensors, or draws random numbers inside of an opaque
-operation, is written by its own name.
+operation, becomes a single opaque operation.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ class _FormulaRecorder(Recorder[Expr]):
         self.backend = backend
         self.leaves: dict[Expr, Tensor] = {}  # leaves of arguments, and captured leaves
         self.dtypes: set[str] = set()  # the dtypes of floating and complex results
-        self.unwritable = False  # whether the program is written by its own name
+        self.unwritable = False  # whether the program is one opaque operation
 
     # Calls.
 

@@ -129,7 +129,7 @@ class _Matching:
 
     Attributes:
         torch: PyTorch's unpaired arrays by name.
-        jax: JAX's by path.
+        jax: JAX's unpaired arrays by path.
         renamed: Modules of PyTorch that the overrides rename.
     """
 

@@ -1,7 +1,7 @@
 """Builds the examples' native code once, at run time: installing gradtools builds nothing.
 
-The libraries are cached in the user's cache folder under a hash of source and tools. Each is moved
-there in one step, so interrupted and concurrent builds are safe.
+The libraries are cached in the user's cache folder under a hash of source and tools. Each file is
+moved there in one step, so interrupted and concurrent builds are safe.
 """
 
 import hashlib

@@ -134,7 +134,7 @@ def live_bytes(step, *args):
 
 
 def peak_bytes():
-    """Context that tracks the live bytes of PyTorch storages; `most` is their maximum."""
+    """Returns a context that tracks the live bytes of PyTorch storages; `most` is the maximum."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 

@@ -111,7 +111,7 @@ class FrameworkRun:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Context with double precision in JAX, and one thread in PyTorch: the network is small."""
+        """Enables double precision in JAX and one thread in PyTorch: the network is small."""
         with ExitStack() as stack:
             if self.name == "jax":
                 stack.enter_context(import_module("jax").enable_x64(True))

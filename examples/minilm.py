@@ -135,7 +135,7 @@ class Place:
 
     Attributes:
         path: The parameter's path.
-        layer: Its index in the stack, if it belongs to a layer.
+        layer: The array's index in the stack, if it belongs to a layer.
         shape: The shape in flax, if it differs from the transposed kernel's or the array's shape.
         flat: The shape before a kernel is transposed, if it differs.
     """

@@ -1,8 +1,8 @@
 """A and B minimize and C maximizes one cost, with one forward and one backward pass per step.
 
 The cost is the sum of d(B(A(x)), x) - d(C(A(x)), x). ``minimax_value_and_grad`` returns for each
-player the gradient along which it descends, C's negated, so that ordinary optimizers work: one Adam
-for A and B, one for C. By hand, the signs of C's gradients are flipped before the step.
+player the gradient along which it descends (negated for C), so that ordinary optimizers work: one
+Adam for A and B, one for C. By hand, the signs of C's gradients are flipped before the step.
 """
 
 import numpy as np

@@ -84,7 +84,7 @@ def slope_norms(gt, slopes, w, x):
 
 
 def no_help(gt, backend):
-    """Measures the memory of a penalty's gradient around 16 layers, plainly and through frozen."""
+    """Measures the memory of a penalty's gradient around 16 layers, with and without frozen."""
     w, x = network(gt, 2, *[64] * 15, 1), gt.asarray(draws(0)["real"])
 
     def gradient_of_penalty(critic):

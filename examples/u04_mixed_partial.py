@@ -1,7 +1,7 @@
 """Computes (d/dy) <u, (d/dz) f(y, G(z))> for a known u, with memory constant in G's depth.
 
-With w = J_G u the inner product is <w, (d/dg) f(y, g)> at g = G(z): one forward-mode pass through
-G, without a graph. Double backward keeps G's whole graph.
+With w = J_G u the inner product is <w, (d/dg) f(y, g)> at g = G(z), which takes one forward-mode
+pass through G and no graph. Double backward keeps G's whole graph.
 """
 
 import numpy as np

@@ -1,8 +1,8 @@
 """Gives a SciPy function its known derivative, and measures an aperture from its light.
 
 Light through a circular hole makes rings: the brightness at the angle s is (2 J1(as) / as)^2,
-where a is the hole's radius in wavelengths over 2 pi. Neither framework has J1 for all orders of
-differentiation; SciPy has. Its rule calls the function itself, as J_v' = (J_{v-1} - J_{v+1}) / 2,
+where a is the hole's radius in wavelengths over 2 pi. Neither framework differentiates J1 to
+every order; SciPy computes J_v. Its rule calls J_v again, since J_v' = (J_{v-1} - J_{v+1}) / 2,
 so every order and every mode exists. Newton's method, with the full Hessian, recovers radius,
 brightness and background from noisy rings.
 """

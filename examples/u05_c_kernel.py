@@ -15,7 +15,7 @@ from common import claim, main
 
 DAYS, STEPS = 200, 8
 TRUE = np.array([1.5, -0.8])
-"""How the fraction that stays depends on the temperature: sigmoid(1.5 - 0.8 temperature)."""
+"""The fraction that stays is sigmoid(1.5 - 0.8 temperature)."""
 
 
 def kernels():

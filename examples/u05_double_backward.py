@@ -3,8 +3,8 @@
 The square saves its input, exp its output, sinh the intermediates exp(x) and exp(-x), and the cube
 is an opaque kernel, whose derivative is another opaque kernel. A plain
 ``torch.autograd.Function`` that saves an intermediate is silently wrong at second order
-(pytorch#76185), a plain ``jax.custom_vjp`` has no forward mode. docs/double-backward.md explains
-it step by step.
+(pytorch#76185), and a plain ``jax.custom_vjp`` has no forward mode. docs/double-backward.md
+explains this step by step.
 """
 
 import numpy as np
@@ -45,7 +45,7 @@ def sinh(gt):
 
 
 def cube(gt):
-    """Kernels for the value, the vjp, and the vjp of the vjp: first and second order follow."""
+    """Returns x**3 from three kernels: the value, the vjp, and the vjp of the vjp."""
     f = gt.host_function(lambda x: x**3)
     backward = gt.host_function(lambda x, ct: 3 * x**2 * ct)
     double_backward = gt.host_function(

@@ -65,7 +65,7 @@ def custom_ops():
         op = torch.library.custom_op(f"gradtools_examples::{name}", of, mutates_args=())
         op.register_fake(lambda x: x.new_empty(shape(x)))
         op.register_vmap(lambda info, in_dims, x: (op(x.movedim(in_dims[0], 0)), 0))
-        return lambda x: op(x)  # with argument names, which an operator lacks
+        return lambda x: op(x)  # op itself has no argument names
 
     def value(x: torch.Tensor) -> torch.Tensor:
         return torch.logsumexp(x, -1)

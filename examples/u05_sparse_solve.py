@@ -47,7 +47,7 @@ def sparse_solver(gt, backend):
 
 
 def added(backend, x, places, values):
-    """Returns x with values added at places."""
+    """Returns x with the values added at the given places."""
     return x.index_add(0, places, values) if backend == "torch" else x.at[places].add(values)
 
 

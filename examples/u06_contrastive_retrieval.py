@@ -69,7 +69,7 @@ def show(gt, backend):
 
 
 def contrastive(gt, log_scale, queries, documents):
-    """Computes InfoNCE both ways: each query's own document, each document's own query."""
+    """Computes InfoNCE in both directions: from queries to documents and back."""
     xp = gt.xp
     logits = xp.exp(log_scale) * (queries @ documents.T)
     own = xp.mean(xp.sum(queries * documents, axis=1)) * xp.exp(log_scale)
@@ -86,7 +86,7 @@ def exact_gradient(side, batch):
 
 
 def by_layer(gradient):
-    """Returns one vector per layer: single arrays, such as keys' biases, may be only rounding."""
+    """Returns one vector per layer: some arrays (keys' biases) may be only rounding errors."""
     found = {}
     for name, x in sorted(gradient.items()):
         found.setdefault(re.match(r"encoder\.layer\.\d", name)[0], []).append(x.ravel())
@@ -264,7 +264,7 @@ class _Jax:
         return self.compiled(batch, chunk_size).memory_analysis().temp_size_in_bytes
 
     def single_precision(self):
-        """Context for JAX's default precision; the examples run in double precision."""
+        """Returns a context with JAX's default precision; the examples run in double precision."""
         return self.jax.enable_x64(False)
 
     def scale(self):

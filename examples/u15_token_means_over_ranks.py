@@ -32,7 +32,7 @@ def loss(w, x, there):
 
 
 def of_one_rank(gt, x, there, everywhere):
-    """Returns the weighted mean over all ranks, the rank's weighted mean, the unweighted mean."""
+    """Returns the weighted means, over all ranks and of this rank, and the unweighted mean."""
     w = gt.asarray(np.array([0.5, -1.0, 2.0]))
     weighted, equal = gt.GradientAccumulator(), gt.GradientAccumulator()
     for a, b in CHUNKS:

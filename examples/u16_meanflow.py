@@ -1,6 +1,6 @@
 """MeanFlow on real digits: a network that draws a digit in one step, trained through ``gt.jvp``.
 
-On the way z = (1 - t) x + t e from a digit x to noise e the velocity is v = e - x. MeanFlow (Geng
+On the path z = (1 - t) x + t e from a digit x to noise e the velocity is v = e - x. MeanFlow (Geng
 et al., Mean flows for one-step generative modeling, 2025) learns u(z, r, t), the mean velocity from
 r to t, for which
 

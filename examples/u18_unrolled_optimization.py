@@ -92,7 +92,7 @@ def show(gt, backend):
 
 
 def repeated(step, count, backend):
-    """Repeats the step; in JAX in a loop, since the compiler would share recomputed values."""
+    """Repeats the step; in JAX in a loop, since the compiler would eliminate the recomputation."""
 
     def run(layers, *args):
         if backend == "torch":

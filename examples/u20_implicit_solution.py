@@ -1,8 +1,8 @@
 """Solutions of equations as layers: a deep equilibrium, and the penalties of a ridge regression.
 
 The derivative of z with F(z, theta) = 0 takes one linear solve with products of dF/dz, however z
-was computed, so nothing is kept of the iterations. It is compared with the derivative of the
-unrolled iterations, with the closed form, and with JAX's own jax.lax.custom_root.
+was computed, so the iterations are not stored. It is compared with the derivative of the unrolled
+iterations, with the closed form, and with JAX's own jax.lax.custom_root.
 """
 
 import numpy as np
@@ -46,7 +46,7 @@ def show(gt, backend):
     after = float(train(p)[0])
     claim(f"equilibrium: 100 steps of training, loss {before:.2f} to {after:.2f}", after < before)
 
-    # Bilevel optimization: the penalties of a ridge regression, by a validation loss.
+    # Bilevel optimization: a validation loss trains the penalties of a ridge regression.
     X, V = number(20, 8), number(40, 8)
     true = gt.asarray(np.array([1.0, -2.0, 1.5] + [0.0] * 5))
     y, v = X @ true + number(20), V @ true + number(40) * 0.1

@@ -1,8 +1,8 @@
 """Code shared by the examples: the command line, a run per backend, and the comparison.
 
 An example is one function ``show(gt, backend)``, where ``gt`` is ``gradtools.torch`` or
-``gradtools.jax``. It prints its results, asserts claims about them, and returns a dict of the
-arrays on which both backends must agree.
+``gradtools.jax``. The function prints its results, asserts claims about them, and returns a dict of
+the arrays on which both backends must agree.
 """
 
 import argparse

@@ -242,7 +242,7 @@ def against_uses(gt, backend, weights, y):
 
 
 def against_depth(gt, backend):
-    """Measures the memory that one further z_i takes around dense layers."""
+    """Measures the memory that one further z_i requires with dense layers."""
     energy = lambda gt, y, x: gt.xp.sum(gt.xp.tanh(x @ y))
     y = gt.asarray(np.random.default_rng(5).normal(size=WIDTH))
 

@@ -3,7 +3,7 @@
 log(sum(exp(row))) and its softmax are one fused kernel each: in JAX a Pallas kernel (interpreted,
 so that it runs on every processor), in PyTorch a ``torch.library.custom_op``, which may call a
 Triton or CUDA kernel. Neither framework differentiates such a kernel in reverse mode. For gradtools
-both are ordinary framework code, and one rule gives every order and mode.
+both are ordinary framework code, and one rule supports every order and mode.
 """
 
 import numpy as np

@@ -3,7 +3,7 @@
 x solves A x = b with a sparse A, given by its values, rows and columns. With the cotangent c of x,
 lambda solves A^T lambda = c. The cotangent of b is lambda, and the cotangent of the value at (i, j)
 is -lambda_i x_j; dx solves A dx = db - dA x. A^T is A with rows and columns exchanged, so both
-rules use the solver itself and hold at any order. In -div(k grad u) = f on a square with cold
+rules use the solver itself and are valid at any order. In -div(k grad u) = f on a square with cold
 walls, k is found from u by a trust-region method that takes products with the Hessian.
 """
 

@@ -1,7 +1,7 @@
 """Prints automatic derivatives as mathematics, and compares them with a derivation by hand.
 
-It prints square, exp, sinh and cube to second order, with pictures of why double backward works;
-the rule W^H of a complex affine layer, natively and from its real and imaginary parts; and a
+The program prints square, exp, sinh and cube to second order, with pictures of why double backward
+works; the rule W^H of a complex affine layer, natively and from its real and imaginary parts; and a
 convolutional network whose backward pass is derived by hand: `agrees_with` confirms it, and names
 the first entry that differs if a flip is omitted. The pictures are written to out/.
 """

@@ -2,8 +2,8 @@
 
 cost = g(h(x)). The cotangent of h's output passes through a sampler with one key per example: a
 Bernoulli mask over its entries, divided by the rate, which preserves the mean. Alternatively, a
-known gradient replaces it. It is then pulled back to the parameters and summed over the batch, all
-in one backward pass.
+known gradient replaces it. The result is then pulled back to the parameters and summed over the
+batch, all in one backward pass.
 """
 
 import numpy as np

@@ -30,7 +30,7 @@ def show(gt, backend):
     frequencies = gt.asarray(FREQUENCIES)
 
     def u(params, z, r, t, label):
-        """Returns the mean velocity from r to t at z, on the way to a digit of this label."""
+        """Returns the mean velocity from r to t at z, on the path to a digit of this label."""
         angles = [r * frequencies, (t - r) * frequencies]
         parts = [z, label, *map(xp.sin, angles), *map(xp.cos, angles)]
         h = swish(xp, xp.concat(parts, axis=1) @ params["in"] + params["in bias"])

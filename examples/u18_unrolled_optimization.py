@@ -58,7 +58,7 @@ def show(gt, backend):
     claim(f"through five steps both modes differ by {apart:.1e}", apart < 1e-12)
 
     def per_step(mode):
-        """Returns the kilobytes that one more step takes, with 400 examples.
+        """Returns the kilobytes that one more step requires, with 400 examples.
 
         Only one use of the loss is recomputed at a time, whatever the number of steps is.
         """

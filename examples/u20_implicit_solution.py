@@ -1,7 +1,7 @@
 """Solutions of equations as layers: a deep equilibrium, and the penalties of a ridge regression.
 
-The derivative of z with F(z, theta) = 0 takes one linear solve with products of dF/dz, however z
-was computed, so the iterations are not stored. It is compared with the derivative of the unrolled
+The derivative of z with F(z, theta) = 0 requires one linear solve with products of dF/dz, however z
+was computed, so the iterations are not stored. The derivative is compared with that of the unrolled
 iterations, with the closed form, and with JAX's own jax.lax.custom_root.
 """
 

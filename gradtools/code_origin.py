@@ -89,7 +89,7 @@ Lines = Iterable[tuple[FrameType, int]]
 
 
 def lines_above(depth: int, end: Any = None) -> Iterator[tuple[FrameType, int]]:
-    """Yields the frames above `depth` frames of the stack with their lines, innermost first.
+    """Yields frames of the stack with their lines, innermost first, without the first `depth`.
 
     end: A function; the walk stops at its frame.
     """
@@ -174,7 +174,7 @@ def depth_of_the_user() -> int:
 
 
 def place_of(error: BaseException) -> str:
-    """Formats the user's innermost line in an error's traceback, in parentheses; empty if none."""
+    """Formats the user's innermost line in an error's traceback, in parentheses, or ""."""
     line = innermost(lines_of(error))
     return f" ({line})" if line else ""
 
@@ -184,8 +184,8 @@ def raised_by(package: str, error: BaseException) -> bool:
 
     A framework's errors have texts but no types of their own, and the user's errors may contain the
     same words. An error is the user's if a `raise` statement outside of the framework's modules
-    raised it; errors of compiled code are raised by a call. The framework's top-level module counts
-    as the user's code, since it raises on behalf of the user (`torch._check`).
+    raised it; an error of compiled code is raised by a call instruction. The framework's top-level
+    module counts as the user's code, since it raises on behalf of the user (`torch._check`).
     """
     origin = error.__traceback__
     if origin is None:

@@ -61,7 +61,7 @@ class Freezing(Operators):
 
         It is intended for gradients with respect to many z_i through a large pretrained G that
         enter another loss. Each use stores its arguments and outputs, but nothing that grows with
-        the depth of G. If a forward pass costs F, it costs F forward, F for the pullback, and 2F
+        the depth of G. If a forward pass costs F, a use costs F forward, F for the pullback, and 2F
         for the second derivative: 4F in total, while double backward takes 3F and keeps graphs of G
         for every use. In PyTorch, take each first derivative before the next use of G: otherwise
         the cost is 5F. G's parameters are constants.
@@ -75,7 +75,7 @@ class Freezing(Operators):
         (recurrent layers on the CPU, a Function without jvp), sets gradient hooks or calls
         `torch.autograd.grad`, a second derivative takes one double backward of G. JAX: G is a
         function, or a module of equinox or flax.nnx. If G has no forward mode (a `jax.custom_vjp`),
-        that pass applies reverse mode twice, with a warning; a rule that is nonlinear in its
+        it applies reverse mode twice, with a warning; a rule that is nonlinear in its
         cotangent raises an error.
 
         Args:

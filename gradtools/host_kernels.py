@@ -179,7 +179,7 @@ def _remember(cache: dict[Any, T], key: Any, value: T) -> T:
 
 
 def type_key(values: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns a key that distinguishes equal values: 1, 1.0 and True, 0.0 and -0.0."""
+    """Returns a key that distinguishes equal values such as 1, 1.0 and True, or 0.0 and -0.0."""
     return tuple([(type(v), repr(v) if isinstance(v, float | complex) else "") for v in values])
 
 
@@ -188,7 +188,7 @@ _BY_KEY: weakref.WeakValueDictionary[str, KernelCall] = weakref.WeakValueDiction
 
 
 def call_by_key(key: str) -> KernelCall:
-    """Returns the call with this key."""
+    """Returns the call with the given key."""
     call = call_if_kept(key)
     if call is None:
         raise GradtoolsError(

@@ -142,7 +142,7 @@ class _Solution:
         return (z, aux) if self.has_aux else z
 
     def _solved(self, args: Any, kwargs: Any) -> tuple[_Form, Array, list[Array], Any]:
-        """Returns the form, x and aux from `solve`, checked, without derivatives.
+        """Calls `solve`, and returns the form, x and aux, checked and without derivatives.
 
         Also returns the arrays that F closes over, which become arguments of the rules.
         """

@@ -63,8 +63,8 @@ class Models(Operators):
           shared list or dictionary, or to its parameters, are not detected. With a key, PyTorch's
           global generators (of the CPU and of the accelerators that hold the call's tensors) are
           seeded and restored, under one process-wide lock; the ``random`` modules of Python and
-          NumPy are unaffected. On the CPU a seed has 32 effective bits, so one pair in 2^32 of
-          different keys draws alike. Under ``torch.func.vmap`` use ``randomness="different"`` and a
+          NumPy are unaffected. On the CPU a seed has 32 effective bits, so one in 2^32 pairs of
+          keys draws equal numbers. Under ``torch.func.vmap`` use ``randomness="different"`` and a
           key that is not mapped. Under ``torch.compile`` a call with a key runs uncompiled, and
           without a key numbers that forward assigns remain on a private copy between calls.
         - ``flax.linen``: params is ``variables["params"]``, state all other collections, each

@@ -62,7 +62,7 @@ def passed_on(error: Exception) -> str:
 def wrong_call(operator: Callable[..., Any], error: Exception) -> TypeRefusal | None:
     """Returns a better error for a call that does not match an operator's signature.
 
-    Python's text names the operator's private class, but not its parameters. Returns None if the
+    Python's message names the operator's private class, but not its parameters. Returns None if the
     error was raised inside the call.
     """
     trace = error.__traceback__

@@ -70,7 +70,7 @@ class MarkedValues:
 class _Marking(threading.local):
     """The current position of this thread. Class attributes are the fastest to read."""
 
-    tape: MarkedValues | None = None  # the marks of the `retained_gradients` that evaluates f
+    tape: MarkedValues | None = None  # the marks of the `retained_gradients` call that evaluates f
     place: tuple[int, ...] = ()  # the indices of the enclosing chunked calls and chunks
     count = 0  # number of marks and chunked calls so far in the same chunk
 

@@ -163,7 +163,7 @@ class Containers:
     def _parts(self, x: Any) -> dict[Any, Any] | None:
         """Returns the parts of a container of arrays at any depth; None for another leaf.
 
-        Objects that stand for an array, such as an ArraySpec, have a class attribute that says so.
+        Objects that represent an array, such as an ArraySpec, are marked by a class attribute.
         """
         parts = None if self.is_whole(x) else _parts(x)
         inner = self.flatten(list(parts.values()))[0] if parts else ()

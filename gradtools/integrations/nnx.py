@@ -128,7 +128,7 @@ def _reseed(model: Any, key: jax.Array) -> None:
 
 
 def stateful(caller: str, f: Callable[..., Any], args: Any) -> Stateful | None:
-    """Wraps f with the state of its and its arguments' modules; None if there are none."""
+    """Wraps f with the state of all modules in f and the arguments; None without modules."""
     own, given = _modules(f), _modules(args)
     return Stateful(caller, f, own, given) if own or given else None
 

@@ -300,7 +300,7 @@ class _Microbatches:
         known: list[Any] = []  # the structure of aux, and the shapes of its leaves
 
         def weighted(w: Array, x: Array) -> Array:
-            """Returns w * x; zero where w is zero, even if x is NaN, the mean of nothing."""
+            """Returns w * x; zero where w is zero, even if x, a mean of no examples, is NaN."""
             w = backend.real_scalar(w, x)
             if self.weights is None:
                 return w * x

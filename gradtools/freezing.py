@@ -75,7 +75,7 @@ class Freezing(Operators):
         (recurrent layers on the CPU, a Function without jvp), sets gradient hooks or calls
         `torch.autograd.grad`, a second derivative takes one double backward of G. JAX: G is a
         function, or a module of equinox or flax.nnx. If G has no forward mode (a `jax.custom_vjp`),
-        it applies reverse mode twice, with a warning; a rule that is nonlinear in its
+        the derivative applies reverse mode twice, with a warning; a rule that is nonlinear in its
         cotangent raises an error.
 
         Args:

@@ -67,7 +67,7 @@ class HostFunctions(Operators):
             out: The specs of the results: None (one array like the first array argument), a pytree
                 of `ArraySpec`s, or a function that returns such a pytree for the arguments, with
                 arrays replaced by their ArraySpecs. Under vmap these are the specs of one example.
-            vectorized: If False, vmap calls the kernel once per example. If True, once, with
+            vectorized: If False, vmap calls the kernel once per example. If True, one call gets
                 leading batch axes on each array argument. Elementwise kernels support this.
             adjoint: The adjoint of a linear kernel A, also a kernel: Re<y, A x> = Re<adjoint(y), x>
                 for all x and y. No rule is then needed in either mode, at any order. It takes a

@@ -63,7 +63,7 @@ class Implicit(Operators):
         Raises:
             GradtoolsError: (on call) F returns another structure or shapes than z; F is not near
                 zero at z: moving z by 1 % changes F by less than its value. (On differentiating)
-                the residual of the linear solve is above 1e-6 of b (1e-3 below float64), as for a
+                the relative residual of the solve is above 1e-6 (1e-3 below float64), as for a
                 singular A. Under jit and vmap the result is NaN instead of these two errors.
 
         Example:

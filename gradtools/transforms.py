@@ -100,7 +100,7 @@ class Transforms(Operators):
 
         Args:
             f: A function of pytrees of arrays.
-            options: The framework's own, for example ``fullgraph=True`` or ``static_argnums=0``.
+            options: The framework's options, such as ``fullgraph=True`` or ``static_argnums=0``.
 
         Returns:
             A function with the same value and derivatives.

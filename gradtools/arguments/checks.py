@@ -227,7 +227,7 @@ def matching(
 def check_names(
     what: str, given: Any, names: Collection[str], pairs: str = "path to array"
 ) -> None:
-    """Raises unless `given` is a dictionary with the given names."""
+    """Raises unless `given` is a dictionary whose keys are these names."""
     if not isinstance(given, Mapping):
         raise GradtoolsError(
             f"apply: {what} must be a dictionary from {pairs}, as make_functional returned it; got "

@@ -14,7 +14,7 @@ from gradtools.errors import GradtoolsError
 
 
 def _signature(fun: Any) -> inspect.Signature | None:
-    """Returns the signature; None for builtins and ufuncs, which take no keywords."""
+    """Returns the signature; None for builtins and ufuncs, whose arguments are positional."""
     if isinstance(inspect.unwrap(fun), np.ufunc):
         return None
     try:

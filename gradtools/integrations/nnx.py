@@ -73,7 +73,7 @@ class Transformed(nnx.Module):
 def make_functional(
     module: nnx.Module, variables: Any, train: bool | None, rng_names: tuple[str, ...]
 ) -> tuple:
-    """Returns ``(apply, params, state)``; ignores `rng_names`: a module names its streams."""
+    """Returns ``(apply, params, state)``; `rng_names` is ignored: modules name streams."""
     if variables is not None:
         raise GradtoolsError(
             "make_functional: a flax.nnx module holds its own arrays; leave variables=None."

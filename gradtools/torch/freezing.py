@@ -7,7 +7,7 @@
                 <u, g> along z           one double backward, recomputed; its graph of G is also
                                          used by the pullback of y, which runs next
 
-Only autograd's engine, while it runs, knows whether the part along z is needed. Third derivatives,
+Whether the part along z is needed is known only while autograd's engine runs. Third derivatives,
 and all derivatives inside of torch.func, use double backward of G, recomputed as in
 `recomputation.py`. G's parameters are constants: their node raises if it is differentiated.
 """
@@ -131,7 +131,7 @@ class _Pullback(Pull):
 
     of: _Use
     pulls = _Second
-    leaves: Sequence[Tensor] = ()  # the arguments of the use, if derivatives may be omitted
+    leaves: Sequence[Tensor] = ()  # the use's arguments, if some derivatives may be omitted
 
     def pulled(self, xs: Sequence[Tensor]) -> Pulled:
         if torch.is_grad_enabled() or self.rows or not self.of.retained:
@@ -276,7 +276,7 @@ class _Constants(torch.autograd.Function):
     """Returns G's constants, or one scalar for all of them; their derivative raises an error.
 
     Args:
-        one: Whether it returns the scalar.
+        one: Whether to return the scalar.
     """
 
     recorded_as = "frozen"

@@ -42,14 +42,14 @@ def jvps(
     state, mode, rows = RunState.now(held), OneTangent(), list[Any]()
     points = [x.detach() for x in leaves]
     try:
-        with unpacked() as hooks, torch.enable_grad():  # G sees grad mode on, but records no graph
-            if has_checkpoint(hooks):  # a checkpoint would rerun all of this
+        with unpacked() as hooks, torch.enable_grad():  # grad mode is on, but no graph is recorded
+            if has_checkpoint(hooks):  # a checkpoint would rerun all evaluations
                 raise NoForwardMode
             for k, tangents in enumerate(many):
                 if k:
                     state.restore()
                 rows.append(pushed(fun, points, [t.detach() for t in tangents], mode))
-    except NoForwardMode:  # its level is in use, or G uses autograd's engine
+    except NoForwardMode:  # the level is in use, or G uses autograd's engine
         state.restore()
         return _by_engine(fun, leaves, many)
     except NotImplementedError as error:

@@ -272,7 +272,7 @@ class Copy:
 
 
 def _may_refer(fields: dict[str, Any]) -> list[str]:
-    """Returns a module's attributes that may refer to other objects; most are plain values."""
+    """Returns the attributes of a module that may refer to other objects, without plain values."""
     result = []
     for name, x in fields.items():
         kind = type(x)
@@ -283,7 +283,7 @@ def _may_refer(fields: dict[str, Any]) -> list[str]:
 
 
 class _Links:
-    """Replaces the tensors and modules of a tree in a value by the copy's.
+    """Replaces the tensors and modules of a tree in a value by those of the copy.
 
     Args:
         own: Maps an object's id to its replacement.

@@ -114,7 +114,7 @@ class Signature:
         return point, outs
 
     def _shared(self, xs: tuple[Tensor, ...], result: Any) -> Any:
-        """Returns the application shared by calls whose fwd saved the same, its output and extras.
+        """Returns the application for calls with the same saved positions, its output and extras.
 
         Returns None unless fwd returned a tensor and saved a tensor or a tuple of tensors.
         """

@@ -237,13 +237,13 @@ def transposed(
     under any transform. With gradients on, the result is differentiable in `at` and `values`. None
     means zero, or a vector of integers, whose aval is None.
 
-    known: A list that caches the vectors of ones at which the map is traced, for later calls. Given
-        only if no tensor in `at` has a tangent.
+    known: A list that caches the vectors of ones at which the map is traced, for later calls. It is
+        given only if no tensor in `at` has a tangent.
     """
     mask = [like is not None for like in likes]
     if not any(mask):
         return [None] * len(likes)
-    if upstream.saved_tensors_hooks_on(False) is not None:  # they must not see this graph
+    if upstream.saved_tensors_hooks_on(False) is not None:  # they must not pack this graph
         with unpacked():
             return transposed(rule, linear, at, likes, values, known)
     eager, graphs = in_eager(), torch.is_grad_enabled()

@@ -72,7 +72,7 @@ class Accumulation(Operators):
     def accumulate_gradients(self, target: Any, grads: Any) -> Any:
         """Adds gradients into a buffer.
 
-        PyTorch: target holds the parameters. Gradients are added to each `.grad` as by
+        PyTorch: target contains the parameters. Gradients are added to each `.grad` as by
         `backward()`: in place if possible; a `.grad` that is None is created. Calls from many
         threads are serialized by one lock, which does not guard against a simultaneous `backward()`
         or optimizer step. Gradients are copied and detached; hooks do not run, and
@@ -233,7 +233,7 @@ class GradientAccumulator:
         ranks r. A rank without examples adds zeros with weight 0.
 
         Args:
-            group: PyTorch: a process group (`torch.distributed.group.WORLD` holds all processes) or
+            group: PyTorch: a process group (`torch.distributed.group.WORLD` for all processes) or
                 a DeviceMesh. Each of its processes must make this call. A DTensor, which FSDP2
                 stores in `.grad`, is one gradient of all processes of its mesh: add it with the
                 same weight on each process.

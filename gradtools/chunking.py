@@ -209,8 +209,8 @@ class Chunking(Operators):
                 number of tokens), split with the batch, or a function of a chunk's arguments that
                 returns the chunk's weight (it gets the keyword arguments for which it has
                 parameters). A chunk of weight 0 adds nothing, even if its mean is 0/0.
-            has_aux: Whether f returns `(loss, aux)`. aux holds arrays of numbers, such as metrics,
-                which are reduced like the loss.
+            has_aux: Whether f returns `(loss, aux)`. aux consists of arrays of numbers, such as
+                metrics, which are reduced like the loss.
             key_argnums: The positions of random keys; chunk i gets the key folded with i.
             carry_argnums: The positions of state that is passed from chunk to chunk, such as batch
                 statistics; f then returns `(loss, new_carry)` (or `((loss, aux), new_carry)`),

@@ -405,7 +405,7 @@ class CustomRule:
 
 
 def _functions_in(statics: Sequence[Any]) -> list[Any]:
-    """Returns the static arguments that may hold arrays."""
+    """Returns the static arguments that may contain arrays."""
     return [x for x in statics if not isinstance(x, bool | int | float | complex | str | type)]
 
 

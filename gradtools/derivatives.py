@@ -115,8 +115,8 @@ class Derivatives(Operators):
             f: Takes pytrees of arrays and returns one real array of shape ().
             argnums: The positional arguments to differentiate with respect to, an integer or a
                 tuple. An argument may be a whole module: a `torch.nn.Module` gives a dict of
-                gradients by parameter name; an equinox or flax.nnx module gives the result of its
-                library's own grad.
+                gradients by parameter name; an equinox or flax.nnx module gives the result of that
+                library's grad.
             has_aux: Whether f returns `(output, aux)`; aux may be any object.
             disconnected_inputs: The action if an argument does not reach the output: "raise",
                 "warn", "zeros", or "strict", which raises for any single leaf.

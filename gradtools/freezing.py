@@ -84,8 +84,8 @@ class Freezing(Operators):
                 `chunked`, up to the rounding of other kernels.
 
         Returns:
-            A function of G's arguments. A module gives a module, as in `chunked`, with G's tensors
-            in its state_dict; its call treats them as constants.
+            A function of G's arguments. For a module it is a module, as in `chunked`, with G's
+            tensors in its state_dict; its call treats them as constants.
 
         Raises:
             GradtoolsError: (When differentiated) PyTorch: a derivative with respect to a parameter

@@ -56,10 +56,10 @@ class HostFunctions(Operators):
     ) -> Any:
         """Embeds a kernel on NumPy arrays (NumPy, SciPy, ctypes, C++) in the framework's program.
 
-        It runs in eager and compiled code, under vmap and in loops. It takes rules like a
-        `custom_rule`; the rules may call the function itself and other host functions with rules.
-        If bwd is a host function with a bwd, double backward works, and also forward mode and
-        forward over reverse, because a Hessian is symmetric.
+        It runs in eager and compiled code, under vmap and in loops. Rules are set as for a
+        `custom_rule`; they may call the function itself and other host functions with rules. If bwd
+        is a host function with a bwd, double backward works, and also forward mode and forward over
+        reverse, because a Hessian is symmetric.
 
         Args:
             kernel: Gets read-only NumPy arrays (bfloat16 as float32) and returns NumPy arrays.

@@ -41,8 +41,8 @@ class Implicit(Operators):
     ) -> Callable[..., Any]:
         """Returns z with F(z, theta, *args) = 0 as a differentiable function of theta and args.
 
-        The implicit function theorem gives the derivatives: one linear solve for a pullback
-        or a tangent, in both modes and at every order. How `solve` finds z does not matter.
+        The implicit function theorem gives the derivatives: each pullback or tangent takes one
+        linear solve, in both modes and at every order. How `solve` finds z does not matter.
 
         Args:
             F: The equation: takes z, theta and args, and returns a pytree like z. A fixed point of

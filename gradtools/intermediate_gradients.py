@@ -52,7 +52,7 @@ class RetainedGradients(Operators):
             x, unchanged.
 
         Raises:
-            GradtoolsError: name is not a string, or x holds no floating or complex array.
+            GradtoolsError: name is not a string, or x contains no floating or complex array.
 
         Example:
             >>> f = lambda x: gt.retain_gradient(x ** 2, "square") ** 3

@@ -381,7 +381,7 @@ def evaluating_again(
 ) -> Linearized:
     """Returns maps that save the inputs and reevaluate the rule, for opaque residuals.
 
-    Opaque residuals are constants in a derivative, and may hold arrays of a transform that has
+    Opaque residuals are constants in a derivative, and may contain arrays of a transform that has
     ended.
     """
 

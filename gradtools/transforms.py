@@ -35,8 +35,8 @@ class Transforms(Operators):
             The mapped function.
 
         Raises:
-            GradtoolsError: f is not a function. For wrong axes and sizes the framework raises its
-                own error.
+            GradtoolsError: f is not a function. The framework raises its own errors for wrong axes
+                and sizes.
 
         Example:
             >>> rows = gt.asarray(np.ones((2, 3), np.float32))

@@ -82,7 +82,7 @@ class Partition:
 
     @property
     def is_symbolic(self) -> bool:
-        """Whether the size is symbolic."""
+        """Whether the batch size is symbolic."""
         return not hasattr(self.size, "__index__")
 
     def with_chunks_of(self, chunk_size: int) -> Partition:

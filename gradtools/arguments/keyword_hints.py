@@ -1,6 +1,6 @@
 """Keyword arguments of other libraries, and their replacements.
 
-This is the table of docs/coming-from.md for keywords: errors name gradtools' own keyword.
+This is the table of docs/coming-from.md for keywords; errors suggest gradtools' keyword.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 Other files import them from here (`tests/house/test_upstream.py` checks their source).
 `tests/torch/test_upstream.py` tests names whose change no operator's test would reveal. All of them
 exist in PyTorch 2.8 to 2.15. The modules of the same name in `gradtools.seeing.torch` and
-`gradtools.bridge` hold names that only recorders and the bridge need.
+`gradtools.bridge` list names that only recorders and the bridge need.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def enter_forward_level() -> int | None:
 
 
 def leave_forward_level(level: int) -> None:
-    """Exits the level; three times as fast as PyTorch's own function."""
+    """Exits the level three times as fast as PyTorch's own function."""
     _c._exit_dual_level(level=level)
     forward_ad._current_level = level - 1
 

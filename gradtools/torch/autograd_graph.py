@@ -51,8 +51,8 @@ _UNSPENT = [False]
 def is_spent(x: Tensor) -> bool:
     """Returns whether x is the alias of an argument in a finished derivative.
 
-    Such a leaf is a constant: it is no longer differentiated. Its attribute `SPENT` holds a list
-    with one flag, which all aliases of a derivative share.
+    Such a leaf is a constant: it is no longer differentiated. Its attribute `SPENT` is a list with
+    one flag, which all aliases of a derivative share.
     """
     return bool(getattr(x, SPENT, _UNSPENT)[0])
 

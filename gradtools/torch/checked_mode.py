@@ -1,6 +1,6 @@
 """PyTorch's half of `gradtools.testing.checked`: reruns f with the stopped values held fixed.
 
-A `TorchFunctionMode` sees the operations of f. Values that f stops (by `detach`, `.data` or a
+A `TorchFunctionMode` intercepts the operations of f. Values that f stops (by `detach`, `.data` or a
 `no_grad` block) are recorded in the first run and restored in later runs. Values inside of an
 autograd.Function are not held fixed: no call that the mode intercepts disables gradients there.
 """

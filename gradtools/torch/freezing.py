@@ -160,7 +160,7 @@ class _Use(Program):
         kernels: The context in which later passes run.
         changes: The version counters of the parameters; None if G changes them.
         edit: The name of an edit without forward mode in G; empty if there is none.
-        hooked: Whether G sets hooks on gradients, which forward mode does not see.
+        hooked: Whether G sets hooks on gradients, which do not run in forward mode.
     """
 
     edit, hooked, gates, kernels = "", False, 0, _NOTHING

@@ -81,7 +81,7 @@ class _Pushed(Program):
         # Exclude tensors that the function created, such as aliases of a derivative that it took.
         made = lambda x: x.grad_fn is not None and upstream.sequence_of(x.grad_fn) >= self.outside
         alive = [x for ref in mode.read.values() if (x := ref()) is not None]
-        # Modes do not see the arguments of `Function.apply`; the recorded graph contains them.
+        # The arguments of `Function.apply` bypass modes; the recorded graph contains them.
         seen = {id(x): x for x in (*alive, *leaves_of(known))}.values()
         read = [x for x in seen if not (id(x) in own or is_spent(x) or made(x))]
         if not (read or any(x.requires_grad for x in xs)):

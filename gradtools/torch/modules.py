@@ -4,7 +4,7 @@
 between threads. This module swaps nothing: each call builds a structural copy (`Copy`), whose
 submodules have their own dictionaries with the given parameters and clones of the given buffers.
 Everything else is shared, including hooks. References of the tree to itself (tied tensors, shared
-submodules, bound methods, lists of weights, plain objects that hold a submodule) are replaced by
+submodules, bound methods, lists of weights, plain objects that contain a submodule) are replaced by
 references to the copy. If closures and other objects still read the module's own tensors,
 operations of the call read the given tensors instead. ``make_functional`` makes such a copy once,
 and each call copies that copy.
@@ -320,7 +320,7 @@ class _Links:
 
 
 def _attributes_of(x: Any) -> dict[str, Any] | None:
-    """Returns the attributes of a user's plain object, which may hold modules or tensors."""
+    """Returns the attributes of a user's plain object, which may contain modules or tensors."""
     kind: Any = type(x)
     if kind.__new__ is not object.__new__ or isinstance(x, nn.Module):
         return None

@@ -107,7 +107,7 @@ def _list_of(count: int) -> TreeDef:
 
 
 def _may_hold_tensors(x: Any) -> bool:
-    """Returns whether a leaf is a container that may hold tensors; dynamo can trace it."""
+    """Returns whether a leaf is a container that may contain tensors; dynamo can trace it."""
     if isinstance(x, Mapping):
         parts = list(x.values())
     else:

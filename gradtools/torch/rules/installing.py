@@ -38,7 +38,7 @@ def apply_rule(rule: Rule, *xs: Tensor) -> list[Tensor]:
 
 
 def apply_rule_by_key(key: str, *xs: Tensor) -> list[Tensor]:
-    """Applies a rule in compiled code, which holds the rule's key as a constant."""
+    """Applies a rule in compiled code, which embeds the rule's key as a constant."""
     if not is_compiling():
         return apply_rule(by_key(key), *xs)
     # Dynamo does not reveal which inputs are differentiated, so all count as differentiated.

@@ -191,7 +191,7 @@ class Signature:
         y, dy = result
         if y.requires_grad:
             raise closed_over_error(self.rule.name)
-        # Detached because the graph may hold y itself, which would be a reference cycle.
+        # Detached because the graph may refer to y itself, which would be a reference cycle.
         return attach((point, (y.detach(),)), *args, dy)[0]
 
     def _recording(self, xs: tuple[Tensor, ...]) -> Application | None:

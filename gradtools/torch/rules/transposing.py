@@ -304,7 +304,7 @@ map is traced, or None if no other tensor requires grad."""
 class _Ongoing(threading.local):
     """The maps that this thread is transposing, innermost last.
 
-    Each entry holds the `origin` of the map's rule, and the map's vectors.
+    Each entry consists of the `origin` of the map's rule and the map's vectors.
     """
 
     def __init__(self) -> None:

@@ -372,7 +372,7 @@ class Compiler:
         return fun
 
     def refuse(self, reason: str) -> None:
-        """Breaks the compiled graph at this point, for this reason."""
+        """Breaks the compiled graph here, for the given reason."""
 
     def uncompiled(self, fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Calls `fun(*args, **kwargs)` in Python, outside of the compiled graph."""

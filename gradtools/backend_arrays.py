@@ -145,7 +145,7 @@ class Arrays(ABC):
         return tuple(x.shape), x.dtype
 
     def zeros(self, aval: Any, device_of: Array) -> Array:
-        """Returns zeros with this abstract value, on the device of another array."""
+        """Returns zeros with the given abstract value, on the device of another array."""
         return self.xp.zeros(aval[0], dtype=aval[1])
 
     def ones_like(self, x: Array) -> Array:

@@ -56,7 +56,7 @@ def user_facing_methods(cls: C) -> C:
 
 
 def like_function(prefix: str, f: Any, call: Any, suffix: str = "", doc: str = "") -> Any:
-    """Gives `call` f's name (with a prefix), signature and docstring; picklable if f is.
+    """Gives `call` f's name (with a prefix), signature and docstring; it is picklable if f is.
 
     doc: The first line of the docstring, in which {} is replaced by f's name.
     """

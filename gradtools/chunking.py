@@ -109,7 +109,7 @@ class Chunking(Operators):
         Returns:
             A function of f's arguments. A module gives a module: in PyTorch, a `torch.nn.Module`
             that shares f's parameters, buffers, state_dict and attributes under the same names; for
-            an `equinox` or `flax.nnx` module, a module whose attribute `module` is f.
+            an `equinox` or `flax.nnx` module, a module with f as its attribute `module`.
 
         Raises:
             GradtoolsError: chunk_size is below 1. When called: a list is empty, axes differ in

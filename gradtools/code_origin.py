@@ -62,7 +62,7 @@ def kind_of(file: str) -> int:
 
 
 def is_in(packages: Iterable[str], file: str) -> bool:
-    """Returns whether a file belongs to any of these packages, as installed."""
+    """Returns whether a file belongs to any of the given packages, as installed."""
     modules = (sys.modules.get(name) for name in packages)
     files = (getattr(module, "__file__", None) for module in modules)
     return any(file.startswith(os.path.dirname(f) + os.sep) for f in files if f)
@@ -79,7 +79,7 @@ def whose(x: CodeType | ModuleType | type) -> int:
 
 
 def is_ours(file: str, folder: str = "") -> bool:
-    """Returns whether a file belongs to gradtools, or to this folder of it."""
+    """Returns whether a file belongs to gradtools, or to a given folder of it."""
     return file.startswith(os.path.join(_HERE, folder))
 
 

@@ -332,7 +332,7 @@ class _KernelMaps:
         return operands[:n], operands[n : n + k], operands[n + k :]
 
     def moved(self, xs: Entries) -> list[Any]:
-        """Returns the entries for differentiated inputs."""
+        """Returns the entries that belong to differentiated inputs."""
         return [x for x, m in zip(xs, self.moving, strict=True) if m]
 
     # --- pull: cotangents of y to cotangents of x

@@ -135,7 +135,7 @@ class _Solution:
         self.inverse.defjvp(self._inverse_jvp)
 
     def at(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the solution at these arguments."""
+        """Returns the solution at the given arguments."""
         form, x, captured, aux = self.backend.apart(self._solved, args, kwargs)
         p = (captured, args, kwargs)
         z = self._tree(form, self.root(form, x, p))

@@ -261,7 +261,7 @@ def second_order_mode(call: Call, mode: str) -> tuple[str, Fun]:
 def gradient_at(
     call: Call, fun: Fun, leaves: Sequence[Array], likes: Sequence[Array]
 ) -> tuple[list[Array], list[Array]]:
-    """Computes the gradient of the number that fun computes at these leaves.
+    """Computes the gradient of the number that fun computes at the given leaves.
 
     Also returns fun's extras. likes: Arrays with the leaves' shapes and dtypes.
     """

@@ -56,7 +56,7 @@ class Linearized:
 
     Attributes:
         ys: The outputs.
-        extras: Further results that the maps read.
+        extras: Further results of the forward pass that the maps read.
         saves: The residuals, as positions in `[*xs, *ys, *extras]`.
         tangent: `tangent(saved, dxs)`, or None.
         cotangent: `cotangent(saved, cts)`, or None.

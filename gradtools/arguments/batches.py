@@ -41,7 +41,7 @@ Place = tuple[FlatArgument, Leaf | None]  # a split leaf, or None for a list of 
 class Batch:
     """Arguments with the axis on which each leaf is split; None if the leaf is shared.
 
-    With `lists`, a split argument that is a list is a list of examples. Scalars are shared unless
+    With `lists`, a list that is split counts as a list of examples. Scalars are shared unless
     the user named an axis for them.
     """
 

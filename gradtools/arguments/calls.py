@@ -108,7 +108,7 @@ class Call:
             self.backend.check_arrays(*self.args, *self.kwargs.values())
 
     def at_parameters_of(self, opened: Any) -> None:
-        """Differentiates with respect to the parameters that `opened` found in modules."""
+        """Sets the call to differentiate parameters that `opened` found in modules."""
         self.own, self.is_deferred = opened.own, opened.is_deferred
 
     @property

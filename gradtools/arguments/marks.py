@@ -101,7 +101,7 @@ class ChunkedCall:
         self._place = *here.place, here.next_index()
 
     def at(self, number: int) -> Any:
-        """Context for the evaluation of f at this chunk."""
+        """Returns a context for the evaluation of f at the chunk."""
         if self._tape is here.tape is None:
             return _NOTHING
         return here.moved(self._tape, (*self._place, number))

@@ -92,13 +92,13 @@ def split_key(key: torch.Tensor, n: int = 2) -> torch.Tensor:
 
 
 def fold_in(key: torch.Tensor, index: int) -> torch.Tensor:
-    """Returns the key that `split_key` would return at this index."""
+    """Returns the key that `split_key` would return at the given index."""
     check_key("chunked", key)
     return _children(key, torch.tensor(index, dtype=torch.int64, device=key.device))
 
 
 def _children(key: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Returns the child keys at these indices; the last axis has length two."""
+    """Returns the child keys at the given indices; the last axis has length two."""
     first = _mix(key[0] + (index + 1) * GOLDEN)
     return torch.stack([first, _mix(_mix(key[1] + first * ODD) + index)], dim=-1)
 

@@ -28,7 +28,7 @@ def node_of(y: Tensor) -> Any:
 
 
 def nodes_behind(nodes: Iterable[Any], ends: Collection[Any] = ()) -> list[Any]:
-    """Returns these nodes and their ancestors, except ancestors reachable only through `ends`."""
+    """Returns the nodes and their ancestors, except ancestors reachable only through `ends`."""
     found, seen, todo = list[Any](), {None}, [*nodes]
     while todo:
         node = todo.pop()

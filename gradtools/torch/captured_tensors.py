@@ -117,7 +117,7 @@ class Replaced(TorchFunctionMode):
 
 
 def reading(pairs: Sequence[tuple[Tensor, Tensor]]) -> AbstractContextManager[Any]:
-    """Context in which the second tensor of each pair is read in place of the first."""
+    """Returns a context in which the second tensor of each pair replaces the first."""
     if not pairs or torch.compiler.is_compiling():
         return nullcontext()
     originals, others = zip(*pairs, strict=True)

@@ -77,7 +77,7 @@ _AS_WRITTEN = _AsWritten()
 
 
 def as_written() -> AbstractContextManager[None]:
-    """Context in which all threads run functions compiled by `torch.compile` eagerly.
+    """Returns a context in which all threads run compiled functions eagerly.
 
     Compiled code silently drops tangents, and modes do not intercept its operations.
     """

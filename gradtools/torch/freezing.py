@@ -229,7 +229,7 @@ class _Use(Program):
         super()._compare(primals, exact and self.kernels is _NOTHING)
 
     def by(self, kernels: Any) -> _Use:
-        """Returns a copy that is recomputed with these kernels."""
+        """Returns a copy that is recomputed with the given kernels."""
         return self._copy(kernels=kernels)  # type: ignore[return-value]
 
     # --- its derivatives
@@ -266,7 +266,7 @@ def _dual(z: Tensor, u: Tensor | None) -> Tensor:
 
 
 def _constant(caller: str, held: Held) -> Replaced:
-    """Context in which differentiating with respect to a parameter raises an error."""
+    """Returns a context in which differentiating with respect to a parameter raises an error."""
     with upstream.temporarily_clear_interpreter_stack():
         xs = [x for x in held.parameters if x.requires_grad and not is_dual(x)]
         return Replaced(xs, _Constants.apply(caller, False, *xs) if xs else ())

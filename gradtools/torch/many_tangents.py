@@ -116,7 +116,7 @@ def restarting(fun: Fun, leaves: Sequence[Tensor], count: int) -> Callable[[], N
 
 
 def _held(fun: Fun, leaves: Sequence[Tensor]) -> Held:
-    """Returns the state of the modules and tensors that a function, or its user function, holds."""
+    """Returns the state of the modules and tensors in a function or its user function."""
     f = getattr(fun, "f", fun)
     given = [f, getattr(f, "f", None), *getattr(f, "opened_modules", ())]
     given += [*getattr(fun, "args", ()), getattr(fun, "kwargs", {})]

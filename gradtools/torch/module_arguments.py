@@ -166,7 +166,7 @@ class Opened:
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
-        """Context in which calls are excluded from the graph of results."""
+        """Context manager that excludes calls from the graph of results."""
         graph, self._graph = self._graph, None
         try:
             yield

@@ -213,7 +213,7 @@ class Copy:
         tree: The module.
         params: The copy's parameters; missing parameters are shared.
         buffers: The copy's buffers.
-        references: For each module, the attributes that refer to the tree, if known.
+        references: For each module, the attributes that refer to the tree; None if unknown.
 
     Attributes:
         root: The copy.
@@ -398,7 +398,7 @@ def _check_tensors(what: str, given: Any, shapes: Shapes) -> None:
 
 @contextmanager
 def _seeded(key: Any, tensors: Any) -> Iterator[None]:
-    """Context that seeds the global generators of the tensors' devices and the CPU.
+    """Context manager that seeds the global generators of the tensors' devices and the CPU.
 
     It restores the generators on exit; ``torch.manual_seed`` would also seed other devices.
     """

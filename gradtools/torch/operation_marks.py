@@ -90,7 +90,7 @@ checking = partial(_Flagged, "checked", True)
 
 
 def marked(caller: str) -> _Flagged:
-    """Context that marks operations as internal to `caller`, unless an outer mark is set.
+    """Returns a context that marks operations as internal to `caller` unless they are marked.
 
     An empty `caller` marks them as the user's operations.
     """

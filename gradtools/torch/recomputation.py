@@ -274,7 +274,7 @@ class Program:
         return other
 
     def inlined(self) -> Program:
-        """Returns a copy that takes the sources as arguments."""
+        """Returns a copy of the program that takes the sources as arguments."""
         own = self.sources
         return self._copy(captured=own + self.captured, sources=[], versions=[], inline=len(own))
 

@@ -244,7 +244,7 @@ def static_treedef(treedef: TreeDef) -> Any:
 
 
 def unflatten_static(structure: Any, leaves: Sequence[Any]) -> Any:
-    """Builds the tree of a TreeDef or a static structure from these leaves."""
+    """Builds the tree of a TreeDef or a static structure from the given leaves."""
     if isinstance(structure, TreeDef | OpenedTree):
         return unflatten(structure, leaves)
     return _unflattened_static(structure, list(leaves))

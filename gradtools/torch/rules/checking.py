@@ -33,7 +33,7 @@ Tensor = torch.Tensor
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Context that hides the evaluations of a check from modes, transforms, graphs and hooks."""
+    """Context manager that hides a check's evaluations from modes, transforms, graphs and hooks."""
     outside = upstream.temporarily_clear_interpreter_stack()
     with upstream.disable_current_modes(), outside, torch.no_grad(), unpacked():
         yield

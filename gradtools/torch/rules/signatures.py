@@ -145,7 +145,7 @@ class Signature:
         return point, outs
 
     def _share(self, point: Application, count: int | None) -> None:
-        """Gives a shared application the cotangent map and backward pass of bwd only.
+        """Gives a shared application a cotangent map and a backward pass that call only bwd.
 
         count: The number of residuals, or None if bwd gets one tensor without a tuple.
         """

@@ -315,7 +315,7 @@ ongoing = _Ongoing()
 
 
 def applied_to(vectors: Vectors, rule: Rule, run: Callable[..., Any], *args: Any) -> Any:
-    """Runs a map of the rule at these vectors during its transposition."""
+    """Runs a map of the rule at the given vectors during its transposition."""
     ongoing.maps.append((rule.origin, vectors))
     try:
         return run(*args)

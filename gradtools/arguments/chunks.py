@@ -86,7 +86,7 @@ class Partition:
         return not hasattr(self.size, "__index__")
 
     def with_chunks_of(self, chunk_size: int) -> Partition:
-        """Returns the batch in chunks of at most this size (smaller if it is symbolic)."""
+        """Returns the batch in chunks of at most this size (less for a symbolic batch)."""
         most = max(self.chunk_size - 1, 1) if self.is_symbolic else self.size
         return Partition(self.size, min(chunk_size, most))
 

@@ -42,10 +42,10 @@ def __dir__() -> list[str]:
     return [*__all__, "__version__", "bridge", "jax", "testing", "torch"]
 
 
-if not _typing.TYPE_CHECKING:  # type checkers accept any name if they see a __getattr__
+if not _typing.TYPE_CHECKING:  # type checkers accept any name if a module defines __getattr__
 
     def __getattr__(name: str) -> object:
-        """Raises an error that tells where the operators are."""
+        """Raises an error that explains where to find the operators."""
         raise AttributeError(
             f"module 'gradtools' has no attribute {name!r}. The operators belong to a backend: "
             "import gradtools.torch as gt, or import gradtools.jax as gt."

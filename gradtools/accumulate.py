@@ -1,6 +1,6 @@
 """Accumulates gradients in the parameters' buffers or in a `GradientAccumulator`.
 
-`grad` writes nothing, so many threads may use it on shared parameters. The functions here write:
+`grad` writes nothing, so many threads may use it on shared parameters. These functions do:
 
     accumulate_gradients   buffer += g                    assign_gradients   buffer = g
     GradientAccumulator    sum_i w_i g_i    and    (sum_i w_i g_i) / (sum_i w_i)
@@ -11,7 +11,7 @@ run over the ranks, so that the mean over all tokens is exact, however they are 
 The buffer is `.grad` in PyTorch and a pytree in JAX, written by the backends' `accumulate.py`.
 Compensated sums keep the rounding error of each addition, by Knuth's exact two-term sum (The Art of
 Computer Programming, vol. 2, 4.2.2), and add the error to the sum once it is large enough, by
-Dekker's (Numerische Mathematik 18, 1971).
+Dekker's sum (Numerische Mathematik 18, 1971).
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class Accumulation(Operators):
 
         Args:
             dtype: The precision of the sums and of the results, such as "float64"; complex leaves
-                use the complex dtype of that precision. If None, the gradients' own dtype; 16-bit
-                gradients are added in float32 and rounded when the sum or mean is read.
+                use the complex dtype of that precision. If None, the gradients' own dtype is used;
+                16-bit gradients are added in float32 and rounded when the sum or mean is read.
             compensated: Whether to keep the rounding errors of the additions in a second buffer
                 (Kahan summation). The result is about as accurate as a sum in twice the precision,
-                for nine more additions per entry.
+                at the cost of nine more additions per entry.
 
         Returns:
             An empty `GradientAccumulator`.
@@ -72,10 +72,10 @@ class Accumulation(Operators):
     def accumulate_gradients(self, target: Any, grads: Any) -> Any:
         """Adds gradients into a buffer.
 
-        PyTorch: target holds the parameters. Gradients are added to each `.grad` as by
-        `backward()`: in place if possible; a `.grad` of None is created. Calls from many threads
-        are serialized by one lock, which does not guard against a simultaneous `backward()` or
-        optimizer step. Gradients are copied and detached; hooks do not run, and
+        PyTorch: target contains the parameters. Gradients are added to each `.grad` as by
+        `backward()`: in place if possible; a `.grad` that is None is created. Calls from many
+        threads are serialized by one lock, which does not guard against a simultaneous `backward()`
+        or optimizer step. Gradients are copied and detached; hooks do not run, and
         DistributedDataParallel does not reduce. If any entry does not fit, nothing is written.
 
         JAX: target is the buffer; the function writes nothing and returns the new buffer. It works
@@ -95,7 +95,7 @@ class Accumulation(Operators):
 
         Raises:
             GradtoolsError: A structure, shape, dtype or device does not match; the message names
-                the leaf path. In PyTorch also if a target is not a leaf or does not require grad.
+                the leaf path. In PyTorch, a target is not a leaf or does not require grad.
 
         Example:
             >>> def f(x1, x2): return x1**2 + 5 * x2
@@ -117,7 +117,7 @@ class Accumulation(Operators):
         """Sets a buffer to gradients.
 
         Like `accumulate_gradients`, but replaces the old value by the gradient. Entries that are
-        missing in `grads`, or None, keep their old value. In PyTorch a shared parameter accepts
+        missing in `grads` or are None keep their old value. In PyTorch a shared parameter accepts
         only one gradient, and `.grad` is the given tensor itself, without its graph: an optimizer
         or gradient clipping that changes `.grad` in place also changes this tensor.
 
@@ -171,7 +171,7 @@ class GradientAccumulator:
     detached numbers in its own memory and returns copies. It is an ordinary Python object with
     state. In JAX, create it, add to it and read it either outside of every transformation or inside
     one traced function; in PyTorch, the same applies to `torch.func` transforms. Otherwise it would
-    leak a tracer, or add once in a compiled function that runs many times; an error is raised.
+    leak a tracer, or add once in a compiled function that runs many times, so an error is raised.
     """
 
     def __init__(self, backend: Any, dtype: Any = None, compensated: bool = False) -> None:
@@ -203,8 +203,8 @@ class GradientAccumulator:
                 they are NaN, like the gradient of a mean over no examples.
 
         Raises:
-            GradtoolsError: grads differs from earlier additions in structure, holds a non-gradient,
-            or belongs to another transformation; weight is not a real scalar.
+            GradtoolsError: grads differs from earlier additions in structure, contains a
+            non-gradient, or belongs to another transformation; weight is not a real scalar.
         """
         self._check_trace("add")
         term = self._term(grads, self._weight(weight))
@@ -233,7 +233,7 @@ class GradientAccumulator:
         ranks r. A rank without examples adds zeros with weight 0.
 
         Args:
-            group: PyTorch: a process group (`torch.distributed.group.WORLD` holds all processes) or
+            group: PyTorch: a process group (`torch.distributed.group.WORLD` for all processes) or
                 a DeviceMesh. Each of its processes must make this call. A DTensor, which FSDP2
                 stores in `.grad`, is one gradient of all processes of its mesh: add it with the
                 same weight on each process.
@@ -265,7 +265,7 @@ class GradientAccumulator:
         return self._result(treedef, self._over(sums, weight), dtypes)
 
     def _result(self, treedef: Any, values: Sequence[Any], dtypes: Sequence[str]) -> Any:
-        """Builds the tree of these values, cast to the result dtypes."""
+        """Casts the values to the dtypes of the results, and builds their tree."""
         pairs = zip(values, dtypes, strict=True)
         cast = [x if self._name(x) == name else self._backend.cast(x, name) for x, name in pairs]
         return self._backend.unflatten(treedef, cast)
@@ -449,7 +449,7 @@ class GradientAccumulator:
 
 
 def _precision(dtype: Any) -> str | None:
-    """Returns the name of a floating dtype: a name, or a NumPy, PyTorch or JAX dtype."""
+    """Returns the name of a floating dtype, given by name or as a NumPy, PyTorch or JAX dtype."""
     if dtype is None:
         return None
     name = getattr(dtype, "name", None) or getattr(dtype, "__name__", None) or str(dtype)

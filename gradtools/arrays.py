@@ -47,7 +47,7 @@ class ArraysAndKeys(Operators):
             The array.
 
         Raises:
-            GradtoolsError: The backend cannot hold the dtype: float64, int64 and complex128 in
+            GradtoolsError: The backend does not support the dtype: float64, int64 and complex128 in
                 JAX without x64, extended precision everywhere; or x is not one array of numbers.
 
         Example:
@@ -129,7 +129,7 @@ def is_plain(x: Any) -> bool:
 
 
 def as_numpy(x: Any, caller: str = "asarray") -> np.ndarray:
-    """Calls `numpy.asarray(x)`; raises if the result does not hold numbers."""
+    """Calls `numpy.asarray(x)`; raises if the result is not numeric."""
     try:
         array = np.asarray(x)
     except Exception as error:

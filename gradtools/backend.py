@@ -135,7 +135,7 @@ class Differentiation(Arrays):
     def jvps(
         self, fun: Fun, leaves: list[Array], many: Sequence[list[Array]]
     ) -> tuple[list[Array], list[Array], list[list[Array]]]:
-        """Computes `jvp` along many tangents, and the outputs of one evaluation. Keeps no graph.
+        """Computes `jvp` along many tangents, and the outputs of one evaluation. No graph is kept.
 
         Fused attention is replaced by plain operations; other operations without forward mode raise
         an error.
@@ -193,7 +193,7 @@ class Differentiation(Arrays):
         return self.jvp(lambda *a: (list(fun(*a)), []), list(xs), list(dxs))[2]
 
     def attempt(self, fun: Callable[..., list[Array]], *xs: Array) -> list[Array]:
-        """Calls `fun(*xs)`; raises now, not on use of the result, if it has no derivative."""
+        """Calls `fun(*xs)`; if it has no derivative, raises now, not when the result is used."""
         return fun(*xs)
 
     def stage(self, fun: Fun, leaves: list[Array]) -> Staged:
@@ -206,14 +206,14 @@ class Differentiation(Arrays):
     def outliving(
         self, call: Any, outs: Sequence[Array], out: Any = None
     ) -> tuple[Any, Sequence[Any]]:
-        """Returns a `Call` and outputs for a pullback to keep: avals replace traced arrays.
+        """Returns a `Call` and outputs that a pullback can keep, with avals for traced arrays.
 
         out: f's output, for the names of its leaves in a pullback.
         """
         return call, outs
 
     def linear_map(self, run: Callable[..., Any], native: Any) -> Callable[..., Any]:
-        """Returns `run(native, *args)` as a function of args; in JAX it is a pytree."""
+        """Returns `run(native, *args)` as a function of args, which is a pytree in JAX."""
         return Linear(run, native)
 
     def opened(
@@ -226,7 +226,7 @@ class Differentiation(Arrays):
     ) -> Any:
         """Rewrites the call of f as a function of pytrees of arrays, if an argument holds a module.
 
-        Returns None if no argument does. The returned object replaces f, and its `args` replace the
+        Returns None otherwise. The returned object replaces f, and its `args` replace the
         arguments. `effects()` returns the arrays that a call changes in the modules, and
         `settle(extras)` writes these arrays to the user's modules.
         """
@@ -239,10 +239,10 @@ class Differentiation(Arrays):
         return lambda results, select=None: results
 
     traces_marks = False
-    """Whether a mark is an operation of traces, even outside of `retained_gradients`."""
+    """Whether traces contain marks as operations, even outside of `retained_gradients`."""
 
     def marked(self, xs: list[Array], mark: Mark) -> list[Array]:
-        """Adds the arrays of the tape to the leaves of a value that `retain_gradient` marks."""
+        """Adds the mark's arrays to the leaves of a value that `retain_gradient` marks."""
         make = lambda: [-self.zeros_like(x) for x in xs]
         arrays = here.tape.arrays_of(mark, make)  # type: ignore[union-attr]
         return [x + d for x, d in zip(xs, arrays, strict=True)]
@@ -323,17 +323,17 @@ class Rules(Differentiation):
     """Linear solvers: `cg(matvec, b)` returns x with `matvec(x) = b`, for real vectors."""
 
     compiles_rules = False
-    """Whether a rule's maps are compiled once for it, so that varying numbers must be arguments."""
+    """Whether a rule's maps are compiled only once, so that varying numbers must be arguments."""
 
     def edited(
         self, rule: Rule, x: Any, cotangent: Map | None = None, value: Array | None = None
     ) -> Array | None:
-        """Applies an edit to one array, if the backend has a shorter way than `apply_rule`.
+        """Applies an edit to one array, if the backend has a faster way than `apply_rule`.
 
         It is not called in compiled code.
 
         Args:
-            rule: A rule with one input that all calls share.
+            rule: A rule with one input; all calls share this rule.
             x: The input; the result is None if x is not an array.
             cotangent: This call's cotangent map, in place of the rule's.
             value: The output, of x's shape and dtype, in place of x.
@@ -356,7 +356,7 @@ class Rules(Differentiation):
         examples: list[Array],
         values: list[Array],
     ) -> list[Array]:
-        """Applies the transpose of `vs -> linear(at, *vs)` at values; vs are like examples."""
+        """Transposes `vs -> linear(at, *vs)` for vs like `examples`; applies it to values."""
         return self.pull(lambda *vs: linear(at, *vs), examples, values)
 
 
@@ -372,7 +372,7 @@ class Compiler:
         return fun
 
     def refuse(self, reason: str) -> None:
-        """Breaks the compiled graph at this point, for this reason."""
+        """Breaks the compiled graph here, for the given reason."""
 
     def uncompiled(self, fun: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         """Calls `fun(*args, **kwargs)` in Python, outside of the compiled graph."""
@@ -413,7 +413,7 @@ class Programs(Rules):
     random_key, split_key = LazyMember("arrays"), LazyMember("arrays")
 
     def as_number(self, x: Any) -> Any:
-        """Converts a concrete x to a Python number; returns a traced x itself, otherwise None."""
+        """Returns a concrete x as a Python number, a traced x unchanged, and None otherwise."""
         return self.to_numpy(x).item() if self.is_array(x) and tuple(x.shape) == () else x
 
 
@@ -485,7 +485,7 @@ class FrameworkBackend(Backend):
     def as_number(self, x: Any) -> Any:
         if self.is_traced(x):
             x = self.stop_gradient(x)
-            narrow = x.dtype.itemsize < 4  # sums of small dtypes round or overflow
+            narrow = x.dtype.itemsize < 4  # sums in narrow dtypes round or overflow
             return None if tuple(x.shape) else self.cast(x, "float32") if narrow else x
         if getattr(x, "shape", None) == () and hasattr(x, "item"):
             return x.item()
@@ -517,7 +517,7 @@ def _operators_of(backend: str, path: str) -> Any:
 
 
 def backend_of(name: str) -> Any:
-    """Returns the backend of this name."""
+    """Returns the backend with the given name."""
     return _namespace(name)._api._backend
 
 

@@ -21,7 +21,7 @@ class Arrays(ABC):
     """Arrays and pytrees: abstract members, and defaults in terms of `xp`."""
 
     name: str  # "torch", "jax", or the module of another backend, which defines `_api`
-    package: str | None = None  # its submodules hold lazily imported members
+    package: str | None = None  # its submodules define lazily imported members
 
     def submodule(self, name: str, caller: str) -> Any:
         """Imports a submodule of the backend, on behalf of the operator `caller`."""
@@ -43,7 +43,7 @@ class Arrays(ABC):
     def leaf_paths(self, tree: Any) -> list[str]: ...
 
     def entries_of(self, treedef: Any, leaves: Sequence[Any]) -> list[tuple[list[Any], Any]]:
-        """Returns leaves and structure of each entry of a tuple, from those of the whole tuple."""
+        """Splits a tuple's leaves and structure into the leaves and structures of its entries."""
         return [self.flatten(x) for x in self.unflatten(treedef, list(leaves))]
 
     def flatten_like(self, treedef: Any, tree: Any) -> tuple[list[Any], Any]:
@@ -84,7 +84,7 @@ class Arrays(ABC):
         return False
 
     def check_arrays(self, *trees: Any) -> None:
-        """Raises if any of these arguments, which are not flattened, holds a foreign array."""
+        """Raises if any of these arguments, which are not flattened, contains a foreign array."""
         if foreign_class(self.name):
             for tree in trees:
                 if type(tree) is not self.array_type:
@@ -145,7 +145,7 @@ class Arrays(ABC):
         return tuple(x.shape), x.dtype
 
     def zeros(self, aval: Any, device_of: Array) -> Array:
-        """Returns zeros with this abstract value, on the device of another array."""
+        """Returns zeros with the given abstract value, on the device of another array."""
         return self.xp.zeros(aval[0], dtype=aval[1])
 
     def ones_like(self, x: Array) -> Array:

@@ -25,7 +25,7 @@ FULL = "GRADTOOLS_FULL_TRACEBACK"
 
 
 def user_facing(fun: F) -> F:
-    """Wraps a function so that its errors lose gradtools' own frames."""
+    """Wraps a function so that its errors show none of gradtools' frames."""
 
     @wraps(fun)
     def call(*args: Any, **kwargs: Any) -> Any:
@@ -56,7 +56,7 @@ def user_facing_methods(cls: C) -> C:
 
 
 def like_function(prefix: str, f: Any, call: Any, suffix: str = "", doc: str = "") -> Any:
-    """Gives `call` f's name (with a prefix), signature and docstring; picklable if f is.
+    """Gives `call` f's name (with a prefix), signature and docstring; it is picklable if f is.
 
     doc: The first line of the docstring, in which {} is replaced by f's name.
     """
@@ -147,7 +147,7 @@ def trimmed(error: Exception) -> Exception:
 def hidden_frames(error: BaseException) -> Iterator[tuple[BaseException, list[FrameType]]]:
     """Yields the frames to hide, for an error and each of its causes and contexts.
 
-    These are gradtools' own frames, and for a GradtoolsError the frames below the user's innermost
+    These are gradtools' own frames and, for a GradtoolsError, the frames below the user's innermost
     line. An unintended error of gradtools' own code keeps its frames.
     """
     seen: list[BaseException] = []

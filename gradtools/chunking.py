@@ -7,7 +7,7 @@ For L = g(f(x_1), ..., f(x_n)), the gradient with respect to f's parameters w is
 a sum over chunks, in which c_i depends only on the outputs of f. The first pass keeps the outputs
 but no graph; the backward pass recomputes the graph of one chunk at a time and pulls its c_i back
 (Gao et al., Scaling deep contrastive learning batch size under memory limited setup, 2021, for
-contrastive losses). If a forward pass costs F and a backward pass 2F, it costs 4F.
+contrastive losses). If a forward pass costs F and a backward pass 2F, the gradient costs 4F.
 
 This module reads the arguments, and `arguments/chunks.py` cuts them into chunks. The backends'
 `chunking.py` run and recompute the chunks; PyTorch's uses `recomputation.py`.
@@ -76,8 +76,8 @@ class Chunking(Operators):
         `torch.utils.checkpoint`; hooks and counters can call `is_recomputing`. Threads must not
         draw from the global generators, or update the buffers of one module, at the same time.
 
-        JAX: a scan over the chunks whose body is recomputed in the backward pass. It is the same
-        program over the same arrays, so `verify` has no effect. Results of `pure_callback` are
+        JAX: the chunks run in a scan whose body is recomputed in the backward pass. The
+        recomputation is the same program, so `verify` has no effect. Results of `pure_callback` are
         saved and not recomputed. A `grad` of a `grad` keeps every chunk's graph, as with
         `jax.checkpoint`, unless f is `checkpoint(f)`. Pass randomness as keys and changing state as
         carries; the state of flax.nnx modules is carried, not differentiated, and written back.
@@ -109,7 +109,7 @@ class Chunking(Operators):
         Returns:
             A function of f's arguments. A module gives a module: in PyTorch, a `torch.nn.Module`
             that shares f's parameters, buffers, state_dict and attributes under the same names; for
-            an `equinox` or `flax.nnx` module, a module that holds f as `module`.
+            an `equinox` or `flax.nnx` module, a module with f as its attribute `module`.
 
         Raises:
             GradtoolsError: chunk_size is below 1. When called: a list is empty, axes differ in
@@ -194,7 +194,7 @@ class Chunking(Operators):
 
             value = sum_c W_c f_c / sum_c W_c        grads = sum_c W_c df_c / sum_c W_c
 
-        which equals the full batch's, even if the last chunk is smaller or token counts differ.
+        which is that of the full batch, even if the last chunk is smaller or token counts differ.
         Unlike in `chunked`, each chunk's backward pass runs immediately: nothing is recomputed.
 
         Args:
@@ -209,8 +209,8 @@ class Chunking(Operators):
                 number of tokens), split with the batch, or a function of a chunk's arguments that
                 returns the chunk's weight (it gets the keyword arguments for which it has
                 parameters). A chunk of weight 0 adds nothing, even if its mean is 0/0.
-            has_aux: Whether f returns `(loss, aux)`. aux holds arrays of numbers, such as metrics,
-                which are reduced like the loss.
+            has_aux: Whether f returns `(loss, aux)`. aux consists of arrays of numbers, such as
+                metrics, which are reduced like the loss.
             key_argnums: The positions of random keys; chunk i gets the key folded with i.
             carry_argnums: The positions of state that is passed from chunk to chunk, such as batch
                 statistics; f then returns `(loss, new_carry)` (or `((loss, aux), new_carry)`),
@@ -218,8 +218,8 @@ class Chunking(Operators):
 
         Returns:
             A function of f's arguments that returns `(value, grads)` or `((value, aux), grads)`
-            like `value_and_grad`; with carries, a pair of this and the new carry. Narrower
-            gradients are summed in float32 and rounded once.
+            like `value_and_grad`; with carries, a pair of this and the new carry. Gradients of less
+            than 32 bits are summed in float32 and rounded once.
 
         Raises:
             GradtoolsError: As for `chunked` and `value_and_grad`; also if weights are given for a
@@ -256,8 +256,8 @@ class Chunking(Operators):
         It is always False in JAX, which has no hooks.
 
         Returns:
-            True inside f and the hooks of its modules while `chunked`, `checkpoint` or `frozen`
-            recomputes f.
+            It is True inside f and the hooks of its modules while `chunked`, `checkpoint` or
+            `frozen` recomputes f.
 
         Example:
             >>> gt.is_recomputing()
@@ -300,7 +300,7 @@ class _Microbatches:
         known: list[Any] = []  # the structure of aux, and the shapes of its leaves
 
         def weighted(w: Array, x: Array) -> Array:
-            """Returns w * x; zero where w is zero, even if a mean x of nothing is NaN."""
+            """Returns w * x; zero where w is zero, even if x, a mean of no examples, is NaN."""
             w = backend.real_scalar(w, x)
             if self.weights is None:
                 return w * x
@@ -374,7 +374,7 @@ class _Microbatches:
     def _metrics(self, aux: Any, known: list[Any]) -> Any:
         """Checks that f's aux consists of numeric arrays, which are reduced like the loss.
 
-        known: The structure and the shapes in an earlier chunk, if there was one.
+        known: The structure and the shapes in an earlier chunk, if there was an earlier chunk.
         """
         backend = self.backend
         leaves, treedef = backend.flatten_like(known[0], aux) if known else backend.flatten(aux)

@@ -62,7 +62,7 @@ def kind_of(file: str) -> int:
 
 
 def is_in(packages: Iterable[str], file: str) -> bool:
-    """Returns whether a file belongs to any of these packages, as installed."""
+    """Returns whether a file belongs to any of the given packages, as installed."""
     modules = (sys.modules.get(name) for name in packages)
     files = (getattr(module, "__file__", None) for module in modules)
     return any(file.startswith(os.path.dirname(f) + os.sep) for f in files if f)
@@ -79,7 +79,7 @@ def whose(x: CodeType | ModuleType | type) -> int:
 
 
 def is_ours(file: str, folder: str = "") -> bool:
-    """Returns whether a file belongs to gradtools, or to this folder of it."""
+    """Returns whether a file belongs to gradtools, or to a given folder of it."""
     return file.startswith(os.path.join(_HERE, folder))
 
 
@@ -89,7 +89,7 @@ Lines = Iterable[tuple[FrameType, int]]
 
 
 def lines_above(depth: int, end: Any = None) -> Iterator[tuple[FrameType, int]]:
-    """Yields the frames above `depth` frames of the stack with their lines, innermost first.
+    """Yields frames of the stack with their lines, innermost first, without the first `depth`.
 
     end: A function; the walk stops at its frame.
     """
@@ -174,7 +174,7 @@ def depth_of_the_user() -> int:
 
 
 def place_of(error: BaseException) -> str:
-    """Formats the user's innermost line in an error's traceback, in parentheses; empty if none."""
+    """Formats the user's innermost line in an error's traceback, in parentheses, or ""."""
     line = innermost(lines_of(error))
     return f" ({line})" if line else ""
 
@@ -184,8 +184,8 @@ def raised_by(package: str, error: BaseException) -> bool:
 
     A framework's errors have texts but no types of their own, and the user's errors may contain the
     same words. An error is the user's if a `raise` statement outside of the framework's modules
-    raised it; errors of compiled code are raised by a call. The framework's top-level module counts
-    as the user's code, since it raises on behalf of the user (`torch._check`).
+    raised it; an error of compiled code is raised by a call instruction. The framework's top-level
+    module counts as the user's code, since it raises on behalf of the user (`torch._check`).
     """
     origin = error.__traceback__
     if origin is None:

@@ -49,7 +49,7 @@ def named(path: str) -> Any:
 
 
 def _framework_of(f: Any, path: str) -> str:
-    """Returns the framework of a function, by its class or else its module's imports."""
+    """Finds a function's framework by its class or, failing that, its module's imports."""
     values = vars(sys.modules[path.partition(":")[0]]).values()
     modules = (x.__name__ if isinstance(x, ModuleType) else _module_of(x) for x in values)
     for names in (map(_module_of, type(f).__mro__), modules):
@@ -74,13 +74,13 @@ def _module_of(x: Any) -> str:
 def arrays_given(
     file: str | None, shapes: str | None, seed: int, dtype: str = "float64"
 ) -> tuple[np.ndarray, ...]:
-    """Returns the arrays of a file, or random arrays of the shapes; none if neither is given.
+    """Returns the arrays of a file, or random arrays of the shapes; () if neither is given.
 
     Args:
         file: A .npz file, whose arrays are used in order, or a .npy file.
-        shapes: Such as ``"3x4,5:float32,()"``. Floats are normal draws, integers are 0, 1 or 2.
+        shapes: For example ``"3x4,5:float32,()"``. Floats are normal draws, integers are 0, 1 or 2.
         seed: The seed of the draws.
-        dtype: The default dtype of shapes.
+        dtype: The dtype of arrays for which `shapes` specifies none.
     """
     if file:
         result = np.load(file)

@@ -281,7 +281,7 @@ class CustomRule:
             raise
 
     def _applied(self, statics: tuple[Any, ...], rest: tuple[Any, ...]) -> Any:
-        """Evaluates f with the rule for these arguments' structure."""
+        """Evaluates f with the rule for the structure of the arguments."""
         backend = self._backend
         leaves, structure = backend.flatten_static(rest)
         leaves = [x if backend.is_array(x) else backend.as_leaf(x) for x in leaves]
@@ -315,7 +315,7 @@ class CustomRule:
         return self._specialized(statics, structure, leaves).key
 
     def _out(self, key: str, avals: Any) -> Any:
-        """Returns the structure of the output for inputs with these avals."""
+        """Returns the structure of the output for inputs with the given avals."""
         specialized = self._by_key[key]
         if avals in specialized.outs:
             return specialized.outs[avals]
@@ -405,7 +405,7 @@ class CustomRule:
 
 
 def _functions_in(statics: Sequence[Any]) -> list[Any]:
-    """Returns the static arguments that may hold arrays."""
+    """Returns the static arguments that may contain arrays."""
     return [x for x in statics if not isinstance(x, bool | int | float | complex | str | type)]
 
 

@@ -78,7 +78,7 @@ class Specialization:
         return self.outputs(xs, self.fun(*xs), "it")
 
     def outputs(self, xs: Sequence[Array], out: Any, who: str) -> list[Array]:
-        """Flattens an output of f ("it"), fwd or the forward rule, after checks by the contract."""
+        """Flattens and checks an output of f (named "it" in messages), fwd or the forward rule."""
         avals = avals_of(xs)
         if who != "it":
             same_avals = lambda: self._check_output(xs, avals, out, who)
@@ -126,7 +126,7 @@ class Specialization:
     # --- the forward rule
 
     def pushforward(self, xs: Entries, dxs: Entries) -> tuple[list[Array], list[Any]]:
-        """Returns outputs and their tangents by the forward rule."""
+        """Returns outputs and their tangents, computed by the forward rule."""
         return self.pushed(xs, self.jvp(tuple(xs), tuple(dxs)))
 
     def pushed(self, xs: Entries, result: Any) -> tuple[list[Array], list[Any]]:

@@ -50,7 +50,7 @@ class GradientSpec:
     has_aux: bool | None = None  # None if the operator has no such argument
     disconnected_inputs: str = "raise"
     minimizing: int | None = None  # the number of minimizing argnums; the others maximize
-    opened: Any = None  # the call at the modules that f belongs to
+    opened: Any = None  # the call with the modules to which f belongs
 
 
 Disconnected = Literal["raise", "warn", "zeros", "strict"]
@@ -115,8 +115,8 @@ class Derivatives(Operators):
             f: Takes pytrees of arrays and returns one real array of shape ().
             argnums: The positional arguments to differentiate with respect to, an integer or a
                 tuple. An argument may be a whole module: a `torch.nn.Module` gives a dict of
-                gradients by parameter name; an equinox or flax.nnx module gives the result of its
-                library's own grad.
+                gradients by parameter name; an equinox or flax.nnx module gives the result of that
+                library's grad.
             has_aux: Whether f returns `(output, aux)`; aux may be any object.
             disconnected_inputs: The action if an argument does not reach the output: "raise",
                 "warn", "zeros", or "strict", which raises for any single leaf.
@@ -132,7 +132,7 @@ class Derivatives(Operators):
 
         Raises:
             GradtoolsError: (When called) the output is not a real scalar; a differentiated argument
-                holds something that is not a floating or complex array; argnums is out of range.
+                contains a leaf that is not a floating or complex array; argnums is out of range.
                 With mode="forward_over_reverse", `frozen` raises its errors too.
             DisconnectedInputError: (When called) according to `disconnected_inputs`.
 
@@ -449,8 +449,8 @@ class Derivatives(Operators):
                 argument. If None, the arguments in argnums are shared, and every array of the other
                 arguments is split on axis 0. Arguments without an entry, including keyword
                 arguments, are split on axis 0; arrays without axes and non-arrays are shared.
-            chunk_size: The number of examples per chunk; all by default. 1 is a loop without vmap:
-                in PyTorch a Python loop, which supports any eager code, in JAX `lax.map`.
+            chunk_size: The number of examples per chunk; all by default. 1 runs a loop without
+                vmap: a Python loop in PyTorch, which supports any eager code, `lax.map` in JAX.
 
         Returns:
             A function of f's arguments that returns the gradients, each leaf with a leading axis of

@@ -371,7 +371,7 @@ class Edits(Operators):
         """Creates a function with exactly the value of `f` and the derivative of `surrogate`.
 
         The derivative is correct in both modes and at every order; f itself is never differentiated
-        and sees detached inputs. It may be a NumPy function.
+        and gets detached inputs. It may be a NumPy function.
 
         Args:
             f: Any function; a boolean or integer result is cast to the surrogate's dtype.
@@ -404,7 +404,7 @@ class Edits(Operators):
 
 @lru_cache(maxsize=128)
 def _scaling(factor: str) -> Rule:
-    """Returns the rule of a constant factor, in hexadecimal, since 0.0 == -0.0 as keys."""
+    """Returns the rule of a constant factor; the key is hexadecimal, since 0.0 == -0.0."""
     number = float.fromhex(factor)
     is_negation = number == -1.0
 

@@ -71,7 +71,7 @@ def warn(text: str, category: type[GradtoolsWarning] = GradtoolsWarning) -> None
 
 
 def warn_once(key: Hashable, text: str) -> None:
-    """Issues a `GradtoolsWarning` once for each key in this process."""
+    """Issues a `GradtoolsWarning` once per process for each key."""
     if key not in WARNED:
         WARNED.add(key)
         warn(text)
@@ -81,7 +81,7 @@ WARNED: set[Hashable] = set()
 
 
 def refusal(error: BaseException, text: str) -> GradtoolsError:
-    """Makes a `GradtoolsError` with this text that also has the type of a framework's error."""
+    """Makes a `GradtoolsError` with the given text and the type of a framework's error."""
     kinds: Any = (ours for kind, ours in _REFUSALS.items() if isinstance(error, kind))
     return next(kinds, GradtoolsError)(text)
 

@@ -61,7 +61,7 @@ class Freezing(Operators):
 
         It is intended for gradients with respect to many z_i through a large pretrained G that
         enter another loss. Each use stores its arguments and outputs, but nothing that grows with
-        the depth of G. If a forward pass costs F, it costs F forward, F for the pullback, and 2F
+        the depth of G. If a forward pass costs F, a use costs F forward, F for the pullback, and 2F
         for the second derivative: 4F in total, while double backward takes 3F and keeps graphs of G
         for every use. In PyTorch, take each first derivative before the next use of G: otherwise
         the cost is 5F. G's parameters are constants.
@@ -75,7 +75,7 @@ class Freezing(Operators):
         (recurrent layers on the CPU, a Function without jvp), sets gradient hooks or calls
         `torch.autograd.grad`, a second derivative takes one double backward of G. JAX: G is a
         function, or a module of equinox or flax.nnx. If G has no forward mode (a `jax.custom_vjp`),
-        that pass applies reverse mode twice, with a warning; a rule that is nonlinear in its
+        the derivative applies reverse mode twice, with a warning; a rule that is nonlinear in its
         cotangent raises an error.
 
         Args:
@@ -84,8 +84,8 @@ class Freezing(Operators):
                 `chunked`, up to the rounding of other kernels.
 
         Returns:
-            A function of G's arguments. A module gives a module, as in `chunked`, with G's tensors
-            in its state_dict; its call treats them as constants.
+            A function of G's arguments. For a module it is a module, as in `chunked`, with G's
+            tensors in its state_dict; its call treats them as constants.
 
         Raises:
             GradtoolsError: (When differentiated) PyTorch: a derivative with respect to a parameter

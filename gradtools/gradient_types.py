@@ -35,7 +35,7 @@ class _Unknown:
 
 
 class Gradient(Protocol[T_co, P]):
-    """The type of the function that `grad` returns: f's parameters, the first argument's type."""
+    """The type of `grad(f)`: takes f's arguments and returns the first one's type."""
 
     @overload
     def __call__(
@@ -50,7 +50,7 @@ class Gradient(Protocol[T_co, P]):
 
 
 class ValueAndGradient(Protocol[T_co, P, R_co]):
-    """The type of `value_and_grad(f)`: f's output, and the first argument's type."""
+    """The type of `value_and_grad(f)`, which returns f's output and its gradient."""
 
     @overload
     def __call__(

@@ -56,10 +56,10 @@ class HostFunctions(Operators):
     ) -> Any:
         """Embeds a kernel on NumPy arrays (NumPy, SciPy, ctypes, C++) in the framework's program.
 
-        It runs in eager and compiled code, under vmap and in loops. It takes rules like a
-        `custom_rule`; the rules may call the function itself and other host functions with rules.
-        If bwd is a host function with a bwd, double backward works, and also forward mode and
-        forward over reverse, because a Hessian is symmetric.
+        It runs in eager and compiled code, under vmap and in loops. Rules are set as for a
+        `custom_rule`; they may call the function itself and other host functions with rules. If bwd
+        is a host function with a bwd, double backward works, and also forward mode and forward over
+        reverse, because a Hessian is symmetric.
 
         Args:
             kernel: Gets read-only NumPy arrays (bfloat16 as float32) and returns NumPy arrays.
@@ -67,7 +67,7 @@ class HostFunctions(Operators):
             out: The specs of the results: None (one array like the first array argument), a pytree
                 of `ArraySpec`s, or a function that returns such a pytree for the arguments, with
                 arrays replaced by their ArraySpecs. Under vmap these are the specs of one example.
-            vectorized: If False, vmap calls the kernel once per example. If True, once, with
+            vectorized: If False, vmap calls the kernel once per example. If True, one call gets
                 leading batch axes on each array argument. Elementwise kernels support this.
             adjoint: The adjoint of a linear kernel A, also a kernel: Re<y, A x> = Re<adjoint(y), x>
                 for all x and y. No rule is then needed in either mode, at any order. It takes a
@@ -332,7 +332,7 @@ class _KernelMaps:
         return operands[:n], operands[n : n + k], operands[n + k :]
 
     def moved(self, xs: Entries) -> list[Any]:
-        """Returns the entries for differentiated inputs."""
+        """Returns the entries that belong to differentiated inputs."""
         return [x for x, m in zip(xs, self.moving, strict=True) if m]
 
     # --- pull: cotangents of y to cotangents of x

@@ -159,7 +159,7 @@ class Kernel:
     def known_call(
         self, avals: Any, backend: Any, args: Sequence[Any]
     ) -> tuple[KernelCall, Results]:
-        """Returns the call with these arguments and its result specs, memoized by `avals`.
+        """Returns the call with the given arguments and its result specs, memoized by `avals`.
 
         avals: A key that differs wherever `out` may return different specs.
         """
@@ -179,7 +179,7 @@ def _remember(cache: dict[Any, T], key: Any, value: T) -> T:
 
 
 def type_key(values: Sequence[Any]) -> tuple[Any, ...]:
-    """Returns a key that distinguishes equal values: 1, 1.0 and True, 0.0 and -0.0."""
+    """Returns a key that distinguishes equal values such as 1, 1.0 and True, or 0.0 and -0.0."""
     return tuple([(type(v), repr(v) if isinstance(v, float | complex) else "") for v in values])
 
 
@@ -188,7 +188,7 @@ _BY_KEY: weakref.WeakValueDictionary[str, KernelCall] = weakref.WeakValueDiction
 
 
 def call_by_key(key: str) -> KernelCall:
-    """Returns the call with this key."""
+    """Returns the call with the given key."""
     call = call_if_kept(key)
     if call is None:
         raise GradtoolsError(
@@ -199,7 +199,7 @@ def call_by_key(key: str) -> KernelCall:
 
 
 def call_if_kept(key: str) -> KernelCall | None:
-    """Returns the call with this key, or None if it was garbage collected."""
+    """Returns the call with the given key, or None if it was garbage collected."""
     return _BY_KEY.get(key)
 
 
@@ -262,12 +262,12 @@ class KernelCall:
         self.kernel.traced[self.key] = self
 
     def results_of(self, xs: Sequence[Any], batch_axes: int = 0) -> Results:
-        """Returns the result specs for these arguments, with `batch_axes` leading batch axes."""
+        """Returns the result specs for the arguments, with `batch_axes` leading batch axes."""
         name = self.trees.dtype_name
         return self.results([ArraySpec(tuple(x.shape[batch_axes:]), name(x)) for x in xs])
 
     def results(self, specs: Sequence[ArraySpec]) -> Results:
-        """Returns the result specs for one example with arguments of these ArraySpecs."""
+        """Returns the result specs for one example with arguments of the given ArraySpecs."""
         out = self.kernel.out
         if isinstance(out, type) and issubclass(out, np.generic | bool | int | float | complex):
             raise self.error(f"out is {out!r}; it must be an ArraySpec(shape, dtype).")

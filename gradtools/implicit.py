@@ -41,8 +41,8 @@ class Implicit(Operators):
     ) -> Callable[..., Any]:
         """Returns z with F(z, theta, *args) = 0 as a differentiable function of theta and args.
 
-        The implicit function theorem gives the derivatives: one linear solve for a pullback
-        or a tangent, in both modes and at every order. How `solve` finds z does not matter.
+        The implicit function theorem gives the derivatives: each pullback or tangent takes one
+        linear solve, in both modes and at every order. How `solve` finds z does not matter.
 
         Args:
             F: The equation: takes z, theta and args, and returns a pytree like z. A fixed point of
@@ -63,7 +63,7 @@ class Implicit(Operators):
         Raises:
             GradtoolsError: (on call) F returns another structure or shapes than z; F is not near
                 zero at z: moving z by 1 % changes F by less than its value. (On differentiating)
-                the residual of the linear solve is above 1e-6 of b (1e-3 below float64), as for a
+                the relative residual of the solve is above 1e-6 (1e-3 below float64), as for a
                 singular A. Under jit and vmap the result is NaN instead of these two errors.
 
         Example:
@@ -135,14 +135,14 @@ class _Solution:
         self.inverse.defjvp(self._inverse_jvp)
 
     def at(self, *args: Any, **kwargs: Any) -> Any:
-        """Returns the solution at these arguments."""
+        """Returns the solution at the given arguments."""
         form, x, captured, aux = self.backend.apart(self._solved, args, kwargs)
         p = (captured, args, kwargs)
         z = self._tree(form, self.root(form, x, p))
         return (z, aux) if self.has_aux else z
 
     def _solved(self, args: Any, kwargs: Any) -> tuple[_Form, Array, list[Array], Any]:
-        """Returns the form, x and aux from `solve`, checked, without derivatives.
+        """Calls `solve`, and returns the form, x and aux, checked and without derivatives.
 
         Also returns the arrays that F closes over, which become arguments of the rules.
         """

@@ -27,7 +27,7 @@ class MarkedCall(Call):
     tape: MarkedValues
 
     def __call__(self, *leaves: Array) -> tuple[list[Array], list[Array]]:
-        """Evaluates f at the leaves, as in `Call`, with the arrays of its marks after them."""
+        """Evaluates f at the leaves, as in `Call`; the arrays of its marks follow the leaves."""
         count = len(self.leaves)
         self.tape.replace(leaves[count:] or self.tape.arrays)
         with here.moved(self.tape, ()):
@@ -52,7 +52,7 @@ class RetainedGradients(Operators):
             x, unchanged.
 
         Raises:
-            GradtoolsError: name is not a string, or x holds no floating or complex array.
+            GradtoolsError: name is not a string, or x contains no floating or complex array.
 
         Example:
             >>> f = lambda x: gt.retain_gradient(x ** 2, "square") ** 3

@@ -53,10 +53,10 @@ class Jacobians(Operators):
             mode: "reverse" pulls back one unit cotangent per output entry, "forward" pushes one
                 unit tangent per input entry. "auto" is "reverse" in PyTorch, and the mode with
                 fewer passes in JAX, where the size of the output is known beforehand. If f's output
-                has another precision than its input, "forward" gives the output's precision, the
-                other modes the input's precision.
-            chunk_size: The number of unit vectors per chunk; all by default. 1 is a loop without
-                vmap: in PyTorch a Python loop, which supports any eager code, in JAX `lax.map`.
+                has another precision than its input, "forward" gives the output's precision and the
+                other modes give the input's precision.
+            chunk_size: The number of unit vectors per chunk; all by default. 1 runs a loop without
+                vmap: a Python loop in PyTorch, which supports any eager code, `lax.map` in JAX.
             sparsity: For an f from one array to one array: the pattern of entries that may be
                 nonzero, a sparse matrix of SciPy, PyTorch or JAX (BCOO) or a boolean array. It has
                 one row per output entry and one column per input entry, or the Jacobian's shape.
@@ -261,7 +261,7 @@ def second_order_mode(call: Call, mode: str) -> tuple[str, Fun]:
 def gradient_at(
     call: Call, fun: Fun, leaves: Sequence[Array], likes: Sequence[Array]
 ) -> tuple[list[Array], list[Array]]:
-    """Computes the gradient of the number that fun computes at these leaves.
+    """Computes the gradient of the number that fun computes at the given leaves.
 
     Also returns fun's extras. likes: Arrays with the leaves' shapes and dtypes.
     """
@@ -325,7 +325,7 @@ def _rows(
 
     are_complex = [*map(backend.is_complex, outs)]
     real = imaginary = columns(bases)
-    if any(are_complex):  # the inputs are real: each part has its own pullback
+    if any(are_complex):  # inputs are real: real and imaginary parts are pulled separately
         pairs = zip(bases, are_complex, strict=True)
         imaginary = columns([1j * b if c else backend.zeros_like(b) for b, c in pairs])
     table = []

@@ -101,7 +101,7 @@ class MixedPartials(Operators):
 
 
 def _partial_of(call: Call, fun: Fun, which: int) -> Fun:
-    """Returns the gradient of f(y, g) in argument `which`, as a function of the other's leaves."""
+    """Returns the gradient of f(y, g) in argument `which`, as a function of the other leaves."""
     count = call.counts[0]
     leaves = call.leaves[:count] if which == 0 else call.leaves[count:]
 

@@ -61,16 +61,16 @@ class Models(Operators):
           name. Each call works on a structural copy of the module tree; hooks are kept; a number
           that forward assigns to an attribute remains on that copy. Changes that forward makes to a
           shared list or dictionary, or to its parameters, are not detected. With a key, PyTorch's
-          global generators (of the CPU and of the accelerators that hold the call's tensors) are
+          global generators (of the CPU and of the accelerators of the call's tensors) are
           seeded and restored, under one process-wide lock; the ``random`` modules of Python and
-          NumPy are unaffected. On the CPU a seed has 32 effective bits, so one pair in 2^32 of
-          different keys draws alike. Under ``torch.func.vmap`` use ``randomness="different"`` and a
+          NumPy are unaffected. On the CPU a seed has 32 effective bits, so one in 2^32 pairs of
+          keys draws equal numbers. Under ``torch.func.vmap`` use ``randomness="different"`` and a
           key that is not mapped. Under ``torch.compile`` a call with a key runs uncompiled, and
           without a key numbers that forward assigns remain on a private copy between calls.
         - ``flax.linen``: params is ``variables["params"]``, state all other collections, each
           mutable. ``train`` is passed as the module's own argument: ``train``, ``deterministic`` or
           ``use_running_average``. The key is split over ``rng_names``.
-        - ``flax.nnx``: params holds the ``nnx.Param``s, state the random streams and all other
+        - ``flax.nnx``: params contains the ``nnx.Param``s, state the random streams and all other
           variables. With a key, every stream gets its own key and state keeps its streams
           unchanged; without a key, the streams in state are used and advanced.
         - ``equinox``: params is the module with only its inexact arrays; state is the

@@ -74,13 +74,13 @@ def coloured(text: str) -> str:
 
 
 def aligned(rows: Sequence[Sequence[str]]) -> list[str]:
-    """Aligns rows of text to lines, each column as wide as its widest cell."""
+    """Formats rows of text as lines, with each column as wide as its widest cell."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
 
 
 def table(rows: Sequence[Sequence[str]], notes: Sequence[str] = ()) -> str:
-    """Formats rows of text as an HTML table, the first cell of each row as its header."""
+    """Formats rows of text as an HTML table, with the first cell of each row as its header."""
     lines = ["<table>"]
     for head, *cells in rows:
         shown = "".join(f'<td style="{_CELL}">{html.escape(cell)}</td>' for cell in cells)

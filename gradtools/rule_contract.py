@@ -114,7 +114,7 @@ Array = Any
 Entries = Sequence[Any]  # arrays, or None for zero
 
 _LEAST = 2.0**-9  # dividing by a larger number would make 16-bit numbers subnormal
-_ODD, _TIMES = (3.0, 5.0, 7.0), 16.0  # factors that sample rounding; tolerance factor
+_ODD, _TIMES = (3.0, 5.0, 7.0), 16.0  # factors that sample rounding; the factor of the tolerance
 
 
 def is_linear(

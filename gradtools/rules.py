@@ -46,7 +46,7 @@ _BY_KEY: weakref.WeakValueDictionary[str, Rule] = weakref.WeakValueDictionary()
 
 
 def by_key(key: str) -> Rule:
-    """Returns the rule with this key."""
+    """Returns the rule with the given key."""
     return _BY_KEY[key]
 
 
@@ -56,7 +56,7 @@ class Linearized:
 
     Attributes:
         ys: The outputs.
-        extras: Further results that the maps read.
+        extras: Further results of the forward pass that the maps read.
         saves: The residuals, as positions in `[*xs, *ys, *extras]`.
         tangent: `tangent(saved, dxs)`, or None.
         cotangent: `cotangent(saved, cts)`, or None.
@@ -82,7 +82,7 @@ class Linearized:
     written: Map | None = None
 
     def without_arrays(self) -> Linearized:
-        """Returns a copy without arrays, which would leak from their trace: the maps and counts."""
+        """Returns a copy with the maps and counts only: arrays would leak from their trace."""
         maps = self.saves, self.tangent, self.cotangent, self.opaque_residuals, self.tangent_only
         nothing = [None] * len(self.extras)
         return Linearized([], nothing, *maps, self.example, written=self.written)
@@ -222,7 +222,7 @@ def closed_over_error(name: str) -> GradtoolsError:
 
 
 def reverse_only_text(caller: str, name: str) -> str:
-    """Returns the message of `caller` if forward mode meets a reverse-only rule."""
+    """Returns the message of `caller` for forward mode through a reverse-only rule."""
     return (
         f"{caller}: f contains {name}, which has a reverse rule only, so it has no forward mode. "
         f"{USE_REVERSE_MODE}"
@@ -310,7 +310,7 @@ def batched(
     x_axes = tuple(x_axes)
 
     def mapped(one: Any, axes: tuple[Any, ...]) -> dict[str, Any]:
-        """Maps a rule's or evaluation's maps, whose residuals have these axes, over a batch."""
+        """Vectorizes the maps of a rule or an evaluation whose residuals have these axes."""
         push, pull = one.tangent, one.cotangent
 
         def tangent(saved: Entries, dxs: Entries) -> list[Any]:
@@ -381,7 +381,7 @@ def evaluating_again(
 ) -> Linearized:
     """Returns maps that save the inputs and reevaluate the rule, for opaque residuals.
 
-    Opaque residuals are constants in a derivative, and may hold arrays of a transform that has
+    Opaque residuals are constants in a derivative, and may contain arrays of a transform that has
     ended.
     """
 
@@ -429,7 +429,7 @@ def _mapped(linear: Any, backend: Any, at: Any, vectors: Any, size: int) -> list
 
 
 def total(terms: Iterable[Any]) -> Any:
-    """Sums the terms that are not None; returns None if all are."""
+    """Sums the terms that are not None; returns None if all are None."""
     present = [t for t in terms if t is not None]
     return sum(present[1:], present[0]) if present else None
 

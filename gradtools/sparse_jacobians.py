@@ -22,7 +22,7 @@ from gradtools.errors import GradtoolsError
 
 Csr = Any
 _EPS = {"float64": 2.0**-52, "float32": 2.0**-23, "float16": 2.0**-10, "bfloat16": 2.0**-7}
-_EDGES = 2 * 10**7  # edges of the column graph; beyond, each column gets its own colour
+_EDGES = 2 * 10**7  # with more edges, every column gets its own colour
 
 
 def sparse_jacobian(

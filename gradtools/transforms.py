@@ -35,8 +35,8 @@ class Transforms(Operators):
             The mapped function.
 
         Raises:
-            GradtoolsError: f is not a function. For wrong axes and sizes the framework raises its
-                own error.
+            GradtoolsError: f is not a function. The framework raises its own errors for wrong axes
+                and sizes.
 
         Example:
             >>> rows = gt.asarray(np.ones((2, 3), np.float32))
@@ -100,7 +100,7 @@ class Transforms(Operators):
 
         Args:
             f: A function of pytrees of arrays.
-            options: The framework's own, for example ``fullgraph=True`` or ``static_argnums=0``.
+            options: The framework's options, such as ``fullgraph=True`` or ``static_argnums=0``.
 
         Returns:
             A function with the same value and derivatives.

@@ -41,7 +41,7 @@ Place = tuple[FlatArgument, Leaf | None]  # a split leaf, or None for a list of 
 class Batch:
     """Arguments with the axis on which each leaf is split; None if the leaf is shared.
 
-    With `lists`, a split argument that is a list is a list of examples. Scalars are shared unless
+    With `lists`, a list that is split counts as a list of examples. Scalars are shared unless
     the user named an axis for them.
     """
 
@@ -144,7 +144,7 @@ class Batch:
                 f"{self.caller}: the batch sizes differ: {listed}. Set in_axes so that every split "
                 "axis has one entry for each example; None shares an argument."
             )
-        # Neither f of an empty array nor the chunked function returns rows.
+        # For an empty array, f and the chunked function both return an output without rows.
         if 0 in places and (self.caller != "chunked" or places[0][0][0].is_list):
             name = self._name_of(*places[0][0])
             raise GradtoolsError(
@@ -185,7 +185,7 @@ class Batch:
     # --- parts of the batch
 
     def size_of(self, values: Sequence[Any]) -> int:
-        """Returns the number of examples in a part of the batch, one value per argument."""
+        """Returns the number of examples in part of a batch, given the arguments' values."""
         i, leaf = self._counted
         if leaf is None:
             return len(values[i])
@@ -224,7 +224,7 @@ class Batch:
 
 
 def axis_moved(backend: Backend, x: Array, source: int, target: int) -> Array:
-    """Moves one axis of x; PyTorch's moveaxis has no rule under a second vmap."""
+    """Moves one axis of x; PyTorch's moveaxis does not support a second vmap."""
     source, target = source % x.ndim, target % x.ndim
     order = [i for i in range(x.ndim) if i != source]
     order.insert(target, source)

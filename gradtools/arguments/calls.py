@@ -94,12 +94,12 @@ class Call:
             self.treedefs.append(treedef)
             self.counts.append(len(leaves))
             kinds += of_leaves
-        # The common case of one array, in which no tree is rebuilt.
+        # In the common case of one array, no tree is rebuilt.
         self._is_leaf = self.counts == [1] and leaves[0] is self.args[i]
         return kinds
 
     def _check_others(self) -> None:
-        """Raises if an argument that is not differentiated holds the other framework's array.
+        """Raises if an argument that is not differentiated contains the other framework's array.
 
         In compiled code dynamo itself rejects such an array.
         """
@@ -108,7 +108,7 @@ class Call:
             self.backend.check_arrays(*self.args, *self.kwargs.values())
 
     def at_parameters_of(self, opened: Any) -> None:
-        """Differentiates with respect to the parameters that `opened` found in modules."""
+        """Sets the call to differentiate parameters that `opened` found in modules."""
         self.own, self.is_deferred = opened.own, opened.is_deferred
 
     @property
@@ -127,7 +127,7 @@ class Call:
         return self.names[i] if self.names else f"argument {i}"
 
     def without_values(self, aval: Callable[[Array], Any], out: Any = None) -> Call:
-        """Returns a copy for pullbacks, without arrays: names, structures, shapes and dtypes.
+        """Returns a copy for pullbacks: names, structures, shapes and dtypes without arrays.
 
         out: f's output, for its paths.
         """
@@ -146,7 +146,7 @@ class Call:
     # --- the function of flat arrays
 
     def __call__(self, *leaves: Array) -> tuple[list[Array], list[Array]]:
-        """Returns `(outs, extras)` of f at these leaves; stores the structure of f's output."""
+        """Returns `(outs, extras)` of f at the given leaves; stores the structure of f's output."""
         args, backend = list(self.args), self.backend
         trees = leaves if self._is_leaf else self.to_trees(leaves)
         for i, tree in zip(self.argnums, trees, strict=True):
@@ -202,8 +202,8 @@ class Call:
     def from_trees(self, trees: Sequence[Any], what: str) -> list[Array]:
         """Flattens one tree per differentiated argument, and checks the leaves.
 
-        what: A word for the trees in messages. With "tangent" they are called "tangent 0" and so
-            on; if arguments have names, it is the name of the single tree.
+        what: A word for the trees in messages. For "tangent", messages name the trees "tangent 0"
+            and so on; if the arguments have names, `what` is the name of the single tree.
         """
         own = self.names[0] if self.names else "argument"
         flat: list[Array] = []
@@ -256,8 +256,8 @@ class Call:
     def attaching(self, operator: Callable[..., Any], *args: Any, **kwargs: Any) -> Attach:
         """Returns `attach(results, select)`, which attaches results to the parameters' graph.
 
-        Returns the identity in JAX, and if no argument holds a module. The attached graph may call
-        `operator(*args, **kwargs)` again, and `select` takes the results from its output.
+        Returns the identity in JAX, and if no argument contains a module. The attached graph may
+        call `operator(*args, **kwargs)` again, and `select` takes the results from its output.
         """
         if self.opened is None:
             return lambda results, select=None: results
@@ -292,7 +292,7 @@ class Call:
         ]
 
     def scalar(self, outs: Sequence[Array], extras: Sequence[Array]) -> Array:
-        """Returns the single real scalar that f returned; raises with a description otherwise."""
+        """Returns the single real scalar that f returned; otherwise raises an error."""
         single = len(self._kinds) == 1 and self._out_is_leaf
         out = outs[0] if single and outs else None
         if out is not None and tuple(out.shape) == () and self._kinds[0] == "real":

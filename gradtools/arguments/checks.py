@@ -15,7 +15,7 @@ from gradtools.integrations import kind_of_module, refusal
 
 
 def check_function(caller: str, f: Any, name: str = "f", curried: bool = True) -> None:
-    """Raises unless f can be called; a curried operator returns a function of f's arguments."""
+    """Raises unless f is callable; a curried operator returns a function of f's arguments."""
     if callable(f):
         return
     plain = isinstance(f, str | int | float | complex | None)
@@ -26,7 +26,7 @@ def check_function(caller: str, f: Any, name: str = "f", curried: bool = True) -
 
 
 def check_choice(caller: str, name: str, value: Any, allowed: tuple[str, ...]) -> None:
-    """Raises unless an option has one of these values."""
+    """Raises unless an option has one of the allowed values."""
     if value not in allowed:
         raise GradtoolsError(f"{caller}: {name} is {value!r}; expected one of {allowed}.")
 
@@ -227,7 +227,7 @@ def matching(
 def check_names(
     what: str, given: Any, names: Collection[str], pairs: str = "path to array"
 ) -> None:
-    """Raises unless `given` is a dictionary with these names."""
+    """Raises unless `given` is a dictionary whose keys are these names."""
     if not isinstance(given, Mapping):
         raise GradtoolsError(
             f"apply: {what} must be a dictionary from {pairs}, as make_functional returned it; got "

@@ -40,7 +40,7 @@ class Outputs:
         self._lists: list[list[Any]] = [[] for _ in cut.rows]  # each chunk's slices of a list
 
     def same_as(self, number: int, others: range) -> None:
-        """Copies list slices from chunk `number` to `others`, in place of which it ran."""
+        """Copies list slices of chunk `number` to `others`, the chunks that it represents."""
         for other in others:
             self._lists[other] = self._lists[number]
 
@@ -117,7 +117,7 @@ class Outputs:
         axes = [self._out_axes] * len(leaves)
         if type(self._out_axes) is not int:
             axes = _axes_of(self.backend, self._out_axes, out)
-        return [*compress(axes, kinds)]  # of arrays only
+        return [*compress(axes, kinds)]  # the axes of arrays only
 
     def _note_constant(self, leaf: Any, out: Any, k: int, number: int) -> None:
         """Stores a non-array leaf; raises unless it is a constant, equal for all chunks."""

@@ -82,11 +82,11 @@ class Partition:
 
     @property
     def is_symbolic(self) -> bool:
-        """Whether the size is symbolic."""
+        """Whether the batch size is symbolic."""
         return not hasattr(self.size, "__index__")
 
     def with_chunks_of(self, chunk_size: int) -> Partition:
-        """Returns the batch in chunks of at most this size; a symbolic batch in smaller chunks."""
+        """Returns the batch in chunks of at most this size (less for a symbolic batch)."""
         most = max(self.chunk_size - 1, 1) if self.is_symbolic else self.size
         return Partition(self.size, min(chunk_size, most))
 
@@ -183,7 +183,7 @@ _PIECES, _SHARED, _CARRY = range(3)
 
 
 class ArgumentPlan(NamedTuple):
-    """The information to rebuild an argument from a chunk's leaves."""
+    """The information that is needed to rebuild an argument from a chunk's leaves."""
 
     treedef: Any  # its structure; None if it is one array
     places: list[tuple[int, int]]  # each leaf's list (_PIECES, _SHARED or _CARRY) and index there
@@ -194,7 +194,7 @@ class ArgumentPlan(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class ChunkFunction:
-    """Calls f on the flat leaves of one chunk; holds no array."""
+    """Calls f on the flat leaves of one chunk; stores no array."""
 
     backend: Backend
     f: Callable[..., Any]
@@ -253,7 +253,7 @@ class ChunkFunction:
         for x, before, treedef in containers:
             now, of_now = backend.flatten(x)
             if not is_same(of_now, treedef) or not all(map(is_, now, before)):
-                # f's own container is a copy that no other code sees.
+                # f's own container is a copy that no other code can access.
                 raise GradtoolsError(
                     f"{self.outputs.caller}: f changes a list or dictionary that is an argument, "
                     "but it receives a copy. Return the new contents, or keep them in an attribute "
@@ -263,7 +263,7 @@ class ChunkFunction:
 
 
 def warn_of_batch_norm(f: Hashable, what: str) -> None:
-    """Warns once per function that its batch norm sees chunks. what: The first words."""
+    """Warns once per function about batch norm of chunks. what: The first words of the warning."""
     warn_once(
         ("batch norm", f),
         f"{what} a batch normalization in training mode. It normalizes each chunk by that chunk's "

@@ -41,7 +41,7 @@ def arguments_of_call(
     in_axes: Any,
     shared: Collection[int] | None = None,
 ) -> list[Argument]:
-    """Lists the arguments by position, then by keyword, each with its axes.
+    """Lists the positional arguments, then the keyword arguments, each with its axes.
 
     shared: Positions of arguments that are shared unless in_axes names them. If given, in_axes may
         be None.

@@ -1,6 +1,6 @@
 """Keyword arguments of other libraries, and their replacements.
 
-This is the table of docs/coming-from.md for keywords: errors name gradtools' own keyword.
+This is the table of docs/coming-from.md for keywords; errors suggest gradtools' keyword.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def passed_on(error: Exception) -> str:
 def wrong_call(operator: Callable[..., Any], error: Exception) -> TypeRefusal | None:
     """Returns a better error for a call that does not match an operator's signature.
 
-    Python's text names the operator's private class, but not its parameters. Returns None if the
+    Python's message names the operator's private class, but not its parameters. Returns None if the
     error was raised inside the call.
     """
     trace = error.__traceback__

@@ -70,7 +70,7 @@ class MarkedValues:
 class _Marking(threading.local):
     """The current position of this thread. Class attributes are the fastest to read."""
 
-    tape: MarkedValues | None = None  # the marks of the `retained_gradients` that evaluates f
+    tape: MarkedValues | None = None  # the marks of the `retained_gradients` call that evaluates f
     place: tuple[int, ...] = ()  # the indices of the enclosing chunked calls and chunks
     count = 0  # number of marks and chunked calls so far in the same chunk
 
@@ -101,7 +101,7 @@ class ChunkedCall:
         self._place = *here.place, here.next_index()
 
     def at(self, number: int) -> Any:
-        """Context for the evaluation of f at this chunk."""
+        """Returns a context for the evaluation of f at the chunk."""
         if self._tape is here.tape is None:
             return _NOTHING
         return here.moved(self._tape, (*self._place, number))

@@ -14,7 +14,7 @@ from gradtools.errors import GradtoolsError
 
 
 def _signature(fun: Any) -> inspect.Signature | None:
-    """Returns the signature; None for builtins and NumPy's ufuncs, which take positions."""
+    """Returns the signature; None for builtins and ufuncs, whose arguments are positional."""
     if isinstance(inspect.unwrap(fun), np.ufunc):
         return None
     try:
@@ -40,7 +40,7 @@ class Parameters:
 
     @classmethod
     def positional(cls, fun: Any) -> Parameters:
-        """Returns the parameters of a kernel, which is called by position."""
+        """Returns the parameters of a kernel, which is called with positional arguments."""
         signature = _signature(fun)
         every = list(signature.parameters.values()) if signature else []
         kept = [p for p in every if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)]
@@ -52,7 +52,7 @@ class Parameters:
 
     @classmethod
     def of(cls, name: str, fun: Any, static_argnames: tuple[str, ...]) -> Parameters:
-        """Returns a function's parameters without **kwargs: a rule gets arguments by position."""
+        """Returns a function's parameters without **kwargs: rules take positional arguments."""
         signature = _signature(fun)
         if signature:
             kept = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]

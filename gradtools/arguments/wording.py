@@ -41,7 +41,7 @@ def is_numeric(backend: Backend, x: Any) -> bool:
 
 
 def type_in_words(x: Any) -> str:
-    """Formats the type of x with its module, after "a" or "an"; a class by its name."""
+    """Formats the type of x with its module, after "a" or "an", or a class by its name."""
     if isinstance(x, type):
         return f"the class {x.__qualname__}, expected an instance"
     kind = type(x)
@@ -55,7 +55,7 @@ def name_of(f: Any) -> str:
 
 
 def with_article(name: str) -> str:
-    """Formats a type's name after "a" or "an"; None is unchanged."""
+    """Formats a type's name after "a" or "an"; returns "None" for the type of None."""
     if name == "NoneType":
         return "None"
     name = "jax.Array" if name == "ArrayImpl" else name

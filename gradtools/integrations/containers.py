@@ -40,7 +40,7 @@ class OpenedContainer:
     pattern: Any = field(compare=False, repr=False)
 
     def made(self, parts: Sequence[Any]) -> Any:
-        """Builds a container from these parts."""
+        """Builds a container from the given parts."""
         return _with_parts(self.pattern, dict(zip(self.keys, parts, strict=True)))
 
 
@@ -120,7 +120,7 @@ class Containers:
         return leaves, treedef
 
     def closed(self, tree: OpenedTree, leaves: Sequence[Any]) -> Any:
-        """Inverts `opened`: builds the tree from these leaves."""
+        """Inverts `opened`: builds the tree from the given leaves."""
         left, nodes, outer = iter(leaves), dict(tree.nodes), list[Any]()
         for place in range(tree.treedef.num_leaves):
             if (node := nodes.get(place)) is None:
@@ -163,7 +163,7 @@ class Containers:
     def _parts(self, x: Any) -> dict[Any, Any] | None:
         """Returns the parts of a container of arrays at any depth; None for another leaf.
 
-        Objects that stand for an array, such as an ArraySpec, have a class attribute that says so.
+        Objects that represent an array, such as an ArraySpec, are marked by a class attribute.
         """
         parts = None if self.is_whole(x) else _parts(x)
         inner = self.flatten(list(parts.values()))[0] if parts else ()
@@ -200,7 +200,7 @@ def _parts(x: Any) -> dict[Any, Any] | None:
 
 
 def _with_parts(x: Any, parts: dict[Any, Any]) -> Any:
-    """Copies a container with these parts."""
+    """Copies a container with the given parts."""
     new = copy(x)
     if isinstance(new, UserDict):
         new.data = parts

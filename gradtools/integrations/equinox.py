@@ -50,7 +50,7 @@ class GradientReversal(eqx.Module):
 class Transformed(eqx.Module):
     """A module whose call is `make(module)`.
 
-    Comparison is by identity, so it can be jitted like a function.
+    Comparison is by identity, so the module can be jitted like a function.
     """
 
     module: Any

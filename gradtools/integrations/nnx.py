@@ -73,7 +73,7 @@ class Transformed(nnx.Module):
 def make_functional(
     module: nnx.Module, variables: Any, train: bool | None, rng_names: tuple[str, ...]
 ) -> tuple:
-    """Returns ``(apply, params, state)``; ignores `rng_names`: a module names its streams."""
+    """Returns ``(apply, params, state)``; `rng_names` is ignored: modules name streams."""
     if variables is not None:
         raise GradtoolsError(
             "make_functional: a flax.nnx module holds its own arrays; leave variables=None."
@@ -128,7 +128,7 @@ def _reseed(model: Any, key: jax.Array) -> None:
 
 
 def stateful(caller: str, f: Callable[..., Any], args: Any) -> Stateful | None:
-    """Wraps f with the state of its and its arguments' modules; None if there are none."""
+    """Wraps f with the state of all modules in f and the arguments; None without modules."""
     own, given = _modules(f), _modules(args)
     return Stateful(caller, f, own, given) if own or given else None
 

@@ -24,7 +24,7 @@ if _typing.TYPE_CHECKING:
     from gradtools.public import *  # noqa: F403 - declared once, for both backends
 
     xp: _ModuleType  # array_api_compat.torch, which has no type hints
-else:  # a type checker accepts any name if it sees a __getattr__
+else:  # type checkers accept any name if a module defines __getattr__
     __all__ = list(_api.names)
 
     def __getattr__(name: str) -> object:

@@ -3,7 +3,7 @@
 Other files import them from here (`tests/house/test_upstream.py` checks their source).
 `tests/torch/test_upstream.py` tests names whose change no operator's test would reveal. All of them
 exist in PyTorch 2.8 to 2.15. The modules of the same name in `gradtools.seeing.torch` and
-`gradtools.bridge` hold names that only recorders and the bridge need.
+`gradtools.bridge` list names that only recorders and the bridge need.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _c: Any = torch._C
 pytree = _pytree
 tree_leaves, tree_map_only = pytree.tree_leaves, pytree.tree_map_only
 disable_current_modes = _disable_current_modes
-"""torch.func's registry of pytree containers (pytorch#65761), which knows users' containers; and a
-context that hides gradtools' operations from dispatch modes.
+"""torch.func's registry of pytree containers (pytorch#65761), which includes users' containers; and
+a context that hides gradtools' operations from dispatch modes.
 
 Among the imported names, temporarily_clear_interpreter_stack runs code outside of all levels of
-torch.func; TracingContext and detect_fake_mode say whether a compiler traces.
+torch.func; TracingContext and detect_fake_mode tell whether a compiler traces.
 """
 
 # --- levels of torch.func ----------------------------------------------------------------------
@@ -96,7 +96,7 @@ def enter_forward_level() -> int | None:
 
 
 def leave_forward_level(level: int) -> None:
-    """Exits the level; three times as fast as PyTorch's own function."""
+    """Exits the level three times as fast as PyTorch's own function."""
     _c._exit_dual_level(level=level)
     forward_ad._current_level = level - 1
 
@@ -117,12 +117,12 @@ is_any_autocast_enabled: Callable[[], bool] = _c._is_any_autocast_enabled
 # --- autograd's engine and its graph -----------------------------------------------------------
 
 set_grad_enabled: Callable[[bool], None] = _c._set_grad_enabled
-"""The function beneath `torch.set_grad_enabled`, which modes see when f uses that class."""
+"""The function beneath `torch.set_grad_enabled`, which modes intercept when f uses that class."""
 
 run_engine: Callable[..., tuple[Any, ...]] = torch.autograd.graph._engine_run_backward
 engine: Callable[..., tuple[Any, ...]] = torch.autograd.Variable._execution_engine.run_backward
-"""The functions beneath `torch.autograd.grad`: the first skips its argument checks, a third of the
-time for a small function; the second also skips the context that compiled code reads."""
+"""The functions beneath `torch.autograd.grad`: the first skips argument checks, which take a third
+of the time of a small function; the second also skips the context that compiled code reads."""
 
 current_graph_task: Callable[[], int] = _c._current_graph_task_id
 will_run: Callable[[Any], bool] = _c._will_engine_execute_node
@@ -138,7 +138,7 @@ a Function creates."""
 def function_of(node: Any) -> Any:
     """Returns the user's `torch.autograd.Function` of a node; None for PyTorch's own nodes.
 
-    vmap generates a class from it, whose closure holds the user's class.
+    vmap generates a class from it, whose closure contains the user's class.
     """
     function = getattr(type(node), "_forward_cls", None)
     while function is not None and function.__module__ == "torch._functorch.autograd_function":
@@ -287,8 +287,8 @@ def marked_constant(fun: Callable[..., Any]) -> Callable[..., Any]:
 # Each is confined to one module, because PyTorch has no interface for it: matching error messages,
 # since errors have no types (`known_errors`); inspecting the instruction that raised an error, to
 # distinguish a user's `raise` from PyTorch's (`code_origin`); patching classes during a call that
-# modes cannot see (`thread_patches`); an import hook, since dynamo knows marked functions by
-# identity and its import takes seconds (`compiling`); one registered operator, since compiled
+# modes cannot see (`thread_patches`); an import hook, since dynamo identifies marked functions by
+# object and its import takes seconds (`compiling`); one registered operator, since compiled
 # programs hold no Python objects (`host`); reading the memory of Python's and NumPy's generators,
 # since copying their states takes longer than a small layer (`state`); removing the hooks of leaves
 # during a second evaluation, so that they run once (`lazy_graphs`).

@@ -51,7 +51,7 @@ def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
 
 
 def _pairs_of_dicts(target: Any, grads: Any) -> list[tuple[Any, Any]] | None:
-    """Pairs the entries of a module or flat dict; None unless all fit and none repeats."""
+    """Pairs the entries of a module or flat dict; returns None unless all fit without repeats."""
     named = ModuleTree.of(target).parameters if isinstance(target, torch.nn.Module) else target
     if not (type(named) is dict and type(grads) is dict and grads.keys() <= named.keys()):
         return None
@@ -61,7 +61,7 @@ def _pairs_of_dicts(target: Any, grads: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _pairs(caller: str, target: Any, grads: Any, add: bool) -> list[tuple[Any, Any]]:
-    """Pairs each parameter with its gradient; raises for entries that do not fit or repeat."""
+    """Pairs each parameter with its gradient; raises if an entry does not fit or is repeated."""
     if target is None:
         raise GradtoolsError(
             f"{caller}: target is None; expected the parameters whose .grad is to be written. Give "
@@ -130,7 +130,7 @@ def over(xs: Sequence[torch.Tensor], number: float) -> list[torch.Tensor]:
 
 
 def _are_plain(xs: Sequence[torch.Tensor]) -> bool:
-    """Returns whether all are plain tensors, which one fused operation can process."""
+    """Returns whether all xs are plain tensors, which one fused operation can process."""
     if not xs or upstream.peek_interpreter_stack() is not None or upstream.forward_level() >= 0:
         return False
     return {*map(type, xs)} == {torch.Tensor} and {*map(_layout, xs)} == {torch.strided}
@@ -223,7 +223,7 @@ def is_distributed(x: Any) -> bool:
 
 
 def _addition(p: torch.Tensor, g: torch.Tensor, buffers: set[Any]) -> Write:
-    """Returns the write that adds g. buffers: The storages of all gradients to be written."""
+    """Returns the write that adds g to `p.grad`. buffers: The storages of all gradients."""
     old = p.grad
     if upstream.storage_key(g) in buffers:
         g = g.clone()
@@ -301,7 +301,7 @@ def _check(caller: str, entry: TargetLeaf) -> None:
 
 
 def _all_fit(merged: Sequence[tuple[Any, Any]]) -> bool:
-    """Returns whether all are ordinary leaves with matching gradients, by a fast check."""
+    """Checks quickly whether all targets are ordinary leaves with matching gradients."""
     ps, gs = [p for p, _ in merged], [g for _, g in merged]
     if not ({*map(type, gs)} <= {torch.Tensor} and {*map(type, ps)} <= PLAIN):
         return False

@@ -73,7 +73,7 @@ def to_numpy(x: Any) -> np.ndarray:
 def on_cpu(x: torch.Tensor) -> torch.Tensor:
     """Returns x without a graph, in memory that NumPy can read."""
     y = x.detach().cpu().resolve_conj().resolve_neg()
-    return y.clone() if upstream.is_zero(y) else y  # PyTorch 2.8 reads a zero without memory
+    return y.clone() if upstream.is_zero(y) else y  # PyTorch 2.8 would read its missing memory
 
 
 def random_key(seed: Any) -> torch.Tensor:
@@ -92,13 +92,13 @@ def split_key(key: torch.Tensor, n: int = 2) -> torch.Tensor:
 
 
 def fold_in(key: torch.Tensor, index: int) -> torch.Tensor:
-    """Returns the key that `split_key` would return at this index."""
+    """Returns the key that `split_key` would return at the given index."""
     check_key("chunked", key)
     return _children(key, torch.tensor(index, dtype=torch.int64, device=key.device))
 
 
 def _children(key: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Returns the child keys at these indices; the last axis has length two."""
+    """Returns the child keys at the given indices; the last axis has length two."""
     first = _mix(key[0] + (index + 1) * GOLDEN)
     return torch.stack([first, _mix(_mix(key[1] + first * ODD) + index)], dim=-1)
 

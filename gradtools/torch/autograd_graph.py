@@ -28,7 +28,7 @@ def node_of(y: Tensor) -> Any:
 
 
 def nodes_behind(nodes: Iterable[Any], ends: Collection[Any] = ()) -> list[Any]:
-    """Returns these nodes and their ancestors, except ancestors reachable only through `ends`."""
+    """Returns the nodes and their ancestors, except ancestors reachable only through `ends`."""
     found, seen, todo = list[Any](), {None}, [*nodes]
     while todo:
         node = todo.pop()
@@ -51,8 +51,8 @@ _UNSPENT = [False]
 def is_spent(x: Tensor) -> bool:
     """Returns whether x is the alias of an argument in a finished derivative.
 
-    Such a leaf is a constant: it is no longer differentiated. Its attribute `SPENT` holds a list
-    with one flag, which all aliases of a derivative share.
+    Such a leaf is a constant: it is no longer differentiated. Its attribute `SPENT` is a list with
+    one flag, which all aliases of a derivative share.
     """
     return bool(getattr(x, SPENT, _UNSPENT)[0])
 

@@ -125,7 +125,7 @@ class TorchBackend(FrameworkBackend):
 
     def clip(self, x: Array, bound: Any) -> Array:
         if isinstance(bound, float) and bound > torch.finfo(x.dtype).max:
-            return x  # a bound that x's dtype cannot hold
+            return x  # x's dtype cannot represent the bound
         return x.clamp(-bound, bound)
 
     def clipped_by_norm(self, xs: list[Array], bound: Any) -> list[Array] | None:

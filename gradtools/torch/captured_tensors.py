@@ -1,9 +1,9 @@
 """Finds the tensors that a recomputed function captures, and replaces them in later runs.
 
-In the first run inside of torch.func no graph shows the captured tensors, so a function mode finds
-them (`Captured`; outside of torch.func, for `implicit_solution`, `CapturedInEager`). They become
-inputs of f's node. Whenever f runs again, a mode replaces them by these inputs (`Replaced`). Modes
-do not see the arguments of `Function.apply`; a captured tensor among them raises an error.
+In the first run inside of torch.func no graph contains the captured tensors, so a function mode
+finds them (`Captured`; outside of torch.func, for `implicit_solution`, `CapturedInEager`). They
+become inputs of f's node. Whenever f runs again, a mode replaces them by these inputs (`Replaced`).
+The arguments of `Function.apply` bypass modes; a captured tensor among them raises an error.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def replaced_now() -> dict[int, tuple[Tensor, Tensor]]:
 
 
 def as_read_now(xs: Sequence[Tensor]) -> list[Tensor]:
-    """Returns the tensors or their replacements, as arguments of a node, which modes do not see."""
+    """Returns the tensors or their replacements, to be passed to a node, which bypasses modes."""
     return list(xs) if _thread.mode is None else [*map(_thread.mode.other, xs)]
 
 
@@ -117,7 +117,7 @@ class Replaced(TorchFunctionMode):
 
 
 def reading(pairs: Sequence[tuple[Tensor, Tensor]]) -> AbstractContextManager[Any]:
-    """Context in which the second tensor of each pair is read in place of the first."""
+    """Returns a context in which the second tensor of each pair replaces the first."""
     if not pairs or torch.compiler.is_compiling():
         return nullcontext()
     originals, others = zip(*pairs, strict=True)
@@ -213,7 +213,7 @@ class CapturedInEager(Replaced):
             self.found[id(x)] = x, x
 
     def check_all(self, ys: Sequence[Tensor]) -> None:
-        """Raises if f's outputs depend on a captured tensor that no mode saw."""
+        """Raises if f's outputs depend on a captured tensor that no mode has detected."""
         read = [super(CapturedInEager, self).other(x) for x, _ in self.found.values()]
         ends, own = {x.grad_fn for x in read} - {None}, {*map(id, read), *self._own}
         for node in nodes_of(ys, ends):

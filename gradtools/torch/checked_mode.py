@@ -1,8 +1,8 @@
 """PyTorch's half of `gradtools.testing.checked`: reruns f with the stopped values held fixed.
 
-A `TorchFunctionMode` sees the operations of f. Values that f stops (by `detach`, `.data` or a
+A `TorchFunctionMode` intercepts the operations of f. Values that f stops (by `detach`, `.data` or a
 `no_grad` block) are recorded in the first run and restored in later runs. Values inside of an
-autograd.Function are not held: PyTorch disables gradients there without a call that the mode sees.
+autograd.Function are not held fixed: no call that the mode intercepts disables gradients there.
 """
 
 from __future__ import annotations
@@ -229,7 +229,7 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
 
 
 def _with_hooks(x: Tensor, hooks: Any) -> Tensor:
-    """Returns a view of x whose gradient a parameter's hooks edit; x without hooks."""
+    """Returns a view of x whose gradient a parameter's hooks edit, or x if there are none."""
     y = x.view_as(x) if hooks else x
     for hook in (hooks or {}).values():
         y.register_hook(hook)

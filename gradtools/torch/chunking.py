@@ -56,7 +56,7 @@ def run_chunks(chunks: Chunks) -> tuple[list[Any], list[Any]]:
 
 
 def held_by(chunks: Chunks) -> Held | None:
-    """Returns the state that f holds (None in export); rejects wrappers, warns of batch norm."""
+    """Returns f's state (None in export); rejects wrappers and warns about batch norm."""
     if upstream.is_exporting() or is_plain():
         return None
     given = [*chunks.shared, *[x for x, _ in chunks.splits]]
@@ -65,7 +65,7 @@ def held_by(chunks: Chunks) -> Held | None:
     held = Held([chunks.call.f, *others], {x.device.type for x in tensors})
     for module in held.modules:
         kind = _wrapper(type(module))  # type: ignore[arg-type]
-        # Inside of FSDP2's own forward, the parameters are gathered already.
+        # Inside of FSDP2's own forward, the parameters have already been gathered.
         if kind and (kind != "FSDPModule" or any(map(is_distributed, module.parameters()))):
             raise GradtoolsError(
                 f"{chunks.caller}: f is or contains a {kind}, which gathers parameters or reduces "
@@ -139,7 +139,7 @@ class Chunk:
         return [self.others[k] if k in self.others else next(left) for k in range(count)]
 
     def recomputed(self, held: Held, state: RunState) -> tuple[Tensors, RunState]:
-        """Returns the outputs, to be recomputed in the backward pass, and the state after them."""
+        """Returns the outputs, which the backward pass recomputes, and the state after the run."""
         program, xs = Program(self._chunks.caller, self.run, held, state), as_read_now(self.xs)
         verify = verifies(self._chunks.options, program)
         if upstream.peek_interpreter_stack() is not None:
@@ -230,7 +230,7 @@ class _Sums:
 
     def add(self, terms: Tensors) -> None:
         self._in_place = self._in_place and all(map(_is_plain, terms))
-        number = terms[0].item() if self._in_place and self._weigh else 1  # for integers, too
+        number = terms[0].item() if self._in_place and self._weigh else 1  # also for integers
         if self._in_place and self._sums:  # avoids a copy of the weighted terms
             sums = self._sums
             if self._weigh is not None:

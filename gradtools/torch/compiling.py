@@ -77,9 +77,9 @@ _AS_WRITTEN = _AsWritten()
 
 
 def as_written() -> AbstractContextManager[None]:
-    """Context in which all threads run functions compiled by `torch.compile` eagerly.
+    """Returns a context in which all threads run compiled functions eagerly.
 
-    Compiled code silently drops tangents, and modes do not see its operations.
+    Compiled code silently drops tangents, and modes do not intercept its operations.
     """
     return _AS_WRITTEN if upstream.DYNAMO in sys.modules and not is_compiling() else nullcontext()
 

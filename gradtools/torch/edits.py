@@ -25,7 +25,7 @@ def edited(rule: Rule, x: Any, cotangent: Any = None, value: Any = None) -> Tens
     """Implements `gradtools.backend.Backend.edited`: attaches the node in plain eager mode."""
     if type(x) not in PLAIN or _is_wrapped(x):
         return None
-    # `is_followed`, written out: a call takes as long as the rest of an edit.
+    # `is_followed` is inlined: a call would take as long as the rest of an edit.
     if _levels() or _functions() or _dispatches() or _tracing() or _forward_level() >= 0:
         return None
     if rule.reverse_only:
@@ -64,8 +64,8 @@ def edit_application(rule: Rule, inputs: int) -> Application:
 def tied(x: Any, function: Callable[..., Any]) -> Any:
     """Returns x with edges to the leaves that a function captures: its derivatives depend on them.
 
-    A backward pass sends nothing along these edges, but a derivative taken at x finds the leaves of
-    an outer derivative through them, and keeps its graph.
+    No gradient flows along these edges, but a derivative taken at x finds the leaves of an outer
+    derivative through them, and keeps its graph.
     """
     if not torch.is_grad_enabled() or upstream.peek_interpreter_stack() is not None:
         return x

@@ -101,7 +101,7 @@ def jvp(fun: Fun, leaves: Tensors, tangents: Tensors) -> tuple[Tensors, Tensors,
 
 @only_inlined
 def linearize(fun: Fun, leaves: Tensors) -> tuple[Tensors, Tensors, Push]:
-    """Evaluates fun once; returns `(outs, extras, pushforward)`, with the pullback's transpose."""
+    """Evaluates fun once; returns `(outs, extras, pushforward)`, by transposing the pullback."""
     if is_compiling():
         return _functorch_linearize(fun, leaves)
     in_eager = upstream.peek_interpreter_stack() is None
@@ -111,7 +111,7 @@ def linearize(fun: Fun, leaves: Tensors) -> tuple[Tensors, Tensors, Push]:
 def pushed(
     fun: Fun, leaves: Tensors, tangents: Tensors, kernels: Any
 ) -> tuple[Tensors, Tensors, Tensors]:
-    """Computes `jvp` with these kernels; raises `NoForwardMode` if the level is in use."""
+    """Computes `jvp` with the given kernels; raises `NoForwardMode` if the level is in use."""
     return _outside_of_dynamo(partial(_dual_jvp, kernels=kernels), fun, leaves, tangents)
 
 
@@ -128,7 +128,7 @@ def _outside_of_dynamo(engine: Callable[..., Any], fun: Fun, *args: Any) -> Any:
 
 
 def caller_of(fun: Fun) -> str:
-    """Returns the operator that the user called, if the function knows it."""
+    """Returns the operator that the user called, if the function records it."""
     return getattr(fun, "caller", "gradtools")
 
 

@@ -7,7 +7,7 @@
                 <u, g> along z           one double backward, recomputed; its graph of G is also
                                          used by the pullback of y, which runs next
 
-Only autograd's engine, while it runs, knows whether the part along z is needed. Third derivatives,
+Whether the part along z is needed is known only while autograd's engine runs. Third derivatives,
 and all derivatives inside of torch.func, use double backward of G, recomputed as in
 `recomputation.py`. G's parameters are constants: their node raises if it is differentiated.
 """
@@ -131,7 +131,7 @@ class _Pullback(Pull):
 
     of: _Use
     pulls = _Second
-    leaves: Sequence[Tensor] = ()  # the arguments of the use, if derivatives may be omitted
+    leaves: Sequence[Tensor] = ()  # the use's arguments, if some derivatives may be omitted
 
     def pulled(self, xs: Sequence[Tensor]) -> Pulled:
         if torch.is_grad_enabled() or self.rows or not self.of.retained:
@@ -160,7 +160,7 @@ class _Use(Program):
         kernels: The context in which later passes run.
         changes: The version counters of the parameters; None if G changes them.
         edit: The name of an edit without forward mode in G; empty if there is none.
-        hooked: Whether G sets hooks on gradients, which forward mode does not see.
+        hooked: Whether G sets hooks on gradients, which do not run in forward mode.
     """
 
     edit, hooked, gates, kernels = "", False, 0, _NOTHING
@@ -229,7 +229,7 @@ class _Use(Program):
         super()._compare(primals, exact and self.kernels is _NOTHING)
 
     def by(self, kernels: Any) -> _Use:
-        """Returns a copy that is recomputed with these kernels."""
+        """Returns a copy that is recomputed with the given kernels."""
         return self._copy(kernels=kernels)  # type: ignore[return-value]
 
     # --- its derivatives
@@ -266,7 +266,7 @@ def _dual(z: Tensor, u: Tensor | None) -> Tensor:
 
 
 def _constant(caller: str, held: Held) -> Replaced:
-    """Context in which differentiating with respect to a parameter raises an error."""
+    """Returns a context in which differentiating with respect to a parameter raises an error."""
     with upstream.temporarily_clear_interpreter_stack():
         xs = [x for x in held.parameters if x.requires_grad and not is_dual(x)]
         return Replaced(xs, _Constants.apply(caller, False, *xs) if xs else ())
@@ -276,7 +276,7 @@ class _Constants(torch.autograd.Function):
     """Returns G's constants, or one scalar for all of them; their derivative raises an error.
 
     Args:
-        one: Whether it returns the scalar.
+        one: Whether to return the scalar.
     """
 
     recorded_as = "frozen"

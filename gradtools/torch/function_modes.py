@@ -69,7 +69,7 @@ _NEEDS_WEIGHTS = 15  # the position of multi_head_attention_forward's argument
 
 
 def _multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-    """Calls `multi_head_attention_forward` so that it returns weights: no fused kernel."""
+    """Calls `multi_head_attention_forward` with need_weights, which avoids the fused kernel."""
     if functional.scaled_dot_product_attention is not _FUSED:  # attention libraries patch it
         return functional.multi_head_attention_forward(*args, **kwargs)
     if len(args) > _NEEDS_WEIGHTS:
@@ -96,7 +96,7 @@ class OwnMode(TorchFunctionMode):
 
 
 class PlainAttention(OwnMode):
-    """Attention by plain operations, for passes in which PyTorch's own norms are right."""
+    """Attention by plain operations, for passes in which PyTorch's own norms are correct."""
 
     programs = _ATTENTION
 
@@ -256,7 +256,7 @@ _RULES: dict[Any, Any] = {
 
 
 def only_own_modes(xs: Sequence[Tensor]) -> bool:
-    """Returns whether no other mode and no subclass must see a call of these tensors."""
+    """Returns whether no other mode or subclass needs to intercept a call with these tensors."""
     return PLAIN.issuperset(map(type, xs)) and all(
         isinstance(mode, OwnMode) for mode in upstream.function_modes()
     )

@@ -104,7 +104,7 @@ def is_dual(x: Any) -> bool:
 
 
 def may_be_dual(x: Tensor) -> bool:
-    """Returns whether PyTorch supports tangents for tensors of this dtype and layout."""
+    """Returns whether PyTorch supports tangents for tensors of x's dtype and layout."""
     return is_inexact(x) and x.layout is torch.strided
 
 

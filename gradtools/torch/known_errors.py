@@ -22,7 +22,7 @@ T = TypeVar("T")
 
 
 def _torch_says(error: BaseException) -> str:
-    """Returns the text of PyTorch's own error; empty for others and TorchScript's `raise`."""
+    """Returns the text of PyTorch's own error; "" for other errors and TorchScript's `raise`."""
     return "" if isinstance(error, torch.jit.Error) else said_by("torch", error)
 
 

@@ -85,7 +85,7 @@ class LazyGraph(Program):
         self.deferred = True  # whether the engine frees the graph
         self._nested = False  # whether f ran inside of vmap or forward mode
         self.leaves: dict[int, Tensor] = {}  # the leaves that f reached, by id
-        self._constants: set[int] = set()  # the ids of outputs of f that require no grad
+        self._constants: set[int] = set()  # the ids of outputs of f that do not require grad
 
     def note(self, output: Any, own: set[int]) -> None:
         """Records the leaves behind f's outputs, except for ids in `own`."""

@@ -42,14 +42,14 @@ def jvps(
     state, mode, rows = RunState.now(held), OneTangent(), list[Any]()
     points = [x.detach() for x in leaves]
     try:
-        with unpacked() as hooks, torch.enable_grad():  # G sees grad mode on, but records no graph
-            if has_checkpoint(hooks):  # a checkpoint would rerun all of this
+        with unpacked() as hooks, torch.enable_grad():  # grad mode is on, but no graph is recorded
+            if has_checkpoint(hooks):  # a checkpoint would rerun all evaluations
                 raise NoForwardMode
             for k, tangents in enumerate(many):
                 if k:
                     state.restore()
                 rows.append(pushed(fun, points, [t.detach() for t in tangents], mode))
-    except NoForwardMode:  # its level is in use, or G uses autograd's engine
+    except NoForwardMode:  # the level is in use, or G uses autograd's engine
         state.restore()
         return _by_engine(fun, leaves, many)
     except NotImplementedError as error:
@@ -81,7 +81,7 @@ class _Pushed(Program):
         # Exclude tensors that the function created, such as aliases of a derivative that it took.
         made = lambda x: x.grad_fn is not None and upstream.sequence_of(x.grad_fn) >= self.outside
         alive = [x for ref in mode.read.values() if (x := ref()) is not None]
-        # Modes do not see the arguments of `Function.apply`; the recorded graph contains them.
+        # The arguments of `Function.apply` bypass modes; the recorded graph contains them.
         seen = {id(x): x for x in (*alive, *leaves_of(known))}.values()
         read = [x for x in seen if not (id(x) in own or is_spent(x) or made(x))]
         if not (read or any(x.requires_grad for x in xs)):
@@ -116,7 +116,7 @@ def restarting(fun: Fun, leaves: Sequence[Tensor], count: int) -> Callable[[], N
 
 
 def _held(fun: Fun, leaves: Sequence[Tensor]) -> Held:
-    """Returns the state of the modules and tensors that a function, or its user function, holds."""
+    """Returns the state of the modules and tensors in a function or its user function."""
     f = getattr(fun, "f", fun)
     given = [f, getattr(f, "f", None), *getattr(f, "opened_modules", ())]
     given += [*getattr(fun, "args", ()), getattr(fun, "kwargs", {})]

@@ -17,7 +17,7 @@ Tensor = torch.Tensor
 def is_followed() -> bool:
     """Returns whether a transform, a mode, a trace or forward mode may observe an operation.
 
-    The legacy vmap counts for none of them.
+    The legacy vmap does not count as one of them.
     """
     traced = upstream.peek_interpreter_stack() or upstream.tracing_state()
     modes = upstream.count_of_function_modes() or upstream.count_of_dispatch_modes()
@@ -37,7 +37,7 @@ def batchings() -> int:
 
 
 def by_new_vmap(fun: Callable[..., list[Any]], xs: Sequence[Any]) -> list[Any]:
-    """Calls `fun(*xs)` inside of ``is_grads_batched`` by `torch.vmap` outside of it.
+    """Leaves the legacy vmap of ``is_grads_batched``, and calls `fun(*xs)` in `torch.vmap`.
 
     Autograd records the results of a `torch.autograd.Function` on tensors of the legacy vmap, and
     loses that graph when the level ends. Results of `torch.vmap` keep their graphs.

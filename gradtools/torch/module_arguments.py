@@ -156,7 +156,7 @@ class Opened:
         self.opened_modules = list(self._parameters)
         self._graph = current_graph(f, self.opened_modules)
         every = [p for named in self._parameters.values() for p in named.values()]
-        # A tensor of an outer derivative at the module does not have its own graph.
+        # A tensor of an outer derivative with respect to the module has no graph of its own.
         plain = not is_nested() or all(p.requires_grad and not is_dual(p) for p in every)
         self.own = frozenset(map(id, every)) if plain else frozenset()
         if self._graph is not None and plain:
@@ -166,7 +166,7 @@ class Opened:
 
     @contextmanager
     def unrecorded(self) -> Iterator[None]:
-        """Context in which calls are excluded from the graph of results."""
+        """Context manager that excludes calls from the graph of results."""
         graph, self._graph = self._graph, None
         try:
             yield
@@ -174,7 +174,7 @@ class Opened:
             self._graph = graph
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Calls f with the modules, or with copies that hold other parameters."""
+        """Calls f with the modules, or with copies that have other parameters."""
         copies: list[Copy] = []
         replaced: list[tuple[Tensor, Tensor]] = []
 

@@ -4,7 +4,7 @@
 between threads. This module swaps nothing: each call builds a structural copy (`Copy`), whose
 submodules have their own dictionaries with the given parameters and clones of the given buffers.
 Everything else is shared, including hooks. References of the tree to itself (tied tensors, shared
-submodules, bound methods, lists of weights, plain objects that hold a submodule) are replaced by
+submodules, bound methods, lists of weights, plain objects that contain a submodule) are replaced by
 references to the copy. If closures and other objects still read the module's own tensors,
 operations of the call read the given tensors instead. ``make_functional`` makes such a copy once,
 and each call copies that copy.
@@ -213,7 +213,7 @@ class Copy:
         tree: The module.
         params: The copy's parameters; missing parameters are shared.
         buffers: The copy's buffers.
-        references: For each module, the attributes that refer to the tree, if known.
+        references: For each module, the attributes that refer to the tree; None if unknown.
 
     Attributes:
         root: The copy.
@@ -272,7 +272,7 @@ class Copy:
 
 
 def _may_refer(fields: dict[str, Any]) -> list[str]:
-    """Returns a module's attributes that may refer to other objects; most are plain values."""
+    """Returns the attributes of a module that may refer to other objects, without plain values."""
     result = []
     for name, x in fields.items():
         kind = type(x)
@@ -283,7 +283,7 @@ def _may_refer(fields: dict[str, Any]) -> list[str]:
 
 
 class _Links:
-    """Replaces the tensors and modules of a tree in a value by the copy's.
+    """Replaces the tensors and modules of a tree in a value by those of the copy.
 
     Args:
         own: Maps an object's id to its replacement.
@@ -320,7 +320,7 @@ class _Links:
 
 
 def _attributes_of(x: Any) -> dict[str, Any] | None:
-    """Returns the attributes of a user's plain object, which may hold modules or tensors."""
+    """Returns the attributes of a user's plain object, which may contain modules or tensors."""
     kind: Any = type(x)
     if kind.__new__ is not object.__new__ or isinstance(x, nn.Module):
         return None
@@ -398,7 +398,7 @@ def _check_tensors(what: str, given: Any, shapes: Shapes) -> None:
 
 @contextmanager
 def _seeded(key: Any, tensors: Any) -> Iterator[None]:
-    """Context that seeds the global generators of the tensors' devices and the CPU.
+    """Context manager that seeds the global generators of the tensors' devices and the CPU.
 
     It restores the generators on exit; ``torch.manual_seed`` would also seed other devices.
     """

@@ -39,14 +39,14 @@ class _Running(threading.local):
 
     recorded = False  # whether a recorder records each operation
     plain = False  # whether chunks run as a plain loop, without recomputation
-    mark = ""  # the operator whose own machinery is running
+    mark = ""  # the operator whose internal code is running
     checked = False  # whether a rule's check evaluates a function
     edits = 0  # the number of applied edits without forward mode
     edit = ""  # the name of the latest such edit
     pushing = ""  # the operator that transposes f's pullback, which requires linear rules
 
     def __init__(self) -> None:
-        # The reason of gradtools' own detach; empty for a detach of the user. It is always set,
+        # The reason of gradtools' own detach; empty for the user's detach. It is always set,
         # since dynamo guards on the existence of attributes.
         self.reason = ""
 
@@ -90,7 +90,7 @@ checking = partial(_Flagged, "checked", True)
 
 
 def marked(caller: str) -> _Flagged:
-    """Context that marks operations as internal to `caller`, unless an outer mark is set.
+    """Returns a context that marks operations as internal to `caller` unless they are marked.
 
     An empty `caller` marks them as the user's operations.
     """

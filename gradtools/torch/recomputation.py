@@ -274,7 +274,7 @@ class Program:
         return other
 
     def inlined(self) -> Program:
-        """Returns a copy that takes the sources as arguments."""
+        """Returns a copy of the program that takes the sources as arguments."""
         own = self.sources
         return self._copy(captured=own + self.captured, sources=[], versions=[], inline=len(own))
 
@@ -490,7 +490,7 @@ class _Node(torch.autograd.Function):
         if program.expands(axes):
             xs, axes = tuple(with_batch_in_front(xs, axes, size)), (0,) * len(xs)
         outer = sum(v.key() == _VMAP for v in upstream.get_interpreter_stack() or ())
-        # A later vmap, such as over a Jacobian's rows, shares the random draws of the first run.
+        # A later vmap, such as over a Jacobian's rows, shares the random numbers of the first run.
         randomness = info.randomness if outer < program.maps else "same"
         batch = program.batched(axes, size, randomness)
         batch.known = with_batch_in_front(inputs[:count], in_dims[2 : 2 + count], size)

@@ -56,9 +56,9 @@ class Randomness:
     def everywhere(
         cls, kinds: Iterable[str], generators: Iterable[torch.Generator] = ()
     ) -> Randomness:
-        """Reads Python's, NumPy's and PyTorch's generators on the CPU and devices of these types.
+        """Reads the generators of Python, NumPy and PyTorch on the CPU and the given device types.
 
-        generators: Additional generators, which a module or a closure holds.
+        generators: Additional generators, found in a module or a closure.
         """
         others = sorted(set(kinds) - {"cpu", "meta"})
         counts = [(kind, torch.get_device_module(kind).device_count()) for kind in others]
@@ -97,7 +97,7 @@ class Randomness:
 
 @contextmanager
 def restored(randomness: Randomness | None) -> Iterator[None]:
-    """Context that sets these states and restores the previous states on exit.
+    """Context manager that sets the given states and restores the previous states on exit.
 
     It does nothing if `randomness` is None.
     """
@@ -129,14 +129,14 @@ def _state(stream: Stream) -> tuple[Any, Any]:
 
 
 # The latest states of Python's and NumPy's generators, and their words: copying a state takes
-# longer than a small layer, so it is not copied again while the words are the same.
+# longer than evaluating a small layer, so it is not copied again while the words are the same.
 _latest: dict[str, tuple[Any, Any]] = {}
 _PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]
 _HEAD, _SIZE = object.__basicsize__, random.Random.__mro__[1].__basicsize__
 
 
 def _words(stream: str) -> Any:
-    """Reads the memory of the Mersenne Twister; empty for NumPy's other generators.
+    """Reads the memory of the Mersenne Twister; returns b"" for NumPy's other generators.
 
     For Python, also reads the second number of a Gaussian pair; NumPy stores it in its state only.
     """
@@ -199,7 +199,7 @@ class Held:
     def reset_parameters(self) -> list[tuple[Slots, Slots]]:
         """Restores the original parameters of modules; returns the parameters that it replaced.
 
-        A module may hold other parameters after a `functional_call` has ended.
+        A module may have other parameters after a `functional_call` has ended.
         """
         changed = list[tuple[Slots, Slots]]()
         for own, first in self._first:
@@ -273,7 +273,7 @@ class RunState:
         return RunState.now(self.held, self)
 
     def until(self, later: RunState) -> RunState:
-        """Returns this state with only the streams that have advanced until `later`."""
+        """Returns a copy with only the streams that have advanced until `later`."""
         return replace(self, streams=self.streams.advanced_to(later.streams))
 
     def rerun(self, fun: Callable[[Any], Any], xs: Any) -> Any:
@@ -318,7 +318,7 @@ def _version(buffer: Tensor) -> int:
 
 
 def _same(buffer: Tensor, copy: Tensor, version: int, training: bool) -> bool:
-    """Returns whether a buffer still has these contents.
+    """Returns whether a buffer still has the given contents.
 
     Versions reveal changes, except for normalization statistics in training: their kernels do not
     increment versions, so small buffers are compared, without waiting for an accelerator.
@@ -344,7 +344,7 @@ class _Casts:
 
     @contextmanager
     def again(self) -> Iterator[None]:
-        """Context with the stored settings."""
+        """Context manager that applies the stored settings."""
         torch.clear_autocast_cache()
         with ExitStack() as inside:
             if self.plain and not plain_kernels_are_on():

@@ -107,7 +107,7 @@ def _list_of(count: int) -> TreeDef:
 
 
 def _may_hold_tensors(x: Any) -> bool:
-    """Returns whether a leaf is a container that may hold tensors; dynamo can trace it."""
+    """Returns whether a leaf is a container that may contain tensors; dynamo can trace it."""
     if isinstance(x, Mapping):
         parts = list(x.values())
     else:
@@ -244,7 +244,7 @@ def static_treedef(treedef: TreeDef) -> Any:
 
 
 def unflatten_static(structure: Any, leaves: Sequence[Any]) -> Any:
-    """Builds the tree of a TreeDef or a static structure from these leaves."""
+    """Builds the tree of a TreeDef or a static structure from the given leaves."""
     if isinstance(structure, TreeDef | OpenedTree):
         return unflatten(structure, leaves)
     return _unflattened_static(structure, list(leaves))

@@ -33,7 +33,7 @@ Tensor = torch.Tensor
 
 @contextmanager
 def _undisturbed() -> Iterator[None]:
-    """Context that hides the evaluations of a check from modes, transforms, graphs and hooks."""
+    """Context manager that hides a check's evaluations from modes, transforms, graphs and hooks."""
     outside = upstream.temporarily_clear_interpreter_stack()
     with upstream.disable_current_modes(), outside, torch.no_grad(), unpacked():
         yield
@@ -90,7 +90,7 @@ def abstract_eval(fun: Callable[..., list[Tensor]], *xs: Tensor) -> None:
     if any(x is None for x in values):
         return
     drawn = Randomness.everywhere({x.device.type for x in values})
-    # The call itself raises an error of f.
+    # An error of f is suppressed here, since the call itself raises it.
     with _undisturbed(), restored(drawn), checking(), suppress(Exception):
         fun(*[x.clone() for x in values])
 

@@ -2,7 +2,7 @@
 
 A `torch.autograd.Function` (`functions.py`) applies a rule whose inputs are differentiated. Dynamo
 cannot trace a `Function` with a `jvp` and may drop a rule under `torch.func` (torch#192985,
-torch#193279). It sees one opaque call instead, which functorch's levels then enter.
+torch#193279). Dynamo records an opaque call instead, which then enters functorch's levels.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ def apply_rule(rule: Rule, *xs: Tensor) -> list[Tensor]:
 
 
 def apply_rule_by_key(key: str, *xs: Tensor) -> list[Tensor]:
-    """Applies a rule in compiled code, which holds the rule's key as a constant."""
+    """Applies a rule in compiled code, which embeds the rule's key as a constant."""
     if not is_compiling():
         return apply_rule(by_key(key), *xs)
-    # Dynamo does not reveal whether an input is differentiated, so every input counts as such.
+    # Dynamo does not reveal which inputs are differentiated, so all count as differentiated.
     if pushing_in_trace and _reverse_only(key):
         raise GradtoolsError(reverse_only_text(pushing_in_trace[-1], _reverse_only(key)))
     return list(_apply_by_key(key, *xs))

@@ -114,7 +114,7 @@ class Signature:
         return point, outs
 
     def _shared(self, xs: tuple[Tensor, ...], result: Any) -> Any:
-        """Returns the application shared by calls whose fwd saved the same, its output and extras.
+        """Returns the application for calls with the same saved positions, its output and extras.
 
         Returns None unless fwd returned a tensor and saved a tensor or a tuple of tensors.
         """
@@ -145,7 +145,7 @@ class Signature:
         return point, outs
 
     def _share(self, point: Application, count: int | None) -> None:
-        """Gives a shared application the cotangent map and backward pass of bwd only.
+        """Gives a shared application a cotangent map and a backward pass that call only bwd.
 
         count: The number of residuals, or None if bwd gets one tensor without a tuple.
         """
@@ -191,7 +191,7 @@ class Signature:
         y, dy = result
         if y.requires_grad:
             raise closed_over_error(self.rule.name)
-        # Detached because the graph may hold y itself, which would be a reference cycle.
+        # Detached because the graph may refer to y itself, which would be a reference cycle.
         return attach((point, (y.detach(),)), *args, dy)[0]
 
     def _recording(self, xs: tuple[Tensor, ...]) -> Application | None:

@@ -237,13 +237,13 @@ def transposed(
     under any transform. With gradients on, the result is differentiable in `at` and `values`. None
     means zero, or a vector of integers, whose aval is None.
 
-    known: A list that caches the vectors of ones at which the map is traced, for later calls. Given
-        only if no tensor in `at` has a tangent.
+    known: A list that caches the vectors of ones at which the map is traced, for later calls. It is
+        given only if no tensor in `at` has a tangent.
     """
     mask = [like is not None for like in likes]
     if not any(mask):
         return [None] * len(likes)
-    if upstream.saved_tensors_hooks_on(False) is not None:  # they must not see this graph
+    if upstream.saved_tensors_hooks_on(False) is not None:  # they must not pack this graph
         with unpacked():
             return transposed(rule, linear, at, likes, values, known)
     eager, graphs = in_eager(), torch.is_grad_enabled()
@@ -304,7 +304,7 @@ map is traced, or None if no other tensor requires grad."""
 class _Ongoing(threading.local):
     """The maps that this thread is transposing, innermost last.
 
-    Each entry holds the `origin` of the map's rule, and the map's vectors.
+    Each entry consists of the `origin` of the map's rule and the map's vectors.
     """
 
     def __init__(self) -> None:
@@ -315,7 +315,7 @@ ongoing = _Ongoing()
 
 
 def applied_to(vectors: Vectors, rule: Rule, run: Callable[..., Any], *args: Any) -> Any:
-    """Runs a map of the rule at these vectors during its transposition."""
+    """Runs a map of the rule at the given vectors during its transposition."""
     ongoing.maps.append((rule.origin, vectors))
     try:
         return run(*args)

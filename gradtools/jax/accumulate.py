@@ -79,7 +79,7 @@ def over(xs: Any, number: float) -> list[Any]:
 
 
 def current_trace() -> Any:
-    """Returns a key of the current trace; equal outside of all traces, in every thread."""
+    """Returns a key of the current trace; outside of all traces, every thread gets the same key."""
     return get_opaque_trace_state(convention="gradtools")
 
 

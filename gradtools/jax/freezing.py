@@ -33,7 +33,7 @@ Entries = Sequence[Any]
 
 
 def run_frozen(whole: Chunks, uses: None) -> list[Array]:
-    """Evaluates one use and returns its outputs."""
+    """Evaluates one use of a frozen function and returns its outputs."""
     arrays = [k for k, x in enumerate(whole.shared) if isinstance(x, jax.Array)]
     arrays.sort(key=lambda k: not is_inexact(whole.shared[k]))  # differentiated arrays first
     xs = [whole.shared[k] for k in arrays]

@@ -86,7 +86,7 @@ def is_ref(var: Any) -> bool:
 
 
 def inexact(variables: Sequence[Any]) -> list[bool]:
-    """Returns which of these are floating or complex."""
+    """Returns which of the values are floating or complex."""
     return [*map(is_inexact, variables)]
 
 

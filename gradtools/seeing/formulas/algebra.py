@@ -318,7 +318,7 @@ def summands(x: Expr) -> list[Expr]:
 
 
 def _gather(terms: Sequence[Expr]) -> dict[Expr, Any]:
-    """Returns the sum of the coefficients of each distinct term."""
+    """Sums the coefficients of each distinct term."""
     result: dict[Expr, Any] = {}
     for x in terms:
         coefficient, core = expressions.constant_of(x), x

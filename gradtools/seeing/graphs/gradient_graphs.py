@@ -119,7 +119,7 @@ class Graphing(Operators):
             order: 0 for forward only, 1 with backward, 2 with backward of the backward.
             argnums: The position or positions of the differentiated arguments, whose leaves are
                 floating or complex. In PyTorch, parameters that f holds and that require grad are
-                differentiated as well; with ``argnums=()`` only these are.
+                differentiated as well; with ``argnums=()`` only they are.
             outputs: In place of f, a pytree of existing PyTorch tensors, whose autograd graph is
                 drawn; nothing runs.
             **kwargs: Keyword arguments of f.

@@ -188,7 +188,7 @@ def _makers(graph: PlainGraph) -> Mapping[int, Node]:
 
 
 def equal_values(graph: PlainGraph, values: set[int]) -> set[int]:
-    """Returns all values that equal these, by value numbering, up to reshapes."""
+    """Returns all values that equal the given values up to reshapes, by value numbering."""
     classes = _classes(graph)
     wanted = {classes[v] for v in values if v in classes}
     return values.union(v for v, of in classes.items() if of in wanted)

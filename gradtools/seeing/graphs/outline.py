@@ -120,7 +120,7 @@ class Box:
 
 @dataclass(eq=False)
 class Block:
-    """A group of boxes that may be collapsed to one box.
+    """A group of boxes that may be collapsed into one box.
 
     Attributes:
         kind: "pass", "scope", "steps", "loop", "branch" or "call".

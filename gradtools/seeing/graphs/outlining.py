@@ -324,7 +324,7 @@ def _paths_to(columns: Iterable[Block]) -> dict[int, Sequence[Any]]:
 
 
 def _in_parts(block: Block) -> Block:
-    """Splits blocks with more than `_MOST_CHILDREN` children into parts of consecutive ones."""
+    """Splits blocks with more than `_MOST_CHILDREN` children into parts of consecutive children."""
     children = [_in_parts(c) if isinstance(c, Block) else c for c in block.children]
     while len(children) > _MOST_CHILDREN:
         size, several = max(_PART, math.isqrt(len(children))), children

@@ -30,7 +30,7 @@ _WHOLE = ("gradient_graph", "formula")  # these need every output to be an array
 class Framework:
     """The modules of one framework, each imported on first access.
 
-    Both frameworks have these: `recorded_run`, `training`, `passes` and `translating`.
+    Both frameworks have the modules `recorded_run`, `training`, `passes` and `translating`.
 
     Args:
         backend: The backend of the user's program.

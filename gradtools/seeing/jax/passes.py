@@ -1,8 +1,8 @@
 """A JAX program with its backward passes, as a graph and at given values.
 
 The jaxpr is evaluated equation by equation inside of `jax.vjp`, each in a named scope with its
-number. JAX attaches the scope to all equations that it derives from this one, forward and backward,
-so each gets the line, the modules and the mark of its origin.
+number. JAX attaches the scope to all equations that it derives from the equation, forward and
+backward, so each gets the line, the modules and the mark of its origin.
 
 An equation that depends on a cotangent is backward; if it depends on the cotangent of a gradient,
 it is backward of the backward. All other equations run forward, even if only a later pass reads the
@@ -11,7 +11,7 @@ and saves it.
 
 At given values, for `seeing/diagnostics/gradients_at_values.py`, the program of both passes is
 evaluated equation by equation. Calls, branches and short loops are inlined, so that the operations
-inside of them are seen.
+inside of them are examined.
 """
 
 from __future__ import annotations

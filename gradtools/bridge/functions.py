@@ -43,7 +43,7 @@ class Foreign:
         name: The function's name in messages.
         run: The function of the guest's arrays.
         outs: A function from the inputs' ArraySpecs to the outputs' ArraySpecs.
-        base: The function whose derivative it is, or itself.
+        base: The function of which this is a derivative, or itself.
     """
 
     def __init__(

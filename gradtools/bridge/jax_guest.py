@@ -1,7 +1,7 @@
 """JAX as a guest: runs JAX functions in a PyTorch program.
 
-`jax.jit` compiles the function and its derivatives. A call waits for the results, because PyTorch
-owns the memory of the arguments and may write to it after the call.
+`jax.jit` compiles the function and its derivatives. A call blocks until the results are ready,
+because PyTorch owns the memory of the arguments and may write to it after the call.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Converts models of one framework to the other.
 
 A PyTorch module becomes `(apply, params, state)` of JAX arrays; a JAX model becomes an `nn.Module`
-with its arrays as parameters and buffers. Both bridge `make_functional` of the model's framework,
-including its treatment of batch statistics and keys. Parameters and state are copies, so that an
-optimizer of one framework does not write to arrays of the other.
+with its arrays as parameters and buffers. Both conversions bridge `make_functional` of the model's
+framework, including its treatment of batch statistics and keys. Parameters and state are copies, so
+that an optimizer of one framework does not write to arrays of the other.
 """
 
 from __future__ import annotations

@@ -178,7 +178,7 @@ class Opened:
         self._known = dict(nnx.to_flat_state(self._rest))
 
     def _split(self, x: Any) -> tuple[Any, Any]:
-        """Splits a leaf into its part and the rest: an nnx module's index, None for non-modules."""
+        """Splits a leaf into its part and the rest (an nnx module's index or None)."""
         if not isinstance(x, self._kinds):
             return x, None
         if id(x) in self._numbers:

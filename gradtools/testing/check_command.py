@@ -20,7 +20,7 @@ _Y, _Z = np.linspace(0.1, 0.6, 12).reshape(3, 4), np.linspace(-0.3, 0.2, 12).res
 
 
 class _Programs:
-    """The programs of one framework: each returns its result, and the same by NumPy."""
+    """The programs of one framework: each returns its result and NumPy's result."""
 
     def __init__(self, gt: Any) -> None:
         self.gt, self.xp = gt, gt.xp

@@ -48,7 +48,7 @@ class FlatFunction:
     Attributes:
         caller: The name of the check, for messages.
         name: "torch" or "jax".
-        gt: The namespace of that backend.
+        gt: The namespace of the backend.
         waist: The namespace's `Backend`.
         program: The program as a function of its differentiated leaves.
         leaves: The leaves at which it is checked, in NumPy.
@@ -143,7 +143,7 @@ class FlatFunction:
         return list(pullback(self.like(vs, outs)))
 
     def like(self, vs: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
-        """Cotangents in the outputs' dtypes."""
+        """Converts cotangents to the outputs' dtypes."""
         return [self.waist.cast(v, y) for v, y in zip(vs, outs, strict=True)]
 
     def run(self, compute: Callable[..., Any], *groups: Arrays) -> Any:

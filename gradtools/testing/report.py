@@ -41,9 +41,9 @@ class Comparison:
         tolerance: The allowed relative error.
         place: The index of the worst entry, () for a scalar, None if there is none.
         first: The first array's value there, or a text such as "float32" or "not connected".
-        second: The second array's value there, or a text.
+        second: The second array's value at the worst entry, or a text.
         shape: The shape of the arrays, or of the first array if the shapes differ.
-        dtype: The coarser of their dtypes.
+        dtype: The coarser of the arrays' dtypes.
         status: "agrees", "differs", or "convention" (they differ by a known convention).
         cause: The likely cause in a few words, or None.
         detail: The evidence for the cause, and advice.

@@ -104,7 +104,7 @@ def product(
         core = _einsum(factors, kept, size)
         same = coefficient == 1 and kept == out
         return core if same else _einsum([(core, kept)], out, size, coefficient)
-    by_rank = sorted(factors, key=lambda f: -len(f[1]))  # these determine the order of the axes
+    by_rank = sorted(factors, key=lambda f: -len(f[1]))  # factors that determine the axes' order
     kept = tuple(dict.fromkeys(n for _, names in by_rank for n in names))
     if len(factors) > 1 and set(kept) == set(out) and kept != out:
         factors = [(_einsum(factors, kept, size), kept)]

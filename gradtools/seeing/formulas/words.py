@@ -130,7 +130,7 @@ WORDS: dict[str, Callable[..., Any]] = {
 
 Like = tuple[Sequence[int], str]  # the shape and the kind of a result
 _WRAPS: dict[str, Callable[..., Any]] = {"where": np.where, "remainder": np.remainder}
-_CLOSED = ("add", "subtract", "multiply", "negate", "sum")  # these give integers for integers
+_CLOSED = ("add", "subtract", "multiply", "negate", "sum")  # these map integers to integers
 _BRANCHED = ("power", "sqrt", "rsqrt", "log", "log1p")  # these functions differ for x and x + 0i
 
 

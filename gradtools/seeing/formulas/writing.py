@@ -31,7 +31,7 @@ class Writer:
         self.axes = axes
         self.names: dict[Expr, Written] = {}
         self.notes: dict[str, None] = {}  # explanations of the notation that was used
-        self.definitions: dict[str, None] = {}  # of the functions that were written by their names
+        self.definitions: dict[str, None] = {}  # explanations of functions written by name
 
     def write(self, x: Expr) -> Written:
         """Writes x as a whole array."""

@@ -2,9 +2,9 @@
 
 f's jaxpr is translated equation by equation. Values that do not depend on the arguments are
 computed at once. An equation is translated by the graph's name and attributes (`operands.py`) if
-the vocabulary has them; else it becomes an opaque operation. So do loops, branches, functions with
-custom rules, and functions of JAX with an opaque part: the name `solve` is more readable than its
-LU factors. A random draw is a constant.
+the vocabulary has them; otherwise it becomes an opaque operation. Loops, branches, functions with
+custom rules, and JAX functions with an opaque part do as well: the name `solve` is more readable
+than its LU factors. A random draw is a constant.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class _Translator:
             return take_along(x, i, axis=axes[0]) if rank == x.rank == i.rank else None
         if batched or axes != (0, 1) or indices.op != "output" or known.shape != (x.shape[0], 2):
             return None
-        rows = indices.args[0].args  # x[0, i[0]], x[1, i[1]], ...; the counting is no operand
+        rows = indices.args[0].args  # x[0, i[0]], x[1, i[1]], ...; the iota is not an operand
         counts = known[:, 0].tolist() == [*range(x.shape[0])] and len(rows) == 1
         if not counts or self.value_of(rows[0]).ravel().tolist() != known[:, 1].tolist():
             return None

@@ -1,6 +1,6 @@
 """Undoes the effects of a recorded run, from copies made before the run.
 
-It copies the random streams that f may draw from, the attributes of the modules that f can reach,
+Copies the random streams from which f may draw, the attributes of the modules that f can reach,
 and the tensors that it can reach or reads: contents, `.data`, `.grad`, `requires_grad`. Changes to
 containers and other objects are not undone.
 """
@@ -113,7 +113,7 @@ class Undo:
             for contents, copy in self._contents.values():
                 _refill(contents, copy)
             for x, version in self._versions:
-                if upstream.version_of(x) != version:  # graphs that saved it remain valid
+                if upstream.version_of(x) != version:  # graphs that saved the tensor remain valid
                     upstream.set_version_counters((x,), (version,))
         for restore in self._streams:
             restore()

@@ -9,8 +9,8 @@ at many step sizes, and random u, w, v:
 
 A value that is zero in exact arithmetic, such as the sum of a layer norm, is computed as rounding
 error: a small difference counts as such if it changes by its own size when x's last digits change.
-At a kink the slope is the mean of the derivatives on both sides, and any derivative between these
-two is right.
+At a kink the slope is the mean of the derivatives on both sides, and any derivative between the two
+is accepted.
 """
 
 from __future__ import annotations
@@ -84,15 +84,15 @@ def check_derivatives(
 
     Args:
         f: A deterministic function that takes and returns pytrees of the backend's arrays.
-        args: A tuple with one pytree for each argument of f; its leaves are NumPy arrays or the
-            backend's, of any shape. Floating and complex leaves are differentiated; integers,
+        args: A tuple with one pytree for each argument of f; its leaves are arrays of NumPy or the
+            backend, of any shape. Floating and complex leaves are differentiated; integers,
             booleans, Python numbers and anything else are constants. If a leaf has 64 bits, x64 is
             enabled in JAX during the check.
         backend: "torch", "jax", or the module gradtools.torch or gradtools.jax.
         order: 1 or 2.
         modes: Of "forward", "reverse", "forward_over_reverse", "reverse_over_reverse",
-            "reverse_over_forward" and "forward_over_forward", the modes that f must have. None: all
-            modes that f has; the report's `left_out` lists the others.
+            "reverse_over_forward" and "forward_over_forward", the modes that f must have. None
+            checks all modes that f has; the report's `left_out` lists the others.
         seed: The seed of the random directions.
 
     Returns:
@@ -100,7 +100,7 @@ def check_derivatives(
         "reverse | finite differences".
 
     Raises:
-        AgreementError: A derivative is wrong. It carries the report, and names the argument and
+        AgreementError: A derivative is wrong. The error has the report, and names the argument and
             leaf, the mode, the place, and both values.
         GradtoolsError: There is nothing to check, f has none of the modes, f is random, or the
             arguments are not as described above.
@@ -157,7 +157,7 @@ class DerivativeCheck:
         xs: The point; vs is a random cotangent.
         modes: The modes that f must have; None for the modes that it has.
         labels: Names of modes for the report.
-        present: The modes that f has, as far as it has been tried.
+        present: The modes that f is known to have.
     """
 
     def __init__(
@@ -266,7 +266,7 @@ class DerivativeCheck:
         return self.present[mode]
 
     def label(self, mode: str) -> str:
-        """Returns the name of a mode in the report."""
+        """Returns a mode's name for the report."""
         return self.labels.get(mode, mode.replace("_", " "))
 
     # --- two functions of the point
@@ -328,10 +328,10 @@ class DerivativeCheck:
     ) -> Comparison:
         """Compares a derivative with a slope and stores which entries remain undecided.
 
-        There is no slope if f is not finite. If no step gave a slope, or rounding is as large as
+        There is no slope if f is not finite. If no step gives a slope, or rounding is as large as
         the slope, only NaN counts as wrong.
 
-        derivative: The derivative at the point x + t u. This shows a kink at x, and whether the
+        derivative: The derivative at the point x + t u. It reveals a kink at x, and whether the
         smallest step is too large for f.
         """
         what, limit = f"{self.label(mode)} of {path}", self.numeric
@@ -386,8 +386,8 @@ class DerivativeCheck:
     def _reverse_against_slope(self, i: int, us: Arrays, measured: slopes.Slope) -> Comparison:
         """Compares Re<J^H v, u> with Re<v, D_u f>, for u in leaf i.
 
-        A sum over outputs or entries has no bounds at kinks and does not locate errors, so if it
-        fails or is undecided, it is compared output by output and entry by entry.
+        A sum over outputs or entries has no bounds at kinks and does not locate errors, so if the
+        comparison fails or is undecided, it is repeated by output and by entry.
         """
         vs, x, path = self.vs, self.xs[i], self.probe.paths[i]
         record, decided = self._products(path, [(vs, us, measured)], ())
@@ -416,7 +416,7 @@ class DerivativeCheck:
     def _products(
         self, path: str, pairs: Sequence[Any], shape: tuple[int, ...], step: float = 1.0
     ) -> tuple[Comparison, bool]:
-        """Compares Re<J^H v, u> / step with slopes along u, and says whether these decide.
+        """Compares Re<J^H v, u> / step with slopes along u; returns whether they are decisive.
 
         pairs: v, u and the slope of f along u; two in a row are a complex entry.
         """

@@ -18,7 +18,7 @@ Line = Callable[[float], np.ndarray]
 
 _LARGEST_STEP = 0.1
 _COLUMNS = 6  # columns of the extrapolation table; more only amplify rounding
-_FINEST = 70  # the most halvings of the step, for when larger steps leave f's domain
+_FINEST = 70  # the maximum number of halvings of the step, if larger steps leave f's domain
 
 
 class Slope(NamedTuple):
@@ -26,7 +26,7 @@ class Slope(NamedTuple):
 
     Attributes:
         value: The slope of each entry; NaN if no step gave a slope.
-        error: A bound of the error: the disagreement of steps, and rounding; inf without a slope.
+        error: A bound on the error: the disagreement of steps, and rounding; inf without a slope.
         at: f(0); if it is not finite, there is no slope.
     """
 

@@ -14,7 +14,7 @@ from functools import cache, partial
 from typing import Any
 
 _FULL = ("none", "ieee", "highest", "float32")
-Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # its getter and its setter
+Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # the setting's getter and setter
 _NEWER = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
 
 

@@ -74,10 +74,10 @@ def match_parameters(
     """Pairs the parameters of a torch.nn model with those of its port to flax or equinox.
 
     Modules are paired by name, ignoring the spelling ("layer.0.LayerNorm", "layer_0/layer_norm"),
-    then by a common end of their names if only one pair has it, then, among those of equal kind and
-    shapes, by order. Within a pair of modules the arrays' names and shapes determine the layout; a
-    transposed convolution with as many channels in as out is recognized by its class or name, and
-    is assumed not to use flax's transpose_kernel.
+    then by a unique common suffix of their names, then, among modules of equal kind and shapes, by
+    order. Within a pair of modules the arrays' names and shapes determine the layout; a
+    transposed convolution with as many input channels as output channels is recognized by its class
+    or name, and is assumed not to use flax's transpose_kernel.
 
     Args:
         torch_params: A `torch.nn.Module`, or a dictionary from names to arrays (a state_dict).

@@ -112,7 +112,7 @@ class Recorder(Generic[V]):
             if threading.get_ident() != thread or all(of is not module for of, _ in running):
                 return
             left = None
-            while left is not module:  # modules above it raised: no exit is reported
+            while left is not module:  # outer modules raised: no exit is reported
                 left, self.scope = running.pop()
 
         with ExitStack() as hooks:

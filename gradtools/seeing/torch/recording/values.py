@@ -1,8 +1,8 @@
 """A table of tensors' values, by id and by storage with a log of writes.
 
-A tensor is identified by its id, or else as an alias of the same storage elements as a known
+A tensor is identified by its id, otherwise as an alias of the same storage elements as a known
 tensor. Each storage has a log of in-place writes, so that a tensor's value can be updated with the
-writes since it was last seen.
+writes since it was last read.
 """
 
 from __future__ import annotations

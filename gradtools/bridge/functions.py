@@ -302,7 +302,7 @@ class FlatBridged(Foreign):
         marks = [np.zeros(()) for _ in range(count)]
         places = {id(mark): i for i, mark in enumerate(marks)}
         leaves, structure = self.host.flatten(self.guest.backend.unflatten(treedef, marks))
-        while unknown := [x for x in leaves if id(x) not in places]:  # containers of the guest
+        while unknown := [x for x in leaves if id(x) not in places]:  # the guest's containers
             other = next((x for x in unknown if not isinstance(x, tuple)), None)
             if other is not None:
                 kind = f"{type(other).__module__}.{type(other).__qualname__}"

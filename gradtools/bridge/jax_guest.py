@@ -63,7 +63,7 @@ class JaxGuest:
         return tuple(map(ArraySpec, shapes, dtypes))
 
     def are_plain(self, xs: Sequence[Any]) -> bool:
-        """Returns whether all are concrete tensors outside of autograd, transforms and tracing."""
+        """Returns whether xs are concrete tensors outside of autograd, transforms and tracing."""
         grad = torch.is_grad_enabled()
         for x in xs:
             if type(x) not in PLAIN or (grad and x.requires_grad) or is_wrapped(x):

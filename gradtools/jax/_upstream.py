@@ -196,7 +196,7 @@ def called_by_jax(depth: int) -> bool:
     """Returns whether JAX made the call that is `depth` frames above the caller's.
 
     JAX evaluates the mask of `x[mask]` by `__array__`, which must raise if NumPy calls it; only the
-    frame distinguishes the two. Benefit: an answer for f that selects by a condition. Cost: without
+    frame distinguishes the two. Benefit: f may select elements by a condition. Cost: without
     frames (an optimised build of JAX), f is reported to branch on a value.
     """
     return is_in(("jax",), sys._getframe(depth + 1).f_code.co_filename)

@@ -144,7 +144,7 @@ class _Use:
         return Linearized(ys, left, saves, tangent, cotangent)
 
     def pulled(self, mask: Sequence[bool], xs: Entries, cts: Entries) -> list[Any]:
-        """Computes the pullback, recomputed from the arguments."""
+        """Applies the pullback, which is recomputed from the arguments."""
         with explained(self.caller):
             return pull(self.at(xs), xs[: self.count], spread(cts, mask))
 
@@ -207,7 +207,7 @@ def _pullback(
         return _along(recomputed(xs), [*xs[:count], *cts], along)
 
     def cotangent(saved: Entries, us: Entries) -> list[Any]:
-        """Pulls us back to the arguments and to the cotangents."""
+        """Pulls `us` back to the arguments and to the cotangents."""
         xs, cts = saved[:inputs], saved[inputs:]
         lacking = use.reverse_only(xs)
         if lacking is None:

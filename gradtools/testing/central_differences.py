@@ -23,8 +23,8 @@ class DerivativeComparison:
     """Compares a program's derivative with its values at xs, with a new u and v at each comparison.
 
     Attributes:
-        program: `program(xs)` returns f's outputs, and `program.slope(xs, vs, us)` returns Re<v, J
-            u> and its size without cancellation; xs, vs and us are lists of NumPy arrays.
+        program: `program(xs)` returns f's outputs, and `program.slope(xs, vs, us)` is Re<v, J u>
+            with its size without cancellation; xs, vs and us are lists of NumPy arrays.
         slope: The latest derivative along u.
         difference: The latest difference of the values along u, at the step size `step`.
     """

@@ -407,11 +407,11 @@ def _replace_members() -> None:
 def checked(seed: int = 0) -> Iterator[CheckedReport]:
     """Context that compares every derivative that gradtools takes with finite differences.
 
-    Each is compared with central differences of f's values, along a random direction and cotangent,
-    with random streams and buffers restored. So f runs several times. It finds custom functions and
-    hooks that lose a derivative, rules whose bwd is not their derivative, wrong formulas of the
-    framework, and data that leaves the framework, at any depth of nesting. A backward pass of the
-    framework is compared where it goes through a custom rule, `chunked`, `frozen` or `checkpoint`.
+    Derivatives are compared with central differences of f's values, along a random direction and
+    cotangent; f runs several times, with random streams and buffers restored. This finds custom
+    functions and hooks that lose a derivative, rules whose bwd is not their derivative, wrong
+    formulas of the framework, and data that leaves it, at any depth of nesting. A backward pass of
+    the framework is compared if it goes through a custom rule, `chunked`, `frozen` or `checkpoint`.
 
     Intended differences are left out: gradtools' edits, and values that f itself stops by
     `stop_gradient`, `detach` or `no_grad`. A straight-through estimator or a reversal by your own

@@ -154,7 +154,7 @@ class FlatFunction:
 class Probe(FlatFunction):
     """f at args, in one backend.
 
-    Floating and complex arrays are its leaves; integers, Python numbers and others are constants.
+    Floating and complex arrays are its leaves; other values, such as integers, are constants.
     """
 
     def __init__(self, caller: str, f: Callable[..., Any], args: Sequence[Any], backend: Any):
@@ -231,7 +231,7 @@ def is_rounding(
     """Returns whether differences are rounding error of larger numbers that cancel.
 
     This holds if they are small relative to the largest numbers, and the results change by as much
-    when the last digits of the arguments change. Otherwise they are real, however small.
+    when the last digits of the arguments change. Otherwise they are genuine, however small.
 
     Args:
         off: The differences.

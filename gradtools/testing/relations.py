@@ -2,8 +2,8 @@
 
 `related` looks for a relation of the entries: `cross_check` applies it to two results,
 `first_divergence` to the values and cotangents of two operations, and the other checks to a
-derivative and its differences. A relation must hold for all entries, far more closely than the
-arrays agree. `expression_cause` compares the formulas that two sides compute from values that both
+derivative and its differences. A relation must hold for all entries, within a tight tolerance.
+`expression_cause` compares the formulas that two sides compute from values that both
 have: ``gelu(x)`` against ``tanh gelu(x)``, ``x + 1e-05`` against ``x + 0.001``.
 """
 
@@ -61,7 +61,7 @@ def related(
         order: The order of the derivative.
         near: The relative error at which a relation holds.
         sizes: Lengths that occur in the program by name, which explain a factor.
-        single: Whether to name an unknown factor of constant arrays, which exists for any two.
+        single: Whether to name an unknown factor of constant arrays, which any two have.
     """
     if a.dtype == b.dtype == bool:
         found = _of_masks(a, b)

@@ -274,7 +274,7 @@ ad.primitive_transposes[tangent_p] = _tangent_transpose
 
 
 def _apply_reverse_only(rule: Rule, xs: Sequence[Any]) -> list[Any]:
-    """Applies the edit as a `custom_vjp`; fwd applies it again, so that second order has it too."""
+    """Applies the edit as a `custom_vjp`; fwd applies it again, for second order."""
     lifts = rule.user_functions and captured_tracers(rule)
     rule, captured = lift_captured(rule, xs) if lifts else (rule, [])
 

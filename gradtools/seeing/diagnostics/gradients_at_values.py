@@ -160,7 +160,7 @@ class PassesAtValues:
         return [self.steps[at] for at in sorted(ends)]
 
     def _walk(self, values: Sequence[int], onward: Onward) -> dict[int, list[int]]:
-        """Maps the positions of the steps behind these values to the next values of the walk."""
+        """Maps the position of each visited step to the next values of the walk."""
         result, todo = dict[int, list[int]](), [*values]
         while todo:
             at = self._makers.get(todo.pop())

@@ -149,7 +149,7 @@ class Formula:
     __repr__ = __str__
 
     def lines(self, section: int) -> list[str]:
-        """Returns the lines of one part: 0 the program, 1 its adjoint, 2 the adjoint of that."""
+        """Returns the lines of the program (0), its adjoint (1), or the adjoint's adjoint (2)."""
         return [*self._statements.sections[section].lines]
 
     def latex(self) -> str:

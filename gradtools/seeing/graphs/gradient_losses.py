@@ -141,7 +141,7 @@ def trains_others(graph: PlainGraph, values: Iterable[int], others: Iterable[int
 
 
 def _parts(graph: PlainGraph, value: int, strengths: Strengths) -> Iterator[tuple[int, bool]]:
-    """Walks back through sums and products with constants: values, and whether each is a sum."""
+    """Yields a value and the terms of its nested weighted sums, with whether each is a sum."""
     terms = _terms(graph, value, strengths)
     yield value, terms is not None
     for v in terms or ():

@@ -290,7 +290,7 @@ def _place_leaves(boxes: Sequence[Box], roots: Mapping[int, Block]) -> None:
         reading = [path for path in reading if path[0].phase == leaf.phase]
         if leaf.kind == "input" and not re.search(r"[\[.]", leaf.values[0].name):
             reading = [path[:2] for path in reading]  # a whole argument stays outside of blocks
-        depth = shared_length([path[:-1] for path in reading])  # of the innermost common block
+        depth = shared_length([path[:-1] for path in reading])  # innermost common block
         home = reading[0][depth - 1] if reading else first
         inside = {path[depth] for path in reading} or {*home.children}
         anchor = next((child for child in home.children if child in inside), home)

@@ -324,7 +324,7 @@ class _FormulaRecorder(Recorder[Expr]):
             return evaluate([x], {p: _numbers(self.leaves[p]) for p in leaves})[0]
 
     def _note(self, outs: Sequence[Tensor], values: Values, written: bool = False) -> None:
-        """Gives tensors new values; while the user's grad mode is off these have no derivative."""
+        """Gives tensors new values, which have no derivative if the user's grad mode is off."""
         for y, value in zip(outs, values, strict=False):
             if value is None:
                 continue

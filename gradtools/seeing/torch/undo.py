@@ -135,7 +135,7 @@ def _contents_of(x: Tensor) -> Tensor:
 def _refill(contents: Tensor, copy: Tensor) -> None:
     """Writes the copy's contents back."""
     with torch.inference_mode(contents.is_inference()), torch.no_grad():
-        is_known = contents.device.type == "cpu" and _has_storage(contents)  # does not wait
+        is_known = contents.device.type == "cpu" and _has_storage(contents)  # no synchronization
         if not (is_known and torch.equal(contents, copy)):
             contents.copy_(copy)
 

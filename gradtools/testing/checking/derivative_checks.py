@@ -58,7 +58,7 @@ from gradtools.testing.report import (
 
 CALLER = "check_derivatives"
 _SCALE = -16.0
-_ENTRIES = 64  # the most entries or outputs that are differenced one by one if a leaf fails
+_ENTRIES = 64  # maximum number of entries or outputs compared individually if a leaf fails
 _KEPT = 32  # derivatives
 
 
@@ -226,7 +226,7 @@ class DerivativeCheck:
         return [u.astype(x.dtype) if i == j else np.zeros_like(x) for j, x in enumerate(self.xs)]
 
     def directions(self, i: int) -> Iterator[Arrays]:
-        """Yields directions in leaf i, scaled by its size and by each entry's (domain-safe)."""
+        """Yields directions in leaf i: scaled by its size, and scaled by entry (domain-safe)."""
         x = self.xs[i]
         yield self.along(i, self.draw(x) * scale_of(x))
         yield self.along(i, self.draw(x) * size_by_entry(x))

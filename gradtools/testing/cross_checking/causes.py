@@ -29,7 +29,7 @@ from gradtools.testing.report import CONVENTION, Comparison, Report, widened
 
 _STEPS = {"float64": 1e-6, "float32": 1e-3}  # the relative distance of points near a kink
 UNKNOWN = "no known pattern"
-_MOST_ORDERS = 128  # the number of axes that are tried
+_MOST_ORDERS = 128  # the maximum number of axis orders that are tried
 
 
 def explain(check: CrossCheck, report: Report) -> None:

@@ -88,7 +88,7 @@ def crossed(
             f"{type(args).__name__}. For one argument write args=(x,)."
         )
     for backend in ("torch", "jax"):
-        import_module(f"gradtools.{backend}")  # says how to install a missing framework
+        import_module(f"gradtools.{backend}")  # raises an error with advice if not installed
     inputs = Inputs.read(caller, args, dtype)
     first = Side(caller, "torch", torch, dtype)
     arrays = [x for x in inputs.leaves if isinstance(x, np.ndarray | np.generic)]

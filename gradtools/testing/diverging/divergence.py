@@ -89,7 +89,7 @@ def first_divergence(
 
     Args:
         torch: A `torch.nn.Module`, in the mode (train or eval) in which it is to run; it is copied.
-            Or a function of tensors, or the triple `(apply, params, state)` of `make_functional`.
+            Alternatively a function, or the triple `(apply, params, state)` of `make_functional`.
         jax: The pair (module, variables) of flax.linen, an `nnx.Module`, an `equinox.Module`,
             `jax.vmap` of an equinox module, a triple, or a function of JAX arrays.
         args: A tuple of both programs' positional arguments: pytrees of NumPy arrays of any shape

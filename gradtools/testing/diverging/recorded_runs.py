@@ -43,7 +43,7 @@ from gradtools.testing.report import Comparison, compare_arrays, entry_errors, l
 
 _STOPS = ("detach", "stop_gradient")
 _PRECISIONS = {1e-9: "float64", 1e-4: "float32", HALF: "16 bits"}
-_LONGEST = 12  # the operations of one line that are compared
+_LONGEST = 12  # maximum number of operations of one line that are compared
 UNRELATED = "no simple relation"
 Steps = list[Step]
 

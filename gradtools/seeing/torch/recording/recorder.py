@@ -10,7 +10,7 @@ makes the call::
 
 The functions level reveals whether a call is differentiable and which data leaves for NumPy (for
 `why_zero`). The operations level contains the computation of all passes (`passes.py`, for the
-graph). A formula (`translating.py`) uses whichever is more readable. This module holds the common
+graph). A formula (`translating.py`) uses the more readable level. This module contains the common
 parts: value numbers, in-place writes, the running line and modules, and undoing effects.
 """
 

@@ -92,7 +92,7 @@ def spec_in_words(spec: str) -> str:
 
 
 def added(totals: Any, xs: Any, weight: Any) -> bool:
-    """Returns False: JAX arrays cannot be added to in place."""
+    """Returns False: JAX arrays do not support in-place addition."""
     return False
 
 

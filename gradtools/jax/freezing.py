@@ -40,7 +40,7 @@ def run_frozen(whole: Chunks, uses: None) -> list[Array]:
     modules = stateful(whole.caller, whole.call.f, whole.arguments)
     state = [] if modules is None else [jax.lax.stop_gradient(x) for x in modules.leaves]
     call = replace(whole.call, f=modules or whole.call.f)
-    # A compiled program keeps the rule, which must not hold tracers.
+    # A compiled program keeps the rule, which must not contain tracers.
     rest = [None if isinstance(x, jax.Array) else x for x in whole.shared]
     is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
@@ -80,7 +80,7 @@ class _TracedOnce:
         self.program, self.consts = traced(fun, *xs)
         self.avals = [v.aval.update(weak_type=False) for v in self.program.jaxpr.invars]
         # The arrays that the program closes over, if none is a tracer. They are its last inputs, so
-        # that compiled code holds them once for all derivatives.
+        # that compiled code stores them once for all derivatives.
         self.captured = self.consts if all(map(_is_plain, self.consts)) else []
 
     def __call__(self, *xs: Array) -> list[Array]:

@@ -45,8 +45,8 @@ class TracedProgram:
 def traced(fun: Callable[..., Any], *args: Any) -> tuple[TracedProgram, list[Any]]:
     """Traces fun to a `TracedProgram` and the arrays that it closes over (closure conversion).
 
-    NumPy arrays among these are copied, because the user may overwrite them before the backward
-    pass.
+    NumPy arrays among the latter are copied, because the user may overwrite them before the
+    backward pass.
     """
     closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
     program = TracedProgram(open_jaxpr(closed), jax.tree.structure(shapes), closed.out_avals)

@@ -17,7 +17,7 @@ from gradtools.rules import USE_REVERSE_MODE
 
 @contextmanager
 def explained(caller: str) -> Iterator[None]:
-    """Context that re-raises known errors of JAX with advice."""
+    """Context manager that re-raises known errors of JAX with advice."""
     try:
         yield
     except (TypeError, ValueError, NotImplementedError) as error:

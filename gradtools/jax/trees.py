@@ -53,7 +53,7 @@ def unflatten(treedef: Any, leaves: Sequence[Any]) -> Any:
 
 
 def entries_of(treedef: Any, leaves: Sequence[Any]) -> list[tuple[list[Any], Any]]:
-    """See `Backend.entries_of`; builds no entry, because a class may inspect its arrays."""
+    """Implements `Backend.entries_of`; builds no entry, because a class may inspect its arrays."""
     if type(treedef) is OpenedTree:
         return [flatten(x) for x in unflatten(treedef, leaves)]
     left = iter(leaves)

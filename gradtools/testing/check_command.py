@@ -122,7 +122,7 @@ def error_of(gt: Any, name: str) -> float:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Runs the programs. Exit status: 0 if all agree, 1 if one does not, 2 if none can run."""
+    """Runs the programs. Returns 0 if all agree, 1 if one does not, 2 if none can run."""
     wanted = ("torch", "jax") if options.backend == "both" else (options.backend,)
     here = [name for name in wanted if name in gradtools.available_backends()]
     if not here:

@@ -405,7 +405,7 @@ def _replace_members() -> None:
 
 @contextmanager
 def checked(seed: int = 0) -> Iterator[CheckedReport]:
-    """Context that compares every derivative that gradtools takes with finite differences.
+    """Context manager that compares every derivative that gradtools takes with finite differences.
 
     Derivatives are compared with central differences of f's values, along a random direction and
     cotangent; f runs several times, with random streams and buffers restored. This finds custom

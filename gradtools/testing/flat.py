@@ -215,7 +215,7 @@ def first_line(error: Exception) -> str:
 
 @contextmanager
 def naming(caller: str, name: str) -> Iterator[None]:
-    """Context that adds to exceptions a note about the code that raised them."""
+    """Context manager that adds to exceptions a note about the code that raised them."""
     try:
         yield
     except Exception as error:
@@ -230,8 +230,8 @@ def is_rounding(
 ) -> bool:
     """Returns whether differences are rounding error of larger numbers that cancel.
 
-    This holds if they are small relative to the largest numbers, and the results change by as much
-    when the last digits of the arguments change. Otherwise they are genuine, however small.
+    This is the case if they are small relative to the largest numbers, and the results change by as
+    much when the last digits of the arguments change. Otherwise they are genuine, however small.
 
     Args:
         off: The differences.

@@ -270,7 +270,7 @@ class Report:
 
         Args:
             colour: Whether to add a terminal's colours.
-            limit: The most comparisons to show, without those that agree; None shows all.
+            limit: The maximum number of comparisons to show, excluding agreements; None shows all.
         """
         chosen, known, first = self.comparisons, self.conventions[:limit], self.first
         if limit is not None and len(self) > limit:

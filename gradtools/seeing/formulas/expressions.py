@@ -42,7 +42,7 @@ _known: weakref.WeakValueDictionary[Any, Expr] = weakref.WeakValueDictionary()
 class Expr:
     """One value of a program; immutable, made by `expr`."""
 
-    __add__: ClassVar[Callable[[Expr, Any], Expr]]  # these are set by `algebra.py`
+    __add__: ClassVar[Callable[[Expr, Any], Expr]]  # these methods are set by `algebra.py`
     __radd__: ClassVar[Callable[[Expr, Any], Expr]]
     __sub__: ClassVar[Callable[[Expr, Any], Expr]]
     __rsub__: ClassVar[Callable[[Expr, Any], Expr]]

@@ -286,7 +286,7 @@ _LETTERS = "ijklmnprsuvaeh"  # letters that have subscripts in Unicode
 class Axes:
     """Assigns letters to axes by union-find: axes that correspond get the same letter.
 
-    Axes of a sum correspond one by one, axes of a product by their labels (see `_labels`). A class
+    Axes of a sum correspond by position, axes of a product by their labels (see `_labels`). A class
     of axes that correspond is one dimension of the problem, such as the batch or the classes.
 
     taken: Letters that have another meaning.

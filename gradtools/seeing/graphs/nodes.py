@@ -112,9 +112,9 @@ class Node(_Pickled):
     """One operation of the program.
 
     Attributes:
-        operation: The neutral name, such as "matmul" or "add", or else the native name.
-        inputs: The values it reads, as numbers, in the order of its arguments.
-        outputs: The values it produces.
+        operation: The neutral name, such as "matmul" or "add", or the native name if there is none.
+        inputs: The values that it reads, as numbers, in the order of its arguments.
+        outputs: The values that it produces.
         native: The framework's own name.
         attributes: Static parameters: axes, a permutation, a subscript string.
         source: The innermost line of the user's own code that ran it.

@@ -24,7 +24,7 @@ from gradtools.code_origin import place_of
 from gradtools.errors import GradtoolsError
 from gradtools.rules import replaced_at
 
-_WHOLE = ("gradient_graph", "formula")  # these need every output to be an array
+_WHOLE = ("gradient_graph", "formula")  # these operators need every output to be an array
 
 
 class Framework:
@@ -121,7 +121,7 @@ class LeafProgram:
 
     @contextmanager
     def running(self, how: str = "") -> Iterator[None]:
-        """Context in which f runs; an error that f raises is raised again with f's line."""
+        """Context manager in which f runs; an error that f raises is raised again with f's line."""
         try:
             yield
         except GradtoolsError:

@@ -122,7 +122,7 @@ def _empty() -> Any:
 
 
 def graph_of_outputs(outputs: Any) -> PlainGraph:
-    """Raises an error: arrays of JAX hold no graph."""
+    """Raises an error: JAX arrays have no graph."""
     raise GradtoolsError(
         "gradient_graph: a JAX array does not record how it was made, so outputs= is for PyTorch "
         "only. Fix: pass the function and its arguments: gradient_graph(f, *args)."

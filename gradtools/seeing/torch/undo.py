@@ -31,7 +31,7 @@ Run = Callable[[Sequence[Any]], Sequence[Any]]
 
 @contextmanager
 def undone(run: Run, leaves: Sequence[Any]) -> Iterator[Undo]:
-    """Context that undoes changes on exit; compiled code runs eagerly inside."""
+    """Context manager that undoes changes on exit; compiled code runs eagerly inside."""
     undo = Undo(run, {x.device.type for x in leaves if isinstance(x, Tensor)})
     try:
         with as_written():

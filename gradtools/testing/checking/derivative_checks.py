@@ -86,8 +86,8 @@ def check_derivatives(
         f: A deterministic function that takes and returns pytrees of the backend's arrays.
         args: A tuple with one pytree for each argument of f; its leaves are arrays of NumPy or the
             backend, of any shape. Floating and complex leaves are differentiated; integers,
-            booleans, Python numbers and anything else are constants. If a leaf has 64 bits, x64 is
-            enabled in JAX during the check.
+            booleans, Python numbers and all other leaves are constants. If a leaf has 64 bits, x64
+            is enabled in JAX during the check.
         backend: "torch", "jax", or the module gradtools.torch or gradtools.jax.
         order: 1 or 2.
         modes: Of "forward", "reverse", "forward_over_reverse", "reverse_over_reverse",
@@ -547,7 +547,7 @@ class DerivativeCheck:
         lacking = [mode for mode in FIRST if not self.present[mode] and self.modes is None]
         tried = [m for m in SECOND if not any(part in m.split("_over_") for part in lacking)]
         present = [mode for mode in tried if self.has(mode, *seeds.get(mode, (vs, d)))]
-        modes = [mode for mode in present if mode != SECOND[3]]  # all of these compute H d
+        modes = [mode for mode in present if mode != SECOND[3]]  # all of these modes compute H d
         line = lambda first, seed, us: slopes.slope(
             lambda t: flattened(self.at(first, self.moved(us, t), seed)), self.probe.eps
         )

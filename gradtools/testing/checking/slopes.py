@@ -35,7 +35,7 @@ class Slope(NamedTuple):
     at: np.ndarray
 
     def parts(self, like: Sequence[np.ndarray]) -> list[Slope]:
-        """Splits the slope of a flat vector into slopes of arrays like these."""
+        """Splits the slope of a flat vector into slopes of arrays like the given arrays."""
         return [Slope(*each) for each in zip(*(shaped_like(x, like) for x in self), strict=True)]
 
 

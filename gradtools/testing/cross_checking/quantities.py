@@ -300,7 +300,7 @@ class CrossCheck:
             return self.sides[k].output(leaves)
 
     def naming(self, side: Side) -> AbstractContextManager[None]:
-        """Context that adds the side's name to an exception."""
+        """Context manager that adds the side's name to an exception."""
         return naming(self.caller, f"the {side.name} program")
 
     # --- directions and points

@@ -229,7 +229,7 @@ def library(x: Any) -> str | None:
 
 @contextlib.contextmanager
 def in_double_precision(wanted: bool) -> Iterator[None]:
-    """Context that enables JAX's 64-bit types, if wanted."""
+    """Context manager that enables JAX's 64-bit types, if wanted."""
     if not wanted:
         yield
         return

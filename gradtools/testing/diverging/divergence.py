@@ -32,7 +32,7 @@ CALLER = "first_divergence"
 class Divergence(Report):
     """The report of `first_divergence`; true if nothing differs.
 
-    `comparisons` holds the outputs, the gradients at the arguments and at the parameters.
+    `comparisons` lists the outputs, the gradients at the arguments and at the parameters.
 
     Attributes:
         kind: "agrees"; "value" if outputs differ, "gradient" if only gradients do, "parameter" if a

@@ -19,7 +19,7 @@ _SAMPLE = 4096  # the number of entries that distinguish a mask from numbers
 
 
 def strength(x: np.ndarray) -> int:
-    """Rates the evidence of equality with x: STRONG if it is unlikely by chance."""
+    """Rates the evidence of equality with x: STRONG if equality is unlikely by chance."""
     if x.size == 0 or (x.size > 1 and bool((x == x.flat[0]).all())):
         return NONE
     if x.dtype.kind not in "fc":

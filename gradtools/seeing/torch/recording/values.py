@@ -48,7 +48,7 @@ class Memory(Generic[V]):
 
     Attributes:
         owner: The storage, or a tensor that has none; referenced so that its id stays unique.
-        value: The value of the first tensor seen on it.
+        value: The value of the first tensor that was read on the storage.
         written: The log of in-place writes.
     """
 

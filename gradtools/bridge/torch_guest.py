@@ -184,7 +184,7 @@ def _plain_modes() -> Iterator[None]:
     with ExitStack() as stack:
         if is_inside_autograd():
             stack.enter_context(private.outermost())  # JAX was called below PyTorch's autograd
-        if torch.is_inference_mode_enabled():  # its tensors have no version counters
+        if torch.is_inference_mode_enabled():  # inference tensors have no version counters
             stack.enter_context(torch.inference_mode(False))
         if not torch.is_grad_enabled():
             stack.enter_context(torch.enable_grad())

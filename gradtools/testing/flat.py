@@ -277,7 +277,7 @@ def backend_name(caller: str, backend: Any) -> str:
             f'{caller}: backend is {backend!r}; expected "torch", "jax", or one of the modules '
             "gradtools.torch and gradtools.jax."
         )
-    import_module(f"gradtools.{name}")  # its error says how to install the framework
+    import_module(f"gradtools.{name}")  # raises an error with advice if not installed
     return name
 
 

@@ -159,7 +159,7 @@ def _value_jvp(operands: Any, tangents: Any, *, rule: TracedRule, xs: int) -> An
     if rule.perturbed is not None:
         assert rule.whole is not None
         wanted = tuple([g or p for g, p in zip(given, rule.perturbed, strict=True)])
-        if wanted != rule.perturbed:  # its maps are not valid for some of these inputs
+        if wanted != rule.perturbed:  # maps are invalid for some of the inputs
             ys, maps, saved = forward_pass(rule.whole, operands[:xs], wanted)
             return ys, _bind_tangent(maps, [*map(jax.typeof, ys)], saved, moving, given)
     ys = value_p.bind(*operands, rule=rule, xs=xs)

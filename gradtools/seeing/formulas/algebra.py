@@ -88,7 +88,7 @@ def product(
     for entry in [e for e in factors if e[0].op == "one_hot"]:
         axis = entry[1][-1]
         if axis not in out and [n for _, names in factors for n in names].count(axis) == 1:
-            factors.remove(entry)  # its axis is summed alone, which gives 1
+            factors.remove(entry)  # the sum over its axis is 1
             del size[axis]
     used = {name for _, names in factors for name in names}
     for name in size.keys() - used - set(out):
@@ -137,7 +137,7 @@ def _flattened(
 def _stays_whole(x: Expr) -> bool:
     """Returns whether x is an elementwise product that stays one matrix inside of a contraction.
 
-    It is split if it is broadcast, or if the sum can eliminate some of its factors.
+    The product is split if it is broadcast, or if the sum can eliminate some of its factors.
     """
     if x.op != "einsum" or len(x.args) < 2 or contracts(x):
         return False

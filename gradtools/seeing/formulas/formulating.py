@@ -128,8 +128,8 @@ class _Comparison:
     def shown(self) -> Formula:
         """Returns the formula with the result of its comparison.
 
-        It is compared at the given arguments and at random points near them, which are nearer if
-        f's domain requires it.
+        The formula is compared at the given arguments and at random points near them, which are
+        nearer if f's domain requires it.
 
         Raises:
             GradtoolsError: The numbers differ, or no value is finite and nothing was compared.

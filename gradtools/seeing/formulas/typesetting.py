@@ -79,7 +79,7 @@ def below(text: str) -> str:
 
 
 def power(x: Written, exponent: Any, mark: str = "") -> Written:
-    """Formats a constant power. mark: A sign before the exponent."""
+    """Formats a constant power, with the sign `mark` before the exponent."""
     if exponent == 0.5:
         return Written(f"√{x.at(ATOM).text}", POWER)
     shown = number(exponent).text

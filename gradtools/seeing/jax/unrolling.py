@@ -1,6 +1,6 @@
 """Evaluation of a jaxpr at given values, with calls, branches and loops entered.
 
-It is used by `why_zero` (`passes.py`), which examines the passes of a program, and
+This module is used by `why_zero` (`passes.py`), which examines the passes of a program, and
 `first_divergence`, which compares the values of two programs.
 """
 
@@ -68,7 +68,7 @@ class Unrolling(Generic[V, P, J]):
     # --- evaluation
 
     def evaluated(self, jaxpr: Any, entries: Sequence[V], at: J) -> list[V]:
-        """Returns the outputs of an open jaxpr. entries: Its constants and inputs."""
+        """Returns the outputs of an open jaxpr, whose constants and inputs are `entries`."""
         step = lambda i, eqn, xs: self.equation(eqn, xs, self.place(at, i, eqn))
         return jaxprs.interpreted(jaxpr, entries, step, self.literal)
 

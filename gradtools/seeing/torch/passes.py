@@ -134,7 +134,7 @@ class _PassRecorder(RunRecorder):
         """Runs a torch.autograd.Function and marks its operations."""
         with self.within(*name_and_mark(kind, args)):
             out = apply(*args, **kwargs)
-            for y in tensors_in(out):  # it may run operations only in its backward pass
+            for y in tensors_in(out):  # backward may run operations although forward ran none
                 if y.grad_fn is not None:
                     self.origins.setdefault(upstream.sequence_of(y.grad_fn), self.origin())
             return out

@@ -74,12 +74,12 @@ def check_derivatives(
 ) -> Report:
     """Checks the derivatives that a framework computes of f, at args.
 
-    It checks, for random directions in each leaf of the arguments: forward and reverse mode
-    against slopes from f's values at steps from a tenth to a millionth of the leaf's size (in
+    The check tests, for random directions in each leaf of the arguments: forward and reverse
+    mode against slopes from f's values at steps from a tenth to a millionth of the leaf's size (in
     float32 a three-hundredth); both modes against each other (dot-product test); linearity in the
     tangent and in the cotangent; for order 2 every mix of modes against slopes of the gradient
     and against each other. Complex arguments are moved in complex directions; all inner products
-    are Re<u, v>. The tolerances are those of `gradtools.testing.tolerance`. float32 products
+    are Re<u, v>. The tolerances are given by `gradtools.testing.tolerance`. float32 products
     are computed in full precision during the check, without TF32 or bfloat16.
 
     Args:

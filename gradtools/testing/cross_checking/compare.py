@@ -39,7 +39,7 @@ def cross_check(
 ) -> Report:
     """Compares one program in PyTorch with the same program in JAX.
 
-    It compares the output (values, shapes, dtypes, tree), for order 1 and 2 the gradient of
+    The check compares the output (values, shapes, dtypes, tree), for order 1 and 2 the gradient of
     Re<c, f> for every differentiated leaf, and for order 2 also a pushforward and the Hessian
     product of Re<c, f> by forward over reverse and by reverse over reverse. c and the directions
     are random, independent draws; for a real scalar f the gradient's c is 1. A leaf that reaches

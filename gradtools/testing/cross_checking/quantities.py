@@ -96,7 +96,7 @@ def crossed(
     wide = dtype == "float64" if dtype else not names.isdisjoint(("float64", "complex128"))
     with in_double_precision(wide):
         sides = first, Side(caller, "jax", jax, dtype)
-        partial = caller == "first_divergence"  # it may report a missing parameter
+        partial = caller == "first_divergence"  # the operator may report a missing parameter
         pairing = pair_parameters(caller, *sides, mapping, partial)
         yield CrossCheck(caller, sides, inputs, pairing, seed, tolerance)
 

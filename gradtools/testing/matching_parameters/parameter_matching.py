@@ -117,7 +117,7 @@ def paired(
     partial: bool = False,
     names: tuple[str, str] = (CALLER, "overrides"),
 ) -> ParameterMapping:
-    """Implements `match_parameters`. names: The operator and its overrides, for messages."""
+    """Implements `match_parameters`; messages use the `names` of the operator and its overrides."""
     modules = [*getattr(torch_params, "named_modules", lambda: ())()]
     transposed = {name for name, m in modules if "Transpose" in type(m).__name__}
     in_torch, in_jax = read_torch(torch_params), read_jax(jax_params)

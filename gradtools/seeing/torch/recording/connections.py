@@ -202,7 +202,7 @@ class ConnectionRecorder(RunRecorder):
             ys = [*map(unwrapped, tensors_in(out))]
             changed = [x for x, version in zip(xs, before, strict=True) if version != version_of(x)]
             outs = list({id(y): y for y in (*changed, *ys)}.values())
-            # It also reads captured tensors. It returns no derivative for them unless it is a
+            # A Function also reads captured tensors. It has no derivative for them unless it is a
             # reentrant checkpoint, which recomputes its function in backward.
             again = kind is torch.utils.checkpoint.CheckpointFunction
             given, own = {id(x) for x in xs}, function_of_ours(kind)

@@ -166,7 +166,7 @@ _BACKWARD = {
     "adaptive_max_pool2_d": "max_pool",
     "hardtanh": "clip",
     "nll_loss": "index",
-    "rsub": "rsub",  # its operands are in reverse order
+    "rsub": "rsub",  # the node's operands are in reverse order
 }
 
 

@@ -163,7 +163,7 @@ class RunRecorder(Recorder[int]):
     def add(
         self, native: str, inputs: Sequence[int], outputs: Sequence[int], at: Origin, **about: Any
     ) -> RecordedNode:
-        """Adds a node; about: Its attributes that do not follow from its name and origin."""
+        """Adds a node, with the attributes `about` that do not follow from its name and origin."""
         given: dict[str, Any] = {"operation": operations.neutral(native), "mark": at.mark} | about
         given |= {"inputs": tuple(inputs), "outputs": tuple(outputs), "phase": self.phase}
         node = Node(native=native, source=at.source, scope=at.scope, **given)

@@ -66,7 +66,7 @@ class Foreign:
         return f"<{self.guest.name} function {self.name}>"
 
     def signature(self, xs: Sequence[Array]) -> ForeignSignature:
-        """Returns the memoized specialization to these host arrays' shapes and dtypes."""
+        """Returns the memoized specialization to the given host arrays' shapes and dtypes."""
         key = tuple([(x.shape, x.dtype) for x in xs])
         if key not in self._signatures:
             made = ForeignSignature(self, self.guest.specs_of(self.name, xs))

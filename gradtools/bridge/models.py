@@ -52,7 +52,7 @@ def module_to_jax(guest: Any, module: nn.Module, out: Any, train: bool | None) -
     bridged = Bridged(guest, fun, out)
 
     def apply(params: Any, state: Any, *args: Any, key: Any = None, **kwargs: Any) -> Any:
-        """Returns the module's output and new state at these parameters, buffers and arguments."""
+        """Returns the output and new state at the given parameters, buffers and arguments."""
         if key is not None:
             check_key("apply", key)
             kwargs["key"] = jax.random.key_data(key)

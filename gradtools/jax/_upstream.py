@@ -178,7 +178,7 @@ def varying_axes(aval: Any) -> frozenset[Any]:
 
 
 def as_varying(x: Any, axes: Sequence[Any]) -> Any:
-    """Casts x to vary over these mesh axes. JAX 0.7 has `pvary` instead of `pcast`."""
+    """Casts x to vary over the given mesh axes. JAX 0.7 has `pvary` instead of `pcast`."""
     if hasattr(jax.lax, "pcast"):
         return jax.lax.pcast(x, tuple(axes), to="varying")
     return vars(jax.lax)["pvary"](x, tuple(axes))

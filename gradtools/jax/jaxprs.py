@@ -115,12 +115,12 @@ def equations(closed_jaxpr: Jaxpr, within_rules: bool = False) -> Iterator[Eqn]:
 
 
 def holds(jaxpr: Jaxpr, *names: str) -> bool:
-    """Returns whether a jaxpr contains any of these primitives, at any depth."""
+    """Returns whether a jaxpr contains any of the given primitives, at any depth."""
     return any(eqn.primitive.name in names for eqn in equations(jaxpr))
 
 
 def bound(eqn: Eqn, xs: Sequence[Any]) -> list[Any]:
-    """Evaluates an equation at these operands, in the context in which it was traced."""
+    """Evaluates an equation at the given operands, in the context in which it was traced."""
     with eqn.ctx.manager:
         out = bind_again(eqn, xs)
     return list(out) if eqn.primitive.multiple_results else [out]

@@ -69,7 +69,7 @@ class FlatFunction:
         self.waist = self.gt._api._backend
 
     def bind(self, leaves: Arrays, paths: list[str]) -> None:
-        """Evaluates the program at these leaves, which have these names."""
+        """Evaluates the program at the given leaves, with their names."""
         self.leaves, self.paths = leaves, paths
         out = self.run(lambda xs: self.program(*xs), leaves)
         named = zip(self.waist.leaf_paths(out), self.waist.flatten(out)[0], strict=True)
@@ -83,7 +83,7 @@ class FlatFunction:
         return max(tolerances.epsilon(x.dtype) for x in [*self.leaves, *self.out])
 
     def flat(self, *leaves: Any) -> list[Any]:
-        """Returns the floating and complex outputs at these leaves, as framework arrays."""
+        """Returns the floating and complex outputs at the given leaves, as framework arrays."""
         outs = self.waist.flatten(self.program(*leaves))[0]
         return [*filter(self.differentiable, map(self.own, outs))]
 
@@ -186,14 +186,14 @@ class Probe(FlatFunction):
             )
 
     def rebuilt(self, moving: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns the arguments with these differentiable leaves."""
+        """Returns the arguments with the given differentiable leaves."""
         full = list(self._all)
         for i, x in zip(self._moving, moving, strict=True):
             full[i] = x
         return self.waist.unflatten(self._tree, full)
 
     def program(self, *leaves: Any) -> Any:
-        """Returns f at the arguments with these leaves."""
+        """Returns f at the arguments with the given leaves."""
         with naming(self.caller, f"f, {described(self.f)}"):
             return self.f(*self.rebuilt(leaves))
 

@@ -136,7 +136,7 @@ def _flow(*operands: Any, rule: Rule, xs: int | None = None) -> list[Any]:
 
 
 def jaxpr_of(run: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> Any:
-    """Traces a primitive with these parameters, memoized on its rule."""
+    """Traces a primitive with the given parameters, memoized on its rule."""
     rule = params["rule"]
 
     def make() -> Any:

@@ -185,7 +185,7 @@ def scale(coefficient: Any, x: Expr) -> Expr:
 
 
 def broadcast_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
-    """Returns the shape to which NumPy broadcasts these shapes."""
+    """Returns the shape to which NumPy broadcasts the given shapes."""
     return tuple(np.broadcast_shapes(*map(tuple, shapes)))
 
 
@@ -245,7 +245,7 @@ def centred(x: Expr, axes: Iterable[int]) -> Expr:
 
 
 def unsqueeze(x: Expr, axes: Iterable[int]) -> Expr:
-    """Inserts axes of length 1 at these positions of the result."""
+    """Inserts axes of length 1 at the given positions of the result."""
     axes, lengths = set(axes), iter(x.shape)
     shape = [1 if a in axes else next(lengths) for a in range(x.rank + len(axes))]
     return spread(x, axes, shape)

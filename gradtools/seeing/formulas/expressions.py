@@ -95,7 +95,7 @@ class Expr:
 
 
 def expr(op: str, args: Iterable[Expr], shape: Iterable[int], kind: str, **attributes: Any) -> Expr:
-    """Returns the expression with these parts; equal parts give the same object."""
+    """Returns the expression with the given parts; equal parts give the same object."""
     args, shape = tuple(args), tuple(int(n) for n in shape)
     pairs = tuple(sorted(attributes.items()))
     key = (op, tuple(id(a) for a in args), pairs, shape, kind)
@@ -107,7 +107,7 @@ def expr(op: str, args: Iterable[Expr], shape: Iterable[int], kind: str, **attri
 
 
 def widest(*kinds: str) -> str:
-    """Returns the kind to which these kinds are promoted."""
+    """Returns the kind to which the given kinds are promoted."""
     return max(kinds, key=_RANK.__getitem__, default=REAL)
 
 

@@ -233,7 +233,7 @@ def sliced(x: Expr, *, start: Any, limit: Any, stride: Any = None, drop: Any = (
 
 
 def split(x: Expr, *, sizes: Sequence[int], axis: int) -> list[Expr]:
-    """Returns consecutive slices of these sizes."""
+    """Returns consecutive slices of the given sizes."""
     at = lambda n, others: [n if a == axis else other for a, other in enumerate(others)]
     pairs = zip(accumulate(sizes), sizes, strict=True)
     return [sliced(x, start=at(e - n, (0,) * x.rank), limit=at(e, x.shape)) for e, n in pairs]

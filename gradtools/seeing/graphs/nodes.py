@@ -255,7 +255,7 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 
 def shared_length(paths: Sequence[Sequence[str]]) -> int:
-    """Returns the length of the longest common prefix of these scopes, or names."""
+    """Returns the length of the longest common prefix of the given scopes, or names."""
     steps = zip(*paths, strict=False)
     return sum(1 for _ in takewhile(lambda step: len(set(step)) == 1, steps))
 

@@ -140,7 +140,7 @@ class LeafProgram:
         return [k for k in positions if self.backend.is_inexact(self.leaves[k])]
 
     def run(self, leaves: Sequence[Any]) -> list[Any]:
-        """Calls f with these leaves of its arguments and returns the leaves of its result."""
+        """Calls f with the given leaves of its arguments and returns the leaves of its result."""
         held = replaced_at(self._held, self._places, leaves)
         args = list(self.backend.unflatten(self._treedef, held))
         kwargs = dict(zip(self._keywords, args[self._count :], strict=True))

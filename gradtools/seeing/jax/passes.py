@@ -273,7 +273,7 @@ def passes_at(
     wrt: Sequence[int],
     outs: Sequence[int],
 ) -> PassesAtValues:
-    """Returns both passes at these leaves.
+    """Returns both passes at the given leaves.
 
     Args:
         closed: The program's closed jaxpr.

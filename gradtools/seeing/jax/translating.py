@@ -211,7 +211,7 @@ class _Translator:
         return self._fitted(eqn, by_name(name, args, map(_like, eqn.outvars), kernel))
 
     def _opened(self, program: Any, entries: Sequence[Entry]) -> list[Entry]:
-        """Inlines a program at these operands."""
+        """Inlines a program at the given operands."""
         return self.run(program.jaxpr, [*map(self.captured, program.consts), *entries])
 
     def _call(self, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
@@ -250,7 +250,7 @@ _OF_KEYS = ("random_wrap", "random_seed", "random_fold_in", "random_bits", "thre
 
 
 def _bound(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """Returns the results of an equation at these operands; a literal keeps its dtype."""
+    """Returns the results of an equation at the given operands; a literal keeps its dtype."""
     pairs = zip(eqn.invars, values, strict=True)
     return jaxprs.bound(eqn, [a.val if isinstance(a, Literal) else x for a, x in pairs])
 

@@ -163,7 +163,7 @@ def _untraced(seen: ConnectionRecorder) -> list[int]:
 def _changes(
     run: Run, leaves: Sequence[Any], first: ConnectionRecorder, which: Sequence[int]
 ) -> list[int] | None:
-    """Returns the values that change in a run with other numbers at these exits.
+    """Returns the values that change in a run with other numbers at the given exits.
 
     None if f raises for all of these numbers.
     """

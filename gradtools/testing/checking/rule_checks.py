@@ -207,7 +207,7 @@ class RuleCheck(DerivativeCheck):
                 self.report.comparisons[n] = c.because(c.cause or "", f"{c.detail} {look}")
 
     def _unchanging(self, part: str, run: Callable[[], Any], trees: dict[str, Any]) -> Any:
-        """Returns the result of a part, which must not change the arrays in these trees.
+        """Returns the result of a part, which must not change the arrays in the given trees.
 
         A framework shares the arrays with other operations, and calls fwd and bwd at any time.
         """

@@ -40,7 +40,7 @@ class Slope(NamedTuple):
 
 
 def shaped_like(entries: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Splits the entries of a vector into arrays of these shapes."""
+    """Splits the entries of a vector into arrays of the given shapes."""
     ends = np.cumsum([x.size for x in like])[:-1]
     return [part.reshape(x.shape) for part, x in zip(np.split(entries, ends), like, strict=True)]
 

@@ -20,7 +20,7 @@ _NEWER = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.con
 
 @contextmanager
 def highest_precision(backends: Iterable[str]) -> Iterator[None]:
-    """Context manager in which these frameworks compute float32 products in full precision.
+    """Context manager in which the given frameworks compute float32 products in full precision.
 
     Args:
         backends: Any of "torch" and "jax".

@@ -152,7 +152,7 @@ class RecordedRuns:
     # --- values
 
     def _of_values(self, ends: Sequence[tuple[Step, Step]]) -> Blame:
-        """Returns the operations at which the values of these outputs diverge."""
+        """Returns the operations at which the values of the given outputs diverge."""
         regions = [_differing(side) for side in zip(*ends, strict=True)]
         ours, theirs = (_first(r) or [end] for r, end in zip(regions, ends[0], strict=True))
         a, b = max(product(ours, theirs), key=_likeness)

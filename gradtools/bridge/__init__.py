@@ -3,7 +3,7 @@
     y = to_jax(f)(x)      dy = jvp_f(x, dx)      x' = vjp_f(x, y')
 
 A bridged function is differentiated by its own framework, with `gradtools.vjp` and `jvp`. Both are
-bridged again, so modes mix at any order. Only this package imports both frameworks.
+bridged too, so modes mix at any order. Only this package imports both frameworks.
 """
 
 from __future__ import annotations

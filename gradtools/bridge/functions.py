@@ -43,7 +43,7 @@ class Foreign:
         name: The function's name in messages.
         run: The function of the guest's arrays.
         outs: A function from the inputs' ArraySpecs to the outputs' ArraySpecs.
-        base: The function whose derivative it is, or itself.
+        base: The function of which this is a derivative, or itself.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Foreign:
         return f"<{self.guest.name} function {self.name}>"
 
     def signature(self, xs: Sequence[Array]) -> ForeignSignature:
-        """Returns the memoized specialization to these host arrays' shapes and dtypes."""
+        """Returns the memoized specialization to the given host arrays' shapes and dtypes."""
         key = tuple([(x.shape, x.dtype) for x in xs])
         if key not in self._signatures:
             made = ForeignSignature(self, self.guest.specs_of(self.name, xs))
@@ -302,7 +302,7 @@ class FlatBridged(Foreign):
         marks = [np.zeros(()) for _ in range(count)]
         places = {id(mark): i for i, mark in enumerate(marks)}
         leaves, structure = self.host.flatten(self.guest.backend.unflatten(treedef, marks))
-        while unknown := [x for x in leaves if id(x) not in places]:  # containers of the guest
+        while unknown := [x for x in leaves if id(x) not in places]:  # the guest's containers
             other = next((x for x in unknown if not isinstance(x, tuple)), None)
             if other is not None:
                 kind = f"{type(other).__module__}.{type(other).__qualname__}"

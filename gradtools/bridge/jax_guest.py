@@ -1,7 +1,7 @@
 """JAX as a guest: runs JAX functions in a PyTorch program.
 
-`jax.jit` compiles the function and its derivatives. A call waits for the results, because PyTorch
-owns the memory of the arguments and may write to it after the call.
+`jax.jit` compiles the function and its derivatives. A call blocks until the results are ready,
+because PyTorch owns the memory of the arguments and may write to it after the call.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class JaxGuest:
         return tuple(map(ArraySpec, shapes, dtypes))
 
     def are_plain(self, xs: Sequence[Any]) -> bool:
-        """Returns whether all are concrete tensors outside of autograd, transforms and tracing."""
+        """Returns whether xs are concrete tensors outside of autograd, transforms and tracing."""
         grad = torch.is_grad_enabled()
         for x in xs:
             if type(x) not in PLAIN or (grad and x.requires_grad) or is_wrapped(x):

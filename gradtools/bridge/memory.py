@@ -1,7 +1,7 @@
 """Converts arrays between the frameworks by DLPack, without a copy if this is safe.
 
 DLPack does not coordinate writes, and JAX's arrays are immutable. Arguments are shared; results
-are copied once, because a tensor that PyTorch holds elsewhere may be written to later.
+are copied once, because PyTorch may later write to a tensor that is referenced elsewhere.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def comes_back(x: jax.Array) -> bool:
 
 
 def tensor_of_numpy(x: np.ndarray, spec: ArraySpec) -> Tensor:
-    """Returns a tensor sharing an array's memory, maybe read-only; it must not be written to."""
+    """Returns a tensor sharing an array's memory, possibly read-only; it must not be written to."""
     if spec.dtype == _BFLOAT16:  # raw bytes to NumPy
         return tensor_of_numpy(x.view(np.int16), replace(spec, dtype="int16")).view(torch.bfloat16)
     try:

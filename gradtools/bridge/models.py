@@ -1,9 +1,9 @@
 """Converts models of one framework to the other.
 
 A PyTorch module becomes `(apply, params, state)` of JAX arrays; a JAX model becomes an `nn.Module`
-with its arrays as parameters and buffers. Both bridge `make_functional` of the model's framework,
-including its treatment of batch statistics and keys. Parameters and state are copies, so that an
-optimizer of one framework does not write to arrays of the other.
+with its arrays as parameters and buffers. Both conversions bridge `make_functional` of the model's
+framework, including its treatment of batch statistics and keys. Parameters and state are copies, so
+that an optimizer of one framework does not write to arrays of the other.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ def module_to_jax(guest: Any, module: nn.Module, out: Any, train: bool | None) -
     bridged = Bridged(guest, fun, out)
 
     def apply(params: Any, state: Any, *args: Any, key: Any = None, **kwargs: Any) -> Any:
-        """Returns the module's output and new state at these parameters, buffers and arguments."""
+        """Returns the output and new state at the given parameters, buffers and arguments."""
         if key is not None:
             check_key("apply", key)
             kwargs["key"] = jax.random.key_data(key)

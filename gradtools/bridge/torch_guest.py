@@ -2,7 +2,7 @@
 
 PyTorch functions may write in place and draw from global generators, which JAX cannot represent.
 The first call gets copies of its arguments. Later calls get copies of the arguments that it wrote
-to; the others share JAX's memory. A function that draws is refused, because its
+to; the others share JAX's memory. A function that draws random numbers is rejected, because its
 derivatives would draw other numbers.
 """
 
@@ -76,7 +76,7 @@ class TorchGuest:
         return tuple([ArraySpec(x.shape, x.dtype.name) for x in xs])
 
     def are_plain(self, xs: Sequence[Any]) -> bool:
-        """Returns whether all are concrete, untraced, and on a device that PyTorch shares.
+        """Returns whether all arrays are concrete, untraced, and on a device that PyTorch shares.
 
         Other arrays pass through the host, and results return to their device.
         """
@@ -90,7 +90,7 @@ class TorchGuest:
     def abstract(self, of: Foreign, specs: Sequence[ArraySpec]) -> list[ArraySpec]:
         """Returns the outputs' ArraySpecs, inferred with fake tensors.
 
-        Changes that the function makes during this, such as caches of modules, are undone.
+        Changes that the function makes during inference, such as caches of modules, are undone.
         """
         from gradtools.seeing.torch.undo import undone
 
@@ -184,7 +184,7 @@ def _plain_modes() -> Iterator[None]:
     with ExitStack() as stack:
         if is_inside_autograd():
             stack.enter_context(private.outermost())  # JAX was called below PyTorch's autograd
-        if torch.is_inference_mode_enabled():  # its tensors have no version counters
+        if torch.is_inference_mode_enabled():  # inference tensors have no version counters
             stack.enter_context(torch.inference_mode(False))
         if not torch.is_grad_enabled():
             stack.enter_context(torch.enable_grad())

@@ -17,7 +17,7 @@ except ModuleNotFoundError as _error:
     raise _needed(__name__, _error) from None
 
 _api = _Api(_Backend())
-_LAYERS = "equinox", "linen", "nnx"  # modules with layers, imported on first access
+_LAYERS = "equinox", "linen", "nnx"  # modules that define layers, imported on first access
 
 if _typing.TYPE_CHECKING:
     import jax.numpy as _jnp

@@ -65,7 +65,7 @@ weakly_cached: set[type] = next(
 """The parameter classes that JAX's caches of equations refer to weakly.
 
 JAX caches the output types of equations by their parameters (2048 entries). For a rule, this would
-keep alive all objects that the user's functions close over. Gone: they stay alive.
+keep alive all objects that the user's functions close over. Gone: these objects stay alive.
 """
 
 enable_x64: Any = (
@@ -104,7 +104,7 @@ def scopes_of(eqn: Any) -> Iterator[tuple[str, bool]]:
 
 
 def is_in_scope(eqns: Iterable[Any], name: str) -> bool:
-    """Returns whether any of these equations has a scope or transform of this name."""
+    """Returns whether any of the equations has a scope or transform of this name."""
     return any(name == scope for eqn in eqns for scope, _ in scopes_of(eqn))
 
 
@@ -114,7 +114,7 @@ def name_of(jaxpr: Any) -> str:
 
 
 def file_of(jaxpr: Any) -> str:
-    """Returns the file and line of a jaxpr's function, if known. Gone: it counts as users' code."""
+    """Returns the file and line of a jaxpr's function, if known. Gone: all count as users' code."""
     info = getattr(jaxpr, "debug_info", None)
     return str(getattr(info, "func_src_info", None)).partition(" at ")[2]
 
@@ -148,8 +148,8 @@ class Tracer(jax.core.Tracer):  # type: ignore[misc]
 def bind_again(eqn: Any, xs: Sequence[Any]) -> Any:
     """Evaluates an equation's primitive at other operands.
 
-    Since JAX 0.9 `get_bind_params` returns only the parameters; before, it also returned functions
-    that precede the operands.
+    Since JAX 0.9 `get_bind_params` returns only the parameters; earlier versions also returned
+    functions that precede the operands.
     """
     params = eqn.primitive.get_bind_params(eqn.params)
     functions, params = params if isinstance(params, tuple) else ((), params)
@@ -160,8 +160,8 @@ def define_linearization(primitive: Primitive, rule: Callable[..., Any]) -> None
     """Defines how a primitive is linearized: `rule(carried, *xs, **params)`.
 
     Some versions of JAX pass a boolean (whether it is for reverse mode) before `carried`, the mask
-    of inputs that have tangents. Since JAX 0.11 the rule returns another record. There, or if the
-    name is gone, JAX linearizes the jvp, which is slower in eager code.
+    of inputs that have tangents. Since JAX 0.11 the rule returns another record. In that case, or
+    if the name is gone, JAX linearizes the jvp, which is slower in eager code.
     """
     run = lambda *args, **params: rule(*args[isinstance(args[0], bool) :], **params)
     if jax.__version_info__ < (0, 11):
@@ -178,7 +178,7 @@ def varying_axes(aval: Any) -> frozenset[Any]:
 
 
 def as_varying(x: Any, axes: Sequence[Any]) -> Any:
-    """Casts x to vary over these mesh axes. JAX 0.7 has `pvary` instead of `pcast`."""
+    """Casts x to vary over the given mesh axes. JAX 0.7 has `pvary` instead of `pcast`."""
     if hasattr(jax.lax, "pcast"):
         return jax.lax.pcast(x, tuple(axes), to="varying")
     return vars(jax.lax)["pvary"](x, tuple(axes))
@@ -187,7 +187,7 @@ def as_varying(x: Any, axes: Sequence[Any]) -> Any:
 # --- hacks that a maintainer of JAX would refuse --------------------------------------------
 #
 # Further hacks, each in one module: `known_errors` matches the texts of JAX's errors, which have no
-# types of their own. Benefit: errors with advice. Cost: if a text changes, JAX's own is shown.
+# types of their own. Benefit: errors with advice. Cost: if a text changes, JAX's own text is shown.
 #
 # `code_origin` reads the instruction that raised an error; see torch/_upstream.py.
 
@@ -196,7 +196,7 @@ def called_by_jax(depth: int) -> bool:
     """Returns whether JAX made the call that is `depth` frames above the caller's.
 
     JAX evaluates the mask of `x[mask]` by `__array__`, which must raise if NumPy calls it; only the
-    frame distinguishes the two. Benefit: an answer for f that selects by a condition. Cost: without
+    frame distinguishes the two. Benefit: f may select elements by a condition. Cost: without
     frames (an optimised build of JAX), f is reported to branch on a value.
     """
     return is_in(("jax",), sys._getframe(depth + 1).f_code.co_filename)

@@ -79,7 +79,7 @@ def over(xs: Any, number: float) -> list[Any]:
 
 
 def current_trace() -> Any:
-    """Returns a key of the current trace; equal outside of all traces, in every thread."""
+    """Returns a key of the current trace; outside of all traces, every thread gets the same key."""
     return get_opaque_trace_state(convention="gradtools")
 
 
@@ -92,7 +92,7 @@ def spec_in_words(spec: str) -> str:
 
 
 def added(totals: Any, xs: Any, weight: Any) -> bool:
-    """Returns False: JAX arrays cannot be added to in place."""
+    """Returns False: JAX arrays do not support in-place addition."""
     return False
 
 

@@ -20,7 +20,7 @@ X64 = 'jax.config.update("jax_enable_x64", True), at the start of the program'
 
 
 class NoValues(TypeRefusal, jax.errors.TracerArrayConversionError):
-    """An array of a trace is to be converted to NumPy. To gradtools and JAX, f reads a value."""
+    """Raised if a traced array is converted to NumPy. To gradtools and JAX, f reads a value."""
 
     def __init__(self, text: str) -> None:
         TypeError.__init__(self, text)

@@ -96,7 +96,7 @@ def _key(jaxpr: Any, of_rule: bool = False) -> Hashable:
 
 
 def _value(x: Any) -> Hashable:
-    """Returns a hashable form of an equation's parameter; equal forms have equal effect.
+    """Returns a hashable form of an equation's parameter; equal forms have the same effect.
 
     Raises TypeError for large arrays and for functions with a closure.
     """

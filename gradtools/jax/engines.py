@@ -61,7 +61,7 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
         jaxpr = known[0].jaxpr
         # also finds derivatives in cached jits
         evaluation.nested = is_in_scope(jaxprs.equations(jaxpr), DERIVATIVE_SCOPE)
-        closed = ClosedJaxpr(jaxpr, known[1])  # its inputs are the leaves only
+        closed = ClosedJaxpr(jaxpr, known[1])  # the only inputs are the leaves
         columns = zip(*reachability.reached_matrix(closed)[: len(outs)], strict=True)
         return [g if any(column) else None for g, column in zip(grads, columns, strict=True)]
 

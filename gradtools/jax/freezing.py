@@ -33,14 +33,14 @@ Entries = Sequence[Any]
 
 
 def run_frozen(whole: Chunks, uses: None) -> list[Array]:
-    """Evaluates one use and returns its outputs."""
+    """Evaluates one use of a frozen function and returns its outputs."""
     arrays = [k for k, x in enumerate(whole.shared) if isinstance(x, jax.Array)]
     arrays.sort(key=lambda k: not is_inexact(whole.shared[k]))  # differentiated arrays first
     xs = [whole.shared[k] for k in arrays]
     modules = stateful(whole.caller, whole.call.f, whole.arguments)
     state = [] if modules is None else [jax.lax.stop_gradient(x) for x in modules.leaves]
     call = replace(whole.call, f=modules or whole.call.f)
-    # A compiled program keeps the rule, which must not hold tracers.
+    # A compiled program keeps the rule, which must not contain tracers.
     rest = [None if isinstance(x, jax.Array) else x for x in whole.shared]
     is_key = lambda x: jnp.issubdtype(x.dtype, jax.dtypes.prng_key)
 
@@ -80,7 +80,7 @@ class _TracedOnce:
         self.program, self.consts = traced(fun, *xs)
         self.avals = [v.aval.update(weak_type=False) for v in self.program.jaxpr.invars]
         # The arrays that the program closes over, if none is a tracer. They are its last inputs, so
-        # that compiled code holds them once for all derivatives.
+        # that compiled code stores them once for all derivatives.
         self.captured = self.consts if all(map(_is_plain, self.consts)) else []
 
     def __call__(self, *xs: Array) -> list[Array]:
@@ -144,7 +144,7 @@ class _Use:
         return Linearized(ys, left, saves, tangent, cotangent)
 
     def pulled(self, mask: Sequence[bool], xs: Entries, cts: Entries) -> list[Any]:
-        """Computes the pullback, recomputed from the arguments."""
+        """Applies the pullback, which is recomputed from the arguments."""
         with explained(self.caller):
             return pull(self.at(xs), xs[: self.count], spread(cts, mask))
 
@@ -207,7 +207,7 @@ def _pullback(
         return _along(recomputed(xs), [*xs[:count], *cts], along)
 
     def cotangent(saved: Entries, us: Entries) -> list[Any]:
-        """Pulls us back to the arguments and to the cotangents."""
+        """Pulls `us` back to the arguments and to the cotangents."""
         xs, cts = saved[:inputs], saved[inputs:]
         lacking = use.reverse_only(xs)
         if lacking is None:

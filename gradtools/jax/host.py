@@ -7,7 +7,7 @@ the primitive is bound again with an additional leading batch axis. It has no de
 A result with the shape of an argument is sharded like that argument, and its batch axes like the
 batch; any other result is replicated on the arguments' devices.
 
-A callback must not call JAX: the program would wait for the callback, and the call for the program
+A callback must not call JAX: the program and the callback would wait for each other
 (a deadlock, observed on the CPU). Kernels therefore run with JAX's execution disallowed.
 """
 

@@ -45,8 +45,8 @@ class TracedProgram:
 def traced(fun: Callable[..., Any], *args: Any) -> tuple[TracedProgram, list[Any]]:
     """Traces fun to a `TracedProgram` and the arrays that it closes over (closure conversion).
 
-    NumPy arrays among these are copied, because the user may overwrite them before the backward
-    pass.
+    NumPy arrays among the latter are copied, because the user may overwrite them before the
+    backward pass.
     """
     closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
     program = TracedProgram(open_jaxpr(closed), jax.tree.structure(shapes), closed.out_avals)
@@ -86,7 +86,7 @@ def is_ref(var: Any) -> bool:
 
 
 def inexact(variables: Sequence[Any]) -> list[bool]:
-    """Returns which of these are floating or complex."""
+    """Returns which of the values are floating or complex."""
     return [*map(is_inexact, variables)]
 
 
@@ -115,12 +115,12 @@ def equations(closed_jaxpr: Jaxpr, within_rules: bool = False) -> Iterator[Eqn]:
 
 
 def holds(jaxpr: Jaxpr, *names: str) -> bool:
-    """Returns whether a jaxpr contains any of these primitives, at any depth."""
+    """Returns whether a jaxpr contains any of the given primitives, at any depth."""
     return any(eqn.primitive.name in names for eqn in equations(jaxpr))
 
 
 def bound(eqn: Eqn, xs: Sequence[Any]) -> list[Any]:
-    """Evaluates an equation at these operands, in the context in which it was traced."""
+    """Evaluates an equation at the given operands, in the context in which it was traced."""
     with eqn.ctx.manager:
         out = bind_again(eqn, xs)
     return list(out) if eqn.primitive.multiple_results else [out]

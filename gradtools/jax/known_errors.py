@@ -17,7 +17,7 @@ from gradtools.rules import USE_REVERSE_MODE
 
 @contextmanager
 def explained(caller: str) -> Iterator[None]:
-    """Context that re-raises known errors of JAX with advice."""
+    """Context manager that re-raises known errors of JAX with advice."""
     try:
         yield
     except (TypeError, ValueError, NotImplementedError) as error:
@@ -29,7 +29,7 @@ def explained(caller: str) -> Iterator[None]:
 
 
 def says(error: BaseException, *parts: str, package: str = "jax") -> bool:
-    """Returns whether the package raised an error whose text contains any of these parts."""
+    """Returns whether the package raised an error whose text contains any of the given parts."""
     text = said_by(package, error)
     return any(part in text for part in parts)
 

@@ -91,7 +91,7 @@ def _evaluated(jaxpr: Any, entries: Sequence[Any], arrays: Sequence[Array]) -> l
 
     def step(_: int, eqn: Any, xs: list[Any]) -> Sequence[Any]:
         own = [*islice(left, sum(len(avals) for _, avals in _marks_of(eqn)))]
-        if not own or jaxprs.is_ruled(eqn):  # a rule's own derivative does not see its function
+        if not own or jaxprs.is_ruled(eqn):  # a rule replaces its function's derivative
             return jaxprs.bound(eqn, xs)
         if eqn.primitive is mark_p:
             return [x + d for x, d in zip(xs, own, strict=True)]

@@ -178,7 +178,7 @@ class Opened:
         self._known = dict(nnx.to_flat_state(self._rest))
 
     def _split(self, x: Any) -> tuple[Any, Any]:
-        """Splits a leaf into its part and the rest: an nnx module's index, None for non-modules."""
+        """Splits a leaf into its part and the rest (an nnx module's index or None)."""
         if not isinstance(x, self._kinds):
             return x, None
         if id(x) in self._numbers:
@@ -236,7 +236,7 @@ class Opened:
         return trees.unflatten(treedef, result)
 
     def effects(self) -> list[Array]:
-        """Returns and drops the arrays that the latest call changed; they belong to a trace."""
+        """Returns and drops the arrays that the latest call changed, which belong to a trace."""
         result, self._effects = self._effects, []
         return result
 

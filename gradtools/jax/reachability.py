@@ -115,7 +115,7 @@ class Flow:
     def __init__(self, raw: bool):
         self.raw = raw
         self.uncut = self if raw else Flow(raw=True)
-        self._known: dict[int, tuple[Jaxpr, list[int]]] = {}  # the jaxprs keep ids unique
+        self._known: dict[int, tuple[Jaxpr, list[int]]] = {}  # the stored jaxprs keep ids unique
 
     def of_jaxpr(self, jaxpr: Jaxpr) -> list[int]:
         """Returns each output's mask of the inputs that flow to it."""

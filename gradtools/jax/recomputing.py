@@ -18,7 +18,7 @@ from gradtools.rules import replaced_at
 
 
 def stateful(caller: str, f: Callable[..., Any], args: Any) -> Any:
-    """Wraps f with the state of flax.nnx modules in f and in the arguments; None without any."""
+    """Wraps f with the state of flax.nnx modules in f and the arguments; None if there is none."""
     nnx = integration("flax.nnx")
     return None if nnx is None else nnx.stateful(caller, f, args)
 

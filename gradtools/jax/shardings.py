@@ -150,7 +150,7 @@ def names(entry: Any) -> tuple[Any, ...]:
 
 
 def varying(x: Any, axes: frozenset[Any]) -> Any:
-    """Casts x to vary over these mesh axes as well."""
+    """Casts x to vary over the given mesh axes as well."""
     missing = axes - varies(x)
     return as_varying(x, sorted(missing)) if missing else x
 

@@ -148,7 +148,7 @@ def map_batch(f: Callable[..., Any], batch: Sequence[Array], size: int | None) -
     name = next((e for e in (shardings.entries(x)[0] for x in batch) if e is not None), None)
     if name is None:
         mapped = lambda batch: jax.lax.map(lambda xs: f(*xs), batch, batch_size=size)
-        return run_compiled(mapped, list(batch))  # f may be a new object at each call
+        return run_compiled(mapped, list(batch))  # f may be a new object in each call
     cut, first, parts = Partition(batch[0].shape[0], size or 1, interleaved=True), 0, []
     splits = [Split(x, 0, cut) for x in batch]
     for rows, chunks in groupby(cut.sizes):

@@ -53,7 +53,7 @@ def unflatten(treedef: Any, leaves: Sequence[Any]) -> Any:
 
 
 def entries_of(treedef: Any, leaves: Sequence[Any]) -> list[tuple[list[Any], Any]]:
-    """See `Backend.entries_of`; builds no entry, because a class may inspect its arrays."""
+    """Implements `Backend.entries_of`; builds no entry, because a class may inspect its arrays."""
     if type(treedef) is OpenedTree:
         return [flatten(x) for x in unflatten(treedef, leaves)]
     left = iter(leaves)
@@ -90,7 +90,7 @@ def zeros_of(aval: Any) -> Any:
 class LinearMap:
     """A pullback or pushforward as a pytree: a static function and JAX's map with residuals.
 
-    Two of them have the same structure if their functions are the same object.
+    Two maps have the same structure if their functions are the same object.
     """
 
     run: Callable[..., Any] = field(metadata={"static": True})
@@ -121,7 +121,7 @@ def filled(values: Sequence[Any], likes: Sequence[Any]) -> list[Any]:
 
 
 def zero_cotangent(y: Any) -> Any:
-    """Zeros for an output y, an array or aval; for an integer, JAX's zeros of dtype float0."""
+    """Returns zeros for an output y, an array or aval; for an integer, zeros of dtype float0."""
     return zeros_of(y) if is_inexact(y) else np.zeros(y.shape, jax.dtypes.float0)
 
 

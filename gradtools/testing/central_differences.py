@@ -2,11 +2,11 @@
 
     Re<v, J u>  =  Re<v, (f(x + h u) - f(x - h u)) / 2h>
 
-Each entry moves on the scale of its own size. The derivative agrees if it equals the difference at
-one of two steps h. It differs if the gap exceeds the sum of three terms: the rounding error, the
-change between both steps, and the change of the derivative along the segment. By the mean value
-theorem the difference is a mean of the derivative along the segment, so the last term covers kinks,
-ties and coarse steps.
+Each entry is perturbed on the scale of its own size. The derivative agrees if it equals the
+difference at one of two steps h. The derivative differs if the gap exceeds the sum of three terms:
+the rounding error, the change between both steps, and the change of the derivative along the
+segment. By the mean value theorem the difference is a mean of the derivative along the segment, so
+the last term covers kinks, ties and coarse steps.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class DerivativeComparison:
     def verdict(self) -> str:
         """Returns "agrees", "differs" or, if the comparisons are inconclusive, "noisy".
 
-        It differs if two of three comparisons differ. Between them the point moves a little,
-        away from a kink or tie, unless the derivative is NaN.
+        The verdict is "differs" if two of three comparisons differ. Between them the point moves a
+        little, away from a kink or tie, unless the derivative is NaN.
         """
         found = [self.compare()]
         away = min(30 * self.program.eps ** (1 / 3), 0.5)
@@ -84,9 +84,9 @@ class DerivativeComparison:
         return "differs" if noise < gap else "noisy"
 
     def _moves(self) -> list[Any]:
-        """Draws normal numbers scaled by each entry's size (capped), or for zeros by the median.
+        """Draws normal numbers scaled by each entry's size (capped), or by the median for zeros.
 
-        Entries in which a move of this size would be lost to rounding move by more.
+        Entries in which a move of this size would be lost to rounding get larger moves.
         """
         made, fine = [], 100 * self.program.eps ** (2 / 3)
         for x in self.xs:
@@ -100,7 +100,7 @@ class DerivativeComparison:
 def normal(rng: Any, like: Any) -> Any:
     """Draws normal numbers of an array's shape, complex or Hermitian like the array.
 
-    Derivatives of Cholesky factors, eigenvalues and the like are along Hermitian tangents.
+    Derivatives of Cholesky factors, eigenvalues etc. are taken along Hermitian tangents.
     """
     x = rng.standard_normal(like.shape)
     if np.iscomplexobj(like):

@@ -20,7 +20,7 @@ _Y, _Z = np.linspace(0.1, 0.6, 12).reshape(3, 4), np.linspace(-0.3, 0.2, 12).res
 
 
 class _Programs:
-    """The programs of one framework: each returns its result, and the same by NumPy."""
+    """The programs of one framework: each returns its result and NumPy's result."""
 
     def __init__(self, gt: Any) -> None:
         self.gt, self.xp = gt, gt.xp
@@ -122,7 +122,7 @@ def error_of(gt: Any, name: str) -> float:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Runs the programs. Exit status: 0 if all agree, 1 if one does not, 2 if none can run."""
+    """Runs the programs. Returns 0 if all agree, 1 if one does not, 2 if none can run."""
     wanted = ("torch", "jax") if options.backend == "both" else (options.backend,)
     here = [name for name in wanted if name in gradtools.available_backends()]
     if not here:

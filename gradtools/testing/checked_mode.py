@@ -5,7 +5,7 @@
 Intended differences are left out: edits are identities on both sides, and a stop that f itself
 executes (`stop_gradient`, `detach`, a `no_grad` block) keeps the value of the first run in all
 other runs. Stops inside of gradtools, custom functions and rules do not keep their value. The same
-comparison of the values inside of f names the operation at which a wrong derivative begins.
+comparison of the values inside of f finds the operation at which a wrong derivative begins.
 
 `central_differences` compares. The modules `checked_mode` of `gradtools.torch` and `gradtools.jax`
 run f at other points. While a context is open, the members of a backend that differentiate are
@@ -67,7 +67,7 @@ class _CheckedThread(threading.local):
 
     report: CheckedReport | None = None  # the report of the innermost context
     rng: Any = None
-    program: Any = None  # the program that now runs at other points, without comparisons
+    program: Any = None  # the program that is running at other points, without comparisons
     own = False  # whether gradtools' code runs, rather than f's forward code
     taking = False  # whether a derivative of gradtools is being taken
     native = False  # whether a derivative of the framework's own, at known values, is compared
@@ -88,7 +88,7 @@ def set_here(**values: Any) -> Iterator[None]:
 
 
 def functions_within(fun: Any) -> list[Any]:
-    """Returns the differentiated function and the functions it wraps, the user's last."""
+    """Returns the differentiated function and the functions that it wraps, the user's last."""
     found = [getattr(fun, "call", fun)]
     while (inner := getattr(found[-1], "f", None) or getattr(found[-1], "fun", None)) is not None:
         found.append(inner)
@@ -102,11 +102,11 @@ class CheckedProgram:
     """f, which runs again at other points without side effects; a subclass per framework runs it.
 
     Attributes:
-        half: The module that runs it.
+        half: The module that runs f.
         run: f's outputs at arrays, without edits.
         at: A context in which it runs, which yields the arrays at a point.
         eps: The coarsest precision that f uses.
-        unseen: The number of operations that contain stops that the check cannot see.
+        unseen: The number of operations that contain stops that the check cannot detect.
         notes: Notes for the report. hooks: A sentence on each hook that f sets.
         values: The values that f stops, and in `recorded` their values in the first run.
         seen: The values inside of f, with names and lines; `held` returns the first `count` values,
@@ -143,7 +143,7 @@ class CheckedProgram:
         return outs if self.count is None else [y for _, _, y in self.seen[: self.count]]
 
     def __call__(self, points: Sequence[Any]) -> list[Any]:
-        """Returns the outputs at these points as NumPy arrays."""
+        """Returns the outputs at the given points as NumPy arrays."""
         with self.at(points) as xs:
             return self.numbers(self.held(*xs))
 
@@ -300,7 +300,7 @@ class _CheckedMembers:
         arrays = [*(x for x, _ in chunks.splits), *filter(self.backend.is_array, chunks.shared)]
         if self.backend.weighs_sums or self.half.traced(arrays):
             return run(chunks, *weigh)
-        return Recomputation.sum_chunks(self.backend, chunks)  # a loop, so chunks have values
+        return Recomputation.sum_chunks(self.backend, chunks)  # a loop, so that chunks have values
 
     def _apply_rule(self, run: Any, rule: Any, *xs: Any) -> Any:
         edit = getattr(here.program, "edit", None) if rule.reaches == "identity" else None
@@ -405,13 +405,13 @@ def _replace_members() -> None:
 
 @contextmanager
 def checked(seed: int = 0) -> Iterator[CheckedReport]:
-    """Context that compares every derivative that gradtools takes with finite differences.
+    """Context manager that compares every derivative that gradtools takes with finite differences.
 
-    Each is compared with central differences of f's values, along a random direction and cotangent,
-    with random streams and buffers restored. So f runs several times. It finds custom functions and
-    hooks that lose a derivative, rules whose bwd is not their derivative, wrong formulas of the
-    framework, and data that leaves the framework, at any depth of nesting. A backward pass of the
-    framework is compared where it goes through a custom rule, `chunked`, `frozen` or `checkpoint`.
+    Derivatives are compared with central differences of f's values, along a random direction and
+    cotangent; f runs several times, with random streams and buffers restored. This finds custom
+    functions and hooks that lose a derivative, rules whose bwd is not their derivative, wrong
+    formulas of the framework, and data that leaves it, at any depth of nesting. A backward pass of
+    the framework is compared if it goes through a custom rule, `chunked`, `frozen` or `checkpoint`.
 
     Intended differences are left out: gradtools' edits, and values that f itself stops by
     `stop_gradient`, `detach` or `no_grad`. A straight-through estimator or a reversal by your own
@@ -419,7 +419,7 @@ def checked(seed: int = 0) -> Iterator[CheckedReport]:
     traced values (`jit`, `vmap`, compiled code) are counted as skipped.
 
     The context applies to its own thread, and may be nested. ``pytest --gradtools-checked`` runs
-    each test in it, ``gradtools checked`` a script.
+    each test in it, and ``gradtools checked`` runs a script.
 
     Args:
         seed: The seed of the random directions.
@@ -428,7 +428,7 @@ def checked(seed: int = 0) -> Iterator[CheckedReport]:
         A `CheckedReport` with the numbers of compared and skipped derivatives, and notes.
 
     Raises:
-        DerivativeError: A derivative contradicts f's values. It names the operator, the
+        DerivativeError: A derivative contradicts f's values. The error names the operator, the
             argument, the lines, both numbers and, if possible, the operation.
 
     Example:

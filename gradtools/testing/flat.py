@@ -48,7 +48,7 @@ class FlatFunction:
     Attributes:
         caller: The name of the check, for messages.
         name: "torch" or "jax".
-        gt: The namespace of that backend.
+        gt: The namespace of the backend.
         waist: The namespace's `Backend`.
         program: The program as a function of its differentiated leaves.
         leaves: The leaves at which it is checked, in NumPy.
@@ -69,7 +69,7 @@ class FlatFunction:
         self.waist = self.gt._api._backend
 
     def bind(self, leaves: Arrays, paths: list[str]) -> None:
-        """Evaluates the program at these leaves, which have these names."""
+        """Evaluates the program at the given leaves, with their names."""
         self.leaves, self.paths = leaves, paths
         out = self.run(lambda xs: self.program(*xs), leaves)
         named = zip(self.waist.leaf_paths(out), self.waist.flatten(out)[0], strict=True)
@@ -83,7 +83,7 @@ class FlatFunction:
         return max(tolerances.epsilon(x.dtype) for x in [*self.leaves, *self.out])
 
     def flat(self, *leaves: Any) -> list[Any]:
-        """Returns the floating and complex outputs at these leaves, as framework arrays."""
+        """Returns the floating and complex outputs at the given leaves, as framework arrays."""
         outs = self.waist.flatten(self.program(*leaves))[0]
         return [*filter(self.differentiable, map(self.own, outs))]
 
@@ -143,7 +143,7 @@ class FlatFunction:
         return list(pullback(self.like(vs, outs)))
 
     def like(self, vs: Sequence[Any], outs: Sequence[Any]) -> list[Any]:
-        """Cotangents in the outputs' dtypes."""
+        """Converts cotangents to the outputs' dtypes."""
         return [self.waist.cast(v, y) for v, y in zip(vs, outs, strict=True)]
 
     def run(self, compute: Callable[..., Any], *groups: Arrays) -> Any:
@@ -154,7 +154,7 @@ class FlatFunction:
 class Probe(FlatFunction):
     """f at args, in one backend.
 
-    Floating and complex arrays are its leaves; integers, Python numbers and others are constants.
+    Floating and complex arrays are its leaves; other values, such as integers, are constants.
     """
 
     def __init__(self, caller: str, f: Callable[..., Any], args: Sequence[Any], backend: Any):
@@ -186,14 +186,14 @@ class Probe(FlatFunction):
             )
 
     def rebuilt(self, moving: Sequence[Any]) -> tuple[Any, ...]:
-        """Returns the arguments with these differentiable leaves."""
+        """Returns the arguments with the given differentiable leaves."""
         full = list(self._all)
         for i, x in zip(self._moving, moving, strict=True):
             full[i] = x
         return self.waist.unflatten(self._tree, full)
 
     def program(self, *leaves: Any) -> Any:
-        """Returns f at the arguments with these leaves."""
+        """Returns f at the arguments with the given leaves."""
         with naming(self.caller, f"f, {described(self.f)}"):
             return self.f(*self.rebuilt(leaves))
 
@@ -215,7 +215,7 @@ def first_line(error: Exception) -> str:
 
 @contextmanager
 def naming(caller: str, name: str) -> Iterator[None]:
-    """Context that adds to exceptions a note about the code that raised them."""
+    """Context manager that adds to exceptions a note about the code that raised them."""
     try:
         yield
     except Exception as error:
@@ -230,8 +230,8 @@ def is_rounding(
 ) -> bool:
     """Returns whether differences are rounding error of larger numbers that cancel.
 
-    This holds if they are small relative to the largest numbers, and the results change by as much
-    when the last digits of the arguments change. Otherwise they are real, however small.
+    This is the case if they are small relative to the largest numbers, and the results change by as
+    much when the last digits of the arguments change. Otherwise they are genuine, however small.
 
     Args:
         off: The differences.
@@ -277,7 +277,7 @@ def backend_name(caller: str, backend: Any) -> str:
             f'{caller}: backend is {backend!r}; expected "torch", "jax", or one of the modules '
             "gradtools.torch and gradtools.jax."
         )
-    import_module(f"gradtools.{name}")  # its error says how to install the framework
+    import_module(f"gradtools.{name}")  # raises an error with advice if not installed
     return name
 
 

@@ -1,8 +1,8 @@
 """The pytest plugin: runs tests once for each backend, and compares the backends.
 
-It is installed with the package. It provides the fixtures `gt` and `cross_check` and the options
-``--gradtools-backend`` and ``--gradtools-checked``. A run that uses none of them imports no
-framework and prints nothing. ``-p no:gradtools`` switches it off.
+The plugin is installed with the package. It provides the fixtures `gt` and `cross_check` and the
+options ``--gradtools-backend`` and ``--gradtools-checked``. A run that uses none of these imports
+no framework and prints nothing. ``-p no:gradtools`` disables it.
 
     def test_a_square_has_the_slope_two_x(gt):              # once for each installed backend
         x = gt.asarray(np.float32(3.0))

@@ -2,8 +2,8 @@
 
 `related` looks for a relation of the entries: `cross_check` applies it to two results,
 `first_divergence` to the values and cotangents of two operations, and the other checks to a
-derivative and its differences. A relation must hold for all entries, far more closely than the
-arrays agree. `expression_cause` compares the formulas that two sides compute from values that both
+derivative and its differences. A relation must hold for all entries, within a tight tolerance.
+`expression_cause` compares the formulas that two sides compute from values that both
 have: ``gelu(x)`` against ``tanh gelu(x)``, ``x + 1e-05`` against ``x + 0.001``.
 """
 
@@ -27,7 +27,7 @@ LAYOUTS = (
     "interleaved",
     "reversed",
 )  # of the same entries
-MASKED = 9e3  # larger numbers are taken for entries of a mask
+MASKED = 9e3  # larger numbers are treated as entries of a mask
 _NEAR = 1e-6  # the relative error at which a factor is a known number
 _MOST_AXES = 5
 
@@ -61,7 +61,7 @@ def related(
         order: The order of the derivative.
         near: The relative error at which a relation holds.
         sizes: Lengths that occur in the program by name, which explain a factor.
-        single: Whether to name an unknown factor of constant arrays, which exists for any two.
+        single: Whether to name an unknown factor of constant arrays, which any two have.
     """
     if a.dtype == b.dtype == bool:
         found = _of_masks(a, b)
@@ -151,14 +151,14 @@ def _rearrangements(x: np.ndarray) -> Moves:
 
 
 def orders(n: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Orders of the entries of an axis of length n that occur as mistakes."""
+    """Returns orders of the entries of an axis of length n that occur as mistakes."""
     every = np.arange(n)
     if n > 2:
         yield "reversed axis", every[::-1]
         for count in (k for k in (2, 3, 4) if n % k == 0):
             for order in [*permutations(range(count))][1:]:
                 yield "permuted blocks of axis", every.reshape(count, -1)[list(order)].ravel()
-    if n > 2 and n % 2 == 0:  # adjacent entries against two halves, as in rotary embeddings
+    if n > 2 and n % 2 == 0:  # adjacent entries or two halves, as in rotary embeddings
         yield "interleaved axis", every.reshape(-1, 2).T.ravel()
         yield "interleaved axis", every.reshape(2, -1).T.ravel()
 
@@ -256,7 +256,7 @@ class Expression(NamedTuple):
         return self.form if self.c is None else re.sub(r"\bc\b", f"{self.c:.4g}", self.form)
 
     def is_in(self, others: Expressions) -> bool:
-        """Returns whether this is one of the formulas, with the same constant."""
+        """Returns whether the expression is one of the formulas, with the same constant."""
         near = lambda d: self.c == d or abs((self.c or 0) - (d or 0)) <= 1e-9 * abs(self.c or 0)
         return any(self._replace(c=e.c) == e and near(e.c) for e in others)
 
@@ -333,7 +333,7 @@ def expressions_of(a: np.ndarray, operands: Mapping[str, np.ndarray]) -> Express
 
 
 def _candidates(a: np.ndarray, known: Mapping[str, np.ndarray]) -> Iterator[tuple[Expression, Any]]:
-    """Expressions that may equal an array, with their values."""
+    """Returns expressions that may equal an array, with their values."""
     for n, x in known.items():
         for text, f in _FUNCTIONS.items() if x.shape == a.shape else ():
             if text not in _REAL or not np.iscomplexobj(x):

@@ -1,7 +1,7 @@
 """Results of checks: `Comparison` for one pair of arrays, `Report`, and `AgreementError`.
 
-`compare_arrays` makes a `Comparison` of two NumPy arrays, a `Report` collects them and prints a
-table, an `AgreementError` has the report as an attribute. This module is framework-neutral.
+`compare_arrays` makes a `Comparison` of two NumPy arrays, a `Report` collects comparisons and
+prints a table, and an `AgreementError` has the `report`. This module is framework-neutral.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Comparison:
             if it cannot be measured (NaN in only one array, different shapes or dtypes).
         tolerance: The allowed relative error.
         place: The index of the worst entry, () for a scalar, None if there is none.
-        first: The first array's value there, or a text such as "float32" or "not connected".
-        second: The second array's value there, or a text.
+        first: The first array's value at `place`, or a text, "float32" or "not connected".
+        second: The second array's value at `place`, or a text.
         shape: The shape of the arrays, or of the first array if the shapes differ.
-        dtype: The coarser of their dtypes.
+        dtype: The coarser of the arrays' dtypes.
         status: "agrees", "differs", or "convention" (they differ by a known convention).
         cause: The likely cause in a few words, or None.
         detail: The evidence for the cause, and advice.
@@ -270,7 +270,7 @@ class Report:
 
         Args:
             colour: Whether to add a terminal's colours.
-            limit: The most comparisons to show, without those that agree; None shows all.
+            limit: The maximum number of comparisons to show, excluding agreements; None shows all.
         """
         chosen, known, first = self.comparisons, self.conventions[:limit], self.first
         if limit is not None and len(self) > limit:

@@ -38,7 +38,7 @@ def loss_of(
         zeros = [*map(zeros_of, likes)]
         try:
             closed = jax.make_jaxpr(linear)(*zeros)
-        except READS_A_VALUE:  # its value may be known
+        except READS_A_VALUE:  # the value may be known
             ys = linear(*zeros)
         else:
             matrices = [reachability.reached_matrix(closed, raw=raw) for raw in (True, False)]
@@ -83,7 +83,7 @@ def _at_zero(closed: Any, likes: Sequence[Any]) -> list[Any]:
         consts = [wave(c, 0.5, 1.0) if isinstance(c, jax.core.Tracer) else c for c in closed.consts]
         try:
             return jax.core.eval_jaxpr(closed.jaxpr, consts, *map(zeros_of, likes))
-        except (NameError, ValueError):  # it names a mesh axis
+        except (NameError, ValueError):  # the program names a mesh axis
             return []
 
 

@@ -159,7 +159,7 @@ def _value_jvp(operands: Any, tangents: Any, *, rule: TracedRule, xs: int) -> An
     if rule.perturbed is not None:
         assert rule.whole is not None
         wanted = tuple([g or p for g, p in zip(given, rule.perturbed, strict=True)])
-        if wanted != rule.perturbed:  # its maps are not valid for some of these inputs
+        if wanted != rule.perturbed:  # maps are invalid for some of the inputs
             ys, maps, saved = forward_pass(rule.whole, operands[:xs], wanted)
             return ys, _bind_tangent(maps, [*map(jax.typeof, ys)], saved, moving, given)
     ys = value_p.bind(*operands, rule=rule, xs=xs)
@@ -274,7 +274,7 @@ ad.primitive_transposes[tangent_p] = _tangent_transpose
 
 
 def _apply_reverse_only(rule: Rule, xs: Sequence[Any]) -> list[Any]:
-    """Applies the edit as a `custom_vjp`; fwd applies it again, so that second order has it too."""
+    """Applies the edit as a `custom_vjp`; fwd applies it again, for second order."""
     lifts = rule.user_functions and captured_tracers(rule)
     rule, captured = lift_captured(rule, xs) if lifts else (rule, [])
 

@@ -136,7 +136,7 @@ def _flow(*operands: Any, rule: Rule, xs: int | None = None) -> list[Any]:
 
 
 def jaxpr_of(run: Any, avals: tuple[Any, ...], params: dict[str, Any]) -> Any:
-    """Traces a primitive with these parameters, memoized on its rule."""
+    """Traces a primitive with the given parameters, memoized on its rule."""
     rule = params["rule"]
 
     def make() -> Any:
@@ -295,7 +295,7 @@ def _batching_rule(primitive: RulePrimitive) -> Any:
         like = next(x for x, a in zip(args, axes, strict=True) if a == 0)
         x_axes: Any = axes
         saved_axes: Any = None
-        if primitive is value_p:  # its values get the batch axis
+        if primitive is value_p:  # the values get the batch axis
             first, last = params["xs"], len(args) - rule.extras
             for i in range(first, last):
                 args[i] = args[i] if axes[i] == 0 else shardings.spread(args[i], size, like)

@@ -38,13 +38,13 @@ from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.graphs.recording import Recording, Wanted
 
 _NONE, _FULL = Dependence.NONE, Dependence.DIFFERENTIABLE
-Note = tuple[str, list[str]]  # a text, and the leaves that it concerns
+Note = tuple[str, list[str]]  # a text and the leaves to which it applies
 
 
 def recording_of(program: LeafProgram, wanted: Wanted = lambda x: False) -> Recording:
     """Records one run of a program, and its gradients at the given values.
 
-    wanted: The captured arrays that are differentiated besides the leaves.
+    wanted: The captured arrays that are differentiated in addition to the leaves.
 
     Raises:
         GradtoolsError: f itself raised an error.

@@ -17,7 +17,7 @@ class FindingKind:
         fix: The suggested change to the code.
         numerical: Whether the loss depends on the values: other values may have a gradient.
         headline: The titles for one leaf and for several, if not "gets no gradient".
-        has_place: Whether it has a line in the program.
+        has_place: Whether the finding has a line in the program.
     """
 
     reason: str
@@ -155,7 +155,7 @@ class Finding:
         operation: The framework's name of the operation.
         source: The innermost line of the user's own code, if known: ``.file``, ``.line`` and
             ``.function``.
-        scope: The modules that contain it, outermost first.
+        scope: The modules that contain the operation, outermost first.
         whole: Whether the whole gradient is lost, or only one term.
         detail: Additional text: the framework's own message, or a name.
     """

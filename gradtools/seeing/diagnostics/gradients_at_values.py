@@ -3,10 +3,10 @@
 Each framework records one forward and one backward pass as a list of steps, with the magnitude of
 every value (`PassesAtValues`). Both frameworks share the analysis:
 
-- A zero gradient is traced back towards the cotangents of the outputs. It is lost at the steps
-  that return zeros for a nonzero cotangent or without a cotangent. If nonzero cotangents sum to
-  zero, it is lost at the operation that produced both.
-- A NaN is traced back from the outputs, or else from the gradient, to the steps whose result is
+- A zero gradient is traced back towards the cotangents of the outputs. The gradient is lost at the
+  steps that return zeros for a nonzero cotangent or without a cotangent. If nonzero cotangents sum
+  to zero, the gradient is lost at the operation that produced both.
+- A NaN is traced back from the outputs (otherwise from the gradient) to the steps whose result is
   NaN or infinite and whose operands are finite.
 """
 
@@ -46,7 +46,7 @@ class LossPlace:
     zeros: tuple[int, ...] = ()
 
 
-Onward = Callable[[PassStep], list[int]]  # the operands at which a walk goes on
+Onward = Callable[[PassStep], list[int]]  # the operands at which a walk continues
 _UNKNOWN = Node("input", (), ())
 
 
@@ -106,7 +106,7 @@ class PassesAtValues:
         return size is not None and not math.isfinite(size)
 
     def _reached(self, values: Iterable[int]) -> set[int]:
-        """Returns these values and all values that are computed from them."""
+        """Returns the given values and all values that are computed from them."""
         result = set(values)
         for step in self.steps:
             if not result.isdisjoint(step.inputs):
@@ -160,7 +160,7 @@ class PassesAtValues:
         return [self.steps[at] for at in sorted(ends)]
 
     def _walk(self, values: Sequence[int], onward: Onward) -> dict[int, list[int]]:
-        """Maps the positions of the steps behind these values to the next values of the walk."""
+        """Maps the position of each visited step to the next values of the walk."""
         result, todo = dict[int, list[int]](), [*values]
         while todo:
             at = self._makers.get(todo.pop())

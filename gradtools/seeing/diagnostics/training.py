@@ -200,9 +200,9 @@ def _twins(
 ) -> set[str]:
     """Returns parameters of stopped networks with a trained twin, such as target networks.
 
-    A twin has the same names and shapes under another prefix. It must not read the stopped
+    A twin has the same names and shapes under another prefix. The twin must not read the stopped
     network's outputs, as the next layer of the same network would. Each term that depends on the
-    stopped network must train the twin; an example is a distance between their outputs.
+    stopped network must train the twin, such as a distance between their outputs.
     """
     modules: dict[str, dict[str, Any]] = {}  # maps each prefix to shapes by the rest of the name
     for one in parameters:

@@ -65,7 +65,7 @@ class SeeingOperators(Operators):
 
         Raises:
             GradtoolsError: argnums is out of range or names an integer argument; f raises an error,
-                returns nothing, or takes no arguments although an argument is passed; a model holds
+                returns nothing, or takes no arguments although an argument is passed; a model has
                 no arrays; `optimizer` is not an optimizer.
 
         Example:

@@ -7,10 +7,10 @@ opaque operations::
         --statements, writing--> text --typesetting--> LaTeX;  --evaluate--> numbers
 
 Everything is an `Expr` (`expressions.py`), simplified on construction (`algebra.py`).
-`operations.py` is the table of operations: each has a value in NumPy, a pullback and a notation.
-Other operations keep their name, and the framework computes and differentiates them (`opaque.py`).
-`formulating.py` compares a `Formula` with the framework's numbers before it is returned, and
-derivations by hand with the framework's.
+`operations.py` is the table of operations: each defines a value in NumPy, a pullback and a
+notation. Other operations keep their name, and the framework computes and differentiates them
+(`opaque.py`). `formulating.py` compares a `Formula` with the framework's numbers before it is
+returned, and derivations by hand with the framework's.
 """
 
 from gradtools.seeing.formulas.derivation import Agreement as Agreement

@@ -88,7 +88,7 @@ def product(
     for entry in [e for e in factors if e[0].op == "one_hot"]:
         axis = entry[1][-1]
         if axis not in out and [n for _, names in factors for n in names].count(axis) == 1:
-            factors.remove(entry)  # its axis is summed alone, which gives 1
+            factors.remove(entry)  # the sum over its axis is 1
             del size[axis]
     used = {name for _, names in factors for name in names}
     for name in size.keys() - used - set(out):
@@ -104,7 +104,7 @@ def product(
         core = _einsum(factors, kept, size)
         same = coefficient == 1 and kept == out
         return core if same else _einsum([(core, kept)], out, size, coefficient)
-    by_rank = sorted(factors, key=lambda f: -len(f[1]))  # these determine the order of the axes
+    by_rank = sorted(factors, key=lambda f: -len(f[1]))  # factors that determine the axes' order
     kept = tuple(dict.fromkeys(n for _, names in by_rank for n in names))
     if len(factors) > 1 and set(kept) == set(out) and kept != out:
         factors = [(_einsum(factors, kept, size), kept)]
@@ -137,7 +137,7 @@ def _flattened(
 def _stays_whole(x: Expr) -> bool:
     """Returns whether x is an elementwise product that stays one matrix inside of a contraction.
 
-    It is split if it is broadcast, or if the sum can eliminate some of its factors.
+    The product is split if it is broadcast, or if the sum can eliminate some of its factors.
     """
     if x.op != "einsum" or len(x.args) < 2 or contracts(x):
         return False
@@ -185,7 +185,7 @@ def scale(coefficient: Any, x: Expr) -> Expr:
 
 
 def broadcast_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
-    """Returns the shape to which NumPy broadcasts these shapes."""
+    """Returns the shape to which NumPy broadcasts the given shapes."""
     return tuple(np.broadcast_shapes(*map(tuple, shapes)))
 
 
@@ -245,7 +245,7 @@ def centred(x: Expr, axes: Iterable[int]) -> Expr:
 
 
 def unsqueeze(x: Expr, axes: Iterable[int]) -> Expr:
-    """Inserts axes of length 1 at these positions of the result."""
+    """Inserts axes of length 1 at the given positions of the result."""
     axes, lengths = set(axes), iter(x.shape)
     shape = [1 if a in axes else next(lengths) for a in range(x.rank + len(axes))]
     return spread(x, axes, shape)
@@ -318,7 +318,7 @@ def summands(x: Expr) -> list[Expr]:
 
 
 def _gather(terms: Sequence[Expr]) -> dict[Expr, Any]:
-    """Returns the sum of the coefficients of each distinct term."""
+    """Sums the coefficients of each distinct term."""
     result: dict[Expr, Any] = {}
     for x in terms:
         coefficient, core = expressions.constant_of(x), x

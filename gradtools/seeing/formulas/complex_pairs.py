@@ -6,7 +6,7 @@ convention), and the two lines become one, such as I_bar = W^H O_bar::
 
     X_re = (X + X*) / 2        X_im = (X - X*) / 2i
 
-are substituted, products are expanded, and like terms collected. The result is used only if it
+are substituted, products are expanded, and like terms are collected. The result is used only if it
 agrees with the parts at a random point.
 """
 
@@ -27,7 +27,7 @@ _MOST_TERMS = 64
 
 @dataclass(frozen=True)
 class ComplexPair:
-    """Two arrays that are the parts of one complex array, and that array with its name."""
+    """Two arrays that are the parts of one complex array, and the complex array with its name."""
 
     name: str
     real: Expr

@@ -53,7 +53,7 @@ class Agreement:
 
 
 class Values(NamedTuple):
-    """The numbers of a formula: of the outputs, the gradients, and at order 2 of the last section.
+    """The numbers of a formula: outputs, gradients, and at order 2 the results of the last section.
 
     None means that there is no derivative.
     """
@@ -130,7 +130,7 @@ class Formula:
         self._pairs = [p for p, _ in found]
         self._names.update({p.whole: ts.symbol(p.name) for p in self._pairs})
         self._whole = [(x, ts.bar(self._names[p.whole])) for p, x in found if x is not None]
-        if found:  # the last pair is of cotangents
+        if found:  # the last pair contains cotangents
             self._names[self._pairs[-1].whole] = ts.bar(ts.symbol(self._pairs[-1].name))
 
     # Reading.
@@ -149,7 +149,7 @@ class Formula:
     __repr__ = __str__
 
     def lines(self, section: int) -> list[str]:
-        """Returns the lines of one part: 0 the program, 1 its adjoint, 2 the adjoint of that."""
+        """Returns the lines of the program (0), its adjoint (1), or the adjoint's adjoint (2)."""
         return [*self._statements.sections[section].lines]
 
     def latex(self) -> str:

@@ -10,7 +10,7 @@ result are summed over; labels of the result that no factor has are broadcast::
     out[i, j] = c * sum over k of  A[i, k] * B[k, j] * v[i]
 
 `OPERATIONS` defines the other operations: how each is evaluated, differentiated and written. An
-operation that is not registered is kept by its name (`opaque.py`). Everything is evaluated in
+operation that is not registered keeps its name (`opaque.py`). Everything is evaluated in
 float64, complex128 and int64.
 """
 
@@ -42,7 +42,7 @@ _known: weakref.WeakValueDictionary[Any, Expr] = weakref.WeakValueDictionary()
 class Expr:
     """One value of a program; immutable, made by `expr`."""
 
-    __add__: ClassVar[Callable[[Expr, Any], Expr]]  # these are set by `algebra.py`
+    __add__: ClassVar[Callable[[Expr, Any], Expr]]  # these methods are set by `algebra.py`
     __radd__: ClassVar[Callable[[Expr, Any], Expr]]
     __sub__: ClassVar[Callable[[Expr, Any], Expr]]
     __rsub__: ClassVar[Callable[[Expr, Any], Expr]]
@@ -95,7 +95,7 @@ class Expr:
 
 
 def expr(op: str, args: Iterable[Expr], shape: Iterable[int], kind: str, **attributes: Any) -> Expr:
-    """Returns the expression with these parts; equal parts give the same object."""
+    """Returns the expression with the given parts; equal parts give the same object."""
     args, shape = tuple(args), tuple(int(n) for n in shape)
     pairs = tuple(sorted(attributes.items()))
     key = (op, tuple(id(a) for a in args), pairs, shape, kind)
@@ -107,7 +107,7 @@ def expr(op: str, args: Iterable[Expr], shape: Iterable[int], kind: str, **attri
 
 
 def widest(*kinds: str) -> str:
-    """Returns the kind to which these kinds are promoted."""
+    """Returns the kind to which the given kinds are promoted."""
     return max(kinds, key=_RANK.__getitem__, default=REAL)
 
 
@@ -145,7 +145,7 @@ def placeholder(name: str, shape: Iterable[int], kind: str = REAL) -> Expr:
 
 
 def order(roots: Iterable[Expr]) -> list[Expr]:
-    """Returns the roots and everything they depend on, in topological order."""
+    """Returns the roots and all expressions on which they depend, in topological order."""
     seen: set[Expr] = set()
     result: list[Expr] = []
     stack = [(root, False) for root in reversed(list(roots))]
@@ -169,7 +169,7 @@ def lifted(x: Any) -> Expr:
 
 
 def tidy(value: Any) -> Any:
-    """Converts to a Python number, real if the imaginary part is 0, without negative zero."""
+    """Converts x to a Python number, which is real if the imaginary part is 0 and never -0.0."""
     value = complex(value)
     return value if value.imag else float(value.real) + 0.0
 

@@ -26,7 +26,7 @@ from gradtools.seeing.formulas.derivation import Agreement, Formula
 from gradtools.seeing.graphs.program import LeafProgram, spoken
 
 _POINTS = 3
-# Relative distances of the random points (inf: anywhere); those where f is defined are compared.
+# Relative distances of the random points (inf: anywhere); points where f is defined are compared.
 _STEPS = [step for step in (0.1, 0.01, 0.001, np.inf) for _ in range(_POINTS)]
 # By precision: the allowed relative error of order 1, and the scale of smaller arrays relative to
 # the greatest number (see `compared`).
@@ -128,11 +128,11 @@ class _Comparison:
     def shown(self) -> Formula:
         """Returns the formula with the result of its comparison.
 
-        It is compared at the given arguments and at random points near them, nearer if f's domain
-        requires it.
+        The formula is compared at the given arguments and at random points near them, which are
+        nearer if f's domain requires it.
 
         Raises:
-            GradtoolsError: They differ; or no value is finite, so that nothing was compared.
+            GradtoolsError: The numbers differ, or no value is finite and nothing was compared.
         """
         self.formula.compare = self.with_derivation
         (here,) = self._points([0.0])
@@ -299,7 +299,7 @@ def compared(
     scale: Sequence[Group] = (),
     who: str = "derivation",
 ) -> Agreement:
-    """Compares each array of `mine` with the framework's array, unless that is None.
+    """Compares each array of `mine` with the framework's array, unless the latter is None.
 
     An array's error is relative to its greatest modulus, or to `floor` times the greatest number in
     `scale`. Smaller arrays may be rounding errors of larger numbers that cancel: the gradient of a

@@ -1,7 +1,7 @@
 """Opaque operations: formulas have no algebra for them and keep their names.
 
 Convolutions, Fourier transforms, loops and functions with a custom rule keep their names. The
-adjoint is the vjp of the cotangent; the framework computes both, and the adjoint of the vjp::
+adjoint is the vjp of the cotangent; the framework computes the operation, the vjp and its adjoint::
 
     y = solve(A, b)        Ā = vjp₁[solve](A, b; ȳ)        b̄ = vjp₂[solve](A, b; ȳ)
 """

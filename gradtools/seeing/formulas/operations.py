@@ -1,8 +1,8 @@
 """The table of operations: how each is computed in NumPy, differentiated and written.
 
 For a holomorphic function f the derivative f' is given as an expression of its value y and its
-argument x; the cotangent of x is conj(f') g. Other functions give their pullback. Labels choose one
-entry of each row by a one-hot factor.
+argument x; the cotangent of x is conj(f') g. Other functions define their pullback. Labels choose
+one entry of each row by a one-hot factor.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ _entrywise("where", np.where, _pull_where, form=_write_where)
 
 
 def where(c: Expr, a: Any, b: Any) -> Expr:
-    """Selects a where c holds, else b; returns a or b alone if c is constant."""
+    """Selects a where c is true, else b; returns a or b alone if c is constant."""
     c, a, b = c if c.kind == expressions.BOOLEAN else indicator(c, 0, "!="), lifted(a), lifted(b)
     mask = c["value"].array if c.op == "array" else None
     if mask is not None and mask.all() == mask.any():
@@ -233,7 +233,7 @@ def sliced(x: Expr, *, start: Any, limit: Any, stride: Any = None, drop: Any = (
 
 
 def split(x: Expr, *, sizes: Sequence[int], axis: int) -> list[Expr]:
-    """Returns consecutive slices of these sizes."""
+    """Returns consecutive slices of the given sizes."""
     at = lambda n, others: [n if a == axis else other for a, other in enumerate(others)]
     pairs = zip(accumulate(sizes), sizes, strict=True)
     return [sliced(x, start=at(e - n, (0,) * x.rank), limit=at(e, x.shape)) for e, n in pairs]

@@ -1,6 +1,6 @@
 """Reverse mode on expressions: a recorded program is transformed to its adjoint program.
 
-The adjoint is an expression again, so it can be simplified, written, evaluated, and differentiated
+The adjoint is also an expression, so it can be simplified, written, evaluated, and differentiated
 once more, which is double backward::
 
     first order    x_bar = J^H g
@@ -41,7 +41,7 @@ def adjoint(
     """Returns the adjoint program. Values are visited in reverse topological order.
 
     Returns:
-        The cotangents of ``wrt``, and the cotangent of every value between.
+        The cotangents of ``wrt``, and the cotangent of every intermediate value.
     """
     values, active = order(outputs), set(wrt)
     for y in values:
@@ -52,7 +52,7 @@ def adjoint(
     several: dict[Expr, dict[int, Expr]] = {}  # the cotangents of an opaque operation's outputs
 
     def contribute(x: Expr, g: Expr | None) -> None:
-        """Adds a cotangent of x, real where x is."""
+        """Adds a cotangent of x, which is real if x is real."""
         if g is not None and x in active and not is_zero(g):
             gathered.setdefault(x, []).append(real(g) if g.is_complex and not x.is_complex else g)
 

@@ -1,7 +1,7 @@
 r"""Typesetting: mathematics as text for terminals, and the translation of that text to LaTeX.
 
-A `Written` piece holds its text and the precedence of its outermost operator, so that brackets are
-only set where they are needed. `latex` replaces the text's signs one by one::
+A `Written` piece has its text and the precedence of its outermost operator, so that brackets are
+set only if they are needed. `latex` replaces the text's signs one by one::
 
     z̄ = (exp(z) - y²) / 5       \bar{z} = (\operatorname{exp}(z) - y^{2}) / 5
 """
@@ -79,7 +79,7 @@ def below(text: str) -> str:
 
 
 def power(x: Written, exponent: Any, mark: str = "") -> Written:
-    """Formats a constant power. mark: A sign before the exponent."""
+    """Formats a constant power, with the sign `mark` before the exponent."""
     if exponent == 0.5:
         return Written(f"√{x.at(ATOM).text}", POWER)
     shown = number(exponent).text

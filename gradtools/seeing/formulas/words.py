@@ -4,9 +4,9 @@ Both frameworks' translators turn each recorded operation into a name, operands 
 `gradient_graph` prints them (`operands.py`); `translated` looks the name up here. An operation
 outside of the vocabulary keeps its name (`opaque.py`).
 
-Conventions: axes are counted from 0 and never negative; ``axes`` is a tuple, ``axis`` one number;
-``keep`` (default False) keeps a reduced axis with length 1; elementwise operations broadcast as in
-NumPy.
+Conventions: axes are counted from 0 and never negative; ``axes`` is a tuple, ``axis`` is one
+number; ``keep`` (default False) keeps a reduced axis with length 1; elementwise operations
+broadcast as in NumPy.
 """
 
 from __future__ import annotations
@@ -130,8 +130,8 @@ WORDS: dict[str, Callable[..., Any]] = {
 
 Like = tuple[Sequence[int], str]  # the shape and the kind of a result
 _WRAPS: dict[str, Callable[..., Any]] = {"where": np.where, "remainder": np.remainder}
-_CLOSED = ("add", "subtract", "multiply", "negate", "sum")  # these give integers for integers
-_BRANCHED = ("power", "sqrt", "rsqrt", "log", "log1p")  # these differ for x and x + 0i
+_CLOSED = ("add", "subtract", "multiply", "negate", "sum")  # these map integers to integers
+_BRANCHED = ("power", "sqrt", "rsqrt", "log", "log1p")  # these functions differ for x and x + 0i
 
 
 def made(name: str, operands: Sequence[Expr], attributes: Mapping[str, Any]) -> Any:

@@ -25,13 +25,13 @@ from gradtools.seeing.formulas.typesetting import Written
 
 
 class Writer:
-    """Writes expressions; named expressions by their names."""
+    """Writes expressions; a named expression is written by its name."""
 
     def __init__(self, axes: Axes) -> None:
         self.axes = axes
         self.names: dict[Expr, Written] = {}
         self.notes: dict[str, None] = {}  # explanations of the notation that was used
-        self.definitions: dict[str, None] = {}  # of the functions that were written by their names
+        self.definitions: dict[str, None] = {}  # explanations of functions written by name
 
     def write(self, x: Expr) -> Written:
         """Writes x as a whole array."""
@@ -170,7 +170,7 @@ class Writer:
         return ts.function(f"einsum[{operands}→{of(f.out)}]", pieces)
 
     def _sorted(self, factors: Iterable[Entry]) -> list[Entry]:
-        """Cotangents first, then other named values, then compositions."""
+        """Sorts cotangents first, then other named values, then compositions."""
 
         def key(entry: Entry) -> tuple[bool, bool]:
             written = self.names.get(entry[0])
@@ -284,9 +284,9 @@ _LETTERS = "ijklmnprsuvaeh"  # letters that have subscripts in Unicode
 
 
 class Axes:
-    """Letters of axes, by union-find: axes that correspond get the same letter.
+    """Assigns letters to axes by union-find: axes that correspond get the same letter.
 
-    Axes of a sum correspond one by one, axes of a product by their labels (see `_labels`). A class
+    Axes of a sum correspond by position, axes of a product by their labels (see `_labels`). A class
     of axes that correspond is one dimension of the problem, such as the batch or the classes.
 
     taken: Letters that have another meaning.

@@ -8,15 +8,15 @@ strong as its weakest link, and two values depend as strongly as their strongest
 The forward pass computes how strongly each value depends on an input, the backward pass how
 strongly the outputs depend on each value.
 
-First the operations of loops, branches and calls are put in the place of their nodes. The values of
+First, the operations of loops, branches and calls are substituted for their nodes. The values of
 a call are renamed. A value that enters or leaves a loop or a branch is *joined* to its name on the
 other side, by a node "join" with the strength of the flow::
 
     loop     initial -> carry,  result -> carry,  condition -cut-> result
     branch   result of each branch -> result,  predicate -cut-> result
 
-So a value may be the result of several nodes, and the joins of a loop form a cycle: the result is a
-fixed point over any number of iterations.
+A value may therefore be the result of several nodes, and the joins of a loop form a cycle: the
+result is a fixed point over any number of iterations.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def _propagated(
 
 @memoized
 def behind(graph: PlainGraph, values: tuple[int, ...]) -> Strengths:
-    """Returns how strongly these values depend on each value of the graph."""
+    """Returns how strongly the given values depend on each value of the graph."""
     return backward(graph, dict.fromkeys(values, _FULL))
 
 

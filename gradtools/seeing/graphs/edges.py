@@ -1,8 +1,8 @@
 """Computes the edges of a graph: each value's producer, readers, bytes and derivative.
 
 A value that a later pass reads is a *saved* residual. An edge gets a cut reason if a derivative is
-lost there. A comparison that only makes a mask loses nothing; neither does the stopped maximum that
-softmax subtracts. Other intentional stops get their reason.
+lost there. A comparison that only makes a mask loses nothing, nor does the stopped maximum in
+softmax. Other intentional stops get their reason.
 """
 
 from __future__ import annotations

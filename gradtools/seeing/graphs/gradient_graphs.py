@@ -106,8 +106,8 @@ class Graphing(Operators):
 
         Each operation belongs to a pass (``node.phase``) and has the line of f that it comes from,
         the modules around it, and a ``node.mark``: "custom rule", "edited gradient", "chunked",
-        "frozen" or "checkpoint" if it belongs to such a part, else empty. A value that a later pass
-        reads was saved for it: ``edge.saved``, with its bytes. If a derivative is lost,
+        "frozen" or "checkpoint" if it belongs to such a part, otherwise empty. A value that a later
+        pass reads was saved for it: ``edge.saved``, with its bytes. If a derivative is lost,
         ``edge.cut`` gives the reason.
 
         In PyTorch f runs once and is differentiated, and its effects are undone; the operations are
@@ -118,8 +118,8 @@ class Graphing(Operators):
             *args: Arguments of f; arrays of any shape and dtype.
             order: 0 for forward only, 1 with backward, 2 with backward of the backward.
             argnums: The position or positions of the differentiated arguments, whose leaves are
-                floating or complex. In PyTorch, parameters that f holds and that require grad are
-                differentiated as well; with ``argnums=()`` only these are.
+                floating or complex. In PyTorch, parameters that f captures and that require grad
+                are differentiated as well; with ``argnums=()`` only they are.
             outputs: In place of f, a pytree of existing PyTorch tensors, whose autograd graph is
                 drawn; nothing runs.
             **kwargs: Keyword arguments of f.

@@ -141,7 +141,7 @@ def trains_others(graph: PlainGraph, values: Iterable[int], others: Iterable[int
 
 
 def _parts(graph: PlainGraph, value: int, strengths: Strengths) -> Iterator[tuple[int, bool]]:
-    """Walks back through sums and products with constants: values, and whether each is a sum."""
+    """Yields a value and the terms of its nested weighted sums, with whether each is a sum."""
     terms = _terms(graph, value, strengths)
     yield value, terms is not None
     for v in terms or ():
@@ -188,7 +188,7 @@ def _makers(graph: PlainGraph) -> Mapping[int, Node]:
 
 
 def equal_values(graph: PlainGraph, values: set[int]) -> set[int]:
-    """Returns all values that equal these, by value numbering, up to reshapes."""
+    """Returns all values that equal the given values up to reshapes, by value numbering."""
     classes = _classes(graph)
     wanted = {classes[v] for v in values if v in classes}
     return values.union(v for v, of in classes.items() if of in wanted)

@@ -8,7 +8,7 @@ and the dependence of each of its outputs on each of its inputs::
     none < cut < zero_derivative < differentiable
 
 A path is as strong as its weakest link; of several paths, the strongest counts. Loops, branches and
-calls hold their programs as `Body`s, with separate graphs.
+calls contain their programs as `Body`s, with separate graphs.
 
 The backends' recorders build graphs; the other modules of this package analyse and print them.
 """
@@ -37,7 +37,7 @@ class Dependence(IntEnum):
     """How one array depends on another: the strength of a link or of a whole path."""
 
     NONE = 0  # no data flows
-    CUT = 1  # data flows but no derivative: detached, compared, cast, out of the framework
+    CUT = 1  # data flows but no derivative: detached, compared, cast, outside of the framework
     ZERO_DERIVATIVE = 2  # connected by round, floor, sign: the derivative is zero everywhere
     DIFFERENTIABLE = 3
 
@@ -112,13 +112,13 @@ class Node(_Pickled):
     """One operation of the program.
 
     Attributes:
-        operation: The neutral name, such as "matmul" or "add", or else the native name.
-        inputs: The values it reads, as numbers, in the order of its arguments.
-        outputs: The values it produces.
+        operation: The neutral name, such as "matmul" or "add", or the native name if there is none.
+        inputs: The values that it reads, as numbers, in the order of its arguments.
+        outputs: The values that it produces.
         native: The framework's own name.
         attributes: Static parameters: axes, a permutation, a subscript string.
         source: The innermost line of the user's own code that ran it.
-        scope: The modules it ran in, outermost first.
+        scope: The modules in which it ran, outermost first.
         phase: 0 forward, 1 backward, 2 backward of the backward.
         links: ``links[k][i]`` is the dependence of output k on input i. If None, it is derived from
             the bodies; without bodies, inexact arrays are differentiable and other pairs are cut.
@@ -255,7 +255,7 @@ def grouped(items: Iterable[T], key: Callable[[T], K]) -> dict[K, list[T]]:
 
 
 def shared_length(paths: Sequence[Sequence[str]]) -> int:
-    """Returns the length of the longest common prefix of these scopes, or names."""
+    """Returns the length of the longest common prefix of the given scopes, or names."""
     steps = zip(*paths, strict=False)
     return sum(1 for _ in takewhile(lambda step: len(set(step)) == 1, steps))
 

@@ -120,7 +120,7 @@ class Box:
 
 @dataclass(eq=False)
 class Block:
-    """A group of boxes that may be collapsed to one box.
+    """A group of boxes that may be collapsed into one box.
 
     Attributes:
         kind: "pass", "scope", "steps", "loop", "branch" or "call".
@@ -266,7 +266,7 @@ class Outline:
         return sum(self.values[v].bytes for v in memories)
 
     def kept_text(self, values: Iterable[int]) -> str:
-        """Formats the bytes saved for these values, or returns `ALIVE`."""
+        """Formats the bytes saved for the given values, or returns `ALIVE`."""
         size = self.bytes_of(values)
         return size_text(size) if size else ALIVE
 

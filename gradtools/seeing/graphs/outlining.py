@@ -290,7 +290,7 @@ def _place_leaves(boxes: Sequence[Box], roots: Mapping[int, Block]) -> None:
         reading = [path for path in reading if path[0].phase == leaf.phase]
         if leaf.kind == "input" and not re.search(r"[\[.]", leaf.values[0].name):
             reading = [path[:2] for path in reading]  # a whole argument stays outside of blocks
-        depth = shared_length([path[:-1] for path in reading])  # of the innermost common block
+        depth = shared_length([path[:-1] for path in reading])  # innermost common block
         home = reading[0][depth - 1] if reading else first
         inside = {path[depth] for path in reading} or {*home.children}
         anchor = next((child for child in home.children if child in inside), home)
@@ -324,7 +324,7 @@ def _paths_to(columns: Iterable[Block]) -> dict[int, Sequence[Any]]:
 
 
 def _in_parts(block: Block) -> Block:
-    """Splits blocks with more than `_MOST_CHILDREN` children into parts of consecutive ones."""
+    """Splits blocks with more than `_MOST_CHILDREN` children into parts of consecutive children."""
     children = [_in_parts(c) if isinstance(c, Block) else c for c in block.children]
     while len(children) > _MOST_CHILDREN:
         size, several = max(_PART, math.isqrt(len(children))), children

@@ -24,13 +24,13 @@ from gradtools.code_origin import place_of
 from gradtools.errors import GradtoolsError
 from gradtools.rules import replaced_at
 
-_WHOLE = ("gradient_graph", "formula")  # these need every output to be an array
+_WHOLE = ("gradient_graph", "formula")  # these operators need every output to be an array
 
 
 class Framework:
     """The modules of one framework, each imported on first access.
 
-    Both frameworks have these: `recorded_run`, `training`, `passes` and `translating`.
+    Both frameworks have the modules `recorded_run`, `training`, `passes` and `translating`.
 
     Args:
         backend: The backend of the user's program.
@@ -121,7 +121,7 @@ class LeafProgram:
 
     @contextmanager
     def running(self, how: str = "") -> Iterator[None]:
-        """Context in which f runs; an error that f raises is raised again with f's line."""
+        """Context manager in which f runs; an error that f raises is raised again with f's line."""
         try:
             yield
         except GradtoolsError:
@@ -140,7 +140,7 @@ class LeafProgram:
         return [k for k in positions if self.backend.is_inexact(self.leaves[k])]
 
     def run(self, leaves: Sequence[Any]) -> list[Any]:
-        """Calls f with these leaves of its arguments and returns the leaves of its result."""
+        """Calls f with the given leaves of its arguments and returns the leaves of its result."""
         held = replaced_at(self._held, self._places, leaves)
         args = list(self.backend.unflatten(self._treedef, held))
         kwargs = dict(zip(self._keywords, args[self._count :], strict=True))

@@ -1,7 +1,7 @@
 """Finds the objects that a function can reach without its arguments, with their names.
 
-The search follows closures, the globals that the code names, defaults, bound methods, and the
-containers and attributes of all these. It names captured arrays: ``net.layers[0].weight``.
+The search follows closures, the globals that the code names, defaults, bound methods, and their
+containers and attributes. It names captured arrays: ``net.layers[0].weight``.
 """
 
 from __future__ import annotations

@@ -2,8 +2,8 @@
 
 Each equation is a node, each variable a value; loops, branches and calls keep their jaxprs as
 bodies. Links are differentiable between inexact arrays and cut otherwise, except as documented here
-and in `reachability.py`. A custom rule replaces the derivative of its function, so cuts inside do
-not count. An equation that writes to a mutable reference gives it a new value.
+and in `reachability.py`. A custom rule replaces the derivative of its function, so cuts inside of
+it do not count. An equation that writes to a mutable reference gives the reference a new value.
 
 A node's line is the innermost line of the user's code. JAX's own jitted functions are traced once
 and lack such a line: their equations get the line of each call.

@@ -1,8 +1,8 @@
 """A JAX program with its backward passes, as a graph and at given values.
 
 The jaxpr is evaluated equation by equation inside of `jax.vjp`, each in a named scope with its
-number. JAX attaches the scope to all equations that it derives from this one, forward and backward,
-so each gets the line, the modules and the mark of its origin.
+number. JAX attaches the scope to all equations that it derives from the equation, forward and
+backward, so each gets the line, the modules and the mark of its origin.
 
 An equation that depends on a cotangent is backward; if it depends on the cotangent of a gradient,
 it is backward of the backward. All other equations run forward, even if only a later pass reads the
@@ -11,7 +11,7 @@ and saves it.
 
 At given values, for `seeing/diagnostics/gradients_at_values.py`, the program of both passes is
 evaluated equation by equation. Calls, branches and short loops are inlined, so that the operations
-inside of them are seen.
+inside of them are examined.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def _empty() -> Any:
 
 
 def graph_of_outputs(outputs: Any) -> PlainGraph:
-    """Raises an error: arrays of JAX hold no graph."""
+    """Raises an error: JAX arrays have no graph."""
     raise GradtoolsError(
         "gradient_graph: a JAX array does not record how it was made, so outputs= is for PyTorch "
         "only. Fix: pass the function and its arguments: gradient_graph(f, *args)."
@@ -273,7 +273,7 @@ def passes_at(
     wrt: Sequence[int],
     outs: Sequence[int],
 ) -> PassesAtValues:
-    """Returns both passes at these leaves.
+    """Returns both passes at the given leaves.
 
     Args:
         closed: The program's closed jaxpr.
@@ -368,7 +368,7 @@ class _Tape(Unrolling[Known, Node, Nodes]):
 
     def enters(self, eqn: Any, at: Node) -> bool:
         inner = [len(body.jaxpr.eqns) for body in jaxprs.bodies(eqn)]
-        drawn = [len(body.graph.nodes) for body in at.bodies]  # it may be another program
+        drawn = [len(body.graph.nodes) for body in at.bodies]  # may be a different program
         is_known = bool(inner) and inner == drawn and eqn.primitive.name != "while"
         return is_known and super().enters(eqn, at)
 

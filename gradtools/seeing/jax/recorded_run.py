@@ -1,7 +1,7 @@
 """`record` in JAX: the jaxpr of a program as a graph, or JAX's error.
 
-An array that leaves JAX through NumPy, float or item ends the trace (`tracing.py`); that is the
-finding.
+An array that leaves JAX through NumPy, float or item ends the trace (`tracing.py`); this conversion
+is the finding.
 """
 
 from __future__ import annotations

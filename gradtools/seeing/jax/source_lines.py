@@ -1,7 +1,7 @@
 """Finds the source lines and modules of JAX equations.
 
 `gradtools.code_origin` classifies stack frames. The line is the innermost line of the user's code,
-or else of an installed package. JAX keeps each equation's stack up to the start of the trace.
+otherwise of an installed package. JAX keeps each equation's stack up to the start of the trace.
 """
 
 from __future__ import annotations

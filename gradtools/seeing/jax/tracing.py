@@ -1,7 +1,7 @@
 """Traces programs, also programs that branch on values: a Python ``if``, data-dependent shapes.
 
 A program is traced abstractly, so no number is computed. Eager differentiation allows programs to
-branch on values, plain tracing does not, because tracers have no values. Such a program is traced
+branch on values; plain tracing does not, because tracers have no values. Such a program is traced
 by a trace that wraps JAX's own and forwards every primitive to it. If Python needs a tracer's value
 (``bool(x)``), the value is computed from the jaxpr traced so far, and the program is traced again
 with all values that were needed so far::
@@ -161,7 +161,7 @@ class _ValueNeeded(BaseException):
 
 
 class _AnsweringTrace(jax.core.Trace):  # type: ignore[misc]
-    """Forwards every primitive to the trace behind it and wraps the results."""
+    """Forwards every primitive to the wrapped trace and wraps the results."""
 
     def __init__(self, parent: Any, answers: Answers) -> None:
         super().__init__()
@@ -213,7 +213,7 @@ for _name in ("call", "custom_jvp_call", "custom_vjp_call", "shard_map"):
 
 
 class _AnsweringTracer(Tracer):
-    """A tracer that wraps one of JAX's own and may know its value."""
+    """A tracer that wraps a tracer of JAX and may have a known value."""
 
     __slots__ = ("front", "inner")
 
@@ -235,7 +235,7 @@ class _AnsweringTracer(Tracer):
 
     @property
     def dimension_as_value(self) -> Any:  # type: ignore[override]
-        """The wrapped tracer, for JAX's own trace, which may find this one in closures.
+        """The wrapped tracer, for JAX's own trace, which may find this tracer in closures.
 
         JAX reads this attribute of every array, as some are symbolic dimensions. It raises for
         integers that may be used as a shape here, so that JAX requests their value.

@@ -71,7 +71,7 @@ def are_parameters(f: Any, x: Any) -> bool:
 
 
 def held(caller: str, model: Any) -> list[HeldArray]:
-    """Lists the arrays of a model, or of a tree of models and arrays."""
+    """Lists the arrays of a model or of a tree of models and arrays."""
     result = [HeldArray(name, x) for name, x in _named(part_of(model)) if _is_floating(x)]
     if not result:
         raise GradtoolsError(

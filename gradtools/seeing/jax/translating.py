@@ -2,9 +2,9 @@
 
 f's jaxpr is translated equation by equation. Values that do not depend on the arguments are
 computed at once. An equation is translated by the graph's name and attributes (`operands.py`) if
-the vocabulary has them; else it becomes an opaque operation. So do loops, branches, functions with
-custom rules, and functions of JAX with an opaque part: the name `solve` is more readable than its
-LU factors. A random draw is a constant.
+the vocabulary has them; otherwise it becomes an opaque operation. Loops, branches, functions with
+custom rules, and JAX functions with an opaque part do as well: the name `solve` is more readable
+than its LU factors. A random draw is a constant.
 """
 
 from __future__ import annotations
@@ -183,7 +183,7 @@ class _Translator:
             return take_along(x, i, axis=axes[0]) if rank == x.rank == i.rank else None
         if batched or axes != (0, 1) or indices.op != "output" or known.shape != (x.shape[0], 2):
             return None
-        rows = indices.args[0].args  # x[0, i[0]], x[1, i[1]], ...; the counting is no operand
+        rows = indices.args[0].args  # x[0, i[0]], x[1, i[1]], ...; the iota is not an operand
         counts = known[:, 0].tolist() == [*range(x.shape[0])] and len(rows) == 1
         if not counts or self.value_of(rows[0]).ravel().tolist() != known[:, 1].tolist():
             return None
@@ -211,7 +211,7 @@ class _Translator:
         return self._fitted(eqn, by_name(name, args, map(_like, eqn.outvars), kernel))
 
     def _opened(self, program: Any, entries: Sequence[Entry]) -> list[Entry]:
-        """Inlines a program at these operands."""
+        """Inlines a program at the given operands."""
         return self.run(program.jaxpr, [*map(self.captured, program.consts), *entries])
 
     def _call(self, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
@@ -250,7 +250,7 @@ _OF_KEYS = ("random_wrap", "random_seed", "random_fold_in", "random_bits", "thre
 
 
 def _bound(eqn: Any, values: Sequence[Any]) -> list[Any]:
-    """Returns the results of an equation at these operands; a literal keeps its dtype."""
+    """Returns the results of an equation at the given operands; a literal keeps its dtype."""
     pairs = zip(eqn.invars, values, strict=True)
     return jaxprs.bound(eqn, [a.val if isinstance(a, Literal) else x for a, x in pairs])
 

@@ -1,6 +1,6 @@
 """Evaluation of a jaxpr at given values, with calls, branches and loops entered.
 
-It serves `why_zero` (`passes.py`), which examines the passes of a program, and
+This module is used by `why_zero` (`passes.py`), which examines the passes of a program, and
 `first_divergence`, which compares the values of two programs.
 """
 
@@ -42,15 +42,15 @@ class Unrolling(Generic[V, P, J]):
         raise NotImplementedError
 
     def constant(self, x: Any) -> V:
-        """Returns the value of an array that a jaxpr holds."""
+        """Returns the value of an array that a jaxpr contains."""
         raise NotImplementedError
 
     def place(self, at: J, i: int, eqn: Any) -> P:
-        """Returns the place of the equation i of a jaxpr."""
+        """Returns the place of equation i of a jaxpr."""
         raise NotImplementedError
 
     def inside(self, at: P, k: int, iteration: int | None) -> J:
-        """Returns the place of the inner jaxpr k of an equation, in an iteration of a loop."""
+        """Returns the place of inner jaxpr k of an equation, in an iteration of a loop."""
         raise NotImplementedError
 
     def operation(self, at: P, name: str, evaluate: Evaluate, xs: Sequence[V]) -> list[V]:
@@ -68,7 +68,7 @@ class Unrolling(Generic[V, P, J]):
     # --- evaluation
 
     def evaluated(self, jaxpr: Any, entries: Sequence[V], at: J) -> list[V]:
-        """Returns the outputs of an open jaxpr. entries: Its constants and inputs."""
+        """Returns the outputs of an open jaxpr, whose constants and inputs are `entries`."""
         step = lambda i, eqn, xs: self.equation(eqn, xs, self.place(at, i, eqn))
         return jaxprs.interpreted(jaxpr, entries, step, self.literal)
 

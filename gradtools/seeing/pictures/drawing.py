@@ -1,6 +1,6 @@
 """Draws a graph as a self-contained HTML page, or as an SVG document.
 
-There is one layout, in JavaScript, because the page runs it again whenever a block opens or closes:
+The layout is in JavaScript, because the page runs it again whenever a block opens or closes:
 `layout.js` and `markup.js` draw the data of `page_data.py`, and `page.js` handles events. For an
 SVG file, QuickJS runs the same scripts. Picture and page follow the reader's light or dark setting.
 """
@@ -94,7 +94,7 @@ def to_html(
     outline = outline_of(graph, title=title)
     names = " and ".join(column.title for column in outline.columns)
     data = json.dumps(data_of(outline, depth, expand), separators=(",", ":"))
-    for letter in "<>&":  # these could end the script element
+    for letter in "<>&":  # these characters could end the script element
         data = data.replace(letter, f"\\u{ord(letter):04x}")
     return script("page.html").format(
         theme=f' data-theme="{theme}"' if theme in THEMES else "",

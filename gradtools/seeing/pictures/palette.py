@@ -3,7 +3,7 @@
 The passes are blue, orange and a purple of a different lightness, after Okabe and Ito (2008), so
 that they are distinguishable with every kind of colour vision (a test simulates them). Nothing is
 shown by colour only: each pass is a column with its name, cuts have a cross and a reason, residuals
-are dashed, marks are words.
+are dashed, and marks are words.
 """
 
 from __future__ import annotations

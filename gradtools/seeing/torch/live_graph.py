@@ -2,7 +2,7 @@
 
 No program runs. Autograd's nodes are visited from the results to the leaves and listed in the order
 of the forward pass. A node contains its forward operation and its saved tensors. Operands without a
-derivative are known only if the node saved them.
+derivative are available only if the node saved them.
 """
 
 from __future__ import annotations
@@ -99,13 +99,13 @@ class _AutogradReader:
                 result.append(self.numbers[id(given), k])
             elif is_known:
                 result.append(next(constants))
-            else:  # autograd does not hold it
+            else:  # autograd does not store it
                 self.captured.append(self.new(Value((), "unknown", "?")))
                 result.append(self.captured[-1])
         return result
 
     def tensor(self, x: Tensor) -> int:
-        """Returns a tensor's value number: of a node's output, a leaf, or a saved constant."""
+        """Returns the value number of a tensor: a node's output, a leaf, or a saved constant."""
         if x.grad_fn is not None and (id(x.grad_fn), x.output_nr) in self.numbers:
             return self.numbers[id(x.grad_fn), x.output_nr]
         if (id(x), -1) not in self.numbers:
@@ -147,7 +147,7 @@ class _AutogradReader:
 
 
 def in_order(ends: list[Any]) -> Iterator[GradFn]:
-    """Yields the nodes behind `ends` in topological order, without the leaves' AccumulateGrad."""
+    """Yields the ancestors of `ends` in topological order, without the leaves' AccumulateGrad."""
     done: set[Any] = set()
     todo = [(fn, False) for fn in reversed(ends) if fn is not None]
     while todo:

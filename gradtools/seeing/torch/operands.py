@@ -1,7 +1,7 @@
 """Translates an aten call to its framework-neutral name, operands and attributes.
 
 Attributes are the arguments that are not operands and differ from the schema's defaults. Their
-names are those of `seeing/formulas/words.py`: axes count from 0, a permutation lists all axes, a
+names are defined in `seeing/formulas/words.py`: axes count from 0, a permutation lists all axes, a
 slice has a start and a limit on each axis. Operations without a neutral name keep PyTorch's own.
 """
 
@@ -153,7 +153,7 @@ def _transform(call: AtenCall) -> str:
 
 
 def _logical(call: AtenCall) -> str:
-    """Names a bitwise operation on other arrays than booleans as PyTorch does."""
+    """Names a bitwise operation on non-boolean arrays as PyTorch does."""
     of_booleans = call.first is not None and call.first.dtype == torch.bool
     return operations.neutral(call.name) if of_booleans else call.name
 

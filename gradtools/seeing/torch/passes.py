@@ -5,9 +5,9 @@ under the same mode. Autograd numbers its nodes in forward order (sequence numbe
 running node. Each operation of a later pass therefore gets the line, the modules and the mark of
 the forward operation that it differentiates.
 
-A tensor is identified by its id, or else by the storage elements that it shares. An in-place write
-gives the tensor a new value number, and also each of its views when it is next read: a view is
-recomputed from the written base, and a base is updated at the elements of the view.
+A tensor is identified by its id, otherwise by the storage elements that it shares. An in-place
+write gives the tensor a new value number, and also each of its views when it is next read: a view
+is recomputed from the written base, and a base is updated at the elements of the view.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ class _PassRecorder(RunRecorder):
             return self.run(fun)
 
     def origin(self) -> Origin:
-        """Returns line, modules and mark; in later passes, the forward operation's."""
+        """Returns line, modules and mark; in later passes, returns the forward operation's."""
         here, managed = super().origin(), mark_of_running()
         rule, own = next((known for known in self.rules if known[1]), ("", ""))
         source, mark = here.source, managed or own or here.mark
@@ -134,7 +134,7 @@ class _PassRecorder(RunRecorder):
         """Runs a torch.autograd.Function and marks its operations."""
         with self.within(*name_and_mark(kind, args)):
             out = apply(*args, **kwargs)
-            for y in tensors_in(out):  # it may run operations only in its backward pass
+            for y in tensors_in(out):  # backward may run operations although forward ran none
                 if y.grad_fn is not None:
                     self.origins.setdefault(upstream.sequence_of(y.grad_fn), self.origin())
             return out

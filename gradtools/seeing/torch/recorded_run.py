@@ -4,7 +4,7 @@ The user's function runs once under the recorders of `recording/`, and its effec
 
 Data that leaves PyTorch for NumPy or Python has no graph. Perturbation finds where it returns: the
 run is repeated with other numbers at the line where the data left. Numbers and arrays that then
-reach PyTorch with other contents come from that line; so do outputs that change.
+reach PyTorch with other contents, and outputs that change, come from that line.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def record(
 ) -> Recording:
     """Records one run as a graph, differentiates it, and undoes its effects.
 
-    wanted: The captured tensors that are differentiated besides the leaves.
+    wanted: The captured tensors that are differentiated in addition to the leaves.
     """
     is_new = upstream.DYNAMO not in sys.modules
     try:
@@ -129,7 +129,7 @@ def is_model(x: Any) -> bool:
 def _follow(run: Run, leaves: Sequence[Any], seen: ConnectionRecorder) -> None:
     """Adds links from data that left to where it returned.
 
-    If no perturbed run succeeds, or f differs from run to run, it returned in every output.
+    If no perturbed run succeeds, or f differs from run to run, the data returned in every output.
     """
     lost = _untraced(seen)
     changes = partial(_changes, run, leaves, seen)
@@ -144,7 +144,7 @@ def _follow(run: Run, leaves: Sequence[Any], seen: ConnectionRecorder) -> None:
 
 
 def _untraced(seen: ConnectionRecorder) -> list[int]:
-    """Returns leavings that could explain a lost gradient and have no known return."""
+    """Returns exits that could explain a lost gradient and have no known return."""
     graph = seen.graph()
     held = [number for number, x in seen.captured_tensors.items() if x.requires_grad]
     back = {source for source, _ in seen.outside}
@@ -163,7 +163,7 @@ def _untraced(seen: ConnectionRecorder) -> list[int]:
 def _changes(
     run: Run, leaves: Sequence[Any], first: ConnectionRecorder, which: Sequence[int]
 ) -> list[int] | None:
-    """Returns the values that change in a run with other numbers at these exits.
+    """Returns the values that change in a run with other numbers at the given exits.
 
     None if f raises for all of these numbers.
     """

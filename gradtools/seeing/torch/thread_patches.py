@@ -31,7 +31,7 @@ class _Patch:
 
     @contextmanager
     def by(self, around: Around) -> Iterator[None]:
-        """Context in which `around` replaces this thread's calls."""
+        """Context manager in which `around` replaces this thread's calls."""
         thread = threading.get_ident()
         with self._lock:
             if not self._blocks:

@@ -3,8 +3,8 @@
 f runs once at copies of its arguments under a recorder of aten operations, and its effects are
 undone. Captured tensors that require grad are differentiated like arguments. An operation outside
 of the vocabulary is run again by PyTorch's own decomposition, and recorded as its parts if all of
-these are in the vocabulary. Otherwise it becomes an opaque operation with its name, which PyTorch
-computes and differentiates; so does a torch.autograd.Function.
+them are in the vocabulary. Otherwise it becomes an opaque operation with its name, which PyTorch
+computes and differentiates, as does a torch.autograd.Function.
 
 An in-place operation gives the tensor a new value. A program that reads a tensor after another view
 of its memory was written, makes sparse tensors, or draws random numbers inside of an opaque
@@ -106,7 +106,7 @@ def differentiated(
     with undoing, followed(), torch.inference_mode(False), torch.enable_grad():
         xs = [copied(x, k in wrt) for k, x in enumerate(inputs)]
         moving = [*(xs[k] for k in wrt), *recorded.captured]
-        with PlainKernels():  # fused kernels can be differentiated once only
+        with PlainKernels():  # fused kernels can be differentiated only once
             ys = program.run(xs)
             # A default device would move tensors, too.
             outs = [y if isinstance(y, Tensor) else torch.as_tensor(y) for y in ys]
@@ -324,7 +324,7 @@ class _FormulaRecorder(Recorder[Expr]):
             return evaluate([x], {p: _numbers(self.leaves[p]) for p in leaves})[0]
 
     def _note(self, outs: Sequence[Tensor], values: Values, written: bool = False) -> None:
-        """Gives tensors new values; while the user's grad mode is off these have no derivative."""
+        """Gives tensors new values, which have no derivative if the user's grad mode is off."""
         for y, value in zip(outs, values, strict=False):
             if value is None:
                 continue
@@ -332,7 +332,7 @@ class _FormulaRecorder(Recorder[Expr]):
             is_off = is_inexact(y) and not self.rules and not torch.is_grad_enabled()
             if is_inexact(y):
                 self.dtypes.add(like(y)[1])
-            if written and is_off and y.requires_grad:  # autograd does not see the write
+            if written and is_off and y.requires_grad:  # autograd does not record the write
                 before = self.of(y)
                 value = before + stop(value - before)
             if written:
@@ -344,7 +344,7 @@ class _FormulaRecorder(Recorder[Expr]):
 # The words of functions whose aten operations merge and split axes, of parts of complex numbers,
 # and of detach, as autograd also detaches the tensors that it saves.
 _TENSOR: Any = Tensor
-_TORCH: Any = torch  # torch's stubs lack some of these
+_TORCH: Any = torch  # torch's stubs lack some of these functions
 _DETACHING = (torch.detach, Tensor.detach, _TENSOR.data.__get__, _TENSOR.detach_, _TORCH.detach_)
 _FUNCTIONS: dict[Any, str] = dict.fromkeys(_DETACHING, "stop") | {
     **dict.fromkeys((torch.matmul, Tensor.matmul, Tensor.__matmul__), "matmul"),

@@ -1,6 +1,6 @@
 """Undoes the effects of a recorded run, from copies made before the run.
 
-It copies the random streams that f may draw from, the attributes of the modules that f can reach,
+Copies the random streams from which f may draw, the attributes of the modules that f can reach,
 and the tensors that it can reach or reads: contents, `.data`, `.grad`, `requires_grad`. Changes to
 containers and other objects are not undone.
 """
@@ -31,7 +31,7 @@ Run = Callable[[Sequence[Any]], Sequence[Any]]
 
 @contextmanager
 def undone(run: Run, leaves: Sequence[Any]) -> Iterator[Undo]:
-    """Context that undoes changes on exit; compiled code runs eagerly inside."""
+    """Context manager that undoes changes on exit; compiled code runs eagerly inside."""
     undo = Undo(run, {x.device.type for x in leaves if isinstance(x, Tensor)})
     try:
         with as_written():
@@ -113,7 +113,7 @@ class Undo:
             for contents, copy in self._contents.values():
                 _refill(contents, copy)
             for x, version in self._versions:
-                if upstream.version_of(x) != version:  # graphs that saved it remain valid
+                if upstream.version_of(x) != version:  # graphs that saved the tensor remain valid
                     upstream.set_version_counters((x,), (version,))
         for restore in self._streams:
             restore()
@@ -135,7 +135,7 @@ def _contents_of(x: Tensor) -> Tensor:
 def _refill(contents: Tensor, copy: Tensor) -> None:
     """Writes the copy's contents back."""
     with torch.inference_mode(contents.is_inference()), torch.no_grad():
-        is_known = contents.device.type == "cpu" and _has_storage(contents)  # does not wait
+        is_known = contents.device.type == "cpu" and _has_storage(contents)  # no synchronization
         if not (is_known and torch.equal(contents, copy)):
             contents.copy_(copy)
 

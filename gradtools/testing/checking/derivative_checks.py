@@ -9,8 +9,8 @@ at many step sizes, and random u, w, v:
 
 A value that is zero in exact arithmetic, such as the sum of a layer norm, is computed as rounding
 error: a small difference counts as such if it changes by its own size when x's last digits change.
-At a kink the slope is the mean of the derivatives on both sides, and any derivative between these
-two is right.
+At a kink the slope is the mean of the derivatives on both sides, and any derivative between the two
+is accepted.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from gradtools.testing.report import (
 
 CALLER = "check_derivatives"
 _SCALE = -16.0
-_ENTRIES = 64  # the most entries or outputs that are differenced one by one if a leaf fails
+_ENTRIES = 64  # maximum number of entries or outputs compared individually if a leaf fails
 _KEPT = 32  # derivatives
 
 
@@ -74,25 +74,25 @@ def check_derivatives(
 ) -> Report:
     """Checks the derivatives that a framework computes of f, at args.
 
-    It checks, for random directions in each leaf of the arguments: forward and reverse mode
-    against slopes from f's values at steps from a tenth to a millionth of the leaf's size (in
+    The check tests, for random directions in each leaf of the arguments: forward and reverse
+    mode against slopes from f's values at steps from a tenth to a millionth of the leaf's size (in
     float32 a three-hundredth); both modes against each other (dot-product test); linearity in the
     tangent and in the cotangent; for order 2 every mix of modes against slopes of the gradient
     and against each other. Complex arguments are moved in complex directions; all inner products
-    are Re<u, v>. The tolerances are those of `gradtools.testing.tolerance`. float32 products
+    are Re<u, v>. The tolerances are given by `gradtools.testing.tolerance`. float32 products
     are computed in full precision during the check, without TF32 or bfloat16.
 
     Args:
         f: A deterministic function that takes and returns pytrees of the backend's arrays.
-        args: A tuple with one pytree for each argument of f; its leaves are NumPy arrays or the
-            backend's, of any shape. Floating and complex leaves are differentiated; integers,
-            booleans, Python numbers and anything else are constants. If a leaf has 64 bits, x64 is
-            enabled in JAX during the check.
+        args: A tuple with one pytree for each argument of f; its leaves are arrays of NumPy or the
+            backend, of any shape. Floating and complex leaves are differentiated; integers,
+            booleans, Python numbers and all other leaves are constants. If a leaf has 64 bits, x64
+            is enabled in JAX during the check.
         backend: "torch", "jax", or the module gradtools.torch or gradtools.jax.
         order: 1 or 2.
         modes: Of "forward", "reverse", "forward_over_reverse", "reverse_over_reverse",
-            "reverse_over_forward" and "forward_over_forward", the modes that f must have. None: all
-            modes that f has; the report's `left_out` lists the others.
+            "reverse_over_forward" and "forward_over_forward", the modes that f must have. None
+            checks all modes that f has; the report's `left_out` lists the others.
         seed: The seed of the random directions.
 
     Returns:
@@ -100,7 +100,7 @@ def check_derivatives(
         "reverse | finite differences".
 
     Raises:
-        AgreementError: A derivative is wrong. It carries the report, and names the argument and
+        AgreementError: A derivative is wrong. The error has the report, and names the argument and
             leaf, the mode, the place, and both values.
         GradtoolsError: There is nothing to check, f has none of the modes, f is random, or the
             arguments are not as described above.
@@ -157,7 +157,7 @@ class DerivativeCheck:
         xs: The point; vs is a random cotangent.
         modes: The modes that f must have; None for the modes that it has.
         labels: Names of modes for the report.
-        present: The modes that f has, as far as it has been tried.
+        present: The modes that f is known to have.
     """
 
     def __init__(
@@ -226,7 +226,7 @@ class DerivativeCheck:
         return [u.astype(x.dtype) if i == j else np.zeros_like(x) for j, x in enumerate(self.xs)]
 
     def directions(self, i: int) -> Iterator[Arrays]:
-        """Yields directions in leaf i, scaled by its size and by each entry's (domain-safe)."""
+        """Yields directions in leaf i: scaled by its size, and scaled by entry (domain-safe)."""
         x = self.xs[i]
         yield self.along(i, self.draw(x) * scale_of(x))
         yield self.along(i, self.draw(x) * size_by_entry(x))
@@ -266,7 +266,7 @@ class DerivativeCheck:
         return self.present[mode]
 
     def label(self, mode: str) -> str:
-        """Returns the name of a mode in the report."""
+        """Returns a mode's name for the report."""
         return self.labels.get(mode, mode.replace("_", " "))
 
     # --- two functions of the point
@@ -328,10 +328,10 @@ class DerivativeCheck:
     ) -> Comparison:
         """Compares a derivative with a slope and stores which entries remain undecided.
 
-        There is no slope if f is not finite. If no step gave a slope, or rounding is as large as
+        There is no slope if f is not finite. If no step gives a slope, or rounding is as large as
         the slope, only NaN counts as wrong.
 
-        derivative: The derivative at the point x + t u. This shows a kink at x, and whether the
+        derivative: The derivative at the point x + t u. It reveals a kink at x, and whether the
         smallest step is too large for f.
         """
         what, limit = f"{self.label(mode)} of {path}", self.numeric
@@ -386,8 +386,8 @@ class DerivativeCheck:
     def _reverse_against_slope(self, i: int, us: Arrays, measured: slopes.Slope) -> Comparison:
         """Compares Re<J^H v, u> with Re<v, D_u f>, for u in leaf i.
 
-        A sum over outputs or entries has no bounds at kinks and does not locate errors, so if it
-        fails or is undecided, it is compared output by output and entry by entry.
+        A sum over outputs or entries has no bounds at kinks and does not locate errors, so if the
+        comparison fails or is undecided, it is repeated by output and by entry.
         """
         vs, x, path = self.vs, self.xs[i], self.probe.paths[i]
         record, decided = self._products(path, [(vs, us, measured)], ())
@@ -416,7 +416,7 @@ class DerivativeCheck:
     def _products(
         self, path: str, pairs: Sequence[Any], shape: tuple[int, ...], step: float = 1.0
     ) -> tuple[Comparison, bool]:
-        """Compares Re<J^H v, u> / step with slopes along u, and says whether these decide.
+        """Compares Re<J^H v, u> / step with slopes along u; returns whether they are decisive.
 
         pairs: v, u and the slope of f along u; two in a row are a complex entry.
         """
@@ -547,7 +547,7 @@ class DerivativeCheck:
         lacking = [mode for mode in FIRST if not self.present[mode] and self.modes is None]
         tried = [m for m in SECOND if not any(part in m.split("_over_") for part in lacking)]
         present = [mode for mode in tried if self.has(mode, *seeds.get(mode, (vs, d)))]
-        modes = [mode for mode in present if mode != SECOND[3]]  # all of these compute H d
+        modes = [mode for mode in present if mode != SECOND[3]]  # all of these modes compute H d
         line = lambda first, seed, us: slopes.slope(
             lambda t: flattened(self.at(first, self.moved(us, t), seed)), self.probe.eps
         )

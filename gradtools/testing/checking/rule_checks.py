@@ -6,7 +6,7 @@ x -> bwd(r(x), v) is the gradient of Re<v, f>. Second order differentiates it th
     d bwd(r(x), v) = sum over k of (d bwd / d r_k) (d r_k / d x)
 
 so a residual without a derivative (r_k detached, or computed outside of the framework) makes second
-order wrong. It is found by finite differences of r_k.
+order wrong. Finite differences of r_k reveal such a residual.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gradtools.testing.relations import relation
 from gradtools.testing.report import Report, compare_arrays, largest
 
 CALLER = "check_rule"
-_NEARBY = 1.0625  # the factor to another point, near enough to be in f's domain
+_NEARBY = 1.0625  # the factor to another point, close enough to be in f's domain
 _POINTS = 1.0, _NEARBY, 0.9375  # the examples of a batch
 _DRAWN = (
     "differs between two calls of {} with the same arguments. Is a random number drawn in it, or a "
@@ -53,9 +53,9 @@ def check_rule(
     """Checks a custom rule: its parts, then the function that it makes.
 
     fwd, bwd and jvp must be functions of their arguments: a rule that writes in place, reads state
-    of the last call or draws random numbers is refused. The values of fwd and jvp are compared with
-    fun's. The function is then checked as by `check_derivatives`: bwd and jvp against slopes of
-    fun, and against each other; bwd's linearity in the cotangent and jvp's in the tangent; the
+    of the last call or draws random numbers is rejected. The values of fwd and jvp are compared
+    with fun's. The function is then checked as by `check_derivatives`: bwd and jvp against slopes
+    of fun, and against each other; bwd's linearity in the cotangent and jvp's in the tangent; the
     modes that follow from them; and second order, for which the derivative of each residual is
     compared with slopes of the residual, so that a residual whose derivative is lost (detached,
     or computed outside the framework) is named. Finally, a batch of three examples under vmap is
@@ -73,9 +73,9 @@ def check_rule(
         A `Report`, as in `check_derivatives`.
 
     Raises:
-        AgreementError: The rule is wrong. It names the part, the argument or the residual.
+        AgreementError: The rule is wrong. The error names the part, the argument or the residual.
         GradtoolsError: `rule` is not a rule, or an error of `check_derivatives`.
-        Exception: An error of one of the rule's functions, with a note that names it.
+        Exception: An error of one of the rule's functions, with a note that names the function.
 
     Example:
         >>> import numpy as np
@@ -196,7 +196,7 @@ class RuleCheck(DerivativeCheck):
                     cause = relation(y, z, (part, "fun"), 0)
                     record = record.because(cause or f"{part} computes another function")
                 self.report.comparisons.append(record)
-        for n, c in enumerate(self.report.comparisons):  # say where to look
+        for n, c in enumerate(self.report.comparisons):  # state where to look
             if not c.agrees and c.quantity.endswith("| finite differences"):
                 look = f"Look at what bwd returns for {c.path}; None is a zero."
                 if c.quantity.startswith("jvp"):
@@ -207,9 +207,9 @@ class RuleCheck(DerivativeCheck):
                 self.report.comparisons[n] = c.because(c.cause or "", f"{c.detail} {look}")
 
     def _unchanging(self, part: str, run: Callable[[], Any], trees: dict[str, Any]) -> Any:
-        """Returns the result of a part, which must not change the arrays in these trees.
+        """Returns the result of a part, which must not change the arrays in the given trees.
 
-        A framework shares them with others, and calls fwd and bwd at any time.
+        A framework shares the arrays with other operations, and calls fwd and bwd at any time.
         """
         before = {name: self._copied(tree) for name, tree in trees.items()}
         result = run()

@@ -18,7 +18,7 @@ Line = Callable[[float], np.ndarray]
 
 _LARGEST_STEP = 0.1
 _COLUMNS = 6  # columns of the extrapolation table; more only amplify rounding
-_FINEST = 70  # the most halvings of the step, for when larger steps leave f's domain
+_FINEST = 70  # the maximum number of halvings of the step, if larger steps leave f's domain
 
 
 class Slope(NamedTuple):
@@ -26,7 +26,7 @@ class Slope(NamedTuple):
 
     Attributes:
         value: The slope of each entry; NaN if no step gave a slope.
-        error: A bound of the error: the disagreement of steps, and rounding; inf without a slope.
+        error: A bound on the error: the disagreement of steps, and rounding; inf without a slope.
         at: f(0); if it is not finite, there is no slope.
     """
 
@@ -35,12 +35,12 @@ class Slope(NamedTuple):
     at: np.ndarray
 
     def parts(self, like: Sequence[np.ndarray]) -> list[Slope]:
-        """Splits the slope of a flat vector into slopes of arrays like these."""
+        """Splits the slope of a flat vector into slopes of arrays like the given arrays."""
         return [Slope(*each) for each in zip(*(shaped_like(x, like) for x in self), strict=True)]
 
 
 def shaped_like(entries: np.ndarray, like: Sequence[np.ndarray]) -> list[np.ndarray]:
-    """Splits the entries of a vector into arrays of these shapes."""
+    """Splits the entries of a vector into arrays of the given shapes."""
     ends = np.cumsum([x.size for x in like])[:-1]
     return [part.reshape(x.shape) for part, x in zip(np.split(entries, ends), like, strict=True)]
 

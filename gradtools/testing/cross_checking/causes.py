@@ -7,8 +7,8 @@ Each disagreement is explained by the first cause that applies:
 3. a relation of the two arrays (`relations.py`);
 4. the first operations at which the recorded programs diverge (`diverging/`).
 
-A value's cause explains its derivatives. The detail ends with the side whose derivative contradicts
-finite differences of its own values.
+A value's cause explains its derivatives. The detail ends by naming the side whose derivative
+contradicts finite differences of its own values.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from gradtools.testing.report import CONVENTION, Comparison, Report, widened
 
 _STEPS = {"float64": 1e-6, "float32": 1e-3}  # the relative distance of points near a kink
 UNKNOWN = "no known pattern"
-_MOST_ORDERS = 128  # of axes that are tried
+_MOST_ORDERS = 128  # the maximum number of axis orders that are tried
 
 
 def explain(check: CrossCheck, report: Report) -> None:
@@ -241,7 +241,7 @@ class Causes:
             if (np.isinf(x) & np.isfinite(y)).any():
                 why = f"{other} is finite there: an overflow, or a division by 0, in {mine}."
                 return Relation(f"infinity in {mine}", why)
-        if equal(a, b, near):  # every relation close to the identity would hold
+        if equal(a, b, near):  # every relation close to the identity would match
             return Relation(UNKNOWN)
         sizes = self.check.sizes()
         return related(a, b, self.names, c.order, near, sizes) or Relation(UNKNOWN)

@@ -1,7 +1,7 @@
 """`cross_check`: one program in both frameworks, compared in value and in every derivative.
 
 Both programs are evaluated at the same NumPy inputs and differentiated along the same random
-directions by gradtools' operators, so that conventions (above all for complex numbers) are equal:
+directions by gradtools' operators, so that conventions (especially for complex numbers) are equal:
 
     f(x)    J^H c    J t    H t = d/ds grad <c, f>(x + s t)    in two mixes of modes
 
@@ -39,14 +39,14 @@ def cross_check(
 ) -> Report:
     """Compares one program in PyTorch with the same program in JAX.
 
-    It compares the output (values, shapes, dtypes, tree), for order 1 and 2 the gradient of
+    The check compares the output (values, shapes, dtypes, tree), for order 1 and 2 the gradient of
     Re<c, f> for every differentiated leaf, and for order 2 also a pushforward and the Hessian
     product of Re<c, f> by forward over reverse and by reverse over reverse. c and the directions
     are random, independent draws; for a real scalar f the gradient's c is 1. A leaf that reaches
     the output in one framework only is a disagreement. NaN and infinity agree only with the same
-    value at the same place. They are counted as not compared, and an array without a finite entry
-    is a disagreement. Derivatives that differ only at a kink or tie, where each framework has its
-    own subgradient, are reported as a convention.
+    value at the same place. Such entries are counted as not compared, and an array without a finite
+    entry is a disagreement. Derivatives that differ only at a kink or tie, where each framework has
+    its own subgradient, are reported as a convention.
 
     If the results do not show the cause, both programs are recorded as by `first_divergence`,
     and the report has the lines at which they diverge.
@@ -74,7 +74,7 @@ def cross_check(
         raises: False returns a report that disagrees instead of raising.
 
     Returns:
-        A `Report`: true if all agrees. ``print(report)`` shows the table.
+        A `Report`, true if everything agrees. ``print(report)`` shows the table.
 
     Raises:
         AgreementError: The programs disagree; its ``report`` has values and likely causes.

@@ -14,13 +14,13 @@ from functools import cache, partial
 from typing import Any
 
 _FULL = ("none", "ieee", "highest", "float32")
-Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # its getter and its setter
+Setting = tuple[Callable[[], Any], Callable[[Any], Any]]  # the setting's getter and setter
 _NEWER = ("cuda.matmul", "cudnn.conv", "cudnn.rnn", "mkldnn.matmul", "mkldnn.conv", "mkldnn.rnn")
 
 
 @contextmanager
 def highest_precision(backends: Iterable[str]) -> Iterator[None]:
-    """Context in which these frameworks compute float32 products in full precision.
+    """Context manager in which the given frameworks compute float32 products in full precision.
 
     Args:
         backends: Any of "torch" and "jax".

@@ -88,7 +88,7 @@ def crossed(
             f"{type(args).__name__}. For one argument write args=(x,)."
         )
     for backend in ("torch", "jax"):
-        import_module(f"gradtools.{backend}")  # says how to install a missing framework
+        import_module(f"gradtools.{backend}")  # raises an error with advice if not installed
     inputs = Inputs.read(caller, args, dtype)
     first = Side(caller, "torch", torch, dtype)
     arrays = [x for x in inputs.leaves if isinstance(x, np.ndarray | np.generic)]
@@ -96,7 +96,7 @@ def crossed(
     wide = dtype == "float64" if dtype else not names.isdisjoint(("float64", "complex128"))
     with in_double_precision(wide):
         sides = first, Side(caller, "jax", jax, dtype)
-        partial = caller == "first_divergence"  # it may report a missing parameter
+        partial = caller == "first_divergence"  # the operator may report a missing parameter
         pairing = pair_parameters(caller, *sides, mapping, partial)
         yield CrossCheck(caller, sides, inputs, pairing, seed, tolerance)
 
@@ -300,7 +300,7 @@ class CrossCheck:
             return self.sides[k].output(leaves)
 
     def naming(self, side: Side) -> AbstractContextManager[None]:
-        """Context that adds the side's name to an exception."""
+        """Context manager that adds the side's name to an exception."""
         return naming(self.caller, f"the {side.name} program")
 
     # --- directions and points

@@ -173,7 +173,7 @@ class Inputs:
         return {name: self.leaves[i] for i, name in self.names.items()}
 
     def rebuilt(self, leaves: Sequence[Any], moving: Iterator[Any]) -> tuple[Any, ...]:
-        """Builds the arguments from these leaves, with `moving` for differentiated leaves."""
+        """Builds the arguments from the given leaves, with `moving` for differentiated leaves."""
         full = [next(moving) if i in self.names else x for i, x in enumerate(leaves)]
         return self.trees.unflatten(self.treedef, full)  # type: ignore[no-any-return]
 
@@ -229,7 +229,7 @@ def library(x: Any) -> str | None:
 
 @contextlib.contextmanager
 def in_double_precision(wanted: bool) -> Iterator[None]:
-    """Context that enables JAX's 64-bit types, if wanted."""
+    """Context manager that enables JAX's 64-bit types, if wanted."""
     if not wanted:
         yield
         return

@@ -5,9 +5,9 @@ The error of an array is relative to its own largest entry,
     error = max |a - b| / max(|a|, |b|)
 
 and an array agrees when its error is at most `tolerance(dtype, order)`. Nothing grows with the
-number of entries, the depth of a network or the size of a batch, and NaN is never replaced. Order
-0 is a value, 1 a gradient, a vjp or a jvp, 2 a Hessian product. Finite differences have a separate
-column, because extrapolation keeps about half of the digits.
+number of entries, the depth of a network or the size of a batch, and NaN is never replaced. Order 0
+is a value, order 1 a gradient, a vjp or a jvp, and order 2 a Hessian product. Finite differences
+have a separate column, because extrapolation keeps about half of the digits.
 
 The table does not depend on the device: `precision.py` turns TF32 and bfloat16 matrix products off
 during a comparison.

@@ -3,7 +3,7 @@
 Both programs run once on the same arguments, with every intermediate value recorded, and once
 backward from one random cotangent c. Equal values are matched in any layout. If an output
 differs, the first operations whose values have no counterpart are named; if a gradient of
-Re<c, out> differs, the operations behind the last value with unequal cotangents.
+Re<c, out> differs, the operations that read the last value with unequal cotangents.
 
 The method is differential debugging of two data-flow graphs by their values (Zhang and Gupta,
 "Matching execution histories of program versions", 2005), applied to cotangents as well.
@@ -32,11 +32,11 @@ CALLER = "first_divergence"
 class Divergence(Report):
     """The report of `first_divergence`; true if nothing differs.
 
-    `comparisons` holds the outputs, the gradients at the arguments and at the parameters.
+    `comparisons` lists the outputs, the gradients at the arguments and at the parameters.
 
     Attributes:
         kind: "agrees"; "value" if outputs differ, "gradient" if only gradients do, "parameter" if a
-            parameter of the port does not hold PyTorch's numbers, "not finite" if an output has no
+            parameter of the port differs from PyTorch's, "not finite" if an output has no
             finite entry on either side.
         torch: The operation in PyTorch at which the programs diverge; None if there is none.
         jax: The operation in JAX.
@@ -84,12 +84,12 @@ def first_divergence(
 
     Each program runs once forward and once backward. Operations inside of layers, loops and
     transformed functions are also compared; the report has the user's lines on both sides.
-    Intermediate values may have other layouts and be computed in another order. At a value that is
-    NaN or infinite on both sides nothing is compared, which the report counts.
+    Intermediate values may have other layouts and be computed in another order. Values that are NaN
+    or infinite on both sides are not compared; the report counts them.
 
     Args:
         torch: A `torch.nn.Module`, in the mode (train or eval) in which it is to run; it is copied.
-            Or a function of tensors, or the triple `(apply, params, state)` of `make_functional`.
+            Alternatively a function, or the triple `(apply, params, state)` of `make_functional`.
         jax: The pair (module, variables) of flax.linen, an `nnx.Module`, an `equinox.Module`,
             `jax.vmap` of an equinox module, a triple, or a function of JAX arrays.
         args: A tuple of both programs' positional arguments: pytrees of NumPy arrays of any shape
@@ -101,7 +101,7 @@ def first_divergence(
         seed: Chooses c.
 
     Returns:
-        A `Divergence`, true if nothing differs; `str` of it explains the difference.
+        A `Divergence`, true if nothing differs; ``str()`` explains the difference.
 
     Raises:
         GradtoolsError: An argument is an array of one framework, the parameters of the two models

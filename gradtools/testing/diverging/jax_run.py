@@ -90,7 +90,7 @@ class _UnrolledValues(Unrolling[Step, Place, Place]):
         leaf: str = "",
         tracked: bool = False,
     ) -> Step:
-        """Adds a step. tracked: Whether its cotangent is recorded."""
+        """Adds a step, whose cotangent is recorded if `tracked` is true."""
         made = Step(place, x, [*parents], leaf, tracked)
         made.value = _watched(made, x) if tracked else x
         self.steps.append(made)

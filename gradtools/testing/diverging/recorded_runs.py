@@ -1,10 +1,10 @@
 """Two recorded runs, and the first pair of operations at which they diverge.
 
-Values first: a walk from the differing outputs back to the values that both runs have visits the
-operations that may be wrong. The first of them on each side are paired by the common values that
-they are made from. If all outputs agree, cotangents are compared at the values that both runs have:
-the last such value whose cotangents differ is used by the operations that differentiate
-differently.
+Values are compared first: a walk from the differing outputs back to the values that both runs have
+visits the operations that may be wrong. The first of them on each side are paired by the common
+values from which they are computed. If all outputs agree, cotangents are compared at the values
+that both runs have: the last such value whose cotangents differ is used by the operations that
+differentiate differently.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ from gradtools.testing.report import Comparison, compare_arrays, entry_errors, l
 
 _STOPS = ("detach", "stop_gradient")
 _PRECISIONS = {1e-9: "float64", 1e-4: "float32", HALF: "16 bits"}
-_LONGEST = 12  # operations of one line that are compared
+_LONGEST = 12  # maximum number of operations of one line that are compared
 UNRELATED = "no simple relation"
 Steps = list[Step]
 
@@ -152,7 +152,7 @@ class RecordedRuns:
     # --- values
 
     def _of_values(self, ends: Sequence[tuple[Step, Step]]) -> Blame:
-        """Returns the operations at which the values of these outputs diverge."""
+        """Returns the operations at which the values of the given outputs diverge."""
         regions = [_differing(side) for side in zip(*ends, strict=True)]
         ours, theirs = (_first(r) or [end] for r, end in zip(regions, ends[0], strict=True))
         a, b = max(product(ours, theirs), key=_likeness)

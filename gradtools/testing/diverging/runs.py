@@ -65,7 +65,7 @@ class Step:
         number: The position in the run.
         accuracy: The relative error that rounding may cause at the coarsest dtype so far.
         moving: Whether the value depends on a leaf.
-        entries: The number of the class of values with these entries, which has values of both
+        entries: The number of the class of values with these entries, which contains values of both
             sides; -1 if the other side has no such value.
         is_common: Whether the other side has an equal value, up to a permutation of the axes.
     """

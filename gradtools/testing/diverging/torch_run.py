@@ -26,7 +26,7 @@ def run_in_torch(side: Side, program: Any, leaves: dict[str, np.ndarray]) -> Run
     """Runs a program forward.
 
     Args:
-        side: The side that the program belongs to.
+        side: The side to which the program belongs.
         program: A function of the leaves in PyTorch.
         leaves: The arrays by name, all of them differentiated.
     """

@@ -15,11 +15,11 @@ from gradtools.testing.diverging.runs import Run, Step
 from gradtools.testing.relations import MASKED, Move, equal, layouts
 
 NONE, WEAK, STRONG = range(3)
-_SAMPLE = 4096  # entries that distinguish a mask from numbers
+_SAMPLE = 4096  # the number of entries that distinguish a mask from numbers
 
 
 def strength(x: np.ndarray) -> int:
-    """Rates the evidence of equality with x: STRONG if it is unlikely by chance."""
+    """Rates the evidence of equality with x: STRONG if equality is unlikely by chance."""
     if x.size == 0 or (x.size > 1 and bool((x == x.flat[0]).all())):
         return NONE
     if x.dtype.kind not in "fc":
@@ -53,7 +53,7 @@ def layout_of(a: Step, b: Step) -> tuple[str, Move] | None:
 
 
 def accuracy_of(a: Step, b: Step) -> float:
-    """Returns the finer side's accuracy: a coarser dtype on one side is a difference."""
+    """Returns the accuracy of the finer side: a coarser dtype on one side is a difference."""
     return max(min(a.accuracy, b.accuracy), 1e-9)
 
 

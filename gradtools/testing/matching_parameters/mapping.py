@@ -55,8 +55,8 @@ class ParameterPair:
     """A pair of parameters: PyTorch's name, JAX's path, the layout, and PyTorch's shape.
 
     `added` names a second parameter of PyTorch, of the same shape, whose rows `added_rows` are
-    added to the first: a recurrent layer has two biases in PyTorch and their sum in JAX. Both have
-    the gradient of the sum.
+    added to the first: a recurrent layer has two biases in PyTorch and their sum in JAX. Both
+    parameters have the gradient of the sum.
     """
 
     torch_name: str
@@ -87,7 +87,7 @@ class ParameterMapping:
         entries: The pairs.
         left_out: Parameters and buffers without a counterpart, with reasons.
         notes: Pairs that were made by order rather than by name.
-        source: The PyTorch arrays that the mapping was made from.
+        source: The PyTorch arrays from which the mapping was made.
     """
 
     entries: tuple[ParameterPair, ...]
@@ -100,8 +100,8 @@ class ParameterMapping:
 
         Args:
             torch_params: A `torch.nn.Module`, or a dictionary from names to arrays, such as a
-                state_dict or gradients by name; names of this mapping that it lacks are absent
-                from the result.
+                state_dict or gradients by name; names of this mapping that are missing from it are
+                absent from the result.
 
         Returns:
             Nested dictionaries of NumPy arrays, the structure of the JAX parameters: flax.linen's
@@ -135,7 +135,7 @@ class ParameterMapping:
 
         Args:
             module: An `equinox.Module`, an `nnx.Module`, or flax.linen's variables.
-            torch_params: As in `to_jax`; None for the model that the mapping was made from.
+            torch_params: As in `to_jax`; None for the model from which the mapping was made.
 
         Returns:
             A model of the same type, with the arrays in the model's dtypes. It is a new object.

@@ -74,10 +74,10 @@ def match_parameters(
     """Pairs the parameters of a torch.nn model with those of its port to flax or equinox.
 
     Modules are paired by name, ignoring the spelling ("layer.0.LayerNorm", "layer_0/layer_norm"),
-    then by a common end of their names if only one pair has it, then, among those of equal kind and
-    shapes, by order. Within a pair of modules the arrays' names and shapes determine the layout; a
-    transposed convolution with as many channels in as out is recognized by its class or name, and
-    is assumed not to use flax's transpose_kernel.
+    then by a unique common suffix of their names, then, among modules of equal kind and shapes, by
+    order. Within a pair of modules the arrays' names and shapes determine the layout; a
+    transposed convolution with as many input channels as output channels is recognized by its class
+    or name, and is assumed not to use flax's transpose_kernel.
 
     Args:
         torch_params: A `torch.nn.Module`, or a dictionary from names to arrays (a state_dict).
@@ -117,7 +117,7 @@ def paired(
     partial: bool = False,
     names: tuple[str, str] = (CALLER, "overrides"),
 ) -> ParameterMapping:
-    """Implements `match_parameters`. names: The operator and its overrides, for messages."""
+    """Implements `match_parameters`; messages use the `names` of the operator and its overrides."""
     modules = [*getattr(torch_params, "named_modules", lambda: ())()]
     transposed = {name for name, m in modules if "Transpose" in type(m).__name__}
     in_torch, in_jax = read_torch(torch_params), read_jax(jax_params)

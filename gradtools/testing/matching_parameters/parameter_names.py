@@ -83,7 +83,7 @@ def name_key(parts: Sequence[Any]) -> tuple[str, ...]:
 
 
 def natural_key(path: Path) -> list[tuple[int, Any]]:
-    """Returns a natural sort key: Dense_2 before Dense_10."""
+    """Returns a natural sort key: Dense_2 precedes Dense_10."""
     parts = re.findall(r"\d+|\D+", ".".join(map(str, path)))
     return [(0, int(part)) if part.isdigit() else (1, part) for part in parts]
 

@@ -42,7 +42,7 @@ def cell_pairs(ours: Mapping[str, Any], cell: Mapping[str, Path]) -> list[Parame
     sums = rows - width if gates == 3 else rows  # the rows in which the biases are summed
 
     def add(leaf: str, path: Path, part: tuple[int, int], summed: int = 0, **layout: Any) -> None:
-        """Adds a pair. part: The rows; the second bias is added to them up to `summed`."""
+        """Adds a pair for the rows `part`; the second bias is added to the rows up to `summed`."""
         if leaf in ours:
             how = Layout("recurrent", rows=None if part == every else part, **layout)
             extra = (ours["bias_hh"].name, (part[0], summed)) if summed > part[0] else ()

@@ -1,8 +1,8 @@
 """Records the connections between the values of a PyTorch run, for `why_zero`.
 
 The operations are aten operations (`run_recorder.py`), each with the name of the function that the
-user called. A torch.autograd.Function is one node, whatever it runs inside. Data that leaves for
-NumPy or Python is a node without results in PyTorch; `recorded_run.py` finds where it returns.
+user called. A torch.autograd.Function is one node, whichever operations it runs. Data that leaves
+for NumPy or Python is a node without results in PyTorch; `recorded_run.py` finds where it returns.
 """
 
 from __future__ import annotations
@@ -69,11 +69,11 @@ class ConnectionRecorder(RunRecorder):
         outside: Pairs (value, value): data flows from one to the other outside of PyTorch, through
             NumPy or a Python number.
         leavings: The nodes by which data left for NumPy or Python so far.
-        entries: The data that entered after a leaving, to compare two runs: the name of the
+        entries: The data that entered after data had left, to compare two runs: the name of the
             operation that read it, the operation or a captured tensor's number, and fingerprints.
         sizes: The greatest modulus of each tensor's entries, by number, as in `PassesAtValues`.
         refusal: PyTorch's own error, and its description.
-        leaves: The copies of the leaves that f was given; `inputs` are their numbers.
+        leaves: The copies of the leaves that were passed to f; `inputs` are their numbers.
         outs: The results of f; `outputs` are their numbers.
     """
 
@@ -114,7 +114,7 @@ class ConnectionRecorder(RunRecorder):
             if self.refusal is None or self.refusal[0] not in causes:
                 raise
         else:
-            self.refusal = None  # f caught it
+            self.refusal = None  # f caught the error
         with self.silent():
             number_of = lambda y: (self.of if isinstance(y, Tensor) else self.new)(y)
             self.outputs = [*map(number_of, self.outs)]
@@ -139,13 +139,13 @@ class ConnectionRecorder(RunRecorder):
         out = self._result(name, super().called, (fun, args, kwargs))
         with self.silent():
             results = [*map(unwrapped, tensors_in(out))]
-            for x in [*xs, *results]:  # now autograd's graph shows how they are connected
+            for x in [*xs, *results]:  # autograd's graph now shows how they are connected
                 self.of(x)
             self.outside += [(value, self.of(y)) for value in self._scalars for y in results]
         return out
 
     def _apart(self, raw: str, xs: list[Tensor], fun: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a function that makes a tensor apart from autograd's graph, as one node."""
+        """Runs a function that makes a tensor outside of autograd's graph, as one node."""
         name = raw if raw in ("Parameter", "Buffer") else name_of(fun)
         with self.silent():
             numbers = [*map(self.of, xs)]
@@ -170,7 +170,7 @@ class ConnectionRecorder(RunRecorder):
             return out
 
     def operated(self, call: AtenCall) -> Any:
-        """Records an aten operation; a number that a function reads from a tensor is a leaving."""
+        """Records an aten operation; a number read from a tensor leaves PyTorch."""
         if call.raw != "_local_scalar_dense":
             return super().operated(call)
         out = call.run()
@@ -202,7 +202,7 @@ class ConnectionRecorder(RunRecorder):
             ys = [*map(unwrapped, tensors_in(out))]
             changed = [x for x, version in zip(xs, before, strict=True) if version != version_of(x)]
             outs = list({id(y): y for y in (*changed, *ys)}.values())
-            # It also reads captured tensors. It returns no derivative for them unless it is a
+            # A Function also reads captured tensors. It has no derivative for them unless it is a
             # reentrant checkpoint, which recomputes its function in backward.
             again = kind is torch.utils.checkpoint.CheckpointFunction
             given, own = {id(x) for x in xs}, function_of_ours(kind)
@@ -291,7 +291,7 @@ class ConnectionRecorder(RunRecorder):
     def changes(self, other: ConnectionRecorder) -> list[int]:
         """Returns the values that differ in another run that has other data at its exits.
 
-        The results of f count only if no value before them explains their change.
+        The results of f are included only if no earlier value explains their change.
         """
         both = zip(self.entries, other.entries, strict=False)
         alike = takewhile(lambda pair: pair[0][0] == pair[1][0], both)  # until another branch

@@ -30,7 +30,7 @@ def watchable() -> bool:
 
 @contextmanager
 def recording_run(what: str, run: Run, leaves: Sequence[Any]) -> Iterator[Undo]:
-    """Context in which this thread may record one run; undoes its effects on exit.
+    """Context manager in which this thread may record one run; undoes its effects on exit.
 
     what: The subject of the error message if no run can be recorded.
     """
@@ -64,7 +64,7 @@ _FOLLOWED: dict[str, Callable[..., Any]] = {
 
 
 def followed() -> AbstractContextManager[None]:
-    """Context in which this thread's cond and while_loop run in Python."""
+    """Context manager in which this thread's cond and while_loop run in Python."""
 
     def follow(operator: Any, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         return _FOLLOWED.get(operator.name(), call)(*args, **kwargs)

@@ -1,8 +1,8 @@
 """Neutral names of aten operations, and the reasons why some have no derivative.
 
 Variants of an operation have one name: `add` and `add_`. `seeing/formulas/words.py` defines the
-neutral names; other operations keep PyTorch's name. Autograd's nodes also have neutral names,
-because a call such as cross_entropy makes several nodes.
+neutral names; other operations keep PyTorch's name. Autograd nodes also have neutral names, because
+a call such as cross_entropy makes several nodes.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ ZERO_DERIVATIVE = frozenset(
 DRAWS = frozenset({"bernoulli", "normal", "poisson", "binomial"})
 _DISCRETE = DRAWS | {"histc", "histogram", "histogramdd"}
 
-# These have a grad_fn, but no backward formula.
+# These operations have a grad_fn, but no backward formula.
 UNDIFFERENTIABLE = frozenset(
     {"unique2", "unique_dim", "unique_consecutive", "unique_dim_consecutive"}
 )
@@ -166,7 +166,7 @@ _BACKWARD = {
     "adaptive_max_pool2_d": "max_pool",
     "hardtanh": "clip",
     "nll_loss": "index",
-    "rsub": "rsub",  # its operands are in reverse order
+    "rsub": "rsub",  # the node's operands are in reverse order
 }
 
 

@@ -10,7 +10,7 @@ makes the call::
 
 The functions level reveals whether a call is differentiable and which data leaves for NumPy (for
 `why_zero`). The operations level contains the computation of all passes (`passes.py`, for the
-graph). A formula (`translating.py`) uses whichever is more readable. This module holds the common
+graph). A formula (`translating.py`) uses the more readable level. This module contains the common
 parts: value numbers, in-place writes, the running line and modules, and undoing effects.
 """
 
@@ -91,7 +91,7 @@ class Recorder(Generic[V]):
 
     @contextmanager
     def _modules_followed(self) -> Iterator[None]:
-        """Context in which `scope` follows the modules that this thread calls."""
+        """Context manager in which `scope` follows the modules that this thread calls."""
         thread = threading.get_ident()
         running: list[tuple[torch.nn.Module, tuple[str, ...]]] = []  # modules and scopes
         names: dict[int, dict[int, str]] = {}  # names of a module's parts, by id
@@ -112,7 +112,7 @@ class Recorder(Generic[V]):
             if threading.get_ident() != thread or all(of is not module for of, _ in running):
                 return
             left = None
-            while left is not module:  # modules above it raised: no exit is reported
+            while left is not module:  # outer modules raised: no exit is reported
                 left, self.scope = running.pop()
 
         with ExitStack() as hooks:
@@ -124,13 +124,13 @@ class Recorder(Generic[V]):
     def origin(self) -> Origin:
         """Returns the running line and modules.
 
-        The line is the innermost line of the user's code, or else of an installed package.
+        The line is the innermost line of the user's code, otherwise of an installed package.
         """
         return Origin(innermost(lines_above(1, Recorder.run), PACKAGE), self.scope)
 
     @contextmanager
     def silent(self) -> Iterator[None]:
-        """Context in which recording is paused."""
+        """Context manager in which recording is paused."""
         before, self.quiet = self.quiet, True
         try:
             yield
@@ -139,7 +139,7 @@ class Recorder(Generic[V]):
 
     @contextmanager
     def within(self, name: str, mark: str = "") -> Iterator[None]:
-        """Context in which a Function of this name runs."""
+        """Context manager in which a Function of this name runs."""
         self.rules.append((name, mark))
         try:
             yield
@@ -190,7 +190,7 @@ class Recorder(Generic[V]):
         """Returns the tensors that an operation will write to; copies captured tensors."""
         written = [*call.written()]
         for x in written:
-            self.of(x)  # a tensor first seen here existed before the run
+            self.of(x)  # a tensor first read here existed before the run
         return written
 
     def capture(self, x: Tensor, number: int) -> None:

@@ -1,11 +1,11 @@
 """Records the aten operations of a PyTorch run as nodes with value numbers.
 
-A tensor is identified by its id, or else by the storage elements that it shares. An in-place write
-gives the tensor a new value number, and also each of its views when it is next read: a view is
-recomputed from the written base, and a base is updated at the elements of the view.
+A tensor is identified by its id, otherwise by the storage elements that it shares. An in-place
+write gives the tensor a new value number, and also each of its views when it is next read: a view
+is recomputed from the written base, and a base is updated at the elements of the view.
 
-Autograd reveals whether an operation passes a derivative on: its results require grad or not when
-they are next read.
+Whether an operation propagates a derivative is known when its results are next read: they require
+grad or not.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class RecordedNode:
 
     Attributes:
         node: The node; its links are set if they are already known.
-        name: Its aten name without the marks of in-place variants.
+        name: The node's aten name without the marks of in-place variants.
         grad_enabled: Whether grad mode was on.
         inner: Whether the node is part of a derivative that f itself takes.
         written: The number of leading inputs that the node changes in place.
@@ -163,7 +163,7 @@ class RunRecorder(Recorder[int]):
     def add(
         self, native: str, inputs: Sequence[int], outputs: Sequence[int], at: Origin, **about: Any
     ) -> RecordedNode:
-        """Adds a node; about: Its attributes that do not follow from its name and origin."""
+        """Adds a node, with the attributes `about` that do not follow from its name and origin."""
         given: dict[str, Any] = {"operation": operations.neutral(native), "mark": at.mark} | about
         given |= {"inputs": tuple(inputs), "outputs": tuple(outputs), "phase": self.phase}
         node = Node(native=native, source=at.source, scope=at.scope, **given)
@@ -192,7 +192,7 @@ class RunRecorder(Recorder[int]):
         return number
 
     def of(self, x: Tensor) -> int:
-        """Returns a tensor's number; records in the forward pass whether a derivative flows."""
+        """Returns a tensor's number; in the forward pass, records if a derivative flows."""
         number = super().of(x)
         if not self.phase:
             self._tracked.setdefault(number, x.requires_grad)
@@ -240,7 +240,7 @@ class RunRecorder(Recorder[int]):
     # --- links
 
     def linked(self, made: RecordedNode) -> Node:
-        """Returns a forward node with its links, which are weak if it passes no derivative on.
+        """Returns a forward node with its links, which are weak if it propagates no derivative.
 
         A node of a rule is unchanged: the rule replaces its derivative.
         """

@@ -1,8 +1,8 @@
 """A table of tensors' values, by id and by storage with a log of writes.
 
-A tensor is identified by its id, or else as an alias of the same storage elements as a known
+A tensor is identified by its id, otherwise as an alias of the same storage elements as a known
 tensor. Each storage has a log of in-place writes, so that a tensor's value can be updated with the
-writes since it was last seen.
+writes since it was last read.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Memory(Generic[V]):
 
     Attributes:
         owner: The storage, or a tensor that has none; referenced so that its id stays unique.
-        value: The value of the first tensor seen on it.
+        value: The value of the first tensor that was read on the storage.
         written: The log of in-place writes.
     """
 

@@ -1,4 +1,4 @@
-"""Checks the formula for the gradient of a complex affine layer O = W I + b by hand.
+"""Checks a hand-derived gradient formula of a complex affine layer O = W I + b.
 
     dL/dI = W^H dL/dO        dL/dW = dL/dO I^H        dL/db = the sum of dL/dO over the batch
 

@@ -146,7 +146,7 @@ class Differentiation(Arrays):
     def linearize(
         self, fun: Fun, leaves: list[Array]
     ) -> tuple[list[Array], list[Array], Callable[[list[Array]], list[Array]]]:
-        """Returns `(outs, extras, pushforward)`, by default the transpose of the pullback."""
+        """Returns `(outs, extras, pushforward)`; by default it transposes the pullback."""
         caller = getattr(fun, "caller", "jvp")
         token = _PUSHING.set(caller)
         try:

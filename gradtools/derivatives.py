@@ -523,7 +523,9 @@ class Derivatives(Operators):
                 leaves = [None if x is None else -x for x in leaves]
                 signed[i] = self._backend.unflatten(treedef, leaves)
             order = normalized_argnums(spec.operator, spec.argnums, len(args))
-            grads = tuple(g for _, g in sorted(zip(order, signed, strict=True), key=_first))
+            grads = tuple(
+                g for _, g in sorted(zip(order, signed, strict=True), key=lambda pair: pair[0])
+            )
         return ((value, aux) if spec.has_aux else value), grads
 
     def _scalar_gradient(

@@ -291,7 +291,7 @@ def _maps_as_rules(
 
 @dataclass(frozen=True, eq=False, repr=False, kw_only=True)
 class _MapRule(Rule):
-    """A map of a host function as a rule, which shares the checks of `host`."""
+    """A rule for one map of a host function; it shares the checks of `host`."""
 
     host: Rule
 
@@ -406,8 +406,12 @@ class _KernelMaps:
 
     def pushed(self, *operands: Array) -> list[Array]:
         xs, saved, dxs = self.parted(operands)
-        pull = lambda at, *cts: self.pulled(*at, *cts)
-        return self.transposed(pull, [*xs, *saved], dxs)
+        pull = lambda at, *cts: self.backend.apply_rule(self.pull, *at, *cts)
+        try:
+            return self.transposed(pull, [*xs, *saved], dxs)
+        except MissingRuleError:  # of a kernel that may read residuals only
+            plain = lambda at, *cts: self.pulled(*at, *cts)
+            return self.transposed(plain, [*xs, *saved], dxs)
 
     def transposed(self, pull: Any, at: Entries, dxs: Entries) -> list[Array]:
         zeros = self.zero_cotangents(dxs[0])

@@ -236,7 +236,7 @@ class Opened:
         return trees.unflatten(treedef, result)
 
     def effects(self) -> list[Array]:
-        """Returns and drops the arrays that the latest call changed, which belong to a trace."""
+        """Returns and clears the traced arrays that the latest call changed."""
         result, self._effects = self._effects, []
         return result
 

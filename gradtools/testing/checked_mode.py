@@ -312,7 +312,7 @@ class _CheckedMembers:
     def _edited(self, run: Any, /, *args: Any, **kwargs: Any) -> Any:
         return run(*args, **kwargs) if here.program is None else None  # None: apply the rule
 
-    # --- parts through which a backward pass of the framework's own goes
+    # --- parts that the framework itself differentiates
 
     def native(self, caller: str, f: Any, run: Any, *args: Any, **kwargs: Any) -> None:
         """Checks `run(*args, **kwargs)`, which the framework itself may differentiate."""

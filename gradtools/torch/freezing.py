@@ -245,7 +245,7 @@ class _Use(Program):
         pull: Any
         pull, inputs = super().pullback(xs, cts, wants)
         if torch.is_grad_enabled() and upstream.peek_interpreter_stack() is None:
-            # Views, since the engine does not reveal whether a leaf's gradient is needed.
+            # Use views: the engine does not reveal whether a leaf's gradient is needed.
             pull.leaves = xs
             inputs = [x.view_as(x) if x.requires_grad else x for x in inputs]
         return pull, inputs

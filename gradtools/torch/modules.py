@@ -359,7 +359,7 @@ def check_module(caller: str, module: Any, variables: Any = None) -> ModuleTree:
 def check_wrapper(
     caller: str, module: nn.Module, name: str = "", fixes: Mapping[str, str] | None = None
 ) -> None:
-    """Raises for PyTorch's modules that must own their tensors or (`REDUCING`) their gradients."""
+    """Raises for PyTorch modules that must own their tensors or gradients (`REDUCING`)."""
     fixes = {**_FIXES, **REDUCING} if fixes is None else fixes
     for base in type(module).__mro__:
         if base.__name__ in fixes and base.__module__.startswith("torch."):

@@ -19,7 +19,7 @@ from gradtools.rules import reverse_only_text
 from gradtools.torch.compiling import is_compiling
 
 Tensor = torch.Tensor
-CHUNK, DERIVATIVE = "chunk", "derivative"  # reasons of a detach
+CHUNK, DERIVATIVE = "chunk", "derivative"  # reasons to detach
 
 RULE = "rule"  # the mark of a Function that applies a rule
 
@@ -68,7 +68,7 @@ def detached(x: Tensor, reason: str) -> Tensor:
 
 
 class _Flagged:
-    """Context in which a flag of this thread has another value."""
+    """Context manager that sets a flag of this thread."""
 
     def __init__(self, name: str, value: Any) -> None:
         self._name, self._value = name, value

@@ -157,10 +157,10 @@ class Held:
     Attributes:
         modules: The modules and their submodules.
         tensors: The tensors in closures.
-        generators: The generators of modules and in closures.
+        generators: The generators in modules and closures.
         parameters: The parameters of the modules.
         kinds: The device types whose random streams f may draw from.
-        buffers: The buffers of each module that has any, with the module.
+        buffers: The modules that have buffers, with their buffers.
         began: The number of autograd nodes created by this thread before.
     """
 

@@ -211,7 +211,7 @@ PROGRAMS = {
     ),
     "make_functional without libraries": Program(
         failing("import gradtools.jax as gt; gt.make_functional(object())", "Exception"),
-        "a flax.linen, flax.nnx or equinox Module, or a Keras model.",
+        "given as make_functional(module, variables=variables).",
         ("jax",),
         ("torch", *MODULES),
     ),

@@ -28,7 +28,7 @@ WAITS = {  # of a call that is not the first
     # These look at the numbers.
     "implicit_solution: F": 4,
     "implicit_solution: solve": 4,
-    "why_zero": 24,
+    "why_zero": 25,
     "formula": 9,
 }
 DRAW = {use.name for use in other_device.MORE if use.name.startswith("noise in")}

@@ -215,7 +215,7 @@ class _Translator:
         return self.run(program.jaxpr, [*map(self.captured, program.consts), *entries])
 
     def _call(self, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
-        """Translates a call: by the vocabulary, by the name of a function or rule, or inlined."""
+        """Translates a call by its operation or by a function or rule name, or inlines it."""
         (program,) = jaxprs.programs_of(eqn)
         jaxpr = program.jaxpr
         own = bool(source_lines.is_own(jaxpr)) and not source_lines.is_gradtools(jaxpr)

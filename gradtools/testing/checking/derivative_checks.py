@@ -510,7 +510,7 @@ class DerivativeCheck:
         us: Arrays,
         order: int,
     ) -> None:
-        """Compares the arrays of a derivative with the parts of a slope along us."""
+        """Compares a derivative's arrays with finite differences along `us`."""
         for i, part in enumerate(measured.parts(run(self.xs))):
             each = lambda xs, i=i: (run(xs)[i],)
             derivative = lambda t, each=each: each(self.moved(us, t))[0]

@@ -251,7 +251,7 @@ def _likeness(pair: tuple[Step, Step]) -> tuple[bool, int, float, int]:
 
 
 def _differing(ends: Sequence[Step]) -> Steps:
-    """Returns the steps between the values that both runs have and differing outputs, in order."""
+    """Returns, in order, the steps from values common to both runs to differing outputs."""
     behind = ancestors(ends, stop=lambda s: _is_known(s) and s not in ends)
     chosen = [s for s in behind if not (s.leaf or s.is_common)]
     chosen = [s for s in chosen if strength(s.value) or s in ends]

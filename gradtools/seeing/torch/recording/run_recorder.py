@@ -177,7 +177,7 @@ class RunRecorder(Recorder[int]):
     # --- numbers of tensors
 
     def hold(self, x: Tensor, value: int) -> None:
-        """Assigns this number to x; the storage's first value becomes its base."""
+        """Assigns `value` to x, with the storage's first value as its base."""
         super().hold(x, value)
         memory = self.table.memory(x)
         if memory is not None and memory.value != value:

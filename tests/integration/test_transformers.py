@@ -125,7 +125,7 @@ def test_one_gradient_for_each_example_of_a_padded_batch():
         out, _ = apply(params, state, input_ids[None], attention_mask=attention_mask[None])
         return out.last_hidden_state[0, 0].square().sum()
 
-    with pytest.raises(GradtoolsError, match="take chunk_size=1, a plain loop"):
+    with pytest.raises(GradtoolsError, match="chunk_size=1"):
         gt.per_example_grad(loss)(params, **BATCH)
     found = gt.per_example_grad(loss, chunk_size=1)(params, **BATCH)
     for i in range(6):

@@ -207,8 +207,9 @@ class GradientAccumulator:
             non-gradient, or belongs to another transformation; weight is not a real scalar.
         """
         self._check_trace("add")
-        term = self._term(grads, self._weight(weight))
-        with self._lock:
+        w = self._weight(weight)
+        with self._lock:  # the order of a dict's keys follows the first term
+            term = self._term(grads, w)
             self._state = self._first(term) if self._state is None else self._after(term)
 
     @property

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 
 import numpy as np
 import pytest
@@ -42,6 +45,25 @@ def test_edits_take_a_dict_in_another_order(gt):
     assert numbers(gt, hard(gt.asarray(X))) == {"a": X.tolist(), "b": (10 * X).tolist()}
     g = gt.grad(lambda x: (hard(x)["a"] + 3 * hard(x)["b"]).sum())(gt.asarray(X))
     assert gt.to_numpy(g).tolist() == [7.0, 7.0, 7.0]
+
+
+def test_threads_that_add_first_in_other_orders_of_keys_agree(gt, monkeypatch):
+    """Each thread flattens its first gradients before the other has added."""
+    total, x = gt.GradientAccumulator(), gt.asarray(np.ones(2))
+    meet = threading.Barrier(2)
+    term = total._term
+
+    def flattened_together(*args):
+        result = term(*args)
+        with suppress(threading.BrokenBarrierError):
+            meet.wait(timeout=0.2)
+        return result
+
+    monkeypatch.setattr(total, "_term", flattened_together)
+    trees = {"a": x, "b": 2 * x}, {"b": 2 * x, "a": x}
+    with ThreadPoolExecutor(2) as pool:
+        list(pool.map(total.add, trees))
+    assert numbers(gt, total.sum()) == {"a": [2, 2], "b": [4, 4]}
 
 
 def test_an_accumulator_takes_a_dict_in_another_order(gt):

@@ -51,6 +51,7 @@ class GradientSpec:
     disconnected_inputs: str = "raise"
     minimizing: int | None = None  # the number of minimizing argnums; the others maximize
     opened: Any = None  # the call with the modules to which f belongs
+    frozen: Any = None  # f wrapped in `frozen`
 
 
 Disconnected = Literal["raise", "warn", "zeros", "strict"]
@@ -124,7 +125,7 @@ class Derivatives(Operators):
                 backward, which keeps the graphs of f and of its gradient. "forward_over_reverse":
                 by a jvp of the gradient, which is recomputed from the arguments, so that an
                 unrolled optimization stores the parameters of each step but no activations. f is
-                wrapped in `frozen`: arrays that it closes over are constants.
+                wrapped in `frozen`: arrays and modules that it closes over are constants.
 
         Returns:
             A function of f's arguments that returns a pytree like the argument (a tuple of pytrees
@@ -508,9 +509,20 @@ class Derivatives(Operators):
         if mode != "auto":  # the gradient is differentiated forward over reverse
             check_function(operator, f)
             check_choice(operator, "mode", mode, get_args(GradMode))
-            f = Freezing(self._backend).frozen_for(f"{operator}(mode={mode!r})", f)
+            frozen = Freezing(self._backend).frozen_for(f"{operator}(mode={mode!r})", f)
+            spec = GradientSpec(operator, f, argnums, has_aux, disconnected, frozen=frozen)
+            return derivative_function(operator, f, argnums, partial(self._frozen_at, spec))
         spec = GradientSpec(operator, f, argnums, has_aux, disconnected)
         return derivative_function(operator, f, argnums, partial(self._gradient_at, spec))
+
+    def _frozen_at(self, spec: GradientSpec, /, *args: Any, **kwargs: Any) -> Any:
+        """Evaluates a gradient of frozen f, whose arguments include the parameters of modules."""
+        positions = normalized_argnums(spec.operator, spec.argnums, len(args))
+        opened = self._backend.opened(spec.operator, spec.f, args, kwargs, positions)
+        if opened is None or not opened.reads_own:
+            return self._gradient_at(replace(spec, f=spec.frozen), *args, **kwargs)
+        frozen = Freezing(self._backend).frozen_for(spec.operator, opened)
+        return self._gradient_at(replace(spec, f=frozen), *opened.args, **kwargs)
 
     def _gradient_at(self, spec: GradientSpec, /, *args: Any, **kwargs: Any) -> Any:
         value, aux, grads = self._scalar_gradient(spec, args, kwargs)

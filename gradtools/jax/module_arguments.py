@@ -123,6 +123,7 @@ class Opened:
     """
 
     own: frozenset[int] = frozenset()  # JAX differentiates at tracers
+    reads_own = False  # f reads the modules that it gets, which contain tracers
     is_deferred = staticmethod(bool)  # always False: JAX's own traces attach the results
 
     def __init__(

@@ -120,6 +120,7 @@ class Opened:
     """
 
     opens_once = True
+    reads_own = True  # f reads the module's own tensors, which `frozen` would make constants
     # f changes the user's modules directly, so there are no changes to return, write or reject.
     changed = ()
     effects: Callable[[], list[Tensor]] = staticmethod(list)

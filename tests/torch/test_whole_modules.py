@@ -377,3 +377,21 @@ def test_the_norms_of_a_transformers_gradients_are_differentiated(seed):
         rows = [torch.autograd.grad((net(x) ** 2).mean(), ps, create_graph=True) for x in xs]
         expected = torch.autograd.grad(sum((g**2).sum() for row in rows for g in row), ps)
     torch.testing.assert_close(found, [*expected])
+
+
+@pytest.mark.parametrize("order", [1, 2])
+def test_a_module_whose_gradient_is_differentiated_forward_over_reverse(order):
+    """Its parameters are arguments of the frozen f, not constants, with f's effects as usual."""
+    found = []
+    for mode in ("auto", "forward_over_reverse"):
+        net = Noisy().double()
+        torch.manual_seed(1)
+        grads = gt.grad(lambda net: (net(X) ** 2).mean(), mode=mode)(net)
+        if order == 2:
+            sum((g**2).sum() for g in grads.values()).backward()
+            grads = {name: p.grad for name, p in net.named_parameters()}
+        found.append((grads, net.calls, dict(net.named_buffers()), torch.get_rng_state()))
+    (plain, *effects), (frozen, *others) = found
+    same(frozen, plain)
+    if order == 1:
+        torch.testing.assert_close(effects, others, rtol=0, atol=0)

@@ -506,14 +506,14 @@ class Derivatives(Operators):
     ) -> Callable[..., Any]:
         if disconnected != "raise":
             check_choice(operator, "disconnected_inputs", disconnected, get_args(Disconnected))
+        spec = GradientSpec(operator, f, argnums, has_aux, disconnected)
+        gradient = self._gradient_at
         if mode != "auto":  # the gradient is differentiated forward over reverse
             check_function(operator, f)
             check_choice(operator, "mode", mode, get_args(GradMode))
             frozen = Freezing(self._backend).frozen_for(f"{operator}(mode={mode!r})", f)
-            spec = GradientSpec(operator, f, argnums, has_aux, disconnected, frozen=frozen)
-            return derivative_function(operator, f, argnums, partial(self._frozen_at, spec))
-        spec = GradientSpec(operator, f, argnums, has_aux, disconnected)
-        return derivative_function(operator, f, argnums, partial(self._gradient_at, spec))
+            spec, gradient = replace(spec, frozen=frozen), self._frozen_at
+        return derivative_function(operator, f, argnums, partial(gradient, spec))
 
     def _frozen_at(self, spec: GradientSpec, /, *args: Any, **kwargs: Any) -> Any:
         """Evaluates a gradient of frozen f, whose arguments include the parameters of modules."""
@@ -535,9 +535,7 @@ class Derivatives(Operators):
                 leaves = [None if x is None else -x for x in leaves]
                 signed[i] = self._backend.unflatten(treedef, leaves)
             order = normalized_argnums(spec.operator, spec.argnums, len(args))
-            grads = tuple(
-                g for _, g in sorted(zip(order, signed, strict=True), key=lambda pair: pair[0])
-            )
+            grads = tuple(g for _, g in sorted(zip(order, signed, strict=True), key=_first))
         return ((value, aux) if spec.has_aux else value), grads
 
     def _scalar_gradient(

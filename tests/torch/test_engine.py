@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import weakref
@@ -82,6 +83,37 @@ def test_the_columns_of_a_jacobian_update_a_batch_normalisation_once():
         norm.reset_running_stats()
         gt.jacobian(f, mode="forward", chunk_size=1)(*args)
         assert int(norm.num_batches_tracked) == 1
+
+
+NORMS = {
+    "batch": (torch.nn.BatchNorm1d(3), (5, 3)),
+    "instance": (torch.nn.InstanceNorm1d(3, affine=True, track_running_stats=True), (2, 3, 4)),
+}
+SECOND = {
+    "jacobian": lambda norm, x: gt.jacobian(norm, mode="reverse")(x),
+    "hessian": lambda norm, x: gt.hessian(lambda x: (norm(x) ** 3).sum())(x),
+    "forward": lambda norm, x: gt.jacobian(
+        lambda x: torch.batch_norm(
+            x, None, None, norm.running_mean, norm.running_var, True, 0.1, 1e-5, False
+        ),
+        mode="forward",
+    )(x),
+}
+
+
+@pytest.mark.parametrize(
+    ("kind", "derivative"),
+    [(k, d) for k in NORMS for d in SECOND if (k, d) != ("instance", "forward")],
+)
+def test_running_statistics_are_updated_as_in_one_call(kind, derivative):
+    """Also where gradtools' own vmap normalises by plain operations."""
+    norm, shape = NORMS[kind]
+    ours, plain = copy.deepcopy(norm).to(F64), copy.deepcopy(norm).to(F64)
+    x = torch.randn(shape, dtype=F64, generator=torch.Generator().manual_seed(0))
+    SECOND[derivative](ours, x)
+    plain(x)
+    for name in ("running_mean", "running_var"):
+        torch.testing.assert_close(getattr(ours, name), getattr(plain, name))
 
 
 @operators

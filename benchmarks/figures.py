@@ -198,10 +198,10 @@ def _overhead(what: str) -> str:
 
 def _imports() -> list[str]:
     return [
-        f"{row['then the wing, ms']} ms"
+        f"{row['then the backend, ms']} ms"
         for framework in ("torch", "jax")
         for row in rows("import_time.md")
-        if row["wing"].startswith(framework)
+        if row["backend"].startswith(framework)
     ]
 
 

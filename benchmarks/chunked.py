@@ -333,7 +333,7 @@ def flops_of(jaxpr: Any) -> int:
     """Counts the flops of matrix products, as PyTorch's counter does; loops times trip count."""
     total = 0
     for eqn in jaxpr.eqns:
-        assert eqn.primitive.name != "while", "a loop whose trips are unknown"
+        assert eqn.primitive.name != "while", "a loop with an unknown trip count"
         if eqn.primitive.name == "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
             shape = eqn.invars[0].aval.shape

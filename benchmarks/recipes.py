@@ -153,7 +153,7 @@ PAGES: dict[str, dict[str, Way]] = {
     "chunked": dict(_unlike()),
     "grad-or-backward": dict(_hogwild()),
 }
-RANDOM = ("grad-or-backward",)  # whose results depend on the order of threads
+RANDOM = ("grad-or-backward",)  # results depend on the order of threads
 
 
 def programs(name: str) -> list[str]:

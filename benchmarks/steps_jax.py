@@ -54,7 +54,7 @@ def chunks() -> Iterator[Row]:
     runs = [partial(_finished, program, ws, x) for program in programs]
     name, peer = "JAX: `chunked` of 12 x 256", "two scans by hand"
     yield Row(f"{name}, compilation", peer, "2.0", 1.1, lowered[0], lowered[1], count=5)
-    yield Row(f"{name}, memory over that of two scans", "", "2.0", 1.05,
+    yield Row(f"{name}, memory relative to two scans", "", "2.0", 1.05,
               lambda: peaks[0] / peaks[1])  # fmt: skip
     yield Row(f"{name}, run", peer, "1.00", 1.05, runs[0], runs[1])
 

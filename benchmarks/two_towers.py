@@ -241,8 +241,8 @@ def main() -> None:
         f"One step of examples/u06 runs MiniLM on {BATCH} queries and {BATCH} documents of "
         f"{LENGTH} tokens in chunks of {CHUNK}, without dropout, on one CPU thread. In PyTorch the "
         "whole step, including the backward pass, runs under `torch.autocast`; in some rows only "
-        "the loss does. float16 uses a GradScaler. In JAX the float32 parameters are cast in f. The "
-        f"loss in float64 is {loss:.6f}.",
+        "the loss does. float16 uses a GradScaler. In JAX the float32 parameters are cast in f. "
+        f"The loss in float64 is {loss:.6f}.",
         "",
         *table(heads),
         *rows(found, exact),

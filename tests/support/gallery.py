@@ -292,8 +292,8 @@ PICTURES = (
         "frozen_network",
         "A second derivative through a frozen network",
         "The loss is a function of the derivative of y² G(z). Double backward would keep two "
-        "graphs of G. With `frozen`, {kept} new bytes are saved, and the backward pass runs G in forward "
-        "over reverse mode.",
+        "graphs of G. With `frozen`, {kept} new bytes are saved, and the backward pass runs G in "
+        "forward over reverse mode.",
         through_frozen,
         (torch.tensor(2.0), torch.tensor([1.0, 3.0])),
     ),

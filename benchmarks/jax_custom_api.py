@@ -140,7 +140,7 @@ class _StandIn:
         return self._rules[moved]
 
     def install(self, rule: Any, static: list[int], moved: tuple[int, ...]) -> None:
-        """Gives the author's rule to ours."""
+        """Passes the user's rule to `gt.custom_rule`."""
         raise NotImplementedError
 
     @staticmethod
@@ -172,7 +172,7 @@ class custom_jvp(_StandIn):
         self._gives(*jvps, symbolic=None)
 
     def install(self, rule: Any, static: list[int], moved: tuple[int, ...]) -> None:
-        """Gives the author's rule to ours."""
+        """Passes the user's rule to `gt.custom_rule`."""
         jvps, options = self.given
         symbolic, (jvp, *_) = options["symbolic"], jvps
         if symbolic is None:  # one rule for each argument
@@ -229,7 +229,7 @@ class custom_vjp(_StandIn):
         return _StandIn.moves(x) and not isinstance(x, jax.core.Tracer)
 
     def install(self, rule: Any, static: list[int], moved: tuple[int, ...]) -> None:
-        """Gives the author's rule to ours."""
+        """Passes the user's rule to `gt.custom_rule`."""
         (fwd, bwd), options = self.given
         symbolic, outs = options["symbolic"], {}
 

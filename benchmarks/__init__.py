@@ -1,1 +1,1 @@
-"""Programs that measure; a package, as others install one of this name."""
+"""Benchmark programs; a package, so that no installed package of this name is imported instead."""

@@ -1,11 +1,11 @@
-"""What the compilers of TPU and GPU make of the JAX half, ahead of time: no device is needed.
+"""Compiles the JAX operators ahead of time for TPU and GPU, without a device.
 
     make tpu     # for a TPU v5e
     make cuda    # for an H100
 
-XLA says how many bytes a program needs: as temporaries, and on TPU in all at the peak, arguments
-and results among them. Of TPU it counts floating point operations, too, the body of a loop once.
-What fits into a TPU core's own fast memory is no temporary.
+XLA reports the bytes of temporaries and, on TPU, the peak memory including arguments and results.
+For TPU it also counts floating-point operations; the body of a loop is counted once. Temporaries
+that fit into the fast memory of a TPU core are not counted.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from benchmarks.cost_jax import HAND, OURS, cases
 RESULTS = Path(__file__).parent / "results"
 TPU, CUDA = "tpu", "cuda"
 DTYPES = (jnp.float32, jnp.bfloat16)
-# What CUDA's compiler asks of a device: NVIDIA's figures for an H100 with 80 GB.
+# The device description that XLA's CUDA compiler needs, for an H100 with 80 GB.
 H100 = """
 gpu_device_info {
   threads_per_block_limit: 1024 threads_per_warp: 32 shared_memory_per_block: 49152
@@ -58,14 +58,15 @@ NAMES = {TPU: "TPU v5e", CUDA: "H100"}
 
 @dataclass(frozen=True)
 class Cost:
-    """What one compiled program takes.
+    """The costs of one compiled program.
 
     Attributes:
-        flops: Floating point operations, transcendental ones apart; None where XLA does not say.
-        temporaries: Bytes beside arguments and results.
-        peak: Bytes in all; None where XLA does not say.
-        operations: The operations of the program, loops' and fusions' bodies left out.
-        moves: The operations between devices, in loops too.
+        flops: Floating-point operations, and transcendental operations; None if XLA does not
+            report them.
+        temporaries: Bytes of temporaries, without arguments and results.
+        peak: The peak memory in bytes; None if XLA does not report it.
+        operations: The operations of the program, without the bodies of loops and fusions.
+        moves: The communication between devices, also in loops.
     """
 
     flops: tuple[float, float] | None
@@ -77,7 +78,7 @@ class Cost:
 
 @cache
 def devices(platform: str, board: str = "2x2") -> tuple[Any, ...]:
-    """The devices of a board, as the compiler knows them."""
+    """Returns the compiler's descriptions of the devices of a board."""
     if platform == TPU:
         described = topologies.get_topology_desc(f"v5e:{board}", platform=TPU)
     else:
@@ -90,28 +91,28 @@ def devices(platform: str, board: str = "2x2") -> tuple[Any, ...]:
 
 @dataclass(frozen=True)
 class Target:
-    """One of the two compilers, and the type of arrays."""
+    """A compiler (for TPU or for CUDA) and the dtype of arrays."""
 
     platform: str
     dtype: Any = jnp.float32
 
     def array(self, *shape: int, sharding: Any = None) -> jax.ShapeDtypeStruct:
-        """A shape on the first device, or as it is sharded."""
+        """Returns an abstract array on the first device, or with a sharding."""
         here = sharding or SingleDeviceSharding(devices(self.platform)[0])
         return jax.ShapeDtypeStruct(shape, self.dtype, sharding=here)
 
     def like(self, x: Any) -> jax.ShapeDtypeStruct:
-        """The shape and type of an array that is elsewhere."""
+        """Returns an abstract array with the shape and dtype of an array."""
         here = SingleDeviceSharding(devices(self.platform)[0])
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
 
     def mesh(self, kind: AxisType, board: str) -> Mesh:
-        """The devices of a board in one axis."""
+        """Returns a mesh with one axis over the devices of a board."""
         return Mesh(np.asarray(devices(self.platform, board)), ("d",), axis_types=(kind,))
 
 
 def cost(f: Callable[..., Any], *shapes: Any) -> Cost:
-    """f, compiled for where its arguments are."""
+    """Compiles f for the devices of its arguments."""
     program = jax.jit(f).lower(*shapes).compile()
     counts, memory = program.cost_analysis(), program.memory_analysis()
     text, operation = program.as_text(), r" ([a-z][a-z0-9-]*?)(?:-start)?\("
@@ -131,7 +132,7 @@ ROWS, WIDTH = 1024, 512
 
 
 NOT_COMPILED = {CUDA: ("host_function",), TPU: ()}
-"""A callback asks for the device itself in CUDA's lowering (jax#23971)."""
+"""CUDA's lowering of a callback requires a device (jax#23971)."""
 
 
 def operators(platform: str) -> list[str]:
@@ -139,7 +140,7 @@ def operators(platform: str) -> list[str]:
 
 
 def operator(target: Target, name: str) -> dict[str, Cost]:
-    """What the operator takes, and the same lines by hand."""
+    """Returns the costs of the operator and of the hand-written code."""
     shapes = ((WIDTH, WIDTH), (WIDTH, WIDTH), (ROWS, WIDTH), (ROWS, WIDTH), (WIDTH,))
     arrays = [target.array(*shape) for shape in shapes]
     return {way: cost(cases()[name][way], *arrays) for way in (OURS, HAND)}
@@ -155,7 +156,7 @@ def encode(layers: Any, x: Any) -> Any:
 
 
 def batch_loss(encode: Callable[..., Any]) -> Callable[..., Any]:
-    """A loss that does not part into examples."""
+    """A loss that is not a sum over examples."""
 
     def loss(layers: Any, x: Any) -> Any:
         z = encode(layers, x)
@@ -165,7 +166,7 @@ def batch_loss(encode: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def chunks(target: Target, count: int) -> dict[str, Cost]:
-    """A step over that many chunks, and one over a single chunk's rows."""
+    """Returns a step over `count` chunks, and a step over the rows of a single chunk."""
     layers = target.array(LAYERS, FEATURES, FEATURES)
     x, one = (target.array(n * CHUNK, FEATURES) for n in (count, 1))
     in_chunks = gt.chunked(encode, CHUNK, in_axes=(None, 0))
@@ -177,7 +178,7 @@ def chunks(target: Target, count: int) -> dict[str, Cost]:
 
 
 def depth(target: Target, layers: int) -> dict[str, Cost]:
-    """The mixed partial through that many layers."""
+    """Returns the mixed partial through `depth` layers."""
     f = lambda y, g: ((y * g) ** 2).sum()
     w = target.array(layers, FEATURES, FEATURES)
     rows = [target.array(CHUNK, FEATURES) for _ in range(3)]
@@ -199,7 +200,7 @@ USES = 64
 
 
 def uses(target: Target, layers: int) -> dict[str, Cost]:
-    """The derivative to y of all slopes at 64 z_i through a network of that many layers."""
+    """Returns the derivative with respect to y of all df/dz_i, at 64 z_i, for `depth` layers."""
     w = target.array(layers, FEATURES, FEATURES)
     y, zs = target.array(FEATURES), target.array(USES, 128, FEATURES)
 
@@ -218,10 +219,10 @@ def uses(target: Target, layers: int) -> dict[str, Cost]:
 def contrastive(
     a: Any, b: Any, size: int = CHUNK, gather: Callable[[Any], Any] | None = None
 ) -> Any:
-    """The symmetric contrastive loss, computed from a chunk of rows of the scores at a time.
+    """The symmetric contrastive loss, computed in chunks of rows of the scores.
 
-    size: The number of rows in a chunk. gather: Gives every device all rows of a sharded array; a
-    chunk then has rows of every device.
+    size: The number of rows in a chunk. gather: Replicates the rows of a sharded array on every
+    device, so that each chunk contains rows of every device.
     """
 
     def losses(rows: Any, own: Any, others: Any) -> Any:
@@ -259,9 +260,9 @@ def contrast(target: Target, batch: int) -> dict[str, Cost]:
 
 
 def meshes(target: Target, kind: str, board: str) -> Cost:
-    """A contrastive step over a board, each device with 2,048 rows; bytes are of one device.
+    """A contrastive step on several devices with 2,048 rows on each; bytes are for one device.
 
-    kind: ``shard_map``, where features are gathered by name, ``Explicit`` or ``Auto`` axes.
+    kind: ``shard_map`` (features are gathered over a named axis), or ``Explicit`` or ``Auto`` axes.
     """
     grid = target.mesh(AxisType.Explicit if kind == "Explicit" else AxisType.Auto, board)
     rows = 4 * CHUNK * grid.size
@@ -303,8 +304,8 @@ def main(platform: str) -> None:
         [
             f"# Compiled for {NAMES[platform]} ahead of time, {datetime.date.today()}, {versions}",
             "",
-            "Megabytes of temporaries, beside arguments and results"
-            + ("; in brackets of all at the peak." if platform == TPU else "."),
+            "Megabytes of temporaries, without arguments and results"
+            + ("; the peak memory is in parentheses." if platform == TPU else "."),
             *_operators(platform),
             *_section(
                 f"A gradient over chunks of {CHUNK} rows, {LAYERS} layers {FEATURES} wide",
@@ -315,7 +316,7 @@ def main(platform: str) -> None:
                 "A mixed partial around G", "layers", ((n, depth(target, n)) for n in DEPTHS)
             ),
             *_section(
-                f"The derivative to y of df/dz at {USES} z_i",
+                f"The derivative with respect to y of df/dz at {USES} z_i",
                 "layers of G",
                 ((n, uses(target, n)) for n in DEPTHS),
             ),
@@ -345,7 +346,7 @@ def _section(title: str, by: str, rows: Iterable[tuple[int, dict[str, Cost]]]) -
 
 
 def _operators(platform: str) -> Iterator[str]:
-    yield from ("", f"## Operators beside the lines by hand, {ROWS} x {WIDTH}", "")
+    yield from ("", f"## Operators and hand-written code, {ROWS} x {WIDTH}", "")
     yield "| | " + " | ".join(f"{jnp.dtype(d).name}" for d in DTYPES) + " |"
     yield "|" + "---|" * (1 + len(DTYPES))
     for name in operators(platform):

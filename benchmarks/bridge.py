@@ -1,8 +1,8 @@
-"""What the bridge adds: to bare DLPack conversion around a call, and to a bare pure_callback.
+"""Measures the overhead of the bridge over DLPack conversion and over `jax.pure_callback`.
 
-Each row runs its variants in turns and gives the least processor time of each, and its ratio to
-the first variant. Processor time, for a callback runs on threads of its own; the least, for the
-rest is the machine's other work.
+Each row runs its variants in turn and reports the minimum processor time of each variant, and the
+ratio to the first variant. Processor time includes the threads that run callbacks. The minimum is
+least affected by other processes.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def rows_of(size: int) -> dict[str, Variants]:
 
 
 def row(what: str, variants: Variants) -> list[str]:
-    """A line of the table for each variant."""
+    """Yields a row of the table for each variant."""
     least = dict.fromkeys(variants, float("inf"))
     for run in variants.values():
         run()
@@ -106,11 +106,11 @@ def row(what: str, variants: Variants) -> list[str]:
 
 
 def threads() -> list[str]:
-    """Calls a second of one compiled gradient, from 1, 4 and 16 threads."""
+    """Measures calls per second of a compiled gradient, from 1, 4 and 16 threads."""
     f = bridge.to_jax(lambda t: torch.tanh(t).sum())
     slope, x = jax.jit(jax.grad(f)), jnp.ones((64, 64))
     slope(x)
-    lines = ["| threads | calls a second |", "|---|---|"]
+    lines = ["| threads | calls per second |", "|---|---|"]
     for count in (1, 4, 16):
         each = 2000 // count
 
@@ -134,8 +134,8 @@ def main() -> None:
         f"# The bridge, {datetime.date.today()}, Python {sys.version.split()[0]}, "
         f"torch {version('torch')}, jax {version('jax')}, one CPU thread in PyTorch",
         "",
-        "A network of three layers in float32. The least processor time of "
-        f"{ROUNDS} rounds, taken in turns.",
+        "The function is a network of three layers in float32. Times are minimum processor times "
+        f"over {ROUNDS} interleaved rounds.",
         "",
         "| what | variant | microseconds | ratio |",
         "|---|---|---|---|",
@@ -143,7 +143,7 @@ def main() -> None:
     for size in SIZES:
         for what, variants in rows_of(size).items():
             lines += row(f"{what}, {size} x {size}", variants)
-    lines += ["", "The interpreter's lock: a compiled gradient from many threads at once.", ""]
+    lines += ["", "The next table shows a compiled gradient that several threads call at once.", ""]
     text = "\n".join([*lines, *threads()]) + "\n"
     print(text)
     (pathlib.Path(__file__).parent / "results" / "bridge.md").write_text(text, encoding="utf-8")

@@ -1,8 +1,9 @@
-"""What the bridge and its peers do with one function: a table of what was run.
+"""Compares the bridge with jax2torch and torch2jax on one function, in many transforms.
 
-Needs jax2torch and torch2jax (pip install jax2torch torch2jax); a peer that is missing is left out.
-A cell is "yes" where the number is right to 1e-10, "wrong" where one came that is not, and else the
-error's type. torch2jax translates PyTorch's operations to JAX's; the others call the framework.
+Needs jax2torch and torch2jax (pip install jax2torch torch2jax); a missing package is left out. A
+cell is "yes" if the result is correct to 1e-10, "wrong" if it is not, and the type of the error if
+an error was raised. torch2jax translates PyTorch's operations to JAX; the other packages call the
+other framework.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ TORCH_IN_JAX: dict[str, Callable[[Any], Callable[..., Any]]] = {
 
 
 def verdict(run: Callable[..., Any], native: Callable[..., Any], x: Any) -> str:
-    """What came of one cell."""
+    """Runs one cell and returns its text."""
     expected = np.asarray(native(x))
     try:
         found = np.asarray(run(x))
@@ -91,7 +92,7 @@ def verdict(run: Callable[..., Any], native: Callable[..., Any], x: Any) -> str:
 
 
 def table(ways: dict[str, Any], native: Any, crossed: dict[str, Any], x: Any) -> list[str]:
-    """One direction: a row for each way, a column for each tool."""
+    """Returns the table of one direction: a row per transform, a column per package."""
     lines = [f"| | {' | '.join(crossed)} |", "|---" * (len(crossed) + 1) + "|"]
     for way, of in ways.items():
         cells = [verdict(lambda x, f=f, of=of: of(f)(x), of(native), x) for f in crossed.values()]
@@ -122,9 +123,10 @@ def main() -> None:
         f"# The bridge and its peers, {datetime.date.today()}, torch {version('torch')}, "
         f"jax {version('jax')}",
         "",
-        "tanh(x) exp(x), summed. A cell is yes where the number is right to 1e-10, wrong where one "
-        "came that is not, and else the type of the error. jax2torch 0.0.7 hands DLPack capsules "
-        "to JAX, which takes none any more. torch2jax has the operations that it translates.",
+        "The function is the sum of tanh(x) exp(x). A cell is *yes* if the result is correct to "
+        "1e-10, *wrong* if it is not, and the type of the error if an error was raised. jax2torch "
+        "0.0.7 passes DLPack capsules to JAX, which no longer accepts them. torch2jax supports "
+        "only the operations that it translates.",
         "",
         "## A JAX function in PyTorch",
         "",

@@ -1,8 +1,8 @@
-"""Chunked gradients beside the other ways to one contrastive step: work, peak bytes, time.
+"""Compares `chunked` with other implementations of a contrastive step: work, peak bytes, time.
 
 The encoder has four transformer layers with dropout; half of the batch are queries, half are
-documents. PyTorch's bytes are those of live storages, gradients among them; JAX's are what the
-compiled program needs beside its inputs and outputs. Loops are counted times their trips.
+documents. For PyTorch, bytes are the peak of live storages, including gradients; for JAX, bytes are
+the temporaries of the compiled program. Operations in loops are multiplied by the trip count.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ PEER = "sentence-transformers' gradient cache"
 
 @dataclass(frozen=True)
 class Way:
-    """One step: the work and the bytes that were counted, and how it is run."""
+    """One step: its work and peak bytes, and a function that runs it."""
 
     run: Callable[[], Any]
     flops: int
@@ -58,14 +58,14 @@ class Way:
 
 @dataclass
 class Measured:
-    """A table's rows: the ways, and the seconds that each took in each round."""
+    """The rows of a table: the methods, and the seconds of each method in each round."""
 
     ways: dict[str, Way]
     base: str
     rounds: list[dict[str, float]] = field(default_factory=list)
 
     def ratios(self, name: str) -> list[float]:
-        """The lower quartile, the median and the upper quartile of the paired ratios."""
+        """Returns the lower quartile, the median and the upper quartile of the paired ratios."""
         return statistics.quantiles((r[name] / r[self.base] for r in self.rounds), n=4)
 
 
@@ -73,7 +73,7 @@ class Measured:
 
 
 class Encoder(torch.nn.Module):
-    """Rows of tokens to one vector each."""
+    """Encodes each row of tokens as one vector."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -81,7 +81,7 @@ class Encoder(torch.nn.Module):
         self.layers = torch.nn.TransformerEncoder(layer, LAYERS, enable_nested_tensor=False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """The mean of the last layer's tokens."""
+        """Returns the mean over the tokens of the last layer."""
         return self.layers(x).mean(1)
 
 
@@ -97,7 +97,7 @@ def with_checkpoints(net: Any, x: torch.Tensor) -> None:
 
 
 def two_passes(net: Any, x: torch.Tensor) -> None:
-    """No graph at first; then each chunk again from its random state, with its cotangent."""
+    """Encodes without a graph, then recomputes and differentiates each chunk."""
     chunks, outs, states = x.split(CHUNK), [], []
     with torch.no_grad():
         for chunk in chunks:
@@ -113,7 +113,7 @@ def two_passes(net: Any, x: torch.Tensor) -> None:
 
 
 def gradient_cache(net: Any) -> Callable[[torch.Tensor], None]:
-    """The cache of sentence-transformers takes no plain module: one of theirs holds it."""
+    """Wraps the encoder in a module of sentence-transformers, which their cache requires."""
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     from sentence_transformers import SentenceTransformer, losses
 
@@ -136,7 +136,7 @@ def gradient_cache(net: Any) -> Callable[[torch.Tensor], None]:
 
 
 def in_torch(net: Any) -> dict[str, Callable[[torch.Tensor], None]]:
-    """Steps that leave the gradient in `.grad`."""
+    """Returns steps that write the gradient to `.grad`."""
     steps = {
         PLAIN: lambda x: contrast(net(x)).backward(),
         "torch.utils.checkpoint, each chunk": partial(with_checkpoints, net),
@@ -162,7 +162,7 @@ def stepping(net: Any, step: Callable[[torch.Tensor], None], x: torch.Tensor) ->
 
 
 def torch_ways(net: Any) -> dict[str, Way]:
-    """All that go chunk by chunk draw the same masks, so they must agree."""
+    """Checks that all chunked methods agree, since they draw the same masks."""
     ways, found = {}, {}
     for name, step in in_torch(net).items():
         run = stepping(net, step, batch(COUNT))
@@ -228,7 +228,7 @@ def jax_separable(z: jax.Array) -> jax.Array:
 
 
 def numbered(key: Any, x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Each chunk's key and rows."""
+    """Returns the key and the rows of each chunk."""
     chunks = x.reshape(-1, CHUNK, *x.shape[1:])
     return jax.vmap(lambda i: jax.random.fold_in(key, i))(jnp.arange(len(chunks))), chunks
 
@@ -253,14 +253,14 @@ def two_scans(params: Any, key: Any, x: jax.Array) -> Any:
 
 
 def with_optax(f: Callable[..., Any], params: Any, key: Any, x: jax.Array) -> jax.Array:
-    """Outputs joined by optax, whose chunk i holds rows i::n; the first row's number is its own."""
+    """Joins the outputs of optax, in which chunk i contains the rows i::n."""
     once = lambda params, rows, x: f(params, jax.random.fold_in(key, rows[0]), x)
     joined = optax.microbatching.AccumulationType.CONCAT
     return optax.microbatch(once, (1, 2), CHUNK, joined)(params, jnp.arange(len(x)), x)
 
 
 def in_jax() -> dict[str, Callable[..., Any]]:
-    """Functions of parameters, key and batch to the value and the gradient."""
+    """Returns functions that map parameters, key and batch to the value and the gradient."""
 
     def of(f: Callable[..., Any]) -> Callable[..., Any]:
         return jax.value_and_grad(lambda *args: jax_contrast(f(*args)))
@@ -316,7 +316,7 @@ def compiled(fun: Callable[..., Any], args: Any) -> tuple[Any, int]:
 
 
 def jax_ways(funs: dict[str, Any], base: str) -> dict[str, Way]:
-    """Those whose chunks hold the same rows draw the same masks, so they must agree."""
+    """Checks that methods with equal chunks agree, since they draw the same masks."""
     args, ways, found = arguments(COUNT), {}, {}
     for name, fun in funs.items():
         program, peak = compiled(fun, args)
@@ -330,10 +330,10 @@ def jax_ways(funs: dict[str, Any], base: str) -> dict[str, Way]:
 
 
 def flops_of(jaxpr: Any) -> int:
-    """Of matrix products, as PyTorch's counter counts them; loops times their trips."""
+    """Counts the flops of matrix products, as PyTorch's counter does; loops times trip count."""
     total = 0
     for eqn in jaxpr.eqns:
-        assert eqn.primitive.name != "while", "a loop whose trips are unknown"
+        assert eqn.primitive.name != "while", "a loop with an unknown trip count"
         if eqn.primitive.name == "dot_general":
             (contracted, _), _ = eqn.params["dimension_numbers"]
             shape = eqn.invars[0].aval.shape
@@ -353,7 +353,7 @@ def is_jaxpr(x: Any) -> bool:
 
 
 def timed(ways: dict[str, Way], base: str) -> Measured:
-    """Rounds in which every way runs once, in an order that moves on from round to round."""
+    """Runs every method once per round, in an order that rotates between rounds."""
     names, found = list(ways), Measured(ways, base)
     for k in range(ROUNDS):
         first = k % len(names)
@@ -362,7 +362,7 @@ def timed(ways: dict[str, Way], base: str) -> Measured:
 
 
 def seconds(run: Callable[[], Any]) -> float:
-    """Of this process's one busy thread, so that other programs on the machine count little."""
+    """Returns CPU seconds of this process, which other processes affect little."""
     start = time.process_time()
     run()
     return time.process_time() - start
@@ -381,7 +381,7 @@ def rows(framework: str, measured: Measured) -> Iterator[str]:
 
 
 def peaks(net: Any, measured: dict[str, Measured]) -> dict[str, list[int]]:
-    """The peak bytes of some ways over COUNTS."""
+    """Returns the peak bytes of some methods for each number of chunks in COUNTS."""
     steps, funs = in_torch(net), in_jax()
     peak = {
         "PyTorch": lambda name, n: peak_bytes(stepping(net, steps[name], batch(n)))[0],
@@ -435,7 +435,9 @@ def table(heads: Sequence[str]) -> list[str]:
 def one_thread() -> None:
     torch.set_num_threads(1)
     flags = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {flags}"  # read at first use
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} {flags}"  # read when it is first used
+    )
 
 
 def main() -> None:
@@ -455,17 +457,18 @@ def main() -> None:
         f"# Chunked gradients, {datetime.date.today()}, Python {sys.version.split()[0]}, "
         + ", ".join(f"{name} {version(name)}" for name in packages),
         "",
-        f"One step of contrastive learning: {LAYERS} transformer layers with dropout {DROPOUT} on "
-        f"{COUNT * CHUNK} x {LENGTH} x {WIDTH}, float32, chunks of {CHUNK}, one CPU thread. CPU "
-        f"seconds, medians of {ROUNDS} rounds in which each way runs once, in an order that moves "
-        "on; ratios are of the same round. Peak: in PyTorch live storages, gradients among them; "
-        "in JAX what the compiled program needs beside inputs and outputs.",
+        f"One step of contrastive learning runs {LAYERS} transformer layers with dropout "
+        f"{DROPOUT} on arrays of {COUNT * CHUNK} x {LENGTH} x {WIDTH} in float32, in chunks of "
+        f"{CHUNK}, on one CPU thread. Times are medians of CPU seconds over {ROUNDS} rounds. Each "
+        "round runs each method once, in an order that rotates, and ratios are computed within a "
+        "round. The peak is the memory of live storages in PyTorch, including gradients, and the "
+        "temporaries of the compiled program in JAX.",
         "",
         *table(heads),
         *(line for name, found in measured.items() for line in rows(name, found)),
         "",
-        "optax.microbatch has no second pass of its own: with joined outputs (CONCAT) it keeps "
-        "every graph, unless f is a `jax.checkpoint`; its chunks hold the rows i::n.",
+        "optax.microbatch does not recompute f: with joined outputs (CONCAT) it keeps every graph, "
+        "unless f is wrapped in `jax.checkpoint`. Its chunks contain the rows i::n.",
         "",
         "## A loss that is a mean over examples",
         "",

@@ -1,11 +1,11 @@
-"""Every operator beside the same thing by hand, in both frameworks: work, peak bytes, seconds.
+"""Compares every operator with hand-written code, in both frameworks: work, peak bytes, seconds.
 
-Flops and bytes are counted (`tests/support/costs.py`), so they are the same on every machine; the
-tests assert them. Seconds are CPU seconds of one thread, in rounds in which each way runs once, in
-an order that moves on.
+Flops and bytes are counted (`tests/support/costs.py`), so they are the same on every machine, and
+tests assert them. Seconds are CPU seconds of one thread. Each round runs each method once, in an
+order that rotates.
 
     python benchmarks/cost.py                    # writes results/cost.md
-    python benchmarks/cost.py --device cuda      # writes results/cost_cuda.md, by the clock
+    python benchmarks/cost.py --device cuda      # writes results/cost_cuda.md, with wall-clock time
 """
 
 from __future__ import annotations
@@ -48,16 +48,16 @@ PEERS = {
     "jax": ("equinox", "optax"),
 }
 ELSEWHERE = {
-    "sentence-transformers' gradient cache": "in [chunked.md](chunked.md), whose step it needs",
-    "all_gather": "needs several processes or devices; its tests count what it sends",
-    "vmap, compile": "the framework's own under one name",
-    "key, split": "draw random numbers, of which no operation is counted",
+    "sentence-transformers' gradient cache": "see [chunked.md](chunked.md)",
+    "all_gather": "needs several processes or devices; tests count its communication",
+    "vmap, compile": "the same as the framework's functions",
+    "key, split": "random numbers, without counted operations",
 }
 
 
 @dataclass
 class Row:
-    """One way of one operator: what was counted, and the seconds of each round."""
+    """A method of an operator: its counted costs, and its seconds in each round."""
 
     backend: str
     operator: str
@@ -69,7 +69,7 @@ class Row:
 
 
 def counted(backend: str, operator: str, ways: dict[str, Any]) -> list[Row]:
-    """The rows of an operator, not timed yet."""
+    """Returns the rows of an operator, without times."""
     rows = []
     for way, run in ways.items():
         args = () if backend == "torch" else ARRAYS
@@ -84,7 +84,7 @@ def ready(run: Callable[..., Any]) -> Any:
 
 
 def time_them(rows: list[Row]) -> None:
-    """Rounds of paired runs, each of as many calls as take a little while by hand."""
+    """Runs paired rounds; the number of calls per round depends on the hand-written code's time."""
     for row in rows:
         row.run()
     once = max(spent(rows[0].run, 3), 1e-6)
@@ -96,24 +96,24 @@ def time_them(rows: list[Row]) -> None:
 
 
 def spent(run: Callable[[], Any], calls: int) -> float:
-    """Seconds of a call: the CPU's, so that other programs count little, or by the clock."""
+    """Returns the seconds of a call: CPU time, or wall-clock time on a device."""
     now = time.perf_counter if ON_GPU else time.process_time
     start = now()
     for _ in range(calls):
         run()
-    if ON_GPU:  # JAX's results are waited for at each call
+    if ON_GPU:  # each call waits for JAX's results
         torch.cuda.synchronize()
     return (now() - start) / calls
 
 
 def ratio(row: Row, base: Row) -> float:
-    """The median of the paired ratios."""
+    """Returns the median of the paired ratios."""
     pairs = zip(row.seconds, base.seconds, strict=True)
     return statistics.median(a / b for a, b in pairs)
 
 
 def lines(rows: list[Row]) -> Iterator[str]:
-    """An operator's line: ours and by hand side by side, then its peers."""
+    """Returns the row of an operator: gradtools, hand-written code, then other packages."""
     ours, hand, *peers = rows
     others = ", ".join(
         f"{p.way}: {p.flops / 1e6:.2f} MFLOP, {p.peak / 1e3:.0f} kB, {ratio(p, hand):.2f}"
@@ -128,7 +128,7 @@ def lines(rows: list[Row]) -> Iterator[str]:
 
 
 def absent() -> list[str]:
-    """The peers that are not installed."""
+    """Returns the packages that are not installed."""
     module = lambda name: name.replace("-", "_")
     names = [name for among in PEERS.values() for name in among]
     return [name for name in names if importlib.util.find_spec(module(name)) is None]
@@ -152,7 +152,7 @@ def check(rows: list[Row]) -> None:
 
 
 def picture(found: list[list[Row]], name: str) -> None:
-    """Ours over by hand, for each operator: work, bytes, time."""
+    """Draws the ratios of gradtools to hand-written code for each operator: work, bytes, time."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -180,7 +180,7 @@ def picture(found: list[list[Row]], name: str) -> None:
                 alpha=0.8,
             )
         axis.axvline(1, color="grey", linewidth=0.5)
-        axis.set_title(f"{title}, gradtools over by hand")
+        axis.set_title(f"{title}, gradtools relative to hand-written code")
         axis.set_yticks(range(len(names)), names)
         axis.grid(axis="y", linewidth=0.2)
     axes[0].legend()
@@ -193,34 +193,35 @@ def written(found: list[list[Row]], where: str, name: str) -> str:
     heads = ["operator", "backend", "MFLOP", "by hand", "peak, kB", "by hand", "ms", "by hand"]
     left = [f"{name}: {why}" for name, why in ELSEWHERE.items()]
     left += [f"{name}: not installed" for name in absent()]
-    left += [] if ARRAYS else ["JAX: it has no such device here"]
+    left += [] if ARRAYS else ["JAX: no such device is available"]
     text = [
         f"# What every operator costs, {datetime.date.today()}, Python {sys.version.split()[0]}, "
         + ", ".join(versions),
         "",
-        f"A layer tanh(x w) of {ROWS} rows and width {WIDTH}, float32, {where}. Flops and "
-        "peak bytes are those of PyTorch's operations and of XLA's analysis; JAX is jitted. "
-        "Milliseconds are "
-        f"medians of {ROUNDS} rounds in which each way runs once; ratios are of the same round. "
-        "Peers: flops, peak bytes, time over by hand.",
+        f"The function is a layer tanh(x w) with {ROWS} rows and width {WIDTH}, in float32 on "
+        f"{where}. Flops and peak bytes are counted for PyTorch's operations and by XLA's "
+        f"analysis; JAX runs under jit. Times are medians over {ROUNDS} rounds, each of which runs "
+        "each method once, and ratios are computed within a round. The column *peers* shows "
+        "flops, peak bytes and the time relative to hand-written code.",
         "",
         *table([*heads, "time over by hand", "peers"]),
         *(line for rows in found for line in lines(rows)),
         "",
-        "Where ours does more: `frozen` computes the inner function once more and keeps no graph "
-        "of it; `clip_gradient` divides by the largest entry first, so that the norm cannot "
-        "overflow; `hvp` forward over reverse and `chunked` in PyTorch hold one buffer more.",
+        "Some operators do more than the hand-written code: `frozen` computes the inner function "
+        "once more and does not keep its graph; `clip_gradient` first divides by the largest "
+        "entry, so that the norm cannot overflow; `hvp` in mode forward over reverse and "
+        "`chunked` in PyTorch use one more buffer.",
         "",
         "Not in the table: " + "; ".join(left) + ".",
         "",
-        f"![ours over by hand]({name}.svg)",
+        f"![costs relative to hand-written code]({name}.svg)",
     ]
     return "\n".join(text) + "\n"
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Every operator beside the same thing by hand.")
-    parser.add_argument("--device", default="cpu", help="cpu, or cuda: of both frameworks")
+    parser = argparse.ArgumentParser(description="Compare every operator with hand-written code.")
+    parser.add_argument("--device", default="cpu", help="cpu or cuda, for both frameworks")
     device = parser.parse_args().device
     global ARRAYS, ON_GPU
     ON_GPU = device != "cpu"
@@ -231,7 +232,7 @@ def main() -> None:
         try:
             inside.enter_context(placed("jax", device))
             ARRAYS = cost_jax.arrays(ROWS, WIDTH)
-        except GradtoolsError as error:  # JAX's build may be for the CPU alone
+        except GradtoolsError as error:  # JAX may be a CPU-only build
             print(error)
         found = everything()
         where = torch.cuda.get_device_name() if ON_GPU else "one CPU thread"

@@ -1,7 +1,8 @@
-"""Every operator beside the same thing by hand in plain JAX, and beside its peers.
+"""The operators in JAX, with equivalent hand-written code and other packages.
 
-Each case has functions of the same arrays to the same numbers; the first is ours, the second by
-hand. They are jitted to be timed, and counted from what is traced.
+The functions of a case compute the same results from the same arrays. The first function uses
+gradtools, the second is hand-written. They are timed under `jit`; operations are counted in the
+jaxpr.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ CHUNKS = 4
 
 
 def arrays(rows: int, width: int) -> tuple[Any, ...]:
-    """w and v, square; x and t, one row for each example; a single row."""
+    """Returns square matrices w and v, batches x and t with one row per example, and one row."""
     draw = np.random.default_rng(0).standard_normal
     w, v = draw((2, width, width)) / width**0.5
     x, t = draw((2, rows, width))
@@ -30,7 +31,7 @@ def arrays(rows: int, width: int) -> tuple[Any, ...]:
 
 
 def cases() -> dict[str, Ways]:
-    """By operator, functions of `arrays`; peers that are absent have no way."""
+    """Returns the functions of `arrays` for each operator; missing packages are left out."""
     made = {}
     for part in (_first_order, _second_order, _edits, _rules, _memory, _accumulation):
         made |= part()
@@ -46,7 +47,7 @@ def loss(w: Any, x: Any) -> Any:
 
 
 def edited(edit: Callable[[Any], Any]) -> Callable[..., Any]:
-    """The gradient to w of the loss, with its layer edited."""
+    """Returns the gradient of the loss with respect to w, with an edit after the layer."""
     f = lambda w, x: (edit(layer(w, x)) ** 2).sum()
     return lambda w, v, x, t, small: jax.grad(f)(w, x)
 
@@ -59,7 +60,7 @@ def _first_order() -> dict[str, Ways]:
         return value, (a, -b)
 
     def at(f: Callable[..., Any]) -> Callable[..., Any]:
-        """A function of w, x and t, as one of all arrays."""
+        """Converts a function of w, x and t to a function of all arrays."""
         return lambda w, v, x, t, small: f(w, x, t)
 
     made = {
@@ -159,7 +160,7 @@ def _second_order() -> dict[str, Ways]:
 
 
 def edit_by_hand(edit: Callable[..., Any]) -> Callable[..., Any]:
-    """A custom_vjp that changes the cotangent."""
+    """Returns an identity with a custom_vjp that changes the cotangent."""
 
     @jax.custom_vjp
     def identity(x: Any) -> Any:
@@ -349,7 +350,7 @@ def _accumulation() -> dict[str, Ways]:
 
 
 def _modules() -> dict[str, Ways]:
-    """The gradient of a linear layer of equinox, where it is installed."""
+    """Returns the gradient of a linear layer of equinox, if equinox is installed."""
     if not importlib.util.find_spec("equinox"):
         return {}
     import equinox

@@ -1,6 +1,7 @@
-"""Every operator beside the same thing by hand in plain PyTorch, and beside its peers.
+"""The operators in PyTorch, with equivalent hand-written code and other packages.
 
-Each case has ways of computing the same numbers; the first is ours, the second by hand.
+The functions of a case compute the same results. The first function uses gradtools, the second is
+hand-written.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ CHUNKS = 4
 
 
 def cases(rows: int, width: int) -> dict[str, Ways]:
-    """By operator, the ways to its result; peers that are absent have no way."""
+    """Returns the functions for each operator; packages that are missing are left out."""
     at = Point(rows, width)
     made = {}
     for part in (_first_order, _second_order, _edits, _rules, _memory, _accumulation):
@@ -30,7 +31,7 @@ def cases(rows: int, width: int) -> dict[str, Ways]:
 
 
 class Point:
-    """The arrays that the cases share, and a function of two of them."""
+    """The arrays of all cases, and a function of two arrays."""
 
     def __init__(self, rows: int, width: int) -> None:
         generator, here = torch.Generator().manual_seed(0), torch.get_default_device()
@@ -41,20 +42,20 @@ class Point:
         self.chunk = rows // CHUNKS
 
     def layer(self, w: Any, x: Any) -> Any:
-        """A linear layer and its activation."""
+        """Applies a linear layer and an activation."""
         return torch.tanh(x @ w)
 
     def loss(self, w: Any, x: Any) -> Any:
-        """A number for each batch, the sum of those of its rows."""
+        """Returns the sum of the losses of the rows."""
         return (self.layer(w, x) ** 2).sum()
 
     def of_w(self, edit: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """The loss as a function of w, with its layer edited."""
+        """Returns the loss as a function of w, with an edit after the layer."""
         return lambda w: (edit(self.layer(w, self.x)) ** 2).sum()
 
 
 def graded(f: Callable[..., Any], *xs: Any, create: bool = False) -> Any:
-    """The value of f and its gradients, by autograd."""
+    """Computes the value of f and its gradients by autograd."""
     aliases = [x.detach().requires_grad_() for x in xs]
     out = f(*aliases)
     return out, torch.autograd.grad(out, aliases, create_graph=create), aliases
@@ -155,7 +156,7 @@ def by_duals(f: Callable[[Any], Any], x: Any, t: Any) -> Any:
 
 
 def by_transposing(f: Callable[[Any], Any], x: Any, t: Any) -> Any:
-    """The pullback, pulled back: how to push along directions that come later."""
+    """Returns a pushforward as the transpose of the pullback."""
     alias = x.detach().requires_grad_()
     out = f(alias)
     c = torch.zeros_like(out).requires_grad_()
@@ -213,7 +214,7 @@ def _second_order(at: Point) -> dict[str, Ways]:
 
 
 def edit_by_hand(edit: Callable[..., Any]) -> Callable[..., Any]:
-    """A Function that changes the cotangent, as most people write it."""
+    """Returns a common implementation of a Function that changes the cotangent."""
 
     class Edit(torch.autograd.Function):
         @staticmethod
@@ -343,7 +344,7 @@ def _memory(at: Point) -> dict[str, Ways]:
     G = lambda z: at.layer(v, at.layer(v, z))
 
     def slopes(G: Callable[..., Any]) -> Callable[[], Any]:
-        """The gradient to w of the sum of squares of a slope along z."""
+        """Returns the gradient with respect to w of the sum of squares of a derivative along z."""
 
         def run() -> Any:
             weights, z = w.detach().requires_grad_(), x.detach().requires_grad_()

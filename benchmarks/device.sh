@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# What only a device shows, within eight minutes: benchmarks/device.sh [cuda], in any environment
-# with PyTorch, JAX or both. Each part has its limit, and a part that fails lets the next ones run.
-# What it prints and the tables of costs are put into $OUT (benchmarks/results without it). With
-# `cpu` it shows that the script itself runs. Before, for a machine that reaches no package index:
+# Runs the checks that need a device, within eight minutes: benchmarks/device.sh [cuda]. The
+# environment needs PyTorch, JAX or both. Each part has a time limit, and the next part runs even if
+# a part fails. Logs and tables of costs are written to $OUT (default: benchmarks/results). Use `cpu`
+# to test the script itself. For a machine without access to a package index, first run
 # `pip download --no-deps -d build/wheels array-api-compat`.
 set -uo pipefail
 cd "$(dirname "$0")/.."

@@ -1,8 +1,9 @@
-"""The tables of figures in README.md and some pages of docs/, from benchmarks/results.
+"""Writes the tables of figures in README.md and in pages of docs/, from benchmarks/results.
 
-    python benchmarks/figures.py    # writes them between their two marks
+    python benchmarks/figures.py    # writes the tables between their two marks
 
-Each figure names the file that it is read from; a test holds the pages to what this writes.
+Each row names the file that contains its figures. A test compares the pages with the output of
+this program.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 FROZEN, MEASURED = ROOT / "docs" / "frozen.md", ROOT / "docs" / "measured.md"
-PAGES = {  # and the way to results
+PAGES = {  # each page, with the relative path to benchmarks/
     ROOT / "README.md": "",
     MEASURED: "../",
     FROZEN: "../",
@@ -23,9 +24,9 @@ Row = dict[str, str]
 
 
 def rows(name: str, *holding: str, under: str = "") -> list[Row]:
-    """The rows of all tables in a file of results that have these cells, by their columns.
+    """Returns the rows with these cells, from all tables of a file of results, as dicts.
 
-    under: What the heading of their section holds.
+    under: A part of the heading of the section that contains the rows.
     """
     found, columns, heading = [], [], ""
     for line in (RESULTS / name).read_text(encoding="utf-8").splitlines():
@@ -43,7 +44,7 @@ def rows(name: str, *holding: str, under: str = "") -> list[Row]:
 
 
 def both(name: str, column: str, *holding: str, jax: str = "JAX", unit: str = "") -> list[str]:
-    """One cell for PyTorch and one for JAX: that column of the one row that holds the words."""
+    """Returns a cell for PyTorch and a cell for JAX, from the only row with these words."""
     cells = []
     for framework in ("PyTorch", jax):
         (row,) = rows(name, framework, *holding)
@@ -52,22 +53,22 @@ def both(name: str, column: str, *holding: str, jax: str = "JAX", unit: str = ""
 
 
 def table(page: Path) -> str:
-    """The table of one page, in Markdown; README.md has the first rows alone."""
+    """Returns the table of a page in Markdown. README.md has only the first rows."""
     if page == FROZEN:
         return _of_frozen()
     return f"{_of_all(page)}\n\n{_of_steps()}" if page == MEASURED else _of_all(page)
 
 
 def _of_steps() -> str:
-    """The rows of steps.md, with the figures before the work on speed."""
+    """Returns the rows of steps.md, with the figures from before the optimization."""
     found = [row for row in rows("steps.md", under="# Steps") if row["work"] != "---"]
     over = [r for r in found if r["goal"] and float(r["now"]) > float(r["goal"])]
     counted = [r for r in found if r["goal"]]
     lines = [
-        "Steps compared with the same by hand or in another package: the ratio of processor times, "
-        f"or the figure that the row names. {len(counted) - len(over)} of {len(counted)} goals are "
-        "met; for the others, [steps](../benchmarks/results/steps.md#floors) counts the operations "
-        "and calls.",
+        "The next table compares steps with hand-written code or with another package. The figures "
+        "are ratios of processor times, unless the row names another quantity. "
+        f"{len(counted) - len(over)} of {len(counted)} goals are met; for the other goals, "
+        "[steps](../benchmarks/results/steps.md#floors) counts the operations and calls.",
         "",
         "| work | peer | before | goal | now |",
         "|---|---|---|---|---|",
@@ -81,35 +82,36 @@ def _of_all(page: Path) -> str:
     found = [
         ("contrastive step, memory: whole batch at once",
          both("chunked.md", "peak, MB", "plain, the whole batch", **mb), "chunked"),
-        ("the same with `chunked`, 8 chunks",
+        ("contrastive step, memory: `chunked`, 8 chunks",
          both("chunked.md", "peak, MB", "gt.chunked", **mb), "chunked"),
-        ("its time, relative to the whole batch at once",
+        ("contrastive step, time of `chunked` relative to the whole batch at once",
          _relative("gt.chunked", "plain, the whole batch"), "chunked"),
         ("second derivative, 64 layers, memory: double backward",
          both("mixed_partial.md", "memory, MB", "64", "double backward", **scanned, **mb),
          "mixed_partial"),
-        ("the same with `mixed_partial`",
+        ("second derivative, 64 layers, memory: `mixed_partial`",
          both("mixed_partial.md", "memory, MB", "64", "mixed_partial", **scanned, **mb),
          "mixed_partial"),
-        ("`reverse_gradient`, 512 x 512, time relative to by hand",
+        ("`reverse_gradient`, 512 x 512, time relative to hand-written code",
          [_overhead("reversal, 512 x 512, PyTorch"),
           _overhead("gradient with a reversal, 512 x 512, JAX jit")], "overhead"),
         ("importing gradtools after the framework", _imports(), "import_time"),
-        ("`grad` at 8 x 8, time relative to by hand",
+        ("`grad` at 8 x 8, time relative to hand-written code",
          [_overhead("gradient, 8 x 8, PyTorch"), ""], "overhead"),
-        ("`grad` at 512 x 512", [_overhead("gradient, 512 x 512, PyTorch"), ""], "overhead"),
+        ("`grad` at 512 x 512, time relative to hand-written code",
+         [_overhead("gradient, 512 x 512, PyTorch"), ""], "overhead"),
         *_peaks(),
         *_beside_peers(),
     ]  # fmt: skip
     way, shown = PAGES[page], found if PAGES[page] else found[:5]
-    lines = ["| | PyTorch | JAX | from |", "|---|---|---|---|"]
+    lines = ["| measurement | PyTorch | JAX | source |", "|---|---|---|---|"]
     for text, (torch, jax), name in shown:
         lines.append(f"| {text} | {torch} | {jax} | [{name}]({way}benchmarks/results/{name}.md) |")
     return "\n".join(lines)
 
 
 def _of_frozen() -> str:
-    """What `frozen` takes in each network of frozen.md."""
+    """Returns the costs of `frozen` for each network of frozen.md."""
     lines = [
         "| G | work, times double backward | time | peak MB at 64 uses | double backward, MB |",
         "|---|---|---|---|---|",
@@ -145,7 +147,7 @@ def _span(numbers: list[float]) -> str:
 
 
 def _peaks() -> list[tuple[str, list[str], str]]:
-    """Memory over the number of chunks, at once and with chunked."""
+    """Returns the memory for several numbers of chunks, at once and with `chunked`."""
     found = []
     for text, way in (
         ("at once", "plain, the whole batch"),
@@ -159,7 +161,7 @@ def _peaks() -> list[tuple[str, list[str], str]]:
 
 
 def _beside_peers() -> list[tuple[str, list[str], str]]:
-    """One column of what a framework offers and of ours, in each section of the table of peers."""
+    """Returns the cells of the framework's method and of gradtools' method, from peers.md."""
     double, rule = "double backward", '`grad(mode="forward_over_reverse")`'
     mean = "`GradientAccumulator.mean({})`"
     ways = [
@@ -169,8 +171,8 @@ def _beside_peers() -> list[tuple[str, list[str], str]]:
         ("Jacobian of 3,000 columns in three bands, memory: dense, `sparsity=`", "peak MB",
          "Sparse", ("`torch.func.jacrev`, dense", "`jax.jacrev`, dense"),
          ("`sparsity=pattern`",) * 2, " MB"),
-        ("through 6 inner steps, memory: double backward, `forward_over_reverse`", "peak MB",
-         "Unrolled", (double, "`jax.grad` under `scan`"), (rule, rule), " MB"),
+        ("gradient through 6 inner steps, memory: double backward, `forward_over_reverse`",
+         "peak MB", "Unrolled", (double, "`jax.grad` under `scan`"), (rule, rule), " MB"),
     ]  # fmt: skip
     found = []
     for text, column, under, plain, ours, unit in ways:
@@ -184,7 +186,7 @@ def _beside_peers() -> list[tuple[str, list[str], str]]:
 
 
 def _relative(way: str, other: str) -> list[str]:
-    """The time of one way of a contrastive step over that of another."""
+    """Returns the ratio of the times of two methods for a contrastive step."""
     times = [both("chunked.md", "times two passes by hand", one) for one in (way, other)]
     return [f"{float(a) / float(b):.2f}" for a, b in zip(*times, strict=True)]
 
@@ -196,15 +198,15 @@ def _overhead(what: str) -> str:
 
 def _imports() -> list[str]:
     return [
-        f"{row['then the wing, ms']} ms"
+        f"{row['then the backend, ms']} ms"
         for framework in ("torch", "jax")
         for row in rows("import_time.md")
-        if row["wing"].startswith(framework)
+        if row["backend"].startswith(framework)
     ]
 
 
 def parts(page: str) -> tuple[str, str, str]:
-    """A page before the table, the table, and what follows."""
+    """Splits a page into the text before the table, the table, and the text after it."""
     before, begin, rest = page.partition(MARKS[0])
     now, end, after = rest.partition(MARKS[1])
     if not begin or not end:

@@ -1,16 +1,16 @@
-"""Second derivatives through a frozen network beside the other ways: work, peak bytes, time.
+"""Compares methods for second derivatives through a frozen network: work, peak bytes, time.
 
-N uses of G feed one loss: g(df/dz_1, ..., df/dz_N) with f(y, G(z_i)), and dg/dy is taken. G is a
-dense network, a convolutional decoder or a transformer. PyTorch's bytes are those of live storages;
-JAX's are what the compiled program needs beside its inputs and outputs, with the layers in a scan
-and the z_i in `jax.lax.map`. Loops are counted times their trips. The networks are such that even a
-few layers take some milliseconds; frozen_sizes.py times smaller ones.
+The loss is g(df/dz_1, ..., df/dz_N) with f(y, G(z_i)), and dg/dy is computed. G is a dense network,
+a convolutional decoder or a transformer. For PyTorch, bytes are the peak of live storages; for JAX,
+bytes are the temporaries of the compiled program, with the layers in a scan and the z_i in
+`jax.lax.map`. Operations in loops are multiplied by the trip count. In these networks, even a few
+layers take some milliseconds; frozen_sizes.py times smaller networks.
 
-Each framework's models run in processes of their own, two at a time, or as many as --jobs=... says.
-What was measured is kept in out/frozen.jsonl until all is, so a run that was ended goes on where it
-was. --report: writes what there is so far, a dash where a cell is missing. --quick: small sizes,
-few rounds, and nothing is written. All takes some 20 minutes on two cores; figures.py then writes
-what docs/frozen.md tells of it.
+Each model runs in a separate process, with two processes at a time, or the number in --jobs=....
+Measurements are stored in out/frozen.jsonl until all are complete, so an interrupted run can be
+continued. With --report, the program writes the measurements so far, with a dash for a missing
+cell. With --quick, it uses small sizes and few rounds, and writes nothing. All measurements take
+about 20 minutes on two cores. figures.py then writes the table of docs/frozen.md.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ PARTS = HERE.parent / "out" / "frozen.jsonl"
 
 @dataclass(frozen=True)
 class Way:
-    """One dg/dy: how it is run, its peak bytes, and its work over that of the forward passes."""
+    """A computation of dg/dy: its function, its peak bytes, and its work in forward passes."""
 
     run: Callable[[], Any]
     peak: int
@@ -95,7 +95,7 @@ def critic(model: str) -> np.ndarray:
 
 
 class Decoder(torch.nn.Module):
-    """Codes to images: a dense layer, then convolutions."""
+    """Decodes codes to images with a dense layer and convolutions."""
 
     def __init__(self, depth: int) -> None:
         super().__init__()
@@ -105,7 +105,7 @@ class Decoder(torch.nn.Module):
         self.image = torch.nn.Conv2d(CHANNELS, 1, 3, padding=1)
 
     def forward(self, z: torch.Tensor) -> torch.Tensor:
-        """Images of one channel."""
+        """Returns images with one channel."""
         x = torch.tanh(self.dense(z)).reshape(-1, CHANNELS, SIDE, SIDE)
         for layer in self.layers:
             x = torch.tanh(layer(x))
@@ -148,7 +148,7 @@ def through(G: Any, y: torch.Tensor, zs: torch.Tensor) -> torch.Tensor:
 
 
 def torch_by_hand(G: Any, y: torch.Tensor, zs: torch.Tensor) -> torch.Tensor:
-    """First derivatives without a graph; then G once more for each, in forward mode."""
+    """Computes first derivatives without a graph, then runs G once more per z_i in forward mode."""
     slopes = []
     for z in zs:
         z = z.clone().requires_grad_()
@@ -178,7 +178,7 @@ def torch_runs(model: str, depth: int, count: int) -> dict[str, Callable[[], Any
 
 
 class Work(TorchDispatchMode):
-    """Counts by PyTorch's own formulas, whose FlopCounterMode takes no `torch.autograd.grad`."""
+    """Counts flops with PyTorch's formulas; FlopCounterMode fails for `torch.autograd.grad`."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ def torch_ways(model: str, depth: int, count: int) -> Ways:
 
 
 def weights(model: str, depth: int) -> dict[str, jax.Array]:
-    """The layers' are stacked."""
+    """Returns parameters; the parameters of the layers are stacked."""
     width = CODES[model][-1]
     shapes = {
         "dense": {"w": (depth, width, width)},
@@ -318,10 +318,10 @@ def jax_passes(fun: Callable[..., Any], model: str, args: Any) -> float:
 
 
 def flops_of(jaxpr: Any) -> int:
-    """Of products and convolutions, as PyTorch's counter counts them; loops times their trips."""
+    """Counts flops of products and convolutions, as PyTorch does; loops times trip count."""
     total = 0
     for eqn in getattr(jaxpr, "jaxpr", jaxpr).eqns:
-        assert eqn.primitive.name != "while", "a loop whose trips are unknown"
+        assert eqn.primitive.name != "while", "a loop with an unknown trip count"
         if eqn.primitive in (primal_p, value_p, tangent_p):
             avals = [v.aval for v in eqn.invars]
             total += flops_of(jax.make_jaxpr(partial(eqn.primitive.impl, **eqn.params))(*avals))
@@ -359,7 +359,7 @@ def agree(found: dict[str, np.ndarray]) -> None:
 
 
 def ratios(ways: Ways) -> dict[str, float]:
-    """Medians over rounds of the time over double backward's in the same round."""
+    """Returns medians over rounds of the time relative to double backward in the same round."""
     names, rounds, spent = list(ways), [], 0.0
     while len(rounds) < LEAST or (spent < SECONDS and len(rounds) < MOST):
         first = len(rounds) % len(names)
@@ -369,7 +369,7 @@ def ratios(ways: Ways) -> dict[str, float]:
 
 
 def seconds(run: Callable[[], Any]) -> float:
-    """Of this process's one busy thread, so that other programs on the machine count little."""
+    """Returns CPU seconds of this process, which other processes affect little."""
     start = time.process_time()
     run()
     return max(time.process_time() - start, 1e-9)
@@ -377,13 +377,13 @@ def seconds(run: Callable[[], Any]) -> float:
 
 @dataclass(frozen=True)
 class Cell:
-    """What was measured of one framework, model and size: numbers for each way.
+    """The measurements of one framework, model and size, with numbers for each method.
 
     Attributes:
-        over_uses: Whether it is one of those in which the number of uses changes.
-        peaks: Bytes.
+        over_uses: Whether the cell belongs to the table over the number of uses.
+        peaks: Peak bytes.
         passes: The work, in forward passes for each use.
-        times: Those over double backward's; nothing where they are not measured.
+        times: Times relative to double backward; empty if they were not measured.
     """
 
     framework: str
@@ -397,12 +397,12 @@ class Cell:
 
 
 def sizes() -> list[tuple[int, int, bool]]:
-    """The depth and the number of uses of every cell, and whether it is one over the uses."""
+    """Yields depth and uses of every cell, and whether it is in the table over the uses."""
     return [(DEPTH, n, True) for n in USES] + [(depth, FEW, False) for depth in DEPTHS]
 
 
 def settings() -> str:
-    """What cells have in common that belong together."""
+    """Returns a key of the versions and settings; only cells with an equal key are combined."""
     return f"{version('torch')}, {version('jax')}, {LEAST, MOST, SECONDS, TIMED}, {SIZES}"
 
 
@@ -420,7 +420,7 @@ def measured(framework: str, model: str, chosen: Sequence[tuple[int, int, bool]]
 
 
 def kept() -> list[Cell]:
-    """What a run before this one had measured when it was ended."""
+    """Returns the measurements of an interrupted earlier run."""
     if QUICK or not PARTS.exists():
         return []
     lines = [json.loads(line) for line in PARTS.read_text(encoding="utf-8").splitlines()]
@@ -440,7 +440,7 @@ def measured_at(framework: str, model: str, depth: int, uses: int, over_uses: bo
 
 
 def table(cells: Sequence[Cell], value: Callable[[Cell, str], str]) -> Iterator[str]:
-    """A row for each framework, model and way; a column for each cell."""
+    """Returns a table: a row for each framework, model and method, a column for each cell."""
     same = lambda a, b: (a.depth, a.uses) == (b.depth, b.uses)
     first = [c for c in cells if (c.framework, c.model) == (cells[0].framework, cells[0].model)]
     many = first[0].over_uses
@@ -484,15 +484,17 @@ def report(cells: list[Cell]) -> str:
         f"# Second derivatives through a frozen network, {datetime.date.today()}, Python "
         f"{sys.version.split()[0]}, torch {version('torch')}, jax {version('jax')}",
         "",
-        "dg/dy of g(df/dz_1, ..., df/dz_N), f(y, G(z_i)); float32, one CPU thread. Dense: "
-        f"{CODES['dense'][0]} rows, {CODES['dense'][1]} wide. Convolutional: {CHANNELS} channels "
-        f"of {SIDE} x {SIDE}, {CODES['convolutional'][0]} images. Transformer: "
-        f"{CODES['transformer'][0]} x {CODES['transformer'][1]} tokens, {CODES['transformer'][2]} "
-        "wide, attention by plain products. Peak: in PyTorch live storages, in JAX what the "
-        "compiled program needs beside inputs and outputs. Work is that of products and "
-        f"convolutions, f's share included. Times: CPU seconds, medians over {LEAST} to {MOST} "
-        f"rounds ({LEAST} if they take {SECONDS} s) of the ratio in one round, in which each way "
-        "runs once, in an order that moves on. A dash: not measured.",
+        "The programs compute dg/dy for g(df/dz_1, ..., df/dz_N) and f(y, G(z_i)), in float32 on "
+        f"one CPU thread. The dense network has {CODES['dense'][0]} rows and width "
+        f"{CODES['dense'][1]}. The convolutional network has {CHANNELS} channels of "
+        f"{SIDE} x {SIDE} and {CODES['convolutional'][0]} images. The transformer has "
+        f"{CODES['transformer'][0]} x {CODES['transformer'][1]} tokens, width "
+        f"{CODES['transformer'][2]}, and attention by plain products. The peak is the memory of "
+        "live storages in PyTorch, and the temporaries of the compiled program in JAX. The work "
+        "counts products and convolutions, including the work of f. Times are medians of ratios "
+        f"of CPU seconds over {LEAST} to {MOST} rounds ({LEAST} if they take {SECONDS} s). Each "
+        "round runs each method once, in an order that rotates. A dash marks a cell that was "
+        "not measured.",
     ]
     for title, chosen, value in sections:
         lines += ["", f"## {title}", "", *table(chosen, value)]
@@ -527,13 +529,15 @@ def picture(cells: list[Cell]) -> None:
 def one_thread() -> None:
     torch.set_num_threads(1)
     own = "--xla_cpu_multi_thread_eigen=false intra_op_parallelism_threads=1"
-    os.environ["XLA_FLAGS"] = f"{os.environ.get('XLA_FLAGS', '')} {own}"  # read at first use
+    os.environ["XLA_FLAGS"] = (
+        f"{os.environ.get('XLA_FLAGS', '')} {own}"  # read when it is first used
+    )
 
 
 def main() -> None:
     cells = kept()
     had = {(c.framework, c.model, c.depth, c.uses, c.over_uses) for c in cells}
-    jobs = {  # JAX's first: they take longest
+    jobs = {  # JAX first, since it takes longest
         (framework, model): [size for size in sizes() if (framework, model, *size) not in had]
         for framework in reversed(CHECKPOINT)
         for model in sorted(MODELS)

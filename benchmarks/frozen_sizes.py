@@ -1,9 +1,10 @@
-"""From what size of G on the time of `frozen` in PyTorch is what its work says.
+"""Measures the time of `frozen` in PyTorch for networks G of different sizes.
 
-A use costs some Python besides its work, and forward mode a little for each layer. So the time over
-double backward's is put beside that of one forward pass, for networks from tiny to large, with
-forward over reverse written by hand beside it. dg/dy is the same as in frozen.py. --quick: one
-network, few rounds, and nothing is written.
+Each use has a Python overhead, and forward mode adds an overhead for each layer. The table
+therefore contains the time relative to double backward and the time of one forward pass, for
+networks from tiny to large, and also the time of hand-written forward over reverse. dg/dy is the
+same as in frozen.py. With --quick, the program measures one network in few rounds and writes
+nothing.
 """
 
 from __future__ import annotations
@@ -28,13 +29,13 @@ ROUNDS = 3 if frozen.QUICK else 15
 
 
 class Network(NamedTuple):
-    """A frozen network, by what it is called and what goes in.
+    """A frozen network.
 
     Attributes:
-        name: In words.
-        make: Makes it.
+        name: The name in the table.
+        make: Creates the network.
         code: The shape of one z.
-        width: The size of the last axis of what comes out as f reads it.
+        width: The size of the last axis of the output.
     """
 
     name: str
@@ -53,7 +54,7 @@ def dense(depth: int, width: int, rows: int = 64) -> Network:
 
 
 class Decoder(nn.Module):
-    """Codes to images: a dense layer, then convolutions."""
+    """Decodes codes to images with a dense layer and convolutions."""
 
     def __init__(self, depth: int, channels: int, side: int) -> None:
         super().__init__()
@@ -64,7 +65,7 @@ class Decoder(nn.Module):
         self.image = nn.Conv2d(channels, 1, 3, padding=1)
 
     def forward(self, z: torch.Tensor) -> torch.Tensor:
-        """Images of one channel."""
+        """Returns images with one channel."""
         x = torch.tanh(self.dense(z)).reshape(self.shape)
         for layer in self.layers:
             x = torch.tanh(layer(x))
@@ -133,11 +134,11 @@ def report() -> str:
         f"# The time of frozen over the size of G, {datetime.date.today()}, Python "
         f"{sys.version.split()[0]}, torch {torch.__version__}",
         "",
-        f"dg/dy of g(df/dz_1, ..., df/dz_{USES}); float32, one thread, CPU seconds; medians over "
-        f"{ROUNDS} rounds in which each way runs once, in an order that moves on; of the forward "
-        "pass the least.",
+        f"The program computes dg/dy of g(df/dz_1, ..., df/dz_{USES}) in float32 on one thread. "
+        f"Times are medians of CPU seconds over {ROUNDS} rounds. Each round runs each method once, "
+        "in an order that rotates. The time of the forward pass is the minimum.",
         "",
-        "| G | a forward pass, ms | double backward, ms each use | `frozen`, ms more "
+        "| G | a forward pass, ms | double backward, ms per use | `frozen`, additional ms "
         "| `frozen`, times double backward | by hand, times double backward |",
         "|---|---|---|---|---|---|",
     ]

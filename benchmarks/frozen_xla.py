@@ -1,9 +1,10 @@
-"""What XLA makes of second derivatives through a frozen network in JAX: the table of the docs.
+"""Prints the memory of second derivatives through a frozen network in JAX, for docs/frozen.md.
 
-Four uses of 24 dense layers, 64 wide, 64 rows, float64. The layers are unrolled or in a scan, the
-z_i are taken in a Python loop or in `jax.lax.map`. For each: the bytes that the compiled program of
-dg/dy needs beside its inputs and outputs, and XLA's own count of its operations, where it counts
-loops right. Below the table: what a further z_i takes if the derivative to them is asked for, too.
+G has 24 dense layers of width 64 and is used four times, with 64 rows in float64. The layers are
+unrolled or in a scan, and the z_i are processed in a Python loop or in `jax.lax.map`. The table
+contains the bytes of temporaries of the compiled program of dg/dy, and XLA's count of operations
+for programs without loops. The last line is the memory of each additional z_i if the z_i are
+differentiated as well.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ def compiled(
 
 
 def along_z(freeze: Any) -> str:
-    """Megabytes for each further z_i, differentiated to y and to the z_i, all in loops."""
+    """Returns megabytes per additional z_i, with derivatives for y and the z_i, all in loops."""
     sizes = [
         compiled(scanned, freeze, jax.lax.map, uses, (0, 1)).memory_analysis().temp_size_in_bytes
         for uses in (USES, 2 * USES)
@@ -77,7 +78,8 @@ def main() -> None:
             print(f"| {where}, z_i in {name} | {' | '.join(cells)} |", flush=True)
     frozen, plain = along_z(gt.frozen), along_z(lambda G: G)
     print(
-        f"\nto y and the z_i, layers in `scan`, z_i in `jax.lax.map`: a further z_i takes {frozen}"
+        "\nmemory per additional z_i with derivatives for y and z_i, layers in `scan`, z_i in "
+        f"`jax.lax.map`: {frozen}"
     )
     print(f"with `frozen`, {plain} with double backward")
 

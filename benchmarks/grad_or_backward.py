@@ -1,7 +1,7 @@
-"""The figures of docs/grad-or-backward.md: what pruning saves, what zeros move, what threads lose.
+"""Measures the figures of docs/grad-or-backward.md: pruning, zero gradients and races of threads.
 
-Work and steps are the same in each run. What threads lose is a race, so the table gives the least
-and the most of several runs, and another day has other numbers.
+Work and steps are the same in each run. The results of races vary, so the table shows the minimum
+and the maximum of several runs.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ Work = Callable[[torch.nn.Parameter, float], int]
 
 
 def backward_work() -> tuple[float, float]:
-    """MFLOP of the backward pass of two layers, for the first one's parameters and for all."""
+    """Returns the MFLOP of a backward pass of two layers, for the first layer and for both."""
     first, second = torch.nn.Linear(64, 64), torch.nn.Linear(64, 64)
     named, every = list(first.parameters()), [*first.parameters(), *second.parameters()]
     found = []
@@ -37,7 +37,7 @@ def backward_work() -> tuple[float, float]:
 
 
 def moved_by_zeros(optimizer: type[torch.optim.Optimizer], **options: float) -> float:
-    """How far a gradient of zero moves a weight after one step with gradient 1."""
+    """Returns the change of a weight by a zero gradient, after one step with gradient 1."""
     w = torch.nn.Parameter(torch.ones(1))
     steps = optimizer([w], lr=0.1, **options)
     w.grad = torch.ones(1)
@@ -48,14 +48,14 @@ def moved_by_zeros(optimizer: type[torch.optim.Optimizer], **options: float) -> 
 
 
 def bfloat16_sum(dtype: str | None) -> float:
-    """What 600 gradients of 1 in bfloat16 add up to."""
+    """Returns the sum of 600 gradients of 1 in bfloat16."""
     total = gt.GradientAccumulator(dtype=dtype)
     for _ in range(600):
         total.add(torch.ones((), dtype=torch.bfloat16))
     return float(total.sum())
 
 
-# --- threads: each does its work at the same parameter, and says how often it was wrong ------
+# --- threads: each thread uses the same parameter, and counts wrong results --------------------
 
 
 def read_beside_others(w: torch.nn.Parameter, i: float) -> int:
@@ -97,7 +97,7 @@ def accumulate(w: torch.nn.Parameter, i: float) -> int:
 
 
 def at_once(work: Work, size: int) -> tuple[int, torch.Tensor]:
-    """Wrong gradients over all threads, and what stands in `.grad` afterwards."""
+    """Returns the number of wrong gradients of all threads, and `.grad` afterwards."""
     w = torch.nn.Parameter(torch.ones(size))
     w.grad = torch.zeros(size)
     wrong = [0] * THREADS
@@ -143,19 +143,19 @@ def figures() -> list[str]:
     narrow, wide = bfloat16_sum(None), bfloat16_sum("float32")
     return [
         f"- Backward pass of two layers: {named:.2f} MFLOP for the first, {every:.2f} for both.",
-        f"- A gradient of zero moves a weight: SGD {sgd:.2f}, Adam {adam:.3f}, AdamW {adamw:.3f}.",
-        f"- 600 gradients of 1 in bfloat16 add up to {narrow:.0f}, in float32 to {wide:.0f}.",
+        f"- A zero gradient changes a weight: SGD {sgd:.2f}, Adam {adam:.3f}, AdamW {adamw:.3f}.",
+        f"- The sum of 600 gradients of 1 is {narrow:.0f} in bfloat16 and {wide:.0f} in float32.",
     ]
 
 
 def races() -> list[str]:
     return [
-        "| What the threads do | 256 entries | 100,000 entries |",
+        "| operation of each thread | 256 entries | 100,000 entries |",
         "|---|---|---|",
-        wrong_row("`.grad` after `backward()` less `.grad` before", read_beside_others),
+        wrong_row("`.grad` after `backward()` minus `.grad` before", read_beside_others),
         sum_row("`w.grad = w.grad + g` in Python", rebind),
         sum_row("`w.grad += g`", add_in_place),
-        sum_row("`backward()` alone, only the sum read at the end", backward),
+        sum_row("only `backward()`; the sum is read at the end", backward),
         wrong_row("pure gradients", pure),
         sum_row("`accumulate_gradients`", accumulate),
     ]
@@ -169,8 +169,8 @@ def main() -> None:
         "",
         *figures(),
         "",
-        f"{THREADS} threads that start together, {EACH} gradients each, the least and the most of "
-        f"{RUNS} runs; a sum should be {SUM}.",
+        f"{THREADS} threads start together and compute {EACH} gradients each. The cells show the "
+        f"minimum and the maximum of {RUNS} runs; the correct sum is {SUM}.",
         "",
         *races(),
     ]

@@ -1,9 +1,8 @@
-"""What a host function adds to the bare way into NumPy: a Function around .numpy(), pure_callback.
+"""Measures the overhead of host functions over a Function around .numpy(), and pure_callback.
 
-Each row runs its variants in turns and gives the least processor time of each, and its ratio to
-the first variant. Processor time, for a callback runs on threads of its own; the least, for the
-rest is the machine's other work. PyTorch's rows come first, before JAX is imported, as in a program
-of one framework.
+Each row runs its variants in turn and reports the minimum processor time of each variant, and the
+ratio to the first variant. Processor time includes the threads that run callbacks. The minimum is
+least affected by other processes. PyTorch's rows run before JAX is imported.
 """
 
 from __future__ import annotations
@@ -105,7 +104,7 @@ def in_jax(size: int) -> dict[str, Variants]:
 
 
 def row(what: str, variants: Variants) -> list[str]:
-    """A line of the table for each variant."""
+    """Yields a row of the table for each variant."""
     calls = 10 if "gradient, JAX eager" in what else 50
     least = dict.fromkeys(variants, float("inf"))
     for run in variants.values():
@@ -126,9 +125,9 @@ def main() -> None:
         f"# Host functions, {datetime.date.today()}, Python {sys.version.split()[0]}, "
         f"torch {version('torch')}, jax {version('jax')}, one CPU thread in PyTorch",
         "",
-        f"np.exp of float32. The least processor time of {ROUNDS} rounds, taken in turns. By hand: "
-        "a torch.autograd.Function around .numpy(), which knows neither vmap nor forward mode nor "
-        "a second derivative, copies nothing and checks nothing; jax.pure_callback, with "
+        f"The kernel is np.exp in float32. Times are minimum processor times over {ROUNDS} "
+        "interleaved rounds. The hand-written code is a torch.autograd.Function around .numpy() "
+        "without vmap, forward mode, second derivatives and checks, and jax.pure_callback with "
         "jax.custom_vjp around it.",
         "",
         "| what | variant | microseconds | times by hand |",

@@ -1,6 +1,6 @@
-"""What importing a wing adds to importing its framework: the median of fresh processes.
+"""Measures the time to import a backend after its framework, as the median of new processes.
 
-CPU seconds, so that other programs on the machine count little.
+Times are CPU seconds, which other processes affect little.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from importlib.metadata import version
 
 RUNS = 9
 ROOT = pathlib.Path(__file__).parent.parent
-# As installed: bytecode is cached.
+# Bytecode is cached, as in an installed package.
 ENVIRONMENT = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
 TIMED = """
 import sys, time
@@ -30,7 +30,7 @@ print(middle - start, end - middle, len(ours))
 
 
 def seconds(name: str, framework: str) -> tuple[float, float, float]:
-    """Of a fresh interpreter: the framework's import, then the wing's, and the wing's modules."""
+    """Returns the import times of the framework and the backend, and the number of modules."""
     program = TIMED.format(name=name, framework=framework)
     done = subprocess.run(
         [sys.executable, "-c", program],
@@ -48,9 +48,9 @@ def main() -> None:
     lines = [
         f"# Import time, {datetime.date.today()}, Python {sys.version.split()[0]}",
         "",
-        f"CPU milliseconds, medians of {RUNS} fresh processes after one that is not counted.",
+        f"Times are CPU milliseconds: medians over {RUNS} new processes, after a warm-up process.",
         "",
-        "| wing | the framework, ms | then the wing, ms | its modules |",
+        "| backend | framework, ms | then the backend, ms | modules |",
         "|---|---|---|---|",
     ]
     for name, framework in (("torch", "import torch"), ("jax", "import jax, jax.numpy")):

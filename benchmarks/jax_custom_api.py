@@ -1,15 +1,16 @@
-"""JAX's own tests of custom_jvp and custom_vjp, run with both replaced by `gt.custom_rule`.
+"""Runs JAX's tests of custom_jvp and custom_vjp with both functions replaced by `gt.custom_rule`.
 
     python benchmarks/jax_custom_api.py PATH_OF_A_JAX_CHECKOUT
 
-reads `tests/custom_api_test.py` there, runs its two classes in a process of their own, and prints
-which tests pass, and why the others do not. The stand-ins below are all that lies between the two:
+The program reads `tests/custom_api_test.py` in the checkout, runs its two classes in a separate
+process, and prints the tests that pass and the reasons for failures. The replacements below adapt
+the interface:
 
-- Arguments among `nondiff_argnums` that hold arrays are passed as arguments, the others as static
-  ones. JAX refuses tracers there for a custom_vjp, and so does ours, for they are left static.
-- A cotangent is J^H c in gradtools and J^T c in JAX: complex ones are conjugated on either side.
-- With symbolic zeros JAX's own objects go in; what comes out is handed on as it is.
-- A refusal (`GradtoolsError`) is counted where JAX's test expects an error, whatever its words.
+- Arguments in `nondiff_argnums` that contain arrays are passed as arguments, and the others as
+  static arguments. For a custom_vjp, tracers in these arguments raise an error, as in JAX.
+- A cotangent is J^H c in gradtools and J^T c in JAX, so complex cotangents are conjugated.
+- With symbolic zeros, JAX's objects are passed to fwd, and its results are passed on unchanged.
+- If JAX's test expects an error, any `GradtoolsError` counts, whatever its message.
 """
 
 from __future__ import annotations
@@ -43,52 +44,52 @@ CLASSES = ("CustomJVPTest", "CustomVJPTest")
 
 REASONS = {
     **{
-        f"Custom{kind}Test.test_symbolic_zero_custom_{kind.lower()}": "it asserts that f was "
-        "called with a Python float; a float is a weakly typed array to a rule"
+        f"Custom{kind}Test.test_symbolic_zero_custom_{kind.lower()}": "the test asserts that f is "
+        "called with a Python float; custom_rule passes a weakly typed array"
         for kind in ("JVP", "VJP")
     },
-    "CustomVJPTest.test_bwd_rule_shape_mismatch_disable": "a cotangent of a wrong shape, by "
-    "jax_disable_bwd_checks: the flag counts where the author asks for no check",
-    "CustomVJPTest.test_bwd_closes_over_tracer": "bwd closes over what is differentiated, which "
-    "is refused in both backends: pass it as an argument",
-    "CustomVJPTest.test_fwd_closes_over_tracer": "fwd closes over what is differentiated, which "
-    "is refused in both backends: pass it as an argument",
-    "CustomJVPTest.test_resolve_kwargs_error_message": "an error for a keyword-only argument, "
-    "which is an argument like any other",
-    "CustomVJPTest.test_resolve_kwargs_error_message": "an error for a keyword-only argument, "
-    "which is an argument like any other",
-    "CustomVJPTest.test_jvp_error": "an error for forward mode of a reverse rule, which follows "
-    "by transposing",
+    "CustomVJPTest.test_bwd_rule_shape_mismatch_disable": "the test disables shape checks with "
+    "jax_disable_bwd_checks, but custom_rule always checks the shape of a cotangent",
+    "CustomVJPTest.test_bwd_closes_over_tracer": "bwd closes over a differentiated array, which "
+    "raises an error in both backends: pass the array as an argument",
+    "CustomVJPTest.test_fwd_closes_over_tracer": "fwd closes over a differentiated array, which "
+    "raises an error in both backends: pass the array as an argument",
+    "CustomJVPTest.test_resolve_kwargs_error_message": "the test expects an error for a "
+    "keyword-only argument, which custom_rule supports",
+    "CustomVJPTest.test_resolve_kwargs_error_message": "the test expects an error for a "
+    "keyword-only argument, which custom_rule supports",
+    "CustomVJPTest.test_jvp_error": "the test expects an error for forward mode of a reverse rule, "
+    "which custom_rule supports by transposition",
     **{
-        f"Custom{kind}Test.test_dce": "an equation of a rule keeps all outputs; XLA removes what "
-        "is not used"
+        f"Custom{kind}Test.test_dce": "the equation of a rule keeps all outputs; XLA removes "
+        "unused outputs"
         for kind in ("JVP", "VJP")
     },
     **{
-        f"Custom{test}": "a printed equation shows the name of its rule, not its program"
+        f"Custom{test}": "a printed equation contains the name of the rule, not its program"
         for test in (
             "JVPTest.test_pretty_print",
             "VJPTest.test_pretty_print",
             "VJPTest.test_custom_lin_pretty_print",
         )
     },
-    "CustomJVPTest.test_symbolic_zero_custom_jvp_vmap_doesnt_instantiate": "a tangent that a rule "
-    "returns as zero is an array of zeros to the next rule",
+    "CustomJVPTest.test_symbolic_zero_custom_jvp_vmap_doesnt_instantiate": "a zero tangent that a "
+    "rule returns is passed to the next rule as an array of zeros",
 }
-"""Why a test does not pass."""
+"""Returns the reason why a test does not pass."""
 
 
 # --- jax.custom_jvp and jax.custom_vjp, on custom_rule ------------------------------------
 
 
 class _StandIn:
-    """One of the two decorators. There is one rule for each set of arguments that hold arrays.
+    """One of the two decorators, with one rule for each set of arguments that contain arrays.
 
     Attributes:
         fun: The function.
-        names: Of its parameters, where they are known.
+        names: The names of its parameters, if they are known.
         apart: The positions in `nondiff_argnums`.
-        given: What the author gave as a rule: None, or (functions, options).
+        given: The user's rule: None, or (functions, options).
     """
 
     def __init__(
@@ -116,7 +117,7 @@ class _StandIn:
         self._rules.clear()
 
     def _moved(self, args: Any, kwargs: Any) -> tuple[int, ...]:
-        """Those of `apart` that are passed as arguments here, since they hold arrays."""
+        """Returns the positions in `apart` that contain arrays and are passed as arguments."""
         if not self.apart:
             return ()
         bound = inspect.signature(self.fun).bind(*args, **kwargs)
@@ -126,7 +127,7 @@ class _StandIn:
 
     @staticmethod
     def moves(x: Any) -> bool:
-        """Whether x is an array that is passed as an argument."""
+        """Returns whether x is an array that is passed as an argument."""
         return isinstance(x, jax.Array | np.ndarray | np.generic)
 
     def _rule(self, moved: tuple[int, ...]) -> Any:
@@ -139,12 +140,12 @@ class _StandIn:
         return self._rules[moved]
 
     def install(self, rule: Any, static: list[int], moved: tuple[int, ...]) -> None:
-        """Gives the author's rule to ours."""
+        """Passes the user's rule to `gt.custom_rule`."""
         raise NotImplementedError
 
     @staticmethod
     def in_order(static: list[int], values: Sequence[Any]) -> list[Any]:
-        """The arguments by position, of values of which the static ones lead."""
+        """Returns the arguments by position; in `values`, static arguments come first."""
         led, rest = iter(values[: len(static)]), iter(values[len(static) :])
         return [next(led) if i in static else next(rest) for i in range(len(values))]
 
@@ -171,7 +172,7 @@ class custom_jvp(_StandIn):
         self._gives(*jvps, symbolic=None)
 
     def install(self, rule: Any, static: list[int], moved: tuple[int, ...]) -> None:
-        """Gives the author's rule to ours."""
+        """Passes the user's rule to `gt.custom_rule`."""
         jvps, options = self.given
         symbolic, (jvp, *_) = options["symbolic"], jvps
         if symbolic is None:  # one rule for each argument
@@ -224,11 +225,11 @@ class custom_vjp(_StandIn):
 
     @staticmethod
     def moves(x: Any) -> bool:
-        """Whether x is an array that is passed as an argument; JAX refuses tracers."""
+        """Returns whether x is an array that is passed as an argument; JAX rejects tracers."""
         return _StandIn.moves(x) and not isinstance(x, jax.core.Tracer)
 
     def install(self, rule: Any, static: list[int], moved: tuple[int, ...]) -> None:
-        """Gives the author's rule to ours."""
+        """Passes the user's rule to `gt.custom_rule`."""
         (fwd, bwd), options = self.given
         symbolic, outs = options["symbolic"], {}
 
@@ -285,11 +286,11 @@ def _conjugated(tree: Any) -> Any:
     return tree_map(one, tree, is_leaf=lambda x: isinstance(x, SymbolicZero))
 
 
-# --- JAX's tests in our words -------------------------------------------------------------
+# --- JAX's tests with the messages of gradtools -------------------------------------------
 
 
 class _Raised:
-    """An expectation of an error, met by a refusal of ours whatever its words."""
+    """Expects an error; any error of gradtools counts, whatever its message."""
 
     def __init__(self, inner: Any, regex: str) -> None:
         self.inner, self.regex = inner, regex
@@ -341,7 +342,7 @@ def _suite(path: str) -> unittest.TestSuite:
 
 
 def _outcomes(path: str) -> dict[str, str]:
-    """By name of a test: "passed", "skipped", or the last line of what it said."""
+    """Returns "passed", "skipped" or the last line of the output, by name of the test."""
     from absl import flags
 
     flags.FLAGS([sys.argv[0]])
@@ -375,18 +376,17 @@ def _run(path: str) -> dict[str, str]:
 
 
 def table(outcomes: dict[str, str]) -> str:
-    """What passes, and what does not, with the reason."""
+    """Writes the tests that pass, and the tests that do not, with the reasons."""
     skipped = [n for n, o in outcomes.items() if o == "skipped"]
     passed = [n for n, o in outcomes.items() if o == "passed"]
     rest = [n for n in outcomes if n not in {*skipped, *passed}]
     lines = [
-        f"# JAX's tests of custom_jvp and custom_vjp, with custom_rule in their place, jax "
-        f"{jax.__version__}",
+        f"# JAX's tests of custom_jvp and custom_vjp, run with custom_rule, jax {jax.__version__}",
         "",
-        "| tests | all | skipped by JAX | pass | do not |",
+        "| tests | all | skipped by JAX | passed | failed |",
         "|---|---|---|---|---|",
         f"| custom_api_test.py | {len(outcomes)} | {len(skipped)} | {len(passed)} | {len(rest)} |",
-        *["", "Do not pass:", "", "| test | reason |", "|---|---|"],
+        *["", "These tests fail:", "", "| test | reason |", "|---|---|"],
     ]
     lines += [f"| {n} | {REASONS.get(n, 'not known: ' + outcomes[n])} |" for n in sorted(rest)]
     return "\n".join(lines) + "\n"

@@ -1,18 +1,16 @@
-"""Ten thousand calls of each operator: what stays alive afterwards?
+"""Measures the memory that stays alive after ten thousand calls of each operator.
 
     python benchmarks/leaks.py --backend torch --calls 10000
 
-Counted are Python's objects, the bytes of live arrays, and entries of caches (in JAX also the
-compiled programs): after some calls that fill what is filled once, and again at the end. The
-operators are used as in tests/support/every_operator.py. In PyTorch each call makes its operator of
-new functions, which is the hardest for caches; in JAX it is made once, for eager JAX keeps what it
-compiled for functions that are new in each call (see tests/house/test_leaks.py, which measures
-that).
+The program counts Python objects, bytes of live arrays and cache entries (in JAX also compiled
+programs), after some warm-up calls and again at the end. The operators are used as in
+tests/support/every_operator.py. In PyTorch each call creates the operator from new functions, which
+is the worst case for caches. In JAX the operator is created once, because eager JAX keeps programs
+that it compiled for new functions (measured by tests/house/test_leaks.py).
 
-A run takes the operators in the order of their cost, each for --seconds at most, and keeps what it
-found in out/leaks.jsonl, so one that was ended goes on where it was; a second process that begins
-at the other end with --costly-first meets it in the middle. --report: writes
-results/leaks.md of what there is so far.
+A run measures the operators in the order of their cost, each for at most --seconds, and stores the
+results in out/leaks.jsonl, so an interrupted run can be continued. A second process with
+--costly-first can start at the other end. With --report, the program only writes results/leaks.md.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ sys.path.insert(0, str(HERE.parent))
 from tests.support.every_operator import POINT, USES, Use, World, healthy  # noqa: E402, it is no package
 
 CALLS = 10_000
-FEW = 20  # calls that fill what is filled once
+FEW = 20  # warm-up calls, which fill caches
 SERIES = 3
 PARTS = HERE.parent / "out" / "leaks.jsonl"
 RESULTS = HERE / "results" / "leaks.md"
@@ -48,7 +46,7 @@ COUNTS = ("objects", "bytes of arrays", "entries of caches", "compiled programs"
 
 @dataclass(frozen=True)
 class Run:
-    """Many calls of one operator: their cost, and what was alive before and after them."""
+    """Many calls of one operator: their cost, and the counts before and after the calls."""
 
     backend: str
     version: str
@@ -61,7 +59,7 @@ class Run:
 
     @property
     def grown(self) -> dict[str, int]:
-        """What grew by more than one in a hundred calls, and by more than comes and goes."""
+        """Returns the counts that grew by more than one per hundred calls and more than noise."""
         more = {k: self.after[k] - self.before[k] for k in self.after}
         return {k: n for k, n in more.items() if n > max(30, self.calls // 100)}
 
@@ -69,7 +67,7 @@ class Run:
 def calls_of(
     use: Use, gt: Any, x: Any, once: bool, part: Callable[[Any], Any] | None = None
 ) -> Callable[[], Any]:
-    """One call of a use, of an operator that was made once or of a new one."""
+    """Returns a function that calls an operator, which is created once or in each call."""
     world = lambda: World(gt, part or healthy(gt), x)
     made = use.make(world())
     return (lambda: made(x)) if once else lambda: use.run(world())
@@ -80,9 +78,9 @@ def square(x: Any) -> Any:
 
 
 def grown(run: Callable[[], Any], backend: str, calls: int, few: int = 5) -> dict[str, float]:
-    """By how much each count grew a call at least, if it did so in each of three series of calls.
+    """Returns the growth of each count per call: the minimum over three series of calls.
 
-    The least of the three: what a test runner's own threads make meanwhile comes in one of them.
+    The minimum excludes objects that other threads of a test runner create during one series.
     """
     for _ in range(few):
         run()
@@ -95,13 +93,13 @@ def grown(run: Callable[[], Any], backend: str, calls: int, few: int = 5) -> dic
         new = {k: after[k] - before[k] for k in more}
         more = {k: min(n, new[k] / calls) for k, n in more.items() if new[k] >= 3}
         if not more:
-            break  # what grew before was filled once
+            break  # growth before this was a warm-up
     return more
 
 
 def alive(backend: str) -> dict[str, int]:
-    """What is alive now."""
-    while gc.collect():  # what a cache forgets when something dies is freed only after that
+    """Counts live objects, bytes and cache entries."""
+    while gc.collect():  # cache entries of dead objects are freed after a first collection
         pass
     objects = gc.get_objects()
     caches = [x for x in objects if type(x) is functools._lru_cache_wrapper]
@@ -132,7 +130,7 @@ def _alive_in_jax() -> dict[str, int]:
 
 
 def measured(use: Use, backend: str, gt: Any, calls: int, seconds: float, part: Any = None) -> Run:
-    """Many calls of one use, or as many as fit into the seconds."""
+    """Runs `calls` calls of a use, or fewer if the time limit is reached."""
     run, done = calls_of(use, gt, gt.asarray(POINT), ONCE[backend], part), 0
     for _ in range(FEW):
         run()
@@ -158,7 +156,7 @@ def by_cost(uses: list[Use], gt: Any, backend: str) -> list[Use]:
 
 
 def kept() -> list[Run]:
-    """The run of most calls of each use; of as many the last."""
+    """Returns the run with the most calls for each use; among equal runs, the last."""
     lines = PARTS.read_text(encoding="utf-8").splitlines() if PARTS.exists() else []
     runs = sorted([Run(**json.loads(line)) for line in lines], key=lambda r: r.calls)
     return list({(r.backend, r.use): r for r in runs if r.version == version(r.backend)}.values())
@@ -174,17 +172,17 @@ def keep(run: Run) -> None:
 
 
 def report(runs: list[Run]) -> Iterator[str]:
-    """The page of results."""
+    """Returns the page of results."""
     yield f"# Leaks, {datetime.date.today()}, Python {platform.python_version()}"
     yield ""
     yield (
-        "Live before many calls of an operator, and how much more after them. In PyTorch each call "
-        "makes its operator of new functions; in JAX it is made once. The object a call of "
-        "`mixed_partial`, `straight_through`, a jvp rule and a second "
-        "derivative of `frozen` in JAX is a dead weak reference in JAX's own caches, which are "
-        "emptied at times, as gradients written by hand leave one (tests/house/test_leaks.py "
-        "measures both). One use of each public name is called 20,000 times; "
-        "some in JAX of x * x alone (--square), in place of sin(x) + x * x."
+        "The table shows the counts before many calls of an operator, and the growth after these "
+        "calls. In PyTorch each call creates the operator from new functions; in JAX the operator "
+        "is created once. In JAX, `mixed_partial`, `straight_through`, a jvp rule and a second "
+        "derivative of `frozen` leave one object per call: a dead weak reference in JAX's caches, "
+        "which JAX clears from time to time. Hand-written gradients leave the same reference "
+        "(tests/house/test_leaks.py measures both). One use of each public name is called 20,000 "
+        "times. Some rows in JAX use x * x (--square) instead of sin(x) + x * x."
     )
     for backend in ONCE:
         found = [r for r in runs if r.backend == backend]
@@ -193,7 +191,7 @@ def report(runs: list[Run]) -> Iterator[str]:
 
 
 def table(backend: str, runs: list[Run]) -> Iterator[str]:
-    """One row for each operator, in their order."""
+    """Returns one row for each operator, in order."""
     heads = [c for c in COUNTS if c in runs[0].after]
     order = [use.name for use in USES]
     lost = [use.name for use in USES if backend in use.backends]
@@ -202,12 +200,12 @@ def table(backend: str, runs: list[Run]) -> Iterator[str]:
     yield from ("", f"## {backend} {runs[0].version}", "")
     full = sum(r.calls >= CALLS for r in runs)
     yield (
-        f"{len(runs)} uses, {full} of them with {CALLS:,} calls or more, the others with as many "
-        f"as are told; {grew or 'none'} grew."
+        f"{len(runs)} uses were measured, {full} of them with at least {CALLS:,} calls; the table "
+        f"shows the number of calls. The counts of {grew or 'no'} uses grew."
     )
     if lost:
-        yield f"Not measured: {', '.join(lost)}."
-    yield from ("", f"| use | calls | on | ms a call | {' | '.join(heads)} | grew |")
+        yield f"These uses were not measured: {', '.join(lost)}."
+    yield from ("", f"| use | calls | date | ms per call | {' | '.join(heads)} | grew |")
     yield "|---" * (len(heads) + 5) + "|"
     for run in sorted(runs, key=lambda r: order.index(r.use)):
         pairs = [f"{run.before[c]:,} {run.after[c] - run.before[c]:+,}" for c in heads]
@@ -217,15 +215,21 @@ def table(backend: str, runs: list[Run]) -> Iterator[str]:
 
 
 def main() -> None:
-    """Measures what is not measured yet, and writes the page."""
+    """Runs the missing measurements, and writes the page."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--backend", choices=tuple(ONCE), default="torch")
     parser.add_argument("--calls", type=int, default=CALLS)
-    parser.add_argument("--filter", default="", help="only uses with this text in their name")
-    parser.add_argument("--seconds", type=float, default=1e9, help="at most these for each use")
-    parser.add_argument("--costly-first", action="store_true", help="the costliest use first")
-    parser.add_argument("--square", action="store_true", help="of x * x alone, which is cheaper")
-    parser.add_argument("--name-once", action="store_true", help="one use of each public name")
+    parser.add_argument(
+        "--filter", default="", help="measure only uses with this text in their name"
+    )
+    parser.add_argument("--seconds", type=float, default=1e9, help="maximum seconds for each use")
+    parser.add_argument(
+        "--costly-first", action="store_true", help="start with the most expensive use"
+    )
+    parser.add_argument("--square", action="store_true", help="use the cheaper function x * x")
+    parser.add_argument(
+        "--name-once", action="store_true", help="measure one use of each public name"
+    )
     parser.add_argument("--report", action="store_true", help="only write the page")
     options = parser.parse_args()
     if not options.report:
@@ -234,7 +238,7 @@ def main() -> None:
 
 
 def measure_all(options: argparse.Namespace) -> None:
-    """Every use that was not measured with as many calls yet."""
+    """Returns the uses that were not yet measured with this number of calls."""
     backend, calls = options.backend, options.calls
     gt = importlib.import_module(f"gradtools.{backend}")
     if backend == "jax":
@@ -245,7 +249,7 @@ def measure_all(options: argparse.Namespace) -> None:
     uses = by_cost([u for u in uses if not measured_already(u, backend, calls)], gt, backend)
     for use in reversed(uses) if options.costly_first else uses:
         if measured_already(use, backend, calls, options.name_once):
-            continue  # by the process that came from the other end
+            continue  # measured by the process from the other end
         part = square if options.square else None
         run = measured(use, backend, gt, calls, options.seconds, part)
         print(f"{use.name:<36}{run.milliseconds:>10.2f} ms  {run.grown or 'flat'}", flush=True)
@@ -253,7 +257,7 @@ def measure_all(options: argparse.Namespace) -> None:
 
 
 def measured_already(use: Use, backend: str, calls: int, name_once: bool = False) -> bool:
-    """Whether this use was, or, name_once, another of its public name."""
+    """Returns whether this use was measured or, with name_once, a use of the same name."""
     full = {r.use for r in kept() if r.backend == backend and r.calls >= calls}
     alike = [u.name for u in USES if u.public == use.public] if name_once else [use.name]
     return not full.isdisjoint(alike)

@@ -1,7 +1,7 @@
-"""mixed_partial beside double backward over the depth of G: memory and time, in one run.
+"""Compares the memory and time of `mixed_partial` and double backward for several depths of G.
 
-Memory is what autograd saves in PyTorch, and in JAX what the compiled program needs beside its
-inputs and outputs, with G's layers in a scan.
+Memory is the size of tensors that autograd saves in PyTorch, and the temporaries of the compiled
+program in JAX, with the layers of G in a scan.
 """
 
 from __future__ import annotations
@@ -113,8 +113,8 @@ def main() -> None:
         f"# The mixed partial, {datetime.date.today()}, Python {sys.version.split()[0]}, "
         f"torch {version('torch')}, jax {version('jax')}",
         "",
-        f"G: layers of width {WIDTH}, batch {BATCH}, float32. Medians of {ROUNDS} rounds of "
-        f"{CALLS} calls, taken in turns.",
+        f"G has layers of width {WIDTH}; the batch is {BATCH}, in float32. Times are medians over "
+        f"{ROUNDS} interleaved rounds of {CALLS} calls.",
         "",
         "| framework | depth of G | way | memory, MB | ms | times double backward |",
         "|---|---|---|---|---|---|",

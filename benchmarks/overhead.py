@@ -1,7 +1,7 @@
-"""What gradtools adds to plain framework code, side by side in one run.
+"""Measures the overhead of gradtools over plain framework code.
 
-Each row times its variants in turns and gives the median of each, and the median of the paired
-ratios to the first variant.
+Each row times its variants in turn and reports the median of each variant, and the median of the
+paired ratios to the first variant.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ Variants = dict[str, Callable[[], Any]]
 
 
 class _Reverse(torch.autograd.Function):
-    """A reversal by hand with the same abilities: both modes, vmap, torch.func."""
+    """A hand-written reversal with the same features: both modes, vmap, torch.func."""
 
     @staticmethod
     def forward(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
@@ -52,7 +52,7 @@ class _Reverse(torch.autograd.Function):
 
 
 def reversal(size: int) -> Variants:
-    """Forward and backward of the identity, with and without reversal, in PyTorch."""
+    """Runs forward and backward of the identity, with and without reversal, in PyTorch."""
     x = torch.randn(size, size, requires_grad=True)
 
     def step(edit: Callable[[torch.Tensor], torch.Tensor]) -> Callable[[], Any]:
@@ -72,7 +72,7 @@ def reversal(size: int) -> Variants:
 
 
 def gradient(size: int) -> Variants:
-    """The gradient of a small function in eager PyTorch."""
+    """Computes the gradient of a small function in eager PyTorch."""
     x = torch.randn(size, size)
     f = lambda x: (torch.tanh(x @ x) ** 2).sum()
 
@@ -88,7 +88,7 @@ def gradient(size: int) -> Variants:
 
 
 def jitted(size: int) -> Variants:
-    """The same gradient, with a reversal in it, jitted in JAX."""
+    """Computes the same gradient with a reversal, under jit in JAX."""
     x = jax.random.normal(jax.random.key(0), (size, size))
 
     @jax.custom_vjp
@@ -106,7 +106,7 @@ def jitted(size: int) -> Variants:
 
 
 def eager(size: int) -> Variants:
-    """The gradient of a small function in eager JAX, which is traced at each call both ways."""
+    """Computes the gradient of a small function in eager JAX, which traces each call."""
     x = jax.random.normal(jax.random.key(0), (size, size))
     f = lambda x: (jnp.tanh(x @ x) ** 2).sum()
     return {
@@ -116,7 +116,7 @@ def eager(size: int) -> Variants:
 
 
 def seconds(run: Callable[[], Any]) -> float:
-    """CPU seconds of a call, so that other programs on the machine count little."""
+    """Returns the CPU seconds of a call, which other processes affect little."""
     start = time.process_time()
     for _ in range(CALLS):
         run()
@@ -141,7 +141,7 @@ def main() -> None:
         f"# Overhead, {datetime.date.today()}, Python {sys.version.split()[0]}, "
         f"torch {version('torch')}, jax {version('jax')}, one CPU thread in PyTorch",
         "",
-        f"CPU microseconds, medians of {ROUNDS} rounds of {CALLS} calls, taken in turns.",
+        f"Times are CPU microseconds: medians over {ROUNDS} interleaved rounds of {CALLS} calls.",
         "",
         "| what | variant | microseconds | times by hand |",
         "|---|---|---|---|",

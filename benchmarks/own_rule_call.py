@@ -1,7 +1,8 @@
-"""What one eager call of an own rule costs in PyTorch, beside a bare torch.autograd.Function.
+"""Compares one eager call of a custom rule in PyTorch with a torch.autograd.Function.
 
-8 x 8 numbers, so that all is overhead. Least processor times of short rounds in turns, which a busy
-machine changes less than medians; `own_rules.py` has the larger sizes, and JAX.
+The arrays are 8 x 8, so the time is overhead. Times are minimum processor times over short
+interleaved rounds, which other processes affect less than medians. `own_rules.py` measures larger
+sizes, and JAX.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def minima(variants: dict[str, Callable[[], Any]]) -> dict[str, float]:
 
 
 def tangent(f: Callable[..., Any], x: torch.Tensor, dx: torch.Tensor) -> Any:
-    """Forward mode, the level of dual numbers with it."""
+    """Runs forward mode, including entering the level of dual numbers."""
     with forward_ad.dual_level():
         return forward_ad.unpack_dual(f(forward_ad.make_dual(x, dx)))
 
@@ -59,11 +60,12 @@ def main() -> None:
         },
     }
     lines = [
-        f"# A call of an own rule, {datetime.date.today()}, Python {sys.version.split()[0]}, "
+        f"# A call of a custom rule, {datetime.date.today()}, Python {sys.version.split()[0]}, "
         f"torch {torch.__version__}, one CPU thread",
         "",
-        f"The rule of exp, 8 x 8, float32. Least processor time of {ROUNDS} rounds of {CALLS} "
-        "calls, in turns. By hand is the first of each kind; the first two have no forward mode.",
+        f"The rule is the derivative of exp for 8 x 8 arrays in float32. Times are minimum "
+        f"processor times over {ROUNDS} interleaved rounds of {CALLS} calls. Ratios are relative "
+        "to the first variant of each kind; the first two variants have no forward mode.",
         "",
         "| what | variant | microseconds | times by hand |",
         "|---|---|---|---|",

@@ -1,8 +1,8 @@
-"""What an own rule adds to the same formulas written for one framework.
+"""Compares custom rules with the same formulas written for one framework.
 
-Each row times its variants in turns and gives the median of each, and the median of the paired
-ratios to the first variant. The rule is that of exp, which saves its output: so little is computed
-that at small sizes the time is the overhead's.
+Each row times its variants in turn and reports the minimum of each variant, and the ratio to the
+first variant. The rule is the derivative of exp, which saves its output. At small sizes, the time
+is mostly overhead.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SIZES, ROUNDS, CALLS = (8, 64, 256, 1024), 30, 10
 
 
 class _Exp(torch.autograd.Function):
-    """Reverse mode alone, as most people write it."""
+    """A common implementation with reverse mode only."""
 
     @staticmethod
     def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -41,7 +41,7 @@ class _Exp(torch.autograd.Function):
 
 
 class _ExpInTwoSteps(torch.autograd.Function):
-    """Reverse mode alone, as the manual recommends it: the context is set up apart."""
+    """Reverse mode only, with `setup_context`, as PyTorch's documentation recommends."""
 
     @staticmethod
     def forward(x: torch.Tensor) -> torch.Tensor:
@@ -57,7 +57,7 @@ class _ExpInTwoSteps(torch.autograd.Function):
 
 
 class _ExpBothModes(torch.autograd.Function):
-    """With the abilities of an own rule: both modes, vmap, torch.func."""
+    """Has the features of a custom rule: both modes, vmap, torch.func."""
 
     generate_vmap_rule = True
 
@@ -80,7 +80,7 @@ class _ExpBothModes(torch.autograd.Function):
 
 
 def _rule(gt: Any, value: Callable[..., Any]) -> Any:
-    """The rule of exp around a value."""
+    """Defines the rule of exp for a function."""
     exp = gt.custom_rule(value)
 
     def fwd(x: Any) -> Any:
@@ -199,7 +199,7 @@ WHAT = {
 
 
 def row(what: str, variants: Variants) -> list[str]:
-    """A line of the table for each variant: the least time, which a busy machine changes least."""
+    """Yields a row of the table for each variant, with the minimum time."""
     least = dict.fromkeys(variants, float("inf"))
     for run in variants.values():
         run()
@@ -216,11 +216,12 @@ def row(what: str, variants: Variants) -> list[str]:
 def main() -> None:
     torch.set_num_threads(1)
     lines = [
-        f"# Own rules, {datetime.date.today()}, Python {sys.version.split()[0]}, "
+        f"# Custom rules, {datetime.date.today()}, Python {sys.version.split()[0]}, "
         f"torch {version('torch')}, jax {version('jax')}, one CPU thread in PyTorch",
         "",
-        f"The rule of exp, float32. Minima of {ROUNDS} rounds of {CALLS} calls, taken in turns. "
-        "By hand: a torch.autograd.Function, jax.custom_vjp. Host functions: host_functions.md.",
+        f"The rule is the derivative of exp in float32. Times are minima over {ROUNDS} interleaved "
+        f"rounds of {CALLS} calls. The hand-written code is a torch.autograd.Function and a "
+        "jax.custom_vjp. For host functions, see host_functions.md.",
         "",
         "| what | variant | microseconds | times by hand |",
         "|---|---|---|---|",

@@ -1,12 +1,12 @@
-"""Four uses of derivatives beside what other packages offer for them: counts, and time in one run.
+"""Compares gradtools with other packages on four tasks: operations, bytes and time.
 
     python benchmarks/peers.py                 # writes results/peers.md
-    python benchmarks/peers.py sparse          # prints the sections of that name alone
+    python benchmarks/peers.py sparse          # prints only the sections with this name
 
-Training through a Jacobian-vector product, token means over ranks, sparse Jacobians, and gradients
-through the steps of an inner optimization. Operations and bytes: `tests/support/costs.py`. Time is
-the median processor time of interleaved runs, divided by that of the first way of the work. A peer
-that is not installed is named; kernels for CUDA are not run.
+The tasks are training through a Jacobian-vector product, token means over ranks, sparse Jacobians,
+and gradients through the steps of an inner optimization. `tests/support/costs.py` counts operations
+and bytes. Time is the median processor time of interleaved runs, divided by the time of the first
+method of the task. Packages that are not installed are listed; CUDA kernels are not run.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ torch.set_num_threads(1)
 
 
 def peer(name: str) -> Any:
-    """A package, or None where it is not installed."""
+    """Imports a package; returns None if it is not installed."""
     try:
         return import_module(name)
     except ImportError:
@@ -70,7 +70,7 @@ def seconds(runs: list[Way]) -> list[float]:
 
 
 def rows(framework: str, work: str, ways: dict[str, Any], *args: Any) -> Iterator[str]:
-    """A row for each way, a function of the arguments; the first is the measure of time."""
+    """Returns a row for each method; times are relative to the first method."""
     module, costs, runs = gj if framework == "JAX" else gt, {}, {}
     for name, way in ways.items():
         if way is None:
@@ -147,7 +147,7 @@ def jvps_in_jax() -> dict[str, Any]:
 
 
 def batch() -> tuple[Any, Any]:
-    """For each rank ten sentences of five tokens; and which tokens are there."""
+    """Returns ten sentences of five tokens for each rank, and the mask of present tokens."""
     rng = np.random.default_rng(0)
     lengths = rng.integers(0, 6, size=(RANKS, 10))
     lengths[1] //= 2
@@ -387,12 +387,12 @@ def main() -> None:
     wanted = sys.argv[1:]
     named = {n: f for n, f in SECTIONS.items() if not wanted or f.__name__ in wanted}
     lines = [
-        f"# Beside other packages, {datetime.date.today()}, {versions()}",
+        f"# Comparison with other packages, {datetime.date.today()}, {versions()}",
         "",
-        "Operations and the most bytes alive at once are those of PyTorch's operations and of "
-        "XLA's analysis. Time is the "
-        f"median processor time of {ROUNDS} interleaved runs over that of the first way, on one "
-        "thread of PyTorch and JAX's own. Kernels for CUDA (jvp_flash_attention) are not run.",
+        "Operations and peak bytes are counted for PyTorch's operations and by XLA's analysis. "
+        f"Times are median processor times of {ROUNDS} interleaved runs relative to the first "
+        "method, with one thread in PyTorch and JAX's default threads. CUDA kernels "
+        "(jvp_flash_attention) are not run.",
     ]
     for name, section in named.items():
         lines += ["", f"## {name}", "", *section()]

@@ -1,12 +1,12 @@
-"""The memory and time of the recipes in docs/: the programs of the pages, at measured sizes.
+"""Measures the memory and time of the programs in the recipes of docs/, at larger sizes.
 
     python benchmarks/recipes.py            # writes the tables of the pages and results/recipes.md
-    python benchmarks/recipes.py laplacian  # measures that page alone
+    python benchmarks/recipes.py laplacian  # measures only this page
 
-A page's programs name their sizes in a line that ends in `# measured: ...`; this script puts the
-measured sizes in their place. Each row is a process of its own: the memory is the highest
-of the process during a step over that before it, after compilation in JAX. Time is the processor
-time of the step over that of the first way.
+The programs of a page set their sizes in a line that ends in `# measured: ...`; this script
+replaces these sizes by the measured sizes. Each row runs in a separate process. The memory is the
+peak memory of the process during a step minus the memory before the step, after compilation in JAX.
+Time is the processor time of the step relative to the first method.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ Page = dict[str, Any]
 
 @dataclass(frozen=True)
 class Way:
-    """One way to take the step of a page.
+    """A method to compute the step of a page.
 
     Attributes:
-        step: From the program's namespace to the step and its arguments.
-        block: Which of the page's programs with measured sizes it belongs to.
+        step: Maps the program's namespace to the step and its arguments.
+        block: The index of the program among the page's programs with measured sizes.
     """
 
     step: Callable[[Page], tuple[Callable[..., Any], tuple[Any, ...]]]
@@ -50,7 +50,7 @@ class Way:
 
 
 def gradient(function: Callable[[Page], Any], argnums: Any, args: Callable[[Page], Any]) -> Any:
-    """The step that takes value and gradient of a function in the page."""
+    """Returns a step that computes the value and gradient of a function of the page."""
     return lambda page: (page["gt"].value_and_grad(function(page), argnums), tuple(args(page)))
 
 
@@ -153,39 +153,39 @@ PAGES: dict[str, dict[str, Way]] = {
     "chunked": dict(_unlike()),
     "grad-or-backward": dict(_hogwild()),
 }
-RANDOM = ("grad-or-backward",)  # whose results depend on the order of threads
+RANDOM = ("grad-or-backward",)  # results depend on the order of threads
 
 
 def programs(name: str) -> list[str]:
-    """The page's blocks of Python that name their sizes."""
+    """Returns the Python blocks of the page that set their sizes."""
     text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")
     found: list[str] = re.findall(r"^```python\n(.*?)^```", text, re.DOTALL | re.MULTILINE)
     return [code for code in found if SIZES.search(code)]
 
 
 def program(code: str, backend: str) -> str:
-    """A block for a backend at the measured sizes."""
+    """Returns a block for a backend, with the measured sizes."""
     return SIZES.sub(r"\1 = \2", code.replace(EITHER, f"import gradtools.{backend} as gt"))
 
 
 def sizes(code: str) -> str:
-    """A block's measured sizes in words."""
+    """Returns the measured sizes of a block as text."""
     names, values = [part.split(", ") for part in SIZES.findall(code)[0]]
     pairs = zip(names, values, strict=True)
     return ", ".join(f"{word} = {value.replace('_', ',')}" for word, value in pairs)
 
 
-# --- one row, in its own process ---------------------------------------------------------------
+# --- one row, in a separate process ------------------------------------------------------------
 
 
 def kilobytes(field: str) -> int:
-    """A figure of this process: VmRSS is its memory now, VmHWM the most since it was reset."""
+    """Reads a figure of this process: VmRSS is the current memory, VmHWM the peak since a reset."""
     (line,) = [x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith(field)]
     return int(line.split()[1])
 
 
 def arrays(result: Any) -> Iterator[Any]:
-    """The arrays in containers."""
+    """Yields the arrays in containers."""
     if isinstance(result, dict | list | tuple):
         for x in result.values() if isinstance(result, dict) else result:
             yield from arrays(x)
@@ -205,7 +205,7 @@ def measured(name: str, backend: str, way: str) -> dict[str, float]:
         compiled = jax.jit(step).lower(*args).compile()
         run = lambda: jax.block_until_ready(compiled(*args))
     else:
-        run()  # what a first call imports
+        run()  # imports of the first call
     gc.collect()
     Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM
     before, start = kilobytes("VmRSS"), time.process_time()
@@ -253,7 +253,7 @@ BACKENDS = {"torch": "PyTorch", "jax": "JAX"}
 
 
 def section(name: str) -> str:
-    """What the page shows between its two marks."""
+    """Returns the text between the two marks of the page."""
     return "\n".join([f"With {'; '.join(map(sizes, programs(name)))}:", "", *table(name)])
 
 
@@ -275,8 +275,9 @@ def main() -> None:
     lines = [
         f"# Memory of the recipes, {datetime.date.today()}, {frameworks}",
         "",
-        "The highest memory of the process during a step, value and gradient in float32 on one "
-        "thread, over that before it. Time is processor time over that of the first way.",
+        "The memory is the peak memory of the process during a step (value and gradient in float32 "
+        "on one thread) minus the memory before it. Time is processor time relative to the first "
+        "method.",
     ]
     for name in PAGES:
         text = (ROOT / "docs" / f"{name}.md").read_text(encoding="utf-8")

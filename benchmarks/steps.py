@@ -1,12 +1,12 @@
-"""Steps that people run, beside the same by hand: paired in one process, one thread.
+"""Compares common steps with hand-written code, paired in one process with one thread.
 
     python benchmarks/steps.py                    # writes results/steps.md and docs/measured.md
     python benchmarks/steps.py --only modules     # prints one part, and writes nothing
 
-A figure is the median of processor seconds over interleaved runs, divided by that of the peer,
-unless the row names another. "Before" is the same work before the work on speed began. Of each row
-over its goal the operations and Python calls of one run are counted, ours and the peer's. The last
-table is about growth: microseconds for each leaf, chunk and rule as their number grows.
+A figure is the median processor time over interleaved runs, divided by the peer's time, unless the
+row names another quantity. "Before" is the figure before the optimization. For each row over its
+goal, the operations and Python calls of one run of gradtools and of the peer are counted. The last
+table shows microseconds per leaf, chunk and rule as their number grows.
 """
 
 from __future__ import annotations
@@ -31,52 +31,56 @@ import torch
 from jax.extend.core import Primitive
 from steps_rows import RUNS, Row, Run, seconds
 
-_BIND = Primitive.bind.__code__  # by which JAX traces or runs an operation
+_BIND = Primitive.bind.__code__  # functions by which JAX traces or runs an operation
 RESULTS = pathlib.Path(__file__).parent / "results" / "steps.md"
-FLOORS = {  # what ours does besides, by how a row begins
-    "`value_and_grad(module)`": "a walk over the module, and a copy of each part with tensors, so "
-    "that threads may share it; an alias of each parameter; a walk over f's graph for what it "
-    "captures or loses; one of each gradient, which is differentiable again; and for "
-    "`assign_gradients` a copy of each gradient, after all were checked",
-    "the same by `make_functional`": "a copy of each module, an alias of each parameter, a walk "
-    "over f's graph; `torch.func.functional_call`, the next row, costs nearly as much",
-    "`minimax": "as `value_and_grad(module)`, of both players; buffers are saved",
-    "microbatched": "as `value_and_grad(module)` for each chunk; sums apart from `.grad`, and "
-    "their mean, which are new tensors",
-    "`GradientAccumulator`": "as by `make_functional` for each chunk; sums apart from `.grad`, and "
-    "their mean, which are new tensors",
-    "`chunked`": "the first pass records each chunk's graph, and its leaves are found in it (by "
-    "hand it runs under `no_grad`); random streams, buffers and modes are noted and put back",
-    "the same, 16 chunks": "as above; what is done once for all chunks",
-    "200 `straight": "structures, shapes and dtypes are compared; the node of a rule for both "
-    "modes and all orders, in Python",
+FLOORS = {  # additional work of gradtools, by the beginning of a row
+    "`value_and_grad(module)`": "a traversal of the module; a copy of each submodule with tensors, "
+    "for thread safety; an alias of each parameter; a traversal of the graph of f for captured "
+    "tensors; an alias of each gradient, which is differentiable again; and, for "
+    "`assign_gradients`, checks and a copy of each gradient",
+    "the same by `make_functional`": "a copy of each module, an alias of each parameter, and a "
+    "traversal of the graph of f; `torch.func.functional_call` in the next row costs nearly as "
+    "much",
+    "`minimax": "the same as `value_and_grad(module)` for both players; buffers are saved",
+    "microbatched": "the same as `value_and_grad(module)` for each chunk; sums outside of `.grad`, "
+    "and their mean, which are new tensors",
+    "`GradientAccumulator`": "the same as with `make_functional` for each chunk; sums outside of "
+    "`.grad`, and their mean, which are new tensors",
+    "`chunked`": "the first pass records the graph of each chunk to find its leaves (the "
+    "hand-written code runs under `no_grad`); random generators, buffers and modes are saved and "
+    "restored",
+    "the same, 16 chunks": "the same, and work that is done once for all chunks",
+    "200 `straight": "structures, shapes and dtypes are compared; the autograd node of a rule for "
+    "both modes and all orders runs in Python",
     "200 `clip_gradient` by norm": "a norm in float64, which cannot overflow; no division by zero; "
-    "infinity is made NaN; the node of a rule for every transform, in Python",
-    "200 `clip_gradient` by value": "the node of a rule for every transform, in Python",
-    "`vmap(grad)`": "the batch's rule is made of one example's at each call; `gt.grad` watches "
-    "each operation of f",
-    "`host_function` in compiled": "an operator that has derivatives of any order and a vmap",
+    "infinity becomes NaN; the autograd node of a rule for every transform runs in Python",
+    "200 `clip_gradient` by value": "the autograd node of a rule for every transform runs in "
+    "Python",
+    "`vmap(grad)`": "each call derives the batched rule from the rule of one example; `gt.grad` "
+    "intercepts each operation of f",
+    "`host_function` in compiled": "an operator with derivatives of any order and a vmap rule",
     "8 Hessian products": "one more backward pass, which transposes the gradient",
-    "`hvp` of a module": "as `value_and_grad(module)`",
+    "`hvp` of a module": "the same as `value_and_grad(module)`",
     "a Gauss-Newton": "f is evaluated for each of the two maps",
-    "`mixed_partial`": "a dual number carries one tangent, so G runs with its tangent, 2 passes "
-    "of work, for each of 4 directions, from the same state; no graph of G is kept",
+    "`mixed_partial`": "a dual number has one tangent, so G runs with a tangent (2 passes of work) "
+    "for each of 4 directions, from the same random state; no graph of G is kept",
     "forward Jacobian": "arguments and outputs are checked",
-    "per-example": "the gradients of 64 examples are computed and held; norms alone need none",
-    "`formula`": "f runs five times: to be recorded, and to be compared with the formula at three "
-    "random points and at the given one",
-    "JAX: trace of a `clip": "a norm that cannot overflow, NaN and zero kept",
-    "JAX: trace of a rule": "fwd is traced on its own, then inlined; outputs and cotangents pass "
-    "through primitives, whose derivatives are the rule at every order",
+    "per-example": "the gradients of 64 examples are computed and stored; norms alone need no "
+    "storage",
+    "`formula`": "f runs five times: once to record it, and four times to compare it with the "
+    "formula, at three random points and at the arguments",
+    "JAX: trace of a `clip": "a norm that cannot overflow, and that preserves NaN and zero",
+    "JAX: trace of a rule": "fwd is traced separately and then inlined; outputs and cotangents "
+    "pass through primitives, which define the derivatives of every order",
     "eager JAX: the gradient of a function": "arguments and the output are checked",
     "eager JAX: the gradient of a lambda": "arguments and the output are checked",
-    "eager JAX: the gradient through": "an edit is a primitive for both modes and every order, or "
-    "applied again at second order",
-    "eager JAX: the gradient of a rule": "as the trace of a rule",
-    "eager JAX: the gradient of 50": "each rule's maps are traced and compiled on their own",
-    "JAX: trace and lowering": "rules and frozen functions are primitives, which are lowered one "
-    "by one",
-    "JAX: `chunked`": "the scan, traced by `jax.checkpoint`",
+    "eager JAX: the gradient through": "an edit is a primitive that supports both modes and every "
+    "order, or is applied again at second order",
+    "eager JAX: the gradient of a rule": "the same as for the trace of a rule",
+    "eager JAX: the gradient of 50": "the maps of each rule are traced and compiled separately",
+    "JAX: trace and lowering": "rules and frozen functions are primitives, which are lowered "
+    "separately",
+    "JAX: `chunked`": "the scan, which `jax.checkpoint` traces",
 }
 
 
@@ -106,7 +110,7 @@ def main() -> None:
 
 
 def _keep_freed_memory() -> None:
-    """So that pages, which the system takes back and gives again as it likes, cost nothing."""
+    """Keeps freed memory in the process, so that page faults do not disturb the times."""
     if sys.platform == "linux":
         trim, mapped = (-1, 1 << 30), (-3, 1 << 25)  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD
         for name, size in (trim, mapped):
@@ -127,7 +131,7 @@ def _floor(row: Row) -> str:
 
 
 def _counted(run: Run) -> tuple[str, str]:
-    """How many operations of PyTorch or JAX, and how many Python calls, one run takes."""
+    """Counts the operations of PyTorch or JAX and the Python calls of one run."""
     run()
     with torch.autograd.profiler.profile() as profile:
         run()
@@ -165,9 +169,10 @@ def _page(rows: list[str], floors: list[str], growth: list[str]) -> list[str]:
         f"# Steps, {datetime.date.today()}, Python {platform.python_version()}, "
         f"torch {torch.__version__}, jax {jax.__version__}",
         "",
-        f"Median processor time of {RUNS} interleaved runs (of the longest 5) over the peer's, in "
-        f"one thread{_priority()}; the machine's load average was {os.getloadavg()[0]:.1f} on "
-        f"{os.cpu_count()} cores at the end. Before: the work as it was when the goals were set.",
+        f"Figures are median processor times over {RUNS} interleaved runs (5 for the longest "
+        f"rows), relative to the peer, in one thread{_priority()}. The load average was "
+        f"{os.getloadavg()[0]:.1f} on {os.cpu_count()} cores at the end. The column *before* shows "
+        "the figures at the time when the goals were set.",
         "",
         "| work | peer | before | goal | now |",
         "|---|---|---|---|---|",
@@ -175,10 +180,11 @@ def _page(rows: list[str], floors: list[str], growth: list[str]) -> list[str]:
         "",
         "## Floors",
         "",
-        "One run of each row over its goal: ours, the peer's (of `mixed_partial` one forward pass "
-        "of G, of a trace that of `jax.custom_vjp`, else zero).",
+        "The table counts one run of each row over its goal, for gradtools and for the peer. The "
+        "peer of `mixed_partial` is one forward pass of G, and the peer of a trace is the trace of "
+        "`jax.custom_vjp`; a row without a peer has zero.",
         "",
-        "| work | operations | Python calls | what ours are for |",
+        "| work | operations | Python calls | additional work of gradtools |",
         "|---|---|---|---|",
         *floors,
         "",

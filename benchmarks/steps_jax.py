@@ -54,7 +54,7 @@ def chunks() -> Iterator[Row]:
     runs = [partial(_finished, program, ws, x) for program in programs]
     name, peer = "JAX: `chunked` of 12 x 256", "two scans by hand"
     yield Row(f"{name}, compilation", peer, "2.0", 1.1, lowered[0], lowered[1], count=5)
-    yield Row(f"{name}, memory over that of two scans", "", "2.0", 1.05,
+    yield Row(f"{name}, memory relative to two scans", "", "2.0", 1.05,
               lambda: peaks[0] / peaks[1])  # fmt: skip
     yield Row(f"{name}, run", peer, "1.00", 1.05, runs[0], runs[1])
 
@@ -69,7 +69,7 @@ def _finished(f: Any, *args: Any) -> Any:
 
 
 def by_rule(k: int, rule: Callable[..., Any]) -> Any:
-    """One of many rules, of a function of its own."""
+    """Returns a rule for a new function."""
     f = rule(lambda x: jnp.sin(x) * k)
     f.defvjp(lambda x: (jnp.sin(x) * k, x), lambda x, ct: (ct * k * jnp.cos(x),))
     return f
@@ -113,7 +113,7 @@ def rules() -> Iterator[Row]:
 
 @jax.custom_vjp
 def clip_by_hand(x: Any) -> Any:
-    """The identity, whose cotangent is clipped by a norm that may overflow."""
+    """The identity with a clipped cotangent; the norm may overflow."""
     return x
 
 
@@ -128,7 +128,7 @@ def _kernel(x: Any) -> Any:
 
 @jax.custom_vjp
 def reverse_by_hand(x: Any) -> Any:
-    """The identity, whose cotangent is negated."""
+    """The identity with a negated cotangent."""
     return x
 
 
@@ -137,7 +137,7 @@ reverse_by_hand.defvjp(lambda x: (x, None), lambda _, ct: (-ct,))
 
 @jax.custom_vjp
 def tanh_by_hand(x: Any) -> Any:
-    """The identity, whose cotangent goes through tanh."""
+    """The identity with tanh applied to the cotangent."""
     return x
 
 
@@ -246,7 +246,7 @@ def _step(f: Any) -> Any:
 
 
 def _flops(f: Any, ws: Any) -> float:
-    """As XLA counts them."""
+    """Returns XLA's count of flops."""
     return float(f.lower(ws).compile().cost_analysis()["flops"])
 
 

@@ -1,4 +1,4 @@
-"""A row of steps.py: some work, beside a peer or as a figure of its own."""
+"""The rows of steps.py: some work, compared with a peer or as an absolute figure."""
 
 from __future__ import annotations
 
@@ -15,18 +15,18 @@ RUNS = 11
 
 @dataclass(frozen=True)
 class Row:
-    """One piece of work.
+    """A row of the table.
 
     Attributes:
-        work: What is done.
-        peer: What it is held against.
-        before: The figure before the work on speed began.
-        goal: What it shall be at most.
-        ours: Runs it; gives the figure itself where there is no peer's.
-        theirs: Runs the peer's.
-        count: How many times each is run.
-        counted: Ours and the peer's work, of which operations and calls are counted, if `ours`
-            gives a figure.
+        work: The name of the work.
+        peer: The name of the peer.
+        before: The figure before the optimization.
+        goal: The maximum figure.
+        ours: Runs the work with gradtools; without a peer, returns the figure.
+        theirs: Runs the work of the peer.
+        count: The number of runs.
+        counted: Functions of gradtools and of the peer for counting operations and calls, if
+            `ours` returns a figure.
     """
 
     work: str
@@ -39,7 +39,7 @@ class Row:
     counted: tuple[Run, Run] | None = None
 
     def figure(self) -> Figure:
-        """Processor time over the peer's, or what `ours` gives."""
+        """Returns the processor time relative to the peer, or the figure that `ours` returns."""
         if self.theirs is None:
             return float(self.ours())
         ours, theirs = seconds(self.ours, self.theirs, count=self.count)
@@ -47,7 +47,7 @@ class Row:
 
 
 def seconds(*runs: Run, count: int = RUNS) -> list[float]:
-    """The median processor time of each, run in turn."""
+    """Returns the median processor time of each function; the functions run in turn."""
     for run in runs:
         run()
     times: list[list[float]] = [[] for _ in runs]

@@ -317,7 +317,7 @@ def _clipped(clip: Any, leaves: dict[str, torch.Tensor]) -> object:
 
 
 class _ClippedByHand(torch.autograd.Function):
-    """The identity; the gradients are clipped by their joint norm."""
+    """The identity, with gradients clipped by their joint norm."""
 
     @staticmethod
     def forward(ctx: Any, *xs: torch.Tensor) -> Any:
@@ -353,7 +353,7 @@ class _Sine(torch.autograd.Function):
 
 
 class _HostSine(torch.autograd.Function):
-    """A host function with a vmap of its own."""
+    """A host function with a vmap rule."""
 
     @staticmethod
     def forward(x: torch.Tensor) -> Any:
@@ -558,7 +558,7 @@ def residuals() -> Iterator[Row]:
 
 
 def private() -> Iterator[Row]:
-    """The clipped sum of the gradients of 256 examples."""
+    """Computes the clipped sum of the gradients of 256 examples."""
     from tests.support.live_bytes import LiveBytes
 
     net, xs = transformer(2, 128), torch.randn(256, 32, 128)
@@ -625,7 +625,7 @@ def reading() -> Iterator[Row]:
 
 
 def small() -> Iterator[Row]:
-    """What the engines add to a function of four operations."""
+    """Yields the overhead of the engines for a function of four operations."""
     x = torch.randn(5, dtype=torch.float64)
     f = lambda x: (x.sin() * x).sum()
     g = gt.grad(f)
@@ -666,7 +666,7 @@ PARTS = (small, jacobians, modules, chunks, recomputed, edits, rules, second_ord
 
 
 def growth() -> Iterator[tuple[str, Callable[[int], Run], dict[int, int]]]:
-    """What runs n leaves, chunks, rules or nested operators, and how many there are for each n."""
+    """Yields functions that run n leaves, chunks, rules or nested operators, and their numbers."""
     rule = gt.custom_rule(torch.sin)
     rule.defvjp(lambda x: (torch.sin(x), x), lambda x, ct: (ct * torch.cos(x),))
     x = torch.randn(512, 4)

@@ -1,10 +1,9 @@
-"""The step of example u06 in each precision: `chunked` beside sentence-transformers' cached loss.
+"""Compares `chunked` with sentence-transformers' cached loss in several precisions.
 
-MiniLM is called for two towers, queries and documents, and InfoNCE both ways compares the whole
-batch; the network, the pairs and the loss are the example's. In PyTorch the step runs under
-`torch.autocast` as it is by default, its cache of cast weights on, in float16 with a GradScaler; in
-JAX the float32 parameters are cast inside of f. The loss is float32 in both, from the embeddings
-on; dropout is off.
+The step is the training step of example u06: MiniLM encodes queries and documents, and symmetric
+InfoNCE compares the whole batch. In PyTorch the step runs under `torch.autocast` with its default
+cache of cast weights, and float16 uses a GradScaler. In JAX the float32 parameters are cast inside
+of f. In both frameworks the loss is computed from the embeddings in float32, without dropout.
 """
 
 from __future__ import annotations
@@ -30,7 +29,7 @@ import gradtools.jax as gj
 import gradtools.torch as gt
 from tests.support.live_bytes import peak_bytes
 
-one_thread()  # before the examples choose XLA's flags
+one_thread()  # before the examples set XLA's flags
 HERE = pathlib.Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE.parent / "examples"))
 
@@ -44,14 +43,14 @@ PLAIN, OURS = "plain, the whole batch", "gt.chunked"
 PEER = "sentence-transformers' cached loss"
 AFTER = ", backward after the region"
 DTYPES = torch.float32, torch.bfloat16, torch.float16
-SCALER = 1024.0  # what the loss is multiplied by in float16, where small gradients would be 0
+SCALER = 1024.0  # the scale of the loss in float16, in which small gradients would be 0
 
 Layers = dict[str, np.ndarray]
 
 
 @dataclass
 class Step:
-    """What one step gave, what it needed and how it is run again."""
+    """The results and costs of one step, and a function that runs it again."""
 
     run: Callable[[], Any]
     loss: float
@@ -61,7 +60,7 @@ class Step:
 
 
 def batch() -> list[np.ndarray]:
-    """Ids and mask of the queries, ids and mask of the documents."""
+    """Returns ids and mask of the queries, and ids and mask of the documents."""
     texts = pairs()
     order = np.random.default_rng(0).permutation(len(texts))[:BATCH]
     towers = (minilm.tokenized(column, LENGTH) for column in zip(*texts, strict=True))
@@ -72,7 +71,7 @@ def batch() -> list[np.ndarray]:
 
 
 class Towers:
-    """The example's module, and its step in the ways that are compared."""
+    """The example's module, and its step with each method."""
 
     def __init__(self) -> None:
         self.model, self.encode = minilm.torch_encoder()
@@ -82,7 +81,7 @@ class Towers:
         self.chunked = gt.chunked(self.encode, CHUNK)
 
     def exact(self) -> tuple[float, Layers]:
-        """The loss and the gradient of the plain step in float64."""
+        """Returns the loss and the gradient of the plain step in float64."""
         self.model.double()
         loss = self.loss(self.encode)
         loss.backward()
@@ -92,19 +91,19 @@ class Towers:
         return found
 
     def loss(self, encode: Callable[..., torch.Tensor]) -> torch.Tensor:
-        """InfoNCE of both towers' embeddings, outside of any autocast."""
+        """Computes InfoNCE from the embeddings of both towers, outside of autocast."""
         queries, documents = encode(*self.batch[:2]), encode(*self.batch[2:])
         with torch.autocast("cpu", enabled=False):
             log_scale = torch.tensor(math.log(SCALE))
             return contrastive(gt, log_scale, at_least_single(queries), at_least_single(documents))
 
     def gradient(self) -> Layers:
-        """What stands in `.grad`."""
+        """Returns the gradients in `.grad`."""
         named = self.model[0].model.encoder.named_parameters()
         return by_layer({f"encoder.{name}": p.grad.numpy() for name, p in named})
 
     def step(self, loss: Callable[[], torch.Tensor], dtype: torch.dtype, after: bool) -> Any:
-        """One step that leaves the gradient in `.grad`."""
+        """Runs one step, which writes the gradient to `.grad`."""
         half = dtype is not torch.float32
         self.model.zero_grad()
         trained = [p for p in self.model.parameters() if p.requires_grad]
@@ -124,7 +123,7 @@ class Towers:
         return losses | ({PEER: self.cached_loss()} if find_spec("sentence_transformers") else {})
 
     def cached_loss(self) -> Callable[[], torch.Tensor]:
-        """Theirs, in both directions as ours is."""
+        """Computes the cached loss of sentence-transformers in both directions."""
         from sentence_transformers.sentence_transformer import losses
 
         cached = losses.CachedMultipleNegativesRankingLoss(
@@ -141,12 +140,12 @@ class Towers:
         return lambda: cached([dict(x) for x in features], None)
 
     def steps(self, dtype: torch.dtype) -> Iterator[tuple[str, Step]]:
-        """Each way's step, once it has run twice."""
+        """Returns the step of each method, after two runs."""
         for after in (False, True):
             for name, loss in self.ways().items():
                 if not after or (name != PLAIN and dtype is not torch.float32):
                     run = partial(self.step, loss, dtype, after)
-                    value = run().item()  # here chunked verifies its replay
+                    value = run().item()  # chunked verifies its first recomputation
                     gradient = self.gradient()
                     yield name + AFTER * after, Step(run, value, gradient, peak_bytes(run)[0])
 
@@ -156,7 +155,7 @@ def at_least_single(x: torch.Tensor) -> torch.Tensor:
 
 
 def similarity(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Of rows of length 1, in float32."""
+    """Computes InfoNCE in float32 from rows of norm 1."""
     with torch.autocast("cpu", enabled=False):
         return a.float() @ b.float().T
 
@@ -192,7 +191,7 @@ def in_jax(dtype: str) -> Iterator[tuple[str, Step]]:
 
 
 def measured(towers: Towers) -> dict[tuple[str, str], dict[str, Step]]:
-    """The steps of each framework and precision; all take turns in each round."""
+    """Runs the steps of each framework and precision in turn in each round."""
     found = {}
     for dtype in DTYPES:
         name = str(dtype).removeprefix("torch.")
@@ -239,20 +238,21 @@ def main() -> None:
         f"Python {sys.version.split()[0]}, "
         + ", ".join(f"{name} {version(name)}" for name in packages),
         "",
-        f"One step of examples/u06: MiniLM on {BATCH} queries and {BATCH} documents of {LENGTH} "
-        f"tokens, chunks of {CHUNK}, dropout off, one CPU thread. In PyTorch the whole step is in "
-        "one region of `torch.autocast`, backward pass and all, or where it says so the loss alone "
-        "is; float16 has a GradScaler. In JAX the float32 parameters are cast inside of f. The "
-        f"loss in float64 is {loss:.6f}.",
+        f"One step of examples/u06 runs MiniLM on {BATCH} queries and {BATCH} documents of "
+        f"{LENGTH} tokens in chunks of {CHUNK}, without dropout, on one CPU thread. In PyTorch the "
+        "whole step, including the backward pass, runs under `torch.autocast`; in some rows only "
+        "the loss does. float16 uses a GradScaler. In JAX the float32 parameters are cast in f. "
+        f"The loss in float64 is {loss:.6f}.",
         "",
         *table(heads),
         *rows(found, exact),
         "",
-        "Gradients: layer by layer the largest difference over the largest entry, of the layers "
-        "the worst; beside the plain step of the same precision and framework, and beside the "
-        "plain step in float64 in PyTorch. Peak: in PyTorch live storages, gradients among them; "
-        "in JAX what the compiled program needs beside inputs and outputs. Seconds of this "
-        f"process's CPU time, the best of {ROUNDS} rounds in which all rows take turns.",
+        "The error of a gradient is the largest difference divided by the largest entry of a "
+        "layer, for the layer with the largest error. Gradients are compared with the plain step "
+        "in the same precision and framework, and with the plain step in float64 in PyTorch. The "
+        "peak is the memory of live storages in PyTorch, including gradients, and the temporaries "
+        "of the compiled program in JAX. Times are minimum CPU seconds over "
+        f"{ROUNDS} interleaved rounds.",
     ]
     text = "\n".join(lines) + "\n"
     print(text)

@@ -1,8 +1,8 @@
-"""What `why_zero` costs on a transformer of twelve layers, compared with one forward pass.
+"""Compares the time of `why_zero` on a transformer of twelve layers with a forward pass.
 
-Each row is a fresh process: its first call of `why_zero`, then the median of later ones, and the
-same of the forward pass as it is written, which is what a user pays without `why_zero`. Of the dead
-model the last layer is flat, so that no leaf has a gradient; that is what has to be explained.
+Each row runs in a new process and measures the first call of `why_zero` and the median of later
+calls, and the same for the forward pass. In the dead model the last layer is constant, so no leaf
+has a gradient, and `why_zero` reports the cause.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ SIZES = {
 
 
 def leaves(gt: Any) -> tuple[Any, Any]:
-    """The parameters, 144 arrays, and one batch."""
+    """Returns the parameters (144 arrays) and one batch."""
     rng = np.random.default_rng(0)
     new = lambda *shape: gt.asarray((rng.normal(size=shape) / shape[0] ** 0.5).astype(np.float32))
     params = [{name: new(*shape) for name, shape in SIZES.items()} for _ in range(LAYERS)]
@@ -49,7 +49,7 @@ def leaves(gt: Any) -> tuple[Any, Any]:
 
 
 def transformer(gt: Any) -> Callable[[Any, Any], Any]:
-    """Twelve layers of attention and a perceptron, as a program for both frameworks."""
+    """Applies twelve layers of attention and MLP, in either framework."""
     xp = gt.xp
 
     def normalised(x: Any, scale: Any, shift: Any) -> Any:
@@ -79,7 +79,7 @@ def transformer(gt: Any) -> Callable[[Any, Any], Any]:
 
 
 def losses(gt: Any) -> dict[str, Callable[[Any, Any], Any]]:
-    """The healthy loss, and one that is flat at these values."""
+    """Returns the healthy loss, and a loss that is constant at these values."""
     model, xp = transformer(gt), gt.xp
     return {
         "healthy": lambda params, x: xp.mean(model(params, x) ** 2),
@@ -88,7 +88,7 @@ def losses(gt: Any) -> dict[str, Callable[[Any, Any], Any]]:
 
 
 def timed(call: Callable[[], Any]) -> list[float]:
-    """The processor seconds of the first call, and the median of later ones."""
+    """Returns the processor seconds of the first call, and the median of later calls."""
     found = []
     for _ in range(1 + LATER):
         start = time.process_time()
@@ -98,7 +98,7 @@ def timed(call: Callable[[], Any]) -> list[float]:
 
 
 def measured(wing: str, case: str, argnums: int) -> dict[str, Any]:
-    """One row, in this process. The forward pass comes last: its programs are its own."""
+    """Measures one row in this process; the forward pass runs last."""
     gt = importlib.import_module(f"gradtools.{wing}")
     (params, x), f = leaves(gt), losses(gt)[case]
     reports = []
@@ -109,14 +109,14 @@ def measured(wing: str, case: str, argnums: int) -> dict[str, Any]:
 
 
 def forward(wing: str) -> list[float]:
-    """The forward pass alone, in this process."""
+    """Measures only the forward pass in this process."""
     gt = importlib.import_module(f"gradtools.{wing}")
     (params, x), f = leaves(gt), losses(gt)["healthy"]
     return timed(lambda: float(f(params, x)))
 
 
 def elsewhere(*words: str) -> Any:
-    """What this program prints in a fresh process."""
+    """Runs this program in a new process and returns its output."""
     program = [sys.executable, __file__, "--row", *words]
     done = subprocess.run(program, check=True, capture_output=True, encoding="utf-8", cwd=ROOT)
     return json.loads(done.stdout)
@@ -148,8 +148,9 @@ def main() -> None:
     lines = [
         f"# why_zero on {LAYERS} layers, {datetime.date.today()}, Python {sys.version.split()[0]}",
         "",
-        f"Processor seconds of the first call in a fresh process, and the median of {LATER} later",
-        "ones; in the last column both as multiples of a forward pass, of a first and a later one.",
+        "The table shows the processor seconds of the first call in a new process, and the median "
+        f"of {LATER} later calls. The last column shows both as multiples of a first and of a "
+        "later forward pass.",
         "",
         "| framework | loss | differentiated leaves | first call | later | forward passes |",
         "|---|---|---|---|---|---|",

@@ -1,4 +1,4 @@
-"""MkDocs hook that adds the site's pages besides docs/*.md (see mkdocs.yml).
+"""MkDocs hook that adds pages for repository files to the site (see mkdocs.yml).
 
 A page may link to any file of the repository, and the hook makes a page of each linked file.
 README.md is the home page. A program is shown with its docstring, its stored output and pictures

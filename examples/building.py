@@ -1,7 +1,7 @@
-"""Builds the examples' native code once, at run time: installing gradtools builds nothing.
+"""Builds the native code of the examples once, at run time.
 
-The libraries are cached in the user's cache folder under a hash of source and tools. Each file is
-moved there in one step, so interrupted and concurrent builds are safe.
+The libraries are cached in the user's cache folder under a hash of the source and the tools. Each
+file is moved to this folder in one step, so interrupted and concurrent builds are safe.
 """
 
 import hashlib
@@ -42,7 +42,7 @@ def torch_extension(name, sources=SOURCES):
     try:
         import torch
     except ImportError:
-        raise NoCompiler("PyTorch is not installed, and the kernel is its extension") from None
+        raise NoCompiler("the kernel is a PyTorch extension, but PyTorch is missing") from None
     from torch.utils import cpp_extension
 
     os.environ["PATH"] = os.pathsep.join([os.environ["PATH"], str(Path(sys.executable).parent)])
@@ -66,7 +66,7 @@ def torch_extension(name, sources=SOURCES):
 
 
 def _cached(source, tools, build):
-    """Returns the cached file that build(source, an empty folder) makes."""
+    """Returns the cached library; builds it by build(source, an empty folder) if it is missing."""
     digest = hashlib.sha256(source.read_bytes() + f"{tools} {sys.version}".encode()).hexdigest()
     library = _cache() / f"{source.stem}-{digest[:16]}.so"
     if not library.exists():

@@ -1,4 +1,4 @@
-"""Checks shared by several examples: all derivatives of a custom rule, the memory of a step."""
+"""Checks shared by several examples: the derivatives of a custom rule and the memory of a step."""
 
 import weakref
 
@@ -17,8 +17,8 @@ def every_derivative(gt, backend, f, x, t, by_hand=None, forward_twice=True, tol
         f: Maps a vector to a number.
         x: The point, a NumPy array.
         t: The direction of the Hessian products, a NumPy array.
-        by_hand: (f(x), its gradient, its Hessian times t). If None, central differences of f, and
-            of the gradient once it has been checked.
+        by_hand: (f(x), its gradient, its Hessian times t). If None, the reference is computed by
+            central differences of f and of its gradient.
         forward_twice: Whether forward mode over forward mode is supported.
         tolerance: The tolerance for `by_hand`; central differences have a separate tolerance.
 
@@ -36,13 +36,13 @@ def every_derivative(gt, backend, f, x, t, by_hand=None, forward_twice=True, tol
         "gradient": difference(gradient, expected[1]),
         "forward mode": difference(forward, np.ravel(expected[1] @ t)),
     }
-    claim(f"off from {what}: {listed(found)}", worst(found) < allowed)
+    claim(f"error against {what}: {listed(found)}", worst(found) < allowed)
 
     found = {way: difference(flat(gt, of(gt, f, at, along)), expected[2]) for way, of in MIXES}
     if forward_twice:
         twice = gt.jvp(lambda x: gt.jvp(f, (x,), (along,))[1], (at,), (along,))[1]
         found["forward over forward"] = difference(flat(gt, twice), np.ravel(expected[2] @ t))
-    claim(f"Hessian times t, off: {listed(found)}", worst(found) < allowed)
+    claim(f"error of the Hessian times t: {listed(found)}", worst(found) < allowed)
 
     def three(x):
         (slope,), (product,) = gt.hvp(f, (x,), (along,))
@@ -56,7 +56,7 @@ def every_derivative(gt, backend, f, x, t, by_hand=None, forward_twice=True, tol
         "vmap": max(difference(both[0], exact[: -x.size]), difference(both[1], second)),
         "compiled": difference(flat(gt, compiled(gt, backend, three)(at)), exact),
     }
-    claim(f"and these differ from eager by: {listed(found)}", worst(found) < tolerance)
+    claim(f"difference from eager execution: {listed(found)}", worst(found) < tolerance)
     return gt.asarray(value), gt.asarray(gradient), gt.asarray(exact[-x.size :])
 
 
@@ -71,7 +71,7 @@ MIXES = (
 
 
 def by_differences(gt, backend, f, x, t):
-    """Returns f(x), its gradient, and its Hessian times t by differences of the gradient."""
+    """Returns f(x), and its gradient and Hessian times t by central differences."""
     steps = STEP * np.eye(x.size)
     of_value, of_slope = f, gt.grad(f)
     if backend == "jax":
@@ -89,7 +89,7 @@ def central(f, x, step):
 
 
 def compiled(gt, backend, f):
-    """Compiles f as one program; PyTorch must not skip operations that it cannot trace."""
+    """Compiles f as one program; in PyTorch with `fullgraph=True`, so graph breaks are errors."""
     if backend == "jax":
         return gt.compile(f)
     import torch
@@ -99,7 +99,7 @@ def compiled(gt, backend, f):
 
 
 def refused(f, error, *parts):
-    """Returns the message of the error that f() raises; None if it differs from `parts`."""
+    """Returns the message of the error that f() raises if it contains `parts`, else None."""
     try:
         f()
     except error as found:
@@ -120,7 +120,7 @@ def listed(found):
 
 
 def compiled_bytes(step, *args):
-    """Returns the temporary bytes of JAX's compiled program, which is not run."""
+    """Returns the temporary bytes of a program that JAX compiles without running it."""
     import jax
 
     return jax.jit(step).lower(*args).compile().memory_analysis().temp_size_in_bytes
@@ -134,7 +134,7 @@ def live_bytes(step, *args):
 
 
 def peak_bytes():
-    """Returns a context that tracks the live bytes of PyTorch storages; `most` is the maximum."""
+    """Returns a context that counts the live bytes of PyTorch storages; `most` is the maximum."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 

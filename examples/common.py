@@ -20,7 +20,7 @@ Show = Callable[[Any, str], dict[str, Any]]
 
 
 def main(show: Show, tolerance: float = 1e-12) -> None:
-    """Runs `show` on the chosen backends; exits with status 1 if a claim fails."""
+    """Runs `show` on the selected backends; exits with status 1 if a claim fails."""
     results = {}
     for backend in _wanted():
         print(f"{backend}:")
@@ -34,7 +34,7 @@ def main(show: Show, tolerance: float = 1e-12) -> None:
 
 
 def claim(text: str, holds: Any) -> None:
-    """Prints a claim that holds; exits with status 1 if it does not hold."""
+    """Prints a claim if it is true; otherwise exits with status 1."""
     if not holds:
         sys.exit(f"  FAILED: {text}")
     print(f"  {text}")
@@ -56,7 +56,7 @@ def difference(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def counter(backend: str) -> tuple[Callable[[], None], Callable[[], int]]:
-    """Counts evaluations at run time, even in compiled programs, in ``total``."""
+    """Returns functions that count evaluations, also in compiled programs, and return the count."""
     calls: list[None] = []
     note = lambda: calls.append(None)
     if backend == "torch":
@@ -72,7 +72,7 @@ def counter(backend: str) -> tuple[Callable[[], None], Callable[[], int]]:
 
 @contextmanager
 def double_precision(backend: str) -> Iterator[None]:
-    """Enables 64-bit JAX in every thread and restores the setting; PyTorch needs no setting."""
+    """Enables 64-bit JAX in every thread and restores the setting; does nothing for PyTorch."""
     if backend == "torch":
         yield
         return

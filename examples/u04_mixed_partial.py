@@ -1,7 +1,7 @@
 """Computes (d/dy) <u, (d/dz) f(y, G(z))> for a known u, with memory constant in G's depth.
 
-With w = J_G u the inner product is <w, (d/dg) f(y, g)> at g = G(z), which takes one forward-mode
-pass through G and no graph. Double backward keeps G's whole graph.
+With w = J_G u the inner product is <w, (d/dg) f(y, g)> at g = G(z). Computing w needs one
+forward-mode pass through G and no graph. Double backward keeps the whole graph of G.
 """
 
 import numpy as np
@@ -43,13 +43,13 @@ def show(gt, backend):
         )
     shallow, deep = DEPTHS
     apart = max(difference(results["ours", d], results["double_backward", d]) for d in DEPTHS)
-    claim(f"both ways agree: they differ by {apart:.1e}", apart < 1e-12)
+    claim(f"the results of both methods differ by {apart:.1e}", apart < 1e-12)
     claim(
         "mixed_partial's memory does not grow with the depth",
         bytes_of["ours", deep] == bytes_of["ours", shallow],
     )
     claim(
-        "double backward's does",
+        "double backward's memory grows with the depth",
         bytes_of["double_backward", deep] > 2 * bytes_of["double_backward", shallow],
     )
     the_wrong_way(gt, f, lambda z: G(z, weights), y, z)
@@ -57,7 +57,11 @@ def show(gt, backend):
 
 
 def section_by_hand(gt):
-    """f = sum((sum_j y_j + g)^3), G = exp(sum_j x_j), u = 1: row i of the answer is 24 h_i g_i."""
+    """Compares a small case with its closed form.
+
+    For f = sum((sum_j y_j + g)^3), G = exp(sum_j z_j) and u = 1, row i of the result is 24 h_i g_i
+    with h_i = sum_j y_ij + g_i.
+    """
     xp = gt.xp
     y, z = (np.random.default_rng(1).normal(scale=0.3, size=(3, 4)) for _ in range(2))
     f = lambda y, g: xp.sum((xp.sum(y, axis=1) + g) ** 3)
@@ -71,12 +75,12 @@ def section_by_hand(gt):
 
 
 def the_wrong_way(gt, f, G, y, z):
-    """Computes G(z) without a graph to save memory, so d/dz fails."""
+    """Shows that d/dz fails if G(z) is computed without a graph to save memory."""
     try:
         gt.grad(lambda z: f(y, gt.stop_gradient(G(z))))(z)
-        claim("the obvious two steps are refused", False)
+        claim("two separate steps raise an error", False)
     except gradtools.DisconnectedInputError as error:
-        claim(f"G without its graph, then d/dz: {str(error).split('.')[0]}", True)
+        claim(f"without the graph of G, d/dz raises an error: {str(error).split('.')[0]}", True)
 
 
 def deep_torch(z, weights):
@@ -92,7 +96,7 @@ def deep_jax(z, weights):
 
 
 def saved_bytes(way, *args):
-    """Returns the bytes that autograd saves for a backward pass, per storage, without inputs."""
+    """Returns the bytes of the storages that autograd saves for a backward pass, without inputs."""
     import torch
 
     kept = {x.untyped_storage().data_ptr(): x.untyped_storage() for x in args}

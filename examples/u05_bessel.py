@@ -1,10 +1,10 @@
-"""Gives a SciPy function its known derivative, and measures an aperture from its light.
+"""Defines the derivative of a SciPy function, and estimates an aperture from its diffraction rings.
 
-Light through a circular hole makes rings: the brightness at the angle s is (2 J1(as) / as)^2,
-where a is the hole's radius in wavelengths over 2 pi. Neither framework differentiates J1 to
-every order; SciPy computes J_v. Its rule calls J_v again, since J_v' = (J_{v-1} - J_{v+1}) / 2,
-so every order and every mode exists. Newton's method, with the full Hessian, recovers radius,
-brightness and background from noisy rings.
+Light that passes a circular hole forms rings. The brightness at the angle s is (2 J1(as) / as)^2,
+where a is the hole's radius in wavelengths over 2 pi. Neither framework differentiates J1 to every
+order, but SciPy computes J_v. Since J_v' = (J_{v-1} - J_{v+1}) / 2, the rule of J_v calls J_v
+again, so derivatives of every order and mode exist. Newton's method with the full Hessian
+estimates radius, brightness and background from noisy rings.
 """
 
 import numpy as np
@@ -37,7 +37,7 @@ def show(gt, backend):
     total = lambda f: lambda x: gt.grad(f)(x).sum()
     cube = gt.grad(total(total(lambda x: jv(1, x).sum())))(gt.asarray(x))
     apart = difference(flat(gt, cube), third)
-    claim(f"the third derivative of J1 is off by {apart:.0e}", apart < 1e-12)
+    claim(f"the error of the third derivative of J1 is {apart:.0e}", apart < 1e-12)
 
     angles = np.linspace(0.05, 3.0, 80)
     noise = 0.01 * np.random.default_rng(0).normal(size=angles.size)

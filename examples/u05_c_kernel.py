@@ -1,9 +1,9 @@
-"""A C kernel, compiled at run time and called through ctypes: a recurrence and its adjoint.
+"""Compiles a C kernel, calls it through ctypes, and differentiates it with its adjoint kernel.
 
-y_t = a_t y_{t-1} + x_t is the core of a reservoir, a filter or a recurrent layer. In C it is one
-loop; its transpose, which the backward pass needs, is the reversed loop. Each kernel's rule calls
-the other kernel, so derivatives of every order exist. Newton's method estimates, from the filling
-of a leaky reservoir, how its loss grows with the temperature.
+The recurrence y_t = a_t y_{t-1} + x_t is the core of a reservoir, a filter or a recurrent layer. In
+C it is a loop. The backward pass needs the transpose, which is the reversed loop. The rule of each
+kernel calls the other kernel, so derivatives of every order exist. Newton's method estimates how
+the loss of a leaky reservoir depends on the temperature, from measurements of its level.
 """
 
 import ctypes
@@ -15,7 +15,7 @@ from common import claim, main
 
 DAYS, STEPS = 200, 8
 TRUE = np.array([1.5, -0.8])
-"""The fraction that stays is sigmoid(1.5 - 0.8 temperature)."""
+"""The fraction of water that remains after a day is sigmoid(1.5 - 0.8 temperature)."""
 
 
 def kernels():
@@ -91,7 +91,7 @@ def show(gt, backend):
         p = p - gt.xp.linalg.solve(curvature(p), slope(p))
     found, left = gt.to_numpy(p), np.max(np.abs(gt.to_numpy(slope(p))))
     claim(f"after {STEPS} Newton steps the gradient is below 1e-12", left < 1e-12)
-    text = f"the reservoir keeps sigmoid({found[0]:.3f} {found[1]:+.3f} temperature)"
+    text = f"the estimated fraction is sigmoid({found[0]:.3f} {found[1]:+.3f} temperature)"
     claim(text, np.max(np.abs(found - TRUE)) < 0.02)
     return {"derivatives": results, "reservoir": p}
 

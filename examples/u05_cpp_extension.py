@@ -1,13 +1,13 @@
-"""A C++ kernel, built as an extension of PyTorch, that a JAX program can also call.
+"""Calls a C++ kernel, which is built as a PyTorch extension, from PyTorch and from JAX.
 
-Soft dynamic time warping is a distance between two signals up to changes of their speed. The
-extension computes the value, its gradient, and the product of its Hessian with a direction: value,
-vjp and double backward. These three kernels give every second derivative except forward over
-forward. A trust-region method then fits a bump's position, width and height to three records of the
-bump at different speeds.
+Soft dynamic time warping is a distance between two signals that ignores changes of their speed. The
+extension computes the value, its gradient, and the product of its Hessian with a direction. These
+three kernels (value, vjp and double backward) suffice for every second derivative except forward
+over forward. A trust-region method then fits the position, width and height of a bump to three
+records of the bump at different speeds.
 
 The first run builds the extension in about 20 seconds. The kernels take and return NumPy arrays, so
-JAX does not notice that they use PyTorch.
+a JAX program can call them as well.
 """
 
 import numpy as np
@@ -74,7 +74,7 @@ def show(gt, backend):
     print(f"  {found.nit} trust-region steps")
     p = found.x
     claim(
-        f"a bump at {p[0]:.2f}, {p[1]:.2f} wide and {p[2]:.2f} high",
+        f"the fitted bump: position {p[0]:.2f}, width {p[1]:.2f}, height {p[2]:.2f}",
         np.max(np.abs(p - truth)) < 0.1,
     )
     return {"derivatives": results, "fit": gradient(start)}

@@ -1,10 +1,10 @@
-"""Differentiates four functions with custom derivatives twice, to show what a rule may save.
+"""Differentiates four custom rules twice, to show which values a rule may save.
 
-The square saves its input, exp its output, sinh the intermediates exp(x) and exp(-x), and the cube
-is an opaque kernel, whose derivative is another opaque kernel. A plain
+The square saves its input, exp saves its output, and sinh saves the intermediates exp(x) and
+exp(-x). The cube is an opaque kernel, and its derivative is another opaque kernel. A plain
 ``torch.autograd.Function`` that saves an intermediate is silently wrong at second order
 (pytorch#76185), and a plain ``jax.custom_vjp`` has no forward mode. docs/double-backward.md
-explains this step by step.
+explains these cases.
 """
 
 import numpy as np
@@ -82,21 +82,23 @@ def show(gt, backend):
     ours = sinh(gt)
     {"torch": plain_torch, "jax": plain_jax}[backend](ours)
     found = float(gt.grad(gt.grad(lambda x: ours(x) ** 2))(gt.asarray(np.float64(1.0))))
-    claim(f"ours: d2/dx2 sinh(x)^2 at 1 is {found:.4f}, as it must be", abs(found - RIGHT) < 1e-12)
+    claim(
+        f"gradtools: d2/dx2 sinh(x)^2 at 1 is {found:.4f}, as expected", abs(found - RIGHT) < 1e-12
+    )
     return results
 
 
 def what_cannot_follow(gt, f):
-    """Shows that value, vjp and double backward do not give a third order."""
+    """Shows which derivatives need more kernels than value, vjp and double backward."""
     import gradtools
 
     third = gt.grad(gt.grad(gt.grad(f)))
     text = refused(lambda: third(gt.asarray(np.float64(2.0))), Exception, "no rule")
-    claim("a third order of the cube's kernels is refused by name", text)
+    claim("a third derivative of the cube raises an error that names the kernel", text)
     one = gt.asarray(np.float64(1.0))
     twice = lambda: gt.jvp(lambda x: gt.jvp(f, (x,), (one,))[1], (one,), (one,))
     text = refused(twice, gradtools.GradtoolsError, "no rule")
-    claim("and so is forward mode over forward mode", text)
+    claim("forward mode over forward mode also raises an error", text)
 
 
 def checked_by_torch(f, opaque):
@@ -110,7 +112,7 @@ def checked_by_torch(f, opaque):
     second = torch.autograd.gradgradcheck(
         f, x, check_fwd_over_rev=True, check_rev_over_rev=True, **batched
     )
-    claim("torch.autograd.gradcheck and gradgradcheck pass, forward mode too", first and second)
+    claim("torch.autograd.gradcheck and gradgradcheck pass, also in forward mode", first and second)
 
 
 def checked_by_jax(f, opaque):
@@ -126,7 +128,7 @@ def checked_by_jax(f, opaque):
 
 
 def plain_torch(ours):
-    """Runs the rule of sinh as it is often written, which saves its intermediates."""
+    """Runs a common implementation of sinh, which saves intermediates."""
     import torch
 
     class Sinh(torch.autograd.Function):
@@ -145,7 +147,7 @@ def plain_torch(ours):
     (slope,) = torch.autograd.grad(Sinh.apply(x) ** 2, x, create_graph=True)
     (found,) = torch.autograd.grad(slope, x)
     claim(
-        f"a plain torch.autograd.Function: {float(found):.4f}, without a word",
+        f"a plain torch.autograd.Function silently returns {float(found):.4f}",
         abs(float(found) - 2 * np.cosh(1.0) ** 2) < 1e-12,
     )
 
@@ -161,8 +163,11 @@ def plain_jax(ours):
     )
     forward = lambda f: lambda: jax.jvp(f, (1.0,), (1.0,))
     text = refused(forward(sinh), TypeError, "forward-mode")
-    claim("a plain jax.custom_vjp: no forward mode", text)
-    claim("ours has it, by transposing the rule", abs(forward(ours)()[1] - np.cosh(1.0)) < 1e-12)
+    claim("a plain jax.custom_vjp has no forward mode", text)
+    claim(
+        "gradtools derives forward mode by transposing the rule",
+        abs(forward(ours)()[1] - np.cosh(1.0)) < 1e-12,
+    )
 
 
 if __name__ == "__main__":

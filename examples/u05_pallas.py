@@ -1,9 +1,9 @@
-"""A rule around a kernel in the framework's own language: Pallas in JAX, a custom op in PyTorch.
+"""Defines the derivative of a Pallas kernel in JAX and of a custom op in PyTorch.
 
-log(sum(exp(row))) and its softmax are one fused kernel each: in JAX a Pallas kernel (interpreted,
-so that it runs on every processor), in PyTorch a ``torch.library.custom_op``, which may call a
-Triton or CUDA kernel. Neither framework differentiates such a kernel in reverse mode. For gradtools
-both are ordinary framework code, and one rule supports every order and mode.
+log(sum(exp(row))) and its softmax are fused kernels. In JAX they are Pallas kernels, which run in
+interpreted mode on every processor. In PyTorch they are a ``torch.library.custom_op``, which may
+call a Triton or CUDA kernel. Neither framework differentiates these kernels in reverse mode. A
+``gt.custom_rule`` around the kernel supports every order and mode.
 """
 
 import numpy as np
@@ -103,16 +103,16 @@ def show(gt, backend):
 
 
 def without_a_rule(gt, backend, kernel, x):
-    """Returns the error of the kernel without a rule."""
+    """Shows the errors of the kernel without a rule."""
     x = gt.asarray(x)
     said = {"torch": "no autograd formula", "jax": "does not support reverse-mode"}[backend]
     text = refused(lambda: gt.grad(lambda x: kernel(x).sum())(x), Exception, said)
-    claim("without a rule the kernel is refused in reverse mode", text)
+    claim("without a rule, reverse mode through the kernel raises an error", text)
     if backend == "torch":
         import torch
 
         _, tangent = torch.func.jvp(kernel, (x,), (torch.ones_like(x),))
-        claim("and in forward mode it is zero without a word", not tangent.any())
+        claim("and forward mode silently returns zero", not tangent.any())
 
 
 if __name__ == "__main__":

@@ -1,13 +1,13 @@
-"""A pretrained sentence encoder learns to find documentation, with the memory of one chunk.
+"""Trains a pretrained sentence encoder to retrieve documentation, with the memory of one chunk.
 
-A query is the signature of a function of the standard library; its document is the first paragraph
-of the docstring, without the function's name. The loss (symmetric InfoNCE with a learned
+A query is the signature of a function of the standard library, and its document is the first
+paragraph of the docstring without the function's name. The loss (symmetric InfoNCE with a learned
 temperature) compares every query of the batch with every document, so it is not a sum over
-examples. `chunked` runs MiniLM, unchanged and with dropout, once for each of the two towers. In
-PyTorch it is sentence-transformers' own module, in JAX the same network in flax. All layers are
-trained except the embeddings.
+examples. `chunked` runs the unchanged MiniLM encoder with dropout, once for the queries and once
+for the documents. In PyTorch the encoder is the module of sentence-transformers, and in JAX the
+same network in flax. All layers except the embeddings are trained.
 
-With --quick there are fewer pairs and steps.
+With --quick the program uses fewer pairs and steps.
 """
 
 import functools
@@ -21,7 +21,7 @@ import numpy as np
 from checks import peak_bytes
 from common import claim, difference, main
 
-LENGTH = 16  # tokens of a query, and of a document
+LENGTH = 16  # tokens of a query or document
 RATE, SCALE_RATE, DECAY, SCALE = 2e-4, 0.05, 0.01, 20.0
 QUICK = "--quick" in sys.argv
 BATCH, CHUNK, STEPS, HELD_OUT = (48, 8, 2, 96) if QUICK else (128, 16, 3, 160)
@@ -69,7 +69,7 @@ def show(gt, backend):
 
 
 def contrastive(gt, log_scale, queries, documents):
-    """Computes InfoNCE in both directions: from queries to documents and back."""
+    """Computes InfoNCE in both directions, over documents and over queries."""
     xp = gt.xp
     logits = xp.exp(log_scale) * (queries @ documents.T)
     own = xp.mean(xp.sum(queries * documents, axis=1)) * xp.exp(log_scale)
@@ -81,12 +81,15 @@ def exact_gradient(side, batch):
     """Compares chunks of 4 with the full batch, without dropout and in float64."""
     chunked, plain = (by_layer(side.exact(batch, chunk_size)) for chunk_size in (4, None))
     apart = max(difference(x, plain[layer]) for layer, x in chunked.items())
-    claim(f"chunked differs from the full batch's gradient by {apart:.1e}", apart < 1e-9)
+    claim(
+        f"the gradient of chunked differs from the full batch's gradient by {apart:.1e}",
+        apart < 1e-9,
+    )
     return {layer: side.gt.asarray(x) for layer, x in chunked.items()}
 
 
 def by_layer(gradient):
-    """Returns one vector per layer: some arrays (keys' biases) may be only rounding errors."""
+    """Returns one vector per layer; the gradient of a single array may be only rounding error."""
     found = {}
     for name, x in sorted(gradient.items()):
         found.setdefault(re.match(r"encoder\.layer\.\d", name)[0], []).append(x.ravel())
@@ -102,7 +105,7 @@ def memory(side, batch):
 
 
 def recall(side, batch):
-    """Returns how often a query's own document is the nearest, and among the nearest five."""
+    """Returns recall@1 and recall@5 of each query's own document."""
     queries, documents = side.embed(batch)
     scores = queries @ documents.T
     better = (scores > np.diag(scores)[:, None]).sum(axis=1)
@@ -168,7 +171,7 @@ class _Torch:
         return found
 
     def bytes_of_a_step(self, batch, chunk_size):
-        """Returns the peak of the memory that a forward and backward pass allocates."""
+        """Returns the peak memory of a forward and backward pass."""
         self.model.train()
         with peak_bytes() as peak:
             self.loss(batch, chunk_size).backward()
@@ -183,7 +186,7 @@ class _Torch:
 
 
 class _Jax:
-    """Trains the same network in flax by optax; a step is one compiled program."""
+    """Trains the same network in flax with optax; a step is one compiled program."""
 
     def __init__(self, gt):
         import jax
@@ -260,7 +263,7 @@ class _Jax:
         return minilm.as_arrays(self.jax.jit(self.gt.grad(loss))(params))
 
     def bytes_of_a_step(self, batch, chunk_size):
-        """Returns the temporary bytes of the compiled step, which is not run."""
+        """Returns the temporary bytes of the compiled step, without running it."""
         return self.compiled(batch, chunk_size).memory_analysis().temp_size_in_bytes
 
     def single_precision(self):
@@ -276,7 +279,7 @@ class _Jax:
 
 @functools.cache
 def pairs():
-    """Returns a query and a document for each documented function, without repeated documents."""
+    """Returns a query and a document for each documented function, without duplicates."""
     found, names = {}, set()
     for module in map(importlib.import_module, MODULES.split()):
         for name, function in sorted(vars(module).items()):

@@ -1,8 +1,8 @@
-"""Pure gradients change no buffer; accumulated gradients are added to buffers of chosen inputs.
+"""Compares pure gradients, which change no buffer, with gradients that are added to buffers.
 
 Eight threads share the parameters of a digit classifier, and each thread has a shard of the data.
-Returned gradients belong to the calling thread, so there are no races; one lock serializes
-additions. docs/grad-or-backward.md explains when to use which.
+Returned gradients belong to the calling thread, so there are no races. A lock serializes additions
+to buffers. docs/grad-or-backward.md explains when to use each interface.
 """
 
 from concurrent.futures import ThreadPoolExecutor
@@ -43,12 +43,17 @@ def show(gt, backend):
     with ThreadPoolExecutor(THREADS) as pool:
         together = list(pool.map(work, shards))
     wrong = sum(not np.array_equal(a, b) for a, b in zip(together, alone, strict=True))
-    claim(f"{THREADS} threads at once: {wrong} gradients differ from those taken alone", wrong == 0)
-    claim("no buffer was touched", not np.any(read("w")) and not np.any(read("b")))
+    claim(
+        f"{THREADS} threads: {wrong} gradients differ from the gradients of one thread", wrong == 0
+    )
+    claim("no buffer was changed", not np.any(read("w")) and not np.any(read("b")))
 
     full = gt.grad(loss)(params, gt.asarray(images), gt.asarray(labels))
     apart = difference(flat(gt, total.mean()), flat(gt, full))
-    claim(f"their weighted mean differs from the full gradient by {apart:.1e}", apart < 1e-12)
+    claim(
+        f"the weighted mean of the gradients differs from the full gradient by {apart:.1e}",
+        apart < 1e-12,
+    )
     return {"mean": total.mean()}
 
 
@@ -59,16 +64,19 @@ def in_small(gt, buffers):
     )
     grads = gt.grad(lambda x: x["x1"] ** 2 + 5 * x["x2"])(x)
     claim(
-        "grad returns (6, 5) and leaves the buffers alone",
+        "grad returns (6, 5) and does not change the buffers",
         flat(gt, grads).tolist() == [6, 5] and read("x1") == 0 and read("x2") == 0,
     )
     for _ in range(2):
         accumulate({"x1": grads["x1"]})
-    claim("accumulating x1 twice adds to x1 alone: (12, 0)", read("x1") == 12 and read("x2") == 0)
+    claim(
+        "accumulating x1 twice adds only to the buffer of x1: (12, 0)",
+        read("x1") == 12 and read("x2") == 0,
+    )
 
 
 def buffers_torch(gt, params):
-    """Uses `.grad` of the real parameters as buffers; None counts as zero."""
+    """Uses the `.grad` attributes of the parameters as buffers; None counts as zero."""
     params = {name: x.requires_grad_() for name, x in params.items()}
 
     def read(name):
@@ -79,7 +87,7 @@ def buffers_torch(gt, params):
 
 
 def buffers_jax(gt, params):
-    """Uses a buffer that the program passes along as a value."""
+    """Uses a buffer that is passed and returned as a value."""
     buffer = {name: 0 * x for name, x in params.items()}
     read = lambda name: gt.to_numpy(buffer[name])
     return params, read, lambda grads: buffer.update(gt.accumulate_gradients(buffer, grads))

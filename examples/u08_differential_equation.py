@@ -1,10 +1,10 @@
 """Trains a small network to solve u'(t) = -2 t u(t), u(0) = 1, on [0, 2].
 
-The loss is the mean of r^2 with the residual r = u' + 2 t u at points t. The loss contains the
-derivative of the network with respect to its input, by ``gt.jvp``, and is differentiated with
-respect to the parameters. ``gt.jacobian`` of r gives the Levenberg-Marquardt step, which needs far
-fewer steps than stochastic gradient descent. The solution is exp(-t^2); u = 1 + t N(t) satisfies
-the initial condition for every network N. The code is the same in both frameworks.
+The loss is the mean of r^2 over points t, with the residual r = u' + 2 t u. The loss contains the
+derivative of the network with respect to its input, computed by ``gt.jvp``, and is differentiated
+with respect to the parameters. The Levenberg-Marquardt method uses ``gt.jacobian`` of r and needs
+far fewer steps than stochastic gradient descent. The solution is exp(-t^2). The ansatz
+u = 1 + t N(t) satisfies the initial condition for every network N.
 """
 
 import numpy as np

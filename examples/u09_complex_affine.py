@@ -2,9 +2,9 @@
 
     dL/dI = W^H dL/dO        dL/dW = dL/dO I^H        dL/db = the sum of dL/dO over the batch
 
-once with complex arrays and once with pairs of real arrays, where (a + ib)(c + id) = (ac - bd) +
-i(ad + bc). In both backends the gradient of a real L is dL/dRe + i dL/dIm, so that `z - rate *
-grad` descends; native ``jax.grad`` returns its conjugate.
+The formula is checked with complex arrays and with pairs of real arrays, where (a + ib)(c + id) =
+(ac - bd) + i(ad + bc). In both backends the gradient of a real L is dL/dRe + i dL/dIm, so that
+`z - rate * grad` descends. Native ``jax.grad`` returns the conjugate of this gradient.
 """
 
 import numpy as np
@@ -17,7 +17,7 @@ def show(gt, backend):
     complex_normal = lambda *shape: rng.normal(size=shape) + 1j * rng.normal(size=shape)
     W, I, b, wanted = map(complex_normal, ((3), (4), (3), (3)), ((4), (5), (1), (5)))
 
-    def loss(O, wanted):  # |.|^4, so that dL/dO is not linear in O
+    def loss(O, wanted):  # sum of |O - wanted|^4, so dL/dO is nonlinear
         error = O - wanted
         return xp.sum((error * xp.conj(error)).real ** 2)
 
@@ -35,7 +35,7 @@ def show(gt, backend):
         ("dL/db = sum dL/dO", gO.sum(axis=1, keepdims=True), gb),
     ]:
         apart = difference(mine, theirs)
-        claim(f"{name}: off by {apart:.1e}", apart < 1e-14)
+        claim(f"{name}: error {apart:.1e}", apart < 1e-14)
 
     def real_loss(W, I, b):
         (Wr, Wi), (Ir, Ii), (br, bi) = W, I, b
@@ -48,7 +48,7 @@ def show(gt, backend):
     joined = np.concatenate([flat(gt, re) + 1j * flat(gt, im) for re, im in pairs])
     together = np.concatenate([gW.ravel(), gI.ravel(), gb.ravel()])
     apart = difference(joined, together)
-    claim(f"as pairs of real arrays: off by {apart:.1e}", apart < 1e-14)
+    claim(f"as pairs of real arrays: error {apart:.1e}", apart < 1e-14)
 
     at = lambda W: float(loss(gt.asarray(W @ I + b), gt.asarray(wanted)))
     before, after = at(W), at(W - 1e-5 * gW)

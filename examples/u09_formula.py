@@ -1,9 +1,9 @@
 """Prints automatic derivatives as mathematics, and compares them with a derivation by hand.
 
-The program prints square, exp, sinh and cube to second order, with pictures of why double backward
-works; the rule W^H of a complex affine layer, natively and from its real and imaginary parts; and a
-convolutional network whose backward pass is derived by hand: `agrees_with` confirms it, and names
-the first entry that differs if a flip is omitted. The pictures are written to out/.
+The program prints the derivatives of square, exp, sinh and cube to second order, and draws their
+backward passes. It prints the gradients of a complex affine layer, with complex arrays and with
+their real and imaginary parts. Finally it checks a hand-written backward pass of a convolutional
+network with `agrees_with`, which names the first entry that differs. Pictures are written to out/.
 """
 
 from pathlib import Path
@@ -13,7 +13,7 @@ from common import claim, difference, main
 from u05_double_backward import cube, exp, sinh, square
 
 OUT = Path(__file__).parents[1] / "out"
-READ: dict[str, list[str]] = {}  # the lines of each formula, as the first backend gave them
+READ: dict[str, list[str]] = {}  # the lines of each formula from the first backend
 
 FUNCTIONS = {
     "square": (
@@ -28,7 +28,7 @@ FUNCTIONS = {
     ),
     "sinh": (
         lambda gt, x: gt.xp.sinh(x),
-        ["T = cosh(x)", "x̄ = ȳ ⊙ T"],  # named because it is used more than once
+        ["T = cosh(x)", "x̄ = ȳ ⊙ T"],  # T has a name because it is used twice
         ["∂s/∂x = ȳ ⊙ y ⊙ u", "∂s/∂ȳ = T ⊙ u"],
     ),
     "cube": (
@@ -44,11 +44,11 @@ def show(gt, backend):
 
 
 def formula(gt, name, f, *args, **options):
-    """Returns the formula of f, which must equal the other backend's formula."""
+    """Returns the formula of f, and checks that both backends print the same formula."""
     found = gt.formula(f, *args, **options)
     lines = str(found).splitlines()[:-1]  # the last line contains the relative error
     if READ.setdefault(name, lines) is not lines:
-        claim(f"{name} reads alike in both frameworks", READ[name] == lines)
+        claim(f"{name} has the same formula in both frameworks", READ[name] == lines)
     return found
 
 
@@ -69,7 +69,7 @@ def tutorial(gt, backend):
 
 
 def drawn(gt, backend, name, f, x):
-    """Draws a custom rule with the values that it keeps for both backward passes."""
+    """Draws a custom rule with the values that are saved for both backward passes."""
     for order in (1, 2):
         graph = gt.gradient_graph(f, x, order=order)
         saved = {edge.value: edge.bytes for edge in graph.edges if edge.saved}
@@ -94,7 +94,7 @@ def complex_affine(gt, backend):
     arrays = [gt.asarray(z) for z in (W, I, b)]
     affine = lambda W, I, b: W @ I + b
     whole = formula(gt, "complex affine", affine, *arrays, argnums=(0, 1, 2))
-    claim(f"natively: {', '.join(whole.lines(1))}", "Ī = Wᴴ ȳ" in whole.lines(1))
+    claim(f"with complex arrays: {', '.join(whole.lines(1))}", "Ī = Wᴴ ȳ" in whole.lines(1))
 
     def in_parts(W_re, W_im, I_re, I_im, b_re, b_im):
         """Computes (a + ib)(c + id) = (ac - bd) + i(ad + bc)."""
@@ -104,7 +104,7 @@ def complex_affine(gt, backend):
     parts = formula(gt, "in parts", in_parts, *map(gt.asarray, split), argnums=tuple(range(6)))
     for line in parts.lines(1):
         print(f"  {line}")
-    claim(f"put together: {', '.join(parts.lines(2))}", parts.lines(2)[1] == "Ī = Wᴴ Ō")
+    claim(f"combined: {', '.join(parts.lines(2))}", parts.lines(2)[1] == "Ī = Wᴴ Ō")
     mine = whole.agrees_with(lambda W, I, b, ct: (gt.xp.outer(ct, I.conj()), W.conj().T @ ct, ct))
     claim(f"dL/dW = dL/dO Iᴴ, dL/dI = Wᴴ dL/dO, dL/db = dL/dO: {mine}", mine)
     mine = whole.agrees_with(lambda W, I, b, ct: (gt.xp.outer(ct, I.conj()), W.T @ ct, ct))
@@ -116,7 +116,7 @@ def complex_affine(gt, backend):
     apart = [gt.to_numpy(g) for g in pullback(tuple(map(gt.asarray, (ct.real, ct.imag))))]
     joined = [re + 1j * im for re, im in zip(apart[::2], apart[1::2], strict=True)]
     largest = max(difference(a, b) for a, b in zip(joined, natively, strict=True))
-    claim(f"the two gradients are equal: off by {largest:.1e}", largest < 1e-14)
+    claim(f"the two gradients are equal: error {largest:.1e}", largest < 1e-14)
     return {"affine": [gt.asarray(g) for g in natively]}
 
 

@@ -1,10 +1,9 @@
-"""Style transfer in which one term of the loss has no effect, until `why_zero` names the line.
+"""Finds the line at which one term of a style-transfer loss loses its gradient, with `why_zero`.
 
 A photograph gets the style of another photograph under two constraints: smoothness and a given
 fraction of bright pixels (the volume fraction). The fraction is computed on a binarized image in
-NumPy, so its gradient is silently lost, and training ignores the term. ``why_zero`` names the line
-and the fix, ``straight_through`` with a sigmoid surrogate; then the fraction reaches its target. A
-picture of before and after is written to ``out/``.
+NumPy, so its gradient is silently lost, and the term has no effect. ``why_zero`` reports the line
+and the fix, ``straight_through`` with a sigmoid surrogate. A picture is written to ``out/``.
 """
 
 from itertools import pairwise
@@ -30,7 +29,7 @@ def show(gt, backend):
         return xp.mean(image, axis=2)
 
     def fraction_through_numpy(image):
-        """Computes the bright fraction by NumPy: the value is right, but the gradient is lost."""
+        """Computes the bright fraction with NumPy: the value is right, but the gradient is lost."""
         if backend == "torch":
             import torch
 
@@ -86,13 +85,20 @@ def show(gt, backend):
     places = {finding.source.function for finding in report if finding.source}
     claim("why_zero names fraction_through_numpy", places == {"fraction_through_numpy"})
     kinds = {finding.kind for finding in report}
-    claim(f"of kind {', '.join(sorted(kinds))}", "left_framework" in kinds)
-    claim("as one term of the loss", not any(finding.whole for finding in report))
+    claim(f"the kinds of the findings are {', '.join(sorted(kinds))}", "left_framework" in kinds)
+    claim(
+        "each finding concerns one term of the loss", not any(finding.whole for finding in report)
+    )
 
     fixed = trained(gt, backend, loss_with(fraction_fixed), photo)
     reached = float(fraction_fixed(fixed))
-    claim(f"with straight_through it reaches {reached:.3f}", abs(reached - TARGET) < 0.01)
-    claim("and nothing is lost any more", not gt.why_zero(loss_with(fraction_fixed), photo))
+    claim(
+        f"with straight_through the volume fraction reaches {reached:.3f}",
+        abs(reached - TARGET) < 0.01,
+    )
+    claim(
+        "and why_zero reports no lost gradient", not gt.why_zero(loss_with(fraction_fixed), photo)
+    )
     draw(gt, backend, {"photograph": photo, "term ignored": ignored, "term fixed": fixed})
     return {"ignored": ignored, "fixed": fixed}
 
@@ -116,7 +122,7 @@ def sample(name):
 
 
 def fixed_filters():
-    """Draws filters of 3 by 3 pixels, which are never trained."""
+    """Returns random filters of 3 by 3 pixels, which are not trained."""
     rng = np.random.default_rng(0)
     shapes = [(3, 3, a, b) for a, b in pairwise(CHANNELS)]
     return [rng.normal(scale=(2 / (9 * shape[2])) ** 0.5, size=shape) for shape in shapes]
@@ -133,13 +139,13 @@ def rectified(xp, x):
 
 
 def pooled(xp, x):
-    """Averages each 2 by 2 pixels."""
+    """Averages blocks of 2 by 2 pixels."""
     h, w = x.shape[0] // 2, x.shape[1] // 2
     return xp.mean(xp.reshape(x[: 2 * h, : 2 * w], (h, 2, w, 2, -1)), axis=(1, 3))
 
 
 def gram(xp, x):
-    """Returns the correlations of channels, the style of Gatys et al."""
+    """Returns the correlations of channels, which represent the style (Gatys et al.)."""
     flat = xp.reshape(x, (-1, x.shape[2]))
     return flat.T @ flat / flat.shape[0]
 
@@ -149,7 +155,7 @@ def total_variation(xp, image):
 
 
 def draw(gt, backend, images):
-    """Draws the images, and below each image its bright pixels."""
+    """Draws the images, and the bright pixels of each image below it."""
     import matplotlib
 
     matplotlib.use("Agg")

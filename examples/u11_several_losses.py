@@ -1,9 +1,10 @@
-"""Sums the gradients of several losses and of unequal chunks with the right weights.
+"""Sums the gradients of several losses and of unequal chunks with the correct weights.
 
-A model of the next letter is fitted to ten sentences, in chunks of 4, 4 and 2. Each chunk's loss is
-the mean over its letters, so its weight is its number of letters: with these weights a
-``GradientAccumulator`` gives the gradient of the mean over all letters. Equal weights do not.
-``microbatched_value_and_grad`` does the same in one call, with a weight for each sentence.
+A model that predicts the next letter is fitted to ten sentences, in chunks of 4, 4 and 2. Each
+chunk's loss is the mean over its letters, so its weight is its number of letters. With these
+weights a ``GradientAccumulator`` returns the gradient of the mean over all letters; with equal
+weights it does not. ``microbatched_value_and_grad`` computes the same gradient in one call, with a
+weight for each sentence.
 """
 
 import numpy as np
@@ -48,8 +49,10 @@ def show(gt, backend):
         equal.add(grads)
         print(f"  {len(chunk)} sentences, {letters} letters")
     right, wrong = (difference(flat(gt, a.mean()), flat(gt, full)) for a in (weighted, equal))
-    claim(f"weighted by letters, the chunks' gradient is off by {right:.1e}", right < 1e-12)
-    claim(f"with equal weights it would be off by {wrong:.1%}", wrong > 0.01)
+    claim(
+        f"with weights by letters, the error of the chunks' gradient is {right:.1e}", right < 1e-12
+    )
+    claim(f"with equal weights, the error is {wrong:.1%}", wrong > 0.01)
 
     *padded, letters = map(gt.asarray, padded_pairs(SENTENCES))
 
@@ -63,18 +66,18 @@ def show(gt, backend):
     value, grads = chunked(W, *padded)
     apart = difference(flat(gt, grads), flat(gt, full))
     claim(
-        f"microbatched_value_and_grad, in chunks of 4, 4 and 2, is off by {apart:.1e}",
+        f"the error of microbatched_value_and_grad in chunks of 4, 4 and 2 is {apart:.1e}",
         apart < 1e-12,
     )
     apart = abs(float(value) - float(misfit(W, pairs(SENTENCES))))
-    claim(f"and its value by {apart:.1e}", apart < 1e-12)
+    claim(f"the error of its value is {apart:.1e}", apart < 1e-12)
 
     both = gt.grad(lambda W: misfit(W, pairs(SENTENCES)) + roughness(W, None))(W)
     losses = gt.GradientAccumulator()
     for loss in (misfit, roughness):
         losses.add(gt.grad(loss)(W, pairs(SENTENCES)))
     apart = difference(flat(gt, losses.sum()), flat(gt, both))
-    claim(f"one loss after the other differs from their sum by {apart:.1e}", apart < 1e-12)
+    claim(f"the summed gradients differ from the gradient of the sum by {apart:.1e}", apart < 1e-12)
     return {
         "chunks": weighted.mean(),
         "microbatched_value_and_grad": [value, grads],
@@ -83,7 +86,7 @@ def show(gt, backend):
 
 
 def letter_pairs(sentences):
-    """Returns each letter and the letter after it, as rows of zeros and ones."""
+    """Returns each letter and the next letter, as one-hot rows."""
     one_hot = np.eye(len(LETTERS))
     index = {letter: i for i, letter in enumerate(LETTERS)}
     here = [index[a] for line in sentences for a in line[:-1]]

@@ -1,9 +1,9 @@
-"""Samples the gradient at an intermediate result for each example, then propagates it further.
+"""Passes the gradient at an intermediate value through a random sampler in the backward pass.
 
-cost = g(h(x)). The cotangent of h's output passes through a sampler with one key per example: a
-Bernoulli mask over its entries, divided by the rate, which preserves the mean. Alternatively, a
-known gradient replaces it. The result is then pulled back to the parameters and summed over the
-batch, all in one backward pass.
+For the cost g(h(x)), the cotangent of h's output is multiplied by a Bernoulli mask, with one key
+per example, and divided by the rate, which preserves the mean. Alternatively, a known gradient
+replaces the cotangent. The result is then pulled back to the parameters and summed over the batch,
+in the same backward pass.
 """
 
 import numpy as np
@@ -44,13 +44,15 @@ def show(gt, backend):
         sampled = gt.compile(sampled)
     key = gt.random_key(0)
     apart = difference(flat(gt, sampled(params, key)), flat(gt, two_stages(params, key)))
-    claim(f"the sampler inside differs from two stages by hand by {apart:.1e}", apart < 1e-12)
+    claim(
+        f"one backward pass with the sampler differs from two stages by {apart:.1e}", apart < 1e-12
+    )
 
     known = gt.asarray(rng.normal(size=(BATCH, 16)) / BATCH)
     replaced = gt.grad(lambda p: g(gt.replace_gradient(h(p), known)))(params)
     by_hand = gt.vjp(h, params)[1](known)[0]
     apart = difference(flat(gt, replaced), flat(gt, by_hand))
-    claim(f"replaced, it differs from the pullback by hand by {apart:.1e}", apart < 1e-12)
+    claim(f"the replaced gradient differs from a manual pullback by {apart:.1e}", apart < 1e-12)
 
     plain = gt.grad(lambda p: g(h(p)))(params)
     keys = gt.split_key(gt.random_key(1), DRAWS)
@@ -64,7 +66,7 @@ def show(gt, backend):
     expected = np.sqrt(draws.var(axis=0, ddof=1).sum() / DRAWS)
     claim(
         f"the mean of {DRAWS} draws is {off:.4f} from the plain gradient; "
-        f"{expected:.4f} is its standard error",
+        f"the standard error is {expected:.4f}",
         off < 1.5 * expected,
     )
     return {"plain": plain, "replaced": replaced}

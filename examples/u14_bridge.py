@@ -1,10 +1,11 @@
-"""Calls a simulator of the other framework in Newton's method, and differentiates it in a loss.
+"""Differentiates a simulator that is written in the other framework, through the bridge.
 
 The simulator, a damped pendulum, is written in JAX if this program runs in PyTorch, and in PyTorch
-if it runs in JAX: the bridge makes it a function of this framework, with its derivatives. Newton's
-method fits length and damping to an observed swing, with the Hessian through the simulator; then it
-fits them to the derivative of the swing with respect to its starting point, so that each step is a
-second derivative. Both programs give the same numbers.
+if it runs in JAX. The bridge converts it to a differentiable function of this framework. Newton's
+method fits length and damping to an observed swing, with the Hessian of the loss through the
+simulator. Then gradient descent fits them to the derivative of the swing with respect to its
+starting point, so that each step computes a second derivative. Both programs compute the same
+numbers.
 """
 
 import importlib.util
@@ -54,7 +55,7 @@ def crossed(backend):
 def show(gt, backend):
     other = {"torch": "jax", "jax": "torch"}[backend]
     if importlib.util.find_spec(other) is None:
-        print(f"  left out: {other} is not installed, and a bridge has two ends")
+        print(f"  left out: {other} is not installed, and the bridge needs both frameworks")
         return {}
     with double_precision(other):
         return fitted(gt, backend)
@@ -99,7 +100,8 @@ def fitted(gt, backend):
         value, step = by_slope(guess)
         guess = guess - 0.05 * step
     claim(
-        f"from its slopes alone: loss {first:.1e} to {float(value):.1e}", float(value) < first / 5
+        f"in the fit to the derivative, the loss goes from {first:.1e} to {float(value):.1e}",
+        float(value) < first / 5,
     )
     return {"found": body, "by slopes": guess}
 

@@ -1,9 +1,10 @@
-"""Computes the mean over all tokens of a step if ranks and steps have unequal token counts.
+"""Computes the gradient of the mean over all tokens for ranks and chunks with unequal token counts.
 
 Two ranks accumulate over three chunks each, and one chunk contains only padding. The mean of the
-chunks' means is not the mean over tokens, nor is the mean over ranks of each rank's token mean,
-which DistributedDataParallel computes. ``GradientAccumulator.mean`` divides the sum over ranks and
-chunks by all tokens. In PyTorch the ranks are two processes, in JAX an axis of ``vmap``.
+chunks' means differs from the mean over tokens. The mean over ranks of each rank's token mean,
+which DistributedDataParallel computes, also differs. ``GradientAccumulator.mean`` divides the sum
+over ranks and chunks by the number of all tokens. In PyTorch the ranks are two processes; in JAX
+they are an axis of ``vmap``.
 """
 
 import multiprocessing

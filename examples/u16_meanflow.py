@@ -1,15 +1,15 @@
-"""MeanFlow on real digits: a network that draws a digit in one step, trained through ``gt.jvp``.
+"""Trains a MeanFlow model, which generates digits in one step, with ``gt.jvp`` in the loss.
 
 On the path z = (1 - t) x + t e from a digit x to noise e the velocity is v = e - x. MeanFlow (Geng
 et al., Mean flows for one-step generative modeling, 2025) learns u(z, r, t), the mean velocity from
-r to t, for which
+r to t, which satisfies
 
     u = v - (t - r) du/dt        du/dt = the derivative of u along (v, 0, 1)
 
-holds everywhere. The loss therefore contains a Jacobian-vector product of the network, computed
-together with its value in one forward pass, and is differentiated with respect to the parameters.
-One evaluation at noise then generates a digit: x = e - u(e, 0, 1). A nearest-neighbor classifier
-labels the generated digits, and a picture of them is written to ``out/``.
+The loss therefore contains a Jacobian-vector product of the network, which is computed together
+with the value in one forward pass, and is differentiated with respect to the parameters. One
+evaluation at noise e then generates a digit: x = e - u(e, 0, 1). A nearest-neighbor classifier
+labels the generated digits, and a picture of these digits is written to ``out/``.
 """
 
 from pathlib import Path
@@ -56,7 +56,7 @@ def show(gt, backend):
         return value, ({k: p - move(k) for k, p in params.items()}, mean, square)
 
     def drawn(params, noise, label):
-        """Generates digits in one step: from pure noise at t = 1 to no noise at r = 0."""
+        """Generates digits in one step from noise, with t = 1 and r = 0."""
         r, t = (gt.asarray(np.full((len(noise), 1), end)) for end in (0.0, 1.0))
         return noise - u(params, noise, r, t, label)
 
@@ -80,14 +80,14 @@ def show(gt, backend):
     )
     right = [np.mean(reads.predict(x) == wanted) for x in (before, after)]
     claim(
-        f"of digits drawn in one step {right[0]:.0%} show the requested digit before training, "
+        f"share of generated digits with the requested label: {right[0]:.0%} before training, "
         f"{right[1]:.0%} after {STEPS} steps",
         right[1] > 0.8,
     )
     spread = np.mean([after[wanted == c].std(0).mean() for c in range(CLASSES)])
     real = np.mean([images[labels == c].std(0).mean() for c in range(CLASSES)])
-    claim(f"they differ as real ones do: deviation {spread:.2f} to {real:.2f}", spread > real / 2)
-    print(f"  {picture(after, images, labels, backend)} shows them")
+    claim(f"deviation in each class: generated {spread:.2f}, real {real:.2f}", spread > real / 2)
+    print(f"  picture: {picture(after, images, labels, backend)}")
     return {"loss and gradient at the start": first}
 
 
@@ -120,7 +120,7 @@ def batch_of(images, labels, random):
 
 
 def picture(drawn, images, labels, backend):
-    """Draws generated above real digits, a column per class; returns the file's name."""
+    """Draws generated digits above real digits, in one column per class; returns the file name."""
     from matplotlib import pyplot
 
     real = np.concatenate([images[labels == c][:4] for c in range(CLASSES)])

@@ -1,10 +1,10 @@
 """Differentiates through the steps of an optimizer, storing only the parameters of each step.
 
-A network is trained for some steps on examples, a fifth of which have the wrong sign; the outer
-loss is the loss of a few clean examples after the last step. Its gradient with respect to a weight
-for each example and to the step size passes through all steps. ``mode="forward_over_reverse"`` of
-the inner gradient keeps the parameters and the gradient of each step; double backward also keeps
-the activations.
+A network is trained for some steps on examples, and a fifth of the examples have the wrong sign.
+The outer loss is the loss of clean examples after the last step. Its gradient with respect to the
+example weights and the step size is propagated through all steps. With
+``mode="forward_over_reverse"`` the inner gradient keeps only the parameters and the gradient of
+each step; double backward also keeps the activations.
 """
 
 import numpy as np
@@ -58,9 +58,9 @@ def show(gt, backend):
     claim(f"through five steps both modes differ by {apart:.1e}", apart < 1e-12)
 
     def per_step(mode):
-        """Returns the kilobytes that one more step requires, with 400 examples.
+        """Returns the memory of one additional step in kilobytes, with 400 examples.
 
-        Only one use of the loss is recomputed at a time, whatever the number of steps is.
+        Only one evaluation of the loss is recomputed at a time, for any number of steps.
         """
         outer, *fixed = inputs(3, copies=10)
         kept = {"torch": live_bytes, "jax": compiled_bytes}[backend]
@@ -69,7 +69,7 @@ def show(gt, backend):
 
     double, ours = map(per_step, modes)
     claim(
-        f"one more step takes {double:.1f} kB by double backward, {ours:.1f} kB this way",
+        f"each step needs {double:.1f} kB with double backward, {ours:.1f} kB with {modes[1]}",
         ours < 2.2 * 8e-3 * 3 * WIDTH**2 < double / 8,
     )
 
@@ -87,12 +87,15 @@ def show(gt, backend):
     claim(loss, values[-1] < values[0] / 4)
     order = np.argsort(gt.to_numpy(outer["weights"]))
     right = len({*order[:WRONG]} & {*range(WRONG)})
-    claim(f"of the {WRONG} lightest examples {right} have the wrong sign", right > WRONG / 2)
+    claim(
+        f"{right} of the {WRONG} examples with the smallest weights have the wrong sign",
+        right > WRONG / 2,
+    )
     return {"gradient": found}
 
 
 def repeated(step, count, backend):
-    """Repeats the step; in JAX in a loop, since the compiler would eliminate the recomputation."""
+    """Repeats the step; in JAX in a scan, since XLA eliminates recomputation in unrolled loops."""
 
     def run(layers, *args):
         if backend == "torch":

@@ -1,8 +1,9 @@
-"""Gradients at intermediate values show where they vanish in a recurrent network.
+"""Shows where gradients vanish in a recurrent network, by gradients at intermediate values.
 
 A network of 30 steps marks its state in each step. The norms of the retained gradients show how far
-back the loss reaches; gradients times values attribute the output to the steps (Shrikumar et al.,
-Not just a black box, 2016); and the norms may be part of a loss, since they are differentiable.
+the gradient of the loss propagates. Gradients times values attribute the output to the steps
+(Shrikumar et al., Not just a black box, 2016). Retained gradients are differentiable, so the norms
+may be part of a loss.
 """
 
 import numpy as np
@@ -29,22 +30,31 @@ def show(gt, backend):
         return xp.mean((h @ readout - target) ** 2), states
 
     (value, states), grads, retained = gt.retained_gradients(loss, has_aux=True)(weights, xs)
-    state = retained["state"]  # of shape (STEPS, BATCH, WIDTH)
+    state = retained["state"]  # shape (STEPS, BATCH, WIDTH)
     norms = xp.sum(state**2, axis=(1, 2)) ** 0.5
     print(f"  |dL/dh| at steps 1, 15, 30: {[f'{float(norms[i]):.1e}' for i in (0, 14, 29)]}")
-    claim("the gradient vanishes with the distance", float(norms[0]) < 1e-2 * float(norms[-1]))
+    claim(
+        "the gradient vanishes with the distance from the loss",
+        float(norms[0]) < 1e-2 * float(norms[-1]),
+    )
 
-    def with_inputs(added):  # the same by hand: gradients of arrays that are added to the states
+    def with_inputs(added):  # by hand: gradients of arrays that are added to the states
         h = states_of(weights, xs, lambda i, h: h + added[i])[0]
         return xp.mean((h @ readout - target) ** 2)
 
     by_hand = gt.grad(with_inputs)(0 * states)
     apart = difference(flat(gt, state), flat(gt, by_hand))
-    claim(f"they differ from those of added arrays by {apart:.1e}", apart < 1e-12)
+    claim(
+        f"the retained gradients differ from gradients of added arrays by {apart:.1e}",
+        apart < 1e-12,
+    )
     plain = gt.grad(loss, has_aux=True)(weights, xs)[0]
-    claim("the gradient of the weights is the plain one", xp.max(xp.abs(grads - plain)) < 1e-15)
+    claim(
+        "the gradient of the weights equals the plain gradient",
+        xp.max(xp.abs(grads - plain)) < 1e-15,
+    )
 
-    # Part of a loss: each step should pass on as much gradient as it gets (Pascanu et al., 2013).
+    # A loss with these norms: each step should preserve the gradient's norm (Pascanu et al., 2013).
     def penalty(w):
         state = gt.retained_gradients(loss, (), has_aux=True)(w, xs)[2]["state"]
         norms = xp.sum(state**2, axis=(1, 2))
@@ -54,7 +64,7 @@ def show(gt, backend):
     for _ in range(20):
         w = w - 0.2 * gt.grad(penalty)(w)
     after = float(penalty(w))
-    claim(f"20 steps on the penalty: {before:.2f} to {after:.2f}", after < 0.8 * before)
+    claim(f"20 steps reduce the penalty from {before:.2f} to {after:.2f}", after < 0.8 * before)
 
     return {"value": value, "grads": grads, "state": state, "after": w}
 

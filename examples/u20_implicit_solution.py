@@ -1,8 +1,8 @@
-"""Solutions of equations as layers: a deep equilibrium, and the penalties of a ridge regression.
+"""Differentiates solutions of equations: a deep equilibrium layer and a ridge regression.
 
-The derivative of z with F(z, theta) = 0 requires one linear solve with products of dF/dz, however z
-was computed, so the iterations are not stored. The derivative is compared with that of the unrolled
-iterations, with the closed form, and with JAX's own jax.lax.custom_root.
+The derivative of a solution z of F(z, theta) = 0 requires one linear solve with products of dF/dz
+and does not depend on the solver, so the iterations are not stored. The derivative is compared with
+the derivative of the unrolled iterations, with the closed form, and with jax.lax.custom_root.
 """
 
 import numpy as np
@@ -32,7 +32,10 @@ def show(gt, backend):
     fast = gt.compile if backend == "jax" else lambda f: f
     gradients = {name: fast(gt.grad(loss))(weights) for name, loss in losses.items()}
     apart = difference(flat(gt, gradients["implicit"]), flat(gt, gradients["unrolled"]))
-    claim(f"equilibrium: the gradients differ from the unrolled ones by {apart:.1e}", apart < 1e-9)
+    claim(
+        f"equilibrium: the gradients differ from the unrolled gradients by {apart:.1e}",
+        apart < 1e-9,
+    )
     products = [fast(lambda p, f=f: gt.hvp(f, (p,), (p,))[1][0])(weights) for f in losses.values()]
     apart = difference(*[flat(gt, p) for p in products])
     claim(f"equilibrium: the Hessian products differ by {apart:.1e}", apart < 1e-8)
@@ -44,7 +47,10 @@ def show(gt, backend):
         g = train(p)[1]
         p = {name: p[name] - 0.3 * g[name] for name in p}
     after = float(train(p)[0])
-    claim(f"equilibrium: 100 steps of training, loss {before:.2f} to {after:.2f}", after < before)
+    claim(
+        f"equilibrium: in 100 training steps the loss goes from {before:.2f} to {after:.2f}",
+        after < before,
+    )
 
     # Bilevel optimization: a validation loss trains the penalties of a ridge regression.
     X, V = number(20, 8), number(40, 8)
@@ -52,7 +58,7 @@ def show(gt, backend):
     y, v = X @ true + number(20), V @ true + number(40) * 0.1
     cost = lambda b, s: xp.mean((X @ b - y) ** 2) + xp.sum(xp.exp(s) * b**2)
 
-    def fitted(s):  # in closed form here, but any optimizer works
+    def fitted(s):  # the closed form; any optimizer works as well
         A = X.T @ X / 20 + xp.exp(s) * gt.asarray(np.eye(8))
         return xp.linalg.solve(A, (X.T @ y / 20)[:, None])[:, 0]
 
@@ -61,7 +67,7 @@ def show(gt, backend):
     start = gt.asarray(np.full(8, -2.0))
     by_rule, plain = (fast(gt.grad(validation(f)))(start) for f in (ridge, fitted))
     apart = difference(flat(gt, by_rule), flat(gt, plain))
-    claim(f"ridge: the hypergradient differs from the closed form's by {apart:.1e}", apart < 1e-9)
+    claim(f"ridge: the hypergradient differs from the closed form by {apart:.1e}", apart < 1e-9)
     s, descend = start, fast(gt.value_and_grad(validation(ridge)))
     for _ in range(150):
         s = s - 5.0 * descend(s)[1]
@@ -69,7 +75,7 @@ def show(gt, backend):
     claim(f"ridge: the validation loss goes from {first:.3f} to {last:.3f}", last < 0.7 * first)
     penalties = gt.to_numpy(s)
     claim(
-        "ridge: the useless features get the larger penalties",
+        "ridge: the irrelevant features get the larger penalties",
         penalties[3:].mean() > penalties[:3].mean(),
     )
 
@@ -91,7 +97,7 @@ def compare_with_custom_root(gt, iterate, step, weights, x, ours, of):
         )
 
     apart = difference(flat(gt, jax.jit(jax.grad(of(theirs)))(weights)), flat(gt, ours))
-    claim(f"jax.lax.custom_root gives the same gradient to {apart:.1e}", apart < 1e-9)
+    claim(f"the gradient differs from jax.lax.custom_root by {apart:.1e}", apart < 1e-9)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-/* y[t] = a[t] y[t-1] + x[t], and its transpose in x. Rows are examples; y[-1] = 0. */
+/* Computes y[t] = a[t] y[t-1] + x[t] with y[-1] = 0, and the transpose in x. Rows are examples. */
 
 #include <stddef.h>
 

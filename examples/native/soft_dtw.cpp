@@ -1,8 +1,8 @@
 // Soft dynamic time warping: the softened cost of the best monotone path through a table D.
-//
-// Value, gradient, and product of the Hessian with a direction. The program is written once, for a
-// number type; with dual numbers its gradient gives the product. Tables are double, rows x columns,
-// with the examples in front. Source: Cuturi and Blondel, Soft-DTW, 2017.
+// The extension computes the value, the gradient, and the product of the Hessian with a direction.
+// The program is a template over the number type; with dual numbers its gradient contains the
+// Hessian product. Tables have dtype double and shape (examples, rows, columns). Reference: Cuturi
+// and Blondel, Soft-DTW, 2017.
 
 #include <ATen/core/Tensor.h>
 #include <ATen/ops/empty.h>
@@ -15,7 +15,7 @@
 
 namespace {
 
-struct Dual {  // v + e dv with e e = 0
+struct Dual {  // v + e d with e^2 = 0
     double v, d;
     Dual(double v = 0.0, double d = 0.0) : v(v), d(d) {}
 };
@@ -32,7 +32,7 @@ template <class Number>
 struct Program {
     int64_t n, m;
     double gamma;
-    std::vector<Number> weights;  // of the three ways into each cell
+    std::vector<Number> weights;  // of the three predecessors of each cell
     Number total;
 
     template <class Table>

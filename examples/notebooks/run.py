@@ -2,9 +2,9 @@
 
     python examples/notebooks/run.py [NAME ...]
 
-A cell is run as Jupyter runs it, without Jupyter: its output is kept, with the value of its last
-line in the richest form. The site shows this output, and the tests
-(`tests/examples/test_notebooks.py`) compare it with the cells' current output.
+The program executes cells without Jupyter and stores their printed output and the value of the last
+line in its richest representation. The site shows this output, and a test
+(`tests/examples/test_notebooks.py`) compares the stored output with the current output.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from pathlib import Path
 from typing import Any
 
 FOLDER = Path(__file__).parent
-sys.path.append(str(FOLDER.parent))  # the programs that cells import
+sys.path.append(str(FOLDER.parent))  # for the programs that cells import
 FORMS = {"_repr_html_": "text/html", "_repr_latex_": "text/latex"}
 
 
 def run(notebook: dict[str, Any], name: str) -> list[list[dict[str, Any]]]:
-    """Runs the code cells in order, in one fresh namespace; returns the outputs of each."""
+    """Runs the code cells in order in a new namespace; returns the outputs of each cell."""
     names: dict[str, Any] = {"__name__": "__main__"}
     outputs = []
     for number, cell in enumerate(notebook["cells"]):

@@ -19,10 +19,10 @@ KEPT = FOLDER / "printed"
 QUICK = {  # which have --quick, with what they print then
     "u03_latent_gradients": [
         r"dg/dy differs from double backward's by \S+",
-        r"nearest to their own clean code: \d+% as they come, \d+% after a step down",
-        r"so a further z_i takes \S+ MB and \S+ MB",
-        r"with frozen that does not depend on G's depth",
-        r"at 24 layers it is \d+ times less",
+        r"closest to their clean code: \d+% before, \d+% after an energy step",
+        r"each additional z_i needs \S+ MB, with double backward \S+ MB",
+        r"with frozen the memory does not depend on G's depth",
+        r"at 24 layers frozen needs \d+ times less memory",
     ],
     "u06_contrastive_retrieval": [
         r"chunked differs from the full batch's gradient by \S+",

@@ -203,17 +203,17 @@ PICTURES = (
     Picture(
         "stopped",
         "A loss with a stopped gradient",
-        "The commitment loss of a quantized layer. `h.detach()` cuts the red edge to `round`; the "
-        "other edge of `h` still carries a gradient. Dashed edges are the {kept} bytes kept for "
-        "backward.",
+        "This is the commitment loss of a quantized layer. `h.detach()` stops the gradient at the "
+        "red edge to `round`; the other edge of `h` still propagates a gradient. Dashed edges are "
+        "the {kept} bytes that are saved for the backward pass.",
         commitment,
         (_drawn(4, 2), _drawn(3, 4, seed=1)),
     ),
     Picture(
         "square",
         "Square: an input is saved",
-        "Backward reads the saved input `a`, with respect to which it can be differentiated. "
-        "{kept} new bytes are kept.",
+        "The backward pass reads the saved input `a` and can be differentiated with respect to it. "
+        "{kept} new bytes are saved.",
         lambda x: Square.apply(x),
         (X,),
         2,
@@ -221,7 +221,7 @@ PICTURES = (
     Picture(
         "exp",
         "Exp: an output is saved",
-        "The saved output `b` leads to x through the rule itself. {kept} new bytes are kept.",
+        "The saved output `b` depends on x through the rule itself. {kept} new bytes are saved.",
         lambda x: Exp.apply(x),
         (X,),
         2,
@@ -229,8 +229,8 @@ PICTURES = (
     Picture(
         "sinh_lost",
         "Sinh, and its second gradient is lost",
-        "Two exponentials are kept on ctx, without a graph to x, so PyTorch gives None for the "
-        "second gradient, and the picture has none.",
+        "Two exponentials are saved on `ctx` without a graph to x. PyTorch therefore returns None "
+        "for the second gradient, and the picture does not contain it.",
         lambda x: SinhLost.apply(x),
         (X,),
         2,
@@ -247,7 +247,7 @@ PICTURES = (
     Picture(
         "cube",
         "Cube: a rule for the rule's backward",
-        "Backward is a rule of its own, `CubeBackward`, as it must be for a C or NumPy kernel.",
+        "The backward pass is a separate rule, `CubeBackward`. A C or NumPy kernel requires this.",
         lambda x: Cube.apply(x),
         (X,),
         2,
@@ -255,8 +255,8 @@ PICTURES = (
     Picture(
         "transformer_block",
         "A transformer block",
-        "{operations} operations; blocks are modules. The residual stream runs past `self_attn` "
-        "and the linear layers. {kept} new bytes are kept.",
+        "The graph has {operations} operations, and blocks are modules. The residual connections "
+        "bypass `self_attn` and the linear layers. {kept} new bytes are saved.",
         TRANSFORMER,
         (_drawn(2, 3, 8, seed=1),),
         held=_held(TRANSFORMER),
@@ -264,8 +264,8 @@ PICTURES = (
     Picture(
         "resnet_block",
         "A residual block",
-        "relu keeps its output, a convolution its input, batch normalization its input and two "
-        "numbers per channel: {kept} bytes.",
+        "`relu` saves its output, a convolution saves its input, and batch normalization saves its "
+        "input and two numbers per channel. In total, {kept} bytes are saved.",
         RESNET,
         (_drawn(2, 2, 4, 4, seed=1),),
         held=_held(RESNET),
@@ -273,8 +273,8 @@ PICTURES = (
     Picture(
         "wgan_gp",
         "The gradient penalty of WGAN-GP",
-        "The loss contains a gradient, so its forward pass holds an inner backward pass. The "
-        "outer backward pass sums both gradients of the weights. {kept} new bytes are kept.",
+        "The loss contains a gradient, so its forward pass contains an inner backward pass. The "
+        "outer backward pass adds both gradients of the weights. {kept} new bytes are saved.",
         penalty,
         (_drawn(3, 2, seed=1),),
         held=_held(critic, "critic."),
@@ -282,16 +282,18 @@ PICTURES = (
     Picture(
         "chunked_loss",
         "A chunked loss",
-        "The encoder keeps nothing: no dashed edge leaves its `tanh`, and each chunk's `matmul` "
-        "and `tanh` run again in backward. The {kept} new bytes are the embeddings.",
+        "The encoder saves no activations: no dashed edge starts at its `tanh`, and the backward "
+        "pass runs `matmul` and `tanh` of each chunk again. The {kept} new bytes are the "
+        "embeddings.",
         contrastive,
         (_drawn(3, 2), _drawn(4, 3, seed=1)),
     ),
     Picture(
         "frozen_network",
         "A second derivative through a frozen network",
-        "The loss is a function of the slope of y² G(z). Double backward would keep two graphs of "
-        "G; here {kept} new bytes are kept, and backward runs G forward over reverse.",
+        "The loss is a function of the derivative of y² G(z). Double backward would keep two "
+        "graphs of G. With `frozen`, {kept} new bytes are saved, and the backward pass runs G in "
+        "forward over reverse mode.",
         through_frozen,
         (torch.tensor(2.0), torch.tensor([1.0, 3.0])),
     ),
@@ -299,9 +301,10 @@ PICTURES = (
 
 HEAD = """# Gallery of graphs
 
-Each picture is drawn by [`gradient_graph`](graphs.md). On the site, click one to open its
-interactive page. Forward is blue, backward orange, backward of the backward violet. Dashed edges
-are saved for a later pass; red is lost. The last two are JAX programs.
+[`gradient_graph`](graphs.md) draws these pictures. On the site, click a picture to open its
+interactive page. The forward pass is blue, the backward pass is orange, and the backward pass of
+the backward pass is violet. Dashed edges are values that are saved for a later pass, and red edges
+are lost derivatives. The last two programs use JAX.
 """
 
 

@@ -47,7 +47,7 @@ PICTURES = (
         "jax_sinh",
         "In JAX: sinh with its intermediates saved",
         "With `jax.custom_vjp` the second gradient exists: JAX also differentiates the rule's "
-        "forward function, so the saved exponentials lead back to x.",
+        "forward function, so the saved exponentials depend on x.",
         sinh,
         (jnp.asarray([0.5, -1.0, 2.0], jnp.float32),),
         2,
@@ -56,8 +56,8 @@ PICTURES = (
     Picture(
         "jax_wgan_gp",
         "In JAX: the gradient penalty",
-        "The inner `jax.grad` is traced into the forward pass: {operations} operations in all. "
-        "{kept} new bytes are kept.",
+        "The inner `jax.grad` is traced into the forward pass, which gives {operations} operations "
+        "in total. {kept} new bytes are saved.",
         penalty,
         (_PARAMS, _X),
         gt=gt,

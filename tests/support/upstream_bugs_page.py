@@ -206,10 +206,11 @@ differences.
 
 ## PyTorch {version}
 
-Brackets show the result in plain PyTorch if it is not another number. Two cases are right in
-gradtools: attention, if gradtools chooses forward mode or a second derivative, and norms in forward
-mode and under its own `vmap`. `python -m tests.support.upstream_bugs_page` writes the table; for
-"no report" with a wrong number there is [a report](upstream/index.md).
+Parentheses contain the result of plain PyTorch if it is zero, NaN or an error. Two cases are
+correct in gradtools: attention, if gradtools chooses forward mode or a second derivative, and
+normalization layers in forward mode and under gradtools' own `vmap`. If a derivative is a wrong
+number and the last column contains "no report", see [our reports](upstream/index.md). `python -m
+tests.support.upstream_bugs_page` writes the table.
 
 | wrong in PyTorch | derivative | found by `checked` | reported as |
 |---|---|---|---|
@@ -217,14 +218,14 @@ mode and under its own `vmap`. `python -m tests.support.upstream_bugs_page` writ
 _MORE = """
 These derivatives are also wrong in PyTorch, and therefore in gradtools:
 
-- **Custom operators** (`torch.library`): forward mode through a registered backward gives zero.
+- **Custom operators** (`torch.library`): forward mode through a registered backward returns zero.
 - **`torch.autograd.Function`**: a derivative with respect to saved intermediates is lost at second
   order (torch#76185): [double backward](double-backward.md).
-- **`torch.cond`, `scan`, `map`, `while_loop`**: forward mode gives zero.
-- **TorchScript**: forward mode and second derivatives of `torch.func` give zero if any tensor
+- **`torch.cond`, `scan`, `map`, `while_loop`**: forward mode returns zero.
+- **TorchScript**: forward mode and second derivatives of `torch.func` return zero if any tensor
   requires a gradient (torch#73972, torch#84681).
-- **`torch.no_grad`** does not stop forward mode (torch#128600). `frozen` and `mixed_partial`, which
-  choose forward mode, stop tangents in it.
+- **`torch.no_grad`** does not stop forward mode (torch#128600). `frozen` and `mixed_partial` choose
+  forward mode internally, so they stop tangents in `no_grad` blocks.
 - **`torch.compile`**: compiled code loses tangents and second derivatives if it is differentiated
   from outside (torch#91469). `gt.compile` runs the function eagerly in forward mode.
 

@@ -199,7 +199,7 @@ REPORTS = (
         "Derivative of jnp.sign is zero for complex arguments",
         "",
         _JAX_SIGN,
-        note="Up to JAX 0.10.",
+        note="The derivative is wrong in JAX versions up to 0.10.",
         framework="jax",
     ),
 )
@@ -218,10 +218,10 @@ def page(report: Report) -> str:
     python = ".".join(platform.python_version_tuple()[:2])
     return (
         f"# {report.title}\n\n"
-        f"```python\n{report.program()}```\n\nIt prints\n\n"
+        f"```python\n{report.program()}```\n\nThe program prints:\n\n"
         f"```text\n{ran.stdout}```\n\n"
         + (f"{textwrap.fill(report.note, 100)}\n\n" if report.note else "")
-        + f"{framework} {version} on the CPU, Python {python}.\n"
+        + f"The program was run with {framework} {version} on the CPU and Python {python}.\n"
     )
 
 
@@ -230,8 +230,8 @@ def index() -> str:
     lines = [f"- [{report.title}]({report.name}.md)\n" for report in REPORTS]
     return (
         "# Reports for PyTorch and JAX\n\n"
-        "Wrong derivatives were found by [`checked`](../answers-for.md#check-the-rest) or by the "
-        "tests.\nNo upstream issue was found for them, and each page is ready to be filed.\n"
+        "[`checked`](../answers-for.md#check-the-rest) or the tests found these wrong derivatives. "
+        "No upstream\nissue was found for them, and each page is ready to be filed as an issue.\n"
         "`python -m tests.support.upstream_reports` writes the pages.\n\n" + "".join(lines)
     )
 

@@ -26,13 +26,12 @@ from gradtools.arguments.wording import name_of
 from gradtools.custom_rules import CustomRule
 from gradtools.custom_structure import Specialization
 from gradtools.errors import GradtoolsError
-from gradtools.host_kernels import ArraySpec, Kernel, carrier
+from gradtools.host_kernels import ArraySpec, Kernel, carrier, remember
 from gradtools.rules import Entries, Rule, replaced_where, spread
 
 Array = Any
 Mask = tuple[bool, ...]
 Run = Callable[..., list[Array]]
-_MOST = 256
 
 
 class Foreign:
@@ -70,7 +69,7 @@ class Foreign:
         key = tuple([(x.shape, x.dtype) for x in xs])
         if key not in self._signatures:
             made = ForeignSignature(self, self.guest.specs_of(self.name, xs))
-            _keep(self._signatures, key, made)
+            remember(self._signatures, key, made)
         return self._signatures[key]
 
     def applied(self, *xs: Array) -> list[Array]:
@@ -150,13 +149,13 @@ class Foreign:
             run = self.run
             for level in reversed(range(depth)):
                 run = self.guest.mapped(run, tuple([None if s[level] else 0 for s in shared]))
-            _keep(self._mapped, shared, self.guest.entry(run))
+            remember(self._mapped, shared, self.guest.entry(run))
         return self._mapped[shared]
 
     def _of(self, which: str, masks: Any, run: Run, outs: Callable[..., Any]) -> Foreign:
         if (which, masks) not in self._derived:
             made = Foreign(self.guest, f"{self.name}'s {which}", run, outs, self.base)
-            _keep(self._derived, (which, masks), made)
+            remember(self._derived, (which, masks), made)
         return self._derived[which, masks]
 
 
@@ -234,13 +233,6 @@ def _present(xs: Entries) -> list[Array]:
 
 def _is_inexact(spec: ArraySpec) -> bool:
     return spec.dtype.startswith(("float", "bfloat", "complex"))
-
-
-def _keep(cache: dict[Any, Any], key: Any, made: Any) -> None:
-    """Adds an entry to a cache and drops the oldest entry."""
-    cache[key] = made
-    if len(cache) > _MOST:
-        del cache[next(iter(cache))]
 
 
 # --- the function of pytrees -------------------------------------------------------------

@@ -45,17 +45,6 @@ def array_of(t: Tensor, who: str) -> jax.Array:
     """Returns a JAX array sharing a tensor's memory, which must not be written to meanwhile."""
     if t.dtype in _WIDE_DTYPES:
         refuse_wide(str(t.dtype).removeprefix("torch."), who)
-    if not t.is_cpu:
-        kind = t.device.type
-        try:
-            seen = bool(jax.devices({"cuda": "gpu"}.get(kind, kind)))
-        except RuntimeError:
-            seen = False
-        if not seen:
-            raise GradtoolsError(
-                f"{who} is on {t.device}, which JAX does not see here. Move it by .cpu(), or "
-                "install JAX for that device."
-            )
     t = t.detach().resolve_conj().resolve_neg()
     if upstream.is_zero(t):  # a zero tensor without storage, from PyTorch's derivatives
         t = t.clone()

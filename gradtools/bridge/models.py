@@ -110,7 +110,7 @@ class BridgedModule(nn.Module):
         self, guest: Any, name: str, modes: dict[bool, Any], params: Any, state: Any, out: Any
     ) -> None:
         super().__init__()
-        self._name, self._draws = name, False
+        self._draws = False
         self._params, params_def = _registered(self, params, nn.Parameter)
         self._state, state_def = _registered(self, state, lambda t: t)
         impls = [_impl(x) for x in jax.tree.leaves(state)]
@@ -158,10 +158,6 @@ class BridgedModule(nn.Module):
                 for old, new in zip(ss, after, strict=True):
                     old.copy_(new)
         return out
-
-    def extra_repr(self) -> str:
-        """Returns the model's class."""
-        return f"{self._name} of JAX"
 
 
 def _impl(x: Any) -> str | None:

@@ -8,8 +8,7 @@ derivatives would draw other numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -18,7 +17,6 @@ import numpy as np
 import torch
 from jax.sharding import SingleDeviceSharding
 
-import gradtools.torch
 from gradtools.backend import backend_of
 from gradtools.bridge import _upstream as private
 from gradtools.bridge.functions import Foreign, ForeignSignature
@@ -33,7 +31,6 @@ from gradtools.bridge.memory import (
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import ArraySpec
 from gradtools.jax.reachability import within_a_trace
-from gradtools.seeing.torch._upstream import is_inside_autograd
 from gradtools.torch import _upstream as upstream
 
 Tensor = torch.Tensor
@@ -44,7 +41,6 @@ class TorchGuest:
     """PyTorch's implementation of a guest."""
 
     name, title, operator, host_title = "torch", "PyTorch", "to_jax", "JAX"
-    gt = gradtools.torch
     backend, host = backend_of("torch"), backend_of("jax")
 
     def entry(self, run: Any) -> Any:
@@ -97,9 +93,7 @@ class TorchGuest:
         with (
             undone(of.base.fun, ()),
             private.outermost(),
-            torch.inference_mode(False),
             private.fake_tensors(allow_non_fake_inputs=True),
-            torch.enable_grad(),
         ):
             try:
                 ys = of.run(*[torch.empty(s.shape, dtype=getattr(torch, s.dtype)) for s in specs])
@@ -121,7 +115,7 @@ class TorchGuest:
     ) -> list[jax.Array]:
         """Calls the function on JAX arrays."""
         who = f"to_jax: the result of {signature.of.name}"
-        with _plain_modes():
+        with private.outermost():
             ys = self._evaluated(signature, run, [tensor_of(x) for x in xs])
             return [array_of(y, who) for y in ys]
 
@@ -129,7 +123,7 @@ class TorchGuest:
         self, signature: ForeignSignature, run: Any, arrays: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
         """Calls the function on NumPy arrays, in a host callback's thread."""
-        with _plain_modes():
+        with private.outermost():
             ts = [tensor_of_numpy(a, s) for a, s in zip(arrays, signature.ins, strict=True)]
             return [numpy_of_tensor(y) for y in self._evaluated(signature, run, ts)]
 
@@ -164,34 +158,8 @@ class TorchGuest:
         return outs
 
     def mapped(self, run: Any, dims: tuple[int | None, ...]) -> Any:
-        """Applies vmap, or loops over the examples if PyTorch cannot map the function."""
-
-        def call(*ts: Tensor) -> list[Tensor]:
-            try:
-                return list(torch.func.vmap(run, dims, randomness="error")(*ts))
-            except Exception:  # unsupported by vmap; the loop raises an error of f again
-                size = next(t.shape[0] for t, d in zip(ts, dims, strict=True) if d is not None)
-                at = lambda i: [t if d is None else t[i] for t, d in zip(ts, dims, strict=True)]
-                rows = [run(*at(i)) for i in range(size)]
-                return [torch.stack(column) for column in zip(*rows, strict=True)]
-
-        return call
-
-
-@contextmanager
-def _plain_modes() -> Iterator[None]:
-    """Sets PyTorch's modes as in a host callback's thread, for a call from inside PyTorch."""
-    with ExitStack() as stack:
-        if is_inside_autograd():
-            stack.enter_context(private.outermost())  # JAX was called below PyTorch's autograd
-        if torch.is_inference_mode_enabled():  # inference tensors have no version counters
-            stack.enter_context(torch.inference_mode(False))
-        if not torch.is_grad_enabled():
-            stack.enter_context(torch.enable_grad())
-        if upstream.is_any_autocast_enabled():
-            for kind in ("cpu", "cuda"):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
+        """Applies `torch.vmap`."""
+        return torch.vmap(run, dims)
 
 
 def _spec(y: Tensor) -> ArraySpec:

@@ -22,7 +22,6 @@ from typing import Any
 import numpy as np
 
 from gradtools.arguments.static_arguments import Parameters
-from gradtools.arguments.wording import name_of
 from gradtools.custom_rules import CustomRule
 from gradtools.custom_structure import Specialization
 from gradtools.errors import GradtoolsError
@@ -246,11 +245,8 @@ class Bridged(CustomRule):
     __gradtools_holds__ = ("fun", "out")
 
     def __init__(self, guest: Any, f: Callable[..., Any], out: Any) -> None:
+        super().__init__(guest.host, f, ())
         self.guest, self.out = guest, out
-        super().__init__(guest.host, _of_trees, ())
-        self.fun = self.__wrapped__ = f
-        self.__name__ = name_of(f)
-        self.__doc__, self.__module__ = f.__doc__, f.__module__
 
     def _make_binding(self) -> Parameters:
         return Parameters(None, (), (), ())
@@ -262,11 +258,6 @@ class Bridged(CustomRule):
     def _rule(self, specialized: Specialization) -> Rule:
         flat = FlatBridged(self, specialized)
         return replace(flat.rule, primal=flat.primal)
-
-
-def _of_trees(args: Any, kwargs: Any) -> Any:
-    """Defines the signature of a bridged function for its rule: two pytrees."""
-    raise AssertionError("its rule is made by `Bridged._rule`")
 
 
 class FlatBridged(Foreign):

@@ -177,7 +177,8 @@ def _registered(
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     names = []
     for path, x in leaves:
-        *above, last = [_key(entry) for entry in path] or ["value"]
+        path_name = jax.tree_util.keystr(path, simple=True, separator=".") or "value"
+        *above, last = path_name.split(".")
         if above and last == "value":  # omits the attribute of an nnx Variable from the name
             last = above.pop()
         inside = module
@@ -192,11 +193,3 @@ def _registered(
             inside.register_buffer(last, value)
         names.append(".".join([*above, last]))
     return names, treedef
-
-
-def _key(entry: Any) -> str:
-    """Converts a step of a key path to a name in a module."""
-    for attribute in ("key", "idx", "name"):
-        if hasattr(entry, attribute):
-            return str(getattr(entry, attribute)).replace(".", "_")
-    return str(entry).replace(".", "_")

@@ -22,9 +22,8 @@ from gradtools.bridge import _upstream as private
 from gradtools.bridge.functions import Foreign, ForeignSignature
 from gradtools.bridge.memory import (
     array_of,
-    comes_back,
     numpy_of_tensor,
-    of_one_cpu,
+    shares_device,
     tensor_of,
     tensor_of_numpy,
 )
@@ -79,7 +78,7 @@ class TorchGuest:
         for x in xs:
             if type(x) is not _ARRAY or type(x.sharding) is not SingleDeviceSharding:
                 return False
-            if not (of_one_cpu() or comes_back(x)):
+            if not shares_device(x):
                 return False
         return not within_a_trace()
 

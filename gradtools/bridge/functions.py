@@ -54,14 +54,10 @@ class Foreign:
     ) -> None:
         self.guest, self.name, self.run, self.outs = guest, name, run, outs
         self.base: Any = base or self
-        self.is_derivative = base is not None
         self.entry = guest.entry(run)
         self._derived: dict[Any, Foreign] = {}
         self._signatures: dict[Any, ForeignSignature] = {}
         self._mapped: dict[Any, Run] = {}
-
-    def __repr__(self) -> str:
-        return f"<{self.guest.name} function {self.name}>"
 
     def signature(self, xs: Sequence[Array]) -> ForeignSignature:
         """Returns the memoized specialization to the given host arrays' shapes and dtypes."""
@@ -147,7 +143,7 @@ class Foreign:
         if shared not in self._mapped:
             run = self.run
             for level in reversed(range(depth)):
-                run = self.guest.mapped(run, tuple([None if s[level] else 0 for s in shared]))
+                run = self.guest.vmap(run, tuple([None if s[level] else 0 for s in shared]))
             remember(self._mapped, shared, self.guest.entry(run))
         return self._mapped[shared]
 

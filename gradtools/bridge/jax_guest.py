@@ -13,10 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from torch.utils.dlpack import from_dlpack
 
 from gradtools.backend import backend_of
 from gradtools.bridge.functions import Foreign, ForeignSignature
-from gradtools.bridge.memory import array_of, refuse_wide, tensor_of
+from gradtools.bridge.memory import array_of, refuse_wide
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import ArraySpec
 from gradtools.jax.known_errors import explained
@@ -34,6 +35,8 @@ class JaxGuest:
 
     name, title, operator, host_title = "jax", "JAX", "to_torch", "PyTorch"
     backend, host = backend_of("jax"), backend_of("torch")
+    vmap = staticmethod(jax.vmap)
+    protected = staticmethod(lambda xs, written: xs)  # a JAX function cannot write to its arguments
 
     def __init__(self, jit: bool = True) -> None:
         self.jit = jit
@@ -41,10 +44,6 @@ class JaxGuest:
     def entry(self, run: Any) -> Any:
         """Returns the function to call: compiled, unless jit=False."""
         return jax.jit(run) if self.jit else run
-
-    def protected(self, xs: Sequence[jax.Array], written: Any) -> Sequence[jax.Array]:
-        """Returns the arguments: a JAX function cannot write to them."""
-        return xs
 
     def as_array(self, name: str, y: Any) -> jax.Array:
         """Converts a leaf of a function's result to an array."""
@@ -76,7 +75,7 @@ class JaxGuest:
     def abstract(self, of: Foreign, specs: Sequence[ArraySpec]) -> list[ArraySpec]:
         """Returns the outputs' ArraySpecs, by `jax.eval_shape`."""
         try:
-            ys = jax.eval_shape(of.run, *map(_struct, specs))
+            ys = jax.eval_shape(of.run, *[jax.ShapeDtypeStruct(s.shape, s.dtype) for s in specs])
         except READS_A_VALUE as error:
             raise _reads_values(of.name, error) from error
         return [ArraySpec(y.shape, y.dtype.name) for y in ys]
@@ -87,7 +86,7 @@ class JaxGuest:
         """Calls the function on tensors."""
         who = f"to_torch: an argument of {signature.of.name}"
         ys = self._evaluated(signature, run, [array_of(x, who) for x in xs])
-        return [tensor_of(y).clone() for y in ys]
+        return [from_dlpack(y).clone() for y in ys]
 
     def called_on_host(
         self, signature: ForeignSignature, run: Any, arrays: Sequence[np.ndarray]
@@ -112,14 +111,6 @@ class JaxGuest:
             y.block_until_ready()
         signature.record(run, [ArraySpec(y.shape, y.dtype.name) for y in ys])
         return ys
-
-    def mapped(self, run: Any, dims: tuple[int | None, ...]) -> Any:
-        """Applies vmap to the function."""
-        return jax.vmap(run, dims)
-
-
-def _struct(spec: ArraySpec) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype))
 
 
 def _reads_values(name: str, error: Exception) -> GradtoolsError:

@@ -36,11 +36,6 @@ def refuse_wide(dtype: str, who: str) -> None:
         )
 
 
-def tensor_of(x: jax.Array) -> Tensor:
-    """Returns a tensor that shares the memory of a JAX array; it must not be written to."""
-    return from_dlpack(x)
-
-
 def array_of(t: Tensor, who: str) -> jax.Array:
     """Returns a JAX array sharing a tensor's memory, which must not be written to meanwhile."""
     if t.dtype in _WIDE_DTYPES:

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax.sharding import SingleDeviceSharding
+from torch.utils.dlpack import from_dlpack
 
 from gradtools.backend import backend_of
 from gradtools.bridge import _upstream as private
@@ -24,7 +25,6 @@ from gradtools.bridge.memory import (
     array_of,
     numpy_of_tensor,
     shares_device,
-    tensor_of,
     tensor_of_numpy,
 )
 from gradtools.errors import GradtoolsError
@@ -41,10 +41,8 @@ class TorchGuest:
 
     name, title, operator, host_title = "torch", "PyTorch", "to_jax", "JAX"
     backend, host = backend_of("torch"), backend_of("jax")
-
-    def entry(self, run: Any) -> Any:
-        """Returns the function unchanged."""
-        return run
+    vmap = staticmethod(torch.vmap)
+    entry = staticmethod(lambda run: run)  # nothing is compiled
 
     def protected(self, xs: Sequence[Tensor], written: set[int] | None) -> Sequence[Tensor]:
         """Returns the arguments, and copies of arguments that the function may write to."""
@@ -115,7 +113,7 @@ class TorchGuest:
         """Calls the function on JAX arrays."""
         who = f"to_jax: the result of {signature.of.name}"
         with private.outermost():
-            ys = self._evaluated(signature, run, [tensor_of(x) for x in xs])
+            ys = self._evaluated(signature, run, [from_dlpack(x) for x in xs])
             return [array_of(y, who) for y in ys]
 
     def called_on_host(
@@ -128,7 +126,7 @@ class TorchGuest:
 
     def _evaluated(self, signature: ForeignSignature, run: Any, ts: list[Tensor]) -> list[Tensor]:
         of, base = signature.of, signature.of.base
-        is_first = base.written is None and not of.is_derivative
+        is_first = base.written is None and of is base
         stream = torch.get_rng_state() if base.written is None else None
         if is_first:
             ts, base.written = [t.clone() for t in ts], set()
@@ -155,10 +153,6 @@ class TorchGuest:
                 "array was changed. Clone the argument before you write to it: x = x.clone()."
             )
         return outs
-
-    def mapped(self, run: Any, dims: tuple[int | None, ...]) -> Any:
-        """Applies `torch.vmap`."""
-        return torch.vmap(run, dims)
 
 
 def _spec(y: Tensor) -> ArraySpec:

@@ -14,7 +14,7 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import is_
-from types import FunctionType
+from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
@@ -214,6 +214,8 @@ class Held:
 
 
 def _parts(x: Any) -> Iterable[Any]:
+    if type(x) is MethodType:
+        return [x.__self__, x.__func__]
     if type(x) is not FunctionType:
         return parts_of(x)
     return [*cells_of(x).values(), getattr(x, "__wrapped__", None)]

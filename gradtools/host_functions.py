@@ -22,7 +22,7 @@ from gradtools.backend import Array, Backend, Operators
 from gradtools.custom_rules import CustomRule
 from gradtools.custom_structure import Specialization
 from gradtools.errors import GradtoolsError, MissingRuleError
-from gradtools.host_kernels import ArraySpec, Kernel
+from gradtools.host_kernels import ArraySpec, Kernel, remember
 from gradtools.rules import ARRAY, Entries, Linearized, Rule, replaced_where, spread, total
 
 
@@ -230,9 +230,6 @@ def _alone(values: Sequence[Any]) -> Any:
     return values[0] if len(values) == 1 else tuple(values)
 
 
-_MOST_MAPS = 64
-
-
 def _maps_as_rules(
     host: HostFunction,
     specialized: Specialization,
@@ -261,9 +258,7 @@ def _maps_as_rules(
         bwd, saves = linearized.cotangent, linearized.saves
         maps = _KernelMaps(host, specialized, saves, bwd, tuple(moving), tuple(outs))
         if key is not None:
-            known[key] = maps
-            if len(known) > _MOST_MAPS:
-                del known[next(iter(known))]
+            remember(known, key, maps)
     given = linearized.tangent  # keeps arrays of `linearized` out of the closures
     rules = maps.push, maps.pull
 

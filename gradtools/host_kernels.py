@@ -153,7 +153,7 @@ class Kernel:
         except TypeError:  # an argument that is not hashable
             return KernelCall(self, backend, treedef, others), xs
         if call is None:
-            call = _remember(self.calls, key, KernelCall(self, backend, treedef, others))
+            call = remember(self.calls, key, KernelCall(self, backend, treedef, others))
         return call, xs
 
     def known_call(
@@ -166,11 +166,11 @@ class Kernel:
         result = self.known.get(avals)
         if result is None:
             call, xs = self.bind(backend, args)
-            result = _remember(self.known, avals, (call, call.results_of(xs)))
+            result = remember(self.known, avals, (call, call.results_of(xs)))
         return result
 
 
-def _remember(cache: dict[Any, T], key: Any, value: T) -> T:
+def remember(cache: dict[Any, T], key: Any, value: T) -> T:
     """Adds an entry to a cache and drops the oldest entry."""
     cache[key] = value
     if len(cache) > _MOST_CALLS:

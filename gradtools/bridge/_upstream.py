@@ -18,25 +18,35 @@ from torch.utils._python_dispatch import _disable_current_modes
 
 @contextmanager
 def outermost() -> Iterator[None]:
-    """Context in which operations dispatch as in a new thread: to autograd, without modes."""
+    """Context in which operations run as in a new thread: with gradients, without modes."""
+    keys, c = _keys_of_a_thread(), torch._C
+    if torch.is_grad_enabled() and _keys() == keys and not c._len_torch_function_stack():
+        yield
+        return
     with (
         _disable_current_modes(),
         temporarily_clear_interpreter_stack(),
-        torch._C._ForceDispatchKeyGuard(*_keys_of_a_thread()),
+        c._ForceDispatchKeyGuard(*keys),
+        torch.inference_mode(False),
+        torch.enable_grad(),
     ):
         yield
 
 
+def _keys() -> tuple[Any, Any]:
+    """Returns the dispatch keys that this thread includes and excludes."""
+    c: Any = torch._C
+    return c._dispatch_tls_local_include_set(), c._dispatch_tls_local_exclude_set()
+
+
 @cache
 def _keys_of_a_thread() -> tuple[Any, Any]:
-    """Returns the dispatch keys that are included and excluded in a new thread."""
+    """Returns the dispatch keys of a new thread."""
     result: list[Any] = []
-    c: Any = torch._C
-    local = c._dispatch_tls_local_include_set, c._dispatch_tls_local_exclude_set
-    thread = threading.Thread(target=lambda: result.extend(keys() for keys in local))
+    thread = threading.Thread(target=lambda: result.append(_keys()))
     thread.start()
     thread.join()
-    return result[0], result[1]
+    return result[0]
 
 
 def fake_tensors(**options: Any) -> Any:

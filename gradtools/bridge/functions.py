@@ -22,17 +22,15 @@ from typing import Any
 import numpy as np
 
 from gradtools.arguments.static_arguments import Parameters
-from gradtools.arguments.wording import name_of
 from gradtools.custom_rules import CustomRule
 from gradtools.custom_structure import Specialization
 from gradtools.errors import GradtoolsError
-from gradtools.host_kernels import ArraySpec, Kernel, carrier
+from gradtools.host_kernels import ArraySpec, Kernel, carrier, remember
 from gradtools.rules import Entries, Rule, replaced_where, spread
 
 Array = Any
 Mask = tuple[bool, ...]
 Run = Callable[..., list[Array]]
-_MOST = 256
 
 
 class Foreign:
@@ -56,21 +54,17 @@ class Foreign:
     ) -> None:
         self.guest, self.name, self.run, self.outs = guest, name, run, outs
         self.base: Any = base or self
-        self.is_derivative = base is not None
         self.entry = guest.entry(run)
         self._derived: dict[Any, Foreign] = {}
         self._signatures: dict[Any, ForeignSignature] = {}
         self._mapped: dict[Any, Run] = {}
-
-    def __repr__(self) -> str:
-        return f"<{self.guest.name} function {self.name}>"
 
     def signature(self, xs: Sequence[Array]) -> ForeignSignature:
         """Returns the memoized specialization to the given host arrays' shapes and dtypes."""
         key = tuple([(x.shape, x.dtype) for x in xs])
         if key not in self._signatures:
             made = ForeignSignature(self, self.guest.specs_of(self.name, xs))
-            _keep(self._signatures, key, made)
+            remember(self._signatures, key, made)
         return self._signatures[key]
 
     def applied(self, *xs: Array) -> list[Array]:
@@ -149,14 +143,14 @@ class Foreign:
         if shared not in self._mapped:
             run = self.run
             for level in reversed(range(depth)):
-                run = self.guest.mapped(run, tuple([None if s[level] else 0 for s in shared]))
-            _keep(self._mapped, shared, self.guest.entry(run))
+                run = self.guest.vmap(run, tuple([None if s[level] else 0 for s in shared]))
+            remember(self._mapped, shared, self.guest.entry(run))
         return self._mapped[shared]
 
     def _of(self, which: str, masks: Any, run: Run, outs: Callable[..., Any]) -> Foreign:
         if (which, masks) not in self._derived:
             made = Foreign(self.guest, f"{self.name}'s {which}", run, outs, self.base)
-            _keep(self._derived, (which, masks), made)
+            remember(self._derived, (which, masks), made)
         return self._derived[which, masks]
 
 
@@ -236,13 +230,6 @@ def _is_inexact(spec: ArraySpec) -> bool:
     return spec.dtype.startswith(("float", "bfloat", "complex"))
 
 
-def _keep(cache: dict[Any, Any], key: Any, made: Any) -> None:
-    """Adds an entry to a cache and drops the oldest entry."""
-    cache[key] = made
-    if len(cache) > _MOST:
-        del cache[next(iter(cache))]
-
-
 # --- the function of pytrees -------------------------------------------------------------
 
 
@@ -254,11 +241,8 @@ class Bridged(CustomRule):
     __gradtools_holds__ = ("fun", "out")
 
     def __init__(self, guest: Any, f: Callable[..., Any], out: Any) -> None:
+        super().__init__(guest.host, f, ())
         self.guest, self.out = guest, out
-        super().__init__(guest.host, _of_trees, ())
-        self.fun = self.__wrapped__ = f
-        self.__name__ = name_of(f)
-        self.__doc__, self.__module__ = f.__doc__, f.__module__
 
     def _make_binding(self) -> Parameters:
         return Parameters(None, (), (), ())
@@ -270,11 +254,6 @@ class Bridged(CustomRule):
     def _rule(self, specialized: Specialization) -> Rule:
         flat = FlatBridged(self, specialized)
         return replace(flat.rule, primal=flat.primal)
-
-
-def _of_trees(args: Any, kwargs: Any) -> Any:
-    """Defines the signature of a bridged function for its rule: two pytrees."""
-    raise AssertionError("its rule is made by `Bridged._rule`")
 
 
 class FlatBridged(Foreign):

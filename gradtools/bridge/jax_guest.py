@@ -13,15 +13,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
+from torch.utils.dlpack import from_dlpack
 
-import gradtools.jax
 from gradtools.backend import backend_of
 from gradtools.bridge.functions import Foreign, ForeignSignature
-from gradtools.bridge.memory import array_of, refuse_wide, tensor_of
+from gradtools.bridge.memory import array_of, refuse_wide
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import ArraySpec
 from gradtools.jax.known_errors import explained
 from gradtools.jax.rules.primitives import READS_A_VALUE
+from gradtools.rules import closed_over_error
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.functorch_wrappers import PLAIN, is_wrapped
 from gradtools.torch.modes import is_followed
@@ -33,8 +34,9 @@ class JaxGuest:
     """JAX's implementation of a guest."""
 
     name, title, operator, host_title = "jax", "JAX", "to_torch", "PyTorch"
-    gt = gradtools.jax
     backend, host = backend_of("jax"), backend_of("torch")
+    vmap = staticmethod(jax.vmap)
+    protected = staticmethod(lambda xs, written: xs)  # a JAX function cannot write to its arguments
 
     def __init__(self, jit: bool = True) -> None:
         self.jit = jit
@@ -42,10 +44,6 @@ class JaxGuest:
     def entry(self, run: Any) -> Any:
         """Returns the function to call: compiled, unless jit=False."""
         return jax.jit(run) if self.jit else run
-
-    def protected(self, xs: Sequence[jax.Array], written: Any) -> Sequence[jax.Array]:
-        """Returns the arguments: a JAX function cannot write to them."""
-        return xs
 
     def as_array(self, name: str, y: Any) -> jax.Array:
         """Converts a leaf of a function's result to an array."""
@@ -60,6 +58,8 @@ class JaxGuest:
         """Returns the tensors' ArraySpecs. Tensor sizes, as in torch.jit.trace, become fixed."""
         shapes = [tuple([int(n) if isinstance(n, Tensor) else n for n in x.shape]) for x in xs]
         dtypes = [str(x.dtype).removeprefix("torch.") for x in xs]
+        for dtype in dtypes:
+            refuse_wide(dtype, f"to_torch: an argument of {name}")
         return tuple(map(ArraySpec, shapes, dtypes))
 
     def are_plain(self, xs: Sequence[Any]) -> bool:
@@ -74,30 +74,24 @@ class JaxGuest:
 
     def abstract(self, of: Foreign, specs: Sequence[ArraySpec]) -> list[ArraySpec]:
         """Returns the outputs' ArraySpecs, by `jax.eval_shape`."""
-        self._hold_wide(of.name, specs)
         try:
-            ys = jax.eval_shape(of.run, *map(_struct, specs))
+            ys = jax.eval_shape(of.run, *[jax.ShapeDtypeStruct(s.shape, s.dtype) for s in specs])
         except READS_A_VALUE as error:
             raise _reads_values(of.name, error) from error
         return [ArraySpec(y.shape, y.dtype.name) for y in ys]
-
-    def _hold_wide(self, name: str, specs: Sequence[ArraySpec]) -> None:
-        for spec in specs:
-            refuse_wide(spec.dtype, _argument(name))
 
     # --- calls
 
     def called(self, signature: ForeignSignature, run: Any, xs: Sequence[Tensor]) -> list[Tensor]:
         """Calls the function on tensors."""
-        who = _argument(signature.of.name)
+        who = f"to_torch: an argument of {signature.of.name}"
         ys = self._evaluated(signature, run, [array_of(x, who) for x in xs])
-        return [tensor_of(y).clone() for y in ys]
+        return [from_dlpack(y).clone() for y in ys]
 
     def called_on_host(
         self, signature: ForeignSignature, run: Any, arrays: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
         """Calls the function on NumPy arrays, in a host callback."""
-        self._hold_wide(signature.of.name, signature.ins)
         pairs = zip(arrays, signature.ins, strict=True)
         xs = [jnp.array(a, s.dtype, copy=True) for a, s in pairs]
         ys = self._evaluated(signature, run, xs)
@@ -113,23 +107,10 @@ class JaxGuest:
             raise _reads_values(signature.of.name, error) from error
         for y in ys:
             if isinstance(y, jax.core.Tracer):
-                raise GradtoolsError(
-                    f"to_torch: {signature.of.name} closes over an array that JAX traces or "
-                    "differentiates around this call, which PyTorch would lose. Pass it as an "
-                    "argument, or convert the PyTorch program: to_jax(f)."
-                )
-        for y in ys:
+                raise closed_over_error(signature.of.name)
             y.block_until_ready()
         signature.record(run, [ArraySpec(y.shape, y.dtype.name) for y in ys])
         return ys
-
-    def mapped(self, run: Any, dims: tuple[int | None, ...]) -> Any:
-        """Applies vmap to the function."""
-        return jax.vmap(run, dims)
-
-
-def _struct(spec: ArraySpec) -> jax.ShapeDtypeStruct:
-    return jax.ShapeDtypeStruct(spec.shape, jnp.dtype(spec.dtype))
 
 
 def _reads_values(name: str, error: Exception) -> GradtoolsError:
@@ -139,7 +120,3 @@ def _reads_values(name: str, error: Exception) -> GradtoolsError:
         "to_torch(f, out=ArraySpec(shape, dtype), jit=False), where only traced programs need "
         f"out. JAX says: {error}"
     )
-
-
-def _argument(name: str) -> str:
-    return f"to_torch: an argument of {name}"

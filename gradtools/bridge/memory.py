@@ -36,26 +36,10 @@ def refuse_wide(dtype: str, who: str) -> None:
         )
 
 
-def tensor_of(x: jax.Array) -> Tensor:
-    """Returns a tensor that shares the memory of a JAX array; it must not be written to."""
-    return from_dlpack(x)
-
-
 def array_of(t: Tensor, who: str) -> jax.Array:
     """Returns a JAX array sharing a tensor's memory, which must not be written to meanwhile."""
     if t.dtype in _WIDE_DTYPES:
         refuse_wide(str(t.dtype).removeprefix("torch."), who)
-    if not t.is_cpu:
-        kind = t.device.type
-        try:
-            seen = bool(jax.devices({"cuda": "gpu"}.get(kind, kind)))
-        except RuntimeError:
-            seen = False
-        if not seen:
-            raise GradtoolsError(
-                f"{who} is on {t.device}, which JAX does not see here. Move it by .cpu(), or "
-                "install JAX for that device."
-            )
     t = t.detach().resolve_conj().resolve_neg()
     if upstream.is_zero(t):  # a zero tensor without storage, from PyTorch's derivatives
         t = t.clone()
@@ -67,22 +51,20 @@ def array_of(t: Tensor, who: str) -> jax.Array:
         return jnp.from_dlpack(t.contiguous())
 
 
-@cache
-def of_one_cpu() -> bool:
-    """Returns whether JAX has a single device, the CPU."""
-    return [device.platform for device in jax.devices()] == ["cpu"]
-
-
-def comes_back(x: jax.Array) -> bool:
+def shares_device(x: jax.Array) -> bool:
     """Returns whether DLPack would import a PyTorch result to the device of x.
 
-    A CPU tensor becomes an array committed to JAX's first CPU device.
+    A CPU tensor becomes an array on JAX's first CPU device.
     """
     device: Any = next(iter(x.sharding.device_set))
     if device.platform == "cpu":
-        return bool(x.committed) and device == jax.local_devices(backend="cpu")[0]
-    seen = torch.cuda.device_count() if device.platform in ("gpu", "cuda", "rocm") else 0
-    return bool(device.local_hardware_id < seen)
+        return _cpus() == 1
+    return bool(device.local_hardware_id < torch.cuda.device_count())
+
+
+@cache
+def _cpus() -> int:
+    return jax.local_device_count("cpu")
 
 
 # --- NumPy, in callbacks -----------------------------------------------------------------

@@ -110,7 +110,7 @@ class BridgedModule(nn.Module):
         self, guest: Any, name: str, modes: dict[bool, Any], params: Any, state: Any, out: Any
     ) -> None:
         super().__init__()
-        self._name, self._draws = name, False
+        self._draws = False
         self._params, params_def = _registered(self, params, nn.Parameter)
         self._state, state_def = _registered(self, state, lambda t: t)
         impls = [_impl(x) for x in jax.tree.leaves(state)]
@@ -159,10 +159,6 @@ class BridgedModule(nn.Module):
                     old.copy_(new)
         return out
 
-    def extra_repr(self) -> str:
-        """Returns the model's class."""
-        return f"{self._name} of JAX"
-
 
 def _impl(x: Any) -> str | None:
     """Returns the implementation of a typed key; None for other arrays."""
@@ -181,7 +177,8 @@ def _registered(
     leaves, treedef = jax.tree_util.tree_flatten_with_path(tree)
     names = []
     for path, x in leaves:
-        *above, last = [_key(entry) for entry in path] or ["value"]
+        path_name = jax.tree_util.keystr(path, simple=True, separator=".") or "value"
+        *above, last = path_name.split(".")
         if above and last == "value":  # omits the attribute of an nnx Variable from the name
             last = above.pop()
         inside = module
@@ -196,11 +193,3 @@ def _registered(
             inside.register_buffer(last, value)
         names.append(".".join([*above, last]))
     return names, treedef
-
-
-def _key(entry: Any) -> str:
-    """Converts a step of a key path to a name in a module."""
-    for attribute in ("key", "idx", "name"):
-        if hasattr(entry, attribute):
-            return str(getattr(entry, attribute)).replace(".", "_")
-    return str(entry).replace(".", "_")

@@ -8,8 +8,7 @@ derivatives would draw other numbers.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import jax
@@ -17,23 +16,20 @@ import jax.numpy as jnp
 import numpy as np
 import torch
 from jax.sharding import SingleDeviceSharding
+from torch.utils.dlpack import from_dlpack
 
-import gradtools.torch
 from gradtools.backend import backend_of
 from gradtools.bridge import _upstream as private
 from gradtools.bridge.functions import Foreign, ForeignSignature
 from gradtools.bridge.memory import (
     array_of,
-    comes_back,
     numpy_of_tensor,
-    of_one_cpu,
-    tensor_of,
+    shares_device,
     tensor_of_numpy,
 )
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import ArraySpec
 from gradtools.jax.reachability import within_a_trace
-from gradtools.seeing.torch._upstream import is_inside_autograd
 from gradtools.torch import _upstream as upstream
 
 Tensor = torch.Tensor
@@ -44,12 +40,9 @@ class TorchGuest:
     """PyTorch's implementation of a guest."""
 
     name, title, operator, host_title = "torch", "PyTorch", "to_jax", "JAX"
-    gt = gradtools.torch
     backend, host = backend_of("torch"), backend_of("jax")
-
-    def entry(self, run: Any) -> Any:
-        """Returns the function unchanged."""
-        return run
+    vmap = staticmethod(torch.vmap)
+    entry = staticmethod(lambda run: run)  # nothing is compiled
 
     def protected(self, xs: Sequence[Tensor], written: set[int] | None) -> Sequence[Tensor]:
         """Returns the arguments, and copies of arguments that the function may write to."""
@@ -83,7 +76,7 @@ class TorchGuest:
         for x in xs:
             if type(x) is not _ARRAY or type(x.sharding) is not SingleDeviceSharding:
                 return False
-            if not (of_one_cpu() or comes_back(x)):
+            if not shares_device(x):
                 return False
         return not within_a_trace()
 
@@ -97,9 +90,7 @@ class TorchGuest:
         with (
             undone(of.base.fun, ()),
             private.outermost(),
-            torch.inference_mode(False),
             private.fake_tensors(allow_non_fake_inputs=True),
-            torch.enable_grad(),
         ):
             try:
                 ys = of.run(*[torch.empty(s.shape, dtype=getattr(torch, s.dtype)) for s in specs])
@@ -121,21 +112,21 @@ class TorchGuest:
     ) -> list[jax.Array]:
         """Calls the function on JAX arrays."""
         who = f"to_jax: the result of {signature.of.name}"
-        with _plain_modes():
-            ys = self._evaluated(signature, run, [tensor_of(x) for x in xs])
+        with private.outermost():
+            ys = self._evaluated(signature, run, [from_dlpack(x) for x in xs])
             return [array_of(y, who) for y in ys]
 
     def called_on_host(
         self, signature: ForeignSignature, run: Any, arrays: Sequence[np.ndarray]
     ) -> list[np.ndarray]:
         """Calls the function on NumPy arrays, in a host callback's thread."""
-        with _plain_modes():
+        with private.outermost():
             ts = [tensor_of_numpy(a, s) for a, s in zip(arrays, signature.ins, strict=True)]
             return [numpy_of_tensor(y) for y in self._evaluated(signature, run, ts)]
 
     def _evaluated(self, signature: ForeignSignature, run: Any, ts: list[Tensor]) -> list[Tensor]:
         of, base = signature.of, signature.of.base
-        is_first = base.written is None and not of.is_derivative
+        is_first = base.written is None and of is base
         stream = torch.get_rng_state() if base.written is None else None
         if is_first:
             ts, base.written = [t.clone() for t in ts], set()
@@ -162,36 +153,6 @@ class TorchGuest:
                 "array was changed. Clone the argument before you write to it: x = x.clone()."
             )
         return outs
-
-    def mapped(self, run: Any, dims: tuple[int | None, ...]) -> Any:
-        """Applies vmap, or loops over the examples if PyTorch cannot map the function."""
-
-        def call(*ts: Tensor) -> list[Tensor]:
-            try:
-                return list(torch.func.vmap(run, dims, randomness="error")(*ts))
-            except Exception:  # unsupported by vmap; the loop raises an error of f again
-                size = next(t.shape[0] for t, d in zip(ts, dims, strict=True) if d is not None)
-                at = lambda i: [t if d is None else t[i] for t, d in zip(ts, dims, strict=True)]
-                rows = [run(*at(i)) for i in range(size)]
-                return [torch.stack(column) for column in zip(*rows, strict=True)]
-
-        return call
-
-
-@contextmanager
-def _plain_modes() -> Iterator[None]:
-    """Sets PyTorch's modes as in a host callback's thread, for a call from inside PyTorch."""
-    with ExitStack() as stack:
-        if is_inside_autograd():
-            stack.enter_context(private.outermost())  # JAX was called below PyTorch's autograd
-        if torch.is_inference_mode_enabled():  # inference tensors have no version counters
-            stack.enter_context(torch.inference_mode(False))
-        if not torch.is_grad_enabled():
-            stack.enter_context(torch.enable_grad())
-        if upstream.is_any_autocast_enabled():
-            for kind in ("cpu", "cuda"):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
 
 
 def _spec(y: Tensor) -> ArraySpec:

@@ -7,9 +7,8 @@ do not need it. Functions that dynamo must not trace are therefore registered by
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import wraps
 from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
@@ -46,42 +45,6 @@ def opaque_to_dynamo(fun: F) -> F:
     """Marks `fun` as one node of a compiled graph (`torch.compiler.allow_in_graph`)."""
     _with_dynamo(lambda: torch.compiler.allow_in_graph(fun))
     return fun
-
-
-class _AsWritten(AbstractContextManager[None]):
-    """A reference-counted `torch.compiler.set_stance("force_eager")` for all threads.
-
-    `set_stance` is process-wide and restores the previous stance. If two threads left it in the
-    order in which they entered, the stance would remain set.
-    """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self.inside = 0
-        self._stance: AbstractContextManager[Any] = nullcontext()
-
-    def __enter__(self) -> None:
-        with self._lock:
-            if not self.inside:
-                self._stance = torch.compiler.set_stance("force_eager")
-            self.inside += 1
-
-    def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self.inside -= 1
-            if not self.inside:
-                self._stance.__exit__(None, None, None)
-
-
-_AS_WRITTEN = _AsWritten()
-
-
-def as_written() -> AbstractContextManager[None]:
-    """Returns a context in which all threads run compiled functions eagerly.
-
-    Compiled code silently drops tangents, and modes do not intercept its operations.
-    """
-    return _AS_WRITTEN if upstream.DYNAMO in sys.modules and not is_compiling() else nullcontext()
 
 
 def skipped_by_dynamo(fun: F) -> F:

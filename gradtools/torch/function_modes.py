@@ -70,14 +70,9 @@ _NEEDS_WEIGHTS = 15  # the position of multi_head_attention_forward's argument
 
 def _multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """Calls `multi_head_attention_forward` with need_weights, which avoids the fused kernel."""
-    if functional.scaled_dot_product_attention is not _FUSED:  # attention libraries patch it
+    patched = functional.scaled_dot_product_attention is not _FUSED  # by attention libraries
+    if patched or len(args) > _NEEDS_WEIGHTS:
         return functional.multi_head_attention_forward(*args, **kwargs)
-    if len(args) > _NEEDS_WEIGHTS:
-        names = ("need_weights", "attn_mask", "use_separate_proj_weight", "q_proj_weight")
-        names += ("k_proj_weight", "v_proj_weight", "static_k", "static_v", "average_attn_weights")
-        names += ("is_causal",)
-        kwargs = {**dict(zip(names, args[_NEEDS_WEIGHTS:], strict=False)), **kwargs}
-        args = args[:_NEEDS_WEIGHTS]
     out, weights = functional.multi_head_attention_forward(
         *args, **{**kwargs, "need_weights": True}
     )

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from functools import partial
 from typing import Any
@@ -43,7 +42,7 @@ def check_group(caller: str, axis_name: Any, group: Any) -> None:
 
 
 def values_of_ranks(value: Any, group: Any) -> list[Any]:
-    """Returns the values (JSON-serializable) of all processes of a group or DeviceMesh."""
+    """Returns the values of all processes of a group or DeviceMesh."""
     values = [value]
     for each in _groups_of(group):
         values = [x for row in _of_all(values, each) for x in row]
@@ -81,23 +80,14 @@ def _gathered(x: Any, group: Any) -> Tensor:
 
 
 def _of_all(value: Any, group: Any) -> list[Any]:
-    """Gathers all processes' values as JSON (a pickle would run code), outside of transforms."""
+    """Gathers all processes' values, outside of transforms."""
     size = dist.get_world_size(group)
     if size < 1:  # this process does not belong to the group
         return []
-    kinds = dist.Backend.backend_capability.get(dist.get_backend(group), ["cpu"])
-    device = "cpu" if "cpu" in kinds else kinds[0]
+    values: list[Any] = [None] * size
     with upstream.temporarily_clear_interpreter_stack(), torch.no_grad():
-        text = torch.tensor([*json.dumps(value).encode()], dtype=torch.uint8, device=device)
-        lengths = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(size)]
-        dist.all_gather(lengths, torch.tensor([len(text)], device=device), group)
-        longest = max(int(n) for n in lengths)
-        padded = torch.zeros(longest, dtype=torch.uint8, device=device)
-        padded[: len(text)] = text
-        texts = [torch.zeros_like(padded) for _ in range(size)]
-        dist.all_gather(texts, padded, group)
-        pairs = zip(texts, lengths, strict=True)
-        return [json.loads(bytes(row[: int(n)].tolist())) for row, n in pairs]
+        dist.all_gather_object(values, value, group)
+    return values
 
 
 # --- linear maps and their adjoints --------------------------------------------------------------

@@ -14,13 +14,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from operator import is_
-from types import BuiltinMethodType, CellType, FunctionType, MethodType
+from types import FunctionType, MethodType
 from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
+from gradtools.function_variables import cells_of, parts_of
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.function_modes import PlainKernels, plain_kernels_are_on
 from gradtools.torch.functorch_wrappers import PLAIN
@@ -213,19 +214,11 @@ class Held:
 
 
 def _parts(x: Any) -> Iterable[Any]:
-    kind = type(x)
-    if kind is FunctionType:
-        cells = [c.cell_contents for c in x.__closure__ or () if c != CellType()]
-        return [*cells, getattr(x, "__wrapped__", None)]
-    if kind is MethodType:
+    if type(x) is MethodType:
         return [x.__self__, x.__func__]
-    if kind is BuiltinMethodType:
-        return [x.__self__]
-    if isinstance(x, partial):
-        return [x.func, *x.args, *x.keywords.values()]
-    if kind in (list, tuple):  # does not call methods of subclasses
-        return x
-    return x.values() if kind is dict else ()
+    if type(x) is not FunctionType:
+        return parts_of(x)
+    return [*cells_of(x).values(), getattr(x, "__wrapped__", None)]
 
 
 # --- snapshots of the state ----------------------------------------------------------------------

@@ -20,7 +20,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gradtools.torch as gt
-from gradtools.torch.compiling import as_written
+from gradtools.seeing.torch.thread_patches import as_written
 from tests.support.every_operator import POINT, USES, World, healthy
 
 D = torch.float64

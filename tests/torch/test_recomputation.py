@@ -258,3 +258,15 @@ def test_an_output_that_is_a_view_of_a_parameter_has_memory_of_its_own():
     assert torch.equal(w, _numbers(3, 2))
     (y.sum() + view.square().sum()).backward()
     torch.testing.assert_close(w.grad, x.sum(0)[:, None] + 8 * _numbers(3, 2))
+
+
+def test_a_tensor_that_f_keeps_from_chunk_to_chunk_is_refused():
+    w, kept = _numbers(3).requires_grad_(), []
+
+    def f(x):
+        if not kept:
+            kept.append(w.exp())
+        return x * kept[0]
+
+    with pytest.raises(GradtoolsError, match="keeps a tensor from one chunk to the next"):
+        gt.chunked(f, 2)(_numbers(4, 3))

@@ -8,14 +8,17 @@ until the end of the last block; threads without a block call the original.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
 
 from gradtools.seeing.torch import _upstream as private
+from gradtools.torch import _upstream as upstream
+from gradtools.torch.compiling import is_compiling
 
 Around = Callable[[Any, Callable[..., Any], Any, Any], Any]
 
@@ -86,3 +89,42 @@ imported in the meantime, compares them by identity.
 
 control_flow_called = _Patch(private.HigherOrderOperator, "__call__").by
 """Patches calls of higher-order operators such as cond; the owner is the operator."""
+
+
+# --- compiled code -------------------------------------------------------------------------------
+
+
+class _AsWritten(AbstractContextManager[None]):
+    """A reference-counted `torch.compiler.set_stance("force_eager")` for all threads.
+
+    `set_stance` is process-wide and restores the previous stance. If two threads left it in the
+    order in which they entered, the stance would remain set.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self.inside = 0
+        self._stance: AbstractContextManager[Any] = nullcontext()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self.inside:
+                self._stance = torch.compiler.set_stance("force_eager")
+            self.inside += 1
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self.inside -= 1
+            if not self.inside:
+                self._stance.__exit__(None, None, None)
+
+
+_AS_WRITTEN = _AsWritten()
+
+
+def as_written() -> AbstractContextManager[None]:
+    """Returns a context in which all threads run compiled functions eagerly.
+
+    Modes do not intercept the operations of compiled code.
+    """
+    return _AS_WRITTEN if upstream.DYNAMO in sys.modules and not is_compiling() else nullcontext()

@@ -20,8 +20,8 @@ import torch
 from gradtools.code_origin import USER, whose
 from gradtools.seeing.graphs.reachable import Named, named_objects
 from gradtools.seeing.torch import _upstream as private
+from gradtools.seeing.torch.thread_patches import as_written
 from gradtools.torch import _upstream as upstream
-from gradtools.torch.compiling import as_written
 from gradtools.torch.functorch_wrappers import is_inexact, unwrapped
 from gradtools.torch.state import Randomness
 

@@ -21,7 +21,7 @@ import torch
 
 from gradtools.custom_structure import Specialization
 from gradtools.errors import GradtoolsError
-from gradtools.host_kernels import type_key
+from gradtools.host_kernels import remember, type_key
 from gradtools.rules import ARRAY, closed_over_error
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import leaves_of
@@ -42,7 +42,6 @@ _forward_level, _graphs = upstream.forward_level, torch.is_grad_enabled
 _STRIDED, _requires_grad = torch.strided, attrgetter("requires_grad")
 _LEAF = flatten(torch.empty(0))[1]
 _CONSTANTS = {bool, int, float, complex, str, bytes, type(None), torch.dtype, type(ARRAY)}
-_MOST = 256
 
 
 class Signature:
@@ -338,7 +337,4 @@ class Calls:
         treedef, statics, others = (structure or self._structure(args, ())[1])[:3]
         specialized = self.of._specialized(statics, treedef, others)
         avals = tuple([(x.shape, x.dtype, x.device) for x in args])
-        result = self.signatures[key] = Signature(specialized, avals)
-        if len(self.signatures) > _MOST:
-            del self.signatures[next(iter(self.signatures))]
-        return result
+        return remember(self.signatures, key, Signature(specialized, avals))

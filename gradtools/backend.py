@@ -28,7 +28,7 @@ from gradtools.backend_arrays import Array as Array
 from gradtools.backend_arrays import Arrays
 from gradtools.boundary import Linear, user_facing_methods
 from gradtools.errors import GradtoolsError
-from gradtools.rules import Entries, Rule, by_key, reverse_only_text, spread
+from gradtools.rules import Entries, Map, Rule, by_key, reverse_only_text, spread
 
 if TYPE_CHECKING:
     from gradtools.arguments.chunks import Chunks
@@ -325,10 +325,18 @@ class Rules(Differentiation):
     compiles_rules = False
     """Whether a rule's maps are compiled only once, so that varying numbers must be arguments."""
 
-    def edited(self, rule: Rule, x: Any) -> Array | None:
-        """Applies an edit with one input to x, if the backend has a faster way than `apply_rule`.
+    def edited(
+        self, rule: Rule, x: Any, cotangent: Map | None = None, value: Array | None = None
+    ) -> Array | None:
+        """Applies an edit to one array, if the backend has a faster way than `apply_rule`.
 
-        It is not called in compiled code. Returns None if x is not an array.
+        It is not called in compiled code.
+
+        Args:
+            rule: A rule with one input; all calls share this rule.
+            x: The input; the result is None if x is not an array.
+            cotangent: This call's cotangent map, in place of the rule's.
+            value: The output, of x's shape and dtype, in place of x.
         """
         return None
 

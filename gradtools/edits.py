@@ -53,6 +53,26 @@ STRAIGHT_THROUGH = Rule(
 )
 """Rule with inputs y and s: the value of y with the derivative of s."""
 
+THROUGH = Rule(
+    "straight_through",
+    primal=lambda s: [s],
+    tangent=lambda _, dxs: [dxs[0]],
+    cotangent=lambda _, cts: [cts[0]],
+    saves=(),
+    reaches="identity",
+)
+"""`STRAIGHT_THROUGH` with a known value and s as its only input; see `Backend.edited`."""
+
+TRANSFORM = Rule(
+    "transform_gradient",
+    primal=lambda x: [x],
+    cotangent=lambda _, cts: list(cts),
+    saves=(),
+    reaches="identity",
+    reverse_only=True,
+)
+"""Rule with input x; each call passes its own cotangent map; see `Backend.edited`."""
+
 REPLACE_COTANGENT = Rule(
     "replace_gradient",
     primal=lambda x, dx: [x],
@@ -225,6 +245,10 @@ class Edits(Operators):
             None if max_norm is None else bound_of(backend, "max_norm", max_norm),
             None if max_value is None else bound_of(backend, "max_value", max_value),
         )
+        if ARRAY not in kinds:
+            edited = backend.edited(self._clip_rule(1, *kinds), x)
+            if edited is not None:
+                return edited
 
         def edit(leaves: list[Array], places: list[int]) -> list[Array]:
             if ARRAY not in kinds:
@@ -267,9 +291,19 @@ class Edits(Operators):
 
     def _transformed(self, x: Any, fn: Callable[[Any], Any]) -> Any:
         backend = self._backend
+
+        def of_one(_: Any, cts: Any) -> list[Array]:
+            ct = cts[0]
+            new = fn(ct)
+            if backend.is_array(new) and new.shape == ct.shape and new.dtype == ct.dtype:
+                return [new]
+            return _checked_cotangents(backend, new, ct, cts)
+
+        if (edited := backend.edited(TRANSFORM, x, of_one)) is not None:
+            return backend.tied(edited, fn)
         leaves, treedef = backend.flatten(x)
         places = [i for i, leaf in enumerate(leaves) if _edited(backend, leaf)]
-        count = len(leaves)
+        count, alone = len(leaves), len(leaves) == 1 and leaves[0] is x
 
         def cotangent(xs: Any, cts: Any) -> list[Any]:  # may outlive x, which may be traced
             full = replaced_at([None] * count, places, cts)
@@ -279,7 +313,7 @@ class Edits(Operators):
         rule = Rule(
             "transform_gradient",
             primal=lambda *xs: list(xs),
-            cotangent=cotangent,
+            cotangent=of_one if alone else cotangent,
             saves=(),
             reaches="identity",
             reverse_only=True,
@@ -470,6 +504,11 @@ class _StraightThrough:
         if self._surrogate is None and _edited(backend, through):  # a single array
             value = backend.call_on_host(self._f, backend.stop_gradient(through), through)
             if backend.is_array(value):
+                alike = value.shape == through.shape and value.dtype == through.dtype
+                if alike and not backend.compiler.is_tracing():
+                    edited = backend.edited(THROUGH, through, value=value)
+                    if edited is not None:
+                        return edited
                 return self._leaf(0, value, through, hint)
         else:
             stopped = [x and _stopped(backend, "straight_through", x) for x in (args, kwargs)]

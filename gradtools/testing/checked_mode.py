@@ -309,8 +309,8 @@ class _CheckedMembers:
     def _apply_rule_by_key(self, run: Any, key: str, *xs: Any) -> Any:
         return self._apply_rule(lambda rule, *xs: run(key, *xs), by_key(key), *xs)
 
-    def _edited(self, run: Any, rule: Any, x: Any) -> Any:
-        return run(rule, x) if here.program is None else None  # None: apply the rule
+    def _edited(self, run: Any, /, *args: Any, **kwargs: Any) -> Any:
+        return run(*args, **kwargs) if here.program is None else None  # None: apply the rule
 
     # --- parts that the framework itself differentiates
 

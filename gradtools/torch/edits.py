@@ -1,4 +1,4 @@
-"""The node of an edit in plain eager mode, and edges to the leaves that an edit reads."""
+"""Fast path for edits of one tensor when only autograd is active: attaches their node directly."""
 
 from __future__ import annotations
 
@@ -10,28 +10,39 @@ import torch
 from gradtools.rules import Rule, captured_objects
 from gradtools.torch import _upstream as upstream
 from gradtools.torch.autograd_graph import leaves_of
-from gradtools.torch.functorch_wrappers import PLAIN
-from gradtools.torch.operation_marks import DERIVATIVE, detached
+from gradtools.torch.functorch_wrappers import PLAIN, is_inexact
+from gradtools.torch.operation_marks import DERIVATIVE, detached, note_edit
 from gradtools.torch.rules.functions import Application, attach
 from gradtools.torch.trees import flatten, unflatten
 
 Tensor = torch.Tensor
-_levels, _tracing = upstream.peek_interpreter_stack, upstream.tracing_state
+_levels, _forward_level = upstream.peek_interpreter_stack, upstream.forward_level
 _functions, _dispatches = upstream.count_of_function_modes, upstream.count_of_dispatch_modes
+_is_wrapped, _tracing = upstream.is_wrapped, upstream.tracing_state
 
 
-def edited(rule: Rule, x: Any) -> Tensor | None:
-    """Implements `gradtools.backend.Backend.edited`: attaches the node if only autograd is active.
-
-    `modes.is_followed` is inlined: a call would take as long as the rest of the edit.
-    """
-    if type(x) not in PLAIN or upstream.is_wrapped(x) or x.layout is not torch.strided:
+def edited(rule: Rule, x: Any, cotangent: Any = None, value: Any = None) -> Tensor | None:
+    """Implements `gradtools.backend.Backend.edited`: attaches the node in plain eager mode."""
+    if type(x) not in PLAIN or _is_wrapped(x):
         return None
-    if _levels() or _functions() or _dispatches() or _tracing() or upstream.forward_level() >= 0:
+    # `is_followed` is inlined: a call would take as long as the rest of an edit.
+    if _levels() or _functions() or _dispatches() or _tracing() or _forward_level() >= 0:
         return None
-    if x.is_nested or not (x.requires_grad and torch.is_grad_enabled()):
+    if rule.reverse_only:
+        note_edit(rule.name, (x,))
+    if not (x.requires_grad and torch.is_grad_enabled()):
+        if value is not None:
+            return None
+        return x.detach().clone() if is_inexact(x) else x
+    if x.layout is not torch.strided or x.is_nested:
         return None
-    return attach((rule.__dict__.get("_application") or edit_application(rule, 1), (x,)), x)[0]
+    if cotangent is None:
+        application = rule.__dict__.get("_application") or edit_application(rule, 1)
+    else:
+        application = Application(rule, None, 1, cotangent, materializes=True)
+    # The caller may keep `value`, and the output may be written in place.
+    out = x if value is None else value.detach().clone()
+    return attach((application, (out,)), x)[0]
 
 
 def edit_application(rule: Rule, inputs: int) -> Application:

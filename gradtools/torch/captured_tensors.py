@@ -1,16 +1,15 @@
 """Finds the tensors that a recomputed function captures, and replaces them in later runs.
 
-The graph of f's outputs contains the captured tensors (`captured_in_graph`), except inside of
-torch.func, where a function mode finds them (`Captured`). They become inputs of f's node. Whenever
-f runs again, a mode replaces them by these inputs (`Replaced`). The arguments of `Function.apply`
-bypass modes; a captured tensor among them raises an error.
+In the first run inside of torch.func no graph contains the captured tensors, so a function mode
+finds them (`Captured`; outside of torch.func, for `implicit_solution`, `CapturedInEager`). They
+become inputs of f's node. Whenever f runs again, a mode replaces them by these inputs (`Replaced`).
+The arguments of `Function.apply` bypass modes; a captured tensor among them raises an error.
 """
 
 from __future__ import annotations
 
-import math
 import threading
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import compress
 from typing import Any, Self
@@ -32,7 +31,6 @@ from gradtools.torch.functorch_wrappers import (
     levels_of_vmap,
     tensors_in,
 )
-from gradtools.torch.state import Held
 
 Tensor = torch.Tensor
 Tensors = list[Tensor]
@@ -113,7 +111,7 @@ class Replaced(TorchFunctionMode):
         """Raises an error unless each captured tensor was replaced."""
         if self._left:
             raise GradtoolsError(
-                f"{caller}: f captures a tensor and does not read it when it is "
+                f"{caller}: f captures a tensor of torch.func and does not read it when it is "
                 "computed again in the backward pass. Pass it to f as an argument."
             )
 
@@ -184,29 +182,52 @@ class Captured(Replaced):
         return inside
 
 
-def captured_in_graph(
-    ys: Sequence[Tensor], held: Held, given: Set[Any] = frozenset()
-) -> tuple[Tensors, float]:
-    """Returns the leaves and captured tensors that ys depend on.
+class CapturedInEager(Replaced):
+    """A context without torch.func that finds the differentiated tensors that f captures.
 
-    Also returns the least sequence number of the other nodes, which shows whether ys depend on a
-    tensor that was computed before.
-
-    held: The tensors in f's closure.
-    given: The nodes of f's arguments, which are not captured.
+    own: The arguments of f. Tensors that f computes from them also belong to f: results of
+    operations, and tensors whose graph is newer than this context.
     """
-    ends = {x.grad_fn: x for x in as_read_now(held.tensors) if x.grad_fn is not None}
-    found, oldest = dict[int, Tensor](), math.inf
-    for node in nodes_of(ys, ends.keys() | given):
-        if node in given:
-            continue
-        if type(node) is upstream.AccumulateGrad:
-            found[id(node.variable)] = node.variable
-        elif node in ends:
-            found[id(ends[node])] = ends[node]
-        else:
-            oldest = min(oldest, upstream.sequence_of(node))
-    return [*found.values()], oldest
+
+    def __init__(self, own: Sequence[Any]) -> None:
+        super().__init__((), (), replaced_now())
+        self.found: dict[int, tuple[Tensor, Tensor]] = {}
+        self._own, self._began = {id(x): x for x in own}, upstream.nodes_made()
+
+    def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        for x in tensors_in((args, kwargs)):
+            self._note(x)
+        y = fun(*args, **kwargs)
+        self._own.update((id(x), x) for x in tensors_in(y))
+        return y
+
+    def other(self, x: Tensor) -> Tensor:
+        self._note(x)
+        return super().other(x)
+
+    def _note(self, x: Tensor) -> None:
+        read = super().other(x)
+        tracked = read.requires_grad and torch.is_grad_enabled() and self._is_old(read)
+        if id(x) not in self._own and (tracked or is_dual(read)):
+            self.found[id(x)] = x, x
+
+    def check_all(self, ys: Sequence[Tensor]) -> None:
+        """Raises if f's outputs depend on a captured tensor that no mode has detected."""
+        read = [super(CapturedInEager, self).other(x) for x, _ in self.found.values()]
+        ends, own = {x.grad_fn for x in read} - {None}, {*map(id, read), *self._own}
+        for node in nodes_of(ys, ends):
+            leaf = node.variable if type(node) is upstream.AccumulateGrad else None
+            lost = leaf is not None and id(leaf) not in own
+            if lost or (node not in ends and upstream.sequence_of(node) < self._began):
+                raise GradtoolsError(
+                    "implicit_solution: F closes over a differentiated tensor and passes it only "
+                    "to an autograd.Function, where the tensor cannot be replaced. Pass the tensor "
+                    "to F as an argument."
+                )
+
+    def _is_old(self, x: Tensor) -> bool:
+        return x.grad_fn is None or upstream.sequence_of(x.grad_fn) < self._began
 
 
 def closure_converted(
@@ -215,38 +236,28 @@ def closure_converted(
     """See `Backend.closure_converted`. Evaluates f once."""
     leaves, treedef = trees.flatten((args, kwargs))
     moving = [isinstance(x, Tensor) and is_inexact(x) for x in leaves]
-    given, found = [*compress(leaves, moving)], dict[int, Tensor]()
+    modes = list[Any]()
 
     def fun(*xs: Tensor) -> tuple[Tensor, ...]:
         args, kwargs = trees.unflatten(treedef, replaced_where(leaves, moving, xs))
-        return tuple(tensors_in(f(*args, **kwargs)))
+        level = upstream.peek_interpreter_stack()
+        hidden = upstream.forward_level() >= 0
+        with CapturedInEager(xs) if level is None else Captured(level.level(), hidden) as mode:
+            y = f(*args, **kwargs)
+        modes.append(mode)
+        return tuple(tensors_in(y))
 
-    def inside(*xs: Tensor) -> tuple[Tensor, ...]:
-        level, hidden = upstream.peek_interpreter_stack().level(), upstream.forward_level() >= 0
-        with Captured(level, hidden) as mode:
-            ys = fun(*xs)
-        found.update({k: x for k, (x, _) in mode.found.items()})
-        return ys
-
+    given = [*compress(leaves, moving)]
     if upstream.peek_interpreter_stack() is not None:
-        torch.func.vjp(inside, *given)
+        torch.func.vjp(fun, *given)
     else:
-        held = Held([f])
         with torch.enable_grad():
-            tracked, oldest = captured_in_graph(fun(*map(Tensor.detach, given)), held)
-        if oldest < held.began:
-            raise GradtoolsError(
-                "implicit_solution: F depends on a differentiated tensor that is neither an "
-                "argument nor in F's closure. Pass it to F as an argument."
-            )
-        every = [*held.tensors, *held.parameters]
-        read = {id(y): (x, y) for x, y in zip(every, as_read_now(every), strict=True)}
-        pushed = [y for _, y in read.values() if is_dual(y)]
-        found.update((id(x), read.get(id(x), (x, x))[0]) for x in (*tracked, *pushed))
-    captures = [*found.values()]
+            outs = fun(*given)
+        modes[0].check_all(outs)
+    found = [x for x, _ in modes[0].found.values()]
 
     def converted(captured: Tensors, *args: Any, **kwargs: Any) -> Any:
-        pairs = [(x, y) for x, y in zip(captures, captured, strict=True) if x is not y]
+        pairs = [(x, y) for x, y in zip(found, captured, strict=True) if x is not y]
         if not pairs:
             return f(*args, **kwargs)
         with reading(pairs) as mode:
@@ -254,7 +265,7 @@ def closure_converted(
         mode.check("implicit_solution")
         return upstream.tree_map_only(Tensor, mode.other, y)
 
-    return converted, as_read_now(captures)
+    return converted, as_read_now(found)
 
 
 def _beneath(x: Tensor, level: int) -> Tensor | None:

@@ -33,8 +33,8 @@ from gradtools.torch.autograd_graph import node_of, nodes_of
 from gradtools.torch.captured_tensors import (
     Captured,
     Replaced,
+    as_read_now,
     batched_as,
-    captured_in_graph,
     replaced_now,
 )
 from gradtools.torch.compiling import left_to_python
@@ -205,17 +205,25 @@ class Program:
 
         Returns None if the outputs depend on another tensor that has a graph.
         """
+        ends = {x.grad_fn: x for x in as_read_now(self.held.tensors) if x.grad_fn is not None}
         given = {node_of(x) for x in inner if x.requires_grad}
-        found, oldest = captured_in_graph(ys, self.held, given)
-        if oldest < self.outside:
-            return None
-        if oldest < began:
-            raise GradtoolsError(
-                f"{self.caller}: f keeps a tensor from one chunk to the next that requires "
-                "grad (a cached function of a weight, an attached tensor), so it cannot be "
-                "computed again. Compute it in each call, or pass it to f as an argument."
-            )
-        return found
+        found: dict[int, Tensor] = {}
+        for node in nodes_of(ys, ends.keys() | given):
+            if node in given:
+                continue
+            if type(node) is upstream.AccumulateGrad:
+                found[id(node.variable)] = node.variable
+            elif node in ends:
+                found[id(ends[node])] = ends[node]
+            elif upstream.sequence_of(node) < began:
+                if upstream.sequence_of(node) < self.outside:
+                    return None
+                raise GradtoolsError(
+                    f"{self.caller}: f keeps a tensor from one chunk to the next that requires "
+                    "grad (a cached function of a weight, an attached tensor), so it cannot be "
+                    "computed again. Compute it in each call, or pass it to f as an argument."
+                )
+        return [*found.values()]
 
     def again(self, xs: Sequence[Tensor]) -> Tensors:
         """Runs f from the state of its first run; restores the current state afterwards."""

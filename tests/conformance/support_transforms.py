@@ -12,8 +12,8 @@ from typing import Any
 
 import numpy as np
 
+from tests.conformance.support_ways import Way
 from tests.support.native import MIXES, NATIVE
-from tests.support.support_ways import Way
 
 Pairs = Iterator[tuple[Any, Any]]
 POINT = np.array([0.5, -1.5, 2.0, 1.2, -0.4, 0.7])

@@ -194,6 +194,33 @@ def test_a_rule_is_transposed_by_its_pullback_after_it_was_linearized():
     np.testing.assert_array_equal(transposed, 3 * x)
 
 
+@pytest.mark.parametrize("is_summed", [True, False])
+def test_a_backward_pass_under_shard_map_may_sum_a_shared_cotangent_itself(is_summed):
+    """As jax.custom_vjp demands it with check_vma."""
+    mesh = jax.make_mesh((1,), ("d",), axis_types=(jax.sharding.AxisType.Auto,))
+    spec = jax.sharding.PartitionSpec
+    f = lambda w, x: jnp.sin(w * x)
+
+    def bwd(res, c):
+        slope = c * jnp.cos(res[0] * res[1])
+        total = (slope * res[1]).sum()
+        return jax.lax.psum(total, "d") if is_summed else total, slope * res[0]
+
+    rule = gt.custom_rule(f)
+    rule.defvjp(lambda w, x: (f(w, x), (w, x)), bwd)
+    loss = jax.shard_map(
+        lambda w, x: jax.lax.psum(rule(w, x).sum(), "d"),
+        mesh=mesh,
+        in_specs=(spec(), spec("d")),
+        out_specs=spec(),
+    )
+    w, x = jnp.asarray(1.5), jnp.arange(2.0)
+    plain = lambda w: f(w, x).sum()
+    np.testing.assert_allclose(jax.grad(loss)(w, x), jax.grad(plain)(w), rtol=1e-5)
+    np.testing.assert_allclose(jax.grad(jax.grad(loss))(w, x), jax.hessian(plain)(w), rtol=1e-5)
+    np.testing.assert_allclose(jax.grad(loss, 1)(w, x), w * jnp.cos(w * x), rtol=1e-5)
+
+
 ON_FOUR_DEVICES = """
 import jax, jax.numpy as jnp, numpy as np
 jax.config.update("jax_enable_x64", True)

@@ -113,11 +113,6 @@ def score(out: Any, scale: Any = 1.0) -> torch.Tensor:
     return total
 
 
-def contrast(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Every row of a against every row of b."""
-    return F.cross_entropy(3 * a.to(D) @ b.to(D).T, torch.arange(len(a)))
-
-
 def state_of(module: nn.Module) -> Any:
     """Parameters and buffers."""
     return [{k: x.detach().clone() for k, x in module.state_dict(keep_vars=True).items()}]

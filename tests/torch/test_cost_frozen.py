@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradtools.torch as gt
 from tests.support.live_bytes import LiveBytes
+from tests.torch.test_direct import calls_of_ours
 
 ROWS, WIDTH = 8, 64
 
@@ -154,24 +154,6 @@ def test_mixed_partial_takes_the_same_memory_at_every_depth(depth):
     assert peak(network(depth)) == peak(network(2))
 
 
-def own_calls(run):
-    """How many Python functions of this package a call passes, once what is made once is made."""
-    house, seen = Path(gt.__file__).parents[1], []
-
-    def watch(frame, event, arg):
-        if event == "call" and Path(frame.f_code.co_filename).is_relative_to(house):
-            seen.append(frame.f_code.co_name)
-
-    for _ in range(3):
-        run()
-    sys.setprofile(watch)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return len(seen)
-
-
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="comprehensions are calls in Python 3.11")
 def test_what_a_use_costs_besides_its_work_is_held():
     """Python's steps are the time of small networks: some per use, few for each layer."""
@@ -184,10 +166,11 @@ def test_what_a_use_costs_besides_its_work_is_held():
             (slope,) = torch.autograd.grad((G(z) * y).sum(), z, create_graph=True)
             torch.autograd.grad(slope.square().sum(), y)
 
-        return own_calls(run)
+        run(), run()
+        return calls_of_ours(run)
 
     short, long = use(1), use(5)
     assert short <= 276
     assert long - short <= 4 * 16  # a mode of the thread sees each operation that is pushed
     x = torch.randn(3)
-    assert own_calls(lambda: gt.grad(lambda x: x.square().sum())(x)) <= 40
+    assert calls_of_ours(lambda: gt.grad(lambda x: x.square().sum())(x)) <= 40

@@ -6,12 +6,9 @@ public besides. One process runs all of it.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from tests.support.devices import on_devices
 
 BEGINNING = """
 import itertools, warnings
@@ -139,25 +136,11 @@ print("done")
 )
 
 
-def said_by(program: str) -> str:
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    found = subprocess.run(
-        [sys.executable, "-c", program],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "XLA_FLAGS": flags, "TF_CPP_MIN_LOG_LEVEL": "2"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    return found.stdout.strip() if found.returncode == 0 else found.stdout + found.stderr[-3000:]
-
-
 @pytest.mark.slow
 def test_a_host_functions_results_are_where_jaxs_own_operations_would_leave_them() -> None:
-    assert said_by(PLACES) == "done"
+    assert on_devices(PLACES, 8) == "done"
 
 
 @pytest.mark.slow
 def test_no_public_function_moves_arrays_to_the_default_device() -> None:
-    assert said_by(PUBLIC) == "done"
+    assert on_devices(PUBLIC, 8) == "done"

@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -14,6 +10,7 @@ import pytest
 import gradtools.jax as gt
 from gradtools.jax.rules.installing import apply_rule
 from gradtools.rules import Rule
+from tests.support.devices import on_devices
 
 CUBE = {
     "tangent": lambda xs, dxs: [3 * xs[0] ** 2 * dxs[0]],
@@ -266,11 +263,4 @@ print("right")
 
 @pytest.mark.slow
 def test_a_rule_of_inputs_or_outputs_that_devices_share_has_the_derivatives_of_its_code():
-    flags = "--xla_force_host_platform_device_count=4"
-    ran = subprocess.run(
-        [sys.executable, "-c", ON_FOUR_DEVICES],
-        env={**os.environ, "XLA_FLAGS": flags},
-        capture_output=True,
-        text=True,
-    )
-    assert ran.stdout.strip() == "right", ran.stderr[-2000:]
+    assert on_devices(ON_FOUR_DEVICES, 4) == "right"

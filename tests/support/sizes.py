@@ -4,7 +4,7 @@
     python -m tests.support.sizes REVISION   # beside it, the same of a revision
 
 The mission's closure are the files of the package that a fresh process has imported once it has
-used every operator of `_MISSION`, in either framework.
+used every operator of `MISSION`, in either framework.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 _LONG_FUNCTION, _LONG_FILE = 90, 600
 
-_MISSION = """
+MISSION = """
 import sys
 import numpy as np
 import gradtools.{backend} as gt
@@ -51,6 +51,8 @@ G = gt.frozen(lambda z: gt.xp.tanh(z))
 gt.grad(lambda y: total(gt.grad(lambda z: gt.xp.sum(y * G(z)))(y)))(y)
 gt.microbatched_value_and_grad(lambda y, x: gt.xp.mean(x * y), 2)(y, x)
 gt.vmap(total)(x)
+"""
+_FILES = """
 files = sorted(
     m.__file__ for n, m in list(sys.modules.items())
     if n.split(".")[0] == "gradtools" and getattr(m, "__file__", None)
@@ -99,8 +101,9 @@ def _closure(root: Path) -> list[Path]:
     found: set[Path] = set()
     for backend in ("torch", "jax"):
         env = {**os.environ, "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
+        program = (MISSION + _FILES).replace("{backend}", backend)
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", _MISSION.replace("{backend}", backend)],
+            [sys.executable, "-W", "ignore", "-c", program],
             capture_output=True, text=True, check=True, env=env, cwd=root,
         )  # fmt: skip
         found |= {Path(line) for line in done.stdout.splitlines()}

@@ -143,7 +143,8 @@ def test_nothing_is_kept_for_a_further_z_but_what_f_and_the_caller_keep():
 @pytest.mark.slow_at("64")
 @pytest.mark.sweep_at("256")
 @pytest.mark.parametrize("depth", [4, 16, 64, 256])
-def test_mixed_partial_takes_the_same_memory_at_every_depth(depth):
+@pytest.mark.parametrize("trained", [False, True])
+def test_mixed_partial_takes_the_same_memory_at_every_depth(depth, trained):
     y, (z, u) = inputs(2)
 
     def peak(G):
@@ -151,7 +152,7 @@ def test_mixed_partial_takes_the_same_memory_at_every_depth(depth):
             gt.mixed_partial(loss_of, G, y, z.detach(), u.detach())
         return live.peak
 
-    assert peak(network(depth)) == peak(network(2))
+    assert peak(network(depth).requires_grad_(trained)) == peak(network(2).requires_grad_(trained))
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="comprehensions are calls in Python 3.11")

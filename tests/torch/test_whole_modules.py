@@ -332,6 +332,37 @@ def test_gradients_at_a_module_may_be_changed_in_place_and_written_to_grad():
     assert all(p.grad.grad_fn is None for p in net.parameters())
 
 
+class Likelihood(nn.Module):
+    """Holds the model whose output it rates, as GPyTorch's marginal log likelihoods do."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.model, self.noise = model, nn.Parameter(torch.ones((), dtype=torch.float64))
+
+    def forward(self, out):
+        return out.square().sum() * self.noise
+
+
+READERS = {
+    "grad": lambda f, m: gt.grad(f)(m),
+    "vjp": lambda f, m: gt.vjp(f, m)[1](torch.ones((), dtype=X.dtype))[0],
+    "hvp": lambda f, m: gt.hvp(f, (m,), (directions(m),))[0][0],
+    "linearize": lambda f, m: gt.grad(lambda m: gt.linearize(f, m)[0])(m),
+    "microbatched": lambda f, m: gt.microbatched_value_and_grad(lambda m, x: f(m), 3)(m, X)[1],
+    "jacobian": lambda f, m: gt.jacobian(f, mode="reverse")(m),
+}
+
+
+@pytest.mark.parametrize("derivative", READERS.values(), ids=READERS)
+def test_a_parameter_that_f_reads_by_another_reference_is_differentiated(derivative):
+    net = mlp()
+    likelihood = Likelihood(net)
+    f = lambda m: m(net(X))  # the model by its own name, not through the argument
+    names, ps = zip(*likelihood.named_parameters(), strict=True)
+    wanted = torch.autograd.grad(f(likelihood), ps)
+    same(derivative(f, likelihood), dict(zip(names, wanted, strict=True)))
+
+
 @pytest.mark.parametrize("seed", range(4))
 @pytest.mark.filterwarnings("ignore:There is a performance drop")  # of attention under vmap
 def test_the_norms_of_a_transformers_gradients_are_differentiated(seed):

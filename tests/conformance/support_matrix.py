@@ -62,7 +62,17 @@ _DOUBLE_BACKWARD_ONLY = ("host: double backward*",)
 _CALLED_BACK = ("host: d*", "host: calls itself", "host: saves the output")
 
 
-BUGS: tuple[Refusal, ...] = ()
+BUGS: tuple[Refusal, ...] = (
+    Refusal(
+        "the transpose of a forward rule lacks a cast to the mesh axes of its cotangents",
+        "GradtoolsError",
+        "requires varying manual axes to match",
+        ("shard_map, check_vma=True, order 2",),
+        ("pytrees, defjvp",),
+        backend="jax",
+        bug=True,
+    ),
+)
 
 REFUSALS: tuple[Refusal, ...] = (
     Refusal(

@@ -9,6 +9,7 @@ import pytest
 
 from gradtools import GradtoolsError
 from tests.support.native import NATIVE
+from tests.support.numpy_trees import leaves, lower
 
 X = np.array([0.5, 1.5, 2.0])
 
@@ -18,12 +19,8 @@ def x(backend_name):
     return NATIVE[backend_name].array(X)
 
 
-def plain(a):
-    return a.detach().numpy() if hasattr(a, "detach") else np.asarray(a)
-
-
 def same(found, expected):
-    np.testing.assert_allclose(plain(found), expected, rtol=1e-12)
+    np.testing.assert_allclose(lower(found), expected, rtol=1e-12)
 
 
 def test_static_arguments_stand_beside_any_number_of_others(gt, x):
@@ -128,3 +125,62 @@ def test_a_rule_that_can_be_called_is_taken_whatever_its_signature_says(gt):
         rule = gt.custom_rule(f)
         give(rule)
         assert float(gt.grad(rule)(x)) == 6
+
+
+# --- what fwd, the forward rule and bwd return ---------------------------------------------
+
+OTHER = {
+    "shape": (lambda gt, x: x.sum(), lambda gt, x: x.sum()[None]),
+    "dtype": (lambda gt, x: x * 2, lambda gt, x: gt.xp.astype(x * 2, gt.xp.float32)),
+    "structure": (lambda gt, x: (x, x), lambda gt, x: [x, x]),
+    "number": (lambda gt, x: (x, x * 1), lambda gt, x: (x, x * 1, x * 2)),
+    "dtype at known values": (
+        lambda gt, x: x * float(x.sum()),
+        lambda gt, x: gt.xp.astype(x * float(x.sum()), gt.xp.float32),
+    ),
+}
+
+
+@pytest.mark.sampled(torch=(30, 40), jax=(20, 40))
+@pytest.mark.parametrize("way", ["gt.grad", "gt.jvp", "native grad", "native jvp"])
+@pytest.mark.parametrize("given", ["fwd", "the forward rule"])
+@pytest.mark.parametrize("name", OTHER)
+def test_another_output_than_the_functions_is_refused(gt, backend_name, x, name, given, way):
+    if name == "dtype at known values" and (backend_name == "jax" or "native" in way):
+        pytest.skip("JAX and the transforms of torch.func hide numbers")
+    f, other = (functools.partial(g, gt) for g in OTHER[name])
+    rule = gt.custom_rule(f)
+    if given == "fwd":
+        rule.defvjp(lambda x: (other(x), None), lambda _, ct: (None,))
+    else:
+        rule.defjvp(lambda p, t: (other(p[0]), None))
+    api = gt if way.startswith("gt") else NATIVE[backend_name]
+    total = lambda x: sum(y.sum() for y in leaves([rule(x)]))
+    run = api.grad(total) if way.endswith("grad") else lambda x: api.jvp(rule, (x,), (x,))
+    with pytest.raises(GradtoolsError, match=f"{given} returned"):
+        run(x)
+
+
+WRONG = {
+    "too few": lambda gt, ct: (),
+    "too many": lambda gt, ct: (ct, ct),
+    "no tuple": lambda gt, ct: ct,
+    "shape": lambda gt, ct: (ct.sum(),),
+    "dtype": lambda gt, ct: (gt.xp.astype(ct, gt.xp.float32),),
+}
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_what_bwd_returns_is_compared_with_the_arguments(gt, x, name):
+    wrong = [False]
+    rule = gt.custom_rule(lambda x: gt.xp.sin(x))
+    rule.defvjp(
+        lambda x: (gt.xp.sin(x), x),
+        lambda x, ct: WRONG[name](gt, ct) if wrong[0] else (ct * x,),
+    )
+    run = lambda: gt.grad(lambda x: rule(x).sum())(x)
+    for _ in range(3):  # after calls that were right
+        run()
+    wrong[0] = True
+    with pytest.raises(GradtoolsError, match="bwd"):
+        run()

@@ -6,7 +6,7 @@ import pytest
 
 from gradtools import GradtoolsError
 from gradtools.testing import check_rule
-from tests.support.rule_mistakes import MISTAKES, RIGHT
+from tests.both.rule_mistakes import MISTAKES, RIGHT
 
 
 def test_the_lists_are_long_enough():

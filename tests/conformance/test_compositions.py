@@ -10,30 +10,8 @@ from gradtools import GradtoolsError
 pytestmark = pytest.mark.filterwarnings("ignore::gradtools.errors.GradtoolsWarning")
 
 
-def compiled(gt, f):
-    return gt.compile(f, **({"backend": "aot_eager"} if gt.__name__.endswith("torch") else {}))
-
-
 def array(gt, *shape):
     return gt.asarray(np.sin(1.0 + np.arange(float(np.prod(shape)))).reshape(shape))
-
-
-@pytest.mark.slow_at("vjp", "jvp")
-@pytest.mark.sweep_at("torch")
-@pytest.mark.parametrize("kind", ["vjp", "jvp", "host"])
-def test_a_compiled_rule_takes_another_shape(gt, kind):
-    """PyTorch's compiler keeps lengths open at the second shape; they have no hash."""
-    cube = (
-        gt.host_function(lambda x: x**3) if kind == "host" else gt.custom_rule(lambda x: x * x * x)
-    )
-    if kind == "jvp":
-        cube.defjvp(lambda xs, ts: (cube(*xs), 3 * xs[0] ** 2 * ts[0]))
-    else:
-        cube.defvjp(lambda x: (cube(x), x), lambda x, c: (3 * x**2 * c,))
-    f = compiled(gt, lambda x: gt.grad(lambda x: gt.xp.sum(cube(x)))(x))
-    for length in (3, 2, 4):
-        x = array(gt, length)
-        np.testing.assert_allclose(gt.to_numpy(f(x)), 3 * gt.to_numpy(x) ** 2, rtol=1e-12)
 
 
 @pytest.mark.slow_at("jax")

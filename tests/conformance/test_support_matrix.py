@@ -18,10 +18,10 @@ import pytest
 
 import gradtools
 from gradtools.errors import DisconnectedInputWarning
-from tests.support import support_matrix
-from tests.support.support_matrix import PLAIN_WAYS, refusal_of, wanted_of
-from tests.support.support_transforms import BOTH, POINT, Case, Transform
-from tests.support.support_ways import WAYS, Way
+from tests.conformance import support_matrix
+from tests.conformance.support_matrix import PLAIN_WAYS, refusal_of, wanted_of
+from tests.conformance.support_transforms import BOTH, POINT, Case, Transform
+from tests.conformance.support_ways import WAYS, Way
 from tests.support.tiers import in_turn
 
 pytest_plugins = ["tests.support.compiled_programs"]

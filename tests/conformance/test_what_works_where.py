@@ -159,13 +159,6 @@ def test_a_cell_of_the_table_is_true(gt, backend_name, operator, column):
     np.testing.assert_allclose(gt.to_numpy(found), expected, rtol=1e-12, atol=1e-14)
 
 
-def test_a_mixed_partial_is_differentiable_in_z(gt):
-    x, steady = gt.asarray(X), gt.asarray(np.ones(3))
-    f = lambda y, g: (y**3 * g).sum()
-    by_z = lambda z: gt.mixed_partial(f, lambda z: z**2, steady, z, steady)
-    np.testing.assert_allclose(gt.to_numpy(gt.vjp(by_z, x)[1](x)[0]), 6 * X, rtol=1e-12)
-
-
 @pytest.mark.parametrize("name", ["round", "sign"])
 def test_what_the_pages_call_connected_with_derivative_zero(gt, name):
     grad = gt.grad(lambda x: getattr(gt.xp, name)(x).sum())(gt.asarray(X))

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import functools
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +11,7 @@ import pytest
 
 import gradtools.jax as gt
 from tests.jax.test_cost_frozen import flops
+from tests.support.devices import on_devices
 
 RNG = np.random.default_rng(20261121)
 W = jnp.asarray(RNG.normal(size=(3, 4)))
@@ -475,32 +473,14 @@ for check in (False, True):
 """
 
 
-def _finished(process):
-    out, error = process.communicate(timeout=240)
-    assert out.strip().endswith("same"), error[-3000:]
-
-
-def _started(program, *args, devices=8, inherited=True):
-    flags = f"--xla_force_host_platform_device_count={devices}"
-    if inherited:  # those that compile quickly, where a program's text is not looked into
-        flags = f"{os.environ.get('XLA_FLAGS', '')} {flags}"
-    return subprocess.Popen(
-        [sys.executable, "-c", program, *args],
-        env={**os.environ, "XLA_FLAGS": flags},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
 @pytest.mark.slow
 def test_a_sharded_batch_is_not_moved_and_every_device_works_on_every_chunk():
-    _finished(_started(EIGHT + SHARDED + "print('same')", inherited=False))
+    assert on_devices(EIGHT + SHARDED + "print('same')", 8, optimized=True) == "same"
 
 
 @pytest.mark.slow
 def test_the_gradient_of_a_loss_over_all_devices_is_that_of_one():
-    _finished(_started(EIGHT + GATHERED + "print('same')"))
+    assert on_devices(EIGHT + GATHERED + "print('same')", 8) == "same"
 
 
 def test_a_gather_holds_all_rows_in_order_and_its_derivative_sums():

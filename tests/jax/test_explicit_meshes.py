@@ -5,10 +5,6 @@ One process runs all of it; the same programs on one device, without a mesh, say
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -18,6 +14,7 @@ from jax.sharding import PartitionSpec as P
 
 import gradtools.jax as gt
 from gradtools.jax import shardings
+from tests.support.devices import on_devices
 
 PROGRAM = """
 import itertools, warnings
@@ -154,16 +151,7 @@ print("done")
 
 @pytest.mark.slow
 def test_every_operator_gives_the_numbers_of_one_device_over_explicit_axes() -> None:
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    found = subprocess.run(
-        [sys.executable, "-c", PROGRAM],
-        env={**os.environ, "XLA_FLAGS": flags},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert found.stdout.strip() == "done", found.stdout + found.stderr[-3000:]
+    assert on_devices(PROGRAM, 8) == "done"
 
 
 XS = np.random.default_rng(0).normal(size=(7, 2))

@@ -128,13 +128,6 @@ def test_where_forward_mode_fails_reverse_mode_twice_is_taken_and_said(name, wra
         np.testing.assert_allclose(a, b, rtol=2e-5)
 
 
-def test_a_second_derivative_along_the_arguments_through_an_edit_is_refused():
-    """The edit would apply to the terms of G's value and of its derivative, not to their sum."""
-    G, y, z = lambda z: gt.clip_gradient(jnp.sin(z), max_value=0.3), jnp.array(0.7), jnp.ones(3)
-    with pytest.raises(GradtoolsError, match="G contains clip_gradient, which has a reverse"):
-        _second(gt.frozen(G), y, z)
-
-
 @pytest.mark.parametrize("kind", [jnp.asarray, np.asarray], ids=["jax", "numpy"])
 def test_captured_weights_are_in_the_compiled_program_once(kind):
     """For the value, the pullback and the pushforward together, as in plain JAX."""

@@ -19,12 +19,7 @@ from gradtools.seeing.jax.recorded_run import record  # noqa: E402
 from gradtools.seeing.jax.tracing import jaxpr_with_answers  # noqa: E402
 
 X = jnp.asarray([1.0, 2.0, 3.0], jnp.float32)
-FULL, ZERO, CUT, NONE = (
-    Dependence.DIFFERENTIABLE,
-    Dependence.ZERO_DERIVATIVE,
-    Dependence.CUT,
-    Dependence.NONE,
-)
+FULL, ZERO, CUT = Dependence.DIFFERENTIABLE, Dependence.ZERO_DERIVATIVE, Dependence.CUT
 
 
 def graph(f, *args, **options):

@@ -10,7 +10,7 @@ pytest.importorskip("flax")
 pytest.importorskip("optax")
 
 import gradtools.jax as gt
-from tests.support.healthy_models_jax import HEALTHY, PARAMS, PLANTED
+from tests.jax.healthy_models import HEALTHY, PARAMS, PLANTED
 
 pytestmark = [pytest.mark.jax, pytest.mark.filterwarnings("ignore")]
 
@@ -25,4 +25,4 @@ def test_a_healthy_training_loss_has_no_finding(healthy):
 def test_a_planted_term_of_a_loss_is_found(planted):
     report = gt.why_zero(planted.program, PARAMS)
     assert {(f.kind, f.whole) for f in report} == {planted.expected}
-    assert all(f.source.file.endswith("healthy_models_jax.py") for f in report)
+    assert all(f.source.file.endswith("jax/healthy_models.py") for f in report)

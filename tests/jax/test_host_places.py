@@ -6,11 +6,9 @@ public besides. One process runs all of it.
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-
 import pytest
+
+from tests.support.devices import on_devices
 
 BEGINNING = """
 import itertools, warnings
@@ -112,54 +110,25 @@ print("done")
 PUBLIC = (
     BEGINNING
     + """
-x, w = jax.device_put(XS, THIRD), jax.device_put(np.float32(2), THIRD)
+from tests.support.every_operator import POINT, USES, World, healthy
+
+x = jax.device_put(np.float32(POINT), THIRD)
 key = jax.device_put(jax.random.key(0), THIRD)
-f = lambda x: (jnp.sin(x) ** 2).sum()
-g = lambda w, x: (w * x).sum()
 noisy = lambda x, k: x * jax.random.normal(k, x.shape)
-rule = gt.custom_rule(jnp.sin)
-rule.defjvp(lambda p, t: (jnp.sin(p[0]), jnp.cos(p[0]) * t[0]))
-rounded = gt.straight_through(np.round)
-
-
-def mean(**options):
-    total = gt.GradientAccumulator(**options)
-    total.add({"x": x}), total.add({"x": x}, weight=2)
-    return total.mean(), total.sum()
-
-
+carried = lambda x, c: (x * 2, c + x.sum())
+NO_ARRAYS = ("random_key", "asarray", "ArraySpec", "is_recomputing", "xp", "to_numpy")
 CALLS = {
-    "grad": lambda: gt.grad(f)(x), "value_and_grad": lambda: gt.value_and_grad(f)(x),
-    "linearize": lambda: gt.linearize(jnp.sin, x)[1](x), "hessian": lambda: gt.hessian(f)(x),
-    "forward": lambda: gt.jacobian(jnp.sin, mode="forward", chunk_size=3)(x),
-    "reverse": lambda: gt.jacobian(jnp.sin, mode="reverse", chunk_size=3)(x),
-    "reverse twice": lambda: gt.hvp(f, (x,), (x,), mode="reverse_over_reverse"),
-    "per example": lambda: gt.per_example_grad(g, chunk_size=3)(w, x),
-    "mixed_partial": lambda: gt.mixed_partial(lambda y, z: (y * z).sum() ** 2, jnp.sin, x, x, x),
-    "minimax": lambda: gt.minimax_value_and_grad(lambda a, b: (a * b).sum(), 0, 1)(x, x),
-    "checkpoint": lambda: gt.grad(gt.checkpoint(f))(x),
-    "reverse_gradient": lambda: gt.grad(lambda x: f(gt.reverse_gradient(x)))(x),
-    "scale_gradient": lambda: gt.grad(lambda x: f(gt.scale_gradient(x, 2.0)))(x),
-    "clip_gradient": lambda: gt.grad(lambda x: f(gt.clip_gradient(x, max_norm=1.0)))(x),
-    "transform": lambda: gt.grad(lambda x: f(gt.transform_gradient(x, lambda c: 2 * c)))(x),
-    "straight_through": lambda: (rounded(x), gt.grad(lambda x: f(rounded(x)))(x)),
-    "custom_rule": lambda: (rule(x), gt.hvp(lambda x: f(rule(x)), (x,), (x,))),
-    "frozen": lambda: gt.hvp(lambda x: f(gt.frozen(jnp.sin)(x)), (x,), (x,)),
-    "chunked": lambda: gt.value_and_grad(lambda x: f(gt.chunked(jnp.sin, 3)(x)))(x),
     "keys": lambda: gt.chunked(noisy, 3, in_axes=(0, None), key_argnums=1)(x, key),
-    "carry": lambda: gt.chunked(
-        lambda x, c: (x * 2, c + x.sum()), 3, in_axes=(0, None), carry_argnums=1)(x, w),
-    "interleaved": lambda: gt.chunked(jnp.sin, 4, interleaved=True)(x),
-    "microbatched_value_and_grad": lambda: (
-        gt.microbatched_value_and_grad(lambda w, x: (w * x).mean(), 3)(w, x)
-    ),
-    "accumulator": mean, "compensated": lambda: mean(dtype="float32", compensated=True),
-    "accumulate": lambda: gt.accumulate_gradients({"x": x}, {"x": x}),
-    "assign": lambda: gt.assign_gradients({"x": x}, {"x": None}),
-    "split_key": lambda: gt.split_key(key),
+    "carry": lambda: gt.chunked(carried, 3, in_axes=(0, None), carry_argnums=1)(x, x[0]),
+    "interleaved": lambda: gt.chunked(jnp.sin, 3, interleaved=True)(x),
+    "split_key, placed": lambda: gt.split_key(key),
 }
+for use in USES:
+    if "jax" in use.backends and use.public not in (*NO_ARRAYS, "split_key"):
+        CALLS[use.name] = lambda use=use: use.run(World(gt, healthy(gt), x))
 for name, call in CALLS.items():
-    off = [y for y in jax.tree.leaves(call()) if y.sharding.device_set != {THIRD}]
+    placed = [y for y in jax.tree.leaves(call()) if isinstance(y, jax.Array)]
+    off = [y for y in placed if y.sharding.device_set != {THIRD}]
     if off:
         print(name, where(off))
 print("done")
@@ -167,24 +136,11 @@ print("done")
 )
 
 
-def said_by(program: str) -> str:
-    flags = f"{os.environ.get('XLA_FLAGS', '')} --xla_force_host_platform_device_count=8"
-    found = subprocess.run(
-        [sys.executable, "-c", program],
-        env={**os.environ, "XLA_FLAGS": flags, "TF_CPP_MIN_LOG_LEVEL": "2"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    return found.stdout.strip() if found.returncode == 0 else found.stdout + found.stderr[-3000:]
-
-
 @pytest.mark.slow
 def test_a_host_functions_results_are_where_jaxs_own_operations_would_leave_them() -> None:
-    assert said_by(PLACES) == "done"
+    assert on_devices(PLACES, 8) == "done"
 
 
 @pytest.mark.slow
 def test_no_public_function_moves_arrays_to_the_default_device() -> None:
-    assert said_by(PUBLIC) == "done"
+    assert on_devices(PUBLIC, 8) == "done"

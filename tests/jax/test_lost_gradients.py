@@ -7,7 +7,7 @@ pytest.importorskip("flax")
 pytest.importorskip("equinox")
 
 import gradtools.jax as gt  # noqa: E402  (only where JAX is installed)
-from tests.support.jax_lost_gradients import CASES  # noqa: E402
+from tests.jax.lost_gradients import CASES  # noqa: E402
 from tests.support.lost_gradients import losses  # noqa: E402
 
 

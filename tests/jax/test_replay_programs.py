@@ -1,4 +1,4 @@
-"""What JAX computes again is what was computed: the programs of `replay_programs_jax`."""
+"""What JAX computes again is what was computed: the programs of `tests/jax/replay_programs.py`."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import pytest
 
 import gradtools.jax as gt
 from gradtools import GradtoolsError
-from tests.support.replay_programs_jax import PLAIN, PROGRAMS, loop
+from tests.jax.replay_programs import PLAIN, PROGRAMS, loop
 from tests.support.scenarios import Scenario
 
 _REFUSALS = GradtoolsError, NotImplementedError, flax.errors.TraceContextError

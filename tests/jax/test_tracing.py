@@ -15,7 +15,7 @@ from gradtools.seeing.graphs.derivative_flow import dependence_matrix  # noqa: E
 from gradtools.seeing.graphs.gradient_losses import losses_between  # noqa: E402
 from gradtools.seeing.graphs.nodes import Dependence  # noqa: E402
 from gradtools.seeing.jax.graphs import graph_of  # noqa: E402
-from tests.support.jax_lost_gradients import CASES  # noqa: E402
+from tests.jax.lost_gradients import CASES  # noqa: E402
 from tests.support.lost_gradients import losses  # noqa: E402
 
 X = np.array([0.3, -0.7, 1.1], np.float32)

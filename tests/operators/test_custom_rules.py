@@ -13,6 +13,7 @@ import pytest
 
 from gradtools import GradtoolsError
 from tests.support.native import NATIVE
+from tests.support.numpy_trees import lower
 
 X = np.array([0.3, -1.5, 2.0])
 Y = np.array([2.0, 0.3, -0.7])
@@ -33,12 +34,8 @@ def y(native):
     return native.array(Y)
 
 
-def plain(a):
-    return a.detach().numpy() if hasattr(a, "detach") else np.asarray(a)
-
-
 def same(found, expected, rtol=1e-12):
-    np.testing.assert_allclose(plain(found), expected, rtol=rtol, atol=1e-300)
+    np.testing.assert_allclose(lower(found), expected, rtol=rtol, atol=1e-300)
 
 
 def gradients(gt, f, *args):

@@ -8,6 +8,7 @@ import pytest
 from gradtools import GradtoolsError
 from gradtools.host_kernels import ArraySpec
 from tests.support.native import NATIVE
+from tests.support.numpy_trees import lower
 
 
 @pytest.fixture
@@ -15,12 +16,8 @@ def native(backend_name):
     return NATIVE[backend_name]
 
 
-def plain(x):
-    return x.detach().numpy() if hasattr(x, "detach") else np.asarray(x)
-
-
 def same(found, expected):
-    found, expected = plain(found), np.asarray(expected)
+    found, expected = lower(found), np.asarray(expected)
     assert (found.shape, found.dtype) == (expected.shape, expected.dtype)
     np.testing.assert_array_equal(found, expected)
 
@@ -93,7 +90,7 @@ def test_a_kernel_cannot_write_into_its_argument(host, native, how):
     x = native.array(X)
     wrap = {"eager": lambda f: f, "jit": native.jit, "vmap": native.vmap}[how]
     with pytest.raises(Exception, match="read-only") as raised:
-        plain(wrap(host(double))(x))
+        lower(wrap(host(double))(x))
     assert how == "jit" or type(raised.value) is ValueError
     same(x, X)
 
@@ -172,7 +169,7 @@ def test_a_wrong_result_is_refused_in_words(host, native, which, how):
     if how == "vmap":
         f, x = native.vmap(f), native.array(X[None])
     with pytest.raises(Exception, match=match) as raised:
-        plain((native.jit(f) if how == "jit" else f)(x))
+        lower((native.jit(f) if how == "jit" else f)(x))
     assert how == "jit" or type(raised.value) is GradtoolsError
     assert "host function '<lambda>'" in str(raised.value)
 
@@ -194,7 +191,7 @@ def test_a_kernels_exception_reaches_the_user(host, native, how):
     wrap = {"eager": lambda f: f, "jit": native.jit, "vmap": native.vmap}[how]
     kind = Exception if (native.name, how) == ("jax", "jit") else KernelFailedError
     with pytest.raises(kind, match="the reactor is too hot"):
-        plain(wrap(host(failing))(native.array(X)))
+        lower(wrap(host(failing))(native.array(X)))
 
 
 # --- vmap --------------------------------------------------------------------------------
@@ -274,4 +271,4 @@ def test_calls_with_other_constants_are_other_calls(host, native):
         both = wrap(lambda x: (f(x, 1), f(x, 0.0), f(x, -0.0)))
         one, zero, minus = both(native.array(X[1]))
         same(one, X[1])
-        assert not np.signbit(plain(zero)[2]) and np.signbit(plain(minus)[2])
+        assert not np.signbit(lower(zero)[2]) and np.signbit(lower(minus)[2])

@@ -9,28 +9,6 @@ torch = pytest.importorskip("torch")
 
 import gradtools.torch as gt  # noqa: E402
 
-
-@pytest.mark.parametrize("kind", ["weight_norm", "prune", "an attribute"])
-def test_checkpoint_of_a_module_that_holds_an_attached_tensor_and_an_edit(kind):
-    layer = torch.nn.Linear(3, 3)
-    if kind == "weight_norm":
-        layer = torch.nn.utils.weight_norm(layer)
-    elif kind == "prune":
-        from torch.nn.utils import prune
-
-        layer = prune.random_unstructured(layer, "weight", amount=0.3)
-    else:
-        layer.extra = layer.weight.tanh()
-    x = torch.ones(2, 3, requires_grad=True)
-
-    def f(x):
-        return gt.reverse_gradient(layer(x))
-
-    (expected,) = torch.autograd.grad(f(x).sum(), x)
-    (result,) = torch.autograd.grad(gt.checkpoint(f)(x).sum(), x)
-    torch.testing.assert_close(result, expected)
-
-
 # --- frozen around what computes in fewer bits
 
 

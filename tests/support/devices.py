@@ -1,4 +1,4 @@
-"""Selection of a device by name in both frameworks.
+"""Selection of a device by name in both frameworks; several devices of JAX on one machine.
 
 A name is "cpu", "gpu" (or "cuda") or "tpu", optionally with an index as in "gpu:1"; "auto" keeps
 each framework's default. Inside `placed` new arrays are created on the device.
@@ -6,9 +6,13 @@ each framework's default. Inside `placed` new arrays are created on the device.
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 from gradtools.errors import GradtoolsError
@@ -60,3 +64,22 @@ def _jax_devices(jax: Any) -> dict[str, list[Any]]:
         except RuntimeError:  # JAX has no such platform here
             continue
     return present
+
+
+def on_devices(program: str, count: int, optimized: bool = False) -> str:
+    """What a program of JAX prints on so many devices that the host plays; its errors, if it fails.
+
+    optimized: Whether XLA compiles as for a user, whose program's text is looked into.
+    """
+    inherited = "" if optimized else os.environ.get("XLA_FLAGS", "")
+    flags = f"{inherited} --xla_force_host_platform_device_count={count}"
+    done = subprocess.run(
+        [sys.executable, "-c", program],
+        cwd=Path(__file__).parents[2],
+        env={**os.environ, "XLA_FLAGS": flags, "TF_CPP_MIN_LOG_LEVEL": "2"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    return done.stdout.strip() if done.returncode == 0 else done.stdout + done.stderr[-3000:]

@@ -1,10 +1,10 @@
-"""How large the house is: lines, the mission's closure, circles of imports, long functions.
+"""How large the house is: lines, the mission's closure, long functions.
 
     python -m tests.support.sizes            # this tree
     python -m tests.support.sizes REVISION   # beside it, the same of a revision
 
 The mission's closure are the files of the package that a fresh process has imported once it has
-used every operator of `_MISSION`, in either framework.
+used every operator of `MISSION`, in either framework.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[2]
 _LONG_FUNCTION, _LONG_FILE = 90, 600
 
-_MISSION = """
+MISSION = """
 import sys
 import numpy as np
 import gradtools.{backend} as gt
@@ -37,9 +37,7 @@ gt.mixed_partial(lambda y, g: gt.xp.sum(y * g**3), lambda z: z**2, y, y, y)
 gt.minimax_value_and_grad(loss, minimize=0, maximize=1)(x, y)
 edits = (gt.reverse_gradient, gt.stop_gradient, lambda x: gt.scale_gradient(x, 2.0))
 edits += (lambda x: gt.clip_gradient(x, 1.0), lambda x: gt.transform_gradient(x, lambda c: 2 * c))
-named = lambda new, old: getattr(gt, new if hasattr(gt, new) else old)  # of a revision before
-replaced = named("replace_gradient", "known_gradient")
-edits += (lambda x: replaced(x, x), gt.straight_through(gt.xp.round))
+edits += (lambda x: gt.replace_gradient(x, x), gt.straight_through(gt.xp.round))
 for edit in edits:
     gt.grad(lambda x: total(edit(x)) + total(x))(x)
 rule = gt.custom_rule(lambda x: x**2)
@@ -51,9 +49,10 @@ for f in (rule, kernel, gt.checkpoint(total)):
 gt.grad(lambda x: total(gt.chunked(lambda x: x**2, 2)(x)))(x)
 G = gt.frozen(lambda z: gt.xp.tanh(z))
 gt.grad(lambda y: total(gt.grad(lambda z: gt.xp.sum(y * G(z)))(y)))(y)
-chunk_by_chunk = named("microbatched_value_and_grad", "microbatched")
-chunk_by_chunk(lambda y, x: gt.xp.mean(x * y), 2)(y, x)
+gt.microbatched_value_and_grad(lambda y, x: gt.xp.mean(x * y), 2)(y, x)
 gt.vmap(total)(x)
+"""
+_FILES = """
 files = sorted(
     m.__file__ for n, m in list(sys.modules.items())
     if n.split(".")[0] == "gradtools" and getattr(m, "__file__", None)
@@ -87,7 +86,6 @@ def sizes_of(root: Path) -> Sizes:
         "PyTorch's wing without seeing, lines": sum(map(_lines, wing)),
         "formula with both translators, lines": sum(map(_lines, formula)),
         "tests, lines": sum(map(_lines, tests)),
-        "modules in a circle of more than two": _in_circles(root, package),
         f"functions over {_LONG_FUNCTION} lines": len(functions),
         f"files over {_LONG_FILE} lines": len(files),
     }
@@ -103,8 +101,9 @@ def _closure(root: Path) -> list[Path]:
     found: set[Path] = set()
     for backend in ("torch", "jax"):
         env = {**os.environ, "PYTHONPATH": str(root), "JAX_PLATFORMS": "cpu"}
+        program = (MISSION + _FILES).replace("{backend}", backend)
         done = subprocess.run(
-            [sys.executable, "-W", "ignore", "-c", _MISSION.replace("{backend}", backend)],
+            [sys.executable, "-W", "ignore", "-c", program],
             capture_output=True, text=True, check=True, env=env, cwd=root,
         )  # fmt: skip
         found |= {Path(line) for line in done.stdout.splitlines()}
@@ -118,40 +117,6 @@ def _long_functions(root: Path, path: Path) -> Iterator[str]:
             first = node.body[1] if ast.get_docstring(node) and len(node.body) > 1 else node.body[0]
             if (node.end_lineno or 0) - first.lineno >= _LONG_FUNCTION:
                 yield f"{path.relative_to(root)}:{node.lineno} {node.name}"
-
-
-def _in_circles(root: Path, package: list[Path]) -> int:
-    """How many modules import each other, at module level, in circles of more than two."""
-    names = {_module(root, p): p for p in package}
-    graph = {name: _imported(path, names.keys()) - {name} for name, path in names.items()}
-    reaches = {name: _reached(graph, name) for name in graph}
-    circles = {
-        frozenset({name, *(o for o in reaches[name] if name in reaches[o])}) for name in graph
-    }
-    return sum(len(circle) for circle in circles if len(circle) > 2)
-
-
-def _module(root: Path, path: Path) -> str:
-    return ".".join(path.relative_to(root).with_suffix("").parts).removesuffix(".__init__")
-
-
-def _imported(path: Path, known: set[str] | dict[str, Path]) -> set[str]:
-    result: set[str] = set()
-    for node in ast.parse(path.read_text(encoding="utf-8")).body:
-        if isinstance(node, ast.ImportFrom) and node.module:
-            for alias in node.names:
-                full = f"{node.module}.{alias.name}"
-                result.add(full if full in known else node.module)
-    return result & set(known)
-
-
-def _reached(graph: dict[str, set[str]], start: str) -> set[str]:
-    seen, todo = set[str](), [start]
-    while todo:
-        for name in graph[todo.pop()] - seen:
-            seen.add(name)
-            todo.append(name)
-    return seen
 
 
 def main(revision: str | None = None) -> None:

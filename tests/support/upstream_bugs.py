@@ -1,6 +1,6 @@
 """The table of what PyTorch differentiates wrongly, or not at all: one row for each operation.
 
-Found by sweeps over PyTorch's own table of operators, OpInfo (`tests/support/sweeps`).
+Found by sweeps over PyTorch's own table of operators, OpInfo (`tests/sweeps`).
 `docs/upstream-bugs.md` is generated from it, and a test runs each example: it fails once PyTorch is
 right.
 """

@@ -2,10 +2,10 @@
 
 Each pair has an environment in ``.venv-versions/``, which is built once. CPU wheels of PyTorch are
 taken where PIP_EXTRA_INDEX_URL or PIP_FIND_LINKS offers them; otherwise pip fetches a CUDA build of
-about 3 GB, which is announced before. In each run the programs of `version_programs` and the quick
-tests, less what the ledger excuses (`version_ledger`). ``--again`` runs only the tests that have
-not passed yet, after a run that was stopped or after a change. What was seen is kept in
-``versions_seen.json``, from which the table of docs/support.md is written.
+about 3 GB, which is announced before. Each run is that of the quick tests, less what the ledger
+excuses (`version_ledger`). ``--again`` runs only the tests that have not passed yet, after a run
+that was stopped or after a change. What was seen is kept in ``versions_seen.json``, from which the
+table of docs/support.md is written.
 """
 
 from __future__ import annotations
@@ -87,18 +87,23 @@ def built(name: str, pair: Pair) -> Path | None:
     return python
 
 
-def run_programs(python: Path, environment: dict[str, str]) -> dict[str, Any]:
-    """What `version_programs` prints in an environment."""
+_VERSIONS = """
+import importlib, json, platform
+import gradtools
+
+names = ("numpy", *gradtools.available_backends())
+versions = {name: importlib.import_module(name).__version__ for name in names}
+print(json.dumps({**versions, "python": platform.python_version()}))
+"""
+
+
+def installed(python: Path, environment: dict[str, str]) -> dict[str, str]:
+    """The versions of Python, NumPy and the frameworks in an environment."""
     done = subprocess.run(
-        [python, "-m", "tests.support.version_programs"],
-        cwd=ROOT,
-        env=environment,
-        capture_output=True,
-        encoding="utf-8",
-        check=True,
+        [python, "-c", _VERSIONS], cwd=ROOT, env=environment, capture_output=True, check=True
     )
-    seen: dict[str, Any] = json.loads(done.stdout)
-    return seen
+    found: dict[str, str] = json.loads(done.stdout)
+    return found
 
 
 def table(seen: dict[str, Any]) -> str:
@@ -108,22 +113,10 @@ def table(seen: dict[str, Any]) -> str:
     rows = [["PyTorch", *(v.partition("+")[0] for v in versions("torch"))]]
     rows += [["JAX", *versions("jax")], ["Python", *versions("python")]]
     rows.append(["NumPy", *versions("numpy")])
-    if any(seen[pair]["tests"] != "–" for pair in pairs):
-        rows.append(["tests that passed", *(seen[pair]["tests"] for pair in pairs)])
-    titles = dict.fromkeys(title for pair in pairs for title in seen[pair]["programs"])
-    for title in titles:
-        cells = [seen[pair]["programs"].get(title, {}) for pair in pairs]
-        rows.append([title, *(_cell(cell) for cell in cells)])
+    rows.append(["tests that passed", *(seen[pair]["tests"] for pair in pairs)])
     header = ["", *pairs]
     lines = [header, ["---"] * len(header), *rows]
     return "".join(f"| {' | '.join(line)} |\n" for line in lines)
-
-
-def _cell(failures: dict[str, str]) -> str:
-    """Yes, or which framework fails."""
-    names = {"torch": "PyTorch", "jax": "JAX", "both": "both"}
-    failed = [names[needs] for needs, error in failures.items() if error]
-    return ("no: " + ", ".join(failed)) if failed else ("yes" if failures else "–")
 
 
 def write_page(seen: dict[str, Any]) -> str:
@@ -138,7 +131,6 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(PAIRS))
     parser.add_argument("--tests", nargs="*", default=TESTS, help="files or folders")
-    parser.add_argument("--programs", action="store_true", help="the programs alone, no tests")
     parser.add_argument("--workers", default="2", help="processes for the tests")
     parser.add_argument("--again", action="store_true", help="only tests that have not passed yet")
     args = parser.parse_args()
@@ -150,18 +142,11 @@ def main() -> int:
             continue
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
         environment["PYTHONPATH"] = str(ROOT)
-        result = run_programs(python, environment)
-        wrong = [(t, e) for t, cell in result["programs"].items() for e in cell.values() if e]
-        for title, error in wrong:
-            print(f"{name}: {title}: {error}")
-        passed = True
-        if not args.programs:
-            passed, result["tests"] = run_tests(name, python, environment, args)
-        if wrong or not passed:
-            failed.append(name)
+        passed, tests = run_tests(name, python, environment, args)
+        failed += [] if passed else [name]
         if args.tests == TESTS:
             seen = json.loads(SEEN.read_text(encoding="utf-8")) if SEEN.exists() else {}
-            seen[name] = {"tests": "–"} | seen.get(name, {}) | result
+            seen[name] = {"versions": installed(python, environment), "tests": tests}
             SEEN.write_text(json.dumps(seen, indent=1) + "\n", encoding="utf-8")
             PAGE.write_text(write_page(seen), encoding="utf-8")
     print("versions:", "failed on " + ", ".join(failed) if failed else "all passed")

@@ -42,7 +42,7 @@ def _of_jax(group):
     jax = pytest.importorskip("jax")
 
     import gradtools.jax as gt
-    from tests.support.sweeps.jax_programs import cases
+    from tests.sweeps.jax_programs import cases
 
     for case in sorted(cases(), key=lambda c: (c.program, c.sample))[group::GROUPS]:
         xs = case.arguments("complex128" if case.complex_only else "float64")
@@ -62,7 +62,7 @@ def _of_torch(group):
     pytest.importorskip("expecttest", reason="PyTorch's tables of operators need expecttest")
 
     import gradtools.torch as gt
-    from tests.support.sweeps import torch_programs
+    from tests.sweeps import torch_programs
 
     entries = torch_programs.entries(("op_db", "module_db"))
     for entry in [e for e in entries if e.variant == torch_programs.FUNCTION][group::GROUPS]:

@@ -6,8 +6,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from tests.support.sweeps import AGREES, DIFFERS, LEFT_OUT, faults, in_jax
-from tests.support.sweeps.jax_programs import WRITTEN_FOR, Case, cases, names, unknown
+from tests.sweeps import AGREES, DIFFERS, LEFT_OUT, faults, in_jax
+from tests.sweeps.jax_programs import WRITTEN_FOR, Case, cases, names, unknown
 
 GROUPS = in_jax.groups(25)
 

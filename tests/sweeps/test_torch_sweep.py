@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import gradtools.torch as gt
-from tests.support.sweeps import AGREES, DIFFERS, LEFT_OUT, RAISED, faults, in_torch, torch_programs
+from tests.sweeps import AGREES, DIFFERS, LEFT_OUT, RAISED, faults, in_torch, torch_programs
 
 pytest.importorskip("expecttest", reason="PyTorch's tables of operators need expecttest")
 pytestmark = pytest.mark.torch

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from torch import nn
 from torch.nn import functional as F
 from torch.utils._pytree import tree_leaves
 
@@ -99,12 +98,6 @@ def test_attention_has_every_derivative(call, operator):
     found, expected = (tree_leaves(OPERATORS[operator](each)) for each in (f, g))
     for y, like in zip(found, expected, strict=True):
         torch.testing.assert_close(y, like, rtol=1e-10, atol=1e-11)
-
-
-def layer(train, frozen):
-    torch.manual_seed(0)
-    made = nn.TransformerEncoderLayer(12, 2, 16, 0.0, batch_first=True, dtype=KIND)
-    return made.train(train).requires_grad_(not frozen)
 
 
 LIVE = {

@@ -213,15 +213,6 @@ def test_double_and_third_backward_through_dropout_and_batch_norm(order, norm):
     assert all_same(found[1][0], found[0][0], 1e-11) and found[1][1] == found[0][1]
 
 
-def test_gradgradcheck():
-    torch.manual_seed(0)
-    f = lambda c, w: (c @ w).tanh() * c.sum(1, keepdim=True).exp()
-    w, x = numbers(2, 2).requires_grad_(), numbers(3, 2, seed=1).requires_grad_()
-    call = lambda x, w: gt.chunked(f, 2, in_axes=(0, None))(x, w)
-    assert torch.autograd.gradcheck(call, (x, w), check_forward_ad=True, check_batched_grad=True)
-    assert torch.autograd.gradgradcheck(call, (x, w), check_batched_grad=True)
-
-
 # --- torch.func and gradtools --------------------------------------------------------------
 
 F = lambda c, w: (c @ w).tanh() * c.exp()
@@ -245,11 +236,6 @@ TRANSFORMS = {
     ),
     "grad of vmap": lambda f: torch.func.grad(
         lambda w, x: torch.vmap(f, (None, 0))(w, torch.stack([x, x.sin()])).prod()
-    ),
-    "gt.grad": lambda f: gt.grad(f, argnums=(0, 1)),
-    "gt.jvp": lambda f: lambda w, x: gt.jvp(f, (w, x), (w.cos(), x.sin())),
-    "gt.hvp forward": lambda f: (
-        lambda w, x: gt.hvp(f, (w, x), (w.cos(), x.sin()), mode="forward_over_reverse")
     ),
     "gt.jacobian forward": lambda f: gt.jacobian(f, mode="forward"),
     "gt.hessian": gt.hessian,

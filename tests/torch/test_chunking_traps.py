@@ -1,6 +1,6 @@
 """Traps of chunked gradients in PyTorch, against the plain loop over chunks.
 
-Programs with state and random numbers are in `tests/support/replay_programs.py`.
+Programs with state and random numbers are in `tests/torch/replay_programs.py`.
 """
 
 from __future__ import annotations

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -12,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import gradtools.torch as gt
 from tests.support.live_bytes import LiveBytes
+from tests.torch.test_direct import calls_of_ours
 
 ROWS, WIDTH = 8, 64
 
@@ -143,7 +143,8 @@ def test_nothing_is_kept_for_a_further_z_but_what_f_and_the_caller_keep():
 @pytest.mark.slow_at("64")
 @pytest.mark.sweep_at("256")
 @pytest.mark.parametrize("depth", [4, 16, 64, 256])
-def test_mixed_partial_takes_the_same_memory_at_every_depth(depth):
+@pytest.mark.parametrize("trained", [False, True])
+def test_mixed_partial_takes_the_same_memory_at_every_depth(depth, trained):
     y, (z, u) = inputs(2)
 
     def peak(G):
@@ -151,25 +152,7 @@ def test_mixed_partial_takes_the_same_memory_at_every_depth(depth):
             gt.mixed_partial(loss_of, G, y, z.detach(), u.detach())
         return live.peak
 
-    assert peak(network(depth)) == peak(network(2))
-
-
-def own_calls(run):
-    """How many Python functions of this package a call passes, once what is made once is made."""
-    house, seen = Path(gt.__file__).parents[1], []
-
-    def watch(frame, event, arg):
-        if event == "call" and Path(frame.f_code.co_filename).is_relative_to(house):
-            seen.append(frame.f_code.co_name)
-
-    for _ in range(3):
-        run()
-    sys.setprofile(watch)
-    try:
-        run()
-    finally:
-        sys.setprofile(None)
-    return len(seen)
+    assert peak(network(depth).requires_grad_(trained)) == peak(network(2).requires_grad_(trained))
 
 
 @pytest.mark.skipif(sys.version_info >= (3, 12), reason="comprehensions are calls in Python 3.11")
@@ -184,10 +167,11 @@ def test_what_a_use_costs_besides_its_work_is_held():
             (slope,) = torch.autograd.grad((G(z) * y).sum(), z, create_graph=True)
             torch.autograd.grad(slope.square().sum(), y)
 
-        return own_calls(run)
+        run(), run()
+        return calls_of_ours(run)
 
     short, long = use(1), use(5)
     assert short <= 276
     assert long - short <= 4 * 16  # a mode of the thread sees each operation that is pushed
     x = torch.randn(3)
-    assert own_calls(lambda: gt.grad(lambda x: x.square().sum())(x)) <= 40
+    assert calls_of_ours(lambda: gt.grad(lambda x: x.square().sum())(x)) <= 40

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gradtools.torch as gt
-from tests.support.healthy_models_torch import HEALTHY, PLANTED, X, mlp
+from tests.torch.healthy_models import HEALTHY, PLANTED, X, mlp
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore")]
 
@@ -28,4 +28,4 @@ def test_a_planted_loss_or_term_is_found(planted):
     report = gt.why_zero(lambda: planted.program(model(X)), model=model)
     assert {(f.kind, f.whole) for f in report} == {(kind, whole) for kind in kinds.split()}
     assert {f.argument for f in report} == {name for name, _ in model.named_parameters()}
-    assert all(f.source.file.endswith("healthy_models_torch.py") for f in report)
+    assert all(f.source.file.endswith("torch/healthy_models.py") for f in report)

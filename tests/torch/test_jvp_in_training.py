@@ -20,7 +20,6 @@ from torch.nn.parallel import DistributedDataParallel
 import gradtools.torch as gt
 
 Tensor = torch.Tensor
-WORLD, SECONDS = 2, 480
 BATCH, LENGTH, WIDTH, HEADS = 2, 6, 16, 4
 _attend = nn.functional.scaled_dot_product_attention
 _i = torch.arange(LENGTH)

@@ -7,7 +7,7 @@ import torch
 
 import gradtools.torch as gt
 from tests.support.lost_gradients import losses
-from tests.support.torch_lost_gradients import CASES
+from tests.torch.lost_gradients import CASES
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::UserWarning")]
 

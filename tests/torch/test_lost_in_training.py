@@ -12,7 +12,7 @@ from torch import nn
 import gradtools.torch as gt
 from gradtools import GradtoolsError
 from tests.support.lost_gradients import kinds_by_leaf
-from tests.support.training_losses_torch import PLANTED, Loop, Net, X, Y, loop
+from tests.torch.training_losses import PLANTED, Loop, Net, X, Y, loop
 
 pytestmark = [pytest.mark.torch, pytest.mark.filterwarnings("ignore::UserWarning")]
 

@@ -21,8 +21,8 @@ from torch import nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_map
 
 from gradtools import GradtoolsError
-from tests.support.replay_programs import CHUNKED, EITHER, PROGRAMS, REFUSED, RIGHT, Run
 from tests.support.scenarios import Scenario
+from tests.torch.replay_programs import CHUNKED, EITHER, PROGRAMS, REFUSED, RIGHT, Run
 
 seed_numpy, numpy_state, put_numpy_state = np.random.seed, np.random.get_state, np.random.set_state
 

@@ -38,28 +38,6 @@ def test_nested_forward_mode_of_a_plain_function_is_still_wrong():
         assert second_forward(lambda x, rule=rule: apply_rule(rule, x)[0], x) == 12.0
 
 
-@pytest.mark.sampled(1, 6)
-@pytest.mark.parametrize("rule", [CUBE, FORWARD, REVERSE], ids=["both", "forward", "reverse"])
-@pytest.mark.parametrize("dtype", [torch.float64, torch.complex128])
-def test_gradcheck_and_gradgradcheck_with_forward_mode_and_batches(rule, dtype):
-    if dtype.is_complex:
-        tangent = lambda xs, dxs: [3 * xs[0] ** 2 * dxs[0]]
-        cotangent = lambda xs, cts: [3 * (xs[0] ** 2).conj() * cts[0]]
-        rule = Rule(
-            "cube",
-            lambda x: [x**3],
-            tangent=rule.tangent and tangent,
-            cotangent=rule.cotangent and cotangent,
-        )
-    x = torch.tensor([0.5, -1.5, 2.0], dtype=dtype, requires_grad=True)
-    f = lambda x: apply_rule(rule, x)[0]
-    options = {"check_batched_grad": True}
-    assert torch.autograd.gradcheck(
-        f, x, check_forward_ad=True, check_batched_forward_grad=True, **options
-    )
-    assert torch.autograd.gradgradcheck(f, x, check_fwd_over_rev=True, check_rev_over_rev=True)
-
-
 def test_a_rule_is_not_dropped_by_compiled_torch_func():
     """torch#193279, torch#192985: its derivative here is not that of its primal."""
     x = torch.tensor(2.0)

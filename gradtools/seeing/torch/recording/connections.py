@@ -39,7 +39,7 @@ _CUT, _FULL = Dependence.CUT, Dependence.DIFFERENTIABLE
 Edge = tuple[Any, int]  # a node of autograd, and the number of its output
 
 # Maps a part of PyTorch's error text about a lost gradient to the kind of loss.
-# `tests/support/torch_lost_gradients.py` raises each error, so that tests notice a new wording.
+# `tests/torch/lost_gradients.py` raises each error, so that tests notice a new wording.
 REFUSALS = {
     "Can't call numpy() on Tensor that requires grad": "left_framework",
     "Can't export tensors that require gradient": "left_framework",

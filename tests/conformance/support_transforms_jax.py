@@ -12,7 +12,7 @@ from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from jax.test_util import check_grads
 
-from tests.support.support_transforms import Case, Pairs, Transform, nth
+from tests.conformance.support_transforms import Case, Pairs, Transform, nth
 
 
 def _linearize(c: Case) -> Pairs:

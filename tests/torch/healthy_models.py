@@ -23,8 +23,6 @@ HEALTHY, PLANTED = Table(), Table()
 healthy = HEALTHY.add
 X = torch.randn(6, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.tensor([0, 1, 2, 0, 1, 2])
-IMAGES = torch.randn(4, 3, 8, 8, generator=torch.Generator().manual_seed(1))
-CLASSES = Y[:4]
 
 
 def mlp(*sizes, act=nn.Tanh):
@@ -337,10 +335,6 @@ def _through_numpy(out):
 
 def _draw(out):
     return Normal(out[:, 0], out[:, 1].exp()).sample()
-
-
-def _by_number(out):
-    return torch.tensor([F.mse_loss(row, torch.ones(3)).item() for row in out]).mean()
 
 
 for _name, _kinds, _term in (

@@ -23,8 +23,8 @@ from torch.autograd import forward_ad
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 import gradtools.torch as gt
-from tests.support.sweeps import AGREES, DIFFERS, LEFT_OUT, RAISED, Known, Outcome
-from tests.support.sweeps.torch_programs import (
+from tests.sweeps import AGREES, DIFFERS, LEFT_OUT, RAISED, Known, Outcome
+from tests.sweeps.torch_programs import (
     FUNCTION,
     IN_PLACE,
     ON_VIEW,

@@ -34,8 +34,6 @@ NAMESPACES: dict[str, ModuleType] = {
 WRITTEN_FOR = (0, 10, 2)
 """The version of JAX whose names the table knows."""
 
-Draw = Callable[[np.random.Generator], np.ndarray]
-
 
 def _away(rng: np.random.Generator, shape: tuple[int, ...], low: float, high: float) -> np.ndarray:
     """Distinct numbers of either sign, `low` to `high` away from zero."""
@@ -234,8 +232,6 @@ for _row in PLAIN.strip().replace("\n   ", "").splitlines():
     for _name in _names.split():
         case(f"{_space}.{_name}", _draws, getattr(NAMESPACES[_space], _name, _absent))
 
-
-V, M = (3,), (2, 3)
 
 case("lax.integer_pow", "a3", lambda x: lax.integer_pow(x, 3))
 case("lax.integer_pow", "a3", lambda x: lax.integer_pow(x, -2))

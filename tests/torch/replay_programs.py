@@ -113,11 +113,6 @@ def score(out: Any, scale: Any = 1.0) -> torch.Tensor:
     return total
 
 
-def contrast(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
-    """Every row of a against every row of b."""
-    return F.cross_entropy(3 * a.to(D) @ b.to(D).T, torch.arange(len(a)))
-
-
 def state_of(module: nn.Module) -> Any:
     """Parameters and buffers."""
     return [{k: x.detach().clone() for k, x in module.state_dict(keep_vars=True).items()}]
@@ -347,6 +342,22 @@ _zero = lambda: torch.zeros((), dtype=D)
 _add = lambda self: self.n.add_(1).clone()
 of_net("a module counts in a buffer", lambda: Counting(_add, n=_zero()))
 of_net("a module counts in a buffer that is replaced", lambda: Counting(_replaced, n=_zero()))
+
+
+class Scheduled(nn.Module):
+    """A reversal whose scale is counted up in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+        self.register_buffer("step", _zero())
+
+    def forward(self, x: Any) -> Any:
+        self.step = self.step + 1
+        return self.net(gt.reverse_gradient(x, 0.1 * self.step))
+
+
+of_net("a reversal that is scheduled by a buffer", Scheduled, TRAINED)
 of_net("batch norm in training", lambda: mlp(nn.BatchNorm1d(4)))
 of_net("a lazy layer that has not run", lambda: nn.LazyLinear(2, dtype=D), expect=EITHER)
 

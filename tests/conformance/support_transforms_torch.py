@@ -11,7 +11,7 @@ from torch.autograd import forward_ad
 from torch.autograd.gradcheck import gradcheck, gradgradcheck
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.support_transforms import Case, Pairs, Transform
+from tests.conformance.support_transforms import Case, Pairs, Transform
 
 
 def _leaf(c: Case) -> torch.Tensor:

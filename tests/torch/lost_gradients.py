@@ -18,8 +18,6 @@ import gradtools.torch as gt
 from tests.support.lost_gradients import LostGradients
 
 X = torch.tensor([0.5, -0.3, 0.8], dtype=torch.float64)
-W = torch.linspace(-1.0, 1.5, 9, dtype=torch.float64).reshape(3, 3)
-IMAGE = torch.linspace(-3.0, 9.0, 2 * 3 * 6 * 6, dtype=torch.float64).sin().reshape(2, 3, 6, 6)
 CASES = LostGradients(gt, X)
 cause, healthy = CASES.cause, CASES.healthy
 

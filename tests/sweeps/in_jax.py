@@ -21,8 +21,8 @@ import numpy as np
 
 import gradtools.jax as gt
 from gradtools.errors import GradtoolsWarning
-from tests.support.sweeps import AGREES, DIFFERS, LEFT_OUT, RAISED, Known, Outcome
-from tests.support.sweeps.jax_programs import Case, cases, takes_complex
+from tests.sweeps import AGREES, DIFFERS, LEFT_OUT, RAISED, Known, Outcome
+from tests.sweeps.jax_programs import Case, cases, takes_complex
 
 Arrays = list[Any]
 _TOLERANCE = {1: 1e-11, 2: 1e-10}

@@ -99,7 +99,7 @@ def batch(*shape: int) -> Any:
     return jnp.asarray(np.random.default_rng(3).normal(size=shape))
 
 
-X, W, KEY = batch(7, 3), batch(3, 3), jax.random.key(7)
+X, W = batch(7, 3), batch(3, 3)
 encode = lambda w, x: jnp.tanh(x @ w)
 
 

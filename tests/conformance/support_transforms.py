@@ -8,16 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import numpy as np
 
+from tests.conformance.support_ways import Way
 from tests.support.native import MIXES, NATIVE
-from tests.support.support_ways import Way
 
 Pairs = Iterator[tuple[Any, Any]]
 POINT = np.array([0.5, -1.5, 2.0, 1.2, -0.4, 0.7])
-THIRD_MIXES = ("rrr", "ffr", "frf", "rff", "fff")
+THIRD_MIXES = tuple(map("".join, product("rf", repeat=3)))
 
 
 @dataclass(frozen=True)

@@ -390,3 +390,13 @@ def test_a_pushed_derivative_is_differentiated_by_its_tangent(gt, inner):
     jacobian = gt.to_numpy(gt.jacobian(derivatives[inner], mode="reverse")(x))
     expected = np.cos(jacobian @ gt.to_numpy(t)) @ jacobian
     np.testing.assert_allclose(gt.to_numpy(gt.grad(pushed)(t)), expected, rtol=1e-10)
+
+
+def test_a_pullback_and_a_pushforward_are_called_many_times(gt):
+    x, dx = gt.asarray(np.array([0.5, 2.0])), gt.asarray(np.array([1.0, -1.0]))
+    f = lambda x: gt.xp.sin(x) * gt.xp.sum(x**2)
+    _, pull = gt.vjp(f, x)
+    _, push = gt.linearize(f, x)
+    for scale in (1.0, 2.0, -3.0):
+        close(gt.to_numpy(pull(scale * dx)[0]), gt.to_numpy(gt.vjp(f, x)[1](scale * dx)[0]), EXACT)
+        close(gt.to_numpy(push(scale * dx)), gt.to_numpy(gt.jvp(f, (x,), (scale * dx,))[1]), EXACT)

@@ -100,27 +100,6 @@ class Side(FlatFunction):
         found = self.run(pulled, leaves, cotangents)
         return [None if g is None else self.gt.to_numpy(g) for g in found]
 
-    def run(self, compute: Callable[..., Any], *groups: Arrays) -> Any:
-        """Runs `compute(*groups)`; in JAX it is compiled as one program if it can be traced.
-
-        Eager JAX code would compile each of its operations.
-        """
-        given = tuple(map(self.arrays, groups))
-        if self.name != "jax":
-            return compute(*given)
-        run_compiled = import_module("gradtools.jax.compiled_once").run_compiled
-
-        def of_arrays(*given: Any) -> Any:
-            out = compute(*given)
-            if not all(map(self.waist.is_array, self.waist.flatten(out)[0])):
-                raise TypeError("an output is not an array")
-            return out
-
-        try:
-            return run_compiled(of_arrays, *given)
-        except Exception:  # run untraceable programs eagerly
-            return compute(*given)
-
 
 @dataclass(frozen=True)
 class Inputs:

@@ -6,6 +6,7 @@ rounding from disagreement. `causes.py` evaluates them at nearby points as well.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
@@ -273,8 +274,15 @@ class CrossCheck:
     # --- evaluation
 
     def evaluate(self, quantity: Quantity, k: int, leaves: Arrays) -> Leaves:
-        """Returns one side's result in JAX's layout."""
-        result = quantity.compute(k, leaves)
+        """Returns one side's result in JAX's layout.
+
+        Deprecation warnings of the frameworks' own code are ignored, in case the program turns
+        warnings into errors.
+        """
+        with warnings.catch_warnings():
+            for framework in ("torch", "jax"):
+                warnings.filterwarnings("ignore", category=DeprecationWarning, module=framework)
+            result = quantity.compute(k, leaves)
         own = k == 0 and quantity.of_leaves
         return self.in_jax_layout(result, gradients=True) if own else list(result)
 

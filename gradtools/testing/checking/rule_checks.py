@@ -137,7 +137,8 @@ class RuleCheck(DerivativeCheck):
         return tuple(filter(waist.is_array, waist.flatten(tuple(self.rule._bound(args, {})[1]))[0]))
 
     def _named(self, part: str) -> Any:
-        return naming(CALLER, f"{part}, {described(getattr(self.rule, part))}")
+        calls = {"fwd": "fwd(*args)", "bwd": "bwd(residuals, ct)", "jvp": "jvp(primals, tangents)"}
+        return naming(CALLER, f"{described(getattr(self.rule, part))}, called as {calls[part]}")
 
     def fwd(self, *args: Any) -> Any:
         """Returns the output and the residuals of fwd."""

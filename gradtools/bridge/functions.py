@@ -271,7 +271,13 @@ class FlatBridged(Foreign):
         """Calls the function; returns the leaves of its output in the host's order."""
         arrays = self.guest.protected(arrays, self.written)
         args, kwargs = self.specialized.arguments(arrays)
-        leaves, treedef = self.guest.backend.flatten(self.of.fun(*args, **kwargs))
+        try:
+            out = self.of.fun(*args, **kwargs)
+        except TypeError as error:
+            guest = self.guest
+            error.add_note(f"{guest.operator} calls {self.name} with arrays of {guest.title}.")
+            raise
+        leaves, treedef = self.guest.backend.flatten(out)
         structure, order = self._arranged(treedef, len(leaves))
         self.structures[_shapes(arrays)] = structure
         return [self.guest.as_array(self.name, leaves[i]) for i in order]

@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 
 import gradtools
-from gradtools.testing.cross_checking.precision import highest_precision
 from gradtools.testing.cross_checking.sides import in_double_precision
 
 TOLERANCE = 1e-9
@@ -135,7 +134,6 @@ def check(options: argparse.Namespace) -> int:
             inside.enter_context(in_double_precision(backend == "jax"))
             if backend == "torch" and (torch := import_module("torch")).cuda.is_available():
                 inside.enter_context(torch.device("cuda"))
-            inside.enter_context(highest_precision([backend]))
             device = getattr(gt.asarray(1.0), "device", "")
             print(f"{backend}: {import_module(backend).__version__}, device {device}")
             for name in PROGRAMS:

@@ -81,8 +81,7 @@ def test_every_mode_and_property_is_compared(gt):
         "forward over reverse | finite differences",
         "reverse over reverse | finite differences",
         "reverse over forward | finite differences",
-        "forward over reverse | reverse over reverse",
-        "forward over forward | reverse over forward",
+        "forward over forward | finite differences",
     } <= quantities(report)
     assert 0 <= report.worst.error < 1
     assert all(c.order == 1 for c in check_derivatives(lambda x: x**3, (X,), gt, order=1))

@@ -86,6 +86,15 @@ def test_a_program_that_fails_says_which_side_failed():
     assert "raised by the jax program" in caught.value.__notes__[0]
 
 
+@pytest.mark.parametrize("by", [torch.sin, jnp.sin])
+def test_a_program_of_the_other_framework_names_the_side_and_its_arrays(by):
+    words = "the torch program, which is called with torch.Tensors"
+    words = "the jax program, which is called with jax.Arrays" if by is torch.sin else words
+    with pytest.raises(TypeError) as caught:
+        cross_check(torch=by, jax=by, args=(X,))
+    assert any(words in note for note in caught.value.__notes__)
+
+
 # --- conventions
 
 

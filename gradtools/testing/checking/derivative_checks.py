@@ -3,9 +3,9 @@
 With J the Jacobian of f at x, H the Hessian of Re<v, f>, D the slope along a line from f's values
 at many step sizes, and random u, w, v:
 
-    J u = D_u f      Re<J^H v, u> = Re<v, D_u f>      H u = D_u J^H v      against values
-    Re<v, J u> = Re<J^H v, u>      H u = H u = H u = Re<w, H u>            modes against each other
-    J (w - 16 u) = J w - 16 J u     the same of J^H                    linearity
+    J u = D_u f      Re<J^H v, u> = Re<v, D_u f>    Re<v, J u> = Re<J^H v, u>     first order
+    H u = D_u J^H v, by three mixes of modes        D^2 f [u, w] = D_w J u        second order
+    J (w - 16 u) = J w - 16 J u                     the same of J^H               linearity
 
 A value that is zero in exact arithmetic, such as the sum of a layer norm, is computed as rounding
 error: a small difference counts as such if it changes by its own size when x's last digits change.
@@ -34,7 +34,6 @@ from gradtools.testing.flat import (
     MODES,
     SECOND,
     Arrays,
-    FlatFunction,
     Probe,
     backend_name,
     first_line,
@@ -77,8 +76,8 @@ def check_derivatives(
     The check tests, for random directions in each leaf of the arguments: forward and reverse
     mode against slopes from f's values at steps from a tenth to a millionth of the leaf's size (in
     float32 a three-hundredth); both modes against each other (dot-product test); linearity in the
-    tangent and in the cotangent; for order 2 every mix of modes against slopes of the gradient
-    and against each other. Complex arguments are moved in complex directions; all inner products
+    tangent and in the cotangent; for order 2 every mix of modes against slopes of the gradient or
+    pushforward. Complex arguments are moved in complex directions; all inner products
     are Re<u, v>. The tolerances are given by `gradtools.testing.tolerance`. float32 products
     are computed in full precision during the check, without TF32 or bfloat16.
 
@@ -162,20 +161,19 @@ class DerivativeCheck:
 
     def __init__(
         self,
-        probe: FlatFunction,
+        probe: Probe,
         modes: Sequence[str] | None = None,
         seed: int = 0,
         labels: dict[str, str] | None = None,
     ) -> None:
         self.probe, self.modes, self.labels = probe, modes, labels or {}
         self.rng = np.random.default_rng(seed)
-        f = getattr(probe, "f", probe)
-        name = getattr(f, "__name__", type(f).__name__)
+        name = getattr(probe.f, "__name__", type(probe.f).__name__)
         self.report = Report(f"{probe.caller} of {name} in {probe.name}", ("left", "right"))
         self.xs, kinds = probe.leaves, [x.dtype for x in (*probe.leaves, *probe.out)]
         self.vs = [np.where(np.isfinite(y), self.draw(y), 0).astype(y.dtype) for y in probe.out]
         self.numeric = max(tolerances.FINITE_DIFFERENCES[tolerances.real_name(k)] for k in kinds)
-        self.exact = [max(tolerances.tolerance(k, order) for k in kinds) for order in (0, 1, 2)]
+        self.exact = max(tolerances.tolerance(k, 1) for k in kinds)
         self.present: dict[str, bool] = {}
         self._undecided: dict[str, np.ndarray] = {}
         self._kept: dict[Any, Any] = {}
@@ -197,8 +195,10 @@ class DerivativeCheck:
     def note_undecided(self) -> None:
         """Lists in the report the entries that no direction could decide."""
         both = self.present.get("forward") and self.present.get("reverse")
-        rest = "only the modes are compared with each other" if both else "nothing else decides"
         for what, entries in self._undecided.items():
+            rest = "nothing else decides"
+            if both and " over " not in what:  # at first order
+                rest = "only the modes are compared with each other"
             if entries.any():
                 self.report.left_out.append(
                     f"{what}: finite differences cannot decide {int(entries.sum())} of "
@@ -235,12 +235,13 @@ class DerivativeCheck:
         """Returns the point x + t u."""
         return [(x + t * u).astype(x.dtype) for x, u in zip(self.xs, us, strict=True)]
 
-    def line(self, us: Arrays) -> slopes.Line:
-        """Returns all entries of f along u as a function of t."""
-        return lambda t: flattened(self.probe.value(self.moved(us, t)))
+    def slope(self, us: Arrays, run: Callable[[Arrays], Arrays] | None = None) -> slopes.Slope:
+        """Measures the slope along u of all entries of f, or of another function of the point."""
+        compute = run or self.probe.value
+        return slopes.slope(lambda t: flattened(compute(self.moved(us, t))), self.probe.eps)
 
     def at(self, mode: str, xs: Arrays, *vectors: Arrays) -> Any:
-        """Returns `FlatFunction.derivative` by a mode, and caches the latest results."""
+        """Returns `Probe.derivative` by a mode, and caches the latest results."""
         key = (mode, *(x.tobytes() for group in (xs, *vectors) for x in group))
         if key not in self._kept:
             found = self.probe.derivative(mode, xs, *vectors)
@@ -276,18 +277,16 @@ class DerivativeCheck:
         quantity: str,
         path: str,
         sides: Callable[[Arrays], tuple[Any, Any]],
-        order: int,
         terms: float,
         cause: str,
         detail: str = "",
     ) -> None:
-        """Compares two functions of the point.
+        """Compares two functions of the point, which are first derivatives.
 
         Args:
             quantity: The names of both functions.
             path: The leaf.
             sides: Both functions.
-            order: The order of the derivative.
             terms: The size of the terms that both sides sum up; their rounding is allowed.
             cause: The cause if they differ.
             detail: Advice.
@@ -297,10 +296,10 @@ class DerivativeCheck:
         if unknown:
             reason = f"{quantity} of {path}: NaN or infinity on both sides decides nothing"
             self.report.left_out += [reason] if reason not in self.report.left_out else []
-        biggest, limit = max(largest(a), largest(b)), self.exact[order]
+        biggest, limit = max(largest(a), largest(b)), self.exact
         if math.isfinite(terms) and biggest:
-            limit = max(limit, self.exact[order] * terms / biggest)
-        record = compare_arrays(quantity, path, a, b, order, tolerance=limit)
+            limit = max(limit, self.exact * terms / biggest)
+        record = compare_arrays(quantity, path, a, b, 1, tolerance=limit)
         if unknown and record.error <= 1:
             record = replace(record, status=AGREES, cause=None, detail="")
         elif not record.agrees:
@@ -409,7 +408,7 @@ class DerivativeCheck:
                 u = np.zeros_like(x)
                 u[place] = unit * step
                 along = self.along(i, u)
-                pairs.append((vs, along, slopes.slope(self.line(along), self.probe.eps)))
+                pairs.append((vs, along, self.slope(along)))
         entries, _ = self._products(path, pairs, x.shape, step)
         return record if decided and entries.agrees else entries
 
@@ -467,7 +466,7 @@ class DerivativeCheck:
                 names = f"{self.label('reverse')} | {self.label('forward')}"
                 cause = "the dot-product test fails: the two modes are not adjoint"
                 detail = "Left Re<J^H v, u>, right Re<v, J u>."
-                self.equal(names, path, dot, 1, terms, cause, detail)
+                self.equal(names, path, dot, terms, cause, detail)
         if reverse:
             a, b = ([self.draw(y) for y in probe.out] for _ in range(2))
             self._linear("reverse", "cotangent", a, b, probe.paths)
@@ -476,30 +475,15 @@ class DerivativeCheck:
             self._linear("forward", "tangent", a, b, probe.out_paths)
         self.note_undecided()
 
-    def along_a_line(self, order: int) -> Report:
-        """Compares the derivatives with finite differences along one line; returns the report."""
-        self.has("reverse", self.vs), self.has("forward", self.everywhere())
-        if order == 1:
-            self.slopes_along(self.everywhere())
-            self.note_undecided()
-        else:
-            self.second_order()
-        return self.report
-
-    def slopes_along(self, us: Arrays, i: int | None = None) -> None:
-        """Compares both modes with the slope along us, a direction in leaf i or in all leaves."""
-        probe, measured = self.probe, slopes.slope(self.line(us), self.probe.eps)
-        leaf = "all arguments" if i is None else probe.paths[i]
+    def slopes_along(self, us: Arrays, i: int) -> None:
+        """Compares both modes with the slope along us, a direction in leaf i."""
+        probe, measured, leaf = self.probe, self.slope(us), self.probe.paths[i]
         if self.present["forward"]:
             paths = [f"{path} by {leaf}" for path in probe.out_paths]
             pushed = lambda xs: self.at("forward", xs, us)
             self._parts("forward", paths, pushed, measured, us, 1)
         if self.present["reverse"]:
-            if i is None:
-                record, _ = self._products(leaf, [(self.vs, us, measured)], ())
-            else:
-                record = self._reverse_against_slope(i, us, measured)
-            self.report.comparisons.append(record)
+            self.report.comparisons.append(self._reverse_against_slope(i, us, measured))
 
     def _parts(
         self,
@@ -535,44 +519,27 @@ class DerivativeCheck:
             terms = abs(_SCALE) * largest(of(self.xs, a)) + largest(of(self.xs, b))
             both = lambda xs, of=of: (of(xs, joined), _SCALE * of(xs, a) + of(xs, b))
             name = f"{self.label(mode)} of a sum of {what}s | the sum of both"
-            self.equal(name, path, both, 1, terms, f"not linear in the {what}")
+            self.equal(name, path, both, terms, f"not linear in the {what}")
 
     def second_order(self) -> None:
-        """Compares every mix of modes with slopes of the gradient, and with each other."""
+        """Compares every mix of modes with slopes of the gradient, or of the pushforward."""
         if not self.report:
             return
-        vs, d, e = self.vs, self.everywhere(by_entry=True), self.everywhere()
-        seeds = {SECOND[2]: (d, vs), SECOND[3]: (d, e)}
-        of = lambda mode, xs: self.at(mode, xs, *seeds.get(mode, (vs, d)))
+        probe, vs, d, e = self.probe, self.vs, self.everywhere(by_entry=True), self.everywhere()
+        of_gradient = "reverse", vs, d, probe.paths
+        of_pushforward = "forward", d, e, probe.out_paths
         lacking = [mode for mode in FIRST if not self.present[mode] and self.modes is None]
-        tried = [m for m in SECOND if not any(part in m.split("_over_") for part in lacking)]
-        present = [mode for mode in tried if self.has(mode, *seeds.get(mode, (vs, d)))]
-        modes = [mode for mode in present if mode != SECOND[3]]  # all of these modes compute H d
-        line = lambda first, seed, us: slopes.slope(
-            lambda t: flattened(self.at(first, self.moved(us, t), seed)), self.probe.eps
-        )
-        if modes and self.present["reverse"]:
-            measured = line("reverse", vs, d)
-            for mode in modes:
-                run = lambda xs, m=mode: of(m, xs)
-                self._parts(mode, self.probe.paths, run, measured, d, 2)
-        for mode in modes[1:]:
-            most = max(map(largest, of(modes[0], self.xs)))
-            terms = 16 * self.probe.eps / self.exact[2] * most
-            name = f"{self.label(modes[0])} | {self.label(mode)}"
-            for i, path in enumerate(self.probe.paths):
-                both = lambda xs, m=mode, i=i: (of(modes[0], xs)[i], of(m, xs)[i])
-                self.equal(name, path, both, 2, terms, "two mixes of modes differ")
-        for mode in modes if SECOND[3] in present else ():
-            both = lambda xs, m=mode: (inner(vs, of(SECOND[3], xs)), inner(e, of(m, xs)))
-            name, terms = (
-                f"{self.label(SECOND[3])} | {self.label(mode)}",
-                size(e, of(mode, self.xs)),
-            )
-            self.equal(name, "all arguments", both, 2, terms, "two mixes of modes differ")
-        if present == [SECOND[3]]:
-            run, paths = lambda xs: of(SECOND[3], xs), self.probe.out_paths
-            self._parts(SECOND[3], paths, run, line("forward", d, e), e, 2)
+        measured: dict[str, slopes.Slope] = {}
+        for mode in SECOND:
+            base, seed, us, paths = of_pushforward if mode == SECOND[3] else of_gradient
+            seeds = (us, seed) if mode == SECOND[2] else (seed, us)
+            if any(part in mode.split("_over_") for part in lacking) or not self.has(mode, *seeds):
+                continue
+            first = lambda xs, base=base, seed=seed: self.at(base, xs, seed)
+            second = lambda xs, mode=mode, seeds=seeds: self.at(mode, xs, *seeds)
+            if base not in measured:
+                measured[base] = self.slope(us, first)
+            self._parts(mode, paths, second, measured[base], us, 2)
         self.note_undecided()
 
 

@@ -102,8 +102,6 @@ def check_rule(
 class RuleCheck(DerivativeCheck):
     """The comparisons for one rule at one point, collected in `report`."""
 
-    probe: Probe
-
     def __init__(self, rule: Any, args: Sequence[Any], backend: Any, seed: int) -> None:
         linear = isinstance(rule, CustomRule) and getattr(rule, "adjoint", None) is not None
         if not isinstance(rule, CustomRule) or not (linear or rule.jvp or (rule.fwd and rule.bwd)):
@@ -137,7 +135,8 @@ class RuleCheck(DerivativeCheck):
         return tuple(filter(waist.is_array, waist.flatten(tuple(self.rule._bound(args, {})[1]))[0]))
 
     def _named(self, part: str) -> Any:
-        return naming(CALLER, f"{part}, {described(getattr(self.rule, part))}")
+        calls = {"fwd": "fwd(*args)", "bwd": "bwd(residuals, ct)", "jvp": "jvp(primals, tangents)"}
+        return naming(CALLER, f"{described(getattr(self.rule, part))}, called as {calls[part]}")
 
     def fwd(self, *args: Any) -> Any:
         """Returns the output and the residuals of fwd."""
@@ -308,7 +307,6 @@ class RuleCheck(DerivativeCheck):
                     f"{name} in a batch | one by one",
                     path,
                     sides,
-                    1,
                     10 * largest(np.stack(each)),
                     "the examples of a batch are mixed, or its axes are taken for an example's",
                     "With vectorized=True a kernel gets the axes of the batch in front of every "

@@ -301,7 +301,8 @@ class CrossCheck:
 
     def naming(self, side: Side) -> AbstractContextManager[None]:
         """Context manager that adds the side's name to an exception."""
-        return naming(self.caller, f"the {side.name} program")
+        kind = {"torch": "torch.Tensor", "jax": "jax.Array"}[side.name]
+        return naming(self.caller, f"the {side.name} program, which is called with {kind}s")
 
     # --- directions and points
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import re
+import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import import_module
@@ -16,6 +17,7 @@ from typing import Any
 import numpy as np
 
 from gradtools.errors import GradtoolsError
+from gradtools.integrations import kind_of_module
 from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.flat import Arrays, FlatFunction
 
@@ -35,7 +37,7 @@ class Side(FlatFunction):
     def __init__(self, caller: str, name: str, subject: Any, dtype: str | None = None) -> None:
         super().__init__(caller, name)
         self.apply, params, state = resolve(self.gt, caller, name, subject)
-        self.is_model, self.constant = params is not None, set[str]()
+        self.constant = set[str]()
         self._own, self._tree = self.waist.flatten(params)
         arrays = [cast(self.gt.to_numpy(x), dtype) for x in self._own]
         self.params = dict(zip(self.waist.leaf_paths(params), arrays, strict=True))
@@ -62,8 +64,6 @@ class Side(FlatFunction):
             free = (path in differentiated for path in self.params)
             params = [next(moving) if f else x for f, x in zip(free, own, strict=True)]
             args = inputs.rebuilt(given, moving)
-            if not self.is_model:
-                return self.apply(*args)
             return self.apply(self.waist.unflatten(self._tree, params), self._state, *args)[0]
 
         return program
@@ -99,27 +99,6 @@ class Side(FlatFunction):
 
         found = self.run(pulled, leaves, cotangents)
         return [None if g is None else self.gt.to_numpy(g) for g in found]
-
-    def run(self, compute: Callable[..., Any], *groups: Arrays) -> Any:
-        """Runs `compute(*groups)`; in JAX it is compiled as one program if it can be traced.
-
-        Eager JAX code would compile each of its operations.
-        """
-        given = tuple(map(self.arrays, groups))
-        if self.name != "jax":
-            return compute(*given)
-        run_compiled = import_module("gradtools.jax.compiled_once").run_compiled
-
-        def of_arrays(*given: Any) -> Any:
-            out = compute(*given)
-            if not all(map(self.waist.is_array, self.waist.flatten(out)[0])):
-                raise TypeError("an output is not an array")
-            return out
-
-        try:
-            return run_compiled(of_arrays, *given)
-        except Exception:  # run untraceable programs eagerly
-            return compute(*given)
 
 
 @dataclass(frozen=True)
@@ -179,7 +158,7 @@ class Inputs:
 
 
 def resolve(gt: Any, caller: str, name: str, subject: Any) -> tuple[Callable[..., Any], Any, Any]:
-    """Returns `(apply, params, state)`; params is None for a function."""
+    """Returns `(apply, params, state)`, with empty params and state for a function."""
     if library(one := getattr(subject, "__wrapped__", None)) == "equinox":  # jax.vmap(module)
         apply_one, params, state = gt.make_functional(one)
         example = lambda params, state: lambda *xs: apply_one(params, state, *xs)[0]
@@ -208,7 +187,7 @@ def resolve(gt: Any, caller: str, name: str, subject: Any) -> tuple[Callable[...
         apply, params, state = subject
         return apply, {} if params is None else params, state
     if callable(subject):
-        return subject, None, None
+        return (lambda params, state, *args: (subject(*args), state)), {}, {}
     words = f"a tuple of {size}" if size else f"a {type(subject).__name__}"
     raise GradtoolsError(
         f"{caller}: {name} is {words}; expected a function, a module, for flax.linen "
@@ -218,13 +197,11 @@ def resolve(gt: Any, caller: str, name: str, subject: Any) -> tuple[Callable[...
 
 def library(x: Any) -> str | None:
     """Returns the library of a module; None if x is not a module."""
-    for cls in type(x).__mro__:
-        home = cls.__module__
-        if cls.__name__ == "Module" and home.startswith(
-            ("torch.nn.", "flax.linen.", "flax.nnx.", "equinox.")
-        ):
-            return ".".join(home.split(".")[:2]) if home[0] in "tf" else "equinox"
-    return None
+    linen = sys.modules.get("flax.linen")
+    if linen is not None and isinstance(x, linen.Module):
+        return "flax.linen"
+    found = kind_of_module(x)
+    return found[1] if found else None
 
 
 @contextlib.contextmanager

@@ -67,7 +67,7 @@ def both(name: str, folder: Path, changed: str = "", old: str = "", new: str = "
 
 _ORDER = "another order: reshaped where the other side transposes"
 _IN_TORCH, _IN_JAX = "stopped gradient in torch", "stopped gradient in jax"
-_GATES = "exchanged operands: gates, heads, or channels in another order"
+_GATES = "permuted blocks of axes of length"
 _CHANNELS = "y.transpose(0, 3, 1, 2).reshape"
 _NORMALIZED = "F.normalize(torch.tanh(b @ w), dim=-1)"
 _MEAN, _ITS = "0.9 * mean + 0.1 * m", "0.1 * mean + 0.9 * m"

@@ -7,13 +7,14 @@ Each disagreement is explained by the first cause that applies:
 3. a relation of the two arrays (`relations.py`);
 4. the first operations at which the recorded programs diverge (`diverging/`).
 
-A value's cause explains its derivatives. If the values agree and a derivative does not, a central
-difference names the side that is wrong.
+A value's cause explains its derivatives. The detail ends by naming the side whose derivative
+contradicts finite differences of its own values.
 """
 
 from __future__ import annotations
 
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -22,11 +23,12 @@ from gradtools.testing.cross_checking import tolerances
 from gradtools.testing.cross_checking.quantities import CrossCheck
 from gradtools.testing.diverging.recorded_runs import RecordedRuns
 from gradtools.testing.flat import first_line, inner
-from gradtools.testing.relations import FACTOR, Relation, equal, related
+from gradtools.testing.relations import FACTOR, Relation, equal, orders, related
 from gradtools.testing.report import CONVENTION, Comparison, Report, largest, widened
 
 _STEPS = {"float64": 1e-6, "float32": 1e-3}  # the relative distance of points near a kink
 UNKNOWN = "no known pattern"
+_MOST_ORDERS = 128  # the maximum number of axis orders that are tried
 
 
 def explain(check: CrossCheck, report: Report) -> None:
@@ -59,7 +61,8 @@ class Causes:
         self.names = [side.name for side in check.sides]
         values = [c for c in report if c.quantity == "value"]
         self.values_agree = bool(values) and all(c.agrees for c in values)
-        self.is_random, self.diverging = cache(self._is_random), cache(self._diverging)
+        self.is_random = cache(self._is_random)
+        self.diverging, self.reordered = cache(self._diverging), cache(self._reordered)
 
     def of(self, c: Comparison) -> Comparison:
         """Returns the disagreement with a cause that is inferred from the results."""
@@ -124,6 +127,8 @@ class Causes:
             cause = before
         elif before.startswith(FACTOR):
             cause = f"{before}: {cause}"
+        if c.order == 0 and (cause == UNKNOWN or "another order" in cause):
+            cause = self.reordered() or cause
         return c.because(cause, f"{c.detail} {found.sentence}".strip())
 
     def _diverging(self) -> Relation | None:
@@ -143,6 +148,21 @@ class Causes:
         return Relation(blame.relation, f"The programs diverge in a {kind} at {where}")
 
     # --- further evaluations
+
+    def _reordered(self) -> str:
+        """Finds the axis order of JAX's arguments and parameters that gives PyTorch's values."""
+        check, quantity = self.check, self.check.quantities["value"]
+        leaves, expected = check.leaves[1], quantity.sides[0]
+        lengths = dict.fromkeys(n for x in leaves for n in x.shape)
+        tried = ((n, name, order) for n in lengths for name, order in orders(n))
+        for n, name, order in islice(tried, _MOST_ORDERS):
+            index = [np.ix_(*(order if k == n else range(k) for k in x.shape)) for x in leaves]
+            moved = [x[places] for x, places in zip(leaves, index, strict=True)]
+            found = zip(check.evaluated_nearby(quantity, 1, moved), expected, strict=True)
+            if all(equal(x, y, 100 * tolerances.tolerance(x.dtype)) for x, y in found):
+                axes = name.replace("axis", f"axes of length {n}")
+                return f"{axes}: gates, heads or channels in another order"
+        return ""
 
     def _is_random(self, name: str, k: int) -> bool:
         """Returns whether one side's result differs from run to run."""

@@ -13,7 +13,7 @@ from dataclasses import replace
 from gradtools.seeing.diagnostics.findings import KINDS
 from gradtools.seeing.graphs.derivative_flow import links_of, original
 from gradtools.seeing.graphs.gradient_losses import losses
-from gradtools.seeing.graphs.nodes import Dependence, Edge, Node, PlainGraph, memory_of, needed
+from gradtools.seeing.graphs.nodes import Dependence, Edge, Node, PlainGraph, memory_of
 
 _NONE, _CUT, _ZERO, _FULL = Dependence
 _ON_PURPOSE = ("detached", "no_grad", "inner_gradient", "left_framework", "in_place_data", "rule")
@@ -38,8 +38,6 @@ def kept_anew(graph: PlainGraph) -> dict[int, int]:
     """Returns the residuals that later passes read, once per storage, with their bytes."""
     nodes, phases = [node for node in graph.nodes if not node.phase], phases_of(graph.nodes)
     read = {v for n in graph.nodes for v in n.inputs if n.phase > phases[v]}
-    for i in needed(nodes, graph.outputs):
-        read.update(nodes[i].saved)
     kept = {memory_of(graph.values, v) for node in nodes for v in node.outputs if v in read}
     return {v: graph.values[v].bytes for v in sorted(kept - alive_anyway(graph))}
 

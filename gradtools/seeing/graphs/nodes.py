@@ -22,7 +22,6 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import wraps
 from itertools import takewhile
-from types import MappingProxyType
 from typing import Any, TypeVar, TypeVarTuple
 from weakref import WeakKeyDictionary
 
@@ -96,19 +95,10 @@ class Body:
 
 
 Links = tuple[tuple[Dependence, ...], ...]
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
-
-
-class _Pickled:
-    """Pickles read-only mapping views as dictionaries."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        views = {k: dict(x) for k, x in vars(self).items() if isinstance(x, MappingProxyType)}
-        return {**vars(self), **views}
 
 
 @dataclass(frozen=True, eq=False)
-class Node(_Pickled):
+class Node:
     """One operation of the program.
 
     Attributes:
@@ -125,14 +115,13 @@ class Node(_Pickled):
         loss: The kind of loss, a key of `findings.KINDS`, if a link is weaker than differentiable.
         mark: "custom rule", "edited gradient", "chunked", "frozen", "checkpoint", or empty.
         bodies: The programs inside the node.
-        saved: The values that it saves for backward, if known from an autograd graph.
     """
 
     operation: str
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     native: str = ""
-    attributes: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)
+    attributes: Mapping[str, Any] = field(default_factory=dict)
     source: Source | None = None
     scope: tuple[str, ...] = ()
     phase: int = 0
@@ -140,7 +129,6 @@ class Node(_Pickled):
     loss: str | None = None
     mark: str = ""
     bodies: tuple[Body, ...] = ()
-    saved: tuple[int, ...] = ()
 
 
 def even_links(
@@ -183,7 +171,7 @@ class Edge:
 
 
 @dataclass(frozen=True, eq=False)
-class PlainGraph(_Pickled):
+class PlainGraph:
     """One run of a program.
 
     Attributes:
@@ -261,7 +249,7 @@ def shared_length(paths: Sequence[Sequence[str]]) -> int:
 
 
 def node_in_phase(node: Node, phase: int) -> Node:
-    """Moves the node and all nodes of its bodies to one pass; the result saves nothing."""
+    """Moves the node and all nodes of its bodies to one pass."""
     moved = lambda graph: replace(graph, nodes=tuple(node_in_phase(n, phase) for n in graph.nodes))
     bodies = tuple(replace(body, graph=moved(body.graph)) for body in node.bodies)
-    return replace(node, phase=phase, bodies=bodies, saved=())
+    return replace(node, phase=phase, bodies=bodies)

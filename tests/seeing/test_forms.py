@@ -73,14 +73,6 @@ def test_a_theme_is_chosen():
             draw(theme="pink")
 
 
-def test_expand_opens_what_it_names():
-    graph = transformer(12)
-    assert "▾ query" not in texts(graph.to_svg())
-    assert "▾ query" in texts(graph.to_svg(expand="*.query"))
-    named = texts(graph.to_svg(depth=0, expand="encoder.layers.3"))
-    assert "▾ layers.3" in named
-
-
 # --- colours -----------------------------------------------------------------------------
 
 # Machado, Oliveira and Fernandes (2009), severity 1, on linear RGB.

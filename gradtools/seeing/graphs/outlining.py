@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -43,10 +42,7 @@ from gradtools.seeing.graphs.outline import (
 _CALLS = ("call", "jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat")
 _LOOPS = ("scan", "while", "while_loop", "for", "loop", "map")
 _BRANCHES = ("cond", "switch", "where_branch")
-_MOST_CHILDREN = 60  # maximum number of children of a block; larger blocks are split into parts
-_PART = 25  # minimum number of children of a part
 _LEAVES_ABOVE = 8  # maximum number of outputs drawn outside of all blocks
-_LEAVES_NEAR = 24  # maximum number of outputs drawn next to the blocks that compute them
 _OF_ARGUMENT = re.compile(r"argument [^\[.]+$")
 
 
@@ -54,13 +50,12 @@ def opened_outline(
     graph: PlainGraph,
     *,
     depth: int | None = None,
-    expand: str | Iterable[str] = (),
     title: str = "",
     limit: int = 44,
 ) -> tuple[Outline, frozenset[int]]:
-    """Returns the outline and its expanded blocks' keys; options of `to_svg`, limit in boxes."""
+    """Returns the outline and the keys of its expanded blocks; `Outline.opened` explains both."""
     outline = outline_of(graph, title=title)
-    return outline, outline.opened(depth, expand, limit)
+    return outline, outline.opened(depth, limit)
 
 
 def outline_of(graph: PlainGraph, *, title: str = "") -> Outline:
@@ -73,7 +68,7 @@ def outline_of(graph: PlainGraph, *, title: str = "") -> Outline:
         name = PHASES[phase] if phase < len(PHASES) else f"pass {phase}"
         roots[phase] = Block("pass", name, (), phase, _runs(entries, 0))
     _place_leaves(flat.boxes, roots)
-    columns = [_in_parts(root) for root in roots.values() if root.children]
+    columns = [root for root in roots.values() if root.children]
     blocks = [b for c in columns for b in (c, *c.walk()) if isinstance(b, Block)]
     for key, block in enumerate(blocks, len(flat.boxes)):
         block.key = key
@@ -310,32 +305,13 @@ def _maker_of(
     is_whole = _OF_ARGUMENT.search(output.values[0].name)
     if not makers or not output.phase or count <= _LEAVES_ABOVE or is_whole:
         return home.children[-1] if home.children else home
-    if count > _LEAVES_NEAR:
-        return makers[0][-1]
-    steps = zip(makers[0][:-1], makers[0][1:], strict=True)  # the first of several parts
-    is_one = lambda block: sum(isinstance(child, Block) for child in block.children) == 1
-    return next((part for block, part in steps if not is_one(block)), makers[0][-1])
+    return makers[0][-1]
 
 
 def _paths_to(columns: Iterable[Block]) -> dict[int, Sequence[Any]]:
     """Returns for each box, by key, the blocks that lead to it, outermost first, and itself."""
     paths = (path for column in columns for path in column.paths())
     return {item.key: (*around, item) for around, item in paths if isinstance(item, Box)}
-
-
-def _in_parts(block: Block) -> Block:
-    """Splits blocks with more than `_MOST_CHILDREN` children into parts of consecutive children."""
-    children = [_in_parts(c) if isinstance(c, Block) else c for c in block.children]
-    while len(children) > _MOST_CHILDREN:
-        size, several = max(_PART, math.isqrt(len(children))), children
-        children = []
-        for start in range(0, len(several), size):
-            inside = several[start : start + size]
-            title = f"steps {start + 1}…{start + len(inside)}"
-            part = Block("steps", title, (*block.scope, title), block.phase, inside)
-            children += [part] if len(inside) > 1 else inside
-    block.children = children
-    return block
 
 
 # --- names -------------------------------------------------------------------------------

@@ -13,7 +13,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.printing import printable
 from gradtools.seeing.graphs.edges import edges_of, kept_anew
 from gradtools.seeing.graphs.nodes import Edge, PlainGraph
-from gradtools.seeing.graphs.passes import SECOND, with_spoken_names
+from gradtools.seeing.graphs.passes import SECOND
 from gradtools.seeing.graphs.program import Framework, LeafProgram
 from gradtools.seeing.pictures import drawing, saving, texts
 
@@ -125,11 +125,10 @@ class Graphing(Operators):
             **kwargs: Keyword arguments of f.
 
         Returns:
-            A `Graph`. Inputs and outputs have names: "argument 0['w']", "cotangent of output",
-            "gradient of argument 0['w']"; texts and pictures use f's parameter names,
-            "params['w']". A leaf that no derivative reaches has no gradient. Use ``str()``,
-            ``to_svg()``, ``to_html()``, ``to_dot()``, ``to_mermaid()`` or ``save()`` to show it;
-            notebooks draw it automatically.
+            A `Graph`. Inputs and outputs have names, with f's parameter names: "params['w']",
+            "cotangent of output", "gradient of params['w']". A leaf that no derivative reaches has
+            no gradient. Use ``str()``, ``to_svg()``, ``to_html()``, ``to_dot()``, ``to_mermaid()``
+            or ``save()`` to show it; notebooks draw it automatically.
 
         Raises:
             GradtoolsError: neither or both of f and outputs are given, or outputs have no graph, as
@@ -144,7 +143,7 @@ class Graphing(Operators):
             >>> [(edge.value == graph.outputs[0], edge.bytes) for edge in graph.edges if edge.saved]
             [(True, 8)]
             >>> [graph.values[value].name for value in graph.outputs]
-            ['output', 'gradient of argument 0']
+            ['output', 'gradient of x']
 
         Source: the pictures in PyTorch's tutorial on double backward with custom functions.
         """
@@ -159,6 +158,6 @@ class Graphing(Operators):
         if f is None:
             return Graph(**vars(passes.graph_of_outputs(outputs)))
         program = LeafProgram(self._backend, "gradient_graph", f, args, kwargs, argnums)
+        program.names = program.spoken
         with program.running(("", ", differentiated once,", ", differentiated twice,")[order]):
-            graph = passes.gradient_graph(program, order)
-            return Graph(**vars(with_spoken_names(graph, program.spoken)))
+            return Graph(**vars(passes.gradient_graph(program, order)))

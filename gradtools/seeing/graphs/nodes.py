@@ -53,15 +53,12 @@ class Value:
         dtype: The name of the dtype.
         name: The path of an input or output leaf, the name of a captured parameter, or empty.
         base: The value whose storage it shares, if it is a view.
-        spoken: The name for texts and pictures, with the function's own parameter name:
-            "params['w']" for "argument 0['w']"; empty if both are equal.
     """
 
     shape: tuple[int, ...]
     dtype: str
     name: str = ""
     base: int | None = None
-    spoken: str = ""
 
     @property
     def is_inexact(self) -> bool:

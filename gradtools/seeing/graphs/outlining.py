@@ -43,7 +43,7 @@ _CALLS = ("call", "jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_c
 _LOOPS = ("scan", "while", "while_loop", "for", "loop", "map")
 _BRANCHES = ("cond", "switch", "where_branch")
 _LEAVES_ABOVE = 8  # maximum number of outputs drawn outside of all blocks
-_OF_ARGUMENT = re.compile(r"argument [^\[.]+$")
+_IN_ARGUMENT = re.compile(r"[\[.]")  # in the name of a leaf: params['w'], net.weight
 
 
 def opened_outline(
@@ -126,7 +126,7 @@ class _InlinedGraph:
         for i, value in enumerate(graph.outputs):
             makers, known = made.get(value, ()), graph.values[value]
             phase = max((self.boxes[maker].phase for maker, _ in makers), default=0)
-            name = known.spoken or known.name or f"output {i}"
+            name = known.name or f"output {i}"
             operands = [Operand(makers, self._number(level, value))]
             self._box("output", name, phase, values=(known,), operands=operands)
 
@@ -138,7 +138,7 @@ class _InlinedGraph:
     def _leaf(self, kind: str, graph: PlainGraph, value: int, name: str = "constant") -> Box:
         known = graph.values[value]
         held = text_of(known.name) if are_numbers(known.name) else known.name
-        return self._box(kind, known.spoken or held or name, 0, values=(known,))
+        return self._box(kind, held or name, 0, values=(known,))
 
     def _operation(self, graph: PlainGraph, node: Node, **rest: Any) -> Box:
         values = tuple(graph.values[v] for v in node.outputs)
@@ -283,7 +283,7 @@ def _place_leaves(boxes: Sequence[Box], roots: Mapping[int, Block]) -> None:
         reading = readers.get(leaf.key, [])
         leaf.phase = min((path[0].phase for path in reading), default=first.phase)
         reading = [path for path in reading if path[0].phase == leaf.phase]
-        if leaf.kind == "input" and not re.search(r"[\[.]", leaf.values[0].name):
+        if leaf.kind == "input" and not _IN_ARGUMENT.search(leaf.title):
             reading = [path[:2] for path in reading]  # a whole argument stays outside of blocks
         depth = shared_length([path[:-1] for path in reading])  # innermost common block
         home = reading[0][depth - 1] if reading else first
@@ -302,7 +302,7 @@ def _maker_of(
     """Returns the box or block after which an output is drawn, if there are `count` outputs."""
     home = roots[min(output.phase, max(roots))]
     makers = [paths[key] for key, _ in output.operands[0].makers if key in paths]
-    is_whole = _OF_ARGUMENT.search(output.values[0].name)
+    is_whole = not _IN_ARGUMENT.search(output.title)
     if not makers or not output.phase or count <= _LEAVES_ABOVE or is_whole:
         return home.children[-1] if home.children else home
     return makers[0][-1]

@@ -16,7 +16,6 @@ from tests.support.seeing_graphs import (
     SHAPES,
     cuts,
     linear_with_backward,
-    transformer,
 )
 
 SVG = "{http://www.w3.org/2000/svg}"

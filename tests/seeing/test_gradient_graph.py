@@ -138,7 +138,7 @@ def test_a_frozen_function_is_marked(gt, x):
 def test_a_stopped_gradient_is_a_cut_edge(gt, x):
     graph = gt.gradient_graph(lambda x: x * gt.stop_gradient(gt.xp.exp(x)), x)
     cuts = [edge for edge in graph.edges if edge.cut]
-    assert [edge.cut for edge in cuts] == ["stopped on purpose"]
+    assert [edge.cut for edge in cuts] == ["detached"]
     assert graph.nodes[cuts[0].target].operation == "stop"
     assert graph.nodes[cuts[0].source].operation == "exp"
 

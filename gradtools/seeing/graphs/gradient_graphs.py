@@ -108,7 +108,7 @@ class Graphing(Operators):
         the modules around it, and a ``node.mark``: "custom rule", "edited gradient", "chunked",
         "frozen" or "checkpoint" if it belongs to such a part, otherwise empty. A value that a later
         pass reads was saved for it: ``edge.saved``, with its bytes. If a derivative is lost,
-        ``edge.cut`` gives the reason.
+        ``edge.cut`` gives the kind of loss, as in `why_zero`.
 
         In PyTorch f runs once and is differentiated, and its effects are undone; the operations are
         aten's, and all intermediates are kept until the graph is built. In JAX f is traced.

@@ -155,7 +155,7 @@ class Edge:
         saved: Whether it is a residual: read by a later pass than the pass that produces it.
             `Graph.kept` lists residuals that use additional memory.
         strength: The dependence of the reader's outputs on the value.
-        cut: The reason why no derivative flows, in words; None if one flows or none is possible.
+        cut: The kind of loss, as in `why_zero`; None if a derivative flows or none is possible.
     """
 
     source: int | None

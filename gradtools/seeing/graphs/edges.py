@@ -43,19 +43,7 @@ def kept_anew(graph: PlainGraph) -> dict[int, int]:
 
 def alive_anyway(graph: PlainGraph) -> frozenset[int]:
     """Returns the values that the program's caller keeps: inputs and captured arrays."""
-    return frozenset((*graph.inputs, *_captured(graph)))
-
-
-def _captured(graph: PlainGraph) -> Iterator[int]:
-    """Yields the captured values of a program, and captured values that its calls return."""
-    yield from graph.captured
-    for node in graph.nodes:
-        if len(node.bodies) == 1 and not node.bodies[0].carries:
-            inner = node.bodies[0].graph
-            held = set(_captured(inner))
-            for value, out in zip(node.outputs, inner.outputs, strict=False):
-                if out in held and inner.values[out].shape == graph.values[value].shape:
-                    yield value
+    return frozenset((*graph.inputs, *graph.captured))
 
 
 def phases_of(nodes: Sequence[Node]) -> dict[int, int]:

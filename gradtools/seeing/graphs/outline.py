@@ -34,7 +34,7 @@ class Operand:
         number: The value, as a key of `Outline.values`.
         text: The number as text, if there are no makers.
         strength: The dependence of the operation's outputs on the operand.
-        cut: The reason, if a derivative is lost.
+        cut: The kind of loss, if a derivative is lost.
     """
 
     makers: Makers
@@ -83,7 +83,7 @@ class Box:
 
     @property
     def alert(self) -> str:
-        """The reason for a lost gradient in a few words, or empty."""
+        """The kind of loss, or empty."""
         return next((operand.cut for operand in self.operands if operand.cut), "")
 
     @property
@@ -198,7 +198,7 @@ class Arrow:
         values: The values, as keys of `Outline.values`.
         saved: Whether they are residuals, which one pass saves for a later pass.
         strength: The strongest dependence among the values.
-        cut: The reason, if a derivative is lost.
+        cut: The kind of loss, if a derivative is lost.
     """
 
     source: int

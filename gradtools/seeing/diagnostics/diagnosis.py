@@ -85,9 +85,8 @@ def diagnosed(
     """
     names = [*examined]
     if recording.refusal is not None:
-        whole = ", ".join(f"argument {i}" for i in program.argnums)
-        name = names[0] if len(names) == 1 else whole
-        return Diagnosis([replace(recording.refusal, argument=name)], names)
+        lost_by = names or ["the loss"]
+        return Diagnosis([replace(recording.refusal, argument=name) for name in lost_by], names)
     graph, passes = recording.graph, recording.passes or PassesAtValues()
     findings, notes, at_values = list[Finding](), list[Note](), list[Finding]()
     matters = behind(graph, tuple(graph.outputs))

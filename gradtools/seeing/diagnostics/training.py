@@ -8,7 +8,7 @@ last set; one recorded run of the loss yields the second set and locates lost gr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from gradtools.backend import Backend
@@ -97,17 +97,13 @@ def trained(
         numbers = {h.name: recording.numbers(h.array) for h in held}
     else:
         numbers = {h.name: graph.inputs[k : k + 1] for k, h in enumerate(held)}
-    if recording.refusal is not None:
-        leaves = result.names or ["the loss"]
-        result.findings += [replace(recording.refusal, argument=name) for name in leaves]
-    else:
-        hidden = [h.name for h in held if h.role == UNREGISTERED]
-        result.findings += [Finding(name, UNREGISTERED, "module") for name in hidden]
-        examined = {h.name: numbers[h.name] for h in held if h.role == PARAMETER}
-        lost_gradients = diagnosed(program, recording, examined, "unread")
-        result.findings += lost_gradients.findings
-        result.notes += lost_gradients.notes
-        result.notes += [(_SPENT, [])] if recording.passes is None else []
+    hidden = [h.name for h in held if h.role == UNREGISTERED]
+    result.findings += [Finding(name, UNREGISTERED, "module") for name in hidden]
+    examined = {h.name: numbers[h.name] for h in held if h.role == PARAMETER}
+    lost_gradients = diagnosed(program, recording, examined, "unread")
+    result.findings += lost_gradients.findings
+    result.notes += lost_gradients.notes
+    result.notes += [(_SPENT, [])] if recording.passes is None else []
 
     frozen = [h.name for h in held if h.role == FROZEN]
     if optimizer is None:

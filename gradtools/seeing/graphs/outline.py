@@ -18,7 +18,6 @@ from functools import cached_property
 from gradtools.seeing.graphs.nodes import Dependence, Node, Value, grouped, memory_of
 
 ALIVE = "alive anyway"
-_FEW = 6  # maximum number of values in a collapsed block's signature
 PHASES = ("forward", "backward", "backward of the backward")
 
 
@@ -149,8 +148,8 @@ class Block:
 
     @property
     def signature(self) -> str:
-        """The closed block's outputs and inputs, "c = (a, b)", at most `_FEW` of each."""
-        made, given = _few(self.made.values()), _few(self.given.values())
+        """The closed block's outputs and inputs, "c = (a, b)"."""
+        made, given = ", ".join(self.made.values()), ", ".join(self.given.values())
         return f"{made} = ({given})" if made else f"({given})"
 
     @property
@@ -296,10 +295,6 @@ class Outline:
         return sum(isinstance(item, Block) or item.kind == "operation" for item in boxes)
 
 
-def _few(names: Iterable[str]) -> str:
-    return ", ".join(name if k < _FEW else "…" for k, name in enumerate(names) if k <= _FEW)
-
-
 def merged(arrows: Iterable[Arrow], end: Callable[[int], int] = int) -> list[Arrow]:
     """Merges parallel arrows; `end` maps a box to the drawn box or collapsed block."""
     ends = lambda arrow: (end(arrow.source), end(arrow.target), arrow.saved)
@@ -320,16 +315,15 @@ def counted(number: int, noun: str) -> str:
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def size_text(size: int) -> str:
+def size_text(size: float) -> str:
     """Formats bytes in decimal units: "512 B", "16 kB", "1.2 MB"."""
     if size < 1000:
-        return f"{size} B"
-    for unit in ("kB", "MB", "GB", "TB"):
-        size_in = size / 1000
-        if size_in < 999.5 or unit == "TB":
-            return f"{size_in:.1f} {unit}" if size_in < 9.95 else f"{size_in:.0f} {unit}"
-        size = round(size_in)
-    raise AssertionError  # TB is the last
+        return f"{size:.0f} B"
+    for unit in ("kB", "MB", "GB"):
+        size /= 1000
+        if size < 999.5:
+            return f"{size:.1f} {unit}" if size < 9.95 else f"{size:.0f} {unit}"
+    return f"{size / 1000:.1f} TB"
 
 
 def value_text(value: Value) -> str:

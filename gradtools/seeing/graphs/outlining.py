@@ -46,18 +46,6 @@ _LEAVES_ABOVE = 8  # maximum number of outputs drawn outside of all blocks
 _IN_ARGUMENT = re.compile(r"[\[.]")  # in the name of a leaf: params['w'], net.weight
 
 
-def opened_outline(
-    graph: PlainGraph,
-    *,
-    depth: int | None = None,
-    title: str = "",
-    limit: int = 44,
-) -> tuple[Outline, frozenset[int]]:
-    """Returns the outline and the keys of its expanded blocks; `Outline.opened` explains both."""
-    outline = outline_of(graph, title=title)
-    return outline, outline.opened(depth, limit)
-
-
 def outline_of(graph: PlainGraph, *, title: str = "") -> Outline:
     """Builds the outline of a graph, with one column for each pass."""
     flat = _InlinedGraph(graph)
@@ -65,8 +53,7 @@ def outline_of(graph: PlainGraph, *, title: str = "") -> Outline:
     outputs = [box for box in flat.boxes if box.kind == "output"]
     for phase in sorted({item.phase for item in (*flat.entries, *outputs)}) or [0]:
         entries = [entry for entry in flat.entries if entry.phase == phase]
-        name = PHASES[phase] if phase < len(PHASES) else f"pass {phase}"
-        roots[phase] = Block("pass", name, (), phase, _runs(entries, 0))
+        roots[phase] = Block("pass", PHASES[phase], (), phase, _runs(entries, 0))
     _place_leaves(flat.boxes, roots)
     columns = [root for root in roots.values() if root.children]
     blocks = [b for c in columns for b in (c, *c.walk()) if isinstance(b, Block)]

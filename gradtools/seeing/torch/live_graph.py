@@ -42,7 +42,7 @@ def graph_of_outputs(outputs: Any) -> PlainGraph:
         values[len(values)] = Value(*like(x), name)
         return len(values) - 1
 
-    def number_of(fn: GradFn, k: int) -> int:
+    def number_of(fn: Any, k: int) -> int:
         if (fn, k) not in numbers:  # the accumulation into a leaf
             numbers[fn, k] = new(fn.variable, f"leaf {len(inputs)}")
             inputs.append(numbers[fn, k])

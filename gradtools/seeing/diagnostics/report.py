@@ -46,10 +46,7 @@ class GradientReport:
                 "arguments, why_zero(f, x), or the trained model, why_zero(f, model=...)."
             )
         elif not self.findings:
-            *most, last = self.arguments
-            names = " and ".join(filter(None, [", ".join(most), last]))
-            if len(most) > 3:
-                names = f"all {len(self.arguments)} {_noun(self.arguments)}"
+            names = gathered(self.arguments, self.arguments)
             blocks.append(f"Nothing is lost: the output's gradient reaches {names}.")
         result = grouped(self.findings, lambda finding: finding.argument)
         places = lambda name: tuple(dict.fromkeys(map(_place, result[name])))
@@ -98,8 +95,6 @@ def _headline(findings: Sequence[Finding], several: bool) -> str:
 
 def _merged(several: Sequence[Sequence[Finding]]) -> list[Finding]:
     """Merges the findings of several leaves by place: joins operations, intersects scopes."""
-    if len(several) == 1:
-        return list(several[0])
     merged = []
     for findings in grouped((f for of in several for f in of), _place).values():
         names = list(dict.fromkeys(f.operation for f in findings))

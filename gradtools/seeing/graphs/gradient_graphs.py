@@ -39,25 +39,11 @@ class Graph(PlainGraph):
     def __str__(self) -> str:
         return printable(self.to_text())
 
-    def to_text(self, **view: Any) -> str:
-        """Formats the graph as text for a terminal; `to_svg` explains `view`."""
-        return texts.to_text(self, **view)
-
-    def to_dot(self, **view: Any) -> str:
-        """Formats the graph in Graphviz' language; `to_svg` explains `view`."""
-        return texts.to_dot(self, **view)
-
-    def to_mermaid(self, **view: Any) -> str:
-        """Formats the graph as a Mermaid flowchart for Markdown; `to_svg` explains `view`."""
-        return texts.to_mermaid(self, **view)
-
-    def to_svg(self, **view: Any) -> str:
-        """Draws the graph as SVG; needs `gradtools[svg]`. `drawing.to_svg` explains `view`."""
-        return drawing.to_svg(self, **view)
-
-    def to_html(self, **view: Any) -> str:
-        """Draws an HTML page in which blocks open and close; see `drawing.to_html`."""
-        return drawing.to_html(self, **view)
+    to_text = texts.to_text
+    to_dot = texts.to_dot
+    to_mermaid = texts.to_mermaid
+    to_svg = drawing.to_svg
+    to_html = drawing.to_html
 
     def save(self, path: str | os.PathLike[str], **view: Any) -> None:
         """Writes a file in the format of its suffix: .svg, .html, .dot, .gv, .mmd, .md or .txt."""

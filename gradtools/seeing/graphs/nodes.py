@@ -40,9 +40,6 @@ class Dependence(IntEnum):
     ZERO_DERIVATIVE = 2  # connected by round, floor, sign: the derivative is zero everywhere
     DIFFERENTIABLE = 3
 
-    def __str__(self) -> str:
-        return self.name.lower()
-
 
 @dataclass(frozen=True)
 class Value:

@@ -35,7 +35,7 @@ def to_svg(
     theme: str = "auto",
     title: str = "",
 ) -> str:
-    """Draws a graph as SVG.
+    """Draws a graph as SVG; needs ``gradtools[svg]``.
 
     Args:
         graph: The graph.

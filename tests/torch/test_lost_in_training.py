@@ -89,6 +89,16 @@ def test_after_backward_the_graph_tells_what_it_reached():
     assert kinds_by_leaf(report) == {"spare.weight": "unread", "spare.bias": "unread"}
 
 
+def test_a_graph_from_before_is_entered_only_if_f_reads_no_leaf():
+    w = nn.Parameter(torch.ones(3))
+    loss = torch.relu(w.exp() - 100).sum()
+    assert kinds_by_leaf(gt.why_zero(lambda: loss, model={"w": w})) == {"w": "zero"}
+    h = w.square().exp()
+    h.sum().backward()  # frees the graph
+    report = gt.why_zero(lambda x: (torch.relu(x - 5) * h).sum(), torch.ones(3))
+    assert kinds_by_leaf(report) == {"argument 0": "zero"}
+
+
 def test_a_loss_that_is_no_closure_is_refused():
     model = Net()
     with pytest.raises(GradtoolsError, match=r"why_zero: f is .*Pass a closure that computes"):

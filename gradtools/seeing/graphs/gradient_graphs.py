@@ -107,7 +107,7 @@ class Graphing(Operators):
                 floating or complex. In PyTorch, parameters that f captures and that require grad
                 are differentiated as well; with ``argnums=()`` only they are.
             outputs: In place of f, a pytree of existing PyTorch tensors, whose autograd graph is
-                drawn; nothing runs.
+                drawn, without constants; nothing runs.
             **kwargs: Keyword arguments of f.
 
         Returns:

@@ -65,29 +65,31 @@ def entry(path: str, members: list[str]) -> str:
         value = inspect.getattr_static(thing, member)
         parts += [
             f"### {name}.{member} {{ #{name}.{member} }}",
-            *described(member, value, ""),
+            *described(member, value, "", inspect.isfunction(value)),
         ]
     return "\n\n".join(parts) + "\n"
 
 
-def described(name: str, thing: Any, caller: str) -> Iterator[str]:
+def described(
+    name: str, thing: Any, caller: str, is_method: bool = False
+) -> Iterator[str]:
     """Yields the signature, if the object is callable, and the docstring in Markdown."""
     if isinstance(thing, (staticmethod, classmethod)):
+        is_method = isinstance(thing, classmethod)
         thing = thing.__func__
     is_error = isinstance(thing, type) and issubclass(thing, BaseException)
     if callable(thing) and not is_error:
-        yield f"```python\n{signature(caller + name, thing)}\n```"
+        yield f"```python\n{signature(caller + name, thing, is_method)}\n```"
     yield from documented(inspect.getdoc(thing) or "")
 
 
-def signature(name: str, thing: Any) -> str:
-    """Formats a signature, with one argument per line if one line is too long."""
+def signature(name: str, thing: Any, is_method: bool) -> str:
+    """Formats a signature, with one argument per line if one line is too long.
+
+    is_method: Whether the first parameter is the object or the class.
+    """
     found = inspect.signature(thing)
-    kept = [
-        _bare(p)
-        for p in found.parameters.values()
-        if p.name not in ("self", "cls")
-    ]
+    kept = [_bare(p) for p in found.parameters.values()][is_method:]
     returned = found.return_annotation
     returned = _Bare(returned) if isinstance(returned, str) else returned
     found = found.replace(parameters=kept, return_annotation=returned)

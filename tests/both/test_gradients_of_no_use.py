@@ -135,17 +135,3 @@ def test_a_factor_that_starts_at_zero_is_a_note_if_it_moves(gt, f, lost):
     else:
         ((text, noted),) = report.notes
         assert not report and set(noted) == names and "LoRA" in text
-
-
-# --- derivatives inside of f ---------------------------------------------------------------
-
-
-# The inner derivative of order 2 is constant, which a warning says.
-
-
-def test_what_concerns_most_comes_first(gt):
-    f = lambda p: sum(gt.xp.sum(gt.stop_gradient(p[k])) for k in "xyz") + gt.xp.sum(p["w"])
-    params = {name: gt.asarray(X) for name in ("spare", "w", "x", "y", "z")}
-    report = gt.why_zero(f, params)
-    assert [finding.kind for finding in report] == ["detached"] * 3 + ["unused"]
-    assert str(report).index("detached") < str(report).index("unused")

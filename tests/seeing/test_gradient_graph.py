@@ -51,8 +51,8 @@ def test_inputs_outputs_and_cotangents_are_named_by_their_paths(gt, x, w):
 
     graph = gt.gradient_graph(f, {"w": w}, x)
     ends = names(graph, graph.inputs), names(graph, graph.outputs)
-    assert ends[0] == ["argument 0['w']", "argument 1", "cotangent of output['y']"]
-    assert ends[1] == ["output['y']", "gradient of argument 0['w']"]
+    assert ends[0] == ["p['w']", "x", "cotangent of output['y']"]
+    assert ends[1] == ["output['y']", "gradient of p['w']"]
 
 
 @pytest.mark.parametrize("order", [0, 1, 2])
@@ -60,7 +60,7 @@ def test_inputs_outputs_and_cotangents_are_named_by_their_paths(gt, x, w):
 def test_the_tutorials_functions_have_a_pass_for_each_order(gt, x, name, order):
     f = {
         "square": lambda x: x**2,
-        "exp": gt.xp.exp,
+        "exp": lambda x: gt.xp.exp(x),
         "sinh": lambda x: (gt.xp.exp(x) - gt.xp.exp(-x)) / 2,
         "cube": lambda x: x**3,
     }[name]
@@ -69,18 +69,18 @@ def test_the_tutorials_functions_have_a_pass_for_each_order(gt, x, name, order):
     assert {node.phase for node in graph.nodes} == set(range(order + 1))
     for phase in range(order + 1):
         assert operations(graph, phase)
-    again = ["second gradient of argument 0", "second gradient of cotangent of output"]
-    expected = ["output", "gradient of argument 0", *again]
+    again = ["second gradient of x", "second gradient of cotangent of output"]
+    expected = ["output", "gradient of x", *again]
     assert names(graph, graph.outputs) == expected[: (1, 2, 4)[order]]
-    cotangents = ["cotangent of output", "cotangent of gradient of argument 0"]
-    assert names(graph, graph.inputs) == ["argument 0", *cotangents[:order]]
+    cotangents = ["cotangent of output", "cotangent of gradient of x"]
+    assert names(graph, graph.inputs) == ["x", *cotangents[:order]]
 
 
 def test_a_linear_function_needs_nothing_of_its_argument_in_the_second_pass(gt, x):
     graph = gt.gradient_graph(lambda x: x * 3.0, x, order=2)
     assert names(graph, graph.outputs) == [
         "output",
-        "gradient of argument 0",
+        "gradient of x",
         "second gradient of cotangent of output",
     ]
     assert not kept(graph)
@@ -138,7 +138,7 @@ def test_a_frozen_function_is_marked(gt, x):
 def test_a_stopped_gradient_is_a_cut_edge(gt, x):
     graph = gt.gradient_graph(lambda x: x * gt.stop_gradient(gt.xp.exp(x)), x)
     cuts = [edge for edge in graph.edges if edge.cut]
-    assert [edge.cut for edge in cuts] == ["stopped on purpose"]
+    assert [edge.cut for edge in cuts] == ["detached"]
     assert graph.nodes[cuts[0].target].operation == "stop"
     assert graph.nodes[cuts[0].source].operation == "exp"
 
@@ -159,4 +159,3 @@ def test_arguments_have_the_names_of_their_parameters(gt, x):
     for shown in ("→ gradient of params['w'] = ", " = cotangent of gradient of params['w'] "):
         assert shown in text
     assert "argument" not in text + picture
-    assert named.values[named.inputs[0]].name == "argument 0['w']"  # by which graphs are compared

@@ -123,7 +123,9 @@ def transformer(layers: int = 12, width: int = 384) -> Graph:
             b.op("sum", d, x, shape=b.values[w].shape, **about) for w in others if w in b.captured
         ]
         d = b.op(f"{node.operation}_backward", d, x, shape=b.values[x].shape, **about)
-    return b.graph(loss, *grads, names=["loss", *(f"gradient {i}" for i in range(len(grads)))])
+    return b.graph(
+        loss, *grads, names=["loss", *(f"gradient of w[{i}]" for i in range(len(grads)))]
+    )
 
 
 def empty() -> Graph:

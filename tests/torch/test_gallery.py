@@ -17,7 +17,10 @@ BY_NAME = {picture.name: picture for picture in PICTURES}
 def by_autograd(picture: Picture) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
     """What goes in, and what PyTorch itself makes of it, under the graph's names."""
     torch.manual_seed(0)
-    args = {f"argument {k}": x.clone().requires_grad_() for k, x in enumerate(picture.args)}
+    graph = picture.graph()
+    named = [graph.values[v].name for v in graph.inputs[: len(picture.args)]]
+    xs = [x.clone().requires_grad_() for x in picture.args]
+    args = dict(zip(named, xs, strict=True))
     held = {name: x.detach().clone() for name, x in picture.held.items()}
     leaves = {**args, **picture.parameters}
     y = picture.f(*args.values())
@@ -31,7 +34,7 @@ def by_autograd(picture: Picture) -> tuple[dict[str, Tensor], dict[str, Tensor]]
     if picture.order == 2:
         (g,) = found
         v = torch.randn_like(g)
-        given["cotangent of gradient of argument 0"] = v
+        given[f"cotangent of gradient of {named[0]}"] = v
         ends = {**args, "cotangent of output": ct}
         second = torch.autograd.grad(g, ends.values(), v, allow_unused=True)
         out |= {f"second gradient of {n}": s for n, s in zip(ends, second, strict=True)}
@@ -57,4 +60,4 @@ def test_the_second_gradient_that_is_lost_has_no_output():
     for name, is_there in (("sinh_lost", False), ("sinh", True)):
         graph = BY_NAME[name].graph()
         named = {graph.values[v].name for v in graph.outputs}
-        assert ("second gradient of argument 0" in named) == is_there
+        assert ("second gradient of x" in named) == is_there

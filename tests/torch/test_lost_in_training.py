@@ -43,7 +43,9 @@ def test_a_healthy_loop_has_nothing_to_tell():
     given = loop(Net())
     report = gt.why_zero(given.closure, model=given.model, optimizer=given.optimizer)
     assert not report and not report.notes and not still(given, 3)
-    assert str(report).startswith("Nothing is lost: the output's gradient reaches body.weight")
+    assert str(report).startswith(
+        "Nothing is lost: the output's gradient reaches these 4 parameters: body.*"
+    )
 
 
 # --- in the midst of a loop --------------------------------------------------------------
@@ -85,6 +87,16 @@ def test_after_backward_the_graph_tells_what_it_reached():
     loss.backward()
     report = gt.why_zero(lambda: loss, model=given.model, optimizer=given.optimizer)
     assert kinds_by_leaf(report) == {"spare.weight": "unread", "spare.bias": "unread"}
+
+
+def test_a_graph_from_before_is_entered_only_if_f_reads_no_leaf():
+    w = nn.Parameter(torch.ones(3))
+    loss = torch.relu(w.exp() - 100).sum()
+    assert kinds_by_leaf(gt.why_zero(lambda: loss, model={"w": w})) == {"w": "zero"}
+    h = w.square().exp()
+    h.sum().backward()  # frees the graph
+    report = gt.why_zero(lambda x: (torch.relu(x - 5) * h).sum(), torch.ones(3))
+    assert kinds_by_leaf(report) == {"argument 0": "zero"}
 
 
 def test_a_loss_that_is_no_closure_is_refused():

@@ -35,23 +35,21 @@ from gradtools.seeing.graphs.gradient_losses import (
 )
 from gradtools.seeing.graphs.nodes import Dependence, Node, PlainGraph
 from gradtools.seeing.graphs.program import LeafProgram
-from gradtools.seeing.graphs.recording import Recording, Wanted
+from gradtools.seeing.graphs.recording import Recording
 
 _NONE, _FULL = Dependence.NONE, Dependence.DIFFERENTIABLE
 Note = tuple[str, list[str]]  # a text and the leaves to which it applies
 
 
-def recording_of(program: LeafProgram, wanted: Wanted = lambda x: False) -> Recording:
+def recording_of(program: LeafProgram) -> Recording:
     """Records one run of a program, and its gradients at the given values.
-
-    wanted: The captured arrays that are differentiated in addition to the leaves.
 
     Raises:
         GradtoolsError: f itself raised an error.
     """
     with program.running():
         record: Callable[..., Recording] = program.framework.recorded_run.record
-        recording = record(program.run, program.leaves, program.names, wanted)
+        recording = record(program.run, program.leaves, program.names)
         return replace(recording, graph=flat(recording.graph))
 
 
@@ -87,9 +85,8 @@ def diagnosed(
     """
     names = [*examined]
     if recording.refusal is not None:
-        whole = ", ".join(f"argument {i}" for i in program.argnums)
-        name = names[0] if len(names) == 1 else whole
-        return Diagnosis([replace(recording.refusal, argument=name)], names)
+        lost_by = names or ["the loss"]
+        return Diagnosis([replace(recording.refusal, argument=name) for name in lost_by], names)
     graph, passes = recording.graph, recording.passes or PassesAtValues()
     findings, notes, at_values = list[Finding](), list[Note](), list[Finding]()
     matters = behind(graph, tuple(graph.outputs))

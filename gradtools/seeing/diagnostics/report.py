@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import re
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -19,8 +18,7 @@ class GradientReport:
     """The findings of `why_zero`; false if there are none.
 
     Attributes:
-        findings: Every place at which a gradient is lost, by argument, in program order. Findings
-            shared by the most arguments come first.
+        findings: Every place at which a gradient is lost, by argument, in program order.
         arguments: The names of the leaves that were examined.
         notes: Losses that may be intended, each with its leaves.
 
@@ -48,10 +46,7 @@ class GradientReport:
                 "arguments, why_zero(f, x), or the trained model, why_zero(f, model=...)."
             )
         elif not self.findings:
-            *most, last = self.arguments
-            names = " and ".join(filter(None, [", ".join(most), last]))
-            if len(most) > 3:
-                names = f"all {len(self.arguments)} {_noun(self.arguments)}"
+            names = gathered(self.arguments, self.arguments)
             blocks.append(f"Nothing is lost: the output's gradient reaches {names}.")
         result = grouped(self.findings, lambda finding: finding.argument)
         places = lambda name: tuple(dict.fromkeys(map(_place, result[name])))
@@ -100,8 +95,6 @@ def _headline(findings: Sequence[Finding], several: bool) -> str:
 
 def _merged(several: Sequence[Sequence[Finding]]) -> list[Finding]:
     """Merges the findings of several leaves by place: joins operations, intersects scopes."""
-    if len(several) == 1:
-        return list(several[0])
     merged = []
     for findings in grouped((f for of in several for f in of), _place).values():
         names = list(dict.fromkeys(f.operation for f in findings))
@@ -119,26 +112,18 @@ def _place(f: Finding) -> Any:
 _OPERATIONS = 3  # maximum number of operations listed for a group
 
 
-def by_weight(findings: Sequence[Finding]) -> tuple[Finding, ...]:
-    """Sorts findings: whole losses before lost terms, then by the number of leaves sharing them."""
-    of_name = grouped(findings, lambda finding: finding.argument)
-    places = {name: tuple((f.kind, f.source, f.whole) for f in of) for name, of in of_name.items()}
-    counts = Counter(places.values())
-    weight = lambda name: (not any(f.whole for f in of_name[name]), -counts[places[name]])
-    return tuple(finding for name in sorted(of_name, key=weight) for finding in of_name[name])
-
-
 _MOST = 5  # maximum number of names or modules listed for a group
 
 
 def gathered(names: Sequence[str], known: Sequence[str]) -> str:
-    """Abbreviates a group's names by whole modules: "these 41 leaves: bert.*"."""
+    """Abbreviates a group's names: "these 41 leaves: bert.*" if it has all names of `bert`."""
     if len(names) == 1:
         return names[0]
-    # the path of layers[0].weight is layers, [0], .weight
-    steps = [(name, re.findall(r"\[[^\]]*\]|\.?[^.\[\]]+", name)) for name in known]
-    result = list(_gathered(set(names), steps, 0))
-    result += [name for name in names if name not in set(known)]
+    result, chosen = list[str](), set(names)
+    every = dict.fromkeys([*known, *names])
+    for prefix, below in grouped(every, lambda name: re.split(r"[.\[]", name)[0]).items():
+        inside = [name for name in below if name in chosen]
+        result += [f"{prefix}.*"] if len(inside) == len(below) > 1 else inside
     listed = ", ".join(result[:_MOST])
     more = f" and {len(result) - _MOST} more" if len(result) > _MOST else ""
     return f"these {len(names)} {_noun(names)}: {listed}{more}"
@@ -148,21 +133,6 @@ def _noun(names: Sequence[str]) -> str:
     """Returns the noun for several names: parameters of a model, or leaves of arguments."""
     of_arguments = any(name.startswith(("argument", "keyword")) for name in names)
     return "leaves" if of_arguments else "parameters"
-
-
-def _gathered(names: set[str], known: Sequence[tuple[str, list[str]]], depth: int) -> Iterator[str]:
-    groups = grouped(known, lambda pair: "".join(pair[1][: depth + 1]))
-    for prefix, below in groups.items():
-        inside = [name in names for name, _ in below]
-        if all(inside) and len(below) > 1:
-            yield f"{prefix}.*"
-        elif len(below) == 1 and all(inside):
-            yield below[0][0]
-        elif any(inside):
-            ends = [name for name, steps in below if len(steps) <= depth + 1 and name in names]
-            yield from ends
-            deeper = [pair for pair in below if len(pair[1]) > depth + 1]
-            yield from _gathered(names, deeper, depth + 1)
 
 
 def _lines(finding: Finding) -> str:

@@ -8,13 +8,14 @@ last set; one recorded run of the loss yields the second set and locates lost gr
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 from gradtools.backend import Backend
 from gradtools.seeing.diagnostics.diagnosis import (
     Diagnosis,
     diagnosed,
+    gathered_notes,
     of_modules_in_use,
     recording_of,
 )
@@ -86,8 +87,7 @@ def trained(
     else:
         program = LeafProgram(backend, caller, lifted, (arrays,), {}, (0,))
         program.names[:] = [h.name for h in held]
-    own = {id(h.array) for h in held if h.role == PARAMETER}
-    recording = recording_of(program, lambda x: model is None or id(x) in own)
+    recording = recording_of(program)
     graph = recording.graph
     if model is None:  # the parameters that f captures
         held = [HeldArray(name, x) for name, x in of_modules_in_use(recording)]
@@ -97,26 +97,30 @@ def trained(
         numbers = {h.name: recording.numbers(h.array) for h in held}
     else:
         numbers = {h.name: graph.inputs[k : k + 1] for k, h in enumerate(held)}
-    if recording.refusal is not None:
-        leaves = result.names or ["the loss"]
-        result.findings += [replace(recording.refusal, argument=name) for name in leaves]
-    else:
-        hidden = [h.name for h in held if h.role == UNREGISTERED]
-        result.findings += [Finding(name, UNREGISTERED, "module") for name in hidden]
-        examined = {h.name: numbers[h.name] for h in held if h.role == PARAMETER}
-        lost_gradients = diagnosed(program, recording, examined, "unread")
-        result.findings += lost_gradients.findings
-        result.notes += lost_gradients.notes
-        matters = behind(graph, tuple(graph.outputs))
-        frozen = [h.name for h in held if h.role == FROZEN]
-        frozen = [name for name in frozen if any(matters.get(n) == _FULL for n in numbers[name])]
-        result.notes += [(_FROZEN, frozen)] if frozen else []
-        result.notes += [(_SPENT, [])] if recording.passes is None else []
+    hidden = [h.name for h in held if h.role == UNREGISTERED]
+    result.findings += [Finding(name, UNREGISTERED, "module") for name in hidden]
+    examined = {h.name: numbers[h.name] for h in held if h.role == PARAMETER}
+    lost_gradients = diagnosed(program, recording, examined, "unread")
+    result.findings += lost_gradients.findings
+    result.notes += lost_gradients.notes
+    result.notes += [(_SPENT, [])] if recording.passes is None else []
 
-    optimised = None
-    if optimizer is not None:
-        optimised = framework.optimised(caller, optimizer, model, held)
-    _compare_with_optimizer(result, held, optimised)
+    frozen = [h.name for h in held if h.role == FROZEN]
+    if optimizer is None:
+        wrong = frozen if len(frozen) == len(held) else []
+    else:
+        optimised: Optimised = framework.optimised(caller, optimizer, model, held)
+        wrong = [h.name for h in held if h.role == FROZEN and optimised.holds(h)]
+        lacking = [h for h in held if h.role == PARAMETER and optimised.holds(h) is False]
+        result.findings += [Finding(h.name, "not_optimized", "optimizer") for h in lacking]
+        result.findings += [Finding(n, "other_model", "optimizer") for n in optimised.strangers]
+        result.names += optimised.strangers
+    result.findings += [Finding(name, "frozen", "requires_grad") for name in wrong]
+    result.names += wrong
+    matters = behind(graph, tuple(graph.outputs))
+    read = {name for name, of in numbers.items() if any(matters.get(n) == _FULL for n in of)}
+    if noted := [name for name in frozen if name in read and name not in wrong]:
+        result.notes.append((_FROZEN, noted))
     _note_targets(result, graph, held, numbers, is_named)
     return result
 
@@ -128,35 +132,9 @@ _SPENT = (
 )
 
 
-def _compare_with_optimizer(
-    result: Diagnosis, held: Sequence[HeldArray], optimised: Optimised | None
-) -> None:
-    """Adds parameters missing from the optimizer, and frozen parameters that it steps.
-
-    Without an optimizer, frozen parameters are findings if all parameters are frozen.
-    """
-    frozen = [h.name for h in held if h.role == FROZEN]
-    if optimised is None:
-        wrong = frozen if len(frozen) == len(held) else []
-    else:
-        wrong = [h.name for h in held if h.role == FROZEN and optimised.holds(h)]
-        lacking = [h for h in held if h.role == PARAMETER and optimised.holds(h) is False]
-        result.findings += [Finding(h.name, "not_optimized", "optimizer") for h in lacking]
-        result.findings += [Finding(n, "other_model", "optimizer") for n in optimised.strangers]
-        result.names += optimised.strangers
-    result.findings += [Finding(name, "frozen", "requires_grad") for name in wrong]
-    result.names += wrong
-    result.notes = [
-        (text, left)
-        for text, names in result.notes
-        if (left := [name for name in names if name not in wrong]) or not names
-    ]
-
-
 # --- networks that are stopped intentionally ---------------------------------------------
 
-_UNSTEPPED = "not trained and not in an optimizer, like a target network or a teacher"
-_TWIN = "not trained, but a network of the same shape is, as with a target network or a teacher"
+_TARGET = "not trained, like a target network or a teacher"
 
 
 def _note_targets(
@@ -178,18 +156,14 @@ def _note_targets(
     stopped = {name for name in stopped if kinds[name] & STOPS}
     unstepped = {n for n in stopped if "not_optimized" in kinds[n] and not is_named}
     parameters = [h for h in held if h.role == PARAMETER]
-    for text, names in (
-        (_TWIN, _twins(graph, parameters, numbers, stopped)),
-        (_UNSTEPPED, unstepped),
-    ):
-        places: dict[str, list[str]] = {}
-        for finding in result.findings:
-            if finding.argument in names and finding.kind in STOPS:
-                place = f"{finding.kind} at {finding.source or 'a line of f'}: {text}"
-                places.setdefault(place, []).append(finding.argument)
-        result.notes += [(place, list(dict.fromkeys(of))) for place, of in places.items()]
-        result.findings = [f for f in result.findings if f.argument not in names]
-        result.names = [name for name in result.names if name not in names]
+    names = unstepped | _twins(graph, parameters, numbers, stopped)
+    for finding in result.findings:
+        if finding.argument in names and finding.kind in STOPS:
+            place = f"{finding.kind} at {finding.source or 'a line of f'}"
+            result.notes.append((f"{place}: {_TARGET}", [finding.argument]))
+    result.notes = gathered_notes(result.notes)
+    result.findings = [f for f in result.findings if f.argument not in names]
+    result.names = [name for name in result.names if name not in names]
 
 
 def _twins(

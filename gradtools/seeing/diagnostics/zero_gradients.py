@@ -11,7 +11,7 @@ from gradtools.arguments.wording import describe
 from gradtools.backend import Operators
 from gradtools.errors import GradtoolsError
 from gradtools.seeing.diagnostics.diagnosis import Diagnosis, diagnosed, recording_of
-from gradtools.seeing.diagnostics.report import GradientReport, by_weight
+from gradtools.seeing.diagnostics.report import GradientReport
 from gradtools.seeing.diagnostics.training import trained
 from gradtools.seeing.graphs.program import Framework, LeafProgram
 
@@ -110,10 +110,10 @@ class SeeingOperators(Operators):
                     "that computes the loss: why_zero(lambda: loss(model, batch), model=model)."
                 )
             parts.append(trained(backend, f, args, kwargs, model, optimizer))
-        findings = by_weight([finding for part in parts for finding in part.findings])
-        names = [name for part in parts for name in part.names]
-        notes = [(text, tuple(of)) for part in parts for text, of in part.notes]
-        return GradientReport(findings, tuple(names), tuple(notes))
+        findings = tuple(finding for part in parts for finding in part.findings)
+        names = tuple(name for part in parts for name in part.names)
+        notes = tuple((text, tuple(of)) for part in parts for text, of in part.notes)
+        return GradientReport(findings, names, notes)
 
 
 def _takes_nothing(f: Any) -> bool:

@@ -1,8 +1,8 @@
 """Computes the edges of a graph: each value's producer, readers, bytes and derivative.
 
-A value that a later pass reads is a *saved* residual. An edge gets a cut reason if a derivative is
-lost there. A comparison that only makes a mask loses nothing, nor does the stopped maximum in
-softmax. Other intentional stops get their reason.
+A value that a later pass reads is a *saved* residual. An edge is cut, with the kind of
+loss, if a derivative is lost there. A comparison that only makes a mask loses nothing, nor does the
+stopped maximum in softmax. Other intentional stops are cuts.
 """
 
 from __future__ import annotations
@@ -10,10 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
-from gradtools.seeing.diagnostics.findings import KINDS
 from gradtools.seeing.graphs.derivative_flow import links_of, original
 from gradtools.seeing.graphs.gradient_losses import losses
-from gradtools.seeing.graphs.nodes import Dependence, Edge, Node, PlainGraph, memory_of, needed
+from gradtools.seeing.graphs.nodes import Dependence, Edge, Node, PlainGraph, memory_of
 
 _NONE, _CUT, _ZERO, _FULL = Dependence
 _ON_PURPOSE = ("detached", "no_grad", "inner_gradient", "left_framework", "in_place_data", "rule")
@@ -38,27 +37,13 @@ def kept_anew(graph: PlainGraph) -> dict[int, int]:
     """Returns the residuals that later passes read, once per storage, with their bytes."""
     nodes, phases = [node for node in graph.nodes if not node.phase], phases_of(graph.nodes)
     read = {v for n in graph.nodes for v in n.inputs if n.phase > phases[v]}
-    for i in needed(nodes, graph.outputs):
-        read.update(nodes[i].saved)
     kept = {memory_of(graph.values, v) for node in nodes for v in node.outputs if v in read}
     return {v: graph.values[v].bytes for v in sorted(kept - alive_anyway(graph))}
 
 
 def alive_anyway(graph: PlainGraph) -> frozenset[int]:
     """Returns the values that the program's caller keeps: inputs and captured arrays."""
-    return frozenset((*graph.inputs, *_captured(graph)))
-
-
-def _captured(graph: PlainGraph) -> Iterator[int]:
-    """Yields the captured values of a program, and captured values that its calls return."""
-    yield from graph.captured
-    for node in graph.nodes:
-        if len(node.bodies) == 1 and not node.bodies[0].carries:
-            inner = node.bodies[0].graph
-            held = set(_captured(inner))
-            for value, out in zip(node.outputs, inner.outputs, strict=False):
-                if out in held and inner.values[out].shape == graph.values[value].shape:
-                    yield value
+    return frozenset((*graph.inputs, *graph.captured))
 
 
 def phases_of(nodes: Sequence[Node]) -> dict[int, int]:
@@ -73,10 +58,10 @@ def phases_of(nodes: Sequence[Node]) -> dict[int, int]:
 def reads_of(
     graph: PlainGraph, node: Node, lost: frozenset[tuple[int, int]]
 ) -> Iterator[tuple[int, Dependence, str | None]]:
-    """Yields a node's inputs, the dependence on each, and the reason if a derivative is lost."""
+    """Yields a node's inputs, the dependence on each, and the kind of loss if there is one."""
     for i, (value, strength) in enumerate(zip(node.inputs, _strengths(graph, node), strict=True)):
         is_lost = strength == _CUT and (id(node), i) in lost
-        yield value, strength, reason(node.loss) if is_lost else None
+        yield value, strength, (node.loss or "no derivative") if is_lost else None
 
 
 def _strengths(graph: PlainGraph, node: Node) -> tuple[Dependence, ...]:
@@ -116,23 +101,3 @@ def _is_shift(node: Node, makers: dict[int, Node]) -> bool:
             return True
         queue += [before for before in made if before.operation in _PASSING]
     return False
-
-
-def reason(loss: str | None) -> str:
-    """Describes a kind of loss in a few words, for pictures."""
-    if loss is None:
-        return "no derivative"
-    return _SHORT.get(loss, KINDS[loss].reason if loss in KINDS else loss)
-
-
-_SHORT = {
-    "detached": "stopped on purpose",
-    "inner_gradient": "a gradient without a graph",
-    "left_framework": "leaves the framework",
-    "integer_cast": "cast to an integer",
-    "discrete": "a discrete step",
-    "zero_derivative": "derivative zero",
-    "no_grad": "gradients switched off",
-    "in_place_data": "overwritten in place",
-    "rule": "its rule gives no gradient",
-}

@@ -13,7 +13,7 @@ from gradtools.errors import GradtoolsError
 from gradtools.printing import printable
 from gradtools.seeing.graphs.edges import edges_of, kept_anew
 from gradtools.seeing.graphs.nodes import Edge, PlainGraph
-from gradtools.seeing.graphs.passes import SECOND, with_spoken_names
+from gradtools.seeing.graphs.passes import SECOND
 from gradtools.seeing.graphs.program import Framework, LeafProgram
 from gradtools.seeing.pictures import drawing, saving, texts
 
@@ -39,25 +39,11 @@ class Graph(PlainGraph):
     def __str__(self) -> str:
         return printable(self.to_text())
 
-    def to_text(self, **view: Any) -> str:
-        """Formats the graph as text for a terminal; `to_svg` explains `view`."""
-        return texts.to_text(self, **view)
-
-    def to_dot(self, **view: Any) -> str:
-        """Formats the graph in Graphviz' language; `to_svg` explains `view`."""
-        return texts.to_dot(self, **view)
-
-    def to_mermaid(self, **view: Any) -> str:
-        """Formats the graph as a Mermaid flowchart for Markdown; `to_svg` explains `view`."""
-        return texts.to_mermaid(self, **view)
-
-    def to_svg(self, **view: Any) -> str:
-        """Draws the graph as SVG; needs `gradtools[svg]`. `drawing.to_svg` explains `view`."""
-        return drawing.to_svg(self, **view)
-
-    def to_html(self, **view: Any) -> str:
-        """Draws an HTML page in which blocks open and close; see `drawing.to_html`."""
-        return drawing.to_html(self, **view)
+    to_text = texts.to_text
+    to_dot = texts.to_dot
+    to_mermaid = texts.to_mermaid
+    to_svg = drawing.to_svg
+    to_html = drawing.to_html
 
     def save(self, path: str | os.PathLike[str], **view: Any) -> None:
         """Writes a file in the format of its suffix: .svg, .html, .dot, .gv, .mmd, .md or .txt."""
@@ -108,7 +94,7 @@ class Graphing(Operators):
         the modules around it, and a ``node.mark``: "custom rule", "edited gradient", "chunked",
         "frozen" or "checkpoint" if it belongs to such a part, otherwise empty. A value that a later
         pass reads was saved for it: ``edge.saved``, with its bytes. If a derivative is lost,
-        ``edge.cut`` gives the reason.
+        ``edge.cut`` gives the kind of loss, as in `why_zero`.
 
         In PyTorch f runs once and is differentiated, and its effects are undone; the operations are
         aten's, and all intermediates are kept until the graph is built. In JAX f is traced.
@@ -121,15 +107,14 @@ class Graphing(Operators):
                 floating or complex. In PyTorch, parameters that f captures and that require grad
                 are differentiated as well; with ``argnums=()`` only they are.
             outputs: In place of f, a pytree of existing PyTorch tensors, whose autograd graph is
-                drawn; nothing runs.
+                drawn, without constants; nothing runs.
             **kwargs: Keyword arguments of f.
 
         Returns:
-            A `Graph`. Inputs and outputs have names: "argument 0['w']", "cotangent of output",
-            "gradient of argument 0['w']"; texts and pictures use f's parameter names,
-            "params['w']". A leaf that no derivative reaches has no gradient. Use ``str()``,
-            ``to_svg()``, ``to_html()``, ``to_dot()``, ``to_mermaid()`` or ``save()`` to show it;
-            notebooks draw it automatically.
+            A `Graph`. Inputs and outputs have names, with f's parameter names: "params['w']",
+            "cotangent of output", "gradient of params['w']". A leaf that no derivative reaches has
+            no gradient. Use ``str()``, ``to_svg()``, ``to_html()``, ``to_dot()``, ``to_mermaid()``
+            or ``save()`` to show it; notebooks draw it automatically.
 
         Raises:
             GradtoolsError: neither or both of f and outputs are given, or outputs have no graph, as
@@ -144,7 +129,7 @@ class Graphing(Operators):
             >>> [(edge.value == graph.outputs[0], edge.bytes) for edge in graph.edges if edge.saved]
             [(True, 8)]
             >>> [graph.values[value].name for value in graph.outputs]
-            ['output', 'gradient of argument 0']
+            ['output', 'gradient of x']
 
         Source: the pictures in PyTorch's tutorial on double backward with custom functions.
         """
@@ -159,6 +144,6 @@ class Graphing(Operators):
         if f is None:
             return Graph(**vars(passes.graph_of_outputs(outputs)))
         program = LeafProgram(self._backend, "gradient_graph", f, args, kwargs, argnums)
+        program.names = program.spoken
         with program.running(("", ", differentiated once,", ", differentiated twice,")[order]):
-            graph = passes.gradient_graph(program, order)
-            return Graph(**vars(with_spoken_names(graph, program.spoken)))
+            return Graph(**vars(passes.gradient_graph(program, order)))

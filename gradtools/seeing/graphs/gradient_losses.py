@@ -219,7 +219,7 @@ def _classes(graph: PlainGraph) -> Mapping[int, int]:
 
 # --- edits without effect ----------------------------------------------------------------
 
-_EDITS = frozenset({"scale_gradient", "clip_gradient", "transform_gradient", "replace_gradient"})
+EDITS = frozenset({"scale_gradient", "clip_gradient", "transform_gradient", "replace_gradient"})
 
 
 def useless_edits(
@@ -237,7 +237,7 @@ def useless_edits(
     matters = behind(graph, tuple(graph.outputs))
     result = []
     for node in graph.nodes:
-        if not _EDITS.intersection((node.native, node.attributes.get("name"))):
+        if not EDITS.intersection((node.native, node.attributes.get("name"))):
             continue
         given, out = node.inputs[0], node.outputs[0]
         reaches, useful = reached.get(given, _NONE), matters.get(out, _NONE)

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field, replace
 from enum import IntEnum
 from functools import wraps
 from itertools import takewhile
-from types import MappingProxyType
 from typing import Any, TypeVar, TypeVarTuple
 from weakref import WeakKeyDictionary
 
@@ -41,9 +40,6 @@ class Dependence(IntEnum):
     ZERO_DERIVATIVE = 2  # connected by round, floor, sign: the derivative is zero everywhere
     DIFFERENTIABLE = 3
 
-    def __str__(self) -> str:
-        return self.name.lower()
-
 
 @dataclass(frozen=True)
 class Value:
@@ -54,15 +50,12 @@ class Value:
         dtype: The name of the dtype.
         name: The path of an input or output leaf, the name of a captured parameter, or empty.
         base: The value whose storage it shares, if it is a view.
-        spoken: The name for texts and pictures, with the function's own parameter name:
-            "params['w']" for "argument 0['w']"; empty if both are equal.
     """
 
     shape: tuple[int, ...]
     dtype: str
     name: str = ""
     base: int | None = None
-    spoken: str = ""
 
     @property
     def is_inexact(self) -> bool:
@@ -96,19 +89,10 @@ class Body:
 
 
 Links = tuple[tuple[Dependence, ...], ...]
-_NOTHING: Mapping[str, Any] = MappingProxyType({})
-
-
-class _Pickled:
-    """Pickles read-only mapping views as dictionaries."""
-
-    def __getstate__(self) -> dict[str, Any]:
-        views = {k: dict(x) for k, x in vars(self).items() if isinstance(x, MappingProxyType)}
-        return {**vars(self), **views}
 
 
 @dataclass(frozen=True, eq=False)
-class Node(_Pickled):
+class Node:
     """One operation of the program.
 
     Attributes:
@@ -125,14 +109,13 @@ class Node(_Pickled):
         loss: The kind of loss, a key of `findings.KINDS`, if a link is weaker than differentiable.
         mark: "custom rule", "edited gradient", "chunked", "frozen", "checkpoint", or empty.
         bodies: The programs inside the node.
-        saved: The values that it saves for backward, if known from an autograd graph.
     """
 
     operation: str
     inputs: tuple[int, ...]
     outputs: tuple[int, ...]
     native: str = ""
-    attributes: Mapping[str, Any] = field(default_factory=lambda: _NOTHING)
+    attributes: Mapping[str, Any] = field(default_factory=dict)
     source: Source | None = None
     scope: tuple[str, ...] = ()
     phase: int = 0
@@ -140,7 +123,6 @@ class Node(_Pickled):
     loss: str | None = None
     mark: str = ""
     bodies: tuple[Body, ...] = ()
-    saved: tuple[int, ...] = ()
 
 
 def even_links(
@@ -170,7 +152,7 @@ class Edge:
         saved: Whether it is a residual: read by a later pass than the pass that produces it.
             `Graph.kept` lists residuals that use additional memory.
         strength: The dependence of the reader's outputs on the value.
-        cut: The reason why no derivative flows, in words; None if one flows or none is possible.
+        cut: The kind of loss, as in `why_zero`; None if a derivative flows or none is possible.
     """
 
     source: int | None
@@ -183,7 +165,7 @@ class Edge:
 
 
 @dataclass(frozen=True, eq=False)
-class PlainGraph(_Pickled):
+class PlainGraph:
     """One run of a program.
 
     Attributes:
@@ -261,7 +243,7 @@ def shared_length(paths: Sequence[Sequence[str]]) -> int:
 
 
 def node_in_phase(node: Node, phase: int) -> Node:
-    """Moves the node and all nodes of its bodies to one pass; the result saves nothing."""
+    """Moves the node and all nodes of its bodies to one pass."""
     moved = lambda graph: replace(graph, nodes=tuple(node_in_phase(n, phase) for n in graph.nodes))
     bodies = tuple(replace(body, graph=moved(body.graph)) for body in node.bodies)
-    return replace(node, phase=phase, bodies=bodies, saved=())
+    return replace(node, phase=phase, bodies=bodies)

@@ -11,7 +11,6 @@ creates no cycle, so the outline is acyclic, whichever blocks are collapsed.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -19,8 +18,6 @@ from functools import cached_property
 from gradtools.seeing.graphs.nodes import Dependence, Node, Value, grouped, memory_of
 
 ALIVE = "alive anyway"
-_OPEN = 40  # number of operations up to which a graph is fully expanded
-_FEW = 6  # maximum number of values in a collapsed block's signature
 PHASES = ("forward", "backward", "backward of the backward")
 
 
@@ -36,7 +33,7 @@ class Operand:
         number: The value, as a key of `Outline.values`.
         text: The number as text, if there are no makers.
         strength: The dependence of the operation's outputs on the operand.
-        cut: The reason, if a derivative is lost.
+        cut: The kind of loss, if a derivative is lost.
     """
 
     makers: Makers
@@ -85,7 +82,7 @@ class Box:
 
     @property
     def alert(self) -> str:
-        """The reason for a lost gradient in a few words, or empty."""
+        """The kind of loss, or empty."""
         return next((operand.cut for operand in self.operands if operand.cut), "")
 
     @property
@@ -123,7 +120,7 @@ class Block:
     """A group of boxes that may be collapsed into one box.
 
     Attributes:
-        kind: "pass", "scope", "steps", "loop", "branch" or "call".
+        kind: "pass", "scope", "loop", "branch" or "call".
         title: The name.
         scope: The modules around it and its own modules, outermost first.
         phase: The pass in which it runs.
@@ -151,8 +148,8 @@ class Block:
 
     @property
     def signature(self) -> str:
-        """The closed block's outputs and inputs, "c = (a, b)", at most `_FEW` of each."""
-        made, given = _few(self.made.values()), _few(self.given.values())
+        """The closed block's outputs and inputs, "c = (a, b)"."""
+        made, given = ", ".join(self.made.values()), ", ".join(self.given.values())
         return f"{made} = ({given})" if made else f"({given})"
 
     @property
@@ -200,7 +197,7 @@ class Arrow:
         values: The values, as keys of `Outline.values`.
         saved: Whether they are residuals, which one pass saves for a later pass.
         strength: The strongest dependence among the values.
-        cut: The reason, if a derivative is lost.
+        cut: The kind of loss, if a derivative is lost.
     """
 
     source: int
@@ -279,59 +276,23 @@ class Outline:
                 seen.update({box.key: item.key for box in inside})
         return merged(self.arrows, seen.__getitem__)
 
-    def opened(
-        self, depth: int | None = None, expand: str | Iterable[str] = (), limit: int = 44
-    ) -> frozenset[int]:
-        """Chooses the blocks to draw expanded.
+    def opened(self, depth: int | None = None, limit: int = 44) -> frozenset[int]:
+        """Returns the keys of the blocks to draw expanded.
 
         Args:
             depth: The number of expanded levels; None expands as many as fit.
-            expand: Names of blocks that are always expanded, with the blocks around them: a title,
-                a path such as "encoder.layers.3" or the end of a path; ``*`` matches all but a dot.
-            limit: The number of boxes that fit, if depth is None.
-
-        Returns:
-            The keys of the expanded blocks.
+            limit: The number of operations and collapsed blocks that fit, if depth is None.
         """
-        patterns = (expand,) if isinstance(expand, str) else tuple(expand)
         if depth is None:
-            result = set(self._fitting(limit))
-        else:
-            result = {block.key for block in self.blocks if len(self.around[block.key]) <= depth}
-        for block in self.blocks:
-            names = (block.path, block.title)
-            if any(matches(name, pattern) for name in names for pattern in patterns):
-                result |= {block.key, *(around.key for around in self.around[block.key])}
-        return frozenset(result)
+            deepest = max(map(len, self.around.values()), default=0)
+            views = map(self.opened, range(deepest, 0, -1))
+            return next((view for view in views if self._count(view) <= limit), frozenset())
+        return frozenset(b.key for b in self.blocks if len(self.around[b.key]) <= depth)
 
-    def _fitting(self, limit: int) -> list[int]:
-        """Expands blocks level by level, smaller blocks first, while all boxes fit.
-
-        Blocks with the same name in several passes expand together.
-        """
-        if sum(column.operations for column in self.columns) <= _OPEN:
-            return [block.key for block in self.blocks]
-        result: list[int] = []
-        count = sum(len(column.children) for column in self.columns)
-        queue = [item for column in self.columns for item in _blocks_in(column)]
-        while queue:
-            alike = grouped(queue, lambda block: block.path).values()
-            queue = []
-            for blocks in sorted(alike, key=lambda blocks: len(blocks[0].children)):
-                more = sum(len(block.children) - 1 for block in blocks)
-                if count + more <= limit:
-                    count += more
-                    result += [block.key for block in blocks]
-                    queue += [inner for block in blocks for inner in _blocks_in(block)]
-        return result
-
-
-def _few(names: Iterable[str]) -> str:
-    return ", ".join(name if k < _FEW else "…" for k, name in enumerate(names) if k <= _FEW)
-
-
-def _blocks_in(block: Block) -> list[Block]:
-    return [child for child in block.children if isinstance(child, Block)]
+    def _count(self, opened: frozenset[int]) -> int:
+        """Returns the number of drawn operations and collapsed blocks."""
+        boxes = (item for event, _, item in self.drawn(opened) if event == "box")
+        return sum(isinstance(item, Block) or item.kind == "operation" for item in boxes)
 
 
 def merged(arrows: Iterable[Arrow], end: Callable[[int], int] = int) -> list[Arrow]:
@@ -349,30 +310,20 @@ def merged(arrows: Iterable[Arrow], end: Callable[[int], int] = int) -> list[Arr
     return result
 
 
-def matches(path: str, pattern: str) -> bool:
-    """Returns whether a pattern matches a path or the end of a path.
-
-    ``*`` matches anything but a dot, so "layers.*" matches each layer but nothing inside it.
-    """
-    written = "[^.]*".join(map(re.escape, pattern.split("*")))
-    return re.search(rf"(?:\A|\.){written}\Z", path) is not None
-
-
 def counted(number: int, noun: str) -> str:
     """Formats a number and its noun, in the plural unless the number is 1."""
     return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
-def size_text(size: int) -> str:
+def size_text(size: float) -> str:
     """Formats bytes in decimal units: "512 B", "16 kB", "1.2 MB"."""
     if size < 1000:
-        return f"{size} B"
-    for unit in ("kB", "MB", "GB", "TB"):
-        size_in = size / 1000
-        if size_in < 999.5 or unit == "TB":
-            return f"{size_in:.1f} {unit}" if size_in < 9.95 else f"{size_in:.0f} {unit}"
-        size = round(size_in)
-    raise AssertionError  # TB is the last
+        return f"{size:.0f} B"
+    for unit in ("kB", "MB", "GB"):
+        size /= 1000
+        if size < 999.5:
+            return f"{size:.1f} {unit}" if size < 9.95 else f"{size:.0f} {unit}"
+    return f"{size / 1000:.1f} TB"
 
 
 def value_text(value: Value) -> str:

@@ -12,7 +12,6 @@
 
 from __future__ import annotations
 
-import math
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
@@ -43,24 +42,8 @@ from gradtools.seeing.graphs.outline import (
 _CALLS = ("call", "jit", "pjit", "closed_call", "custom_jvp_call", "custom_vjp_call", "remat")
 _LOOPS = ("scan", "while", "while_loop", "for", "loop", "map")
 _BRANCHES = ("cond", "switch", "where_branch")
-_MOST_CHILDREN = 60  # maximum number of children of a block; larger blocks are split into parts
-_PART = 25  # minimum number of children of a part
 _LEAVES_ABOVE = 8  # maximum number of outputs drawn outside of all blocks
-_LEAVES_NEAR = 24  # maximum number of outputs drawn next to the blocks that compute them
-_OF_ARGUMENT = re.compile(r"argument [^\[.]+$")
-
-
-def opened_outline(
-    graph: PlainGraph,
-    *,
-    depth: int | None = None,
-    expand: str | Iterable[str] = (),
-    title: str = "",
-    limit: int = 44,
-) -> tuple[Outline, frozenset[int]]:
-    """Returns the outline and its expanded blocks' keys; options of `to_svg`, limit in boxes."""
-    outline = outline_of(graph, title=title)
-    return outline, outline.opened(depth, expand, limit)
+_IN_ARGUMENT = re.compile(r"[\[.]")  # in the name of a leaf: params['w'], net.weight
 
 
 def outline_of(graph: PlainGraph, *, title: str = "") -> Outline:
@@ -70,10 +53,9 @@ def outline_of(graph: PlainGraph, *, title: str = "") -> Outline:
     outputs = [box for box in flat.boxes if box.kind == "output"]
     for phase in sorted({item.phase for item in (*flat.entries, *outputs)}) or [0]:
         entries = [entry for entry in flat.entries if entry.phase == phase]
-        name = PHASES[phase] if phase < len(PHASES) else f"pass {phase}"
-        roots[phase] = Block("pass", name, (), phase, _runs(entries, 0))
+        roots[phase] = Block("pass", PHASES[phase], (), phase, _runs(entries, 0))
     _place_leaves(flat.boxes, roots)
-    columns = [_in_parts(root) for root in roots.values() if root.children]
+    columns = [root for root in roots.values() if root.children]
     blocks = [b for c in columns for b in (c, *c.walk()) if isinstance(b, Block)]
     for key, block in enumerate(blocks, len(flat.boxes)):
         block.key = key
@@ -131,7 +113,7 @@ class _InlinedGraph:
         for i, value in enumerate(graph.outputs):
             makers, known = made.get(value, ()), graph.values[value]
             phase = max((self.boxes[maker].phase for maker, _ in makers), default=0)
-            name = known.spoken or known.name or f"output {i}"
+            name = known.name or f"output {i}"
             operands = [Operand(makers, self._number(level, value))]
             self._box("output", name, phase, values=(known,), operands=operands)
 
@@ -143,7 +125,7 @@ class _InlinedGraph:
     def _leaf(self, kind: str, graph: PlainGraph, value: int, name: str = "constant") -> Box:
         known = graph.values[value]
         held = text_of(known.name) if are_numbers(known.name) else known.name
-        return self._box(kind, known.spoken or held or name, 0, values=(known,))
+        return self._box(kind, held or name, 0, values=(known,))
 
     def _operation(self, graph: PlainGraph, node: Node, **rest: Any) -> Box:
         values = tuple(graph.values[v] for v in node.outputs)
@@ -288,7 +270,7 @@ def _place_leaves(boxes: Sequence[Box], roots: Mapping[int, Block]) -> None:
         reading = readers.get(leaf.key, [])
         leaf.phase = min((path[0].phase for path in reading), default=first.phase)
         reading = [path for path in reading if path[0].phase == leaf.phase]
-        if leaf.kind == "input" and not re.search(r"[\[.]", leaf.values[0].name):
+        if leaf.kind == "input" and not _IN_ARGUMENT.search(leaf.title):
             reading = [path[:2] for path in reading]  # a whole argument stays outside of blocks
         depth = shared_length([path[:-1] for path in reading])  # innermost common block
         home = reading[0][depth - 1] if reading else first
@@ -307,35 +289,16 @@ def _maker_of(
     """Returns the box or block after which an output is drawn, if there are `count` outputs."""
     home = roots[min(output.phase, max(roots))]
     makers = [paths[key] for key, _ in output.operands[0].makers if key in paths]
-    is_whole = _OF_ARGUMENT.search(output.values[0].name)
+    is_whole = not _IN_ARGUMENT.search(output.title)
     if not makers or not output.phase or count <= _LEAVES_ABOVE or is_whole:
         return home.children[-1] if home.children else home
-    if count > _LEAVES_NEAR:
-        return makers[0][-1]
-    steps = zip(makers[0][:-1], makers[0][1:], strict=True)  # the first of several parts
-    is_one = lambda block: sum(isinstance(child, Block) for child in block.children) == 1
-    return next((part for block, part in steps if not is_one(block)), makers[0][-1])
+    return makers[0][-1]
 
 
 def _paths_to(columns: Iterable[Block]) -> dict[int, Sequence[Any]]:
     """Returns for each box, by key, the blocks that lead to it, outermost first, and itself."""
     paths = (path for column in columns for path in column.paths())
     return {item.key: (*around, item) for around, item in paths if isinstance(item, Box)}
-
-
-def _in_parts(block: Block) -> Block:
-    """Splits blocks with more than `_MOST_CHILDREN` children into parts of consecutive children."""
-    children = [_in_parts(c) if isinstance(c, Block) else c for c in block.children]
-    while len(children) > _MOST_CHILDREN:
-        size, several = max(_PART, math.isqrt(len(children))), children
-        children = []
-        for start in range(0, len(several), size):
-            inside = several[start : start + size]
-            title = f"steps {start + 1}…{start + len(inside)}"
-            part = Block("steps", title, (*block.scope, title), block.phase, inside)
-            children += [part] if len(inside) > 1 else inside
-    block.children = children
-    return block
 
 
 # --- names -------------------------------------------------------------------------------

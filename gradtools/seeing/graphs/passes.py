@@ -9,10 +9,10 @@ derivatives of <g, v> along x and along c. Both backends use the same names for 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
-from gradtools.seeing.graphs.nodes import Node, PlainGraph, Value
+from gradtools.seeing.graphs.nodes import Node, PlainGraph
 
 FORWARD, BACKWARD, SECOND = range(3)
 CUSTOM = "custom rule"
@@ -34,13 +34,6 @@ def second_gradient_of(name: str) -> str:
     return f"second gradient of {name}"
 
 
-_ROLES = tuple(
-    inner(outer)
-    for inner in (cotangent_of, gradient_of, second_gradient_of)
-    for outer in (gradient_of(""), "")
-)
-
-
 def with_named_outputs(graph: PlainGraph, names: Sequence[str]) -> PlainGraph:
     """Names the graph's outputs; an output that has a name already gets an identity node.
 
@@ -57,14 +50,3 @@ def with_named_outputs(graph: PlainGraph, names: Sequence[str]) -> PlainGraph:
         values[value] = replace(values[value], name=name)
         outputs.append(value)
     return replace(graph, nodes=tuple(nodes), values=values, outputs=tuple(outputs))
-
-
-def with_spoken_names(graph: PlainGraph, spoken: Mapping[str, str]) -> PlainGraph:
-    """Adds the display names of the leaves, and of their cotangents and gradients, to the graph."""
-
-    def named(value: Value) -> Value:
-        role = next((r for r in _ROLES if value.name.startswith(r)), "")
-        name = spoken.get(value.name.removeprefix(role))
-        return replace(value, spoken=role + name) if name else value
-
-    return replace(graph, values={v: named(value) for v, value in graph.values.items()})

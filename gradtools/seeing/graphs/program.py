@@ -162,13 +162,13 @@ class LeafProgram:
         return outs
 
     @property
-    def spoken(self) -> dict[str, str]:
-        """Each leaf's name with f's own parameter name: ``params['w']`` for ``argument 0['w']``."""
+    def spoken(self) -> list[str]:
+        """The leaves' names with f's own parameter names: ``params['w']``."""
         called = spoken(self.f, self.names)
         for k, i in enumerate(self._owners):
             if i in self._models:  # names in a module are attribute names
                 called[k] = re.sub(r"\['([^']*)'\]", r".\1", called[k], count=1)
-        return dict(zip(self.names, called, strict=True))
+        return called
 
 
 def spoken(f: Callable[..., Any], names: Sequence[str]) -> list[str]:

@@ -15,7 +15,6 @@ from gradtools.seeing.diagnostics.gradients_at_values import PassesAtValues
 from gradtools.seeing.graphs.nodes import PlainGraph
 
 Run = Callable[[Sequence[Any]], Sequence[Any]]
-Wanted = Callable[[Any], bool]  # whether a captured array is differentiated like a leaf
 
 
 @dataclass(frozen=True)

@@ -95,8 +95,8 @@ class _JaxprReader:
         inputs = [values.new(v, n) for v, n in zip_longest(jaxpr.invars, names, fillvalue="")]
         nodes = tuple([self.node(eqn, values, place) for eqn in jaxpr.eqns])
         outputs = tuple([values.read(atom) for atom in jaxpr.outvars])
-        known, held = MappingProxyType(values.by_number), (*captured, *values.literals)
-        return PlainGraph(nodes, known, tuple(inputs), outputs, held)
+        held = (*captured, *values.literals)
+        return PlainGraph(nodes, values.by_number, tuple(inputs), outputs, held)
 
     def node(self, eqn: Eqn, values: _JaxprValues, place: _Place) -> Node:
         here, inner = _inside(eqn, place), jaxprs.bodies(eqn)
@@ -236,12 +236,7 @@ def _described(eqn: Eqn) -> dict[str, Any]:
         mark = "checkpoint" if operation == "checkpoint" else ""
     if not _is_ours(eqn) and any(map(is_chunk, inner)):
         mark = "chunked"
-    return {
-        "operation": operation,
-        "native": native,
-        "attributes": MappingProxyType(attributes),
-        "mark": mark,
-    }
+    return {"operation": operation, "native": native, "attributes": attributes, "mark": mark}
 
 
 def _is_ours(eqn: Eqn) -> bool:

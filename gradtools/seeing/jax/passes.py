@@ -20,7 +20,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
 from itertools import islice
-from types import MappingProxyType
 from typing import Any
 
 import jax
@@ -258,8 +257,7 @@ def _attributed(node: Node, phase: int, origin: Node | None) -> Node:
     source = origin.source if phase and mark not in _RULES else node.source or origin.source
     node = replace(node, source=source, scope=origin.scope, mark=mark or node.mark)
     if mark == CUSTOM and origin.attributes.get("name"):
-        named = {**node.attributes, "rule": origin.attributes["name"]}
-        node = replace(node, attributes=MappingProxyType(named))
+        node = replace(node, attributes={**node.attributes, "rule": origin.attributes["name"]})
     return replace(node, links=None, loss=None) if mark in _RULES else node
 
 

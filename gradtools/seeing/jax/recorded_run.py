@@ -17,7 +17,7 @@ from gradtools.jax.recomputing import stateful
 from gradtools.jax.trees import is_inexact
 from gradtools.seeing.graphs.derivative_flow import behind
 from gradtools.seeing.graphs.nodes import Dependence
-from gradtools.seeing.graphs.recording import Recording, Run, Wanted
+from gradtools.seeing.graphs.recording import Recording, Run
 from gradtools.seeing.jax.graphs import graph_of
 from gradtools.seeing.jax.passes import passes_at
 from gradtools.seeing.jax.tracing import LEAVING, captured_arrays, trace, what_left
@@ -26,16 +26,8 @@ _FULL = Dependence.DIFFERENTIABLE
 __all__ = ["captured_arrays", "is_model", "record", "repeatable", "trace"]
 
 
-def record(
-    run: Run,
-    leaves: Sequence[Any],
-    names: Sequence[str],
-    wanted: Wanted = lambda x: False,
-) -> Recording:
-    """Records a function of flat leaves as a graph and differentiates it.
-
-    wanted: Unused: captured arrays of JAX are constants.
-    """
+def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
+    """Records a function of flat leaves as a graph and differentiates it."""
     try:
         traced = trace(run, leaves)
     except LEAVING as error:

@@ -13,7 +13,7 @@ Conversions that leave the framework (float, item, int, NumPy) raise as in a pla
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -101,19 +101,14 @@ def what_left(error: Exception) -> Finding | None:
 
 def captured_arrays(run: Run) -> dict[int, str]:
     """Returns the names of the arrays that a function can reach without its arguments, by id."""
-    result: dict[int, str] = {}
-    for x, name in _reached(run):
-        if isinstance(x, jax.Array | np.ndarray):
-            result.setdefault(id(x), name)
-    return result
-
-
-def _reached(run: Run) -> Iterator[tuple[Any, str]]:
-    """Returns all objects that a function can reach without its arguments, with their names."""
     owner = getattr(run, "__self__", None)
     start = getattr(owner, "f", run)  # the user's function, without the arguments of this call
     is_array = lambda x: isinstance(x, jax.Array | np.ndarray)
-    return named_objects([(start, ""), (type(start).__call__, "")], is_array)
+    result: dict[int, str] = {}
+    for x, name in named_objects([(start, ""), (type(start).__call__, "")], is_array):
+        if is_array(x):
+            result.setdefault(id(x), name)
+    return result
 
 
 # --- programs that branch on values ------------------------------------------------------

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import jax
@@ -72,7 +73,11 @@ def are_parameters(f: Any, x: Any) -> bool:
 
 def held(caller: str, model: Any) -> list[HeldArray]:
     """Lists the arrays of a model or of a tree of models and arrays."""
-    result = [HeldArray(name, x) for name, x in _named(part_of(model)) if _is_floating(x)]
+    name_of = partial(jax.tree_util.keystr, simple=True, separator=".")
+    leaves = jax.tree.leaves_with_path(part_of(model))
+    result = [
+        HeldArray(name_of(path).removesuffix(".value"), x) for path, x in leaves if _is_floating(x)
+    ]
     if not result:
         raise GradtoolsError(
             f"{caller}: model is {with_article(type(model).__name__)} without floating arrays; "
@@ -134,26 +139,3 @@ def _is_an_optimizer(x: Any) -> bool:
 def _pure(nnx: Any, state: Any) -> Any:
     """Replaces a state's Variables by arrays; older flax calls this function `pure`."""
     return (nnx.as_pure if hasattr(nnx, "as_pure") else nnx.pure)(state)
-
-
-# --- names -------------------------------------------------------------------------------
-
-
-def _named(tree: Any) -> list[tuple[str, Any]]:
-    """Returns the leaves of a tree with their names."""
-    return [(_name(path), x) for path, x in jax.tree.leaves_with_path(tree)]
-
-
-def _name(path: Sequence[Any]) -> str:
-    """Formats a key path as Python source: layers[0].weight."""
-    result = ""
-    for step in path:
-        key = next(
-            (v for v in (getattr(step, n, None) for n in ("name", "key", "idx")) if v is not None),
-            step,
-        )
-        if isinstance(key, int):
-            result += f"[{key}]"
-        elif not (result and key == "value"):
-            result += f".{key}" if result else str(key)
-    return result

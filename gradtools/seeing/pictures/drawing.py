@@ -8,7 +8,6 @@ SVG file, QuickJS runs the same scripts. Picture and page follow the reader's li
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable
 from html import escape
 from typing import Any
 
@@ -33,16 +32,14 @@ def to_svg(
     graph: PlainGraph,
     *,
     depth: int | None = None,
-    expand: str | Iterable[str] = (),
     theme: str = "auto",
     title: str = "",
 ) -> str:
-    """Draws a graph as SVG.
+    """Draws a graph as SVG; needs ``gradtools[svg]``.
 
     Args:
         graph: The graph.
         depth: The number of open levels of blocks; None opens as many as fit one screen.
-        expand: Names of blocks that are always open, such as "layers.3.attention" or "*.attention".
         theme: "light", "dark", or "auto" for the setting of the reader's system.
         title: The picture's title.
 
@@ -53,7 +50,7 @@ def to_svg(
         GradtoolsError: theme is unknown, or quickjs-ng is not installed.
     """
     _check_theme("to_svg", theme)
-    data = json.dumps(data_of(outline_of(graph, title=title), depth, expand))
+    data = json.dumps(data_of(outline_of(graph, title=title), depth))
     document: str = json.loads(interpreter().eval(_FILE)(data, style_sheet(theme)))
     return document
 
@@ -85,7 +82,6 @@ def to_html(
     graph: PlainGraph,
     *,
     depth: int | None = None,
-    expand: str | Iterable[str] = (),
     theme: str = "auto",
     title: str = "",
 ) -> str:
@@ -93,7 +89,7 @@ def to_html(
     _check_theme("to_html", theme)
     outline = outline_of(graph, title=title)
     names = " and ".join(column.title for column in outline.columns)
-    data = json.dumps(data_of(outline, depth, expand), separators=(",", ":"))
+    data = json.dumps(data_of(outline, depth), separators=(",", ":"))
     for letter in "<>&":  # these characters could end the script element
         data = data.replace(letter, f"\\u{ord(letter):04x}")
     return script("page.html").format(

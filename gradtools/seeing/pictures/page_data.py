@@ -5,7 +5,6 @@ Text widths are measured in Python. The scripts measure only byte sizes, with `a
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cache
 from importlib.resources import files
 from typing import Any
@@ -14,7 +13,6 @@ from gradtools.seeing.graphs.nodes import memory_of
 from gradtools.seeing.graphs.outline import ALIVE, PHASES, Arrow, Block, Box, Outline, value_text
 from gradtools.seeing.pictures.box_text import LINE, card_of, short, shown, text_width
 
-_LIMITS = (44, 36, 30, 25, 21, 17, 14, 11, 8, 5, 2)  # number of boxes
 _WORDS: dict[int | str, str] = {
     **dict(enumerate(PHASES)),
     "input": "input or output",
@@ -32,17 +30,17 @@ def script(name: str) -> str:
     return files("gradtools.seeing.pictures").joinpath(name).read_text(encoding="utf-8")
 
 
-def data_of(
-    outline: Outline, depth: int | None = None, expand: str | Iterable[str] = ()
-) -> dict[str, Any]:
+def data_of(outline: Outline, depth: int | None = None) -> dict[str, Any]:
     """Converts an outline to JSON data.
 
     Args:
         outline: The outline.
         depth: The number of open levels of blocks; None opens as many as fit one screen.
-        expand: Names of blocks that are always open.
     """
-    views = [outline.opened(depth, expand, limit) for limit in _LIMITS]
+    views = [outline.opened(depth)]
+    while depth is None and 0 < len(views[-1]) < len(outline.blocks):  # with one level less
+        levels = max(len(outline.around[key]) for key in views[-1])
+        views.append(outline.opened(levels - 1))
     items = [item for column in outline.columns for item in (column, *column.walk())]
     names = ", ".join(column.title for column in outline.columns)
     count = sum(column.operations for column in outline.columns)
@@ -53,7 +51,7 @@ def data_of(
         "bytes": [outline.bytes_of([v]) for v in range(len(outline.values))],
         "memory": [memory_of(outline.values, v) for v in range(len(outline.values))],
         "alive": ALIVE,
-        "views": [sorted(opened) for opened in dict.fromkeys(views)],
+        "views": [sorted(opened) for opened in views],
         "title": {"text": shown(outline.title), "width": text_width(shown(outline.title), 15)},
         "summary": shown(outline.title or f"A graph of {count} operations: {names}"),
         "words": {name: (word, text_width(word, LINE)) for name, word in _WORDS.items()},

@@ -10,11 +10,9 @@ are saved for a later pass::
 
 from __future__ import annotations
 
-from typing import Any
-
 from gradtools.seeing.graphs.nodes import Dependence, PlainGraph
 from gradtools.seeing.graphs.outline import Block, Box, counted
-from gradtools.seeing.graphs.outlining import opened_outline
+from gradtools.seeing.graphs.outlining import outline_of
 from gradtools.seeing.pictures.box_text import card_of, short, shown
 from gradtools.seeing.pictures.palette import LIGHT
 
@@ -22,9 +20,10 @@ _FIT = 90  # number of lines up to which blocks are expanded
 _WIDEST = 56  # maximum width of the shapes' column, in characters
 
 
-def to_text(graph: PlainGraph, **view: Any) -> str:
-    """Formats a graph as text; the options are the options of `drawing.to_svg`."""
-    outline, opened = opened_outline(graph, limit=_FIT, **view)
+def to_text(graph: PlainGraph, *, depth: int | None = None, title: str = "") -> str:
+    """Formats a graph as text for a terminal; `to_svg` explains the options."""
+    outline = outline_of(graph, title=title)
+    opened = outline.opened(depth, limit=_FIT)
     kept: dict[int, set[int]] = {}
     for arrow in outline.seen_arrows(opened):
         if arrow.saved:
@@ -63,9 +62,10 @@ _SHAPES = {"input": ("([", "])"), "output": ("([", "])"), "captured": ("[/", "/]
 _SAFE = " .,_-+=×…▸→'?✕≠∂"
 
 
-def to_mermaid(graph: PlainGraph, **view: Any) -> str:
-    """Formats a graph as a Mermaid flowchart; the options are the options of `drawing.to_svg`."""
-    outline, opened = opened_outline(graph, **view)
+def to_mermaid(graph: PlainGraph, *, depth: int | None = None, title: str = "") -> str:
+    """Formats a graph as a Mermaid flowchart for Markdown; `to_svg` explains the options."""
+    outline = outline_of(graph, title=title)
+    opened = outline.opened(depth)
     arrows = outline.seen_arrows(opened)
     lines = ["---", f"title: {_in_mermaid(outline.title)}", "---"] if outline.title else []
     lines += ["flowchart TD"]
@@ -110,9 +110,10 @@ def _in_mermaid(*lines: str) -> str:
 # --- Graphviz ----------------------------------------------------------------------------
 
 
-def to_dot(graph: PlainGraph, **view: Any) -> str:
-    """Formats a graph in Graphviz' language; the options are the options of `drawing.to_svg`."""
-    outline, opened = opened_outline(graph, **view)
+def to_dot(graph: PlainGraph, *, depth: int | None = None, title: str = "") -> str:
+    """Formats a graph in Graphviz' language; `to_svg` explains the options."""
+    outline = outline_of(graph, title=title)
+    opened = outline.opened(depth)
     lines = [
         "digraph gradtools {",
         f"  graph [fontname=monospace, fontsize=11, newrank=true, label={_in_dot(outline.title)},",

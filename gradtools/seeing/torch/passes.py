@@ -12,7 +12,7 @@ is recomputed from the written base, and a base is updated at the elements of th
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -66,7 +66,7 @@ def gradient_graph(program: LeafProgram, order: int) -> PlainGraph:
         outs = dict(zip(program.out_names, ys, strict=True))
         leaves = {program.names[k]: xs[k] for k in sorted(active)}
         tracked = [y for y in ys if _is_tracked(y)]
-        leaves |= recorder.parameters(tracked, leaves.values())
+        leaves |= recorder.parameters(tracked, leaves)
         for phase in range(1, order + 1):
             outs = {name: y for name, y in outs.items() if _is_tracked(y)}
             if not outs:
@@ -141,15 +141,16 @@ class _PassRecorder(RunRecorder):
 
     # --- captured tensors
 
-    def parameters(self, outs: Any, given: Any) -> dict[str, Tensor]:
+    def parameters(self, outs: Any, given: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """Returns the captured leaves that require grad and reach the outputs, by name."""
-        own = {id(x) for x in given}
+        own = {id(x) for x in given.values()}
         result: dict[str, tuple[int, Tensor]] = {}
         for x in reversed(list(leaves_of(list(outs)))):
             known = self.table.get(x)
             if id(x) not in own and known is not None:
                 value = self.values[known.value]
                 name = value.name or f"captured tensor {len(result)}"
+                name = f"captured {name}" if name in given else name
                 result[name] = known.value, x
                 self.values[known.value] = replace(value, name=name)
         ordered = sorted(result.items(), key=lambda item: item[1][0])

@@ -23,7 +23,7 @@ from gradtools.errors import GradtoolsError, is_of
 from gradtools.seeing.diagnostics.gradients_at_values import PassesAtValues, PassStep
 from gradtools.seeing.graphs.derivative_flow import backward, forward
 from gradtools.seeing.graphs.nodes import Dependence, grouped
-from gradtools.seeing.graphs.recording import Recording, Run, Wanted
+from gradtools.seeing.graphs.recording import Recording, Run
 from gradtools.seeing.torch.recording.connections import ConnectionRecorder
 from gradtools.seeing.torch.recording.observation import recording_run
 from gradtools.torch import _upstream as upstream
@@ -34,34 +34,26 @@ _FULL = Dependence.DIFFERENTIABLE
 _MOST = 8  # the most lines that are tried, with up to three runs each
 
 
-def record(
-    run: Run,
-    leaves: Sequence[Any],
-    names: Sequence[str],
-    wanted: Wanted = lambda x: False,
-) -> Recording:
-    """Records one run as a graph, differentiates it, and undoes its effects.
-
-    wanted: The captured tensors that are differentiated in addition to the leaves.
-    """
+def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
+    """Records one run as a graph, differentiates it, and undoes its effects."""
     is_new = upstream.DYNAMO not in sys.modules
     try:
-        return _recorded(run, leaves, names, wanted)
+        return _recorded(run, leaves, names)
     except Exception:
         if not is_new or upstream.DYNAMO not in sys.modules:
             raise
     # torch.cond imported dynamo in this run; the second run makes dynamo run code eagerly.
-    return _recorded(run, leaves, names, wanted)
+    return _recorded(run, leaves, names)
 
 
-def _recorded(run: Run, leaves: Sequence[Any], names: Sequence[str], wanted: Wanted) -> Recording:
+def _recorded(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
     passes = None
     with recording_run("a run", run, leaves) as undo:
         seen = ConnectionRecorder(undo).observe(run, leaves, names)
         if seen.refusal is not None:
             return Recording(seen.graph(), seen.refusal[1])
         try:
-            passes = _differentiated(seen, wanted)
+            passes = _differentiated(seen)
         except RuntimeError as error:  # the graph was freed, or contains a reentrant checkpoint
             if not is_of("torch", error):
                 raise
@@ -81,11 +73,12 @@ def _recorded(run: Run, leaves: Sequence[Any], names: Sequence[str], wanted: Wan
     return Recording(seen.graph(), None, tuple(parameters), reads, passes)
 
 
-def _differentiated(seen: ConnectionRecorder, wanted: Wanted) -> PassesAtValues:
+def _differentiated(seen: ConnectionRecorder) -> PassesAtValues:
     """Records a finished run's backward pass for random cotangents, or 1 for a real number."""
     outs = [y for y in seen.outs if isinstance(y, Tensor) and y.requires_grad]
-    own = {id(x) for x in seen.leaves}
-    leaves = [x for x in leaves_of(outs) if id(x) in own or wanted(x)]
+    every = [*leaves_of(outs)]
+    # a graph from before the run may be freed: it is entered only if f reads no leaf itself
+    leaves = [x for x in every if seen.table.get(x) is not None] or every
     if not leaves:
         return PassesAtValues()
     draw = partial(torch.randn, generator=torch.Generator().manual_seed(0), device="cpu")

@@ -19,8 +19,8 @@ from gradtools.jax import jaxprs
 from gradtools.jax._upstream import constants_of, scopes_of
 from gradtools.jax.arrays import to_numpy
 from gradtools.jax.trees import conj, is_inexact
-from gradtools.seeing.jax.recorded_run import trace
 from gradtools.seeing.jax.source_lines import users_lines
+from gradtools.seeing.jax.tracing import trace
 from gradtools.seeing.jax.unrolling import Evaluate, Unrolling
 from gradtools.testing.cross_checking.sides import Side
 from gradtools.testing.diverging.runs import Place, Run, Step

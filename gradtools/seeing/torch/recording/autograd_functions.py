@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch.overrides import TorchFunctionMode
 
+from gradtools.seeing.graphs.gradient_losses import EDITS
 from gradtools.torch.functorch_wrappers import tensors_in
 from gradtools.torch.operation_marks import RULE, function_of_ours
 
@@ -26,9 +27,8 @@ class ParametersRead(TorchFunctionMode):
         return fun(*args, **(kwargs or {}))
 
 
-_EDITS = ("scale_gradient", "clip_gradient", "transform_gradient", "replace_gradient")
 _AGAIN = ("chunked", "frozen", "checkpoint")  # operators that recompute a part of f
-_MARKS = {**{name: name for name in _AGAIN}, **dict.fromkeys(_EDITS, "edited gradient")}
+_MARKS = {**{name: name for name in _AGAIN}, **dict.fromkeys(EDITS, "edited gradient")}
 
 
 def name_and_mark(kind: Any, args: Any) -> tuple[str, str]:

@@ -252,13 +252,6 @@ class ConnectionRecorder(RunRecorder):
                 self.refusal = error, Finding("", kind, name, source, self.scope, detail=message)
             raise
 
-    # --- nodes
-
-    @property
-    def nodes(self) -> list[Node]:
-        """The nodes of the forward pass so far, with their links."""
-        return [self.linked(made) for made in self.made if not made.node.phase]
-
     # --- data that leaves PyTorch and returns
 
     def _leaves(
@@ -367,7 +360,8 @@ class ConnectionRecorder(RunRecorder):
             values[number] = replace(values[number], name=self.names.get(id(x), ""))
         ends = tuple(self.inputs), tuple(self.outputs)
         joins = [join(source, target, _CUT) for source, target in self.outside]
-        return PlainGraph((*joins, *self.nodes), values, *ends, tuple(self.captured))
+        nodes = [self.linked(made) for made in self.made if not made.node.phase]
+        return PlainGraph((*joins, *nodes), values, *ends, tuple(self.captured))
 
 
 # functions that make a tensor outside of autograd's graph, with the kind of loss

@@ -22,19 +22,14 @@ from gradtools.torch.operation_marks import recorded
 _here = threading.local()
 
 
-def watchable() -> bool:
-    """Returns whether a run can be recorded: in plain eager code, outside another recording."""
-    inside = is_compiling() or upstream.peek_interpreter_stack() is not None
-    return not inside and not getattr(_here, "recording", False)
-
-
 @contextmanager
 def recording_run(what: str, run: Run, leaves: Sequence[Any]) -> Iterator[Undo]:
     """Context manager in which this thread may record one run; undoes its effects on exit.
 
     what: The subject of the error message if no run can be recorded.
     """
-    if not watchable():
+    inside = is_compiling() or upstream.peek_interpreter_stack() is not None
+    if inside or getattr(_here, "recording", False):
         raise GradtoolsError(
             f"{what} can only be recorded in plain eager code, not inside a transform of "
             "torch.func, in compiled code, or while another run is recorded."

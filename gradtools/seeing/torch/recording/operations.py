@@ -172,13 +172,8 @@ _BACKWARD = {
 
 def neutral_of_node(node: Any) -> str:
     """Returns the neutral name of an autograd node, such as "multiply" for MulBackward0."""
-    words = name_of_node(node)
+    words = _WORDS.sub("_", word_of(node)).lower()
     return _BACKWARD.get(words) or neutral(words)
-
-
-def name_of_node(node: Any) -> str:
-    """Returns the aten name of an autograd node's forward operation."""
-    return _WORDS.sub("_", word_of(node)).lower()
 
 
 def word_of(node: Any) -> str:

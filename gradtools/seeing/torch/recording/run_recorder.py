@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -140,8 +139,8 @@ class RunRecorder(Recorder[int]):
         made = [self.new(y) for y in outs]
         operation, attributes = call.said(outs)
         if origin.rule and origin.mark == CUSTOM:
-            attributes = MappingProxyType({**attributes, "rule": origin.rule})
-        about = {"operation": operation, "attributes": attributes}
+            attributes = {**attributes, "rule": origin.rule}
+        about = {"operation": operation, "attributes": {**attributes}}
         new = self.add(self.native(call), numbers, made, origin, **about)
         new.name, node, grad = name, new.node, new.grad_enabled
         if self.phase and running:
@@ -215,13 +214,13 @@ class RunRecorder(Recorder[int]):
             number = self.new(x)
             view, part = (self._views.get(first(n)) for n in (before, write.value))
             operation, given = "update", [before, write.value]
-            attributes: Mapping[str, Any] = MappingProxyType({})
+            attributes: Mapping[str, Any] = {}
             if view is not None and first(view.inputs[0]) == first(write.value):
                 operation, given, attributes = view.operation, [write.value], view.attributes
             elif part is not None and first(part.inputs[0]) == first(before):
                 if part.operation == "reshape":
-                    shape = MappingProxyType({"shape": tuple(x.shape)})
-                    operation, given, attributes = "reshape", [write.value], shape
+                    operation, given = "reshape", [write.value]
+                    attributes = {"shape": tuple(x.shape)}
                 elif part.operation == "slice":
                     attributes = part.attributes
             links, loss = self.links_of_update(x, write.tensor, given, grad)

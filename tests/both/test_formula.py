@@ -138,7 +138,6 @@ FUNCTIONS: dict[str, Written] = {
     "solve": Written(lambda gt, A, B: gt.xp.linalg.solve(A, B), (definite(3), real(3, 2))),
     "norm": Written(lambda gt, x: gt.xp.linalg.vector_norm(x), (real(4),)),
     "normalised": Written(lambda gt, x: x / gt.xp.sqrt(gt.xp.sum(x * x)), (real(4),)),
-    "fft": Written(lambda gt, x: gt.xp.fft.fft(x), (cplx(8),)),
     "gru cell": Written(
         gru_cell,
         (real(4), real(3), real(3, 4), real(3, 4), real(3, 3), real(3, 3)),
@@ -152,7 +151,6 @@ FUNCTIONS: dict[str, Written] = {
 # What is written by its name, of which the formula has no algebra.
 BY_NAME = {
     "solve": ("solve",),
-    "fft": ("fft",),
 }
 
 
@@ -221,7 +219,6 @@ TEXTBOOK = {
     "solve": ["Ā = vjp₁[solve](A, B; Ȳ)", "B̄ = vjp₂[solve](A, B; Ȳ)"],
     "norm": ["x̄ = L̄ x / L"],
     "normalised": ["x̄ = ȳ / r - ⟨ȳ, x⟩ x / r³"],
-    "fft": ["x̄ = vjp[fft](x; ȳ)"],
     "gru cell": [
         "z̄₂ = ȳ ⊙ (1 - s) ⊙ (1 - h₁²)",
         "z̄₁ = ȳ ⊙ s ⊙ (1 - s) ⊙ (h - h₁)",

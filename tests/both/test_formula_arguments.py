@@ -44,7 +44,7 @@ def test_a_derivation_of_several_outputs_is_called_with_a_cotangent_for_each(gt)
 def test_a_derivation_is_compared_with_the_vjp_of_what_has_no_algebra(gt):
     A = gt.asarray(np.random.default_rng(0).normal(size=(3, 3)).astype(np.float32))
     found = gt.formula(lambda A: gt.xp.linalg.inv(A), A)
-    assert found.marked == ("inverse",) and found.lines(1) == ["Ā = vjp[inverse](A; Ȳ)"]
+    assert found.marked == ("inv",) and found.lines(1) == ["Ā = vjp[inv](A; Ȳ)"]
     inverse = lambda A: gt.xp.linalg.inv(A).T
     assert found.agrees_with(lambda A, ct: -inverse(A) @ ct @ inverse(A))
     wrong = found.agrees_with(lambda A, ct: inverse(A) @ ct @ inverse(A))

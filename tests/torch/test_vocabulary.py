@@ -55,7 +55,6 @@ TABLE = """
 2 a[1:, ::2] * a[0, -1]                             ; (3,4)
 1 a[:, b] + a[b, c]                                 ; (3,3) i3(3) i3(3)
 1 torch.take_along_dim(a, b, 1)                     ; (3,4) i4(3,1)
-1 a[b % 3].square().sum()                           ; (4) i[5,-1,2]
 1 a[a > 0]                                          ; (3,4)
 1 torch.where(a > 0, a * b, b.exp())                ; (3,4) (4)
 1 a.masked_fill(a < 0, 2.0) * a                     ; (3,4)
@@ -88,7 +87,7 @@ BY_NAME = set(
     """
     angle arctan2 avg_pool binary_cross_entropy_with_logits cast cdist cholesky clip concatenate
     convolution cumsum det diagonal eigh embedding erf erfc erfinv exp2 gelu group_norm hardsigmoid
-    hardtanh index inverse is_nan log_sigmoid logaddexp logical_and logical_not maximum minimum
+    hardtanh index inv is_nan log_sigmoid logaddexp bitwise_and bitwise_not maximum minimum
     nll_loss2d_forward norm pad power remainder rfft scatter scatter_add scatter_along solve sort
     take_along triangular_solve view_as_complex
     """.split()

@@ -33,12 +33,10 @@ def _power(a: Expr, b: Expr) -> Expr | None:
 
 
 def _maximum(a: Expr, b: Expr) -> Expr | None:
-    """Returns the maximum with 0 (relu) or with -inf; None for other maxima."""
+    """Returns relu for the maximum with 0; None for other maxima."""
     a, b = (a, b) if constant_of(a) is None else (b, a)
-    if constant_of(b) not in (0, -math.inf):
-        return None
     whole = broadcast(a, broadcast_shape(a.shape, b.shape))
-    return apply("relu", whole) if expressions.is_zero(b) else whole
+    return apply("relu", whole) if expressions.is_zero(b) else None
 
 
 def _cast(x: Expr, *, dtype: Any = None) -> Expr | None:

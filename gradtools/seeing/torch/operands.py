@@ -143,24 +143,7 @@ def _bound_of(call: AtenCall) -> str:
     return one if len(call.operands()) == 2 else "clip"
 
 
-def _transform(call: AtenCall) -> str:
-    """Returns NumPy's name of a Fourier transform."""
-    if call.name == "fft_c2r":
-        return "irfft"
-    halved = call.name == "fft_r2c" and call.given["onesided"]
-    back = call.name == "fft_c2c" and not call.given["forward"]
-    return "r" * halved + "i" * back + "fft"
-
-
-def _logical(call: AtenCall) -> str:
-    """Names a bitwise operation on non-boolean arrays as PyTorch does."""
-    of_booleans = call.first is not None and call.first.dtype == torch.bool
-    return operations.neutral(call.name) if of_booleans else call.name
-
-
 _RENAMED: Mapping[str, Callable[[AtenCall], str]] = {
-    **dict.fromkeys((f"logical_{of}" for of in ("and", "or", "xor", "not")), _logical),
-    **dict.fromkeys(("fft_c2c", "fft_r2c", "fft_c2r"), _transform),
     "clip": _bound_of,
     "convolution": lambda call: "convolution" + "_transposed" * bool(call.given.get("transposed")),
 }
@@ -253,6 +236,5 @@ _FORMS: Mapping[str, Callable[[AtenCall, Attributes], Attributes]] = {
     ),
     "norm": _norm,
     **dict.fromkeys(("variance", "deviation"), _variance),
-    **dict.fromkeys(("fft_c2c", "fft_r2c", "fft_c2r"), lambda call, said: {}),
     **dict.fromkeys(("convolution", "convolution_backward"), _convolved),
 }

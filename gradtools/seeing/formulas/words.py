@@ -20,7 +20,15 @@ import numpy as np
 
 from gradtools.seeing.formulas import algebra, expressions, operations
 from gradtools.seeing.formulas.algebra import apply, broadcast, broadcast_shape
-from gradtools.seeing.formulas.expressions import BOOLEAN, INTEGER, REAL, Expr, constant_of, order
+from gradtools.seeing.formulas.expressions import (
+    BOOLEAN,
+    INTEGER,
+    REAL,
+    Expr,
+    constant_of,
+    lifted,
+    order,
+)
 from gradtools.seeing.formulas.operations import FUNCTIONS, along
 from gradtools.seeing.formulas.patterns import named
 
@@ -112,6 +120,8 @@ WORDS: dict[str, Callable[..., Any]] = {
     "transpose": algebra.transpose,
     "reshape": algebra.reshape,
     "broadcast": broadcast,
+    **dict.fromkeys(("update", "fill"), lambda x, value: broadcast(lifted(value), x.shape)),
+    "zero": lambda x: expressions.full(0.0, x.shape),
     "slice": operations.sliced,
     "split": operations.split,
     "one_hot": operations.one_hot,

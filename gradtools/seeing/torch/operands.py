@@ -8,7 +8,6 @@ slice has a start and a limit on each axis. Operations without a neutral name ke
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from math import inf
 from types import MappingProxyType
 from typing import Any
 
@@ -198,14 +197,6 @@ def _filled(call: AtenCall, said: Attributes) -> Attributes:
     return {} if filled is None else {"value": filled}
 
 
-def _norm(call: AtenCall, said: Attributes) -> Attributes:
-    ord_ = call.given.get("ord", call.given.get("p", 2))
-    said = {name: value for name, value in said.items() if name not in ("ord", "p")}
-    if ord_ not in (2, 2.0, None):
-        said["ord"] = ord_ if abs(ord_) != inf else float(ord_)
-    return said
-
-
 def _variance(call: AtenCall, said: Attributes) -> Attributes:
     unbiased, corrected = said.pop("unbiased", True), said.pop("correction", None)
     return {**said, "correction": int(unbiased) if corrected is None else corrected}
@@ -234,7 +225,6 @@ _FORMS: Mapping[str, Callable[[AtenCall, Attributes], Attributes]] = {
     "compare": lambda call, said: (
         {**said, "relation": RELATIONS[call.name]} if call.name in RELATIONS else said
     ),
-    "norm": _norm,
     **dict.fromkeys(("variance", "deviation"), _variance),
     **dict.fromkeys(("convolution", "convolution_backward"), _convolved),
 }

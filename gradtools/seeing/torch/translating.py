@@ -22,7 +22,7 @@ from gradtools.backend import Backend
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import call_if_kept
 from gradtools.seeing.formulas import algebra, expressions
-from gradtools.seeing.formulas.expressions import Expr, evaluate, kind_of, lifted, order
+from gradtools.seeing.formulas.expressions import Expr, evaluate, kind_of, order
 from gradtools.seeing.formulas.opaque import OpaqueFunction, by_name
 from gradtools.seeing.formulas.operations import picked, stop
 from gradtools.seeing.formulas.reverse_mode import Recorded
@@ -338,12 +338,6 @@ _FUNCTIONS: dict[Any, str] = dict.fromkeys(_DETACHING, "stop") | {
 # A reading takes the recorder, the call, its attributes, and its operands as expressions.
 
 
-def _copied(recorder: _FormulaRecorder, call: AtenCall, about: Any, *xs: Expr) -> Values:
-    """Broadcasts the written value to the array's shape."""
-    value = xs[1] if len(xs) > 1 else lifted(call.given.get("value", 0.0))
-    return [algebra.broadcast(value, xs[0].shape)]
-
-
 def _nll(
     recorder: _FormulaRecorder, call: AtenCall, about: Any, x: Expr, target: Expr, *weight: Expr
 ) -> Values | None:
@@ -360,6 +354,5 @@ READINGS: dict[str, Callable[..., Values | None]] = {
         x * recorder.constant(call.outs[1] / (1 - call.given["p"])),
         None,
     ],
-    **dict.fromkeys(("copy", "fill", "zero"), _copied),
     "nll_loss_forward": _nll,
 }

@@ -297,10 +297,7 @@ def add(terms: Sequence[Expr]) -> Expr:
     if len(terms) == 1:
         return terms[0]
     shape = terms[0].shape
-    gathered = _gather(terms)
-    opened = _gather([t for term in terms for t in summands(term)])
-    if len(opened) < len(gathered) or len(opened) < sum(len(summands(t)) for t in terms):
-        gathered = opened
+    gathered = _gather([t for term in terms for t in summands(term)])
     if not gathered:
         return full(0.0, shape)
     cores = [scale(c, core) for core, c in gathered.items()]
@@ -382,26 +379,24 @@ def apply(name: str, /, *of: Any, kind: str = "", **attributes: Any) -> Expr:
     return broadcast(inner, shape, kept)
 
 
-def power(x: Expr, exponent: Any) -> Expr:
-    """Raises x to a constant power, elementwise."""
-    exponent = tidy(exponent)
+def power(x: Expr, exponent: float) -> Expr:
+    """Raises x to a constant real power, elementwise."""
+    exponent = float(exponent)
     if exponent == 1:
         return x
     if exponent == 0:
         return full(1.0, x.shape)
     constant = expressions.constant_of(x)
-    negative = isinstance(exponent, complex) or exponent < 0
-    if constant is not None and (constant != 0 or not negative):
+    if constant is not None and (constant != 0 or exponent > 0):
         return full(constant**exponent, x.shape)
-    whole = not isinstance(exponent, complex) and float(exponent).is_integer()
+    whole = exponent.is_integer()
     if x.op == "power" and whole:
         return power(x.args[0], x["exponent"] * exponent)
     if x.op == "einsum" and x.args and not contracts(x):
         c = x["coefficient"]
         if whole or (not isinstance(c, complex) and c > 0 and len(x.args) == 1):
             return with_factors(x, [power(f, exponent) for f in x.args], c**exponent)
-    kind = expressions.COMPLEX if isinstance(exponent, complex) else ""
-    return apply("power", x, kind=kind, exponent=exponent)
+    return apply("power", x, exponent=exponent)
 
 
 # --- parts of complex numbers
@@ -417,9 +412,6 @@ def conj(x: Expr) -> Expr:
         return with_factors(x, map(conj, x.args), tidy(np.conj(x["coefficient"])))
     if x.op == "add":
         return add([conj(t) for t in x.args])
-    exponent = x["exponent"] if x.op == "power" else 0.5
-    if not isinstance(exponent, complex) and float(exponent).is_integer():
-        return power(conj(x.args[0]), exponent)
     return apply("conj", x)
 
 

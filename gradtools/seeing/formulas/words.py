@@ -34,10 +34,10 @@ from gradtools.seeing.formulas.patterns import named
 
 
 def _power(a: Expr, b: Expr) -> Expr | None:
-    """Returns a power with a constant exponent; None for other powers."""
+    """Returns a power with a constant real exponent; None for other powers."""
     exponent = constant_of(b)
     shape = broadcast_shape(a.shape, b.shape)
-    return None if exponent is None else broadcast(a, shape) ** exponent
+    return broadcast(a, shape) ** exponent if isinstance(exponent, float) else None
 
 
 def _maximum(a: Expr, b: Expr) -> Expr | None:

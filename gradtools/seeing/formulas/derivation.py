@@ -55,7 +55,7 @@ class Formula:
         active: The positions of the differentiated inputs.
 
     Attributes:
-        inputs, outputs, cotangents, gradients, directions, second: The names, as text.
+        inputs, gradients: The names, as text.
         marked: The operations that are written by their names.
         check: The comparison with automatic differentiation.
     """
@@ -90,15 +90,12 @@ class Formula:
             written = [Written(f"∂s/∂{self._names[x].text}") for x in xs]
             self._second = list(zip(both, written, strict=True))
         self.places = (inputs, cotangents, directions)  # of which numbers are functions
-        self.results = [*self._outputs, *self._gradients, *self._second]
+        self.results = (self._outputs, self._gradients, self._second)
         self._in_complex_numbers(dict(zip(sources, grads, strict=True)))
         marked = [x["name"] for x in ordered(recorded.outputs) if x.op == "by_name"]
         self.marked = tuple(dict.fromkeys(marked))
-        of_places = [tuple(self._names[p].text for p in group) for group in self.places]
-        self.inputs, self.cotangents, self.directions = of_places
-        groups = (self._outputs, self._gradients, self._second)
-        of_results = [tuple(name.text for _, name in group) for group in groups]
-        self.outputs, self.gradients, self.second = of_results
+        self.inputs = tuple(self._names[p].text for p in inputs)
+        self.gradients = tuple(name.text for _, name in self._gradients)
 
     def _introduced(self, what: str, like: Expr, name: Written) -> Expr:
         """Returns a new placeholder of this shape, with its name."""
@@ -151,9 +148,10 @@ class Formula:
     @cached_property
     def _statements(self) -> Statements:
         """The lines of all parts."""
+        barred = ", ".join(self._names[p].text for p in self.places[1])
         sections = [
             Section("the program", "", self._outputs),
-            Section("its adjoint, from", ", ".join(self.cotangents), self._gradients),
+            Section("its adjoint, from", barred, self._gradients),
         ]
         if self._whole:
             of = lambda p: [self._names[x].text for x in (p.whole, p.real, p.imaginary)]

@@ -10,7 +10,7 @@ the precision in which f runs. Derivations by hand are compared with the framewo
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -139,10 +139,10 @@ class _Comparison:
         here = self._point(rng, 0.0)
         theirs = self._numbers(here)
         at_given = self._compared(self.formula, here, theirs)
-        agrees_here = bool(at_given) and all_finite(theirs)
+        agrees_here = bool(at_given) and all_finite(chain(*theirs))
         self.points = [here] * agrees_here
         near = self._compared_nearby(rng)
-        if not self.points and not at_given and all_finite(theirs):
+        if not self.points and not at_given and all_finite(chain(*theirs)):
             raise GradtoolsError(_differs(at_given))
         if not self.points:
             raise GradtoolsError(
@@ -170,7 +170,7 @@ class _Comparison:
                 theirs = self._numbers(point)
             except GradtoolsError:  # f may be undefined there
                 continue
-            if not all_finite(theirs):
+            if not all_finite(chain(*theirs)):
                 continue
             result = self._compared(self.formula, point, theirs)
             if result:
@@ -182,7 +182,7 @@ class _Comparison:
                 break
         return results
 
-    def _runs_another_program(self, point: Point, theirs: Arrays) -> bool:
+    def _runs_another_program(self, point: Point, theirs: Sequence[Arrays]) -> bool:
         """Returns whether f runs another program at a point, whose formula agrees there."""
         before = self.program.leaves
         self.program.leaves = self._leaves(point)
@@ -196,18 +196,18 @@ class _Comparison:
         other = Formula(recorded, self.order, self.active)
         return bool(self._compared(other, point, theirs))
 
-    def _compared(self, formula: Formula, point: Point, theirs: Arrays) -> Agreement:
+    def _compared(self, formula: Formula, point: Point, theirs: Sequence[Arrays]) -> Agreement:
         """Compares the formula's numbers at a point with the framework's numbers."""
         places = zip(chain(*formula.places), chain(*point), strict=True)
-        found, names = zip(*formula.results, strict=True)
+        found, names = zip(*chain(*formula.results), strict=True)
         ours = evaluate(found, {**formula.held, **dict(places)})
-        texts = [name.text for name in names]
+        texts, theirs = [name.text for name in names], [*chain(*theirs)]
         return compared(texts, theirs, ours, self.tolerance, self.floor, ours, "formula")
 
     def with_derivation(self, derivation: Callable[..., Any], tolerance: float | None) -> Agreement:
         """Compares a derivation by hand with the framework's vjps; see `Formula.agrees_with`."""
         formula = self.formula
-        names = formula.gradients if self.order == 1 else formula.second
+        names = [name.text for _, name in formula.results[self.order]]
         tolerance = self.tolerance if tolerance is None else tolerance
         counts = zip(map(len, formula.places), ("input", "cotangent", "direction"), strict=True)
         call = ", ".join(f"{n} {what}{'s' * (n != 1)}" for n, what in counts if n)
@@ -223,8 +223,8 @@ class _Comparison:
                     "order (None where it is zero)"
                 )
             mine = [None if x is None else self.backend.to_numpy(self._array(x)) for x in own]
-            wanted = theirs[-len(names) :]
-            agreement = compared(names, wanted, mine, tolerance, self.floor, theirs)
+            wanted, scale = theirs[self.order], [*chain(*theirs)]
+            agreement = compared(names, wanted, mine, tolerance, self.floor, scale)
             if not agreement:
                 return replace(agreement, message=f"no: {agreement.message}")
             results.append(agreement)
@@ -254,11 +254,11 @@ class _Comparison:
             return x
         return self.backend.asarray(np.asarray(x), next(iter(self.program.leaves), None))
 
-    def _numbers(self, point: Point) -> list[Any]:
+    def _numbers(self, point: Point) -> Sequence[Arrays]:
         """Returns the framework's outputs, gradients and, at order 2, their derivatives."""
         at = [self._leaves(point), *([*map(self._array, group)] for group in point[1:])]
         try:
-            groups = self.programs.differentiated(self.program, self.recorded, self.active, at)
+            return self.programs.differentiated(self.program, self.recorded, self.active, at)
         except GradtoolsError:
             raise
         except Exception as error:
@@ -267,7 +267,6 @@ class _Comparison:
                 f"formula: f runs, and automatic differentiation of it does not ({what}), so there "
                 "is nothing to compare a formula with."
             ) from error
-        return [*chain(*groups)]
 
 
 def _agreement(results: Sequence[Agreement], said: str, note: str) -> Agreement:
@@ -325,7 +324,7 @@ def compared(
     return Agreement(True, worst)
 
 
-def all_finite(arrays: Arrays) -> bool:
+def all_finite(arrays: Iterable[Any]) -> bool:
     """Returns whether all numbers of the arrays are finite."""
     return all(np.isfinite(x).all() for x in arrays)
 

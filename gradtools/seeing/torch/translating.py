@@ -22,11 +22,18 @@ from gradtools.backend import Backend
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import call_if_kept
 from gradtools.seeing.formulas import algebra, expressions
-from gradtools.seeing.formulas.expressions import Expr, evaluate, kind_of, order
+from gradtools.seeing.formulas.expressions import Expr, kind_of, order
 from gradtools.seeing.formulas.opaque import OpaqueFunction, by_name
 from gradtools.seeing.formulas.operations import picked, stop
 from gradtools.seeing.formulas.reverse_mode import Recorded
-from gradtools.seeing.formulas.words import constant, fitted, has_opaque_part, made, translated
+from gradtools.seeing.formulas.words import (
+    constant,
+    fitted,
+    has_opaque_part,
+    is_known,
+    made,
+    translated,
+)
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.torch import _upstream as private
 from gradtools.seeing.torch.operands import SAME, AtenCall
@@ -145,6 +152,7 @@ class _FormulaRecorder(Recorder[Expr]):
         super().__init__(undo)
         self.backend = backend
         self.leaves: dict[Expr, Tensor] = {}  # leaves of arguments, and captured leaves
+        self.integers: dict[Expr, np.ndarray] = {}  # the leaves that are constants of this run
         self.dtypes: set[str] = set()  # the dtypes of floating and complex results
 
     # Calls.
@@ -159,7 +167,7 @@ class _FormulaRecorder(Recorder[Expr]):
             out = apply_(*args, **kwargs)
         outs = [*tensors_in(out)]
         values: Values = [self.constant(y) for y in outs]
-        if not all(x.is_constant for x in given):
+        if not all(map(is_known, given)):
             values = self.named(name, (kind.apply, args, kwargs), given, outs)
         self._note(outs, values)
         return out
@@ -173,7 +181,7 @@ class _FormulaRecorder(Recorder[Expr]):
         if not name or not plain or kwargs or upstream.peek_interpreter_stack() is not None:
             return fun(*args, **kwargs)
         xs = [self.of(x) for x in tensors]
-        value = None if all(x.is_constant for x in xs) else made(name, xs, about)
+        value = None if all(map(is_known, xs)) else made(name, xs, about)
         if value is None:
             return fun(*args)
         with self.silent():
@@ -200,13 +208,13 @@ class _FormulaRecorder(Recorder[Expr]):
         key = call.raw.rstrip("_")
         name, attributes = call.said(out)
         seeded = torch.Tag.nondeterministic_seeded in call.func.tags
-        if key in (*_DRAWS, *NO_DATA) or all(x.is_constant for x in given):
+        if key in (*_DRAWS, *NO_DATA) or all(map(is_known, given)):
             values = [self.constant(y) for y in outs]
         elif key in READINGS:
             values = READINGS[key](self, call, attributes, *operands)
         else:
             likes = [*map(_like, outs)]
-            values = translated(name, operands, attributes, likes, self.value_of)
+            values = translated(name, operands, attributes, likes)
         if values is None and seeded:  # a later call would draw other numbers
             raise GradtoolsError(
                 f"formula: {name} draws random numbers while it computes. Pass them as an argument."
@@ -267,6 +275,8 @@ class _FormulaRecorder(Recorder[Expr]):
         """Creates a value."""
         value = expressions.placeholder(name, *_like(x))
         self.leaves[value] = x
+        if not is_inexact(x):
+            self.integers[value] = _numbers(x)
         return value
 
     def met(self, x: Tensor) -> Expr:
@@ -294,13 +304,7 @@ class _FormulaRecorder(Recorder[Expr]):
     def constant(self, x: Tensor) -> Expr:
         """Returns a constant with the tensor's contents."""
         with self.silent():
-            return constant(_numbers(x))
-
-    def value_of(self, x: Expr) -> np.ndarray:
-        """Returns the numbers of an expression in this run."""
-        leaves = [p for p in order([x]) if p.op == "placeholder"]
-        with self.silent():
-            return evaluate([x], {p: _numbers(self.leaves[p]) for p in leaves})[0]
+            return constant(_numbers(x), self.integers)
 
     def _note(self, outs: Sequence[Tensor], values: Values, written: bool = False) -> None:
         """Gives tensors new values, which have no derivative if the user's grad mode is off."""
@@ -342,7 +346,7 @@ def _nll(
     recorder: _FormulaRecorder, call: AtenCall, about: Any, x: Expr, target: Expr, *weight: Expr
 ) -> Values | None:
     """Returns -x[t] of each row; weights and ignored labels are not supported."""
-    if weight or (recorder.value_of(target) == call.given["ignore_index"]).any():
+    if weight or (_numbers(call.given["target"]) == call.given["ignore_index"]).any():
         return None
     losses = -picked(x, target)
     return [(losses, algebra.mean(losses), algebra.total(losses))[call.given["reduction"]], None]

@@ -86,6 +86,7 @@ jnp.triu(a, 1) + jnp.diag(jnp.diag(a))                       ; (3,3)
 a[-1, 1:3]                                                   ; (3,4)
 jnp.take_along_axis(a, b, 1)                                 ; (3,4) i[[0,3],[1,1],[2,0]]
 a.at[1].set(b)                                               ; (3,4) (4)
+a[jnp.asarray([1, 0, 1]), b]                                 ; (3,4) i[0,3,1]
 jax.vmap(lambda x, i: x[i])(a, b)                            ; (3,5) i[0,2,3]
 nn.one_hot(LABELS, 3) * a                                    ; (3,3)
 # reductions and products

@@ -55,6 +55,7 @@ TABLE = """
 2 a[1:, ::2] * a[0, -1]                             ; (3,4)
 1 a[:, b] + a[b, c]                                 ; (3,3) i3(3) i3(3)
 1 torch.take_along_dim(a, b, 1)                     ; (3,4) i4(3,1)
+1 a[b % 3].square().sum()                           ; (4) i[5,-1,2]
 1 a[a > 0]                                          ; (3,4)
 1 torch.where(a > 0, a * b, b.exp())                ; (3,4) (4)
 1 a.masked_fill(a < 0, 2.0) * a                     ; (3,4)
@@ -235,6 +236,12 @@ def test_captured_tensors_without_requires_grad_are_not_differentiated():
     scale = torch.linspace(1.0, 2.0, 4, dtype=torch.float64)
     found = checked(lambda x: x * scale, X)
     assert found.inputs == ("x",) and found.lines(1) == ["x̄ = ȳ ⊙ scale"]
+
+
+def test_an_array_that_is_no_argument_is_not_written_by_the_name_of_an_argument():
+    f = lambda x, y: x[:3] * (y + 1) + x[1:] * y.double()
+    found = checked(f, X, torch.tensor([2, 0, 1]))
+    assert found.lines(0) == ["f = y ⊙ x[1:] + c ⊙ x[:3]"]
 
 
 def test_gates_that_a_cell_writes_in_place_read_as_by_hand():

@@ -184,11 +184,6 @@ def scale(coefficient: Any, x: Expr) -> Expr:
     return product([(x, range(x.rank))], range(x.rank), x.shape, coefficient)
 
 
-def broadcast_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
-    """Returns the shape to which NumPy broadcasts the given shapes."""
-    return tuple(np.broadcast_shapes(*map(tuple, shapes)))
-
-
 def times(*factors: Expr) -> Expr:
     """Returns the elementwise product, broadcast as in NumPy."""
     rank = max(f.rank for f in factors)
@@ -356,7 +351,7 @@ def _without_common(terms: list[Expr], shape: tuple[int, ...]) -> Expr:
 
 def plus(*terms: Expr) -> Expr:
     """Returns the sum, broadcast as in NumPy."""
-    shape = broadcast_shape(*(t.shape for t in terms))
+    shape = np.broadcast_shapes(*(t.shape for t in terms))
     return add([broadcast(t, shape) for t in terms])
 
 
@@ -370,7 +365,7 @@ def apply(name: str, /, *of: Any, kind: str = "", **attributes: Any) -> Expr:
     """
     args = [*map(lifted, of)]
     kind = kind or widest(REAL, *(a.kind for a in args))
-    shape = broadcast_shape(*(a.shape for a in args))
+    shape = np.broadcast_shapes(*(a.shape for a in args))
     args = [broadcast(a, shape) for a in args]
     kept = sorted(set().union(*map(varying, args)))
     if len(kept) == len(shape):

@@ -59,3 +59,10 @@ def test_a_derivation_returns_the_cotangents_of_the_differentiated_inputs(gt):
     assert found.agrees_with(right)
     with pytest.raises(GradtoolsError, match="returned 2 values; one is expected for each of x̄"):
         found.agrees_with(lambda A, x, ct: (None, right(A, x, ct)))
+
+
+def test_a_derivation_of_order_two_returns_the_derivatives_of_s(gt):
+    x = array(gt, 0.5, 1.5)
+    found = gt.formula(lambda x: x**3, x, order=2)
+    assert found.agrees_with(lambda x, ct, u: (6 * ct * x * u, 3 * u * x**2))
+    assert not found.agrees_with(lambda x, ct, u: (3 * ct * x**2, 3 * u * x**2))

@@ -298,6 +298,12 @@ def test_a_formula_that_differs_from_autograd_is_not_shown(wrong, monkeypatch):
         gt.formula(lambda x: x.sin(), X)
 
 
+def test_points_at_which_another_branch_runs_are_left_out():
+    f = lambda x: x * 2 if x.sum() > 0.3999 else x * 3
+    found = gt.formula(f, X)
+    assert found.lines(0) == ["y = 2 x"] and "at the arguments and" in str(found.check)
+
+
 def test_what_cannot_be_compared_is_refused():
     with pytest.raises(GradtoolsError, match="no value of f is finite"):
         gt.formula(lambda x: x.log(), -torch.ones(3))

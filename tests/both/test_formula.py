@@ -120,6 +120,10 @@ FUNCTIONS: dict[str, Written] = {
     "quadratic form": Written(lambda gt, A, x: x @ (A @ x) / 2, (real(4, 4), real(4))),
     "softmax": Written(lambda gt, z: softmax(gt, z), (real(4, 3),)),
     "cross entropy": Written(cross_entropy, (real(4, 3), LABELS)),
+    "classifier": Written(
+        lambda gt, X, W, b, y: cross_entropy(gt, X @ gt.xp.matrix_transpose(W) + b, y),
+        (real(4, 5), real(3, 5), real(3), LABELS),
+    ),
     "logsumexp": Written(
         lambda gt, x: gt.xp.log(gt.xp.sum(gt.xp.exp(x - gt.xp.max(x)))) + gt.xp.max(x), (real(4),)
     ),
@@ -196,6 +200,9 @@ TEXTBOOK = {
     "quadratic form": ["Ā = L̄ x xᵀ / 2", "x̄ = L̄ (Aᵀ x + z) / 2"],
     "softmax": ["z̄ = Y ⊙ (Ȳ - Σⱼ (Ȳ ⊙ Y))"],
     "cross entropy": ["Z̄ = L̄ (softmaxⱼ(Z) - onehot(y)) / 4"],
+    "classifier": [
+        *("Z̄ = L̄ (softmaxⱼ(Z) - onehot(y)) / 4", "X̄ = Z̄ W", "W̄ = Z̄ᵀ X", "b̄ = Σᵢ Z̄"),
+    ],
     "logsumexp": ["x̄ = L̄ softmax(x)"],
     "complex affine": ["W̄ = ȳ Iᴴ", "Ī = Wᴴ ȳ", "b̄ = ȳ"],
     "complex in parts": [
@@ -276,6 +283,7 @@ PROGRAMS = {
     "layer": ["Y = X Wᵀ + b"],
     "perceptron": ["Z = X W + b", "H = tanh(Z)", "z = H v", "L = mean(z²)"],
     "cross entropy": ["L = -⟨Z - logsumexpⱼ(Z), onehot(y)⟩ / 4"],
+    "classifier": ["Z = X Wᵀ + b", "L = -⟨Z - logsumexpⱼ(Z), onehot(y)⟩ / 4"],
     "ridge": ["z = X w - y", "L = mean(z²) + ‖w‖² / 10"],
     "layer norm": ["N = standardizeᵢ(X)", "Y = γ ⊙ N + β"],
     "attention": ["Z = Q Kᵀ", "P = softmaxⱼ(Z / 2)", "Y = P V"],

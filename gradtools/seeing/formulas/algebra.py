@@ -292,7 +292,10 @@ def add(terms: Sequence[Expr]) -> Expr:
     if len(terms) == 1:
         return terms[0]
     shape = terms[0].shape
-    gathered = _gather([t for term in terms for t in summands(term)])
+    gathered = _gather(terms)
+    opened = _gather([t for term in terms for t in summands(term)])
+    if len(opened) < len(gathered) or len(opened) < sum(len(summands(t)) for t in terms):
+        gathered = opened
     if not gathered:
         return full(0.0, shape)
     cores = [scale(c, core) for core, c in gathered.items()]

@@ -387,10 +387,13 @@ def power(x: Expr, exponent: float) -> Expr:
     constant = expressions.constant_of(x)
     if constant is not None and (constant != 0 or exponent > 0):
         return full(constant**exponent, x.shape)
-    if x.op == "power" and exponent.is_integer():
+    whole = exponent.is_integer()
+    if x.op == "power" and whole:
         return power(x.args[0], x["exponent"] * exponent)
-    if x.op == "einsum" and x.args and not contracts(x) and exponent.is_integer():
-        return with_factors(x, [power(f, exponent) for f in x.args], x["coefficient"] ** exponent)
+    if x.op == "einsum" and x.args and not contracts(x):
+        c = x["coefficient"]
+        if whole or (not isinstance(c, complex) and c > 0 and len(x.args) == 1):
+            return with_factors(x, [power(f, exponent) for f in x.args], c**exponent)
     return apply("power", x, exponent=exponent)
 
 
@@ -424,6 +427,9 @@ def _part(x: Expr, which: int) -> Expr:
     """Returns the real (0) or imaginary (1) part."""
     if not x.is_complex:
         return (x, full(0.0, x.shape))[which]
+    c = x.get("coefficient", 1j)  # of a product
+    if not isinstance(c, complex) and sum(f.is_complex for f in x.args) == 1:
+        return with_factors(x, [_part(f, which) if f.is_complex else f for f in x.args], c)
     return apply(("Re", "Im")[which], x, kind=REAL)
 
 

@@ -161,8 +161,12 @@ _entrywise("where", np.where, _pull_where, form=_write_where)
 
 
 def where(c: Expr, a: Any, b: Any) -> Expr:
-    """Selects a where c is true, else b."""
+    """Selects a where c is true, else b; returns a or b alone if c is constant."""
     c, a, b = c if c.kind == expressions.BOOLEAN else indicator(c, 0, "!="), lifted(a), lifted(b)
+    mask = c["value"].array if c.op == "array" else None
+    if mask is not None and mask.all() == mask.any():
+        shape = np.broadcast_shapes(c.shape, a.shape, b.shape)
+        return algebra.broadcast(a if mask.all() else b, shape)
     return apply("where", c, a, b, kind=expressions.widest(a.kind, b.kind))
 
 

@@ -238,10 +238,10 @@ def test_captured_tensors_without_requires_grad_are_not_differentiated():
     assert found.inputs == ("x",) and found.lines(1) == ["x̄ = ȳ ⊙ scale"]
 
 
-def test_an_array_that_is_no_argument_is_not_written_by_the_name_of_an_argument():
+def test_arithmetic_of_integer_arguments_is_written_out():
     f = lambda x, y: x[:3] * (y + 1) + x[1:] * y.double()
     found = checked(f, X, torch.tensor([2, 0, 1]))
-    assert found.lines(0) == ["f = c ⊙ x[:3] + y ⊙ x[1:]"]
+    assert found.lines(0) == ["f = x[:3] ⊙ (y + 1) + y ⊙ x[1:]"]
 
 
 def test_gates_that_a_cell_writes_in_place_read_as_by_hand():

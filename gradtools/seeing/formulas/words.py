@@ -20,7 +20,15 @@ import numpy as np
 
 from gradtools.seeing.formulas import algebra, expressions, operations
 from gradtools.seeing.formulas.algebra import apply, broadcast
-from gradtools.seeing.formulas.expressions import BOOLEAN, INTEGER, REAL, Expr, constant_of, order
+from gradtools.seeing.formulas.expressions import (
+    BOOLEAN,
+    INTEGER,
+    REAL,
+    Expr,
+    constant_of,
+    lifted,
+    order,
+)
 from gradtools.seeing.formulas.operations import FUNCTIONS, along
 from gradtools.seeing.formulas.patterns import named
 
@@ -112,9 +120,7 @@ WORDS: dict[str, Callable[..., Any]] = {
     "transpose": algebra.transpose,
     "reshape": algebra.reshape,
     "broadcast": broadcast,
-    **dict.fromkeys(
-        ("update", "fill"), lambda x, value: broadcast(expressions.lifted(value), x.shape)
-    ),
+    **dict.fromkeys(("update", "fill"), lambda x, value: broadcast(lifted(value), x.shape)),
     "zero": lambda x: expressions.full(0.0, x.shape),
     "slice": operations.sliced,
     "split": operations.split,
@@ -131,6 +137,8 @@ WORDS: dict[str, Callable[..., Any]] = {
 }
 
 Like = tuple[Sequence[int], str]  # the shape and the kind of a result
+_WRAPS: dict[str, Callable[..., Any]] = {"where": np.where, "remainder": np.remainder}
+_CLOSED = ("add", "subtract", "multiply", "negate", "sum")  # these map integers to integers
 _BRANCHED = ("power", "sqrt", "rsqrt", "log", "log1p")  # these functions differ for x and x + 0i
 
 
@@ -145,16 +153,34 @@ def made(name: str, operands: Sequence[Expr], attributes: Mapping[str, Any]) -> 
     return WORDS[name](*bound.args, **bound.kwargs)
 
 
+def _unwrapped(
+    name: str, xs: Sequence[Expr], value_of: Callable[[Expr], np.ndarray]
+) -> Expr | None:
+    """Returns i of where(i < 0, i + n, i) or i % n, if all are within bounds in this run."""
+    i = xs[2] if name == "where" else xs[0] if name == "remainder" else None
+    if i is None or any(x.op == "placeholder" and x.is_inexact for x in order(xs)):
+        return None
+    condition, index = (x.args[0] if algebra.is_wrapper(x) else x for x in (xs[0], i))
+    if name == "where" and condition is not operations.indicator(index, 0, "<"):
+        return None
+    return i if np.array_equal(value_of(i), _WRAPS[name](*map(value_of, xs))) else None
+
+
 def translated(
     name: str,
     operands: Sequence[Expr],
     attributes: Mapping[str, Any],
     likes: Sequence[Like],
+    value_of: Callable[[Expr], np.ndarray],
 ) -> list[Expr | None] | None:
     """Returns the results of an operation; None if the vocabulary lacks one of them.
 
     An integer result without a word, such as the places of a maximum, is None.
+
+    value_of: Computes an operand's numbers in this run.
     """
+    if [kind for _, kind in likes] == [INTEGER] and (i := _unwrapped(name, operands, value_of)):
+        return [i]
     if name not in _BRANCHED:
         operands = [x.args[0] if x.op == "cast" and x.is_complex else x for x in operands]
     attributes = {k: v for k, v in attributes.items() if k != "dtype" or name == "cast"}
@@ -166,9 +192,10 @@ def translated(
     if any(kind in (REAL, expressions.COMPLEX) for _, kind in more):
         return None
     for x, (shape, kind) in zip(results, likes, strict=True):
+        counts = kind == BOOLEAN or (kind == INTEGER and name not in _CLOSED)
         if x is None or x.shape != tuple(shape):
             return None
-        if kind in (BOOLEAN, INTEGER) and x.is_inexact and constant_of(x) is None:
+        if counts and x.is_inexact and constant_of(x) is None:
             return None
     return [*results, *[None] * len(more)]
 
@@ -178,31 +205,16 @@ def fitted(x: Expr, like: Like) -> Expr:
     shape, kind = like
     x = named(x)
     x = x if x.shape == tuple(shape) else broadcast(x, tuple(shape))
-    plain = kind != expressions.COMPLEX or x.is_complex or constant_of(x) is not None
-    return x if plain else apply("cast", x, kind=kind, to=kind)
+    plain = kind not in (expressions.COMPLEX, INTEGER) or x.is_complex or constant_of(x) is not None
+    return x if plain or x.kind in (kind, BOOLEAN) else apply("cast", x, kind=kind, to=kind)
 
 
-def constant(value: Any, integers: Mapping[Expr, np.ndarray] | None = None) -> Expr:
-    """Returns the expression of a known number or array.
-
-    integers: The numbers of f's integer arguments. An array with the numbers of an argument, such
-        as labels in another shape, is written by the name of the argument.
-    """
+def constant(value: Any) -> Expr:
+    """Returns the expression of a captured number or array."""
     value = np.asarray(value)
-    if not value.ndim and value.dtype.kind != "b":
-        return expressions.full(value[()], ())
-    x = expressions.array(value)
-    for p, known in (integers or {}).items():
-        if p.rank and x.op == "array" and np.array_equal(value.ravel(), known.ravel()):
-            return algebra.reshape(p, value.shape)
-    return x
-
-
-def is_known(x: Expr) -> bool:
-    """Returns whether x depends on integer arguments at most, so that its numbers are known."""
-    if x.is_constant or x.is_inexact:
-        return x.is_constant
-    return not any(p.op == "placeholder" and p.is_inexact for p in order([x]))
+    if value.ndim or value.dtype.kind == "b":
+        return expressions.array(value)
+    return expressions.full(value[()], ())
 
 
 def has_opaque_part(results: Sequence[Expr], operands: Sequence[Expr]) -> bool:

@@ -1,10 +1,10 @@
 """`formula` in JAX: one run of f as expressions, and the derivatives that it is compared with.
 
-f's jaxpr is translated equation by equation. Values that do not depend on floating or complex
-arguments are computed at once. An equation is translated by the graph's name and attributes
-(`operands.py`) if the vocabulary has them; otherwise it becomes an opaque operation. Loops,
-branches, functions with custom rules, and JAX functions with an opaque part do as well: the name
-`solve` is more readable than its LU factors. A random draw is a constant.
+f's jaxpr is translated equation by equation. Values that do not depend on the arguments are
+computed at once. An equation is translated by the graph's name and attributes (`operands.py`) if
+the vocabulary has them; otherwise it becomes an opaque operation. Loops, branches, functions with
+custom rules, and JAX functions with an opaque part do as well: the name `solve` is more readable
+than its LU factors. A random draw is a constant.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from gradtools.jax._upstream import Literal
 from gradtools.jax.jaxprs import function_name, is_chunk
 from gradtools.rules import replaced_at
 from gradtools.seeing.formulas.algebra import reshape
-from gradtools.seeing.formulas.expressions import Expr, kind_of, order, placeholder
+from gradtools.seeing.formulas.expressions import Expr, evaluate, kind_of, order, placeholder
 from gradtools.seeing.formulas.opaque import OpaqueFunction, by_name
 from gradtools.seeing.formulas.operations import picked, sliced, take_along
 from gradtools.seeing.formulas.reverse_mode import Recorded
@@ -83,29 +83,27 @@ class _Translator:
         self.inputs: list[Expr] = []
         self.held: dict[Expr, Any] = {}  # the captured arrays
         self.dtypes: set[str] = set()  # the dtypes of floating and complex results
-        self.integers: dict[Expr, np.ndarray] = {}  # the arguments that are constants of this run
+        self._leaves: dict[Expr, Any] = {}  # of the arguments
 
     def leaf(self, name: str, x: Any) -> Entry:
-        """Returns the entry of an argument's leaf; an integer leaf or random key is known."""
-        numbers = jax.random.key_data(x) if _is_key(x) else x
-        self.inputs.append(placeholder(name, numbers.shape, kind_of(numbers.dtype)))
-        return self._entry(self.inputs[-1], x)
+        """Returns the entry of an argument's leaf; a random key is an input and its own entry."""
+        if _is_key(x):
+            self.inputs.append(placeholder(name, jax.random.key_data(x).shape, "integer"))
+            return x
+        self.inputs.append(placeholder(name, x.shape, kind_of(x.dtype)))
+        self._leaves[self.inputs[-1]] = x
+        return self.inputs[-1]
 
     def captured(self, x: Any, name: str = "") -> Entry:
-        """Returns the entry of a captured array; it has a name if it is inexact or named."""
-        if _is_key(x) or not (name or jnp.issubdtype(x.dtype, jnp.inexact)):
+        """Returns a placeholder for a captured array that is inexact or named, else the array."""
+        if _is_key(x) or x.dtype == np.uint32:
             return x
+        if not (name or jnp.issubdtype(x.dtype, jnp.inexact)):
+            return np.asarray(x)
         known = (p for p, held in self.held.items() if held is x)
         p = next(known, None) or placeholder(name, x.shape, kind_of(x.dtype))
         self.held[p] = x
-        return self._entry(p, x)
-
-    def _entry(self, p: Expr, x: Any) -> Entry:
-        if p.is_inexact:
-            return p
-        if not _is_key(x):
-            self.integers[p] = np.asarray(x)
-        return x
+        return p
 
     def expr(self, entry: Entry) -> Expr:
         """Returns the entry as an expression."""
@@ -113,7 +111,12 @@ class _Translator:
             return entry
         value = np.asarray(entry)
         floating = jnp.issubdtype(value.dtype, jnp.floating)
-        return constant(value.astype(np.float64) if floating else value, self.integers)
+        return constant(value.astype(np.float64) if floating else value)
+
+    def value_of(self, x: Expr) -> np.ndarray:
+        """Returns the numbers of an expression in this run."""
+        known = self._leaves | self.held
+        return evaluate([x], {p: known[p] for p in order([x]) if p.op == "placeholder"})[0]
 
     # Equations.
 
@@ -125,6 +128,9 @@ class _Translator:
     def _step(self, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
         """Translates one equation."""
         name = eqn.primitive.name
+        if name in _OF_KEYS:  # random-key arithmetic is computed at the leaves
+            key_of = lambda e: self.value_of(e).astype(np.uint32) if isinstance(e, Expr) else e
+            entries = [*map(key_of, entries)]
         if name in (*jaxprs.CALLS, *jaxprs.RULED):
             return self._call(eqn, entries)
         known = [e for e in entries if not isinstance(e, Expr)]
@@ -147,30 +153,36 @@ class _Translator:
         places, exponents = operands.operands_of(eqn)
         xs = [*map(self.expr, entries)]
         if eqn.primitive.name == "gather":
-            known = not isinstance(entries[1], Expr)
-            result = self._gathered(eqn, xs[0], np.asarray(entries[1])) if known else None
+            result = self._gathered(eqn, *xs)
             return None if result is None else [result]
         xs = [*(xs[i] for i in places), *(constant(float(n)) for n in exponents)]
         likes, attributes = [*map(_like, eqn.outvars)], operands.attributes_of(eqn)
-        return translated(operands.name_of(eqn), xs, attributes, likes)
+        return translated(operands.name_of(eqn), xs, attributes, likes, self.value_of)
 
-    def _gathered(self, eqn: Any, x: Expr, known: np.ndarray) -> Expr | None:
+    def _gathered(self, eqn: Any, x: Expr, indices: Expr) -> Expr | None:
         """Translates x[i], take_along_axis and x[arange(n), i]; None for other gathers."""
-        d, sizes = eqn.params["dimension_numbers"], np.array(eqn.params["slice_sizes"])
-        axes, batched = [*d.start_index_map], tuple(d.operand_batching_dims)
-        if not np.all((known >= 0) & (known <= np.array(x.shape)[axes] - sizes[axes])):
+        d, known = eqn.params["dimension_numbers"], self.value_of(indices)
+        axes, batched = tuple(d.start_index_map), tuple(d.operand_batching_dims)
+        sizes = np.array(eqn.params["slice_sizes"])
+        limits = np.array(x.shape)[[*axes]] - sizes[[*axes]]
+        if not indices.rank or not np.all((known >= 0) & (known <= limits)):
             return None
-        if known.ndim == 1:
+        if indices.is_constant and indices.rank == 1:
             start = np.zeros(x.rank, int)
-            start[axes] = known
+            start[[*axes]] = known
             return reshape(sliced(x, start=start, limit=start + sizes), eqn.outvars[0].aval.shape)
         if d.offset_dims:
             return None
         if len(axes) == 1 and batched == tuple(d.start_indices_batching_dims):
-            i, rank = self.expr(known[..., 0]), len(batched) + 1
+            i, rank = reshape(indices, indices.shape[:-1]), len(batched) + 1
             return take_along(x, i, axis=axes[0]) if rank == x.rank == i.rank else None
-        counts = known.shape == (x.shape[0], 2) and np.array_equal(known[:, 0], range(x.shape[0]))
-        return picked(x, self.expr(known[:, 1])) if counts and axes == [0, 1] else None
+        if batched or axes != (0, 1) or indices.op != "output" or known.shape != (x.shape[0], 2):
+            return None
+        rows = indices.args[0].args  # the operands of concatenate; the iota is not an operand
+        counts = known[:, 0].tolist() == [*range(x.shape[0])] and len(rows) == 1
+        if not counts or self.value_of(rows[0]).ravel().tolist() != known[:, 1].tolist():
+            return None
+        return picked(x, reshape(rows[0], (x.shape[0],)))
 
     def _fitted(self, eqn: Any, results: Sequence[Any]) -> list[Entry]:
         dtypes = [var.aval.dtype for var in eqn.outvars]
@@ -181,10 +193,8 @@ class _Translator:
         """Translates an equation to an opaque operation; known integers are part of its kernel."""
 
         def is_shown(e: Entry) -> bool:
-            if isinstance(e, Expr) or _is_key(e):
-                return isinstance(e, Expr)
-            is_plain = not np.ndim(e) or bool(jnp.issubdtype(e.dtype, jnp.inexact))
-            return is_plain or not self.expr(e).is_constant
+            is_number = not (isinstance(e, Expr) or np.ndim(e) or _is_key(e))
+            return is_number or isinstance(e, Expr) or bool(jnp.issubdtype(e.dtype, jnp.inexact))
 
         shown = [k for k, e in enumerate(entries) if is_shown(e)]
         avals = [eqn.invars[k].aval for k in shown]
@@ -206,13 +216,13 @@ class _Translator:
         name = str(eqn.params.get("name") or function_name(jaxpr))
         name = name.lstrip("_").rpartition(".")[2] or eqn.primitive.name
         given = [e for e in entries if isinstance(e, Expr)]
-        if own and (name == "one_hot" or (name == "logaddexp" and given)):
+        own = own and bool(given)
+        if own and name in ("one_hot", "logaddexp"):
             attributes = {"size": eqn.outvars[0].aval.shape[-1]} if name == "one_hot" else {}
             xs, likes = [*map(self.expr, entries)], [*map(_like, eqn.outvars)]
-            results = translated(name, xs, attributes, likes)
+            results = translated(name, xs, attributes, likes, self.value_of)
             if results is not None:
                 return self._fitted(eqn, results)
-        own = own and bool(given)
         plain = own and eqn.primitive.name == "custom_jvp_call"
         if jaxprs.is_ruled(eqn) and not plain and not is_chunk(jaxpr):
             return self._named(eqn, entries, name)
@@ -227,6 +237,7 @@ _RULES = tuple(
     f"gradtools_{name}" for name in ("primal", "evaluation", "value", "tangent", "cotangent")
 )
 _LEAVING = ("pure_callback", "io_callback", "debug_callback", "gradtools_kernel")
+_OF_KEYS = ("random_wrap", "random_seed", "random_fold_in", "random_bits", "threefry2x32")
 
 
 def _bound(eqn: Any, values: Sequence[Any]) -> list[Any]:

@@ -21,11 +21,12 @@ import torch
 from gradtools.backend import Backend
 from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import call_if_kept
-from gradtools.seeing.formulas import algebra, expressions, words
-from gradtools.seeing.formulas.expressions import Expr, kind_of, order
+from gradtools.seeing.formulas import algebra, expressions
+from gradtools.seeing.formulas.expressions import Expr, evaluate, kind_of, order
 from gradtools.seeing.formulas.opaque import OpaqueFunction, by_name
 from gradtools.seeing.formulas.operations import picked, stop
 from gradtools.seeing.formulas.reverse_mode import Recorded
+from gradtools.seeing.formulas.words import constant, fitted, has_opaque_part, made, translated
 from gradtools.seeing.graphs.program import LeafProgram
 from gradtools.seeing.torch import _upstream as private
 from gradtools.seeing.torch.operands import SAME, AtenCall
@@ -57,7 +58,7 @@ def formula_graph(program: LeafProgram) -> Recorded:
         def run() -> list[Expr]:
             with PlainAttention():  # attention as a softmax between two products
                 ys = program.run(xs)
-            return [*map(recorder.expr, ys)]
+            return [recorder.of(y) if isinstance(y, Tensor) else constant(y) for y in ys]
 
         with plainly():  # without recomputation
             outputs = recorder.run(run)
@@ -144,7 +145,6 @@ class _FormulaRecorder(Recorder[Expr]):
         super().__init__(undo)
         self.backend = backend
         self.leaves: dict[Expr, Tensor] = {}  # leaves of arguments, and captured leaves
-        self.integers: dict[Expr, np.ndarray] = {}  # the leaves that are constants of this run
         self.dtypes: set[str] = set()  # the dtypes of floating and complex results
 
     # Calls.
@@ -159,7 +159,7 @@ class _FormulaRecorder(Recorder[Expr]):
             out = apply_(*args, **kwargs)
         outs = [*tensors_in(out)]
         values: Values = [self.constant(y) for y in outs]
-        if not all(map(words.is_known, given)):
+        if not all(x.is_constant for x in given):
             values = self.named(name, (kind.apply, args, kwargs), given, outs)
         self._note(outs, values)
         return out
@@ -173,7 +173,7 @@ class _FormulaRecorder(Recorder[Expr]):
         if not name or not plain or kwargs or upstream.peek_interpreter_stack() is not None:
             return fun(*args, **kwargs)
         xs = [self.of(x) for x in tensors]
-        value = None if all(map(words.is_known, xs)) else words.made(name, xs, about)
+        value = None if all(x.is_constant for x in xs) else made(name, xs, about)
         if value is None:
             return fun(*args)
         with self.silent():
@@ -190,9 +190,7 @@ class _FormulaRecorder(Recorder[Expr]):
         if call.raw == "copy_" and view_of(call.args[0]) == view_of(call.args[1]):
             return call.run()  # the end of y[0] += 1
         given = [self.of(x) for x in tensors_in([call.args, call.kwargs])]
-        operands = [
-            self.of(x) if isinstance(x, Tensor) else words.constant(x) for x in call.operands()
-        ]
+        operands = [self.of(x) if isinstance(x, Tensor) else constant(x) for x in call.operands()]
         writes = self.keep_written(call)
         out = call.run()
         made = [y for y in tensors_in(out) if not any(y is x for x in writes)]
@@ -202,13 +200,13 @@ class _FormulaRecorder(Recorder[Expr]):
         key = call.raw.rstrip("_")
         name, attributes = call.said(out)
         seeded = torch.Tag.nondeterministic_seeded in call.func.tags
-        if key in (*_DRAWS, *NO_DATA) or all(map(words.is_known, given)):
+        if key in (*_DRAWS, *NO_DATA) or all(x.is_constant for x in given):
             values = [self.constant(y) for y in outs]
         elif key in READINGS:
             values = READINGS[key](self, call, attributes, *operands)
         else:
             likes = [*map(_like, outs)]
-            values = words.translated(name, operands, attributes, likes)
+            values = translated(name, operands, attributes, likes, self.value_of)
         if values is None and seeded:  # a later call would draw other numbers
             raise GradtoolsError(
                 f"formula: {name} draws random numbers while it computes. Pass them as an argument."
@@ -240,7 +238,7 @@ class _FormulaRecorder(Recorder[Expr]):
             results = [self.of(y) for y in tensors_in(out)]
         except Exception:  # the decomposition may raise for arguments that the operation accepts
             return None
-        opaque = out is NotImplemented or words.has_opaque_part(results, given)
+        opaque = out is NotImplemented or has_opaque_part(results, given)
         return None if opaque else (out, [])
 
     def named(
@@ -265,16 +263,10 @@ class _FormulaRecorder(Recorder[Expr]):
 
     # Values of tensors.
 
-    def expr(self, x: Any) -> Expr:
-        """Returns the expression of a tensor or number."""
-        return self.of(x) if isinstance(x, Tensor) else words.constant(x)
-
     def new(self, x: Any, name: str = "") -> Expr:
         """Creates a value."""
         value = expressions.placeholder(name, *_like(x))
         self.leaves[value] = x
-        if not is_inexact(x):
-            self.integers[value] = _numbers(x)
         return value
 
     def met(self, x: Tensor) -> Expr:
@@ -302,14 +294,20 @@ class _FormulaRecorder(Recorder[Expr]):
     def constant(self, x: Tensor) -> Expr:
         """Returns a constant with the tensor's contents."""
         with self.silent():
-            return words.constant(_numbers(x), self.integers)
+            return constant(_numbers(x))
+
+    def value_of(self, x: Expr) -> np.ndarray:
+        """Returns the numbers of an expression in this run."""
+        leaves = [p for p in order([x]) if p.op == "placeholder"]
+        with self.silent():
+            return evaluate([x], {p: _numbers(self.leaves[p]) for p in leaves})[0]
 
     def _note(self, outs: Sequence[Tensor], values: Values, written: bool = False) -> None:
         """Gives tensors new values, which have no derivative if the user's grad mode is off."""
         for y, value in zip(outs, values, strict=False):
             if value is None:
                 continue
-            value = words.fitted(value, _like(y))
+            value = fitted(value, _like(y))
             is_off = is_inexact(y) and not self.rules and not torch.is_grad_enabled()
             if is_inexact(y):
                 self.dtypes.add(like(y)[1])
@@ -344,7 +342,7 @@ def _nll(
     recorder: _FormulaRecorder, call: AtenCall, about: Any, x: Expr, target: Expr, *weight: Expr
 ) -> Values | None:
     """Returns -x[t] of each row; weights and ignored labels are not supported."""
-    if weight or (_numbers(call.given["target"]) == call.given["ignore_index"]).any():
+    if weight or (recorder.value_of(target) == call.given["ignore_index"]).any():
         return None
     losses = -picked(x, target)
     return [(losses, algebra.mean(losses), algebra.total(losses))[call.given["reduction"]], None]

@@ -78,7 +78,7 @@ _COMMANDS: dict[str, tuple[str, str, str, tuple[str, ...]]] = {  # target, help,
     ),
     "formula": (
         *("seeing.commands:print_formula", "write a function and its gradient as mathematics"),
-        *("mymodule:loss --shapes 3x4,3 -o loss.tex", (*_OF_FUNCTION, "--order", "--out")),
+        *("mymodule:loss --shapes 3x4,3 --order 2", (*_OF_FUNCTION, "--order")),
     ),
 }
 _STATUS = "Exit status 0 for success, 1 if a check fails, 2 if it could not be run."

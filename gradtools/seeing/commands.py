@@ -7,9 +7,7 @@ from pathlib import Path
 
 from gradtools.command_inputs import inputs_of
 from gradtools.errors import GradtoolsError
-from gradtools.seeing.formulas import Formula
-from gradtools.seeing.formulas.derivation import FORMS as FORMULA_FORMS
-from gradtools.seeing.graphs.gradient_graphs import FORMS, Graph
+from gradtools.seeing.graphs.gradient_graphs import FORMS
 
 
 def print_why_zero(options: argparse.Namespace) -> int:
@@ -20,26 +18,21 @@ def print_why_zero(options: argparse.Namespace) -> int:
     return 1 if report else 0
 
 
-def print_graph(options: argparse.Namespace) -> int:
-    """Prints or writes the graph of a function with its gradients."""
-    return _print_or_write(options, "gradient_graph", tuple(FORMS))
-
-
 def print_formula(options: argparse.Namespace) -> int:
-    """Prints or writes a function's formula."""
-    return _print_or_write(options, "formula", tuple(FORMULA_FORMS))
+    """Prints a function's formula."""
+    f, args, gt = inputs_of(options)
+    print(gt.formula(f, *args, order=options.order, argnums=tuple(options.argnums)))
+    return 0
 
 
-def _print_or_write(options: argparse.Namespace, operator: str, suffixes: tuple[str, ...]) -> int:
-    """Prints a graph or formula, or writes it to a file, whose name is checked first."""
+def print_graph(options: argparse.Namespace) -> int:
+    """Prints the graph of a function, or writes it to a file, whose name is checked first."""
     out = options.out
     suffix = Path(out).suffix.lower() if out is not None else ""
-    if out is not None and suffix not in suffixes:
-        raise GradtoolsError(f"-o {out}: no form for {suffix!r}; expected {', '.join(suffixes)}.")
+    if out is not None and suffix not in FORMS:
+        raise GradtoolsError(f"-o {out}: no form for {suffix!r}; expected {', '.join(FORMS)}.")
     f, args, gt = inputs_of(options)
-    drawn: Graph | Formula = getattr(gt, operator)(
-        f, *args, order=options.order, argnums=tuple(options.argnums)
-    )
+    drawn = gt.gradient_graph(f, *args, order=options.order, argnums=tuple(options.argnums))
     if out is None:
         print(drawn)
         return 0

@@ -8,7 +8,6 @@ import torch
 import torch.nn.functional as F
 
 import gradtools.torch as gt
-from gradtools import GradtoolsError
 from gradtools.seeing.formulas.expressions import evaluate, full
 from gradtools.seeing.formulas.formulating import compared
 from gradtools.seeing.formulas.operations import DEFINITIONS
@@ -105,7 +104,7 @@ def test_latex_of_a_linear_layer():
 def test_an_array_that_the_program_holds_is_a_named_constant():
     found = gt.formula(lambda x: x * torch.tensor([1.0, 2.0, 3.0]), array(3))
     assert found.lines(1) == ["x̄ = ȳ ⊙ c"]
-    np.testing.assert_array_equal(found.evaluate([np.ones(3)]).gradients[0], [1.0, 2.0, 3.0])
+    assert found.agrees_with(lambda x, ct: ct * torch.tensor([1.0, 2.0, 3.0]))
 
 
 @pytest.mark.parametrize(
@@ -133,19 +132,3 @@ def test_the_transpose_of_a_batch_of_matrices_is_written_as_of_one():
 def test_one_over_a_zero_stays_in_the_formula():
     (value,) = evaluate([full(0.0, ()) ** -1.0], {})
     assert np.isinf(value)
-
-
-def test_what_does_not_fit_a_formula_is_refused():
-    found = gt.formula(linear, *LINEAR, argnums=(0, 1, 2))
-    with pytest.raises(GradtoolsError, match="4 arrays are needed"):
-        found.evaluate([np.ones(3)])
-    with pytest.raises(GradtoolsError, match=r"W has shape \(3, 4\)"):
-        found.evaluate([np.ones((4, 3)), np.ones(4), np.ones(3)])
-
-
-def test_a_choice_between_integers_holds_for_other_integers():
-    f = lambda x, y: x * torch.where(y > 2, 2 * y + 1, y)
-    found = gt.formula(f, array(3), torch.tensor([0, 1, 2]))
-    assert found.lines(0) == ["T = {2 y + 1 if y > 2; y otherwise}", "f = x ⊙ T"]
-    (value,) = found.evaluate([np.ones(3), np.array([2, 3, 4])]).outputs
-    np.testing.assert_array_equal(value, [2, 7, 9])

@@ -42,9 +42,9 @@ compare          ; (x < y) * x                         ; (x < y) * x
 compare          ; (x >= 0.7) * x                      ; (x >= 0.7) * x
 where            ; torch.where(x > y, x, 2 * y)        ; jnp.where(x > y, x, 2 * y)
 where            ; x.masked_fill(x > y, 2.0)           ; jnp.where(x > y, 2.0, x)
-logical_and      ; ((x > y) & (y > 0.7)) * x           ; ((x > y) & (y > 0.7)) * x
-logical_or       ; ((x > y) | (y > 0.7)) * x           ; ((x > y) | (y > 0.7)) * x
-logical_not      ; ~(x > y) * x                        ; ~(x > y) * x
+bitwise_and      ; ((x > y) & (y > 0.7)) * x           ; ((x > y) & (y > 0.7)) * x
+bitwise_or       ; ((x > y) | (y > 0.7)) * x           ; ((x > y) | (y > 0.7)) * x
+bitwise_not      ; ~(x > y) * x                        ; ~(x > y) * x
 negate           ; -x                                  ; -x
 exp              ; x.exp()                             ; jnp.exp(x)
 exp2             ; x.exp2()                            ; jnp.exp2(x)
@@ -142,7 +142,7 @@ BY_NAME = {
     **{name: getattr(np, name) for name in "arcsin arccos arctan arcsinh arccosh".split()},
     **{name: getattr(np, name) for name in "arctanh arctan2 hypot power logaddexp".split()},
     **{name: getattr(np, name) for name in "maximum minimum".split()},
-    **{name: getattr(np, name) for name in "logical_and logical_or logical_not".split()},
+    **{name: getattr(np, name) for name in "bitwise_and bitwise_or bitwise_not".split()},
     "erf": np.vectorize(math.erf),
     "erfc": np.vectorize(math.erfc),
     "cast": lambda x, dtype: x.astype(dtype),

@@ -15,6 +15,5 @@ returned, and derivations by hand with the framework's.
 
 from gradtools.seeing.formulas.derivation import Agreement as Agreement
 from gradtools.seeing.formulas.derivation import Formula as Formula
-from gradtools.seeing.formulas.derivation import Values as Values
 
-__all__ = ["Agreement", "Formula", "Values"]
+__all__ = ["Agreement", "Formula"]

@@ -184,11 +184,6 @@ def scale(coefficient: Any, x: Expr) -> Expr:
     return product([(x, range(x.rank))], range(x.rank), x.shape, coefficient)
 
 
-def broadcast_shape(*shapes: Sequence[int]) -> tuple[int, ...]:
-    """Returns the shape to which NumPy broadcasts the given shapes."""
-    return tuple(np.broadcast_shapes(*map(tuple, shapes)))
-
-
 def times(*factors: Expr) -> Expr:
     """Returns the elementwise product, broadcast as in NumPy."""
     rank = max(f.rank for f in factors)
@@ -359,7 +354,7 @@ def _without_common(terms: list[Expr], shape: tuple[int, ...]) -> Expr:
 
 def plus(*terms: Expr) -> Expr:
     """Returns the sum, broadcast as in NumPy."""
-    shape = broadcast_shape(*(t.shape for t in terms))
+    shape = np.broadcast_shapes(*(t.shape for t in terms))
     return add([broadcast(t, shape) for t in terms])
 
 
@@ -373,7 +368,7 @@ def apply(name: str, /, *of: Any, kind: str = "", **attributes: Any) -> Expr:
     """
     args = [*map(lifted, of)]
     kind = kind or widest(REAL, *(a.kind for a in args))
-    shape = broadcast_shape(*(a.shape for a in args))
+    shape = np.broadcast_shapes(*(a.shape for a in args))
     args = [broadcast(a, shape) for a in args]
     kept = sorted(set().union(*map(varying, args)))
     if len(kept) == len(shape):
@@ -382,26 +377,24 @@ def apply(name: str, /, *of: Any, kind: str = "", **attributes: Any) -> Expr:
     return broadcast(inner, shape, kept)
 
 
-def power(x: Expr, exponent: Any) -> Expr:
-    """Raises x to a constant power, elementwise."""
-    exponent = tidy(exponent)
+def power(x: Expr, exponent: float) -> Expr:
+    """Raises x to a constant real power, elementwise."""
+    exponent = float(exponent)
     if exponent == 1:
         return x
     if exponent == 0:
         return full(1.0, x.shape)
     constant = expressions.constant_of(x)
-    negative = isinstance(exponent, complex) or exponent < 0
-    if constant is not None and (constant != 0 or not negative):
+    if constant is not None and (constant != 0 or exponent > 0):
         return full(constant**exponent, x.shape)
-    whole = not isinstance(exponent, complex) and float(exponent).is_integer()
+    whole = exponent.is_integer()
     if x.op == "power" and whole:
         return power(x.args[0], x["exponent"] * exponent)
     if x.op == "einsum" and x.args and not contracts(x):
         c = x["coefficient"]
         if whole or (not isinstance(c, complex) and c > 0 and len(x.args) == 1):
             return with_factors(x, [power(f, exponent) for f in x.args], c**exponent)
-    kind = expressions.COMPLEX if isinstance(exponent, complex) else ""
-    return apply("power", x, kind=kind, exponent=exponent)
+    return apply("power", x, exponent=exponent)
 
 
 # --- parts of complex numbers
@@ -417,9 +410,6 @@ def conj(x: Expr) -> Expr:
         return with_factors(x, map(conj, x.args), tidy(np.conj(x["coefficient"])))
     if x.op == "add":
         return add([conj(t) for t in x.args])
-    exponent = x["exponent"] if x.op == "power" else 0.5
-    if not isinstance(exponent, complex) and float(exponent).is_integer():
-        return power(conj(x.args[0]), exponent)
     return apply("conj", x)
 
 

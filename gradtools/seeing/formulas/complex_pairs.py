@@ -36,14 +36,14 @@ class ComplexPair:
 
 
 def in_complex_numbers(
-    gradients: Mapping[Expr, Expr | None], cotangents: Sequence[Expr]
+    inputs: Sequence[Expr], gradients: Mapping[Expr, Expr], cotangents: Sequence[Expr]
 ) -> list[tuple[ComplexPair, Expr | None]]:
     """Returns pairs of inputs with gradients in terms of pairs; the cotangents' pair is last.
 
     Inputs are paired if their names differ only by re and im, real and imag, or r and i. The
     gradient of a pair that is not differentiated is None. Empty if any pair has no complex form.
     """
-    by_name, pairs = {p["name"]: p for p in gradients if p.kind == "real"}, list[ComplexPair]()
+    by_name, pairs = {p["name"]: p for p in inputs if p.kind == "real"}, list[ComplexPair]()
     for name, p in by_name.items():
         split = re.fullmatch(r"((.*?[^_.])[_.])(re|real|r)", name)
         q = split and by_name.get(split[1] + {"re": "im", "real": "imag", "r": "i"}[split[3]])

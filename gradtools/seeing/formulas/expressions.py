@@ -24,8 +24,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
 
-from gradtools.errors import GradtoolsError
-
 if TYPE_CHECKING:
     from gradtools.seeing.formulas.typesetting import Written
     from gradtools.seeing.formulas.writing import Writer
@@ -222,20 +220,10 @@ def operation(name: str, evaluate: Callable[..., Any], pullback: Any = None, **m
 
 
 def evaluate(roots: Sequence[Expr], known: Mapping[Expr, Any]) -> list[np.ndarray]:
-    """Evaluates the roots at values of the placeholders; computes each subexpression once.
-
-    Raises:
-        GradtoolsError: A value has another shape than its placeholder.
-    """
-    values: dict[Expr, Any] = {}
-    for x, value in known.items():
-        array = np.asarray(value)
-        if array.shape != x.shape:
-            raise GradtoolsError(
-                f"formula: {x.get('name') or x.op} has shape {x.shape}; "
-                f"it was given a value of shape {array.shape}"
-            )
-        values[x] = array.astype(DTYPES[x.kind], copy=False)
+    """Evaluates the roots at values of the placeholders; computes each subexpression once."""
+    values: dict[Expr, Any] = {
+        x: np.asarray(value).astype(DTYPES[x.kind], copy=False) for x, value in known.items()
+    }
     with np.errstate(all="ignore"):
         for y in order(roots):
             if y not in values:

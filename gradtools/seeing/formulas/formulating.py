@@ -10,7 +10,7 @@ the precision in which f runs. Derivations by hand are compared with the framewo
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from itertools import chain
 from typing import Any
@@ -21,18 +21,18 @@ from gradtools.arguments.checks import order_among
 from gradtools.backend import Operators, P
 from gradtools.code_origin import place_of
 from gradtools.errors import GradtoolsError
-from gradtools.rules import replaced_at
 from gradtools.seeing.formulas.derivation import Agreement, Formula
+from gradtools.seeing.formulas.expressions import COMPLEX, REAL, Expr, evaluate
 from gradtools.seeing.graphs.program import LeafProgram, spoken
 
 _POINTS = 3
-# Relative distances of the random points (inf: anywhere); points where f is defined are compared.
-_STEPS = [step for step in (0.1, 0.01, 0.001, np.inf) for _ in range(_POINTS)]
+_STEPS = [step for step in (0.1, 0.01, 0.001) for _ in range(_POINTS)]  # relative distances
 # By precision: the allowed relative error of order 1, and the scale of smaller arrays relative to
 # the greatest number (see `compared`).
 _DOUBLE, _SINGLE = (1e-8, 1e-4), (1e-3, 1e-2)
-Point = tuple[list[np.ndarray], list[np.ndarray], list[np.ndarray]]
-Group = Sequence[Any]  # one array for each name; None is not compared
+_NARROW = {REAL: np.float32, COMPLEX: np.complex64}
+Arrays = Sequence[Any]
+Point = tuple[Arrays, Arrays, Arrays]  # of inputs, cotangents and directions
 
 
 class Formulating(Operators):
@@ -107,7 +107,8 @@ class _Comparison:
     def __init__(self, program: LeafProgram, order: int) -> None:
         self.program, self.order, self.backend = program, order, program.backend
         self.programs = program.framework.translating
-        self.near: list[Point] = []  # the compared points near the arguments
+        self.points: list[Point] = []  # the points at which the formula agrees
+        self.places = ""  # these points in words
         with program.running():
             self.recorded = recorded = self.programs.formula_graph(program)
         captured = range(len(recorded.inputs), len(recorded.opened))
@@ -129,115 +130,117 @@ class _Comparison:
         """Returns the formula with the result of its comparison.
 
         The formula is compared at the given arguments and at random points near them, which are
-        nearer if f's domain requires it.
+        nearer if f's domain requires it. A point is left out if a number is not finite there.
 
         Raises:
-            GradtoolsError: The numbers differ, or no value is finite and nothing was compared.
+            GradtoolsError: The numbers differ, or no number is finite and nothing was compared.
         """
-        self.formula.compare = self.with_derivation
-        (here,) = self._points([0.0])
+        rng = np.random.default_rng(0)
+        here = self._point(rng, 0.0)
         theirs = self._numbers(here)
         at_given = self._compared(self.formula, here, theirs)
-        near, why_not = self._compared_nearby()
-        if not near and not all_finite(theirs[:1]):
+        agrees_here = bool(at_given) and all_finite(chain(*theirs))
+        self.points = [here] * agrees_here
+        near = self._compared_nearby(rng)
+        if not self.points and not at_given and all_finite(chain(*theirs)):
+            raise GradtoolsError(_differs(at_given))
+        if not self.points:
             raise GradtoolsError(
                 "formula: no value of f is finite at the arguments or near them, so nothing was "
                 "compared; give arguments at which the function and its derivatives are defined"
             )
-        if not near and not at_given:
-            raise _differs(at_given)
-        note = "" if near else f"; {why_not}; compared at the given arguments alone"
-        if not at_given:
+        note = "" if near else "; nearby f is not defined or runs another program"
+        if not agrees_here:
             note = "; but not at the given arguments, which are at a tie, at an edge or where a "
-            note += f"number is no longer finite: {at_given}"
-        places = ["the arguments"] * bool(at_given) + [_counted(len(near))] * bool(near)
-        said = f"agrees with automatic differentiation at {' and '.join(places)}"
-        self.formula.check = _agreement([*near, *[at_given] * bool(at_given)], said, note)
+            note += f"number is not finite{'' if at_given else f': {at_given}'}"
+        places = ["the arguments"] * agrees_here
+        places += [f"{len(near)} random point{'s' * (len(near) > 1)}"] * bool(near)
+        self.places = " and ".join(places)
+        said = f"agrees with automatic differentiation at {self.places}"
+        self.formula.check = _agreement([*near, *[at_given] * agrees_here], said, note)
+        self.formula.compare = self.with_derivation
         return self.formula
 
-    def _compared_nearby(self) -> tuple[list[Agreement], str]:
-        """Compares at points near the arguments; returns the reason if there is no comparison."""
+    def _compared_nearby(self, rng: np.random.Generator) -> list[Agreement]:
+        """Compares at random points near the arguments, at which f runs the same program."""
         results: list[Agreement] = []
-        for point in self._points(_STEPS):
+        for step in _STEPS:
+            point = self._point(rng, step)
             try:
                 theirs = self._numbers(point)
             except GradtoolsError:  # f may be undefined there
                 continue
-            if not all_finite(theirs[:1]):
+            if not all_finite(chain(*theirs)):
                 continue
             result = self._compared(self.formula, point, theirs)
-            if not result:
-                other = self._recorded_at(point)
-                same = other.inputs == self.formula.inputs
-                if same and not self._compared(other, point, theirs):
-                    raise _differs(result)
-                self.near = []
-                return [], "nearby f runs another program (values decide what it runs)"
-            self.near.append(point)
-            results.append(result)
+            if result:
+                self.points.append(point)
+                results.append(result)
+            elif not self._runs_another_program(point, theirs):
+                raise GradtoolsError(_differs(result))
             if len(results) == _POINTS:
                 break
-        return results, "nearby f is not defined (it raises, or a value is not finite)"
+        return results
 
-    def _compared(self, formula: Formula, point: Point, theirs: Sequence[Group]) -> Agreement:
-        """Compares the formula's numbers at a point with the framework's numbers."""
-        ours = formula.evaluate(*point)
-        names = [*formula.outputs, *formula.gradients, *formula.second]
-        groups = [*chain(*theirs)], [*chain(*ours)]
-        return compared(names, *groups, self.tolerance, self.floor, ours, "formula")
-
-    def _recorded_at(self, point: Point) -> Formula:
-        """Returns the formula of the program that f runs at a nearby point."""
+    def _runs_another_program(self, point: Point, theirs: Sequence[Arrays]) -> bool:
+        """Returns whether f runs another program at a point, whose formula agrees there."""
         before = self.program.leaves
+        self.program.leaves = self._leaves(point)
         try:
-            self.program.leaves = self._leaves(point)
-            return Formula(self.programs.formula_graph(self.program), self.order, self.active)
+            recorded = self.programs.formula_graph(self.program)
         finally:
             self.program.leaves = before
+        names = [[p["name"] for p in run.opened] for run in (self.recorded, recorded)]
+        if names[0] != names[1]:
+            return True
+        other = Formula(recorded, self.order, self.active)
+        return bool(self._compared(other, point, theirs))
 
-    def with_derivation(
-        self,
-        derivation: Callable[..., Any],
-        tolerance: float | None,
-        convert: Callable[[np.ndarray], Any] | None,
-    ) -> Agreement:
+    def _compared(self, formula: Formula, point: Point, theirs: Sequence[Arrays]) -> Agreement:
+        """Compares the formula's numbers at a point with the framework's numbers."""
+        places = zip(chain(*formula.places), chain(*point), strict=True)
+        found, names = zip(*chain(*formula.results), strict=True)
+        ours = evaluate(found, {**formula.held, **dict(places)})
+        texts, theirs = [name.text for name in names], [*chain(*theirs)]
+        return compared(texts, theirs, ours, self.tolerance, self.floor, ours, "formula")
+
+    def with_derivation(self, derivation: Callable[..., Any], tolerance: float | None) -> Agreement:
         """Compares a derivation by hand with the framework's vjps; see `Formula.agrees_with`."""
         formula = self.formula
-        names = formula.gradients if self.order == 1 else formula.second
+        names = [name.text for _, name in formula.results[self.order]]
         tolerance = self.tolerance if tolerance is None else tolerance
-        groups = (formula.inputs, formula.cotangents, formula.directions)
-        counts = zip(map(len, groups), ("input", "cotangent", "direction"), strict=True)
+        counts = zip(map(len, formula.places), ("input", "cotangent", "direction"), strict=True)
         call = ", ".join(f"{n} {what}{'s' * (n != 1)}" for n, what in counts if n)
         results: list[Agreement] = []
-        finite = False
-        for point in (*self._points([0.0]), *self.near):
+        for point in self.points:
             theirs = self._numbers(point)
-            finite = finite or all_finite(theirs)
-            result = derivation(*map(convert or self._array, chain(*point)))
+            result = derivation(*map(self._array, chain(*point)))
             own = list(result) if isinstance(result, tuple | list) else [result]
-            own = [None if x is None else self.backend.to_numpy(self._array(x)) for x in own]
-            own = _for_each_input(own, names, theirs[-1], call)
-            agreement = compared(names, theirs[-1], own, tolerance, self.floor, theirs)
+            if len(own) != len(names):
+                raise GradtoolsError(
+                    f"formula.agrees_with: the derivation, called with {call}, returned "
+                    f"{len(own)} values; one is expected for each of {', '.join(names)}, in this "
+                    "order (None where it is zero)"
+                )
+            mine = [None if x is None else self.backend.to_numpy(self._array(x)) for x in own]
+            wanted, scale = theirs[self.order], [*chain(*theirs)]
+            agreement = compared(names, wanted, mine, tolerance, self.floor, scale)
             if not agreement:
                 return replace(agreement, message=f"no: {agreement.message}")
             results.append(agreement)
-        if not finite:
-            raise GradtoolsError(
-                "formula.agrees_with: at no point are all values finite, so nothing was compared."
-            )
-        random = f" and {_counted(len(self.near))}" if self.near else ""
-        return _agreement(results, f"yes: agrees at the arguments{random}", f", called with {call}")
+        return _agreement(results, f"yes: agrees at {self.places}", f", called with {call}")
 
-    def _points(self, steps: Sequence[float]) -> Iterator[Point]:
-        """Draws points at relative distances from the given arguments; 0 gives the arguments."""
-        rng, own = np.random.default_rng(0), len(self.program.leaves)
-        for step in steps:
-            cotangents, directions = self.formula.random_cotangents(rng)
-            inputs = [_moved(rng, x, step) if k < own else x for k, x in enumerate(self.given)]
-            if self.single:
-                narrow = lambda x: x.astype(np.complex64 if np.iscomplexobj(x) else np.float32)
-                cotangents, directions = [*map(narrow, cotangents)], [*map(narrow, directions)]
-            yield inputs, cotangents, directions
+    def _point(self, rng: np.random.Generator, step: float) -> Point:
+        """Draws a point at a relative distance from the given arguments, cotangents at random."""
+        own = len(self.program.leaves)
+        inputs = [_moved(rng, x, step) if k < own else x for k, x in enumerate(self.given)]
+
+        def draw(p: Expr) -> np.ndarray:
+            x = rng.normal(size=p.shape) + (1j * rng.normal(size=p.shape) if p.is_complex else 0)
+            return x.astype(_NARROW[p.kind]) if self.single else np.asarray(x)
+
+        _, cotangents, directions = self.formula.places
+        return inputs, [*map(draw, cotangents)], [*map(draw, directions)]
 
     def _leaves(self, point: Point) -> list[Any]:
         """Converts f's arguments to framework arrays; integers and random keys are unchanged."""
@@ -251,16 +254,11 @@ class _Comparison:
             return x
         return self.backend.asarray(np.asarray(x), next(iter(self.program.leaves), None))
 
-    def _numbers(self, point: Point) -> tuple[Group, ...]:
-        """Returns the framework's outputs, gradients and, at order 2, their derivatives.
-
-        A gradient is None where the input is not differentiated.
-        """
+    def _numbers(self, point: Point) -> Sequence[Arrays]:
+        """Returns the framework's outputs, gradients and, at order 2, their derivatives."""
         at = [self._leaves(point), *([*map(self._array, group)] for group in point[1:])]
-        count, of_inputs = len(self.active), [None] * len(self.recorded.opened)
-        differentiated = self.programs.differentiated
         try:
-            outputs, *grads = differentiated(self.program, self.recorded, self.active, at)
+            return self.programs.differentiated(self.program, self.recorded, self.active, at)
         except GradtoolsError:
             raise
         except Exception as error:
@@ -269,12 +267,6 @@ class _Comparison:
                 f"formula: f runs, and automatic differentiation of it does not ({what}), so there "
                 "is nothing to compare a formula with."
             ) from error
-        wide = lambda xs: [*replaced_at(of_inputs, self.active, xs[:count]), *xs[count:]]
-        return outputs, *map(wide, grads[: self.order])
-
-
-def _counted(points: int) -> str:
-    return f"{points} random point{'s' * (points > 1)}"
 
 
 def _agreement(results: Sequence[Agreement], said: str, note: str) -> Agreement:
@@ -283,23 +275,21 @@ def _agreement(results: Sequence[Agreement], said: str, note: str) -> Agreement:
     return Agreement(True, error, message=f"{said} (greatest relative error {error:.1e}){note}")
 
 
-def _differs(result: Agreement) -> GradtoolsError:
-    """Returns the error that is raised instead of returning a wrong formula."""
-    return GradtoolsError(
-        f"formula: {result}; the formula is not shown. Please report the function"
-    )
+def _differs(result: Agreement) -> str:
+    """Returns the message of the error that is raised instead of returning a wrong formula."""
+    return f"formula: {result}; the formula is not shown. Please report the function"
 
 
 def compared(
     names: Sequence[str],
-    theirs: Group,
-    mine: Group,
+    theirs: Arrays,
+    mine: Arrays,
     tolerance: float,
     floor: float = 0.0,
-    scale: Sequence[Group] = (),
+    scale: Arrays = (),
     who: str = "derivation",
 ) -> Agreement:
-    """Compares each array of `mine` with the framework's array, unless the latter is None.
+    """Compares each array of `mine` with the framework's array; None is zero.
 
     An array's error is relative to its greatest modulus, or to `floor` times the greatest number in
     `scale`. Smaller arrays may be rounding errors of larger numbers that cancel: the gradient of a
@@ -308,12 +298,10 @@ def compared(
     who: The source of `mine`, for the message.
     """
     greatest = lambda x: float(np.max(np.abs(x[np.isfinite(x)]), initial=0))
-    arrays = [np.asarray(x) for x in chain(*scale) if x is not None]
+    arrays = map(np.asarray, scale)
     least = floor * max((greatest(x) for x in arrays if x.dtype.kind in "fc"), default=0.0)
     worst = 0.0
     for name, expected, came in zip(names, theirs, mine, strict=True):
-        if expected is None:
-            continue
         a = np.asarray(expected) + 0.0
         b = np.zeros_like(a) if came is None else np.asarray(came) + 0.0
         if a.shape != b.shape:
@@ -336,9 +324,9 @@ def compared(
     return Agreement(True, worst)
 
 
-def all_finite(groups: Sequence[Group]) -> bool:
-    """Returns whether all arrays are finite."""
-    return all(np.isfinite(x).all() for group in groups for x in group if x is not None)
+def all_finite(arrays: Iterable[Any]) -> bool:
+    """Returns whether all numbers of the arrays are finite."""
+    return all(np.isfinite(x).all() for x in arrays)
 
 
 def _moved(rng: np.random.Generator, x: np.ndarray, step: float) -> np.ndarray:
@@ -346,27 +334,4 @@ def _moved(rng: np.random.Generator, x: np.ndarray, step: float) -> np.ndarray:
     if x.dtype.kind not in "fc" or not step:
         return x
     n = rng.normal(size=x.shape)
-    if np.isinf(step):
-        return np.asarray(n, x.dtype)
     return np.asarray(np.where(x == 0, step * n, x * np.exp(step * n)), x.dtype)
-
-
-def _for_each_input(result: list, names: Sequence[str], expected: Group, call: str) -> list[Any]:
-    """Expands a derivation's results to one per input, None without a derivative."""
-    can = [k for k, a in enumerate(expected) if a is not None]
-    if len(result) == len(can) < len(expected):
-        return replaced_at([None] * len(expected), can, result)
-    if len(result) != len(expected):
-        raise GradtoolsError(
-            f"formula.agrees_with: the derivation, called with {call}, returned {len(result)} "
-            f"values; one is expected for each of {', '.join(names)}, in this order (None where "
-            "it is zero)"
-        )
-    more = [names[k] for k, x in enumerate(result) if x is not None and k not in can]
-    if more:
-        raise GradtoolsError(
-            f"formula.agrees_with: the derivation returned {', '.join(more)}, which is not "
-            "differentiated, so that it cannot be compared. Return None there, or make the "
-            "formula with argnums= naming that argument"
-        )
-    return result

@@ -9,7 +9,6 @@ adjoint is the vjp of the cotangent; the framework computes the operation, the v
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -32,16 +31,14 @@ class OpaqueFunction:
     run: Callable[..., Sequence[Any]]  # maps arrays of the framework to arrays of the framework
     likes: Sequence[Any]  # an array of each operand's dtype and device; None for any dtype
     moving: tuple[bool, ...]  # which operands have a derivative
-    around: Callable[[], AbstractContextManager[Any]] = nullcontext  # the context in which it runs
 
     def value(self, *values: np.ndarray) -> list[np.ndarray]:
         """Returns the outputs as NumPy arrays."""
         backend, first = self.backend, next((x for x in self.likes if x is not None), None)
-        with self.around():
-            pairs = zip(values, self.likes, strict=True)
-            typed = lambda v, like: backend.cast(np.array(v), like)
-            xs = [backend.asarray(v, first) if x is None else typed(v, x) for v, x in pairs]
-            return [np.asarray(backend.to_numpy(y)) for y in self.run(*xs)]
+        pairs = zip(values, self.likes, strict=True)
+        typed = lambda v, like: backend.cast(np.array(v), like)
+        xs = [backend.asarray(v, first) if x is None else typed(v, x) for v, x in pairs]
+        return [np.asarray(backend.to_numpy(y)) for y in self.run(*xs)]
 
     def vjp(self, chosen: Sequence[int], wanted: Sequence[int]) -> OpaqueFunction:
         """Maps operands and chosen outputs' cotangents to the wanted operands' cotangents."""
@@ -63,7 +60,7 @@ class OpaqueFunction:
             return [backend.zeros_like(x) if g is None else g for x, g in grads]
 
         likes, moving = (*self.likes, *[None] * len(chosen)), (*self.moving, *[True] * len(chosen))
-        return OpaqueFunction(backend, pulled, likes, moving, self.around)
+        return OpaqueFunction(backend, pulled, likes, moving)
 
 
 def by_name(

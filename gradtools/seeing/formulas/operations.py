@@ -69,11 +69,10 @@ def _write_sum(w: Writer, x: Expr) -> Written:
 
 def _write_power(w: Writer, x: Expr) -> Written:
     base, exponent = w.write(x.args[0]), x["exponent"]
-    negative = not isinstance(exponent, complex) and exponent < 0
-    size, raised = -exponent if negative else exponent, base
+    size, raised = abs(exponent), base
     if size != 1:  # the power of a whole matrix is marked as elementwise
         raised = ts.power(base, size, "∘" if x.rank > 1 and size != 0.5 else "")
-    return ts.over(ts.number(1.0), raised) if negative else raised
+    return ts.over(ts.number(1.0), raised) if exponent < 0 else raised
 
 
 def _write_cast(w: Writer, x: Expr) -> Written:
@@ -166,7 +165,7 @@ def where(c: Expr, a: Any, b: Any) -> Expr:
     c, a, b = c if c.kind == expressions.BOOLEAN else indicator(c, 0, "!="), lifted(a), lifted(b)
     mask = c["value"].array if c.op == "array" else None
     if mask is not None and mask.all() == mask.any():
-        shape = algebra.broadcast_shape(c.shape, a.shape, b.shape)
+        shape = np.broadcast_shapes(c.shape, a.shape, b.shape)
         return algebra.broadcast(a if mask.all() else b, shape)
     return apply("where", c, a, b, kind=expressions.widest(a.kind, b.kind))
 
@@ -177,20 +176,13 @@ def where(c: Expr, a: Any, b: Any) -> Expr:
 def _einsum(y: Expr, *arrays: np.ndarray) -> np.ndarray:
     """Computes the coefficient times the einsum of the factors, broadcast to the shape."""
     einsum: Any = np.einsum  # NumPy's types lack the form with lists of labels
-    axes = range(y.rank)
-    spread = lambda x, own: np.asarray(x)[tuple(slice(None) if l in own else None for l in axes)]
+    kept = [l for l in range(y.rank) if any(l in names for names in y["labels"])]
     numbers = [a + 0.0 if a.dtype.kind in "bui" else a for a in arrays]
-    pairs = [*zip(numbers, y["labels"], strict=True)]
-    value: Any = 1.0
-    if len(arrays) == 1 or algebra.contracts(y):
-        kept = [l for l in axes if any(l in names for names in y["labels"])]
-        operands = [part for pair in pairs for part in pair]
-        value = spread(einsum(*operands, kept, optimize=len(arrays) > 2), kept)
-    else:  # without sums NumPy's multiplication is exact for infinities
-        for a, names in pairs:
-            own = sorted(set(names))
-            value = value * spread(einsum(a, names, own), own)
-    return np.broadcast_to(y["coefficient"] * value, y.shape)
+    pairs = zip(numbers, y["labels"], strict=True)
+    operands = [part for pair in pairs for part in pair]
+    value = einsum(*operands, kept, optimize=len(arrays) > 2) if arrays else np.ones(())
+    wide = tuple(slice(None) if l in kept else None for l in range(y.rank))
+    return np.broadcast_to(y["coefficient"] * np.asarray(value)[wide], y.shape)
 
 
 def _pull_einsum(y: Expr, g: Expr, *factors: Expr) -> list[Expr]:

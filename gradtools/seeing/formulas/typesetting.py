@@ -8,6 +8,7 @@ set only if they are needed. `latex` replaces the text's signs one by one::
 
 from __future__ import annotations
 
+import math
 import re
 import unicodedata
 from collections.abc import Iterable, Sequence
@@ -116,35 +117,30 @@ def number(value: Any) -> Written:
         return Written(f"{sign}{size}i", SUM if sign else PRODUCT if size else ATOM)
     value = float(value)
     level = SUM if value < 0 or value != value else ATOM
-    if value != value or abs(value) == float("inf"):
+    if not math.isfinite(value):
         return Written({"inf": "∞", "-inf": "-∞"}.get(str(value), "NaN"), level)
-    if abs(value) >= 1e15 or value.is_integer():
-        return Written(f"{value:.6g}" if abs(value) >= 1e15 else str(int(value)), level)
-    exact, square = fraction(value), fraction(value * value, tolerance=2e-14)
-    if exact and exact.denominator in (5, 10, 20, 100, 1000) and len(f"{value:g}") <= 5:
-        return Written(f"{value:g}", level)
-    if square and square.denominator == 1:
-        return Written(f"{'-' * (value < 0)}√{square.numerator}", SUM if value < 0 else POWER)
-    top, below = halves(value)
-    if not 1 < below <= 1000:
+    if value.is_integer() and abs(value) < 1e15:
+        return Written(str(int(value)), level)
+    square = round(value * value)
+    if value > 0 and math.isclose(square**0.5, value, rel_tol=1e-14):
+        return Written(f"√{square}", POWER)
+    top, bottom = halves(value)
+    if not 1 < bottom <= 1000 or (bottom in _DECIMAL and len(f"{value:g}") <= 5):
         return Written(f"{value:.6g}", level)
-    return Written(f"{number(top).text}/{number(below).text}", SUM if value < 0 else PRODUCT)
+    return Written(f"{number(top).text}/{number(bottom).text}", min(level, PRODUCT))
+
+
+_DECIMAL = (5, 10, 20, 100, 1000)  # denominators of numbers that are written as decimals
 
 
 def halves(value: float) -> tuple[float, float]:
     """Returns numerator and denominator of a fraction such as 2/5 or 1/√8, else value and 1."""
-    exact, square = fraction(value, 10**6), fraction(value * value, 10**6, 2e-14)
-    if exact and abs(exact.numerator) < 10:
-        return float(exact.numerator), float(exact.denominator)
-    if square and square.numerator == 1:
-        return 1.0 if value > 0 else -1.0, float(square.denominator) ** 0.5
+    near, square = Fraction(value).limit_denominator(10**6), round(value**-2)
+    if 0 < abs(near.numerator) < 10 and math.isclose(near, value, rel_tol=1e-14):
+        return float(near.numerator), float(near.denominator)
+    if math.isclose(square**-0.5 if square else 0.0, abs(value), rel_tol=1e-14):
+        return math.copysign(1.0, value), square**0.5
     return value, 1.0
-
-
-def fraction(value: float, most: int = 1000, tolerance: float = 1e-14) -> Fraction | None:
-    """Returns the fraction with a denominator up to `most` that equals the value; else None."""
-    near = Fraction(value).limit_denominator(most)
-    return near if near and abs(float(near) - value) <= tolerance * abs(value) else None
 
 
 # --- arithmetic

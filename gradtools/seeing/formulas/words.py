@@ -19,26 +19,32 @@ from typing import Any
 import numpy as np
 
 from gradtools.seeing.formulas import algebra, expressions, operations
-from gradtools.seeing.formulas.algebra import apply, broadcast, broadcast_shape
-from gradtools.seeing.formulas.expressions import BOOLEAN, INTEGER, REAL, Expr, constant_of, order
+from gradtools.seeing.formulas.algebra import apply, broadcast
+from gradtools.seeing.formulas.expressions import (
+    BOOLEAN,
+    INTEGER,
+    REAL,
+    Expr,
+    constant_of,
+    lifted,
+    order,
+)
 from gradtools.seeing.formulas.operations import FUNCTIONS, along
 from gradtools.seeing.formulas.patterns import named
 
 
 def _power(a: Expr, b: Expr) -> Expr | None:
-    """Returns a power with a constant exponent; None for other powers."""
+    """Returns a power with a constant real exponent; None for other powers."""
     exponent = constant_of(b)
-    shape = broadcast_shape(a.shape, b.shape)
-    return None if exponent is None else broadcast(a, shape) ** exponent
+    shape = np.broadcast_shapes(a.shape, b.shape)
+    return broadcast(a, shape) ** exponent if isinstance(exponent, float) else None
 
 
 def _maximum(a: Expr, b: Expr) -> Expr | None:
-    """Returns the maximum with 0 (relu) or with -inf; None for other maxima."""
+    """Returns relu for the maximum with 0; None for other maxima."""
     a, b = (a, b) if constant_of(a) is None else (b, a)
-    if constant_of(b) not in (0, -math.inf):
-        return None
-    whole = broadcast(a, broadcast_shape(a.shape, b.shape))
-    return apply("relu", whole) if expressions.is_zero(b) else whole
+    whole = broadcast(a, np.broadcast_shapes(a.shape, b.shape))
+    return apply("relu", whole) if expressions.is_zero(b) else None
 
 
 def _cast(x: Expr, *, dtype: Any = None) -> Expr | None:
@@ -114,6 +120,8 @@ WORDS: dict[str, Callable[..., Any]] = {
     "transpose": algebra.transpose,
     "reshape": algebra.reshape,
     "broadcast": broadcast,
+    **dict.fromkeys(("update", "fill"), lambda x, value: broadcast(lifted(value), x.shape)),
+    "zero": lambda x: expressions.full(0.0, x.shape),
     "slice": operations.sliced,
     "split": operations.split,
     "one_hot": operations.one_hot,

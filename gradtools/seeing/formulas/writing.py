@@ -217,9 +217,8 @@ class _Factors:
         self.scalars, self.scalars_below, self.arrays, self.below = groups
         for f, names in self.entries:
             exponent = f["exponent"] if f.op == "power" else 1
-            negative = not isinstance(exponent, complex) and exponent < 0
-            shown = power(f.args[0], -exponent) if negative else f
-            groups[2 * bool(names) + negative].append((shown, names))
+            shown = power(f.args[0], -exponent) if exponent < 0 else f
+            groups[2 * bool(names) + (exponent < 0)].append((shown, names))
         self.used = {l for _, names in self.entries for l in names}
         self.out = [l for l in range(x.rank) if l in self.used]
         self.summed = self.used.difference(self.out)

@@ -28,11 +28,6 @@ def name_of(eqn: Eqn) -> str:
         return "matmul" if _is_matmul(eqn) else "einsum"
     if name == "select_n" and not _is_choice(eqn):
         return "select"
-    if name == "fft":
-        kind = eqn.params["fft_type"]
-        return str(getattr(kind, "name", kind)).lower()
-    if name in LOGIC and eqn.outvars[0].aval.dtype == np.bool_:
-        return LOGIC[name]
     return _NAMES.get(name, name)
 
 
@@ -58,7 +53,8 @@ def attributes_of(eqn: Eqn) -> Attributes:
     if name in _NAMED:
         result = {"name": eqn.params["name"]} if "name" in eqn.params else {}
     else:
-        result = {key: value for key, value in eqn.params.items() if key not in _UNSAID}
+        said = {key: value for key, value in eqn.params.items() if key not in _UNSAID}
+        result = {_RENAMED.get(key, key): value for key, value in said.items()}
     is_program = lambda value: callable(value) or any(jaxprs.sub_jaxprs(value))
     plain = {key: _plain(value) for key, value in result.items() if not is_program(value)}
     return {key: value for key, value in plain.items() if value is not None and value is not False}
@@ -151,37 +147,26 @@ def _convolved(p: Any, eqn: Eqn) -> Attributes:
 
 
 _RELATIONS = {"eq_to": "==", "lt_to": "<", "le_to": "<=", **RELATIONS}  # the total order of a sort
-LOGIC = {"and": "logical_and", "or": "logical_or", "xor": "logical_xor", "not": "logical_not"}
 _OF_SHAPES = "squeeze expand_dims".split()
 _OF_AXES = "reduce_sum reduce_prod reduce_max reduce_min reduce_and reduce_or reduce_xor".split()
-_RUNNING = "cumsum cumprod cummax cummin cumlogsumexp".split()
-_ALONG = "concatenate sort iota".split()
 _SCATTERS = ["scatter", *(f"scatter{s}{of}" for s in "-_" for of in "add sub mul min max".split())]
-_BARE = (
-    "copy copy_p device_put pvary pbroadcast gradtools_reverse_only gather fft integer_pow".split()
-)
+_BARE = "copy copy_p device_put pvary pbroadcast gradtools_reverse_only gather integer_pow".split()
 _FORMS: Mapping[str, Callable[[Any, Eqn], Attributes]] = {
     **dict.fromkeys(_OF_AXES, _reduced),
-    **dict.fromkeys(("argmax", "argmin"), lambda p, e: {"axis": _ints(p["axes"])[0]}),
-    **dict.fromkeys(_RUNNING, lambda p, e: {"axis": p["axis"], "reverse": p["reverse"] or None}),
-    **dict.fromkeys((*_SCATTERS, *_BARE, "gather", "fft"), lambda p, e: {}),
+    **dict.fromkeys((*_SCATTERS, *_BARE), lambda p, e: {}),
     **dict.fromkeys(_RELATIONS, lambda p, e: {"relation": _RELATIONS[e.primitive.name]}),
     **dict.fromkeys(_OF_SHAPES, lambda p, e: {"shape": _shape(e.outvars[0])}),
-    **dict.fromkeys(_ALONG, lambda p, e: {"axis": p["dimension"]}),
     "reshape": lambda p, e: {
         "shape": _shape(e.outvars[0]),
         "permutation": _ints(p["dimensions"] or ()) or None,  # a transpose before the reshape
     },
     "broadcast_in_dim": _broadcast,
-    "transpose": lambda p, e: {"permutation": _ints(p["permutation"])},
     "dot_general": lambda p, e: {} if _is_matmul(e) else {"subscripts": subscripts(e)},
     "conv_general_dilated": _convolved,
     "slice": _sliced,
-    "dynamic_slice": lambda p, e: {"sizes": _ints(p["slice_sizes"])},
-    "convert_element_type": lambda p, e: {"dtype": str(e.outvars[0].aval.dtype)},
     "rev": lambda p, e: {"axes": _ints(p["dimensions"])},
-    "scan": lambda p, e: {"length": p["length"], "reverse": p["reverse"] or None},
 }
+_RENAMED = {"dimension": "axis", "new_dtype": "dtype", "slice_sizes": "sizes"}
 # These have their name as the only attribute; a composite has its own attributes, too.
 _NAMED = {*jaxprs.CALLS, *jaxprs.RULED, "while", "cond", "shard_map"} - {"composite"}
 # Placement and precision of arrays, and names of inner programs.
@@ -195,6 +180,10 @@ num_carry cond_nconsts body_nconsts symbolic_zeros
 _NAMES = SHARED | by_native("""
     identity        copy copy_p pvary pbroadcast device_put gradtools_reverse_only
     stop            stop_gradient
+    bitwise_and     and
+    bitwise_or      or
+    bitwise_xor     xor
+    bitwise_not     not
     sigmoid         logistic
     erfinv          erf_inv
     add             add_any

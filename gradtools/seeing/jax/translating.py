@@ -10,7 +10,6 @@ than its LU factors. A random draw is a constant.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import partial
 from typing import Any
 
 import jax
@@ -19,7 +18,7 @@ import numpy as np
 
 from gradtools.backend import Backend
 from gradtools.jax import jaxprs
-from gradtools.jax._upstream import Literal, enable_x64
+from gradtools.jax._upstream import Literal
 from gradtools.jax.jaxprs import function_name, is_chunk
 from gradtools.rules import replaced_at
 from gradtools.seeing.formulas.algebra import reshape
@@ -134,10 +133,6 @@ class _Translator:
             entries = [*map(key_of, entries)]
         if name in (*jaxprs.CALLS, *jaxprs.RULED):
             return self._call(eqn, entries)
-        if name == "cond" and not isinstance(entries[0], Expr):
-            branches = jaxprs.programs_of(eqn)
-            chosen = branches[min(max(int(entries[0]), 0), len(branches) - 1)]
-            return self._opened(chosen, entries[1:])
         known = [e for e in entries if not isinstance(e, Expr)]
         if len(known) == len(entries) and not eqn.effects and name not in _LEAVING:
             with jax.ensure_compile_time_eval():  # constant folding, also inside of a trace
@@ -165,7 +160,7 @@ class _Translator:
         return translated(operands.name_of(eqn), xs, attributes, likes, self.value_of)
 
     def _gathered(self, eqn: Any, x: Expr, indices: Expr) -> Expr | None:
-        """Translates a gather of one slice, or of one entry per row; None for other gathers."""
+        """Translates x[i], take_along_axis and x[arange(n), i]; None for other gathers."""
         d, known = eqn.params["dimension_numbers"], self.value_of(indices)
         axes, batched = tuple(d.start_index_map), tuple(d.operand_batching_dims)
         sizes = np.array(eqn.params["slice_sizes"])
@@ -183,7 +178,7 @@ class _Translator:
             return take_along(x, i, axis=axes[0]) if rank == x.rank == i.rank else None
         if batched or axes != (0, 1) or indices.op != "output" or known.shape != (x.shape[0], 2):
             return None
-        rows = indices.args[0].args  # x[0, i[0]], x[1, i[1]], ...; the iota is not an operand
+        rows = indices.args[0].args  # the operands of concatenate; the iota is not an operand
         counts = known[:, 0].tolist() == [*range(x.shape[0])] and len(rows) == 1
         if not counts or self.value_of(rows[0]).ravel().tolist() != known[:, 1].tolist():
             return None
@@ -205,8 +200,7 @@ class _Translator:
         avals = [eqn.invars[k].aval for k in shown]
         run = lambda *xs: _bound(eqn, replaced_at(entries, shown, xs))
         inexact = tuple(map(self.backend.is_inexact, avals))
-        around = partial(enable_x64, bool(jax.config.read("jax_enable_x64")))
-        kernel = OpaqueFunction(self.backend, run, avals, inexact, around)
+        kernel = OpaqueFunction(self.backend, run, avals, inexact)
         args = [self.expr(entries[k]) for k in shown]
         return self._fitted(eqn, by_name(name, args, map(_like, eqn.outvars), kernel))
 
@@ -221,7 +215,6 @@ class _Translator:
         own = bool(source_lines.is_own(jaxpr)) and not source_lines.is_gradtools(jaxpr)
         name = str(eqn.params.get("name") or function_name(jaxpr))
         name = name.lstrip("_").rpartition(".")[2] or eqn.primitive.name
-        name = {"inv": "inverse", "slogdet_lu": "slogdet"}.get(name, name)
         given = [e for e in entries if isinstance(e, Expr)]
         own = own and bool(given)
         if own and name in ("one_hot", "logaddexp"):
@@ -233,10 +226,9 @@ class _Translator:
         plain = own and eqn.primitive.name == "custom_jvp_call"
         if jaxprs.is_ruled(eqn) and not plain and not is_chunk(jaxpr):
             return self._named(eqn, entries, name)
-        whole = own and name in _WHOLE
-        results = [] if whole else self._opened(program, entries)
+        results = self._opened(program, entries)
         made = [e for e in results if isinstance(e, Expr)]
-        if whole or (own and len(jaxpr.eqns) > 1 and has_opaque_part(made, given)):
+        if own and len(jaxpr.eqns) > 1 and has_opaque_part(made, given):
             return self._named(eqn, entries, name)
         return results
 
@@ -245,7 +237,6 @@ _RULES = tuple(
     f"gradtools_{name}" for name in ("primal", "evaluation", "value", "tangent", "cotangent")
 )
 _LEAVING = ("pure_callback", "io_callback", "debug_callback", "gradtools_kernel")
-_WHOLE = ("det", "expm")  # opaque, because JAX inlines them for small matrices
 _OF_KEYS = ("random_wrap", "random_seed", "random_fold_in", "random_bits", "threefry2x32")
 
 

@@ -8,7 +8,6 @@ slice has a start and a limit on each axis. Operations without a neutral name ke
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
-from math import inf
 from types import MappingProxyType
 from typing import Any
 
@@ -143,24 +142,7 @@ def _bound_of(call: AtenCall) -> str:
     return one if len(call.operands()) == 2 else "clip"
 
 
-def _transform(call: AtenCall) -> str:
-    """Returns NumPy's name of a Fourier transform."""
-    if call.name == "fft_c2r":
-        return "irfft"
-    halved = call.name == "fft_r2c" and call.given["onesided"]
-    back = call.name == "fft_c2c" and not call.given["forward"]
-    return "r" * halved + "i" * back + "fft"
-
-
-def _logical(call: AtenCall) -> str:
-    """Names a bitwise operation on non-boolean arrays as PyTorch does."""
-    of_booleans = call.first is not None and call.first.dtype == torch.bool
-    return operations.neutral(call.name) if of_booleans else call.name
-
-
 _RENAMED: Mapping[str, Callable[[AtenCall], str]] = {
-    **dict.fromkeys((f"logical_{of}" for of in ("and", "or", "xor", "not")), _logical),
-    **dict.fromkeys(("fft_c2c", "fft_r2c", "fft_c2r"), _transform),
     "clip": _bound_of,
     "convolution": lambda call: "convolution" + "_transposed" * bool(call.given.get("transposed")),
 }
@@ -215,14 +197,6 @@ def _filled(call: AtenCall, said: Attributes) -> Attributes:
     return {} if filled is None else {"value": filled}
 
 
-def _norm(call: AtenCall, said: Attributes) -> Attributes:
-    ord_ = call.given.get("ord", call.given.get("p", 2))
-    said = {name: value for name, value in said.items() if name not in ("ord", "p")}
-    if ord_ not in (2, 2.0, None):
-        said["ord"] = ord_ if abs(ord_) != inf else float(ord_)
-    return said
-
-
 def _variance(call: AtenCall, said: Attributes) -> Attributes:
     unbiased, corrected = said.pop("unbiased", True), said.pop("correction", None)
     return {**said, "correction": int(unbiased) if corrected is None else corrected}
@@ -251,8 +225,6 @@ _FORMS: Mapping[str, Callable[[AtenCall, Attributes], Attributes]] = {
     "compare": lambda call, said: (
         {**said, "relation": RELATIONS[call.name]} if call.name in RELATIONS else said
     ),
-    "norm": _norm,
     **dict.fromkeys(("variance", "deviation"), _variance),
-    **dict.fromkeys(("fft_c2c", "fft_r2c", "fft_c2r"), lambda call, said: {}),
     **dict.fromkeys(("convolution", "convolution_backward"), _convolved),
 }

@@ -6,24 +6,23 @@ of the vocabulary is run again by PyTorch's own decomposition, and recorded as i
 them are in the vocabulary. Otherwise it becomes an opaque operation with its name, which PyTorch
 computes and differentiates, as does a torch.autograd.Function.
 
-An in-place operation gives the tensor a new value. A program that reads a tensor after another view
-of its memory was written, makes sparse tensors, or draws random numbers inside of an opaque
-operation, becomes a single opaque operation.
+An in-place operation gives the tensor a new value. A program is refused if it reads a tensor after
+another view of its memory was written, or draws random numbers inside of an opaque operation.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 
 from gradtools.backend import Backend
+from gradtools.errors import GradtoolsError
 from gradtools.host_kernels import call_if_kept
 from gradtools.seeing.formulas import algebra, expressions
-from gradtools.seeing.formulas.expressions import Expr, evaluate, kind_of, lifted, order
+from gradtools.seeing.formulas.expressions import Expr, evaluate, kind_of, order
 from gradtools.seeing.formulas.opaque import OpaqueFunction, by_name
 from gradtools.seeing.formulas.operations import picked, stop
 from gradtools.seeing.formulas.reverse_mode import Recorded
@@ -63,8 +62,6 @@ def formula_graph(program: LeafProgram) -> Recorded:
 
         with plainly():  # without recomputation
             outputs = recorder.run(run)
-    if recorder.unwritable:
-        outputs = _by_its_name(program, inputs, outputs)
     read = set(order(outputs)).difference(inputs)
     held = {p: x for p, x in recorder.leaves.items() if p in read}
     wanted = tuple(p for p, x in held.items() if x.requires_grad and is_inexact(x))
@@ -72,24 +69,6 @@ def formula_graph(program: LeafProgram) -> Recorded:
     captured = tuple(held[p] for p in wanted)
     dtypes = frozenset(recorder.dtypes)
     return Recorded(tuple(inputs), tuple(outputs), contents, wanted, captured, dtypes)
-
-
-def _by_its_name(
-    program: LeafProgram, inputs: Sequence[Expr], outputs: Sequence[Expr]
-) -> list[Expr]:
-    """Returns the outputs of the whole program as an opaque operation."""
-    leaves = program.leaves
-
-    def run(*xs: Tensor) -> list[Tensor]:
-        with torch.enable_grad(), followed(), PlainKernels():
-            ys = program.run([x.clone() for x in xs])
-            return [y if isinstance(y, Tensor) else torch.as_tensor(y) for y in ys]
-
-    around = partial(undone, program.run, leaves)
-    moving = tuple(k in program.wrt for k in range(len(leaves)))
-    kernel = OpaqueFunction(program.backend, run, leaves, moving, around)
-    name = getattr(program.f, "__name__", type(program.f).__name__)
-    return by_name(name.strip("<>"), inputs, [(y.shape, y.kind) for y in outputs], kernel)
 
 
 def differentiated(
@@ -136,7 +115,7 @@ def _gradients(
 def _numbers(x: Tensor) -> np.ndarray:
     """Returns a copy of the tensor's contents."""
     with upstream.disable_current_modes():
-        value = x.detach().resolve_conj().resolve_neg().to_dense().cpu()
+        value = x.detach().resolve_conj().resolve_neg().cpu()
         value = value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
         return value.clone().numpy()
 
@@ -150,9 +129,10 @@ def _like(x: Tensor) -> tuple[tuple[int, ...], str]:
 # --- the recorder
 
 
+# These draw random numbers; their results are constants.
 _DRAWS = """
-rand randn randint randperm rand_like randn_like randint_like normal uniform bernoulli multinomial
-exponential poisson geometric log_normal cauchy random normal_functional
+normal uniform bernoulli multinomial exponential poisson geometric log_normal cauchy random
+normal_functional
 """.split()
 
 
@@ -166,7 +146,6 @@ class _FormulaRecorder(Recorder[Expr]):
         self.backend = backend
         self.leaves: dict[Expr, Tensor] = {}  # leaves of arguments, and captured leaves
         self.dtypes: set[str] = set()  # the dtypes of floating and complex results
-        self.unwritable = False  # whether the program is one opaque operation
 
     # Calls.
 
@@ -175,20 +154,14 @@ class _FormulaRecorder(Recorder[Expr]):
         if self.rules:
             return apply_(*args, **kwargs)
         name = name_and_mark(kind, args)[0]
-        xs = [*tensors_in([args, kwargs])]
-        given = [self.of(x) for x in xs]
+        given = [self.of(x) for x in tensors_in([args, kwargs])]
         with self.within(name):
             out = apply_(*args, **kwargs)
         outs = [*tensors_in(out)]
-        if all(x.is_constant for x in given):
-            values: Values = [self.constant(y) for y in outs]
-        elif any(x.requires_grad for x in xs) and not any(y.requires_grad for y in outs):
-            values = [stop(self.of(y)) if is_inexact(y) else None for y in outs]
-        else:
+        values: Values = [self.constant(y) for y in outs]
+        if not all(x.is_constant for x in given):
             values = self.named(name, (kind.apply, args, kwargs), given, outs)
-        for y, value in zip(outs, values, strict=True):
-            if value is not None:
-                self.table.hold(y, fitted(value, _like(y)), alone=True)
+        self._note(outs, values)
         return out
 
     def called(self, fun: Any, args: Any, kwargs: Any) -> Any:
@@ -221,10 +194,10 @@ class _FormulaRecorder(Recorder[Expr]):
         writes = self.keep_written(call)
         out = call.run()
         made = [y for y in tensors_in(out) if not any(y is x for x in writes)]
-        if any(y.layout is not torch.strided for y in made):
-            self.unwritable = True
+        if any(x.layout is not torch.strided for x in tensors_in([call.args, call.kwargs, out])):
+            raise GradtoolsError("formula: f has sparse tensors; a formula is of dense ones.")
         outs, values = made or writes, None
-        key = call.raw if call.raw.endswith("__") else call.raw.rstrip("_")
+        key = call.raw.rstrip("_")
         name, attributes = call.said(out)
         seeded = torch.Tag.nondeterministic_seeded in call.func.tags
         if key in (*_DRAWS, *NO_DATA) or all(x.is_constant for x in given):
@@ -234,10 +207,13 @@ class _FormulaRecorder(Recorder[Expr]):
         else:
             likes = [*map(_like, outs)]
             values = translated(name, operands, attributes, likes, self.value_of)
-        if values is None and not seeded and (made or not writes):
+        if values is None and seeded:  # a later call would draw other numbers
+            raise GradtoolsError(
+                f"formula: {name} draws random numbers while it computes. Pass them as an argument."
+            )
+        if values is None and (made or not writes):
             out, values = self._in_parts(call, given, writes if made else []) or (out, None)
         if values is None:
-            self.unwritable = self.unwritable or seeded  # a later call would draw other numbers
             if call.func.namespace == "gradtools" and self.rules:
                 name = self.rules[-1][0]
             name = name.removeprefix("linalg_")
@@ -255,19 +231,15 @@ class _FormulaRecorder(Recorder[Expr]):
         left_out: Tensors that the operation only updates; the decomposition gets None.
         """
         decomposed = private.decompositions().get(call.func, call.func.decompose)
-        before, self.unwritable = self.unwritable, False
+        args = [None if any(x is y for y in left_out) else x for x in call.args]
         try:
-            args = [None if any(x is y for y in left_out) else x for x in call.args]
             with Operations(self):
                 out = decomposed(*args, **call.kwargs)
             results = [self.of(y) for y in tensors_in(out)]
         except Exception:  # the decomposition may raise for arguments that the operation accepts
             return None
-        finally:
-            unwritable, self.unwritable = self.unwritable, before
-        if out is NotImplemented or unwritable:
-            return None
-        return None if has_opaque_part(results, given) else (out, [])
+        opaque = out is NotImplemented or has_opaque_part(results, given)
+        return None if opaque else (out, [])
 
     def named(
         self, name: str, call: tuple[Any, Any, Any], given: Sequence[Expr], outs: Tensors
@@ -300,8 +272,7 @@ class _FormulaRecorder(Recorder[Expr]):
     def met(self, x: Tensor) -> Expr:
         """Returns the value of a tensor that f did not compute."""
         if self.table.memory(x) is not None:  # a view whose creation was not recorded
-            self.unwritable = True
-            return self.constant(x)
+            raise self._rewritten()
         self.undo.watch(x)
         if id(x) not in self.names and not x.requires_grad:
             return self.constant(x)
@@ -309,8 +280,16 @@ class _FormulaRecorder(Recorder[Expr]):
 
     def rewritten(self, x: Tensor, before: Expr, writes: Sequence[Write[Expr]]) -> Expr:
         """Returns the contents of a tensor after writes to another view of its memory."""
-        self.unwritable = True
-        return self.constant(x)
+        raise self._rewritten()
+
+    def _rewritten(self) -> GradtoolsError:
+        """Returns the error for a tensor that is read after another view of it was written."""
+        place = self.origin().source
+        return GradtoolsError(
+            "formula: f writes to a tensor and then reads it through another view"
+            f"{f' ({place})' if place else ''}. Make the whole tensor from its parts instead, by "
+            "torch.cat, torch.stack or torch.where."
+        )
 
     def constant(self, x: Tensor) -> Expr:
         """Returns a constant with the tensor's contents."""
@@ -359,12 +338,6 @@ _FUNCTIONS: dict[Any, str] = dict.fromkeys(_DETACHING, "stop") | {
 # A reading takes the recorder, the call, its attributes, and its operands as expressions.
 
 
-def _copied(recorder: _FormulaRecorder, call: AtenCall, about: Any, *xs: Expr) -> Values:
-    """Broadcasts the written value to the array's shape."""
-    value = xs[1] if len(xs) > 1 else lifted(call.given.get("value", 0.0))
-    return [algebra.broadcast(value, xs[0].shape)]
-
-
 def _nll(
     recorder: _FormulaRecorder, call: AtenCall, about: Any, x: Expr, target: Expr, *weight: Expr
 ) -> Values | None:
@@ -381,6 +354,5 @@ READINGS: dict[str, Callable[..., Values | None]] = {
         x * recorder.constant(call.outs[1] / (1 - call.given["p"])),
         None,
     ],
-    **dict.fromkeys(("copy", "fill", "zero"), _copied),
     "nll_loss_forward": _nll,
 }

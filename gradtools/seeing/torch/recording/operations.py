@@ -18,10 +18,6 @@ _NEUTRAL = SHARED | by_native("""
 subtract          rsub
 add               foreach_add
 matmul            mm bmm mv dot linear
-logical_and       bitwise_and
-logical_or        bitwise_or
-logical_xor       bitwise_xor
-logical_not       bitwise_not
 is_nan            isnan
 concatenate       cat
 sign              sgn
@@ -57,7 +53,7 @@ avg_pool          avg_pool1d avg_pool2d avg_pool3d adaptive_avg_pool1d adaptive_
     adaptive_avg_pool3d
 attention         scaled_dot_product_flash_attention_for_cpu
     scaled_dot_product_efficient_attention scaled_dot_product_flash_attention
-inverse           linalg_inv_ex
+inv               linalg_inv_ex
 dropout           native_dropout
 constant          tensor as_tensor asarray zeros ones full empty ones_like zeros_like full_like
     new_zeros new_ones new_full scalar_tensor lift_fresh

@@ -31,7 +31,7 @@ def masked(mask):
 
 RELATIONS = {  # the second array, and the first
     "constant factor 0.5, a half square, or counted twice": (2 * V, V),
-    "constant factor -1i, the imaginary unit": (1j * Z, Z),
+    "constant factor 0-1j, the imaginary unit": (1j * Z, Z),
     "sign": (-V, V),
     "conjugate": (Z.conj(), Z),
     "reversed axis 1": (A[:, ::-1], A),
@@ -42,9 +42,9 @@ RELATIONS = {  # the second array, and the first
     "reshaped layout": (V, V[None]),
     "zero in places in jax": (np.where(V > 0, V, 0), V),
     "zero in jax": (0 * V, V),
-    "inverted mask": (~ONCE, ONCE),
-    "transposed mask": (ONCE.T, ONCE),
-    "mask shifted by one": (np.tril(MASK, -1), MASK),
+    "mask: inverted": (~ONCE, ONCE),
+    "mask: transposed layout": (ONCE.T, ONCE),
+    "mask: shifted by one along axis 0": (np.tril(MASK, -1), MASK),
     "another mask": (masked(np.roll(MASK, 2, 0)), masked(MASK)),
 }
 
@@ -87,7 +87,7 @@ TANH = V / (1 + np.exp(-math.sqrt(8 / math.pi) * (V + 0.044715 * V**3)))
 EXPRESSIONS = {
     "gelu(x) in torch, tanh gelu(x) in jax": (V * 0.5 * (1 + ERF), TANH, V),
     "x + 1e-05 in torch, x + 0.001 in jax": (V + 1e-5, V + 1e-3, V),
-    "an epsilon inside of the root in torch, outside in jax": (
+    "sqrt(x + 0.001) in torch, sqrt(x) + 0.001 in jax": (
         *(np.sqrt(X + 1e-3), np.sqrt(X) + 1e-3, X),
     ),
     "0.9 x in torch, 0.1 x in jax: a weight and its complement": (0.9 * V, 0.1 * V, V),

@@ -80,7 +80,6 @@ class _UnrolledValues(Unrolling[Step, Place, Place]):
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
-        self.in_rule = False  # whether the primal function of a custom rule runs
 
     def step(
         self,
@@ -112,19 +111,7 @@ class _UnrolledValues(Unrolling[Step, Place, Place]):
     def inside(self, at: Place, k: int, iteration: int | None) -> Place:
         return at if iteration is None else replace(at, iteration=(*at.iteration, iteration))
 
-    def equation(self, eqn: Any, xs: list[Step], at: Place) -> list[Step]:
-        """Also evaluates the primal function of a custom rule, which the backward pass skips."""
-        if not jaxprs.is_ruled(eqn):
-            return super().equation(eqn, xs, at)
-        before, self.in_rule = self.in_rule, True
-        outs = self.program(jaxprs.programs_of(eqn)[0], xs, at)
-        self.in_rule = before
-        results = super().equation(eqn, xs, at)
-        for step in results:
-            step.parents += outs
-        return results
-
     def operation(self, at: Place, name: str, evaluate: Evaluate, xs: Sequence[Step]) -> list[Step]:
-        tracked = any(x.tracked for x in xs) and not self.in_rule and name != "stop_gradient"
+        tracked = any(x.tracked for x in xs) and name != "stop_gradient"
         place, outs = replace(at, operation=name), evaluate([x.value for x in xs])
         return [self.step(place, y, xs, tracked=tracked and is_inexact(y)) for y in outs]

@@ -80,7 +80,7 @@ def _relations(
         kept = ~hidden[0] & ~hidden[1]
         differ = (hidden[0] != hidden[1]).any() and hidden[0].any() and hidden[1].any()
         if differ and equal(a[kept], b[kept], _NEAR):
-            yield (related(*hidden) or Relation("another mask")).name
+            yield (related(hidden[0], hidden[1]) or Relation("another mask")).name
     for axis in range(a.ndim) if same else ():
         x, y = np.moveaxis(a, axis, 0), np.moveaxis(b, axis, 0)
         varies = len(x) > 2 and np.ptp(np.abs(x[1:-1])) > 0

@@ -220,7 +220,7 @@ class Expression(NamedTuple):
     Attributes:
         function: The formula, with x and y for its operands and c for a constant.
         letters: The letters of its operands, in order.
-        c: The constant; 0 if there is none.
+        c: The constant, rounded to 7 digits; 0 if there is none.
     """
 
     function: str
@@ -230,11 +230,6 @@ class Expression(NamedTuple):
     def __str__(self) -> str:
         own = dict(zip("xy", self.letters, strict=False)) | {"c": f"{self.c:.4g}"}
         return re.sub(r"\b[cxy]\b", lambda m: own[m[0]], self.function)
-
-    def is_in(self, others: Sequence[Expression]) -> bool:
-        """Returns whether the expression is one of the formulas, with the same constant."""
-        alike = (e.c for e in others if e[:2] == self[:2])
-        return any(abs(self.c - c) <= 1e-9 * abs(self.c) for c in alike)
 
 
 Expressions = list[Expression]
@@ -264,7 +259,7 @@ def expression_cause(
     pairs = [(e, f) for e, f in product(ours, theirs) if e[:2] == f[:2]]
     for sides in (ends, (first[0], second[0])):
         pairs += sorted(product(*sides), key=lambda pair: {*pair[0][1]} != {*pair[1][1]})
-    pairs = [(e, f) for e, f in pairs if not e.is_in(theirs) and not f.is_in(ours)]
+    pairs = [(e, f) for e, f in pairs if e not in theirs and f not in ours]
     for k, line in enumerate((first[-1], second[-1])):  # a function that one line leaves out
         lacking = [e for e in line if e.letters in {*direct[1 - k]} and e.function != "x"]
         plain = [(e, Expression("x", e.letters)) for e in lacking]
@@ -329,7 +324,7 @@ def with_constant(a: np.ndarray, x: np.ndarray) -> Expressions:
             off = np.abs(constants - c).max()
             holds = np.isreal(c) and off <= 1e-9 * max(1.0, largest(x), abs(c)) < np.inf
             if holds and abs(c) > 10 * off and (positive or text in ("c x", "x + c")):
-                found.append(Expression(text, "x", float(np.real(c))))
+                found.append(Expression(text, "x", float(f"{np.real(c):.7g}")))
     return found
 
 

@@ -17,9 +17,9 @@ from typing import Any
 
 from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError
-from gradtools.testing.cross_checking.quantities import CrossCheck, crossed
+from gradtools.testing.cross_checking.quantities import crossed
 from gradtools.testing.cross_checking.sides import library
-from gradtools.testing.diverging.recorded_runs import Blame, RecordedRuns
+from gradtools.testing.diverging.recorded_runs import RecordedRuns
 from gradtools.testing.diverging.runs import Place
 from gradtools.testing.report import Report
 
@@ -119,26 +119,25 @@ def first_divergence(
     if dtype is None and library(torch) == "torch.nn":
         dtype = "float64"
     with crossed(CALLER, torch, jax, args, mapping=mapping, dtype=dtype, seed=seed) as check:
-        return _report(check, RecordedRuns(check))
-
-
-def _report(check: CrossCheck, runs: RecordedRuns) -> Divergence:
-    result = Divergence(CALLER, comparisons=runs.comparisons, notes=runs.notes)
-    result.notes += check.pairing.notes
-    if wrong := [c for c in check.parameters() if not c.agrees]:
-        result.comparisons[:0] = wrong
-        name = wrong[0].path.removeprefix("parameter ")
-        x, y = next(p for p in runs.named if p[1].leaf == name)
-        words = f"{name} in JAX does not hold PyTorch's numbers ({wrong[0].cause}). "
-        result.kind, blame = "parameter", Blame(x, y, None, words + wrong[0].detail)
-    else:
+        result = Divergence(CALLER, notes=check.pairing.notes)
+        pairs = zip(check.parameters(), check.pairing.pairs, strict=True)
+        if wrong := [(c, pair) for c, pair in pairs if not c.agrees]:
+            c, pair = wrong[0]
+            name = c.path.removeprefix("parameter ")
+            result.kind, result.comparisons = "parameter", [c for c, _ in wrong]
+            result.torch, result.jax = Place(pair.torch_name), Place(name)
+            words = f"{name} in JAX does not hold PyTorch's numbers ({c.cause})."
+            result.relation = f"{words} {c.detail}"
+            return result
+        runs = RecordedRuns(check)
+        result.comparisons, result.notes = runs.comparisons, [*result.notes, *runs.notes]
         result.kind, blame = runs.blame()
-    if blame is not None:
-        result.relation = blame.relation
-        result.torch, result.jax = blame.torch.place, blame.jax.place
-        if blame.last:
-            result.last_torch, result.last_jax = (s.place for s in blame.last)
-        result.comparisons = [
-            c if c.agrees or c.cause else c.because(result.relation) for c in result.comparisons
-        ]
-    return result
+        if blame is not None:
+            result.relation = blame.relation
+            result.torch, result.jax = blame.torch.place, blame.jax.place
+            if blame.last:
+                result.last_torch, result.last_jax = (s.place for s in blame.last)
+            result.comparisons = [
+                c if c.agrees or c.cause else c.because(blame.relation) for c in runs.comparisons
+            ]
+        return result

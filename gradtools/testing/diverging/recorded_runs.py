@@ -65,7 +65,6 @@ class RecordedRuns:
     Attributes:
         torch: The run in PyTorch.
         jax: The run in JAX.
-        named: The pairs of leaves that correspond.
         outputs: The pairs of outputs.
         classes: The values that both runs have, by `Step.entries`.
         comparisons: The comparisons of the outputs, and of the gradients if the outputs agree.
@@ -80,16 +79,16 @@ class RecordedRuns:
                 f"{check.caller}: the program returns {len(first.outputs)} arrays in PyTorch and "
                 f"{len(second.outputs)} in JAX. Return the same arrays."
             )
-        self.named = [(first.leaves[x], second.leaves[x]) for x in check.inputs.moving]
+        named = [(first.leaves[x], second.leaves[x]) for x in check.inputs.moving]
         for path, pair in zip(check.pairing.paths, check.pairing.pairs, strict=True):
             name = path.removeprefix("parameter ")
-            self.named.append((first.leaves[pair.torch_name], second.leaves[name]))
+            named.append((first.leaves[pair.torch_name], second.leaves[name]))
         theirs = [*second.outputs]
         ours = theirs if {*theirs} == {*first.outputs} else [*first.outputs]
         self.outputs = [
             (first.outputs[p], second.outputs[q]) for p, q in zip(ours, theirs, strict=True)
         ]
-        self.classes = match(first, second, self.named)
+        self.classes = match(first, second, named)
         self.comparisons, cotangents, moved = [], [], []
         for k, (x, y) in enumerate(self.outputs):
             layout = aligned(x.value, y.value, max(x.accuracy, y.accuracy))

@@ -210,8 +210,10 @@ def match(
             alike = (jax.steps[k] for k in np.flatnonzero(near & (strengths == own)))
             pairs += [(a, b) for b in alike if layout_of(a, b)]
     for a, b in pairs:
-        known = max(a.entries, b.entries)
-        a.entries = b.entries = a.number if known < 0 else known
+        a.entries = b.entries = a.number
+    while any(a.entries != b.entries for a, b in pairs):  # equality in a layout is not transitive
+        for a, b in pairs:
+            a.entries = b.entries = min(a.entries, b.entries)
     classes: dict[int, tuple[list[Step], list[Step]]] = {}
     for k, run in enumerate((torch, jax)):
         for s in (s for s in run.steps if s.entries >= 0):

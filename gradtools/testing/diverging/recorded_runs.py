@@ -262,10 +262,8 @@ def _is_known(s: Step) -> bool:
 def _simple(x: Step, y: Step, sizes: dict[str, int]) -> str | None:
     """Returns a relation of two values: a layout, a conjugate, a sign, a factor or a mask."""
     a, b = x.value, y.value
-    kinds = {a.dtype.kind, b.dtype.kind}
-    if a.size != b.size or not (kinds <= {"f", "c"} or kinds == {"b"}):
-        return None
-    if a.size > 1 and kinds != {"b"} and STRONG not in (strength(a), strength(b)):
+    is_weak = a.size > 1 and a.dtype.kind != "b" and STRONG not in (strength(a), strength(b))
+    if a.size != b.size or is_weak:
         return None
     found = related(a, b, near=10 * accuracy_of(x, y), sizes=sizes, single=a.size > 1)
     return None if found is None or found.name.startswith("zero") else found.name

@@ -96,7 +96,7 @@ def _relations(
         named = factor(a, changed(move(b)))
         if named is not None and (how or change or named):
             yield ", ".join(filter(None, (how, change, named)))
-    for x, y, name in both_ways if same else ():
+    for x, y, name in both_ways if same and not masks else ():
         absent = (x == 0) & (y != 0)
         if absent.any() and (x != 0).any() and equal(x, np.where(absent, 0, y), near):
             yield f"{lost} in places in {name}"

@@ -67,6 +67,7 @@ def test_other_arrays_have_no_relation():
         "constant factor 0.5, a half square, or counted twice"
     )
     assert related(np.ones(3), np.full(3, 1.37)) is None  # of any two constant arrays
+    assert related(MASK, np.tril(MASK, -2)) is related(MASK | True, MASK & False) is None
     assert related(V, np.zeros(6), order=1).name == "stopped gradient in jax"
 
 

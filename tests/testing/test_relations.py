@@ -101,3 +101,9 @@ def test_two_expressions_in_a_common_value_are_named(words):
     *sides, x = EXPRESSIONS[words]
     first, second = ([expressions_of(side, {"x": x})] for side in sides)
     assert expression_cause(first, second) == words
+
+
+def test_expressions_that_both_lines_have_are_not_named():
+    values = {"x": X, "y": V}
+    lines = [[expressions_of(X - V, values), expressions_of(X + c, values)] for c in (1e-5, 1e-3)]
+    assert expression_cause(*lines) == "x + 1e-05 in torch, x + 0.001 in jax"

@@ -172,7 +172,7 @@ class _Matching:
     # --- pairs of modules
 
     def by_name(self) -> None:
-        """Pairs modules with equal names, then with a unique common end of their names."""
+        """Pairs modules with equal names or a unique common end of their names, longest first."""
         self.ours = _torch_modules(self.torch)
         self.theirs = _jax_modules(self.jax, self.ours)
         groups: dict[tuple[str, ...], tuple[list[str], list[Path]]] = {}
@@ -181,12 +181,11 @@ class _Matching:
             ends = {name_key(("whole", *parts)), *(name_key(parts[i:]) for i in range(len(parts)))}
             for end in (end for end in ends if not all(part.isdigit() for part in end)):
                 groups.setdefault(end, ([], []))[k].append(module)
-        for _ in range(2):  # a pair makes the ends of other names unique
-            for end in sorted(groups, key=len, reverse=True):
-                mine = [m for m in groups[end][0] if m in self.ours]
-                theirs = [m for m in groups[end][1] if m in self.theirs]
-                if len(mine) == len(theirs) == 1:
-                    self._pair(mine[0], theirs[0])
+        for end in sorted(groups, key=lambda end: len("".join(end)), reverse=True):
+            mine = [m for m in groups[end][0] if m in self.ours]
+            theirs = [m for m in groups[end][1] if m in self.theirs]
+            if len(mine) == len(theirs) == 1:
+                self._pair(mine[0], theirs[0])
 
     def by_order(self) -> None:
         """Pairs the k-th modules of equal leaves and shapes."""
@@ -199,14 +198,14 @@ class _Matching:
             next(fitting, ([], []))[1].append(jax_module)
         for mine, theirs in groups.values():
             for pair in zip(mine, theirs, strict=True) if len(mine) == len(theirs) else ():
-                self._pair(*pair)
-                name = joined(pair[1]) or "the model"
-                self.notes.append(f"paired by order: {pair[0]} with {name}")
+                if self._pair(*pair):
+                    name = joined(pair[1]) or "the model"
+                    self.notes.append(f"paired by order: {pair[0]} with {name}")
 
-    def _pair(self, module: str, jax_module: Path) -> None:
-        """Pairs the arrays of two modules, if they fit."""
+    def _pair(self, module: str, jax_module: Path) -> bool:
+        """Pairs the arrays of two modules, if they fit; returns whether they do."""
         if not (pairs := self._fits(module, jax_module)):
-            return
+            return False
         self.entries += pairs
         del self.ours[module], self.theirs[jax_module]
         names = {e.torch_name for e in pairs}
@@ -217,6 +216,7 @@ class _Matching:
                 self.left_out.append(f"{e.added} (no counterpart of its last rows)")
         for name in names | {e.added for e in pairs}:
             self.torch.pop(name, None)
+        return True
 
     def _fits(self, module: str, jax_module: Path) -> list[ParameterPair]:
         """Returns the pairs of two modules' arrays; empty if a parameter cannot be paired."""

@@ -21,15 +21,11 @@ from gradtools.testing.report import entry_errors, largest, widened
 
 SIDES = ("torch", "jax")
 FACTOR = "constant factor"
-LAYOUTS = (
-    "transposed",
-    "permuted",
-    "interleaved",
-    "reversed",
-)  # of the same entries
+LAYOUTS = ("transposed", "permuted", "interleaved", "reversed")  # the same entries
 MASKED = 9e3  # larger numbers are treated as entries of a mask
 _NEAR = 1e-6  # the relative error at which a factor is a known number
 _MOST_AXES = 5
+_MOST_ENTRIES = 1 << 15
 
 
 class Relation(NamedTuple):
@@ -63,59 +59,47 @@ def related(
         sizes: Lengths that occur in the program by name, which explain a factor.
         single: Whether to name an unknown factor of constant arrays, which any two have.
     """
-    if a.dtype == b.dtype == bool:
-        found = _of_masks(a, b)
-    else:
-        found = _of_numbers(widened(a), widened(b), names, order, near, sizes or {}, single)
-    return next(map(Relation, found), None)
+    masks = a.dtype == b.dtype == bool
+    if masks and (a.all() or b.all() or not (a.any() and b.any())):
+        return None
+    factor = lambda x, y: _factor(x, y, near, sizes or {}, single)
+    lost = "stopped gradient" if order else "zero"
+    found = _relations(widened(a), widened(b), names, lost, near, factor, masks)
+    return next((Relation("mask: " * masks + words) for words in found), None)
 
 
-def _of_masks(a: np.ndarray, b: np.ndarray) -> Iterator[str]:
-    if a.shape != b.shape or a.all() or b.all() or not (a.any() and b.any()):
-        return
-    yield from ("mask shifted by one" for _ in _shifts(a, b, 2, np.array_equal))
-    moved = [(bool(how), move(b)) for how, move in layouts(b, a.shape)]
-    inverted, transposed = "inverted mask", "transposed mask"
-    kinds = ((inverted, 0, 1), (transposed, 1, 0), (f"{inverted}, transposed", 1, 1))
-    for name, is_moved, is_inverted in kinds:
-        if any(how == is_moved and ((y ^ bool(is_inverted)) == a).all() for how, y in moved):
-            yield name
-
-
-def _of_numbers(
-    a: np.ndarray, b: np.ndarray, names: Any, order: int, near: float, sizes: Any, single: bool
+def _relations(
+    a: np.ndarray, b: np.ndarray, names: Any, lost: str, near: float, factor: Any, masks: bool
 ) -> Iterator[str]:
-    lost, same = "stopped gradient" if order else "zero", a.shape == b.shape
+    """Yields the relations that hold, those that are least likely by chance first."""
+    same = a.shape == b.shape
     both_ways = ((a, b, names[0]), (b, a, names[1]))  # either array may be the wrong one
     yield from (f"{lost} in {name}" for x, y, name in both_ways if not x.any() and y.any())
-    if same and a.dtype.kind != "c" != b.dtype.kind:  # numbers of masks: -1e9 or -inf
-        masks = a < -MASKED, b < -MASKED
-        kept = ~masks[0] & ~masks[1]
-        differ = masks[0].any() and masks[1].any() and (masks[0] != masks[1]).any()
+    if same:  # numbers that stand for a mask: -1e9 or -inf
+        hidden = [x.real < -MASKED for x in (a, b)]
+        kept = ~hidden[0] & ~hidden[1]
+        differ = (hidden[0] != hidden[1]).any() and hidden[0].any() and hidden[1].any()
         if differ and equal(a[kept], b[kept], _NEAR):
-            yield next(_of_masks(*masks), "another mask")
-    conjugates = (False, True) if a.dtype.kind == "c" and b.imag.any() else (False,)
-    moves = (*layouts(b, a.shape), *(_rearrangements(b) if same else ()))
-    for (how, move), conjugate in product(moves, conjugates):
-        y = move(b).conj() if conjugate else move(b)
-        factor = _factor(a, y, near, sizes, single)
-        if factor is not None and (how or conjugate or factor):
-            yield ", ".join(filter(None, [how, "conjugate" * conjugate, factor]))
-    if same:
-        moved = lambda x, y: np.ptp(np.abs(y)) > 0 and equal(x, y, near)
-        yield from (f"shifted by one along axis {axis}" for axis in _shifts(a, b, 3, moved))
-        for x, y, name in both_ways:
-            absent = (x == 0) & (y != 0)
-            if absent.any() and (x != 0).any() and equal(x, np.where(absent, 0, y), near):
-                yield f"{lost} in places in {name}"
-
-
-def _shifts(a: np.ndarray, b: np.ndarray, longer: int, is_same: Callable[..., bool]) -> Any:
-    """Yields the axes longer than `longer` along which one array is the other, shifted by one."""
-    for axis in (axis for axis, n in enumerate(a.shape) if n > longer):
+            yield (related(hidden[0], hidden[1]) or Relation("another mask")).name
+    for axis in range(a.ndim) if same else ():
         x, y = np.moveaxis(a, axis, 0), np.moveaxis(b, axis, 0)
-        if is_same(x[:-1], y[1:]) or is_same(y[:-1], x[1:]):
-            yield axis
+        varies = len(x) > 2 and np.ptp(np.abs(x[1:-1])) > 0
+        if varies and (equal(x[:-1], y[1:], near) or equal(y[:-1], x[1:], near)):
+            yield f"shifted by one along axis {axis}"
+    moves = (*layouts(b, a.shape), *(_rearrangements(b) if same and not masks else ()))
+    changes: dict[str, Move] = {"": lambda y: y}
+    if masks:
+        changes["inverted"] = lambda y: 1 - y
+    elif a.dtype.kind == "c" and b.imag.any():
+        changes["conjugate"] = np.conj
+    for (how, move), (change, changed) in product(moves, changes.items()):
+        named = factor(a, changed(move(b)))
+        if named is not None and (how or change or named):
+            yield ", ".join(filter(None, (how, change, named)))
+    for x, y, name in both_ways if same and not masks else ():
+        absent = (x == 0) & (y != 0)
+        if absent.any() and (x != 0).any() and equal(x, np.where(absent, 0, y), near):
+            yield f"{lost} in places in {name}"
 
 
 def layouts(x: np.ndarray, shape: tuple[int, ...]) -> Moves:
@@ -175,9 +159,8 @@ def _factor(a: np.ndarray, b: np.ndarray, near: float, sizes: Any, single: bool)
     named = factor_name(ratio, sizes)
     if named is None and not single and bool((a == a.reshape(-1)[:1]).all()):
         return None
-    small, real, imaginary = 1e-9 * abs(ratio), f"{ratio.real:.6g}", f"{ratio.imag:.4g}i"
-    both = f"{real} + {imaginary}" if abs(ratio.real) >= small else imaginary
-    text = real if abs(ratio.imag) < small else both
+    real, imaginary = (x if abs(x) > 1e-9 * abs(ratio) else 0 for x in (ratio.real, ratio.imag))
+    text = f"{complex(real, imaginary):.4g}" if imaginary else f"{real:.6g}"
     return f"{FACTOR} {text}" + (f", {named}" if named else "")
 
 
@@ -232,33 +215,21 @@ def equal(a: Any, b: Any, near: float) -> bool:
 
 
 class Expression(NamedTuple):
-    """A formula of operands, such as "c x".
+    """A formula of operands: ``c x`` with the letter y and the constant 2 is ``2 y``.
 
     Attributes:
         function: The formula, with x and y for its operands and c for a constant.
         letters: The letters of its operands, in order.
-        c: The constant.
-        axes: The axes that it reduces, " over (0,)".
+        c: The constant, rounded to 7 digits; 0 if there is none.
     """
 
     function: str
     letters: str
-    c: float | None = None
-    axes: str = ""
-
-    @property
-    def form(self) -> str:
-        """The formula in its own letters."""
-        own = dict(zip("xy", self.letters, strict=False))
-        return re.sub(r"\b[xy]\b", lambda m: own[m[0]], self.function) + self.axes
+    c: float = 0.0
 
     def __str__(self) -> str:
-        return self.form if self.c is None else re.sub(r"\bc\b", f"{self.c:.4g}", self.form)
-
-    def is_in(self, others: Expressions) -> bool:
-        """Returns whether the expression is one of the formulas, with the same constant."""
-        near = lambda d: self.c == d or abs((self.c or 0) - (d or 0)) <= 1e-9 * abs(self.c or 0)
-        return any(self._replace(c=e.c) == e and near(e.c) for e in others)
+        own = dict(zip("xy", self.letters, strict=False)) | {"c": f"{self.c:.4g}"}
+        return re.sub(r"\b[cxy]\b", lambda m: own[m[0]], self.function)
 
 
 Expressions = list[Expression]
@@ -279,33 +250,21 @@ def expression_cause(
         sizes: Lengths that occur in the program by name, which explain a factor.
     """
     ours, theirs = ([*chain(*side)] for side in (first, second))
-    rooted = ([e for e in side if "sqrt" in e.function and e.c] for side in (ours, theirs))
-    for pair in product(*rooted):
-        places = ["outside" if "sqrt(x)" in e.function else "inside" for e in pair]
-        if places[0] != places[1]:
-            return f"an epsilon {places[0]} of the root in torch, {places[1]} in jax"
-    forms, functions, operands = (
-        [sorted(map(part, side)) for side in (ours, theirs)]
-        for part in (lambda e: e.form, lambda e: e.function + e.axes, lambda e: e.letters)
-    )
-    used = [{*"".join(letters)} for letters in operands]
+    forms = [sorted((e.function, e.letters) for e in side) for side in (ours, theirs)]
+    functions = [[function for function, _ in side] for side in forms]
+    used = [{*"".join(letters for _, letters in side)} for side in forms]
     if forms[0] != forms[1] and functions[0] == functions[1] and used[0] == used[1]:
         return "exchanged operands: gates, heads, or channels in another order"
     ends = [next((step for step in reversed(side) if step), []) for side in (first, second)]
-    alike = lambda pair: pair[0][:2] == pair[1][:2]
-    other_letters = lambda pair: {*pair[0].letters} != {*pair[1].letters}
-    pairs = [*filter(alike, product(ours, theirs))]
+    pairs = [(e, f) for e, f in product(ours, theirs) if e[:2] == f[:2]]
     for sides in (ends, (first[0], second[0])):
-        pairs += sorted(product(*sides), key=other_letters)
-    for e, f in pairs:
-        if not e.is_in(theirs) and not f.is_in(ours):
-            return _both(e, f, sizes or {})
-    for k, lines in enumerate((first, second)):  # a function that one line leaves out
-        for e in lines[-1]:
-            if len(e.letters) == 1 and e.letters in {*direct[1 - k]} and e.function != "x":
-                sides = [e, Expression("x", e.letters)][:: -1 if k else 1]
-                return _both(sides[0], sides[1], sizes or {})
-    return ""
+        pairs += sorted(product(*sides), key=lambda pair: {*pair[0][1]} != {*pair[1][1]})
+    pairs = [(e, f) for e, f in pairs if e not in theirs and f not in ours]
+    for k, line in enumerate((first[-1], second[-1])):  # a function that one line leaves out
+        lacking = [e for e in line if e.letters in {*direct[1 - k]} and e.function != "x"]
+        plain = [(e, Expression("x", e.letters)) for e in lacking]
+        pairs += [(f, e) for e, f in plain] if k else plain
+    return _both(*pairs[0], sizes or {}) if pairs else ""
 
 
 def _both(e: Expression, f: Expression, sizes: Mapping[str, float]) -> str:
@@ -313,43 +272,43 @@ def _both(e: Expression, f: Expression, sizes: Mapping[str, float]) -> str:
     if len({*e.letters, *f.letters}) == 1:
         e, f = (x._replace(letters="x" * len(x.letters)) for x in (e, f))
     words = f"{e} in torch, {f} in jax"
-    if e[:2] == f[:2] and e.function == "c x" and abs((e.c or 0) + (f.c or 0) - 1) < 1e-9:
+    if e.function == f.function == "c x" and abs(e.c + f.c - 1) < 1e-9:
         return f"{words}: a weight and its complement"
-    scaled = next((x for x, y in ((e, f), (f, e)) if x.form == f"c {y.form}"), None)
-    known = factor_name(scaled.c or 0, sizes) if scaled else None
-    return f"{words}: {known}" if known else words
+    for x, y in ((e, f), (f, e)):
+        if x.function == "c x" and y.function == "x" and (known := factor_name(x.c, sizes)):
+            return f"{words}: {known}"
+    return words
 
 
 def expressions_of(a: np.ndarray, operands: Mapping[str, np.ndarray]) -> Expressions:
     """Finds expressions in the named operands that equal an array, the shortest first."""
-    a = widened(a)
+    a, found = widened(a), list[Expression]()
     if not 1 < a.size <= _MOST_ENTRIES or not np.isfinite(a).all():
-        return []
+        return found
     known = {n: widened(x) for n, x in operands.items() if 0 < x.size <= _MOST_ENTRIES}
+
+    def add(text: str, letters: str, y: Any) -> None:
+        if equal(a, y, 1e-8):
+            found.append(Expression(text, letters))
+
     with np.errstate(all="ignore"):
-        found = [e for e, y in _candidates(a, known) if equal(a, y, 1e-8)]
-        found += [e._replace(letters=n) for n, x in known.items() for e in with_constant(a, x)]
-    return sorted(dict.fromkeys(found), key=lambda e: len(e.form))
-
-
-def _candidates(a: np.ndarray, known: Mapping[str, np.ndarray]) -> Iterator[tuple[Expression, Any]]:
-    """Returns expressions that may equal an array, with their values."""
-    for n, x in known.items():
-        for text, f in _FUNCTIONS.items() if x.shape == a.shape else ():
-            if text not in _REAL or not np.iscomplexobj(x):
-                yield Expression(text, n), f(x)
-        for axes in chain(*(combinations(range(x.ndim), k + 1) for k in range(x.ndim))):
-            count = math.prod(x.shape[i] for i in axes)
-            for text, g in _REDUCTIONS.items() if count > 1 else ():
-                if a.size == (x.size if text.endswith("softmax(x)") else x.size // count):
-                    y = g(x, axis=axes, keepdims=True).reshape(a.shape)
-                    yield Expression(text, n, axes=f" over {axes}"), y
-    for (n, x), (m, y) in permutations(known.items(), 2):
-        lengths = zip(x.shape[::-1], y.shape[::-1], strict=False)
-        if a.ndim in (x.ndim, y.ndim) and all(k == l or 1 in (k, l) for k, l in lengths):
-            for text, (h, is_ordered) in _PAIRS.items():
-                if n < m or is_ordered:
-                    yield Expression(text, n + m), h(x, y)
+        for n, x in known.items():
+            for text, f in _FUNCTIONS.items() if x.shape == a.shape else ():
+                add(text, n, f(x))
+            found += [e._replace(letters=n) for e in with_constant(a, x)]
+            for axes in chain(*(combinations(range(x.ndim), k + 1) for k in range(x.ndim))):
+                size = x.size // (count := math.prod(x.shape[i] for i in axes))
+                for text, g in _REDUCTIONS.items() if count > 1 else ():
+                    if a.size == (x.size if text.endswith("softmax(x)") else size):
+                        y = g(x, axis=axes, keepdims=True).reshape(a.shape)
+                        add(f"{text} over {axes}", n, y)
+        for (n, x), (m, y) in permutations(known.items(), 2):
+            lengths = zip(x.shape[::-1], y.shape[::-1], strict=False)
+            if a.ndim in (x.ndim, y.ndim) and all(k == l or 1 in (k, l) for k, l in lengths):
+                for text, h in _PAIRS.items():
+                    if n < m or text not in _SYMMETRIC:
+                        add(text, n + m, h(x, y))
+    return sorted(dict.fromkeys(found), key=lambda e: len(e.function))
 
 
 def with_constant(a: np.ndarray, x: np.ndarray) -> Expressions:
@@ -357,18 +316,15 @@ def with_constant(a: np.ndarray, x: np.ndarray) -> Expressions:
     if a.shape != x.shape or a.size < 2:
         return []
     a, x, found = widened(a), widened(x), []
+    positive = bool((x.real > 0).all() and (a.real > 0).all())
     with np.errstate(all="ignore"):
-        forms = {"c x": a / x, "x + c": a - x}
-        if a.dtype == x.dtype == float and (x > 0).all() and (a > 0).all():
-            forms["sqrt(x + c)"], forms["sqrt(x) + c"] = a**2 - x, a - np.sqrt(x)
-            forms["1 / sqrt(x + c)"], forms["1 / (sqrt(x) + c)"] = a**-2.0 - x, 1 / a - np.sqrt(x)
-            forms["x ** c"] = np.log(a) / np.log(x)
-        for text, constants in forms.items():
-            c = constants.ravel()[0]
-            if np.isfinite(constants).all() and np.isreal(c) and np.ptp(np.abs(x)) > 0:
-                off = np.abs(constants - c).max()
-                if off <= 1e-9 * max(1.0, largest(x), abs(c)) and abs(c) > 10 * off:
-                    found.append(Expression(text, "x", float(np.real(c))))
+        for text, solved in _CONSTANTS.items() if np.ptp(np.abs(x)) > 0 else ():
+            constants = solved(a, x)
+            c = constants.flat[0]
+            off = np.abs(constants - c).max()
+            holds = np.isreal(c) and off <= 1e-9 * max(1.0, largest(x), abs(c)) < np.inf
+            if holds and abs(c) > 10 * off and (positive or text in ("c x", "x + c")):
+                found.append(Expression(text, "x", float(f"{np.real(c):.7g}")))
     return found
 
 
@@ -381,27 +337,22 @@ def _softmax(x: Any, axis: Any, **kept: Any) -> Any:
     return e / e.sum(axis, keepdims=True)
 
 
-_MOST_ENTRIES = 1 << 15
-_FUNCTIONS: dict[str, Callable[[Any], Any]] = {
-    "gelu(x)": lambda x: x * 0.5 * (1 + np.vectorize(math.erf, otypes=[float])(x / math.sqrt(2))),
-    "tanh gelu(x)": lambda x: x * _sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x**3)),
-    "silu(x)": lambda x: x * _sigmoid(x),
-    "relu(x)": lambda x: np.maximum(x, 0),
-    "elu(x)": lambda x: np.where(x > 0, x, np.expm1(np.minimum(x, 0))),
-    "leaky_relu(x)": lambda x: np.where(x > 0, x, 0.01 * x),
-    "softplus(x)": lambda x: np.logaddexp(x, 0),
-    "sign(x)": np.sign,
-}
-_REAL = [*_FUNCTIONS]  # functions of real numbers
-_FUNCTIONS |= {
-    "x": lambda x: x,
-    "sigmoid(x)": _sigmoid,
-    "1 / sqrt(x)": lambda x: 1 / np.sqrt(x),
-    "1 / x": lambda x: 1 / x,
-    "x ** 3": lambda x: x**3,
-}
+_erf = np.vectorize(math.erf, otypes=[float])
 _UFUNCS = "tanh sin cos exp log log1p expm1 sqrt abs square conj real imag"
-_FUNCTIONS |= {f"{name}(x)": getattr(np, name) for name in _UFUNCS.split()}
+_FUNCTIONS: dict[str, Callable[[Any], Any]] = {
+    "x": lambda x: x,
+    "1 / x": lambda x: 1 / x,
+    "1 / sqrt(x)": lambda x: 1 / np.sqrt(x),
+    "sigmoid(x)": _sigmoid,
+    "relu(x)": lambda x: np.maximum(x, 0),
+    "leaky_relu(x)": lambda x: np.where(x > 0, x, 0.01 * x),
+    "elu(x)": lambda x: np.where(x > 0, x, np.expm1(np.minimum(x, 0))),
+    "silu(x)": lambda x: x * _sigmoid(x),
+    "softplus(x)": lambda x: np.logaddexp(x.real, 0),
+    "gelu(x)": lambda x: x * 0.5 * (1 + _erf(x.real / math.sqrt(2))),
+    "tanh gelu(x)": lambda x: x * _sigmoid(math.sqrt(8 / math.pi) * (x + 0.044715 * x**3)),
+    **{f"{name}(x)": getattr(np, name) for name in _UFUNCS.split()},
+}
 _REDUCTIONS: dict[str, Callable[..., Any]] = {
     **{f"{name}(x)": getattr(np, name) for name in "sum mean max min var std".split()},
     "var(x, ddof=1)": lambda x, **kept: np.var(x, ddof=1, **kept),
@@ -410,12 +361,22 @@ _REDUCTIONS: dict[str, Callable[..., Any]] = {
     "softmax(x)": _softmax,
     "log_softmax(x)": lambda x, **kept: np.log(_softmax(x, **kept)),
 }
-_PAIRS: dict[str, tuple[Callable[[Any, Any], Any], bool]] = {  # function, is ordered
-    "x + y": (np.add, False),
-    "x - y": (np.subtract, True),
-    "x * y": (np.multiply, False),
-    "x / y": (np.divide, True),
-    "x * conj(y)": (lambda x, y: x * np.conj(y) if np.iscomplexobj(y) else None, True),
-    "maximum(x, y)": (np.maximum, False),
-    "minimum(x, y)": (np.minimum, False),
+_PAIRS: dict[str, Callable[[Any, Any], Any]] = {
+    "x + y": np.add,
+    "x - y": np.subtract,
+    "x * y": np.multiply,
+    "x / y": np.divide,
+    "x * conj(y)": lambda x, y: x * np.conj(y) if np.iscomplexobj(y) else None,
+    "maximum(x, y)": np.maximum,
+    "minimum(x, y)": np.minimum,
+}
+_SYMMETRIC = ("x + y", "x * y", "maximum(x, y)", "minimum(x, y)")
+_CONSTANTS: dict[str, Callable[[Any, Any], Any]] = {  # the constant, from the result and x
+    "c x": lambda a, x: a / x,
+    "x + c": lambda a, x: a - x,
+    "sqrt(x + c)": lambda a, x: a**2 - x,
+    "sqrt(x) + c": lambda a, x: a - np.sqrt(x),
+    "1 / sqrt(x + c)": lambda a, x: a**-2.0 - x,
+    "1 / (sqrt(x) + c)": lambda a, x: 1 / a - np.sqrt(x),
+    "x ** c": lambda a, x: np.log(a) / np.log(x),
 }

@@ -195,6 +195,27 @@ def test_overrides_rename_modules_and_arrays_and_say_how_they_lie(rng):
     np.testing.assert_array_equal(found.to_jax(mine)["gain"], mine["scale"].T[::-1])
 
 
+def test_modules_are_paired_by_the_longest_common_end_of_their_names():
+    names = {
+        "bert.enc.0.fc": "model.enc_0.fc",
+        "bert.enc.1.fc": "model.enc_1.fc",
+        "bert.out.fc": "model.out.fc",
+        "bert.pool.fc": "pooler.fc",
+        "head": "model.head",
+    }
+    mine = {f"{name}.weight": np.ones((3, 3)) for name in names}
+    theirs = {}
+    for path in reversed(names.values()):  # the order would pair other modules
+        place = theirs
+        for key in path.split("."):
+            place = place.setdefault(key, {})
+        place["kernel"] = np.ones((3, 3))
+    mapping = match_parameters(mine, theirs)
+    found = {e.torch_name.removesuffix(".weight"): e.jax_path[:-1] for e in mapping.entries}
+    assert found == {name: tuple(path.split(".")) for name, path in names.items()}
+    assert not mapping.notes
+
+
 # --- recurrent layers and weight normalization
 
 
@@ -270,17 +291,12 @@ def test_layers_of_one_size_are_paired_by_name_and_a_bias_may_be_left_out():
 
 def test_a_scalar_and_layers_named_like_gates_are_paired():
     mine = {"i.weight": np.ones((3, 2)), "h.weight": np.ones((4, 3)), "scale": np.array(0.5)}
-    cell = {f"rnn.{name}": x.detach().numpy() for name, x in t.RNNCell(3, 5).named_parameters()}
     theirs = {
-        "rnn": {
-            "i": {"kernel": np.ones((3, 5))},
-            "h": {"kernel": np.ones((5, 5)), "bias": np.ones(5)},
-        },
         "i": {"kernel": np.ones((2, 3))},
         "h": {"kernel": np.ones((3, 4))},
         "scale": np.ones(()),
     }
-    found = match_parameters({**mine, **cell}, theirs).to_jax({**mine, **cell})
+    found = match_parameters(mine, theirs).to_jax(mine)
     assert jax.tree.map(np.shape, found) == jax.tree.map(np.shape, theirs)
 
 

@@ -71,8 +71,8 @@ _GATES = "permuted blocks of axes of length"
 _CHANNELS = "y.transpose(0, 3, 1, 2).reshape"
 _NORMALIZED = "F.normalize(torch.tanh(b @ w), dim=-1)"
 _MEAN, _ITS = "0.9 * mean + 0.1 * m", "0.1 * mean + 0.9 * m"
-_TORCH_OUTSIDE = "an epsilon outside of the root in torch, inside in jax"
-_JAX_OUTSIDE = "an epsilon inside of the root in torch, outside in jax"
+_TORCH_OUTSIDE = "sqrt(x) + 1e-05 in torch, sqrt(x + 1e-05) in jax"
+_JAX_OUTSIDE = "sqrt(x + 1e-05) in torch, sqrt(x) + 1e-05 in jax"
 _TRIL = "jnp.tril(jnp.ones((t, t), bool))"
 _GELU, _TANH = "gelu(x) in torch, tanh gelu(x) in jax", "tanh gelu(x) in torch, gelu(x) in jax"
 
@@ -80,15 +80,15 @@ _TABLE = {  # by port: the side, the old text, the new one, the cause, the lines
     "mlp": [
         ("jax", "x @ w + b", "x @ w - b", "x + y in torch, y - x in jax"),
         ("jax", "approximate=True", "approximate=False", _TANH),
-        ("torch", "* 0.5", "* 0.25", "constant factor 0.5"),
+        ("torch", "* 0.5", "* 0.25", "0.25 x in torch, 0.5 x in jax"),
         ("jax", "axis=-1", "axis=0", "over (1,) in torch, log_softmax(x) over (0,)"),
         ("jax", "-y[:, 0].mean()", "-y[:, 0].sum()", "constant factor 0.25, the batch"),
     ],
     "attention": [
-        ("jax", "s / 3**0.5", "s / 6**0.5", "constant factor 1.41421"),
-        ("jax", "jnp.tril", "jnp.triu", "transposed mask"),
-        ("torch", ".tril()", ".triu()", "transposed mask"),
-        ("jax", _TRIL, f"{_TRIL[:-1]}, -1)", "mask shifted by one"),
+        ("jax", "s / 3**0.5", "s / 6**0.5", "0.5774 x in torch, 0.4082 x in jax"),
+        ("jax", "jnp.tril", "jnp.triu", "mask: transposed layout"),
+        ("torch", ".tril()", ".triu()", "mask: transposed layout"),
+        ("jax", _TRIL, f"{_TRIL[:-1]}, -1)", "mask: shifted by one"),
         ("torch", "torch.softmax(s, -1)", "torch.softmax(s, -2)", "softmax(x) over (2,)"),
         ("jax", '"bhqk,bkhd->bqhd"', '"bhkq,bkhd->bqhd"', UNKNOWN),
         ("torch", "(p @ v).transpose(1, 2)", "(p @ v)", _ORDER, ("y.reshape",) * 2),
@@ -118,7 +118,7 @@ _TABLE = {  # by port: the side, the old text, the new one, the cause, the lines
         ("jax", "jax.lax.stop_gradient(target)", "target", _IN_TORCH, ("target.detach", "loss =")),
         ("torch", "target.detach()", "target * 1", _IN_JAX, ("loss =", "stop_gradient(target)")),
         ("jax", "jax.lax.stop_gradient(gate)", "gate", _IN_TORCH),
-        ("jax", "0.9 * best", "0.99 * best", "constant factor 0.909091"),
+        ("jax", "0.9 * best", "0.99 * best", "0.9 x in torch, 0.99 x in jax"),
     ],
     "fourier": [
         ("jax", "a * w", "a * w.conj()", "x * y in torch, y * conj(x) in jax"),
@@ -126,7 +126,12 @@ _TABLE = {  # by port: the side, the old text, the new one, the cause, the lines
         ("jax", "2 * c.imag", "c.imag", "2 x in torch, x + y in jax"),
     ],
     "contrastive": [
-        ("jax", "s * jnp.exp(temperature)", "s / jnp.exp(temperature)", "constant factor 1.82212"),
+        (
+            "jax",
+            "s * jnp.exp(temperature)",
+            "s / jnp.exp(temperature)",
+            "1.35 x in torch, 0.7408 x in jax",
+        ),
         ("jax", "log_softmax(s.T, -1)", "log_softmax(s, -1)", UNKNOWN, ("columns =", "(rows")),
         ("torch", _NORMALIZED, "torch.tanh(b @ w)", UNKNOWN, ("s = a", "b = ")),
     ],
@@ -164,10 +169,10 @@ _TABLE = {  # by port: the side, the old text, the new one, the cause, the lines
         ("torch", "mean(-1, k", "sum(-1, k", "0.2 x in jax"),
     ],
     "masked": [
-        ("jax", "where(mask, s", "where(~mask, s", "inverted mask"),
-        ("torch", "where(mask, s", "where(~mask, s", "inverted mask"),
-        ("jax", "where(mask, s", "where(mask.T, s", "transposed mask"),
-        ("torch", "where(mask, s", "where(mask.T, s", "transposed mask"),
+        ("jax", "where(mask, s", "where(~mask, s", "mask: inverted"),
+        ("torch", "where(mask, s", "where(~mask, s", "mask: inverted"),
+        ("jax", "where(mask, s", "where(mask.T, s", "mask: transposed layout"),
+        ("torch", "where(mask, s", "where(mask.T, s", "mask: transposed layout"),
         (
             "jax",
             "s / 3**0.5",

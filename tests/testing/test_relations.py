@@ -31,7 +31,7 @@ def masked(mask):
 
 RELATIONS = {  # the second array, and the first
     "constant factor 0.5, a half square, or counted twice": (2 * V, V),
-    "constant factor -1i, the imaginary unit": (1j * Z, Z),
+    "constant factor 0-1j, the imaginary unit": (1j * Z, Z),
     "sign": (-V, V),
     "conjugate": (Z.conj(), Z),
     "reversed axis 1": (A[:, ::-1], A),
@@ -42,9 +42,9 @@ RELATIONS = {  # the second array, and the first
     "reshaped layout": (V, V[None]),
     "zero in places in jax": (np.where(V > 0, V, 0), V),
     "zero in jax": (0 * V, V),
-    "inverted mask": (~ONCE, ONCE),
-    "transposed mask": (ONCE.T, ONCE),
-    "mask shifted by one": (np.tril(MASK, -1), MASK),
+    "mask: inverted": (~ONCE, ONCE),
+    "mask: transposed layout": (ONCE.T, ONCE),
+    "mask: shifted by one along axis 0": (np.tril(MASK, -1), MASK),
     "another mask": (masked(np.roll(MASK, 2, 0)), masked(MASK)),
 }
 
@@ -67,6 +67,7 @@ def test_other_arrays_have_no_relation():
         "constant factor 0.5, a half square, or counted twice"
     )
     assert related(np.ones(3), np.full(3, 1.37)) is None  # of any two constant arrays
+    assert related(MASK, np.tril(MASK, -2)) is related(MASK | True, MASK & False) is None
     assert related(V, np.zeros(6), order=1).name == "stopped gradient in jax"
 
 
@@ -87,7 +88,7 @@ TANH = V / (1 + np.exp(-math.sqrt(8 / math.pi) * (V + 0.044715 * V**3)))
 EXPRESSIONS = {
     "gelu(x) in torch, tanh gelu(x) in jax": (V * 0.5 * (1 + ERF), TANH, V),
     "x + 1e-05 in torch, x + 0.001 in jax": (V + 1e-5, V + 1e-3, V),
-    "an epsilon inside of the root in torch, outside in jax": (
+    "sqrt(x + 0.001) in torch, sqrt(x) + 0.001 in jax": (
         *(np.sqrt(X + 1e-3), np.sqrt(X) + 1e-3, X),
     ),
     "0.9 x in torch, 0.1 x in jax: a weight and its complement": (0.9 * V, 0.1 * V, V),
@@ -100,3 +101,9 @@ def test_two_expressions_in_a_common_value_are_named(words):
     *sides, x = EXPRESSIONS[words]
     first, second = ([expressions_of(side, {"x": x})] for side in sides)
     assert expression_cause(first, second) == words
+
+
+def test_expressions_that_both_lines_have_are_not_named():
+    values = {"x": X, "y": V}
+    lines = [[expressions_of(X - V, values), expressions_of(X + c, values)] for c in (1e-5, 1e-3)]
+    assert expression_cause(*lines) == "x + 1e-05 in torch, x + 0.001 in jax"

@@ -15,13 +15,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
 from gradtools.boundary import user_facing
 from gradtools.errors import GradtoolsError
-from gradtools.testing.cross_checking.quantities import CrossCheck, crossed
+from gradtools.testing.cross_checking.quantities import crossed
 from gradtools.testing.cross_checking.sides import library
-from gradtools.testing.diverging.recorded_runs import Blame, RecordedRuns
+from gradtools.testing.diverging.recorded_runs import RecordedRuns
 from gradtools.testing.diverging.runs import Place
 from gradtools.testing.report import Report
 
@@ -54,15 +52,13 @@ class Divergence(Report):
 
     def explanation(self) -> str:
         """Explains the divergence in a few lines; empty if there is none."""
-        if self.kind == "agrees":
+        if not self.relation:
             return ""
-        if self.kind == "not finite":
-            return self.relation
-        both = {"torch": (self.torch, self.last_torch), "jax": (self.jax, self.last_jax)}
         lines = [f"The programs diverge in a {self.kind}: {self.relation}"]
-        lines += [f"  {name + ':':<7}{at}" for name, (at, _) in both.items() if at]
-        lines += ["Before it they agree:"] if self.last_torch else []
-        lines += [f"  {name + ':':<7}{last}" for name, (_, last) in both.items() if last]
+        lines += [f"  torch: {self.torch}", f"  jax:   {self.jax}"]
+        if self.last_torch:
+            lines.append("Before it they agree:")
+            lines += [f"  torch: {self.last_torch}", f"  jax:   {self.last_jax}"]
         return "\n".join(lines)
 
     def table(self, colour: bool = False, limit: int | None = None) -> str:
@@ -84,8 +80,8 @@ def first_divergence(
 
     Each program runs once forward and once backward. Operations inside of layers, loops and
     transformed functions are also compared; the report has the user's lines on both sides.
-    Intermediate values may have other layouts and be computed in another order. Values that are NaN
-    or infinite on both sides are not compared; the report counts them.
+    Intermediate values may have other layouts and be computed in another order. Entries that
+    are NaN or infinite on both sides are not compared; the report counts those of the outputs.
 
     Args:
         torch: A `torch.nn.Module`, in the mode (train or eval) in which it is to run; it is copied.
@@ -123,44 +119,25 @@ def first_divergence(
     if dtype is None and library(torch) == "torch.nn":
         dtype = "float64"
     with crossed(CALLER, torch, jax, args, mapping=mapping, dtype=dtype, seed=seed) as check:
-        return _report(check, RecordedRuns(check))
-
-
-def _report(check: CrossCheck, runs: RecordedRuns) -> Divergence:
-    result = Divergence(CALLER, comparisons=runs.comparisons, notes=runs.notes)
-    result.left_out = [x for x in check.pairing.notes if "no counterpart" in x]
-    result.notes += [x for x in check.pairing.notes if x not in result.left_out]
-    if wrong := [c for c in check.parameters() if not c.agrees]:
-        result.comparisons[:0] = wrong
-        name = wrong[0].path.removeprefix("parameter ")
-        x, y = next(p for p in runs.named if p[1].leaf == name)
-        words = f"{name} in JAX does not hold PyTorch's numbers ({wrong[0].cause}). "
-        result.kind, blame = "parameter", Blame(x, y, None, words + wrong[0].detail)
-    else:
+        result = Divergence(CALLER, notes=check.pairing.notes)
+        pairs = zip(check.parameters(), check.pairing.pairs, strict=True)
+        if wrong := [(c, pair) for c, pair in pairs if not c.agrees]:
+            c, pair = wrong[0]
+            name = c.path.removeprefix("parameter ")
+            result.kind, result.comparisons = "parameter", [c for c, _ in wrong]
+            result.torch, result.jax = Place(pair.torch_name), Place(name)
+            words = f"{name} in JAX does not hold PyTorch's numbers ({c.cause})."
+            result.relation = f"{words} {c.detail}"
+            return result
+        runs = RecordedRuns(check)
+        result.comparisons, result.notes = runs.comparisons, [*result.notes, *runs.notes]
         result.kind, blame = runs.blame()
-    if blame is not None:
-        result.relation = blame.relation
-        result.torch, result.jax = blame.torch.place, blame.jax.place
-        if blame.last:
-            result.last_torch, result.last_jax = (s.place for s in blame.last)
-    elif result.kind == "not finite" and result.first:
-        result.relation = (
-            f"{result.first.path} has no finite entry on either side, so nothing was compared: "
-            "gradtools.torch.why_zero(f, *args) finds the operation."
-        )
-    result.comparisons = [
-        c if c.agrees or c.cause else c.because(result.relation) for c in result.comparisons
-    ]
-    ours, theirs = runs.torch.steps, runs.jax.steps
-    matched = [s.value for s in ours if s.entries >= 0]
-    result.notes.append(
-        f"{len(matched)} of {len(ours)} values of PyTorch's run are found in JAX's run of "
-        f"{len(theirs)} values"
-    )
-    counts = [int((~np.isfinite(x)).sum()) for x in matched if x.dtype.kind in "fc"]
-    if both := [*filter(None, counts)]:
-        result.notes.append(
-            f"{sum(both)} entries of {len(both)} values are NaN or infinite on both sides and "
-            "were not compared"
-        )
-    return result
+        if blame is not None:
+            result.relation = blame.relation
+            result.torch, result.jax = blame.torch.place, blame.jax.place
+            if blame.last:
+                result.last_torch, result.last_jax = (s.place for s in blame.last)
+            result.comparisons = [
+                c if c.agrees or c.cause else c.because(blame.relation) for c in runs.comparisons
+            ]
+        return result

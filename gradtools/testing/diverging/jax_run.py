@@ -40,8 +40,10 @@ def run_in_jax(side: Side, program: Any, leaves: dict[str, np.ndarray]) -> Run:
 
     def record(*arrays: Any) -> Any:
         held = map(recorder.constant, constants_of(closed))
-        named = zip(leaves, arrays, strict=True)
-        own = [recorder.step(Place(name), x, (), name, tracked=True) for name, x in named]
+        own = (
+            recorder.step(Step(Place(name), x, leaf=name, tracked=True))
+            for name, x in zip(leaves, arrays, strict=True)
+        )
         outs = recorder.evaluated(jaxprs.open_jaxpr(closed), [*held, *own], Place(""))
         ends.update(zip(paths, outs, strict=True))
         moving = {path: s.value for path, s in ends.items() if is_inexact(s.value)}
@@ -80,30 +82,21 @@ class _UnrolledValues(Unrolling[Step, Place, Place]):
 
     def __init__(self) -> None:
         self.steps: list[Step] = []
-        self.in_rule = False  # whether the primal function of a custom rule runs
 
-    def step(
-        self,
-        place: Place,
-        x: Any,
-        parents: Sequence[Step] = (),
-        leaf: str = "",
-        tracked: bool = False,
-    ) -> Step:
-        """Adds a step, whose cotangent is recorded if `tracked` is true."""
-        made = Step(place, x, [*parents], leaf, tracked)
-        made.value = _watched(made, x) if tracked else x
-        self.steps.append(made)
-        return made
+    def step(self, step: Step) -> Step:
+        """Adds a step; records the cotangent of its value if it is tracked."""
+        self.steps.append(step)
+        step.value = _watched(step, step.value) if step.tracked else step.value
+        return step
 
     def array(self, value: Step) -> Any:
         return value.value
 
     def literal(self, literal: Any) -> Step:
-        return self.step(Place("literal"), jnp.asarray(literal.val, literal.aval.dtype))
+        return self.step(Step(Place("literal"), jnp.asarray(literal.val, literal.aval.dtype)))
 
     def constant(self, x: Any) -> Step:
-        return self.step(Place("captured"), jnp.asarray(x), leaf="captured")
+        return self.step(Step(Place("captured"), jnp.asarray(x), leaf="captured"))
 
     def place(self, at: Place, i: int, eqn: Any) -> Place:
         layer = ".".join(name for name, is_scope in scopes_of(eqn) if is_scope)
@@ -112,19 +105,8 @@ class _UnrolledValues(Unrolling[Step, Place, Place]):
     def inside(self, at: Place, k: int, iteration: int | None) -> Place:
         return at if iteration is None else replace(at, iteration=(*at.iteration, iteration))
 
-    def equation(self, eqn: Any, xs: list[Step], at: Place) -> list[Step]:
-        """Also evaluates the primal function of a custom rule, which the backward pass skips."""
-        if not jaxprs.is_ruled(eqn):
-            return super().equation(eqn, xs, at)
-        before, self.in_rule = self.in_rule, True
-        outs = self.program(jaxprs.programs_of(eqn)[0], xs, at)
-        self.in_rule = before
-        results = super().equation(eqn, xs, at)
-        for step in results:
-            step.parents += outs
-        return results
-
     def operation(self, at: Place, name: str, evaluate: Evaluate, xs: Sequence[Step]) -> list[Step]:
-        tracked = any(x.tracked for x in xs) and not self.in_rule and name != "stop_gradient"
         place, outs = replace(at, operation=name), evaluate([x.value for x in xs])
-        return [self.step(place, y, xs, tracked=tracked and is_inexact(y)) for y in outs]
+        moves = any(x.tracked for x in xs) and name != "stop_gradient"
+        made = [Step(place, y, [*xs], tracked=moves and is_inexact(y)) for y in outs]
+        return [*map(self.step, made)]

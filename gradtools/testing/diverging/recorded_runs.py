@@ -9,22 +9,24 @@ differentiate differently.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import import_module
 from itertools import product, starmap
-from typing import Any
 
 import numpy as np
 
 from gradtools.errors import GradtoolsError
 from gradtools.testing.cross_checking.quantities import CrossCheck
 from gradtools.testing.cross_checking.sides import Side, tokens
-from gradtools.testing.diverging.runs import HALF, Run, Step, ancestors
-from gradtools.testing.diverging.value_matching import (
+from gradtools.testing.diverging.runs import (
+    HALF,
     STRONG,
+    Run,
+    Step,
     accuracy_of,
     aligned,
+    ancestors,
     layout_of,
     match,
     strength,
@@ -32,14 +34,13 @@ from gradtools.testing.diverging.value_matching import (
 from gradtools.testing.matching_parameters.parameter_names import joined
 from gradtools.testing.relations import (
     SIDES,
-    Expressions,
     expression_cause,
     expressions_of,
     related,
     relation,
     with_constant,
 )
-from gradtools.testing.report import Comparison, compare_arrays, entry_errors, largest
+from gradtools.testing.report import compare_arrays, entry_errors, largest
 
 _STOPS = ("detach", "stop_gradient")
 _PRECISIONS = {1e-9: "float64", 1e-4: "float32", HALF: "16 bits"}
@@ -64,9 +65,8 @@ class RecordedRuns:
     Attributes:
         torch: The run in PyTorch.
         jax: The run in JAX.
-        named: The pairs of leaves that correspond.
         outputs: The pairs of outputs.
-        classes: The values that both runs have, by their entries.
+        classes: The values that both runs have, by `Step.entries`.
         comparisons: The comparisons of the outputs, and of the gradients if the outputs agree.
         notes: Notes for a report.
     """
@@ -79,26 +79,35 @@ class RecordedRuns:
                 f"{check.caller}: the program returns {len(first.outputs)} arrays in PyTorch and "
                 f"{len(second.outputs)} in JAX. Return the same arrays."
             )
-        mine, theirs = first.leaves, second.leaves
-        self.named = [(mine[x], theirs[x]) for x in check.inputs.moving]
+        named = [(first.leaves[x], second.leaves[x]) for x in check.inputs.moving]
         for path, pair in zip(check.pairing.paths, check.pairing.pairs, strict=True):
-            self.named.append((mine[pair.torch_name], theirs[path.removeprefix("parameter ")]))
-        alike = first.outputs.keys() == second.outputs.keys()
-        paths = [*(second if alike else first).outputs]
-        pairs = zip(paths, second.outputs.values(), strict=True)
-        self.outputs = [(first.outputs[path], y) for path, y in pairs]
-        self.classes = match(first, second, self.named)
-        accuracies = (accuracy_of(x, y) for x, y in self.outputs)
-        self.limit, self.noise = max([1e-6, *(10 * a for a in accuracies)]), 0.0  # for cotangents
-        layouts = [aligned(x.value, y.value, max(x.accuracy, y.accuracy)) for x, y in self.outputs]
-        self.comparisons = [*map(self._compared, range(len(paths)), layouts)]
-        self.wrong = [k for k, c in enumerate(self.comparisons) if not c.agrees]
-        if not self.wrong:
-            drawn = [*map(self._drawn, range(len(paths)))]
-            moved = [l[1](c) if l else c for c, l in zip(drawn, layouts, strict=True)]
-            first.pull(dict(zip(paths, drawn, strict=True)))
-            second.pull(dict(zip(second.outputs, moved, strict=True)))
-            self._compare_gradients(mine, theirs)
+            name = path.removeprefix("parameter ")
+            named.append((first.leaves[pair.torch_name], second.leaves[name]))
+        theirs = [*second.outputs]
+        ours = theirs if {*theirs} == {*first.outputs} else [*first.outputs]
+        self.outputs = [
+            (first.outputs[p], second.outputs[q]) for p, q in zip(ours, theirs, strict=True)
+        ]
+        self.classes = match(first, second, named)
+        self.comparisons, cotangents, moved = [], [], []
+        for k, (x, y) in enumerate(self.outputs):
+            layout = aligned(x.value, y.value, max(x.accuracy, y.accuracy))
+            name, move = layout or ("", lambda a: a)
+            if name:
+                shapes = f"{x.value.shape} in PyTorch and {y.value.shape} in JAX"
+                self.notes.append(f"output {k} is in a {name}: {shapes}")
+            limit = accuracy_of(x, y)
+            found = compare_arrays("value", f"output {k}", move(x.value), y.value, tolerance=limit)
+            self.comparisons.append(found)
+            rng = np.random.default_rng([check.seed, k])
+            c = rng.normal(size=x.value.shape) if x.value.shape else np.ones(())
+            cotangents.append(c + 1j * rng.normal(size=c.shape) if x.value.dtype == complex else c)
+            moved.append(move(cotangents[-1]))
+        self.limit, self.noise = max([1e-6, *(10 * accuracy_of(*p) for p in self.outputs)]), 0.0
+        if all(c.agrees for c in self.comparisons):
+            first.pull(dict(zip(ours, cotangents, strict=True)))
+            second.pull(dict(zip(theirs, moved, strict=True)))
+            self._compare_gradients()
 
     def _recorded(self, side: Side) -> Run:
         """Returns a side's run, in which all of its parameters are differentiated."""
@@ -109,45 +118,29 @@ class RecordedRuns:
             run: Run = record(side, side.bound(inputs, side.numbers), leaves)
         return run
 
-    def _compared(self, k: int, layout: Any) -> Comparison:
-        """Compares output k."""
-        (x, y), (name, move) = self.outputs[k], layout or ("", lambda a: a)
-        if name:
-            shapes = f"{x.value.shape} in PyTorch and {y.value.shape} in JAX"
-            self.notes.append(f"output {k} is in a {name}: {shapes}")
-        limit = accuracy_of(x, y)
-        return compare_arrays("value", f"output {k}", move(x.value), y.value, tolerance=limit)
-
-    def _drawn(self, k: int) -> Any:
-        """Draws a random cotangent of output k."""
-        x, rng = self.outputs[k][0].value, np.random.default_rng([self.check.seed, k])
-        c = rng.normal(size=x.shape) if x.shape else np.ones(())
-        return c + 1j * rng.normal(size=x.shape) if x.dtype.kind == "c" else c
-
-    def _compare_gradients(self, *leaves: dict[str, Step]) -> None:
+    def _compare_gradients(self) -> None:
         """Compares the gradients at arguments and parameters."""
-        size = max((largest(s.gradient) for s in leaves[0].values()), default=0.0)
-        self.noise = 1e-3 * max((s.accuracy for s in leaves[0].values()), default=0.0) * size
+        ours = self.torch.leaves.values()
+        size = max((largest(s.gradient) for s in ours), default=0.0)
+        self.noise = 1e-3 * max((s.accuracy for s in ours), default=0.0) * size
         gradients = []
-        for side, known in zip(self.check.sides, leaves, strict=True):
+        for side, run in zip(self.check.sides, (self.torch, self.jax), strict=True):
             names = *(joined(tokens(p)) for p in side.free_params), *self.check.inputs.moving
-            gradients.append([known[n].gradient for n in names])
-        firsts = self.check.in_jax_layout(gradients[0], gradients=True)
-        for path, g, h in zip(self.check.paths, firsts, gradients[1], strict=True):
-            found = compare_arrays(
-                "gradient", path, g, h, 1, tolerance=self.limit, noise=self.noise
-            )
-            self.comparisons.append(found)
+            gradients.append([run.leaves[n].gradient for n in names])
+        mine = self.check.in_jax_layout(gradients[0], gradients=True)
+        allowed = {"tolerance": self.limit, "noise": self.noise}
+        for path, g, h in zip(self.check.paths, mine, gradients[1], strict=True):
+            self.comparisons.append(compare_arrays("gradient", path, g, h, 1, **allowed))
 
     def blame(self) -> tuple[str, Blame | None]:
         """Returns the kind of divergence, and the operations at which the programs diverge."""
-        if differs := [k for k in self.wrong if self.comparisons[k].cause is None]:
-            return "value", self._of_values([self.outputs[k] for k in differs])
-        if self.wrong:
-            return "not finite", None
-        if all(c.agrees for c in self.comparisons):
+        wrong = [k for k, c in enumerate(self.comparisons) if not c.agrees]
+        if not wrong:
             return "agrees", None
-        return "gradient", self._of_gradients()
+        if wrong[0] >= len(self.outputs):
+            return "gradient", self._of_gradients()
+        differs = [self.outputs[k] for k in wrong if self.comparisons[k].cause is None]
+        return ("value", self._of_values(differs)) if differs else ("not finite", None)
 
     # --- values
 
@@ -175,12 +168,20 @@ class RecordedRuns:
         a, b = ours[0], theirs[0]
         if a.entries == b.entries >= 0:
             return "the same entries in another order: reshaped where the other side transposes"
-        (first, second), direct = self._expressions(ours, theirs)
+        steps = a, b, *ours[1:], *theirs[1:]
+        entries = dict.fromkeys(p.entries for s in steps for p in _operands(s))
+        letters = dict(zip(entries, "xyzuvw", strict=False))
+        expressions, direct = [], []
+        for k, line in enumerate((ours, theirs)):
+            values = {letter: self.classes[n][k][-1].value for n, letter in letters.items()}
+            for p in (p for s in reversed(line) for p in _operands(s) if p.entries in letters):
+                values[letters[p.entries]] = p.value  # in the layout that the line uses
+            expressions.append([expressions_of(s.value, values) for s in line])
+            direct.append({letters.get(p.entries) for s in line for p in s.parents})
         sizes = self.check.sizes()
-        found = expression_cause(first, second, direct, sizes)
-        if any(words in found for words in ("complement", "epsilon", "another order")):
+        if found := expression_cause(expressions[0], expressions[1], direct, sizes):
             return found
-        if how := _simple(a, b, sizes) or found or _simple(ours[-1], theirs[-1], sizes):
+        if how := _simple(a, b, sizes) or _simple(ours[-1], theirs[-1], sizes):
             return how
         # A fused operation of PyTorch is a function of a value in JAX's line.
         fused = [s for s in self.torch.steps if s.place is a.place]
@@ -188,24 +189,12 @@ class RecordedRuns:
         causes = (expression_cause(forms(fused, x), forms(theirs, x)) for x in theirs)
         return next(filter(None, causes), UNRELATED)
 
-    def _expressions(self, *lines: Steps) -> tuple[list[list[Expressions]], list[set[str | None]]]:
-        """Returns both lines' expressions in common values, and their operands' letters."""
-        ordered = *(line[0] for line in lines), *(s for line in lines for s in line[1:])
-        entries = dict.fromkeys(p.entries for s in ordered for p in _operands(s))
-        letters = dict(zip(entries, "xyzuvw", strict=False))
-        texts = []
-        for k, line in enumerate(lines):
-            values = {letter: self.classes[n][k][-1].value for n, letter in letters.items()}
-            for p in (p for s in reversed(line) for p in _operands(s) if p.entries in letters):
-                values[letters[p.entries]] = p.value  # in the layout that the line uses
-            texts.append([expressions_of(s.value, values) for s in line])
-        return texts, [{letters.get(p.entries) for s in line for p in s.parents} for line in lines]
-
     # --- cotangents
 
     def _of_gradients(self) -> Blame | None:
         """Returns the operations at which the cotangents diverge."""
-        tracked = [tuple([s for s in side if s.tracked] for side in c) for c in self.classes]
+        known = self.classes.values()
+        tracked = [tuple([s for s in side if s.tracked] for side in c) for c in known]
         differing = [c for c in tracked if all(c) and self._differs(c)]
         if not differing:
             return None
@@ -270,13 +259,11 @@ def _is_known(s: Step) -> bool:
     return s.is_common and (bool(s.leaf) or strength(s.value) == STRONG)
 
 
-def _simple(x: Step, y: Step, sizes: Mapping[str, float]) -> str | None:
+def _simple(x: Step, y: Step, sizes: dict[str, int]) -> str | None:
     """Returns a relation of two values: a layout, a conjugate, a sign, a factor or a mask."""
     a, b = x.value, y.value
-    kinds = {a.dtype.kind, b.dtype.kind}
-    if a.size != b.size or not (kinds <= {"f", "c"} or kinds == {"b"}):
-        return None
-    if a.size > 1 and kinds != {"b"} and STRONG not in (strength(a), strength(b)):
+    is_weak = a.size > 1 and a.dtype.kind != "b" and STRONG not in (strength(a), strength(b))
+    if a.size != b.size or is_weak:
         return None
     found = related(a, b, near=10 * accuracy_of(x, y), sizes=sizes, single=a.size > 1)
     return None if found is None or found.name.startswith("zero") else found.name

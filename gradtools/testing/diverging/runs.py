@@ -1,15 +1,24 @@
-"""Recorded runs: a `Step` for each intermediate value, a `Run` for one side of a comparison."""
+"""Recorded runs, and the values that two runs have in common.
+
+A `Run` is one side of a comparison, with a `Step` for each intermediate value. Two values are equal
+if one is the other with its axes permuted or reshaped. A fingerprint of sums of powers of the
+moduli, which no permutation changes, finds the candidates.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+import math
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from gradtools.code_origin import Source
+from gradtools.testing.relations import MASKED, Move, equal, layouts
 
+NONE, WEAK, STRONG = range(3)
+_SAMPLE = 4096  # the number of entries that distinguish a mask from numbers
 HALF = 3e-2
 _ACCURACIES = {
     **dict.fromkeys(("float64", "complex128"), 1e-9),
@@ -128,3 +137,104 @@ def ancestors(steps: Iterable[Step], stop: Callable[[Step], bool]) -> list[Step]
             seen[id(s)] = s
             pending += [] if stop(s) else s.parents
     return [*seen.values()]
+
+
+# --- equal values
+
+
+def strength(x: np.ndarray) -> int:
+    """Rates the evidence of equality with x: STRONG if equality is unlikely by chance."""
+    if x.size == 0 or (x.size > 1 and bool((x == x.flat[0]).all())):
+        return NONE
+    if x.dtype.kind not in "fc":
+        return WEAK if x.size > 1 else NONE
+    if x.size == 1:
+        value = complex(x.flat[0])
+        is_round = abs(value * 64 - round(value.real * 64)) < 1e-12 if np.isfinite(value) else True
+        return NONE if is_round else STRONG
+    return WEAK if len(np.unique(x.ravel()[:_SAMPLE])) < 3 else STRONG
+
+
+def aligned(a: np.ndarray, b: np.ndarray, accuracy: float) -> tuple[str, Move] | None:
+    """Returns the name and the move of the layout in which a equals b, or None."""
+    every = layouts(a, b.shape)
+    return next(((how, move) for how, move in every if _close(move(a), b, accuracy)), None)
+
+
+def _close(a: np.ndarray, b: np.ndarray, accuracy: float) -> bool:
+    """Returns whether two arrays agree relative to the largest entry.
+
+    The constants of a mask (-1e4, -1e9) are compared separately.
+    """
+    is_large = np.abs(b) >= MASKED
+    return all(equal(a[part], b[part], accuracy) for part in (is_large, ~is_large))
+
+
+def layout_of(a: Step, b: Step) -> tuple[str, Move] | None:
+    """Returns the layout in which the value of step a equals the value of step b."""
+    alike = (a.value.dtype.kind in "fc") == (b.value.dtype.kind in "fc")
+    return aligned(a.value, b.value, accuracy_of(a, b)) if alike else None
+
+
+def accuracy_of(a: Step, b: Step) -> float:
+    """Returns the accuracy of the finer side: a coarser dtype on one side is a difference."""
+    return max(min(a.accuracy, b.accuracy), 1e-9)
+
+
+def match(
+    torch: Run, jax: Run, named: Sequence[tuple[Step, Step]]
+) -> dict[int, tuple[list[Step], list[Step]]]:
+    """Finds the values that both runs have, and sets `Step.entries` and `Step.is_common`.
+
+    A reshape where the other side transposes gives an array with the entries of a common value in
+    another order. Such an array equals a value of another shape, but no value of its own shape, and
+    is not common.
+
+    Args:
+        torch: The run in PyTorch.
+        jax: The run in JAX.
+        named: Pairs of leaves that correspond, which are common even if their values are constant.
+
+    Returns:
+        For each number of `Step.entries` the steps of PyTorch and of JAX with these entries.
+    """
+    prints = np.array([_fingerprint(s.value) for s in jax.steps]).reshape(-1, 5)
+    strengths = np.array([strength(s.value) for s in jax.steps])
+    accuracies = np.array([s.accuracy for s in jax.steps])
+    pairs = [p for p in named if layout_of(*p)]
+    for a in torch.steps:
+        if own := strength(a.value):
+            fingerprint = _fingerprint(a.value)
+            allowed = 10 * np.maximum(np.minimum(accuracies, a.accuracy), 1e-9)[:, None]
+            near = (np.abs(prints - fingerprint) <= allowed * np.abs(fingerprint) + 1e-300).all(1)
+            alike = (jax.steps[k] for k in np.flatnonzero(near & (strengths == own)))
+            pairs += [(a, b) for b in alike if layout_of(a, b)]
+    for a, b in pairs:
+        a.entries = b.entries = a.number
+    while any(a.entries != b.entries for a, b in pairs):  # equality in a layout is not transitive
+        for a, b in pairs:
+            a.entries = b.entries = min(a.entries, b.entries)
+    classes: dict[int, tuple[list[Step], list[Step]]] = {}
+    for k, run in enumerate((torch, jax)):
+        for s in (s for s in run.steps if s.entries >= 0):
+            classes.setdefault(s.entries, ([], []))[k].append(s)
+    for sides in classes.values():
+        for s, others in ((s, sides[1 - k]) for k in (0, 1) for s in sides[k]):
+            mates = [m for m in others if _axes(m) == _axes(s)]
+            before = [p for p in s.parents if p.entries == s.entries]
+            s.is_common = any(layout_of(s, m) for m in mates) or (
+                not mates and all(p.is_common for p in before)
+            )
+    return classes
+
+
+def _axes(s: Step) -> list[int]:
+    return sorted(n for n in s.value.shape if n != 1)
+
+
+def _fingerprint(x: np.ndarray) -> list[float]:
+    finite = np.isfinite(x) if x.dtype.kind in "fc" else np.ones(x.shape, bool)
+    y = np.abs(np.where(finite, x, 0)).astype(float).ravel()
+    with np.errstate(over="ignore"):
+        powers = [float(y.sum()), math.sqrt(float((y**2).sum())), float((y**4).sum()) ** 0.25]
+    return [float(y.size), float(y.size - finite.sum()), *powers]

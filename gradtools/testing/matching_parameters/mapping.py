@@ -111,13 +111,10 @@ class ParameterMapping:
             GradtoolsError: A name or a shape does not belong to this mapping.
         """
         arrays = read_torch(torch_params)
-        known = {name for e in self.entries for name in (e.torch_name, e.added)}
-        known |= {reason.split(" ")[0] for reason in self.left_out}
-        if unknown := [name for name in arrays if name not in known]:
+        if unknown := [name for name in arrays if name not in self.source]:
             raise GradtoolsError(
                 f"to_jax: the mapping does not know {', '.join(unknown[:8])}; its names begin "
-                f"with {', '.join(sorted(known - {''})[:4])}. Make the mapping from the same "
-                "models."
+                f"with {', '.join([*self.source][:4])}. Make the mapping from the same models."
             )
         flat: dict[Path, np.ndarray] = {}
         for e in self.entries:
@@ -130,12 +127,11 @@ class ParameterMapping:
                 flat[e.jax_path] = e.to_jax(arrays)
         return nested(flat)
 
-    def into(self, module: Any, torch_params: Any = None) -> Any:
-        """Returns a copy of the JAX model that has PyTorch's weights.
+    def into(self, module: Any) -> Any:
+        """Returns a copy of the JAX model that has the weights from which the mapping was made.
 
         Args:
             module: An `equinox.Module`, an `nnx.Module`, or flax.linen's variables.
-            torch_params: As in `to_jax`; None for the model from which the mapping was made.
 
         Returns:
             A model of the same type, with the arrays in the model's dtypes. It is a new object.
@@ -150,17 +146,16 @@ class ParameterMapping:
         """
         import jax
 
-        tree = self.to_jax(self.source if torch_params is None else torch_params)
-        name = lambda path: joined(without_collection(path_of(path)))
-        arrays = {name(path): x for path, x in jax.tree.leaves_with_path(tree)}
         if library(module) == "flax.nnx":
             from flax import nnx
 
             graph, state = nnx.split(module)
-            return nnx.merge(graph, self.into(state, torch_params))
+            return nnx.merge(graph, self.into(state))
+        name = lambda path: joined(without_collection(path))
+        arrays = {name(e.jax_path): e.to_jax(self.source) for e in self.entries}
 
         def replaced(path: Any, leaf: Any) -> Any:
-            x = arrays.get(name(path))
+            x = arrays.get(name(path_of(path)))
             return leaf if x is None else jax.numpy.asarray(x, leaf.dtype)
 
         return jax.tree_util.tree_map_with_path(replaced, module)

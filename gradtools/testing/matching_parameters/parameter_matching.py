@@ -21,7 +21,7 @@ The libraries store the same numbers under different names and in different axis
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from itertools import accumulate
 from math import prod
@@ -107,21 +107,14 @@ def match_parameters(
         >>> mapping.to_jax(mine)["fc_1"]["kernel"].shape
         (2, 3)
     """
-    return paired(torch_params, jax_params, overrides or {}, partial)
-
-
-def paired(
-    torch_params: Any,
-    jax_params: Any,
-    overrides: Mapping[str, Any],
-    partial: bool = False,
-    names: tuple[str, str] = (CALLER, "overrides"),
-) -> ParameterMapping:
-    """Implements `match_parameters`; messages use the `names` of the operator and its overrides."""
     modules = [*getattr(torch_params, "named_modules", lambda: ())()]
     transposed = {name for name, m in modules if "Transpose" in type(m).__name__}
-    in_torch, in_jax = read_torch(torch_params), read_jax(jax_params)
-    return _Matching(in_torch, in_jax, overrides, transposed, names).run(partial)
+    search = _Matching(read_torch(torch_params), read_jax(jax_params), transposed)
+    for name, target in (overrides or {}).items():
+        search.override(name, target)
+    search.by_name()
+    search.by_order()
+    return search.result(partial)
 
 
 class _Matching:
@@ -134,74 +127,87 @@ class _Matching:
     """
 
     def __init__(
-        self,
-        torch: dict[str, np.ndarray],
-        jax: dict[Path, np.ndarray],
-        overrides: Mapping[str, Any],
-        transposed: set[str],
-        names: tuple[str, str],
+        self, torch: dict[str, np.ndarray], jax: dict[Path, np.ndarray], transposed: set[str]
     ) -> None:
-        self.caller, self.argument = names
         self.torch, self.jax, self.transposed, self.source = {**torch}, {**jax}, transposed, torch
         self.renamed, self.entries = dict[str, str](), list[ParameterPair]()
         self.left_out, self.notes = list[str](), list[str]()
-        for name, target in overrides.items():
-            self._override(name, target)
 
-    def run(self, partial: bool) -> ParameterMapping:
-        for pairs in (self._by_name, self._by_name, self._by_order):  # unique names, then the rest
-            self.ours = _torch_modules(self.torch)
-            self.theirs = _jax_modules(self.jax, self.ours)
-            for module, jax_module in [*pairs()]:
-                self._add(self._fits(module, jax_module))
-        for name, x in list(self.torch.items()):  # buffers that need no counterpart
-            counter = x.dtype.kind in "iub"
-            if counter or name.endswith(_STATISTICS):
-                why = "a buffer of integers" if counter else "no statistics in JAX's parameters"
-                self.left_out.append(f"{name} ({why})")
-                del self.torch[name]
-        self._rest(partial)
-        order = [*self.source]
-        self.entries.sort(key=lambda e: order.index(e.torch_name))
-        rest = tuple(self.left_out), tuple(self.notes), self.source
-        return ParameterMapping(tuple(self.entries), *rest)
-
-    def _override(self, name: str, target: Any) -> None:
+    def override(self, name: str, target: Any) -> None:
+        """Pairs an array, leaves it out, or renames a module."""
         if name not in self.torch:
             if not any(n.startswith(f"{name}.") for n in self.torch) or not isinstance(target, str):
                 raise GradtoolsError(
-                    f"{self.caller}: {self.argument} names {name!r}, which is neither an array nor "
+                    f"{CALLER}: overrides (mapping) names {name!r}, which is neither an array nor "
                     f"a module of the PyTorch model. Its names begin with "
                     f"{', '.join([*self.source][:4])}."
                 )
             self.renamed[name] = target
             return
+        x = self.torch.pop(name)
         if target is None:
-            del self.torch[name]
-            self.left_out.append(f"{name} (as in {self.argument})")
+            self.left_out.append(f"{name} (as in overrides)")
             return
         jax_name, how = target if isinstance(target, tuple) else (target, None)
         path = next((p for p in self.jax if joined(p) == joined(split_name(jax_name))), None)
         if path is None:
             known = ", ".join(joined(p) for p in list(self.jax)[:4])
             raise GradtoolsError(
-                f"{self.caller}: {self.argument} pairs {name} with {jax_name!r}, which the JAX "
+                f"{CALLER}: overrides (mapping) pairs {name} with {jax_name!r}, which the JAX "
                 f"model does not have. Its names begin with {known}."
             )
-        x, y = self.torch[name], self.jax[path]
-        layout = how if isinstance(how, Layout) else _layout(x.shape, path, y.shape)
-        if how is not None and layout is not how:
-            layout = Layout(f"axes {tuple(how)}", tuple(how))
+        y = self.jax.pop(path)
+        if how is None:
+            layout = _layout(x.shape, path, y.shape)
+        else:
+            layout = how if isinstance(how, Layout) else Layout(f"axes {how}", tuple(how))
         if layout is None or layout.to_jax(x).shape != y.shape:
             raise GradtoolsError(
-                f"{self.caller}: {self.argument} pairs {name} of shape {x.shape} with {jax_name} "
+                f"{CALLER}: overrides (mapping) pairs {name} of shape {x.shape} with {jax_name} "
                 f"of shape {y.shape}. Give the permutation of axes that makes them equal, as a "
                 "pair (name, axes)."
             )
-        self._add([ParameterPair(name, path, layout, x.shape)])
+        self.entries.append(ParameterPair(name, path, layout, x.shape))
 
-    def _add(self, pairs: Sequence[ParameterPair]) -> None:
+    # --- pairs of modules
+
+    def by_name(self) -> None:
+        """Pairs modules with equal names or a unique common end of their names, longest first."""
+        self.ours = _torch_modules(self.torch)
+        self.theirs = _jax_modules(self.jax, self.ours)
+        groups: dict[tuple[str, ...], tuple[list[str], list[Path]]] = {}
+        named: list[tuple[Any, int, Any]] = [(self._spelled(m), 0, m) for m in self.ours]
+        for parts, k, module in [*named, *((m, 1, m) for m in self.theirs)]:
+            ends = {name_key(("whole", *parts)), *(name_key(parts[i:]) for i in range(len(parts)))}
+            for end in (end for end in ends if not all(part.isdigit() for part in end)):
+                groups.setdefault(end, ([], []))[k].append(module)
+        for end in sorted(groups, key=lambda end: len("".join(end)), reverse=True):
+            mine = [m for m in groups[end][0] if m in self.ours]
+            theirs = [m for m in groups[end][1] if m in self.theirs]
+            if len(mine) == len(theirs) == 1:
+                self._pair(mine[0], theirs[0])
+
+    def by_order(self) -> None:
+        """Pairs the k-th modules of equal leaves and shapes."""
+        groups: dict[Any, tuple[list[str], list[Path]]] = {}
+        for module, leaves in self.ours.items():
+            kind = sorted((leaf, part.shape) for leaf, part in leaves.items())
+            groups.setdefault((_role(module, leaves), *kind), ([], []))[0].append(module)
+        for jax_module in sorted(self.theirs, key=natural_key):
+            fitting = (g for g in groups.values() if self._fits(g[0][0], jax_module))
+            next(fitting, ([], []))[1].append(jax_module)
+        for mine, theirs in groups.values():
+            for pair in zip(mine, theirs, strict=True) if len(mine) == len(theirs) else ():
+                if self._pair(*pair):
+                    name = joined(pair[1]) or "the model"
+                    self.notes.append(f"paired by order: {pair[0]} with {name}")
+
+    def _pair(self, module: str, jax_module: Path) -> bool:
+        """Pairs the arrays of two modules, if they fit; returns whether they do."""
+        if not (pairs := self._fits(module, jax_module)):
+            return False
         self.entries += pairs
+        del self.ours[module], self.theirs[jax_module]
         names = {e.torch_name for e in pairs}
         for e in pairs:
             del self.jax[e.jax_path]
@@ -210,45 +216,7 @@ class _Matching:
                 self.left_out.append(f"{e.added} (no counterpart of its last rows)")
         for name in names | {e.added for e in pairs}:
             self.torch.pop(name, None)
-
-    # --- pairs of modules
-
-    def _by_name(self) -> Iterator[tuple[str, Path]]:
-        """Returns pairs of modules with equal names, or with a unique common suffix."""
-
-        def ends(parts: Sequence[Any]) -> list[tuple[str, ...]]:  # the longest first
-            whole = name_key(("whole", *parts))
-            return [whole, *(name_key(parts[k:]) for k in range(len(parts)))]
-
-        theirs = {module: ends(module) for module in self.theirs}
-        ours = {module: ends(self._spelled(module)) for module in self.ours}
-        for module, own in ours.items():
-            for end in (end for end in own if not all(part.isdigit() for part in end)):
-                matches = [j for j, others in theirs.items() if end in others]
-                rivals = [m for m, others in ours.items() if end in others]
-                if len(matches) == len(rivals) == 1 and self._fits(module, matches[0]):
-                    yield module, matches[0]
-                    break
-
-    def _by_order(self) -> Iterator[tuple[str, Path]]:
-        """Pairs the k-th modules of equal leaves and shapes."""
-        groups: dict[Any, tuple[list[str], list[Path]]] = {}
-        for module, leaves in self.ours.items():
-            kind = sorted((leaf, part.shape) for leaf, part in leaves.items())
-            role = module.rpartition(".")[2] if any(p.rows for p in leaves.values()) else ""
-            groups.setdefault((role, *kind), ([], []))[0].append(module)
-        for jax_module in sorted(self.theirs, key=natural_key):
-            for (role, *_), (ours, theirs) in groups.items():
-                if role in ("", str(*jax_module[-1:])) and self._fits(ours[0], jax_module):
-                    theirs.append(jax_module)
-                    break
-        for ours, theirs in groups.values():
-            if len(ours) == len(theirs):
-                for module, jax_module in zip(ours, theirs, strict=True):
-                    self.notes.append(
-                        f"paired by order: {module} with {joined(jax_module) or 'the model'}"
-                    )
-                    yield module, jax_module
+        return True
 
     def _fits(self, module: str, jax_module: Path) -> list[ParameterPair]:
         """Returns the pairs of two modules' arrays; empty if a parameter cannot be paired."""
@@ -259,6 +227,8 @@ class _Matching:
             fit = all(shape(e) == self.jax[e.jax_path].shape for e in pairs)
             weights = {ours[leaf].name for leaf in ("weight_ih", "weight_hh")}
             return pairs if fit and weights <= {e.torch_name for e in pairs} else []
+        if _role(module, ours) not in ("", *map(str, jax_module[-1:])):
+            return []
         found: dict[str, ParameterPair] = {}
         for leaf, part in ours.items():
             for path in (theirs[n] for n in _LEAVES.get(leaf, (leaf,)) if n in theirs):
@@ -272,25 +242,27 @@ class _Matching:
         complete = trained[0] == trained[1] and len(trained[0]) == len({*theirs} - {"mean", "var"})
         return [*found.values()] if complete else []
 
-    # --- bookkeeping
-
-    def _rest(self, partial: bool) -> None:
-        if not self.torch and not self.jax:
-            return
-        mine = [f"{n} {x.shape}" for n, x in self.torch.items()]
-        theirs = [f"{joined(p)} {y.shape}" for p, y in self.jax.items()]
-        if partial:
-            self.left_out += [f"{x} (no counterpart in JAX)" for x in mine]
-            self.left_out += [f"{y} (no counterpart in PyTorch)" for y in theirs]
-            return
-        rest = "partial=True omits them"
-        if self.argument != "overrides":
-            rest = "None in place of JAX's name omits a PyTorch parameter"
-        raise GradtoolsError(
-            f"{self.caller}: no counterpart was found for {', '.join(mine) or 'nothing'} in "
-            f"PyTorch and {', '.join(theirs) or 'nothing'} in JAX. Pair them by {self.argument}="
-            f"{{torch name: jax name}}; {rest}."
-        )
+    def result(self, partial: bool) -> ParameterMapping:
+        """Returns the mapping; raises an error if an array is unpaired and `partial` is false."""
+        rest: list[str] = []
+        for name, x in self.torch.items():
+            if x.dtype.kind in "iub":
+                self.left_out.append(f"{name} (a buffer of integers)")
+            elif name.endswith(_STATISTICS):
+                self.left_out.append(f"{name} (no statistics in JAX's parameters)")
+            else:
+                rest.append(f"{name} {x.shape} (no counterpart in JAX)")
+        rest += [f"{joined(p)} {y.shape} (no counterpart in PyTorch)" for p, y in self.jax.items()]
+        if rest and not partial:
+            raise GradtoolsError(
+                f"{CALLER}: unpaired parameters: {', '.join(rest)}. Pair them by overrides (or "
+                "mapping)={torch name: jax name}; None in place of JAX's name omits a PyTorch "
+                "parameter, and partial=True omits all of them."
+            )
+        order = [*self.source]
+        entries = sorted(self.entries, key=lambda e: order.index(e.torch_name))
+        left_out = (*self.left_out, *rest)
+        return ParameterMapping(tuple(entries), left_out, tuple(self.notes), self.source)
 
     def _spelled(self, module: str) -> tuple[str, ...]:
         """Returns PyTorch's module path, renamed by the overrides."""
@@ -310,6 +282,11 @@ class Part(NamedTuple):
     name: str
     shape: Shape
     rows: tuple[int, int] | None = None
+
+
+def _role(module: str, leaves: Mapping[str, Part]) -> str:
+    """Returns "query", "key" or "value" for a part of one matrix; empty for other modules."""
+    return module.rpartition(".")[2] if any(part.rows for part in leaves.values()) else ""
 
 
 Modules = dict[str, dict[str, Part]]
@@ -347,20 +324,14 @@ def _torch_modules(arrays: Mapping[str, np.ndarray]) -> Modules:
 def _jax_modules(arrays: Mapping[Path, np.ndarray], ours: Modules) -> JaxModules:
     """Groups JAX's arrays by module and leaf.
 
-    The norms of a normalized weight are the leaf "g". The gates of a cell are a part of its leaves'
-    names; it has parts that are named like gates, and the sizes of a cell in PyTorch.
+    The norms of a normalized weight are the leaf "g". If PyTorch's model has a recurrent cell,
+    modules that are named like gates are a part of their cell: "hf.kernel" is a leaf.
     """
     modules: JaxModules = {}
-    sizes: dict[Path, dict[str, int]] = {}
-    for path, x in arrays.items():
-        if path[-1] == "kernel" and (gate := gate_of(*path[-2:-1])):
-            sizes.setdefault(path[:-2], {})[gate[0]] = len(x)
-    cells = [leaves for leaves in ours.values() if "weight_hh" in leaves]
-    known = [{side: cell[f"weight_{side}h"].shape[1] for side in "ih"} for cell in cells]
+    has_cells = any("weight_hh" in leaves for leaves in ours.values())
     for path in arrays:
         module, leaf = without_collection(path[:-1]), str(path[-1])
-        gate = gate_of(*path[-2:-1])
-        if gate and sizes.get(path[:-2]) in known:
+        if has_cells and (gate := gate_of(*path[-2:-1])):
             module, leaf = module[:-1], f"{gate}.{leaf}"
             module = module[:-1] if module[-1:] == ("cell",) else module  # of an RNN
         elif "/" in leaf:  # linen's WeightNorm has "layer/kernel/scale"

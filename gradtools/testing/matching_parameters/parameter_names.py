@@ -73,13 +73,8 @@ def without_collection(path: Sequence[Any]) -> Path:
 def name_key(parts: Sequence[Any]) -> tuple[str, ...]:
     """Returns a normalized name: lower-case letters, with numbers as separate parts."""
     text = ".".join(map(str, parts)).lower()
-    result: list[str] = []
-    for part in re.findall(r"[a-z]+|\d+", text):
-        if result and not part.isdigit() and not result[-1].isdigit():
-            result[-1] += part
-        else:
-            result.append(part)
-    return tuple(result)
+    words = re.sub(r"(?<=[a-z])[^a-z\d]+(?=[a-z])", "", text)
+    return tuple(re.findall(r"[a-z]+|\d+", words))
 
 
 def natural_key(path: Path) -> list[tuple[int, Any]]:

@@ -1,4 +1,4 @@
-"""Helpers for derivatives' tensors: detached results, zeros, copies that autograd can save."""
+"""Helpers for tensors in derivatives: detached results, zeros, copies that autograd can save."""
 
 from __future__ import annotations
 

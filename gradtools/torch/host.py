@@ -1,7 +1,8 @@
 """Host kernels in PyTorch: one custom operator looks up each kernel by its key.
 
-A compiled program cannot hold Python objects, so the operator takes the key of a `KernelCall`. It
-has an implementation for fake tensors and a vmap rule. The surrounding rule defines its derivative.
+A compiled program contains no Python objects, so the operator takes the key of a `KernelCall`. The
+operator has an implementation for fake tensors and a vmap rule. The surrounding rule defines the
+derivative.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ class KernelCalls:
         self.count = len(of._binding.names)
         self.fun = self.kernel.fun
         self.alike = self.kernel.out is None and not self.kernel.raw
-        # A ufunc would write to further arguments.
+        # A ufunc would write its result to an additional argument.
         self.fresh = self.fun.nin if isinstance(self.fun, np.ufunc) else 0
 
     def call(self, args: tuple[Any, ...], statics: tuple[()] = ()) -> Any:

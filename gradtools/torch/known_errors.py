@@ -97,9 +97,9 @@ _ADVICE = {
         "of a pullback."
     ),
     " is not implemented": (
-        "f contains an operation whose backward pass has no derivative in PyTorch. Push forward "
-        'instead, by gt.jvp of the gradient or hvp(mode="forward_over_reverse"), or write it by '
-        "plain operations."
+        "f contains an operation whose backward pass has no derivative in PyTorch. Use forward "
+        'mode instead, by gt.jvp of the gradient or hvp(mode="forward_over_reverse"), or write '
+        "the operation in terms of plain operations."
     ),
     r"Can't call numpy\(\) on Tensor that requires grad": (
         "f leaves PyTorch by numpy(), which stops gradients. Use PyTorch's operations instead, or "

@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 
 
 class _TorchTape(MarkedValues):
-    """level: The level of torch.func at which f is evaluated."""
+    """Marked values of f, which is evaluated at `level` of torch.func."""
 
     def __init__(self) -> None:
         super().__init__()

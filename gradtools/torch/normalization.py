@@ -1,4 +1,4 @@
-"""Layer, batch, group and instance norm, and distances, as compositions of elementary operations.
+"""Computes layer, batch, group and instance norm, and distances, by elementary operations.
 
 PyTorch's batching and forward rules of the fused kernels treat the other results, the mean and the
 deviation, as constants. In torch.func, derivatives of a gradient under vmap and of a tangent are

@@ -162,7 +162,7 @@ class Held:
         parameters: The parameters of the modules.
         kinds: The device types whose random streams f may draw from.
         buffers: The modules that have buffers, with their buffers.
-        began: The number of autograd nodes created by this thread before.
+        began: The number of autograd nodes that this thread created before this object.
     """
 
     def __init__(self, roots: Sequence[Any], kinds: Iterable[str] = ()) -> None:

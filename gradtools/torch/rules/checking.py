@@ -6,7 +6,7 @@ so the map is evaluated at fixed example numbers.
 
 Autograd differentiates a rule with respect to its arguments only, so a derivative with respect to a
 captured tensor would be silently lost. Closures are searched before each call. If the search misses
-a tensor, an output at detached arguments requires grad, which also raises.
+a tensor, an output at detached arguments requires grad, which also raises an error.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def check_linear(rule: Rule, which: str, run: Any, at: Sequence[Any], likes: Seq
             except Exception:
                 if not made_up:
                     raise
-                return  # undecided
+                return  # linearity is undecided
         if not same:
             raise GradtoolsError(
                 f"rule {rule.name!r}: the other mode is derived by transposing its {which} map, "

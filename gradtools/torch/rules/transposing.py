@@ -178,8 +178,8 @@ def extras_pushed(point: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> 
 
 # --- derivatives of functions -------------------------------------------------------------
 #
-# During compilation a rule runs below the levels of torch.func, where the engines would see eager
-# code. Dual numbers may have tangents with overlapping memory, which autograd cannot write to.
+# During compilation a rule runs below the levels of torch.func, where the engines would behave as in
+# eager code. Dual numbers may have tangents with overlapping memory, which autograd cannot write to.
 
 
 def pull(fun: Fun, xs: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:
@@ -243,7 +243,7 @@ def transposed(
     mask = [like is not None for like in likes]
     if not any(mask):
         return [None] * len(likes)
-    if upstream.saved_tensors_hooks_on(False) is not None:  # they must not pack this graph
+    if upstream.saved_tensors_hooks_on(False) is not None:  # the hooks must not pack this graph
         with unpacked():
             return transposed(rule, linear, at, likes, values, known)
     eager, graphs = in_eager(), torch.is_grad_enabled()
@@ -336,7 +336,7 @@ def in_own_transpose(rule: Rule, xs: Sequence[Tensor]) -> bool:
     inner = [vectors for _, vectors in maps[origins.index(rule.origin) :]]
     ids = set[int]().union(*[v for v in inner if isinstance(v, set)])
     for x in xs:
-        while upstream.is_wrapped(x):  # a BatchedTensor does not show a tracked inner tensor
+        while upstream.is_wrapped(x):  # a BatchedTensor hides a tracked inner tensor
             if upstream.is_gradtrackingtensor(x) and upstream.maybe_get_level(x) in inner:
                 return True
             x = upstream.get_unwrapped(x)

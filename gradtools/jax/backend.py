@@ -136,7 +136,7 @@ class JaxBackend(FrameworkBackend):
         held = [i for i, c in enumerate(consts) if isinstance(c, jax.core.Tracer)]
         if not held:
             return super().closure_converted(f, *args, **kwargs)
-        rest = replaced_at(consts, held, [None] * len(held))  # a tracer kept here would leak
+        rest = replaced_at(consts, held, [None] * len(held))  # tracers in `rest` would leak
 
         def converted(captured: list[Array], *args: Any, **kwargs: Any) -> Any:
             leaves, _ = trees.flatten((args, kwargs))
@@ -188,7 +188,7 @@ class JaxBackend(FrameworkBackend):
         return map_batch(f, batch, None if chunk_size == 1 else chunk_size)
 
     def checkpoint(self, f: Any, options: ChunkOptions) -> Callable[..., Any]:
-        # the recomputation is the same program, so there is nothing to verify
+        # The recomputation evaluates the same program, so outputs need no verification.
         return partial(self._checkpointed, f)
 
     def _checkpointed(self, f: Any, /, *args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Reads jaxprs: inner jaxprs of an equation, the variables it writes, dead-code elimination.
+"""Utilities for jaxprs: inner jaxprs of an equation, variables it writes, dead-code elimination.
 
 This is the only list of primitives with inner jaxprs: calls, loops, branches, and functions with
 JAX's custom rules. `reachability.py` reads the data flow.
@@ -100,7 +100,7 @@ def equations(closed_jaxpr: Jaxpr, within_rules: bool = False) -> Iterator[Eqn]:
 
     within_rules: Whether to also trace and read the functions that gradtools' primitives evaluate.
     """
-    pending, seen = [open_jaxpr(closed_jaxpr)], dict[int, Jaxpr]()  # keeps ids unique
+    pending, seen = [open_jaxpr(closed_jaxpr)], dict[int, Jaxpr]()  # stored jaxprs keep ids unique
     while pending:
         jaxpr = pending.pop()
         if id(jaxpr) in seen:

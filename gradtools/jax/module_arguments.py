@@ -258,7 +258,7 @@ class Opened:
             name = ".".join(map(str, self.changed[0][1:]))
             raise GradtoolsError(
                 f"{self.caller}: f changes a module argument ({name}), which "
-                f"{self.caller} cannot return here. Set the module to evaluation "
+                f"{self.caller} cannot return here. Set evaluation mode "
                 "(module.eval()), or use make_functional, and the state with has_aux=True."
             )
 

@@ -1,4 +1,4 @@
-"""`checkpoint` recomputes a function in the backward pass (rematerialization)."""
+"""Implements `checkpoint` in JAX, which recomputes a function in the backward pass."""
 
 from __future__ import annotations
 

@@ -65,7 +65,7 @@ def loss_of(
 
 
 def refuse_loss(rule: Rule, loss: str) -> None:
-    """Raises an error if `loss_of` returned a sentence."""
+    """Raises an error if `loss_of` returned a description of a lost term."""
     if loss:
         assert rule.contract is not None
         raise GradtoolsError(f"{rule.contract.name}: {loss}")

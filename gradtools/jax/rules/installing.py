@@ -116,7 +116,7 @@ def _with_unvarying_inputs(rule: Rule, shared: Sequence[frozenset[Any]]) -> Rule
 def attempt(fun: Callable[..., list[Any]], *xs: Any) -> list[Any]:
     """Calls `fun(*xs)`; errors of its rules are raised now, not when the result is lowered."""
     closed = jax.make_jaxpr(fun)(*xs)
-    for _ in jaxprs.equations(closed, within_rules=True):  # traces all of them
+    for _ in jaxprs.equations(closed, within_rules=True):  # traces all rules
         pass
     return list(jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *xs))
 
@@ -194,7 +194,7 @@ def _carries(dx: Any) -> bool:
 
 
 def _tangent_jvp(operands: Any, tangents: Any, *, rule: Rule, given: Mask, ys: Any) -> Any:
-    """Computes the jvp, which adds the derivative of the Python map in the residuals."""
+    """Computes the jvp, including the derivative of the map with respect to its residuals."""
     n = len(operands) - sum(given)
     params = {"rule": rule, "given": given, "ys": ys}
     out, parts = tangent_p.bind(*operands, **params), []

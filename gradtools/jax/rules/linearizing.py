@@ -1,4 +1,4 @@
-"""Linearizes a rule: its jvp and vjp maps, with every value that they read as an input.
+"""Linearizes a rule: makes jvp and vjp maps that take all values that they read as inputs.
 
 Cotangents in JAX are the conjugates of cotangents in gradtools. A linearized rule uses JAX's
 convention; only `_native` converts between them.
@@ -245,7 +245,7 @@ def _split(rule: JvpRule, xs: Sequence[Any], perturbed: Mask | None = None) -> L
             return None
         like_ys = without_none(likes_of(ys))
         back, consts = traced(lambda *cts: list(pull(list(cts))), *map(zeros_of, like_ys))
-    except (*READS_A_VALUE, jax.errors.JaxRuntimeError):  # or memory is exhausted
+    except (*READS_A_VALUE, jax.errors.JaxRuntimeError):  # such as exhausted memory
         raise
     except (*NOT_LINEAR, GradtoolsError):
         return None  # forward mode needs no transpose; reverse mode will raise an error
@@ -394,7 +394,7 @@ def lift_captured(
 
 
 def _zeros_for(values: Sequence[Any], examples: Sequence[Any]) -> list[Any]:
-    """Replaces None in `values` by zeros where `examples` has an array; else returns None there."""
+    """Replaces None in `values` by zeros, except where `examples` is None; returns None there."""
     return [
         None if e is None else zeros_of(e) if v is None else v
         for v, e in zip(values, examples, strict=True)

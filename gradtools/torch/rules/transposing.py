@@ -178,8 +178,8 @@ def extras_pushed(point: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> 
 
 # --- derivatives of functions -------------------------------------------------------------
 #
-# During compilation a rule runs below the levels of torch.func, where the engines would behave as in
-# eager code. Dual numbers may have tangents with overlapping memory, which autograd cannot write to.
+# During compilation a rule runs below the levels of torch.func, where the engines would choose
+# eager code. Tangents of dual numbers may have overlapping memory, which autograd cannot write to.
 
 
 def pull(fun: Fun, xs: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:

@@ -174,7 +174,7 @@ def define_linearization(primitive: Primitive, rule: Callable[..., Any]) -> None
 def varying_axes(aval: Any) -> frozenset[Any]:
     """Returns the mesh axes over which a type varies under shard_map.
 
-    They are `aval.vma` until JAX 0.9, and `aval.manual_axis_type.varying` since 0.10.
+    These axes are `aval.vma` until JAX 0.9, and `aval.manual_axis_type.varying` since 0.10.
     """
     kind = getattr(aval, "manual_axis_type", None)
     return frozenset(getattr(aval, "vma", ()) if kind is None else kind.varying)
@@ -199,8 +199,8 @@ def called_by_jax(depth: int) -> bool:
     """Returns whether JAX made the call that is `depth` frames above the calling frame.
 
     JAX evaluates the mask of `x[mask]` by `__array__`, which must raise if NumPy calls it; only the
-    frame distinguishes the two. Benefit: f may select elements by a condition. Cost: without
-    frames (an optimised build of JAX), f is reported to branch on a value.
+    frame distinguishes a call by JAX from a call by NumPy. Benefit: f may select elements by a
+    condition. Cost: without frames (an optimised build of JAX), f is reported to branch on a value.
     """
     return is_in(("jax",), sys._getframe(depth + 1).f_code.co_filename)
 

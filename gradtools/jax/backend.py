@@ -53,8 +53,8 @@ class JaxBackend(FrameworkBackend):
 
     asarray = staticmethod(arrays.asarray)
     to_numpy = staticmethod(arrays.to_numpy)
-    random_key = staticmethod(arrays.random_key)  # compiled code may call them
-    split_key = staticmethod(arrays.split_key)  # compiled code may call them
+    random_key = staticmethod(arrays.random_key)  # not lazy: compiled code may call `random_key`
+    split_key = staticmethod(arrays.split_key)  # not lazy: compiled code may call `split_key`
 
     def as_leaf(self, x: Any) -> Any:
         """Returns an array, weakly typed for a Python float or complex; integers are unchanged."""
@@ -198,4 +198,4 @@ class JaxBackend(FrameworkBackend):
     run_checkpointed = LazyMember("recomputing", "checkpointed")
 
 
-_clip_norm = jax.jit(clip_norm, static_argnums=0, inline=True)  # one dispatch if eager
+_clip_norm = jax.jit(clip_norm, static_argnums=0, inline=True)  # eager code dispatches once

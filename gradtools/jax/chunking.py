@@ -188,7 +188,7 @@ class _Steps:
         """Returns the carry and stacked outputs of `body(carry, inputs)` over a run's chunks."""
         if run.count != 1:
             return jax.lax.scan(body, carry, self.stacked(run))
-        # eval_jaxpr returns constants as numbers
+        # `eval_jaxpr` returns constants as Python numbers
         carry, outs = jax.tree.map(jnp.asarray, body(carry, self.inputs(run.first)))
         return carry, [x[None] for x in outs]
 
@@ -198,7 +198,7 @@ class _Steps:
         if key not in self._traced:
             number = self.kinds.index(kind)
             inputs, _ = jaxprs.traced(lambda: self.inputs(number))
-            shapes = jax.tree.unflatten(inputs.treedef, inputs.avals)  # with shardings
+            shapes = jax.tree.unflatten(inputs.treedef, inputs.avals)  # avals with shardings
             program, consts = jaxprs.traced(self.of(number), *shapes, carry)
             outs = len(program.avals) - len(carry)
             step = _ChunkProgram(program, consts, consts, outs)

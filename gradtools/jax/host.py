@@ -1,8 +1,8 @@
 """Host kernels in JAX: one primitive, which a compiled program lowers to a callback.
 
 On concrete arrays the kernel is called directly, so its exceptions propagate unchanged. Under vmap
-the primitive is bound again with an additional leading batch axis. It has no derivative:
-`host_functions` wraps it in a rule.
+the primitive is bound again with an additional leading batch axis. The primitive has no
+derivative: `host_functions` wraps it in a rule.
 
 A result with the shape of an argument is sharded like that argument, and its batch axes like the
 batch; any other result is replicated on the arguments' devices.

@@ -45,8 +45,7 @@ class TracedProgram:
 def traced(fun: Callable[..., Any], *args: Any) -> tuple[TracedProgram, list[Any]]:
     """Traces fun to a `TracedProgram` and the arrays that it closes over (closure conversion).
 
-    NumPy arrays among the latter are copied, because the user may overwrite them before the
-    backward pass.
+    Closed-over NumPy arrays are copied, because users may overwrite them before the backward pass.
     """
     closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
     program = TracedProgram(open_jaxpr(closed), jax.tree.structure(shapes), closed.out_avals)
@@ -55,12 +54,12 @@ def traced(fun: Callable[..., Any], *args: Any) -> tuple[TracedProgram, list[Any
 
 def own(x: Any) -> Any:
     """Copies NumPy arrays; returns other values unchanged."""
-    # In a trace `jnp.array` would share the memory.
+    # In a trace `jnp.array(x)` would share x's memory.
     return jnp.asarray(np.array(x)) if isinstance(x, np.ndarray) else x
 
 
 def open_jaxpr(jaxpr: Jaxpr) -> Jaxpr:
-    """Returns the jaxpr inside a ClosedJaxpr; since JAX 0.12 they are the same."""
+    """Returns the jaxpr inside a ClosedJaxpr; both types are the same since JAX 0.12."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 

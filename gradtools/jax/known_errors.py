@@ -1,7 +1,7 @@
 """Known errors of JAX, re-raised with advice.
 
-JAX raises plain ValueErrors and TypeErrors, so this module recognizes an error by its text, and
-JAX's own errors by their traceback. Errors of the user's code propagate unchanged. No other module
+JAX raises plain ValueErrors and TypeErrors, so this module identifies errors by their texts, and
+JAX's own errors by their tracebacks. Errors of the user's code propagate unchanged. No other module
 of this backend reads error texts. If JAX rewords an error, the user gets JAX's text without advice.
 """
 

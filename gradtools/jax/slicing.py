@@ -78,7 +78,7 @@ def _routed(piece: Array, slot: Array) -> Array:
 
     A scan adds a whole-array cotangent in each step for an array that its body slices. For its xs,
     a scan stacks the steps' cotangents. The cotangent is therefore routed to a slot in the xs.
-    The slot's value is unused, so XLA removes it, and also the copy of the batch in the xs.
+    The slot's value is unused, so XLA removes the slot and the copy of the batch in the xs.
     """
     return piece
 

@@ -55,9 +55,9 @@ is_gradtrackingtensor: Callable[[Tensor], bool] = _functorch.is_gradtrackingtens
 get_unwrapped: Callable[[Tensor], Tensor] = _functorch.get_unwrapped
 maybe_get_level: Callable[[Tensor], int] = _functorch.maybe_get_level
 maybe_get_bdim: Callable[[Tensor], int] = _functorch.maybe_get_bdim
-"""The first three return whether a tensor is a functorch wrapper, and of which kind. The others
-return the wrapped tensor, the wrapper's level (-2 if its transform has ended), and the axis that
-vmap hides (-1 if none)."""
+"""The first three functions return whether a tensor is a functorch wrapper, and of which kind. The
+others return the wrapped tensor, the wrapper's level (-2 if its transform has ended), and the axis
+that vmap hides (-1 if none)."""
 
 wrap_for_grad: Callable[[Tensor, int], Tensor] = _functorch._wrap_for_grad
 add_vmap_axis: Callable[[Tensor, int, int], Tensor] = _functorch._add_batch_dim
@@ -83,10 +83,10 @@ forward_level: Callable[[], int] = partial(attrgetter("_current_level"), forward
 
 
 def enter_forward_level() -> int | None:
-    """Enters a level of forward mode; returns None if one is active in this or another thread.
+    """Enters a level of forward mode; returns None if a level is active in any thread.
 
     If another thread leaves `torch.func.jvp` at the same moment, PyTorch's own function raises and
-    leaves a level open; this copy of its code closes the level.
+    leaves a level open; this copy of PyTorch's code closes the level.
     """
     try:
         level = int(_c._enter_dual_level())
@@ -114,8 +114,8 @@ unpack_dual: Callable[..., Any] = torch._unpack_dual
 is_forward_mode_enabled: Callable[[], bool] = _c._is_fwd_grad_enabled
 set_forward_mode_enabled: Callable[[bool], None] = _c._set_fwd_grad_enabled
 forward_mode_enabled: Any = forward_ad._set_fwd_grad_enabled
-"""The first two return and set whether forward mode propagates tangents; `forward_mode_enabled` is
-a context manager that sets and restores this flag."""
+"""The first two functions return and set whether forward mode propagates tangents;
+`forward_mode_enabled` is a context manager that sets and restores this flag."""
 
 is_any_autocast_enabled: Callable[[], bool] = _c._is_any_autocast_enabled
 """Returns whether autocast is on for any device."""
@@ -296,7 +296,7 @@ def marked_constant(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 # --- hacks that a maintainer of PyTorch would reject --------------------------------------------
 #
-# Each is confined to one module, because PyTorch has no interface for it: matching error messages,
+# Each hack is in one module, because PyTorch has no interface for it: matching error messages,
 # since errors have no types (`known_errors`); inspecting the instruction that raised an error, to
 # distinguish a user's `raise` from PyTorch's (`code_origin`); patching classes during a call that
 # modes cannot see (`thread_patches`); an import hook, since dynamo identifies marked functions by

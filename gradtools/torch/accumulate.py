@@ -61,7 +61,7 @@ def _pairs_of_dicts(target: Any, grads: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _pairs(caller: str, target: Any, grads: Any, add: bool) -> list[tuple[Any, Any]]:
-    """Pairs each parameter with its gradient; raises if an entry does not fit or is repeated."""
+    """Pairs each parameter with its gradient; raises if an entry is invalid or repeated."""
     if target is None:
         raise GradtoolsError(
             f"{caller}: target is None; expected the parameters whose .grad is to be written. Give "
@@ -166,7 +166,7 @@ def sums_over_ranks(own: State | None, group: Any, axis_name: Any) -> Any:
     sent = values_of_ranks((layout, float(weight) if isinstance(weight, float) else weight), group)
     weights = _checked_weights(sent)
     assert own is not None
-    for x in own.totals:  # a DTensor is the same on all ranks; its sum is a multiple
+    for x in own.totals:  # a DTensor is equal on all ranks: its sum is a multiple
         if is_distributed(x):
             x *= len(weights)
     add_over_ranks_([x for x in own.totals if not is_distributed(x)], group)
@@ -229,7 +229,7 @@ def _addition(p: torch.Tensor, g: torch.Tensor, buffers: set[Any]) -> Write:
         g = g.clone()
     if old is None:
         return _set, p, g.clone()
-    # Writes in place if there is no graph and no entries overlap.
+    # Writes in place if the old gradient has no graph and no overlapping entries.
     writable = not (old.requires_grad or old.is_inference())
     if writable and old.layout == torch.strided:
         writable = not has_overlaps(old)

@@ -96,8 +96,8 @@ class TorchBackend(FrameworkBackend):
 
     asarray = staticmethod(arrays.asarray)
     to_numpy = staticmethod(arrays.to_numpy)
-    random_key = staticmethod(arrays.random_key)  # compiled code may call them
-    split_key = staticmethod(arrays.split_key)  # compiled code may call them
+    random_key = staticmethod(arrays.random_key)  # not lazy: compiled code may call `random_key`
+    split_key = staticmethod(arrays.split_key)  # not lazy: compiled code may call `split_key`
 
     def as_leaf(self, x: Any) -> Any:
         # NumPy's float64 and complex128 subclass Python's float and complex: they are weakly typed.

@@ -141,7 +141,7 @@ class Captured(Replaced):
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # torch.func needs its own wrappers.
+        # torch.func passes its own wrappers to `autograd.grad`, which must not be replaced.
         if self._is_beneath() or fun is torch.autograd.grad:
             return fun(*args, **kwargs)
         if fun.__name__ == "__get__":  # a property such as shape or T

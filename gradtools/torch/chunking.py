@@ -230,7 +230,8 @@ class _Sums:
 
     def add(self, terms: Tensors) -> None:
         self._in_place = self._in_place and all(map(_is_plain, terms))
-        number = terms[0].item() if self._in_place and self._weigh else 1  # also for integers
+        # `alpha` of an addition must be an int for integer tensors.
+        number = terms[0].item() if self._in_place and self._weigh else 1
         if self._in_place and self._sums:  # avoids a copy of the weighted terms
             sums = self._sums
             if self._weigh is not None:

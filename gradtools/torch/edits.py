@@ -1,4 +1,4 @@
-"""Fast path for edits of one tensor when only autograd is active: attaches their node directly."""
+"""Fast path for edits of one tensor if only autograd is active: attaches the node directly."""
 
 from __future__ import annotations
 

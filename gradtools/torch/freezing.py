@@ -233,7 +233,7 @@ class _Use(Program):
         """Returns a copy that is recomputed with the given kernels."""
         return self._copy(kernels=kernels)  # type: ignore[return-value]
 
-    # --- its derivatives
+    # --- derivatives of a use
 
     def wanted(self, ctx: Any, xs: Sequence[Tensor], wants: Sequence[bool]) -> Sequence[bool]:
         gates = range(len(self.captured), len(self.captured) + self.gates)

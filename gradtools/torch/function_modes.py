@@ -1,4 +1,4 @@
-"""Thread-local function modes: the kernels that gradtools chooses for second derivatives.
+"""Thread-local function modes that choose the kernels for second derivatives.
 
 The fused attention kernels have one derivative, in reverse mode. If gradtools itself pushes
 tangents or takes a second derivative, attention uses plain operations. (PyTorch's context that
@@ -70,7 +70,7 @@ _NEEDS_WEIGHTS = 15  # the position of multi_head_attention_forward's argument
 
 def _multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """Calls `multi_head_attention_forward` with need_weights, which avoids the fused kernel."""
-    patched = functional.scaled_dot_product_attention is not _FUSED  # some libraries do
+    patched = functional.scaled_dot_product_attention is not _FUSED  # some libraries patch it
     if patched or len(args) > _NEEDS_WEIGHTS:
         return functional.multi_head_attention_forward(*args, **kwargs)
     out, weights = functional.multi_head_attention_forward(

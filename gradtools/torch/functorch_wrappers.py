@@ -83,7 +83,7 @@ def tensors_in(x: Any) -> Iterator[Tensor]:
 def alive(x: Tensor) -> Tensor:
     """Removes dead wrappers of finished transforms from x, which a late pullback may receive.
 
-    A new transform at the same level would treat them as its own wrappers.
+    A new transform at the same level would treat dead wrappers as its own.
     """
     while is_wrapped(x) and upstream.maybe_get_level(x) == _ENDED:
         x = upstream.get_unwrapped(x)

@@ -47,7 +47,7 @@ class KernelCalls:
         differentiated: The fast path for tensors that require grad, or None.
         count: The number of arguments, or 0 for any number.
         alike: Whether the result is one array with the first argument's shape and dtype.
-        fresh: The number of arguments if the kernel is a NumPy ufunc, which keeps no array and
+        fresh: The number of arguments if the kernel is a NumPy ufunc, which stores no array and
         returns a new array, so that no copy is needed; 0 for other kernels.
     """
 
@@ -78,7 +78,7 @@ class KernelCalls:
         try:
             for x in args:
                 array = x.numpy()
-                if keeps:  # a copy: the kernel may keep it, and x may change in place
+                if keeps:  # a copy: the kernel may store the array, and x may change in place
                     array = array.copy()
                     array.setflags(write=False)
                     array = array.view()  # a view that cannot be made writable again
@@ -100,7 +100,7 @@ class KernelCalls:
         first = arrays[0]
         if type(y) is _ARRAY and y.dtype is first.dtype and y.shape == first.shape:
             keeps = keeps or not y.flags.c_contiguous
-            return _tensor(y.copy() if keeps else y)  # the kernel may keep it
+            return _tensor(y.copy() if keeps else y)  # the kernel may store y
         call, expected = self._known(args, arrays)
         return _tensor(call.owned(y, expected)[0])
 

@@ -61,7 +61,7 @@ class _LazyPull(Pull):
         count = len(self.sources)
         pairs, left = super().pulled(xs)[: sum(self.wants[:count])], iter(xs[self.size :])
         cts = [next(left) if given else None for given in self.given]
-        # A result with its own graph is an argument, and passes its cotangent on.
+        # A result with its own graph is an argument, whose gradient is its cotangent.
         own = compress(zip(xs, cts, strict=False), self.wants[count:])
         return [*pairs, *own]
 
@@ -88,7 +88,7 @@ class LazyGraph(Program):
         self._constants: set[int] = set()  # the ids of outputs of f that do not require grad
 
     def note(self, output: Any, own: set[int]) -> None:
-        """Records the leaves behind f's outputs, except for ids in `own`."""
+        """Records the leaves on which f's outputs depend, except for ids in `own`."""
         if is_nested():
             self._nested = True
             return

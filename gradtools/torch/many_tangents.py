@@ -1,6 +1,6 @@
 """Pushes many tangents in forward mode without a graph, for `mixed_partial`.
 
-In eager code one node attaches the results to their sources. If they are differentiated, the
+In eager code one node attaches the results to their sources. If results are differentiated, the
 function is recomputed with double backward, as in `recomputation.py`, so no graph is kept.
 """
 
@@ -116,7 +116,7 @@ def restarting(fun: Fun, leaves: Sequence[Tensor], count: int) -> Callable[[], N
 
 
 def _held(fun: Fun, leaves: Sequence[Tensor]) -> Held:
-    """Returns a `Held` of a function, its user function, its arguments and its modules."""
+    """Returns the `Held` state of a function, its user function, arguments and modules."""
     f = getattr(fun, "f", fun)
     given = [f, getattr(f, "f", None), *getattr(f, "opened_modules", ())]
     given += [*getattr(fun, "args", ()), getattr(fun, "kwargs", {})]

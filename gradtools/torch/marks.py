@@ -1,7 +1,7 @@
 """`retained_gradients` in PyTorch evaluates eager code once.
 
 The first evaluation of a mark creates its leaf array, and autograd differentiates at the arguments
-and at these leaves. Inside of torch.func's transforms, inputs must exist beforehand.
+and at these leaves. Inside of torch.func's transforms, leaves must exist before f runs.
 """
 
 from __future__ import annotations

@@ -40,7 +40,7 @@ def by_new_vmap(fun: Callable[..., list[Any]], xs: Sequence[Any]) -> list[Any]:
     """Leaves the legacy vmap of ``is_grads_batched``, and calls `fun(*xs)` in `torch.vmap`.
 
     Autograd records the results of a `torch.autograd.Function` on tensors of the legacy vmap, and
-    loses that graph when the level ends. Results of `torch.vmap` keep their graphs.
+    loses that graph when the level ends. Results of `torch.vmap` have graphs.
     """
     level, there = batchings(), list[bool]()
     mapped = [x is not None and upstream.is_legacy_batched(x) for x in xs]
@@ -66,7 +66,7 @@ def by_new_vmap(fun: Callable[..., list[Any]], xs: Sequence[Any]) -> list[Any]:
 
 
 class NoForwardMode(Exception):
-    """PyTorch's only forward-mode level is in use, or cannot be used."""
+    """Raised if PyTorch's only forward-mode level is in use, or cannot be used."""
 
 
 _FORWARD_MODE = threading.Lock()
@@ -123,7 +123,7 @@ def dual_level() -> Iterator[None]:
 def unpacked() -> Iterator[list[Any]]:
     """Removes saved-tensor hooks around an inner graph and yields them, innermost first.
 
-    This hides the graph's tensors from checkpoints. torch.func refuses to run inside of hooks.
+    Checkpoints then do not save the graph's tensors. torch.func raises inside of hooks.
     """
     hooks: list[Any] = []
     while (top := upstream.saved_tensors_hooks_on(False)) is not None:

@@ -8,7 +8,7 @@ dictionary by parameter name. A module may be anywhere in a tree: in a list, a d
 dataclass. The graph of a result is built in its backward pass (`lazy_graphs`).
 
 Inside of vmap, torch.func and forward mode a parameter is replaced by a batched or dual tensor.
-There f gets a structural copy of the module, as in `make_functional`. Code that still reads the
+f then gets a structural copy of the module, as in `make_functional`. Code that still reads the
 user's module (a closure, a hook, a bound method) reads the copy's parameters.
 """
 

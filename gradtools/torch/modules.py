@@ -400,7 +400,7 @@ def _check_tensors(what: str, given: Any, shapes: Shapes) -> None:
 def _seeded(key: Any, tensors: Any) -> Iterator[None]:
     """Context manager that seeds the global generators of the tensors' devices and the CPU.
 
-    It restores the generators on exit; ``torch.manual_seed`` would also seed other devices.
+    The context restores the generators on exit; ``torch.manual_seed`` would seed other devices too.
     """
     try:
         seed = seed_of(key)

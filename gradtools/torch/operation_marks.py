@@ -42,12 +42,12 @@ class _Running(threading.local):
     mark = ""  # the operator whose internal code is running
     checked = False  # whether a rule's check evaluates a function
     edits = 0  # the number of applied edits without forward mode
-    edit = ""  # the name of the latest such edit
+    edit = ""  # the name of the latest edit without forward mode
     pushing = ""  # the operator that transposes f's pullback, which requires linear rules
 
     def __init__(self) -> None:
-        # The reason of gradtools' own detach; empty for the user's detach. The
-        # attribute is always set, since dynamo guards on the existence of attributes.
+        # The reason of gradtools' own detach; empty for the user's detach. The attribute is always
+        # set, since dynamo guards on the existence of attributes.
         self.reason = ""
 
 
@@ -115,7 +115,7 @@ def evaluated_to_push(caller: str, evaluate: Callable[..., Any], *args: Any) -> 
 
 
 def note_edit(name: str, xs: Sequence[Tensor]) -> None:
-    """Counts an edit that has no forward mode. Raises where f's pullback is to be transposed."""
+    """Counts an edit that has no forward mode; raises if f's pullback is to be transposed."""
     if running.pushing and any(x.requires_grad for x in xs):
         raise GradtoolsError(reverse_only_text(running.pushing, name))
     running.edits, running.edit = running.edits + 1, name

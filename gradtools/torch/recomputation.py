@@ -1,6 +1,6 @@
 """Recomputes functions in the backward pass.
 
-    first pass      y = f(x)               its graph yields the leaves of f and is freed
+    first pass      y = f(x)               the graph yields the leaves of f and is freed
     backward pass   x' = pull(f)(x, y')    f runs again, from the state before its first pass
 
 `pull(f)` is a program like f, so the derivative of a derivative is recomputed too: derivatives of
@@ -8,7 +8,7 @@ any order need the memory of one chunk. Each chunk is one node of autograd's gra
 adds the chunks' gradients of a leaf in place.
 
 The state consists of random streams, autocast, and the buffers of modules that f is or closes over
-(`state.py`). Outputs are compared with the first pass, which detects most other state.
+(`state.py`). Outputs are compared with the first pass to detect other state.
 
 Inside of torch.func no graph contains the captured tensors, so a mode finds them in the first pass;
 they become inputs of the node, which replace the captured tensors when f runs again.
@@ -80,9 +80,9 @@ class Program:
 
     Attributes:
         caller: The name of the operator.
-        sources: Tensors other than its arguments with respect to which it is differentiated.
+        sources: Tensors that are not arguments but are differentiated.
         versions: The version counters of the sources.
-        maps: The number of vmaps around its first run.
+        maps: The number of vmaps around the first run.
         known: The outputs without a graph, if the program has run.
         tracked: Whether each output is differentiable, or None if unknown.
         verify: Whether the outputs are compared with the outputs of the next run.

@@ -104,8 +104,8 @@ def forward_pass(
 def _is_transformed(x: Any) -> bool:
     """Returns whether x is differentiated or mapped: a tracer other than a jaxpr's.
 
-    If so, fwd is traced first, which reveals whether it has extras: only extras are differentiated
-    through its code.
+    If so, fwd is traced first, which reveals whether the rule has extras: only extras are
+    differentiated through the code of fwd.
     """
     return isinstance(x, jax.core.Tracer) and not isinstance(x, DynamicJaxprTracer)
 
@@ -292,9 +292,9 @@ def lift_value(rule: Rule, xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
     hoisted, consts = traced(lambda *a: list(rule.primal(*a)), *xs)
 
     def lift(xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
-        # Arrays that the primal captured are taken from xs: they may have been batched since, or
-        # belong to another trace. The closure keeps them alive, because a new array may get the id
-        # of a deleted array.
+        # Arrays that the primal captured are taken from xs: these arrays may have been batched, or
+        # belong to another trace. The closure references the captured arrays, because a new array
+        # may get the id of a deleted array.
         at = {id(c): n + i for i, c in enumerate(consts)}
         lifted, captured = lift_captured(rule, xs[:n], differentiated=True)
         return lifted, [*range(n), *[at.get(id(c), c) for c in captured]]

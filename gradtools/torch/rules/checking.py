@@ -42,7 +42,7 @@ def _undisturbed() -> Iterator[None]:
 def check_linear(rule: Rule, which: str, run: Any, at: Sequence[Any], likes: Sequence[Any]) -> None:
     """Raises an error if a map of a user's rule does not preserve sums and multiples.
 
-    Runs once per signature, with fixed vectors, so that it draws no random numbers.
+    Runs once per signature, with fixed vectors, so that the check draws no random numbers.
 
     Args:
         rule: The rule.
@@ -81,7 +81,7 @@ def check_linear(rule: Rule, which: str, run: Any, at: Sequence[Any], likes: Seq
 
 
 def abstract_eval(fun: Callable[..., list[Tensor]], *xs: Tensor) -> None:
-    """Runs fun at copies of xs, once per signature; does nothing if they have no values.
+    """Runs fun at copies of xs, once per signature; does nothing if xs have no values.
 
     A FakeTensorMode would import PyTorch's compiler and leave fake tensors in fun's caches. Host
     kernels do not run; they return zeros like their `out` specs.

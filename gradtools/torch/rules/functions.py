@@ -91,8 +91,8 @@ class Application:
     def record(self, at: Linearized, before: Randomness | None = None) -> list[Tensor]:
         """Stores the maps without arrays; returns the outputs and extras.
 
-        before: The generators' states before the evaluation of a user's rule; None if it runs only
-            once.
+        before: The generators' states before the evaluation of a user's rule; None if the rule runs
+            only once.
         """
         self.count, self.linearized, out = len(at.ys), at.without_arrays(), [*at.ys, *at.extras]
         if self.rule.contract is not None and any(
@@ -179,7 +179,7 @@ class RuleFunction(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, point: Application, *xs: Tensor) -> Any:
-        """Applies the rule of a batch, built from the maps of one example, one level below."""
+        """Applies the rule of a batch, built from the maps of one example, below vmap's level."""
         one, in_dims = point.rule, in_dims[1:]
         if one.linearize is None:
             point.linearized = one.linearized_from(xs, [])

@@ -207,7 +207,7 @@ def _vjp_of_inexact(fun: Fun, xs: Sequence[Tensor]) -> tuple[list[Any], Any]:
         mask[:] = [y is not None and is_inexact(y) for y in ys]
         return tuple([y for y, m in zip(ys, mask, strict=True) if m]) or (torch.zeros(()),)
 
-    with unpacked():  # torch.func refuses to run inside of saved-tensor hooks
+    with unpacked():  # torch.func raises inside of saved-tensor hooks
         outs, pull = torch.func.vjp(dense, *xs)[:2]
     ys = spread(outs[: sum(mask)], mask)
 
@@ -233,7 +233,7 @@ def transposed(
 ) -> list[Any]:
     """Applies the transpose of `vs -> linear(at, vs)`, for vectors with these avals, to `values`.
 
-    In eager code it uses autograd, which takes a third of the time of torch.func; torch.func works
+    In eager code autograd is used, which takes a third of the time of torch.func; torch.func works
     under any transform. With gradients on, the result is differentiable in `at` and `values`. None
     means zero, or a vector of integers, whose aval is None.
 

@@ -1,4 +1,4 @@
-"""Known errors of JAX, re-raised with advice.
+"""Re-raises known errors of JAX with advice.
 
 JAX raises plain ValueErrors and TypeErrors, so this module identifies errors by their texts, and
 JAX's own errors by their tracebacks. Errors of the user's code propagate unchanged. No other module

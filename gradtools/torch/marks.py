@@ -1,7 +1,7 @@
 """`retained_gradients` in PyTorch evaluates eager code once.
 
-The first evaluation of a mark creates its leaf array, and autograd differentiates at the arguments
-and at these leaves. Inside of torch.func's transforms, leaves must exist before f runs.
+The first evaluation of a mark creates a leaf tensor, and autograd differentiates with respect to
+the arguments and these leaves. Inside of torch.func's transforms, leaves must exist before f runs.
 """
 
 from __future__ import annotations

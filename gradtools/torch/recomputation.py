@@ -10,8 +10,8 @@ adds the chunks' gradients of a leaf in place.
 The state consists of random streams, autocast, and the buffers of modules that f is or closes over
 (`state.py`). Outputs are compared with the first pass to detect other state.
 
-Inside of torch.func no graph contains the captured tensors, so a mode finds them in the first pass;
-they become inputs of the node, which replace the captured tensors when f runs again.
+Inside of torch.func no graph contains the captured tensors, so a mode finds the captured tensors in
+the first pass. The node takes them as inputs, which replace the tensors when f runs again.
 """
 
 from __future__ import annotations
@@ -253,7 +253,7 @@ class Program:
         scale = [x for x, _ in self.first if x is not None]
         for y, (first, version) in zip(ys, self.first, strict=True):
             if first is None or y.shape != first.shape or is_wrapped(y):
-                continue  # under vmap, where shapes differ and values cannot be read
+                continue  # under vmap, shapes differ and values cannot be read
             if type(first) not in PLAIN or first.device.type == "meta":
                 continue  # fake tensors have no values
             written = upstream.version_of(first) != version
@@ -445,7 +445,7 @@ def recomputed(program: Program, xs: Sequence[Tensor]) -> Tensors:
 class _Node(torch.autograd.Function):
     """Autograd node of a program at its sources and arguments.
 
-    count: The number of known outputs before the inputs, which torch.func unwraps too.
+    count: The number of known outputs, which precede the inputs so that torch.func unwraps them.
     """
 
     recorded_as = "chunked"

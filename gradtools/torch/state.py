@@ -1,7 +1,7 @@
 """The state that a recomputation restores: random streams, autocast, and buffers of modules.
 
 `Held` finds the modules and tensors that a function is or closes over, once per call. `RunState` is
-a snapshot of the state; snapshots share the copies of unchanged buffers. Nothing else is searched
+a snapshot of the state; snapshots share the copies of unchanged buffers. No other state is searched
 or restored.
 """
 

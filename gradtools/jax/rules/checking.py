@@ -38,7 +38,7 @@ def loss_of(
         zeros = [*map(zeros_of, likes)]
         try:
             closed = jax.make_jaxpr(linear)(*zeros)
-        except READS_A_VALUE:  # the residuals may have values
+        except READS_A_VALUE:  # outside of `make_jaxpr` zeros have values
             ys = linear(*zeros)
         else:
             matrices = [reachability.reached_matrix(closed, raw=raw) for raw in (True, False)]

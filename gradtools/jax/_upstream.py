@@ -1,12 +1,12 @@
-"""Every undocumented name of JAX that gradtools uses, with its reason; no other file uses any.
+"""The undocumented names of JAX that gradtools uses, each with its reason.
 
-`jax._src` is used for the classes of a jaxpr and for one cache. The classes are public in
-`jax.extend.core`, but importing it loads all of Pallas, which took half of the time of `import
-gradtools.jax`; a test asserts that both names refer to the same objects. The other names are fields
-of records (an equation's source, a jaxpr's origin) for pictures, formulas and error messages, and
-one method's name. All exist in JAX 0.7.2 to 0.12 unless an entry names versions. "Gone:" states the
-effect of a name's removal. `tests/jax/test_upstream.py` tests names whose change no operator's test
-would reveal.
+Other modules import these names from this module. Names of `jax._src` are used for the classes of a
+jaxpr and for one cache. The classes are public in `jax.extend.core`, but importing it loads all of
+Pallas, which took half of the time of `import gradtools.jax`; a test asserts that both names refer
+to the same objects. The other names are fields of records (an equation's source, a jaxpr's origin)
+for pictures, formulas and error messages, and one method's name. All names exist in JAX 0.7.2 to
+0.12 unless an entry names versions. "Gone:" states the effect of a name's removal.
+`tests/jax/test_upstream.py` tests the names that no operator's test covers.
 """
 
 from __future__ import annotations
@@ -114,7 +114,10 @@ def name_of(jaxpr: Any) -> str:
 
 
 def file_of(jaxpr: Any) -> str:
-    """Returns the file and line of a jaxpr's function, if known. Gone: all count as users' code."""
+    """Returns the file and line of a jaxpr's function, if known.
+
+    Gone: all functions are considered users' code.
+    """
     info = getattr(jaxpr, "debug_info", None)
     return str(getattr(info, "func_src_info", None)).partition(" at ")[2]
 
@@ -160,8 +163,8 @@ def define_linearization(primitive: Primitive, rule: Callable[..., Any]) -> None
     """Defines how a primitive is linearized: `rule(carried, *xs, **params)`.
 
     Some versions of JAX pass a boolean (whether it is for reverse mode) before `carried`, the mask
-    of inputs that have tangents. Since JAX 0.11 the rule returns another record. In that case, or
-    if the name is gone, JAX linearizes the jvp, which is slower in eager code.
+    of inputs that have tangents. Since JAX 0.11 the rule must return another type; then, or if
+    the name is gone, JAX linearizes the jvp, which is slower in eager code.
     """
     run = lambda *args, **params: rule(*args[isinstance(args[0], bool) :], **params)
     if jax.__version_info__ < (0, 11):
@@ -171,7 +174,7 @@ def define_linearization(primitive: Primitive, rule: Callable[..., Any]) -> None
 def varying_axes(aval: Any) -> frozenset[Any]:
     """Returns the mesh axes over which a type varies under shard_map.
 
-    They are `aval.vma` until JAX 0.9, and `aval.manual_axis_type.varying` since 0.10.
+    These axes are `aval.vma` until JAX 0.9, and `aval.manual_axis_type.varying` since 0.10.
     """
     kind = getattr(aval, "manual_axis_type", None)
     return frozenset(getattr(aval, "vma", ()) if kind is None else kind.varying)
@@ -184,7 +187,7 @@ def as_varying(x: Any, axes: Sequence[Any]) -> Any:
     return vars(jax.lax)["pvary"](x, tuple(axes))
 
 
-# --- hacks that a maintainer of JAX would refuse --------------------------------------------
+# --- hacks that a maintainer of JAX would reject --------------------------------------------
 #
 # Further hacks, each in one module: `known_errors` matches the texts of JAX's errors, which have no
 # types of their own. Benefit: errors with advice. Cost: if a text changes, JAX's own text is shown.
@@ -193,11 +196,11 @@ def as_varying(x: Any, axes: Sequence[Any]) -> Any:
 
 
 def called_by_jax(depth: int) -> bool:
-    """Returns whether JAX made the call that is `depth` frames above the caller's.
+    """Returns whether JAX made the call that is `depth` frames above the calling frame.
 
     JAX evaluates the mask of `x[mask]` by `__array__`, which must raise if NumPy calls it; only the
-    frame distinguishes the two. Benefit: f may select elements by a condition. Cost: without
-    frames (an optimised build of JAX), f is reported to branch on a value.
+    frame distinguishes a call by JAX from a call by NumPy. Benefit: f may select elements by a
+    condition. Cost: without frames (an optimised build of JAX), f is reported to branch on a value.
     """
     return is_in(("jax",), sys._getframe(depth + 1).f_code.co_filename)
 
@@ -224,8 +227,8 @@ def with_variables(
 ) -> FunctionType:
     """Returns a function with the same code, replacing some of its closure cells and globals.
 
-    flax refuses to mutate a captured module inside of another trace. Replacing the captured module
-    by a copy is the only way around, since another thread may read the function's own cells.
+    flax raises if a captured module is mutated inside of another trace. Replacing the module by a
+    copy is the only workaround, since another thread may read the function's own cells.
     Benefit: loops and rules around such functions. Cost: if its globals contain a flax module, a
     global that the function sets is set in a copy.
     """

@@ -20,7 +20,7 @@ X64 = 'jax.config.update("jax_enable_x64", True), at the start of the program'
 
 
 class NoValues(TypeRefusal, jax.errors.TracerArrayConversionError):
-    """Raised if a traced array is converted to NumPy. To gradtools and JAX, f reads a value."""
+    """Raised if a traced array is converted to NumPy; handled like JAX's own conversion errors."""
 
     def __init__(self, text: str) -> None:
         TypeError.__init__(self, text)
@@ -55,7 +55,7 @@ def to_numpy(x: Any) -> np.ndarray:
         raise NoValues(
             f"to_numpy: an array of shape {x.shape} has no values that NumPy could read inside "
             "jit, vmap, grad and other transforms. Return it from the transformed function, as an "
-            "auxiliary output if need be, and convert it outside, or wrap the NumPy code in "
+            "auxiliary output if necessary, and convert it outside, or wrap the NumPy code in "
             "host_function."
         )
     if isinstance(x, jax.Array) and jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
@@ -72,7 +72,7 @@ def random_key(seed: Any) -> jax.Array:
     if not x64 and not -(2**31) <= seed < 2**31:
         raise GradtoolsError(
             f"random_key: without x64 JAX keeps only the low 32 bits of a seed, here of {seed}. "
-            f"Take a smaller seed, or switch x64 on: {X64}."
+            f"Pass a smaller seed, or enable x64: {X64}."
         )
     return jax.random.key(seed)
 
@@ -107,9 +107,9 @@ def _too_wide(dtype: np.dtype, shape: tuple[int, ...]) -> GradtoolsError:
     name = np.dtype(dtype).name
     if name in ("float64", "complex128", "int64", "uint64"):
         narrow = jax.dtypes.canonicalize_dtype(dtype)
-        advice = f"switch x64 on, {X64}, or narrow the array yourself with x.astype(np.{narrow})"
+        advice = f"enable x64, {X64}, or narrow the array yourself with x.astype(np.{narrow})"
     else:
         advice = "convert it first, for example x.astype(np.float32)"
     return GradtoolsError(
-        f"asarray: JAX cannot hold {name} (shape {shape}) as it is configured; {advice}."
+        f"asarray: JAX, as configured, does not support {name} (shape {shape}); {advice}."
     )

@@ -53,8 +53,8 @@ class JaxBackend(FrameworkBackend):
 
     asarray = staticmethod(arrays.asarray)
     to_numpy = staticmethod(arrays.to_numpy)
-    random_key = staticmethod(arrays.random_key)  # compiled code may call them
-    split_key = staticmethod(arrays.split_key)  # compiled code may call them
+    random_key = staticmethod(arrays.random_key)  # not lazy: compiled code may call `random_key`
+    split_key = staticmethod(arrays.split_key)  # not lazy: compiled code may call `split_key`
 
     def as_leaf(self, x: Any) -> Any:
         """Returns an array, weakly typed for a Python float or complex; integers are unchanged."""
@@ -136,7 +136,7 @@ class JaxBackend(FrameworkBackend):
         held = [i for i, c in enumerate(consts) if isinstance(c, jax.core.Tracer)]
         if not held:
             return super().closure_converted(f, *args, **kwargs)
-        rest = replaced_at(consts, held, [None] * len(held))  # a tracer kept here would leak
+        rest = replaced_at(consts, held, [None] * len(held))  # tracers in `rest` would leak
 
         def converted(captured: list[Array], *args: Any, **kwargs: Any) -> Any:
             leaves, _ = trees.flatten((args, kwargs))
@@ -188,7 +188,7 @@ class JaxBackend(FrameworkBackend):
         return map_batch(f, batch, None if chunk_size == 1 else chunk_size)
 
     def checkpoint(self, f: Any, options: ChunkOptions) -> Callable[..., Any]:
-        # the recomputation is the same program, so there is nothing to verify
+        # The recomputation evaluates the same program, so outputs need no verification.
         return partial(self._checkpointed, f)
 
     def _checkpointed(self, f: Any, /, *args: Any, **kwargs: Any) -> Any:
@@ -198,4 +198,4 @@ class JaxBackend(FrameworkBackend):
     run_checkpointed = LazyMember("recomputing", "checkpointed")
 
 
-_clip_norm = jax.jit(clip_norm, static_argnums=0, inline=True)  # one dispatch if eager
+_clip_norm = jax.jit(clip_norm, static_argnums=0, inline=True)  # eager code dispatches once

@@ -1,7 +1,7 @@
-"""JAX's half of `gradtools.testing.checked`: evaluates f's jaxpr with stopped values held fixed.
+"""Implements `gradtools.testing.checked` in JAX: evaluates f's jaxpr with stopped values fixed.
 
 An interpreter records the result of each `stop_gradient` of f in the first run, and reuses it in
-later runs. Edits are identities. gradtools' own stops carry a name scope.
+later runs. Edits are identities. A name scope marks gradtools' own stops.
 """
 
 from __future__ import annotations
@@ -97,7 +97,7 @@ class HeldProgram(CheckedProgram):
         return jaxprs.interpreted(self.closed.jaxpr, [*self.closed.consts, *xs], self._step)
 
     def hold(self, x: Any) -> Any:
-        """Records a value that f stops in the first run, and restores it in later runs."""
+        """In the first run, records a value that f stops; in later runs, returns that value."""
         if self.recorded is None:
             self.values.append(x)
             return jax.lax.stop_gradient(x)

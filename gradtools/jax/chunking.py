@@ -143,7 +143,7 @@ class _ChunkProgram:
         return replace(self, wide=[x.astype("float32") if narrow(x) else x for x in self.consts])
 
     def widened(self, carry: list[Array]) -> list[Array]:
-        """Promotes a carry to its type after a step: a scan's carry keeps its type."""
+        """Promotes a carry to its type after a step, because a scan's carry must keep its type."""
         pairs = zip(carry, self.program.avals[self.outs :], strict=True)
         return [_promoted(x, aval) for x, aval in pairs]
 
@@ -188,7 +188,7 @@ class _Steps:
         """Returns the carry and stacked outputs of `body(carry, inputs)` over a run's chunks."""
         if run.count != 1:
             return jax.lax.scan(body, carry, self.stacked(run))
-        # eval_jaxpr returns constants as numbers
+        # `eval_jaxpr` returns constants as Python numbers
         carry, outs = jax.tree.map(jnp.asarray, body(carry, self.inputs(run.first)))
         return carry, [x[None] for x in outs]
 
@@ -198,7 +198,7 @@ class _Steps:
         if key not in self._traced:
             number = self.kinds.index(kind)
             inputs, _ = jaxprs.traced(lambda: self.inputs(number))
-            shapes = jax.tree.unflatten(inputs.treedef, inputs.avals)  # with shardings
+            shapes = jax.tree.unflatten(inputs.treedef, inputs.avals)  # avals with shardings
             program, consts = jaxprs.traced(self.of(number), *shapes, carry)
             outs = len(program.avals) - len(carry)
             step = _ChunkProgram(program, consts, consts, outs)
@@ -280,14 +280,14 @@ def _next_carry(chunks: Chunks, k: int, new: Any, old: Array) -> Array:
         name = f"carry for {chunks.carry_names[k]}" if users else "state of a flax.nnx module"
         raise GradtoolsError(
             f"{chunks.caller}: f's new {name} is {new.dtype} of shape "
-            f"{new.shape}; expected {old.dtype} of shape {old.shape}, as it was given. A carry "
-            "keeps its shape and dtype from chunk to chunk."
+            f"{new.shape}; expected {old.dtype} of shape {old.shape}, like the old one. A carry "
+            "must have the same shape and dtype in all chunks."
         )
     return _constant(shardings.like(new, old))
 
 
 def _constant(x: Array) -> Array:
-    """Returns x without derivative and weak type: a scan's carry keeps its type."""
+    """Returns x without derivative and weak type, because a scan's carry must keep its type."""
     return jax.lax.stop_gradient(_strong(x))
 
 
@@ -296,7 +296,7 @@ def _strong(x: Array) -> Array:
 
 
 def _promoted(x: Array, aval: Any) -> Array:
-    """Gives x the varying axes and sharding of `aval`."""
+    """Casts x to the varying axes and the sharding of `aval`."""
     return shardings.like(varying(x, varies(aval)), aval)
 
 

@@ -3,7 +3,7 @@
 JAX caches the compilation of a loop, a `jit` or a `checkpoint` by the identity of its body, and an
 operator builds a new body from the user's function at each call. The function is traced at each
 call, since the values that it reads may have changed, and programs with equal equations share one
-compilation. Captured arrays are arguments of the program, so the cache keeps no array alive.
+compilation. Captured arrays are arguments of the program, so the cache does not keep arrays alive.
 
 A program with a user's rule (`custom_jvp`, `custom_vjp`, `custom_rule`) is compiled at each call,
 because the rule runs later and may read other values. For a function of JAX with a rule, such as

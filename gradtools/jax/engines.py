@@ -1,6 +1,6 @@
 """Computes vjp, jvp and linearize in JAX, and which arguments reach the output.
 
-JAX computes the derivatives. Its pullback is conjugated here.
+JAX computes the derivatives; this module conjugates JAX's pullback.
 `reachability` reads from a jaxpr of f which arguments reach the output. Under a trace, f is traced
 to that jaxpr, which is then differentiated. At concrete arrays f itself is differentiated, and
 traced again if the gradient of a whole argument is zero.
@@ -35,7 +35,7 @@ def vjp(fun: Fun, leaves: list[Array], *, groups: Sequence[int] | None, once: bo
     with explained(caller), jax.named_scope(DERIVATIVE_SCOPE):
         outs, native, extras = jax.vjp(run, *leaves, has_aux=True)
         _mark_passed(leaves, outs)
-    likes = [jax.typeof(y) for y in outs]  # the pullback must keep no arrays alive
+    likes = [jax.typeof(y) for y in outs]  # the pullback must not keep arrays alive
 
     def pulled(native: Any, cts: Sequence[Array | None]) -> list[Array]:
         filled = [zeros_of(x) if ct is None else ct for ct, x in zip(cts, likes, strict=True)]
@@ -137,7 +137,7 @@ def _caller(fun: Fun, default: str = "vjp") -> str:
 
 
 def _traced(fun: Fun, leaves: list[Array]) -> tuple[jaxprs.TracedProgram, list[Any]] | None:
-    """Traces fun to a jaxpr; None if it branches on values or leaves the framework."""
+    """Traces fun to a jaxpr; returns None if fun branches on values or calls NumPy."""
     try:
         return jaxprs.traced(fun, *leaves)
     except _UNTRACEABLE:

@@ -49,7 +49,8 @@ def run_frozen(whole: Chunks, uses: None) -> list[Array]:
             modules.now = state
         outs, _ = call(0, 0, [], replaced_at(rest, arrays, xs), [])
         after = [] if modules is None else modules.after
-        plain = [jax.random.key_data(x) if is_key(x) else x for x in after]  # rules return numbers
+        # A rule cannot return keys.
+        plain = [jax.random.key_data(x) if is_key(x) else x for x in after]
         both = *outs, *map(jax.lax.stop_gradient, plain)
         return [y if isinstance(y, jax.Array) else asarray(y) for y in both]
 
@@ -158,7 +159,7 @@ class _Use:
             return True
 
     def reverse_only(self, xs: Entries) -> str | None:
-        """Names a custom_vjp in G, which lacks forward mode; None if no tangent needs forward mode.
+        """Describes a custom_vjp in G, which lacks forward mode; None if no tangent depends on it.
 
         Raises an error if the custom_vjp is an edit.
         """
@@ -221,8 +222,8 @@ def _pullback(
         if lacking is not None:
             warn(
                 f"{use.caller}: {lacking} lacks the derivative that forward over reverse needs; "
-                "that pass applies reverse mode twice, and stores a graph of "
-                f"{use.name} while it runs."
+                "this pass applies reverse mode twice, and stores a graph of "
+                f"{use.name} while the pass runs."
             )
             both = pull(recomputed(xs), [*xs[:count], *cts], us)
         return [*both[:count], *([None] * (stop - count)), *both[count:]]

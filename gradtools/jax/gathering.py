@@ -32,7 +32,7 @@ def tracked_axes(axis_name: Any) -> frozenset[Any]:
 def check_axis(caller: str, axis_name: Any, group: Any) -> None:
     if group is not None:
         raise GradtoolsError(
-            f"{caller}: group is PyTorch's; in JAX pass axis_name, the name of a mapped axis."
+            f"{caller}: group is an argument for PyTorch; in JAX pass axis_name, a mapped axis."
         )
     if axis_name is None:
         raise GradtoolsError(

@@ -1,8 +1,8 @@
 """Host kernels in JAX: one primitive, which a compiled program lowers to a callback.
 
 On concrete arrays the kernel is called directly, so its exceptions propagate unchanged. Under vmap
-the primitive is bound again with an additional leading batch axis. It has no derivative:
-`host_functions` wraps it in a rule.
+the primitive is bound again with an additional leading batch axis. The primitive has no
+derivative: `host_functions` wraps it in a rule.
 
 A result with the shape of an argument is sharded like that argument, and its batch axes like the
 batch; any other result is replicated on the arguments' devices.
@@ -35,7 +35,7 @@ def call_kernel(call: KernelCall, xs: Sequence[Any]) -> list[Any]:
     for spec in expected.specs:
         if jax.dtypes.canonicalize_dtype(spec.dtype) != jnp.dtype(spec.dtype):
             raise call.error(
-                f"it must return dtype {spec.dtype}, which JAX cannot hold without x64. Enable "
+                f"it must return dtype {spec.dtype}, which JAX supports only with x64. Enable "
                 f"it: {X64}; or pass out=ArraySpec(shape, dtype) with 32 bits."
             )
     return list(kernel_p.bind(*xs, call=call, expected=expected, batch=()))
@@ -58,8 +58,8 @@ def _run(
             if not says(error, CALLS_JAX):
                 raise
             raise call.error(
-                "it calls JAX, which a host kernel must not: in a compiled program the call would "
-                "wait forever. Compute it with NumPy, or outside the kernel."
+                "it calls JAX, which is not allowed: in a compiled program the call would never "
+                "return. Compute it with NumPy, or outside the kernel."
             ) from error
     if not expected.widened:
         return result

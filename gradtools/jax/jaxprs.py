@@ -1,4 +1,4 @@
-"""Reads jaxprs: inner jaxprs of an equation, the variables it writes, dead-code elimination.
+"""Utilities for jaxprs: inner jaxprs of an equation, variables it writes, dead-code elimination.
 
 This is the only list of primitives with inner jaxprs: calls, loops, branches, and functions with
 JAX's custom rules. `reachability.py` reads the data flow.
@@ -45,8 +45,7 @@ class TracedProgram:
 def traced(fun: Callable[..., Any], *args: Any) -> tuple[TracedProgram, list[Any]]:
     """Traces fun to a `TracedProgram` and the arrays that it closes over (closure conversion).
 
-    NumPy arrays among the latter are copied, because the user may overwrite them before the
-    backward pass.
+    Closed-over NumPy arrays are copied, because users may overwrite them before the backward pass.
     """
     closed, shapes = jax.make_jaxpr(fun, return_shape=True)(*args)
     program = TracedProgram(open_jaxpr(closed), jax.tree.structure(shapes), closed.out_avals)
@@ -55,12 +54,12 @@ def traced(fun: Callable[..., Any], *args: Any) -> tuple[TracedProgram, list[Any
 
 def own(x: Any) -> Any:
     """Copies NumPy arrays; returns other values unchanged."""
-    # In a trace `jnp.array` would share the memory.
+    # In a trace `jnp.array(x)` would share x's memory.
     return jnp.asarray(np.array(x)) if isinstance(x, np.ndarray) else x
 
 
 def open_jaxpr(jaxpr: Jaxpr) -> Jaxpr:
-    """Returns the jaxpr inside a ClosedJaxpr; since JAX 0.12 they are the same."""
+    """Returns the jaxpr inside a ClosedJaxpr; both types are the same since JAX 0.12."""
     return getattr(jaxpr, "jaxpr", jaxpr)
 
 
@@ -100,7 +99,7 @@ def equations(closed_jaxpr: Jaxpr, within_rules: bool = False) -> Iterator[Eqn]:
 
     within_rules: Whether to also trace and read the functions that gradtools' primitives evaluate.
     """
-    pending, seen = [open_jaxpr(closed_jaxpr)], dict[int, Jaxpr]()  # keeps ids unique
+    pending, seen = [open_jaxpr(closed_jaxpr)], dict[int, Jaxpr]()  # stored jaxprs keep ids unique
     while pending:
         jaxpr = pending.pop()
         if id(jaxpr) in seen:

@@ -1,7 +1,7 @@
-"""Known errors of JAX, re-raised with advice.
+"""Re-raises known errors of JAX with advice.
 
-JAX raises plain ValueErrors and TypeErrors, so this module recognizes an error by its text, and
-JAX's own errors by their traceback. Errors of the user's code propagate unchanged. No other module
+JAX raises plain ValueErrors and TypeErrors, so this module identifies errors by their texts, and
+JAX's own errors by their tracebacks. Errors of the user's code propagate unchanged. No other module
 of this backend reads error texts. If JAX rewords an error, the user gets JAX's text without advice.
 """
 
@@ -40,16 +40,16 @@ def refused_number(error: BaseException) -> str:
     return conversion if conversion in ("float", "int", "complex") else ""
 
 
-CALLS_JAX = "no_execution config option"  # by `jax.no_execution`
+CALLS_JAX = "no_execution config option"  # raised by `jax.no_execution`
 NEEDS_KEY = "key"  # raised by equinox modules that draw random numbers
 
 _HOST = (
-    "f calls a function outside of JAX, whose derivative JAX does not know. Make it a "
+    "f calls a function outside of JAX, for which JAX has no derivative. Make it a "
     "gt.host_function, or wrap the call in gt.custom_rule, and give it a rule."
 )
 _FORWARD_ONLY = (
     "f contains an operation with a forward rule only, such as a Pallas kernel. Wrap it in "
-    "gt.custom_rule and give it a reverse rule, or push forward: gt.jvp."
+    "gt.custom_rule and give it a reverse rule, or use forward mode: gt.jvp."
 )
 _ADVICE = {
     "allbacks do not support": _HOST,  # pure, io and buffer callbacks
@@ -57,7 +57,7 @@ _ADVICE = {
     "Linearization failed to produce known values": _FORWARD_ONLY,
     "Reverse-mode differentiation does not work for lax.while_loop": (
         "f contains a loop with an unknown number of iterations, which does not support reverse "
-        "mode. Use lax.scan or a fori_loop between Python integers, or push forward: gt.jvp, "
+        "mode. Use lax.scan or a fori_loop between Python integers, or forward mode: gt.jvp, "
         "gt.jacobian(mode='forward')."
     ),
     "forward-mode autodiff (jvp) to a custom_vjp": (

@@ -101,8 +101,8 @@ def _mapped(kinds: tuple[type, ...], f: Callable[[Any], Any], tree: Any) -> Any:
 def like_module(f: Any, make: Callable[[Any], Callable[..., Any]]) -> Any:
     """Returns `make(f)`, such as `chunked(f)`, as a module if f is an equinox or nnx module.
 
-    Its arrays remain leaves of the pytree or graph. The library's integration is imported when the
-    first such module is transformed.
+    The module's arrays remain leaves of the pytree or graph. The library's integration is imported
+    when its first module is transformed.
     """
     for library in ("equinox", "flax.nnx"):
         loaded = sys.modules.get(library)
@@ -114,7 +114,7 @@ def like_module(f: Any, make: Callable[[Any], Callable[..., Any]]) -> Any:
 class Opened:
     """A call whose arguments contain modules, rewritten as a function of pytrees of arrays.
 
-    All nnx modules of the call are split together, so that shared variables stay shared.
+    All nnx modules of the call are split together, so that shared variables remain shared.
 
     Attributes:
         args: The arguments, with each differentiated module replaced by its part.
@@ -258,7 +258,7 @@ class Opened:
             name = ".".join(map(str, self.changed[0][1:]))
             raise GradtoolsError(
                 f"{self.caller}: f changes a module argument ({name}), which "
-                f"{self.caller} cannot return here. Set the module to evaluation "
+                f"{self.caller} cannot return here. Set evaluation mode "
                 "(module.eval()), or use make_functional, and the state with has_aux=True."
             )
 

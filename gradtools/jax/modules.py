@@ -79,7 +79,7 @@ def mode_of(name: str, call: Callable[..., Any], train: bool | None) -> dict[str
         raise GradtoolsError(
             f"make_functional: {name} has none of the arguments "
             f"{', '.join(MODES)}, so train={train} cannot be passed on. Leave train=None and "
-            "give apply the keyword that your module knows."
+            "pass apply the keyword that your module accepts."
         )
     return mode
 

@@ -1,9 +1,9 @@
 """Determines which inputs of a jaxpr reach which outputs.
 
-An input reaches an output if data flows from one to the other without crossing a cut: a stopped
-gradient, a float that becomes an integer or a bool, a host callback. A derivative that is zero
-(round, sign, x**0) is not a cut. JAX's symbolic zeros do not make this distinction, so this is a
-dataflow analysis of the jaxpr (a forward may-analysis)::
+An input reaches an output if data flows from the input to the output without crossing a cut: a
+stopped gradient, a float that becomes an integer or a bool, a host callback. A derivative that is
+zero (round, sign, x**0) is not a cut. JAX's symbolic zeros do not make this distinction, so this
+module analyses the data flow of the jaxpr (a forward may-analysis)::
 
     bits(out) = OR of bits(in) over the inputs of the equation that flow to `out`
 

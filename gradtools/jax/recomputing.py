@@ -1,4 +1,4 @@
-"""`checkpoint` recomputes a function in the backward pass (rematerialization)."""
+"""Implements `checkpoint` in JAX, which recomputes a function in the backward pass."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ rematerialized = partial(jax.checkpoint, policy=lambda op, *_, **__: op.name == 
 def checkpointed(f: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Calls f(*args, **kwargs), recomputed in the backward pass; modules' state changes once."""
     if not reachability.within_a_trace():
-        return f(*args, **kwargs)  # there is no derivative
+        return f(*args, **kwargs)  # f is not differentiated
     modules = stateful("checkpoint", f, (args, kwargs))
     if modules is None:
         return _recomputed(f, args, kwargs)

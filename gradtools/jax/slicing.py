@@ -1,7 +1,7 @@
 """Slices arrays into chunks and joins outputs, along an axis that may be sharded.
 
 Interleaved chunks are the columns of a table (rows per chunk, chunks). Rows that do not fit into
-the table follow it, one for each of the first chunks.
+the table are stored after it, one for each of the first chunks.
 """
 
 from __future__ import annotations
@@ -76,9 +76,9 @@ class Split:
 def _routed(piece: Array, slot: Array) -> Array:
     """Returns the piece with the derivative of the slot.
 
-    For an array that its body slices, a scan adds whole-array cotangents in each step; for its xs
-    it stacks the cotangents of the steps. The cotangent is therefore routed to a slot in the xs.
-    The slot's value is unused, so XLA removes it, and also the copy of the batch in the xs.
+    A scan adds a whole-array cotangent in each step for an array that its body slices. For its xs,
+    a scan stacks the steps' cotangents. The cotangent is therefore routed to a slot in the xs.
+    The slot's value is unused, so XLA removes the slot and the copy of the batch in the xs.
     """
     return piece
 

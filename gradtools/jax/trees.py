@@ -1,7 +1,7 @@
 """Pytrees and dtypes in JAX, for the backend interface.
 
-Like the pullback of `jax.vjp`, a pullback is a pytree of its residuals: it passes through jit, scan
-and custom rules.
+Like the pullback of `jax.vjp`, a pullback is a pytree of its residuals, which can be passed to and
+returned from jit, scan and custom rules.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The private names of PyTorch that gradtools uses, each with its reason.
 
-Other files import them from here (`tests/house/test_upstream.py` checks their source).
-`tests/torch/test_upstream.py` tests names whose change no operator's test would reveal. All of them
-exist in PyTorch 2.8 to 2.15. The modules of the same name in `gradtools.seeing.torch` and
-`gradtools.bridge` list names that only recorders and the bridge need.
+Other modules import these names from this module, which `tests/house/test_upstream.py` checks.
+`tests/torch/test_upstream.py` tests the names that no operator's test covers. All names exist in
+PyTorch 2.8 to 2.15. The modules of the same name in `gradtools.seeing.torch` and `gradtools.bridge`
+list the names that only recorders and the bridge use.
 """
 
 from __future__ import annotations
@@ -33,11 +33,12 @@ _c: Any = torch._C
 pytree = _pytree
 tree_leaves, tree_map_only = pytree.tree_leaves, pytree.tree_map_only
 disable_current_modes = _disable_current_modes
-"""torch.func's registry of pytree containers (pytorch#65761), which includes users' containers; and
-a context that hides gradtools' operations from dispatch modes.
+"""`pytree` is torch.func's registry of pytree containers (pytorch#65761), including users'
+containers. `disable_current_modes` is a context that hides gradtools' operations from dispatch
+modes.
 
-Among the imported names, temporarily_clear_interpreter_stack runs code outside of all levels of
-torch.func; TracingContext and detect_fake_mode tell whether a compiler traces.
+Of the imported names, `temporarily_clear_interpreter_stack` runs code outside of all levels of
+torch.func; `TracingContext` and `detect_fake_mode` detect that a compiler is tracing.
 """
 
 # --- levels of torch.func ----------------------------------------------------------------------
@@ -45,7 +46,8 @@ torch.func; TracingContext and detect_fake_mode tell whether a compiler traces.
 peek_interpreter_stack: Callable[[], Any] = _functorch.peek_interpreter_stack
 get_interpreter_stack: Callable[[], Any] = _functorch.get_interpreter_stack
 TransformType: Any = _functorch.TransformType
-"""The innermost level of torch.func, or None; all levels, outermost first; the enum of kinds."""
+"""These functions return the innermost level of torch.func (or None), and all levels, outermost
+first. `TransformType` is the enum of a level's kinds."""
 
 is_wrapped: Callable[[Tensor], bool] = _functorch.is_functorch_wrapped_tensor
 is_batchedtensor: Callable[[Tensor], bool] = _functorch.is_batchedtensor
@@ -53,12 +55,14 @@ is_gradtrackingtensor: Callable[[Tensor], bool] = _functorch.is_gradtrackingtens
 get_unwrapped: Callable[[Tensor], Tensor] = _functorch.get_unwrapped
 maybe_get_level: Callable[[Tensor], int] = _functorch.maybe_get_level
 maybe_get_bdim: Callable[[Tensor], int] = _functorch.maybe_get_bdim
-"""Whether a tensor is a functorch wrapper, and its kind; the tensor one level below; the wrapper's
-level, -2 if its transform has ended; the axis that vmap hides, -1 if none."""
+"""The first three functions return whether a tensor is a functorch wrapper, and of which kind. The
+others return the wrapped tensor, the wrapper's level (-2 if its transform has ended), and the axis
+that vmap hides (-1 if none)."""
 
 wrap_for_grad: Callable[[Tensor, int], Tensor] = _functorch._wrap_for_grad
 add_vmap_axis: Callable[[Tensor, int, int], Tensor] = _functorch._add_batch_dim
-"""Wraps a tensor for a level of `torch.func.grad`; hides an axis of a tensor in a level of vmap."""
+"""`wrap_for_grad` wraps a tensor for a level of `torch.func.grad`; `add_vmap_axis` hides an axis of
+a tensor in a level of vmap."""
 
 batch_size_of: Callable[[Any], int] = lambda v: _functorch.CVmapInterpreterPtr(v).batchSize()
 """Returns the batch size of a level of vmap."""
@@ -68,20 +72,21 @@ enter_vmap: Callable[[], int] = _c._vmapmode_increment_nesting
 leave_vmap: Callable[[], int] = _c._vmapmode_decrement_nesting
 add_batch_axis: Callable[..., Tensor] = torch._add_batch_dim
 remove_batch_axis: Callable[..., Tensor] = torch._remove_batch_dim
-"""The legacy vmap of autograd's `is_grads_batched`: tests whether a tensor is batched by it; enters
-and exits a level, returning the number of levels; wraps and unwraps a tensor."""
+"""Functions of the legacy vmap, which autograd uses for `is_grads_batched`: they test whether a
+tensor is batched, enter and exit a level (returning the number of levels), and wrap and unwrap a
+tensor."""
 
 # --- forward mode ------------------------------------------------------------------------------
 
 forward_level: Callable[[], int] = partial(attrgetter("_current_level"), forward_ad)
-"""The open level of forward mode, or -1."""
+"""Returns the open level of forward mode, or -1."""
 
 
 def enter_forward_level() -> int | None:
-    """Enters a level of forward mode; returns None if one is active in this or another thread.
+    """Enters a level of forward mode; returns None if a level is active in any thread.
 
     If another thread leaves `torch.func.jvp` at the same moment, PyTorch's own function raises and
-    leaves a level open; this copy of its code closes the level.
+    leaves a level open; this copy of PyTorch's code closes the level.
     """
     try:
         level = int(_c._enter_dual_level())
@@ -96,7 +101,7 @@ def enter_forward_level() -> int | None:
 
 
 def leave_forward_level(level: int) -> None:
-    """Exits the level three times as fast as PyTorch's own function."""
+    """Exits a level of forward mode; takes a third of the time of PyTorch's own function."""
     _c._exit_dual_level(level=level)
     forward_ad._current_level = level - 1
 
@@ -104,12 +109,13 @@ def leave_forward_level(level: int) -> None:
 _load_decompositions = cache(forward_ad._maybe_load_decompositions)
 make_dual: Callable[..., Tensor] = torch._make_dual
 unpack_dual: Callable[..., Any] = torch._unpack_dual
-"""The functions of `forward_ad` without their checks, which double their time."""
+"""`forward_ad.make_dual` and `unpack_dual` without their checks, which double the run time."""
 
 is_forward_mode_enabled: Callable[[], bool] = _c._is_fwd_grad_enabled
 set_forward_mode_enabled: Callable[[bool], None] = _c._set_fwd_grad_enabled
 forward_mode_enabled: Any = forward_ad._set_fwd_grad_enabled
-"""Whether forward mode propagates tangents, its setter, and a context that disables tangents."""
+"""The first two functions return and set whether forward mode propagates tangents;
+`forward_mode_enabled` is a context manager that sets and restores this flag."""
 
 is_any_autocast_enabled: Callable[[], bool] = _c._is_any_autocast_enabled
 """Returns whether autocast is on for any device."""
@@ -117,28 +123,29 @@ is_any_autocast_enabled: Callable[[], bool] = _c._is_any_autocast_enabled
 # --- autograd's engine and its graph -----------------------------------------------------------
 
 set_grad_enabled: Callable[[bool], None] = _c._set_grad_enabled
-"""The function beneath `torch.set_grad_enabled`, which modes intercept when f uses that class."""
+"""The function that `torch.set_grad_enabled` calls. Function modes intercept this call in f."""
 
 run_engine: Callable[..., tuple[Any, ...]] = torch.autograd.graph._engine_run_backward
 engine: Callable[..., tuple[Any, ...]] = torch.autograd.Variable._execution_engine.run_backward
-"""The functions beneath `torch.autograd.grad`: the first skips argument checks, which take a third
-of the time of a small function; the second also skips the context that compiled code reads."""
+"""Functions that `torch.autograd.grad` calls. `run_engine` skips argument checks, which take a
+third of the time of a small function; `engine` also skips the context that compiled code reads."""
 
 current_graph_task: Callable[[], int] = _c._current_graph_task_id
 will_run: Callable[[Any], bool] = _c._will_engine_execute_node
-"""They return the id of the running backward pass (or -1), and whether it will run a node."""
+"""These functions return the id of the running backward pass (or -1), and whether that pass will
+run a node."""
 
 AccumulateGrad: Any = _c._functions.AccumulateGrad
 ModuleHook: Any = torch.nn.modules._functions.BackwardHookFunction
 backward_class: Callable[[Any], Any] = attrgetter("_backward_cls")
-"""The class of leaf nodes; the Function of a module's full backward hooks; the class of nodes that
-a Function creates."""
+"""`AccumulateGrad` is the class of leaf nodes, and `ModuleHook` the Function of a module's full
+backward hooks. `backward_class` returns the class of the nodes that a Function creates."""
 
 
 def function_of(node: Any) -> Any:
     """Returns the user's `torch.autograd.Function` of a node; None for PyTorch's own nodes.
 
-    vmap generates a class from it, whose closure contains the user's class.
+    vmap generates another Function, whose `forward` closes over the user's Function.
     """
     function = getattr(type(node), "_forward_cls", None)
     while function is not None and function.__module__ == "torch._functorch.autograd_function":
@@ -151,13 +158,15 @@ def function_of(node: Any) -> Any:
 nodes_made: Callable[[], int] = _c._autograd._get_sequence_nr
 sequence_of: Callable[[Any], int] = methodcaller("_sequence_nr")
 hooks_made: Callable[[], int] = partial(getattr, RemovableHandle, "next_id")
-"""The sequence number of this thread's next node, and a node's own number (nodes of captured
-tensors are older); the number of hooks of any kind that the process has registered."""
+"""These functions return the sequence number of this thread's next node, a node's own sequence
+number (smaller for nodes of captured tensors), and the number of hooks that the process has
+registered."""
 
 saved_tensors_hooks_on: Callable[[bool], Any] = _c._autograd._top_saved_tensors_default_hooks
 push_saved_tensors_hooks: Callable[..., None] = _c._autograd._push_saved_tensors_default_hooks
 pop_saved_tensors_hooks: Callable[[], None] = _c._autograd._pop_saved_tensors_default_hooks
-"""The stack of saved-tensor hooks, which must not pack gradtools' short-lived graphs."""
+"""These functions read, push to and pop from the stack of saved-tensor hooks. The hooks must not
+pack gradtools' short-lived graphs."""
 
 # --- modes -------------------------------------------------------------------------------------
 
@@ -165,27 +174,29 @@ EnableTorchFunction: Any = _c._EnableTorchFunction
 function_modes: Callable[[], Sequence[Any]] = torch.overrides._get_current_function_mode_stack
 count_of_function_modes: Callable[[], int] = _c._len_torch_function_stack
 count_of_dispatch_modes: Callable[[], int] = _c._len_torch_dispatch_stack
-"""Enables modes in the backward pass of a subclass, which disables them; the active function modes;
-the numbers of active modes."""
+"""`EnableTorchFunction` enables function modes, which a subclass's backward pass disables. The
+others return the active function modes, and the numbers of active function and dispatch modes."""
 
 _PROXY = _c._TorchDispatchModeKey.PROXY
 is_traced_by_make_fx: Callable[[], bool] = lambda: _c._get_dispatch_mode(_PROXY) is not None
 tracing_state: Callable[[], Any] = _c._get_tracing_state
-"""Whether torch.fx traces with proxies, which have no values; the state of `torch.jit.trace`."""
+"""These functions return whether torch.fx traces with proxies, which have no values, and the state
+of `torch.jit.trace`."""
 
 # --- tensors -----------------------------------------------------------------------------------
 
 version_of: Callable[[Tensor], int] = attrgetter("_version")
 set_version_counters: Callable[..., None] = _c._autograd._unsafe_set_version_counter
-"""A tensor's version counter (documented), and its setter: graphs that saved a tensor consider it
-unchanged after its contents are restored."""
+"""These functions read (documented) and set a tensor's version counter. After a saved tensor's
+contents are restored, its counter is reset, so that autograd considers the tensor unchanged."""
 
 is_zero: Callable[[Tensor], bool] = methodcaller("_is_zerotensor")
 is_view: Callable[[Tensor], bool] = methodcaller("_is_view")
 is_alias_of: Callable[[Tensor, Tensor], bool] = _c._is_alias_of
 tensor_hooks: Callable[[Tensor], Any] = attrgetter("_backward_hooks")
-"""Whether x is a zero tensor without memory, as in forward mode; whether autograd tracks x as a
-view; whether two tensors share a storage; the hooks that edit x's gradient, or None."""
+"""These functions return whether x is a zero tensor without memory, as in forward mode; whether
+autograd tracks x as a view; whether two tensors share a storage; and the hooks on x's gradient, or
+None."""
 
 add_each_, multiply_each = torch._foreach_add_, torch._foreach_mul
 divide_each, divide_each_ = torch._foreach_div, torch._foreach_div_
@@ -217,12 +228,12 @@ def size_hint(n: Any, fallback: int) -> int:
 SLOTS = ("_parameters", "_buffers", "_modules")
 slots_of: Callable[[torch.nn.Module], tuple[Any, Any, Any]] = attrgetter(*SLOTS)
 NOT_SAVED, COMPILED_CALL = "_non_persistent_buffers_set", "_compiled_call_impl"
-"""The fields of a module for its own parameters, buffers and children, which may be None; for the
-names of non-persistent buffers; and for the code of `module.compile()`, which a copy of the module
-must not run."""
+"""`SLOTS` are the fields of a module's own parameters, buffers and children, whose values may be
+None. `NOT_SAVED` is the field of the names of non-persistent buffers. `COMPILED_CALL` is the field
+of the code that `module.compile()` makes, which a copy of the module must not run."""
 
 BatchNorm: Any = torch.nn.modules.batchnorm._BatchNorm
-"""The base class of all batch normalizations, including SyncBatchNorm."""
+"""The base class of all batch normalization modules, including SyncBatchNorm."""
 
 
 class ModuleLike(torch.nn.Module):
@@ -239,7 +250,7 @@ class ModuleLike(torch.nn.Module):
 
 
 caches_weights: Callable[[], int] = partial(getattr, parametrize, "_cache_enabled")
-"""The number of open contexts of `parametrize.cached`."""
+"""Returns the number of open contexts of `parametrize.cached`."""
 
 # --- dynamo, which is not imported until a function is compiled -----------------------------------
 
@@ -259,7 +270,8 @@ def break_graph(reason: str) -> None:
 
 
 is_exporting: Callable[[], bool] = partial(getattr, torch.compiler, "_is_exporting_flag")
-"""Whether `torch.export` is tracing: a flag, since dynamo folds the public function to True."""
+"""Returns whether `torch.export` is tracing. Reads a flag, because dynamo folds the public function
+to True."""
 
 
 def skip_module(name: str) -> None:
@@ -284,11 +296,11 @@ def marked_constant(fun: Callable[..., Any]) -> Callable[..., Any]:
 
 # --- hacks that a maintainer of PyTorch would reject --------------------------------------------
 #
-# Each is confined to one module, because PyTorch has no interface for it: matching error messages,
+# Each hack is in one module, because PyTorch has no interface for it: matching error messages,
 # since errors have no types (`known_errors`); inspecting the instruction that raised an error, to
 # distinguish a user's `raise` from PyTorch's (`code_origin`); patching classes during a call that
 # modes cannot see (`thread_patches`); an import hook, since dynamo identifies marked functions by
 # object and its import takes seconds (`compiling`); one registered operator, since compiled
-# programs hold no Python objects (`host`); reading the memory of Python's and NumPy's generators,
-# since copying their states takes longer than a small layer (`state`); removing the hooks of leaves
-# during a second evaluation, so that they run once (`lazy_graphs`).
+# programs contain no Python objects (`host`); reading the memory of Python's and NumPy's
+# generators, since copying their states takes longer than a small layer (`state`); removing the
+# hooks of leaves during a second evaluation, so that the hooks run once (`lazy_graphs`).

@@ -1,9 +1,9 @@
-"""Writes gradients in PyTorch into `.grad` of the parameters.
+"""Writes gradients to the `.grad` of parameters in PyTorch.
 
-Like the autograd engine, this adds to `.grad` in place where possible and creates it if it is None.
-A process-wide lock serializes it, since `p.grad = p.grad + g` would lose an addition of another
-thread between the read and the write. Everything that can fail (checks, allocation) comes before
-the first write. `gradtools.accumulate` documents the public names.
+Like the autograd engine, `write_gradients` adds to `.grad` in place where possible, and creates
+`.grad` if it is None. A process-wide lock serializes writes, since `p.grad = p.grad + g` would lose
+an addition by another thread between the read and the write. All checks and allocations precede the
+first write. `gradtools.accumulate` documents the public names.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ Write = tuple[Callable[[Any, Any], Any], torch.Tensor, torch.Tensor]
 
 
 def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
-    """Adds to, or sets, `.grad` of every parameter in grads; writes nothing if anything fails."""
+    """Adds to or sets the `.grad` of each parameter in grads; writes nothing if it raises."""
     caller = "accumulate_gradients" if add else "assign_gradients"
     with _LOCK, torch.inference_mode(False), torch.no_grad():
         merged = _pairs_of_dicts(target, grads)
         if merged is None:
             merged = _pairs(caller, target, grads, add)
-        if add:  # the writes neither change nor keep the given tensors
+        if add:  # the writes neither change the tensors in grads nor keep references
             buffers = {upstream.storage_key(p.grad) for p, _ in merged if p.grad is not None}
             writes = [_addition(p, g.detach(), buffers) for p, g in merged]
         else:
@@ -51,7 +51,7 @@ def write_gradients(target: Any, grads: Any, *, add: bool) -> Any:
 
 
 def _pairs_of_dicts(target: Any, grads: Any) -> list[tuple[Any, Any]] | None:
-    """Pairs the entries of a module or flat dict; returns None unless all fit without repeats."""
+    """Pairs the entries of a module or flat dict; None unless all are valid and distinct."""
     named = ModuleTree.of(target).parameters if isinstance(target, torch.nn.Module) else target
     if not (type(named) is dict and type(grads) is dict and grads.keys() <= named.keys()):
         return None
@@ -61,7 +61,7 @@ def _pairs_of_dicts(target: Any, grads: Any) -> list[tuple[Any, Any]] | None:
 
 
 def _pairs(caller: str, target: Any, grads: Any, add: bool) -> list[tuple[Any, Any]]:
-    """Pairs each parameter with its gradient; raises if an entry does not fit or is repeated."""
+    """Pairs each parameter with its gradient; raises if an entry is invalid or repeated."""
     if target is None:
         raise GradtoolsError(
             f"{caller}: target is None; expected the parameters whose .grad is to be written. Give "
@@ -166,7 +166,7 @@ def sums_over_ranks(own: State | None, group: Any, axis_name: Any) -> Any:
     sent = values_of_ranks((layout, float(weight) if isinstance(weight, float) else weight), group)
     weights = _checked_weights(sent)
     assert own is not None
-    for x in own.totals:  # a DTensor is the same on all ranks; its sum is a multiple
+    for x in own.totals:  # a DTensor is equal on all ranks: its sum is a multiple
         if is_distributed(x):
             x *= len(weights)
     add_over_ranks_([x for x in own.totals if not is_distributed(x)], group)
@@ -194,9 +194,9 @@ def _checked_weights(sent: Sequence[Any]) -> list[Any]:
             if first != leaf:
                 words = ["nothing" if x is None else f"grads{x[0]}, {x[1]}" for x in (leaf, first)]
                 raise GradtoolsError(
-                    f"{_MEAN}: rank {rank} holds {words[0]} where rank 0 holds {words[1]}. Add "
-                    "gradients of one structure on all ranks; where a parameter got none, add "
-                    "zeros."
+                    f"{_MEAN}: rank {rank} has {words[0]} where rank 0 has {words[1]}. Add "
+                    "gradients with the same structure on all ranks; add zeros for parameters "
+                    "without a gradient."
                 )
     kinds = {described.partition(" ")[0] for _, described in layouts[0]}
     if kinds - {"strided", "DTensor"}:
@@ -206,8 +206,8 @@ def _checked_weights(sent: Sequence[Any]) -> list[Any]:
         )
     if "DTensor" in kinds and len({*weights}) > 1:
         raise GradtoolsError(
-            f"{_MEAN}: the ranks gave weights {weights} to a DTensor, which is one gradient of all "
-            "ranks. Pass the total weight of all ranks to add() on each rank, and scale each "
+            f"{_MEAN}: the ranks gave weights {weights} to a DTensor, which is one gradient for "
+            "all ranks. Pass the total weight of all ranks to add() on each rank, and scale each "
             "rank's loss by its share of that weight before backward()."
         )
     return weights
@@ -229,7 +229,7 @@ def _addition(p: torch.Tensor, g: torch.Tensor, buffers: set[Any]) -> Write:
         g = g.clone()
     if old is None:
         return _set, p, g.clone()
-    # Writes in place if there is no graph and no entries overlap.
+    # Writes in place if the old gradient has no graph and no overlapping entries.
     writable = not (old.requires_grad or old.is_inference())
     if writable and old.layout == torch.strided:
         writable = not has_overlaps(old)
@@ -239,9 +239,9 @@ def _addition(p: torch.Tensor, g: torch.Tensor, buffers: set[Any]) -> Write:
 
 
 def _taken(merged: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[torch.Tensor]:
-    """Detaches the gradients, as autograd would put them into `.grad`.
+    """Returns the gradients detached, as autograd stores them in `.grad`.
 
-    Copies all of them if any two share memory or one of them overlaps itself.
+    Copies all gradients if two of them share memory or entries of a gradient share memory.
     """
     grads = [g.detach() for _, g in merged]
     dense = all(g.layout is torch.strided and g.is_contiguous() for g in grads)
@@ -252,7 +252,7 @@ def _are_apart(xs: Sequence[torch.Tensor]) -> bool:
     """Returns whether no two of these contiguous tensors overlap in memory."""
     try:
         spans = sorted([(x.data_ptr(), x.nbytes) for x in xs])
-    except (NotImplementedError, RuntimeError):  # wrapped, fake
+    except (NotImplementedError, RuntimeError):  # wrapped or fake tensors
         return False
     return all(start + size <= after for (start, size), (after, _) in pairwise(spans))
 
@@ -278,7 +278,7 @@ def _check(caller: str, entry: TargetLeaf) -> None:
         )
     if not p.is_leaf:
         came, fix = f"target{path} is the result of {type(p.grad_fn).__name__}", "Give parameters."
-        refuse(caller, came, "a leaf tensor", f"{fix} An intermediate result keeps no .grad.")
+        refuse(caller, came, "a leaf tensor", f"{fix} Intermediate results have no .grad.")
     if not (p.is_floating_point() or p.is_complex()):
         came = f"target{path} is {_short(p.dtype)} of shape {tuple(p.shape)}"
         fix = "Leave it out of grads, or put None there."

@@ -3,7 +3,7 @@
 Conversions from NumPy keep the dtype or raise. A key is an int64 tensor of two words. Child i of
 the key (a, b), with the splitmix64 finalizer m and odd constants C and D, is
 
-    a_i = m(a + (i + 1) C),    b_i = m(m(b + D a_i) + i),
+    a_i = m(a + (i + 1) C),    b_i = m(m(b + D a_i) + i).
 
 The arithmetic is elementwise on integers, so it runs under ``torch.func.vmap`` on any device.
 Each of the two maps is a bijection of 64 bits, so siblings never collide.
@@ -65,7 +65,7 @@ def to_numpy(x: Any) -> np.ndarray:
             f"to_numpy: a {type(x).__name__} of shape {tuple(x.shape)} has no values that NumPy "
             "could read: it is inside a torch.func transform or torch.compile, on the meta device, "
             "or sparse. Return it from the transformed function, as an auxiliary output if "
-            "need be, and convert it outside, or wrap the NumPy code in host_function; a sparse "
+            "necessary, and convert it outside, or wrap the NumPy code in host_function; a sparse "
             "tensor needs .to_dense()."
         ) from error
 
@@ -73,7 +73,7 @@ def to_numpy(x: Any) -> np.ndarray:
 def on_cpu(x: torch.Tensor) -> torch.Tensor:
     """Returns x without a graph, in memory that NumPy can read."""
     y = x.detach().cpu().resolve_conj().resolve_neg()
-    return y.clone() if upstream.is_zero(y) else y  # PyTorch 2.8 would read its missing memory
+    return y.clone() if upstream.is_zero(y) else y  # y has no memory, which PyTorch 2.8 would read
 
 
 def random_key(seed: Any) -> torch.Tensor:

@@ -51,8 +51,8 @@ _UNSPENT = [False]
 def is_spent(x: Tensor) -> bool:
     """Returns whether x is the alias of an argument in a finished derivative.
 
-    Such a leaf is a constant: it is no longer differentiated. Its attribute `SPENT` is a list with
-    one flag, which all aliases of a derivative share.
+    The alias is then a constant, which is no longer differentiated. Its attribute `SPENT` is a list
+    with one flag, which all aliases of a derivative share.
     """
     return bool(getattr(x, SPENT, _UNSPENT)[0])
 
@@ -60,7 +60,7 @@ def is_spent(x: Tensor) -> bool:
 def depends_on_others(outs: Sequence[Tensor]) -> bool:
     """Returns whether outs depend on a leaf that is not spent, and so may be differentiated."""
     accumulates, todo = upstream.AccumulateGrad, list[Any]()
-    for y in outs:  # loops, since every derivative runs this
+    for y in outs:  # an explicit loop is faster, and every derivative runs this function
         if y.requires_grad:
             todo.append(y.grad_fn or get_gradient_edge(y).node)
     seen = set(todo)
@@ -84,7 +84,7 @@ def pulled(
     create: bool,
     plain: bool = False,
 ) -> tuple[Tensor | None, ...]:
-    """Calls `torch.autograd.grad` without its argument checks; None for unreached inputs.
+    """Calls `torch.autograd.grad` without its argument checks; returns None for unused inputs.
 
     plain: Whether a checkpoint recomputes its function with `PlainKernels`.
     """

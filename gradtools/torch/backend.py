@@ -96,11 +96,11 @@ class TorchBackend(FrameworkBackend):
 
     asarray = staticmethod(arrays.asarray)
     to_numpy = staticmethod(arrays.to_numpy)
-    random_key = staticmethod(arrays.random_key)  # compiled code may call them
-    split_key = staticmethod(arrays.split_key)  # compiled code may call them
+    random_key = staticmethod(arrays.random_key)  # not lazy: compiled code may call `random_key`
+    split_key = staticmethod(arrays.split_key)  # not lazy: compiled code may call `split_key`
 
     def as_leaf(self, x: Any) -> Any:
-        # NumPy's float64 and complex128 are Python numbers, and weakly typed like them.
+        # NumPy's float64 and complex128 subclass Python's float and complex: they are weakly typed.
         is_number = isinstance(x, float | complex) or not hasattr(x, "__array__")
         return x if is_number else self.asarray(x)
 
@@ -211,7 +211,8 @@ class TorchBackend(FrameworkBackend):
         except RuntimeError as error:
             leaves, treedef = trees.flatten(like)
             xs, argdef = trees.flatten(args)
-            reads = is_of("torch", error) or isinstance(error, RuntimeRefusal)  # by `to_numpy`
+            # `to_numpy` raises RuntimeRefusal.
+            reads = is_of("torch", error) or isinstance(error, RuntimeRefusal)
             if not (reads and any(map(is_wrapped, xs))):
                 raise
             from gradtools.host_kernels import ArraySpec, Kernel  # loaded on first use

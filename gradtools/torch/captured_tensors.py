@@ -1,9 +1,10 @@
 """Finds the tensors that a recomputed function captures, and replaces them in later runs.
 
-In the first run inside of torch.func no graph contains the captured tensors, so a function mode
-finds them (`Captured`; outside of torch.func, for `implicit_solution`, `CapturedInEager`). They
-become inputs of f's node. Whenever f runs again, a mode replaces them by these inputs (`Replaced`).
-The arguments of `Function.apply` bypass modes; a captured tensor among them raises an error.
+In the first run inside of torch.func no graph contains the captured tensors, so the function mode
+`Captured` finds them (`CapturedInEager` outside of torch.func, for `implicit_solution`). The
+captured tensors become inputs of f's node. Whenever f runs again, the mode `Replaced` replaces them
+by these inputs. `Function.apply` bypasses modes; a captured tensor among its arguments raises an
+error.
 """
 
 from __future__ import annotations
@@ -61,7 +62,7 @@ class Replaced(TorchFunctionMode):
     """
 
     _before: Replaced | None = None
-    _graph, _within = True, 0  # f's grad mode; its open contexts in a Function's forward
+    _graph, _within = True, 0  # f's grad mode; open grad-mode contexts of a Function's forward
 
     def __init__(self, captured: Sequence[Tensor], others: Sequence[Tensor], of: Any = ()) -> None:
         super().__init__()
@@ -75,7 +76,7 @@ class Replaced(TorchFunctionMode):
         return fun(*self._entered(args), **self._entered(kwargs or {}))
 
     def _note_grad_mode(self, on: bool) -> None:
-        """Notes that f sets grad mode, except in a Function's forward, which restores it."""
+        """Records the grad mode that f sets, except in a Function's forward, which restores it."""
         if torch.is_grad_enabled() != self._graph:
             self._within += 1
         elif self._within and on != self._graph:
@@ -111,8 +112,8 @@ class Replaced(TorchFunctionMode):
         """Raises an error unless each captured tensor was replaced."""
         if self._left:
             raise GradtoolsError(
-                f"{caller}: f captures a tensor of torch.func and does not read it when it is "
-                "computed again in the backward pass. Pass it to f as an argument."
+                f"{caller}: f captures a tensor of torch.func, but does not read the tensor when f "
+                "is computed again in the backward pass. Pass the tensor to f as an argument."
             )
 
 
@@ -140,7 +141,7 @@ class Captured(Replaced):
 
     def __torch_function__(self, fun: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        # torch.func needs its own wrappers.
+        # torch.func passes its own wrappers to `autograd.grad`, which must not be replaced.
         if self._is_beneath() or fun is torch.autograd.grad:
             return fun(*args, **kwargs)
         if fun.__name__ == "__get__":  # a property such as shape or T
@@ -155,7 +156,7 @@ class Captured(Replaced):
         return x if self._is_beneath() else self._entered_level(x)
 
     def _is_beneath(self) -> bool:
-        """Returns whether a node of another program runs, below f's level."""
+        """Returns whether a node of another program is running, at a level below f's level."""
         level = upstream.peek_interpreter_stack()
         return level is None or level.level() < self._level
 
@@ -183,7 +184,7 @@ class Captured(Replaced):
 
 
 class CapturedInEager(Replaced):
-    """A context without torch.func that finds the differentiated tensors that f captures.
+    """Context that finds the differentiated tensors that f captures, outside of torch.func.
 
     own: The arguments of f. Tensors that f computes from them also belong to f: results of
     operations, and tensors whose graph is newer than this context.
@@ -278,7 +279,7 @@ def _beneath(x: Tensor, level: int) -> Tensor | None:
 
 
 def batched_as(xs: Sequence[Tensor], ys: Sequence[Tensor]) -> Tensors:
-    """Returns xs with one of them batched in each vmap in which any of ys is batched.
+    """Returns xs, with a tensor batched in each vmap in which any of ys is batched.
 
     torch.func does not enter a vmap for a pullback whose inputs are not batched in it, but f's
     random draws in the first pass may be batched.

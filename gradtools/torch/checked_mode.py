@@ -1,4 +1,4 @@
-"""PyTorch's half of `gradtools.testing.checked`: reruns f with the stopped values held fixed.
+"""Implements `gradtools.testing.checked` in PyTorch: reruns f with the stopped values held fixed.
 
 A `TorchFunctionMode` intercepts the operations of f. Values that f stops (by `detach`, `.data` or a
 `no_grad` block) are recorded in the first run and restored in later runs. Values inside of an
@@ -57,7 +57,7 @@ def traced(xs: Sequence[Any]) -> bool:
 
 @contextmanager
 def native(xs: Sequence[Any]) -> Iterator[Any]:
-    """Yields the values of xs and their requires_grad flags; empty if none are differentiable."""
+    """Yields the values and requires_grad flags of xs; empty lists if no graph is recorded."""
     moving = [isinstance(x, Tensor) and x.requires_grad for x in xs]
     values = [x.detach() if m else x for x, m in zip(xs, moving, strict=True)]
     yield (values, moving) if torch.is_grad_enabled() and not traced(xs) else ([], [])
@@ -91,7 +91,7 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
         self.recorded = self.values
 
     def _measure(self, xs: Sequence[Tensor]) -> None:
-        """Records the coarsest precision of the tensors."""
+        """Updates `eps` to the largest machine epsilon of the tensors' dtypes."""
         for dtype in {x.dtype for x in xs if x.dtype.is_floating_point or x.dtype.is_complex}:
             self.eps = max(self.eps, torch.finfo(dtype).eps)
 
@@ -137,7 +137,7 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
         return list(torch.autograd.grad(ys, ends, seeds, **options))
 
     def edit(self, rule: Any, xs: Sequence[Tensor]) -> list[Tensor]:
-        """Evaluates an edit as its forward function, without its change of the derivative."""
+        """Evaluates an edit's forward function, without the derivative that the edit defines."""
         with set_here(own=True):
             if rule.name == "straight_through":
                 return [xs[1] + self.hold((xs[0] - xs[1]).detach())]
@@ -146,7 +146,7 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
     # --- the operations of f
 
     def hold(self, y: Any, in_place: bool = False) -> Any:
-        """Records a value that f stops in the first run, and restores it in later runs."""
+        """In the first run, records a value that f stops; in later runs, returns that value."""
         is_tensor = isinstance(y, Tensor)
         if self.recorded is None:
             self.values.append(y.detach().clone() if is_tensor else y)

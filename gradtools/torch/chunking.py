@@ -70,7 +70,7 @@ def held_by(chunks: Chunks) -> Held | None:
             raise GradtoolsError(
                 f"{chunks.caller}: f is or contains a {kind}, which gathers parameters or reduces "
                 "gradients around each call, but here f is called several times. "
-                "Wrap the other way round: DistributedDataParallel around a module whose forward "
+                "Reverse the nesting: DistributedDataParallel around a module whose forward "
                 f"calls {chunks.caller} on the plain module, or fully_shard around a module whose "
                 f"forward calls {chunks.caller} on its layers or on one of its methods."
             )
@@ -91,7 +91,7 @@ def _wrapper(kind: type) -> str | None:
 
 
 def recomputes() -> bool:
-    """Returns whether chunks are recomputed: if a graph is recorded, except in torch.func's jvp."""
+    """Returns whether chunks are recomputed: a graph is recorded, outside of torch.func's jvp."""
     if upstream.is_exporting() or is_plain() or not torch.is_grad_enabled():
         return False
     levels = upstream.get_interpreter_stack() or ()
@@ -174,7 +174,7 @@ def _bare(x: Any) -> Any:
 
 
 def _counted(chunks: Chunks) -> Iterator[tuple[int, list[Any]]]:
-    """Yields each chunk's index with its slice of every split array, then of the lists."""
+    """Yields each chunk's index, and its slices of the split arrays and of the lists."""
     columns, lists = [_parts(chunks, x, axis) for x, axis in chunks.splits], chunks.lists
     bar = chunks.options.progress and chunks.cut.count > 1
     with progress_bar(chunks.cut.count) if bar else _NOTHING as shown:
@@ -230,7 +230,8 @@ class _Sums:
 
     def add(self, terms: Tensors) -> None:
         self._in_place = self._in_place and all(map(_is_plain, terms))
-        number = terms[0].item() if self._in_place and self._weigh else 1  # also for integers
+        # `alpha` of an addition must be an int for integer tensors.
+        number = terms[0].item() if self._in_place and self._weigh else 1
         if self._in_place and self._sums:  # avoids a copy of the weighted terms
             sums = self._sums
             if self._weigh is not None:

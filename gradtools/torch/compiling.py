@@ -63,8 +63,8 @@ def skipped_by_dynamo(fun: F) -> F:
 def only_inlined(fun: F) -> F:
     """Marks `fun` as a function that dynamo traces only as part of a surrounding graph.
 
-    After a graph break, `fun` runs again from its first line: if dynamo compiled it separately, it
-    would always return that dynamo is tracing.
+    After a graph break, `fun` runs again from its first line. If dynamo compiled `fun` separately,
+    `is_compiling()` would be True in that run.
     """
     _with_dynamo(lambda: upstream.skip_code(fun))
     return fun
@@ -73,8 +73,8 @@ def only_inlined(fun: F) -> F:
 def left_to_python(module: str) -> None:
     """Makes dynamo skip a module; functions that the module calls may be compiled.
 
-    Such modules run functions again in other modes, nested in a way that makes dynamo fail. They
-    call `left_to_python(__name__)` in their first lines.
+    Modules that call `left_to_python(__name__)` in their first lines run functions again under
+    nested modes, which dynamo cannot trace.
     """
     _with_dynamo(lambda: upstream.skip_module(module))
 
@@ -141,7 +141,7 @@ def compiled(f: Callable[..., Any], **options: Any) -> Callable[..., Any]:
     def call(*args: Any, **kwargs: Any) -> Any:
         if not is_compiling():
             for x in (*args, *kwargs.values()):
-                refuse_foreign("torch", x)  # a constant to compiled code
+                refuse_foreign("torch", x)  # would be a constant in compiled code
             if upstream.forward_level() >= 0:
                 return f(*args, **kwargs)
         return code(*args, **kwargs)

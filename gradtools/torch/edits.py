@@ -1,4 +1,4 @@
-"""Fast path for edits of one tensor when only autograd is active: attaches their node directly."""
+"""Fast path for edits of one tensor if only autograd is active: attaches the node directly."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def edit_application(rule: Rule, inputs: int) -> Application:
         return (None,) * inputs if cts[0] is None else cotangent(ctx.saved_tensors, cts)
 
     maps = rule.linearized_from([None] * inputs, []).without_arrays()
-    # An edit that saves nothing does not read its first argument.
+    # Without saved tensors, the cotangent map does not read its first argument, here `ctx`.
     pull, count = pulled if maps.saves else cotangent, inputs - len(rule.nondifferentiable)
     application = Application(rule, maps, count, pull, maps.saves, materializes=rule.reverse_only)
     rule.__dict__["_application"] = application
@@ -62,10 +62,10 @@ def edit_application(rule: Rule, inputs: int) -> Application:
 
 
 def tied(x: Any, function: Callable[..., Any]) -> Any:
-    """Returns x with edges to the leaves that a function captures: its derivatives depend on them.
+    """Returns x with edges to the leaves that a function captures.
 
-    No gradient flows along these edges, but a derivative taken at x finds the leaves of an outer
-    derivative through them, and keeps its graph.
+    Derivatives of x depend on these leaves. No gradient flows along the edges, but a derivative at
+    x finds the leaves of an outer derivative through the edges, and keeps its graph.
     """
     if not torch.is_grad_enabled() or upstream.peek_interpreter_stack() is not None:
         return x

@@ -228,7 +228,7 @@ def _pulled(
         with torch.inference_mode(False), torch.no_grad():
             return _pulled(of, outs, inputs, cts, retain)
     ys, seeds, moves = list[Tensor](), list[Tensor](), of.attached
-    for y, ct in zip(outs, cts, strict=True):  # a loop, since every derivative runs this
+    for y, ct in zip(outs, cts, strict=True):  # a loop is faster than comprehensions
         if ct is not None and y.requires_grad:
             ys.append(y)
             seeds.append(ct.clone() if ct.is_inference() else ct)
@@ -251,7 +251,7 @@ def _eager_linearize(fun: Fun, leaves: Tensors) -> tuple[Tensors, Tensors, Push]
     """Computes the pushforward as the pullback of the pullback, which is linear."""
     of: _Evaluated = evaluated_to_push(caller_of(fun), _evaluated, fun, leaves, True)
     tracked = [y for y in of.outs if y.requires_grad]
-    with torch.inference_mode(False), torch.enable_grad():  # their values do not matter
+    with torch.inference_mode(False), torch.enable_grad():  # the dummies' values are unused
         dummies = [torch.ones_like(y, requires_grad=True) for y in tracked]
         for dummy in dummies:
             setattr(dummy, SPENT, of.spent)
@@ -329,7 +329,7 @@ def _functorch_vjp(fun: Fun, leaves: Tensors, once: bool = True) -> Evaluation:
 
 
 def _func_vjp(fun: Any, *primals: Any, has_aux: bool = False) -> Any:
-    """Calls `torch.func.vjp` without saved-tensor hooks, except a checkpoint's; it rejects them."""
+    """Calls `torch.func.vjp`, which rejects saved-tensor hooks; removes all but a checkpoint's."""
     if not is_compiling() and upstream.saved_tensors_hooks_on(False) is not None:
         with unpacked() as hooks:
             if not has_checkpoint(hooks):

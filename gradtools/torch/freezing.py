@@ -107,7 +107,8 @@ class _Second(Pull):
             try:
                 ys = use.pushed(zs, us)
             except (NoForwardMode, RuntimeError, GradtoolsError) as error:
-                # The level is in use, or an operation lacks forward mode; other errors recur.
+                # The level is in use, or an operation lacks forward mode. Double backward raises
+                # other errors again.
                 use.uses.has_forward_mode = isinstance(error, NoForwardMode)
             else:
                 pairs = zip(cs, compress(ys, given), self.wants[size:], strict=True)
@@ -232,7 +233,7 @@ class _Use(Program):
         """Returns a copy that is recomputed with the given kernels."""
         return self._copy(kernels=kernels)  # type: ignore[return-value]
 
-    # --- its derivatives
+    # --- derivatives of a use
 
     def wanted(self, ctx: Any, xs: Sequence[Tensor], wants: Sequence[bool]) -> Sequence[bool]:
         gates = range(len(self.captured), len(self.captured) + self.gates)
@@ -294,7 +295,7 @@ class _Constants(torch.autograd.Function):
         raise GradtoolsError(
             f"{ctx.caller}: a derivative is needed with respect to a parameter that {fun} "
             "reads and does not take as an argument; such parameters are constants here. Pass "
-            "them as arguments (make_functional), switch them off (module.requires_grad_(False)), "
+            "them as arguments (make_functional), freeze them (module.requires_grad_(False)), "
             "select inputs (torch.autograd.grad, or backward(inputs=...)), or "
             f"{instead}."
         )

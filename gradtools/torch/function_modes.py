@@ -1,4 +1,4 @@
-"""Thread-local function modes: the kernels that gradtools chooses for second derivatives.
+"""Thread-local function modes that choose the kernels for second derivatives.
 
 The fused attention kernels have one derivative, in reverse mode. If gradtools itself pushes
 tangents or takes a second derivative, attention uses plain operations. (PyTorch's context that
@@ -55,7 +55,7 @@ def _attention(
         scores = scores.masked_fill(~attn_mask, -math.inf)
     elif attn_mask is not None:
         scores = scores + attn_mask
-    # PyTorch's own softmax has a tangent without a derivative. A fully masked row of scores gives
+    # The tangent of PyTorch's own softmax has no derivative. A fully masked row of scores gives
     # zeros.
     most = value_of(scores).amax(-1, keepdim=True)
     terms = torch.exp(scores - most.masked_fill(most.isinf(), 0.0))
@@ -70,7 +70,7 @@ _NEEDS_WEIGHTS = 15  # the position of multi_head_attention_forward's argument
 
 def _multi_head_attention(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
     """Calls `multi_head_attention_forward` with need_weights, which avoids the fused kernel."""
-    patched = functional.scaled_dot_product_attention is not _FUSED  # by attention libraries
+    patched = functional.scaled_dot_product_attention is not _FUSED  # some libraries patch it
     if patched or len(args) > _NEEDS_WEIGHTS:
         return functional.multi_head_attention_forward(*args, **kwargs)
     out, weights = functional.multi_head_attention_forward(
@@ -91,7 +91,7 @@ class OwnMode(TorchFunctionMode):
 
 
 class PlainAttention(OwnMode):
-    """Attention by plain operations, for passes in which PyTorch's own norms are correct."""
+    """Computes attention by plain operations, in passes where PyTorch's own norms are correct."""
 
     programs = _ATTENTION
 
@@ -101,7 +101,7 @@ class PlainAttention(OwnMode):
 
 
 class PlainKernels(PlainAttention):
-    """Attention and norms by operations that can be pushed, mapped and differentiated again."""
+    """Computes attention and norms by operations with forward mode, vmap and higher derivatives."""
 
     programs = _PLAIN_KERNELS
 
@@ -131,7 +131,7 @@ _redispatch = getattr(torch.overrides, "redispatch_function", None)  # from PyTo
 class OneTangent(PlainAttention):
     """Runs dual numbers without a graph; stops their tangents in `no_grad` blocks (torch#128600).
 
-    It is used if gradtools itself chose forward mode, in `frozen` and `mixed_partial`. PyTorch's
+    `frozen` and `mixed_partial` use this mode if gradtools itself chose forward mode. PyTorch's
     forward rules of linear operations multiply zero tangents, which takes longer than applying the
     operation to the nonzero tangent only.
     """
@@ -158,7 +158,7 @@ class OneTangent(PlainAttention):
                 upstream.set_forward_mode_enabled(False)
                 self._stopped = levels
             return fun(*args)
-        if fun is torch.autograd.grad:  # it needs a graph, which this mode does not record
+        if fun is torch.autograd.grad:  # autograd.grad needs a graph, which is not recorded
             raise NoForwardMode
         if _redispatch and type(fun) is FunctionType and fun not in (self._inside, *_ATTENTION):
             before, self._inside = self._inside, fun
@@ -258,7 +258,7 @@ def only_own_modes(xs: Sequence[Tensor]) -> bool:
 
 
 def kernels_of(fun: Any) -> AbstractContextManager[Any]:
-    """Returns the kernels for a function that torch.func's transforms pull back."""
+    """Returns the mode that chooses kernels for a function to which torch.func.vjp is applied."""
     around = [level.key() for level in upstream.get_interpreter_stack()[:-1]]
     kinds = upstream.TransformType
     if getattr(fun, "plain_kernels", False) or kinds.Grad in around or kinds.Jvp in around:

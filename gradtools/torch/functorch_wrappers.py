@@ -32,8 +32,8 @@ def levels_differentiating(xs: Iterable[Any]) -> set[int]:
     """Returns the levels at which any of xs is differentiated.
 
     These are functorch's levels, `OF_AUTOGRAD` for autograd's own graph, and `OF_DUAL_NUMBERS` for
-    forward mode outside of functorch. Functorch hides tangents of the latter, so any of xs counts
-    as differentiated there if a forward-mode level is open.
+    forward mode outside of functorch. Functorch hides the tangents of that mode, so inside of
+    functorch any of xs counts as differentiated if a forward-mode level is open.
     """
     result: set[int] = set()
     hidden = upstream.forward_level() >= 0 and upstream.peek_interpreter_stack() is not None
@@ -64,7 +64,7 @@ def levels_of_vmap(x: Tensor) -> set[int]:
 
 
 def with_batch_in_front(xs: Sequence[Tensor], dims: Sequence[Any], size: int) -> list[Tensor]:
-    """Moves vmap's batch axis to the front, as in a vmap staticmethod; None is shared."""
+    """Moves vmap's batch axis to the front; expands tensors that are not batched (dim None)."""
     pairs = zip(xs, dims, strict=True)
     return [x.expand(size, *x.shape) if d is None else x.movedim(d, 0) for x, d in pairs]
 
@@ -83,7 +83,7 @@ def tensors_in(x: Any) -> Iterator[Tensor]:
 def alive(x: Tensor) -> Tensor:
     """Removes dead wrappers of finished transforms from x, which a late pullback may receive.
 
-    A new transform at the same level would treat them as its own wrappers.
+    A new transform at the same level would treat dead wrappers as its own.
     """
     while is_wrapped(x) and upstream.maybe_get_level(x) == _ENDED:
         x = upstream.get_unwrapped(x)
@@ -99,7 +99,7 @@ def is_dual(x: Any) -> bool:
         return False
     x = unwrapped(x)
     if upstream.is_legacy_batched(x) or x.is_inference():
-        return False  # these dtypes have no tangents
+        return False  # these tensors have no tangents
     return upstream.unpack_dual(x, level)[1] is not None
 
 
@@ -128,7 +128,7 @@ def has_overlaps(x: Tensor) -> bool:
 
 
 class Example:
-    """A detached wrapper subclass, such as a DTensor: its shape does not determine its parts."""
+    """A detached tensor of a wrapper subclass, such as DTensor, as an example for `zeros_like`."""
 
     def __init__(self, x: Tensor) -> None:
         self.x = x.detach()

@@ -32,7 +32,7 @@ def check_group(caller: str, axis_name: Any, group: Any) -> None:
     """Raises an error if there is no process group, or if axis_name is given."""
     if axis_name is not None:
         raise GradtoolsError(
-            f"{caller}: axis_name belongs to JAX; in PyTorch pass group or nothing."
+            f"{caller}: axis_name is an argument for JAX; in PyTorch pass group or nothing."
         )
     if not (dist.is_available() and dist.is_initialized()):
         raise GradtoolsError(
@@ -54,7 +54,7 @@ def add_over_ranks_(xs: Sequence[Tensor], group: Any) -> None:
     for each in _groups_of(group):
         works = [dist.all_reduce(x, group=each, async_op=True) for x in xs]
         for work in works:
-            if work is not None:  # this process does not belong to the group
+            if work is not None:  # None if this process does not belong to the group
                 work.wait()
 
 
@@ -68,13 +68,13 @@ def _gathered(x: Any, group: Any) -> Tensor:
         raise GradtoolsError("all_gather: expected tensors with rows along axis 0.")
     if x.layout is not torch.strided or x.is_nested:
         raise GradtoolsError(
-            "all_gather: a sparse or nested tensor has no contiguous rows. Give its dense form."
+            "all_gather: a sparse or nested tensor has no contiguous rows. Pass a dense tensor."
         )
     shapes = _of_all(f"{tuple(x.shape)} of {x.dtype}", group)
     if any(shape != shapes[0] for shape in shapes):
         raise GradtoolsError(
-            f"all_gather: the processes hold different shapes or dtypes: {', '.join(shapes)}. Pad "
-            "the rows to one length, and leave the padding out of the loss."
+            f"all_gather: the processes pass different shapes or dtypes: {', '.join(shapes)}. Pad "
+            "the rows to the same length, and exclude the padding from the loss."
         )
     return _all_rows_of(x, group)
 

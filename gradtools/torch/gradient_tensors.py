@@ -1,4 +1,4 @@
-"""Helpers for derivatives' tensors: detached results, zeros, copies that autograd can save."""
+"""Helpers for tensors in derivatives: detached results, zeros, copies that autograd can save."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def freed(xs: Sequence[Any], of_tangent: bool = True) -> list[Any]:
     of_tangent: Whether to detach the tangents too.
     """
     result = []
-    for x in xs:  # a loop, since every derivative runs this
+    for x in xs:  # a loop, since every derivative runs this function
         result.append(without_graph(x, of_tangent) if x is not None and x.requires_grad else x)
     return result
 

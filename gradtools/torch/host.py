@@ -1,7 +1,8 @@
 """Host kernels in PyTorch: one custom operator looks up each kernel by its key.
 
-A compiled program cannot hold Python objects, so the operator takes the key of a `KernelCall`. It
-has an implementation for fake tensors and a vmap rule. The surrounding rule defines its derivative.
+A compiled program contains no Python objects, so the operator takes the key of a `KernelCall`. The
+operator has an implementation for fake tensors and a vmap rule. The surrounding rule defines the
+derivative.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ class KernelCalls:
         differentiated: The fast path for tensors that require grad, or None.
         count: The number of arguments, or 0 for any number.
         alike: Whether the result is one array with the first argument's shape and dtype.
-        fresh: The number of arguments if the kernel is a NumPy ufunc, which keeps no array and
+        fresh: The number of arguments if the kernel is a NumPy ufunc, which stores no array and
         returns a new array, so that no copy is needed; 0 for other kernels.
     """
 
@@ -55,7 +56,7 @@ class KernelCalls:
         self.count = len(of._binding.names)
         self.fun = self.kernel.fun
         self.alike = self.kernel.out is None and not self.kernel.raw
-        # A ufunc would write to further arguments.
+        # A ufunc would write its result to an additional argument.
         self.fresh = self.fun.nin if isinstance(self.fun, np.ufunc) else 0
 
     def call(self, args: tuple[Any, ...], statics: tuple[()] = ()) -> Any:
@@ -77,7 +78,7 @@ class KernelCalls:
         try:
             for x in args:
                 array = x.numpy()
-                if keeps:  # a copy: the kernel may keep it, and x may change in place
+                if keeps:  # a copy: the kernel may store the array, and x may change in place
                     array = array.copy()
                     array.setflags(write=False)
                     array = array.view()  # a view that cannot be made writable again
@@ -99,7 +100,7 @@ class KernelCalls:
         first = arrays[0]
         if type(y) is _ARRAY and y.dtype is first.dtype and y.shape == first.shape:
             keeps = keeps or not y.flags.c_contiguous
-            return _tensor(y.copy() if keeps else y)  # the kernel may keep it
+            return _tensor(y.copy() if keeps else y)  # the kernel may store y
         call, expected = self._known(args, arrays)
         return _tensor(call.owned(y, expected)[0])
 

@@ -1,8 +1,8 @@
 """Adds advice to errors of PyTorch for which gradtools has an alternative.
 
 PyTorch raises a RuntimeError for most failures, so only the text identifies an error; the frame
-that raised it shows that it is PyTorch's own. All other errors pass unchanged. Only this module
-matches PyTorch's error texts: if a text is reworded upstream, PyTorch's own error is raised.
+that raised the error shows whether it is PyTorch's own. Other errors propagate unchanged. Only this
+module matches PyTorch's error texts: if a text is reworded upstream, PyTorch's own error is raised.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ _ADVICE = {
         "linearize(f, *primals)[1], which transposes reverse mode, or "
         'hvp(mode="reverse_over_reverse"); or wrap the operation in gt.custom_rule.'
     ),
-    "must implement the jvp function|flat_bdims must not be None": (  # its text in vmap
+    "must implement the jvp function|flat_bdims must not be None": (  # the second text under vmap
         "f contains a function with a reverse rule only (clip_gradient, transform_gradient, "
         "replace_gradient, or a torch.autograd.Function without jvp), so it has no forward mode. "
         f"{USE_REVERSE_MODE} For a Function use linearize(f, *primals)[1], which transposes "
@@ -97,9 +97,9 @@ _ADVICE = {
         "of a pullback."
     ),
     " is not implemented": (
-        "f contains an operation whose backward pass has no derivative in PyTorch. Push forward "
-        'instead, by gt.jvp of the gradient or hvp(mode="forward_over_reverse"), or write it by '
-        "plain operations."
+        "f contains an operation whose backward pass has no derivative in PyTorch. Use forward "
+        'mode instead, by gt.jvp of the gradient or hvp(mode="forward_over_reverse"), or write '
+        "the operation in terms of plain operations."
     ),
     r"Can't call numpy\(\) on Tensor that requires grad": (
         "f leaves PyTorch by numpy(), which stops gradients. Use PyTorch's operations instead, or "

@@ -42,8 +42,8 @@ _thread = _ThreadFlags()
 def current_graph(f: Any, modules: Iterable[nn.Module]) -> LazyGraph | None:
     """Returns the lazy graph of a call of f; None if the graph is built immediately.
 
-    It is built immediately in the second evaluation, under a recorder, and inside of torch.func and
-    forward mode, whose levels no longer exist when a backward pass runs.
+    The graph is built immediately in the second evaluation, under a recorder, and inside of
+    torch.func and forward mode, whose levels no longer exist when a backward pass runs.
     """
     again, _thread.again = _thread.again, False
     if again or not torch.is_grad_enabled() or is_compiling() or is_recorded() or is_nested():
@@ -61,7 +61,7 @@ class _LazyPull(Pull):
         count = len(self.sources)
         pairs, left = super().pulled(xs)[: sum(self.wants[:count])], iter(xs[self.size :])
         cts = [next(left) if given else None for given in self.given]
-        # A result with its own graph is an argument, and passes its cotangent on.
+        # A result with its own graph is an argument, whose gradient is its cotangent.
         own = compress(zip(xs, cts, strict=False), self.wants[count:])
         return [*pairs, *own]
 
@@ -88,7 +88,7 @@ class LazyGraph(Program):
         self._constants: set[int] = set()  # the ids of outputs of f that do not require grad
 
     def note(self, output: Any, own: set[int]) -> None:
-        """Records the leaves behind f's outputs, except for ids in `own`."""
+        """Records the leaves on which f's outputs depend, except for ids in `own`."""
         if is_nested():
             self._nested = True
             return
@@ -108,7 +108,7 @@ class LazyGraph(Program):
     ) -> Any:
         """Makes a tree of results differentiable with respect to the leaves.
 
-        again: Recomputes them; `select(again())` is the same tree, or `again()` if select is None.
+        again: Recomputes the results, as `select(again())`, or as `again()` if select is None.
         """
         if not (self.deferred and self.leaves and torch.is_grad_enabled()):
             return results

@@ -1,6 +1,6 @@
 """Pushes many tangents in forward mode without a graph, for `mixed_partial`.
 
-In eager code one node attaches the results to their sources. If they are differentiated, the
+In eager code one node attaches the results to their sources. If results are differentiated, the
 function is recomputed with double backward, as in `recomputation.py`, so no graph is kept.
 """
 
@@ -54,8 +54,8 @@ def jvps(
         return _by_engine(fun, leaves, many)
     except NotImplementedError as error:
         raise GradtoolsError(
-            f"{caller_of(fun)}: G has no forward mode in PyTorch, which says: {error} "
-            "Take the derivative by gt.grad through gt.frozen(G), which needs none."
+            f"{caller_of(fun)}: G has no forward mode in PyTorch. PyTorch says: {error} "
+            "Take the derivative by gt.grad through gt.frozen(G), which needs no forward mode."
         ) from error
     outs, extras, _ = rows[0]
     every, size = [y for ys in (outs, *[pushed for *_, pushed in rows]) for y in ys], len(outs)
@@ -67,7 +67,7 @@ def jvps(
 
 
 class _Pushed(Program):
-    """A function's outputs and tangents; if it runs again, they are computed by double backward."""
+    """Program of a function's outputs and tangents; reruns compute tangents by double backward."""
 
     otherwise = True
 
@@ -76,7 +76,7 @@ class _Pushed(Program):
         self._fun, self._size = fun, count
 
     def results(self, given: Tensors, known: Tensors, mode: OneTangent) -> Tensors:
-        """Returns results that are differentiable at the given and the read tensors."""
+        """Returns results that are differentiable at the tensors in `given` and in `mode.read`."""
         own, xs = set(map(id, given)), as_read_now(given)
         # Exclude tensors that the function created, such as aliases of a derivative that it took.
         made = lambda x: x.grad_fn is not None and upstream.sequence_of(x.grad_fn) >= self.outside
@@ -116,7 +116,7 @@ def restarting(fun: Fun, leaves: Sequence[Tensor], count: int) -> Callable[[], N
 
 
 def _held(fun: Fun, leaves: Sequence[Tensor]) -> Held:
-    """Returns the state of the modules and tensors in a function or its user function."""
+    """Returns the `Held` state of a function, its user function, arguments and modules."""
     f = getattr(fun, "f", fun)
     given = [f, getattr(f, "f", None), *getattr(f, "opened_modules", ())]
     given += [*getattr(fun, "args", ()), getattr(fun, "kwargs", {})]

@@ -1,7 +1,7 @@
 """`retained_gradients` in PyTorch evaluates eager code once.
 
-The first evaluation of a mark creates its leaf array, and autograd differentiates at the arguments
-and at these leaves. Inside of torch.func's transforms, inputs must exist beforehand.
+The first evaluation of a mark creates a leaf tensor, and autograd differentiates with respect to
+the arguments and these leaves. Inside of torch.func's transforms, leaves must exist before f runs.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 
 
 class _TorchTape(MarkedValues):
-    """level: The level of torch.func at which f is evaluated."""
+    """Marked values of f, which is evaluated at `level` of torch.func."""
 
     def __init__(self) -> None:
         super().__init__()

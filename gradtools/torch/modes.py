@@ -17,7 +17,7 @@ Tensor = torch.Tensor
 def is_followed() -> bool:
     """Returns whether a transform, a mode, a trace or forward mode may observe an operation.
 
-    The legacy vmap does not count as one of them.
+    The legacy vmap is not included.
     """
     traced = upstream.peek_interpreter_stack() or upstream.tracing_state()
     modes = upstream.count_of_function_modes() or upstream.count_of_dispatch_modes()
@@ -27,11 +27,11 @@ def is_followed() -> bool:
 def batchings() -> int:
     """Returns the number of open levels of autograd's legacy vmap (``is_grads_batched``).
 
-    Dynamo must not trace this: it would drop the increment, whose result is unused, and keep the
-    decrement.
+    Dynamo must not trace this function: dynamo would drop the increment, whose result is unused,
+    and keep the decrement.
     """
     if torch.compiler.is_dynamo_compiling():
-        return 0  # its backward pass is not traced under that vmap
+        return 0  # dynamo does not trace the backward pass under the legacy vmap
     upstream.enter_vmap()
     return upstream.leave_vmap()
 
@@ -40,7 +40,7 @@ def by_new_vmap(fun: Callable[..., list[Any]], xs: Sequence[Any]) -> list[Any]:
     """Leaves the legacy vmap of ``is_grads_batched``, and calls `fun(*xs)` in `torch.vmap`.
 
     Autograd records the results of a `torch.autograd.Function` on tensors of the legacy vmap, and
-    loses that graph when the level ends. Results of `torch.vmap` keep their graphs.
+    loses that graph when the level ends. Results of `torch.vmap` have graphs.
     """
     level, there = batchings(), list[bool]()
     mapped = [x is not None and upstream.is_legacy_batched(x) for x in xs]
@@ -66,7 +66,7 @@ def by_new_vmap(fun: Callable[..., list[Any]], xs: Sequence[Any]) -> list[Any]:
 
 
 class NoForwardMode(Exception):
-    """PyTorch's only forward-mode level is in use, or cannot be used."""
+    """Raised if PyTorch's only forward-mode level is in use, or cannot be used."""
 
 
 _FORWARD_MODE = threading.Lock()
@@ -101,7 +101,7 @@ def forward_mode() -> Iterator[None]:
 def dual_level() -> Iterator[None]:
     """Enters `torch.autograd.forward_ad.dual_level`; raises `NoForwardMode` if the level is in use.
 
-    It enables tangents, which torch.func and a Function's jvp disable around their own code.
+    The context enables tangents, which torch.func and a Function's jvp disable around their code.
     """
     with forward_mode():
         tangents, level = upstream.is_forward_mode_enabled(), upstream.enter_forward_level()
@@ -123,7 +123,7 @@ def dual_level() -> Iterator[None]:
 def unpacked() -> Iterator[list[Any]]:
     """Removes saved-tensor hooks around an inner graph and yields them, innermost first.
 
-    This hides the graph's tensors from checkpoints. torch.func refuses to run inside of hooks.
+    Checkpoints then do not save the graph's tensors. torch.func raises inside of hooks.
     """
     hooks: list[Any] = []
     while (top := upstream.saved_tensors_hooks_on(False)) is not None:

@@ -8,7 +8,7 @@ dictionary by parameter name. A module may be anywhere in a tree: in a list, a d
 dataclass. The graph of a result is built in its backward pass (`lazy_graphs`).
 
 Inside of vmap, torch.func and forward mode a parameter is replaced by a batched or dual tensor.
-There f gets a structural copy of the module, as in `make_functional`. Code that still reads the
+f then gets a structural copy of the module, as in `make_functional`. Code that still reads the
 user's module (a closure, a hook, a bound method) reads the copy's parameters.
 """
 
@@ -120,7 +120,7 @@ class Opened:
     """
 
     opens_once = True
-    reads_own = True  # f reads the module's own tensors, which `frozen` would make constants
+    reads_own = True  # f reads the module's own tensors, which `frozen` would treat as constants
     # f changes the user's modules directly, so there are no changes to return, write or reject.
     changed = ()
     effects: Callable[[], list[Tensor]] = staticmethod(list)
@@ -146,7 +146,7 @@ class Opened:
                         raise GradtoolsError(
                             f"{caller}: the parameter {name} is in two of the differentiated "
                             "modules, so its gradient belongs to both. Pass one module that "
-                            "holds them, as nn.ModuleDict or nn.ModuleList."
+                            "contains both, such as an nn.ModuleList."
                         )
                 self._parameters[module] = named
             if held and len(held) == len(leaves) and not any(self._parameters[m] for m in held):

@@ -185,7 +185,7 @@ def _call(
     args: tuple,
     kwargs: dict,
 ) -> Applied:
-    if upstream.caches_weights():  # by id(module), and copies reuse ids
+    if upstream.caches_weights():  # the cache's keys are ids, which copies reuse
         raise GradtoolsError(
             "apply: inside torch.nn.utils.parametrize.cached() a copy could get another "
             "copy's weights. Call apply outside of it."
@@ -217,7 +217,7 @@ class Copy:
 
     Attributes:
         root: The copy.
-        references: The attributes that refer to the tree, as this copy found them.
+        references: The attributes that refer to the tree, found when this copy was made.
     """
 
     def __init__(
@@ -283,7 +283,7 @@ def _may_refer(fields: dict[str, Any]) -> list[str]:
 
 
 class _Links:
-    """Replaces the tensors and modules of a tree in a value by those of the copy.
+    """Replaces references to tensors and modules of a tree by references to the copy.
 
     Args:
         own: Maps an object's id to its replacement.
@@ -340,7 +340,7 @@ def check_module(caller: str, module: Any, variables: Any = None) -> ModuleTree:
         )
     if variables is not None:
         raise GradtoolsError(
-            f"{caller}: a torch.nn.Module holds its own tensors; leave variables=None."
+            f"{caller}: a torch.nn.Module contains its own tensors; leave variables=None."
         )
     tree = ModuleTree.of(module)
     for part, name in tree.modules.items():
@@ -388,8 +388,8 @@ def _check_tensors(what: str, given: Any, shapes: Shapes) -> None:
             raise GradtoolsError(f"apply: {what}[{name!r}] must be a tensor, got {x!r}.")
         if x.shape != shape and what == "params":
             raise GradtoolsError(
-                f"apply: params[{name!r}] has shape {tuple(x.shape)}, the module's has "
-                f"{tuple(shape)}. Give a tensor of that shape."
+                f"apply: params[{name!r}] has shape {tuple(x.shape)}, the module's "
+                f"parameter has shape {tuple(shape)}. Pass a tensor of the latter shape."
             )
 
 
@@ -400,7 +400,7 @@ def _check_tensors(what: str, given: Any, shapes: Shapes) -> None:
 def _seeded(key: Any, tensors: Any) -> Iterator[None]:
     """Context manager that seeds the global generators of the tensors' devices and the CPU.
 
-    It restores the generators on exit; ``torch.manual_seed`` would also seed other devices.
+    The context restores the generators on exit; ``torch.manual_seed`` would seed other devices too.
     """
     try:
         seed = seed_of(key)

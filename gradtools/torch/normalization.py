@@ -1,10 +1,11 @@
-"""Layer, batch, group and instance norm, and distances, as compositions of elementary operations.
+"""Computes layer, batch, group and instance norm, and distances, by elementary operations.
 
 PyTorch's batching and forward rules of the fused kernels treat the other results, the mean and the
 deviation, as constants. In torch.func, derivatives of a gradient under vmap and of a tangent are
 therefore wrong (torch#196699, torch#196700). If gradtools itself maps or pushes a function, in
-`per_example_grad`, Jacobians and forward mode, it evaluates these compositions, which are correct
-at every order. It also replaces `torch.cdist`, whose backward kernel has a wrong batching rule.
+`per_example_grad`, Jacobians and forward mode, it evaluates the functions of this module, which are
+correct at every order. `cdist` replaces `torch.cdist`, whose backward kernel has a wrong batching
+rule.
 """
 
 from __future__ import annotations
@@ -155,7 +156,7 @@ def _scaled(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 def _with_tangent(x: Tensor, like: Tensor) -> Tensor:
-    """Gives x a tangent of zeros if `like` has a tangent and x does not.
+    """Returns x with a tangent of zeros if `like` has a tangent and x does not.
 
     PyTorch would use a symbolic zero, which is a hundred times slower.
     """

@@ -1,4 +1,4 @@
-"""Thread-local marks that identify operations of gradtools itself in recordings.
+"""Thread-local marks that identify gradtools' own operations in recordings.
 
 A recording of a user's program also contains gradtools' own operations. The functions here mark a
 `detach` as gradtools' own, with a reason. A Function's class attribute `recorded_as` is the kind
@@ -25,13 +25,13 @@ RULE = "rule"  # the mark of a Function that applies a rule
 
 
 def function_of_ours(kind: Any) -> str | None:
-    """Returns the kind under which recordings list a Function; None for a Function of the user."""
+    """Returns the kind under which recordings list a Function; None for a user's Function."""
     mark: str | None = getattr(kind, "recorded_as", None)
     own = kind.__module__.startswith(__name__.rpartition(".")[0] + ".")
     return mark or (kind.__name__.strip("_").lower() if own else None)
 
 
-# --- what runs in this thread --------------------------------------------------------------------
+# --- the state of this thread --------------------------------------------------------------------
 
 
 class _Running(threading.local):
@@ -42,12 +42,12 @@ class _Running(threading.local):
     mark = ""  # the operator whose internal code is running
     checked = False  # whether a rule's check evaluates a function
     edits = 0  # the number of applied edits without forward mode
-    edit = ""  # the name of the latest such edit
+    edit = ""  # the name of the latest edit without forward mode
     pushing = ""  # the operator that transposes f's pullback, which requires linear rules
 
     def __init__(self) -> None:
-        # The reason of gradtools' own detach; empty for the user's detach. It is always set,
-        # since dynamo guards on the existence of attributes.
+        # The reason of gradtools' own detach; empty for the user's detach. The attribute is always
+        # set, since dynamo guards on the existence of attributes.
         self.reason = ""
 
 
@@ -115,7 +115,7 @@ def evaluated_to_push(caller: str, evaluate: Callable[..., Any], *args: Any) -> 
 
 
 def note_edit(name: str, xs: Sequence[Tensor]) -> None:
-    """Counts an edit that has no forward mode. Raises where f's pullback is to be transposed."""
+    """Counts an edit that has no forward mode; raises if f's pullback is to be transposed."""
     if running.pushing and any(x.requires_grad for x in xs):
         raise GradtoolsError(reverse_only_text(running.pushing, name))
     running.edits, running.edit = running.edits + 1, name

@@ -1,6 +1,6 @@
 """Recomputes functions in the backward pass.
 
-    first pass      y = f(x)               its graph yields the leaves of f and is freed
+    first pass      y = f(x)               the graph yields the leaves of f and is freed
     backward pass   x' = pull(f)(x, y')    f runs again, from the state before its first pass
 
 `pull(f)` is a program like f, so the derivative of a derivative is recomputed too: derivatives of
@@ -8,10 +8,10 @@ any order need the memory of one chunk. Each chunk is one node of autograd's gra
 adds the chunks' gradients of a leaf in place.
 
 The state consists of random streams, autocast, and the buffers of modules that f is or closes over
-(`state.py`). Outputs are compared with the first pass, which detects most other state.
+(`state.py`). Outputs are compared with the first pass to detect other state.
 
-Inside of torch.func no graph contains the captured tensors, so a mode finds them in the first pass;
-they become inputs of the node, which replace the captured tensors when f runs again.
+Inside of torch.func no graph contains the captured tensors, so a mode finds the captured tensors in
+the first pass. The node takes them as inputs, which replace the tensors when f runs again.
 """
 
 from __future__ import annotations
@@ -80,9 +80,9 @@ class Program:
 
     Attributes:
         caller: The name of the operator.
-        sources: Tensors other than its arguments with respect to which it is differentiated.
+        sources: Tensors that are not arguments but are differentiated.
         versions: The version counters of the sources.
-        maps: The number of vmaps around its first run.
+        maps: The number of vmaps around the first run.
         known: The outputs without a graph, if the program has run.
         tracked: Whether each output is differentiable, or None if unknown.
         verify: Whether the outputs are compared with the outputs of the next run.
@@ -164,12 +164,12 @@ class Program:
         if True not in tracked:
             return ys, later
         outs = [detached(y, CHUNK) for y in ys]
-        for i, y in enumerate(ys):  # autograd does not know that they share an input's memory
+        for i, y in enumerate(ys):  # autograd does not track that y shares memory with an input
             views = upstream.is_view(y) or id(y) in map(id, inner)
             if views and any(upstream.is_alias_of(y, x) for x in (*inner, *sources)):
                 outs[i] = outs[i].clone()
         alive = [*map(weakref.ref, sources)]
-        del ys, y, sources  # frees the graph, and with it leaves that f made for itself
+        del ys, y, sources  # frees the graph, including leaves that f created
         self.set_sources([x for ref in alive if (x := ref()) is not None])
         self.known, self.tracked, self.verify = outs, tracked, verify
         return outs, later
@@ -179,7 +179,7 @@ class Program:
         return self.run(xs)
 
     def set_sources(self, sources: Tensors) -> None:
-        """Sets the sources, and notes their versions."""
+        """Sets the sources, and records their versions."""
         self.sources, self.versions = sources, [*map(upstream.version_of, sources)]
 
     def inputs(self, xs: Sequence[Tensor], captured: Tensors) -> Tensors:
@@ -219,9 +219,9 @@ class Program:
                 if upstream.sequence_of(node) < self.outside:
                     return None
                 raise GradtoolsError(
-                    f"{self.caller}: f keeps a tensor from one chunk to the next that requires "
-                    "grad (a cached function of a weight, an attached tensor), so it cannot be "
-                    "computed again. Compute it in each call, or pass it to f as an argument."
+                    f"{self.caller}: f keeps a tensor that requires grad from one chunk to the "
+                    "next (a cached function of a weight, an attached tensor), so f cannot be "
+                    "computed again. Compute the tensor in each call, or pass it as an argument."
                 )
         return [*found.values()]
 
@@ -253,17 +253,17 @@ class Program:
         scale = [x for x, _ in self.first if x is not None]
         for y, (first, version) in zip(ys, self.first, strict=True):
             if first is None or y.shape != first.shape or is_wrapped(y):
-                continue  # under vmap, where shapes differ and values cannot be read
+                continue  # under vmap, shapes differ and values cannot be read
             if type(first) not in PLAIN or first.device.type == "meta":
                 continue  # fake tensors have no values
             written = upstream.version_of(first) != version
             if not (written or _equal(y.detach(), first, exact and not self.otherwise, scale)):
                 raise GradtoolsError(
                     f"{self.caller}: f returns other values when it is computed again in the "
-                    "backward pass, so its gradient would be wrong. It depends on state "
-                    "besides its arguments, random streams and the buffers of modules: an "
-                    "iterator, a counter, a cache, a file, or draws in another thread. Pass it "
-                    "as an argument, or make it a buffer."
+                    "backward pass, so its gradient would be wrong. f depends on state "
+                    "other than its arguments, random streams and the buffers of modules: an "
+                    "iterator, a counter, a cache, a file, or draws in another thread. Pass the "
+                    "state as an argument, or make it a buffer."
                 )
         self.first.clear()  # copies of this program share the list
         self.verified()
@@ -428,7 +428,7 @@ def _entering(x: Tensor, create: bool, wanted: bool) -> Tensor:
     return x[...] if x.layout is torch.strided else x
 
 
-# --- their nodes ---------------------------------------------------------------------------------
+# --- autograd nodes of programs ------------------------------------------------------------------
 
 
 def recomputed(program: Program, xs: Sequence[Tensor]) -> Tensors:
@@ -445,7 +445,7 @@ def recomputed(program: Program, xs: Sequence[Tensor]) -> Tensors:
 class _Node(torch.autograd.Function):
     """Autograd node of a program at its sources and arguments.
 
-    count: The number of known outputs before the inputs, which torch.func unwraps too.
+    count: The number of known outputs, which precede the inputs so that torch.func unwraps them.
     """
 
     recorded_as = "chunked"
@@ -498,7 +498,7 @@ class _Node(torch.autograd.Function):
         return tuple(ys), (0,) * len(ys)
 
 
-# PyTorch reads this signature in every call, and its construction takes as long as the call.
+# PyTorch reads this signature in every call, and constructing it takes as long as the call.
 _Node.forward.__signature__ = inspect.signature(_Node.forward)  # type: ignore[attr-defined]
 
 
@@ -515,7 +515,7 @@ def _pulled(ctx: Any, xs: Sequence[Tensor], cts: Sequence[Tensor | None]) -> lis
             "parameter that f reads was changed after the forward pass."
         )
     if program.inlines and any(map(upstream.tensor_hooks, program.sources)):
-        # The hooks must run once, on the sum.
+        # The sources' hooks must run once, on the summed gradient.
         xs, program = [*program.sources, *xs], program.inlined()
     pull, inputs = program.pullback(xs, cts, wants)
     higher = torch.is_grad_enabled() or upstream.peek_interpreter_stack() is not None
@@ -549,7 +549,7 @@ def first_in_functorch(program: Program, xs: Sequence[Tensor], verify: bool) -> 
         return list(ys)
     plain = [*map(unwrapped, inputs)]
     shared = [any(upstream.is_alias_of(unwrapped(y), x) for x in plain) for y in ys]
-    # Autograd would not know that they share memory with an input.
+    # Autograd would not track that an output shares memory with an input.
     outs = [y.detach().clone() if s else y.detach() for y, s in zip(ys, shared, strict=True)]
     program.known, program.verify = outs, verify
     return recomputed(program, batched_as(inputs, ys))

@@ -1,7 +1,7 @@
 """The state that a recomputation restores: random streams, autocast, and buffers of modules.
 
 `Held` finds the modules and tensors that a function is or closes over, once per call. `RunState` is
-a snapshot of the state; snapshots share the copies of unchanged buffers. Nothing else is searched
+a snapshot of the state; snapshots share the copies of unchanged buffers. No other state is searched
 or restored.
 """
 
@@ -100,7 +100,7 @@ class Randomness:
 def restored(randomness: Randomness | None) -> Iterator[None]:
     """Context manager that sets the given states and restores the previous states on exit.
 
-    It does nothing if `randomness` is None.
+    The context does nothing if `randomness` is None.
     """
     if randomness is None:
         yield
@@ -130,7 +130,7 @@ def _state(stream: Stream) -> tuple[Any, Any]:
 
 
 # The latest states of Python's and NumPy's generators, and their words: copying a state takes
-# longer than evaluating a small layer, so it is not copied again while the words are the same.
+# longer than evaluating a small layer, so a state with the same words is not copied again.
 _latest: dict[str, tuple[Any, Any]] = {}
 _PYTHON: Any = random.random.__self__  # type: ignore[attr-defined]
 _HEAD, _SIZE = object.__basicsize__, random.Random.__mro__[1].__basicsize__
@@ -162,7 +162,7 @@ class Held:
         parameters: The parameters of the modules.
         kinds: The device types whose random streams f may draw from.
         buffers: The modules that have buffers, with their buffers.
-        began: The number of autograd nodes created by this thread before.
+        began: The number of autograd nodes that this thread created before this object.
     """
 
     def __init__(self, roots: Sequence[Any], kinds: Iterable[str] = ()) -> None:

@@ -22,8 +22,8 @@ def like_module(f: Any, make: Callable[[Any], Callable[..., Any]]) -> Any:
 class Transformed(upstream.ModuleLike):
     """A module that shares another module's state but has its own call.
 
-    As with `torch.nn.DataParallel`, transforming a module returns a module. Unlike there,
-    parameters keep their names, so `state_dict` is the same with and without the transformation.
+    As with `torch.nn.DataParallel`, transforming a module returns a module. Unlike with
+    `DataParallel`, the names of parameters are unchanged, so `state_dict` is unchanged as well.
     Parameters, buffers and submodules are shared through the module's own dictionaries, and methods
     that a module may override are delegated to it.
     """

@@ -396,13 +396,13 @@ def test_gather_takes_trees_and_groups(processes):
 
 def test_what_is_refused_in_every_process(processes):
     for shapes, dtypes, scalar, axis, ddp, held, *sharded in found_by(processes, "refused"):
-        assert "all_gather: the processes hold different shapes" in shapes and "(2, 2)" in shapes
+        assert "all_gather: the processes pass different shapes" in shapes and "(2, 2)" in shapes
         assert "different shapes or dtypes" in dtypes and "torch.float64" in dtypes
         assert "expected tensors with rows along axis 0" in scalar
-        assert "axis_name belongs to JAX" in axis
+        assert "axis_name is an argument for JAX" in axis
         for message in (ddp, held):
             assert "f is or contains a DistributedDataParallel" in message
-            assert "other way round" in message
+            assert "Reverse the nesting" in message
             assert "around a module whose forward calls chunked" in message
         for message in sharded:
             assert "f is or contains a FSDPModule" in message

@@ -2,7 +2,7 @@
 
 JAX transposes a linear map exactly, or raises, except that it silently loses a constant part (L(0)
 is not zero), and a path through a stopped gradient, an integer or a comparison. This module checks
-for both, once per signature, if a mode is completed. `testing.check_rule` checks the rest.
+for both losses, once per signature, if a mode is completed. `testing.check_rule` checks the rest.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def loss_of(
         zeros = [*map(zeros_of, likes)]
         try:
             closed = jax.make_jaxpr(linear)(*zeros)
-        except READS_A_VALUE:  # the value may be known
+        except READS_A_VALUE:  # outside of `make_jaxpr` zeros have values
             ys = linear(*zeros)
         else:
             matrices = [reachability.reached_matrix(closed, raw=raw) for raw in (True, False)]
@@ -65,7 +65,7 @@ def loss_of(
 
 
 def refuse_loss(rule: Rule, loss: str) -> None:
-    """Raises an error if `loss_of` returned a sentence."""
+    """Raises an error if `loss_of` returned a description of a lost term."""
     if loss:
         assert rule.contract is not None
         raise GradtoolsError(f"{rule.contract.name}: {loss}")

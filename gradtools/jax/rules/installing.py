@@ -1,4 +1,4 @@
-"""A rule in JAX consists of primitives bound by jvp; their transpose is the cotangent map.
+"""Rules in JAX: primitives whose jvp is the tangent map and whose transpose is the cotangent map.
 
 JAX lets a function have a forward rule or a reverse rule, but not both (jax#3996). The primitives
 of gradtools have both:
@@ -91,8 +91,8 @@ def apply_rule(rule: Rule, *xs: Any) -> list[Any]:
 def _with_unvarying_inputs(rule: Rule, shared: Sequence[frozenset[Any]]) -> Rule:
     """Adapts the rule to inputs that do not vary over some mesh axes of shard_map (`shared`).
 
-    JAX sums the cotangent of such an input over these axes. If the author has already summed it, as
-    `jax.custom_vjp` requires, each device gets its part.
+    JAX sums the cotangents of these inputs over the axes. If the author has already summed a
+    cotangent, as `jax.custom_vjp` requires, the sum is divided by the number of devices.
     """
 
     def linearize(*xs: Any, **options: Any) -> Any:
@@ -116,7 +116,7 @@ def _with_unvarying_inputs(rule: Rule, shared: Sequence[frozenset[Any]]) -> Rule
 def attempt(fun: Callable[..., list[Any]], *xs: Any) -> list[Any]:
     """Calls `fun(*xs)`; errors of its rules are raised now, not when the result is lowered."""
     closed = jax.make_jaxpr(fun)(*xs)
-    for _ in jaxprs.equations(closed, within_rules=True):  # traces all of them
+    for _ in jaxprs.equations(closed, within_rules=True):  # traces all rules
         pass
     return list(jax.core.eval_jaxpr(closed.jaxpr, closed.consts, *xs))
 
@@ -194,7 +194,7 @@ def _carries(dx: Any) -> bool:
 
 
 def _tangent_jvp(operands: Any, tangents: Any, *, rule: Rule, given: Mask, ys: Any) -> Any:
-    """Computes the jvp, which adds the derivative of the Python map in the residuals."""
+    """Computes the jvp, including the derivative of the map with respect to its residuals."""
     n = len(operands) - sum(given)
     params = {"rule": rule, "given": given, "ys": ys}
     out, parts = tangent_p.bind(*operands, **params), []

@@ -1,4 +1,4 @@
-"""Linearizes a rule: its jvp and vjp maps, with every value that they read as an input.
+"""Linearizes a rule: makes jvp and vjp maps that take all values that they read as inputs.
 
 Cotangents in JAX are the conjugates of cotangents in gradtools. A linearized rule uses JAX's
 convention; only `_native` converts between them.
@@ -104,8 +104,8 @@ def forward_pass(
 def _is_transformed(x: Any) -> bool:
     """Returns whether x is differentiated or mapped: a tracer other than a jaxpr's.
 
-    If so, fwd is traced first, which reveals whether it has extras: only extras are differentiated
-    through its code.
+    If so, fwd is traced first, which reveals whether the rule has extras: only extras are
+    differentiated through the code of fwd.
     """
     return isinstance(x, jax.core.Tracer) and not isinstance(x, DynamicJaxprTracer)
 
@@ -245,7 +245,7 @@ def _split(rule: JvpRule, xs: Sequence[Any], perturbed: Mask | None = None) -> L
             return None
         like_ys = without_none(likes_of(ys))
         back, consts = traced(lambda *cts: list(pull(list(cts))), *map(zeros_of, like_ys))
-    except (*READS_A_VALUE, jax.errors.JaxRuntimeError):  # or memory is exhausted
+    except (*READS_A_VALUE, jax.errors.JaxRuntimeError):  # such as exhausted memory
         raise
     except (*NOT_LINEAR, GradtoolsError):
         return None  # forward mode needs no transpose; reverse mode will raise an error
@@ -292,9 +292,9 @@ def lift_value(rule: Rule, xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
     hoisted, consts = traced(lambda *a: list(rule.primal(*a)), *xs)
 
     def lift(xs: Sequence[Any]) -> tuple[Rule, list[Any]]:
-        # Arrays that the primal captured are taken from xs: they may have been batched since, or
-        # belong to another trace. The closure keeps them alive, because a new array may get the id
-        # of a deleted array.
+        # Arrays that the primal captured are taken from xs: these arrays may have been batched, or
+        # belong to another trace. The closure references the captured arrays, because a new array
+        # may get the id of a deleted array.
         at = {id(c): n + i for i, c in enumerate(consts)}
         lifted, captured = lift_captured(rule, xs[:n], differentiated=True)
         return lifted, [*range(n), *[at.get(id(c), c) for c in captured]]
@@ -394,7 +394,7 @@ def lift_captured(
 
 
 def _zeros_for(values: Sequence[Any], examples: Sequence[Any]) -> list[Any]:
-    """Replaces None in `values` by zeros where `examples` has an array; else returns None there."""
+    """Replaces None in `values` by zeros, except where `examples` is None; returns None there."""
     return [
         None if e is None else zeros_of(e) if v is None else v
         for v, e in zip(values, examples, strict=True)

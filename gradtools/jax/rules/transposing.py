@@ -19,7 +19,7 @@ NOT_LINEAR = (NotImplementedError, TypeError, ValueError, AssertionError, Runtim
 
 
 def transpose_map(rule: Rule, which: str, linear: Any, examples: Any, values: Any) -> list[Any]:
-    """Applies the transpose of `linear` (shaped like `examples` to `values`) to `values`."""
+    """Applies the transpose of `linear`, a map of arrays like `examples`, to `values`."""
     try:
         if any(varies(v) for v in (*values, *examples)):
             return _transposed_by_vjp(linear, examples, values)

@@ -6,7 +6,7 @@ so the map is evaluated at fixed example numbers.
 
 Autograd differentiates a rule with respect to its arguments only, so a derivative with respect to a
 captured tensor would be silently lost. Closures are searched before each call. If the search misses
-a tensor, an output at detached arguments requires grad, which also raises.
+a tensor, an output at detached arguments requires grad, which also raises an error.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def _undisturbed() -> Iterator[None]:
 def check_linear(rule: Rule, which: str, run: Any, at: Sequence[Any], likes: Sequence[Any]) -> None:
     """Raises an error if a map of a user's rule does not preserve sums and multiples.
 
-    Runs once per signature, with fixed vectors, so that it draws no random numbers.
+    Runs once per signature, with fixed vectors, so that the check draws no random numbers.
 
     Args:
         rule: The rule.
@@ -67,7 +67,7 @@ def check_linear(rule: Rule, which: str, run: Any, at: Sequence[Any], likes: Seq
             except Exception:
                 if not made_up:
                     raise
-                return  # undecided
+                return  # linearity is undecided
         if not same:
             raise GradtoolsError(
                 f"rule {rule.name!r}: the other mode is derived by transposing its {which} map, "
@@ -81,7 +81,7 @@ def check_linear(rule: Rule, which: str, run: Any, at: Sequence[Any], likes: Seq
 
 
 def abstract_eval(fun: Callable[..., list[Tensor]], *xs: Tensor) -> None:
-    """Runs fun at copies of xs, once per signature; does nothing if they have no values.
+    """Runs fun at copies of xs, once per signature; does nothing if xs have no values.
 
     A FakeTensorMode would import PyTorch's compiler and leave fake tensors in fun's caches. Host
     kernels do not run; they return zeros like their `out` specs.

@@ -91,19 +91,19 @@ class Application:
     def record(self, at: Linearized, before: Randomness | None = None) -> list[Tensor]:
         """Stores the maps without arrays; returns the outputs and extras.
 
-        before: The generators' states before the evaluation of a user's rule; None if it runs only
-            once.
+        before: The generators' states before the evaluation of a user's rule; None if the rule runs
+            only once.
         """
         self.count, self.linearized, out = len(at.ys), at.without_arrays(), [*at.ys, *at.extras]
         if self.rule.contract is not None and any(
             y.requires_grad or upstream.is_wrapped(y) for y in out
         ):
             raise closed_over_error(self.rule.name)
-        # f for the value, the forward rule for a tangent: both must draw the same numbers.
+        # f computes the value, the forward rule a tangent: both must draw the same random numbers.
         repeats = isinstance(self.rule, JvpRule) or at.extras or at.opaque_residuals
         if before is not None and repeats and before.current() is not before:
             self.randomness = before
-        # Autograd attaches the node to the tensors themselves, and the rule's author may keep them.
+        # Autograd attaches the node to these tensors, and the rule's author may keep the originals.
         return [y.detach() for y in out]
 
     def note(self, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> None:
@@ -128,7 +128,7 @@ def apart(xs: Sequence[Tensor]) -> Sequence[Tensor]:
 def apply_at(point: Application, xs: Sequence[Tensor]) -> tuple[Tensor, ...]:
     """Returns the outputs and extras of an application, attached to its node."""
     inside = upstream.peek_interpreter_stack() is not None or any(map(upstream.is_wrapped, xs))
-    # Outside of torch.func this equals `attach`; it is looked up here because recordings patch it.
+    # Outside of torch.func this call skips `Function.apply`'s checks; recordings patch it.
     kind: Any = RuleFunction if inside else super(torch.autograd.Function, RuleFunction)
     return kind.apply(point, *apart(xs))
 
@@ -167,7 +167,7 @@ class RuleFunction(torch.autograd.Function):
     @staticmethod
     def jvp(ctx: Any, _: None, *dxs: Tensor | None) -> Any:
         point = ctx.point
-        if point.rule.reverse_only:  # PyTorch's own error
+        if point.rule.reverse_only:  # raises PyTorch's own error
             return torch.autograd.Function.jvp(ctx, *dxs)
         with upstream.forward_mode_enabled(True), real_tensors_too(ctx.saved_tensors):
             kept = [alive(x) for x in ctx.saved_tensors]
@@ -179,7 +179,7 @@ class RuleFunction(torch.autograd.Function):
 
     @staticmethod
     def vmap(info: Any, in_dims: Any, point: Application, *xs: Tensor) -> Any:
-        """Applies the rule of a batch, built from the maps of one example, one level below."""
+        """Applies the rule of a batch, built from the maps of one example, below vmap's level."""
         one, in_dims = point.rule, in_dims[1:]
         if one.linearize is None:
             point.linearized = one.linearized_from(xs, [])
@@ -203,7 +203,7 @@ class RuleFunction(torch.autograd.Function):
 class Attached(torch.autograd.Function):
     """Attaches a node to known outputs if only autograd is active.
 
-    Its forward pass is part of the context's setup, which saves PyTorch a Python call.
+    Its `forward` also sets up the context, which avoids PyTorch's call of `setup_context`.
     """
 
     recorded_as = RULE
@@ -236,9 +236,9 @@ for _kind in (RuleFunction, Attached):
 
 
 def without_aliases(ys: Sequence[Any], *others: Sequence[Any]) -> list[Any]:
-    """Clones each of ys that shares memory with another or with `others`.
+    """Clones each tensor in ys that shares memory with another tensor in ys or in `others`.
 
-    Autograd would not notice that an in-place write to one tensor changes another.
+    Autograd does not track that an in-place write to one tensor changes another tensor.
     """
     key = lambda x: upstream.storage_key(unwrapped(x))
     known = {key(x) for xs in others for x in xs if x is not None}

@@ -55,7 +55,7 @@ def _reverse_only(key: str) -> str:
 
 @opaque_to_dynamo
 def _apply_by_key(key: str, *xs: Tensor) -> tuple[Tensor, ...]:
-    """Applies a rule as one opaque node of dynamo's graph, which cannot hold Python objects."""
+    """Applies a rule as one opaque node of dynamo's graph, which contains no Python objects."""
     with real_tensors_too(xs):
         return tuple(_apply(by_key(key), xs))
 

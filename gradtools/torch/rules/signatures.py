@@ -1,7 +1,7 @@
 """Calls of custom rules: state that is shared by calls with tensors of the same shapes.
 
 A signature consists of the shapes, dtypes and devices of a call's tensors, and the structure and
-constants of the arguments. `Calls` makes a `Signature` for each of them, which holds
+constants of the arguments. `Calls` makes a `Signature` object for each, which contains
 the rule, the author's functions of flat tensors, and state that later calls share.
 
 If only autograd's graph or forward mode is active, the author's code runs here, and its outputs get
@@ -55,7 +55,7 @@ class Signature:
         key: The shapes and dtypes, which are the key of the contract's checks.
         repeats: Whether the forward pass may run again, so that generator states are stored.
         shared: The applications that calls share, by the positions of their saved tensors.
-        smooth: Whether all tensors are floating or complex and the author's code leaves a graph.
+        smooth: Whether all tensors are floating or complex and the author's code records a graph.
         records: Whether the forward rule is evaluated in the graph of the call (`recorded`).
         recording: The application of recorded calls.
     """
@@ -174,8 +174,8 @@ class Signature:
 
     # --- reverse mode of a rule that has only a forward map
     #
-    # Autograd transposes its tangent map T(x) in the graph of the call. T(x) is linear in dx, so
-    # its graph is the same at any dx; at dx = x the graph routes a cotangent to x.
+    # Autograd transposes the rule's tangent map T(x) in the graph of the call. T(x) is linear in
+    # dx, so its graph is the same at any dx; at dx = x the graph routes a cotangent to x.
 
     def recorded(self, args: tuple[Any, ...]) -> Any:
         """Evaluates the forward rule once; returns the output, or None to use `apply_rule`."""

@@ -178,8 +178,8 @@ def extras_pushed(point: Any, tensors: Sequence[Tensor], dxs: Sequence[Any]) -> 
 
 # --- derivatives of functions -------------------------------------------------------------
 #
-# During compilation a rule runs below the levels of torch.func, where the engines would see eager
-# code. Dual numbers may have tangents with overlapping memory, which autograd cannot write to.
+# During compilation a rule runs below the levels of torch.func, where the engines would choose
+# eager code. Tangents of dual numbers may have overlapping memory, which autograd cannot write to.
 
 
 def pull(fun: Fun, xs: Sequence[Tensor], cts: Sequence[Any]) -> list[Any]:
@@ -207,7 +207,7 @@ def _vjp_of_inexact(fun: Fun, xs: Sequence[Tensor]) -> tuple[list[Any], Any]:
         mask[:] = [y is not None and is_inexact(y) for y in ys]
         return tuple([y for y, m in zip(ys, mask, strict=True) if m]) or (torch.zeros(()),)
 
-    with unpacked():  # torch.func refuses to run inside of saved-tensor hooks
+    with unpacked():  # torch.func raises inside of saved-tensor hooks
         outs, pull = torch.func.vjp(dense, *xs)[:2]
     ys = spread(outs[: sum(mask)], mask)
 
@@ -233,7 +233,7 @@ def transposed(
 ) -> list[Any]:
     """Applies the transpose of `vs -> linear(at, vs)`, for vectors with these avals, to `values`.
 
-    In eager code it uses autograd, which takes a third of the time of torch.func; torch.func works
+    In eager code autograd is used, which takes a third of the time of torch.func; torch.func works
     under any transform. With gradients on, the result is differentiable in `at` and `values`. None
     means zero, or a vector of integers, whose aval is None.
 
@@ -243,7 +243,7 @@ def transposed(
     mask = [like is not None for like in likes]
     if not any(mask):
         return [None] * len(likes)
-    if upstream.saved_tensors_hooks_on(False) is not None:  # they must not pack this graph
+    if upstream.saved_tensors_hooks_on(False) is not None:  # the hooks must not pack this graph
         with unpacked():
             return transposed(rule, linear, at, likes, values, known)
     eager, graphs = in_eager(), torch.is_grad_enabled()
@@ -336,7 +336,7 @@ def in_own_transpose(rule: Rule, xs: Sequence[Tensor]) -> bool:
     inner = [vectors for _, vectors in maps[origins.index(rule.origin) :]]
     ids = set[int]().union(*[v for v in inner if isinstance(v, set)])
     for x in xs:
-        while upstream.is_wrapped(x):  # a BatchedTensor does not show a tracked inner tensor
+        while upstream.is_wrapped(x):  # a BatchedTensor hides a tracked inner tensor
             if upstream.is_gradtrackingtensor(x) and upstream.maybe_get_level(x) in inner:
                 return True
             x = upstream.get_unwrapped(x)

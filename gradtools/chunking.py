@@ -4,10 +4,11 @@ For L = g(f(x_1), ..., f(x_n)), the gradient with respect to f's parameters w is
 
     dL/dw = sum_i J_i^H c_i        with J_i the Jacobian of f at chunk i, c_i = dL/df(x_i)
 
-a sum over chunks, in which c_i depends only on the outputs of f. The first pass keeps the outputs
-but no graph; the backward pass recomputes the graph of one chunk at a time and pulls its c_i back
-(Gao et al., Scaling deep contrastive learning batch size under memory limited setup, 2021, for
-contrastive losses). If a forward pass costs F and a backward pass 2F, the gradient costs 4F.
+The gradient is a sum over chunks, and c_i depends only on the outputs of f. The first pass keeps
+the outputs but no graph; the backward pass recomputes the graph of one chunk at a time and pulls
+its c_i back (Gao et al., Scaling deep contrastive learning batch size under memory limited setup,
+2021, for contrastive losses). If a forward pass costs F and a backward pass 2F, the gradient costs
+4F.
 
 This module reads the arguments, and `arguments/chunks.py` cuts them into chunks. The backends'
 `chunking.py` run and recompute the chunks; PyTorch's uses `recomputation.py`.
@@ -98,18 +99,19 @@ class Chunking(Operators):
             carry_argnums: The positions of state that is passed from chunk to chunk; f then returns
                 `(out, new_carry)`, and so does the chunked function; several carries form a tuple.
                 Carries are not differentiated.
-            interleaved: Whether chunk i of n holds the rows i::n instead of a block of rows; the
-                order of outputs is restored. Use it for a batch that is sharded over devices.
+            interleaved: Whether chunk i of n consists of the rows i::n instead of a block of rows;
+                the order of outputs is restored. Use it for a batch that is sharded over devices.
             verify: PyTorch: whether to compare the outputs of a recomputed chunk with the outputs
                 of the first pass; a difference raises an error. "first": in the function's first
                 backward pass; True: in every backward pass; False: never.
             progress: Whether to show a progress bar (of the package tqdm) over the chunks. A JAX
-                program that is lowered for another platform shows none.
+                program that is lowered for another platform shows no bar.
 
         Returns:
-            A function of f's arguments. A module gives a module: in PyTorch, a `torch.nn.Module`
-            that shares f's parameters, buffers, state_dict and attributes under the same names; for
-            an `equinox` or `flax.nnx` module, a module with f as its attribute `module`.
+            A function of f's arguments. If f is a module, the result is too: in PyTorch, a
+            `torch.nn.Module` that shares f's parameters, buffers, state_dict and attributes under
+            the same names; for an `equinox` or `flax.nnx` module, a module with f as its attribute
+            `module`.
 
         Raises:
             GradtoolsError: chunk_size is below 1. When called: a list is empty, axes differ in
@@ -194,7 +196,8 @@ class Chunking(Operators):
 
             value = sum_c W_c f_c / sum_c W_c        grads = sum_c W_c df_c / sum_c W_c
 
-        which is that of the full batch, even if the last chunk is smaller or token counts differ.
+        which equal the results on the full batch, even if the last chunk is smaller or token counts
+        differ.
         Unlike in `chunked`, each chunk's backward pass runs immediately: nothing is recomputed.
 
         Args:
@@ -223,7 +226,7 @@ class Chunking(Operators):
 
         Raises:
             GradtoolsError: As for `chunked` and `value_and_grad`; also if weights are given for a
-                sum, have another length than the batch, or sum to 0 (under jit the result is NaN
+                sum, differ in length from the batch, or sum to 0 (under jit the result is NaN
                 instead), or if a differentiated argument is split.
 
         Example:
@@ -256,7 +259,7 @@ class Chunking(Operators):
         It is always False in JAX, which has no hooks.
 
         Returns:
-            It is True inside f and the hooks of its modules while `chunked`, `checkpoint` or
+            True inside f and the hooks of its modules while `chunked`, `checkpoint` or
             `frozen` recomputes f.
 
         Example:
@@ -427,8 +430,8 @@ class _Microbatches:
         number = self.backend.as_number(total)
         if isinstance(number, (int, float)) and number == 0:
             raise GradtoolsError(
-                f"{_MICROBATCHED}: the weights sum to 0, so there is no mean. Give "
-                "weights with a sum other than 0, or use reduction='sum'."
+                f"{_MICROBATCHED}: the weights sum to 0, so there is no mean. Pass "
+                "weights that do not sum to 0, or use reduction='sum'."
             )
 
 
@@ -438,7 +441,7 @@ def _with_carry(f: Callable[..., Any], has_aux: bool, *args: Any, **kwargs: Any)
     out = result[0] if isinstance(result, tuple) and len(result) == 2 else None
     if out is None or (has_aux and not (isinstance(out, tuple) and len(out) == 2)):
         expected = "((loss, aux), new_carry)" if has_aux else "(loss, new_carry)"
-        raise GradtoolsError(f"{_MICROBATCHED}: with carry_argnums f returns {expected}.")
+        raise GradtoolsError(f"{_MICROBATCHED}: with carry_argnums f must return {expected}.")
     loss, aux = out if has_aux else (out, None)
     return loss, (aux, result[1])
 

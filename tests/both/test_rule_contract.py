@@ -63,7 +63,7 @@ def test_a_static_array_is_refused_with_the_mend(gt, x):
         f(x, X)
     own = gt.asarray(X)  # one of PyTorch's has a hash, that of its place in memory
     for held in (own, (own,), [X]):
-        with pytest.raises(GradtoolsError, match=r"'n' is .* hold no array"):
+        with pytest.raises(GradtoolsError, match=r"'n' is .* contain no array"):
             f(x, held)
 
 

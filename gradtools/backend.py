@@ -224,11 +224,11 @@ class Differentiation(Arrays):
         kwargs: dict[str, Any],
         argnums: Sequence[int],
     ) -> Any:
-        """Rewrites the call of f as a function of pytrees of arrays, if an argument has a module.
+        """Converts a call whose arguments contain modules to a function of pytrees of arrays.
 
-        Returns None otherwise. The returned object replaces f, and its `args` replace the
-        arguments. `effects()` returns the arrays that a call changes in the modules, and
-        `settle(extras)` writes these arrays to the user's modules.
+        Returns None if no argument contains a module. The returned object replaces f, and its
+        `args` replace the arguments. `effects()` returns the arrays that a call changes in the
+        modules, and `settle(extras)` writes these arrays to the user's modules.
         """
         return None
 

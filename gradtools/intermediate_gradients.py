@@ -40,8 +40,8 @@ class RetainedGradients(Operators):
     def retain_gradient(self, x: T, name: str) -> T:
         """Marks x, so that `retained_gradients` returns the gradient with respect to it.
 
-        Outside of `retained_gradients` it has no cost: PyTorch returns x itself, and a compiled JAX
-        program has no operation for it. Use the result in place of x: only values computed from the
+        Outside of `retained_gradients` a mark has no cost: PyTorch returns x itself, and a compiled
+        JAX program has no operation for it. Use the result in place of x: only values computed from the
         result contribute to the retained gradient.
 
         Args:
@@ -125,8 +125,8 @@ class RetainedGradients(Operators):
         places = [i for i, v in enumerate(leaves) if backend.is_array(v) and backend.is_inexact(v)]
         if not places:
             raise GradtoolsError(
-                f"retain_gradient: x is {describe(backend, x)}, and holds no floating or complex "
-                "array."
+                f"retain_gradient: x is {describe(backend, x)}, which contains no floating or "
+                "complex array."
             )
         mark = Mark(name, treedef, tuple(places), len(leaves))
         for i, y in zip(places, backend.marked([leaves[i] for i in places], mark), strict=True):
@@ -156,7 +156,7 @@ class RetainedGradients(Operators):
 
 
 def _by_name(backend: Any, entries: list[tuple[Mark, list[Array]]]) -> dict[str, Any]:
-    """Returns the pytree of each name; stacks several occurrences, or lists different shapes."""
+    """Returns the pytree of each name; stacks the values of a name, or lists differing shapes."""
     retained = {}
     for name in dict.fromkeys(mark.name for mark, _ in entries):
         own = [

@@ -2,7 +2,7 @@
 
 A model becomes ``apply(params, state, *args, key=key) -> (out, new_state)``, the same in every
 framework, so that derivatives are taken with respect to an ordinary argument. The backends'
-``modules.py`` implement it.
+``modules.py`` implement the conversion.
 """
 
 from __future__ import annotations

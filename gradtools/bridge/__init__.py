@@ -2,8 +2,9 @@
 
     y = to_jax(f)(x)      dy = jvp_f(x, dx)      x' = vjp_f(x, y')
 
-A bridged function is differentiated by its own framework, with `gradtools.vjp` and `jvp`. Both are
-bridged too, so modes mix at any order. Only this package imports both frameworks.
+A bridged function is differentiated by its own framework, with `gradtools.vjp` and `jvp`. These
+derivatives are bridged, too, so both modes can be mixed at any order. Only this package imports
+both frameworks.
 """
 
 from __future__ import annotations
@@ -59,8 +60,9 @@ def to_jax(f: Callable[..., Any], *, out: Any = None, train: bool | None = None)
 
     Raises:
         GradtoolsError: f is not a function. (When called) f draws from PyTorch's global generator;
-            it returns 64 bits and x64 is off; in a traced program, its shapes cannot be inferred
-            and `out` is None, or differ from `out`. Under jit JAX's error contains the text.
+            a result has a 64-bit dtype and x64 is off; in a traced program, its shapes cannot be
+            inferred and `out` is None, or differ from `out`. Under jit JAX's error contains the
+            text.
 
     Example:
         >>> import jax, jax.numpy as jnp, torch
@@ -110,8 +112,8 @@ def to_torch(
         the state, and a missing key is drawn from PyTorch's global generator.
 
     Raises:
-        GradtoolsError: f is not a function. (When called) a tensor has 64 bits and x64 is off; f
-            closes over a tracer of JAX; a tensor is sparse.
+        GradtoolsError: f is not a function. (When called) a tensor has a 64-bit dtype and x64 is
+            off; f closes over a tracer of JAX; a tensor is sparse.
 
     Example:
         >>> import jax.numpy as jnp, torch

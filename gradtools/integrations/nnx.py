@@ -73,10 +73,10 @@ class Transformed(nnx.Module):
 def make_functional(
     module: nnx.Module, variables: Any, train: bool | None, rng_names: tuple[str, ...]
 ) -> tuple:
-    """Returns ``(apply, params, state)``; `rng_names` is ignored: modules name streams."""
+    """Returns ``(apply, params, state)``; `rng_names` is ignored: the module names its streams."""
     if variables is not None:
         raise GradtoolsError(
-            "make_functional: a flax.nnx module holds its own arrays; leave variables=None."
+            "make_functional: a flax.nnx module contains its arrays; leave variables=None."
         )
     graph, params, *others = nnx.split(module, nnx.Param, nnx.RngState, ...)
     streams, rest = others

@@ -180,7 +180,7 @@ class _Solution:
         x = self._unless(
             backend.stop_gradient(far), x,
             "F is not near zero at the z that solve returned: moving z by 1 % changes F by less "
-            "than its value. Let solve converge further, or check that solve solves F.",
+            "than its value. Let solve converge further, or check that solve computes a zero of F.",
         )  # fmt: skip
         return form, x, captured, aux
 

@@ -112,7 +112,8 @@ class Outputs:
             path = self.backend.leaf_paths(out)[0]
             raise GradtoolsError(
                 f"chunked: f's output{path} is {describe(self.backend, leaves[0])}; expected an "
-                "array with an entry for each example. Return the arrays of the object."
+                "array with an entry for each example. If the object contains an array, return "
+                "the array."
             )
         axes = [self._out_axes] * len(leaves)
         if type(self._out_axes) is not int:

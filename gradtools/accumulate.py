@@ -206,7 +206,8 @@ class GradientAccumulator:
 
         Raises:
             GradtoolsError: grads differs from earlier additions in structure, contains a
-            non-gradient, or belongs to another transformation; weight is not a real scalar.
+            leaf that is not a gradient, or belongs to another transformation; weight is not a real
+            scalar.
         """
         self._check_trace("add")
         w = self._weight(weight)
@@ -326,7 +327,7 @@ class GradientAccumulator:
                 if self._name(x) != name:
                     raise GradtoolsError(
                         f"GradientAccumulator.add: grads{path} must be added in {name}, but the "
-                        f"backend gives {self._name(x)}. Allow 64-bit numbers first (in JAX: "
+                        f"backend gives {self._name(x)}. Enable 64-bit numbers first (in JAX: "
                         "jax_enable_x64), or pass a smaller dtype."
                     )
             cast.append(x)

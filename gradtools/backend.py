@@ -179,7 +179,7 @@ class Differentiation(Arrays):
     ) -> tuple[Callable[..., Any], list[Array]]:
         """Returns `converted(captured, *args, **kwargs)` and the arrays that f captures.
 
-        A derivative may be taken with respect to these arrays. By default there are none.
+        A derivative may be taken with respect to these arrays. By default, f captures no arrays.
         """
         return lambda captured, *args, **kwargs: f(*args, **kwargs), []
 

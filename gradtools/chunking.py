@@ -64,7 +64,7 @@ class Chunking(Operators):
     ) -> F:
         """Applies f to a batch in chunks, and keeps the graph of one chunk in memory.
 
-        The values and all derivatives equal those of the loop `concat(f(chunk) for chunk in
+        The values and all derivatives equal the results of the loop `concat(f(chunk) for chunk in
         batch)`, for any loss. Each chunk is recomputed in the backward pass. The result equals
         `f(batch)` if f treats examples independently and deterministically. Batch normalization in
         training mode does not: it normalizes each chunk by the chunk's own statistics, and a
@@ -73,7 +73,7 @@ class Chunking(Operators):
         PyTorch: f is a module, or a function that uses modules; parameters need not be passed.
         Before a chunk is recomputed, random generators and the buffers of the modules that f is or
         closes over are reset to their state in the first pass; afterwards their state is restored.
-        Grad mode and autocast are those of the first pass. Other effects of f happen twice, as in
+        Grad mode and autocast are set as in the first pass. Other effects of f happen twice, as in
         `torch.utils.checkpoint`; hooks and counters can call `is_recomputing`. Threads must not
         draw from the global generators, or update the buffers of one module, at the same time.
 
@@ -221,8 +221,8 @@ class Chunking(Operators):
 
         Returns:
             A function of f's arguments that returns `(value, grads)` or `((value, aux), grads)`
-            like `value_and_grad`; with carries, a pair of this and the new carry. Gradients of less
-            than 32 bits are summed in float32 and rounded once.
+            like `value_and_grad`; with carries, a pair of this result and the new carry. Gradients
+            of less than 32 bits are summed in float32 and rounded once.
 
         Raises:
             GradtoolsError: As for `chunked` and `value_and_grad`; also if weights are given for a
@@ -401,8 +401,8 @@ class _Microbatches:
             if shapes and shapes[k] != tuple(x.shape):
                 raise GradtoolsError(
                     f"{_MICROBATCHED}: aux{path} has shape {shapes[k]} in one chunk and "
-                    f"{tuple(x.shape)} in another. aux is reduced over chunks like the loss; "
-                    "outputs of each example are joined by chunked."
+                    f"{tuple(x.shape)} in another. aux is reduced over chunks like the loss. "
+                    "To join outputs of each example, use chunked."
                 )
             arrays.append(x)
         known[:] = treedef, [tuple(x.shape) for x in arrays]

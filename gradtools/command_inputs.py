@@ -80,7 +80,7 @@ def arrays_given(
         file: A .npz file, whose arrays are used in order, or a .npy file.
         shapes: For example ``"3x4,5:float32,()"``. Floats are normal draws, integers are 0, 1 or 2.
         seed: The seed of the draws.
-        dtype: The dtype of arrays for which `shapes` specifies none.
+        dtype: The dtype of arrays for which `shapes` specifies no dtype.
     """
     if file:
         result = np.load(file)

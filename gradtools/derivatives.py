@@ -4,8 +4,8 @@ With J the Jacobian of f at x and Re<u, v> the inner product,
 
     pushforward  t -> J t          pullback  c -> J^H c          Re<c, J t> = Re<J^H c, t>
 
-and every operator in this module computes one of the two. The gradient of a real f is J^H 1, which
-for complex x is df/dRe + i df/dIm: the step `x - lr * grad` decreases f.
+and every operator in this module computes one of these maps. The gradient of a real f is J^H 1,
+which for complex x is df/dRe + i df/dIm: the step `x - lr * grad` decreases f.
 """
 
 from __future__ import annotations

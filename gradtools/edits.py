@@ -3,7 +3,7 @@
 Each edit is a rule whose primal is the identity, y = x. They differ in the cotangent map:
 
     reverse, scale    x' = s y'          linear: both modes, every order
-    straight_through  x' = J_g^H y'      of a surrogate g: linear too
+    straight_through  x' = J_g^H y'      linear, with a surrogate g
     clip              x' = c(y')         not linear: reverse mode only
     transform         x' = fn(y')        the same
     replace           x' = dx            the same
@@ -377,7 +377,7 @@ class Edits(Operators):
         Args:
             f: Any function; a boolean or integer result is cast to the surrogate's dtype.
             surrogate: A differentiable function whose results have f's shapes. If None, the
-                identity.
+                surrogate is the identity.
 
         Returns:
             A function with f's arguments.

@@ -8,7 +8,7 @@ derivative along z is the tangent of the pullback along u,
 
 since both are the same second derivative of <v, G(z)>: forward over reverse, with the memory of one
 graph of G. Double backward would keep a graph of G and a graph of its pullback for each use until
-the end.
+the second derivative is computed.
 
 The backends' `freezing.py` keep the first graph of a use until its pullback has run, and replace
 kernels without forward mode.

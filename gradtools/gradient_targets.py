@@ -61,8 +61,8 @@ def paired(trees: Any, caller: str, target: Any, grads: Any) -> list[TargetLeaf]
                 if key not in numbered:
                     raise GradtoolsError(
                         f"{caller}: grads{path}[{key!r}] is not in the target, whose keys "
-                        f"there are {_listed(numbered)}. Give gradients under the target's names; "
-                        "some of them may be left out."
+                        f"at this path are {_listed(numbered)}. Pass gradients under the target's "
+                        "names; any of them may be left out."
                     )
                 yield from pairs(numbered[key], grads[key], f"{path}[{key!r}]")
         elif isinstance(numbered, (list, tuple)):

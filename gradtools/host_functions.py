@@ -79,10 +79,10 @@ class HostFunctions(Operators):
             A function of arrays. Without a rule, differentiating it raises an error.
 
         Raises:
-            GradtoolsError: (When called) the kernel returns another number, shape or dtype than
-                `out`, or a framework's array; it calls JAX in a JAX program, which would deadlock;
-                an argument of a kernel with an adjoint is not a floating or complex array. The
-                kernel's own exceptions propagate with their message.
+            GradtoolsError: (When called) the kernel's results differ from `out` in number, shape
+                or dtype, or are a framework's arrays; the kernel calls JAX in a JAX program, which
+                would deadlock; an argument of a kernel with an adjoint is not a floating or complex
+                array. The kernel's own exceptions propagate with their message.
 
         Example:
             >>> cube = gt.host_function(lambda x: x ** 3)
@@ -404,7 +404,7 @@ class _KernelMaps:
         pull = lambda at, *cts: self.backend.apply_rule(self.pull, *at, *cts)
         try:
             return self.transposed(pull, [*xs, *saved], dxs)
-        except MissingRuleError:  # raised by a kernel that may read only residuals
+        except MissingRuleError:  # a kernel without a rule may read only residuals
             plain = lambda at, *cts: self.pulled(*at, *cts)
             return self.transposed(plain, [*xs, *saved], dxs)
 

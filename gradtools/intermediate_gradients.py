@@ -1,7 +1,7 @@
 """Gradients at intermediate values: `retain_gradient` and `retained_gradients`.
 
 For f(x) = g(h(x)) with a mark at y = h(x), the retained gradient is dg/dy. It is the gradient of
-g(h(x) + d) with respect to d at d = 0, so it takes no second pass and is itself differentiable.
+g(h(x) + d) with respect to d at d = 0, so it needs no second pass and is differentiable.
 `arguments/marks.py` explains the marks; `torch/marks.py` and `jax/marks.py` evaluate f with them.
 """
 
@@ -86,7 +86,7 @@ class RetainedGradients(Operators):
         raise an error.
 
         Args:
-            f: As in `grad`; it calls `retain_gradient`, or a function that does.
+            f: As in `grad`; f, or a function that f calls, calls `retain_gradient`.
             argnums: As in `grad`; with `()` only retained gradients are computed, and grads is
                 `()`.
             has_aux: Whether f returns `(output, aux)`.

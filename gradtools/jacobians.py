@@ -358,8 +358,8 @@ def _columns(
 def _unit_vectors(backend: Backend, xs: list[Array]) -> tuple[list[Array], list[slice]]:
     """Returns a batch of all unit vectors of the concatenated xs, and each array's slice of it.
 
-    If the xs have no entries, the batch has one row, which belongs to none of the arrays: it
-    determines the shapes of the results.
+    If the xs have no entries, the batch has one row, which no array's slice includes; the
+    row only determines the shapes of the results.
     """
     ends = [*accumulate([math.prod(x.shape) for x in xs], initial=0)]
     count, parts = ends[-1], [*starmap(slice, pairwise(ends))]

@@ -101,8 +101,8 @@ class Models(Operators):
         Raises:
             GradtoolsError: The module's class is not supported, or its parameters cannot be passed
                 in (scripted, sharded, lazy and not yet called); ``train`` cannot be passed on. From
-                apply: params or state has a missing or unexpected name, or params has another
-                shape; in JAX, randomness without a key.
+                apply: params or state has a missing or unexpected name, or an array in
+                params has a wrong shape; in JAX, randomness without a key.
 
         Example:
             >>> gt.make_functional(3)  # doctest: +ELLIPSIS

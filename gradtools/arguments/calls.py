@@ -235,7 +235,7 @@ class Call:
             if x is not None and getattr(x, "dtype", x) != getattr(none, "dtype", None):
                 name = self._all_paths()[k].replace("argument", what, 1)
                 raise GradtoolsError(
-                    f"{self.caller}: {name} is {describe(self.backend, x)}, but it belongs to an "
+                    f"{self.caller}: {name} is {describe(self.backend, x)}, but its primal is an "
                     "integer, which has no tangent. Pass None."
                 )
 

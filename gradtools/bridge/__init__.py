@@ -36,7 +36,7 @@ _TORCH = TorchGuest()
 def to_jax(f: Callable[..., Any], *, out: Any = None, train: bool | None = None) -> Any:
     """Converts a PyTorch function or module to a differentiable JAX function.
 
-    The result supports both modes of differentiation in any mix, jit, vmap, scan and checkpoint.
+    The result supports both modes of differentiation in any order, jit, vmap, scan and checkpoint.
     Outside of jit, f is called directly on the memory of its arguments; in a traced program it is a
     host callback, and arrays are copied through the host's memory. f must be a pure function of its
     arguments, because each derivative calls it again; the arrays that it captures are constants.
@@ -91,7 +91,7 @@ def to_torch(
 ) -> Any:
     """Converts a JAX function or model to a differentiable PyTorch function or module.
 
-    The result supports reverse and forward mode in any mix, `torch.func`, `torch.compile` and
+    The result supports reverse and forward mode in any order, `torch.func`, `torch.compile` and
     checkpoint. Outside of transforms f is called on the memory of its arguments, and a call waits
     for its results. f and each of its derivatives are compiled once per shape and dtype.
 

@@ -60,7 +60,7 @@ class Foreign:
         self._mapped: dict[Any, Run] = {}
 
     def signature(self, xs: Sequence[Array]) -> ForeignSignature:
-        """Returns the memoized specialization to the given host arrays' shapes and dtypes."""
+        """Returns the memoized specialization for the given host arrays' shapes and dtypes."""
         key = tuple([(x.shape, x.dtype) for x in xs])
         if key not in self._signatures:
             made = ForeignSignature(self, self.guest.specs_of(self.name, xs))

@@ -6,8 +6,8 @@ such as the body of a scan. The body therefore works on a copy of the module: it
 constants of the body, and its other state is a carry of the loop, which is not differentiated. The
 final state is written to the original module.
 
-Modules are found in f (itself, the owner of a method, `partial`, closures, the globals that it
-names, containers of these) and in its arguments.
+Modules are searched for in f (f itself, the owner of a method, a `partial`, closures, the globals
+that f names, containers of these objects) and in its arguments.
 """
 
 from __future__ import annotations

@@ -136,7 +136,7 @@ class Jacobians(Operators):
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Computes the gradient of a real scalar f and a Hessian-vector product in one evaluation.
 
-        Products with several vectors at one point share an evaluation by `linearize(grad(f), x)`.
+        For products with several vectors at one point, call `linearize(grad(f), x)` once.
 
         For complex arguments the Hessian is with respect to real and imaginary parts: the product
         is real-linear in the tangent, and the Hessian is symmetric under Re<u, v>.

@@ -1,4 +1,4 @@
-"""Runs the command `gradtools` as `python -m gradtools`, in case it is not on the path."""
+"""Implements `python -m gradtools`, which runs the command `gradtools`."""
 
 from __future__ import annotations
 

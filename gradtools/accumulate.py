@@ -1,6 +1,7 @@
 """Accumulates gradients in the parameters' buffers or in a `GradientAccumulator`.
 
-`grad` writes nothing, so many threads may use it on shared parameters. These functions do:
+`grad` changes no state, so many threads may call it on shared parameters. The functions of this
+module write to a buffer:
 
     accumulate_gradients   buffer += g                    assign_gradients   buffer = g
     GradientAccumulator    sum_i w_i g_i    and    (sum_i w_i g_i) / (sum_i w_i)
@@ -170,8 +171,9 @@ class GradientAccumulator:
     All methods may be called from many threads: a lock serializes them. The accumulator stores
     detached numbers in its own memory and returns copies. It is an ordinary Python object with
     state. In JAX, create it, add to it and read it either outside of every transformation or inside
-    one traced function; in PyTorch, the same applies to `torch.func` transforms. Otherwise it would
-    leak a tracer, or add once in a compiled function that runs many times, so an error is raised.
+    one traced function; in PyTorch, the same applies to `torch.func` transforms. Otherwise an error
+    is raised: the accumulator would leak a tracer, or add gradients only while a function is
+    traced.
     """
 
     def __init__(self, backend: Any, dtype: Any = None, compensated: bool = False) -> None:
@@ -204,7 +206,8 @@ class GradientAccumulator:
 
         Raises:
             GradtoolsError: grads differs from earlier additions in structure, contains a
-            non-gradient, or belongs to another transformation; weight is not a real scalar.
+            leaf that is not a gradient, or belongs to another transformation; weight is not a real
+            scalar.
         """
         self._check_trace("add")
         w = self._weight(weight)
@@ -230,8 +233,8 @@ class GradientAccumulator:
     def mean(self, group: Any = None, axis_name: Any = None) -> Any:
         """Returns the sum divided by the sum of the weights, of this rank or of all ranks.
 
-        With a group or an axis it is sum_r sum_i w_ri g_ri / sum_r sum_i w_ri, the same on all
-        ranks r. A rank without examples adds zeros with weight 0.
+        With a group or an axis, the mean is sum_r sum_i w_ri g_ri / sum_r sum_i w_ri, and is equal
+        on all ranks r. A rank without examples adds zeros with weight 0.
 
         Args:
             group: PyTorch: a process group (`torch.distributed.group.WORLD` for all processes) or
@@ -246,8 +249,8 @@ class GradientAccumulator:
         Raises:
             GradtoolsError: Nothing has been added, or the weights sum to zero. (A traced total
                 weight of zero gives NaN or infinity instead.) The ranks added gradients of
-                different structures, shapes or dtypes; there is no such group or axis; a gradient
-                has already been summed over the ranks.
+                different structures, shapes or dtypes; the group or axis does not exist; a
+                gradient has already been summed over the ranks.
         """
         if group is not None or axis_name is not None:
             uncompiled = self._backend.compiler.uncompiled
@@ -324,7 +327,7 @@ class GradientAccumulator:
                 if self._name(x) != name:
                     raise GradtoolsError(
                         f"GradientAccumulator.add: grads{path} must be added in {name}, but the "
-                        f"backend gives {self._name(x)}. Allow 64-bit numbers first (in JAX: "
+                        f"backend gives {self._name(x)}. Enable 64-bit numbers first (in JAX: "
                         "jax_enable_x64), or pass a smaller dtype."
                     )
             cast.append(x)
@@ -391,8 +394,8 @@ class GradientAccumulator:
     def _check_total(self, weight: Any) -> None:
         if isinstance(weight, (int, float)) and weight == 0:
             raise GradtoolsError(
-                "GradientAccumulator.mean: the weights sum to 0, so there is no mean. Give "
-                "weights with a sum other than 0, or use sum()."
+                "GradientAccumulator.mean: the weights sum to 0, so there is no mean. Pass "
+                "weights that do not sum to 0, or use sum()."
             )
 
     def _weight(self, weight: Any) -> Any:
@@ -417,8 +420,8 @@ class GradientAccumulator:
         raise GradtoolsError(
             f"GradientAccumulator.{caller}: the accumulator was made outside of the transformation "
             "(jit, vmap, grad, scan, ...) in which it is used, or inside of a transformation that "
-            "has ended. It is a stateful object, which a traced function cannot carry. Make, "
-            "fill and read it in one place, or carry a buffer through the function with "
+            "has ended. A traced function cannot contain its state. Create, fill and read the "
+            "accumulator in one place, or pass a buffer through the function with "
             "buffer = accumulate_gradients(buffer, grads)."
         )
 

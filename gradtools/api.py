@@ -57,7 +57,7 @@ def no_attribute(module: str, name: str) -> AttributeError:
     """Returns the error for an unknown public name, with its replacement if there is one."""
     more = f". Write {_INSTEAD[name]}." if name in _INSTEAD else ""
     text = f"module {module!r} has no attribute {name!r}{more}"
-    # given name and obj, Python adds "Did you mean" if a similar name exists
+    # with `name` and `obj`, Python adds "Did you mean" if a similar name exists
     return AttributeError(text, name=name, obj=sys.modules.get(module))
 
 

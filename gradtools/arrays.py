@@ -1,7 +1,7 @@
 """Arrays and random keys: `asarray`, `to_numpy`, `xp`, `random_key`, `split_key`.
 
-Conversions keep the dtype of an array; randomness is passed as a key. The backends' ``arrays.py``
-implement them with the conversions below.
+Conversions preserve the dtype of an array; randomness is passed as a key. The backends'
+``arrays.py`` implement the operators with the conversions below.
 """
 
 from __future__ import annotations

@@ -84,9 +84,9 @@ class Staged:
 class LazyMember:
     """A descriptor for a backend's member in a submodule, which is imported on first use.
 
-    This keeps the import of gradtools fast. On a backend without submodules it raises an error that
-    names the operator: `operator`, by default the member's own name. If `name` is empty, the member
-    is the submodule itself.
+    This keeps the import of gradtools fast. On a backend without submodules, access raises an error
+    that names the operator: `operator`, by default the member's own name. If `name` is empty, the
+    member is the submodule itself.
     """
 
     def __init__(
@@ -146,7 +146,7 @@ class Differentiation(Arrays):
     def linearize(
         self, fun: Fun, leaves: list[Array]
     ) -> tuple[list[Array], list[Array], Callable[[list[Array]], list[Array]]]:
-        """Returns `(outs, extras, pushforward)`; by default it transposes the pullback."""
+        """Returns `(outs, extras, pushforward)`; the default transposes the pullback of fun."""
         caller = getattr(fun, "caller", "jvp")
         token = _PUSHING.set(caller)
         try:
@@ -179,7 +179,7 @@ class Differentiation(Arrays):
     ) -> tuple[Callable[..., Any], list[Array]]:
         """Returns `converted(captured, *args, **kwargs)` and the arrays that f captures.
 
-        A derivative may be taken with respect to these arrays. By default there are none.
+        A derivative may be taken with respect to these arrays. By default, f captures no arrays.
         """
         return lambda captured, *args, **kwargs: f(*args, **kwargs), []
 
@@ -193,7 +193,7 @@ class Differentiation(Arrays):
         return self.jvp(lambda *a: (list(fun(*a)), []), list(xs), list(dxs))[2]
 
     def attempt(self, fun: Callable[..., list[Array]], *xs: Array) -> list[Array]:
-        """Calls `fun(*xs)`; if it has no derivative, raises now, not when the result is used."""
+        """Calls `fun(*xs)`; raises now, not when the result is used, if fun has no derivative."""
         return fun(*xs)
 
     def stage(self, fun: Fun, leaves: list[Array]) -> Staged:
@@ -213,7 +213,7 @@ class Differentiation(Arrays):
         return call, outs
 
     def linear_map(self, run: Callable[..., Any], native: Any) -> Callable[..., Any]:
-        """Returns `run(native, *args)` as a function of args, which is a pytree in JAX."""
+        """Returns a function of args that calls `run(native, *args)`; in JAX it is a pytree."""
         return Linear(run, native)
 
     def opened(
@@ -224,11 +224,11 @@ class Differentiation(Arrays):
         kwargs: dict[str, Any],
         argnums: Sequence[int],
     ) -> Any:
-        """Rewrites the call of f as a function of pytrees of arrays, if an argument holds a module.
+        """Converts a call whose arguments contain modules to a function of pytrees of arrays.
 
-        Returns None otherwise. The returned object replaces f, and its `args` replace the
-        arguments. `effects()` returns the arrays that a call changes in the modules, and
-        `settle(extras)` writes these arrays to the user's modules.
+        Returns None if no argument contains a module. The returned object replaces f, and its
+        `args` replace the arguments. `effects()` returns the arrays that a call changes in the
+        modules, and `settle(extras)` writes these arrays to the user's modules.
         """
         return None
 
@@ -250,7 +250,8 @@ class Differentiation(Arrays):
     def retaining(self, call: MarkedCall) -> tuple[Evaluation, list[Mark], list[Array]]:
         """Evaluates the call at its leaves and at one array for each marked leaf.
 
-        Also returns the marks and arrays for them. By default an evaluation determines the shapes.
+        Also returns the marks and these arrays. By default, one more evaluation of the call
+        determines the shapes of the arrays.
         """
         if not hasattr(call, "tape"):
             call.tape = MarkedValues()
@@ -328,7 +329,7 @@ class Rules(Differentiation):
     def edited(
         self, rule: Rule, x: Any, cotangent: Map | None = None, value: Array | None = None
     ) -> Array | None:
-        """Applies an edit to one array, if the backend has a faster way than `apply_rule`.
+        """Applies an edit to one array, if the backend can do so faster than `apply_rule`.
 
         It is not called in compiled code.
 
@@ -395,7 +396,7 @@ class Programs(Rules):
         return None
 
     def abstract_eval(self, fun: Callable[..., list[Array]], *xs: Array) -> None:
-        """Traces fun at the shapes and dtypes of xs; does nothing if that is unsafe."""
+        """Traces fun at the shapes and dtypes of xs; does nothing if tracing is unsafe."""
 
     compile, vmap = LazyMember("", operator="compile"), LazyMember("", operator="vmap")
 
@@ -421,7 +422,7 @@ class Recomputation(Programs):
     """Chunks and frozen functions."""
 
     checkpoint = LazyMember("recomputing", operator="checkpoint")
-    """Returns f recomputed when it is differentiated: `checkpoint(f, options)`."""
+    """`checkpoint(f, options)` returns a function that recomputes f when it is differentiated."""
 
     run_chunks = LazyMember("chunking", operator="chunked")
     """Returns the joined, differentiable output leaves of `Chunks`, and the last carry."""
@@ -458,7 +459,7 @@ class Recomputation(Programs):
         return None
 
     run_frozen = LazyMember("freezing", operator="frozen")
-    """Returns the output leaves of one use, which is `Chunks` with a single chunk."""
+    """Returns the output leaves of a call of a frozen function, given as `Chunks` of one chunk."""
 
     def is_recomputing(self) -> bool:
         return False

@@ -26,7 +26,9 @@ class Arrays(ABC):
     def submodule(self, name: str, caller: str) -> Any:
         """Imports a submodule of the backend, on behalf of the operator `caller`."""
         if self.package is None:
-            raise GradtoolsError(f"{caller}: the backend {self.name!r} does not provide it.")
+            raise GradtoolsError(
+                f"{caller}: the backend {self.name!r} does not provide this operator."
+            )
         return import_module(f"{self.package}.{name}")
 
     @property

@@ -25,7 +25,7 @@ FULL = "GRADTOOLS_FULL_TRACEBACK"
 
 
 def user_facing(fun: F) -> F:
-    """Wraps a function so that its errors show none of gradtools' frames."""
+    """Wraps a function so that its errors do not show gradtools' frames."""
 
     @wraps(fun)
     def call(*args: Any, **kwargs: Any) -> Any:

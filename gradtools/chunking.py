@@ -4,10 +4,11 @@ For L = g(f(x_1), ..., f(x_n)), the gradient with respect to f's parameters w is
 
     dL/dw = sum_i J_i^H c_i        with J_i the Jacobian of f at chunk i, c_i = dL/df(x_i)
 
-a sum over chunks, in which c_i depends only on the outputs of f. The first pass keeps the outputs
-but no graph; the backward pass recomputes the graph of one chunk at a time and pulls its c_i back
-(Gao et al., Scaling deep contrastive learning batch size under memory limited setup, 2021, for
-contrastive losses). If a forward pass costs F and a backward pass 2F, the gradient costs 4F.
+The gradient is a sum over chunks, and c_i depends only on the outputs of f. The first pass keeps
+the outputs but no graph; the backward pass recomputes the graph of one chunk at a time and pulls
+its c_i back (Gao et al., Scaling deep contrastive learning batch size under memory limited setup,
+2021, for contrastive losses). If a forward pass costs F and a backward pass 2F, the gradient costs
+4F.
 
 This module reads the arguments, and `arguments/chunks.py` cuts them into chunks. The backends'
 `chunking.py` run and recompute the chunks; PyTorch's uses `recomputation.py`.
@@ -63,7 +64,7 @@ class Chunking(Operators):
     ) -> F:
         """Applies f to a batch in chunks, and keeps the graph of one chunk in memory.
 
-        The values and all derivatives equal those of the loop `concat(f(chunk) for chunk in
+        The values and all derivatives equal the results of the loop `concat(f(chunk) for chunk in
         batch)`, for any loss. Each chunk is recomputed in the backward pass. The result equals
         `f(batch)` if f treats examples independently and deterministically. Batch normalization in
         training mode does not: it normalizes each chunk by the chunk's own statistics, and a
@@ -72,7 +73,7 @@ class Chunking(Operators):
         PyTorch: f is a module, or a function that uses modules; parameters need not be passed.
         Before a chunk is recomputed, random generators and the buffers of the modules that f is or
         closes over are reset to their state in the first pass; afterwards their state is restored.
-        Grad mode and autocast are those of the first pass. Other effects of f happen twice, as in
+        Grad mode and autocast are set as in the first pass. Other effects of f happen twice, as in
         `torch.utils.checkpoint`; hooks and counters can call `is_recomputing`. Threads must not
         draw from the global generators, or update the buffers of one module, at the same time.
 
@@ -98,18 +99,19 @@ class Chunking(Operators):
             carry_argnums: The positions of state that is passed from chunk to chunk; f then returns
                 `(out, new_carry)`, and so does the chunked function; several carries form a tuple.
                 Carries are not differentiated.
-            interleaved: Whether chunk i of n holds the rows i::n instead of a block of rows; the
-                order of outputs is restored. Use it for a batch that is sharded over devices.
+            interleaved: Whether chunk i of n consists of the rows i::n instead of a block of rows;
+                the order of outputs is restored. Use it for a batch that is sharded over devices.
             verify: PyTorch: whether to compare the outputs of a recomputed chunk with the outputs
                 of the first pass; a difference raises an error. "first": in the function's first
                 backward pass; True: in every backward pass; False: never.
             progress: Whether to show a progress bar (of the package tqdm) over the chunks. A JAX
-                program that is lowered for another platform shows none.
+                program that is lowered for another platform shows no bar.
 
         Returns:
-            A function of f's arguments. A module gives a module: in PyTorch, a `torch.nn.Module`
-            that shares f's parameters, buffers, state_dict and attributes under the same names; for
-            an `equinox` or `flax.nnx` module, a module with f as its attribute `module`.
+            A function of f's arguments. If f is a module, the result is too: in PyTorch, a
+            `torch.nn.Module` that shares f's parameters, buffers, state_dict and attributes under
+            the same names; for an `equinox` or `flax.nnx` module, a module with f as its attribute
+            `module`.
 
         Raises:
             GradtoolsError: chunk_size is below 1. When called: a list is empty, axes differ in
@@ -194,7 +196,8 @@ class Chunking(Operators):
 
             value = sum_c W_c f_c / sum_c W_c        grads = sum_c W_c df_c / sum_c W_c
 
-        which is that of the full batch, even if the last chunk is smaller or token counts differ.
+        which equal the results on the full batch, even if the last chunk is smaller or token counts
+        differ.
         Unlike in `chunked`, each chunk's backward pass runs immediately: nothing is recomputed.
 
         Args:
@@ -218,12 +221,12 @@ class Chunking(Operators):
 
         Returns:
             A function of f's arguments that returns `(value, grads)` or `((value, aux), grads)`
-            like `value_and_grad`; with carries, a pair of this and the new carry. Gradients of less
-            than 32 bits are summed in float32 and rounded once.
+            like `value_and_grad`; with carries, a pair of this result and the new carry. Gradients
+            of less than 32 bits are summed in float32 and rounded once.
 
         Raises:
             GradtoolsError: As for `chunked` and `value_and_grad`; also if weights are given for a
-                sum, have another length than the batch, or sum to 0 (under jit the result is NaN
+                sum, differ in length from the batch, or sum to 0 (under jit the result is NaN
                 instead), or if a differentiated argument is split.
 
         Example:
@@ -256,7 +259,7 @@ class Chunking(Operators):
         It is always False in JAX, which has no hooks.
 
         Returns:
-            It is True inside f and the hooks of its modules while `chunked`, `checkpoint` or
+            True inside f and the hooks of its modules while `chunked`, `checkpoint` or
             `frozen` recomputes f.
 
         Example:
@@ -398,8 +401,8 @@ class _Microbatches:
             if shapes and shapes[k] != tuple(x.shape):
                 raise GradtoolsError(
                     f"{_MICROBATCHED}: aux{path} has shape {shapes[k]} in one chunk and "
-                    f"{tuple(x.shape)} in another. aux is reduced over chunks like the loss; "
-                    "outputs of each example are joined by chunked."
+                    f"{tuple(x.shape)} in another. aux is reduced over chunks like the loss. "
+                    "To join outputs of each example, use chunked."
                 )
             arrays.append(x)
         known[:] = treedef, [tuple(x.shape) for x in arrays]
@@ -427,8 +430,8 @@ class _Microbatches:
         number = self.backend.as_number(total)
         if isinstance(number, (int, float)) and number == 0:
             raise GradtoolsError(
-                f"{_MICROBATCHED}: the weights sum to 0, so there is no mean. Give "
-                "weights with a sum other than 0, or use reduction='sum'."
+                f"{_MICROBATCHED}: the weights sum to 0, so there is no mean. Pass "
+                "weights that do not sum to 0, or use reduction='sum'."
             )
 
 
@@ -438,7 +441,7 @@ def _with_carry(f: Callable[..., Any], has_aux: bool, *args: Any, **kwargs: Any)
     out = result[0] if isinstance(result, tuple) and len(result) == 2 else None
     if out is None or (has_aux and not (isinstance(out, tuple) and len(out) == 2)):
         expected = "((loss, aux), new_carry)" if has_aux else "(loss, new_carry)"
-        raise GradtoolsError(f"{_MICROBATCHED}: with carry_argnums f returns {expected}.")
+        raise GradtoolsError(f"{_MICROBATCHED}: with carry_argnums f must return {expected}.")
     loss, aux = out if has_aux else (out, None)
     return loss, (aux, result[1])
 

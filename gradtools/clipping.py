@@ -20,7 +20,7 @@ ARRAY = "array"  # the value of a bound that is an array
 def clip_rule(backend: Backend, count: int, max_norm: Any, max_value: Any) -> Rule:
     """Makes the rule of `clip_gradient` for `count` leaves.
 
-    A bound is a number, None, or `ARRAY`, which makes it a further input of the rule.
+    A bound is a number, None, or `ARRAY`, which makes the bound a further input of the rule.
     """
     inputs = tuple(range(count, count + [max_norm, max_value].count(ARRAY)))
 

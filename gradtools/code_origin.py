@@ -79,7 +79,7 @@ def whose(x: CodeType | ModuleType | type) -> int:
 
 
 def is_ours(file: str, folder: str = "") -> bool:
-    """Returns whether a file belongs to gradtools, or to a given folder of it."""
+    """Returns whether a file belongs to gradtools, or to the given folder of gradtools."""
     return file.startswith(os.path.join(_HERE, folder))
 
 

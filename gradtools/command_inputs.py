@@ -34,7 +34,7 @@ def named(path: str) -> Any:
     """Imports the object that ``package.module:name`` names."""
     module, _, name = path.partition(":")
     if not module or not name:
-        raise GradtoolsError(f"{path!r} names no program; write package.module:name.")
+        raise GradtoolsError(f"{path!r} is not the path of a program; write package.module:name.")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
@@ -63,7 +63,7 @@ def _framework_of(f: Any, path: str) -> str:
     came = "both PyTorch and JAX" if backends else "neither PyTorch nor JAX"
     raise GradtoolsError(
         f"{path}: its module imports {came}, so the framework is not clear; "
-        "say --backend torch or --backend jax."
+        "pass --backend torch or --backend jax."
     )
 
 
@@ -80,7 +80,7 @@ def arrays_given(
         file: A .npz file, whose arrays are used in order, or a .npy file.
         shapes: For example ``"3x4,5:float32,()"``. Floats are normal draws, integers are 0, 1 or 2.
         seed: The seed of the draws.
-        dtype: The dtype of arrays for which `shapes` specifies none.
+        dtype: The dtype of arrays for which `shapes` specifies no dtype.
     """
     if file:
         result = np.load(file)
@@ -95,7 +95,7 @@ def _drawn(rng: np.random.Generator, text: str, default: str) -> np.ndarray:
     if not re.fullmatch(r"\(\)|\d+(x\d+)*", shape_text) or (dtype and dtype not in np.sctypeDict):
         raise GradtoolsError(
             f"--shapes: {text!r} is not a shape; write 3x4 for a matrix, 5 for a vector, () "
-            f"for a number, with :int32 after it for another dtype than {default}."
+            f"for a number, and append :int32 for a dtype other than {default}."
         )
     shape = () if shape_text == "()" else tuple(map(int, shape_text.split("x")))
     kind = np.dtype(dtype or default)

@@ -163,7 +163,7 @@ class CustomRule:
     def _init_caches(self) -> None:
         self._specializations: OrderedDict[Any, Specialization] = OrderedDict()
         self._by_key: dict[str, Specialization] = {}
-        self._transient: dict[str, Any] = {}  # the keys of specializations that serve only one call
+        self._transient: dict[str, Any] = {}  # the keys of specializations for a single call
         self._clear_caches()
         self._key_of = self._backend.compiler.constant_result(self._key)
         self._out_of = self._backend.compiler.constant_result(self._out)
@@ -176,7 +176,7 @@ class CustomRule:
     def _clear_caches(self) -> None:
         self._binding = binding = self._make_binding()
         self._needs_binding = any((*binding.static, *binding.keyword_only, binding.star))
-        self._version_key = next(KEYS)  # dynamo guards on it
+        self._version_key = next(KEYS)  # dynamo guards on this key
         self._specializations.clear()
         self._by_key.clear()
         self._direct = self._backend.direct_calls(self)
@@ -273,7 +273,7 @@ class CustomRule:
                 result = self._direct(rest, statics)
                 if result is not NotImplemented:
                     return result
-            if not kwargs and not self._needs_binding:  # defaults
+            if not kwargs and not self._needs_binding:  # adds default values
                 statics, rest = self._bound(args, kwargs)
             return self._applied(statics, rest)
         except Exception as error:
@@ -344,7 +344,7 @@ class CustomRule:
         return result
 
     def _is_transient(self, statics: tuple[Any, ...]) -> bool:
-        """Returns whether a specialization serves one call: a cached tracer would leak."""
+        """Returns whether a static argument captures a tracer, which a cache would leak."""
         kind, functions = self._backend.array_type or str, _functions_in(statics)
         return next(captured_objects(functions, self._backend.is_traced, kind), None) is not None
 
@@ -363,12 +363,12 @@ class CustomRule:
         came = describe(self._backend, x)
         if name is None:
             return GradtoolsError(
-                f"{self.__name__}: an argument holds {came}, which is neither an array nor "
-                "hashable. Pass arrays, or make it hashable."
+                f"{self.__name__}: an argument contains {came}, which is neither an array "
+                "nor hashable. Pass an array, or a hashable object."
             )
         return GradtoolsError(
             f"{self.__name__}: the static argument {name!r} is {came}; it must be hashable and "
-            "hold no array. Take an array out of static_argnames; bwd may return None for it."
+            "contain no array. Leave arrays out of static_argnames; bwd may return None for them."
         )
 
     def _rule(self, specialized: Specialization) -> Rule:

@@ -232,7 +232,7 @@ class Specialization:
         return result
 
     def _like(self, tree: Any, treedef: Any, who: str) -> list[Any]:
-        """Returns the leaves of tree at treedef's leaves; None means zeros of a leaf or subtree."""
+        """Flattens tree up to the leaves of treedef; None means zeros for a leaf or a subtree."""
         backend = self.backend
         if tree is None:
             return [None] * treedef.num_leaves
@@ -305,7 +305,7 @@ class Residuals:
 
     @classmethod
     def of(cls, backend: Backend, res: Any, xs: Sequence[Array], ys: Sequence[Array]) -> Any:
-        """Records a pytree `res`; also returns its arrays that are neither inputs nor outputs."""
+        """Returns the `Residuals` of a pytree, and its arrays that are not inputs or outputs."""
         leaves, treedef = backend.flatten(res)
         known = {id(x): i for i, x in reversed(list(enumerate([*xs, *ys])))}
         start = len(xs) + len(ys)

@@ -4,8 +4,8 @@ With J the Jacobian of f at x and Re<u, v> the inner product,
 
     pushforward  t -> J t          pullback  c -> J^H c          Re<c, J t> = Re<J^H c, t>
 
-and every operator here computes one of the two. The gradient of a real f is J^H 1, which for
-complex x is df/dRe + i df/dIm: `x - lr * grad` descends.
+and every operator in this module computes one of these maps. The gradient of a real f is J^H 1,
+which for complex x is df/dRe + i df/dIm: the step `x - lr * grad` decreases f.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class GradientSpec:
     has_aux: bool | None = None  # None if the operator has no such argument
     disconnected_inputs: str = "raise"
     minimizing: int | None = None  # the number of minimizing argnums; the others maximize
-    opened: Any = None  # the call with the modules to which f belongs
+    opened: Any = None  # the call as rewritten by `Backend.opened`
     frozen: Any = None  # f wrapped in `frozen`
 
 
@@ -120,7 +120,7 @@ class Derivatives(Operators):
                 library's grad.
             has_aux: Whether f returns `(output, aux)`; aux may be any object.
             disconnected_inputs: The action if an argument does not reach the output: "raise",
-                "warn", "zeros", or "strict", which raises for any single leaf.
+                "warn", "zeros", or "strict", which raises if any leaf does not reach it.
             mode: How the gradient is differentiated. "auto": by the framework's double
                 backward, which keeps the graphs of f and of its gradient. "forward_over_reverse":
                 by a jvp of the gradient, which is recomputed from the arguments, so that an
@@ -245,8 +245,8 @@ class Derivatives(Operators):
             >>> [float(g) for g in grads]
             [4.0, 4.0]
 
-        Source: the two objectives of Goodfellow et al., Generative adversarial nets, 2014; the one
-        pass of Ganin and Lempitsky, Unsupervised domain adaptation by backpropagation, 2015.
+        Source: Goodfellow et al., Generative adversarial nets, 2014, for the objectives; Ganin and
+        Lempitsky, Unsupervised domain adaptation by backpropagation, 2015, for the single pass.
         """
         down, up = (tuple(a) if isinstance(a, tuple | list) else (a,) for a in (minimize, maximize))
         spec = GradientSpec(
@@ -305,7 +305,7 @@ class Derivatives(Operators):
             if len(cotangents) != 1:
                 raise GradtoolsError(
                     f"vjp: the pullback takes one cotangent, in the structure of f's output; got "
-                    f"{len(cotangents)}. Pass several as a tuple if f returns a tuple."
+                    f"{len(cotangents)}. Pass a tuple of cotangents if f returns a tuple."
                 )
             (cotangent,) = cotangents
             pulled = pull(bare.cotangents(cotangent, likes))
@@ -389,7 +389,7 @@ class Derivatives(Operators):
 
         Returns:
             `(out, pushforward)`. The pushforward takes one tangent per primal and may be called
-            many times. It stores as much as `vjp`; for a single direction, `jvp` stores nothing.
+            many times. It uses as much memory as `vjp`; `jvp` uses less, for a single direction.
 
         Raises:
             GradtoolsError: A leaf is not differentiable, or a tangent does not fit.
@@ -488,7 +488,7 @@ class Derivatives(Operators):
                 return self._scalar_gradient(of_example, *one)[2]
             except (TypeError, ValueError, IndexError) as error:
                 error.add_note(
-                    f"{name}: f sees one example, without the batch axis; x[None] adds it."
+                    f"{name}: f gets one example, without the batch axis; x[None] adds it."
                 )
                 raise
 
@@ -546,7 +546,7 @@ class Derivatives(Operators):
         name, fixed = "argnums", NOT_NAMED
         if operator == "minimax_value_and_grad":
             name = _PLAYERS
-            fixed = "keep it in an argument that neither minimize nor maximize names"
+            fixed = "pass it in an argument that is in neither minimize nor maximize"
         positions = normalized_argnums(operator, argnums, len(args), name)
         several = type(argnums) is not int and isinstance(argnums, tuple | list)
         call = Call(self._backend, operator, spec.f, args, kwargs, positions, spec.has_aux, fixed)

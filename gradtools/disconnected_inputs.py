@@ -2,7 +2,7 @@
 
 An argument reaches the output if data flows from it through f without a cut: a stop or detach, a
 cast to integer or boolean, a comparison, or an operation outside of the framework. The backends
-determine this; this module reports it.
+find such paths; this module raises the errors and issues the warnings.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def check_connected(
     if evaluation.nested:
         warn(
             f"{caller}: {names} {verb} not reach the output of f, and the gradient is zero. f "
-            "takes a derivative itself, which may be constant, or it was detached, stopped or "
-            "taken without a graph (see why_zero).",
+            "itself takes a derivative, which may be constant, detached, stopped or taken without "
+            "a graph (see why_zero).",
             DisconnectedInputWarning,
         )
         return

@@ -3,7 +3,7 @@
 Each edit is a rule whose primal is the identity, y = x. They differ in the cotangent map:
 
     reverse, scale    x' = s y'          linear: both modes, every order
-    straight_through  x' = J_g^H y'      of a surrogate g: linear too
+    straight_through  x' = J_g^H y'      linear, with a surrogate g
     clip              x' = c(y')         not linear: reverse mode only
     transform         x' = fn(y')        the same
     replace           x' = dx            the same
@@ -102,8 +102,8 @@ class Edits(Operators):
     def reverse_gradient(self, x: T, scale: Any = 1.0) -> T:
         """Reverses the gradient that flows through x: y = x, dy = -scale dx.
 
-        Linear, so it works in forward and reverse mode, at every order and in every mix. At
-        second order the factor appears again: the Hessian of f(reverse_gradient(x)) is
+        The edit is linear, so it works in forward and reverse mode, at every order and in every
+        combination. At second order the factor is squared: the Hessian of f(reverse_gradient(x)) is
         scale^2 f''.
 
         Args:
@@ -227,7 +227,7 @@ class Edits(Operators):
 
         Raises:
             GradtoolsError: Neither bound is given, or a bound is negative or not a real scalar; or
-                the edit is used under `gt.jvp`.
+                the edit is used in `gt.jvp`.
 
         Example:
             >>> x = gt.asarray(np.float32([3.0, 4.0]))
@@ -272,7 +272,7 @@ class Edits(Operators):
             x, unchanged.
 
         Raises:
-            GradtoolsError: fn returns another structure or shape; the edit is under `gt.jvp`.
+            GradtoolsError: fn returns another structure or shape; the edit is used in `gt.jvp`.
 
         Example:
             >>> x = gt.asarray(np.float32(3.0))
@@ -305,7 +305,7 @@ class Edits(Operators):
         places = [i for i, leaf in enumerate(leaves) if _edited(backend, leaf)]
         count, alone = len(leaves), len(leaves) == 1 and leaves[0] is x
 
-        def cotangent(xs: Any, cts: Any) -> list[Any]:  # may outlive x, which may be traced
+        def cotangent(xs: Any, cts: Any) -> list[Any]:  # may outlive x, so it does not refer to x
             full = replaced_at([None] * count, places, cts)
             transformed = fn(backend.unflatten(treedef, full))
             return _checked_cotangents(backend, transformed, backend.unflatten(treedef, full), cts)
@@ -337,7 +337,8 @@ class Edits(Operators):
             x, unchanged.
 
         Raises:
-            GradtoolsError: dx has another structure, shape or dtype; the edit is under `gt.jvp`.
+            GradtoolsError: dx differs from x in structure, shape or dtype; the edit is used in
+                `gt.jvp`.
 
         Example:
             >>> x = gt.asarray(np.float32(3.0))
@@ -353,7 +354,7 @@ class Edits(Operators):
         if not is_same(treedef, given_def):
             raise GradtoolsError(
                 f"replace_gradient: dx has the structure {in_words(given_def)}; expected the "
-                f"structure of x, {in_words(treedef)}. Give one array for each array of x."
+                f"structure of x, {in_words(treedef)}. Pass one array for each array of x."
             )
         if not any(_edited(backend, leaf) for leaf in leaves):
             _check_editable(backend, "replace_gradient", x, leaves)
@@ -376,7 +377,7 @@ class Edits(Operators):
         Args:
             f: Any function; a boolean or integer result is cast to the surrogate's dtype.
             surrogate: A differentiable function whose results have f's shapes. If None, the
-                identity.
+                surrogate is the identity.
 
         Returns:
             A function with f's arguments.
@@ -404,7 +405,7 @@ class Edits(Operators):
 
 @lru_cache(maxsize=128)
 def _scaling(factor: str) -> Rule:
-    """Returns the rule of a constant factor; the key is hexadecimal, since 0.0 == -0.0."""
+    """Returns the rule of a constant factor, in hexadecimal: a cache equates 0.0 and -0.0."""
     number = float.fromhex(factor)
     is_negation = number == -1.0
 
@@ -432,7 +433,7 @@ def _check_editable(backend: Backend, name: str, x: Any, leaves: list[Any]) -> N
         return
     if not isinstance(x, str | int | float | complex):
         raise GradtoolsError(
-            f"{name}: x is {describe(backend, x)}, in which no array is found; expected an array "
+            f"{name}: x is {describe(backend, x)}, which contains no array; expected an array "
             f"or a pytree of arrays. For a function or a module apply {name} to its arguments or "
             "outputs, for another object to its arrays."
         )

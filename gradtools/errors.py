@@ -28,7 +28,7 @@ class DerivativeError(GradtoolsError, AssertionError):
 
 
 class Refusal(GradtoolsError):
-    """A `GradtoolsError` that also has a built-in type; tracebacks show GradtoolsError."""
+    """A `GradtoolsError` that also is a built-in exception; tracebacks print `GradtoolsError`."""
 
     def __init_subclass__(cls) -> None:
         cls.__qualname__ = "GradtoolsError"

@@ -1,7 +1,8 @@
 """Rejects arrays of the other framework, which a framework would treat as constants.
 
-A reversal of such an array would silently do nothing. Operators detect it when they flatten an
-argument (`integrations/containers.py`). The other framework is looked up, and never imported.
+For example, `reverse_gradient` of such an array would silently have no effect. Operators detect the
+arrays when they flatten an argument (`integrations/containers.py`). The other framework is looked
+up in `sys.modules`, and never imported.
 """
 
 from __future__ import annotations

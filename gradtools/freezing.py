@@ -8,7 +8,7 @@ derivative along z is the tangent of the pullback along u,
 
 since both are the same second derivative of <v, G(z)>: forward over reverse, with the memory of one
 graph of G. Double backward would keep a graph of G and a graph of its pullback for each use until
-the end.
+the second derivative is computed.
 
 The backends' `freezing.py` keep the first graph of a use until its pullback has run, and replace
 kernels without forward mode.
@@ -30,21 +30,21 @@ _ONE = Partition(1, 1)  # a use is run as one chunk
 
 
 def name_of_function(caller: str) -> str:
-    """Returns the function's name for errors of this operator."""
+    """Returns the name of the frozen function in the errors of the operator `caller`."""
     return "G" if caller == "frozen" else "f"
 
 
 def edit_in_frozen(caller: str, edit: str) -> GradtoolsError:
     """Returns the error for a second derivative of a G that contains an edit.
 
-    The derivatives along the arguments and by G's value are computed separately, so a nonlinear
-    edit would be applied to each derivative instead of their sum.
+    The derivatives with respect to the arguments and to G's output are computed separately, so a
+    nonlinear edit would be applied to each derivative instead of their sum.
     """
     fun = name_of_function(caller)
     return GradtoolsError(
         f"{caller}: {fun} contains {edit}, which has a reverse rule only, and a second derivative "
         f"along the arguments of {fun} is needed, which is computed separately from the derivative "
-        f"by its value. Edit gradients outside of {fun}, or "
+        f"with respect to its output. Edit gradients outside of {fun}, or "
         f"{'use G itself' if fun == 'G' else 'leave out the mode'}."
     )
 
@@ -84,8 +84,8 @@ class Freezing(Operators):
                 `chunked`, up to the rounding of other kernels.
 
         Returns:
-            A function of G's arguments. For a module it is a module, as in `chunked`, with G's
-            tensors in its state_dict; its call treats them as constants.
+            A function of G's arguments. If G is a module, the result is a module, as in `chunked`,
+            with G's tensors in its state_dict; its call treats them as constants.
 
         Raises:
             GradtoolsError: (When differentiated) PyTorch: a derivative with respect to a parameter
@@ -107,7 +107,7 @@ class Freezing(Operators):
         return self.frozen_for("frozen", G, checked_verify("frozen", verify))
 
     def frozen_for(self, caller: str, G: F, verify: bool | None = None) -> F:
-        """Applies `frozen(G)` for another operator; errors mention its name and f."""
+        """Returns `frozen(G)` for the operator `caller`, which the errors name; they call G "f"."""
         options, uses = ChunkOptions(verify), self._backend.frozen_uses()
         return self._backend.like_module(G, partial(self._frozen_of, caller, options, uses))
 

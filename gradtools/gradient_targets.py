@@ -1,7 +1,7 @@
 """Pairs gradients with buffers by walking a target and its gradients in parallel.
 
-The target is a pytree of parameters (PyTorch) or of a buffer's arrays (JAX). The gradients may name
-a part of it: a dict may have fewer keys, and None leaves everything below it unchanged.
+The target is a pytree of parameters (PyTorch) or of a buffer's arrays (JAX). The gradients may
+cover a part of the target: a dict may have fewer keys, and None leaves a subtree unchanged.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ def paired(trees: Any, caller: str, target: Any, grads: Any) -> list[TargetLeaf]
     leaves, treedef = trees.flatten(target)
 
     def pairs(numbered: Any, grads: Any, path: str) -> Iterator[tuple[int, Any]]:
-        """Yields `(index, gradient)` for each leaf that grads names.
+        """Yields `(index, gradient)` for each leaf that has a gradient in grads.
 
         numbered: A part of the target, with leaves replaced by their indices.
         """
@@ -61,13 +61,13 @@ def paired(trees: Any, caller: str, target: Any, grads: Any) -> list[TargetLeaf]
                 if key not in numbered:
                     raise GradtoolsError(
                         f"{caller}: grads{path}[{key!r}] is not in the target, whose keys "
-                        f"there are {_listed(numbered)}. Give gradients under the target's names; "
-                        "some of them may be left out."
+                        f"at this path are {_listed(numbered)}. Pass gradients under the target's "
+                        "names; any of them may be left out."
                     )
                 yield from pairs(numbered[key], grads[key], f"{path}[{key!r}]")
         elif isinstance(numbered, (list, tuple)):
             if not isinstance(grads, (list, tuple)) or len(grads) != len(numbered):
-                refuse(f"a sequence of {len(numbered)} (None leaves an entry alone)")
+                refuse(f"a sequence of {len(numbered)} (None leaves an entry unchanged)")
             fields = getattr(numbered, "_fields", None)
             for i, (below, grad) in enumerate(zip(numbered, grads, strict=True)):
                 yield from pairs(below, grad, path + (f".{fields[i]}" if fields else f"[{i}]"))

@@ -56,7 +56,7 @@ class HostFunctions(Operators):
     ) -> Any:
         """Embeds a kernel on NumPy arrays (NumPy, SciPy, ctypes, C++) in the framework's program.
 
-        It runs in eager and compiled code, under vmap and in loops. Rules are set as for a
+        The kernel runs in eager and compiled code, under vmap and in loops. Rules are set as for a
         `custom_rule`; they may call the function itself and other host functions with rules. If bwd
         is a host function with a bwd, double backward works, and also forward mode and forward over
         reverse, because a Hessian is symmetric.
@@ -79,10 +79,10 @@ class HostFunctions(Operators):
             A function of arrays. Without a rule, differentiating it raises an error.
 
         Raises:
-            GradtoolsError: (When called) the kernel returns another number, shape or dtype than
-                `out`, or a framework's array; it calls JAX in a JAX program, which would deadlock;
-                a kernel with an adjoint gets anything but floating or complex arrays. The kernel's
-                own exceptions propagate with their message.
+            GradtoolsError: (When called) the kernel's results differ from `out` in number, shape
+                or dtype, or are a framework's arrays; the kernel calls JAX in a JAX program, which
+                would deadlock; an argument of a kernel with an adjoint is not a floating or complex
+                array. The kernel's own exceptions propagate with their message.
 
         Example:
             >>> cube = gt.host_function(lambda x: x ** 3)
@@ -161,12 +161,12 @@ class HostFunction(CustomRule):
         if self.bwd is None:
             return rule
         specialized.refined = partial(_maps_as_rules, self, specialized, {})
-        # Its maps are rules of all cotangents, so fwd must treat every input as perturbed.
+        # The maps are rules of all cotangents, so fwd must treat every input as perturbed.
         return replace(rule, symbolic_zeros=self.symbolic_zeros - {"cotangent"})
 
 
 def _linear_rule(host: HostFunction, specialized: Specialization) -> Rule:
-    """Returns the rule of a linear kernel A: dy = A dx, x' = A^H y', a rule with adjoint A."""
+    """Returns the rule of a linear kernel A: dy = A dx, x' = A^H y'; the adjoint of A^H is A."""
     backend, adjoints = host._backend, dict[Any, HostFunction]()
     args = specialized.arguments([ARRAY] * specialized.others.count(ARRAY))
     signature = host._binding.signature
@@ -200,7 +200,7 @@ def _linear_rule(host: HostFunction, specialized: Specialization) -> Rule:
         adjoint = adjoints.get(key := (specs, out_def))
         if adjoint is None:
             out = specs if len(specs) > 1 else specs[0]
-            # Both take flat arrays, and return one array or a tuple.
+            # `there` and `back` take flat arrays, and return one array or a tuple.
             there = lambda *cts: host.adjoint(backend.unflatten(out_def, cts))
             back = lambda x: _alone(
                 backend.flatten(host.kernel.fun(*(x if len(specs) > 1 else [x])))[0]
@@ -404,7 +404,7 @@ class _KernelMaps:
         pull = lambda at, *cts: self.backend.apply_rule(self.pull, *at, *cts)
         try:
             return self.transposed(pull, [*xs, *saved], dxs)
-        except MissingRuleError:  # of a kernel that may read residuals only
+        except MissingRuleError:  # a kernel without a rule may read only residuals
             plain = lambda at, *cts: self.pulled(*at, *cts)
             return self.transposed(plain, [*xs, *saved], dxs)
 

@@ -1,10 +1,10 @@
 """Host kernels call NumPy, SciPy or ctypes functions inside a framework's program.
 
 A framework that traces a program must know the shape and dtype of a kernel's result before it runs
-the kernel. An `ArraySpec` declares them, and each result is checked against it here, before a
-framework could cast or misread it. Under vmap a kernel is called once per example, or once with the
-batch axis in front of every argument. A kernel has no derivative. `torch/host.py` and `jax/host.py`
-contain the calls in the frameworks' programs.
+the kernel. An `ArraySpec` declares both, and `KernelCall` checks each result against its spec
+before a framework could cast or misread the result. Under vmap a kernel is called once per example,
+or once with the batch axis in front of every argument. A kernel has no derivative. `torch/host.py`
+and `jax/host.py` contain the calls in the frameworks' programs.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ class ArraySpec:
 
 def _dim(d: Any) -> Any:
     if type(d).__module__.partition(".")[0] in _FRAMEWORKS:
-        return d  # symbolic: reading it would specialize the trace
+        return d  # a symbolic size, which an int would specialize
     if isinstance(d, bool) or operator.index(d) < 0:
         raise ValueError(d)
     return operator.index(d)
@@ -104,10 +104,10 @@ class Kernel:
         out: None (one array like the first array argument), a pytree of ArraySpecs, or a function
             that returns such a pytree for the arguments, with each array replaced by its ArraySpec
             of one example.
-        vectorized: Whether vmap calls it once, with the batch axes in front of every array, instead
-            of once per example.
+        vectorized: Whether vmap calls fun once, with leading batch axes on every array, instead of
+            once per example.
         name: The name for messages.
-        raw: Whether it takes arrays of any strides (0 for a broadcast axis), and returns a list of
+        raw: Whether fun takes arrays of any strides (0 for a broadcast axis), and returns a list of
             arrays that are never written to and therefore are not copied.
         inside: The function of another framework that this kernel wraps, if any, with its `name`
             and `fun`.
@@ -149,7 +149,7 @@ class Kernel:
         others = tuple([ARRAY if a else x for x, a in zip(leaves, arrays, strict=True)])
         key = (backend, treedef, others, *type_key(others))
         try:
-            call = self.calls.get(key)  # compiled programs find it by its key
+            call = self.calls.get(key)  # compiled programs refer to the call by its key
         except TypeError:  # an argument that is not hashable
             return KernelCall(self, backend, treedef, others), xs
         if call is None:
@@ -193,7 +193,7 @@ def call_by_key(key: str) -> KernelCall:
     if call is None:
         raise GradtoolsError(
             "host_function: a compiled program calls a host function that was deleted. Keep "
-            "the host function as long as the program."
+            "a reference to the host function as long as the program is used."
         )
     return call
 
@@ -348,7 +348,7 @@ class KernelCall:
             ys = tree
             if len(ys) != len(expected.specs):
                 count = len(expected.specs)
-                raise self.error(f"it returned {len(ys)} arrays; out names {count}.")
+                raise self.error(f"it returned {len(ys)} arrays; out specifies {count}.")
         elif not (expected.alone and type(tree) is np.ndarray):
             wanted = expected.treedef
             try:
@@ -395,14 +395,14 @@ class KernelCall:
 def _wrong(y: Any, spec: ArraySpec, batch: Shape) -> str:
     """Describes why y does not fit and how to fix it; empty if y fits."""
     shape = (*batch, *spec.shape)
-    behind = f", the batch {batch} in front (vectorized=True)" if batch else ""
+    behind = f", with the leading batch axes {batch} (vectorized=True)" if batch else ""
     expected = f"expected shape {shape} and dtype {spec.dtype}{behind}"
     if isinstance(y, np.ndarray | np.generic):
         if y.shape == shape and y.dtype.name in (spec.dtype, carrier(spec.dtype)):
             return ""
         own, fix = f"out=ArraySpec({y.shape}, {y.dtype.name!r})", ""
         if not batch and y.shape == shape:
-            fix = f" Nothing is cast: return y.astype({carrier(spec.dtype)!r}), or say {own}."
+            fix = f" Nothing is cast: return y.astype({carrier(spec.dtype)!r}), or declare {own}."
         elif not batch:
             fix = f" Declare the result: {own}, or a function of the arguments' ArraySpecs."
         return f"has shape {y.shape} and dtype {y.dtype}; {expected}.{fix}"
@@ -417,7 +417,7 @@ def carrier(dtype: str) -> str:
 
 
 def read_only(x: np.ndarray) -> np.ndarray:
-    """Returns x in C order, without a way to make it writable again."""
+    """Returns x in C order, as an array that cannot be made writable."""
     if x.dtype.kind not in _PLAIN_KINDS:  # a dtype of ml_dtypes, which NumPy reads as raw bytes
         x = x.astype(carrier(x.dtype.name))
     return np.asarray(np.asarray(x, order="C").data.toreadonly())

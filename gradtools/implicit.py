@@ -5,7 +5,7 @@ z solves F(z, p) = 0. With A = dF/dz and B = dF/dp at the solution,
     dz = -A^-1 B dp        p' = -B^H A^-H z'
 
 so each mode takes one linear solve with products of A or A^H, however z was computed. The linear
-solve x = A^-1 b is itself differentiated by such a rule, dx = A^-1 (db - dA x), at any order.
+solve x = A^-1 b is differentiated by the rule dx = A^-1 (db - dA x), at any order.
 """
 
 from __future__ import annotations
@@ -42,7 +42,8 @@ class Implicit(Operators):
         """Returns z with F(z, theta, *args) = 0 as a differentiable function of theta and args.
 
         The implicit function theorem gives the derivatives: each pullback or tangent takes one
-        linear solve, in both modes and at every order. How `solve` finds z does not matter.
+        linear solve, in both modes and at every order. They do not depend on the
+        method by which `solve` computes z.
 
         Args:
             F: The equation: takes z, theta and args, and returns a pytree like z. A fixed point of
@@ -61,10 +62,11 @@ class Implicit(Operators):
             A function of theta, args and keyword arguments that returns z, or `(z, aux)`.
 
         Raises:
-            GradtoolsError: (on call) F returns another structure or shapes than z; F is not near
-                zero at z: moving z by 1 % changes F by less than its value. (On differentiating)
-                the relative residual of the solve is above 1e-6 (1e-3 below float64), as for a
-                singular A. Under jit and vmap the result is NaN instead of these two errors.
+            GradtoolsError: (on call) F's result differs from z in structure or shapes; F is not
+                near zero at z: moving z by 1 % changes F by less than its value. (On
+                differentiating) the relative residual of the solve is above 1e-6 (1e-3 below
+                float64), as for a singular A. Under jit and vmap the result is NaN instead of these
+                two errors.
 
         Example:
             >>> root = gt.implicit_solution(lambda z, a: z * z - a, lambda a: a ** 0.5)
@@ -179,7 +181,7 @@ class _Solution:
         x = self._unless(
             backend.stop_gradient(far), x,
             "F is not near zero at the z that solve returned: moving z by 1 % changes F by less "
-            "than its value. Let solve converge further, or check that F is its equation.",
+            "than its value. Let solve converge further, or check that solve computes a zero of F.",
         )  # fmt: skip
         return form, x, captured, aux
 

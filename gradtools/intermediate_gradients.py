@@ -1,7 +1,7 @@
 """Gradients at intermediate values: `retain_gradient` and `retained_gradients`.
 
 For f(x) = g(h(x)) with a mark at y = h(x), the retained gradient is dg/dy. It is the gradient of
-g(h(x) + d) with respect to d at d = 0, so it takes no second pass and is itself differentiable.
+g(h(x) + d) with respect to d at d = 0, so it needs no second pass and is differentiable.
 `arguments/marks.py` explains the marks; `torch/marks.py` and `jax/marks.py` evaluate f with them.
 """
 
@@ -40,9 +40,9 @@ class RetainedGradients(Operators):
     def retain_gradient(self, x: T, name: str) -> T:
         """Marks x, so that `retained_gradients` returns the gradient with respect to it.
 
-        Outside of `retained_gradients` it has no cost: PyTorch returns x itself, and a compiled JAX
-        program has no operation for it. Use the result in place of x: only values computed from the
-        result contribute to the retained gradient.
+        Outside of `retained_gradients` a mark has no cost: PyTorch returns x itself, and a compiled
+        JAX program has no operation for it. Use the result in place of x: only values computed from
+        the result contribute to the retained gradient.
 
         Args:
             x: A pytree of arrays. Leaves that are not floating or complex pass through.
@@ -86,7 +86,7 @@ class RetainedGradients(Operators):
         raise an error.
 
         Args:
-            f: As in `grad`; it calls `retain_gradient`, or a function that does.
+            f: As in `grad`; f, or a function that f calls, calls `retain_gradient`.
             argnums: As in `grad`; with `()` only retained gradients are computed, and grads is
                 `()`.
             has_aux: Whether f returns `(output, aux)`.
@@ -125,8 +125,8 @@ class RetainedGradients(Operators):
         places = [i for i, v in enumerate(leaves) if backend.is_array(v) and backend.is_inexact(v)]
         if not places:
             raise GradtoolsError(
-                f"retain_gradient: x is {describe(backend, x)}, and holds no floating or complex "
-                "array."
+                f"retain_gradient: x is {describe(backend, x)}, which contains no floating or "
+                "complex array."
             )
         mark = Mark(name, treedef, tuple(places), len(leaves))
         for i, y in zip(places, backend.marked([leaves[i] for i in places], mark), strict=True):
@@ -156,7 +156,7 @@ class RetainedGradients(Operators):
 
 
 def _by_name(backend: Any, entries: list[tuple[Mark, list[Array]]]) -> dict[str, Any]:
-    """Returns the pytree of each name; stacks several occurrences, or lists different shapes."""
+    """Returns the pytree of each name; stacks the values of a name, or lists differing shapes."""
     retained = {}
     for name in dict.fromkeys(mark.name for mark, _ in entries):
         own = [

@@ -45,23 +45,23 @@ class Jacobians(Operators):
         chunk_size: int | None = None,
         sparsity: Any = None,
     ) -> Callable[P, Any]:
-        """Computes the Jacobian of f, the derivative of every output entry by every input entry.
+        """Computes the Jacobian of f: the derivatives of all outputs with respect to all inputs.
 
         Args:
-            f: Takes and returns pytrees of arrays; real inputs.
+            f: Takes pytrees of real arrays, and returns a pytree of arrays.
             argnums: The positional arguments to differentiate with respect to.
             mode: "reverse" pulls back one unit cotangent per output entry, "forward" pushes one
                 unit tangent per input entry. "auto" is "reverse" in PyTorch, and the mode with
-                fewer passes in JAX, where the size of the output is known beforehand. If f's output
-                has another precision than its input, "forward" gives the output's precision and the
-                other modes give the input's precision.
+                fewer passes in JAX, where the size of the output is known beforehand. If the
+                precisions of f's output and input differ, "forward" returns the output's precision
+                and the other modes return the input's precision.
             chunk_size: The number of unit vectors per chunk; all by default. 1 runs a loop without
                 vmap: a Python loop in PyTorch, which supports any eager code, `lax.map` in JAX.
             sparsity: For an f from one array to one array: the pattern of entries that may be
                 nonzero, a sparse matrix of SciPy, PyTorch or JAX (BCOO) or a boolean array. It has
                 one row per output entry and one column per input entry, or the Jacobian's shape.
                 Columns or rows are coloured, so a banded Jacobian takes as many products as it has
-                bands. One more product detects entries missing in the pattern. It needs `pip
+                bands. One more product detects entries missing from the pattern. Requires `pip
                 install "gradtools[sparse]"`.
 
         Returns:
@@ -136,10 +136,10 @@ class Jacobians(Operators):
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         """Computes the gradient of a real scalar f and a Hessian-vector product in one evaluation.
 
-        Products with several vectors at one point share an evaluation by `linearize(grad(f), x)`.
+        For products with several vectors at one point, call `linearize(grad(f), x)` once.
 
-        For complex arguments it is the Hessian in the real and imaginary parts: it is real-linear
-        in the tangent and symmetric under Re<u, v>.
+        For complex arguments the Hessian is with respect to real and imaginary parts: the product
+        is real-linear in the tangent, and the Hessian is symmetric under Re<u, v>.
 
         Args:
             f: As in `grad`.
@@ -261,7 +261,7 @@ def second_order_mode(call: Call, mode: str) -> tuple[str, Fun]:
 def gradient_at(
     call: Call, fun: Fun, leaves: Sequence[Array], likes: Sequence[Array]
 ) -> tuple[list[Array], list[Array]]:
-    """Computes the gradient of the number that fun computes at the given leaves.
+    """Computes the gradient of the scalar that fun returns, at the given leaves.
 
     Also returns fun's extras. likes: Arrays with the leaves' shapes and dtypes.
     """
@@ -358,8 +358,8 @@ def _columns(
 def _unit_vectors(backend: Backend, xs: list[Array]) -> tuple[list[Array], list[slice]]:
     """Returns a batch of all unit vectors of the concatenated xs, and each array's slice of it.
 
-    If the xs have no entries, the batch has one row, which belongs to none of the arrays: it
-    determines the shapes of the results.
+    If the xs have no entries, the batch has one row, which no array's slice includes; the
+    row only determines the shapes of the results.
     """
     ends = [*accumulate([math.prod(x.shape) for x in xs], initial=0)]
     count, parts = ends[-1], [*starmap(slice, pairwise(ends))]

@@ -32,7 +32,8 @@ class MixedPartials(Operators):
         Args:
             f: A real scalar function of y and of G's result.
             G: A function of z that supports forward mode; PyTorch's fused attention, which does
-            not, is replaced by plain operations. Otherwise take the gradient through `frozen(G)`.
+                not, is replaced by plain operations. If G contains other operations without forward
+                mode, take the gradient through `frozen(G)`.
             y: A pytree of floating or complex arrays.
             z: A pytree of floating or complex arrays, the argument of G.
             u: The direction, a pytree like z, or a list of such pytrees.
@@ -41,7 +42,7 @@ class MixedPartials(Operators):
             A pytree like y, or a list of such pytrees.
 
         Raises:
-            GradtoolsError: u does not fit z; G has no forward mode; in PyTorch, the result is
+            GradtoolsError: u does not match z; G has no forward mode; in PyTorch, the result is
                 differentiated and G, evaluated once more, returns another value.
 
         Example:

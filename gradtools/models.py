@@ -2,7 +2,7 @@
 
 A model becomes ``apply(params, state, *args, key=key) -> (out, new_state)``, the same in every
 framework, so that derivatives are taken with respect to an ordinary argument. The backends'
-``modules.py`` implement it.
+``modules.py`` implement the conversion.
 """
 
 from __future__ import annotations
@@ -101,8 +101,8 @@ class Models(Operators):
         Raises:
             GradtoolsError: The module's class is not supported, or its parameters cannot be passed
                 in (scripted, sharded, lazy and not yet called); ``train`` cannot be passed on. From
-                apply: params or state has a missing or unexpected name, or params has another
-                shape; in JAX, randomness without a key.
+                apply: params or state has a missing or unexpected name, or an array in
+                params has a wrong shape; in JAX, randomness without a key.
 
         Example:
             >>> gt.make_functional(3)  # doctest: +ELLIPSIS

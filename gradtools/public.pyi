@@ -1,6 +1,6 @@
 """The public names as a type checker and an editor see them, for both backends: bound operators.
 
-It is never imported: a backend looks a name up in its `Api` when the name is first read.
+This stub is never imported: a backend looks up a name in its `Api` when it is first accessed.
 """
 
 from gradtools.accumulate import Accumulation as _Accumulation

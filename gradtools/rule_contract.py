@@ -113,7 +113,7 @@ class Primal:
 Array = Any
 Entries = Sequence[Any]  # arrays, or None for zero
 
-_LEAST = 2.0**-9  # dividing by a larger number would make 16-bit numbers subnormal
+_LEAST = 2.0**-9  # a smaller factor would make 16-bit numbers subnormal
 _ODD, _TIMES = (3.0, 5.0, 7.0), 16.0  # factors that sample rounding; the factor of the tolerance
 
 
@@ -126,10 +126,10 @@ def is_linear(
 ) -> bool:
     """Returns whether `run` preserves sums and multiples; also works for kernels without a jaxpr.
 
-    In floating point both hold up to rounding errors, which are as large as the terms that the map
-    adds, and cannot be bounded by the results if these terms cancel. The vectors therefore have few
-    binary digits, so multiplying by a power of two is exact, and so is v + w; the rounding in L(v +
-    w) is compared with the rounding in L(3 v), L(5 v) and L(7 v).
+    Floating-point sums and multiples agree up to rounding errors, which are as large as the terms
+    that the map adds, and cannot be bounded by the results if these terms cancel. The vectors
+    therefore have few binary digits, so multiplying by a power of two is exact, and so is v + w;
+    the rounding in L(v + w) is compared with the rounding in L(3 v), L(5 v) and L(7 v).
 
     v, w: Vectors whose entries have four binary digits.
     gap: The largest modulus of a difference; equal entries and pairs of NaN count as 0.

@@ -4,13 +4,13 @@ Every operation with a custom derivative is a function with a tangent and a cota
 
     y = f(x)        dy = J(x) dx        x' = J(x)^H y'
 
-Both maps are linear, in dx and in y', and adjoint to each other under Re<u, v>. One of them may be
-omitted: it is then the transpose of the other. The maps get their residuals as arguments: inputs,
-outputs, or *extras*, which are further results of the forward pass. Extras are hidden outputs,
-differentiated through the code that computed them, so a rule that saves an intermediate result is
-correct at second order.
+Both maps are linear, in dx and in y', and adjoint to each other under Re<u, v>. Either map may be
+omitted: it is then the transpose of the other map. The maps get their residuals as arguments:
+inputs, outputs, or *extras*, which are further results of the forward pass. Extras are hidden
+outputs, differentiated through the code that computed them, so a rule that saves an intermediate
+result is correct at second order.
 
-This module is the same for every framework: it defines the record, and the rule under vmap. Each
+This module is the same for every framework: it defines `Rule`, and batches a rule under vmap. Each
 backend's `rules/installing.py` installs a rule in the framework's own differentiation.
 """
 
@@ -201,7 +201,7 @@ class JvpRule(Rule):
 
     Attributes:
         jvp: `jvp(xs, dxs)` returns outputs and tangents from one evaluation; `tangent`, if given,
-            returns its second half.
+            returns only the tangents.
     """
 
     jvp: Jvp
@@ -235,9 +235,9 @@ def captured_objects(
     array: type | tuple[type, ...],
     attributes: bool = True,
 ) -> Iterator[Any]:
-    """Yields the objects with `wanted(x)` in closures, defaults, containers and attributes.
+    """Yields the objects x with `wanted(x)` in closures, defaults, containers and attributes.
 
-    The objects are searched, since tracing a rule that uses itself would recurse forever.
+    The functions are not traced, because tracing a rule that uses itself would not terminate.
 
     array: The framework's array type or types, which are not searched.
     """
@@ -341,7 +341,7 @@ def batched(
         out, out_axes = run(*xs)
         linearized, (count, _) = one[0], counts
         maps = mapped(linearized, saved_from(linearized.saves, x_axes, out_axes))
-        linearized = replace(linearized, written=None)  # it is valid for one example
+        linearized = replace(linearized, written=None)  # `written` is for one example
         outs = {"ys": out[:count], "extras": out[count:]}
         return replace(linearized, example=linearized, **outs, **maps)
 
@@ -466,7 +466,7 @@ def replaced_where(xs: Sequence[Any], mask: Sequence[bool], new: Sequence[Any]) 
 
 
 def replaced_at(xs: Sequence[Any], places: Sequence[int], new: Sequence[Any]) -> list[Any]:
-    """Replaces the entries of xs at some places."""
+    """Replaces the entries of xs at the given positions."""
     full = list(xs)
     for i, x in zip(places, new, strict=True):
         full[i] = x

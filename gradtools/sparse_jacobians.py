@@ -36,7 +36,7 @@ def sparse_jacobian(
     """Computes the Jacobian of a call as the framework's sparse array.
 
     fun: The function to differentiate: the call, or its gradient for a Hessian.
-    symmetric: Whether it is a Hessian, so that one side of the diagonal suffices as a pattern.
+    symmetric: Whether the result is a Hessian, whose pattern may omit one side of the diagonal.
     """
     backend = call.backend
     x = _only(call, call.leaves, "the argument")
@@ -110,7 +110,7 @@ def _verified(
     sizes = xp.where(xp.isfinite(sizes + true), sizes + abs(true), xp.zeros_like(sizes))
     if not sizes.shape[0]:
         return values
-    # The tolerance is relative to the largest entry: small entries may be differences.
+    # The tolerance is relative to the largest entry: large terms may cancel in a small entry.
     off = abs(ours - true) > _EPS.get(backend.dtype_name(true), 2.0**-7) ** 0.75 * xp.max(sizes)
     if backend.is_traced(off):
         return xp.where(xp.any(off), plain * np.nan, values)
@@ -118,8 +118,8 @@ def _verified(
         k = int(np.argmax(backend.to_numpy(off)))
         raise GradtoolsError(
             f"{call.caller}: sparsity omits nonzero entries: the product with a "
-            f"random vector is {float(true[k]):.6g} at {k}, and {float(ours[k]):.6g} by the "
-            "pattern. Give a pattern with every entry that may be nonzero."
+            f"random vector is {float(true[k]):.6g} at {k}, and {float(ours[k]):.6g} "
+            "with the pattern. Pass a pattern with every entry that may be nonzero."
         )
     return values
 
@@ -128,7 +128,7 @@ def _only(call: Call, leaves: Sequence[Array], what: str) -> Array:
     if len(leaves) != 1 or call.backend.is_complex(leaves[0]) or call.opened is not None:
         came = "complex, or a module" if len(leaves) == 1 else f"{len(leaves)} arrays"
         raise GradtoolsError(
-            f"{call.caller}: with sparsity f takes and returns one real array, but {what} is "
+            f"{call.caller}: with sparsity f must take and return one real array; {what} is "
             f"{came}. Concatenate the arrays, or leave sparsity out."
         )
     return leaves[0]
@@ -149,7 +149,7 @@ def _check_rows(call: Call, pattern: Csr, y: Array) -> None:
 def _scipy_sparse(caller: str) -> Any:
     """Imports `scipy.sparse`; raises with the name of the pip extra if it is missing."""
     try:
-        import networkx as _  # noqa: F401 - is needed as well
+        import networkx as _  # noqa: F401 - `_greedy` uses it
         import scipy.sparse
     except ModuleNotFoundError as error:
         raise GradtoolsError(
@@ -219,7 +219,7 @@ def _coloured(pattern: Csr, mode: str) -> tuple[bool, np.ndarray]:
     """Returns whether rows are pulled, and the colours of the rows or of the columns.
 
     mode: "forward" pushes columns, "reverse" pulls rows; "auto" takes the mode with fewer products,
-        judging by the largest number of entries in a row and in a column.
+        estimated from the largest number of entries in a row and in a column.
     """
     pattern.sort_indices()
     widest, highest = (int(np.asarray(pattern.sum(k)).max(initial=0)) for k in (1, 0))

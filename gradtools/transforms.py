@@ -21,8 +21,8 @@ class Transforms(Operators):
         """Maps f, a function of one example, over a batch axis.
 
         This is the framework's own vmap: ``torch.func.vmap`` (whose random operations then differ
-        between examples) or ``jax.vmap``. In both, keyword arguments are mapped, as in
-        ``jax.vmap``.
+        between examples) or ``jax.vmap``. In both frameworks, keyword arguments are
+        mapped, as in ``jax.vmap``.
 
         Args:
             f: A function of pytrees of arrays.

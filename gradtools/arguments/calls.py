@@ -19,7 +19,7 @@ from gradtools.arguments.wording import describe, in_words
 from gradtools.backend import Array, Backend
 from gradtools.errors import GradtoolsError
 
-NOT_NAMED = "keep it in an argument that argnums does not name"
+NOT_NAMED = "pass it in an argument that is not in argnums"
 _TREES = (tuple, list, dict)
 _INEXACT = ("real", "complex")  # the kinds of leaves that can be differentiated
 Attach = Callable[..., Any]
@@ -28,12 +28,12 @@ Attach = Callable[..., Any]
 class Call:
     """`f(*args, **kwargs)`, differentiated with respect to the arguments in `argnums`."""
 
-    returns_output = True  # whether the operator returns f's output; otherwise it is not detached
+    returns_output = True  # whether the operator returns f's output, detached
     # Whether f runs with kernels that support vmap and second derivatives.
     plain_kernels = False
     own: frozenset[int] = frozenset()  # the ids of a module's parameters among the leaves
-    # Whether `attaching` attaches results to the leaves after an evaluation, so that their graph
-    # need not be kept. It is called after the evaluation.
+    # Returns, after an evaluation, whether `attaching` attaches the results to the leaves, so that
+    # the graph of the evaluation need not be kept.
     is_deferred: Callable[[], bool] = staticmethod(bool)
 
     def __init__(
@@ -50,7 +50,7 @@ class Call:
         keeps_exact: bool = False,
     ) -> None:
         self.backend, self.caller = backend, caller
-        self.names = names  # the operator's names; by default "argument 0" and so on
+        self.names = names  # the arguments' names in messages; by default "argument 0" and so on
         # Whether f returns `(output, aux)`, and whether the operator has the argument has_aux.
         self.has_aux, self.takes_aux = bool(has_aux), has_aux is not None
         self.f: Any = f
@@ -159,7 +159,7 @@ class Call:
                     f"{describe(backend, out)}. Return both, or leave has_aux out."
                 )
             out, aux = out
-        # Stores only the tree: arrays would leak tracers and hold memory.
+        # Stores only the tree: arrays would leak tracers and memory.
         self._out_is_leaf = not isinstance(out, _TREES)
         out_leaves, self._out_def, self._kinds = backend.flatten_arrays(out)
         outs: list[Array] = []
@@ -215,8 +215,8 @@ class Call:
                 came = in_words(self.backend.flatten(tree)[1])
                 raise GradtoolsError(
                     f"{self.caller}: {what if self.names else f'{what} {i}'} has the structure "
-                    f"{came}; expected the structure of {self._name(i)}, {in_words(treedef)}. Give "
-                    "one leaf for each of its leaves."
+                    f"{came}; expected the structure of {self._name(i)}, {in_words(treedef)}. Pass "
+                    "a tree of the same structure."
                 )
             flat += leaves
         if self._exact:
@@ -235,7 +235,7 @@ class Call:
             if x is not None and getattr(x, "dtype", x) != getattr(none, "dtype", None):
                 name = self._all_paths()[k].replace("argument", what, 1)
                 raise GradtoolsError(
-                    f"{self.caller}: {name} is {describe(self.backend, x)}, but it belongs to an "
+                    f"{self.caller}: {name} is {describe(self.backend, x)}, but its primal is an "
                     "integer, which has no tangent. Pass None."
                 )
 
@@ -281,7 +281,7 @@ class Call:
             came = in_words(self.backend.flatten(tree)[1])
             raise GradtoolsError(
                 f"{self.caller}: the cotangent has the structure {came}; expected the structure of "
-                f"f's output, {in_words(self._out_def)}. Give one leaf for each of its leaves."
+                f"f's output, {in_words(self._out_def)}. Pass a tree of the same structure."
             )
         places = [k for k, kind in enumerate(self._kinds) if kind in _INEXACT]
         path = lambda k: self._paths_of_output()[k]
@@ -303,7 +303,7 @@ class Call:
         if out is not None and self._kinds[0] == "complex":
             fix = "Take its real part, or a norm"
         elif single and not outs:
-            fix = "Keep it floating: a cast to integer or boolean has no derivative"
+            fix = "Return a floating number: a cast to integer or boolean has no derivative"
         if not single and self.takes_aux:
             fix += ", or return (loss, aux) with has_aux=True"
             fix = "Return (loss, aux), in this order" if self.has_aux else fix
@@ -342,7 +342,7 @@ def _is_integer(x: Any) -> bool:
 
 
 def _leaves_like(treedef: Any, tree: Any) -> list[Any] | None:
-    """Returns `tree`'s leaves in treedef's order, ignoring dict order; None if it differs."""
+    """Returns `tree`'s leaves in treedef's order, ignoring dict order; None if trees differ."""
     try:
         leaves = treedef.flatten_up_to(tree)
     except (ValueError, TypeError):

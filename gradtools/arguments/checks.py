@@ -44,7 +44,7 @@ def same_length(
     if len(primals) != len(tangents) or not primals:
         raise GradtoolsError(
             f"{caller}: got {len(primals)} primals and {len(tangents)} tangents; expected one "
-            "tangent for each primal, and at least one."
+            "tangent for each primal, and at least one primal."
         )
     return tuple(primals), tuple(tangents)
 
@@ -98,13 +98,13 @@ def normalized_argnums(
     for i in given:
         i = _as_position(caller, i, name)
         if not -count <= i < count:
-            few = ("no positional argument", "one positional argument, number 0")
+            few = ("no positional arguments", "one positional argument, number 0")
             called = few[count] if count < 2 else f"{count} arguments, numbers 0 to {count - 1}"
             fix = "Keyword arguments are not differentiated; pass the argument by position."
             if name in ("key_argnums", "carry_argnums"):
                 fix = "Keyword arguments cannot be named; pass them by position."
             raise GradtoolsError(
-                f"{caller}: {name} holds {i}, but f was called with {called}. {fix}"
+                f"{caller}: {name} contains {i}, but f was called with {called}. {fix}"
             )
         positions.append(i % count)
     if len(set(positions)) < len(positions):
@@ -125,7 +125,7 @@ def _as_position(caller: str, i: Any, name: str) -> int:
         except TypeError:  # raised by an array that is not an integer
             pass
     raise GradtoolsError(
-        f"{caller}: {name} must hold integers, got {shown(i)}. Give the position of an argument, "
+        f"{caller}: {name} must be integers, got {shown(i)}. Pass the position of an argument, "
         "counted from 0, or a tuple of positions."
     )
 
@@ -135,7 +135,7 @@ def refuse_arguments(caller: str, argnums: Any) -> None:
     for i in argnums if isinstance(argnums, tuple | list) else (argnums,):
         if not isinstance(i, type) and getattr(i, "shape", ()) != ():
             raise GradtoolsError(
-                f"{caller}: argnums holds an array of shape {tuple(i.shape)}; expected positions. "
+                f"{caller}: got an array of shape {tuple(i.shape)} in argnums; expected positions. "
                 f"{caller} returns a function, which takes f's arguments: {caller}(f)(x)."
             )
 
@@ -237,6 +237,6 @@ def check_names(
     unexpected = [name for name in given if name not in names]
     if missing or unexpected:
         raise GradtoolsError(
-            f"apply: {what} must hold the names that make_functional returned; missing: "
+            f"apply: {what} must contain the names that make_functional returned; missing: "
             f"{missing or 'none'}, unexpected: {unexpected or 'none'}."
         )

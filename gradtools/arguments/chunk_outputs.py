@@ -93,9 +93,9 @@ class Outputs:
         if not there or (shape.pop(axis) != size and self.cut.count != 1):
             raise GradtoolsError(
                 f"chunked: f's output{path} has {has} for {size} examples; only rows of examples "
-                "can be joined, one for each. For a mean or a sum over examples use "
-                "microbatched_value_and_grad. State that goes from chunk to chunk, such as batch "
-                "statistics, belongs in an argument that carry_argnums names. Otherwise wrap f and "
+                "can be joined, one per example. For a mean or a sum over examples use "
+                "microbatched_value_and_grad. Pass state from chunk to chunk, such as batch "
+                "statistics, in an argument that is in carry_argnums. Otherwise wrap f and "
                 "leave that output out."
             )
         if place == len(self._rests):
@@ -112,7 +112,8 @@ class Outputs:
             path = self.backend.leaf_paths(out)[0]
             raise GradtoolsError(
                 f"chunked: f's output{path} is {describe(self.backend, leaves[0])}; expected an "
-                "array with an entry for each example. If the object contains it, return it."
+                "array with an entry for each example. If the object contains an array, return "
+                "the array."
             )
         axes = [self._out_axes] * len(leaves)
         if type(self._out_axes) is not int:
@@ -163,7 +164,7 @@ def _axes_of(backend: Backend, axes: Any, out: Any) -> list[int]:
             keys = backend.flatten({key: key for key in out})[0]
         return [a for key in keys for a in _axes_of(backend, axes[key], out[key])]
     raise GradtoolsError(
-        f"chunked: out_axes holds {axes!r} for {describe(backend, out)}; expected an integer, or "
+        f"chunked: out_axes is {axes!r} for {describe(backend, out)}; expected an integer, or "
         "a tree of integers like f's output. An output that is the same for all chunks, or has no "
         "axis for examples, cannot be joined."
     )
@@ -174,5 +175,5 @@ def other_structure(what: str, treedef: Any, known: Any, number: int) -> Gradtoo
     origin = "the carry passed to f" if what == "carry" else "the outputs of the other chunks"
     return GradtoolsError(
         f"chunked: f's {what} at chunk {number} has the structure {in_words(treedef)}; expected "
-        f"{in_words(known)}, as {origin}. Return the same structure for every chunk."
+        f"{in_words(known)}, like {origin}. Return the same structure for every chunk."
     )

@@ -27,7 +27,7 @@ _CONTAINERS = (list, dict, tuple)
 class ChunkOptions:
     """The options of `chunked`, `checkpoint` and `frozen`."""
 
-    verify: bool | None = None  # compare in every backward pass, in no pass, or (None) in the first
+    verify: bool | None = None  # compare in every backward pass; None: in the first
     progress: bool = False
     # A cache for the next call of the same function.
     latest: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
@@ -50,7 +50,7 @@ def checked_verify(caller: str, verify: Any) -> bool | None:
         return bool(verify)
     raise GradtoolsError(
         f"{caller}: verify is {shown(verify)}; expected 'first' (compare in the first backward "
-        "pass for each shape and dtype of the arguments), True (in each one) or False (never)."
+        "pass for each shape and dtype of the arguments), True (in every pass) or False (never)."
     )
 
 
@@ -71,7 +71,7 @@ class Partition:
 
     def __post_init__(self) -> None:
         size, step = self.size, self.chunk_size
-        count = -(-size // step) if self.is_symbolic or size else 1  # an empty chunk
+        count = -(-size // step) if self.is_symbolic or size else 1  # an empty batch has one chunk
         if self.is_symbolic:
             rows = [range(step)]
         elif self.interleaved:
@@ -243,7 +243,7 @@ class ChunkFunction:
         if self.carry_def is not None:
             if not isinstance(out, tuple) or len(out) != 2:
                 raise GradtoolsError(
-                    "chunked: with carry_argnums f returns a pair (output, new_carry); got "
+                    "chunked: with carry_argnums f must return a pair (output, new_carry); got "
                     f"{describe(backend, out)}."
                 )
             new_carry, treedef = backend.flatten_like(self.carry_def, out[1])
@@ -256,8 +256,8 @@ class ChunkFunction:
                 # f's own container is a copy that no other code can access.
                 raise GradtoolsError(
                     f"{self.outputs.caller}: f changes a list or dictionary that is an argument, "
-                    "but it receives a copy. Return the new contents, or keep them in an attribute "
-                    "or a variable outside of f."
+                    "but it receives a copy. Return the new contents, or store them in an "
+                    "attribute or a variable outside of f."
                 )
         return self.outputs.arrays_in(number, out), new_carry
 

@@ -89,8 +89,8 @@ def _named(
         if name not in known:
             listed = ", ".join(dict.fromkeys(known))
             raise GradtoolsError(
-                f"{caller}: in_axes names {name!r}, which is not a parameter of "
-                f"{getattr(f, '__name__', type(f).__name__)} and no keyword of this call. "
+                f"{caller}: in_axes names {name!r}, which is neither a parameter of "
+                f"{getattr(f, '__name__', type(f).__name__)} nor a keyword of this call. "
                 f"{f'Its parameters are {listed}' if known else 'It has no named parameters'}; "
                 "name one of them, or pass the argument by keyword."
             )

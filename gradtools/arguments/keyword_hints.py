@@ -1,6 +1,6 @@
 """Keyword arguments of other libraries, and their replacements.
 
-This is the table of docs/coming-from.md for keywords; errors suggest gradtools' keyword.
+Errors suggest the keywords of gradtools; docs/coming-from.md contains the same table.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ _STATIC = "name the parameters in static_argnames=; static arguments come first 
 _WHOLE = "all of f is recomputed; call checkpoint around only the parts to recompute"
 _NESTS = "leave it out; derivatives nest, and in PyTorch results have a graph if inputs do"
 _COMPLEX = (
-    "leave it out; grad of a real f takes complex arguments, and vjp and jvp take a complex f, too"
+    "leave it out; grad of a real f takes complex arguments, and vjp and jvp accept a complex f"
 )
 _RANKS = "add each rank's gradients to a GradientAccumulator; its mean takes group= and axis_name="
 _HINTS: dict[str, str | dict[str, str]] = {
     "nondiff_argnums": _STATIC,
     "nondiff_argnames": _STATIC,
     "static_argnums": {"custom_rule": _STATIC, "checkpoint": "close over static values"},
-    "argnames": "give positions: argnums=0, or a tuple of them",
+    "argnames": "pass positions: argnums=0, or a tuple of positions",
     "argnum": "write argnums=",
     "wrt": "write argnums=",
     "holomorphic": _COMPLEX,

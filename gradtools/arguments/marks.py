@@ -54,7 +54,7 @@ class MarkedValues:
         return [x for _, xs in self._found.values() for x in xs]
 
     def replace(self, arrays: Sequence[Array]) -> None:
-        """Supplies other arrays, in the same order."""
+        """Replaces the arrays of all marks, in order."""
         left = iter(arrays)
         pairs = self._found.items()
         self._found = {place: (m, [*islice(left, len(xs))]) for place, (m, xs) in pairs}

@@ -2,8 +2,9 @@
 
     y = to_jax(f)(x)      dy = jvp_f(x, dx)      x' = vjp_f(x, y')
 
-A bridged function is differentiated by its own framework, with `gradtools.vjp` and `jvp`. Both are
-bridged too, so modes mix at any order. Only this package imports both frameworks.
+A bridged function is differentiated by its own framework, with `gradtools.vjp` and `jvp`. These
+derivatives are bridged, too, so both modes can be mixed at any order. Only this package imports
+both frameworks.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _TORCH = TorchGuest()
 def to_jax(f: Callable[..., Any], *, out: Any = None, train: bool | None = None) -> Any:
     """Converts a PyTorch function or module to a differentiable JAX function.
 
-    The result supports both modes of differentiation in any mix, jit, vmap, scan and checkpoint.
+    The result supports both modes of differentiation in any order, jit, vmap, scan and checkpoint.
     Outside of jit, f is called directly on the memory of its arguments; in a traced program it is a
     host callback, and arrays are copied through the host's memory. f must be a pure function of its
     arguments, because each derivative calls it again; the arrays that it captures are constants.
@@ -59,8 +60,9 @@ def to_jax(f: Callable[..., Any], *, out: Any = None, train: bool | None = None)
 
     Raises:
         GradtoolsError: f is not a function. (When called) f draws from PyTorch's global generator;
-            it returns 64 bits and x64 is off; in a traced program, its shapes cannot be inferred
-            and `out` is None, or differ from `out`. Under jit JAX's error contains the text.
+            a result has a 64-bit dtype and x64 is off; in a traced program, its shapes cannot be
+            inferred and `out` is None, or differ from `out`. Under jit JAX's error contains the
+            text.
 
     Example:
         >>> import jax, jax.numpy as jnp, torch
@@ -89,7 +91,7 @@ def to_torch(
 ) -> Any:
     """Converts a JAX function or model to a differentiable PyTorch function or module.
 
-    The result supports reverse and forward mode in any mix, `torch.func`, `torch.compile` and
+    The result supports reverse and forward mode in any order, `torch.func`, `torch.compile` and
     checkpoint. Outside of transforms f is called on the memory of its arguments, and a call waits
     for its results. f and each of its derivatives are compiled once per shape and dtype.
 
@@ -110,8 +112,8 @@ def to_torch(
         the state, and a missing key is drawn from PyTorch's global generator.
 
     Raises:
-        GradtoolsError: f is not a function. (When called) a tensor has 64 bits and x64 is off; f
-            closes over a tracer of JAX; a tensor is sparse.
+        GradtoolsError: f is not a function. (When called) a tensor has a 64-bit dtype and x64 is
+            off; f closes over a tracer of JAX; a tensor is sparse.
 
     Example:
         >>> import jax.numpy as jnp, torch

@@ -41,7 +41,7 @@ class Foreign:
         name: The function's name in messages.
         run: The function of the guest's arrays.
         outs: A function from the inputs' ArraySpecs to the outputs' ArraySpecs.
-        base: The function of which this is a derivative, or itself.
+        base: The function of which this is a derivative, or the function itself.
     """
 
     def __init__(
@@ -60,7 +60,7 @@ class Foreign:
         self._mapped: dict[Any, Run] = {}
 
     def signature(self, xs: Sequence[Array]) -> ForeignSignature:
-        """Returns the memoized specialization to the given host arrays' shapes and dtypes."""
+        """Returns the memoized specialization for the given host arrays' shapes and dtypes."""
         key = tuple([(x.shape, x.dtype) for x in xs])
         if key not in self._signatures:
             made = ForeignSignature(self, self.guest.specs_of(self.name, xs))
@@ -206,8 +206,9 @@ class ForeignSignature:
             sizes = arrays[0].shape[:depth]
             return [np.empty((*sizes, *s.shape), carrier(s.dtype)) for s in self.outs]
         shared = _shared(arrays, depth)
-        arrays = [  # without the axes over which they are broadcast
-            a[(*[0 if s else slice(None) for s in of], ...)] if any(of) else a  # no number
+        # Drops the broadcast axes; `...` in the index makes a result without axes an array.
+        arrays = [
+            a[(*[0 if s else slice(None) for s in of], ...)] if any(of) else a
             for a, of in zip(arrays, shared, strict=True)
         ]
         return guest.called_on_host(self, self.of.mapped(tuple(map(tuple, shared)), depth), arrays)
@@ -262,7 +263,7 @@ class FlatBridged(Foreign):
     def __init__(self, of: Bridged, specialized: Specialization) -> None:
         self.of, self.specialized, self.host = of, specialized, of._backend
         self.fun = of.fun
-        # The arguments that it writes to, and gets copies of; None before its first call.
+        # The indices of the arguments that fun writes to, and gets as copies; None before a call.
         self.written: set[int] | None = None
         self.structures: dict[Any, Any] = {}  # maps shapes to the host's output treedef
         super().__init__(of.guest, of.__name__, self._run, self._outs)
@@ -321,7 +322,7 @@ class FlatBridged(Foreign):
         for spec in result:
             if not isinstance(spec, ArraySpec):
                 raise GradtoolsError(
-                    f"{self.guest.operator}: out holds {spec!r}; it must be a pytree of "
+                    f"{self.guest.operator}: out contains {spec!r}; it must be a pytree of "
                     "ArraySpec(shape, dtype), or a function that returns such a pytree."
                 )
         return result

@@ -116,7 +116,7 @@ class JaxGuest:
 def _reads_values(name: str, error: Exception) -> GradtoolsError:
     return GradtoolsError(
         f"to_torch: {name} reads values of its arguments (a Python if, float(), np.asarray), which "
-        "have none while JAX traces it. Use jnp.where or jax.lax.cond, or leave it untraced: "
+        "have no values while JAX traces it. Use jnp.where or jax.lax.cond, or do not trace it: "
         "to_torch(f, out=ArraySpec(shape, dtype), jit=False), where only traced programs need "
         f"out. JAX says: {error}"
     )

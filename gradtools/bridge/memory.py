@@ -31,13 +31,13 @@ def refuse_wide(dtype: str, who: str) -> None:
     """Raises an error for a 64-bit dtype that JAX would silently narrow."""
     if dtype in _WIDE and not jax.config.read("jax_enable_x64"):
         raise GradtoolsError(
-            f"{who} has dtype {dtype}, which JAX cannot hold without x64. Enable it: {X64}; or "
-            "cast it to 32 bits."
+            f"{who} has dtype {dtype}, which JAX does not support without x64. Enable it: {X64}; "
+            "or cast to 32 bits."
         )
 
 
 def array_of(t: Tensor, who: str) -> jax.Array:
-    """Returns a JAX array sharing a tensor's memory, which must not be written to meanwhile."""
+    """Returns a JAX array that shares a tensor's memory; the tensor must not be written to."""
     if t.dtype in _WIDE_DTYPES:
         refuse_wide(str(t.dtype).removeprefix("torch."), who)
     t = t.detach().resolve_conj().resolve_neg()
@@ -72,7 +72,7 @@ def _cpus() -> int:
 
 def tensor_of_numpy(x: np.ndarray, spec: ArraySpec) -> Tensor:
     """Returns a tensor sharing an array's memory, possibly read-only; it must not be written to."""
-    if spec.dtype == _BFLOAT16:  # raw bytes to NumPy
+    if spec.dtype == _BFLOAT16:  # NumPy reads bfloat16 as raw bytes
         return tensor_of_numpy(x.view(np.int16), replace(spec, dtype="int16")).view(torch.bfloat16)
     try:
         return from_dlpack(x)

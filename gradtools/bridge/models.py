@@ -142,7 +142,7 @@ class BridgedModule(nn.Module):
         ps, ss = (
             [attrgetter(name)(self) for name in names] for names in (self._params, self._state)
         )
-        now = [x.clone() for x in ss] if self.training else ss  # autograd saves buffers
+        now = [x.clone() for x in ss] if self.training else ss  # autograd may save the buffers
         run = partial(self._bridged[self.training], ps, now, args)
         if key is None and self.training and self._draws:
             key = torch.randint(2**31 - 1, (2,))

@@ -1,9 +1,9 @@
 """PyTorch as a guest: runs PyTorch functions in a JAX program.
 
 PyTorch functions may write in place and draw from global generators, which JAX cannot represent.
-The first call gets copies of its arguments. Later calls get copies of the arguments that it wrote
-to; the others share JAX's memory. A function that draws random numbers is rejected, because its
-derivatives would draw other numbers.
+The first call gets copies of its arguments. Later calls get copies of the arguments that the first
+call wrote to; the other arguments share JAX's memory. A function that draws random numbers is
+rejected, because its derivatives would draw other numbers.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class TorchGuest:
         for x in xs:
             if jnp.issubdtype(x.dtype, jax.dtypes.prng_key):
                 raise GradtoolsError(
-                    f"to_jax: an argument of {name} is a typed key, unknown to PyTorch. "
+                    f"to_jax: an argument of {name} is a typed key, which PyTorch does not have. "
                     "Pass jax.random.key_data(key), or bridge a module, whose apply takes key=."
                 )
         return tuple([ArraySpec(x.shape, x.dtype.name) for x in xs])

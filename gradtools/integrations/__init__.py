@@ -15,9 +15,9 @@ def refusal(caller: str, name: str, x: Any) -> Exception | None:
     linen = modules.get("flax.linen")
     if linen is not None and isinstance(x, linen.Module):
         return GradtoolsError(
-            f"{caller}: {name} is the flax.linen module {type(x).__name__}, which holds no arrays; "
-            "its parameters are the result of module.init(key, *args). Differentiate these: pass "
-            "them as an argument that argnums names, and let f close over the module."
+            f"{caller}: {name} is the flax.linen module {type(x).__name__}, which contains no "
+            "arrays; its parameters are the result of module.init(key, *args). Pass the parameters "
+            "as a differentiated argument, and let f close over the module."
         )
     return None
 

@@ -7,7 +7,7 @@ structure records how to rebuild the container. A container without arrays, such
 remains a leaf, and so does a callable container.
 
 All operators flatten their arguments here, so an array of the other framework is rejected here. A
-framework would pass it through as a constant, which would silently undo an edit or a derivative.
+framework would treat the array as a constant, so an edit or a derivative would have no effect.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ class OpenedTree:
 
 
 def is_same(a: Any, b: Any) -> bool:
-    """Compares two structures. `a != b` would be False for JAX's and an `OpenedTree`."""
+    """Compares two structures. `a != b` is wrong for a JAX PyTreeDef and an `OpenedTree`."""
     return bool(a == b)
 
 
@@ -91,9 +91,9 @@ class Containers:
 
     Attributes:
         framework: "torch" or "jax".
-        flatten: The framework's own function.
-        unflatten: The framework's own function.
-        leaf_paths: The framework's own function.
+        flatten: The framework's function that returns the leaves and the structure of a tree.
+        unflatten: The framework's function that builds a tree from a structure and leaves.
+        leaf_paths: The framework's function that returns the path of each leaf as text.
         is_array: Whether a leaf is an array.
         is_whole: Whether a leaf remains a leaf even if it contains arrays.
     """

@@ -1,8 +1,8 @@
 """Converts a Keras 3 model to a pure function of its variables, on PyTorch or JAX.
 
-Keras has a pure call, `stateless_call`, which takes the variables as a list; here they are
-addressed by path. Each gradtools backend provides a `KerasBackend`, which defines how arrays are
-detached, and how a key becomes the seeds of Keras' random streams.
+Keras has a pure call, `stateless_call`, which takes the variables as a list; `make_functional`
+addresses the variables by path. Each gradtools backend provides a `KerasBackend`, which defines how
+arrays are detached, and how a key becomes the seeds of Keras' random streams.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def refusal(caller: str, name: str, model: Any) -> GradtoolsError:
     """Returns the error for a Keras model in place of a pytree of arrays."""
     return GradtoolsError(
         f"{caller}: {name} is a Keras model ({type(model).__name__}), which is not a "
-        "pytree of its variables. Differentiate params of apply, params, state = "
+        "pytree of its variables. Differentiate with respect to params in apply, params, state = "
         "gt.make_functional(model, train=True)."
     )
 
@@ -62,18 +62,18 @@ def make_functional(
     backend = keras.backend.backend()
     if backend != framework.name:
         raise GradtoolsError(
-            f"make_functional: this Keras model runs on {backend}, and this is gradtools."
+            f"make_functional: this Keras model runs on {backend}, not on "
             f"{framework.name}. Set KERAS_BACKEND={framework.name} before Keras is imported, or "
             f"use gradtools.{backend}."
         )
     if variables is not None:
         raise GradtoolsError(
-            "make_functional: a Keras model holds its own variables; leave variables=None."
+            "make_functional: a Keras model contains its variables; leave variables=None."
         )
     if not module.built:
         raise GradtoolsError(
-            f"make_functional: {type(module).__name__} has no variables yet. Call it once on an "
-            "example, or build(input_shape), first."
+            f"make_functional: {type(module).__name__} has no variables yet. First call it on an "
+            "example, or call build(input_shape)."
         )
     free, rest = _by_path(module.trainable_variables), _by_path(module.non_trainable_variables)
     params = {path: framework.alias(v.value) for path, v in free.items()}
@@ -103,8 +103,8 @@ def apply(
     for path, shape in layout.items():
         if tuple(params[path].shape) != shape:
             raise GradtoolsError(
-                f"apply: params[{path!r}] has shape {tuple(params[path].shape)}, the model's has "
-                f"{shape}. Give an array of that shape."
+                f"apply: params[{path!r}] has shape {tuple(params[path].shape)}, expected "
+                f"{shape}, the shape of the model's variable."
             )
     now = dict(state)
     if key is not None:

@@ -46,7 +46,7 @@ def make_functional(
     """Returns ``(apply, params, state)``; state contains all collections except the parameters."""
     if variables is None:
         raise GradtoolsError(
-            "make_functional: a flax.linen module does not hold its arrays; pass "
+            "make_functional: a flax.linen module does not contain its arrays; pass "
             "variables=module.init(key, *args)."
         )
     params = variables.get("params", {})

@@ -6,8 +6,8 @@ such as the body of a scan. The body therefore works on a copy of the module: it
 constants of the body, and its other state is a carry of the loop, which is not differentiated. The
 final state is written to the original module.
 
-Modules are found in f (itself, the owner of a method, `partial`, closures, the globals that it
-names, containers of these) and in its arguments.
+Modules are searched for in f (f itself, the owner of a method, a `partial`, closures, the globals
+that f names, containers of these objects) and in its arguments.
 """
 
 from __future__ import annotations
@@ -73,10 +73,10 @@ class Transformed(nnx.Module):
 def make_functional(
     module: nnx.Module, variables: Any, train: bool | None, rng_names: tuple[str, ...]
 ) -> tuple:
-    """Returns ``(apply, params, state)``; `rng_names` is ignored: modules name streams."""
+    """Returns ``(apply, params, state)``; `rng_names` is ignored: the module names its streams."""
     if variables is not None:
         raise GradtoolsError(
-            "make_functional: a flax.nnx module holds its own arrays; leave variables=None."
+            "make_functional: a flax.nnx module contains its arrays; leave variables=None."
         )
     graph, params, *others = nnx.split(module, nnx.Param, nnx.RngState, ...)
     streams, rest = others

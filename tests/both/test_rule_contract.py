@@ -56,11 +56,11 @@ def test_fwd_is_told_of_each_argument_whether_it_is_differentiated(gt, x):
 def test_a_static_array_is_refused_with_the_mend(gt, x):
     f = gt.custom_rule(lambda x, n: x, static_argnames="n")
     f.defvjp(lambda n, x: (x, None), lambda n, kept, ct: (ct,))
-    with pytest.raises(GradtoolsError, match="bwd may return None for it"):
+    with pytest.raises(GradtoolsError, match="bwd may return None for them"):
         f(x, X)
     own = gt.asarray(X)  # one of PyTorch's has a hash, that of its place in memory
     for held in (own, (own,), [X]):
-        with pytest.raises(GradtoolsError, match=r"'n' is .* hold no array"):
+        with pytest.raises(GradtoolsError, match=r"'n' is .* contain no array"):
             f(x, held)
 
 

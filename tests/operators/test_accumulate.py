@@ -344,7 +344,7 @@ def test_targets_are_pytrees(gt, tree):
 BAD_WRITES = {
     "unknown name": (
         lambda gt: {"w": f32(gt, [1.0, 1.0]), "v": f32(gt, 1.0)},
-        r"grads\['v'\] is not in the target, whose keys there are 'b', 'w'",
+        r"grads\['v'\] is not in the target, whose keys at this path are 'b', 'w'",
     ),
     "shape": (
         lambda gt: {"b": f32(gt, 1.0), "w": f32(gt, [[1.0, 1.0]])},

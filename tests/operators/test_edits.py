@@ -303,7 +303,7 @@ class _Holder:
 def test_an_object_in_which_no_array_is_found_is_refused_and_not_left_unedited(gt, name):
     x = gt.asarray(np.ones(2))
     for held in (_Holder(x), {"a": x}.values(), lambda x: x):
-        with pytest.raises(GradtoolsError, match=r"in which no array is found; expected an array"):
+        with pytest.raises(GradtoolsError, match=r"which contains no array; expected an array"):
             EDITS[name](gt, held)
     for plain in (None, [], "mode", 3, 2.0, np.ones(2), [_Holder(x), "mode"]):
         assert repr(EDITS[name](gt, plain)) == repr(plain)

@@ -126,4 +126,4 @@ def test_what_is_lost_is_told_as_json(program, capsys):
 def test_a_module_that_imports_neither_asks_for_the_backend(program, capsys, monkeypatch):
     monkeypatch.setattr(gradtools, "available_backends", lambda: ("torch", "jax"))
     assert run("graph neutral:double --shapes 3") == 2
-    assert "say --backend torch or --backend jax" in capsys.readouterr().err
+    assert "pass --backend torch or --backend jax" in capsys.readouterr().err

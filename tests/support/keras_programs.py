@@ -160,7 +160,7 @@ def errors_say_what_to_do():
     asked = [
         (lambda: gt.make_functional(keras.layers.Dense(3)), "has no variables yet"),
         (lambda: gt.make_functional(model(), variables={}), "leave variables=None"),
-        (lambda: _apply_with({}), "apply: params must hold the names"),
+        (lambda: _apply_with({}), "apply: params must contain the names"),
         (
             lambda: gt.grad(lambda m: m(asarray(X)).sum())(model()),
             "is a Keras model .*make_functional",

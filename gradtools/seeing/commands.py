@@ -35,7 +35,7 @@ def _print_or_write(options: argparse.Namespace, operator: str, suffixes: tuple[
     out = options.out
     suffix = Path(out).suffix.lower() if out is not None else ""
     if out is not None and suffix not in suffixes:
-        raise GradtoolsError(f"-o {out}: no form for {suffix!r}; expected {', '.join(suffixes)}.")
+        raise GradtoolsError(f"-o {out}: no format for {suffix!r}; expected {', '.join(suffixes)}.")
     f, args, gt = inputs_of(options)
     drawn: Graph | Formula = getattr(gt, operator)(
         f, *args, order=options.order, argnums=tuple(options.argnums)
@@ -46,6 +46,6 @@ def _print_or_write(options: argparse.Namespace, operator: str, suffixes: tuple[
     try:
         drawn.save(out)
     except OSError as error:
-        raise GradtoolsError(f"-o {out}: it cannot be written: {error.strerror}.") from error
+        raise GradtoolsError(f"-o {out}: the file cannot be written: {error.strerror}.") from error
     print(f"wrote {out}")
     return 0

@@ -64,7 +64,7 @@ class Value:
 
     @property
     def bytes(self) -> int:
-        """The bytes of its elements; an element of unknown dtype counts as one byte."""
+        """The size of its elements in bytes; an element of unknown dtype counts as one byte."""
         bits = re.match(r"[a-z]*?(\d+)", self.dtype)
         return math.prod(self.shape) * max(1, int(bits[1]) // 8 if bits else 1)
 
@@ -131,7 +131,7 @@ def even_links(
     strength: Dependence = Dependence.DIFFERENTIABLE,
     cut: Container[int] = (),
 ) -> Links:
-    """Links inexact arrays with one strength; cuts other pairs, and links from `cut` values."""
+    """Returns links of one strength between inexact arrays; cuts other links, and `cut` inputs."""
 
     def link(out: int, given: int) -> Dependence:
         both = values[out].is_inexact and values[given].is_inexact

@@ -48,7 +48,7 @@ class Box:
     """One operation, input, captured value or output.
 
     Attributes:
-        key: The number; blocks and boxes share one sequence.
+        key: The unique number; blocks and boxes are numbered in one sequence.
         kind: "input", "captured", "output" or "operation".
         title: The name of the operation or the leaf.
         phase: The pass that contains it.
@@ -82,7 +82,7 @@ class Box:
 
     @property
     def alert(self) -> str:
-        """The kind of loss, or empty."""
+        """The kind of loss at this operation, or an empty string."""
         return next((operand.cut for operand in self.operands if operand.cut), "")
 
     @property
@@ -93,7 +93,7 @@ class Box:
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The lines below the title."""
+        """The lines of text below the title."""
         return (*([self.name] if self.name else []), *self.sizes)
 
     @property
@@ -121,12 +121,12 @@ class Block:
 
     Attributes:
         kind: "pass", "scope", "loop", "branch" or "call".
-        title: The name.
+        title: The name of the pass, module, call, loop or branch.
         scope: The modules around it and its own modules, outermost first.
         phase: The pass in which it runs.
         children: The boxes and blocks inside, in program order.
         mark: As in `Node.mark`.
-        key: The number; blocks and boxes share one sequence.
+        key: The unique number; blocks and boxes are numbered in one sequence.
         made: The letters and texts of the block's values that are read outside.
         given: The letters and texts of the outside values that the block reads.
     """
@@ -143,7 +143,7 @@ class Block:
 
     @property
     def path(self) -> str:
-        """The whole scope, joined by dots."""
+        """The names in `scope`, joined by dots."""
         return ".".join(self.scope) or self.title
 
     @property
@@ -154,17 +154,17 @@ class Block:
 
     @property
     def boxes(self) -> tuple[Box, ...]:
-        """Every box in it, in program order."""
+        """Every box in the block, in program order."""
         return tuple(item for item in self.walk() if isinstance(item, Box))
 
     @cached_property
     def operations(self) -> int:
-        """The number of operations in it."""
+        """The number of operations in the block."""
         return sum(box.kind == "operation" for box in self.boxes)
 
     @cached_property
     def lines(self) -> tuple[str, ...]:
-        """The lines below its title when it is collapsed."""
+        """The lines of text below the title of the collapsed block."""
         alerts = {box.alert for box in self.boxes if box.alert}
         results = sum(box.kind == "output" for box in self.boxes)
         return (
@@ -174,13 +174,13 @@ class Block:
         )
 
     def walk(self) -> Iterator[Box | Block]:
-        """Yields all boxes and blocks in it, in preorder."""
+        """Yields all boxes and blocks inside the block, in preorder."""
         return (item for _, item in self.paths())
 
     def paths(
         self, around: tuple[Block, ...] = ()
     ) -> Iterator[tuple[tuple[Block, ...], Box | Block]]:
-        """Yields all boxes and blocks in it, each with its enclosing blocks, outermost first."""
+        """Yields all boxes and blocks inside, each with its enclosing blocks, outermost first."""
         for child in self.children:
             yield (*around, self), child
             if isinstance(child, Block):
@@ -195,7 +195,7 @@ class Arrow:
         source: The key of the producing box.
         target: The key of the reading box.
         values: The values, as keys of `Outline.values`.
-        saved: Whether they are residuals, which one pass saves for a later pass.
+        saved: Whether the values are residuals, which one pass saves for a later pass.
         strength: The strongest dependence among the values.
         cut: The kind of loss, if a derivative is lost.
     """

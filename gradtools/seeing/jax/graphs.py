@@ -3,7 +3,8 @@
 Each equation is a node, each variable a value; loops, branches and calls keep their jaxprs as
 bodies. Links are differentiable between inexact arrays and cut otherwise, except as documented here
 and in `reachability.py`. A custom rule replaces the derivative of its function, so cuts inside of
-it do not count. An equation that writes to a mutable reference gives the reference a new value.
+the function do not count. An equation that writes to a mutable reference gives the reference a new
+value.
 
 A node's line is the innermost line of the user's code. JAX's own jitted functions are traced once
 and lack such a line: their equations get the line of each call.
@@ -68,7 +69,7 @@ class _Place:
     Attributes:
         site: The user's line that called one of JAX's own functions; None in the user's code.
         scope: The modules around it.
-        phase: The number of transpositions.
+        phase: The pass: the number of transpositions around the jaxpr.
     """
 
     site: Source | None = None
@@ -80,7 +81,7 @@ class _JaxprReader:
     """Converts jaxprs; a jaxpr that is called several times from one line is converted once."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, tuple[Jaxpr, PlainGraph]] = {}  # holds jaxprs so that ids are unique
+        self._known: dict[Any, tuple[Jaxpr, PlainGraph]] = {}  # references jaxprs: ids stay unique
         self._flow = reachability.Flow(raw=False)
 
     def graph(

@@ -28,8 +28,8 @@ class PassStep:
     Attributes:
         node: The operation, or the forward operation that it differentiates; None for internal
             steps such as stacking a loop's iterations, which are not reported.
-        inputs: The values that it reads, as numbers.
-        outputs: The values that it produces.
+        inputs: The numbers of the values that the step reads.
+        outputs: The numbers of the values that the step produces.
     """
 
     node: Node | None
@@ -82,7 +82,7 @@ class PassesAtValues:
         return None
 
     def starts_at_zero(self, place: LossPlace, leaf: int) -> bool:
-        """Returns whether a zero operand comes from another leaf, which gets a gradient."""
+        """Returns whether a zero operand depends on a leaf that gets a gradient, not on `leaf`."""
         own = self._reached([self.gradients[leaf][0]])
         others = [v for v, gradient in self.gradients.values() if self.sizes.get(gradient)]
         moving = self._reached(others)

@@ -49,7 +49,7 @@ class Value:
         shape: The shape.
         dtype: The name of the dtype.
         name: The path of an input or output leaf, the name of a captured parameter, or empty.
-        base: The value whose storage it shares, if it is a view.
+        base: For a view, the value whose storage is shared.
     """
 
     shape: tuple[int, ...]
@@ -59,7 +59,7 @@ class Value:
 
     @property
     def is_inexact(self) -> bool:
-        """Whether its dtype is floating or complex, so that it may have a derivative."""
+        """Whether the dtype is floating or complex, so that the value may have a derivative."""
         return self.dtype.startswith(("float", "complex", "bfloat"))
 
     @property
@@ -97,12 +97,12 @@ class Node:
 
     Attributes:
         operation: The neutral name, such as "matmul" or "add", or the native name if there is none.
-        inputs: The values that it reads, as numbers, in the order of its arguments.
-        outputs: The values that it produces.
+        inputs: The numbers of the values that the operation reads, in the order of its arguments.
+        outputs: The numbers of the values that the operation produces.
         native: The framework's own name.
         attributes: Static parameters: axes, a permutation, a subscript string.
-        source: The innermost line of the user's own code that ran it.
-        scope: The modules in which it ran, outermost first.
+        source: The innermost line of the user's own code that ran the operation.
+        scope: The modules in which the operation ran, outermost first.
         phase: 0 forward, 1 backward, 2 backward of the backward.
         links: ``links[k][i]`` is the dependence of output k on input i. If None, it is derived from
             the bodies; without bodies, inexact arrays are differentiable and other pairs are cut.

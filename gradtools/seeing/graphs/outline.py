@@ -29,8 +29,8 @@ class Operand:
     """An operand: a value, which several branches may produce, or a number as text.
 
     Attributes:
-        makers: The boxes that produce it.
-        number: The value, as a key of `Outline.values`.
+        makers: The boxes that produce the value.
+        number: The number of the value, a key of `Outline.values`.
         text: The number as text, if there are no makers.
         strength: The dependence of the operation's outputs on the operand.
         cut: The kind of loss, if a derivative is lost.
@@ -51,13 +51,13 @@ class Box:
         key: The unique number; blocks and boxes are numbered in one sequence.
         kind: "input", "captured", "output" or "operation".
         title: The name of the operation or the leaf.
-        phase: The pass that contains it.
+        phase: The pass that contains the box.
         node: The operation.
         values: The results; for a leaf or an output, the value.
-        scope: The modules that contain it, within the block around it.
+        scope: The modules that contain the box, within the block around the box.
         name: The name of the call or module if this is its only operation.
         operands: The operands, in order.
-        made: The letters of the values that it produces.
+        made: The letters of the values that the operation produces.
         call: The operation with its operands; for an output, the value.
     """
 
@@ -75,7 +75,7 @@ class Box:
 
     @property
     def mark(self) -> str:
-        """The mark of its node (custom rule, edited gradient, ...), then the name of its rule."""
+        """The mark of the node (custom rule, edited gradient, ...), and the name of its rule."""
         if self.node is None or not self.node.mark:
             return ""
         return f"{self.node.mark} {self.node.attributes.get('rule', '')}".rstrip()
@@ -87,7 +87,7 @@ class Box:
 
     @property
     def sizes(self) -> list[str]:
-        """The shapes and dtypes of at most two of its values."""
+        """The shapes and dtypes of at most two of the box's values."""
         more = [f"and {len(self.values) - 2} more"] if len(self.values) > 2 else []
         return [*map(value_text, self.values[:2]), *more]
 
@@ -122,8 +122,8 @@ class Block:
     Attributes:
         kind: "pass", "scope", "loop", "branch" or "call".
         title: The name of the pass, module, call, loop or branch.
-        scope: The modules around it and its own modules, outermost first.
-        phase: The pass in which it runs.
+        scope: The modules around the block and its own modules, outermost first.
+        phase: The pass in which the block runs.
         children: The boxes and blocks inside, in program order.
         mark: As in `Node.mark`.
         key: The unique number; blocks and boxes are numbered in one sequence.

@@ -22,8 +22,8 @@ class Recording:
     """One run of a function of flat leaves.
 
     Attributes:
-        graph: Its graph. ``graph.inputs`` are the leaves, ``graph.outputs`` the results, with one
-            value for each, also for NumPy arrays and Python numbers.
+        graph: The graph of the run. ``graph.inputs`` are the leaves, ``graph.outputs`` the results,
+            with one value for each, also for NumPy arrays and Python numbers.
         refusal: The finding for the framework's error that ended the run, if any, without a leaf's
             name; the graph then has no outputs.
         parameters: The captured arrays with requires_grad, with their names.

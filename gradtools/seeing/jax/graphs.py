@@ -45,7 +45,7 @@ def graph_of(
 
     Args:
         closed_jaxpr: The result of ``jax.make_jaxpr(f)(*args)``.
-        names: The names of its inputs, such as "argument 0['w']".
+        names: The names of the jaxpr's inputs, such as "argument 0['w']".
         captured: Names of closed-over constants, by ``id`` of the array.
 
     Returns:
@@ -68,7 +68,7 @@ class _Place:
 
     Attributes:
         site: The user's line that called one of JAX's own functions; None in the user's code.
-        scope: The modules around it.
+        scope: The modules around the jaxpr.
         phase: The pass: the number of transpositions around the jaxpr.
     """
 

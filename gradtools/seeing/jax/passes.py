@@ -61,7 +61,7 @@ def differentiated(
 
     Args:
         closed: The closed jaxpr of the forward pass.
-        leaves: The number of its inputs.
+        leaves: The number of inputs of the jaxpr.
         wrt: The differentiated inputs.
         outs: The outputs with a cotangent.
         order: 1 with backward, 2 with backward of the backward.
@@ -275,8 +275,8 @@ def passes_at(
 
     Args:
         closed: The program's closed jaxpr.
-        forward: Its graph.
-        leaves: Its inputs.
+        forward: The graph of the jaxpr.
+        leaves: The inputs of the program.
         wrt: The leaves that are differentiated.
         outs: The outputs that have a cotangent.
     """

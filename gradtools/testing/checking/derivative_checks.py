@@ -331,7 +331,7 @@ class DerivativeCheck:
         There is no slope if f is not finite. If no step gives a slope, or rounding is as large as
         the slope, only NaN counts as wrong.
 
-        derivative: The derivative at the point x + t u. It reveals a kink at x, and whether the
+        derivative: The derivative at the point x + t u, which reveals a kink at x, and whether the
         smallest step is too large for f.
         """
         what, limit = f"{self.label(mode)} of {path}", self.numeric

@@ -166,7 +166,7 @@ class Causes:
         return ""
 
     def _is_random(self, name: str, k: int) -> bool:
-        """Returns whether one side's result differs from run to run."""
+        """Returns whether two runs of one side give different results."""
         quantity = self.check.quantities[name]
         runs = (self.check.evaluate(quantity, k, self.check.leaves[k]) for _ in range(2))
         return any(

@@ -1,7 +1,7 @@
 """Converts a graph to its outline: nested blocks of boxes, with arrows between them.
 
 1. The bodies of loops, branches and calls are inlined. Values are forwarded across the boundary
-   of a body, so an operand names the boxes that compute it, wherever they are.
+   of a body, so an operand refers to the boxes that compute it, inside or outside of the body.
 2. Consecutive operations of one module or call become nested blocks; a block with one child is
    replaced by the child, which gets both names. A parameter is placed in the innermost block that
    contains all of its readers, an argument outside of all blocks, an output after the block that

@@ -203,8 +203,8 @@ class DerivativeCheck:
             if entries.any():
                 self.report.left_out.append(
                     f"{what}: finite differences cannot decide {int(entries.sum())} of "
-                    f"{entries.size} entries (f leaves its domain nearby, rounding hides "
-                    f"the slope, or every step is too large for it); {rest}"
+                    f"{entries.size} entries (f leaves its domain nearby, rounding exceeds "
+                    f"the slope, or every step is too large); {rest}"
                 )
         self._undecided = {}
 

@@ -81,7 +81,7 @@ class Causes:
         stopped = stopped if stopped and stopped.name.startswith("stopped") else None
         if a is None or b is None:
             lost, kept = self.names if a is None else self.names[::-1]
-            ways = f"In {lost} it is stopped, detached, cast to an integer, compared, or not used."
+            ways = f"In {lost} the leaf is detached, cast to an integer, compared, or not used."
             return c.because(
                 f"stopped gradient in {lost}",
                 f"{c.path} reaches the output in {kept} only. "

@@ -1,7 +1,7 @@
 """`CrossCheck`: the values and derivatives that `cross_check` compares, in JAX's layout.
 
 A `CrossCheck` evaluates quantities of two sides at one point, compares them, and distinguishes
-rounding from disagreement. `causes.py` evaluates them at nearby points as well.
+rounding from disagreement. `causes.py` also evaluates the quantities at nearby points.
 """
 
 from __future__ import annotations

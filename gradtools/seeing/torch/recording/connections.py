@@ -1,7 +1,7 @@
 """Records the connections between the values of a PyTorch run, for `why_zero`.
 
 The operations are aten operations (`run_recorder.py`), each with the name of the function that the
-user called. A torch.autograd.Function is one node, whichever operations it runs. Data that leaves
+user called. A torch.autograd.Function is one node, regardless of its operations. Data that leaves
 for NumPy or Python is a node without results in PyTorch; `recorded_run.py` finds where it returns.
 """
 

@@ -30,7 +30,7 @@ def print_graph(options: argparse.Namespace) -> int:
     out = options.out
     suffix = Path(out).suffix.lower() if out is not None else ""
     if out is not None and suffix not in FORMS:
-        raise GradtoolsError(f"-o {out}: no form for {suffix!r}; expected {', '.join(FORMS)}.")
+        raise GradtoolsError(f"-o {out}: no format for {suffix!r}; expected {', '.join(FORMS)}.")
     f, args, gt = inputs_of(options)
     drawn = gt.gradient_graph(f, *args, order=options.order, argnums=tuple(options.argnums))
     if out is None:
@@ -39,6 +39,6 @@ def print_graph(options: argparse.Namespace) -> int:
     try:
         drawn.save(out)
     except OSError as error:
-        raise GradtoolsError(f"-o {out}: it cannot be written: {error.strerror}.") from error
+        raise GradtoolsError(f"-o {out}: the file cannot be written: {error.strerror}.") from error
     print(f"wrote {out}")
     return 0

@@ -23,8 +23,9 @@ class DerivativeComparison:
     """Compares a program's derivative with its values at xs, with a new u and v at each comparison.
 
     Attributes:
-        program: `program(xs)` returns f's outputs, and `program.slope(xs, vs, us)` is Re<v, J u>
-            with its size without cancellation; xs, vs and us are lists of NumPy arrays.
+        program: `program(xs)` returns f's outputs, and `program.slope(xs, vs, us)` returns
+            Re<v, J u> and the sum of the moduli of its terms; xs, vs and us are lists of NumPy
+            arrays.
         slope: The latest derivative along u.
         difference: The latest difference of the values along u, at the step size `step`.
     """
@@ -53,7 +54,7 @@ class DerivativeComparison:
         return "agrees" if found[-1] == "agrees" else "differs" if both else "noisy"
 
     def compare(self, only: int | None = None) -> str:
-        """Compares once, along a direction in all arrays, or in the array number `only` alone."""
+        """Compares once, along a direction in all arrays, or only in array number `only`."""
         program, eps, differences = self.program, self.program.eps, list[float]()
         base, us = program(self.xs), self._moves()
         us = [u if only in (None, i) else 0 * u for i, u in enumerate(us)]

@@ -1,4 +1,4 @@
-"""`gradtools check`: a dozen small programs on this machine's device, compared with NumPy."""
+"""`gradtools check`: runs a dozen small programs on the default device, and compares with NumPy."""
 
 from __future__ import annotations
 
@@ -121,7 +121,7 @@ def error_of(gt: Any, name: str) -> float:
 
 
 def check(options: argparse.Namespace) -> int:
-    """Runs the programs. Returns 0 if all agree, 1 if one does not, 2 if none can run."""
+    """Runs the programs. Returns 0 if all agree, 1 if any disagrees, 2 if no framework runs."""
     wanted = ("torch", "jax") if options.backend == "both" else (options.backend,)
     here = [name for name in wanted if name in gradtools.available_backends()]
     if not here:
@@ -140,7 +140,7 @@ def check(options: argparse.Namespace) -> int:
                 try:
                     error = error_of(gt, name)
                     said = f"off by {error:.0e}"
-                except Exception as raised:  # a program that raises is a result of the check
+                except Exception as raised:  # reported as a failure of the program
                     error, said = np.inf, f"{type(raised).__name__}: {raised}"
                 failed += (wrong := not error <= TOLERANCE)
                 print(f"  {'FAILED' if wrong else 'ok':<8}{name.replace('_', ' '):<36}{said}")

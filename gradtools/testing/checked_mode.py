@@ -7,9 +7,9 @@ executes (`stop_gradient`, `detach`, a `no_grad` block) keeps the value of the f
 other runs. Stops inside of gradtools, custom functions and rules do not keep their value. The same
 comparison of the values inside of f finds the operation at which a wrong derivative begins.
 
-`central_differences` compares. The modules `checked_mode` of `gradtools.torch` and `gradtools.jax`
-run f at other points. While a context is open, the members of a backend that differentiate are
-replaced on the instance, so operators outside of a context run unchanged.
+`central_differences` performs the comparison. The modules `checked_mode` of `gradtools.torch` and
+`gradtools.jax` run f at other points. While a context is open, the members of a backend that
+differentiate are replaced on the instance, so operators outside of a context run unchanged.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from gradtools.testing.central_differences import DerivativeComparison, dot
 
 TRACED = "traced values (jit, vmap, compile)"
 UNSEEN = "stops inside of compiled code or loops, or f reads values"
-NOISY = "too noisy to tell"
-_MOST_ROWS = 16  # of a batch
+NOISY = "inconclusive because of rounding noise"
+_MOST_ROWS = 16  # maximum number of rows of a batch that are compared
 
 
 @dataclass
@@ -70,7 +70,7 @@ class _CheckedThread(threading.local):
     program: Any = None  # the program that is running at other points, without comparisons
     own = False  # whether gradtools' code runs, rather than f's forward code
     taking = False  # whether a derivative of gradtools is being taken
-    native = False  # whether a derivative of the framework's own, at known values, is compared
+    native = False  # whether a derivative that the framework takes at known values is compared
 
 
 here = _CheckedThread()
@@ -88,7 +88,7 @@ def set_here(**values: Any) -> Iterator[None]:
 
 
 def functions_within(fun: Any) -> list[Any]:
-    """Returns the differentiated function and the functions that it wraps, the user's last."""
+    """Returns the differentiated function and the functions that it wraps, outermost first."""
     found = [getattr(fun, "call", fun)]
     while (inner := getattr(found[-1], "f", None) or getattr(found[-1], "fun", None)) is not None:
         found.append(inner)
@@ -99,16 +99,17 @@ def functions_within(fun: Any) -> list[Any]:
 
 
 class CheckedProgram:
-    """f, which runs again at other points without side effects; a subclass per framework runs it.
+    """Runs f again at other points without side effects; each framework has a subclass.
 
     Attributes:
-        half: The module that runs f.
-        run: f's outputs at arrays, without edits.
-        at: A context in which it runs, which yields the arrays at a point.
+        half: The framework's `checked_mode` module.
+        run: A function that returns f's outputs at the given arrays, without edits.
+        at: A context manager in which f runs; yields the arrays at a point.
         eps: The coarsest precision that f uses.
         unseen: The number of operations that contain stops that the check cannot detect.
-        notes: Notes for the report. hooks: A sentence on each hook that f sets.
-        values: The values that f stops, and in `recorded` their values in the first run.
+        notes: Notes for the report.
+        hooks: A sentence on each hook that f sets, as the keys of a dictionary.
+        values: The values that f stops; `recorded` contains their values in the first run.
         seen: The values inside of f, with names and lines; `held` returns the first `count` values,
             or their "vjp" or "jvp" derivative.
     """
@@ -173,7 +174,7 @@ class CheckedProgram:
         return list(self.backend.filled(result.pullback(self.half.like(vs, result.outs)), xs))
 
     def see(self, name: str, line: Source | None, ys: Sequence[Any]) -> None:
-        """Stores values that operations inside of f return, while they are counted."""
+        """Appends values of operations inside of f to `seen`, if `count` is set."""
         if self.count is not None:
             self.seen += [(name, f" ({line})" if line else "", y) for y in ys]
 
@@ -216,7 +217,7 @@ def _text(caller: str, fun: Any, program: Any, c: DerivativeComparison) -> str:
     name = getattr(within[-1], "__qualname__", type(within[-1]).__name__)
     return (
         f"{caller}: the derivative with respect to {', '.join(wrong[:3]) or 'its arguments'} is "
-        f"not that of f's values: along a random direction it is {words}. f is {name} "
+        f"inconsistent with f's values: along a random direction it is {words}. f is {name} "
         f"({definition_of(within[-1])}), differentiated at {innermost(lines_above(1))}. "
         f"{program.first_wrong()}"
     ).rstrip()
@@ -226,7 +227,7 @@ def _text(caller: str, fun: Any, program: Any, c: DerivativeComparison) -> str:
 
 
 class _CheckedMembers:
-    """The replaced members of one backend, which consult this thread's state."""
+    """The replaced members of one backend, which read this thread's state."""
 
     def __init__(self, backend: Any) -> None:
         self.backend = backend

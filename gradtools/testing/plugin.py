@@ -79,7 +79,7 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def gt(gradtools_backend: str) -> Any:
     """Returns the namespace `gradtools.torch` or `gradtools.jax`; the test runs once for each.
 
-    It has session scope, so that fixtures of every scope may use it.
+    The fixture has session scope, so fixtures of every scope may use it.
     """
     return import_module(f"gradtools.{gradtools_backend}")
 
@@ -88,7 +88,7 @@ def gt(gradtools_backend: str) -> Any:
 def cross_check(request: pytest.FixtureRequest) -> Callable[..., Any]:
     """Returns `gradtools.testing.cross_check`.
 
-    A test that uses it is skipped unless both frameworks are installed and selected.
+    A test that uses this fixture is skipped unless both frameworks are installed and selected.
     """
     missing = [b for b in BACKENDS if b not in wanted_backends(request.config)]
     if missing:

@@ -95,7 +95,7 @@ def test_the_graph_shows_a_pass_for_each_order(program, capsys, order):
 REFUSALS = [
     (
         "graph written:broken --shapes 3 -o f.pdf",
-        ["no form for '.pdf'; expected "],
+        ["no format for '.pdf'; expected "],
     ),
     ("formula written:broken --shapes 3", ["f raised RuntimeError: on purpose"]),
     ("formula written:cubes --shapes 3:int64", ["gradtools formula: formula: argument 0"]),

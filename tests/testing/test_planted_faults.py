@@ -139,7 +139,7 @@ fault(
     lambda x, y: ((x * y - jnp.tanh(y)) ** 2).mean(),
     X,
     Y,
-    says="In jax it is not stopped",
+    says="In jax the gradient is not stopped",
 )
 fault(
     "gradient",
@@ -148,7 +148,7 @@ fault(
     lambda x, y: ((x * y - jax.lax.stop_gradient(jnp.tanh(y))) ** 2).mean(),
     X,
     Y,
-    says="In torch it is not stopped",
+    says="In torch the gradient is not stopped",
 )
 fault(
     "gradient",

@@ -1,6 +1,6 @@
 """`why_zero` finds where a gradient is lost, and suggests a fix.
 
-A lost gradient raises no error: training ignores it. The report contains
+A lost gradient raises no error, and training continues without it. The report contains:
 
 a. leaves with no gradient, or a zero gradient at the given values, with the operations that lose
    it;
@@ -79,8 +79,8 @@ def diagnosed(
     Args:
         program: The program that was recorded.
         recording: Its recording.
-        examined: For each leaf or parameter, by name, the graph's values that carry its gradient;
-            none if f does not read it.
+        examined: Maps the name of each leaf or parameter to the graph's values through which its
+            gradient flows; empty if f does not read the array.
         absent: The kind of the finding if no data flows from an array to the output.
     """
     names = [*examined]
@@ -180,10 +180,10 @@ def without_repeats(findings: Iterable[Finding]) -> list[Finding]:
 
 # --- notes -------------------------------------------------------------------------------
 
-_STOPPED = "stops a summand of the loss as a whole: it is a number in the loss and trains nothing"
+_STOPPED = "stops a summand of the loss as a whole: the summand is a constant and trains nothing"
 _STARTS_AT_ZERO = (
     "multiplies by a trained factor that is zero at these values, as in LoRA and ReZero; the "
-    "gradient is zero until the factor has moved"
+    "gradient is zero until the factor has changed"
 )
 
 

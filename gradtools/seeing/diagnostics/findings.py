@@ -63,7 +63,7 @@ KINDS: dict[str, FindingKind] = {
         "graph of the inner function is too large, apply gt.frozen to it, or use gt.mixed_partial",
     ),
     "in_place_data": FindingKind(
-        "an array is overwritten in a way that differentiation does not see",
+        "an array is overwritten in a way that automatic differentiation does not record",
         "write y = ... instead of writing to x.data",
     ),
     "rule": FindingKind(
@@ -83,7 +83,7 @@ KINDS: dict[str, FindingKind] = {
         numerical=True,
     ),
     "nan": FindingKind(
-        "from here on numbers or gradients are NaN or infinite at these values",
+        "from this operation on, arrays or gradients are NaN or infinite at these values",
         "keep the operand away from points at which the function or its slope is infinite (add an "
         "epsilon inside, clip, subtract the maximum); if a mask hides the entry, replace the "
         "operand, where(x > 0, f(where(x > 0, x, 1)), 0): 0 * inf is NaN in the backward pass",
@@ -116,9 +116,9 @@ KINDS: dict[str, FindingKind] = {
         headline=_NOT_TRAINED,
     ),
     "other_model": _in_training(
-        "the optimizer holds it, but it is not a parameter of the model",
-        "create the optimizer with the parameters of the trained model after that was copied, "
-        "loaded, wrapped or moved",
+        "the optimizer contains it, but it is not a parameter of the model",
+        "create the optimizer with the parameters of the trained model after the model was "
+        "copied, loaded, wrapped or moved",
         headline=("is optimized without effect:", "are optimized without effect:"),
     ),
 }
@@ -134,8 +134,8 @@ _FIXES = {
         "make_functional(module) or torch.func.functional_call"
     ),
     ("detached", "Parameter"): (
-        "nn.Parameter makes a new leaf of a computed tensor: register the tensors that it is "
-        "computed from as parameters, or pass the tensor itself (make_functional, "
+        "nn.Parameter makes a new leaf from a computed tensor: register the tensors from which it "
+        "is computed as parameters, or pass the tensor itself (make_functional, "
         "torch.func.functional_call)"
     ),
     ("left_framework", "tensor"): (

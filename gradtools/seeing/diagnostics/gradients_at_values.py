@@ -5,7 +5,7 @@ every value (`PassesAtValues`). Both frameworks share the analysis:
 
 - A zero gradient is traced back towards the cotangents of the outputs. The gradient is lost at the
   steps that return zeros for a nonzero cotangent or without a cotangent. If nonzero cotangents sum
-  to zero, the gradient is lost at the operation that produced both.
+  to zero, the gradient is lost at the operation from which both were computed.
 - A NaN is traced back from the outputs (otherwise from the gradient) to the steps whose result is
   NaN or infinite and whose operands are finite.
 """
@@ -28,8 +28,8 @@ class PassStep:
     Attributes:
         node: The operation, or the forward operation that it differentiates; None for internal
             steps such as stacking a loop's iterations, which are not reported.
-        inputs: The values that it reads, as numbers.
-        outputs: The values that it produces.
+        inputs: The numbers of the values that the step reads.
+        outputs: The numbers of the values that the step produces.
     """
 
     node: Node | None
@@ -59,9 +59,9 @@ class PassesAtValues:
         sizes: The greatest modulus of each value's entries (NaN if any entry is NaN); None for an
             empty value.
         outputs: The numbers of the forward pass's outputs.
-        seeds: Their cotangents.
-        gradients: The number of each leaf and the number of its gradient, by the leaf's number in
-            the graph of the program.
+        seeds: The numbers of the cotangents of the outputs.
+        gradients: Maps the number of a leaf in the program's graph to its number in these passes
+            and the number of its gradient.
     """
 
     steps: Sequence[PassStep] = ()
@@ -82,7 +82,7 @@ class PassesAtValues:
         return None
 
     def starts_at_zero(self, place: LossPlace, leaf: int) -> bool:
-        """Returns whether a zero operand comes from another leaf, which gets a gradient."""
+        """Returns whether a zero operand depends on a leaf that gets a gradient, not on `leaf`."""
         own = self._reached([self.gradients[leaf][0]])
         others = [v for v, gradient in self.gradients.values() if self.sizes.get(gradient)]
         moving = self._reached(others)
@@ -127,7 +127,7 @@ class PassesAtValues:
         places = []
         for step in reversed(self._ends([gradient], onward)):  # in the order of the forward pass
             node = self._meeting(step).node
-            if node is not None and node.source is None:  # a framework's zeros for a rule's None
+            if node is not None and node.source is None:  # zeros made for a rule's None
                 node = self.last_rule(leaf) or node
             if node is not None:
                 zeros = tuple(v for v in step.inputs if self.sizes.get(v) == 0)

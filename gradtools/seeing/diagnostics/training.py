@@ -146,8 +146,9 @@ def _note_targets(
 ) -> None:
     """Turns findings on parameters of target networks and teachers into notes.
 
-    Such parameters are stopped as a whole, only by a stop or no_grad. In addition, they are the
-    twin of a trained network, or the caller did not name them and no optimizer step changes them.
+    A parameter of a target network or teacher loses its whole gradient, only by stops or no_grad.
+    In addition, it has a twin that is trained, or no optimizer step changes it and the user passed
+    no model.
     """
     kinds: dict[str, set[str]] = {}
     for finding in result.findings:

@@ -33,29 +33,30 @@ class SeeingOperators(Operators):
         Findings are: an argument or parameter without a gradient, or with a zero, NaN or infinite
         gradient at these values, with the operations at which this happens; a scalar summand of the
         loss whose data left the framework or became discrete (``.item()``, a comparison, an
-        argmax); an edit of gradtools through which no gradient reaches any leaf. Each has its line,
-        its kind and a fix. A summand that is stopped as a whole by `detach`, `stop_gradient` or
-        `no_grad` is a note. Stops inside of an array that is otherwise differentiated
-        (straight-through estimators, targets, masks, normalizing constants) are not reported. f may
-        run several times; its changes to random streams, buffers and modules are undone.
+        argmax); an edit of gradtools through which no gradient reaches any leaf. Each finding has
+        a line, a kind and a fix. A summand that is stopped as a whole by `detach`, `stop_gradient`
+        or `no_grad` is reported as a note. Stops inside of an array that is otherwise
+        differentiated (straight-through estimators, targets, masks, normalizing constants) are not
+        reported. f may run several times; its changes to random streams, buffers and modules are
+        undone.
 
-        In training pass the model as `model` (or as f), or a closure without arguments that
+        For training, pass the model as `model` (or as f), or a closure without arguments that
         computes the loss. The parameters are then examined instead of the arguments: parameters
         that the loss does not read or whose gradient is lost, parameters missing from the
-        optimizer, tensors of another model in the optimizer, and tensors in a plain list or that
-        require grad without being a parameter. Losses that may be intended, such as frozen
+        optimizer, tensors of another model in the optimizer, and tensors that are in a plain list
+        or require grad without being parameters. Losses that may be intended, such as frozen
         parameters, are in the report's notes.
 
         Args:
-            f: Takes and returns pytrees of arrays; a module, or a closure without arguments.
+            f: A function of pytrees of arrays, a module, or a closure without arguments.
             *args: Arguments of f.
             argnums: The position or positions of the differentiated arguments, whose leaves are
                 floating or complex.
             model: The model that is trained, or a tuple or dict of models and arrays. In JAX, the
                 model that f captures, or a pytree of parameters.
             optimizer: PyTorch: an optimizer or a list of them. JAX: a transformation of optax or an
-                `nnx.Optimizer`. Without `model`, the parameters are f's or the argument:
-                ``why_zero(loss, params, optimizer=opt)``.
+                `nnx.Optimizer`. Without `model`, the parameters of f or the argument are
+                examined: ``why_zero(loss, params, optimizer=opt)``.
             **kwargs: Keyword arguments of f.
 
         Returns:
@@ -84,7 +85,7 @@ class SeeingOperators(Operators):
         if args and callable(f) and _takes_nothing(f):
             raise GradtoolsError(
                 f"why_zero: f takes no arguments, and {describe(backend, args[0])} was passed. "
-                "Pass a function of it, or the trained model: why_zero(f, model=...)."
+                "Pass a function of this argument, or the trained model: why_zero(f, model=...)."
             )
         if args and optimizer is not None and model is None and not is_model:
             several = [args[i] for i in normalized_argnums("why_zero", argnums, len(args))]

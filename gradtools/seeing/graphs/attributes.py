@@ -76,7 +76,7 @@ def numbers_text(shape: Sequence[int], listed: Callable[[], Any]) -> str:
 
     Args:
         shape: The shape.
-        listed: Returns the array's numbers as nested lists.
+        listed: A function that returns the array's numbers as nested lists.
     """
     return number_text(listed()) if 0 < math.prod(shape) <= _MOST_NUMBERS else ""
 
@@ -89,7 +89,7 @@ def number_text(value: Any) -> str:
 
 
 def is_number(text: str) -> bool:
-    """Returns whether a captured value's name is a number, which replaces the operand."""
+    """Returns whether a captured value's name is a number, printed as the operand."""
     try:
         complex(text)
     except ValueError:

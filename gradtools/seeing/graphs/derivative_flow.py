@@ -67,7 +67,7 @@ def backward(
 def _propagated(
     graph: PlainGraph, start: Strengths, without: Container[int], reverse: bool
 ) -> dict[int, Dependence]:
-    """Interprets a graph, or its reverse, abstractly to the fixed point."""
+    """Runs an abstract interpretation of a graph, or of its reverse, to the fixed point."""
     graph = flat(graph)
     result = {v: strength for v, strength in start.items() if strength and v not in without}
     moved = bool(result)
@@ -133,7 +133,7 @@ def _has_bodies(graph: PlainGraph) -> bool:
 
 
 def join(source: int, target: int, strength: Dependence = _FULL) -> Node:
-    """Creates a node by which data flows from one value to another."""
+    """Creates a "join" node, through which data flows from `source` to `target`."""
     return Node(JOIN, (source,), (target,), links=((strength,),))
 
 
@@ -164,7 +164,7 @@ def _flattened(graph: PlainGraph) -> tuple[PlainGraph, Mapping[int, Node]]:
             originals[id(moved)] = node
 
     def enter(node: Node, inputs: Sequence[int], made: Sequence[int], call: Node) -> Sequence[int]:
-        """Adds the bodies of a node; returns its results."""
+        """Adds the nodes of a node's bodies; returns the numbers of its results."""
         results: Sequence[int] = made
         is_call = len(node.bodies) == 1 and not (node.bodies[0].carries or node.bodies[0].gate)
         deciding = set(range(len(inputs))).difference(*(body.inputs for body in node.bodies))

@@ -1,8 +1,8 @@
 """Computes the edges of a graph: each value's producer, readers, bytes and derivative.
 
-A value that a later pass reads is a *saved* residual. An edge is cut, with the kind of
-loss, if a derivative is lost there. A comparison that only makes a mask loses nothing, nor does the
-stopped maximum in softmax. Other intentional stops are cuts.
+A value that a later pass reads is a *saved* residual. If a derivative is lost on an edge,
+`Edge.cut` is the kind of loss. Comparisons that only make a mask and the stopped maximum in softmax
+lose no derivative; other intentional stops are cuts.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ def lost_links(graph: PlainGraph) -> frozenset[tuple[int, int]]:
 
 
 def _is_shift(node: Node, makers: dict[int, Node]) -> bool:
-    """Returns whether it stops a maximum without effect, as the numerically stable softmax does."""
+    """Returns whether a stop applies to a maximum that only shifts values, as in a softmax."""
     queue = [node]
     while queue:
         made = [makers[value] for value in queue.pop().inputs if value in makers]

@@ -92,22 +92,23 @@ class Graphing(Operators):
 
         Each operation belongs to a pass (``node.phase``) and has the line of f that it comes from,
         the modules around it, and a ``node.mark``: "custom rule", "edited gradient", "chunked",
-        "frozen" or "checkpoint" if it belongs to such a part, otherwise empty. A value that a later
-        pass reads was saved for it: ``edge.saved``, with its bytes. If a derivative is lost,
-        ``edge.cut`` gives the kind of loss, as in `why_zero`.
+        "frozen" or "checkpoint" inside of these operators, otherwise empty. ``edge.saved`` marks a
+        value that a later pass reads, and ``edge.bytes`` is its size. If a derivative is lost,
+        ``edge.cut`` is the kind of loss, as in `why_zero`.
 
-        In PyTorch f runs once and is differentiated, and its effects are undone; the operations are
-        aten's, and all intermediates are kept until the graph is built. In JAX f is traced.
+        In PyTorch f runs once and is differentiated, and its effects are undone; the graph
+        consists of aten operations, and all intermediates are kept until the graph is built. In JAX
+        f is traced.
 
         Args:
-            f: A function of pytrees of arrays that returns such pytrees, or a module.
+            f: A function from pytrees of arrays to pytrees of arrays, or a module.
             *args: Arguments of f; arrays of any shape and dtype.
             order: 0 for forward only, 1 with backward, 2 with backward of the backward.
             argnums: The position or positions of the differentiated arguments, whose leaves are
                 floating or complex. In PyTorch, parameters that f captures and that require grad
-                are differentiated as well; with ``argnums=()`` only they are.
-            outputs: In place of f, a pytree of existing PyTorch tensors, whose autograd graph is
-                drawn, without constants; nothing runs.
+                are differentiated as well; ``argnums=()`` selects only these parameters.
+            outputs: A pytree of existing PyTorch tensors, passed instead of f. Their autograd graph
+                is drawn, without constants, and no program runs.
             **kwargs: Keyword arguments of f.
 
         Returns:
@@ -117,9 +118,9 @@ class Graphing(Operators):
             or ``save()`` to show it; notebooks draw it automatically.
 
         Raises:
-            GradtoolsError: neither or both of f and outputs are given, or outputs have no graph, as
-                in JAX; order is not 0, 1 or 2; argnums is out of range or names an integer
-                argument; f raises, returns no array, or leaves the framework where it may not.
+            GradtoolsError: neither or both of f and outputs are given, or outputs have no graph
+                (always in JAX); order is not 0, 1 or 2; argnums is out of range or names an integer
+                argument; f raises, returns no array, or in JAX converts a tracer to NumPy.
 
         Example:
             >>> x = gt.asarray(np.float32([1.0, 2.0]))
@@ -138,7 +139,7 @@ class Graphing(Operators):
         if (f is None) == (outputs is None):
             raise GradtoolsError(
                 "gradient_graph: expected either a function with its arguments or outputs=, "
-                f"results that exist already; got {'neither' if f is None else 'both'}."
+                f"a pytree of existing tensors; got {'neither' if f is None else 'both'}."
             )
         passes = Framework(self._backend, "gradient_graph").passes
         if f is None:

@@ -1,6 +1,6 @@
-"""Finds where a gradient is lost: of a whole leaf, of a summand of the loss, or at an edit.
+"""Finds operations that lose the gradient of a leaf or of a summand, and edits without effect.
 
-Values are *differentiable* in a leaf, or only data flows to them from it (`derivative_flow.py`). A
+A value is *differentiable* in a leaf, or only its data comes from it (`derivative_flow.py`). A
 gradient is lost at operations that read a differentiable value and whose result leads to the end
 only through values that are not differentiable::
 
@@ -44,7 +44,7 @@ class Loss:
         node: The operation.
         input: The position of its operand that still has a derivative.
         whole: Whether the leaf's whole gradient is lost, not only the gradient of one summand.
-        further: Whether the derivative was lost before it on every path.
+        further: Whether every path from the leaf loses the derivative before this operation.
     """
 
     node: Node
@@ -57,7 +57,7 @@ class Loss:
 
 
 def losses(graph: PlainGraph, leaf: int) -> list[Loss]:
-    """Returns the operations that lose a leaf's gradient, in program order; empty if it has one."""
+    """Returns the operations that lose a leaf's gradient, in program order, or an empty list."""
     if behind(graph, tuple(graph.outputs)).get(leaf, _NONE) == _FULL:
         return []
     return losses_between(graph, leaf, graph.outputs)
@@ -66,8 +66,9 @@ def losses(graph: PlainGraph, leaf: int) -> list[Loss]:
 def losses_between(graph: PlainGraph, start: int, ends: Sequence[int]) -> list[Loss]:
     """Returns the operations that lose the derivative of the ends along the start.
 
-    Later operations that also lose it, on every path, are included if they stop it, leave the
-    framework, or are on the same line, since each of them must be changed.
+    Later operations through which all paths go, and that would also lose the derivative, are
+    included if they stop it, leave the framework, or are on the same line: the user must change
+    each of these operations.
     """
     graph = flat(graph)
     reached, first = forward(graph, {start: _FULL}), list[Loss]()
@@ -108,7 +109,7 @@ def lost_summands(graph: PlainGraph, leaves: Iterable[int]) -> Iterator[tuple[in
     "shift" if a summand with a derivative reads the lost values as well, as in
     ``log(sum(exp(x - s))) + s``; "part" if the summand is computed from a partial sum that has a
     derivative, as in ``x - floor(x)`` and in a straight-through estimator ``h + x - stop(x)`` with
-    a discrete h(x); else empty.
+    a discrete h(x); otherwise the role is empty.
 
     Args:
         graph: The program without bodies.
@@ -141,7 +142,7 @@ def trains_others(graph: PlainGraph, values: Iterable[int], others: Iterable[int
 
 
 def _parts(graph: PlainGraph, value: int, strengths: Strengths) -> Iterator[tuple[int, bool]]:
-    """Yields a value and the terms of its nested weighted sums, with whether each is a sum."""
+    """Yields (number, is_sum) for a value and for the terms of its nested weighted sums."""
     terms = _terms(graph, value, strengths)
     yield value, terms is not None
     for v in terms or ():
@@ -169,7 +170,7 @@ def _terms(graph: PlainGraph, value: int, strengths: Strengths) -> Sequence[int]
 
 
 def _stacked(graph: PlainGraph, value: int) -> Sequence[int] | None:
-    """Returns the scalars that are stacked to a vector; None for other values."""
+    """Returns the scalars that are stacked into a vector; None for other values."""
     if _is_scalar(graph, value):
         return [value]
     node = _makers(graph).get(value)

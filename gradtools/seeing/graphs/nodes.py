@@ -49,7 +49,7 @@ class Value:
         shape: The shape.
         dtype: The name of the dtype.
         name: The path of an input or output leaf, the name of a captured parameter, or empty.
-        base: The value whose storage it shares, if it is a view.
+        base: For a view, the value whose storage is shared.
     """
 
     shape: tuple[int, ...]
@@ -59,12 +59,12 @@ class Value:
 
     @property
     def is_inexact(self) -> bool:
-        """Whether its dtype is floating or complex, so that it may have a derivative."""
+        """Whether the dtype is floating or complex, so that the value may have a derivative."""
         return self.dtype.startswith(("float", "complex", "bfloat"))
 
     @property
     def bytes(self) -> int:
-        """The bytes of its elements; an element of unknown dtype counts as one byte."""
+        """The size of its elements in bytes; an element of unknown dtype counts as one byte."""
         bits = re.match(r"[a-z]*?(\d+)", self.dtype)
         return math.prod(self.shape) * max(1, int(bits[1]) // 8 if bits else 1)
 
@@ -97,12 +97,12 @@ class Node:
 
     Attributes:
         operation: The neutral name, such as "matmul" or "add", or the native name if there is none.
-        inputs: The values that it reads, as numbers, in the order of its arguments.
-        outputs: The values that it produces.
+        inputs: The numbers of the values that the operation reads, in the order of its arguments.
+        outputs: The numbers of the values that the operation produces.
         native: The framework's own name.
         attributes: Static parameters: axes, a permutation, a subscript string.
-        source: The innermost line of the user's own code that ran it.
-        scope: The modules in which it ran, outermost first.
+        source: The innermost line of the user's own code that ran the operation.
+        scope: The modules in which the operation ran, outermost first.
         phase: 0 forward, 1 backward, 2 backward of the backward.
         links: ``links[k][i]`` is the dependence of output k on input i. If None, it is derived from
             the bodies; without bodies, inexact arrays are differentiable and other pairs are cut.
@@ -131,7 +131,7 @@ def even_links(
     strength: Dependence = Dependence.DIFFERENTIABLE,
     cut: Container[int] = (),
 ) -> Links:
-    """Links inexact arrays with one strength; cuts other pairs, and links from `cut` values."""
+    """Returns links of one strength between inexact arrays; cuts other links, and `cut` inputs."""
 
     def link(out: int, given: int) -> Dependence:
         both = values[out].is_inexact and values[given].is_inexact

@@ -29,8 +29,8 @@ class Operand:
     """An operand: a value, which several branches may produce, or a number as text.
 
     Attributes:
-        makers: The boxes that produce it.
-        number: The value, as a key of `Outline.values`.
+        makers: The boxes that produce the value.
+        number: The number of the value, a key of `Outline.values`.
         text: The number as text, if there are no makers.
         strength: The dependence of the operation's outputs on the operand.
         cut: The kind of loss, if a derivative is lost.
@@ -48,16 +48,16 @@ class Box:
     """One operation, input, captured value or output.
 
     Attributes:
-        key: The number; blocks and boxes share one sequence.
+        key: The unique number; blocks and boxes are numbered in one sequence.
         kind: "input", "captured", "output" or "operation".
         title: The name of the operation or the leaf.
-        phase: The pass that contains it.
+        phase: The pass that contains the box.
         node: The operation.
         values: The results; for a leaf or an output, the value.
-        scope: The modules that contain it, within the block around it.
+        scope: The modules that contain the box, within the block around the box.
         name: The name of the call or module if this is its only operation.
         operands: The operands, in order.
-        made: The letters of the values that it produces.
+        made: The letters of the values that the operation produces.
         call: The operation with its operands; for an output, the value.
     """
 
@@ -75,25 +75,25 @@ class Box:
 
     @property
     def mark(self) -> str:
-        """The mark of its node (custom rule, edited gradient, ...), then the name of its rule."""
+        """The mark of the node (custom rule, edited gradient, ...), and the name of its rule."""
         if self.node is None or not self.node.mark:
             return ""
         return f"{self.node.mark} {self.node.attributes.get('rule', '')}".rstrip()
 
     @property
     def alert(self) -> str:
-        """The kind of loss, or empty."""
+        """The kind of loss at this operation, or an empty string."""
         return next((operand.cut for operand in self.operands if operand.cut), "")
 
     @property
     def sizes(self) -> list[str]:
-        """The shapes and dtypes of at most two of its values."""
+        """The shapes and dtypes of at most two of the box's values."""
         more = [f"and {len(self.values) - 2} more"] if len(self.values) > 2 else []
         return [*map(value_text, self.values[:2]), *more]
 
     @property
     def lines(self) -> tuple[str, ...]:
-        """The lines below the title."""
+        """The lines of text below the title."""
         return (*([self.name] if self.name else []), *self.sizes)
 
     @property
@@ -121,12 +121,12 @@ class Block:
 
     Attributes:
         kind: "pass", "scope", "loop", "branch" or "call".
-        title: The name.
-        scope: The modules around it and its own modules, outermost first.
-        phase: The pass in which it runs.
+        title: The name of the pass, module, call, loop or branch.
+        scope: The modules around the block and its own modules, outermost first.
+        phase: The pass in which the block runs.
         children: The boxes and blocks inside, in program order.
         mark: As in `Node.mark`.
-        key: The number; blocks and boxes share one sequence.
+        key: The unique number; blocks and boxes are numbered in one sequence.
         made: The letters and texts of the block's values that are read outside.
         given: The letters and texts of the outside values that the block reads.
     """
@@ -143,7 +143,7 @@ class Block:
 
     @property
     def path(self) -> str:
-        """The whole scope, joined by dots."""
+        """The names in `scope`, joined by dots."""
         return ".".join(self.scope) or self.title
 
     @property
@@ -154,17 +154,17 @@ class Block:
 
     @property
     def boxes(self) -> tuple[Box, ...]:
-        """Every box in it, in program order."""
+        """Every box in the block, in program order."""
         return tuple(item for item in self.walk() if isinstance(item, Box))
 
     @cached_property
     def operations(self) -> int:
-        """The number of operations in it."""
+        """The number of operations in the block."""
         return sum(box.kind == "operation" for box in self.boxes)
 
     @cached_property
     def lines(self) -> tuple[str, ...]:
-        """The lines below its title when it is collapsed."""
+        """The lines of text below the title of the collapsed block."""
         alerts = {box.alert for box in self.boxes if box.alert}
         results = sum(box.kind == "output" for box in self.boxes)
         return (
@@ -174,13 +174,13 @@ class Block:
         )
 
     def walk(self) -> Iterator[Box | Block]:
-        """Yields all boxes and blocks in it, in preorder."""
+        """Yields all boxes and blocks inside the block, in preorder."""
         return (item for _, item in self.paths())
 
     def paths(
         self, around: tuple[Block, ...] = ()
     ) -> Iterator[tuple[tuple[Block, ...], Box | Block]]:
-        """Yields all boxes and blocks in it, each with its enclosing blocks, outermost first."""
+        """Yields all boxes and blocks inside, each with its enclosing blocks, outermost first."""
         for child in self.children:
             yield (*around, self), child
             if isinstance(child, Block):
@@ -195,7 +195,7 @@ class Arrow:
         source: The key of the producing box.
         target: The key of the reading box.
         values: The values, as keys of `Outline.values`.
-        saved: Whether they are residuals, which one pass saves for a later pass.
+        saved: Whether the values are residuals, which one pass saves for a later pass.
         strength: The strongest dependence among the values.
         cut: The kind of loss, if a derivative is lost.
     """

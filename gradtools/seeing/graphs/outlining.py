@@ -1,9 +1,9 @@
 """Converts a graph to its outline: nested blocks of boxes, with arrows between them.
 
 1. The bodies of loops, branches and calls are inlined. Values are forwarded across the boundary
-   of a body, so an operand names the boxes that compute it, wherever they are.
+   of a body, so an operand refers to the boxes that compute it, inside or outside of the body.
 2. Consecutive operations of one module or call become nested blocks; a block with one child is
-   replaced by the child, under both names. A parameter is placed in the innermost block that
+   replaced by the child, which gets both names. A parameter is placed in the innermost block that
    contains all of its readers, an argument outside of all blocks, an output after the block that
    computes it. If there are many outputs, gradients of parameters are placed inside of blocks.
 3. Letters name the values in the order of the whole outline, so the names are the same in the
@@ -233,7 +233,7 @@ def _runs(entries: Iterable[Box | Block], level: int) -> list[Box | Block]:
 
 
 def _tidy(entry: Box | Block) -> Box | Block:
-    """Replaces a block that has one child by the child, under both names."""
+    """Replaces a block that has one child by the child, which gets both names."""
     if isinstance(entry, Box) or len(entry.children) != 1:
         return entry
     (child,) = entry.children
@@ -305,7 +305,7 @@ def _paths_to(columns: Iterable[Block]) -> dict[int, Sequence[Any]]:
 
 
 def _name_values(boxes: Sequence[Box], columns: Sequence[Block]) -> None:
-    """Writes the letters of values into boxes, and into blocks whose border they cross."""
+    """Names values by letters, in their boxes and in the blocks that the values enter or leave."""
     read: dict[int, set[int]] = {}
     for box in boxes:
         for operand in box.operands:
@@ -338,7 +338,7 @@ def _name_values(boxes: Sequence[Box], columns: Sequence[Block]) -> None:
 
 
 def _bracketed(operand: Operand, text: str) -> str:
-    """Formats an operand: ✕ if it loses a derivative, in brackets if none flows through it."""
+    """Adds ✕ to an operand that loses a derivative, and brackets if no derivative flows."""
     if operand.cut:
         return f"✕{text}"
     weak = operand.makers and operand.strength < Dependence.DIFFERENTIABLE

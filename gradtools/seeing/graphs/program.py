@@ -1,8 +1,8 @@
 """`LeafProgram` represents a user's call as a function of its array leaves.
 
 `LeafProgram` flattens ``f(*args, **kwargs)``: its leaves are the arrays among the arguments, each
-named by its argument and path, and ``run(leaves)`` returns the leaves of f's result. It also
-validates the user's arguments.
+named by its argument and path, and ``run(leaves)`` returns the leaves of f's result. The
+constructor also validates the user's arguments.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Framework:
 
     Args:
         backend: The backend of the user's program.
-        caller: The operator that the user called, for the error.
+        caller: The operator that the user called, for error messages.
 
     Raises:
         GradtoolsError: The backend is neither PyTorch's nor JAX's.
@@ -129,7 +129,7 @@ class LeafProgram:
         except Exception as error:
             what = f"{type(error).__name__}: {str(error).strip().rstrip('.')}{place_of(error)}"
             raise GradtoolsError(
-                f"{self.caller}: f{how} raised {what}. It must run at the given arguments."
+                f"{self.caller}: f{how} raised {what}. f must run at the given arguments."
                 + passed_on(error)
             ) from error
 

@@ -1,7 +1,7 @@
 """Finds the objects that a function can reach without its arguments, with their names.
 
 The search follows closures, the globals that the code names, defaults, bound methods, and their
-containers and attributes. It names captured arrays: ``net.layers[0].weight``.
+containers and attributes. Captured arrays get names such as ``net.layers[0].weight``.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def named_objects(
 
 
 def _parts(x: Any, name: str) -> Iterable[Named]:
-    if isinstance(x, FunctionType):  # the variables that it and its inner functions read
+    if isinstance(x, FunctionType):  # variables that x and its inner functions read
         read = [*cells_of(x).items(), *globals_of(x).items()]
         wrapped = getattr(x, "__wrapped__", None)
         defaults = [(x.__defaults__, "default"), (x.__kwdefaults__, "default"), (wrapped, "")]

@@ -1,4 +1,4 @@
-"""`Recording` holds one run of a function as a graph, or the error of the framework that ended it.
+"""`Recording` is one run of a function as a graph, or the framework's error that ended the run.
 
 Each backend implements `record`. It runs or traces a function of flat leaves once, differentiates
 it at the given values, and returns a `Recording`, which `diagnosis.py` interprets.
@@ -22,13 +22,13 @@ class Recording:
     """One run of a function of flat leaves.
 
     Attributes:
-        graph: Its graph. ``graph.inputs`` are the leaves, ``graph.outputs`` the results, with one
-            value for each, also for NumPy arrays and Python numbers.
-        refusal: The framework's error that ended the run, if any, without a leaf's name; the graph
-            then has no outputs.
+        graph: The graph of the run. ``graph.inputs`` are the leaves, ``graph.outputs`` the results,
+            with one value for each, also for NumPy arrays and Python numbers.
+        refusal: The finding for the framework's error that ended the run, if any, without a leaf's
+            name; the graph then has no outputs.
         parameters: The captured arrays with requires_grad, with their names.
-        reads: For tensors that existed before the run, by id, the numbers of the values that carry
-            their gradient: their own, and those of tensors computed from them before.
+        reads: Maps the id of a tensor that existed before the run to the values through which its
+            gradient flows: its own value, and values of tensors computed from it earlier.
         passes: The run with its backward pass at these values; None if the graph was freed before.
     """
 
@@ -39,5 +39,5 @@ class Recording:
     passes: PassesAtValues | None = field(default_factory=PassesAtValues)
 
     def numbers(self, array: Any) -> Sequence[int]:
-        """Returns the numbers of the values that carry the gradient of a captured array."""
+        """Returns the values through which the gradient of a captured array flows."""
         return self.reads.get(id(array), ())

@@ -3,7 +3,8 @@
 Each equation is a node, each variable a value; loops, branches and calls keep their jaxprs as
 bodies. Links are differentiable between inexact arrays and cut otherwise, except as documented here
 and in `reachability.py`. A custom rule replaces the derivative of its function, so cuts inside of
-it do not count. An equation that writes to a mutable reference gives the reference a new value.
+the function do not count. An equation that writes to a mutable reference gives the reference a new
+value.
 
 A node's line is the innermost line of the user's code. JAX's own jitted functions are traced once
 and lack such a line: their equations get the line of each call.
@@ -44,7 +45,7 @@ def graph_of(
 
     Args:
         closed_jaxpr: The result of ``jax.make_jaxpr(f)(*args)``.
-        names: The names of its inputs, such as "argument 0['w']".
+        names: The names of the jaxpr's inputs, such as "argument 0['w']".
         captured: Names of closed-over constants, by ``id`` of the array.
 
     Returns:
@@ -67,8 +68,8 @@ class _Place:
 
     Attributes:
         site: The user's line that called one of JAX's own functions; None in the user's code.
-        scope: The modules around it.
-        phase: The number of transpositions.
+        scope: The modules around the jaxpr.
+        phase: The pass: the number of transpositions around the jaxpr.
     """
 
     site: Source | None = None
@@ -80,7 +81,7 @@ class _JaxprReader:
     """Converts jaxprs; a jaxpr that is called several times from one line is converted once."""
 
     def __init__(self) -> None:
-        self._known: dict[Any, tuple[Jaxpr, PlainGraph]] = {}  # holds jaxprs so that ids are unique
+        self._known: dict[Any, tuple[Jaxpr, PlainGraph]] = {}  # references jaxprs: ids stay unique
         self._flow = reachability.Flow(raw=False)
 
     def graph(

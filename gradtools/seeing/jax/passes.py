@@ -1,8 +1,8 @@
 """A JAX program with its backward passes, as a graph and at given values.
 
-The jaxpr is evaluated equation by equation inside of `jax.vjp`, each in a named scope with its
-number. JAX attaches the scope to all equations that it derives from the equation, forward and
-backward, so each gets the line, the modules and the mark of its origin.
+The jaxpr is evaluated inside of `jax.vjp`, each equation in a named scope with its number. JAX
+attaches the scope to all equations that it derives from the equation, forward and backward, so each
+derived equation gets the line, the modules and the mark of its origin.
 
 An equation that depends on a cotangent is backward; if it depends on the cotangent of a gradient,
 it is backward of the backward. All other equations run forward, even if only a later pass reads the
@@ -61,7 +61,7 @@ def differentiated(
 
     Args:
         closed: The closed jaxpr of the forward pass.
-        leaves: The number of its inputs.
+        leaves: The number of inputs of the jaxpr.
         wrt: The differentiated inputs.
         outs: The outputs with a cotangent.
         order: 1 with backward, 2 with backward of the backward.
@@ -104,7 +104,7 @@ def step_of(eqn: Any) -> int | None:
 
 
 def _with_its_line(eqn: Any, xs: Sequence[Any]) -> list[Any]:
-    """Evaluates an equation at other operands; `eval_jaxpr` passes on its line."""
+    """Evaluates an equation at other operands; `eval_jaxpr` preserves its source line."""
     pairs = zip(eqn.invars, xs, strict=True)
     given = {atom: x for atom, x in pairs if not isinstance(atom, Literal)}
     one = _empty().replace(eqns=[eqn], invars=list(given), outvars=list(eqn.outvars))
@@ -138,7 +138,7 @@ def gradient_graph(program: LeafProgram, order: int) -> PlainGraph:
     except LEAVING as error:
         raise GradtoolsError(
             f"{program.caller}: an array leaves JAX: "
-            f"{str(error).strip().splitlines()[0]}. Call why_zero, which names the fix."
+            f"{str(error).strip().splitlines()[0]}. Call why_zero, which suggests a fix."
         ) from error
     captured = captured_arrays(program.run)
     forward = graph_of(traced.closed, program.names, captured=captured)
@@ -275,8 +275,8 @@ def passes_at(
 
     Args:
         closed: The program's closed jaxpr.
-        forward: Its graph.
-        leaves: Its inputs.
+        forward: The graph of the jaxpr.
+        leaves: The inputs of the program.
         wrt: The leaves that are differentiated.
         outs: The outputs that have a cotangent.
     """
@@ -304,7 +304,7 @@ def passes_at(
 
 
 def _reported(node: Node, origin: Node) -> Node:
-    """Returns the forward pass's node, or a node with bodies with the forward line."""
+    """Returns `origin`, or for an origin with bodies the node itself with the origin's line."""
     if not origin.bodies or origin.links is not None:
         return origin
     return replace(node, source=node.source or origin.source, scope=node.scope or origin.scope)
@@ -323,7 +323,7 @@ Nodes = Sequence[Node]
 
 
 class _Tape(Unrolling[Known, Node, Nodes]):
-    """Evaluates a jaxpr along its graph.
+    """Evaluates a jaxpr and records a step for each node of its graph.
 
     Attributes:
         steps: The operations so far.
@@ -366,7 +366,7 @@ class _Tape(Unrolling[Known, Node, Nodes]):
 
     def enters(self, eqn: Any, at: Node) -> bool:
         inner = [len(body.jaxpr.eqns) for body in jaxprs.bodies(eqn)]
-        drawn = [len(body.graph.nodes) for body in at.bodies]  # may be a different program
+        drawn = [len(body.graph.nodes) for body in at.bodies]  # may differ: a derived jaxpr
         is_known = bool(inner) and inner == drawn and eqn.primitive.name != "while"
         return is_known and super().enters(eqn, at)
 

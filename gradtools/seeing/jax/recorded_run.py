@@ -1,7 +1,7 @@
 """`record` in JAX: the jaxpr of a program as a graph, or JAX's error.
 
 An array that leaves JAX through NumPy, float or item ends the trace (`tracing.py`); this conversion
-is the finding.
+is reported as the finding.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
         raise
     except Exception as error:
         if any(node.loss == "left_framework" for _, node in graph.walk()):
-            return Recording(graph)  # a callback, which JAX does not differentiate: a finding
+            return Recording(graph)  # JAX does not differentiate a callback: a finding
         raise GradtoolsError(
             f"why_zero: the gradient of f raised {type(error).__name__}: {error}"
         ) from error

@@ -1,10 +1,10 @@
-"""Traces programs, also programs that branch on values: a Python ``if``, data-dependent shapes.
+"""Traces programs, including Python branches on values and data-dependent shapes.
 
 A program is traced abstractly, so no number is computed. Eager differentiation allows programs to
 branch on values; plain tracing does not, because tracers have no values. Such a program is traced
-by a trace that wraps JAX's own and forwards every primitive to it. If Python needs a tracer's value
-(``bool(x)``), the value is computed from the jaxpr traced so far, and the program is traced again
-with all values that were needed so far::
+under a `Trace` that wraps JAX's trace and forwards every primitive to the wrapped trace. If Python
+needs a tracer's value (``bool(x)``), the value is computed from the jaxpr traced so far, and the
+program is traced again with all values that were needed so far::
 
     answers = ();  while the trace needs the value of y:  answers += (y at the leaves,)
 
@@ -79,7 +79,7 @@ def _constant(y: Any) -> Any:
 
 
 def what_left(error: Exception) -> Finding | None:
-    """Returns how an array left JAX; None if a shape or branch depended on its values."""
+    """Returns the finding for an array that left JAX; None for a branch or shape on its values."""
     line, modules = source_of_error(error)
     written = line.text if line is not None else ""
     if isinstance(error, jax.errors.TracerBoolConversionError):
@@ -149,7 +149,7 @@ def _attempt(fun: Any, leaves: Any, answers: Answers) -> tuple[Any, bool]:
 
 
 class _ValueNeeded(BaseException):
-    """Python needs an unknown value. A BaseException, so that user code does not catch it."""
+    """Raised if Python needs an unknown value; ``except Exception`` does not catch it."""
 
     def __init__(self, inner: Any) -> None:
         self.inner = inner
@@ -181,7 +181,7 @@ class _AnsweringTrace(jax.core.Trace):  # type: ignore[misc]
         return self.wrapped(self.parent.stage_value(self.unwrapped(val)))
 
     def answer(self, tracer: _AnsweringTracer) -> Any:
-        """Returns the next known value; raises if there is none."""
+        """Returns the next known value; raises `_ValueNeeded` if there is none."""
         if self._asked == len(self._answers):
             raise _ValueNeeded([tracer.inner])
         self._asked += 1
@@ -223,7 +223,7 @@ class _AnsweringTracer(Tracer):
         return self.front.answer(self)
 
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
-        """Converts for JAX, which counts the entries of a boolean index; raises for NumPy."""
+        """Returns the value if JAX counts the entries of a boolean index; raises in user code."""
         return (
             self.front.answer(self) if called_by_jax(1) else self.inner.__array__(*args, **kwargs)
         )
@@ -232,8 +232,8 @@ class _AnsweringTracer(Tracer):
     def dimension_as_value(self) -> Any:  # type: ignore[override]
         """The wrapped tracer, for JAX's own trace, which may find this tracer in closures.
 
-        JAX reads this attribute of every array, as some are symbolic dimensions. It raises for
-        integers that may be used as a shape here, so that JAX requests their value.
+        JAX reads this attribute of every array, because some arrays are symbolic dimensions. For
+        integers, which may be used as a shape, the attribute is missing, so JAX requests the value.
         """
         if not jaxprs.is_inexact(self):
             raise AttributeError("dimension_as_value")
@@ -244,7 +244,7 @@ class _AnsweringTracer(Tracer):
 
 
 def _leaving(name: str) -> Callable[..., Any]:
-    """Returns a conversion that leaves the framework; the wrapped tracer raises."""
+    """Returns a conversion method that calls the wrapped tracer's method, which raises."""
     return lambda self, *args: getattr(self.inner, name)(*args)
 
 

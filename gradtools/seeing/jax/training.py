@@ -2,7 +2,7 @@
 
 A loss that captures its model is traced once. In its jaxpr the model's arrays are constants, which
 are identified by id and replaced by variables. An optax optimizer is probed with gradients of one:
-it does not change an array whose update is zero if other updates are nonzero.
+an array whose update is zero counts as unchanged if other updates are nonzero.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from gradtools.seeing.jax.tracing import trace
 def lifted(
     caller: str, f: Any, args: Sequence[Any], kwargs: dict[str, Any], arrays: list[Any]
 ) -> Callable[[list[Any]], Any]:
-    """Converts `f(*args, **kwargs)` to a function of arrays that f captures."""
+    """Converts `f(*args, **kwargs)` to a function of the arrays that f captures."""
     if not arrays:
         raise GradtoolsError(
             f"{caller}: f has no argument and captures no module. Pass its arguments, "
@@ -67,7 +67,7 @@ def model_of(f: Any) -> Any:
 
 
 def are_parameters(f: Any, x: Any) -> bool:
-    """Returns whether an argument of f is trained, since f captures no module."""
+    """Returns whether the arguments of f are the parameters: f captures no module."""
     return model_of(f) is None
 
 

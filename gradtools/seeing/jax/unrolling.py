@@ -1,4 +1,4 @@
-"""Evaluation of a jaxpr at given values, with calls, branches and loops entered.
+"""Evaluates a jaxpr at given values, including the operations of calls, branches and loops.
 
 This module is used by `why_zero` (`passes.py`), which examines the passes of a program, and
 `first_divergence`, which compares the values of two programs.
@@ -25,8 +25,8 @@ class Unrolling(Generic[V, P, J]):
     """Evaluates a jaxpr equation by equation; subclasses record the operations.
 
     Attributes:
-        longest: The most equations of an unrolled loop. A longer scan is one operation, and so is
-            the rest of a longer while loop.
+        longest: The maximum number of equations of an unrolled loop. A longer scan is one
+            operation, and so is the rest of a longer while loop.
     """
 
     longest = 2000

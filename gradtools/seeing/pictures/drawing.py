@@ -67,7 +67,7 @@ def interpreter() -> Any:
     except ModuleNotFoundError:
         raise GradtoolsError(
             "to_svg: a picture in a file needs quickjs-ng, which is not installed. Fix: "
-            'pip install "gradtools[svg]", or write a page, .html, which draws itself.'
+            'pip install "gradtools[svg]", or write an .html page, which needs no interpreter.'
         ) from None
     context = quickjs.Context()
     context.set_max_stack_size(_STACK)

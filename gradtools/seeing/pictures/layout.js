@@ -1,44 +1,44 @@
-// The positions of all boxes, frames and lines of a graph, for given open blocks. A page runs it
-// when blocks open and close, and drawing.py runs it for a picture in a file.
+// Computes the positions of all boxes, frames and lines of a graph, for given open blocks. A page
+// runs this script when blocks open and close, and drawing.py runs it for an SVG file.
 //
-// It is a layered layout (Sugiyama, Tagawa and Toda, 1981) of each block. Children are in rows by
-// longest path, with a limit on the width of a row. An arrow that spans several rows has a dummy
-// place in each of them. The order within rows comes from barycentre sweeps, of which the one with
+// Each block gets a layered layout (Sugiyama, Tagawa and Toda, 1981). Children are assigned to rows
+// by longest path, with a limit on the width of a row. An arrow that spans several rows has a dummy
+// place in each row. The order within rows is computed by barycentre sweeps; the order with the
 // fewest crossings is kept. An arrow that enters or leaves a block has a port, a place in an extra
-// row above the first or below the last. Arrows between columns, and those that span more than
+// row above the first or below the last row. Arrows between columns, and arrows that span more than
 // LONGEST rows, are threads.
 //
-// From the inside out, each open block is set by itself. Along a row, the places are pulled
+// Open blocks are laid out separately, inner blocks first. Along a row, the places are pulled
 // towards the mean of their neighbours in the next row and keep their order and distance:
 //
 //     minimise  sum_i w_i (x_i - d_i)^2   subject to   x_(i+1) - x_i >= s_i
 //
-// which is solved exactly by pooling adjacent violators; a few sweeps down and up settle it. Lines
-// that pass weigh more than boxes, so long lines are straight. Rows never overlap, and between two
-// rows there are only lines: a line cannot run through a box.
+// This problem is solved exactly by pooling adjacent violators, in a few sweeps down and up. Lines
+// that pass have larger weights than boxes, so long lines are straight. Rows never overlap, and
+// only lines run between two rows, so no line runs through a box.
 //
-// Columns stand side by side. Forward runs down and backward runs up, each row as near as may be
-// to the rows whose residuals it reads. A strand is a smooth line through its places. A thread (a
-// line between columns, or one too long for a place in every row) leaves its box to the side, goes
-// between the rows to the border of its column, up or down in the gutter, and in again.
+// Columns are drawn side by side. Forward runs down and backward runs up, and each row is placed as
+// near as possible to the rows whose residuals it reads. A strand is a smooth line through its
+// places. A thread leaves its box to the side, runs between the rows to the border of its column,
+// up or down in the gutter, and between the rows of the target's column to its box.
 //
-// page_data.py says what the data holds. Nothing here knows of a page.
+// page_data.py defines the data. This script does not depend on a page.
 "use strict";
 const layout = (() => {
   const GAP = 34; // between two rows
   const SIDE = 26, BESIDE = 16, LINES = 11; // between two boxes, a box and a line, two lines
-  const PAD = 16, HEAD = 30; // between a frame and what it holds; the room for its name
+  const PAD = 16, HEAD = 30; // between a frame and its contents; height of a frame's name
   const MARGIN = 24, COLUMN_HEAD = 34;
   const LABEL = 14, SPREAD = 13; // a label's height; between two lines at one side of a box
   const TRACK = 7, GUTTER = 30, MOST_TRACKS = 40, MOST_LABELS = 300;
-  const SWEEPS = 7, STILL = 0.2; // what moves less does not move
-  const NOTHING = 0.05, SHORT = 1; // steps so short have no direction, and none to be seen
+  const SWEEPS = 7, STILL = 0.2; // the number of sweeps; smaller moves end the sweeps
+  const NOTHING = 0.05, SHORT = 1; // shorter steps have no direction; shorter steps are not drawn
   const ROUND = 6;
   const SCREEN = [1800, 1400];
-  const NEARLY = 1.75; // screens: so large is still better than hardly anything to see
-  const HARDLY = 12; // boxes, where the nearly fitting view has twice as many
+  const NEARLY = 1.75; // maximum size, in screens, of a view that nearly fits
+  const HARDLY = 12; // boxes; a smaller fitting view may be replaced by a view that nearly fits
   const LONGEST = 30; // rows that a strand may span; longer arrows are threads
-  const ORDERINGS = 6, MOST_COUNTED = 3000; // crossings are not counted among more places
+  const ORDERINGS = 6, MOST_COUNTED = 3000; // sweeps; places up to which crossings are counted
 
   const last = (list) => list[list.length - 1];
   const sum = (list) => list.reduce((a, b) => a + b, 0);
@@ -54,9 +54,9 @@ const layout = (() => {
     return groups;
   };
 
-  // --- the graph, and what of it is seen ----------------------------------------------------
+  // --- the graph, and its visible part ------------------------------------------------------
 
-  // The block around each box and block, and the number of its column.
+  // Returns the block around each box and block, and the number of its column.
   const nested = (G) => {
     const parent = new Map(), columnOf = new Map();
     const visit = (key, number) => {
@@ -74,7 +74,7 @@ const layout = (() => {
     while (graph.parent.has(key)) { key = graph.parent.get(key); found.push(key); }
     return found;
   };
-  // What is drawn for a box: itself, or the outermost closed block around it.
+  // Returns the drawn item for a box: the box itself, or the outermost closed block around it.
   const standing = (graph, opened, key) => {
     const { G } = graph;
     const closed = around(graph, key).filter((b) => !G.columns.includes(b) && !opened.has(b));
@@ -107,9 +107,9 @@ const layout = (() => {
     }
   };
 
-  // --- numbers that keep their order --------------------------------------------------------
+  // --- isotonic regression ------------------------------------------------------------------
 
-  // The nondecreasing numbers nearest to those wanted, by pooling adjacent violators.
+  // Returns the nondecreasing numbers nearest to `wanted`, by pooling adjacent violators.
   const pooled = (wanted, weights) => {
     const means = [], masses = [], counts = [];
     wanted.forEach((mean, i) => {
@@ -124,7 +124,7 @@ const layout = (() => {
     });
     return means.flatMap((mean, i) => Array(counts[i]).fill(mean));
   };
-  // Rows (where each begins) moved apart, so that each is near to where it is wanted.
+  // Moves the tops of rows near to the wanted tops, without reducing the distances of rows.
   const rowsNear = (tops, wanted) => {
     const pulls = tops.map(() => []);
     for (const [row, top] of wanted) pulls[row].push(top - tops[row]);
@@ -140,8 +140,8 @@ const layout = (() => {
 
   // --- rows, places and their order ---------------------------------------------------------
 
-  // The level of each block (rows of places, the child or -1 at each place, strands with their
-  // places and arrows, ports by the outside block and the number of its strand), and the threads.
+  // Returns the level of each block (rows of places, the child or -1 at each place, strands with
+  // their places and arrows, ports by outside block and strand number), and the threads.
   const arranged = (graph) => {
     const { G, parent } = graph;
     const blocks = [...G.columns, ...parent.keys()].filter((key) => G.items[key].children);
@@ -164,8 +164,8 @@ const layout = (() => {
     const levels = Object.fromEntries([...drafts].map(([key, draft]) => [key, levelOf(draft)]));
     return { levels, threads };
   };
-  // An arrow within one column: the innermost block around both ends, and the way from each box up
-  // to a child of that block. Null between columns, and against the order of the program.
+  // Returns the innermost block around both ends of an arrow, and the path from each box up to a
+  // child of this block; null for arrows between columns, or against the order of the program.
   const journeyOf = (graph, order, { source, target }) => {
     const up = [source, ...around(graph, source)], down = [target, ...around(graph, target)];
     if (last(up) !== last(down)) return null;
@@ -183,7 +183,7 @@ const layout = (() => {
     for (let i = 1; i < down.length; i++) spans.push(rank(down[i], down[i - 1]));
     return most(spans, 0) > LONGEST;
   };
-  // Adds an arrow to its strand in the common block, and to those in the blocks at its ends.
+  // Adds an arrow to its strand in the common block, and to strands in blocks at its ends.
   const lay = (drafts, { block, up, down }, arrow) => {
     const strand = (key, source, target) => {
       const { strands } = drafts.get(key), name = `${source} to ${target}`;
@@ -201,8 +201,8 @@ const layout = (() => {
       port = `${down[i]} ${strand(down[i], `in ${port}`, `item ${down[i - 1]}`)}`;
     }
   };
-  // The row of each child: below all that it reads, in the first row that is not full. Children
-  // without inputs are just above their first reader, if there is room.
+  // Returns the row of each child: the first row below its inputs that is not full. Children
+  // without inputs are placed just above their first reader, if the row is not full.
   const ranksOf = (children, pairs) => {
     const before = new Map(children.map((key) => [key, []]));
     const after = new Map(children.map((key) => [key, []]));
@@ -226,8 +226,8 @@ const layout = (() => {
     const number = new Map(used.map((rank, i) => [rank, i]));
     return new Map([...ranks].map(([key, rank]) => [key, number.get(rank)]));
   };
-  // Rows with room for so many; `taken` is the first from a row on that is not full, and takes a
-  // place there. Full rows are skipped by path compression.
+  // Makes rows of `room` places; `taken` returns the first row, from a given row on, that is not
+  // full, and takes a place in this row. Path compression skips full rows.
   const rowsOf = (room) => {
     const filled = new Map(), next = new Map();
     const fill = (row) => filled.set(row, (filled.get(row) || 0) + 1);
@@ -267,7 +267,7 @@ const layout = (() => {
     return { rows: ordered(rows, lines, items.length), items, strands: lines,
       in: ports("in "), out: ports("out ") };
   };
-  // The rows in an order with few crossings.
+  // Reorders the places in rows to reduce crossings.
   const ordered = (rows, lines, count) => {
     if (most(rows.map((row) => row.length), 0) < 2) return rows;
     const above = range(0, count).map(() => []), below = range(0, count).map(() => []);
@@ -287,7 +287,7 @@ const layout = (() => {
     }
     return best;
   };
-  // Each row sorted by the mean position of its neighbours in the row before.
+  // Sorts each row by the mean position of its neighbours in the previous row.
   const swept = (rows, near, falls) => {
     const at = [], sorted = [...rows];
     for (const row of rows) row.forEach((place, i) => { at[place] = i; });
@@ -300,7 +300,7 @@ const layout = (() => {
     }
     return sorted;
   };
-  // The crossings between neighbouring rows: the inversions of where their lines end.
+  // Counts the crossings between neighbouring rows: inversions of the ends of their lines.
   const crossings = (rows, below) => sum(range(1, rows.length).map((r) => {
     const at = new Map(rows[r].map((place, i) => [place, i])), seen = [];
     let total = 0;
@@ -318,7 +318,7 @@ const layout = (() => {
     return total;
   }));
 
-  // --- a block's inside, in coordinates of its own; y runs along the flow ---------------------
+  // --- the inside of a block, in local coordinates; y runs along the flow ---------------------
 
   const insideOf = (graph, key, opened, flips) => {
     const { G } = graph, level = graph.levels[key], inner = new Map();
@@ -333,12 +333,12 @@ const layout = (() => {
     const x = across(level, sizes, joints);
     return stacked(G, key, level, x, sizes, joints.below, inner, flips);
   };
-  // Where a line enters or leaves an open block, from the block's middle.
+  // Returns the x at which a line enters or leaves an open block, from the block's middle.
   const portOffset = (inner, key, strand, kind) => {
     const inside = inner.get(key);
     return inside ? inside.x[inside.level[kind][strand]] - inside.width / 2 : 0;
   };
-  // For each place the lines to the rows above and below: [other place, own offset, its, weight].
+  // Lists each place's lines to rows above and below: [other place, own offset, its, weight].
   const jointsOf = (key, level, inner) => {
     const above = level.items.map(() => []), below = level.items.map(() => []);
     level.strands.forEach(([places], number) => {
@@ -353,7 +353,7 @@ const layout = (() => {
     });
     return { above, below, both: above.map((list, i) => list.concat(below[i])) };
   };
-  // The middle of each place along its row.
+  // Computes the middle of each place along its row.
   const across = (level, sizes, { above, below, both }) => {
     const x = level.items.map(() => 0);
     const rooms = level.rows.map((row) => roomsOf(row, level.items, sizes));
@@ -372,7 +372,7 @@ const layout = (() => {
     }
     return x;
   };
-  // The least distance of each place's middle from the first one's.
+  // Returns the minimum distance of each place's middle from the middle of the first place.
   const roomsOf = (row, items, sizes) => {
     const found = row.length ? [0] : [];
     for (let i = 1; i < row.length; i++) {
@@ -382,7 +382,7 @@ const layout = (() => {
     }
     return found;
   };
-  // Moves a row as near to its neighbours as its order and distances allow; says how far.
+  // Moves a row's places near to their neighbours, subject to order; returns the largest move.
   const settle = (x, row, room, near) => {
     const wanted = [], weights = [];
     row.forEach((place, i) => {
@@ -401,7 +401,7 @@ const layout = (() => {
     });
     return moved;
   };
-  // The rows below each other, and the name in the frame where no line is.
+  // Stacks the rows, and places the name in the frame between the lines.
   const stacked = (G, key, level, x, sizes, below, inner, flips) => {
     const bare = G.columns.includes(key), rowOf = [], placeOf = new Map();
     level.rows.forEach((row, r) => row.forEach((place) => { rowOf[place] = r; }));
@@ -423,7 +423,7 @@ const layout = (() => {
     const left = -most(x.map((m, i) => sizes[i][0] / 2 - m), -Infinity);
     return { left, width: most(x.map((m, i) => m + sizes[i][0] / 2), -Infinity) - left };
   };
-  // Where each row begins; the first and last hold ports and lie on the frame.
+  // Returns the top of each row; the first and last row contain ports and lie on the frame.
   const topsOf = (level, x, heights, below) => {
     const tops = [0], count = level.rows.length;
     for (let r = 0; r + 1 < count; r++) {
@@ -436,7 +436,7 @@ const layout = (() => {
     }
     return tops;
   };
-  // A frame's left side and width, and where between the lines its name has room.
+  // Returns a frame's left side and width, and a position of its name between the lines.
   const framed = (nameWidth, ports, x, span) => {
     const need = nameWidth + 2 * BESIDE, left = span.left - PAD;
     const width = Math.max(span.width + 2 * PAD, need);
@@ -450,16 +450,16 @@ const layout = (() => {
     return { left: left - wider, width: width + wider, nameX: BESIDE };
   };
 
-  // --- the page: columns side by side, everything in its coordinates --------------------------
+  // --- the page: columns side by side, in the page's coordinates ------------------------------
 
-  // The inside of an open block, on the page; `spot` is the block's own place, if it has one.
+  // Makes the inside of an open block on the page; `spot` is the block's position, if any.
   const stageOf = (inside, x, y, flips, spot) => ({
     inside, x, y, flips, spot, channels: new Map(), lanes: new Map(),
     at(along) { return this.y + (this.flips ? this.inside.height - along : along); },
     middle(place) { return this.x + this.inside.x[place]; },
   });
 
-  // The row and the middle, on the page, of everything in a column.
+  // Returns the row, and the middle on the page, of each box and block in a column.
   const middlesOf = (column) => {
     const found = new Map();
     const visit = (stage, key, place, row) => {
@@ -492,7 +492,7 @@ const layout = (() => {
       inside.tops[r] = stage.flips ? bottom - moved[i] - inside.heights[r] : moved[i] - top;
     });
   };
-  // Moves each column's rows near to what they are tied to in the columns before it.
+  // Moves each column's rows near to the rows to which `ties` connect them in earlier columns.
   const align = (columns, ties) => {
     const middles = columns.map(middlesOf);
     const near = (number, others) => {
@@ -514,7 +514,7 @@ const layout = (() => {
     const all = range(0, columns.length);
     for (const number of all.slice(1)) near(number, all.slice(0, number));
   };
-  // Places the items of a stage on the page, inner stages too.
+  // Places the items of a stage and of its inner stages on the page.
   const put = (stage, column, depth, page) => {
     page.stages.push(stage);
     const { inside } = stage;
@@ -536,7 +536,7 @@ const layout = (() => {
 
   // --- strands --------------------------------------------------------------------------------
 
-  // How far from the middle of its box each strand begins (kind "out") or ends ("in").
+  // Returns the offset from its box's middle at which each strand begins ("out") or ends ("in").
   const offsetsOf = (inside, kind) => {
     const { level } = inside, offsets = level.strands.map(() => 0);
     const end = (places, i) => places[kind === "out" ? i : places.length - 1 - i];
@@ -569,7 +569,7 @@ const layout = (() => {
         head: target >= 0 && !inside.inner.has(target), thread: false };
     });
   };
-  // The x of a line in one of its places, and the y between which it runs straight.
+  // Returns the x of a line in one of its places, and the two y between which it is straight.
   const passage = (stage, place, first) => {
     const { inside } = stage, row = inside.rowOf[place];
     let begin = inside.tops[row], end = inside.end(row);
@@ -582,7 +582,7 @@ const layout = (() => {
 
   // --- threads --------------------------------------------------------------------------------
 
-  // The threads between what is seen, each with its ends' columns, its gutters and its label.
+  // Returns the threads between visible items, with the columns of the ends, gutters and label.
   const threadsOf = (graph, opened) => seenThreads(graph, opened).map((arrow, id) => {
     const from = graph.columnOf.get(arrow.source), to = graph.columnOf.get(arrow.target);
     const low = Math.min(from, to), high = Math.max(from, to);
@@ -597,14 +597,14 @@ const layout = (() => {
       width: arrow.cut ? arrow.cutWidth : size.length * graph.G.advance,
     };
   });
-  // Room before a column, or after the last, for the threads that run there, and their labels.
+  // Returns the width before a column, or after the last, of its threads and their labels.
   const gutterOf = (threads, number, count) => {
     const crossing = threads.filter((t) => t.gutters.includes(number));
     if (!crossing.length) return number > 0 && number < count ? GUTTER : 0;
     const texts = crossing.filter((t) => t.labelsAt === number).map((t) => t.width + 16);
     return GUTTER + Math.min(crossing.length, MOST_TRACKS) * TRACK + most(texts, 0);
   };
-  // How far below the top of its box each thread begins and ends.
+  // Sets the distance below the top of its box at which each thread begins and ends.
   const sidesOf = (threads, spots) => {
     const ends = threads.flatMap((t) => [
       { t, key: t.arrow.source, other: t.arrow.target, right: t.from <= t.to, end: "begin" },
@@ -619,7 +619,7 @@ const layout = (() => {
       });
     }
   };
-  // From a box to the border of its column, between the rows.
+  // Returns the points of a thread from a box to the border of its column, between the rows.
   const wayOut = (spots, key, side, below) => {
     let at = spots.get(key), current = key, y = at.y + below;
     const border = () => side > 0 ? at.x + at.width : at.x;
@@ -639,7 +639,7 @@ const layout = (() => {
       at = stage.spot;
     }
   };
-  // A free height between a row and the next; before the first (row -1), after the last (row -2).
+  // Returns a free y between a row and the next, before the first (-1) or after the last row (-2).
   const channel = (stage, between) => {
     const isLast = !stage.spot && between === stage.inside.tops.length - 2;
     const row = isLast ? -2 : between, used = stage.channels.get(row) || 0;
@@ -652,7 +652,7 @@ const layout = (() => {
     const share = [0.5, 0.3, 0.7, 0.4, 0.6, 0.2, 0.8][used % 7];
     return stage.at(low + (high - low) * share);
   };
-  // Where each thread runs in each gutter: those that go down first, the lower ones outermost.
+  // Sets each thread's x in each gutter: downward threads come first, lower threads are outermost.
   const tracksOf = (threads, gutters) => gutters.forEach(([left], number) => {
     const here = threads.filter((t) => t.gutters.includes(number));
     const order = (t) => {
@@ -663,15 +663,15 @@ const layout = (() => {
     const step = Math.min(TRACK, TRACK * MOST_TRACKS / Math.max(1, here.length));
     here.forEach((t, i) => { t.tracks[number] = left + GUTTER / 2 + i * step; });
   });
-  // The height of each label, near to where its thread goes in, none over another.
+  // Sets the y of each label, near to the entry of its thread and without overlap.
   const levelLabels = (threads, gutters) => gutters.forEach((_, number) => {
     const labeled = threads.filter((t) => t.labelsAt === number && t.text);
     labeled.sort((a, b) => last(a.stop)[1] - last(b.stop)[1]);
     const wanted = labeled.map((t, i) => [i, last(t.stop)[1]]);
     rowsNear(labeled.map((_, i) => i * LABEL), wanted).forEach((y, i) => { labeled[i].level = y; });
   });
-  // The height nearest to y at which a column has a gap between two rows: one for each box that
-  // threads come from, so that two values never run in one line.
+  // Returns the y nearest to `y` in a gap between two rows of a column. Each source box has its
+  // own y, so the threads of two values never coincide.
   const betweenRows = (stage, y, source) => {
     const { inside } = stage;
     const middle = (r) => stage.at((inside.end(r) + inside.tops[r + 1]) / 2);
@@ -699,7 +699,7 @@ const layout = (() => {
     points.push([last(points)[0], entry], ...[...stop].reverse());
     return { steps: rounded(points), arrow: thread.arrow, head: true, thread: true };
   };
-  // Leads every thread, when all boxes have their places.
+  // Routes all threads, after all boxes are placed.
   const lead = (threads, { spots, columns, gutters }) => {
     sidesOf(threads, spots);
     for (const t of threads) {
@@ -718,7 +718,7 @@ const layout = (() => {
 
   // --- lines as paths -------------------------------------------------------------------------
 
-  // A line through (x, top, bottom) of each place: straight in the rows, curved between.
+  // Draws a line through (x, top, bottom) of each place: straight in rows, curved between rows.
   const smooth = (points) => {
     let [x, top, bottom] = points[0];
     const steps = [["M", [x, top]]];
@@ -734,7 +734,7 @@ const layout = (() => {
     }
     return steps;
   };
-  // A line of level and upright stretches with round corners.
+  // Draws a line of horizontal and vertical segments with round corners.
   const rounded = (points) => {
     const far = (a, b) => Math.abs(a[0] - b[0]) + Math.abs(a[1] - b[1]);
     const towards = (a, b, reach) => {
@@ -754,9 +754,9 @@ const layout = (() => {
     return steps;
   };
 
-  // --- all of it ------------------------------------------------------------------------------
+  // --- the whole page -------------------------------------------------------------------------
 
-  // Columns from left to right, a gutter before each and after the last; boxes, frames, spots.
+  // Places the columns from left to right, with gutters around them, and their boxes and frames.
   const setOut = (graph, opened, threads) => {
     const { G } = graph, count = G.columns.length;
     const columns = G.columns.map((key) => {
@@ -777,7 +777,7 @@ const layout = (() => {
     }
     return page;
   };
-  // Where the page begins and ends, with room for the columns' names above all.
+  // Returns the extent of the page, including the names of the columns at the top.
   const extent = (page, lines, labels) => {
     const ys = [...page.spots.values()].flatMap((spot) => [spot.y, spot.y + spot.height]);
     for (const line of lines) if (line.thread) ys.push(...line.steps.map((step) => last(step[1])));
@@ -796,7 +796,7 @@ const layout = (() => {
     return graphs.get(G);
   };
 
-  // Boxes, frames, lines, labels and headings of the data G, each with its place.
+  // Returns the boxes, frames, lines, labels and headings of the data G with their positions.
   const layout = (G, opened) => {
     const graph = graphOf(G), threads = threadsOf(graph, opened);
     const page = setOut(graph, opened, threads), { boxes, frames, spots } = page;
@@ -807,8 +807,8 @@ const layout = (() => {
       ({ key, x: page.gutters[i][1], y: size.top + MARGIN + 8 }));
     return { boxes, frames, lines, labels: threaded.labels, headings, spots, ...size };
   };
-  // The first of the data's views that fits one screen, with its picture. One block of all may be
-  // what fits; then the first view that nearly fits is taken, if it shows much more.
+  // Returns the first of the data's views that fits one screen, with its picture. If this view has
+  // few boxes, returns the first view that nearly fits, provided it has at least twice as many.
   const fitted = (G) => {
     let nearly = null, shown = null;
     for (const view of G.views) {

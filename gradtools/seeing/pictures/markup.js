@@ -1,6 +1,6 @@
-// The picture as SVG: one element for each box, frame, line and label, and the key of its colours
-// and lines. It makes text, so that a page shows the picture that drawing.py writes to a file; what
-// a page adds is `hands`. Arrowheads are plain shapes, so that pictures on one page share no names.
+// Converts a picture to SVG: one element for each box, frame, line and label, and the legend. The
+// result is text, so a page shows the same picture that drawing.py writes to a file; `hands` adds
+// the attributes for interaction. Arrowheads are shapes without ids, which could clash on a page.
 "use strict";
 const markup = (() => {
   const ARROWHEAD = 7, MARGIN = 24, KEY_ROW = 20, LEAST_WIDTH = 300;
@@ -17,7 +17,7 @@ const markup = (() => {
   const titled = (words) => words ? `<title>${content(words)}</title>` : "";
 
   const isBlock = (item) => item.children !== undefined;
-  // The attributes by which keyboards and screen readers open and close a block.
+  // Returns the attributes with which keyboards and screen readers open and close a block.
   const handle = (item, isOpen) => {
     const about = item.rows.slice(1).map((row) => row[0]).join(", ");
     const label = `${item.name}, ${about}: ${isOpen ? "close" : "open"}`;
@@ -50,7 +50,7 @@ const markup = (() => {
     return `<g class="frame p${phase}" data-key="${key}">${titled(item.hint)}` +
       `${rect(x, y, width, height, 8, "around")}${tab}</g>`;
   };
-  // The classes of a line and of its head.
+  // Returns the classes of a line and of its arrowhead.
   const look = (G, arrow) => {
     if (arrow.cut) return ["edge cut", "acut"];
     const saved = arrow.saved ? " saved" : "", phase = G.items[arrow.source].phase % 3;
@@ -72,7 +72,7 @@ const markup = (() => {
     return `<g class="wire" data-from="${arrow.source}" data-to="${arrow.target}">` +
       `${parts.join("")}</g>`;
   };
-  // A line's last point, from where it comes there, and how far.
+  // Returns a line's last point, and the direction and length of its last segment.
   const ending = (steps) => {
     const [fromX, fromY, x, y] = steps.flatMap((step) => step[1]).slice(-4);
     const length = Math.hypot(x - fromX, y - fromY) || 1;
@@ -85,7 +85,7 @@ const markup = (() => {
     const corners = [[x, y], [bx + sx, by + sy], [bx - sx, by - sy]];
     return `M${corners.map(([cx, cy]) => `${n(cx)},${n(cy)}`).join(" L")} Z`;
   };
-  // The cross on a cut line, just before its end.
+  // Returns the cross on a cut line, just before the line's end.
   const cross = (steps) => {
     const { x, y, dx, dy, length } = ending(steps), back = Math.min(14, length / 2);
     const cx = x - back * dx, cy = y - back * dy;
@@ -97,7 +97,7 @@ const markup = (() => {
     text(x, y + 3.8, words, arrow.cut ? "alert" : "label"),
   ];
 
-  // What of a picture meets a window: its left, upper, right and lower border.
+  // Returns the part of a picture that intersects a window (left, upper, right, lower).
   const within = (G, picture, [left, upper, right, lower]) => {
     const meets = (x, y, width, height) =>
       x <= right && x + width >= left && y <= lower && y + height >= upper;
@@ -121,7 +121,7 @@ const markup = (() => {
       labels: picture.labels.filter((it) => meets(it.x, it.y - 7, it.width, 14)),
     };
   };
-  // A picture from so far away that no word can be read: all lines of one look are one path.
+  // Draws a picture at a scale without legible text: lines with equal classes form one path.
   const farBody = (G, picture, options) => {
     const paths = new Map();
     for (const { steps, arrow } of picture.lines) {
@@ -138,7 +138,7 @@ const markup = (() => {
     ].join("\n");
   };
 
-  // Frames, lines, boxes and labels, what is in front last.
+  // Draws frames, lines, boxes and labels, from back to front.
   const body = (G, picture, options = {}) => {
     if (options.window) picture = within(G, picture, options.window);
     if (options.far) return farBody(G, picture, options);
@@ -156,9 +156,9 @@ const markup = (() => {
     ].join("\n");
   };
 
-  // --- the key --------------------------------------------------------------------------------
+  // --- the legend -----------------------------------------------------------------------------
 
-  // What appears in the picture and needs a word: its kind, classes, the word, and how wide it is.
+  // Returns the entries of the picture's legend: kind, classes, label and the label's width.
   const legend = (G, picture) => {
     const items = picture.boxes.map((it) => G.items[it.key]);
     const looks = [...new Set(picture.lines.map((it) => look(G, it.arrow)[0]))].sort();
@@ -190,11 +190,11 @@ const markup = (() => {
     parts.push(text(x + 33, y + 3.8, word, "label"));
     return parts;
   };
-  // The key as one picture for each entry, so that a page wraps them; the styles are the page's.
+  // Returns the legend as one SVG for each entry, which a page wraps; styles are the page's.
   const key = (G, picture) => legend(G, picture).map((entry) =>
     `<svg class="gt" width="${n(keyWidth(entry))}" height="${n(KEY_ROW)}">` +
     `${keyEntry(entry, 2, 10).join("")}</svg>`).join("");
-  // The entries in rows no wider than this, each with its place along the row.
+  // Wraps the entries into rows of at most this width, each entry with its x.
   const keyRows = (entries, width) => {
     const rows = [];
     let x = width;
@@ -206,7 +206,7 @@ const markup = (() => {
     return rows;
   };
 
-  // A picture as a document of its own: a title, the picture and its key.
+  // Returns a picture as an SVG document with a title and the legend.
   const file = (G, picture, style) => {
     const width = Math.max(picture.width, LEAST_WIDTH, G.title.width + 2 * MARGIN);
     const rows = keyRows(legend(G, picture), width - 2 * MARGIN);

@@ -1,11 +1,11 @@
-// Interaction with the page: blocks open and close, the graph is moved, zoomed and searched.
+// Handles interaction: opens and closes blocks, and moves, zooms and searches the graph.
 //
-// layout.js computes the positions, markup.js draws.
+// layout.js computes the positions, and markup.js draws the picture.
 "use strict";
 (() => {
   const G = JSON.parse(document.getElementById("graph").textContent);
-  const LEGIBLE = 0.62, FAR = 0.25; // scales: what can be read with ease, and not at all
-  const MANY = 400; // boxes: of a picture that has more, only what is in view is drawn
+  const LEGIBLE = 0.62, FAR = 0.25; // scales at which text is easy to read, and illegible
+  const MANY = 400; // a picture with more boxes is drawn only near the visible window
   const opened = layout.fitted(G).opened;
   const item = (key) => G.items[key];
   const isBlock = (key) => item(key).children !== undefined;
@@ -19,9 +19,9 @@
     'Arrow keys move, plus and minus zoom, 0 fits all."><g></g></svg>';
   const canvas = stage.firstElementChild, world = canvas.firstElementChild;
   let picture = null, view = { x: 0, y: 0, scale: 1 }, found = new Set();
-  let painted = null; // the window that is drawn, and whether from far away
+  let painted = null; // the drawn window, and whether text is omitted
 
-  // What is seen of the picture, with so many screens around it.
+  // Returns the visible window, enlarged by `around` screens on each side.
   const seen = (around) => {
     const { x, y, scale } = view, room = canvas.getBoundingClientRect();
     const [width, height] = [room.width / scale, room.height / scale];
@@ -99,7 +99,7 @@
     fit(open ? 0 : LEGIBLE);
   };
 
-  // what is clicked, or chosen by the keyboard
+  // the item that is clicked, or selected with the keyboard
   const keyAt = (target, selector) => {
     const near = target.closest(selector);
     return near ? Number(near.closest("[data-key]").dataset.key) : null;

@@ -38,7 +38,7 @@ def data_of(outline: Outline, depth: int | None = None) -> dict[str, Any]:
         depth: The number of open levels of blocks; None opens as many as fit one screen.
     """
     views = [outline.opened(depth)]
-    while depth is None and 0 < len(views[-1]) < len(outline.blocks):  # with one level less
+    while depth is None and 0 < len(views[-1]) < len(outline.blocks):  # expand one level less
         levels = max(len(outline.around[key]) for key in views[-1])
         views.append(outline.opened(levels - 1))
     items = [item for column in outline.columns for item in (column, *column.walk())]

@@ -53,7 +53,7 @@ FONT = (
 
 
 def style_sheet(theme: str = "auto") -> str:
-    """Returns a picture's CSS: "light", "dark", or "auto" for the reader's setting."""
+    """Returns a picture's CSS for a theme: "light", "dark" or "auto" (the reader's setting)."""
     shapes = Template(script("shapes.css")).substitute(font=FONT)
     if theme in THEMES:
         return shapes + _coloured(THEMES[theme])

@@ -21,7 +21,7 @@ _WIDEST = 56  # maximum width of the shapes' column, in characters
 
 
 def to_text(graph: PlainGraph, *, depth: int | None = None, title: str = "") -> str:
-    """Formats a graph as text for a terminal; `to_svg` explains the options."""
+    """Formats a graph as text for a terminal; see `to_svg` for the options."""
     outline = outline_of(graph, title=title)
     opened = outline.opened(depth, limit=_FIT)
     kept: dict[int, set[int]] = {}
@@ -63,7 +63,7 @@ _SAFE = " .,_-+=×…▸→'?✕≠∂"
 
 
 def to_mermaid(graph: PlainGraph, *, depth: int | None = None, title: str = "") -> str:
-    """Formats a graph as a Mermaid flowchart for Markdown; `to_svg` explains the options."""
+    """Formats a graph as a Mermaid flowchart for Markdown; see `to_svg` for the options."""
     outline = outline_of(graph, title=title)
     opened = outline.opened(depth)
     arrows = outline.seen_arrows(opened)
@@ -111,7 +111,7 @@ def _in_mermaid(*lines: str) -> str:
 
 
 def to_dot(graph: PlainGraph, *, depth: int | None = None, title: str = "") -> str:
-    """Formats a graph in Graphviz' language; `to_svg` explains the options."""
+    """Formats a graph in Graphviz' language; see `to_svg` for the options."""
     outline = outline_of(graph, title=title)
     opened = outline.opened(depth)
     lines = [

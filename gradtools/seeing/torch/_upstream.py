@@ -27,7 +27,7 @@ custom_function_call is the operator that torch.func calls instead of `Function.
 class Watching(TorchDispatchMode):
     """A dispatch mode that does not import dynamo, since that import takes longer than a run.
 
-    It never runs inside of compiled code.
+    The mode never runs inside of compiled code.
     """
 
     @classmethod
@@ -43,7 +43,7 @@ Since PyTorch 2.14 `torch.autograd.Function` has its own `apply` in C."""
 
 
 def is_inside_autograd() -> bool:
-    """Returns whether autograd dispatched an operation, unlike the detach of a saved tensor."""
+    """Returns whether autograd dispatched the operation; False if it detaches a saved tensor."""
     excluded: Callable[[Any], bool] = torch._C._dispatch_tls_is_dispatch_key_excluded
     return excluded(torch._C.DispatchKey.AutogradFunctionality)
 

@@ -6,7 +6,7 @@ running node. Each operation of a later pass therefore gets the line, the module
 the forward operation that it differentiates.
 
 A tensor is identified by its id, otherwise by the storage elements that it shares. An in-place
-write gives the tensor a new value number, and also each of its views when it is next read: a view
+write gives the tensor a new value number, and each of its views when the view is next read: a view
 is recomputed from the written base, and a base is updated at the elements of the view.
 """
 
@@ -116,7 +116,7 @@ class _PassRecorder(RunRecorder):
             return self.run(fun)
 
     def origin(self) -> Origin:
-        """Returns line, modules and mark; in later passes, returns the forward operation's."""
+        """Returns the line, modules and mark; later passes use the forward operation's origin."""
         here, managed = super().origin(), mark_of_running()
         rule, own = next((known for known in self.rules if known[1]), ("", ""))
         source, mark = here.source, managed or own or here.mark

@@ -2,9 +2,9 @@
 
 The user's function runs once under the recorders of `recording/`, and its effects are undone.
 
-Data that leaves PyTorch for NumPy or Python has no graph. Perturbation finds where it returns: the
+Data that leaves PyTorch for NumPy or Python has no graph. To find where the data returns, the
 run is repeated with other numbers at the line where the data left. Numbers and arrays that then
-reach PyTorch with other contents, and outputs that change, come from that line.
+reach PyTorch with other contents, and outputs that change, depend on that line.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from gradtools.torch.autograd_graph import leaves_of
 
 Tensor = torch.Tensor
 _FULL = Dependence.DIFFERENTIABLE
-_MOST = 8  # the most lines that are tried, with up to three runs each
+_MOST = 8  # maximum number of lines that are perturbed, with up to three runs each
 
 
 def record(run: Run, leaves: Sequence[Any], names: Sequence[str]) -> Recording:
@@ -77,7 +77,7 @@ def _differentiated(seen: ConnectionRecorder) -> PassesAtValues:
     """Records a finished run's backward pass for random cotangents, or 1 for a real number."""
     outs = [y for y in seen.outs if isinstance(y, Tensor) and y.requires_grad]
     every = [*leaves_of(outs)]
-    # a graph from before the run may be freed: it is entered only if f reads no leaf itself
+    # a graph built before the run may be freed, and is entered only if f reads no leaf itself
     leaves = [x for x in every if seen.table.get(x) is not None] or every
     if not leaves:
         return PassesAtValues()
@@ -94,7 +94,7 @@ def _differentiated(seen: ConnectionRecorder) -> PassesAtValues:
     if any(grad is not None and grad.is_meta for grad in grads):
         raise GradtoolsError(
             "why_zero: the gradient is on the meta device, which has no values to compare "
-            "with zero. Pass arrays that hold numbers."
+            "with zero. Pass arrays with values."
         )
     with seen.silent():
         pairs = zip(inputs, grads, strict=True)
@@ -122,7 +122,7 @@ def is_model(x: Any) -> bool:
 def _follow(run: Run, leaves: Sequence[Any], seen: ConnectionRecorder) -> None:
     """Adds links from data that left to where it returned.
 
-    If no perturbed run succeeds, or f differs from run to run, the data returned in every output.
+    If no perturbed run succeeds, or f differs from run to run, every output counts as a return.
     """
     lost = _untraced(seen)
     changes = partial(_changes, run, leaves, seen)
@@ -131,7 +131,7 @@ def _follow(run: Run, leaves: Sequence[Any], seen: ConnectionRecorder) -> None:
     for which in [*lines.values()][:_MOST] if is_deterministic else [lost]:
         moved = changes(which) if is_deterministic else None
         if moved is None and all(seen.leavings[k].operation == "branch" for k in which):
-            continue  # a check that raises, as distributions check their arguments
+            continue  # a branch that only raises, such as argument validation
         returned = seen.outputs if moved is None else moved
         seen.outside += [(seen.leavings[k].outputs[0], v) for k in which for v in returned]
 
@@ -166,7 +166,7 @@ def _changes(
         if changes is not None and (changes or not which or abs(size) < 1):
             break
         again = recording_run("a run", run, leaves)
-        with redirect_stdout(StringIO()), again as undo:  # printed already
+        with redirect_stdout(StringIO()), again as undo:  # the first run printed this output
             other = ConnectionRecorder(undo, which, partial(_other, size=size))
             try:
                 other.observe(run, leaves)

@@ -1,4 +1,4 @@
-"""Patches for calls that a TorchFunctionMode cannot see, in the thread that records.
+"""Patches for calls that a TorchFunctionMode does not intercept, in the recording thread.
 
 The patches intercept `Function.apply`, constructions of Parameters, and higher-order operators. In
 a block, `around(owner, beneath, args, kwargs)` replaces this thread's calls of `owner(*args,

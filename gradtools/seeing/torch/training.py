@@ -95,7 +95,7 @@ def _hidden(value: Any, name: str, listed: set[int], depth: int) -> Iterator[Hel
 
 
 def _is_computed(x: Tensor, listed: set[int]) -> bool:
-    """Returns whether x was computed from a parameter, like weight_norm's weight or states."""
+    """Returns whether x was computed from a parameter, such as a weight under weight_norm."""
     return not x.is_leaf and any(id(leaf) in listed for leaf in leaves_of([x]))
 
 

@@ -1,8 +1,8 @@
 """Undoes the effects of a recorded run, from copies made before the run.
 
-Copies the random streams from which f may draw, the attributes of the modules that f can reach,
-and the tensors that it can reach or reads: contents, `.data`, `.grad`, `requires_grad`. Changes to
-containers and other objects are not undone, nor are writes to sparse tensors.
+`Undo` copies the random streams from which f may draw, the attributes of the modules that f can
+reach, and the tensors that f can reach or reads: contents, `.data`, `.grad`, `requires_grad`.
+Changes to containers and other objects are not undone, nor are writes to sparse tensors.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ _OF_MODULES = frozenset(vars(torch.nn.Module()))
 
 
 def whose_code(x: Any) -> int:
-    """Returns the origin of a function's code, or of the function of a method or partial."""
+    """Returns the origin (`code_origin`) of the code of a function, method or partial."""
     x = getattr(x, "__func__", getattr(x, "func", x))
     return whose(x.__code__) if hasattr(x, "__code__") else USER
 

@@ -8,7 +8,8 @@ at many step sizes, and random u, w, v:
     J (w - 16 u) = J w - 16 J u                     the same of J^H               linearity
 
 A value that is zero in exact arithmetic, such as the sum of a layer norm, is computed as rounding
-error: a small difference counts as such if it changes by its own size when x's last digits change.
+error: a small difference counts as rounding error if it changes by its own size when x's last
+digits change.
 At a kink the slope is the mean of the derivatives on both sides, and any derivative between the two
 is accepted.
 """
@@ -58,7 +59,7 @@ from gradtools.testing.report import (
 CALLER = "check_derivatives"
 _SCALE = -16.0
 _ENTRIES = 64  # maximum number of entries or outputs compared individually if a leaf fails
-_KEPT = 32  # derivatives
+_KEPT = 32  # maximum number of cached derivatives
 
 
 @user_facing
@@ -71,7 +72,7 @@ def check_derivatives(
     *,
     seed: int = 0,
 ) -> Report:
-    """Checks the derivatives that a framework computes of f, at args.
+    """Checks the derivatives of f that a framework computes at args.
 
     The check tests, for random directions in each leaf of the arguments: forward and reverse
     mode against slopes from f's values at steps from a tenth to a millionth of the leaf's size (in
@@ -89,9 +90,9 @@ def check_derivatives(
             is enabled in JAX during the check.
         backend: "torch", "jax", or the module gradtools.torch or gradtools.jax.
         order: 1 or 2.
-        modes: Of "forward", "reverse", "forward_over_reverse", "reverse_over_reverse",
-            "reverse_over_forward" and "forward_over_forward", the modes that f must have. None
-            checks all modes that f has; the report's `left_out` lists the others.
+        modes: The modes that f must have, from "forward", "reverse", "forward_over_reverse",
+            "reverse_over_reverse", "reverse_over_forward" and "forward_over_forward". None checks
+            all modes that f has; the report's `left_out` lists the others.
         seed: The seed of the random directions.
 
     Returns:
@@ -154,7 +155,7 @@ class DerivativeCheck:
 
     Attributes:
         xs: The point; vs is a random cotangent.
-        modes: The modes that f must have; None for the modes that it has.
+        modes: The modes that f must have; None for all modes that f has.
         labels: Names of modes for the report.
         present: The modes that f is known to have.
     """
@@ -196,14 +197,14 @@ class DerivativeCheck:
         """Lists in the report the entries that no direction could decide."""
         both = self.present.get("forward") and self.present.get("reverse")
         for what, entries in self._undecided.items():
-            rest = "nothing else decides"
+            rest = "these entries are not checked"
             if both and " over " not in what:  # at first order
                 rest = "only the modes are compared with each other"
             if entries.any():
                 self.report.left_out.append(
                     f"{what}: finite differences cannot decide {int(entries.sum())} of "
-                    f"{entries.size} entries (f leaves its domain nearby, rounding hides "
-                    f"the slope, or every step is too large for it); {rest}"
+                    f"{entries.size} entries (f leaves its domain nearby, rounding exceeds "
+                    f"the slope, or every step is too large); {rest}"
                 )
         self._undecided = {}
 
@@ -294,7 +295,7 @@ class DerivativeCheck:
         a, b = map(widened, sides(self.xs))
         unknown = a.ndim == 0 and not (np.isfinite(a) or np.isfinite(b))
         if unknown:
-            reason = f"{quantity} of {path}: NaN or infinity on both sides decides nothing"
+            reason = f"{quantity} of {path}: not compared, NaN or infinity on both sides"
             self.report.left_out += [reason] if reason not in self.report.left_out else []
         biggest, limit = max(largest(a), largest(b)), self.exact
         if math.isfinite(terms) and biggest:
@@ -330,7 +331,7 @@ class DerivativeCheck:
         There is no slope if f is not finite. If no step gives a slope, or rounding is as large as
         the slope, only NaN counts as wrong.
 
-        derivative: The derivative at the point x + t u. It reveals a kink at x, and whether the
+        derivative: The derivative at the point x + t u, which reveals a kink at x, and whether the
         smallest step is too large for f.
         """
         what, limit = f"{self.label(mode)} of {path}", self.numeric
@@ -362,7 +363,7 @@ class DerivativeCheck:
             is_mean = np.abs((left + right) / 2 - value) <= 4 * limit * most + slack
             between = np.abs(left - mine) + np.abs(right - mine) - gap <= 4 * limit * most
             if ((off <= slack) | ((gap > 16 * limit * most) & is_mean & between)).all():
-                detail = "f has two slopes here; any between them is right."
+                detail = "f has two slopes at this point; any value between them is accepted."
                 record = record.because("a kink", detail, CONVENTION)
             else:  # the derivative may change so fast that every step is too large
                 change = np.fmax(np.abs(left - near[2]), np.abs(right - near[3]))
@@ -417,7 +418,7 @@ class DerivativeCheck:
     ) -> tuple[Comparison, bool]:
         """Compares Re<J^H v, u> / step with slopes along u; returns whether they are decisive.
 
-        pairs: v, u and the slope of f along u; two in a row are a complex entry.
+        pairs: v, u and the slope of f along u; two consecutive triples belong to one complex entry.
         """
         is_complex = len(pairs) > math.prod(shape)
 
@@ -450,7 +451,7 @@ class DerivativeCheck:
         if not (forward or reverse):
             raise GradtoolsError(
                 f"{probe.caller}: f has neither forward nor reverse mode: "
-                f"{'; '.join(self.report.left_out) or 'modes names none of both'}."
+                f"{'; '.join(self.report.left_out) or 'modes contains neither'}."
             )
         for i, path in enumerate(probe.paths):
             for us in self.directions(i):
@@ -503,8 +504,8 @@ class DerivativeCheck:
                 known = f" ({record.cause})" if record.cause else ""
                 record = record.because(
                     f"right at first order, wrong at second{known}",
-                    f"{record.detail} Something that depends on the arguments, such as a residual, "
-                    "is taken as constant.",
+                    f"{record.detail} A value that depends on the arguments, such as a residual, "
+                    "is treated as a constant.",
                 )
                 record = self.unless_rounding(record, widened(derivative(0.0)) - part.value, each)
             self.report.comparisons.append(record)

@@ -1,4 +1,4 @@
-"""`check_rule`: checks each part of a custom rule, then the function that the rule makes.
+"""`check_rule`: checks each part of a custom rule, then the function that the rule defines.
 
 With fun = f, fwd(x) = (f(x), r(x)), bwd(r, v) = J^H v and jvp(x, u) = (f(x), J u), the function
 x -> bwd(r(x), v) is the gradient of Re<v, f>. Second order differentiates it through the residuals:
@@ -6,7 +6,7 @@ x -> bwd(r(x), v) is the gradient of Re<v, f>. Second order differentiates it th
     d bwd(r(x), v) = sum over k of (d bwd / d r_k) (d r_k / d x)
 
 so a residual without a derivative (r_k detached, or computed outside of the framework) makes second
-order wrong. Finite differences of r_k reveal such a residual.
+derivatives wrong. Finite differences of r_k reveal such a residual.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ CALLER = "check_rule"
 _NEARBY = 1.0625  # the factor to another point, close enough to be in f's domain
 _POINTS = 1.0, _NEARBY, 0.9375  # the examples of a batch
 _DRAWN = (
-    "differs between two calls of {} with the same arguments. Is a random number drawn in it, or a "
-    "state changed? Draw it in fwd, and save it."
+    "differs between two calls of {} with the same arguments. Does the function draw random "
+    "numbers or change state? Draw random numbers in fwd, and return them as residuals."
 )
 _STALE = (
     "changes after another call of fwd: bwd reads state of the last call (a global, an "
@@ -50,7 +50,7 @@ def check_rule(
     *,
     seed: int = 0,
 ) -> Report:
-    """Checks a custom rule: its parts, then the function that it makes.
+    """Checks a custom rule: its parts, then the function that the rule defines.
 
     fwd, bwd and jvp must be functions of their arguments: a rule that writes in place, reads state
     of the last call or draws random numbers is rejected. The values of fwd and jvp are compared
@@ -197,10 +197,10 @@ class RuleCheck(DerivativeCheck):
                 self.report.comparisons.append(record)
         for n, c in enumerate(self.report.comparisons):  # state where to look
             if not c.agrees and c.quantity.endswith("| finite differences"):
-                look = f"Look at what bwd returns for {c.path}; None is a zero."
+                look = f"Check the cotangent that bwd returns for {c.path}; None means zero."
                 if c.quantity.startswith("jvp"):
                     tangent = f"the tangent of {c.path.rpartition(' by ')[2]}"
-                    look = f"Look at what jvp does with {tangent}; None is a zero."
+                    look = f"Check how jvp uses {tangent}; None means zero."
                 if any(x.dtype.kind == "c" for x in probe.leaves):
                     look += " Is a conjugate missing? The cotangent is J^H v, the tangent J u."
                 self.report.comparisons[n] = c.because(c.cause or "", f"{c.detail} {look}")
@@ -216,8 +216,8 @@ class RuleCheck(DerivativeCheck):
             if path := _changed(before[name], self._copied(tree)):
                 own = path.removeprefix("[").replace("]", "", 1) if "arg" in name else path
                 raise GradtoolsError(
-                    f"{CALLER}: {part} writes {name}{own.strip()} in place, which others hold as "
-                    "well. Make a new array (2 * x, not x.mul_(2)), or copy it first."
+                    f"{CALLER}: {part} writes {name}{own.strip()} in place, but other "
+                    "operations share this array. Make a new array (2 * x, not x.mul_(2)) or copy."
                 )
         return result
 
@@ -308,9 +308,9 @@ class RuleCheck(DerivativeCheck):
                     path,
                     sides,
                     10 * largest(np.stack(each)),
-                    "the examples of a batch are mixed, or its axes are taken for an example's",
-                    "With vectorized=True a kernel gets the axes of the batch in front of every "
-                    "array, and works on the last axes alone.",
+                    "the examples are mixed, or batch axes are treated as axes of one example",
+                    "With vectorized=True every array has the axes of the batch first; the kernel "
+                    "must operate on the last axes only.",
                 )
 
 

@@ -84,5 +84,5 @@ def slope(f: Line, eps: float) -> Slope:
 
 
 def smallest_step(eps: float) -> float:
-    """Returns the smallest step of a difference, unless larger ones leave f's domain."""
+    """Returns the smallest step of a difference, unless larger steps leave f's domain."""
     return 10 * eps**0.5

@@ -2,8 +2,8 @@
 
 Each disagreement is explained by the first cause that applies:
 
-1. randomness (a side differs from itself), an argument that reaches the output on one side only;
-2. a gradient that one side stops, a kink at which both agree nearby, NaN or infinity on one side;
+1. randomness (two runs of one side differ), an argument that reaches the output on one side only;
+2. a gradient that one side stops, a kink near which both sides agree, NaN or infinity on one side;
 3. a relation of the two arrays (`relations.py`);
 4. the first operations at which the recorded programs diverge (`diverging/`).
 
@@ -81,7 +81,7 @@ class Causes:
         stopped = stopped if stopped and stopped.name.startswith("stopped") else None
         if a is None or b is None:
             lost, kept = self.names if a is None else self.names[::-1]
-            ways = f"In {lost} it is stopped, detached, cast to an integer, compared, or not used."
+            ways = f"In {lost} the leaf is detached, cast to an integer, compared, or not used."
             return c.because(
                 f"stopped gradient in {lost}",
                 f"{c.path} reaches the output in {kept} only. "
@@ -101,7 +101,8 @@ class Causes:
     def is_vague(self, c: Comparison) -> bool:
         """Returns whether the cause is unknown or may be accidental: a factor without a name.
 
-        Any two numbers have a factor, so a number's factor counts only if another result has it.
+        Any two numbers differ by a factor, so a scalar's factor counts only if another result has
+        the same factor.
         """
         cause, others = c.cause or "", self.report.disagreements
         others = [d for d in others if d.order <= 1 and d is not c]
@@ -143,7 +144,7 @@ class Causes:
         where = f"torch: {blame.torch.place}; jax: {blame.jax.place}."
         if blame.relation.startswith("stopped"):
             mine, other = self.names if "torch" in blame.relation else self.names[::-1]
-            advice = f"In {other} it is not stopped: stop it there, or remove the stop in {mine}."
+            advice = f"In {other} the gradient is not stopped: stop it, or remove {mine}'s stop."
             return Relation(blame.relation, f"The values agree. {where} {advice}")
         return Relation(blame.relation, f"The programs diverge in a {kind} at {where}")
 
@@ -165,7 +166,7 @@ class Causes:
         return ""
 
     def _is_random(self, name: str, k: int) -> bool:
-        """Returns whether one side's result differs from run to run."""
+        """Returns whether two runs of one side give different results."""
         quantity = self.check.quantities[name]
         runs = (self.check.evaluate(quantity, k, self.check.leaves[k]) for _ in range(2))
         return any(
@@ -190,18 +191,18 @@ class Causes:
         if all(np.isfinite(widened(side[i])).all() for side in quantity.sides):
             return c.because(
                 "convention: a kink or tie",
-                "Near this point the two agree; at it each framework has its own subgradient.",
+                "Both sides agree near this point; here, each framework has its own subgradient.",
                 CONVENTION,
             )
         return c.because(
             "a singular point, where a side is not finite",
-            "Near this point the two agree; at it one side is NaN or infinite.",
+            "Both sides agree near this point; here, one side is NaN or infinite.",
         )
 
     def _wrong_side(self, c: Comparison, i: int) -> str | None:
         """Returns the side whose derivative is not the central difference, if the other's is.
 
-        The differences are of PyTorch's values, or gradients, with which JAX's agree.
+        The differences are computed from PyTorch's values or gradients, with which JAX's agree.
         """
         check, base = self.check, self.check.quantities["gradient" if c.order == 2 else "value"]
         if not all(row.agrees for row in self.report if row.quantity == base.name):

@@ -65,8 +65,8 @@ def cross_check(
         order: 0 compares values. 1 also compares gradients, and costs one gradient in each
             framework. 2 also compares pushforwards and second derivatives.
         mapping: The pairs of parameters, if both are models: a `ParameterMapping`, or a dictionary
-            from PyTorch's names to JAX's, the overrides of `match_parameters`. None: the same names
-            and shapes, or the pairs of `match_parameters`.
+            from PyTorch's names to JAX's, the overrides of `match_parameters`. None pairs equal
+            names and shapes, or calls `match_parameters`.
         dtype: "float64", "float32", "float16" or "bfloat16": the dtype to which all floating
             inputs, parameters and buffers are cast. None leaves them unchanged.
         seed: The seed of the random directions.

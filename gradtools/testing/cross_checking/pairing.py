@@ -21,12 +21,12 @@ from gradtools.testing.matching_parameters.parameter_names import joined, withou
 
 @dataclass(frozen=True)
 class Pairing:
-    """For each of JAX's parameters the PyTorch parameter that corresponds to it.
+    """The PyTorch parameter that corresponds to each of JAX's parameters.
 
     Attributes:
         paths: The names of JAX's parameters, in order; empty if nothing is paired.
         names: The names of PyTorch's parameters, in order.
-        pairs: The pair for each of JAX's parameters.
+        pairs: For each of JAX's parameters, the entry of the mapping that converts to it.
         notes: Notes for the report.
     """
 

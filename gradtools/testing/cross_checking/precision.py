@@ -74,7 +74,7 @@ def settings_of_torch() -> dict[str, Setting]:
 def _attribute(holder: Any, name: str) -> Setting:
     """Returns the setting of a property, bypassing `torch.backends.disable_global_flags`.
 
-    (`torch.testing._internal` calls that, after which assigning to the property raises.)
+    (`torch.testing._internal` calls this function, after which assigning to the property raises.)
     """
     flag = vars(type(holder)).get(name)
     if flag is None:

@@ -1,7 +1,7 @@
 """`CrossCheck`: the values and derivatives that `cross_check` compares, in JAX's layout.
 
 A `CrossCheck` evaluates quantities of two sides at one point, compares them, and distinguishes
-rounding from disagreement. `causes.py` evaluates them at nearby points as well.
+rounding from disagreement. `causes.py` also evaluates the quantities at nearby points.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from gradtools.testing.report import (
     widened,
 )
 
-ROUNDING = 64  # epsilons of the largest number that may be rounding
+ROUNDING = 64  # rounding error, in epsilons of the largest number
 MODES = ("forward_over_reverse", "reverse_over_reverse")
 _COPY = (
-    "The two models hold different numbers. Copy them: mapping = match_parameters(torch_model, "
+    "The parameters of the two models differ. Copy them: mapping = match_parameters(torch_model, "
     "jax_model), jax_model = mapping.into(jax_model), cross_check(..., mapping=mapping)."
 )
 Leaves = list[np.ndarray | None]  # one array for each leaf; None where it is not connected

@@ -23,7 +23,7 @@ from gradtools.testing.flat import Arrays, FlatFunction
 
 Path = tuple[str, ...]
 Output = dict[str, np.ndarray]  # the leaves of an output by path
-_BOTH = "Give NumPy arrays: each side gets them as its own."
+_BOTH = "Pass NumPy arrays, which each side converts to its own arrays."
 
 
 class Side(FlatFunction):
@@ -106,7 +106,7 @@ class Inputs:
     """The arguments of both programs: NumPy arrays, some of them differentiated, and settings.
 
     Attributes:
-        trees: The backend that flattened them, PyTorch's.
+        trees: PyTorch's backend, which flattened the arguments.
         treedef: The structure of the tuple of arguments.
         leaves: The leaves: arrays, and settings that are passed on unchanged.
         names: The path, "argument 0[x]", of each leaf that is differentiated, by its number.
@@ -169,14 +169,14 @@ def resolve(gt: Any, caller: str, name: str, subject: Any) -> tuple[Callable[...
     kind = library(module)
     if kind is not None and (kind == "torch.nn") != (name == "torch"):
         raise GradtoolsError(
-            f"{caller}: {name} is a {kind} module, {type(module).__name__}. Give the PyTorch "
+            f"{caller}: {name} is a {kind} module, {type(module).__name__}. Pass the PyTorch "
             "program as torch= and its port as jax=."
         )
     if kind == "flax.linen" and variables is None:
         raise GradtoolsError(
             f"{caller}: {name} is a flax.linen module, {type(module).__name__}, without its "
-            f"variables. Pass the pair {name}=(module, variables), where variables is what "
-            "module.init(key, *args) returns."
+            f"variables. Pass the pair {name}=(module, variables), where variables is the "
+            "result of module.init(key, *args)."
         )
     if kind == "torch.nn":  # includes frozen parameters, which the other side also has
         make_functional = import_module("gradtools.torch.modules").make_functional
@@ -255,7 +255,7 @@ def cast(x: np.ndarray, dtype: str | None) -> np.ndarray:
         return x
     if x.dtype.kind == "c":
         if dtype not in ("float64", "float32"):
-            raise GradtoolsError(f"cross_check: there are no complex numbers of {dtype}.")
+            raise GradtoolsError(f"cross_check: complex numbers of {dtype} do not exist.")
         return x.astype({"float64": "complex128", "float32": "complex64"}[dtype])
     bfloat16 = dtype == "bfloat16"
     return x.astype(import_module("ml_dtypes").bfloat16 if bfloat16 else dtype)

@@ -4,7 +4,7 @@ The error of an array is relative to its own largest entry,
 
     error = max |a - b| / max(|a|, |b|)
 
-and an array agrees when its error is at most `tolerance(dtype, order)`. Nothing grows with the
+and an array agrees when its error is at most `tolerance(dtype, order)`. No tolerance grows with the
 number of entries, the depth of a network or the size of a batch, and NaN is never replaced. Order 0
 is a value, order 1 a gradient, a vjp or a jvp, and order 2 a Hessian product. Finite differences
 have a separate column, because extrapolation keeps about half of the digits.

@@ -1,7 +1,7 @@
 """Records the connections between the values of a PyTorch run, for `why_zero`.
 
 The operations are aten operations (`run_recorder.py`), each with the name of the function that the
-user called. A torch.autograd.Function is one node, whichever operations it runs. Data that leaves
+user called. A torch.autograd.Function is one node, regardless of its operations. Data that leaves
 for NumPy or Python is a node without results in PyTorch; `recorded_run.py` finds where it returns.
 """
 
@@ -39,7 +39,7 @@ _CUT, _FULL = Dependence.CUT, Dependence.DIFFERENTIABLE
 Edge = tuple[Any, int]  # a node of autograd, and the number of its output
 
 # Maps a part of PyTorch's error text about a lost gradient to the kind of loss.
-# `tests/torch/lost_gradients.py` raises each error, so that tests notice a new wording.
+# `tests/torch/lost_gradients.py` raises each error, so a test fails if the wording changes.
 REFUSALS = {
     "Can't call numpy() on Tensor that requires grad": "left_framework",
     "Can't export tensors that require gradient": "left_framework",
@@ -68,9 +68,10 @@ class ConnectionRecorder(RunRecorder):
     Attributes:
         outside: Pairs (value, value): data flows from one to the other outside of PyTorch, through
             NumPy or a Python number.
-        leavings: The nodes by which data left for NumPy or Python so far.
-        entries: The data that entered after data had left, to compare two runs: the name of the
-            operation that read it, the operation or a captured tensor's number, and fingerprints.
+        leavings: The nodes at which data has left for NumPy or Python so far.
+        entries: The data that entered PyTorch after data had left, to compare two runs: the name of
+            the operation that read the data, the operation or a captured tensor's number, and
+            fingerprints.
         sizes: The greatest modulus of each tensor's entries, by number, as in `PassesAtValues`.
         refusal: PyTorch's own error, and its description.
         leaves: The copies of the leaves that were passed to f; `inputs` are their numbers.
@@ -94,7 +95,7 @@ class ConnectionRecorder(RunRecorder):
         self._replaced, self._other = replaced, other
         self._results: list[Any] = []  # fingerprints of the results of f
         self._scalars: list[int] = []  # the Python numbers that the function read from tensors
-        self._is_plain = True  # whether no transform of torch.func runs, whose arrays are partial
+        self._is_plain = True  # False inside of torch.func transforms, which split arrays
         self._edges: dict[int, Edge] = {}  # a tensor's place in autograd's graph, by its id
 
     def observe(self, run: Run, leaves: Sequence[Any], names: Sequence[str] = ()) -> Self:
@@ -124,7 +125,7 @@ class ConnectionRecorder(RunRecorder):
     # --- calls
 
     def called(self, fun: Any, args: Any, kwargs: Any) -> Any:
-        """Runs a function of PyTorch, whose operations get its name."""
+        """Runs a function of PyTorch, and gives its operations the function's name."""
         if fun is private.custom_function_call:
             kind, *args = args
             return self.ruled(kind, partial(fun, kind), args, kwargs)
@@ -276,7 +277,7 @@ class ConnectionRecorder(RunRecorder):
         self.leavings += [] if self.phase else [made.node]
 
     def _enter(self, name: str, of: RecordedNode | int, read: Any, made: Iterable[Any]) -> None:
-        """Notes numbers and arrays that an operation reads, and tensors that it makes of them."""
+        """Records numbers and arrays that an operation reads, and tensors made from them."""
         if self.leavings and not self.phase:
             data = [x for x in upstream.tree_leaves(read) if not isinstance(x, Tensor)]
             self.entries.append((name, of, [*map(_contents, (*data, *made))]))
@@ -287,7 +288,7 @@ class ConnectionRecorder(RunRecorder):
         The results of f are included only if no earlier value explains their change.
         """
         both = zip(self.entries, other.entries, strict=False)
-        alike = takewhile(lambda pair: pair[0][0] == pair[1][0], both)  # until another branch
+        alike = takewhile(lambda pair: pair[0][0] == pair[1][0], both)  # until the branches differ
         changed = [of for (_, of, data), (*_, new) in alike if data != new]
         entered = [of if isinstance(of, int) else self._operand(of) for of in changed]
         results = zip_longest(self._results, other._results)
@@ -312,7 +313,7 @@ class ConnectionRecorder(RunRecorder):
         return number
 
     def met(self, x: Tensor) -> int:
-        """Numbers a captured tensor; a tensor that f could not reach before came from outside."""
+        """Numbers a captured tensor; a tensor that f could not reach before the run is an entry."""
         number = super().met(x)
         if id(x) not in self.undo.reachable:
             with self.silent():

@@ -1,6 +1,6 @@
 """The context in which a recorder runs the user's function, whose effects are undone.
 
-f runs eagerly, compiled code included; control-flow operators run as Python loops and branches.
+f runs eagerly, including compiled code; control-flow operators run as Python loops and branches.
 """
 
 from __future__ import annotations

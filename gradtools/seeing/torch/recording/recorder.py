@@ -10,8 +10,9 @@ makes the call::
 
 The functions level reveals whether a call is differentiable and which data leaves for NumPy (for
 `why_zero`). The operations level contains the computation of all passes (`passes.py`, for the
-graph). A formula (`translating.py`) uses the more readable level. This module contains the common
-parts: value numbers, in-place writes, the running line and modules, and undoing effects.
+graph). A formula (`translating.py`) represents each call at the more readable of both levels. This
+module contains the common parts: value numbers, in-place writes, the running line and modules, and
+undoing effects.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class Recorder(Generic[V]):
             if threading.get_ident() != thread or all(of is not module for of, _ in running):
                 return
             left = None
-            while left is not module:  # outer modules raised: no exit is reported
+            while left is not module:  # inner modules that raised have not left
                 left, self.scope = running.pop()
 
         with ExitStack() as hooks:
@@ -149,7 +150,7 @@ class Recorder(Generic[V]):
     # --- values
 
     def new(self, x: Any, name: str = "") -> V:
-        """Makes a new value for a tensor or number; by default a number."""
+        """Makes a new value for a tensor or number; by default, the value is its value number."""
         number = len(self.values)
         shape, dtype = like(x) if isinstance(x, Tensor) else ((), type(x).__name__)
         self.values[number] = Value(shape, dtype, name)
@@ -167,7 +168,7 @@ class Recorder(Generic[V]):
         self.table.hold(x, value)
 
     def of(self, x: Tensor) -> V:
-        """Returns a tensor's current value; it may be new here, or written to through an alias."""
+        """Returns a tensor's current value; registers new tensors, applies writes to aliases."""
         known = self.table.find(x)
         if known is None:
             value = self.met(x)

@@ -1,7 +1,7 @@
 """Records the aten operations of a PyTorch run as nodes with value numbers.
 
 A tensor is identified by its id, otherwise by the storage elements that it shares. An in-place
-write gives the tensor a new value number, and also each of its views when it is next read: a view
+write gives the tensor a new value number, and each of its views when the view is next read: a view
 is recomputed from the written base, and a base is updated at the elements of the view.
 
 Whether an operation propagates a derivative is known when its results are next read: they require
@@ -46,7 +46,7 @@ class RecordedNode:
         inner: Whether the node is part of a derivative that f itself takes.
         written: The number of leading inputs that the node changes in place.
         rounds: Whether the operation rounds its result to an integer.
-        known_loss: The kind of loss and the function to name, if they are already known.
+        known_loss: The kind of loss and the name of the function to report, if already known.
         of: In a backward pass, the position of the differentiated node.
     """
 
@@ -110,7 +110,7 @@ class RunRecorder(Recorder[int]):
             for made, number in zip(node.outputs, before, strict=False):
                 self._first[made] = self._first.get(number, number)
             if call.raw == "clone" and (given[0].is_conj() or given[0].is_neg()):
-                # a kernel materializes a lazy conjugate, unseen by autograd
+                # a kernel materializes a lazy conjugate below autograd
                 self._tracked[node.outputs[0]] = given[0].requires_grad and torch.is_grad_enabled()
         return out
 
@@ -191,7 +191,7 @@ class RunRecorder(Recorder[int]):
         return number
 
     def of(self, x: Tensor) -> int:
-        """Returns a tensor's number; in the forward pass, records if a derivative flows."""
+        """Returns a tensor's number; in the forward pass, records whether a derivative flows."""
         number = super().of(x)
         if not self.phase:
             self._tracked.setdefault(number, x.requires_grad)
@@ -239,7 +239,7 @@ class RunRecorder(Recorder[int]):
     # --- links
 
     def linked(self, made: RecordedNode) -> Node:
-        """Returns a forward node with its links, which are weak if it propagates no derivative.
+        """Returns a forward node with its links, weakened if the node propagates no derivative.
 
         A node of a rule is unchanged: the rule replaces its derivative.
         """

@@ -47,7 +47,7 @@ class Memory(Generic[V]):
     """A storage.
 
     Attributes:
-        owner: The storage, or a tensor that has none; referenced so that its id stays unique.
+        owner: The storage, or a tensor without a storage; referenced so that its id stays unique.
         value: The value of the first tensor that was read on the storage.
         written: The log of in-place writes.
     """
@@ -95,7 +95,7 @@ class TensorTable(Generic[V]):
         return self._memories.get(memory_of(x))
 
     def write(self, x: Tensor, value: V, by: Any = None) -> None:
-        """Logs an in-place write to x and assigns this value to x; `Write` explains by."""
+        """Logs an in-place write to x and assigns this value to x; see `Write` for `by`."""
         if (memory := self.memory(x)) is not None:
             memory.written.append(Write(x, value, by))
         self.hold(x, value)

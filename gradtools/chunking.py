@@ -190,7 +190,7 @@ class Chunking(Operators):
         key_argnums: Argnums = (),
         carry_argnums: Argnums = (),
     ) -> Any:
-        """Computes value and gradient of a mean or sum over examples, chunk by chunk.
+        """Computes the value and the gradient of a mean or sum over examples, chunk by chunk.
 
         With W_c the weight of chunk c (by default its number of examples) and f_c its mean,
 

@@ -374,7 +374,7 @@ class CustomRule:
     def _rule(self, specialized: Specialization) -> Rule:
         if self.bwd is None and self.jvp is None:
             raise GradtoolsError(
-                f"{self.__name__} has no rule yet. Give it one with defvjp(fwd, bwd) or "
+                f"{self.__name__} has no rule yet. Define one with defvjp(fwd, bwd) or "
                 "defjvp(rule) before it is called."
             )
         if self.bwd is None:

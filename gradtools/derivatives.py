@@ -107,7 +107,7 @@ class Derivatives(Operators):
         disconnected_inputs: Disconnected = "raise",
         mode: GradMode = "auto",
     ) -> Callable[..., Any]:
-        """Creates a function that computes the gradient of a real scalar f.
+        """Creates a function that computes the gradient of a real scalar-valued f.
 
         f is evaluated once, and no `.grad` is changed. In JAX, f's Python code is traced again if
         the gradient of an argument may be zero because the argument does not reach the output.
@@ -189,7 +189,7 @@ class Derivatives(Operators):
         disconnected_inputs: Disconnected = "raise",
         mode: GradMode = "auto",
     ) -> Callable[..., Any]:
-        """Creates a function that computes value and gradient of a real scalar f in one evaluation.
+        """Creates a function that computes the value and the gradient of f in one evaluation.
 
         Args:
             f: As in `grad`.
@@ -219,7 +219,7 @@ class Derivatives(Operators):
         maximize: Argnums,
         has_aux: bool = False,
     ) -> Callable[P, tuple[Any, tuple[Any, ...]]]:
-        """Creates a function that computes value and gradients of all players of a minimax problem.
+        """Creates a function that computes the value and all gradients of a minimax problem.
 
         The gradients of the maximizing players are negated, so every player updates by `x - lr *
         grad` and ordinary optimizers work (GANs, domain-adversarial training).

@@ -71,7 +71,7 @@ class Freezing(Operators):
         time in PyTorch, and of each use in JAX.
 
         PyTorch: G is a module or a function; random generators and buffers are restored as in
-        `chunked`. Attention uses plain operations in second derivatives. If G has no forward mode
+        `chunked`. Attention uses unfused operations in second derivatives. If G has no forward mode
         (recurrent layers on the CPU, a Function without jvp), sets gradient hooks or calls
         `torch.autograd.grad`, a second derivative takes one double backward of G. JAX: G is a
         function, or a module of equinox or flax.nnx. If G has no forward mode (a `jax.custom_vjp`),

@@ -152,7 +152,7 @@ class HostFunction(CustomRule):
             def missing(saved: Entries, moving: Entries) -> Any:
                 raise MissingRuleError(
                     f"host function {self.__name__!r} has no rule, so its derivative is unknown. "
-                    "Give it one with defvjp(fwd, bwd) or defjvp(rule), or stop the gradient of "
+                    "Define one with defvjp(fwd, bwd) or defjvp(rule), or stop the gradient of "
                     "its arguments."
                 )
 

@@ -134,7 +134,7 @@ class Jacobians(Operators):
         tangents: Sequence[Any],
         mode: HvpMode = "auto",
     ) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
-        """Computes the gradient of a real scalar f and a Hessian-vector product in one evaluation.
+        """Computes the gradient of a scalar f and a Hessian-vector product in one evaluation.
 
         For products with several vectors at one point, call `linearize(grad(f), x)` once.
 
@@ -186,7 +186,7 @@ class Jacobians(Operators):
         mode: HvpMode = "auto",
         sparsity: Any = None,
     ) -> Callable[P, Any]:
-        """Computes the Hessian of a real scalar f of real arguments.
+        """Computes the Hessian of a real scalar-valued f with real arguments.
 
         Args:
             f: As in `grad`.

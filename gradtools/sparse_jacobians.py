@@ -4,7 +4,8 @@ Columns that share no row (structurally orthogonal columns) are pushed as one ta
 share no column are pulled as one cotangent, and each entry is read from the product in which it is
 the only term (Curtis, Powell and Reid, On the estimation of sparse Jacobian matrices, 1974).
 NetworkX computes a greedy colouring. An entry that the pattern omits would be added to another
-entry, so one more product, with a random vector, is compared with the result's product.
+entry. To detect this, the products of the Jacobian and of the result with a random vector are
+compared.
 """
 
 from __future__ import annotations

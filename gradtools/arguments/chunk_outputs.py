@@ -137,7 +137,7 @@ class Outputs:
     # --- the whole output
 
     def tree(self, outs: list[Array]) -> Any:
-        """Builds the output for the whole batch from joined leaves, or from the leaves of lists."""
+        """Builds the output for the whole batch; concatenates the lists of the chunks."""
         left = iter(outs)
         if self.axes is None and any(self._lists):
             parts = [part for chunk in self._lists for part in chunk]

@@ -42,7 +42,7 @@ DynamicJaxprTracer: Any = getattr(partial_eval, "DynamicJaxprTracer", ())
 
 
 class RulePrimitive(Primitive):
-    """A primitive with several results; JAX's caches refer weakly to a rule in its parameters.
+    """A primitive with several results. JAX's caches hold weak references to its parameter `rule`.
 
     Attributes:
         gradtools_flow: Maps an equation to the jaxpr of its data flow, or None; for `reachability`.

@@ -120,7 +120,7 @@ def _value(x: Any) -> Hashable:
 
 
 def _is_of_jax(eqn: Eqn) -> bool:
-    """Returns whether a function with a rule belongs to JAX, or is the slice of a chunk."""
+    """Returns whether JAX defines the function of a custom rule, or it is marked as a chunk."""
     function = jaxprs.programs_of(eqn)[0].jaxpr
     return jaxprs.is_chunk(function) or is_in(("jax",), file_of(function))
 

@@ -158,7 +158,7 @@ class CheckedProgram:
         return self.numbers(self.half.like(points, self.leaves))
 
     def slope(self, points: Any, vs: Sequence[Any], us: Sequence[Any]) -> tuple[float, float]:
-        """Returns Re<v, J u> by the compared member, and the sum of the moduli of its terms."""
+        """Returns Re<v, J u> of the backend member under test, and the sum of its terms' moduli."""
         like = self.half.like
         run: Any = lambda *xs: (self.held(*xs), [])
         with self.at(points) as xs:

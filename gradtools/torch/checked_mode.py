@@ -146,7 +146,7 @@ class HeldProgram(CheckedProgram, TorchFunctionMode):
     # --- the operations of f
 
     def hold(self, y: Any, in_place: bool = False) -> Any:
-        """In the first run, records a value that f stops; in later runs, returns that value."""
+        """Records a value that f detaches in the first run; later runs return that value."""
         is_tensor = isinstance(y, Tensor)
         if self.recorded is None:
             self.values.append(y.detach().clone() if is_tensor else y)

@@ -43,7 +43,7 @@ def without_graph(x: Tensor, of_tangent: bool = True) -> Tensor:
 def tangents_of(xs: Sequence[Tensor]) -> list[Tensor]:
     """Returns the tangents of dual numbers; a tangent has a separate graph."""
     if upstream.forward_level() < 0 or upstream.peek_interpreter_stack() is not None:
-        return []  # vmap cannot unpack its own batch, such as the rows of a Jacobian
+        return []  # inside of vmap a batched dual tensor cannot be unpacked
     tangents = [forward_ad.unpack_dual(x).tangent for x in xs if is_inexact(x)]
     return [t for t in tangents if t is not None]
 

@@ -407,7 +407,7 @@ def _seeded(key: Any, tensors: Any) -> Iterator[None]:
     except RuntimeError as error:
         raise GradtoolsError(
             "apply: the key has no value here (it is mapped by vmap, or traced), and PyTorch's "
-            "generators are seeded with numbers. Under vmap pass one key that is not mapped and "
+            "generators are seeded with numbers. Under vmap, pass one unmapped key and "
             "randomness='different', or loop over the keys."
         ) from error
     devices = {x.device for x in upstream.tree_leaves(tensors) if isinstance(x, Tensor)}

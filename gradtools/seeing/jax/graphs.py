@@ -134,7 +134,7 @@ class _JaxprReader:
         return Body(self._known[key][1], tuple(body.inputs), body.carries, body.gate, skippable)
 
     def links(self, eqn: Eqn, inner: Sequence[Any]) -> Links | None:
-        """Returns an equation's links by `reachability.py`; None if its bodies determine them."""
+        """Computes an equation's links (`reachability.py`); None if its bodies determine them."""
         name = eqn.primitive.name
         if inner and not jaxprs.is_ruled(eqn):
             return None

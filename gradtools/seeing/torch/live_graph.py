@@ -32,7 +32,7 @@ def graph_of_outputs(outputs: Any) -> PlainGraph:
         raise GradtoolsError(
             "gradient_graph: outputs has no tensor with a graph: each was detached, computed under "
             "no_grad, or computed from constants. Fix: pass a result before it is "
-            "detached, or call why_zero, which names the line."
+            "detached, or call why_zero, which names the line that stops the gradient."
         )
     values: dict[int, Value] = {}
     numbers: dict[Any, int] = {}  # by (node, number of its output)

@@ -78,9 +78,9 @@ def check_derivatives(
     mode against slopes from f's values at steps from a tenth to a millionth of the leaf's size (in
     float32 a three-hundredth); both modes against each other (dot-product test); linearity in the
     tangent and in the cotangent; for order 2 every mix of modes against slopes of the gradient or
-    pushforward. Complex arguments are moved in complex directions; all inner products
-    are Re<u, v>. The tolerances are given by `gradtools.testing.tolerance`. float32 products
-    are computed in full precision during the check, without TF32 or bfloat16.
+    pushforward. Complex arguments are perturbed in complex directions; all inner
+    products are Re<u, v>. The tolerances are given by `gradtools.testing.tolerance`. float32
+    products are computed in full precision during the check, without TF32 or bfloat16.
 
     Args:
         f: A deterministic function that takes and returns pytrees of the backend's arrays.

@@ -121,7 +121,7 @@ class _Translator:
     # Equations.
 
     def run(self, jaxpr: Any, entries: Sequence[Entry]) -> list[Entry]:
-        """Returns the entries of a jaxpr's outputs, from the entries of its constants and inputs."""
+        """Translates a jaxpr; `entries` are the constants and inputs. Returns the outputs."""
         step = lambda i, eqn, entries: self._step(eqn, entries)
         return jaxprs.interpreted(jaxpr, entries, step, lambda lit: np.asarray(lit.val))
 
@@ -190,7 +190,7 @@ class _Translator:
         return [fitted(x, _like(var)) for x, var in zip(results, eqn.outvars, strict=True)]
 
     def _named(self, eqn: Any, entries: Sequence[Entry], name: str) -> list[Entry]:
-        """Translates an equation to an opaque operation, whose kernel contains constant integers."""
+        """Translates an equation to an opaque operation; its kernel contains known integers."""
 
         def is_shown(e: Entry) -> bool:
             is_number = not (isinstance(e, Expr) or np.ndim(e) or _is_key(e))

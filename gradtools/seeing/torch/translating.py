@@ -322,8 +322,8 @@ class _FormulaRecorder(Recorder[Expr]):
                 self.hold(y, stop(value) if is_off else value)
 
 
-# Functions that are recorded by name: products, whose aten operations merge and split axes; the parts
-# of complex numbers; and detach, because autograd also calls aten.detach for saved tensors.
+# Functions that are recorded by name: products, whose aten operations merge and split axes; real
+# and imaginary parts; and detach, because autograd also calls aten.detach for saved tensors.
 _TENSOR: Any = Tensor
 _TORCH: Any = torch  # torch's stubs lack some of these functions
 _DETACHING = (torch.detach, Tensor.detach, _TENSOR.data.__get__, _TENSOR.detach_, _TORCH.detach_)
@@ -337,7 +337,7 @@ _FUNCTIONS: dict[Any, str] = dict.fromkeys(_DETACHING, "stop") | {
 
 
 # --- aten operations whose meaning differs by more than the name
-# A function in READINGS takes the recorder, the call, its attributes, and its operands as expressions.
+# Functions in READINGS take the recorder, the call, its attributes and its operands (expressions).
 
 
 def _nll(

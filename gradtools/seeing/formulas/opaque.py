@@ -41,7 +41,7 @@ class OpaqueFunction:
         return [np.asarray(backend.to_numpy(y)) for y in self.run(*xs)]
 
     def vjp(self, chosen: Sequence[int], wanted: Sequence[int]) -> OpaqueFunction:
-        """Returns a function of the operands and the chosen outputs' cotangents: their vjp."""
+        """Returns the vjp as a function of the operands and the chosen outputs' cotangents."""
         count, backend = len(self.moving), self.backend
 
         def pulled(*both: Any) -> list[Any]:
@@ -108,7 +108,9 @@ def _write(w: Writer, x: Expr) -> ts.Written:
     if not level:
         return ts.Written(ts.function(name, pieces).text + (f"[{place}]" if place else ""))
     number = ts.below(str(call["places"][place] + 1)) if call["places"] else ""
-    w.note("vjp[f](x; u): the vector-Jacobian product of f at x with u; vjp₁: for the first x")
+    w.note(
+        "vjp[f](x; u): the vector-Jacobian product of f at x with u; vjp₁: with respect to the first x"
+    )
     groups = pieces[: call["of"]], pieces[call["of"] :]
     first, then = (ts.join(p, ", ", ts.SUM).text for p in groups)
     return ts.Written(f"vjp{number}[{'vjp of ' * (level - 1)}{name}]({first}; {then})")

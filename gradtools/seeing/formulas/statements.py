@@ -78,10 +78,8 @@ class Statements:
                 primals.setdefault(c, v)
         repeated = self._repeated([x for x, _ in roots])
         values = {primals[x] for x in repeated if x in primals} - {*names, *repeated}
-        wanted = [
-            *(x for x in self.values if x in values),
-            *repeated,
-        ]  # with the primal values of cotangents
+        # Repeated values, and the primal values of repeated cotangents.
+        wanted = [*(x for x in self.values if x in values), *repeated]
         self._bases.update(self._base(x) for x in wanted if x not in primals)
         for x in wanted:
             v = primals.get(x)

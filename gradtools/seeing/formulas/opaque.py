@@ -109,7 +109,8 @@ def _write(w: Writer, x: Expr) -> ts.Written:
         return ts.Written(ts.function(name, pieces).text + (f"[{place}]" if place else ""))
     number = ts.below(str(call["places"][place] + 1)) if call["places"] else ""
     w.note(
-        "vjp[f](x; u): the vector-Jacobian product of f at x with u; vjp₁: with respect to the first x"
+        "vjp[f](x; u): the vector-Jacobian product of f at x with u; "
+        "vjp₁: with respect to the first x"
     )
     groups = pieces[: call["of"]], pieces[call["of"] :]
     first, then = (ts.join(p, ", ", ts.SUM).text for p in groups)

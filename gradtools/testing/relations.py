@@ -260,9 +260,8 @@ def expression_cause(
     for sides in (ends, (first[0], second[0])):
         pairs += sorted(product(*sides), key=lambda pair: {*pair[0][1]} != {*pair[1][1]})
     pairs = [(e, f) for e, f in pairs if e not in theirs and f not in ours]
-    for k, line in enumerate(
-        (first[-1], second[-1])
-    ):  # a function that only one of the lines applies
+    # A function that only one of the lines applies.
+    for k, line in enumerate((first[-1], second[-1])):
         lacking = [e for e in line if e.letters in {*direct[1 - k]} and e.function != "x"]
         plain = [(e, Expression("x", e.letters)) for e in lacking]
         pairs += [(f, e) for e, f in plain] if k else plain

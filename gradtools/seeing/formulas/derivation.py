@@ -26,7 +26,7 @@ class Agreement:
     Attributes:
         agrees: Whether all numbers agree.
         error: The greatest relative error.
-        where: The first differing entry, such as "x̄[0, 2]"; empty if none differs.
+        where: The first differing entry, such as "x̄[0, 2]"; empty if all entries agree.
         framework: The framework's value of this entry.
         derivation: The compared value of this entry.
         message: The result as text.

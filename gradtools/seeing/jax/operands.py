@@ -1,7 +1,7 @@
 """Translates a JAX equation to its framework-neutral name, operand order and attributes.
 
 Attributes are the parameters that differ from their defaults. Their names are defined in
-`seeing/formulas/words.py`; primitives without a neutral name keep JAX's own. Layouts, devices
+`seeing/formulas/words.py`; other primitives keep their name in JAX. Layouts, devices
 and shardings are left out.
 """
 

@@ -2,7 +2,7 @@
 
 Attributes are the arguments that are not operands and differ from the schema's defaults. Their
 names are defined in `seeing/formulas/words.py`: axes count from 0, a permutation lists all axes, a
-slice has a start and a limit on each axis. Operations without a neutral name keep PyTorch's own.
+slice has a start and a limit on each axis. Other operations keep their name in PyTorch.
 """
 
 from __future__ import annotations

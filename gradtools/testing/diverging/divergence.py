@@ -82,7 +82,7 @@ def first_divergence(
     Each program runs once forward and once backward. Operations inside of layers, loops and
     transformed functions are also compared; the report has the user's lines on both sides.
     Intermediate values may have other layouts and be computed in another order. Entries that
-    are NaN or infinite on both sides are not compared; the report counts those of the outputs.
+    are NaN or infinite on both sides are not compared; the report counts them for the outputs.
 
     Args:
         torch: A `torch.nn.Module`, which is copied and runs in its current mode (train or eval).

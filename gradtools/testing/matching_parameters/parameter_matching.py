@@ -1,4 +1,4 @@
-"""`match_parameters`: pairs the parameters of a torch.nn model with those of its port to JAX.
+"""`match_parameters`: pairs the parameters of a torch.nn model and of its port to JAX.
 
 The libraries store the same numbers under different names and in different axis orders:
 
@@ -71,7 +71,7 @@ def match_parameters(
     *,
     partial: bool = False,
 ) -> ParameterMapping:
-    """Pairs the parameters of a torch.nn model with those of its port to flax or equinox.
+    """Pairs the parameters of a torch.nn model and of its port to flax or equinox.
 
     Modules are paired by name, ignoring the spelling ("layer.0.LayerNorm", "layer_0/layer_norm"),
     then by a unique common suffix of their names, then, among modules of equal kind and shapes, by

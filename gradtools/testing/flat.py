@@ -1,9 +1,9 @@
 """`FlatFunction`: a program of one framework, with values and derivatives as NumPy arrays.
 
 A `FlatFunction` takes its floating and complex leaves as positional arguments and returns its
-floating and complex outputs as a list. Its derivatives are compositions of two maps of functions,
-pushforward and pullback. Points, tangents, cotangents and results are NumPy arrays.
-`Probe` is a user's function at its arguments.
+floating and complex outputs as a list. Its derivatives are compositions of
+the pushforward and the pullback. Points, tangents, cotangents and results are NumPy arrays.
+`Probe` is a `FlatFunction` made from a user's function and its arguments.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ class FlatFunction:
         gt: The namespace of the backend.
         waist: The namespace's `Backend`.
         program: The program as a function of its differentiated leaves.
-        leaves: The leaves at which it is checked, in NumPy.
+        leaves: The NumPy arrays at which the program is checked.
         paths: The names of the leaves, such as "argument 0['w']".
         out: The floating and complex outputs at these leaves.
-        out_paths: Their names.
+        out_paths: The names of these outputs.
     """
 
     program: Callable[..., Any]
@@ -94,11 +94,11 @@ class FlatFunction:
     # --- arrays
 
     def array(self, x: Any) -> Any:
-        """Converts a NumPy array to the framework's."""
+        """Converts a NumPy array to an array of the framework."""
         return self.gt.asarray(np.asarray(x))
 
     def arrays(self, xs: Sequence[Any]) -> tuple[Any, ...]:
-        """Converts NumPy arrays to the framework's."""
+        """Converts NumPy arrays to arrays of the framework."""
         return tuple([self.array(x) for x in xs])
 
     def numpy(self, xs: Any) -> Arrays:
@@ -119,10 +119,11 @@ class FlatFunction:
     def derivative(self, mode: str, xs: Arrays, *seeds: Arrays) -> Arrays:
         """Computes a derivative at xs by a mode, or by nested modes ("forward_over_reverse").
 
-        With the seed u of a forward mode and v of a reverse mode, and H the Hessian of Re<v, f>,
-        they are J u, J^H v, H u by three mixes, and D^2 f[u, w] by forward over forward.
+        Let u be the tangent of a forward mode, v the cotangent of a reverse mode, and H the
+        Hessian of Re<v, f>. Forward mode returns J u, reverse mode J^H v, forward over forward
+        D^2 f[u, w]; the other nested modes return H u.
 
-        seeds: The tangents or cotangents of each mode, the inner mode's first.
+        seeds: The tangents or cotangents of each mode, from the inner to the outer mode.
         """
 
         def differentiated(points: Any, *seeds: Any) -> Any:
@@ -134,11 +135,11 @@ class FlatFunction:
         return self.numpy(self.run(differentiated, xs, *seeds))
 
     def pushed(self, f: Callable[..., Any], us: Sequence[Any], *xs: Any) -> list[Any]:
-        """Returns J u of f at xs; all arrays are the framework's."""
+        """Returns the tangents J u of f at xs, as arrays of the framework."""
         return list(self.gt.jvp(f, xs, tuple(us))[1])
 
     def pulled(self, f: Callable[..., Any], vs: Sequence[Any], *xs: Any) -> list[Any]:
-        """Returns J^H v of f at xs."""
+        """Returns the cotangents J^H v of f at xs, as arrays of the framework."""
         outs, pullback = self.gt.vjp(f, *xs)
         return list(pullback(self.like(vs, outs)))
 
@@ -152,7 +153,7 @@ class FlatFunction:
 
 
 class Probe(FlatFunction):
-    """f at args, in one backend.
+    """A function f at its arguments, in one backend.
 
     Floating and complex arrays are its leaves; other values, such as integers, are constants.
     """
@@ -162,7 +163,8 @@ class Probe(FlatFunction):
         self.f = f
         check_function(caller, f, curried=False)
         if not isinstance(args, tuple | list) or not args:
-            kind = "an empty one" if isinstance(args, tuple | list) else f"a {type(args).__name__}"
+            name = type(args).__name__
+            kind = f"an empty {name}" if isinstance(args, tuple | list) else f"a {name}"
             raise GradtoolsError(
                 f"{caller}: args must be a tuple with one entry for each argument of f, got "
                 f"{kind}. For one argument write (x,)."
@@ -175,8 +177,8 @@ class Probe(FlatFunction):
         self._moving = moving
         if not moving:
             raise GradtoolsError(
-                f"{caller}: no argument holds a floating or complex array; there is no derivative "
-                "to check. Pass NumPy arrays (Python numbers count as constants)."
+                f"{caller}: no argument contains a floating or complex array; there is no "
+                "derivative to check. Pass NumPy arrays (Python numbers count as constants)."
             )
         self.bind([self.gt.to_numpy(self._all[i]) for i in moving], [paths[i] for i in moving])
         if not self.out:
@@ -230,15 +232,15 @@ def is_rounding(
 ) -> bool:
     """Returns whether differences are rounding error of larger numbers that cancel.
 
-    This is the case if they are small relative to the largest numbers, and the results change by as
-    much when the last digits of the arguments change. Otherwise they are genuine, however small.
+    Differences are rounding error if they are at most `bound`, and the results change by as much
+    when the last digits of the arguments change. All other differences count as genuine.
 
     Args:
         off: The differences.
         compute: A function of the arguments that returns the results, a sequence of arrays.
         xs: The arguments.
         eps: The machine epsilon of the computation.
-        bound: The largest difference that rounding of the numbers at hand can make.
+        bound: The largest difference that rounding can cause.
     """
     if not np.max(off) <= bound:
         return False

@@ -3,8 +3,8 @@
 `related` looks for a relation of the entries: `cross_check` applies it to two results,
 `first_divergence` to the values and cotangents of two operations, and the other checks to a
 derivative and its differences. A relation must hold for all entries, within a tight tolerance.
-`expression_cause` compares the formulas that two sides compute from values that both
-have: ``gelu(x)`` against ``tanh gelu(x)``, ``x + 1e-05`` against ``x + 0.001``.
+`expression_cause` compares the formulas by which two programs compute a value from common
+operands, for example ``gelu(x)`` and ``tanh gelu(x)``, or ``x + 1e-05`` and ``x + 0.001``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ SIDES = ("torch", "jax")
 FACTOR = "constant factor"
 LAYOUTS = ("transposed", "permuted", "interleaved", "reversed")  # the same entries
 MASKED = 9e3  # larger numbers are treated as entries of a mask
-_NEAR = 1e-6  # the relative error at which a factor is a known number
+_NEAR = 1e-6  # the relative tolerance for matching a factor to a known number
 _MOST_AXES = 5
 _MOST_ENTRIES = 1 << 15
 
@@ -48,16 +48,16 @@ def related(
     sizes: Mapping[str, float] | None = None,
     single: bool = False,
 ) -> Relation | None:
-    """Returns the first relation that holds between two differing arrays; None if none does.
+    """Returns the first relation that matches two differing arrays, or None.
 
     Args:
         a: The first side's array.
         b: The second side's array, of the same or another shape.
         names: The names of the sides.
         order: The order of the derivative.
-        near: The relative error at which a relation holds.
+        near: The relative tolerance of a relation.
         sizes: Lengths that occur in the program by name, which explain a factor.
-        single: Whether to name an unknown factor of constant arrays, which any two have.
+        single: Whether to report an unknown factor if both arrays are constant.
     """
     masks = a.dtype == b.dtype == bool
     if masks and (a.all() or b.all() or not (a.any() and b.any())):
@@ -71,11 +71,11 @@ def related(
 def _relations(
     a: np.ndarray, b: np.ndarray, names: Any, lost: str, near: float, factor: Any, masks: bool
 ) -> Iterator[str]:
-    """Yields the relations that hold, those that are least likely by chance first."""
+    """Yields the matching relations, from the least to the most likely by chance."""
     same = a.shape == b.shape
-    both_ways = ((a, b, names[0]), (b, a, names[1]))  # either array may be the wrong one
+    both_ways = ((a, b, names[0]), (b, a, names[1]))  # either array may be wrong
     yield from (f"{lost} in {name}" for x, y, name in both_ways if not x.any() and y.any())
-    if same:  # numbers that stand for a mask: -1e9 or -inf
+    if same:  # large negative numbers that mask entries: -1e9 or -inf
         hidden = [x.real < -MASKED for x in (a, b)]
         kept = ~hidden[0] & ~hidden[1]
         differ = (hidden[0] != hidden[1]).any() and hidden[0].any() and hidden[1].any()
@@ -103,7 +103,7 @@ def _relations(
 
 
 def layouts(x: np.ndarray, shape: tuple[int, ...]) -> Moves:
-    """Yields moves of x to a shape: none, a reshape, a permutation before or after it."""
+    """Yields named functions that convert x to a shape: a reshape, a permutation, or both."""
     if x.shape == shape:
         yield "", lambda x: x
     thin, target = ([n for n in s if n != 1] for s in (x.shape, shape))
@@ -125,7 +125,7 @@ def _transposition(first: list[int], axes: tuple[int, ...], last: tuple[int, ...
 
 
 def _rearrangements(x: np.ndarray) -> Moves:
-    """Yields moves of x to its own shape that change the order of its entries."""
+    """Yields named functions that reorder the entries of x and keep its shape."""
     if x.ndim > 1 and x.shape != x.T.shape:
         yield "transposed layout", lambda x: x.T.reshape(x.shape)
         yield "transposed layout", lambda x: x.reshape(x.shape[::-1]).T
@@ -135,7 +135,7 @@ def _rearrangements(x: np.ndarray) -> Moves:
 
 
 def orders(n: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Returns orders of the entries of an axis of length n that occur as mistakes."""
+    """Yields named permutations of an axis of length n that are common mistakes."""
     every = np.arange(n)
     if n > 2:
         yield "reversed axis", every[::-1]
@@ -184,7 +184,7 @@ def factor_name(ratio: complex, sizes: Mapping[str, float]) -> str | None:
         sample = f"n / (n - 1) for n = {n}, {name}: unbiased and biased"
         table += [(n, name), (n / (n - 1), sample)]
         table += [(math.sqrt(n / (n - 1)), f"the root of {sample}")] if n > 2 else []
-    table.append((2.0, "a half square, or counted twice"))
+    table.append((2.0, "a missing factor 1/2, or a term counted twice"))
     table += [(math.sqrt(n), f"the root of {name}") for name, n in sizes.items() if n > 2]
     is_near = lambda n: min(abs(size / n - 1), abs(size * n - 1)) < _NEAR
     return next((text for n, text in table if is_near(n)), None)
@@ -193,7 +193,7 @@ def factor_name(ratio: complex, sizes: Mapping[str, float]) -> str | None:
 def relation(
     first: np.ndarray, second: np.ndarray, names: Sequence[str] = SIDES, order: int = 1
 ) -> str | None:
-    """Describes how the finite entries of two arrays of one shape differ."""
+    """Describes how the finite entries of two arrays of equal shape differ."""
     a, b = widened(first), widened(second)
     if a.shape != b.shape:
         return None
@@ -211,11 +211,11 @@ def equal(a: Any, b: Any, near: float) -> bool:
     return a.shape == b.shape and bool((entry_errors(a, b, max(near, 1e-300), 0.0) <= 1).all())
 
 
-# --- expressions in values that both sides have
+# --- expressions in common operands
 
 
 class Expression(NamedTuple):
-    """A formula of operands: ``c x`` with the letter y and the constant 2 is ``2 y``.
+    """A formula of operands; ``c x`` with the letter y and the constant 2 is printed ``2 y``.
 
     Attributes:
         function: The formula, with x and y for its operands and c for a constant.
@@ -260,7 +260,8 @@ def expression_cause(
     for sides in (ends, (first[0], second[0])):
         pairs += sorted(product(*sides), key=lambda pair: {*pair[0][1]} != {*pair[1][1]})
     pairs = [(e, f) for e, f in pairs if e not in theirs and f not in ours]
-    for k, line in enumerate((first[-1], second[-1])):  # a function that one line leaves out
+    # A function that only one of the lines applies.
+    for k, line in enumerate((first[-1], second[-1])):
         lacking = [e for e in line if e.letters in {*direct[1 - k]} and e.function != "x"]
         plain = [(e, Expression("x", e.letters)) for e in lacking]
         pairs += [(f, e) for e, f in plain] if k else plain

@@ -1,7 +1,7 @@
 """Results of checks: `Comparison` for one pair of arrays, `Report`, and `AgreementError`.
 
 `compare_arrays` makes a `Comparison` of two NumPy arrays, a `Report` collects comparisons and
-prints a table, and an `AgreementError` has the `report`. This module is framework-neutral.
+prints a table, and an `AgreementError` contains the report. This module is framework-neutral.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _LINES_OF_AN_ERROR = 5
 _NOTHING_FINITE = (
     "NaN or infinite on both sides",
     "No entry is finite, so nothing was compared. `why_zero(f, *args)` names the first line that "
-    "makes a NaN or an infinity.",
+    "produces a NaN or an infinity.",
 )
 _COLOURS = {AGREES: "32", DIFFERS: "31", CONVENTION: "33"}
 
@@ -39,7 +39,7 @@ class Comparison:
         error: The largest error in units of the tolerance; a disagreement if above 1, inf
             if it cannot be measured (NaN in only one array, different shapes or dtypes).
         tolerance: The allowed relative error.
-        place: The index of the worst entry, () for a scalar, None if there is none.
+        place: The index of the worst entry, () for a scalar, None if no entries were compared.
         first: The first array's value at `place`, or a text, "float32" or "not connected".
         second: The second array's value at `place`, or a text.
         shape: The shape of the arrays, or of the first array if the shapes differ.
@@ -81,7 +81,7 @@ class Comparison:
         return self.status != DIFFERS
 
     def because(self, cause: str, detail: str = "", status: str = DIFFERS) -> Comparison:
-        """Returns a copy of the record with a cause."""
+        """Returns a copy of the comparison with a cause."""
         return replace(self, cause=cause, detail=detail, status=status)
 
     def describe(self, names: Sequence[str] = ("first", "second")) -> str:
@@ -113,7 +113,7 @@ def compare_arrays(
         path: As in `Comparison`.
         order: The order of the derivative, which selects the tolerance.
         first: A NumPy array or number.
-        second: Another one.
+        second: The NumPy array or number that is compared with `first`.
         tolerance: A relative error that replaces the tolerance of the table.
         noise: Absolute differences up to this size count as rounding of larger numbers that
             cancel. 0 by default.
@@ -160,7 +160,7 @@ def mismatch(
 def entry_errors(
     first: np.ndarray, second: np.ndarray, tolerance: float, noise: float
 ) -> np.ndarray:
-    """Returns each entry's error in tolerances; inf if only one side is finite."""
+    """Returns each entry's error in units of the tolerance; inf if only one side is finite."""
     a, b = widened(first), widened(second)
     with np.errstate(all="ignore"):
         same = (a == b) | (np.isnan(a) & np.isnan(b))
@@ -305,7 +305,7 @@ class Report:
         """Returns the report itself if everything agrees.
 
         Raises:
-            AgreementError: A comparison failed; the error has the report.
+            AgreementError: A comparison failed; the error contains the report.
         """
         if not self:
             raise AgreementError(self)
@@ -313,7 +313,7 @@ class Report:
 
 
 class AgreementError(GradtoolsError):
-    """Two computations that should agree do not; see `report`.
+    """Raised if two computations that should agree differ.
 
     Attributes:
         report: The whole `Report`.
@@ -328,7 +328,7 @@ class AgreementError(GradtoolsError):
 
 
 def show(x: Any) -> str:
-    """Formats a value of a record as short text."""
+    """Formats a value of a comparison as short text."""
     if x is None or isinstance(x, str | bool | int):
         return "" if x is None else str(x)
     if isinstance(x, complex):

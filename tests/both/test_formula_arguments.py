@@ -57,7 +57,7 @@ def test_a_derivation_returns_the_cotangents_of_the_differentiated_inputs(gt):
     assert found.inputs == ("A", "x") and found.gradients == ("x̄",)
     right = lambda A, x, ct: ct * (A @ x + A.T @ x)
     assert found.agrees_with(right)
-    with pytest.raises(GradtoolsError, match="returned 2 values; one is expected for each of x̄"):
+    with pytest.raises(GradtoolsError, match="returned 2 values; expected a value for each of x̄"):
         found.agrees_with(lambda A, x, ct: (None, right(A, x, ct)))
 
 

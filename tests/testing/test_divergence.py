@@ -148,7 +148,7 @@ def test_a_parameter_with_other_numbers_is_named():
     assert first_divergence(mine, (port, params, {}), (X,), mapping)
     report = first_divergence(mine, (port, wrong, {}), (X,), mapping)
     assert report.kind == "parameter"
-    assert "kernel in JAX does not hold PyTorch's numbers (transposed" in report.relation
+    assert "kernel in JAX differs from the parameter in PyTorch (transposed" in report.relation
 
 
 def test_the_model_is_left_as_it_was():

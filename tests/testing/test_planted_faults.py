@@ -175,7 +175,7 @@ fault(
 )
 fault(
     "jvp",
-    "constant factor 2, a half square, or counted twice",
+    "constant factor 2, a missing factor 1/2, or a term counted twice",
     sine_by(torch.cos, lambda x, t: 2 * t * torch.cos(x)),
     jnp.sin,
     says="torch is wrong",

@@ -30,7 +30,7 @@ def masked(mask):
 
 
 RELATIONS = {  # the second array, and the first
-    "constant factor 0.5, a half square, or counted twice": (2 * V, V),
+    "constant factor 0.5, a missing factor 1/2, or a term counted twice": (2 * V, V),
     "constant factor 0-1j, the imaginary unit": (1j * Z, Z),
     "sign": (-V, V),
     "conjugate": (Z.conj(), Z),
@@ -64,7 +64,7 @@ def test_other_arrays_have_no_relation():
     other = _RNG.normal(size=A.shape)
     assert related(A, other) is None and related(A, A * np.arange(1, 13)) is None
     assert relation(np.array([1.0, np.nan]), np.array([2.0, 3.0])) == (
-        "constant factor 0.5, a half square, or counted twice"
+        "constant factor 0.5, a missing factor 1/2, or a term counted twice"
     )
     assert related(np.ones(3), np.full(3, 1.37)) is None  # of any two constant arrays
     assert related(MASK, np.tril(MASK, -2)) is related(MASK | True, MASK & False) is None

@@ -1,10 +1,10 @@
 """Smart constructors of expressions: they canonicalize on construction.
 
-Every operation that moves axes is a product of arrays, as einsum. Coefficients are collected,
+Every operation that moves axes is a product of arrays, as in einsum. Coefficients are collected,
 nested products are flattened if that is easier to read, equal factors become powers, one-hot
 factors under a sum are eliminated, and broadcasts move outwards, where they may cancel. A
-contraction (a product with a sum) is never flattened into another contraction, so a matrix product
-of the program stays one value.
+contraction (a product with a sum) is never flattened into another contraction, so each
+matrix product of the program remains a single expression.
 
 A sum collects like terms and factors common factors out. Broadcasts are moved out of elementwise
 functions. Conjugates and real parts are moved to the leaves.
@@ -68,7 +68,8 @@ def product(
 ) -> Expr:
     """Returns the canonical einsum of factors; the axis labels of a factor are distinct.
 
-    out, shape: The labels of the result, all different, and their lengths, by default the factors'.
+    out: The distinct labels of the result.
+    shape: The lengths of the axes of the result; by default taken from the factors.
     """
     out = tuple(out)
     size: dict[Any, int] = {} if shape is None else dict(zip(out, shape, strict=True))
@@ -135,7 +136,7 @@ def _flattened(
 
 
 def _stays_whole(x: Expr) -> bool:
-    """Returns whether x is an elementwise product that stays one matrix inside of a contraction.
+    """Returns whether x is an elementwise product that stays whole inside of a contraction.
 
     The product is split if it is broadcast, or if the sum can eliminate some of its factors.
     """
@@ -197,7 +198,7 @@ def broadcast(x: Expr, shape: Sequence[int], axes: Iterable[int] | None = None) 
 
 
 def drop_axes(x: Expr, kept: Sequence[int]) -> Expr:
-    """Restricts x to the axes `kept`; x must be broadcast along the others."""
+    """Restricts x to the axes `kept`; x must be broadcast along all other axes."""
     coefficient, entries, _ = parts(x)
     return product(entries, kept, [x.shape[a] for a in kept], coefficient)
 
@@ -247,7 +248,7 @@ def unsqueeze(x: Expr, axes: Iterable[int]) -> Expr:
 
 
 def spread(x: Expr, axes: Iterable[int], shape: Sequence[int]) -> Expr:
-    """Returns the adjoint of a sum over axes (without keep): broadcasts over them."""
+    """Broadcasts x over axes: the adjoint of a sum over these axes without `keep`."""
     axes = set(axes)
     return broadcast(x, shape, [a for a in range(len(shape)) if a not in axes])
 
@@ -364,7 +365,7 @@ def plus(*terms: Expr) -> Expr:
 def apply(name: str, /, *of: Any, kind: str = "", **attributes: Any) -> Expr:
     """Applies an elementwise operation, broadcast as in NumPy; moves broadcasts outwards.
 
-    kind: The kind of the result; by default the widest of the arguments', at least real.
+    kind: The kind of the result; by default the widest kind of the arguments, at least real.
     """
     args = [*map(lifted, of)]
     kind = kind or widest(REAL, *(a.kind for a in args))

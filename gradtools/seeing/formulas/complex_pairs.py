@@ -2,12 +2,13 @@
 
 A program with separate X_re and X_im has an adjoint with twice as many lines. With
 X = X_re + i X_im the gradient of a real function is X_bar = X_bar_re + i X_bar_im (gradtools'
-convention), and the two lines become one, such as I_bar = W^H O_bar::
+convention), and the two lines become a single line, such as I_bar = W^H O_bar. This module
+substitutes::
 
     X_re = (X + X*) / 2        X_im = (X - X*) / 2i
 
-are substituted, products are expanded, and like terms are collected. The result is used only if it
-agrees with the parts at a random point.
+expands products, and collects like terms. The result is used only if it agrees with the gradients
+of the parts at a random point.
 """
 
 from __future__ import annotations
@@ -38,10 +39,11 @@ class ComplexPair:
 def in_complex_numbers(
     inputs: Sequence[Expr], gradients: Mapping[Expr, Expr], cotangents: Sequence[Expr]
 ) -> list[tuple[ComplexPair, Expr | None]]:
-    """Returns pairs of inputs with gradients in terms of pairs; the cotangents' pair is last.
+    """Pairs real and imaginary parts, and returns each pair with its gradient in complex form.
 
-    Inputs are paired if their names differ only by re and im, real and imag, or r and i. The
-    gradient of a pair that is not differentiated is None. Empty if any pair has no complex form.
+    Inputs are paired if their names differ only by re and im, real and imag, or r and i. The last
+    pair contains the cotangents of the outputs. The gradient of a pair that is not differentiated
+    is None. The list is empty if the gradient of any pair has no complex form.
     """
     by_name, pairs = {p["name"]: p for p in inputs if p.kind == "real"}, list[ComplexPair]()
     for name, p in by_name.items():

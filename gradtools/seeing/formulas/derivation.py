@@ -21,14 +21,14 @@ Results = list[tuple[Expr, Written]]  # expressions with their names
 
 @dataclass(frozen=True)
 class Agreement:
-    """Whether numbers agree with automatic differentiation; truthy if they do.
+    """The result of a comparison with automatic differentiation; truthy if all numbers agree.
 
     Attributes:
         agrees: Whether all numbers agree.
         error: The greatest relative error.
-        where: The first differing entry, such as "x̄[0, 2]"; empty if none differs.
-        framework: The framework's value there.
-        derivation: The compared value there.
+        where: The first differing entry, such as "x̄[0, 2]"; empty if all entries agree.
+        framework: The framework's value of this entry.
+        derivation: The compared value of this entry.
         message: The result as text.
     """
 
@@ -55,7 +55,8 @@ class Formula:
         active: The positions of the differentiated inputs.
 
     Attributes:
-        inputs, gradients: The names, as text.
+        inputs: The names of the inputs.
+        gradients: The names of the gradients.
         marked: The operations that are written by their names.
         check: The comparison with automatic differentiation.
     """
@@ -89,7 +90,7 @@ class Formula:
             both, _ = adjoint(grads, directions, xs)
             written = [Written(f"∂s/∂{self._names[x].text}") for x in xs]
             self._second = list(zip(both, written, strict=True))
-        self.places = (inputs, cotangents, directions)  # of which numbers are functions
+        self.places = (inputs, cotangents, directions)  # the arguments of the results
         self.results = (self._outputs, self._gradients, self._second)
         self._in_complex_numbers(dict(zip(sources, grads, strict=True)))
         marked = [x["name"] for x in ordered(recorded.outputs) if x.op == "by_name"]
@@ -98,7 +99,7 @@ class Formula:
         self.gradients = tuple(name.text for _, name in self._gradients)
 
     def _introduced(self, what: str, like: Expr, name: Written) -> Expr:
-        """Returns a new placeholder of this shape, with its name."""
+        """Creates a placeholder with the shape and kind of `like`, and sets its name."""
         result = placeholder(what, like.shape, like.kind)
         self._names[result] = name
         return result
@@ -160,7 +161,7 @@ class Formula:
         if self._second:
             pairs = zip(self.places[2], self._gradients, strict=True)
             s = ts.summed([ts.inner_product(self._names[u], name) for u, (_, name) in pairs])
-            sections.append(Section("the adjoint of that, of s =", s.text, self._second))
+            sections.append(Section("the adjoint of the adjoint, of s =", s.text, self._second))
         return Statements(sections, self._names, self._table)
 
     def _legend(self) -> list[str]:
@@ -178,14 +179,14 @@ class Formula:
                 result.append(f"{self._names[p].text} ∈ {_FIELDS[p.kind]}{high}")
         for x in written.constants:
             shape = "×".join(map(str, x.shape)) or "a number"
-            result.append(f"{written.writer.names[x].text}: held by the program, {shape}")
+            result.append(f"{written.writer.names[x].text}: a constant of the program, {shape}")
         lengths = ", ".join(f"{l} = {n}" for l, n in sizes.items())
         return [*result, *([lengths] if lengths else [])]
 
     def agrees_with(
         self, derivation: Callable[..., Any], *, tolerance: float | None = None
     ) -> Agreement:
-        """Compares a derivation by hand with the framework's vjp, at random points as well.
+        """Compares a derivation by hand with the framework's vjp, also at random points.
 
         Args:
             derivation: A function of the inputs, then of one cotangent for each output, then (at
@@ -199,7 +200,7 @@ class Formula:
 
         Raises:
             GradtoolsError: `derivation` returns a wrong number of cotangents. Errors of
-                `derivation` are passed on.
+                `derivation` are propagated.
         """
         assert self.compare is not None
         return self.compare(derivation, tolerance)

@@ -38,7 +38,7 @@ _known: weakref.WeakValueDictionary[Any, Expr] = weakref.WeakValueDictionary()
 
 
 class Expr:
-    """One value of a program; immutable, made by `expr`."""
+    """A value of a program; immutable, created by `expr`."""
 
     __add__: ClassVar[Callable[[Expr, Any], Expr]]  # these methods are set by `algebra.py`
     __radd__: ClassVar[Callable[[Expr, Any], Expr]]
@@ -57,10 +57,10 @@ class Expr:
     ) -> None:
         self.op, self.args = op, args
         self.attributes = attributes  # static parameters, as sorted pairs
-        # The kind is "several" for an opaque operation, whose outputs are expressions of it.
+        # An opaque operation has the kind "several"; its outputs are separate expressions.
         self.shape, self.kind = shape, kind
         self.serial = next(_serial)  # increases with each construction
-        # The sort key among factors and terms: constants, which may be older, come last.
+        # The sort key of factors and terms; constants come last.
         constant = op != "placeholder" and all(a.turn[0] for a in args)
         self.turn: tuple[bool, int] = (constant, self.serial)
 
@@ -167,7 +167,7 @@ def lifted(x: Any) -> Expr:
 
 
 def tidy(value: Any) -> Any:
-    """Converts x to a Python number, which is real if the imaginary part is 0 and never -0.0."""
+    """Converts a value to a Python number: real if the imaginary part is 0, and never -0.0."""
     value = complex(value)
     return value if value.imag else float(value.real) + 0.0
 
@@ -188,7 +188,7 @@ def array(value: Any) -> Expr:
 
 
 def constant_of(x: Expr) -> Any:
-    """Returns the number of which x consists if it is a constant array, otherwise None."""
+    """Returns the value of all entries of x if x is a constant array, otherwise None."""
     return x["coefficient"] if x.op == "einsum" and not x.args else None
 
 

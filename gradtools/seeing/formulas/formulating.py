@@ -1,10 +1,10 @@
-"""The public operator that writes derivatives as mathematics, `formula`, and its comparison.
+"""The public operator `formula`, which writes derivatives as mathematics, and its check.
 
 A backend records one run of f as expressions, and `Formula` transforms them to the adjoint program.
 Before the formula is returned it is evaluated in NumPy and compared with the framework's own
-automatic differentiation of f: reverse mode, and at order 2 reverse mode of reverse mode. They are
-compared at the given arguments and at random points near them, if the program is the same there, in
-the precision in which f runs. Derivations by hand are compared with the framework in the same way.
+automatic differentiation of f: reverse mode, and at order 2 reverse mode of reverse mode. The
+comparison uses the precision of f, the given arguments, and random points near the arguments at
+which f runs the same program. Derivations by hand are compared with the framework in the same way.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _STEPS = [step for step in (0.1, 0.01, 0.001) for _ in range(_POINTS)]  # relati
 _DOUBLE, _SINGLE = (1e-8, 1e-4), (1e-3, 1e-2)
 _NARROW = {REAL: np.float32, COMPLEX: np.complex64}
 Arrays = Sequence[Any]
-Point = tuple[Arrays, Arrays, Arrays]  # of inputs, cotangents and directions
+Point = tuple[Arrays, Arrays, Arrays]  # inputs, cotangents and directions
 
 
 class Formulating(Operators):
@@ -108,7 +108,7 @@ class _Comparison:
         self.program, self.order, self.backend = program, order, program.backend
         self.programs = program.framework.translating
         self.points: list[Point] = []  # the points at which the formula agrees
-        self.places = ""  # these points in words
+        self.places = ""  # a description of these points
         with program.running():
             self.recorded = recorded = self.programs.formula_graph(program)
         captured = range(len(recorded.inputs), len(recorded.opened))
@@ -129,8 +129,8 @@ class _Comparison:
     def shown(self) -> Formula:
         """Returns the formula with the result of its comparison.
 
-        The formula is compared at the given arguments and at random points near them, which are
-        nearer if f's domain requires it. A point is left out if a number is not finite there.
+        The formula is compared at the given arguments and at random points near them. Points at
+        which f is undefined or a number is not finite are replaced by nearer points.
 
         Raises:
             GradtoolsError: The numbers differ, or no number is finite and nothing was compared.
@@ -183,7 +183,7 @@ class _Comparison:
         return results
 
     def _runs_another_program(self, point: Point, theirs: Sequence[Arrays]) -> bool:
-        """Returns whether f runs another program at a point, whose formula agrees there."""
+        """Returns whether f runs another program at a point, and the formula of that run agrees."""
         before = self.program.leaves
         self.program.leaves = self._leaves(point)
         try:
@@ -219,8 +219,8 @@ class _Comparison:
             if len(own) != len(names):
                 raise GradtoolsError(
                     f"formula.agrees_with: the derivation, called with {call}, returned "
-                    f"{len(own)} values; one is expected for each of {', '.join(names)}, in this "
-                    "order (None where it is zero)"
+                    f"{len(own)} values; expected a value for each of {', '.join(names)}, in this "
+                    "order (None for zero)"
                 )
             mine = [None if x is None else self.backend.to_numpy(self._array(x)) for x in own]
             wanted, scale = theirs[self.order], [*chain(*theirs)]
@@ -231,7 +231,7 @@ class _Comparison:
         return _agreement(results, f"yes: agrees at {self.places}", f", called with {call}")
 
     def _point(self, rng: np.random.Generator, step: float) -> Point:
-        """Draws a point at a relative distance from the given arguments, cotangents at random."""
+        """Draws inputs at a relative distance from the arguments, and cotangents and directions."""
         own = len(self.program.leaves)
         inputs = [_moved(rng, x, step) if k < own else x for k, x in enumerate(self.given)]
 
@@ -264,8 +264,8 @@ class _Comparison:
         except Exception as error:
             what = f"{type(error).__name__}: {str(error).strip().rstrip('.')}{place_of(error)}"
             raise GradtoolsError(
-                f"formula: f runs, and automatic differentiation of it does not ({what}), so there "
-                "is nothing to compare a formula with."
+                f"formula: f runs, but automatic differentiation of f fails ({what}), so the "
+                "formula cannot be checked."
             ) from error
 
 
@@ -289,7 +289,7 @@ def compared(
     scale: Arrays = (),
     who: str = "derivation",
 ) -> Agreement:
-    """Compares each array of `mine` with the framework's array; None is zero.
+    """Compares each array of `mine` with the framework's array; None means zero.
 
     An array's error is relative to its greatest modulus, or to `floor` times the greatest number in
     `scale`. Smaller arrays may be rounding errors of larger numbers that cancel: the gradient of a

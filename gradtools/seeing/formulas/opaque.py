@@ -1,7 +1,7 @@
-"""Opaque operations: formulas have no algebra for them and keep their names.
+"""Opaque operations, which formulas write by name and the framework computes.
 
-Convolutions, Fourier transforms, loops and functions with a custom rule keep their names. The
-adjoint is the vjp of the cotangent; the framework computes the operation, the vjp and its adjoint::
+Convolutions, Fourier transforms, loops and functions with a custom rule are opaque. Their adjoint
+is written as a vjp. The framework computes the operation, the vjp and the adjoint of the vjp::
 
     y = solve(A, b)        Ā = vjp₁[solve](A, b; ȳ)        b̄ = vjp₂[solve](A, b; ȳ)
 """
@@ -41,7 +41,7 @@ class OpaqueFunction:
         return [np.asarray(backend.to_numpy(y)) for y in self.run(*xs)]
 
     def vjp(self, chosen: Sequence[int], wanted: Sequence[int]) -> OpaqueFunction:
-        """Maps operands and chosen outputs' cotangents to the wanted operands' cotangents."""
+        """Returns the vjp as a function of the operands and the chosen outputs' cotangents."""
         count, backend = len(self.moving), self.backend
 
         def pulled(*both: Any) -> list[Any]:
@@ -70,7 +70,7 @@ def by_name(
     kernel: OpaqueFunction,
     **about: Any,
 ) -> list[Expr]:
-    """Returns the outputs of an opaque operation, by the shape and the kind of each.
+    """Returns the outputs of an opaque operation; `outputs` contains their shapes and kinds.
 
     about: The data for the notation of an adjoint.
     """
@@ -108,7 +108,10 @@ def _write(w: Writer, x: Expr) -> ts.Written:
     if not level:
         return ts.Written(ts.function(name, pieces).text + (f"[{place}]" if place else ""))
     number = ts.below(str(call["places"][place] + 1)) if call["places"] else ""
-    w.note("vjp[f](x; u): the vector-Jacobian product of f at x with u; vjp₁ that of the first x")
+    w.note(
+        "vjp[f](x; u): the vector-Jacobian product of f at x with u; "
+        "vjp₁: with respect to the first x"
+    )
     groups = pieces[: call["of"]], pieces[call["of"] :]
     first, then = (ts.join(p, ", ", ts.SUM).text for p in groups)
     return ts.Written(f"vjp{number}[{'vjp of ' * (level - 1)}{name}]({first}; {then})")

@@ -1,8 +1,8 @@
 """The table of operations: how each is computed in NumPy, differentiated and written.
 
 For a holomorphic function f the derivative f' is given as an expression of its value y and its
-argument x; the cotangent of x is conj(f') g. Other functions define their pullback. Labels choose
-one entry of each row by a one-hot factor.
+argument x; the cotangent of x is conj(f') g. Other functions define their pullback. Selecting
+one entry of each row by a label is a product with a one-hot factor.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def _entrywise(name: str, evaluate: Callable[..., Any], pullback: Any = None, **
 
 # --- functions of one argument
 
-# The definitions of names that are printed with a definition.
+# Definitions that are printed below formulas that use the name.
 DEFINITIONS = {
     "softplus": "softplus(x) := log(1 + e^x)",
     "sigmoid": "sigmoid(x) := 1 / (1 + e^(-x))",
@@ -40,7 +40,7 @@ DEFINITIONS = {
     "softmax": "softmaxᵢ(x) := e^x / Σᵢ e^x",
     "var": "varᵢ(x) := meanᵢ |x - meanᵢ x|²",
 }
-# The value, and the derivative from the value y and the argument x.
+# Each function's value in NumPy, and its derivative from the value y and the argument x.
 FUNCTIONS: dict[str, tuple[Callable[..., Any], Callable[[Expr, Expr], Expr]]] = {
     "exp": (np.exp, lambda y, x: y),
     "log": (np.log, lambda y, x: x**-1),
@@ -62,7 +62,7 @@ for _name, (_value, _slope) in FUNCTIONS.items():
 
 def _write_sum(w: Writer, x: Expr) -> Written:
     """Writes the terms: compositions first, then named values, then numbers."""
-    w.axes.letters(x)  # the first letters are for the axes of sums
+    w.axes.letters(x)  # assigns the first letters to the axes of sums
     rank = lambda a: 2 if constant_of(a) is not None else int(w.is_named(a))
     return ts.summed([w.write(a) for a in sorted(x.args, key=rank)])
 
@@ -121,7 +121,7 @@ def stop(x: Expr) -> Expr:
 
 # --- comparison and choice
 
-# NumPy's function, the negated relation, and the sign.
+# NumPy's function, the negated relation, and the printed sign.
 _RELATIONS = {
     "<": (np.less, ">=", "<"),
     "<=": (np.less_equal, ">", "≤"),
@@ -242,7 +242,7 @@ def _embedded(y: Expr, g: np.ndarray) -> np.ndarray:
 
 
 def _write_part(w: Writer, y: Expr) -> Written:
-    """Writes a part of an array in NumPy's notation, or zeros with that part."""
+    """Writes a part of an array in NumPy's notation, or an array of zeros outside of the part."""
     (x,) = y.args
     pieces = []
     for (first, last, step), n in zip(y["bounds"], map(max, x.shape, y.shape), strict=True):
@@ -331,13 +331,13 @@ def _pull_standardize(y: Expr, g: Expr, x: Expr, axes: tuple[int, ...]) -> Expr:
     return inner / (along("var", x, axes, keep=True) + y["eps"]) ** 0.5
 
 
-# Every entry that equals the maximum or minimum gets its whole cotangent.
+# Every entry that equals the maximum or minimum receives the full cotangent.
 _pull_extreme = lambda y, g, x, axes: indicator(x, y, "==") * g
 _euclidean = lambda x, axes: np.sqrt((np.abs(x) ** 2).sum(axes))
 _softmax = lambda x, axes: np.exp(x - _logsumexp(x, axes, keepdims=True))
 _pull_softmax = lambda y, g, x, axes: conj(y) * (g - total(conj(y) * g, axes, keep=True))
-# The value from the argument and the axes; the argument's cotangent from the value and its
-# cotangent, both broadcast to the argument.
+# Each function's value, from the argument and the axes, and its pullback, from the value and the
+# cotangent, both broadcast to the argument's shape.
 _ALONG: dict[str, tuple[Callable[..., Any], Callable[..., Expr]]] = {
     "max": (np.max, _pull_extreme),
     "min": (np.min, _pull_extreme),
@@ -362,7 +362,7 @@ for _name, (_value, _) in _ALONG.items():
 def along(
     name: str, x: Expr, axes: Iterable[int] | None = None, keep: bool = False, **more: Any
 ) -> Expr:
-    """Applies a reduction over, or a function along, axes (default: all); without axes, x."""
+    """Applies a reduction or a function along axes (default: all); returns x for no axes."""
     axes = tuple(range(x.rank) if axes is None else sorted(axes))
     if not axes:
         return x

@@ -1,14 +1,14 @@
 """Names for compositions: JAX composes operations for which PyTorch has a single call.
 
-`named` looks at the result of each operation, and gives compositions a name by which they are
-written and differentiated::
+`named` replaces the result of an operation by a single named operation if it matches a composition;
+the named operation is then written and differentiated::
 
     log sum exp(x - c)                      logsumexp(x) - c       c being constant along the axis
     e / sum e,  e = exp(x - c)              softmax(x)
     1 / (1 + exp(-x)),  log(1 + exp(x))     sigmoid(x),  softplus(x)
     mean |x - mean x|^2,  E x^2 - (E x)^2   variance(x)
     (x - mean x) / sqrt(variance + eps)     standardize(x)
-    sqrt(sum |x|^2), and one over it        norm(x)
+    sqrt(sum |x|^2), and its reciprocal     norm(x)
     relu(variance(x)), |sum exp(x)|         the argument, which is not negative
 """
 
@@ -25,7 +25,7 @@ from gradtools.seeing.formulas.operations import along, softmax
 
 
 def named(x: Expr) -> Expr:
-    """Replaces the result of an operation by its name if it is one of the compositions above."""
+    """Returns the named operation if x is one of the compositions above, otherwise x."""
     kept = sorted(varying(x))
     if len(kept) < x.rank and constant_of(x) is None:  # broadcast along the other axes
         inner = algebra.drop_axes(x, kept)
@@ -45,7 +45,7 @@ def _terms(x: Expr) -> list[Expr]:
 
 
 def _without_shift(x: Expr, axes: Iterable[int]) -> tuple[Expr, list[Expr]]:
-    """Splits x into terms that vary along the axes (their sum) and constant terms."""
+    """Splits x into the sum of the terms that vary along the axes, and the other terms."""
     terms, axes = _terms(x), set(axes)
     constant = [t for t in terms if axes.isdisjoint(varying(t))]
     rest = [t for t in terms if t not in constant]
@@ -83,7 +83,7 @@ def _centre(y: Expr, axes: tuple[int, ...]) -> Expr | None:
 
 
 def _replaced(x: Expr, gone: Sequence[Entry], new: Entry) -> Expr:
-    """Returns the product x with a new factor in place of others."""
+    """Returns the product x with a new factor in place of the factors `gone`."""
     c, entries, out = parts(x)
     return product([new, *(e for e in entries if e not in gone)], out, x.shape, c)
 

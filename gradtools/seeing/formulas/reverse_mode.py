@@ -1,7 +1,7 @@
 """Reverse mode on expressions: a recorded program is transformed to its adjoint program.
 
 The adjoint is also an expression, so it can be simplified, written, evaluated, and differentiated
-once more, which is double backward::
+again (double backward)::
 
     first order    x_bar = J^H g
     second order   the adjoint of <u, x_bar>, as a function of x and g
@@ -24,21 +24,21 @@ class Recorded:
 
     inputs: tuple[Expr, ...]  # the placeholder of each leaf of the arguments
     outputs: tuple[Expr, ...]
-    held: dict[Expr, Any] = field(default_factory=dict)  # the array of each captured value
+    held: dict[Expr, Any] = field(default_factory=dict)  # maps captured values to their arrays
     wanted: tuple[Expr, ...] = ()  # captured values that require grad; differentiated like inputs
     captured: tuple[Any, ...] = ()  # the framework's arrays of the wanted values
     dtypes: frozenset[str] = frozenset()  # the dtypes of floating and complex results
 
     @property
     def opened(self) -> tuple[Expr, ...]:
-        """The inputs, and the captured values that are wanted."""
+        """The inputs, and the captured values that require grad."""
         return (*self.inputs, *self.wanted)
 
 
 def adjoint(
     outputs: Sequence[Expr], cotangents: Sequence[Expr], wrt: Sequence[Expr]
 ) -> tuple[list[Expr], dict[Expr, Expr]]:
-    """Returns the adjoint program. Values are visited in reverse topological order.
+    """Builds the adjoint program; visits values in reverse topological order.
 
     Returns:
         The cotangents of ``wrt``, and the cotangent of every intermediate value.

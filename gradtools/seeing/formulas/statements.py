@@ -2,7 +2,7 @@
 
 A value gets a name if it is a result, if it is used more than once and is not short, or if a line
 would become too long. The name of a cotangent is the name of its primal value, with a bar. The name
-of a leaf is the shortest unique end of its path, such as ``argument 0['layers'][1].weight``.
+of a leaf is the shortest unique suffix of its path, such as ``argument 0['layers'][1].weight``.
 """
 
 from __future__ import annotations
@@ -78,7 +78,8 @@ class Statements:
                 primals.setdefault(c, v)
         repeated = self._repeated([x for x, _ in roots])
         values = {primals[x] for x in repeated if x in primals} - {*names, *repeated}
-        wanted = [*(x for x in self.values if x in values), *repeated]  # with primal values
+        # Repeated values, and the primal values of repeated cotangents.
+        wanted = [*(x for x in self.values if x in values), *repeated]
         self._bases.update(self._base(x) for x in wanted if x not in primals)
         for x in wanted:
             v = primals.get(x)
@@ -133,7 +134,7 @@ class Statements:
     # Lines.
 
     def _write(self, section: Section, done: set[Expr]) -> None:
-        """Writes the named values, with the results that others use, then the other results."""
+        """Writes named values, including results that other values use, then the other results."""
         names, roots = self.writer.names, [x for x, _ in section.roots]
         values = [x for x in order(roots) if x in names and x.op != "placeholder"]
         used = {a for x in order(roots) for a in x.args}
@@ -176,7 +177,7 @@ def _unwrapped(x: Expr) -> Expr:
 
 
 def short_names(paths: Sequence[str]) -> list[str]:
-    """Returns the shortest unique ends of the paths; numbers come last: 0.weight is weight_0."""
+    """Returns the shortest unique suffixes of paths; numbers come last: 0.weight is weight_0."""
     found = [re.findall(r"[^\W_][\w]*|_\w+", p.replace("argument ", "arg")) for p in paths]
     parts = [f or [p.strip() or "x"] for f, p in zip(found, paths, strict=True)]
     ends = Counter(tuple(p[-n:]) for p in parts for n in range(1, 1 + len(p)))

@@ -1,7 +1,7 @@
 r"""Typesetting: mathematics as text for terminals, and the translation of that text to LaTeX.
 
 A `Written` piece has its text and the precedence of its outermost operator, so that brackets are
-set only if they are needed. `latex` replaces the text's signs one by one::
+added only if they are needed. `latex` translates the tokens of the text in order::
 
     z̄ = (exp(z) - y²) / 5       \bar{z} = (\operatorname{exp}(z) - y^{2}) / 5
 """
@@ -60,7 +60,7 @@ BAR, _OVERLINE = "\u0304", "\u0305"
 
 
 def has_bar(x: Written) -> bool:
-    """Returns whether a name has a bar: the name of a cotangent."""
+    """Returns whether a name has a bar, which marks cotangents."""
     return BAR in unicodedata.normalize("NFD", x.text)
 
 
@@ -108,7 +108,7 @@ def inner_product(a: Written, b: Written) -> Written:
 
 
 def number(value: Any) -> Written:
-    """Formats a number, as a short fraction or a root if it equals one."""
+    """Formats a number, if possible as a short fraction or a root."""
     if isinstance(value, complex):
         size, sign = number(abs(value.imag)).text, "-" if value.imag < 0 else "+"
         if value.real:
@@ -134,7 +134,7 @@ _DECIMAL = (5, 10, 20, 100, 1000)  # denominators of numbers that are written as
 
 
 def halves(value: float) -> tuple[float, float]:
-    """Returns numerator and denominator of a fraction such as 2/5 or 1/√8, else value and 1."""
+    """Returns numerator and denominator of a fraction such as 2/5 or 1/√8, or (value, 1)."""
     near, square = Fraction(value).limit_denominator(10**6), round(value**-2)
     if 0 < abs(near.numerator) < 10 and math.isclose(near, value, rel_tol=1e-14):
         return float(near.numerator), float(near.denominator)

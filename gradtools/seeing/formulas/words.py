@@ -1,4 +1,4 @@
-"""The vocabulary: the expressions of the graphs' neutral operation names.
+"""The vocabulary, which maps the graphs' neutral operation names to expressions.
 
 Both frameworks' translators turn each recorded operation into a name, operands and attributes, as
 `gradient_graph` prints them (`operands.py`); `translated` looks the name up here. An operation
@@ -143,7 +143,7 @@ _BRANCHED = ("power", "sqrt", "rsqrt", "log", "log1p")  # these functions differ
 
 
 def made(name: str, operands: Sequence[Expr], attributes: Mapping[str, Any]) -> Any:
-    """Returns the expressions of a word; None if the vocabulary lacks this form."""
+    """Returns the expressions of an operation; None if the vocabulary lacks this call."""
     if name not in WORDS:
         return None
     try:
@@ -156,7 +156,7 @@ def made(name: str, operands: Sequence[Expr], attributes: Mapping[str, Any]) -> 
 def _unwrapped(
     name: str, xs: Sequence[Expr], value_of: Callable[[Expr], np.ndarray]
 ) -> Expr | None:
-    """Returns i of where(i < 0, i + n, i) or i % n, if all are within bounds in this run."""
+    """Returns i for where(i < 0, i + n, i) or i % n, if all indices i are within bounds."""
     i = xs[2] if name == "where" else xs[0] if name == "remainder" else None
     if i is None or any(x.op == "placeholder" and x.is_inexact for x in order(xs)):
         return None
@@ -173,9 +173,9 @@ def translated(
     likes: Sequence[Like],
     value_of: Callable[[Expr], np.ndarray],
 ) -> list[Expr | None] | None:
-    """Returns the results of an operation; None if the vocabulary lacks one of them.
+    """Returns the results of an operation; None if the vocabulary cannot express all of them.
 
-    An integer result without a word, such as the places of a maximum, is None.
+    An integer result without an expression, such as the indices of a maximum, is None.
 
     value_of: Computes an operand's numbers in this run.
     """
@@ -201,7 +201,7 @@ def translated(
 
 
 def fitted(x: Expr, like: Like) -> Expr:
-    """Names x, and gives it the shape and kind of the framework's result."""
+    """Applies `named` to x, and converts it to the shape and kind of the framework's result."""
     shape, kind = like
     x = named(x)
     x = x if x.shape == tuple(shape) else broadcast(x, tuple(shape))

@@ -2,7 +2,7 @@
 
 Products of matrices are written by juxtaposition, the elementwise product as a circled dot, sums
 over axes by their letters. Axes align by their letters, so a broadcast is not written. A product
-that would be ambiguous, such as a product of arrays with three axes, is a call of einsum.
+that would be ambiguous, such as a product of arrays with three axes, is written as einsum.
 
 A contraction is a chain of matrices if every summed label belongs to two factors, and following
 the labels leads from one axis of the result to the other.
@@ -101,7 +101,7 @@ class Writer:
         return Written(f"-{top.at(ts.BIG).text}", ts.SUM) if minus else top
 
     def _factor(self, x: Expr, f: _Factors) -> Written:
-        """Writes a factor of a product, as a mean if the coefficient divides its sum."""
+        """Writes a factor of a product, as a mean if the coefficient divides the sum."""
         if x is not f.mean:
             return self.write(x)
         (inner,), (names,) = x.args, x["labels"]
@@ -146,7 +146,7 @@ class Writer:
         if not (spanned and clear if f.summed else clear or in_place):
             return None
         written: dict[Entry, Written] = {}
-        for a, names in factors:  # transposed if its axes are not in the order of the others'
+        for a, names in factors:  # transposed if its axes are in another order
             places = [f.reference.index(l) for l in names if l in f.out or len(factors) > 1]
             straight = places == sorted(places)
             if not straight and a.rank != 2:
@@ -170,7 +170,7 @@ class Writer:
         return ts.function(f"einsum[{operands}→{of(f.out)}]", pieces)
 
     def _sorted(self, factors: Iterable[Entry]) -> list[Entry]:
-        """Sorts cotangents first, then other named values, then compositions."""
+        """Sorts factors: cotangents first, then other named values, then compositions."""
 
         def key(entry: Entry) -> tuple[bool, bool]:
             written = self.names.get(entry[0])
@@ -224,11 +224,11 @@ class _Factors:
         self.summed = self.used.difference(self.out)
         order = [self.out if len(self.out) > 1 else ()]
         order += [names for _, names in (*self.arrays, *self.below)]
-        # The order of labels in which factors are written; others are transposed.
+        # Factors are written with their labels in this order, and transposed if necessary.
         self.reference = list(dict.fromkeys(l for names in order for l in names))
 
     def _is_mean(self, x: Expr, named: Collection[Expr]) -> bool:
-        """Returns whether x is an unnamed sum and the coefficient is one over its length."""
+        """Returns whether x is an unnamed sum and the coefficient is 1 / (its length)."""
         if x in named or not contracts(x) or len(x.args) != 1:
             return False
         (inner,), (labels,) = x.args, x["labels"]
@@ -250,12 +250,12 @@ Link = tuple[list[Expr], bool]  # factors that are multiplied, and whether they 
 
 
 def _chain(f: _Factors) -> list[Link] | None:
-    """Chains the factors as two matrices or vectors; equal labels form one link."""
+    """Arranges factors as a product of two matrices or vectors; equal labels form one link."""
     groups: dict[Labels, list[Expr]] = {}
     for a, names in sorted(f.arrays, key=lambda e: -len(e[1])):
         groups.setdefault(names, []).append(a)
     batch: Sequence[int] = ()
-    if max((len(n) for n in groups), default=0) > 2 or len(f.out) > 2:  # of matrices
+    if max((len(n) for n in groups), default=0) > 2 or len(f.out) > 2:  # a batch of matrices
         batch = f.out[:-2] if len(f.out) == f.target.rank else ()
         leads = [n[:-2] for n in groups]
         if not batch or any(list(n) != batch[len(batch) - len(n) :] for n in leads):
@@ -302,7 +302,7 @@ class Axes:
         return axis
 
     def learn(self, values: Iterable[Expr]) -> None:
-        """Unites axes of equal length to which the values' operations give one label."""
+        """Unites axes of equal length that have the same label in an operation."""
         for y in values:
             first: dict[Any, Axis] = {l: (y, l) for l in range(y.rank)}
             for x, labels in zip(y.args, _labels(y), strict=True):
@@ -332,7 +332,7 @@ class Axes:
 
 
 def _labels(y: Expr) -> Sequence[Sequence[int | None]]:
-    """Returns for each argument of y the axis of y that corresponds to each axis, or None."""
+    """Maps each axis of each argument of y to the corresponding axis of y, or None."""
     if y.op == "einsum":
         return y["labels"]
     kept, axes = iter(range(y.rank)), y.get("axes", ())
@@ -343,7 +343,7 @@ def _labels(y: Expr) -> Sequence[Sequence[int | None]]:
             return range(x.rank)
         if axes:  # a reduction
             return [None if a in axes else next(kept) for a in range(x.rank)]
-        # as many entries lie before corresponding axes of a reshape
+        # equally many entries precede corresponding axes of a reshape
         return [place.get(prod(x.shape[:k])) for k in range(x.rank)]
 
     return [*map(of, y.args)]

@@ -1,7 +1,7 @@
 """Translates a JAX equation to its framework-neutral name, operand order and attributes.
 
 Attributes are the parameters that differ from their defaults. Their names are defined in
-`seeing/formulas/words.py`; primitives without a neutral name keep JAX's own. Layouts, devices
+`seeing/formulas/words.py`; other primitives keep their name in JAX. Layouts, devices
 and shardings are left out.
 """
 
@@ -32,10 +32,7 @@ def name_of(eqn: Eqn) -> str:
 
 
 def operands_of(eqn: Eqn) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Returns the operands' positions in the neutral order, and the numbers that follow them.
-
-    Such a number is a static exponent.
-    """
+    """Returns the operands' positions in the neutral order, and a tuple of static exponents."""
     name = eqn.primitive.name
     if name == "select_n" and _is_choice(eqn):
         return (0, 2, 1), ()
@@ -167,7 +164,7 @@ _FORMS: Mapping[str, Callable[[Any, Eqn], Attributes]] = {
     "rev": lambda p, e: {"axes": _ints(p["dimensions"])},
 }
 _RENAMED = {"dimension": "axis", "new_dtype": "dtype", "slice_sizes": "sizes"}
-# These have their name as the only attribute; a composite has its own attributes, too.
+# Primitives whose only attribute is their name; a composite also has other attributes.
 _NAMED = {*jaxprs.CALLS, *jaxprs.RULED, "while", "cond", "shard_map"} - {"composite"}
 # Placement and precision of arrays, and names of inner programs.
 _UNSAID = """

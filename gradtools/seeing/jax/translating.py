@@ -1,10 +1,10 @@
-"""`formula` in JAX: one run of f as expressions, and the derivatives that it is compared with.
+"""`formula` in JAX: translates a run of f to expressions, and computes JAX's derivatives of f.
 
 f's jaxpr is translated equation by equation. Values that do not depend on the arguments are
-computed at once. An equation is translated by the graph's name and attributes (`operands.py`) if
-the vocabulary has them; otherwise it becomes an opaque operation. Loops, branches, functions with
-custom rules, and JAX functions with an opaque part do as well: the name `solve` is more readable
-than its LU factors. A random draw is a constant.
+computed immediately. An equation is translated by its neutral name and attributes (`operands.py`)
+if the vocabulary contains them; otherwise it becomes an opaque operation. Loops, branches,
+functions with custom rules, and JAX functions with an opaque part also become opaque operations:
+the name `solve` is more readable than the LU factors. A random draw is a constant.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from gradtools.seeing.jax import operands, recorded_run, source_lines
 
 
 def formula_graph(program: LeafProgram) -> Recorded:
-    """Translates the forward program; its leaves also fix indices and random draws."""
+    """Translates the forward program; evaluates indices and random draws at its leaves."""
     traced = recorded_run.trace(program.run, program.leaves)
     names = recorded_run.captured_arrays(program.run)
     translator = _Translator(program.backend)
@@ -83,10 +83,10 @@ class _Translator:
         self.inputs: list[Expr] = []
         self.held: dict[Expr, Any] = {}  # the captured arrays
         self.dtypes: set[str] = set()  # the dtypes of floating and complex results
-        self._leaves: dict[Expr, Any] = {}  # of the arguments
+        self._leaves: dict[Expr, Any] = {}  # the leaves of the arguments
 
     def leaf(self, name: str, x: Any) -> Entry:
-        """Returns the entry of an argument's leaf; a random key is an input and its own entry."""
+        """Returns the entry of an argument's leaf; a random key is returned unchanged."""
         if _is_key(x):
             self.inputs.append(placeholder(name, jax.random.key_data(x).shape, "integer"))
             return x
@@ -121,7 +121,7 @@ class _Translator:
     # Equations.
 
     def run(self, jaxpr: Any, entries: Sequence[Entry]) -> list[Entry]:
-        """Translates a jaxpr from the entries of its constants and inputs to those of outputs."""
+        """Translates a jaxpr; `entries` are the constants and inputs. Returns the outputs."""
         step = lambda i, eqn, entries: self._step(eqn, entries)
         return jaxprs.interpreted(jaxpr, entries, step, lambda lit: np.asarray(lit.val))
 
@@ -190,7 +190,7 @@ class _Translator:
         return [fitted(x, _like(var)) for x, var in zip(results, eqn.outvars, strict=True)]
 
     def _named(self, eqn: Any, entries: Sequence[Entry], name: str) -> list[Entry]:
-        """Translates an equation to an opaque operation; known integers are part of its kernel."""
+        """Translates an equation to an opaque operation; its kernel contains known integers."""
 
         def is_shown(e: Entry) -> bool:
             is_number = not (isinstance(e, Expr) or np.ndim(e) or _is_key(e))
@@ -209,7 +209,7 @@ class _Translator:
         return self.run(program.jaxpr, [*map(self.captured, program.consts), *entries])
 
     def _call(self, eqn: Any, entries: Sequence[Entry]) -> list[Entry]:
-        """Translates a call by its operation or by a function or rule name, or inlines it."""
+        """Translates a call to a known or an opaque operation, or inlines it."""
         (program,) = jaxprs.programs_of(eqn)
         jaxpr = program.jaxpr
         own = bool(source_lines.is_own(jaxpr)) and not source_lines.is_gradtools(jaxpr)

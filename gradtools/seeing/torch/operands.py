@@ -2,7 +2,7 @@
 
 Attributes are the arguments that are not operands and differ from the schema's defaults. Their
 names are defined in `seeing/formulas/words.py`: axes count from 0, a permutation lists all axes, a
-slice has a start and a limit on each axis. Operations without a neutral name keep PyTorch's own.
+slice has a start and a limit on each axis. Other operations keep their name in PyTorch.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class AtenCall:
     def _attributes(self) -> Attributes:
         """Returns the arguments that are not operands and differ from their defaults.
 
-        The schema's dim and dims are `axis` (one) or `axes` (several), counted from 0.
+        The schema's dim and dims become `axis` (an integer) or `axes` (a tuple), counted from 0.
         """
         result: Attributes = {}
         for argument, value in self.bound:
@@ -119,7 +119,7 @@ def _plain(value: Any) -> Any:
 
 # Identities: the result is the operand.
 SAME = frozenset({"alias", "detach", "lift", "lift_fresh"})
-# Arguments that do not affect values: device, memory layout, the wanted gradients.
+# Arguments that do not affect values: device, memory layout, requested gradients.
 _UNSAID = """
 layout device pin_memory non_blocking memory_format copy half_to_float input_dtype implicit
 output_mask generator is_coalesced requires_size_one compute_mode compute_log_sumexp
@@ -137,7 +137,7 @@ _REORDERED: Mapping[str, Callable[[list[Any]], list[Any]]] = {
 
 
 def _bound_of(call: AtenCall) -> str:
-    """Names a clip with one bound, which is an operand, a maximum or a minimum."""
+    """Returns "maximum" or "minimum" for a clip with a single tensor bound, else "clip"."""
     one = "minimum" if call.given.get("min") is None else "maximum"
     return one if len(call.operands()) == 2 else "clip"
 
@@ -148,7 +148,7 @@ _RENAMED: Mapping[str, Callable[[AtenCall], str]] = {
 }
 
 
-# --- attributes that are not as in the schema, from the call and the attributes of the schema
+# --- attributes that are computed from the call and the schema's attributes
 
 
 def _permuted(call: AtenCall, said: Attributes) -> Attributes:
@@ -187,7 +187,7 @@ def _split(call: AtenCall, said: Attributes) -> Attributes:
 
 
 def _filled(call: AtenCall, said: Attributes) -> Attributes:
-    """Returns the fill value of a constant; the result has the shape and dtype."""
+    """Returns the fill value of a constant, without the shape and dtype of the result."""
     if call.name == "lift_fresh" and call.outs:
         held = numbers_text(call.outs[0].shape, call.outs[0].tolist)
         return {"value": held} if held else {}

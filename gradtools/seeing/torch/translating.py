@@ -1,12 +1,12 @@
-"""`formula` in PyTorch: one run of f as expressions, and the derivatives that it is compared with.
+"""`formula` in PyTorch: records a run of f as expressions, and computes PyTorch's derivatives.
 
 f runs once at copies of its arguments under a recorder of aten operations, and its effects are
 undone. Captured tensors that require grad are differentiated like arguments. An operation outside
-of the vocabulary is run again by PyTorch's own decomposition, and recorded as its parts if all of
-them are in the vocabulary. Otherwise it becomes an opaque operation with its name, which PyTorch
-computes and differentiates, as does a torch.autograd.Function.
+of the vocabulary is decomposed by PyTorch, and its parts are recorded if all of them are in the
+vocabulary. Otherwise it becomes an opaque operation, which PyTorch computes and differentiates. A
+torch.autograd.Function is always an opaque operation.
 
-An in-place operation gives the tensor a new value. A program is refused if it reads a tensor after
+An in-place operation gives the tensor a new value. An error is raised if f reads a tensor after
 another view of its memory was written, or draws random numbers inside of an opaque operation.
 """
 
@@ -113,7 +113,7 @@ def _gradients(
 
 
 def _numbers(x: Tensor) -> np.ndarray:
-    """Returns a copy of the tensor's contents."""
+    """Returns a copy of the tensor's contents as a NumPy array."""
     with upstream.disable_current_modes():
         value = x.detach().resolve_conj().resolve_neg().cpu()
         value = value.float() if value.dtype in (torch.bfloat16, torch.float16) else value
@@ -129,7 +129,7 @@ def _like(x: Tensor) -> tuple[tuple[int, ...], str]:
 # --- the recorder
 
 
-# These draw random numbers; their results are constants.
+# Operations that draw random numbers; their results are constants.
 _DRAWS = """
 normal uniform bernoulli multinomial exponential poisson geometric log_normal cauchy random
 normal_functional
@@ -188,14 +188,16 @@ class _FormulaRecorder(Recorder[Expr]):
             self.hold(out, self.of(call.args[0]))
             return out
         if call.raw == "copy_" and view_of(call.args[0]) == view_of(call.args[1]):
-            return call.run()  # the end of y[0] += 1
+            return call.run()  # the last operation of y[0] += 1
         given = [self.of(x) for x in tensors_in([call.args, call.kwargs])]
         operands = [self.of(x) if isinstance(x, Tensor) else constant(x) for x in call.operands()]
         writes = self.keep_written(call)
         out = call.run()
         made = [y for y in tensors_in(out) if not any(y is x for x in writes)]
         if any(x.layout is not torch.strided for x in tensors_in([call.args, call.kwargs, out])):
-            raise GradtoolsError("formula: f has sparse tensors; a formula is of dense ones.")
+            raise GradtoolsError(
+                "formula: f has sparse tensors; formulas support only dense tensors."
+            )
         outs, values = made or writes, None
         key = call.raw.rstrip("_")
         name, attributes = call.said(out)
@@ -279,7 +281,7 @@ class _FormulaRecorder(Recorder[Expr]):
         return self.new(x, self.names.get(id(x), ""))
 
     def rewritten(self, x: Tensor, before: Expr, writes: Sequence[Write[Expr]]) -> Expr:
-        """Returns the contents of a tensor after writes to another view of its memory."""
+        """Raises an error: a tensor is read after writes to another view of its memory."""
         raise self._rewritten()
 
     def _rewritten(self) -> GradtoolsError:
@@ -320,8 +322,8 @@ class _FormulaRecorder(Recorder[Expr]):
                 self.hold(y, stop(value) if is_off else value)
 
 
-# The words of functions whose aten operations merge and split axes, of parts of complex numbers,
-# and of detach, as autograd also detaches the tensors that it saves.
+# Functions that are recorded by name: products, whose aten operations merge and split axes; real
+# and imaginary parts; and detach, because autograd also calls aten.detach for saved tensors.
 _TENSOR: Any = Tensor
 _TORCH: Any = torch  # torch's stubs lack some of these functions
 _DETACHING = (torch.detach, Tensor.detach, _TENSOR.data.__get__, _TENSOR.detach_, _TORCH.detach_)
@@ -335,7 +337,7 @@ _FUNCTIONS: dict[Any, str] = dict.fromkeys(_DETACHING, "stop") | {
 
 
 # --- aten operations whose meaning differs by more than the name
-# A reading takes the recorder, the call, its attributes, and its operands as expressions.
+# Functions in READINGS take the recorder, the call, its attributes and its operands (expressions).
 
 
 def _nll(

@@ -2,8 +2,9 @@
 
 Both programs run once on the same arguments, with every intermediate value recorded, and once
 backward from one random cotangent c. Equal values are matched in any layout. If an output
-differs, the first operations whose values have no counterpart are named; if a gradient of
-Re<c, out> differs, the operations that read the last value with unequal cotangents.
+differs, the first operations whose values have no counterpart are reported. If a gradient of
+Re<c, out> differs, the operations that use the last common value with unequal cotangents are
+reported.
 
 The method is differential debugging of two data-flow graphs by their values (Zhang and Gupta,
 "Matching execution histories of program versions", 2005), applied to cotangents as well.
@@ -57,7 +58,7 @@ class Divergence(Report):
         lines = [f"The programs diverge in a {self.kind}: {self.relation}"]
         lines += [f"  torch: {self.torch}", f"  jax:   {self.jax}"]
         if self.last_torch:
-            lines.append("Before it they agree:")
+            lines.append("The last values that agree:")
             lines += [f"  torch: {self.last_torch}", f"  jax:   {self.last_jax}"]
         return "\n".join(lines)
 
@@ -81,20 +82,20 @@ def first_divergence(
     Each program runs once forward and once backward. Operations inside of layers, loops and
     transformed functions are also compared; the report has the user's lines on both sides.
     Intermediate values may have other layouts and be computed in another order. Entries that
-    are NaN or infinite on both sides are not compared; the report counts those of the outputs.
+    are NaN or infinite on both sides are not compared; the report counts them for the outputs.
 
     Args:
-        torch: A `torch.nn.Module`, in the mode (train or eval) in which it is to run; it is copied.
+        torch: A `torch.nn.Module`, which is copied and runs in its current mode (train or eval).
             Alternatively a function, or the triple `(apply, params, state)` of `make_functional`.
         jax: The pair (module, variables) of flax.linen, an `nnx.Module`, an `equinox.Module`,
             `jax.vmap` of an equinox module, a triple, or a function of JAX arrays.
         args: A tuple of both programs' positional arguments: pytrees of NumPy arrays of any shape
-            and dtype. Other leaves are passed on.
+            and dtype. Other leaves are passed unchanged.
         mapping: The pairs of the models' parameters, as in `cross_check`; None pairs them by name
             and shape.
         dtype: "float64" or "float32": the precision of the models' parameters and of the arguments.
             By default float64 if `torch` is a module, and unchanged otherwise.
-        seed: Chooses c.
+        seed: The seed of the random cotangent.
 
     Returns:
         A `Divergence`, true if nothing differs; ``str()`` explains the difference.
@@ -126,7 +127,7 @@ def first_divergence(
             name = c.path.removeprefix("parameter ")
             result.kind, result.comparisons = "parameter", [c for c, _ in wrong]
             result.torch, result.jax = Place(pair.torch_name), Place(name)
-            words = f"{name} in JAX does not hold PyTorch's numbers ({c.cause})."
+            words = f"{name} in JAX differs from the parameter in PyTorch ({c.cause})."
             result.relation = f"{words} {c.detail}"
             return result
         runs = RecordedRuns(check)

@@ -1,4 +1,4 @@
-"""Records a run in JAX: the value of every equation of f's jaxpr, and the cotangent at it.
+"""Records a run in JAX: the values of all equations of f's jaxpr, and their cotangents.
 
 The jaxpr is evaluated under `jax.vjp`, equation by equation (`seeing/jax/unrolling.py`). Each value
 passes through an identity whose backward rule stores the cotangent.

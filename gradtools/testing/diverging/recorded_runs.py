@@ -1,10 +1,9 @@
 """Two recorded runs, and the first pair of operations at which they diverge.
 
-Values are compared first: a walk from the differing outputs back to the values that both runs have
-visits the operations that may be wrong. The first of them on each side are paired by the common
-values from which they are computed. If all outputs agree, cotangents are compared at the values
-that both runs have: the last such value whose cotangents differ is used by the operations that
-differentiate differently.
+Values are compared first: the operations between the common values of the runs and the differing
+outputs may be wrong. The first of these operations on each side are paired by their common
+operands. If all outputs agree, the cotangents of common values are compared: the last common value
+with unequal cotangents is used by the operations whose derivatives differ.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ Steps = list[Step]
 
 @dataclass
 class Blame:
-    """A pair of operations that diverge, the last values on which both agree, and the relation."""
+    """A pair of operations that diverge, the last common value, and the relation of the results."""
 
     torch: Step
     jax: Step
@@ -233,7 +232,7 @@ def _cotangents(x: Step, y: Step) -> tuple[np.ndarray, np.ndarray] | None:
 
 
 def _likeness(pair: tuple[Step, Step]) -> tuple[bool, int, float, int]:
-    """Returns a sort key: common operands, then early PyTorch steps, then the shared part."""
+    """Returns a key for `max`: has common operands, early in PyTorch, share of common operands."""
     ours, theirs = ({p.entries for p in common_operands(s)} for s in pair)
     share = len(ours & theirs) / len(ours | theirs) if ours | theirs else 0.25
     return share > 0, -pair[0].number, share, -pair[1].number

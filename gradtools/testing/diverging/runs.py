@@ -1,8 +1,8 @@
 """Recorded runs, and the values that two runs have in common.
 
-A `Run` is one side of a comparison, with a `Step` for each intermediate value. Two values are equal
-if one is the other with its axes permuted or reshaped. A fingerprint of sums of powers of the
-moduli, which no permutation changes, finds the candidates.
+A `Run` is one side of a comparison, with a `Step` for each intermediate value. Two values
+count as equal if they agree after a permutation of axes or a reshape. Candidates are found by
+sums of powers of the moduli, which do not depend on the order of the entries.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from gradtools.code_origin import Source
 from gradtools.testing.relations import MASKED, Move, equal, layouts
 
 NONE, WEAK, STRONG = range(3)
-_SAMPLE = 4096  # the number of entries that distinguish a mask from numbers
+_SAMPLE = 4096  # the number of entries that are read to recognize a mask
 HALF = 3e-2
 _ACCURACIES = {
     **dict.fromkeys(("float64", "complex128"), 1e-9),
@@ -67,15 +67,16 @@ class Step:
     Attributes:
         place: The operation that returned the value.
         value: The value in NumPy; floating types of 16 bits are widened.
-        parents: The steps of the operation's operands, and `children` the steps that use the value.
+        parents: The steps of the operation's operands.
+        children: The steps that use the value.
         leaf: The name of an argument or parameter, or "captured".
         tracked: Whether the cotangent of the value is recorded.
         cotangent: The gradient of Re<c, outputs> at the value; None if it is zero or not tracked.
         number: The position in the run.
         accuracy: The relative error that rounding may cause at the coarsest dtype so far.
         moving: Whether the value depends on a leaf.
-        entries: The number of the class of values with these entries, which contains values of both
-            sides; -1 if the other side has no such value.
+        entries: The number of the class of values of both runs with these entries; -1 if the other
+            run has no value with these entries.
         is_common: Whether the other side has an equal value, up to a permutation of the axes.
     """
 
@@ -143,7 +144,7 @@ def ancestors(steps: Iterable[Step], stop: Callable[[Step], bool]) -> list[Step]
 
 
 def strength(x: np.ndarray) -> int:
-    """Rates the evidence of equality with x: STRONG if equality is unlikely by chance."""
+    """Rates how unlikely equality with x is by chance: NONE, WEAK or STRONG."""
     if x.size == 0 or (x.size > 1 and bool((x == x.flat[0]).all())):
         return NONE
     if x.dtype.kind not in "fc":
@@ -156,7 +157,7 @@ def strength(x: np.ndarray) -> int:
 
 
 def aligned(a: np.ndarray, b: np.ndarray, accuracy: float) -> tuple[str, Move] | None:
-    """Returns the name and the move of the layout in which a equals b, or None."""
+    """Returns the name of the layout in which a equals b, and its conversion of a; or None."""
     every = layouts(a, b.shape)
     return next(((how, move) for how, move in every if _close(move(a), b, accuracy)), None)
 
@@ -177,7 +178,7 @@ def layout_of(a: Step, b: Step) -> tuple[str, Move] | None:
 
 
 def accuracy_of(a: Step, b: Step) -> float:
-    """Returns the accuracy of the finer side: a coarser dtype on one side is a difference."""
+    """Returns the finer side's accuracy: a coarser dtype on one side counts as a difference."""
     return max(min(a.accuracy, b.accuracy), 1e-9)
 
 

@@ -1,1 +1,1 @@
-"""`match_parameters`: pairs the parameters of a torch.nn model with those of its JAX port."""
+"""`match_parameters`: pairs the parameters of a torch.nn model and of its JAX port."""

@@ -113,8 +113,8 @@ class ParameterMapping:
         arrays = read_torch(torch_params)
         if unknown := [name for name in arrays if name not in self.source]:
             raise GradtoolsError(
-                f"to_jax: the mapping does not know {', '.join(unknown[:8])}; its names begin "
-                f"with {', '.join([*self.source][:4])}. Make the mapping from the same models."
+                f"to_jax: the mapping does not contain {', '.join(unknown[:8])}; its names "
+                f"begin with {', '.join([*self.source][:4])}. Make the mapping from these models."
             )
         flat: dict[Path, np.ndarray] = {}
         for e in self.entries:
@@ -134,7 +134,7 @@ class ParameterMapping:
             module: An `equinox.Module`, an `nnx.Module`, or flax.linen's variables.
 
         Returns:
-            A model of the same type, with the arrays in the model's dtypes. It is a new object.
+            A new model of the same type, whose arrays have the dtypes of `module`.
 
         Example:
             >>> import equinox as eqx, jax, torch

@@ -1,4 +1,4 @@
-"""`match_parameters`: pairs the parameters of a torch.nn model with those of its port to JAX.
+"""`match_parameters`: pairs the parameters of a torch.nn model and of its port to JAX.
 
 The libraries store the same numbers under different names and in different axis orders:
 
@@ -54,7 +54,7 @@ from gradtools.testing.matching_parameters.recurrent_layers import (
     leaf_of_cell,
 )
 
-_LEAVES = {  # PyTorch's names of arrays, and JAX's
+_LEAVES = {  # PyTorch's name of an array, and the names in JAX
     "weight": ("kernel", "scale", "embedding", "weight"),
     "running_mean": ("mean",),
     "running_var": ("var",),
@@ -71,7 +71,7 @@ def match_parameters(
     *,
     partial: bool = False,
 ) -> ParameterMapping:
-    """Pairs the parameters of a torch.nn model with those of its port to flax or equinox.
+    """Pairs the parameters of a torch.nn model and of its port to flax or equinox.
 
     Modules are paired by name, ignoring the spelling ("layer.0.LayerNorm", "layer_0/layer_norm"),
     then by a unique common suffix of their names, then, among modules of equal kind and shapes, by
@@ -84,9 +84,9 @@ def match_parameters(
             Names ending in running_mean and running_var are found in JAX's batch statistics.
         jax_params: flax.linen's variables or its "params" alone, or a pair `(module, variables)`;
             an `nnx.Module` or `nnx.State`; an `equinox.Module`; nested dictionaries of arrays.
-        overrides: Pairs that take precedence over the names: PyTorch's name of a module or an array
-            to JAX's (with "." or "/" between its parts), or to a pair of JAX's name and a `Layout`
-            or a permutation of the axes; to None to leave the array out.
+        overrides: Pairs that take precedence over the names. The keys are PyTorch's names of
+            modules or arrays. A value is the name in JAX (its parts joined by "." or "/"), a pair
+            of this name and a `Layout` or a permutation of the axes, or None to omit the array.
         partial: True returns the pairs that were found and lists the rest in `left_out`.
 
     Returns:
@@ -118,7 +118,7 @@ def match_parameters(
 
 
 class _Matching:
-    """One run of the search, with the unpaired arrays and the pairs so far.
+    """The state of the search: the unpaired arrays and the pairs so far.
 
     Attributes:
         torch: PyTorch's unpaired arrays by name.
@@ -172,7 +172,7 @@ class _Matching:
     # --- pairs of modules
 
     def by_name(self) -> None:
-        """Pairs modules with equal names or a unique common end of their names, longest first."""
+        """Pairs modules with equal names or a unique common suffix of names, longest first."""
         self.ours = _torch_modules(self.torch)
         self.theirs = _jax_modules(self.jax, self.ours)
         groups: dict[tuple[str, ...], tuple[list[str], list[Path]]] = {}
@@ -188,7 +188,7 @@ class _Matching:
                 self._pair(mine[0], theirs[0])
 
     def by_order(self) -> None:
-        """Pairs the k-th modules of equal leaves and shapes."""
+        """Pairs the remaining modules with equal leaves and shapes in order."""
         groups: dict[Any, tuple[list[str], list[Path]]] = {}
         for module, leaves in self.ours.items():
             kind = sorted((leaf, part.shape) for leaf, part in leaves.items())
@@ -296,8 +296,8 @@ JaxModules = dict[Path, dict[str, Path]]
 def _torch_modules(arrays: Mapping[str, np.ndarray]) -> Modules:
     """Groups PyTorch's arrays by module and leaf.
 
-    A matrix for query, key and value is a module for each, and so is each cell of a recurrent
-    layer. The direction of a normalized weight is the leaf "weight", its norms are "weight_g".
+    A joint matrix of query, key and value is split into three modules. Each cell of a recurrent
+    layer is a module. A normalized weight has the leaves "weight" (directions) and "weight_g".
     """
     modules: Modules = {}
     for name, x in arrays.items():
@@ -325,7 +325,7 @@ def _jax_modules(arrays: Mapping[Path, np.ndarray], ours: Modules) -> JaxModules
     """Groups JAX's arrays by module and leaf.
 
     The norms of a normalized weight are the leaf "g". If PyTorch's model has a recurrent cell,
-    modules that are named like gates are a part of their cell: "hf.kernel" is a leaf.
+    modules that are named like gates become leaves of their cell, such as "hf.kernel".
     """
     modules: JaxModules = {}
     has_cells = any("weight_hh" in leaves for leaves in ours.values())

@@ -33,7 +33,7 @@ def read_jax(params: Any) -> dict[Path, np.ndarray]:
     import jax
 
     if isinstance(params, tuple) and len(params) == 2 and isinstance(params[1], Mapping):
-        params = params[1]  # (module, variables), as the other checks take a linen model
+        params = params[1]  # a linen model as (module, variables)
     if library(params) == "equinox":
         import equinox
 

@@ -25,7 +25,7 @@ def leaf_of_cell(name: str) -> tuple[str, str] | None:
 
 
 def gate_of(name: Any = "") -> str | None:
-    """Returns the side and the gate of a name of flax: "hf", or "h" for all gates."""
+    """Returns the side and the gate in a flax name: "hf", or "h" for all gates."""
     found = re.fullmatch(r"(?:dense_)?([ih][ifgorzn]?)_?", str(name))
     return found and found[1]
 

@@ -186,7 +186,7 @@ def _einsum(y: Expr, *arrays: np.ndarray) -> np.ndarray:
 
 
 def _pull_einsum(y: Expr, g: Expr, *factors: Expr) -> list[Expr]:
-    """Returns for each factor g times the conjugates of the other factors."""
+    """Returns, for each factor, g multiplied by the conjugates of the other factors."""
     entries = [(conj(f), names) for f, names in zip(factors, y["labels"], strict=True)]
     result = []
     for k, (factor, labels) in enumerate(zip(factors, y["labels"], strict=True)):

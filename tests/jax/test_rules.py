@@ -264,3 +264,43 @@ print("right")
 @pytest.mark.slow
 def test_a_rule_of_inputs_or_outputs_that_devices_share_has_the_derivatives_of_its_code():
     assert on_devices(ON_FOUR_DEVICES, 4) == "right"
+
+
+FIRST_IN_SHARD_MAP = """
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+
+import gradtools.jax as gt
+from gradtools import GradtoolsError
+
+mesh = jax.make_mesh((2,), ("i",), axis_types=(jax.sharding.AxisType.Auto,))
+
+
+def sine(constant=0.0):
+    rule = gt.custom_rule(lambda x: jnp.sin(x))
+    rule.defvjp(lambda x: (rule(x), x), lambda x, ct: (jnp.cos(x) * ct + constant,))
+    return rule
+
+
+def mapped(f, check):
+    return jax.shard_map(f, mesh=mesh, in_specs=P("i"), out_specs=P("i"), check_vma=check)
+
+
+x = jnp.arange(1.0, 5.0)
+second = lambda f: lambda x: gt.hvp(lambda x: (f(x) ** 2).sum(), (x,), (x,))[1][0]
+for check in (True, False):
+    found = mapped(second(sine()), check)(x)
+    assert jnp.allclose(found, second(jnp.sin)(x), rtol=1e-5), found
+    try:
+        mapped(lambda x: gt.jvp(sine(1.0), (x,), (x,))[1], check)(x)
+    except GradtoolsError as error:
+        assert "is not zero where every cotangent is zero" in str(error), error
+    else:
+        raise AssertionError("an affine bwd was transposed")
+print("right")
+"""
+
+
+def test_a_map_is_checked_at_its_first_transposition_inside_of_shard_map():
+    assert on_devices(FIRST_IN_SHARD_MAP, 2) == "right"

@@ -13,7 +13,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
-from operator import itemgetter
 from typing import TYPE_CHECKING, Any, Concatenate, Literal, TypeVar, get_args, overload
 
 from gradtools.arguments.batches import Batch
@@ -57,7 +56,6 @@ class GradientSpec:
 Disconnected = Literal["raise", "warn", "zeros", "strict"]
 GradMode = Literal["auto", "forward_over_reverse"]
 _PLAYERS = "minimize or maximize"
-_first = itemgetter(0)
 
 
 class Derivatives(Operators):
@@ -414,7 +412,7 @@ class Derivatives(Operators):
             tangent = bare.tangent_output(pushed, bare.no_tangents)
             return attach(tangent, lambda result: result[1](*tangents))
 
-        out = attach(call.output(outs, extras)[0], _first)
+        out = attach(call.output(outs, extras)[0], lambda result: result[0])
         return out, self._backend.linear_map(pushforward, push)
 
     @overload
@@ -535,7 +533,8 @@ class Derivatives(Operators):
                 leaves = [None if x is None else -x for x in leaves]
                 signed[i] = self._backend.unflatten(treedef, leaves)
             order = normalized_argnums(spec.operator, spec.argnums, len(args))
-            grads = tuple(g for _, g in sorted(zip(order, signed, strict=True), key=_first))
+            pairs = sorted(zip(order, signed, strict=True), key=lambda pair: pair[0])
+            grads = tuple(g for _, g in pairs)
         return ((value, aux) if spec.has_aux else value), grads
 
     def _scalar_gradient(

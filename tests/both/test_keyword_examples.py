@@ -209,7 +209,11 @@ WRONG = [
         "None shares an argument",
     ),
     ({"mask": MASK[:, 0]}, {"mask": 1}, r"keyword argument mask of shape \(5,\) has no axis 1"),
-    ({"mask": MASK}, {"maks": None}, r"in_axes names 'maks', which is not a parameter of <lambda>"),
+    (
+        {"mask": MASK},
+        {"maks": None},
+        r"in_axes names 'maks', which is neither a parameter of <lambda>",
+    ),
     ({"scale": np.array(2.0)}, {"scale": 0}, r"keyword argument scale of shape \(\) has no axis 0"),
     ({"mask": MASK}, {"mask": "x"}, r"keyword argument mask is 'x'; expected an integer"),
     ({"names": ["a", "b"]}, {}, "2 in the list keyword argument names"),

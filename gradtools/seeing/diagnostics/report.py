@@ -116,7 +116,7 @@ _MOST = 5  # maximum number of names or modules listed for a group
 
 
 def gathered(names: Sequence[str], known: Sequence[str]) -> str:
-    """Abbreviates a group's names: "these 41 leaves: bert.*" if it has all names of `bert`."""
+    """Abbreviates a group's names: "these 41 leaves: bert.*" if it contains all names in bert."""
     if len(names) == 1:
         return names[0]
     result, chosen = list[str](), set(names)

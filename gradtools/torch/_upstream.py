@@ -33,9 +33,8 @@ _c: Any = torch._C
 pytree = _pytree
 tree_leaves, tree_map_only = pytree.tree_leaves, pytree.tree_map_only
 disable_current_modes = _disable_current_modes
-"""`pytree` is torch.func's registry of pytree containers (pytorch#65761), including users'
-containers. `disable_current_modes` is a context that hides gradtools' operations from dispatch
-modes.
+"""`pytree` is torch.func's registry of pytree containers, including users' (pytorch#65761).
+`disable_current_modes` is a context that hides gradtools' operations from dispatch modes.
 
 Of the imported names, `temporarily_clear_interpreter_stack` runs code outside of all levels of
 torch.func; `TracingContext` and `detect_fake_mode` detect that a compiler is tracing.
@@ -55,9 +54,8 @@ is_gradtrackingtensor: Callable[[Tensor], bool] = _functorch.is_gradtrackingtens
 get_unwrapped: Callable[[Tensor], Tensor] = _functorch.get_unwrapped
 maybe_get_level: Callable[[Tensor], int] = _functorch.maybe_get_level
 maybe_get_bdim: Callable[[Tensor], int] = _functorch.maybe_get_bdim
-"""The first three functions return whether a tensor is a functorch wrapper, and of which kind. The
-others return the wrapped tensor, the wrapper's level (-2 if its transform has ended), and the axis
-that vmap hides (-1 if none)."""
+"""Whether a tensor is a functorch wrapper, and of which kind; the wrapped tensor; the wrapper's
+level, -2 if its transform has ended; the axis that vmap hides, -1 if none."""
 
 wrap_for_grad: Callable[[Tensor, int], Tensor] = _functorch._wrap_for_grad
 add_vmap_axis: Callable[[Tensor, int, int], Tensor] = _functorch._add_batch_dim
@@ -72,9 +70,8 @@ enter_vmap: Callable[[], int] = _c._vmapmode_increment_nesting
 leave_vmap: Callable[[], int] = _c._vmapmode_decrement_nesting
 add_batch_axis: Callable[..., Tensor] = torch._add_batch_dim
 remove_batch_axis: Callable[..., Tensor] = torch._remove_batch_dim
-"""Functions of the legacy vmap, which autograd uses for `is_grads_batched`: they test whether a
-tensor is batched, enter and exit a level (returning the number of levels), and wrap and unwrap a
-tensor."""
+"""Functions of the legacy vmap of `is_grads_batched`: whether a tensor is batched; enter and exit a
+level, returning the number of levels; wrap and unwrap a tensor."""
 
 # --- forward mode ------------------------------------------------------------------------------
 
@@ -132,8 +129,7 @@ third of the time of a small function; `engine` also skips the context that comp
 
 current_graph_task: Callable[[], int] = _c._current_graph_task_id
 will_run: Callable[[Any], bool] = _c._will_engine_execute_node
-"""These functions return the id of the running backward pass (or -1), and whether that pass will
-run a node."""
+"""The id of the running backward pass (or -1), and whether that pass will run a node."""
 
 AccumulateGrad: Any = _c._functions.AccumulateGrad
 ModuleHook: Any = torch.nn.modules._functions.BackwardHookFunction
@@ -158,9 +154,8 @@ def function_of(node: Any) -> Any:
 nodes_made: Callable[[], int] = _c._autograd._get_sequence_nr
 sequence_of: Callable[[Any], int] = methodcaller("_sequence_nr")
 hooks_made: Callable[[], int] = partial(getattr, RemovableHandle, "next_id")
-"""These functions return the sequence number of this thread's next node, a node's own sequence
-number (smaller for nodes of captured tensors), and the number of hooks that the process has
-registered."""
+"""The sequence number of this thread's next node, a node's own number (smaller for nodes of
+captured tensors), and the number of hooks that the process has registered."""
 
 saved_tensors_hooks_on: Callable[[bool], Any] = _c._autograd._top_saved_tensors_default_hooks
 push_saved_tensors_hooks: Callable[..., None] = _c._autograd._push_saved_tensors_default_hooks
@@ -180,8 +175,7 @@ others return the active function modes, and the numbers of active function and 
 _PROXY = _c._TorchDispatchModeKey.PROXY
 is_traced_by_make_fx: Callable[[], bool] = lambda: _c._get_dispatch_mode(_PROXY) is not None
 tracing_state: Callable[[], Any] = _c._get_tracing_state
-"""These functions return whether torch.fx traces with proxies, which have no values, and the state
-of `torch.jit.trace`."""
+"""Whether torch.fx traces with proxies, which have no values; the state of `torch.jit.trace`."""
 
 # --- tensors -----------------------------------------------------------------------------------
 
